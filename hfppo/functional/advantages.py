@@ -1,0 +1,190 @@
+"""From token rewards to advantages: GAE, whitening, and the estimators that need no critic.
+
+Departures from the papers: advantages are 0 on masked columns, and masked columns between real ones (the tokens of a
+tool) are transparent, so that credit passes through them undiscounted.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from hfppo.functional.shapes import require_same_shape
+
+
+def gae(
+    rewards: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    gamma: float = 1.0,
+    lam: float | Tensor = 0.95,
+    final_value: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimates over completion tokens. arXiv:1506.02438, eq. 16.
+
+        δ_t = r_t + γ·V(s_{t+1}) − V(s_t),   A_t = δ_t + γλ·A_{t+1},   R_t = A_t + V(s_t)
+
+    Args:
+        rewards, values: (B, T); index t belongs to completion token t.
+        mask: (B, T) bool, True on real tokens.
+        lam: λ, one for all or (B,), one per completion.
+        final_value: (B,), V of the state after the last real token; None means 0, the completion has ended.
+    Returns:
+        advantages, returns: (B, T), 0 where mask is False.
+    Raises:
+        ValueError: a reward other than 0 stands on a masked column, where it would be lost.
+    """
+    require_same_shape(rewards=rewards, values=values, mask=mask)
+    if (rewards.ne(0) & ~mask).any():
+        raise ValueError("a reward other than 0 stands on a masked column, where it would be lost")
+    next_value = torch.zeros_like(values[:, 0]) if final_value is None else final_value
+    running = torch.zeros_like(values[:, 0])
+    advantages = torch.zeros_like(values)
+    for t in reversed(range(values.shape[1])):
+        delta = rewards[:, t] + gamma * next_value - values[:, t]
+        running = torch.where(mask[:, t], delta + gamma * lam * running, running)
+        next_value = torch.where(mask[:, t], values[:, t], next_value)
+        advantages[:, t] = running
+    advantages = advantages.where(mask, 0.0)
+    return advantages, (advantages + values).where(mask, 0.0)
+
+
+def length_adaptive_lam(mask: Tensor, alpha: float) -> Tensor:
+    """λ = 1 − 1/(α·length), one per completion, (B,) in [0, 1]. VAPO, arXiv:2504.05118, eq. 7.
+
+    Args:
+        mask: (B, T) bool, True on real tokens.
+        alpha: α; the paper uses 0.05.
+    """
+    return (1.0 - 1.0 / (alpha * mask.sum(dim=1).clamp(min=1))).clamp(min=0.0)
+
+
+def whiten(x: Tensor, mask: Tensor, shift_mean: bool = True, eps: float = 1e-8) -> Tensor:
+    """Scale to unit variance, and shift to mean 0, over the real tokens of all rows.
+
+        (x − mean) / √(var + eps),   var biased
+
+    Args:
+        x: (B, T).
+        mask: (B, T) bool, True on real tokens.
+        shift_mean: False keeps the mean (reward whitening).
+    Returns:
+        (B, T), 0 where mask is False; finite also for one single real token.
+    """
+    require_same_shape(x=x, mask=mask)
+    count = mask.sum().clamp(min=1)
+    mean = x.where(mask, 0.0).sum() / count
+    var = (x - mean).square().where(mask, 0.0).sum() / count
+    whitened = (x - mean) * torch.rsqrt(var + eps)
+    return (whitened if shift_mean else whitened + mean).where(mask, 0.0)
+
+
+def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
+    """1 − Var(R − V)/Var(R) over real tokens: 1 is a perfect critic, 0 a constant one, below 0 a harmful one.
+
+    Args:
+        values, returns: (B, T).
+        mask: (B, T) bool, True on real tokens.
+    Returns:
+        A float; NaN when the returns do not vary.
+    """
+    require_same_shape(values=values, returns=returns, mask=mask)
+    var_returns = returns[mask].var(correction=0)
+    return float(1.0 - (returns - values)[mask].var(correction=0) / var_returns) if var_returns > 0 else float("nan")
+
+
+def _group_index(groups: Tensor, estimator: str) -> tuple[Tensor, Tensor]:
+    """(B,) group number of each row and (B,) size of its group; a group of one is an error."""
+    _, index, counts = groups.unique(return_inverse=True, return_counts=True)
+    if (counts < 2).any():
+        raise ValueError(f"{estimator} compares completions of one prompt: raise num_generations to 2 or more, got 1")
+    return index, counts[index]
+
+
+def _group_sum(x: Tensor, index: Tensor) -> Tensor:
+    """(B,) sum of x over the rows of each row's group."""
+    return torch.zeros(int(index.max()) + 1, dtype=x.dtype, device=x.device).index_add(0, index, x)[index]
+
+
+def _spread(per_completion: Tensor, mask: Tensor) -> Tensor:
+    """(B, T) with each completion's number on its real tokens."""
+    return per_completion[:, None].expand(mask.shape).where(mask, 0.0)
+
+
+def grpo(rewards: Tensor, mask: Tensor, groups: Tensor, scale: bool = True) -> Tensor:
+    """(s − mean of its group)/(std of its group + 1e-6), s the sum of a completion's rewards. arXiv:2402.03300.
+
+    Args:
+        rewards: (B, T) token rewards.
+        mask: (B, T) bool, True on real tokens.
+        groups: (B,) prompt number; equal numbers are completions of one prompt.
+        scale: False leaves the division out (arXiv:2503.20783).
+    Returns:
+        (B, T), the same number on each real token of a completion.
+    """
+    index, size = _group_index(groups, "grpo")
+    scores = rewards.sum(dim=1)
+    centred = scores - _group_sum(scores, index) / size
+    if scale:
+        centred = centred / ((_group_sum(centred.square(), index) / (size - 1)).sqrt() + 1e-6)
+    return _spread(centred, mask)
+
+
+def rloo(rewards: Tensor, mask: Tensor, groups: Tensor) -> Tensor:
+    """s − mean of the others of its group. arXiv:2402.14740. Args and returns as `grpo`."""
+    index, size = _group_index(groups, "rloo")
+    scores = rewards.sum(dim=1)
+    return _spread(scores - (_group_sum(scores, index) - scores) / (size - 1), mask)
+
+
+def opo(rewards: Tensor, mask: Tensor, groups: Tensor) -> Tensor:
+    """s − its group's mean weighted by length. arXiv:2505.23585. Args and returns as `grpo`."""
+    index, _ = _group_index(groups, "opo")
+    scores, lengths = rewards.sum(dim=1), mask.sum(dim=1).to(rewards.dtype)
+    return _spread(scores - _group_sum(scores * lengths, index) / _group_sum(lengths, index), mask)
+
+
+def reinforce_plus_plus_baseline(rewards: Tensor, mask: Tensor, groups: Tensor) -> Tensor:
+    """s − mean of its group, to be whitened over the whole rollout. arXiv:2501.03262. Args and returns as `grpo`."""
+    index, size = _group_index(groups, "reinforce_plus_plus_baseline")
+    scores = rewards.sum(dim=1)
+    return _spread(scores - _group_sum(scores, index) / size, mask)
+
+
+def reinforce_plus_plus(rewards: Tensor, mask: Tensor, gamma: float = 1.0) -> Tensor:
+    """Discounted sum of the token rewards from each token on, to be whitened over the rollout. arXiv:2501.03262.
+
+    Args:
+        rewards: (B, T) token rewards.
+        mask: (B, T) bool, True on real tokens.
+    Returns:
+        (B, T), 0 where mask is False.
+    """
+    return gae(rewards, torch.zeros_like(rewards), mask, gamma, lam=1.0)[1]
+
+
+def remax(rewards: Tensor, mask: Tensor, greedy_scores: Tensor) -> Tensor:
+    """s minus the score of the greedy completion of the same prompt. arXiv:2310.10505.
+
+    Args:
+        rewards: (B, T) token rewards.
+        mask: (B, T) bool, True on real tokens.
+        greedy_scores: (B,) score of the greedy completion of each row's prompt.
+    Returns:
+        (B, T), the same number on each real token of a completion.
+    """
+    return _spread(rewards.sum(dim=1) - greedy_scores, mask)
+
+
+GROUP_ESTIMATORS: dict[str, Callable[..., Tensor]] = {
+    "grpo": grpo,
+    "rloo": rloo,
+    "opo": opo,
+    "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
+}
+ADVANTAGE_ESTIMATORS: dict[str, Callable] = {
+    "gae": gae,
+    **GROUP_ESTIMATORS,
+    "reinforce_plus_plus": reinforce_plus_plus,
+    "remax": remax,
+}

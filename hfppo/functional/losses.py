@@ -1,0 +1,258 @@
+"""Policy and value losses per token, and the one place where they become a scalar.
+
+Every policy loss has the signature of `policy_loss`, so that one name in `POLICY_LOSSES` exchanges it for another.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hfppo.functional.kl import clamp_log_ratio
+from hfppo.functional.shapes import require_same_shape
+
+
+def policy_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float | None = None,
+    mask: Tensor | None = None,
+) -> Tensor:
+    """The clipped surrogate of PPO, per token. arXiv:1707.06347, eq. 7; dual clip arXiv:1912.09729, eq. 5.
+
+        ρ = exp(log π − log π_old),   L1 = −A·ρ,   L2 = −A·clip(ρ, 1 − ε_low, 1 + ε_high),   L = max(L1, L2)
+        A < 0 with dual clip c:   L = min(L, −A·c)
+
+    Args:
+        logprobs, old_logprobs, advantages: (B, T).
+        clip_low, clip_high: ε below and above 1; a larger ε above is the clip-higher of arXiv:2503.14476.
+        dual_clip: c > 1, or None for none.
+        mask: unused; here for the losses that look at whole completions.
+    Returns:
+        (B, T), not yet masked.
+    Raises:
+        ValueError: shapes that differ.
+    """
+    require_same_shape(logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages)
+    return _clipped_surrogate(clamp_log_ratio(logprobs - old_logprobs).exp(), advantages, clip_low, clip_high, dual_clip)
+
+
+def _clipped_surrogate(
+    ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float | None
+) -> Tensor:
+    loss = torch.max(-advantages * ratio, -advantages * ratio.clamp(1 - clip_low, 1 + clip_high))
+    if dual_clip is not None:
+        loss = torch.where(advantages < 0, torch.min(loss, -advantages * dual_clip), loss)
+    return loss
+
+
+def gspo_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float | None = None,
+    mask: Tensor | None = None,
+) -> Tensor:
+    """The clipped surrogate with one ratio per completion. arXiv:2507.18071, eq. 17 (its token form).
+
+        s = exp(mean over real tokens of (log π − log π_old)),   ρ_t = sg(s)·π_t/sg(π_t)
+
+    Args and returns as `policy_loss`; `mask`, (B, T) bool, is needed. The paper's ε are about 3e-4.
+    """
+    if mask is None:
+        raise ValueError("gspo needs the mask: its ratio is a mean over the real tokens of a completion")
+    require_same_shape(logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, mask=mask)
+    log_ratio = (logprobs - old_logprobs).where(mask, 0.0).sum(dim=1) / mask.sum(dim=1).clamp(min=1)
+    token_log_ratio = logprobs - logprobs.detach() + log_ratio.detach()[:, None]
+    return _clipped_surrogate(clamp_log_ratio(token_log_ratio).exp(), advantages, clip_low, clip_high, dual_clip)
+
+
+def cispo_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float | None = None,
+    mask: Tensor | None = None,
+) -> Tensor:
+    """REINFORCE with a clipped, detached importance weight: no token loses its gradient. arXiv:2506.13585, eq. 4.
+
+        L = −sg(clip(ρ, 1 − ε_low, 1 + ε_high))·A·log π
+
+    Args and returns as `policy_loss`; `dual_clip` and `mask` are unused.
+    """
+    require_same_shape(logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages)
+    ratio = clamp_log_ratio(logprobs - old_logprobs).exp()
+    return -ratio.clamp(1 - clip_low, 1 + clip_high).detach() * advantages * logprobs
+
+
+def sapo_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float | None = None,
+    mask: Tensor | None = None,
+) -> Tensor:
+    """A smooth gate in place of the clip. arXiv:2511.20347, eq. 6, with its temperatures.
+
+        L = −(4/τ)·sigmoid(τ·(ρ − 1))·A,   τ = 1 for A > 0 and 1.05 otherwise
+
+    Args and returns as `policy_loss`; the clip arguments and `mask` are unused.
+    """
+    require_same_shape(logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages)
+    ratio = clamp_log_ratio(logprobs - old_logprobs).exp()
+    tau = torch.where(advantages > 0, 1.0, 1.05)
+    return -(4.0 / tau) * torch.sigmoid(tau * (ratio - 1.0)) * advantages
+
+
+def gpg_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float | None = None,
+    mask: Tensor | None = None,
+) -> Tensor:
+    """The plain policy gradient, −A·log π. arXiv:2504.02546. All but `logprobs` and `advantages` are unused."""
+    require_same_shape(logprobs=logprobs, advantages=advantages)
+    return -advantages * logprobs
+
+
+POLICY_LOSSES: dict[str, Callable[..., Tensor]] = {
+    "ppo": policy_loss,
+    "gspo": gspo_loss,
+    "cispo": cispo_loss,
+    "sapo": sapo_loss,
+    "gpg": gpg_loss,
+}
+
+
+class ClipFractions(NamedTuple):
+    """(B, T) bool each: where the clip of `policy_loss` is active."""
+
+    low: Tensor
+    high: Tensor
+    dual: Tensor
+
+
+def clip_fractions(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float | None = None,
+) -> ClipFractions:
+    """Where L2 > L1: below 1 − ε_low with A < 0, above 1 + ε_high with A > 0; and where the dual clip holds.
+
+    Args as `policy_loss`.
+    """
+    require_same_shape(logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages)
+    ratio = clamp_log_ratio(logprobs - old_logprobs).exp()
+    dual = (advantages < 0) & (ratio > dual_clip) if dual_clip is not None else torch.zeros_like(ratio, dtype=torch.bool)
+    return ClipFractions(
+        low=(advantages < 0) & (ratio < 1 - clip_low), high=(advantages > 0) & (ratio > 1 + clip_high), dual=dual
+    )
+
+
+def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip_range: float | None = 0.2) -> Tensor:
+    """The clipped squared error of the critic, per token. arXiv:2403.17031, detail 18.
+
+        V_clip = clip(V, V_old − ε, V_old + ε),   L = ½·max((V − R)², (V_clip − R)²)
+
+    Args:
+        values, old_values, returns: (B, T).
+        clip_range: ε, in units of the return, or None for no clip.
+    Returns:
+        (B, T), not yet masked.
+    Raises:
+        ValueError: shapes that differ.
+    """
+    require_same_shape(values=values, old_values=old_values, returns=returns)
+    error = (values - returns).square()
+    if clip_range is None:
+        return error / 2
+    clipped = torch.max(torch.min(values, old_values + clip_range), old_values - clip_range)
+    return torch.max(error, (clipped - returns).square()) / 2
+
+
+def value_clipped(values: Tensor, old_values: Tensor, returns: Tensor, clip_range: float | None = 0.2) -> Tensor:
+    """(B, T) bool: where the clip of `value_loss` holds the loss up, so that the value gets no gradient."""
+    return value_loss(values, old_values, returns, clip_range) > value_loss(values, old_values, returns, None)
+
+
+def _token_mean(mask: Tensor, num_tokens: float, num_completions: float, max_length: int | None) -> Tensor | float:
+    return 1 / num_tokens
+
+
+def _seq_mean_token_sum(
+    mask: Tensor, num_tokens: float, num_completions: float, max_length: int | None
+) -> Tensor | float:
+    return 1 / num_completions
+
+
+def _seq_mean_token_mean(
+    mask: Tensor, num_tokens: float, num_completions: float, max_length: int | None
+) -> Tensor | float:
+    return 1 / (mask.sum(dim=1, keepdim=True).clamp(min=1) * num_completions)
+
+
+def _seq_mean_token_sum_norm(
+    mask: Tensor, num_tokens: float, num_completions: float, max_length: int | None
+) -> Tensor | float:
+    if max_length is None:
+        raise ValueError("seq-mean-token-sum-norm needs max_length")
+    return 1 / (num_completions * max_length)
+
+
+REDUCTIONS: dict[str, Callable[[Tensor, float, float, int | None], Tensor | float]] = {
+    "token-mean": _token_mean,
+    "seq-mean-token-sum": _seq_mean_token_sum,
+    "seq-mean-token-mean": _seq_mean_token_mean,
+    "seq-mean-token-sum-norm": _seq_mean_token_sum_norm,
+}
+
+
+def reduce(
+    loss: Tensor,
+    mask: Tensor,
+    mode: str = "token-mean",
+    num_tokens: float | None = None,
+    num_completions: float | None = None,
+    max_length: int | None = None,
+) -> Tensor:
+    """One scalar from losses per token; the counts of the whole mini-batch make it independent of how that is cut.
+
+        token-mean:                Σ_i Σ_t L / num_tokens
+        seq-mean-token-sum:        Σ_i Σ_t L / num_completions
+        seq-mean-token-mean:       Σ_i (Σ_t L / length_i) / num_completions
+        seq-mean-token-sum-norm:   Σ_i Σ_t L / (num_completions·max_length)
+
+    Args:
+        loss: (B, T).
+        mask: (B, T) bool; losses elsewhere, NaN included, do not count.
+        mode: one of `REDUCTIONS`, each of which is a weight per token.
+        num_tokens: True entries of the mask over all micro-batches and ranks; None: of this mask.
+        num_completions: rows with a True entry, counted likewise.
+        max_length: tokens, for `seq-mean-token-sum-norm`.
+    Returns:
+        A scalar. The scalars of the micro-batches of a mini-batch add up to the loss of the mini-batch.
+    Raises:
+        ValueError: unknown mode, or a missing `max_length`.
+    """
+    require_same_shape(loss=loss, mask=mask)
+    if mode not in REDUCTIONS:
+        raise ValueError(f"unknown reduction {mode!r}; choose from {', '.join(REDUCTIONS)}")
+    num_tokens = max(float(mask.sum()) if num_tokens is None else num_tokens, 1.0)
+    num_completions = max(float(mask.any(dim=1).sum()) if num_completions is None else num_completions, 1.0)
+    return (loss.where(mask, 0.0) * REDUCTIONS[mode](mask, num_tokens, num_completions, max_length)).sum()
