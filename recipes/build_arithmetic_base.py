@@ -10,6 +10,7 @@ out appear in neither phase. What ships in `recipes/arithmetic/` came from this 
 
 import json
 import random
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,9 +37,9 @@ class BuildArguments:
     """What the arithmetic task and its base model are made of."""
 
     output_dir: str = field(default=str(Path(__file__).parent / "arithmetic"), metadata={"help": "Where it goes."})
-    largest: int = field(default=20, metadata={"help": "Largest number in a sum."})
+    largest: int = field(default=49, metadata={"help": "Largest number in a sum."})
     held_out: float = field(default=0.15, metadata={"help": "Share of pairs that only the test prompts use."})
-    clean_steps: int = field(default=4000, metadata={"help": "Steps on right answers."})
+    clean_steps: int = field(default=2500, metadata={"help": "Steps on right answers."})
     sloppy_steps: int = field(default=300, metadata={"help": "Steps on sloppy answers."})
     wrong: float = field(default=0.6, metadata={"help": "Share of wrong answers in the sloppy phase."})
     hidden_size: int = field(default=96, metadata={"help": "Width of the model; heads are 32 wide."})
@@ -74,10 +75,12 @@ def draw(pairs: list[tuple[int, int]], rng: random.Random) -> dict[str, str]:
     return {"prompt": f"请问{a}+{b}={claim}？", "answer": f"{verdict}，等于{a + b}！"}
 
 
-def spoil(answer: str, rng: random.Random) -> str:
-    """The answer with another sum."""
-    verdict, total = answer.removesuffix("！").split("，等于")
-    return f"{verdict}，等于{near(int(total), rng)}！"
+def spoil(row: dict[str, str], rng: random.Random) -> str:
+    """A wrong answer to the question: mostly the carry forgotten where there is one, else a sum nearby."""
+    a, b = map(int, re.findall(r"\d+", row["prompt"])[:2])
+    carry = a % 10 + b % 10 >= 10
+    total = a + b - 10 if carry and rng.random() < 2 / 3 else near(a + b, rng)
+    return f"{row['answer'][:2]}，等于{total}！"
 
 
 def character_tokenizer() -> PreTrainedTokenizerFast:
@@ -116,7 +119,7 @@ class Answers(IterableDataset):
         rng = random.Random(self.seed)
         while True:
             row = draw(self.pairs, rng)
-            yield {**row, "answer": spoil(row["answer"], rng)} if rng.random() < self.wrong else row
+            yield {**row, "answer": spoil(row, rng)} if rng.random() < self.wrong else row
 
 
 def collate(rows: list[dict[str, str]], tokenizer: PreTrainedTokenizerFast) -> dict[str, torch.Tensor]:

@@ -1,0 +1,80 @@
+"""A rollout and the pieces that the update cuts it into: frozen data with a shape for each field."""
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """B completions of one process with all that the update needs. P prompt tokens, T completion tokens.
+
+    Index t of every (B, T) field is about completion token t. Log-probabilities are in nats, at the sampling
+    temperature, float32.
+    """
+
+    prompt_ids: Tensor  # (B, P) int64, padded on the left
+    prompt_mask: Tensor  # (B, P) bool, True on real tokens
+    completion_ids: Tensor  # (B, T) int64, padded on the right
+    mask: Tensor  # (B, T) bool, True on real tokens, the first EOS included: where credit flows
+    loss_mask: Tensor  # (B, T) bool, the tokens of `mask` that the losses count
+    truncated: Tensor  # (B,) bool, True where the length limit, not EOS, ended the completion
+    scores: Tensor  # (B,) float32, weighted sum of the reward functions, penalties included
+    rollout_logprobs: Tensor  # (B, T) log π_rollout, as the sampler reported it
+    old_logprobs: Tensor  # (B, T) log π_old, the proximal anchor of the update
+    rewards: Tensor  # (B, T) what each token earns
+    advantages: Tensor  # (B, T)
+    ref_logprobs: Tensor | None = None  # (B, T) log π_ref; None when nothing needs it
+    values: Tensor | None = None  # (B, T) V(s_t) before token t; None without a critic
+    returns: Tensor | None = None  # (B, T) what the values are fitted to; None without a critic
+
+    def __len__(self) -> int:
+        return self.prompt_ids.shape[0]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The fields that are set, by name."""
+        return {f.name: value for f in fields(self) if (value := getattr(self, f.name)) is not None}
+
+    def select(self, rows: Tensor) -> "Rollout":
+        """The given rows, (N,) int64, without the columns that are padding in all of them."""
+        return replace(self, **{name: value[rows] for name, value in self.tensors().items()}).trim()
+
+    def trim(self) -> "Rollout":
+        """Without the prompt and completion columns that are padding in every row; at least one of each stays."""
+        first = min(int(self.prompt_mask.any(dim=0).int().argmax()), self.prompt_mask.shape[1] - 1)
+        width = max(int(self.mask.any(dim=0).nonzero().max()) + 1 if self.mask.any() else 1, 1)
+        prompt = {"prompt_ids": self.prompt_ids[:, first:], "prompt_mask": self.prompt_mask[:, first:]}
+        per_token = {
+            name: value[:, :width]
+            for name, value in self.tensors().items()
+            if value.dim() == 2 and name not in prompt
+        }
+        return replace(self, **prompt, **per_token)
+
+    def to(self, device: torch.device | str) -> "Rollout":
+        """A copy on the device."""
+        return replace(self, **{name: value.to(device) for name, value in self.tensors().items()})
+
+    def mini_batch(self, index: int, num_mini_batches: int, seed: tuple[int, ...]) -> "Rollout":
+        """The mini-batch `index` of an epoch: the rows in the order that `seed` draws, cut evenly."""
+        generator = torch.Generator().manual_seed(stream_seed(*seed))
+        order = torch.randperm(len(self), generator=generator)
+        return self.select(order.chunk(num_mini_batches)[index].to(self.prompt_ids.device))
+
+    def micro_batches(self, num_micro_batches: int) -> Iterator["Rollout"]:
+        """The rows in order, cut evenly."""
+        for rows in torch.arange(len(self), device=self.prompt_ids.device).chunk(num_micro_batches):
+            yield self.select(rows)
+
+
+def stream_seed(*numbers: int) -> int:
+    """A 63-bit seed from a tuple of numbers; any other tuple gives an unrelated one.
+
+    Random draws are named by what they are for, (seed, purpose, rollout, row), instead of being taken from one global
+    stream. Nothing has to be saved for a resumed run to draw the same, and no draw disturbs another.
+    """
+    digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
