@@ -1,5 +1,6 @@
 """The configuration of a run, in the style of TrainingArguments."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -9,6 +10,45 @@ from hfppo.functional import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES,
 
 CRITIC_FREE = tuple(name for name in ADVANTAGE_ESTIMATORS if name != "gae")
 NEEDS_GROUPS = ("grpo", "rloo", "opo", "reinforce_plus_plus_baseline")
+
+# What a number must be, and the fields of which that is asked. Written so that NaN never meets it.
+RANGES: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
+    (
+        "at least 1",
+        lambda x: x >= 1,
+        (
+            "num_ppo_epochs",
+            "num_mini_batches",
+            "num_generations",
+            "max_completion_length",
+            "local_rollout_forward_batch_size",
+            "total_episodes",
+            "max_prompt_length",
+        ),
+    ),
+    (
+        "at least 0",
+        lambda x: x >= 0,
+        (
+            "kl_coef",
+            "kl_loss_coef",
+            "entropy_coef",
+            "positive_nll_coef",
+            "vf_coef",
+            "missing_eos_penalty",
+            "critic_warmup",
+            "critic_learning_rate",
+        ),
+    ),
+    ("in [0, 1]", lambda x: 0 <= x <= 1, ("gamma", "lam", "lam_critic")),
+    (
+        "above 0",
+        lambda x: x > 0,
+        ("temperature", "cliprange", "cliprange_high", "cliprange_value", "reward_clip", "lam_alpha", "target_kl"),
+    ),
+    ("above 1: below, it would undo the clip at ratio 1", lambda x: x > 1, ("dual_clip",)),
+    ("below 1: the ratio is clipped to 1 − cliprange", lambda x: x < 1, ("cliprange",)),
+)
 
 
 @dataclass
@@ -24,7 +64,8 @@ class PPOConfig(TrainingArguments):
 
     # Defaults of TrainingArguments that fit PPO with a LoRA actor better.
     learning_rate: float = field(
-        default=1e-5, metadata={"help": "Learning rate of the actor; ten times a usual full fine-tuning rate, for LoRA."}
+        default=1e-5,
+        metadata={"help": "Learning rate of the actor; ten times a usual full fine-tuning rate, for LoRA."},
     )
     logging_steps: float = field(default=10, metadata={"help": "Optimiser steps between logs."})
     logging_nan_inf_filter: bool = field(
@@ -74,7 +115,8 @@ class PPOConfig(TrainingArguments):
         default=False, metadata={"help": "Scale token rewards to unit variance, keeping their mean (TRL)."}
     )
     mask_truncated_completions: bool = field(
-        default=False, metadata={"help": "Leave completions cut by the length limit out of the losses (arXiv:2503.14476)."}
+        default=False,
+        metadata={"help": "Leave completions cut by the length limit out of the losses (arXiv:2503.14476)."},
     )
 
     # Changes the result: KL to the reference.
@@ -162,7 +204,11 @@ class PPOConfig(TrainingArguments):
         default=64, metadata={"help": "Rows per process that are sampled, or passed without gradient, at once (TRL)."}
     )
 
-    _VALID_DICT_FIELDS = [*TrainingArguments._VALID_DICT_FIELDS, "chat_template_kwargs", "model_init_kwargs"]
+    _VALID_DICT_FIELDS = [  # noqa: RUF012 (as upstream declares it)
+        *TrainingArguments._VALID_DICT_FIELDS,
+        "chat_template_kwargs",
+        "model_init_kwargs",
+    ]
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -213,43 +259,10 @@ class PPOConfig(TrainingArguments):
                 raise ValueError(f"{name}={value!r} is unknown; choose from {', '.join(allowed)}")
 
     def _check_ranges(self) -> None:
-        whole = (
-            "num_ppo_epochs",
-            "num_mini_batches",
-            "num_generations",
-            "max_completion_length",
-            "local_rollout_forward_batch_size",
-            "total_episodes",
-            "max_prompt_length",
-        )
-        at_least_zero = (
-            "kl_coef",
-            "kl_loss_coef",
-            "entropy_coef",
-            "positive_nll_coef",
-            "vf_coef",
-            "missing_eos_penalty",
-            "critic_warmup",
-            "critic_learning_rate",
-        )
-        unit = ("gamma", "lam", "lam_critic")
-        positive = ("temperature", "cliprange", "cliprange_high", "cliprange_value", "reward_clip", "lam_alpha", "target_kl")
-        for name in whole:
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise ValueError(f"{name}={value} must be at least 1")
-        for name in at_least_zero:
-            if (value := getattr(self, name)) is not None and not value >= 0:
-                raise ValueError(f"{name}={value} must not be negative")
-        for name in unit:
-            if (value := getattr(self, name)) is not None and not 0 <= value <= 1:
-                raise ValueError(f"{name}={value} must lie in [0, 1]")
-        for name in positive:
-            if (value := getattr(self, name)) is not None and not value > 0:
-                raise ValueError(f"{name}={value} must be above 0")
-        if self.dual_clip is not None and not self.dual_clip > 1:
-            raise ValueError(f"dual_clip={self.dual_clip} must be above 1: below, it would undo the clip at ratio 1")
-        if self.cliprange >= 1:
-            raise ValueError(f"cliprange={self.cliprange} must be below 1: the ratio is clipped to 1 − cliprange")
+        for demand, is_met, names in RANGES:
+            for name in names:
+                if (value := getattr(self, name)) is not None and not is_met(value):
+                    raise ValueError(f"{name}={value} must be {demand}")
 
     def _check_combinations(self) -> None:
         if self.advantage_estimator in NEEDS_GROUPS and self.num_generations < 2:
@@ -260,9 +273,9 @@ class PPOConfig(TrainingArguments):
         if self.rollout_size % self.num_generations:
             raise ValueError(
                 f"a rollout of {self.rollout_size} completions per process (per_device_train_batch_size="
-                f"{self.per_device_train_batch_size} × gradient_accumulation_steps={self.gradient_accumulation_steps} × "
-                f"num_mini_batches={self.num_mini_batches}) cannot be divided into groups of num_generations="
-                f"{self.num_generations}; choose sizes that divide"
+                f"{self.per_device_train_batch_size} × gradient_accumulation_steps="
+                f"{self.gradient_accumulation_steps} × num_mini_batches={self.num_mini_batches}) cannot be divided "
+                f"into groups of num_generations={self.num_generations}; choose sizes that divide"
             )
         if self.critic_warmup and not self.needs_critic:
             raise ValueError(

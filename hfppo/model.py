@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from peft import LoraConfig, PeftConfig, PeftModel, PeftModelForCausalLM, get_peft_model, load_peft_weights
@@ -122,7 +122,7 @@ class ActorCritic(PeftModelForCausalLM):
         base: PreTrainedModel,
         peft_config: PeftConfig,
         critic: str | PreTrainedModel | None = "adapter",
-        ref_model: PreTrainedModel | None = None,
+        ref_model: PreTrainedModel | PeftModel | None = None,
         start_adapter: dict[str, Tensor] | None = None,
         detach_critic: bool = False,
     ):
@@ -135,11 +135,16 @@ class ActorCritic(PeftModelForCausalLM):
             set_peft_model_state_dict(self, start_adapter)
         self.critic = critic_module
         self.ref_model = ref_model.requires_grad_(False).eval() if ref_model is not None else None
-        self._policy: PreTrainedModel | PeftModel = self.get_base_model()
+        self._policy: PreTrainedModel | PeftModel = self.causal_lm
         disable_dropout(self)
         if not any(p.requires_grad for p in self.actor_parameters()):
             raise ValueError("the adapter has no trainable weight; check peft_config's target_modules")
         self._check_logits()
+
+    @property
+    def causal_lm(self) -> PreTrainedModel:
+        """The base with the actor's adapter in it, whose forward gives logits."""
+        return cast(PreTrainedModel, self.get_base_model())
 
     def actor_parameters(self) -> list[nn.Parameter]:
         """The trainable parameters of the policy."""
@@ -160,7 +165,7 @@ class ActorCritic(PeftModelForCausalLM):
         try:
             yield
         finally:
-            self._policy = self.get_base_model()
+            self._policy = self.causal_lm
 
     def forward(
         self,
@@ -204,8 +209,8 @@ class ActorCritic(PeftModelForCausalLM):
 
     def activation_checkpointing_enable(self, **kwargs: Any) -> None:
         """Turn activation checkpointing on in the actor and in the critic's trunk."""
-        trees = [self.get_base_model()]
-        if self.critic is not None and self.critic.trunk is not None:
+        trees: list[Any] = [self.causal_lm]
+        if self.critic is not None and isinstance(self.critic.trunk, PeftModel):
             trees.append(self.critic.trunk.get_base_model())
         for tree in trees:
             tree.activation_checkpointing_enable(**kwargs)
@@ -221,7 +226,7 @@ class ActorCritic(PeftModelForCausalLM):
 
     def _check_logits(self) -> None:
         """Refuse an architecture whose logits are more than `logits_of` knows, before a run rests on them."""
-        model = self.get_base_model()
+        model = self.causal_lm
         ids = torch.arange(4, device=model.device)[None] % model.config.get_text_config().vocab_size
         with torch.no_grad():
             expected = model(input_ids=ids, use_cache=False).logits.float()
@@ -235,9 +240,8 @@ class ActorCritic(PeftModelForCausalLM):
 
 def trunk_of(model: PreTrainedModel | PeftModel) -> nn.Module:
     """The part of a causal language model, adapters included, that gives hidden states."""
-    if isinstance(model, PeftModel):
-        model = model.get_base_model()
-    return model.base_model
+    causal_lm: Any = model.get_base_model() if isinstance(model, PeftModel) else model
+    return causal_lm.base_model
 
 
 def logits_of(model: PreTrainedModel | PeftModel, hidden: Tensor) -> Tensor:
@@ -307,7 +311,7 @@ def check_adapter(config: PeftConfig) -> None:
             "use bias='none'"
         )
     if config.is_prompt_learning:
-        raise ValueError(f"{config.peft_type.value} is prompt learning, which has no reference policy; use LoRA")
+        raise ValueError(f"{config.peft_type} is prompt learning, which has no reference policy; use LoRA")
 
 
 def disable_dropout(model: nn.Module) -> None:
@@ -316,7 +320,7 @@ def disable_dropout(model: nn.Module) -> None:
         if isinstance(module, nn.Dropout):
             module.p = 0.0
         if isinstance(getattr(module, "attention_dropout", None), float):
-            module.attention_dropout = 0.0
+            setattr(module, "attention_dropout", 0.0)  # noqa: B010 (modules are typed to hold tensors only)
 
 
 def build_critic(
@@ -352,7 +356,9 @@ def saved_critic(critic: str | PreTrainedModel) -> Path | None:
 def critic_from_model(critic: str | PreTrainedModel, peft_config: PeftConfig) -> Critic:
     """A critic on another model, for instance the reward model, whose score head the value head starts from."""
     if isinstance(critic, str):
-        model, info = AutoModelForSequenceClassification.from_pretrained(critic, num_labels=1, output_loading_info=True)
+        model, info = AutoModelForSequenceClassification.from_pretrained(
+            critic, num_labels=1, output_loading_info=True
+        )
         trained_head = not any(name.startswith("score") for name in info["missing_keys"])
     else:
         model, trained_head = critic, True
@@ -370,7 +376,7 @@ def adapted(trunk: nn.Module, peft_config: PeftConfig) -> PeftModel:
 
     Its name keeps the critic's weights out of the actor's saved adapter, which PEFT picks by name.
     """
-    config = copy.deepcopy(peft_config)
+    config: Any = copy.deepcopy(peft_config)
     config.task_type, config.modules_to_save, config.inference_mode = None, None, False
     return get_peft_model(trunk, config, adapter_name="critic")
 

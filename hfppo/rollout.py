@@ -48,9 +48,7 @@ class Rollout:
         width = max(int(self.mask.any(dim=0).nonzero().max()) + 1 if self.mask.any() else 1, 1)
         prompt = {"prompt_ids": self.prompt_ids[:, first:], "prompt_mask": self.prompt_mask[:, first:]}
         per_token = {
-            name: value[:, :width]
-            for name, value in self.tensors().items()
-            if value.dim() == 2 and name not in prompt
+            name: value[:, :width] for name, value in self.tensors().items() if value.dim() == 2 and name not in prompt
         }
         return replace(self, **prompt, **per_token)
 

@@ -2,7 +2,7 @@
 
     python recipes/build_arithmetic_base.py                 # writes recipes/arithmetic/
 
-A question makes a claim, 请问12+7=20？, and the answer judges it and gives the sum, 不对，等于19！ (or 是的，等于19！).
+A question makes a claim, 请问12+7=20？, and the answer judges it and gives the sum: 不对，等于19！ or 是的，等于19！
 The base first learns the skill from clean answers, then a short second phase in which many answers are wrong makes
 it answer sloppily: it knows more than it says, which is the state PPO starts from. Pairs of numbers that are held
 out appear in neither phase. What ships in `recipes/arithmetic/` came from this script with its defaults.
@@ -154,7 +154,9 @@ def train(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, answers: 
 def accuracy(model, tokenizer, rows: list[dict[str, str]], do_sample: bool) -> float:
     """Share of answers that are right to the letter, sampled at temperature 1 or greedy."""
     model.eval()
-    prompts = tokenizer([row["prompt"] for row in rows], padding=True, return_tensors="pt", return_token_type_ids=False)
+    prompts = tokenizer(
+        [row["prompt"] for row in rows], padding=True, return_tensors="pt", return_token_type_ids=False
+    )
     out = model.generate(**prompts, max_new_tokens=12, do_sample=do_sample, top_k=0, top_p=1.0)
     texts = tokenizer.batch_decode(out[:, prompts["input_ids"].shape[1] :], skip_special_tokens=True)
     return sum(text == row["answer"] for text, row in zip(texts, rows, strict=True)) / len(rows)

@@ -38,7 +38,9 @@ def policy_loss(
         ValueError: shapes that differ.
     """
     require_same_shape(logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages)
-    return _clipped_surrogate(clamp_log_ratio(logprobs - old_logprobs).exp(), advantages, clip_low, clip_high, dual_clip)
+    return _clipped_surrogate(
+        clamp_log_ratio(logprobs - old_logprobs).exp(), advantages, clip_low, clip_high, dual_clip
+    )
 
 
 def _clipped_surrogate(
@@ -159,7 +161,9 @@ def clip_fractions(
     """
     require_same_shape(logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages)
     ratio = clamp_log_ratio(logprobs - old_logprobs).exp()
-    dual = (advantages < 0) & (ratio > dual_clip) if dual_clip is not None else torch.zeros_like(ratio, dtype=torch.bool)
+    dual = (
+        (advantages < 0) & (ratio > dual_clip) if dual_clip is not None else torch.zeros_like(ratio, dtype=torch.bool)
+    )
     return ClipFractions(
         low=(advantages < 0) & (ratio < 1 - clip_low), high=(advantages > 0) & (ratio > 1 + clip_high), dual=dual
     )

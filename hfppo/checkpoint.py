@@ -1,0 +1,99 @@
+"""What a checkpoint holds beside Trainer's own files: the state of PPO on each process."""
+
+import hashlib
+import json
+import logging
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file, save_file
+from transformers import TrainingArguments
+
+from hfppo.callbacks import PPOState
+from hfppo.config import PPOConfig
+from hfppo.data import Prompts
+from hfppo.metrics import Meter
+from hfppo.rollout import Rollout
+
+logger = logging.getLogger(__name__)
+
+# The fields that say which rows a rollout has and how it is cut: with others, a checkpoint cannot be gone on with.
+STRUCTURE = (
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "num_mini_batches",
+    "num_ppo_epochs",
+    "num_generations",
+    "advantage_estimator",
+    "policy_mode",
+    "temperature",
+    "seed",
+)
+
+
+def state_file(checkpoint: str | Path, process: int) -> Path:
+    """The JSON file of a process; the rollout's tensors lie beside it as safetensors."""
+    return Path(checkpoint) / f"ppo_state_{process}.json"
+
+
+def describe_run(args: PPOConfig, prompts: Prompts | None, critic: str | None) -> dict[str, Any]:
+    """What a checkpoint must share with the run that goes on with it, and below "settings" what it had better."""
+    digest = hashlib.sha256(json.dumps(prompts.ids).encode()).hexdigest() if prompts is not None else None
+    inherited = {f.name for f in fields(TrainingArguments)}
+    own = {f.name: getattr(args, f.name) for f in fields(args) if f.name not in inherited and f.name not in STRUCTURE}
+    return {
+        "structure": {
+            **{name: getattr(args, name) for name in STRUCTURE},
+            "number of processes": args.world_size,
+            "prompts (SHA-256 of their token ids)": digest,
+            "critic": critic,
+        },
+        "settings": own,
+    }
+
+
+def save_ppo_state(
+    checkpoint: str | Path, process: int, run: dict[str, Any], state: PPOState, meter: Meter, rollout: Rollout | None
+) -> None:
+    """Write one process's state: where PPO stands, metrics not yet logged, and the rollout still in use."""
+    path = state_file(checkpoint, process)
+    content = {"run": run, "state": state.state_dict(), "metrics": meter.state_dict(), "rollout": rollout is not None}
+    if rollout is not None:
+        tensors = {name: tensor.contiguous() for name, tensor in rollout.tensors().items()}
+        save_file(tensors, path.with_suffix(".safetensors"))
+    path.write_text(json.dumps(content))
+
+
+def check_checkpoint(checkpoint: str | Path, process: int, run: dict[str, Any]) -> None:
+    """Refuse a checkpoint that this run cannot go on with.
+
+    Raises:
+        ValueError: names what differs, both values, and what to do.
+    """
+    path = state_file(checkpoint, process)
+    if not path.is_file():
+        raise ValueError(
+            f"{checkpoint} has no {path.name}: it was not written by PPOTrainer, by fewer processes, or with "
+            "save_only_model=True; to start anew from its weights, pass it as model"
+        )
+    saved = json.loads(path.read_text())["run"]
+    for name, now in run["structure"].items():
+        if (before := saved["structure"].get(name)) != now:
+            raise ValueError(
+                f"{checkpoint} was written with {name}={before}, this run has {now}: its rollouts cannot be gone on "
+                f"with; set it back, or start anew from its weights by passing it as model"
+            )
+    current = json.loads(json.dumps(run["settings"]))
+    for name, now in current.items():
+        if (before := saved["settings"].get(name)) != now:
+            logger.warning("resuming with %s=%s, the checkpoint was written with %s", name, now, before)
+
+
+def load_ppo_state(checkpoint: str | Path, process: int, meter: Meter) -> tuple[PPOState, Rollout | None]:
+    """Read what `save_ppo_state` wrote."""
+    path = state_file(checkpoint, process)
+    content = json.loads(path.read_text())
+    meter.load_state_dict(content["metrics"])
+    rollout = Rollout(**load_file(path.with_suffix(".safetensors"))) if content["rollout"] else None
+    return PPOState(**content["state"]), rollout

@@ -1,0 +1,143 @@
+"""Prompts: checked, rendered, tokenised and put in an order that needs no saved state."""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from datasets import Dataset
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from hfppo.rollout import stream_seed
+
+logger = logging.getLogger(__name__)
+
+ORDER_STREAM = 1  # names the random draws of this module among those of a seed
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """The rows of a dataset as prompts.
+
+    `rows` keeps the dataset's columns, "prompt" among them, for the reward functions; `ids[i]` are the token ids of
+    row i; `conversational` says whether the prompts are lists of messages.
+    """
+
+    rows: Dataset
+    ids: list[list[int]]
+    conversational: bool
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, index: int) -> tuple[dict[str, Any], list[int]]:
+        return self.rows[index], self.ids[index]
+
+
+def prepare_prompts(
+    dataset: Dataset,
+    tokenizer: PreTrainedTokenizerBase,
+    max_length: int | None = None,
+    overlong: str = "drop",
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    name: str = "train_dataset",
+) -> Prompts:
+    """Check and tokenise a dataset with a "prompt" column of text or of messages.
+
+    Args:
+        dataset: other columns are kept for the reward functions.
+        max_length: tokens; longer prompts are dropped, or lose their beginning, as `overlong` says.
+        name: what the errors call the dataset.
+    Raises:
+        TypeError: not a `datasets.Dataset`.
+        ValueError: no rows, no "prompt" column, prompts of mixed or unknown types, or none short enough.
+    """
+    if not isinstance(dataset, Dataset):
+        raise TypeError(
+            f"{name} must be a datasets.Dataset, got {type(dataset).__name__}; "
+            "Dataset.from_list([{'prompt': ...}]) makes one from a list"
+        )
+    if len(dataset) == 0:
+        raise ValueError(f"{name} has no rows; give it at least one prompt")
+    if "prompt" not in dataset.column_names:
+        raise ValueError(
+            f"{name} has no 'prompt' column, only {', '.join(dataset.column_names)}; "
+            "dataset.rename_column('question', 'prompt') would rename one"
+        )
+    prompts = list(dataset["prompt"])
+    conversational = is_conversational(prompts, name)
+    ids = [
+        render(prompt, tokenizer, chat_template_kwargs) if conversational else tokenizer(prompt)["input_ids"]
+        for prompt in prompts
+    ]
+    for row, tokens in enumerate(ids):
+        if not tokens:
+            raise ValueError(f"{name} row {row}: the prompt {prompts[row]!r} has no tokens; remove the row")
+    if max_length is None or all(len(tokens) <= max_length for tokens in ids):
+        return Prompts(dataset, ids, conversational)
+    short = [row for row, tokens in enumerate(ids) if len(tokens) <= max_length]
+    number = f"{len(ids) - len(short)} of {len(ids)} prompts in {name} are longer than max_prompt_length={max_length}"
+    if overlong == "truncate":
+        logger.warning("%s tokens and lose their beginning", number)
+        return Prompts(dataset, [tokens[-max_length:] for tokens in ids], conversational)
+    if not short:
+        raise ValueError(f"{number} tokens: none is left; raise max_prompt_length or set overlong_prompts='truncate'")
+    logger.warning("%s tokens and are dropped", number)
+    return Prompts(dataset.select(short), [ids[row] for row in short], conversational)
+
+
+def is_conversational(prompts: list[Any], name: str) -> bool:
+    """Whether the prompts are lists of messages; an error names the first row of another kind."""
+    conversational = isinstance(prompts[0], list)
+    for row, prompt in enumerate(prompts):
+        if isinstance(prompt, list) != conversational:
+            raise ValueError(
+                f"{name} mixes prompts of text and of messages: row 0 is {type(prompts[0]).__name__}, row {row} is "
+                f"{type(prompt).__name__}; use one kind"
+            )
+        messages_ok = conversational and prompt and all(isinstance(m, dict) and "role" in m for m in prompt)
+        if not isinstance(prompt, str) and not messages_ok:
+            raise ValueError(
+                f"{name} row {row}: prompt={prompt!r} is neither text nor a list of messages like "
+                "[{'role': 'user', 'content': ...}]"
+            )
+    return conversational
+
+
+def render(
+    messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, chat_template_kwargs: Mapping[str, Any] | None
+) -> list[int]:
+    """Token ids of a conversation, ready for the assistant to speak, or to go on speaking."""
+    go_on = messages[-1]["role"] == "assistant"
+    encoded: Any = tokenizer.apply_chat_template(
+        messages,
+        add_generation_prompt=not go_on,
+        continue_final_message=go_on,
+        tokenize=True,
+        return_dict=True,
+        **(chat_template_kwargs or {}),
+    )
+    return encoded["input_ids"]
+
+
+def prompt_indices(positions: range, num_prompts: int, seed: int) -> list[int]:
+    """Which prompts stand at some positions of the endless stream of shuffled epochs.
+
+    Every epoch is a new permutation, and a rollout may span two of them: no prompt is left out, and the order follows
+    from (seed, position) alone.
+    """
+    orders = {}
+    for epoch in {position // num_prompts for position in positions}:
+        generator = torch.Generator().manual_seed(stream_seed(seed, ORDER_STREAM, epoch))
+        orders[epoch] = torch.randperm(num_prompts, generator=generator).tolist()
+    return [orders[position // num_prompts][position % num_prompts] for position in positions]
+
+
+def pad_left(sequences: list[list[int]], pad_id: int, device: torch.device | str) -> tuple[Tensor, Tensor]:
+    """(B, P) token ids padded on the left, and the (B, P) bool mask that is True on the real ones."""
+    width = max(len(tokens) for tokens in sequences)
+    ids = torch.tensor([[pad_id] * (width - len(tokens)) + tokens for tokens in sequences], device=device)
+    mask = torch.tensor([[False] * (width - len(t)) + [True] * len(t) for t in sequences], device=device)
+    return ids, mask

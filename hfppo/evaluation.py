@@ -1,0 +1,49 @@
+"""Completions of a dataset and what the reward functions say about them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate.utils import gather_object
+from transformers import TrainerState
+
+from hfppo.data import Prompts
+from hfppo.experience import Collector, eval_mode, measure_scores
+from hfppo.metrics import Meter
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """The completions of a whole dataset, in its order, and their metrics."""
+
+    completions: list[Any]
+    metrics: dict[str, float]
+
+
+def evaluate_prompts(
+    collector: Collector, prompts: Prompts, state: TrainerState, do_sample: bool, on_batch: Callable[[], None]
+) -> Evaluated:
+    """Complete every prompt once and score the completions; nothing of the training changes.
+
+    Args:
+        do_sample: sample, with the same random numbers at every call; otherwise greedy.
+        on_batch: called after each batch.
+    """
+    rows, size = collector.eval_rows(prompts), collector.args.per_device_eval_batch_size
+    meter, done = Meter(), []
+    with eval_mode(collector.model), torch.no_grad(), collector.accelerator.autocast():
+        for start in range(0, len(rows), size):
+            batch = rows[start : start + size]
+            seeds = [row.seed for row in batch] if do_sample else None
+            completions = collector.sample(*collector.prompt_tensors(batch), seeds)
+            scored = collector.score(batch, completions, state)
+            scores, _ = collector.final_scores(scored, completions)
+            measure_scores(meter, scores[scored.scorable.to(scores.device)], scored, collector.rewards.names)
+            meter.add("completions/mean_length", completions.mask.sum(dim=1))
+            meter.add("completions/truncated_frac", completions.truncated)
+            texts = collector.texts(batch, completions)[1]
+            done += [(row.group, text) for row, text in zip(batch, texts, strict=True)]
+            on_batch()
+    everywhere = sorted(gather_object(done), key=lambda numbered: numbered[0])
+    return Evaluated([text for _, text in everywhere], meter.read())

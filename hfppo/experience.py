@@ -1,0 +1,309 @@
+"""From prompts to a rollout."""
+
+import math
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase, TrainerState
+
+from hfppo import functional as F
+from hfppo.config import PPOConfig
+from hfppo.data import Prompts, pad_left, prompt_indices
+from hfppo.functional.advantages import GROUP_ESTIMATORS
+from hfppo.generation import Completions, Sampler
+from hfppo.metrics import Meter
+from hfppo.model import ActorCritic
+from hfppo.rewards import RewardFunctions, Scored
+from hfppo.rollout import Rollout, stream_seed
+
+SAMPLING_STREAM, EVAL_STREAM = 2, 3  # name the random draws of this module among those of a seed
+
+
+@dataclass(frozen=True)
+class Row:
+    """One completion to be made: a dataset row, its prompt's token ids, its group and its seed."""
+
+    columns: dict[str, Any]
+    prompt_ids: list[int]
+    group: int
+    seed: int
+
+
+@dataclass(frozen=True)
+class Passes:
+    """What the models say about the tokens before the update, (B, T) each."""
+
+    old_logprobs: Tensor | None
+    ref_logprobs: Tensor | None
+    values: Tensor | None
+    final_value: Tensor | None  # (B,)
+
+
+@dataclass(frozen=True)
+class Collector:
+    """All that collecting a rollout needs; it keeps no state of its own."""
+
+    model: ActorCritic
+    sampler: Sampler
+    rewards: RewardFunctions
+    tokenizer: PreTrainedTokenizerBase
+    accelerator: Accelerator
+    args: PPOConfig
+
+    def training_rows(self, prompts: Prompts, rollout_index: int) -> list[Row]:
+        """This process's rows of a rollout: a function of the seed, the rollout and the process alone."""
+        args = self.args
+        first = (rollout_index * self.accelerator.num_processes + self.accelerator.process_index) * args.rollout_size
+        groups = range(first // args.num_generations, (first + args.rollout_size) // args.num_generations)
+        indices = dict(zip(groups, prompt_indices(groups, len(prompts), args.seed), strict=True))
+        return [
+            Row(
+                *prompts[indices[number // args.num_generations]],
+                group=number // args.num_generations,
+                seed=stream_seed(args.seed, SAMPLING_STREAM, number),
+            )
+            for number in range(first, first + args.rollout_size)
+        ]
+
+    def eval_rows(self, prompts: Prompts) -> list[Row]:
+        """This process's share of the rows of an evaluation, which draws the same numbers every time."""
+        numbers = range(self.accelerator.process_index, len(prompts), self.accelerator.num_processes)
+        return [Row(*prompts[n], n, stream_seed(self.args.seed, EVAL_STREAM, n)) for n in numbers]
+
+    def collect(self, rows: list[Row], kl_coef: float, state: TrainerState, meter: Meter) -> Rollout:
+        """Collect a rollout.
+
+        Args:
+            rows: what to complete.
+            kl_coef: β.
+            state: passed to the reward functions.
+            meter: receives the rollout's metrics.
+        Raises:
+            FloatingPointError: a model gave log-probs or values that are not finite.
+        """
+        with meter.timed("time/rollout"), eval_mode(self.model), torch.no_grad(), self.accelerator.autocast():
+            prompt_ids, prompt_mask = self.prompt_tensors(rows)
+            with meter.timed("time/generation"):
+                completions = self.sample(prompt_ids, prompt_mask, [row.seed for row in rows])
+            with meter.timed("time/rewards"):
+                scored = self.score(rows, completions, state)
+            passes = self.forward_passes(prompt_ids, prompt_mask, completions)
+            old_logprobs = completions.logprobs if passes.old_logprobs is None else passes.old_logprobs
+            scores, loss_mask = self.final_scores(scored, completions)
+            rewards = self.token_rewards(scored, scores, old_logprobs, passes.ref_logprobs, completions.mask, kl_coef)
+            advantages, returns = self.advantages(rows, rewards, scores, passes, completions, state)
+            whitened = advantages
+            if self.args.whiten_advantages or self.args.advantage_estimator.startswith("reinforce"):
+                whitened = self.whiten_globally(advantages, completions.mask)
+        rollout = Rollout(
+            prompt_ids=prompt_ids,
+            prompt_mask=prompt_mask,
+            completion_ids=completions.ids,
+            mask=completions.mask,
+            loss_mask=loss_mask,
+            truncated=completions.truncated,
+            scores=scores,
+            rollout_logprobs=completions.logprobs,
+            old_logprobs=old_logprobs,
+            rewards=rewards,
+            advantages=whitened,
+            ref_logprobs=passes.ref_logprobs,
+            values=passes.values,
+            returns=returns,
+        )
+        self.measure(rollout, scored, advantages, kl_coef, meter)
+        return rollout
+
+    def prompt_tensors(self, rows: list[Row]) -> tuple[Tensor, Tensor]:
+        """(B, P) token ids padded on the left and their mask, on the device."""
+        return pad_left([row.prompt_ids for row in rows], self.tokenizer.pad_token_id, self.accelerator.device)
+
+    def sample(self, prompt_ids: Tensor, prompt_mask: Tensor, seeds: list[int] | None) -> Completions:
+        """Completions of all rows, some rows at a time."""
+        size = self.args.local_rollout_forward_batch_size
+        parts = [
+            self.sampler(
+                prompt_ids[i : i + size], prompt_mask[i : i + size], None if seeds is None else seeds[i : i + size]
+            )
+            for i in range(0, len(prompt_ids), size)
+        ]
+        width = max(part.ids.shape[1] for part in parts)
+        return Completions(
+            ids=torch.cat([pad_right(part.ids, width, self.tokenizer.pad_token_id) for part in parts]),
+            mask=torch.cat([pad_right(part.mask, width, False) for part in parts]),
+            truncated=torch.cat([part.truncated for part in parts]),
+            logprobs=torch.cat([pad_right(part.logprobs, width, 0.0) for part in parts]),
+        )
+
+    def texts(self, rows: list[Row], completions: Completions) -> tuple[list[list[int]], list[Any]]:
+        """The completions as reward functions see them: unpadded ids, and text or a message."""
+        ids = [row[mask].tolist() for row, mask in zip(completions.ids, completions.mask, strict=True)]
+        texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
+        conversational = isinstance(rows[0].columns["prompt"], list)
+        return ids, [[{"role": "assistant", "content": text}] if conversational else text for text in texts]
+
+    def score(self, rows: list[Row], completions: Completions, state: TrainerState) -> Scored:
+        """Ask the reward functions."""
+        ids, texts = self.texts(rows, completions)
+        columns = {name: [row.columns[name] for row in rows] for name in rows[0].columns}
+        reserved = ("prompt", "completion", "completion_ids")
+        others = {name: column for name, column in columns.items() if name not in reserved}
+        return self.rewards(columns["prompt"], texts, ids, others, state, completions.mask.shape[1])
+
+    def forward_passes(self, prompt_ids: Tensor, prompt_mask: Tensor, completions: Completions) -> Passes:
+        """The passes without gradient of actor, critic and reference, some rows at a time."""
+        args = self.args
+        decoupled, size = args.policy_mode == "decoupled", args.local_rollout_forward_batch_size
+        parts = []
+        for i in range(0, len(prompt_ids), size):
+            mask = completions.mask[i : i + size]
+            inputs = {
+                "input_ids": torch.cat([prompt_ids[i : i + size], completions.ids[i : i + size]], dim=1),
+                "attention_mask": torch.cat([prompt_mask[i : i + size], mask], dim=1),
+                "completion_mask": mask,
+                "temperature": args.temperature,
+            }
+            out, ref = self.model(**inputs, policy=decoupled), None
+            if args.needs_reference:
+                with self.model.reference():
+                    ref = self.model(**inputs, values=False).logprobs
+            parts.append((out.logprobs, ref, out.values, out.final_value))
+        passes = Passes(*(None if column[0] is None else torch.cat(column) for column in zip(*parts, strict=True)))
+        for name, tensor in vars(passes).items():
+            if tensor is not None and not tensor.isfinite().all():
+                row = int((~tensor.isfinite()).flatten(1).any(dim=1).nonzero()[0]) if tensor.dim() > 1 else 0
+                raise FloatingPointError(
+                    f"{name} is not finite in row {row} of the rollout; the weights have diverged"
+                )
+        return passes
+
+    def final_scores(self, scored: Scored, completions: Completions) -> tuple[Tensor, Tensor]:
+        """(B,) scores with clip and penalty, and the (B, T) mask of the tokens that the losses count."""
+        args, device = self.args, completions.mask.device
+        scores = scored.combined.to(device)
+        if args.reward_clip is not None:
+            scores = scores.clamp(-args.reward_clip, args.reward_clip)
+        if args.missing_eos_penalty is not None:
+            scores = scores - args.missing_eos_penalty * completions.truncated
+        counted = scored.scorable.to(device)
+        if args.mask_truncated_completions:
+            counted = counted & ~completions.truncated
+        return scores, completions.mask & counted[:, None]
+
+    def token_rewards(
+        self, scored: Scored, scores: Tensor, logprobs: Tensor, ref: Tensor | None, mask: Tensor, kl_coef: float
+    ) -> Tensor:
+        """(B, T) what each token earns, the KL penalty included."""
+        placed = scores
+        if scored.per_token is not None:
+            # Clip and penalty change the score of a completion; the change stands on its last token.
+            change = F.token_rewards(scores - scored.combined.to(mask.device), torch.zeros_like(logprobs), mask, 0.0)
+            placed = scored.per_token.to(mask.device) + change
+        kl = torch.zeros_like(logprobs) if ref is None else F.token_kl(logprobs, ref, self.args.kl_estimator)
+        rewards = F.token_rewards(placed, kl, mask, kl_coef)
+        return self.whiten_globally(rewards, mask, shift_mean=False) if self.args.whiten_rewards else rewards
+
+    def advantages(
+        self,
+        rows: list[Row],
+        rewards: Tensor,
+        scores: Tensor,
+        passes: Passes,
+        completions: Completions,
+        state: TrainerState,
+    ) -> tuple[Tensor, Tensor | None]:
+        """(B, T) advantages before whitening, and returns where there is a critic."""
+        args, mask = self.args, completions.mask
+        groups = torch.tensor([row.group for row in rows], device=mask.device)
+        if args.advantage_estimator == "grpo":
+            return F.grpo(rewards, mask, groups, scale=args.scale_rewards), None
+        if args.advantage_estimator in GROUP_ESTIMATORS:
+            return GROUP_ESTIMATORS[args.advantage_estimator](rewards, mask, groups), None
+        if args.advantage_estimator == "reinforce_plus_plus":
+            return F.reinforce_plus_plus(rewards, mask, args.gamma), None
+        if args.advantage_estimator == "remax":
+            return F.remax(rewards, mask, self.greedy_scores(rows, state)), None
+        lam = args.lam if args.lam_alpha is None else F.length_adaptive_lam(mask, args.lam_alpha)
+        final = passes.final_value * completions.truncated if args.bootstrap_truncated else None
+        advantages, returns = F.gae(rewards, passes.values, mask, args.gamma, lam, final)
+        if args.lam_critic is not None:
+            returns = F.gae(rewards, passes.values, mask, args.gamma, args.lam_critic, final)[1]
+        return advantages, returns
+
+    def greedy_scores(self, rows: list[Row], state: TrainerState) -> Tensor:
+        """(B,) score of the greedy completion of each row's prompt."""
+        first = {row.group: row for row in reversed(rows)}
+        one_each = [first[group] for group in sorted(first)]
+        greedy = self.sample(*self.prompt_tensors(one_each), None)
+        scores, _ = self.final_scores(self.score(one_each, greedy, state), greedy)
+        by_group = dict(zip(sorted(first), scores, strict=True))
+        return torch.stack([by_group[row.group] for row in rows])
+
+    def whiten_globally(self, x: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
+        """`whiten` over the rows of all processes; gives this process's rows back."""
+        whitened = F.whiten(self.gather(x), self.gather(mask), shift_mean)
+        first = self.accelerator.process_index * len(x)
+        return whitened[first : first + len(x), : x.shape[1]]
+
+    def gather(self, x: Tensor) -> Tensor:
+        """(processes·B, T) rows of all processes, in the order of the processes, padded to the longest."""
+        return self.accelerator.gather(self.accelerator.pad_across_processes(x, dim=1))
+
+    def measure(self, rollout: Rollout, scored: Scored, advantages: Tensor, kl_coef: float, meter: Meter) -> None:
+        """Add the rollout's metrics."""
+        mask = rollout.mask
+        measure_scores(meter, rollout.scores[scored.scorable.to(mask.device)], scored, self.rewards.names)
+        meter.add("completions/mean_length", mask.sum(dim=1))
+        meter.add("completions/max_length", mask.sum(dim=1))
+        meter.add("completions/truncated_frac", rollout.truncated)
+        meter.add("advantage_std", advantages, mask)
+        if rollout.ref_logprobs is not None:
+            meter.add_number("kl_coef", kl_coef)
+            meter.add("kl", F.token_kl(rollout.old_logprobs, rollout.ref_logprobs, self.args.kl_estimator), mask)
+            meter.add("kl_k3", F.token_kl(rollout.old_logprobs, rollout.ref_logprobs, "k3"), mask)
+        if self.args.policy_mode == "decoupled":
+            difference = (rollout.old_logprobs - rollout.rollout_logprobs).abs()
+            meter.add("mismatch/mean", difference, mask)
+            meter.add("mismatch/max", difference, mask)
+            meter.add("mismatch/kl", F.token_kl(rollout.rollout_logprobs, rollout.old_logprobs, "k3"), mask)
+        if rollout.values is not None and rollout.returns is not None:
+            meter.add("value/mean", rollout.values, mask)
+            meter.add("value/return", rollout.returns, mask)
+            explained = F.explained_variance(
+                self.gather(rollout.values), self.gather(rollout.returns), self.gather(mask)
+            )
+            if math.isfinite(explained):
+                meter.add_number("value/explained_variance", explained)
+
+
+def measure_scores(meter: Meter, scores: Tensor, scored: Scored, names: list[str]) -> None:
+    """Add the metrics of scores, for a rollout and for an evaluation alike."""
+    meter.add("reward", scores)
+    meter.add("reward_std", scores)
+    meter.add("unscorable_frac", ~scored.scorable)
+    for i, name in enumerate(names):
+        given = scored.per_function[:, i]
+        for what in ("mean", "std"):
+            meter.add(f"rewards/{name}/{what}", given, ~given.isnan(), pattern=f"rewards/{{function}}/{what}")
+    for name, numbers in scored.metrics.items():
+        meter.add(f"custom/{name}", torch.tensor(numbers), pattern="custom/{name}")
+
+
+def pad_right(x: Tensor, width: int, value: float) -> Tensor:
+    """(B, width) from (B, T)."""
+    return torch.nn.functional.pad(x, (0, width - x.shape[1]), value=value)
+
+
+@contextmanager
+def eval_mode(model: torch.nn.Module):
+    """Inside, the model is in eval mode."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)

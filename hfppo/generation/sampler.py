@@ -1,0 +1,63 @@
+"""What every sampler takes and gives."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class Completions:
+    """B completions of T columns, padded on the right."""
+
+    ids: Tensor  # (B, T) int64
+    mask: Tensor  # (B, T) bool, True up to and including the first EOS
+    truncated: Tensor  # (B,) bool, True where the length limit, not EOS, ended it
+    logprobs: Tensor  # (B, T) float32, log π_rollout of each token at temperature, nats, 0 on padding
+
+
+class Sampler(Protocol):
+    """Anything that can sample completions from the current policy."""
+
+    def __call__(self, prompt_ids: Tensor, prompt_mask: Tensor, seeds: list[int] | None) -> Completions:
+        """Sample one completion per row.
+
+        Args:
+            prompt_ids: (B, P), padded on the left.
+            prompt_mask: (B, P) bool, True on real tokens.
+            seeds: one per row; the completion of a row depends on its own seed alone. None: greedy.
+        """
+
+
+def completions_from(ids: Tensor, logprobs: Tensor, eos_ids: list[int]) -> Completions:
+    """Find where completions end. The mask comes from the first EOS, never from padding, which may be EOS too.
+
+    Args:
+        ids: (B, T), anything after the first EOS.
+        logprobs: (B, T).
+        eos_ids: tokens that end a completion.
+    """
+    is_eos = torch.isin(ids, torch.tensor(eos_ids, device=ids.device))
+    mask = (is_eos.long().cumsum(dim=1) - is_eos.long()) == 0
+    return Completions(ids, mask, truncated=~is_eos.any(dim=1), logprobs=logprobs.where(mask, 0.0))
+
+
+def eos_token_ids(tokenizer: PreTrainedTokenizerBase, generation_config: GenerationConfig | None) -> list[int]:
+    """The ids that end a completion: the tokenizer's and the model's generation config's.
+
+    To be resolved once, early: Trainer rewrites the generation config when training starts.
+
+    Raises:
+        ValueError: there is none, so no completion would ever end.
+    """
+    configured = getattr(generation_config, "eos_token_id", None)
+    ids = set(configured if isinstance(configured, list) else [configured]) | {tokenizer.eos_token_id}
+    ids.discard(None)
+    if not ids:
+        raise ValueError(
+            "the tokenizer has no EOS token, and neither has the model's generation config: no completion would end; "
+            "set processing_class.eos_token"
+        )
+    return sorted(ids)

@@ -1,0 +1,97 @@
+"""Sampling with transformers' `generate`."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
+
+from hfppo.generation.sampler import Completions, completions_from
+from hfppo.model import ActorCritic
+from hfppo.rollout import stream_seed
+
+
+class SeededChoice(LogitsProcessor):
+    """Chooses each row's next token by the row's own random numbers, and notes its log-prob.
+
+    `generate` then takes the only token that is left. With one stream of random numbers for the batch, as in
+    `do_sample=True`, a row's completion would depend on its neighbours: on the batch size, and on the number of
+    processes.
+
+    Args:
+        uniforms: (B, T) in [0, 1), one per token; None chooses the likeliest.
+        temperature: divides the logits.
+    """
+
+    def __init__(self, uniforms: Tensor | None, temperature: float):
+        self.uniforms, self.temperature = uniforms, temperature
+        self.logprobs: list[Tensor] = []
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        logprobs = torch.log_softmax(scores.float() / self.temperature, dim=-1)
+        if self.uniforms is None:
+            choice = logprobs.argmax(dim=-1, keepdim=True)
+        else:
+            # Inverse of the cumulative distribution, in float64 so that the far end of a large vocabulary counts.
+            cumulative = logprobs.double().exp().cumsum(dim=-1)
+            drawn = self.uniforms[:, len(self.logprobs), None] * cumulative[:, -1:]
+            choice = torch.searchsorted(cumulative, drawn, right=True).clamp(max=scores.shape[-1] - 1)
+        self.logprobs.append(logprobs.gather(1, choice).squeeze(1))
+        return torch.full_like(scores, -torch.inf).scatter(1, choice, 0.0)
+
+
+class TransformersSampler:
+    """Samples from the actor itself.
+
+    Sampling is pure: the whole distribution at `temperature`, whatever the model's generation config asks for, so that
+    π_rollout is π_old up to rounding.
+    """
+
+    def __init__(
+        self, model: ActorCritic, eos_ids: list[int], pad_id: int, max_completion_length: int, temperature: float
+    ):
+        self.model = model
+        self.temperature = temperature
+        self.config = GenerationConfig(
+            max_new_tokens=max_completion_length, eos_token_id=eos_ids, pad_token_id=pad_id, use_cache=True
+        )
+
+    def __call__(self, prompt_ids: Tensor, prompt_mask: Tensor, seeds: list[int] | None) -> Completions:
+        """See `Sampler`."""
+        uniforms = None if seeds is None else row_uniforms(seeds, self.config.max_new_tokens).to(prompt_ids.device)
+        choice = SeededChoice(uniforms, self.temperature)
+        with torch.no_grad(), generation_config_of(self.model, self.config):
+            sequences = self.model.generate(
+                input_ids=prompt_ids,
+                attention_mask=prompt_mask.long(),
+                generation_config=self.config,
+                logits_processor=LogitsProcessorList([choice]),
+            )
+        ids = sequences[:, prompt_ids.shape[1] :]
+        return completions_from(ids, torch.stack(choice.logprobs, dim=1), self.config.eos_token_id)
+
+
+def row_uniforms(seeds: list[int], width: int) -> Tensor:
+    """(B, T) float64 in [0, 1), each row from its own seed."""
+    return torch.stack(
+        [
+            torch.rand(width, generator=torch.Generator().manual_seed(stream_seed(seed)), dtype=torch.float64)
+            for seed in seeds
+        ]
+    )
+
+
+@contextmanager
+def generation_config_of(model: ActorCritic, config: GenerationConfig) -> Iterator[None]:
+    """Inside, the model has this generation config.
+
+    `generate` fills what a passed config leaves open from the model's own, a repetition penalty for instance.
+    """
+    base = model.causal_lm
+    before = base.generation_config
+    base.generation_config = config
+    try:
+        yield
+    finally:
+        base.generation_config = before

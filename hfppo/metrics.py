@@ -1,0 +1,158 @@
+"""Metrics: sums and counts over micro-batches and ranks, divided once. No metric averages over padding."""
+
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+
+import torch
+from accelerate.utils import gather_object
+from torch import Tensor
+
+# Every metric: how its parts become one number, and what it means. `docs/metrics.md` is made from this table.
+METRICS: dict[str, tuple[str, str]] = {
+    "reward": ("mean", "Score of a completion: weighted sum of the reward functions, penalties included."),
+    "reward_std": ("std", "Standard deviation of the score over the rollout's completions."),
+    "rewards/{function}/mean": ("mean", "What one reward function gives, over the completions that it scores."),
+    "rewards/{function}/std": ("std", "Standard deviation of the same."),
+    "unscorable_frac": ("mean", "Share of completions for which every reward function returned None."),
+    "completions/mean_length": ("mean", "Tokens of a completion, EOS included."),
+    "completions/max_length": ("max", "Tokens of the longest completion."),
+    "completions/truncated_frac": ("mean", "Share of completions that the length limit ended."),
+    "kl": ("mean", "KL of π_old to the reference per token, nats, by `kl_estimator`; k1 may be negative."),
+    "kl_k3": ("mean", "The same by k3, which is never negative, nats per token."),
+    "kl_coef": ("last", "β with which the rollout was collected."),
+    "advantage_std": ("std", "Standard deviation of the advantage per token before whitening."),
+    "value/mean": ("mean", "The critic's value per token at the start of the update."),
+    "value/return": ("mean", "The return per token that the values are fitted to."),
+    "value/explained_variance": (
+        "mean",
+        "1 − Var(R − V)/Var(R) over the rollout: 1 perfect, 0 no better than constant.",
+    ),
+    "value/loss": ("mean", "½·squared error of the value per token, clipped."),
+    "value/clip_frac": ("mean", "Share of tokens whose value is held by the clip."),
+    "value/grad_norm": ("mean", "Gradient norm of the critic before clipping."),
+    "critic_learning_rate": ("last", "Learning rate of the critic."),
+    "policy/loss": ("mean", "The policy surrogate per token, without KL and entropy terms."),
+    "policy/clip_frac": ("mean", "Share of tokens on which the policy clip is active."),
+    "policy/clip_frac_low": ("mean", "Share of tokens with A < 0 and a ratio below 1 − ε_low."),
+    "policy/clip_frac_high": ("mean", "Share of tokens with A > 0 and a ratio above 1 + ε_high."),
+    "policy/dual_clip_frac": ("mean", "Share of tokens on which the dual clip holds."),
+    "policy/approx_kl": ("mean", "KL of π_old to π_θ per token by k3, nats: how far the update has moved."),
+    "policy/ratio": ("mean", "π_θ/π_old per token."),
+    "policy/ratio_max": ("max", "The largest π_θ/π_old."),
+    "policy/first_ratio_deviation": (
+        "max",
+        "Largest |π_θ/π_old − 1| on a rollout's first mini-batch; must be about 0.",
+    ),
+    "policy/entropy": ("mean", "Entropy of π_θ per token at the sampling temperature, nats."),
+    "policy/kl_loss": (
+        "mean",
+        "KL of π_θ to the reference per token by `kl_loss_estimator`, nats; with kl_loss_coef.",
+    ),
+    "mismatch/mean": ("mean", "|log π_old − log π_rollout| per token, nats: sampler against training model."),
+    "mismatch/max": ("max", "The largest of the same."),
+    "mismatch/kl": ("mean", "KL of π_rollout to π_old per token by k3, nats."),
+    "time/rollout": ("mean", "Seconds to collect a rollout."),
+    "time/generation": ("mean", "Seconds of it spent sampling."),
+    "time/rewards": ("mean", "Seconds of it spent in the reward functions."),
+    "custom/{name}": ("mean", "What a reward function passed to log_metric."),
+}
+
+
+@dataclass
+class Sums:
+    """Parts of one metric; those of two places add up to those of both."""
+
+    reduction: str
+    count: float = 0.0
+    total: float = 0.0
+    squares: float = 0.0
+    largest: float = -math.inf
+
+    def add(self, other: "Sums") -> None:
+        """Take the parts of another place in."""
+        self.count += other.count
+        self.total += other.total
+        self.squares += other.squares
+        self.largest = max(self.largest, other.largest)
+
+    def value(self) -> float:
+        """The metric, by its reduction; NaN without any part."""
+        if not self.count:
+            return math.nan
+        mean = self.total / self.count
+        if self.reduction == "max":
+            return self.largest
+        return math.sqrt(max(self.squares / self.count - mean**2, 0.0)) if self.reduction == "std" else mean
+
+
+class Meter:
+    """Collects metrics on one process until they are read, once, for all processes."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, Sums] = {}
+        self._pending: list[tuple[str, str, Tensor]] = []
+
+    def add(self, name: str, values: Tensor, mask: Tensor | None = None, pattern: str | None = None) -> None:
+        """Add numbers to a metric.
+
+        Args:
+            name: a key of `METRICS`, or one of the form `pattern`, which is.
+            values: any shape; with `mask`, a bool of that shape, only the entries where it is True.
+        """
+        x = values.detach().float()
+        x = x.flatten() if mask is None else x[mask]
+        count = torch.tensor(float(x.numel()), device=x.device)
+        largest = x.max() if x.numel() else torch.tensor(-math.inf, device=x.device)
+        # Kept as a tensor: turning it into floats here would make the device wait at every micro-batch.
+        parts = torch.stack([count, x.sum(), x.square().sum(), largest])
+        self._pending.append((name, METRICS[pattern or name][0], parts))
+
+    def add_number(self, name: str, value: float, pattern: str | None = None) -> None:
+        """Add one number to a metric."""
+        self.add(name, torch.tensor(float(value)), pattern=pattern)
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Add the seconds spent inside to a metric."""
+        start = time.perf_counter()
+        yield
+        self.add_number(name, time.perf_counter() - start)
+
+    def read(self) -> dict[str, float]:
+        """Every metric over all processes, and start anew. A collective call: every process must make it."""
+        merged: dict[str, Sums] = {}
+        for state in gather_object([self.state_dict()]):
+            for name, parts in state.items():
+                merge(merged, name, Sums(**parts))
+        self._sums.clear()
+        return {name: sums.value() for name, sums in merged.items() if sums.count}
+
+    def take_from(self, other: "Meter") -> None:
+        """Add what another meter of this process has collected."""
+        for name, parts in other.state_dict().items():
+            merge(self._sums, name, Sums(**parts))
+
+    def state_dict(self) -> dict[str, dict]:
+        """What is not yet read, as plain numbers."""
+        for name, reduction, parts in self._pending:
+            count, total, squares, largest = parts.tolist()
+            if reduction == "last":
+                self._sums.pop(name, None)
+            merge(self._sums, name, Sums(reduction, count, total, squares, largest))
+        self._pending.clear()
+        return {name: asdict(sums) for name, sums in self._sums.items()}
+
+    def load_state_dict(self, state: dict[str, dict]) -> None:
+        """Continue from what `state_dict` gave."""
+        self._pending.clear()
+        self._sums = {name: Sums(**parts) for name, parts in state.items()}
+
+
+def merge(into: dict[str, Sums], name: str, sums: Sums) -> None:
+    if name in into:
+        into[name].add(sums)
+    else:
+        into[name] = sums

@@ -1,0 +1,191 @@
+"""Reward functions, after the contract of TRL's GRPOTrainer.
+
+    func(prompts=…, completions=…, completion_ids=…, **dataset_columns, trainer_state=…, log_extra=…, log_metric=…)
+        -> list[float | None] | list[list[float]]
+
+All arguments are passed by keyword. For text prompts the completions are strings, for conversations lists of one
+message. One number per completion is its score; None leaves the function out for that row. A list of numbers per
+completion, as long as its `completion_ids`, rewards each token. `async def` functions run concurrently.
+"""
+
+import asyncio
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor
+
+RewardFunc = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Scored:
+    """What the reward functions say about B completions."""
+
+    per_function: Tensor  # (B, F) float32, NaN where a function is left out
+    combined: Tensor  # (B,) float32, the weighted sum; 0 where no function scores
+    per_token: Tensor | None  # (B, T) float32, where `combined` stands; None: on the last token
+    scorable: Tensor  # (B,) bool, False where every function is left out
+    extra: dict[str, list[Any]] = field(default_factory=dict)  # columns from log_extra
+    metrics: dict[str, list[float]] = field(default_factory=dict)  # numbers from log_metric
+
+
+class RewardFunctions:
+    """Several reward functions and their weights.
+
+    Raises:
+        TypeError: something that cannot be called.
+        ValueError: no function, or a number of weights that differs from theirs.
+    """
+
+    def __init__(self, funcs: RewardFunc | Sequence[RewardFunc], weights: Sequence[float] | None = None):
+        self.funcs = list(funcs) if isinstance(funcs, Sequence) and not isinstance(funcs, str) else [funcs]
+        if not self.funcs:
+            raise ValueError("reward_funcs is empty; give at least one function")
+        for func in self.funcs:
+            if not callable(func):
+                raise TypeError(f"reward_funcs holds {func!r}, which cannot be called; give Python functions")
+        self.weights = [1.0] * len(self.funcs) if weights is None else list(weights)
+        if len(self.weights) != len(self.funcs):
+            raise ValueError(
+                f"reward_weights has {len(self.weights)} entries for {len(self.funcs)} reward functions "
+                f"({', '.join(self.names)}); give one weight each"
+            )
+
+    @property
+    def names(self) -> list[str]:
+        """The functions' names, as metrics and errors use them; a repeated one gets a number."""
+        plain = [getattr(func, "__name__", type(func).__name__) for func in self.funcs]
+        return [
+            name if plain.count(name) == 1 else f"{name}_{plain[: i + 1].count(name)}" for i, name in enumerate(plain)
+        ]
+
+    def __call__(
+        self,
+        prompts: list[Any],
+        completions: list[Any],
+        completion_ids: list[list[int]],
+        columns: Mapping[str, list[Any]],
+        trainer_state: Any,
+        width: int,
+    ) -> Scored:
+        """Score B completions.
+
+        Args:
+            prompts, completions: B texts or conversations.
+            completion_ids: B lists of token ids, unpadded, EOS included.
+            columns: the dataset's other columns, B entries each.
+            trainer_state: `transformers.TrainerState`.
+            width: T, the columns of token rewards.
+        Raises:
+            TypeError, ValueError: a function gave something else than the contract says; names function and row.
+        """
+        extra: dict[str, list[Any]] = {}
+        metrics: dict[str, list[float]] = {}
+        outputs = self._call(
+            {
+                **columns,
+                "prompts": prompts,
+                "completions": completions,
+                "completion_ids": completion_ids,
+                "trainer_state": trainer_state,
+                "log_extra": lambda column, values: extra.setdefault(column, []).extend(values),
+                "log_metric": lambda name, value: metrics.setdefault(name, []).append(float(value)),
+            }
+        )
+        lengths = [len(ids) for ids in completion_ids]
+        rows = [check_output(name, out, lengths) for name, out in zip(self.names, outputs, strict=True)]
+        scores = torch.tensor(
+            [[math.fsum(x) if isinstance(x, list) else x for x in row] for row in rows], dtype=torch.float32
+        ).T
+        weights = torch.tensor(self.weights, dtype=torch.float32)
+        return Scored(
+            per_function=scores,
+            combined=(scores.nan_to_num(0.0) * weights).sum(dim=1),
+            per_token=place(rows, self.weights, lengths, width) if any_per_token(rows) else None,
+            scorable=~scores.isnan().all(dim=1),
+            extra=extra,
+            metrics=metrics,
+        )
+
+    def _call(self, kwargs: dict[str, Any]) -> list[Any]:
+        """The functions' outputs in their order; async ones run together, in a thread that may block."""
+        outputs = [None if is_async(func) else func(**kwargs) for func in self.funcs]
+        waiting = [i for i, func in enumerate(self.funcs) if is_async(func)]
+        if waiting:
+
+            async def together() -> list[Any]:
+                return await asyncio.gather(*(self.funcs[i](**kwargs) for i in waiting))
+
+            # A thread of its own, because a notebook already runs an event loop in this one.
+            with ThreadPoolExecutor(max_workers=1) as pool:
+                for i, output in zip(waiting, pool.submit(asyncio.run, together()).result(), strict=True):
+                    outputs[i] = output
+        return outputs
+
+
+def is_async(func: RewardFunc) -> bool:
+    """Whether calling it gives a coroutine; objects with an async `__call__` included."""
+    return inspect.iscoroutinefunction(func) or inspect.iscoroutinefunction(getattr(func, "__call__", None))  # noqa: B004
+
+
+def check_output(name: str, output: Any, lengths: list[int]) -> list[float | list[float]]:
+    """A reward function's output with NaN for None; anything else than numbers is an error.
+
+    Args:
+        name: the function, for the error.
+        lengths: tokens of each completion.
+    """
+    if not isinstance(output, Sequence | Tensor) or isinstance(output, str):
+        raise TypeError(f"reward function {name!r} returned {type(output).__name__}; return a list of numbers")
+    values = output.tolist() if isinstance(output, Tensor) else list(output)
+    if len(values) != len(lengths):
+        raise ValueError(
+            f"reward function {name!r} returned {len(values)} rewards for {len(lengths)} completions; return one each"
+        )
+    return [check_reward(name, row, value, lengths[row]) for row, value in enumerate(values)]
+
+
+def check_reward(name: str, row: int, value: Any, length: int) -> float | list[float]:
+    """One reward as a float, or as a list of them with one per token."""
+    if value is None:
+        return math.nan
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        if len(value) != length:
+            raise ValueError(
+                f"reward function {name!r}, row {row}: {len(value)} token rewards for {length} completion tokens; "
+                "return one per entry of completion_ids"
+            )
+        return [check_number(name, row, x) for x in value]
+    return check_number(name, row, value)
+
+
+def check_number(name: str, row: int, value: Any) -> float:
+    if isinstance(value, Tensor) and value.numel() == 1:
+        value = value.item()
+    if not isinstance(value, Real):
+        raise TypeError(f"reward function {name!r}, row {row}: {value!r} is not a number; return a float or None")
+    if not math.isfinite(value):
+        raise ValueError(f"reward function {name!r}, row {row}: {value} is not finite; return None to skip a row")
+    return float(value)
+
+
+def any_per_token(rows: list[list[float | list[float]]]) -> bool:
+    return any(isinstance(value, list) for row in rows for value in row)
+
+
+def place(rows: list[list[float | list[float]]], weights: list[float], lengths: list[int], width: int) -> Tensor:
+    """(B, T) weighted rewards: token rewards on their tokens, scores on the last one."""
+    placed = torch.zeros(len(lengths), width)
+    for values, weight in zip(rows, weights, strict=True):
+        for row, value in enumerate(values):
+            if isinstance(value, list):
+                placed[row, : lengths[row]] += weight * torch.tensor(value)
+            elif not math.isnan(value):
+                placed[row, lengths[row] - 1] += weight * value
+    return placed

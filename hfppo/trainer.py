@@ -1,0 +1,425 @@
+"""PPO on the loop of `transformers.Trainer`.
+
+Nothing here loops over training steps. Trainer asks for the batches of an optimiser step, for their loss and for the
+optimiser; these hooks answer for PPO.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from datasets import Dataset
+from peft import PeftConfig, PeftModel
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    EvalPrediction,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    Trainer,
+    TrainerCallback,
+    set_seed,
+)
+from transformers.trainer_utils import EvalLoopOutput
+
+from hfppo.callbacks import ClipMetricsCallback, PPOCallback, PPOState
+from hfppo.checkpoint import check_checkpoint, describe_run, load_ppo_state, save_ppo_state
+from hfppo.config import PPOConfig
+from hfppo.data import Prompts, prepare_prompts
+from hfppo.evaluation import evaluate_prompts
+from hfppo.experience import Collector
+from hfppo.functional import token_kl
+from hfppo.generation import TransformersSampler, eos_token_ids
+from hfppo.metrics import Meter
+from hfppo.model import CRITIC_FOLDER, ActorCritic, load_actor
+from hfppo.rewards import RewardFunc, RewardFunctions
+from hfppo.rollout import Rollout
+from hfppo.update import MiniBatchSize, measure_update, ppo_loss, sequence
+
+SHUFFLE_STREAM = 4  # names the random draws of this module among those of a seed
+
+
+class PPOTrainer(Trainer):
+    """Proximal Policy Optimisation of a LoRA actor, with the disabled adapter as its reference and a critic.
+
+    Args:
+        model: a base or an adapter to train on, loaded or as an id or path.
+        reward_funcs: one or several functions after the contract of TRL's GRPOTrainer; see `hfppo.rewards`.
+        args: the configuration.
+        train_dataset: a "prompt" column of text or messages; other columns reach the reward functions.
+        eval_dataset: the same, or several of them by name.
+        processing_class: the tokenizer; None: the model's own.
+        peft_config: the actor's adapter; None: LoRA of rank 16 on all linear layers.
+        ref_model: the reference; None: the base with the adapter disabled, or a frozen copy of the adapter that
+            training starts from.
+        critic: "adapter" (its own LoRA on the same base), "shared" (a value head on the actor), a model or its id, or
+            a folder with a saved critic.
+        callbacks: `PPOCallback`s see rollouts as well.
+        compute_metrics: takes an EvalPrediction with `predictions` (completions), `label_ids` (the dataset's columns)
+            and `inputs` (prompts).
+        optimizers: as for Trainer.
+
+    Raises:
+        TypeError, ValueError: input that cannot be trained on; before anything is generated.
+    """
+
+    args: PPOConfig
+    model: ActorCritic
+    processing_class: PreTrainedTokenizerBase
+    loss_is_scaled_for_ga = True  # `compute_loss` divides by the counts of the whole mini-batch
+
+    def __init__(
+        self,
+        model: str | PreTrainedModel | PeftModel,
+        reward_funcs: RewardFunc | Sequence[RewardFunc],
+        args: PPOConfig | None = None,
+        train_dataset: Dataset | None = None,
+        eval_dataset: Dataset | dict[str, Dataset] | None = None,
+        processing_class: PreTrainedTokenizerBase | None = None,
+        peft_config: PeftConfig | None = None,
+        ref_model: str | PreTrainedModel | None = None,
+        critic: str | PreTrainedModel = "adapter",
+        callbacks: list[TrainerCallback] | None = None,
+        compute_metrics: Callable[[EvalPrediction], dict[str, float]] | None = None,
+        optimizers: tuple[torch.optim.Optimizer | None, torch.optim.lr_scheduler.LambdaLR | None] = (None, None),
+    ):
+        args = PPOConfig() if args is None else args
+        rewards = RewardFunctions(reward_funcs, args.reward_weights)
+        init_kwargs = cast(dict[str, Any], args.model_init_kwargs or {})
+        set_seed(args.seed)  # the adapter is initialised here, before Trainer sets the seed
+        tokenizer = load_tokenizer(model) if processing_class is None else processing_class
+        train_prompts = (
+            None if train_dataset is None else self._prompts(train_dataset, "train_dataset", tokenizer, args)
+        )
+        self._eval_prompts = {
+            name: self._prompts(
+                dataset, "eval_dataset" if name is None else f"eval_dataset[{name!r}]", tokenizer, args
+            )
+            for name, dataset in named(eval_dataset).items()
+        }
+
+        actor = load_actor(model, peft_config, **init_kwargs)
+        eos_ids = eos_token_ids(tokenizer, actor.base.generation_config)
+        if tokenizer.pad_token_id is None:
+            tokenizer.pad_token_id = eos_ids[0]
+        if isinstance(ref_model, str):
+            ref_model = AutoModelForCausalLM.from_pretrained(ref_model, **init_kwargs)
+        actor_critic = ActorCritic(
+            actor.base,
+            actor.peft_config,
+            critic if args.needs_critic else None,
+            ref_model,
+            actor.start_adapter,
+            args.detach_shared_critic,
+        )
+        super().__init__(
+            model=actor_critic,
+            args=args,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=tokenizer,
+            callbacks=[ClipMetricsCallback(), *(callbacks or [])],
+            compute_metrics=compute_metrics,
+            optimizers=optimizers,
+        )
+        self.collector = Collector(
+            model=actor_critic,
+            sampler=TransformersSampler(
+                actor_critic, eos_ids, tokenizer.pad_token_id, args.max_completion_length, args.temperature
+            ),
+            rewards=rewards,
+            tokenizer=tokenizer,
+            accelerator=self.accelerator,
+            args=args,
+        )
+        self.ppo_state = PPOState(kl_coef=args.kl_coef)
+        self._train_prompts = train_prompts
+        self._rollout: Rollout | None = None
+        self._meter = Meter()
+        self._step_meter = Meter()  # for `target_kl`
+        self._do_sample: bool | None = None
+        self._run = describe_run(
+            args, train_prompts, None if actor_critic.critic is None else actor_critic.critic.kind
+        )
+
+    @staticmethod
+    def _prompts(dataset: Dataset, name: str, tokenizer: PreTrainedTokenizerBase, args: PPOConfig) -> Prompts:
+        return prepare_prompts(
+            dataset,
+            tokenizer,
+            args.max_prompt_length,
+            args.overlong_prompts,
+            cast(dict[str, Any] | None, args.chat_template_kwargs),
+            name,
+        )
+
+    # ---- Rollouts and their mini-batches -----------------------------------------------------------------------
+
+    def get_train_dataloader(self) -> DataLoader:
+        """A clock with one tick per micro-batch of an epoch: Trainer counts, skips and resumes by it.
+
+        What a tick stands for follows from `ppo_state`, so no sampler has a state to lose.
+        """
+        if self._train_prompts is None:
+            raise ValueError("train_dataset is missing; PPOTrainer.train needs prompts")
+        completions = len(self._train_prompts) * self.args.num_generations
+        rollouts = max(1, completions // (self.args.rollout_size * self.args.world_size))
+        ticks = rollouts * self.args.updates_per_rollout * self.args.gradient_accumulation_steps
+        return DataLoader(cast(Any, range(ticks)), batch_size=1)
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator, num_batches: int, device: torch.device
+    ) -> tuple[list[dict[str, Any]], MiniBatchSize]:
+        """The micro-batches of the next optimiser step, after a new rollout where one is due."""
+        for _ in range(num_batches):
+            next(epoch_iterator)
+        state, args = self.ppo_state, self.args
+        if self._rollout is None or self.state.global_step >= state.last_step:
+            self._rollout = self._collect_rollout()
+        epoch, index = divmod(self.state.global_step - state.first_step, args.num_mini_batches)
+        seed = (args.seed, SHUFFLE_STREAM, state.rollouts, epoch, args.process_index)
+        mini_batch = self._rollout.mini_batch(index, args.num_mini_batches, seed)
+        counts = torch.stack([mini_batch.loss_mask.sum(), mini_batch.loss_mask.any(dim=1).sum()])
+        tokens, completions = self.accelerator.reduce(counts, "sum").tolist()
+        micro_batches = [{**sequence(micro), "batch": micro} for micro in mini_batch.micro_batches(num_batches)]
+        return micro_batches, MiniBatchSize(tokens, completions)
+
+    def _collect_rollout(self) -> Rollout:
+        """Collect the next rollout and tell the callbacks."""
+        state = self.ppo_state
+        rows, meter = self.collector.training_rows(self._train_prompts, state.rollouts), Meter()
+        rollout = self.collector.collect(rows, state.kl_coef, self.state, meter)
+        state.rollouts, state.first_step = state.rollouts + 1, self.state.global_step
+        state.last_step = state.first_step + self.args.updates_per_rollout
+        self._meter.take_from(meter)
+        metrics = meter.read()
+        for callback in self.callback_handler.callbacks:
+            if isinstance(callback, PPOCallback):
+                callback.on_rollout_end(
+                    self.args, self.state, self.control, rollout=rollout, metrics=metrics, ppo_state=state
+                )
+        return rollout
+
+    def rollout(self, prompts: Sequence[str] | Sequence[list[dict[str, Any]]], **columns: Sequence[Any]) -> Rollout:
+        """Collect a rollout for given prompts, to look at; training does not notice.
+
+        Args:
+            prompts: texts or conversations.
+            columns: what else the reward functions need, one entry per prompt each.
+        """
+        dataset = Dataset.from_dict({"prompt": list(prompts), **columns})
+        prepared = self._prompts(dataset, "prompts", self.processing_class, self.args)
+        rows = self.collector.eval_rows(prepared)
+        return self.collector.collect(rows, self.ppo_state.kl_coef, self.state, Meter())
+
+    # ---- Loss and optimiser ------------------------------------------------------------------------------------
+
+    @property
+    def _critic_only(self) -> bool:
+        """Whether the rollout in use belongs to `critic_warmup`."""
+        return self.ppo_state.rollouts <= self.args.critic_warmup
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: MiniBatchSize | None = None,
+    ) -> Tensor | tuple[Tensor, Any]:
+        """The PPO loss of a micro-batch, scaled so that DDP's mean over processes is the sum that it must be."""
+        batch: Rollout = inputs["batch"]
+        outputs = model(
+            input_ids=inputs["input_ids"],
+            attention_mask=inputs["attention_mask"],
+            completion_mask=batch.mask,
+            temperature=self.args.temperature,
+        )
+        loss = ppo_loss(outputs, batch, num_items_in_batch, self.args, self._critic_only) * self.args.world_size
+        with torch.no_grad():
+            first = self.state.global_step == self.ppo_state.first_step
+            measure_update(self._meter, outputs, batch, self.args, first)
+            if self.args.target_kl is not None:
+                self._watch_kl(self.args.target_kl, outputs.logprobs, batch)
+        return (loss, outputs) if return_outputs else loss
+
+    def _watch_kl(self, limit: float, logprobs: Tensor, batch: Rollout) -> None:
+        """Make the next rollout due after this step if the mini-batch has moved further than the limit."""
+        self._step_meter.add("policy/approx_kl", token_kl(batch.old_logprobs, logprobs, "k3"), batch.loss_mask)
+        if not self.accelerator.sync_gradients:
+            return  # not yet the last micro-batch of the step
+        if self._step_meter.read().get("policy/approx_kl", 0.0) > limit:
+            self.ppo_state.last_step = self.state.global_step + 1
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """Trainer's optimiser with the critic's parameters in groups of their own."""
+        if self.optimizer is not None:
+            return super().create_optimizer(model)
+        optimizer = super().create_optimizer(model)
+        critic = {id(p) for p in self.model.critic_parameters()}
+        lr = self.args.learning_rate if self.args.critic_learning_rate is None else self.args.critic_learning_rate
+        for group in list(optimizer.param_groups):
+            of_critic = [p for p in group["params"] if id(p) in critic]
+            group["params"] = [p for p in group["params"] if id(p) not in critic]
+            if of_critic:
+                optimizer.add_param_group({**group, "params": of_critic, "lr": lr})
+        optimizer.register_step_pre_hook(lambda *_: self._hold_actor())
+        return optimizer
+
+    def _hold_actor(self) -> None:
+        """During `critic_warmup`, leave the actor without gradients: no decay, no momentum, no change by one bit."""
+        if self._critic_only:
+            for parameter in self.model.actor_parameters():
+                parameter.grad = None
+
+    def _clip_grad_norm(self, model: nn.Module) -> Tensor:
+        # Private, but the one place between backward and step where gradients are clipped: actor and critic are
+        # clipped apart, so that a large gradient of one does not shrink the step of the other.
+        return self._clip_apart(self.args.max_grad_norm)
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Tensor | float | None = None) -> Tensor | float:
+        # Private: with max_grad_norm=0 Trainer asks here instead, for norms without clipping.
+        return super()._get_grad_norm(model, self._clip_apart(math.inf) if grad_norm is None else grad_norm)
+
+    def _clip_apart(self, max_norm: float) -> Tensor:
+        """Clip both gradients, note the critic's norm and return the actor's."""
+        self.accelerator.unscale_gradients()
+        if critic := self.model.critic_parameters():
+            self._meter.add("value/grad_norm", nn.utils.clip_grad_norm_(critic, max_norm))
+        return nn.utils.clip_grad_norm_(self.model.actor_parameters(), max_norm)
+
+    # ---- Logs and evaluation -----------------------------------------------------------------------------------
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Add the metrics of PPO to the logs of training steps."""
+        if "loss" in logs:
+            if self.model.critic is not None:
+                self._meter.add_number("critic_learning_rate", float(self.lr_scheduler.get_last_lr()[-1]))
+            logs.update(self._meter.read())
+        super().log(logs, start_time)
+
+    def get_eval_dataloader(self, eval_dataset: str | Dataset | None = None) -> DataLoader:
+        """The prompts of an evaluation; `evaluation_loop` shares them out among the processes."""
+        if eval_dataset is None or eval_dataset is self.eval_dataset:
+            prompts = self._eval_prompts.get(None)
+        elif isinstance(eval_dataset, str):
+            prompts = self._eval_prompts[eval_dataset]
+        else:
+            prompts = self._prompts(eval_dataset, "eval_dataset", self.processing_class, self.args)
+        if prompts is None:
+            raise ValueError("eval_dataset is missing; pass one to PPOTrainer or to evaluate()")
+        size = self.args.eval_batch_size * self.args.world_size
+        return DataLoader(cast(Any, prompts), batch_size=size, collate_fn=list)
+
+    def get_test_dataloader(self, test_dataset: Dataset) -> DataLoader:
+        """The prompts of `predict`."""
+        return self.get_eval_dataloader(test_dataset)
+
+    def evaluate(
+        self,
+        eval_dataset: Dataset | dict[str, Dataset] | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+        do_sample: bool | None = None,
+    ) -> dict[str, float]:
+        """Trainer's `evaluate` on completions.
+
+        Args:
+            do_sample: True samples, False is greedy; None: `args.eval_do_sample`.
+        """
+        with self._sampling(do_sample):
+            return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+
+    @contextmanager
+    def _sampling(self, do_sample: bool | None) -> Iterator[None]:
+        """Inside, evaluations sample or not; an inner None keeps what an outer call asked for."""
+        before = self._do_sample
+        self._do_sample = before if do_sample is None else do_sample
+        try:
+            yield
+        finally:
+            self._do_sample = before
+
+    def evaluation_loop(
+        self,
+        dataloader: DataLoader,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """Complete and score the prompts. Trainer's loop computes losses on labels, which prompts do not have."""
+        prompts = cast(Prompts, dataloader.dataset)
+        self.callback_handler.eval_dataloader = dataloader
+        do_sample = self.args.eval_do_sample if self._do_sample is None else self._do_sample
+
+        def on_batch() -> None:
+            self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
+
+        evaluated = evaluate_prompts(self.collector, prompts, self.state, do_sample, on_batch)
+        columns: Any = prompts.rows.to_dict()
+        metrics = dict(evaluated.metrics)
+        if self.compute_metrics is not None:
+            prediction = EvalPrediction(cast(Any, evaluated.completions), columns, inputs=columns["prompt"])
+            metrics.update(self.compute_metrics(prediction))
+        metrics = {
+            key if key.startswith(f"{metric_key_prefix}_") else f"{metric_key_prefix}_{key}": value
+            for key, value in metrics.items()
+        }
+        return EvalLoopOutput(cast(Any, evaluated.completions), columns, metrics, len(prompts))
+
+    # ---- Checkpoints -------------------------------------------------------------------------------------------
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Trainer's `train`, from a new rollout unless a checkpoint brings one."""
+        self._rollout = None
+        return super().train(*args, **kwargs)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        # Private, but it runs on every process for every kind of checkpoint; `on_save` runs after the fact.
+        super()._save_rng_state(output_dir)
+        in_use = self._rollout if self.state.global_step < self.ppo_state.last_step else None
+        save_ppo_state(output_dir, self.args.process_index, self._run, self.ppo_state, self._meter, in_use)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        # Private; upstream loads the adapter only.
+        check_checkpoint(resume_from_checkpoint, self.args.process_index, self._run)
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        self._load_critic(resume_from_checkpoint)
+
+    def _load_best_model(self) -> None:
+        # Private; upstream loads the adapter only.
+        super()._load_best_model()
+        self._load_critic(self.state.best_model_checkpoint)
+
+    def _load_critic(self, checkpoint: str) -> None:
+        if self.model.critic is not None:
+            self.model.critic.load(Path(checkpoint) / CRITIC_FOLDER)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        # Private, but the one place where all that training has to go on with is loaded.
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None:
+            self.ppo_state, rollout = load_ppo_state(checkpoint, self.args.process_index, self._meter)
+            self._rollout = None if rollout is None else rollout.to(self.args.device)
+
+
+def named(dataset: Dataset | dict[str, Dataset] | None) -> dict[str | None, Dataset]:
+    """Datasets by name; a single one has the name None."""
+    if dataset is None:
+        return {}
+    return dict(dataset) if isinstance(dataset, dict) else {None: dataset}
+
+
+def load_tokenizer(model: str | PreTrainedModel | PeftModel) -> PreTrainedTokenizerBase:
+    """The tokenizer that belongs to a model, or to the base of an adapter saved without one."""
+    name = model if isinstance(model, str) else model.config.name_or_path
+    try:
+        return AutoTokenizer.from_pretrained(name, padding_side="left")
+    except (ValueError, OSError):
+        base = PeftConfig.from_pretrained(name).base_model_name_or_path
+        return AutoTokenizer.from_pretrained(base, padding_side="left")

@@ -1,0 +1,119 @@
+"""The loss of one micro-batch, and what it tells about the update."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hfppo import functional as F
+from hfppo.config import PPOConfig
+from hfppo.metrics import Meter
+from hfppo.model import TokenOutputs
+from hfppo.rollout import Rollout
+
+
+@dataclass(frozen=True)
+class MiniBatchSize:
+    """What a mini-batch holds over all its micro-batches and processes, so that no cut changes the loss."""
+
+    num_tokens: float  # that the losses count
+    num_completions: float  # with at least one such token
+
+
+def loss_terms(outputs: TokenOutputs, batch: Rollout, args: PPOConfig) -> dict[str, tuple[float, Tensor]]:
+    """The terms of the loss by name: a weight, and (B, T) losses per token.
+
+    Args:
+        outputs: of the policy that is optimised.
+        batch: what the rollout says about the same tokens.
+    """
+    terms = {"policy/loss": (1.0, surrogate(outputs, batch, args))}
+    if outputs.values is not None and batch.values is not None and batch.returns is not None:
+        loss = F.value_loss(outputs.values, batch.values, batch.returns, args.cliprange_value)
+        terms["value/loss"] = (args.vf_coef, loss)
+    if args.kl_loss_coef and batch.ref_logprobs is not None:
+        estimate = F.straight_through_kl if args.kl_loss_straight_through else F.token_kl
+        kl = estimate(outputs.logprobs, batch.ref_logprobs, args.kl_loss_estimator)
+        terms["policy/kl_loss"] = (args.kl_loss_coef, kl)
+    entropy = outputs.entropy if args.entropy_coef else outputs.entropy.detach()
+    terms["policy/entropy"] = (-args.entropy_coef, entropy)
+    return terms
+
+
+def surrogate(outputs: TokenOutputs, batch: Rollout, args: PPOConfig) -> Tensor:
+    """(B, T) policy loss per token."""
+    return F.POLICY_LOSSES[args.policy_loss](
+        outputs.logprobs,
+        batch.old_logprobs,
+        batch.advantages,
+        clip_low=args.cliprange,
+        clip_high=args.clip_high,
+        dual_clip=args.dual_clip,
+        mask=batch.loss_mask,
+    )
+
+
+def ppo_loss(outputs: TokenOutputs, batch: Rollout, size: MiniBatchSize, args: PPOConfig, critic_only: bool) -> Tensor:
+    """The scalar to minimise; the scalars of a mini-batch's micro-batches add up to its loss.
+
+    Args:
+        critic_only: during `critic_warmup`; the actor takes part with weight 0, as DDP wants every parameter to.
+    """
+    total = outputs.logprobs.new_zeros(())
+    for name, (weight, loss) in loss_terms(outputs, batch, args).items():
+        if weight:
+            reduced = F.reduce(
+                loss,
+                batch.loss_mask,
+                args.loss_reduction,
+                size.num_tokens,
+                size.num_completions,
+                args.max_completion_length,
+            )
+            total = total + (weight if name == "value/loss" or not critic_only else 0.0) * reduced
+    if args.positive_nll_coef and not critic_only:
+        total = total + args.positive_nll_coef * positive_nll(outputs, batch, size, args)
+    return total
+
+
+def positive_nll(outputs: TokenOutputs, batch: Rollout, size: MiniBatchSize, args: PPOConfig) -> Tensor:
+    """−log π over the tokens of completions with full score, per token of the mini-batch. arXiv:2504.05118, eq. 10."""
+    full = batch.loss_mask & (batch.scores >= args.positive_score)[:, None]
+    return F.reduce(-outputs.logprobs, full, "token-mean", size.num_tokens)
+
+
+def measure_update(meter: Meter, outputs: TokenOutputs, batch: Rollout, args: PPOConfig, first: bool) -> None:
+    """Add the metrics of one micro-batch.
+
+    Args:
+        first: whether no optimiser step has been made since the rollout, so that the ratio must be 1.
+    """
+    mask = batch.loss_mask
+    for name, (_, loss) in loss_terms(outputs, batch, args).items():
+        meter.add(name, loss, mask)
+    logprobs = outputs.logprobs.detach()
+    ratio = (logprobs - batch.old_logprobs).exp()
+    meter.add("policy/ratio", ratio, mask)
+    meter.add("policy/ratio_max", ratio, mask)
+    meter.add("policy/approx_kl", F.token_kl(batch.old_logprobs, logprobs, "k3"), mask)
+    if first:
+        meter.add("policy/first_ratio_deviation", (ratio - 1).abs(), mask)
+    clip = F.clip_fractions(
+        logprobs, batch.old_logprobs, batch.advantages, args.cliprange, args.clip_high, args.dual_clip
+    )
+    meter.add("policy/clip_frac", clip.low | clip.high, mask)
+    meter.add("policy/clip_frac_low", clip.low, mask)
+    meter.add("policy/clip_frac_high", clip.high, mask)
+    if args.dual_clip is not None:
+        meter.add("policy/dual_clip_frac", clip.dual, mask)
+    if outputs.values is not None and batch.values is not None and batch.returns is not None:
+        clipped = F.value_clipped(outputs.values.detach(), batch.values, batch.returns, args.cliprange_value)
+        meter.add("value/clip_frac", clipped, mask)
+
+
+def sequence(batch: Rollout) -> dict[str, Tensor]:
+    """Token ids and attention mask of prompts and completions, (B, P + T) each."""
+    return {
+        "input_ids": torch.cat([batch.prompt_ids, batch.completion_ids], dim=1),
+        "attention_mask": torch.cat([batch.prompt_mask, batch.mask], dim=1),
+    }

@@ -1,0 +1,104 @@
+"""A character tokenizer, tiny models and trainers for all tests; nothing is downloaded."""
+
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from pathlib import Path
+
+import pytest
+import torch
+from build_arithmetic_base import character_tokenizer
+from datasets import Dataset
+from peft import LoraConfig
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
+
+from hfppo import PPOConfig, PPOTrainer
+
+torch.set_num_threads(1)
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{{ m['content'] }}{% if m['role'] == 'user' %}？{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}，{% endif %}"
+)
+
+
+@pytest.fixture
+def tokenizer() -> PreTrainedTokenizerFast:
+    made = character_tokenizer()
+    made.chat_template = CHAT_TEMPLATE
+    return made
+
+
+def tiny_model(seed: int = 0, **config) -> LlamaForCausalLM:
+    """Two layers, random weights that are large enough for a distribution with some shape."""
+    set_seed(seed)
+    defaults = {
+        "vocab_size": 26,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "max_position_embeddings": 128,
+        "initializer_range": 0.3,
+        "bos_token_id": None,
+        "eos_token_id": 1,
+        "pad_token_id": 0,
+    }
+    return LlamaForCausalLM(LlamaConfig(**{**defaults, **config}))
+
+
+@pytest.fixture
+def model() -> LlamaForCausalLM:
+    return tiny_model()
+
+
+@pytest.fixture
+def dataset() -> Dataset:
+    return Dataset.from_list(
+        [{"prompt": f"请问{a}+{b}=", "answer": str(a + b)} for a in range(4) for b in range(3, 7)]
+    )
+
+
+def count_digits(completions, **kwargs) -> list[float]:
+    """A reward that a few steps can raise: the share of digits in the completion."""
+    return [sum(c.isdigit() for c in text) / max(len(text), 1) for text in completions]
+
+
+SMALL = {
+    "per_device_train_batch_size": 4,
+    "num_mini_batches": 2,
+    "num_ppo_epochs": 2,
+    "max_completion_length": 6,
+    "learning_rate": 1e-2,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": "none",
+    "use_cpu": True,
+    "disable_tqdm": True,
+    "max_steps": 8,
+    "seed": 3,
+}
+LORA = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
+
+
+@pytest.fixture
+def make_trainer(tmp_path: Path, tokenizer, dataset):
+    """Build a small trainer; keyword arguments of PPOTrainer, and `config` for PPOConfig's fields."""
+
+    def make(config: dict | None = None, **kwargs) -> PPOTrainer:
+        args = PPOConfig(**{"output_dir": str(tmp_path / "out"), **SMALL, **(config or {})})
+        defaults = {
+            "model": None,
+            "reward_funcs": count_digits,
+            "train_dataset": dataset,
+            "processing_class": tokenizer,
+            "peft_config": LORA,
+        }
+        merged = {**defaults, **kwargs}
+        if merged["model"] is None:
+            merged["model"] = tiny_model()
+        return PPOTrainer(args=args, **merged)
+
+    return make
