@@ -282,3 +282,9 @@ class PPOConfig(TrainingArguments):
                 f"critic_warmup={self.critic_warmup} has nothing to train: advantage_estimator="
                 f"{self.advantage_estimator!r} has no critic; set critic_warmup=0 or advantage_estimator='gae'"
             )
+
+
+def resume_argument(args: TrainingArguments) -> str | bool | None:
+    """`args.resume_from_checkpoint` as `Trainer.train` wants it: "true" is the last checkpoint in `output_dir`."""
+    value = args.resume_from_checkpoint
+    return {"true": True, "false": None}.get(value.lower(), value) if isinstance(value, str) else value

@@ -6,24 +6,19 @@ switching between a forward and its backward silently gives zero gradients.
 """
 
 import copy
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
-from peft import LoraConfig, PeftConfig, PeftModel, PeftModelForCausalLM, get_peft_model, load_peft_weights
-from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
-from safetensors.torch import load_file, save_file
+from peft import PeftConfig, PeftModel, PeftModelForCausalLM
+from peft.utils import set_peft_model_state_dict
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
+from transformers import PreTrainedModel
 
-CRITIC_FOLDER = "critic"
-CRITIC_WEIGHTS = "critic.safetensors"
-CRITIC_CONFIG = "critic_config.json"
+from hfppo.critic import CRITIC_FOLDER, build_critic, shared_copy
 
 # These initialisations write into the base, so that disabling the adapter no longer gives the base back.
 BASE_CHANGING_INITS = ("pissa", "olora", "corda", "eva", "loftq", "lora_ga")
@@ -39,63 +34,6 @@ class TokenOutputs(NamedTuple):
     entropy: Tensor | None  # (B, T) float32, of the full distribution at temperature, nats
     values: Tensor | None  # (B, T) float32, V(s_t) before token t
     final_value: Tensor | None  # (B,) float32, V after the last real token
-
-
-class Critic(nn.Module):
-    """A value head, on a trunk of its own or on the actor's hidden states.
-
-    Args:
-        kind: "adapter" (LoRA on the actor's base), "shared" (the actor's hidden states) or "model" (LoRA on another).
-        trunk: hidden states from token ids, or None for "shared".
-        hidden_size: width of the hidden states.
-        base: name of the separate model, kept in the saved folder.
-        detach: with "shared", keep the value loss from the actor's weights.
-    """
-
-    def __init__(
-        self, kind: str, trunk: nn.Module | None, hidden_size: int, base: str | None = None, detach: bool = False
-    ):
-        super().__init__()
-        self.kind, self.base, self.detach = kind, base, detach
-        self.trunk = trunk
-        self.value_head = nn.Linear(hidden_size, 1, dtype=torch.float32)
-        nn.init.zeros_(self.value_head.weight)
-        nn.init.zeros_(self.value_head.bias)
-
-    def forward(self, actor_hidden: Tensor | None, **inputs: Tensor) -> Tensor:
-        """(B, S) values of the states in (B, S) token ids, or of the (B, S, H) hidden states of the actor."""
-        if self.trunk is not None:
-            hidden = self.trunk(**inputs, use_cache=False).last_hidden_state
-        else:
-            hidden = actor_hidden.detach() if self.detach else actor_hidden
-        with torch.autocast(hidden.device.type, enabled=False):
-            return self.value_head(hidden.float()).squeeze(-1)
-
-    def save(self, folder: str | Path) -> None:
-        """Write the trainable weights and what they belong to."""
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        save_file(self.trained_state(), Path(folder) / CRITIC_WEIGHTS)
-        config = {"kind": self.kind, "base": self.base}
-        (Path(folder) / CRITIC_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-
-    def load(self, folder: str | Path) -> None:
-        """Read what `save` wrote.
-
-        Raises:
-            ValueError: the folder holds another kind of critic.
-        """
-        state = load_file(Path(folder) / CRITIC_WEIGHTS)
-        if state.keys() != self.trained_state().keys():
-            saved = json.loads((Path(folder) / CRITIC_CONFIG).read_text())["kind"]
-            raise ValueError(
-                f"{folder} holds a critic of kind {saved!r} that does not fit this run's {self.kind!r} critic; "
-                "use the critic and the peft_config it was trained with"
-            )
-        self.load_state_dict(state, strict=False)
-
-    def trained_state(self) -> dict[str, Tensor]:
-        """The trainable weights by name."""
-        return {name: p.detach() for name, p in self.named_parameters() if p.requires_grad}
 
 
 class ActorCritic(PeftModelForCausalLM):
@@ -291,12 +229,6 @@ def token_logprobs(
     return nothing.masked_scatter(mask, logprobs), nothing.masked_scatter(mask, entropy)
 
 
-def shared_copy(module: nn.Module) -> Any:
-    """A second module tree over the same tensors: adapters put on one do not touch the other."""
-    tensors = [*module.parameters(), *module.buffers()]
-    return copy.deepcopy(module, memo={id(tensor): tensor for tensor in tensors})
-
-
 def check_adapter(config: PeftConfig) -> None:
     """Refuse adapters that, disabled, do not give the base back: the reference would not be the base."""
     init = getattr(config, "init_lora_weights", True)
@@ -323,115 +255,8 @@ def disable_dropout(model: nn.Module) -> None:
             setattr(module, "attention_dropout", 0.0)  # noqa: B010 (modules are typed to hold tensors only)
 
 
-def build_critic(
-    critic: str | PreTrainedModel | None, base: PreTrainedModel, peft_config: PeftConfig, detach: bool
-) -> Critic | None:
-    """The critic that the `critic` argument of `ActorCritic` asks for; before an adapter is put on the base."""
-    if critic is None:
-        return None
-    folder = saved_critic(critic)
-    if folder is not None:
-        saved = json.loads((folder / CRITIC_CONFIG).read_text())
-        critic = saved["base"] if saved["kind"] == "model" else saved["kind"]
-    if critic == "shared":
-        built = Critic("shared", None, base.config.get_text_config().hidden_size, detach=detach)
-    elif critic == "adapter":
-        trunk = adapted(shared_copy(base.base_model), peft_config)
-        built = Critic("adapter", trunk, base.config.get_text_config().hidden_size)
-    else:
-        built = critic_from_model(critic, peft_config)
-    if folder is not None:
-        built.load(folder)
-    return built.to(base.device) if built.trunk is None else built
-
-
-def saved_critic(critic: str | PreTrainedModel) -> Path | None:
-    """The folder that `critic` names, if it is one that `Critic.save` wrote."""
-    if not isinstance(critic, str):
-        return None
-    folders = (Path(critic), Path(critic) / CRITIC_FOLDER)
-    return next((folder for folder in folders if (folder / CRITIC_CONFIG).is_file()), None)
-
-
-def critic_from_model(critic: str | PreTrainedModel, peft_config: PeftConfig) -> Critic:
-    """A critic on another model, for instance the reward model, whose score head the value head starts from."""
-    if isinstance(critic, str):
-        model, info = AutoModelForSequenceClassification.from_pretrained(
-            critic, num_labels=1, output_loading_info=True
-        )
-        trained_head = not any(name.startswith("score") for name in info["missing_keys"])
-    else:
-        model, trained_head = critic, True
-    score = getattr(model, "score", None) if trained_head else None
-    trunk = adapted(model.base_model, peft_config)
-    built = Critic("model", trunk, model.config.get_text_config().hidden_size, base=model.config.name_or_path)
-    if isinstance(score, nn.Linear) and score.out_features == 1:
-        with torch.no_grad():
-            built.value_head.weight.copy_(score.weight)
-    return built
-
-
-def adapted(trunk: nn.Module, peft_config: PeftConfig) -> PeftModel:
-    """The trunk with an adapter like the actor's on it.
-
-    Its name keeps the critic's weights out of the actor's saved adapter, which PEFT picks by name.
-    """
-    config: Any = copy.deepcopy(peft_config)
-    config.task_type, config.modules_to_save, config.inference_mode = None, None, False
-    return get_peft_model(trunk, config, adapter_name="critic")
-
-
 def frozen_adapter_copy(base: PreTrainedModel, peft_config: PeftConfig, weights: dict[str, Tensor]) -> PeftModel:
     """The base with a frozen copy of an adapter on it, in a module tree of its own."""
     model = PeftModelForCausalLM(shared_copy(base), copy.deepcopy(peft_config), adapter_name="reference")
     set_peft_model_state_dict(model, weights, adapter_name="reference")
     return model
-
-
-@dataclass(frozen=True)
-class Actor:
-    """What an actor is built from."""
-
-    base: PreTrainedModel
-    peft_config: PeftConfig
-    start_adapter: dict[str, Tensor] | None  # None: a new adapter
-
-
-def load_actor(model: str | PreTrainedModel | PeftModel, peft_config: PeftConfig | None, **init_kwargs: Any) -> Actor:
-    """Take a model as users give it: an id or path of a base or of an adapter, a loaded base, a loaded adapter.
-
-    Raises:
-        ValueError: a second adapter is asked for on a trained one, or the loaded adapter is not trainable.
-    """
-    if isinstance(model, str):
-        try:
-            config = PeftConfig.from_pretrained(model)
-        except (ValueError, OSError):  # no adapter there: a base
-            base = AutoModelForCausalLM.from_pretrained(model, **init_kwargs)
-            return Actor(base, peft_config or default_peft_config(), None)
-        base = AutoModelForCausalLM.from_pretrained(config.base_model_name_or_path, **init_kwargs)
-        start = load_peft_weights(model, device=str(base.device))
-    elif isinstance(model, PeftModel):
-        config = model.active_peft_config
-        if not any(p.requires_grad for p in model.parameters()):
-            raise ValueError(
-                "model is a PeftModel without a trainable weight, so training would change nothing; load it with "
-                "PeftModel.from_pretrained(..., is_trainable=True)"
-            )
-        start = {k: v.clone() for k, v in get_peft_model_state_dict(model, adapter_name=model.active_adapter).items()}
-        base = model.unload()
-    else:
-        return Actor(model, peft_config or default_peft_config(), None)
-    if peft_config is not None:
-        raise ValueError(
-            "model is already an adapter and peft_config asks for another; leave peft_config out to train the "
-            "adapter on, or merge it into its base first"
-        )
-    config = copy.deepcopy(config)
-    config.inference_mode = False
-    return Actor(base, config, start)
-
-
-def default_peft_config() -> LoraConfig:
-    """LoRA of rank 16 on every linear layer but the output head."""
-    return LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import (
     AutoModelForCausalLM,
-    AutoTokenizer,
     EvalPrediction,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -30,13 +29,15 @@ from transformers.trainer_utils import EvalLoopOutput
 from hfppo.callbacks import ClipMetricsCallback, PPOCallback, PPOState
 from hfppo.checkpoint import check_checkpoint, describe_run, load_ppo_state, save_ppo_state
 from hfppo.config import PPOConfig
+from hfppo.critic import CRITIC_FOLDER
 from hfppo.data import Prompts, prepare_prompts
 from hfppo.evaluation import evaluate_prompts
 from hfppo.experience import Collector
 from hfppo.functional import token_kl
 from hfppo.generation import TransformersSampler, eos_token_ids
+from hfppo.loading import load_actor, load_tokenizer
 from hfppo.metrics import Meter
-from hfppo.model import CRITIC_FOLDER, ActorCritic, load_actor
+from hfppo.model import ActorCritic
 from hfppo.rewards import RewardFunc, RewardFunctions
 from hfppo.rollout import Rollout
 from hfppo.update import MiniBatchSize, measure_update, ppo_loss, sequence
@@ -413,13 +414,3 @@ def named(dataset: Dataset | dict[str, Dataset] | None) -> dict[str | None, Data
     if dataset is None:
         return {}
     return dict(dataset) if isinstance(dataset, dict) else {None: dataset}
-
-
-def load_tokenizer(model: str | PreTrainedModel | PeftModel) -> PreTrainedTokenizerBase:
-    """The tokenizer that belongs to a model, or to the base of an adapter saved without one."""
-    name = model if isinstance(model, str) else model.config.name_or_path
-    try:
-        return AutoTokenizer.from_pretrained(name, padding_side="left")
-    except (ValueError, OSError):
-        base = PeftConfig.from_pretrained(name).base_model_name_or_path
-        return AutoTokenizer.from_pretrained(base, padding_side="left")

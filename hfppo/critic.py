@@ -1,0 +1,137 @@
+"""The critic: a value head on a module tree of its own over the actor's base, on the actor, or on another model."""
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import AutoModelForSequenceClassification, PreTrainedModel
+
+CRITIC_FOLDER = "critic"
+CRITIC_WEIGHTS = "critic.safetensors"
+CRITIC_CONFIG = "critic_config.json"
+
+
+class Critic(nn.Module):
+    """A value head, on a trunk of its own or on the actor's hidden states.
+
+    Args:
+        kind: "adapter" (LoRA on the actor's base), "shared" (the actor's hidden states) or "model" (LoRA on another).
+        trunk: hidden states from token ids, or None for "shared".
+        hidden_size: width of the hidden states.
+        base: name of the separate model, kept in the saved folder.
+        detach: with "shared", keep the value loss from the actor's weights.
+    """
+
+    def __init__(
+        self, kind: str, trunk: nn.Module | None, hidden_size: int, base: str | None = None, detach: bool = False
+    ):
+        super().__init__()
+        self.kind, self.base, self.detach = kind, base, detach
+        self.trunk = trunk
+        self.value_head = nn.Linear(hidden_size, 1, dtype=torch.float32)
+        nn.init.zeros_(self.value_head.weight)
+        nn.init.zeros_(self.value_head.bias)
+
+    def forward(self, actor_hidden: Tensor | None, **inputs: Tensor) -> Tensor:
+        """(B, S) values of the states in (B, S) token ids, or of the (B, S, H) hidden states of the actor."""
+        if self.trunk is not None:
+            hidden = self.trunk(**inputs, use_cache=False).last_hidden_state
+        else:
+            hidden = actor_hidden.detach() if self.detach else actor_hidden
+        with torch.autocast(hidden.device.type, enabled=False):
+            return self.value_head(hidden.float()).squeeze(-1)
+
+    def save(self, folder: str | Path) -> None:
+        """Write the trainable weights and what they belong to."""
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        save_file(self.trained_state(), Path(folder) / CRITIC_WEIGHTS)
+        config = {"kind": self.kind, "base": self.base}
+        (Path(folder) / CRITIC_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+
+    def load(self, folder: str | Path) -> None:
+        """Read what `save` wrote.
+
+        Raises:
+            ValueError: the folder holds another kind of critic.
+        """
+        state = load_file(Path(folder) / CRITIC_WEIGHTS)
+        if state.keys() != self.trained_state().keys():
+            saved = json.loads((Path(folder) / CRITIC_CONFIG).read_text())["kind"]
+            raise ValueError(
+                f"{folder} holds a critic of kind {saved!r} that does not fit this run's {self.kind!r} critic; "
+                "use the critic and the peft_config it was trained with"
+            )
+        self.load_state_dict(state, strict=False)
+
+    def trained_state(self) -> dict[str, Tensor]:
+        """The trainable weights by name."""
+        return {name: p.detach() for name, p in self.named_parameters() if p.requires_grad}
+
+
+def build_critic(
+    critic: str | PreTrainedModel | None, base: PreTrainedModel, peft_config: PeftConfig, detach: bool
+) -> Critic | None:
+    """The critic that the `critic` argument of `ActorCritic` asks for; before an adapter is put on the base."""
+    if critic is None:
+        return None
+    folder = saved_critic(critic)
+    if folder is not None:
+        saved = json.loads((folder / CRITIC_CONFIG).read_text())
+        critic = saved["base"] if saved["kind"] == "model" else saved["kind"]
+    if critic == "shared":
+        built = Critic("shared", None, base.config.get_text_config().hidden_size, detach=detach)
+    elif critic == "adapter":
+        trunk = adapted(shared_copy(base.base_model), peft_config)
+        built = Critic("adapter", trunk, base.config.get_text_config().hidden_size)
+    else:
+        built = critic_from_model(critic, peft_config)
+    if folder is not None:
+        built.load(folder)
+    return built.to(base.device) if built.trunk is None else built
+
+
+def saved_critic(critic: str | PreTrainedModel) -> Path | None:
+    """The folder that `critic` names, if it is one that `Critic.save` wrote."""
+    if not isinstance(critic, str):
+        return None
+    folders = (Path(critic), Path(critic) / CRITIC_FOLDER)
+    return next((folder for folder in folders if (folder / CRITIC_CONFIG).is_file()), None)
+
+
+def critic_from_model(critic: str | PreTrainedModel, peft_config: PeftConfig) -> Critic:
+    """A critic on another model, for instance the reward model, whose score head the value head starts from."""
+    if isinstance(critic, str):
+        model, info = AutoModelForSequenceClassification.from_pretrained(
+            critic, num_labels=1, output_loading_info=True
+        )
+        trained_head = not any(name.startswith("score") for name in info["missing_keys"])
+    else:
+        model, trained_head = critic, True
+    score = getattr(model, "score", None) if trained_head else None
+    trunk = adapted(model.base_model, peft_config)
+    built = Critic("model", trunk, model.config.get_text_config().hidden_size, base=model.config.name_or_path)
+    if isinstance(score, nn.Linear) and score.out_features == 1:
+        with torch.no_grad():
+            built.value_head.weight.copy_(score.weight)
+    return built
+
+
+def adapted(trunk: nn.Module, peft_config: PeftConfig) -> PeftModel:
+    """The trunk with an adapter like the actor's on it.
+
+    Its name keeps the critic's weights out of the actor's saved adapter, which PEFT picks by name.
+    """
+    config: Any = copy.deepcopy(peft_config)
+    config.task_type, config.modules_to_save, config.inference_mode = None, None, False
+    return get_peft_model(trunk, config, adapter_name="critic")
+
+
+def shared_copy(module: nn.Module) -> Any:
+    """A second module tree over the same tensors: adapters put on one do not touch the other."""
+    tensors = [*module.parameters(), *module.buffers()]
+    return copy.deepcopy(module, memo={id(tensor): tensor for tensor in tensors})

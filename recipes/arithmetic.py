@@ -1,0 +1,92 @@
+"""Teach a small model to answer sums it already knows: PPO from start to finish in two minutes on two CPU cores.
+
+    accelerate launch recipes/arithmetic.py --config recipes/arithmetic.yaml
+
+The base in `recipes/arithmetic/base` judges claims like 请问1+1=2？ and should say 是的，等于2！ or, when the claim is
+wrong, 不对，等于…！ It answers sloppily. The only feedback PPO gets is whether an answer is right to the letter.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import rich
+from datasets import load_dataset
+from transformers import EvalPrediction
+from trl import ModelConfig, TrlParser, get_peft_config
+
+from hfppo import PPOConfig, PPOTrainer
+from hfppo.config import resume_argument
+from hfppo.trace import TokenTable
+
+FOLDER = Path(__file__).parent / "arithmetic"
+
+
+@dataclass
+class ArithmeticArguments:
+    """What the recipe itself can be told."""
+
+    train_file: str = field(default=str(FOLDER / "train.jsonl"), metadata={"help": "Rows with 'prompt' and 'answer'."})
+    test_file: str = field(default=str(FOLDER / "test.jsonl"), metadata={"help": "Held-out rows of the same form."})
+    critic: str = field(default="adapter", metadata={"help": "'adapter', 'shared', or a model's id or path."})
+    show_prompt: str = field(default="请问1+1=2？", metadata={"help": "The prompt whose token table is shown."})
+    show_answer: str = field(default="是的，等于2！", metadata={"help": "Its right answer."})
+
+
+@dataclass
+class ActorArguments(ModelConfig):
+    """TRL's ModelConfig with the defaults of an actor."""
+
+    model_name_or_path: str = field(default=str(FOLDER / "base"), metadata={"help": "The base."})
+    use_peft: bool = field(default=True, metadata={"help": "The actor is an adapter; always on."})
+    lora_dropout: float = field(default=0.0, metadata={"help": "Dropout would be noise in the ratio."})
+    lora_target_modules: list[str] = field(default_factory=lambda: ["all-linear"], metadata={"help": "LoRA layers."})
+
+
+def right_answer(completions: list[str], answer: list[str], **kwargs) -> list[float]:
+    """1 for an answer that is right to the letter, else 0."""
+    return [float(given == wanted) for given, wanted in zip(completions, answer, strict=True)]
+
+
+def accuracy(prediction: EvalPrediction) -> dict[str, float]:
+    """Share of answers that are right to the letter."""
+    right = right_answer(prediction.predictions, prediction.label_ids["answer"])
+    return {"accuracy": sum(right) / len(right)}
+
+
+def main(script_args: ArithmeticArguments, args: PPOConfig, model_args: ActorArguments) -> None:
+    files = {"train": script_args.train_file, "test": script_args.test_file}
+    dataset = load_dataset("json", data_files=files)
+    peft_config = get_peft_config(model_args)
+    trainer = PPOTrainer(
+        model=model_args.model_name_or_path,
+        reward_funcs=right_answer,
+        args=args,
+        train_dataset=dataset["train"],
+        eval_dataset=dataset["test"],
+        peft_config=peft_config,
+        critic=script_args.critic,
+        compute_metrics=accuracy,
+    )
+
+    def measure(split: str) -> None:
+        for name, do_sample in (("sampled", True), ("greedy", False)):
+            metrics = trainer.evaluate(metric_key_prefix=f"{split}_{name}", do_sample=do_sample)
+            trainer.save_metrics(f"{split}_{name}", metrics)
+        rollout = trainer.rollout([script_args.show_prompt], answer=[script_args.show_answer])
+        if trainer.is_world_process_zero():
+            rich.print(f"[bold]{split} training[/bold]", TokenTable.from_rollout(rollout, 0, trainer.processing_class))
+
+    measure("before")
+    result = trainer.train(resume_from_checkpoint=resume_argument(args))
+    trainer.save_model()
+    trainer.save_state()
+    trainer.log_metrics("train", result.metrics)
+    trainer.save_metrics("train", result.metrics)
+    measure("after")
+    if args.push_to_hub:
+        trainer.push_to_hub()
+    trainer.end()
+
+
+if __name__ == "__main__":
+    main(*TrlParser((ArithmeticArguments, PPOConfig, ActorArguments)).parse_args_and_config())
