@@ -7,6 +7,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import load_file, save_file
 from transformers import TrainingArguments
 
@@ -60,7 +61,10 @@ def save_ppo_state(
     path = state_file(checkpoint, process)
     content = {"run": run, "state": state.state_dict(), "metrics": meter.state_dict(), "rollout": rollout is not None}
     if rollout is not None:
-        tensors = {name: tensor.contiguous() for name, tensor in rollout.tensors().items()}
+        # Copies, because with policy_mode="bypass" two fields are one tensor, which safetensors refuses.
+        tensors = {
+            name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in rollout.tensors().items()
+        }
         save_file(tensors, path.with_suffix(".safetensors"))
     path.write_text(json.dumps(content))
 

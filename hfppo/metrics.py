@@ -12,6 +12,7 @@ from torch import Tensor
 
 # Every metric: how its parts become one number, and what it means. `docs/metrics.md` is made from this table.
 METRICS: dict[str, tuple[str, str]] = {
+    "loss": ("mean", "The scalar that an optimiser step minimises."),
     "reward": ("mean", "Score of a completion: weighted sum of the reward functions, penalties included."),
     "reward_std": ("std", "Standard deviation of the score over the rollout's completions."),
     "rewards/{function}/mean": ("mean", "What one reward function gives, over the completions that it scores."),

@@ -68,7 +68,7 @@ class ActorCritic(PeftModelForCausalLM):
         critic_module = build_critic(critic, base, peft_config, detach_critic)
         if start_adapter is not None and ref_model is None:
             ref_model = frozen_adapter_copy(base, peft_config, start_adapter)
-        super().__init__(base, peft_config)
+        super().__init__(base, copy.deepcopy(peft_config))  # PEFT resolves "all-linear" in place
         if start_adapter is not None:
             set_peft_model_state_dict(self, start_adapter)
         self.critic = critic_module

@@ -240,12 +240,14 @@ class PPOTrainer(Trainer):
             completion_mask=batch.mask,
             temperature=self.args.temperature,
         )
-        loss = ppo_loss(outputs, batch, num_items_in_batch, self.args, self._critic_only) * self.args.world_size
+        loss = ppo_loss(outputs, batch, num_items_in_batch, self.args, self._critic_only)
         with torch.no_grad():
+            self._meter.add("loss", loss)
             first = self.state.global_step == self.ppo_state.first_step
             measure_update(self._meter, outputs, batch, self.args, first)
             if self.args.target_kl is not None:
                 self._watch_kl(self.args.target_kl, outputs.logprobs, batch)
+        loss = loss * self.args.world_size
         return (loss, outputs) if return_outputs else loss
 
     def _watch_kl(self, limit: float, logprobs: Tensor, batch: Rollout) -> None:
@@ -296,11 +298,15 @@ class PPOTrainer(Trainer):
     # ---- Logs and evaluation -----------------------------------------------------------------------------------
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Add the metrics of PPO to the logs of training steps."""
+        """Add the metrics of PPO to the logs of training steps.
+
+        The loss among them replaces Trainer's, which forgets the steps between the last log and a checkpoint.
+        """
         if "loss" in logs:
             if self.model.critic is not None:
                 self._meter.add_number("critic_learning_rate", float(self.lr_scheduler.get_last_lr()[-1]))
             logs.update(self._meter.read())
+            logs["loss"] *= self.args.gradient_accumulation_steps * self.args.world_size  # they add up to a step's
         super().log(logs, start_time)
 
     def get_eval_dataloader(self, eval_dataset: str | Dataset | None = None) -> DataLoader:

@@ -100,7 +100,7 @@ def small_llama(tokenizer: PreTrainedTokenizerFast, hidden_size: int, num_layers
         intermediate_size=hidden_size * 8 // 3,
         num_hidden_layers=num_layers,
         num_attention_heads=hidden_size // 32,
-        max_position_embeddings=128,
+        max_position_embeddings=512,
         initializer_range=hidden_size**-0.5,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,

@@ -1,0 +1,358 @@
+"""What holds, always: the base's bytes, the first ratio, KL 0 at the start, padding, cuts, counts, warmup, seeds."""
+
+import hashlib
+
+import pytest
+import torch
+from conftest import count_digits, tiny_model
+from torch.testing import assert_close
+from transformers import GPT2Config, GPT2LMHeadModel, Qwen3Config, Qwen3ForCausalLM, TrainerCallback, set_seed
+
+from hfppo import PPOCallback, Rollout
+from hfppo.update import MiniBatchSize, sequence
+
+
+def tiny_gpt2():
+    """Absolute positions and dropout, both of which can break the equality of two passes."""
+    set_seed(0)
+    return GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=26, n_embd=32, n_layer=2, n_head=2, n_positions=64, initializer_range=0.3, eos_token_id=1
+        )
+    )
+
+
+def tiny_qwen3():
+    set_seed(0)
+    return Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=26,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=16,
+            initializer_range=0.3,
+            eos_token_id=1,
+        )
+    )
+
+
+ARCHITECTURES = [tiny_model, tiny_gpt2, tiny_qwen3]
+
+
+def bytes_of(model) -> str:
+    """A hash of the frozen tensors, names left out: adapters rename them."""
+    digest = hashlib.sha256()
+    for tensor in sorted(
+        (p for p in model.parameters() if not p.requires_grad), key=lambda p: (p.shape, p.sum().item())
+    ):
+        digest.update(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def trainable(trainer) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
+
+
+def logged(trainer, name: str) -> list[float]:
+    return [entry[name] for entry in trainer.state.log_history if name in entry]
+
+
+class Keep(PPOCallback):
+    """Keeps every rollout and its metrics."""
+
+    def __init__(self):
+        self.rollouts: list[Rollout] = []
+        self.metrics: list[dict[str, float]] = []
+
+    def on_rollout_end(self, args, state, control, *, rollout, metrics, ppo_state):
+        self.rollouts.append(rollout)
+        self.metrics.append(metrics)
+
+
+# ---- The ratio, and KL at the start -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_ratio_is_one_on_the_first_update_and_against_generation(make_trainer, architecture, temperature):
+    trainer = make_trainer({"temperature": temperature}, model=architecture())
+    trainer.train()
+    first_ratio, against_generation = logged(trainer, "policy/first_ratio_deviation"), logged(trainer, "mismatch/max")
+    assert len(first_ratio) == len(against_generation) == 2
+    assert max(first_ratio) < 1e-6
+    assert max(against_generation) < 1e-4
+
+
+def test_kl_is_zero_before_the_first_step_and_not_after(make_trainer):
+    trainer = make_trainer()
+    trainer.train()
+    kl = logged(trainer, "kl_k3")
+    assert kl[0] == 0.0
+    assert kl[1] > 1e-4
+
+
+def test_logprobs_entropy_and_values_agree_with_the_plain_model(make_trainer):
+    """Against PEFT's own logits, one completion at a time and without any padding."""
+    trainer = make_trainer()
+    trainer.train()
+    rollout = trainer.rollout(["请问1+2=", "请问3="])
+    actor = trainer.model.eval()
+    for i in range(2):
+        prompt = rollout.prompt_ids[i][rollout.prompt_mask[i]]
+        completion = rollout.completion_ids[i][rollout.mask[i]]
+        n = len(completion)
+        ids = torch.cat([prompt, completion])[None]
+        with torch.no_grad():
+            logp = actor(input_ids=ids).logits[0].log_softmax(-1)[len(prompt) - 1 : -1]
+            with actor.disable_adapter():
+                ref = actor(input_ids=ids).logits[0].log_softmax(-1)[len(prompt) - 1 : -1]
+            hidden = actor.critic.trunk(input_ids=ids).last_hidden_state[0, len(prompt) - 1 : -1]
+            values = actor.critic.value_head(hidden).squeeze(-1)
+        index = torch.arange(n)
+        assert_close(rollout.old_logprobs[i, :n], logp[index, completion])
+        assert_close(rollout.ref_logprobs[i, :n], ref[index, completion])
+        assert_close(rollout.values[i, :n], values)
+        assert not torch.equal(rollout.old_logprobs[i, :n], rollout.ref_logprobs[i, :n])
+
+
+# ---- The base ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("critic", ["adapter", "shared"])
+def test_training_never_changes_the_base(make_trainer, critic):
+    base = tiny_model()
+    before = {name: p.detach().clone() for name, p in base.state_dict().items()}
+    trainer = make_trainer(model=base, critic=critic)
+    trainer.train()
+    trainer.evaluate(trainer.train_dataset)
+    lora_b = [p for name, p in trainer.model.named_parameters() if "lora_B" in name]
+    assert all(p.abs().sum() > 0 for p in lora_b), "nothing was trained"
+    plain = trainer.model.unload()
+    assert before.keys() == plain.state_dict().keys()
+    for name, tensor in plain.state_dict().items():
+        assert torch.equal(before[name], tensor), name
+
+
+def test_actor_reference_and_critic_share_one_copy_of_the_base(make_trainer):
+    base = tiny_model()
+    storages = {p.untyped_storage().data_ptr() for p in base.parameters()}
+    trainer = make_trainer(model=base)
+    frozen = [p for p in trainer.model.parameters() if not p.requires_grad]
+    assert {p.untyped_storage().data_ptr() for p in frozen} == storages
+    in_critic = {p.untyped_storage().data_ptr() for p in trainer.model.critic.parameters() if not p.requires_grad}
+    assert in_critic < storages
+    assert len(in_critic) > 5
+
+
+# ---- Padding ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_padding_changes_nothing(make_trainer, architecture):
+    trainer = make_trainer(model=architecture())
+    model = trainer.model.eval()
+    rollout = trainer.rollout(["请问1+2=", "3=", "请问10+20="])
+
+    def outputs(left: int, right: int):
+        def pad(x, amounts, value):
+            return torch.nn.functional.pad(x, amounts, value=value)
+
+        mask = pad(rollout.mask, (0, right), False)
+        with torch.no_grad():
+            out = model(
+                input_ids=torch.cat(
+                    [pad(rollout.prompt_ids, (left, 0), 7), pad(rollout.completion_ids, (0, right), 7)], dim=1
+                ),
+                attention_mask=torch.cat([pad(rollout.prompt_mask, (left, 0), False), mask], dim=1),
+                completion_mask=mask,
+            )
+        width = rollout.mask.shape[1]
+        assert not out.logprobs[:, width:].any()
+        return out.logprobs[:, :width], out.entropy[:, :width], out.values[:, :width], out.final_value
+
+    plain = outputs(0, 0)
+    for left, right in [(5, 0), (0, 4), (3, 2)]:
+        for a, b in zip(plain, outputs(left, right), strict=True):
+            assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_padding_with_eos_gives_the_same_run(make_trainer, tokenizer):
+    """The mask must come from the first EOS, not from `ids != pad`."""
+
+    def run(pad_token):
+        tokenizer.pad_token = pad_token
+        trainer = make_trainer(processing_class=tokenizer, model=tiny_model(seed=1))
+        trainer.train()
+        return trainer
+
+    ordinary, eos = run("<pad>"), run("<eos>")
+    assert 0 < logged(ordinary, "completions/truncated_frac")[0] < 1
+    for (name, a), b in zip(trainable(ordinary).items(), trainable(eos).values(), strict=True):
+        assert torch.equal(a, b), name
+
+
+# ---- Cutting a mini-batch ---------------------------------------------------------------------------------------
+
+
+def gradients(trainer, rollout: Rollout, num_micro_batches: int) -> dict[str, torch.Tensor]:
+    """The gradients of one optimiser step on the whole rollout, cut into micro-batches."""
+    trainer.model.zero_grad()
+    trainer.ppo_state.rollouts = 1
+    size = MiniBatchSize(float(rollout.loss_mask.sum()), float(rollout.loss_mask.any(dim=1).sum()))
+    for micro in rollout.micro_batches(num_micro_batches):
+        inputs = {**sequence(micro), "batch": micro}
+        trainer.compute_loss(trainer.model, inputs, num_items_in_batch=size).backward()
+    return {name: p.grad.clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"loss_reduction": "seq-mean-token-sum"},
+        {"loss_reduction": "seq-mean-token-mean", "kl_loss_coef": 0.5, "entropy_coef": 0.1},
+        {"loss_reduction": "seq-mean-token-sum-norm", "mask_truncated_completions": True, "positive_nll_coef": 0.5},
+    ],
+)
+def test_cutting_a_mini_batch_changes_no_gradient(make_trainer, dataset, config):
+    trainer = make_trainer(
+        {"num_mini_batches": 1, "per_device_train_batch_size": 8, "learning_rate": 1e-3, **config}, model=tiny_model(seed=1)
+    )
+    trainer.train()
+    rollout = trainer.rollout(dataset["prompt"][:8])
+    assert rollout.mask.sum(dim=1).unique().numel() > 1, "completions of one length would hide a wrong weight"
+    whole = gradients(trainer, rollout, 1)
+    assert max(g.abs().max() for g in whole.values()) > 1e-3
+    for cuts in (2, 8):
+        for name, gradient in gradients(trainer, rollout, cuts).items():
+            assert_close(
+                gradient, whole[name], rtol=1e-4, atol=1e-6, msg=lambda m, n=name, c=cuts: f"{c} cuts, {n}: {m}"
+            )
+
+
+# ---- Counts, seeds, evaluation, warmup --------------------------------------------------------------------------
+
+
+def test_optimiser_steps_and_rollouts_are_counted_exactly(make_trainer, dataset):
+    """16 prompts, rollouts of 2 × 2 × 2 = 8, used 3 × 2 times: 2 rollouts and 12 steps per epoch."""
+    steps = []
+
+    class Count(TrainerCallback):
+        def on_optimizer_step(self, args, state, control, **kwargs):
+            steps.append(1)
+
+    keep = Keep()
+    config = {
+        "max_steps": -1,
+        "num_train_epochs": 2,
+        "num_ppo_epochs": 3,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "num_mini_batches": 2,
+    }
+    trainer = make_trainer(config, callbacks=[keep, Count()])
+    trainer.train()
+    assert len(steps) == trainer.state.global_step == 24
+    assert len(keep.rollouts) == trainer.ppo_state.rollouts == 4
+    assert all(len(rollout) == 8 for rollout in keep.rollouts)
+    for epoch in (keep.rollouts[:2], keep.rollouts[2:]):
+        prompts = [
+            trainer.processing_class.decode(ids[mask])
+            for rollout in epoch
+            for ids, mask in zip(rollout.prompt_ids, rollout.prompt_mask, strict=True)
+        ]
+        assert sorted(prompts) == sorted(dataset["prompt"])
+
+
+def test_every_row_of_a_rollout_is_used_once_per_epoch(make_trainer):
+    trainer = make_trainer()
+    rollout = trainer.rollout([f"{n}=" for n in range(8)])
+    for epoch in range(2):
+        parts = [rollout.mini_batch(i, 4, (0, epoch)) for i in range(4)]
+        seen = torch.cat([part.old_logprobs[:, 0] for part in parts])
+        assert torch.equal(seen.sort().values, rollout.old_logprobs[:, 0].sort().values)
+    orders = [rollout.mini_batch(0, 1, (0, epoch)).old_logprobs[:, 0] for epoch in range(2)]
+    assert not torch.equal(*orders), "the epochs are not shuffled apart"
+
+
+def test_same_seed_same_run_and_another_seed_another(make_trainer):
+    runs = []
+    for seed in (3, 3, 4):
+        trainer = make_trainer({"seed": seed})
+        trainer.train()
+        runs.append(trainable(trainer))
+    assert all(torch.equal(runs[0][name], runs[1][name]) for name in runs[0])
+    assert not any(torch.equal(runs[0][name], runs[2][name]) for name in runs[0] if "lora_B" in name)
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_evaluation_changes_no_training(make_trainer, dataset, do_sample):
+    plain = make_trainer()
+    plain.train()
+    evaluated = make_trainer(
+        {"eval_strategy": "steps", "eval_steps": 1, "eval_do_sample": do_sample, "eval_on_start": True},
+        eval_dataset=dataset,
+    )
+    evaluated.train()
+    assert len(logged(evaluated, "eval_reward")) == 9
+    after = trainable(evaluated)
+    for name, weight in trainable(plain).items():
+        assert torch.equal(weight, after[name]), name
+
+
+@pytest.mark.parametrize("critic", ["adapter", "shared"])
+def test_actor_does_not_move_during_critic_warmup(make_trainer, critic):
+    """Exactly 2 rollouts of 4 steps; weight decay and momentum must not move it either."""
+
+    class Watch(TrainerCallback):
+        history: list
+
+        def on_step_end(self, args, state, control, model=None, **kwargs):
+            self.history.append([p.detach().clone() for p in model.actor_parameters()])
+
+    watch = Watch()
+    watch.history = []
+    config = {"critic_warmup": 2, "max_steps": 12, "weight_decay": 0.1}
+    trainer = make_trainer(config, critic=critic, callbacks=[watch])
+    start = [p.detach().clone() for p in trainer.model.actor_parameters()]
+    head = trainer.model.critic.value_head.weight.detach().clone()
+    trainer.train()
+    moved = [any(not torch.equal(a, b) for a, b in zip(start, step, strict=True)) for step in watch.history]
+    assert moved == [False] * 8 + [True] * 4
+    assert not torch.equal(head, trainer.model.critic.value_head.weight)
+
+
+def test_target_kl_ends_a_rollout_early(make_trainer):
+    keep, never = Keep(), Keep()
+    make_trainer({"target_kl": 1e-9}, callbacks=[keep]).train()
+    make_trainer({"target_kl": 1e9}, callbacks=[never]).train()
+    assert len(never.rollouts) == 2
+    assert len(keep.rollouts) == 4, "the first step of a rollout has KL 0, the second passes the limit"
+
+
+def test_masked_truncated_completions_keep_their_credit_out_of_the_loss_only(make_trainer):
+    keep = Keep()
+    trainer = make_trainer({"mask_truncated_completions": True}, model=tiny_model(seed=1), callbacks=[keep])
+    trainer.train()
+    rollout = keep.rollouts[0]
+    assert 0 < rollout.truncated.sum() < len(rollout)
+    assert not rollout.loss_mask[rollout.truncated].any()
+    assert torch.equal(rollout.loss_mask[~rollout.truncated], rollout.mask[~rollout.truncated])
+    assert rollout.rewards[rollout.truncated].abs().sum() > 0
+
+
+def test_rewards_add_up_to_score_minus_kl(make_trainer):
+    keep = Keep()
+    trainer = make_trainer({"missing_eos_penalty": 0.5, "kl_coef": 0.1}, model=tiny_model(seed=1), callbacks=[keep])
+    trainer.train()
+    rollout = keep.rollouts[1]
+    kl = (rollout.old_logprobs - rollout.ref_logprobs).where(rollout.mask, 0.0).sum(dim=1)
+    assert kl.abs().min() > 1e-3
+    assert_close(rollout.rewards.sum(dim=1), rollout.scores - 0.1 * kl)
+    texts = trainer.processing_class.batch_decode(
+        [ids[mask] for ids, mask in zip(rollout.completion_ids, rollout.mask, strict=True)], skip_special_tokens=True
+    )
+    assert_close(rollout.scores, torch.tensor(count_digits(texts)) - 0.5 * rollout.truncated)

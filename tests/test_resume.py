@@ -1,0 +1,123 @@
+"""A run stopped at any step and resumed equals the straight run, bit for bit: weights, optimiser and logs."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import count_digits
+from peft.utils import get_peft_model_state_dict
+from safetensors.torch import load_file
+
+from hfppo import AdaptiveKLCallback
+
+# 2 mini-batches × 2 epochs = 4 steps per rollout: checkpoint 8 lies between two rollouts, the others within one.
+CONFIG = {
+    "max_steps": 12,
+    "per_device_train_batch_size": 2,
+    "gradient_accumulation_steps": 2,
+    "save_strategy": "steps",
+    "save_steps": 1,
+    "logging_steps": 3,
+    "weight_decay": 0.01,
+}
+VARIANTS = {
+    "adapter critic, adaptive KL, metrics not yet logged": ({}, {"critic": "adapter", "kl": True}),
+    "shared critic, warmup": ({"critic_warmup": 2}, {"critic": "shared"}),
+    "stopped by target_kl, bypass": ({"target_kl": 0.02, "policy_mode": "bypass"}, {}),
+    "groups without a critic": ({"advantage_estimator": "grpo", "num_generations": 2}, {}),
+}
+
+
+def final_state(trainer) -> dict[str, torch.Tensor]:
+    state = {name: p.detach() for name, p in trainer.model.named_parameters() if p.requires_grad}
+    for i, moments in trainer.optimizer.state_dict()["state"].items():
+        state.update({f"optimizer.{i}.{name}": tensor for name, tensor in moments.items()})
+    return state
+
+
+def logs(trainer) -> list[dict[str, float]]:
+    """The log history without what is measured in seconds."""
+    skip = ("time/", "train_runtime", "train_samples_per_second", "train_steps_per_second", "train_loss", "total_flos")
+    return [
+        {k: v for k, v in entry.items() if not k.startswith(skip)}
+        for entry in trainer.state.log_history
+        if "loss" in entry
+    ]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_resuming_equals_the_straight_run(make_trainer, tmp_path: Path, variant):
+    config, kwargs = VARIANTS[variant]
+    kwargs = dict(kwargs)
+    adaptive = kwargs.pop("kl", False)
+
+    def trainer(output_dir: str):
+        callbacks = [AdaptiveKLCallback(target=0.01, horizon=100)] if adaptive else None
+        return make_trainer({**CONFIG, **config, "output_dir": output_dir}, callbacks=callbacks, **kwargs)
+
+    straight = trainer(str(tmp_path / "straight"))
+    straight.train()
+    assert straight.state.global_step == 12
+    for step in (1, 7, 8, 10):
+        shutil.copytree(tmp_path / "straight" / f"checkpoint-{step}", tmp_path / f"from-{step}" / f"checkpoint-{step}")
+        resumed = trainer(str(tmp_path / f"from-{step}"))
+        resumed.train(resume_from_checkpoint=True)
+        assert resumed.state.global_step == 12
+        assert resumed.ppo_state == straight.ppo_state
+        expected, got = final_state(straight), final_state(resumed)
+        assert expected.keys() == got.keys()
+        for name in expected:
+            assert torch.equal(expected[name], got[name]), f"from step {step}: {name}"
+        assert logs(resumed) == logs(straight), f"from step {step}"
+
+
+def test_checkpoint_within_a_rollout_holds_it_and_one_at_its_end_does_not(make_trainer, tmp_path):
+    make_trainer({**CONFIG, "max_steps": 5}).train()
+    assert (tmp_path / "out/checkpoint-3/ppo_state_0.safetensors").is_file()
+    assert not (tmp_path / "out/checkpoint-4/ppo_state_0.safetensors").exists()
+    assert (tmp_path / "out/checkpoint-4/ppo_state_0.json").is_file()
+
+
+def test_adaptive_kl_moves_beta_after_the_rollout_it_was_measured_on(make_trainer):
+    trainer = make_trainer({"kl_coef": 0.1, "max_steps": 12}, callbacks=[AdaptiveKLCallback(target=1e-6, horizon=100)])
+    trainer.train()
+    betas = [entry["kl_coef"] for entry in trainer.state.log_history if "kl_coef" in entry]
+    # KL is 0 in the first rollout (error −0.2) and far above the target in the others (error +0.2); n = 8.
+    expected = [0.1, 0.1 * (1 - 0.2 * 8 / 100), 0.1 * (1 - 0.2 * 8 / 100) * (1 + 0.2 * 8 / 100)]
+    assert betas == pytest.approx(expected)
+    assert trainer.ppo_state.kl_coef == pytest.approx(expected[-1] * (1 + 0.2 * 8 / 100))
+
+
+def test_best_model_is_loaded_with_its_critic(make_trainer, dataset):
+    calls = []
+
+    def falling(completions, **kwargs):
+        """Training sees a real reward, evaluations one that falls, so that the first checkpoint is the best."""
+        if len(completions) == len(dataset):
+            calls.append(1)
+            return [-float(len(calls))] * len(completions)
+        return count_digits(completions)
+
+    trainer = make_trainer(
+        {
+            **CONFIG,
+            "max_steps": 4,
+            "eval_strategy": "steps",
+            "eval_steps": 1,
+            "per_device_eval_batch_size": 16,
+            "load_best_model_at_end": True,
+            "metric_for_best_model": "eval_reward",
+            "greater_is_better": True,
+        },
+        reward_funcs=falling,
+        eval_dataset=dataset,
+    )
+    trainer.train()
+    assert trainer.state.best_global_step == 1
+    saved = load_file(Path(trainer.state.best_model_checkpoint) / "critic" / "critic.safetensors")
+    for name, tensor in trainer.model.critic.trained_state().items():
+        assert torch.equal(tensor, saved[name]), name
+    adapter = load_file(Path(trainer.state.best_model_checkpoint) / "adapter_model.safetensors")
+    for name, tensor in get_peft_model_state_dict(trainer.model).items():
+        assert torch.equal(tensor, adapter[name]), name

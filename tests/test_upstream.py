@@ -1,0 +1,47 @@
+"""Facts about transformers and PEFT that the package rests on; a failure here says what has moved."""
+
+import inspect
+
+import pytest
+from transformers import Trainer
+
+from hfppo import PPOTrainer
+
+PRIVATE_HOOKS = {
+    "_clip_grad_norm": ["self", "model"],
+    "_get_grad_norm": ["self", "model", "grad_norm"],
+    "_save_rng_state": ["self", "output_dir"],
+    "_load_from_checkpoint": ["self", "resume_from_checkpoint", "model"],
+    "_load_best_model": ["self"],
+    "_load_optimizer_and_scheduler": ["self", "checkpoint"],
+}
+
+
+@pytest.mark.parametrize("name", PRIVATE_HOOKS)
+def test_private_hooks_of_trainer_are_as_we_know_them(name):
+    assert list(inspect.signature(getattr(Trainer, name)).parameters) == PRIVATE_HOOKS[name]
+
+
+def test_only_these_private_hooks_are_overridden():
+    overridden = {
+        name
+        for name in vars(PPOTrainer)
+        if name.startswith("_") and not name.startswith("__") and hasattr(Trainer, name)
+    }
+    assert overridden == set(PRIVATE_HOOKS)
+
+
+@pytest.mark.parametrize(
+    ("caller", "hook"),
+    [
+        ("_run_epoch", "self.get_batch_samples(epoch_iterator, num_batches, self.args.device)"),
+        ("_run_epoch", "self._clip_grad_norm(model)"),
+        ("_run_epoch", "self._get_grad_norm(model, grad_norm=grad_norm)"),
+        ("_save_checkpoint", "self._save_rng_state(output_dir)"),
+        ("_prepare_for_training", "self._load_optimizer_and_scheduler(resume_from_checkpoint)"),
+        ("train", "self._load_from_checkpoint(resume_from_checkpoint)"),
+        ("training_step", "self.loss_is_scaled_for_ga"),
+    ],
+)
+def test_trainer_still_calls_the_hooks(caller, hook):
+    assert hook in inspect.getsource(getattr(Trainer, caller))
