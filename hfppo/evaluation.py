@@ -30,9 +30,10 @@ def evaluate_prompts(
         do_sample: sample, with the same random numbers at every call; otherwise greedy.
         on_batch: called after each batch.
     """
-    rows, size = collector.eval_rows(prompts), collector.args.per_device_eval_batch_size
+    accelerator, size = collector.accelerator, collector.args.per_device_eval_batch_size
+    rows = collector.eval_rows(prompts)[accelerator.process_index :: accelerator.num_processes]
     meter, done = Meter(), []
-    with eval_mode(collector.model), torch.no_grad(), collector.accelerator.autocast():
+    with eval_mode(collector.model), torch.no_grad(), accelerator.autocast():
         for start in range(0, len(rows), size):
             batch = rows[start : start + size]
             seeds = [row.seed for row in batch] if do_sample else None

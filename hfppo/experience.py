@@ -70,9 +70,10 @@ class Collector:
         ]
 
     def eval_rows(self, prompts: Prompts) -> list[Row]:
-        """This process's share of the rows of an evaluation, which draws the same numbers every time."""
-        numbers = range(self.accelerator.process_index, len(prompts), self.accelerator.num_processes)
-        return [Row(*prompts[n], n, stream_seed(self.args.seed, EVAL_STREAM, n)) for n in numbers]
+        """A row for each prompt, which draws the same numbers every time."""
+        return [
+            Row(*prompts[n], group=n, seed=stream_seed(self.args.seed, EVAL_STREAM, n)) for n in range(len(prompts))
+        ]
 
     def collect(self, rows: list[Row], kl_coef: float, state: TrainerState, meter: Meter) -> Rollout:
         """Collect a rollout.

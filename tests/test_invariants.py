@@ -219,7 +219,8 @@ def gradients(trainer, rollout: Rollout, num_micro_batches: int) -> dict[str, to
 )
 def test_cutting_a_mini_batch_changes_no_gradient(make_trainer, dataset, config):
     trainer = make_trainer(
-        {"num_mini_batches": 1, "per_device_train_batch_size": 8, "learning_rate": 1e-3, **config}, model=tiny_model(seed=1)
+        {"num_mini_batches": 1, "per_device_train_batch_size": 8, "learning_rate": 1e-3, **config},
+        model=tiny_model(seed=1),
     )
     trainer.train()
     rollout = trainer.rollout(dataset["prompt"][:8])

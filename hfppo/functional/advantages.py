@@ -35,8 +35,7 @@ def gae(
         ValueError: a reward other than 0 stands on a masked column, where it would be lost.
     """
     require_same_shape(rewards=rewards, values=values, mask=mask)
-    if (rewards.ne(0) & ~mask).any():
-        raise ValueError("a reward other than 0 stands on a masked column, where it would be lost")
+    _require_rewards_on_real_tokens(rewards, mask)
     next_value = torch.zeros_like(values[:, 0]) if final_value is None else final_value
     running = torch.zeros_like(values[:, 0])
     advantages = torch.zeros_like(values)
@@ -47,6 +46,11 @@ def gae(
         advantages[:, t] = running
     advantages = advantages.where(mask, 0.0)
     return advantages, (advantages + values).where(mask, 0.0)
+
+
+def _require_rewards_on_real_tokens(rewards: Tensor, mask: Tensor) -> None:
+    if (rewards.ne(0) & ~mask).any():
+        raise ValueError("a reward other than 0 stands on a masked column, where it would be lost")
 
 
 def length_adaptive_lam(mask: Tensor, alpha: float) -> Tensor:
@@ -89,8 +93,17 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
         A float; NaN when the returns do not vary.
     """
     require_same_shape(values=values, returns=returns, mask=mask)
-    var_returns = returns[mask].var(correction=0)
-    return float(1.0 - (returns - values)[mask].var(correction=0) / var_returns) if var_returns > 0 else float("nan")
+    real = returns[mask]
+    if real.numel() == 0 or real.max() == real.min():  # a variance of equal numbers is not always exactly 0
+        return float("nan")
+    return float(1.0 - (returns - values)[mask].var(correction=0) / real.var(correction=0))
+
+
+def _completion_rewards(rewards: Tensor, mask: Tensor) -> Tensor:
+    """(B,) sum of the token rewards of each completion."""
+    require_same_shape(rewards=rewards, mask=mask)
+    _require_rewards_on_real_tokens(rewards, mask)
+    return rewards.sum(dim=1)
 
 
 def _group_index(groups: Tensor, estimator: str) -> tuple[Tensor, Tensor]:
@@ -122,8 +135,8 @@ def grpo(rewards: Tensor, mask: Tensor, groups: Tensor, scale: bool = True) -> T
     Returns:
         (B, T), the same number on each real token of a completion.
     """
+    scores = _completion_rewards(rewards, mask)
     index, size = _group_index(groups, "grpo")
-    scores = rewards.sum(dim=1)
     centred = scores - _group_sum(scores, index) / size
     if scale:
         centred = centred / ((_group_sum(centred.square(), index) / (size - 1)).sqrt() + 1e-6)
@@ -132,22 +145,22 @@ def grpo(rewards: Tensor, mask: Tensor, groups: Tensor, scale: bool = True) -> T
 
 def rloo(rewards: Tensor, mask: Tensor, groups: Tensor) -> Tensor:
     """s − mean of the others of its group. arXiv:2402.14740. Args and returns as `grpo`."""
+    scores = _completion_rewards(rewards, mask)
     index, size = _group_index(groups, "rloo")
-    scores = rewards.sum(dim=1)
     return _spread(scores - (_group_sum(scores, index) - scores) / (size - 1), mask)
 
 
 def opo(rewards: Tensor, mask: Tensor, groups: Tensor) -> Tensor:
     """s − its group's mean weighted by length. arXiv:2505.23585. Args and returns as `grpo`."""
+    scores, lengths = _completion_rewards(rewards, mask), mask.sum(dim=1).to(rewards.dtype)
     index, _ = _group_index(groups, "opo")
-    scores, lengths = rewards.sum(dim=1), mask.sum(dim=1).to(rewards.dtype)
     return _spread(scores - _group_sum(scores * lengths, index) / _group_sum(lengths, index), mask)
 
 
 def reinforce_plus_plus_baseline(rewards: Tensor, mask: Tensor, groups: Tensor) -> Tensor:
     """s − mean of its group, to be whitened over the whole rollout. arXiv:2501.03262. Args and returns as `grpo`."""
+    scores = _completion_rewards(rewards, mask)
     index, size = _group_index(groups, "reinforce_plus_plus_baseline")
-    scores = rewards.sum(dim=1)
     return _spread(scores - _group_sum(scores, index) / size, mask)
 
 
@@ -173,7 +186,9 @@ def remax(rewards: Tensor, mask: Tensor, greedy_scores: Tensor) -> Tensor:
     Returns:
         (B, T), the same number on each real token of a completion.
     """
-    return _spread(rewards.sum(dim=1) - greedy_scores, mask)
+    scores = _completion_rewards(rewards, mask)
+    require_same_shape(scores=scores, greedy_scores=greedy_scores)
+    return _spread(scores - greedy_scores, mask)
 
 
 GROUP_ESTIMATORS: dict[str, Callable[..., Tensor]] = {

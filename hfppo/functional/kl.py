@@ -88,7 +88,6 @@ def token_rewards(scores: Tensor, kl: Tensor, mask: Tensor, kl_coef: float) -> T
             raise ValueError(f"rows {homeless.nonzero().flatten().tolist()} have a score but no real token")
         last = last_real_index(mask)
         scores = torch.zeros_like(kl).scatter(1, last[:, None], scores[:, None].to(kl.dtype))
-        scores = scores.where(mask, 0.0)
     else:
         require_same_shape(scores=scores, mask=mask)
         if (scores.ne(0) & ~mask).any():

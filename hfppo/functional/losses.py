@@ -244,7 +244,8 @@ def reduce(
 
     Args:
         loss: (B, T).
-        mask: (B, T) bool; losses elsewhere, NaN included, do not count.
+        mask: (B, T) bool; losses elsewhere do not count. Keep what they are made from finite all the same: a NaN
+            there would reach the gradient.
         mode: one of `REDUCTIONS`, each of which is a weight per token.
         num_tokens: True entries of the mask over all micro-batches and ranks; None: of this mask.
         num_completions: rows with a True entry, counted likewise.

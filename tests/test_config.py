@@ -1,0 +1,273 @@
+"""PPOConfig: what follows from its fields, who reads them, and how flags and YAML files reach them."""
+
+import ast
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+from conftest import tiny_model
+from transformers import HfArgumentParser, TrainingArguments
+
+import hfppo
+from hfppo import PPOCallback, PPOConfig
+from hfppo.config import CRITIC_FREE, NEEDS_GROUPS
+
+PACKAGE = Path(hfppo.__file__).parent
+OWN = sorted(PPOConfig.__annotations__.keys() - {"_VALID_DICT_FIELDS"})  # overridden defaults included
+NEW = sorted({f.name for f in fields(PPOConfig)} - {f.name for f in fields(TrainingArguments)})
+
+
+@pytest.fixture
+def config(tmp_path: Path):
+    def make(**changes) -> PPOConfig:
+        return PPOConfig(**{"output_dir": str(tmp_path / "out"), "use_cpu": True, "report_to": "none", **changes})
+
+    return make
+
+
+# ---- Derived numbers ---------------------------------------------------------------------------------------------
+
+
+def test_rollout_size_and_updates_per_rollout(config):
+    args = config(per_device_train_batch_size=2, gradient_accumulation_steps=3, num_mini_batches=5, num_ppo_epochs=7)
+    assert args.rollout_size == 30  # 2·3·5
+    assert args.updates_per_rollout == 35  # 7·5: accumulation adds no steps
+
+
+class Counter(PPOCallback):
+    """Notes the size of every rollout."""
+
+    def __init__(self):
+        self.sizes = []
+
+    def on_rollout_end(self, args, state, control, *, rollout, metrics, ppo_state):
+        self.sizes.append(len(rollout))
+
+
+def test_1024_completions_in_mini_batches_of_64_for_4_epochs_are_64_steps(make_trainer):
+    counter, optimiser_steps = Counter(), []
+    trainer = make_trainer(
+        {
+            "per_device_train_batch_size": 64,
+            "num_mini_batches": 16,
+            "num_ppo_epochs": 4,
+            "total_episodes": 1024,
+            "max_completion_length": 1,
+            "local_rollout_forward_batch_size": 1024,
+            "logging_steps": 64,
+            "learning_rate": 1e-5,
+            "kl_coef": 0.0,
+            "advantage_estimator": "reinforce_plus_plus",
+        },
+        model=tiny_model(num_hidden_layers=1),
+        callbacks=[counter],
+    )
+    trainer.create_optimizer().register_step_post_hook(lambda *_: optimiser_steps.append(1))
+    trainer.train()
+    assert counter.sizes == [1024]
+    assert len(optimiser_steps) == trainer.state.global_step == trainer.state.max_steps == 64
+
+
+@pytest.mark.parametrize(
+    ("total_episodes", "processes", "steps"),
+    [
+        pytest.param(24, 1, 6, id="exactly one rollout"),
+        pytest.param(25, 1, 12, id="one completion more is a rollout more"),
+        pytest.param(1, 1, 6, id="less than a rollout"),
+        pytest.param(240, 1, 60, id="ten rollouts"),
+        pytest.param(240, 5, 12, id="five processes collect them in two"),
+        pytest.param(241, 5, 18, id="rounded up over processes too"),
+    ],
+)
+def test_total_episodes_sets_max_steps(config, monkeypatch, total_episodes, processes, steps):
+    monkeypatch.setattr(PPOConfig, "world_size", property(lambda self: processes))
+    args = config(
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=2,
+        num_mini_batches=3,
+        num_ppo_epochs=2,
+        total_episodes=total_episodes,
+        max_steps=1,
+    )
+    assert args.max_steps == steps  # 24 completions per process and rollout, 6 steps each
+
+
+def test_without_total_episodes_max_steps_stays(config):
+    assert config(max_steps=7).max_steps == 7
+
+
+def test_clip_high_is_cliprange_unless_set(config):
+    assert config(cliprange=0.3).clip_high == 0.3
+    assert config(cliprange=0.3, cliprange_high=0.4).clip_high == 0.4
+
+
+@pytest.mark.parametrize(
+    ("kl_coef", "kl_loss_coef", "needed"), [(0.0, 0.0, False), (0.1, 0.0, True), (0.0, 0.1, True), (0.1, 0.1, True)]
+)
+def test_a_kl_term_needs_the_reference(config, kl_coef, kl_loss_coef, needed):
+    assert config(kl_coef=kl_coef, kl_loss_coef=kl_loss_coef).needs_reference is needed
+
+
+def test_only_gae_needs_a_critic(config):
+    needs = {
+        name: config(advantage_estimator=name, num_generations=2).needs_critic
+        for name in ("gae", "grpo", "rloo", "opo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax")
+    }
+    assert needs.pop("gae") is True
+    assert set(needs.values()) == {False}
+    assert set(CRITIC_FREE) == set(needs)
+
+
+def test_estimators_that_need_groups_exist():
+    assert set(NEEDS_GROUPS) <= set(CRITIC_FREE)
+
+
+def test_nothing_that_was_set_is_changed(config):
+    """total_episodes alone writes into another field."""
+    before = {"kl_coef": 0.0, "lam": 1.0, "num_generations": 4, "critic_warmup": 3, "cliprange_high": None}
+    args = config(**before)
+    assert {name: getattr(args, name) for name in before} == before
+
+
+# ---- Fields ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_every_field_has_a_help(name):
+    text = PPOConfig.__dataclass_fields__[name].metadata.get("help", "")
+    assert text.strip()
+    assert text.endswith(".")
+
+
+def reads_of_args(path: Path) -> set[str]:
+    """Names x in `args.x` and `….args.x`; comments and docstrings don't count."""
+    nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)]
+    return {n.attr for n in nodes if "args" in (getattr(n.value, "id", None), getattr(n.value, "attr", None))}
+
+
+def reads_of_config() -> set[str]:
+    """Names x in `self.x` in the properties of config.py and in what sets max_steps; checks don't count as reading."""
+    functions = [n for n in ast.walk(ast.parse((PACKAGE / "config.py").read_text())) if isinstance(n, ast.FunctionDef)]
+    wanted = [f for f in functions if f.name == "__post_init__" or "property" in map(ast.unparse, f.decorator_list)]
+    nodes = [node for f in wanted for node in ast.walk(f) if isinstance(node, ast.Attribute)]
+    return {node.attr for node in nodes if getattr(node.value, "id", None) == "self"}
+
+
+def test_every_field_is_read():
+    read = reads_of_config()
+    for path in PACKAGE.rglob("*.py"):
+        if path.name != "config.py":
+            read |= reads_of_args(path)
+    assert [name for name in NEW if name not in read] == []
+
+
+# ---- Flags and files ---------------------------------------------------------------------------------------------
+
+
+def flags(tmp_path: Path, *more: str) -> list[str]:
+    return ["--output_dir", str(tmp_path / "out"), "--use_cpu", "true", "--report_to", "none", *more]
+
+
+def test_flags(tmp_path):
+    given = flags(
+        tmp_path,
+        *("--num_ppo_epochs", "2"),
+        *("--kl_coef", "1e-3"),
+        *("--cliprange_high", "0.28"),
+        *("--whiten_advantages", "false"),
+        *("--no_scale_rewards",),
+        *("--overlong_prompts", "truncate"),
+        *("--policy_mode", "bypass"),
+        *("--reward_weights", "1.0", "0.5"),
+        *("--total_episodes", "100"),
+        *("--chat_template_kwargs", '{"enable_thinking": false}'),
+    )
+    (args,) = HfArgumentParser(PPOConfig).parse_args_into_dataclasses(given)
+    assert (args.num_ppo_epochs, args.kl_coef, args.cliprange_high) == (2, 0.001, 0.28)
+    assert (args.whiten_advantages, args.scale_rewards) == (False, False)
+    assert (args.overlong_prompts, args.policy_mode, args.reward_weights) == ("truncate", "bypass", [1.0, 0.5])
+    assert args.total_episodes == 100
+    assert args.chat_template_kwargs == {"enable_thinking": False}
+
+
+def test_flags_left_out_give_the_defaults(tmp_path, config):
+    (args,) = HfArgumentParser(PPOConfig).parse_args_into_dataclasses(flags(tmp_path))
+    assert {name: getattr(args, name) for name in OWN} == {name: getattr(config(), name) for name in OWN}
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"), [("overlong_prompts", "cut"), ("policy_mode", "sideways"), ("num_ppo_epoch_count", "3")]
+)
+def test_wrong_flags_are_refused(tmp_path, capsys, flag, value):
+    with pytest.raises((SystemExit, ValueError)) as refused:
+        HfArgumentParser(PPOConfig).parse_args_into_dataclasses(flags(tmp_path, f"--{flag}", value))
+    message = str(refused.value) + capsys.readouterr().err
+    assert flag in message
+    assert value in message
+
+
+def test_the_help_page_names_every_field():
+    text = HfArgumentParser(PPOConfig).format_help()
+    assert [name for name in OWN if f"--{name}" not in text] == []
+
+
+@pytest.mark.parametrize("field", ["chat_template_kwargs", "model_init_kwargs"])
+def test_dictionaries_can_be_json(config, field):
+    value = {"enable_thinking": False, "depth": 2, "name": "x", "nested": {"a": [1, None]}}
+    text = '{"enable_thinking": false, "depth": 2, "name": "x", "nested": {"a": [1, null]}}'
+    assert getattr(config(**{field: text}), field) == value
+    assert getattr(config(**{field: value}), field) == value
+    assert getattr(config(), field) is None
+
+
+def test_model_init_kwargs_reach_the_model(make_trainer, tmp_path):
+    tiny_model().save_pretrained(tmp_path / "base")
+    trainer = make_trainer({"model_init_kwargs": '{"attn_implementation": "eager"}'}, model=str(tmp_path / "base"))
+    assert trainer.model.causal_lm.config._attn_implementation == "eager"
+    assert make_trainer(model=str(tmp_path / "base")).model.causal_lm.config._attn_implementation != "eager"
+
+
+YAML = """
+num_mini_batches: 3
+kl_coef: 1.0e-3
+temperature: 7e-1
+cliprange_value: null
+whiten_rewards: true
+advantage_estimator: rloo
+num_generations: 4
+reward_weights: [1.0, 0.0]
+chat_template_kwargs: {enable_thinking: false}
+learning_rate: 2.0e-4
+"""
+
+
+def test_yaml(tmp_path):
+    trl = pytest.importorskip("trl")
+    (tmp_path / "run.yaml").write_text(YAML)
+    argv = [*flags(tmp_path), "--config", str(tmp_path / "run.yaml"), "--num_mini_batches", "4"]
+    (args,) = trl.TrlParser(PPOConfig).parse_args_and_config(argv)
+    assert args.num_mini_batches == 4  # a flag wins over the file
+    assert (args.kl_coef, args.temperature, args.cliprange_value, args.whiten_rewards) == (0.001, 0.7, None, True)
+    assert (args.advantage_estimator, args.num_generations, args.reward_weights) == ("rloo", 4, [1.0, 0.0])
+    assert (args.chat_template_kwargs, args.learning_rate) == ({"enable_thinking": False}, 2e-4)
+
+
+def test_an_unknown_key_in_the_yaml_is_refused_by_name(tmp_path):
+    trl = pytest.importorskip("trl")
+    (tmp_path / "run.yaml").write_text("num_mini_batches: 3\nnum_minibatches: 5\n")
+    with pytest.raises(ValueError, match="num_minibatches"):
+        trl.TrlParser(PPOConfig).parse_args_and_config([*flags(tmp_path), "--config", str(tmp_path / "run.yaml")])
+
+
+def test_a_bad_value_in_the_yaml_is_refused_by_name(tmp_path):
+    trl = pytest.importorskip("trl")
+    (tmp_path / "run.yaml").write_text("gamma: 1.5\n")
+    with pytest.raises(ValueError, match=r"gamma=1\.5 must be in \[0, 1\]"):
+        trl.TrlParser(PPOConfig).parse_args_and_config([*flags(tmp_path), "--config", str(tmp_path / "run.yaml")])
+
+
+def test_the_config_survives_a_round_trip(config):
+    """As Trainer saves it beside a model, and as a cluster script passes it on."""
+    args = config(kl_coef=0.2, reward_weights=[1.0, 2.0], chat_template_kwargs={"a": 1}, cliprange_high=0.3)
+    again = PPOConfig(**{name: args.to_dict()[name] for name in NEW}, output_dir=args.output_dir, use_cpu=True)
+    assert {name: getattr(again, name) for name in NEW} == {name: getattr(args, name) for name in NEW}

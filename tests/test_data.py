@@ -1,0 +1,228 @@
+"""Prompts: what the tokenizer is given, which prompts are left, and the order they come in."""
+
+import itertools
+import logging
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import CHAT_TEMPLATE
+from datasets import Dataset
+
+from hfppo import PPOConfig
+from hfppo.data import Prompts, pad_left, prepare_prompts, prompt_indices
+from hfppo.experience import Collector
+
+# In the order of the test tokenizer's alphabet: 0 is padding, 1 is EOS, then 0123456789 and the signs.
+IDS = {"1": 3, "2": 4, "3": 5, "+": 12, "=": 13, "请": 14, "问": 15, "？": 16, "，": 21, "不": 19, "对": 20}
+
+
+def ids_of(text: str) -> list[int]:
+    return [IDS[character] for character in text]
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+def prompts_of(tokenizer, prompts: list, **kwargs) -> Prompts:
+    columns = {"prompt": prompts, "number": list(range(len(prompts)))}
+    return prepare_prompts(Dataset.from_dict(columns), tokenizer, **kwargs)
+
+
+# ---- Text and conversations --------------------------------------------------------------------------------------
+
+
+def test_text_is_tokenised_as_it_stands(tokenizer):
+    prompts = prompts_of(tokenizer, ["1+2=", "请问3"])
+    assert prompts.ids == [[3, 12, 4, 13], [14, 15, 5]]
+    assert prompts.conversational is False
+    assert len(prompts) == 2
+    assert prompts[1] == ({"prompt": "请问3", "number": 1}, [14, 15, 5])
+
+
+@pytest.mark.parametrize(
+    ("messages", "rendered"),
+    [
+        pytest.param([user("1+2=")], "1+2=？，", id="the assistant's turn"),
+        pytest.param([user("1"), assistant("2"), user("3")], "1？23？，", id="after several turns"),
+        pytest.param([user("1+2="), assistant("不")], "1+2=？不", id="the assistant goes on"),
+        pytest.param([{"role": "system", "content": "请"}, user("1")], "请1？，", id="a system prompt"),
+    ],
+)
+def test_conversations_are_rendered_by_the_chat_template(tokenizer, messages, rendered):
+    prompts = prompts_of(tokenizer, [messages])
+    assert prompts.ids == [ids_of(rendered)]
+    assert prompts.conversational is True
+    assert prompts[0][0]["prompt"] == messages
+
+
+def test_each_conversation_decides_for_itself_whether_it_goes_on(tokenizer):
+    prompts = prompts_of(tokenizer, [[user("1"), assistant("对")], [user("1")]])
+    assert prompts.ids == [ids_of("1？对"), ids_of("1？，")]
+
+
+def test_chat_template_kwargs_reach_the_template(tokenizer):
+    tokenizer.chat_template = "{% if think %}请{% endif %}" + CHAT_TEMPLATE
+    assert prompts_of(tokenizer, [[user("1")]]).ids == [ids_of("1？，")]
+    assert prompts_of(tokenizer, [[user("1")]], chat_template_kwargs={"think": True}).ids == [ids_of("请1？，")]
+
+
+def test_the_trainer_passes_its_fields_on(make_trainer, tokenizer):
+    tokenizer.chat_template = "{% if think %}请{% endif %}" + CHAT_TEMPLATE
+    dataset = Dataset.from_dict({"prompt": [[user("1")], [user("1+1+1+1=")]]})
+    fields = {"chat_template_kwargs": '{"think": true}', "max_prompt_length": 4, "overlong_prompts": "truncate"}
+    trainer = make_trainer(fields, train_dataset=dataset)
+    rows = trainer.collector.training_rows(trainer._train_prompts, 0)
+    assert {tuple(row.prompt_ids) for row in rows} == {tuple(ids_of("请1？，")), tuple(ids_of("1=？，"))}
+
+
+# ---- Prompts that are too long -----------------------------------------------------------------------------------
+
+LENGTHS = ["1+2=", "请问1", "1+2+3=", "1+", "2+3+1="]  # 4, 3, 6, 2 and 6 tokens
+
+
+def test_longer_prompts_are_dropped_and_counted(tokenizer, caplog):
+    with caplog.at_level(logging.WARNING, "hfppo"):
+        prompts = prompts_of(tokenizer, LENGTHS, max_length=4, name="my_dataset")
+    assert prompts.ids == [ids_of("1+2="), ids_of("请问1"), ids_of("1+")]
+    assert [prompts[i][0]["number"] for i in range(3)] == [0, 1, 3]  # columns and ids stay together
+    assert [prompts[i][0]["prompt"] for i in range(3)] == ["1+2=", "请问1", "1+"]
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    for part in ("2 of 5", "my_dataset", "max_prompt_length=4", "dropped"):
+        assert part in record.getMessage()
+
+
+def test_longer_prompts_are_truncated_to_their_end_and_counted(tokenizer, caplog):
+    with caplog.at_level(logging.WARNING, "hfppo"):
+        prompts = prompts_of(tokenizer, LENGTHS, max_length=4, overlong="truncate")
+    assert prompts.ids == [ids_of(text) for text in ("1+2=", "请问1", "2+3=", "1+", "3+1=")]
+    assert prompts[4][0] == {"prompt": "2+3+1=", "number": 4}  # reward functions see the whole prompt
+    (record,) = caplog.records
+    for part in ("2 of 5", "max_prompt_length=4", "lose their beginning"):
+        assert part in record.getMessage()
+
+
+@pytest.mark.parametrize("max_length", [6, 7, None])
+@pytest.mark.parametrize("overlong", ["drop", "truncate"])
+def test_prompts_that_fit_are_left_alone_without_a_word(tokenizer, caplog, max_length, overlong):
+    with caplog.at_level(logging.DEBUG, "hfppo"):
+        prompts = prompts_of(tokenizer, LENGTHS, max_length=max_length, overlong=overlong)
+    assert prompts.ids == [ids_of(text) for text in LENGTHS]
+    assert caplog.records == []
+
+
+def test_the_length_of_a_conversation_is_that_of_its_rendering(tokenizer):
+    conversations = [[user("1+2=")], [user("1+")]]  # 4 and 2 characters, rendered 6 and 4
+    assert prompts_of(tokenizer, conversations, max_length=4).ids == [ids_of("1+？，")]
+
+
+def test_no_prompt_short_enough(tokenizer):
+    with pytest.raises(ValueError, match=r"2 of 2 prompts in eval_dataset .*max_prompt_length=3.*overlong_prompts"):
+        prompts_of(tokenizer, ["1+2=", "2+2="], max_length=3, name="eval_dataset")
+    assert len(prompts_of(tokenizer, ["1+2=", "2+2="], max_length=3, overlong="truncate")) == 2
+
+
+def test_a_dropped_prompt_is_never_trained_on(make_trainer):
+    dataset = Dataset.from_dict({"prompt": LENGTHS})
+    trainer = make_trainer({"max_prompt_length": 4}, train_dataset=dataset)
+    rows = [row for i in range(6) for row in trainer.collector.training_rows(trainer._train_prompts, i)]
+    assert {row.columns["prompt"] for row in rows} == {"1+2=", "请问1", "1+"}
+
+
+# ---- Order -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [1, 2, 7, 64])
+def test_every_epoch_is_a_permutation(n):
+    for epoch in range(4):
+        assert sorted(prompt_indices(range(epoch * n, (epoch + 1) * n), n, seed=0)) == list(range(n))
+
+
+def test_epochs_differ_and_so_do_seeds():
+    def order(epoch: int, seed: int) -> tuple[int, ...]:
+        return tuple(prompt_indices(range(epoch * 20, (epoch + 1) * 20), 20, seed))
+
+    orders = [order(epoch, seed) for epoch in range(5) for seed in range(5)]
+    assert len(set(orders)) == 25
+    assert tuple(range(20)) not in orders
+
+
+def test_the_order_follows_from_the_seed_alone():
+    first = prompt_indices(range(100), 30, seed=5)
+    torch.manual_seed(1)
+    torch.rand(3)
+    assert prompt_indices(range(100), 30, seed=5) == first
+
+
+def test_asking_for_the_order_draws_no_global_random_number():
+    torch.manual_seed(0)
+    expected = torch.rand(1)
+    torch.manual_seed(0)
+    prompt_indices(range(10), 10, seed=1)
+    assert torch.equal(torch.rand(1), expected)
+
+
+@pytest.mark.parametrize("cuts", [(0, 8, 16, 24), (0, 3, 11, 24), (0, 1, 23, 24)])
+def test_pieces_make_up_the_whole(cuts):
+    """24 positions of a data set of 10: a piece may span two epochs."""
+    whole = prompt_indices(range(24), 10, seed=0)
+    pieces = [prompt_indices(range(a, b), 10, seed=0) for a, b in itertools.pairwise(cuts)]
+    assert [index for piece in pieces for index in piece] == whole
+
+
+def rows_of(tokenizer, tmp_path, processes: int, process: int, batch_size: int, num_generations: int, rollout: int):
+    """A process's rows of a rollout of 7 prompts: (prompt, group, seed) of each."""
+    args = PPOConfig(
+        output_dir=str(tmp_path / "out"),
+        per_device_train_batch_size=batch_size,
+        num_generations=num_generations,
+        use_cpu=True,
+        seed=11,
+    )
+    place = SimpleNamespace(num_processes=processes, process_index=process)
+    collector = Collector(model=None, sampler=None, rewards=None, tokenizer=tokenizer, accelerator=place, args=args)
+    prompts = prompts_of(tokenizer, ["1", "2", "3", "1+", "2+", "3+", "1="])
+    return [(row.columns["prompt"], row.group, row.seed) for row in collector.training_rows(prompts, rollout)]
+
+
+@pytest.mark.parametrize("num_generations", [1, 2])
+def test_rollouts_of_two_processes_are_those_of_one(tokenizer, tmp_path, num_generations):
+    for rollout in range(3):
+        alone = rows_of(tokenizer, tmp_path, 1, 0, 8, num_generations, rollout)
+        first = rows_of(tokenizer, tmp_path, 2, 0, 4, num_generations, rollout)
+        second = rows_of(tokenizer, tmp_path, 2, 1, 4, num_generations, rollout)
+        assert len(alone) == 8
+        assert first + second == alone
+
+
+def test_rollouts_go_through_the_prompts_without_gap_or_repetition(tokenizer, tmp_path):
+    rows = [row for rollout in range(7) for row in rows_of(tokenizer, tmp_path, 1, 0, 4, 2, rollout)]
+    prompts = [prompt for prompt, _, _ in rows]
+    assert prompts[::2] == prompts[1::2]  # two completions per prompt, side by side
+    for epoch in (prompts[0:14:2], prompts[14:28:2]):  # 28 rows: two epochs of seven prompts
+        assert sorted(epoch) == ["1", "1+", "1=", "2", "2+", "3", "3+"]
+    groups = [group for _, group, _ in rows]
+    assert groups == [i // 2 for i in range(28)]
+    assert len({seed for _, _, seed in rows}) == 28  # each completion its own random numbers
+
+
+# ---- Padding -----------------------------------------------------------------------------------------------------
+
+
+def test_pad_left():
+    ids, mask = pad_left([[5, 6, 7], [8], [9, 1]], pad_id=1, device="cpu")
+    assert ids.tolist() == [[5, 6, 7], [1, 1, 8], [1, 9, 1]]
+    assert mask.tolist() == [[True, True, True], [False, False, True], [False, True, True]]  # a real 1 is no padding
+    assert (ids.dtype, mask.dtype) == (torch.int64, torch.bool)
+
+
+def test_pad_left_adds_nothing_where_nothing_is_missing():
+    ids, mask = pad_left([[2, 3], [4, 5]], pad_id=0, device="cpu")
+    assert ids.tolist() == [[2, 3], [4, 5]]
+    assert mask.all()

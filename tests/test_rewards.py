@@ -1,0 +1,576 @@
+"""Reward functions: what they are given, what becomes of what they return, and that TRL's run as they are."""
+
+import asyncio
+import functools
+import math
+import threading
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from conftest import tiny_model
+from datasets import Dataset
+from torch.testing import assert_close
+from transformers import TrainerState
+
+from hfppo import Rollout
+from hfppo.generation.sampler import Completions, completions_from
+from hfppo.metrics import Meter
+from hfppo.rewards import RewardFunctions, Scored
+
+NAN = float("nan")
+SIGNS = {sign: i for i, sign in enumerate("0123456789+=请问？是的不对，等于！", start=2)} | {".": 1}  # "." is EOS
+
+
+def ids_of(text: str) -> list[int]:
+    return [SIGNS[sign] for sign in text]
+
+
+class Scripted:
+    """A sampler that answers with given token ids, in turn; what does not end with EOS counts as cut."""
+
+    def __init__(self, *completions: str | list[int]):
+        self.completions = [ids_of(c) if isinstance(c, str) else c for c in completions]
+        self.asked = 0
+
+    def __call__(self, prompt_ids, prompt_mask, seeds) -> Completions:
+        numbers = range(self.asked, self.asked + len(prompt_ids))
+        self.asked += len(prompt_ids)
+        chosen = [self.completions[n % len(self.completions)] for n in numbers]
+        width = max(len(ids) for ids in chosen)
+        assert all(ids[-1] == 1 or len(ids) == width for ids in chosen), "only the longest can be cut"
+        ids = torch.tensor([ids + [0] * (width - len(ids)) for ids in chosen])
+        return completions_from(ids, torch.zeros(ids.shape), [1])
+
+
+def answering(trainer, *completions):
+    """The trainer with a scripted sampler."""
+    trainer.collector = replace(trainer.collector, sampler=Scripted(*completions))
+    return trainer
+
+
+def score(funcs, weights=None, texts=("12", "3", ""), **columns) -> Scored:
+    """Score completions that end with EOS."""
+    ids = [ids_of(text + ".") for text in texts]
+    return RewardFunctions(funcs, weights)(
+        prompts=["1+1="] * len(texts),
+        completions=list(texts),
+        completion_ids=ids,
+        columns=columns,
+        trainer_state=TrainerState(),
+        width=max(map(len, ids)),
+    )
+
+
+def always(*rewards):
+    """A reward function that returns the same for any completions."""
+
+    def constant(**kwargs):
+        return list(rewards)
+
+    return constant
+
+
+# ---- What a reward function is given -----------------------------------------------------------------------------
+
+
+def test_the_call_for_text_prompts(make_trainer):
+    calls = []
+
+    def reward(*args, **kwargs):
+        calls.append((args, kwargs))
+        return [0.0] * len(kwargs["completions"])
+
+    trainer = answering(make_trainer(reward_funcs=reward), "2.", "12+", ".")
+    trainer.rollout(["1+1=", "2+1=", "3="], answer=["2", "3", "4"], level=[1, 2, 3])
+    ((args, kwargs),) = calls
+    assert args == ()
+    assert kwargs.pop("prompts") == ["1+1=", "2+1=", "3="]
+    assert kwargs.pop("completions") == ["2", "12+", ""]
+    assert kwargs.pop("completion_ids") == [[4, 1], [3, 4, 12], [1]]  # no padding; EOS where there was one
+    assert kwargs.pop("answer") == ["2", "3", "4"]
+    assert kwargs.pop("level") == [1, 2, 3]
+    assert kwargs.pop("trainer_state") is trainer.state
+    assert callable(kwargs.pop("log_extra"))
+    assert callable(kwargs.pop("log_metric"))
+    assert kwargs == {}
+
+
+def test_the_call_for_conversations(make_trainer):
+    calls = []
+
+    def reward(prompts, completions, completion_ids, answer, **kwargs):
+        calls.append((prompts, completions, completion_ids, answer))
+        return [0.0] * len(completions)
+
+    conversations = [
+        [{"role": "user", "content": "1+1="}],
+        [{"role": "user", "content": "2+1="}, {"role": "assistant", "content": "不"}],
+    ]
+    answering(make_trainer(reward_funcs=reward), "2.", "对不").rollout(conversations, answer=["2", "3"])
+    ((prompts, completions, completion_ids, answer),) = calls
+    assert prompts == conversations
+    assert completions == [[{"role": "assistant", "content": "2"}], [{"role": "assistant", "content": "对不"}]]
+    assert completion_ids == [[4, 1], [20, 19]]
+    assert answer == ["2", "3"]
+
+
+def test_real_samples_reach_the_function_as_the_rollout_holds_them(make_trainer):
+    seen = {}
+
+    def reward(completions, completion_ids, **kwargs):
+        seen.update(texts=completions, ids=completion_ids)
+        return [0.0] * len(completions)
+
+    trainer = make_trainer({"max_completion_length": 12, "local_rollout_forward_batch_size": 5}, reward_funcs=reward)
+    rollout = trainer.rollout([f"{a}+{b}=" for a in range(6) for b in range(4)])
+    ended = [ids[-1] == 1 for ids in seen["ids"]]
+    assert any(ended)
+    assert not all(ended)
+    for i, ids in enumerate(seen["ids"]):
+        length = int(rollout.mask[i].sum())
+        assert ids == rollout.completion_ids[i, :length].tolist()
+        assert 1 not in ids[:-1]
+        assert ended[i] is not bool(rollout.truncated[i])
+        assert seen["texts"][i] == "".join(sign for number in ids for sign in SIGNS if SIGNS[sign] == number > 1)
+
+
+def test_columns_that_hold_other_completions_stay_out(make_trainer):
+    """Data sets for supervised training have a column "completion"; it is not what is to be scored."""
+    seen = {}
+
+    def reward(**kwargs):
+        seen.update(kwargs)
+        return [0.0]
+
+    answering(make_trainer(reward_funcs=reward), "2.").rollout(
+        ["1+1="], completion=["wrong"], completion_ids=[[7]], prompt_id=[3]
+    )
+    assert "completion" not in seen
+    assert "prompt" not in seen
+    assert seen["completion_ids"] == [[4, 1]]
+    assert seen["prompt_id"] == [3]
+
+
+def test_training_rows_reach_the_function_with_their_own_columns(make_trainer, dataset):
+    pairs = set()
+
+    def reward(prompts, answer, **kwargs):
+        pairs.update(zip(prompts, answer, strict=True))
+        return [0.0] * len(prompts)
+
+    make_trainer(reward_funcs=reward).train()
+    assert len(pairs) == 16  # two rollouts of 8
+    assert pairs == {(row["prompt"], row["answer"]) for row in dataset}
+
+
+def test_log_extra_and_log_metric():
+    def first(completions, log_extra, log_metric, **kwargs):
+        log_extra("length", [len(c) for c in completions])
+        log_metric("share", 0.25)
+        return [0.0] * len(completions)
+
+    def second(completions, log_metric, **kwargs):
+        log_metric("share", 0.75)
+        log_metric("other", torch.tensor(2))
+        return [0.0] * len(completions)
+
+    scored = score([first, second])
+    assert scored.extra == {"length": [2, 1, 0]}
+    assert scored.metrics == {"share": [0.25, 0.75], "other": [2.0]}
+
+
+# ---- Scores and weights ------------------------------------------------------------------------------------------
+
+
+def test_one_function_needs_no_list():
+    scored = score(always(1.0, -2.0, 0.5))
+    assert scored.combined.tolist() == [1.0, -2.0, 0.5]
+    assert scored.per_function.tolist() == [[1.0], [-2.0], [0.5]]
+    assert scored.scorable.tolist() == [True, True, True]
+    assert scored.per_token is None
+
+
+@pytest.mark.parametrize("container", [list, tuple])
+def test_several_functions_add_up(container):
+    scored = score(container([always(1, 2, 3), always(10, 20, 30)]))
+    assert scored.combined.tolist() == [11.0, 22.0, 33.0]
+    assert scored.per_function.tolist() == [[1.0, 10.0], [2.0, 20.0], [3.0, 30.0]]
+
+
+def test_weights():
+    scored = score([always(1, 2, 3), always(10, 20, 30)], [2.0, -0.5])
+    assert scored.combined.tolist() == [-3.0, -6.0, -9.0]  # 2·1 − 0.5·10, …
+    assert scored.per_function.tolist() == [[1.0, 10.0], [2.0, 20.0], [3.0, 30.0]]  # unweighted
+
+
+def test_weight_0_only_logs():
+    scored = score([always(1, 2, 3), always(10, 20, 30)], [1.0, 0.0])
+    assert scored.combined.tolist() == [1.0, 2.0, 3.0]
+    assert scored.per_function[:, 1].tolist() == [10.0, 20.0, 30.0]
+
+
+def test_none_leaves_a_function_out_for_that_row():
+    scored = score([always(1, None, None), always(10, 20, None)], [3.0, 1.0])
+    assert scored.combined.tolist() == [13.0, 20.0, 0.0]
+    assert_close(scored.per_function, torch.tensor([[1.0, 10.0], [NAN, 20.0], [NAN, NAN]]), equal_nan=True)
+    assert scored.scorable.tolist() == [True, True, False]
+
+
+@pytest.mark.parametrize(
+    "output",
+    [
+        [0.5, 1, True],
+        (0.5, 1.0, 1.0),
+        torch.tensor([0.5, 1.0, 1.0]),
+        [np.float32(0.5), np.int64(1), np.float64(1.0)],
+        list(torch.tensor([0.5, 1.0, 1.0])),
+    ],
+    ids=["python numbers", "tuple", "tensor", "numpy numbers", "list of tensors"],
+)
+def test_kinds_of_numbers(output):
+    assert score(lambda **kwargs: output).combined.tolist() == [0.5, 1.0, 1.0]
+
+
+# ---- Scores in a rollout -----------------------------------------------------------------------------------------
+
+
+def test_an_unscorable_completion_is_out_of_the_losses(make_trainer):
+    trainer = answering(make_trainer({"kl_coef": 0.0}, reward_funcs=[always(1.0, None), always(None, None)]), "12.")
+    rollout = trainer.rollout(["1=", "2="])
+    assert rollout.mask.tolist() == [[True] * 3] * 2
+    assert rollout.loss_mask.tolist() == [[True] * 3, [False] * 3]
+    assert rollout.scores.tolist() == [1.0, 0.0]
+
+
+def test_an_unscorable_completion_counts_in_no_reward_metric(make_trainer):
+    trainer = make_trainer({"max_steps": 1}, reward_funcs=always(*[3.0, 5.0], *[None] * 6))
+    answering(trainer, "12.").train()
+    logs = trainer.state.log_history[0]
+    assert logs["unscorable_frac"] == 0.75
+    assert (logs["reward"], logs["reward_std"]) == (4.0, 1.0)
+    assert (logs["rewards/constant/mean"], logs["rewards/constant/std"]) == (4.0, 1.0)
+
+
+def test_a_rollout_without_any_score_changes_no_weight(make_trainer):
+    trainer = make_trainer({"max_steps": 4, "weight_decay": 0.0}, reward_funcs=always(*[None] * 8))
+    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    trainer.train()
+    assert trainer.state.log_history[0]["unscorable_frac"] == 1.0
+    assert all(math.isfinite(logs["loss"]) for logs in trainer.state.log_history[:4])
+    assert all(torch.equal(p, before[name]) for name, p in trainer.model.named_parameters())
+
+
+def first_rollout(trainer) -> Rollout:
+    rows = trainer.collector.training_rows(trainer._train_prompts, 0)
+    return trainer.collector.collect(rows, trainer.args.kl_coef, trainer.state, Meter())
+
+
+def test_an_unscorable_completion_does_not_shift_the_whitening(make_trainer):
+    """Its score of 0 is a placeholder, no result."""
+    config = {"per_device_train_batch_size": 4, "num_mini_batches": 1, "kl_coef": 0.0, "lam": 1.0}
+    trainer = answering(make_trainer(config, reward_funcs=always(5.0, None, 7.0, None)), "12.")
+    advantages = first_rollout(trainer).advantages
+    # Values are 0, so every token's advantage is the score: mean 6, and a variance of 1 without or 6/5 with Bessel's.
+    assert_close(advantages[0], -advantages[2])
+    assert advantages[2].mean().item() == pytest.approx(1.0, abs=0.1)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "expected"),
+    [
+        pytest.param("rloo", [-2.0, 2.0], id="rloo"),  # 5 − 7, 7 − 5
+        pytest.param("grpo", [-1.0, 1.0], id="grpo"),  # 5 − 6, 7 − 6
+        pytest.param("opo", [-1.0, 1.0], id="opo"),  # the same: lengths are equal
+    ],
+)
+def test_an_unscorable_completion_does_not_shift_the_baseline_of_its_group(make_trainer, estimator, expected):
+    config = {
+        "per_device_train_batch_size": 4,
+        "num_mini_batches": 1,
+        "num_generations": 4,
+        "advantage_estimator": estimator,
+        "kl_coef": 0.0,
+        "whiten_advantages": False,
+        "scale_rewards": False,
+    }
+    trainer = answering(make_trainer(config, reward_funcs=always(5.0, None, 7.0, None)), "12.")
+    assert_close(first_rollout(trainer).advantages[::2, 0], torch.tensor(expected))
+
+
+def test_a_score_stands_on_the_last_token(make_trainer):
+    trainer = answering(make_trainer({"kl_coef": 0.0}, reward_funcs=always(2.0, 3.0)), "1.", "123.")
+    rollout = trainer.rollout(["1=", "2="])
+    assert rollout.rewards.tolist() == [[0, 2.0, 0, 0], [0, 0, 0, 3.0]]
+    assert rollout.scores.tolist() == [2.0, 3.0]
+
+
+def by_token(*rewards):
+    """A reward function with a reward for each token."""
+
+    def per_token(**kwargs):
+        return list(rewards)
+
+    return per_token
+
+
+def test_token_rewards_stand_on_their_tokens_and_add_up_to_the_score(make_trainer):
+    func = by_token([0.5, -1.0], [1.0, 2.0, 3.0, 4.0])
+    rollout = answering(make_trainer({"kl_coef": 0.0}, reward_funcs=func), "1.", "123.").rollout(["1=", "2="])
+    assert rollout.rewards.tolist() == [[0.5, -1.0, 0, 0], [1.0, 2.0, 3.0, 4.0]]
+    assert rollout.scores.tolist() == [-0.5, 10.0]
+
+
+def test_token_rewards_mix_with_scores(make_trainer):
+    funcs = [by_token([0.5, -1.0], None, [1.0, 2.0]), always(10.0, 20.0, None), by_token(1.0, [3.0, 0, 0, 0], None)]
+    config = {"kl_coef": 0.0, "reward_weights": [2.0, 1.0, 0.5]}
+    trainer = answering(make_trainer(config, reward_funcs=funcs), "1.", "123.", "2.")
+    rollout = trainer.rollout(["1=", "2=", "3="])
+    assert rollout.rewards.tolist() == [
+        [1.0, 8.5, 0, 0],  # 2·0.5;  2·(−1) + 10 + 0.5·1
+        [1.5, 0, 0, 20.0],  # 0.5·3;  20
+        [2.0, 4.0, 0, 0],  # 2·1; 2·2
+    ]
+    assert rollout.scores.tolist() == [9.5, 21.5, 6.0]
+    assert rollout.loss_mask.tolist() == rollout.mask.tolist()
+
+
+def test_token_rewards_of_weight_0_only_log(make_trainer):
+    funcs = [always(1.0, 2.0), by_token([5.0, 6.0], [7.0, 8.0])]
+    trainer = answering(make_trainer({"kl_coef": 0.0, "reward_weights": [1.0, 0.0]}, reward_funcs=funcs), "1.")
+    assert trainer.rollout(["1=", "2="]).rewards.tolist() == [[0, 1.0], [0, 2.0]]
+
+
+def test_clip_and_penalty_change_token_rewards_on_the_last_token(make_trainer):
+    func = by_token([4.0, 1.0, 0.0], [1.0, 1.0, 1.0])
+    config = {"kl_coef": 0.0, "reward_clip": 3.0, "missing_eos_penalty": 0.5}
+    rollout = answering(make_trainer(config, reward_funcs=func), "12.", "123").rollout(["1=", "2="])
+    assert rollout.scores.tolist() == [3.0, 2.5]  # 5 clipped; 3 − 0.5, cut by the length limit
+    assert rollout.rewards.tolist() == [[4.0, 1.0, -2.0], [1.0, 1.0, 0.5]]
+
+
+# ---- Kinds of functions ------------------------------------------------------------------------------------------
+
+
+class Length:
+    """A callable object."""
+
+    def __init__(self, sign: float = 1.0):
+        self.sign = sign
+
+    def __call__(self, completions, **kwargs):
+        return [self.sign * len(c) for c in completions]
+
+
+def count(completions, of, **kwargs):
+    return [float(text.count(of)) for text in completions]
+
+
+def test_callable_objects_and_partials():
+    funcs = [Length(), functools.partial(count, of="1")]
+    assert score(funcs, texts=("12", "1", "")).per_function.tolist() == [[2.0, 1.0], [1.0, 1.0], [0.0, 0.0]]
+
+
+@pytest.mark.parametrize(
+    ("funcs", "names"),
+    [
+        pytest.param([count], ["count"], id="function"),
+        pytest.param([Length()], ["Length"], id="object: its class"),
+        pytest.param([functools.partial(count, of="1")], ["count"], id="partial: what it wraps"),
+        pytest.param([functools.partial(functools.partial(Length()), x=1)], ["Length"], id="partial of a partial"),
+        pytest.param([count, Length(), count], ["count_1", "Length", "count_2"], id="repeated: numbered"),
+        pytest.param([Length(), Length(-1)], ["Length_1", "Length_2"], id="objects of one class"),
+        pytest.param([lambda: 0], ["<lambda>"], id="lambda"),
+    ],
+)
+def test_names(funcs, names):
+    """As TRL names them, so that dashboards can be compared."""
+    assert RewardFunctions(funcs).names == names
+
+
+def test_no_two_functions_share_a_name():
+    def count_1(**kwargs): ...
+
+    assert len(set(RewardFunctions([count, count, count_1]).names)) == 3
+
+
+def test_functions_are_called_in_the_calling_thread():
+    """Some, such as math_verify, use signals, which only the main thread may."""
+    threads = []
+
+    def reward(completions, **kwargs):
+        threads.append(threading.current_thread())
+        return [0.0] * len(completions)
+
+    async def waits(completions, **kwargs):
+        return [0.0] * len(completions)
+
+    score([reward, waits])
+    assert threads == [threading.current_thread()]
+
+
+# ---- Asynchronous functions --------------------------------------------------------------------------------------
+
+
+def meeting(number_of_functions: int):
+    """Asynchronous functions each of which returns only once all have started."""
+    arrived, everybody = [], asyncio.Event()
+
+    def member(reward: float):
+        async def meets(completions, **kwargs):
+            arrived.append(reward)
+            if len(arrived) == number_of_functions:
+                everybody.set()
+            await asyncio.wait_for(everybody.wait(), timeout=5)
+            return [reward] * len(completions)
+
+        return meets
+
+    return [member(float(i)) for i in range(number_of_functions)]
+
+
+def test_asynchronous_functions_run_at_the_same_time():
+    assert score(meeting(3), texts=("1", "2")).per_function.tolist() == [[0.0, 1.0, 2.0]] * 2
+
+
+def test_asynchronous_functions_run_where_an_event_loop_runs_already():
+    async def notebook_cell():
+        return score(meeting(2), texts=("1",))
+
+    assert asyncio.run(notebook_cell()).per_function.tolist() == [[0.0, 1.0]]
+
+
+class AsyncLength:
+    async def __call__(self, completions, **kwargs):
+        await asyncio.sleep(0)
+        return [float(len(c)) for c in completions]
+
+
+async def async_count(completions, of, **kwargs):
+    await asyncio.sleep(0)
+    return count(completions, of)
+
+
+@pytest.mark.parametrize(
+    ("func", "expected"),
+    [
+        pytest.param(AsyncLength(), [2.0, 1.0, 0.0], id="object"),
+        pytest.param(functools.partial(async_count, of="2"), [1.0, 0.0, 0.0], id="partial of a function"),
+        pytest.param(functools.partial(AsyncLength(), unused=1), [2.0, 1.0, 0.0], id="partial of an object"),
+    ],
+)
+def test_kinds_of_asynchronous_functions(func, expected):
+    assert score(func).combined.tolist() == expected
+
+
+def test_each_output_stays_with_its_function():
+    funcs = [always(1, 1, 1), AsyncLength(), always(3, 3, 3), functools.partial(async_count, of="3")]
+    assert score(funcs).per_function.tolist() == [[1.0, 2.0, 3.0, 0.0], [1.0, 1.0, 3.0, 1.0], [1.0, 0.0, 3.0, 0.0]]
+
+
+def test_an_error_in_an_asynchronous_function_reaches_the_caller():
+    async def fails(**kwargs):
+        raise KeyError("no such answer")
+
+    with pytest.raises(KeyError, match="no such answer"):
+        score(fails)
+
+
+def test_asynchronous_functions_in_training(make_trainer):
+    trainer = make_trainer({"max_steps": 1}, reward_funcs=[AsyncLength(), Length(-1.0)])
+    answering(trainer, "1.", "123.").train()
+    logs = trainer.state.log_history[0]
+    assert (logs["rewards/AsyncLength/mean"], logs["rewards/Length/mean"], logs["reward"]) == (2.0, -2.0, 0.0)
+
+
+# ---- Metrics -----------------------------------------------------------------------------------------------------
+
+
+def test_metrics_of_each_function_are_logged(make_trainer):
+    def share(completions, log_metric, **kwargs):
+        log_metric("batch", len(completions))
+        return [None if text == "" else 1.0 for text in completions]
+
+    config = {"max_steps": 1, "reward_weights": [1.0, 0.0, 2.0]}
+    trainer = make_trainer(config, reward_funcs=[Length(), Length(-1.0), share])
+    answering(trainer, "1.", "123.", ".", "12345.").train()  # 8 rows: each twice
+    logs = trainer.state.log_history[0]
+    assert logs["rewards/Length_1/mean"] == 2.25  # (1 + 3 + 0 + 5)/4
+    assert logs["rewards/Length_1/std"] == pytest.approx(math.sqrt((1 + 9 + 0 + 25) / 4 - 2.25**2))
+    assert logs["rewards/Length_2/mean"] == -2.25
+    assert (logs["rewards/share/mean"], logs["rewards/share/std"]) == (1.0, 0.0)  # over the rows that it scores
+    assert logs["reward"] == 3.75  # ((1 + 2) + (3 + 2) + 0 + (5 + 2))/4
+    assert logs["custom/batch"] == 8.0
+    assert logs["unscorable_frac"] == 0.0
+
+
+# ---- The functions of TRL ----------------------------------------------------------------------------------------
+
+THINK, DONE, BOXED, CLOSE = 25, 26, 27, 28  # ids of the tokens added below
+
+
+@pytest.fixture
+def trainer_with(make_trainer, tokenizer):
+    tokenizer.add_tokens(["<think>", "</think>", r"\boxed{", "}"])
+    assert tokenizer.convert_tokens_to_ids(["<think>", "</think>", r"\boxed{", "}"]) == [THINK, DONE, BOXED, CLOSE]
+
+    def make(*completions, **kwargs):
+        config = {"kl_coef": 0.0, **kwargs.pop("config", {})}
+        return answering(make_trainer(config, model=tiny_model(vocab_size=29), **kwargs), *completions)
+
+    return make
+
+
+CONVERSATION = [{"role": "user", "content": "1+1="}]
+
+
+def test_trl_think_format(trainer_with):
+    rewards = pytest.importorskip("trl.rewards")
+    completions = [[THINK, 3, DONE, 4, 1], [THINK, 3, 3, 4, 1], [3, 4, 1]]
+    trainer = trainer_with(*completions, reward_funcs=rewards.think_format_reward)
+    assert trainer.rollout([CONVERSATION] * 3).scores.tolist() == [1.0, 0.0, 0.0]
+
+
+def test_trl_soft_overlong_punishment(trainer_with):
+    rewards = pytest.importorskip("trl.rewards")
+    func = rewards.get_soft_overlong_punishment(max_completion_len=6, soft_punish_cache=2)
+    trainer = trainer_with("123.", "1234.", "12345.", "123456", reward_funcs=func)
+    assert trainer.rollout([CONVERSATION] * 4).scores.tolist() == [0.0, -0.5, -1.0, -1.0]  # 4, 5, 6 and 6 tokens
+
+
+def test_trl_repetition_penalty(trainer_with):
+    rewards = pytest.importorskip("trl.rewards")
+    func = rewards.get_repetition_penalty_reward(ngram_size=2, max_penalty=-1.0)
+    trainer = trainer_with("11111.", "12345.", reward_funcs=func)
+    # 11 four times and 1. once: 1 − 2/5
+    assert_close(trainer.rollout([CONVERSATION] * 2).scores, torch.tensor([-0.6, 0.0]))
+
+
+def test_trl_accuracy(trainer_with):
+    pytest.importorskip("math_verify")
+    rewards = pytest.importorskip("trl.rewards")
+    completions = [[BOXED, 4, CLOSE, 1], [BOXED, 5, CLOSE, 1], [BOXED, 4, CLOSE, 1]]
+    trainer = trainer_with(*completions, reward_funcs=rewards.accuracy_reward)
+    rollout = trainer.rollout([CONVERSATION] * 3, solution=["$2$", "$2$", "请"])
+    assert rollout.scores.tolist() == [1.0, 0.0, 0.0]
+    assert rollout.loss_mask.any(dim=1).tolist() == [True, True, False]  # an answer that cannot be parsed: None
+
+
+def test_trl_functions_together_in_training(trainer_with):
+    rewards = pytest.importorskip("trl.rewards")
+    funcs = [
+        rewards.think_format_reward,
+        rewards.get_soft_overlong_punishment(max_completion_len=6, soft_punish_cache=2),
+        rewards.get_repetition_penalty_reward(ngram_size=2),
+    ]
+    dataset = Dataset.from_dict({"prompt": [CONVERSATION] * 8})
+    trainer = trainer_with(
+        [THINK, 3, DONE, 4, 1], "11111.", config={"max_steps": 1}, reward_funcs=funcs, train_dataset=dataset
+    )
+    trainer.train()
+    logs = trainer.state.log_history[0]
+    assert "rewards/think_format_reward/mean" in logs
+    means = [logs[f"rewards/{name}/mean"] for name in trainer.collector.rewards.names]
+    assert means == pytest.approx([0.5, -0.75, -0.3])  # ½·1; ½(−0.5 − 1); ½·(−0.6)
+    assert logs["reward"] == pytest.approx(-0.55)

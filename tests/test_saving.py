@@ -1,0 +1,190 @@
+"""What lies in the output folder, and what it can be loaded with."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import LORA, tiny_model
+from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel
+from safetensors.torch import load_file
+from torch.testing import assert_close
+from transformers import AutoTokenizer, LlamaForSequenceClassification
+
+PROMPT = torch.tensor([[14, 15, 2, 12, 5, 13]])
+
+
+@pytest.fixture
+def base_path(tmp_path: Path, tokenizer) -> str:
+    """A base on disk, as users have it."""
+    tiny_model().save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    return str(tmp_path / "base")
+
+
+@pytest.fixture
+def trained(make_trainer, base_path, tmp_path):
+    trainer = make_trainer(model=base_path, processing_class=None)
+    trainer.train()
+    trainer.save_model()
+    trainer.model.eval()
+    return trainer
+
+
+@torch.no_grad()
+def logits(model) -> torch.Tensor:
+    return model(input_ids=PROMPT).logits
+
+
+def test_output_folder_is_a_plain_adapter_with_the_trained_logits(trained, tmp_path, base_path):
+    out = tmp_path / "out"
+    plain = AutoPeftModelForCausalLM.from_pretrained(out).eval()
+    assert torch.equal(logits(plain), logits(trained.model))
+    assert not torch.allclose(logits(plain), logits(tiny_model().eval()), atol=1e-3), "nothing was trained"
+    assert all("base_model.model" in name and "lora_" in name for name in load_file(out / "adapter_model.safetensors"))
+    config = json.loads((out / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == base_path
+    assert {p.name for p in (out / "critic").iterdir()} == {"critic.safetensors", "critic_config.json"}
+
+
+def test_tokenizer_round_trips(trained, tmp_path, tokenizer):
+    text = "请问12+7=20？不对，等于19！"
+    assert AutoTokenizer.from_pretrained(tmp_path / "out")(text)["input_ids"] == tokenizer(text)["input_ids"]
+
+
+def test_training_goes_on_from_a_saved_adapter_with_it_as_reference(trained, make_trainer, tmp_path):
+    """As path and as loaded model; the reference is the adapter at the start, not the bare base."""
+    out = str(tmp_path / "out")
+    loaded = PeftModel.from_pretrained(tiny_model(), out, is_trainable=True)
+    for model in (out, loaded):
+        trainer = make_trainer(
+            model=model,
+            peft_config=None,
+            critic=out,
+            processing_class=None if model is out else trained.processing_class,
+        )
+        trainer.model.eval()
+        assert_close(logits(trainer.model), logits(trained.model))
+        for name, tensor in trained.model.critic.trained_state().items():
+            assert torch.equal(trainer.model.critic.trained_state()[name], tensor), name
+        trainer.train()
+        kl = [entry["kl_k3"] for entry in trainer.state.log_history if "kl_k3" in entry]
+        assert kl[0] == 0.0
+        assert kl[1] > 1e-5
+        trainer.model.eval()
+        rollout = trainer.rollout(["1+2="])
+        completion = rollout.completion_ids[rollout.mask]
+        ids = torch.cat([rollout.prompt_ids[0], completion])[None]
+        with torch.no_grad():
+            expected = trained.model(input_ids=ids).logits[0].log_softmax(-1)[-len(completion) - 1 : -1]
+        assert_close(rollout.ref_logprobs[0], expected.gather(1, completion[:, None]).squeeze(1))
+        assert set(load_file(Path(out) / "adapter_model.safetensors")) == set(saved_adapter(trainer, tmp_path))
+
+
+def saved_adapter(trainer, tmp_path) -> dict[str, torch.Tensor]:
+    trainer.save_model(str(tmp_path / "again"))
+    assert not (tmp_path / "again" / "reference").exists()
+    return load_file(tmp_path / "again" / "adapter_model.safetensors")
+
+
+def test_a_separate_reference_model(make_trainer):
+    reference = tiny_model(seed=7)
+    trainer = make_trainer(ref_model=reference)
+    rollout = trainer.rollout(["1+2="])
+    completion = rollout.completion_ids[rollout.mask]
+    ids = torch.cat([rollout.prompt_ids[0], completion])[None]
+    with torch.no_grad():
+        expected = reference(input_ids=ids).logits[0].log_softmax(-1)[-len(completion) - 1 : -1]
+    assert_close(rollout.ref_logprobs[0], expected.gather(1, completion[:, None]).squeeze(1))
+    trainer.train()
+    assert all(not p.requires_grad for p in reference.parameters())
+
+
+def test_a_reward_model_as_critic_starts_from_its_score(make_trainer, tmp_path):
+    scorer = LlamaForSequenceClassification(
+        tiny_model().config.__class__(**{**tiny_model().config.to_dict(), "num_labels": 1})
+    )
+    head = scorer.score.weight.detach().clone()
+    trainer = make_trainer({"max_steps": 4}, critic=scorer)
+    assert torch.equal(trainer.model.critic.value_head.weight, head)
+    trainer.train()
+    assert not torch.equal(trainer.model.critic.value_head.weight, head)
+    scorer.save_pretrained(tmp_path / "scorer")
+    by_path = make_trainer(critic=str(tmp_path / "scorer"))
+    assert torch.equal(by_path.model.critic.value_head.weight, head)
+    by_path.save_model(str(tmp_path / "saved"))
+    assert json.loads((tmp_path / "saved/critic/critic_config.json").read_text())["base"] == str(tmp_path / "scorer")
+
+
+@pytest.mark.parametrize("detach", [True, False])
+def test_detached_shared_critic_leaves_the_actor_to_the_policy_loss(make_trainer, detach):
+    """With no policy gradient at all (advantages whitened to 0 by constant rewards, β 0), only the values pull."""
+    trainer = make_trainer(
+        {"detach_shared_critic": detach, "kl_coef": 0.0, "advantage_estimator": "gae", "vf_coef": 1.0, "max_steps": 8},
+        critic="shared",
+    )
+    rollout = trainer.rollout(["1+2=", "3="])
+    out = trainer.model(
+        input_ids=torch.cat([rollout.prompt_ids, rollout.completion_ids], dim=1),
+        attention_mask=torch.cat([rollout.prompt_mask, rollout.mask], dim=1),
+        completion_mask=rollout.mask,
+    )
+    with torch.no_grad():
+        trainer.model.critic.value_head.weight.fill_(1.0)  # zero at the start, which would hide the path to the actor
+    out = trainer.model(
+        input_ids=torch.cat([rollout.prompt_ids, rollout.completion_ids], dim=1),
+        attention_mask=torch.cat([rollout.prompt_mask, rollout.mask], dim=1),
+        completion_mask=rollout.mask,
+    )
+    out.values.square().sum().backward()
+    reached = any(p.grad is not None and p.grad.abs().sum() > 0 for p in trainer.model.actor_parameters())
+    assert reached is not detach
+    assert trainer.model.critic.value_head.weight.grad.abs().sum() > 0
+
+
+def test_critic_free_runs_have_no_critic_at_all(make_trainer, tmp_path):
+    trainer = make_trainer({"advantage_estimator": "rloo", "num_generations": 2})
+    assert trainer.model.critic is None
+    trainer.train()
+    trainer.save_model()
+    assert not (tmp_path / "out/critic").exists()
+    assert not any(name.startswith("value/") for entry in trainer.state.log_history for name in entry)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        LoraConfig(r=4, target_modules=["q_proj", "v_proj"], use_dora=True, task_type="CAUSAL_LM"),
+        LoraConfig(r=4, target_modules="all-linear", init_lora_weights="gaussian", task_type="CAUSAL_LM"),
+        LoraConfig(r=4, target_modules="all-linear", init_lora_weights="orthogonal", task_type="CAUSAL_LM"),
+        LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"], task_type="CAUSAL_LM"),
+    ],
+    ids=["dora", "gaussian", "orthogonal", "modules_to_save"],
+)
+def test_adapters_whose_disabled_state_is_the_base(make_trainer, config):
+    base = tiny_model()
+    expected = logits(base.eval())
+    trainer = make_trainer(peft_config=config, model=base)
+    trainer.train()
+    trainer.model.eval()
+    with trainer.model.reference():
+        assert torch.equal(logits(trainer.model), expected)
+    assert not torch.allclose(logits(trainer.model), expected, atol=1e-3)
+
+
+def test_activation_checkpointing_gives_the_same_run(make_trainer):
+    runs = []
+    for on in (False, True):
+        trainer = make_trainer({"activation_checkpointing": on})
+        trainer.train()
+        trees = [trainer.model.causal_lm, trainer.model.critic.trunk.get_base_model()]
+        assert [tree.is_activation_checkpointing for tree in trees] == [on, on]
+        runs.append([p.detach() for p in trainer.model.parameters() if p.requires_grad])
+    for a, b in zip(*runs, strict=True):
+        assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_users_peft_config_is_left_as_it_was(make_trainer):
+    before = LORA.target_modules
+    make_trainer()
+    assert LORA.target_modules == before == "all-linear"

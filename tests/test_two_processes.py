@@ -1,0 +1,65 @@
+"""Two DDP processes: resume bit for bit, the gradients of one process, the same weights on both."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+TESTS = Path(__file__).parent
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory) -> dict[int, list[dict]]:
+    """What tests/two_processes.py writes, by the number of processes."""
+    found = {}
+    for processes in (1, 2):
+        out = tmp_path_factory.mktemp(f"processes-{processes}")
+        # `accelerate launch --cpu` starts one process, or needs mpirun for several.
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+        path = os.pathsep.join([str(TESTS), str(TESTS.parent / "recipes"), str(TESTS.parent)])
+        run = subprocess.run(
+            [*command, str(TESTS / "two_processes.py"), str(out)],
+            env={**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"},
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert run.returncode == 0, run.stderr[-3000:]
+        found[processes] = [json.loads((out / f"result_{rank}.json").read_text()) for rank in range(processes)]
+        assert found[processes][0]["processes"] == processes
+    return found
+
+
+def test_resume_equals_the_straight_run_bit_for_bit(results):
+    for result in (*results[1], *results[2]):
+        assert result["resumed"] == result["straight"]
+        assert result["resumed_logs"] == result["straight_logs"]
+
+
+def test_both_processes_hold_the_same_weights(results):
+    first, second = results[2]
+    assert first["straight"] == second["straight"]
+    assert first["straight_logs"] == second["straight_logs"]
+
+
+def test_gradients_of_two_processes_are_those_of_one(results):
+    one = results[1][0]["gradients"]
+    assert max(abs(x) for g in one.values() for x in g) > 1e-3
+    for result in results[2]:
+        for name, gradient in result["gradients"].items():
+            assert_close(torch.tensor(gradient), torch.tensor(one[name]), rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_evaluation_of_seven_prompts_neither_cuts_nor_repeats_one(results):
+    one, two = results[1][0]["evaluation"], results[2][0]["evaluation"]
+    assert results[2][1]["evaluation"] == two
+    assert one.keys() == two.keys()
+    for name, value in one.items():
+        assert two[name] == pytest.approx(value), name
+    assert len(results[1][0]["completions"]) == 7
+    assert results[2][0]["completions"] == results[2][1]["completions"] == results[1][0]["completions"]

@@ -1,0 +1,89 @@
+"""Run by test_two_processes.py under torchrun: trains, resumes and compares gradients; writes JSON."""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from build_arithmetic_base import character_tokenizer
+from conftest import LORA, SMALL, count_digits, tiny_model
+from datasets import Dataset
+
+from hfppo import AdaptiveKLCallback, PPOConfig, PPOTrainer
+from hfppo.update import MiniBatchSize, sequence
+
+OUT = Path(sys.argv[1])
+CONFIG = {
+    **SMALL,
+    "per_device_train_batch_size": 2,
+    "gradient_accumulation_steps": 2,
+    "num_mini_batches": 1,
+    "save_strategy": "steps",
+    "save_steps": 1,
+    "max_steps": 5,
+    "eval_strategy": "steps",
+    "eval_steps": 2,
+}
+DATASET = Dataset.from_list([{"prompt": f"请问{a}+{b}=", "answer": str(a + b)} for a in range(4) for b in range(3, 7)])
+
+
+def make(name: str, **config) -> PPOTrainer:
+    return PPOTrainer(
+        model=tiny_model(seed=1),
+        reward_funcs=count_digits,
+        args=PPOConfig(**{**CONFIG, **config}, output_dir=str(OUT / name)),
+        train_dataset=DATASET,
+        eval_dataset=DATASET.select(range(7)),  # does not divide by two
+        processing_class=character_tokenizer(),
+        peft_config=LORA,
+        callbacks=[AdaptiveKLCallback(target=0.01, horizon=100)],
+    )
+
+
+def weights(trainer: PPOTrainer) -> dict[str, list[float]]:
+    return {n: p.detach().double().flatten().tolist() for n, p in trainer.model.named_parameters() if p.requires_grad}
+
+
+def logs(trainer: PPOTrainer) -> list[dict[str, float]]:
+    return [
+        {k: v for k, v in entry.items() if not k.startswith("time/") and "_per_second" not in k and "runtime" not in k}
+        for entry in trainer.state.log_history
+        if "loss" in entry or "eval_reward" in entry
+    ]
+
+
+def gradients(trainer: PPOTrainer) -> dict[str, list[float]]:
+    """Of one step on 8 given completions, of which each process holds its share."""
+    everything = trainer.rollout([f"{n}+{n}=" for n in range(8)])
+    share = torch.arange(8).chunk(trainer.args.world_size)[trainer.args.process_index]
+    size = MiniBatchSize(float(everything.loss_mask.sum()), float(everything.loss_mask.any(dim=1).sum()))
+    model = trainer.model_wrapped
+    model.zero_grad()
+    micro_batches = list(everything.select(share).micro_batches(2))
+    for i, micro in enumerate(micro_batches):
+        last = i == len(micro_batches) - 1
+        trainer.accelerator.gradient_state._set_sync_gradients(last)
+        inputs = {**sequence(micro), "batch": micro}
+        with trainer.accelerator.no_sync(model) if not last else torch.enable_grad():
+            trainer.accelerator.backward(trainer.compute_loss(model, inputs, num_items_in_batch=size))
+    return {n: p.grad.double().flatten().tolist() for n, p in trainer.model.named_parameters() if p.requires_grad}
+
+
+straight = make("straight")
+straight.train()
+resumed = make("resumed")
+resumed.train(resume_from_checkpoint=str(OUT / "straight" / "checkpoint-3"))
+probe = make("probe", max_steps=1, learning_rate=0.0)
+probe.train()
+result = {
+    "processes": straight.args.world_size,
+    "straight": weights(straight),
+    "straight_logs": logs(straight),
+    "resumed": weights(resumed),
+    "resumed_logs": logs(resumed),
+    "gradients": gradients(probe),
+    "evaluation": {k: v for k, v in probe.evaluate().items() if "per_second" not in k and "runtime" not in k},
+    "completions": probe.predict(probe.eval_dataset).predictions,
+}
+(OUT / f"result_{straight.args.process_index}.json").write_text(json.dumps(result))
+straight.end()
