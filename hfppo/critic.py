@@ -2,6 +2,8 @@
 
 import copy
 import json
+import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -121,14 +123,22 @@ def critic_from_model(critic: str | PreTrainedModel, peft_config: PeftConfig) ->
     return built
 
 
-def adapted(trunk: nn.Module, peft_config: PeftConfig) -> PeftModel:
-    """The trunk with an adapter like the actor's on it.
-
-    Its name keeps the critic's weights out of the actor's saved adapter, which PEFT picks by name.
-    """
+def adapted(trunk: PreTrainedModel, peft_config: PeftConfig) -> PeftModel:
+    """The trunk with an adapter like the actor's on it."""
     config: Any = copy.deepcopy(peft_config)
     config.task_type, config.modules_to_save, config.inference_mode = None, None, False
+    config.target_modules = trunk_targets(config.target_modules, trunk)
     return get_peft_model(trunk, config, adapter_name="critic")
+
+
+def trunk_targets(targets: str | Iterable[str] | None, trunk: PreTrainedModel) -> str | list[str] | None:
+    """PEFT's `target_modules`, made for a whole causal language model, as they are called inside its trunk."""
+    if targets is None or targets == "all-linear":
+        return targets
+    outer = f"{trunk.base_model_prefix}."
+    if isinstance(targets, str):  # a regular expression on full names
+        return [name for name, _ in trunk.named_modules() if re.fullmatch(targets, outer + name)]
+    return sorted({target.removeprefix(outer) for target in targets})
 
 
 def shared_copy(module: nn.Module) -> Any:

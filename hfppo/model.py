@@ -154,10 +154,23 @@ class ActorCritic(PeftModelForCausalLM):
             tree.activation_checkpointing_enable(**kwargs)
             tree.enable_input_require_grads()
 
-    def save_pretrained(self, save_directory: str, is_main_process: bool = True, **kwargs: Any) -> None:
+    def save_pretrained(
+        self,
+        save_directory: str,
+        is_main_process: bool = True,
+        state_dict: dict[str, Tensor] | None = None,
+        **kwargs: Any,
+    ) -> None:
         """Write a plain PEFT adapter, and the critic into `critic/` beside it."""
+        state_dict = self.state_dict() if state_dict is None else state_dict
+        # PEFT would take the adapters of critic and reference along: it leaves out only names in its own config.
+        of_actor = {name: tensor for name, tensor in state_dict.items() if name.startswith("base_model.")}
         super().save_pretrained(
-            save_directory, is_main_process=is_main_process, selected_adapters=["default"], **kwargs
+            save_directory,
+            is_main_process=is_main_process,
+            state_dict=of_actor,
+            selected_adapters=["default"],
+            **kwargs,
         )
         if self.critic is not None and is_main_process:
             self.critic.save(Path(save_directory) / CRITIC_FOLDER)

@@ -119,5 +119,6 @@ def test_best_model_is_loaded_with_its_critic(make_trainer, dataset):
     for name, tensor in trainer.model.critic.trained_state().items():
         assert torch.equal(tensor, saved[name]), name
     adapter = load_file(Path(trainer.state.best_model_checkpoint) / "adapter_model.safetensors")
-    for name, tensor in get_peft_model_state_dict(trainer.model).items():
-        assert torch.equal(tensor, adapter[name]), name
+    loaded = get_peft_model_state_dict(trainer.model)
+    for name, tensor in adapter.items():
+        assert torch.equal(tensor, loaded[name]), name

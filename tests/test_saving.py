@@ -1,12 +1,13 @@
 """What lies in the output folder, and what it can be loaded with."""
 
+import copy
 import json
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import LORA, tiny_model
-from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel
+from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from torch.testing import assert_close
 from transformers import AutoTokenizer, LlamaForSequenceClassification
@@ -41,7 +42,9 @@ def test_output_folder_is_a_plain_adapter_with_the_trained_logits(trained, tmp_p
     plain = AutoPeftModelForCausalLM.from_pretrained(out).eval()
     assert torch.equal(logits(plain), logits(trained.model))
     assert not torch.allclose(logits(plain), logits(tiny_model().eval()), atol=1e-3), "nothing was trained"
-    assert all("base_model.model" in name and "lora_" in name for name in load_file(out / "adapter_model.safetensors"))
+    get_peft_model(tiny_model(), copy.deepcopy(LORA)).save_pretrained(tmp_path / "plain")
+    names = load_file(out / "adapter_model.safetensors").keys()
+    assert names == load_file(tmp_path / "plain/adapter_model.safetensors").keys()
     config = json.loads((out / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == base_path
     assert {p.name for p in (out / "critic").iterdir()} == {"critic.safetensors", "critic_config.json"}
@@ -158,8 +161,9 @@ def test_critic_free_runs_have_no_critic_at_all(make_trainer, tmp_path):
         LoraConfig(r=4, target_modules="all-linear", init_lora_weights="gaussian", task_type="CAUSAL_LM"),
         LoraConfig(r=4, target_modules="all-linear", init_lora_weights="orthogonal", task_type="CAUSAL_LM"),
         LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"], task_type="CAUSAL_LM"),
+        LoraConfig(r=4, target_modules=r"model\.layers\.1\.mlp\.(up|down)_proj", task_type="CAUSAL_LM"),
     ],
-    ids=["dora", "gaussian", "orthogonal", "modules_to_save"],
+    ids=["dora", "gaussian", "orthogonal", "modules_to_save", "regular expression"],
 )
 def test_adapters_whose_disabled_state_is_the_base(make_trainer, config):
     base = tiny_model()
