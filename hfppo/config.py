@@ -140,8 +140,12 @@ class PPOConfig(TrainingArguments):
     lam_alpha: float | None = field(
         default=None, metadata={"help": "α of the length-adaptive λ = 1 − 1/(α·length) in place of `lam`."}
     )
-    whiten_advantages: bool = field(
-        default=True, metadata={"help": "Shift and scale advantages to mean 0, variance 1 over the global rollout."}
+    whiten_advantages: bool | None = field(
+        default=None,
+        metadata={
+            "help": "Shift and scale advantages to mean 0, variance 1 over the global rollout; None: as the "
+            "estimator's paper does, so with gae and the two reinforce_plus_plus."
+        },
     )
     scale_rewards: bool = field(
         default=True, metadata={"help": "Divide by the standard deviation of the group, with grpo (arXiv:2503.20783)."}
@@ -238,6 +242,13 @@ class PPOConfig(TrainingArguments):
     def needs_critic(self) -> bool:
         """False for the estimators that compare completions instead."""
         return self.advantage_estimator not in CRITIC_FREE
+
+    @property
+    def whitens_advantages(self) -> bool:
+        """`whiten_advantages`, or the habit of the estimator."""
+        if self.whiten_advantages is not None:
+            return self.whiten_advantages
+        return self.advantage_estimator in ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
 
     @property
     def needs_reference(self) -> bool:

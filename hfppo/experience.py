@@ -75,7 +75,9 @@ class Collector:
             Row(*prompts[n], group=n, seed=stream_seed(self.args.seed, EVAL_STREAM, n)) for n in range(len(prompts))
         ]
 
-    def collect(self, rows: list[Row], kl_coef: float, state: TrainerState, meter: Meter) -> Rollout:
+    def collect(
+        self, rows: list[Row], kl_coef: float, state: TrainerState, meter: Meter, whiten: bool | None = None
+    ) -> Rollout:
         """Collect a rollout.
 
         Args:
@@ -83,6 +85,7 @@ class Collector:
             kl_coef: β.
             state: passed to the reward functions.
             meter: receives the rollout's metrics.
+            whiten: whether to whiten the advantages; None: as the update wants them.
         Raises:
             FloatingPointError: a model gave log-probs or values that are not finite.
         """
@@ -97,9 +100,8 @@ class Collector:
             scores, loss_mask = self.final_scores(scored, completions)
             rewards = self.token_rewards(scored, scores, old_logprobs, passes.ref_logprobs, completions.mask, kl_coef)
             advantages, returns = self.advantages(rows, rewards, scores, passes, completions, state)
-            whitened = advantages
-            if self.args.whiten_advantages or self.args.advantage_estimator.startswith("reinforce"):
-                whitened = self.whiten_globally(advantages, completions.mask)
+            whiten = self.args.whitens_advantages if whiten is None else whiten
+            whitened = self.whiten_globally(advantages, completions.mask) if whiten else advantages
         rollout = Rollout(
             prompt_ids=prompt_ids,
             prompt_mask=prompt_mask,

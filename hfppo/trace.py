@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
@@ -27,10 +28,7 @@ class TokenRow:
 
 @dataclass(frozen=True)
 class TokenTable:
-    """One completion of a rollout, made readable; `rich.print` shows it.
-
-    The advantages are those of the update, whitened if the run whitens them.
-    """
+    """One completion of a rollout, made readable; `rich.print` shows it."""
 
     prompt: str
     score: float
@@ -66,7 +64,12 @@ class TokenTable:
         )
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        table = Table(title=Text(f"{self.prompt}   score {self.score:g}"), title_justify="left")
+        table = Table(
+            title=Text(f"{self.prompt}   score {self.score:g}"),
+            title_justify="left",
+            box=SIMPLE_HEAD,
+            collapse_padding=True,
+        )
         table.add_column("token")
         for name in ("log π_old", "log π_ref", "KL", "reward", "value", "return", "advantage"):
             table.add_column(name, justify="right")

@@ -209,6 +209,8 @@ class PPOTrainer(Trainer):
     def rollout(self, prompts: Sequence[str] | Sequence[list[dict[str, Any]]], **columns: Sequence[Any]) -> Rollout:
         """Collect a rollout for given prompts, to look at; training does not notice.
 
+        Its advantages are not whitened, so that they add up: with one λ, returns − values.
+
         Args:
             prompts: texts or conversations.
             columns: what else the reward functions need, one entry per prompt each.
@@ -216,7 +218,7 @@ class PPOTrainer(Trainer):
         dataset = Dataset.from_dict({"prompt": list(prompts), **columns})
         prepared = self._prompts(dataset, "prompts", self.processing_class, self.args)
         rows = self.collector.eval_rows(prepared)
-        return self.collector.collect(rows, self.ppo_state.kl_coef, self.state, Meter())
+        return self.collector.collect(rows, self.ppo_state.kl_coef, self.state, Meter(), whiten=False)
 
     # ---- Loss and optimiser ------------------------------------------------------------------------------------
 

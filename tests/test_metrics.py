@@ -1,0 +1,115 @@
+"""Sums and counts, divided once."""
+
+import math
+
+import pytest
+import torch
+
+from hfppo import ClipMetricsCallback
+from hfppo.metrics import METRICS, Meter
+
+
+def test_parts_of_unequal_size_are_divided_once_and_padding_does_not_count():
+    meter = Meter()
+    meter.add("kl", torch.tensor([[1.0, 2.0], [3.0, 100.0]]), torch.tensor([[True, True], [True, False]]))
+    meter.add("kl", torch.tensor([[6.0]]), torch.tensor([[True]]))
+    meter.add("reward_std", torch.tensor([1.0, 3.0]))
+    meter.add("reward_std", torch.tensor([5.0]))
+    meter.add("policy/ratio_max", torch.tensor([-5.0, -2.0, 9.0]), torch.tensor([True, True, False]))
+    read = meter.read()
+    assert read["kl"] == pytest.approx((1 + 2 + 3 + 6) / 4)
+    assert read["reward_std"] == pytest.approx(math.sqrt(8 / 3))
+    assert read["policy/ratio_max"] == -2.0
+    assert meter.read() == {}
+
+
+def test_an_empty_part_leaves_no_metric():
+    meter = Meter()
+    meter.add("kl", torch.zeros(0))
+    assert meter.read() == {}
+
+
+def test_last_keeps_the_last():
+    meter = Meter()
+    meter.add_number("kl_coef", 0.1)
+    meter.add_number("kl_coef", 0.2)
+    assert meter.read()["kl_coef"] == pytest.approx(0.2)
+
+
+def test_state_goes_on_where_it_was_saved():
+    first, second, whole = Meter(), Meter(), Meter()
+    for meter in (first, whole):
+        meter.add("kl", torch.tensor([1.0, 2.0]))
+    second.load_state_dict(first.state_dict())
+    for meter in (second, whole):
+        meter.add("kl", torch.tensor([6.0]))
+    assert second.read() == whole.read() == {"kl": 3.0}
+
+
+def test_names_must_be_in_the_table():
+    with pytest.raises(KeyError, match="typo"):
+        Meter().add("typo", torch.zeros(1))
+
+
+def test_every_metric_of_the_table_appears_in_a_log_and_no_other(make_trainer, dataset):
+    def scores(completions, log_metric, **kwargs):
+        log_metric("length", sum(map(len, completions)))
+        return [float(len(text)) for text in completions]
+
+    trainer = make_trainer({"kl_loss_coef": 0.1, "dual_clip": 3.0, "max_steps": 4}, reward_funcs=scores)
+    trainer.train()
+    seen = {name for entry in trainer.state.log_history if "loss" in entry for name in entry}
+    names = {"{function}": "scores", "{name}": "length"}
+    expected = set()
+    for name in METRICS:
+        for pattern, actual in names.items():
+            name = name.replace(pattern, actual)
+        expected.add(name)
+    assert seen - {"epoch", "step", "grad_norm", "learning_rate"} == expected
+
+
+def test_explained_variance_and_lengths_against_the_rollout(make_trainer):
+    trainer = make_trainer({"max_steps": 8})
+    trainer.train()
+    logs = [entry for entry in trainer.state.log_history if "reward" in entry]
+    assert len(logs) == 2
+    assert logs[0]["value/mean"] == 0.0
+    assert logs[0]["value/explained_variance"] == pytest.approx(0.0, abs=1e-6)
+    assert 1 <= logs[0]["completions/mean_length"] <= logs[0]["completions/max_length"] <= 6
+    assert logs[0]["reward"] == pytest.approx(logs[0]["rewards/count_digits/mean"])
+
+
+@pytest.mark.parametrize(
+    ("logs", "words"),
+    [
+        ({"policy/clip_frac": 0.6}, ["policy/clip_frac is 0.60", "Lower learning_rate"]),
+        ({"policy/first_ratio_deviation": 0.3}, ["policy/first_ratio_deviation is 0.3", "ratio must be", "precision"]),
+        ({"kl": -0.2}, ["kl is -0.2", "never negative"]),
+    ],
+)
+def test_clip_metrics_warn_once_with_what_to_do(make_trainer, logs, words):
+    trainer = make_trainer()
+    callback = ClipMetricsCallback()
+    with pytest.warns(UserWarning) as caught:
+        callback.on_log(trainer.args, trainer.state, trainer.control, logs=logs)
+        callback.on_log(trainer.args, trainer.state, trainer.control, logs=logs)
+    assert len(caught) == 1
+    assert all(word in str(caught[0].message) for word in words)
+
+
+def test_clip_metrics_are_quiet_when_all_is_well(make_trainer, recwarn):
+    trainer = make_trainer()
+    healthy = {"policy/clip_frac": 0.2, "policy/first_ratio_deviation": 1e-6, "kl": 0.01, "loss": 0.0}
+    ClipMetricsCallback().on_log(trainer.args, trainer.state, trainer.control, logs=healthy)
+    assert not [w for w in recwarn if "policy/" in str(w.message) or "kl is" in str(w.message)]
+
+
+def test_dropout_is_off_so_that_the_first_ratio_is_one(make_trainer):
+    """And when some is smuggled in, the metric and the warning say so."""
+    trainer = make_trainer()
+    layer = trainer.model.causal_lm.model.layers[0].mlp
+    layer.register_forward_hook(
+        lambda module, args, out: torch.nn.functional.dropout(out, 0.3, training=module.training)
+    )
+    with pytest.warns(UserWarning, match="first_ratio_deviation"):
+        trainer.train()

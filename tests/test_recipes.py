@@ -1,0 +1,122 @@
+"""Each recipe runs for a few steps, resumes, and refuses a typo."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import arithmetic
+import pytest
+from safetensors.torch import load_file
+from trl import TrlParser
+
+from hfppo import PPOConfig
+
+RECIPES = Path(arithmetic.__file__).parent
+YAML = str(RECIPES / "arithmetic.yaml")
+SHORT = [
+    *("--max_steps", "2", "--per_device_train_batch_size", "4", "--save_steps", "1", "--logging_steps", "1"),
+    *("--use_cpu", "true", "--disable_tqdm", "true"),
+]
+
+
+def run_arithmetic(*flags: str) -> None:
+    parser = TrlParser((arithmetic.ArithmeticArguments, PPOConfig, arithmetic.ActorArguments))
+    arithmetic.main(*parser.parse_args_and_config(["--config", YAML, *SHORT, *flags]))
+
+
+@pytest.fixture
+def few_rows(tmp_path: Path) -> list[str]:
+    """Flags that keep the evaluations small."""
+    test = (RECIPES / "arithmetic/test.jsonl").read_text().splitlines(keepends=True)[:8]
+    (tmp_path / "few.jsonl").write_text("".join(test))
+    return ["--test_file", str(tmp_path / "few.jsonl")]
+
+
+def test_arithmetic_leaves_what_trainers_examples_leave_and_resumes(tmp_path, few_rows, capsys):
+    straight, resumed = str(tmp_path / "straight"), str(tmp_path / "resumed")
+    run_arithmetic(*few_rows, "--output_dir", straight)
+    results = json.loads((tmp_path / "straight/all_results.json").read_text())
+    for split in ("before", "after"):
+        for mode in ("sampled", "greedy"):
+            assert 0 <= results[f"{split}_{mode}_accuracy"] <= 1
+    assert results["train_runtime"] > 0
+    shown = capsys.readouterr().out
+    assert "before training" in shown
+    assert "after training" in shown
+    assert "advantage" in shown
+
+    (tmp_path / "resumed").mkdir()
+    (tmp_path / "straight/checkpoint-1").rename(tmp_path / "resumed/checkpoint-1")
+    run_arithmetic(*few_rows, "--output_dir", resumed, "--resume_from_checkpoint", "true")
+    expected = load_file(tmp_path / "straight/adapter_model.safetensors")
+    got = load_file(tmp_path / "resumed/adapter_model.safetensors")
+    assert all((expected[name] == got[name]).all() for name in expected)
+
+
+@pytest.mark.parametrize(
+    ("flags", "wanted"),
+    [
+        (["--learning_rte", "1"], "--learning_rte"),
+        (["--kl_estimator", "k7"], "kl_estimator='k7' is unknown; choose from k1, abs, k2, k3"),
+        (["--overlong_prompts", "cut"], "invalid choice: 'cut'"),
+        (["--critic", "shred"], "shred"),
+    ],
+)
+def test_typos_are_refused_by_name(tmp_path, capsys, flags, wanted):
+    with pytest.raises((SystemExit, ValueError, OSError)) as error:
+        run_arithmetic("--output_dir", str(tmp_path / "out"), *flags)
+    assert wanted in str(error.value) + capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_typo_in_the_yaml_is_refused_by_name(tmp_path):
+    (tmp_path / "typo.yaml").write_text(Path(YAML).read_text() + "kl_coeff: 0.1\n")
+    parser = TrlParser((arithmetic.ArithmeticArguments, PPOConfig, arithmetic.ActorArguments))
+    with pytest.raises(ValueError, match="kl_coeff"):
+        parser.parse_args_and_config(["--config", str(tmp_path / "typo.yaml")])
+
+
+def test_help_of_every_recipe():
+    for script in ("arithmetic.py", "build_arithmetic_base.py"):
+        run = subprocess.run(
+            [sys.executable, str(RECIPES / script), "--help"],
+            capture_output=True,
+            text=True,
+            env=os.environ,
+            timeout=120,
+        )
+        assert run.returncode == 0, run.stderr[-1000:]
+        assert "usage" in run.stdout
+
+
+def test_built_data_holds_no_test_pair_in_training(tmp_path):
+    """The shipped files keep the pairs of numbers apart, in either order."""
+
+    def pairs(name: str) -> set[frozenset]:
+        rows = [json.loads(line) for line in (RECIPES / "arithmetic" / name).read_text().splitlines()]
+        return {frozenset(r["prompt"].removeprefix("请问").split("=")[0].split("+")) for r in rows}
+
+    train, test = pairs("train.jsonl"), pairs("test.jsonl")
+    assert len(test) > 100
+    assert not train & test
+
+
+def test_building_the_base_in_small(tmp_path):
+    from build_arithmetic_base import BuildArguments
+    from build_arithmetic_base import main as build
+
+    build(
+        BuildArguments(
+            output_dir=str(tmp_path),
+            clean_steps=2,
+            sloppy_steps=2,
+            batch_size=8,
+            num_test_prompts=4,
+            num_train_prompts=4,
+        )
+    )
+    row = json.loads((tmp_path / "test.jsonl").read_text().splitlines()[0])
+    assert row.keys() == {"prompt", "answer"}
+    assert (tmp_path / "base/model.safetensors").is_file()

@@ -1,0 +1,107 @@
+"""Rules of the repository: imports go one way, names are documented, files stay short."""
+
+import ast
+import inspect
+from pathlib import Path
+
+import pytest
+
+import hfppo
+import hfppo.functional
+
+ROOT = Path(hfppo.__file__).parent.parent
+MODULES = sorted((ROOT / "hfppo").rglob("*.py"))
+RECIPES = sorted((ROOT / "recipes").glob("*.py"))
+
+# Which modules of the package a module may import; a package name stands for what is in it.
+ALLOWED = {
+    "functional": {"functional"},
+    "rollout": set(),
+    "metrics": set(),
+    "rewards": set(),
+    "critic": set(),
+    "loading": set(),
+    "data": {"rollout"},
+    "config": {"functional"},
+    "model": {"critic"},
+    "generation": {"generation", "model", "rollout"},
+    "callbacks": {"functional", "rollout"},
+    "trace": {"functional", "rollout"},
+    "update": {"functional", "rollout", "config", "metrics", "model"},
+    "experience": {
+        *("functional", "rollout", "config", "data", "generation", "metrics", "model", "rewards"),
+    },
+    "evaluation": {"data", "experience", "metrics"},
+    "checkpoint": {"callbacks", "config", "data", "metrics", "rollout"},
+}
+ANYTHING = {"trainer", "__init__"}
+
+
+def module_name(path: Path) -> str:
+    return path.relative_to(ROOT / "hfppo").with_suffix("").parts[0]
+
+
+def imports(path: Path) -> set[str]:
+    """Top-level names of what a file imports; "hfppo.x" for this package."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        if isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module)
+            if node.module == "hfppo":
+                found |= {f"hfppo.{alias.name}" for alias in node.names}
+    return found
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_imports_go_one_way(path):
+    name = module_name(path)
+    if name in ANYTHING:
+        return
+    own = {i.split(".")[1] for i in imports(path) if i.startswith("hfppo.")}
+    assert own <= ALLOWED[name], f"{name} must not import {own - ALLOWED[name]}"
+
+
+@pytest.mark.parametrize("path", [p for p in MODULES if module_name(p) in ("functional", "rollout")], ids=str)
+def test_mathematics_and_rollout_know_torch_alone(path):
+    others = {i.split(".")[0] for i in imports(path)} - {"torch", "hfppo"}
+    assert others <= {"hashlib", "collections", "dataclasses", "typing", "math"}
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_files_and_functions_stay_short(path):
+    source = path.read_text()
+    assert len(source.splitlines()) <= 430
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef) and node.name != "__init__":
+            assert node.end_lineno - node.lineno < 65, node.name
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.name)
+def test_recipes_use_public_names_only(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("hfppo"):
+            assert not any(alias.name.startswith("_") for alias in node.names)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "trainer":
+            assert not node.attr.startswith("_")
+
+
+@pytest.mark.parametrize("owner", [hfppo, hfppo.functional], ids=["hfppo", "hfppo.functional"])
+def test_public_names_have_docstrings(owner):
+    for name in owner.__all__:
+        thing = getattr(owner, name)
+        if inspect.isclass(thing) or inspect.isfunction(thing):
+            assert inspect.getdoc(thing), name
+            if inspect.isclass(thing) and thing.__module__.startswith("hfppo"):
+                methods = {k: v for k, v in vars(thing).items() if inspect.isfunction(v) and not k.startswith("_")}
+                undocumented = [
+                    k for k, v in methods.items() if not inspect.getdoc(v) and not inspect.getdoc(getattr(thing, k))
+                ]
+                assert not undocumented, f"{name}: {undocumented}"
+
+
+def test_core_does_not_need_the_extras():
+    for path in MODULES:
+        tops = {i.split(".")[0] for i in imports(path)}
+        assert not tops & {"trl", "vllm", "bitsandbytes"}, path

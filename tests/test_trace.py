@@ -1,0 +1,87 @@
+"""The token table of one completion, from the worked example of the docs."""
+
+import io
+from dataclasses import replace
+
+import pytest
+import torch
+from rich.console import Console
+
+from hfppo import Rollout
+from hfppo.functional import gae
+from hfppo.trace import TokenTable
+
+TOKENS = "请问1+1=2？", "是的等于2！"  # without the comma, so that 6 rewards stand on 6 tokens
+REWARDS = torch.tensor([[-0.01, -0.01, -0.01, -0.01, -0.01, 0.99]])
+VALUES = torch.tensor([[0.85, 0.88, 0.90, 0.93, 0.96, 0.99]])
+
+
+@pytest.fixture
+def rollout(tokenizer) -> Rollout:
+    """One completion of six tokens behind two columns of padding on the left and one on the right."""
+    prompt, completion = (torch.tensor([tokenizer(text)["input_ids"]]) for text in TOKENS)
+    mask = torch.ones(1, 6, dtype=torch.bool)
+    advantages, returns = gae(REWARDS, VALUES, mask, gamma=0.99, lam=0.95)
+    logprobs = torch.tensor([[-0.12, -0.08, -0.15, -0.10, -0.05, -0.02]])
+    ref = torch.tensor([[-0.15, -0.10, -0.18, -0.12, -0.08, -0.03]])
+
+    def right(x, value=0.0):
+        return torch.nn.functional.pad(x, (0, 1), value=value)
+
+    return Rollout(
+        prompt_ids=torch.nn.functional.pad(prompt, (2, 0), value=0),
+        prompt_mask=torch.nn.functional.pad(torch.ones_like(prompt, dtype=torch.bool), (2, 0), value=False),
+        completion_ids=right(completion, 0),
+        mask=right(mask, False),
+        loss_mask=right(mask, False),
+        truncated=torch.tensor([False]),
+        scores=torch.tensor([1.0]),
+        rollout_logprobs=right(logprobs),
+        old_logprobs=right(logprobs),
+        rewards=right(REWARDS),
+        advantages=right(advantages),
+        ref_logprobs=right(ref),
+        values=right(VALUES),
+        returns=right(returns),
+    )
+
+
+def test_token_table_of_the_worked_example(rollout, tokenizer):
+    table = TokenTable.from_rollout(rollout, 0, tokenizer)
+    assert (table.prompt, table.score) == ("请问1+1=2？", 1.0)
+    assert "".join(row.token for row in table.rows) == "是的等于2！"
+    assert [row.kl for row in table.rows] == pytest.approx([0.03, 0.02, 0.03, 0.02, 0.03, 0.01], abs=1e-6)
+    advantages = [0.03816, 0.02866, 0.02942, 0.01990, 0.01010, 0.0]
+    assert [row.advantage for row in table.rows] == pytest.approx(advantages, abs=6e-6)
+    for row in table.rows:
+        assert row.return_ == pytest.approx(row.value + row.advantage, abs=1e-6)
+
+
+def test_table_in_a_terminal_of_80_columns(rollout, tokenizer):
+    console = Console(file=io.StringIO(), width=80)
+    console.print(TokenTable.from_rollout(rollout, 0, tokenizer))
+    text = console.file.getvalue()
+    assert "请问1+1=2？" in text
+    assert "score 1" in text
+    first = next(line for line in text.splitlines() if line.strip().startswith("是"))
+    assert first.split() == ["是", "-0.1200", "-0.1500", "0.0300", "-0.0100", "0.8500", "0.8882", "0.0382"]
+    assert "…" not in text
+
+
+def test_table_without_reference_and_critic(rollout, tokenizer):
+    bare = replace(rollout, ref_logprobs=None, values=None, returns=None)
+    rows = TokenTable.from_rollout(bare, 0, tokenizer).rows
+    assert {(row.ref_logprob, row.kl, row.value, row.return_) for row in rows} == {(None,) * 4}
+
+
+def test_trainers_rollout_is_what_training_would_see_and_does_not_disturb_it(make_trainer):
+    plain = make_trainer()
+    plain.train()
+    watched = make_trainer()
+    before = watched.rollout(["请问1+1=2？"])
+    watched.train()
+    after = watched.rollout(["请问1+1=2？"])
+    for a, b in zip(plain.model.parameters(), watched.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+    assert not torch.equal(before.old_logprobs[:, 0], after.old_logprobs[:, 0])
+    assert torch.allclose(after.returns, after.values + after.advantages)
