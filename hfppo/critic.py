@@ -108,9 +108,15 @@ def saved_critic(critic: str | PreTrainedModel) -> Path | None:
 def critic_from_model(critic: str | PreTrainedModel, peft_config: PeftConfig) -> Critic:
     """A critic on another model, for instance the reward model, whose score head the value head starts from."""
     if isinstance(critic, str):
-        model, info = AutoModelForSequenceClassification.from_pretrained(
-            critic, num_labels=1, output_loading_info=True
-        )
+        try:
+            model, info = AutoModelForSequenceClassification.from_pretrained(
+                critic, num_labels=1, output_loading_info=True
+            )
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"critic={critic!r} is not 'adapter', 'shared', a folder with a saved critic, or the id or path of a "
+                f"model: {error}"
+            ) from error
         trained_head = not any(name.startswith("score") for name in info["missing_keys"])
     else:
         model, trained_head = critic, True

@@ -61,7 +61,7 @@ def test_arithmetic_leaves_what_trainers_examples_leave_and_resumes(tmp_path, fe
         (["--learning_rte", "1"], "--learning_rte"),
         (["--kl_estimator", "k7"], "kl_estimator='k7' is unknown; choose from k1, abs, k2, k3"),
         (["--overlong_prompts", "cut"], "invalid choice: 'cut'"),
-        (["--critic", "shred"], "shred"),
+        (["--critic", "shred"], "critic='shred' is not 'adapter', 'shared'"),
     ],
 )
 def test_typos_are_refused_by_name(tmp_path, capsys, flags, wanted):
@@ -78,17 +78,12 @@ def test_a_typo_in_the_yaml_is_refused_by_name(tmp_path):
         parser.parse_args_and_config(["--config", str(tmp_path / "typo.yaml")])
 
 
-def test_help_of_every_recipe():
-    for script in ("arithmetic.py", "build_arithmetic_base.py"):
-        run = subprocess.run(
-            [sys.executable, str(RECIPES / script), "--help"],
-            capture_output=True,
-            text=True,
-            env=os.environ,
-            timeout=120,
-        )
-        assert run.returncode == 0, run.stderr[-1000:]
-        assert "usage" in run.stdout
+def test_help_lists_the_fields():
+    command = [sys.executable, str(RECIPES / "arithmetic.py"), "--help"]
+    run = subprocess.run(command, capture_output=True, text=True, env=os.environ, timeout=120)
+    assert run.returncode == 0, run.stderr[-1000:]
+    assert "--kl_coef" in run.stdout
+    assert "--lora_r" in run.stdout
 
 
 def test_built_data_holds_no_test_pair_in_training(tmp_path):
