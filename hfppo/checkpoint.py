@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft import PeftConfig
 from safetensors.torch import load_file, save_file
 from transformers import TrainingArguments
 
 from hfppo.callbacks import PPOState
 from hfppo.config import PPOConfig
+from hfppo.critic import describe_adapter
 from hfppo.data import Prompts
 from hfppo.metrics import Meter
 from hfppo.rollout import Rollout
@@ -38,7 +40,9 @@ def state_file(checkpoint: str | Path, process: int) -> Path:
     return Path(checkpoint) / f"ppo_state_{process}.json"
 
 
-def describe_run(args: PPOConfig, prompts: Prompts | None, critic: str | None) -> dict[str, Any]:
+def describe_run(
+    args: PPOConfig, prompts: Prompts | None, peft_config: PeftConfig, critic: str | None
+) -> dict[str, Any]:
     """What a checkpoint must share with the run that goes on with it, and below "settings" what it had better."""
     digest = hashlib.sha256(json.dumps(prompts.ids).encode()).hexdigest() if prompts is not None else None
     inherited = {f.name for f in fields(TrainingArguments)}
@@ -48,6 +52,7 @@ def describe_run(args: PPOConfig, prompts: Prompts | None, critic: str | None) -
             **{name: getattr(args, name) for name in STRUCTURE},
             "number of processes": args.world_size,
             "prompts (SHA-256 of their token ids)": digest,
+            "peft_config": describe_adapter(peft_config),
             "critic": critic,
         },
         "settings": own,

@@ -1,7 +1,9 @@
 """The configuration of a run, in the style of TrainingArguments."""
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from numbers import Real
 from typing import Any, Literal
 
 from transformers import TrainingArguments
@@ -17,6 +19,8 @@ RANGES: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
         "at least 1",
         lambda x: x >= 1,
         (
+            "per_device_train_batch_size",
+            "gradient_accumulation_steps",
             "num_ppo_epochs",
             "num_mini_batches",
             "num_generations",
@@ -216,6 +220,7 @@ class PPOConfig(TrainingArguments):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self._check_types()
         self._check_choices()
         self._check_ranges()
         self._check_combinations()
@@ -254,6 +259,18 @@ class PPOConfig(TrainingArguments):
     def needs_reference(self) -> bool:
         """Whether a KL term asks for log π_ref."""
         return self.kl_coef != 0 or self.kl_loss_coef != 0
+
+    def _check_types(self) -> None:
+        for f in fields(PPOConfig):
+            value = getattr(self, f.name)
+            if f.name in TrainingArguments.__dataclass_fields__ or value is None:
+                continue
+            if f.type in (int, int | None) and (not isinstance(value, int) or isinstance(value, bool)):
+                raise ValueError(f"{f.name}={value!r} must be a whole number")
+            if f.type in (float, float | None) and not (isinstance(value, Real) and math.isfinite(value)):
+                raise ValueError(
+                    f"{f.name}={value!r} must be a finite number; YAML wants 1.0e-5, and takes 1e-5 for text"
+                )
 
     def _check_choices(self) -> None:
         choices: dict[str, tuple[str, ...]] = {

@@ -33,7 +33,7 @@ class Critic(nn.Module):
         self, kind: str, trunk: nn.Module | None, hidden_size: int, base: str | None = None, detach: bool = False
     ):
         super().__init__()
-        self.kind, self.base, self.detach = kind, base, detach
+        self.kind, self.base, self.detach, self.hidden_size = kind, base, detach, hidden_size
         self.trunk = trunk
         self.value_head = nn.Linear(hidden_size, 1, dtype=torch.float32)
         nn.init.zeros_(self.value_head.weight)
@@ -52,8 +52,12 @@ class Critic(nn.Module):
         """Write the trainable weights and what they belong to."""
         Path(folder).mkdir(parents=True, exist_ok=True)
         save_file(self.trained_state(), Path(folder) / CRITIC_WEIGHTS)
-        config = {"kind": self.kind, "base": self.base}
-        (Path(folder) / CRITIC_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+        (Path(folder) / CRITIC_CONFIG).write_text(json.dumps(self.config(), indent=2) + "\n")
+
+    def config(self) -> dict[str, Any]:
+        """What weights must fit: written beside them, and compared when they are loaded."""
+        adapter = describe_adapter(self.trunk.active_peft_config) if isinstance(self.trunk, PeftModel) else None
+        return {"kind": self.kind, "base": self.base, "hidden_size": self.hidden_size, "peft_config": adapter}
 
     def load(self, folder: str | Path) -> None:
         """Read what `save` wrote.
@@ -61,14 +65,14 @@ class Critic(nn.Module):
         Raises:
             ValueError: the folder holds another kind of critic.
         """
-        state = load_file(Path(folder) / CRITIC_WEIGHTS)
-        if state.keys() != self.trained_state().keys():
-            saved = json.loads((Path(folder) / CRITIC_CONFIG).read_text())["kind"]
-            raise ValueError(
-                f"{folder} holds a critic of kind {saved!r} that does not fit this run's {self.kind!r} critic; "
-                "use the critic and the peft_config it was trained with"
-            )
-        self.load_state_dict(state, strict=False)
+        saved, own = json.loads((Path(folder) / CRITIC_CONFIG).read_text()), self.config()
+        for name in ("kind", "hidden_size", "peft_config"):
+            if saved[name] != own[name]:
+                raise ValueError(
+                    f"{folder} holds a critic of {name} {saved[name]!r} that does not fit this run's {own[name]!r} "
+                    "critic; use the critic and the peft_config it was trained with"
+                )
+        self.load_state_dict(load_file(Path(folder) / CRITIC_WEIGHTS), strict=False)
 
     def trained_state(self) -> dict[str, Tensor]:
         """The trainable weights by name."""
@@ -90,8 +94,10 @@ def build_critic(
     elif critic == "adapter":
         trunk = adapted(shared_copy(base.base_model), peft_config)
         built = Critic("adapter", trunk, base.config.get_text_config().hidden_size)
-    else:
+    elif isinstance(critic, str | PreTrainedModel):
         built = critic_from_model(critic, peft_config)
+    else:
+        raise TypeError(f"critic={critic!r} is not 'adapter', 'shared', a model, or the id or path of one")
     if folder is not None:
         built.load(folder)
     return built.to(base.device) if built.trunk is None else built
@@ -135,6 +141,22 @@ def adapted(trunk: PreTrainedModel, peft_config: PeftConfig) -> PeftModel:
     config.task_type, config.modules_to_save, config.inference_mode = None, None, False
     config.target_modules = trunk_targets(config.target_modules, trunk)
     return get_peft_model(trunk, config, adapter_name="critic")
+
+
+def describe_adapter(config: PeftConfig) -> dict[str, Any]:
+    """The fields that decide whether an adapter's weights fit, and mean the same, as JSON has them."""
+    names = (
+        "peft_type",
+        "r",
+        "lora_alpha",
+        "target_modules",
+        "use_rslora",
+        "use_dora",
+        "rank_pattern",
+        "alpha_pattern",
+    )
+    values = {name: getattr(config, name, None) for name in names}
+    return {name: sorted(value) if isinstance(value, set) else value for name, value in values.items()}
 
 
 def trunk_targets(targets: str | Iterable[str] | None, trunk: PreTrainedModel) -> str | list[str] | None:

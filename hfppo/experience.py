@@ -99,9 +99,10 @@ class Collector:
             old_logprobs = completions.logprobs if passes.old_logprobs is None else passes.old_logprobs
             scores, loss_mask = self.final_scores(scored, completions)
             rewards = self.token_rewards(scored, scores, old_logprobs, passes.ref_logprobs, completions.mask, kl_coef)
-            advantages, returns = self.advantages(rows, rewards, scores, passes, completions, state)
+            advantages, returns = self.advantages(rows, rewards, scored, passes, completions, state)
             whiten = self.args.whitens_advantages if whiten is None else whiten
-            whitened = self.whiten_globally(advantages, completions.mask) if whiten else advantages
+            known = completions.mask & scored.scorable.to(completions.mask.device)[:, None]
+            whitened = self.whiten_globally(advantages, known) if whiten else advantages
         rollout = Rollout(
             prompt_ids=prompt_ids,
             prompt_mask=prompt_mask,
@@ -214,18 +215,15 @@ class Collector:
         self,
         rows: list[Row],
         rewards: Tensor,
-        scores: Tensor,
+        scored: Scored,
         passes: Passes,
         completions: Completions,
         state: TrainerState,
     ) -> tuple[Tensor, Tensor | None]:
         """(B, T) advantages before whitening, and returns where there is a critic."""
         args, mask = self.args, completions.mask
-        groups = torch.tensor([row.group for row in rows], device=mask.device)
-        if args.advantage_estimator == "grpo":
-            return F.grpo(rewards, mask, groups, scale=args.scale_rewards), None
         if args.advantage_estimator in GROUP_ESTIMATORS:
-            return GROUP_ESTIMATORS[args.advantage_estimator](rewards, mask, groups), None
+            return self.group_advantages(rows, rewards, mask, scored.scorable.to(mask.device)), None
         if args.advantage_estimator == "reinforce_plus_plus":
             return F.reinforce_plus_plus(rewards, mask, args.gamma), None
         if args.advantage_estimator == "remax":
@@ -236,6 +234,18 @@ class Collector:
         if args.lam_critic is not None:
             returns = F.gae(rewards, passes.values, mask, args.gamma, args.lam_critic, final)[1]
         return advantages, returns
+
+    def group_advantages(self, rows: list[Row], rewards: Tensor, mask: Tensor, scorable: Tensor) -> Tensor:
+        """(B, T) advantages against the others of a prompt that have a score; 0 where there is none to compare."""
+        groups = torch.tensor([row.group for row in rows], device=mask.device)
+        _, index = groups.unique(return_inverse=True)
+        comparable = scorable & (torch.bincount(index[scorable], minlength=len(groups))[index] > 1)
+        advantages = torch.zeros_like(rewards)
+        if comparable.any():
+            estimator = GROUP_ESTIMATORS[self.args.advantage_estimator]
+            options = {"scale": self.args.scale_rewards} if self.args.advantage_estimator == "grpo" else {}
+            advantages[comparable] = estimator(rewards[comparable], mask[comparable], groups[comparable], **options)
+        return advantages
 
     def greedy_scores(self, rows: list[Row], state: TrainerState) -> Tensor:
         """(B,) score of the greedy completion of each row's prompt."""

@@ -4,10 +4,13 @@ import copy
 from dataclasses import dataclass
 from typing import Any
 
-from peft import LoraConfig, PeftConfig, PeftModel, load_peft_weights
+from peft import LoraConfig, PeftConfig, PeftModel
 from peft.utils import get_peft_model_state_dict
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+# These initialisations write into the base, so that disabling the adapter no longer gives the base back.
+BASE_CHANGING_INITS = ("pissa", "olora", "corda", "eva", "loftq", "lora_ga")
 
 
 @dataclass(frozen=True)
@@ -19,39 +22,73 @@ class Actor:
     start_adapter: dict[str, Tensor] | None  # None: a new adapter
 
 
-def load_actor(model: str | PreTrainedModel | PeftModel, peft_config: PeftConfig | None, **init_kwargs: Any) -> Actor:
-    """Take a model as users give it: an id or path of a base or of an adapter, a loaded base, a loaded adapter.
+def load_model(model: str | PreTrainedModel | PeftModel, **init_kwargs: Any) -> PreTrainedModel | PeftModel:
+    """A loaded model from an id or path, of a base or of an adapter; a loaded one as it is."""
+    if not isinstance(model, str):
+        return model
+    try:
+        config = PeftConfig.from_pretrained(model)
+    except (ValueError, OSError):  # no adapter there: a base
+        return AutoModelForCausalLM.from_pretrained(model, **init_kwargs)
+    base = AutoModelForCausalLM.from_pretrained(config.base_model_name_or_path, **init_kwargs)
+    return PeftModel.from_pretrained(base, model, is_trainable=True)
+
+
+def check_model(model: PreTrainedModel | PeftModel, peft_config: PeftConfig | None) -> None:
+    """Refuse what cannot be trained, before anything about the model is changed.
 
     Raises:
+        TypeError: a peft_config that is none.
         ValueError: a second adapter is asked for on a trained one, or the loaded adapter is not trainable.
     """
-    if isinstance(model, str):
-        try:
-            config = PeftConfig.from_pretrained(model)
-        except (ValueError, OSError):  # no adapter there: a base
-            base = AutoModelForCausalLM.from_pretrained(model, **init_kwargs)
-            return Actor(base, peft_config or default_peft_config(), None)
-        base = AutoModelForCausalLM.from_pretrained(config.base_model_name_or_path, **init_kwargs)
-        start = load_peft_weights(model, device=str(base.device))
-    elif isinstance(model, PeftModel):
-        config = model.active_peft_config
-        if not any(p.requires_grad for p in model.parameters()):
-            raise ValueError(
-                "model is a PeftModel without a trainable weight, so training would change nothing; load it with "
-                "PeftModel.from_pretrained(..., is_trainable=True)"
-            )
-        start = {k: v.clone() for k, v in get_peft_model_state_dict(model, adapter_name=model.active_adapter).items()}
-        base = model.unload()
-    else:
-        return Actor(model, peft_config or default_peft_config(), None)
+    if peft_config is not None and not isinstance(peft_config, PeftConfig):
+        raise TypeError(
+            f"peft_config must be a PeftConfig, got {type(peft_config).__name__}; use peft.LoraConfig(...)"
+        )
+    if not isinstance(model, PeftModel):
+        return check_adapter(peft_config or default_peft_config())
+    check_adapter(model.active_peft_config)
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ValueError(
+            "model is a PeftModel without a trainable weight, so training would change nothing; load it with "
+            "PeftModel.from_pretrained(..., is_trainable=True)"
+        )
     if peft_config is not None:
         raise ValueError(
             "model is already an adapter and peft_config asks for another; leave peft_config out to train the "
             "adapter on, or merge it into its base first"
         )
-    config = copy.deepcopy(config)
+    return None
+
+
+def check_adapter(config: PeftConfig) -> None:
+    """Refuse adapters that, disabled, do not give the base back: the reference would not be the base."""
+    init = getattr(config, "init_lora_weights", True)
+    if isinstance(init, str) and init.lower().startswith(BASE_CHANGING_INITS):
+        raise ValueError(
+            f"init_lora_weights={init!r} changes the base, so the disabled adapter is not the reference policy; "
+            "use init_lora_weights=True, 'gaussian' or 'orthogonal'"
+        )
+    if (bias := getattr(config, "bias", "none")) != "none":
+        raise ValueError(
+            f"bias={bias!r} trains biases of the base, so the disabled adapter is not the reference policy; "
+            "use bias='none'"
+        )
+    if config.is_prompt_learning:
+        raise ValueError(
+            f"the model's or peft_config's type {getattr(config.peft_type, 'value', config.peft_type)} is prompt "
+            "learning, which cannot be disabled to give the reference policy; use LoRA"
+        )
+
+
+def take_apart(model: PreTrainedModel | PeftModel, peft_config: PeftConfig | None) -> Actor:
+    """Base, adapter and the adapter's weights of a model that `check_model` has let through."""
+    if not isinstance(model, PeftModel):
+        return Actor(model, peft_config or default_peft_config(), None)
+    config = copy.deepcopy(model.active_peft_config)
     config.inference_mode = False
-    return Actor(base, config, start)
+    weights = get_peft_model_state_dict(model, adapter_name=model.active_adapter)
+    return Actor(model.unload(), config, {name: tensor.clone() for name, tensor in weights.items()})
 
 
 def default_peft_config() -> LoraConfig:

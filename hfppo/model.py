@@ -19,9 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from hfppo.critic import CRITIC_FOLDER, build_critic, shared_copy
-
-# These initialisations write into the base, so that disabling the adapter no longer gives the base back.
-BASE_CHANGING_INITS = ("pissa", "olora", "corda", "eva", "loftq", "lora_ga")
+from hfppo.loading import check_adapter
 
 # Logits are made for as many tokens at once as fit into this many numbers (float32: 128 MiB).
 MAX_LOGITS = 2**25
@@ -240,23 +238,6 @@ def token_logprobs(
         logprobs, entropy = (torch.cat(part) for part in zip(*parts, strict=True))
     nothing = torch.zeros(mask.shape, dtype=torch.float32, device=hidden.device)
     return nothing.masked_scatter(mask, logprobs), nothing.masked_scatter(mask, entropy)
-
-
-def check_adapter(config: PeftConfig) -> None:
-    """Refuse adapters that, disabled, do not give the base back: the reference would not be the base."""
-    init = getattr(config, "init_lora_weights", True)
-    if isinstance(init, str) and init.lower().startswith(BASE_CHANGING_INITS):
-        raise ValueError(
-            f"init_lora_weights={init!r} changes the base, so the disabled adapter is not the reference policy; "
-            "use init_lora_weights=True, 'gaussian' or 'orthogonal'"
-        )
-    if (bias := getattr(config, "bias", "none")) != "none":
-        raise ValueError(
-            f"bias={bias!r} trains biases of the base, so the disabled adapter is not the reference policy; "
-            "use bias='none'"
-        )
-    if config.is_prompt_learning:
-        raise ValueError(f"{config.peft_type} is prompt learning, which has no reference policy; use LoRA")
 
 
 def disable_dropout(model: nn.Module) -> None:

@@ -9,7 +9,9 @@ completion, as long as its `completion_ids`, rewards each token. `async def` fun
 """
 
 import asyncio
+import functools
 import inspect
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +20,7 @@ from numbers import Real
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 RewardFunc = Callable[..., Any]
 
@@ -48,22 +50,23 @@ class RewardFunctions:
         if not self.funcs:
             raise ValueError("reward_funcs is empty; give at least one function")
         for func in self.funcs:
-            if not callable(func):
-                raise TypeError(f"reward_funcs holds {func!r}, which cannot be called; give Python functions")
-        self.weights = [1.0] * len(self.funcs) if weights is None else list(weights)
-        if len(self.weights) != len(self.funcs):
-            raise ValueError(
-                f"reward_weights has {len(self.weights)} entries for {len(self.funcs)} reward functions "
-                f"({', '.join(self.names)}); give one weight each"
-            )
+            if not callable(func) or isinstance(func, nn.Module):
+                raise TypeError(f"reward_funcs holds {describe(func)}, which is no function; give Python functions")
+        self.weights = check_weights(weights, self.names)
 
     @property
     def names(self) -> list[str]:
-        """The functions' names, as metrics and errors use them; a repeated one gets a number."""
-        plain = [getattr(func, "__name__", type(func).__name__) for func in self.funcs]
-        return [
-            name if plain.count(name) == 1 else f"{name}_{plain[: i + 1].count(name)}" for i, name in enumerate(plain)
-        ]
+        """The functions' names, as metrics and errors use them; repeated ones get numbers."""
+        plain = [plain_name(func) for func in self.funcs]
+        names = [name for name in plain if plain.count(name) == 1]
+        result = []
+        for name in plain:
+            unique = (
+                name if name in names else next(n for i in itertools.count(1) if (n := f"{name}_{i}") not in names)
+            )
+            names.append(unique)
+            result.append(unique)
+        return result
 
     def __call__(
         self,
@@ -129,8 +132,43 @@ class RewardFunctions:
         return outputs
 
 
+def unwrapped(func: RewardFunc) -> RewardFunc:
+    """What a `functools.partial`, or several around each other, call."""
+    while isinstance(func, functools.partial):
+        func = func.func
+    return func
+
+
+def plain_name(func: RewardFunc) -> str:
+    """A function's name, or the class of an object that can be called."""
+    func = unwrapped(func)
+    return getattr(func, "__name__", type(func).__name__)
+
+
+def describe(thing: Any) -> str:
+    return type(thing).__name__ if isinstance(thing, nn.Module) else repr(thing)
+
+
+def check_weights(weights: Sequence[float] | None, names: list[str]) -> list[float]:
+    """One finite weight for each function; 1 each where none are given."""
+    if weights is None:
+        return [1.0] * len(names)
+    if not isinstance(weights, Sequence) or isinstance(weights, str):
+        raise TypeError(f"reward_weights={weights!r} is no list; give one weight for each reward function")
+    if len(weights) != len(names):
+        raise ValueError(
+            f"reward_weights has {len(weights)} entries for {len(names)} reward functions ({', '.join(names)}); "
+            "give one weight each"
+        )
+    for weight in weights:
+        if not isinstance(weight, Real) or not math.isfinite(weight):
+            raise ValueError(f"reward_weights={weights!r} holds {weight!r}; give finite numbers, 0 to only log")
+    return [float(weight) for weight in weights]
+
+
 def is_async(func: RewardFunc) -> bool:
     """Whether calling it gives a coroutine; objects with an async `__call__` included."""
+    func = unwrapped(func)
     return inspect.iscoroutinefunction(func) or inspect.iscoroutinefunction(getattr(func, "__call__", None))  # noqa: B004
 
 
@@ -141,7 +179,8 @@ def check_output(name: str, output: Any, lengths: list[int]) -> list[float | lis
         name: the function, for the error.
         lengths: tokens of each completion.
     """
-    if not isinstance(output, Sequence | Tensor) or isinstance(output, str):
+    is_list = output.dim() > 0 if isinstance(output, Tensor) else isinstance(output, Sequence)
+    if not is_list or isinstance(output, str):
         raise TypeError(f"reward function {name!r} returned {type(output).__name__}; return a list of numbers")
     values = output.tolist() if isinstance(output, Tensor) else list(output)
     if len(values) != len(lengths):
@@ -170,7 +209,7 @@ def check_number(name: str, row: int, value: Any) -> float:
         value = value.item()
     if not isinstance(value, Real):
         raise TypeError(f"reward function {name!r}, row {row}: {value!r} is not a number; return a float or None")
-    if not math.isfinite(value):
+    if not abs(float(value)) <= torch.finfo(torch.float32).max:
         raise ValueError(f"reward function {name!r}, row {row}: {value} is not finite; return None to skip a row")
     return float(value)
 

@@ -35,7 +35,7 @@ from hfppo.evaluation import evaluate_prompts
 from hfppo.experience import Collector
 from hfppo.functional import token_kl
 from hfppo.generation import TransformersSampler, eos_token_ids
-from hfppo.loading import load_actor, load_tokenizer
+from hfppo.loading import check_model, load_model, load_tokenizer, take_apart
 from hfppo.metrics import Meter
 from hfppo.model import ActorCritic
 from hfppo.rewards import RewardFunc, RewardFunctions
@@ -104,8 +104,10 @@ class PPOTrainer(Trainer):
             for name, dataset in named(eval_dataset).items()
         }
 
-        actor = load_actor(model, peft_config, **init_kwargs)
-        eos_ids = eos_token_ids(tokenizer, actor.base.generation_config)
+        loaded = load_model(model, **init_kwargs)
+        check_model(loaded, peft_config)
+        eos_ids = eos_token_ids(tokenizer, loaded.generation_config)
+        actor = take_apart(loaded, peft_config)
         if tokenizer.pad_token_id is None:
             tokenizer.pad_token_id = eos_ids[0]
         if isinstance(ref_model, str):
@@ -144,9 +146,8 @@ class PPOTrainer(Trainer):
         self._meter = Meter()
         self._step_meter = Meter()  # for `target_kl`
         self._do_sample: bool | None = None
-        self._run = describe_run(
-            args, train_prompts, None if actor_critic.critic is None else actor_critic.critic.kind
-        )
+        critic_kind = None if actor_critic.critic is None else actor_critic.critic.kind
+        self._run = describe_run(args, train_prompts, actor.peft_config, critic_kind)
 
     @staticmethod
     def _prompts(dataset: Dataset, name: str, tokenizer: PreTrainedTokenizerBase, args: PPOConfig) -> Prompts:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import rich
+import torch
 from datasets import load_dataset
 from transformers import EvalPrediction
 from trl import ModelConfig, TrlParser, get_peft_config
@@ -54,6 +55,8 @@ def accuracy(prediction: EvalPrediction) -> dict[str, float]:
 
 
 def main(script_args: ArithmeticArguments, args: PPOConfig, model_args: ActorArguments) -> None:
+    if args.device.type == "cpu":
+        torch.set_num_threads(1)  # for so small a model, sharing out the work costs more than the work
     files = {"train": script_args.train_file, "test": script_args.test_file}
     dataset = load_dataset("json", data_files=files)
     peft_config = get_peft_config(model_args)

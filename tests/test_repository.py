@@ -23,7 +23,7 @@ ALLOWED = {
     "loading": set(),
     "data": {"rollout"},
     "config": {"functional"},
-    "model": {"critic"},
+    "model": {"critic", "loading"},
     "generation": {"generation", "model", "rollout"},
     "callbacks": {"functional", "rollout"},
     "trace": {"functional", "rollout"},
@@ -32,7 +32,7 @@ ALLOWED = {
         *("functional", "rollout", "config", "data", "generation", "metrics", "model", "rewards"),
     },
     "evaluation": {"data", "experience", "metrics"},
-    "checkpoint": {"callbacks", "config", "data", "metrics", "rollout"},
+    "checkpoint": {"callbacks", "config", "critic", "data", "metrics", "rollout"},
 }
 ANYTHING = {"trainer", "__init__"}
 
