@@ -207,7 +207,7 @@ def prompt_tuning() -> PromptTuningConfig:
 CHAT = [{"role": "user", "content": "1+1="}]
 
 ARGUMENTS = [
-    # The data set.
+    # The dataset.
     case("no rows", ValueError, "train_dataset", "no rows", "at least one prompt", arguments=data()),
     case(
         "no prompt column",
@@ -455,6 +455,8 @@ def test_one_end_of_sequence_is_enough(make_trainer, which):
     [
         pytest.param(lambda: {"peft_config": lora()}, id="a second adapter"),
         pytest.param(lambda: {"peft_config": None, "processing_class": tokenizer_without_eos()}, id="no EOS"),
+        pytest.param(lambda: {"peft_config": None, "critic": 5}, id="a number as critic"),
+        pytest.param(lambda: {"peft_config": None, "critic": "adaptor"}, id="an unknown critic"),
     ],
 )
 def test_a_refused_model_keeps_its_adapter(make_trainer, arguments):
@@ -462,7 +464,7 @@ def test_a_refused_model_keeps_its_adapter(make_trainer, arguments):
     model = adapter(eos_token_id=None)
     model.generation_config.eos_token_id = None
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    with pytest.raises(ValueError, match=r"peft_config|EOS"):
+    with pytest.raises((TypeError, ValueError), match=r"peft_config|EOS|critic"):
         make_trainer(model=model, **arguments())
     after = model.state_dict()
     assert sorted(after) == sorted(before)

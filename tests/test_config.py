@@ -118,6 +118,25 @@ def test_only_gae_needs_a_critic(config):
     assert set(CRITIC_FREE) == set(needs)
 
 
+@pytest.mark.parametrize(
+    ("estimator", "habit"),
+    [
+        ("gae", True),
+        ("reinforce_plus_plus", True),
+        ("reinforce_plus_plus_baseline", True),
+        ("grpo", False),
+        ("rloo", False),
+        ("opo", False),
+        ("remax", False),
+    ],
+)
+def test_advantages_are_whitened_as_the_estimator_wants_unless_set(config, estimator, habit):
+    fields = {"advantage_estimator": estimator, "num_generations": 2}
+    assert config(**fields).whitens_advantages is habit
+    assert config(**fields, whiten_advantages=True).whitens_advantages is True
+    assert config(**fields, whiten_advantages=False).whitens_advantages is False
+
+
 def test_estimators_that_need_groups_exist():
     assert set(NEEDS_GROUPS) <= set(CRITIC_FREE)
 
@@ -132,11 +151,9 @@ def test_nothing_that_was_set_is_changed(config):
 # ---- Fields ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", OWN)
-def test_every_field_has_a_help(name):
-    text = PPOConfig.__dataclass_fields__[name].metadata.get("help", "")
-    assert text.strip()
-    assert text.endswith(".")
+def test_every_field_has_a_help():
+    helps = {name: PPOConfig.__dataclass_fields__[name].metadata.get("help", "").strip() for name in OWN}
+    assert [name for name, text in helps.items() if len(text.split()) < 2 or not text.endswith(".")] == []
 
 
 def reads_of_args(path: Path) -> set[str]:

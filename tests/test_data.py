@@ -170,7 +170,7 @@ def test_asking_for_the_order_draws_no_global_random_number():
 
 @pytest.mark.parametrize("cuts", [(0, 8, 16, 24), (0, 3, 11, 24), (0, 1, 23, 24)])
 def test_pieces_make_up_the_whole(cuts):
-    """24 positions of a data set of 10: a piece may span two epochs."""
+    """24 positions of a dataset of 10: a piece may span two epochs."""
     whole = prompt_indices(range(24), 10, seed=0)
     pieces = [prompt_indices(range(a, b), 10, seed=0) for a, b in itertools.pairwise(cuts)]
     assert [index for piece in pieces for index in piece] == whole

@@ -137,7 +137,7 @@ def test_real_samples_reach_the_function_as_the_rollout_holds_them(make_trainer)
 
 
 def test_columns_that_hold_other_completions_stay_out(make_trainer):
-    """Data sets for supervised training have a column "completion"; it is not what is to be scored."""
+    """Datasets for supervised training have a column "completion"; it is not what is to be scored."""
     seen = {}
 
     def reward(**kwargs):

@@ -82,7 +82,7 @@ result = {
     "resumed": weights(resumed),
     "resumed_logs": logs(resumed),
     "gradients": gradients(probe),
-    "evaluation": {k: v for k, v in probe.evaluate().items() if "per_second" not in k and "runtime" not in k},
+    "evaluation": {k: v for k, v in probe.evaluate().items() if k.startswith(("eval_reward", "eval_completions"))},
     "completions": probe.predict(probe.eval_dataset).predictions,
 }
 (OUT / f"result_{straight.args.process_index}.json").write_text(json.dumps(result))
