@@ -73,6 +73,7 @@ def test_python_blocks_are_python(page):
         ast.parse(block)
 
 
+@pytest.mark.slow
 def test_quickstart_runs(tmp_path, monkeypatch, capsys):
     """Its blocks, one after the other in one namespace, where the recipes lie beside."""
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
