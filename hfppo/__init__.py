@@ -1,9 +1,9 @@
 """PPO for language models on the Hugging Face Trainer."""
 
-from hfppo.callbacks import AdaptiveKLCallback, ClipMetricsCallback, PPOCallback, PPOState
+from hfppo.callbacks import AdaptiveKLCallback, ClipMetricsCallback, PPOCallback, PPOState, PrintCompletionsCallback
 from hfppo.config import PPOConfig
 from hfppo.model import ActorCritic
-from hfppo.rollout import Rollout
+from hfppo.rollout import Rollout, Transcript
 from hfppo.trainer import PPOTrainer
 
 __version__ = "0.1.0"
@@ -16,5 +16,7 @@ __all__ = [
     "PPOConfig",
     "PPOState",
     "PPOTrainer",
+    "PrintCompletionsCallback",
     "Rollout",
+    "Transcript",
 ]

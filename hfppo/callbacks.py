@@ -5,10 +5,13 @@ import warnings
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import rich
+from rich.table import Table
+from rich.text import Text
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hfppo.functional import adaptive_kl_coef
-from hfppo.rollout import Rollout
+from hfppo.rollout import Rollout, Transcript
 
 
 @dataclass
@@ -38,6 +41,7 @@ class PPOCallback(TrainerCallback):
         control: TrainerControl,
         *,
         rollout: Rollout,
+        transcript: Transcript,
         metrics: dict[str, float],
         ppo_state: PPOState,
     ) -> None:
@@ -45,6 +49,7 @@ class PPOCallback(TrainerCallback):
 
         Args:
             rollout: this process's rows.
+            transcript: the same rows as text, with what each reward function said.
             metrics: the rollout's metrics over all processes, by the names of `hfppo.metrics.METRICS`.
             ppo_state: `kl_coef` set here holds from the next rollout on.
         """
@@ -69,11 +74,32 @@ class AdaptiveKLCallback(PPOCallback):
         if args.kl_coef == 0:
             raise ValueError("AdaptiveKLCallback multiplies kl_coef, and kl_coef=0 stays 0; start from 0.05, say")
 
-    def on_rollout_end(self, args, state, control, *, rollout, metrics, ppo_state):
+    def on_rollout_end(self, args, state, control, *, rollout, transcript, metrics, ppo_state):
         completions = len(rollout) * args.world_size
         ppo_state.kl_coef = adaptive_kl_coef(
             ppo_state.kl_coef, metrics.get("kl", math.nan), self.target, self.horizon, completions
         )
+
+
+class PrintCompletionsCallback(PPOCallback):
+    """Prints some completions of each rollout with their scores. `log_completions=True` adds it.
+
+    Args:
+        num_completions: rows to print.
+    """
+
+    def __init__(self, num_completions: int = 8):
+        self.num_completions = num_completions
+
+    def on_rollout_end(self, args, state, control, *, rollout, transcript, metrics, ppo_state):
+        if not state.is_world_process_zero:
+            return
+        columns = {"prompt": transcript.prompts, "completion": transcript.completions}
+        columns |= transcript.scores | transcript.extra
+        table = Table(*columns, title=f"step {state.global_step}", title_justify="left", show_lines=True)
+        for row in list(zip(*columns.values(), strict=False))[: self.num_completions]:
+            table.add_row(*(Text(f"{x:.4g}" if isinstance(x, float) else str(x)) for x in row))
+        rich.print(table)
 
 
 class ClipMetricsCallback(PPOCallback):

@@ -99,10 +99,15 @@ def check_checkpoint(checkpoint: str | Path, process: int, run: dict[str, Any]) 
             logger.warning("resuming with %s=%s, the checkpoint was written with %s", name, now, before)
 
 
-def load_ppo_state(checkpoint: str | Path, process: int, meter: Meter) -> tuple[PPOState, Rollout | None]:
-    """Read what `save_ppo_state` wrote."""
+def load_ppo_state(
+    checkpoint: str | Path, process: int, run: dict[str, Any], meter: Meter
+) -> tuple[PPOState, Rollout | None]:
+    """Read what `save_ppo_state` wrote. A `kl_coef` that was changed since takes the place of the saved β."""
     path = state_file(checkpoint, process)
     content = json.loads(path.read_text())
     meter.load_state_dict(content["metrics"])
     rollout = Rollout(**load_file(path.with_suffix(".safetensors"))) if content["rollout"] else None
-    return PPOState(**content["state"]), rollout
+    state = PPOState(**content["state"])
+    if run["settings"]["kl_coef"] != content["run"]["settings"]["kl_coef"]:
+        state.kl_coef = run["settings"]["kl_coef"]
+    return state, rollout

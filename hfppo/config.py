@@ -1,6 +1,7 @@
 """The configuration of a run, in the style of TrainingArguments."""
 
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from numbers import Real
@@ -55,6 +56,10 @@ RANGES: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
 )
 
 
+# Inherited fields whose type is checked along with our own: rollouts are cut, and steps made, by them.
+CHECKED = ("per_device_train_batch_size", "gradient_accumulation_steps", "learning_rate", "max_grad_norm")
+
+
 @dataclass
 class PPOConfig(TrainingArguments):
     """Everything a PPO run can be told, on top of `transformers.TrainingArguments`.
@@ -94,7 +99,7 @@ class PPOConfig(TrainingArguments):
     )
     num_generations: int = field(default=1, metadata={"help": "Completions per prompt."})
     max_prompt_length: int | None = field(
-        default=512, metadata={"help": "Longest prompt in tokens, None for any; see `overlong_prompts` (GRPO)."}
+        default=512, metadata={"help": "Longest prompt in tokens, None for any; see `overlong_prompts`."}
     )
     overlong_prompts: Literal["drop", "truncate"] = field(
         default="drop", metadata={"help": "Drop longer prompts, or cut their beginning off; the count is logged."}
@@ -207,6 +212,11 @@ class PPOConfig(TrainingArguments):
         default=None, metadata={"help": "Passed to `from_pretrained` when a model is given by its id or path."}
     )
 
+    # What is shown.
+    log_completions: bool = field(
+        default=False, metadata={"help": "Print some completions of each rollout with their scores (GRPO)."}
+    )
+
     # Speed and memory only.
     local_rollout_forward_batch_size: int = field(
         default=64, metadata={"help": "Rows per process that are sampled, or passed without gradient, at once (TRL)."}
@@ -219,8 +229,8 @@ class PPOConfig(TrainingArguments):
     ]
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         self._check_types()
+        super().__post_init__()
         self._check_choices()
         self._check_ranges()
         self._check_combinations()
@@ -263,7 +273,7 @@ class PPOConfig(TrainingArguments):
     def _check_types(self) -> None:
         for f in fields(PPOConfig):
             value = getattr(self, f.name)
-            if f.name in TrainingArguments.__dataclass_fields__ or value is None:
+            if (f.name in TrainingArguments.__dataclass_fields__ and f.name not in CHECKED) or value is None:
                 continue
             if f.type in (int, int | None) and (not isinstance(value, int) or isinstance(value, bool)):
                 raise ValueError(f"{f.name}={value!r} must be a whole number")
@@ -304,6 +314,12 @@ class PPOConfig(TrainingArguments):
                 f"{self.per_device_train_batch_size} × gradient_accumulation_steps="
                 f"{self.gradient_accumulation_steps} × num_mini_batches={self.num_mini_batches}) cannot be divided "
                 f"into groups of num_generations={self.num_generations}; choose sizes that divide"
+            )
+        if self.kl_loss_coef and self.kl_loss_estimator == "k1" and not self.kl_loss_straight_through:
+            warnings.warn(
+                "kl_loss_estimator='k1' has a gradient of zero mean as a loss: it adds noise and holds nothing back. "
+                "Use k2 or k3, or kl_loss_straight_through=True.",
+                stacklevel=3,
             )
         if self.critic_warmup and not self.needs_critic:
             raise ValueError(

@@ -4,6 +4,7 @@ import copy
 import json
 import re
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,10 @@ class Critic(nn.Module):
         Raises:
             ValueError: the folder holds another kind of critic.
         """
+        if not (Path(folder) / CRITIC_WEIGHTS).is_file():
+            raise ValueError(
+                f"{folder} has no {CRITIC_WEIGHTS}; it holds no critic, so take another folder or checkpoint"
+            )
         saved, own = json.loads((Path(folder) / CRITIC_CONFIG).read_text()), self.config()
         for name in ("kind", "hidden_size", "peft_config"):
             if saved[name] != own[name]:
@@ -79,63 +84,72 @@ class Critic(nn.Module):
         return {name: p.detach() for name, p in self.named_parameters() if p.requires_grad}
 
 
-def build_critic(
-    critic: str | PreTrainedModel | None, base: PreTrainedModel, peft_config: PeftConfig, detach: bool
-) -> Critic | None:
-    """The critic that the `critic` argument of `ActorCritic` asks for; before an adapter is put on the base."""
-    if critic is None:
-        return None
-    folder = saved_critic(critic)
-    if folder is not None:
-        saved = json.loads((folder / CRITIC_CONFIG).read_text())
-        critic = saved["base"] if saved["kind"] == "model" else saved["kind"]
-    if critic == "shared":
-        built = Critic("shared", None, base.config.get_text_config().hidden_size, detach=detach)
-    elif critic == "adapter":
-        trunk = adapted(shared_copy(base.base_model), peft_config)
-        built = Critic("adapter", trunk, base.config.get_text_config().hidden_size)
-    elif isinstance(critic, str | PreTrainedModel):
-        built = critic_from_model(critic, peft_config)
-    else:
-        raise TypeError(f"critic={critic!r} is not 'adapter', 'shared', a model, or the id or path of one")
-    if folder is not None:
-        built.load(folder)
-    return built.to(base.device) if built.trunk is None else built
+@dataclass(frozen=True)
+class CriticSource:
+    """What a critic is built from: "adapter", "shared" or a loaded model; and the folder of its trained weights."""
+
+    model: str | PreTrainedModel
+    folder: Path | None = None
 
 
-def saved_critic(critic: str | PreTrainedModel) -> Path | None:
-    """The folder that `critic` names, if it is one that `Critic.save` wrote."""
+def find_critic(critic: str | PreTrainedModel | CriticSource) -> CriticSource:
+    """Resolve the `critic` argument, and load the model if it names one.
+
+    Raises:
+        TypeError, ValueError: it is none of the things that `critic` may be.
+    """
+    if isinstance(critic, CriticSource):
+        return critic
+    if isinstance(critic, PreTrainedModel) or critic in ("adapter", "shared"):
+        return CriticSource(critic)
     if not isinstance(critic, str):
-        return None
-    folders = (Path(critic), Path(critic) / CRITIC_FOLDER)
-    return next((folder for folder in folders if (folder / CRITIC_CONFIG).is_file()), None)
-
-
-def critic_from_model(critic: str | PreTrainedModel, peft_config: PeftConfig) -> Critic:
-    """A critic on another model, for instance the reward model, whose score head the value head starts from."""
-    if isinstance(critic, str):
-        try:
-            model, info = AutoModelForSequenceClassification.from_pretrained(
-                critic, num_labels=1, output_loading_info=True
+        raise TypeError(f"critic={critic!r} is not 'adapter', 'shared', a model, or the id or path of one")
+    for folder in (Path(critic), Path(critic) / CRITIC_FOLDER):
+        if (folder / CRITIC_CONFIG).is_file():
+            saved = json.loads((folder / CRITIC_CONFIG).read_text())
+            return CriticSource(
+                find_critic(saved["base"] if saved["kind"] == "model" else saved["kind"]).model, folder
             )
-        except (OSError, ValueError) as error:
-            raise ValueError(
-                f"critic={critic!r} is not 'adapter', 'shared', a folder with a saved critic, or the id or path of a "
-                f"model: {error}"
-            ) from error
-        trained_head = not any(name.startswith("score") for name in info["missing_keys"])
+    try:
+        model, info = AutoModelForSequenceClassification.from_pretrained(
+            critic, num_labels=1, output_loading_info=True
+        )
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"critic={critic!r} is not 'adapter', 'shared', a folder with a saved critic, or the id or path of a "
+            f"model: {error}"
+        ) from error
+    if any(name.startswith("score") for name in info["missing_keys"]):
+        nn.init.zeros_(model.score.weight)  # a causal language model: its new, random head says nothing
+    return CriticSource(model)
+
+
+def build_critic(source: CriticSource, base: PreTrainedModel, peft_config: PeftConfig, detach: bool) -> Critic:
+    """Build the critic, before an adapter is put on the base."""
+    width = base.config.get_text_config().hidden_size
+    if isinstance(source.model, PreTrainedModel):
+        built = critic_from_model(source.model, peft_config)
+    elif source.model == "shared":
+        built = Critic("shared", None, width, detach=detach).to(base.device)
     else:
-        model, trained_head = critic, True
-    score = getattr(model, "score", None) if trained_head else None
+        built = Critic("adapter", adapted(shared_copy(base.base_model), peft_config), width)
+    if source.folder is not None:
+        built.load(source.folder)
+    return built
+
+
+def critic_from_model(model: PreTrainedModel, peft_config: PeftConfig) -> Critic:
+    """A critic on another model, for instance the reward model, whose score head the value head starts from."""
     trunk = adapted(model.base_model, peft_config)
     built = Critic("model", trunk, model.config.get_text_config().hidden_size, base=model.config.name_or_path)
+    score = getattr(model, "score", None)
     if isinstance(score, nn.Linear) and score.out_features == 1:
         with torch.no_grad():
             built.value_head.weight.copy_(score.weight)
     return built
 
 
-def adapted(trunk: PreTrainedModel, peft_config: PeftConfig) -> PeftModel:
+def adapted(trunk: Any, peft_config: PeftConfig) -> PeftModel:
     """The trunk with an adapter like the actor's on it."""
     config: Any = copy.deepcopy(peft_config)
     config.task_type, config.modules_to_save, config.inference_mode = None, None, False
@@ -155,7 +169,8 @@ def describe_adapter(config: PeftConfig) -> dict[str, Any]:
         "rank_pattern",
         "alpha_pattern",
     )
-    values = {name: getattr(config, name, None) for name in names}
+    values: dict[str, Any] = {name: getattr(config, name, None) for name in names}
+    values["peft_type"] = getattr(config.peft_type, "value", config.peft_type)
     return {name: sorted(value) if isinstance(value, set) else value for name, value in values.items()}
 
 

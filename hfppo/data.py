@@ -14,6 +14,9 @@ from hfppo.rollout import stream_seed
 
 logger = logging.getLogger(__name__)
 
+# What reward functions are called with beside the dataset's columns.
+RESERVED_COLUMNS = {"prompts", "completions", "trainer_state", "log_extra", "log_metric"}
+
 ORDER_STREAM = 1  # names the random draws of this module among those of a seed
 
 
@@ -65,6 +68,10 @@ def prepare_prompts(
         raise ValueError(
             f"{name} has no 'prompt' column, only {', '.join(dataset.column_names)}; "
             "dataset.rename_column('question', 'prompt') would rename one"
+        )
+    if shadowed := sorted(RESERVED_COLUMNS & set(dataset.column_names)):
+        raise ValueError(
+            f"{name} has columns named {', '.join(shadowed)}, which reward functions get from the trainer; rename them"
         )
     prompts = list(dataset["prompt"])
     conversational = is_conversational(prompts, name)

@@ -18,7 +18,7 @@ from hfppo.generation import Completions, Sampler
 from hfppo.metrics import Meter
 from hfppo.model import ActorCritic
 from hfppo.rewards import RewardFunctions, Scored
-from hfppo.rollout import Rollout, stream_seed
+from hfppo.rollout import Rollout, Transcript, stream_seed
 
 SAMPLING_STREAM, EVAL_STREAM = 2, 3  # name the random draws of this module among those of a seed
 
@@ -77,8 +77,8 @@ class Collector:
 
     def collect(
         self, rows: list[Row], kl_coef: float, state: TrainerState, meter: Meter, whiten: bool | None = None
-    ) -> Rollout:
-        """Collect a rollout.
+    ) -> tuple[Rollout, Transcript]:
+        """Collect a rollout, and its completions as text.
 
         Args:
             rows: what to complete.
@@ -98,10 +98,12 @@ class Collector:
             passes = self.forward_passes(prompt_ids, prompt_mask, completions)
             old_logprobs = completions.logprobs if passes.old_logprobs is None else passes.old_logprobs
             scores, loss_mask = self.final_scores(scored, completions)
+            known = completions.mask & scored.scorable.to(completions.mask.device)[:, None]
             rewards = self.token_rewards(scored, scores, old_logprobs, passes.ref_logprobs, completions.mask, kl_coef)
+            if self.args.whiten_rewards:
+                rewards = self.whiten_globally(rewards, known, shift_mean=False)
             advantages, returns = self.advantages(rows, rewards, scored, passes, completions, state)
             whiten = self.args.whitens_advantages if whiten is None else whiten
-            known = completions.mask & scored.scorable.to(completions.mask.device)[:, None]
             whitened = self.whiten_globally(advantages, known) if whiten else advantages
         rollout = Rollout(
             prompt_ids=prompt_ids,
@@ -120,7 +122,7 @@ class Collector:
             returns=returns,
         )
         self.measure(rollout, scored, advantages, kl_coef, meter)
-        return rollout
+        return rollout, self.transcript(rows, completions, scored)
 
     def prompt_tensors(self, rows: list[Row]) -> tuple[Tensor, Tensor]:
         """(B, P) token ids padded on the left and their mask, on the device."""
@@ -149,6 +151,15 @@ class Collector:
         texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
         conversational = isinstance(rows[0].columns["prompt"], list)
         return ids, [[{"role": "assistant", "content": text}] if conversational else text for text in texts]
+
+    def transcript(self, rows: list[Row], completions: Completions, scored: Scored) -> Transcript:
+        """The rows as people read them."""
+        return Transcript(
+            prompts=[row.columns["prompt"] for row in rows],
+            completions=self.texts(rows, completions)[1],
+            scores=dict(zip(self.rewards.names, scored.per_function.T.tolist(), strict=True)),
+            extra=scored.extra,
+        )
 
     def score(self, rows: list[Row], completions: Completions, state: TrainerState) -> Scored:
         """Ask the reward functions."""
@@ -208,8 +219,7 @@ class Collector:
             change = F.token_rewards(scores - scored.combined.to(mask.device), torch.zeros_like(logprobs), mask, 0.0)
             placed = scored.per_token.to(mask.device) + change
         kl = torch.zeros_like(logprobs) if ref is None else F.token_kl(logprobs, ref, self.args.kl_estimator)
-        rewards = F.token_rewards(placed, kl, mask, kl_coef)
-        return self.whiten_globally(rewards, mask, shift_mean=False) if self.args.whiten_rewards else rewards
+        return F.token_rewards(placed, kl, mask, kl_coef)
 
     def advantages(
         self,
@@ -227,7 +237,8 @@ class Collector:
         if args.advantage_estimator == "reinforce_plus_plus":
             return F.reinforce_plus_plus(rewards, mask, args.gamma), None
         if args.advantage_estimator == "remax":
-            return F.remax(rewards, mask, self.greedy_scores(rows, state)), None
+            baselines, known = self.greedy_scores(rows, state)
+            return F.remax(rewards, mask, baselines).where(known[:, None], 0.0), None
         lam = args.lam if args.lam_alpha is None else F.length_adaptive_lam(mask, args.lam_alpha)
         final = passes.final_value * completions.truncated if args.bootstrap_truncated else None
         advantages, returns = F.gae(rewards, passes.values, mask, args.gamma, lam, final)
@@ -247,14 +258,16 @@ class Collector:
             advantages[comparable] = estimator(rewards[comparable], mask[comparable], groups[comparable], **options)
         return advantages
 
-    def greedy_scores(self, rows: list[Row], state: TrainerState) -> Tensor:
-        """(B,) score of the greedy completion of each row's prompt."""
+    def greedy_scores(self, rows: list[Row], state: TrainerState) -> tuple[Tensor, Tensor]:
+        """(B,) score of the greedy completion of each row's prompt, and (B,) bool: whether it has one."""
         first = {row.group: row for row in reversed(rows)}
-        one_each = [first[group] for group in sorted(first)]
+        one_each = list(first.values())
         greedy = self.sample(*self.prompt_tensors(one_each), None)
-        scores, _ = self.final_scores(self.score(one_each, greedy, state), greedy)
-        by_group = dict(zip(sorted(first), scores, strict=True))
-        return torch.stack([by_group[row.group] for row in rows])
+        scored = self.score(one_each, greedy, state)
+        scores, _ = self.final_scores(scored, greedy)
+        position = {group: i for i, group in enumerate(first)}
+        index = torch.tensor([position[row.group] for row in rows], device=scores.device)
+        return scores[index], scored.scorable.to(scores.device)[index]
 
     def whiten_globally(self, x: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
         """`whiten` over the rows of all processes; gives this process's rows back."""

@@ -34,6 +34,22 @@ def load_model(model: str | PreTrainedModel | PeftModel, **init_kwargs: Any) -> 
     return PeftModel.from_pretrained(base, model, is_trainable=True)
 
 
+def load_reference(ref_model: str | PreTrainedModel | None, **init_kwargs: Any) -> PreTrainedModel | None:
+    """A loaded reference model from an id or path; a loaded one, or None, as it is.
+
+    Raises:
+        TypeError, ValueError: it cannot be loaded.
+    """
+    if ref_model is None or isinstance(ref_model, PreTrainedModel | PeftModel):
+        return ref_model
+    if not isinstance(ref_model, str):
+        raise TypeError(f"ref_model={ref_model!r} is not None, a model, or the id or path of one")
+    try:
+        return AutoModelForCausalLM.from_pretrained(ref_model, **init_kwargs)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"ref_model={ref_model!r} cannot be loaded; give a model, its id or path: {error}") from error
+
+
 def check_model(model: PreTrainedModel | PeftModel, peft_config: PeftConfig | None) -> None:
     """Refuse what cannot be trained, before anything about the model is changed.
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from hfppo.critic import CRITIC_FOLDER, build_critic, shared_copy
+from hfppo.critic import CRITIC_FOLDER, CriticSource, build_critic, find_critic, shared_copy
 from hfppo.loading import check_adapter
 
 # Logits are made for as many tokens at once as fit into this many numbers (float32: 128 MiB).
@@ -57,13 +57,15 @@ class ActorCritic(PeftModelForCausalLM):
         self,
         base: PreTrainedModel,
         peft_config: PeftConfig,
-        critic: str | PreTrainedModel | None = "adapter",
+        critic: str | PreTrainedModel | CriticSource | None = "adapter",
         ref_model: PreTrainedModel | PeftModel | None = None,
         start_adapter: dict[str, Tensor] | None = None,
         detach_critic: bool = False,
     ):
         check_adapter(peft_config)
-        critic_module = build_critic(critic, base, peft_config, detach_critic)
+        critic_module = None
+        if critic is not None:
+            critic_module = build_critic(find_critic(critic), base, peft_config, detach_critic)
         if start_adapter is not None and ref_model is None:
             ref_model = frozen_adapter_copy(base, peft_config, start_adapter)
         super().__init__(base, copy.deepcopy(peft_config))  # PEFT resolves "all-linear" in place

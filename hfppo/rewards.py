@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -179,10 +180,12 @@ def check_output(name: str, output: Any, lengths: list[int]) -> list[float | lis
         name: the function, for the error.
         lengths: tokens of each completion.
     """
-    is_list = output.dim() > 0 if isinstance(output, Tensor) else isinstance(output, Sequence)
+    if isinstance(output, Tensor | np.ndarray):
+        output = output.tolist()
+    is_list = isinstance(output, Sequence)
     if not is_list or isinstance(output, str):
         raise TypeError(f"reward function {name!r} returned {type(output).__name__}; return a list of numbers")
-    values = output.tolist() if isinstance(output, Tensor) else list(output)
+    values = list(output)
     if len(values) != len(lengths):
         raise ValueError(
             f"reward function {name!r} returned {len(values)} rewards for {len(lengths)} completions; return one each"

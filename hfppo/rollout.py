@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -66,6 +67,16 @@ class Rollout:
         """The rows in order, cut evenly."""
         for rows in torch.arange(len(self), device=self.prompt_ids.device).chunk(num_micro_batches):
             yield self.select(rows)
+
+
+@dataclass(frozen=True)
+class Transcript:
+    """The same B completions as text, with what the reward functions said about each."""
+
+    prompts: list[Any]  # text or conversations
+    completions: list[Any]  # text or messages
+    scores: dict[str, list[float]]  # by reward function; NaN where it was left out
+    extra: dict[str, list[Any]]  # columns that reward functions passed to log_extra
 
 
 def stream_seed(*numbers: int) -> int:

@@ -16,7 +16,6 @@ from peft import PeftConfig, PeftModel
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import (
-    AutoModelForCausalLM,
     EvalPrediction,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -26,16 +25,16 @@ from transformers import (
 )
 from transformers.trainer_utils import EvalLoopOutput
 
-from hfppo.callbacks import ClipMetricsCallback, PPOCallback, PPOState
+from hfppo.callbacks import ClipMetricsCallback, PPOCallback, PPOState, PrintCompletionsCallback
 from hfppo.checkpoint import check_checkpoint, describe_run, load_ppo_state, save_ppo_state
 from hfppo.config import PPOConfig
-from hfppo.critic import CRITIC_FOLDER
+from hfppo.critic import CRITIC_FOLDER, find_critic
 from hfppo.data import Prompts, prepare_prompts
 from hfppo.evaluation import evaluate_prompts
 from hfppo.experience import Collector
 from hfppo.functional import token_kl
 from hfppo.generation import TransformersSampler, eos_token_ids
-from hfppo.loading import check_model, load_model, load_tokenizer, take_apart
+from hfppo.loading import check_model, load_model, load_reference, load_tokenizer, take_apart
 from hfppo.metrics import Meter
 from hfppo.model import ActorCritic
 from hfppo.rewards import RewardFunc, RewardFunctions
@@ -107,26 +106,27 @@ class PPOTrainer(Trainer):
         loaded = load_model(model, **init_kwargs)
         check_model(loaded, peft_config)
         eos_ids = eos_token_ids(tokenizer, loaded.generation_config)
+        ref_model = load_reference(ref_model, **init_kwargs)
+        critic_source = find_critic(critic) if args.needs_critic else None
         actor = take_apart(loaded, peft_config)
         if tokenizer.pad_token_id is None:
             tokenizer.pad_token_id = eos_ids[0]
-        if isinstance(ref_model, str):
-            ref_model = AutoModelForCausalLM.from_pretrained(ref_model, **init_kwargs)
         actor_critic = ActorCritic(
             actor.base,
             actor.peft_config,
-            critic if args.needs_critic else None,
+            critic_source,
             ref_model,
             actor.start_adapter,
             args.detach_shared_critic,
         )
+        default_callbacks = [ClipMetricsCallback(), *([PrintCompletionsCallback()] if args.log_completions else [])]
         super().__init__(
             model=actor_critic,
             args=args,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             processing_class=tokenizer,
-            callbacks=[ClipMetricsCallback(), *(callbacks or [])],
+            callbacks=[*default_callbacks, *(callbacks or [])],
             compute_metrics=compute_metrics,
             optimizers=optimizers,
         )
@@ -195,7 +195,7 @@ class PPOTrainer(Trainer):
         """Collect the next rollout and tell the callbacks."""
         state = self.ppo_state
         rows, meter = self.collector.training_rows(self._train_prompts, state.rollouts), Meter()
-        rollout = self.collector.collect(rows, state.kl_coef, self.state, meter)
+        rollout, transcript = self.collector.collect(rows, state.kl_coef, self.state, meter)
         state.rollouts, state.first_step = state.rollouts + 1, self.state.global_step
         state.last_step = state.first_step + self.args.updates_per_rollout
         self._meter.take_from(meter)
@@ -203,7 +203,13 @@ class PPOTrainer(Trainer):
         for callback in self.callback_handler.callbacks:
             if isinstance(callback, PPOCallback):
                 callback.on_rollout_end(
-                    self.args, self.state, self.control, rollout=rollout, metrics=metrics, ppo_state=state
+                    self.args,
+                    self.state,
+                    self.control,
+                    rollout=rollout,
+                    transcript=transcript,
+                    metrics=metrics,
+                    ppo_state=state,
                 )
         return rollout
 
@@ -219,7 +225,7 @@ class PPOTrainer(Trainer):
         dataset = Dataset.from_dict({"prompt": list(prompts), **columns})
         prepared = self._prompts(dataset, "prompts", self.processing_class, self.args)
         rows = self.collector.eval_rows(prepared)
-        return self.collector.collect(rows, self.ppo_state.kl_coef, self.state, Meter(), whiten=False)
+        return self.collector.collect(rows, self.ppo_state.kl_coef, self.state, Meter(), whiten=False)[0]
 
     # ---- Loss and optimiser ------------------------------------------------------------------------------------
 
@@ -296,6 +302,7 @@ class PPOTrainer(Trainer):
         self.accelerator.unscale_gradients()
         if critic := self.model.critic_parameters():
             self._meter.add("value/grad_norm", nn.utils.clip_grad_norm_(critic, max_norm))
+            self._meter.add_number("critic_learning_rate", self.optimizer.param_groups[-1]["lr"])
         return nn.utils.clip_grad_norm_(self.model.actor_parameters(), max_norm)
 
     # ---- Logs and evaluation -----------------------------------------------------------------------------------
@@ -306,8 +313,6 @@ class PPOTrainer(Trainer):
         The loss among them replaces Trainer's, which forgets the steps between the last log and a checkpoint.
         """
         if "loss" in logs:
-            if self.model.critic is not None:
-                self._meter.add_number("critic_learning_rate", float(self.lr_scheduler.get_last_lr()[-1]))
             logs.update(self._meter.read())
             logs["loss"] *= self.args.gradient_accumulation_steps * self.args.world_size  # they add up to a step's
         super().log(logs, start_time)
@@ -414,7 +419,7 @@ class PPOTrainer(Trainer):
         # Private, but the one place where all that training has to go on with is loaded.
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:
-            self.ppo_state, rollout = load_ppo_state(checkpoint, self.args.process_index, self._meter)
+            self.ppo_state, rollout = load_ppo_state(checkpoint, self.args.process_index, self._run, self._meter)
             self._rollout = None if rollout is None else rollout.to(self.args.device)
 
 

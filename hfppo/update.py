@@ -7,6 +7,7 @@ from torch import Tensor
 
 from hfppo import functional as F
 from hfppo.config import PPOConfig
+from hfppo.functional.kl import clamp_log_ratio
 from hfppo.metrics import Meter
 from hfppo.model import TokenOutputs
 from hfppo.rollout import Rollout
@@ -92,7 +93,7 @@ def measure_update(meter: Meter, outputs: TokenOutputs, batch: Rollout, args: PP
     for name, (_, loss) in loss_terms(outputs, batch, args).items():
         meter.add(name, loss, mask)
     logprobs = outputs.logprobs.detach()
-    ratio = (logprobs - batch.old_logprobs).exp()
+    ratio = clamp_log_ratio(logprobs - batch.old_logprobs).exp()
     meter.add("policy/ratio", ratio, mask)
     meter.add("policy/ratio_max", ratio, mask)
     meter.add("policy/approx_kl", F.token_kl(batch.old_logprobs, logprobs, "k3"), mask)

@@ -14,7 +14,7 @@ from datasets import Dataset
 from torch.testing import assert_close
 from transformers import TrainerState
 
-from hfppo import Rollout
+from hfppo import PPOCallback, Rollout
 from hfppo.generation.sampler import Completions, completions_from
 from hfppo.metrics import Meter
 from hfppo.rewards import RewardFunctions, Scored
@@ -264,7 +264,7 @@ def test_a_rollout_without_any_score_changes_no_weight(make_trainer):
 
 def first_rollout(trainer) -> Rollout:
     rows = trainer.collector.training_rows(trainer._train_prompts, 0)
-    return trainer.collector.collect(rows, trainer.args.kl_coef, trainer.state, Meter())
+    return trainer.collector.collect(rows, trainer.args.kl_coef, trainer.state, Meter())[0]
 
 
 def test_an_unscorable_completion_does_not_shift_the_whitening(make_trainer):
@@ -574,3 +574,24 @@ def test_trl_functions_together_in_training(trainer_with):
     means = [logs[f"rewards/{name}/mean"] for name in trainer.collector.rewards.names]
     assert means == pytest.approx([0.5, -0.75, -0.3])  # ½·1; ½(−0.5 − 1); ½·(−0.6)
     assert logs["reward"] == pytest.approx(-0.55)
+
+
+def test_log_extra_reaches_callbacks_and_the_printed_table(make_trainer, capsys):
+    def scores(completions, log_extra, **kwargs):
+        log_extra("first letter", [text[:1] for text in completions])
+        return [None, *[0.5] * (len(completions) - 1)]
+
+    seen = []
+
+    class Keep(PPOCallback):
+        def on_rollout_end(self, args, state, control, *, rollout, transcript, metrics, ppo_state):
+            seen.append(transcript)
+
+    trainer = make_trainer({"max_steps": 1, "log_completions": True}, reward_funcs=scores, callbacks=[Keep()])
+    trainer.train()
+    assert seen[0].extra["first letter"] == [text[:1] for text in seen[0].completions]
+    assert math.isnan(seen[0].scores["scores"][0])
+    assert seen[0].scores["scores"][1:] == [0.5] * 7
+    printed = capsys.readouterr().out
+    assert "first letter" in printed
+    assert printed.count("请问") == 8

@@ -17,7 +17,13 @@ from hfppo.functional.advantages import (
     rloo,
     whiten,
 )
-from hfppo.functional.kl import KL_ESTIMATORS, adaptive_kl_coef, straight_through_kl, token_kl, token_rewards
+from hfppo.functional.kl import (
+    KL_ESTIMATORS,
+    adaptive_kl_coef,
+    straight_through_kl,
+    token_kl,
+    token_rewards,
+)
 from hfppo.functional.losses import (
     POLICY_LOSSES,
     REDUCTIONS,
