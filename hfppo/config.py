@@ -116,6 +116,9 @@ class PPOConfig(TrainingArguments):
     reward_weights: list[float] | None = field(
         default=None, metadata={"help": "One weight per reward function, 0 to only log it; None: 1 each (GRPO)."}
     )
+    reward_model_init_kwargs: dict[str, Any] | str | None = field(
+        default=None, metadata={"help": "Passed to `from_pretrained` for reward models given by id or path."}
+    )
     missing_eos_penalty: float | None = field(
         default=None, metadata={"help": "Subtracted from the score of a completion cut by the length limit (TRL)."}
     )
@@ -226,6 +229,7 @@ class PPOConfig(TrainingArguments):
         *TrainingArguments._VALID_DICT_FIELDS,
         "chat_template_kwargs",
         "model_init_kwargs",
+        "reward_model_init_kwargs",
     ]
 
     def __post_init__(self) -> None:

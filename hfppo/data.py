@@ -95,6 +95,13 @@ def prepare_prompts(
     return Prompts(dataset.select(short), [ids[row] for row in short], conversational)
 
 
+def named(dataset: Dataset | dict[str, Dataset] | None) -> dict[str | None, Dataset]:
+    """Datasets by name; a single one has the name None."""
+    if dataset is None:
+        return {}
+    return dict(dataset) if isinstance(dataset, dict) else {None: dataset}
+
+
 def is_conversational(prompts: list[Any], name: str) -> bool:
     """Whether the prompts are lists of messages; an error names the first row of another kind."""
     conversational = isinstance(prompts[0], list)

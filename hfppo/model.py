@@ -175,6 +175,11 @@ class ActorCritic(PeftModelForCausalLM):
         if self.critic is not None and is_main_process:
             self.critic.save(Path(save_directory) / CRITIC_FOLDER)
 
+    def load_critic(self, folder: str) -> None:
+        """Read the critic from a folder that `save_pretrained` wrote, if there is one to load it into."""
+        if self.critic is not None:
+            self.critic.load(Path(folder) / CRITIC_FOLDER)
+
     def _check_logits(self) -> None:
         """Refuse an architecture whose logits are more than `logits_of` knows, before a run rests on them."""
         model = self.causal_lm

@@ -7,7 +7,6 @@ optimiser; these hooks answer for PPO.
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -28,8 +27,8 @@ from transformers.trainer_utils import EvalLoopOutput
 from hfppo.callbacks import ClipMetricsCallback, PPOCallback, PPOState, PrintCompletionsCallback
 from hfppo.checkpoint import check_checkpoint, describe_run, load_ppo_state, save_ppo_state
 from hfppo.config import PPOConfig
-from hfppo.critic import CRITIC_FOLDER, find_critic
-from hfppo.data import Prompts, prepare_prompts
+from hfppo.critic import find_critic
+from hfppo.data import Prompts, named, prepare_prompts
 from hfppo.evaluation import evaluate_prompts
 from hfppo.experience import Collector
 from hfppo.functional import token_kl
@@ -37,6 +36,7 @@ from hfppo.generation import TransformersSampler, eos_token_ids
 from hfppo.loading import check_model, load_model, load_reference, load_tokenizer, take_apart
 from hfppo.metrics import Meter
 from hfppo.model import ActorCritic
+from hfppo.reward_model import RewardAdapter, load_reward_funcs
 from hfppo.rewards import RewardFunc, RewardFunctions
 from hfppo.rollout import Rollout
 from hfppo.update import MiniBatchSize, measure_update, ppo_loss, sequence
@@ -49,7 +49,8 @@ class PPOTrainer(Trainer):
 
     Args:
         model: a base or an adapter to train on, loaded or as an id or path.
-        reward_funcs: one or several functions after the contract of TRL's GRPOTrainer; see `hfppo.rewards`.
+        reward_funcs: one or several functions after the contract of TRL's GRPOTrainer, see `hfppo.rewards`, and reward
+            models, loaded or as an id or path, see `hfppo.reward_model`.
         args: the configuration.
         train_dataset: a "prompt" column of text or messages; other columns reach the reward functions.
         eval_dataset: the same, or several of them by name.
@@ -63,6 +64,7 @@ class PPOTrainer(Trainer):
         compute_metrics: takes an EvalPrediction with `predictions` (completions), `label_ids` (the dataset's columns)
             and `inputs` (prompts).
         optimizers: as for Trainer.
+        reward_processing_classes: a tokenizer for each reward function, None for functions and for a model's own.
 
     Raises:
         TypeError, ValueError: input that cannot be trained on; before anything is generated.
@@ -76,7 +78,7 @@ class PPOTrainer(Trainer):
     def __init__(
         self,
         model: str | PreTrainedModel | PeftModel,
-        reward_funcs: RewardFunc | Sequence[RewardFunc],
+        reward_funcs: RewardFunc | str | PreTrainedModel | Sequence[RewardFunc | str | PreTrainedModel],
         args: PPOConfig | None = None,
         train_dataset: Dataset | None = None,
         eval_dataset: Dataset | dict[str, Dataset] | None = None,
@@ -87,9 +89,9 @@ class PPOTrainer(Trainer):
         callbacks: list[TrainerCallback] | None = None,
         compute_metrics: Callable[[EvalPrediction], dict[str, float]] | None = None,
         optimizers: tuple[torch.optim.Optimizer | None, torch.optim.lr_scheduler.LambdaLR | None] = (None, None),
+        reward_processing_classes: Sequence[PreTrainedTokenizerBase | None] | None = None,
     ):
         args = PPOConfig() if args is None else args
-        rewards = RewardFunctions(reward_funcs, args.reward_weights)
         init_kwargs = cast(dict[str, Any], args.model_init_kwargs or {})
         set_seed(args.seed)  # the adapter is initialised here, before Trainer sets the seed
         tokenizer = load_tokenizer(model) if processing_class is None else processing_class
@@ -107,8 +109,15 @@ class PPOTrainer(Trainer):
         check_model(loaded, peft_config)
         eos_ids = eos_token_ids(tokenizer, loaded.generation_config)
         ref_model = load_reference(ref_model, **init_kwargs)
+        base_name = loaded.config.name_or_path
+        reward_kwargs = cast(dict[str, Any], args.reward_model_init_kwargs or {})
+        funcs = load_reward_funcs(reward_funcs, reward_processing_classes, base_name, **reward_kwargs)
+        rewards = RewardFunctions(funcs, args.reward_weights)
         critic_source = find_critic(critic) if args.needs_critic else None
         actor = take_apart(loaded, peft_config)
+        for func in rewards.funcs:
+            if isinstance(func, RewardAdapter):
+                func.attach(actor.base)
         if tokenizer.pad_token_id is None:
             tokenizer.pad_token_id = eos_ids[0]
         actor_critic = ActorCritic(
@@ -404,16 +413,12 @@ class PPOTrainer(Trainer):
         # Private; upstream loads the adapter only.
         check_checkpoint(resume_from_checkpoint, self.args.process_index, self._run)
         super()._load_from_checkpoint(resume_from_checkpoint, model)
-        self._load_critic(resume_from_checkpoint)
+        self.model.load_critic(resume_from_checkpoint)
 
     def _load_best_model(self) -> None:
         # Private; upstream loads the adapter only.
         super()._load_best_model()
-        self._load_critic(self.state.best_model_checkpoint)
-
-    def _load_critic(self, checkpoint: str) -> None:
-        if self.model.critic is not None:
-            self.model.critic.load(Path(checkpoint) / CRITIC_FOLDER)
+        self.model.load_critic(self.state.best_model_checkpoint)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         # Private, but the one place where all that training has to go on with is loaded.
@@ -421,10 +426,3 @@ class PPOTrainer(Trainer):
         if checkpoint is not None:
             self.ppo_state, rollout = load_ppo_state(checkpoint, self.args.process_index, self._run, self._meter)
             self._rollout = None if rollout is None else rollout.to(self.args.device)
-
-
-def named(dataset: Dataset | dict[str, Dataset] | None) -> dict[str | None, Dataset]:
-    """Datasets by name; a single one has the name None."""
-    if dataset is None:
-        return {}
-    return dict(dataset) if isinstance(dataset, dict) else {None: dataset}

@@ -21,6 +21,7 @@ ALLOWED = {
     "rewards": set(),
     "critic": set(),
     "loading": set(),
+    "reward_model": {"critic"},
     "data": {"rollout"},
     "config": {"functional"},
     "model": {"critic", "loading"},

@@ -1,0 +1,179 @@
+"""Reward models as reward functions: they score text, so their tokenizer may be another one.
+
+    reward_funcs=[right_answer, "org/reward-model", "out/reward-adapter"]
+
+An adapter for the actor's own base rides the base that is in memory already.
+"""
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from peft import PeftConfig, PeftModel
+from torch import Tensor, nn
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from hfppo.critic import shared_copy
+
+
+class RewardModel:
+    """A sequence-classification model that follows the contract of `hfppo.rewards`.
+
+    A conversation is rendered by the reward tokenizer's chat template. A plain prompt is followed by its completion
+    and EOS, as TRL's RewardTrainer has it in training.
+
+    Args:
+        model: its head gives one number, or `label` says which one counts.
+        tokenizer: the model's own; its padding token and side are not changed.
+        batch_size: texts at once.
+        label: index or name of the label that is the score; None for a model with one label.
+
+    Raises:
+        ValueError: a model with several labels and no `label`, or an unknown one.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel | PeftModel,
+        tokenizer: PreTrainedTokenizerBase,
+        batch_size: int = 64,
+        label: int | str | None = None,
+    ):
+        self.model, self.tokenizer, self.batch_size = model.eval().requires_grad_(False), tokenizer, batch_size
+        name = str(model.config.name_or_path or type(model).__name__)
+        self.__name__ = os.path.basename(name.rstrip("/"))
+        self.label = find_label(model.config.num_labels, model.config.label2id or {}, label, name)
+
+    def __call__(self, prompts: list[Any], completions: list[Any], **kwargs: Any) -> list[float]:
+        """One score per completion."""
+        if isinstance(prompts[0], str):
+            eos = self.tokenizer.eos_token or ""
+            texts = [prompt + completion + eos for prompt, completion in zip(prompts, completions, strict=True)]
+        else:
+            talks = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
+            texts = [self.tokenizer.apply_chat_template(talk, tokenize=False) for talk in talks]
+        # A chat template writes the special tokens itself.
+        return self.score(texts, add_special_tokens=isinstance(prompts[0], str))
+
+    @torch.no_grad()
+    def score(self, texts: list[str], add_special_tokens: bool = True) -> list[float]:
+        """The scores of some texts."""
+        scores: list[float] = []
+        for start in range(0, len(texts), self.batch_size):
+            encoded = self.tokenizer(
+                texts[start : start + self.batch_size],
+                add_special_tokens=add_special_tokens,
+                return_attention_mask=True,
+            )
+            ids = [torch.tensor(row) for row in encoded["input_ids"]]
+            scores += self.logits(ids)[:, self.label].float().tolist()
+        return scores
+
+    def logits(self, sequences: list[Tensor]) -> Tensor:
+        """(B, labels) logits of token ids; a decoder's are read at the last real token, whatever it is padded with."""
+        device = next(self.model.parameters()).device
+        ids = nn.utils.rnn.pad_sequence(sequences, batch_first=True).to(device)
+        lengths = torch.tensor([len(sequence) for sequence in sequences], device=device)
+        mask = (torch.arange(ids.shape[1], device=device) < lengths[:, None]).long()
+        model: Any = self.model.get_base_model() if isinstance(self.model, PeftModel) else self.model
+        if not hasattr(model, "score"):  # an encoder with a pooling of its own
+            return model(input_ids=ids, attention_mask=mask).logits
+        # transformers finds the last token by `ids != pad`, which is wrong where EOS pads.
+        hidden = model.base_model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
+        return model.score(hidden[torch.arange(len(ids), device=device), lengths - 1])
+
+
+def find_label(num_labels: int, label2id: Any, label: int | str | None, name: str) -> int:
+    """The index of the label that is the score."""
+    if label is None and num_labels == 1:
+        return 0
+    index = label2id.get(label, -1) if isinstance(label, str) else -1 if label is None else label
+    if not 0 <= index < num_labels:
+        raise ValueError(
+            f"reward model {name} has {num_labels} labels ({', '.join(map(str, label2id))}) and label={label!r} is "
+            "none of them; say which one is the score with RewardModel(model, tokenizer, label=...), or use a model "
+            "with num_labels=1"
+        )
+    return index
+
+
+class RewardAdapter(RewardModel):
+    """A LoRA reward model on the actor's own base, which costs the adapter and the head alone.
+
+    It scores once `attach` has given it the base.
+    """
+
+    def __init__(self, path: str, config: PeftConfig, tokenizer: PreTrainedTokenizerBase):
+        self.path, self.config, self.reward_tokenizer = path, config, tokenizer
+        self.__name__ = os.path.basename(path.rstrip("/"))
+
+    def attach(self, base: PreTrainedModel) -> None:
+        """Put the adapter on a module tree of its own over the base's tensors; before the actor's adapter is."""
+        config = type(base.config).from_dict({**base.config.to_dict(), "num_labels": 1})
+        with torch.device("meta"):  # nothing of this trunk is kept
+            classifier: Any = AutoModelForSequenceClassification.from_config(config)
+        setattr(classifier, classifier.base_model_prefix, shared_copy(base.base_model))
+        width = config.get_text_config().hidden_size
+        classifier.score = nn.Linear(width, 1, bias=False, dtype=torch.float32, device=base.device)
+        super().__init__(PeftModel.from_pretrained(classifier, self.path), self.reward_tokenizer)
+        self.__name__ = os.path.basename(self.path.rstrip("/"))
+
+
+def load_reward_funcs(
+    funcs: Any,
+    tokenizers: Sequence[PreTrainedTokenizerBase | None] | None,
+    base_name: str,
+    **init_kwargs: Any,
+) -> list[Any]:
+    """What users put into `reward_funcs`, with the reward models among it loaded.
+
+    Args:
+        funcs: one or several functions, models, or ids or paths of models or adapters.
+        tokenizers: one for each; None: the model's own.
+        base_name: of the actor's base, for which an adapter must have been made.
+    Raises:
+        ValueError: a model cannot be loaded, has no score head, or is an adapter for another base.
+    """
+    listed = list(funcs) if isinstance(funcs, Sequence) and not isinstance(funcs, str) else [funcs]
+    own = [None] * len(listed) if tokenizers is None else list(tokenizers)
+    if len(own) != len(listed):
+        raise ValueError(
+            f"reward_processing_classes has {len(own)} entries for {len(listed)} reward functions; give one each, "
+            "None for functions"
+        )
+    return [load_reward_func(f, tokenizer, base_name, **init_kwargs) for f, tokenizer in zip(listed, own, strict=True)]
+
+
+def load_reward_func(func: Any, tokenizer: PreTrainedTokenizerBase | None, base_name: str, **init_kwargs: Any) -> Any:
+    """One of them; a function is left as it is."""
+    if isinstance(func, PreTrainedModel):
+        return RewardModel(func, tokenizer or AutoTokenizer.from_pretrained(func.config.name_or_path))
+    if not isinstance(func, str):
+        return func
+    try:
+        config = PeftConfig.from_pretrained(func)
+    except (ValueError, OSError):  # no adapter there: a whole model
+        return RewardModel(load_classifier(func, **init_kwargs), tokenizer or AutoTokenizer.from_pretrained(func))
+    if config.base_model_name_or_path != base_name:
+        raise ValueError(
+            f"reward_funcs: the adapter {func!r} was trained on {config.base_model_name_or_path!r}, the actor's base "
+            f"is {base_name!r}; merge the adapter into its base and give the merged model"
+        )
+    return RewardAdapter(func, config, tokenizer or AutoTokenizer.from_pretrained(func))
+
+
+def load_classifier(name: str, **init_kwargs: Any) -> PreTrainedModel:
+    """A sequence-classification model; a head that its files lack is an error, for its scores would be noise."""
+    try:
+        model, info = AutoModelForSequenceClassification.from_pretrained(name, output_loading_info=True, **init_kwargs)
+    except OSError as error:
+        raise ValueError(
+            f"reward_funcs: {name!r} cannot be loaded; give the id or path of a reward model: {error}"
+        ) from error
+    if info["missing_keys"]:
+        raise ValueError(
+            f"reward_funcs: {name!r} has no weights for {', '.join(sorted(info['missing_keys']))}: it is no reward "
+            "model; train one with recipes/reward_model.py"
+        )
+    return model

@@ -1,0 +1,155 @@
+"""Reward models score the same text as plain transformers does."""
+
+import pytest
+import torch
+from conftest import CHAT_TEMPLATE, LORA, count_digits, tiny_model
+from peft import LoraConfig, PeftModelForSequenceClassification
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from torch.testing import assert_close
+from transformers import (
+    AutoModelForSequenceClassification,
+    LlamaConfig,
+    LlamaForSequenceClassification,
+    PreTrainedTokenizerFast,
+    set_seed,
+)
+
+from hfppo.reward_model import RewardAdapter, RewardModel
+
+TEXTS = ["1+2=3", "10+20=", "5", "请问12+7=20？不对，等于19！"]
+
+
+def scorer(num_labels: int = 1, vocab_size: int = 26, **config) -> LlamaForSequenceClassification:
+    set_seed(5)
+    base = tiny_model().config.to_dict()
+    made = LlamaForSequenceClassification(
+        LlamaConfig(**{**base, "num_labels": num_labels, "vocab_size": vocab_size, **config})
+    )
+    torch.nn.init.normal_(made.score.weight)
+    return made
+
+
+def other_tokenizer(padding_side: str, pad_token: str) -> PreTrainedTokenizerFast:
+    """The same characters under other ids, from the end of the vocabulary on."""
+    alphabet = ["<end>", "<void>", *reversed("0123456789+=请问？是的不对，等于！")]
+    vocabulary = {token: i for i, token in enumerate(alphabet)}
+    made = Tokenizer(models.WordLevel(vocabulary, unk_token="<void>"))
+    made.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
+    made.decoder = decoders.Fuse()
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token=pad_token, eos_token="<end>", padding_side=padding_side
+    )
+    wrapped.chat_template = CHAT_TEMPLATE
+    return wrapped
+
+
+def alone(model, tokenizer, text: str) -> float:
+    """The score by the definition: one text, no padding, logits at its last token."""
+    ids = torch.tensor([tokenizer(text)["input_ids"]])
+    with torch.no_grad():
+        hidden = model.base_model(input_ids=ids).last_hidden_state[0, -1]
+        return float(model.score(hidden)[0])
+
+
+@pytest.mark.parametrize("padding_side", ["left", "right"])
+@pytest.mark.parametrize("pad_token", ["<void>", "<end>"])
+@pytest.mark.parametrize("batch_size", [1, 3, 64])
+def test_score_is_that_of_the_text_alone(padding_side, pad_token, batch_size):
+    model, tokenizer = scorer().eval(), other_tokenizer(padding_side, pad_token)
+    reward = RewardModel(model, tokenizer, batch_size)
+    expected = [alone(model, tokenizer, text) for text in TEXTS]
+    assert len({round(x, 3) for x in expected}) == len(TEXTS)
+    assert_close(torch.tensor(reward.score(TEXTS)), torch.tensor(expected), rtol=1e-5, atol=1e-5)
+
+
+def test_score_is_that_of_transformers_where_padding_is_no_eos():
+    model, tokenizer = scorer(pad_token_id=1).eval(), other_tokenizer("right", "<void>")
+    batch = tokenizer(TEXTS, padding=True, return_tensors="pt", return_token_type_ids=False)
+    with torch.no_grad():
+        expected = model(**batch).logits[:, 0]
+    assert_close(torch.tensor(RewardModel(model, tokenizer).score(TEXTS)), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_trainer_gives_it_prompt_completion_and_eos(make_trainer, tmp_path):
+    model, tokenizer = scorer(), other_tokenizer("left", "<void>")
+    model.save_pretrained(tmp_path / "scorer")
+    tokenizer.save_pretrained(tmp_path / "scorer")
+    path = str(tmp_path / "scorer")
+    for reward in (path, RewardModel(model, tokenizer)):
+        trainer = make_trainer({"kl_coef": 0.0}, reward_funcs=[reward])
+        rollout = trainer.rollout(["1+2=", "请问5+6="])
+        texts = [
+            trainer.processing_class.decode(torch.cat([p[pm], c[cm]]), skip_special_tokens=True)
+            for p, pm, c, cm in zip(
+                rollout.prompt_ids, rollout.prompt_mask, rollout.completion_ids, rollout.mask, strict=True
+            )
+        ]
+        expected = [alone(model.eval(), tokenizer, text + "<end>") for text in texts]
+        assert_close(rollout.scores, torch.tensor(expected), rtol=1e-5, atol=1e-5)
+
+
+def test_conversations_go_through_its_own_chat_template():
+    model, tokenizer = scorer().eval(), other_tokenizer("right", "<void>")
+    reward = RewardModel(model, tokenizer)
+    prompt = [{"role": "user", "content": "1+2="}]
+    answer = [{"role": "assistant", "content": "3"}]
+    assert reward([prompt], [answer]) == pytest.approx([alone(model, tokenizer, "1+2=？3")], abs=1e-5)
+
+
+def test_functions_and_models_mix_by_weight(make_trainer):
+    model, tokenizer = scorer(), other_tokenizer("right", "<void>")
+    trainer = make_trainer(
+        {"reward_weights": [2.0, 0.5], "kl_coef": 0.0},
+        reward_funcs=[count_digits, model],
+        reward_processing_classes=[None, tokenizer],
+    )
+    trainer.train()
+    log = trainer.state.log_history[0]
+    name = next(key for key in log if key.startswith("rewards/Llama"))
+    assert log["reward"] == pytest.approx(2 * log["rewards/count_digits/mean"] + 0.5 * log[name], rel=1e-5)
+
+
+def test_adapter_on_the_actors_base_scores_like_the_merged_model_and_costs_itself(make_trainer, tmp_path, tokenizer):
+    tiny_model().save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    base = str(tmp_path / "base")
+    config = LoraConfig(r=4, target_modules="all-linear", task_type="SEQ_CLS", init_lora_weights=False)
+    classifier = AutoModelForSequenceClassification.from_pretrained(base, num_labels=1)
+    trained = PeftModelForSequenceClassification(classifier, config)
+    torch.nn.init.normal_(trained.get_base_model().score.modules_to_save["default"].weight)
+    trained.save_pretrained(tmp_path / "adapter")
+    tokenizer.save_pretrained(tmp_path / "adapter")
+    merged = RewardModel(trained.merge_and_unload(), tokenizer)
+
+    trainer = make_trainer(model=base, reward_funcs=str(tmp_path / "adapter"), peft_config=LORA)
+    reward = trainer.collector.rewards.funcs[0]
+    assert isinstance(reward, RewardAdapter)
+    assert_close(torch.tensor(reward.score(TEXTS)), torch.tensor(merged.score(TEXTS)), rtol=1e-4, atol=1e-5)
+    of_actor = {p.untyped_storage().data_ptr() for p in trainer.model.parameters()}
+    extra = [p for p in reward.model.parameters() if p.untyped_storage().data_ptr() not in of_actor]
+    adapter = sum(p.numel() for name, p in reward.model.named_parameters() if "lora_" in name)
+    assert sum(p.numel() for p in extra) <= adapter + 3 * 32, "adapter and head alone"
+
+    before = reward.score(TEXTS)
+    trainer.train()
+    assert reward.score(TEXTS) == before, "training the actor must not change the reward"
+
+
+def test_bad_reward_models(make_trainer, tmp_path, tokenizer):
+    with pytest.raises(ValueError, match=r"2 labels \(NO, YES\).*label="):
+        RewardModel(scorer(2, id2label={0: "NO", 1: "YES"}, label2id={"NO": 0, "YES": 1}), tokenizer)
+    chosen = RewardModel(scorer(2, id2label={0: "NO", 1: "YES"}, label2id={"NO": 0, "YES": 1}), tokenizer, label="YES")
+    assert chosen.label == 1
+    with pytest.raises(ValueError, match=r"reward_funcs: 'nowhere' cannot be loaded"):
+        make_trainer(reward_funcs="nowhere")
+    tiny_model().save_pretrained(tmp_path / "causal")
+    tokenizer.save_pretrained(tmp_path / "causal")
+    with pytest.raises(ValueError, match=r"no weights for score.weight: it is no reward model"):
+        make_trainer(reward_funcs=str(tmp_path / "causal"))
+    config = LoraConfig(r=2, target_modules=["q_proj"], task_type="SEQ_CLS")
+    other = AutoModelForSequenceClassification.from_pretrained(tmp_path / "causal", num_labels=1)
+    PeftModelForSequenceClassification(other, config).save_pretrained(tmp_path / "foreign")
+    with pytest.raises(ValueError, match=r"foreign' was trained on .*causal.*merge the adapter"):
+        make_trainer(reward_funcs=str(tmp_path / "foreign"))
+    with pytest.raises(ValueError, match=r"reward_processing_classes has 2 entries for 1"):
+        make_trainer(reward_processing_classes=[None, None])
