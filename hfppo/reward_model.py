@@ -150,13 +150,13 @@ def load_reward_func(func: Any, tokenizer: PreTrainedTokenizerBase | None, base_
     if isinstance(func, PreTrainedModel):
         if not type(func).__name__.endswith("ForSequenceClassification"):
             raise TypeError(
-                f"reward_funcs holds {type(func).__name__}, which gives no scores; give a function, or a model made by "
+                f"reward_funcs holds {type(func).__name__}, which gives no scores; give a function, or one made by "
                 "AutoModelForSequenceClassification"
             )
         if tokenizer is None and not func.config.name_or_path:
             raise ValueError(
-                f"reward_funcs holds {type(func).__name__} without a name to load its tokenizer by; give the tokenizer "
-                "in reward_processing_classes"
+                f"reward_funcs holds {type(func).__name__} without a name to load its tokenizer by; give that "
+                "tokenizer in reward_processing_classes"
             )
         return RewardModel(func, tokenizer or AutoTokenizer.from_pretrained(func.config.name_or_path))
     if not isinstance(func, str):
