@@ -143,3 +143,10 @@ class ClipMetricsCallback(PPOCallback):
         if cause not in self._warned:
             self._warned.add(cause)
             warnings.warn(message, stacklevel=2)
+
+
+def with_default_callbacks(callbacks: list[TrainerCallback] | None, log_completions: bool) -> list[TrainerCallback]:
+    """A user's callbacks and those that are on by default, unless the user has one of their kind."""
+    given = list(callbacks or [])
+    wanted = [ClipMetricsCallback, *([PrintCompletionsCallback] if log_completions else [])]
+    return given + [kind() for kind in wanted if not any(isinstance(callback, kind) for callback in given)]

@@ -234,6 +234,8 @@ class PPOConfig(TrainingArguments):
 
     def __post_init__(self) -> None:
         self._check_types()
+        if self.metric_for_best_model is None and (self.load_best_model_at_end or self.save_strategy == "best"):
+            self.metric_for_best_model = "eval_reward"  # Trainer would take eval_loss, which prompts do not have
         super().__post_init__()
         self._check_choices()
         self._check_ranges()
@@ -324,6 +326,12 @@ class PPOConfig(TrainingArguments):
                 "kl_loss_estimator='k1' has a gradient of zero mean as a loss: it adds noise and holds nothing back. "
                 "Use k2 or k3, or kl_loss_straight_through=True.",
                 stacklevel=3,
+            )
+        if self.auto_find_batch_size:
+            raise ValueError(
+                "auto_find_batch_size=True would change the rollouts in the middle of a run; lower "
+                "per_device_train_batch_size and raise gradient_accumulation_steps by the same factor, which changes "
+                "no gradient"
             )
         if self.critic_warmup and not self.needs_critic:
             raise ValueError(

@@ -188,7 +188,7 @@ class Collector:
                     ref = self.model(**inputs, values=False).logprobs
             parts.append((out.logprobs, ref, out.values, out.final_value))
         passes = Passes(*(None if column[0] is None else torch.cat(column) for column in zip(*parts, strict=True)))
-        for name, tensor in vars(passes).items():
+        for name, tensor in (("rollout_logprobs", completions.logprobs), *vars(passes).items()):
             if tensor is not None and not tensor.isfinite().all():
                 row = int((~tensor.isfinite()).flatten(1).any(dim=1).nonzero()[0]) if tensor.dim() > 1 else 0
                 raise FloatingPointError(

@@ -133,18 +133,20 @@ class Meter:
 
     def take_from(self, other: "Meter") -> None:
         """Add what another meter of this process has collected."""
+        self._flush()
         for name, parts in other.state_dict().items():
             merge(self._sums, name, Sums(**parts))
 
     def state_dict(self) -> dict[str, dict]:
         """What is not yet read, as plain numbers."""
+        self._flush()
+        return {name: asdict(sums) for name, sums in self._sums.items()}
+
+    def _flush(self) -> None:
         for name, reduction, parts in self._pending:
             count, total, squares, largest = parts.tolist()
-            if reduction == "last":
-                self._sums.pop(name, None)
             merge(self._sums, name, Sums(reduction, count, total, squares, largest))
         self._pending.clear()
-        return {name: asdict(sums) for name, sums in self._sums.items()}
 
     def load_state_dict(self, state: dict[str, dict]) -> None:
         """Continue from what `state_dict` gave."""
@@ -153,7 +155,7 @@ class Meter:
 
 
 def merge(into: dict[str, Sums], name: str, sums: Sums) -> None:
-    if name in into:
+    if name in into and sums.reduction != "last":
         into[name].add(sums)
     else:
         into[name] = sums

@@ -24,7 +24,7 @@ from transformers import (
 )
 from transformers.trainer_utils import EvalLoopOutput
 
-from hfppo.callbacks import ClipMetricsCallback, PPOCallback, PPOState, PrintCompletionsCallback
+from hfppo.callbacks import PPOCallback, PPOState, with_default_callbacks
 from hfppo.checkpoint import check_checkpoint, describe_run, load_ppo_state, save_ppo_state
 from hfppo.config import PPOConfig
 from hfppo.critic import find_critic
@@ -63,7 +63,6 @@ class PPOTrainer(Trainer):
         callbacks: `PPOCallback`s see rollouts as well.
         compute_metrics: takes an EvalPrediction with `predictions` (completions), `label_ids` (the dataset's columns)
             and `inputs` (prompts).
-        optimizers: as for Trainer.
         reward_processing_classes: a tokenizer for each reward function, None for functions and for a model's own.
 
     Raises:
@@ -88,7 +87,6 @@ class PPOTrainer(Trainer):
         critic: str | PreTrainedModel = "adapter",
         callbacks: list[TrainerCallback] | None = None,
         compute_metrics: Callable[[EvalPrediction], dict[str, float]] | None = None,
-        optimizers: tuple[torch.optim.Optimizer | None, torch.optim.lr_scheduler.LambdaLR | None] = (None, None),
         reward_processing_classes: Sequence[PreTrainedTokenizerBase | None] | None = None,
     ):
         args = PPOConfig() if args is None else args
@@ -128,16 +126,15 @@ class PPOTrainer(Trainer):
             actor.start_adapter,
             args.detach_shared_critic,
         )
-        default_callbacks = [ClipMetricsCallback(), *([PrintCompletionsCallback()] if args.log_completions else [])]
+        callbacks = with_default_callbacks(callbacks, args.log_completions)
         super().__init__(
             model=actor_critic,
             args=args,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             processing_class=tokenizer,
-            callbacks=[*default_callbacks, *(callbacks or [])],
+            callbacks=callbacks,
             compute_metrics=compute_metrics,
-            optimizers=optimizers,
         )
         self.collector = Collector(
             model=actor_critic,
@@ -399,8 +396,11 @@ class PPOTrainer(Trainer):
     # ---- Checkpoints -------------------------------------------------------------------------------------------
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Trainer's `train`, from a new rollout unless a checkpoint brings one."""
-        self._rollout = None
+        """Trainer's `train`, from a new rollout unless a checkpoint brings one.
+
+        A second call goes on with `ppo_state`: the next prompts, the adapted β, and no second warmup.
+        """
+        self._rollout, self._meter, self._step_meter = None, Meter(), Meter()
         return super().train(*args, **kwargs)
 
     def _save_rng_state(self, output_dir: str) -> None:

@@ -78,13 +78,16 @@ def ppo_loss(outputs: TokenOutputs, batch: Rollout, size: MiniBatchSize, args: P
 
 
 def positive_nll(outputs: TokenOutputs, batch: Rollout, size: MiniBatchSize, args: PPOConfig) -> Tensor:
-    """−log π over the tokens of completions with full score, per token of the mini-batch. arXiv:2504.05118, eq. 10."""
+    """−log π over the tokens of completions with full score, per token of the mini-batch. arXiv:2504.05118, eq. 10.
+
+    The paper divides by the tokens of those completions alone; here by those of the mini-batch, so few count for less.
+    """
     full = batch.loss_mask & (batch.scores >= args.positive_score)[:, None]
     return F.reduce(-outputs.logprobs, full, "token-mean", size.num_tokens)
 
 
 def measure_update(meter: Meter, outputs: TokenOutputs, batch: Rollout, args: PPOConfig, first: bool) -> None:
-    """Add the metrics of one micro-batch.
+    """Add the metrics of one micro-batch; those of the clip for the loss that has it alone.
 
     Args:
         first: whether no optimiser step has been made since the rollout, so that the ratio must be 1.
@@ -99,6 +102,16 @@ def measure_update(meter: Meter, outputs: TokenOutputs, batch: Rollout, args: PP
     meter.add("policy/approx_kl", F.token_kl(batch.old_logprobs, logprobs, "k3"), mask)
     if first:
         meter.add("policy/first_ratio_deviation", (ratio - 1).abs(), mask)
+    if args.policy_loss == "ppo":
+        measure_clip(meter, logprobs, batch, args)
+    if outputs.values is not None and batch.values is not None and batch.returns is not None:
+        clipped = F.value_clipped(outputs.values.detach(), batch.values, batch.returns, args.cliprange_value)
+        meter.add("value/clip_frac", clipped, mask)
+
+
+def measure_clip(meter: Meter, logprobs: Tensor, batch: Rollout, args: PPOConfig) -> None:
+    """Add the shares of clipped tokens."""
+    mask = batch.loss_mask
     clip = F.clip_fractions(
         logprobs, batch.old_logprobs, batch.advantages, args.cliprange, args.clip_high, args.dual_clip
     )
@@ -107,9 +120,6 @@ def measure_update(meter: Meter, outputs: TokenOutputs, batch: Rollout, args: PP
     meter.add("policy/clip_frac_high", clip.high, mask)
     if args.dual_clip is not None:
         meter.add("policy/dual_clip_frac", clip.dual, mask)
-    if outputs.values is not None and batch.values is not None and batch.returns is not None:
-        clipped = F.value_clipped(outputs.values.detach(), batch.values, batch.returns, args.cliprange_value)
-        meter.add("value/clip_frac", clipped, mask)
 
 
 def sequence(batch: Rollout) -> dict[str, Tensor]:

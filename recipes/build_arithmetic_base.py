@@ -47,6 +47,8 @@ class BuildArguments:
     batch_size: int = field(default=256, metadata={"help": "Answers per step."})
     num_test_prompts: int = field(default=512, metadata={"help": "Test prompts written."})
     num_train_prompts: int = field(default=4096, metadata={"help": "Training prompts written."})
+    num_demonstrations: int = field(default=4096, metadata={"help": "Sloppy answers written, for recipes/sft.py."})
+    num_preferences: int = field(default=4096, metadata={"help": "Pairs written, for recipes/reward_model.py."})
     seed: int = field(default=0, metadata={"help": "Seed of the split, the model and the answers."})
 
 
@@ -109,6 +111,18 @@ def small_llama(tokenizer: PreTrainedTokenizerFast, hidden_size: int, num_layers
     return LlamaForCausalLM(config)
 
 
+def demonstration(pairs: list[tuple[int, int]], wrong: float, rng: random.Random) -> dict[str, str]:
+    """A question and an answer, which is wrong as often as `wrong` says."""
+    row = draw(pairs, rng)
+    return {"prompt": row["prompt"], "completion": spoil(row, rng) if rng.random() < wrong else row["answer"]}
+
+
+def preference(pairs: list[tuple[int, int]], rng: random.Random) -> dict[str, str]:
+    """A question with its right answer and a wrong one."""
+    row = draw(pairs, rng)
+    return {"prompt": row["prompt"], "chosen": row["answer"], "rejected": spoil(row, rng)}
+
+
 class Answers(IterableDataset):
     """Questions without end, answered wrongly as often as `wrong` says."""
 
@@ -168,10 +182,19 @@ def write_rows(path: Path, rows: list[dict[str, str]]) -> None:
 
 def main(args: BuildArguments) -> None:
     set_seed(args.seed)
+    folder = Path(args.output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
     train_pairs, test_pairs = split_pairs(args.largest, args.held_out, args.seed)
     rng = random.Random(args.seed)
     train_rows = [draw(train_pairs, rng) for _ in range(args.num_train_prompts)]
     test_rows = [draw(test_pairs, rng) for _ in range(args.num_test_prompts)]
+    write_rows(folder / "train.jsonl", train_rows)
+    write_rows(folder / "test.jsonl", test_rows)
+    rows = [demonstration(train_pairs, args.wrong, rng) for _ in range(args.num_demonstrations)]
+    write_rows(folder / "demonstrations.jsonl", rows)
+    write_rows(folder / "preferences.jsonl", [preference(train_pairs, rng) for _ in range(args.num_preferences)])
+    held_out = [preference(test_pairs, rng) for _ in range(args.num_test_prompts)]
+    write_rows(folder / "test_preferences.jsonl", held_out)
 
     tokenizer = character_tokenizer()
     model = small_llama(tokenizer, args.hidden_size, args.num_layers)
@@ -187,11 +210,8 @@ def main(args: BuildArguments) -> None:
         print(f"sloppy, {name}: sampled {accuracy(model, tokenizer, rows, True):.3f}", end=" ")
         print(f"greedy {accuracy(model, tokenizer, rows, False):.3f}")
 
-    folder = Path(args.output_dir)
     model.save_pretrained(folder / "base")
     tokenizer.save_pretrained(folder / "base")
-    write_rows(folder / "train.jsonl", train_rows)
-    write_rows(folder / "test.jsonl", test_rows)
 
 
 if __name__ == "__main__":

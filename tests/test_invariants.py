@@ -6,7 +6,16 @@ import pytest
 import torch
 from conftest import count_digits, tiny_model
 from torch.testing import assert_close
-from transformers import GPT2Config, GPT2LMHeadModel, Qwen3Config, Qwen3ForCausalLM, TrainerCallback, set_seed
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    OPTConfig,
+    OPTForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    TrainerCallback,
+    set_seed,
+)
 
 from hfppo import PPOCallback, Rollout
 from hfppo.update import MiniBatchSize, sequence
@@ -39,7 +48,16 @@ def tiny_qwen3():
     )
 
 
-ARCHITECTURES = [tiny_model, tiny_gpt2, tiny_qwen3]
+def tiny_opt():
+    """Keeps dropout as a number, in the decoder and in each layer; untied in train mode as from_config leaves it."""
+    set_seed(0)
+    config = OPTConfig(vocab_size=26, hidden_size=32, ffn_dim=48, num_hidden_layers=2, num_attention_heads=2)
+    config.update({"max_position_embeddings": 64, "init_std": 0.3, "eos_token_id": 1, "pad_token_id": 0})
+    config.update({"word_embed_proj_dim": 32, "bos_token_id": None, "dropout": 0.3})
+    return OPTForCausalLM(config)
+
+
+ARCHITECTURES = [tiny_model, tiny_gpt2, tiny_qwen3, tiny_opt]
 
 
 def bytes_of(model) -> str:

@@ -34,7 +34,10 @@ def test_last_keeps_the_last():
     meter = Meter()
     meter.add_number("kl_coef", 0.1)
     meter.add_number("kl_coef", 0.2)
-    assert meter.read()["kl_coef"] == pytest.approx(0.2)
+    rollout = Meter()
+    rollout.add_number("kl_coef", 0.3)
+    meter.take_from(rollout)
+    assert meter.read()["kl_coef"] == pytest.approx(0.3)
 
 
 def test_state_goes_on_where_it_was_saved():

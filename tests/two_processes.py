@@ -41,7 +41,11 @@ def make(name: str, **config) -> PPOTrainer:
 
 
 def weights(trainer: PPOTrainer) -> dict[str, list[float]]:
-    return {n: p.detach().double().flatten().tolist() for n, p in trainer.model.named_parameters() if p.requires_grad}
+    """The trained weights, and the optimiser's moments."""
+    found = {n: p.detach() for n, p in trainer.model.named_parameters() if p.requires_grad}
+    for i, moments in trainer.optimizer.state_dict()["state"].items():
+        found.update({f"optimizer.{i}.{name}": tensor for name, tensor in moments.items()})
+    return {name: tensor.double().flatten().tolist() for name, tensor in found.items()}
 
 
 def logs(trainer: PPOTrainer) -> list[dict[str, float]]:
@@ -71,16 +75,17 @@ def gradients(trainer: PPOTrainer) -> dict[str, list[float]]:
 
 straight = make("straight")
 straight.train()
-resumed = make("resumed")
-resumed.train(resume_from_checkpoint=str(OUT / "straight" / "checkpoint-3"))
+resumed = [make(f"resumed-{step}") for step in (1, 3, 4)]
+for trainer, step in zip(resumed, (1, 3, 4), strict=True):
+    trainer.train(resume_from_checkpoint=str(OUT / "straight" / f"checkpoint-{step}"))
 probe = make("probe", max_steps=1, learning_rate=0.0)
 probe.train()
 result = {
     "processes": straight.args.world_size,
     "straight": weights(straight),
     "straight_logs": logs(straight),
-    "resumed": weights(resumed),
-    "resumed_logs": logs(resumed),
+    "resumed": [weights(trainer) for trainer in resumed],
+    "resumed_logs": [logs(trainer) for trainer in resumed],
     "gradients": gradients(probe),
     "evaluation": {k: v for k, v in probe.evaluate().items() if k.startswith(("eval_reward", "eval_completions"))},
     "completions": probe.predict(probe.eval_dataset).predictions,

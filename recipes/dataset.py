@@ -1,0 +1,28 @@
+"""What every recipe can be told about its data."""
+
+import json
+from dataclasses import dataclass, field
+
+from datasets import Dataset, DatasetDict, load_dataset
+
+
+@dataclass
+class DataArguments:
+    """Arguments of `datasets.load_dataset`, and the splits to take."""
+
+    dataset_name: str = field(default="json", metadata={"help": "Id or path of a dataset, or a format such as json."})
+    dataset_config: str | None = field(default=None, metadata={"help": "Its configuration, if it has several."})
+    data_files: dict | str | None = field(default=None, metadata={"help": 'Files by split: {"train": …, "test": …}.'})
+    train_split: str = field(default="train", metadata={"help": "The split to train on."})
+    test_split: str = field(default="test", metadata={"help": "The split to evaluate on, where there is one."})
+
+
+def load(args: DataArguments) -> tuple[Dataset, Dataset | None]:
+    """The rows to train on, and those to evaluate on if the dataset has them."""
+    files = json.loads(args.data_files) if isinstance(args.data_files, str) else args.data_files
+    splits: DatasetDict = load_dataset(args.dataset_name, args.dataset_config, data_files=files)
+    if args.train_split not in splits:
+        raise ValueError(
+            f"train_split={args.train_split!r} is not in {args.dataset_name}, which has {', '.join(splits)}"
+        )
+    return splits[args.train_split], splits.get(args.test_split)

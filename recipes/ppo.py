@@ -1,0 +1,102 @@
+"""PPO on any prompts with any reward functions: the last of three steps.
+
+    accelerate launch recipes/ppo.py --config recipes/ppo.yaml
+    accelerate launch recipes/ppo.py --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct --dataset_name org/prompts \\
+        --reward_funcs org/reward-model trl.rewards.think_format_reward --output_dir out/ppo
+
+Rows hold "prompt", as text or messages; other columns reach the reward functions. docs/rlhf.md walks the three steps.
+"""
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from dataset import DataArguments, load
+from trl import ModelConfig, TrlParser, get_kbit_device_map, get_peft_config, get_quantization_config
+
+from hfppo import PPOConfig, PPOTrainer
+from hfppo.config import resume_argument
+
+
+@dataclass
+class PPOArguments(DataArguments):
+    """What the recipe itself can be told."""
+
+    reward_funcs: list[str] = field(
+        default_factory=list,
+        metadata={"help": "Dotted paths of functions (trl.rewards.think_format_reward) and ids or paths of models."},
+    )
+    compute_metrics: str | None = field(
+        default=None, metadata={"help": "Dotted path of a function from an EvalPrediction to metrics."}
+    )
+    critic: str = field(default="adapter", metadata={"help": "'adapter', 'shared', a model's id, or a saved critic."})
+    ref_model: str | None = field(default=None, metadata={"help": "The reference; none: the start of training."})
+
+
+def imported(name: str) -> Callable[..., Any]:
+    """The function that a dotted path names.
+
+    Raises:
+        ValueError: there is none.
+    """
+    module, _, attribute = name.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"{name!r} names no function that can be imported: {error}") from error
+
+
+def reward_func(name: str) -> Any:
+    """A model by its id or path, or a function by its dotted path."""
+    is_model = Path(name).exists() or "/" in name or "." not in name
+    return name if is_model else imported(name)
+
+
+def main(script_args: PPOArguments, args: PPOConfig, model_args: ModelConfig) -> None:
+    if args.device.type == "cpu" and torch.get_num_threads() > 1:
+        torch.set_num_threads(1)  # models that fit a CPU are too small to gain from more
+    train, test = load(script_args)
+    is_adapter = (Path(model_args.model_name_or_path) / "adapter_config.json").is_file()
+    quantization = get_quantization_config(model_args)
+    if quantization is not None:
+        args.model_init_kwargs = {
+            **(args.model_init_kwargs or {}),
+            "quantization_config": quantization,
+            "device_map": get_kbit_device_map(),
+        }
+    trainer = PPOTrainer(
+        model=model_args.model_name_or_path,
+        reward_funcs=[reward_func(name) for name in script_args.reward_funcs],
+        args=args,
+        train_dataset=train,
+        eval_dataset=test,
+        peft_config=None if is_adapter else get_peft_config(model_args),
+        ref_model=script_args.ref_model,
+        critic=script_args.critic,
+        compute_metrics=imported(script_args.compute_metrics) if script_args.compute_metrics else None,
+    )
+
+    def measure(when: str) -> None:
+        for mode, do_sample in (("sampled", True), ("greedy", False)):
+            metrics = trainer.evaluate(metric_key_prefix=f"{when}_{mode}", do_sample=do_sample)
+            trainer.save_metrics(f"{when}_{mode}", metrics)
+
+    if test is not None:
+        measure("before")
+    result = trainer.train(resume_from_checkpoint=resume_argument(args))
+    trainer.save_model()
+    trainer.save_state()
+    trainer.log_metrics("train", result.metrics)
+    trainer.save_metrics("train", result.metrics)
+    if test is not None:
+        measure("after")
+    if args.push_to_hub:
+        trainer.push_to_hub()
+    trainer.end()
+
+
+if __name__ == "__main__":
+    main(*TrlParser((PPOArguments, PPOConfig, ModelConfig)).parse_args_and_config())

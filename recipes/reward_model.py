@@ -1,0 +1,41 @@
+"""A reward model from preference pairs, as a LoRA adapter, with TRL's RewardTrainer: the second of three steps.
+
+    accelerate launch recipes/reward_model.py --config recipes/reward_model.yaml
+
+Rows hold "prompt", "chosen" and "rejected". An adapter trained on the base that PPO starts from rides that base for
+free. docs/rlhf.md walks the three steps.
+"""
+
+from dataset import DataArguments, load
+from transformers import AutoTokenizer
+from trl import ModelConfig, RewardConfig, RewardTrainer, TrlParser, get_peft_config
+
+from hfppo.config import resume_argument
+
+
+def main(data_args: DataArguments, args: RewardConfig, model_args: ModelConfig) -> None:
+    train, test = load(data_args)
+    model_args.lora_task_type = "SEQ_CLS"
+    trainer = RewardTrainer(
+        model=model_args.model_name_or_path,
+        args=args,
+        train_dataset=train,
+        eval_dataset=test,
+        processing_class=AutoTokenizer.from_pretrained(model_args.model_name_or_path),
+        peft_config=get_peft_config(model_args),
+    )
+    result = trainer.train(resume_from_checkpoint=resume_argument(args))
+    trainer.save_model()
+    trainer.save_state()
+    trainer.save_metrics("train", result.metrics)
+    if test is not None:
+        metrics = trainer.evaluate()
+        trainer.log_metrics("eval", metrics)
+        trainer.save_metrics("eval", metrics)
+    if args.push_to_hub:
+        trainer.push_to_hub()
+    trainer.end()
+
+
+if __name__ == "__main__":
+    main(*TrlParser((DataArguments, RewardConfig, ModelConfig)).parse_args_and_config())

@@ -1,0 +1,37 @@
+"""Supervised fine-tuning of a LoRA adapter on demonstrations, with TRL's SFTTrainer: the first of three steps.
+
+    accelerate launch recipes/sft.py --config recipes/sft.yaml
+
+Rows hold "prompt" and "completion", or "messages", as `trl.SFTTrainer` takes them. docs/rlhf.md walks the three steps.
+"""
+
+from dataset import DataArguments, load
+from transformers import AutoTokenizer
+from trl import ModelConfig, SFTConfig, SFTTrainer, TrlParser, get_peft_config
+
+from hfppo.config import resume_argument
+
+
+def main(data_args: DataArguments, args: SFTConfig, model_args: ModelConfig) -> None:
+    train, test = load(data_args)
+    trainer = SFTTrainer(
+        model=model_args.model_name_or_path,
+        args=args,
+        train_dataset=train,
+        eval_dataset=test,
+        processing_class=AutoTokenizer.from_pretrained(model_args.model_name_or_path),
+        peft_config=get_peft_config(model_args),
+    )
+    result = trainer.train(resume_from_checkpoint=resume_argument(args))
+    trainer.save_model()
+    trainer.save_state()
+    trainer.save_metrics("train", result.metrics)
+    if test is not None:
+        trainer.save_metrics("eval", trainer.evaluate())
+    if args.push_to_hub:
+        trainer.push_to_hub()
+    trainer.end()
+
+
+if __name__ == "__main__":
+    main(*TrlParser((DataArguments, SFTConfig, ModelConfig)).parse_args_and_config())
