@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 from dataset import DataArguments, load
-from trl import ModelConfig, TrlParser, get_kbit_device_map, get_peft_config, get_quantization_config
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
 
 from hfppo import PPOConfig, PPOTrainer
 from hfppo.config import resume_argument
@@ -55,25 +56,34 @@ def reward_func(name: str) -> Any:
     return name if is_model else imported(name)
 
 
+def load_model(model_args: ModelConfig) -> PreTrainedModel | str:
+    """The base as ModelConfig's flags have it; the path of an adapter, which names its base itself, as it is."""
+    name = model_args.model_name_or_path
+    if name is None:
+        raise ValueError("model_name_or_path is missing; give the id or path of a model or of an adapter")
+    if (Path(name) / "adapter_config.json").is_file():
+        return name
+    return AutoModelForCausalLM.from_pretrained(
+        name,
+        revision=model_args.model_revision,
+        dtype=model_args.dtype,
+        attn_implementation=model_args.attn_implementation,
+        quantization_config=get_quantization_config(model_args),
+    )
+
+
 def main(script_args: PPOArguments, args: PPOConfig, model_args: ModelConfig) -> None:
     if args.device.type == "cpu" and torch.get_num_threads() > 1:
         torch.set_num_threads(1)  # models that fit a CPU are too small to gain from more
     train, test = load(script_args)
-    is_adapter = (Path(model_args.model_name_or_path) / "adapter_config.json").is_file()
-    quantization = get_quantization_config(model_args)
-    if quantization is not None:
-        args.model_init_kwargs = {
-            **(args.model_init_kwargs or {}),
-            "quantization_config": quantization,
-            "device_map": get_kbit_device_map(),
-        }
+    model = load_model(model_args)
     trainer = PPOTrainer(
-        model=model_args.model_name_or_path,
+        model=model,
         reward_funcs=[reward_func(name) for name in script_args.reward_funcs],
         args=args,
         train_dataset=train,
         eval_dataset=test,
-        peft_config=None if is_adapter else get_peft_config(model_args),
+        peft_config=None if isinstance(model, str) else get_peft_config(model_args),
         ref_model=script_args.ref_model,
         critic=script_args.critic,
         compute_metrics=imported(script_args.compute_metrics) if script_args.compute_metrics else None,
