@@ -7,9 +7,13 @@ import sys
 from pathlib import Path
 
 import arithmetic
+import ppo
 import pytest
+import reward_model
+import sft
+from dataset import DataArguments
 from safetensors.torch import load_file
-from trl import TrlParser
+from trl import ModelConfig, RewardConfig, SFTConfig, TrlParser
 
 from hfppo import PPOConfig
 
@@ -115,3 +119,37 @@ def test_building_the_base_in_small(tmp_path):
     row = json.loads((tmp_path / "test.jsonl").read_text().splitlines()[0])
     assert row.keys() == {"prompt", "answer"}
     assert (tmp_path / "base/model.safetensors").is_file()
+
+
+def test_the_road_from_demonstrations_to_ppo_in_small(tmp_path, few_rows, monkeypatch):
+    """Three recipes of two steps each; the adapters of the first two feed the third."""
+    monkeypatch.chdir(RECIPES.parent)
+    few = ["--max_steps", "2", "--per_device_train_batch_size", "4", "--use_cpu", "true", "--save_strategy", "no"]
+
+    def run(recipe, dataclasses, *flags):
+        config = ["--config", str(RECIPES / f"{recipe.__name__}.yaml"), *few, *flags]
+        recipe.main(*TrlParser(dataclasses).parse_args_and_config(config))
+
+    sft_out, reward_out, ppo_out = (str(tmp_path / name) for name in ("sft", "reward", "ppo"))
+    run(sft, (DataArguments, SFTConfig, ModelConfig), "--output_dir", sft_out)
+    run(reward_model, (DataArguments, RewardConfig, ModelConfig), "--output_dir", reward_out)
+    files = json.dumps({"train": str(RECIPES / "arithmetic/train.jsonl"), "test": few_rows[1]})
+    flags = ["--model_name_or_path", sft_out, "--reward_funcs", reward_out, "arithmetic.right_answer"]
+    run(ppo, (ppo.PPOArguments, PPOConfig, ModelConfig), *flags, "--data_files", files, "--output_dir", ppo_out)
+    assert 0 <= json.loads((tmp_path / "reward/eval_results.json").read_text())["eval_accuracy"] <= 1
+    results = json.loads((tmp_path / "ppo/all_results.json").read_text())
+    assert {"before_sampled_accuracy", "after_greedy_accuracy", "after_sampled_rewards/reward/mean"} <= results.keys()
+    assert load_file(tmp_path / "ppo/critic/critic.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted"), [("arithmetic.no_such", "no_such"), ("no_such_module.f", "no_such_module")]
+)
+def test_a_reward_function_that_cannot_be_imported_is_named(name, wanted):
+    with pytest.raises(ValueError, match=wanted):
+        ppo.reward_func(name)
+
+
+def test_names_of_reward_functions_and_models():
+    assert ppo.reward_func("arithmetic.right_answer") is arithmetic.right_answer
+    assert ppo.reward_func("org/reward-model-1.5b") == "org/reward-model-1.5b"
