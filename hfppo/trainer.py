@@ -39,7 +39,7 @@ from hfppo.model import ActorCritic
 from hfppo.reward_model import RewardAdapter, load_reward_funcs
 from hfppo.rewards import RewardFunc, RewardFunctions
 from hfppo.rollout import Rollout
-from hfppo.update import MiniBatchSize, measure_update, ppo_loss, sequence
+from hfppo.update import MiniBatchSize, loss_terms, measure_update, ppo_loss, sequence
 
 SHUFFLE_STREAM = 4  # names the random draws of this module among those of a seed
 
@@ -166,8 +166,6 @@ class PPOTrainer(Trainer):
             name,
         )
 
-    # ---- Rollouts and their mini-batches -----------------------------------------------------------------------
-
     def get_train_dataloader(self) -> DataLoader:
         """A clock with one tick per micro-batch of an epoch: Trainer counts, skips and resumes by it.
 
@@ -233,8 +231,6 @@ class PPOTrainer(Trainer):
         rows = self.collector.eval_rows(prepared)
         return self.collector.collect(rows, self.ppo_state.kl_coef, self.state, Meter(), whiten=False)[0]
 
-    # ---- Loss and optimiser ------------------------------------------------------------------------------------
-
     @property
     def _critic_only(self) -> bool:
         """Whether the rollout in use belongs to `critic_warmup`."""
@@ -255,11 +251,12 @@ class PPOTrainer(Trainer):
             completion_mask=batch.mask,
             temperature=self.args.temperature,
         )
-        loss = ppo_loss(outputs, batch, num_items_in_batch, self.args, self._critic_only)
+        terms = loss_terms(outputs, batch, self.args)
+        loss = ppo_loss(terms, outputs, batch, num_items_in_batch, self.args, self._critic_only)
         with torch.no_grad():
             self._meter.add("loss", loss)
             first = self.state.global_step == self.ppo_state.first_step
-            measure_update(self._meter, outputs, batch, self.args, first)
+            measure_update(self._meter, terms, outputs, batch, self.args, first)
             if self.args.target_kl is not None:
                 self._watch_kl(self.args.target_kl, outputs.logprobs, batch)
         loss = loss * self.args.world_size
@@ -310,8 +307,6 @@ class PPOTrainer(Trainer):
             self._meter.add("value/grad_norm", nn.utils.clip_grad_norm_(critic, max_norm))
             self._meter.add_number("critic_learning_rate", self.optimizer.param_groups[-1]["lr"])
         return nn.utils.clip_grad_norm_(self.model.actor_parameters(), max_norm)
-
-    # ---- Logs and evaluation -----------------------------------------------------------------------------------
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add the metrics of PPO to the logs of training steps.
@@ -392,8 +387,6 @@ class PPOTrainer(Trainer):
             for key, value in metrics.items()
         }
         return EvalLoopOutput(cast(Any, evaluated.completions), columns, metrics, len(prompts))
-
-    # ---- Checkpoints -------------------------------------------------------------------------------------------
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Trainer's `train`, from a new rollout unless a checkpoint brings one.

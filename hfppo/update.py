@@ -54,14 +54,22 @@ def surrogate(outputs: TokenOutputs, batch: Rollout, args: PPOConfig) -> Tensor:
     )
 
 
-def ppo_loss(outputs: TokenOutputs, batch: Rollout, size: MiniBatchSize, args: PPOConfig, critic_only: bool) -> Tensor:
+def ppo_loss(
+    terms: dict[str, tuple[float, Tensor]],
+    outputs: TokenOutputs,
+    batch: Rollout,
+    size: MiniBatchSize,
+    args: PPOConfig,
+    critic_only: bool,
+) -> Tensor:
     """The scalar to minimise; the scalars of a mini-batch's micro-batches add up to its loss.
 
     Args:
+        terms: from `loss_terms`.
         critic_only: during `critic_warmup`; the actor takes part with weight 0, as DDP wants every parameter to.
     """
     total = outputs.logprobs.new_zeros(())
-    for name, (weight, loss) in loss_terms(outputs, batch, args).items():
+    for name, (weight, loss) in terms.items():
         if weight:
             reduced = F.reduce(
                 loss,
@@ -86,14 +94,22 @@ def positive_nll(outputs: TokenOutputs, batch: Rollout, size: MiniBatchSize, arg
     return F.reduce(-outputs.logprobs, full, "token-mean", size.num_tokens)
 
 
-def measure_update(meter: Meter, outputs: TokenOutputs, batch: Rollout, args: PPOConfig, first: bool) -> None:
+def measure_update(
+    meter: Meter,
+    terms: dict[str, tuple[float, Tensor]],
+    outputs: TokenOutputs,
+    batch: Rollout,
+    args: PPOConfig,
+    first: bool,
+) -> None:
     """Add the metrics of one micro-batch; those of the clip for the loss that has it alone.
 
     Args:
+        terms: from `loss_terms`.
         first: whether no optimiser step has been made since the rollout, so that the ratio must be 1.
     """
     mask = batch.loss_mask
-    for name, (_, loss) in loss_terms(outputs, batch, args).items():
+    for name, (_, loss) in terms.items():
         meter.add(name, loss, mask)
     logprobs = outputs.logprobs.detach()
     ratio = clamp_log_ratio(logprobs - batch.old_logprobs).exp()

@@ -62,8 +62,6 @@ def test_good_input_gets_as_far_as_sampling(sealed, make_trainer):
         make_trainer().train()
 
 
-# ---- Fields ------------------------------------------------------------------------------------------------------
-
 INHERITED = {f.name for f in fields(TrainingArguments)}
 OWN = [f for f in fields(PPOConfig) if f.name not in INHERITED]
 NUMBERS = [f.name for f in OWN if f.type in (float, float | None)]
@@ -166,9 +164,6 @@ def test_a_fraction_is_no_count(sealed, make_trainer, tmp_path, name):
         make_trainer({name: 2.5}).train()
     check_message(refused.value, (name, r"2\.5"))
     assert not (tmp_path / "out").exists()
-
-
-# ---- Arguments ---------------------------------------------------------------------------------------------------
 
 
 def data(*prompts: Any, column: str = "prompt") -> Callable[[], dict[str, Dataset]]:
@@ -480,9 +475,6 @@ def test_a_peft_config_can_be_used_again(make_trainer):
         assert config.to_dict() == before
 
 
-# ---- What reward functions return --------------------------------------------------------------------------------
-
-
 # What a function returns, as a function of the token ids of 8 completions.
 OUTPUTS = [
     pytest.param(lambda ids: [1.0] * 7, ValueError, ("7 rewards", "8 completions", "one each"), id="too few"),
@@ -555,9 +547,6 @@ def test_outputs_of_reward_functions_end_training_before_its_first_step(make_tra
     assert files_in(tmp_path / "out") == []
 
 
-# ---- Callbacks ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("arguments", "patterns"),
     [
@@ -579,8 +568,6 @@ def test_adaptive_kl_cannot_start_from_0(sealed, make_trainer, tmp_path):
     check_message(refused.value, ("kl_coef=0", "start from"))
     assert files_in(tmp_path / "out") == []
 
-
-# ---- Checkpoints -------------------------------------------------------------------------------------------------
 
 PROMPTS = Dataset.from_dict({"prompt": [f"{a}+{b}=" for a in range(4) for b in range(4)]})
 
@@ -723,9 +710,6 @@ def test_resuming_from_a_checkpoint_without_its_critic(checkpoint, sealed, make_
         resume(make_trainer, tmp_path / "half")
     check_message(refused.value, (re.escape(str(tmp_path / "half")), "critic"))
     assert files_in(tmp_path / "out") == []
-
-
-# ---- Saved critics -----------------------------------------------------------------------------------------------
 
 
 def test_a_saved_critic_of_another_kind(checkpoint, make_trainer):

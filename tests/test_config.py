@@ -25,9 +25,6 @@ def config(tmp_path: Path):
     return make
 
 
-# ---- Derived numbers ---------------------------------------------------------------------------------------------
-
-
 def test_rollout_size_and_updates_per_rollout(config):
     args = config(per_device_train_batch_size=2, gradient_accumulation_steps=3, num_mini_batches=5, num_ppo_epochs=7)
     assert args.rollout_size == 30  # 2·3·5
@@ -148,9 +145,6 @@ def test_nothing_that_was_set_is_changed(config):
     assert {name: getattr(args, name) for name in before} == before
 
 
-# ---- Fields ------------------------------------------------------------------------------------------------------
-
-
 def test_every_field_has_a_help():
     helps = {name: PPOConfig.__dataclass_fields__[name].metadata.get("help", "").strip() for name in OWN}
     assert [name for name, text in helps.items() if len(text.split()) < 2 or not text.endswith(".")] == []
@@ -176,9 +170,6 @@ def test_every_field_is_read():
         if path.name != "config.py":
             read |= reads_of_args(path)
     assert [name for name in NEW if name not in read] == []
-
-
-# ---- Flags and files ---------------------------------------------------------------------------------------------
 
 
 def flags(tmp_path: Path, *more: str) -> list[str]:

@@ -34,9 +34,6 @@ def prompts_of(tokenizer, prompts: list, **kwargs) -> Prompts:
     return prepare_prompts(Dataset.from_dict(columns), tokenizer, **kwargs)
 
 
-# ---- Text and conversations --------------------------------------------------------------------------------------
-
-
 def test_text_is_tokenised_as_it_stands(tokenizer):
     prompts = prompts_of(tokenizer, ["1+2=", "请问3"])
     assert prompts.ids == [[3, 12, 4, 13], [14, 15, 5]]
@@ -80,8 +77,6 @@ def test_the_trainer_passes_its_fields_on(make_trainer, tokenizer):
     rows = trainer.collector.training_rows(trainer._train_prompts, 0)
     assert {tuple(row.prompt_ids) for row in rows} == {tuple(ids_of("请1？，")), tuple(ids_of("1=？，"))}
 
-
-# ---- Prompts that are too long -----------------------------------------------------------------------------------
 
 LENGTHS = ["1+2=", "请问1", "1+2+3=", "1+", "2+3+1="]  # 4, 3, 6, 2 and 6 tokens
 
@@ -133,9 +128,6 @@ def test_a_dropped_prompt_is_never_trained_on(make_trainer):
     trainer = make_trainer({"max_prompt_length": 4}, train_dataset=dataset)
     rows = [row for i in range(6) for row in trainer.collector.training_rows(trainer._train_prompts, i)]
     assert {row.columns["prompt"] for row in rows} == {"1+2=", "请问1", "1+"}
-
-
-# ---- Order -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("n", [1, 2, 7, 64])
@@ -210,9 +202,6 @@ def test_rollouts_go_through_the_prompts_without_gap_or_repetition(tokenizer, tm
     groups = [group for _, group, _ in rows]
     assert groups == [i // 2 for i in range(28)]
     assert len({seed for _, _, seed in rows}) == 28  # each completion its own random numbers
-
-
-# ---- Padding -----------------------------------------------------------------------------------------------------
 
 
 def test_pad_left():

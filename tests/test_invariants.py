@@ -90,9 +90,6 @@ class Keep(PPOCallback):
         self.metrics.append(metrics)
 
 
-# ---- The ratio, and KL at the start -----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_ratio_is_one_on_the_first_update_and_against_generation(make_trainer, architecture, temperature):
@@ -136,9 +133,6 @@ def test_logprobs_entropy_and_values_agree_with_the_plain_model(make_trainer):
         assert not torch.equal(rollout.old_logprobs[i, :n], rollout.ref_logprobs[i, :n])
 
 
-# ---- The base ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("critic", ["adapter", "shared"])
 def test_training_never_changes_the_base(make_trainer, critic):
     base = tiny_model()
@@ -163,9 +157,6 @@ def test_actor_reference_and_critic_share_one_copy_of_the_base(make_trainer):
     in_critic = {p.untyped_storage().data_ptr() for p in trainer.model.critic.parameters() if not p.requires_grad}
     assert in_critic < storages
     assert len(in_critic) > 5
-
-
-# ---- Padding ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -212,9 +203,6 @@ def test_padding_with_eos_gives_the_same_run(make_trainer, tokenizer):
         assert torch.equal(a, b), name
 
 
-# ---- Cutting a mini-batch ---------------------------------------------------------------------------------------
-
-
 def gradients(trainer, rollout: Rollout, num_micro_batches: int) -> dict[str, torch.Tensor]:
     """The gradients of one optimiser step on the whole rollout, cut into micro-batches."""
     trainer.model.zero_grad()
@@ -250,9 +238,6 @@ def test_cutting_a_mini_batch_changes_no_gradient(make_trainer, dataset, config)
             assert_close(
                 gradient, whole[name], rtol=1e-4, atol=1e-6, msg=lambda m, n=name, c=cuts: f"{c} cuts, {n}: {m}"
             )
-
-
-# ---- Counts, seeds, evaluation, warmup --------------------------------------------------------------------------
 
 
 def test_optimiser_steps_and_rollouts_are_counted_exactly(make_trainer, dataset):

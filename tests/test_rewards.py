@@ -72,9 +72,6 @@ def always(*rewards):
     return constant
 
 
-# ---- What a reward function is given -----------------------------------------------------------------------------
-
-
 def test_the_call_for_text_prompts(make_trainer):
     calls = []
 
@@ -181,9 +178,6 @@ def test_log_extra_and_log_metric():
     assert scored.metrics == {"share": [0.25, 0.75], "other": [2.0]}
 
 
-# ---- Scores and weights ------------------------------------------------------------------------------------------
-
-
 def test_one_function_needs_no_list():
     scored = score(always(1.0, -2.0, 0.5))
     assert scored.combined.tolist() == [1.0, -2.0, 0.5]
@@ -231,9 +225,6 @@ def test_none_leaves_a_function_out_for_that_row():
 )
 def test_kinds_of_numbers(output):
     assert score(lambda **kwargs: output).combined.tolist() == [0.5, 1.0, 1.0]
-
-
-# ---- Scores in a rollout -----------------------------------------------------------------------------------------
 
 
 def test_an_unscorable_completion_is_out_of_the_losses(make_trainer):
@@ -350,9 +341,6 @@ def test_clip_and_penalty_change_token_rewards_on_the_last_token(make_trainer):
     assert rollout.rewards.tolist() == [[4.0, 1.0, -2.0], [1.0, 1.0, 0.5]]
 
 
-# ---- Kinds of functions ------------------------------------------------------------------------------------------
-
-
 class Length:
     """A callable object."""
 
@@ -408,9 +396,6 @@ def test_functions_are_called_in_the_calling_thread():
 
     score([reward, waits])
     assert threads == [threading.current_thread()]
-
-
-# ---- Asynchronous functions --------------------------------------------------------------------------------------
 
 
 def meeting(number_of_functions: int):
@@ -484,9 +469,6 @@ def test_asynchronous_functions_in_training(make_trainer):
     assert (logs["rewards/AsyncLength/mean"], logs["rewards/Length/mean"], logs["reward"]) == (2.0, -2.0, 0.0)
 
 
-# ---- Metrics -----------------------------------------------------------------------------------------------------
-
-
 def test_metrics_of_each_function_are_logged(make_trainer):
     def share(completions, log_metric, **kwargs):
         log_metric("batch", len(completions))
@@ -504,8 +486,6 @@ def test_metrics_of_each_function_are_logged(make_trainer):
     assert logs["custom/batch"] == 8.0
     assert logs["unscorable_frac"] == 0.0
 
-
-# ---- The functions of TRL ----------------------------------------------------------------------------------------
 
 THINK, DONE, BOXED, CLOSE = 25, 26, 27, 28  # ids of the tokens added below
 
