@@ -14,6 +14,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
+from hfppo.loading import check_vocabulary
+
 CRITIC_FOLDER = "critic"
 CRITIC_WEIGHTS = "critic.safetensors"
 CRITIC_CONFIG = "critic_config.json"
@@ -128,6 +130,7 @@ def build_critic(source: CriticSource, base: PreTrainedModel, peft_config: PeftC
     """Build the critic, before an adapter is put on the base."""
     width = base.config.get_text_config().hidden_size
     if isinstance(source.model, PreTrainedModel):
+        check_vocabulary("critic", source.model, base)
         built = critic_from_model(source.model, peft_config)
     elif source.model == "shared":
         built = Critic("shared", None, width, detach=detach).to(base.device)

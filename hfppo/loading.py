@@ -77,6 +77,20 @@ def check_model(model: PreTrainedModel | PeftModel, peft_config: PeftConfig | No
     return None
 
 
+def check_vocabulary(name: str, model: PreTrainedModel | PeftModel, base: PreTrainedModel) -> None:
+    """Refuse a model that is to read the actor's tokens but has fewer of them.
+
+    Raises:
+        ValueError: names both sizes.
+    """
+    has, needs = (m.config.get_text_config().vocab_size for m in (model, base))
+    if has < needs:
+        raise ValueError(
+            f"{name} knows {has} tokens, the actor's base {needs}: it cannot read the completions; give a model with "
+            "the same tokenizer"
+        )
+
+
 def check_adapter(config: PeftConfig) -> None:
     """Refuse adapters that, disabled, do not give the base back: the reference would not be the base."""
     init = getattr(config, "init_lora_weights", True)

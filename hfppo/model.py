@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from hfppo.critic import CRITIC_FOLDER, CriticSource, build_critic, find_critic, shared_copy
-from hfppo.loading import check_adapter
+from hfppo.loading import check_adapter, check_vocabulary
 
 # Logits are made for as many tokens at once as fit into this many numbers (float32: 128 MiB).
 MAX_LOGITS = 2**25
@@ -63,6 +63,8 @@ class ActorCritic(PeftModelForCausalLM):
         detach_critic: bool = False,
     ):
         check_adapter(peft_config)
+        if ref_model is not None:
+            check_vocabulary("ref_model", ref_model, base)
         critic_module = None
         if critic is not None:
             critic_module = build_critic(find_critic(critic), base, peft_config, detach_critic)

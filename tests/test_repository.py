@@ -19,7 +19,7 @@ ALLOWED = {
     "rollout": set(),
     "metrics": set(),
     "rewards": set(),
-    "critic": set(),
+    "critic": {"loading"},
     "loading": set(),
     "reward_model": {"critic"},
     "data": {"rollout"},

@@ -10,7 +10,7 @@ from conftest import LORA, tiny_model
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from torch.testing import assert_close
-from transformers import AutoTokenizer, LlamaForSequenceClassification
+from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassification
 
 PROMPT = torch.tensor([[14, 15, 2, 12, 5, 13]])
 
@@ -192,3 +192,11 @@ def test_users_peft_config_is_left_as_it_was(make_trainer):
     before = LORA.target_modules
     make_trainer()
     assert LORA.target_modules == before == "all-linear"
+
+
+def test_models_that_cannot_read_the_actors_tokens_are_refused(make_trainer):
+    with pytest.raises(ValueError, match=r"ref_model knows 10 tokens, the actor's base 26.*same tokenizer"):
+        make_trainer(ref_model=tiny_model(vocab_size=10))
+    small = LlamaForSequenceClassification(LlamaConfig(**{**tiny_model().config.to_dict(), "vocab_size": 10}))
+    with pytest.raises(ValueError, match="critic knows 10 tokens"):
+        make_trainer(critic=small)
