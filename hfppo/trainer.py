@@ -24,20 +24,18 @@ from transformers import (
 )
 from transformers.trainer_utils import EvalLoopOutput
 
+from hfppo.assembly import assemble, prompts_of
 from hfppo.callbacks import PPOCallback, PPOState, with_default_callbacks
 from hfppo.checkpoint import check_checkpoint, describe_run, load_ppo_state, save_ppo_state
 from hfppo.config import PPOConfig
-from hfppo.critic import find_critic
-from hfppo.data import Prompts, named, prepare_prompts
+from hfppo.data import Prompts
 from hfppo.evaluation import evaluate_prompts
 from hfppo.experience import Collector
 from hfppo.functional import token_kl
-from hfppo.generation import TransformersSampler, eos_token_ids
-from hfppo.loading import check_model, load_model, load_reference, load_tokenizer, take_apart
+from hfppo.generation import TransformersSampler
 from hfppo.metrics import Meter
 from hfppo.model import ActorCritic
-from hfppo.reward_model import RewardAdapter, load_reward_funcs
-from hfppo.rewards import RewardFunc, RewardFunctions
+from hfppo.rewards import RewardFunc
 from hfppo.rollout import Rollout
 from hfppo.update import MiniBatchSize, loss_terms, measure_update, ppo_loss, sequence
 
@@ -90,81 +88,46 @@ class PPOTrainer(Trainer):
         reward_processing_classes: Sequence[PreTrainedTokenizerBase | None] | None = None,
     ):
         args = PPOConfig() if args is None else args
-        init_kwargs = cast(dict[str, Any], args.model_init_kwargs or {})
         set_seed(args.seed)  # the adapter is initialised here, before Trainer sets the seed
-        tokenizer = load_tokenizer(model) if processing_class is None else processing_class
-        train_prompts = (
-            None if train_dataset is None else self._prompts(train_dataset, "train_dataset", tokenizer, args)
-        )
-        self._eval_prompts = {
-            name: self._prompts(
-                dataset, "eval_dataset" if name is None else f"eval_dataset[{name!r}]", tokenizer, args
-            )
-            for name, dataset in named(eval_dataset).items()
-        }
-
-        loaded = load_model(model, **init_kwargs)
-        check_model(loaded, peft_config)
-        eos_ids = eos_token_ids(tokenizer, loaded.generation_config)
-        ref_model = load_reference(ref_model, **init_kwargs)
-        base_name = loaded.config.name_or_path
-        reward_kwargs = cast(dict[str, Any], args.reward_model_init_kwargs or {})
-        funcs = load_reward_funcs(reward_funcs, reward_processing_classes, base_name, **reward_kwargs)
-        rewards = RewardFunctions(funcs, args.reward_weights)
-        critic_source = find_critic(critic) if args.needs_critic else None
-        actor = take_apart(loaded, peft_config)
-        for func in rewards.funcs:
-            if isinstance(func, RewardAdapter):
-                func.attach(actor.base)
-        if tokenizer.pad_token_id is None:
-            tokenizer.pad_token_id = eos_ids[0]
-        actor_critic = ActorCritic(
-            actor.base,
-            actor.peft_config,
-            critic_source,
+        parts = assemble(
+            model,
+            reward_funcs,
+            args,
+            train_dataset,
+            eval_dataset,
+            processing_class,
+            peft_config,
             ref_model,
-            actor.start_adapter,
-            args.detach_shared_critic,
+            critic,
+            reward_processing_classes,
         )
-        callbacks = with_default_callbacks(callbacks, args.log_completions)
         super().__init__(
-            model=actor_critic,
+            model=parts.model,
             args=args,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
-            processing_class=tokenizer,
-            callbacks=callbacks,
+            processing_class=parts.tokenizer,
+            callbacks=with_default_callbacks(callbacks, args.log_completions),
             compute_metrics=compute_metrics,
         )
         self.collector = Collector(
-            model=actor_critic,
+            model=parts.model,
             sampler=TransformersSampler(
-                actor_critic, eos_ids, tokenizer.pad_token_id, args.max_completion_length, args.temperature
+                parts.model, parts.eos_ids, parts.tokenizer.pad_token_id, args.max_completion_length, args.temperature
             ),
-            rewards=rewards,
-            tokenizer=tokenizer,
+            rewards=parts.rewards,
+            tokenizer=parts.tokenizer,
             accelerator=self.accelerator,
             args=args,
         )
         self.ppo_state = PPOState(kl_coef=args.kl_coef)
-        self._train_prompts = train_prompts
+        self._train_prompts, self._eval_prompts = parts.train_prompts, parts.eval_prompts
         self._rollout: Rollout | None = None
         self._meter = Meter()
         self._step_meter = Meter()  # for `target_kl`
         self._do_sample: bool | None = None
-        critic_kind = None if actor_critic.critic is None else actor_critic.critic.kind
-        self._run = describe_run(args, train_prompts, actor.peft_config, critic_kind)
-
-    @staticmethod
-    def _prompts(dataset: Dataset, name: str, tokenizer: PreTrainedTokenizerBase, args: PPOConfig) -> Prompts:
-        return prepare_prompts(
-            dataset,
-            tokenizer,
-            args.max_prompt_length,
-            args.overlong_prompts,
-            cast(dict[str, Any] | None, args.chat_template_kwargs),
-            name,
-        )
+        critic_kind = None if parts.model.critic is None else parts.model.critic.kind
+        self._run = describe_run(args, parts.train_prompts, parts.peft_config, critic_kind)
 
     def get_train_dataloader(self) -> DataLoader:
         """A clock with one tick per micro-batch of an epoch: Trainer counts, skips and resumes by it.
@@ -227,7 +190,7 @@ class PPOTrainer(Trainer):
             columns: what else the reward functions need, one entry per prompt each.
         """
         dataset = Dataset.from_dict({"prompt": list(prompts), **columns})
-        prepared = self._prompts(dataset, "prompts", self.processing_class, self.args)
+        prepared = prompts_of(dataset, "prompts", self.processing_class, self.args)
         rows = self.collector.eval_rows(prepared)
         return self.collector.collect(rows, self.ppo_state.kl_coef, self.state, Meter(), whiten=False)[0]
 
@@ -325,7 +288,7 @@ class PPOTrainer(Trainer):
         elif isinstance(eval_dataset, str):
             prompts = self._eval_prompts[eval_dataset]
         else:
-            prompts = self._prompts(eval_dataset, "eval_dataset", self.processing_class, self.args)
+            prompts = prompts_of(eval_dataset, "eval_dataset", self.processing_class, self.args)
         if prompts is None:
             raise ValueError("eval_dataset is missing; pass one to PPOTrainer or to evaluate()")
         size = self.args.eval_batch_size * self.args.world_size

@@ -33,6 +33,7 @@ ALLOWED = {
         *("functional", "rollout", "config", "data", "generation", "metrics", "model", "rewards"),
     },
     "evaluation": {"data", "experience", "metrics"},
+    "assembly": {"config", "critic", "data", "generation", "loading", "model", "reward_model", "rewards"},
     "checkpoint": {"callbacks", "config", "critic", "data", "metrics", "rollout"},
 }
 ANYTHING = {"trainer", "__init__"}

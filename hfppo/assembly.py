@@ -1,0 +1,87 @@
+"""From what users pass to `PPOTrainer` to its checked and loaded parts; nothing is generated or written here."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from datasets import Dataset
+from peft import PeftConfig, PeftModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from hfppo.config import PPOConfig
+from hfppo.critic import find_critic
+from hfppo.data import Prompts, named, prepare_prompts
+from hfppo.generation import eos_token_ids
+from hfppo.loading import check_model, load_model, load_reference, load_tokenizer, take_apart
+from hfppo.model import ActorCritic
+from hfppo.reward_model import RewardAdapter, load_reward_funcs
+from hfppo.rewards import RewardFunctions
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a trainer is made of."""
+
+    model: ActorCritic
+    tokenizer: PreTrainedTokenizerBase
+    eos_ids: list[int]
+    rewards: RewardFunctions
+    peft_config: PeftConfig
+    train_prompts: Prompts | None
+    eval_prompts: dict[str | None, Prompts]  # by name; None: the only one
+
+
+def assemble(
+    model: str | PreTrainedModel | PeftModel,
+    reward_funcs: Any,
+    args: PPOConfig,
+    train_dataset: Dataset | None,
+    eval_dataset: Dataset | dict[str, Dataset] | None,
+    tokenizer: PreTrainedTokenizerBase | None,
+    peft_config: PeftConfig | None,
+    ref_model: str | PreTrainedModel | None,
+    critic: str | PreTrainedModel,
+    reward_tokenizers: Sequence[PreTrainedTokenizerBase | None] | None,
+) -> Parts:
+    """The parts of `PPOTrainer`, whose arguments these are; what is quick to check comes before what loads.
+
+    Raises:
+        TypeError, ValueError: input that cannot be trained on; names it and the way out.
+    """
+    init_kwargs = cast(dict[str, Any], args.model_init_kwargs or {})
+    tokenizer = load_tokenizer(model) if tokenizer is None else tokenizer
+    train_prompts = None if train_dataset is None else prompts_of(train_dataset, "train_dataset", tokenizer, args)
+    eval_prompts = {
+        name: prompts_of(dataset, "eval_dataset" if name is None else f"eval_dataset[{name!r}]", tokenizer, args)
+        for name, dataset in named(eval_dataset).items()
+    }
+    loaded = load_model(model, **init_kwargs)
+    check_model(loaded, peft_config)
+    eos_ids = eos_token_ids(tokenizer, loaded.generation_config)
+    reference = load_reference(ref_model, **init_kwargs)
+    reward_kwargs = {"device_map": str(args.device), **cast(dict[str, Any], args.reward_model_init_kwargs or {})}
+    funcs = load_reward_funcs(reward_funcs, reward_tokenizers, loaded.config.name_or_path, **reward_kwargs)
+    rewards = RewardFunctions(funcs, args.reward_weights)
+    critic_source = find_critic(critic) if args.needs_critic else None
+    actor = take_apart(loaded, peft_config)
+    for func in rewards.funcs:
+        if isinstance(func, RewardAdapter):
+            func.attach(actor.base)
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token_id = eos_ids[0]
+    actor_critic = ActorCritic(
+        actor.base, actor.peft_config, critic_source, reference, actor.start_adapter, args.detach_shared_critic
+    )
+    return Parts(actor_critic, tokenizer, eos_ids, rewards, actor.peft_config, train_prompts, eval_prompts)
+
+
+def prompts_of(dataset: Dataset, name: str, tokenizer: PreTrainedTokenizerBase, args: PPOConfig) -> Prompts:
+    """A dataset's prompts as the configuration has them; `name` is how errors call it."""
+    return prepare_prompts(
+        dataset,
+        tokenizer,
+        args.max_prompt_length,
+        args.overlong_prompts,
+        cast(dict[str, Any] | None, args.chat_template_kwargs),
+        name,
+    )
