@@ -2,8 +2,6 @@
 
 import math
 import warnings
-from dataclasses import asdict, dataclass
-from typing import Any
 
 import rich
 from rich.table import Table
@@ -12,23 +10,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from hfppo.functional import adaptive_kl_coef
 from hfppo.rollout import Rollout, Transcript
-
-
-@dataclass
-class PPOState:
-    """Where a run stands between two optimiser steps; part of every checkpoint.
-
-    Callbacks may change `kl_coef`; the rest belongs to the trainer.
-    """
-
-    kl_coef: float  # β of the next rollout
-    rollouts: int = 0  # collected so far, the one in use included
-    first_step: int = 0  # global step at which the rollout in use was collected
-    last_step: int = 0  # global step at which the next one is due; `target_kl` brings it forward
-
-    def state_dict(self) -> dict[str, Any]:
-        """The fields as plain values."""
-        return asdict(self)
+from hfppo.state import PPOState
 
 
 class PPOCallback(TrainerCallback):

@@ -12,12 +12,12 @@ from peft import PeftConfig
 from safetensors.torch import load_file, save_file
 from transformers import TrainingArguments
 
-from hfppo.callbacks import PPOState
 from hfppo.config import PPOConfig
 from hfppo.critic import describe_adapter
 from hfppo.data import Prompts
 from hfppo.metrics import Meter
 from hfppo.rollout import Rollout
+from hfppo.state import PPOState
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,8 @@ def describe_run(
     """What a checkpoint must share with the run that goes on with it, and below "settings" what it had better."""
     digest = hashlib.sha256(json.dumps(prompts.ids).encode()).hexdigest() if prompts is not None else None
     inherited = {f.name for f in fields(TrainingArguments)}
-    own = {f.name: getattr(args, f.name) for f in fields(args) if f.name not in inherited and f.name not in STRUCTURE}
+    values = json.loads(json.dumps(args.to_dict(), default=str))  # without secrets, and with dtypes as text
+    own = {f.name: values[f.name] for f in fields(args) if f.name not in inherited and f.name not in STRUCTURE}
     return {
         "structure": {
             **{name: getattr(args, name) for name in STRUCTURE},
@@ -107,7 +108,7 @@ def load_ppo_state(
     content = json.loads(path.read_text())
     meter.load_state_dict(content["metrics"])
     rollout = Rollout(**load_file(path.with_suffix(".safetensors"))) if content["rollout"] else None
-    state = PPOState(**content["state"])
+    state = PPOState.from_state_dict(content["state"])
     if run["settings"]["kl_coef"] != content["run"]["settings"]["kl_coef"]:
         state.kl_coef = run["settings"]["kl_coef"]
     return state, rollout

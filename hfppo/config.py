@@ -1,6 +1,7 @@
 """The configuration of a run, in the style of TrainingArguments."""
 
 import math
+import re
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
@@ -58,6 +59,10 @@ RANGES: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
 
 # Inherited fields whose type is checked along with our own: rollouts are cut, and steps made, by them.
 CHECKED = ("per_device_train_batch_size", "gradient_accumulation_steps", "learning_rate", "max_grad_norm")
+
+
+# What a name has in it that belongs to a secret.
+SECRET_NAME = re.compile("token|key|secret|password", re.IGNORECASE)
 
 
 @dataclass
@@ -122,7 +127,13 @@ class PPOConfig(TrainingArguments):
     missing_eos_penalty: float | None = field(
         default=None, metadata={"help": "Subtracted from the score of a completion cut by the length limit (TRL)."}
     )
-    reward_clip: float | None = field(default=None, metadata={"help": "Scores are clipped to ± this."})
+    normalize_scores: bool = field(
+        default=False,
+        metadata={"help": "Shift and scale scores by the mean and deviation of all scores so far (arXiv:2307.04964)."},
+    )
+    reward_clip: float | None = field(
+        default=None, metadata={"help": "Scores are clipped to ± this, after they are normalised."}
+    )
     whiten_rewards: bool = field(
         default=False, metadata={"help": "Scale token rewards to unit variance, keeping their mean (TRL)."}
     )
@@ -244,6 +255,14 @@ class PPOConfig(TrainingArguments):
             rollouts = -(-self.total_episodes // (self.rollout_size * self.world_size))
             self.max_steps = rollouts * self.updates_per_rollout
 
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as trackers, checkpoints and the model card show them: also nested tokens and keys are hidden."""
+        return {name: without_secrets(value) for name, value in super().to_dict().items()}
+
+    def __getstate__(self) -> dict[str, Any]:
+        # `training_args.bin` is this, pickled, and Trainer pushes it.
+        return {name: without_secrets(value) for name, value in vars(self).items()} | {"hub_token": None}
+
     @property
     def rollout_size(self) -> int:
         """Completions per process in a rollout."""
@@ -333,11 +352,28 @@ class PPOConfig(TrainingArguments):
                 "per_device_train_batch_size and raise gradient_accumulation_steps by the same factor, which changes "
                 "no gradient"
             )
+        if self.normalize_scores and self.positive_nll_coef:
+            raise ValueError(
+                f"positive_nll_coef={self.positive_nll_coef} looks for scores from positive_score="
+                f"{self.positive_score}, and normalize_scores=True moves all scores; set one of them back"
+            )
         if self.critic_warmup and not self.needs_critic:
             raise ValueError(
                 f"critic_warmup={self.critic_warmup} has nothing to train: advantage_estimator="
                 f"{self.advantage_estimator!r} has no critic; set critic_warmup=0 or advantage_estimator='gae'"
             )
+
+
+def without_secrets(value: Any) -> Any:
+    """A value in which the texts under names such as "token" or "api_key" are hidden."""
+    if not isinstance(value, dict):
+        return value
+    return {
+        name: f"<{name.upper()}>"
+        if isinstance(inner, str) and isinstance(name, str) and SECRET_NAME.search(name)
+        else without_secrets(inner)
+        for name, inner in value.items()
+    }
 
 
 def resume_argument(args: TrainingArguments) -> str | bool | None:

@@ -38,12 +38,13 @@ def evaluate_prompts(
             batch = rows[start : start + size]
             seeds = [row.seed for row in batch] if do_sample else None
             completions = collector.sample(*collector.prompt_tensors(batch), seeds)
-            scored = collector.score(batch, completions, state)
+            texts = collector.texts(batch, completions)
+            with collector.scoring(batch, completions, texts, state) as result:
+                scored = result()
             scores, _ = collector.final_scores(scored, completions)
             measure_scores(meter, scores[scored.scorable.to(scores.device)], scored, collector.rewards.names)
             meter.add("completions/mean_length", completions.mask.sum(dim=1))
             meter.add("completions/truncated_frac", completions.truncated)
-            texts = collector.texts(batch, completions)[1]
             done += [(row.group, text) for row, text in zip(batch, texts, strict=True)]
             on_batch()
     everywhere = sorted(gather_object(done), key=lambda numbered: numbered[0])

@@ -1,7 +1,8 @@
 """From prompts to a rollout."""
 
 import math
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ from hfppo.metrics import Meter
 from hfppo.model import ActorCritic
 from hfppo.rewards import RewardFunctions, Scored
 from hfppo.rollout import Rollout, Transcript, stream_seed
+from hfppo.state import PPOState, RunningMoments
 
 SAMPLING_STREAM, EVAL_STREAM = 2, 3  # name the random draws of this module among those of a seed
 
@@ -76,16 +78,16 @@ class Collector:
         ]
 
     def collect(
-        self, rows: list[Row], kl_coef: float, state: TrainerState, meter: Meter, whiten: bool | None = None
+        self, rows: list[Row], ppo_state: PPOState, state: TrainerState, meter: Meter, training: bool = True
     ) -> tuple[Rollout, Transcript]:
         """Collect a rollout, and its completions as text.
 
         Args:
             rows: what to complete.
-            kl_coef: β.
+            ppo_state: β, and the moments of the scores, which take those of this rollout in.
             state: passed to the reward functions.
             meter: receives the rollout's metrics.
-            whiten: whether to whiten the advantages; None: as the update wants them.
+            training: False to look only: the moments stay, and advantages are not whitened.
         Raises:
             FloatingPointError: a model gave log-probs or values that are not finite.
         """
@@ -93,17 +95,19 @@ class Collector:
             prompt_ids, prompt_mask = self.prompt_tensors(rows)
             with meter.timed("time/generation"):
                 completions = self.sample(prompt_ids, prompt_mask, [row.seed for row in rows])
-            with meter.timed("time/rewards"):
-                scored = self.score(rows, completions, state)
-            passes = self.forward_passes(prompt_ids, prompt_mask, completions)
+            texts = self.texts(rows, completions)
+            scored, passes = self.score_during_passes(rows, completions, texts, prompt_ids, prompt_mask, state, meter)
+            moments = self.moments(scored, ppo_state, training)
             old_logprobs = completions.logprobs if passes.old_logprobs is None else passes.old_logprobs
-            scores, loss_mask = self.final_scores(scored, completions)
+            scores, loss_mask = self.final_scores(scored, completions, moments)
             known = completions.mask & scored.scorable.to(completions.mask.device)[:, None]
-            rewards = self.token_rewards(scored, scores, old_logprobs, passes.ref_logprobs, completions.mask, kl_coef)
+            placed = self.place_scores(scored, scores, completions.mask, moments)
+            kl = self.kl(old_logprobs, passes.ref_logprobs)
+            rewards = F.token_rewards(placed, kl, completions.mask, ppo_state.kl_coef)
             if self.args.whiten_rewards:
                 rewards = self.whiten_globally(rewards, known, shift_mean=False)
-            advantages, returns = self.advantages(rows, rewards, scored, passes, completions, state)
-            whiten = self.args.whitens_advantages if whiten is None else whiten
+            advantages, returns = self.advantages(rows, rewards, scored, passes, completions, moments, state)
+            whiten = training and self.args.whitens_advantages
             whitened = self.whiten_globally(advantages, known) if whiten else advantages
         rollout = Rollout(
             prompt_ids=prompt_ids,
@@ -121,8 +125,8 @@ class Collector:
             values=passes.values,
             returns=returns,
         )
-        self.measure(rollout, scored, advantages, kl_coef, meter)
-        return rollout, self.transcript(rows, completions, scored)
+        self.measure(rollout, self.final_scores(scored, completions)[0], scored, advantages, ppo_state.kl_coef, meter)
+        return rollout, self.transcript(rows, texts, scored)
 
     def prompt_tensors(self, rows: list[Row]) -> tuple[Tensor, Tensor]:
         """(B, P) token ids padded on the left and their mask, on the device."""
@@ -145,29 +149,58 @@ class Collector:
             logprobs=torch.cat([pad_right(part.logprobs, width, 0.0) for part in parts]),
         )
 
-    def texts(self, rows: list[Row], completions: Completions) -> tuple[list[list[int]], list[Any]]:
-        """The completions as reward functions see them: unpadded ids, and text or a message."""
-        ids = [row[mask].tolist() for row, mask in zip(completions.ids, completions.mask, strict=True)]
-        texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
+    def texts(self, rows: list[Row], completions: Completions) -> list[Any]:
+        """The completions as reward functions see them: text or a message."""
+        texts = self.tokenizer.batch_decode(unpadded(completions), skip_special_tokens=True)
         conversational = isinstance(rows[0].columns["prompt"], list)
-        return ids, [[{"role": "assistant", "content": text}] if conversational else text for text in texts]
+        return [[{"role": "assistant", "content": text}] if conversational else text for text in texts]
 
-    def transcript(self, rows: list[Row], completions: Completions, scored: Scored) -> Transcript:
+    def transcript(self, rows: list[Row], texts: list[Any], scored: Scored) -> Transcript:
         """The rows as people read them."""
         return Transcript(
             prompts=[row.columns["prompt"] for row in rows],
-            completions=self.texts(rows, completions)[1],
+            completions=texts,
             scores=dict(zip(self.rewards.names, scored.per_function.T.tolist(), strict=True)),
             extra=scored.extra,
         )
 
-    def score(self, rows: list[Row], completions: Completions, state: TrainerState) -> Scored:
-        """Ask the reward functions."""
-        ids, texts = self.texts(rows, completions)
+    def scoring(
+        self, rows: list[Row], completions: Completions, texts: list[Any], state: TrainerState
+    ) -> AbstractContextManager[Callable[[], Scored]]:
+        """Ask the reward functions; inside, slow ones go on until the yielded function waits for them."""
         columns = {name: [row.columns[name] for row in rows] for name in rows[0].columns}
         reserved = ("prompt", "completion", "completion_ids")
         others = {name: column for name, column in columns.items() if name not in reserved}
-        return self.rewards(columns["prompt"], texts, ids, others, state, completions.mask.shape[1])
+        width = completions.mask.shape[1]
+        return self.rewards.scoring(columns["prompt"], texts, unpadded(completions), others, state, width)
+
+    def score_during_passes(
+        self,
+        rows: list[Row],
+        completions: Completions,
+        texts: list[Any],
+        prompt_ids: Tensor,
+        prompt_mask: Tensor,
+        state: TrainerState,
+        meter: Meter,
+    ) -> tuple[Scored, Passes]:
+        """Scores and passes; functions that only wait, for a server say, do so while the models compute."""
+        with ExitStack() as stack:
+            with meter.timed("time/rewards"):
+                scored = stack.enter_context(self.scoring(rows, completions, texts, state))
+            passes = self.forward_passes(prompt_ids, prompt_mask, completions)
+            with meter.timed("time/rewards"):
+                return scored(), passes
+
+    def moments(self, scored: Scored, ppo_state: PPOState, training: bool) -> RunningMoments | None:
+        """The moments that normalise the scores, after those of this rollout on all processes; None: nothing does."""
+        if not self.args.normalize_scores:
+            return None
+        if training:
+            device = self.accelerator.device
+            everywhere = self.accelerator.gather(scored.combined.to(device)).cpu()
+            ppo_state.score_moments.add(everywhere[self.accelerator.gather(scored.scorable.to(device)).cpu()])
+        return ppo_state.score_moments
 
     def forward_passes(self, prompt_ids: Tensor, prompt_mask: Tensor, completions: Completions) -> Passes:
         """The passes without gradient of actor, critic and reference, some rows at a time."""
@@ -196,11 +229,19 @@ class Collector:
                 )
         return passes
 
-    def final_scores(self, scored: Scored, completions: Completions) -> tuple[Tensor, Tensor]:
-        """(B,) scores with clip and penalty, and the (B, T) mask of the tokens that the losses count."""
+    def final_scores(
+        self, scored: Scored, completions: Completions, moments: RunningMoments | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """(B,) scores with clip and penalty, and the (B, T) mask of the tokens that the losses count.
+
+        Without `moments` they are plain, as metrics and evaluations report them; a clip that is meant for normalised
+        ones is left out then.
+        """
         args, device = self.args, completions.mask.device
         scores = scored.combined.to(device)
-        if args.reward_clip is not None:
+        if moments is not None:
+            scores = moments.normalize(scores)
+        if args.reward_clip is not None and args.normalize_scores == (moments is not None):
             scores = scores.clamp(-args.reward_clip, args.reward_clip)
         if args.missing_eos_penalty is not None:
             scores = scores - args.missing_eos_penalty * completions.truncated
@@ -209,17 +250,19 @@ class Collector:
             counted = counted & ~completions.truncated
         return scores, completions.mask & counted[:, None]
 
-    def token_rewards(
-        self, scored: Scored, scores: Tensor, logprobs: Tensor, ref: Tensor | None, mask: Tensor, kl_coef: float
-    ) -> Tensor:
-        """(B, T) what each token earns, the KL penalty included."""
-        placed = scores
-        if scored.per_token is not None:
-            # Clip and penalty change the score of a completion; the change stands on its last token.
-            change = F.token_rewards(scores - scored.combined.to(mask.device), torch.zeros_like(logprobs), mask, 0.0)
-            placed = scored.per_token.to(mask.device) + change
-        kl = torch.zeros_like(logprobs) if ref is None else F.token_kl(logprobs, ref, self.args.kl_estimator)
-        return F.token_rewards(placed, kl, mask, kl_coef)
+    def place_scores(self, scored: Scored, scores: Tensor, mask: Tensor, moments: RunningMoments | None) -> Tensor:
+        """(B,) scores for the last token, or (B, T) where functions reward tokens."""
+        if scored.per_token is None:
+            return scores
+        # What normalisation, clip and penalty add to the score of a completion stands on its last token.
+        scale = 1.0 if moments is None else 1.0 / moments.std
+        change = scores - scale * scored.combined.to(mask.device)
+        last = F.token_rewards(change, torch.zeros(mask.shape, device=mask.device), mask, 0.0)
+        return scale * scored.per_token.to(mask.device) + last
+
+    def kl(self, logprobs: Tensor, ref: Tensor | None) -> Tensor:
+        """(B, T) KL per token for the reward; 0 where nothing asks for a reference."""
+        return torch.zeros_like(logprobs) if ref is None else F.token_kl(logprobs, ref, self.args.kl_estimator)
 
     def advantages(
         self,
@@ -228,6 +271,7 @@ class Collector:
         scored: Scored,
         passes: Passes,
         completions: Completions,
+        moments: RunningMoments | None,
         state: TrainerState,
     ) -> tuple[Tensor, Tensor | None]:
         """(B, T) advantages before whitening, and returns where there is a critic."""
@@ -237,7 +281,7 @@ class Collector:
         if args.advantage_estimator == "reinforce_plus_plus":
             return F.reinforce_plus_plus(rewards, mask, args.gamma), None
         if args.advantage_estimator == "remax":
-            baselines, known = self.greedy_scores(rows, state)
+            baselines, known = self.greedy_scores(rows, moments, state)
             return F.remax(rewards, mask, baselines).where(known[:, None], 0.0), None
         lam = args.lam if args.lam_alpha is None else F.length_adaptive_lam(mask, args.lam_alpha)
         final = passes.final_value * completions.truncated if args.bootstrap_truncated else None
@@ -258,13 +302,16 @@ class Collector:
             advantages[comparable] = estimator(rewards[comparable], mask[comparable], groups[comparable], **options)
         return advantages
 
-    def greedy_scores(self, rows: list[Row], state: TrainerState) -> tuple[Tensor, Tensor]:
+    def greedy_scores(
+        self, rows: list[Row], moments: RunningMoments | None, state: TrainerState
+    ) -> tuple[Tensor, Tensor]:
         """(B,) score of the greedy completion of each row's prompt, and (B,) bool: whether it has one."""
         first = {row.group: row for row in reversed(rows)}
         one_each = list(first.values())
         greedy = self.sample(*self.prompt_tensors(one_each), None)
-        scored = self.score(one_each, greedy, state)
-        scores, _ = self.final_scores(scored, greedy)
+        with self.scoring(one_each, greedy, self.texts(one_each, greedy), state) as result:
+            scored = result()
+        scores, _ = self.final_scores(scored, greedy, moments)
         position = {group: i for i, group in enumerate(first)}
         index = torch.tensor([position[row.group] for row in rows], device=scores.device)
         return scores[index], scored.scorable.to(scores.device)[index]
@@ -279,10 +326,12 @@ class Collector:
         """(processes·B, T) rows of all processes, in the order of the processes, padded to the longest."""
         return self.accelerator.gather(self.accelerator.pad_across_processes(x, dim=1))
 
-    def measure(self, rollout: Rollout, scored: Scored, advantages: Tensor, kl_coef: float, meter: Meter) -> None:
-        """Add the rollout's metrics."""
+    def measure(
+        self, rollout: Rollout, scores: Tensor, scored: Scored, advantages: Tensor, kl_coef: float, meter: Meter
+    ) -> None:
+        """Add the rollout's metrics; `scores` are the plain ones."""
         mask = rollout.mask
-        measure_scores(meter, rollout.scores[scored.scorable.to(mask.device)], scored, self.rewards.names)
+        measure_scores(meter, scores[scored.scorable.to(mask.device)], scored, self.rewards.names)
         meter.add("completions/mean_length", mask.sum(dim=1))
         meter.add("completions/max_length", mask.sum(dim=1))
         meter.add("completions/truncated_frac", rollout.truncated)
@@ -317,6 +366,11 @@ def measure_scores(meter: Meter, scores: Tensor, scored: Scored, names: list[str
             meter.add(f"rewards/{name}/{what}", given, ~given.isnan(), pattern=f"rewards/{{function}}/{what}")
     for name, numbers in scored.metrics.items():
         meter.add(f"custom/{name}", torch.tensor(numbers), pattern="custom/{name}")
+
+
+def unpadded(completions: Completions) -> list[list[int]]:
+    """The completions' token ids, EOS included."""
+    return [row[mask].tolist() for row, mask in zip(completions.ids, completions.mask, strict=True)]
 
 
 def pad_right(x: Tensor, width: int, value: float) -> Tensor:

@@ -95,6 +95,7 @@ class Meter:
     def __init__(self) -> None:
         self._sums: dict[str, Sums] = {}
         self._pending: list[tuple[str, str, Tensor]] = []
+        self._seconds: dict[str, float] = {}
 
     def add(self, name: str, values: Tensor, mask: Tensor | None = None, pattern: str | None = None) -> None:
         """Add numbers to a metric.
@@ -117,10 +118,10 @@ class Meter:
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
-        """Add the seconds spent inside to a metric."""
+        """Add the seconds spent inside to a metric; all stretches between two reads make up one number."""
         start = time.perf_counter()
         yield
-        self.add_number(name, time.perf_counter() - start)
+        self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
 
     def read(self) -> dict[str, float]:
         """Every metric over all processes, and start anew. A collective call: every process must make it."""
@@ -143,6 +144,9 @@ class Meter:
         return {name: asdict(sums) for name, sums in self._sums.items()}
 
     def _flush(self) -> None:
+        for name, seconds in self._seconds.items():
+            self.add_number(name, seconds)
+        self._seconds.clear()
         for name, reduction, parts in self._pending:
             count, total, squares, largest = parts.tolist()
             merge(self._sums, name, Sums(reduction, count, total, squares, largest))
@@ -151,6 +155,7 @@ class Meter:
     def load_state_dict(self, state: dict[str, dict]) -> None:
         """Continue from what `state_dict` gave."""
         self._pending.clear()
+        self._seconds.clear()
         self._sums = {name: Sums(**parts) for name, parts in state.items()}
 
 

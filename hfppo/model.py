@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from hfppo.card import update_card
 from hfppo.critic import CRITIC_FOLDER, CriticSource, build_critic, find_critic, shared_copy
 from hfppo.loading import check_adapter, check_vocabulary
 
@@ -176,6 +177,10 @@ class ActorCritic(PeftModelForCausalLM):
         )
         if self.critic is not None and is_main_process:
             self.critic.save(Path(save_directory) / CRITIC_FOLDER)
+
+    def create_or_update_model_card(self, output_dir: str) -> None:
+        """PEFT's, made so that it keeps a card's tags and that the Hub takes it."""
+        update_card(output_dir, super().create_or_update_model_card)
 
     def load_critic(self, folder: str) -> None:
         """Read the critic from a folder that `save_pretrained` wrote, if there is one to load it into."""

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from hfppo.critic import shared_copy
+from hfppo.reward_server import RewardServer
 
 
 class RewardModel:
@@ -146,7 +147,7 @@ def load_reward_funcs(
 
 
 def load_reward_func(func: Any, tokenizer: PreTrainedTokenizerBase | None, base_name: str, **init_kwargs: Any) -> Any:
-    """One of them; a function is left as it is."""
+    """One of them; a function is left as it is, a server is asked whether it is there."""
     if isinstance(func, PreTrainedModel):
         if not type(func).__name__.endswith("ForSequenceClassification"):
             raise TypeError(
@@ -159,6 +160,10 @@ def load_reward_func(func: Any, tokenizer: PreTrainedTokenizerBase | None, base_
                 "tokenizer in reward_processing_classes"
             )
         return RewardModel(func, tokenizer or AutoTokenizer.from_pretrained(func.config.name_or_path))
+    if isinstance(func, str) and func.startswith(("http://", "https://")):
+        func = RewardServer(func)
+    if isinstance(func, RewardServer):
+        func.check()
     if not isinstance(func, str):
         return func
     try:

@@ -13,8 +13,9 @@ import functools
 import inspect
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any
@@ -69,7 +70,8 @@ class RewardFunctions:
             result.append(unique)
         return result
 
-    def __call__(
+    @contextmanager
+    def scoring(
         self,
         prompts: list[Any],
         completions: list[Any],
@@ -77,8 +79,8 @@ class RewardFunctions:
         columns: Mapping[str, list[Any]],
         trainer_state: Any,
         width: int,
-    ) -> Scored:
-        """Score B completions.
+    ) -> Iterator[Callable[[], Scored]]:
+        """Score B completions; inside, `async def` functions go on until the yielded function waits for them.
 
         Args:
             prompts, completions: B texts or conversations.
@@ -89,20 +91,35 @@ class RewardFunctions:
         Raises:
             TypeError, ValueError: a function gave something else than the contract says; names function and row.
         """
-        extra: dict[str, list[Any]] = {}
-        metrics: dict[str, list[float]] = {}
-        outputs = self._call(
-            {
-                **columns,
-                "prompts": prompts,
-                "completions": completions,
-                "completion_ids": completion_ids,
-                "trainer_state": trainer_state,
-                "log_extra": lambda column, values: extra.setdefault(column, []).extend(values),
-                "log_metric": lambda name, value: metrics.setdefault(name, []).append(float(value)),
-            }
-        )
-        lengths = [len(ids) for ids in completion_ids]
+        logs = [Log() for _ in self.funcs]
+        shared = {
+            **columns,
+            "prompts": prompts,
+            "completions": completions,
+            "completion_ids": completion_ids,
+            "trainer_state": trainer_state,
+        }
+        calls = [
+            functools.partial(func, **shared, log_extra=log.extra, log_metric=log.metric)
+            for func, log in zip(self.funcs, logs, strict=True)
+        ]
+        with in_background([call for call in calls if is_async(call)]) as awaited:
+            given = [None if is_async(call) else call() for call in calls]
+
+            def scored() -> Scored:
+                late = iter(awaited())
+                outputs = [next(late) if is_async(call) else out for call, out in zip(calls, given, strict=True)]
+                return self._scored(outputs, [len(ids) for ids in completion_ids], width, logs)
+
+            yield scored
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Scored:
+        """Score B completions and wait; the arguments are those of `scoring`."""
+        with self.scoring(*args, **kwargs) as scored:
+            return scored()
+
+    def _scored(self, outputs: list[Any], lengths: list[int], width: int, logs: list["Log"]) -> Scored:
+        """What the functions returned, checked and combined."""
         rows = [check_output(name, out, lengths) for name, out in zip(self.names, outputs, strict=True)]
         scores = torch.tensor(
             [[math.fsum(x) if isinstance(x, list) else x for x in row] for row in rows], dtype=torch.float32
@@ -113,24 +130,47 @@ class RewardFunctions:
             combined=(scores.nan_to_num(0.0) * weights).sum(dim=1),
             per_token=place(rows, self.weights, lengths, width) if any_per_token(rows) else None,
             scorable=~scores.isnan().all(dim=1),
-            extra=extra,
-            metrics=metrics,
+            extra=merged(log.columns for log in logs),
+            metrics=merged(log.numbers for log in logs),
         )
 
-    def _call(self, kwargs: dict[str, Any]) -> list[Any]:
-        """The functions' outputs in their order; async ones run together, in a thread that may block."""
-        outputs = [None if is_async(func) else func(**kwargs) for func in self.funcs]
-        waiting = [i for i, func in enumerate(self.funcs) if is_async(func)]
-        if waiting:
 
-            async def together() -> list[Any]:
-                return await asyncio.gather(*(self.funcs[i](**kwargs) for i in waiting))
+class Log:
+    """What one reward function logs; each has its own, so that the order does not depend on who is faster."""
 
-            # A thread of its own, because a notebook already runs an event loop in this one.
-            with ThreadPoolExecutor(max_workers=1) as pool:
-                for i, output in zip(waiting, pool.submit(asyncio.run, together()).result(), strict=True):
-                    outputs[i] = output
-        return outputs
+    def __init__(self) -> None:
+        self.columns: dict[str, list[Any]] = {}
+        self.numbers: dict[str, list[float]] = {}
+
+    def extra(self, column: str, values: Sequence[Any]) -> None:
+        """`log_extra`: one value per completion."""
+        self.columns.setdefault(column, []).extend(values)
+
+    def metric(self, name: str, value: float) -> None:
+        """`log_metric`."""
+        self.numbers.setdefault(name, []).append(float(value))
+
+
+def merged(logs: Iterable[dict[str, list[Any]]]) -> dict[str, list[Any]]:
+    """Lists of the same name, one after the other."""
+    result: dict[str, list[Any]] = {}
+    for log in logs:
+        for name, values in log.items():
+            result.setdefault(name, []).extend(values)
+    return result
+
+
+@contextmanager
+def in_background(calls: list[Callable[[], Any]]) -> Iterator[Callable[[], list[Any]]]:
+    """Run coroutine functions together while the caller goes on; the yielded function waits for their results."""
+
+    async def together() -> list[Any]:
+        return await asyncio.gather(*(call() for call in calls))
+
+    # A thread of its own, because a notebook already runs an event loop in this one.
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        running = pool.submit(lambda: asyncio.run(together())) if calls else None
+        yield lambda: running.result() if running else []
 
 
 def unwrapped(func: RewardFunc) -> RewardFunc:

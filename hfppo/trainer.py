@@ -4,9 +4,12 @@ Nothing here loops over training steps. Trainer asks for the batches of an optim
 optimiser; these hooks answer for PPO.
 """
 
+import logging
 import math
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -22,12 +25,14 @@ from transformers import (
     TrainerCallback,
     set_seed,
 )
-from transformers.trainer_utils import EvalLoopOutput
+from transformers.trainer_utils import EvalLoopOutput, HubStrategy
 
 from hfppo.assembly import assemble, prompts_of
-from hfppo.callbacks import PPOCallback, PPOState, with_default_callbacks
+from hfppo.callbacks import PPOCallback, with_default_callbacks
+from hfppo.card import write_card
 from hfppo.checkpoint import check_checkpoint, describe_run, load_ppo_state, save_ppo_state
 from hfppo.config import PPOConfig
+from hfppo.critic import CRITIC_FOLDER
 from hfppo.data import Prompts
 from hfppo.evaluation import evaluate_prompts
 from hfppo.experience import Collector
@@ -37,7 +42,10 @@ from hfppo.metrics import Meter
 from hfppo.model import ActorCritic
 from hfppo.rewards import RewardFunc
 from hfppo.rollout import Rollout
+from hfppo.state import PPOState
 from hfppo.update import MiniBatchSize, loss_terms, measure_update, ppo_loss, sequence
+
+logger = logging.getLogger(__name__)
 
 SHUFFLE_STREAM = 4  # names the random draws of this module among those of a seed
 
@@ -162,7 +170,7 @@ class PPOTrainer(Trainer):
         """Collect the next rollout and tell the callbacks."""
         state = self.ppo_state
         rows, meter = self.collector.training_rows(self._train_prompts, state.rollouts), Meter()
-        rollout, transcript = self.collector.collect(rows, state.kl_coef, self.state, meter)
+        rollout, transcript = self.collector.collect(rows, state, self.state, meter)
         state.rollouts, state.first_step = state.rollouts + 1, self.state.global_step
         state.last_step = state.first_step + self.args.updates_per_rollout
         self._meter.take_from(meter)
@@ -192,7 +200,7 @@ class PPOTrainer(Trainer):
         dataset = Dataset.from_dict({"prompt": list(prompts), **columns})
         prepared = prompts_of(dataset, "prompts", self.processing_class, self.args)
         rows = self.collector.eval_rows(prepared)
-        return self.collector.collect(rows, self.ppo_state.kl_coef, self.state, Meter(), whiten=False)[0]
+        return self.collector.collect(rows, self.ppo_state, self.state, Meter(), training=False)[0]
 
     @property
     def _critic_only(self) -> bool:
@@ -382,3 +390,35 @@ class PPOTrainer(Trainer):
         if checkpoint is not None:
             self.ppo_state, rollout = load_ppo_state(checkpoint, self.args.process_index, self._run, self._meter)
             self._rollout = None if rollout is None else rollout.to(self.args.device)
+
+    def create_model_card(self, **given: Any) -> None:
+        """Write the model card into the output folder; takes what Trainer's does, by keyword."""
+        # Not upstream's card: it reports supervised training and an eval_loss, which prompts do not have.
+        if self.is_world_process_zero():
+            rewards, prompts = self.collector.rewards, self._train_prompts
+            weights = dict(zip(rewards.names, rewards.weights, strict=True))
+            chat = prompts is not None and prompts.conversational
+            write_card(
+                self.args.output_dir, self.model, self.args, self.state, weights, self.hub_model_id, chat, **given
+            )
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        # Private; upstream copies the adapter alone into the folder that it pushes, and writes no card.
+        self.accelerator.wait_for_everyone()  # every process has written its part of the checkpoint
+        if not self.is_world_process_zero() or self.args.hub_strategy == HubStrategy.END:
+            return
+        if self.push_in_progress is not None and not self.push_in_progress.is_done() and not self.args.hub_always_push:
+            return
+        self._finish_current_push()  # which reads the folder that is written now
+        if (critic := Path(checkpoint_folder) / CRITIC_FOLDER).is_dir():
+            shutil.copytree(critic, Path(self.args.output_dir) / CRITIC_FOLDER, dirs_exist_ok=True)
+        self.create_model_card()
+        super()._push_from_checkpoint(checkpoint_folder)
+
+    def _finish_current_push(self) -> None:
+        # Private; upstream forgets a push in the background that has failed.
+        super()._finish_current_push()
+        push, self.push_in_progress = getattr(self, "push_in_progress", None), None
+        for job in [] if push is None else push.jobs:
+            if (error := job.exception()) is not None:
+                logger.warning("A push to %s has failed and was not repeated: %s", self.hub_model_id, error)

@@ -25,6 +25,7 @@ VARIANTS = {
     "adapter critic, adaptive KL, metrics not yet logged": ({}, {"critic": "adapter", "kl": True}),
     "shared critic, warmup": ({"critic_warmup": 2}, {"critic": "shared"}),
     "stopped by target_kl, bypass": ({"target_kl": 0.02, "policy_mode": "bypass"}, {}),
+    "normalised and clipped scores": ({"normalize_scores": True, "reward_clip": 1.0}, {}),
     "groups without a critic": ({"advantage_estimator": "grpo", "num_generations": 2}, {}),
 }
 

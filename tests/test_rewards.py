@@ -4,7 +4,7 @@ import asyncio
 import functools
 import math
 import threading
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -18,6 +18,7 @@ from hfppo import PPOCallback, Rollout
 from hfppo.generation.sampler import Completions, completions_from
 from hfppo.metrics import Meter
 from hfppo.rewards import RewardFunctions, Scored
+from hfppo.state import RunningMoments
 
 NAN = float("nan")
 SIGNS = {sign: i for i, sign in enumerate("0123456789+=请问？是的不对，等于！", start=2)} | {".": 1}  # "." is EOS
@@ -255,7 +256,7 @@ def test_a_rollout_without_any_score_changes_no_weight(make_trainer):
 
 def first_rollout(trainer) -> Rollout:
     rows = trainer.collector.training_rows(trainer._train_prompts, 0)
-    return trainer.collector.collect(rows, trainer.args.kl_coef, trainer.state, Meter())[0]
+    return trainer.collector.collect(rows, trainer.ppo_state, trainer.state, Meter())[0]
 
 
 def test_an_unscorable_completion_does_not_shift_the_whitening(make_trainer):
@@ -575,3 +576,110 @@ def test_log_extra_reaches_callbacks_and_the_printed_table(make_trainer, capsys)
     printed = capsys.readouterr().out
     assert "first letter" in printed
     assert printed.count("请问") == 8
+
+
+def test_async_functions_go_on_during_the_passes(make_trainer, monkeypatch):
+    """The function waits for a pass to begin; called one after the other, neither would ever end."""
+    passes_begun = threading.Event()
+
+    async def judge(completions, **kwargs):
+        assert await asyncio.to_thread(passes_begun.wait, 30), "the passes wait for the reward function"
+        return [1.0] * len(completions)
+
+    trainer = make_trainer(reward_funcs=judge)
+    passes = type(trainer.collector).forward_passes
+
+    def begin(self, *args):
+        passes_begun.set()
+        return passes(self, *args)
+
+    monkeypatch.setattr(type(trainer.collector), "forward_passes", begin)
+    assert first_rollout(trainer).scores.eq(1.0).all()
+
+
+def test_a_failing_async_function_ends_the_run_with_its_own_error(make_trainer):
+    async def judge(**kwargs):
+        raise ZeroDivisionError("of the judge")
+
+    with pytest.raises(ZeroDivisionError, match="of the judge"):
+        make_trainer(reward_funcs=judge).train()
+
+
+def test_what_functions_log_does_not_depend_on_who_is_faster():
+    def plain(completions, log_metric, **kwargs):
+        log_metric("x", 2.0)
+        return [0.0] * len(completions)
+
+    async def slow(completions, log_metric, **kwargs):
+        await asyncio.sleep(0.01)
+        log_metric("x", 1.0)
+        return [0.0] * len(completions)
+
+    assert score([slow, plain]).metrics == score([plain, slow]).metrics | {"x": [1.0, 2.0]}
+
+
+def test_running_moments_are_those_of_all_scores_so_far():
+    moments = RunningMoments()
+    assert (moments.normalize(torch.tensor([3.0])), moments.std) == (3.0, 1.0)
+    parts = [torch.tensor([1.0, 2.0, 6.0]), torch.tensor([]), torch.tensor([1e4, 1e4 + 1]), torch.randn(50)]
+    for part in parts:
+        moments.add(part)
+    whole = torch.cat(parts).double()
+    assert_close(moments.mean, float(whole.mean()))
+    assert_close(moments.std, float(whole.std(correction=0)))
+    assert_close(moments.normalize(whole), (whole - whole.mean()) / whole.std(correction=0))
+
+
+def test_equal_scores_normalise_to_zero():
+    moments = RunningMoments()
+    moments.add(torch.full((4,), 7.0))
+    assert moments.normalize(torch.tensor([7.0, 8.0])).tolist() == [0.0, 1.0]
+
+
+def normalizing(make_trainer, scores, **config):
+    config = {"num_mini_batches": 1, "kl_coef": 0.0, "normalize_scores": True, **config}
+    return answering(make_trainer(config, reward_funcs=always(*scores)), "12.")
+
+
+def test_scores_are_normalised_then_clipped_then_penalised(make_trainer):
+    """By hand: 0, 0, 4, None, 8, … has mean 3 and deviation √11 without the None."""
+    trainer = normalizing(
+        make_trainer, (0.0, 0.0, 4.0, 8.0), reward_clip=1.2, missing_eos_penalty=0.5, max_completion_length=3
+    )
+    trainer.collector.sampler.completions = [ids_of("12.")] * 3 + [ids_of("123")]
+    std = math.sqrt(11.0)
+    expected = torch.tensor([-3 / std, -3 / std, 1 / std, 1.2 - 0.5])
+    assert_close(first_rollout(trainer).scores, expected)
+    assert trainer.ppo_state.score_moments == RunningMoments(4, 3.0, 44.0)
+    first_rollout(trainer)
+    assert trainer.ppo_state.score_moments == RunningMoments(8, 3.0, 88.0)
+
+
+def test_rows_without_a_score_stay_out_of_the_moments(make_trainer):
+    trainer = normalizing(make_trainer, (1.0, None, 5.0, None))
+    first_rollout(trainer)
+    assert trainer.ppo_state.score_moments == RunningMoments(2, 3.0, 8.0)
+
+
+def test_token_rewards_keep_their_places_when_normalised(make_trainer):
+    """1 and 3 on two tokens of each row but one, by hand: sums 4, 4, 4, 0; mean 3, deviation √3."""
+    rows = [[1.0, 3.0, 0.0]] * 3 + [[0.0, 0.0, 0.0]]
+    trainer = normalizing(make_trainer, rows)
+    std = math.sqrt(3.0)
+    expected = torch.tensor([[1 / std, 3 / std, -3 / std]] * 3 + [[0.0, 0.0, -3 / std]])
+    assert_close(first_rollout(trainer).rewards, expected)
+
+
+def test_logs_and_evaluations_report_plain_scores_and_looking_changes_nothing(make_trainer, dataset):
+    trainer = normalizing(make_trainer, (0.0, 0.0, 4.0, 8.0), reward_clip=1.2, max_steps=2)
+    trainer.train()
+    assert (trainer.state.log_history[0]["reward"], trainer.state.log_history[0]["reward_std"]) == (3.0, math.sqrt(11))
+    before = asdict(trainer.ppo_state)
+    assert trainer.evaluate(dataset.select(range(4)))["eval_reward"] == 3.0
+    trainer.rollout(["请问1+1="] * 4, answer=["2"] * 4)
+    assert asdict(trainer.ppo_state) == before
+
+
+def test_normalised_scores_and_a_threshold_on_scores_contradict(make_trainer):
+    with pytest.raises(ValueError, match=r"positive_nll_coef=0\.1 looks for scores from positive_score"):
+        make_trainer({"normalize_scores": True, "positive_nll_coef": 0.1})

@@ -21,6 +21,7 @@ CONFIG = {
     "save_strategy": "steps",
     "save_steps": 1,
     "max_steps": 5,
+    "normalize_scores": True,
     "eval_strategy": "steps",
     "eval_steps": 2,
 }
@@ -78,7 +79,7 @@ straight.train()
 resumed = [make(f"resumed-{step}") for step in (1, 3, 4)]
 for trainer, step in zip(resumed, (1, 3, 4), strict=True):
     trainer.train(resume_from_checkpoint=str(OUT / "straight" / f"checkpoint-{step}"))
-probe = make("probe", max_steps=1, learning_rate=0.0)
+probe = make("probe", max_steps=1, learning_rate=0.0, normalize_scores=False)
 probe.train()
 result = {
     "processes": straight.args.world_size,

@@ -1,0 +1,86 @@
+"""Scores from a server: a judge or a reward model that runs elsewhere, behind one HTTP address.
+
+    reward_funcs=[right_answer, RewardServer("http://127.0.0.1:8100/score", columns=["answer"])]
+
+It is asked by POST with JSON, {"prompts": […], "completions": […], "answer": […]}, and answers {"scores": […]}, one
+number per completion, null to leave the row out.
+"""
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hfppo.endpoint import Endpoint, ServerError
+from hfppo.rewards import in_background
+
+
+class RewardServer:
+    """A server that follows the contract of `hfppo.rewards`; it is waited for while the models compute.
+
+    Args:
+        url: its address, http:// or https://.
+        columns: columns of the dataset that it is sent too.
+        batch_size: completions per request.
+        timeout: seconds until an answer must be complete.
+        max_retries: further attempts after the first; pauses grow from 0.2 to 30 seconds.
+        max_concurrency: requests at once, per process.
+        headers: sent along, an Authorization for instance; never logged or saved.
+        name: what metrics call it.
+
+    Raises:
+        ValueError: an argument outside its range.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        columns: Sequence[str] = (),
+        batch_size: int = 16,
+        timeout: float = 60.0,
+        max_retries: int = 5,
+        max_concurrency: int = 8,
+        headers: Mapping[str, str] | None = None,
+        name: str = "reward_server",
+    ):
+        if batch_size < 1:
+            raise ValueError(f"batch_size={batch_size} must be 1 or more")
+        self.endpoint = Endpoint(url, timeout, max_retries, max_concurrency, headers)
+        self.columns, self.batch_size, self.__name__ = list(columns), batch_size, name
+
+    async def __call__(self, prompts: list[Any], completions: list[Any], **kwargs: Any) -> list[float | None]:
+        """One score per completion.
+
+        Raises:
+            ServerError: it could not be reached, or answered something else.
+            ValueError: a column is not in the dataset.
+        """
+        if missing := [column for column in self.columns if column not in kwargs]:
+            raise ValueError(f"columns={self.columns} of {self.__name__}: the dataset has no column {missing[0]!r}")
+        sent = {"prompts": prompts, "completions": completions, **{column: kwargs[column] for column in self.columns}}
+        starts = range(0, len(prompts), self.batch_size)
+        bodies = [{key: rows[i : i + self.batch_size] for key, rows in sent.items()} for i in starts]
+        answers = await self.endpoint.post_all(bodies)
+        return [
+            score
+            for body, answer in zip(bodies, answers, strict=True)
+            for score in self._scores(answer, len(body["prompts"]))
+        ]
+
+    def check(self) -> None:
+        """Ask for the scores of nothing, so that a run with a wrong address ends before it begins.
+
+        Raises:
+            ServerError: it could not be reached, or answered something else than no scores.
+        """
+        body: dict[str, list] = {key: [] for key in ("prompts", "completions", *self.columns)}
+        with in_background([functools.partial(self.endpoint.post_all, [body])]) as answers:
+            self._scores(answers()[0][0], 0)
+
+    def _scores(self, answer: Any, wanted: int) -> list[Any]:
+        scores = answer.get("scores") if isinstance(answer, dict) else None
+        if not isinstance(scores, list) or len(scores) != wanted:
+            raise ServerError(
+                f"{self.endpoint.shown(self.endpoint.url)} answered {str(answer)[:200]!r} for {wanted} completions; "
+                'it must answer {"scores": [one number or null for each]}'
+            )
+        return scores

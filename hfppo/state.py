@@ -1,0 +1,61 @@
+"""Where a run stands, beyond what Trainer knows: small, and part of every checkpoint."""
+
+import math
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+
+@dataclass
+class RunningMoments:
+    """Mean and variance of all scores seen so far, merged rollout by rollout.
+
+    Chan, Golub, LeVeque (1979), "Updating formulae and a pairwise algorithm for computing sample variances", eq. 2.1.
+    """
+
+    count: int = 0
+    mean: float = 0.0
+    squares: float = 0.0  # the sum of squared deviations from the mean
+
+    @property
+    def std(self) -> float:
+        """Standard deviation (of the population); 1 while all scores are equal, so that it can divide."""
+        return math.sqrt(self.squares / self.count) if self.squares > 0 else 1.0
+
+    def add(self, scores: Tensor) -> None:
+        """Take the scores of a rollout in."""
+        if not scores.numel():
+            return
+        x = scores.double()
+        count, shift = self.count + x.numel(), float(x.mean()) - self.mean
+        self.squares += float((x - x.mean()).square().sum()) + shift**2 * self.count * x.numel() / count
+        self.mean += shift * x.numel() / count
+        self.count = count
+
+    def normalize(self, scores: Tensor) -> Tensor:
+        """(score − mean) / std, of any shape."""
+        return (scores - self.mean) / self.std
+
+
+@dataclass
+class PPOState:
+    """Where a run stands between two optimiser steps; part of every checkpoint.
+
+    Callbacks may change `kl_coef`; the rest belongs to the trainer.
+    """
+
+    kl_coef: float  # β of the next rollout
+    rollouts: int = 0  # collected so far, the one in use included
+    first_step: int = 0  # global step at which the rollout in use was collected
+    last_step: int = 0  # global step at which the next one is due; `target_kl` brings it forward
+    score_moments: RunningMoments = field(default_factory=RunningMoments)  # for `normalize_scores`
+
+    def state_dict(self) -> dict[str, Any]:
+        """The fields as plain values."""
+        return asdict(self)
+
+    @classmethod
+    def from_state_dict(cls, state: dict[str, Any]) -> "PPOState":
+        """What `state_dict` was taken from."""
+        return cls(**{**state, "score_moments": RunningMoments(**state["score_moments"])})

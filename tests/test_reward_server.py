@@ -1,0 +1,199 @@
+"""Rewards over HTTP, from a real server on loopback: what it is asked, and what becomes of each way to fail."""
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from hfppo import RewardServer
+from hfppo.endpoint import ServerError
+
+Answer = Callable[[dict], tuple[int, bytes]]
+
+
+class Server:
+    """Answers what a function of the request's JSON says; keeps what it was asked."""
+
+    def __init__(self, answer: Answer):
+        self.asked: list[dict] = []
+        self.headers: list[dict] = []
+        self.at_once = self.most_at_once = 0
+        outer, lock = self, threading.Lock()
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self):
+                body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+                with lock:
+                    outer.asked.append(body)
+                    outer.headers.append(dict(self.headers))
+                    outer.at_once += 1
+                    outer.most_at_once = max(outer.most_at_once, outer.at_once)
+                status, content = answer(body)
+                with lock:
+                    outer.at_once -= 1
+                self.send_response(status)
+                if status == 302:
+                    self.send_header("location", "http://127.0.0.1:9/elsewhere")
+                self.send_header("content-length", str(len(content)))
+                self.end_headers()
+                self.wfile.write(content)
+
+            def log_message(self, *args):
+                pass
+
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.http.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self.http.server_port}/score"
+        threading.Thread(target=self.http.serve_forever, daemon=True).start()
+
+    def stop(self) -> None:
+        self.http.shutdown()
+        self.http.server_close()
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[[Answer], Server]]:
+    servers: list[Server] = []
+
+    def start(answer: Answer) -> Server:
+        servers.append(Server(answer))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.stop()
+
+
+def lengths(body: dict) -> tuple[int, bytes]:
+    """A score for each completion: its length."""
+    return 200, json.dumps({"scores": [len(text) for text in body["completions"]]}).encode()
+
+
+def ask(server: RewardServer, completions: list[str], **columns) -> list:
+    return asyncio.run(server(prompts=["p"] * len(completions), completions=completions, **columns))
+
+
+def test_scores_come_back_in_order_in_batches_with_the_columns_asked_for(serve):
+    server = serve(lengths)
+    func = RewardServer(server.url, columns=["answer"], batch_size=2, headers={"Authorization": "Bearer key"})
+    texts = ["a", "bb", "ccc", "dddd", "eeeee"]
+    scores = ask(func, texts, answer=list("12345"), other=[object()] * 5)
+    assert scores == [1, 2, 3, 4, 5]
+    assert sorted(len(body["completions"]) for body in server.asked) == [1, 2, 2]
+    first = next(body for body in server.asked if body["completions"][0] == "a")
+    assert first == {"prompts": ["p", "p"], "completions": ["a", "bb"], "answer": ["1", "2"]}
+    assert {headers["Authorization"] for headers in server.headers} == {"Bearer key"}
+
+
+def test_no_more_requests_at_once_than_allowed(serve):
+    def slowly(body):
+        time.sleep(0.05)
+        return lengths(body)
+
+    server = serve(slowly)
+    ask(RewardServer(server.url, batch_size=1, max_concurrency=3), ["a"] * 12)
+    assert server.most_at_once == 3
+
+
+def test_a_server_that_recovers_is_waited_for(serve):
+    answers = iter([(503, b"busy"), (429, b"slow down")])
+    server = serve(lambda body: next(answers, None) or lengths(body))
+    assert ask(RewardServer(server.url), ["abc"]) == [3]
+    assert len(server.asked) == 3
+
+
+def hang(body: dict) -> tuple[int, bytes]:
+    time.sleep(0.6)
+    return lengths(body)
+
+
+@pytest.mark.parametrize(
+    ("answer", "attempts", "message"),
+    [
+        (lambda body: (500, b"out of memory"), 2, "answered 500, in 2 attempts: 'out of memory'; see its log"),
+        (hang, 2, "did not answer within timeout=0.3 s, in 2 attempts; raise the limit"),
+        (lambda body: (404, b"no such page"), 1, "answered 404: 'no such page'; check address"),
+        (lambda body: (302, b""), 1, "answered 302"),
+        (lambda body: (200, b"<html>"), 1, "answered what is no JSON: '<html>'"),
+        (lambda body: (200, b"[1.0]"), 1, r"answered '\[1.0\]' for 1 completions; it must answer {\"scores\""),
+        (lambda body: (200, b'{"scores": [1, 2]}'), 1, "for 1 completions; it must answer"),
+        (lambda body: (200, b" " * (65 * 2**20)), 1, "answered more than 67108864 bytes"),
+    ],
+    ids=["error", "hang", "404", "redirect", "html", "list", "count", "endless"],
+)
+def test_failures_name_the_server_and_the_way_out(serve, answer, attempts, message):
+    server = serve(answer)
+    with pytest.raises(ServerError, match=message) as error:
+        ask(RewardServer(server.url, timeout=0.3 if answer is hang else 30, max_retries=1), ["a"])
+    assert server.url in str(error.value)
+    assert len(server.asked) == attempts
+
+
+def test_secrets_stay_out_of_errors():
+    func = RewardServer("http://me:pass@127.0.0.1:9/s?key=K1", max_retries=0, headers={"Authorization": "K2"})
+    with pytest.raises(ServerError, match=r"http://127.0.0.1:9/s cannot be reached") as error:
+        ask(func, ["a"])
+    assert not any(secret in str(error.value) for secret in ("pass", "K1", "K2"))
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"url": "localhost:80"}, "is no address; write http://host:port/path"),
+        ({"url": "ftp://a/b"}, "is no address"),
+        ({"timeout": 0}, "timeout=0 must be above 0"),
+        ({"max_retries": -1}, "max_retries=-1 0 or more"),
+        ({"max_concurrency": 0}, "max_concurrency=0 1 or more"),
+        ({"batch_size": 0}, "batch_size=0 must be 1 or more"),
+    ],
+)
+def test_arguments_out_of_range_are_refused(kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        RewardServer(**{"url": "http://127.0.0.1:9", **kwargs})
+
+
+def test_a_column_that_the_dataset_lacks_is_named():
+    with pytest.raises(ValueError, match="the dataset has no column 'anser'"):
+        ask(RewardServer("http://127.0.0.1:9", columns=["anser"]), ["a"], answer=["1"])
+
+
+def test_a_trainer_learns_from_a_server_given_by_its_address(serve, make_trainer):
+    server = serve(lengths)
+    trainer = make_trainer({"max_steps": 4}, reward_funcs=server.url)
+    assert server.asked == [{"prompts": [], "completions": []}]  # is it there?
+    trainer.train()
+    assert len(server.asked) == 2  # one request per rollout
+    assert trainer.state.log_history[0]["rewards/reward_server/mean"] > 0
+
+
+def test_a_server_that_is_down_ends_the_run_before_it_begins(make_trainer, tmp_path):
+    with pytest.raises(ServerError, match=r"http://127\.0\.0\.1:9 cannot be reached"):
+        make_trainer(reward_funcs=RewardServer("http://127.0.0.1:9", max_retries=0))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_server_that_dies_leaves_a_checkpoint_that_goes_on_as_if_nothing_had_been(serve, make_trainer, tmp_path):
+    config = {"save_strategy": "steps", "save_steps": 1, "max_steps": 12}
+
+    def weights(trainer) -> dict:
+        return {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
+
+    straight = make_trainer({**config, "output_dir": str(tmp_path / "straight")}, reward_funcs=serve(lengths).url)
+    straight.train()
+
+    asked = iter(range(3))  # the check and two rollouts
+    dying = serve(lambda body: lengths(body) if next(asked, None) is not None else (500, b"dead"))
+    trainer = make_trainer(config, reward_funcs=RewardServer(dying.url, max_retries=1))
+    with pytest.raises(ServerError, match="answered 500"):
+        trainer.train()
+    assert (Path(trainer.args.output_dir) / "checkpoint-8").is_dir()
+
+    resumed = make_trainer(config, reward_funcs=serve(lengths).url)
+    resumed.train(resume_from_checkpoint=True)
+    expected, got = weights(straight), weights(resumed)
+    assert all(expected[name].equal(got[name]) for name in expected)
