@@ -26,7 +26,7 @@ from transformers import TrainerState
 from transformers.modelcard import TrainingSummary
 from transformers.utils import is_in_notebook
 
-from hfppo.config import SECRET_NAME, PPOConfig
+from hfppo.config import SECRET_NAME, URL_USER, PPOConfig
 from hfppo.critic import CRITIC_FOLDER
 
 CARD = "README.md"
@@ -77,12 +77,13 @@ def write_card(
     data = metadata(before, name, given, evaluations, model.config.name_or_path)
     sections = [
         f"# {plain(name)}",
-        about(folder, data, args, state, model),
+        about(folder, data, model),
         loading(repo_id or name, args, chat),
-        rewards_table(reward_weights),
         evaluation_table(evaluations),
+        steps(args, state),
+        rewards_table(reward_weights),
         configuration(args),
-        command(args),
+        command(),
         "### Framework versions\n\n" + "\n".join(f"- {package} {version(package)}" for package in PACKAGES),
     ]
     secrets = [secret for secret in (args.hub_token, get_token()) if secret]
@@ -93,7 +94,7 @@ def write_card(
     model.create_or_update_model_card(str(folder))
 
 
-def read_card(folder: str | Path) -> ModelCard | None:
+def read_card(folder: str | Path) -> Any:
     """The card in a folder, if there is one."""
     path = Path(folder) / CARD
     return ModelCard.load(path, ignore_metadata_errors=True) if path.is_file() else None
@@ -111,7 +112,8 @@ def update_card(folder: str | Path, update: Callable[[str], None]) -> None:
     kept = ModelCardData() if before is None else before.data
     if not is_repository(base):
         card.data.base_model = kept.base_model if is_repository(kept.base_model) else None
-    tags = [tag for tag in (*(card.data.tags or []), *as_list(kept.tags)) if not tag.startswith("base_model:")]
+    tags = [str(tag) for tag in (*as_list(card.data.tags), *as_list(kept.tags))]
+    tags = [tag for tag in tags if not tag.startswith("base_model:")]
     if card.data.base_model:
         tags.append(f"base_model:adapter:{card.data.base_model}")
     card.data.tags = sorted(set(tags))
@@ -135,11 +137,12 @@ def as_list(value: Any) -> list[Any]:
 
 
 def metadata(
-    before: ModelCard | None, name: str, given: dict[str, Any], evaluations: list[Evaluation], base: str | None
+    before: Any, name: str, given: dict[str, Any], evaluations: list[Evaluation], base: str | None
 ) -> ModelCardData:
     """The YAML block, but for what PEFT puts in."""
     kept = {} if before is None else before.data.to_dict()
-    kept.pop("model-index", None)
+    for made_anew in ("model-index", "model_name"):
+        kept.pop(made_anew, None)
     base = base if is_repository(base) else None
     summary = TrainingSummary(  # which looks the base's license up
         name,
@@ -147,34 +150,30 @@ def metadata(
             **given,
             "license": given.get("license") or kept.get("license"),
             "finetuned_from": given.get("finetuned_from") or base,
-            "tags": sorted({*as_list(given.get("tags")), *as_list(kept.get("tags")), *TAGS}),
+            "tags": [*as_list(given.get("tags")), *as_list(kept.get("tags")), *TAGS],
         },
     )
     data = {**kept, **summary.create_metadata(), "library_name": "peft"}
     del data["model-index"]  # made for metrics of classification
-    return ModelCardData(
-        **data, model_name=name, eval_results=eval_results(summary, evaluations), ignore_metadata_errors=True
-    )
+    results = eval_results(as_list(summary.dataset), as_list(data.get("datasets")), evaluations)
+    return ModelCardData(**data, model_name=name, eval_results=results, ignore_metadata_errors=True)
 
 
-def eval_results(summary: TrainingSummary, evaluations: list[Evaluation]) -> list[EvalResult] | None:
-    """The evaluation on "eval" as the Hub indexes it, which asks for the name of a dataset."""
-    if not (tags := as_list(summary.dataset_tags)):
-        return None
-    names = as_list(summary.dataset) or tags
+def eval_results(names: list[str], ids: list[str], evaluations: list[Evaluation]) -> list[EvalResult] | None:
+    """The evaluation named "eval" as the Hub indexes it, which asks for a dataset's id."""
     return [
         EvalResult(
             task_type="text-generation",
-            dataset_type=tags[0],
-            dataset_name=names[0],
+            dataset_type=ids[0],
+            dataset_name=[*names, *ids][0],
             metric_type=metric,
             metric_name=metric,
             metric_value=value,
         )
         for evaluation in evaluations
-        if evaluation.name == "eval"
+        if evaluation.name == "eval" and ids
         for metric, value in evaluation.metrics.items()
-        if math.isfinite(value)
+        if math.isfinite(value) and "/" not in metric
     ] or None
 
 
@@ -194,7 +193,7 @@ def last_evaluations(state: TrainerState, args: PPOConfig) -> list[Evaluation]:
             metrics = {k.removeprefix(f"{name}_"): v for k, v in entry.items() if k.startswith(f"{name}_")}
             numbers = {k: v for k, v in metrics.items() if k not in SPEED and isinstance(v, int | float)}
             found.pop(name, None)  # to stand last
-            found[name] = Evaluation(name, entry["step"], numbers)
+            found[name] = Evaluation(name, int(entry["step"]), numbers)
     return list(found.values())
 
 
@@ -204,24 +203,32 @@ def best_step(state: TrainerState, args: PPOConfig) -> int | None:
     return state.best_global_step if ended and args.load_best_model_at_end else None
 
 
-def about(folder: str | Path, data: ModelCardData, args: PPOConfig, state: TrainerState, model: PeftModel) -> str:
-    """What this is, and of which step."""
-    base = data.base_model if isinstance(data.base_model, str) else None
-    if base:
-        of = f"[{plain(base)}](https://huggingface.co/{base})"
+def about(folder: str | Path, data: ModelCardData, model: PeftModel) -> str:
+    """What this is, and what else lies beside it."""
+    kind = model.active_peft_config.peft_type.value.replace("LORA", "LoRA")
+    base = data.get("base_model")
+    if is_repository(base):
+        of = f"[{plain(base)}](https://huggingface.co/{base})."
     else:
-        kind = type(model.get_base_model()).__name__
-        of = f"a {code(kind)} that is not on the Hub: `adapter_config.json` says where it lay"
-    steps = f"It was trained for {state.global_step} optimiser steps"
-    if (best := best_step(state, args)) is not None:
-        steps += f"; these are the weights after step {best}, the best by {code(args.metric_for_best_model)}"
-    critic = ""
+        name = code(type(model.get_base_model()).__name__)
+        of = f"a {name} that is not on the Hub: loading needs it where `adapter_config.json` says."
+    lines = [
+        f"A {kind} adapter for {of} It was trained with Proximal Policy Optimization "
+        "([PPO](https://arxiv.org/abs/1707.06347)) by hfppo."
+    ]
     if (Path(folder) / CRITIC_FOLDER).is_dir():
-        critic = f" The critic lies in `{CRITIC_FOLDER}/`; only training on needs it."
-    return (
-        f"An adapter for {of}. It was trained with Proximal Policy Optimization "
-        f"([PPO](https://arxiv.org/abs/1707.06347)) by hfppo.\n\n{steps}.{critic}"
-    )
+        lines.append(f"The critic lies in `{CRITIC_FOLDER}/`; only training on needs it.")
+    return " ".join(lines)
+
+
+def steps(args: PPOConfig, state: TrainerState) -> str:
+    """How long the training took, and which weights are saved."""
+    text = f"{state.global_step} optimiser steps"
+    if args.world_size > 1:
+        text += f" on {args.world_size} processes"
+    if (best := best_step(state, args)) is not None:
+        text += f"; the weights are those after step {best}, the best by {code(args.metric_for_best_model)}"
+    return f"## Training procedure\n\n{text}."
 
 
 def loading(name: str, args: PPOConfig, chat: bool) -> str:
@@ -251,7 +258,7 @@ def loading(name: str, args: PPOConfig, chat: bool) -> str:
 
 def rewards_table(weights: dict[str, float]) -> str:
     """The reward functions."""
-    return "## Rewards\n\n" + table(
+    return "### Rewards\n\n" + table(
         ["function", "weight"], [[code(name), number(weight)] for name, weight in weights.items()]
     )
 
@@ -276,10 +283,8 @@ def configuration(args: PPOConfig) -> str:
         for field in fields(args)
         if field.init and not field.name.startswith(NOT_SHOWN) and values[field.name] != default_of(field)
     }
-    processes = "" if args.world_size == 1 else f" on {args.world_size} processes"
-    return f"## Configuration\n\nFields of `PPOConfig` that are not at their defaults{processes}:\n\n" + fenced(
-        yaml_dump(changed).strip(), "yaml"
-    )
+    intro = "### Configuration\n\nThe fields of `PPOConfig` that are not at their defaults:\n\n"
+    return intro + fenced(yaml_dump(changed).strip(), "yaml")
 
 
 def default_of(field: Field) -> Any:
@@ -288,8 +293,8 @@ def default_of(field: Field) -> Any:
     return value.value if isinstance(value, Enum) else value
 
 
-def command(args: PPOConfig) -> str:
-    """How Python was started, with a line for each option."""
+def command() -> str:
+    """How Python was started on each process, with a line for each option."""
     words = list(sys.orig_argv[1:])
     if not words or "-c" in words[:2] or is_in_notebook():
         return ""
@@ -299,8 +304,7 @@ def command(args: PPOConfig) -> str:
             lines.append(f"    {shlex.quote(word)}")
         else:
             lines[-1] += f" {shlex.quote(word)}"
-    each = "" if args.world_size == 1 else f", each of the {args.world_size} processes"
-    return f"## Command\n\nLaunched as{each}:\n\n" + fenced(" \\\n".join(lines), "bash")
+    return "### Command\n\n" + fenced(" \\\n".join(lines), "bash")
 
 
 def without_secret_options(words: Iterable[str]) -> list[str]:
@@ -328,7 +332,7 @@ def without_credentials(text: str, secrets: Iterable[str]) -> str:
     for secret in secrets:
         text = text.replace(secret, HIDDEN)
     text = re.sub(r"\bhf_[A-Za-z0-9]{20,}", HIDDEN, text)
-    return re.sub(r"(\w://)[^/\s@\"']+@", rf"\1{HIDDEN}@", text)
+    return URL_USER.sub(HIDDEN, text)
 
 
 def plain(text: Any) -> str:

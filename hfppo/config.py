@@ -1,68 +1,18 @@
 """The configuration of a run, in the style of TrainingArguments."""
 
-import math
 import re
-import warnings
-from collections.abc import Callable
-from dataclasses import dataclass, field, fields
-from numbers import Real
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from transformers import TrainingArguments
 
+from hfppo.config_checks import check_config, check_types
 from hfppo.functional import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES, REDUCTIONS
 
 CRITIC_FREE = tuple(name for name in ADVANTAGE_ESTIMATORS if name != "gae")
-NEEDS_GROUPS = ("grpo", "rloo", "opo", "reinforce_plus_plus_baseline")
 
-# What a number must be, and the fields of which that is asked. Written so that NaN never meets it.
-RANGES: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
-    (
-        "at least 1",
-        lambda x: x >= 1,
-        (
-            "per_device_train_batch_size",
-            "gradient_accumulation_steps",
-            "num_ppo_epochs",
-            "num_mini_batches",
-            "num_generations",
-            "max_completion_length",
-            "local_rollout_forward_batch_size",
-            "total_episodes",
-            "max_prompt_length",
-        ),
-    ),
-    (
-        "at least 0",
-        lambda x: x >= 0,
-        (
-            "kl_coef",
-            "kl_loss_coef",
-            "entropy_coef",
-            "positive_nll_coef",
-            "vf_coef",
-            "missing_eos_penalty",
-            "critic_warmup",
-            "critic_learning_rate",
-        ),
-    ),
-    ("in [0, 1]", lambda x: 0 <= x <= 1, ("gamma", "lam", "lam_critic")),
-    (
-        "above 0",
-        lambda x: x > 0,
-        ("temperature", "cliprange", "cliprange_high", "cliprange_value", "reward_clip", "lam_alpha", "target_kl"),
-    ),
-    ("above 1: below, it would undo the clip at ratio 1", lambda x: x > 1, ("dual_clip",)),
-    ("below 1: the ratio is clipped to 1 − cliprange", lambda x: x < 1, ("cliprange",)),
-)
-
-
-# Inherited fields whose type is checked along with our own: rollouts are cut, and steps made, by them.
-CHECKED = ("per_device_train_batch_size", "gradient_accumulation_steps", "learning_rate", "max_grad_norm")
-
-
-# What a name has in it that belongs to a secret.
-SECRET_NAME = re.compile("token|key|secret|password", re.IGNORECASE)
+SECRET_NAME = re.compile("token|key|secret|password", re.IGNORECASE)  # found in the name of a secret
+URL_USER = re.compile(r"(?<=\w://)[^/\s@\"']+(?=@)")
 
 
 @dataclass
@@ -115,6 +65,28 @@ class PPOConfig(TrainingArguments):
     )
     chat_template_kwargs: dict[str, Any] | str | None = field(
         default=None, metadata={"help": "Passed to `apply_chat_template`, for example {'enable_thinking': false}."}
+    )
+
+    # Changes the result: what samples (up to numerics, see `policy_mode`).
+    use_vllm: bool = field(default=False, metadata={"help": "Sample with vLLM instead of `generate` (GRPO)."})
+    vllm_mode: Literal["colocate", "server"] = field(
+        default="colocate", metadata={"help": "An engine in each training process, or a server by its address (GRPO)."}
+    )
+    vllm_server_base_url: str = field(
+        default="http://127.0.0.1:8000", metadata={"help": "Address of the server that `vllm serve` started (GRPO)."}
+    )
+    vllm_server_timeout: float = field(
+        default=240.0, metadata={"help": "Seconds to wait for the server, at the start and for an answer (GRPO)."}
+    )
+    vllm_gpu_memory_utilization: float = field(
+        default=0.3, metadata={"help": "Share of the GPU that the colocated engine takes (GRPO)."}
+    )
+    vllm_enable_sleep_mode: bool = field(
+        default=False, metadata={"help": "Free the colocated engine's memory between rollouts (GRPO)."}
+    )
+    vllm_engine_kwargs: dict[str, Any] | str | None = field(
+        default=None,
+        metadata={"help": "Passed to `vllm.LLM` with 'colocate': tensor_parallel_size, max_model_len, dtype."},
     )
 
     # Changes the result: rewards.
@@ -179,9 +151,26 @@ class PPOConfig(TrainingArguments):
 
     # Changes the result: the losses.
     policy_loss: str = field(default="ppo", metadata={"help": f"The surrogate: {', '.join(POLICY_LOSSES)}."})
-    policy_mode: Literal["decoupled", "bypass"] = field(
+    policy_mode: Literal["decoupled", "bypass", "corrected"] = field(
         default="decoupled",
-        metadata={"help": "π_old recomputed by the training model, or the sampler's log-probs as they are."},
+        metadata={
+            "help": "π_old: recomputed by the training model; or the sampler's log-probs as they are; or recomputed, "
+            "and the policy loss weighted by π_old/π_rollout."
+        },
+    )
+    mismatch_level: Literal["token", "sequence"] = field(
+        default="token", metadata={"help": "With 'corrected': one weight per token, or their product per completion."}
+    )
+    mismatch_correction: Literal["truncate", "mask", "reject"] = field(
+        default="truncate",
+        metadata={
+            "help": "With 'corrected': cap the weights (TIS), or set those outside the band to 0 (IcePop, "
+            "arXiv:2510.18855), or leave such tokens out of all losses."
+        },
+    )
+    mismatch_cap: float = field(default=2.0, metadata={"help": "With 'corrected': the largest weight."})
+    mismatch_floor: float = field(
+        default=0.5, metadata={"help": "With 'corrected': the smallest weight inside the band; not for truncate."}
     )
     cliprange: float = field(default=0.2, metadata={"help": "ε of the policy clip (TRL; arXiv:1707.06347)."})
     cliprange_high: float | None = field(
@@ -241,16 +230,15 @@ class PPOConfig(TrainingArguments):
         "chat_template_kwargs",
         "model_init_kwargs",
         "reward_model_init_kwargs",
+        "vllm_engine_kwargs",
     ]
 
     def __post_init__(self) -> None:
-        self._check_types()
+        check_types(self)
         if self.metric_for_best_model is None and (self.load_best_model_at_end or self.save_strategy == "best"):
             self.metric_for_best_model = "eval_reward"  # Trainer would take eval_loss, which prompts do not have
         super().__post_init__()
-        self._check_choices()
-        self._check_ranges()
-        self._check_combinations()
+        check_config(self)
         if self.total_episodes is not None:
             rollouts = -(-self.total_episodes // (self.rollout_size * self.world_size))
             self.max_steps = rollouts * self.updates_per_rollout
@@ -295,77 +283,11 @@ class PPOConfig(TrainingArguments):
         """Whether a KL term asks for log π_ref."""
         return self.kl_coef != 0 or self.kl_loss_coef != 0
 
-    def _check_types(self) -> None:
-        for f in fields(PPOConfig):
-            value = getattr(self, f.name)
-            if (f.name in TrainingArguments.__dataclass_fields__ and f.name not in CHECKED) or value is None:
-                continue
-            if f.type in (int, int | None) and (not isinstance(value, int) or isinstance(value, bool)):
-                raise ValueError(f"{f.name}={value!r} must be a whole number")
-            if f.type in (float, float | None) and not (isinstance(value, Real) and math.isfinite(value)):
-                raise ValueError(
-                    f"{f.name}={value!r} must be a finite number; YAML wants 1.0e-5, and takes 1e-5 for text"
-                )
-
-    def _check_choices(self) -> None:
-        choices: dict[str, tuple[str, ...]] = {
-            "overlong_prompts": ("drop", "truncate"),
-            "kl_estimator": tuple(KL_ESTIMATORS),
-            "kl_loss_estimator": tuple(KL_ESTIMATORS),
-            "advantage_estimator": tuple(ADVANTAGE_ESTIMATORS),
-            "policy_loss": tuple(POLICY_LOSSES),
-            "policy_mode": ("decoupled", "bypass"),
-            "loss_reduction": tuple(REDUCTIONS),
-        }
-        for name, allowed in choices.items():
-            if (value := getattr(self, name)) not in allowed:
-                raise ValueError(f"{name}={value!r} is unknown; choose from {', '.join(allowed)}")
-
-    def _check_ranges(self) -> None:
-        for demand, is_met, names in RANGES:
-            for name in names:
-                if (value := getattr(self, name)) is not None and not is_met(value):
-                    raise ValueError(f"{name}={value} must be {demand}")
-
-    def _check_combinations(self) -> None:
-        if self.advantage_estimator in NEEDS_GROUPS and self.num_generations < 2:
-            raise ValueError(
-                f"advantage_estimator={self.advantage_estimator!r} compares completions of one prompt, but "
-                f"num_generations={self.num_generations}; raise num_generations to 2 or more"
-            )
-        if self.rollout_size % self.num_generations:
-            raise ValueError(
-                f"a rollout of {self.rollout_size} completions per process (per_device_train_batch_size="
-                f"{self.per_device_train_batch_size} × gradient_accumulation_steps="
-                f"{self.gradient_accumulation_steps} × num_mini_batches={self.num_mini_batches}) cannot be divided "
-                f"into groups of num_generations={self.num_generations}; choose sizes that divide"
-            )
-        if self.kl_loss_coef and self.kl_loss_estimator == "k1" and not self.kl_loss_straight_through:
-            warnings.warn(
-                "kl_loss_estimator='k1' has a gradient of zero mean as a loss: it adds noise and holds nothing back. "
-                "Use k2 or k3, or kl_loss_straight_through=True.",
-                stacklevel=3,
-            )
-        if self.auto_find_batch_size:
-            raise ValueError(
-                "auto_find_batch_size=True would change the rollouts in the middle of a run; lower "
-                "per_device_train_batch_size and raise gradient_accumulation_steps by the same factor, which changes "
-                "no gradient"
-            )
-        if self.normalize_scores and self.positive_nll_coef:
-            raise ValueError(
-                f"positive_nll_coef={self.positive_nll_coef} looks for scores from positive_score="
-                f"{self.positive_score}, and normalize_scores=True moves all scores; set one of them back"
-            )
-        if self.critic_warmup and not self.needs_critic:
-            raise ValueError(
-                f"critic_warmup={self.critic_warmup} has nothing to train: advantage_estimator="
-                f"{self.advantage_estimator!r} has no critic; set critic_warmup=0 or advantage_estimator='gae'"
-            )
-
 
 def without_secrets(value: Any) -> Any:
-    """A value in which the texts under names such as "token" or "api_key" are hidden."""
+    """A value in which texts under names such as "token" or "api_key" are hidden, and the users in URLs."""
+    if isinstance(value, str):
+        return URL_USER.sub("…", value)
     if not isinstance(value, dict):
         return value
     return {

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import hf_hub_download
 from peft import PeftConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -106,24 +107,34 @@ def find_critic(critic: str | PreTrainedModel | CriticSource) -> CriticSource:
         return CriticSource(critic)
     if not isinstance(critic, str):
         raise TypeError(f"critic={critic!r} is not 'adapter', 'shared', a model, or the id or path of one")
-    for folder in (Path(critic), Path(critic) / CRITIC_FOLDER):
-        if (folder / CRITIC_CONFIG).is_file():
-            saved = json.loads((folder / CRITIC_CONFIG).read_text())
-            return CriticSource(
-                find_critic(saved["base"] if saved["kind"] == "model" else saved["kind"]).model, folder
-            )
+    if (folder := find_saved(critic)) is not None:
+        saved = json.loads((folder / CRITIC_CONFIG).read_text())
+        return CriticSource(find_critic(saved["base"] if saved["kind"] == "model" else saved["kind"]).model, folder)
     try:
         model, info = AutoModelForSequenceClassification.from_pretrained(
             critic, num_labels=1, output_loading_info=True
         )
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"critic={critic!r} is not 'adapter', 'shared', a folder with a saved critic, or the id or path of a "
-            f"model: {error}"
+            f"critic={critic!r} is not 'adapter', 'shared', a folder or repository with a saved critic, or the id or "
+            f"path of a model: {error}"
         ) from error
     if any(name.startswith("score") for name in info["missing_keys"]):
         nn.init.zeros_(model.score.weight)  # a causal language model: its new, random head says nothing
     return CriticSource(model)
+
+
+def find_saved(name: str) -> Path | None:
+    """The folder of a saved critic: this one, `critic/` in it, or `critic/` in a repository of the Hub."""
+    for folder in (Path(name), Path(name) / CRITIC_FOLDER):
+        if (folder / CRITIC_CONFIG).is_file():
+            return folder
+    try:
+        config = hf_hub_download(name, f"{CRITIC_FOLDER}/{CRITIC_CONFIG}")
+    except (OSError, ValueError):  # no repository, none that can be reached, or one without a critic
+        return None
+    hf_hub_download(name, f"{CRITIC_FOLDER}/{CRITIC_WEIGHTS}")
+    return Path(config).parent
 
 
 def build_critic(source: CriticSource, base: PreTrainedModel, peft_config: PeftConfig, detach: bool) -> Critic:

@@ -6,14 +6,23 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import httpx2
-from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_exponential_jitter
+from tenacity import AsyncRetrying, retry_if_exception_type, wait_exponential_jitter
+from tenacity.stop import stop_base
 
 MAX_ANSWER = 64 * 2**20  # bytes; an answer is numbers, and a longer one is not read to its end
 PASSING = (408, 425, 429, 500, 502, 503, 504)  # HTTP statuses that another attempt may get past
 
 
 class ServerError(RuntimeError):
-    """A server did not answer as it must; the message says which, how, and what to do."""
+    """A server did not answer as it must; the message says which, how, and what to do.
+
+    Args:
+        status: of HTTP, where there was an answer.
+    """
+
+    def __init__(self, message: str, status: int | None = None):
+        super().__init__(message)
+        self.status = status
 
 
 class Unavailable(ServerError):
@@ -28,7 +37,7 @@ class Endpoint:
     Args:
         url: http:// or https://.
         timeout: seconds until an answer must be complete.
-        max_retries: further attempts after the first, for what may pass.
+        stop: when to give up on what may pass.
         max_concurrency: requests at once.
         headers: sent along, an Authorization for instance; never shown.
 
@@ -39,77 +48,95 @@ class Endpoint:
     def __init__(
         self,
         url: str,
-        timeout: float = 60.0,
-        max_retries: int = 5,
-        max_concurrency: int = 8,
+        timeout: float,
+        stop: stop_base,
+        max_concurrency: int,
         headers: Mapping[str, str] | None = None,
     ):
         parsed = httpx2.URL(url)
         if parsed.scheme not in ("http", "https") or not parsed.host:
-            raise ValueError(f"url={self.shown(url)!r} is no address; write http://host:port/path")
-        if not timeout > 0 or max_retries < 0 or max_concurrency < 1:
-            raise ValueError(
-                f"timeout={timeout} must be above 0, max_retries={max_retries} 0 or more, "
-                f"max_concurrency={max_concurrency} 1 or more"
-            )
-        self.url, self.timeout, self.max_retries = url.rstrip("/"), timeout, max_retries
+            raise ValueError(f"url={shown(url)!r} is no address; write http://host:port/path")
+        if not timeout > 0 or max_concurrency < 1:
+            raise ValueError(f"timeout={timeout} must be above 0, max_concurrency={max_concurrency} 1 or more")
+        self.url, self.timeout, self.stop = url.rstrip("/"), timeout, stop
         self.max_concurrency, self.headers = max_concurrency, dict(headers or {})
 
-    @staticmethod
-    def shown(url: str) -> str:
-        """The address without what may be secret: a password, and the query."""
-        return str(httpx2.URL(url).copy_with(userinfo=b"", query=None))
+    async def post_all(self, path: str, bodies: Sequence[Any]) -> list[Any]:
+        """Post each body as JSON; their answers, parsed, in order.
 
-    async def post_all(self, bodies: Sequence[Any], path: str = "") -> list[Any]:
-        """Post each body as JSON; their answers in order.
+        Raises:
+            ServerError: one could not be had; the requests under way are dropped.
+        """
+        return [self._parsed(path, answer) for answer in await self.ask_all("POST", path, bodies)]
+
+    async def get(self, path: str) -> Any:
+        """What the server answers to a GET, parsed.
+
+        Raises:
+            ServerError: it could not be had.
+        """
+        return self._parsed(path, (await self.ask_all("GET", path, [None]))[0])
+
+    async def ask_all(self, method: str, path: str, bodies: Sequence[Any]) -> list[bytes]:
+        """Send each body as JSON; their answers as they are, in order.
 
         Raises:
             ServerError: one could not be had; the requests under way are dropped.
         """
         limit = asyncio.Semaphore(self.max_concurrency)
-        async with httpx2.AsyncClient(headers=self.headers, timeout=self.timeout, trust_env=False) as client:
+        pool = httpx2.Limits(max_connections=self.max_concurrency)
+        async with httpx2.AsyncClient(headers=self.headers, timeout=None, limits=pool, trust_env=False) as client:
 
-            async def post(body: Any) -> Any:
+            async def ask(body: Any) -> bytes:
                 async with limit:
                     retrying = AsyncRetrying(
-                        stop=stop_after_attempt(self.max_retries + 1),
+                        stop=self.stop,
                         wait=wait_exponential_jitter(multiplier=0.2, max=30.0),
                         retry=retry_if_exception_type(Unavailable),
                         reraise=True,
                     )
-                    return await retrying(self._post, client, self.url + path, body)
+                    return await retrying(self._ask, client, method, self.url + path, body)
 
-            return await asyncio.gather(*(post(body) for body in bodies))
+            return await asyncio.gather(*(ask(body) for body in bodies))
 
-    async def _post(self, client: httpx2.AsyncClient, url: str, body: Any) -> Any:
+    async def _ask(self, client: httpx2.AsyncClient, method: str, url: str, body: Any) -> bytes:
         """One attempt."""
-        name, content = self.shown(url), bytearray()
+        name, content = shown(url), bytearray()
         try:
-            async with asyncio.timeout(self.timeout), client.stream("POST", url, json=body) as response:
+            async with asyncio.timeout(self.timeout), client.stream(method, url, json=body) as response:
                 async for chunk in response.aiter_bytes():
                     content += chunk
                     if len(content) > MAX_ANSWER:
                         raise ServerError(
                             f"{name} answered more than {MAX_ANSWER} bytes; check that it is the address"
                         )
-        except (TimeoutError, httpx2.TimeoutException) as error:
+        except TimeoutError as error:
             raise Unavailable(
-                f"{name} did not answer within timeout={self.timeout:g} s, in {self.max_retries + 1} attempts; raise "
-                "the limit, send less at once, or see what holds it up"
+                f"{name} did not answer within {self.timeout:g} s, after all retries; raise the limit, send less at "
+                "once, or see what holds it up"
             ) from error
         except httpx2.TransportError as error:
             raise Unavailable(
-                f"{name} cannot be reached, in {self.max_retries + 1} attempts ({error or type(error).__name__}); "
-                "start the server or mend the address"
+                f"{name} cannot be reached, after all retries ({error or type(error).__name__}); start the server or "
+                "mend the address"
             ) from error
-        said = content[:200].decode(errors="replace")
-        if response.status_code in PASSING:
-            raise Unavailable(
-                f"{name} answered {response.status_code}, in {self.max_retries + 1} attempts: {said!r}; see its log"
-            )
+        said, status = content[:500].decode(errors="replace"), response.status_code
+        if status in PASSING:
+            raise Unavailable(f"{name} answered {status}, after all retries: {said!r}; see its log", status)
         if not response.is_success:
-            raise ServerError(f"{name} answered {response.status_code}: {said!r}; check address, headers and its log")
+            raise ServerError(f"{name} answered {status}: {said!r}; check address, headers and its log", status)
+        return bytes(content)
+
+    def _parsed(self, path: str, answer: bytes) -> Any:
         try:
-            return json.loads(content)
+            return json.loads(answer)
         except ValueError as error:
-            raise ServerError(f"{name} answered what is no JSON: {said!r}; check that it is the address") from error
+            said = answer[:200].decode(errors="replace")
+            raise ServerError(
+                f"{shown(self.url + path)} answered what is no JSON: {said!r}; check that it is the address"
+            ) from error
+
+
+def shown(url: str) -> str:
+    """The address without what may be secret: a password, and the query."""
+    return str(httpx2.URL(url).copy_with(userinfo=b"", query=None))

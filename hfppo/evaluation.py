@@ -33,11 +33,11 @@ def evaluate_prompts(
     accelerator, size = collector.accelerator, collector.args.per_device_eval_batch_size
     rows = collector.eval_rows(prompts)[accelerator.process_index :: accelerator.num_processes]
     meter, done = Meter(), []
-    with eval_mode(collector.model), torch.no_grad(), accelerator.autocast():
+    with eval_mode(collector.model), torch.no_grad(), accelerator.autocast(), collector.sampler.ready():
         for start in range(0, len(rows), size):
             batch = rows[start : start + size]
             seeds = [row.seed for row in batch] if do_sample else None
-            completions = collector.sample(*collector.prompt_tensors(batch), seeds)
+            completions = collector.sampler(*collector.prompt_tensors(batch), seeds)
             texts = collector.texts(batch, completions)
             with collector.scoring(batch, completions, texts, state) as result:
                 scored = result()

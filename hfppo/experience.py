@@ -1,6 +1,5 @@
 """From prompts to a rollout."""
 
-import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from hfppo.metrics import Meter
 from hfppo.model import ActorCritic
 from hfppo.rewards import RewardFunctions, Scored
 from hfppo.rollout import Rollout, Transcript, stream_seed
+from hfppo.rollout_metrics import measure_rollout, measure_scores
 from hfppo.state import PPOState, RunningMoments
 
 SAMPLING_STREAM, EVAL_STREAM = 2, 3  # name the random draws of this module among those of a seed
@@ -93,13 +93,14 @@ class Collector:
         """
         with meter.timed("time/rollout"), eval_mode(self.model), torch.no_grad(), self.accelerator.autocast():
             prompt_ids, prompt_mask = self.prompt_tensors(rows)
-            with meter.timed("time/generation"):
-                completions = self.sample(prompt_ids, prompt_mask, [row.seed for row in rows])
+            with meter.timed("time/generation"), self.sampler.ready():
+                completions = self.sampler(prompt_ids, prompt_mask, [row.seed for row in rows])
             texts = self.texts(rows, completions)
             scored, passes = self.score_during_passes(rows, completions, texts, prompt_ids, prompt_mask, state, meter)
             moments = self.moments(scored, ppo_state, training)
             old_logprobs = completions.logprobs if passes.old_logprobs is None else passes.old_logprobs
             scores, loss_mask = self.final_scores(scored, completions, moments)
+            weights, kept = self.importance_weights(old_logprobs, completions)
             known = completions.mask & scored.scorable.to(completions.mask.device)[:, None]
             placed = self.place_scores(scored, scores, completions.mask, moments)
             kl = self.kl(old_logprobs, passes.ref_logprobs)
@@ -114,7 +115,7 @@ class Collector:
             prompt_mask=prompt_mask,
             completion_ids=completions.ids,
             mask=completions.mask,
-            loss_mask=loss_mask,
+            loss_mask=loss_mask & kept,
             truncated=completions.truncated,
             scores=scores,
             rollout_logprobs=completions.logprobs,
@@ -123,31 +124,17 @@ class Collector:
             advantages=whitened,
             ref_logprobs=passes.ref_logprobs,
             values=passes.values,
+            weights=weights,
             returns=returns,
         )
-        self.measure(rollout, self.final_scores(scored, completions)[0], scored, advantages, ppo_state.kl_coef, meter)
+        plain = self.final_scores(scored, completions)[0]
+        measure_scores(meter, plain[scored.scorable.to(plain.device)], scored, self.rewards.names)
+        measure_rollout(meter, rollout, advantages, ppo_state.kl_coef, self.args, self.gather)
         return rollout, self.transcript(rows, texts, scored)
 
     def prompt_tensors(self, rows: list[Row]) -> tuple[Tensor, Tensor]:
         """(B, P) token ids padded on the left and their mask, on the device."""
         return pad_left([row.prompt_ids for row in rows], self.tokenizer.pad_token_id, self.accelerator.device)
-
-    def sample(self, prompt_ids: Tensor, prompt_mask: Tensor, seeds: list[int] | None) -> Completions:
-        """Completions of all rows, some rows at a time."""
-        size = self.args.local_rollout_forward_batch_size
-        parts = [
-            self.sampler(
-                prompt_ids[i : i + size], prompt_mask[i : i + size], None if seeds is None else seeds[i : i + size]
-            )
-            for i in range(0, len(prompt_ids), size)
-        ]
-        width = max(part.ids.shape[1] for part in parts)
-        return Completions(
-            ids=torch.cat([pad_right(part.ids, width, self.tokenizer.pad_token_id) for part in parts]),
-            mask=torch.cat([pad_right(part.mask, width, False) for part in parts]),
-            truncated=torch.cat([part.truncated for part in parts]),
-            logprobs=torch.cat([pad_right(part.logprobs, width, 0.0) for part in parts]),
-        )
 
     def texts(self, rows: list[Row], completions: Completions) -> list[Any]:
         """The completions as reward functions see them: text or a message."""
@@ -205,7 +192,7 @@ class Collector:
     def forward_passes(self, prompt_ids: Tensor, prompt_mask: Tensor, completions: Completions) -> Passes:
         """The passes without gradient of actor, critic and reference, some rows at a time."""
         args = self.args
-        decoupled, size = args.policy_mode == "decoupled", args.local_rollout_forward_batch_size
+        needs_old, size = args.policy_mode != "bypass", args.local_rollout_forward_batch_size
         parts = []
         for i in range(0, len(prompt_ids), size):
             mask = completions.mask[i : i + size]
@@ -215,7 +202,7 @@ class Collector:
                 "completion_mask": mask,
                 "temperature": args.temperature,
             }
-            out, ref = self.model(**inputs, policy=decoupled), None
+            out, ref = self.model(**inputs, policy=needs_old), None
             if args.needs_reference:
                 with self.model.reference():
                     ref = self.model(**inputs, values=False).logprobs
@@ -249,6 +236,21 @@ class Collector:
         if args.mask_truncated_completions:
             counted = counted & ~completions.truncated
         return scores, completions.mask & counted[:, None]
+
+    def importance_weights(self, old_logprobs: Tensor, completions: Completions) -> tuple[Tensor | None, Tensor]:
+        """(B, T) weights of the policy loss where it is corrected, and the (B, T) mask of the tokens not rejected."""
+        args = self.args
+        if args.policy_mode != "corrected":
+            return None, completions.mask
+        return F.importance_weights(
+            old_logprobs,
+            completions.logprobs,
+            completions.mask,
+            args.mismatch_level,
+            args.mismatch_correction,
+            args.mismatch_floor,
+            args.mismatch_cap,
+        )
 
     def place_scores(self, scored: Scored, scores: Tensor, mask: Tensor, moments: RunningMoments | None) -> Tensor:
         """(B,) scores for the last token, or (B, T) where functions reward tokens."""
@@ -308,7 +310,8 @@ class Collector:
         """(B,) score of the greedy completion of each row's prompt, and (B,) bool: whether it has one."""
         first = {row.group: row for row in reversed(rows)}
         one_each = list(first.values())
-        greedy = self.sample(*self.prompt_tensors(one_each), None)
+        with self.sampler.ready():
+            greedy = self.sampler(*self.prompt_tensors(one_each), None)
         with self.scoring(one_each, greedy, self.texts(one_each, greedy), state) as result:
             scored = result()
         scores, _ = self.final_scores(scored, greedy, moments)
@@ -326,56 +329,10 @@ class Collector:
         """(processes·B, T) rows of all processes, in the order of the processes, padded to the longest."""
         return self.accelerator.gather(self.accelerator.pad_across_processes(x, dim=1))
 
-    def measure(
-        self, rollout: Rollout, scores: Tensor, scored: Scored, advantages: Tensor, kl_coef: float, meter: Meter
-    ) -> None:
-        """Add the rollout's metrics; `scores` are the plain ones."""
-        mask = rollout.mask
-        measure_scores(meter, scores[scored.scorable.to(mask.device)], scored, self.rewards.names)
-        meter.add("completions/mean_length", mask.sum(dim=1))
-        meter.add("completions/max_length", mask.sum(dim=1))
-        meter.add("completions/truncated_frac", rollout.truncated)
-        meter.add("advantage_std", advantages, mask)
-        if rollout.ref_logprobs is not None:
-            meter.add_number("kl_coef", kl_coef)
-            meter.add("kl", F.token_kl(rollout.old_logprobs, rollout.ref_logprobs, self.args.kl_estimator), mask)
-            meter.add("kl_k3", F.token_kl(rollout.old_logprobs, rollout.ref_logprobs, "k3"), mask)
-        if self.args.policy_mode == "decoupled":
-            difference = (rollout.old_logprobs - rollout.rollout_logprobs).abs()
-            meter.add("mismatch/mean", difference, mask)
-            meter.add("mismatch/max", difference, mask)
-            meter.add("mismatch/kl", F.token_kl(rollout.rollout_logprobs, rollout.old_logprobs, "k3"), mask)
-        if rollout.values is not None and rollout.returns is not None:
-            meter.add("value/mean", rollout.values, mask)
-            meter.add("value/return", rollout.returns, mask)
-            explained = F.explained_variance(
-                self.gather(rollout.values), self.gather(rollout.returns), self.gather(mask)
-            )
-            if math.isfinite(explained):
-                meter.add_number("value/explained_variance", explained)
-
-
-def measure_scores(meter: Meter, scores: Tensor, scored: Scored, names: list[str]) -> None:
-    """Add the metrics of scores, for a rollout and for an evaluation alike."""
-    meter.add("reward", scores)
-    meter.add("reward_std", scores)
-    meter.add("unscorable_frac", ~scored.scorable)
-    for i, name in enumerate(names):
-        given = scored.per_function[:, i]
-        for what in ("mean", "std"):
-            meter.add(f"rewards/{name}/{what}", given, ~given.isnan(), pattern=f"rewards/{{function}}/{what}")
-    for name, numbers in scored.metrics.items():
-        meter.add(f"custom/{name}", torch.tensor(numbers), pattern="custom/{name}")
-
 
 def unpadded(completions: Completions) -> list[list[int]]:
     """The completions' token ids, EOS included."""
     return [row[mask].tolist() for row, mask in zip(completions.ids, completions.mask, strict=True)]
-
-
-def pad_right(x: Tensor, width: int, value: float) -> Tensor:
-    """(B, width) from (B, T)."""
-    return torch.nn.functional.pad(x, (0, width - x.shape[1]), value=value)
 
 
 @contextmanager

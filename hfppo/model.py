@@ -165,18 +165,28 @@ class ActorCritic(PeftModelForCausalLM):
         **kwargs: Any,
     ) -> None:
         """Write a plain PEFT adapter, and the critic into `critic/` beside it."""
+        self.save_adapter(save_directory, is_main_process, state_dict, **kwargs)
+        if self.critic is not None and is_main_process:
+            self.critic.save(Path(save_directory) / CRITIC_FOLDER)
+
+    def save_adapter(
+        self,
+        folder: str,
+        is_main_process: bool = True,
+        state_dict: dict[str, Tensor] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Write the actor as a plain PEFT adapter."""
         state_dict = self.state_dict() if state_dict is None else state_dict
         # PEFT would take the adapters of critic and reference along: it leaves out only names in its own config.
         of_actor = {name: tensor for name, tensor in state_dict.items() if name.startswith("base_model.")}
         super().save_pretrained(
-            save_directory,
+            folder,
             is_main_process=is_main_process,
             state_dict=of_actor,
             selected_adapters=["default"],
             **kwargs,
         )
-        if self.critic is not None and is_main_process:
-            self.critic.save(Path(save_directory) / CRITIC_FOLDER)
 
     def create_or_update_model_card(self, output_dir: str) -> None:
         """PEFT's, made so that it keeps a card's tags and that the Hub takes it."""

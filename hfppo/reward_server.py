@@ -6,12 +6,13 @@ It is asked by POST with JSON, {"prompts": […], "completions": […], "answer"
 number per completion, null to leave the row out.
 """
 
-import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hfppo.endpoint import Endpoint, ServerError
-from hfppo.rewards import in_background
+from tenacity import stop_after_attempt
+
+from hfppo.background import wait_for
+from hfppo.endpoint import Endpoint, ServerError, shown
 
 
 class RewardServer:
@@ -42,9 +43,9 @@ class RewardServer:
         headers: Mapping[str, str] | None = None,
         name: str = "reward_server",
     ):
-        if batch_size < 1:
-            raise ValueError(f"batch_size={batch_size} must be 1 or more")
-        self.endpoint = Endpoint(url, timeout, max_retries, max_concurrency, headers)
+        if batch_size < 1 or max_retries < 0:
+            raise ValueError(f"batch_size={batch_size} must be 1 or more, max_retries={max_retries} 0 or more")
+        self.endpoint = Endpoint(url, timeout, stop_after_attempt(max_retries + 1), max_concurrency, headers)
         self.columns, self.batch_size, self.__name__ = list(columns), batch_size, name
 
     async def __call__(self, prompts: list[Any], completions: list[Any], **kwargs: Any) -> list[float | None]:
@@ -59,7 +60,7 @@ class RewardServer:
         sent = {"prompts": prompts, "completions": completions, **{column: kwargs[column] for column in self.columns}}
         starts = range(0, len(prompts), self.batch_size)
         bodies = [{key: rows[i : i + self.batch_size] for key, rows in sent.items()} for i in starts]
-        answers = await self.endpoint.post_all(bodies)
+        answers = await self.endpoint.post_all("", bodies)
         return [
             score
             for body, answer in zip(bodies, answers, strict=True)
@@ -73,14 +74,13 @@ class RewardServer:
             ServerError: it could not be reached, or answered something else than no scores.
         """
         body: dict[str, list] = {key: [] for key in ("prompts", "completions", *self.columns)}
-        with in_background([functools.partial(self.endpoint.post_all, [body])]) as answers:
-            self._scores(answers()[0][0], 0)
+        self._scores(wait_for(lambda: self.endpoint.post_all("", [body]))[0], 0)
 
     def _scores(self, answer: Any, wanted: int) -> list[Any]:
         scores = answer.get("scores") if isinstance(answer, dict) else None
         if not isinstance(scores, list) or len(scores) != wanted:
             raise ServerError(
-                f"{self.endpoint.shown(self.endpoint.url)} answered {str(answer)[:200]!r} for {wanted} completions; "
+                f"{shown(self.endpoint.url)} answered {str(answer)[:200]!r} for {wanted} completions; "
                 'it must answer {"scores": [one number or null for each]}'
             )
         return scores

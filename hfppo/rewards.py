@@ -8,13 +8,11 @@ message. One number per completion is its score; None leaves the function out fo
 completion, as long as its `completion_ids`, rewards each token. `async def` functions run concurrently.
 """
 
-import asyncio
 import functools
 import inspect
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from numbers import Real
@@ -23,6 +21,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+
+from hfppo.background import in_background
 
 RewardFunc = Callable[..., Any]
 
@@ -158,19 +158,6 @@ def merged(logs: Iterable[dict[str, list[Any]]]) -> dict[str, list[Any]]:
         for name, values in log.items():
             result.setdefault(name, []).extend(values)
     return result
-
-
-@contextmanager
-def in_background(calls: list[Callable[[], Any]]) -> Iterator[Callable[[], list[Any]]]:
-    """Run coroutine functions together while the caller goes on; the yielded function waits for their results."""
-
-    async def together() -> list[Any]:
-        return await asyncio.gather(*(call() for call in calls))
-
-    # A thread of its own, because a notebook already runs an event loop in this one.
-    with ThreadPoolExecutor(max_workers=1) as pool:
-        running = pool.submit(lambda: asyncio.run(together())) if calls else None
-        yield lambda: running.result() if running else []
 
 
 def unwrapped(func: RewardFunc) -> RewardFunc:

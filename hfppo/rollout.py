@@ -30,6 +30,7 @@ class Rollout:
     advantages: Tensor  # (B, T)
     ref_logprobs: Tensor | None = None  # (B, T) log π_ref; None when nothing needs it
     values: Tensor | None = None  # (B, T) V(s_t) before token t; None without a critic
+    weights: Tensor | None = None  # (B, T) π_old/π_rollout, bounded, for the policy loss; None: not corrected
     returns: Tensor | None = None  # (B, T) what the values are fitted to; None without a critic
 
     def __len__(self) -> int:

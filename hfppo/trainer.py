@@ -4,12 +4,9 @@ Nothing here loops over training steps. Trainer asks for the batches of an optim
 optimiser; these hooks answer for PPO.
 """
 
-import logging
 import math
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -21,23 +18,22 @@ from transformers import (
     EvalPrediction,
     PreTrainedModel,
     PreTrainedTokenizerBase,
-    Trainer,
     TrainerCallback,
     set_seed,
 )
-from transformers.trainer_utils import EvalLoopOutput, HubStrategy
+from transformers.trainer_utils import EvalLoopOutput
 
 from hfppo.assembly import assemble, prompts_of
 from hfppo.callbacks import PPOCallback, with_default_callbacks
 from hfppo.card import write_card
 from hfppo.checkpoint import check_checkpoint, describe_run, load_ppo_state, save_ppo_state
 from hfppo.config import PPOConfig
-from hfppo.critic import CRITIC_FOLDER
 from hfppo.data import Prompts
 from hfppo.evaluation import evaluate_prompts
 from hfppo.experience import Collector
 from hfppo.functional import token_kl
-from hfppo.generation import TransformersSampler
+from hfppo.generation import make_sampler
+from hfppo.hub import HubTrainer
 from hfppo.metrics import Meter
 from hfppo.model import ActorCritic
 from hfppo.rewards import RewardFunc
@@ -45,12 +41,10 @@ from hfppo.rollout import Rollout
 from hfppo.state import PPOState
 from hfppo.update import MiniBatchSize, loss_terms, measure_update, ppo_loss, sequence
 
-logger = logging.getLogger(__name__)
-
 SHUFFLE_STREAM = 4  # names the random draws of this module among those of a seed
 
 
-class PPOTrainer(Trainer):
+class PPOTrainer(HubTrainer):
     """Proximal Policy Optimisation of a LoRA actor, with the disabled adapter as its reference and a critic.
 
     Args:
@@ -65,7 +59,7 @@ class PPOTrainer(Trainer):
         ref_model: the reference; None: the base with the adapter disabled, or a frozen copy of the adapter that
             training starts from.
         critic: "adapter" (its own LoRA on the same base), "shared" (a value head on the actor), a model or its id, or
-            a folder with a saved critic.
+            a folder or repository with a saved critic.
         callbacks: `PPOCallback`s see rollouts as well.
         compute_metrics: takes an EvalPrediction with `predictions` (completions), `label_ids` (the dataset's columns)
             and `inputs` (prompts).
@@ -120,9 +114,7 @@ class PPOTrainer(Trainer):
         )
         self.collector = Collector(
             model=parts.model,
-            sampler=TransformersSampler(
-                parts.model, parts.eos_ids, parts.tokenizer.pad_token_id, args.max_completion_length, args.temperature
-            ),
+            sampler=make_sampler(parts.model, parts.eos_ids, parts.tokenizer.pad_token_id, args, self.accelerator),
             rewards=parts.rewards,
             tokenizer=parts.tokenizer,
             accelerator=self.accelerator,
@@ -401,24 +393,3 @@ class PPOTrainer(Trainer):
             write_card(
                 self.args.output_dir, self.model, self.args, self.state, weights, self.hub_model_id, chat, **given
             )
-
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        # Private; upstream copies the adapter alone into the folder that it pushes, and writes no card.
-        self.accelerator.wait_for_everyone()  # every process has written its part of the checkpoint
-        if not self.is_world_process_zero() or self.args.hub_strategy == HubStrategy.END:
-            return
-        if self.push_in_progress is not None and not self.push_in_progress.is_done() and not self.args.hub_always_push:
-            return
-        self._finish_current_push()  # which reads the folder that is written now
-        if (critic := Path(checkpoint_folder) / CRITIC_FOLDER).is_dir():
-            shutil.copytree(critic, Path(self.args.output_dir) / CRITIC_FOLDER, dirs_exist_ok=True)
-        self.create_model_card()
-        super()._push_from_checkpoint(checkpoint_folder)
-
-    def _finish_current_push(self) -> None:
-        # Private; upstream forgets a push in the background that has failed.
-        super()._finish_current_push()
-        push, self.push_in_progress = getattr(self, "push_in_progress", None), None
-        for job in [] if push is None else push.jobs:
-            if (error := job.exception()) is not None:
-                logger.warning("A push to %s has failed and was not repeated: %s", self.hub_model_id, error)

@@ -43,7 +43,7 @@ def loss_terms(outputs: TokenOutputs, batch: Rollout, args: PPOConfig) -> dict[s
 
 def surrogate(outputs: TokenOutputs, batch: Rollout, args: PPOConfig) -> Tensor:
     """(B, T) policy loss per token."""
-    return F.POLICY_LOSSES[args.policy_loss](
+    loss = F.POLICY_LOSSES[args.policy_loss](
         outputs.logprobs,
         batch.old_logprobs,
         batch.advantages,
@@ -52,6 +52,7 @@ def surrogate(outputs: TokenOutputs, batch: Rollout, args: PPOConfig) -> Tensor:
         dual_clip=args.dual_clip,
         mask=batch.loss_mask,
     )
+    return loss if batch.weights is None else loss * batch.weights
 
 
 def ppo_loss(

@@ -19,11 +19,13 @@ from hfppo.functional import (
     adaptive_kl_coef,
     cispo_loss,
     clip_fractions,
+    effective_sample_size,
     explained_variance,
     gae,
     gpg_loss,
     grpo,
     gspo_loss,
+    importance_weights,
     length_adaptive_lam,
     opo,
     policy_loss,
@@ -987,3 +989,50 @@ WIDE, NARROW, NARROW_MASK = torch.zeros(2, 3), torch.zeros(2, 1), torch.ones(2, 
 def test_shapes_that_would_broadcast_are_an_error(call):
     with pytest.raises(ValueError, match="shapes must be equal"):
         call()
+
+
+# Log-ratios ln 4, ln 1/4, 0 and one column of padding; then ln 1.5 twice.
+OLD = torch.tensor([[math.log(0.8), math.log(0.1), -1.0, 7.0], [math.log(0.6), math.log(0.3), 7.0, 7.0]])
+ROLLOUT = torch.tensor([[math.log(0.2), math.log(0.4), -1.0, -9.0], [math.log(0.4), math.log(0.2), -9.0, -9.0]])
+REAL = torch.tensor([[True, True, True, False], [True, True, False, False]])
+
+
+@pytest.mark.parametrize(
+    ("level", "correction", "weights", "dropped"),
+    [
+        ("token", "truncate", [[2.0, 0.25, 1.0, 0], [1.5, 1.5, 0, 0]], []),
+        ("token", "mask", [[0, 0, 1.0, 0], [1.5, 1.5, 0, 0]], []),
+        ("token", "reject", [[0, 0, 1.0, 0], [1.5, 1.5, 0, 0]], [(0, 0), (0, 1)]),
+        ("sequence", "truncate", [[1.0, 1.0, 1.0, 0], [2.0, 2.0, 0, 0]], []),  # 4 · 1/4 · 1 = 1, 1.5² = 2.25
+        ("sequence", "mask", [[1.0, 1.0, 1.0, 0], [0, 0, 0, 0]], []),
+        ("sequence", "reject", [[1.0, 1.0, 1.0, 0], [0, 0, 0, 0]], [(1, 0), (1, 1)]),
+    ],
+)
+def test_importance_weights_by_hand(level, correction, weights, dropped):
+    got, kept = importance_weights(OLD.clone().requires_grad_(), ROLLOUT, REAL, level, correction, 0.5, 2.0)
+    assert_close(got, torch.tensor(weights))
+    assert not got.requires_grad
+    expected = REAL.clone()
+    for row, column in dropped:
+        expected[row, column] = False
+    assert torch.equal(kept, expected)
+
+
+def test_importance_weights_stay_finite():
+    far = torch.tensor([[400.0, -400.0]])
+    weights, _ = importance_weights(far, torch.zeros(1, 2), torch.ones(1, 2, dtype=torch.bool), cap=1e30)
+    assert weights.isfinite().all()
+
+
+@pytest.mark.parametrize("wrong", [{"level": "row"}, {"correction": "clip"}])
+def test_unknown_corrections_are_refused(wrong):
+    with pytest.raises(ValueError, match="unknown level="):
+        importance_weights(OLD, ROLLOUT, REAL, **wrong)
+
+
+def test_effective_sample_size_by_hand():
+    mask = torch.tensor([[True, True, True, True, False]])
+    assert effective_sample_size(torch.tensor([[1.0, 1.0, 1.0, 1.0, 9.0]]), mask) == 1.0
+    assert effective_sample_size(torch.tensor([[2.0, 0.0, 0.0, 0.0, 9.0]]), mask) == 0.25
+    assert_close(effective_sample_size(torch.tensor([[3.0, 1.0, 0.0, 0.0, 9.0]]), mask), 16 / (4 * 10))
+    assert math.isnan(effective_sample_size(torch.ones(1, 5), torch.zeros_like(mask)))

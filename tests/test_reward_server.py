@@ -115,8 +115,8 @@ def hang(body: dict) -> tuple[int, bytes]:
 @pytest.mark.parametrize(
     ("answer", "attempts", "message"),
     [
-        (lambda body: (500, b"out of memory"), 2, "answered 500, in 2 attempts: 'out of memory'; see its log"),
-        (hang, 2, "did not answer within timeout=0.3 s, in 2 attempts; raise the limit"),
+        (lambda body: (500, b"out of memory"), 2, "answered 500, after all retries: 'out of memory'; see its log"),
+        (hang, 2, "did not answer within 0.3 s, after all retries; raise the limit"),
         (lambda body: (404, b"no such page"), 1, "answered 404: 'no such page'; check address"),
         (lambda body: (302, b""), 1, "answered 302"),
         (lambda body: (200, b"<html>"), 1, "answered what is no JSON: '<html>'"),

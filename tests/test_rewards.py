@@ -15,7 +15,7 @@ from torch.testing import assert_close
 from transformers import TrainerState
 
 from hfppo import PPOCallback, Rollout
-from hfppo.generation.sampler import Completions, completions_from
+from hfppo.generation.sampler import Completions, Sampler, completions_from
 from hfppo.metrics import Meter
 from hfppo.rewards import RewardFunctions, Scored
 from hfppo.state import RunningMoments
@@ -28,7 +28,7 @@ def ids_of(text: str) -> list[int]:
     return [SIGNS[sign] for sign in text]
 
 
-class Scripted:
+class Scripted(Sampler):
     """A sampler that answers with given token ids, in turn; what does not end with EOS counts as cut."""
 
     def __init__(self, *completions: str | list[int]):

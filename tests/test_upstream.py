@@ -6,6 +6,7 @@ import pytest
 from transformers import Trainer
 
 from hfppo import PPOTrainer
+from hfppo.hub import HubTrainer
 
 PRIVATE_HOOKS = {
     "_clip_grad_norm": ["self", "model"],
@@ -14,6 +15,8 @@ PRIVATE_HOOKS = {
     "_load_from_checkpoint": ["self", "resume_from_checkpoint", "model"],
     "_load_best_model": ["self"],
     "_load_optimizer_and_scheduler": ["self", "checkpoint"],
+    "_push_from_checkpoint": ["self", "checkpoint_folder"],
+    "_finish_current_push": ["self"],
 }
 
 
@@ -25,7 +28,8 @@ def test_private_hooks_of_trainer_are_as_we_know_them(name):
 def test_only_these_private_hooks_are_overridden():
     overridden = {
         name
-        for name in vars(PPOTrainer)
+        for owner in (PPOTrainer, HubTrainer)
+        for name in vars(owner)
         if name.startswith("_") and not name.startswith("__") and hasattr(Trainer, name)
     }
     assert overridden == set(PRIVATE_HOOKS)
@@ -41,6 +45,12 @@ def test_only_these_private_hooks_are_overridden():
         ("_prepare_for_training", "self._load_optimizer_and_scheduler(resume_from_checkpoint)"),
         ("train", "self._load_from_checkpoint(resume_from_checkpoint)"),
         ("training_step", "self.loss_is_scaled_for_ga"),
+        ("_save_checkpoint", "self._push_from_checkpoint(output_dir)"),
+        ("push_to_hub", "self._finish_current_push()"),
+        ("_finalize_training", "self._finish_current_push()"),
+        ("push_to_hub", "self.create_model_card(model_name=model_name, **kwargs)"),
+        ("_push_from_checkpoint", "self.push_in_progress.is_done()"),
+        ("_push_from_checkpoint", "folder_path=output_dir"),
     ],
 )
 def test_trainer_still_calls_the_hooks(caller, hook):

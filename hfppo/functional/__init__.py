@@ -38,21 +38,31 @@ from hfppo.functional.losses import (
     value_clipped,
     value_loss,
 )
+from hfppo.functional.mismatch import (
+    MISMATCH_CORRECTIONS,
+    MISMATCH_LEVELS,
+    effective_sample_size,
+    importance_weights,
+)
 
 __all__ = [
     "ADVANTAGE_ESTIMATORS",
     "KL_ESTIMATORS",
+    "MISMATCH_CORRECTIONS",
+    "MISMATCH_LEVELS",
     "POLICY_LOSSES",
     "REDUCTIONS",
     "ClipFractions",
     "adaptive_kl_coef",
     "cispo_loss",
     "clip_fractions",
+    "effective_sample_size",
     "explained_variance",
     "gae",
     "gpg_loss",
     "grpo",
     "gspo_loss",
+    "importance_weights",
     "length_adaptive_lam",
     "opo",
     "policy_loss",

@@ -1,6 +1,40 @@
 """Samplers: from prompts to completions."""
 
+from accelerate import Accelerator
+
+from hfppo.config import PPOConfig
 from hfppo.generation.sampler import Completions, Sampler, completions_from, eos_token_ids
 from hfppo.generation.transformers import TransformersSampler
+from hfppo.generation.vllm import ColocatedEngine, Engine, Sampling, VLLMSampler
+from hfppo.generation.vllm_server import ServerEngine
+from hfppo.model import ActorCritic
 
-__all__ = ["Completions", "Sampler", "TransformersSampler", "completions_from", "eos_token_ids"]
+__all__ = [
+    "Completions",
+    "Sampler",
+    "TransformersSampler",
+    "VLLMSampler",
+    "completions_from",
+    "eos_token_ids",
+    "make_sampler",
+]
+
+
+def make_sampler(
+    model: ActorCritic, eos_ids: list[int], pad_id: int, args: PPOConfig, accelerator: Accelerator
+) -> Sampler:
+    """The sampler that the configuration asks for.
+
+    Raises:
+        ImportError, ValueError, ServerError: vLLM is not there, or cannot serve the adapter.
+    """
+    if not args.use_vllm:
+        size = args.local_rollout_forward_batch_size
+        return TransformersSampler(model, eos_ids, pad_id, args.max_completion_length, args.temperature, size)
+    sampling = Sampling(args.temperature, args.max_completion_length, eos_ids)
+    engine: Engine
+    if args.vllm_mode == "server":
+        engine = ServerEngine(model, sampling, args.vllm_server_base_url, args.vllm_server_timeout)
+    else:
+        engine = ColocatedEngine(model, sampling, args)
+    return VLLMSampler(model, engine, accelerator, args.output_dir, pad_id, eos_ids)

@@ -1,10 +1,11 @@
 """What every sampler takes and gives."""
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 
@@ -21,6 +22,10 @@ class Completions:
 class Sampler(Protocol):
     """Anything that can sample completions from the current policy."""
 
+    def ready(self) -> AbstractContextManager[None]:
+        """Inside, the sampler holds the current weights, and what else it needs to be called."""
+        return nullcontext()
+
     def __call__(self, prompt_ids: Tensor, prompt_mask: Tensor, seeds: list[int] | None) -> Completions:
         """Sample one completion per row.
 
@@ -29,6 +34,18 @@ class Sampler(Protocol):
             prompt_mask: (B, P) bool, True on real tokens.
             seeds: one per row; the completion of a row depends on its own seed alone. None: greedy.
         """
+
+
+def joined(parts: list[Completions], pad_id: int) -> Completions:
+    """The rows of several, padded to the longest."""
+    width = max(part.ids.shape[1] for part in parts)
+
+    def rows(name: str, padding: float) -> Tensor:
+        tensors = [getattr(part, name) for part in parts]
+        return torch.cat([nn.functional.pad(x, (0, width - x.shape[1]), value=padding) for x in tensors])
+
+    truncated = torch.cat([part.truncated for part in parts])
+    return Completions(rows("ids", pad_id), rows("mask", False), truncated, rows("logprobs", 0.0))
 
 
 def completions_from(ids: Tensor, logprobs: Tensor, eos_ids: list[int]) -> Completions:

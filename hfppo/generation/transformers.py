@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
-from hfppo.generation.sampler import Completions, completions_from
+from hfppo.generation.sampler import Completions, Sampler, completions_from, joined
 from hfppo.model import ActorCritic
 from hfppo.rollout import stream_seed
 
@@ -41,24 +41,37 @@ class SeededChoice(LogitsProcessor):
         return torch.full_like(scores, -torch.inf).scatter(1, choice, 0.0)
 
 
-class TransformersSampler:
-    """Samples from the actor itself.
+class TransformersSampler(Sampler):
+    """Samples from the actor itself, some rows at a time.
 
     Sampling is pure: the whole distribution at `temperature`, whatever the model's generation config asks for, so that
     π_rollout is π_old up to rounding.
     """
 
     def __init__(
-        self, model: ActorCritic, eos_ids: list[int], pad_id: int, max_completion_length: int, temperature: float
+        self,
+        model: ActorCritic,
+        eos_ids: list[int],
+        pad_id: int,
+        max_completion_length: int,
+        temperature: float,
+        batch_size: int,
     ):
-        self.model = model
-        self.temperature = temperature
+        self.model, self.temperature, self.batch_size = model, temperature, batch_size
         self.config = GenerationConfig(
             max_new_tokens=max_completion_length, eos_token_id=eos_ids, pad_token_id=pad_id, use_cache=True
         )
 
     def __call__(self, prompt_ids: Tensor, prompt_mask: Tensor, seeds: list[int] | None) -> Completions:
         """See `Sampler`."""
+        parts = []
+        for i in range(0, len(prompt_ids), self.batch_size):
+            rows = slice(i, i + self.batch_size)
+            parts.append(self._sample(prompt_ids[rows], prompt_mask[rows], None if seeds is None else seeds[rows]))
+        return joined(parts, self.config.pad_token_id)
+
+    def _sample(self, prompt_ids: Tensor, prompt_mask: Tensor, seeds: list[int] | None) -> Completions:
+        """A batch."""
         uniforms = None if seeds is None else row_uniforms(seeds, self.config.max_new_tokens).to(prompt_ids.device)
         choice = SeededChoice(uniforms, self.temperature)
         with torch.no_grad(), generation_config_of(self.model, self.config):

@@ -1,0 +1,171 @@
+"""What `PPOConfig` refuses: types, names and numbers out of range, and fields that contradict each other."""
+
+import math
+import warnings
+from collections.abc import Callable
+from dataclasses import fields
+from numbers import Real
+from typing import Any
+
+from transformers import TrainingArguments
+
+from hfppo.functional import (
+    ADVANTAGE_ESTIMATORS,
+    KL_ESTIMATORS,
+    MISMATCH_CORRECTIONS,
+    MISMATCH_LEVELS,
+    POLICY_LOSSES,
+    REDUCTIONS,
+)
+
+NEEDS_GROUPS = ("grpo", "rloo", "opo", "reinforce_plus_plus_baseline")
+
+# What a number must be, and the fields of which that is asked. Written so that NaN never meets it.
+RANGES: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
+    (
+        "at least 1",
+        lambda x: x >= 1,
+        (
+            "per_device_train_batch_size",
+            "gradient_accumulation_steps",
+            "num_ppo_epochs",
+            "num_mini_batches",
+            "num_generations",
+            "max_completion_length",
+            "local_rollout_forward_batch_size",
+            "total_episodes",
+            "max_prompt_length",
+        ),
+    ),
+    (
+        "at least 0",
+        lambda x: x >= 0,
+        (
+            "kl_coef",
+            "kl_loss_coef",
+            "entropy_coef",
+            "positive_nll_coef",
+            "vf_coef",
+            "missing_eos_penalty",
+            "critic_warmup",
+            "critic_learning_rate",
+        ),
+    ),
+    ("in [0, 1]", lambda x: 0 <= x <= 1, ("gamma", "lam", "lam_critic")),
+    (
+        "above 0",
+        lambda x: x > 0,
+        (
+            "temperature",
+            "cliprange",
+            "cliprange_high",
+            "cliprange_value",
+            "reward_clip",
+            "lam_alpha",
+            "target_kl",
+            "mismatch_floor",
+            "vllm_server_timeout",
+        ),
+    ),
+    ("above 1: below, it would undo the clip at ratio 1", lambda x: x > 1, ("dual_clip",)),
+    (
+        "at least 1: a cap below it would shrink the weights of tokens without mismatch",
+        lambda x: x >= 1,
+        ("mismatch_cap",),
+    ),
+    ("at most 1: a floor above it would drop tokens without mismatch", lambda x: x <= 1, ("mismatch_floor",)),
+    ("in (0, 1]", lambda x: 0 < x <= 1, ("vllm_gpu_memory_utilization",)),
+    ("below 1: the ratio is clipped to 1 − cliprange", lambda x: x < 1, ("cliprange",)),
+)
+
+
+# Inherited fields whose type is checked along with our own: rollouts are cut, and steps made, by them.
+CHECKED = ("per_device_train_batch_size", "gradient_accumulation_steps", "learning_rate", "max_grad_norm")
+
+
+def check_types(args: Any) -> None:
+    """Numbers are numbers; to be asked first, for TrainingArguments computes with some."""
+    for f in fields(args):
+        value = getattr(args, f.name)
+        if (f.name in TrainingArguments.__dataclass_fields__ and f.name not in CHECKED) or value is None:
+            continue
+        if f.type in (int, int | None) and (not isinstance(value, int) or isinstance(value, bool)):
+            raise ValueError(f"{f.name}={value!r} must be a whole number")
+        if f.type in (float, float | None) and not (isinstance(value, Real) and math.isfinite(value)):
+            raise ValueError(f"{f.name}={value!r} must be a finite number; YAML wants 1.0e-5, and takes 1e-5 for text")
+
+
+def check_config(args: Any) -> None:
+    """Refuse what cannot be meant.
+
+    Raises:
+        ValueError: names the fields, their values, and what to choose.
+    """
+    check_choices(args)
+    check_ranges(args)
+    check_combinations(args)
+
+
+def check_choices(args: Any) -> None:
+    """Names are among those that exist."""
+    choices: dict[str, tuple[str, ...]] = {
+        "overlong_prompts": ("drop", "truncate"),
+        "kl_estimator": tuple(KL_ESTIMATORS),
+        "kl_loss_estimator": tuple(KL_ESTIMATORS),
+        "advantage_estimator": tuple(ADVANTAGE_ESTIMATORS),
+        "policy_loss": tuple(POLICY_LOSSES),
+        "vllm_mode": ("colocate", "server"),
+        "policy_mode": ("decoupled", "bypass", "corrected"),
+        "mismatch_level": MISMATCH_LEVELS,
+        "mismatch_correction": MISMATCH_CORRECTIONS,
+        "loss_reduction": tuple(REDUCTIONS),
+    }
+    for name, allowed in choices.items():
+        if (value := getattr(args, name)) not in allowed:
+            raise ValueError(f"{name}={value!r} is unknown; choose from {', '.join(allowed)}")
+
+
+def check_ranges(args: Any) -> None:
+    """Numbers are in `RANGES`."""
+    for demand, is_met, names in RANGES:
+        for name in names:
+            if (value := getattr(args, name)) is not None and not is_met(value):
+                raise ValueError(f"{name}={value} must be {demand}")
+
+
+def check_combinations(args: Any) -> None:
+    """Fields do not contradict each other."""
+    if args.advantage_estimator in NEEDS_GROUPS and args.num_generations < 2:
+        raise ValueError(
+            f"advantage_estimator={args.advantage_estimator!r} compares completions of one prompt, but "
+            f"num_generations={args.num_generations}; raise num_generations to 2 or more"
+        )
+    if args.rollout_size % args.num_generations:
+        raise ValueError(
+            f"a rollout of {args.rollout_size} completions per process (per_device_train_batch_size="
+            f"{args.per_device_train_batch_size} × gradient_accumulation_steps="
+            f"{args.gradient_accumulation_steps} × num_mini_batches={args.num_mini_batches}) cannot be divided "
+            f"into groups of num_generations={args.num_generations}; choose sizes that divide"
+        )
+    if args.kl_loss_coef and args.kl_loss_estimator == "k1" and not args.kl_loss_straight_through:
+        warnings.warn(
+            "kl_loss_estimator='k1' has a gradient of zero mean as a loss: it adds noise and holds nothing back. "
+            "Use k2 or k3, or kl_loss_straight_through=True.",
+            stacklevel=5,  # where the configuration is made
+        )
+    if args.auto_find_batch_size:
+        raise ValueError(
+            "auto_find_batch_size=True would change the rollouts in the middle of a run; lower "
+            "per_device_train_batch_size and raise gradient_accumulation_steps by the same factor, which changes "
+            "no gradient"
+        )
+    if args.normalize_scores and args.positive_nll_coef:
+        raise ValueError(
+            f"positive_nll_coef={args.positive_nll_coef} looks for scores from positive_score="
+            f"{args.positive_score}, and normalize_scores=True moves all scores; set one of them back"
+        )
+    if args.critic_warmup and not args.needs_critic:
+        raise ValueError(
+            f"critic_warmup={args.critic_warmup} has nothing to train: advantage_estimator="
+            f"{args.advantage_estimator!r} has no critic; set critic_warmup=0 or advantage_estimator='gae'"
+        )

@@ -1,0 +1,72 @@
+"""What corrects for tokens that another engine sampled with slightly other numerics than the training model has."""
+
+import torch
+from torch import Tensor
+
+from hfppo.functional.kl import clamp_log_ratio
+from hfppo.functional.shapes import require_same_shape
+
+MISMATCH_LEVELS = ("token", "sequence")
+MISMATCH_CORRECTIONS = ("truncate", "mask", "reject")
+
+
+def importance_weights(
+    old_logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    mask: Tensor,
+    level: str = "token",
+    correction: str = "truncate",
+    floor: float = 0.5,
+    cap: float = 2.0,
+) -> tuple[Tensor, Tensor]:
+    """Weights that turn an average over π_rollout's tokens into one over π_old's, with a bound on their variance.
+
+        token: w_t = π_old(y_t) / π_rollout(y_t),   sequence: w_t = Π_k w_k, the same for all tokens of a completion
+        truncate: min(w, cap),   mask: w where floor ≤ w ≤ cap, else 0,   reject: the same, and the token counts
+        in no loss and in no count
+
+    Truncation: F. Yao et al. (2025), "Your efficient RL framework secretly brings you off-policy RL training"; the
+    band: "IcePop", arXiv:2510.18855.
+
+    Args:
+        old_logprobs, rollout_logprobs: (B, T), nats.
+        mask: (B, T) bool, True on real tokens.
+        level: one of `MISMATCH_LEVELS`.
+        correction: one of `MISMATCH_CORRECTIONS`.
+        floor, cap: the band; truncation has no floor.
+    Returns:
+        weights: (B, T), without gradient, 0 where mask is False.
+        kept: (B, T) bool, the tokens of mask that losses count.
+    Raises:
+        ValueError: unknown level or correction, or shapes that differ.
+    """
+    require_same_shape(old_logprobs=old_logprobs, rollout_logprobs=rollout_logprobs, mask=mask)
+    if level not in MISMATCH_LEVELS or correction not in MISMATCH_CORRECTIONS:
+        raise ValueError(
+            f"unknown level={level!r} or correction={correction!r}; choose from {', '.join(MISMATCH_LEVELS)} and "
+            f"{', '.join(MISMATCH_CORRECTIONS)}"
+        )
+    log_ratio = (old_logprobs - rollout_logprobs).detach().where(mask, 0.0)
+    if level == "sequence":
+        log_ratio = log_ratio.sum(dim=1, keepdim=True).expand_as(log_ratio)
+    weights = clamp_log_ratio(log_ratio).exp().where(mask, 0.0)
+    if correction == "truncate":
+        return weights.clamp(max=cap), mask
+    inside = mask & (weights >= floor) & (weights <= cap)
+    return weights.where(inside, 0.0), inside if correction == "reject" else mask
+
+
+def effective_sample_size(weights: Tensor, mask: Tensor) -> float:
+    """Share of the tokens that equally weighted ones would need for the same variance, 1 when all weights are equal.
+
+        (Σ w)² / (N·Σ w²)
+
+    Args:
+        weights: (B, T).
+        mask: (B, T) bool.
+    Returns:
+        In [0, 1]; NaN without a token or with all weights 0.
+    """
+    require_same_shape(weights=weights, mask=mask)
+    w = weights[mask].double()
+    return float(w.sum().square() / (w.numel() * w.square().sum())) if w.numel() else float(torch.nan)

@@ -1,0 +1,257 @@
+"""Sampling with vLLM: an engine in the training process, or a server (`vllm_server`).
+
+vLLM loads the base itself and never changes it; before each rollout the adapter alone travels.
+"""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
+from peft import LoraConfig, PeftConfig
+from torch import Tensor
+from transformers import set_seed
+from transformers.utils import logging
+
+from hfppo.config import PPOConfig
+from hfppo.generation.sampler import Completions, Sampler
+from hfppo.model import ActorCritic
+
+logger = logging.get_logger(__name__)
+
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM can be started for
+
+Sampled = tuple[list[int], list[float]]  # token ids, EOS included, and their log-probs
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """The policy as vLLM loads it.
+
+    A new name and number at every sync: with an old number vLLM keeps the weights it has, with an old name the prefix
+    cache that was made with them.
+    """
+
+    name: str
+    number: int
+    folder: str
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How to sample; all of it, so that no default of vLLM or of the model's generation config joins in."""
+
+    temperature: float
+    max_tokens: int
+    eos_ids: list[int]
+
+    def params(self, seed: int | None) -> dict[str, Any]:
+        """Fields of `vllm.SamplingParams`, which are those of a server's requests too; without a seed greedy."""
+        return {
+            "temperature": 0.0 if seed is None else self.temperature,
+            "seed": seed,
+            "max_tokens": self.max_tokens,
+            "stop_token_ids": self.eos_ids,
+            "ignore_eos": True,  # what ends a completion is said by `stop_token_ids`
+            "logprobs": 0,  # the sampled token's alone
+            "top_p": 1.0,
+            "top_k": 0,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+        }
+
+
+class Engine(Protocol):
+    """vLLM, wherever it runs."""
+
+    shared: bool  # whether all processes ask the same engine
+
+    def load(self, adapter: Adapter, old: Adapter | None) -> None:
+        """Take the policy in, and let the one before go; called by one process if the engine is shared."""
+
+    def generate(self, prompts: list[list[int]], seeds: list[int | None], adapter: Adapter) -> list[Sampled]:
+        """A completion for each prompt, in order."""
+
+    def awake(self) -> Any:
+        """A context inside which the engine holds the memory it samples with."""
+
+
+class VLLMSampler(Sampler):
+    """Samples with vLLM from the actor's current adapter.
+
+    Args:
+        engine: where vLLM runs.
+        folder: where adapters are written for it, until the run ends; an engine on another machine must see it too.
+        pad_id, eos_ids: fill completions up, and end them.
+    """
+
+    def __init__(
+        self,
+        model: ActorCritic,
+        engine: Engine,
+        accelerator: Accelerator,
+        folder: str,
+        pad_id: int,
+        eos_ids: list[int],
+    ):
+        self.model, self.engine, self.accelerator = model, engine, accelerator
+        self.pad_id, self.eos_ids = pad_id, eos_ids
+        if accelerator.is_main_process:
+            os.makedirs(folder, exist_ok=True)
+            # Trainer leaves what begins with "_" out of what it pushes.
+            self._own = tempfile.TemporaryDirectory(prefix="_vllm-", dir=folder)
+        # Its name is another for each run, for two may use one server, and the same on all processes of this one.
+        self.folder = Path(broadcast_object_list([self._own.name if accelerator.is_main_process else None])[0])
+        self.adapter: Adapter | None = None
+
+    @contextmanager
+    def ready(self) -> Iterator[None]:
+        """See `Sampler`."""
+        with self.engine.awake():
+            self._sync()
+            yield
+
+    def _sync(self) -> None:
+        """Give the engine the adapter as it is now."""
+        old, number = self.adapter, 1 if self.adapter is None else self.adapter.number + 1
+        folder = self.folder.absolute() / f"policy-{number}"
+        new = Adapter(f"{self.folder.name}-{number}", number, str(folder))
+        if self.accelerator.is_main_process:
+            self.model.save_adapter(new.folder)
+            if old is None:
+                sent = sum(path.stat().st_size for path in Path(new.folder).iterdir())
+                logger.info("each sync sends vLLM %.2f MB; the whole model has %.2f MB", sent / 1e6, self._size())
+        self.accelerator.wait_for_everyone()
+        if self.accelerator.is_main_process or not self.engine.shared:
+            self.engine.load(new, old)
+        self.accelerator.wait_for_everyone()
+        if self.accelerator.is_main_process and old is not None:
+            shutil.rmtree(old.folder)
+        self.adapter = new
+
+    def _size(self) -> float:
+        """Megabytes of the base."""
+        return self.model.causal_lm.get_memory_footprint() / 1e6
+
+    def __call__(self, prompt_ids: Tensor, prompt_mask: Tensor, seeds: list[int] | None) -> Completions:
+        """See `Sampler`."""
+        assert self.adapter is not None, "to be called inside `ready`"
+        prompts = [ids[mask].tolist() for ids, mask in zip(prompt_ids, prompt_mask, strict=True)]
+        sampled = self.engine.generate(prompts, [None] * len(prompts) if seeds is None else list(seeds), self.adapter)
+        lengths = torch.tensor([len(ids) for ids, _ in sampled])
+        width = int(lengths.max())
+        ids = torch.tensor([ids + [self.pad_id] * (width - len(ids)) for ids, _ in sampled])
+        logprobs = torch.tensor([given + [0.0] * (width - len(given)) for _, given in sampled])
+        truncated = torch.tensor([ids[-1] not in self.eos_ids for ids, _ in sampled])
+        device = prompt_ids.device
+        mask = torch.arange(width) < lengths[:, None]
+        return Completions(ids.to(device), mask.to(device), truncated.to(device), logprobs.to(device))
+
+
+class ColocatedEngine:
+    """A `vllm.LLM` in the training process, one for each process."""
+
+    shared = False
+
+    def __init__(self, model: ActorCritic, sampling: Sampling, args: PPOConfig):
+        # In a process of its own the engine would not see what the training process sets, a device for instance.
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        try:
+            import vllm
+            from vllm.lora.request import LoRARequest
+        except ImportError as error:
+            raise ImportError(
+                f"use_vllm=True needs vLLM, and importing it failed: {error}; pip install vllm, or use_vllm=False"
+            ) from error
+        self.sampling, self._sleeps = sampling, args.vllm_enable_sleep_mode
+        self._params, self._tokens, self._lora = vllm.SamplingParams, vllm.TokensPrompt, LoRARequest
+        self.llm = vllm.LLM(
+            **{
+                "model": base_name(model),
+                "dtype": str(model.dtype).removeprefix("torch."),
+                "enable_lora": True,
+                "max_lora_rank": start_rank(model.peft_config["default"]),
+                "max_loras": 1,
+                "logprobs_mode": "processed_logprobs",  # at temperature, as every other pass
+                "gpu_memory_utilization": args.vllm_gpu_memory_utilization,
+                "enable_sleep_mode": self._sleeps,
+                "generation_config": "vllm",
+                "seed": args.seed,
+                **cast(dict[str, Any], args.vllm_engine_kwargs or {}),
+            }
+        )
+        set_seed(args.seed)  # vLLM has seeded the training process anew
+
+    def load(self, adapter: Adapter, old: Adapter | None) -> None:
+        """Nothing to do: `generate` names the adapter, and the least recently used one makes room."""
+
+    def generate(self, prompts: list[list[int]], seeds: list[int | None], adapter: Adapter) -> list[Sampled]:
+        """See `Engine`."""
+        outputs = self.llm.generate(
+            [self._tokens(prompt_token_ids=ids) for ids in prompts],
+            [self._params(**self.sampling.params(seed), detokenize=False) for seed in seeds],
+            lora_request=self._lora(adapter.name, adapter.number, adapter.folder),
+            use_tqdm=False,
+        )
+        completions = [output.outputs[0] for output in outputs]
+        return [
+            (list(c.token_ids), [entry[token].logprob for entry, token in zip(c.logprobs, c.token_ids, strict=True)])
+            for c in completions
+        ]
+
+    @contextmanager
+    def _waking(self) -> Iterator[None]:
+        self.llm.wake_up()
+        try:
+            yield
+        finally:
+            self.llm.sleep(level=1)  # the base waits in the CPU's memory, the cache is dropped
+
+    def awake(self) -> Any:
+        """See `Engine`."""
+        return self._waking() if self._sleeps else nullcontext()
+
+
+def base_name(model: ActorCritic) -> str:
+    """The id or path by which vLLM loads the base itself.
+
+    Raises:
+        ValueError: it has none.
+    """
+    name = model.causal_lm.config.name_or_path
+    if not name:
+        raise ValueError(
+            "use_vllm=True needs a base that vLLM can load too, and the model has no id or path; save it with "
+            "save_pretrained and give that folder as model"
+        )
+    return name
+
+
+def start_rank(peft_config: PeftConfig) -> int:
+    """The `max_lora_rank` to start vLLM with.
+
+    Raises:
+        ValueError: an adapter that vLLM cannot serve; it would die of it.
+    """
+    name = type(peft_config).__name__
+    if not isinstance(peft_config, LoraConfig):
+        raise ValueError(f"use_vllm=True serves LoRA, not {name}; use peft.LoraConfig, or set use_vllm=False")
+    for field in ("use_dora", "modules_to_save", "trainable_token_indices", "target_parameters"):
+        if value := getattr(peft_config, field, None):
+            raise ValueError(
+                f"vLLM cannot serve an adapter with {field}={value!r}; leave it out of peft_config, or set "
+                "use_vllm=False"
+            )
+    rank = max([peft_config.r, *peft_config.rank_pattern.values()])
+    if rank > RANKS[-1]:
+        raise ValueError(f"vLLM serves ranks up to {RANKS[-1]}, the adapter has r={rank}; lower it")
+    return next(possible for possible in RANKS if possible >= rank)

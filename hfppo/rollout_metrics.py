@@ -1,0 +1,76 @@
+"""What a rollout and its scores say in numbers."""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from hfppo import functional as F
+from hfppo.config import PPOConfig
+from hfppo.metrics import Meter
+from hfppo.rewards import Scored
+from hfppo.rollout import Rollout
+
+
+def measure_scores(meter: Meter, scores: Tensor, scored: Scored, names: list[str]) -> None:
+    """Add the metrics of scores, for a rollout and for an evaluation alike."""
+    meter.add("reward", scores)
+    meter.add("reward_std", scores)
+    meter.add("unscorable_frac", ~scored.scorable)
+    for i, name in enumerate(names):
+        given = scored.per_function[:, i]
+        for what in ("mean", "std"):
+            meter.add(f"rewards/{name}/{what}", given, ~given.isnan(), pattern=f"rewards/{{function}}/{what}")
+    for name, numbers in scored.metrics.items():
+        meter.add(f"custom/{name}", torch.tensor(numbers), pattern="custom/{name}")
+
+
+def measure_rollout(
+    meter: Meter,
+    rollout: Rollout,
+    advantages: Tensor,
+    kl_coef: float,
+    args: PPOConfig,
+    gather: Callable[[Tensor], Tensor],
+) -> None:
+    """Add the metrics of a rollout.
+
+    Args:
+        advantages: (B, T), before whitening.
+        kl_coef: β it was collected with.
+        gather: gives the rows of all processes, for what is no mean of rows.
+    """
+    mask = rollout.mask
+    meter.add("completions/mean_length", mask.sum(dim=1))
+    meter.add("completions/max_length", mask.sum(dim=1))
+    meter.add("completions/truncated_frac", rollout.truncated)
+    meter.add("advantage_std", advantages, mask)
+    if rollout.ref_logprobs is not None:
+        meter.add_number("kl_coef", kl_coef)
+        meter.add("kl", F.token_kl(rollout.old_logprobs, rollout.ref_logprobs, args.kl_estimator), mask)
+        meter.add("kl_k3", F.token_kl(rollout.old_logprobs, rollout.ref_logprobs, "k3"), mask)
+    if args.policy_mode != "bypass":
+        measure_mismatch(meter, rollout, gather)
+    if rollout.values is not None and rollout.returns is not None:
+        meter.add("value/mean", rollout.values, mask)
+        meter.add("value/return", rollout.returns, mask)
+        explained = F.explained_variance(gather(rollout.values), gather(rollout.returns), gather(mask))
+        if math.isfinite(explained):
+            meter.add_number("value/explained_variance", explained)
+
+
+def measure_mismatch(meter: Meter, rollout: Rollout, gather: Callable[[Tensor], Tensor]) -> None:
+    """Add how far the sampler's log-probs are from the training model's, and what the weights make of it."""
+    mask = rollout.mask
+    difference = (rollout.old_logprobs - rollout.rollout_logprobs).abs()
+    meter.add("mismatch/mean", difference, mask)
+    meter.add("mismatch/max", difference, mask)
+    meter.add("mismatch/kl", F.token_kl(rollout.rollout_logprobs, rollout.old_logprobs, "k3"), mask)
+    if rollout.weights is not None:
+        meter.add("mismatch/weight_mean", rollout.weights, mask)
+        meter.add("mismatch/weight_max", rollout.weights, mask)
+        meter.add("mismatch/rejected_frac", rollout.weights == 0, mask)
+        effective = F.effective_sample_size(gather(rollout.weights), gather(mask))
+        if math.isfinite(effective):
+            meter.add_number("mismatch/ess", effective)

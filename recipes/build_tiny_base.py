@@ -1,0 +1,55 @@
+"""Make a tiny chat model with random weights, for trying a recipe without the Hub.
+
+    python recipes/build_tiny_base.py --output_dir out/tiny
+
+It says nothing sensible, and no training here makes it: it shows that a command runs, in seconds, on a CPU. The
+tokenizer is byte-level BPE, so it takes any text; its merges come from the problems in `recipes/gsm8k`.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from build_arithmetic_base import EOS, PAD, small_llama
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import HfArgumentParser, PreTrainedTokenizerFast, set_seed
+
+PROBLEMS = Path(__file__).parent / "gsm8k/problems.jsonl"
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + eos_token + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+)
+
+
+@dataclass
+class BuildArguments:
+    """Where the base goes."""
+
+    output_dir: str = field(default="out/tiny", metadata={"help": "Folder for model and tokenizer."})
+
+
+def byte_tokenizer(vocab_size: int = 1024) -> PreTrainedTokenizerFast:
+    """Byte-level BPE with a chat template: every byte is a token, frequent words of the problems are too."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=[PAD, EOS], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train([str(PROBLEMS)], trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS, padding_side="left", chat_template=CHAT_TEMPLATE
+    )
+
+
+def build(output_dir: str) -> None:
+    """Write model and tokenizer, the same ones every time."""
+    set_seed(0)
+    tokenizer = byte_tokenizer()
+    small_llama(tokenizer, hidden_size=64, num_layers=2).save_pretrained(output_dir)
+    tokenizer.save_pretrained(output_dir)
+
+
+if __name__ == "__main__":
+    (arguments,) = HfArgumentParser(BuildArguments).parse_args_into_dataclasses()
+    build(arguments.output_dir)

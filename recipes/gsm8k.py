@@ -1,0 +1,169 @@
+"""PPO on GSM8K: word problems whose answer is a number, with nothing but right or wrong for a reward.
+
+    accelerate launch recipes/gsm8k.py --config recipes/gsm8k.yaml
+
+Without the Hub and a GPU, on the 50 problems that ship, to see that it runs (the model is random and learns nothing):
+
+    python recipes/build_tiny_base.py --output_dir out/tiny
+    accelerate launch --cpu --num_processes 1 recipes/gsm8k.py --config recipes/gsm8k.yaml \\
+        --model_name_or_path out/tiny --dtype float32 --dataset_name json --output_dir out/gsm8k-tiny \\
+        --data_files '{"train": "recipes/gsm8k/problems.jsonl", "test": "recipes/gsm8k/test.jsonl"}' \\
+        --gradient_accumulation_steps 1 --max_completion_length 32 --max_steps 8
+
+Rows hold "question" and "answer", the latter ending with the number after "####". docs/gsm8k.md explains the settings.
+"""
+
+import re
+import threading
+from dataclasses import dataclass, field
+from typing import Any
+
+from datasets import Dataset
+from transformers import EvalPrediction
+from trl import ModelConfig, TrlParser, get_peft_config
+
+from hfppo import PPOConfig, PPOTrainer
+from hfppo.config import resume_argument
+
+try:
+    from math_verify import parse, verify
+except ImportError as error:
+    raise ImportError("recipes/gsm8k.py compares answers with Math-Verify: pip install math-verify") from error
+
+from dataset import DataArguments, load
+from ppo import load_model
+
+MARK, BOX = "####", "\\boxed{"
+THOUSANDS = re.compile(r"(?<=\d)(?:,|\{,\}|\\,|,\\!)(?=\d{3})")
+
+
+@dataclass
+class GSM8KArguments(DataArguments):
+    """What the recipe itself can be told."""
+
+    dataset_name: str = field(default="openai/gsm8k", metadata={"help": "Id or path, or json or parquet for files."})
+    dataset_config: str | None = field(default="main", metadata={"help": "GSM8K's configuration."})
+    system_prompt: str | None = field(default=None, metadata={"help": "Said before the question; none by default."})
+    instruction: str = field(
+        default='Think step by step and end with the answer, a number, on a line of its own after "####".',
+        metadata={"help": r"Follows the question; the answer may also stand in \boxed{}."},
+    )
+    critic: str = field(default="adapter", metadata={"help": "'adapter', 'shared', or a model's id or path."})
+
+
+@dataclass
+class ActorArguments(ModelConfig):
+    """TRL's ModelConfig with the defaults of an actor."""
+
+    model_name_or_path: str = field(default="Qwen/Qwen2.5-0.5B-Instruct", metadata={"help": "The base."})
+    use_peft: bool = field(default=True, metadata={"help": "The actor is an adapter; always on."})
+    lora_dropout: float = field(default=0.0, metadata={"help": "Dropout would be noise in the ratio."})
+    lora_target_modules: list[str] = field(default_factory=lambda: ["all-linear"], metadata={"help": "LoRA layers."})
+
+
+def final_answer(text: str) -> str | None:
+    r"""What the last mark points at: the rest of the line after `####`, or what is in `\boxed{}`; None without any."""
+    mark, box = text.rfind(MARK), text.rfind(BOX)
+    if mark > box:
+        answer = text[mark + len(MARK) :].strip().partition("\n")[0]
+    else:
+        answer = in_braces(text[box + len(BOX) :]) if box >= 0 else ""
+    return answer.strip() or None
+
+
+def in_braces(text: str) -> str:
+    """The text up to the brace that closes one opened before it; nothing if none does."""
+    depth = 1
+    for index, character in enumerate(text):
+        depth += (character == "{") - (character == "}")
+        if depth == 0:
+            return text[:index]
+    return ""
+
+
+def parsed(answer: str, timeout: int | None) -> list[Any]:
+    """An answer as Math-Verify reads it: as LaTeX where it looks like that, without commas between thousands."""
+    answer = THOUSANDS.sub("", answer).replace("\\$", "").replace("−", "-")
+    return parse(f"${answer}$" if "\\" in answer else answer, parsing_timeout=timeout)
+
+
+def is_right(completion: str, answer: str) -> bool:
+    """Whether a completion ends with the number that stands after `####` in GSM8K's answer."""
+    given = final_answer(completion)
+    if given is None:
+        return False
+    # Math-Verify's time limit is a signal, and only the main thread may set one.
+    timeout = 5 if threading.current_thread() is threading.main_thread() else None
+    wanted = parsed(answer.rpartition(MARK)[2].strip(), timeout)
+    return verify(wanted, parsed(given, timeout), timeout_seconds=timeout)
+
+
+def right_answer(completions: list[list[dict[str, str]]], answer: list[str], **kwargs) -> list[float]:
+    """1 for a completion with the right final answer, else 0."""
+    pairs = zip(completions, answer, strict=True)
+    return [float(is_right(messages[0]["content"], wanted)) for messages, wanted in pairs]
+
+
+def accuracy(prediction: EvalPrediction) -> dict[str, float]:
+    """Share of completions with the right final answer, and with any."""
+    right = right_answer(prediction.predictions, prediction.label_ids["answer"])
+    answered = [final_answer(messages[0]["content"]) is not None for messages in prediction.predictions]
+    return {"accuracy": sum(right) / len(right), "answered": sum(answered) / len(answered)}
+
+
+def conversations(dataset: Dataset, split: str, args: GSM8KArguments) -> Dataset:
+    """The rows with their questions as messages in a column "prompt".
+
+    Raises:
+        ValueError: a column is missing, or an answer has no final one.
+    """
+    if not {"question", "answer"} <= set(dataset.column_names):
+        raise ValueError(
+            f"{split} has the columns {', '.join(dataset.column_names)}; GSM8K's are question and answer: rename "
+            "yours, or choose other data with --dataset_name and --data_files"
+        )
+    for row, answer in enumerate(dataset["answer"]):
+        if MARK not in str(answer):
+            raise ValueError(
+                f"{split} row {row}: answer={answer!r} has no {MARK} before its final number; write it as "
+                f"'reasoning {MARK} 72', or remove the row"
+            )
+    system = [{"role": "system", "content": args.system_prompt}] if args.system_prompt else []
+
+    def with_prompt(row: dict[str, str]) -> dict[str, Any]:
+        return {"prompt": [*system, {"role": "user", "content": f"{row['question']}\n\n{args.instruction}"}]}
+
+    return dataset.map(with_prompt)
+
+
+def main(script_args: GSM8KArguments, args: PPOConfig, model_args: ActorArguments) -> None:
+    train, test = load(script_args)
+    train = conversations(train, script_args.train_split, script_args)
+    test = None if test is None else conversations(test, script_args.test_split, script_args)
+    model = load_model(model_args)
+    trainer = PPOTrainer(
+        model=model,
+        reward_funcs=right_answer,
+        args=args,
+        train_dataset=train,
+        eval_dataset=test,
+        peft_config=None if isinstance(model, str) else get_peft_config(model_args),
+        critic=script_args.critic,
+        compute_metrics=accuracy,
+    )
+    if test is not None:
+        trainer.save_metrics("before", trainer.evaluate(metric_key_prefix="before", do_sample=False))
+    result = trainer.train(resume_from_checkpoint=resume_argument(args))
+    trainer.save_model()
+    trainer.save_state()
+    trainer.log_metrics("train", result.metrics)
+    trainer.save_metrics("train", result.metrics)
+    if test is not None:
+        trainer.save_metrics("after", trainer.evaluate(metric_key_prefix="after", do_sample=False))
+    if args.push_to_hub:
+        trainer.push_to_hub()
+    trainer.end()
+
+
+if __name__ == "__main__":
+    main(*TrlParser((GSM8KArguments, PPOConfig, ActorArguments)).parse_args_and_config())

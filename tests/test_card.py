@@ -1,0 +1,265 @@
+"""The model card, as people and as the Hub read it."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from conftest import SMALL, count_digits, tiny_model
+from huggingface_hub import ModelCard
+from markdown_it import MarkdownIt
+from transformers import TrainerState
+
+from hfppo import PPOConfig
+from hfppo.card import last_evaluations, without_secret_options
+
+TOKEN = "hf_dummyDUMMYdummyDUMMYdummyDUMMY12"
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 4}
+
+
+def card_of(folder: Path) -> ModelCard:
+    return ModelCard.load(folder / "README.md")
+
+
+def tokens(card: ModelCard) -> list:
+    return MarkdownIt("commonmark").enable("table").parse(card.text)
+
+
+def headings(card: ModelCard) -> list[str]:
+    parsed = tokens(card)
+    return [
+        "".join(part.content for part in parsed[i + 1].children)
+        for i, token in enumerate(parsed)
+        if token.type == "heading_open"
+    ]
+
+
+def tables(card: ModelCard) -> list[list[list[str]]]:
+    """The cells of all tables as they are shown."""
+    found: list[list[list[str]]] = []
+    for token, after in zip(tokens(card), tokens(card)[1:], strict=False):
+        if token.type == "table_open":
+            found.append([])
+        elif token.type == "tr_open":
+            found[-1].append([])
+        elif token.type in ("th_open", "td_open"):
+            found[-1][-1].append("".join(part.content for part in after.children))
+    return found
+
+
+def blocks(card: ModelCard) -> dict[str, str]:
+    """The code blocks by language."""
+    return {token.info: token.content for token in tokens(card) if token.type == "fence"}
+
+
+def test_card_tells_the_run(make_trainer, dataset, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "orig_argv", ["/opt/bin/python", "-u", "train.py", "--config", "a b.yaml", "--seed=3"])
+
+    def short(completions, **kwargs):
+        return [0.0 for _ in completions]
+
+    trainer = make_trainer(
+        {**EVALUATED, "reward_weights": [1, 0.25], "lr_scheduler_type": "cosine"},
+        reward_funcs=[count_digits, short],
+        eval_dataset={"easy": dataset, "hard": dataset},
+        compute_metrics=lambda prediction: {"even": 1 / 3},
+    )
+    trainer.train()
+    trainer.save_model()
+    trainer.create_model_card()
+    card = card_of(tmp_path / "out")
+    assert headings(card) == [
+        *("out", "How to load it", "Evaluation", "Training procedure", "Rewards", "Configuration", "Command"),
+        "Framework versions",
+    ]
+    assert card.data.library_name == "peft"
+    assert card.data.pipeline_tag == "text-generation"
+    assert {"lora", "ppo", "hfppo", "reinforcement-learning"} <= set(card.data.tags)
+    evaluation, rewards = tables(card)
+    assert rewards == [["function", "weight"], ["count_digits", "1"], ["short", "0.25"]]
+    assert evaluation[0] == ["metric", "eval_easy, step 8", "eval_hard, step 8"]
+    shown = {row[0]: row[1] for row in evaluation[1:]}
+    logged = next(e for e in reversed(trainer.state.log_history) if "eval_easy_reward" in e)
+    assert float(shown["reward"]) == pytest.approx(logged["eval_easy_reward"], rel=1e-3)
+    assert shown["even"] == "0.3333"
+    assert not {"runtime", "samples_per_second", "epoch", "step"} & shown.keys()
+    changed = yaml.safe_load(blocks(card)["yaml"])
+    own = {k: v for k, v in SMALL.items() if k not in ("report_to", "use_cpu", "disable_tqdm")}
+    own = {k: v for k, v in own.items() if not k.startswith(("logging_", "save_"))}
+    assert changed == {**own, **EVALUATED, "reward_weights": [1, 0.25], "lr_scheduler_type": "cosine"}
+    assert blocks(card)["bash"] == "python train.py \\\n    --config 'a b.yaml' \\\n    --seed=3\n"
+    assert "8 optimiser steps." in card.text
+    assert "The critic lies in `critic/`" in card.text
+    assert "PEFT" in card.text.split("### Framework versions")[1]
+    compile(blocks(card)["python"], "card", "exec")
+
+
+def test_second_card_is_the_first_one(make_trainer, tmp_path):
+    trainer = make_trainer()
+    trainer.save_model()
+    trainer.create_model_card(tags="sums", license="mit", language="zh")
+    first = (tmp_path / "out/README.md").read_text()
+    trainer.save_model()
+    trainer.create_model_card()
+    assert (tmp_path / "out/README.md").read_text() == first
+    card = card_of(tmp_path / "out")
+    assert {"sums", "ppo", "lora"} <= set(card.data.tags)
+    assert (card.data.license, card.data.language) == ("mit", ["zh"])
+    assert len(card.data.tags) == len(set(card.data.tags))
+
+
+def test_card_before_training_and_without_a_critic(make_trainer, tmp_path):
+    trainer = make_trainer({"advantage_estimator": "rloo", "num_generations": 2})
+    trainer.create_model_card()
+    card = card_of(tmp_path / "out")
+    assert "Evaluation" not in headings(card)
+    assert "critic" not in card.text
+    assert "0 optimiser steps" in card.text
+
+
+def test_conversations_are_loaded_with_the_chat_template(make_trainer, dataset, tmp_path):
+    talks = dataset.map(lambda row: {"prompt": [{"role": "user", "content": row["prompt"]}]})
+    make_trainer(train_dataset=talks).create_model_card()
+    assert "tokenizer.apply_chat_template(" in blocks(card_of(tmp_path / "out"))["python"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["a|b", "`", "``` x", "</table><script>", "# no heading", "a\n\n---\n# b", "[x](y)", "*a* _b_ \\|", "&amp;"],
+)
+def test_text_of_users_stays_text(make_trainer, tmp_path, name):
+    def reward(completions, **kwargs):
+        return [0.0 for _ in completions]
+
+    reward.__name__ = name
+    trainer = make_trainer(reward_funcs=reward, compute_metrics=lambda prediction: {name: 1.0})
+    trainer.evaluate(trainer.train_dataset)
+    trainer.create_model_card(model_name=name, tags=[name, "a: b\n---\nc"], license=name, dataset=name)
+    card = card_of(tmp_path / "out")
+    line = " ".join(name.split())
+    assert headings(card)[0] == line
+    assert len(headings(card)) == 8
+    evaluation, rewards = tables(card)
+    assert rewards[1:] == [[line, "1"]]
+    assert [line, "1"] in evaluation
+    assert {name, "a: b\n---\nc"} <= set(card.data.tags)
+    assert card.data.license == name
+    assert not any(part.type.startswith("html") for token in tokens(card) for part in (token, *(token.children or [])))
+
+
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        (["--hub_token", TOKEN, "--seed", "3"], ["--hub_token", "…", "--seed", "3"]),
+        ([f"--hub-token={TOKEN}"], ["--hub-token=…"]),
+        (["--api_keys", "abc", "def", "--lr", "1"], ["--api_keys", "…", "…", "--lr", "1"]),
+        (["--use_token", "--lr", "1"], ["--use_token", "--lr", "1"]),
+        (["wandb.password=abc", "x=1"], ["wandb.password=…", "x=1"]),
+        (["--kwargs", '{"token": "abc def", "a": 1}'], ["--kwargs", '{"token": …, "a": 1}']),
+        (["--url", "http://h/?api_key=abc&x=1"], ["--url", "http://h/?api_key=…&x=1"]),
+    ],
+)
+def test_secret_options_are_hidden(words, shown):
+    assert without_secret_options(words) == shown
+
+
+def test_nothing_that_is_saved_holds_a_secret(make_trainer, tmp_path, monkeypatch):
+    secret = "abcSECRETabc"
+    urls = [
+        f"https://user:{secret}@host/x",
+        f"--note=I use {TOKEN} here",
+        f"--set=password:{secret}",
+        f"--name=my-{secret}",
+    ]
+    monkeypatch.setattr(sys, "orig_argv", ["python", "train.py", *urls, "--hub_token", secret])
+    trainer = make_trainer(
+        {
+            "hub_token": secret,
+            "model_init_kwargs": {"token": secret, "dtype": torch.float32},
+            "reward_model_init_kwargs": {"auth": {"api_key": secret}},
+            "chat_template_kwargs": {"where": f"http://me:{secret}@host"},
+            "save_strategy": "steps",
+            "save_steps": 3,
+        }
+    )
+    trainer.train()
+    trainer.create_model_card(tags=["a"])
+    trainer.save_model()
+    files = [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
+    assert (tmp_path / "out/checkpoint-3/ppo_state_0.json") in files
+    assert [str(path) for path in files if secret.encode() in path.read_bytes()] == []
+    assert TOKEN not in (tmp_path / "out/README.md").read_text()
+    assert trainer.args.hub_token == secret, "the run itself still needs it"
+    assert trainer.args.model_init_kwargs["token"] == secret
+    loaded = torch.load(tmp_path / "out/training_args.bin", weights_only=False)
+    assert isinstance(loaded, PPOConfig)
+    assert loaded.hub_token is None
+    assert loaded.max_steps == trainer.args.max_steps
+
+
+def test_local_base_is_no_base_model_of_the_hub(make_trainer, tokenizer, tmp_path):
+    tiny_model().save_pretrained(tmp_path / "base")
+    trainer = make_trainer({"save_strategy": "steps", "save_steps": 4}, model=str(tmp_path / "base"))
+    trainer.train()
+    trainer.save_model()
+    trainer.create_model_card()
+    for folder in ("out", "out/checkpoint-4"):
+        card = card_of(tmp_path / folder)
+        assert card.data.base_model is None
+        assert not any("base" in tag for tag in card.data.tags)
+    assert str(tmp_path) not in card_of(tmp_path / "out").text.split("### Command")[0]
+    trainer.create_model_card(finetuned_from="team/base")
+    trainer.save_model()
+    card = card_of(tmp_path / "out")
+    assert card.data.base_model == "team/base"
+    assert "base_model:adapter:team/base" in card.data.tags
+    assert "[team/base](https://huggingface.co/team/base)" in card.text
+
+
+def test_results_for_the_hub_need_a_dataset(make_trainer, dataset, tmp_path):
+    trainer = make_trainer(
+        eval_dataset=dataset, compute_metrics=lambda prediction: {"accuracy": 0.5, "broken": float("nan")}
+    )
+    metrics = trainer.evaluate()
+    trainer.create_model_card()
+    assert card_of(tmp_path / "out").data.eval_results is None
+    for given in ({"dataset_tags": "openai/gsm8k", "dataset": "GSM8K"}, {}):  # the dataset is kept
+        trainer.create_model_card(**given)
+        card = card_of(tmp_path / "out")
+        results = {result.metric_type: result.metric_value for result in card.data.eval_results}
+        assert results["accuracy"] == 0.5
+        assert results["reward"] == pytest.approx(metrics["eval_reward"])
+        assert "broken" not in results
+        assert card.data.eval_results[0].dataset_type == "openai/gsm8k"
+        assert card.data.datasets == ["openai/gsm8k"]
+    assert re.search(r"\| `broken` \| nan \|", card.text)
+
+
+def test_evaluations_are_those_of_the_saved_weights():
+    """Step 2 was the best, and its weights were taken back at the end; what came after them counts again."""
+
+    def entry(name: str, step: int, reward: float) -> dict:
+        return {f"{name}_reward": reward, f"{name}_samples_per_second": 1.0, "step": step}
+
+    history = [
+        {"loss": 1.0, "step": 1},
+        entry("eval", 2, 0.9),
+        entry("eval", 4, 0.1),
+        {"train_runtime": 1.0, "train_samples_per_second": 1.0, "step": 4},
+        entry("test", 4, 0.8),
+    ]
+    state = TrainerState(log_history=history, best_global_step=2, global_step=4)
+    last = PPOConfig(use_cpu=True, report_to="none")
+    best = PPOConfig(
+        use_cpu=True, report_to="none", load_best_model_at_end=True, eval_strategy="steps", eval_steps=500
+    )
+
+    def found(args):
+        return [(e.name, e.step, e.metrics) for e in last_evaluations(state, args)]
+
+    assert found(last) == [("eval", 4, {"reward": 0.1}), ("test", 4, {"reward": 0.8})]
+    assert found(best) == [("eval", 2, {"reward": 0.9}), ("test", 4, {"reward": 0.8})]
+    state.log_history = history[:3]  # training goes on
+    assert found(best) == [("eval", 4, {"reward": 0.1})]

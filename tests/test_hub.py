@@ -1,0 +1,216 @@
+"""Pushing to a Hub over HTTP, and what another machine makes of what arrived there."""
+
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+from threading import Timer
+from types import SimpleNamespace
+
+import pytest
+import torch
+from build_arithmetic_base import character_tokenizer
+from conftest import tiny_model
+from huggingface_hub import ModelCard
+from loopback_hub import LoopbackHub
+from transformers import Trainer
+
+TESTS = Path(__file__).parent
+MODEL = {
+    *("README.md", "adapter_config.json", "adapter_model.safetensors", "tokenizer.json", "tokenizer_config.json"),
+    *("critic/critic.safetensors", "critic/critic_config.json", "training_args.bin"),
+}
+STATE = {"optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json", "ppo_state_0.json"}
+CHECKPOINT = MODEL | STATE | {"ppo_state_0.safetensors"}  # the last one within a rollout only
+WEIGHTS = ("adapter_model.safetensors", "critic/critic.safetensors")
+PROGRESS = "Training in progress, step "
+
+
+@pytest.fixture(scope="module")
+def hub() -> LoopbackHub:
+    return LoopbackHub()
+
+
+def run(mode: str, folder: Path, hub: LoopbackHub) -> None:
+    """Run tests/hub_runs.py with the hub as its Hub, which goes down when that is ready for it."""
+    places = (TESTS.parent / "recipes", TESTS, TESTS.parent)
+    with (folder / f"{mode}.log").open("w") as log:
+        process = subprocess.Popen(
+            [sys.executable, str(TESTS / "hub_runs.py"), mode, str(folder / "runs"), "--hub_token", hub.token],
+            env={
+                **os.environ,
+                **hub.environment(folder / f"home of {mode}"),
+                "PYTHONPATH": os.pathsep.join(map(str, places)),
+            },
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+        )
+        limit = Timer(180, process.kill)
+        limit.start()
+        for line in process.stdout:
+            if line == "ready\n":
+                hub.close()
+                process.stdin.write("\n")
+                process.stdin.flush()
+        limit.cancel()
+    assert process.wait() == 0, (folder / f"{mode}.log").read_text()[-3000:]
+
+
+@pytest.fixture(scope="module")
+def runs(hub, tmp_path_factory) -> Path:
+    """The folder in which one process has trained, and another, which knows the Hub alone, has loaded."""
+    folder = tmp_path_factory.mktemp("hub")
+    tiny_model().save_pretrained(folder / "base")
+    character_tokenizer().save_pretrained(folder / "base")
+    base = {path.name: path.read_bytes() for path in (folder / "base").iterdir()}
+    hub.add("team/base", base, tags=["license:apache-2.0"])
+    hub.delay = 0.05  # long enough for the next checkpoint to come while one is uploaded
+    (folder / "runs").mkdir()
+    with hub:
+        run("train", folder, hub)
+        run("load", folder, hub)
+    return folder / "runs"
+
+
+@pytest.fixture(scope="module")
+def trained(runs) -> dict:
+    return torch.load(runs / "train.pt")
+
+
+@pytest.fixture(scope="module")
+def loaded(runs) -> dict:
+    return torch.load(runs / "load.pt")
+
+
+def below(folder: str, names: set[str]) -> set[str]:
+    return {f"{folder}/{name}" for name in names}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("strategy", "files", "commits"),
+    [
+        ("end", MODEL, ["End of training"]),
+        ("every_save", MODEL, [f"{PROGRESS}{step}" for step in (3, 6, 8)]),
+        (
+            "checkpoint",
+            MODEL | below("last-checkpoint", CHECKPOINT),
+            [f"{PROGRESS}{step}{what}" for step in (3, 6) for what in ("", ", checkpoint")],
+        ),
+        (
+            "all_checkpoints",
+            MODEL
+            | below("checkpoint-3", CHECKPOINT)
+            | below("checkpoint-6", CHECKPOINT)
+            | below("checkpoint-8", MODEL | STATE),
+            [f"{PROGRESS}{step}{what}" for step in (3, 6, 8) for what in ("", ", checkpoint")],
+        ),
+    ],
+)
+def test_what_each_strategy_pushes(runs, hub, strategy, files, commits):
+    repo = f"someone/{strategy}"
+    assert hub.files(repo).keys() == files
+    assert hub.messages(repo)[1:] == commits
+    for name in MODEL - {"README.md"}:
+        assert hub.files(repo)[name] == (runs / strategy / name).read_bytes(), name
+    data = ModelCard(hub.files(repo)["README.md"].decode()).data
+    assert data.library_name == "peft"
+    assert {"ppo", "hfppo", "lora", "reinforcement-learning"} <= set(data.tags)
+    if strategy == "end":  # its base is a folder
+        assert data.base_model is None
+        assert data.license == "mit"
+        assert "sums" in data.tags
+    else:
+        assert data.base_model == "team/base"
+        assert data.license == "apache-2.0"
+        assert "base_model:adapter:team/base" in data.tags
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["every_save", "checkpoint", "all_checkpoints"])
+def test_pushed_actor_and_critic_are_of_one_step(runs, hub, strategy):
+    """The folder that is pushed changes at the next checkpoint, while the Hub may still be reading it."""
+    pushes = [c for c in hub.repositories[f"someone/{strategy}"].branches["main"] if c.message.startswith(PROGRESS)]
+    assert pushes
+    for commit in pushes:
+        step = commit.message.removeprefix(PROGRESS).removesuffix(", checkpoint")
+        for name in WEIGHTS:
+            assert commit.files[name] == (runs / strategy / f"checkpoint-{step}" / name).read_bytes(), (step, name)
+        assert f"{step} optimiser steps." in commit.files["README.md"].decode()
+
+
+@pytest.mark.slow
+def test_no_secret_arrives(runs, hub):
+    for name, repository in hub.repositories.items():
+        for commit in repository.branches["main"]:
+            for path, content in commit.files.items():
+                assert hub.token.encode() not in content, (name, path)
+
+
+@pytest.mark.slow
+def test_plain_peft_and_pipeline_give_the_trained_model(trained, loaded):
+    assert torch.equal(loaded["logits"], trained["logits"])
+    assert loaded["tokens"] == character_tokenizer()("请问3+4=")["input_ids"]
+    assert loaded["completion"] == loaded["card's code"] == trained["completion"]
+
+
+@pytest.mark.slow
+def test_training_goes_on_from_the_repository(trained, loaded):
+    assert torch.equal(loaded["logits by id"], trained["logits"])
+    assert torch.equal(loaded["values"], trained["values"])
+    assert trained["values"].abs().min() > 1e-3, "an untrained critic gives 0"
+    assert loaded["kl"][0] == 0.0
+    assert loaded["kl"][1] > 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["checkpoint", "all_checkpoints"])
+def test_a_pushed_checkpoint_resumes_bit_for_bit(trained, loaded, strategy):
+    resumed = loaded[f"resumed {strategy}"]
+    assert resumed.keys() == trained["undisturbed"].keys()
+    for name, tensor in trained["undisturbed"].items():
+        assert torch.equal(resumed[name], tensor), name
+
+
+@pytest.mark.slow
+def test_a_hub_that_is_down(runs, hub, loaded):
+    """Training goes on with a warning, the push at the end is an error, and the folder is complete."""
+    assert hub.messages("someone/down") == ["initial commit"]
+    log = (runs.parent / "load.log").read_text()
+    assert "A push to someone/down has failed" in log
+    assert f"The push to someone/down has failed. What is saved lies in {runs / 'down'}" in loaded["error"]
+    found = {str(path.relative_to(runs / "down")) for path in (runs / "down").rglob("*") if path.is_file()}
+    assert {name for name in found if not name.startswith("checkpoint-")} == MODEL
+    assert "4 optimiser steps." in (runs / "down/README.md").read_text()
+
+
+@pytest.mark.parametrize("always", [False, True])
+def test_a_push_in_progress_is_not_disturbed(make_trainer, monkeypatch, tmp_path, always):
+    """Without `hub_always_push` the next push is left out, with it the next one waits."""
+    events = []
+    monkeypatch.setattr(Trainer, "_push_from_checkpoint", lambda self, folder: events.append("push"))
+    trainer = make_trainer({"hub_always_push": always})
+    trainer.save_model(str(tmp_path / "checkpoint-1"))
+    trainer.push_in_progress = SimpleNamespace(
+        is_done=lambda: "waited" in events, wait_until_done=lambda: events.append("waited"), jobs=[]
+    )
+    trainer._push_from_checkpoint(str(tmp_path / "checkpoint-1"))
+    assert events == (["waited", "push"] if always else [])
+    assert (tmp_path / "out/critic/critic.safetensors").is_file() is always
+    assert (tmp_path / "out/README.md").is_file() is always
+
+
+def test_a_failed_push_in_the_background_is_heard_of(make_trainer, caplog):
+    trainer = make_trainer()
+    trainer.hub_model_id = "someone/name"
+    failed = SimpleNamespace(exception=lambda: OSError("no route"))
+    trainer.push_in_progress = SimpleNamespace(
+        is_done=lambda: True, jobs=[SimpleNamespace(exception=lambda: None), failed]
+    )
+    with caplog.at_level(logging.WARNING):
+        trainer._finish_current_push()
+        trainer._finish_current_push()
+    assert caplog.text.count("A push to someone/name has failed: OSError: no route") == 1

@@ -1,0 +1,168 @@
+"""The sentiment recipe at its small size: what is built, two steps of PPO on it, and wrong flags."""
+
+import json
+import random
+import re
+from pathlib import Path
+
+import build_sentiment
+import pytest
+import sentiment
+import torch
+from build_sentiment import BuildArguments, well_formed
+from datasets import Dataset
+from safetensors.torch import load_file
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, EvalPrediction
+from trl import TrlParser
+
+from hfppo import PPOConfig
+from hfppo.reward_model import RewardModel
+
+YAML = str(Path(sentiment.__file__).with_suffix(".yaml"))
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory) -> Path:
+    """What the build writes, barely trained."""
+    folder = tmp_path_factory.mktemp("sentiment")
+    build_sentiment.main(
+        BuildArguments(
+            output_dir=str(folder),
+            num_train_reviews=64,
+            num_test_reviews=16,
+            hidden_size=32,
+            num_layers=1,
+            lm_steps=2,
+            classifier_steps=2,
+            batch_size=8,
+        )
+    )
+    return folder
+
+
+def always_one(completions, **kwargs) -> list[float]:
+    """In place of the function that the YAML logs and does not reward."""
+    return [1.0] * len(completions)
+
+
+def rows(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def run(built: Path, *flags: str) -> Path:
+    """The recipe for two optimiser steps; returns its output folder."""
+    out = built / "ppo"
+    files = {"train": str(built / "train.jsonl"), "test": str(built / "test.jsonl")}
+    parser = TrlParser((sentiment.SentimentArguments, PPOConfig, sentiment.ActorArguments))
+    given = [
+        *("--config", YAML, "--model_name_or_path", str(built / "model"), "--classifier", str(built / "classifier")),
+        *("--data_files", json.dumps(files), "--output_dir", str(out), "--max_completion_length", "8"),
+        *("--max_steps", "2", "--per_device_train_batch_size", "4", "--logging_steps", "1", "--save_strategy", "no"),
+        *("--use_cpu", "true", "--disable_tqdm", "true"),
+    ]
+    sentiment.main(*parser.parse_args_and_config([*given, *flags]))
+    return out
+
+
+def test_recipe_moves_the_adapter_and_reports_before_and_after(built, capsys, monkeypatch):
+    monkeypatch.setattr(build_sentiment, "well_formed", always_one)
+    out = run(built)
+    results = json.loads((out / "all_results.json").read_text())
+    for when in ("before", "after"):
+        assert 0 <= results[f"{when}_positive"] <= 1
+        assert results[f"{when}_reward"] == pytest.approx(results[f"{when}_rewards/classifier/mean"])
+        assert results[f"{when}_rewards/always_one/mean"] == 1
+    log = json.loads((out / "trainer_state.json").read_text())["log_history"]
+    assert any("kl" in entry for entry in log)
+    shown = re.findall(r"^ *-?\d+\.\d\d  (.*) \|", capsys.readouterr().out, flags=re.MULTILINE)
+    assert len(shown) == 10
+    assert shown[:5] == shown[5:]
+    moved = {name: tensor.abs().max() > 0 for name, tensor in load_file(out / "adapter_model.safetensors").items()}
+    targets = {name.split(".lora_B")[0].split(".h.0.")[1] for name in moved if "lora_B" in name}
+    assert targets == {"attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"}
+    assert all(moved.values()), "lora_B is 0 before training"
+
+
+def test_prompts_are_the_first_tokens_of_the_reviews(built):
+    tokenizer = AutoTokenizer.from_pretrained(built / "model")
+    reviews = Dataset.from_list([*rows(built / "test.jsonl"), {"text": "I loved it.", "label": 1}])
+    prompts = sentiment.prompts_from(reviews, tokenizer, sentiment.SentimentArguments(prompt_tokens=5))
+    assert prompts.column_names == ["prompt"]
+    for review, prompt in zip(reviews["text"][:-1], prompts["prompt"][:-1], strict=True):
+        assert review.startswith(prompt)
+        assert tokenizer(prompt)["input_ids"] == tokenizer(review)["input_ids"][:5]
+    assert prompts["prompt"][-1] in "I loved it."
+    assert prompts["prompt"][-1].startswith("I lov")
+
+
+def test_the_share_is_that_of_the_larger_logit_and_the_reward_the_logit(built):
+    model = AutoModelForSequenceClassification.from_pretrained(built / "classifier")
+    tokenizer = AutoTokenizer.from_pretrained(built / "classifier")
+    with torch.no_grad():  # a bias puts the verdict between the texts, a quarter below
+        texts = [row["text"] for row in rows(built / "test.jsonl")]
+        logits = torch.cat([model(**tokenizer(text, return_tensors="pt")).logits for text in texts])
+        shift = (logits[:, 1] - logits[:, 0]).quantile(0.25)
+        model.classifier.bias[0] += shift
+        logits[:, 0] += shift
+    expected = (logits[:, 1] > logits[:, 0]).float().mean().item()
+    assert 0.6 < expected < 0.9
+    prompts, completions = [text[:20] for text in texts], [text[20:] for text in texts]
+    reward = RewardModel(model, tokenizer, label="POSITIVE")
+    metrics = sentiment.share_of("POSITIVE", reward)(EvalPrediction(completions, {}, inputs=prompts))
+    assert metrics == {"positive": pytest.approx(expected)}
+    assert reward(prompts, completions) == pytest.approx(logits[:, 1].tolist(), abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("flags", "wanted"),
+    [
+        (
+            ["--text_column", "review"],
+            "text_column='review' is no column of json, which has text, label; .*--text",
+        ),
+        (["--label", "HAPPY"], r"2 labels \(NEGATIVE, POSITIVE\) and label='HAPPY' is none of them"),
+        (["--reward_funcs", "build_sentiment.well_fed"], "build_sentiment.well_fed.* names no function"),
+    ],
+)
+def test_wrong_flags_are_refused_by_name(built, flags, wanted):
+    with pytest.raises(ValueError, match=wanted):
+        run(built, *flags)
+
+
+@pytest.mark.parametrize("name", ["model", "classifier"])
+def test_saved_tokenizers_give_the_same_ids(built, name):
+    texts = [row["text"] for row in rows(built / "train.jsonl")]
+    made = (build_sentiment.byte_level_tokenizer if name == "model" else build_sentiment.word_tokenizer)(texts)
+    saved = AutoTokenizer.from_pretrained(built / name)
+    odd = "An unknown wörd, 12!"
+    assert saved([*texts, odd])["input_ids"] == made([*texts, odd])["input_ids"]
+    assert saved.eos_token == made.eos_token
+    if name == "model":
+        assert saved.decode(saved(odd)["input_ids"]) == odd
+
+
+def test_reviews_follow_the_grammar_and_test_openings_are_new(built):
+    train, test = rows(built / "train.jsonl"), rows(built / "test.jsonl")
+    for row in (*train, *test):
+        first, rest = row["text"].split(".", 1)
+        assert well_formed([first + "."], [rest]) == [1.0]
+    openings = [{" ".join(row["text"].split()[:8]) for row in part} for part in (train, test)]
+    assert not openings[0] & openings[1]
+    labels = [build_sentiment.review("", random.Random(seed))["label"] for seed in range(400)]
+    assert 150 < sum(labels) < 250
+
+
+@pytest.mark.parametrize(
+    ("completion", "wanted"),
+    [
+        (" What a moving film!", 1.0),
+        (" What a moving film! It was filmed in Rome.", 1.0),
+        (" What a film!", 0.0),
+        (" What a moving film", 0.0),
+        (" It was filmed in Rome!", 0.0),
+        (" What a moving film! and so", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_well_formed(completion, wanted):
+    assert well_formed(["I watched this film with my boss last Monday."], [completion]) == [wanted]
