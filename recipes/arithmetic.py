@@ -12,12 +12,11 @@ from pathlib import Path
 import rich
 import torch
 from datasets import load_dataset
+from run import ActorArguments, evaluate, run
 from transformers import EvalPrediction
-from trl import ModelConfig, TrlParser, get_peft_config
+from trl import TrlParser, get_peft_config
 
-from hfppo import PPOConfig, PPOTrainer
-from hfppo.config import resume_argument
-from hfppo.trace import TokenTable
+from hfppo import PPOConfig, PPOTrainer, TokenTable
 
 FOLDER = Path(__file__).parent / "arithmetic"
 
@@ -34,13 +33,10 @@ class ArithmeticArguments:
 
 
 @dataclass
-class ActorArguments(ModelConfig):
-    """TRL's ModelConfig with the defaults of an actor."""
+class ArithmeticActor(ActorArguments):
+    """An actor on the base that ships."""
 
     model_name_or_path: str = field(default=str(FOLDER / "base"), metadata={"help": "The base."})
-    use_peft: bool = field(default=True, metadata={"help": "The actor is an adapter; always on."})
-    lora_dropout: float = field(default=0.0, metadata={"help": "Dropout would be noise in the ratio."})
-    lora_target_modules: list[str] = field(default_factory=lambda: ["all-linear"], metadata={"help": "LoRA layers."})
 
 
 def right_answer(completions: list[str], answer: list[str], **kwargs) -> list[float]:
@@ -54,7 +50,7 @@ def accuracy(prediction: EvalPrediction) -> dict[str, float]:
     return {"accuracy": sum(right) / len(right)}
 
 
-def main(script_args: ArithmeticArguments, args: PPOConfig, model_args: ActorArguments) -> None:
+def main(script_args: ArithmeticArguments, args: PPOConfig, model_args: ArithmeticActor) -> None:
     if args.device.type == "cpu":
         torch.set_num_threads(1)  # for so small a model, sharing out the work costs more than the work
     files = {"train": script_args.train_file, "test": script_args.test_file}
@@ -71,25 +67,15 @@ def main(script_args: ArithmeticArguments, args: PPOConfig, model_args: ActorArg
         compute_metrics=accuracy,
     )
 
-    def measure(split: str) -> None:
-        for name, do_sample in (("sampled", True), ("greedy", False)):
-            metrics = trainer.evaluate(metric_key_prefix=f"{split}_{name}", do_sample=do_sample)
-            trainer.save_metrics(f"{split}_{name}", metrics)
+    def measure(when: str) -> None:
+        evaluate(trainer, f"{when}_sampled", do_sample=True)
+        evaluate(trainer, f"{when}_greedy", do_sample=False)
         rollout = trainer.rollout([script_args.show_prompt], answer=[script_args.show_answer])
         if trainer.is_world_process_zero():
-            rich.print(f"[bold]{split} training[/bold]", TokenTable.from_rollout(rollout, 0, trainer.processing_class))
+            rich.print(f"[bold]{when} training[/bold]", TokenTable.from_rollout(rollout, 0, trainer.processing_class))
 
-    measure("before")
-    result = trainer.train(resume_from_checkpoint=resume_argument(args))
-    trainer.save_model()
-    trainer.save_state()
-    trainer.log_metrics("train", result.metrics)
-    trainer.save_metrics("train", result.metrics)
-    measure("after")
-    if args.push_to_hub:
-        trainer.push_to_hub()
-    trainer.end()
+    run(trainer, measure)
 
 
 if __name__ == "__main__":
-    main(*TrlParser((ArithmeticArguments, PPOConfig, ActorArguments)).parse_args_and_config())
+    main(*TrlParser((ArithmeticArguments, PPOConfig, ArithmeticActor)).parse_args_and_config())

@@ -85,7 +85,7 @@ class BuildArguments:
     held_out: float = field(default=0.2, metadata={"help": "Share of beginnings that only the test reviews use."})
     hidden_size: int = field(default=64, metadata={"help": "Width of both models; heads are 32 wide."})
     num_layers: int = field(default=2, metadata={"help": "Depth of both models."})
-    lm_steps: int = field(default=800, metadata={"help": "Steps of the language model."})
+    lm_steps: int = field(default=600, metadata={"help": "Steps of the language model."})
     classifier_steps: int = field(default=600, metadata={"help": "Steps of the classifier."})
     batch_size: int = field(default=32, metadata={"help": "Reviews per step."})
     seed: int = field(default=0, metadata={"help": "Seed of the reviews and of the models."})
@@ -247,6 +247,7 @@ def train(
         max_steps=steps,
         per_device_train_batch_size=args.batch_size,
         learning_rate=learning_rate,
+        adam_beta2=0.95,
         lr_scheduler_type="cosine",
         warmup_steps=min(50, steps // 10),
         weight_decay=0.01,

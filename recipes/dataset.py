@@ -12,14 +12,18 @@ class DataArguments:
 
     dataset_name: str = field(default="json", metadata={"help": "Id or path of a dataset, or a format such as json."})
     dataset_config: str | None = field(default=None, metadata={"help": "Its configuration, if it has several."})
-    data_files: dict | str | None = field(default=None, metadata={"help": 'Files by split: {"train": …, "test": …}.'})
+    data_files: dict | str | None = field(
+        default=None, metadata={"help": 'A file, or several by split: {"train": …, "test": …}.'}
+    )
     train_split: str = field(default="train", metadata={"help": "The split to train on."})
     test_split: str = field(default="test", metadata={"help": "The split to evaluate on, where there is one."})
 
 
 def load(args: DataArguments) -> tuple[Dataset, Dataset | None]:
     """The rows to train on, and those to evaluate on if the dataset has them."""
-    files = json.loads(args.data_files) if isinstance(args.data_files, str) else args.data_files
+    files = args.data_files
+    if isinstance(files, str) and files.startswith("{"):
+        files = json.loads(files)
     splits: DatasetDict = load_dataset(args.dataset_name, args.dataset_config, data_files=files)
     if args.train_split not in splits:
         raise ValueError(

@@ -20,10 +20,9 @@ from typing import Any
 
 from datasets import Dataset
 from transformers import EvalPrediction
-from trl import ModelConfig, TrlParser, get_peft_config
+from trl import TrlParser, get_peft_config
 
 from hfppo import PPOConfig, PPOTrainer
-from hfppo.config import resume_argument
 
 try:
     from math_verify import parse, verify
@@ -32,6 +31,7 @@ except ImportError as error:
 
 from dataset import DataArguments, load
 from ppo import load_model
+from run import ActorArguments, evaluate, run
 
 MARK, BOX = "####", "\\boxed{"
 THOUSANDS = re.compile(r"(?<=\d)(?:,|\{,\}|\\,|,\\!)(?=\d{3})")
@@ -52,13 +52,10 @@ class GSM8KArguments(DataArguments):
 
 
 @dataclass
-class ActorArguments(ModelConfig):
-    """TRL's ModelConfig with the defaults of an actor."""
+class GSM8KActor(ActorArguments):
+    """An actor that can follow instructions."""
 
     model_name_or_path: str = field(default="Qwen/Qwen2.5-0.5B-Instruct", metadata={"help": "The base."})
-    use_peft: bool = field(default=True, metadata={"help": "The actor is an adapter; always on."})
-    lora_dropout: float = field(default=0.0, metadata={"help": "Dropout would be noise in the ratio."})
-    lora_target_modules: list[str] = field(default_factory=lambda: ["all-linear"], metadata={"help": "LoRA layers."})
 
 
 def final_answer(text: str) -> str | None:
@@ -136,7 +133,7 @@ def conversations(dataset: Dataset, split: str, args: GSM8KArguments) -> Dataset
     return dataset.map(with_prompt)
 
 
-def main(script_args: GSM8KArguments, args: PPOConfig, model_args: ActorArguments) -> None:
+def main(script_args: GSM8KArguments, args: PPOConfig, model_args: GSM8KActor) -> None:
     train, test = load(script_args)
     train = conversations(train, script_args.train_split, script_args)
     test = None if test is None else conversations(test, script_args.test_split, script_args)
@@ -151,19 +148,8 @@ def main(script_args: GSM8KArguments, args: PPOConfig, model_args: ActorArgument
         critic=script_args.critic,
         compute_metrics=accuracy,
     )
-    if test is not None:
-        trainer.save_metrics("before", trainer.evaluate(metric_key_prefix="before", do_sample=False))
-    result = trainer.train(resume_from_checkpoint=resume_argument(args))
-    trainer.save_model()
-    trainer.save_state()
-    trainer.log_metrics("train", result.metrics)
-    trainer.save_metrics("train", result.metrics)
-    if test is not None:
-        trainer.save_metrics("after", trainer.evaluate(metric_key_prefix="after", do_sample=False))
-    if args.push_to_hub:
-        trainer.push_to_hub()
-    trainer.end()
+    run(trainer, lambda when: evaluate(trainer, when, do_sample=False))
 
 
 if __name__ == "__main__":
-    main(*TrlParser((GSM8KArguments, PPOConfig, ActorArguments)).parse_args_and_config())
+    main(*TrlParser((GSM8KArguments, PPOConfig, GSM8KActor)).parse_args_and_config())

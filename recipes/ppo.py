@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 from dataset import DataArguments, load
+from run import evaluate, run
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
 
 from hfppo import PPOConfig, PPOTrainer
-from hfppo.config import resume_argument
 
 
 @dataclass
@@ -90,22 +90,10 @@ def main(script_args: PPOArguments, args: PPOConfig, model_args: ModelConfig) ->
     )
 
     def measure(when: str) -> None:
-        for mode, do_sample in (("sampled", True), ("greedy", False)):
-            metrics = trainer.evaluate(metric_key_prefix=f"{when}_{mode}", do_sample=do_sample)
-            trainer.save_metrics(f"{when}_{mode}", metrics)
+        evaluate(trainer, f"{when}_sampled", do_sample=True)
+        evaluate(trainer, f"{when}_greedy", do_sample=False)
 
-    if test is not None:
-        measure("before")
-    result = trainer.train(resume_from_checkpoint=resume_argument(args))
-    trainer.save_model()
-    trainer.save_state()
-    trainer.log_metrics("train", result.metrics)
-    trainer.save_metrics("train", result.metrics)
-    if test is not None:
-        measure("after")
-    if args.push_to_hub:
-        trainer.push_to_hub()
-    trainer.end()
+    run(trainer, measure)
 
 
 if __name__ == "__main__":

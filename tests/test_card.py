@@ -130,7 +130,10 @@ def test_conversations_are_loaded_with_the_chat_template(make_trainer, dataset, 
     ["a|b", "`", "``` x", "</table><script>", "# no heading", "a\n\n---\n# b", "[x](y)", "*a* _b_ \\|", "&amp;"],
 )
 def test_text_of_users_stays_text(make_trainer, tmp_path, monkeypatch, name):
-    monkeypatch.setattr(sys, "orig_argv", ["python", "train.py"])  # some test runners leave none, and then there is no command
+    monkeypatch.setattr(
+        sys, "orig_argv", ["python", "train.py"]
+    )  # some test runners leave none, and then there is no command
+
     def reward(completions, **kwargs):
         return [0.0 for _ in completions]
 

@@ -54,7 +54,7 @@ WRONG = {
 
 
 def parse(*flags: str):
-    parser = TrlParser((gsm8k.GSM8KArguments, PPOConfig, gsm8k.ActorArguments))
+    parser = TrlParser((gsm8k.GSM8KArguments, PPOConfig, gsm8k.GSM8KActor))
     return parser.parse_args_and_config(["--config", YAML, *flags])
 
 

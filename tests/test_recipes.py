@@ -26,7 +26,7 @@ SHORT = [
 
 
 def run_arithmetic(*flags: str) -> None:
-    parser = TrlParser((arithmetic.ArithmeticArguments, PPOConfig, arithmetic.ActorArguments))
+    parser = TrlParser((arithmetic.ArithmeticArguments, PPOConfig, arithmetic.ArithmeticActor))
     arithmetic.main(*parser.parse_args_and_config(["--config", YAML, *SHORT, *flags]))
 
 
@@ -77,7 +77,7 @@ def test_typos_are_refused_by_name(tmp_path, capsys, flags, wanted):
 
 def test_a_typo_in_the_yaml_is_refused_by_name(tmp_path):
     (tmp_path / "typo.yaml").write_text(Path(YAML).read_text() + "kl_coeff: 0.1\n")
-    parser = TrlParser((arithmetic.ArithmeticArguments, PPOConfig, arithmetic.ActorArguments))
+    parser = TrlParser((arithmetic.ArithmeticArguments, PPOConfig, arithmetic.ArithmeticActor))
     with pytest.raises(ValueError, match="kl_coeff"):
         parser.parse_args_and_config(["--config", str(tmp_path / "typo.yaml")])
 

@@ -1,0 +1,46 @@
+"""What the PPO recipes share: the actor's arguments, and the way from a trainer to a saved, measured adapter."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from trl import ModelConfig
+
+from hfppo import PPOTrainer
+from hfppo.config import resume_argument
+
+
+@dataclass
+class ActorArguments(ModelConfig):
+    """TRL's ModelConfig with the defaults of an actor."""
+
+    use_peft: bool = field(default=True, metadata={"help": "The actor is an adapter; always on."})
+    lora_dropout: float = field(default=0.0, metadata={"help": "Dropout would be noise in the ratio."})
+    lora_target_modules: list[str] = field(default_factory=lambda: ["all-linear"], metadata={"help": "LoRA layers."})
+
+
+def evaluate(trainer: PPOTrainer, name: str, do_sample: bool) -> None:
+    """Evaluate, and save the metrics under a name."""
+    metrics = trainer.evaluate(metric_key_prefix=name, do_sample=do_sample)
+    trainer.log_metrics(name, metrics)
+    trainer.save_metrics(name, metrics)
+
+
+def run(trainer: PPOTrainer, measure: Callable[[str], None]) -> None:
+    """Measure, train or resume, save, measure again, and push if that is asked for.
+
+    Args:
+        measure: called with "before" and "after"; not without an eval_dataset.
+    """
+    args = trainer.args
+    if trainer.eval_dataset is not None:
+        measure("before")
+    result = trainer.train(resume_from_checkpoint=resume_argument(args))
+    trainer.save_model()
+    trainer.save_state()
+    trainer.log_metrics("train", result.metrics)
+    trainer.save_metrics("train", result.metrics)
+    if trainer.eval_dataset is not None:
+        measure("after")
+    if args.push_to_hub:
+        trainer.push_to_hub()
+    trainer.end()
