@@ -40,6 +40,7 @@ class Endpoint:
         stop: when to give up on what may pass.
         max_concurrency: requests at once.
         headers: sent along, an Authorization for instance; never shown.
+        hopeless: an answer that holds this text is final, whatever its status.
 
     Raises:
         ValueError: an argument outside its range.
@@ -52,6 +53,7 @@ class Endpoint:
         stop: stop_base,
         max_concurrency: int,
         headers: Mapping[str, str] | None = None,
+        hopeless: str | None = None,
     ):
         parsed = httpx2.URL(url)
         if parsed.scheme not in ("http", "https") or not parsed.host:
@@ -59,7 +61,7 @@ class Endpoint:
         if not timeout > 0 or max_concurrency < 1:
             raise ValueError(f"timeout={timeout} must be above 0, max_concurrency={max_concurrency} 1 or more")
         self.url, self.timeout, self.stop = url.rstrip("/"), timeout, stop
-        self.max_concurrency, self.headers = max_concurrency, dict(headers or {})
+        self.max_concurrency, self.headers, self.hopeless = max_concurrency, dict(headers or {}), hopeless
 
     async def post_all(self, path: str, bodies: Sequence[Any]) -> list[Any]:
         """Post each body as JSON; their answers, parsed, in order.
@@ -121,7 +123,7 @@ class Endpoint:
                 "mend the address"
             ) from error
         said, status = content[:500].decode(errors="replace"), response.status_code
-        if status in PASSING:
+        if status in PASSING and not (self.hopeless and self.hopeless in said):
             raise Unavailable(f"{name} answered {status}, after all retries: {said!r}; see its log", status)
         if not response.is_success:
             raise ServerError(f"{name} answered {status}: {said!r}; check address, headers and its log", status)

@@ -9,7 +9,7 @@ import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from peft import PeftConfig, PeftModel, PeftModelForCausalLM
@@ -116,6 +116,7 @@ class ActorCritic(PeftModelForCausalLM):
         temperature: float = 1.0,
         policy: bool = True,
         values: bool = True,
+        entropy: Literal["none", "constant", "differentiable"] = "none",
         **kwargs: Any,
     ) -> TokenOutputs | Any:
         """Log-probs, entropy and values of completion tokens; without `completion_mask`, PEFT's own forward.
@@ -127,6 +128,7 @@ class ActorCritic(PeftModelForCausalLM):
             temperature: divides the logits.
             policy: False leaves log-probs and entropy out.
             values: False leaves the values out.
+            entropy: whether to compute it, and with a gradient, which costs as much again as that of the log-probs.
         """
         if completion_mask is None:
             return super().forward(input_ids=input_ids, attention_mask=attention_mask, **kwargs)
@@ -137,16 +139,18 @@ class ActorCritic(PeftModelForCausalLM):
         hidden = None
         if policy or (values and self.critic.trunk is None):
             hidden = trunk_of(self._policy)(**inputs, use_cache=False).last_hidden_state[:, -states:]
-        logprobs = entropy = state_values = final_value = None
+        logprobs = entropies = state_values = final_value = None
         if policy:
             tokens = input_ids[:, -states + 1 :]
-            logprobs, entropy = token_logprobs(self._policy, hidden[:, :-1], tokens, completion_mask, temperature)
+            logprobs, entropies = token_logprobs(
+                self._policy, hidden[:, :-1], tokens, completion_mask, temperature, entropy
+            )
         if values:
             after = self.critic(hidden, **inputs)[:, -states:]
             last = (completion_mask.shape[1] - completion_mask.flip(1).int().argmax(dim=1))[:, None]
             final_value = after.gather(1, last).squeeze(1)
             state_values = after[:, :-1].where(completion_mask, 0.0)
-        return TokenOutputs(logprobs, entropy, state_values, final_value)
+        return TokenOutputs(logprobs, entropies, state_values, final_value)
 
     def activation_checkpointing_enable(self, **kwargs: Any) -> None:
         """Turn activation checkpointing on in the actor and in the critic's trunk."""
@@ -231,8 +235,13 @@ def logits_of(model: PreTrainedModel | PeftModel, hidden: Tensor) -> Tensor:
 
 
 def token_logprobs(
-    model: PreTrainedModel | PeftModel, hidden: Tensor, tokens: Tensor, mask: Tensor, temperature: float
-) -> tuple[Tensor, Tensor]:
+    model: PreTrainedModel | PeftModel,
+    hidden: Tensor,
+    tokens: Tensor,
+    mask: Tensor,
+    temperature: float,
+    entropy: Literal["none", "constant", "differentiable"] = "none",
+) -> tuple[Tensor, Tensor | None]:
     """Log-probability and entropy of the real tokens, without keeping (B, T, V) logits.
 
     Only real tokens reach the output head, in chunks; the backward pass makes each chunk's logits again.
@@ -242,26 +251,33 @@ def token_logprobs(
         tokens: (B, T) int64.
         mask: (B, T) bool.
         temperature: divides the logits.
+        entropy: as in `ActorCritic.forward`.
     Returns:
-        logprobs, entropy: (B, T) float32, nats, 0 where mask is False.
+        logprobs, entropy: (B, T) float32, nats, 0 where mask is False; entropy None if it is not asked for.
     """
 
-    def chunk(states: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    def chunk(states: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
         logp = torch.log_softmax(logits_of(model, states) / temperature, dim=-1)
-        return logp.gather(-1, targets[:, None]).squeeze(-1), -(logp.exp() * logp).sum(dim=-1)
+        chosen = logp.gather(-1, targets[:, None]).squeeze(-1)
+        if entropy == "none":
+            return (chosen,)
+        if entropy == "constant":
+            logp = logp.detach()
+        return chosen, -(logp.exp() * logp).sum(dim=-1)
 
     states, targets = hidden[mask], tokens[mask]
     size = max(1, MAX_LOGITS // model.config.get_text_config().vocab_size)
     if len(targets) <= size:
-        logprobs, entropy = chunk(states, targets)
+        found = chunk(states, targets)
     else:
         parts = [
             checkpoint(chunk, *piece, use_reentrant=False)
             for piece in zip(states.split(size), targets.split(size), strict=True)
         ]
-        logprobs, entropy = (torch.cat(part) for part in zip(*parts, strict=True))
+        found = tuple(torch.cat(part) for part in zip(*parts, strict=True))
     nothing = torch.zeros(mask.shape, dtype=torch.float32, device=hidden.device)
-    return nothing.masked_scatter(mask, logprobs), nothing.masked_scatter(mask, entropy)
+    logprobs, *rest = (nothing.masked_scatter(mask, numbers) for numbers in found)
+    return logprobs, rest[0] if rest else None
 
 
 def disable_dropout(model: nn.Module) -> None:

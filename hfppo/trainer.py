@@ -213,6 +213,7 @@ class PPOTrainer(HubTrainer):
             attention_mask=inputs["attention_mask"],
             completion_mask=batch.mask,
             temperature=self.args.temperature,
+            entropy="differentiable" if self.args.entropy_coef else "constant",
         )
         terms = loss_terms(outputs, batch, self.args)
         loss = ppo_loss(terms, outputs, batch, num_items_in_batch, self.args, self._critic_only)

@@ -36,8 +36,7 @@ def loss_terms(outputs: TokenOutputs, batch: Rollout, args: PPOConfig) -> dict[s
         estimate = F.straight_through_kl if args.kl_loss_straight_through else F.token_kl
         kl = estimate(outputs.logprobs, batch.ref_logprobs, args.kl_loss_estimator)
         terms["policy/kl_loss"] = (args.kl_loss_coef, kl)
-    entropy = outputs.entropy if args.entropy_coef else outputs.entropy.detach()
-    terms["policy/entropy"] = (-args.entropy_coef, entropy)
+    terms["policy/entropy"] = (-args.entropy_coef, outputs.entropy)
     return terms
 
 

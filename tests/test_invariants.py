@@ -177,6 +177,7 @@ def test_padding_changes_nothing(make_trainer, architecture):
                 ),
                 attention_mask=torch.cat([pad(rollout.prompt_mask, (left, 0), False), mask], dim=1),
                 completion_mask=mask,
+                entropy="constant",
             )
         width = rollout.mask.shape[1]
         assert not out.logprobs[:, width:].any()

@@ -163,6 +163,7 @@ class ColocatedEngine:
     shared = False
 
     def __init__(self, model: ActorCritic, sampling: Sampling, args: PPOConfig):
+        base, rank = base_name(model), start_rank(model.peft_config["default"])
         # In a process of its own the engine would not see what the training process sets, a device for instance.
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         try:
@@ -176,10 +177,10 @@ class ColocatedEngine:
         self._params, self._tokens, self._lora = vllm.SamplingParams, vllm.TokensPrompt, LoRARequest
         self.llm = vllm.LLM(
             **{
-                "model": base_name(model),
-                "dtype": str(model.dtype).removeprefix("torch."),
+                "model": base,
+                "dtype": dtype_name(model),
                 "enable_lora": True,
-                "max_lora_rank": start_rank(model.peft_config["default"]),
+                "max_lora_rank": rank,
                 "max_loras": 1,
                 "logprobs_mode": "processed_logprobs",  # at temperature, as every other pass
                 "gpu_memory_utilization": args.vllm_gpu_memory_utilization,
@@ -234,6 +235,11 @@ def base_name(model: ActorCritic) -> str:
             "save_pretrained and give that folder as model"
         )
     return name
+
+
+def dtype_name(model: ActorCritic) -> str:
+    """What vLLM calls the numbers that the model computes with; left to itself it takes bfloat16 for float32."""
+    return str(model.dtype).removeprefix("torch.")
 
 
 def start_rank(peft_config: PeftConfig) -> int:

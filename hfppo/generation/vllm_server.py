@@ -6,8 +6,8 @@ from typing import Any
 from tenacity import stop_after_delay
 
 from hfppo.background import wait_for
-from hfppo.endpoint import PASSING, Endpoint, ServerError
-from hfppo.generation.vllm import Adapter, Sampled, Sampling, base_name, start_rank
+from hfppo.endpoint import Endpoint, ServerError, Unavailable
+from hfppo.generation.vllm import Adapter, Sampled, Sampling, base_name, dtype_name, start_rank
 from hfppo.model import ActorCritic
 
 MAX_CONCURRENCY = 256  # requests at once, per process; the server batches them itself
@@ -28,11 +28,14 @@ class ServerEngine:
 
     def __init__(self, model: ActorCritic, sampling: Sampling, url: str, timeout: float):
         self.sampling = sampling
-        self.endpoint = Endpoint(url, timeout, stop_after_delay(timeout), MAX_CONCURRENCY)
+        # vLLM answers 500, too, when it was started without LoRA or for a lower rank.
+        hopeless = "Call to add_lora method failed"
+        self.endpoint = Endpoint(url, timeout, stop_after_delay(timeout), MAX_CONCURRENCY, hopeless=hopeless)
         rank = start_rank(model.peft_config["default"])
         self.command = (
             f"VLLM_ALLOW_RUNTIME_LORA_UPDATING=True vllm serve {base_name(model)} --enable-lora --max-lora-rank "
-            f"{rank} --max-loras 1 --logprobs-mode processed_logprobs --generation-config vllm"
+            f"{rank} --max-loras 1 --logprobs-mode processed_logprobs --generation-config vllm --dtype "
+            f"{dtype_name(model)}"
         )
         models = wait_for(lambda: self.endpoint.get("/v1/models"))
         self._check_logprobs(models["data"][0]["id"])
@@ -58,9 +61,9 @@ class ServerEngine:
         """Have an adapter come or go; an error that says that it is so already will do."""
         try:
             wait_for(lambda: self.endpoint.ask_all("POST", path, [body]))
+        except Unavailable:
+            raise
         except ServerError as error:
-            if error.status is None or error.status in PASSING:
-                raise
             if done not in str(error):
                 raise ServerError(
                     f"{error}\nThe server must see the folder of the adapter, and be started with\n  {self.command}",
