@@ -27,6 +27,10 @@ from hfppo.model import ActorCritic
 logger = logging.get_logger(__name__)
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM can be started for
+UNSERVED = (  # fields of LoraConfig that make an adapter which vLLM does not load, or of which it leaves a part out
+    *("use_dora", "use_qalora", "use_bdlora", "lora_bias", "alora_invocation_tokens"),
+    *("modules_to_save", "trainable_token_indices", "target_parameters", "layer_replication"),
+)
 
 Sampled = tuple[list[int], list[float]]  # token ids, EOS included, and their log-probs
 
@@ -251,7 +255,7 @@ def start_rank(peft_config: PeftConfig) -> int:
     name = type(peft_config).__name__
     if not isinstance(peft_config, LoraConfig):
         raise ValueError(f"use_vllm=True serves LoRA, not {name}; use peft.LoraConfig, or set use_vllm=False")
-    for field in ("use_dora", "modules_to_save", "trainable_token_indices", "target_parameters"):
+    for field in UNSERVED:
         if value := getattr(peft_config, field, None):
             raise ValueError(
                 f"vLLM cannot serve an adapter with {field}={value!r}; leave it out of peft_config, or set "

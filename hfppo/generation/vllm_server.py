@@ -31,13 +31,11 @@ class ServerEngine:
         # vLLM answers 500, too, when it was started without LoRA or for a lower rank.
         hopeless = "Call to add_lora method failed"
         self.endpoint = Endpoint(url, timeout, stop_after_delay(timeout), MAX_CONCURRENCY, hopeless=hopeless)
-        rank = start_rank(model.peft_config["default"])
-        self.command = (
-            f"VLLM_ALLOW_RUNTIME_LORA_UPDATING=True vllm serve {base_name(model)} --enable-lora --max-lora-rank "
-            f"{rank} --max-loras 1 --logprobs-mode processed_logprobs --generation-config vllm --dtype "
-            f"{dtype_name(model)}"
-        )
-        models = wait_for(lambda: self.endpoint.get("/v1/models"))
+        self.command = serve_command(model)
+        try:
+            models = wait_for(lambda: self.endpoint.get("/v1/models"))
+        except ServerError as error:
+            raise ServerError(f"{error}\nStart the server with\n  {self.command}", error.status) from error
         self._check_logprobs(models["data"][0]["id"])
 
     def _check_logprobs(self, model: str) -> None:
@@ -89,3 +87,16 @@ class ServerEngine:
     def awake(self) -> Any:
         """See `Engine`; the server's memory is its own."""
         return nullcontext()
+
+
+def serve_command(model: ActorCritic) -> str:
+    """The command line that starts a server for a model.
+
+    Raises:
+        ValueError: vLLM cannot serve it.
+    """
+    return (
+        f"VLLM_ALLOW_RUNTIME_LORA_UPDATING=True vllm serve {base_name(model)} --enable-lora --max-lora-rank "
+        f"{start_rank(model.peft_config['default'])} --max-loras 1 --logprobs-mode processed_logprobs "
+        f"--generation-config vllm --dtype {dtype_name(model)}"
+    )

@@ -1,0 +1,75 @@
+"""A base in four or eight bits: one copy of it serves every role, and training does not touch it."""
+
+import hashlib
+from pathlib import Path
+
+import arithmetic
+import pytest
+import torch
+from datasets import load_dataset
+from peft import AutoPeftModelForCausalLM
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+from hfppo import PPOConfig, PPOTrainer
+
+pytest.importorskip("bitsandbytes")
+
+NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.float32}
+BITS = {"four": NF4, "eight": {"load_in_8bit": True}}
+
+
+def quantized(bits: str):
+    return AutoModelForCausalLM.from_pretrained(
+        arithmetic.FOLDER / "base", quantization_config=BitsAndBytesConfig(**BITS[bits])
+    )
+
+
+def trainer_of(model, tmp_path: Path, critic: str = "adapter") -> PPOTrainer:
+    return PPOTrainer(
+        model=model,
+        reward_funcs=arithmetic.right_answer,
+        args=PPOConfig(
+            output_dir=str(tmp_path),
+            **{"use_cpu": True, "max_steps": 4, "per_device_train_batch_size": 8, "learning_rate": 1e-2},
+            **{"max_completion_length": 12, "save_strategy": "no", "disable_tqdm": True, "logging_steps": 1},
+        ),
+        train_dataset=load_dataset("json", data_files=str(arithmetic.FOLDER / "train.jsonl"), split="train[:16]"),
+        critic=critic,
+    )
+
+
+def frozen(model) -> dict[int, torch.Tensor]:
+    """The frozen tensors, one for each storage."""
+    return {p.untyped_storage().data_ptr(): p.detach() for p in model.parameters() if not p.requires_grad}
+
+
+def digest(tensors) -> str:
+    return hashlib.sha256(b"".join(t.contiguous().view(torch.uint8).numpy().tobytes() for t in tensors)).hexdigest()
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("critic", ["adapter", "shared"])
+def test_one_copy_serves_all_and_does_not_change(tmp_path, bits, critic):
+    model = quantized(bits)
+    size = model.get_memory_footprint()
+    trainer = trainer_of(model, tmp_path, critic)
+    tensors = frozen(trainer.model)
+    # Actor, reference and critic together hold no frozen byte more than the base alone.
+    assert sum(t.untyped_storage().nbytes() for t in tensors.values()) <= size
+    before = digest(tensors.values())
+    start = [p.detach().clone() for p in trainer.model.actor_parameters()]
+    trainer.train()
+    assert digest(tensors.values()) == before
+    assert any(not torch.equal(p, q) for p, q in zip(trainer.model.actor_parameters(), start, strict=True))
+    # LLM.int8() rounds activations too, with the scale of the batch they are in; NF4 computes in float32.
+    assert trainer.state.log_history[0]["policy/first_ratio_deviation"] < {"four": 1e-4, "eight": 0.1}[bits]
+
+
+def test_the_saved_adapter_loads_on_the_quantised_base(tmp_path):
+    trainer = trainer_of(quantized("four"), tmp_path)
+    trainer.train()
+    trainer.save_model()
+    loaded = AutoPeftModelForCausalLM.from_pretrained(tmp_path, quantization_config=BitsAndBytesConfig(**NF4))
+    ids = torch.arange(2, 12)[None]
+    with torch.no_grad():
+        assert torch.equal(loaded(input_ids=ids).logits, trainer.model.eval()(input_ids=ids).logits)

@@ -1,0 +1,258 @@
+"""Sampling with the real vLLM, in both placements: the policy is the training model's, and nothing that happens to
+the engine or the server changes a run.
+
+The environment is made by `tests/vllm_environment.sh`.
+"""
+
+import asyncio
+import hashlib
+import itertools
+import re
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import torch
+from conftest import LORA, count_digits
+from test_resume import final_state, logs
+from torch.testing import assert_close
+from transformers import AutoModelForCausalLM
+from vllm_runs import ENGINE, PROMPTS, Server, save_base
+
+from hfppo import PPOCallback
+from hfppo.data import pad_left
+from hfppo.endpoint import Endpoint, ServerError
+from hfppo.generation.vllm import RANKS
+from hfppo.generation.vllm_server import serve_command
+from hfppo.model import ActorCritic
+
+pytestmark = pytest.mark.vllm
+
+# 4 steps per rollout of 8. Completions are long enough to be interrupted.
+CONFIG = {"use_vllm": True, "save_strategy": "steps", "save_steps": 1, "max_completion_length": 48}
+
+
+class Rollouts(PPOCallback):
+    """Keeps them."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_rollout_end(self, args, state, control, *, rollout, **kwargs):
+        self.seen.append(rollout)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> str:
+    return save_base(str(tmp_path_factory.mktemp("base")))
+
+
+@pytest.fixture(scope="module")
+def one_engine():
+    """Whoever asks for a colocated engine gets the same one, without the adapters of the run before."""
+    import vllm
+
+    create, made = vllm.LLM, []
+
+    def llm(**kwargs):
+        if not made:
+            made.extend([create(**kwargs), kwargs])
+        engine, with_which = made
+        assert kwargs == with_which
+        for number in engine.llm_engine.list_loras():
+            engine.llm_engine.remove_lora(number)
+        return engine
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vllm, "LLM", llm)
+        yield
+
+
+@pytest.fixture(scope="module")
+def server(base, tmp_path_factory):
+    actor = ActorCritic(AutoModelForCausalLM.from_pretrained(base), LORA, critic=None)
+    started = Server(serve_command(actor), tmp_path_factory.mktemp("server") / "log")
+    started.start()
+    started.wait()
+    yield started
+    started.kill()
+
+
+@pytest.fixture
+def make(make_trainer, base, request, tmp_path) -> Callable:
+    """A trainer with vLLM in a placement, whose output goes into a folder of that name unless it is told."""
+
+    def trainer(placement: str, config: dict | None = None, **kwargs):
+        request.getfixturevalue("server" if placement == "server" else "one_engine")
+        where = (
+            {"vllm_mode": "server", "vllm_server_base_url": request.getfixturevalue("server").url}
+            if placement == "server"
+            else {"vllm_engine_kwargs": ENGINE}
+        )
+        config = {**CONFIG, "output_dir": str(tmp_path / placement), **where, **(config or {})}
+        return make_trainer(config, model=base, train_dataset=PROMPTS, **kwargs)
+
+    return trainer
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("placement", ["colocate", "server"])
+def test_vllm_samples_from_the_training_models_policy(make, placement, temperature):
+    """Log-probs agree before any update and after one and two rollouts of them; so do greedy completions."""
+    rollouts = Rollouts()
+    trainer = make(placement, {"temperature": temperature, "max_steps": 12}, callbacks=[rollouts])
+    trainer.train()
+    assert len(rollouts.seen) == 3
+    for rollout in rollouts.seen:
+        assert rollout.prompt_mask.sum(dim=1).max() > 128
+        assert_close(rollout.rollout_logprobs, rollout.old_logprobs, rtol=0, atol=1e-4)
+    for rollout in rollouts.seen[1:]:
+        assert (rollout.old_logprobs - rollout.ref_logprobs).abs().max() > 0.5, "a stale adapter would show little"
+
+    prompts = [trainer.processing_class(p)["input_ids"] for p in PROMPTS["prompt"]]
+    with trainer.collector.sampler.ready():
+        greedy = trainer.collector.sampler(*pad_left(prompts, 0, "cpu"), None)
+    for ids, mask, prompt in zip(greedy.ids, greedy.mask, prompts, strict=True):
+        theirs = trainer.model.generate(
+            input_ids=torch.tensor([prompt]),
+            **{"do_sample": False, "max_new_tokens": 48, "eos_token_id": 1, "pad_token_id": 0},
+            **{"top_k": None, "repetition_penalty": 1.0},
+        )
+        assert ids[mask].tolist() == theirs[0, len(prompt) :].tolist()
+
+
+def digest(named) -> str:
+    """Of tensors with their names, in order."""
+    whole = hashlib.sha256()
+    for name, tensor in named:
+        whole.update(name.encode() + tensor.detach().contiguous().cpu().numpy().tobytes())
+    return whole.hexdigest()
+
+
+def test_fifty_syncs_send_the_adapter_and_leave_both_bases_alone(make, caplog):
+    with caplog.at_level("INFO", "hfppo"):
+        trainer = make("colocate")
+        sampler, model = trainer.collector.sampler, trainer.model
+        adapter = model.actor_parameters()
+
+        def bases() -> list[str]:
+            ours = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
+            assert sum(p.numel() for _, p in ours) > 80_000
+            return [digest(ours), *sampler.engine.llm.apply_model(lambda m: digest(m.named_parameters()))]
+
+        before, sampled, sizes = bases(), set(), set()
+        prompts = pad_left([[5, 6, 7]], 0, "cpu")
+        for _ in range(50):
+            with sampler.ready():
+                sampled.add(sampler(*prompts, [1]).logprobs[0, 0].item())
+            (folder,) = sampler.folder.iterdir()  # the one before is gone
+            sizes.add(sum(path.stat().st_size for path in folder.iterdir()))
+            with torch.no_grad():
+                for p in adapter:
+                    p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(0)), alpha=1e-3)
+    assert len(sampled) == 50, "each is sampled from"
+    assert bases() == before
+    (sent,) = sizes
+    weights = sum(p.numel() * p.element_size() for p in adapter)
+    assert weights <= sent <= 1.5 * weights
+    (message,) = [r.getMessage() for r in caplog.records if "each sync" in r.getMessage()]
+    said = [float(number) for number in re.findall(r"[\d.]+(?= MB)", message)]
+    assert said == [round(sent / 1e6, 2), round(model.causal_lm.get_memory_footprint() / 1e6, 2)]
+
+
+def test_resuming_equals_the_straight_run(make, tmp_path):
+    """From within a rollout, and from between two."""
+    straight = make("colocate")
+    straight.train()
+    for step in (3, 4):
+        shutil.copytree(tmp_path / f"colocate/checkpoint-{step}", tmp_path / f"from-{step}/checkpoint-{step}")
+        resumed = make("colocate", {"output_dir": str(tmp_path / f"from-{step}")})
+        resumed.train(resume_from_checkpoint=True)
+        assert_same_run(resumed, straight)
+
+
+def assert_same_run(trainer, expected) -> None:
+    """Bit for bit, and to the end."""
+    assert trainer.state.global_step == expected.state.global_step == 8
+    weights = final_state(expected)
+    assert weights.keys() == final_state(trainer).keys()
+    assert [name for name, tensor in final_state(trainer).items() if not torch.equal(tensor, weights[name])] == []
+
+
+def test_policy_modes_agree_where_the_mismatch_is_none(make, tmp_path):
+    runs = {mode: make("colocate", {"policy_mode": mode}) for mode in ("decoupled", "bypass", "corrected")}
+    for trainer in runs.values():
+        trainer.train()
+    for mode in ("bypass", "corrected"):
+        for p, q in zip(runs[mode].model.parameters(), runs["decoupled"].model.parameters(), strict=True):
+            assert_close(p, q, rtol=0, atol=1e-4)
+    measured = {mode: {k for e in logs(t) for k in e if k.startswith("mismatch/")} for mode, t in runs.items()}
+    assert measured["bypass"] == set()
+    assert measured["decoupled"] == {"mismatch/mean", "mismatch/max", "mismatch/kl"}
+    assert measured["corrected"] - measured["decoupled"] == {
+        *("mismatch/weight_mean", "mismatch/weight_max", "mismatch/rejected_frac", "mismatch/ess")
+    }
+
+
+class Accident:
+    """Kills the server while it works on the second rollout.
+
+    Args:
+        afterwards: called then.
+    """
+
+    def __init__(self, monkeypatch, server: Server, afterwards: Callable = lambda: None):
+        ask, numbers, self.under_way, self.at_once = Endpoint._ask, itertools.count(1), 0, 0
+
+        async def watched(endpoint, client, method, url, body):
+            # The check at the start, the 8 completions of the first rollout, and the last of the second.
+            if url.endswith("/v1/completions") and next(numbers) == 1 + 8 + 8:
+                await asyncio.sleep(0.1)
+                self.at_once = self.under_way
+                server.kill()
+                afterwards()
+            self.under_way += 1
+            try:
+                return await ask(endpoint, client, method, url, body)
+            finally:
+                self.under_way -= 1
+
+        monkeypatch.setattr(Endpoint, "_ask", watched)
+
+
+def test_a_killed_server_ends_the_run_within_the_limit_and_the_checkpoint_resumes_it(make, server, monkeypatch):
+    straight = make("colocate")
+    straight.train()
+    with monkeypatch.context() as patch:
+        accident = Accident(patch, server)
+        trainer = make("server", {"vllm_server_timeout": 3})
+        begin = time.monotonic()
+        with pytest.raises(ServerError, match=rf"{server.url}/v1/completions cannot be reached, after all retries"):
+            trainer.train()
+    assert 3 < time.monotonic() - begin < 15
+    assert accident.at_once > 0
+    assert trainer.state.global_step == 4
+    server.start()
+    server.wait()
+    resumed = make("server")
+    resumed.train(resume_from_checkpoint=True)
+    assert_same_run(resumed, straight)
+
+
+def test_a_run_goes_on_when_its_server_comes_back(make, server, monkeypatch):
+    straight = make("colocate")
+    straight.train()
+    accident = Accident(monkeypatch, server, afterwards=server.start)
+    trainer = make("server")
+    trainer.train()
+    assert accident.at_once > 0
+    assert_same_run(trainer, straight)
+
+
+def test_ranks_are_those_that_vllm_takes():
+    from vllm.config.lora import MaxLoRARanks
+
+    assert get_args(MaxLoRARanks) == RANKS

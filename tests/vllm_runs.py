@@ -1,0 +1,83 @@
+"""What the tests with vLLM share: its environment, a base that it loads, and a server that can be killed."""
+
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from importlib.util import find_spec
+from pathlib import Path
+from urllib.request import urlopen
+
+from build_arithmetic_base import character_tokenizer
+from conftest import tiny_model
+from datasets import Dataset
+from transformers import GenerationConfig
+
+# Read when vLLM is imported, and by the servers that are started here.
+if find_spec("vllm"):
+    os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+
+ENGINE = {"enforce_eager": True, "max_model_len": 256}
+# vLLM's prefix cache holds whole blocks, of 128 tokens on a CPU: shorter prompts never meet it.
+PROMPTS = Dataset.from_list([{"prompt": p} for p in ("请问1+2=", "1+" * 70 + "2=", "3+4=", "12+3=" * 30)])
+
+
+def save_base(folder: str) -> str:
+    """A base with heads wide enough for vLLM, and a generation config that would show if it leaked in."""
+    base = tiny_model(hidden_size=64, max_position_embeddings=512)
+    base.generation_config = GenerationConfig(do_sample=True, top_k=2, repetition_penalty=5.0, eos_token_id=1)
+    base.save_pretrained(folder)
+    character_tokenizer().save_pretrained(folder)
+    return folder
+
+
+class Server:
+    """vLLM's server on the loopback device, started as the error messages of `ServerEngine` say.
+
+    Args:
+        command: theirs.
+        log: where its output goes.
+    """
+
+    def __init__(self, command: str, log: Path):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        *variables, _, _, base = shlex.split(command.partition(" --")[0])
+        self.environment = os.environ | dict(v.split("=", 1) for v in variables)
+        # `vllm serve` looks for a distribution called vllm, and vLLM's CPU build is called otherwise.
+        self.command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", base]
+        self.command += shlex.split(f"--{command.partition(' --')[2]} --host 127.0.0.1 --port {port}")
+        self.command += ["--enforce-eager", "--max-model-len", str(ENGINE["max_model_len"])]
+        self.url, self.log = f"http://127.0.0.1:{port}", log
+        self.process: subprocess.Popen | None = None
+
+    def start(self) -> None:
+        """Begin to start it."""
+        with self.log.open("a") as log:
+            self.process = subprocess.Popen(
+                self.command, env=self.environment, stdout=log, stderr=log, start_new_session=True
+            )
+
+    def wait(self) -> None:
+        """Until it answers."""
+        while self.process.poll() is None:
+            try:
+                urlopen(f"{self.url}/health", timeout=5)
+                return
+            except OSError:
+                time.sleep(0.2)
+        raise RuntimeError(f"the server ended: {self.log.read_text()[-4000:]}")
+
+    def kill(self) -> None:
+        """Without warning, with the processes that it started."""
+        if self.process is not None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+        self.process = None
