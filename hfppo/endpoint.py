@@ -93,7 +93,7 @@ class Endpoint:
                 async with limit:
                     retrying = AsyncRetrying(
                         stop=self.stop,
-                        wait=wait_exponential_jitter(multiplier=0.2, max=30.0),
+                        wait=wait_exponential_jitter(multiplier=0.2, max=5.0),
                         retry=retry_if_exception_type(Unavailable),
                         reraise=True,
                     )

@@ -28,12 +28,12 @@ from hfppo.callbacks import PPOCallback, with_default_callbacks
 from hfppo.card import write_card
 from hfppo.checkpoint import check_checkpoint, describe_run, load_ppo_state, save_ppo_state
 from hfppo.config import PPOConfig
+from hfppo.crash_safe import CrashSafeTrainer
 from hfppo.data import Prompts
 from hfppo.evaluation import evaluate_prompts
 from hfppo.experience import Collector
 from hfppo.functional import token_kl
 from hfppo.generation import make_sampler
-from hfppo.hub import HubTrainer
 from hfppo.metrics import Meter
 from hfppo.model import ActorCritic
 from hfppo.rewards import RewardFunc
@@ -44,7 +44,7 @@ from hfppo.update import MiniBatchSize, loss_terms, measure_update, ppo_loss, se
 SHUFFLE_STREAM = 4  # names the random draws of this module among those of a seed
 
 
-class PPOTrainer(HubTrainer):
+class PPOTrainer(CrashSafeTrainer):
     """Proximal Policy Optimisation of a LoRA actor, with the disabled adapter as its reference and a critic.
 
     Args:
@@ -145,6 +145,10 @@ class PPOTrainer(HubTrainer):
         self, epoch_iterator: Iterator, num_batches: int, device: torch.device
     ) -> tuple[list[dict[str, Any]], MiniBatchSize]:
         """The micro-batches of the next optimiser step, after a new rollout where one is due."""
+        if self.state.global_step >= self.state.max_steps:
+            # Resumed at its end, Trainer would make one step more.
+            self.control.should_training_stop = True
+            return [], MiniBatchSize(0, 0)
         for _ in range(num_batches):
             next(epoch_iterator)
         state, args = self.ppo_state, self.args

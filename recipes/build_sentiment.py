@@ -80,13 +80,13 @@ class BuildArguments:
     """What the reviews and the two models are made of."""
 
     output_dir: str = field(default="out/sentiment", metadata={"help": "Where it goes."})
-    num_train_reviews: int = field(default=4096, metadata={"help": "Training reviews written."})
+    num_train_reviews: int = field(default=16384, metadata={"help": "Training reviews written."})
     num_test_reviews: int = field(default=512, metadata={"help": "Test reviews written."})
     held_out: float = field(default=0.2, metadata={"help": "Share of beginnings that only the test reviews use."})
     hidden_size: int = field(default=64, metadata={"help": "Width of both models; heads are 32 wide."})
     num_layers: int = field(default=2, metadata={"help": "Depth of both models."})
     lm_steps: int = field(default=600, metadata={"help": "Steps of the language model."})
-    classifier_steps: int = field(default=600, metadata={"help": "Steps of the classifier."})
+    classifier_steps: int = field(default=800, metadata={"help": "Steps of the classifier."})
     batch_size: int = field(default=32, metadata={"help": "Reviews per step."})
     seed: int = field(default=0, metadata={"help": "Seed of the reviews and of the models."})
 
@@ -213,6 +213,8 @@ def tiny_distilbert(tokenizer: PreTrainedTokenizerFast, args: BuildArguments) ->
         max_position_embeddings=512,
         dropout=0.0,
         attention_dropout=0.0,
+        seq_classif_dropout=0.0,
+        initializer_range=args.hidden_size**-0.5,
         pad_token_id=tokenizer.pad_token_id,
         id2label=dict(enumerate(LABELS)),
         label2id={label: index for index, label in enumerate(LABELS)},

@@ -3,6 +3,7 @@
 import copy
 import json
 import logging
+import os
 import re
 import shutil
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from transformers import TrainerState, TrainingArguments
 
 from hfppo import AdaptiveKLCallback, PPOConfig, PPOTrainer
+from hfppo.crash_safe import seal
 from hfppo.functional import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES, REDUCTIONS
 from hfppo.generation import TransformersSampler
 from hfppo.rewards import RewardFunctions
@@ -688,15 +690,37 @@ def test_resuming_with_other_settings_says_so(checkpoint, make_trainer, caplog):
     assert "0.1" in message
 
 
-@pytest.mark.parametrize("without", ["ppo_state_0.json", "everything of PPO's", "the folder"])
-def test_resuming_from_a_folder_without_the_state(checkpoint, sealed, make_trainer, tmp_path, without):
+@pytest.mark.parametrize("wrong", ["a file is missing", "a file has changed", "a plain Trainer's", "no folder"])
+def test_resuming_from_what_is_no_whole_checkpoint(checkpoint, sealed, make_trainer, tmp_path, wrong):
     folder = tmp_path / "foreign"
-    if without != "the folder":
+    if wrong != "no folder":
         shutil.copytree(checkpoint, folder)
-        (folder / "ppo_state_0.json").unlink()
-    if without == "everything of PPO's":  # what a plain Trainer writes
-        (folder / "ppo_state_0.safetensors").unlink()
-        shutil.rmtree(folder / "critic")
+    if wrong == "a file is missing":
+        (folder / "optimizer.pt").unlink()
+    if wrong == "a file has changed":
+        with (folder / "adapter_model.safetensors").open("r+b") as file:
+            file.seek(-1, os.SEEK_END)
+            file.write(b"\xff")
+    if wrong == "a plain Trainer's":
+        (folder / "manifest.json").unlink()
+    with pytest.raises(ValueError, match="resume_from_checkpoint=") as refused:
+        resume(make_trainer, folder)
+    words = {
+        "a file is missing": "lacks optimizer.pt",
+        "a file has changed": "has a changed adapter_model.safetensors",
+    }
+    says = words.get(
+        wrong, "has no readable manifest.json: the run was killed while it was written, or another program"
+    )
+    check_message(refused.value, (re.escape(str(folder)), re.escape(says), "take an earlier one"))
+    assert files_in(tmp_path / "out") == []
+
+
+def test_resuming_from_a_checkpoint_of_fewer_processes(checkpoint, sealed, make_trainer, tmp_path):
+    folder = tmp_path / "foreign"
+    shutil.copytree(checkpoint, folder)
+    (folder / "ppo_state_0.json").unlink()
+    seal(folder)
     with pytest.raises(ValueError, match=r"has no ppo_state_0\.json") as refused:
         resume(make_trainer, folder)
     check_message(refused.value, (re.escape(str(folder)), "not written by PPOTrainer", "pass it as model"))

@@ -41,6 +41,7 @@ ALLOWED = {
         *("functional", "rollout", "config", "data", "generation", "metrics", "model", "rewards"),
         *("rollout_metrics", "state"),
     },
+    "crash_safe": {"hub"},
     "evaluation": {"data", "experience", "metrics"},
     "assembly": {"config", "critic", "data", "generation", "loading", "model", "reward_model", "rewards"},
     "checkpoint": {"config", "critic", "data", "metrics", "rollout", "state"},

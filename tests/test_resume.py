@@ -123,3 +123,15 @@ def test_best_model_is_loaded_with_its_critic(make_trainer, dataset):
     loaded = get_peft_model_state_dict(trainer.model)
     for name, tensor in adapter.items():
         assert torch.equal(tensor, loaded[name]), name
+
+
+def test_resuming_a_finished_run_makes_no_further_step(make_trainer):
+    config = {**CONFIG, "max_steps": 4, "lr_scheduler_type": "constant"}
+    finished = make_trainer(config)
+    finished.train()
+    again = make_trainer(config)
+    again.train(resume_from_checkpoint=True)
+    expected, got = final_state(finished), final_state(again)
+    assert again.state.global_step == 4
+    assert expected.keys() == got.keys()
+    assert [name for name in expected if not torch.equal(expected[name], got[name])] == []

@@ -6,6 +6,7 @@ import pytest
 from transformers import Trainer
 
 from hfppo import PPOTrainer
+from hfppo.crash_safe import CrashSafeTrainer
 from hfppo.hub import HubTrainer
 
 PRIVATE_HOOKS = {
@@ -17,6 +18,8 @@ PRIVATE_HOOKS = {
     "_load_optimizer_and_scheduler": ["self", "checkpoint"],
     "_push_from_checkpoint": ["self", "checkpoint_folder"],
     "_finish_current_push": ["self"],
+    "_save_checkpoint": ["self", "model", "trial"],
+    "_get_output_dir": ["self", "trial"],
 }
 
 
@@ -28,7 +31,7 @@ def test_private_hooks_of_trainer_are_as_we_know_them(name):
 def test_only_these_private_hooks_are_overridden():
     overridden = {
         name
-        for owner in (PPOTrainer, HubTrainer)
+        for owner in (PPOTrainer, CrashSafeTrainer, HubTrainer)
         for name in vars(owner)
         if name.startswith("_") and not name.startswith("__") and hasattr(Trainer, name)
     }
@@ -45,6 +48,8 @@ def test_only_these_private_hooks_are_overridden():
         ("_prepare_for_training", "self._load_optimizer_and_scheduler(resume_from_checkpoint)"),
         ("train", "self._load_from_checkpoint(resume_from_checkpoint)"),
         ("training_step", "self.loss_is_scaled_for_ga"),
+        ("_save_checkpoint", "run_dir = self._get_output_dir(trial=trial)"),
+        ("_maybe_log_save_evaluate", "self._save_checkpoint(model, trial)"),
         ("_save_checkpoint", "self._push_from_checkpoint(output_dir)"),
         ("push_to_hub", "self._finish_current_push()"),
         ("_finalize_training", "self._finish_current_push()"),

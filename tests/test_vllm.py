@@ -16,7 +16,7 @@ from typing import get_args
 
 import pytest
 import torch
-from conftest import LORA, count_digits
+from conftest import LORA
 from test_resume import final_state, logs
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
@@ -29,10 +29,15 @@ from hfppo.generation.vllm import RANKS
 from hfppo.generation.vllm_server import serve_command
 from hfppo.model import ActorCritic
 
-pytestmark = pytest.mark.vllm
+pytestmark = [
+    pytest.mark.vllm,
+    # vLLM walks through the modules that it finds imported.
+    pytest.mark.filterwarnings("ignore:`torch.distributed.reduce_op` is deprecated:FutureWarning"),
+]
 
 # 4 steps per rollout of 8. Completions are long enough to be interrupted.
-CONFIG = {"use_vllm": True, "save_strategy": "steps", "save_steps": 1, "max_completion_length": 48}
+CONFIG = {"use_vllm": True, "max_completion_length": 48}
+SAVING = {"save_strategy": "steps", "save_steps": 1}
 
 
 class Rollouts(PPOCallback):
@@ -73,26 +78,23 @@ def one_engine():
 
 @pytest.fixture(scope="module")
 def server(base, tmp_path_factory):
+    """It starts while the first tests, which do without it, run."""
     actor = ActorCritic(AutoModelForCausalLM.from_pretrained(base), LORA, critic=None)
     started = Server(serve_command(actor), tmp_path_factory.mktemp("server") / "log")
     started.start()
-    started.wait()
     yield started
     started.kill()
 
 
 @pytest.fixture
-def make(make_trainer, base, request, tmp_path) -> Callable:
+def make(make_trainer, base, one_engine, server, tmp_path) -> Callable:
     """A trainer with vLLM in a placement, whose output goes into a folder of that name unless it is told."""
 
     def trainer(placement: str, config: dict | None = None, **kwargs):
-        request.getfixturevalue("server" if placement == "server" else "one_engine")
-        where = (
-            {"vllm_mode": "server", "vllm_server_base_url": request.getfixturevalue("server").url}
-            if placement == "server"
-            else {"vllm_engine_kwargs": ENGINE}
-        )
-        config = {**CONFIG, "output_dir": str(tmp_path / placement), **where, **(config or {})}
+        if placement == "server":
+            server.wait()
+        where = {"output_dir": str(tmp_path / placement), "vllm_mode": placement, "vllm_engine_kwargs": ENGINE}
+        config = {**CONFIG, **where, "vllm_server_base_url": server.url, **(config or {})}
         return make_trainer(config, model=base, train_dataset=PROMPTS, **kwargs)
 
     return trainer
@@ -140,7 +142,7 @@ def test_fifty_syncs_send_the_adapter_and_leave_both_bases_alone(make, caplog):
 
         def bases() -> list[str]:
             ours = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
-            assert sum(p.numel() for _, p in ours) > 80_000
+            assert sum(p.numel() for _, p in ours) > 50_000
             return [digest(ours), *sampler.engine.llm.apply_model(lambda m: digest(m.named_parameters()))]
 
         before, sampled, sizes = bases(), set(), set()
@@ -165,7 +167,7 @@ def test_fifty_syncs_send_the_adapter_and_leave_both_bases_alone(make, caplog):
 
 def test_resuming_equals_the_straight_run(make, tmp_path):
     """From within a rollout, and from between two."""
-    straight = make("colocate")
+    straight = make("colocate", SAVING)
     straight.train()
     for step in (3, 4):
         shutil.copytree(tmp_path / f"colocate/checkpoint-{step}", tmp_path / f"from-{step}/checkpoint-{step}")
@@ -182,8 +184,9 @@ def assert_same_run(trainer, expected) -> None:
     assert [name for name, tensor in final_state(trainer).items() if not torch.equal(tensor, weights[name])] == []
 
 
-def test_policy_modes_agree_where_the_mismatch_is_none(make, tmp_path):
-    runs = {mode: make("colocate", {"policy_mode": mode}) for mode in ("decoupled", "bypass", "corrected")}
+def test_policy_modes_agree_where_the_mismatch_is_none(make):
+    modes = ("decoupled", "bypass", "corrected")
+    runs = {mode: make("colocate", {"policy_mode": mode, "learning_rate": 1e-3}) for mode in modes}
     for trainer in runs.values():
         trainer.train()
     for mode in ("bypass", "corrected"):
@@ -228,7 +231,7 @@ def test_a_killed_server_ends_the_run_within_the_limit_and_the_checkpoint_resume
     straight.train()
     with monkeypatch.context() as patch:
         accident = Accident(patch, server)
-        trainer = make("server", {"vllm_server_timeout": 3})
+        trainer = make("server", {**SAVING, "vllm_server_timeout": 3})
         begin = time.monotonic()
         with pytest.raises(ServerError, match=rf"{server.url}/v1/completions cannot be reached, after all retries"):
             trainer.train()
@@ -236,7 +239,6 @@ def test_a_killed_server_ends_the_run_within_the_limit_and_the_checkpoint_resume
     assert accident.at_once > 0
     assert trainer.state.global_step == 4
     server.start()
-    server.wait()
     resumed = make("server")
     resumed.train(resume_from_checkpoint=True)
     assert_same_run(resumed, straight)

@@ -1,0 +1,241 @@
+"""The work that both sides of the benchmark do, and how it is timed; imports neither of them."""
+
+import json
+import resource
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    BitsAndBytesConfig,
+    PreTrainedTokenizerFast,
+    TrainerCallback,
+    set_seed,
+)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One rollout and its updates: `prompts` completions of `new_tokens` tokens, in mini-batches of all of them."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    prompts: int
+    shortest_prompt: int
+    longest_prompt: int
+    new_tokens: int
+    micro_batch: int
+    epochs: int = 2
+    rank: int = 16
+    dtype: str = "float32"
+    tied: bool = False
+    checkpointing: bool = False  # of activations
+
+    def shape(self) -> dict[str, Any]:
+        """The fields of a model's configuration."""
+        names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+        own = {name: getattr(self, name) for name in (*names, "num_key_value_heads")}
+        length = self.longest_prompt + self.new_tokens
+        special = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+        return {**own, **special, "max_position_embeddings": length + 8, "tie_word_embeddings": self.tied}
+
+    @property
+    def new_in_all(self) -> int:
+        """Completion tokens of a rollout."""
+        return self.prompts * self.new_tokens
+
+
+LLAMA = {"architecture": "llama", "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 6}
+LLAMA |= {"num_attention_heads": 8, "num_key_value_heads": 4, "shortest_prompt": 8, "longest_prompt": 24}
+QWEN = {"architecture": "qwen2", "vocab_size": 151_936, "dtype": "bfloat16", "tied": True, "checkpointing": True}
+QWEN |= {"prompts": 32, "shortest_prompt": 512, "longest_prompt": 512, "new_tokens": 1024, "micro_batch": 4}
+
+
+def qwen(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, **more: Any) -> Workload:
+    shape = {"hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": layers}
+    return Workload(**{**QWEN, **shape, "num_attention_heads": heads, "num_key_value_heads": kv_heads, **more})
+
+
+WORKLOADS = {
+    "A": Workload(**LLAMA, vocab_size=4096, prompts=64, new_tokens=48, micro_batch=16),
+    "B": Workload(**LLAMA, vocab_size=32_768, prompts=16, new_tokens=256, micro_batch=16),
+    # For a GPU. Not run yet.
+    "qwen2.5-0.5b": qwen(896, 4864, 24, 14, 2),
+    "qwen2.5-1.5b": qwen(1536, 8960, 28, 12, 2),
+    "qwen2.5-7b": qwen(3584, 18_944, 28, 28, 4, tied=False, vocab_size=152_064),
+}
+
+
+def write_models(workload: Workload, folder: Path) -> None:
+    """Policy, reward and value model with random weights, for both sides to load."""
+    shape = {**workload.shape(), "dtype": workload.dtype}
+    config = AutoConfig.for_model(workload.architecture, **shape)
+    scoring = AutoConfig.for_model(workload.architecture, **shape, num_labels=1)
+    set_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder / "policy")
+    AutoModelForSequenceClassification.from_config(scoring).save_pretrained(folder / "reward")
+    AutoModelForSequenceClassification.from_config(scoring).save_pretrained(folder / "value")
+
+
+def load(folder: Path, name: str, quantised: bool, device: str) -> Any:
+    """One of the models that `write_models` wrote; the policy as NF4 where that is asked for."""
+    kind = AutoModelForCausalLM if name == "policy" else AutoModelForSequenceClassification
+    if not (quantised and name == "policy"):
+        return kind.from_pretrained(folder / name, dtype="auto").to(device)
+    nf4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
+    return kind.from_pretrained(folder / name, quantization_config=nf4, device_map=device)
+
+
+def tokenizer_for(workload: Workload, pad_beyond: bool) -> PreTrainedTokenizerFast:
+    """One token per character. EOS lies beyond the model's vocabulary: it is never sampled, every completion is full.
+
+    Args:
+        pad_beyond: pad with EOS, for code that finds padding by its id; otherwise with the first token of the model.
+    """
+    characters = [chr(0x10000 + n) for n in range(workload.vocab_size)]
+    vocabulary = {token: index for index, token in enumerate([*characters, "</s>"])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=characters[0]))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    pad = "</s>" if pad_beyond else characters[0]
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=pad, eos_token="</s>", padding_side="left")
+
+
+def prompts_for(workload: Workload) -> list[list[int]]:
+    """The token ids of the prompts, the same for both sides and for every rollout."""
+    generator = torch.Generator().manual_seed(0)
+    longest = workload.longest_prompt + 1
+    lengths = torch.randint(workload.shortest_prompt, longest, (workload.prompts,), generator=generator).tolist()
+    return [torch.randint(1, workload.vocab_size, (n,), generator=generator).tolist() for n in lengths]
+
+
+def adapter_for(workload: Workload) -> LoraConfig:
+    return LoraConfig(r=workload.rank, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+
+
+def common_config(workload: Workload, rollouts: int, folder: Path) -> dict[str, Any]:
+    """Fields that both configurations have, under one name and with one meaning."""
+    cuda = torch.cuda.is_available()
+    return {
+        "output_dir": str(folder / "out"),
+        "per_device_train_batch_size": workload.micro_batch,
+        "gradient_accumulation_steps": workload.prompts // workload.micro_batch,
+        "num_mini_batches": 1,
+        "num_ppo_epochs": workload.epochs,
+        "total_episodes": rollouts * workload.prompts,
+        "local_rollout_forward_batch_size": min(64, workload.prompts),
+        "temperature": 1.0,
+        "learning_rate": 1e-5,
+        "kl_coef": 0.05,
+        "bf16": workload.dtype == "bfloat16",
+        "gradient_checkpointing": workload.checkpointing,
+        "use_cpu": not cuda,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
+
+
+class Stopwatch:
+    """Seconds by phase; an inner phase stops the clock of the outer one, so that phases add up to all the time.
+
+    A second clock runs with the processor time of this process, which other processes on the machine hardly change.
+    """
+
+    def __init__(self) -> None:
+        self.names = ["rest"]
+        self.restart()
+
+    def restart(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+        self.cpu_seconds: dict[str, float] = defaultdict(float)
+        self.since, self.cpu_since = time.perf_counter(), time.process_time()
+
+    def note(self) -> None:
+        """Give the time since the last call to the phase in progress."""
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        now, cpu_now = time.perf_counter(), time.process_time()
+        self.seconds[self.names[-1]] += now - self.since
+        self.cpu_seconds[self.names[-1]] += cpu_now - self.cpu_since
+        self.since, self.cpu_since = now, cpu_now
+
+    @contextmanager
+    def phase(self, name: str):
+        self.note()
+        self.names.append(name)
+        try:
+            yield
+        finally:
+            self.note()
+            self.names.pop()
+
+    def rename(self, name: str) -> None:
+        """From here on, the phase in progress is another."""
+        self.note()
+        self.names[-1] = name
+
+    def timed(self, function: Callable, name: str | Callable[..., str]) -> Callable:
+        """The function as a phase; its name may depend on the arguments."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with self.phase(name if isinstance(name, str) else name(*args, **kwargs)):
+                return function(*args, **kwargs)
+
+        return run
+
+
+class Clock(TrainerCallback):
+    """Notes the time at the end of each rollout's last update."""
+
+    def __init__(self, watch: Stopwatch, steps_per_rollout: int):
+        self.watch, self.steps_per_rollout = watch, steps_per_rollout
+        self.seconds: list[dict[str, float]] = []  # by phase, of each rollout
+        self.cpu_seconds: list[dict[str, float]] = []
+        self.tokens: list[int] = []  # of completions, as the side under test counts them
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.watch.restart()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step % self.steps_per_rollout == 0:
+            self.watch.note()
+            self.seconds.append(dict(self.watch.seconds))
+            self.cpu_seconds.append(dict(self.watch.cpu_seconds))
+            self.watch.restart()
+
+
+def peak_bytes() -> int:
+    """Of the GPU where there is one, else of the process."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def report(clock: Clock, loaded_bytes: int, **more: Any) -> None:
+    """Print what was measured as one line of JSON, the last of the output; the first rollout warms up."""
+    found = {
+        "seconds": clock.seconds[1:],
+        "cpu_seconds": clock.cpu_seconds[1:],
+        "tokens": clock.tokens[1:],
+        "peak": peak_bytes(),
+        "loaded": loaded_bytes,
+        "threads": torch.get_num_threads(),
+    }
+    print(json.dumps({**found, **more}))

@@ -1,0 +1,178 @@
+"""Kill training at any moment, go on, and compare with a run that nothing happened to.
+
+    python tests/chaos.py --kills 40 [--processes 2] [--seed 0]
+
+Every operation on the output folder that Python knows of (opening, renaming, removing, making a folder) is a
+moment to be killed at, by SIGKILL, and so is any point in time. A run that was killed goes on, and may be killed
+again.
+In the end its weights, optimiser and logs must equal the undisturbed run's, bit for bit.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import random
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+from build_arithmetic_base import character_tokenizer
+from conftest import LORA, SMALL, count_digits, tiny_model
+from datasets import Dataset, disable_progress_bars
+from test_resume import final_state, logs
+
+from hfppo import AdaptiveKLCallback, PPOConfig, PPOTrainer
+
+disable_progress_bars()
+CONFIG = {
+    **SMALL,
+    **{"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 10, "logging_steps": 3},
+    **{"save_strategy": "steps", "save_steps": 1, "weight_decay": 0.01},
+}
+VARIANTS = {
+    "adapter critic, adaptive KL, normalised scores": ({"normalize_scores": True}, "adapter"),
+    "shared critic, warmup, two checkpoints": ({"critic_warmup": 1, "save_total_limit": 2}, "shared"),
+    "groups, stopped by target_kl": (
+        {"advantage_estimator": "grpo", "num_generations": 2, "target_kl": 0.02, "save_steps": 2},
+        "adapter",
+    ),
+}
+DATASET = Dataset.from_list([{"prompt": f"请问{a}+{b}="} for a in range(4) for b in range(3, 7)])
+
+
+def train(out: str, variant: str) -> str:
+    """Train to the end, from the last checkpoint if there is one; a digest of all that came of it."""
+    config, critic = VARIANTS[variant]
+    trainer = PPOTrainer(
+        model=tiny_model(),
+        reward_funcs=count_digits,
+        args=PPOConfig(output_dir=out, **{**CONFIG, **config}),
+        train_dataset=DATASET,
+        processing_class=character_tokenizer(),
+        peft_config=LORA,
+        critic=critic,
+        callbacks=[AdaptiveKLCallback(target=0.01, horizon=100)],
+    )
+    trainer.train(resume_from_checkpoint=bool(list(Path(out).glob("checkpoint-*"))))
+    state = b"".join(tensor.double().numpy().tobytes() for _, tensor in sorted(final_state(trainer).items()))
+    return hashlib.sha256(state + json.dumps(logs(trainer), sort_keys=True).encode()).hexdigest()
+
+
+def count_operations(out: str, limit: int | None) -> list[str]:
+    """Note every operation on the folder from now on; be killed at the given one."""
+    seen: list[str] = []
+    watched = ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "shutil.rmtree")
+
+    def hook(event: str, arguments: tuple) -> None:
+        if event in watched and arguments and str(arguments[0]).startswith(out):
+            seen.append(event)
+            if limit is not None and len(seen) == limit:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(hook)
+    return seen
+
+
+def child(rank: int, world: int, port: int, out: str, variant: str, kill_at: int | None) -> None:
+    """One process of a run; leaves a file beside the folder when it gets to the end."""
+    os.setpgid(0, 0)
+    if world > 1:
+        os.environ.update(
+            {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1"},
+            MASTER_PORT=str(port),
+        )
+    quiet = os.open(f"{out}.{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(quiet, 1)
+    os.dup2(quiet, 2)
+    torch.set_num_threads(1)
+    seen = count_operations(out, kill_at)
+    result = train(out, variant)
+    Path(f"{out}.{rank}.json").write_text(json.dumps({"digest": result, "operations": len(seen)}))
+    os._exit(0)
+
+
+def run(out: str, variant: str, world: int, kill_at: int | None = None, seconds: float | None = None) -> list | None:
+    """What the processes of a run leave; None if it was killed, at an operation of one or after some seconds."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    victim = random.randrange(world)
+    pids = []
+    for rank in range(world):
+        if (pid := os.fork()) == 0:
+            try:
+                child(rank, world, port, out, variant, kill_at if rank == victim else None)
+            finally:
+                os._exit(1)
+        pids.append(pid)
+    start, codes = time.monotonic(), {}
+    while len(codes) < world:
+        for pid in pids:
+            if pid not in codes and (done := os.waitpid(pid, os.WNOHANG))[0]:
+                codes[pid] = done[1]
+        late = seconds is not None and time.monotonic() - start > seconds
+        if late or any(codes.values()):  # a launcher ends the others when one dies
+            for pid in set(pids) - set(codes):
+                os.kill(pid, signal.SIGKILL)
+                codes[pid] = os.waitpid(pid, 0)[1]
+        time.sleep(0.02)
+    if any(codes.values()):
+        if not all(code in (0, signal.SIGKILL) or world > 1 for code in codes.values()):
+            raise RuntimeError(Path(f"{out}.0.log").read_text()[-3000:])
+        return None
+    return [json.loads(Path(f"{out}.{rank}.json").read_text()) for rank in range(world)]
+
+
+def chaos(kills: int, world: int, seed: int) -> dict[str, int]:
+    """Kill runs until there were enough kills.
+
+    Returns:
+        Counts of kills at an operation and in time, of runs compared, and of those that differed.
+    """
+    random.seed(seed)
+    counts = {"kills at an operation": 0, "kills at a point in time": 0, "runs compared": 0, "runs that differed": 0}
+    folder = tempfile.mkdtemp()
+    straight, length = {}, {}
+    for variant in VARIANTS:
+        start = time.monotonic()
+        straight[variant] = run(f"{folder}/straight", variant, world)
+        assert straight[variant], Path(f"{folder}/straight.0.log").read_text()[-3000:]
+        length[variant] = time.monotonic() - start
+        shutil.rmtree(f"{folder}/straight")
+    while counts["kills at an operation"] + counts["kills at a point in time"] < kills:
+        for variant in VARIANTS:
+            out, result = f"{folder}/killed", None
+            for attempt in range(100):
+                at_operation = random.random() < 0.7
+                left = straight[variant][0]["operations"]
+                kill_at = random.randint(1, left) if attempt < 3 and at_operation else None
+                seconds = random.uniform(0, length[variant]) if attempt < 3 and not at_operation else None
+                if (result := run(out, variant, world, kill_at, seconds)) is not None:
+                    break
+                counts["kills at an operation" if kill_at else "kills at a point in time"] += 1
+            digests = [process["digest"] for process in result]
+            counts["runs compared"] += 1
+            counts["runs that differed"] += digests != [process["digest"] for process in straight[variant]]
+            shutil.rmtree(out)
+    shutil.rmtree(folder)
+    return counts
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=40)
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    found = chaos(options.kills, options.processes, options.seed)
+    print(json.dumps(found))
+    sys.exit(found["runs that differed"])

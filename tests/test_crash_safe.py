@@ -1,0 +1,145 @@
+"""Checkpoints are whole or not there, and a killed run comes back bit for bit."""
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import SMALL
+from test_resume import final_state
+
+from hfppo import PPOCallback
+from hfppo.crash_safe import MANIFEST, damage, last_intact, seal
+
+TESTS = Path(__file__).parent
+CONFIG = {**SMALL, "max_steps": 6, "save_strategy": "steps", "save_steps": 1}
+
+
+@pytest.fixture
+def sealed(tmp_path: Path) -> Path:
+    folder = tmp_path / "checkpoint-1"
+    (folder / "critic").mkdir(parents=True)
+    (folder / "a.bin").write_bytes(b"123")
+    (folder / "critic/b.bin").write_bytes(b"456")
+    seal(folder)
+    return folder
+
+
+def test_a_sealed_folder_is_whole_and_any_change_shows(sealed):
+    assert damage(sealed) is None
+    assert set(json.loads((sealed / MANIFEST).read_text())) == {"a.bin", "critic/b.bin"}
+    (sealed / "a.bin").write_bytes(b"124")
+    assert damage(sealed) == "has a changed a.bin"
+    (sealed / "critic/b.bin").unlink()
+    (sealed / "a.bin").write_bytes(b"123")
+    assert damage(sealed) == "lacks critic/b.bin"
+    (sealed / MANIFEST).write_text("{")
+    assert damage(sealed).startswith("has no readable manifest.json")
+
+
+def test_the_last_whole_checkpoint_is_found_by_its_number(tmp_path, caplog):
+    for step in (9, 10, 11):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        (tmp_path / f"checkpoint-{step}/x").write_text(str(step))
+        seal(tmp_path / f"checkpoint-{step}")
+    (tmp_path / "checkpoint-11/x").write_text("?")
+    assert last_intact(tmp_path) == str(tmp_path / "checkpoint-10")
+    assert "checkpoint-11 is passed over: it has a changed x" in caplog.text
+    assert last_intact(tmp_path / "checkpoint-9") is None
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_the_run_ends_the_same(make_trainer, tmp_path):
+    straight = make_trainer(CONFIG)
+    straight.train()
+    weights = tmp_path / "out/checkpoint-6/adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\xff")
+    resumed = make_trainer(CONFIG)
+    resumed.train(resume_from_checkpoint=True)
+    expected, got = final_state(straight), final_state(resumed)
+    assert [name for name in expected if not torch.equal(expected[name], got[name])] == []
+    assert damage(tmp_path / "out/checkpoint-6") is None  # written anew
+
+
+class FullDisk:
+    """Lets torch.save work a few times, then no more."""
+
+    def __init__(self, times: int):
+        self.times, self.save = times, torch.save
+
+    def __call__(self, *args, **kwargs):
+        self.times -= 1
+        if self.times < 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return self.save(*args, **kwargs)
+
+
+@pytest.mark.parametrize("times", [9, 10, 11])
+def test_a_full_disk_leaves_what_was_saved_before(make_trainer, tmp_path, monkeypatch, times):
+    """A checkpoint makes four calls, for arguments, optimiser, schedule and random state: the third is cut off."""
+    straight = make_trainer({**CONFIG, "output_dir": str(tmp_path / "straight")})
+    straight.train()
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "save", FullDisk(times))
+        with pytest.raises(OSError, match="No space left") as full:
+            make_trainer(CONFIG).train()
+    assert "The checkpoint at step 3 could not be written" in full.value.__notes__[0]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["checkpoint-1", "checkpoint-2"]
+    assert damage(tmp_path / "out/checkpoint-2") is None
+    resumed = make_trainer(CONFIG)
+    resumed.train(resume_from_checkpoint=True)
+    expected, got = final_state(straight), final_state(resumed)
+    assert [name for name in expected if not torch.equal(expected[name], got[name])] == []
+
+
+def test_the_best_checkpoint_has_its_final_name(make_trainer, dataset, tmp_path):
+    config = {**CONFIG, "max_steps": 3, "eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True}
+    trainer = make_trainer(config, eval_dataset=dataset)
+    trainer.train()
+    best = Path(trainer.state.best_model_checkpoint)
+    assert best.parent == tmp_path / "out"
+    assert damage(best) is None
+    states = [json.loads(path.read_text()) for path in (tmp_path / "out").glob("checkpoint-*/trainer_state.json")]
+    assert states
+    assert not any("_saving" in str(state["best_model_checkpoint"]) for state in states)
+
+
+def test_a_just_in_time_checkpoint_is_whole_and_resumes(make_trainer, tmp_path):
+    """What Trainer does on SIGTERM, asked for in the middle of a rollout."""
+
+    class Terminate(PPOCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 3:
+                manager.is_checkpoint_requested = True
+
+    config = {**CONFIG, "save_strategy": "no"}
+    straight = make_trainer(config)
+    straight.train()
+    trainer = make_trainer({**config, "enable_jit_checkpoint": True}, callbacks=[Terminate()])
+    (manager,) = [c.jit_manager for c in trainer.callback_handler.callbacks if hasattr(c, "jit_manager")]
+    trainer.train()
+    assert trainer.state.global_step < 6
+    assert last_intact(tmp_path / "out") is not None
+    resumed = make_trainer(config)
+    resumed.train(resume_from_checkpoint=True)
+    expected, got = final_state(straight), final_state(resumed)
+    assert [name for name in expected if not torch.equal(expected[name], got[name])] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("processes", "kills"), [(1, 4), (2, 2)])
+def test_killed_runs_come_back_bit_for_bit(processes, kills):
+    """The short version of what docs/reliability.md tells of."""
+    path = os.pathsep.join([str(TESTS), str(TESTS.parent / "recipes"), str(TESTS.parent)])
+    found = subprocess.run(
+        [sys.executable, str(TESTS / "chaos.py"), "--kills", str(kills), "--processes", str(processes)],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert found.returncode == 0, found.stdout + found.stderr[-3000:]
+    assert json.loads(found.stdout)["runs compared"] >= 3

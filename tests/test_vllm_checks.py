@@ -1,0 +1,231 @@
+"""What a run with vLLM refuses before it begins, and what it says to servers that were started wrongly; without vLLM.
+
+The servers here answer what vLLM 0.32 answered when it was started like that.
+"""
+
+import json
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from conftest import tiny_model
+from peft import IA3Config, LoraConfig
+from vllm_runs import save_base
+
+from hfppo.endpoint import ServerError
+from hfppo.generation import make_sampler
+from hfppo.generation.vllm import Sampling, start_rank
+
+
+@pytest.fixture
+def base(tmp_path) -> str:
+    return save_base(str(tmp_path / "base"))
+
+
+def lora(**config) -> LoraConfig:
+    return LoraConfig(**{"r": 4, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **config})
+
+
+def written(tmp_path: Path) -> list[Path]:
+    """Files that a run wrote."""
+    return [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
+
+
+def test_without_vllm_an_error_says_who_needs_it(make_trainer, base, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    with pytest.raises(ImportError, match=r"use_vllm=True needs vLLM.*pip install vllm, or use_vllm=False"):
+        make_trainer({"use_vllm": True}, model=base)
+    assert written(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (lora(use_dora=True), "use_dora=True; leave it out of peft_config, or set use_vllm=False"),
+        (lora(modules_to_save=["lm_head"]), r"modules_to_save=\['lm_head'\]; leave it out"),
+        (lora(lora_bias=True), "lora_bias=True; leave it out"),
+        (lora(r=600), "ranks up to 512, the adapter has r=600; lower it"),
+        (lora(rank_pattern={"q_proj": 513}), "r=513"),
+        (
+            IA3Config(target_modules=["down_proj"], feedforward_modules=["down_proj"], task_type="CAUSAL_LM"),
+            "serves LoRA, not IA3Config; use peft.LoraConfig, or set use_vllm=False",
+        ),
+    ],
+    ids=["DoRA", "modules_to_save", "lora_bias", "rank", "rank_pattern", "IA3"],
+)
+@pytest.mark.parametrize("placement", ["colocate", "server"])
+def test_adapters_that_vllm_cannot_serve(make_trainer, base, tmp_path, placement, config, message):
+    """Refused whether vLLM is there or not."""
+    with pytest.raises(ValueError, match=message):
+        make_trainer({"use_vllm": True, "vllm_mode": placement}, model=base, peft_config=config)
+    assert written(tmp_path) == []
+
+
+@pytest.mark.parametrize("placement", ["colocate", "server"])
+def test_a_base_without_a_name(make_trainer, tmp_path, placement):
+    with pytest.raises(ValueError, match="the model has no id or path; save it with save_pretrained"):
+        make_trainer({"use_vllm": True, "vllm_mode": placement}, model=tiny_model())
+    assert written(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("config", "rank"),
+    [
+        (lora(r=1), 1),
+        (lora(r=2), 8),
+        (lora(r=8), 8),
+        (lora(r=9), 16),
+        (lora(r=257), 320),
+        (lora(r=512), 512),
+        (lora(r=4, rank_pattern={"q_proj": 20, "k_proj": 2}), 32),
+    ],
+)
+def test_vllm_is_started_for_the_next_rank_that_it_knows(config, rank):
+    assert start_rank(config) == rank
+
+
+def test_nothing_of_how_to_sample_is_left_to_defaults():
+    """vLLM would take what a request leaves open from the model's generation config."""
+    sampled, greedy = (Sampling(0.7, 5, [1, 2]).params(seed) for seed in (3, None))
+    assert sampled["temperature"] == 0.7
+    assert sampled["seed"] == 3
+    assert greedy["temperature"] == 0.0
+    for params in (sampled, greedy):
+        assert (params["max_tokens"], params["stop_token_ids"], params["logprobs"]) == (5, [1, 2], 0)
+        neutral = {"top_p": 1, "top_k": 0, "min_p": 0, "repetition_penalty": 1}
+        neutral |= {"presence_penalty": 0, "frequency_penalty": 0}
+        assert {name: params[name] for name in neutral} == neutral
+
+
+SUCCESS = (200, "Success: LoRA adapter 'a' added successfully.")
+WORKER = "Call to add_lora method failed: Worker failed with error '{}', please check the stack trace above"
+
+
+def refused(status: int, message: str) -> tuple[int, str]:
+    return status, json.dumps({"error": {"message": message, "type": "InternalServerError", "code": status}})
+
+
+class Server:
+    """Answers what vLLM answers up to the first rollout.
+
+    Args:
+        load: the answers to load_lora_adapter in order, the last for good.
+        logprob: of the only token that top_k=1 leaves.
+    """
+
+    def __init__(self, *load: tuple[int, str], logprob: float = 0.0):
+        answers, self.asked = list(load), []
+        fixed = {
+            "/v1/models": {"object": "list", "data": [{"id": "the base", "object": "model"}]},
+            "/v1/completions": {"choices": [{"text": "1", "logprobs": {"token_logprobs": [logprob]}}]},
+        }
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self):
+                self.rfile.read(int(self.headers.get("content-length", 0)))
+                outer.asked.append(self.path)
+                if self.path in fixed:
+                    status, text = 200, json.dumps(fixed[self.path])
+                else:
+                    status, text = answers.pop(0) if len(answers) > 1 else answers[0]
+                self.send_response(status)
+                self.send_header("content-length", str(len(text.encode())))
+                self.end_headers()
+                self.wfile.write(text.encode())
+
+            do_GET = do_POST
+
+            def log_message(self, *args):
+                pass
+
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.http.server_port}"
+        threading.Thread(target=self.http.serve_forever, daemon=True).start()
+
+
+@pytest.fixture
+def serve() -> Iterator:
+    servers: list[Server] = []
+
+    def start(*load, **kwargs) -> Server:
+        servers.append(Server(*load, **kwargs))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.http.shutdown()
+        server.http.server_close()
+
+
+def at(url: str, timeout: float = 30.0) -> dict:
+    """Fields of a run that asks a server."""
+    return {
+        "use_vllm": True,
+        "vllm_mode": "server",
+        "vllm_server_base_url": url,
+        "vllm_server_timeout": timeout,
+    }
+
+
+def assert_says_the_command(error: BaseException, base: str) -> None:
+    for part in (
+        f"VLLM_ALLOW_RUNTIME_LORA_UPDATING=True vllm serve {base} ",
+        *("--enable-lora", "--max-lora-rank 8", "--logprobs-mode processed_logprobs", "--dtype float32"),
+    ):
+        assert part in str(error)
+
+
+def test_a_server_that_is_down(make_trainer, base, tmp_path):
+    begin = time.monotonic()
+    with pytest.raises(ServerError, match=r"http://127.0.0.1:9/v1/models cannot be reached") as error:
+        make_trainer(at("http://127.0.0.1:9", timeout=0.5), model=base)
+    assert 0.5 < time.monotonic() - begin < 5
+    assert_says_the_command(error.value, base)
+    assert written(tmp_path) == []
+
+
+def test_a_server_without_processed_logprobs(make_trainer, base, serve, tmp_path):
+    with pytest.raises(ServerError, match="reports raw log-probs; start it with") as error:
+        make_trainer(at(serve(SUCCESS, logprob=-0.99).url), model=base)
+    assert_says_the_command(error.value, base)
+    assert written(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        refused(500, WORKER.format("LoRA is not enabled. Use --enable-lora to enable LoRA.")),
+        refused(500, WORKER.format("LoRA rank 4 is greater than max_lora_rank 1.")),
+        (404, '{"detail":"Not Found"}'),
+        refused(404, "Loading lora a failed: No adapter found for <path>"),
+    ],
+    ids=["--enable-lora", "--max-lora-rank", "VLLM_ALLOW_RUNTIME_LORA_UPDATING", "folder out of sight"],
+)
+def test_a_server_that_cannot_take_the_adapter(make_trainer, base, serve, answer):
+    """Asked once: another attempt would not help."""
+    server = serve(answer)
+    trainer = make_trainer(at(server.url), model=base)
+    with pytest.raises(ServerError) as error:
+        trainer.train()
+    assert str(answer[0]) in str(error.value)
+    assert_says_the_command(error.value, base)
+    assert server.asked.count("/v1/load_lora_adapter") == 1
+    assert server.asked[-1] == "/v1/load_lora_adapter", "nothing was sampled"
+
+
+@pytest.mark.parametrize(
+    "first",
+    [refused(500, "EngineCore encountered an issue"), refused(503, "starting")],
+    ids=["engine dead", "not ready"],
+)
+def test_a_server_that_takes_the_adapter_a_moment_later(make_trainer, base, serve, first):
+    """Here a 200 is lost, too: the adapter is there when it is asked for again."""
+    already = refused(400, "The lora adapter 'a' has already been loaded. If you want to load the adapter in place")
+    server = serve(first, already)
+    with make_trainer(at(server.url), model=base).collector.sampler.ready():
+        assert server.asked.count("/v1/load_lora_adapter") == 2
