@@ -16,11 +16,11 @@ import torch
 from dataset import DataArguments, load
 from datasets import Dataset
 from ppo import imported, load_model
+from run import ActorArguments, evaluate, run
 from transformers import AutoTokenizer, EvalPrediction, PreTrainedTokenizerBase, pipeline
-from trl import ModelConfig, TrlParser, get_peft_config
+from trl import TrlParser, get_peft_config
 
 from hfppo import PPOConfig, PPOTrainer
-from hfppo.config import resume_argument
 from hfppo.loading import load_tokenizer
 from hfppo.reward_model import RewardModel, load_classifier
 
@@ -43,8 +43,8 @@ class SentimentArguments(DataArguments):
 
 
 @dataclass
-class ActorArguments(ModelConfig):
-    """TRL's ModelConfig with a model that writes film reviews."""
+class SentimentActor(ActorArguments):
+    """The actor's arguments, with a model that writes film reviews."""
 
     model_name_or_path: str = field(default="lvwerra/gpt2-imdb", metadata={"help": "The model that continues."})
 
@@ -94,7 +94,7 @@ def share_of(label: str, reward: RewardModel) -> Callable[[EvalPrediction], dict
     return metrics
 
 
-def main(script_args: SentimentArguments, args: PPOConfig, model_args: ActorArguments) -> None:
+def main(script_args: SentimentArguments, args: PPOConfig, model_args: SentimentActor) -> None:
     if args.device.type == "cpu":
         torch.set_num_threads(1)  # models that fit a CPU are too small to gain from more
     train, test = load(script_args)
@@ -108,22 +108,21 @@ def main(script_args: SentimentArguments, args: PPOConfig, model_args: ActorArgu
         AutoTokenizer.from_pretrained(script_args.classifier),
         label=script_args.label,
     )
+    model = load_model(model_args)
     trainer = PPOTrainer(
-        model=load_model(model_args),
+        model=model,
         reward_funcs=[reward, *(imported(name) for name in script_args.reward_funcs)],
         args=args,
         train_dataset=train,
         eval_dataset=test,
         processing_class=tokenizer,
-        peft_config=get_peft_config(model_args),
+        peft_config=None if isinstance(model, str) else get_peft_config(model_args),
         critic=script_args.critic,
         compute_metrics=share_of(script_args.label, reward),
     )
 
     def measure(when: str) -> None:
-        metrics = trainer.evaluate(metric_key_prefix=when, do_sample=True)
-        trainer.log_metrics(when, metrics)
-        trainer.save_metrics(when, metrics)
+        evaluate(trainer, when, do_sample=True)
         prompts = test["prompt"][:5]
         rollout = trainer.rollout(prompts)
         for prompt, ids, mask, score in zip(
@@ -132,19 +131,8 @@ def main(script_args: SentimentArguments, args: PPOConfig, model_args: ActorArgu
             if trainer.is_world_process_zero():
                 print(f"{score:6.2f}  {prompt} |{tokenizer.decode(ids[mask], skip_special_tokens=True)}")
 
-    if test is not None:
-        measure("before")
-    result = trainer.train(resume_from_checkpoint=resume_argument(args))
-    trainer.save_model()
-    trainer.save_state()
-    trainer.log_metrics("train", result.metrics)
-    trainer.save_metrics("train", result.metrics)
-    if test is not None:
-        measure("after")
-    if args.push_to_hub:
-        trainer.push_to_hub()
-    trainer.end()
+    run(trainer, measure)
 
 
 if __name__ == "__main__":
-    main(*TrlParser((SentimentArguments, PPOConfig, ActorArguments)).parse_args_and_config())
+    main(*TrlParser((SentimentArguments, PPOConfig, SentimentActor)).parse_args_and_config())

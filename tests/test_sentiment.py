@@ -53,7 +53,7 @@ def run(built: Path, *flags: str) -> Path:
     """The recipe for two optimiser steps; returns its output folder."""
     out = built / "ppo"
     files = {"train": str(built / "train.jsonl"), "test": str(built / "test.jsonl")}
-    parser = TrlParser((sentiment.SentimentArguments, PPOConfig, sentiment.ActorArguments))
+    parser = TrlParser((sentiment.SentimentArguments, PPOConfig, sentiment.SentimentActor))
     given = [
         *("--config", YAML, "--model_name_or_path", str(built / "model"), "--classifier", str(built / "classifier")),
         *("--data_files", json.dumps(files), "--output_dir", str(out), "--max_completion_length", "8"),
