@@ -57,6 +57,7 @@ def assemble(
     }
     loaded = load_model(model, **init_kwargs)
     check_model(loaded, peft_config)
+    check_lengths(loaded, [p for p in (train_prompts, *eval_prompts.values()) if p is not None], args)
     eos_ids = eos_token_ids(tokenizer, loaded.generation_config)
     reference = load_reference(ref_model, **init_kwargs)
     reward_kwargs = {"device_map": str(args.device), **cast(dict[str, Any], args.reward_model_init_kwargs or {})}
@@ -73,6 +74,21 @@ def assemble(
         actor.base, actor.peft_config, critic_source, reference, actor.start_adapter, args.detach_shared_critic
     )
     return Parts(actor_critic, tokenizer, eos_ids, rewards, actor.peft_config, train_prompts, eval_prompts)
+
+
+def check_lengths(model: PreTrainedModel | PeftModel, prompts: list[Prompts], args: PPOConfig) -> None:
+    """Refuse prompts and completions that together need more positions than the model has.
+
+    Raises:
+        ValueError: names the lengths and the fields.
+    """
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    longest = max((len(ids) for some in prompts for ids in some.ids), default=0)
+    if positions is not None and longest + args.max_completion_length > positions:
+        raise ValueError(
+            f"the longest prompt has {longest} tokens and max_completion_length={args.max_completion_length}, more "
+            f"together than the model's {positions} positions; lower max_completion_length or max_prompt_length"
+        )
 
 
 def prompts_of(dataset: Dataset, name: str, tokenizer: PreTrainedTokenizerBase, args: PPOConfig) -> Prompts:

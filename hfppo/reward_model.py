@@ -5,6 +5,7 @@
 An adapter for the actor's own base rides the base that is in memory already.
 """
 
+import copy
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from peft import PeftConfig, PeftModel
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
 from hfppo.critic import shared_copy
 from hfppo.reward_server import RewardServer
@@ -41,9 +43,12 @@ class RewardModel:
         batch_size: int = 64,
         label: int | str | None = None,
     ):
-        self.model, self.tokenizer, self.batch_size = model.eval().requires_grad_(False), tokenizer, batch_size
+        self.model, self.batch_size = model.eval().requires_grad_(False), batch_size
+        self.tokenizer = copy.deepcopy(tokenizer)
+        self.tokenizer.truncation_side = "left"
         name = str(model.config.name_or_path or type(model).__name__)
         self.__name__ = os.path.basename(name.rstrip("/"))
+        self.max_length = max_length(model, tokenizer)
         self.label = find_label(model.config.num_labels, model.config.label2id or {}, label, name)
 
     def __call__(self, prompts: list[Any], completions: list[Any], **kwargs: Any) -> list[float]:
@@ -59,13 +64,15 @@ class RewardModel:
 
     @torch.no_grad()
     def score(self, texts: list[str], add_special_tokens: bool = True) -> list[float]:
-        """The scores of some texts."""
+        """The scores of some texts; of one longer than the model's positions, the end is read: the completion."""
         scores: list[float] = []
         for start in range(0, len(texts), self.batch_size):
             encoded = self.tokenizer(
                 texts[start : start + self.batch_size],
                 add_special_tokens=add_special_tokens,
                 return_attention_mask=True,
+                truncation=self.max_length is not None,
+                max_length=self.max_length,
             )
             ids = [torch.tensor(row) for row in encoded["input_ids"]]
             scores += self.logits(ids)[:, self.label].float().tolist()
@@ -83,6 +90,13 @@ class RewardModel:
         # transformers finds the last token by `ids != pad`, which is wrong where EOS pads.
         hidden = model.base_model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
         return model.score(hidden[torch.arange(len(ids), device=device), lengths - 1])
+
+
+def max_length(model: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """Tokens that the model can read; None without a limit."""
+    if tokenizer.model_max_length < VERY_LARGE_INTEGER:
+        return tokenizer.model_max_length  # RoBERTa's positions begin at 2: its config says more
+    return getattr(model.config, "max_position_embeddings", None)
 
 
 def find_label(num_labels: int, label2id: Any, label: int | str | None, name: str) -> int:

@@ -762,3 +762,11 @@ def test_a_saved_critic_that_does_not_fit(checkpoint, sealed, make_trainer, tmp_
 def test_a_saved_critic_that_fits(checkpoint, sealed, make_trainer):
     with pytest.raises(pytest.fail.Exception, match="were sampled"):
         make_trainer(critic=str(checkpoint), peft_config=lora()).train()
+
+
+def test_prompts_and_completions_longer_than_the_models_positions(sealed, make_trainer, tmp_path):
+    with pytest.raises(ValueError, match=r"the longest prompt has 6 tokens and max_completion_length=123, more") as no:
+        make_trainer({"max_completion_length": 123})
+    assert "the model's 128 positions; lower max_completion_length or max_prompt_length" in str(no.value)
+    assert not (tmp_path / "out").exists()
+    make_trainer({"max_completion_length": 122})

@@ -153,3 +153,15 @@ def test_bad_reward_models(make_trainer, tmp_path, tokenizer):
         make_trainer(reward_funcs=str(tmp_path / "foreign"))
     with pytest.raises(ValueError, match=r"reward_processing_classes has 2 entries for 1"):
         make_trainer(reward_processing_classes=[None, None])
+
+
+def test_of_a_text_longer_than_its_positions_the_end_is_read():
+    tokenizer = other_tokenizer("right", "<pad>")
+    model = RewardModel(scorer(max_position_embeddings=8), tokenizer)
+    text = "1+2=3" * 5
+    ids = tokenizer(text)["input_ids"]
+    assert len(ids) > 8
+    with torch.no_grad():
+        expected = float(model.logits([torch.tensor(ids[-8:])])[0, 0])
+    assert model.score([text]) == [pytest.approx(expected, abs=1e-6)]
+    assert tokenizer.truncation_side == "right"

@@ -11,7 +11,6 @@ import re
 import shutil
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -25,6 +24,7 @@ from vllm_runs import ENGINE, PROMPTS, Server, save_base
 from hfppo import PPOCallback
 from hfppo.data import pad_left
 from hfppo.endpoint import Endpoint, ServerError
+from hfppo.generation import completions_from
 from hfppo.generation.vllm import RANKS
 from hfppo.generation.vllm_server import serve_command
 from hfppo.model import ActorCritic
@@ -111,6 +111,9 @@ def test_vllm_samples_from_the_training_models_policy(make, placement, temperatu
     for rollout in rollouts.seen:
         assert rollout.prompt_mask.sum(dim=1).max() > 128
         assert_close(rollout.rollout_logprobs, rollout.old_logprobs, rtol=0, atol=1e-4)
+        ends = completions_from(rollout.completion_ids, rollout.rollout_logprobs, [1])
+        assert torch.equal(rollout.mask, ends.mask)
+        assert torch.equal(rollout.truncated, ends.truncated)
     for rollout in rollouts.seen[1:]:
         assert (rollout.old_logprobs - rollout.ref_logprobs).abs().max() > 0.5, "a stale adapter would show little"
 
@@ -121,7 +124,7 @@ def test_vllm_samples_from_the_training_models_policy(make, placement, temperatu
         theirs = trainer.model.generate(
             input_ids=torch.tensor([prompt]),
             **{"do_sample": False, "max_new_tokens": 48, "eos_token_id": 1, "pad_token_id": 0},
-            **{"top_k": None, "repetition_penalty": 1.0},
+            **{"top_k": 0, "repetition_penalty": 1.0},
         )
         assert ids[mask].tolist() == theirs[0, len(prompt) :].tolist()
 

@@ -17,13 +17,20 @@ from peft import IA3Config, LoraConfig
 from vllm_runs import save_base
 
 from hfppo.endpoint import ServerError
-from hfppo.generation import make_sampler
 from hfppo.generation.vllm import Sampling, start_rank
 
 
 @pytest.fixture
 def base(tmp_path) -> str:
     return save_base(str(tmp_path / "base"))
+
+
+def at(url: str, timeout: float = 5.0) -> dict:
+    """Fields of a run that asks a server."""
+    return {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": url, "vllm_server_timeout": timeout}
+
+
+NOWHERE = at("http://127.0.0.1:9", timeout=0.5)
 
 
 def lora(**config) -> LoraConfig:
@@ -61,14 +68,14 @@ def test_without_vllm_an_error_says_who_needs_it(make_trainer, base, tmp_path, m
 def test_adapters_that_vllm_cannot_serve(make_trainer, base, tmp_path, placement, config, message):
     """Refused whether vLLM is there or not."""
     with pytest.raises(ValueError, match=message):
-        make_trainer({"use_vllm": True, "vllm_mode": placement}, model=base, peft_config=config)
+        make_trainer({**NOWHERE, "vllm_mode": placement}, model=base, peft_config=config)
     assert written(tmp_path) == []
 
 
 @pytest.mark.parametrize("placement", ["colocate", "server"])
 def test_a_base_without_a_name(make_trainer, tmp_path, placement):
     with pytest.raises(ValueError, match="the model has no id or path; save it with save_pretrained"):
-        make_trainer({"use_vllm": True, "vllm_mode": placement}, model=tiny_model())
+        make_trainer({**NOWHERE, "vllm_mode": placement}, model=tiny_model())
     assert written(tmp_path) == []
 
 
@@ -162,16 +169,6 @@ def serve() -> Iterator:
         server.http.server_close()
 
 
-def at(url: str, timeout: float = 30.0) -> dict:
-    """Fields of a run that asks a server."""
-    return {
-        "use_vllm": True,
-        "vllm_mode": "server",
-        "vllm_server_base_url": url,
-        "vllm_server_timeout": timeout,
-    }
-
-
 def assert_says_the_command(error: BaseException, base: str) -> None:
     for part in (
         f"VLLM_ALLOW_RUNTIME_LORA_UPDATING=True vllm serve {base} ",
@@ -183,7 +180,7 @@ def assert_says_the_command(error: BaseException, base: str) -> None:
 def test_a_server_that_is_down(make_trainer, base, tmp_path):
     begin = time.monotonic()
     with pytest.raises(ServerError, match=r"http://127.0.0.1:9/v1/models cannot be reached") as error:
-        make_trainer(at("http://127.0.0.1:9", timeout=0.5), model=base)
+        make_trainer(NOWHERE, model=base)
     assert 0.5 < time.monotonic() - begin < 5
     assert_says_the_command(error.value, base)
     assert written(tmp_path) == []
