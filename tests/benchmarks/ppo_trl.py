@@ -26,12 +26,11 @@ def time_phases(watch: Stopwatch, clock: Clock, reward_model: torch.nn.Module) -
 
     def timed_forward(*args):
         phase = "actor forward" if torch.is_grad_enabled() else "reference"
-        output, *values = returned = watch.timed(forward, phase)(*args)
+        returned = watch.timed(forward, phase)(*args)
         if torch.is_grad_enabled():
             # Autograd takes the last operations first, so the policy's, which came after the values.
-            values[0].register_hook(lambda grad: watch.rename("critic backward"))
-            return returned
-        return output if not values else returned
+            returned[1].register_hook(lambda grad: watch.rename("critic backward"))
+        return returned
 
     def counted_generation(model, queries, size, pad_token_id, config):
         sequences, logits = generation(model, queries, size, pad_token_id, config)
