@@ -122,7 +122,7 @@ def main(options: argparse.Namespace) -> None:
     cuda = torch.cuda.is_available()
     device = torch.cuda.get_device_name() if cuda else f"{platform.machine()}, {os.cpu_count()} cores"
     print(f"    python tests/benchmarks/ppo.py {' '.join(sys.argv[1:])}\n")
-    print(f"Workload {options.workload}, {options.threads} threads, {device}, {packages}, {date.today():%d %B %Y}.\n")
+    print(f"Workload {options.workload}, threads: {options.threads}, {device}, {packages}, {date.today():%d %B %Y}.\n")
     print_totals(measured, workload)
     sampling, passes = (f"{number / 1e9:.0f}" for number in measured_rates)
     print(f"\nMatrix products: {passes} GFLOP/s per processor, {sampling} with one token per row.")
