@@ -23,7 +23,7 @@ class RewardServer:
         columns: columns of the dataset that it is sent too.
         batch_size: completions per request.
         timeout: seconds until an answer must be complete.
-        max_retries: further attempts after the first; pauses grow from 0.2 to 30 seconds.
+        max_retries: further attempts after the first; pauses grow from 0.2 to 5 seconds.
         max_concurrency: requests at once, per process.
         headers: sent along, an Authorization for instance; never logged or saved.
         name: what metrics call it.

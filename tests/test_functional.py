@@ -929,8 +929,14 @@ CALLS = {
     "clip_fractions": lambda x: clip_fractions(x.a, x.b, x.c, dual_clip=3.0),
     "value_loss": lambda x: value_loss(x.a, x.b, x.c),
     "value_clipped": lambda x: value_clipped(x.a, x.b, x.c),
+    "importance_weights": lambda x: importance_weights(x.a, x.b, x.mask, correction="mask"),
+    "effective_sample_size": lambda x: effective_sample_size(x.a, x.mask),
     "reduce": lambda x: tuple(reduce(x.b, x.mask, mode, max_length=3) for mode in REDUCTIONS),
 }
+
+
+NUMBERS = ("explained_variance", "effective_sample_size")
+BOOLS = dict.fromkeys(("clip_fractions", "value_clipped", "importance_weights"), torch.bool)
 
 
 def test_every_public_tensor_function_is_among_the_calls():
@@ -959,8 +965,7 @@ def test_results_do_not_share_memory_with_arguments(name):
 def test_float32_stays_float32(name):
     result = CALLS[name](SimpleNamespace(**INPUTS))
     for x in result if isinstance(result, tuple) else (result,):
-        expected = torch.bool if name in ("clip_fractions", "value_clipped") else torch.float32
-        assert isinstance(x, float) if name == "explained_variance" else x.dtype == expected
+        assert isinstance(x, float) if name in NUMBERS else x.dtype in (torch.float32, BOOLS.get(name))
 
 
 WIDE, NARROW, NARROW_MASK = torch.zeros(2, 3), torch.zeros(2, 1), torch.ones(2, 1, dtype=torch.bool)

@@ -21,7 +21,7 @@ MODEL = {
     *("README.md", "adapter_config.json", "adapter_model.safetensors", "tokenizer.json", "tokenizer_config.json"),
     *("critic/critic.safetensors", "critic/critic_config.json", "training_args.bin"),
 }
-STATE = {"optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json", "ppo_state_0.json"}
+STATE = {"optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json", "ppo_state_0.json", "manifest.json"}
 CHECKPOINT = MODEL | STATE | {"ppo_state_0.safetensors"}  # the last one within a rollout only
 WEIGHTS = ("adapter_model.safetensors", "critic/critic.safetensors")
 PROGRESS = "Training in progress, step "

@@ -51,9 +51,9 @@ def importance_weights(
         log_ratio = log_ratio.sum(dim=1, keepdim=True).expand_as(log_ratio)
     weights = clamp_log_ratio(log_ratio).exp().where(mask, 0.0)
     if correction == "truncate":
-        return weights.clamp(max=cap), mask
+        return weights.clamp(max=cap), mask.clone()
     inside = mask & (weights >= floor) & (weights <= cap)
-    return weights.where(inside, 0.0), inside if correction == "reject" else mask
+    return weights.where(inside, 0.0), inside if correction == "reject" else mask.clone()
 
 
 def effective_sample_size(weights: Tensor, mask: Tensor) -> float:
