@@ -54,10 +54,10 @@ def operations(workload: Workload, critic: str) -> dict[str, float]:
 def rate(rows: int, workload: Workload, repeats: int = 50) -> float:
     """Operations per second of the product of (rows, hidden) and (hidden, MLP); the best of some, as a floor wants.
 
-    On a CPU per second of the processor, summed over threads; on a GPU per second.
+    On a CPU per second of a processor, of which there is one for each thread; on a GPU per second. The clock is the
+    wall's: a process's own lags behind for threads that are running, and the best would be one that it missed.
     """
     cuda = torch.cuda.is_available()
-    clock = time.perf_counter if cuda else time.process_time
     options = {"device": "cuda" if cuda else "cpu", "dtype": getattr(torch, workload.dtype)}
     x = torch.randn(rows, workload.hidden_size, **options)
     weight = torch.randn(workload.intermediate_size, workload.hidden_size, **options).t()
@@ -65,13 +65,13 @@ def rate(rows: int, workload: Workload, repeats: int = 50) -> float:
     each = max(1, int(2e8 / number))
     best = float("inf")
     for _ in range(repeats):
-        start = clock()
+        start = time.perf_counter()
         for _ in range(each):
             torch.mm(x, weight)
         if cuda:
             torch.cuda.synchronize()
-        best = min(best, (clock() - start) / each)
-    return number / best
+        best = min(best, (time.perf_counter() - start) / each)
+    return number / best / (1 if cuda else torch.get_num_threads())
 
 
 def rates(workload: Workload) -> tuple[float, float]:
