@@ -221,6 +221,13 @@ class PPOConfig(TrainingArguments):
     )
 
     # Speed and memory only.
+    max_tokens_per_micro_batch: int | None = field(
+        default=None,
+        metadata={
+            "help": "Cut micro-batches of the update further, to this many tokens of prompts and completions with "
+            "their padding; a single row may have more. None: `per_device_train_batch_size` rows on average."
+        },
+    )
     local_rollout_forward_batch_size: int = field(
         default=64, metadata={"help": "Rows per process that are sampled, or passed without gradient, at once (TRL)."}
     )

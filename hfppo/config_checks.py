@@ -33,6 +33,7 @@ RANGES: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
             "num_generations",
             "max_completion_length",
             "local_rollout_forward_batch_size",
+            "max_tokens_per_micro_batch",
             "total_episodes",
             "max_prompt_length",
         ),

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
+from hfppo.layout import Layout, hidden_states
 from hfppo.loading import check_vocabulary
 
 CRITIC_FOLDER = "critic"
@@ -43,10 +44,10 @@ class Critic(nn.Module):
         nn.init.zeros_(self.value_head.weight)
         nn.init.zeros_(self.value_head.bias)
 
-    def forward(self, actor_hidden: Tensor | None, **inputs: Tensor) -> Tensor:
-        """(B, S) values of the states in (B, S) token ids, or of the (B, S, H) hidden states of the actor."""
+    def forward(self, actor_hidden: Tensor | None, layout: Layout) -> Tensor:
+        """(N,) values of the positions of a layout, from its inputs or from the actor's (N, H) hidden states."""
         if self.trunk is not None:
-            hidden = self.trunk(**inputs, use_cache=False).last_hidden_state
+            hidden = hidden_states(self.trunk, layout)
         else:
             hidden = actor_hidden.detach() if self.detach else actor_hidden
         with torch.autocast(hidden.device.type, enabled=False):

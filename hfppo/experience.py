@@ -193,13 +193,15 @@ class Collector:
         """The passes without gradient of actor, critic and reference, some rows at a time."""
         args = self.args
         needs_old, size = args.policy_mode != "bypass", args.local_rollout_forward_batch_size
+        attention_mask = torch.cat([prompt_mask, completions.mask], dim=1)
+        input_ids = torch.cat([prompt_ids, completions.ids], dim=1)
+        order = attention_mask.sum(dim=1).argsort(descending=True, stable=True)  # of one length, little padding
         parts = []
-        for i in range(0, len(prompt_ids), size):
-            mask = completions.mask[i : i + size]
+        for rows in order.split(size):
             inputs = {
-                "input_ids": torch.cat([prompt_ids[i : i + size], completions.ids[i : i + size]], dim=1),
-                "attention_mask": torch.cat([prompt_mask[i : i + size], mask], dim=1),
-                "completion_mask": mask,
+                "input_ids": input_ids[rows],
+                "attention_mask": attention_mask[rows],
+                "completion_mask": completions.mask[rows],
                 "temperature": args.temperature,
             }
             out, ref = self.model(**inputs, policy=needs_old), None
@@ -207,7 +209,9 @@ class Collector:
                 with self.model.reference():
                     ref = self.model(**inputs, values=False).logprobs
             parts.append((out.logprobs, ref, out.values, out.final_value))
-        passes = Passes(*(None if column[0] is None else torch.cat(column) for column in zip(*parts, strict=True)))
+        back = order.argsort()
+        columns = zip(*parts, strict=True)
+        passes = Passes(*(None if column[0] is None else torch.cat(column)[back] for column in columns))
         for name, tensor in (("rollout_logprobs", completions.logprobs), *vars(passes).items()):
             if tensor is not None and not tensor.isfinite().all():
                 row = int((~tensor.isfinite()).flatten(1).any(dim=1).nonzero()[0]) if tensor.dim() > 1 else 0

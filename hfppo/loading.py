@@ -6,7 +6,7 @@ from typing import Any
 
 from peft import LoraConfig, PeftConfig, PeftModel
 from peft.utils import get_peft_model_state_dict
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 # These initialisations write into the base, so that disabling the adapter no longer gives the base back.
@@ -109,6 +109,17 @@ def check_adapter(config: PeftConfig) -> None:
             f"the model's or peft_config's type {getattr(config.peft_type, 'value', config.peft_type)} is prompt "
             "learning, which cannot be disabled to give the reference policy; use LoRA"
         )
+
+
+def keep_four_bits(base: nn.Module) -> None:
+    """Have bitsandbytes leave 4-bit weights as they are.
+
+    On CPUs with AVX512-BF16 it rewrites them for inference, in place and with their scales in bfloat16: the base's
+    bytes would change, and passes with and without gradient would disagree.
+    """
+    for module in base.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
 
 
 def take_apart(model: PreTrainedModel | PeftModel, peft_config: PeftConfig | None) -> Actor:

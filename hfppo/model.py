@@ -9,21 +9,19 @@ import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from peft import PeftConfig, PeftModel, PeftModelForCausalLM
 from peft.utils import set_peft_model_state_dict
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from hfppo.card import update_card
 from hfppo.critic import CRITIC_FOLDER, CriticSource, build_critic, find_critic, shared_copy
-from hfppo.loading import check_adapter, check_vocabulary
-
-# Logits are made for as many tokens at once as fit into this many numbers (float32: 128 MiB).
-MAX_LOGITS = 2**25
+from hfppo.layout import Layout, can_pack, hidden_states
+from hfppo.loading import check_adapter, check_vocabulary, keep_four_bits
+from hfppo.output_head import Entropy, logits_of, token_logprobs
 
 
 class TokenOutputs(NamedTuple):
@@ -66,6 +64,7 @@ class ActorCritic(PeftModelForCausalLM):
         check_adapter(peft_config)
         if ref_model is not None:
             check_vocabulary("ref_model", ref_model, base)
+        keep_four_bits(base)
         critic_module = None
         if critic is not None:
             critic_module = build_critic(find_critic(critic), base, peft_config, detach_critic)
@@ -116,7 +115,7 @@ class ActorCritic(PeftModelForCausalLM):
         temperature: float = 1.0,
         policy: bool = True,
         values: bool = True,
-        entropy: Literal["none", "constant", "differentiable"] = "none",
+        entropy: Entropy = "none",
         **kwargs: Any,
     ) -> TokenOutputs | Any:
         """Log-probs, entropy and values of completion tokens; without `completion_mask`, PEFT's own forward.
@@ -132,24 +131,23 @@ class ActorCritic(PeftModelForCausalLM):
         """
         if completion_mask is None:
             return super().forward(input_ids=input_ids, attention_mask=attention_mask, **kwargs)
-        states = completion_mask.shape[1] + 1  # s_0 … s_T: state t is read at the token before token t
-        positions = (attention_mask.long().cumsum(dim=1) - 1).clamp(min=0)
-        inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": positions}
         values = values and self.critic is not None
-        hidden = None
-        if policy or (values and self.critic.trunk is None):
-            hidden = trunk_of(self._policy)(**inputs, use_cache=False).last_hidden_state[:, -states:]
-        logprobs = entropies = state_values = final_value = None
+        shared = values and self.critic.trunk is None
+        logprobs = entropies = state_values = final_value = hidden = None
+        if policy or shared:
+            layout = Layout.of(input_ids, attention_mask, completion_mask, can_pack(self._policy))
+            hidden = hidden_states(trunk_of(self._policy), layout)
         if policy:
-            tokens = input_ids[:, -states + 1 :]
-            logprobs, entropies = token_logprobs(
-                self._policy, hidden[:, :-1], tokens, completion_mask, temperature, entropy
-            )
+            tokens = input_ids[:, -completion_mask.shape[1] :][completion_mask]
+            before = hidden[layout.states[:, :-1][completion_mask]]
+            found = token_logprobs(self._policy, before, tokens, temperature, entropy)
+            nothing = torch.zeros(completion_mask.shape, dtype=torch.float32, device=hidden.device)
+            logprobs, entropies = (None if x is None else nothing.masked_scatter(completion_mask, x) for x in found)
         if values:
-            after = self.critic(hidden, **inputs)[:, -states:]
-            last = (completion_mask.shape[1] - completion_mask.flip(1).int().argmax(dim=1))[:, None]
-            final_value = after.gather(1, last).squeeze(1)
-            state_values = after[:, :-1].where(completion_mask, 0.0)
+            if not shared:
+                layout = Layout.of(input_ids, attention_mask, completion_mask, can_pack(self.critic.trunk))
+            after = self.critic(hidden, layout)[layout.states]
+            state_values, final_value = after[:, :-1].where(completion_mask, 0.0), after[:, -1]
         return TokenOutputs(logprobs, entropies, state_values, final_value)
 
     def activation_checkpointing_enable(self, **kwargs: Any) -> None:
@@ -219,65 +217,6 @@ def trunk_of(model: PreTrainedModel | PeftModel) -> nn.Module:
     """The part of a causal language model, adapters included, that gives hidden states."""
     causal_lm: Any = model.get_base_model() if isinstance(model, PeftModel) else model
     return causal_lm.base_model
-
-
-def logits_of(model: PreTrainedModel | PeftModel, hidden: Tensor) -> Tensor:
-    """(…, V) float32 logits from (…, H) hidden states, with what some architectures do after the output head."""
-    logits = model.get_output_embeddings()(hidden).float()
-    config = model.config.get_text_config()
-    if (cap := getattr(config, "final_logit_softcapping", None)) is not None:  # Gemma 2
-        logits = torch.tanh(logits / cap) * cap
-    if (divisor := getattr(config, "logits_scaling", None)) is not None:  # Granite
-        logits = logits / divisor
-    if (factor := getattr(config, "logit_scale", None)) is not None:  # Cohere
-        logits = logits * factor
-    return logits
-
-
-def token_logprobs(
-    model: PreTrainedModel | PeftModel,
-    hidden: Tensor,
-    tokens: Tensor,
-    mask: Tensor,
-    temperature: float,
-    entropy: Literal["none", "constant", "differentiable"] = "none",
-) -> tuple[Tensor, Tensor | None]:
-    """Log-probability and entropy of the real tokens, without keeping (B, T, V) logits.
-
-    Only real tokens reach the output head, in chunks; the backward pass makes each chunk's logits again.
-
-    Args:
-        hidden: (B, T, H), the state before each token.
-        tokens: (B, T) int64.
-        mask: (B, T) bool.
-        temperature: divides the logits.
-        entropy: as in `ActorCritic.forward`.
-    Returns:
-        logprobs, entropy: (B, T) float32, nats, 0 where mask is False; entropy None if it is not asked for.
-    """
-
-    def chunk(states: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
-        logp = torch.log_softmax(logits_of(model, states) / temperature, dim=-1)
-        chosen = logp.gather(-1, targets[:, None]).squeeze(-1)
-        if entropy == "none":
-            return (chosen,)
-        if entropy == "constant":
-            logp = logp.detach()
-        return chosen, -(logp.exp() * logp).sum(dim=-1)
-
-    states, targets = hidden[mask], tokens[mask]
-    size = max(1, MAX_LOGITS // model.config.get_text_config().vocab_size)
-    if len(targets) <= size:
-        found = chunk(states, targets)
-    else:
-        parts = [
-            checkpoint(chunk, *piece, use_reentrant=False)
-            for piece in zip(states.split(size), targets.split(size), strict=True)
-        ]
-        found = tuple(torch.cat(part) for part in zip(*parts, strict=True))
-    nothing = torch.zeros(mask.shape, dtype=torch.float32, device=hidden.device)
-    logprobs, *rest = (nothing.masked_scatter(mask, numbers) for numbers in found)
-    return logprobs, rest[0] if rest else None
 
 
 def disable_dropout(model: nn.Module) -> None:

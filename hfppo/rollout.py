@@ -1,7 +1,7 @@
 """A rollout and the pieces that the update cuts it into: frozen data with a shape for each field."""
 
 import hashlib
-from collections.abc import Iterator
+from bisect import bisect_left
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -64,10 +64,55 @@ class Rollout:
         order = torch.randperm(len(self), generator=generator)
         return self.select(order.chunk(num_mini_batches)[index].to(self.prompt_ids.device))
 
-    def micro_batches(self, num_micro_batches: int) -> Iterator["Rollout"]:
-        """The rows in order, cut evenly."""
-        for rows in torch.arange(len(self), device=self.prompt_ids.device).chunk(num_micro_batches):
-            yield self.select(rows)
+    @property
+    def lengths(self) -> Tensor:
+        """(B,) real tokens of prompt and completion."""
+        return self.prompt_mask.sum(dim=1) + self.mask.sum(dim=1)
+
+    def micro_batches(self, num_micro_batches: int) -> list["Rollout"]:
+        """The rows, longest first, cut so that the largest micro-batch has as few tokens as can be, padding included.
+
+        Neighbours of about one length need little padding, and the first micro-batch shows whether memory suffices.
+        """
+        lengths, order = self.lengths.sort(descending=True, stable=True)
+        sizes = balanced_sizes(lengths.tolist(), num_micro_batches)
+        return [self.select(rows) for rows in order.split(sizes)]
+
+    def num_within(self, max_tokens: int) -> int:
+        """Micro-batches needed for none of several rows to have more tokens than that, padding included."""
+        return len(sizes_within(self.lengths.sort(descending=True).values.tolist(), max_tokens))
+
+
+def sizes_within(lengths: list[int], max_tokens: int) -> list[int]:
+    """Rows per micro-batch, as many as fit: rows × longest ≤ max_tokens, and at least one.
+
+    Args:
+        lengths: tokens of each row, falling.
+    """
+    sizes: list[int] = []
+    longest = 0
+    for length in lengths:
+        if sizes and (sizes[-1] + 1) * longest <= max_tokens:
+            sizes[-1] += 1
+        else:
+            sizes.append(1)
+            longest = length
+    return sizes
+
+
+def balanced_sizes(lengths: list[int], num_micro_batches: int) -> list[int]:
+    """Rows of each micro-batch, the largest as small as can be.
+
+    Args:
+        lengths: tokens of each row, falling; at least one row per micro-batch.
+    """
+    budgets = range(lengths[0], lengths[0] * len(lengths))
+    enough = bisect_left(budgets, True, key=lambda budget: len(sizes_within(lengths, budget)) <= num_micro_batches)
+    sizes = sizes_within(lengths, lengths[0] + enough)
+    while len(sizes) < num_micro_batches:
+        largest = sizes.index(max(sizes))
+        sizes[largest : largest + 1] = [sizes[largest] - sizes[largest] // 2, sizes[largest] // 2]
+    return sizes
 
 
 @dataclass(frozen=True)

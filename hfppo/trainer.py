@@ -159,8 +159,30 @@ class PPOTrainer(CrashSafeTrainer):
         mini_batch = self._rollout.mini_batch(index, args.num_mini_batches, seed)
         counts = torch.stack([mini_batch.loss_mask.sum(), mini_batch.loss_mask.any(dim=1).sum()])
         tokens, completions = self.accelerator.reduce(counts, "sum").tolist()
-        micro_batches = [{**sequence(micro), "batch": micro} for micro in mini_batch.micro_batches(num_batches)]
-        return micro_batches, MiniBatchSize(tokens, completions)
+        micro_batches = mini_batch.micro_batches(num_batches)
+        pieces = self._pieces(micro_batches)
+        inputs = [
+            {**sequence(micro), "batch": micro, "pieces": n} for micro, n in zip(micro_batches, pieces, strict=True)
+        ]
+        return inputs, MiniBatchSize(tokens, completions)
+
+    def _pieces(self, micro_batches: list[Rollout]) -> list[int]:
+        """How many pieces each is to be computed in, the same on all processes: sharded models compute together."""
+        if (limit := self.args.max_tokens_per_micro_batch) is None:
+            return [1] * len(micro_batches)
+        own = torch.tensor([[micro.num_within(limit) for micro in micro_batches]], device=self.args.device)
+        return self.accelerator.gather(own).amax(dim=0).tolist()
+
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
+        """Trainer's, piece by piece where a micro-batch has more tokens than it may."""
+        *before, last = inputs["batch"].micro_batches(inputs["pieces"])
+        loss = torch.zeros((), device=self.args.device)
+        for piece in before:
+            with self.accelerator.no_sync(model):
+                loss += super().training_step(model, {**sequence(piece), "batch": piece}, num_items_in_batch)
+        loss += super().training_step(model, {**sequence(last), "batch": last}, num_items_in_batch)
+        self._meter.add("loss", loss / self.args.world_size)
+        return loss
 
     def _collect_rollout(self) -> Rollout:
         """Collect the next rollout and tell the callbacks."""
@@ -222,20 +244,20 @@ class PPOTrainer(CrashSafeTrainer):
         terms = loss_terms(outputs, batch, self.args)
         loss = ppo_loss(terms, outputs, batch, num_items_in_batch, self.args, self._critic_only)
         with torch.no_grad():
-            self._meter.add("loss", loss)
             first = self.state.global_step == self.ppo_state.first_step
             measure_update(self._meter, terms, outputs, batch, self.args, first)
             if self.args.target_kl is not None:
-                self._watch_kl(self.args.target_kl, outputs.logprobs, batch)
+                kl = token_kl(batch.old_logprobs, outputs.logprobs, "k3")
+                self._step_meter.add("policy/approx_kl", kl, batch.loss_mask)
         loss = loss * self.args.world_size
         return (loss, outputs) if return_outputs else loss
 
-    def _watch_kl(self, limit: float, logprobs: Tensor, batch: Rollout) -> None:
-        """Make the next rollout due after this step if the mini-batch has moved further than the limit."""
-        self._step_meter.add("policy/approx_kl", token_kl(batch.old_logprobs, logprobs, "k3"), batch.loss_mask)
-        if not self.accelerator.sync_gradients:
-            return  # not yet the last micro-batch of the step
-        if self._step_meter.read().get("policy/approx_kl", 0.0) > limit:
+    def _before_step(self) -> None:
+        """What the end of a mini-batch decides, before its step."""
+        if self._critic_only:
+            self._hold_actor()
+        limit = self.args.target_kl
+        if limit is not None and self._step_meter.read().get("policy/approx_kl", 0.0) > limit:
             self.ppo_state.last_step = self.state.global_step + 1
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
@@ -250,14 +272,13 @@ class PPOTrainer(CrashSafeTrainer):
             group["params"] = [p for p in group["params"] if id(p) not in critic]
             if of_critic:
                 optimizer.add_param_group({**group, "params": of_critic, "lr": lr})
-        optimizer.register_step_pre_hook(lambda *_: self._hold_actor())
+        optimizer.register_step_pre_hook(lambda *_: self._before_step())
         return optimizer
 
     def _hold_actor(self) -> None:
-        """During `critic_warmup`, leave the actor without gradients: no decay, no momentum, no change by one bit."""
-        if self._critic_only:
-            for parameter in self.model.actor_parameters():
-                parameter.grad = None
+        """Leave the actor without gradients: no decay, no momentum, no change by one bit."""
+        for parameter in self.model.actor_parameters():
+            parameter.grad = None
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
         # Private, but the one place between backward and step where gradients are clipped: actor and critic are

@@ -1,0 +1,93 @@
+"""Log-probs and entropies from hidden states, without keeping logits."""
+
+from typing import Any, Literal, cast
+
+import torch
+from peft import PeftModel
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+Entropy = Literal["none", "constant", "differentiable"]
+
+# Logits are made for as many tokens at once as fit into this many numbers (float32: 16 MiB).
+MAX_LOGITS = 2**22
+
+
+def logits_of(model: PreTrainedModel | PeftModel, hidden: Tensor) -> Tensor:
+    """(…, V) float32 logits from (…, H) hidden states, with what some architectures do after the output head."""
+    logits = model.get_output_embeddings()(hidden).float()
+    config = model.config.get_text_config()
+    if (cap := getattr(config, "final_logit_softcapping", None)) is not None:  # Gemma 2
+        logits = torch.tanh(logits / cap) * cap
+    if (divisor := getattr(config, "logits_scaling", None)) is not None:  # Granite
+        logits = logits / divisor
+    if (factor := getattr(config, "logit_scale", None)) is not None:  # Cohere
+        logits = logits * factor
+    return logits
+
+
+def token_logprobs(
+    model: PreTrainedModel | PeftModel,
+    hidden: Tensor,
+    tokens: Tensor,
+    temperature: float,
+    entropy: Entropy = "none",
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probability and entropy of tokens, in chunks, so that memory hardly grows with the vocabulary.
+
+    Args:
+        hidden: (N, H), the state before each token.
+        tokens: (N,) int64.
+        temperature: divides the logits.
+        entropy: whether to compute it, and with a gradient, which costs as much again as that of the log-probs.
+    Returns:
+        logprobs, entropy: (N,) float32, nats; entropy None if it is not asked for.
+    """
+
+    def head(states: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
+        logits = logits_of(model, states) / temperature
+        normaliser = logits.logsumexp(dim=-1)
+        logprobs = logits.gather(-1, targets[:, None]).squeeze(-1) - normaliser
+        if entropy == "none":
+            return (logprobs,)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and entropy == "differentiable"):
+            # H = log Z − Σ p·logit
+            return logprobs, normaliser - (torch.softmax(logits, dim=-1) * logits).sum(dim=-1)
+
+    size = max(1, MAX_LOGITS // model.config.get_text_config().vocab_size)
+    pieces = list(zip(hidden.split(size), tokens.split(size), strict=True))
+    if not (torch.is_grad_enabled() and hidden.requires_grad):
+        parts = [head(*piece) for piece in pieces]
+    elif any(p.requires_grad for p in model.get_output_embeddings().parameters()):
+        parts = [checkpoint(head, *piece, use_reentrant=False) for piece in pieces]
+    else:
+        parts = [cast(tuple[Tensor, ...], GradientAhead.apply(head, *piece)) for piece in pieces]
+    logprobs, *rest = (torch.cat(part) for part in zip(*parts, strict=True))
+    return logprobs, rest[0] if rest else None
+
+
+class GradientAhead(torch.autograd.Function):
+    """Calls a frozen head, and takes the gradient in the forward already.
+
+    Each output belongs to one row of states. Its gradient is that row's times a number that only the backward knows,
+    so (N, H) gradients are all that has to be kept, and the logits are made once.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, head: Any, states: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
+        with torch.enable_grad():
+            leaf = states.detach().requires_grad_()
+            outputs = head(leaf, targets)
+            grown = [output for output in outputs if output.requires_grad]
+            gradients = [torch.autograd.grad(output.sum(), leaf, retain_graph=True)[0] for output in grown]
+        ctx.save_for_backward(*gradients)
+        outputs = tuple(output.detach() for output in outputs)
+        ctx.mark_non_differentiable(*outputs[len(gradients) :])
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor, None]:
+        gradients = ctx.saved_tensors
+        total = sum(grad[:, None].to(own.dtype) * own for grad, own in zip(grads, gradients, strict=False))
+        return None, cast(Tensor, total), None

@@ -1,0 +1,144 @@
+"""Layouts, output heads and cuts: each way of computing gives what the plain model gives, and the same gradients."""
+
+import itertools
+
+import pytest
+import torch
+from conftest import tiny_model
+from peft import LoraConfig
+from test_invariants import logged, tiny_gpt2, tiny_opt, tiny_qwen3, trainable
+from torch.testing import assert_close
+
+from hfppo import ActorCritic, layout, output_head
+from hfppo.layout import Layout, can_pack
+from hfppo.loading import default_peft_config
+from hfppo.rollout import balanced_sizes, sizes_within
+
+PROMPTS = torch.tensor([[0, 0, 5, 6], [3, 4, 5, 6], [0, 0, 0, 7]])
+COMPLETIONS = torch.tensor([[8, 9, 1, 0, 0], [8, 1, 0, 0, 0], [9, 10, 11, 12, 13]])
+IDS = torch.cat([PROMPTS, COMPLETIONS], dim=1)
+MASK = torch.tensor([[True] * n + [False] * (5 - n) for n in (3, 2, 5)])
+ATTENTION = torch.cat([PROMPTS != 0, MASK], dim=1)
+
+
+def actor(base=None, peft_config=None, critic="adapter") -> ActorCritic:
+    """With an adapter and a value head that say something."""
+    torch.manual_seed(0)
+    made = ActorCritic(base or tiny_model(seed=1), peft_config or default_peft_config(), critic)
+    for parameter in (*made.actor_parameters(), *made.critic_parameters()):
+        torch.nn.init.normal_(parameter, std=0.1)
+    return made
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_states_stand_before_their_tokens(packed):
+    rows = Layout.of(IDS, ATTENTION, MASK, packed)
+    at = rows.inputs["input_ids"].flatten()[rows.states]
+    for row, (prompt, n) in enumerate(zip((6, 6, 7), (3, 2, 5), strict=True)):
+        sequence = [prompt, *COMPLETIONS[row, :n].tolist()]
+        assert at[row].tolist() == sequence + sequence[-1:] * (5 - n)
+    assert rows.inputs["input_ids"].shape == ((1, 17) if packed else (3, 6))
+
+
+@pytest.fixture
+def packing(monkeypatch):
+    """SDPA builds block masks for packed rows: slow, but on a CPU the way to see what flash attention would do."""
+    monkeypatch.setattr(layout, "PACKING_ATTENTION", "sdpa")
+    monkeypatch.setattr(layout, "_packs", {})
+
+
+@pytest.mark.parametrize("architecture", [tiny_model, tiny_gpt2, tiny_qwen3])
+@pytest.mark.parametrize("critic", ["adapter", "shared"])
+def test_packed_rows_give_what_padded_ones_give(request, architecture, critic):
+    made = actor(architecture(), critic=critic).eval()
+
+    def outputs():
+        made.zero_grad()
+        out = made(IDS, ATTENTION, MASK, entropy="constant")
+        (out.logprobs.sum() + out.values.sum()).backward()
+        grads = [p.grad.clone() for p in (*made.actor_parameters(), *made.critic_parameters())]
+        return [out.logprobs, out.entropy, out.values, out.final_value, *grads]
+
+    padded = outputs()
+    assert not can_pack(made.causal_lm)
+    request.getfixturevalue("packing")
+    assert can_pack(made.causal_lm)
+    for a, b in zip(outputs(), padded, strict=True):
+        assert float((a - b).detach().abs().max()) <= 1e-5 * max(1.0, float(b.detach().abs().max()))
+
+
+def test_an_architecture_that_mixes_packed_rows_is_not_packed(packing):
+    """OPT's attention is not told the positions."""
+    assert not can_pack(tiny_opt())
+
+
+@pytest.mark.parametrize("entropy", ["none", "constant", "differentiable"])
+@pytest.mark.parametrize("trainable_head", [False, True])
+@pytest.mark.parametrize("max_logits", [1, 2**22])
+def test_chunked_head_has_the_gradients_of_plain_logits(monkeypatch, entropy, trainable_head, max_logits):
+    monkeypatch.setattr(output_head, "MAX_LOGITS", max_logits)
+    targets = [*("q_proj", "down_proj"), *(["lm_head"] if trainable_head else [])]
+    made = actor(peft_config=LoraConfig(r=4, target_modules=targets, task_type="CAUSAL_LM"), critic=None)
+    hidden = torch.randn(7, 32, requires_grad=True)
+    tokens = torch.arange(7) + 2
+    weights = torch.randn(2, 7)
+    own = [p for name, p in made.named_parameters() if p.requires_grad and "lm_head" in name]
+    assert bool(own) == trainable_head
+
+    logprobs, found = output_head.token_logprobs(made.causal_lm, hidden, tokens, 0.7, entropy)
+    assert (found is None) == (entropy == "none")
+    loss = (weights[0] * logprobs).sum()
+    if found is not None:
+        loss = loss + (weights[1] * found).sum()
+    got = torch.autograd.grad(loss, [hidden, *own])
+
+    plain = torch.log_softmax(made.get_output_embeddings()(hidden) / 0.7, dim=-1)
+    expected = plain.gather(1, tokens[:, None]).squeeze(1)
+    assert_close(logprobs, expected)
+    loss = (weights[0] * expected).sum()
+    if found is not None:
+        plain_entropy = -(plain.exp() * plain).sum(dim=-1)
+        assert_close(found, plain_entropy)
+        loss = loss + (weights[1] * plain_entropy).sum() * (entropy == "differentiable")
+    for a, b in zip(got, torch.autograd.grad(loss, [hidden, *own]), strict=True):
+        assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("lengths", [[9, 9, 8, 3, 2, 1, 1], [5], [4, 4, 4, 4], [100, 1, 1, 1, 1, 1]])
+def test_the_largest_micro_batch_is_as_small_as_can_be(lengths):
+    for num in range(1, len(lengths) + 1):
+        sizes = balanced_sizes(lengths, num)
+        assert len(sizes) == num
+        assert sum(sizes) == len(lengths)
+        assert min(sizes) >= 1
+
+        def padded(cuts):
+            return max((b - a) * lengths[a] for a, b in itertools.pairwise((0, *cuts, len(lengths))))
+
+        best = min(padded(cuts) for cuts in itertools.combinations(range(1, len(lengths)), num - 1))
+        assert padded(list(itertools.accumulate(sizes))[:-1]) == best
+
+
+def test_no_micro_batch_of_several_rows_exceeds_its_tokens():
+    lengths = [30, 12, 10, 10, 3, 2]
+    assert sizes_within(lengths, 20) == [1, 1, 2, 2]
+    assert sizes_within(lengths, 1) == [1] * 6
+    assert sizes_within(lengths, 1000) == [6]
+
+
+def test_a_token_budget_changes_no_run(make_trainer):
+    config = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, "learning_rate": 1e-3}
+    config |= {"target_kl": 1e-4, "max_steps": 4}
+    whole = make_trainer(config, model=tiny_model(seed=1))
+    whole.train()
+    cut = make_trainer({**config, "max_tokens_per_micro_batch": 20}, model=tiny_model(seed=1))
+    pieces = []
+    step = cut._pieces
+    cut._pieces = lambda micro_batches: pieces.append(step(micro_batches)) or pieces[-1]
+    cut.train()
+    assert min(n for of_step in pieces for n in of_step) > 1
+    assert cut.ppo_state.rollouts == whole.ppo_state.rollouts > 1, "target_kl saw another KL"
+    for (name, a), b in zip(trainable(whole).items(), trainable(cut).values(), strict=True):
+        assert_close(a, b, rtol=1e-3, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+    for name in ("loss", "policy/approx_kl", "value/loss", "policy/ratio"):
+        assert logged(cut, name) == pytest.approx(logged(whole, name), rel=1e-4, abs=1e-6)
