@@ -13,6 +13,7 @@ from huggingface_hub import hf_hub_download
 from peft import PeftConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from hfppo.layout import Layout, hidden_states
@@ -53,10 +54,12 @@ class Critic(nn.Module):
         with torch.autocast(hidden.device.type, enabled=False):
             return self.value_head(hidden.float()).squeeze(-1)
 
-    def save(self, folder: str | Path) -> None:
-        """Write the trainable weights and what they belong to."""
+    def save(self, folder: str | Path, state_dict: dict[str, Tensor]) -> None:
+        """Write the trainable weights of a state dict of this critic, and what they belong to."""
         Path(folder).mkdir(parents=True, exist_ok=True)
-        save_file(self.trained_state(), Path(folder) / CRITIC_WEIGHTS)
+        trained = {name for name, p in self.named_parameters() if p.requires_grad}
+        weights = {name: tensor.contiguous() for name, tensor in state_dict.items() if name in trained}
+        save_file(weights, Path(folder) / CRITIC_WEIGHTS)
         (Path(folder) / CRITIC_CONFIG).write_text(json.dumps(self.config(), indent=2) + "\n")
 
     def config(self) -> dict[str, Any]:
@@ -81,11 +84,10 @@ class Critic(nn.Module):
                     f"{folder} holds a critic of {name} {saved[name]!r} that does not fit this run's {own[name]!r} "
                     "critic; use the critic and the peft_config it was trained with"
                 )
-        self.load_state_dict(load_file(Path(folder) / CRITIC_WEIGHTS), strict=False)
-
-    def trained_state(self) -> dict[str, Tensor]:
-        """The trainable weights by name."""
-        return {name: p.detach() for name, p in self.named_parameters() if p.requires_grad}
+        # Like load_state_dict, but each process takes its shards where the critic is sharded.
+        options = StateDictOptions(full_state_dict=True, strict=False)
+        weights: dict[str, Any] = load_file(Path(folder) / CRITIC_WEIGHTS)
+        set_model_state_dict(self, weights, options=options)
 
 
 @dataclass(frozen=True)

@@ -75,7 +75,7 @@ class ActorCritic(PeftModelForCausalLM):
             set_peft_model_state_dict(self, start_adapter)
         self.critic = critic_module
         self.ref_model = ref_model.requires_grad_(False).eval() if ref_model is not None else None
-        self._policy: PreTrainedModel | PeftModel = self.causal_lm
+        self._as_reference = False
         disable_dropout(self)
         if not any(p.requires_grad for p in self.actor_parameters()):
             raise ValueError("the adapter has no trainable weight; check peft_config's target_modules")
@@ -101,11 +101,11 @@ class ActorCritic(PeftModelForCausalLM):
             with self.disable_adapter():
                 yield
             return
-        self._policy = self.ref_model
+        self._as_reference = True
         try:
             yield
         finally:
-            self._policy = self.causal_lm
+            self._as_reference = False
 
     def forward(
         self,
@@ -135,12 +135,13 @@ class ActorCritic(PeftModelForCausalLM):
         shared = values and self.critic.trunk is None
         logprobs = entropies = state_values = final_value = hidden = None
         if policy or shared:
-            layout = Layout.of(input_ids, attention_mask, completion_mask, can_pack(self._policy))
-            hidden = hidden_states(trunk_of(self._policy), layout)
+            language_model = self.ref_model if self._as_reference else self.causal_lm
+            layout = Layout.of(input_ids, attention_mask, completion_mask, can_pack(language_model))
+            hidden = hidden_states(trunk_of(language_model), layout)
         if policy:
             tokens = input_ids[:, -completion_mask.shape[1] :][completion_mask]
             before = hidden[layout.states[:, :-1][completion_mask]]
-            found = token_logprobs(self._policy, before, tokens, temperature, entropy)
+            found = token_logprobs(language_model, before, tokens, temperature, entropy)
             nothing = torch.zeros(completion_mask.shape, dtype=torch.float32, device=hidden.device)
             logprobs, entropies = (None if x is None else nothing.masked_scatter(completion_mask, x) for x in found)
         if values:
@@ -167,9 +168,13 @@ class ActorCritic(PeftModelForCausalLM):
         **kwargs: Any,
     ) -> None:
         """Write a plain PEFT adapter, and the critic into `critic/` beside it."""
+        state_dict = self.state_dict() if state_dict is None else state_dict
         self.save_adapter(save_directory, is_main_process, state_dict, **kwargs)
         if self.critic is not None and is_main_process:
-            self.critic.save(Path(save_directory) / CRITIC_FOLDER)
+            of_critic = {
+                name.removeprefix("critic."): x for name, x in state_dict.items() if name.startswith("critic.")
+            }
+            self.critic.save(Path(save_directory) / CRITIC_FOLDER, of_critic)
 
     def save_adapter(
         self,

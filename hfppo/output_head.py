@@ -4,7 +4,8 @@ from typing import Any, Literal, cast
 
 import torch
 from peft import PeftModel
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
@@ -59,12 +60,18 @@ def token_logprobs(
     pieces = list(zip(hidden.split(size), tokens.split(size), strict=True))
     if not (torch.is_grad_enabled() and hidden.requires_grad):
         parts = [head(*piece) for piece in pieces]
-    elif any(p.requires_grad for p in model.get_output_embeddings().parameters()):
+    elif not is_constant(model.get_output_embeddings()):
         parts = [checkpoint(head, *piece, use_reentrant=False) for piece in pieces]
     else:
         parts = [cast(tuple[Tensor, ...], GradientAhead.apply(head, *piece)) for piece in pieces]
     logprobs, *rest = (torch.cat(part) for part in zip(*parts, strict=True))
     return logprobs, rest[0] if rest else None
+
+
+def is_constant(head: nn.Module) -> bool:
+    """Whether a backward of its own may run through the head: it has nothing to train, and no shards to gather."""
+    sharded = isinstance(head, FSDPModule) or any(hasattr(p, "ds_id") for p in head.parameters())  # or DeepSpeed's
+    return not sharded and not any(p.requires_grad for p in head.parameters())
 
 
 class GradientAhead(torch.autograd.Function):

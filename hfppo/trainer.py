@@ -38,6 +38,7 @@ from hfppo.metrics import Meter
 from hfppo.model import ActorCritic
 from hfppo.rewards import RewardFunc
 from hfppo.rollout import Rollout
+from hfppo.sharding import check_engine, clip_grad_norm, shard_moments
 from hfppo.state import PPOState
 from hfppo.update import MiniBatchSize, loss_terms, measure_update, ppo_loss, sequence
 
@@ -112,6 +113,7 @@ class PPOTrainer(CrashSafeTrainer):
             callbacks=with_default_callbacks(callbacks, args.log_completions),
             compute_metrics=compute_metrics,
         )
+        check_engine(self.accelerator, parts.model.critic, parts.rewards.funcs, bool(args.max_tokens_per_micro_batch))
         self.collector = Collector(
             model=parts.model,
             sampler=make_sampler(parts.model, parts.eos_ids, parts.tokenizer.pad_token_id, args, self.accelerator),
@@ -293,9 +295,9 @@ class PPOTrainer(CrashSafeTrainer):
         """Clip both gradients, note the critic's norm and return the actor's."""
         self.accelerator.unscale_gradients()
         if critic := self.model.critic_parameters():
-            self._meter.add("value/grad_norm", nn.utils.clip_grad_norm_(critic, max_norm))
+            self._meter.add("value/grad_norm", clip_grad_norm(critic, max_norm))
             self._meter.add_number("critic_learning_rate", self.optimizer.param_groups[-1]["lr"])
-        return nn.utils.clip_grad_norm_(self.model.actor_parameters(), max_norm)
+        return clip_grad_norm(self.model.actor_parameters(), max_norm)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add the metrics of PPO to the logs of training steps.
@@ -406,6 +408,7 @@ class PPOTrainer(CrashSafeTrainer):
         # Private, but the one place where all that training has to go on with is loaded.
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:
+            shard_moments(self.optimizer)
             self.ppo_state, rollout = load_ppo_state(checkpoint, self.args.process_index, self._run, self._meter)
             self._rollout = None if rollout is None else rollout.to(self.args.device)
 

@@ -102,3 +102,8 @@ def make_trainer(tmp_path: Path, tokenizer, dataset):
         return PPOTrainer(args=args, **merged)
 
     return make
+
+
+def trained_state(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The trainable weights by name."""
+    return {name: p.detach() for name, p in module.named_parameters() if p.requires_grad}

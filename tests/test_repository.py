@@ -22,6 +22,7 @@ ALLOWED = {
     "critic": {"layout", "loading"},
     "layout": set(),
     "output_head": set(),
+    "sharding": {"critic", "reward_model"},
     "loading": set(),
     "reward_model": {"critic", "reward_server"},
     "reward_server": {"background", "endpoint"},

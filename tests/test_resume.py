@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import count_digits
+from conftest import count_digits, trained_state
 from peft.utils import get_peft_model_state_dict
 from safetensors.torch import load_file
 
@@ -117,7 +117,7 @@ def test_best_model_is_loaded_with_its_critic(make_trainer, dataset):
     trainer.train()
     assert trainer.state.best_global_step == 1
     saved = load_file(Path(trainer.state.best_model_checkpoint) / "critic" / "critic.safetensors")
-    for name, tensor in trainer.model.critic.trained_state().items():
+    for name, tensor in trained_state(trainer.model.critic).items():
         assert torch.equal(tensor, saved[name]), name
     adapter = load_file(Path(trainer.state.best_model_checkpoint) / "adapter_model.safetensors")
     loaded = get_peft_model_state_dict(trainer.model)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import LORA, tiny_model
+from conftest import LORA, tiny_model, trained_state
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from torch.testing import assert_close
@@ -68,8 +68,8 @@ def test_training_goes_on_from_a_saved_adapter_with_it_as_reference(trained, mak
         )
         trainer.model.eval()
         assert_close(logits(trainer.model), logits(trained.model))
-        for name, tensor in trained.model.critic.trained_state().items():
-            assert torch.equal(trainer.model.critic.trained_state()[name], tensor), name
+        for name, tensor in trained_state(trained.model.critic).items():
+            assert torch.equal(trained_state(trainer.model.critic)[name], tensor), name
         trainer.train()
         kl = [entry["kl_k3"] for entry in trainer.state.log_history if "kl_k3" in entry]
         assert kl[0] == 0.0

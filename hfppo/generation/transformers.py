@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from hfppo.generation.sampler import Completions, Sampler, completions_from, joined
@@ -74,12 +75,16 @@ class TransformersSampler(Sampler):
         """A batch."""
         uniforms = None if seeds is None else row_uniforms(seeds, self.config.max_new_tokens).to(prompt_ids.device)
         choice = SeededChoice(uniforms, self.temperature)
+        sharded = isinstance(self.model, FSDPModule)
+        if sharded and "generate" not in vars(self.model):
+            register_fsdp_forward_method(self.model, "generate")  # the shards of the root are gathered for it as well
         with torch.no_grad(), generation_config_of(self.model, self.config):
             sequences = self.model.generate(
                 input_ids=prompt_ids,
                 attention_mask=prompt_mask.long(),
                 generation_config=self.config,
                 logits_processor=LogitsProcessorList([choice]),
+                synced_gpus=sharded or None,  # None: generate finds out by itself whether DeepSpeed shards
             )
         ids = sequences[:, prompt_ids.shape[1] :]
         return completions_from(ids, torch.stack(choice.logprobs, dim=1), self.config.eos_token_id)

@@ -1,0 +1,59 @@
+"""What changes where the engine shards the model over processes: FSDP2, or DeepSpeed's ZeRO."""
+
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from hfppo.critic import Critic
+from hfppo.reward_model import RewardAdapter
+
+
+def check_engine(accelerator: Accelerator, critic: Critic | None, reward_funcs: list[Any], token_budget: bool) -> None:
+    """Refuse what an engine cannot do, before anything is computed.
+
+    FSDP2 and ZeRO-3 replace a module's tensors by shards, one owner each: a second module tree over the same tensors
+    does not survive that. DeepSpeed counts backward passes itself, so that a micro-batch cannot be cut further.
+
+    Raises:
+        ValueError: names what does not go together and what does.
+    """
+    kind = accelerator.distributed_type
+    deepspeed = accelerator.state.deepspeed_plugin if kind == DistributedType.DEEPSPEED else None
+    if kind == DistributedType.FSDP and not accelerator.is_fsdp2:
+        raise ValueError("FSDP version 1 is not supported; set fsdp_version: 2, as recipes/accelerate/fsdp2.yaml does")
+    if kind == DistributedType.FSDP or (deepspeed is not None and deepspeed.zero_stage == 3):
+        engine = "FSDP2" if deepspeed is None else "ZeRO-3"
+        if critic is not None and critic.kind == "adapter":
+            raise ValueError(
+                f"critic='adapter' is a second module tree over the base's tensors, which {engine} cannot shard; "
+                "use critic='shared' or a separate model, or DDP or ZeRO-2, which do not shard weights"
+            )
+        if any(isinstance(func, RewardAdapter) for func in reward_funcs):
+            raise ValueError(
+                f"a reward adapter is a second module tree over the base's tensors, which {engine} cannot shard; "
+                "merge it into its base and give the merged model, or use DDP or ZeRO-2, which do not shard weights"
+            )
+    if deepspeed is not None and token_budget:
+        raise ValueError(
+            "max_tokens_per_micro_batch needs DDP or FSDP2; with DeepSpeed, lower per_device_train_batch_size and "
+            "raise gradient_accumulation_steps instead"
+        )
+
+
+def clip_grad_norm(parameters: list[nn.Parameter], max_norm: float) -> Tensor:
+    """Clip the gradients together, and give their norm, over all shards where there are any."""
+    norm = nn.utils.clip_grad_norm_(parameters, max_norm)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+def shard_moments(optimizer: torch.optim.Optimizer) -> None:
+    """Shard what a checkpoint brought whole: accelerate 1.15 does so for some parameter groups only."""
+    for parameter, state in optimizer.state.items():
+        for name, value in state.items():
+            if isinstance(parameter, DTensor) and type(value) is Tensor and value.shape == parameter.shape:
+                placements = parameter.placements
+                state[name] = distribute_tensor(value, parameter.device_mesh, placements, src_data_rank=None)
