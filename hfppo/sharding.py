@@ -2,11 +2,10 @@
 
 from typing import Any
 
-import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from hfppo.critic import Critic
 from hfppo.reward_model import RewardAdapter
@@ -48,12 +47,3 @@ def clip_grad_norm(parameters: list[nn.Parameter], max_norm: float) -> Tensor:
     """Clip the gradients together, and give their norm, over all shards where there are any."""
     norm = nn.utils.clip_grad_norm_(parameters, max_norm)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
-
-
-def shard_moments(optimizer: torch.optim.Optimizer) -> None:
-    """Shard what a checkpoint brought whole: accelerate 1.15 does so for some parameter groups only."""
-    for parameter, state in optimizer.state.items():
-        for name, value in state.items():
-            if isinstance(parameter, DTensor) and type(value) is Tensor and value.shape == parameter.shape:
-                placements = parameter.placements
-                state[name] = distribute_tensor(value, parameter.device_mesh, placements, src_data_rank=None)

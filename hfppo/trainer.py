@@ -38,7 +38,7 @@ from hfppo.metrics import Meter
 from hfppo.model import ActorCritic
 from hfppo.rewards import RewardFunc
 from hfppo.rollout import Rollout
-from hfppo.sharding import check_engine, clip_grad_norm, shard_moments
+from hfppo.sharding import check_engine, clip_grad_norm
 from hfppo.state import PPOState
 from hfppo.update import MiniBatchSize, loss_terms, measure_update, ppo_loss, sequence
 
@@ -406,11 +406,11 @@ class PPOTrainer(CrashSafeTrainer):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         # Private, but the one place where all that training has to go on with is loaded.
-        super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:
-            shard_moments(self.optimizer)
+            # First, because torch fills a sharded optimiser by a step, and the hook of steps asks for the state.
             self.ppo_state, rollout = load_ppo_state(checkpoint, self.args.process_index, self._run, self._meter)
             self._rollout = None if rollout is None else rollout.to(self.args.device)
+        super()._load_optimizer_and_scheduler(checkpoint)
 
     def create_model_card(self, **given: Any) -> None:
         """Write the model card into the output folder; takes what Trainer's does, by keyword."""
