@@ -92,7 +92,8 @@ class HealthCallback(TrainerCallback):
             first_step, rollouts = check.spell(run)
             if rollouts < check.patience(self):
                 return
-            warnings.warn(check.message(run, first_step), HealthWarning, stacklevel=2)
+            # `warn` would add a line of source, and be silent about the same words in a second run of the process.
+            warnings.warn_explicit(check.message(run, first_step), HealthWarning, "hfppo", 1)
         self._last_ill[check] = run.step
 
 
@@ -191,7 +192,9 @@ class Check:
     patience: Callable[[HealthCallback], int] = attrgetter("patience")
 
     def is_ill(self, run: Run) -> bool | None:
-        """Whether the last rollout's logs show the illness; None where they lack what it takes to know."""
+        """Whether the last log shows the illness; None where it lacks what it takes to know."""
+        if run.name(self.metric) not in run.logs[-1]:
+            return None
         try:
             value, limit = run.now(self.metric), self.limit(run)
             well = value > limit if self.below else value <= limit  # False for NaN
@@ -282,7 +285,7 @@ CHECKS = (
         "policy/entropy",
         lambda run: run.limits.min_entropy_frac * run.first("policy/entropy"),
         "the policy has stopped exploring, and the reward is no better than at the start",
-        "steps that are too large; advantages that are noise; a penalty that wants one answer to everything",
+        "steps that are too large; advantages that are noise; a reward that wants one answer to everything",
         "lower {learning_rate}; raise {entropy_coef}, {kl_coef} or {cliprange_high}",
         below=True,
         only=lambda run: not run.improved,
