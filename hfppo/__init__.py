@@ -1,7 +1,8 @@
 """PPO for language models on the Hugging Face Trainer."""
 
-from hfppo.callbacks import AdaptiveKLCallback, ClipMetricsCallback, PPOCallback, PrintCompletionsCallback
+from hfppo.callbacks import AdaptiveKLCallback, PPOCallback, PrintCompletionsCallback
 from hfppo.config import PPOConfig
+from hfppo.health import HealthCallback, HealthWarning
 from hfppo.model import ActorCritic
 from hfppo.reward_model import RewardModel
 from hfppo.reward_server import RewardServer
@@ -15,7 +16,8 @@ __version__ = "0.1.0"
 __all__ = [
     "ActorCritic",
     "AdaptiveKLCallback",
-    "ClipMetricsCallback",
+    "HealthCallback",
+    "HealthWarning",
     "PPOCallback",
     "PPOConfig",
     "PPOState",

@@ -1,7 +1,6 @@
 """Callbacks that see rollouts."""
 
 import math
-import warnings
 
 import rich
 from rich.table import Table
@@ -9,6 +8,7 @@ from rich.text import Text
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hfppo.functional import adaptive_kl_coef
+from hfppo.health import HealthCallback
 from hfppo.rollout import Rollout, Transcript
 from hfppo.state import PPOState
 
@@ -84,51 +84,12 @@ class PrintCompletionsCallback(PPOCallback):
         rich.print(table)
 
 
-class ClipMetricsCallback(PPOCallback):
-    """Warns, once per cause, when clip and ratio metrics show a run that goes wrong. On by default.
-
-    Args:
-        max_clip_frac: share of clipped tokens above which the update is too large.
-        max_first_ratio_deviation: |ratio − 1| on a rollout's first mini-batch above which the passes disagree.
-        min_kl: nats per token below which a k1 estimate is more than noise.
-    """
-
-    def __init__(self, max_clip_frac: float = 0.5, max_first_ratio_deviation: float = 0.05, min_kl: float = -0.05):
-        self.max_clip_frac = max_clip_frac
-        self.max_first_ratio_deviation = max_first_ratio_deviation
-        self.min_kl = min_kl
-        self._warned: set[str] = set()
-
-    def on_log(self, args, state, control, logs=None, **kwargs):
-        logs = logs or {}
-        if (share := logs.get("policy/clip_frac", 0.0)) > self.max_clip_frac:
-            self._warn(
-                "policy/clip_frac",
-                f"policy/clip_frac is {share:.2f}: most tokens are clipped and teach nothing. Lower learning_rate "
-                f"(now {args.learning_rate:g}), or num_ppo_epochs (now {args.num_ppo_epochs}).",
-            )
-        if (deviation := logs.get("policy/first_ratio_deviation", 0.0)) > self.max_first_ratio_deviation:
-            self._warn(
-                "policy/first_ratio_deviation",
-                f"policy/first_ratio_deviation is {deviation:.3g}: on a rollout's first mini-batch the ratio must be "
-                "1. The rollout's pass and the update's pass disagree: low precision (try float32), "
-                "policy_mode='bypass' with a sampler whose numerics differ, or noise in the model such as dropout.",
-            )
-        if (kl := logs.get("kl", 0.0)) < self.min_kl:
-            self._warn(
-                "kl",
-                f"kl is {kl:.3g} nats per token, and a KL is never negative: the completions were not drawn from the "
-                "policy that scores them (impure sampling, a wrong mask or temperature), or too few of them were.",
-            )
-
-    def _warn(self, cause: str, message: str) -> None:
-        if cause not in self._warned:
-            self._warned.add(cause)
-            warnings.warn(message, stacklevel=2)
-
-
 def with_default_callbacks(callbacks: list[TrainerCallback] | None, log_completions: bool) -> list[TrainerCallback]:
     """A user's callbacks and those that are on by default, unless the user has one of their kind."""
-    given = list(callbacks or [])
-    wanted = [ClipMetricsCallback, *([PrintCompletionsCallback] if log_completions else [])]
-    return given + [kind() for kind in wanted if not any(isinstance(callback, kind) for callback in given)]
+    made = list(callbacks or [])
+    if not any(isinstance(callback, HealthCallback) for callback in made):
+        targets = [callback.target for callback in made if isinstance(callback, AdaptiveKLCallback)]
+        made.append(HealthCallback(max_kl=2 * targets[0]) if targets else HealthCallback())
+    if log_completions and not any(isinstance(callback, PrintCompletionsCallback) for callback in made):
+        made.append(PrintCompletionsCallback())
+    return made

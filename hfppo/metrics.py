@@ -17,6 +17,10 @@ METRICS: dict[str, tuple[str, str]] = {
     "reward_std": ("std", "Standard deviation of the score over the rollout's completions."),
     "rewards/{function}/mean": ("mean", "What one reward function gives, over the completions that it scores."),
     "rewards/{function}/std": ("std", "Standard deviation of the same."),
+    "frac_reward_zero_std": (
+        "mean",
+        "Share of prompts whose completions all score alike; with num_generations above 1.",
+    ),
     "unscorable_frac": ("mean", "Share of completions for which every reward function returned None."),
     "completions/mean_length": ("mean", "Tokens of a completion, EOS included."),
     "completions/max_length": ("max", "Tokens of the longest completion."),
@@ -27,6 +31,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "advantage_std": ("std", "Standard deviation of the advantage per token before whitening."),
     "value/mean": ("mean", "The critic's value per token at the start of the update."),
     "value/return": ("mean", "The return per token that the values are fitted to."),
+    "value/return_std": ("std", "Standard deviation of the same."),
     "value/explained_variance": (
         "mean",
         "1 − Var(R − V)/Var(R) over the rollout: 1 perfect, 0 no better than constant.",

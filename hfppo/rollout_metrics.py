@@ -46,6 +46,8 @@ def measure_rollout(
     meter.add("completions/max_length", mask.sum(dim=1))
     meter.add("completions/truncated_frac", rollout.truncated)
     meter.add("advantage_std", advantages, mask)
+    if args.num_generations > 1:
+        meter.add("frac_reward_zero_std", agreeing(rollout, args.num_generations))
     if rollout.ref_logprobs is not None:
         meter.add_number("kl_coef", kl_coef)
         meter.add("kl", F.token_kl(rollout.old_logprobs, rollout.ref_logprobs, args.kl_estimator), mask)
@@ -55,9 +57,18 @@ def measure_rollout(
     if rollout.values is not None and rollout.returns is not None:
         meter.add("value/mean", rollout.values, mask)
         meter.add("value/return", rollout.returns, mask)
+        meter.add("value/return_std", rollout.returns, mask)
         explained = F.explained_variance(gather(rollout.values), gather(rollout.returns), gather(mask))
         if math.isfinite(explained):
             meter.add_number("value/explained_variance", explained)
+
+
+def agreeing(rollout: Rollout, num_generations: int) -> Tensor:
+    """(groups,) bool: whether the completions of a prompt that count all score alike, and so do not compare."""
+    counts = rollout.loss_mask.any(dim=1)
+    highest = rollout.scores.where(counts, -math.inf).view(-1, num_generations).amax(dim=1)
+    lowest = rollout.scores.where(counts, math.inf).view(-1, num_generations).amin(dim=1)
+    return highest <= lowest
 
 
 def measure_mismatch(meter: Meter, rollout: Rollout, gather: Callable[[Tensor], Tensor]) -> None:

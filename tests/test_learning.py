@@ -1,5 +1,6 @@
 """The embedded task is learnt: a shorter version of recipes/arithmetic.py."""
 
+import warnings
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,7 @@ from arithmetic import FOLDER, accuracy, right_answer
 from datasets import load_dataset
 from peft import LoraConfig
 
-from hfppo import PPOConfig, PPOTrainer
+from hfppo import HealthWarning, PPOConfig, PPOTrainer
 
 
 @pytest.mark.parametrize("critic", ["adapter", "shared"])
@@ -44,7 +45,9 @@ def test_arithmetic_is_learnt_in_a_dozen_rollouts(tmp_path: Path, critic):
         compute_metrics=accuracy,
     )
     before = trainer.evaluate(do_sample=True)["eval_accuracy"]
-    trainer.train()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", HealthWarning)
+        trainer.train()
     after = trainer.evaluate(do_sample=True)["eval_accuracy"]
     assert before <= 0.5
     assert after >= 0.75

@@ -1,13 +1,13 @@
 """Sums and counts, divided once."""
 
 import math
-import warnings
+from dataclasses import replace
 
 import pytest
 import torch
 
-from hfppo import ClipMetricsCallback
 from hfppo.metrics import METRICS, Meter
+from hfppo.rollout_metrics import agreeing
 
 
 def test_parts_of_unequal_size_are_divided_once_and_padding_does_not_count():
@@ -60,7 +60,7 @@ def test_every_metric_of_the_table_appears_in_a_log_and_no_other(make_trainer, d
         log_metric("length", sum(map(len, completions)))
         return [float(len(text)) for text in completions]
 
-    config = {"kl_loss_coef": 0.1, "dual_clip": 3.0, "policy_mode": "corrected", "max_steps": 4}
+    config = {"kl_loss_coef": 0.1, "dual_clip": 3.0, "policy_mode": "corrected", "num_generations": 2, "max_steps": 4}
     trainer = make_trainer(config, reward_funcs=scores)
     trainer.train()
     seen = {name for entry in trainer.state.log_history if "loss" in entry for name in entry}
@@ -84,38 +84,11 @@ def test_explained_variance_and_lengths_against_the_rollout(make_trainer):
     assert logs[0]["reward"] == pytest.approx(logs[0]["rewards/count_digits/mean"])
 
 
-@pytest.mark.parametrize(
-    ("logs", "words"),
-    [
-        ({"policy/clip_frac": 0.6}, ["policy/clip_frac is 0.60", "Lower learning_rate"]),
-        ({"policy/first_ratio_deviation": 0.3}, ["policy/first_ratio_deviation is 0.3", "ratio must be", "precision"]),
-        ({"kl": -0.2}, ["kl is -0.2", "never negative"]),
-    ],
-)
-def test_clip_metrics_warn_once_with_what_to_do(make_trainer, logs, words):
-    trainer = make_trainer()
-    callback = ClipMetricsCallback()
-    with pytest.warns(UserWarning, match=words[0]) as caught:
-        callback.on_log(trainer.args, trainer.state, trainer.control, logs=logs)
-    assert all(word in str(caught[0].message) for word in words)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        callback.on_log(trainer.args, trainer.state, trainer.control, logs=logs)
-
-
-def test_clip_metrics_are_quiet_when_all_is_well(make_trainer, recwarn):
-    trainer = make_trainer()
-    healthy = {"policy/clip_frac": 0.2, "policy/first_ratio_deviation": 1e-6, "kl": 0.01, "loss": 0.0}
-    ClipMetricsCallback().on_log(trainer.args, trainer.state, trainer.control, logs=healthy)
-    assert not [w for w in recwarn if "policy/" in str(w.message) or "kl is" in str(w.message)]
-
-
-def test_dropout_is_off_so_that_the_first_ratio_is_one(make_trainer):
-    """And when some is smuggled in, the metric and the warning say so."""
-    trainer = make_trainer()
-    layer = trainer.model.causal_lm.model.layers[0].mlp
-    layer.register_forward_hook(
-        lambda module, args, out: torch.nn.functional.dropout(out, 0.3, training=module.training)
-    )
-    with pytest.warns(UserWarning, match="first_ratio_deviation"):
-        trainer.train()
+def test_prompts_whose_completions_agree_are_counted_without_those_that_do_not_count(make_trainer):
+    """Three of the four prompts: one of equal scores, one of a single completion that counts, one of none."""
+    scores = torch.tensor([1.0, 1.0, 0.0, 1.0, 0.0, 1.0, 0.0, 1.0])
+    counts = torch.tensor([True, True, True, True, True, False, False, False])
+    rollout = make_trainer().rollout(["请问1+1="] * 8)
+    rollout = replace(rollout, scores=scores, loss_mask=rollout.mask & counts[:, None])
+    assert agreeing(rollout, 2).tolist() == [True, False, True, True]
+    assert agreeing(rollout, 4).tolist() == [False, True]

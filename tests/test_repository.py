@@ -37,7 +37,8 @@ ALLOWED = {
     "hub": {"critic"},
     "model": {"card", "critic", "layout", "loading", "output_head"},
     "generation": {"background", "config", "endpoint", "generation", "model", "rollout"},
-    "callbacks": {"functional", "rollout", "state"},
+    "callbacks": {"functional", "health", "rollout", "state"},
+    "health": {"config", "functional"},
     "trace": {"functional", "rollout"},
     "update": {"functional", "rollout", "config", "metrics", "model"},
     "experience": {

@@ -1,0 +1,316 @@
+"""Each illness in a run that has it, and none in the recipe that is well."""
+
+import ast
+import json
+import random
+import re
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+
+import arithmetic
+import pytest
+import torch
+from conftest import count_digits, tiny_model
+from transformers import TrainerState
+from trl import TrlParser
+
+from hfppo import AdaptiveKLCallback, HealthCallback, HealthWarning, PPOConfig
+from hfppo.health import CHECKS
+from hfppo.metrics import METRICS
+
+HEALTH = Path(arithmetic.__file__).parents[1] / "docs/health.md"
+ONE_STEP = {"num_mini_batches": 1, "num_ppo_epochs": 1, "per_device_train_batch_size": 8}  # per rollout
+
+
+def warned(trainer, **kwargs) -> dict[str, str]:
+    """What a run warns of, by section of the docs; each once."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.train(**kwargs)
+    messages = [str(w.message) for w in caught if issubclass(w.category, HealthWarning)]
+    by_anchor = {message.rsplit("#", 1)[1]: message for message in messages}
+    assert len(by_anchor) == len(messages), messages
+    return by_anchor
+
+
+def constant(completions, **kwargs) -> list[float]:
+    return [0.1] * len(completions)
+
+
+def relative(completions, **kwargs) -> list[float]:
+    """The share of one character, against the others of the batch: its mean is 0, whatever the policy does."""
+    shares = [text.count("1") / max(len(text), 1) for text in completions]
+    return [share - sum(shares) / len(shares) for share in shares]
+
+
+def length(completion_ids, **kwargs) -> list[float]:
+    return [float(len(ids)) for ids in completion_ids]
+
+
+def unreadable(completions, **kwargs) -> list[None]:
+    return [None] * len(completions)
+
+
+def thousandfold(completions, **kwargs) -> list[float]:
+    return [1000.0 * score for score in count_digits(completions)]
+
+
+def by_prompt(prompts, **kwargs) -> list[float]:
+    """Some prompts are right whatever is said, and some wrong."""
+    return [float(random.Random(prompt).random() > 0.5) for prompt in prompts]
+
+
+def variety(prediction) -> dict[str, float]:
+    """What the digits were to stand for: answers that do not repeat themselves."""
+    return {"variety": sum(len(set(text)) / max(len(text), 1) for text in prediction.predictions)}
+
+
+def noisy(trainer) -> None:
+    """A layer that drops out in every mode, as a base with dropout in code of its own would."""
+    layer = trainer.model.causal_lm.model.layers[0].mlp
+    layer.register_forward_hook(lambda module, args, out: torch.nn.functional.dropout(out, 0.3, training=True))
+
+
+def stale(trainer) -> None:
+    """A sampler that never gets the adapter."""
+    sampler = trainer.collector.sampler
+    sample = sampler._sample
+
+    def from_the_base(*args):
+        with trainer.model.disable_adapter():
+            return sample(*args)
+
+    sampler._sample = from_the_base
+
+
+def brief_model():
+    """A tiny model that ends its completions early."""
+    model = tiny_model()
+    model.lm_head.weight.data[1] *= 3
+    return model
+
+
+@dataclass(frozen=True)
+class Ill:
+    """A run with an illness: how it is made, and words of the warnings that it must give, by section of the docs."""
+
+    words: dict[str, str]
+    config: dict = field(default_factory=dict)
+    kwargs: dict = field(default_factory=dict)
+    spoil: Callable = lambda trainer: None
+
+
+RUNS = {
+    "learning rate × 100": Ill(
+        {"clip-fraction": "lower learning_rate (now 1.0)", "approximate-kl": "above 0.1, since step 2: each"},
+        {"learning_rate": 1.0, "max_steps": 16},
+    ),
+    "target_kl that single steps pass": Ill({"approximate-kl": "above 0.001, "}, {"target_kl": 1e-3, "max_steps": 12}),
+    "dropout": Ill(
+        {"first-ratio": "noise in the model, such as dropout", "sampler-mismatch": "mismatch/mean is 1."}, spoil=noisy
+    ),
+    "a sampler that keeps the first adapter": Ill(
+        {"negative-kl": "kl is -0.1", "sampler-mismatch": "an old adapter"}, ONE_STEP | {"max_steps": 6}, spoil=stale
+    ),
+    "hardly any KL penalty": Ill(
+        {"kl-to-the-reference": "raise kl_coef (now 1e-06)"},
+        ONE_STEP | {"max_steps": 8, "kl_coef": 1e-6, "learning_rate": 3e-2},
+    ),
+    "no KL penalty and a reward that misses the point": Ill(
+        {"reward-hacking": "eval_variety is "},
+        ONE_STEP
+        | {"max_steps": 16, "kl_coef": 0.0, "learning_rate": 3e-2}
+        | {"eval_strategy": "steps", "eval_steps": 4, "eval_do_sample": True, "metric_for_best_model": "variety"},
+        {"compute_metrics": variety},
+    ),
+    "a reward without a scale": Ill(
+        {"entropy-collapse": "entropy_coef (now 0.0)"},
+        ONE_STEP
+        | {"per_device_train_batch_size": 16, "max_steps": 20, "learning_rate": 0.03}
+        | {"kl_coef": 0.0, "lr_scheduler_type": "constant", "advantage_estimator": "reinforce_plus_plus"},
+        {"reward_funcs": relative},
+    ),
+    "a reward of length": Ill(
+        {"length-explosion": "above 34.3, since step ", "truncation": "raise max_completion_length (now 40)"},
+        ONE_STEP
+        | {"per_device_train_batch_size": 16, "max_completion_length": 40, "max_steps": 11}
+        | {"learning_rate": 2e-2, "kl_coef": 0.0, "lam": 1.0, "cliprange_value": None},
+        {"reward_funcs": length, "model": brief_model},
+    ),
+    "a constant reward": Ill(
+        {"no-signal": "reward_std is 0, "}, ONE_STEP | {"max_steps": 3}, {"reward_funcs": constant}
+    ),
+    "a reward that the prompt decides": Ill(
+        {"no-signal-within-prompts": "raise num_generations (now 2)"},
+        ONE_STEP | {"max_steps": 3, "advantage_estimator": "grpo", "num_generations": 2},
+        {"reward_funcs": by_prompt},
+    ),
+    "a reward that reads nothing": Ill(
+        {"unscorable": "unscorable_frac is 1, "}, ONE_STEP | {"max_steps": 3}, {"reward_funcs": unreadable}
+    ),
+    "a critic that stands still": Ill(
+        {"value-loss": "critic_learning_rate (now 0.0)"}, ONE_STEP | {"max_steps": 10, "critic_learning_rate": 0.0}
+    ),
+    "a critic that jumps": Ill(
+        {"explained-variance": "since step 2: the critic is worse than a constant"},
+        ONE_STEP
+        | {"per_device_train_batch_size": 16, "max_steps": 12, "learning_rate": 1e-4}
+        | {"critic_learning_rate": 1.0, "cliprange_value": None, "lr_scheduler_type": "constant"},
+    ),
+    "scores of a thousand": Ill(
+        {"gradient-norm": "above 20, since step 1", "critic-gradient-norm": "lower vf_coef (now 0.1)"},
+        ONE_STEP | {"max_steps": 3, "whiten_advantages": False, "cliprange_value": None},
+        {"reward_funcs": thousandfold},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_an_ill_run_is_told_what_ails_it(make_trainer, dataset, name):
+    ill = RUNS[name]
+    made = {key: value() if key == "model" else value for key, value in ill.kwargs.items()}
+    trainer = make_trainer(ill.config, eval_dataset=dataset, **made)
+    ill.spoil(trainer)
+    told = warned(trainer)
+    assert [anchor for anchor, words in ill.words.items() if words not in told.get(anchor, "")] == [], told
+
+
+def test_every_check_has_a_run_that_it_finds_ill():
+    assert {check.anchor for check in CHECKS} == {anchor for ill in RUNS.values() for anchor in ill.words}
+
+
+@pytest.mark.slow
+def test_the_recipe_is_silent(tmp_path):
+    """arithmetic.yaml with a log after every rollout, and 15 of its 40."""
+    lines = Path(arithmetic.FOLDER / "test.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "few.jsonl").write_text("".join(lines[:8]))
+    flags = {"max_steps": 60, "logging_steps": 4, "save_strategy": "no", "use_cpu": True, "disable_tqdm": True}
+    flags |= {"output_dir": tmp_path / "out", "test_file": tmp_path / "few.jsonl"}
+    given = ["--config", str(arithmetic.FOLDER.with_suffix(".yaml"))]
+    given += [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+    parser = TrlParser((arithmetic.ArithmeticArguments, PPOConfig, arithmetic.ArithmeticActor))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", HealthWarning)
+        arithmetic.main(*parser.parse_args_and_config(given))
+    history = json.loads((tmp_path / "out/trainer_state.json").read_text())["log_history"]
+    rewards = [log["reward"] for log in history if "reward" in log]
+    assert len(rewards) == 15
+    assert rewards[-1] > 0.8
+
+
+def test_the_target_of_adaptive_kl_is_the_limit(make_trainer):
+    """Twice the target, where a run without it is told nothing."""
+    config = ONE_STEP | {"max_steps": 6}
+    assert "kl-to-the-reference" not in warned(make_trainer(config))
+    told = warned(make_trainer(config, callbacks=[AdaptiveKLCallback(target=0.01)]))
+    assert "above 0.02, " in told["kl-to-the-reference"]
+
+
+def test_a_resumed_run_knows_since_when(make_trainer):
+    """Its warning is the straight run's, though it sees a single rollout; and a straight run warns once."""
+    config = ONE_STEP | {"save_strategy": "steps", "save_steps": 1}
+    straight = warned(make_trainer(config | {"max_steps": 3}, reward_funcs=constant))
+    resumed = make_trainer(config | {"max_steps": 4}, reward_funcs=constant)
+    assert warned(resumed, resume_from_checkpoint=True)["no-signal"] == straight["no-signal"]
+    assert "since step 1:" in straight["no-signal"]
+
+
+class Log:
+    """A HealthCallback that is told a metric step by step."""
+
+    def __init__(self, trainer, callback: HealthCallback, main: bool = True):
+        self.trainer, self.callback = trainer, callback
+        self.state = TrainerState(is_world_process_zero=main)
+        callback.on_train_begin(trainer.args, self.state, trainer.control)
+
+    def __call__(self, step: int, **metrics: float) -> list[str]:
+        """The warnings of a log."""
+        self.state.log_history.append({name.replace("__", "/"): value for name, value in metrics.items()})
+        self.state.log_history[-1]["step"] = step
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            self.callback.on_log(self.trainer.args, self.state, self.trainer.control)
+        return [str(w.message) for w in caught]
+
+
+def test_what_comes_back_after_it_was_well_is_told_again_and_what_stays_is_not(make_trainer):
+    log = Log(make_trainer(ONE_STEP), HealthCallback(recovery=5))
+    ill_at = [1, 2, 4, 6, 12]
+    told = [step for step in range(1, 14) if log(step, policy__clip_frac=0.9 if step in ill_at else 0.1)]
+    assert told == [1, 12]
+    log.callback.on_train_begin(log.trainer.args, log.state, log.trainer.control)
+    assert log(14, policy__clip_frac=0.9)
+
+
+def test_an_illness_must_last_and_begins_where_it_was_last_well(make_trainer):
+    log = Log(make_trainer(), HealthCallback(patience=2))  # 4 steps per rollout
+    for step in (4, 8, 12):
+        assert not log(step, completions__truncated_frac=0.9 if step == 8 else 0.0)
+    assert not log(16, completions__truncated_frac=0.9)
+    assert not log(17, loss=0.0)
+    (message,) = log(20, completions__truncated_frac=0.7)
+    assert "is 0.7, above 0.5, since step 16: " in message
+    assert "\n" not in message
+
+
+def test_steps_of_a_rollout_are_judged_together(make_trainer):
+    """A rollout's first step is never clipped; it does not make an ill run well."""
+    log = Log(make_trainer(), HealthCallback(max_clip_frac=0.5))
+    assert not any(log(step, policy__clip_frac=0.0) for step in (1, 2))
+    assert not log(3, policy__clip_frac=0.9)
+    assert "is 0.6" in log(4, policy__clip_frac=1.5)[0]
+    assert not log(5, policy__clip_frac=0.0)
+    assert not log(6, policy__clip_frac=0.9)
+
+
+def test_not_a_number_is_ill_and_other_processes_are_silent(make_trainer):
+    trainer = make_trainer(ONE_STEP)
+    assert "grad_norm is nan" in Log(trainer, HealthCallback(patience=1))(1, grad_norm=float("nan"))[0]
+    assert not Log(trainer, HealthCallback(patience=1), main=False)(1, grad_norm=float("nan"))
+
+
+def test_a_solved_task_is_not_ill(make_trainer):
+    """Entropy and spread of the scores vanish there as well; without a better reward it is a collapse."""
+    first = {"reward": 0.9, "reward_std": 0.3, "policy__entropy": 1.0}
+    last = {"reward_std": 0.0, "policy__entropy": 0.01}
+    for reward, sections in ((1.0, []), (0.92, ["entropy-collapse", "no-signal"])):
+        log = Log(make_trainer(ONE_STEP), HealthCallback(patience=1))
+        assert not log(1, **first)
+        assert [message.rsplit("#", 1)[1] for message in log(2, reward=reward, **last)] == sections
+
+
+@pytest.mark.parametrize(
+    ("config", "given", "name"),
+    [
+        ({}, None, "eval_reward"),
+        ({"metric_for_best_model": "accuracy"}, None, "eval_accuracy"),
+        ({"metric_for_best_model": "perplexity", "greater_is_better": False}, None, "eval_reward"),
+        ({"metric_for_best_model": "accuracy"}, "rewards/truth/mean", "rewards/truth/mean"),
+    ],
+)
+def test_the_true_metric_and_how_far_it_may_fall(make_trainer, config, given, name):
+    log = Log(make_trainer(ONE_STEP | config), HealthCallback(true_metric=given))
+    falls = [0.5, 0.8, 0.75, 0.7, 0.65]
+    told = [log(step, reward=float(step), **{name: value}) for step, value in enumerate(falls)]
+    assert [bool(messages) for messages in told] == [False, False, False, False, True]
+    assert f"{name} is 0.65, at or below 0.72, since step 4:" in told[-1][0]
+    log = Log(make_trainer(ONE_STEP | config), HealthCallback(true_metric=given))
+    assert not any(log(step, reward=-float(step), **{name: value}) for step, value in enumerate(falls))
+
+
+def test_checks_read_metrics_and_fields_that_exist(make_trainer):
+    args = make_trainer().args
+    for check in CHECKS:
+        assert check.metric in {*METRICS, "grad_norm", "true metric"}, check
+        assert all(hasattr(args, name) for name in re.findall(r"{(\w+)}", check.change)), check
+
+
+def test_every_check_has_its_section_and_every_limit_its_row():
+    text = HEALTH.read_text()
+    headings = re.findall(r"^### (.*)$", text, flags=re.MULTILINE)
+    assert {heading.lower().replace(" ", "-") for heading in headings} == {check.anchor for check in CHECKS}
+    rows = dict(re.findall(r"^\| `(\w+)` \| `([^`]+)` \|", text, flags=re.MULTILINE))
+    limits = {f.name: f.default for f in fields(HealthCallback) if f.init}
+    assert {name: ast.literal_eval(default) for name, default in rows.items()} == limits
