@@ -6,6 +6,7 @@ import warnings
 import rich
 from rich.table import Table
 from rich.text import Text
+from tqdm import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hfppo.functional import adaptive_kl_coef
@@ -81,7 +82,8 @@ class PrintCompletionsCallback(PPOCallback):
         table = Table(*columns, title=f"step {state.global_step}", title_justify="left", show_lines=True)
         for row in list(zip(*columns.values(), strict=False))[: self.num_completions]:
             table.add_row(*(Text(f"{x:.4g}" if isinstance(x, float) else str(x)) for x in row))
-        rich.print(table)
+        with tqdm.external_write_mode():  # the bar makes room
+            rich.print(table)
 
 
 class ClipMetricsCallback(PPOCallback):

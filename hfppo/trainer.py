@@ -5,6 +5,7 @@ optimiser; these hooks answer for PPO.
 """
 
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
@@ -18,6 +19,7 @@ from transformers import (
     EvalPrediction,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    ProgressCallback,
     TrainerCallback,
     set_seed,
 )
@@ -36,6 +38,7 @@ from hfppo.functional import token_kl
 from hfppo.generation import make_sampler
 from hfppo.metrics import Meter
 from hfppo.model import ActorCritic
+from hfppo.progress import RunProgress
 from hfppo.rewards import RewardFunc
 from hfppo.rollout import Rollout
 from hfppo.state import PPOState
@@ -120,6 +123,10 @@ class PPOTrainer(CrashSafeTrainer):
             accelerator=self.accelerator,
             args=args,
         )
+        self._progress = RunProgress(args.updates_per_rollout)
+        self.collector.sampler.on_progress = self._progress.advance
+        if self.pop_callback(ProgressCallback) is not None:  # Trainer's own; there is none with disable_tqdm
+            self.add_callback(self._progress)
         self.ppo_state = PPOState(kl_coef=args.kl_coef)
         self._train_prompts, self._eval_prompts = parts.train_prompts, parts.eval_prompts
         self._rollout: Rollout | None = None
@@ -164,6 +171,7 @@ class PPOTrainer(CrashSafeTrainer):
         inputs = [
             {**sequence(micro), "batch": micro, "pieces": n} for micro, n in zip(micro_batches, pieces, strict=True)
         ]
+        self._step_began = time.perf_counter()
         return inputs, MiniBatchSize(tokens, completions)
 
     def _pieces(self, micro_batches: list[Rollout]) -> list[int]:
@@ -187,7 +195,7 @@ class PPOTrainer(CrashSafeTrainer):
     def _collect_rollout(self) -> Rollout:
         """Collect the next rollout and tell the callbacks."""
         state = self.ppo_state
-        rows, meter = self.collector.training_rows(self._train_prompts, state.rollouts), Meter()
+        rows, meter = self.collector.training_rows(self._train_prompts, state.rollouts), Meter(self._progress.phase)
         rollout, transcript = self.collector.collect(rows, state, self.state, meter)
         state.rollouts, state.first_step = state.rollouts + 1, self.state.global_step
         state.last_step = state.first_step + self.args.updates_per_rollout
@@ -273,7 +281,12 @@ class PPOTrainer(CrashSafeTrainer):
             if of_critic:
                 optimizer.add_param_group({**group, "params": of_critic, "lr": lr})
         optimizer.register_step_pre_hook(lambda *_: self._before_step())
+        optimizer.register_step_post_hook(lambda *_: self._measure_step())
         return optimizer
+
+    def _measure_step(self) -> None:
+        seconds = time.perf_counter() - self._step_began
+        self._meter.add_number("time/update", seconds * self.args.updates_per_rollout)
 
     def _hold_actor(self) -> None:
         """Leave the actor without gradients: no decay, no momentum, no change by one bit."""

@@ -36,6 +36,7 @@ ALLOWED = {
     "hub": {"critic"},
     "model": {"card", "critic", "layout", "loading", "output_head"},
     "generation": {"background", "config", "endpoint", "generation", "model", "rollout"},
+    "progress": set(),
     "callbacks": {"functional", "rollout", "state"},
     "trace": {"functional", "rollout"},
     "update": {"functional", "rollout", "config", "metrics", "model"},
