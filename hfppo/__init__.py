@@ -2,6 +2,8 @@
 
 from hfppo.callbacks import AdaptiveKLCallback, ClipMetricsCallback, PPOCallback, PrintCompletionsCallback
 from hfppo.config import PPOConfig
+from hfppo.curves import PlotCallback
+from hfppo.history import LogFileCallback
 from hfppo.model import ActorCritic
 from hfppo.reward_model import RewardModel
 from hfppo.reward_server import RewardServer
@@ -16,10 +18,12 @@ __all__ = [
     "ActorCritic",
     "AdaptiveKLCallback",
     "ClipMetricsCallback",
+    "LogFileCallback",
     "PPOCallback",
     "PPOConfig",
     "PPOState",
     "PPOTrainer",
+    "PlotCallback",
     "PrintCompletionsCallback",
     "RewardModel",
     "RewardServer",

@@ -2,14 +2,19 @@
 
 import math
 import warnings
+from importlib import import_module
+from pathlib import Path
 
 import rich
+from datasets import Dataset
 from rich.table import Table
 from rich.text import Text
 from tqdm import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from hfppo.curves import PlotCallback
 from hfppo.functional import adaptive_kl_coef
+from hfppo.history import LogFileCallback
 from hfppo.rollout import Rollout, Transcript
 from hfppo.state import PPOState
 
@@ -67,6 +72,9 @@ class AdaptiveKLCallback(PPOCallback):
 class PrintCompletionsCallback(PPOCallback):
     """Prints some completions of each rollout with their scores. `log_completions=True` adds it.
 
+    All of the first process's lie in `completions/completions_<step>.parquet` in the output folder, named and laid out
+    as TRL does, and go as a table to W&B and trackio where `report_to` names them.
+
     Args:
         num_completions: rows to print.
     """
@@ -84,6 +92,24 @@ class PrintCompletionsCallback(PPOCallback):
             table.add_row(*(Text(f"{x:.4g}" if isinstance(x, float) else str(x)) for x in row))
         with tqdm.external_write_mode():  # the bar makes room
             rich.print(table)
+        scores = {"score": rollout.scores.tolist()}
+        self._save(args, {"step": [state.global_step] * len(rollout)} | columns | scores)
+
+    def _save(self, args: TrainingArguments, columns: dict[str, list]) -> None:
+        """Write the table into the output folder, and log it."""
+        everything = Dataset.from_dict({name: of_one_type(column) for name, column in columns.items()})
+        folder = Path(args.output_dir) / "completions"
+        folder.mkdir(parents=True, exist_ok=True)
+        everything.to_pandas().to_parquet(folder / f"completions_{columns['step'][0]:05d}.parquet")
+        for name in {"wandb", "trackio"} & set(args.report_to):
+            tracker = import_module(name)
+            tracker.log({"completions": tracker.Table(dataframe=everything.to_pandas())})
+
+
+def of_one_type(column: list) -> list:
+    """The column, as text if its values are of several types, which a table cannot hold."""
+    types = {float if isinstance(x, int | float) else type(x) for x in column if x is not None}
+    return column if len(types) < 2 else [str(x) for x in column]
 
 
 class ClipMetricsCallback(PPOCallback):
@@ -132,5 +158,10 @@ class ClipMetricsCallback(PPOCallback):
 def with_default_callbacks(callbacks: list[TrainerCallback] | None, log_completions: bool) -> list[TrainerCallback]:
     """A user's callbacks and those that are on by default, unless the user has one of their kind."""
     given = list(callbacks or [])
-    wanted = [ClipMetricsCallback, *([PrintCompletionsCallback] if log_completions else [])]
+    wanted = [
+        ClipMetricsCallback,
+        LogFileCallback,
+        PlotCallback,
+        *([PrintCompletionsCallback] if log_completions else []),
+    ]
     return given + [kind() for kind in wanted if not any(isinstance(callback, kind) for callback in given)]

@@ -20,15 +20,14 @@ LINE_EVERY = 30.0  # seconds between two lines where there is no terminal
 
 # What a log line on a terminal shows: metric, name, format.
 SHORT = (
-    ("reward", "reward", ".3g"),
-    ("kl", "KL", ".3g"),
+    ("reward", "reward", ".3f"),
+    ("kl", "KL", ".4f"),
     ("kl_coef", "β", ".3g"),
-    ("completions/mean_length", "tokens", ".1f"),
+    ("completions/mean_length", "length", ".1f"),
     ("completions/truncated_frac", "cut", ".1%"),
-    ("policy/entropy", "entropy", ".3g"),
+    ("policy/entropy", "entropy", ".3f"),
     ("policy/clip_frac", "clipped", ".1%"),
     ("value/explained_variance", "explained", ".2f"),
-    ("learning_rate", "lr", ".2g"),
 )
 
 
@@ -133,6 +132,7 @@ class RunProgress(ProgressCallback):
             return
         name, start, outermost = name.removeprefix("time/"), time.monotonic(), not self._phases
         with self._lock:
+            self._close_phase_bar()  # of the phase around it
             self._phases.append((name, start))
             self._share = 0.0
         done = threading.Event()
@@ -148,6 +148,7 @@ class RunProgress(ProgressCallback):
                 self.rollouts += 1
             with self._lock:
                 self._phases.pop()
+                self._share = 0.0
                 self._close_phase_bar()
             self.seconds[name] += time.monotonic() - start
 
@@ -175,14 +176,18 @@ class RunProgress(ProgressCallback):
                 print(self._line(now, left), file=sys.stderr, flush=True)
 
     def _doing(self) -> str:
-        return f"rollout {self.rollouts + 1} {self._phases[-1][0]}" if self._phases else ""
+        return (
+            " ".join([f"rollout {self.rollouts + 1}", *(name for name, _ in self._phases[1:])]) if self._phases else ""
+        )
 
     def _draw_phase(self, now: float) -> None:
         """A second bar below, for a phase that takes its time."""
-        if not self._phases or now - self._phases[-1][1] < SHOWN_AFTER:
+        if not self._phases:
+            return
+        name, since = self._phases[-1]
+        if now - since < SHOWN_AFTER:
             return
         if self.phase_bar is None:
-            name, since = self._phases[-1]
             self.phase_bar = tqdm(
                 total=1.0, leave=False, dynamic_ncols=True, file=sys.stderr, position=1, desc=f"  {name}"
             )
