@@ -99,5 +99,5 @@ def draw_panel(axes: Any, panel: Panel, lines: list[Line]) -> None:
     if len(lines) > 1:
         columns = 1 if len(lines) < 3 else 2
         low, high = axes.get_ylim()
-        axes.set_ylim(low, high + 0.1 * (high - low) * math.ceil(len(lines) / columns))  # its place
+        axes.set_ylim(low, high + 0.12 * (high - low) * math.ceil(len(lines) / columns))  # its place
         axes.legend(fontsize=7, frameon=False, loc="upper right", ncols=columns, borderaxespad=0)

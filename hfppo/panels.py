@@ -1,6 +1,6 @@
 """What the curves of a run show: panels, and the lines in them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 from hfppo.history import Group, Series
@@ -70,17 +70,17 @@ Drawn = list[tuple[Panel, list[Line]]]
 
 def panels(groups: list[Group]) -> Drawn:
     """The panels that have something to show, and their lines: the metrics of one run, or one metric of several."""
-    drawn = []
+    drawn, alone = [], len(groups) == 1
     for panel in PANELS:
-        lines = []
+        lines, title = [], panel.title
         for group in groups:
             found = [name for pattern in panel.metrics for name in group.metrics if fnmatchcase(name, pattern)]
             if len(found) < panel.least:
                 continue
-            for name in found if len(groups) == 1 else found[:1]:
-                label = name if len(groups) == 1 else group.name
-                lines.append((label, group.series(name)))
+            for name in found if alone else found[:1]:
+                lines.append((name if alone else group.name, group.series(name)))
+                title = panel.title if alone else name
         lines = [(label, series) for label, series in lines if series.steps]
         if lines:
-            drawn.append((panel, [Line(*line, style) for style, line in enumerate(lines)]))
+            drawn.append((replace(panel, title=title), [Line(*line, style) for style, line in enumerate(lines)]))
     return drawn

@@ -117,8 +117,8 @@ def test_several_runs_show_one_line_each_and_a_run_alone_all_of_its_metrics():
     assert alone == {"Score": ["reward"], "KL to the reference": ["kl", "kl_k3"]}
     beside = panels([Group("a", [log]), Group("b", [log])])
     assert {panel.title: [line.label for line in lines] for panel, lines in beside} == {
-        "Score": ["a", "b"],
-        "KL to the reference": ["a", "b"],
+        "reward": ["a", "b"],
+        "kl": ["a", "b"],
     }
 
 
