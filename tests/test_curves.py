@@ -100,6 +100,7 @@ def test_runs_that_differ_in_the_seed_alone_are_one_group(tmp_path):
     (tmp_path / "empty").mkdir()
     found = {group.name: len(group.logs) for group in group_runs([*folders, tmp_path / "empty"])}
     assert found == {"kl0": 2, "kl1": 1, "base": 1, "deep": 2, "seedling": 1}
+    assert [group.name for group in group_runs(folders[4:6])] == ["deep"]
 
 
 def test_a_group_is_the_mean_of_its_runs_between_the_lowest_and_the_highest():
@@ -162,10 +163,11 @@ def test_the_numbers_of_the_page_are_those_of_the_log_history(make_trainer):
 
 
 def test_what_the_run_is_called_is_escaped():
-    log = [{"step": 1, "reward": 1.0, "rewards/</script><b>/mean": 1.0}]
+    log = [{"step": 1, "reward": 1.0, "rewards/</script><b>/mean": 1.0, "rewards/f/mean": 0.0}]
     text = page(panels([Group("<i>", [log])]), "<i>&", [Group("<i>", [log])])
     assert "<i>" not in text
     assert text.count("</script>") == 2
+    assert text.count("<b>") == 3  # the values of the legends
     assert "rewards/</script><b>/mean" in unescape(text)
 
 
