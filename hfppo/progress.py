@@ -11,7 +11,7 @@ from datetime import timedelta
 from typing import Any
 
 from tqdm import tqdm
-from transformers import ProgressCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import ProgressCallback, Trainer, TrainerControl, TrainerState, TrainingArguments
 
 REDRAWN = 0.5  # seconds between two looks at a rollout that is being collected
 STEP_REDRAWN = 0.1  # the least number of seconds between two drawn steps
@@ -67,6 +67,14 @@ class RunProgress(ProgressCallback):
         self._share = 0.0
         self._last_drawn = self._last_line = 0.0
         self._lock = threading.RLock()
+
+    @classmethod
+    def of(cls, trainer: Trainer, updates_per_rollout: int) -> "RunProgress":
+        """Takes the place of the trainer's own bar; where there is none, as with disable_tqdm, it stays silent."""
+        made = cls(updates_per_rollout)
+        if trainer.pop_callback(ProgressCallback) is not None:
+            trainer.add_callback(made)
+        return made
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
         """Start where the run is."""

@@ -19,7 +19,6 @@ from transformers import (
     EvalPrediction,
     PreTrainedModel,
     PreTrainedTokenizerBase,
-    ProgressCallback,
     TrainerCallback,
     set_seed,
 )
@@ -123,10 +122,8 @@ class PPOTrainer(CrashSafeTrainer):
             accelerator=self.accelerator,
             args=args,
         )
-        self._progress = RunProgress(args.updates_per_rollout)
+        self._progress = RunProgress.of(self, args.updates_per_rollout)
         self.collector.sampler.on_progress = self._progress.advance
-        if self.pop_callback(ProgressCallback) is not None:  # Trainer's own; there is none with disable_tqdm
-            self.add_callback(self._progress)
         self.ppo_state = PPOState(kl_coef=args.kl_coef)
         self._train_prompts, self._eval_prompts = parts.train_prompts, parts.eval_prompts
         self._rollout: Rollout | None = None
@@ -285,8 +282,7 @@ class PPOTrainer(CrashSafeTrainer):
         return optimizer
 
     def _measure_step(self) -> None:
-        seconds = time.perf_counter() - self._step_began
-        self._meter.add_number("time/update", seconds * self.args.updates_per_rollout)
+        self._meter.add_number("time/update", self.args.updates_per_rollout * (time.perf_counter() - self._step_began))
 
     def _hold_actor(self) -> None:
         """Leave the actor without gradients: no decay, no momentum, no change by one bit."""
