@@ -25,7 +25,7 @@ def page(drawn: Drawn, title: str, groups: list[Group]) -> str:
         [{"steps": line.series.steps, "values": [finite(v) for v in line.series.values]} for line in lines]
         for _, lines in drawn
     ]
-    embedded = json.dumps({"last": max(steps), "left": LEFT, "right": RIGHT, "panels": data}).replace("<", "\\u003c")
+    numbers = json.dumps({"last": max(steps), "left": LEFT, "right": RIGHT, "panels": data})  # no text of the run
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -43,7 +43,7 @@ script-src 'unsafe-inline'">
 {figures}
 </main>
 <details><summary>All numbers, as last logged</summary><div class="wide">{table(groups)}</div></details>
-<script type="application/json" id="data">{embedded}</script>
+<script type="application/json" id="data">{numbers}</script>
 <script>{SCRIPT}</script>
 </body>
 </html>
