@@ -2,7 +2,9 @@
 
 from hfppo.callbacks import AdaptiveKLCallback, PPOCallback, PrintCompletionsCallback
 from hfppo.config import PPOConfig
+from hfppo.curves import PlotCallback
 from hfppo.health import HealthCallback, HealthWarning
+from hfppo.history import LogFileCallback
 from hfppo.model import ActorCritic
 from hfppo.reward_model import RewardModel
 from hfppo.reward_server import RewardServer
@@ -18,10 +20,12 @@ __all__ = [
     "AdaptiveKLCallback",
     "HealthCallback",
     "HealthWarning",
+    "LogFileCallback",
     "PPOCallback",
     "PPOConfig",
     "PPOState",
     "PPOTrainer",
+    "PlotCallback",
     "PrintCompletionsCallback",
     "RewardModel",
     "RewardServer",

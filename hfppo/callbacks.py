@@ -1,14 +1,20 @@
 """Callbacks that see rollouts."""
 
 import math
+from importlib import import_module
+from pathlib import Path
 
 import rich
+from datasets import Dataset
 from rich.table import Table
 from rich.text import Text
+from tqdm import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from hfppo.curves import PlotCallback
 from hfppo.functional import adaptive_kl_coef
 from hfppo.health import HealthCallback
+from hfppo.history import LogFileCallback
 from hfppo.rollout import Rollout, Transcript
 from hfppo.state import PPOState
 
@@ -66,6 +72,9 @@ class AdaptiveKLCallback(PPOCallback):
 class PrintCompletionsCallback(PPOCallback):
     """Prints some completions of each rollout with their scores. `log_completions=True` adds it.
 
+    All of the first process's lie in `completions/completions_<step>.parquet` in the output folder, named and laid out
+    as TRL does, and go as a table to W&B and trackio where `report_to` names them.
+
     Args:
         num_completions: rows to print.
     """
@@ -81,7 +90,26 @@ class PrintCompletionsCallback(PPOCallback):
         table = Table(*columns, title=f"step {state.global_step}", title_justify="left", show_lines=True)
         for row in list(zip(*columns.values(), strict=False))[: self.num_completions]:
             table.add_row(*(Text(f"{x:.4g}" if isinstance(x, float) else str(x)) for x in row))
-        rich.print(table)
+        with tqdm.external_write_mode():  # the bar makes room
+            rich.print(table)
+        scores = {"score": rollout.scores.tolist()}
+        self._save(args, {"step": [state.global_step] * len(rollout)} | columns | scores)
+
+    def _save(self, args: TrainingArguments, columns: dict[str, list]) -> None:
+        """Write the table into the output folder, and log it."""
+        everything = Dataset.from_dict({name: of_one_type(column) for name, column in columns.items()})
+        folder = Path(args.output_dir) / "completions"
+        folder.mkdir(parents=True, exist_ok=True)
+        everything.to_pandas().to_parquet(folder / f"completions_{columns['step'][0]:05d}.parquet")
+        for name in {"wandb", "trackio"} & set(args.report_to):
+            tracker = import_module(name)
+            tracker.log({"completions": tracker.Table(dataframe=everything.to_pandas())})
+
+
+def of_one_type(column: list) -> list:
+    """The column, as text if its values are of several types, which a table cannot hold."""
+    types = {float if isinstance(x, int | float) else type(x) for x in column if x is not None}
+    return column if len(types) < 2 else [str(x) for x in column]
 
 
 def with_default_callbacks(callbacks: list[TrainerCallback] | None, log_completions: bool) -> list[TrainerCallback]:
@@ -90,6 +118,5 @@ def with_default_callbacks(callbacks: list[TrainerCallback] | None, log_completi
     if not any(isinstance(callback, HealthCallback) for callback in made):
         targets = [callback.target for callback in made if isinstance(callback, AdaptiveKLCallback)]
         made.append(HealthCallback(max_kl=2 * targets[0]) if targets else HealthCallback())
-    if log_completions and not any(isinstance(callback, PrintCompletionsCallback) for callback in made):
-        made.append(PrintCompletionsCallback())
-    return made
+    wanted = [LogFileCallback, PlotCallback, *([PrintCompletionsCallback] if log_completions else [])]
+    return made + [kind() for kind in wanted if not any(isinstance(callback, kind) for callback in made)]

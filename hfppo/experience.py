@@ -95,6 +95,8 @@ class Collector:
             prompt_ids, prompt_mask = self.prompt_tensors(rows)
             with meter.timed("time/generation"), self.sampler.ready():
                 completions = self.sampler(prompt_ids, prompt_mask, [row.seed for row in rows])
+            tokens = float(completions.mask.sum())
+            meter.add_number("time/tokens_per_second", tokens / meter.seconds("time/generation"))
             texts = self.texts(rows, completions)
             scored, passes = self.score_during_passes(rows, completions, texts, prompt_ids, prompt_mask, state, meter)
             moments = self.moments(scored, ppo_state, training)
@@ -175,7 +177,8 @@ class Collector:
         with ExitStack() as stack:
             with meter.timed("time/rewards"):
                 scored = stack.enter_context(self.scoring(rows, completions, texts, state))
-            passes = self.forward_passes(prompt_ids, prompt_mask, completions)
+            with meter.timed("time/passes"):
+                passes = self.forward_passes(prompt_ids, prompt_mask, completions)
             with meter.timed("time/rewards"):
                 return scored(), passes
 

@@ -2,8 +2,8 @@
 
 import math
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 
 import torch
@@ -66,7 +66,10 @@ METRICS: dict[str, tuple[str, str]] = {
     "mismatch/kl": ("mean", "KL of π_rollout to π_old per token by k3, nats."),
     "time/rollout": ("mean", "Seconds to collect a rollout."),
     "time/generation": ("mean", "Seconds of it spent sampling."),
+    "time/passes": ("mean", "Seconds of it spent in the passes of actor, reference and critic."),
     "time/rewards": ("mean", "Seconds of it spent in the reward functions."),
+    "time/update": ("mean", "Seconds of the optimiser steps that follow a rollout: of one, times their number."),
+    "time/tokens_per_second": ("mean", "Tokens sampled per second of generation on each process."),
     "custom/{name}": ("mean", "What a reward function passed to log_metric."),
 }
 
@@ -99,9 +102,14 @@ class Sums:
 
 
 class Meter:
-    """Collects metrics on one process until they are read, once, for all processes."""
+    """Collects metrics on one process until they are read, once, for all processes.
 
-    def __init__(self) -> None:
+    Args:
+        phase: entered, with the metric's name, around each stretch of time that is measured.
+    """
+
+    def __init__(self, phase: Callable[[str], AbstractContextManager] = lambda name: nullcontext()) -> None:
+        self._phase = phase
         self._sums: dict[str, Sums] = {}
         self._pending: list[tuple[str, str, Tensor]] = []
         self._seconds: dict[str, float] = {}
@@ -129,8 +137,13 @@ class Meter:
     def timed(self, name: str) -> Iterator[None]:
         """Add the seconds spent inside to a metric; all stretches between two reads make up one number."""
         start = time.perf_counter()
-        yield
+        with self._phase(name):
+            yield
         self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
+
+    def seconds(self, name: str) -> float:
+        """What `timed` has added to a metric since the last read."""
+        return self._seconds[name]
 
     def read(self) -> dict[str, float]:
         """Every metric over all processes, and start anew. A collective call: every process must make it."""

@@ -5,6 +5,7 @@ optimiser; these hooks answer for PPO.
 """
 
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
@@ -36,6 +37,7 @@ from hfppo.functional import token_kl
 from hfppo.generation import make_sampler
 from hfppo.metrics import Meter
 from hfppo.model import ActorCritic
+from hfppo.progress import RunProgress
 from hfppo.rewards import RewardFunc
 from hfppo.rollout import Rollout
 from hfppo.sharding import check_engine, clip_grad_norm
@@ -122,6 +124,8 @@ class PPOTrainer(CrashSafeTrainer):
             accelerator=self.accelerator,
             args=args,
         )
+        self._progress = RunProgress.of(self, args.updates_per_rollout)
+        self.collector.sampler.on_progress = self._progress.advance
         self.ppo_state = PPOState(kl_coef=args.kl_coef)
         self._train_prompts, self._eval_prompts = parts.train_prompts, parts.eval_prompts
         self._rollout: Rollout | None = None
@@ -166,6 +170,7 @@ class PPOTrainer(CrashSafeTrainer):
         inputs = [
             {**sequence(micro), "batch": micro, "pieces": n} for micro, n in zip(micro_batches, pieces, strict=True)
         ]
+        self._step_began = time.perf_counter()
         return inputs, MiniBatchSize(tokens, completions)
 
     def _pieces(self, micro_batches: list[Rollout]) -> list[int]:
@@ -189,7 +194,7 @@ class PPOTrainer(CrashSafeTrainer):
     def _collect_rollout(self) -> Rollout:
         """Collect the next rollout and tell the callbacks."""
         state = self.ppo_state
-        rows, meter = self.collector.training_rows(self._train_prompts, state.rollouts), Meter()
+        rows, meter = self.collector.training_rows(self._train_prompts, state.rollouts), Meter(self._progress.phase)
         rollout, transcript = self.collector.collect(rows, state, self.state, meter)
         state.rollouts, state.first_step = state.rollouts + 1, self.state.global_step
         state.last_step = state.first_step + self.args.updates_per_rollout
@@ -275,7 +280,11 @@ class PPOTrainer(CrashSafeTrainer):
             if of_critic:
                 optimizer.add_param_group({**group, "params": of_critic, "lr": lr})
         optimizer.register_step_pre_hook(lambda *_: self._before_step())
+        optimizer.register_step_post_hook(lambda *_: self._measure_step())
         return optimizer
+
+    def _measure_step(self) -> None:
+        self._meter.add_number("time/update", self.args.updates_per_rollout * (time.perf_counter() - self._step_began))
 
     def _hold_actor(self) -> None:
         """Leave the actor without gradients: no decay, no momentum, no change by one bit."""

@@ -49,6 +49,12 @@ def tiny_model(seed: int = 0, **config) -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(**{**defaults, **config}))
 
 
+@pytest.fixture(autouse=True)
+def no_picture(monkeypatch):
+    """The picture at the end of a run takes longer than most runs here."""
+    monkeypatch.setattr("hfppo.curves.find_spec", lambda name: None)
+
+
 @pytest.fixture
 def model() -> LlamaForCausalLM:
     return tiny_model()

@@ -1,5 +1,6 @@
 """What every sampler takes and gives."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
@@ -20,7 +21,12 @@ class Completions:
 
 
 class Sampler(Protocol):
-    """Anything that can sample completions from the current policy."""
+    """Anything that can sample completions from the current policy.
+
+    One that can tell how far it has got calls `on_progress` with the share that is done, from 0 to 1.
+    """
+
+    on_progress: Callable[[float], None] = staticmethod(lambda share: None)
 
     def ready(self) -> AbstractContextManager[None]:
         """Inside, the sampler holds the current weights, and what else it needs to be called."""

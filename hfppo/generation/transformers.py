@@ -1,6 +1,6 @@
 """Sampling with transformers' `generate`."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -23,10 +23,11 @@ class SeededChoice(LogitsProcessor):
     Args:
         uniforms: (B, T) in [0, 1), one per token; None chooses the likeliest.
         temperature: divides the logits.
+        on_token: called with the number of tokens chosen so far.
     """
 
-    def __init__(self, uniforms: Tensor | None, temperature: float):
-        self.uniforms, self.temperature = uniforms, temperature
+    def __init__(self, uniforms: Tensor | None, temperature: float, on_token: Callable[[int], None]):
+        self.uniforms, self.temperature, self.on_token = uniforms, temperature, on_token
         self.logprobs: list[Tensor] = []
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
@@ -39,6 +40,7 @@ class SeededChoice(LogitsProcessor):
             drawn = self.uniforms[:, len(self.logprobs), None] * cumulative[:, -1:]
             choice = torch.searchsorted(cumulative, drawn, right=True).clamp(max=scores.shape[-1] - 1)
         self.logprobs.append(logprobs.gather(1, choice).squeeze(1))
+        self.on_token(len(self.logprobs))
         return torch.full_like(scores, -torch.inf).scatter(1, choice, 0.0)
 
 
@@ -68,13 +70,21 @@ class TransformersSampler(Sampler):
         parts = []
         for i in range(0, len(prompt_ids), self.batch_size):
             rows = slice(i, i + self.batch_size)
-            parts.append(self._sample(prompt_ids[rows], prompt_mask[rows], None if seeds is None else seeds[rows]))
+            batch_seeds = None if seeds is None else seeds[rows]
+
+            def on_token(tokens: int, before: int = i) -> None:
+                done = before + min(self.batch_size, len(prompt_ids) - before) * tokens / self.config.max_new_tokens
+                self.on_progress(done / len(prompt_ids))
+
+            parts.append(self._sample(prompt_ids[rows], prompt_mask[rows], batch_seeds, on_token))
         return joined(parts, self.config.pad_token_id)
 
-    def _sample(self, prompt_ids: Tensor, prompt_mask: Tensor, seeds: list[int] | None) -> Completions:
+    def _sample(
+        self, prompt_ids: Tensor, prompt_mask: Tensor, seeds: list[int] | None, on_token: Callable[[int], None]
+    ) -> Completions:
         """A batch."""
         uniforms = None if seeds is None else row_uniforms(seeds, self.config.max_new_tokens).to(prompt_ids.device)
-        choice = SeededChoice(uniforms, self.temperature)
+        choice = SeededChoice(uniforms, self.temperature, on_token)
         sharded = isinstance(self.model, FSDPModule)
         if sharded and "generate" not in vars(self.model):
             register_fsdp_forward_method(self.model, "generate")  # the shards of the root are gathered for it as well

@@ -1,0 +1,57 @@
+"""Where the completions of a rollout go with `log_completions`."""
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pandas as pd
+import pytest
+from conftest import count_digits
+
+from hfppo import PPOCallback
+
+
+class Keep(PPOCallback):
+    def __init__(self):
+        self.transcripts, self.scores = [], []
+
+    def on_rollout_end(self, args, state, control, *, rollout, transcript, metrics, ppo_state):
+        self.transcripts.append(transcript)
+        self.scores.append(rollout.scores.tolist())
+
+
+def with_extras(completions, log_extra=None, **kwargs):
+    log_extra("mixed", [1, "two"] * (len(completions) // 2))
+    return count_digits(completions)
+
+
+def test_each_rollout_leaves_a_table_in_the_output_folder(make_trainer):
+    keep = Keep()
+    trainer = make_trainer({"log_completions": True}, reward_funcs=with_extras, callbacks=[keep])  # two rollouts
+    trainer.train()
+    folder = Path(trainer.args.output_dir) / "completions"
+    assert sorted(p.name for p in folder.iterdir()) == ["completions_00000.parquet", "completions_00004.parquet"]
+    second = pd.read_parquet(folder / "completions_00004.parquet")
+    assert list(second) == ["step", "prompt", "completion", "with_extras", "mixed", "score"]
+    assert second["step"].tolist() == [4] * 8
+    assert second["completion"].tolist() == keep.transcripts[1].completions
+    assert second["prompt"].tolist() == keep.transcripts[1].prompts
+    assert second["score"].tolist() == keep.scores[1]
+    assert second["mixed"].tolist() == ["1", "two"] * 4
+
+
+def test_nothing_is_saved_unless_asked_for(make_trainer):
+    trainer = make_trainer({"max_steps": 1})
+    trainer.train()
+    assert not (Path(trainer.args.output_dir) / "completions").exists()
+
+
+@pytest.mark.parametrize("report_to", [["trackio"], []])
+def test_trackers_that_are_reported_to_get_the_table(make_trainer, monkeypatch, report_to):
+    logged = []
+    tracker = SimpleNamespace(log=logged.append, Table=lambda dataframe: ("table", len(dataframe)))
+    monkeypatch.setitem(sys.modules, "trackio", tracker)
+    trainer = make_trainer({"max_steps": 1, "log_completions": True})
+    trainer.args.report_to = report_to  # after Trainer has set up its own, which would start the real one
+    trainer.train()
+    assert logged == [{"completions": ("table", 8)}] * len(report_to)
