@@ -36,8 +36,11 @@ ALLOWED = {
     "hub": {"critic"},
     "model": {"card", "critic", "layout", "loading", "output_head"},
     "generation": {"background", "config", "endpoint", "generation", "model", "rollout"},
-    "callbacks": {"functional", "rollout", "state"},
-    "trace": {"functional", "rollout"},
+    "callbacks": {"functional", "model", "rollout", "state"},
+    "trace": {
+        *("assembly", "callbacks", "config", "critic", "data", "experience", "functional", "generation", "loading"),
+        *("metrics", "model", "rewards", "rollout", "state", "trace"),
+    },
     "update": {"functional", "rollout", "config", "metrics", "model"},
     "experience": {
         *("functional", "rollout", "config", "data", "generation", "metrics", "model", "rewards"),
