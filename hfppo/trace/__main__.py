@@ -3,6 +3,7 @@
 import argparse
 import logging
 import sys
+import warnings
 from pathlib import Path
 
 import rich
@@ -76,6 +77,7 @@ def main(arguments: list[str] | None = None) -> None:
     set_verbosity_error()
     disable_progress_bar()
     logging.disable(logging.WARNING)
+    warnings.simplefilter("ignore")
     try:
         if options["prompt"] is None:
             print(write_page(folder, html))
