@@ -133,6 +133,7 @@ def open_page(browser) -> Iterator[Callable[..., Any]]:
         context = browser.new_context(**{"viewport": {"width": 1100, "height": 800}, "locale": "en-US", **options})
         contexts.append(context)
         page = context.new_page()
+        page.set_default_timeout(5_000)
         page.on("request", lambda request: requests.append(request.url) if request.url != path.as_uri() else None)
         page.on("pageerror", lambda error: errors.append(str(error)))
         page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
