@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import tiny_model
+from build_arithmetic_base import character_tokenizer
+from conftest import CHAT_TEMPLATE, LORA, SMALL, count_digits, tiny_model
+from datasets import Dataset
 from transformers import AutoModelForCausalLM
 
-from hfppo import TokenTable, TokenTraceCallback
+from hfppo import PPOConfig, PPOTrainer, TokenTable, TokenTraceCallback
 from hfppo.trace.__main__ import main
 from hfppo.trace.checkpoint import Question, trace_prompt
 
@@ -21,12 +23,19 @@ PROMPT = "请问1+1=2？"
 class Run:
     """A short run with one checkpoint at its end, and what its trainer says about the prompt."""
 
-    def __init__(self, make_trainer, folder: Path, **config):
+    def __init__(self, folder: Path, **config):
         tiny_model().save_pretrained(folder / "base")
+        tokenizer = character_tokenizer()
+        tokenizer.chat_template = CHAT_TEMPLATE
         saving = {"save_strategy": "steps", "save_steps": 4, "max_steps": 4, "output_dir": str(folder / "out")}
-        self.trainer = make_trainer(
-            {**saving, "kl_coef": 0.1, "gamma": 0.98, "temperature": 0.8, **config},
-            model=AutoModelForCausalLM.from_pretrained(folder / "base"),
+        settings = {"kl_coef": 0.1, "gamma": 0.98, "temperature": 0.8}
+        self.trainer = PPOTrainer(
+            model=str(folder / "base"),
+            reward_funcs=count_digits,
+            args=PPOConfig(**{**SMALL, **saving, **settings, **config}),
+            train_dataset=Dataset.from_list([{"prompt": f"请问{a}+1="} for a in range(8)]),
+            processing_class=tokenizer,
+            peft_config=LORA,
             callbacks=[TokenTraceCallback()],
         )
         self.trainer.train()
@@ -35,9 +44,9 @@ class Run:
         self.table = TokenTable.from_rollout(rollout, 0, self.trainer.processing_class, self.trainer.args.kl_estimator)
 
 
-@pytest.fixture
-def run(make_trainer, tmp_path) -> Run:
-    return Run(make_trainer, tmp_path)
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Run:
+    return Run(tmp_path_factory.mktemp("run"))
 
 
 def assert_same(table: TokenTable, expected: TokenTable) -> None:
@@ -55,8 +64,8 @@ def test_table_of_a_checkpoint_is_that_of_the_trainer_that_wrote_it(run):
     assert (trace.step, trace.rollout, trace.kl_coef) == (4, 1, 0.1)
 
 
-def test_table_of_a_run_without_critic_whose_sampler_was_its_anchor(make_trainer, tmp_path):
-    run = Run(make_trainer, tmp_path, advantage_estimator="rloo", num_generations=2, policy_mode="bypass")
+def test_table_of_a_run_without_critic_whose_sampler_was_its_anchor(tmp_path):
+    run = Run(tmp_path, advantage_estimator="rloo", num_generations=2, policy_mode="bypass")
     trace, _ = trace_prompt(run.checkpoint, Question(PROMPT, score=run.table.score))
     assert_same(trace.table, run.table)
     assert {row.value for row in trace.table.rows} == {None}
@@ -118,9 +127,10 @@ class Bomb:
 
 def test_nothing_in_a_checkpoint_runs_as_code(run, tmp_path, monkeypatch):
     """Its pickles are not opened, and it cannot ask for a base's code to be trusted."""
+    checkpoint = shutil.copytree(run.checkpoint, tmp_path / "checkpoint")
     for name in ("training_args.bin", "optimizer.pt", "rng_state.pth", "pytorch_model.bin", "adapter_model.bin"):
-        (run.checkpoint / name).write_bytes(pickle.dumps(Bomb(tmp_path / "exploded")))
-    path = run.checkpoint / "ppo_state_0.json"
+        (checkpoint / name).write_bytes(pickle.dumps(Bomb(tmp_path / "exploded")))
+    path = checkpoint / "ppo_state_0.json"
     content = json.loads(path.read_text())
     content["run"]["settings"]["model_init_kwargs"] = {"trust_remote_code": True, "dtype": "float32"}
     path.write_text(json.dumps(content))
@@ -128,13 +138,13 @@ def test_nothing_in_a_checkpoint_runs_as_code(run, tmp_path, monkeypatch):
     monkeypatch.setattr(
         AutoModelForCausalLM, "from_pretrained", lambda *a, **kwargs: asked.append(kwargs) or load(*a, **kwargs)
     )
-    trace_prompt(run.checkpoint, Question(PROMPT))
+    trace_prompt(checkpoint, Question(PROMPT))
     assert asked == [{"trust_remote_code": False, "dtype": "float32"}]
     assert not (tmp_path / "exploded").exists()
 
 
 def test_errors_say_what_to_do(run, tmp_path):
-    out, gone = tmp_path / "out", tmp_path / "gone"
+    out, gone = run.checkpoint.parent, tmp_path / "gone"
     shutil.copytree(run.checkpoint, tmp_path / "moved")
     config = json.loads((tmp_path / "moved/adapter_config.json").read_text())
     (tmp_path / "moved/adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": str(gone)}))
@@ -147,7 +157,7 @@ def test_errors_say_what_to_do(run, tmp_path):
         with pytest.raises(SystemExit) as error:
             main(arguments)
         assert [words for words in said if words not in str(error.value)] == []
-    main([str(tmp_path / "moved"), PROMPT, "--base", str(tmp_path / "base")])
+    main([str(tmp_path / "moved"), PROMPT, "--base", str(out.parent / "base")])
 
 
 def test_help_says_what_the_columns_mean(capsys):

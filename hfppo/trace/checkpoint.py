@@ -7,7 +7,7 @@ the arguments its run loaded the base with, the dtype alone is taken over.
 import json
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
@@ -127,8 +127,9 @@ def load_actor_critic(folder: Path, args: PPOConfig, question: Question) -> Acto
     peft_config = PeftConfig.from_pretrained(str(folder))
     peft_config.inference_mode = False
     name = question.base or peft_config.base_model_name_or_path
+    init_kwargs = cast(dict[str, Any], args.model_init_kwargs or {})
     try:
-        base = AutoModelForCausalLM.from_pretrained(name, trust_remote_code=False, **(args.model_init_kwargs or {}))
+        base = AutoModelForCausalLM.from_pretrained(name, trust_remote_code=False, **init_kwargs)
     except (OSError, ValueError) as error:
         raise ValueError(
             f"the base {name!r} of {folder} cannot be loaded; start where that path leads to it, or give --base "
