@@ -194,14 +194,18 @@ def test_traces_without_reference_critic_and_clip(make_trainer, tmp_path):
     assert all(r.ratio is not None for r in rows)
 
 
-def test_only_the_main_process_writes(make_trainer, tmp_path):
-    callback = TokenTraceCallback()
+def test_only_the_main_process_writes(tmp_path):
+    row = TokenRow("a", -1.0, None, None, 0.0, None, None, 0.5)
+    written = trace_file(tmp_path, 1)
+    write_traces(written, [Trace(1, 0, 0.0, False, [1], [2], TokenTable("p", 1.0, [row]))])
+    before, callback = written.read_text(), TokenTraceCallback()
     other = SimpleNamespace(is_world_process_zero=False, global_step=0)
     where, state = SimpleNamespace(output_dir=str(tmp_path)), SimpleNamespace(rollouts=1)
     callback.on_rollout_end(where, other, None, rollout=None, transcript=None, metrics=None, ppo_state=state)
     callback.on_update_end(where, other, None, model=None, rollout=None, ppo_state=state)
     callback.on_train_end(where, other, None)
-    assert list(tmp_path.iterdir()) == []
+    assert list(written.parent.iterdir()) == [written]
+    assert written.read_text() == before
 
 
 def test_numbers_of_a_run_that_diverged_stay_json(tmp_path):

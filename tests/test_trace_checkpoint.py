@@ -69,6 +69,8 @@ def test_table_of_a_run_without_critic_whose_sampler_was_its_anchor(tmp_path):
     trace, _ = trace_prompt(run.checkpoint, Question(PROMPT, score=run.table.score))
     assert_same(trace.table, run.table)
     assert {row.value for row in trace.table.rows} == {None}
+    given, _ = trace_prompt(run.checkpoint, Question(PROMPT, completion="是的"))  # which no sampler has log-probs of
+    assert all(row.logprob < 0 for row in given.table.rows)
 
 
 def test_given_completion_is_looked_at_instead_of_a_sampled_one(run):

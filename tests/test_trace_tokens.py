@@ -9,10 +9,10 @@ from hfppo.trace.tokens import token_texts, visible
 
 @pytest.fixture
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """Byte-level BPE without a merge but one: every byte is a token, and so is " a"."""
+    """Byte-level BPE with two merges: every byte is a token, and so are " a" and a space with the byte E4."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {letter: i for i, letter in enumerate([*letters, "Ġa"])}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[("Ġ", "a")]))
+    vocab = {letter: i for i, letter in enumerate([*letters, "Ġa", "Ġä"])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[("Ġ", "a"), ("Ġ", "ä")]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
@@ -24,6 +24,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
         ("你", ["<E4>", "<BD>", "<A0>→你"]),
         ("是a的", ["<E6>", "<98>", "<AF>→是", "a", "<E7>", "<9A>", "<84>→的"]),
         ("🙂", ["<F0>", "<9F>", "<99>", "<82>→🙂"]),
+        (" 你", ["␣<E4>", "<BD>", "<A0>→你"]),
         ("é!", ["<C3>", "<A9>→é", "!"]),
         ("b a\n\t", ["b", "␣a", "↵", "⇥"]),
         ("\x1b[31m", ["<U+001B>", "[", "3", "1", "m"]),
