@@ -10,7 +10,7 @@ from hfppo.reward_model import RewardModel
 from hfppo.reward_server import RewardServer
 from hfppo.rollout import Rollout, Transcript
 from hfppo.state import PPOState
-from hfppo.trace import TokenTable
+from hfppo.trace import TokenTable, TokenTraceCallback
 from hfppo.trainer import PPOTrainer
 
 __version__ = "0.1.0"
@@ -31,5 +31,6 @@ __all__ = [
     "RewardServer",
     "Rollout",
     "TokenTable",
+    "TokenTraceCallback",
     "Transcript",
 ]

@@ -1,6 +1,7 @@
 """Callbacks that see rollouts."""
 
 import math
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 
@@ -15,12 +16,13 @@ from hfppo.curves import PlotCallback
 from hfppo.functional import adaptive_kl_coef
 from hfppo.health import HealthCallback
 from hfppo.history import LogFileCallback
+from hfppo.model import ActorCritic
 from hfppo.rollout import Rollout, Transcript
 from hfppo.state import PPOState
 
 
 class PPOCallback(TrainerCallback):
-    """A TrainerCallback with one more event."""
+    """A TrainerCallback with two more events."""
 
     def on_rollout_end(
         self,
@@ -41,6 +43,34 @@ class PPOCallback(TrainerCallback):
             metrics: the rollout's metrics over all processes, by the names of `hfppo.metrics.METRICS`.
             ppo_state: `kl_coef` set here holds from the next rollout on.
         """
+
+    def on_update_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        *,
+        model: ActorCritic,
+        rollout: Rollout,
+        ppo_state: PPOState,
+    ) -> None:
+        """Called on every process after the last optimiser step on a rollout, before that step is logged and saved.
+
+        Args:
+            model: what the update has made of the policy and the critic.
+            rollout: this process's rows, as they were collected.
+            ppo_state: of the rollout that has been used up.
+        """
+
+
+class StepEnd(TrainerCallback):
+    """Calls a function after each optimiser step."""
+
+    def __init__(self, function: Callable[[], None]):
+        self.function = function
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.function()
 
 
 class AdaptiveKLCallback(PPOCallback):

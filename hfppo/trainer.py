@@ -25,7 +25,7 @@ from transformers import (
 from transformers.trainer_utils import EvalLoopOutput
 
 from hfppo.assembly import assemble, prompts_of
-from hfppo.callbacks import PPOCallback, with_default_callbacks
+from hfppo.callbacks import PPOCallback, StepEnd, with_default_callbacks
 from hfppo.card import write_card
 from hfppo.checkpoint import check_checkpoint, describe_run, load_ppo_state, save_ppo_state
 from hfppo.config import PPOConfig
@@ -112,7 +112,7 @@ class PPOTrainer(CrashSafeTrainer):
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             processing_class=parts.tokenizer,
-            callbacks=with_default_callbacks(callbacks, args.log_completions),
+            callbacks=[*with_default_callbacks(callbacks, args.log_completions), StepEnd(self._end_update)],
             compute_metrics=compute_metrics,
         )
         check_engine(self.accelerator, parts.model.critic, parts.rewards.funcs, bool(args.max_tokens_per_micro_batch))
@@ -199,19 +199,19 @@ class PPOTrainer(CrashSafeTrainer):
         state.rollouts, state.first_step = state.rollouts + 1, self.state.global_step
         state.last_step = state.first_step + self.args.updates_per_rollout
         self._meter.take_from(meter)
-        metrics = meter.read()
+        self._tell("on_rollout_end", rollout=rollout, transcript=transcript, metrics=meter.read())
+        return rollout
+
+    def _end_update(self) -> None:
+        """After an optimiser step, tell the callbacks if it was the last one on its rollout."""
+        if self.state.global_step >= min(self.ppo_state.last_step, self.state.max_steps):
+            self._tell("on_update_end", model=self.model, rollout=self._rollout)
+
+    def _tell(self, event: str, **what: Any) -> None:
+        """Call an event of every `PPOCallback`."""
         for callback in self.callback_handler.callbacks:
             if isinstance(callback, PPOCallback):
-                callback.on_rollout_end(
-                    self.args,
-                    self.state,
-                    self.control,
-                    rollout=rollout,
-                    transcript=transcript,
-                    metrics=metrics,
-                    ppo_state=state,
-                )
-        return rollout
+                getattr(callback, event)(self.args, self.state, self.control, **what, ppo_state=self.ppo_state)
 
     def rollout(self, prompts: Sequence[str] | Sequence[list[dict[str, Any]]], **columns: Sequence[Any]) -> Rollout:
         """Collect a rollout for given prompts, to look at; training does not notice.

@@ -1,11 +1,14 @@
 """A character tokenizer, tiny models and trainers for all tests; nothing is downloaded."""
 
 import os
+import shutil
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # tests/hub_runs.py has a Hub of its own
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -113,3 +116,43 @@ def make_trainer(tmp_path: Path, tokenizer, dataset):
 def trained_state(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The trainable weights by name."""
     return {name: p.detach() for name, p in module.named_parameters() if p.requires_grad}
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Any]:
+    """Chromium, driven by Playwright; for tests marked `browser`."""
+    playwright = pytest.importorskip("playwright.sync_api")
+    if (chromium := shutil.which("chromium")) is None:
+        pytest.skip("Chromium is not installed")
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def open_page(browser) -> Iterator[Callable[..., Any]]:
+    """Open an HTML file; takes the options of Playwright's `new_context`.
+
+    At the end of the test, fails if a page has asked for anything but itself or has reported an error.
+    """
+    requests: list[str] = []
+    errors: list[str] = []
+    contexts = []
+
+    def opened(path: Path, **options: Any) -> Any:
+        context = browser.new_context(**{"viewport": {"width": 1100, "height": 800}, "locale": "en-US", **options})
+        contexts.append(context)
+        page = context.new_page()
+        page.set_default_timeout(5_000)
+        page.on("request", lambda request: requests.append(request.url) if request.url != path.as_uri() else None)
+        page.on("pageerror", lambda error: errors.append(str(error)))
+        page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
+        page.goto(path.as_uri())
+        return page
+
+    yield opened
+    for context in contexts:
+        context.close()
+    assert requests == []
+    assert errors == []

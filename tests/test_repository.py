@@ -44,8 +44,11 @@ ALLOWED = {
     "curves_page": {"history", "panels"},
     "curves": {"curves_page", "history", "panels"},
     "plot": {"curves", "history"},
-    "callbacks": {"curves", "functional", "health", "history", "rollout", "state"},
-    "trace": {"functional", "rollout"},
+    "callbacks": {"curves", "functional", "health", "history", "model", "rollout", "state"},
+    "trace": {
+        *("assembly", "callbacks", "config", "critic", "data", "experience", "functional", "generation", "loading"),
+        *("metrics", "model", "rewards", "rollout", "state", "trace"),
+    },
     "update": {"functional", "rollout", "config", "metrics", "model"},
     "experience": {
         *("functional", "rollout", "config", "data", "generation", "metrics", "model", "rewards"),

@@ -1,0 +1,83 @@
+"""Records token traces during a run."""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from hfppo.callbacks import PPOCallback
+from hfppo.rollout import Rollout
+from hfppo.trace.page import write_page
+from hfppo.trace.record import after_update, read_traces, recorded, trace_file, traces_of, write_traces
+from hfppo.trace.table import TokenTable
+
+
+class Collects(Protocol):
+    """A `PPOTrainer`, as far as it is needed here."""
+
+    def rollout(self, prompts: Sequence[Any], **columns: Sequence[Any]) -> Rollout:
+        """Collect a rollout for given prompts."""
+
+
+class TokenTraceCallback(PPOCallback):
+    """Records what actor, reference, reward and critic say about single completions, before and after the update.
+
+    Each traced rollout has a file of JSON lines in `output_dir/_traces`. When training ends, `index.html` beside them
+    shows them all; `python -m hfppo.trace OUTPUT_DIR` makes that page at any time. Only the main process writes.
+
+    Args:
+        every: rollouts from one traced one to the next; the first is always traced.
+        num_completions: completions of a traced rollout, the first of the main process.
+        trainer: needed with `prompts`; so add this callback with `trainer.add_callback`.
+        prompts: texts or conversations to complete and trace in place of the run's own completions. They are drawn
+            with the same random numbers each time, training does not notice, and their advantages are not whitened.
+        columns: what else the reward functions need, one entry per prompt each.
+
+    Raises:
+        ValueError: a number below 1, or prompts without a trainer.
+    """
+
+    def __init__(
+        self,
+        every: int = 10,
+        num_completions: int = 4,
+        *,
+        trainer: Collects | None = None,
+        prompts: Sequence[Any] | None = None,
+        **columns: Sequence[Any],
+    ):
+        if every < 1 or num_completions < 1:
+            raise ValueError(f"every={every} and num_completions={num_completions} must be at least 1")
+        if (prompts is None) != (trainer is None):
+            raise ValueError(
+                "prompts and trainer belong together: the trainer completes the prompts; "
+                "trainer.add_callback(TokenTraceCallback(trainer=trainer, prompts=[...]))"
+            )
+        self.every, self.num_completions = every, num_completions
+        self.trainer, self.prompts, self.columns = trainer, prompts, columns
+
+    def on_train_begin(self, args, state, control, processing_class=None, **kwargs):
+        self._tokenizer = processing_class
+
+    def on_rollout_end(self, args, state, control, *, rollout, transcript, metrics, ppo_state):
+        number = ppo_state.rollouts
+        if state.is_world_process_zero:
+            for path in recorded(args.output_dir):
+                if path >= trace_file(args.output_dir, number):
+                    path.unlink()  # of an earlier run, or of this one before it was resumed from further back
+        if (number - 1) % self.every:
+            return
+        if self.trainer is not None:
+            rollout = self.trainer.rollout(self.prompts, **self.columns)  # on every process: it is a collective call
+        if state.is_world_process_zero:
+            count = len(rollout) if self.trainer is not None else min(self.num_completions, len(rollout))
+            tables = [TokenTable.from_rollout(rollout, i, self._tokenizer, args.kl_estimator) for i in range(count)]
+            traces = traces_of(rollout, tables, number, state.global_step, ppo_state.kl_coef)
+            write_traces(trace_file(args.output_dir, number), traces)
+
+    def on_update_end(self, args, state, control, *, model, rollout, ppo_state):
+        path = trace_file(args.output_dir, ppo_state.rollouts)
+        if state.is_world_process_zero and path.exists():
+            write_traces(path, after_update(read_traces(path), model, args, state.global_step))
+
+    def on_train_end(self, args, state, control, **kwargs):
+        if state.is_world_process_zero and recorded(args.output_dir):
+            write_page(args.output_dir)

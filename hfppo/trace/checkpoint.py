@@ -1,0 +1,162 @@
+"""What the models in a checkpoint say about a prompt.
+
+A checkpoint may come from anyone. Only JSON and safetensors are read from it, so that nothing in it runs as code; of
+the arguments its run loaded the base with, the dtype alone is taken over.
+"""
+
+import json
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from accelerate import Accelerator
+from datasets import Dataset
+from peft import PeftConfig
+from peft.utils import set_peft_model_state_dict
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, TrainerState
+
+from hfppo.assembly import prompts_of
+from hfppo.config import PPOConfig
+from hfppo.critic import CRITIC_FOLDER, find_critic
+from hfppo.experience import Collector
+from hfppo.generation import Completions, Sampler, eos_token_ids, make_sampler
+from hfppo.loading import load_reference
+from hfppo.metrics import Meter
+from hfppo.model import ActorCritic
+from hfppo.rewards import RewardFunctions
+from hfppo.state import PPOState
+from hfppo.trace.record import Trace, traces_of
+from hfppo.trace.table import TokenTable
+
+STATE, CONFIG, WEIGHTS = "ppo_state_0.json", "adapter_config.json", "adapter_model.safetensors"
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked of a checkpoint."""
+
+    prompt: str
+    completion: str | None = None  # a completion to look at; None: the policy makes one
+    score: float | None = None  # what the completion is taken to earn; None: not known
+    seed: int | None = None  # of the completion; None: the run's
+    chat: bool = False  # whether the prompt is a user's message
+    base: str | None = None  # the base, where it is not where the adapter says
+    ref_model: str | None = None  # the reference, where it was not the base
+
+
+@dataclass(frozen=True)
+class Given(Sampler):
+    """A sampler that always says the same."""
+
+    ids: list[int]
+    eos_ids: list[int]
+
+    def __call__(self, prompt_ids: Tensor, prompt_mask: Tensor, seeds: list[int] | None) -> Completions:
+        """See `Sampler`; its log-probs are 0, since nothing was sampled."""
+        ids = torch.tensor([self.ids], device=prompt_ids.device)
+        truncated = torch.tensor([self.ids[-1] not in self.eos_ids], device=prompt_ids.device)
+        return Completions(
+            ids, torch.ones_like(ids, dtype=torch.bool), truncated, torch.zeros(ids.shape).to(ids.device)
+        )
+
+
+def trace_prompt(checkpoint: str | Path, question: Question) -> tuple[Trace, PPOConfig]:
+    """What a checkpoint's actor, reference and critic say about a prompt, and the settings of its run.
+
+    Raises:
+        ValueError: not a checkpoint of PPOTrainer, or one whose parts cannot be loaded; says what to do.
+    """
+    folder = check_folder(Path(checkpoint))
+    saved = json.loads((folder / STATE).read_text())
+    state, args = PPOState.from_state_dict(saved["state"]), settings(saved["run"], question)
+    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left", trust_remote_code=False)
+    model = load_actor_critic(folder, args, question)
+    eos_ids = eos_token_ids(tokenizer, model.causal_lm.generation_config)
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token_id = eos_ids[0]
+    accelerator = Accelerator()
+    sampler = make_sampler(model, eos_ids, tokenizer.pad_token_id, args, accelerator)
+    if question.completion is not None:
+        sampler = Given(completion_ids(question.completion, tokenizer, eos_ids), eos_ids)
+    collector = Collector(model, sampler, RewardFunctions(scorer(question.score)), tokenizer, accelerator, args)
+    prompt = [{"role": "user", "content": question.prompt}] if question.chat else question.prompt
+    rows = collector.eval_rows(prompts_of(Dataset.from_dict({"prompt": [prompt]}), "prompt", tokenizer, args))
+    rollout, _ = collector.collect(rows, state, TrainerState(), Meter(), training=False)
+    table = TokenTable.from_rollout(rollout, 0, tokenizer, args.kl_estimator)
+    table = table if question.score is not None else without_score(table)
+    step = json.loads((folder / "trainer_state.json").read_text())["global_step"]
+    return traces_of(rollout, [table], state.rollouts, step, state.kl_coef)[0], args
+
+
+def check_folder(folder: Path) -> Path:
+    """The folder, if it is a checkpoint.
+
+    Raises:
+        ValueError: it is not there, or not a checkpoint of PPOTrainer.
+    """
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is no folder; give a checkpoint such as out/checkpoint-120")
+    if missing := [name for name in (STATE, CONFIG, WEIGHTS, "trainer_state.json") if not (folder / name).is_file()]:
+        inside = sorted(folder.glob("checkpoint-*"), key=lambda path: path.stat().st_mtime)
+        hint = f"; its last one is {inside[-1]}" if inside else ""
+        raise ValueError(f"{folder} is not a checkpoint of PPOTrainer: it has no {', '.join(missing)}{hint}")
+    return folder
+
+
+def settings(run: dict[str, Any], question: Question) -> PPOConfig:
+    """The configuration of a checkpoint's run, as far as a rollout of one prompt needs it."""
+    known = {f.name for f in fields(PPOConfig)}
+    values = {name: value for name, value in {**run["settings"], **run["structure"]}.items() if name in known}
+    init_kwargs = values.get("model_init_kwargs") or {}
+    values["model_init_kwargs"] = {"dtype": init_kwargs["dtype"]} if "dtype" in init_kwargs else None
+    # π_old is this model whatever sampled in the run, and nothing but the score that was given rewards.
+    values |= {"policy_mode": "decoupled", "use_vllm": False, "reward_weights": None, "output_dir": "."}
+    values |= {"report_to": "none"} | ({} if question.seed is None else {"seed": question.seed})
+    return PPOConfig(**values)
+
+
+def load_actor_critic(folder: Path, args: PPOConfig, question: Question) -> ActorCritic:
+    """Actor, reference and critic of a checkpoint, on the device.
+
+    Raises:
+        ValueError: the base cannot be loaded.
+    """
+    peft_config = PeftConfig.from_pretrained(str(folder))
+    peft_config.inference_mode = False
+    name = question.base or peft_config.base_model_name_or_path
+    init_kwargs = cast(dict[str, Any], args.model_init_kwargs or {})
+    try:
+        base = AutoModelForCausalLM.from_pretrained(name, trust_remote_code=False, **init_kwargs)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"the base {name!r} of {folder} cannot be loaded; start where that path leads to it, or give --base "
+            f"({error})"
+        ) from error
+    critic = find_critic(str(folder)) if args.needs_critic and (folder / CRITIC_FOLDER).is_dir() else None
+    model = ActorCritic(base, peft_config, critic, load_reference(question.ref_model))
+    set_peft_model_state_dict(model, load_file(folder / WEIGHTS))
+    return model.to(args.device)
+
+
+def completion_ids(text: str, tokenizer: PreTrainedTokenizerBase, eos_ids: list[int]) -> list[int]:
+    """The token ids of a completion that was written by hand, with the end of sequence that it would have."""
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return ids if ids and ids[-1] in eos_ids else [*ids, eos_ids[0]]
+
+
+def scorer(score: float | None) -> Any:
+    """A reward function that gives every completion the score."""
+
+    def given(completions: list[str], **kwargs: Any) -> list[float | None]:
+        return [score] * len(completions)
+
+    return given
+
+
+def without_score(table: TokenTable) -> TokenTable:
+    """A table of a completion whose score nobody has said, without the numbers that rest on it."""
+    rows = [replace(row, reward=None, return_=None, advantage=None, counted=True) for row in table.rows]
+    return replace(table, score=None, rows=rows)

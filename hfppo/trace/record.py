@@ -1,0 +1,153 @@
+"""Traces on disk: one JSON line per completion, one file per rollout."""
+
+import json
+import math
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hfppo.config import PPOConfig
+from hfppo.data import pad_left
+from hfppo.experience import eval_mode
+from hfppo.functional import clip_fractions
+from hfppo.functional.kl import clamp_log_ratio
+from hfppo.model import ActorCritic
+from hfppo.rollout import Rollout
+from hfppo.trace.table import TokenRow, TokenTable
+
+TRACES = "_traces"  # in the output folder; Trainer leaves what begins with "_" out of what it pushes
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One completion of a rollout: its table, and where in the run it stands."""
+
+    rollout: int  # its number in the run, from 1
+    step: int  # optimiser steps made when it was collected
+    kl_coef: float  # β in its rewards
+    truncated: bool  # whether the length limit ended it
+    prompt_ids: list[int]
+    completion_ids: list[int]
+    table: TokenTable
+    updated_step: int | None = None  # optimiser steps made when what the update did was read; None: not yet
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, the table by columns; a number that is not finite as text, which JSON has no number for."""
+        plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "table"}
+        columns = {f.name: [finite_or_text(getattr(row, f.name)) for row in self.table.rows] for f in fields(TokenRow)}
+        return {**plain, "prompt": self.table.prompt, "score": finite_or_text(self.table.score), "columns": columns}
+
+    @classmethod
+    def from_json(cls, content: dict[str, Any]) -> "Trace":
+        """What `to_json` was taken from."""
+        plain = {f.name: content[f.name] for f in fields(cls) if f.name != "table"}
+        names = [f.name for f in fields(TokenRow)]
+        rows = [
+            TokenRow(token, *(number(x) for x in numbers))
+            for token, *numbers in zip(*(content["columns"][name] for name in names), strict=True)
+        ]
+        return cls(**plain, table=TokenTable(content["prompt"], number(content["score"]), rows))
+
+
+def finite_or_text(x: Any) -> Any:
+    return str(x) if isinstance(x, float) and not math.isfinite(x) else x
+
+
+def number(x: Any) -> Any:
+    return float(x) if isinstance(x, str) else x
+
+
+def traces_of(rollout: Rollout, tables: list[TokenTable], number: int, step: int, kl_coef: float) -> list[Trace]:
+    """The traces of a rollout's rows.
+
+    Args:
+        tables: one for each row.
+        number: the rollout's, from 1.
+        step: optimiser steps made when it was collected.
+        kl_coef: β in its rewards.
+    """
+    return [
+        Trace(
+            rollout=number,
+            step=step,
+            kl_coef=kl_coef,
+            truncated=bool(rollout.truncated[i]),
+            prompt_ids=rollout.prompt_ids[i][rollout.prompt_mask[i]].tolist(),
+            completion_ids=rollout.completion_ids[i][rollout.mask[i]].tolist(),
+            table=table,
+        )
+        for i, table in enumerate(tables)
+    ]
+
+
+@torch.no_grad()
+def after_update(traces: list[Trace], model: ActorCritic, args: PPOConfig, step: int) -> list[Trace]:
+    """The traces with what the policy says about their tokens now: log-probs, ratios, and where the clip holds.
+
+    Args:
+        step: optimiser steps made.
+    """
+    prompt_ids, prompt_mask = pad_left([trace.prompt_ids for trace in traces], 0, args.device)
+    ids, mask = pad_right([trace.completion_ids for trace in traces], args.device)
+    old = pad_right([[row.logprob for row in trace.table.rows] for trace in traces], args.device)[0]
+    advantages = pad_right([[row.advantage for row in trace.table.rows] for trace in traces], args.device)[0]
+    with eval_mode(model):
+        new = model(
+            input_ids=torch.cat([prompt_ids, ids], dim=1),
+            attention_mask=torch.cat([prompt_mask, mask], dim=1),
+            completion_mask=mask,
+            temperature=args.temperature,
+            values=False,
+        ).logprobs
+    ratio = clamp_log_ratio(new - old).exp()
+    clip = clip_fractions(new, old, advantages, args.cliprange, args.clip_high, args.dual_clip)
+    clipped = clip.low | clip.high | clip.dual if args.policy_loss == "ppo" else None
+    updated = []
+    for i, trace in enumerate(traces):
+        rows = [
+            replace(
+                row,
+                new_logprob=float(new[i, t]),
+                ratio=float(ratio[i, t]),
+                clipped=None if clipped is None else bool(clipped[i, t]),
+            )
+            for t, row in enumerate(trace.table.rows)
+        ]
+        updated.append(replace(trace, table=replace(trace.table, rows=rows), updated_step=step))
+    return updated
+
+
+def pad_right(rows: list[list[Any]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """(B, T) numbers padded with 0 on the right, and the (B, T) bool mask that is True on the real ones."""
+    width = max(len(row) for row in rows)
+    padded = torch.tensor([row + [0] * (width - len(row)) for row in rows], device=device)
+    return padded, torch.tensor([[t < len(row) for t in range(width)] for row in rows], device=device)
+
+
+def trace_file(output_dir: str | Path, rollout: int) -> Path:
+    """The file of a rollout's traces."""
+    return Path(output_dir) / TRACES / f"rollout-{rollout:06d}.jsonl"
+
+
+def write_traces(path: Path, traces: Iterable[Trace]) -> None:
+    """Write a rollout's traces, all or nothing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = [json.dumps(trace.to_json(), ensure_ascii=False) for trace in traces]
+    aside = path.with_suffix(".writing")
+    aside.write_text("\n".join([*lines, ""]), encoding="utf-8")
+    os.replace(aside, path)
+
+
+def read_traces(path: Path) -> list[Trace]:
+    """What `write_traces` wrote."""
+    return [Trace.from_json(json.loads(line)) for line in path.read_text(encoding="utf-8").split("\n") if line]
+
+
+def recorded(output_dir: str | Path) -> list[Path]:
+    """The files of a run's traces, in the order of the rollouts."""
+    return sorted((Path(output_dir) / TRACES).glob("rollout-*.jsonl"))

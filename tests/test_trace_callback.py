@@ -1,0 +1,244 @@
+"""Traces that a run records: the trainer's own numbers, before and after the update, through any resume."""
+
+import json
+import math
+import re
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import count_digits
+from transformers import TrainerCallback
+
+from hfppo import PPOCallback, TokenTraceCallback
+from hfppo.trace import TokenRow, TokenTable
+from hfppo.trace.record import Trace, read_traces, recorded, trace_file, write_traces
+from hfppo.update import sequence
+
+CONFIG = {"max_steps": 12, "kl_coef": 0.1}  # 3 rollouts of 4 steps
+PROMPTS = {"prompts": ["请问1+1=2？", "请问2+2="], "answer": ["2", "4"]}
+
+
+class Witness(PPOCallback):
+    """Keeps what the trainer tells, and reads the policy after the update on the whole rollout."""
+
+    def __init__(self):
+        self.events, self.rollouts, self.after = [], {}, {}
+
+    def on_rollout_end(self, args, state, control, *, rollout, transcript, metrics, ppo_state):
+        self.events.append(("rollout", ppo_state.rollouts, state.global_step))
+        self.rollouts[ppo_state.rollouts] = rollout
+
+    def on_update_end(self, args, state, control, *, model, rollout, ppo_state):
+        self.events.append(("update", ppo_state.rollouts, state.global_step))
+        assert rollout is self.rollouts[ppo_state.rollouts]
+        with torch.no_grad():
+            outputs = model(**sequence(rollout), completion_mask=rollout.mask, temperature=args.temperature)
+        self.after[ppo_state.rollouts] = outputs.logprobs
+
+
+def traces(folder: Path) -> dict[int, list[Trace]]:
+    return {(read := read_traces(path))[0].rollout: read for path in recorded(folder)}
+
+
+def column(trace: Trace, name: str) -> torch.Tensor:
+    return torch.tensor([getattr(row, name) for row in trace.table.rows])
+
+
+def test_traces_hold_the_trainers_own_numbers_before_and_after_the_update(make_trainer, tmp_path, tokenizer):
+    witness = Witness()
+    callbacks = [witness, TokenTraceCallback(every=2, num_completions=3)]
+    trainer = make_trainer({**CONFIG, "temperature": 0.7}, callbacks=callbacks)
+    trainer.train()
+    found = traces(tmp_path / "out")
+    assert list(found) == [1, 3]
+    assert {(t.step, t.updated_step) for t in found[3]} == {(8, 12)}
+    clipped = []
+    for number, of_rollout in found.items():
+        rollout = witness.rollouts[number]
+        assert len(of_rollout) == 3
+        for i, trace in enumerate(of_rollout):
+            real = rollout.mask[i]
+            assert trace.completion_ids == rollout.completion_ids[i][real].tolist()
+            assert trace.prompt_ids == rollout.prompt_ids[i][rollout.prompt_mask[i]].tolist()
+            text = "".join(row.token for row in trace.table.rows).replace("<#25>", "")  # an id without text
+            assert text == tokenizer.decode(trace.completion_ids)
+            assert (trace.table.score, trace.truncated) == (float(rollout.scores[i]), bool(rollout.truncated[i]))
+            for name, tensor in {
+                "logprob": rollout.old_logprobs,
+                "ref_logprob": rollout.ref_logprobs,
+                "kl": rollout.old_logprobs - rollout.ref_logprobs,
+                "reward": rollout.rewards,
+                "value": rollout.values,
+                "return_": rollout.returns,
+                "advantage": rollout.advantages,
+                "counted": rollout.loss_mask,
+            }.items():
+                assert torch.equal(column(trace, name), tensor[i][real]), name
+            new, ratio = witness.after[number][i][real], column(trace, "ratio")
+            torch.testing.assert_close(column(trace, "new_logprob"), new)
+            torch.testing.assert_close(ratio, torch.exp(new - rollout.old_logprobs[i][real]))
+            advantage = column(trace, "advantage")
+            held = ((advantage > 0) & (ratio > 1.2)) | ((advantage < 0) & (ratio < 0.8))
+            assert torch.equal(column(trace, "clipped"), held)
+            clipped += held.tolist()
+    assert set(clipped) == {True, False}  # so that both were seen
+    assert (tmp_path / "out/_traces/index.html").is_file()
+
+
+def test_numbers_of_a_trace_add_up(make_trainer, tmp_path):
+    trainer = make_trainer({**CONFIG, "gamma": 0.99, "lam": 0.9})
+    trainer.add_callback(TokenTraceCallback(every=1, trainer=trainer, **PROMPTS))
+    trainer.train()
+    of_last = traces(tmp_path / "out")[3]
+    assert [trace.table.prompt for trace in of_last] == PROMPTS["prompts"]
+    for trace in of_last:
+        rows = trace.table.rows
+        assert trace.kl_coef == 0.1
+        assert any(abs(row.kl) > 0.01 for row in rows)
+        advantage, value = 0.0, 0.0
+        for t, row in reversed(list(enumerate(rows))):
+            assert row.kl == pytest.approx(row.logprob - row.ref_logprob, abs=1e-6)
+            earned = trace.table.score if t == len(rows) - 1 else 0.0
+            assert row.reward == pytest.approx(earned - 0.1 * row.kl, abs=1e-6)
+            advantage = row.reward + 0.99 * value - row.value + 0.99 * 0.9 * advantage  # arXiv:1506.02438, eq. 16
+            value = row.value
+            assert row.advantage == pytest.approx(advantage, abs=1e-5)
+            assert row.return_ == pytest.approx(row.value + row.advantage, abs=1e-6)
+            assert row.ratio == pytest.approx(math.exp(row.new_logprob - row.logprob), rel=1e-5)
+
+
+def test_chosen_prompts_change_nothing_about_the_training(make_trainer, tmp_path):
+    plain, watched = make_trainer(CONFIG), make_trainer({**CONFIG, "output_dir": str(tmp_path / "watched")})
+    plain.train()
+    watched.add_callback(TokenTraceCallback(every=1, trainer=watched, **PROMPTS))
+    watched.train()
+    assert list(traces(tmp_path / "watched")) == [1, 2, 3]
+    for a, b in zip(plain.model.parameters(), watched.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+class Crash(TrainerCallback):
+    def __init__(self, step: int):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(("killed_in", "chosen"), [(6, False), (9, False), (6, True), (8, True)])
+def test_resumed_run_neither_loses_nor_repeats_a_trace(make_trainer, tmp_path, killed_in, chosen):
+    """Within a rollout, in its last step, and in the next one's first; older traces lie about.
+
+    Args:
+        killed_in: the step that no checkpoint knows of.
+        chosen: whether chosen prompts are traced.
+    """
+
+    def trainer(output_dir: str, *callbacks):
+        saving = {"save_strategy": "no" if output_dir == "straight" else "steps", "save_steps": killed_in - 1}
+        config = {**CONFIG, **saving, "output_dir": str(tmp_path / output_dir)}
+        made = make_trainer(config, callbacks=list(callbacks))
+        options = {"trainer": made, **PROMPTS} if chosen else {}
+        made.add_callback(TokenTraceCallback(every=1, **options))
+        return made
+
+    trainer("straight").train()
+    with pytest.raises(KeyboardInterrupt):
+        trainer("killed", Crash(killed_in)).train()
+    write_traces(trace_file(tmp_path / "killed", 3), traces(tmp_path / "straight")[1])
+    write_traces(trace_file(tmp_path / "killed", 7), traces(tmp_path / "straight")[1])
+    resumed = trainer("killed")
+    resumed.train(resume_from_checkpoint=True)
+    expected = [path.read_text() for path in recorded(tmp_path / "straight")]
+    assert len(expected) == 3
+    assert "null" not in "".join(expected)
+    assert [path.read_text() for path in recorded(tmp_path / "killed")] == expected
+
+
+def test_second_training_goes_on_with_the_rollouts_and_a_new_run_starts_anew(make_trainer, tmp_path):
+    trainer = make_trainer({"max_steps": 4}, callbacks=[TokenTraceCallback(every=1)])
+    trainer.train()
+    trainer.train()
+    assert list(traces(tmp_path / "out")) == [1, 2]
+    make_trainer({"max_steps": 4}, callbacks=[TokenTraceCallback(every=1)]).train()
+    assert list(traces(tmp_path / "out")) == [1]
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"max_steps": 8}, [("rollout", 1, 0), ("update", 1, 4), ("rollout", 2, 4), ("update", 2, 8)]),
+        ({"max_steps": 6}, [("rollout", 1, 0), ("update", 1, 4), ("rollout", 2, 4), ("update", 2, 6)]),
+        (
+            {"max_steps": 4, "target_kl": 1e-6, "num_ppo_epochs": 4},
+            [("rollout", 1, 0), ("update", 1, 2), ("rollout", 2, 2), ("update", 2, 4)],
+        ),
+    ],
+    ids=["whole rollouts", "max_steps within a rollout", "stopped by target_kl"],
+)
+def test_update_end_comes_once_after_the_last_step_of_each_rollout(make_trainer, config, expected):
+    witness = Witness()
+    make_trainer(config, callbacks=[witness]).train()
+    assert witness.events == expected
+
+
+def test_traces_without_reference_critic_and_clip(make_trainer, tmp_path):
+    config = {"kl_coef": 0.0, "advantage_estimator": "grpo", "num_generations": 2, "policy_loss": "gspo"}
+    make_trainer(config, callbacks=[TokenTraceCallback()]).train()
+    rows = [row for trace in traces(tmp_path / "out")[1] for row in trace.table.rows]
+    assert {(r.ref_logprob, r.kl, r.value, r.return_, r.clipped) for r in rows} == {(None,) * 5}
+    assert all(r.ratio is not None for r in rows)
+
+
+def test_only_the_main_process_writes(tmp_path):
+    row = TokenRow("a", -1.0, None, None, 0.0, None, None, 0.5)
+    written = trace_file(tmp_path, 1)
+    write_traces(written, [Trace(1, 0, 0.0, False, [1], [2], TokenTable("p", 1.0, [row]))])
+    before, callback = written.read_text(), TokenTraceCallback()
+    other = SimpleNamespace(is_world_process_zero=False, global_step=0)
+    where, state = SimpleNamespace(output_dir=str(tmp_path)), SimpleNamespace(rollouts=1)
+    callback.on_rollout_end(where, other, None, rollout=None, transcript=None, metrics=None, ppo_state=state)
+    callback.on_update_end(where, other, None, model=None, rollout=None, ppo_state=state)
+    callback.on_train_end(where, other, None)
+    assert list(written.parent.iterdir()) == [written]
+    assert written.read_text() == before
+
+
+def test_numbers_of_a_run_that_diverged_stay_json(tmp_path):
+    row = TokenRow("a", -1.0, None, None, 0.0, None, None, 0.5, new_logprob=math.nan, ratio=math.inf, clipped=True)
+    trace = Trace(1, 0, 0.0, False, [1], [2], TokenTable("p", 1.0, [row, replace(row, token="nan")]), 4)
+    write_traces(trace_file(tmp_path, 1), [trace])
+    json.loads(trace_file(tmp_path, 1).read_text(), parse_constant=lambda name: pytest.fail(name))
+    (read,) = read_traces(trace_file(tmp_path, 1))
+    assert math.isnan(read.table.rows[0].new_logprob)
+    assert (read.table.rows[1].token, read.table.rows[1].ratio) == ("nan", math.inf)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"every": 0}, "every=0"),
+        ({"num_completions": 0}, "num_completions=0"),
+        ({"prompts": ["x"]}, "TokenTraceCallback(trainer=trainer, prompts="),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(options, said):
+    with pytest.raises(ValueError, match=re.escape(said)):
+        TokenTraceCallback(**options)
+
+
+def test_rewards_see_the_columns_of_chosen_prompts(make_trainer):
+    seen = []
+
+    def noting(completions, answer, **kwargs):
+        seen.append(answer)
+        return count_digits(completions)
+
+    trainer = make_trainer({"max_steps": 1}, reward_funcs=noting)
+    trainer.add_callback(TokenTraceCallback(trainer=trainer, **PROMPTS))
+    trainer.train()
+    assert PROMPTS["answer"] in seen

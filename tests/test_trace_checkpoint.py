@@ -1,0 +1,171 @@
+"""python -m hfppo.trace: a checkpoint's own numbers for any prompt, friendly errors, and no code from checkpoints."""
+
+import json
+import pickle
+import shutil
+from dataclasses import astuple
+from pathlib import Path
+
+import pytest
+import torch
+from build_arithmetic_base import character_tokenizer
+from conftest import CHAT_TEMPLATE, LORA, SMALL, count_digits, tiny_model
+from datasets import Dataset
+from transformers import AutoModelForCausalLM
+
+from hfppo import PPOConfig, PPOTrainer, TokenTable, TokenTraceCallback
+from hfppo.trace.__main__ import main
+from hfppo.trace.checkpoint import Question, trace_prompt
+
+PROMPT = "请问1+1=2？"
+
+
+class Run:
+    """A short run with one checkpoint at its end, and what its trainer says about the prompt."""
+
+    def __init__(self, folder: Path, **config):
+        tiny_model().save_pretrained(folder / "base")
+        tokenizer = character_tokenizer()
+        tokenizer.chat_template = CHAT_TEMPLATE
+        saving = {"save_strategy": "steps", "save_steps": 4, "max_steps": 4, "output_dir": str(folder / "out")}
+        settings = {"kl_coef": 0.1, "gamma": 0.98, "temperature": 0.8}
+        self.trainer = PPOTrainer(
+            model=str(folder / "base"),
+            reward_funcs=count_digits,
+            args=PPOConfig(**{**SMALL, **saving, **settings, **config}),
+            train_dataset=Dataset.from_list([{"prompt": f"请问{a}+1="} for a in range(8)]),
+            processing_class=tokenizer,
+            peft_config=LORA,
+            callbacks=[TokenTraceCallback()],
+        )
+        self.trainer.train()
+        self.checkpoint = folder / "out/checkpoint-4"
+        rollout = self.trainer.rollout([PROMPT])
+        self.table = TokenTable.from_rollout(rollout, 0, self.trainer.processing_class, self.trainer.args.kl_estimator)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Run:
+    return Run(tmp_path_factory.mktemp("run"))
+
+
+def assert_same(table: TokenTable, expected: TokenTable) -> None:
+    assert (table.prompt, len(table.rows)) == (expected.prompt, len(expected.rows))
+    for row, other in zip(table.rows, expected.rows, strict=True):
+        assert row.token == other.token
+        torch.testing.assert_close(*(torch.tensor([x or 0.0 for x in astuple(r)[1:]]) for r in (row, other)))
+
+
+def test_table_of_a_checkpoint_is_that_of_the_trainer_that_wrote_it(run):
+    assert any(abs(row.kl) > 0.01 for row in run.table.rows)  # the adapter has moved, and so have the values
+    assert any(abs(row.value) > 0.01 for row in run.table.rows)
+    trace, _ = trace_prompt(run.checkpoint, Question(PROMPT, score=run.table.score))
+    assert_same(trace.table, run.table)
+    assert (trace.step, trace.rollout, trace.kl_coef) == (4, 1, 0.1)
+
+
+def test_table_of_a_run_without_critic_whose_sampler_was_its_anchor(tmp_path):
+    run = Run(tmp_path, advantage_estimator="rloo", num_generations=2, policy_mode="bypass")
+    trace, _ = trace_prompt(run.checkpoint, Question(PROMPT, score=run.table.score))
+    assert_same(trace.table, run.table)
+    assert {row.value for row in trace.table.rows} == {None}
+    given, _ = trace_prompt(run.checkpoint, Question(PROMPT, completion="是的"))  # which no sampler has log-probs of
+    assert all(row.logprob < 0 for row in given.table.rows)
+
+
+def test_given_completion_is_looked_at_instead_of_a_sampled_one(run):
+    trace, _ = trace_prompt(run.checkpoint, Question(PROMPT, completion="是的", score=1.0))
+    assert [row.token for row in trace.table.rows] == ["是", "的", "<eos>"]
+    ids = torch.tensor([trace.prompt_ids + trace.completion_ids])
+    with torch.no_grad():
+        logits = run.trainer.model(input_ids=ids).logits[0, -4:-1] / 0.8
+    expected = logits.log_softmax(-1)[range(3), trace.completion_ids]
+    assert [row.logprob for row in trace.table.rows] == pytest.approx(expected.tolist(), abs=1e-5)
+    last = trace.table.rows[-1]
+    assert last.reward == pytest.approx(1.0 - 0.1 * last.kl)
+
+
+def test_another_seed_draws_another_completion(run):
+    drawn = {tuple(trace_prompt(run.checkpoint, Question(PROMPT, seed=s))[0].completion_ids) for s in range(4)}
+    assert len(drawn) > 1
+
+
+def test_without_a_score_what_rests_on_it_is_unknown(run, capsys):
+    trace, _ = trace_prompt(run.checkpoint, Question(PROMPT))
+    assert trace.table.score is None
+    assert {(row.reward, row.return_, row.advantage) for row in trace.table.rows} == {(None,) * 3}
+    assert [row.value for row in trace.table.rows] == pytest.approx([row.value for row in run.table.rows], abs=1e-5)
+    main([str(run.checkpoint), PROMPT])
+    assert "add --score 1" in capsys.readouterr().out
+
+
+def test_chat_applies_the_chat_template(run):
+    trace, _ = trace_prompt(run.checkpoint, Question("请问1+1=2", chat=True))
+    assert trace.table.prompt == "请问1+1=2？，"
+
+
+def test_command_prints_the_table_and_writes_the_page(run, tmp_path, capsys):
+    page = tmp_path / "page.html"
+    main([str(run.checkpoint), PROMPT, "--score", "1", "--html", str(page)])
+    shown = capsys.readouterr().out
+    assert "score 1" in shown
+    assert f"{run.table.rows[0].logprob:.4f}" in shown
+    assert "step 4, rollout 1: β = 0.1, γ = 0.98" in shown
+    assert PROMPT in page.read_text()
+
+
+def test_command_makes_the_page_of_a_run(run, tmp_path, capsys):
+    main([str(run.trainer.args.output_dir), "--html", str(tmp_path / "new/page.html")])
+    assert '"rollout": 1' in (tmp_path / "new/page.html").read_text()
+
+
+class Bomb:
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+def test_nothing_in_a_checkpoint_runs_as_code(run, tmp_path, monkeypatch):
+    """Its pickles are not opened, and it cannot ask for a base's code to be trusted."""
+    checkpoint = shutil.copytree(run.checkpoint, tmp_path / "checkpoint")
+    for name in ("training_args.bin", "optimizer.pt", "rng_state.pth", "pytorch_model.bin", "adapter_model.bin"):
+        (checkpoint / name).write_bytes(pickle.dumps(Bomb(tmp_path / "exploded")))
+    path = checkpoint / "ppo_state_0.json"
+    content = json.loads(path.read_text())
+    content["run"]["settings"]["model_init_kwargs"] = {"trust_remote_code": True, "dtype": "float32"}
+    path.write_text(json.dumps(content))
+    asked, load = [], AutoModelForCausalLM.from_pretrained
+    monkeypatch.setattr(
+        AutoModelForCausalLM, "from_pretrained", lambda *a, **kwargs: asked.append(kwargs) or load(*a, **kwargs)
+    )
+    trace_prompt(checkpoint, Question(PROMPT))
+    assert asked == [{"trust_remote_code": False, "dtype": "float32"}]
+    assert not (tmp_path / "exploded").exists()
+
+
+def test_errors_say_what_to_do(run, tmp_path):
+    out, gone = run.checkpoint.parent, tmp_path / "gone"
+    shutil.copytree(run.checkpoint, tmp_path / "moved")
+    config = json.loads((tmp_path / "moved/adapter_config.json").read_text())
+    (tmp_path / "moved/adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": str(gone)}))
+    for arguments, *said in (
+        ([str(gone), PROMPT], "gone is no folder", "out/checkpoint-120"),
+        ([str(out), PROMPT], "not a checkpoint of PPOTrainer", "ppo_state_0.json", "its last one is", "checkpoint-4"),
+        ([str(run.checkpoint)], "has no traces", "TokenTraceCallback", "a checkpoint and a prompt"),
+        ([str(tmp_path / "moved"), PROMPT], "base", "cannot be loaded", "--base"),
+    ):
+        with pytest.raises(SystemExit) as error:
+            main(arguments)
+        assert [words for words in said if words not in str(error.value)] == []
+    main([str(tmp_path / "moved"), PROMPT, "--base", str(out.parent / "base")])
+
+
+def test_help_says_what_the_columns_mean(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    shown = capsys.readouterr().out
+    assert [
+        word for word in ("--score", "--html", "log π_ref", "advantage", "checkpoint-120") if word not in shown
+    ] == []
