@@ -7,6 +7,7 @@ from hfppo.reward_model import RewardModel
 from hfppo.reward_server import RewardServer
 from hfppo.rollout import Rollout, Transcript
 from hfppo.state import PPOState
+from hfppo.tolerant import TolerantReward
 from hfppo.trace import TokenTable
 from hfppo.trainer import PPOTrainer
 
@@ -25,5 +26,6 @@ __all__ = [
     "RewardServer",
     "Rollout",
     "TokenTable",
+    "TolerantReward",
     "Transcript",
 ]

@@ -17,6 +17,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "reward_std": ("std", "Standard deviation of the score over the rollout's completions."),
     "rewards/{function}/mean": ("mean", "What one reward function gives, over the completions that it scores."),
     "rewards/{function}/std": ("std", "Standard deviation of the same."),
+    "rewards/{function}/failed": ("mean", "Share of completions for which a TolerantReward failed."),
     "unscorable_frac": ("mean", "Share of completions for which every reward function returned None."),
     "completions/mean_length": ("mean", "Tokens of a completion, EOS included."),
     "completions/max_length": ("max", "Tokens of the longest completion."),

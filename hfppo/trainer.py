@@ -36,7 +36,7 @@ from hfppo.functional import token_kl
 from hfppo.generation import make_sampler
 from hfppo.metrics import Meter
 from hfppo.model import ActorCritic
-from hfppo.rewards import RewardFunc
+from hfppo.reward_contract import RewardFunc
 from hfppo.rollout import Rollout
 from hfppo.state import PPOState
 from hfppo.update import MiniBatchSize, loss_terms, measure_update, ppo_loss, sequence

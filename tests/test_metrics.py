@@ -6,7 +6,7 @@ import warnings
 import pytest
 import torch
 
-from hfppo import ClipMetricsCallback
+from hfppo import ClipMetricsCallback, TolerantReward
 from hfppo.metrics import METRICS, Meter
 
 
@@ -61,7 +61,7 @@ def test_every_metric_of_the_table_appears_in_a_log_and_no_other(make_trainer, d
         return [float(len(text)) for text in completions]
 
     config = {"kl_loss_coef": 0.1, "dual_clip": 3.0, "policy_mode": "corrected", "max_steps": 4}
-    trainer = make_trainer(config, reward_funcs=scores)
+    trainer = make_trainer(config, reward_funcs=TolerantReward(scores))
     trainer.train()
     seen = {name for entry in trainer.state.log_history if "loss" in entry for name in entry}
     names = {"{function}": "scores", "{name}": "length"}
