@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from typing import Any
 
 import rich
 from rich.table import Table
@@ -35,6 +36,19 @@ class PPOCallback(TrainerCallback):
             metrics: the rollout's metrics over all processes, by the names of `hfppo.metrics.METRICS`.
             ppo_state: `kl_coef` set here holds from the next rollout on.
         """
+
+
+def tell_rollout(
+    callbacks: list[TrainerCallback],
+    args: TrainingArguments,
+    state: TrainerState,
+    control: TrainerControl,
+    **rollout: Any,
+) -> None:
+    """Call `on_rollout_end`, whose arguments these are, of those that have it."""
+    for callback in callbacks:
+        if isinstance(callback, PPOCallback):
+            callback.on_rollout_end(args, state, control, **rollout)
 
 
 class AdaptiveKLCallback(PPOCallback):

@@ -67,12 +67,15 @@ def save_ppo_state(
     path = state_file(checkpoint, process)
     content = {"run": run, "state": state.state_dict(), "metrics": meter.state_dict(), "rollout": rollout is not None}
     if rollout is not None:
-        # Copies, because with policy_mode="bypass" two fields are one tensor, which safetensors refuses.
-        tensors = {
-            name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in rollout.tensors().items()
-        }
-        save_file(tensors, path.with_suffix(".safetensors"))
+        save_rollout(path.with_suffix(".safetensors"), rollout)
     path.write_text(json.dumps(content))
+
+
+def save_rollout(path: Path, rollout: Rollout) -> None:
+    """Write a rollout's tensors as safetensors."""
+    # Copies, because with policy_mode="bypass" two fields are one tensor, which safetensors refuses.
+    tensors = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in rollout.tensors().items()}
+    save_file(tensors, path)
 
 
 def check_checkpoint(checkpoint: str | Path, process: int, run: dict[str, Any]) -> None:

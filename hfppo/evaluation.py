@@ -10,6 +10,7 @@ from transformers import TrainerState
 
 from hfppo.data import Prompts
 from hfppo.experience import Collector, eval_mode, measure_scores
+from hfppo.memory import explained_memory
 from hfppo.metrics import Meter
 
 
@@ -33,7 +34,13 @@ def evaluate_prompts(
     accelerator, size = collector.accelerator, collector.args.per_device_eval_batch_size
     rows = collector.eval_rows(prompts)[accelerator.process_index :: accelerator.num_processes]
     meter, done = Meter(), []
-    with eval_mode(collector.model), torch.no_grad(), accelerator.autocast(), collector.sampler.ready():
+    with (
+        explained_memory("an evaluation", collector.args),
+        eval_mode(collector.model),
+        torch.no_grad(),
+        accelerator.autocast(),
+        collector.sampler.ready(),
+    ):
         for start in range(0, len(rows), size):
             batch = rows[start : start + size]
             seeds = [row.seed for row in batch] if do_sample else None

@@ -60,6 +60,8 @@ METRICS: dict[str, tuple[str, str]] = {
     "mismatch/ess": ("mean", "Effective sample size of the weights, as a share of the tokens; 1 is all."),
     "mismatch/rejected_frac": ("mean", "Share of tokens whose weight left the band: masked or rejected."),
     "mismatch/kl": ("mean", "KL of π_rollout to π_old per token by k3, nats."),
+    "nonfinite/rollout_frac": ("mean", "Share of rollouts left out because a number was not finite."),
+    "nonfinite/step_frac": ("mean", "Share of optimiser steps left out because a loss or gradient was not finite."),
     "time/rollout": ("mean", "Seconds to collect a rollout."),
     "time/generation": ("mean", "Seconds of it spent sampling."),
     "time/rewards": ("mean", "Seconds of it spent in the reward functions."),

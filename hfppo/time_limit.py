@@ -25,15 +25,14 @@ def time_limit(seconds: float | None, message: str) -> Iterator[None]:
         message: of the error.
     Raises:
         TimeoutError: the time was up; its cause holds the line at which the code was.
-        RuntimeError: outside the main thread, or on a system without timer signals.
+        RuntimeError: outside the main thread.
     """
     if seconds is None:
         yield
         return
-    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
+    if threading.current_thread() is not threading.main_thread():
         raise RuntimeError(
-            "a time limit for plain code needs the main thread, and a system with timer signals; leave timeout out, "
-            "or write the function as async def"
+            "a time limit for plain code needs the main thread; leave timeout out, or write the function as async def"
         )
 
     def stop(*_: object) -> None:

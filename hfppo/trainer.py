@@ -24,7 +24,7 @@ from transformers import (
 from transformers.trainer_utils import EvalLoopOutput
 
 from hfppo.assembly import assemble, prompts_of
-from hfppo.callbacks import PPOCallback, with_default_callbacks
+from hfppo.callbacks import tell_rollout, with_default_callbacks
 from hfppo.card import write_card
 from hfppo.checkpoint import check_checkpoint, describe_run, load_ppo_state, save_ppo_state
 from hfppo.config import PPOConfig
@@ -34,8 +34,10 @@ from hfppo.evaluation import evaluate_prompts
 from hfppo.experience import Collector
 from hfppo.functional import token_kl
 from hfppo.generation import make_sampler
+from hfppo.memory import explained_memory
 from hfppo.metrics import Meter
 from hfppo.model import ActorCritic
+from hfppo.nonfinite import NonFiniteError, NonFiniteGuard, grad_norm
 from hfppo.reward_contract import RewardFunc
 from hfppo.rollout import Rollout
 from hfppo.state import PPOState
@@ -125,6 +127,7 @@ class PPOTrainer(CrashSafeTrainer):
         self._rollout: Rollout | None = None
         self._meter = Meter()
         self._step_meter = Meter()  # for `target_kl`
+        self._guard = NonFiniteGuard(args, self.accelerator)
         self._do_sample: bool | None = None
         critic_kind = None if parts.model.critic is None else parts.model.critic.kind
         self._run = describe_run(args, parts.train_prompts, parts.peft_config, critic_kind)
@@ -186,24 +189,30 @@ class PPOTrainer(CrashSafeTrainer):
 
     def _collect_rollout(self) -> Rollout:
         """Collect the next rollout and tell the callbacks."""
-        state = self.ppo_state
-        rows, meter = self.collector.training_rows(self._train_prompts, state.rollouts), Meter()
-        rollout, transcript = self.collector.collect(rows, state, self.state, meter)
-        state.rollouts, state.first_step = state.rollouts + 1, self.state.global_step
+        state, collected = self.ppo_state, None
+        while collected is None:
+            rows, meter = self.collector.training_rows(self._train_prompts, state.rollouts), Meter()
+            try:
+                collected = self.collector.collect(rows, state, self.state, meter)
+            except NonFiniteError as error:
+                self._guard.drop(error, state.rollouts, self._meter)
+            state.rollouts += 1
+        rollout, transcript = collected
+        state.first_step = self.state.global_step
         state.last_step = state.first_step + self.args.updates_per_rollout
+        if self.args.on_nonfinite == "skip":
+            meter.add_number("nonfinite/rollout_frac", 0.0)
         self._meter.take_from(meter)
-        metrics = meter.read()
-        for callback in self.callback_handler.callbacks:
-            if isinstance(callback, PPOCallback):
-                callback.on_rollout_end(
-                    self.args,
-                    self.state,
-                    self.control,
-                    rollout=rollout,
-                    transcript=transcript,
-                    metrics=metrics,
-                    ppo_state=state,
-                )
+        tell_rollout(
+            self.callback_handler.callbacks,
+            self.args,
+            self.state,
+            self.control,
+            rollout=rollout,
+            transcript=transcript,
+            metrics=meter.read(),
+            ppo_state=state,
+        )
         return rollout
 
     def rollout(self, prompts: Sequence[str] | Sequence[list[dict[str, Any]]], **columns: Sequence[Any]) -> Rollout:
@@ -244,6 +253,7 @@ class PPOTrainer(CrashSafeTrainer):
         terms = loss_terms(outputs, batch, self.args)
         loss = ppo_loss(terms, outputs, batch, num_items_in_batch, self.args, self._critic_only)
         with torch.no_grad():
+            self._guard.note(batch, loss, terms)
             first = self.state.global_step == self.ppo_state.first_step
             measure_update(self._meter, terms, outputs, batch, self.args, first)
             if self.args.target_kl is not None:
@@ -290,12 +300,17 @@ class PPOTrainer(CrashSafeTrainer):
         return super()._get_grad_norm(model, self._clip_apart(math.inf) if grad_norm is None else grad_norm)
 
     def _clip_apart(self, max_norm: float) -> Tensor:
-        """Clip both gradients, note the critic's norm and return the actor's."""
+        """Clip both gradients, note the critic's norm and return the actor's; no step is made if one is not finite."""
         self.accelerator.unscale_gradients()
-        if critic := self.model.critic_parameters():
-            self._meter.add("value/grad_norm", nn.utils.clip_grad_norm_(critic, max_norm))
+        actor, critic = self.model.actor_parameters(), self.model.critic_parameters()
+        norms = {"actor": grad_norm(actor), "critic": grad_norm(critic)}
+        if critic:
+            self._meter.add("value/grad_norm", norms["critic"])
             self._meter.add_number("critic_learning_rate", self.optimizer.param_groups[-1]["lr"])
-        return nn.utils.clip_grad_norm_(self.model.actor_parameters(), max_norm)
+        if self._guard.passes(norms, self.model, self.optimizer, self.state.global_step + 1, self._meter):
+            nn.utils.clip_grads_with_norm_(actor, max_norm, norms["actor"])
+            nn.utils.clip_grads_with_norm_(critic, max_norm, norms["critic"])
+        return norms["actor"]
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add the metrics of PPO to the logs of training steps.
@@ -381,9 +396,15 @@ class PPOTrainer(CrashSafeTrainer):
         """Trainer's `train`, from a new rollout unless a checkpoint brings one.
 
         A second call goes on with `ppo_state`: the next prompts, the adapted β, and no second warmup.
+
+        Raises:
+            NonFiniteError: a number is NaN or infinite; see `on_nonfinite`.
+            OutOfMemory: with the settings that help.
         """
         self._rollout, self._meter, self._step_meter = None, Meter(), Meter()
-        return super().train(*args, **kwargs)
+        self._guard = NonFiniteGuard(self.args, self.accelerator)
+        with explained_memory("the update", self.args):
+            return super().train(*args, **kwargs)
 
     def _save_rng_state(self, output_dir: str) -> None:
         # Private, but it runs on every process for every kind of checkpoint; `on_save` runs after the fact.

@@ -31,6 +31,8 @@ ALLOWED = {
     "background": set(),
     "endpoint": set(),
     "state": set(),
+    "memory": {"config", "crash_safe"},
+    "nonfinite": {"checkpoint", "config", "crash_safe", "metrics", "rollout"},
     "data": {"rollout"},
     "config": {"config_checks", "functional"},
     "config_checks": {"functional"},
@@ -43,11 +45,11 @@ ALLOWED = {
     "trace": {"functional", "rollout"},
     "update": {"functional", "rollout", "config", "metrics", "model"},
     "experience": {
-        *("functional", "rollout", "config", "data", "generation", "metrics", "model", "rewards"),
-        *("rollout_metrics", "state"),
+        *("functional", "rollout", "config", "data", "generation", "memory", "metrics", "model", "nonfinite"),
+        *("rewards", "rollout_metrics", "state"),
     },
     "crash_safe": {"hub"},
-    "evaluation": {"data", "experience", "metrics"},
+    "evaluation": {"data", "experience", "memory", "metrics"},
     "assembly": {
         *("config", "critic", "data", "generation", "loading", "model"),
         *("reward_contract", "reward_model", "rewards"),
