@@ -23,8 +23,6 @@ logger = logging.getLogger(__name__)
 
 # The fields that say which rows a rollout has and how it is cut: with others, a checkpoint cannot be gone on with.
 STRUCTURE = (
-    "per_device_train_batch_size",
-    "gradient_accumulation_steps",
     "num_mini_batches",
     "num_ppo_epochs",
     "num_generations",
@@ -50,6 +48,10 @@ def describe_run(
     own = {f.name: values[f.name] for f in fields(args) if f.name not in inherited and f.name not in STRUCTURE}
     return {
         "structure": {
+            # The product alone, so that a run that is short of memory can go on in smaller pieces.
+            "per_device_train_batch_size × gradient_accumulation_steps": (
+                args.per_device_train_batch_size * args.gradient_accumulation_steps
+            ),
             **{name: getattr(args, name) for name in STRUCTURE},
             "number of processes": args.world_size,
             "prompts (SHA-256 of their token ids)": digest,
