@@ -111,10 +111,11 @@ class Meter:
             name: a key of `METRICS`, or one of the form `pattern`, which is.
             values: any shape; with `mask`, a bool of that shape, only the entries where it is True.
         """
-        x = values.detach().float()
+        # In float64, or the deviation of equal numbers would be what is left of two large ones.
+        x = values.detach().double()
         x = x.flatten() if mask is None else x[mask]
-        count = torch.tensor(float(x.numel()), device=x.device)
-        largest = x.max() if x.numel() else torch.tensor(-math.inf, device=x.device)
+        count = torch.tensor(float(x.numel()), dtype=x.dtype, device=x.device)
+        largest = x.max() if x.numel() else torch.tensor(-math.inf, dtype=x.dtype, device=x.device)
         # Kept as a tensor: turning it into floats here would make the device wait at every micro-batch.
         parts = torch.stack([count, x.sum(), x.square().sum(), largest])
         self._pending.append((name, METRICS[pattern or name][0], parts))

@@ -17,7 +17,7 @@ from hfppo import PPOConfig, PPOTrainer, TolerantReward
 from hfppo.experience import Collector
 from hfppo.nonfinite import NonFiniteError
 
-OUT, FATE, RANK = Path(sys.argv[1]), sys.argv[2], int(os.environ["RANK"])
+OUT, RANK = Path(sys.argv[1]), int(os.environ["RANK"])
 DATASET = Dataset.from_list([{"prompt": f"请问{a}+{b}="} for a in range(4) for b in range(3, 7)])
 PASSES, TERMS = Collector.forward_passes, hfppo.trainer.loss_terms
 
@@ -55,7 +55,7 @@ def nan_in_loss(number: int, rank: int) -> None:
         found = TERMS(*args)
         if next(calls) == number and rank == RANK:
             weight, loss = found["policy/loss"]
-            found["policy/loss"] = (weight, torch.full_like(loss, math.nan))
+            found["policy/loss"] = (weight, torch.where(loss.detach().isfinite(), math.nan, loss))  # keeps the graph
         return found
 
     hfppo.trainer.loss_terms = terms
@@ -103,17 +103,11 @@ def stop() -> dict:
     return said
 
 
-def dies(completions, **kwargs):
-    if RANK == 1:
-        raise KeyError("the judge of process 1 is ill")
-    return count_digits(completions)
-
-
 def hangs(completions, **kwargs):
     if RANK == 1:
         time.sleep(600)
     return count_digits(completions)
 
 
-(OUT / f"result_{RANK}.json").write_text(json.dumps({"skip": skip(), "stop": stop()} if FATE == "dies" else {}))
-make("fatal", {"dies": dies, "hangs": TolerantReward(hangs, timeout=0.5)}[FATE]).train()
+(OUT / f"result_{RANK}.json").write_text(json.dumps({"skip": skip(), "stop": stop()}))
+make("fatal", TolerantReward(hangs, on_error="raise", timeout=0.5)).train()

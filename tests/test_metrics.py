@@ -24,6 +24,12 @@ def test_parts_of_unequal_size_are_divided_once_and_padding_does_not_count():
     assert meter.read() == {}
 
 
+def test_the_deviation_of_equal_numbers_is_zero():
+    meter = Meter()
+    meter.add("reward_std", torch.full((1000,), 0.7))
+    assert meter.read()["reward_std"] == pytest.approx(0.0, abs=1e-6)
+
+
 def test_an_empty_part_leaves_no_metric():
     meter = Meter()
     meter.add("kl", torch.zeros(0))
