@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 from accelerate.utils import gather_object
-from transformers import TrainerState
+from transformers import EvalPrediction, TrainerState
+from transformers.trainer_utils import EvalLoopOutput
 
 from hfppo.data import Prompts
 from hfppo.experience import Collector, eval_mode, measure_scores
@@ -20,6 +21,21 @@ class Evaluated:
 
     completions: list[Any]
     metrics: dict[str, float]
+
+    def output(
+        self,
+        prompts: Prompts,
+        compute_metrics: Callable[[EvalPrediction], dict[str, float]] | None,
+        prefix: str,
+    ) -> EvalLoopOutput:
+        """What Trainer's evaluation loop returns, with a user's own metrics and all names prefixed."""
+        columns: Any = prompts.rows.to_dict()
+        completions: Any = self.completions
+        metrics = dict(self.metrics)
+        if compute_metrics is not None:
+            metrics.update(compute_metrics(EvalPrediction(completions, columns, inputs=columns["prompt"])))
+        named = {key if key.startswith(f"{prefix}_") else f"{prefix}_{key}": value for key, value in metrics.items()}
+        return EvalLoopOutput(completions, columns, named, len(prompts))
 
 
 def evaluate_prompts(

@@ -104,8 +104,7 @@ class NonFiniteGuard:
             loss: its share of the mini-batch's.
             terms: a weight and (B, T) losses per token, by name.
         """
-        counted = {name: x.detach() for name, (weight, x) in terms.items() if weight}
-        bad = {name: (~x.isfinite() & batch.loss_mask).any(dim=1) for name, x in counted.items()}
+        bad = {name: (~x.detach().isfinite() & batch.loss_mask).any(dim=1) for name, (_, x) in terms.items()}
         self.micro_batches.append(MicroBatch(batch, loss.detach(), bad))
 
     def passes(

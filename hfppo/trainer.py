@@ -203,16 +203,8 @@ class PPOTrainer(CrashSafeTrainer):
         if self.args.on_nonfinite == "skip":
             meter.add_number("nonfinite/rollout_frac", 0.0)
         self._meter.take_from(meter)
-        tell_rollout(
-            self.callback_handler.callbacks,
-            self.args,
-            self.state,
-            self.control,
-            rollout=rollout,
-            transcript=transcript,
-            metrics=meter.read(),
-            ppo_state=state,
-        )
+        told = {"rollout": rollout, "transcript": transcript, "metrics": meter.read(), "ppo_state": state}
+        tell_rollout(self.callback_handler.callbacks, self.args, self.state, self.control, **told)
         return rollout
 
     def rollout(self, prompts: Sequence[str] | Sequence[list[dict[str, Any]]], **columns: Sequence[Any]) -> Rollout:
@@ -381,16 +373,7 @@ class PPOTrainer(CrashSafeTrainer):
             self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
 
         evaluated = evaluate_prompts(self.collector, prompts, self.state, do_sample, on_batch)
-        columns: Any = prompts.rows.to_dict()
-        metrics = dict(evaluated.metrics)
-        if self.compute_metrics is not None:
-            prediction = EvalPrediction(cast(Any, evaluated.completions), columns, inputs=columns["prompt"])
-            metrics.update(self.compute_metrics(prediction))
-        metrics = {
-            key if key.startswith(f"{metric_key_prefix}_") else f"{metric_key_prefix}_{key}": value
-            for key, value in metrics.items()
-        }
-        return EvalLoopOutput(cast(Any, evaluated.completions), columns, metrics, len(prompts))
+        return evaluated.output(prompts, self.compute_metrics, metric_key_prefix)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Trainer's `train`, from a new rollout unless a checkpoint brings one.
