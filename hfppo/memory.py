@@ -17,12 +17,13 @@ WAYS_OUT = {
     "the reward functions": ("reward_model_init_kwargs", "max_completion_length", "max_prompt_length"),
     "the passes without gradient": ("local_rollout_forward_batch_size", "max_completion_length", "max_prompt_length"),
     "the update": (
+        *("max_tokens_per_micro_batch", "activation_checkpointing"),
         *("per_device_train_batch_size", "gradient_accumulation_steps"),
-        *("activation_checkpointing", "max_completion_length"),
     ),
     "an evaluation": ("per_device_eval_batch_size", "max_completion_length", "max_prompt_length"),
 }
 HOW = {
+    "max_tokens_per_micro_batch": "set it, or lower it",
     "per_device_train_batch_size": "halve it",
     "gradient_accumulation_steps": "and double it, which changes no gradient, and the checkpoint still fits",
     "activation_checkpointing": "True computes activations again",

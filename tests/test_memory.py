@@ -51,7 +51,7 @@ def test_every_kind_is_explained(make_trainer, monkeypatch, error, tmp_path):
             "ppo_loss",
             3,
             "the update",
-            ("per_device_train_batch_size=4", "gradient_accumulation_steps=1", "activation_checkpointing=False"),
+            ("max_tokens_per_micro_batch=None", "per_device_train_batch_size=4", "activation_checkpointing=False"),
         ),
         (torch.optim.AdamW, "step", 1, "the update", ("per_device_train_batch_size=4",)),
     ],
