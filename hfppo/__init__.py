@@ -10,6 +10,7 @@ from hfppo.reward_model import RewardModel
 from hfppo.reward_server import RewardServer
 from hfppo.rollout import Rollout, Transcript
 from hfppo.state import PPOState
+from hfppo.tolerant import TolerantReward
 from hfppo.trace import TokenTable, TokenTraceCallback
 from hfppo.trainer import PPOTrainer
 
@@ -32,5 +33,6 @@ __all__ = [
     "Rollout",
     "TokenTable",
     "TokenTraceCallback",
+    "TolerantReward",
     "Transcript",
 ]

@@ -14,6 +14,7 @@ from hfppo.data import Prompts, named, prepare_prompts
 from hfppo.generation import eos_token_ids
 from hfppo.loading import check_model, load_model, load_reference, load_tokenizer, take_apart
 from hfppo.model import ActorCritic
+from hfppo.reward_contract import unwrapped
 from hfppo.reward_model import RewardAdapter, load_reward_funcs
 from hfppo.rewards import RewardFunctions
 
@@ -65,7 +66,7 @@ def assemble(
     rewards = RewardFunctions(funcs, args.reward_weights)
     critic_source = find_critic(critic) if args.needs_critic else None
     actor = take_apart(loaded, peft_config)
-    for func in rewards.funcs:
+    for func in map(unwrapped, rewards.funcs):
         if isinstance(func, RewardAdapter):
             func.attach(actor.base)
     if tokenizer.pad_token_id is None:

@@ -2,22 +2,36 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from typing import Any
 
 
 @contextmanager
 def in_background(calls: list[Callable[[], Awaitable[Any]]]) -> Iterator[Callable[[], list[Any]]]:
-    """Run coroutine functions together while the caller goes on; the yielded function waits for their results."""
+    """Run coroutine functions together while the caller goes on; the yielded function waits for their results.
+
+    They are cancelled if the caller fails: nobody would wait for them any more.
+    """
+    if not calls:
+        yield list
+        return
+    started: Future[Callable[[], Any]] = Future()
 
     async def together() -> list[Any]:
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        started.set_result(lambda: loop.call_soon_threadsafe(task.cancel))
         return await asyncio.gather(*(call() for call in calls))
 
     # A thread of its own, because a notebook already runs an event loop in this one.
     with ThreadPoolExecutor(max_workers=1) as pool:
-        running = pool.submit(lambda: asyncio.run(together())) if calls else None
-        yield lambda: running.result() if running else []
+        running = pool.submit(lambda: asyncio.run(together()))
+        try:
+            yield running.result
+        except BaseException:
+            with suppress(RuntimeError):  # the loop is closed already
+                started.result()()
+            raise
 
 
 def wait_for(call: Callable[[], Awaitable[Any]]) -> Any:

@@ -23,8 +23,6 @@ logger = logging.getLogger(__name__)
 
 # The fields that say which rows a rollout has and how it is cut: with others, a checkpoint cannot be gone on with.
 STRUCTURE = (
-    "per_device_train_batch_size",
-    "gradient_accumulation_steps",
     "num_mini_batches",
     "num_ppo_epochs",
     "num_generations",
@@ -50,6 +48,10 @@ def describe_run(
     own = {f.name: values[f.name] for f in fields(args) if f.name not in inherited and f.name not in STRUCTURE}
     return {
         "structure": {
+            # The product alone, so that a run that is short of memory can go on in smaller pieces.
+            "per_device_train_batch_size × gradient_accumulation_steps": (
+                args.per_device_train_batch_size * args.gradient_accumulation_steps
+            ),
             **{name: getattr(args, name) for name in STRUCTURE},
             "number of processes": args.world_size,
             "prompts (SHA-256 of their token ids)": digest,
@@ -67,12 +69,15 @@ def save_ppo_state(
     path = state_file(checkpoint, process)
     content = {"run": run, "state": state.state_dict(), "metrics": meter.state_dict(), "rollout": rollout is not None}
     if rollout is not None:
-        # Copies, because with policy_mode="bypass" two fields are one tensor, which safetensors refuses.
-        tensors = {
-            name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in rollout.tensors().items()
-        }
-        save_file(tensors, path.with_suffix(".safetensors"))
+        save_rollout(path.with_suffix(".safetensors"), rollout)
     path.write_text(json.dumps(content))
+
+
+def save_rollout(path: Path, rollout: Rollout) -> None:
+    """Write a rollout's tensors as safetensors."""
+    # Copies, because with policy_mode="bypass" two fields are one tensor, which safetensors refuses.
+    tensors = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in rollout.tensors().items()}
+    save_file(tensors, path)
 
 
 def check_checkpoint(checkpoint: str | Path, process: int, run: dict[str, Any]) -> None:

@@ -115,6 +115,7 @@ def check_choices(args: Any) -> None:
         "kl_loss_estimator": tuple(KL_ESTIMATORS),
         "advantage_estimator": tuple(ADVANTAGE_ESTIMATORS),
         "policy_loss": tuple(POLICY_LOSSES),
+        "on_nonfinite": ("raise", "skip"),
         "vllm_mode": ("colocate", "server"),
         "policy_mode": ("decoupled", "bypass", "corrected"),
         "mismatch_level": MISMATCH_LEVELS,

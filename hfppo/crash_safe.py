@@ -77,6 +77,14 @@ def last_intact(output_dir: str | Path) -> str | None:
     return None
 
 
+def way_back(output_dir: str | Path) -> str:
+    """Where a run that failed goes on, for its error."""
+    found = sort_checkpoints(str(output_dir))
+    if not found:
+        return "There is no checkpoint yet."
+    return f"The last checkpoint is {found[-1]}: go on from it with resume_from_checkpoint=True."
+
+
 class CrashSafeTrainer(HubTrainer):
     """A Trainer whose checkpoints appear whole, and which goes on from the last one that is."""
 

@@ -1,15 +1,23 @@
 """Completions of a dataset and what the reward functions say about them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate.utils import gather_object
-from transformers import TrainerState
+from datasets import Dataset
+from torch.utils.data import DataLoader
+from transformers import EvalPrediction, PreTrainedTokenizerBase, TrainerState
+from transformers.trainer_utils import EvalLoopOutput
 
+from hfppo.assembly import prompts_of
+from hfppo.config import PPOConfig
+from hfppo.crash_safe import CrashSafeTrainer
 from hfppo.data import Prompts
 from hfppo.experience import Collector, eval_mode, measure_scores
+from hfppo.memory import explained_memory
 from hfppo.metrics import Meter
 
 
@@ -19,6 +27,21 @@ class Evaluated:
 
     completions: list[Any]
     metrics: dict[str, float]
+
+    def output(
+        self,
+        prompts: Prompts,
+        compute_metrics: Callable[[EvalPrediction], dict[str, float]] | None,
+        prefix: str,
+    ) -> EvalLoopOutput:
+        """What Trainer's evaluation loop returns, with a user's own metrics and all names prefixed."""
+        columns: Any = prompts.rows.to_dict()
+        completions: Any = self.completions
+        metrics = dict(self.metrics)
+        if compute_metrics is not None:
+            metrics.update(compute_metrics(EvalPrediction(completions, columns, inputs=columns["prompt"])))
+        named = {key if key.startswith(f"{prefix}_") else f"{prefix}_{key}": value for key, value in metrics.items()}
+        return EvalLoopOutput(completions, columns, named, len(prompts))
 
 
 def evaluate_prompts(
@@ -33,7 +56,13 @@ def evaluate_prompts(
     accelerator, size = collector.accelerator, collector.args.per_device_eval_batch_size
     rows = collector.eval_rows(prompts)[accelerator.process_index :: accelerator.num_processes]
     meter, done = Meter(), []
-    with eval_mode(collector.model), torch.no_grad(), accelerator.autocast(), collector.sampler.ready():
+    with (
+        explained_memory("an evaluation", collector.args),
+        eval_mode(collector.model),
+        torch.no_grad(),
+        accelerator.autocast(),
+        collector.sampler.ready(),
+    ):
         for start in range(0, len(rows), size):
             batch = rows[start : start + size]
             seeds = [row.seed for row in batch] if do_sample else None
@@ -49,3 +78,74 @@ def evaluate_prompts(
             on_batch()
     everywhere = sorted(gather_object(done), key=lambda numbered: numbered[0])
     return Evaluated([text for _, text in everywhere], meter.read())
+
+
+class EvaluatingTrainer(CrashSafeTrainer):
+    """A trainer whose evaluations and predictions complete prompts."""
+
+    args: PPOConfig
+    processing_class: PreTrainedTokenizerBase
+    collector: Collector
+    _eval_prompts: dict[str | None, Prompts]  # by name; None: the only ones
+    _do_sample: bool | None = None
+
+    def get_eval_dataloader(self, eval_dataset: str | Dataset | None = None) -> DataLoader:
+        """The prompts of an evaluation; `evaluation_loop` shares them out among the processes."""
+        if eval_dataset is None or eval_dataset is self.eval_dataset:
+            prompts = self._eval_prompts.get(None)
+        elif isinstance(eval_dataset, str):
+            prompts = self._eval_prompts[eval_dataset]
+        else:
+            prompts = prompts_of(eval_dataset, "eval_dataset", self.processing_class, self.args)
+        if prompts is None:
+            raise ValueError("eval_dataset is missing; pass one to PPOTrainer or to evaluate()")
+        size = self.args.eval_batch_size * self.args.world_size
+        return DataLoader(cast(Any, prompts), batch_size=size, collate_fn=list)
+
+    def get_test_dataloader(self, test_dataset: Dataset) -> DataLoader:
+        """The prompts of `predict`."""
+        return self.get_eval_dataloader(test_dataset)
+
+    def evaluate(
+        self,
+        eval_dataset: Dataset | dict[str, Dataset] | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+        do_sample: bool | None = None,
+    ) -> dict[str, float]:
+        """Trainer's `evaluate` on completions.
+
+        Args:
+            do_sample: True samples, False is greedy; None: `args.eval_do_sample`.
+        """
+        with self._sampling(do_sample):
+            return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+
+    @contextmanager
+    def _sampling(self, do_sample: bool | None) -> Iterator[None]:
+        """Inside, evaluations sample or not; an inner None keeps what an outer call asked for."""
+        before = self._do_sample
+        self._do_sample = before if do_sample is None else do_sample
+        try:
+            yield
+        finally:
+            self._do_sample = before
+
+    def evaluation_loop(
+        self,
+        dataloader: DataLoader,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """Complete and score the prompts. Trainer's loop computes losses on labels, which prompts do not have."""
+        prompts = cast(Prompts, dataloader.dataset)
+        self.callback_handler.eval_dataloader = dataloader
+        do_sample = self.args.eval_do_sample if self._do_sample is None else self._do_sample
+
+        def on_batch() -> None:
+            self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
+
+        evaluated = evaluate_prompts(self.collector, prompts, self.state, do_sample, on_batch)
+        return evaluated.output(prompts, self.compute_metrics, metric_key_prefix)

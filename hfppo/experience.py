@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,8 +15,10 @@ from hfppo.config import PPOConfig
 from hfppo.data import Prompts, pad_left, prompt_indices
 from hfppo.functional.advantages import GROUP_ESTIMATORS
 from hfppo.generation import Completions, Sampler
+from hfppo.memory import explained_memory
 from hfppo.metrics import Meter
 from hfppo.model import ActorCritic
+from hfppo.nonfinite import check_rollout
 from hfppo.rewards import RewardFunctions, Scored
 from hfppo.rollout import Rollout, Transcript, stream_seed
 from hfppo.rollout_metrics import measure_rollout, measure_scores
@@ -89,12 +91,13 @@ class Collector:
             meter: receives the rollout's metrics.
             training: False to look only: the moments stay, and advantages are not whitened.
         Raises:
-            FloatingPointError: a model gave log-probs or values that are not finite.
+            NonFiniteError: a number is not finite, on some process; the moments are those before.
+            OutOfMemory: with the settings that help.
         """
         with meter.timed("time/rollout"), eval_mode(self.model), torch.no_grad(), self.accelerator.autocast():
             prompt_ids, prompt_mask = self.prompt_tensors(rows)
-            with meter.timed("time/generation"), self.sampler.ready():
-                completions = self.sampler(prompt_ids, prompt_mask, [row.seed for row in rows])
+            with meter.timed("time/generation"):
+                completions = self.sample(prompt_ids, prompt_mask, [row.seed for row in rows])
             tokens = float(completions.mask.sum())
             meter.add_number("time/tokens_per_second", tokens / meter.seconds("time/generation"))
             texts = self.texts(rows, completions)
@@ -129,6 +132,9 @@ class Collector:
             weights=weights,
             returns=returns,
         )
+        check_rollout(rollout, ppo_state.rollouts, self.accelerator.process_index)
+        if training and moments is not None:
+            ppo_state.score_moments = moments
         plain = self.final_scores(scored, completions)[0]
         measure_scores(meter, plain[scored.scorable.to(plain.device)], scored, self.rewards.names)
         measure_rollout(meter, rollout, advantages, ppo_state.kl_coef, self.args, self.gather)
@@ -137,6 +143,12 @@ class Collector:
     def prompt_tensors(self, rows: list[Row]) -> tuple[Tensor, Tensor]:
         """(B, P) token ids padded on the left and their mask, on the device."""
         return pad_left([row.prompt_ids for row in rows], self.tokenizer.pad_token_id, self.accelerator.device)
+
+    def sample(self, prompt_ids: Tensor, prompt_mask: Tensor, seeds: list[int] | None) -> Completions:
+        """Ask the sampler, with the current weights."""
+        phase = "sampling with vLLM" if self.args.use_vllm else "sampling"
+        with explained_memory(phase, self.args), self.sampler.ready():
+            return self.sampler(prompt_ids, prompt_mask, seeds)
 
     def texts(self, rows: list[Row], completions: Completions) -> list[Any]:
         """The completions as reward functions see them: text or a message."""
@@ -175,22 +187,23 @@ class Collector:
     ) -> tuple[Scored, Passes]:
         """Scores and passes; functions that only wait, for a server say, do so while the models compute."""
         with ExitStack() as stack:
-            with meter.timed("time/rewards"):
+            with meter.timed("time/rewards"), explained_memory("the reward functions", self.args):
                 scored = stack.enter_context(self.scoring(rows, completions, texts, state))
-            with meter.timed("time/passes"):
+            with meter.timed("time/passes"), explained_memory("the passes without gradient", self.args):
                 passes = self.forward_passes(prompt_ids, prompt_mask, completions)
-            with meter.timed("time/rewards"):
+            with meter.timed("time/rewards"), explained_memory("the reward functions", self.args):
                 return scored(), passes
 
     def moments(self, scored: Scored, ppo_state: PPOState, training: bool) -> RunningMoments | None:
         """The moments that normalise the scores, after those of this rollout on all processes; None: nothing does."""
         if not self.args.normalize_scores:
             return None
+        moments = replace(ppo_state.score_moments)
         if training:
             device = self.accelerator.device
             everywhere = self.accelerator.gather(scored.combined.to(device)).cpu()
-            ppo_state.score_moments.add(everywhere[self.accelerator.gather(scored.scorable.to(device)).cpu()])
-        return ppo_state.score_moments
+            moments.add(everywhere[self.accelerator.gather(scored.scorable.to(device)).cpu()])
+        return moments
 
     def forward_passes(self, prompt_ids: Tensor, prompt_mask: Tensor, completions: Completions) -> Passes:
         """The passes without gradient of actor, critic and reference, some rows at a time."""
@@ -214,14 +227,7 @@ class Collector:
             parts.append((out.logprobs, ref, out.values, out.final_value))
         back = order.argsort()
         columns = zip(*parts, strict=True)
-        passes = Passes(*(None if column[0] is None else torch.cat(column)[back] for column in columns))
-        for name, tensor in (("rollout_logprobs", completions.logprobs), *vars(passes).items()):
-            if tensor is not None and not tensor.isfinite().all():
-                row = int((~tensor.isfinite()).flatten(1).any(dim=1).nonzero()[0]) if tensor.dim() > 1 else 0
-                raise FloatingPointError(
-                    f"{name} is not finite in row {row} of the rollout; the weights have diverged"
-                )
-        return passes
+        return Passes(*(None if column[0] is None else torch.cat(column)[back] for column in columns))
 
     def final_scores(
         self, scored: Scored, completions: Completions, moments: RunningMoments | None = None
@@ -317,8 +323,7 @@ class Collector:
         """(B,) score of the greedy completion of each row's prompt, and (B,) bool: whether it has one."""
         first = {row.group: row for row in reversed(rows)}
         one_each = list(first.values())
-        with self.sampler.ready():
-            greedy = self.sampler(*self.prompt_tensors(one_each), None)
+        greedy = self.sample(*self.prompt_tensors(one_each), None)
         with self.scoring(one_each, greedy, self.texts(one_each, greedy), state) as result:
             scored = result()
         scores, _ = self.final_scores(scored, greedy, moments)

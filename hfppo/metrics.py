@@ -21,6 +21,7 @@ METRICS: dict[str, tuple[str, str]] = {
         "mean",
         "Share of prompts whose completions all score alike; with num_generations above 1.",
     ),
+    "rewards/{function}/failed": ("mean", "Share of completions for which a TolerantReward failed."),
     "unscorable_frac": ("mean", "Share of completions for which every reward function returned None."),
     "completions/mean_length": ("mean", "Tokens of a completion, EOS included."),
     "completions/max_length": ("max", "Tokens of the longest completion."),
@@ -64,6 +65,8 @@ METRICS: dict[str, tuple[str, str]] = {
     "mismatch/ess": ("mean", "Effective sample size of the weights, as a share of the tokens; 1 is all."),
     "mismatch/rejected_frac": ("mean", "Share of tokens whose weight left the band: masked or rejected."),
     "mismatch/kl": ("mean", "KL of π_rollout to π_old per token by k3, nats."),
+    "nonfinite/rollout_frac": ("mean", "Share of rollouts left out because a number was not finite."),
+    "nonfinite/step_frac": ("mean", "Share of optimiser steps left out because a loss or gradient was not finite."),
     "time/rollout": ("mean", "Seconds to collect a rollout."),
     "time/generation": ("mean", "Seconds of it spent sampling."),
     "time/passes": ("mean", "Seconds of it spent in the passes of actor, reference and critic."),
@@ -121,10 +124,11 @@ class Meter:
             name: a key of `METRICS`, or one of the form `pattern`, which is.
             values: any shape; with `mask`, a bool of that shape, only the entries where it is True.
         """
-        x = values.detach().float()
+        # In float64, or the deviation of equal numbers would be what is left of two large ones.
+        x = values.detach().double()
         x = x.flatten() if mask is None else x[mask]
-        count = torch.tensor(float(x.numel()), device=x.device)
-        largest = x.max() if x.numel() else torch.tensor(-math.inf, device=x.device)
+        count = torch.tensor(float(x.numel()), dtype=x.dtype, device=x.device)
+        largest = x.max() if x.numel() else torch.tensor(-math.inf, dtype=x.dtype, device=x.device)
         # Kept as a tensor: turning it into floats here would make the device wait at every micro-batch.
         parts = torch.stack([count, x.sum(), x.square().sum(), largest])
         self._pending.append((name, METRICS[pattern or name][0], parts))

@@ -8,6 +8,7 @@ An adapter for the actor's own base rides the base that is in memory already.
 import copy
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
 from hfppo.critic import shared_copy
 from hfppo.reward_server import RewardServer
+from hfppo.tolerant import TolerantReward
 
 
 class RewardModel:
@@ -162,6 +164,8 @@ def load_reward_funcs(
 
 def load_reward_func(func: Any, tokenizer: PreTrainedTokenizerBase | None, base_name: str, **init_kwargs: Any) -> Any:
     """One of them; a function is left as it is, a server is asked whether it is there."""
+    if isinstance(func, TolerantReward):
+        return replace(func, func=load_reward_func(func.func, tokenizer, base_name, **init_kwargs))
     if isinstance(func, PreTrainedModel):
         if not type(func).__name__.endswith("ForSequenceClassification"):
             raise TypeError(

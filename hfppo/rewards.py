@@ -9,22 +9,19 @@ completion, as long as its `completion_ids`, rewards each token. `async def` fun
 """
 
 import functools
-import inspect
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from hfppo.background import in_background
-
-RewardFunc = Callable[..., Any]
+from hfppo.reward_contract import Log, RewardFunc, RewardWrapper, check_output, is_async, merged, plain_name
 
 
 @dataclass(frozen=True)
@@ -37,6 +34,7 @@ class Scored:
     scorable: Tensor  # (B,) bool, False where every function is left out
     extra: dict[str, list[Any]] = field(default_factory=dict)  # columns from log_extra
     metrics: dict[str, list[float]] = field(default_factory=dict)  # numbers from log_metric
+    failed: dict[str, list[bool]] = field(default_factory=dict)  # by function, of those that may fail
 
 
 class RewardFunctions:
@@ -100,7 +98,7 @@ class RewardFunctions:
             "trainer_state": trainer_state,
         }
         calls = [
-            functools.partial(func, **shared, log_extra=log.extra, log_metric=log.metric)
+            functools.partial(func, **shared, log_extra=log.extra, log_metric=log.metric, **more_for(func, log))
             for func, log in zip(self.funcs, logs, strict=True)
         ]
         with in_background([call for call in calls if is_async(call)]) as awaited:
@@ -132,45 +130,13 @@ class RewardFunctions:
             scorable=~scores.isnan().all(dim=1),
             extra=merged(log.columns for log in logs),
             metrics=merged(log.numbers for log in logs),
+            failed={n: log.failed for n, log in zip(self.names, logs, strict=True) if log.failed is not None},
         )
 
 
-class Log:
-    """What one reward function logs; each has its own, so that the order does not depend on who is faster."""
-
-    def __init__(self) -> None:
-        self.columns: dict[str, list[Any]] = {}
-        self.numbers: dict[str, list[float]] = {}
-
-    def extra(self, column: str, values: Sequence[Any]) -> None:
-        """`log_extra`: one value per completion."""
-        self.columns.setdefault(column, []).extend(values)
-
-    def metric(self, name: str, value: float) -> None:
-        """`log_metric`."""
-        self.numbers.setdefault(name, []).append(float(value))
-
-
-def merged(logs: Iterable[dict[str, list[Any]]]) -> dict[str, list[Any]]:
-    """Lists of the same name, one after the other."""
-    result: dict[str, list[Any]] = {}
-    for log in logs:
-        for name, values in log.items():
-            result.setdefault(name, []).extend(values)
-    return result
-
-
-def unwrapped(func: RewardFunc) -> RewardFunc:
-    """What a `functools.partial`, or several around each other, call."""
-    while isinstance(func, functools.partial):
-        func = func.func
-    return func
-
-
-def plain_name(func: RewardFunc) -> str:
-    """A function's name, or the class of an object that can be called."""
-    func = unwrapped(func)
-    return getattr(func, "__name__", type(func).__name__)
+def more_for(func: RewardFunc, log: Log) -> dict[str, Any]:
+    """What wrappers are passed beyond the contract."""
+    return {"log_failures": log.failures} if isinstance(func, RewardWrapper) else {}
 
 
 def describe(thing: Any) -> str:
@@ -192,56 +158,6 @@ def check_weights(weights: Sequence[float] | None, names: list[str]) -> list[flo
         if not isinstance(weight, Real) or not math.isfinite(weight):
             raise ValueError(f"reward_weights={weights!r} holds {weight!r}; give finite numbers, 0 to only log")
     return [float(weight) for weight in weights]
-
-
-def is_async(func: RewardFunc) -> bool:
-    """Whether calling it gives a coroutine; objects with an async `__call__` included."""
-    func = unwrapped(func)
-    return inspect.iscoroutinefunction(func) or inspect.iscoroutinefunction(getattr(func, "__call__", None))  # noqa: B004
-
-
-def check_output(name: str, output: Any, lengths: list[int]) -> list[float | list[float]]:
-    """A reward function's output with NaN for None; anything else than numbers is an error.
-
-    Args:
-        name: the function, for the error.
-        lengths: tokens of each completion.
-    """
-    if isinstance(output, Tensor | np.ndarray):
-        output = output.tolist()
-    is_list = isinstance(output, Sequence)
-    if not is_list or isinstance(output, str):
-        raise TypeError(f"reward function {name!r} returned {type(output).__name__}; return a list of numbers")
-    values = list(output)
-    if len(values) != len(lengths):
-        raise ValueError(
-            f"reward function {name!r} returned {len(values)} rewards for {len(lengths)} completions; return one each"
-        )
-    return [check_reward(name, row, value, lengths[row]) for row, value in enumerate(values)]
-
-
-def check_reward(name: str, row: int, value: Any, length: int) -> float | list[float]:
-    """One reward as a float, or as a list of them with one per token."""
-    if value is None:
-        return math.nan
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        if len(value) != length:
-            raise ValueError(
-                f"reward function {name!r}, row {row}: {len(value)} token rewards for {length} completion tokens; "
-                "return one per entry of completion_ids"
-            )
-        return [check_number(name, row, x) for x in value]
-    return check_number(name, row, value)
-
-
-def check_number(name: str, row: int, value: Any) -> float:
-    if isinstance(value, Tensor) and value.numel() == 1:
-        value = value.item()
-    if not isinstance(value, Real):
-        raise TypeError(f"reward function {name!r}, row {row}: {value!r} is not a number; return a float or None")
-    if not abs(float(value)) <= torch.finfo(torch.float32).max:
-        raise ValueError(f"reward function {name!r}, row {row}: {value} is not finite; return None to skip a row")
-    return float(value)
 
 
 def any_per_token(rows: list[list[float | list[float]]]) -> bool:

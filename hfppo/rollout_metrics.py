@@ -22,6 +22,8 @@ def measure_scores(meter: Meter, scores: Tensor, scored: Scored, names: list[str
         given = scored.per_function[:, i]
         for what in ("mean", "std"):
             meter.add(f"rewards/{name}/{what}", given, ~given.isnan(), pattern=f"rewards/{{function}}/{what}")
+    for name, failed in scored.failed.items():
+        meter.add(f"rewards/{name}/failed", torch.tensor(failed), pattern="rewards/{function}/failed")
     for name, numbers in scored.metrics.items():
         meter.add(f"custom/{name}", torch.tensor(numbers), pattern="custom/{name}")
 

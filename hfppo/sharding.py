@@ -4,8 +4,6 @@ from typing import Any
 
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from hfppo.critic import Critic
 from hfppo.reward_model import RewardAdapter
@@ -41,9 +39,3 @@ def check_engine(accelerator: Accelerator, critic: Critic | None, reward_funcs: 
             "max_tokens_per_micro_batch needs DDP or FSDP2; with DeepSpeed, lower per_device_train_batch_size and "
             "raise gradient_accumulation_steps instead"
         )
-
-
-def clip_grad_norm(parameters: list[nn.Parameter], max_norm: float) -> Tensor:
-    """Clip the gradients together, and give their norm, over all shards where there are any."""
-    norm = nn.utils.clip_grad_norm_(parameters, max_norm)
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm

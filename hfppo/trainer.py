@@ -7,7 +7,6 @@ optimiser; these hooks answer for PPO.
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -22,32 +21,31 @@ from transformers import (
     TrainerCallback,
     set_seed,
 )
-from transformers.trainer_utils import EvalLoopOutput
 
 from hfppo.assembly import assemble, prompts_of
 from hfppo.callbacks import PPOCallback, StepEnd, with_default_callbacks
 from hfppo.card import write_card
 from hfppo.checkpoint import check_checkpoint, describe_run, load_ppo_state, save_ppo_state
 from hfppo.config import PPOConfig
-from hfppo.crash_safe import CrashSafeTrainer
-from hfppo.data import Prompts
-from hfppo.evaluation import evaluate_prompts
+from hfppo.evaluation import EvaluatingTrainer
 from hfppo.experience import Collector
 from hfppo.functional import token_kl
 from hfppo.generation import make_sampler
+from hfppo.memory import explained_memory
 from hfppo.metrics import Meter
 from hfppo.model import ActorCritic
+from hfppo.nonfinite import NonFiniteError, NonFiniteGuard, grad_norm
 from hfppo.progress import RunProgress
-from hfppo.rewards import RewardFunc
+from hfppo.reward_contract import RewardFunc
 from hfppo.rollout import Rollout
-from hfppo.sharding import check_engine, clip_grad_norm
+from hfppo.sharding import check_engine
 from hfppo.state import PPOState
 from hfppo.update import MiniBatchSize, loss_terms, measure_update, ppo_loss, sequence
 
 SHUFFLE_STREAM = 4  # names the random draws of this module among those of a seed
 
 
-class PPOTrainer(CrashSafeTrainer):
+class PPOTrainer(EvaluatingTrainer):
     """Proximal Policy Optimisation of a LoRA actor, with the disabled adapter as its reference and a critic.
 
     Args:
@@ -131,7 +129,8 @@ class PPOTrainer(CrashSafeTrainer):
         self._rollout: Rollout | None = None
         self._meter = Meter()
         self._step_meter = Meter()  # for `target_kl`
-        self._do_sample: bool | None = None
+        self._step_began: float | None = None
+        self._guard = NonFiniteGuard(args, self.accelerator)
         critic_kind = None if parts.model.critic is None else parts.model.critic.kind
         self._run = describe_run(args, parts.train_prompts, parts.peft_config, critic_kind)
 
@@ -193,11 +192,22 @@ class PPOTrainer(CrashSafeTrainer):
 
     def _collect_rollout(self) -> Rollout:
         """Collect the next rollout and tell the callbacks."""
-        state = self.ppo_state
-        rows, meter = self.collector.training_rows(self._train_prompts, state.rollouts), Meter(self._progress.phase)
-        rollout, transcript = self.collector.collect(rows, state, self.state, meter)
-        state.rollouts, state.first_step = state.rollouts + 1, self.state.global_step
+        state, collected = self.ppo_state, None
+        while collected is None:
+            rows, meter = (
+                self.collector.training_rows(self._train_prompts, state.rollouts),
+                Meter(self._progress.phase),
+            )
+            try:
+                collected = self.collector.collect(rows, state, self.state, meter)
+            except NonFiniteError as error:
+                self._guard.drop(error, state.rollouts, self._meter)
+            state.rollouts += 1
+        rollout, transcript = collected
+        state.first_step = self.state.global_step
         state.last_step = state.first_step + self.args.updates_per_rollout
+        if self.args.on_nonfinite == "skip":
+            meter.add_number("nonfinite/rollout_frac", 0.0)
         self._meter.take_from(meter)
         self._tell("on_rollout_end", rollout=rollout, transcript=transcript, metrics=meter.read())
         return rollout
@@ -251,6 +261,7 @@ class PPOTrainer(CrashSafeTrainer):
         terms = loss_terms(outputs, batch, self.args)
         loss = ppo_loss(terms, outputs, batch, num_items_in_batch, self.args, self._critic_only)
         with torch.no_grad():
+            self._guard.note(batch, loss, terms)
             first = self.state.global_step == self.ppo_state.first_step
             measure_update(self._meter, terms, outputs, batch, self.args, first)
             if self.args.target_kl is not None:
@@ -284,6 +295,8 @@ class PPOTrainer(CrashSafeTrainer):
         return optimizer
 
     def _measure_step(self) -> None:
+        if self._step_began is None:
+            return  # torch fills a sharded optimiser by a step
         self._meter.add_number("time/update", self.args.updates_per_rollout * (time.perf_counter() - self._step_began))
 
     def _hold_actor(self) -> None:
@@ -301,12 +314,17 @@ class PPOTrainer(CrashSafeTrainer):
         return super()._get_grad_norm(model, self._clip_apart(math.inf) if grad_norm is None else grad_norm)
 
     def _clip_apart(self, max_norm: float) -> Tensor:
-        """Clip both gradients, note the critic's norm and return the actor's."""
+        """Clip both gradients, note the critic's norm and return the actor's; no step is made if one is not finite."""
         self.accelerator.unscale_gradients()
-        if critic := self.model.critic_parameters():
-            self._meter.add("value/grad_norm", clip_grad_norm(critic, max_norm))
+        actor, critic = self.model.actor_parameters(), self.model.critic_parameters()
+        norms = {"actor": grad_norm(actor), "critic": grad_norm(critic)}
+        if critic:
+            self._meter.add("value/grad_norm", norms["critic"])
             self._meter.add_number("critic_learning_rate", self.optimizer.param_groups[-1]["lr"])
-        return clip_grad_norm(self.model.actor_parameters(), max_norm)
+        if self._guard.passes(norms, self.model, self.optimizer, self.state.global_step + 1, self._meter):
+            nn.utils.clip_grads_with_norm_(actor, max_norm, norms["actor"])
+            nn.utils.clip_grads_with_norm_(critic, max_norm, norms["critic"])
+        return norms["actor"]
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add the metrics of PPO to the logs of training steps.
@@ -318,83 +336,19 @@ class PPOTrainer(CrashSafeTrainer):
             logs["loss"] *= self.args.gradient_accumulation_steps * self.args.world_size  # they add up to a step's
         super().log(logs, start_time)
 
-    def get_eval_dataloader(self, eval_dataset: str | Dataset | None = None) -> DataLoader:
-        """The prompts of an evaluation; `evaluation_loop` shares them out among the processes."""
-        if eval_dataset is None or eval_dataset is self.eval_dataset:
-            prompts = self._eval_prompts.get(None)
-        elif isinstance(eval_dataset, str):
-            prompts = self._eval_prompts[eval_dataset]
-        else:
-            prompts = prompts_of(eval_dataset, "eval_dataset", self.processing_class, self.args)
-        if prompts is None:
-            raise ValueError("eval_dataset is missing; pass one to PPOTrainer or to evaluate()")
-        size = self.args.eval_batch_size * self.args.world_size
-        return DataLoader(cast(Any, prompts), batch_size=size, collate_fn=list)
-
-    def get_test_dataloader(self, test_dataset: Dataset) -> DataLoader:
-        """The prompts of `predict`."""
-        return self.get_eval_dataloader(test_dataset)
-
-    def evaluate(
-        self,
-        eval_dataset: Dataset | dict[str, Dataset] | None = None,
-        ignore_keys: list[str] | None = None,
-        metric_key_prefix: str = "eval",
-        do_sample: bool | None = None,
-    ) -> dict[str, float]:
-        """Trainer's `evaluate` on completions.
-
-        Args:
-            do_sample: True samples, False is greedy; None: `args.eval_do_sample`.
-        """
-        with self._sampling(do_sample):
-            return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
-
-    @contextmanager
-    def _sampling(self, do_sample: bool | None) -> Iterator[None]:
-        """Inside, evaluations sample or not; an inner None keeps what an outer call asked for."""
-        before = self._do_sample
-        self._do_sample = before if do_sample is None else do_sample
-        try:
-            yield
-        finally:
-            self._do_sample = before
-
-    def evaluation_loop(
-        self,
-        dataloader: DataLoader,
-        description: str,
-        prediction_loss_only: bool | None = None,
-        ignore_keys: list[str] | None = None,
-        metric_key_prefix: str = "eval",
-    ) -> EvalLoopOutput:
-        """Complete and score the prompts. Trainer's loop computes losses on labels, which prompts do not have."""
-        prompts = cast(Prompts, dataloader.dataset)
-        self.callback_handler.eval_dataloader = dataloader
-        do_sample = self.args.eval_do_sample if self._do_sample is None else self._do_sample
-
-        def on_batch() -> None:
-            self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
-
-        evaluated = evaluate_prompts(self.collector, prompts, self.state, do_sample, on_batch)
-        columns: Any = prompts.rows.to_dict()
-        metrics = dict(evaluated.metrics)
-        if self.compute_metrics is not None:
-            prediction = EvalPrediction(cast(Any, evaluated.completions), columns, inputs=columns["prompt"])
-            metrics.update(self.compute_metrics(prediction))
-        metrics = {
-            key if key.startswith(f"{metric_key_prefix}_") else f"{metric_key_prefix}_{key}": value
-            for key, value in metrics.items()
-        }
-        return EvalLoopOutput(cast(Any, evaluated.completions), columns, metrics, len(prompts))
-
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Trainer's `train`, from a new rollout unless a checkpoint brings one.
 
         A second call goes on with `ppo_state`: the next prompts, the adapted β, and no second warmup.
+
+        Raises:
+            NonFiniteError: a number is NaN or infinite; see `on_nonfinite`.
+            OutOfMemory: with the settings that help.
         """
         self._rollout, self._meter, self._step_meter = None, Meter(), Meter()
-        return super().train(*args, **kwargs)
+        self._guard = NonFiniteGuard(self.args, self.accelerator)
+        with explained_memory("the update", self.args):
+            return super().train(*args, **kwargs)
 
     def _save_rng_state(self, output_dir: str) -> None:
         # Private, but it runs on every process for every kind of checkpoint; `on_save` runs after the fact.

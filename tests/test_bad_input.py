@@ -613,8 +613,13 @@ def differs(name: str, before: Any, now: Any, **arguments: Any):
 
 OTHER_RUNS = [
     differs("num_mini_batches", 2, 4),
-    differs("per_device_train_batch_size", 4, 2),
-    differs("gradient_accumulation_steps", 1, 2),
+    case(
+        "another mini-batch",
+        ValueError,
+        "per_device_train_batch_size × gradient_accumulation_steps=4, this run has 8",
+        "set it back",
+        config={"gradient_accumulation_steps": 2},
+    ),
     differs("num_ppo_epochs", 2, 3),
     differs("num_generations", 1, 2),
     differs("advantage_estimator", "gae", "remax"),

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from hfppo import TolerantReward
 from hfppo.metrics import METRICS, Meter
 from hfppo.rollout_metrics import agreeing
 
@@ -22,6 +23,12 @@ def test_parts_of_unequal_size_are_divided_once_and_padding_does_not_count():
     assert read["reward_std"] == pytest.approx(math.sqrt(8 / 3))
     assert read["policy/ratio_max"] == -2.0
     assert meter.read() == {}
+
+
+def test_the_deviation_of_equal_numbers_is_zero():
+    meter = Meter()
+    meter.add("reward_std", torch.full((1000,), 0.7))
+    assert meter.read()["reward_std"] == pytest.approx(0.0, abs=1e-6)
 
 
 def test_an_empty_part_leaves_no_metric():
@@ -60,8 +67,9 @@ def test_every_metric_of_the_table_appears_in_a_log_and_no_other(make_trainer, d
         log_metric("length", sum(map(len, completions)))
         return [float(len(text)) for text in completions]
 
-    config = {"kl_loss_coef": 0.1, "dual_clip": 3.0, "policy_mode": "corrected", "num_generations": 2, "max_steps": 4}
-    trainer = make_trainer(config, reward_funcs=scores)
+    config = {"kl_loss_coef": 0.1, "dual_clip": 3.0, "policy_mode": "corrected", "on_nonfinite": "skip"}
+    config |= {"num_generations": 2, "max_steps": 4}
+    trainer = make_trainer(config, reward_funcs=TolerantReward(scores))
     trainer.train()
     seen = {name for entry in trainer.state.log_history if "loss" in entry for name in entry}
     names = {"{function}": "scores", "{name}": "length"}

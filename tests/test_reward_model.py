@@ -14,6 +14,7 @@ from transformers import (
     set_seed,
 )
 
+from hfppo import TolerantReward
 from hfppo.reward_model import RewardAdapter, RewardModel
 
 TEXTS = ["1+2=3", "10+20=", "5", "请问12+7=20？不对，等于19！"]
@@ -133,6 +134,10 @@ def test_adapter_on_the_actors_base_scores_like_the_merged_model_and_costs_itsel
     before = reward.score(TEXTS)
     trainer.train()
     assert reward.score(TEXTS) == before, "training the actor must not change the reward"
+
+    tolerant = TolerantReward(str(tmp_path / "adapter"))
+    (wrapper,) = make_trainer(model=base, reward_funcs=tolerant, peft_config=LORA).collector.rewards.funcs
+    assert wrapper.func.score(TEXTS) == before
 
 
 def test_bad_reward_models(make_trainer, tmp_path, tokenizer):

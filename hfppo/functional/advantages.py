@@ -68,6 +68,9 @@ def whiten(x: Tensor, mask: Tensor, shift_mean: bool = True, eps: float = 1e-8) 
 
         (x − mean) / √(var + eps),   var biased
 
+    Computed in float64, where the mean of equal numbers is that number: what rounding leaves of it would be scaled up,
+    and Adam makes whole steps of it.
+
     Args:
         x: (B, T).
         mask: (B, T) bool, True on real tokens.
@@ -77,10 +80,10 @@ def whiten(x: Tensor, mask: Tensor, shift_mean: bool = True, eps: float = 1e-8) 
     """
     require_same_shape(x=x, mask=mask)
     count = mask.sum().clamp(min=1)
-    mean = x.where(mask, 0.0).sum() / count
+    mean = x.double().where(mask, 0.0).sum() / count
     var = (x - mean).square().where(mask, 0.0).sum() / count
     whitened = (x - mean) * torch.rsqrt(var + eps)
-    return (whitened if shift_mean else whitened + mean).where(mask, 0.0)
+    return (whitened if shift_mean else whitened + mean).where(mask, 0.0).to(x.dtype)
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:

@@ -1,0 +1,204 @@
+"""Numbers that are not finite: found where they arise, kept for inspection, and kept out of everything else."""
+
+import json
+import logging
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import gather_object
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from hfppo.checkpoint import save_rollout
+from hfppo.config import PPOConfig
+from hfppo.crash_safe import way_back
+from hfppo.metrics import Meter
+from hfppo.rollout import Rollout
+
+logger = logging.getLogger(__name__)
+
+FOLDER = "_nonfinite"  # Trainer leaves what begins with "_" out of what it pushes
+MAX_IN_A_ROW = 5  # rollouts and steps that "skip" lets go before it takes the run for broken
+
+# The numbers of a rollout, each after those that it is made of, so that the first is where it began.
+CAUSES = (
+    *("rollout_logprobs", "old_logprobs", "ref_logprobs", "values", "scores"),
+    *("weights", "rewards", "advantages", "returns"),
+)
+
+
+class NonFiniteError(FloatingPointError):
+    """Something is NaN or infinite; the message says what, and where it lies.
+
+    Args:
+        rollout: this process's rows of it, where it is one.
+    """
+
+    def __init__(self, message: str, rollout: Rollout | None = None):
+        super().__init__(message)
+        self.rollout = rollout
+
+
+@dataclass(frozen=True, order=True)
+class Found:
+    """What was found on a process; less is closer to the cause."""
+
+    depth: int
+    process: int
+    text: str
+
+
+def earliest(found: Found | None) -> Found | None:
+    """The one closest to the cause, of all processes. A collective call."""
+    return min((other for other in gather_object([found]) if other is not None), default=None)
+
+
+def bad_row(x: Tensor) -> int | None:
+    """The first row, of (B,) or (B, …), that is not finite."""
+    bad = ~x.isfinite()
+    rows = bad if bad.dim() == 1 else bad.flatten(1).any(dim=1)
+    return int(rows.nonzero()[0]) if rows.any() else None
+
+
+def check_rollout(rollout: Rollout, number: int, process: int) -> None:
+    """Let a rollout through only if it is finite on every process. A collective call.
+
+    Raises:
+        NonFiniteError: on every process, with the first tensor and row.
+    """
+    tensors, mine = rollout.tensors(), None
+    for depth, name in enumerate(CAUSES):
+        if name in tensors and (row := bad_row(tensors[name])) is not None:
+            text = f"{name} is not finite in row {row} of rollout {number} on process {process}"
+            mine = Found(depth, process, text)
+            break
+    if (found := earliest(mine)) is not None:
+        raise NonFiniteError(found.text, rollout)
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What is known of a micro-batch until its step is decided."""
+
+    batch: Rollout
+    loss: Tensor
+    bad_rows: dict[str, Tensor]  # by term of the loss: (B,) bool
+
+
+@dataclass
+class NonFiniteGuard:
+    """Lets only finite rollouts and steps through; `on_nonfinite` says what becomes of the others."""
+
+    args: PPOConfig
+    accelerator: Accelerator
+    in_a_row: int = 0
+    micro_batches: list[MicroBatch] = field(default_factory=list)
+
+    def note(self, batch: Rollout, loss: Tensor, terms: dict[str, tuple[float, Tensor]]) -> None:
+        """Remember a micro-batch; nothing here makes the device wait.
+
+        Args:
+            loss: its share of the mini-batch's.
+            terms: a weight and (B, T) losses per token, by name.
+        """
+        bad = {name: (~x.detach().isfinite() & batch.loss_mask).any(dim=1) for name, (_, x) in terms.items()}
+        self.micro_batches.append(MicroBatch(batch, loss.detach(), bad))
+
+    def passes(
+        self, norms: dict[str, Tensor], model: nn.Module, optimizer: AcceleratedOptimizer, step: int, meter: Meter
+    ) -> bool:
+        """Whether losses and gradients are finite on every process. A collective call.
+
+        If they are not, the optimiser finds no gradient, and Trainer does not move the schedule.
+
+        Args:
+            norms: of the gradients, which are the same on every process, by whose they are.
+            step: its number, for errors.
+        Raises:
+            NonFiniteError: they are not, and `on_nonfinite` is "raise", or too many steps in a row were left out.
+        """
+        noted, self.micro_batches = self.micro_batches, []
+        numbers = [micro.loss for micro in noted]
+        scaled = self.accelerator.scaler is not None
+        if not scaled:  # float16 overflows now and then, and then its scaler leaves the step out
+            numbers += norms.values()
+        bad = torch.stack([~x.isfinite() for x in numbers]).any().float()
+        skipped = float(self.accelerator.reduce(bad, "sum")) > 0
+        if self.args.on_nonfinite == "skip":
+            meter.add_number("nonfinite/step_frac", skipped)
+        if not scaled:
+            optimizer._is_overflow = skipped  # private, but what Trainer asks before it moves the schedule
+        if not skipped:
+            self.in_a_row = 0
+            return True
+        found = earliest(self.in_losses(noted, step) or in_gradients(model, self.accelerator.process_index, step))
+        if not scaled:  # a scaler wants to see the gradients
+            model.zero_grad()
+        facts = {"losses": [str(float(micro.loss)) for micro in noted], **{k: str(float(v)) for k, v in norms.items()}}
+        batches = {f"micro_batch_{i}": micro.batch for i, micro in enumerate(noted)}
+        self.give_up(found.text, f"step-{step}", batches, facts)
+        return False
+
+    def drop(self, error: NonFiniteError, number: int, meter: Meter) -> None:
+        """Have a rollout left out.
+
+        Raises:
+            NonFiniteError: as in `passes`.
+        """
+        meter.add_number("nonfinite/rollout_frac", 1.0)
+        self.give_up(str(error), f"rollout-{number}", {"rollout": error.rollout}, {})
+
+    def in_losses(self, noted: list[MicroBatch], step: int) -> Found | None:
+        """The first loss of this process that is not finite."""
+        for i, micro in enumerate(noted):
+            if not micro.loss.isfinite():
+                rows = {name: int(bad.nonzero()[0]) for name, bad in micro.bad_rows.items() if bad.any()}
+                what = next((f"{name} in row {row}" for name, row in rows.items()), "the loss")
+                where = f"micro-batch {i} of step {step} on process {self.accelerator.process_index}"
+                return Found(0, self.accelerator.process_index, f"{what} of {where} is not finite")
+        return None
+
+    def give_up(self, found: str, name: str, batches: dict[str, Rollout], facts: dict[str, Any]) -> None:
+        """Write down what was found, and end the run unless it may go on without."""
+        self.in_a_row += 1
+        folder = Path(self.args.output_dir) / FOLDER / name
+        message = f"{found}; it was left out, and what it was made from lies in {folder}"
+        try:
+            dump(folder / f"process_{self.accelerator.process_index}", found, batches, facts)
+        except OSError as error:
+            message = f"{found}; it was left out, and what it was made from could not be written: {error}"
+        if self.args.on_nonfinite == "skip" and self.in_a_row <= MAX_IN_A_ROW:
+            logger.warning(message)
+            return
+        reason = f" {MAX_IN_A_ROW} in a row were left out before." if self.in_a_row > MAX_IN_A_ROW else ""
+        raise NonFiniteError(
+            f"{message}.{reason} A lower learning_rate or a higher precision may help; on_nonfinite='skip' goes on "
+            f"without such batches. {way_back(self.args.output_dir)}"
+        )
+
+
+def grad_norm(parameters: list[nn.Parameter]) -> Tensor:
+    """The norm of all their gradients together."""
+    norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm  # of all shards, where there are any
+
+
+def in_gradients(model: nn.Module, process: int, step: int) -> Found | None:
+    """The first gradient that is not finite, and how many are."""
+    bad = [name for name, p in model.named_parameters() if p.grad is not None and not p.grad.isfinite().all()]
+    if not bad:
+        return None
+    which = f"the gradient of {bad[0]}" + (f" and {len(bad) - 1} more" if len(bad) > 1 else "")
+    return Found(1, process, f"{which} in step {step} is not finite")
+
+
+def dump(folder: Path, found: str, batches: dict[str, Rollout], facts: dict[str, Any]) -> None:
+    """Write batches as safetensors, and what was found as JSON."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, batch in batches.items():
+        save_rollout(folder / f"{name}.safetensors", batch)
+    (folder / "found.json").write_text(json.dumps({"found": found, **facts}, indent=1))

@@ -1,0 +1,119 @@
+"""What a reward function is, what it logs and what it may return; `hfppo.rewards` says it in words."""
+
+import functools
+import inspect
+import math
+from collections.abc import Callable, Iterable, Sequence
+from numbers import Real
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+RewardFunc = Callable[..., Any]
+
+
+class RewardWrapper:
+    """A reward function around another one, whose name and kind it takes over."""
+
+    func: RewardFunc
+
+
+def unwrapped(func: RewardFunc) -> RewardFunc:
+    """What a `functools.partial` or a wrapper, or several around each other, call."""
+    while isinstance(func, functools.partial | RewardWrapper):
+        func = func.func
+    return func
+
+
+def plain_name(func: RewardFunc) -> str:
+    """A function's name, or the class of an object that can be called."""
+    func = unwrapped(func)
+    return getattr(func, "__name__", type(func).__name__)
+
+
+def is_async(func: RewardFunc) -> bool:
+    """Whether calling it gives a coroutine; objects with an async `__call__` included."""
+    func = unwrapped(func)
+    return inspect.iscoroutinefunction(func) or inspect.iscoroutinefunction(getattr(func, "__call__", None))  # noqa: B004
+
+
+class Log:
+    """What one reward function logs; each has its own, so that the order does not depend on who is faster."""
+
+    def __init__(self) -> None:
+        self.columns: dict[str, list[Any]] = {}
+        self.numbers: dict[str, list[float]] = {}
+        self.failed: list[bool] | None = None
+
+    def extra(self, column: str, values: Sequence[Any]) -> None:
+        """`log_extra`: one value per completion."""
+        self.columns.setdefault(column, []).extend(values)
+
+    def metric(self, name: str, value: float) -> None:
+        """`log_metric`."""
+        self.numbers.setdefault(name, []).append(float(value))
+
+    def failures(self, failed: list[bool]) -> None:
+        """`log_failures`, which wrappers are given alone: for each completion, whether its reward is a fallback."""
+        self.failed = failed
+
+
+def merged(logs: Iterable[dict[str, list[Any]]]) -> dict[str, list[Any]]:
+    """Lists of the same name, one after the other."""
+    result: dict[str, list[Any]] = {}
+    for log in logs:
+        for name, values in log.items():
+            result.setdefault(name, []).extend(values)
+    return result
+
+
+def check_output(name: str, output: Any, lengths: list[int]) -> list[float | list[float]]:
+    """A reward function's output with NaN for None; anything else than numbers is an error.
+
+    Args:
+        name: the function, for the error.
+        lengths: tokens of each completion.
+    """
+    return [check_reward(name, row, value, lengths[row]) for row, value in enumerate(rows_of(name, output, lengths))]
+
+
+def rows_of(name: str, output: Any, lengths: list[int]) -> list[Any]:
+    """A reward function's output as a list with one entry for each completion."""
+    if isinstance(output, Tensor | np.ndarray):
+        output = output.tolist()
+    is_list = isinstance(output, Sequence)
+    if not is_list or isinstance(output, str):
+        raise TypeError(f"reward function {name!r} returned {type(output).__name__}; return a list of numbers")
+    values = list(output)
+    if len(values) != len(lengths):
+        raise ValueError(
+            f"reward function {name!r} returned {len(values)} rewards for {len(lengths)} completions; return one each"
+        )
+    return values
+
+
+def check_reward(name: str, row: int, value: Any, length: int) -> float | list[float]:
+    """One reward as a float, or as a list of them with one per token."""
+    if value is None:
+        return math.nan
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        if len(value) != length:
+            raise ValueError(
+                f"reward function {name!r}, row {row}: {len(value)} token rewards for {length} completion tokens; "
+                "return one per entry of completion_ids"
+            )
+        return [check_number(name, row, x) for x in value]
+    return check_number(name, row, value)
+
+
+def check_number(name: str, row: int, value: Any) -> float:
+    """A finite number as a float."""
+    if isinstance(value, Tensor) and value.numel() == 1:
+        value = value.item()
+    if not isinstance(value, Real):
+        raise TypeError(f"reward function {name!r}, row {row}: {value!r} is not a number; return a float or None")
+    if not abs(float(value)) <= torch.finfo(torch.float32).max:
+        raise ValueError(f"reward function {name!r}, row {row}: {value} is not finite; return None to skip a row")
+    return float(value)

@@ -1,0 +1,172 @@
+"""Reward functions that may fail: which rows are lost, and how many may be."""
+
+import asyncio
+import logging
+import math
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any, Literal
+
+from hfppo.reward_contract import Log, RewardWrapper, check_reward, is_async, merged, plain_name, rows_of
+from hfppo.time_limit import time_limit
+
+logger = logging.getLogger(__name__)
+
+
+class RewardError(RuntimeError):
+    """A reward function failed for more rows than it may; the first failure is the cause."""
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What one call gave: a reward or what went wrong for each row, and what was logged."""
+
+    rewards: list[Any]
+    log: Log
+
+
+@dataclass(frozen=True)
+class TolerantReward(RewardWrapper):
+    """A reward function that may fail for some rows. It follows the contract of `hfppo.rewards` itself.
+
+    A row fails if its reward is none. If the call fails as a whole (an exception, the time limit, a wrong type or
+    count), the rows are asked for one by one, so that the rest is kept: the reward of a row must not depend on its
+    neighbours.
+
+    Args:
+        func: a plain or `async def` function, a `RewardServer` or `RewardModel`, or the address, id or path of one.
+        on_error: "skip" leaves the function out for the row, as None does; a number is the row's reward; "raise" ends
+            the run at the first failure.
+        timeout: seconds that a call may take, for all rows or for one; None for any.
+        max_failed: share of a call's rows, rounded up to whole ones, that may fail; more end the run.
+
+    Raises:
+        ValueError: an argument outside its range.
+    """
+
+    func: Any
+    on_error: Literal["skip", "raise"] | float = "skip"
+    timeout: float | None = None
+    max_failed: float = 0.1
+
+    def __post_init__(self) -> None:
+        number = isinstance(self.on_error, Real) and math.isfinite(self.on_error)
+        if not number and self.on_error not in ("skip", "raise"):
+            raise ValueError(f"on_error={self.on_error!r} must be 'skip', 'raise' or a finite number")
+        if self.timeout is not None and not 0 < self.timeout < math.inf:
+            raise ValueError(f"timeout={self.timeout} must be above 0 seconds, or None")
+        if not 0 <= self.max_failed <= 1:
+            raise ValueError(f"max_failed={self.max_failed} must be in [0, 1]")
+
+    @property
+    def name(self) -> str:
+        """As metrics and errors have it."""
+        return plain_name(self.func)
+
+    def __call__(self, **arguments: Any) -> Any:
+        """The rewards, or a coroutine of them if the function is asynchronous.
+
+        Raises:
+            RewardError: more rows failed than may.
+        """
+        scoring = self._score(**arguments)
+        return scoring if is_async(self.func) else finished(scoring)
+
+    async def _score(
+        self, log_extra: Any = None, log_metric: Any = None, log_failures: Any = None, **columns: Any
+    ) -> list[Any]:
+        # Only asynchronous functions are ever waited for here.
+        try:
+            scores = await self._call(columns, 0, len(columns["completions"]))
+        except Exception as error:
+            if self.on_error == "raise":
+                raise
+            scores = await self._row_by_row(columns, error)
+        self._check_share(scores.rewards, len(scores.rewards))
+        failed = [isinstance(reward, Exception) for reward in scores.rewards]
+        if any(failed):
+            self._tell(scores.rewards, failed)
+        for column, values in scores.log.columns.items() if log_extra else ():
+            log_extra(column, values)
+        for metric, numbers in scores.log.numbers.items() if log_metric else ():
+            for number in numbers:
+                log_metric(metric, number)
+        if log_failures:
+            log_failures(failed)
+        fallback = None if self.on_error == "skip" else self.on_error
+        return [fallback if lost else reward for lost, reward in zip(failed, scores.rewards, strict=True)]
+
+    async def _row_by_row(self, columns: dict[str, Any], error: Exception) -> Scores:
+        """The rows one by one, after a call for all of them failed; given up once too many have."""
+        logger.warning("reward function %r failed, and is asked row by row: %r", self.name, error)
+        rewards: list[Any] = []
+        logs: list[Log] = []
+        for row in range(len(columns["completions"])):
+            try:
+                scores = await self._call(columns, row, row + 1)
+            except Exception as failure:
+                scores = Scores([failure], Log())
+            rewards += scores.rewards
+            logs.append(scores.log)
+            self._check_share(rewards, len(columns["completions"]))
+        log = Log()
+        for column in dict.fromkeys(name for one in logs for name in one.columns):
+            log.extra(column, [one.columns.get(column, [None])[0] for one in logs])
+        log.numbers = merged(one.numbers for one in logs)
+        return Scores(rewards, log)
+
+    async def _call(self, columns: dict[str, Any], start: int, stop: int) -> Scores:
+        """Ask for the rewards of some rows once; lists among the columns have an entry for each row."""
+        log = Log()
+        some = {name: rows[start:stop] if isinstance(rows, list) else rows for name, rows in columns.items()}
+        given = rows_of(self.name, await self._answer(some, log), some["completion_ids"])
+        rewards: list[Any] = []
+        for row, (reward, ids) in enumerate(zip(given, some["completion_ids"], strict=True), start):
+            try:
+                check_reward(self.name, row, reward, len(ids))
+                rewards.append(reward)
+            except (TypeError, ValueError) as error:
+                if self.on_error == "raise":
+                    raise
+                rewards.append(error)
+        return Scores(rewards, log)
+
+    async def _answer(self, columns: dict[str, Any], log: Log) -> Any:
+        """What the function returns within the time limit."""
+        late = f"reward function {self.name!r} gave no answer within {self.timeout} s; raise timeout, or mend it"
+        if not is_async(self.func):
+            with time_limit(self.timeout, late):
+                return self.func(**columns, log_extra=log.extra, log_metric=log.metric)
+        try:
+            async with asyncio.timeout(self.timeout) as limit:
+                return await self.func(**columns, log_extra=log.extra, log_metric=log.metric)
+        except TimeoutError as error:
+            if limit.expired():
+                raise TimeoutError(late) from error
+            raise
+
+    def _check_share(self, rewards: list[Any], rows: int) -> None:
+        """End the run if more rows than allowed have failed so far."""
+        failures = [reward for reward in rewards if isinstance(reward, Exception)]
+        if len(failures) > (allowed := math.ceil(self.max_failed * rows)):
+            raise RewardError(
+                f"reward function {self.name!r} failed for more than {allowed} of {rows} completions, which is what "
+                f"max_failed={self.max_failed} allows; the first: {failures[0]!r}"
+            ) from failures[0]
+
+    def _tell(self, rewards: list[Any], failed: list[bool]) -> None:
+        first = failed.index(True)
+        logger.warning(
+            "reward function %r failed for %d of %d completions; the first is row %d: %r",
+            *(self.name, sum(failed), len(failed), first, rewards[first]),
+        )
+
+
+def finished(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """The result of a coroutine that never waits."""
+    try:
+        coroutine.send(None)
+    except StopIteration as end:
+        return end.value
+    raise RuntimeError("a plain reward function returned something to wait for; write it as async def")

@@ -1,0 +1,113 @@
+"""Run by test_faulty_processes.py under torchrun: faults on one of two processes; writes JSON, then fails."""
+
+import json
+import math
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+from build_arithmetic_base import character_tokenizer
+from conftest import LORA, SMALL, count_digits, tiny_model
+from datasets import Dataset
+
+import hfppo.trainer
+from hfppo import PPOConfig, PPOTrainer, TolerantReward
+from hfppo.experience import Collector
+from hfppo.nonfinite import NonFiniteError
+
+OUT, RANK = Path(sys.argv[1]), int(os.environ["RANK"])
+DATASET = Dataset.from_list([{"prompt": f"请问{a}+{b}="} for a in range(4) for b in range(3, 7)])
+PASSES, TERMS = Collector.forward_passes, hfppo.trainer.loss_terms
+
+
+def make(name: str, reward=count_digits, **config) -> PPOTrainer:
+    config = {**SMALL, "per_device_train_batch_size": 2, "max_steps": 6, "normalize_scores": True, **config}
+    return PPOTrainer(
+        model=tiny_model(seed=1),
+        reward_funcs=reward,
+        args=PPOConfig(**config, output_dir=str(OUT / name)),
+        train_dataset=DATASET,
+        processing_class=character_tokenizer(),
+        peft_config=LORA,
+    )
+
+
+def nan_in_rollout(number: int, rank: int) -> None:
+    """In the passes of one process."""
+    calls = iter(range(100))
+
+    def passes(self, *args):
+        found = PASSES(self, *args)
+        if next(calls) == number and rank == RANK:
+            found.values[1] = math.nan
+        return found
+
+    Collector.forward_passes = passes
+
+
+def nan_in_loss(number: int, rank: int) -> None:
+    """In a loss of one process that leaves every gradient finite."""
+    calls = iter(range(100))
+
+    def terms(*args):
+        found = TERMS(*args)
+        if next(calls) == number and rank == RANK:
+            weight, loss = found["policy/loss"]
+            found["policy/loss"] = (weight, torch.where(loss.detach().isfinite(), math.nan, loss))  # keeps the graph
+        return found
+
+    hfppo.trainer.loss_terms = terms
+
+
+def state(trainer: PPOTrainer) -> dict[str, list[float]]:
+    found = {n: p.detach() for n, p in trainer.model.named_parameters() if p.requires_grad}
+    for i, moments in trainer.optimizer.state_dict()["state"].items():
+        found.update({f"optimizer.{i}.{name}": tensor for name, tensor in moments.items()})
+    return {name: tensor.double().flatten().tolist() for name, tensor in found.items()}
+
+
+@TolerantReward
+def picky(completions, **kwargs):
+    """Fails for one row on the second process."""
+    return [math.nan if RANK == 1 and row == 0 else reward for row, reward in enumerate(count_digits(completions))]
+
+
+def skip() -> dict:
+    """A rollout, a step and rows that one process alone has reason to leave out."""
+    nan_in_rollout(1, rank=1)
+    nan_in_loss(3, rank=0)
+    trainer = make("skip", picky, on_nonfinite="skip")
+    trainer.train()
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    names = ("rewards/picky/failed", "nonfinite/rollout_frac", "nonfinite/step_frac")
+    return {
+        "state": state(trainer),
+        "ppo_state": trainer.ppo_state.state_dict(),
+        "logs": {name: [entry[name] for entry in logs if name in entry] for name in names},
+    }
+
+
+def stop() -> dict:
+    """What each process says when one has found something."""
+    said = {}
+    for name, inject in (("rollout", lambda: nan_in_rollout(0, 1)), ("step", lambda: nan_in_loss(1, 1))):
+        Collector.forward_passes, hfppo.trainer.loss_terms = PASSES, TERMS
+        inject()
+        try:
+            make(name).train()
+        except NonFiniteError as error:
+            said[name] = str(error)
+    Collector.forward_passes, hfppo.trainer.loss_terms = PASSES, TERMS
+    return said
+
+
+def hangs(completions, **kwargs):
+    if RANK == 1:
+        time.sleep(600)
+    return count_digits(completions)
+
+
+(OUT / f"result_{RANK}.json").write_text(json.dumps({"skip": skip(), "stop": stop()}))
+make("fatal", TolerantReward(hangs, on_error="raise", timeout=0.5)).train()

@@ -1,0 +1,156 @@
+"""Rollouts at the edge of what there is: a step is made, and every number it gives is finite and makes sense."""
+
+import math
+
+import pytest
+import torch
+from conftest import tiny_model
+from datasets import Dataset
+from test_rewards import always, answering
+
+from hfppo.functional import ADVANTAGE_ESTIMATORS
+
+ROLLOUT = {"max_steps": 4, "kl_coef": 0.1, "weight_decay": 0.0}  # 8 completions, 4 steps
+OWNERS = {"actor": lambda name: not name.startswith("critic"), "critic": lambda name: name.startswith("critic")}
+GROUPS = [name for name in ADVANTAGE_ESTIMATORS if name != "gae"]
+
+
+def one_rollout(make_trainer, *completions, config=None, **kwargs):
+    """Train on a rollout of given completions; the trainer, its first log, and how far any weight has moved."""
+    trainer = make_trainer({**ROLLOUT, **(config or {})}, **kwargs)
+    if completions:
+        answering(trainer, *completions)
+    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
+    trainer.train()
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert len(logged) == trainer.args.max_steps
+    assert [name for entry in logged for name, x in entry.items() if not math.isfinite(x)] == []
+    after = dict(trainer.model.named_parameters())
+    moved = {
+        owner: max(float((after[n].detach() - x).abs().max()) for n, x in before.items() if is_owned(n))
+        for owner, is_owned in OWNERS.items()
+        if any(is_owned(n) for n in before)
+    }
+    assert all(math.isfinite(distance) for distance in moved.values())
+    return trainer, logged[0], moved
+
+
+def test_completions_that_end_at_once(make_trainer):
+    """Empty texts of one token, EOS; a reward function sees "" eight times."""
+    seen = []
+
+    def empty(completions, **kwargs):
+        seen.extend(completions)
+        return [float(i) for i in range(len(completions))]
+
+    _, logs, moved = one_rollout(make_trainer, ".", reward_funcs=empty)
+    assert seen == [""] * 8
+    assert (logs["completions/mean_length"], logs["completions/max_length"]) == (1.0, 1.0)
+    assert logs["completions/truncated_frac"] == 0.0
+    assert logs["reward"] == 3.5
+    assert moved["actor"] > 0
+
+
+def test_completions_that_are_all_cut(make_trainer):
+    _, logs, moved = one_rollout(make_trainer, "123456", "234567", config={"missing_eos_penalty": 1.0})
+    assert logs["completions/truncated_frac"] == 1.0
+    assert (logs["completions/mean_length"], logs["completions/max_length"]) == (6.0, 6.0)
+    assert (logs["reward"], logs["reward_std"]) == (0.0, 0.0)  # digits throughout, and the penalty
+    assert moved == {"actor": 0.0, "critic": 0.0}  # no KL yet either, and values of 0
+
+
+@pytest.mark.parametrize("estimator", ADVANTAGE_ESTIMATORS)
+def test_completions_that_are_all_cut_and_masked_teach_nothing(make_trainer, estimator):
+    config = {"mask_truncated_completions": True, "advantage_estimator": estimator, "num_generations": 2}
+    _, logs, moved = one_rollout(make_trainer, "123456", "234567", config=config)
+    assert logs["loss"] == 0.0
+    assert logs["completions/truncated_frac"] == 1.0
+    assert all(distance == 0.0 for distance in moved.values())
+    assert "policy/clip_frac" not in logs  # a mean over nothing
+
+
+def test_cut_completions_that_end_with_the_critics_value(make_trainer):
+    _, logs, _ = one_rollout(make_trainer, "123456", config={"bootstrap_truncated": True, "reward_clip": 0.5})
+    assert logs["reward"] == 0.5
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+def test_scores_that_are_all_equal(make_trainer, normalize):
+    """Normalised they are 0: their deviation is 0, and must not be divided by."""
+    config = {"kl_coef": 0.0, "normalize_scores": normalize, "whiten_rewards": True}
+    trainer, logs, _ = one_rollout(make_trainer, "12.", reward_funcs=always(*[2.0] * 8), config=config)
+    assert (logs["reward"], logs["reward_std"]) == (2.0, 0.0)
+    if normalize:
+        assert (trainer.ppo_state.score_moments.mean, trainer.ppo_state.score_moments.std) == (2.0, 1.0)
+        assert logs["value/return"] == 0.0
+
+
+@pytest.mark.parametrize("estimator", GROUPS)
+def test_groups_of_identical_rows_say_nothing(make_trainer, estimator):
+    """The same completion with the same score: no estimator finds a difference to learn from."""
+    config = {"advantage_estimator": estimator, "num_generations": 4, "kl_coef": 0.0}
+    scores = always(*[0.7] * 8) if estimator != "remax" else lambda completions, **_: [0.7] * len(completions)
+    _, logs, moved = one_rollout(make_trainer, "12.", reward_funcs=scores, config=config)
+    assert logs["reward_std"] == pytest.approx(0.0, abs=1e-6)
+    assert logs["advantage_std"] == pytest.approx(0.0, abs=1e-6)
+    assert moved == {"actor": 0.0}
+
+
+@pytest.mark.parametrize("estimator", ["gae", "grpo", "reinforce_plus_plus"])
+def test_one_single_token_that_counts(make_trainer, estimator):
+    """Seven rows without a score, and one of a single token: a variance over one number."""
+    config = {"advantage_estimator": estimator, "num_generations": 2 if estimator == "grpo" else 1}
+    _, logs, _ = one_rollout(make_trainer, ".", reward_funcs=always(1.0, *[None] * 7), config=config)
+    assert logs["unscorable_frac"] == 7 / 8
+    assert (logs["reward"], logs["reward_std"]) == (1.0, 0.0)
+
+
+def test_prompts_of_one_token_and_at_the_limit(make_trainer):
+    """Together with the completion they fill the model's positions to the last."""
+    prompts = ["1", "1" * 10]
+    config = {"max_prompt_length": 10, "max_completion_length": 6}
+    model = tiny_model(max_position_embeddings=16)
+    trainer, logs, moved = one_rollout(
+        make_trainer, config=config, model=model, train_dataset=Dataset.from_dict({"prompt": prompts})
+    )
+    rollout = trainer.rollout(prompts)
+    assert rollout.prompt_mask.sum(dim=1).tolist() == [1, 10]
+    assert logs["completions/max_length"] <= 6
+    assert moved["actor"] > 0
+    with pytest.raises(ValueError, match="more together than the model's 15 positions"):
+        make_trainer(config, model=tiny_model(max_position_embeddings=15), train_dataset=trainer.train_dataset)
+
+
+def test_a_dataset_smaller_than_a_rollout(make_trainer):
+    seen = []
+
+    def remember(prompts, completions, **kwargs):
+        seen.append(prompts)
+        return [float(i) for i in range(len(completions))]
+
+    dataset = Dataset.from_dict({"prompt": ["1+1=", "2+2=", "3+3="]})
+    one_rollout(make_trainer, config={"max_steps": 12}, train_dataset=dataset, reward_funcs=remember)
+    assert [len(prompts) for prompts in seen] == [8, 8, 8]
+    everything = [prompt for prompts in seen for prompt in prompts]
+    assert [everything.count(prompt) for prompt in dataset["prompt"]] == [8, 8, 8]
+
+
+def test_one_prompt_for_a_whole_epoch(make_trainer):
+    config = {"max_steps": -1, "num_train_epochs": 2}
+    trainer = make_trainer({**ROLLOUT, **config}, train_dataset=Dataset.from_dict({"prompt": ["1+1="]}))
+    trainer.train()
+    assert (trainer.state.global_step, trainer.ppo_state.rollouts) == (8, 2)
+
+
+def test_a_last_rollout_that_is_cut_off(make_trainer):
+    trainer, _, moved = one_rollout(make_trainer, config={"max_steps": 6})
+    assert (trainer.ppo_state.rollouts, trainer.ppo_state.last_step) == (2, 8)
+    assert moved["actor"] > 0
+
+
+def test_a_rollout_of_one_completion(make_trainer):
+    """Whitened against itself its advantage is 0 in the mean."""
+    config = {"per_device_train_batch_size": 1, "num_mini_batches": 1, "num_ppo_epochs": 4}
+    trainer, logs, _ = one_rollout(make_trainer, "1.", config=config)
+    assert logs["reward_std"] == 0.0
+    assert torch.isfinite(trainer.rollout(["1+1="]).advantages).all()

@@ -1,0 +1,57 @@
+"""Two processes, one of which meets a fault: both do the same, and none waits for the other for ever."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+TESTS = Path(__file__).parent
+
+
+@pytest.fixture(scope="module")
+def died(tmp_path_factory) -> tuple[subprocess.CompletedProcess, list[dict], Path]:
+    """tests/faulty_processes.py; its last run ends by a reward function that hangs on the second process."""
+    out = tmp_path_factory.mktemp("faulty")
+    path = os.pathsep.join([str(TESTS), str(TESTS.parent / "recipes"), str(TESTS.parent)])
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    finished = subprocess.run(
+        [*command, str(TESTS / "faulty_processes.py"), str(out)],
+        env={**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    results = [out / f"result_{rank}.json" for rank in range(2)]
+    assert all(path.is_file() for path in results), finished.stderr[-3000:]
+    return finished, [json.loads(path.read_text()) for path in results], out
+
+
+def test_what_one_process_leaves_out_both_leave_out(died):
+    first, second = (result["skip"] for result in died[1])
+    assert first == second
+    assert first["ppo_state"]["rollouts"] == 3  # two rollouts of 4 steps, and the one that was dropped
+    assert first["ppo_state"]["score_moments"]["count"] == 2 * (4 + 4 - 1)
+    assert first["logs"]["rewards/picky/failed"] == pytest.approx([1 / 8, 1 / 8])
+    assert first["logs"]["nonfinite/rollout_frac"] == pytest.approx([0, 1 / 2])
+    assert first["logs"]["nonfinite/step_frac"] == [0, 0, 0, 1, 0, 0]
+    assert all(steps == [5.0] for name, steps in first["state"].items() if name.endswith(".step"))
+
+
+def test_both_processes_stop_and_name_the_one_that_found_it(died):
+    _, results, out = died
+    assert results[0]["stop"] == results[1]["stop"]
+    assert "values is not finite in row 1 of rollout 0 on process 1" in results[0]["stop"]["rollout"]
+    assert "policy/loss in row 0 of micro-batch 0 of step 2 on process 1" in results[0]["stop"]["step"]
+    for folder in ("rollout/_nonfinite/rollout-0", "step/_nonfinite/step-2"):
+        assert {path.name for path in (out / folder).iterdir()} == {"process_0", "process_1"}
+
+
+def test_a_reward_function_that_hangs_on_one_process_ends_both_with_its_message(died):
+    finished = died[0]
+    assert finished.returncode != 0
+    assert "[rank1]: TimeoutError: reward function 'hangs' gave no answer within 0.5 s" in finished.stderr

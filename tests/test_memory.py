@@ -1,0 +1,109 @@
+"""Memory that runs out: what the error says, and that the run goes on in smaller pieces."""
+
+import shutil
+
+import pytest
+import torch
+from conftest import count_digits
+from test_resume import final_state
+from torch.testing import assert_close
+
+import hfppo.trainer
+from hfppo.experience import Collector
+from hfppo.generation import TransformersSampler
+from hfppo.memory import OutOfMemory
+
+CONFIG = {"per_device_train_batch_size": 4, "save_strategy": "steps", "save_steps": 3, "max_steps": 8}
+CUDA = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+CPU = RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory")
+SAMPLING = ("local_rollout_forward_batch_size=64", "max_completion_length=6", "max_prompt_length=512")
+
+
+def fails_at(call: int, function, error):
+    """The function, which raises at its call of the given number."""
+    number = iter(range(1, 1000))
+
+    def failing(*args, **kwargs):
+        if next(number) == call:
+            raise error
+        return function(*args, **kwargs)
+
+    return failing
+
+
+@pytest.mark.parametrize("error", [CUDA, CPU, MemoryError()], ids=["CUDA", "CPU", "Python"])
+def test_every_kind_is_explained(make_trainer, monkeypatch, error, tmp_path):
+    monkeypatch.setattr(TransformersSampler, "_sample", fails_at(2, TransformersSampler._sample, error))
+    with pytest.raises(OutOfMemory, match=r"memory ran out during sampling, at a peak of \d+\.\d+ GiB") as raised:
+        make_trainer(CONFIG).train()
+    assert raised.value.__cause__ is error
+    assert isinstance(raised.value, torch.OutOfMemoryError)
+    assert all(setting in str(raised.value) for setting in SAMPLING)
+    assert f"The last checkpoint is {tmp_path}/out/checkpoint-3: go on from it" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "call", "phase", "settings"),
+    [
+        (Collector, "forward_passes", 1, "the passes without gradient", SAMPLING),
+        (
+            hfppo.trainer,
+            "ppo_loss",
+            3,
+            "the update",
+            ("max_tokens_per_micro_batch=None", "per_device_train_batch_size=4", "activation_checkpointing=False"),
+        ),
+        (torch.optim.AdamW, "step", 1, "the update", ("per_device_train_batch_size=4",)),
+    ],
+    ids=["passes", "loss", "optimiser"],
+)
+def test_the_phase_and_its_settings_are_named(make_trainer, monkeypatch, owner, name, call, phase, settings):
+    monkeypatch.setattr(owner, name, fails_at(call, getattr(owner, name), CUDA))
+    with pytest.raises(OutOfMemory, match=f"memory ran out during {phase}, at") as raised:
+        make_trainer().train()
+    assert all(setting in str(raised.value) for setting in settings)
+    assert "There is no checkpoint yet" in str(raised.value)
+
+
+def test_reward_functions_are_a_phase_of_their_own(make_trainer):
+    with pytest.raises(OutOfMemory, match=r"during the reward functions, at .* reward_model_init_kwargs=None"):
+        make_trainer(reward_funcs=fails_at(1, count_digits, CUDA)).train()
+
+
+def test_an_evaluation_is_a_phase_of_its_own(make_trainer, monkeypatch, dataset):
+    config = {"eval_strategy": "steps", "eval_steps": 2}
+    monkeypatch.setattr(TransformersSampler, "_sample", fails_at(2, TransformersSampler._sample, CUDA))
+    with pytest.raises(OutOfMemory, match=r"during an evaluation, at .* per_device_eval_batch_size=8"):
+        make_trainer(config, eval_dataset=dataset).train()
+
+
+def test_other_errors_stay_as_they_are(make_trainer, monkeypatch):
+    error = RuntimeError("a device-side assert")
+    monkeypatch.setattr(Collector, "forward_passes", fails_at(1, Collector.forward_passes, error))
+    with pytest.raises(RuntimeError) as raised:
+        make_trainer().train()
+    assert raised.value is error
+
+
+def test_the_run_goes_on_bit_for_bit_and_in_smaller_pieces_up_to_rounding(make_trainer, monkeypatch, tmp_path):
+    straight = make_trainer({**CONFIG, "save_strategy": "no"})
+    straight.train()
+    with monkeypatch.context() as patched:
+        patched.setattr(hfppo.trainer, "ppo_loss", fails_at(6, hfppo.trainer.ppo_loss, CUDA))
+        with pytest.raises(OutOfMemory, match="checkpoint-3: go on"):
+            make_trainer(CONFIG).train()
+    shutil.copytree(tmp_path / "out", tmp_path / "smaller")
+    again = make_trainer(CONFIG)
+    again.train(resume_from_checkpoint=True)
+    pieces = {
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "output_dir": str(tmp_path / "smaller"),
+    }
+    smaller = make_trainer({**CONFIG, **pieces, "local_rollout_forward_batch_size": 4})
+    smaller.train(resume_from_checkpoint=True)
+    assert smaller.state.global_step == 8
+    expected, same, close = final_state(straight), final_state(again), final_state(smaller)
+    assert [name for name in expected if not torch.equal(expected[name], same[name])] == []
+    for name, x in expected.items():
+        assert_close(close[name], x, rtol=1e-3, atol=1e-4, msg=name)

@@ -1,0 +1,348 @@
+"""Reward functions that fail: what is lost, what is kept, and what ends the run."""
+
+import asyncio
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import count_digits
+from test_resume import final_state
+from test_reward_server import lengths, serve  # noqa: F401
+from test_rewards import score
+
+import hfppo
+from hfppo import RewardServer, TolerantReward
+from hfppo.background import in_background
+from hfppo.endpoint import ServerError
+from hfppo.tolerant import RewardError
+
+TEXTS = ("1", "22", "bad", "4444")
+
+
+@pytest.fixture(autouse=True)
+def any_text(monkeypatch):
+    """`score` takes texts that the tests' tokenizer has no signs for."""
+    monkeypatch.setattr("test_rewards.ids_of", lambda text: [4] * len(text))
+
+
+def picky(completions, **kwargs):
+    """Raises at "bad", as a parser would."""
+    if "bad" in completions:
+        raise KeyError("bad")
+    return [float(len(text)) for text in completions]
+
+
+async def async_picky(completions, **kwargs):
+    await asyncio.sleep(0)
+    return picky(completions)
+
+
+def sleepy(completions, **kwargs):
+    if "bad" in completions:
+        time.sleep(60)
+    return picky([text for text in completions if text != "bad"])
+
+
+async def async_sleepy(completions, **kwargs):
+    if "bad" in completions:
+        await asyncio.sleep(60)
+    return picky(completions)
+
+
+def busy(completions, **kwargs):
+    """Hangs, and takes every Exception for one of its own."""
+    while "bad" in completions:
+        try:
+            time.sleep(0.001)
+        except Exception:
+            continue
+    return picky(completions)
+
+
+def backtracks(completions, **kwargs):
+    """A regular expression that would take years."""
+    return [
+        float(bool(re.match(r"(a+)+$", "a" * 60 + "!"))) if text == "bad" else float(len(text)) for text in completions
+    ]
+
+
+def miscounts(completions, **kwargs):
+    return [float(len(text)) for text in completions if text != "bad"]
+
+
+def wrong_type(completions, **kwargs):
+    return "?" if "bad" in completions else picky(completions)
+
+
+def one_wrong_value(completions, **kwargs):
+    return ["?" if text == "bad" else float(len(text)) for text in completions]
+
+
+def one_nan(completions, **kwargs):
+    return torch.tensor([float("nan") if text == "bad" else float(len(text)) for text in completions])
+
+
+def wrong_tokens(completions, completion_ids, **kwargs):
+    return [[1.0] * (99 if text == "bad" else len(ids)) for text, ids in zip(completions, completion_ids, strict=True)]
+
+
+FAILING = [picky, async_picky, sleepy, async_sleepy, busy, backtracks, miscounts, wrong_type, one_wrong_value, one_nan]
+
+
+def ids(texts):
+    return [[4] * len(text) + [1] for text in texts]
+
+
+@pytest.mark.parametrize("func", FAILING, ids=lambda func: func.__name__)
+def test_only_the_failing_row_is_lost(func):
+    tolerant = TolerantReward(func, timeout=0.2 if func in (sleepy, async_sleepy, busy, backtracks) else None)
+    scored = score(tolerant, texts=TEXTS)
+    assert scored.combined.tolist() == [1.0, 2.0, 0.0, 4.0]
+    assert scored.scorable.tolist() == [True, True, False, True]
+    assert scored.failed == {func.__name__: [False, False, True, False]}
+
+
+@pytest.mark.parametrize("func", [picky, async_picky, one_nan], ids=lambda func: func.__name__)
+def test_a_fallback_takes_the_place_of_the_reward(func):
+    scored = score(TolerantReward(func, on_error=-1.5), texts=TEXTS)
+    assert scored.combined.tolist() == [1.0, 2.0, -1.5, 4.0]
+    assert scored.scorable.all()
+    assert scored.failed == {func.__name__: [False, False, True, False]}
+
+
+def test_token_rewards_of_one_row_are_lost_alone():
+    texts = ["12", "bad", "3"]
+    rewards = TolerantReward(wrong_tokens)(prompts=["p"] * 3, completions=texts, completion_ids=ids(texts))
+    assert rewards == [[1.0] * 3, None, [1.0] * 2]
+
+
+def test_each_row_has_its_own_columns_and_logs_row_by_row():
+    seen = []
+
+    def func(completions, answer, trainer_state, log_extra, log_metric, **kwargs):
+        log_extra("given", list(completions))
+        log_metric("rows", len(completions))
+        seen.append((completions, answer, trainer_state))
+        return picky(completions)
+
+    extra, metrics = {}, []
+    TolerantReward(func)(
+        prompts=["p"] * 3,
+        completions=["1", "bad", "22"],
+        completion_ids=ids(["1", "bad", "22"]),
+        answer=["a", "b", "c"],
+        trainer_state="state",
+        log_extra=lambda column, values: extra.update({column: values}),
+        log_metric=lambda name, value: metrics.append((name, value)),
+    )
+    assert seen[1:] == [(["1"], ["a"], "state"), (["bad"], ["b"], "state"), (["22"], ["c"], "state")]
+    # Nothing of the failed calls, but a place for the row.
+    assert extra == {"given": ["1", None, "22"]}
+    assert metrics == [("rows", 1.0), ("rows", 1.0)]
+
+
+@pytest.mark.parametrize(
+    ("max_failed", "bad", "ends"),
+    [(0.1, 1, False), (0.1, 2, True), (0.0, 1, True), (0.5, 5, False), (0.5, 6, True), (1.0, 10, False)],
+)
+@pytest.mark.parametrize("func", [picky, one_nan], ids=lambda func: func.__name__)
+def test_more_failures_than_allowed_end_the_run(func, max_failed, bad, ends):
+    texts = ["bad"] * bad + ["1"] * (10 - bad)
+    call = {"prompts": ["p"] * 10, "completions": texts, "completion_ids": ids(texts)}
+    tolerant = TolerantReward(func, max_failed=max_failed)
+    if not ends:
+        assert tolerant(**call) == [None] * bad + [1.0] * (10 - bad)
+        return
+    allowed = {0.0: 0, 0.1: 1, 0.5: 5}[max_failed]
+    message = rf"'{func.__name__}' failed for more than {allowed} of 10 .* max_failed={max_failed} allows; the first: "
+    with pytest.raises(RewardError, match=message) as error:
+        tolerant(**call)
+    assert isinstance(error.value.__cause__, KeyError if func is picky else ValueError)
+
+
+def test_a_function_that_is_broken_for_good_is_given_up_early():
+    calls = []
+
+    def broken(completions, **kwargs):
+        calls.append(len(completions))
+        raise ConnectionError("down")
+
+    with pytest.raises(RewardError):
+        TolerantReward(broken)(prompts=["p"] * 40, completions=["1"] * 40, completion_ids=ids(["1"] * 40))
+    assert calls == [40, 1, 1, 1, 1, 1]  # 4 may fail, the fifth ends it
+
+
+@pytest.mark.parametrize(
+    ("func", "error", "message"),
+    [
+        (picky, KeyError, "bad"),
+        (async_picky, KeyError, "bad"),
+        (one_wrong_value, TypeError, "row 2: '\\?' is not a number"),
+        (miscounts, ValueError, "3 rewards for 4"),
+        (sleepy, TimeoutError, "'sleepy' gave no answer within 0.2 s; raise timeout, or mend it"),
+        (async_sleepy, TimeoutError, "'async_sleepy' gave no answer within 0.2 s; raise timeout, or mend it"),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_raise_ends_the_run_at_the_first_failure(func, error, message):
+    with pytest.raises(error, match=message):
+        score(TolerantReward(func, on_error="raise", timeout=0.2), texts=TEXTS)
+
+
+def test_an_interrupted_function_shows_the_line_at_which_it_hung():
+    with pytest.raises(TimeoutError) as error:
+        score(TolerantReward(sleepy, on_error="raise", timeout=0.1), texts=TEXTS)
+    frames = error.value.__cause__.__traceback__
+    names = []
+    while frames is not None:
+        names.append(frames.tb_frame.f_code.co_name)
+        frames = frames.tb_next
+    assert "sleepy" in names
+
+
+def test_the_time_limit_leaves_no_alarm_behind():
+    before = signal.getsignal(signal.SIGALRM)
+    score(TolerantReward(picky, timeout=30), texts=("1",))
+    with pytest.raises(RewardError):
+        score(TolerantReward(sleepy, timeout=0.05, max_failed=0.0), texts=("bad",))
+    assert signal.getsignal(signal.SIGALRM) is before
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+def test_a_time_limit_outside_the_main_thread_is_refused():
+    async def elsewhere():
+        return await asyncio.to_thread(score, TolerantReward(picky, on_error="raise", timeout=30), None, ("1",))
+
+    with pytest.raises(RuntimeError, match="needs the main thread"):
+        asyncio.run(elsewhere())
+
+
+DEADLOCK = """
+import ctypes
+import sys
+
+sys.path.append(sys.argv[1])
+from time_limit import time_limit  # without the package, whose import takes its time
+
+def deadlock():
+    libc, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(64)  # holds the interpreter's lock
+    libc.pthread_mutex_lock(mutex)
+    libc.pthread_mutex_lock(mutex)
+
+with time_limit(0.2, "late"):
+    deadlock()
+"""
+
+
+def test_code_that_never_comes_back_ends_the_process_and_shows_where():
+    folder = str(Path(hfppo.__file__).parent)
+    run = subprocess.run([sys.executable, "-c", DEADLOCK, folder], capture_output=True, text=True, timeout=100)
+    assert run.returncode == 1
+    assert "Timeout" in run.stderr
+    assert "in deadlock" in run.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"on_error": "ignore"}, "on_error='ignore' must be 'skip', 'raise' or a finite number"),
+        ({"on_error": float("nan")}, "on_error=nan must be"),
+        ({"timeout": 0}, "timeout=0 must be above 0"),
+        ({"timeout": float("inf")}, "timeout=inf must be above 0"),
+        ({"max_failed": 1.5}, r"max_failed=1.5 must be in \[0, 1\]"),
+        ({"max_failed": float("nan")}, "max_failed=nan must be"),
+    ],
+)
+def test_arguments_out_of_range_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        TolerantReward(picky, **arguments)
+
+
+def test_failing_functions_leave_the_others_alone_and_are_counted(make_trainer):
+    def fails_at_the_third(completions, **kwargs):
+        return [None if i == 1 else "?" if i == 2 else 1.0 for i in range(len(completions))]
+
+    funcs = [TolerantReward(fails_at_the_third, max_failed=0.2), count_digits]
+    trainer = make_trainer({"max_steps": 1}, reward_funcs=funcs)
+    trainer.train()
+    logs = trainer.state.log_history[0]
+    assert logs["rewards/fails_at_the_third/failed"] == 1 / 8
+    assert logs["rewards/fails_at_the_third/mean"] == 1.0
+    assert "rewards/count_digits/failed" not in logs
+    assert logs["unscorable_frac"] == 0.0
+
+
+def test_evaluations_count_failures_over_all_batches(make_trainer, dataset):
+    trainer = make_trainer(
+        {"per_device_eval_batch_size": 3}, reward_funcs=TolerantReward(one_per_call, max_failed=0.3)
+    )
+    metrics = trainer.evaluate(dataset.select(range(7)))  # batches of 3, 3 and 1: one row of each fails
+    assert metrics["eval_rewards/one_per_call/failed"] == pytest.approx(3 / 7)
+
+
+def one_per_call(completions, **kwargs):
+    return [float("nan"), *[1.0] * (len(completions) - 1)]
+
+
+def test_a_server_may_fail_for_some_rows(serve):  # noqa: F811
+    def answer(body):
+        if "bad" in body["completions"]:
+            return 400, b"cannot be parsed"
+        return lengths(body)
+
+    judge = TolerantReward(RewardServer(serve(answer).url, max_retries=0, name="judge"))
+    assert score(judge, texts=("1", "bad", "333"), weights=None).failed == {"judge": [False, True, False]}
+
+
+def test_a_server_in_a_wrapper_is_asked_before_the_run_begins_and_may_be_an_address(serve, make_trainer):  # noqa: F811
+    server = serve(lengths)
+    trainer = make_trainer({"max_steps": 1}, reward_funcs=TolerantReward(server.url, on_error=0.0))
+    assert trainer.collector.rewards.names == ["reward_server"]
+    assert server.asked == [{"prompts": [], "completions": []}]
+    with pytest.raises(ServerError, match="cannot be reached"):
+        make_trainer(reward_funcs=TolerantReward(RewardServer("http://127.0.0.1:9", max_retries=0)))
+
+
+def test_a_failing_function_does_not_wait_for_those_in_the_background():
+    async def forever(**kwargs):
+        await asyncio.sleep(600)
+
+    with pytest.raises(KeyError, match="bad"):
+        score([forever, picky], texts=TEXTS)
+
+
+def test_a_caller_that_fails_after_the_calls_are_done_fails_with_its_own_error():
+    async def at_once():
+        return 1
+
+    def fail():
+        with in_background([at_once]) as results:
+            assert results() == [1]
+            raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        fail()
+
+
+def test_a_function_that_dies_leaves_a_checkpoint_that_goes_on_as_if_nothing_had_been(make_trainer, tmp_path):
+    config = {"save_strategy": "steps", "save_steps": 1, "max_steps": 12}
+    straight = make_trainer({**config, "output_dir": str(tmp_path / "straight")})
+    straight.train()
+    calls = iter(range(2))
+
+    def count_digits_until_it_dies(completions, **kwargs):
+        if next(calls, None) is None:
+            time.sleep(60)
+        return count_digits(completions)
+
+    with pytest.raises(RewardError, match=r"gave no answer within 0\.1 s"):
+        make_trainer(config, reward_funcs=TolerantReward(count_digits_until_it_dies, timeout=0.1)).train()
+    resumed = make_trainer(config)
+    resumed.train(resume_from_checkpoint=True)
+    expected, got = final_state(straight), final_state(resumed)
+    assert [name for name in expected if not torch.equal(expected[name], got[name])] == []
