@@ -2,7 +2,7 @@
 
     sphinx-build -W -b html docs docs/_build/html
 
-`figures` runs the code of pages whose figures come out of it. Nothing here needs the network, and no page loads anything.
+`figures` runs the code of pages whose figures come out of it. Neither the build nor the pages need the network.
 """
 
 import sys

@@ -2,14 +2,14 @@
 
     python docs/figures.py docs/worked_example.md docs/zh/worked_example.md     # write them into the pages as well
 
-The pages hold the figures of the last such run, so that they can be read as they are. A build replaces them by its own,
-and `tests/test_docs.py` compares both. A page is executed if it has a comment of the second or third kind:
+The pages hold the figures of the last such run, so that they can be read as they are. A build makes its own, and
+`tests/test_docs.py` compares both. A page is executed if it has a comment of the second or third kind:
 
 - A block of Python that is shown. If a block of text follows, that is what it printed.
 - A comment `<!-- python … -->` of Python that is not shown. It prints the rows of the table that follows, whose header
   stays.
-- A number with a comment, `0.038<!--= advantages[0] -->`: the value of the expression after the page's last block, with
-  the decimals that stand there.
+- A number with a comment, `0.038<!--= advantages[0] -->`: the value of the expression after the last block, with the
+  decimals that stand there.
 
 All blocks of a page share a namespace. They run in an empty folder in which `recipes` is that of the repository.
 """
@@ -85,7 +85,7 @@ def renew_source(app: Any, name: str, source: list[str]) -> None:
 
 
 def readable_docstring(app: Any, what: str, name: str, thing: Any, options: Any, lines: list[str]) -> None:
-    """autodoc's `autodoc-process-docstring`: docstrings are plain text with names in backticks, not reStructuredText."""
+    """autodoc's `autodoc-process-docstring`: docstrings are plain text with backticks, not reStructuredText."""
     lines[:] = [re.sub(r"`([^`]+)`", r"``\1``\\ ", line.replace("|", r"\|")) for line in lines]
 
 
