@@ -1,5 +1,6 @@
 """From what users pass to `PPOTrainer` to its checked and loaded parts; nothing is generated or written here."""
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -10,12 +11,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hfppo.config import PPOConfig
 from hfppo.critic import find_critic
-from hfppo.data import Prompts, named, prepare_prompts
+from hfppo.data import RESERVED_COLUMNS, Prompts, named, prepare_prompts
 from hfppo.generation import eos_token_ids
-from hfppo.loading import check_model, load_model, load_reference, load_tokenizer, take_apart
+from hfppo.loading import check_architecture, check_model, load_model, load_reference, load_tokenizer, take_apart
 from hfppo.model import ActorCritic
 from hfppo.reward_contract import unwrapped
 from hfppo.reward_model import RewardAdapter, load_reward_funcs
+from hfppo.reward_server import RewardServer
 from hfppo.rewards import RewardFunctions
 
 
@@ -50,20 +52,30 @@ def assemble(
         TypeError, ValueError: input that cannot be trained on; names it and the way out.
     """
     init_kwargs = cast(dict[str, Any], args.model_init_kwargs or {})
+    if not isinstance(model, str):
+        check_architecture("model", model)
     tokenizer = load_tokenizer(model) if tokenizer is None else tokenizer
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):
+        raise TypeError(
+            f"processing_class is a {type(tokenizer).__name__} and no tokenizer; give one loaded by AutoTokenizer, or "
+            "a processor's tokenizer"
+        )
     train_prompts = None if train_dataset is None else prompts_of(train_dataset, "train_dataset", tokenizer, args)
     eval_prompts = {
-        name: prompts_of(dataset, "eval_dataset" if name is None else f"eval_dataset[{name!r}]", tokenizer, args)
-        for name, dataset in named(eval_dataset).items()
+        name: prompts_of(dataset, eval_name(name), tokenizer, args) for name, dataset in named(eval_dataset).items()
     }
     loaded = load_model(model, **init_kwargs)
     check_model(loaded, peft_config)
-    check_lengths(loaded, [p for p in (train_prompts, *eval_prompts.values()) if p is not None], args)
+    prompts = {"train_dataset": train_prompts, **{eval_name(name): p for name, p in eval_prompts.items()}}
+    prompts = {name: some for name, some in prompts.items() if some is not None}
+    check_lengths(loaded, list(prompts.values()), args)
     eos_ids = eos_token_ids(tokenizer, loaded.generation_config)
+    check_ids(loaded, prompts, eos_ids)
     reference = load_reference(ref_model, **init_kwargs)
     reward_kwargs = {"device_map": str(args.device), **cast(dict[str, Any], args.reward_model_init_kwargs or {})}
     funcs = load_reward_funcs(reward_funcs, reward_tokenizers, loaded.config.name_or_path, **reward_kwargs)
     rewards = RewardFunctions(funcs, args.reward_weights)
+    check_calls(rewards, prompts)
     critic_source = find_critic(critic) if args.needs_critic else None
     actor = take_apart(loaded, peft_config)
     for func in map(unwrapped, rewards.funcs):
@@ -75,6 +87,52 @@ def assemble(
         actor.base, actor.peft_config, critic_source, reference, actor.start_adapter, args.detach_shared_critic
     )
     return Parts(actor_critic, tokenizer, eos_ids, rewards, actor.peft_config, train_prompts, eval_prompts)
+
+
+def eval_name(name: str | None) -> str:
+    """How errors call an evaluation dataset."""
+    return "eval_dataset" if name is None else f"eval_dataset[{name!r}]"
+
+
+def check_ids(model: PreTrainedModel | PeftModel, prompts: dict[str, Prompts], eos_ids: list[int]) -> None:
+    """Refuse a tokenizer that is not the model's, as far as its numbers show.
+
+    Raises:
+        ValueError: names a token id that the model does not have, and where it stands.
+    """
+    size = model.get_input_embeddings().num_embeddings
+    rows = {f"{name} row {row}": ids for name, some in prompts.items() for row, ids in enumerate(some.ids)}
+    for where, ids in {"the end of sequence": eos_ids, **rows}.items():
+        if max(ids) >= size:
+            raise ValueError(
+                f"{where} has token id {max(ids)}, and the model knows {size} tokens, from 0; processing_class is "
+                "another model's tokenizer: give the model's own, or resize_token_embeddings"
+            )
+
+
+def check_calls(rewards: RewardFunctions, prompts: dict[str, Prompts]) -> None:
+    """Refuse reward functions whose parameters do not fit what they will be called with.
+
+    Raises:
+        TypeError, ValueError: names function, dataset, and what is given.
+    """
+    for function, func in zip(rewards.names, rewards.funcs, strict=True):
+        for name, some in prompts.items():
+            given = {*RESERVED_COLUMNS, "completion_ids", *some.rows.column_names} - {"prompt", "completion"}
+            if isinstance(func, RewardServer) and (missing := sorted(set(func.columns) - given)):
+                raise ValueError(
+                    f"columns={func.columns} of reward server {function!r}: {name} has no column {missing[0]!r}; "
+                    "rename one of the dataset's, or leave it out"
+                )
+            try:
+                inspect.signature(func).bind(**dict.fromkeys(given))
+            except TypeError as error:
+                raise TypeError(
+                    f"reward function {function!r} cannot be called for {name}: {error}; it is given "
+                    f"{', '.join(sorted(given))} by keyword: name those it needs, and take the others by **kwargs"
+                ) from error
+            except ValueError:  # of some builtins nothing is known
+                continue
 
 
 def check_lengths(model: PreTrainedModel | PeftModel, prompts: list[Prompts], args: PPOConfig) -> None:

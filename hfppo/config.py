@@ -2,11 +2,11 @@
 
 import re
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from transformers import TrainingArguments
 
-from hfppo.config_checks import check_config, check_types
+from hfppo.config_checks import check_config, check_names, check_types, read_nones
 from hfppo.functional import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES, REDUCTIONS
 
 CRITIC_FREE = tuple(name for name in ADVANTAGE_ESTIMATORS if name != "gae")
@@ -23,6 +23,7 @@ class PPOConfig(TrainingArguments):
     process and is used for `num_ppo_epochs × num_mini_batches` optimiser steps.
 
     Raises:
+        TypeError: a field that does not exist.
         ValueError: a field outside its range, or fields that contradict each other; the message names them.
     """
 
@@ -246,7 +247,13 @@ class PPOConfig(TrainingArguments):
         "vllm_engine_kwargs",
     ]
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Refuse unknown fields in words that help; Python's own name the field only."""
+        check_names(cls, kwargs)
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
+        read_nones(self)
         check_types(self)
         if self.metric_for_best_model is None and (self.load_best_model_at_end or self.save_strategy == "best"):
             self.metric_for_best_model = "eval_reward"  # Trainer would take eval_loss, which prompts do not have

@@ -1,13 +1,13 @@
 """What `PPOConfig` refuses: types, names and numbers out of range, and fields that contradict each other."""
 
+import json
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import fields
+from difflib import get_close_matches
 from numbers import Real
-from typing import Any
-
-from transformers import TrainingArguments
+from typing import Any, get_type_hints
 
 from hfppo.functional import (
     ADVANTAGE_ESTIMATORS,
@@ -27,6 +27,7 @@ RANGES: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
         lambda x: x >= 1,
         (
             "per_device_train_batch_size",
+            "per_device_eval_batch_size",
             "gradient_accumulation_steps",
             "num_ppo_epochs",
             "num_mini_batches",
@@ -50,6 +51,10 @@ RANGES: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
             "missing_eos_penalty",
             "critic_warmup",
             "critic_learning_rate",
+            "learning_rate",
+            "max_grad_norm",
+            "weight_decay",
+            "seed",
         ),
     ),
     ("in [0, 1]", lambda x: 0 <= x <= 1, ("gamma", "lam", "lam_critic")),
@@ -80,20 +85,60 @@ RANGES: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
 )
 
 
-# Inherited fields whose type is checked along with our own: rollouts are cut, and steps made, by them.
-CHECKED = ("per_device_train_batch_size", "gradient_accumulation_steps", "learning_rate", "max_grad_norm")
+TEXT_OR_NONE = (str | None, dict | str | None, dict[str, Any] | str | None)
+KINDS: tuple[tuple[Any, Callable[[Any], bool], str], ...] = (
+    (bool, lambda x: isinstance(x, bool), "must be True or False"),
+    (int, lambda x: isinstance(x, int) and not isinstance(x, bool), "must be a whole number"),
+    (
+        float,
+        lambda x: isinstance(x, Real) and not isinstance(x, bool) and math.isfinite(x),
+        "must be a finite number",
+    ),
+    (dict[str, Any] | str, lambda x: isinstance(read_json(x), dict), "must be a dictionary, or JSON of one"),
+)
+
+
+def check_names(cls: type, names: Iterable[str]) -> None:
+    """Fields exist.
+
+    Raises:
+        TypeError: names the one that does not, and those that are called much the same.
+    """
+    known = [f.name for f in fields(cls)]
+    for name in names:
+        if name not in known:
+            meant = get_close_matches(name, known, cutoff=0.7)
+            hint = f"did you mean {' or '.join(meant)}?" if meant else "docs/configuration.md lists them"
+            raise TypeError(f"{cls.__name__} has no field {name!r}; {hint}")
+
+
+def read_nones(args: Any) -> None:
+    """None where a command line, which has no other way to say it, gave the text "None" or "null"."""
+    for name, kind in get_type_hints(type(args)).items():
+        if kind in TEXT_OR_NONE and getattr(args, name) in ("None", "none", "null"):
+            setattr(args, name, None)
 
 
 def check_types(args: Any) -> None:
     """Numbers are numbers; to be asked first, for TrainingArguments computes with some."""
+    declared = get_type_hints(type(args))  # HfArgumentParser writes other types into the fields
     for f in fields(args):
-        value = getattr(args, f.name)
-        if (f.name in TrainingArguments.__dataclass_fields__ and f.name not in CHECKED) or value is None:
-            continue
-        if f.type in (int, int | None) and (not isinstance(value, int) or isinstance(value, bool)):
-            raise ValueError(f"{f.name}={value!r} must be a whole number")
-        if f.type in (float, float | None) and not (isinstance(value, Real) and math.isfinite(value)):
-            raise ValueError(f"{f.name}={value!r} must be a finite number; YAML wants 1.0e-5, and takes 1e-5 for text")
+        value, its = getattr(args, f.name), declared[f.name]
+        for kind, is_met, demand in KINDS:
+            allowed = value is f.default or (value is None and its == kind | None)
+            if its in (kind, kind | None) and not allowed and not is_met(value):
+                hint = (
+                    "; YAML wants 1.0e-5, and takes 1e-5 for text" if kind is float and isinstance(value, str) else ""
+                )
+                raise ValueError(f"{f.name}={value!r} {demand}{hint}")
+
+
+def read_json(value: Any) -> Any:
+    """What JSON says, if it is JSON."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
 
 
 def check_config(args: Any) -> None:
@@ -160,6 +205,11 @@ def check_combinations(args: Any) -> None:
             "auto_find_batch_size=True would change the rollouts in the middle of a run; lower "
             "per_device_train_batch_size and raise gradient_accumulation_steps by the same factor, which changes "
             "no gradient"
+        )
+    if args.neftune_noise_alpha is not None:
+        raise ValueError(
+            f"neftune_noise_alpha={args.neftune_noise_alpha} would add noise to the update's pass and not to the "
+            "rollout's, so that their ratio were noise; leave it out"
         )
     if args.normalize_scores and args.positive_nll_coef:
         raise ValueError(

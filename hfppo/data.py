@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
+from jinja2 import TemplateError
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -55,13 +56,11 @@ def prepare_prompts(
         name: what the errors call the dataset.
     Raises:
         TypeError: not a `datasets.Dataset`.
-        ValueError: no rows, no "prompt" column, prompts of mixed or unknown types, or none short enough.
+        ValueError: no rows, no "prompt" column, prompts of mixed or unknown types, that the tokenizer cannot render,
+            or none short enough.
     """
     if not isinstance(dataset, Dataset):
-        raise TypeError(
-            f"{name} must be a datasets.Dataset, got {type(dataset).__name__}; "
-            "Dataset.from_list([{'prompt': ...}]) makes one from a list"
-        )
+        raise TypeError(f"{name} must be a datasets.Dataset, got {type(dataset).__name__}; {as_dataset(dataset)}")
     if len(dataset) == 0:
         raise ValueError(f"{name} has no rows; give it at least one prompt")
     if "prompt" not in dataset.column_names:
@@ -75,13 +74,7 @@ def prepare_prompts(
         )
     prompts = list(dataset["prompt"])
     conversational = is_conversational(prompts, name)
-    ids = [
-        render(prompt, tokenizer, chat_template_kwargs) if conversational else tokenizer(prompt)["input_ids"]
-        for prompt in prompts
-    ]
-    for row, tokens in enumerate(ids):
-        if not tokens:
-            raise ValueError(f"{name} row {row}: the prompt {prompts[row]!r} has no tokens; remove the row")
+    ids = token_ids(prompts, conversational, tokenizer, chat_template_kwargs or {}, name)
     if max_length is None or all(len(tokens) <= max_length for tokens in ids):
         return Prompts(dataset, ids, conversational)
     short = [row for row, tokens in enumerate(ids) if len(tokens) <= max_length]
@@ -93,6 +86,17 @@ def prepare_prompts(
         raise ValueError(f"{number} tokens: none is left; raise max_prompt_length or set overlong_prompts='truncate'")
     logger.warning("%s tokens and are dropped", number)
     return Prompts(dataset.select(short), [ids[row] for row in short], conversational)
+
+
+def as_dataset(given: Any) -> str:
+    """How to make a Dataset of what is none."""
+    if isinstance(given, dict):
+        return f"take one of its splits, of {', '.join(map(str, given))}"
+    if isinstance(given, IterableDataset):
+        return (
+            "rollouts are drawn from all rows: Dataset.from_list(list(stream.take(10_000))) keeps a part of a stream"
+        )
+    return "Dataset.from_list([{'prompt': ...}]) makes one from a list"
 
 
 def named(dataset: Dataset | dict[str, Dataset] | None) -> dict[str | None, Dataset]:
@@ -111,7 +115,7 @@ def is_conversational(prompts: list[Any], name: str) -> bool:
                 f"{name} mixes prompts of text and of messages: row 0 is {type(prompts[0]).__name__}, row {row} is "
                 f"{type(prompt).__name__}; use one kind"
             )
-        messages_ok = conversational and prompt and all(isinstance(m, dict) and "role" in m for m in prompt)
+        messages_ok = conversational and prompt and all(map(is_message, prompt))
         if not isinstance(prompt, str) and not messages_ok:
             raise ValueError(
                 f"{name} row {row}: prompt={prompt!r} is neither text nor a list of messages like "
@@ -120,8 +124,47 @@ def is_conversational(prompts: list[Any], name: str) -> bool:
     return conversational
 
 
+def is_message(message: Any) -> bool:
+    """Whether it has a role and something to say: text, parts, or calls of tools."""
+    return (
+        isinstance(message, dict)
+        and isinstance(message.get("role"), str)
+        and (isinstance(message.get("content"), str | list) or bool(message.get("tool_calls")))
+    )
+
+
+def token_ids(
+    prompts: list[Any],
+    conversational: bool,
+    tokenizer: PreTrainedTokenizerBase,
+    chat_template_kwargs: Mapping[str, Any],
+    name: str,
+) -> list[list[int]]:
+    """The token ids of each prompt; an error names the row that has none."""
+    if conversational and not tokenizer.chat_template:
+        raise ValueError(
+            f"{name} holds conversations, and the tokenizer has no chat_template to render them with; set "
+            "processing_class.chat_template, or give the prompts as text"
+        )
+    ids = []
+    for row, prompt in enumerate(prompts):
+        try:
+            tokens = (
+                render(prompt, tokenizer, chat_template_kwargs) if conversational else tokenizer(prompt)["input_ids"]
+            )
+        except (TemplateError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"{name} row {row}: the tokenizer cannot render {prompt!r} ({error}); mend the row, or its chat "
+                "template"
+            ) from error
+        if not tokens:
+            raise ValueError(f"{name} row {row}: the prompt {prompt!r} has no tokens; remove the row")
+        ids.append(tokens)
+    return ids
+
+
 def render(
-    messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, chat_template_kwargs: Mapping[str, Any] | None
+    messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, chat_template_kwargs: Mapping[str, Any]
 ) -> list[int]:
     """Token ids of a conversation, ready for the assistant to speak, or to go on speaking."""
     go_on = messages[-1]["role"] == "assistant"
@@ -131,7 +174,7 @@ def render(
         continue_final_message=go_on,
         tokenize=True,
         return_dict=True,
-        **(chat_template_kwargs or {}),
+        **chat_template_kwargs,
     )
     return encoded["input_ids"]
 

@@ -23,15 +23,27 @@ class Actor:
 
 
 def load_model(model: str | PreTrainedModel | PeftModel, **init_kwargs: Any) -> PreTrainedModel | PeftModel:
-    """A loaded model from an id or path, of a base or of an adapter; a loaded one as it is."""
+    """A loaded model from an id or path, of a base or of an adapter; a loaded one as it is.
+
+    Raises:
+        TypeError, ValueError: it cannot be loaded.
+    """
     if not isinstance(model, str):
         return model
     try:
         config = PeftConfig.from_pretrained(model)
     except (ValueError, OSError):  # no adapter there: a base
-        return AutoModelForCausalLM.from_pretrained(model, **init_kwargs)
-    base = AutoModelForCausalLM.from_pretrained(config.base_model_name_or_path, **init_kwargs)
+        return load_causal_lm("model", model, **init_kwargs)
+    base = load_causal_lm(f"the base of the adapter model={model!r},", config.base_model_name_or_path, **init_kwargs)
     return PeftModel.from_pretrained(base, model, is_trainable=True)
+
+
+def load_causal_lm(what: str, name: str, **init_kwargs: Any) -> PreTrainedModel:
+    """A causal language model by its id or path; the error begins with what it is for."""
+    try:
+        return AutoModelForCausalLM.from_pretrained(name, **init_kwargs)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{what}={name!r} cannot be loaded; give a model, its id or path: {error}") from error
 
 
 def load_reference(ref_model: str | PreTrainedModel | None, **init_kwargs: Any) -> PreTrainedModel | None:
@@ -40,23 +52,37 @@ def load_reference(ref_model: str | PreTrainedModel | None, **init_kwargs: Any) 
     Raises:
         TypeError, ValueError: it cannot be loaded.
     """
-    if ref_model is None or isinstance(ref_model, PreTrainedModel | PeftModel):
-        return ref_model
-    if not isinstance(ref_model, str):
+    if ref_model is None:
+        return None
+    if not isinstance(ref_model, str | PreTrainedModel | PeftModel):
         raise TypeError(f"ref_model={ref_model!r} is not None, a model, or the id or path of one")
-    try:
-        return AutoModelForCausalLM.from_pretrained(ref_model, **init_kwargs)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"ref_model={ref_model!r} cannot be loaded; give a model, its id or path: {error}") from error
+    loaded = load_causal_lm("ref_model", ref_model, **init_kwargs) if isinstance(ref_model, str) else ref_model
+    check_architecture("ref_model", loaded)
+    return loaded
+
+
+def check_architecture(name: str, model: Any) -> None:
+    """Refuse what does not complete text from left to right.
+
+    Raises:
+        TypeError: names the class.
+    """
+    inner = model.get_base_model() if isinstance(model, PeftModel) else model
+    if not isinstance(inner, PreTrainedModel) or inner.config.is_encoder_decoder or not inner.can_generate():
+        raise TypeError(
+            f"{name} is a {type(inner).__name__}, which is no decoder-only language model of transformers; give one "
+            "loaded by AutoModelForCausalLM, or its id or path"
+        )
 
 
 def check_model(model: PreTrainedModel | PeftModel, peft_config: PeftConfig | None) -> None:
     """Refuse what cannot be trained, before anything about the model is changed.
 
     Raises:
-        TypeError: a peft_config that is none.
+        TypeError: a model that does not complete text, or a peft_config that is none.
         ValueError: a second adapter is asked for on a trained one, or the loaded adapter is not trainable.
     """
+    check_architecture("model", model)
     if peft_config is not None and not isinstance(peft_config, PeftConfig):
         raise TypeError(
             f"peft_config must be a PeftConfig, got {type(peft_config).__name__}; use peft.LoraConfig(...)"
@@ -138,10 +164,20 @@ def default_peft_config() -> LoraConfig:
 
 
 def load_tokenizer(model: str | PreTrainedModel | PeftModel) -> PreTrainedTokenizerBase:
-    """The tokenizer that belongs to a model, or to the base of an adapter saved without one."""
+    """The tokenizer that belongs to a model, or to the base of an adapter saved without one.
+
+    Raises:
+        ValueError: there is none, or no such model.
+    """
     name = model if isinstance(model, str) else model.config.name_or_path
     try:
         return AutoTokenizer.from_pretrained(name, padding_side="left")
-    except (ValueError, OSError):
-        base = PeftConfig.from_pretrained(name).base_model_name_or_path
-        return AutoTokenizer.from_pretrained(base, padding_side="left")
+    except (ValueError, OSError) as error:
+        try:
+            base = PeftConfig.from_pretrained(name).base_model_name_or_path
+            return AutoTokenizer.from_pretrained(base, padding_side="left")
+        except (ValueError, OSError):
+            raise ValueError(
+                f"model={name!r} has no tokenizer that can be loaded; mend the id or path, or give processing_class: "
+                f"{error}"
+            ) from error

@@ -1,11 +1,13 @@
 """Kill training at any moment, go on, and compare with a run that nothing happened to.
 
     python tests/chaos.py --kills 40 [--processes 2] [--seed 0]
+    python tests/chaos.py --train OUT --steps 2
 
 Every operation on the output folder that Python knows of (opening, renaming, removing, making a folder) is a
 moment to be killed at, by SIGKILL, and so is any point in time. A run that was killed goes on, and may be killed
 again.
-In the end its weights, optimiser and logs must equal the undisturbed run's, bit for bit.
+In the end its weights, optimiser and logs must equal the undisturbed run's, bit for bit. The second command is one
+such run, or what is left of it, for another tool to kill: it leaves the digest of all that came of it in OUT.
 """
 
 import argparse
@@ -29,15 +31,17 @@ from build_arithmetic_base import character_tokenizer
 from conftest import LORA, SMALL, count_digits, tiny_model
 from datasets import Dataset, disable_progress_bars
 from test_resume import final_state, logs
+from transformers import TrainerCallback
 
 from hfppo import AdaptiveKLCallback, PPOConfig, PPOTrainer
 
 disable_progress_bars()
 CONFIG = {
     **SMALL,
-    **{"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 10, "logging_steps": 3},
+    **{"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "logging_steps": 3},
     **{"save_strategy": "steps", "save_steps": 1, "weight_decay": 0.01},
 }
+STEPS = 10
 VARIANTS = {
     "adapter critic, adaptive KL, normalised scores": ({"normalize_scores": True}, "adapter"),
     "shared critic, warmup, two checkpoints": ({"critic_warmup": 1, "save_total_limit": 2}, "shared"),
@@ -49,18 +53,23 @@ VARIANTS = {
 DATASET = Dataset.from_list([{"prompt": f"请问{a}+{b}="} for a in range(4) for b in range(3, 7)])
 
 
-def train(out: str, variant: str) -> str:
+class SayWhereItStarts(TrainerCallback):
+    def on_train_begin(self, args, state, control, **kwargs):
+        print(f"resumed from step {state.global_step}", flush=True)
+
+
+def train(out: str, variant: str, steps: int) -> str:
     """Train to the end, from the last checkpoint if there is one; a digest of all that came of it."""
     config, critic = VARIANTS[variant]
     trainer = PPOTrainer(
         model=tiny_model(),
         reward_funcs=count_digits,
-        args=PPOConfig(output_dir=out, **{**CONFIG, **config}),
+        args=PPOConfig(output_dir=out, **{**CONFIG, **config, "max_steps": steps}),
         train_dataset=DATASET,
         processing_class=character_tokenizer(),
         peft_config=LORA,
         critic=critic,
-        callbacks=[AdaptiveKLCallback(target=0.01, horizon=100)],
+        callbacks=[AdaptiveKLCallback(target=0.01, horizon=100), SayWhereItStarts()],
     )
     trainer.train(resume_from_checkpoint=bool(list(Path(out).glob("checkpoint-*"))))
     state = b"".join(tensor.double().numpy().tobytes() for _, tensor in sorted(final_state(trainer).items()))
@@ -95,7 +104,7 @@ def child(rank: int, world: int, port: int, out: str, variant: str, kill_at: int
     os.dup2(quiet, 2)
     torch.set_num_threads(1)
     seen = count_operations(out, kill_at)
-    result = train(out, variant)
+    result = train(out, variant, STEPS)
     Path(f"{out}.{rank}.json").write_text(json.dumps({"digest": result, "operations": len(seen)}))
     os._exit(0)
 
@@ -173,7 +182,15 @@ if __name__ == "__main__":
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--variants", type=int, default=len(VARIANTS), help="of the configurations, the first so many")
+    parser.add_argument(
+        "--train", metavar="OUT", help="one run into this folder, or its end, for another tool to kill"
+    )
+    parser.add_argument("--steps", type=int, default=STEPS, help="of the run that --train makes")
     options = parser.parse_args()
+    if options.train:
+        result = train(options.train, next(iter(VARIANTS)), options.steps)
+        (Path(options.train) / f"digest.{os.environ.get('RANK', 0)}").write_text(result)
+        sys.exit()
     found = chaos(options.kills, options.processes, options.seed, options.variants)
     print(json.dumps(found))
     sys.exit(found["runs that differed"])

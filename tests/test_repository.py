@@ -63,7 +63,7 @@ ALLOWED = {
     "evaluation": {"assembly", "config", "crash_safe", "data", "experience", "memory", "metrics"},
     "assembly": {
         *("config", "critic", "data", "generation", "loading", "model"),
-        *("reward_contract", "reward_model", "rewards"),
+        *("reward_contract", "reward_model", "reward_server", "rewards"),
     },
     "checkpoint": {"config", "critic", "data", "metrics", "rollout", "state"},
 }

@@ -532,7 +532,7 @@ def test_trl_accuracy(trainer_with):
     pytest.importorskip("math_verify")
     rewards = pytest.importorskip("trl.rewards")
     completions = [[BOXED, 4, CLOSE, 1], [BOXED, 5, CLOSE, 1], [BOXED, 4, CLOSE, 1]]
-    trainer = trainer_with(*completions, reward_funcs=rewards.accuracy_reward)
+    trainer = trainer_with(*completions, reward_funcs=rewards.accuracy_reward, train_dataset=None)
     rollout = trainer.rollout([CONVERSATION] * 3, solution=["$2$", "$2$", "请"])
     assert rollout.scores.tolist() == [1.0, 0.0, 0.0]
     assert rollout.loss_mask.any(dim=1).tolist() == [True, True, False]  # an answer that cannot be parsed: None
