@@ -100,7 +100,7 @@ def check_ids(model: PreTrainedModel | PeftModel, prompts: dict[str, Prompts], e
     Raises:
         ValueError: names a token id that the model does not have, and where it stands.
     """
-    size = model.get_input_embeddings().num_embeddings
+    size = cast(Any, model.get_input_embeddings()).weight.shape[0]
     rows = {f"{name} row {row}": ids for name, some in prompts.items() for row, ids in enumerate(some.ids)}
     for where, ids in {"the end of sequence": eos_ids, **rows}.items():
         if max(ids) >= size:
@@ -118,8 +118,9 @@ def check_calls(rewards: RewardFunctions, prompts: dict[str, Prompts]) -> None:
     """
     for function, func in zip(rewards.names, rewards.funcs, strict=True):
         for name, some in prompts.items():
-            given = {*RESERVED_COLUMNS, "completion_ids", *some.rows.column_names} - {"prompt", "completion"}
-            if isinstance(func, RewardServer) and (missing := sorted(set(func.columns) - given)):
+            columns = {*RESERVED_COLUMNS, "completion_ids", *some.rows.column_names} - {"prompt", "completion"}
+            given = sorted(columns)
+            if isinstance(func, RewardServer) and (missing := sorted(set(func.columns) - columns)):
                 raise ValueError(
                     f"columns={func.columns} of reward server {function!r}: {name} has no column {missing[0]!r}; "
                     "rename one of the dataset's, or leave it out"
@@ -129,7 +130,7 @@ def check_calls(rewards: RewardFunctions, prompts: dict[str, Prompts]) -> None:
             except TypeError as error:
                 raise TypeError(
                     f"reward function {function!r} cannot be called for {name}: {error}; it is given "
-                    f"{', '.join(sorted(given))} by keyword: name those it needs, and take the others by **kwargs"
+                    f"{', '.join(given)} by keyword: name those it needs, and take the others by **kwargs"
                 ) from error
             except ValueError:  # of some builtins nothing is known
                 continue

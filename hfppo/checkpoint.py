@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from peft import PeftConfig
 from safetensors.torch import load_file, save_file
+from torch import nn
 from transformers import TrainingArguments
 
 from hfppo.config import PPOConfig
-from hfppo.critic import describe_adapter
+from hfppo.critic import describe_adapter, differing
 from hfppo.data import Prompts
 from hfppo.metrics import Meter
 from hfppo.rollout import Rollout
@@ -39,7 +40,12 @@ def state_file(checkpoint: str | Path, process: int) -> Path:
 
 
 def describe_run(
-    args: PPOConfig, prompts: Prompts | None, peft_config: PeftConfig, critic: str | None
+    args: PPOConfig,
+    prompts: Prompts | None,
+    base: nn.Module,
+    peft_config: PeftConfig,
+    critic: str | None,
+    reward_funcs: list[str],
 ) -> dict[str, Any]:
     """What a checkpoint must share with the run that goes on with it, and below "settings" what it had better."""
     digest = hashlib.sha256(json.dumps(prompts.ids).encode()).hexdigest() if prompts is not None else None
@@ -55,11 +61,22 @@ def describe_run(
             **{name: getattr(args, name) for name in STRUCTURE},
             "number of processes": args.world_size,
             "prompts (SHA-256 of their token ids)": digest,
+            "base (SHA-256 of some of its weights)": fingerprint(base),
             "peft_config": describe_adapter(peft_config),
             "critic": critic,
         },
-        "settings": own,
+        "settings": {**own, "reward_funcs": reward_funcs},
     }
+
+
+def fingerprint(base: nn.Module) -> str:
+    """A hash of the first numbers of each frozen weight; the same for a base in float32 and in bfloat16."""
+    hashed = hashlib.sha256()
+    for parameter in base.parameters():
+        if not parameter.requires_grad:
+            first = parameter.detach().flatten()[:16].cpu().bfloat16()
+            hashed.update(first.view(torch.int16).numpy().tobytes())
+    return hashed.hexdigest()
 
 
 def save_ppo_state(
@@ -94,7 +111,8 @@ def check_checkpoint(checkpoint: str | Path, process: int, run: dict[str, Any]) 
         )
     saved = json.loads(path.read_text())["run"]
     for name, now in run["structure"].items():
-        if (before := saved["structure"].get(name)) != now:
+        if saved["structure"].get(name) != now:
+            before, now = differing(saved["structure"].get(name), now)
             raise ValueError(
                 f"{checkpoint} was written with {name}={before}, this run has {now}: its rollouts cannot be gone on "
                 f"with; set it back, or start anew from its weights by passing it as model"

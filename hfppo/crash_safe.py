@@ -56,6 +56,8 @@ def flush(path: Path) -> None:
 def damage(folder: str | Path) -> str | None:
     """What is wrong with a checkpoint; None if it is as it was written."""
     folder = Path(folder)
+    if not folder.is_dir():
+        return "is no folder"
     try:
         files = json.loads((folder / MANIFEST).read_text())
     except (OSError, ValueError):
@@ -98,7 +100,12 @@ class CrashSafeTrainer(HubTrainer):
         """
         if resume_from_checkpoint is True:
             found = last_intact(self.args.output_dir) if self.is_world_process_zero() else None
-            resume_from_checkpoint = broadcast_object_list([found])[0] or True  # upstream has an error for True
+            resume_from_checkpoint = broadcast_object_list([found])[0]
+            if resume_from_checkpoint is None:
+                raise ValueError(
+                    f"resume_from_checkpoint=True: {self.args.output_dir} has no whole checkpoint; leave it out to "
+                    "start anew, or check output_dir"
+                )
         elif isinstance(resume_from_checkpoint, str) and (wrong := damage(resume_from_checkpoint)) is not None:
             raise ValueError(
                 f"resume_from_checkpoint={resume_from_checkpoint!r} {wrong}; take an earlier one, or True for the "

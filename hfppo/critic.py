@@ -80,9 +80,10 @@ class Critic(nn.Module):
         saved, own = json.loads((Path(folder) / CRITIC_CONFIG).read_text()), self.config()
         for name in ("kind", "hidden_size", "peft_config"):
             if saved[name] != own[name]:
+                its, ours = differing(saved[name], own[name])
                 raise ValueError(
-                    f"{folder} holds a critic of {name} {saved[name]!r} that does not fit this run's {own[name]!r} "
-                    "critic; use the critic and the peft_config it was trained with"
+                    f"{folder} holds a critic of {name} {its!r} that does not fit this run's {ours!r} critic; use the "
+                    "critic and the peft_config it was trained with"
                 )
         # Like load_state_dict, but each process takes its shards where the critic is sharded.
         options = StateDictOptions(full_state_dict=True, strict=False)
@@ -189,6 +190,14 @@ def describe_adapter(config: PeftConfig) -> dict[str, Any]:
     values: dict[str, Any] = {name: getattr(config, name, None) for name in names}
     values["peft_type"] = getattr(config.peft_type, "value", config.peft_type)
     return {name: sorted(value) if isinstance(value, set) else value for name, value in values.items()}
+
+
+def differing(before: Any, now: Any) -> tuple[Any, Any]:
+    """Two values that are not the same; of two dictionaries, the entries that are not."""
+    if not isinstance(before, dict) or not isinstance(now, dict):
+        return before, now
+    names = [name for name in now if before.get(name) != now[name]]
+    return {name: before.get(name) for name in names}, {name: now[name] for name in names}
 
 
 def trunk_targets(targets: str | Iterable[str] | None, trunk: PreTrainedModel) -> str | list[str] | None:

@@ -70,7 +70,7 @@ def check_architecture(name: str, model: Any) -> None:
     inner = model.get_base_model() if isinstance(model, PeftModel) else model
     if not isinstance(inner, PreTrainedModel) or inner.config.is_encoder_decoder or not inner.can_generate():
         raise TypeError(
-            f"{name} is a {type(inner).__name__}, which is no decoder-only language model of transformers; give one "
+            f"{name} is of type {type(inner).__name__}, no decoder-only language model of transformers; give one "
             "loaded by AutoModelForCausalLM, or its id or path"
         )
 

@@ -132,7 +132,8 @@ class PPOTrainer(EvaluatingTrainer):
         self._step_began: float | None = None
         self._guard = NonFiniteGuard(args, self.accelerator)
         critic_kind = None if parts.model.critic is None else parts.model.critic.kind
-        self._run = describe_run(args, parts.train_prompts, parts.peft_config, critic_kind)
+        base, rewards = parts.model.base_model, parts.rewards.names
+        self._run = describe_run(args, parts.train_prompts, base, parts.peft_config, critic_kind, rewards)
 
     def get_train_dataloader(self) -> DataLoader:
         """A clock with one tick per micro-batch of an epoch: Trainer counts, skips and resumes by it.
