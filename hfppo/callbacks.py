@@ -19,6 +19,7 @@ from hfppo.history import LogFileCallback
 from hfppo.model import ActorCritic
 from hfppo.rollout import Rollout, Transcript
 from hfppo.state import PPOState
+from hfppo.visible import visible
 
 
 class PPOCallback(TrainerCallback):
@@ -117,9 +118,11 @@ class PrintCompletionsCallback(PPOCallback):
             return
         columns = {"prompt": transcript.prompts, "completion": transcript.completions}
         columns |= transcript.scores | transcript.extra
-        table = Table(*columns, title=f"step {state.global_step}", title_justify="left", show_lines=True)
+        table = Table(title=f"step {state.global_step}", title_justify="left", show_lines=True)
+        for name in columns:
+            table.add_column(Text(visible(name)))
         for row in list(zip(*columns.values(), strict=False))[: self.num_completions]:
-            table.add_row(*(Text(f"{x:.4g}" if isinstance(x, float) else str(x)) for x in row))
+            table.add_row(*(Text(f"{x:.4g}" if isinstance(x, float) else visible(str(x))) for x in row))
         with tqdm.external_write_mode():  # the bar makes room
             rich.print(table)
         scores = {"score": rollout.scores.tolist()}

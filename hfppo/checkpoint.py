@@ -114,13 +114,13 @@ def check_checkpoint(checkpoint: str | Path, process: int, run: dict[str, Any]) 
         if saved["structure"].get(name) != now:
             before, now = differing(saved["structure"].get(name), now)
             raise ValueError(
-                f"{checkpoint} was written with {name}={before}, this run has {now}: its rollouts cannot be gone on "
-                f"with; set it back, or start anew from its weights by passing it as model"
+                f"{checkpoint} was written with {name}={before!r}, this run has {now!r}: its rollouts cannot be gone "
+                f"on with; set it back, or start anew from its weights by passing it as model"
             )
     current = json.loads(json.dumps(run["settings"]))
     for name, now in current.items():
         if (before := saved["settings"].get(name)) != now:
-            logger.warning("resuming with %s=%s, the checkpoint was written with %s", name, now, before)
+            logger.warning("resuming with %s=%r, the checkpoint was written with %r", name, now, before)
 
 
 def load_ppo_state(

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -137,6 +138,17 @@ class Endpoint:
             raise ServerError(
                 f"{shown(self.url + path)} answered what is no JSON: {said!r}; check that it is the address"
             ) from error
+
+
+def hide_secrets(record: logging.LogRecord) -> bool:
+    """A filter for what httpx2 logs: addresses as `shown` has them."""
+    arguments = record.args if isinstance(record.args, tuple) else ()
+    if arguments:
+        record.args = tuple(shown(str(x)) if isinstance(x, httpx2.URL) else x for x in arguments)
+    return True
+
+
+logging.getLogger("httpx2").addFilter(hide_secrets)
 
 
 def shown(url: str) -> str:

@@ -49,10 +49,11 @@ ALLOWED = {
     "curves_page": {"history", "panels"},
     "curves": {"curves_page", "history", "panels"},
     "plot": {"curves", "history"},
-    "callbacks": {"curves", "functional", "health", "history", "model", "rollout", "state"},
+    "visible": set(),
+    "callbacks": {"curves", "functional", "health", "history", "model", "rollout", "state", "visible"},
     "trace": {
         *("assembly", "callbacks", "config", "critic", "data", "experience", "functional", "generation", "loading"),
-        *("metrics", "model", "rewards", "rollout", "state", "trace"),
+        *("metrics", "model", "rewards", "rollout", "state", "trace", "visible"),
     },
     "update": {"functional", "rollout", "config", "metrics", "model"},
     "experience": {

@@ -10,7 +10,8 @@ from transformers import PreTrainedTokenizerBase
 
 from hfppo.functional import token_kl
 from hfppo.rollout import Rollout
-from hfppo.trace.tokens import token_texts, visible
+from hfppo.trace.tokens import token_texts
+from hfppo.visible import visible
 
 # Each number of a row and what tables call it; those of the update stand in tables that know them.
 COLUMNS = {
@@ -97,5 +98,5 @@ class TokenTable:
             numbers = (getattr(row, name) for name in columns)
             cells = ["–" if x is None else f"{x:.4f}" for x in numbers]
             clipped = [{None: "–", True: "yes", False: "no"}[row.clipped]] if updated else []
-            table.add_row(Text(row.token), *cells, *clipped, style="" if row.counted else "dim")
+            table.add_row(Text(visible(row.token)), *cells, *clipped, style="" if row.counted else "dim")
         yield table

@@ -2,15 +2,15 @@
 
 import codecs
 import re
-import unicodedata
 from collections.abc import Sequence
 from functools import cache
 
 from transformers import PreTrainedTokenizerBase
 
+from hfppo.visible import visible
+
 REPLACEMENT = "\ufffd"  # what decoding puts where bytes are no text
 MARKS = {" ": "␣", "\n": "↵", "\t": "⇥"}
-UNSEEN = ("Cc", "Cf", "Cs", "Zl", "Zp")  # control and format characters, which would act instead of being seen
 BYTE_FALLBACK = re.compile(r"<0x([0-9A-F]{2})>")
 
 
@@ -36,21 +36,6 @@ def token_texts(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> list[
             name = f"→{visible(completed, MARKS)}" if begun and completed.strip(REPLACEMENT) else ""
             texts.append(visible(raw.decode(errors="surrogateescape"), MARKS) + name)
     return texts
-
-
-def visible(text: str, marks: dict[str, str] | None = None) -> str:
-    """Text without characters that act instead of being seen: escape sequences, changes of direction, half bytes.
-
-    Args:
-        marks: what takes the place of some characters.
-    """
-    return "".join((marks or {}).get(c) or (c if c in "\n\t" else named_if_unseen(c)) for c in text)
-
-
-def named_if_unseen(character: str) -> str:
-    if 0xDC80 <= (code := ord(character)) <= 0xDCFF:  # how "surrogateescape" keeps a byte
-        return f"<{code - 0xDC00:02X}>"
-    return f"<U+{code:04X}>" if unicodedata.category(character) in UNSEEN else character
 
 
 def piece_bytes(piece: str) -> bytes | None:
