@@ -100,18 +100,18 @@ def test_the_planted_code_would_run(mark):
 
 @pytest.mark.parametrize("kind", ["base", "adapter"])
 def test_pickled_weights_of_a_model_run_no_code(tmp_path, mark, kind):
-    folder = tmp_path / "model"
-    tiny_model().save_pretrained(folder)
-    name = "pytorch_model.bin"
+    base, folder = tmp_path / "base", tmp_path / kind
+    tiny_model().save_pretrained(base)
+    folder.mkdir(exist_ok=True)
     if kind == "adapter":
         (folder / "adapter_config.json").write_text(
-            json.dumps({"peft_type": "LORA", "base_model_name_or_path": str(folder), "task_type": "CAUSAL_LM"})
+            json.dumps({"peft_type": "LORA", "base_model_name_or_path": str(base), "task_type": "CAUSAL_LM"})
         )
-        name = "adapter_model.bin"
     else:
-        (folder / "model.safetensors").unlink()
+        (base / "model.safetensors").unlink()
+    name = "adapter_model.bin" if kind == "adapter" else "pytorch_model.bin"
     torch.save({"lm_head.weight": Evil(mark)}, folder / name)
-    with pytest.raises((ValueError, RuntimeError, OSError, pickle.UnpicklingError)):
+    with pytest.raises((ValueError, pickle.UnpicklingError), match="(?i)weights.only|unpickl|pickle"):
         trainer(tmp_path / "out", model=str(folder), peft_config=None if kind == "adapter" else lora())
     assert not mark.exists()
 
