@@ -111,7 +111,7 @@ def test_pickled_weights_of_a_model_run_no_code(tmp_path, mark, kind):
         (base / "model.safetensors").unlink()
     name = "adapter_model.bin" if kind == "adapter" else "pytorch_model.bin"
     torch.save({"lm_head.weight": Evil(mark)}, folder / name)
-    with pytest.raises((ValueError, pickle.UnpicklingError), match="(?i)weights.only|unpickl|pickle"):
+    with pytest.raises((ValueError, pickle.UnpicklingError), match=r"(?i)weights.only|pickle"):
         trainer(tmp_path / "out", model=str(folder), peft_config=None if kind == "adapter" else lora())
     assert not mark.exists()
 
