@@ -17,6 +17,7 @@ from hfppo.config import PPOConfig
 from hfppo.critic import describe_adapter, differing
 from hfppo.data import Prompts
 from hfppo.metrics import Meter
+from hfppo.model import ActorCritic
 from hfppo.rollout import Rollout
 from hfppo.state import PPOState
 
@@ -42,9 +43,8 @@ def state_file(checkpoint: str | Path, process: int) -> Path:
 def describe_run(
     args: PPOConfig,
     prompts: Prompts | None,
-    base: nn.Module,
+    model: ActorCritic,
     peft_config: PeftConfig,
-    critic: str | None,
     reward_funcs: list[str],
 ) -> dict[str, Any]:
     """What a checkpoint must share with the run that goes on with it, and below "settings" what it had better."""
@@ -61,9 +61,9 @@ def describe_run(
             **{name: getattr(args, name) for name in STRUCTURE},
             "number of processes": args.world_size,
             "prompts (SHA-256 of their token ids)": digest,
-            "base (SHA-256 of some of its weights)": fingerprint(base),
+            "base (SHA-256 of some of its weights)": fingerprint(model.base_model),
             "peft_config": describe_adapter(peft_config),
-            "critic": critic,
+            "critic": None if model.critic is None else model.critic.kind,
         },
         "settings": {**own, "reward_funcs": reward_funcs},
     }

@@ -131,9 +131,7 @@ class PPOTrainer(EvaluatingTrainer):
         self._step_meter = Meter()  # for `target_kl`
         self._step_began: float | None = None
         self._guard = NonFiniteGuard(args, self.accelerator)
-        critic_kind = None if parts.model.critic is None else parts.model.critic.kind
-        base, rewards = parts.model.base_model, parts.rewards.names
-        self._run = describe_run(args, parts.train_prompts, base, parts.peft_config, critic_kind, rewards)
+        self._run = describe_run(args, parts.train_prompts, parts.model, parts.peft_config, parts.rewards.names)
 
     def get_train_dataloader(self) -> DataLoader:
         """A clock with one tick per micro-batch of an epoch: Trainer counts, skips and resumes by it.

@@ -66,7 +66,7 @@ ALLOWED = {
         *("config", "critic", "data", "generation", "loading", "model"),
         *("reward_contract", "reward_model", "reward_server", "rewards"),
     },
-    "checkpoint": {"config", "critic", "data", "metrics", "rollout", "state"},
+    "checkpoint": {"config", "critic", "data", "metrics", "model", "rollout", "state"},
 }
 ANYTHING = {"trainer", "__init__"}
 
