@@ -88,7 +88,7 @@ class Collector:
             rows: what to complete.
             ppo_state: β, and the moments of the scores, which take those of this rollout in.
             state: passed to the reward functions.
-            meter: receives the rollout's metrics.
+            meter: receives the rollout's metrics, of a look the seconds only.
             training: False to look only: the moments stay, and advantages are not whitened.
         Raises:
             NonFiniteError: a number is not finite, on some process; the moments are those before.
@@ -135,9 +135,10 @@ class Collector:
         check_rollout(rollout, ppo_state.rollouts, self.accelerator.process_index)
         if training and moments is not None:
             ppo_state.score_moments = moments
-        plain = self.final_scores(scored, completions)[0]
-        measure_scores(meter, plain[scored.scorable.to(plain.device)], scored, self.rewards.names)
-        measure_rollout(meter, rollout, advantages, ppo_state.kl_coef, self.args, self.gather)
+        if training:
+            plain = self.final_scores(scored, completions)[0]
+            measure_scores(meter, plain[scored.scorable.to(plain.device)], scored, self.rewards.names)
+            measure_rollout(meter, rollout, advantages, ppo_state.kl_coef, self.args, self.gather)
         return rollout, self.transcript(rows, texts, scored)
 
     def prompt_tensors(self, rows: list[Row]) -> tuple[Tensor, Tensor]:
