@@ -54,7 +54,9 @@ def evaluate_prompts(
         on_batch: called after each batch.
     """
     accelerator, size = collector.accelerator, collector.args.per_device_eval_batch_size
-    rows = collector.eval_rows(prompts)[accelerator.process_index :: accelerator.num_processes]
+    everything = collector.eval_rows(prompts)
+    rows = everything[accelerator.process_index :: accelerator.num_processes]
+    most = -(-len(everything) // accelerator.num_processes)
     meter, done = Meter(), []
     with (
         explained_memory("an evaluation", collector.args),
@@ -63,10 +65,13 @@ def evaluate_prompts(
         accelerator.autocast(),
         collector.sampler.ready(),
     ):
-        for start in range(0, len(rows), size):
-            batch = rows[start : start + size]
+        for start in range(0, most, size):
+            # A process that is done samples along: where the model is sharded, all compute or none can.
+            batch = rows[start : start + size] or everything[:1]
             seeds = [row.seed for row in batch] if do_sample else None
             completions = collector.sampler(*collector.prompt_tensors(batch), seeds)
+            if start >= len(rows):
+                break
             texts = collector.texts(batch, completions)
             with collector.scoring(batch, completions, texts, state) as result:
                 scored = result()

@@ -1,4 +1,4 @@
-"""Two DDP processes: resume bit for bit, the gradients of one process, the same weights on both."""
+"""Two and four DDP processes: resume bit for bit, the gradients of one process, the same weights on all."""
 
 import json
 import os
@@ -17,7 +17,7 @@ TESTS = Path(__file__).parent
 def results(tmp_path_factory) -> dict[int, list[dict]]:
     """What tests/two_processes.py writes, by the number of processes."""
     found = {}
-    for processes in (1, 2):
+    for processes in (1, 2, 4):
         out = tmp_path_factory.mktemp(f"processes-{processes}")
         # `accelerate launch --cpu` starts one process, or needs mpirun for several.
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
@@ -36,7 +36,7 @@ def results(tmp_path_factory) -> dict[int, list[dict]]:
 
 
 def test_resume_equals_the_straight_run_bit_for_bit(results):
-    for result in (*results[1], *results[2]):
+    for result in (*results[1], *results[2], *results[4]):
         assert len(result["resumed"]) == 3
         assert all(resumed == result["straight"] for resumed in result["resumed"])
         assert all(resumed == result["straight_logs"] for resumed in result["resumed_logs"])
@@ -48,10 +48,10 @@ def test_both_processes_hold_the_same_weights(results):
     assert first["straight_logs"] == second["straight_logs"]
 
 
-def test_gradients_of_two_processes_are_those_of_one(results):
+def test_gradients_of_several_processes_are_those_of_one(results):
     one = results[1][0]["gradients"]
     assert max(abs(x) for g in one.values() for x in g) > 1e-3
-    for result in results[2]:
+    for result in (*results[2], *results[4]):
         for name, gradient in result["gradients"].items():
             assert_close(torch.tensor(gradient), torch.tensor(one[name]), rtol=1e-4, atol=1e-6, msg=name)
 

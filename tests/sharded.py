@@ -1,0 +1,60 @@
+"""Run by test_sharding.py under torchrun: trains with FSDP2 on CPUs and resumes; writes JSON.
+
+torchrun … sharded.py FOLDER CRITIC ENGINE
+"""
+
+import json
+import sys
+from pathlib import Path
+
+from accelerate import PartialState
+from accelerate.utils import DistributedType
+from build_arithmetic_base import character_tokenizer
+from conftest import LORA, SMALL, count_digits, tiny_model
+from datasets import Dataset
+
+from hfppo import PPOConfig, PPOTrainer
+
+OUT, CRITIC, ENGINE = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+CONFIG = {
+    **SMALL,
+    **{"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "num_mini_batches": 1, "max_steps": 4},
+    **{"save_strategy": "steps", "save_steps": 1, "logging_steps": 1, "kl_loss_coef": 0.1, "entropy_coef": 0.01},
+    **{"max_tokens_per_micro_batch": 14, "eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 1},
+}
+DATASET = Dataset.from_list([{"prompt": f"请问{a}+{b}=", "answer": str(a + b)} for a in range(4) for b in range(3, 7)])
+
+
+def make(name: str) -> PPOTrainer:
+    args = PPOConfig(**CONFIG, output_dir=str(OUT / name))
+    if ENGINE == "fsdp2":
+        # accelerate shards over GPUs alone, though torch can over CPUs as well.
+        args.device  # noqa: B018 (makes the state that is changed next)
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    return PPOTrainer(
+        model=tiny_model(seed=1),
+        reward_funcs=count_digits,
+        args=args,
+        train_dataset=DATASET,
+        eval_dataset=DATASET.select(range(7)),  # does not divide by two
+        processing_class=character_tokenizer(),
+        peft_config=LORA,
+        critic=CRITIC,
+    )
+
+
+def logs(trainer: PPOTrainer) -> list[dict[str, float]]:
+    return [
+        {k: v for k, v in entry.items() if not k.startswith("time/") and "_per_second" not in k and "runtime" not in k}
+        for entry in trainer.state.log_history
+        if "loss" in entry or "eval_reward" in entry
+    ]
+
+
+straight = make("straight")
+straight.train()
+resumed = make("resumed")
+resumed.train(resume_from_checkpoint=str(OUT / "straight" / "checkpoint-1"))
+result = {"engine": str(straight.accelerator.distributed_type), "straight": logs(straight), "resumed": logs(resumed)}
+(OUT / f"result_{straight.args.process_index}.json").write_text(json.dumps(result))
+straight.end()
