@@ -23,6 +23,7 @@ MODEL = {
 }
 STATE = {"optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json", "ppo_state_0.json", "manifest.json"}
 CHECKPOINT = MODEL | STATE | {"ppo_state_0.safetensors"}  # the last one within a rollout only
+CURVES = {"curves.html", "metrics.jsonl"}  # of every run, and curves.png at its end
 WEIGHTS = ("adapter_model.safetensors", "critic/critic.safetensors")
 PROGRESS = "Training in progress, step "
 
@@ -106,13 +107,13 @@ def below(folder: str, names: set[str]) -> set[str]:
             | below("checkpoint-3", CHECKPOINT)
             | below("checkpoint-6", CHECKPOINT)
             | below("checkpoint-8", MODEL | STATE),
-            [f"{PROGRESS}{step}{what}" for step in (3, 6, 8) for what in ("", ", checkpoint")],
+            [*(f"{PROGRESS}{step}{what}" for step in (3, 6, 8) for what in ("", ", checkpoint")), "Model save"],
         ),
     ],
 )
 def test_what_each_strategy_pushes(runs, hub, strategy, files, commits):
     repo = f"someone/{strategy}"
-    assert hub.files(repo).keys() == files
+    assert hub.files(repo).keys() - {"curves.png"} == files | CURVES
     assert hub.messages(repo)[1:] == commits
     for name in MODEL - {"README.md"}:
         assert hub.files(repo)[name] == (runs / strategy / name).read_bytes(), name
@@ -183,7 +184,7 @@ def test_a_hub_that_is_down(runs, hub, loaded):
     assert "A push to someone/down has failed" in log
     assert f"The push to someone/down has failed. What is saved lies in {runs / 'down'}" in loaded["error"]
     found = {str(path.relative_to(runs / "down")) for path in (runs / "down").rglob("*") if path.is_file()}
-    assert {name for name in found if not name.startswith("checkpoint-")} == MODEL
+    assert {name for name in found if not name.startswith("checkpoint-")} == MODEL | CURVES | {"curves.png"}
     assert "4 optimiser steps." in (runs / "down/README.md").read_text()
 
 

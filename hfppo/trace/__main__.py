@@ -74,10 +74,6 @@ def main(arguments: list[str] | None = None) -> None:
     """Run the command; an error that the user can mend ends it with one line."""
     options = vars(parser().parse_args(arguments))
     folder, html = options.pop("folder"), options.pop("html")
-    set_verbosity_error()
-    disable_progress_bar()
-    logging.disable(logging.WARNING)
-    warnings.simplefilter("ignore")
     try:
         if options["prompt"] is None:
             print(write_page(folder, html))
@@ -93,4 +89,9 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    # Only the table is to be seen: loading a model says much that is of no use here.
+    set_verbosity_error()
+    disable_progress_bar()
+    logging.disable(logging.WARNING)
+    warnings.simplefilter("ignore")
     main()
