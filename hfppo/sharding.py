@@ -5,11 +5,12 @@ from typing import Any
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 
+from hfppo.config import PPOConfig
 from hfppo.critic import Critic
 from hfppo.reward_model import RewardAdapter
 
 
-def check_engine(accelerator: Accelerator, critic: Critic | None, reward_funcs: list[Any], token_budget: bool) -> None:
+def check_engine(accelerator: Accelerator, critic: Critic | None, reward_funcs: list[Any], args: PPOConfig) -> None:
     """Refuse what an engine cannot do, before anything is computed.
 
     FSDP2 and ZeRO-3 replace a module's tensors by shards, one owner each: a second module tree over the same tensors
@@ -34,7 +35,12 @@ def check_engine(accelerator: Accelerator, critic: Critic | None, reward_funcs: 
                 f"a reward adapter is a second module tree over the base's tensors, which {engine} cannot shard; "
                 "merge it into its base and give the merged model, or use DDP or ZeRO-2, which do not shard weights"
             )
-    if deepspeed is not None and token_budget:
+        if args.use_vllm:
+            raise ValueError(
+                f"use_vllm sends the adapter whole, and {engine} keeps shards of it; set use_vllm=False, or take DDP "
+                "or ZeRO-2, which do not shard weights"
+            )
+    if deepspeed is not None and args.max_tokens_per_micro_batch is not None:
         raise ValueError(
             "max_tokens_per_micro_batch needs DDP or FSDP2; with DeepSpeed, lower per_device_train_batch_size and "
             "raise gradient_accumulation_steps instead"

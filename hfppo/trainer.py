@@ -113,7 +113,7 @@ class PPOTrainer(EvaluatingTrainer):
             callbacks=[*with_default_callbacks(callbacks, args.log_completions), StepEnd(self._end_update)],
             compute_metrics=compute_metrics,
         )
-        check_engine(self.accelerator, parts.model.critic, parts.rewards.funcs, bool(args.max_tokens_per_micro_batch))
+        check_engine(self.accelerator, parts.model.critic, parts.rewards.funcs, args)
         self.collector = Collector(
             model=parts.model,
             sampler=make_sampler(parts.model, parts.eos_ids, parts.tokenizer.pad_token_id, args, self.accelerator),

@@ -25,7 +25,7 @@ ALLOWED = {
     "critic": {"layout", "loading"},
     "layout": set(),
     "output_head": set(),
-    "sharding": {"critic", "reward_model"},
+    "sharding": {"config", "critic", "reward_model"},
     "loading": set(),
     "reward_model": {"critic", "reward_server", "tolerant"},
     "reward_server": {"background", "endpoint"},

@@ -89,6 +89,14 @@ def test_plain_peft_reads_what_a_sharded_run_saves(runs):
     assert max(float(p.detach().abs().max()) for p in trained) > 0
 
 
+BUDGET, VLLM = {"max_tokens_per_micro_batch": 100}, {"use_vllm": True}
+
+
+def config(args: dict) -> SimpleNamespace:
+    """The fields that `check_engine` asks."""
+    return SimpleNamespace(**{"max_tokens_per_micro_batch": None, "use_vllm": False, **args})
+
+
 def engine(kind: DistributedType, fsdp2: bool = True, zero: int = 0):
     """As much of an Accelerator as `check_engine` asks."""
     plugin = SimpleNamespace(zero_stage=zero)
@@ -96,29 +104,30 @@ def engine(kind: DistributedType, fsdp2: bool = True, zero: int = 0):
 
 
 @pytest.mark.parametrize(
-    ("accelerator", "critic", "funcs", "budget", "message"),
+    ("accelerator", "critic", "funcs", "args", "message"),
     [
-        (engine(DistributedType.FSDP), "adapter", [], False, "FSDP2 cannot shard; use critic='shared'"),
-        (engine(DistributedType.DEEPSPEED, zero=3), "adapter", [], False, "ZeRO-3 cannot shard; use critic='shared'"),
-        (engine(DistributedType.FSDP), "shared", [RewardAdapter], False, "a reward adapter .* merge it into its base"),
-        (engine(DistributedType.FSDP, fsdp2=False), "shared", [], False, "FSDP version 1 is not supported; set"),
-        (engine(DistributedType.DEEPSPEED, zero=2), "adapter", [], True, "max_tokens_per_micro_batch needs DDP"),
+        (engine(DistributedType.FSDP), "adapter", [], {}, "FSDP2 cannot shard; use critic='shared'"),
+        (engine(DistributedType.DEEPSPEED, zero=3), "adapter", [], {}, "ZeRO-3 cannot shard; use critic='shared'"),
+        (engine(DistributedType.FSDP), "shared", [RewardAdapter], {}, "a reward adapter .* merge it into its base"),
+        (engine(DistributedType.FSDP, fsdp2=False), "shared", [], {}, "FSDP version 1 is not supported; set"),
+        (engine(DistributedType.FSDP), "shared", [], VLLM, "use_vllm sends the adapter whole, and FSDP2 keeps shards"),
+        (engine(DistributedType.DEEPSPEED, zero=2), "adapter", [], BUDGET, "max_tokens_per_micro_batch needs DDP"),
     ],
 )
-def test_what_an_engine_cannot_do_is_refused(accelerator, critic, funcs, budget, message):
+def test_what_an_engine_cannot_do_is_refused(accelerator, critic, funcs, args, message):
     funcs = [object.__new__(kind) for kind in funcs]
     with pytest.raises(ValueError, match=message):
-        check_engine(accelerator, SimpleNamespace(kind=critic), funcs, budget)
+        check_engine(accelerator, SimpleNamespace(kind=critic), funcs, config(args))
 
 
 @pytest.mark.parametrize(
-    ("accelerator", "critic", "funcs", "budget"),
+    ("accelerator", "critic", "funcs", "args"),
     [
-        (engine(DistributedType.MULTI_GPU), "adapter", [RewardAdapter], True),
-        (engine(DistributedType.FSDP), "shared", [], True),
-        (engine(DistributedType.DEEPSPEED, zero=3), "model", [], False),
-        (engine(DistributedType.DEEPSPEED, zero=2), "adapter", [RewardAdapter], False),
+        (engine(DistributedType.MULTI_GPU), "adapter", [RewardAdapter], BUDGET | VLLM),
+        (engine(DistributedType.FSDP), "shared", [], BUDGET),
+        (engine(DistributedType.DEEPSPEED, zero=3), "model", [], {}),
+        (engine(DistributedType.DEEPSPEED, zero=2), "adapter", [RewardAdapter], VLLM),
     ],
 )
-def test_what_an_engine_can_do_is_not(accelerator, critic, funcs, budget):
-    check_engine(accelerator, SimpleNamespace(kind=critic), [object.__new__(kind) for kind in funcs], budget)
+def test_what_an_engine_can_do_is_not(accelerator, critic, funcs, args):
+    check_engine(accelerator, SimpleNamespace(kind=critic), [object.__new__(kind) for kind in funcs], config(args))

@@ -66,6 +66,7 @@ def main(workload_name: str, critic: str, rollouts: int, folder: Path, quantised
     time_phases(watch)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tokenizer = tokenizer_for(workload, pad_beyond=False)
+    tokenizer.eos_token = tokenizer.pad_token  # a token that the model knows, until the sampler is told another
     reward_tokenizer = tokenizer_for(workload, pad_beyond=False)
     reward_tokenizer.eos_token = None  # it would be appended, and the reward model does not know it
     clock = RolloutClock(watch, workload.epochs)
@@ -84,6 +85,7 @@ def main(workload_name: str, critic: str, rollouts: int, folder: Path, quantised
         callbacks=[clock],
         reward_processing_classes=[reward_tokenizer],
     )
+    trainer.collector.sampler.config.eos_token_id = [workload.vocab_size]  # never sampled: every completion is full
     loaded = peak_bytes()
     trainer.train()
     report(clock, loaded)
