@@ -3,11 +3,9 @@
 import json
 import re
 import sys
-from contextlib import contextmanager
 from html import unescape
 from importlib.util import find_spec
 from pathlib import Path
-from shutil import which
 
 import pytest
 from transformers import TrainerCallback
@@ -249,40 +247,23 @@ def test_ticks_are_round_numbers_that_hold_the_range(low, high, wanted):
 
 @pytest.mark.browser
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_the_page_in_a_browser(scheme, tmp_path):
+def test_the_page_in_a_browser(scheme, tmp_path, open_page):
     """It reads on a phone in either scheme, asks for nothing, and shows the value under the pointer."""
     log = [entry(n, reward=n / 10, kl=0.01 * n, policy__clip_frac=0.125) for n in (10, 20, 30)]
     groups = [Group("a-run-with-quite-a-long-name-" * 3, [log])]
     file = tmp_path / "curves.html"
     file.write_text(page(panels(groups), groups[0].name, groups))
-    with chromium(scheme) as tab:
-        asked, errors = [], []
-        tab.on("request", lambda request: asked.append(request.url))
-        tab.on("pageerror", lambda error: errors.append(error))
-        tab.goto(file.as_uri())
-        assert tab.evaluate("document.documentElement.scrollWidth") <= 360
-        assert [b.text_content() for b in tab.locator("b").all()] == ["3", "0.3", "0.125"]
-        box = tab.locator("figure > svg").first.bounding_box()
-        tab.mouse.move(box["x"] + box["width"] * (52 + (350 - 52) * 21 / 30) / 360, box["y"] + box["height"] / 2)
-        assert tab.locator("b").first.text_content() == "2 @ 20"
-        ink, paper = (
-            luminance(tab.evaluate(f"getComputedStyle(document.body).{c}")) for c in ("color", "backgroundColor")
-        )
-        assert (ink < paper) == (scheme == "light")
-        assert (max(ink, paper) + 0.05) / (min(ink, paper) + 0.05) > 7  # the contrast that WCAG asks for at AAA
-        assert (asked, errors) == ([file.as_uri()], [])
-
-
-@contextmanager
-def chromium(scheme: str):
-    """A tab as wide as a phone."""
-    api = pytest.importorskip("playwright.sync_api")
-    if not (found := which("chromium")):
-        pytest.skip("chromium is not installed")
-    with api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=found, args=["--no-sandbox"])
-        yield browser.new_context(viewport={"width": 360, "height": 740}, color_scheme=scheme).new_page()
-        browser.close()
+    tab = open_page(file, viewport={"width": 360, "height": 740}, color_scheme=scheme)
+    assert tab.evaluate("document.documentElement.scrollWidth") <= 360
+    assert [b.text_content() for b in tab.locator("b").all()] == ["3", "0.3", "0.125"]
+    box = tab.locator("figure > svg").first.bounding_box()
+    tab.mouse.move(box["x"] + box["width"] * (52 + (350 - 52) * 21 / 30) / 360, box["y"] + box["height"] / 2)
+    assert tab.locator("b").first.text_content() == "2 @ 20"
+    ink, paper = (
+        luminance(tab.evaluate(f"getComputedStyle(document.body).{c}")) for c in ("color", "backgroundColor")
+    )
+    assert (ink < paper) == (scheme == "light")
+    assert (max(ink, paper) + 0.05) / (min(ink, paper) + 0.05) > 7  # the contrast that WCAG asks for at AAA
 
 
 def luminance(color: str) -> float:
