@@ -180,7 +180,8 @@ class PPOTrainer(EvaluatingTrainer):
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         """Trainer's, piece by piece where a micro-batch has more tokens than it may."""
-        *before, last = inputs["batch"].micro_batches(inputs["pieces"])
+        batch, pieces = inputs["batch"], inputs["pieces"]
+        *before, last = [batch] if pieces == 1 else batch.micro_batches(pieces)
         loss = torch.zeros((), device=self.args.device)
         for piece in before:
             with self.accelerator.no_sync(model):
@@ -193,10 +194,8 @@ class PPOTrainer(EvaluatingTrainer):
         """Collect the next rollout and tell the callbacks."""
         state, collected = self.ppo_state, None
         while collected is None:
-            rows, meter = (
-                self.collector.training_rows(self._train_prompts, state.rollouts),
-                Meter(self._progress.phase),
-            )
+            rows = self.collector.training_rows(self._train_prompts, state.rollouts)
+            meter = Meter(self._progress.phase)
             try:
                 collected = self.collector.collect(rows, state, self.state, meter)
             except NonFiniteError as error:
