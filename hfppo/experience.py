@@ -15,6 +15,7 @@ from hfppo.config import PPOConfig
 from hfppo.data import Prompts, pad_left, prompt_indices
 from hfppo.functional.advantages import GROUP_ESTIMATORS
 from hfppo.generation import Completions, Sampler
+from hfppo.layout import rows_at_once
 from hfppo.memory import explained_memory
 from hfppo.metrics import Meter
 from hfppo.model import ActorCritic
@@ -209,10 +210,11 @@ class Collector:
     def forward_passes(self, prompt_ids: Tensor, prompt_mask: Tensor, completions: Completions) -> Passes:
         """The passes without gradient of actor, critic and reference, some rows at a time."""
         args = self.args
-        needs_old, size = args.policy_mode != "bypass", args.local_rollout_forward_batch_size
         attention_mask = torch.cat([prompt_mask, completions.mask], dim=1)
         input_ids = torch.cat([prompt_ids, completions.ids], dim=1)
-        order = attention_mask.sum(dim=1).argsort(descending=True, stable=True)  # of one length, little padding
+        needs_old, lengths = args.policy_mode != "bypass", attention_mask.sum(dim=1)
+        order = lengths.argsort(descending=True, stable=True)  # of one length, little padding
+        size = rows_at_once(args.local_rollout_forward_batch_size, int(lengths.max()), input_ids.device)
         parts = []
         for rows in order.split(size):
             inputs = {

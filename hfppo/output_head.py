@@ -47,14 +47,15 @@ def token_logprobs(
     """
 
     def head(states: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
-        logits = logits_of(model, states) / temperature
-        normaliser = logits.logsumexp(dim=-1)
-        logprobs = logits.gather(-1, targets[:, None]).squeeze(-1) - normaliser
+        logits = logits_of(model, states)
+        if temperature != 1.0:  # a pass over the logits that need not be made
+            logits = logits / temperature
+        distribution = logits.log_softmax(dim=-1)
+        logprobs = distribution.gather(-1, targets[:, None]).squeeze(-1)
         if entropy == "none":
             return (logprobs,)
         with torch.set_grad_enabled(torch.is_grad_enabled() and entropy == "differentiable"):
-            # H = log Z − Σ p·logit
-            return logprobs, normaliser - (torch.softmax(logits, dim=-1) * logits).sum(dim=-1)
+            return logprobs, -(distribution.exp() * distribution).sum(dim=-1)
 
     size = max(1, MAX_LOGITS // model.config.get_text_config().vocab_size)
     pieces = list(zip(hidden.split(size), tokens.split(size), strict=True))

@@ -18,6 +18,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreT
 from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
 from hfppo.critic import shared_copy
+from hfppo.layout import rows_at_once
 from hfppo.reward_server import RewardServer
 from hfppo.tolerant import TolerantReward
 
@@ -67,18 +68,18 @@ class RewardModel:
     @torch.no_grad()
     def score(self, texts: list[str], add_special_tokens: bool = True) -> list[float]:
         """The scores of some texts; of one longer than the model's positions, the end is read: the completion."""
-        scores: list[float] = []
-        for start in range(0, len(texts), self.batch_size):
-            encoded = self.tokenizer(
-                texts[start : start + self.batch_size],
-                add_special_tokens=add_special_tokens,
-                return_attention_mask=True,
-                truncation=self.max_length is not None,
-                max_length=self.max_length,
-            )
-            ids = [torch.tensor(row) for row in encoded["input_ids"]]
-            scores += self.logits(ids)[:, self.label].float().tolist()
-        return scores
+        encoded = self.tokenizer(
+            texts,
+            add_special_tokens=add_special_tokens,
+            truncation=self.max_length is not None,
+            max_length=self.max_length,
+        )
+        ids = [torch.tensor(row) for row in encoded["input_ids"]]
+        lengths, scores = torch.tensor([len(row) for row in ids]), torch.empty(len(ids))
+        size = rows_at_once(self.batch_size, int(lengths.max()), next(self.model.parameters()).device)
+        for rows in lengths.argsort(descending=True).split(size):
+            scores[rows] = self.logits([ids[row] for row in rows])[:, self.label].float().cpu()
+        return scores.tolist()
 
     def logits(self, sequences: list[Tensor]) -> Tensor:
         """(B, labels) logits of token ids; a decoder's are read at the last real token, whatever it is padded with."""
