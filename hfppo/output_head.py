@@ -58,15 +58,13 @@ def token_logprobs(
             return logprobs, -(distribution.exp() * distribution).sum(dim=-1)
 
     size = max(1, MAX_LOGITS // model.config.get_text_config().vocab_size)
-    pieces = list(zip(hidden.split(size), tokens.split(size), strict=True))
-    if not (torch.is_grad_enabled() and hidden.requires_grad):
-        parts = [head(*piece) for piece in pieces]
-    elif not is_constant(model.get_output_embeddings()):
+    if torch.is_grad_enabled() and hidden.requires_grad and not is_constant(model.get_output_embeddings()):
+        pieces = zip(hidden.split(size), tokens.split(size), strict=True)
         parts = [checkpoint(head, *piece, use_reentrant=False) for piece in pieces]
+        outputs = [torch.cat(part) for part in zip(*parts, strict=True)]
     else:
-        parts = [cast(tuple[Tensor, ...], GradientAhead.apply(head, *piece)) for piece in pieces]
-    logprobs, *rest = (torch.cat(part) for part in zip(*parts, strict=True))
-    return logprobs, rest[0] if rest else None
+        outputs = cast(list[Tensor], GradientAhead.apply(head, size, entropy, hidden, tokens))
+    return outputs[0], None if entropy == "none" else outputs[1]
 
 
 def is_constant(head: nn.Module) -> bool:
@@ -76,26 +74,36 @@ def is_constant(head: nn.Module) -> bool:
 
 
 class GradientAhead(torch.autograd.Function):
-    """Calls a frozen head, and takes the gradient in the forward already.
+    """Calls a frozen head on some rows at a time, and takes the gradient in the forward already.
 
     Each output belongs to one row of states. Its gradient is that row's times a number that only the backward knows,
-    so (N, H) gradients are all that has to be kept, and the logits are made once.
+    so (N, H) gradients are all that has to be kept, and the logits are made once. What is kept has its place before
+    the first logits are made: between them it would tear the heap into pieces that the next ones do not fit into.
     """
 
     @staticmethod
-    def forward(ctx: Any, head: Any, states: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
-        with torch.enable_grad():
-            leaf = states.detach().requires_grad_()
-            outputs = head(leaf, targets)
-            grown = [output for output in outputs if output.requires_grad]
-            gradients = [torch.autograd.grad(output.sum(), leaf, retain_graph=True)[0] for output in grown]
+    def forward(
+        ctx: Any, head: Any, size: int, entropy: Entropy, states: Tensor, targets: Tensor
+    ) -> tuple[Tensor, ...]:
+        kinds = 1 if entropy == "none" else 2
+        differentiable = (2 if entropy == "differentiable" else 1) if ctx.needs_input_grad[3] else 0
+        outputs = tuple(states.new_empty(len(states), dtype=torch.float32) for _ in range(kinds))
+        gradients = tuple(torch.empty_like(states) for _ in range(differentiable))
+        for start in range(0, len(states), size):
+            rows = slice(start, start + size)
+            with torch.set_grad_enabled(differentiable > 0):
+                leaf = states[rows].detach().requires_grad_(differentiable > 0)
+                found = head(leaf, targets[rows])
+                for gradient, output in zip(gradients, found, strict=False):
+                    gradient[rows] = torch.autograd.grad(output.sum(), leaf, retain_graph=True)[0]
+            for whole, output in zip(outputs, found, strict=True):
+                whole[rows] = output.detach()
         ctx.save_for_backward(*gradients)
-        outputs = tuple(output.detach() for output in outputs)
-        ctx.mark_non_differentiable(*outputs[len(gradients) :])
+        ctx.mark_non_differentiable(*outputs[differentiable:])
         return outputs
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None, Tensor, None]:
         gradients = ctx.saved_tensors
         total = sum(grad[:, None].to(own.dtype) * own for grad, own in zip(grads, gradients, strict=False))
-        return None, cast(Tensor, total), None
+        return None, None, None, cast(Tensor, total), None

@@ -26,6 +26,7 @@ from hfppo.assembly import assemble, prompts_of
 from hfppo.callbacks import PPOCallback, StepEnd, with_default_callbacks
 from hfppo.card import write_card
 from hfppo.checkpoint import check_checkpoint, describe_run, load_ppo_state, save_ppo_state
+from hfppo.compilation import compile_layers
 from hfppo.config import PPOConfig
 from hfppo.evaluation import EvaluatingTrainer
 from hfppo.experience import Collector
@@ -114,6 +115,7 @@ class PPOTrainer(EvaluatingTrainer):
             compute_metrics=compute_metrics,
         )
         check_engine(self.accelerator, parts.model.critic, parts.rewards.funcs, args)
+        compile_layers(parts.model, self.accelerator)
         self.collector = Collector(
             model=parts.model,
             sampler=make_sampler(parts.model, parts.eos_ids, parts.tokenizer.pad_token_id, args, self.accelerator),

@@ -88,7 +88,9 @@ class TransformersSampler(Sampler):
         sharded = isinstance(self.model, FSDPModule)
         if sharded and "generate" not in vars(self.model):
             register_fsdp_forward_method(self.model, "generate")  # the shards of the root are gathered for it as well
-        with torch.no_grad(), generation_config_of(self.model, self.config):
+        # Compiled layers are for whole sequences: a graph for one token and its cache costs more than it saves.
+        eager = torch.compiler.set_stance("force_eager")
+        with torch.no_grad(), eager, generation_config_of(self.model, self.config):
             sequences = self.model.generate(
                 input_ids=prompt_ids,
                 attention_mask=prompt_mask.long(),

@@ -1,6 +1,7 @@
 """Seconds, tokens per second and memory of a fixed PPO workload, by hfppo and by TRL's PPOTrainer.
 
     python tests/benchmarks/ppo.py [--workload A] [--rounds 3] [--rollouts 3] [--threads 2] [--trl_python PATH]
+                                   [--policy_mode bypass] [--torch_compile] [--max_tokens_per_micro_batch 1024]
 
 Each side runs in processes of its own, in alternation, so that all see the machine's moods. Without `--trl_python`
 hfppo runs alone. TRL 1.12.0 is the last release with a PPOTrainer; it wants an environment of its own:
@@ -13,6 +14,9 @@ hfppo runs alone. TRL 1.12.0 is the last release with a PPOTrainer; it wants an 
 Prints Markdown. The first rollout of a process warms up and does not count. Beside the seconds on the clock stand
 those of the processor, summed over threads, which other programs on the machine hardly change; with one thread the
 two are the same on an idle machine.
+
+TRL takes the sampler's log-probs for the old ones, as `--policy_mode bypass` does; the default of hfppo is another
+pass. `--torch_compile` and `--max_tokens_per_micro_batch`, which changes no gradient, are hfppo's.
 
 With a GPU, `--workload qwen2.5-0.5b`, `qwen2.5-1.5b` or `qwen2.5-7b`, with `--nf4` for a quantised policy, do the same
 in bfloat16 with random weights of those shapes: 512 + 1024 tokens, 32 prompts. These have not been run yet.
@@ -44,7 +48,9 @@ def command(side: str, options: argparse.Namespace, folder: str) -> list[str]:
     rest = [str(options.rollouts + 1), folder, "nf4" if options.nf4 else "none"]
     if side == TRL:
         return [options.trl_python, str(HERE / "ppo_trl.py"), options.workload, *rest]
-    return [sys.executable, str(HERE / "ppo_hfppo.py"), options.workload, HFPPO[side], *rest]
+    names = ("policy_mode", "torch_compile", "max_tokens_per_micro_batch")
+    fields = {name: getattr(options, name) for name in names}
+    return [sys.executable, str(HERE / "ppo_hfppo.py"), options.workload, HFPPO[side], json.dumps(fields), *rest]
 
 
 def run(side: str, options: argparse.Namespace, folder: str) -> dict:
@@ -117,7 +123,7 @@ def main(options: argparse.Namespace) -> None:
             for side in sides:
                 measured[side].append(run(side, options, folder))
     measured_rates = rates(workload)
-    floors = {side: floor(workload, critic, *measured_rates) for side, critic in HFPPO.items()}
+    floors = {side: floor(workload, critic, options.policy_mode, *measured_rates) for side, critic in HFPPO.items()}
     packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "peft", "accelerate"))
     cuda = torch.cuda.is_available()
     device = torch.cuda.get_device_name() if cuda else f"{platform.machine()}, {os.cpu_count()} cores"
@@ -136,5 +142,8 @@ if __name__ == "__main__":
     parser.add_argument("--rollouts", type=int, default=3, help="per process, after the one that warms up")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--trl_python", help="interpreter of an environment with TRL 1.12.0")
+    parser.add_argument("--policy_mode", default="decoupled", choices=["decoupled", "bypass"])
+    parser.add_argument("--torch_compile", action="store_true")
+    parser.add_argument("--max_tokens_per_micro_batch", type=int)
     parser.add_argument("--nf4", action="store_true", help="with the policy's base in NF4; needs bitsandbytes")
     main(parser.parse_args())

@@ -6,7 +6,7 @@ import torch
 from ppo_workload import Workload, prompts_for
 
 
-def operations(workload: Workload, critic: str) -> dict[str, float]:
+def operations(workload: Workload, critic: str, policy_mode: str) -> dict[str, float]:
     """Floating-point operations by phase: a product of (m, k) and (k, n) has 2·m·k·n, nothing else counts.
 
     With N real tokens in all rows (prompts and completions, no padding), C of them completions, P weights in the
@@ -14,10 +14,10 @@ def operations(workload: Workload, critic: str) -> dict[str, float]:
     layer, over n²/2 pairs of tokens and the whole width, in all 2·layers·width·n² for a row of n tokens:
 
         sampling, with a KV cache   2·(P + L)·N + 2·H·C + A
-        old log-probs               the same, once more
+        old log-probs               the same, once more, unless the sampler's are taken (bypass)
         reference                   2·P·N + 2·H·C + A
         reward model                2·P·N + A
-        values                      2·(P + L)·N + A, nothing if the critic shares the actor's states
+        values                      2·(P + L)·N + A, nothing if the critic shares the states of the old log-probs
         update, forward             as old log-probs and as values, in each epoch
         update, backward            2·P·N + 4·L·N + 2·H·C + 2·A: frozen weights pass the gradient on and get none
                                     themselves; trained ones, the adapters, get one of their own
@@ -37,13 +37,13 @@ def operations(workload: Workload, critic: str) -> dict[str, float]:
     attention = 2 * w.num_hidden_layers * w.hidden_size * sum(n * n for n in lengths)
     frozen, adapted = 2 * trunk * tokens + attention, 2 * (trunk + adapters) * tokens + attention
     backward = 2 * (trunk + 2 * adapters) * tokens + 2 * attention
-    own_trunk = critic != "shared"
+    own_trunk, old = critic != "shared", policy_mode != "bypass"
     return {
         "sampling": adapted + head,
         "reward model": frozen,
-        "old log-probs": adapted + head,
+        "old log-probs": old * (adapted + head),
         "reference": frozen + head,
-        "values": own_trunk * adapted,
+        "values": (own_trunk or not old) * adapted,
         "actor forward": w.epochs * (adapted + head),
         "critic forward": w.epochs * own_trunk * adapted,
         "critic backward": w.epochs * own_trunk * backward,
@@ -80,7 +80,7 @@ def rates(workload: Workload) -> tuple[float, float]:
     return rate(workload.prompts, workload), rate(int(workload.micro_batch * mean_length), workload)
 
 
-def floor(workload: Workload, critic: str, sampling: float, passes: float) -> dict[str, float]:
+def floor(workload: Workload, critic: str, policy_mode: str, sampling: float, passes: float) -> dict[str, float]:
     """Seconds by phase: the operations at the rate for sampling, or for all else."""
-    counted = operations(workload, critic)
+    counted = operations(workload, critic, policy_mode)
     return {name: number / (sampling if name == "sampling" else passes) for name, number in counted.items()}

@@ -1,5 +1,6 @@
 """hfppo's side of `ppo.py`, which starts it."""
 
+import json
 import sys
 from pathlib import Path
 
@@ -37,10 +38,10 @@ def time_phases(watch: Stopwatch) -> None:
     """Have the stopwatch follow the parts of a rollout and of the updates."""
     forward = ActorCritic.forward
 
-    def name(*args, values=True, **kwargs) -> str:
+    def name(*args, policy=True, values=True, **kwargs) -> str:
         if torch.is_grad_enabled():
             return "actor forward"
-        return "old log-probs" if values else "reference"
+        return "values" if not policy else "old log-probs" if values else "reference"
 
     def timed_forward(model, *args, completion_mask=None, **kwargs):
         if completion_mask is None:  # a call by `generate`
@@ -61,7 +62,7 @@ def time_phases(watch: Stopwatch) -> None:
     PPOTrainer._clip_apart = watch.timed(PPOTrainer._clip_apart, "optimiser")
 
 
-def main(workload_name: str, critic: str, rollouts: int, folder: Path, quantised: bool) -> None:
+def main(workload_name: str, critic: str, fields: dict, rollouts: int, folder: Path, quantised: bool) -> None:
     workload, watch = WORKLOADS[workload_name], Stopwatch()
     time_phases(watch)
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -77,6 +78,7 @@ def main(workload_name: str, critic: str, rollouts: int, folder: Path, quantised
             **common_config(workload, rollouts, folder),
             max_completion_length=workload.new_tokens,
             logging_steps=workload.epochs,
+            **fields,
         ),
         train_dataset=Dataset.from_dict({"prompt": tokenizer.batch_decode(prompts_for(workload))}),
         processing_class=tokenizer,
@@ -92,4 +94,5 @@ def main(workload_name: str, critic: str, rollouts: int, folder: Path, quantised
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), Path(sys.argv[4]), sys.argv[5] == "nf4")
+    workload_name, critic, fields, rollouts, folder, quantised = sys.argv[1:]
+    main(workload_name, critic, json.loads(fields), int(rollouts), Path(folder), quantised == "nf4")
