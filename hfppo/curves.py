@@ -82,7 +82,7 @@ def draw_picture(drawn: Drawn, title: str, file: Path) -> None:
 
 def draw_panel(axes: Any, panel: Panel, lines: list[Line]) -> None:
     """Draw a panel into a set of axes of matplotlib's."""
-    axes.set_title(f"{panel.title} [{panel.unit}]" if panel.unit else panel.title, fontsize=10, loc="left")
+    axes.set_title(f"{panel.title} [{panel.unit}]" if panel.unit else panel.title, fontsize=10, loc="left", y=1.0)
     axes.tick_params(labelsize=8)
     axes.locator_params(nbins=5)
     axes.ticklabel_format(useOffset=False)
