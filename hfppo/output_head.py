@@ -67,10 +67,14 @@ def token_logprobs(
     return outputs[0], None if entropy == "none" else outputs[1]
 
 
+def is_sharded(module: nn.Module) -> bool:
+    """Whether FSDP2 or DeepSpeed keeps its weights in shards, so that a forward needs every process."""
+    return isinstance(module, FSDPModule) or any(hasattr(p, "ds_id") for p in module.parameters())
+
+
 def is_constant(head: nn.Module) -> bool:
     """Whether a backward of its own may run through the head: it has nothing to train, and no shards to gather."""
-    sharded = isinstance(head, FSDPModule) or any(hasattr(p, "ds_id") for p in head.parameters())  # or DeepSpeed's
-    return not sharded and not any(p.requires_grad for p in head.parameters())
+    return not is_sharded(head) and not any(p.requires_grad for p in head.parameters())
 
 
 class GradientAhead(torch.autograd.Function):

@@ -13,7 +13,8 @@ from build_arithmetic_base import character_tokenizer
 from conftest import LORA, SMALL, count_digits, tiny_model
 from datasets import Dataset
 
-from hfppo import PPOConfig, PPOTrainer
+from hfppo import PPOConfig, PPOTrainer, TokenTraceCallback
+from hfppo.trace.record import read_traces, trace_file
 
 OUT, CRITIC, ENGINE = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
 CONFIG = {
@@ -40,6 +41,7 @@ def make(name: str) -> PPOTrainer:
         processing_class=character_tokenizer(),
         peft_config=LORA,
         critic=CRITIC,
+        callbacks=[TokenTraceCallback(every=1)],
     )
 
 
@@ -55,6 +57,12 @@ straight = make("straight")
 straight.train()
 resumed = make("resumed")
 resumed.train(resume_from_checkpoint=str(OUT / "straight" / "checkpoint-1"))
-result = {"engine": str(straight.accelerator.distributed_type), "straight": logs(straight), "resumed": logs(resumed)}
+traces = [trace.to_json() for trace in read_traces(trace_file(straight.args.output_dir, 2))]
+result = {
+    "engine": str(straight.accelerator.distributed_type),
+    "straight": logs(straight),
+    "resumed": logs(resumed),
+    "traces": traces,
+}
 (OUT / f"result_{straight.args.process_index}.json").write_text(json.dumps(result))
 straight.end()

@@ -54,7 +54,7 @@ ALLOWED = {
     "callbacks": {"curves", "functional", "health", "history", "model", "rollout", "state", "visible"},
     "trace": {
         *("assembly", "callbacks", "config", "critic", "data", "experience", "functional", "generation", "loading"),
-        *("metrics", "model", "rewards", "rollout", "state", "trace", "visible"),
+        *("metrics", "model", "output_head", "rewards", "rollout", "state", "trace", "visible"),
     },
     "update": {"functional", "rollout", "config", "metrics", "model"},
     "experience": {

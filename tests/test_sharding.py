@@ -73,6 +73,14 @@ def test_a_sharded_run_has_the_numbers_of_one_that_is_not(runs):
 
 
 @pytest.mark.slow
+def test_traces_of_a_sharded_run_lack_the_update(runs):
+    ddp, fsdp = runs["ddp"][1]["traces"], runs["fsdp2"][1]["traces"]
+    for sharded, whole in zip(fsdp, ddp, strict=True):
+        assert sharded["columns"]["value"] == pytest.approx(whole["columns"]["value"], rel=1e-3, abs=1e-4)
+        assert (sharded["updated_step"], whole["updated_step"]) == (None, 4)
+
+
+@pytest.mark.slow
 def test_a_sharded_run_resumes_bit_for_bit(runs):
     out, result = runs["fsdp2"]
     assert result["resumed"] == result["straight"]

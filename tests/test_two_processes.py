@@ -56,6 +56,16 @@ def test_gradients_of_several_processes_are_those_of_one(results):
             assert_close(torch.tensor(gradient), torch.tensor(one[name]), rtol=1e-4, atol=1e-6, msg=name)
 
 
+def test_traces_of_several_processes_are_those_of_one(results):
+    one = results[1][0]["traces"]
+    assert [trace["updated_step"] for trace in one] == [1, 1]
+    for trace, expected in zip((*results[2][0]["traces"], *results[4][0]["traces"]), one * 2, strict=True):
+        assert trace["completion_ids"] == expected["completion_ids"]
+        for name, column in expected["columns"].items():
+            numbers = column if name == "token" else pytest.approx(column, rel=1e-4, abs=1e-5)
+            assert trace["columns"][name] == numbers, name
+
+
 def test_evaluation_of_seven_prompts_neither_cuts_nor_repeats_one(results):
     one, two = results[1][0]["evaluation"], results[2][0]["evaluation"]
     assert results[2][1]["evaluation"] == two

@@ -9,7 +9,8 @@ from build_arithmetic_base import character_tokenizer
 from conftest import LORA, SMALL, count_digits, tiny_model
 from datasets import Dataset
 
-from hfppo import AdaptiveKLCallback, PPOConfig, PPOTrainer
+from hfppo import AdaptiveKLCallback, PPOConfig, PPOTrainer, TokenTraceCallback
+from hfppo.trace.record import read_traces, trace_file
 from hfppo.update import MiniBatchSize, sequence
 
 OUT = Path(sys.argv[1])
@@ -80,6 +81,7 @@ resumed = [make(f"resumed-{step}") for step in (1, 3, 4)]
 for trainer, step in zip(resumed, (1, 3, 4), strict=True):
     trainer.train(resume_from_checkpoint=str(OUT / "straight" / f"checkpoint-{step}"))
 probe = make("probe", max_steps=1, learning_rate=0.0, normalize_scores=False)
+probe.add_callback(TokenTraceCallback(trainer=probe, prompts=["1+1=", "请问2+3="]))
 probe.train()
 result = {
     "processes": straight.args.world_size,
@@ -89,6 +91,7 @@ result = {
     "resumed_logs": [logs(trainer) for trainer in resumed],
     "gradients": gradients(probe),
     "evaluation": {k: v for k, v in probe.evaluate().items() if k.startswith(("eval_reward", "eval_completions"))},
+    "traces": [trace.to_json() for trace in read_traces(trace_file(probe.args.output_dir, 1))],
     "completions": probe.predict(probe.eval_dataset).predictions,
 }
 (OUT / f"result_{straight.args.process_index}.json").write_text(json.dumps(result))

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from hfppo.callbacks import PPOCallback
+from hfppo.output_head import is_sharded
 from hfppo.rollout import Rollout
 from hfppo.trace.page import write_page
 from hfppo.trace.record import after_update, read_traces, recorded, trace_file, traces_of, write_traces
@@ -21,7 +22,8 @@ class TokenTraceCallback(PPOCallback):
     """Records what actor, reference, reward and critic say about single completions, before and after the update.
 
     Each traced rollout has a file of JSON lines in `output_dir/_traces`. When training ends, `index.html` beside them
-    shows them all; `python -m hfppo.trace OUTPUT_DIR` makes that page at any time. Only the main process writes.
+    shows them all; `python -m hfppo.trace OUTPUT_DIR` makes that page at any time. Only the main process writes. Where
+    FSDP2 or ZeRO-3 shard the model, what the update did is left out.
 
     Args:
         every: rollouts from one traced one to the next; the first is always traced.
@@ -75,7 +77,7 @@ class TokenTraceCallback(PPOCallback):
 
     def on_update_end(self, args, state, control, *, model, rollout, ppo_state):
         path = trace_file(args.output_dir, ppo_state.rollouts)
-        if state.is_world_process_zero and path.exists():
+        if state.is_world_process_zero and path.exists() and not is_sharded(model):  # here is one process alone
             write_traces(path, after_update(read_traces(path), model, args, state.global_step))
 
     def on_train_end(self, args, state, control, **kwargs):
