@@ -170,6 +170,7 @@ class PPOTrainer(EvaluatingTrainer):
         inputs = [
             {**sequence(micro), "batch": micro, "pieces": n} for micro, n in zip(micro_batches, pieces, strict=True)
         ]
+        self._step_meter = Meter()  # that of a step which float16's scaler left out is still there
         self._step_began = time.perf_counter()
         return inputs, MiniBatchSize(tokens, completions)
 

@@ -632,13 +632,13 @@ def test_policy_loss_and_its_gradient_by_hand(ratio, advantage, options, loss, g
 
 
 def test_clip_fractions_by_hand():
-    ratios = (1.5, 1.5, 0.5, 0.5, 1.1, 5.0, 5.0)
+    ratios = (1.5, 1.5, 0.5, 0.5, 1.1, 5.0, 5.0, 5.0, 0.5)
     logprobs, old_logprobs = at_ratio(*ratios)
-    advantages = double([1, -1, 1, -1, 1, -1, 1])
+    advantages = double([1, -1, 1, -1, 1, -1, 1, 0, 0])
     low, high, dual = clip_fractions(logprobs, old_logprobs, advantages, dual_clip=3.0)
-    assert low.equal(bits("0001000"))
-    assert high.equal(bits("1000001"))
-    assert dual.equal(bits("0000010"))
+    assert low.equal(bits("000100000"))
+    assert high.equal(bits("100000100"))
+    assert dual.equal(bits("000001000"))
     assert not clip_fractions(logprobs, old_logprobs, advantages).dual.any()
 
 

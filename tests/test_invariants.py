@@ -338,6 +338,19 @@ def test_target_kl_ends_a_rollout_early(make_trainer):
     assert len(keep.rollouts) == 4, "the first step of a rollout has KL 0, the second passes the limit"
 
 
+def test_a_step_that_was_not_made_does_not_count_for_target_kl(make_trainer):
+    """float16's scaler leaves steps out, and with them the hook that reads the measurement."""
+
+    class Leave(PPOCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            trainer._step_meter.add("policy/approx_kl", torch.full((1, 1), 1e6), torch.ones(1, 1, dtype=torch.bool))
+
+    keep = Keep()
+    trainer = make_trainer({"target_kl": 1e3}, callbacks=[keep, Leave()])
+    trainer.train()
+    assert len(keep.rollouts) == 2
+
+
 def test_masked_truncated_completions_keep_their_credit_out_of_the_loss_only(make_trainer):
     keep = Keep()
     trainer = make_trainer({"mask_truncated_completions": True}, model=tiny_model(seed=1), callbacks=[keep])
