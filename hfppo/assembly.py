@@ -5,13 +5,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from peft import PeftConfig, PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hfppo.config import PPOConfig
 from hfppo.critic import find_critic
-from hfppo.data import RESERVED_COLUMNS, Prompts, named, prepare_prompts
+from hfppo.data import RESERVED_COLUMNS, Prompts, named, prepare_prompts, short_prompts
 from hfppo.generation import eos_token_ids
 from hfppo.loading import check_architecture, check_model, load_model, load_reference, load_tokenizer, take_apart
 from hfppo.model import ActorCritic
@@ -19,6 +19,7 @@ from hfppo.reward_contract import unwrapped
 from hfppo.reward_model import RewardAdapter, load_reward_funcs
 from hfppo.reward_server import RewardServer
 from hfppo.rewards import RewardFunctions
+from hfppo.stream import PromptStream
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Parts:
     eos_ids: list[int]
     rewards: RewardFunctions
     peft_config: PeftConfig
-    train_prompts: Prompts | None
+    train_prompts: Prompts | PromptStream | None
     eval_prompts: dict[str | None, Prompts]  # by name; None: the only one
 
 
@@ -38,7 +39,7 @@ def assemble(
     model: str | PreTrainedModel | PeftModel,
     reward_funcs: Any,
     args: PPOConfig,
-    train_dataset: Dataset | None,
+    train_dataset: Dataset | IterableDataset | None,
     eval_dataset: Dataset | dict[str, Dataset] | None,
     tokenizer: PreTrainedTokenizerBase | None,
     peft_config: PeftConfig | None,
@@ -60,22 +61,27 @@ def assemble(
             f"processing_class is a {type(tokenizer).__name__} and no tokenizer; give one loaded by AutoTokenizer, or "
             "a processor's tokenizer"
         )
-    train_prompts = None if train_dataset is None else prompts_of(train_dataset, "train_dataset", tokenizer, args)
+    train_prompts: Prompts | PromptStream | None = None
+    if isinstance(train_dataset, IterableDataset):
+        train_prompts = stream_of(train_dataset, tokenizer, args)
+    elif train_dataset is not None:
+        train_prompts = prompts_of(train_dataset, "train_dataset", tokenizer, args)
     eval_prompts = {
         name: prompts_of(dataset, eval_name(name), tokenizer, args) for name, dataset in named(eval_dataset).items()
     }
     loaded = load_model(model, **init_kwargs)
     check_model(loaded, peft_config)
-    prompts = {"train_dataset": train_prompts, **{eval_name(name): p for name, p in eval_prompts.items()}}
-    prompts = {name: some for name, some in prompts.items() if some is not None}
-    check_lengths(loaded, list(prompts.values()), args)
+    prompts: dict[str, Prompts | PromptStream] = {} if train_prompts is None else {"train_dataset": train_prompts}
+    prompts |= {eval_name(name): some for name, some in eval_prompts.items()}
+    check_lengths(loaded, max((some.longest for some in prompts.values()), default=0), args)
     eos_ids = eos_token_ids(tokenizer, loaded.generation_config)
-    check_ids(loaded, prompts, eos_ids)
+    known = {name: some.head for name, some in prompts.items()}
+    check_ids(loaded, known, eos_ids)
     reference = load_reference(ref_model, **init_kwargs)
     reward_kwargs = {"device_map": str(args.device), **cast(dict[str, Any], args.reward_model_init_kwargs or {})}
     funcs = load_reward_funcs(reward_funcs, reward_tokenizers, loaded.config.name_or_path, **reward_kwargs)
     rewards = RewardFunctions(funcs, args.reward_weights)
-    check_calls(rewards, prompts)
+    check_calls(rewards, known)
     critic_source = find_critic(critic) if args.needs_critic else None
     actor = take_apart(loaded, peft_config)
     for func in map(unwrapped, rewards.funcs):
@@ -136,14 +142,13 @@ def check_calls(rewards: RewardFunctions, prompts: dict[str, Prompts]) -> None:
                 continue
 
 
-def check_lengths(model: PreTrainedModel | PeftModel, prompts: list[Prompts], args: PPOConfig) -> None:
+def check_lengths(model: PreTrainedModel | PeftModel, longest: int, args: PPOConfig) -> None:
     """Refuse prompts and completions that together need more positions than the model has.
 
     Raises:
         ValueError: names the lengths and the fields.
     """
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    longest = max((len(ids) for some in prompts for ids in some.ids), default=0)
     if positions is not None and longest + args.max_completion_length > positions:
         raise ValueError(
             f"the longest prompt has {longest} tokens and max_completion_length={args.max_completion_length}, more "
@@ -161,3 +166,22 @@ def prompts_of(dataset: Dataset, name: str, tokenizer: PreTrainedTokenizerBase, 
         cast(dict[str, Any] | None, args.chat_template_kwargs),
         name,
     )
+
+
+def stream_of(dataset: IterableDataset, tokenizer: PreTrainedTokenizerBase, args: PPOConfig) -> PromptStream:
+    """A stream's prompts as the configuration has them.
+
+    Raises:
+        ValueError: the length of the run, or of the longest prompt, which only the end of the stream would tell, is
+            not set.
+    """
+    if args.max_steps <= 0:
+        raise ValueError("train_dataset is a stream, whose length is not known; set max_steps or total_episodes")
+    if (longest := args.max_prompt_length) is None:
+        raise ValueError("train_dataset is a stream, whose longest prompt is not known; set max_prompt_length")
+    options = cast(dict[str, Any] | None, args.chat_template_kwargs)
+
+    def prepare(rows: Dataset, name: str) -> Prompts:
+        return short_prompts(rows, tokenizer, longest, args.overlong_prompts, options, name)
+
+    return PromptStream(dataset, prepare, longest)

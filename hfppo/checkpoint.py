@@ -20,6 +20,7 @@ from hfppo.metrics import Meter
 from hfppo.model import ActorCritic
 from hfppo.rollout import Rollout
 from hfppo.state import PPOState
+from hfppo.stream import PromptStream
 
 logger = logging.getLogger(__name__)
 
@@ -42,13 +43,13 @@ def state_file(checkpoint: str | Path, process: int) -> Path:
 
 def describe_run(
     args: PPOConfig,
-    prompts: Prompts | None,
+    prompts: Prompts | PromptStream | None,
     model: ActorCritic,
     peft_config: PeftConfig,
     reward_funcs: list[str],
 ) -> dict[str, Any]:
     """What a checkpoint must share with the run that goes on with it, and below "settings" what it had better."""
-    digest = hashlib.sha256(json.dumps(prompts.ids).encode()).hexdigest() if prompts is not None else None
+    digest = hashlib.sha256(json.dumps(prompts.head.ids).encode()).hexdigest() if prompts is not None else None
     inherited = {f.name for f in fields(TrainingArguments)}
     values = json.loads(json.dumps(args.to_dict(), default=str))  # without secrets, and with dtypes as text
     own = {f.name: values[f.name] for f in fields(args) if f.name not in inherited and f.name not in STRUCTURE}

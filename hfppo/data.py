@@ -39,6 +39,20 @@ class Prompts:
     def __getitem__(self, index: int) -> tuple[dict[str, Any], list[int]]:
         return self.rows[index], self.ids[index]
 
+    @property
+    def head(self) -> "Prompts":
+        """Those that are known before the run."""
+        return self
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest."""
+        return max(map(len, self.ids), default=0)
+
+    def at(self, positions: range, seed: int) -> list[tuple[dict[str, Any], list[int]]]:
+        """The rows and token ids at some positions of the endless stream of shuffled epochs."""
+        return [self[index] for index in prompt_indices(positions, len(self), seed)]
+
 
 def prepare_prompts(
     dataset: Dataset,
@@ -56,8 +70,32 @@ def prepare_prompts(
         name: what the errors call the dataset.
     Raises:
         TypeError: not a `datasets.Dataset`.
-        ValueError: no rows, no "prompt" column, prompts of mixed or unknown types, that the tokenizer cannot render,
-            or none short enough.
+        ValueError: as `short_prompts`, or none is short enough.
+    """
+    prompts = short_prompts(dataset, tokenizer, max_length, overlong, chat_template_kwargs, name)
+    if not len(prompts):
+        number = f"{len(dataset)} of {len(dataset)} prompts in {name}"
+        raise ValueError(
+            f"{number} are longer than max_prompt_length={max_length} tokens: none is left; raise max_prompt_length "
+            "or set overlong_prompts='truncate'"
+        )
+    return prompts
+
+
+def short_prompts(
+    dataset: Dataset,
+    tokenizer: PreTrainedTokenizerBase,
+    max_length: int | None,
+    overlong: str,
+    chat_template_kwargs: Mapping[str, Any] | None,
+    name: str,
+) -> Prompts:
+    """As `prepare_prompts`, and perhaps none.
+
+    Raises:
+        TypeError: not a `datasets.Dataset`.
+        ValueError: no rows, no "prompt" column, prompts of mixed or unknown types, or that the tokenizer cannot
+            render.
     """
     if not isinstance(dataset, Dataset):
         raise TypeError(f"{name} must be a datasets.Dataset, got {type(dataset).__name__}; {as_dataset(dataset)}")
@@ -82,8 +120,6 @@ def prepare_prompts(
     if overlong == "truncate":
         logger.warning("%s tokens and lose their beginning", number)
         return Prompts(dataset, [tokens[-max_length:] for tokens in ids], conversational)
-    if not short:
-        raise ValueError(f"{number} tokens: none is left; raise max_prompt_length or set overlong_prompts='truncate'")
     logger.warning("%s tokens and are dropped", number)
     return Prompts(dataset.select(short), [ids[row] for row in short], conversational)
 
@@ -93,9 +129,7 @@ def as_dataset(given: Any) -> str:
     if isinstance(given, dict):
         return f"take one of its splits, of {', '.join(map(str, given))}"
     if isinstance(given, IterableDataset):
-        return (
-            "rollouts are drawn from all rows: Dataset.from_list(list(stream.take(10_000))) keeps a part of a stream"
-        )
+        return "all of it is completed each time: Dataset.from_list(list(stream.take(1_000))) keeps a part of a stream"
     return "Dataset.from_list([{'prompt': ...}]) makes one from a list"
 
 

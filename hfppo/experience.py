@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase, TrainerState
 
 from hfppo import functional as F
 from hfppo.config import PPOConfig
-from hfppo.data import Prompts, pad_left, prompt_indices
+from hfppo.data import Prompts, pad_left
 from hfppo.functional.advantages import GROUP_ESTIMATORS
 from hfppo.generation import Completions, Sampler
 from hfppo.layout import rows_at_once
@@ -24,6 +24,7 @@ from hfppo.rewards import RewardFunctions, Scored
 from hfppo.rollout import Rollout, Transcript, stream_seed
 from hfppo.rollout_metrics import measure_rollout, measure_scores
 from hfppo.state import PPOState, RunningMoments
+from hfppo.stream import PromptStream
 
 SAMPLING_STREAM, EVAL_STREAM = 2, 3  # name the random draws of this module among those of a seed
 
@@ -59,15 +60,15 @@ class Collector:
     accelerator: Accelerator
     args: PPOConfig
 
-    def training_rows(self, prompts: Prompts, rollout_index: int) -> list[Row]:
+    def training_rows(self, prompts: Prompts | PromptStream, rollout_index: int) -> list[Row]:
         """This process's rows of a rollout: a function of the seed, the rollout and the process alone."""
         args = self.args
         first = (rollout_index * self.accelerator.num_processes + self.accelerator.process_index) * args.rollout_size
         groups = range(first // args.num_generations, (first + args.rollout_size) // args.num_generations)
-        indices = dict(zip(groups, prompt_indices(groups, len(prompts), args.seed), strict=True))
+        found = dict(zip(groups, prompts.at(groups, args.seed), strict=True))
         return [
             Row(
-                *prompts[indices[number // args.num_generations]],
+                *found[number // args.num_generations],
                 group=number // args.num_generations,
                 seed=stream_seed(args.seed, SAMPLING_STREAM, number),
             )

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from peft import PeftConfig, PeftModel
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -28,6 +28,7 @@ from hfppo.card import write_card
 from hfppo.checkpoint import check_checkpoint, describe_run, load_ppo_state, save_ppo_state
 from hfppo.compilation import compile_layers
 from hfppo.config import PPOConfig
+from hfppo.data import Prompts
 from hfppo.evaluation import EvaluatingTrainer
 from hfppo.experience import Collector
 from hfppo.functional import token_kl
@@ -81,7 +82,7 @@ class PPOTrainer(EvaluatingTrainer):
         model: str | PreTrainedModel | PeftModel,
         reward_funcs: RewardFunc | str | PreTrainedModel | Sequence[RewardFunc | str | PreTrainedModel],
         args: PPOConfig | None = None,
-        train_dataset: Dataset | None = None,
+        train_dataset: Dataset | IterableDataset | None = None,
         eval_dataset: Dataset | dict[str, Dataset] | None = None,
         processing_class: PreTrainedTokenizerBase | None = None,
         peft_config: PeftConfig | None = None,
@@ -142,10 +143,12 @@ class PPOTrainer(EvaluatingTrainer):
         """
         if self._train_prompts is None:
             raise ValueError("train_dataset is missing; PPOTrainer.train needs prompts")
-        completions = len(self._train_prompts) * self.args.num_generations
-        rollouts = max(1, completions // (self.args.rollout_size * self.args.world_size))
-        ticks = rollouts * self.args.updates_per_rollout * self.args.gradient_accumulation_steps
-        return DataLoader(cast(Any, range(ticks)), batch_size=1)
+        steps = self.args.max_steps  # of a stream, whose end is not known, the run is the epoch
+        if isinstance(self._train_prompts, Prompts):
+            completions = len(self._train_prompts) * self.args.num_generations
+            rollouts = max(1, completions // (self.args.rollout_size * self.args.world_size))
+            steps = rollouts * self.args.updates_per_rollout
+        return DataLoader(cast(Any, range(steps * self.args.gradient_accumulation_steps)), batch_size=1)
 
     def get_batch_samples(
         self, epoch_iterator: Iterator, num_batches: int, device: torch.device
@@ -382,7 +385,7 @@ class PPOTrainer(EvaluatingTrainer):
         if self.is_world_process_zero():
             rewards, prompts = self.collector.rewards, self._train_prompts
             weights = dict(zip(rewards.names, rewards.weights, strict=True))
-            chat = prompts is not None and prompts.conversational
+            chat = prompts is not None and prompts.head.conversational
             write_card(
                 self.args.output_dir, self.model, self.args, self.state, weights, self.hub_model_id, chat, **given
             )

@@ -295,7 +295,16 @@ TABLE: dict[str, dict[str, Case]] = {
         ),
         "a list": trained(lambda: {"train_dataset": [{"prompt": "1+1="}]}),
         "several splits": trained(lambda: {"train_dataset": DatasetDict(train=PROMPTS, test=PROMPTS)}),
-        "a stream": trained(lambda: {"train_dataset": PROMPTS.to_iterable_dataset()}),
+        "a stream without an end of the run": trained(
+            lambda: {"train_dataset": PROMPTS.to_iterable_dataset()}, max_steps=-1
+        ),
+        "a stream of prompts of any length": trained(
+            lambda: {"train_dataset": PROMPTS.to_iterable_dataset()}, max_prompt_length=None
+        ),
+        "a stream of prompts that are all too long": trained(
+            lambda: {"train_dataset": PROMPTS.to_iterable_dataset()}, max_prompt_length=3
+        ),
+        "a stream to evaluate on": trained(lambda: {"eval_dataset": PROMPTS.to_iterable_dataset()}),
         "all prompts too long": data("1+1=", "1+2=", max_prompt_length=3),
         "a bad evaluation set": trained(lambda: {"eval_dataset": {"hard": Dataset.from_dict({"prompt": []})}}),
         "none to train on": trained(lambda: {"train_dataset": None}),

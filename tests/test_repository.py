@@ -35,6 +35,7 @@ ALLOWED = {
     "memory": {"config", "crash_safe"},
     "nonfinite": {"checkpoint", "config", "crash_safe", "metrics", "rollout"},
     "data": {"rollout"},
+    "stream": {"data"},
     "compilation": set(),
     "config": {"config_checks", "functional"},
     "config_checks": {"functional"},
@@ -70,15 +71,15 @@ ALLOWED = {
             "model",
             "nonfinite",
         ),
-        *("rewards", "rollout_metrics", "state"),
+        *("rewards", "rollout_metrics", "state", "stream"),
     },
     "crash_safe": {"hub"},
     "evaluation": {"assembly", "config", "crash_safe", "data", "experience", "memory", "metrics"},
     "assembly": {
         *("config", "critic", "data", "generation", "loading", "model"),
-        *("reward_contract", "reward_model", "reward_server", "rewards"),
+        *("reward_contract", "reward_model", "reward_server", "rewards", "stream"),
     },
-    "checkpoint": {"config", "critic", "data", "metrics", "model", "rollout", "state"},
+    "checkpoint": {"config", "critic", "data", "metrics", "model", "rollout", "state", "stream"},
 }
 ANYTHING = {"trainer", "__init__"}
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import count_digits, trained_state
+from datasets import Dataset
 from peft.utils import get_peft_model_state_dict
 from safetensors.torch import load_file
 
@@ -21,11 +22,16 @@ CONFIG = {
     "logging_steps": 3,
     "weight_decay": 0.01,
 }
+STREAM = Dataset.from_list(
+    [{"prompt": f"请问{a}+{b}="} for a in range(2) for b in range(3, 9)]
+)  # two rollouts need more
+STREAM = STREAM.to_iterable_dataset().shuffle(seed=1, buffer_size=4)
 VARIANTS = {
     "adapter critic, adaptive KL, metrics not yet logged": ({}, {"critic": "adapter", "kl": True}),
     "shared critic, warmup": ({"critic_warmup": 2}, {"critic": "shared"}),
     "stopped by target_kl, bypass": ({"target_kl": 0.02, "policy_mode": "bypass"}, {}),
     "normalised and clipped scores": ({"normalize_scores": True, "reward_clip": 1.0}, {}),
+    "a stream, read again from its start": ({"max_prompt_length": 10}, {"train_dataset": STREAM}),
     "groups without a critic": ({"advantage_estimator": "grpo", "num_generations": 2}, {}),
 }
 

@@ -1,0 +1,70 @@
+"""Prompts from a dataset that is read while the run goes on."""
+
+from collections.abc import Callable, Iterator
+from itertools import count
+from typing import Any
+
+from datasets import Dataset, IterableDataset
+
+from hfppo.data import Prompts
+
+CHUNK = 256  # rows that are read, checked and tokenised at once
+
+
+class PromptStream:
+    """The prompts of a `datasets.IterableDataset` in its order, from its start again when it ends.
+
+    What stands at a position follows from the dataset alone, so there is no state to save: a resumed run reads up to
+    where it was. Each process reads all rows and keeps its own.
+
+    Args:
+        dataset: shuffled by its own `shuffle`; each pass through it is an epoch of its `set_epoch`.
+        prepare: makes prompts of some rows, of which there may be none left; takes what errors call them as well.
+        longest: tokens that a prompt may have.
+
+    Raises:
+        ValueError: of `prepare`, or a pass without a prompt.
+    """
+
+    def __init__(self, dataset: IterableDataset, prepare: Callable[[Dataset, str], Prompts], longest: int):
+        self.dataset, self.prepare, self.longest = dataset, prepare, longest
+        self._restart()
+        self.head = next(self._read())
+
+    def at(self, positions: range, seed: int) -> list[tuple[dict[str, Any], list[int]]]:
+        """The rows and token ids at some positions; `seed` is for datasets that are shuffled here."""
+        if positions.start < self._passed:
+            self._restart()
+        while self._passed + len(self._held) < positions.stop:
+            self._forget(positions.start)
+            prompts = next(self._chunks)
+            self._held += [prompts[i] for i in range(len(prompts))]
+        self._forget(positions.start)
+        return self._held[: len(positions)]
+
+    def _restart(self) -> None:
+        self._chunks = self._read()
+        self._held: list[tuple[dict[str, Any], list[int]]] = []
+        self._passed = 0  # prompts before those that are held
+
+    def _forget(self, start: int) -> None:
+        """What is held of the prompts before a position."""
+        gone = min(start - self._passed, len(self._held))
+        del self._held[:gone]
+        self._passed += gone
+
+    def _read(self) -> Iterator[Prompts]:
+        """Some prompts after the others, for ever."""
+        for epoch in count():
+            self.dataset.set_epoch(epoch)
+            rows = found = 0
+            for batch in self.dataset.iter(CHUNK):
+                prompts = self.prepare(Dataset.from_dict(batch), f"train_dataset, from row {rows},")
+                rows, found = rows + len(next(iter(batch.values()))), found + len(prompts)
+                if len(prompts):
+                    yield prompts
+            if not found:
+                raise ValueError(
+                    f"train_dataset gave {rows} rows and no prompt of at most {self.longest} tokens; give it some, "
+                    "raise max_prompt_length, or set overlong_prompts='truncate'"
+                )

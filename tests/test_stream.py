@@ -1,0 +1,77 @@
+"""Prompts of a stream: in its order, each once per pass, checked as they come, the same for every process."""
+
+import pytest
+from conftest import count_digits
+from datasets import Dataset, IterableDataset
+
+from hfppo import stream
+from hfppo.data import Prompts, short_prompts
+from hfppo.stream import PromptStream
+
+
+def prompts_of(texts: list[str], tokenizer, longest: int = 6) -> PromptStream:
+    def prepare(rows: Dataset, name: str) -> Prompts:
+        return short_prompts(rows, tokenizer, longest, "drop", None, name)
+
+    return PromptStream(Dataset.from_dict({"prompt": texts}).to_iterable_dataset(), prepare, longest)
+
+
+def texts_at(made: PromptStream, *positions: int) -> list[str]:
+    return [row["prompt"] for row, _ in made.at(range(*positions), seed=0)]
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 3, 256])
+def test_a_stream_is_read_in_its_order_and_again(monkeypatch, tokenizer, chunk):
+    monkeypatch.setattr(stream, "CHUNK", chunk)
+    texts = [f"{n}+{n}=" for n in range(5)]
+    made = prompts_of(texts, tokenizer)
+    assert texts_at(made, 0, 3) == texts[:3]
+    assert texts_at(made, 3, 7) == texts[3:] + texts[:2]
+    assert texts_at(made, 9, 11) == [texts[4], texts[0]], "another process had the ones between"
+    assert texts_at(made, 9, 11) == [texts[4], texts[0]]
+    assert texts_at(made, 1, 2) == [texts[1]], "a run that is trained anew starts anew"
+    row, ids = made.at(range(2, 3), seed=0)[0]
+    assert ids == tokenizer(row["prompt"])["input_ids"]
+
+
+@pytest.mark.parametrize("chunk", [2, 256])
+def test_prompts_that_are_too_long_do_not_count(monkeypatch, tokenizer, chunk):
+    monkeypatch.setattr(stream, "CHUNK", chunk)
+    made = prompts_of(["12345678", "12345679", "1+1=", "12345670", "2+2="], tokenizer)
+    assert texts_at(made, 0, 5) == ["1+1=", "2+2=", "1+1=", "2+2=", "1+1="]
+
+
+def test_every_pass_is_an_epoch_of_the_dataset(tokenizer):
+    """Whose shuffle takes another order then."""
+    rows = Dataset.from_dict({"prompt": [f"{n}+{m}=" for n in range(5) for m in range(5)]})
+    shuffled = rows.to_iterable_dataset().shuffle(seed=3, buffer_size=100)
+    made = PromptStream(shuffled, lambda part, name: short_prompts(part, tokenizer, 9, "drop", None, name), 9)
+    first, second = texts_at(made, 0, 25), texts_at(made, 25, 50)
+    assert sorted(first) == sorted(second) == sorted(rows["prompt"])
+    assert first != second
+
+
+def test_a_bad_row_is_named_when_it_comes(make_trainer):
+    def rows():
+        yield from ({"prompt": f"{n % 10}+1="} for n in range(300))
+        yield {"prompt": None}
+
+    trainer = make_trainer(
+        {"max_steps": 400, "max_prompt_length": 10}, train_dataset=IterableDataset.from_generator(rows)
+    )
+    with pytest.raises(ValueError, match=r"train_dataset, from row 256, .*row 44"):
+        trainer.collector.training_rows(trainer._train_prompts, 40)
+
+
+def test_columns_of_a_stream_reach_the_reward_functions(make_trainer):
+    seen = []
+
+    def reward(completions, answer, **kwargs):
+        seen.extend(answer)
+        return count_digits(completions)
+
+    data = Dataset.from_list([{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(4)]).to_iterable_dataset()
+    trainer = make_trainer({"max_steps": 4, "max_prompt_length": 10}, reward_funcs=reward, train_dataset=data)
+    trainer.train()
+    assert seen == ["1", "2", "3", "4"] * 2
+    assert trainer.state.epoch == 1.0
