@@ -77,7 +77,7 @@ def draw_picture(drawn: Drawn, title: str, file: Path) -> None:
         draw_panel(axes, panel, lines)
         if number > len(drawn) - columns:
             axes.set_xlabel("optimiser step", fontsize=8)
-    figure.savefig(file)
+    figure.savefig(file, pil_kwargs={"compress_level": 1})  # a tenth larger than by default, in a fifth less time
 
 
 def draw_panel(axes: Any, panel: Panel, lines: list[Line]) -> None:

@@ -38,6 +38,7 @@ def test_a_stream_is_read_in_its_order_and_again(monkeypatch, tokenizer, chunk):
 def test_prompts_that_are_too_long_do_not_count(monkeypatch, tokenizer, chunk):
     monkeypatch.setattr(stream, "CHUNK", chunk)
     made = prompts_of(["12345678", "12345679", "1+1=", "12345670", "2+2="], tokenizer)
+    assert made.head[0][0]["prompt"] == "1+1="
     assert texts_at(made, 0, 5) == ["1+1=", "2+2=", "1+1=", "2+2=", "1+1="]
 
 
