@@ -1,27 +1,42 @@
 """`torch_compile`: what is compiled, and when."""
 
+from typing import Any
+
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DynamoBackend
 from torch import nn
+from transformers import TrainingArguments
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-# Graphs of a layer: with gradient and without, adapter on and off, actor's and critic's, one length and any length.
+# Graphs of a layer: with gradient and without, adapter on and off, actor's and critic's.
 GRAPHS = 32
 
 
-def compile_layers(model: nn.Module, accelerator: Accelerator) -> None:
-    """Compile the layers of actor, critic and reference in place, where accelerate is asked to compile a model.
+def compile_layers(model: nn.Module, accelerator: Accelerator, args: TrainingArguments) -> None:
+    """Compile the layers of actor, critic and reference in place, where Trainer or accelerate is asked to compile.
 
-    It would wrap the whole model, which the passes of a rollout do not go through, and whose output head, which takes
-    its gradient in the forward already, is no graph. Layers share their graphs, and compile in less time.
+    accelerate would wrap the whole model. The passes of a rollout do not go through that wrapper, and the output head,
+    which takes its gradient in the forward already, is no graph. Layers share their graphs, and compile in less time.
+
+    Raises:
+        ValueError: the architecture has no layers that are known as such.
     """
     plugin = accelerator.state.dynamo_plugin
-    if plugin.backend == DynamoBackend.NO:
+    if args.torch_compile:  # the plugin is one for all trainers of a process, and what follows turns it off
+        options: dict[str, Any] = {"backend": args.torch_compile_backend, "mode": args.torch_compile_mode}
+    elif plugin.backend != DynamoBackend.NO:  # accelerate launch --dynamo_backend
+        options = plugin.to_kwargs()
+    else:
         return
-    options = {**plugin.to_kwargs(), "dynamic": True}  # graphs that do not depend on the order in which lengths come
     plugin.backend = DynamoBackend.NO
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not layers:
+        raise ValueError(
+            "torch_compile finds no layers: the architecture does not build them on transformers' "
+            "GradientCheckpointingLayer; set torch_compile=False"
+        )
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, GRAPHS)
-    for module in model.modules():
-        if isinstance(module, GradientCheckpointingLayer):  # transformers' class of a layer
-            module.compile(**options)
+    for layer in layers:
+        # Graphs that do not depend on the order in which lengths come, which a resumed run does not share.
+        layer.compile(**{**options, "dynamic": True})

@@ -20,6 +20,7 @@ from hfppo.memory import explained_memory
 from hfppo.metrics import Meter
 from hfppo.model import ActorCritic
 from hfppo.nonfinite import check_rollout
+from hfppo.output_head import is_sharded
 from hfppo.rewards import RewardFunctions, Scored
 from hfppo.rollout import Rollout, Transcript, stream_seed
 from hfppo.rollout_metrics import measure_rollout, measure_scores
@@ -215,7 +216,9 @@ class Collector:
         input_ids = torch.cat([prompt_ids, completions.ids], dim=1)
         needs_old, lengths = args.policy_mode != "bypass", attention_mask.sum(dim=1)
         order = lengths.argsort(descending=True, stable=True)  # of one length, little padding
-        size = rows_at_once(args.local_rollout_forward_batch_size, int(lengths.max()), input_ids.device)
+        size = args.local_rollout_forward_batch_size
+        if not is_sharded(self.model):  # which wants as many forwards from every process
+            size = rows_at_once(size, int(lengths.max()), input_ids.device)
         parts = []
         for rows in order.split(size):
             inputs = {

@@ -65,7 +65,7 @@ def can_pack(model: Any) -> bool:
 
 def rows_at_once(most: int, width: int, device: torch.device) -> int:
     """How many rows of `width` tokens a forward without gradient takes best: at most `most`."""
-    return most if device.type != "cpu" else min(most, max(1, CPU_TOKENS // width))
+    return most if device.type != "cpu" else min(most, max(1, CPU_TOKENS // max(1, width)))
 
 
 def hidden_states(trunk: nn.Module, layout: Layout) -> Tensor:

@@ -58,13 +58,15 @@ def token_logprobs(
             return logprobs, -(distribution.exp() * distribution).sum(dim=-1)
 
     size = max(1, MAX_LOGITS // model.config.get_text_config().vocab_size)
-    if torch.is_grad_enabled() and hidden.requires_grad and not is_constant(model.get_output_embeddings()):
+    if not torch.is_grad_enabled():
+        hidden = hidden.detach()  # no gradient is to be taken
+    elif not is_constant(model.get_output_embeddings()):
         pieces = zip(hidden.split(size), tokens.split(size), strict=True)
         parts = [checkpoint(head, *piece, use_reentrant=False) for piece in pieces]
-        outputs = [torch.cat(part) for part in zip(*parts, strict=True)]
-    else:
-        outputs = cast(list[Tensor], GradientAhead.apply(head, size, entropy, hidden, tokens))
-    return outputs[0], None if entropy == "none" else outputs[1]
+        logprobs, *rest = (torch.cat(part) for part in zip(*parts, strict=True))
+        return logprobs, rest[0] if rest else None
+    logprobs, *rest = cast(tuple[Tensor, ...], GradientAhead.apply(head, size, entropy, hidden, tokens))
+    return logprobs, rest[0] if rest else None
 
 
 def is_sharded(module: nn.Module) -> bool:

@@ -68,6 +68,8 @@ class RewardModel:
     @torch.no_grad()
     def score(self, texts: list[str], add_special_tokens: bool = True) -> list[float]:
         """The scores of some texts; of one longer than the model's positions, the end is read: the completion."""
+        if not texts:
+            return []
         encoded = self.tokenizer(
             texts,
             add_special_tokens=add_special_tokens,
@@ -75,6 +77,8 @@ class RewardModel:
             max_length=self.max_length,
         )
         ids = [torch.tensor(row) for row in encoded["input_ids"]]
+        if empty := [text for text, row in zip(texts, ids, strict=True) if not len(row)]:
+            raise ValueError(f"reward model {self.__name__} cannot score {empty[0]!r}: the text has no tokens")
         lengths, scores = torch.tensor([len(row) for row in ids]), torch.empty(len(ids))
         size = rows_at_once(self.batch_size, int(lengths.max()), next(self.model.parameters()).device)
         for rows in lengths.argsort(descending=True).split(size):

@@ -18,7 +18,8 @@ class PromptStream:
     where it was. Each process reads all rows and keeps its own.
 
     Args:
-        dataset: shuffled by its own `shuffle`; each pass through it is an epoch of its `set_epoch`.
+        dataset: the same in every process, shuffled by its own `shuffle(seed=...)`; each pass is an epoch of its
+            `set_epoch`.
         prepare: makes prompts of some rows, of which there may be none left; takes what errors call them as well.
         longest: tokens that a prompt may have.
 
@@ -38,6 +39,8 @@ class PromptStream:
         while self._passed + len(self._held) < positions.stop:
             self._forget(positions.start)
             prompts = next(self._chunks)
+            if prompts.conversational != self.head.conversational:
+                raise ValueError("train_dataset mixes prompts of text and of messages; use one kind")
             self._held += [prompts[i] for i in range(len(prompts))]
         self._forget(positions.start)
         return self._held[: len(positions)]
@@ -59,7 +62,12 @@ class PromptStream:
             self.dataset.set_epoch(epoch)
             rows = found = 0
             for batch in self.dataset.iter(CHUNK):
-                prompts = self.prepare(Dataset.from_dict(batch), f"train_dataset, from row {rows},")
+                where = f"train_dataset, from row {rows},"
+                try:
+                    chunk = Dataset.from_dict(batch, features=self.dataset.features)
+                except (TypeError, ValueError) as error:  # pyarrow's
+                    raise ValueError(f"{where} has a column of several types: {error}; give it one") from error
+                prompts = self.prepare(chunk, where)
                 rows, found = rows + len(next(iter(batch.values()))), found + len(prompts)
                 if len(prompts):
                     yield prompts

@@ -116,7 +116,7 @@ class PPOTrainer(EvaluatingTrainer):
             compute_metrics=compute_metrics,
         )
         check_engine(self.accelerator, parts.model.critic, parts.rewards.funcs, args)
-        compile_layers(parts.model, self.accelerator)
+        compile_layers(parts.model, self.accelerator, args)
         self.collector = Collector(
             model=parts.model,
             sampler=make_sampler(parts.model, parts.eos_ids, parts.tokenizer.pad_token_id, args, self.accelerator),

@@ -20,6 +20,7 @@ def new_graphs():
 
 
 def logged(make_trainer, **config) -> list[dict[str, float]]:
+    make_trainer({**CONFIG, **config}, model=tiny_model(num_hidden_layers=1))  # another in the same process
     trainer = make_trainer({**CONFIG, **config}, model=tiny_model(num_hidden_layers=1))
     trainer.train()
     assert trainer.model_wrapped is trainer.model

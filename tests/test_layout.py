@@ -104,6 +104,13 @@ def test_chunked_head_has_the_gradients_of_plain_logits(monkeypatch, entropy, tr
         assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
+def test_a_head_that_trains_alone_has_a_gradient():
+    """Its hidden states have none."""
+    made = actor(peft_config=LoraConfig(r=4, target_modules=["lm_head"], task_type="CAUSAL_LM"), critic=None)
+    made(IDS, ATTENTION, MASK).logprobs.sum().backward()
+    assert all(float(p.grad.abs().max()) > 0 for p in made.actor_parameters())
+
+
 @pytest.mark.parametrize("lengths", [[9, 9, 8, 3, 2, 1, 1], [5], [4, 4, 4, 4], [100, 1, 1, 1, 1, 1]])
 def test_the_largest_micro_batch_is_as_small_as_can_be(lengths):
     for num in range(1, len(lengths) + 1):

@@ -64,6 +64,26 @@ def test_a_bad_row_is_named_when_it_comes(make_trainer):
         trainer.collector.training_rows(trainer._train_prompts, 40)
 
 
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (
+            [{"prompt": "1+1="}, {"prompt": [{"role": "user", "content": "1"}]}],
+            "mixes prompts of text and of messages",
+        ),
+        ([{"prompt": "1+1=", "n": 1}, {"prompt": "1+1=", "n": "x"}], "from row 0, has a column of several types"),
+    ],
+)
+def test_rows_of_several_kinds_are_refused(monkeypatch, tokenizer, rows, message):
+    monkeypatch.setattr(stream, "CHUNK", 1 if "mixes" in message else 2)
+
+    def prepare(part: Dataset, name: str) -> Prompts:
+        return short_prompts(part, tokenizer, 20, "drop", None, name)
+
+    with pytest.raises(ValueError, match=message):
+        PromptStream(IterableDataset.from_generator(lambda: iter(rows)), prepare, 20).at(range(2), seed=0)
+
+
 def test_columns_of_a_stream_reach_the_reward_functions(make_trainer):
     seen = []
 
