@@ -134,9 +134,14 @@ class PrintCompletionsCallback(PPOCallback):
         folder = Path(args.output_dir) / "completions"
         folder.mkdir(parents=True, exist_ok=True)
         everything.to_pandas().to_parquet(folder / f"completions_{columns['step'][0]:05d}.parquet")
-        for name in {"wandb", "trackio"} & set(args.report_to):
-            tracker = import_module(name)
-            tracker.log({"completions": tracker.Table(dataframe=everything.to_pandas())})
+        log_table(args, "completions", everything)
+
+
+def log_table(args: TrainingArguments, name: str, rows: Dataset) -> None:
+    """Give a table to the trackers that Trainer reports to and that take tables, W&B and trackio."""
+    for module in {"wandb", "trackio"} & set(args.report_to):
+        tracker = import_module(module)
+        tracker.log({name: tracker.Table(dataframe=rows.to_pandas())})
 
 
 def of_one_type(column: list) -> list:

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -45,6 +46,22 @@ def traces(folder: Path) -> dict[int, list[Trace]]:
 
 def column(trace: Trace, name: str) -> torch.Tensor:
     return torch.tensor([getattr(row, name) for row in trace.table.rows])
+
+
+@pytest.mark.parametrize("report_to", [["trackio"], []])
+def test_trackers_that_are_reported_to_get_the_tokens(make_trainer, monkeypatch, tmp_path, report_to):
+    logged = []
+    tracker = SimpleNamespace(log=logged.append, Table=lambda dataframe: dataframe)
+    monkeypatch.setitem(sys.modules, "trackio", tracker)
+    trainer = make_trainer({**CONFIG, "max_steps": 4}, callbacks=[TokenTraceCallback(num_completions=2)])
+    trainer.args.report_to = report_to  # after Trainer has set up its own, which would start the real one
+    trainer.train()
+    assert len(logged) == len(report_to)
+    rows = [row for trace in traces(tmp_path / "out")[1] for row in trace.table.rows]
+    for table in (entry["traces"] for entry in logged):
+        assert set(table["rollout"]) == {1}
+        for name in ("token", "logprob", "value", "advantage", "new_logprob", "ratio", "clipped"):
+            assert list(table[name]) == [getattr(row, name) for row in rows]
 
 
 def test_traces_hold_the_trainers_own_numbers_before_and_after_the_update(make_trainer, tmp_path, tokenizer):

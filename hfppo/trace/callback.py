@@ -3,7 +3,9 @@
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from hfppo.callbacks import PPOCallback
+from datasets import Dataset
+
+from hfppo.callbacks import PPOCallback, log_table
 from hfppo.output_head import is_sharded
 from hfppo.rollout import Rollout
 from hfppo.trace.page import write_page
@@ -22,8 +24,9 @@ class TokenTraceCallback(PPOCallback):
     """Records what actor, reference, reward and critic say about single completions, before and after the update.
 
     Each traced rollout has a file of JSON lines in `output_dir/_traces`. When training ends, `index.html` beside them
-    shows them all; `python -m hfppo.trace OUTPUT_DIR` makes that page at any time. Only the main process writes. Where
-    FSDP2 or ZeRO-3 shard the model, what the update did is left out.
+    shows them all; `python -m hfppo.trace OUTPUT_DIR` makes that page at any time. After the update they go as a table
+    to W&B and trackio where `report_to` names them. Only the main process writes. Where FSDP2 or ZeRO-3 shard the
+    model, what the update did is left out.
 
     Args:
         every: rollouts from one traced one to the next; the first is always traced.
@@ -77,8 +80,13 @@ class TokenTraceCallback(PPOCallback):
 
     def on_update_end(self, args, state, control, *, model, rollout, ppo_state):
         path = trace_file(args.output_dir, ppo_state.rollouts)
-        if state.is_world_process_zero and path.exists() and not is_sharded(model):  # here is one process alone
-            write_traces(path, after_update(read_traces(path), model, args, state.global_step))
+        if not (state.is_world_process_zero and path.exists()):
+            return
+        traces = read_traces(path)
+        if not is_sharded(model):  # its forward would need the other processes as well
+            traces = after_update(traces, model, args, state.global_step)
+            write_traces(path, traces)
+        log_table(args, "traces", Dataset.from_list([row for trace in traces for row in trace.token_rows()]))
 
     def on_train_end(self, args, state, control, **kwargs):
         if state.is_world_process_zero and recorded(args.output_dir):

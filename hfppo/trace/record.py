@@ -4,7 +4,7 @@ import json
 import math
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,16 @@ class Trace:
         plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "table"}
         columns = {f.name: [finite_or_text(getattr(row, f.name)) for row in self.table.rows] for f in fields(TokenRow)}
         return {**plain, "prompt": self.table.prompt, "score": finite_or_text(self.table.score), "columns": columns}
+
+    def token_rows(self) -> list[dict[str, Any]]:
+        """A row for each token, for tables of many completions."""
+        completion = {
+            "rollout": self.rollout,
+            "step": self.step,
+            "prompt": self.table.prompt,
+            "score": self.table.score,
+        }
+        return [{**completion, **asdict(row)} for row in self.table.rows]
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> "Trace":
