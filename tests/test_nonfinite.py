@@ -251,6 +251,19 @@ def test_a_skipped_step_changes_nothing(make_trainer, monkeypatch, cause):
     assert [math.isfinite(entry[shown]) for entry in logged] == [True, True, False, True, True, True]
 
 
+def test_a_step_in_pieces_is_skipped_whole(make_trainer, monkeypatch, tmp_path):
+    before = Before(3)
+    pieces = {"max_tokens_per_micro_batch": 1}  # a row each
+    config = {**CONFIG, **pieces, "save_strategy": "no", "max_steps": 4, "on_nonfinite": "skip"}
+    trainer = before.trainer = make_trainer(config, callbacks=[before])
+    break_loss(monkeypatch, "policy/loss", {9}, row=0)  # the second of four pieces of step 3
+    trainer.train()
+    assert [name for name, x in before.state.items() if not torch.equal(x, before.after[name])] == []
+    found, batches = kept(tmp_path, "step-3")
+    assert [math.isfinite(float(loss)) for loss in found["losses"]] == [True, False, True, True]
+    assert [len(batch) for batch in batches.values()] == [1] * 4
+
+
 def test_skipping_goes_on_the_same_after_a_resume(make_trainer, monkeypatch, tmp_path):
     config = {**CONFIG, "save_steps": 3, "max_steps": 8, "on_nonfinite": "skip"}
     with monkeypatch.context() as patched:

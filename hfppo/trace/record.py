@@ -44,13 +44,8 @@ class Trace:
 
     def token_rows(self) -> list[dict[str, Any]]:
         """A row for each token, for tables of many completions."""
-        completion = {
-            "rollout": self.rollout,
-            "step": self.step,
-            "prompt": self.table.prompt,
-            "score": self.table.score,
-        }
-        return [{**completion, **asdict(row)} for row in self.table.rows]
+        shared = {"rollout": self.rollout, "step": self.step, "prompt": self.table.prompt, "score": self.table.score}
+        return [{**shared, **asdict(row)} for row in self.table.rows]
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> "Trace":
