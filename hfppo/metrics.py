@@ -10,7 +10,7 @@ import torch
 from accelerate.utils import gather_object
 from torch import Tensor
 
-# Every metric: how its parts become one number, and what it means. `docs/metrics.md` is made from this table.
+# Every metric: how its parts become one number, and what it means. `docs/reference.md` is made from this table.
 METRICS: dict[str, tuple[str, str]] = {
     "loss": ("mean", "The scalar that an optimiser step minimises."),
     "reward": ("mean", "Score of a completion: weighted sum of the reward functions, penalties included."),
