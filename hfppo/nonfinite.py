@@ -135,7 +135,10 @@ class NonFiniteGuard:
         if not skipped:
             self.in_a_row = 0
             return True
-        found = earliest(self.in_losses(noted, step) or in_gradients(model, self.accelerator.process_index, step))
+        process = self.accelerator.process_index
+        found = earliest(
+            self.in_losses(noted, step) or in_gradients(model, process, step) or in_norms(norms, process, step)
+        )
         if not scaled:  # a scaler wants to see the gradients
             model.zero_grad()
         facts = {"losses": [str(float(micro.loss)) for micro in noted], **{k: str(float(v)) for k, v in norms.items()}}
@@ -194,6 +197,15 @@ def in_gradients(model: nn.Module, process: int, step: int) -> Found | None:
         return None
     which = f"the gradient of {bad[0]}" + (f" and {len(bad) - 1} more" if len(bad) > 1 else "")
     return Found(1, process, f"{which} in step {step} is not finite")
+
+
+def in_norms(norms: dict[str, Tensor], process: int, step: int) -> Found | None:
+    """The first norm that is not finite; over finite gradients it is where their squares overflow."""
+    for name, norm in norms.items():
+        if not norm.isfinite():
+            what = f"the norm of the {name}'s gradient in step {step}"
+            return Found(2, process, f"{what} is not finite: numbers above 1e19 have no square in float32")
+    return None
 
 
 def dump(folder: Path, found: str, batches: dict[str, Rollout], facts: dict[str, Any]) -> None:

@@ -58,12 +58,12 @@ def break_loss(monkeypatch, name: str, calls: set[int], row: int = 1) -> None:
     monkeypatch.setattr(hfppo.trainer, "loss_terms", broken)
 
 
-def break_gradient(trainer, name: str, calls: set[int]) -> None:
+def break_gradient(trainer, name: str, calls: set[int], by: float = math.inf) -> None:
     """Infinity in the gradient of the parameters with this in their name, by the order of the backward passes."""
     for parameter_name, p in trainer.model.named_parameters():
         if name in parameter_name and p.requires_grad:
             number = iter(range(100))
-            p.register_hook(lambda grad, number=number: grad + (math.inf if next(number) in calls else 0.0))
+            p.register_hook(lambda grad, number=number: grad + (by if next(number) in calls else 0.0))
 
 
 def kept(tmp_path: Path, name: str) -> tuple[dict, dict[str, Rollout]]:
@@ -207,6 +207,20 @@ def test_a_gradient_that_is_not_finite_is_named(make_trainer, tmp_path, max_grad
     assert found["actor"] in ("inf", "nan")
     assert math.isfinite(float(found["critic"]))
     assert all(math.isfinite(float(loss)) for loss in found["losses"])
+
+
+@pytest.mark.parametrize("on_nonfinite", ["raise", "skip"])
+def test_a_norm_that_overflows_over_finite_gradients_is_named(make_trainer, tmp_path, on_nonfinite):
+    trainer = make_trainer({**CONFIG, "max_steps": 3, "on_nonfinite": on_nonfinite})
+    break_gradient(trainer, "layers.1.mlp.up_proj.lora_B.default", {2}, by=1e30)
+    if on_nonfinite == "raise":
+        with pytest.raises(NonFiniteError, match=r"the norm of the (actor|critic)'s gradient in step 2 is not finite"):
+            trainer.train()
+    else:
+        trainer.train()
+    found, _ = kept(tmp_path, "step-2")
+    assert {found["actor"], found["critic"]} & {"inf", "nan"}
+    assert all(x.isfinite().all() for x in final_state(trainer).values())
 
 
 class Before(PPOCallback):
