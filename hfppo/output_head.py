@@ -101,7 +101,7 @@ class GradientAhead(torch.autograd.Function):
                 leaf = states[rows].detach().requires_grad_(differentiable > 0)
                 found = head(leaf, targets[rows])
                 for gradient, output in zip(gradients, found, strict=False):
-                    gradient[rows] = torch.autograd.grad(output.sum(), leaf, retain_graph=True)[0]
+                    gradient[rows] = torch.autograd.grad(output.sum(), leaf, retain_graph=differentiable > 1)[0]
             for whole, output in zip(outputs, found, strict=True):
                 whole[rows] = output.detach()
         ctx.save_for_backward(*gradients)

@@ -4,6 +4,7 @@ torchrun … sharded.py FOLDER CRITIC ENGINE
 """
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from build_arithmetic_base import character_tokenizer
 from conftest import LORA, SMALL, count_digits, tiny_model
 from datasets import Dataset
 
-from hfppo import PPOConfig, PPOTrainer, TokenTraceCallback
+from hfppo import PPOConfig, PPOTrainer, TokenTraceCallback, layout
 from hfppo.trace.record import read_traces, trace_file
 
 OUT, CRITIC, ENGINE = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
@@ -53,6 +54,8 @@ def logs(trainer: PPOTrainer) -> list[dict[str, float]]:
     ]
 
 
+# Another number of forwards on each process, which a sharded model must not follow.
+layout.CPU_TOKENS = 12 * (1 + int(os.environ["RANK"]))
 straight = make("straight")
 straight.train()
 resumed = make("resumed")

@@ -5,8 +5,10 @@ The backend `aot_eager` traces and cuts, but needs no compiler of C++.
 
 import pytest
 import torch
-from conftest import tiny_model
+from conftest import LORA, count_digits, tiny_model
 from torch._dynamo.utils import counters
+
+from hfppo import PPOTrainer
 
 CONFIG = {"max_steps": 4}
 
@@ -20,7 +22,6 @@ def new_graphs():
 
 
 def logged(make_trainer, **config) -> list[dict[str, float]]:
-    make_trainer({**CONFIG, **config}, model=tiny_model(num_hidden_layers=1))  # another in the same process
     trainer = make_trainer({**CONFIG, **config}, model=tiny_model(num_hidden_layers=1))
     trainer.train()
     assert trainer.model_wrapped is trainer.model
@@ -41,3 +42,11 @@ def test_compiled_layers_give_the_same_run(make_trainer):
     for one, other in zip(compiled, eager, strict=True):
         assert one == pytest.approx(other, rel=1e-5, abs=1e-6)
     assert compiled[0]["policy/first_ratio_deviation"] < 1e-5
+
+
+def test_a_second_trainer_of_the_same_arguments_is_compiled_too(make_trainer, dataset, tokenizer):
+    first = make_trainer({"torch_compile_backend": "aot_eager"})
+    second = PPOTrainer(tiny_model(), count_digits, first.args, dataset, processing_class=tokenizer, peft_config=LORA)
+    for trainer in (first, second):
+        layers = trainer.model.causal_lm.model.layers
+        assert all(layer._compiled_call_impl is not None for layer in layers)

@@ -22,10 +22,8 @@ CONFIG = {
     "logging_steps": 3,
     "weight_decay": 0.01,
 }
-STREAM = Dataset.from_list(
-    [{"prompt": f"请问{a}+{b}="} for a in range(2) for b in range(3, 9)]
-)  # two rollouts need more
-STREAM = STREAM.to_iterable_dataset().shuffle(seed=1, buffer_size=4)
+ROWS = Dataset.from_list([{"prompt": f"请问{a}+{b}="} for a in range(2) for b in range(3, 9)])  # fewer than are needed
+STREAM = ROWS.to_iterable_dataset().shuffle(seed=1, buffer_size=4)
 VARIANTS = {
     "adapter critic, adaptive KL, metrics not yet logged": ({}, {"critic": "adapter", "kl": True}),
     "shared critic, warmup": ({"critic_warmup": 2}, {"critic": "shared"}),

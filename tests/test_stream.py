@@ -9,11 +9,13 @@ from hfppo.data import Prompts, short_prompts
 from hfppo.stream import PromptStream
 
 
-def prompts_of(texts: list[str], tokenizer, longest: int = 6) -> PromptStream:
+def prompts_of(dataset: IterableDataset | list[str], tokenizer, longest: int = 6) -> PromptStream:
     def prepare(rows: Dataset, name: str) -> Prompts:
         return short_prompts(rows, tokenizer, longest, "drop", None, name)
 
-    return PromptStream(Dataset.from_dict({"prompt": texts}).to_iterable_dataset(), prepare, longest)
+    if isinstance(dataset, list):
+        dataset = Dataset.from_dict({"prompt": dataset}).to_iterable_dataset()
+    return PromptStream(dataset, prepare, longest)
 
 
 def texts_at(made: PromptStream, *positions: int) -> list[str]:
@@ -46,7 +48,7 @@ def test_every_pass_is_an_epoch_of_the_dataset(tokenizer):
     """Whose shuffle takes another order then."""
     rows = Dataset.from_dict({"prompt": [f"{n}+{m}=" for n in range(5) for m in range(5)]})
     shuffled = rows.to_iterable_dataset().shuffle(seed=3, buffer_size=100)
-    made = PromptStream(shuffled, lambda part, name: short_prompts(part, tokenizer, 9, "drop", None, name), 9)
+    made = prompts_of(shuffled, tokenizer)
     first, second = texts_at(made, 0, 25), texts_at(made, 25, 50)
     assert sorted(first) == sorted(second) == sorted(rows["prompt"])
     assert first != second
@@ -64,24 +66,20 @@ def test_a_bad_row_is_named_when_it_comes(make_trainer):
         trainer.collector.training_rows(trainer._train_prompts, 40)
 
 
+CONVERSATION = [{"role": "user", "content": "1"}]
+
+
 @pytest.mark.parametrize(
-    ("rows", "message"),
+    ("chunk", "rows", "message"),
     [
-        (
-            [{"prompt": "1+1="}, {"prompt": [{"role": "user", "content": "1"}]}],
-            "mixes prompts of text and of messages",
-        ),
-        ([{"prompt": "1+1=", "n": 1}, {"prompt": "1+1=", "n": "x"}], "from row 0, has a column of several types"),
+        (1, [{"prompt": "1+1="}, {"prompt": CONVERSATION}], "mixes prompts of text and of messages"),
+        (2, [{"prompt": "1+1=", "n": 1}, {"prompt": "1+1=", "n": "x"}], "from row 0, has a column of several types"),
     ],
 )
-def test_rows_of_several_kinds_are_refused(monkeypatch, tokenizer, rows, message):
-    monkeypatch.setattr(stream, "CHUNK", 1 if "mixes" in message else 2)
-
-    def prepare(part: Dataset, name: str) -> Prompts:
-        return short_prompts(part, tokenizer, 20, "drop", None, name)
-
+def test_rows_of_several_kinds_are_refused(monkeypatch, tokenizer, chunk, rows, message):
+    monkeypatch.setattr(stream, "CHUNK", chunk)
     with pytest.raises(ValueError, match=message):
-        PromptStream(IterableDataset.from_generator(lambda: iter(rows)), prepare, 20).at(range(2), seed=0)
+        prompts_of(IterableDataset.from_generator(lambda: iter(rows)), tokenizer, 20).at(range(2), seed=0)
 
 
 def test_columns_of_a_stream_reach_the_reward_functions(make_trainer):
