@@ -21,6 +21,7 @@ from hfppo.card import update_card
 from hfppo.critic import CRITIC_FOLDER, CriticSource, build_critic, find_critic, shared_copy
 from hfppo.layout import Layout, can_pack, hidden_states
 from hfppo.loading import check_adapter, check_vocabulary, keep_four_bits
+from hfppo.lora import fuse_lora
 from hfppo.output_head import Entropy, logits_of, token_logprobs
 
 
@@ -77,6 +78,7 @@ class ActorCritic(PeftModelForCausalLM):
         self.ref_model = ref_model.requires_grad_(False).eval() if ref_model is not None else None
         self._as_reference = False
         disable_dropout(self)
+        fuse_lora(self)
         if not any(p.requires_grad for p in self.actor_parameters()):
             raise ValueError("the adapter has no trainable weight; check peft_config's target_modules")
         self._check_logits()

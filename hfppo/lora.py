@@ -1,0 +1,77 @@
+"""PEFT's LoRA layers, with the adapter's product added inside the matrix products of forward and backward."""
+
+from typing import Any, cast
+
+import torch
+from peft.tuners.lora import Linear as LoraLinear
+from torch import Tensor, nn
+
+
+def fuse_lora(model: nn.Module) -> None:
+    """Give the plain LoRA layers of a model a faster forward, in place; they stay PEFT's in all else.
+
+    PEFT multiplies the adapter's output by its scale and adds it to the base's, which is a pass over memory each.
+    """
+    for module in model.modules():
+        if type(module) is LoraLinear and len(module.lora_A) == 1 and adds_a_product_only(module):
+            module.__class__ = FusedLoraLinear
+            (cast(FusedLoraLinear, module).fused_adapter,) = module.lora_A
+
+
+def adds_a_product_only(layer: LoraLinear) -> bool:
+    """Whether a layer is a frozen, unquantised linear one, and its adapters add s B A x and nothing else."""
+    base = layer.base_layer
+    frozen = type(base) is nn.Linear and not any(p.requires_grad for p in base.parameters())
+    dropouts = (getattr(dropout, "p", 0.0) for dropout in layer.lora_dropout.values())
+    return frozen and not layer.lora_variant and not any(layer.lora_bias.values()) and not any(dropouts)
+
+
+class FusedLoraLinear(LoraLinear):
+    """A LoRA layer over a plain linear one; what has to be cast, gathered, merged or mixed takes PEFT's way."""
+
+    fused_adapter: str  # the one that was checked; others may come later
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """(…, in) → (…, out): W x + bias + s B A x."""
+        name = self.fused_adapter
+        if args or kwargs or self.disable_adapters or self.merged or self.active_adapters != [name]:
+            return super().forward(x, *args, **kwargs)
+        base: Any = self.base_layer
+        weight, down, up = base.weight, cast(Tensor, self.lora_A[name].weight), cast(Tensor, self.lora_B[name].weight)
+        to_cast = torch.is_autocast_enabled(x.device.type) or not x.dtype == weight.dtype == down.dtype
+        if to_cast or hasattr(weight, "ds_id"):  # DeepSpeed gathers weights for the layers that it sees called
+            return super().forward(x)
+        rows = x.flatten(0, -2)
+        if torch.is_grad_enabled():
+            y = FusedProduct.apply(rows, weight, base.bias, down, up, self.scaling[name])
+        else:
+            y, _ = fused_product(rows, weight, base.bias, down, up, self.scaling[name])
+        return y.view(*x.shape[:-1], -1)
+
+
+def fused_product(
+    x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """x Wᵀ + bias + s (x Aᵀ) Bᵀ, (n, out), and x Aᵀ, (n, r); arXiv:2106.09685, equation 3."""
+    inner = x @ down.T
+    return nn.functional.linear(x, weight, bias).addmm_(inner, up.T, alpha=scale), inner
+
+
+class FusedProduct(torch.autograd.Function):
+    """`fused_product` with its gradient; W and bias are frozen."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor, scale: float
+    ) -> Tensor:
+        y, inner = fused_product(x, weight, bias, down, up, scale)
+        ctx.save_for_backward(x, inner, weight, down, up)
+        ctx.scale = scale
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, Tensor, Tensor, None]:
+        x, inner, weight, down, up = ctx.saved_tensors
+        of_inner = (grad @ up) * ctx.scale
+        of_x = (grad @ weight).addmm_(of_inner, down) if ctx.needs_input_grad[0] else None
+        return of_x, None, None, of_inner.T @ x, (grad.T @ inner) * ctx.scale, None
