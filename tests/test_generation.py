@@ -8,7 +8,7 @@ from transformers import GenerationConfig
 
 from hfppo.data import pad_left
 from hfppo.generation import completions_from, eos_token_ids
-from hfppo.generation.transformers import row_uniforms
+from hfppo.generation.transformers import BELOW_ONE, draw, row_uniforms
 
 
 def sample(trainer, prompts, seeds):
@@ -98,6 +98,43 @@ def test_uniforms_are_a_function_of_the_seed():
     assert torch.equal(a[1], b[0])
     assert ((a >= 0) & (a < 1)).all()
     assert len({*a.flatten().tolist(), *b[1].tolist()}) == 15
+
+
+@pytest.mark.parametrize("vocab_size", [1, 24, 64, 65, 1000, 20_000])
+def test_tokens_are_drawn_as_often_as_their_probability_says(vocab_size):
+    """Evenly spaced numbers fall on a token in proportion to its probability, unlikely ones included."""
+    logits = 3 * torch.randn(vocab_size, generator=torch.Generator().manual_seed(vocab_size))
+    probabilities = logits.softmax(dim=-1)
+    number = 50_000
+    uniforms = (torch.arange(number, dtype=torch.float64) + 0.5) / number
+    tokens = torch.cat([draw(probabilities.expand(len(u), -1), u[:, None]) for u in uniforms.split(1000)])
+    assert_close(tokens, tokens.sort(dim=0).values)
+    counts = torch.bincount(tokens.flatten(), minlength=vocab_size).double()
+    assert float((counts - number * probabilities.double()).abs().max()) <= 1.1
+
+
+@pytest.mark.parametrize("uniform", [0.0, 2.0**-53, 0.5, BELOW_ONE])
+def test_a_token_without_probability_is_never_drawn(uniform):
+    for vocab_size in (7, 64, 200):
+        for only in (0, vocab_size // 2, vocab_size - 1):
+            probabilities = torch.zeros(1, vocab_size)
+            probabilities[0, only] = 0.3  # rounding may leave less than 1
+            assert draw(probabilities, torch.tensor([[uniform]], dtype=torch.float64)).item() == only
+
+
+@pytest.mark.parametrize("tiny", [1e-17, 1.2e-16, 3e-16, 5e-16])
+def test_no_rounding_draws_a_token_without_probability(tiny):
+    """Beside a token of probability 1, the ends of a tiny one's interval are rounded to where it is not."""
+    probabilities = torch.zeros(1, 192)
+    probabilities[0, 1], probabilities[0, 66] = 1.0, tiny
+    for steps in range(8):
+        uniforms = torch.tensor([[BELOW_ONE - steps * 2.0**-53]], dtype=torch.float64)
+        assert draw(probabilities, uniforms).item() in (1, 66)
+
+
+def test_numbers_that_are_not_finite_draw_a_token_of_the_vocabulary():
+    """So that a rollout with them is refused with its numbers, not by an index error."""
+    assert 0 <= draw(torch.full((1, 70), torch.nan), torch.tensor([[0.5]], dtype=torch.float64)).item() < 70
 
 
 def test_rows_at_once_do_not_change_the_rollout(make_trainer):

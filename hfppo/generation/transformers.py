@@ -4,13 +4,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from hfppo.generation.sampler import Completions, Sampler, completions_from, joined
 from hfppo.model import ActorCritic
 from hfppo.rollout import stream_seed
+
+BLOCK = 64  # tokens whose probabilities are summed in float32
+BELOW_ONE = 1.0 - 2.0**-53  # the largest float64 below 1
 
 
 class SeededChoice(LogitsProcessor):
@@ -35,13 +38,33 @@ class SeededChoice(LogitsProcessor):
         if self.uniforms is None:
             choice = logprobs.argmax(dim=-1, keepdim=True)
         else:
-            # Inverse of the cumulative distribution, in float64 so that the far end of a large vocabulary counts.
-            cumulative = logprobs.double().exp().cumsum(dim=-1)
-            drawn = self.uniforms[:, len(self.logprobs), None] * cumulative[:, -1:]
-            choice = torch.searchsorted(cumulative, drawn, right=True).clamp(max=scores.shape[-1] - 1)
+            choice = draw(logprobs.exp(), self.uniforms[:, len(self.logprobs), None])
         self.logprobs.append(logprobs.gather(1, choice).squeeze(1))
         self.on_token(len(self.logprobs))
         return torch.full_like(scores, -torch.inf).scatter(1, choice, 0.0)
+
+
+def draw(probabilities: Tensor, uniforms: Tensor) -> Tensor:
+    """(B, 1) tokens: the inverse of the cumulative (B, V) distribution at (B, 1) float64 numbers in [0, 1).
+
+    First a block of tokens, then one of its tokens: where a number falls inside its block is uniform again. So few
+    sums need float64, which keeps the far end of a large vocabulary and takes most of the time.
+    """
+    vocab_size = probabilities.shape[-1]
+    padded = nn.functional.pad(probabilities, (0, -vocab_size % BLOCK)) if vocab_size % BLOCK else probabilities
+    blocks = padded.unflatten(-1, (-1, BLOCK))
+    block, within = invert(blocks.sum(dim=-1), uniforms)
+    token, _ = invert(blocks.take_along_dim(block[..., None], dim=1).squeeze(1), within)
+    return (block * BLOCK + token).clamp(max=vocab_size - 1)  # beyond it only if numbers are not finite
+
+
+def invert(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """(B, 1) indices into (B, N) weights, and where in the weight's interval the number lies, in [0, 1)."""
+    cumulative = weights.double().cumsum(dim=-1)
+    drawn = uniforms * cumulative[:, -1:]
+    index = torch.searchsorted(cumulative, drawn, right=True).clamp(max=weights.shape[-1] - 1)
+    ends, lengths = cumulative.gather(1, index), weights.gather(1, index)
+    return index, (1.0 - (ends - drawn) / lengths).clamp(0.0, BELOW_ONE)
 
 
 class TransformersSampler(Sampler):
