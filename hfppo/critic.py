@@ -51,6 +51,10 @@ class Critic(nn.Module):
             hidden = hidden_states(self.trunk, layout)
         else:
             hidden = actor_hidden.detach() if self.detach else actor_hidden
+        return self.of_states(hidden)
+
+    def of_states(self, hidden: Tensor) -> Tensor:
+        """(…,) values from (…, H) hidden states."""
         with torch.autocast(hidden.device.type, enabled=False):
             return self.value_head(hidden.float()).squeeze(-1)
 

@@ -18,7 +18,7 @@ from hfppo.generation import Completions, Sampler
 from hfppo.layout import rows_at_once
 from hfppo.memory import explained_memory
 from hfppo.metrics import Meter
-from hfppo.model import ActorCritic
+from hfppo.model import ActorCritic, TokenOutputs
 from hfppo.nonfinite import check_rollout
 from hfppo.output_head import is_sharded
 from hfppo.rewards import RewardFunctions, Scored
@@ -215,6 +215,7 @@ class Collector:
         attention_mask = torch.cat([prompt_mask, completions.mask], dim=1)
         input_ids = torch.cat([prompt_ids, completions.ids], dim=1)
         needs_old, lengths = args.policy_mode != "bypass", attention_mask.sum(dim=1)
+        known = None if needs_old else completions.values
         order = lengths.argsort(descending=True, stable=True)  # of one length, little padding
         size = args.local_rollout_forward_batch_size
         if not is_sharded(self.model):  # which wants as many forwards from every process
@@ -227,14 +228,17 @@ class Collector:
                 "completion_mask": completions.mask[rows],
                 "temperature": args.temperature,
             }
-            out, ref = self.model(**inputs, policy=needs_old), None
+            out, ref = TokenOutputs(), None
+            if needs_old or known is None:
+                out = self.model(**inputs, policy=needs_old)
             if args.needs_reference:
                 with self.model.reference():
                     ref = self.model(**inputs, values=False).logprobs
             parts.append((out.logprobs, ref, out.values, out.final_value))
         back = order.argsort()
         columns = zip(*parts, strict=True)
-        return Passes(*(None if column[0] is None else torch.cat(column)[back] for column in columns))
+        passes = Passes(*(None if column[0] is None else torch.cat(column)[back] for column in columns))
+        return passes if known is None else replace(passes, values=known)
 
     def final_scores(
         self, scored: Scored, completions: Completions, moments: RunningMoments | None = None

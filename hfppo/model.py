@@ -28,10 +28,10 @@ from hfppo.output_head import Entropy, logits_of, token_logprobs
 class TokenOutputs(NamedTuple):
     """What one forward says about the T completion tokens of B rows; 0 on padding."""
 
-    logprobs: Tensor | None  # (B, T) float32, log π(y_t | x, y_<t) at temperature, nats
-    entropy: Tensor | None  # (B, T) float32, of the full distribution at temperature, nats
-    values: Tensor | None  # (B, T) float32, V(s_t) before token t
-    final_value: Tensor | None  # (B,) float32, V after the last real token
+    logprobs: Tensor | None = None  # (B, T) float32, log π(y_t | x, y_<t) at temperature, nats
+    entropy: Tensor | None = None  # (B, T) float32, of the full distribution at temperature, nats
+    values: Tensor | None = None  # (B, T) float32, V(s_t) before token t
+    final_value: Tensor | None = None  # (B,) float32, V after the last real token
 
 
 class ActorCritic(PeftModelForCausalLM):
@@ -96,6 +96,11 @@ class ActorCritic(PeftModelForCausalLM):
         """The trainable parameters of the critic; empty without one."""
         return [] if self.critic is None else [p for p in self.critic.parameters() if p.requires_grad]
 
+    @property
+    def critic_is_shared(self) -> bool:
+        """Whether the critic reads the actor's hidden states."""
+        return self.critic is not None and self.critic.trunk is None
+
     @contextmanager
     def reference(self) -> Iterator[None]:
         """Inside, the log-probs of `forward` are those of the reference policy."""
@@ -134,7 +139,7 @@ class ActorCritic(PeftModelForCausalLM):
         if completion_mask is None:
             return super().forward(input_ids=input_ids, attention_mask=attention_mask, **kwargs)
         values = values and self.critic is not None
-        shared = values and self.critic.trunk is None
+        shared = values and self.critic_is_shared
         logprobs = entropies = state_values = final_value = hidden = None
         if policy or shared:
             language_model = self.ref_model if self._as_reference else self.causal_lm

@@ -5,9 +5,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from conftest import tiny_model
+from test_invariants import tiny_gpt2, tiny_opt
 from torch.testing import assert_close
 
 from hfppo.generation.sampler import Completions, Sampler
+from hfppo.rollout import Rollout
 from hfppo.update import MiniBatchSize, sequence
 
 
@@ -95,3 +98,44 @@ def test_without_mismatch_all_modes_train_alike(make_trainer):
         weights.append(torch.cat([p.detach().flatten() for p in trainer.model.actor_parameters()]))
     assert_close(weights[1], weights[0], rtol=1e-3, atol=1e-4)
     assert_close(weights[2], weights[0], rtol=1e-3, atol=1e-4)
+
+
+def rollout_and_passes(trainer) -> tuple[Rollout, list[bool]]:
+    """A rollout, and for each pass of the models over whole completions whether it asked for values."""
+    torch.manual_seed(0)
+    for parameter in (*trainer.model.actor_parameters(), *trainer.model.critic_parameters()):
+        torch.nn.init.normal_(parameter, std=0.1)
+    passes = []
+
+    def note(module, args, kwargs):
+        if kwargs.get("completion_mask") is not None:
+            passes.append(kwargs.get("values", True))
+
+    hook = trainer.model.register_forward_pre_hook(note, with_kwargs=True)
+    found = trainer.rollout(PROMPTS)
+    hook.remove()
+    return found, passes
+
+
+@pytest.mark.parametrize("architecture", [tiny_model, tiny_gpt2, tiny_opt])
+@pytest.mark.parametrize("rows", [64, 3])
+def test_bypass_takes_a_shared_critics_values_from_sampling(make_trainer, architecture, rows):
+    options = {"local_rollout_forward_batch_size": rows}
+    told, passes = rollout_and_passes(
+        make_trainer({**options, "policy_mode": "bypass"}, model=architecture(), critic="shared")
+    )
+    assert not any(passes)  # those of the reference alone
+    computed, passes = rollout_and_passes(make_trainer(options, model=architecture(), critic="shared"))
+    assert any(passes)
+    assert float(computed.values.std()) > 0.01
+    assert_close(told.values, computed.values, rtol=1e-4, atol=1e-5)
+    assert_close(told.advantages, computed.advantages, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("critic", ["shared", "adapter"])
+def test_values_that_sampling_cannot_tell_take_a_pass(make_trainer, critic):
+    """After the last token of a truncated completion, and of a critic with a trunk of its own."""
+    fields = {"policy_mode": "bypass", "bootstrap_truncated": critic == "shared"}
+    rollout, passes = rollout_and_passes(make_trainer(fields, critic=critic))
+    assert any(passes)
+    assert rollout.values.any()

@@ -29,8 +29,17 @@ def make_sampler(
         ImportError, ValueError, ServerError: vLLM is not there, or cannot serve the adapter.
     """
     if not args.use_vllm:
-        size = args.local_rollout_forward_batch_size
-        return TransformersSampler(model, eos_ids, pad_id, args.max_completion_length, args.temperature, size)
+        # Beside the sampler's log-probs its values save a pass of the actor; bootstrapping needs one more of them.
+        with_values = model.critic_is_shared and args.policy_mode == "bypass" and not args.bootstrap_truncated
+        return TransformersSampler(
+            model,
+            eos_ids,
+            pad_id,
+            args.max_completion_length,
+            args.temperature,
+            args.local_rollout_forward_batch_size,
+            with_values,
+        )
     sampling = Sampling(args.temperature, args.max_completion_length, eos_ids)
     engine: Engine
     if args.vllm_mode == "server":

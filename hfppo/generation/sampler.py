@@ -18,6 +18,7 @@ class Completions:
     mask: Tensor  # (B, T) bool, True up to and including the first EOS
     truncated: Tensor  # (B,) bool, True where the length limit, not EOS, ended it
     logprobs: Tensor  # (B, T) float32, log π_rollout of each token at temperature, nats, 0 on padding
+    values: Tensor | None = None  # (B, T) float32, V(s_t) before each token, 0 on padding, where sampling tells it too
 
 
 class Sampler(Protocol):
@@ -51,20 +52,22 @@ def joined(parts: list[Completions], pad_id: int) -> Completions:
         return torch.cat([nn.functional.pad(x, (0, width - x.shape[1]), value=padding) for x in tensors])
 
     truncated = torch.cat([part.truncated for part in parts])
-    return Completions(rows("ids", pad_id), rows("mask", False), truncated, rows("logprobs", 0.0))
+    values = None if parts[0].values is None else rows("values", 0.0)
+    return Completions(rows("ids", pad_id), rows("mask", False), truncated, rows("logprobs", 0.0), values)
 
 
-def completions_from(ids: Tensor, logprobs: Tensor, eos_ids: list[int]) -> Completions:
+def completions_from(ids: Tensor, logprobs: Tensor, eos_ids: list[int], values: Tensor | None = None) -> Completions:
     """Find where completions end. The mask comes from the first EOS, never from padding, which may be EOS too.
 
     Args:
         ids: (B, T), anything after the first EOS.
-        logprobs: (B, T).
+        logprobs, values: (B, T).
         eos_ids: tokens that end a completion.
     """
     is_eos = torch.isin(ids, torch.tensor(eos_ids, device=ids.device))
     mask = (is_eos.long().cumsum(dim=1) - is_eos.long()) == 0
-    return Completions(ids, mask, truncated=~is_eos.any(dim=1), logprobs=logprobs.where(mask, 0.0))
+    values = None if values is None else values.where(mask, 0.0)
+    return Completions(ids, mask, ~is_eos.any(dim=1), logprobs.where(mask, 0.0), values)
 
 
 def eos_token_ids(tokenizer: PreTrainedTokenizerBase, generation_config: GenerationConfig | None) -> list[int]:

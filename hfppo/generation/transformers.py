@@ -10,6 +10,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from hfppo.generation.sampler import Completions, Sampler, completions_from, joined
 from hfppo.model import ActorCritic
+from hfppo.output_head import is_sharded
 from hfppo.rollout import stream_seed
 
 BLOCK = 64  # tokens whose probabilities are summed in float32
@@ -72,6 +73,9 @@ class TransformersSampler(Sampler):
 
     Sampling is pure: the whole distribution at `temperature`, whatever the model's generation config asks for, so that
     π_rollout is π_old up to rounding.
+
+    Args:
+        with_values: have a shared critic read the states that sampling passes through.
     """
 
     def __init__(
@@ -82,8 +86,10 @@ class TransformersSampler(Sampler):
         max_completion_length: int,
         temperature: float,
         batch_size: int,
+        with_values: bool = False,
     ):
         self.model, self.temperature, self.batch_size = model, temperature, batch_size
+        self.with_values = with_values
         self.config = GenerationConfig(
             max_new_tokens=max_completion_length, eos_token_id=eos_ids, pad_token_id=pad_id, use_cache=True
         )
@@ -113,7 +119,8 @@ class TransformersSampler(Sampler):
             register_fsdp_forward_method(self.model, "generate")  # the shards of the root are gathered for it as well
         # Compiled layers are for whole sequences: a graph for one token and its cache costs more than it saves.
         eager = torch.compiler.set_stance("force_eager")
-        with torch.no_grad(), eager, generation_config_of(self.model, self.config):
+        reading = state_values(self.model, self.with_values and not is_sharded(self.model))
+        with torch.no_grad(), eager, generation_config_of(self.model, self.config), reading as values:
             sequences = self.model.generate(
                 input_ids=prompt_ids,
                 attention_mask=prompt_mask.long(),
@@ -122,7 +129,12 @@ class TransformersSampler(Sampler):
                 synced_gpus=sharded or None,  # None: generate finds out by itself whether DeepSpeed shards
             )
         ids = sequences[:, prompt_ids.shape[1] :]
-        return completions_from(ids, torch.stack(choice.logprobs, dim=1), self.config.eos_token_id)
+        return completions_from(
+            ids,
+            torch.stack(choice.logprobs, dim=1),
+            self.config.eos_token_id,
+            torch.stack(values, dim=1) if values else None,
+        )
 
 
 def row_uniforms(seeds: list[int], width: int) -> Tensor:
@@ -133,6 +145,25 @@ def row_uniforms(seeds: list[int], width: int) -> Tensor:
             for seed in seeds
         ]
     )
+
+
+@contextmanager
+def state_values(model: ActorCritic, wanted: bool) -> Iterator[list[Tensor]]:
+    """Inside, if wanted, each forward of the actor adds the shared critic's (B,) values of its last position.
+
+    They are read where the states reach the output head: not every architecture calls its whole trunk to generate.
+    """
+    values: list[Tensor] = []
+
+    def read(head: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        if wanted:
+            values.append(model.critic.of_states(inputs[0][:, -1]))
+
+    hook = model.causal_lm.get_output_embeddings().register_forward_pre_hook(read)
+    try:
+        yield values
+    finally:
+        hook.remove()
 
 
 @contextmanager
