@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import gather_object
+from accelerate.utils import DistributedType, gather_object
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -22,6 +22,7 @@ from hfppo.rollout import Rollout
 logger = logging.getLogger(__name__)
 
 FOLDER = "_nonfinite"  # Trainer leaves what begins with "_" out of what it pushes
+LEFT_OUT = "it was left out"
 MAX_IN_A_ROW = 5  # rollouts and steps that "skip" lets go before it takes the run for broken
 
 # The numbers of a rollout, each after those that it is made of, so that the first is where it began.
@@ -113,7 +114,8 @@ class NonFiniteGuard:
     ) -> bool:
         """Whether losses and gradients are finite on every process. A collective call.
 
-        If they are not, the optimiser finds no gradient, and Trainer does not move the schedule.
+        If they are not, the optimiser finds no gradient, and Trainer does not move the schedule. DeepSpeed makes
+        its step before, so that it can only be told.
 
         Args:
             norms: of the gradients, which are the same on every process, by whose they are.
@@ -123,7 +125,8 @@ class NonFiniteGuard:
         """
         noted, self.micro_batches = self.micro_batches, []
         numbers = [micro.loss for micro in noted]
-        scaled = self.accelerator.scaler is not None
+        made = self.accelerator.distributed_type == DistributedType.DEEPSPEED
+        scaled = self.accelerator.scaler is not None or (made and self.accelerator.mixed_precision == "fp16")
         if not scaled:  # float16 overflows now and then, and then its scaler leaves the step out
             numbers += norms.values()
         bad = torch.stack([~x.isfinite() for x in numbers]).any().float()
@@ -143,7 +146,8 @@ class NonFiniteGuard:
             model.zero_grad()
         facts = {"losses": [str(float(micro.loss)) for micro in noted], **{k: str(float(v)) for k, v in norms.items()}}
         batches = {f"micro_batch_{i}": micro.batch for i, micro in enumerate(noted)}
-        self.give_up(found.text, f"step-{step}", batches, facts)
+        fate = "DeepSpeed had made the step already" if made else LEFT_OUT
+        self.give_up(found.text, f"step-{step}", batches, facts, fate)
         return False
 
     def drop(self, error: NonFiniteError, number: int, meter: Meter) -> None:
@@ -165,15 +169,17 @@ class NonFiniteGuard:
                 return Found(0, self.accelerator.process_index, f"{what} of {where} is not finite")
         return None
 
-    def give_up(self, found: str, name: str, batches: dict[str, Rollout], facts: dict[str, Any]) -> None:
+    def give_up(
+        self, found: str, name: str, batches: dict[str, Rollout], facts: dict[str, Any], fate: str = LEFT_OUT
+    ) -> None:
         """Write down what was found, and end the run unless it may go on without."""
         self.in_a_row += 1
         folder = Path(self.args.output_dir) / FOLDER / name
-        message = f"{found}; it was left out, and what it was made from lies in {folder}"
+        message = f"{found}; {fate}, and what it was made from lies in {folder}"
         try:
             dump(folder / f"process_{self.accelerator.process_index}", found, batches, facts)
         except OSError as error:
-            message = f"{found}; it was left out, and what it was made from could not be written: {error}"
+            message = f"{found}; {fate}, and what it was made from could not be written: {error}"
         if self.args.on_nonfinite == "skip" and self.in_a_row <= MAX_IN_A_ROW:
             logger.warning(message)
             return

@@ -40,8 +40,37 @@ def check_engine(accelerator: Accelerator, critic: Critic | None, reward_funcs: 
                 f"use_vllm sends the adapter whole, and {engine} keeps shards of it; set use_vllm=False, or take DDP "
                 "or ZeRO-2, which do not shard weights"
             )
-    if deepspeed is not None and args.max_tokens_per_micro_batch is not None:
+    if deepspeed is not None:
+        check_deepspeed(deepspeed.deepspeed_config, args)
+
+
+def check_deepspeed(config: dict[str, Any], args: PPOConfig) -> None:
+    """Refuse what needs a hand on the gradients, which DeepSpeed keeps until its step is made; have it clip.
+
+    Args:
+        config: DeepSpeed's, whose gradient_clipping is set.
+    Raises:
+        ValueError: names the field, and what to do instead.
+    """
+    if args.max_tokens_per_micro_batch is not None:
         raise ValueError(
             "max_tokens_per_micro_batch needs DDP or FSDP2; with DeepSpeed, lower per_device_train_batch_size and "
             "raise gradient_accumulation_steps instead"
         )
+    if args.critic_warmup > 0:
+        raise ValueError(
+            f"critic_warmup={args.critic_warmup} holds the actor still, which DeepSpeed's optimiser would move by "
+            "weight decay and momentum; set critic_warmup=0, or take DDP or FSDP2"
+        )
+    if args.on_nonfinite == "skip":
+        raise ValueError(
+            "on_nonfinite='skip' leaves steps out, and DeepSpeed makes them before they can be looked at; set "
+            "on_nonfinite='raise', or take DDP or FSDP2"
+        )
+    clips_at = config.get("gradient_clipping", "auto")
+    if clips_at != "auto" and clips_at != args.max_grad_norm:
+        raise ValueError(
+            f"DeepSpeed's gradient_clipping={clips_at} and max_grad_norm={args.max_grad_norm} are not the same; leave "
+            "gradient_clipping out, or set both"
+        )
+    config["gradient_clipping"] = args.max_grad_norm

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
+from accelerate.utils import DistributedType
 from datasets import Dataset, IterableDataset
 from peft import PeftConfig, PeftModel
 from torch import Tensor, nn
@@ -319,16 +320,26 @@ class PPOTrainer(EvaluatingTrainer):
 
     def _clip_apart(self, max_norm: float) -> Tensor:
         """Clip both gradients, note the critic's norm and return the actor's; no step is made if one is not finite."""
-        self.accelerator.unscale_gradients()
         actor, critic = self.model.actor_parameters(), self.model.critic_parameters()
+        if critic:
+            self._meter.add_number("critic_learning_rate", self.optimizer.param_groups[-1]["lr"])
+        if self.accelerator.distributed_type == DistributedType.DEEPSPEED:
+            return self._norm_of_deepspeed()
+        self.accelerator.unscale_gradients()
         norms = {"actor": grad_norm(actor), "critic": grad_norm(critic)}
         if critic:
             self._meter.add("value/grad_norm", norms["critic"])
-            self._meter.add_number("critic_learning_rate", self.optimizer.param_groups[-1]["lr"])
         if self._guard.passes(norms, self.model, self.optimizer, self.state.global_step + 1, self._meter):
             nn.utils.clip_grads_with_norm_(actor, max_norm, norms["actor"])
             nn.utils.clip_grads_with_norm_(critic, max_norm, norms["critic"])
         return norms["actor"]
+
+    def _norm_of_deepspeed(self) -> Tensor:
+        """The norm of both gradients together, as DeepSpeed has clipped them in the step that it has made."""
+        norm = torch.tensor(float(self.accelerator.clip_grad_norm_([], self.args.max_grad_norm)))
+        norms = {"whole model": norm.to(self.args.device)}
+        self._guard.passes(norms, self.model, self.optimizer, self.state.global_step + 1, self._meter)
+        return norm
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add the metrics of PPO to the logs of training steps.

@@ -1,6 +1,6 @@
-"""Run by test_sharding.py under torchrun: trains with FSDP2 on CPUs and resumes; writes JSON.
+"""Run by test_sharding.py under torchrun: trains with FSDP2 or ZeRO on CPUs and resumes; writes JSON.
 
-torchrun … sharded.py FOLDER CRITIC ENGINE
+torchrun … sharded.py FOLDER CRITIC ENGINE FIELDS
 """
 
 import json
@@ -17,22 +17,24 @@ from datasets import Dataset
 from hfppo import PPOConfig, PPOTrainer, TokenTraceCallback, layout
 from hfppo.trace.record import read_traces, trace_file
 
-OUT, CRITIC, ENGINE = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+OUT, CRITIC, ENGINE, FIELDS = Path(sys.argv[1]), sys.argv[2], sys.argv[3], json.loads(sys.argv[4])
+# accelerate shards over GPUs alone, though torch and DeepSpeed can over CPUs as well.
+KINDS = {"fsdp2": "MULTI_GPU", "zero2": "DEEPSPEED", "zero3": "DEEPSPEED"}
 CONFIG = {
     **SMALL,
     **{"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "num_mini_batches": 1, "max_steps": 4},
     **{"save_strategy": "steps", "save_steps": 1, "logging_steps": 1, "kl_loss_coef": 0.1, "entropy_coef": 0.01},
-    **{"max_tokens_per_micro_batch": 14, "eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 1},
+    **{"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 1},
+    **FIELDS,
 }
 DATASET = Dataset.from_list([{"prompt": f"请问{a}+{b}=", "answer": str(a + b)} for a in range(4) for b in range(3, 7)])
 
 
 def make(name: str) -> PPOTrainer:
     args = PPOConfig(**CONFIG, output_dir=str(OUT / name))
-    if ENGINE == "fsdp2":
-        # accelerate shards over GPUs alone, though torch can over CPUs as well.
+    if ENGINE in KINDS:
         args.device  # noqa: B018 (makes the state that is changed next)
-        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+        PartialState._shared_state["distributed_type"] = DistributedType[KINDS[ENGINE]]
     return PPOTrainer(
         model=tiny_model(seed=1),
         reward_funcs=count_digits,

@@ -1,9 +1,12 @@
 """FSDP2 over two CPU processes: the numbers of DDP, checkpoints that plain PEFT reads, exact resume; refusals."""
 
+import functools
 import json
+import math
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,14 +30,29 @@ FSDP2 = {
 }
 
 
-def launch(out: Path, critic: str, engine: str) -> subprocess.CompletedProcess:
+ENVIRONMENT = {
+    "ddp": {},
+    "fsdp2": FSDP2,
+    **{
+        f"zero{stage}": {
+            "ACCELERATE_USE_DEEPSPEED": "true",
+            "ACCELERATE_DEEPSPEED_ZERO_STAGE": str(stage),
+            "DS_ACCELERATOR": "cpu",
+        }
+        for stage in (2, 3)
+    },
+}
+PIECES, UNCLIPPED = {"max_tokens_per_micro_batch": 14}, {"max_grad_norm": 0.0}
+
+
+def launch(out: Path, critic: str, engine: str, fields: dict) -> subprocess.CompletedProcess:
     path = os.pathsep.join([str(TESTS), str(TESTS.parent / "recipes"), str(TESTS.parent)])
     return subprocess.run(
         [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"),
-            *(str(TESTS / "sharded.py"), str(out), critic, engine),
+            *(str(TESTS / "sharded.py"), str(out), critic, engine, json.dumps(fields)),
         ],
-        env={**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", **(FSDP2 if engine == "fsdp2" else {})},
+        env={**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", **ENVIRONMENT[engine]},
         capture_output=True,
         text=True,
         timeout=300,
@@ -46,43 +64,79 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory) -> dict[str, tuple[Path, dict]]:
-    """What tests/sharded.py writes, by the engine."""
-    found = {}
-    for engine in ("ddp", "fsdp2"):
+def run_of(tmp_path_factory) -> Callable[..., tuple[Path, dict]]:
+    """Have tests/sharded.py make a run, once; gives its folder and what it writes."""
+
+    @functools.cache
+    def make(engine: str, fields: str, critic: str = "shared") -> tuple[Path, dict]:
+        if engine.startswith("zero"):
+            pytest.importorskip("deepspeed")
         out = tmp_path_factory.mktemp(engine)
-        run = launch(out, "shared", engine)
+        run = launch(out, critic, engine, json.loads(fields))
         assert run.returncode == 0, run.stderr[-3000:]
-        found[engine] = (out, json.loads((out / "result_0.json").read_text()))
-    return found
+        return out, json.loads((out / "result_0.json").read_text())
+
+    return lambda engine, fields, *critic: make(engine, json.dumps(fields), *critic)
+
+
+ENGINES = [("fsdp2", PIECES, "FSDP"), ("zero2", UNCLIPPED, "DEEPSPEED"), ("zero3", UNCLIPPED, "DEEPSPEED")]
 
 
 @pytest.mark.slow
-def test_a_sharded_run_has_the_numbers_of_one_that_is_not(runs):
-    (ddp_out, ddp), (fsdp_out, fsdp) = runs["ddp"], runs["fsdp2"]
-    assert fsdp["engine"] == "DistributedType.FSDP" != ddp["engine"]
-    assert len(fsdp["straight"]) == len(ddp["straight"]) == 6
-    for sharded, whole in zip(fsdp["straight"], ddp["straight"], strict=True):
-        assert sharded.keys() == whole.keys()
+@pytest.mark.parametrize(("engine", "fields", "kind"), ENGINES)
+def test_a_sharded_run_has_the_numbers_of_one_that_is_not(run_of, engine, fields, kind):
+    (ddp_out, ddp), (sharded_out, sharded) = run_of("ddp", fields), run_of(engine, fields)
+    assert sharded["engine"] == f"DistributedType.{kind}" != ddp["engine"]
+    assert len(sharded["straight"]) == len(ddp["straight"]) == 6
+    for entry, whole in zip(sharded["straight"], ddp["straight"], strict=True):
+        if kind == "DEEPSPEED" and "grad_norm" in whole:  # it knows the norm of both together
+            of_critic = whole["value/grad_norm"]
+            whole = {n: x for n, x in whole.items() if n != "value/grad_norm"}
+            whole["grad_norm"] = math.hypot(whole["grad_norm"], of_critic)
+        assert entry.keys() == whole.keys()
         for name, value in whole.items():
-            assert sharded[name] == pytest.approx(value, rel=1e-3, abs=1e-5), name
-    found, expected = (weights(out / "straight" / "checkpoint-4") for out in (fsdp_out, ddp_out))
+            assert entry[name] == pytest.approx(value, rel=1e-3, abs=1e-5), name
+    found, expected = (weights(out / "straight" / "checkpoint-4") for out in (sharded_out, ddp_out))
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.slow
-def test_traces_of_a_sharded_run_lack_the_update(runs):
-    ddp, fsdp = runs["ddp"][1]["traces"], runs["fsdp2"][1]["traces"]
+def test_zero_2_trains_a_critic_on_the_actors_base(run_of):
+    (_, ddp), (_, zero) = run_of("ddp", UNCLIPPED, "adapter"), run_of("zero2", UNCLIPPED, "adapter")
+    for entry, whole in zip(zero["straight"], ddp["straight"], strict=True):
+        for name in entry.keys() & {"loss", "value/loss", "policy/loss", "reward", "eval_reward"}:
+            assert entry[name] == pytest.approx(whole[name], rel=1e-3, abs=1e-5), name
+    assert zero["resumed"] == zero["straight"]
+
+
+@pytest.mark.slow
+def test_deepspeed_clips_at_max_grad_norm(run_of):
+    """With SGD, whose step is the gradient times the learning rate."""
+    moved = {}
+    for norm in (0.0, 0.05):
+        fields = {"max_grad_norm": norm, "optim": "sgd", "learning_rate": 1.0, "lr_scheduler_type": "constant"}
+        out, found = run_of("zero2", fields)
+        before, after = (weights(out / "straight" / f"checkpoint-{n}") for n in (1, 2))
+        moved[norm] = sum(float((after[name] - x).square().sum()) for name, x in before.items()) ** 0.5
+        norms = [entry["grad_norm"] for entry in found["straight"] if "grad_norm" in entry]
+        assert norms[1] > 0.1
+        assert moved[norm] == pytest.approx(norm or norms[1], rel=1e-3)
+
+
+@pytest.mark.slow
+def test_traces_of_a_sharded_run_lack_the_update(run_of):
+    ddp, fsdp = run_of("ddp", PIECES)[1]["traces"], run_of("fsdp2", PIECES)[1]["traces"]
     for sharded, whole in zip(fsdp, ddp, strict=True):
         assert sharded["columns"]["value"] == pytest.approx(whole["columns"]["value"], rel=1e-3, abs=1e-4)
         assert (sharded["updated_step"], whole["updated_step"]) == (None, 4)
 
 
 @pytest.mark.slow
-def test_a_sharded_run_resumes_bit_for_bit(runs):
-    out, result = runs["fsdp2"]
+@pytest.mark.parametrize(("engine", "fields", "kind"), ENGINES)
+def test_a_sharded_run_resumes_bit_for_bit(run_of, engine, fields, kind):
+    out, result = run_of(engine, fields)
     assert result["resumed"] == result["straight"]
     straight, resumed = (weights(out / name / "checkpoint-4") for name in ("straight", "resumed"))
     assert all(torch.equal(resumed[name], tensor) for name, tensor in straight.items())
@@ -91,8 +145,9 @@ def test_a_sharded_run_resumes_bit_for_bit(runs):
 
 
 @pytest.mark.slow
-def test_plain_peft_reads_what_a_sharded_run_saves(runs):
-    loaded = PeftModel.from_pretrained(tiny_model(seed=1), runs["fsdp2"][0] / "straight" / "checkpoint-4")
+@pytest.mark.parametrize(("engine", "fields", "kind"), ENGINES)
+def test_plain_peft_reads_what_a_sharded_run_saves(run_of, engine, fields, kind):
+    loaded = PeftModel.from_pretrained(tiny_model(seed=1), run_of(engine, fields)[0] / "straight" / "checkpoint-4")
     trained = [p for name, p in loaded.named_parameters() if "lora_B" in name]
     assert max(float(p.detach().abs().max()) for p in trained) > 0
 
