@@ -24,6 +24,20 @@ CRITIC_WEIGHTS = "critic.safetensors"
 CRITIC_CONFIG = "critic_config.json"
 
 
+class ValueHead(nn.Linear):
+    """Values in float32 from states of any type, also where DeepSpeed has turned the weights to bfloat16."""
+
+    def __init__(self, hidden_size: int):
+        super().__init__(hidden_size, 1, dtype=torch.float32)
+        nn.init.zeros_(self.weight)
+        nn.init.zeros_(self.bias)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """(…,) values from (…, H) hidden states."""
+        with torch.autocast(hidden.device.type, enabled=False):
+            return nn.functional.linear(hidden.float(), self.weight.float(), self.bias.float()).squeeze(-1)
+
+
 class Critic(nn.Module):
     """A value head, on a trunk of its own or on the actor's hidden states.
 
@@ -41,9 +55,7 @@ class Critic(nn.Module):
         super().__init__()
         self.kind, self.base, self.detach, self.hidden_size = kind, base, detach, hidden_size
         self.trunk = trunk
-        self.value_head = nn.Linear(hidden_size, 1, dtype=torch.float32)
-        nn.init.zeros_(self.value_head.weight)
-        nn.init.zeros_(self.value_head.bias)
+        self.value_head = ValueHead(hidden_size)
 
     def forward(self, actor_hidden: Tensor | None, layout: Layout) -> Tensor:
         """(N,) values of the positions of a layout, from its inputs or from the actor's (N, H) hidden states."""
@@ -51,12 +63,7 @@ class Critic(nn.Module):
             hidden = hidden_states(self.trunk, layout)
         else:
             hidden = actor_hidden.detach() if self.detach else actor_hidden
-        return self.of_states(hidden)
-
-    def of_states(self, hidden: Tensor) -> Tensor:
-        """(…,) values from (…, H) hidden states."""
-        with torch.autocast(hidden.device.type, enabled=False):
-            return self.value_head(hidden.float()).squeeze(-1)
+        return self.value_head(hidden)
 
     def save(self, folder: str | Path, state_dict: dict[str, Tensor]) -> None:
         """Write the trainable weights of a state dict of this critic, and what they belong to."""

@@ -125,7 +125,7 @@ def test_logprobs_entropy_and_values_agree_with_the_plain_model(make_trainer):
             with actor.disable_adapter():
                 ref = actor(input_ids=ids).logits[0].log_softmax(-1)[len(prompt) - 1 : -1]
             hidden = actor.critic.trunk(input_ids=ids).last_hidden_state[0, len(prompt) - 1 : -1]
-            values = actor.critic.value_head(hidden).squeeze(-1)
+            values = actor.critic.value_head(hidden)
         index = torch.arange(n)
         assert_close(rollout.old_logprobs[i, :n], logp[index, completion])
         assert_close(rollout.ref_logprobs[i, :n], ref[index, completion])

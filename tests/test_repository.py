@@ -44,7 +44,7 @@ ALLOWED = {
     "card": {"config", "critic"},
     "hub": {"critic"},
     "model": {"card", "critic", "layout", "loading", "lora", "output_head"},
-    "generation": {"background", "config", "endpoint", "generation", "model", "rollout"},
+    "generation": {"background", "config", "endpoint", "generation", "model", "output_head", "rollout"},
     "health": {"config", "functional"},
     "progress": set(),
     "history": set(),

@@ -112,6 +112,18 @@ def test_zero_2_trains_a_critic_on_the_actors_base(run_of):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("engine", ["zero2", "zero3"])
+def test_deepspeed_trains_in_bfloat16(run_of, engine):
+    """It turns all weights to that type, the value head's too."""
+    out, found = run_of(engine, {"bf16": True})
+    assert weights(out / "straight" / "checkpoint-4")["value_head.weight"].dtype == torch.bfloat16
+    losses = [entry["loss"] for entry in found["straight"] if "loss" in entry]
+    assert len(losses) == 4
+    assert all(abs(loss) < 1 for loss in losses)
+    assert found["resumed"] == found["straight"]
+
+
+@pytest.mark.slow
 def test_deepspeed_clips_at_max_grad_norm(run_of):
     """With SGD, whose step is the gradient times the learning rate."""
     moved = {}
@@ -123,6 +135,15 @@ def test_deepspeed_clips_at_max_grad_norm(run_of):
         norms = [entry["grad_norm"] for entry in found["straight"] if "grad_norm" in entry]
         assert norms[1] > 0.1
         assert moved[norm] == pytest.approx(norm or norms[1], rel=1e-3)
+
+
+@pytest.mark.slow
+def test_a_step_of_deepspeed_that_is_not_finite_ends_the_run(tmp_path):
+    pytest.importorskip("deepspeed")
+    run = launch(tmp_path, "shared", "zero2", {"optim": "sgd", "learning_rate": 1e38, **UNCLIPPED})
+    assert run.returncode != 0
+    assert "NonFiniteError" in run.stderr
+    assert "DeepSpeed had made the step already, and what it was made from lies in" in run.stderr
 
 
 @pytest.mark.slow
@@ -157,13 +178,17 @@ BUDGET, VLLM = {"max_tokens_per_micro_batch": 100}, {"use_vllm": True}
 
 def config(args: dict) -> SimpleNamespace:
     """The fields that `check_engine` asks."""
-    return SimpleNamespace(**{"max_tokens_per_micro_batch": None, "use_vllm": False, **args})
+    fields = {"max_tokens_per_micro_batch": None, "use_vllm": False, "critic_warmup": 0, "on_nonfinite": "raise"}
+    return SimpleNamespace(**{**fields, "max_grad_norm": 1.0, **args})
 
 
-def engine(kind: DistributedType, fsdp2: bool = True, zero: int = 0):
+def engine(kind: DistributedType, fsdp2: bool = True, zero: int = 0, clipping: float | str = "auto"):
     """As much of an Accelerator as `check_engine` asks."""
-    plugin = SimpleNamespace(zero_stage=zero)
+    plugin = SimpleNamespace(zero_stage=zero, deepspeed_config={"gradient_clipping": clipping})
     return SimpleNamespace(distributed_type=kind, is_fsdp2=fsdp2, state=SimpleNamespace(deepspeed_plugin=plugin))
+
+
+ZERO_2 = engine(DistributedType.DEEPSPEED, zero=2)
 
 
 @pytest.mark.parametrize(
@@ -174,7 +199,13 @@ def engine(kind: DistributedType, fsdp2: bool = True, zero: int = 0):
         (engine(DistributedType.FSDP), "shared", [RewardAdapter], {}, "a reward adapter .* merge it into its base"),
         (engine(DistributedType.FSDP, fsdp2=False), "shared", [], {}, "FSDP version 1 is not supported; set"),
         (engine(DistributedType.FSDP), "shared", [], VLLM, "use_vllm sends the adapter whole, and FSDP2 keeps shards"),
-        (engine(DistributedType.DEEPSPEED, zero=2), "adapter", [], BUDGET, "max_tokens_per_micro_batch needs DDP"),
+        (ZERO_2, "adapter", [], BUDGET, "max_tokens_per_micro_batch needs DDP"),
+        (ZERO_2, "adapter", [], {"critic_warmup": 3}, "critic_warmup=3 holds the actor still"),
+        (ZERO_2, "adapter", [], {"on_nonfinite": "skip"}, "on_nonfinite='skip' leaves steps out"),
+        (
+            engine(DistributedType.DEEPSPEED, zero=2, clipping=0.5),
+            *("adapter", [], {}, "gradient_clipping=0.5 and max_grad_norm=1.0 are not the same"),
+        ),
     ],
 )
 def test_what_an_engine_cannot_do_is_refused(accelerator, critic, funcs, args, message):
@@ -189,7 +220,9 @@ def test_what_an_engine_cannot_do_is_refused(accelerator, critic, funcs, args, m
         (engine(DistributedType.MULTI_GPU), "adapter", [RewardAdapter], BUDGET | VLLM),
         (engine(DistributedType.FSDP), "shared", [], BUDGET),
         (engine(DistributedType.DEEPSPEED, zero=3), "model", [], {}),
-        (engine(DistributedType.DEEPSPEED, zero=2), "adapter", [RewardAdapter], VLLM),
+        (ZERO_2, "adapter", [RewardAdapter], VLLM),
+        (engine(DistributedType.DEEPSPEED, zero=2, clipping=1.0), "adapter", [], {}),
+        (engine(DistributedType.MULTI_GPU), "adapter", [], {"critic_warmup": 3, "on_nonfinite": "skip"}),
     ],
 )
 def test_what_an_engine_can_do_is_not(accelerator, critic, funcs, args):

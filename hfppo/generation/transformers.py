@@ -157,7 +157,7 @@ def state_values(model: ActorCritic, wanted: bool) -> Iterator[list[Tensor]]:
 
     def read(head: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         if wanted:
-            values.append(model.critic.of_states(inputs[0][:, -1]))
+            values.append(model.critic.value_head(inputs[0][:, -1]))
 
     hook = model.causal_lm.get_output_embeddings().register_forward_pre_hook(read)
     try:
