@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate.utils import DistributedType
 from conftest import count_digits, trained_state
 from safetensors.torch import load_file
 from test_resume import final_state, logs
@@ -306,7 +307,15 @@ def test_a_dump_that_cannot_be_written_does_not_hide_the_error(make_trainer, mon
         make_trainer().train()
 
 
-def test_float16_overflows_are_left_to_the_scaler_and_losses_are_not(make_trainer):
+@pytest.mark.parametrize(
+    "scaler",
+    [
+        {"scaler": object(), "distributed_type": DistributedType.MULTI_GPU},
+        {"scaler": None, "distributed_type": DistributedType.DEEPSPEED},  # which has one of its own
+    ],
+    ids=["accelerate", "deepspeed"],
+)
+def test_float16_overflows_are_left_to_the_scaler_and_losses_are_not(make_trainer, scaler):
     """Its scaler lowers the scale and skips by itself, as long as it sees the gradients."""
     trainer = make_trainer()
     trainer.create_optimizer()
@@ -314,7 +323,7 @@ def test_float16_overflows_are_left_to_the_scaler_and_losses_are_not(make_traine
     trained = [p for p in model.parameters() if p.requires_grad]
     for p in trained:
         p.grad = torch.full_like(p, math.inf)
-    accelerator = SimpleNamespace(scaler=object(), process_index=0, reduce=lambda x, _: x)
+    accelerator = SimpleNamespace(**scaler, mixed_precision="fp16", process_index=0, reduce=lambda x, _: x)
     guard = NonFiniteGuard(replace(trainer.args, on_nonfinite="skip"), accelerator)
     terms = {"policy/loss": (1.0, torch.zeros(rollout.mask.shape))}
     norms = {"actor": torch.tensor(math.inf)}
