@@ -11,6 +11,7 @@ def fuse_lora(model: nn.Module) -> None:
     """Give the plain LoRA layers of a model a faster forward, in place; they stay PEFT's in all else.
 
     PEFT multiplies the adapter's output by its scale and adds it to the base's, which is a pass over memory each.
+    Where something is cast, under autocast or with float32 adapters on a bfloat16 base, PEFT's forward stays.
     """
     for module in model.modules():
         if type(module) is LoraLinear and len(module.lora_A) == 1 and adds_a_product_only(module):
@@ -23,7 +24,9 @@ def adds_a_product_only(layer: LoraLinear) -> bool:
     base = layer.base_layer
     frozen = type(base) is nn.Linear and not any(p.requires_grad for p in base.parameters())
     dropouts = (getattr(dropout, "p", 0.0) for dropout in layer.lora_dropout.values())
-    return frozen and not layer.lora_variant and not any(layer.lora_bias.values()) and not any(dropouts)
+    offloaded = any(hasattr(module, "_hf_hook") for module in layer.modules())  # accelerate's, called with the module
+    more = layer.lora_variant or any(layer.lora_bias.values()) or any(dropouts) or offloaded
+    return frozen and not more
 
 
 class FusedLoraLinear(LoraLinear):
@@ -46,7 +49,7 @@ class FusedLoraLinear(LoraLinear):
             y = FusedProduct.apply(rows, weight, base.bias, down, up, self.scaling[name])
         else:
             y, _ = fused_product(rows, weight, base.bias, down, up, self.scaling[name])
-        return y.view(*x.shape[:-1], -1)
+        return y.view(*x.shape[:-1], y.shape[-1])
 
 
 def fused_product(

@@ -99,6 +99,11 @@ class NonFiniteGuard:
     in_a_row: int = 0
     micro_batches: list[MicroBatch] = field(default_factory=list)
 
+    @property
+    def deepspeed(self) -> bool:
+        """Whether DeepSpeed makes the steps."""
+        return self.accelerator.distributed_type == DistributedType.DEEPSPEED
+
     def note(self, batch: Rollout, loss: Tensor, terms: dict[str, tuple[float, Tensor]]) -> None:
         """Remember a micro-batch; nothing here makes the device wait.
 
@@ -114,8 +119,8 @@ class NonFiniteGuard:
     ) -> bool:
         """Whether losses and gradients are finite on every process. A collective call.
 
-        If they are not, the optimiser finds no gradient, and Trainer does not move the schedule. DeepSpeed makes
-        its step before, so that it can only be told.
+        If they are not, the optimiser finds no gradient, and Trainer does not move the schedule. DeepSpeed decides on
+        its step before this, and shows no gradients: what it did can only be told.
 
         Args:
             norms: of the gradients, which are the same on every process, by whose they are.
@@ -125,8 +130,7 @@ class NonFiniteGuard:
         """
         noted, self.micro_batches = self.micro_batches, []
         numbers = [micro.loss for micro in noted]
-        made = self.accelerator.distributed_type == DistributedType.DEEPSPEED
-        scaled = self.accelerator.scaler is not None or (made and self.accelerator.mixed_precision == "fp16")
+        scaled = self.accelerator.scaler is not None or (self.deepspeed and self.accelerator.mixed_precision == "fp16")
         if not scaled:  # float16 overflows now and then, and then its scaler leaves the step out
             numbers += norms.values()
         bad = torch.stack([~x.isfinite() for x in numbers]).any().float()
@@ -140,13 +144,16 @@ class NonFiniteGuard:
             return True
         process = self.accelerator.process_index
         found = earliest(
-            self.in_losses(noted, step) or in_gradients(model, process, step) or in_norms(norms, process, step)
+            self.in_losses(noted, step)
+            or in_gradients(model, process, step)
+            or in_norms(norms, process, step, seen=not self.deepspeed)
         )
         if not scaled:  # a scaler wants to see the gradients
             model.zero_grad()
         facts = {"losses": [str(float(micro.loss)) for micro in noted], **{k: str(float(v)) for k, v in norms.items()}}
         batches = {f"micro_batch_{i}": micro.batch for i, micro in enumerate(noted)}
-        fate = "DeepSpeed had made the step already" if made else LEFT_OUT
+        made = self.deepspeed and not optimizer.step_was_skipped
+        fate = "DeepSpeed has made the step" if made else LEFT_OUT
         self.give_up(found.text, f"step-{step}", batches, facts, fate)
         return False
 
@@ -184,9 +191,10 @@ class NonFiniteGuard:
             logger.warning(message)
             return
         reason = f" {MAX_IN_A_ROW} in a row were left out before." if self.in_a_row > MAX_IN_A_ROW else ""
+        skip = "" if self.deepspeed else "; on_nonfinite='skip' goes on without such batches"
         raise NonFiniteError(
-            f"{message}.{reason} A lower learning_rate or a higher precision may help; on_nonfinite='skip' goes on "
-            f"without such batches. {way_back(self.args.output_dir)}"
+            f"{message}.{reason} A lower learning_rate or a higher precision may help{skip}. "
+            f"{way_back(self.args.output_dir)}"
         )
 
 
@@ -205,12 +213,13 @@ def in_gradients(model: nn.Module, process: int, step: int) -> Found | None:
     return Found(1, process, f"{which} in step {step} is not finite")
 
 
-def in_norms(norms: dict[str, Tensor], process: int, step: int) -> Found | None:
-    """The first norm that is not finite; over finite gradients it is where their squares overflow."""
+def in_norms(norms: dict[str, Tensor], process: int, step: int, seen: bool) -> Found | None:
+    """The first norm that is not finite; over gradients seen to be finite it is where their squares overflow."""
+    reason = ": numbers above 1e19 have no square in float32" if seen else ""
     for name, norm in norms.items():
         if not norm.isfinite():
             what = f"the norm of the {name}'s gradient in step {step}"
-            return Found(2, process, f"{what} is not finite: numbers above 1e19 have no square in float32")
+            return Found(2, process, f"{what} is not finite{reason}")
     return None
 
 

@@ -45,7 +45,7 @@ def check_engine(accelerator: Accelerator, critic: Critic | None, reward_funcs: 
 
 
 def check_deepspeed(config: dict[str, Any], args: PPOConfig) -> None:
-    """Refuse what needs a hand on the gradients, which DeepSpeed keeps until its step is made; have it clip.
+    """Refuse what needs a hand on gradients and steps, which DeepSpeed keeps to itself; have it clip.
 
     Args:
         config: DeepSpeed's, whose gradient_clipping is set.
@@ -64,8 +64,13 @@ def check_deepspeed(config: dict[str, Any], args: PPOConfig) -> None:
         )
     if args.on_nonfinite == "skip":
         raise ValueError(
-            "on_nonfinite='skip' leaves steps out, and DeepSpeed makes them before they can be looked at; set "
+            "on_nonfinite='skip' leaves steps out, and DeepSpeed decides on them before they can be looked at; set "
             "on_nonfinite='raise', or take DDP or FSDP2"
+        )
+    if "optimizer" in config:
+        raise ValueError(
+            "DeepSpeed's config has an optimizer, which knows neither critic_learning_rate nor target_kl; leave it "
+            "out, and choose by optim and learning_rate"
         )
     clips_at = config.get("gradient_clipping", "auto")
     if clips_at != "auto" and clips_at != args.max_grad_norm:

@@ -319,7 +319,10 @@ class PPOTrainer(EvaluatingTrainer):
         return super()._get_grad_norm(model, self._clip_apart(math.inf) if grad_norm is None else grad_norm)
 
     def _clip_apart(self, max_norm: float) -> Tensor:
-        """Clip both gradients, note the critic's norm and return the actor's; no step is made if one is not finite."""
+        """Clip both gradients, note the critic's norm and return the actor's; no step is made if one is not finite.
+
+        DeepSpeed has clipped them together and decided on the step already: its norm is noted and returned.
+        """
         actor, critic = self.model.actor_parameters(), self.model.critic_parameters()
         if critic:
             self._meter.add_number("critic_learning_rate", self.optimizer.param_groups[-1]["lr"])
@@ -335,7 +338,7 @@ class PPOTrainer(EvaluatingTrainer):
         return norms["actor"]
 
     def _norm_of_deepspeed(self) -> Tensor:
-        """The norm of both gradients together, as DeepSpeed has clipped them in the step that it has made."""
+        """The norm of both gradients together, before DeepSpeed clipped them."""
         norm = torch.tensor(float(self.accelerator.clip_grad_norm_([], self.args.max_grad_norm)))
         norms = {"whole model": norm.to(self.args.device)}
         self._guard.passes(norms, self.model, self.optimizer, self.state.global_step + 1, self._meter)

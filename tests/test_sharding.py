@@ -1,4 +1,4 @@
-"""FSDP2 over two CPU processes: the numbers of DDP, checkpoints that plain PEFT reads, exact resume; refusals."""
+"""FSDP2 and ZeRO on two CPU processes: DDP's numbers, checkpoints that plain PEFT reads, exact resume; refusals."""
 
 import functools
 import json
@@ -79,13 +79,18 @@ def run_of(tmp_path_factory) -> Callable[..., tuple[Path, dict]]:
     return lambda engine, fields, *critic: make(engine, json.dumps(fields), *critic)
 
 
-ENGINES = [("fsdp2", PIECES, "FSDP"), ("zero2", UNCLIPPED, "DEEPSPEED"), ("zero3", UNCLIPPED, "DEEPSPEED")]
+ENGINES = [
+    ("fsdp2", PIECES, "FSDP", "shared"),
+    ("zero2", UNCLIPPED, "DEEPSPEED", "shared"),
+    ("zero2", UNCLIPPED, "DEEPSPEED", "adapter"),
+    ("zero3", UNCLIPPED, "DEEPSPEED", "shared"),
+]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("engine", "fields", "kind"), ENGINES)
-def test_a_sharded_run_has_the_numbers_of_one_that_is_not(run_of, engine, fields, kind):
-    (ddp_out, ddp), (sharded_out, sharded) = run_of("ddp", fields), run_of(engine, fields)
+@pytest.mark.parametrize(("engine", "fields", "kind", "critic"), ENGINES)
+def test_a_sharded_run_has_the_numbers_of_one_that_is_not(run_of, engine, fields, kind, critic):
+    (ddp_out, ddp), (sharded_out, sharded) = run_of("ddp", fields, critic), run_of(engine, fields, critic)
     assert sharded["engine"] == f"DistributedType.{kind}" != ddp["engine"]
     assert len(sharded["straight"]) == len(ddp["straight"]) == 6
     for entry, whole in zip(sharded["straight"], ddp["straight"], strict=True):
@@ -103,20 +108,13 @@ def test_a_sharded_run_has_the_numbers_of_one_that_is_not(run_of, engine, fields
 
 
 @pytest.mark.slow
-def test_zero_2_trains_a_critic_on_the_actors_base(run_of):
-    (_, ddp), (_, zero) = run_of("ddp", UNCLIPPED, "adapter"), run_of("zero2", UNCLIPPED, "adapter")
-    for entry, whole in zip(zero["straight"], ddp["straight"], strict=True):
-        for name in entry.keys() & {"loss", "value/loss", "policy/loss", "reward", "eval_reward"}:
-            assert entry[name] == pytest.approx(whole[name], rel=1e-3, abs=1e-5), name
-    assert zero["resumed"] == zero["straight"]
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["zero2", "zero3"])
 def test_deepspeed_trains_in_bfloat16(run_of, engine):
     """It turns all weights to that type, the value head's too."""
     out, found = run_of(engine, {"bf16": True})
-    assert weights(out / "straight" / "checkpoint-4")["value_head.weight"].dtype == torch.bfloat16
+    first, last = (weights(out / "straight" / f"checkpoint-{n}") for n in (1, 4))
+    assert last["value_head.weight"].dtype == torch.bfloat16
+    assert all(not torch.equal(first[name], tensor) for name, tensor in last.items())
     losses = [entry["loss"] for entry in found["straight"] if "loss" in entry]
     assert len(losses) == 4
     assert all(abs(loss) < 1 for loss in losses)
@@ -143,7 +141,8 @@ def test_a_step_of_deepspeed_that_is_not_finite_ends_the_run(tmp_path):
     run = launch(tmp_path, "shared", "zero2", {"optim": "sgd", "learning_rate": 1e38, **UNCLIPPED})
     assert run.returncode != 0
     assert "NonFiniteError" in run.stderr
-    assert "DeepSpeed had made the step already, and what it was made from lies in" in run.stderr
+    assert "step 2 on process 0 is not finite; it was left out, and what it was made from lies in" in run.stderr
+    assert "on_nonfinite='skip'" not in run.stderr
 
 
 @pytest.mark.slow
@@ -155,9 +154,9 @@ def test_traces_of_a_sharded_run_lack_the_update(run_of):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("engine", "fields", "kind"), ENGINES)
-def test_a_sharded_run_resumes_bit_for_bit(run_of, engine, fields, kind):
-    out, result = run_of(engine, fields)
+@pytest.mark.parametrize(("engine", "fields", "kind", "critic"), ENGINES)
+def test_a_sharded_run_resumes_bit_for_bit(run_of, engine, fields, kind, critic):
+    out, result = run_of(engine, fields, critic)
     assert result["resumed"] == result["straight"]
     straight, resumed = (weights(out / name / "checkpoint-4") for name in ("straight", "resumed"))
     assert all(torch.equal(resumed[name], tensor) for name, tensor in straight.items())
@@ -166,9 +165,11 @@ def test_a_sharded_run_resumes_bit_for_bit(run_of, engine, fields, kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("engine", "fields", "kind"), ENGINES)
-def test_plain_peft_reads_what_a_sharded_run_saves(run_of, engine, fields, kind):
-    loaded = PeftModel.from_pretrained(tiny_model(seed=1), run_of(engine, fields)[0] / "straight" / "checkpoint-4")
+@pytest.mark.parametrize(("engine", "fields", "kind", "critic"), ENGINES)
+def test_plain_peft_reads_what_a_sharded_run_saves(run_of, engine, fields, kind, critic):
+    loaded = PeftModel.from_pretrained(
+        tiny_model(seed=1), run_of(engine, fields, critic)[0] / "straight" / "checkpoint-4"
+    )
     trained = [p for name, p in loaded.named_parameters() if "lora_B" in name]
     assert max(float(p.detach().abs().max()) for p in trained) > 0
 
@@ -188,7 +189,8 @@ def engine(kind: DistributedType, fsdp2: bool = True, zero: int = 0, clipping: f
     return SimpleNamespace(distributed_type=kind, is_fsdp2=fsdp2, state=SimpleNamespace(deepspeed_plugin=plugin))
 
 
-ZERO_2 = engine(DistributedType.DEEPSPEED, zero=2)
+ZERO_2, WITH_OPTIMIZER = (engine(DistributedType.DEEPSPEED, zero=2) for _ in range(2))
+WITH_OPTIMIZER.state.deepspeed_plugin.deepspeed_config["optimizer"] = {"type": "Adam"}
 
 
 @pytest.mark.parametrize(
@@ -202,6 +204,7 @@ ZERO_2 = engine(DistributedType.DEEPSPEED, zero=2)
         (ZERO_2, "adapter", [], BUDGET, "max_tokens_per_micro_batch needs DDP"),
         (ZERO_2, "adapter", [], {"critic_warmup": 3}, "critic_warmup=3 holds the actor still"),
         (ZERO_2, "adapter", [], {"on_nonfinite": "skip"}, "on_nonfinite='skip' leaves steps out"),
+        (WITH_OPTIMIZER, "adapter", [], {}, "DeepSpeed's config has an optimizer, which knows neither"),
         (
             engine(DistributedType.DEEPSPEED, zero=2, clipping=0.5),
             *("adapter", [], {}, "gradient_clipping=0.5 and max_grad_norm=1.0 are not the same"),

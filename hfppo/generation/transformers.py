@@ -154,10 +154,12 @@ def state_values(model: ActorCritic, wanted: bool) -> Iterator[list[Tensor]]:
     They are read where the states reach the output head: not every architecture calls its whole trunk to generate.
     """
     values: list[Tensor] = []
+    if not wanted:
+        yield values
+        return
 
     def read(head: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        if wanted:
-            values.append(model.critic.value_head(inputs[0][:, -1]))
+        values.append(model.critic.value_head(inputs[0][:, -1]))
 
     hook = model.causal_lm.get_output_embeddings().register_forward_pre_hook(read)
     try:

@@ -43,7 +43,7 @@ def operations(workload: Workload, critic: str, policy_mode: str) -> dict[str, f
         "reward model": frozen,
         "old log-probs": old * (adapted + head),
         "reference": frozen + head,
-        "values": (own_trunk or not old) * adapted,
+        "values": own_trunk * adapted,
         "actor forward": w.epochs * (adapted + head),
         "critic forward": w.epochs * own_trunk * adapted,
         "critic backward": w.epochs * own_trunk * backward,
