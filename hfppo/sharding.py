@@ -72,6 +72,10 @@ def check_deepspeed(config: dict[str, Any], args: PPOConfig) -> None:
             "DeepSpeed's config has an optimizer, which knows neither critic_learning_rate nor target_kl; leave it "
             "out, and choose by optim and learning_rate"
         )
+    if not config.get("zero_optimization", {}).get("compute_grad_norm", True):
+        raise ValueError(
+            "compute_grad_norm=False in DeepSpeed's config hides gradients that are not finite; leave it out"
+        )
     clips_at = config.get("gradient_clipping", "auto")
     if clips_at != "auto" and clips_at != args.max_grad_norm:
         raise ValueError(

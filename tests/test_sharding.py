@@ -190,6 +190,8 @@ def engine(kind: DistributedType, fsdp2: bool = True, zero: int = 0, clipping: f
 
 
 ZERO_2, WITH_OPTIMIZER = (engine(DistributedType.DEEPSPEED, zero=2) for _ in range(2))
+NO_NORM = engine(DistributedType.DEEPSPEED, zero=2)
+NO_NORM.state.deepspeed_plugin.deepspeed_config["zero_optimization"] = {"stage": 2, "compute_grad_norm": False}
 WITH_OPTIMIZER.state.deepspeed_plugin.deepspeed_config["optimizer"] = {"type": "Adam"}
 
 
@@ -204,6 +206,7 @@ WITH_OPTIMIZER.state.deepspeed_plugin.deepspeed_config["optimizer"] = {"type": "
         (ZERO_2, "adapter", [], BUDGET, "max_tokens_per_micro_batch needs DDP"),
         (ZERO_2, "adapter", [], {"critic_warmup": 3}, "critic_warmup=3 holds the actor still"),
         (ZERO_2, "adapter", [], {"on_nonfinite": "skip"}, "on_nonfinite='skip' leaves steps out"),
+        (NO_NORM, "adapter", [], {}, "compute_grad_norm=False in DeepSpeed's config hides gradients"),
         (WITH_OPTIMIZER, "adapter", [], {}, "DeepSpeed's config has an optimizer, which knows neither"),
         (
             engine(DistributedType.DEEPSPEED, zero=2, clipping=0.5),
