@@ -350,7 +350,8 @@ class Collector:
 
     def gather(self, x: Tensor) -> Tensor:
         """(processes·B, T) rows of all processes, in the order of the processes, padded to the longest."""
-        return self.accelerator.gather(self.accelerator.pad_across_processes(x, dim=1))
+        padded = self.accelerator.pad_across_processes(x, dim=1)
+        return self.accelerator.gather(padded.to(x.dtype))  # padding makes numbers of bool, where there is any
 
 
 def unpadded(completions: Completions) -> list[list[int]]:

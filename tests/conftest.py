@@ -52,6 +52,13 @@ def tiny_model(seed: int = 0, **config) -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(**{**defaults, **config}))
 
 
+def ragged_model() -> LlamaForCausalLM:
+    """One whose completions often end early, so that several processes hold completions of other lengths."""
+    made = tiny_model(seed=1)
+    made.generation_config.eos_token_id = list(range(1, 8))
+    return made
+
+
 @pytest.fixture(autouse=True)
 def no_picture(monkeypatch):
     """The picture at the end of a run takes longer than most runs here."""

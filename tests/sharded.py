@@ -11,7 +11,7 @@ from pathlib import Path
 from accelerate import PartialState
 from accelerate.utils import DistributedType
 from build_arithmetic_base import character_tokenizer
-from conftest import LORA, SMALL, count_digits, tiny_model
+from conftest import LORA, SMALL, count_digits, ragged_model
 from datasets import Dataset
 
 from hfppo import PPOConfig, PPOTrainer, TokenTraceCallback, layout
@@ -22,12 +22,12 @@ OUT, CRITIC, ENGINE, FIELDS = Path(sys.argv[1]), sys.argv[2], sys.argv[3], json.
 KINDS = {"fsdp2": "MULTI_GPU", "zero2": "DEEPSPEED", "zero3": "DEEPSPEED"}
 CONFIG = {
     **SMALL,
-    **{"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "num_mini_batches": 1, "max_steps": 4},
+    **{"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "num_mini_batches": 1, "max_steps": 4},
     **{"save_strategy": "steps", "save_steps": 1, "logging_steps": 1, "kl_loss_coef": 0.1, "entropy_coef": 0.01},
     **{"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 1},
     **FIELDS,
 }
-DATASET = Dataset.from_list([{"prompt": f"请问{a}+{b}=", "answer": str(a + b)} for a in range(4) for b in range(3, 7)])
+DATASET = Dataset.from_list([{"prompt": f"{'请问' * a}{a}+{b}="} for a in range(4) for b in range(3, 7)])
 
 
 def make(name: str) -> PPOTrainer:
@@ -36,7 +36,7 @@ def make(name: str) -> PPOTrainer:
         args.device  # noqa: B018 (makes the state that is changed next)
         PartialState._shared_state["distributed_type"] = DistributedType[KINDS[ENGINE]]
     return PPOTrainer(
-        model=tiny_model(seed=1),
+        model=ragged_model(),
         reward_funcs=count_digits,
         args=args,
         train_dataset=DATASET,

@@ -29,7 +29,7 @@ def results(tmp_path_factory) -> dict[int, list[dict]]:
             text=True,
             timeout=300,
         )
-        assert run.returncode == 0, run.stderr[-3000:]
+        assert run.returncode == 0, run.stderr
         found[processes] = [json.loads((out / f"result_{rank}.json").read_text()) for rank in range(processes)]
         assert found[processes][0]["processes"] == processes
     return found
@@ -54,6 +54,14 @@ def test_gradients_of_several_processes_are_those_of_one(results):
     for result in (*results[2], *results[4]):
         for name, gradient in result["gradients"].items():
             assert_close(torch.tensor(gradient), torch.tensor(one[name]), rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_metrics_of_several_processes_are_those_of_one(results):
+    one = results[1][0]["straight_logs"]
+    assert any(entry["completions/mean_length"] < 4 for entry in one if "loss" in entry)
+    for result in (*results[2], *results[4]):
+        for entry, expected in zip(result["straight_logs"], one, strict=True):
+            assert entry == pytest.approx(expected, rel=1e-5, abs=1e-5)
 
 
 def test_traces_of_several_processes_are_those_of_one(results):

@@ -1,12 +1,13 @@
 """Run by test_two_processes.py under torchrun: trains, resumes and compares gradients; writes JSON."""
 
 import json
+import os
 import sys
 from pathlib import Path
 
 import torch
 from build_arithmetic_base import character_tokenizer
-from conftest import LORA, SMALL, count_digits, tiny_model
+from conftest import LORA, SMALL, count_digits, ragged_model
 from datasets import Dataset
 
 from hfppo import AdaptiveKLCallback, PPOConfig, PPOTrainer, TokenTraceCallback
@@ -17,7 +18,7 @@ OUT = Path(sys.argv[1])
 CONFIG = {
     **SMALL,
     "per_device_train_batch_size": 2,
-    "gradient_accumulation_steps": 2,
+    "gradient_accumulation_steps": 4 // int(os.environ["WORLD_SIZE"]),  # the same rollouts, however many share them
     "num_mini_batches": 1,
     "save_strategy": "steps",
     "save_steps": 1,
@@ -25,13 +26,14 @@ CONFIG = {
     "normalize_scores": True,
     "eval_strategy": "steps",
     "eval_steps": 2,
+    "max_tokens_per_micro_batch": 14,
 }
 DATASET = Dataset.from_list([{"prompt": f"请问{a}+{b}=", "answer": str(a + b)} for a in range(4) for b in range(3, 7)])
 
 
 def make(name: str, **config) -> PPOTrainer:
     return PPOTrainer(
-        model=tiny_model(seed=1),
+        model=ragged_model(),
         reward_funcs=count_digits,
         args=PPOConfig(**{**CONFIG, **config}, output_dir=str(OUT / name)),
         train_dataset=DATASET,
