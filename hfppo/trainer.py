@@ -7,10 +7,10 @@ optimiser; these hooks answer for PPO.
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from typing import Any, cast
 
 import torch
-from accelerate.utils import DistributedType
 from datasets import Dataset, IterableDataset
 from peft import PeftConfig, PeftModel
 from torch import Tensor, nn
@@ -37,13 +37,13 @@ from hfppo.generation import make_sampler
 from hfppo.memory import explained_memory
 from hfppo.metrics import Meter
 from hfppo.model import ActorCritic
-from hfppo.nonfinite import NonFiniteError, NonFiniteGuard, grad_norm
+from hfppo.nonfinite import NonFiniteError, NonFiniteGuard, grad_norms
 from hfppo.progress import RunProgress
 from hfppo.reward_contract import RewardFunc
 from hfppo.rollout import Rollout
 from hfppo.sharding import check_engine
 from hfppo.state import PPOState
-from hfppo.update import MiniBatchSize, loss_terms, measure_update, ppo_loss, sequence
+from hfppo.update import MiniBatchSize, flat_sequences, loss_terms, measure_update, ppo_loss, sequence
 
 SHUFFLE_STREAM = 4  # names the random draws of this module among those of a seed
 
@@ -169,26 +169,23 @@ class PPOTrainer(EvaluatingTrainer):
         mini_batch = self._rollout.mini_batch(index, args.num_mini_batches, seed)
         counts = torch.stack([mini_batch.loss_mask.sum(), mini_batch.loss_mask.any(dim=1).sum()])
         tokens, completions = self.accelerator.reduce(counts, "sum").tolist()
-        micro_batches = mini_batch.micro_batches(num_batches)
-        pieces = self._pieces(micro_batches)
-        inputs = [
-            {**sequence(micro), "batch": micro, "pieces": n} for micro, n in zip(micro_batches, pieces, strict=True)
-        ]
+        pieces = mini_batch.micro_batches(self._num_pieces(mini_batch, num_batches))
+        cuts = [i * len(pieces) // num_batches for i in range(num_batches + 1)]
+        inputs = [{**flat_sequences(some), "pieces": some} for some in (pieces[a:b] for a, b in pairwise(cuts))]
         self._step_meter = Meter()  # that of a step which float16's scaler left out is still there
         self._step_began = time.perf_counter()
         return inputs, MiniBatchSize(tokens, completions)
 
-    def _pieces(self, micro_batches: list[Rollout]) -> list[int]:
-        """How many pieces each is to be computed in, the same on all processes: sharded models compute together."""
+    def _num_pieces(self, mini_batch: Rollout, num_micro_batches: int) -> int:
+        """How many pieces to compute a mini-batch in, the same on all processes: sharded models compute together."""
         if (limit := self.args.max_tokens_per_micro_batch) is None:
-            return [1] * len(micro_batches)
-        own = torch.tensor([[micro.num_within(limit) for micro in micro_batches]], device=self.args.device)
-        return self.accelerator.gather(own).amax(dim=0).tolist()
+            return num_micro_batches
+        own = torch.tensor([mini_batch.num_within(limit)], device=self.args.device)
+        return max(num_micro_batches, int(self.accelerator.gather(own).max()))
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         """Trainer's, piece by piece where a micro-batch has more tokens than it may."""
-        batch, pieces = inputs["batch"], inputs["pieces"]
-        *before, last = [batch] if pieces == 1 else batch.micro_batches(pieces)
+        *before, last = inputs["pieces"]
         loss = torch.zeros((), device=self.args.device)
         for piece in before:
             with self.accelerator.no_sync(model):
@@ -321,28 +318,19 @@ class PPOTrainer(EvaluatingTrainer):
     def _clip_apart(self, max_norm: float) -> Tensor:
         """Clip both gradients, note the critic's norm and return the actor's; no step is made if one is not finite.
 
-        DeepSpeed has clipped them together and decided on the step already: its norm is noted and returned.
+        DeepSpeed has clipped them together and decided on the step already; the norm of both is returned.
         """
-        actor, critic = self.model.actor_parameters(), self.model.critic_parameters()
-        if critic:
-            self._meter.add_number("critic_learning_rate", self.optimizer.param_groups[-1]["lr"])
-        if self.accelerator.distributed_type == DistributedType.DEEPSPEED:
-            return self._norm_of_deepspeed()
         self.accelerator.unscale_gradients()
-        norms = {"actor": grad_norm(actor), "critic": grad_norm(critic)}
-        if critic:
+        parameters = {"actor": self.model.actor_parameters(), "critic": self.model.critic_parameters()}
+        norms = grad_norms(self.accelerator, parameters)
+        if parameters["critic"]:
+            self._meter.add_number("critic_learning_rate", self.optimizer.param_groups[-1]["lr"])
+        if "critic" in norms:
             self._meter.add("value/grad_norm", norms["critic"])
         if self._guard.passes(norms, self.model, self.optimizer, self.state.global_step + 1, self._meter):
-            nn.utils.clip_grads_with_norm_(actor, max_norm, norms["actor"])
-            nn.utils.clip_grads_with_norm_(critic, max_norm, norms["critic"])
-        return norms["actor"]
-
-    def _norm_of_deepspeed(self) -> Tensor:
-        """The norm of both gradients together, before DeepSpeed clipped them."""
-        norm = torch.tensor(float(self.accelerator.clip_grad_norm_([], self.args.max_grad_norm)))
-        norms = {"whole model": norm.to(self.args.device)}
-        self._guard.passes(norms, self.model, self.optimizer, self.state.global_step + 1, self._meter)
-        return norm
+            for name in parameters.keys() & norms.keys():
+                nn.utils.clip_grads_with_norm_(parameters[name], max_norm, norms[name])
+        return next(iter(norms.values()))
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add the metrics of PPO to the logs of training steps.

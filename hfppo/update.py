@@ -144,3 +144,9 @@ def sequence(batch: Rollout) -> dict[str, Tensor]:
         "input_ids": torch.cat([batch.prompt_ids, batch.completion_ids], dim=1),
         "attention_mask": torch.cat([batch.prompt_mask, batch.mask], dim=1),
     }
+
+
+def flat_sequences(batches: list[Rollout]) -> dict[str, Tensor]:
+    """`sequence` of several, (N,) each: what Trainer counts where `include_num_input_tokens_seen` asks for it."""
+    each = [sequence(batch) for batch in batches]
+    return {name: torch.cat([tensors[name].flatten() for tensors in each]) for name in each[0]}

@@ -133,17 +133,20 @@ def test_no_micro_batch_of_several_rows_exceeds_its_tokens():
     assert sizes_within(lengths, 1000) == [6]
 
 
-def test_a_token_budget_changes_no_run(make_trainer):
+@pytest.mark.parametrize(("max_tokens", "pieces_per_step"), [(20, 4), (1, 16)])
+def test_a_token_budget_changes_no_run(make_trainer, max_tokens, pieces_per_step):
+    """Up to a piece for each row, which is the most that another process can need."""
     config = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, "learning_rate": 1e-3}
-    config |= {"target_kl": 1e-4, "max_steps": 4}
+    config |= {"target_kl": 1e-4, "max_steps": 4, "include_num_input_tokens_seen": "non_padding"}
     whole = make_trainer(config, model=tiny_model(seed=1))
     whole.train()
-    cut = make_trainer({**config, "max_tokens_per_micro_batch": 20}, model=tiny_model(seed=1))
+    cut = make_trainer({**config, "max_tokens_per_micro_batch": max_tokens}, model=tiny_model(seed=1))
     pieces = []
-    step = cut._pieces
-    cut._pieces = lambda micro_batches: pieces.append(step(micro_batches)) or pieces[-1]
+    step = cut.training_step
+    cut.training_step = lambda model, inputs, *args: pieces.append(len(inputs["pieces"])) or step(model, inputs, *args)
     cut.train()
-    assert min(n for of_step in pieces for n in of_step) > 1
+    assert min(pieces) * 2 >= pieces_per_step
+    assert cut.state.num_input_tokens_seen == whole.state.num_input_tokens_seen > 0
     assert cut.ppo_state.rollouts == whole.ppo_state.rollouts > 1, "target_kl saw another KL"
     for (name, a), b in zip(trainable(whole).items(), trainable(cut).values(), strict=True):
         assert_close(a, b, rtol=1e-3, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
