@@ -45,29 +45,19 @@ class FusedLoraLinear(LoraLinear):
         if to_cast or hasattr(weight, "ds_id"):  # DeepSpeed gathers weights for the layers that it sees called
             return super().forward(x)
         rows = x.flatten(0, -2)
-        if torch.is_grad_enabled():
-            y = FusedProduct.apply(rows, weight, base.bias, down, up, self.scaling[name])
-        else:
-            y, _ = fused_product(rows, weight, base.bias, down, up, self.scaling[name])
+        y = FusedProduct.apply(rows, weight, base.bias, down, up, self.scaling[name])
         return y.view(*x.shape[:-1], y.shape[-1])
 
 
-def fused_product(
-    x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor, scale: float
-) -> tuple[Tensor, Tensor]:
-    """x Wᵀ + bias + s (x Aᵀ) Bᵀ, (n, out), and x Aᵀ, (n, r); arXiv:2106.09685, equation 3."""
-    inner = x @ down.T
-    return nn.functional.linear(x, weight, bias).addmm_(inner, up.T, alpha=scale), inner
-
-
 class FusedProduct(torch.autograd.Function):
-    """`fused_product` with its gradient; W and bias are frozen."""
+    """x Wᵀ + bias + s (x Aᵀ) Bᵀ, (n, out), of frozen W and bias; arXiv:2106.09685, equation 3."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor, scale: float
     ) -> Tensor:
-        y, inner = fused_product(x, weight, bias, down, up, scale)
+        inner = x @ down.T
+        y = nn.functional.linear(x, weight, bias).addmm_(inner, up.T, alpha=scale)
         ctx.save_for_backward(x, inner, weight, down, up)
         ctx.scale = scale
         return y
