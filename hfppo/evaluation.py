@@ -19,6 +19,7 @@ from hfppo.data import Prompts
 from hfppo.experience import Collector, eval_mode, measure_scores
 from hfppo.memory import explained_memory
 from hfppo.metrics import Meter
+from hfppo.output_head import is_sharded
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,8 @@ def evaluate_prompts(
         on_batch: called after each batch.
     """
     accelerator, size = collector.accelerator, collector.args.per_device_eval_batch_size
+    if is_sharded(collector.model):  # the sampler would cut a full batch into more parts than another process's rest
+        size = min(size, collector.args.local_rollout_forward_batch_size)
     everything = collector.eval_rows(prompts)
     rows = everything[accelerator.process_index :: accelerator.num_processes]
     most = -(-len(everything) // accelerator.num_processes)

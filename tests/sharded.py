@@ -24,7 +24,12 @@ CONFIG = {
     **SMALL,
     **{"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "num_mini_batches": 1, "max_steps": 4},
     **{"save_strategy": "steps", "save_steps": 1, "logging_steps": 1, "kl_loss_coef": 0.1, "entropy_coef": 0.01},
-    **{"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 1},
+    **{
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "per_device_eval_batch_size": 4,
+        "local_rollout_forward_batch_size": 1,
+    },
     **FIELDS,
 }
 DATASET = Dataset.from_list([{"prompt": f"{'请问' * a}{a}+{b}="} for a in range(4) for b in range(3, 7)])
