@@ -62,6 +62,10 @@ def test_metrics_of_several_processes_are_those_of_one(results):
     for result in (*results[2], *results[4]):
         for entry, expected in zip(result["straight_logs"], one, strict=True):
             assert entry == pytest.approx(expected, rel=1e-5, abs=1e-5)
+        for found, expected in zip(result["variants_logs"], results[1][0]["variants_logs"], strict=True):
+            assert len(found) == len(expected) > 3
+            for entry, of_one in zip(found, expected, strict=True):
+                assert entry == pytest.approx(of_one, rel=1e-4, abs=1e-5)
 
 
 def test_traces_of_several_processes_are_those_of_one(results):

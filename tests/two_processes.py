@@ -28,6 +28,16 @@ CONFIG = {
     "eval_steps": 2,
     "max_tokens_per_micro_batch": 14,
 }
+VARIANTS = [
+    {
+        "advantage_estimator": "grpo",
+        "num_generations": 2,
+        "policy_mode": "corrected",
+        "mask_truncated_completions": True,
+    },
+    {"advantage_estimator": "remax", "whiten_rewards": True, "kl_loss_coef": 0.1, "missing_eos_penalty": 1.0},
+    {"policy_mode": "bypass", "bootstrap_truncated": True, "lam_critic": 1.0, "target_kl": 1e-3, "entropy_coef": 0.01},
+]
 DATASET = Dataset.from_list([{"prompt": f"请问{a}+{b}=", "answer": str(a + b)} for a in range(4) for b in range(3, 7)])
 
 
@@ -82,6 +92,9 @@ straight.train()
 resumed = [make(f"resumed-{step}") for step in (1, 3, 4)]
 for trainer, step in zip(resumed, (1, 3, 4), strict=True):
     trainer.train(resume_from_checkpoint=str(OUT / "straight" / f"checkpoint-{step}"))
+variants = [make(f"variant-{i}", max_steps=3, **fields) for i, fields in enumerate(VARIANTS)]
+for trainer in variants:
+    trainer.train()
 probe = make("probe", max_steps=1, learning_rate=0.0, normalize_scores=False)
 probe.add_callback(TokenTraceCallback(trainer=probe, prompts=["1+1=", "请问2+3="]))
 probe.train()
@@ -91,6 +104,7 @@ result = {
     "straight_logs": logs(straight),
     "resumed": [weights(trainer) for trainer in resumed],
     "resumed_logs": [logs(trainer) for trainer in resumed],
+    "variants_logs": [logs(trainer) for trainer in variants],
     "gradients": gradients(probe),
     "evaluation": {k: v for k, v in probe.evaluate().items() if k.startswith(("eval_reward", "eval_completions"))},
     "traces": [trace.to_json() for trace in read_traces(trace_file(probe.args.output_dir, 1))],
