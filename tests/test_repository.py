@@ -64,7 +64,7 @@ ALLOWED = {
         *("nonfinite", "output_head", "rewards", "rollout_metrics", "state", "stream"),
     },
     "crash_safe": {"hub"},
-    "evaluation": {"assembly", "config", "crash_safe", "data", "experience", "memory", "metrics"},
+    "evaluation": {"assembly", "config", "crash_safe", "data", "experience", "memory", "metrics", "output_head"},
     "assembly": {
         *("config", "critic", "data", "generation", "loading", "model"),
         *("reward_contract", "reward_model", "reward_server", "rewards", "stream"),

@@ -233,3 +233,5 @@ def test_what_an_engine_cannot_do_is_refused(accelerator, critic, funcs, args, m
 )
 def test_what_an_engine_can_do_is_not(accelerator, critic, funcs, args):
     check_engine(accelerator, SimpleNamespace(kind=critic), [object.__new__(kind) for kind in funcs], config(args))
+    clips_at = accelerator.state.deepspeed_plugin.deepspeed_config["gradient_clipping"]
+    assert (clips_at == 1.0) == (accelerator.distributed_type == DistributedType.DEEPSPEED)
