@@ -8,6 +8,7 @@ from typing import Any, cast
 import torch
 from accelerate.utils import gather_object
 from datasets import Dataset
+from torch import nn
 from torch.utils.data import DataLoader
 from transformers import EvalPrediction, PreTrainedTokenizerBase, TrainerState
 from transformers.trainer_utils import EvalLoopOutput
@@ -55,11 +56,10 @@ def evaluate_prompts(
         on_batch: called after each batch.
     """
     accelerator, size = collector.accelerator, collector.args.per_device_eval_batch_size
-    if is_sharded(collector.model):  # the sampler would cut a full batch into more parts than another process's rest
-        size = min(size, collector.args.local_rollout_forward_batch_size)
     everything = collector.eval_rows(prompts)
     rows = everything[accelerator.process_index :: accelerator.num_processes]
     most = -(-len(everything) // accelerator.num_processes)
+    filled = rows + everything[: most - len(rows)]  # where the model is sharded, all sample alike or none can
     meter, done = Meter(), []
     with (
         explained_memory("an evaluation", collector.args),
@@ -69,12 +69,13 @@ def evaluate_prompts(
         collector.sampler.ready(),
     ):
         for start in range(0, most, size):
-            # A process that is done samples along: where the model is sharded, all compute or none can.
-            batch = rows[start : start + size] or everything[:1]
+            batch = filled[start : start + size]
             seeds = [row.seed for row in batch] if do_sample else None
             completions = collector.sampler(*collector.prompt_tensors(batch), seeds)
-            if start >= len(rows):
+            batch = rows[start : start + size]
+            if not batch:
                 break
+            completions = completions.first(len(batch))
             texts = collector.texts(batch, completions)
             with collector.scoring(batch, completions, texts, state) as result:
                 scored = result()
@@ -139,6 +140,11 @@ class EvaluatingTrainer(CrashSafeTrainer):
         finally:
             self._do_sample = before
 
+    def place_model(self) -> None:
+        """Move the model to the device where FSDP2 or DeepSpeed will, which is when training begins."""
+        if (self.is_fsdp_enabled or self.is_deepspeed_enabled) and not is_sharded(self.model):
+            cast(nn.Module, self.model).to(self.args.device)
+
     def evaluation_loop(
         self,
         dataloader: DataLoader,
@@ -148,6 +154,7 @@ class EvaluatingTrainer(CrashSafeTrainer):
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
         """Complete and score the prompts. Trainer's loop computes losses on labels, which prompts do not have."""
+        self.place_model()
         prompts = cast(Prompts, dataloader.dataset)
         self.callback_handler.eval_dataloader = dataloader
         do_sample = self.args.eval_do_sample if self._do_sample is None else self._do_sample

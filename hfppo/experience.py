@@ -351,7 +351,7 @@ class Collector:
     def gather(self, x: Tensor) -> Tensor:
         """(processes·B, T) rows of all processes, in the order of the processes, padded to the longest."""
         padded = self.accelerator.pad_across_processes(x, dim=1)
-        return self.accelerator.gather(padded.to(x.dtype))  # padding makes numbers of bool, where there is any
+        return self.accelerator.gather(padded.to(x.dtype))  # padding turns bool into int64, where it pads
 
 
 def unpadded(completions: Completions) -> list[list[int]]:

@@ -201,8 +201,10 @@ class NonFiniteGuard:
 def grad_norms(accelerator: Accelerator, parameters: dict[str, list[nn.Parameter]]) -> dict[str, Tensor]:
     """The norms of gradients by whose they are; DeepSpeed, which keeps them to itself, tells that of all together."""
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        return {"whole model": torch.tensor(float(accelerator.clip_grad_norm_([], 0.0)), device=accelerator.device)}
-    return {name: grad_norm(of_one) for name, of_one in parameters.items() if of_one}
+        norms = {"whole model": torch.tensor(float(accelerator.clip_grad_norm_([], 0.0)))}  # it clips nothing here
+    else:
+        norms = {name: grad_norm(of_one) for name, of_one in parameters.items() if of_one}
+    return {name: norm.to(accelerator.device) for name, norm in norms.items()}  # that of no gradient is on the CPU
 
 
 def grad_norm(parameters: list[nn.Parameter]) -> Tensor:

@@ -4,7 +4,7 @@ from typing import Any, Literal, cast
 
 import torch
 from peft import PeftModel
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
@@ -60,12 +60,15 @@ def token_logprobs(
     size = max(1, MAX_LOGITS // model.config.get_text_config().vocab_size)
     if not torch.is_grad_enabled():
         hidden = hidden.detach()  # no gradient is to be taken
-    elif not is_constant(model.get_output_embeddings()):
-        pieces = zip(hidden.split(size), tokens.split(size), strict=True)
+    if is_constant(model.get_output_embeddings()):
+        logprobs, *rest = cast(tuple[Tensor, ...], GradientAhead.apply(head, size, entropy, hidden, tokens))
+    else:
+        num = torch.tensor(max(1, -(-len(hidden) // size)), device=hidden.device)
+        if is_sharded(model.get_output_embeddings()):  # every call gathers its weights, from all processes
+            distributed.all_reduce(num, distributed.ReduceOp.MAX)
+        pieces = zip(hidden.tensor_split(int(num)), tokens.tensor_split(int(num)), strict=True)
         parts = [checkpoint(head, *piece, use_reentrant=False) for piece in pieces]
         logprobs, *rest = (torch.cat(part) for part in zip(*parts, strict=True))
-        return logprobs, rest[0] if rest else None
-    logprobs, *rest = cast(tuple[Tensor, ...], GradientAhead.apply(head, size, entropy, hidden, tokens))
     return logprobs, rest[0] if rest else None
 
 

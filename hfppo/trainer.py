@@ -237,6 +237,7 @@ class PPOTrainer(EvaluatingTrainer):
         dataset = Dataset.from_dict({"prompt": list(prompts), **columns})
         prepared = prompts_of(dataset, "prompts", self.processing_class, self.args)
         rows = self.collector.eval_rows(prepared)
+        self.place_model()
         return self.collector.collect(rows, self.ppo_state, self.state, Meter(), training=False)[0]
 
     @property
@@ -328,8 +329,8 @@ class PPOTrainer(EvaluatingTrainer):
         if "critic" in norms:
             self._meter.add("value/grad_norm", norms["critic"])
         if self._guard.passes(norms, self.model, self.optimizer, self.state.global_step + 1, self._meter):
-            for name in parameters.keys() & norms.keys():
-                nn.utils.clip_grads_with_norm_(parameters[name], max_norm, norms[name])
+            for name, norm in norms.items():
+                nn.utils.clip_grads_with_norm_(parameters.get(name, []), max_norm, norm)
         return next(iter(norms.values()))
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:

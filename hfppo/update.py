@@ -147,6 +147,6 @@ def sequence(batch: Rollout) -> dict[str, Tensor]:
 
 
 def flat_sequences(batches: list[Rollout]) -> dict[str, Tensor]:
-    """`sequence` of several, (N,) each: what Trainer counts where `include_num_input_tokens_seen` asks for it."""
+    """`sequence` of several, (N,) each: what Trainer counts tokens and floating-point operations by."""
     each = [sequence(batch) for batch in batches]
     return {name: torch.cat([tensors[name].flatten() for tensors in each]) for name in each[0]}

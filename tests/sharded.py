@@ -14,7 +14,7 @@ from build_arithmetic_base import character_tokenizer
 from conftest import LORA, SMALL, count_digits, ragged_model
 from datasets import Dataset
 
-from hfppo import PPOConfig, PPOTrainer, TokenTraceCallback, layout
+from hfppo import PPOConfig, PPOTrainer, TokenTraceCallback, layout, output_head
 from hfppo.trace.record import read_traces, trace_file
 
 OUT, CRITIC, ENGINE, FIELDS = Path(sys.argv[1]), sys.argv[2], sys.argv[3], json.loads(sys.argv[4])
@@ -63,7 +63,9 @@ def logs(trainer: PPOTrainer) -> list[dict[str, float]]:
 
 # Another number of forwards on each process, which a sharded model must not follow.
 layout.CPU_TOKENS = 12 * (1 + int(os.environ["RANK"]))
+output_head.MAX_LOGITS = 3 * 26
 straight = make("straight")
+straight.evaluate()
 straight.train()
 resumed = make("resumed")
 resumed.train(resume_from_checkpoint=str(OUT / "straight" / "checkpoint-1"))

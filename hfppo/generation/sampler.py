@@ -20,6 +20,11 @@ class Completions:
     logprobs: Tensor  # (B, T) float32, log π_rollout of each token at temperature, nats, 0 on padding
     values: Tensor | None = None  # (B, T) float32, V(s_t) before each token, 0 on padding, where sampling tells it too
 
+    def first(self, num: int) -> "Completions":
+        """The first rows."""
+        values = None if self.values is None else self.values[:num]
+        return Completions(self.ids[:num], self.mask[:num], self.truncated[:num], self.logprobs[:num], values)
+
 
 class Sampler(Protocol):
     """Anything that can sample completions from the current policy.

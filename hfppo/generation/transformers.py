@@ -114,8 +114,7 @@ class TransformersSampler(Sampler):
         """A batch."""
         uniforms = None if seeds is None else row_uniforms(seeds, self.config.max_new_tokens).to(prompt_ids.device)
         choice = SeededChoice(uniforms, self.temperature, on_token)
-        sharded = isinstance(self.model, FSDPModule)
-        if sharded and "generate" not in vars(self.model):
+        if isinstance(self.model, FSDPModule) and "generate" not in vars(self.model):
             register_fsdp_forward_method(self.model, "generate")  # the shards of the root are gathered for it as well
         # Compiled layers are for whole sequences: a graph for one token and its cache costs more than it saves.
         eager = torch.compiler.set_stance("force_eager")
@@ -126,7 +125,7 @@ class TransformersSampler(Sampler):
                 attention_mask=prompt_mask.long(),
                 generation_config=self.config,
                 logits_processor=LogitsProcessorList([choice]),
-                synced_gpus=sharded or None,  # None: generate finds out by itself whether DeepSpeed shards
+                synced_gpus=is_sharded(self.model),
             )
         ids = sequences[:, prompt_ids.shape[1] :]
         return completions_from(
