@@ -44,20 +44,27 @@ class FusedLoraLinear(LoraLinear):
         to_cast = torch.is_autocast_enabled(x.device.type) or not x.dtype == weight.dtype == down.dtype
         if to_cast or hasattr(weight, "ds_id"):  # DeepSpeed gathers weights for the layers that it sees called
             return super().forward(x)
-        rows = x.flatten(0, -2)
-        y = FusedProduct.apply(rows, weight, base.bias, down, up, self.scaling[name])
+        inputs = (x.flatten(0, -2), weight, base.bias, down, up, self.scaling[name])
+        y = FusedProduct.apply(*inputs) if torch.is_grad_enabled() else product(*inputs)[0]
         return y.view(*x.shape[:-1], y.shape[-1])
 
 
+def product(
+    x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """x Wᵀ + bias + s (x Aᵀ) Bᵀ, (n, out), and x Aᵀ, (n, r); arXiv:2106.09685, equation 3."""
+    inner = x @ down.T
+    return nn.functional.linear(x, weight, bias).addmm_(inner, up.T, alpha=scale), inner
+
+
 class FusedProduct(torch.autograd.Function):
-    """x Wᵀ + bias + s (x Aᵀ) Bᵀ, (n, out), of frozen W and bias; arXiv:2106.09685, equation 3."""
+    """`product` of frozen W and bias, with its gradients."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor, scale: float
     ) -> Tensor:
-        inner = x @ down.T
-        y = nn.functional.linear(x, weight, bias).addmm_(inner, up.T, alpha=scale)
+        y, inner = product(x, weight, bias, down, up, scale)
         ctx.save_for_backward(x, inner, weight, down, up)
         ctx.scale = scale
         return y

@@ -11,8 +11,10 @@ from transformers import PreTrainedModel
 
 Entropy = Literal["none", "constant", "differentiable"]
 
-# Logits are made for as many tokens at once as fit into this many numbers (float32: 16 MiB).
-MAX_LOGITS = 2**22
+
+def tokens_at_once(vocab_size: int) -> int:
+    """For how many tokens logits are made at once: what a CPU's cache holds (float32: 4 MiB), but no few rows."""
+    return max(128, 2**20 // vocab_size)
 
 
 def logits_of(model: PreTrainedModel | PeftModel, hidden: Tensor) -> Tensor:
@@ -57,7 +59,7 @@ def token_logprobs(
         with torch.set_grad_enabled(torch.is_grad_enabled() and entropy == "differentiable"):
             return logprobs, -(distribution.exp() * distribution).sum(dim=-1)
 
-    size = max(1, MAX_LOGITS // model.config.get_text_config().vocab_size)
+    size = tokens_at_once(model.config.get_text_config().vocab_size)
     if not torch.is_grad_enabled():
         hidden = hidden.detach()  # no gradient is to be taken
     if is_constant(model.get_output_embeddings()):

@@ -16,7 +16,8 @@ those of the processor, summed over threads, which other programs on the machine
 two are the same on an idle machine.
 
 TRL takes the sampler's log-probs for the old ones, as `--policy_mode bypass` does; the default of hfppo is another
-pass. `--torch_compile` and `--max_tokens_per_micro_batch`, which changes no gradient, are hfppo's.
+pass. `--torch_compile` adds hfppo with compiled layers. (TRL 1.12.0 takes that field, but its passes do not go through
+what it compiles, and its times stay.) `--max_tokens_per_micro_batch`, which changes no gradient, is hfppo's as well.
 
 With a GPU, `--workload qwen2.5-0.5b`, `qwen2.5-1.5b` or `qwen2.5-7b`, with `--nf4` for a quantised policy, do the same
 in bfloat16 with random weights of those shapes: 512 + 1024 tokens, 32 prompts. These have not been run yet.
@@ -39,7 +40,8 @@ from ppo_floor import floor, rates
 from ppo_workload import WORKLOADS, Workload, write_models
 
 HERE = Path(__file__).parent
-HFPPO = {"hfppo, critic='adapter'": "adapter", "hfppo, critic='shared'": "shared"}
+HFPPO = {f"hfppo, critic='{critic}'": {"critic": critic} for critic in ("adapter", "shared")}
+COMPILED = {f"{side}, compiled": {**chosen, "torch_compile": True} for side, chosen in HFPPO.items()}
 TRL = "TRL 1.12.0"
 
 
@@ -48,9 +50,10 @@ def command(side: str, options: argparse.Namespace, folder: str) -> list[str]:
     rest = [str(options.rollouts + 1), folder, "nf4" if options.nf4 else "none"]
     if side == TRL:
         return [options.trl_python, str(HERE / "ppo_trl.py"), options.workload, *rest]
-    names = ("policy_mode", "torch_compile", "max_tokens_per_micro_batch")
-    fields = {name: getattr(options, name) for name in names}
-    return [sys.executable, str(HERE / "ppo_hfppo.py"), options.workload, HFPPO[side], json.dumps(fields), *rest]
+    fields = {name: getattr(options, name) for name in ("policy_mode", "max_tokens_per_micro_batch")}
+    fields |= {**HFPPO, **COMPILED}[side]
+    critic = fields.pop("critic")
+    return [sys.executable, str(HERE / "ppo_hfppo.py"), options.workload, critic, json.dumps(fields), *rest]
 
 
 def run(side: str, options: argparse.Namespace, folder: str) -> dict:
@@ -115,7 +118,7 @@ def print_phases(measured: dict[str, list[dict]], clock: str, floors: dict[str, 
 def main(options: argparse.Namespace) -> None:
     workload = WORKLOADS[options.workload]
     torch.set_num_threads(options.threads)
-    sides = [*HFPPO, TRL] if options.trl_python else [*HFPPO]
+    sides = [*HFPPO, *(COMPILED if options.torch_compile else ()), *([TRL] if options.trl_python else ())]
     measured: dict[str, list[dict]] = {side: [] for side in sides}
     with tempfile.TemporaryDirectory() as folder:
         write_models(workload, Path(folder))
@@ -123,7 +126,9 @@ def main(options: argparse.Namespace) -> None:
             for side in sides:
                 measured[side].append(run(side, options, folder))
     measured_rates = rates(workload)
-    floors = {side: floor(workload, critic, options.policy_mode, *measured_rates) for side, critic in HFPPO.items()}
+    floors = {
+        side: floor(workload, chosen["critic"], options.policy_mode, *measured_rates) for side, chosen in HFPPO.items()
+    }
     packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "peft", "accelerate"))
     cuda = torch.cuda.is_available()
     device = torch.cuda.get_device_name() if cuda else f"{platform.machine()}, {os.cpu_count()} cores"
@@ -143,7 +148,7 @@ if __name__ == "__main__":
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--trl_python", help="interpreter of an environment with TRL 1.12.0")
     parser.add_argument("--policy_mode", default="decoupled", choices=["decoupled", "bypass"])
-    parser.add_argument("--torch_compile", action="store_true")
+    parser.add_argument("--torch_compile", action="store_true", help="measure hfppo with compiled layers as well")
     parser.add_argument("--max_tokens_per_micro_batch", type=int)
     parser.add_argument("--nf4", action="store_true", help="with the policy's base in NF4; needs bitsandbytes")
     main(parser.parse_args())
