@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import fields
@@ -150,6 +151,7 @@ def check_config(args: Any) -> None:
     check_choices(args)
     check_ranges(args)
     check_combinations(args)
+    check_processes(args)
 
 
 def check_choices(args: Any) -> None:
@@ -220,4 +222,14 @@ def check_combinations(args: Any) -> None:
         raise ValueError(
             f"critic_warmup={args.critic_warmup} has nothing to train: advantage_estimator="
             f"{args.advantage_estimator!r} has no critic; set critic_warmup=0 or advantage_estimator='gae'"
+        )
+
+
+def check_processes(args: Any) -> None:
+    """Trainer has joined the processes that a launcher started; if not, each would do the whole run, in one folder."""
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    if started > 1 and args.world_size == 1:
+        raise ValueError(
+            f"{started} processes were started, but each would train alone and write into the same output_dir; set "
+            "use_cpu=True where there is no GPU, or start one process"
         )

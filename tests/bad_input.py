@@ -30,6 +30,7 @@ from transformers import (
 )
 
 from hfppo import AdaptiveKLCallback, PPOConfig, RewardServer
+from hfppo.config_checks import check_config
 from hfppo.crash_safe import seal
 from hfppo.rewards import RewardFunctions
 
@@ -56,6 +57,13 @@ Case = Callable[[Bench], Any]
 def trained(arguments: Callable[[], dict[str, Any]] = dict, **config: Any) -> Case:
     """Train with these arguments of PPOTrainer, made anew for each test, and fields of PPOConfig."""
     return lambda bench: bench.make_trainer(config, **arguments()).train()
+
+
+def two_processes(bench: Bench) -> None:
+    """Be one of two processes that Trainer has not joined."""
+    args = bench.make_trainer().args
+    bench.monkeypatch.setenv("WORLD_SIZE", "2")
+    check_config(args)
 
 
 def data(*prompts: Any, column: str = "prompt", **config: Any) -> Case:
@@ -265,6 +273,7 @@ TABLE: dict[str, dict[str, Case]] = {
         "--overlong_prompts keep": flags("--overlong_prompts", "keep"),
         "--vllm_engine_kwargs max_model_len=9": flags("--vllm_engine_kwargs", "max_model_len=9"),
         "num_minibatches: 5": in_yaml("num_minibatches: 5\n"),
+        "two processes without a GPU and without --use_cpu": two_processes,
     },
     "Prompts": {
         "no rows": data(),
