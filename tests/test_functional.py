@@ -336,9 +336,15 @@ def test_group_estimators_by_hand(name, options, expected):
     assert_close(advantages, double(*expected)[:, None] * GROUP_MASK)
 
 
-def test_grpo_of_equal_scores_is_zero_and_not_noise():
-    advantages = grpo(torch.full((4, 1), 0.5), bits("1", "1", "1", "1"), torch.tensor([0, 0, 0, 0]))
-    assert_close(advantages, torch.zeros(4, 1), rtol=0, atol=0)
+@pytest.mark.parametrize("estimator", GROUP_ESTIMATORS.values(), ids=GROUP_ESTIMATORS)
+@pytest.mark.parametrize("score", [0.5, 0.7, 10.1])  # in float32 their mean over six is not always the score
+def test_group_estimators_of_equal_scores_are_zero_and_not_noise(estimator, score):
+    for size in range(2, 33):
+        lengths = torch.arange(size) % 5
+        mask = torch.arange(5) <= lengths[:, None]
+        rewards = torch.zeros(size, 5).scatter(1, lengths[:, None], score)
+        advantages = estimator(rewards, mask, torch.zeros(size, dtype=torch.int64))
+        assert_close(advantages, torch.zeros(size, 5), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("estimator", GROUP_ESTIMATORS.values(), ids=GROUP_ESTIMATORS)

@@ -103,10 +103,10 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
 
 
 def _completion_rewards(rewards: Tensor, mask: Tensor) -> Tensor:
-    """(B,) sum of the token rewards of each completion."""
+    """(B,) float64 sum of the token rewards of each completion; equal ones differ from their float32 mean."""
     require_same_shape(rewards=rewards, mask=mask)
     _require_rewards_on_real_tokens(rewards, mask)
-    return rewards.sum(dim=1)
+    return rewards.double().sum(dim=1)
 
 
 def _group_index(groups: Tensor, estimator: str) -> tuple[Tensor, Tensor]:
@@ -122,9 +122,9 @@ def _group_sum(x: Tensor, index: Tensor) -> Tensor:
     return torch.zeros(int(index.max()) + 1, dtype=x.dtype, device=x.device).index_add(0, index, x)[index]
 
 
-def _spread(per_completion: Tensor, mask: Tensor) -> Tensor:
+def _spread(per_completion: Tensor, mask: Tensor, dtype: torch.dtype) -> Tensor:
     """(B, T) with each completion's number on its real tokens."""
-    return per_completion[:, None].expand(mask.shape).where(mask, 0.0)
+    return per_completion.to(dtype)[:, None].expand(mask.shape).where(mask, 0.0)
 
 
 def grpo(rewards: Tensor, mask: Tensor, groups: Tensor, scale: bool = True) -> Tensor:
@@ -143,28 +143,28 @@ def grpo(rewards: Tensor, mask: Tensor, groups: Tensor, scale: bool = True) -> T
     centred = scores - _group_sum(scores, index) / size
     if scale:
         centred = centred / ((_group_sum(centred.square(), index) / (size - 1)).sqrt() + 1e-6)
-    return _spread(centred, mask)
+    return _spread(centred, mask, rewards.dtype)
 
 
 def rloo(rewards: Tensor, mask: Tensor, groups: Tensor) -> Tensor:
     """s − mean of the others of its group. arXiv:2402.14740. Args and returns as `grpo`."""
     scores = _completion_rewards(rewards, mask)
     index, size = _group_index(groups, "rloo")
-    return _spread(scores - (_group_sum(scores, index) - scores) / (size - 1), mask)
+    return _spread(scores - (_group_sum(scores, index) - scores) / (size - 1), mask, rewards.dtype)
 
 
 def opo(rewards: Tensor, mask: Tensor, groups: Tensor) -> Tensor:
     """s − its group's mean weighted by length. arXiv:2505.23585. Args and returns as `grpo`."""
-    scores, lengths = _completion_rewards(rewards, mask), mask.sum(dim=1).to(rewards.dtype)
+    scores, lengths = _completion_rewards(rewards, mask), mask.sum(dim=1)
     index, _ = _group_index(groups, "opo")
-    return _spread(scores - _group_sum(scores * lengths, index) / _group_sum(lengths, index), mask)
+    return _spread(scores - _group_sum(scores * lengths, index) / _group_sum(lengths, index), mask, rewards.dtype)
 
 
 def reinforce_plus_plus_baseline(rewards: Tensor, mask: Tensor, groups: Tensor) -> Tensor:
     """s − mean of its group, to be whitened over the whole rollout. arXiv:2501.03262. Args and returns as `grpo`."""
     scores = _completion_rewards(rewards, mask)
     index, size = _group_index(groups, "reinforce_plus_plus_baseline")
-    return _spread(scores - _group_sum(scores, index) / size, mask)
+    return _spread(scores - _group_sum(scores, index) / size, mask, rewards.dtype)
 
 
 def reinforce_plus_plus(rewards: Tensor, mask: Tensor, gamma: float = 1.0) -> Tensor:
@@ -191,7 +191,7 @@ def remax(rewards: Tensor, mask: Tensor, greedy_scores: Tensor) -> Tensor:
     """
     scores = _completion_rewards(rewards, mask)
     require_same_shape(scores=scores, greedy_scores=greedy_scores)
-    return _spread(scores - greedy_scores, mask)
+    return _spread(scores - greedy_scores, mask, rewards.dtype)
 
 
 GROUP_ESTIMATORS: dict[str, Callable[..., Tensor]] = {
