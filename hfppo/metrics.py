@@ -22,7 +22,7 @@ METRICS: dict[str, tuple[str, str]] = {
         "Share of prompts whose completions all score alike; with num_generations above 1.",
     ),
     "rewards/{function}/failed": ("mean", "Share of completions for which a TolerantReward failed."),
-    "unscorable_frac": ("mean", "Share of completions for which every reward function returned None."),
+    "unscorable_frac": ("mean", "Share of completions for which every reward function with a weight returned None."),
     "completions/mean_length": ("mean", "Tokens of a completion, EOS included."),
     "completions/max_length": ("max", "Tokens of the longest completion."),
     "completions/truncated_frac": ("mean", "Share of completions that the length limit ended."),

@@ -31,7 +31,7 @@ class Scored:
     per_function: Tensor  # (B, F) float32, NaN where a function is left out
     combined: Tensor  # (B,) float32, the weighted sum; 0 where no function scores
     per_token: Tensor | None  # (B, T) float32, where `combined` stands; None: on the last token
-    scorable: Tensor  # (B,) bool, False where every function is left out
+    scorable: Tensor  # (B,) bool, False where every function that counts is left out
     extra: dict[str, list[Any]] = field(default_factory=dict)  # columns from log_extra
     metrics: dict[str, list[float]] = field(default_factory=dict)  # numbers from log_metric
     failed: dict[str, list[bool]] = field(default_factory=dict)  # by function, of those that may fail
@@ -127,7 +127,7 @@ class RewardFunctions:
             per_function=scores,
             combined=(scores.nan_to_num(0.0) * weights).sum(dim=1),
             per_token=place(rows, self.weights, lengths, width) if any_per_token(rows) else None,
-            scorable=~scores.isnan().all(dim=1),
+            scorable=(~scores.isnan() & (weights != 0)).any(dim=1),
             extra=merged(log.columns for log in logs),
             metrics=merged(log.numbers for log in logs),
             failed={n: log.failed for n, log in zip(self.names, logs, strict=True) if log.failed is not None},
@@ -157,6 +157,8 @@ def check_weights(weights: Sequence[float] | None, names: list[str]) -> list[flo
     for weight in weights:
         if not isinstance(weight, Real) or not math.isfinite(weight):
             raise ValueError(f"reward_weights={weights!r} holds {weight!r}; give finite numbers, 0 to only log")
+    if not any(weights):
+        raise ValueError(f"reward_weights={weights!r} leaves no reward to train on; give one function another weight")
     return [float(weight) for weight in weights]
 
 

@@ -378,6 +378,7 @@ TABLE: dict[str, dict[str, Case]] = {
         "two tokenizers for one function": trained(lambda: {"reward_processing_classes": [None, None]}),
         "too many weights": trained(reward_weights=[1.0, 2.0]),
         "too few weights": trained(lambda: {"reward_funcs": [count_digits, count_digits]}, reward_weights=[1.0]),
+        "no weight": trained(reward_weights=[0.0]),
         "weight NaN": trained(reward_weights=[NAN]),
         "weight infinite": trained(reward_weights=[INFINITY]),
         "weight text": trained(reward_weights=["1.0"]),

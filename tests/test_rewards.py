@@ -213,6 +213,13 @@ def test_none_leaves_a_function_out_for_that_row():
     assert scored.scorable.tolist() == [True, True, False]
 
 
+def test_a_weight_0_function_scores_no_completion():
+    """One that is logged beside the reward changes nothing of what is trained on."""
+    scored = score([always(1, None, None), always(10, 20, None)], [3.0, 0.0])
+    assert scored.combined.tolist() == [3.0, 0.0, 0.0]
+    assert scored.scorable.tolist() == [True, False, False]
+
+
 @pytest.mark.parametrize(
     "output",
     [
