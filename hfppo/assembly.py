@@ -75,8 +75,9 @@ def assemble(
     prompts |= {eval_name(name): some for name, some in eval_prompts.items()}
     check_lengths(loaded, max((some.longest for some in prompts.values()), default=0), args)
     eos_ids = eos_token_ids(tokenizer, loaded.generation_config)
+    padding = eos_ids[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     known = {name: some.head for name, some in prompts.items()}
-    check_ids(loaded, known, eos_ids)
+    check_ids(loaded, known, {"the end of sequence": eos_ids, "the padding token": [padding]})
     reference = load_reference(ref_model, **init_kwargs)
     reward_kwargs = {"device_map": str(args.device), **cast(dict[str, Any], args.reward_model_init_kwargs or {})}
     funcs = load_reward_funcs(reward_funcs, reward_tokenizers, loaded.config.name_or_path, **reward_kwargs)
@@ -87,8 +88,7 @@ def assemble(
     for func in map(unwrapped, rewards.funcs):
         if isinstance(func, RewardAdapter):
             func.attach(actor.base)
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token_id = eos_ids[0]
+    tokenizer.pad_token_id = padding
     actor_critic = ActorCritic(
         actor.base, actor.peft_config, critic_source, reference, actor.start_adapter, args.detach_shared_critic
     )
@@ -100,15 +100,19 @@ def eval_name(name: str | None) -> str:
     return "eval_dataset" if name is None else f"eval_dataset[{name!r}]"
 
 
-def check_ids(model: PreTrainedModel | PeftModel, prompts: dict[str, Prompts], eos_ids: list[int]) -> None:
+def check_ids(
+    model: PreTrainedModel | PeftModel, prompts: dict[str, Prompts], special: dict[str, list[int]]
+) -> None:
     """Refuse a tokenizer that is not the model's, as far as its numbers show.
 
+    Args:
+        special: token ids beside those of the prompts, by what they are for.
     Raises:
         ValueError: names a token id that the model does not have, and where it stands.
     """
     size = cast(Any, model.get_input_embeddings()).weight.shape[0]
     rows = {f"{name} row {row}": ids for name, some in prompts.items() for row, ids in enumerate(some.ids)}
-    for where, ids in {"the end of sequence": eos_ids, **rows}.items():
+    for where, ids in {**special, **rows}.items():
         if max(ids) >= size:
             raise ValueError(
                 f"{where} has token id {max(ids)}, and the model knows {size} tokens, from 0; processing_class is "

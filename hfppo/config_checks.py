@@ -218,6 +218,16 @@ def check_combinations(args: Any) -> None:
             f"positive_nll_coef={args.positive_nll_coef} looks for scores from positive_score="
             f"{args.positive_score}, and normalize_scores=True moves all scores; set one of them back"
         )
+    if args.whiten_rewards and args.advantage_estimator == "remax":
+        raise ValueError(
+            "whiten_rewards=True scales the rewards, and not the score of the greedy completion that "
+            "advantage_estimator='remax' subtracts; set whiten_rewards=False"
+        )
+    if args.bf16_full_eval or args.fp16_full_eval:
+        raise ValueError(
+            "bf16_full_eval and fp16_full_eval would cast the model that is trained; load it in that type instead, "
+            "model_init_kwargs={'dtype': 'bfloat16'}"
+        )
     if args.critic_warmup and not args.needs_critic:
         raise ValueError(
             f"critic_warmup={args.critic_warmup} has nothing to train: advantage_estimator="

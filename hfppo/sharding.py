@@ -1,4 +1,4 @@
-"""What changes where the engine shards the model over processes: FSDP2, or DeepSpeed's ZeRO."""
+"""What the engines that Trainer knows cannot do: nn.DataParallel, FSDP2, DeepSpeed's ZeRO."""
 
 from typing import Any
 
@@ -15,10 +15,16 @@ def check_engine(accelerator: Accelerator, critic: Critic | None, reward_funcs: 
 
     FSDP2 and ZeRO-3 replace a module's tensors by shards, one owner each: a second module tree over the same tensors
     does not survive that. DeepSpeed counts backward passes itself, so that a micro-batch cannot be cut further.
+    Trainer splits batches among the GPUs of a single process, where nothing but tensors comes back.
 
     Raises:
         ValueError: names what does not go together and what does.
     """
+    if args.n_gpu > 1:
+        raise ValueError(
+            f"one process sees {args.n_gpu} GPUs, among which Trainer would split its batches; start a process for "
+            f"each by accelerate launch --num_processes {args.n_gpu}, or show it one by CUDA_VISIBLE_DEVICES=0"
+        )
     kind = accelerator.distributed_type
     deepspeed = accelerator.state.deepspeed_plugin if kind == DistributedType.DEEPSPEED else None
     if kind == DistributedType.FSDP and not accelerator.is_fsdp2:

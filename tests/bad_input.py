@@ -173,6 +173,12 @@ def tokenizer_without_eos():
     return made
 
 
+def tokenizer_with_added_padding():
+    made = character_tokenizer()
+    made.add_special_tokens({"pad_token": "[PAD]"})
+    return made
+
+
 def strict_tokenizer():
     """Its template knows one role."""
     made = character_tokenizer()
@@ -262,6 +268,8 @@ TABLE: dict[str, dict[str, Case]] = {
             {"critic_warmup": 2, "advantage_estimator": "remax"},
             {"normalize_scores": True, "positive_nll_coef": 0.1},
             {"neftune_noise_alpha": 5.0},
+            {"whiten_rewards": True, "advantage_estimator": "remax"},
+            {"bf16_full_eval": True},
             {"max_completion_length": 123},
             {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": "localhost"},
         )
@@ -330,6 +338,9 @@ TABLE: dict[str, dict[str, Case]] = {
         "no such model, no tokenizer": trained(lambda: {"model": "org/none", "processing_class": None}),
         "a text as tokenizer": trained(lambda: {"processing_class": "gpt2"}),
         "another model's tokenizer": trained(lambda: {"model": tiny_model(vocab_size=10)}),
+        "a padding token of which the model was not told": trained(
+            lambda: {"processing_class": tokenizer_with_added_padding(), "model": tiny_model(vocab_size=25)}
+        ),
         "no end of sequence": trained(
             lambda: {"processing_class": tokenizer_without_eos(), "model": model_without_eos()}
         ),

@@ -180,7 +180,7 @@ BUDGET, VLLM = {"max_tokens_per_micro_batch": 100}, {"use_vllm": True}
 def config(args: dict) -> SimpleNamespace:
     """The fields that `check_engine` asks."""
     fields = {"max_tokens_per_micro_batch": None, "use_vllm": False, "critic_warmup": 0, "on_nonfinite": "raise"}
-    return SimpleNamespace(**{**fields, "max_grad_norm": 1.0, **args})
+    return SimpleNamespace(**{**fields, "max_grad_norm": 1.0, "n_gpu": 1, **args})
 
 
 def engine(kind: DistributedType, fsdp2: bool = True, zero: int = 0, clipping: float | str = "auto"):
@@ -198,6 +198,7 @@ WITH_OPTIMIZER.state.deepspeed_plugin.deepspeed_config["optimizer"] = {"type": "
 @pytest.mark.parametrize(
     ("accelerator", "critic", "funcs", "args", "message"),
     [
+        (engine(DistributedType.NO), "adapter", [], {"n_gpu": 2}, "sees 2 GPUs, .*--num_processes 2, or"),
         (engine(DistributedType.FSDP), "adapter", [], {}, "FSDP2 cannot shard; use critic='shared'"),
         (engine(DistributedType.DEEPSPEED, zero=3), "adapter", [], {}, "ZeRO-3 cannot shard; use critic='shared'"),
         (engine(DistributedType.FSDP), "shared", [RewardAdapter], {}, "a reward adapter .* merge it into its base"),

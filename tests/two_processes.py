@@ -35,8 +35,15 @@ VARIANTS = [
         "policy_mode": "corrected",
         "mask_truncated_completions": True,
     },
-    {"advantage_estimator": "remax", "whiten_rewards": True, "kl_loss_coef": 0.1, "missing_eos_penalty": 1.0},
-    {"policy_mode": "bypass", "bootstrap_truncated": True, "lam_critic": 1.0, "target_kl": 1e-3, "entropy_coef": 0.01},
+    {"advantage_estimator": "remax", "kl_loss_coef": 0.1, "missing_eos_penalty": 1.0},
+    {
+        "policy_mode": "bypass",
+        "bootstrap_truncated": True,
+        "whiten_rewards": True,
+        "lam_critic": 1.0,
+        "target_kl": 1e-3,
+        "entropy_coef": 0.01,
+    },
 ]
 DATASET = Dataset.from_list([{"prompt": f"请问{a}+{b}=", "answer": str(a + b)} for a in range(4) for b in range(3, 7)])
 
