@@ -69,6 +69,7 @@ def assemble(
     eval_prompts = {
         name: prompts_of(dataset, eval_name(name), tokenizer, args) for name, dataset in named(eval_dataset).items()
     }
+    check_best(args, list(eval_prompts))
     loaded = load_model(model, **init_kwargs)
     check_model(loaded, peft_config)
     prompts: dict[str, Prompts | PromptStream] = {} if train_prompts is None else {"train_dataset": train_prompts}
@@ -100,9 +101,22 @@ def eval_name(name: str | None) -> str:
     return "eval_dataset" if name is None else f"eval_dataset[{name!r}]"
 
 
-def check_ids(
-    model: PreTrainedModel | PeftModel, prompts: dict[str, Prompts], special: dict[str, list[int]]
-) -> None:
+def check_best(args: PPOConfig, names: list[str | None]) -> None:
+    """Refuse to compare models by a metric that no evaluation will have.
+
+    Args:
+        names: of the evaluation datasets; None is that of the only one.
+    Raises:
+        ValueError: says how the metrics are called.
+    """
+    if names and None not in names and args.metric_for_best_model in ("reward", "eval_reward"):
+        raise ValueError(
+            f"metric_for_best_model={args.metric_for_best_model!r} is the metric of a single evaluation dataset; of "
+            f"several, name one: {' or '.join(f'eval_{name}_reward' for name in names)}"
+        )
+
+
+def check_ids(model: PreTrainedModel | PeftModel, prompts: dict[str, Prompts], special: dict[str, list[int]]) -> None:
     """Refuse a tokenizer that is not the model's, as far as its numbers show.
 
     Args:

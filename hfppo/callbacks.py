@@ -146,8 +146,11 @@ def log_table(args: TrainingArguments, name: str, rows: Dataset) -> None:
 
 def of_one_type(column: list) -> list:
     """The column, as text if its values are of several types, which a table cannot hold."""
-    types = {float if isinstance(x, int | float) else type(x) for x in column if x is not None}
-    return column if len(types) < 2 else [str(x) for x in column]
+    try:
+        Dataset.from_dict({"column": column})
+    except (ValueError, TypeError, OverflowError):  # Arrow's own errors are some of these
+        return [str(x) for x in column]
+    return column
 
 
 def with_default_callbacks(callbacks: list[TrainerCallback] | None, log_completions: bool) -> list[TrainerCallback]:

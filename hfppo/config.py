@@ -1,5 +1,6 @@
 """The configuration of a run, in the style of TrainingArguments."""
 
+import copy
 import re
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self
@@ -259,7 +260,8 @@ class PPOConfig(TrainingArguments):
     def __post_init__(self) -> None:
         read_nones(self)
         check_types(self)
-        if self.metric_for_best_model is None and (self.load_best_model_at_end or self.save_strategy == "best"):
+        compares = self.load_best_model_at_end or self.save_strategy == "best"
+        if self.metric_for_best_model is None and (compares or self.lr_scheduler_type == "reduce_lr_on_plateau"):
             self.metric_for_best_model = "eval_reward"  # Trainer would take eval_loss, which prompts do not have
         super().__post_init__()
         check_config(self)
@@ -274,6 +276,16 @@ class PPOConfig(TrainingArguments):
     def __getstate__(self) -> dict[str, Any]:
         # `training_args.bin` is this, pickled, and Trainer pushes it.
         return {name: without_secrets(value) for name, value in vars(self).items()} | {"hub_token": None}
+
+    def __copy__(self) -> Self:
+        copied = object.__new__(type(self))  # not from what is pickled, which lacks the secrets
+        vars(copied).update(vars(self))
+        return copied
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        copied = copy.copy(self)
+        vars(copied).update(copy.deepcopy(vars(self), memo))
+        return copied
 
     @property
     def rollout_size(self) -> int:

@@ -16,6 +16,7 @@ from typing import Any
 
 from accelerate.utils import broadcast_object_list
 from torch import nn
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints, sort_checkpoints
 
 from hfppo.hub import HubTrainer
@@ -128,9 +129,11 @@ class CrashSafeTrainer(HubTrainer):
         final = output_dir / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         with self._writing_aside(output_dir) as aside:
             super()._save_checkpoint(model, trial)
-            self._name_best(final)
+            if self.state.best_global_step == self.state.global_step and self.state.best_model_checkpoint:
+                self.state.best_model_checkpoint = str(final)
             self.accelerator.wait_for_everyone()
             if self.args.should_save:
+                self.state.save_to_json(str(aside / final.name / TRAINER_STATE_NAME))  # with the name it will have
                 seal(aside / final.name)
                 replace(aside / final.name, final)
             self.accelerator.wait_for_everyone()
@@ -161,16 +164,6 @@ class CrashSafeTrainer(HubTrainer):
             self._aside = None
             if self.args.should_save:
                 shutil.rmtree(aside, ignore_errors=True)
-
-    def _name_best(self, final: Path) -> None:
-        """Name the best checkpoint as it will be called, if it is the one that is being saved."""
-        if self.state.best_global_step == self.state.global_step and self.state.best_model_checkpoint:
-            self.state.best_model_checkpoint = str(final)
-
-    def _save_rng_state(self, output_dir: str) -> None:
-        # Private, but the last that runs before Trainer's state is written.
-        super()._save_rng_state(output_dir)
-        self._name_best(Path(super()._get_output_dir(None)) / Path(output_dir).name)
 
 
 def replace(new: Path, final: Path) -> None:

@@ -1,5 +1,6 @@
 """Completions of a dataset and what the reward functions say about them."""
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from datasets import Dataset
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import EvalPrediction, PreTrainedTokenizerBase, TrainerState
-from transformers.trainer_utils import EvalLoopOutput
+from transformers.trainer_utils import EvalLoopOutput, denumpify_detensorize
 
 from hfppo.assembly import prompts_of
 from hfppo.config import PPOConfig
@@ -41,7 +42,8 @@ class Evaluated:
         completions: Any = self.completions
         metrics = dict(self.metrics)
         if compute_metrics is not None:
-            metrics.update(compute_metrics(EvalPrediction(completions, columns, inputs=columns["prompt"])))
+            given = compute_metrics(EvalPrediction(completions, columns, inputs=columns["prompt"]))
+            metrics.update(denumpify_detensorize(given))
         named = {key if key.startswith(f"{prefix}_") else f"{prefix}_{key}": value for key, value in metrics.items()}
         return EvalLoopOutput(completions, columns, named, len(prompts))
 
@@ -86,7 +88,8 @@ def evaluate_prompts(
             done += [(row.group, text) for row, text in zip(batch, texts, strict=True)]
             on_batch()
     everywhere = sorted(gather_object(done), key=lambda numbered: numbered[0])
-    return Evaluated([text for _, text in everywhere], meter.read())
+    # Best models are chosen by the reward, and a metric that is missing would end the run.
+    return Evaluated([text for _, text in everywhere], {"reward": math.nan, **meter.read()})
 
 
 class EvaluatingTrainer(CrashSafeTrainer):

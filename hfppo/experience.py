@@ -354,6 +354,12 @@ class Collector:
         return self.accelerator.gather(padded.to(x.dtype))  # padding turns bool into int64, where it pads
 
 
+def grouped(rows: list[Row]) -> list[Row]:
+    """The rows, those of equal prompts in one group."""
+    groups: dict[tuple[int, ...], int] = {}
+    return [replace(row, group=groups.setdefault(tuple(row.prompt_ids), row.group)) for row in rows]
+
+
 def unpadded(completions: Completions) -> list[list[int]]:
     """The completions' token ids, EOS included."""
     return [row[mask].tolist() for row, mask in zip(completions.ids, completions.mask, strict=True)]

@@ -3,6 +3,7 @@
 import functools
 import inspect
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from numbers import Real
 from typing import Any
@@ -60,6 +61,25 @@ class Log:
         self.failed = failed
 
 
+def columns_of(logs: dict[str, Log], rows: int) -> dict[str, list[Any]]:
+    """What functions passed to `log_extra`; columns of one name are told apart by the function's.
+
+    Raises:
+        ValueError: a column has more or fewer values than there are completions; names it and its function.
+    """
+    uses = Counter(column for log in logs.values() for column in log.columns)
+    columns = {}
+    for name, log in logs.items():
+        for column, values in log.columns.items():
+            if len(values) != rows:
+                raise ValueError(
+                    f"reward function {name!r} passed {len(values)} values for {rows} completions to log_extra as "
+                    f"{column!r}; pass one each"
+                )
+            columns[column if uses[column] == 1 else f"{column} ({name})"] = values
+    return columns
+
+
 def merged(logs: Iterable[dict[str, list[Any]]]) -> dict[str, list[Any]]:
     """Lists of the same name, one after the other."""
     result: dict[str, list[Any]] = {}
@@ -110,7 +130,7 @@ def check_reward(name: str, row: int, value: Any, length: int) -> float | list[f
 
 def check_number(name: str, row: int, value: Any) -> float:
     """A finite number as a float."""
-    if isinstance(value, Tensor) and value.numel() == 1:
+    if isinstance(value, Tensor | np.ndarray | np.generic) and math.prod(value.shape) == 1:
         value = value.item()
     if not isinstance(value, Real):
         raise TypeError(f"reward function {name!r}, row {row}: {value!r} is not a number; return a float or None")

@@ -21,7 +21,16 @@ import torch
 from torch import Tensor, nn
 
 from hfppo.background import in_background
-from hfppo.reward_contract import Log, RewardFunc, RewardWrapper, check_output, is_async, merged, plain_name
+from hfppo.reward_contract import (
+    Log,
+    RewardFunc,
+    RewardWrapper,
+    check_output,
+    columns_of,
+    is_async,
+    merged,
+    plain_name,
+)
 
 
 @dataclass(frozen=True)
@@ -128,7 +137,7 @@ class RewardFunctions:
             combined=(scores.nan_to_num(0.0) * weights).sum(dim=1),
             per_token=place(rows, self.weights, lengths, width) if any_per_token(rows) else None,
             scorable=(~scores.isnan() & (weights != 0)).any(dim=1),
-            extra=merged(log.columns for log in logs),
+            extra=columns_of(dict(zip(self.names, logs, strict=True)), len(lengths)),
             metrics=merged(log.numbers for log in logs),
             failed={n: log.failed for n, log in zip(self.names, logs, strict=True) if log.failed is not None},
         )

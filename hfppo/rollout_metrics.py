@@ -24,8 +24,9 @@ def measure_scores(meter: Meter, scores: Tensor, scored: Scored, names: list[str
             meter.add(f"rewards/{name}/{what}", given, ~given.isnan(), pattern=f"rewards/{{function}}/{what}")
     for name, failed in scored.failed.items():
         meter.add(f"rewards/{name}/failed", torch.tensor(failed), pattern="rewards/{function}/failed")
-    for name, numbers in scored.metrics.items():
-        meter.add(f"custom/{name}", torch.tensor(numbers), pattern="custom/{name}")
+    for name, numbers in scored.metrics.items():  # which count for each completion that they are about
+        everywhere = torch.tensor(numbers, dtype=torch.float64).mean().expand(len(scored.scorable))
+        meter.add(f"custom/{name}", everywhere, pattern="custom/{name}")
 
 
 def measure_rollout(

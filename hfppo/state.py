@@ -47,6 +47,7 @@ class PPOState:
 
     kl_coef: float  # β of the next rollout
     rollouts: int = 0  # collected so far, the one in use included
+    dropped: int = 0  # of them, those left out because something in them was not finite
     first_step: int = 0  # global step at which the rollout in use was collected
     last_step: int = 0  # global step at which the next one is due; `target_kl` brings it forward
     score_moments: RunningMoments = field(default_factory=RunningMoments)  # for `normalize_scores`

@@ -31,7 +31,7 @@ from hfppo.compilation import compile_layers
 from hfppo.config import PPOConfig
 from hfppo.data import Prompts
 from hfppo.evaluation import EvaluatingTrainer
-from hfppo.experience import Collector
+from hfppo.experience import Collector, grouped
 from hfppo.functional import token_kl
 from hfppo.generation import make_sampler
 from hfppo.memory import explained_memory
@@ -204,6 +204,7 @@ class PPOTrainer(EvaluatingTrainer):
                 collected = self.collector.collect(rows, state, self.state, meter)
             except NonFiniteError as error:
                 self._guard.drop(error, state.rollouts, self._meter)
+                state.dropped += 1
             state.rollouts += 1
         rollout, transcript = collected
         state.first_step = self.state.global_step
@@ -228,22 +229,23 @@ class PPOTrainer(EvaluatingTrainer):
     def rollout(self, prompts: Sequence[str] | Sequence[list[dict[str, Any]]], **columns: Sequence[Any]) -> Rollout:
         """Collect a rollout for given prompts, to look at; training does not notice.
 
-        Its advantages are not whitened, so that they add up: with one λ, returns − values.
+        Its advantages are not whitened, so that they add up: with one λ, returns − values. Those that compare the
+        completions of a prompt need it several times.
 
         Args:
-            prompts: texts or conversations.
+            prompts: texts or conversations; equal ones are a group.
             columns: what else the reward functions need, one entry per prompt each.
         """
         dataset = Dataset.from_dict({"prompt": list(prompts), **columns})
         prepared = prompts_of(dataset, "prompts", self.processing_class, self.args)
-        rows = self.collector.eval_rows(prepared)
+        rows = grouped(self.collector.eval_rows(prepared))
         self.place_model()
         return self.collector.collect(rows, self.ppo_state, self.state, Meter(), training=False)[0]
 
     @property
     def _critic_only(self) -> bool:
         """Whether the rollout in use belongs to `critic_warmup`."""
-        return self.ppo_state.rollouts <= self.args.critic_warmup
+        return self.ppo_state.rollouts - self.ppo_state.dropped <= self.args.critic_warmup
 
     def compute_loss(
         self,

@@ -274,6 +274,12 @@ TABLE: dict[str, dict[str, Case]] = {
             {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": "localhost"},
         )
     ),
+    "Evaluations": {
+        "the metric of one dataset for two": trained(
+            lambda: {"eval_dataset": {name: Dataset.from_dict({"prompt": ["1"]}) for name in ("easy", "hard")}},
+            metric_for_best_model="reward",
+        ),
+    },
     "Command line and YAML": {
         "--kl_coeff 0.1": flags("--kl_coeff", "0.1"),
         "--gamma 1.5": flags("--gamma", "1.5"),

@@ -1,6 +1,7 @@
 """PPOConfig: what follows from its fields, who reads them, and how flags and YAML files reach them."""
 
 import ast
+import copy
 from dataclasses import fields
 from pathlib import Path
 
@@ -144,6 +145,18 @@ def test_nothing_that_was_set_is_changed(config):
     before = {"kl_coef": 0.0, "lam": 1.0, "num_generations": 4, "critic_warmup": 3, "cliprange_high": None}
     args = config(**before)
     assert {name: getattr(args, name) for name in before} == before
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
+def test_a_copy_keeps_what_is_secret(config, copied):
+    args = copied(config(hub_token="hf_secret", model_init_kwargs={"token": "hf_other"}))
+    assert (args.hub_token, args.model_init_kwargs) == ("hf_secret", {"token": "hf_other"})
+
+
+def test_a_deep_copy_shares_nothing(config):
+    args = config(model_init_kwargs={"dtype": "float32"})
+    copy.deepcopy(args).model_init_kwargs["dtype"] = "bfloat16"
+    assert args.model_init_kwargs == {"dtype": "float32"}
 
 
 def test_every_field_has_a_help():

@@ -96,8 +96,10 @@ def test_a_full_disk_leaves_what_was_saved_before(make_trainer, tmp_path, monkey
     assert [name for name in expected if not torch.equal(expected[name], got[name])] == []
 
 
-def test_the_best_checkpoint_has_its_final_name(make_trainer, dataset, tmp_path):
+@pytest.mark.parametrize("save_only_model", [False, True])
+def test_the_best_checkpoint_has_its_final_name(make_trainer, dataset, tmp_path, save_only_model):
     config = {**CONFIG, "max_steps": 3, "eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True}
+    config["save_only_model"] = save_only_model
     trainer = make_trainer(config, eval_dataset=dataset)
     trainer.train()
     best = Path(trainer.state.best_model_checkpoint)

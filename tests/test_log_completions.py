@@ -22,6 +22,7 @@ class Keep(PPOCallback):
 
 def with_extras(completions, log_extra=None, **kwargs):
     log_extra("mixed", [1, "two"] * (len(completions) // 2))
+    log_extra("mixed lists", [[1, "two"]] * len(completions))
     return count_digits(completions)
 
 
@@ -32,12 +33,13 @@ def test_each_rollout_leaves_a_table_in_the_output_folder(make_trainer):
     folder = Path(trainer.args.output_dir) / "completions"
     assert sorted(p.name for p in folder.iterdir()) == ["completions_00000.parquet", "completions_00004.parquet"]
     second = pd.read_parquet(folder / "completions_00004.parquet")
-    assert list(second) == ["step", "prompt", "completion", "with_extras", "mixed", "score"]
+    assert list(second) == ["step", "prompt", "completion", "with_extras", "mixed", "mixed lists", "score"]
     assert second["step"].tolist() == [4] * 8
     assert second["completion"].tolist() == keep.transcripts[1].completions
     assert second["prompt"].tolist() == keep.transcripts[1].prompts
     assert second["score"].tolist() == keep.scores[1]
     assert second["mixed"].tolist() == ["1", "two"] * 4
+    assert second["mixed lists"].tolist() == ["[1, 'two']"] * 8
 
 
 def test_nothing_is_saved_unless_asked_for(make_trainer):

@@ -177,6 +177,24 @@ def test_a_rollout_is_skipped_as_if_its_prompts_had_not_been(make_trainer, monke
     assert (Path(trainer.args.output_dir) / "_nonfinite/rollout-2/process_0/rollout.safetensors").is_file()
 
 
+def test_a_rollout_left_out_is_none_of_the_critics_warmup(make_trainer, monkeypatch):
+    moved = []
+
+    class Keep(PPOCallback):
+        def on_rollout_end(self, args, state, control, **kwargs):
+            self.before = {name: x.clone() for name, x in trained_state(trainer.model.base_model).items()}
+
+        def on_update_end(self, args, state, control, *, model, rollout, ppo_state):
+            now = trained_state(model.base_model)
+            moved.append(any(not torch.equal(now[name], x) for name, x in self.before.items()))
+
+    break_passes(monkeypatch, "ref_logprobs", {0})
+    config = {**CONFIG, "save_strategy": "no", "max_steps": 8, "on_nonfinite": "skip", "critic_warmup": 1}
+    trainer = make_trainer(config, callbacks=[Keep()])
+    trainer.train()
+    assert moved == [False, True]
+
+
 def test_a_loss_that_is_not_finite_ends_the_run_and_the_resumed_one_is_the_undisturbed(
     make_trainer, tmp_path, monkeypatch, straight
 ):

@@ -179,6 +179,27 @@ def test_log_extra_and_log_metric():
     assert scored.metrics == {"share": [0.25, 0.75], "other": [2.0]}
 
 
+def test_columns_of_one_name_are_told_apart():
+    def logs(value):
+        def same(completions, log_extra, **kwargs):
+            for _ in completions:
+                log_extra("why", [value])
+            return [0.0] * len(completions)
+
+        return same
+
+    assert score([logs("a"), logs("b")]).extra == {"why (same_1)": ["a"] * 3, "why (same_2)": ["b"] * 3}
+
+
+def test_a_column_of_another_length_is_named():
+    def scores(completions, log_extra, **kwargs):
+        log_extra("why", ["a", "b"])
+        return [0.0] * len(completions)
+
+    with pytest.raises(ValueError, match="'scores' passed 2 values for 3 completions to log_extra as 'why'; pass one"):
+        score(scores)
+
+
 def test_one_function_needs_no_list():
     scored = score(always(1.0, -2.0, 0.5))
     assert scored.combined.tolist() == [1.0, -2.0, 0.5]
@@ -228,8 +249,9 @@ def test_a_weight_0_function_scores_no_completion():
         torch.tensor([0.5, 1.0, 1.0]),
         [np.float32(0.5), np.int64(1), np.float64(1.0)],
         list(torch.tensor([0.5, 1.0, 1.0])),
+        [np.array(0.5), np.array([1.0]), np.bool_(True)],
     ],
-    ids=["python numbers", "tuple", "tensor", "numpy numbers", "list of tensors"],
+    ids=["python numbers", "tuple", "tensor", "numpy numbers", "list of tensors", "arrays of one and a NumPy bool"],
 )
 def test_kinds_of_numbers(output):
     assert score(lambda **kwargs: output).combined.tolist() == [0.5, 1.0, 1.0]

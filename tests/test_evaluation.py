@@ -1,0 +1,57 @@
+"""Evaluations: what they report, and what training makes of it."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from conftest import count_digits
+
+EVERY_STEP = {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 1}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"load_best_model_at_end": True, "save_strategy": "steps", "save_steps": 1},
+        {"save_strategy": "best"},
+        {"lr_scheduler_type": "reduce_lr_on_plateau"},
+    ],
+)
+@pytest.mark.parametrize("reward", [1.0, None])
+def test_models_are_compared_by_the_reward_also_where_there_is_none(make_trainer, dataset, config, reward):
+    trainer = make_trainer(
+        EVERY_STEP | config, eval_dataset=dataset, reward_funcs=lambda completions, **_: [reward] * len(completions)
+    )
+    trainer.train()
+    assert trainer.args.metric_for_best_model == "eval_reward"
+    assert trainer.args.greater_is_better
+    found = [entry["eval_reward"] for entry in trainer.state.log_history if "eval_reward" in entry]
+    assert len(found) == 2
+    assert all(math.isnan(x) if reward is None else x == reward for x in found)
+
+
+@pytest.mark.parametrize("number", [np.float32(1), np.int64(1), torch.tensor(1.0)])
+def test_own_metrics_may_be_numbers_of_any_library(make_trainer, dataset, number):
+    trainer = make_trainer(EVERY_STEP, eval_dataset=dataset, compute_metrics=lambda prediction: {"own": number})
+    trainer.train()
+    assert [entry["eval_own"] for entry in trainer.state.log_history if "eval_own" in entry] == [1, 1]
+
+
+def test_completions_are_in_the_order_of_equal_prompts(make_trainer, dataset):
+    rows = dataset.select([0, 1, 0, 2, 1])
+    predicted = make_trainer({"per_device_eval_batch_size": 2}).predict(rows)
+    assert predicted.predictions[0] == predicted.predictions[2]
+    assert predicted.predictions[1] == predicted.predictions[4]
+    assert predicted.label_ids["prompt"] == rows["prompt"]
+
+
+def test_what_functions_log_counts_once_for_each_completion(make_trainer, dataset):
+    """Batches of 3 and 1."""
+
+    def half_full(completions, log_metric, **kwargs):
+        log_metric("full", len(completions) / 3)
+        return count_digits(completions)
+
+    trainer = make_trainer({"per_device_eval_batch_size": 3}, reward_funcs=half_full)
+    assert trainer.evaluate(dataset.select(range(4)))["eval_custom/full"] == pytest.approx((3 * 1 + 1 / 3) / 4)
