@@ -3,7 +3,6 @@
 import copy
 import json
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -120,11 +119,15 @@ def find_critic(critic: str | PreTrainedModel | CriticSource) -> CriticSource:
         return critic
     if isinstance(critic, PreTrainedModel) or critic in ("adapter", "shared"):
         return CriticSource(critic)
+    if isinstance(critic, PeftModel):
+        raise TypeError("critic is an adapter on a model; merge it, critic.merge_and_unload(), and give the model")
     if not isinstance(critic, str):
         raise TypeError(f"critic={critic!r} is not 'adapter', 'shared', a model, or the id or path of one")
     if (folder := find_saved(critic)) is not None:
         saved = json.loads((folder / CRITIC_CONFIG).read_text())
         return CriticSource(find_critic(saved["base"] if saved["kind"] == "model" else saved["kind"]).model, folder)
+    if is_adapter(critic):
+        raise ValueError(f"critic={critic!r} is an adapter; merge it into its base and give the merged model")
     try:
         model, info = AutoModelForSequenceClassification.from_pretrained(
             critic, num_labels=1, output_loading_info=True
@@ -137,6 +140,15 @@ def find_critic(critic: str | PreTrainedModel | CriticSource) -> CriticSource:
     if any(name.startswith("score") for name in info["missing_keys"]):
         nn.init.zeros_(model.score.weight)  # a causal language model: its new, random head says nothing
     return CriticSource(model)
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a folder or repository holds an adapter."""
+    try:
+        PeftConfig.from_pretrained(name)
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 def find_saved(name: str) -> Path | None:
@@ -161,7 +173,7 @@ def build_critic(source: CriticSource, base: PreTrainedModel, peft_config: PeftC
     elif source.model == "shared":
         built = Critic("shared", None, width, detach=detach).to(base.device)
     else:
-        built = Critic("adapter", adapted(shared_copy(base.base_model), peft_config), width)
+        built = Critic("adapter", adapted(shared_copy(base), peft_config), width)
     if source.folder is not None:
         built.load(source.folder)
     return built
@@ -169,7 +181,7 @@ def build_critic(source: CriticSource, base: PreTrainedModel, peft_config: PeftC
 
 def critic_from_model(model: PreTrainedModel, peft_config: PeftConfig) -> Critic:
     """A critic on another model, for instance the reward model, whose score head the value head starts from."""
-    trunk = adapted(model.base_model, peft_config)
+    trunk = adapted(shared_copy(model), peft_config)  # the model itself may be the reward model as well
     built = Critic("model", trunk, model.config.get_text_config().hidden_size, base=model.config.name_or_path)
     score = getattr(model, "score", None)
     if isinstance(score, nn.Linear) and score.out_features == 1:
@@ -178,12 +190,25 @@ def critic_from_model(model: PreTrainedModel, peft_config: PeftConfig) -> Critic
     return built
 
 
-def adapted(trunk: Any, peft_config: PeftConfig) -> PeftModel:
-    """The trunk with an adapter like the actor's on it."""
+def adapted(model: PreTrainedModel, peft_config: PeftConfig) -> PeftModel:
+    """A model's trunk with an adapter like the actor's on it."""
     config: Any = copy.deepcopy(peft_config)
-    config.task_type, config.modules_to_save, config.inference_mode = None, None, False
-    config.target_modules = trunk_targets(config.target_modules, trunk)
-    return get_peft_model(trunk, config, adapter_name="critic")
+    config.task_type = config.modules_to_save = config.base_model_name_or_path = None
+    config.inference_mode = False
+    trunk = re.compile(rf"^(\^?){model.base_model_prefix}\\?\.")
+    config.target_modules = trunk_targets(model, config)
+    config.layers_to_transform = config.layers_pattern = config.exclude_modules = None  # the targets are by full names
+    for name in ("rank_pattern", "alpha_pattern"):
+        patterns = getattr(config, name, None) or {}
+        setattr(config, name, {trunk.sub(r"\1", pattern): value for pattern, value in patterns.items()})
+    return get_peft_model(model.base_model, config, adapter_name="critic")
+
+
+def trunk_targets(model: PreTrainedModel, config: PeftConfig) -> list[str]:
+    """The modules of a model that PEFT puts an adapter on, as they are called inside its trunk."""
+    tuner: Any = get_peft_model(shared_copy(model), copy.deepcopy(config), low_cpu_mem_usage=True).base_model
+    trunk = "" if model.base_model is model else f"{model.base_model_prefix}."
+    return [name.removeprefix(trunk) for name in tuner.targeted_module_names if name.startswith(trunk)]
 
 
 def describe_adapter(config: PeftConfig) -> dict[str, Any]:
@@ -197,28 +222,23 @@ def describe_adapter(config: PeftConfig) -> dict[str, Any]:
         "use_dora",
         "rank_pattern",
         "alpha_pattern",
+        "exclude_modules",
+        "layers_to_transform",
+        "layers_pattern",
     )
     values: dict[str, Any] = {name: getattr(config, name, None) for name in names}
     values["peft_type"] = getattr(config.peft_type, "value", config.peft_type)
-    return {name: sorted(value) if isinstance(value, set) else value for name, value in values.items()}
+    return {name: sorted(value) if isinstance(value, set | list) else value for name, value in values.items()}
 
 
 def differing(before: Any, now: Any) -> tuple[Any, Any]:
-    """Two values that are not the same; of two dictionaries, the entries that are not."""
+    """Two values that are not the same; of two dictionaries or lists, the entries that are not."""
+    if isinstance(before, list) and isinstance(now, list):
+        return [x for x in before if x not in now], [x for x in now if x not in before]
     if not isinstance(before, dict) or not isinstance(now, dict):
         return before, now
-    names = [name for name in now if before.get(name) != now[name]]
-    return {name: before.get(name) for name in names}, {name: now[name] for name in names}
-
-
-def trunk_targets(targets: str | Iterable[str] | None, trunk: PreTrainedModel) -> str | list[str] | None:
-    """PEFT's `target_modules`, made for a whole causal language model, as they are called inside its trunk."""
-    if targets is None or targets == "all-linear":
-        return targets
-    outer = f"{trunk.base_model_prefix}."
-    if isinstance(targets, str):  # a regular expression on full names
-        return [name for name, _ in trunk.named_modules() if re.fullmatch(targets, outer + name)]
-    return sorted({target.removeprefix(outer) for target in targets})
+    pairs = {name: differing(before.get(name), now[name]) for name in now if before.get(name) != now[name]}
+    return {name: pair[0] for name, pair in pairs.items()}, {name: pair[1] for name, pair in pairs.items()}
 
 
 def shared_copy(module: nn.Module) -> Any:

@@ -46,7 +46,7 @@ def draw(groups: list[Group], title: str, output: Path, picture: bool = True) ->
     drawn = panels(groups)
     if not drawn:
         raise ValueError(f"{title}: nothing has been logged yet; come back later, or lower logging_steps")
-    output.parent.joinpath(f"{output.name}.html").write_text(page(drawn, title, groups))
+    output.parent.joinpath(f"{output.name}.html").write_text(page(drawn, title, groups), encoding="utf-8")
     if picture:
         draw_picture(drawn, title, output.parent / f"{output.name}.png")
 

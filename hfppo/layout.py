@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from peft import PeftModel
 from torch import Tensor, nn
 
 PACKING_ATTENTION = "flash"  # found in the names of implementations that tell packed rows apart by their positions
@@ -49,6 +50,7 @@ class Layout:
 @torch.no_grad()
 def can_pack(model: Any) -> bool:
     """Whether a model keeps packed rows apart at no cost: its attention is made for that, and a trial bears it out."""
+    model = model.get_base_model() if isinstance(model, PeftModel) else model
     implementation = str(getattr(model.config, "_attn_implementation", ""))
     if PACKING_ATTENTION not in implementation:
         return False

@@ -60,7 +60,7 @@ class RewardModel:
             eos = self.tokenizer.eos_token or ""
             texts = [prompt + completion + eos for prompt, completion in zip(prompts, completions, strict=True)]
         else:
-            talks = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
+            talks = [conversation(*both) for both in zip(prompts, completions, strict=True)]
             texts = [self.tokenizer.apply_chat_template(talk, tokenize=False) for talk in talks]
         # A chat template writes the special tokens itself.
         return self.score(texts, add_special_tokens=isinstance(prompts[0], str))
@@ -97,6 +97,14 @@ class RewardModel:
         # transformers finds the last token by `ids != pad`, which is wrong where EOS pads.
         hidden = model.base_model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
         return model.score(hidden[torch.arange(len(ids), device=device), lengths - 1])
+
+
+def conversation(prompt: list[dict[str, Any]], completion: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A prompt and its completion, in one turn where the prompt has begun the assistant's."""
+    *before, last = prompt
+    if last["role"] != "assistant":
+        return prompt + completion
+    return [*before, {**last, "content": last["content"] + completion[0]["content"]}]
 
 
 def max_length(model: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase) -> int | None:
@@ -141,6 +149,15 @@ class RewardAdapter(RewardModel):
         super().__init__(PeftModel.from_pretrained(classifier, self.path), self.reward_tokenizer)
         self.__name__ = os.path.basename(self.path.rstrip("/"))
 
+    def score(self, texts: list[str], add_special_tokens: bool = True) -> list[float]:
+        """See `RewardModel`."""
+        self.follow_base()
+        return super().score(texts, add_special_tokens)
+
+    def follow_base(self) -> None:
+        """Move the adapter to where Trainer has moved the base since; it is a part of no module that Trainer knows."""
+        self.model.to(next(self.model.parameters()).device)
+
 
 def load_reward_funcs(
     funcs: Any,
@@ -171,15 +188,16 @@ def load_reward_func(func: Any, tokenizer: PreTrainedTokenizerBase | None, base_
     """One of them; a function is left as it is, a server is asked whether it is there."""
     if isinstance(func, TolerantReward):
         return replace(func, func=load_reward_func(func.func, tokenizer, base_name, **init_kwargs))
-    if isinstance(func, PreTrainedModel):
-        if not type(func).__name__.endswith("ForSequenceClassification"):
+    if isinstance(func, PreTrainedModel | PeftModel):
+        kind = type(func.get_base_model() if isinstance(func, PeftModel) else func).__name__
+        if not kind.endswith("ForSequenceClassification"):
             raise TypeError(
-                f"reward_funcs holds {type(func).__name__}, which gives no scores; give a function, or one made by "
+                f"reward_funcs holds {kind}, which gives no scores; give a function, or one made by "
                 "AutoModelForSequenceClassification"
             )
         if tokenizer is None and not func.config.name_or_path:
             raise ValueError(
-                f"reward_funcs holds {type(func).__name__} without a name to load its tokenizer by; give that "
+                f"reward_funcs holds {kind} without a name to load its tokenizer by; give that "
                 "tokenizer in reward_processing_classes"
             )
         return RewardModel(func, tokenizer or AutoTokenizer.from_pretrained(func.config.name_or_path))

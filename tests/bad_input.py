@@ -159,6 +159,12 @@ def lora(**changes: Any) -> LoraConfig:
     return LoraConfig(**{**config, **changes})
 
 
+def saved(bench: Bench, model: Any) -> str:
+    """Where the model was saved."""
+    model.save_pretrained(bench.folder / "saved")
+    return str(bench.folder / "saved")
+
+
 def adapter(config=LORA, **model_config: Any) -> PeftModel:
     return get_peft_model(tiny_model(**model_config), copy.deepcopy(config))
 
@@ -356,9 +362,14 @@ TABLE: dict[str, dict[str, Case]] = {
         "no such reference": trained(lambda: {"ref_model": "org/none"}),
         "an unknown critic": trained(lambda: {"critic": "adaptor"}),
         "a number as critic": trained(lambda: {"critic": 5}),
+        "an adapter as critic": trained(lambda: {"critic": adapter()}),
+        "the folder of an adapter as critic": lambda bench: bench.make_trainer(critic=saved(bench, adapter())),
         "a critic with fewer tokens": trained(lambda: {"critic": tiny_model(vocab_size=20)}),
         "a saved critic of another rank": critic_of_the_checkpoint(peft_config=lambda: lora(r=2)),
         "a saved critic of another lora_alpha": critic_of_the_checkpoint(peft_config=lambda: lora(lora_alpha=16)),
+        "a saved critic of other modules": critic_of_the_checkpoint(
+            peft_config=lambda: lora(exclude_modules=["q_proj"])
+        ),
         "a saved critic of another base": critic_of_the_checkpoint(model=lambda: tiny_model(hidden_size=16)),
     },
     "Adapters": {
@@ -457,6 +468,7 @@ TABLE: dict[str, dict[str, Case]] = {
         "another rank": resumed(arguments=lambda: {"peft_config": lora(r=2)}),
         "another lora_alpha": resumed(arguments=lambda: {"peft_config": lora(lora_alpha=16)}),
         "other target modules": resumed(arguments=lambda: {"peft_config": lora(target_modules=["q_proj"])}),
+        "other modules left out": resumed(arguments=lambda: {"peft_config": lora(exclude_modules=["q_proj"])}),
         "a file is missing": resumed(lambda folder: (folder / "optimizer.pt").unlink()),
         "a file has changed": resumed(change_a_byte),
         "a plain Trainer's": resumed(lambda folder: (folder / "manifest.json").unlink()),

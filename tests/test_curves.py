@@ -1,7 +1,9 @@
 """The log on disk, the groups of runs, and what the picture and the page show of them."""
 
 import json
+import os
 import re
+import subprocess
 import sys
 from html import unescape
 from importlib.util import find_spec
@@ -271,3 +273,11 @@ def luminance(color: str) -> float:
     parts = [int(x) / 255 for x in re.findall(r"\d+", color)[:3]]
     linear = [x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in parts]
     return sum(weight * x for weight, x in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
+def test_the_page_is_utf8_in_any_locale(tmp_path):
+    run = write_run(tmp_path / "run", [entry(1, reward=0.5, kl_coef=0.05), entry(2, reward=0.6, kl_coef=0.05)])
+    ascii_only = {**os.environ, "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C"}
+    subprocess.run([sys.executable, "-m", "hfppo.plot", str(run)], env=ascii_only, check=True, capture_output=True)
+    (written,) = run.glob("*.html")
+    assert "β" in written.read_text(encoding="utf-8")

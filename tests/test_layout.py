@@ -5,9 +5,10 @@ import itertools
 import pytest
 import torch
 from conftest import tiny_model
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 from test_invariants import logged, tiny_gpt2, tiny_opt, tiny_qwen3, trainable
 from torch.testing import assert_close
+from transformers import LlamaForCausalLM
 
 from hfppo import ActorCritic, layout, output_head
 from hfppo.layout import Layout, can_pack
@@ -65,6 +66,22 @@ def test_packed_rows_give_what_padded_ones_give(request, architecture, critic):
     assert can_pack(made.causal_lm)
     for a, b in zip(outputs(), padded, strict=True):
         assert float((a - b).detach().abs().max()) <= 1e-5 * max(1.0, float(b.detach().abs().max()))
+
+
+@pytest.mark.parametrize("as_reference", [False, True])
+def test_a_run_packs_whose_reference_is_an_adapter_on_a_model(request, make_trainer, as_reference):
+    config = LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
+
+    def ref_logprobs():
+        torch.manual_seed(0)
+        adapter = get_peft_model(tiny_model(seed=1), config)
+        models = {"ref_model": adapter} if as_reference else {"model": adapter, "peft_config": None}
+        return make_trainer(**models).rollout(["1=", "请问2+2="]).ref_logprobs
+
+    padded = ref_logprobs()
+    request.getfixturevalue("packing")
+    assert_close(ref_logprobs(), padded)
+    assert layout._packs[LlamaForCausalLM, "sdpa"]
 
 
 def test_an_architecture_that_mixes_packed_rows_is_not_packed(packing):

@@ -97,6 +97,34 @@ def test_conversations_go_through_its_own_chat_template():
     assert reward([prompt], [answer]) == pytest.approx([alone(model, tokenizer, "1+2=？3")], abs=1e-5)
 
 
+def test_a_turn_that_the_prompt_has_begun_stays_one():
+    model, tokenizer = scorer().eval(), other_tokenizer("right", "<void>")
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}！{% endfor %}"
+    prompt = [{"role": "user", "content": "1+2="}, {"role": "assistant", "content": "不"}]
+    answer = [{"role": "assistant", "content": "3"}]
+    expected = alone(model, tokenizer, "1+2=！不3！")
+    assert RewardModel(model, tokenizer)([prompt], [answer]) == pytest.approx([expected], abs=1e-5)
+    assert prompt[-1]["content"] == "不"
+
+
+def test_a_reward_model_that_is_the_critic_as_well_keeps_its_scores(make_trainer):
+    model, tokenizer = scorer(), other_tokenizer("right", "<void>")
+    reward = RewardModel(model, tokenizer)
+    before = reward.score(TEXTS)
+    trainer = make_trainer({"max_steps": 4}, reward_funcs=reward, critic=model)
+    weight = trainer.model.critic.trunk.base_model.model.layers[0].self_attn.q_proj.base_layer.weight
+    assert weight.data_ptr() == model.model.layers[0].self_attn.q_proj.weight.data_ptr()
+    trainer.train()
+    assert reward.score(TEXTS) == before
+
+
+def test_a_loaded_reward_model_may_have_an_adapter(make_trainer):
+    config = LoraConfig(r=4, target_modules="all-linear", task_type="SEQ_CLS", init_lora_weights=False)
+    trained, tokenizer = PeftModelForSequenceClassification(scorer(), config), other_tokenizer("right", "<void>")
+    trainer = make_trainer(reward_funcs=trained, reward_processing_classes=[tokenizer])
+    assert trainer.collector.rewards.funcs[0].score(TEXTS) == RewardModel(trained, tokenizer).score(TEXTS)
+
+
 def test_functions_and_models_mix_by_weight(make_trainer):
     model, tokenizer = scorer(), other_tokenizer("right", "<void>")
     trainer = make_trainer(
@@ -138,6 +166,10 @@ def test_adapter_on_the_actors_base_scores_like_the_merged_model_and_costs_itsel
     tolerant = TolerantReward(str(tmp_path / "adapter"))
     (wrapper,) = make_trainer(model=base, reward_funcs=tolerant, peft_config=LORA).collector.rewards.funcs
     assert wrapper.func.score(TEXTS) == before
+
+    reward.model.get_input_embeddings().to("meta")  # as if Trainer had moved the base, not what is the adapter's own
+    reward.follow_base()
+    assert {x.device.type for x in (*reward.model.parameters(), *reward.model.buffers())} == {"meta"}
 
 
 def test_bad_reward_models(make_trainer, tmp_path, tokenizer):

@@ -105,16 +105,18 @@ def test_a_separate_reference_model(make_trainer):
     assert all(not p.requires_grad for p in reference.parameters())
 
 
+def scorer() -> LlamaForSequenceClassification:
+    return LlamaForSequenceClassification(LlamaConfig(**{**tiny_model().config.to_dict(), "num_labels": 1}))
+
+
 def test_a_reward_model_as_critic_starts_from_its_score(make_trainer, tmp_path):
-    scorer = LlamaForSequenceClassification(
-        tiny_model().config.__class__(**{**tiny_model().config.to_dict(), "num_labels": 1})
-    )
-    head = scorer.score.weight.detach().clone()
-    trainer = make_trainer({"max_steps": 4}, critic=scorer)
+    reward_model = scorer()
+    head = reward_model.score.weight.detach().clone()
+    trainer = make_trainer({"max_steps": 4}, critic=reward_model)
     assert torch.equal(trainer.model.critic.value_head.weight, head)
     trainer.train()
     assert not torch.equal(trainer.model.critic.value_head.weight, head)
-    scorer.save_pretrained(tmp_path / "scorer")
+    reward_model.save_pretrained(tmp_path / "scorer")
     by_path = make_trainer(critic=str(tmp_path / "scorer"))
     assert torch.equal(by_path.model.critic.value_head.weight, head)
     by_path.save_model(str(tmp_path / "saved"))
@@ -189,6 +191,34 @@ def test_activation_checkpointing_gives_the_same_run(make_trainer):
         runs.append([p.detach() for p in trainer.model.parameters() if p.requires_grad])
     for a, b in zip(*runs, strict=True):
         assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"target_modules": ["q_proj"], "layers_to_transform": [1]},
+        {"target_modules": ["q_proj", "up_proj"], "layers_to_transform": 1, "layers_pattern": "layers"},
+        {"target_modules": "all-linear", "exclude_modules": ["model.layers.0.self_attn.q_proj", "down_proj"]},
+        {"target_modules": "all-linear", "exclude_modules": r"model\.layers\.0\..*"},
+        {"target_modules": r"model\.layers\.1\..*_proj"},
+        {"target_modules": ["model.layers.0.self_attn.q_proj", "up_proj"]},
+        {"target_modules": "all-linear", "rank_pattern": {"model.layers.0.self_attn.q_proj": 2, "up_proj": 3}},
+        {"target_modules": "all-linear", "rank_pattern": {r"^model\.layers\.1\.mlp.*": 2}},
+    ],
+)
+@pytest.mark.parametrize("critic", ["adapter", "model"])
+def test_the_critics_adapter_is_where_the_actors_is(make_trainer, fields, critic):
+    config = LoraConfig(r=4, task_type="CAUSAL_LM", **fields)
+    trainer = make_trainer(peft_config=config, critic=scorer() if critic == "model" else critic)
+    of_actor, of_critic = (
+        {
+            name.rpartition("layers.")[2].split(".lora_")[0]: len(x)
+            for name, x in tree.named_parameters()
+            if "lora_A" in name
+        }
+        for tree in (trainer.model.base_model, trainer.model.critic.trunk)
+    )
+    assert of_critic == of_actor != {}
 
 
 def test_users_peft_config_is_left_as_it_was(make_trainer):

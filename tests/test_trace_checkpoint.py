@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from hfppo import PPOConfig, PPOTrainer, TokenTable, TokenTraceCallback
 from hfppo.trace.__main__ import main
-from hfppo.trace.checkpoint import Question, trace_prompt
+from hfppo.trace.checkpoint import Question, completion_ids, trace_prompt
 
 PROMPT = "请问1+1=2？"
 
@@ -83,6 +83,15 @@ def test_given_completion_is_looked_at_instead_of_a_sampled_one(run):
     assert [row.logprob for row in trace.table.rows] == pytest.approx(expected.tolist(), abs=1e-5)
     last = trace.table.rows[-1]
     assert last.reward == pytest.approx(1.0 - 0.1 * last.kl)
+
+
+@pytest.mark.parametrize(("text", "ends"), [("是", [1]), ("是<pad>", []), ("", [1])])
+def test_a_given_completion_ends_with_the_tokenizers_end_of_sequence(text, ends):
+    """The model's generation config may know more of them, with smaller numbers."""
+    tokenizer = character_tokenizer()
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert (tokenizer.pad_token_id, tokenizer.eos_token_id) == (0, 1)
+    assert completion_ids(text, tokenizer, eos_ids=[0, 1]) == ids + ends
 
 
 def test_another_seed_draws_another_completion(run):

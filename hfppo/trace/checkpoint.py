@@ -144,7 +144,9 @@ def load_actor_critic(folder: Path, args: PPOConfig, question: Question) -> Acto
 def completion_ids(text: str, tokenizer: PreTrainedTokenizerBase, eos_ids: list[int]) -> list[int]:
     """The token ids of a completion that was written by hand, with the end of sequence that it would have."""
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    return ids if ids and ids[-1] in eos_ids else [*ids, eos_ids[0]]
+    # The tokenizer's, where it has one: chat models end their turns with it, and texts with another.
+    eos_id = eos_ids[0] if tokenizer.eos_token_id is None else tokenizer.eos_token_id
+    return ids if ids and ids[-1] in eos_ids else [*ids, eos_id]
 
 
 def scorer(score: float | None) -> Any:
