@@ -104,7 +104,9 @@ def conversation(prompt: list[dict[str, Any]], completion: list[dict[str, Any]])
     *before, last = prompt
     if last["role"] != "assistant":
         return prompt + completion
-    return [*before, {**last, "content": last["content"] + completion[0]["content"]}]
+    begun, added = last.get("content") or "", completion[0]["content"]
+    content = [*begun, {"type": "text", "text": added}] if isinstance(begun, list) else begun + added
+    return [*before, {**last, "content": content}]
 
 
 def max_length(model: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase) -> int | None:

@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from hfppo import TolerantReward
-from hfppo.reward_model import RewardAdapter, RewardModel
+from hfppo.reward_model import RewardAdapter, RewardModel, conversation
 
 TEXTS = ["1+2=3", "10+20=", "5", "请问12+7=20？不对，等于19！"]
 
@@ -105,6 +105,9 @@ def test_a_turn_that_the_prompt_has_begun_stays_one():
     expected = alone(model, tokenizer, "1+2=！不3！")
     assert RewardModel(model, tokenizer)([prompt], [answer]) == pytest.approx([expected], abs=1e-5)
     assert prompt[-1]["content"] == "不"
+    parts = [{"type": "text", "text": "不"}]
+    begun = [{"role": "assistant", "content": parts}]
+    assert conversation(begun, answer) == [{"role": "assistant", "content": [*parts, {"type": "text", "text": "3"}]}]
 
 
 def test_a_reward_model_that_is_the_critic_as_well_keeps_its_scores(make_trainer):
