@@ -74,17 +74,22 @@ def assemble(
     check_model(loaded, peft_config)
     prompts: dict[str, Prompts | PromptStream] = {} if train_prompts is None else {"train_dataset": train_prompts}
     prompts |= {eval_name(name): some for name, some in eval_prompts.items()}
-    check_lengths(loaded, max((some.longest for some in prompts.values()), default=0), args)
+    longest = max((some.longest for some in prompts.values()), default=0)
+    check_lengths("the model", loaded, longest, args)
     eos_ids = eos_token_ids(tokenizer, loaded.generation_config)
     padding = eos_ids[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     known = {name: some.head for name, some in prompts.items()}
     check_ids(loaded, known, {"the end of sequence": eos_ids, "the padding token": [padding]})
     reference = load_reference(ref_model, **init_kwargs)
+    if reference is not None:
+        check_lengths("ref_model", reference, longest, args)
     reward_kwargs = {"device_map": str(args.device), **cast(dict[str, Any], args.reward_model_init_kwargs or {})}
     funcs = load_reward_funcs(reward_funcs, reward_tokenizers, loaded.config.name_or_path, **reward_kwargs)
     rewards = RewardFunctions(funcs, args.reward_weights)
     check_calls(rewards, known)
     critic_source = find_critic(critic) if args.needs_critic else None
+    if critic_source is not None and isinstance(critic_source.model, PreTrainedModel):
+        check_lengths("the critic", critic_source.model, longest, args)
     actor = take_apart(loaded, peft_config)
     for func in map(unwrapped, rewards.funcs):
         if isinstance(func, RewardAdapter):
@@ -160,17 +165,28 @@ def check_calls(rewards: RewardFunctions, prompts: dict[str, Prompts]) -> None:
                 continue
 
 
-def check_lengths(model: PreTrainedModel | PeftModel, longest: int, args: PPOConfig) -> None:
-    """Refuse prompts and completions that together need more positions than the model has.
+def check_lengths(name: str, model: PreTrainedModel | PeftModel, longest: int, args: PPOConfig) -> None:
+    """Refuse prompts and completions that together need more positions than a model has.
 
+    With LongRoPE those from before its scaling count: beyond them the whole batch is scaled another way, so that a
+    token's log-prob would depend on its neighbours.
+
+    Args:
+        name: of the model, for the error.
+        longest: tokens of the longest prompt.
     Raises:
         ValueError: names the lengths and the fields.
     """
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    config = model.config.get_text_config()
+    rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+    scaled = rope.get("rope_type") == "longrope"
+    positions = rope.get("original_max_position_embeddings") if scaled else None
+    positions = positions or getattr(config, "max_position_embeddings", None)
     if positions is not None and longest + args.max_completion_length > positions:
         raise ValueError(
             f"the longest prompt has {longest} tokens and max_completion_length={args.max_completion_length}, more "
-            f"together than the model's {positions} positions; lower max_completion_length or max_prompt_length"
+            f"together than {name}'s {positions} positions{' before LongRoPE' if scaled else ''}; lower "
+            "max_completion_length or max_prompt_length"
         )
 
 

@@ -3,6 +3,8 @@
 import hashlib
 import json
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import torch
 from peft import PeftConfig
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.optim import Optimizer
 from transformers import TrainingArguments
 
 from hfppo.config import PPOConfig
@@ -111,9 +114,9 @@ def check_checkpoint(checkpoint: str | Path, process: int, run: dict[str, Any]) 
             "save_only_model=True; to start anew from its weights, pass it as model"
         )
     saved = json.loads(path.read_text())["run"]
-    for name, now in run["structure"].items():
-        if saved["structure"].get(name) != now:
-            before, now = differing(saved["structure"].get(name), now)
+    for name, wanted in run["structure"].items():
+        before, now = differing(saved["structure"].get(name), wanted)
+        if before != now:
             raise ValueError(
                 f"{checkpoint} was written with {name}={before!r}, this run has {now!r}: its rollouts cannot be gone "
                 f"on with; set it back, or start anew from its weights by passing it as model"
@@ -122,6 +125,28 @@ def check_checkpoint(checkpoint: str | Path, process: int, run: dict[str, Any]) 
     for name, now in current.items():
         if (before := saved["settings"].get(name)) != now:
             logger.warning("resuming with %s=%r, the checkpoint was written with %r", name, now, before)
+
+
+@contextmanager
+def own_rates(optimizer: Optimizer, scheduler: Any) -> Iterator[None]:
+    """Inside, an optimiser and its scheduler are loaded; learning rates and weight decay of this run outlast that.
+
+    Trainer would go on with the checkpoint's, whatever the configuration says now. Where they are the same, nothing is
+    touched.
+    """
+    given = [(group.get("initial_lr"), group.get("weight_decay")) for group in optimizer.param_groups]
+    yield
+    groups = optimizer.param_groups
+    before = [group.get("initial_lr") for group in groups]  # what the schedule multiplies; ReduceLROnPlateau has none
+    for group, (rate, decay), loaded in zip(groups, given, before, strict=True):
+        if decay is not None:
+            group["weight_decay"] = decay
+        if rate != loaded:
+            group["lr"] = group["lr"] * rate / loaded if loaded else rate
+            group["initial_lr"] = rate
+    if before != (rates := [rate for rate, _ in given]):
+        last = [group["lr"] for group in groups]
+        scheduler.load_state_dict({**scheduler.state_dict(), "base_lrs": rates, "_last_lr": last})
 
 
 def load_ppo_state(

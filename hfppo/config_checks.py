@@ -151,6 +151,7 @@ def check_config(args: Any) -> None:
     check_choices(args)
     check_ranges(args)
     check_combinations(args)
+    check_inherited(args)
     check_processes(args)
 
 
@@ -202,6 +203,25 @@ def check_combinations(args: Any) -> None:
             "Use k2 or k3, or kl_loss_straight_through=True.",
             stacklevel=5,  # where the configuration is made
         )
+    if args.normalize_scores and args.positive_nll_coef:
+        raise ValueError(
+            f"positive_nll_coef={args.positive_nll_coef} looks for scores from positive_score="
+            f"{args.positive_score}, and normalize_scores=True moves all scores; set one of them back"
+        )
+    if args.whiten_rewards and args.advantage_estimator == "remax":
+        raise ValueError(
+            "whiten_rewards=True scales the rewards, and not the score of the greedy completion that "
+            "advantage_estimator='remax' subtracts; set whiten_rewards=False"
+        )
+    if args.critic_warmup and not args.needs_critic:
+        raise ValueError(
+            f"critic_warmup={args.critic_warmup} has nothing to train: advantage_estimator="
+            f"{args.advantage_estimator!r} has no critic; set critic_warmup=0 or advantage_estimator='gae'"
+        )
+
+
+def check_inherited(args: Any) -> None:
+    """Trainer's own fields ask for nothing that PPO cannot do."""
     if args.auto_find_batch_size:
         raise ValueError(
             "auto_find_batch_size=True would change the rollouts in the middle of a run; lower "
@@ -213,30 +233,26 @@ def check_combinations(args: Any) -> None:
             f"neftune_noise_alpha={args.neftune_noise_alpha} would add noise to the update's pass and not to the "
             "rollout's, so that their ratio were noise; leave it out"
         )
-    if args.normalize_scores and args.positive_nll_coef:
+    by_reward = args.lr_scheduler_type == "reduce_lr_on_plateau" and args.greater_is_better
+    if by_reward and (args.lr_scheduler_kwargs or {}).get("mode") != "max":
         raise ValueError(
-            f"positive_nll_coef={args.positive_nll_coef} looks for scores from positive_score="
-            f"{args.positive_score}, and normalize_scores=True moves all scores; set one of them back"
-        )
-    if args.whiten_rewards and args.advantage_estimator == "remax":
-        raise ValueError(
-            "whiten_rewards=True scales the rewards, and not the score of the greedy completion that "
-            "advantage_estimator='remax' subtracts; set whiten_rewards=False"
+            f"lr_scheduler_type='reduce_lr_on_plateau' lowers the learning rate unless {args.metric_for_best_model} "
+            "falls, and more of it is better; set lr_scheduler_kwargs={'mode': 'max'}"
         )
     if args.bf16_full_eval or args.fp16_full_eval:
         raise ValueError(
             "bf16_full_eval and fp16_full_eval would cast the model that is trained; load it in that type instead, "
             "model_init_kwargs={'dtype': 'bfloat16'}"
         )
-    if args.critic_warmup and not args.needs_critic:
-        raise ValueError(
-            f"critic_warmup={args.critic_warmup} has nothing to train: advantage_estimator="
-            f"{args.advantage_estimator!r} has no critic; set critic_warmup=0 or advantage_estimator='gae'"
-        )
 
 
 def check_processes(args: Any) -> None:
     """Trainer has joined the processes that a launcher started; if not, each would do the whole run, in one folder."""
+    if args.enable_jit_checkpoint and args.world_size > 1:
+        raise ValueError(
+            f"enable_jit_checkpoint=True saves when a process is told to end, and {args.world_size} processes are not "
+            "told at the same step: they would wait for each other; set it to False, and save often"
+        )
     started = int(os.environ.get("WORLD_SIZE", "1"))
     if started > 1 and args.world_size == 1:
         raise ValueError(

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
-from hfppo.layout import Layout, hidden_states
+from hfppo.layout import Layout, eval_mode, hidden_states
 from hfppo.loading import check_vocabulary
 
 CRITIC_FOLDER = "critic"
@@ -89,8 +89,8 @@ class Critic(nn.Module):
             )
         saved, own = json.loads((Path(folder) / CRITIC_CONFIG).read_text()), self.config()
         for name in ("kind", "hidden_size", "peft_config"):
-            if saved[name] != own[name]:
-                its, ours = differing(saved[name], own[name])
+            its, ours = differing(saved[name], own[name])
+            if its != ours:
                 raise ValueError(
                     f"{folder} holds a critic of {name} {its!r} that does not fit this run's {ours!r} critic; use the "
                     "critic and the peft_config it was trained with"
@@ -166,7 +166,8 @@ def find_saved(name: str) -> Path | None:
 
 def build_critic(source: CriticSource, base: PreTrainedModel, peft_config: PeftConfig, detach: bool) -> Critic:
     """Build the critic, before an adapter is put on the base."""
-    width = base.config.get_text_config().hidden_size
+    # Some project their states to another width before the head.
+    width = getattr(base.get_output_embeddings(), "in_features", base.config.get_text_config().hidden_size)
     if isinstance(source.model, PreTrainedModel):
         check_vocabulary("critic", source.model, base)
         built = critic_from_model(source.model, peft_config)
@@ -182,12 +183,32 @@ def build_critic(source: CriticSource, base: PreTrainedModel, peft_config: PeftC
 def critic_from_model(model: PreTrainedModel, peft_config: PeftConfig) -> Critic:
     """A critic on another model, for instance the reward model, whose score head the value head starts from."""
     trunk = adapted(shared_copy(model), peft_config)  # the model itself may be the reward model as well
-    built = Critic("model", trunk, model.config.get_text_config().hidden_size, base=model.config.name_or_path)
+    check_causal(model)
     score = getattr(model, "score", None)
+    width = getattr(score, "in_features", model.config.get_text_config().hidden_size)
+    built = Critic("model", trunk, width, base=model.config.name_or_path)
     if isinstance(score, nn.Linear) and score.out_features == 1:
         with torch.no_grad():
             built.value_head.weight.copy_(score.weight)
     return built
+
+
+@torch.no_grad()
+def check_causal(model: PreTrainedModel) -> None:
+    """Refuse a critic that reads from both sides: its value of a token would rest on those that come after it.
+
+    Raises:
+        ValueError: names the class.
+    """
+    ids = torch.arange(8, device=model.device).view(2, 4) % 4  # two rows that are equal
+    ids[1, -1] = 4
+    with eval_mode(model):
+        first, second = model.base_model(input_ids=ids).last_hidden_state[:, :-1].float()
+    if not torch.allclose(first, second, rtol=0.0, atol=1e-3 * float(first.abs().max())):
+        raise ValueError(
+            f"critic is a {type(model).__name__}, whose states know the tokens that come later; give a decoder, or "
+            "critic='adapter'"
+        )
 
 
 def adapted(model: PreTrainedModel, peft_config: PeftConfig) -> PeftModel:
@@ -232,7 +253,7 @@ def describe_adapter(config: PeftConfig) -> dict[str, Any]:
 
 
 def differing(before: Any, now: Any) -> tuple[Any, Any]:
-    """Two values that are not the same; of two dictionaries or lists, the entries that are not."""
+    """What is not the same in two values; of two dictionaries or lists, the entries. A missing one is None."""
     if isinstance(before, list) and isinstance(now, list):
         return [x for x in before if x not in now], [x for x in now if x not in before]
     if not isinstance(before, dict) or not isinstance(now, dict):

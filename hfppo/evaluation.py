@@ -18,7 +18,8 @@ from hfppo.assembly import prompts_of
 from hfppo.config import PPOConfig
 from hfppo.crash_safe import CrashSafeTrainer
 from hfppo.data import Prompts
-from hfppo.experience import Collector, eval_mode, measure_scores
+from hfppo.experience import Collector, measure_scores
+from hfppo.layout import eval_mode
 from hfppo.memory import explained_memory
 from hfppo.metrics import Meter
 from hfppo.output_head import is_sharded

@@ -1,7 +1,7 @@
 """From prompts to a rollout."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from hfppo.config import PPOConfig
 from hfppo.data import Prompts, pad_left
 from hfppo.functional.advantages import GROUP_ESTIMATORS
 from hfppo.generation import Completions, Sampler
-from hfppo.layout import rows_at_once
+from hfppo.layout import eval_mode, rows_at_once
 from hfppo.memory import explained_memory
 from hfppo.metrics import Meter
 from hfppo.model import ActorCritic, TokenOutputs
@@ -355,22 +355,11 @@ class Collector:
 
 
 def grouped(rows: list[Row]) -> list[Row]:
-    """The rows, those of equal prompts in one group."""
-    groups: dict[tuple[int, ...], int] = {}
-    return [replace(row, group=groups.setdefault(tuple(row.prompt_ids), row.group)) for row in rows]
+    """The rows, equal ones in one group."""
+    groups: dict[str, int] = {}
+    return [replace(row, group=groups.setdefault(repr((row.prompt_ids, row.columns)), row.group)) for row in rows]
 
 
 def unpadded(completions: Completions) -> list[list[int]]:
     """The completions' token ids, EOS included."""
     return [row[mask].tolist() for row, mask in zip(completions.ids, completions.mask, strict=True)]
-
-
-@contextmanager
-def eval_mode(model: torch.nn.Module):
-    """Inside, the model is in eval mode."""
-    was_training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(was_training)

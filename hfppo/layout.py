@@ -1,5 +1,7 @@
 """How rows of prompt and completion are laid out for a forward, so that little or no padding is computed."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,6 +70,17 @@ def can_pack(model: Any) -> bool:
 def rows_at_once(most: int, width: int, device: torch.device) -> int:
     """How many rows of `width` tokens a forward without gradient takes best: at most `most`."""
     return most if device.type != "cpu" else min(most, max(1, CPU_TOKENS // max(1, width)))
+
+
+@contextmanager
+def eval_mode(model: nn.Module) -> Iterator[None]:
+    """Inside, the model is in eval mode."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
 
 
 def hidden_states(trunk: nn.Module, layout: Layout) -> Tensor:

@@ -130,6 +130,16 @@ def check_adapter(config: PeftConfig) -> None:
             f"bias={bias!r} trains biases of the base, so the disabled adapter is not the reference policy; "
             "use bias='none'"
         )
+    if getattr(config, "layer_replication", None):
+        raise ValueError(
+            "layer_replication gives the model more layers, so the disabled adapter is not the reference policy; use "
+            "layer_replication=None"
+        )
+    if getattr(config, "alora_invocation_tokens", None):
+        raise ValueError(
+            "alora_invocation_tokens is not supported: only PEFT's whole forward looks for the tokens, and the passes "
+            "here end before the output head; use plain LoRA"
+        )
     if config.is_prompt_learning:
         raise ValueError(
             f"the model's or peft_config's type {getattr(config.peft_type, 'value', config.peft_type)} is prompt "

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from hfppo.card import update_card
 from hfppo.critic import CRITIC_FOLDER, CriticSource, build_critic, find_critic, shared_copy
-from hfppo.layout import Layout, can_pack, hidden_states
+from hfppo.layout import Layout, can_pack, eval_mode, hidden_states
 from hfppo.loading import check_adapter, check_vocabulary, keep_four_bits
 from hfppo.lora import fuse_lora
 from hfppo.output_head import Entropy, logits_of, token_logprobs
@@ -77,7 +77,7 @@ class ActorCritic(PeftModelForCausalLM):
         self.critic = critic_module
         self.ref_model = ref_model.requires_grad_(False).eval() if ref_model is not None else None
         self._as_reference = False
-        disable_dropout(self)
+        disable_noise(self)
         fuse_lora(self)
         if not any(p.requires_grad for p in self.actor_parameters()):
             raise ValueError("the adapter has no trainable weight; check peft_config's target_modules")
@@ -192,15 +192,29 @@ class ActorCritic(PeftModelForCausalLM):
     ) -> None:
         """Write the actor as a plain PEFT adapter."""
         state_dict = self.state_dict() if state_dict is None else state_dict
-        # PEFT would take the adapters of critic and reference along: it leaves out only names in its own config.
         of_actor = {name: tensor for name, tensor in state_dict.items() if name.startswith("base_model.")}
-        super().save_pretrained(
-            folder,
-            is_main_process=is_main_process,
-            state_dict=of_actor,
-            selected_adapters=["default"],
-            **kwargs,
-        )
+        with self._actor_alone():
+            super().save_pretrained(
+                folder,
+                is_main_process=is_main_process,
+                state_dict=of_actor,
+                selected_adapters=["default"],
+                **kwargs,
+            )
+
+    def load_adapter(self, *args: Any, **kwargs: Any) -> Any:
+        """PEFT's, into the actor."""
+        with self._actor_alone():
+            return super().load_adapter(*args, **kwargs)
+
+    @contextmanager
+    def _actor_alone(self) -> Iterator[None]:
+        """Inside, critic and reference are no submodules: PEFT looks for the adapter's weights in all of them."""
+        aside = {str(name): self._modules.pop(name) for name in ("critic", "ref_model") if name in self._modules}
+        try:
+            yield
+        finally:
+            self._modules.update(aside)
 
     def create_or_update_model_card(self, output_dir: str) -> None:
         """PEFT's, made so that it keeps a card's tags and that the Hub takes it."""
@@ -215,10 +229,12 @@ class ActorCritic(PeftModelForCausalLM):
         """Refuse an architecture whose logits are more than `logits_of` knows, before a run rests on them."""
         model = self.causal_lm
         ids = torch.arange(4, device=model.device)[None] % model.config.get_text_config().vocab_size
-        with torch.no_grad():
+        with torch.no_grad(), eval_mode(model):
             expected = model(input_ids=ids, use_cache=False).logits.float()
             got = logits_of(model, trunk_of(model)(input_ids=ids, use_cache=False).last_hidden_state)
-        if not torch.allclose(expected, got, rtol=1e-3, atol=1e-3):
+        # The model rounds every operation to its own type, where `logits_of` computes in float32.
+        tolerance = max(1e-3, 4 * torch.finfo(model.dtype).eps)
+        if not torch.allclose(expected, got, rtol=tolerance, atol=tolerance * max(1.0, float(expected.abs().max()))):
             raise ValueError(
                 f"{type(model).__name__} changes its logits after the output head in a way this package does not "
                 f"know (they differ by up to {(expected - got).abs().max():.3g}); use another architecture"
@@ -231,14 +247,14 @@ def trunk_of(model: PreTrainedModel | PeftModel) -> nn.Module:
     return causal_lm.base_model
 
 
-def disable_dropout(model: nn.Module) -> None:
-    """Set every dropout to 0: the ratio compares two passes over one token, and dropout would be noise in it."""
+def disable_noise(model: nn.Module) -> None:
+    """Set every dropout and jitter to 0: the ratio compares two passes over one token, and would hold their noise."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
         # Many architectures keep it as a number and call torch.nn.functional.dropout.
         for name, value in vars(module).items():
-            if "dropout" in name and isinstance(value, float):
+            if isinstance(value, float) and any(noise in name for noise in ("dropout", "layerdrop", "jitter")):
                 setattr(module, name, 0.0)
 
 

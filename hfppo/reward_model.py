@@ -68,6 +68,8 @@ class RewardModel:
     @torch.no_grad()
     def score(self, texts: list[str], add_special_tokens: bool = True) -> list[float]:
         """The scores of some texts; of one longer than the model's positions, the end is read: the completion."""
+        # Trainer has moved what the model shares with actor or critic since, and knows nothing of its other tensors.
+        self.model.to(next(self.model.parameters()).device)
         if not texts:
             return []
         encoded = self.tokenizer(
@@ -150,15 +152,6 @@ class RewardAdapter(RewardModel):
         classifier.score = nn.Linear(width, 1, bias=False, dtype=torch.float32, device=base.device)
         super().__init__(PeftModel.from_pretrained(classifier, self.path), self.reward_tokenizer)
         self.__name__ = os.path.basename(self.path.rstrip("/"))
-
-    def score(self, texts: list[str], add_special_tokens: bool = True) -> list[float]:
-        """See `RewardModel`."""
-        self.follow_base()
-        return super().score(texts, add_special_tokens)
-
-    def follow_base(self) -> None:
-        """Move the adapter to where Trainer has moved the base since; it is a part of no module that Trainer knows."""
-        self.model.to(next(self.model.parameters()).device)
 
 
 def load_reward_funcs(

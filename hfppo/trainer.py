@@ -26,7 +26,7 @@ from transformers import (
 from hfppo.assembly import assemble, prompts_of
 from hfppo.callbacks import PPOCallback, StepEnd, with_default_callbacks
 from hfppo.card import write_card
-from hfppo.checkpoint import check_checkpoint, describe_run, load_ppo_state, save_ppo_state
+from hfppo.checkpoint import check_checkpoint, describe_run, load_ppo_state, own_rates, save_ppo_state
 from hfppo.compilation import compile_layers
 from hfppo.config import PPOConfig
 from hfppo.data import Prompts
@@ -233,8 +233,8 @@ class PPOTrainer(EvaluatingTrainer):
         completions of a prompt need it several times.
 
         Args:
-            prompts: texts or conversations; equal ones are a group.
-            columns: what else the reward functions need, one entry per prompt each.
+            prompts: texts or conversations.
+            columns: what else the reward functions need, one entry per prompt each. Rows equal in all are a group.
         """
         dataset = Dataset.from_dict({"prompt": list(prompts), **columns})
         prepared = prompts_of(dataset, "prompts", self.processing_class, self.args)
@@ -382,7 +382,8 @@ class PPOTrainer(EvaluatingTrainer):
             # First, because torch fills a sharded optimiser by a step, and the hook of steps asks for the state.
             self.ppo_state, rollout = load_ppo_state(checkpoint, self.args.process_index, self._run, self._meter)
             self._rollout = None if rollout is None else rollout.to(self.args.device)
-        super()._load_optimizer_and_scheduler(checkpoint)
+        with own_rates(self.optimizer, self.lr_scheduler):
+            super()._load_optimizer_and_scheduler(checkpoint)
 
     def create_model_card(self, **given: Any) -> None:
         """Write the model card into the output folder; takes what Trainer's does, by keyword."""

@@ -26,15 +26,16 @@ def evaluate(trainer: PPOTrainer, name: str, do_sample: bool) -> None:
 
 
 def run(trainer: PPOTrainer, measure: Callable[[str], None]) -> None:
-    """Measure, train or resume, save, measure again, and push if that is asked for.
+    """Measure unless a run is resumed, train, save, measure again, and push if that is asked for.
 
     Args:
         measure: called with "before" and "after"; not without an eval_dataset.
     """
     args = trainer.args
-    if trainer.eval_dataset is not None:
+    checkpoint = resume_argument(args)
+    if trainer.eval_dataset is not None and checkpoint is None:
         measure("before")
-    result = trainer.train(resume_from_checkpoint=resume_argument(args))
+    result = trainer.train(resume_from_checkpoint=checkpoint)
     trainer.save_model()
     trainer.save_state()
     trainer.log_metrics("train", result.metrics)

@@ -22,8 +22,11 @@ from test_reward_server import Server
 from transformers import (
     BertConfig,
     BertForMaskedLM,
+    BertForSequenceClassification,
     HfArgumentParser,
     LlamaForSequenceClassification,
+    Phi3Config,
+    Phi3ForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
     TrainerState,
@@ -37,6 +40,10 @@ from hfppo.rewards import RewardFunctions
 NAN, INFINITY = float("nan"), float("inf")
 PROMPTS = Dataset.from_dict({"prompt": [f"{a}+{b}=" for a in range(4) for b in range(4)]})
 CHAT = [{"role": "user", "content": "1+1="}]
+SMALL_MODEL = {
+    **{"vocab_size": 26, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1},
+    **{"num_attention_heads": 2, "max_position_embeddings": 128},
+}
 PROMPT_TUNING = PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM")
 SMALL_MODEL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 
@@ -63,6 +70,13 @@ def two_processes(bench: Bench) -> None:
     """Be one of two processes that Trainer has not joined."""
     args = bench.make_trainer().args
     bench.monkeypatch.setenv("WORLD_SIZE", "2")
+    check_config(args)
+
+
+def told_to_end(bench: Bench) -> None:
+    """Be one of two processes that Trainer has joined, with checkpoints on SIGTERM."""
+    args = bench.make_trainer({"enable_jit_checkpoint": True}).args
+    bench.monkeypatch.setattr(PPOConfig, "world_size", 2)
     check_config(args)
 
 
@@ -157,6 +171,17 @@ def in_yaml(text: str) -> Case:
 def lora(**changes: Any) -> LoraConfig:
     config = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
     return LoraConfig(**{**config, **changes})
+
+
+def long_rope() -> Phi3ForCausalLM:
+    factors = {"long_factor": [4.0] * 4, "short_factor": [1.0] * 4}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 10, **factors}
+    config = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
+    return Phi3ForCausalLM(Phi3Config(**SMALL_MODEL, **config, rope_parameters=rope))
+
+
+def encoder() -> BertForSequenceClassification:
+    return BertForSequenceClassification(BertConfig(**SMALL_MODEL))
 
 
 def saved(bench: Bench, model: Any) -> str:
@@ -276,6 +301,7 @@ TABLE: dict[str, dict[str, Case]] = {
             {"neftune_noise_alpha": 5.0},
             {"whiten_rewards": True, "advantage_estimator": "remax"},
             {"bf16_full_eval": True},
+            {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "epoch"},
             {"max_completion_length": 123},
             {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": "localhost"},
         )
@@ -294,6 +320,7 @@ TABLE: dict[str, dict[str, Case]] = {
         "--vllm_engine_kwargs max_model_len=9": flags("--vllm_engine_kwargs", "max_model_len=9"),
         "num_minibatches: 5": in_yaml("num_minibatches: 5\n"),
         "two processes without a GPU and without --use_cpu": two_processes,
+        "two processes with --enable_jit_checkpoint": told_to_end,
     },
     "Prompts": {
         "no rows": data(),
@@ -362,6 +389,10 @@ TABLE: dict[str, dict[str, Case]] = {
         "no such reference": trained(lambda: {"ref_model": "org/none"}),
         "an unknown critic": trained(lambda: {"critic": "adaptor"}),
         "a number as critic": trained(lambda: {"critic": 5}),
+        "a critic with fewer positions": trained(lambda: {"critic": tiny_model(max_position_embeddings=8)}),
+        "a reference with fewer positions": trained(lambda: {"ref_model": tiny_model(max_position_embeddings=8)}),
+        "more positions than LongRoPE leaves as they are": trained(lambda: {"model": long_rope()}),
+        "a critic that reads from both sides": trained(lambda: {"critic": encoder()}),
         "an adapter as critic": trained(lambda: {"critic": adapter()}),
         "the folder of an adapter as critic": lambda bench: bench.make_trainer(critic=saved(bench, adapter())),
         "a critic with fewer tokens": trained(lambda: {"critic": tiny_model(vocab_size=20)}),
@@ -389,6 +420,8 @@ TABLE: dict[str, dict[str, Case]] = {
         "a frozen adapter": trained(lambda: {"model": adapter().requires_grad_(False), "peft_config": None}),
         "an adapter on an adapter": trained(lambda: {"model": adapter(), "peft_config": lora()}),
         "a dictionary as peft_config": trained(lambda: {"peft_config": {"r": 4}}),
+        "layers used twice": trained(lambda: {"peft_config": lora(layer_replication=[(0, 2), (0, 2)])}),
+        "an adapter that tokens switch on": trained(lambda: {"peft_config": lora(alora_invocation_tokens=[3])}),
         "target modules that do not exist": trained(lambda: {"peft_config": lora(target_modules=["nope"])}),
     },
     "Reward functions": {

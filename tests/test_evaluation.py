@@ -15,7 +15,7 @@ EVERY_STEP = {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 1}
     [
         {"load_best_model_at_end": True, "save_strategy": "steps", "save_steps": 1},
         {"save_strategy": "best"},
-        {"lr_scheduler_type": "reduce_lr_on_plateau"},
+        {"lr_scheduler_type": "reduce_lr_on_plateau", "lr_scheduler_kwargs": {"mode": "max"}},
     ],
 )
 @pytest.mark.parametrize("reward", [1.0, None])
@@ -29,6 +29,19 @@ def test_models_are_compared_by_the_reward_also_where_there_is_none(make_trainer
     found = [entry["eval_reward"] for entry in trainer.state.log_history if "eval_reward" in entry]
     assert len(found) == 2
     assert all(math.isnan(x) if reward is None else x == reward for x in found)
+
+
+def test_a_plateau_is_one_of_the_reward(make_trainer, dataset):
+    rising = iter(range(100))
+    plateau = {"mode": "max", "patience": 0}
+    config = {"lr_scheduler_type": "reduce_lr_on_plateau", "lr_scheduler_kwargs": plateau, "max_steps": 4}
+    trainer = make_trainer(
+        EVERY_STEP | config,
+        eval_dataset=dataset,
+        reward_funcs=lambda prompts, **_: [float(next(rising))] * len(prompts),
+    )
+    trainer.train()
+    assert {group["lr"] for group in trainer.optimizer.param_groups} == {trainer.args.learning_rate}
 
 
 @pytest.mark.parametrize("number", [np.float32(1), np.int64(1), torch.tensor(1.0)])

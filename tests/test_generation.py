@@ -148,6 +148,14 @@ def test_equal_prompts_that_are_looked_at_are_a_group(make_trainer, estimator):
         assert first[rows].sum().item() == pytest.approx(0.0, abs=1e-5)
 
 
+def test_equal_prompts_with_other_columns_are_no_group(make_trainer):
+    """The reward is the answer; that of the greedy completion is that of its own row."""
+    trainer = make_trainer(
+        {"advantage_estimator": "remax", "kl_coef": 0.0}, reward_funcs=lambda answer, **_: [float(x) for x in answer]
+    )
+    assert not trainer.rollout(["1+1=", "1+1="], answer=["1", "5"]).advantages.any()
+
+
 def test_rows_at_once_do_not_change_the_rollout(make_trainer):
     rollouts = []
     for size in (64, 3):

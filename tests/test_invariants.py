@@ -7,8 +7,14 @@ import torch
 from conftest import count_digits, tiny_model
 from torch.testing import assert_close
 from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
+    GraniteConfig,
+    GraniteForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     OPTConfig,
     OPTForCausalLM,
     Qwen3Config,
@@ -48,15 +54,27 @@ def tiny_qwen3():
     )
 
 
-def tiny_opt():
+def tiny_opt(**more):
     """Keeps dropout as a number, in the decoder and in each layer; untied in train mode as from_config leaves it."""
     set_seed(0)
     config = OPTConfig(vocab_size=26, hidden_size=32, ffn_dim=48, num_hidden_layers=2, num_attention_heads=2)
     config.update({"max_position_embeddings": 64, "init_std": 0.3, "eos_token_id": 1, "pad_token_id": 0})
-    config.update({"word_embed_proj_dim": 32, "bos_token_id": None, "dropout": 0.3})
+    config.update({"word_embed_proj_dim": 32, "bos_token_id": None, "dropout": 0.3, **more})
     return OPTForCausalLM(config)
 
 
+SMALL = {"vocab_size": 26, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "bos_token_id": None}
+SMALL |= {"num_attention_heads": 2, "num_key_value_heads": 2, "eos_token_id": 1, "pad_token_id": 0}
+EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1, "router_jitter_noise": 0.1}
+UNUSUAL = {
+    "layers are dropped": lambda: tiny_opt(layerdrop=0.5),
+    "inputs of experts are jittered": lambda: MixtralForCausalLM(MixtralConfig(**SMALL, **EXPERTS)),
+    "logits are capped in bfloat16": lambda: Gemma2ForCausalLM(Gemma2Config(**SMALL, head_dim=16)).bfloat16(),
+    "logits are divided in bfloat16": lambda: GraniteForCausalLM(
+        GraniteConfig(**SMALL, logits_scaling=6.0)
+    ).bfloat16(),
+    "states have another width before the head": lambda: tiny_opt(word_embed_proj_dim=16),
+}
 ARCHITECTURES = [tiny_model, tiny_gpt2, tiny_qwen3, tiny_opt]
 
 
@@ -239,6 +257,18 @@ def test_cutting_a_mini_batch_changes_no_gradient(make_trainer, dataset, config)
             assert_close(
                 gradient, whole[name], rtol=1e-4, atol=1e-6, msg=lambda m, n=name, c=cuts: f"{c} cuts, {n}: {m}"
             )
+
+
+@pytest.mark.parametrize("critic", ["adapter", "shared"])
+@pytest.mark.parametrize("model", UNUSUAL.values(), ids=UNUSUAL)
+def test_the_first_ratio_of_unusual_models_is_one(make_trainer, model, critic):
+    made = model().eval()  # as from_pretrained leaves it
+    for parameter in made.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    trainer = make_trainer({"max_steps": 1}, model=made, critic=critic)
+    trainer.train()
+    deviation = trainer.state.log_history[0]["policy/first_ratio_deviation"]
+    assert deviation == pytest.approx(0, abs=0.05 if made.dtype == torch.bfloat16 else 1e-5)
 
 
 def test_optimiser_steps_and_rollouts_are_counted_exactly(make_trainer, dataset):

@@ -56,7 +56,7 @@ ALLOWED = {
     "callbacks": {"curves", "functional", "health", "history", "model", "rollout", "state", "visible"},
     "trace": {
         *("assembly", "callbacks", "config", "critic", "data", "experience", "functional", "generation", "loading"),
-        *("metrics", "model", "output_head", "rewards", "rollout", "state", "trace", "visible"),
+        *("layout", "metrics", "model", "output_head", "rewards", "rollout", "state", "trace", "visible"),
     },
     "update": {"functional", "rollout", "config", "metrics", "model"},
     "experience": {
@@ -64,7 +64,17 @@ ALLOWED = {
         *("nonfinite", "output_head", "rewards", "rollout_metrics", "state", "stream"),
     },
     "crash_safe": {"hub"},
-    "evaluation": {"assembly", "config", "crash_safe", "data", "experience", "memory", "metrics", "output_head"},
+    "evaluation": {
+        "assembly",
+        "config",
+        "crash_safe",
+        "data",
+        "experience",
+        "layout",
+        "memory",
+        "metrics",
+        "output_head",
+    },
     "assembly": {
         *("config", "critic", "data", "generation", "loading", "model"),
         *("reward_contract", "reward_model", "reward_server", "rewards", "stream"),

@@ -221,6 +221,31 @@ def test_the_critics_adapter_is_where_the_actors_is(make_trainer, fields, critic
     assert of_critic == of_actor != {}
 
 
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_trained_tokens_are_saved_and_go_on(make_trainer, tmp_path, goes_on):
+    """Their weights lie in wrappers that the critic, and a frozen reference, have as well."""
+    config = LoraConfig(r=4, target_modules="all-linear", trainable_token_indices=[3, 4], task_type="CAUSAL_LM")
+    steps = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+
+    def trainer(output_dir: str):
+        arguments = (
+            {"model": get_peft_model(tiny_model(), config), "peft_config": None}
+            if goes_on
+            else {"peft_config": config}
+        )
+        return make_trainer(steps | {"output_dir": str(tmp_path / output_dir)}, **arguments)
+
+    straight, resumed = trainer("straight"), trainer("resumed")
+    straight.train()
+    resumed.train(resume_from_checkpoint=str(tmp_path / "straight/checkpoint-2"))
+    expected, got = (trained_state(made.model) for made in (straight, resumed))
+    assert any("trainable_tokens_delta" in name for name in expected)
+    assert [name for name, x in expected.items() if not torch.equal(x, got[name])] == []
+    straight.save_model(str(tmp_path / "saved"))
+    loaded = PeftModel.from_pretrained(tiny_model(), str(tmp_path / "saved"))
+    assert_close(logits(loaded), logits(straight.model), rtol=1e-5, atol=1e-5)
+
+
 def test_users_peft_config_is_left_as_it_was(make_trainer):
     before = LORA.target_modules
     make_trainer()

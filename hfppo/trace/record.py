@@ -13,9 +13,9 @@ from torch import Tensor
 
 from hfppo.config import PPOConfig
 from hfppo.data import pad_left
-from hfppo.experience import eval_mode
 from hfppo.functional import clip_fractions
 from hfppo.functional.kl import clamp_log_ratio
+from hfppo.layout import eval_mode
 from hfppo.model import ActorCritic
 from hfppo.rollout import Rollout
 from hfppo.trace.table import TokenRow, TokenTable
