@@ -175,8 +175,8 @@ def lora(**changes: Any) -> LoraConfig:
 
 def long_rope() -> Phi3ForCausalLM:
     factors = {"long_factor": [4.0] * 4, "short_factor": [1.0] * 4}
-    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 10, **factors}
-    config = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, **factors}
+    config = {"original_max_position_embeddings": 10, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
     return Phi3ForCausalLM(Phi3Config(**SMALL_MODEL, **config, rope_parameters=rope))
 
 
