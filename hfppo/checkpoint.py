@@ -3,6 +3,7 @@
 import hashlib
 import json
 import logging
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
@@ -136,17 +137,18 @@ def own_rates(optimizer: Optimizer, scheduler: Any) -> Iterator[None]:
     """
     given = [(group.get("initial_lr"), group.get("weight_decay")) for group in optimizer.param_groups]
     yield
-    groups = optimizer.param_groups
-    before = [group.get("initial_lr") for group in groups]  # what the schedule multiplies; ReduceLROnPlateau has none
-    for group, (rate, decay), loaded in zip(groups, given, before, strict=True):
+    changed = False
+    for group, (rate, decay) in zip(optimizer.param_groups, given, strict=True):
         if decay is not None:
             group["weight_decay"] = decay
-        if rate != loaded:
+        loaded = group.get("initial_lr")  # what the schedule multiplies; ReduceLROnPlateau has none
+        if rate is not None and loaded is not None and not math.isclose(rate, loaded, rel_tol=1e-6):
             group["lr"] = group["lr"] * rate / loaded if loaded else rate
-            group["initial_lr"] = rate
-    if before != (rates := [rate for rate, _ in given]):
-        last = [group["lr"] for group in groups]
-        scheduler.load_state_dict({**scheduler.state_dict(), "base_lrs": rates, "_last_lr": last})
+            group["initial_lr"], changed = rate, True
+    if changed:
+        rates = {"base_lrs": "initial_lr", "_last_lr": "lr"}
+        now = {name: [group[of_group] for group in optimizer.param_groups] for name, of_group in rates.items()}
+        scheduler.load_state_dict(scheduler.state_dict() | now)
 
 
 def load_ppo_state(
