@@ -244,15 +244,15 @@ def check_inherited(args: Any) -> None:
             "bf16_full_eval and fp16_full_eval would cast the model that is trained; load it in that type instead, "
             "model_init_kwargs={'dtype': 'bfloat16'}"
         )
-
-
-def check_processes(args: Any) -> None:
-    """Trainer has joined the processes that a launcher started; if not, each would do the whole run, in one folder."""
     if args.enable_jit_checkpoint and args.world_size > 1:
         raise ValueError(
             f"enable_jit_checkpoint=True saves when a process is told to end, and {args.world_size} processes are not "
             "told at the same step: they would wait for each other; set it to False, and save often"
         )
+
+
+def check_processes(args: Any) -> None:
+    """Trainer has joined the processes that a launcher started; if not, each would do the whole run, in one folder."""
     started = int(os.environ.get("WORLD_SIZE", "1"))
     if started > 1 and args.world_size == 1:
         raise ValueError(

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from hfppo.layout import Layout, eval_mode, hidden_states
-from hfppo.loading import check_vocabulary
+from hfppo.loading import adapter_config, check_vocabulary
 
 CRITIC_FOLDER = "critic"
 CRITIC_WEIGHTS = "critic.safetensors"
@@ -126,7 +126,7 @@ def find_critic(critic: str | PreTrainedModel | CriticSource) -> CriticSource:
     if (folder := find_saved(critic)) is not None:
         saved = json.loads((folder / CRITIC_CONFIG).read_text())
         return CriticSource(find_critic(saved["base"] if saved["kind"] == "model" else saved["kind"]).model, folder)
-    if is_adapter(critic):
+    if adapter_config(critic) is not None:
         raise ValueError(f"critic={critic!r} is an adapter; merge it into its base and give the merged model")
     try:
         model, info = AutoModelForSequenceClassification.from_pretrained(
@@ -140,15 +140,6 @@ def find_critic(critic: str | PreTrainedModel | CriticSource) -> CriticSource:
     if any(name.startswith("score") for name in info["missing_keys"]):
         nn.init.zeros_(model.score.weight)  # a causal language model: its new, random head says nothing
     return CriticSource(model)
-
-
-def is_adapter(name: str) -> bool:
-    """Whether a folder or repository holds an adapter."""
-    try:
-        PeftConfig.from_pretrained(name)
-    except (OSError, ValueError):
-        return False
-    return True
 
 
 def find_saved(name: str) -> Path | None:
@@ -182,8 +173,8 @@ def build_critic(source: CriticSource, base: PreTrainedModel, peft_config: PeftC
 
 def critic_from_model(model: PreTrainedModel, peft_config: PeftConfig) -> Critic:
     """A critic on another model, for instance the reward model, whose score head the value head starts from."""
-    trunk = adapted(shared_copy(model), peft_config)  # the model itself may be the reward model as well
     check_causal(model)
+    trunk = adapted(shared_copy(model), peft_config)  # the model itself may be the reward model as well
     score = getattr(model, "score", None)
     width = getattr(score, "in_features", model.config.get_text_config().hidden_size)
     built = Critic("model", trunk, width, base=model.config.name_or_path)
@@ -258,7 +249,8 @@ def differing(before: Any, now: Any) -> tuple[Any, Any]:
         return [x for x in before if x not in now], [x for x in now if x not in before]
     if not isinstance(before, dict) or not isinstance(now, dict):
         return before, now
-    pairs = {name: differing(before.get(name), now[name]) for name in now if before.get(name) != now[name]}
+    names = [name for name in {**now, **before} if before.get(name) != now.get(name)]
+    pairs = {name: differing(before.get(name), now.get(name)) for name in names}
     return {name: pair[0] for name, pair in pairs.items()}, {name: pair[1] for name, pair in pairs.items()}
 
 

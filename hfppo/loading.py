@@ -30,12 +30,18 @@ def load_model(model: str | PreTrainedModel | PeftModel, **init_kwargs: Any) -> 
     """
     if not isinstance(model, str):
         return model
-    try:
-        config = PeftConfig.from_pretrained(model)
-    except (ValueError, OSError):  # no adapter there: a base
+    if (config := adapter_config(model)) is None:
         return load_causal_lm("model", model, **init_kwargs)
     base = load_causal_lm(f"the base of the adapter model={model!r},", config.base_model_name_or_path, **init_kwargs)
     return PeftModel.from_pretrained(base, model, is_trainable=True)
+
+
+def adapter_config(name: str) -> PeftConfig | None:
+    """The configuration of the adapter in a folder or repository; None: it holds none."""
+    try:
+        return PeftConfig.from_pretrained(name)
+    except (ValueError, OSError):
+        return None
 
 
 def load_causal_lm(what: str, name: str, **init_kwargs: Any) -> PreTrainedModel:

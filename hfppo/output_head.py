@@ -19,7 +19,11 @@ def tokens_at_once(vocab_size: int) -> int:
 
 def logits_of(model: PreTrainedModel | PeftModel, hidden: Tensor) -> Tensor:
     """(…, V) float32 logits from (…, H) hidden states, with what some architectures do after the output head."""
-    logits = model.get_output_embeddings()(hidden).float()
+    return after_head(model, model.get_output_embeddings()(hidden).float())
+
+
+def after_head(model: PreTrainedModel | PeftModel, logits: Tensor) -> Tensor:
+    """What some architectures do with the output head's logits, in the type that these have."""
     config = model.config.get_text_config()
     if (cap := getattr(config, "final_logit_softcapping", None)) is not None:  # Gemma 2
         logits = torch.tanh(logits / cap) * cap

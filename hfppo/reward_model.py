@@ -19,6 +19,7 @@ from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
 from hfppo.critic import shared_copy
 from hfppo.layout import rows_at_once
+from hfppo.loading import adapter_config
 from hfppo.reward_server import RewardServer
 from hfppo.tolerant import TolerantReward
 
@@ -68,8 +69,9 @@ class RewardModel:
     @torch.no_grad()
     def score(self, texts: list[str], add_special_tokens: bool = True) -> list[float]:
         """The scores of some texts; of one longer than the model's positions, the end is read: the completion."""
-        # Trainer has moved what the model shares with actor or critic since, and knows nothing of its other tensors.
-        self.model.to(next(self.model.parameters()).device)
+        if not hasattr(self.model, "hf_device_map"):  # nobody else has placed it, over several devices perhaps
+            # Trainer has moved what it shares with actor or critic since, and knows nothing of its other tensors.
+            self.model.to(next(self.model.parameters()).device)
         if not texts:
             return []
         encoded = self.tokenizer(
@@ -202,9 +204,7 @@ def load_reward_func(func: Any, tokenizer: PreTrainedTokenizerBase | None, base_
         func.check()
     if not isinstance(func, str):
         return func
-    try:
-        config = PeftConfig.from_pretrained(func)
-    except (ValueError, OSError):  # no adapter there: a whole model
+    if (config := adapter_config(func)) is None:
         return RewardModel(load_classifier(func, **init_kwargs), tokenizer or AutoTokenizer.from_pretrained(func))
     if config.base_model_name_or_path != base_name:
         raise ValueError(

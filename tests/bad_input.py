@@ -40,10 +40,6 @@ from hfppo.rewards import RewardFunctions
 NAN, INFINITY = float("nan"), float("inf")
 PROMPTS = Dataset.from_dict({"prompt": [f"{a}+{b}=" for a in range(4) for b in range(4)]})
 CHAT = [{"role": "user", "content": "1+1="}]
-SMALL_MODEL = {
-    **{"vocab_size": 26, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1},
-    **{"num_attention_heads": 2, "max_position_embeddings": 128},
-}
 PROMPT_TUNING = PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM")
 SMALL_MODEL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 

@@ -31,19 +31,6 @@ def test_models_are_compared_by_the_reward_also_where_there_is_none(make_trainer
     assert all(math.isnan(x) if reward is None else x == reward for x in found)
 
 
-def test_a_plateau_is_one_of_the_reward(make_trainer, dataset):
-    rising = iter(range(100))
-    plateau = {"mode": "max", "patience": 0}
-    config = {"lr_scheduler_type": "reduce_lr_on_plateau", "lr_scheduler_kwargs": plateau, "max_steps": 4}
-    trainer = make_trainer(
-        EVERY_STEP | config,
-        eval_dataset=dataset,
-        reward_funcs=lambda prompts, **_: [float(next(rising))] * len(prompts),
-    )
-    trainer.train()
-    assert {group["lr"] for group in trainer.optimizer.param_groups} == {trainer.args.learning_rate}
-
-
 @pytest.mark.parametrize("number", [np.float32(1), np.int64(1), torch.tensor(1.0)])
 def test_own_metrics_may_be_numbers_of_any_library(make_trainer, dataset, number):
     trainer = make_trainer(EVERY_STEP, eval_dataset=dataset, compute_metrics=lambda prediction: {"own": number})

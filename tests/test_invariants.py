@@ -63,15 +63,15 @@ def tiny_opt(**more):
     return OPTForCausalLM(config)
 
 
-SMALL = {"vocab_size": 26, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "bos_token_id": None}
-SMALL |= {"num_attention_heads": 2, "num_key_value_heads": 2, "eos_token_id": 1, "pad_token_id": 0}
+SHAPE = {"vocab_size": 26, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "bos_token_id": None}
+SHAPE |= {"num_attention_heads": 2, "num_key_value_heads": 2, "eos_token_id": 1, "pad_token_id": 0}
 EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1, "router_jitter_noise": 0.1}
 UNUSUAL = {
     "layers are dropped": lambda: tiny_opt(layerdrop=0.5),
-    "inputs of experts are jittered": lambda: MixtralForCausalLM(MixtralConfig(**SMALL, **EXPERTS)),
-    "logits are capped in bfloat16": lambda: Gemma2ForCausalLM(Gemma2Config(**SMALL, head_dim=16)).bfloat16(),
+    "inputs of experts are jittered": lambda: MixtralForCausalLM(MixtralConfig(**SHAPE, **EXPERTS)),
+    "logits are capped in bfloat16": lambda: Gemma2ForCausalLM(Gemma2Config(**SHAPE, head_dim=16)).bfloat16(),
     "logits are divided in bfloat16": lambda: GraniteForCausalLM(
-        GraniteConfig(**SMALL, logits_scaling=0.3)
+        GraniteConfig(**SHAPE, logits_scaling=0.3)
     ).bfloat16(),
     "states have another width before the head": lambda: tiny_opt(word_embed_proj_dim=16),
 }

@@ -9,6 +9,7 @@ import pytest
 from conftest import count_digits
 
 from hfppo import PPOCallback
+from hfppo.callbacks import of_one_type
 
 
 class Keep(PPOCallback):
@@ -40,6 +41,11 @@ def test_each_rollout_leaves_a_table_in_the_output_folder(make_trainer):
     assert second["score"].tolist() == keep.scores[1]
     assert second["mixed"].tolist() == ["1", "two"] * 4
     assert second["mixed lists"].tolist() == ["[1, 'two']"] * 8
+
+
+@pytest.mark.parametrize("column", [[1, "a"], ["a", 1], [[1, "a"]], [2**70], [1j]])
+def test_what_a_table_cannot_hold_becomes_text(column):
+    assert of_one_type(column) == [str(x) for x in column]
 
 
 def test_nothing_is_saved_unless_asked_for(make_trainer):

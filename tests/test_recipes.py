@@ -54,6 +54,7 @@ def test_arithmetic_leaves_what_trainers_examples_leave_and_resumes(tmp_path, fe
     (tmp_path / "resumed").mkdir()
     (tmp_path / "straight/checkpoint-1").rename(tmp_path / "resumed/checkpoint-1")
     run_arithmetic(*few_rows, "--output_dir", resumed, "--resume_from_checkpoint", "true")
+    assert not list((tmp_path / "resumed").glob("before_*"))  # measured by the run that is gone on with
     expected = load_file(tmp_path / "straight/adapter_model.safetensors")
     got = load_file(tmp_path / "resumed/adapter_model.safetensors")
     assert all((expected[name] == got[name]).all() for name in expected)

@@ -28,7 +28,7 @@ ALLOWED = {
     "output_head": set(),
     "sharding": {"config", "critic", "reward_model"},
     "loading": set(),
-    "reward_model": {"critic", "layout", "reward_server", "tolerant"},
+    "reward_model": {"critic", "layout", "loading", "reward_server", "tolerant"},
     "reward_server": {"background", "endpoint"},
     "background": set(),
     "endpoint": set(),

@@ -132,9 +132,19 @@ def test_a_loaded_reward_model_may_have_an_adapter(make_trainer):
 def moves_with_what_it_shares(reward: RewardModel) -> bool:
     """Whether all of it goes where Trainer has moved the tensors of actor or critic."""
     reward.model.get_input_embeddings().to("meta")
-    with pytest.raises((NotImplementedError, RuntimeError)):  # for there is nothing to compute with
+    with pytest.raises(RuntimeError):  # for there is nothing to compute with
         reward.score(TEXTS)
     return {x.device.type for x in (*reward.model.parameters(), *reward.model.buffers())} == {"meta"}
+
+
+def test_a_reward_model_that_accelerate_has_placed_stays_there():
+    """It may be spread over several devices."""
+    reward = RewardModel(scorer(), other_tokenizer("right", "<void>"))
+    reward.model.hf_device_map = {"model.embed_tokens": "meta", "": "cpu"}
+    reward.model.get_input_embeddings().to("meta")
+    with pytest.raises(RuntimeError):  # for accelerate's hooks, which move the states along, are not there
+        reward.score(TEXTS)
+    assert reward.model.score.weight.device.type == "cpu"
 
 
 def test_functions_and_models_mix_by_weight(make_trainer):

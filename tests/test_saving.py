@@ -9,10 +9,12 @@ import torch
 from conftest import LORA, tiny_model, trained_state
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
+from test_reward_model import scorer
 from torch.testing import assert_close
 from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassification
 
 from hfppo import PPOConfig
+from hfppo.critic import describe_adapter, differing
 
 PROMPT = torch.tensor([[14, 15, 2, 12, 5, 13]])
 
@@ -103,10 +105,6 @@ def test_a_separate_reference_model(make_trainer):
     assert_close(rollout.ref_logprobs[0], expected.gather(1, completion[:, None]).squeeze(1))
     trainer.train()
     assert all(not p.requires_grad for p in reference.parameters())
-
-
-def scorer() -> LlamaForSequenceClassification:
-    return LlamaForSequenceClassification(LlamaConfig(**{**tiny_model().config.to_dict(), "num_labels": 1}))
 
 
 def test_a_reward_model_as_critic_starts_from_its_score(make_trainer, tmp_path):
@@ -221,6 +219,14 @@ def test_the_critics_adapter_is_where_the_actors_is(make_trainer, fields, critic
     assert of_critic == of_actor != {}
 
 
+@pytest.mark.parametrize("name", ["rank_pattern", "alpha_pattern"])
+def test_entries_that_are_gone_differ_as_well(name):
+    before, now = (describe_adapter(LoraConfig(r=4, **fields)) for fields in ({name: {"q_proj": 2}}, {}))
+    assert differing(before, now) == ({name: {"q_proj": 2}}, {name: {"q_proj": None}})
+    assert differing(now, before) == ({name: {"q_proj": None}}, {name: {"q_proj": 2}})
+    assert differing({**now, "exclude_modules": None}, now) == ({}, {})
+
+
 @pytest.mark.parametrize("goes_on", [False, True])
 def test_trained_tokens_are_saved_and_go_on(make_trainer, tmp_path, goes_on):
     """Their weights lie in wrappers that the critic, and a frozen reference, have as well."""
@@ -228,12 +234,9 @@ def test_trained_tokens_are_saved_and_go_on(make_trainer, tmp_path, goes_on):
     steps = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
 
     def trainer(output_dir: str):
-        arguments = (
-            {"model": get_peft_model(tiny_model(), config), "peft_config": None}
-            if goes_on
-            else {"peft_config": config}
-        )
-        return make_trainer(steps | {"output_dir": str(tmp_path / output_dir)}, **arguments)
+        model = {"model": get_peft_model(tiny_model(), config), "peft_config": None}
+        settings = steps | {"output_dir": str(tmp_path / output_dir)}
+        return make_trainer(settings, **(model if goes_on else {"peft_config": config}))
 
     straight, resumed = trainer("straight"), trainer("resumed")
     straight.train()
