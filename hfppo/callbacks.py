@@ -148,7 +148,7 @@ def of_one_type(column: list) -> list:
     """The column, as text if its values are of several types, which a table cannot hold."""
     try:
         Dataset.from_dict({"column": column})
-    except (ValueError, TypeError, OverflowError, NotImplementedError):  # Arrow's own are some of these
+    except (ValueError, TypeError, OverflowError):  # Arrow's own are some of these
         return [str(x) for x in column]
     return column
 
