@@ -226,9 +226,9 @@ def prompt_indices(positions: range, num_prompts: int, seed: int) -> list[int]:
     return [orders[position // num_prompts][position % num_prompts] for position in positions]
 
 
-def pad_left(sequences: list[list[int]], pad_id: int, device: torch.device | str) -> tuple[Tensor, Tensor]:
+def pad_left(sequences: list[list[int]], pad_id: int) -> tuple[Tensor, Tensor]:
     """(B, P) token ids padded on the left, and the (B, P) bool mask that is True on the real ones."""
     width = max(len(tokens) for tokens in sequences)
-    ids = torch.tensor([[pad_id] * (width - len(tokens)) + tokens for tokens in sequences], device=device)
-    mask = torch.tensor([[False] * (width - len(t)) + [True] * len(t) for t in sequences], device=device)
+    ids = torch.tensor([[pad_id] * (width - len(tokens)) + tokens for tokens in sequences])
+    mask = torch.tensor([[False] * (width - len(t)) + [True] * len(t) for t in sequences])
     return ids, mask

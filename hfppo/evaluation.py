@@ -74,7 +74,7 @@ def evaluate_prompts(
         for start in range(0, most, size):
             batch = filled[start : start + size]
             seeds = [row.seed for row in batch] if do_sample else None
-            completions = collector.sampler(*collector.prompt_tensors(batch), seeds)
+            completions = collector.ask_sampler(*collector.prompt_tensors(batch), seeds)
             batch = rows[start : start + size]
             if not batch:
                 break
@@ -83,7 +83,7 @@ def evaluate_prompts(
             with collector.scoring(batch, completions, texts, state) as result:
                 scored = result()
             scores, _ = collector.final_scores(scored, completions)
-            measure_scores(meter, scores[scored.scorable.to(scores.device)], scored, collector.rewards.names)
+            measure_scores(meter, scores[scored.scorable], scored, collector.rewards.names)
             meter.add("completions/mean_length", completions.mask.sum(dim=1))
             meter.add("completions/truncated_frac", completions.truncated)
             done += [(row.group, text) for row, text in zip(batch, texts, strict=True)]

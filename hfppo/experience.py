@@ -109,7 +109,7 @@ class Collector:
             old_logprobs = completions.logprobs if passes.old_logprobs is None else passes.old_logprobs
             scores, loss_mask = self.final_scores(scored, completions, moments)
             weights, kept = self.importance_weights(old_logprobs, completions)
-            known = completions.mask & scored.scorable.to(completions.mask.device)[:, None]
+            known = completions.mask & scored.scorable[:, None]
             placed = self.place_scores(scored, scores, completions.mask, moments)
             kl = self.kl(old_logprobs, passes.ref_logprobs)
             rewards = F.token_rewards(placed, kl, completions.mask, ppo_state.kl_coef)
@@ -140,19 +140,24 @@ class Collector:
             ppo_state.score_moments = moments
         if training:
             plain = self.final_scores(scored, completions)[0]
-            measure_scores(meter, plain[scored.scorable.to(plain.device)], scored, self.rewards.names)
+            measure_scores(meter, plain[scored.scorable], scored, self.rewards.names)
             measure_rollout(meter, rollout, advantages, ppo_state.kl_coef, self.args, self.gather)
         return rollout, self.transcript(rows, texts, scored)
 
     def prompt_tensors(self, rows: list[Row]) -> tuple[Tensor, Tensor]:
-        """(B, P) token ids padded on the left and their mask, on the device."""
-        return pad_left([row.prompt_ids for row in rows], self.tokenizer.pad_token_id, self.accelerator.device)
+        """(B, P) token ids padded on the left and their mask."""
+        return pad_left([row.prompt_ids for row in rows], self.tokenizer.pad_token_id)
 
     def sample(self, prompt_ids: Tensor, prompt_mask: Tensor, seeds: list[int] | None) -> Completions:
-        """Ask the sampler, with the current weights."""
+        """Have the prompts completed with the current weights."""
         phase = "sampling with vLLM" if self.args.use_vllm else "sampling"
         with explained_memory(phase, self.args), self.sampler.ready():
-            return self.sampler(prompt_ids, prompt_mask, seeds)
+            return self.ask_sampler(prompt_ids, prompt_mask, seeds)
+
+    def ask_sampler(self, prompt_ids: Tensor, prompt_mask: Tensor, seeds: list[int] | None) -> Completions:
+        """The completions of a sampler that is ready, on the CPU."""
+        device = self.accelerator.device
+        return self.sampler(prompt_ids.to(device), prompt_mask.to(device), seeds).cpu()
 
     def texts(self, rows: list[Row], completions: Completions) -> list[Any]:
         """The completions as reward functions see them: text or a message."""
@@ -204,14 +209,12 @@ class Collector:
             return None
         moments = replace(ppo_state.score_moments)
         if training:
-            device = self.accelerator.device
-            everywhere = self.accelerator.gather(scored.combined.to(device)).cpu()
-            moments.add(everywhere[self.accelerator.gather(scored.scorable.to(device)).cpu()])
+            moments.add(self.gather(scored.combined)[self.gather(scored.scorable)])
         return moments
 
     def forward_passes(self, prompt_ids: Tensor, prompt_mask: Tensor, completions: Completions) -> Passes:
-        """The passes without gradient of actor, critic and reference, some rows at a time."""
-        args = self.args
+        """The passes without gradient of actor, critic and reference, some rows at a time on the device."""
+        args, device = self.args, self.accelerator.device
         attention_mask = torch.cat([prompt_mask, completions.mask], dim=1)
         input_ids = torch.cat([prompt_ids, completions.ids], dim=1)
         needs_old, lengths = args.policy_mode != "bypass", attention_mask.sum(dim=1)
@@ -219,13 +222,13 @@ class Collector:
         order = lengths.argsort(descending=True, stable=True)  # of one length, little padding
         size = args.local_rollout_forward_batch_size
         if not is_sharded(self.model):  # which wants as many forwards from every process
-            size = rows_at_once(size, int(lengths.max()), input_ids.device)
+            size = rows_at_once(size, int(lengths.max()), device)
         parts = []
         for rows in order.split(size):
             inputs = {
-                "input_ids": input_ids[rows],
-                "attention_mask": attention_mask[rows],
-                "completion_mask": completions.mask[rows],
+                "input_ids": input_ids[rows].to(device),
+                "attention_mask": attention_mask[rows].to(device),
+                "completion_mask": completions.mask[rows].to(device),
                 "temperature": args.temperature,
             }
             out, ref = TokenOutputs(), None
@@ -237,7 +240,7 @@ class Collector:
             parts.append((out.logprobs, ref, out.values, out.final_value))
         back = order.argsort()
         columns = zip(*parts, strict=True)
-        passes = Passes(*(None if column[0] is None else torch.cat(column)[back] for column in columns))
+        passes = Passes(*(None if column[0] is None else torch.cat(column).cpu()[back] for column in columns))
         return passes if known is None else replace(passes, values=known)
 
     def final_scores(
@@ -248,15 +251,14 @@ class Collector:
         Without `moments` they are plain, as metrics and evaluations report them; a clip that is meant for normalised
         ones is left out then.
         """
-        args, device = self.args, completions.mask.device
-        scores = scored.combined.to(device)
+        args, scores = self.args, scored.combined
         if moments is not None:
             scores = moments.normalize(scores)
         if args.reward_clip is not None and args.normalize_scores == (moments is not None):
             scores = scores.clamp(-args.reward_clip, args.reward_clip)
         if args.missing_eos_penalty is not None:
             scores = scores - args.missing_eos_penalty * completions.truncated
-        counted = scored.scorable.to(device)
+        counted = scored.scorable
         if args.mask_truncated_completions:
             counted = counted & ~completions.truncated
         return scores, completions.mask & counted[:, None]
@@ -282,9 +284,8 @@ class Collector:
             return scores
         # What normalisation, clip and penalty add to the score of a completion stands on its last token.
         scale = 1.0 if moments is None else 1.0 / moments.std
-        change = scores - scale * scored.combined.to(mask.device)
-        last = F.token_rewards(change, torch.zeros(mask.shape, device=mask.device), mask, 0.0)
-        return scale * scored.per_token.to(mask.device) + last
+        change = scores - scale * scored.combined
+        return scale * scored.per_token + F.token_rewards(change, torch.zeros(mask.shape), mask, 0.0)
 
     def kl(self, logprobs: Tensor, ref: Tensor | None) -> Tensor:
         """(B, T) KL per token for the reward; 0 where nothing asks for a reference."""
@@ -303,7 +304,7 @@ class Collector:
         """(B, T) advantages before whitening, and returns where there is a critic."""
         args, mask = self.args, completions.mask
         if args.advantage_estimator in GROUP_ESTIMATORS:
-            return self.group_advantages(rows, rewards, mask, scored.scorable.to(mask.device)), None
+            return self.group_advantages(rows, rewards, mask, scored.scorable), None
         if args.advantage_estimator == "reinforce_plus_plus":
             return F.reinforce_plus_plus(rewards, mask, args.gamma), None
         if args.advantage_estimator == "remax":
@@ -318,7 +319,7 @@ class Collector:
 
     def group_advantages(self, rows: list[Row], rewards: Tensor, mask: Tensor, scorable: Tensor) -> Tensor:
         """(B, T) advantages against the others of a prompt that have a score; 0 where there is none to compare."""
-        groups = torch.tensor([row.group for row in rows], device=mask.device)
+        groups = torch.tensor([row.group for row in rows])
         _, index = groups.unique(return_inverse=True)
         comparable = scorable & (torch.bincount(index[scorable], minlength=len(groups))[index] > 1)
         advantages = torch.zeros_like(rewards)
@@ -339,8 +340,8 @@ class Collector:
             scored = result()
         scores, _ = self.final_scores(scored, greedy, moments)
         position = {group: i for i, group in enumerate(first)}
-        index = torch.tensor([position[row.group] for row in rows], device=scores.device)
-        return scores[index], scored.scorable.to(scores.device)[index]
+        index = torch.tensor([position[row.group] for row in rows])
+        return scores[index], scored.scorable[index]
 
     def whiten_globally(self, x: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
         """`whiten` over the rows of all processes; gives this process's rows back."""
@@ -350,8 +351,8 @@ class Collector:
 
     def gather(self, x: Tensor) -> Tensor:
         """(processes·B, T) rows of all processes, in the order of the processes, padded to the longest."""
-        padded = self.accelerator.pad_across_processes(x, dim=1)
-        return self.accelerator.gather(padded.to(x.dtype))  # padding turns bool into int64, where it pads
+        padded = self.accelerator.pad_across_processes(x.to(self.accelerator.device), dim=1)
+        return self.accelerator.gather(padded.to(x.dtype)).cpu()  # padding turns bool into int64, where it pads
 
 
 def grouped(rows: list[Row]) -> list[Row]:

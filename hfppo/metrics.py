@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
@@ -114,7 +115,7 @@ class Meter:
     def __init__(self, phase: Callable[[str], AbstractContextManager] = lambda name: nullcontext()) -> None:
         self._phase = phase
         self._sums: dict[str, Sums] = {}
-        self._pending: list[tuple[str, str, Tensor]] = []
+        self._pending: dict[torch.device, list[tuple[str, str, Tensor]]] = defaultdict(list)
         self._seconds: dict[str, float] = {}
 
     def add(self, name: str, values: Tensor, mask: Tensor | None = None, pattern: str | None = None) -> None:
@@ -124,18 +125,18 @@ class Meter:
             name: a key of `METRICS`, or one of the form `pattern`, which is.
             values: any shape; with `mask`, a bool of that shape, only the entries where it is True.
         """
-        # In float64, or the deviation of equal numbers would be what is left of two large ones.
-        x = values.detach().double()
-        x = x.flatten() if mask is None else x[mask]
-        count = torch.tensor(float(x.numel()), dtype=x.dtype, device=x.device)
-        largest = x.max() if x.numel() else torch.tensor(-math.inf, dtype=x.dtype, device=x.device)
-        # Kept as a tensor: turning it into floats here would make the device wait at every micro-batch.
-        parts = torch.stack([count, x.sum(), x.square().sum(), largest])
-        self._pending.append((name, METRICS[pattern or name][0], parts))
+        # In float64, or the deviation of equal numbers would be what is left of two large ones. MPS has none.
+        x = values.detach().to(torch.float32 if values.device.type == "mps" else torch.float64)
+        given = torch.ones_like(x, dtype=torch.bool) if mask is None else mask
+        largest = x.where(given, -math.inf).amax() if x.numel() else x.new_tensor(-math.inf)
+        x = x.where(given, 0.0)
+        # Nothing here makes the device wait, neither a selection by the mask nor a float.
+        parts = torch.stack([given.sum(dtype=x.dtype), x.sum(), x.square().sum(), largest])
+        self._pending[x.device].append((name, METRICS[pattern or name][0], parts))
 
-    def add_number(self, name: str, value: float, pattern: str | None = None) -> None:
+    def add_number(self, name: str, value: float) -> None:
         """Add one number to a metric."""
-        self.add(name, torch.tensor(float(value)), pattern=pattern)
+        merge(self._sums, name, Sums(METRICS[name][0], 1.0, float(value), float(value) ** 2, float(value)))
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
@@ -173,9 +174,10 @@ class Meter:
         for name, seconds in self._seconds.items():
             self.add_number(name, seconds)
         self._seconds.clear()
-        for name, reduction, parts in self._pending:
-            count, total, squares, largest = parts.tolist()
-            merge(self._sums, name, Sums(reduction, count, total, squares, largest))
+        for pending in self._pending.values():
+            together = torch.stack([parts for *_, parts in pending]).tolist()  # the one wait of a device
+            for (name, reduction, _), parts in zip(pending, together, strict=True):
+                merge(self._sums, name, Sums(reduction, *parts))
         self._pending.clear()
 
     def load_state_dict(self, state: dict[str, dict]) -> None:

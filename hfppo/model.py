@@ -146,8 +146,9 @@ class ActorCritic(PeftModelForCausalLM):
             layout = Layout.of(input_ids, attention_mask, completion_mask, can_pack(language_model))
             hidden = hidden_states(trunk_of(language_model), layout)
         if policy:
-            tokens = input_ids[:, -completion_mask.shape[1] :][completion_mask]
-            before = hidden[layout.states[:, :-1][completion_mask]]
+            real = completion_mask.nonzero(as_tuple=True)  # once, since the device waits for it
+            tokens = input_ids[:, -completion_mask.shape[1] :][real]
+            before = hidden[layout.states[:, :-1][real]]
             found = token_logprobs(language_model, before, tokens, temperature, entropy)
             nothing = torch.zeros(completion_mask.shape, dtype=torch.float32, device=hidden.device)
             logprobs, entropies = (None if x is None else nothing.masked_scatter(completion_mask, x) for x in found)

@@ -13,6 +13,8 @@ from torch import Tensor
 class Rollout:
     """B completions of one process with all that the update needs. P prompt tokens, T completion tokens.
 
+    It stays on the CPU; the update takes its pieces to the device.
+
     Index t of every (B, T) field is about completion token t. Log-probabilities are in nats, at the sampling
     temperature, float32.
     """
@@ -62,7 +64,7 @@ class Rollout:
         """The mini-batch `index` of an epoch: the rows in the order that `seed` draws, cut evenly."""
         generator = torch.Generator().manual_seed(stream_seed(*seed))
         order = torch.randperm(len(self), generator=generator)
-        return self.select(order.chunk(num_mini_batches)[index].to(self.prompt_ids.device))
+        return self.select(order.chunk(num_mini_batches)[index])
 
     @property
     def lengths(self) -> Tensor:

@@ -168,7 +168,7 @@ class PPOTrainer(EvaluatingTrainer):
         seed = (args.seed, SHUFFLE_STREAM, state.rollouts, epoch, args.process_index)
         mini_batch = self._rollout.mini_batch(index, args.num_mini_batches, seed)
         counts = torch.stack([mini_batch.loss_mask.sum(), mini_batch.loss_mask.any(dim=1).sum()])
-        tokens, completions = self.accelerator.reduce(counts, "sum").tolist()
+        tokens, completions = self.accelerator.reduce(counts.to(self.args.device), "sum").tolist()
         pieces = mini_batch.micro_batches(self._num_pieces(mini_batch, num_batches))
         cuts = [i * len(pieces) // num_batches for i in range(num_batches + 1)]
         inputs = [{**flat_sequences(some), "pieces": some} for some in (pieces[a:b] for a, b in pairwise(cuts))]
@@ -189,8 +189,8 @@ class PPOTrainer(EvaluatingTrainer):
         loss = torch.zeros((), device=self.args.device)
         for piece in before:
             with self.accelerator.no_sync(model):
-                loss += super().training_step(model, {**sequence(piece), "batch": piece}, num_items_in_batch)
-        loss += super().training_step(model, {**sequence(last), "batch": last}, num_items_in_batch)
+                loss += super().training_step(model, {"batch": piece}, num_items_in_batch)
+        loss += super().training_step(model, {"batch": last}, num_items_in_batch)
         self._meter.add("loss", loss / self.args.world_size)
         return loss
 
@@ -255,10 +255,9 @@ class PPOTrainer(EvaluatingTrainer):
         num_items_in_batch: MiniBatchSize | None = None,
     ) -> Tensor | tuple[Tensor, Any]:
         """The PPO loss of a micro-batch, scaled so that DDP's mean over processes is the sum that it must be."""
-        batch: Rollout = inputs["batch"]
+        batch: Rollout = inputs["batch"].to(self.args.device)
         outputs = model(
-            input_ids=inputs["input_ids"],
-            attention_mask=inputs["attention_mask"],
+            **sequence(batch),
             completion_mask=batch.mask,
             temperature=self.args.temperature,
             entropy="differentiable" if self.args.entropy_coef else "constant",
@@ -380,8 +379,8 @@ class PPOTrainer(EvaluatingTrainer):
         # Private, but the one place where all that training has to go on with is loaded.
         if checkpoint is not None:
             # First, because torch fills a sharded optimiser by a step, and the hook of steps asks for the state.
-            self.ppo_state, rollout = load_ppo_state(checkpoint, self.args.process_index, self._run, self._meter)
-            self._rollout = None if rollout is None else rollout.to(self.args.device)
+            loaded = load_ppo_state(checkpoint, self.args.process_index, self._run, self._meter)
+            self.ppo_state, self._rollout = loaded
         with own_rates(self.optimizer, self.lr_scheduler):
             super()._load_optimizer_and_scheduler(checkpoint)
 

@@ -205,13 +205,13 @@ def test_rollouts_go_through_the_prompts_without_gap_or_repetition(tokenizer, tm
 
 
 def test_pad_left():
-    ids, mask = pad_left([[5, 6, 7], [8], [9, 1]], pad_id=1, device="cpu")
+    ids, mask = pad_left([[5, 6, 7], [8], [9, 1]], pad_id=1)
     assert ids.tolist() == [[5, 6, 7], [1, 1, 8], [1, 9, 1]]
     assert mask.tolist() == [[True, True, True], [False, False, True], [False, True, True]]  # a real 1 is no padding
     assert (ids.dtype, mask.dtype) == (torch.int64, torch.bool)
 
 
 def test_pad_left_adds_nothing_where_nothing_is_missing():
-    ids, mask = pad_left([[2, 3], [4, 5]], pad_id=0, device="cpu")
+    ids, mask = pad_left([[2, 3], [4, 5]], pad_id=0)
     assert ids.tolist() == [[2, 3], [4, 5]]
     assert mask.all()

@@ -14,7 +14,7 @@ from hfppo.generation.transformers import BELOW_ONE, draw, row_uniforms
 def sample(trainer, prompts, seeds):
     ids = [trainer.processing_class(p)["input_ids"] for p in prompts]
     trainer.model.eval()
-    return trainer.collector.sampler(*pad_left(ids, trainer.processing_class.pad_token_id, "cpu"), seeds)
+    return trainer.collector.sampler(*pad_left(ids, trainer.processing_class.pad_token_id), seeds)
 
 
 def test_a_completion_depends_on_its_own_seed_alone(make_trainer):

@@ -119,7 +119,7 @@ def test_vllm_samples_from_the_training_models_policy(make, placement, temperatu
 
     prompts = [trainer.processing_class(p)["input_ids"] for p in PROMPTS["prompt"]]
     with trainer.collector.sampler.ready():
-        greedy = trainer.collector.sampler(*pad_left(prompts, 0, "cpu"), None)
+        greedy = trainer.collector.sampler(*pad_left(prompts, 0), None)
     for ids, mask, prompt in zip(greedy.ids, greedy.mask, prompts, strict=True):
         theirs = trainer.model.generate(
             input_ids=torch.tensor([prompt]),
@@ -149,7 +149,7 @@ def test_fifty_syncs_send_the_adapter_and_leave_both_bases_alone(make, caplog):
             return [digest(ours), *sampler.engine.llm.apply_model(lambda m: digest(m.named_parameters()))]
 
         before, sampled, sizes = bases(), set(), set()
-        prompts = pad_left([[5, 6, 7]], 0, "cpu")
+        prompts = pad_left([[5, 6, 7]], 0)
         for _ in range(50):
             with sampler.ready():
                 sampled.add(sampler(*prompts, [1]).logprobs[0, 0].item())

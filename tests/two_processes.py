@@ -1,4 +1,4 @@
-"""Run by test_two_processes.py under torchrun: trains, resumes and compares gradients; writes JSON."""
+"""Run by test_two_processes.py under torchrun, and by test_second_device.py: trains and resumes; writes JSON."""
 
 import json
 import os
@@ -12,11 +12,12 @@ from datasets import Dataset
 
 from hfppo import AdaptiveKLCallback, PPOConfig, PPOTrainer, TokenTraceCallback
 from hfppo.trace.record import read_traces, trace_file
-from hfppo.update import MiniBatchSize, sequence
+from hfppo.update import MiniBatchSize
 
 OUT = Path(sys.argv[1])
 CONFIG = {
     **SMALL,
+    "use_cpu": "ACCELERATE_TORCH_DEVICE" not in os.environ,
     "per_device_train_batch_size": 2,
     "gradient_accumulation_steps": 4 // int(os.environ["WORLD_SIZE"]),  # the same rollouts, however many share them
     "num_mini_batches": 1,
@@ -66,7 +67,7 @@ def weights(trainer: PPOTrainer) -> dict[str, list[float]]:
     found = {n: p.detach() for n, p in trainer.model.named_parameters() if p.requires_grad}
     for i, moments in trainer.optimizer.state_dict()["state"].items():
         found.update({f"optimizer.{i}.{name}": tensor for name, tensor in moments.items()})
-    return {name: tensor.double().flatten().tolist() for name, tensor in found.items()}
+    return {name: tensor.flatten().tolist() for name, tensor in found.items()}
 
 
 def logs(trainer: PPOTrainer) -> list[dict[str, float]]:
@@ -88,10 +89,9 @@ def gradients(trainer: PPOTrainer) -> dict[str, list[float]]:
     for i, micro in enumerate(micro_batches):
         last = i == len(micro_batches) - 1
         trainer.accelerator.gradient_state._set_sync_gradients(last)
-        inputs = {**sequence(micro), "batch": micro}
         with trainer.accelerator.no_sync(model) if not last else torch.enable_grad():
-            trainer.accelerator.backward(trainer.compute_loss(model, inputs, num_items_in_batch=size))
-    return {n: p.grad.double().flatten().tolist() for n, p in trainer.model.named_parameters() if p.requires_grad}
+            trainer.accelerator.backward(trainer.compute_loss(model, {"batch": micro}, num_items_in_batch=size))
+    return {n: p.grad.flatten().tolist() for n, p in trainer.model.named_parameters() if p.requires_grad}
 
 
 straight = make("straight")
@@ -107,6 +107,7 @@ probe.add_callback(TokenTraceCallback(trainer=probe, prompts=["1+1=", "请问2+3
 probe.train()
 result = {
     "processes": straight.args.world_size,
+    "device": str(straight.args.device),
     "straight": weights(straight),
     "straight_logs": logs(straight),
     "resumed": [weights(trainer) for trainer in resumed],

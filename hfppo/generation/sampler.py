@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Protocol
 
 import torch
@@ -19,6 +19,11 @@ class Completions:
     truncated: Tensor  # (B,) bool, True where the length limit, not EOS, ended it
     logprobs: Tensor  # (B, T) float32, log π_rollout of each token at temperature, nats, 0 on padding
     values: Tensor | None = None  # (B, T) float32, V(s_t) before each token, 0 on padding, where sampling tells it too
+
+    def cpu(self) -> "Completions":
+        """A copy on the CPU."""
+        moved = {f.name: value.cpu() for f in fields(self) if (value := getattr(self, f.name)) is not None}
+        return replace(self, **moved)
 
     def first(self, num: int) -> "Completions":
         """The first rows."""
@@ -42,7 +47,7 @@ class Sampler(Protocol):
         """Sample one completion per row.
 
         Args:
-            prompt_ids: (B, P), padded on the left.
+            prompt_ids: (B, P), padded on the left, on the trainer's device; the completions may be on any.
             prompt_mask: (B, P) bool, True on real tokens.
             seeds: one per row; the completion of a row depends on its own seed alone. None: greedy.
         """

@@ -39,7 +39,8 @@ class SeededChoice(LogitsProcessor):
         if self.uniforms is None:
             choice = logprobs.argmax(dim=-1, keepdim=True)
         else:
-            choice = draw(logprobs.exp(), self.uniforms[:, len(self.logprobs), None])
+            uniforms = self.uniforms[:, len(self.logprobs), None]
+            choice = draw(logprobs.exp().to(uniforms.device), uniforms).to(scores.device)
         self.logprobs.append(logprobs.gather(1, choice).squeeze(1))
         self.on_token(len(self.logprobs))
         return torch.full_like(scores, -torch.inf).scatter(1, choice, 0.0)
@@ -112,7 +113,9 @@ class TransformersSampler(Sampler):
         self, prompt_ids: Tensor, prompt_mask: Tensor, seeds: list[int] | None, on_token: Callable[[int], None]
     ) -> Completions:
         """A batch."""
-        uniforms = None if seeds is None else row_uniforms(seeds, self.config.max_new_tokens).to(prompt_ids.device)
+        device = prompt_ids.device
+        where = torch.device("cpu") if device.type == "mps" else device  # which has no float64
+        uniforms = None if seeds is None else row_uniforms(seeds, self.config.max_new_tokens).to(where)
         choice = SeededChoice(uniforms, self.temperature, on_token)
         if isinstance(self.model, FSDPModule) and "generate" not in vars(self.model):
             register_fsdp_forward_method(self.model, "generate")  # the shards of the root are gathered for it as well

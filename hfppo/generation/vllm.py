@@ -149,16 +149,14 @@ class VLLMSampler(Sampler):
     def __call__(self, prompt_ids: Tensor, prompt_mask: Tensor, seeds: list[int] | None) -> Completions:
         """See `Sampler`."""
         assert self.adapter is not None, "to be called inside `ready`"
-        prompts = [ids[mask].tolist() for ids, mask in zip(prompt_ids, prompt_mask, strict=True)]
+        prompts = [ids[mask].tolist() for ids, mask in zip(prompt_ids.cpu(), prompt_mask.cpu(), strict=True)]
         sampled = self.engine.generate(prompts, [None] * len(prompts) if seeds is None else list(seeds), self.adapter)
         lengths = torch.tensor([len(ids) for ids, _ in sampled])
         width = int(lengths.max())
         ids = torch.tensor([ids + [self.pad_id] * (width - len(ids)) for ids, _ in sampled])
         logprobs = torch.tensor([given + [0.0] * (width - len(given)) for _, given in sampled])
         truncated = torch.tensor([ids[-1] not in self.eos_ids for ids, _ in sampled])
-        device = prompt_ids.device
-        mask = torch.arange(width) < lengths[:, None]
-        return Completions(ids.to(device), mask.to(device), truncated.to(device), logprobs.to(device))
+        return Completions(ids, torch.arange(width) < lengths[:, None], truncated, logprobs)
 
 
 class ColocatedEngine:

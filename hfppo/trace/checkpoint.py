@@ -56,11 +56,8 @@ class Given(Sampler):
 
     def __call__(self, prompt_ids: Tensor, prompt_mask: Tensor, seeds: list[int] | None) -> Completions:
         """See `Sampler`; its log-probs are 0, since nothing was sampled."""
-        ids = torch.tensor([self.ids], device=prompt_ids.device)
-        truncated = torch.tensor([self.ids[-1] not in self.eos_ids], device=prompt_ids.device)
-        return Completions(
-            ids, torch.ones_like(ids, dtype=torch.bool), truncated, torch.zeros(ids.shape).to(ids.device)
-        )
+        ids, truncated = torch.tensor([self.ids]), torch.tensor([self.ids[-1] not in self.eos_ids])
+        return Completions(ids, torch.ones_like(ids, dtype=torch.bool), truncated, torch.zeros(ids.shape))
 
 
 def trace_prompt(checkpoint: str | Path, question: Question) -> tuple[Trace, PPOConfig]:

@@ -97,18 +97,18 @@ def after_update(traces: list[Trace], model: ActorCritic, args: PPOConfig, step:
     Args:
         step: optimiser steps made.
     """
-    prompt_ids, prompt_mask = pad_left([trace.prompt_ids for trace in traces], 0, args.device)
-    ids, mask = pad_right([trace.completion_ids for trace in traces], args.device)
-    old = pad_right([[row.logprob for row in trace.table.rows] for trace in traces], args.device)[0]
-    advantages = pad_right([[row.advantage for row in trace.table.rows] for trace in traces], args.device)[0]
+    prompt_ids, prompt_mask = pad_left([trace.prompt_ids for trace in traces], 0)
+    ids, mask = pad_right([trace.completion_ids for trace in traces])
+    old = pad_right([[row.logprob for row in trace.table.rows] for trace in traces])[0]
+    advantages = pad_right([[row.advantage for row in trace.table.rows] for trace in traces])[0]
     with eval_mode(model):
         new = model(
-            input_ids=torch.cat([prompt_ids, ids], dim=1),
-            attention_mask=torch.cat([prompt_mask, mask], dim=1),
-            completion_mask=mask,
+            input_ids=torch.cat([prompt_ids, ids], dim=1).to(args.device),
+            attention_mask=torch.cat([prompt_mask, mask], dim=1).to(args.device),
+            completion_mask=mask.to(args.device),
             temperature=args.temperature,
             values=False,
-        ).logprobs
+        ).logprobs.cpu()
     ratio = clamp_log_ratio(new - old).exp()
     clip = clip_fractions(new, old, advantages, args.cliprange, args.clip_high, args.dual_clip)
     clipped = clip.low | clip.high | clip.dual if args.policy_loss == "ppo" else None
@@ -127,11 +127,11 @@ def after_update(traces: list[Trace], model: ActorCritic, args: PPOConfig, step:
     return updated
 
 
-def pad_right(rows: list[list[Any]], device: torch.device) -> tuple[Tensor, Tensor]:
+def pad_right(rows: list[list[Any]]) -> tuple[Tensor, Tensor]:
     """(B, T) numbers padded with 0 on the right, and the (B, T) bool mask that is True on the real ones."""
     width = max(len(row) for row in rows)
-    padded = torch.tensor([row + [0] * (width - len(row)) for row in rows], device=device)
-    return padded, torch.tensor([[t < len(row) for t in range(width)] for row in rows], device=device)
+    padded = torch.tensor([row + [0] * (width - len(row)) for row in rows])
+    return padded, torch.tensor([[t < len(row) for t in range(width)] for row in rows])
 
 
 def trace_file(output_dir: str | Path, rollout: int) -> Path:

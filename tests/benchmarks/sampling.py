@@ -48,7 +48,7 @@ def main(options: argparse.Namespace) -> None:
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(8, 25, (options.prompts,), generator=generator).tolist()
     prompts = [torch.randint(2, 4096, (n,), generator=generator).tolist() for n in lengths]
-    inputs = pad_left(prompts, 0, device)
+    inputs = [x.to(device) for x in pad_left(prompts, 0)]
     placements = {"transformers generate": {}}
     if options.vllm:
         engine = {"enforce_eager": device == "cpu", "max_model_len": 24 + options.new_tokens}

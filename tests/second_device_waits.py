@@ -1,0 +1,40 @@
+"""Run by test_second_device.py: how often the device is waited for, by rows of a micro-batch; prints JSON."""
+
+import json
+import sys
+
+import torch
+from build_arithmetic_base import character_tokenizer
+from conftest import LORA, SMALL, count_digits, ragged_model
+from datasets import Dataset
+
+from hfppo import PPOConfig, PPOTrainer
+
+DATASET = Dataset.from_list([{"prompt": f"{a}+{b}="} for a in range(4) for b in range(4)])
+
+
+class CountingTrainer(PPOTrainer):
+    """Notes how often each micro-batch of the update has waited."""
+
+    def training_step(self, *args, **kwargs) -> torch.Tensor:
+        before = torch.ops.second.waits()
+        loss = super().training_step(*args, **kwargs)
+        self.waits.append(torch.ops.second.waits() - before)
+        return loss
+
+
+found = {}
+for rows in (2, 8):
+    args = PPOConfig(**{**SMALL, "use_cpu": False, "per_device_train_batch_size": rows}, output_dir=sys.argv[1])
+    trainer = CountingTrainer(
+        model=ragged_model(),
+        reward_funcs=count_digits,
+        args=args,
+        train_dataset=DATASET,
+        processing_class=character_tokenizer(),
+        peft_config=LORA,
+    )
+    trainer.waits = []
+    trainer.train()
+    found[rows] = trainer.waits
+print(json.dumps(found))
