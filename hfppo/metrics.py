@@ -11,6 +11,8 @@ import torch
 from accelerate.utils import gather_object
 from torch import Tensor
 
+from hfppo.functional.shapes import require_same_shape
+
 # Every metric: how its parts become one number, and what it means. `docs/reference.md` is made from this table.
 METRICS: dict[str, tuple[str, str]] = {
     "loss": ("mean", "The scalar that an optimiser step minimises."),
@@ -125,6 +127,8 @@ class Meter:
             name: a key of `METRICS`, or one of the form `pattern`, which is.
             values: any shape; with `mask`, a bool of that shape, only the entries where it is True.
         """
+        if mask is not None:
+            require_same_shape(values=values, mask=mask)
         # In float64, or the deviation of equal numbers would be what is left of two large ones. MPS has none.
         x = values.detach().to(torch.float32 if values.device.type == "mps" else torch.float64)
         given = torch.ones_like(x, dtype=torch.bool) if mask is None else mask
@@ -136,7 +140,8 @@ class Meter:
 
     def add_number(self, name: str, value: float) -> None:
         """Add one number to a metric."""
-        merge(self._sums, name, Sums(METRICS[name][0], 1.0, float(value), float(value) ** 2, float(value)))
+        number = float(value)
+        merge(self._sums, name, Sums(METRICS[name][0], 1.0, number, number * number, number))
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:

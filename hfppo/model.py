@@ -140,10 +140,11 @@ class ActorCritic(PeftModelForCausalLM):
             return super().forward(input_ids=input_ids, attention_mask=attention_mask, **kwargs)
         values = values and self.critic is not None
         shared = values and self.critic_is_shared
-        logprobs = entropies = state_values = final_value = hidden = None
+        logprobs = entropies = state_values = final_value = hidden = packed = None
         if policy or shared:
             language_model = self.ref_model if self._as_reference else self.causal_lm
-            layout = Layout.of(input_ids, attention_mask, completion_mask, can_pack(language_model))
+            packed = can_pack(language_model)
+            layout = Layout.of(input_ids, attention_mask, completion_mask, packed)
             hidden = hidden_states(trunk_of(language_model), layout)
         if policy:
             real = completion_mask.nonzero(as_tuple=True)  # once, since the device waits for it
@@ -153,8 +154,8 @@ class ActorCritic(PeftModelForCausalLM):
             nothing = torch.zeros(completion_mask.shape, dtype=torch.float32, device=hidden.device)
             logprobs, entropies = (None if x is None else nothing.masked_scatter(completion_mask, x) for x in found)
         if values:
-            if not shared:
-                layout = Layout.of(input_ids, attention_mask, completion_mask, can_pack(self.critic.trunk))
+            if not shared and (own := can_pack(self.critic.trunk)) != packed:
+                layout = Layout.of(input_ids, attention_mask, completion_mask, own)
             after = self.critic(hidden, layout)[layout.states]
             state_values, final_value = after[:, :-1].where(completion_mask, 0.0), after[:, -1]
         return TokenOutputs(logprobs, entropies, state_values, final_value)

@@ -58,7 +58,10 @@ class Rollout:
 
     def to(self, device: torch.device | str) -> "Rollout":
         """A copy on the device."""
-        return replace(self, **{name: value.to(device) for name, value in self.tensors().items()})
+        # A GPU need not be waited for. MPS may copy what is gone by then: https://github.com/pytorch/pytorch/issues/189690
+        blocking = torch.device(device).type in ("cpu", "mps")
+        moved = {name: value.to(device, non_blocking=not blocking) for name, value in self.tensors().items()}
+        return replace(self, **moved)
 
     def mini_batch(self, index: int, num_mini_batches: int, seed: tuple[int, ...]) -> "Rollout":
         """The mini-batch `index` of an epoch: the rows in the order that `seed` draws, cut evenly."""

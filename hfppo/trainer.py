@@ -227,7 +227,7 @@ class PPOTrainer(EvaluatingTrainer):
                 getattr(callback, event)(self.args, self.state, self.control, **what, ppo_state=self.ppo_state)
 
     def rollout(self, prompts: Sequence[str] | Sequence[list[dict[str, Any]]], **columns: Sequence[Any]) -> Rollout:
-        """Collect a rollout for given prompts, to look at; training does not notice.
+        """Collect a rollout for given prompts, to look at on the CPU; training does not notice.
 
         Its advantages are not whitened, so that they add up: with one λ, returns − values. Those that compare the
         completions of a prompt need it several times.

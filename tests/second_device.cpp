@@ -28,10 +28,15 @@ constexpr auto kSecond = c10::DeviceType::PrivateUse1;
 const c10::Device second(kSecond, 0);
 
 std::atomic<int64_t> waits{0};
-thread_local bool in_kernel = false;  // where the copies are those of the fallback
+thread_local int kernels = 0;  // that are running: copies are those of the fallback then
+
+struct InKernel {
+  InKernel() { ++kernels; }
+  ~InKernel() { --kernels; }
+};
 
 void wait() {
-  if (!in_kernel) ++waits;
+  if (kernels == 0) ++waits;
 }
 
 struct Memory final : c10::Allocator {
@@ -40,7 +45,9 @@ struct Memory final : c10::Allocator {
     return {data, data, &c10::free_cpu, second};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &c10::free_cpu; }
-  void copy_data(void* to, const void* from, size_t bytes) const override { std::memcpy(to, from, bytes); }
+  void copy_data(void* to, const void* from, size_t bytes) const override {
+    if (bytes > 0) std::memcpy(to, from, bytes);
+  }
 };
 Memory memory;
 REGISTER_ALLOCATOR(kSecond, &memory);
@@ -95,8 +102,8 @@ at::Tensor empty_strided(
       size, stride, &memory, c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), c10::dtype_or_default(dtype));
 }
 
-at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool) {
-  if (from.is_privateuseone() && !to.is_privateuseone()) wait();
+at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
+  if (from.is_privateuseone() ? !to.is_privateuseone() : !non_blocking) wait();
   on_host(to).copy_(on_host(from));
   return to;
 }
@@ -123,9 +130,8 @@ const at::Tensor& resize(const at::Tensor& tensor, c10::IntArrayRef size, std::o
   auto* storage = tensor.storage().unsafeGetStorageImpl();
   const auto bytes = (tensor.storage_offset() + c10::multiply_integers(size)) * tensor.itemsize();
   if (bytes > storage->nbytes()) {
-    auto data = memory.clone(storage->data(), storage->nbytes());
     auto larger = memory.allocate(bytes);
-    std::memcpy(larger.get(), data.get(), storage->nbytes());
+    memory.copy_data(larger.get(), storage->data(), storage->nbytes());
     storage->set_data_ptr_noswap(std::move(larger));
     storage->set_nbytes(bytes);
   }
@@ -133,15 +139,14 @@ const at::Tensor& resize(const at::Tensor& tensor, c10::IntArrayRef size, std::o
   return tensor;
 }
 
-// What CUDA takes from the CPU as well: indices.
-const std::set<std::string> mixed = {"aten::index", "aten::index_put_", "aten::_index_put_impl_"};
-// Where a shape depends on data, CUDA waits.
+// CUDA waits where a shape depends on data.
 const std::set<std::string> shaped_by_data = {
     "aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::equal", "aten::repeat_interleave"};
 
 void fall_back(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto& name = op.schema().name();
-  bool here = false, elsewhere = false, selects = shaped_by_data.count(name) > 0;
+  bool here = false, elsewhere = false;
+  if (shaped_by_data.count(name)) wait();
   auto see = [&](const at::Tensor& tensor) {
     if (!tensor.defined()) return;
     here |= tensor.is_privateuseone();
@@ -150,19 +155,11 @@ void fall_back(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   for (const auto& argument : torch::jit::last(*stack, op.schema().arguments().size())) {
     if (argument.isTensor()) see(argument.toTensor());
     if (argument.isTensorList()) for (const at::Tensor& each : argument.toTensorList()) see(each);
-    if (argument.isOptionalTensorList()) {
-      for (const auto& each : argument.toOptionalTensorVector()) {
-        if (!each.has_value()) continue;
-        see(*each);
-        selects |= each->defined() && each->scalar_type() == at::kBool;
-      }
-    }
+    // Lists with gaps are indices, which CUDA takes from the CPU as well; those by a mask have been to nonzero.
   }
-  if (selects) wait();
-  TORCH_CHECK(!(here && elsewhere) || mixed.count(name), "tensors on two devices in ", name);
-  in_kernel = true;
+  TORCH_CHECK(!(here && elsewhere), "tensors on two devices in ", name);
+  InKernel inside;
   at::native::cpu_fallback(op, stack);
-  in_kernel = false;
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-"""Run by test_second_device.py: how often the device is waited for, by rows of a micro-batch; prints JSON."""
+"""Run by test_two_processes.py: how often the device is waited for, by rows of a micro-batch; prints JSON."""
 
 import json
 import sys
@@ -9,6 +9,7 @@ from conftest import LORA, SMALL, count_digits, ragged_model
 from datasets import Dataset
 
 from hfppo import PPOConfig, PPOTrainer
+from hfppo.curves import PlotCallback
 
 DATASET = Dataset.from_list([{"prompt": f"{a}+{b}="} for a in range(4) for b in range(4)])
 
@@ -34,6 +35,8 @@ for rows in (2, 8):
         processing_class=character_tokenizer(),
         peft_config=LORA,
     )
+    assert str(trainer.args.device) == "second:0"
+    trainer.remove_callback(PlotCallback)
     trainer.waits = []
     trainer.train()
     found[rows] = trainer.waits

@@ -15,6 +15,7 @@ from conftest import LORA, SMALL, count_digits, ragged_model
 from datasets import Dataset
 
 from hfppo import PPOConfig, PPOTrainer, TokenTraceCallback, layout, output_head
+from hfppo.curves import PlotCallback
 from hfppo.trace.record import read_traces, trace_file
 
 OUT, CRITIC, ENGINE, FIELDS = Path(sys.argv[1]), sys.argv[2], sys.argv[3], json.loads(sys.argv[4])
@@ -40,7 +41,7 @@ def make(name: str) -> PPOTrainer:
     if ENGINE in KINDS:
         args.device  # noqa: B018 (makes the state that is changed next)
         PartialState._shared_state["distributed_type"] = DistributedType[KINDS[ENGINE]]
-    return PPOTrainer(
+    trainer = PPOTrainer(
         model=ragged_model(),
         reward_funcs=count_digits,
         args=args,
@@ -51,6 +52,8 @@ def make(name: str) -> PPOTrainer:
         critic=CRITIC,
         callbacks=[TokenTraceCallback(every=1)],
     )
+    trainer.remove_callback(PlotCallback)  # half of the time of so small a run
+    return trainer
 
 
 def logs(trainer: PPOTrainer) -> list[dict[str, float]]:

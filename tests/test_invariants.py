@@ -24,7 +24,7 @@ from transformers import (
 )
 
 from hfppo import PPOCallback, Rollout
-from hfppo.update import MiniBatchSize, sequence
+from hfppo.update import MiniBatchSize
 
 
 def tiny_gpt2():
@@ -228,7 +228,7 @@ def gradients(trainer, rollout: Rollout, num_micro_batches: int) -> dict[str, to
     trainer.ppo_state.rollouts = 1
     size = MiniBatchSize(float(rollout.loss_mask.sum()), float(rollout.loss_mask.any(dim=1).sum()))
     for micro in rollout.micro_batches(num_micro_batches):
-        inputs = {**sequence(micro), "batch": micro}
+        inputs = {"batch": micro}
         trainer.compute_loss(trainer.model, inputs, num_items_in_batch=size).backward()
     return {name: p.grad.clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
 

@@ -100,3 +100,8 @@ def test_prompts_whose_completions_agree_are_counted_without_those_that_do_not_c
     rollout = replace(rollout, scores=scores, loss_mask=rollout.mask & counts[:, None])
     assert agreeing(rollout, 2).tolist() == [True, False, True, True]
     assert agreeing(rollout, 4).tolist() == [False, True]
+
+
+def test_a_mask_of_another_shape_is_refused():
+    with pytest.raises(ValueError, match=r"values.*\(2, 3\).*mask.*\(2, 1\)"):
+        Meter().add("kl", torch.ones(2, 3), torch.ones(2, 1, dtype=torch.bool))

@@ -11,7 +11,7 @@ from torch.testing import assert_close
 
 from hfppo.generation.sampler import Completions, Sampler
 from hfppo.rollout import Rollout
-from hfppo.update import MiniBatchSize, sequence
+from hfppo.update import MiniBatchSize
 
 
 class Off(Sampler):
@@ -35,7 +35,7 @@ def off_trainer(make_trainer, mode, **config):
 
 def loss(trainer, rollout) -> float:
     size = MiniBatchSize(float(rollout.loss_mask.sum()), float(rollout.loss_mask.any(dim=1).sum()))
-    inputs = {**sequence(rollout), "batch": rollout}
+    inputs = {"batch": rollout}
     return trainer.compute_loss(trainer.model, inputs, num_items_in_batch=size).item()
 
 

@@ -17,7 +17,7 @@ RECIPES = sorted((ROOT / "recipes").glob("*.py"))
 ALLOWED = {
     "functional": {"functional"},
     "rollout": set(),
-    "metrics": set(),
+    "metrics": {"functional"},
     "rewards": {"background", "reward_contract"},
     "reward_contract": set(),
     "time_limit": set(),

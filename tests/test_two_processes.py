@@ -1,16 +1,27 @@
-"""Two and four DDP processes: resume bit for bit, the gradients of one process, the same weights on all."""
+"""Two and four DDP processes, and a device that is not the CPU: what one process on the CPU does, and exact resume."""
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from second_device import build
 from torch.testing import assert_close
 
 TESTS = Path(__file__).parent
+
+
+def run(*command: str | Path) -> str:
+    """What Python prints."""
+    path = os.pathsep.join([str(TESTS), str(TESTS.parent / "recipes"), str(TESTS.parent)])
+    env = {"WORLD_SIZE": "1", **os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run([sys.executable, *command], env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 @pytest.fixture(scope="module")
@@ -20,26 +31,62 @@ def results(tmp_path_factory) -> dict[int, list[dict]]:
     for processes in (1, 2, 4):
         out = tmp_path_factory.mktemp(f"processes-{processes}")
         # `accelerate launch --cpu` starts one process, or needs mpirun for several.
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
-        path = os.pathsep.join([str(TESTS), str(TESTS.parent / "recipes"), str(TESTS.parent)])
-        run = subprocess.run(
-            [*command, str(TESTS / "two_processes.py"), str(out)],
-            env={**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"},
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
-        assert run.returncode == 0, run.stderr
+        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+        run(*launch, TESTS / "two_processes.py", out)
         found[processes] = [json.loads((out / f"result_{rank}.json").read_text()) for rank in range(processes)]
         assert found[processes][0]["processes"] == processes
     return found
 
 
+@pytest.fixture(scope="module")
+def second_device(tmp_path_factory) -> list[str | Path]:
+    """What to run a script with."""
+    if shutil.which("g++") is None:
+        pytest.skip("g++ is not installed")
+    return [TESTS / "second_device.py", build(tmp_path_factory.mktemp("library"))]
+
+
+@pytest.fixture(scope="module")
+def on_second_device(second_device, tmp_path_factory) -> dict:
+    """What tests/two_processes.py writes, as one process on the second device."""
+    out = tmp_path_factory.mktemp("second-device")
+    run(*second_device, TESTS / "two_processes.py", out)
+    result = json.loads((out / "result_0.json").read_text())
+    assert (result["processes"], result["device"]) == (1, "second:0")
+    return result
+
+
+def assert_resumed_exactly(result: dict) -> None:
+    assert len(result["resumed"]) == 3
+    assert all(resumed == result["straight"] for resumed in result["resumed"])
+    assert all(resumed == result["straight_logs"] for resumed in result["resumed_logs"])
+
+
+def assert_like_one(result: dict, one: dict) -> None:
+    """Gradients, metrics and evaluations are those of one process on the CPU."""
+    for name, gradient in result["gradients"].items():
+        assert_close(torch.tensor(gradient), torch.tensor(one["gradients"][name]), rtol=1e-4, atol=1e-6, msg=name)
+    for entry, expected in zip(result["straight_logs"], one["straight_logs"], strict=True):
+        assert entry == pytest.approx(expected, rel=1e-5, abs=1e-5)
+    for found, expected in zip(result["variants_logs"], one["variants_logs"], strict=True):
+        assert len(found) == len(expected) > 3
+        for entry, of_one in zip(found, expected, strict=True):
+            assert entry == pytest.approx(of_one, rel=1e-4, abs=1e-5)
+    assert result["evaluation"] == pytest.approx(one["evaluation"])
+    assert result["completions"] == one["completions"]
+
+
+def assert_same_traces(result: dict, one: dict) -> None:
+    for trace, expected in zip(result["traces"], one["traces"], strict=True):
+        assert trace["completion_ids"] == expected["completion_ids"]
+        for name, column in expected["columns"].items():
+            numbers = column if name == "token" else pytest.approx(column, rel=1e-4, abs=1e-5)
+            assert trace["columns"][name] == numbers, name
+
+
 def test_resume_equals_the_straight_run_bit_for_bit(results):
     for result in (*results[1], *results[2], *results[4]):
-        assert len(result["resumed"]) == 3
-        assert all(resumed == result["straight"] for resumed in result["resumed"])
-        assert all(resumed == result["straight_logs"] for resumed in result["resumed_logs"])
+        assert_resumed_exactly(result)
 
 
 def test_both_processes_hold_the_same_weights(results):
@@ -48,41 +95,28 @@ def test_both_processes_hold_the_same_weights(results):
     assert first["straight_logs"] == second["straight_logs"]
 
 
-def test_gradients_of_several_processes_are_those_of_one(results):
-    one = results[1][0]["gradients"]
-    assert max(abs(x) for g in one.values() for x in g) > 1e-3
+def test_several_processes_do_what_one_does(results):
+    (one,) = results[1]
+    assert max(abs(x) for gradient in one["gradients"].values() for x in gradient) > 1e-3
+    assert any(entry["completions/mean_length"] < 4 for entry in one["straight_logs"] if "loss" in entry)
+    assert len(one["completions"]) == 7, "neither cut nor repeated, though it does not divide by two"
     for result in (*results[2], *results[4]):
-        for name, gradient in result["gradients"].items():
-            assert_close(torch.tensor(gradient), torch.tensor(one[name]), rtol=1e-4, atol=1e-6, msg=name)
-
-
-def test_metrics_of_several_processes_are_those_of_one(results):
-    one = results[1][0]["straight_logs"]
-    assert any(entry["completions/mean_length"] < 4 for entry in one if "loss" in entry)
-    for result in (*results[2], *results[4]):
-        for entry, expected in zip(result["straight_logs"], one, strict=True):
-            assert entry == pytest.approx(expected, rel=1e-5, abs=1e-5)
-        for found, expected in zip(result["variants_logs"], results[1][0]["variants_logs"], strict=True):
-            assert len(found) == len(expected) > 3
-            for entry, of_one in zip(found, expected, strict=True):
-                assert entry == pytest.approx(of_one, rel=1e-4, abs=1e-5)
+        assert_like_one(result, one)
 
 
 def test_traces_of_several_processes_are_those_of_one(results):
-    one = results[1][0]["traces"]
-    assert [trace["updated_step"] for trace in one] == [1, 1]
-    for trace, expected in zip((*results[2][0]["traces"], *results[4][0]["traces"]), one * 2, strict=True):
-        assert trace["completion_ids"] == expected["completion_ids"]
-        for name, column in expected["columns"].items():
-            numbers = column if name == "token" else pytest.approx(column, rel=1e-4, abs=1e-5)
-            assert trace["columns"][name] == numbers, name
+    (one,) = results[1]
+    assert [trace["updated_step"] for trace in one["traces"]] == [1, 1]
+    for result in (results[2][0], results[4][0]):
+        assert_same_traces(result, one)
 
 
-def test_evaluation_of_seven_prompts_neither_cuts_nor_repeats_one(results):
-    one, two = results[1][0]["evaluation"], results[2][0]["evaluation"]
-    assert results[2][1]["evaluation"] == two
-    assert one.keys() == two.keys()
-    for name, value in one.items():
-        assert two[name] == pytest.approx(value), name
-    assert len(results[1][0]["completions"]) == 7
-    assert results[2][0]["completions"] == results[2][1]["completions"] == results[1][0]["completions"]
+def test_a_second_device_does_what_the_cpu_does(results, on_second_device):
+    assert_resumed_exactly(on_second_device)
+    assert_like_one(on_second_device, results[1][0])
+    assert_same_traces(on_second_device, results[1][0])
+
+
+def test_a_micro_batch_rarely_waits_for_the_device_and_no_more_with_more_rows(second_device, tmp_path):
+    waits = json.loads(run(*second_device, TESTS / "second_device_waits.py", tmp_path).splitlines()[-1])
+    assert set(waits["2"]) == set(waits["8"]) == {5}

@@ -1,4 +1,4 @@
-"""Run by test_two_processes.py under torchrun, and by test_second_device.py: trains and resumes; writes JSON."""
+"""Run by test_two_processes.py under torchrun or on a second device: trains and resumes; writes JSON."""
 
 import json
 import os
@@ -11,6 +11,7 @@ from conftest import LORA, SMALL, count_digits, ragged_model
 from datasets import Dataset
 
 from hfppo import AdaptiveKLCallback, PPOConfig, PPOTrainer, TokenTraceCallback
+from hfppo.curves import PlotCallback
 from hfppo.trace.record import read_traces, trace_file
 from hfppo.update import MiniBatchSize
 
@@ -50,7 +51,7 @@ DATASET = Dataset.from_list([{"prompt": f"请问{a}+{b}=", "answer": str(a + b)}
 
 
 def make(name: str, **config) -> PPOTrainer:
-    return PPOTrainer(
+    trainer = PPOTrainer(
         model=ragged_model(),
         reward_funcs=count_digits,
         args=PPOConfig(**{**CONFIG, **config}, output_dir=str(OUT / name)),
@@ -60,6 +61,8 @@ def make(name: str, **config) -> PPOTrainer:
         peft_config=LORA,
         callbacks=[AdaptiveKLCallback(target=0.01, horizon=100)],
     )
+    trainer.remove_callback(PlotCallback)  # half of the time of so small a run
+    return trainer
 
 
 def weights(trainer: PPOTrainer) -> dict[str, list[float]]:
