@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from hfppo.layout import Layout, eval_mode, hidden_states
-from hfppo.loading import adapter_config, check_vocabulary
+from hfppo.loading import adapter_config, check_placement, check_vocabulary
 
 CRITIC_FOLDER = "critic"
 CRITIC_WEIGHTS = "critic.safetensors"
@@ -160,6 +160,7 @@ def build_critic(source: CriticSource, base: PreTrainedModel, peft_config: PeftC
     # Some project their states to another width before the head.
     width = getattr(base.get_output_embeddings(), "in_features", base.config.get_text_config().hidden_size)
     if isinstance(source.model, PreTrainedModel):
+        check_placement("critic", source.model)
         check_vocabulary("critic", source.model, base)
         built = critic_from_model(source.model, peft_config)
     elif source.model == "shared":

@@ -145,9 +145,12 @@ class EvaluatingTrainer(CrashSafeTrainer):
             self._do_sample = before
 
     def place_model(self) -> None:
-        """Move the model to the device where FSDP2 or DeepSpeed will, which is when training begins."""
-        if (self.is_fsdp_enabled or self.is_deepspeed_enabled) and not is_sharded(self.model):
-            cast(nn.Module, self.model).to(self.args.device)
+        """Put on the device what FSDP2, DeepSpeed or, with a quantised base, Trainer leaves elsewhere for now."""
+        model, device = cast(nn.Module, self.model), self.args.device
+        for module in [] if is_sharded(model) else model.modules():
+            own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+            if any(tensor.device != device for tensor in own):  # a quantised base is left alone
+                module.to(device)
 
     def evaluation_loop(
         self,

@@ -64,6 +64,7 @@ def load_reference(ref_model: str | PreTrainedModel | None, **init_kwargs: Any) 
         raise TypeError(f"ref_model={ref_model!r} is not None, a model, or the id or path of one")
     loaded = load_causal_lm("ref_model", ref_model, **init_kwargs) if isinstance(ref_model, str) else ref_model
     check_architecture("ref_model", loaded)
+    check_placement("ref_model", loaded)
     return loaded
 
 
@@ -89,6 +90,7 @@ def check_model(model: PreTrainedModel | PeftModel, peft_config: PeftConfig | No
         ValueError: a second adapter is asked for on a trained one, or the loaded adapter is not trainable.
     """
     check_architecture("model", model)
+    check_placement("model", model)
     if peft_config is not None and not isinstance(peft_config, PeftConfig):
         raise TypeError(
             f"peft_config must be a PeftConfig, got {type(peft_config).__name__}; use peft.LoraConfig(...)"
@@ -107,6 +109,22 @@ def check_model(model: PreTrainedModel | PeftModel, peft_config: PeftConfig | No
             "adapter on, or merge it into its base first"
         )
     return None
+
+
+def check_placement(name: str, model: PreTrainedModel | PeftModel) -> None:
+    """Refuse a model whose layers lie on several devices: its states are read, and heads and adapters made, on one.
+
+    Args:
+        name: of the model, for the error.
+    Raises:
+        ValueError: names the devices.
+    """
+    devices = sorted({str(device) for device in getattr(model, "hf_device_map", {}).values()})
+    if len(devices) > 1:
+        raise ValueError(
+            f"{name} is spread over {', '.join(devices)} by its device_map; leave device_map out, take a quantised "
+            "base, or shard it by FSDP2 or ZeRO-3, as docs/distributed.md says"
+        )
 
 
 def check_vocabulary(name: str, model: PreTrainedModel | PeftModel, base: PreTrainedModel) -> None:

@@ -27,6 +27,7 @@ from transformers import (
     LlamaForSequenceClassification,
     Phi3Config,
     Phi3ForCausalLM,
+    PreTrainedModel,
     T5Config,
     T5ForConditionalGeneration,
     TrainerState,
@@ -167,6 +168,13 @@ def in_yaml(text: str) -> Case:
 def lora(**changes: Any) -> LoraConfig:
     config = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
     return LoraConfig(**{**config, **changes})
+
+
+def spread_out() -> PreTrainedModel:
+    """As device_map="auto" leaves a model that one GPU does not hold."""
+    model = tiny_model()
+    model.hf_device_map = {"model": 0, "lm_head": "cpu"}
+    return model
 
 
 def long_rope() -> Phi3ForCausalLM:
@@ -388,6 +396,9 @@ TABLE: dict[str, dict[str, Case]] = {
         "a critic with fewer positions": trained(lambda: {"critic": tiny_model(max_position_embeddings=8)}),
         "a reference with fewer positions": trained(lambda: {"ref_model": tiny_model(max_position_embeddings=8)}),
         "more positions than LongRoPE leaves as they are": trained(lambda: {"model": long_rope()}),
+        "a model over several devices": trained(lambda: {"model": spread_out()}),
+        "a critic over several devices": trained(lambda: {"critic": spread_out()}),
+        "a reference over several devices": trained(lambda: {"ref_model": spread_out()}),
         "a critic that reads from both sides": trained(lambda: {"critic": encoder()}),
         "an adapter as critic": trained(lambda: {"critic": adapter()}),
         "the folder of an adapter as critic": lambda bench: bench.make_trainer(critic=saved(bench, adapter())),

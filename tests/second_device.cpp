@@ -4,6 +4,7 @@
 //
 // The extension point is PrivateUse1: https://docs.pytorch.org/tutorials/advanced/privateuseone.html
 
+#include <ATen/Context.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
@@ -158,6 +159,8 @@ void fall_back(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     // Lists with gaps are indices, which CUDA takes from the CPU as well; those by a mask have been to nonzero.
   }
   TORCH_CHECK(!(here && elsewhere), "tensors on two devices in ", name);
+  if (name == "aten::cumsum" && torch::jit::peek(*stack, 0, op.schema().arguments().size()).toTensor().is_floating_point())
+    at::globalContext().alertNotDeterministic("cumsum");  // as CUDA does
   InKernel inside;
   at::native::cpu_fallback(op, stack);
 }

@@ -114,7 +114,9 @@ class TransformersSampler(Sampler):
     ) -> Completions:
         """A batch."""
         device = prompt_ids.device
-        where = torch.device("cpu") if device.type == "mps" else device  # which has no float64
+        # MPS has no float64, and CUDA no deterministic cumulative sum.
+        on_cpu = device.type == "mps" or torch.are_deterministic_algorithms_enabled()
+        where = torch.device("cpu") if on_cpu else device
         uniforms = None if seeds is None else row_uniforms(seeds, self.config.max_new_tokens).to(where)
         choice = SeededChoice(uniforms, self.temperature, on_token)
         if isinstance(self.model, FSDPModule) and "generate" not in vars(self.model):

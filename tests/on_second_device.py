@@ -1,4 +1,8 @@
-"""Run by test_two_processes.py: how often the device is waited for, by rows of a micro-batch; prints JSON."""
+"""Run by test_two_processes.py on the second device: how often a micro-batch waits for it, by its rows; prints JSON.
+
+With deterministic algorithms, and with a value head that Trainer leaves on the CPU until training, as it does beside a
+quantised base.
+"""
 
 import json
 import sys
@@ -26,7 +30,8 @@ class CountingTrainer(PPOTrainer):
 
 found = {}
 for rows in (2, 8):
-    args = PPOConfig(**{**SMALL, "use_cpu": False, "per_device_train_batch_size": rows}, output_dir=sys.argv[1])
+    config = {**SMALL, "use_cpu": False, "per_device_train_batch_size": rows, "full_determinism": True}
+    args = PPOConfig(**config, output_dir=sys.argv[1])
     trainer = CountingTrainer(
         model=ragged_model(),
         reward_funcs=count_digits,
@@ -37,6 +42,8 @@ for rows in (2, 8):
     )
     assert str(trainer.args.device) == "second:0"
     trainer.remove_callback(PlotCallback)
+    trainer.model.critic.value_head.cpu()
+    assert trainer.rollout(["1+1="]).values.abs().sum() == 0  # those of a new critic
     trainer.waits = []
     trainer.train()
     found[rows] = trainer.waits
