@@ -145,9 +145,11 @@ class EvaluatingTrainer(CrashSafeTrainer):
             self._do_sample = before
 
     def place_model(self) -> None:
-        """Put on the device what FSDP2, DeepSpeed or, with a quantised base, Trainer leaves elsewhere for now."""
+        """Put on the device what FSDP2, DeepSpeed or, with a quantised base, Trainer move when training begins."""
         model, device = cast(nn.Module, self.model), self.args.device
-        for module in [] if is_sharded(model) else model.modules():
+        if is_sharded(model):
+            return
+        for module in model.modules():
             own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
             if any(tensor.device != device for tensor in own):  # a quantised base is left alone
                 module.to(device)

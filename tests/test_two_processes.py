@@ -64,6 +64,7 @@ def assert_resumed_exactly(result: dict) -> None:
 
 def assert_like_one(result: dict, one: dict) -> None:
     """Gradients, metrics and evaluations are those of one process on the CPU."""
+    assert result["gradients"].keys() == one["gradients"].keys()
     for name, gradient in result["gradients"].items():
         assert_close(torch.tensor(gradient), torch.tensor(one["gradients"][name]), rtol=1e-4, atol=1e-6, msg=name)
     for entry, expected in zip(result["straight_logs"], one["straight_logs"], strict=True):
@@ -93,6 +94,7 @@ def test_both_processes_hold_the_same_weights(results):
     first, second = results[2]
     assert first["straight"] == second["straight"]
     assert first["straight_logs"] == second["straight_logs"]
+    assert first["evaluation"] == second["evaluation"]
 
 
 def test_several_processes_do_what_one_does(results):
