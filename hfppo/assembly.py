@@ -16,7 +16,7 @@ from hfppo.generation import eos_token_ids
 from hfppo.loading import check_architecture, check_model, load_model, load_reference, load_tokenizer, take_apart
 from hfppo.model import ActorCritic
 from hfppo.reward_contract import unwrapped
-from hfppo.reward_model import RewardAdapter, load_reward_funcs
+from hfppo.reward_model import RewardModel, load_reward_funcs
 from hfppo.reward_server import RewardServer
 from hfppo.rewards import RewardFunctions
 from hfppo.stream import PromptStream
@@ -92,8 +92,8 @@ def assemble(
         check_lengths("the critic", critic_source.model, longest, args)
     actor = take_apart(loaded, peft_config)
     for func in map(unwrapped, rewards.funcs):
-        if isinstance(func, RewardAdapter):
-            func.attach(actor.base)
+        if isinstance(func, RewardModel):
+            func.prepare(actor.base, args.device)
     tokenizer.pad_token_id = padding
     actor_critic = ActorCritic(
         actor.base, actor.peft_config, critic_source, reference, actor.start_adapter, args.detach_shared_critic

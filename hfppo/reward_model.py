@@ -55,6 +55,15 @@ class RewardModel:
         self.max_length = max_length(model, tokenizer)
         self.label = find_label(model.config.num_labels, model.config.label2id or {}, label, name)
 
+    def prepare(self, base: PreTrainedModel, device: torch.device) -> None:
+        """Move a model that was loaded to the CPU, as `from_pretrained` does unless told otherwise, to the device.
+
+        Args:
+            base: the actor's, which adapters ride.
+        """
+        if self.model.device.type == "cpu" and not hasattr(self.model, "hf_device_map"):
+            self.model.to(device)
+
     def __call__(self, prompts: list[Any], completions: list[Any], **kwargs: Any) -> list[float]:
         """One score per completion."""
         if isinstance(prompts[0], str):
@@ -137,16 +146,17 @@ def find_label(num_labels: int, label2id: Any, label: int | str | None, name: st
 class RewardAdapter(RewardModel):
     """A LoRA reward model on the actor's own base, which costs the adapter and the head alone.
 
-    It scores once `attach` has given it the base.
+    It scores once `prepare` has given it the base.
     """
 
     def __init__(self, path: str, config: PeftConfig, tokenizer: PreTrainedTokenizerBase):
         self.path, self.config, self.reward_tokenizer = path, config, tokenizer
         self.__name__ = os.path.basename(path.rstrip("/"))
 
-    def attach(self, base: PreTrainedModel) -> None:
+    def prepare(self, base: PreTrainedModel, device: torch.device) -> None:
         """Put the adapter on a module tree of its own over the base's tensors; before the actor's adapter is."""
-        config = type(base.config).from_dict({**base.config.to_dict(), "num_labels": 1})
+        config = copy.deepcopy(base.config)
+        config.num_labels = 1
         with torch.device("meta"):  # nothing of this trunk is kept
             classifier: Any = AutoModelForSequenceClassification.from_config(config)
         setattr(classifier, classifier.base_model_prefix, shared_copy(base.base_model))

@@ -1,5 +1,8 @@
-"""What the engines that Trainer knows cannot do: nn.DataParallel, FSDP2, DeepSpeed's ZeRO."""
+"""What the engines that Trainer knows cannot do: nn.DataParallel, FSDP2, DeepSpeed's ZeRO; and how processes end."""
 
+import atexit
+import functools
+import time
 from typing import Any
 
 from accelerate import Accelerator
@@ -89,3 +92,13 @@ def check_deepspeed(config: dict[str, Any], args: PPOConfig) -> None:
             "gradient_clipping out, or set both"
         )
     config["gradient_clipping"] = args.max_grad_norm
+
+
+@functools.cache  # one wait is enough, however many trainers there are
+def wait_at_exit() -> None:
+    """Have one of several processes end half a second later, for the threads of its group.
+
+    They may hold an object of Python's from the last collective. One that drops it while the interpreter ends already
+    aborts the process, after all that was to be done (https://github.com/pytorch/pytorch/issues/190489).
+    """
+    atexit.register(time.sleep, 0.5)

@@ -41,7 +41,7 @@ from hfppo.nonfinite import NonFiniteError, NonFiniteGuard, grad_norms
 from hfppo.progress import RunProgress
 from hfppo.reward_contract import RewardFunc
 from hfppo.rollout import Rollout
-from hfppo.sharding import check_engine
+from hfppo.sharding import check_engine, wait_at_exit
 from hfppo.state import PPOState
 from hfppo.update import MiniBatchSize, flat_sequences, loss_terms, measure_update, ppo_loss, sequence
 
@@ -117,6 +117,8 @@ class PPOTrainer(EvaluatingTrainer):
             compute_metrics=compute_metrics,
         )
         check_engine(self.accelerator, parts.model.critic, parts.rewards.funcs, args)
+        if args.world_size > 1:
+            wait_at_exit()
         compile_layers(parts.model, self.accelerator, args)
         self.collector = Collector(
             model=parts.model,

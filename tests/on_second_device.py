@@ -1,7 +1,7 @@
 """Run by test_two_processes.py on the second device: how often a micro-batch waits for it, by its rows; prints JSON.
 
-With deterministic algorithms, and with a value head that Trainer leaves on the CPU until training, as it does beside a
-quantised base.
+With deterministic algorithms, a reward model that was loaded to the CPU, and a value head that Trainer leaves there
+until training, as it does beside a quantised base.
 """
 
 import json
@@ -9,8 +9,9 @@ import sys
 
 import torch
 from build_arithmetic_base import character_tokenizer
-from conftest import LORA, SMALL, count_digits, ragged_model
+from conftest import LORA, SMALL, ragged_model
 from datasets import Dataset
+from test_reward_model import other_tokenizer, scorer
 
 from hfppo import PPOConfig, PPOTrainer
 from hfppo.curves import PlotCallback
@@ -34,13 +35,15 @@ for rows in (2, 8):
     args = PPOConfig(**config, output_dir=sys.argv[1])
     trainer = CountingTrainer(
         model=ragged_model(),
-        reward_funcs=count_digits,
+        reward_funcs=scorer(),
         args=args,
         train_dataset=DATASET,
         processing_class=character_tokenizer(),
+        reward_processing_classes=[other_tokenizer("right", "<void>")],
         peft_config=LORA,
     )
     assert str(trainer.args.device) == "second:0"
+    assert trainer.collector.rewards.funcs[0].model.device == trainer.args.device
     trainer.remove_callback(PlotCallback)
     trainer.model.critic.value_head.cpu()
     assert trainer.rollout(["1+1="]).values.abs().sum() == 0  # those of a new critic

@@ -137,6 +137,19 @@ def moves_with_what_it_shares(reward: RewardModel) -> bool:
     return {x.device.type for x in (*reward.model.parameters(), *reward.model.buffers())} == {"meta"}
 
 
+@pytest.mark.parametrize(
+    ("lies_on", "mapped", "device", "expected"),
+    [("cpu", False, "meta", "meta"), ("cpu", True, "meta", "cpu"), ("meta", False, "cpu", "meta")],
+    ids=["loaded", "mapped", "put there"],
+)
+def test_a_reward_model_loaded_to_the_cpu_goes_to_the_trainers_device(lies_on, mapped, device, expected):
+    reward = RewardModel(scorer().to(lies_on), other_tokenizer("right", "<void>"))
+    if mapped:
+        reward.model.hf_device_map = {"": lies_on}
+    reward.prepare(tiny_model(), torch.device(device))
+    assert {x.device.type for x in (*reward.model.parameters(), *reward.model.buffers())} == {expected}
+
+
 def test_a_reward_model_that_accelerate_has_placed_stays_there():
     """It may be spread over several devices."""
     reward = RewardModel(scorer(), other_tokenizer("right", "<void>"))

@@ -1,9 +1,12 @@
 """Run by test_two_processes.py under torchrun or on a second device: trains and resumes; writes JSON."""
 
+import atexit
 import json
 import os
 import sys
+import time
 from pathlib import Path
+from unittest import mock
 
 import torch
 from build_arithmetic_base import character_tokenizer
@@ -97,9 +100,10 @@ def gradients(trainer: PPOTrainer) -> dict[str, list[float]]:
     return {n: p.grad.flatten().tolist() for n, p in trainer.model.named_parameters() if p.requires_grad}
 
 
-straight = make("straight")
+with mock.patch("atexit.register", wraps=atexit.register) as at_exit:
+    straight = make("straight")
+    resumed = [make(f"resumed-{step}") for step in (1, 3, 4)]
 straight.train()
-resumed = [make(f"resumed-{step}") for step in (1, 3, 4)]
 for trainer, step in zip(resumed, (1, 3, 4), strict=True):
     trainer.train(resume_from_checkpoint=str(OUT / "straight" / f"checkpoint-{step}"))
 variants = [make(f"variant-{i}", max_steps=3, **fields) for i, fields in enumerate(VARIANTS)]
@@ -111,6 +115,7 @@ probe.train()
 result = {
     "processes": straight.args.world_size,
     "device": str(straight.args.device),
+    "waits_at_exit": sum(call.args[0] is time.sleep for call in at_exit.call_args_list),
     "straight": weights(straight),
     "straight_logs": logs(straight),
     "resumed": [weights(trainer) for trainer in resumed],
