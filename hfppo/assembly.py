@@ -16,7 +16,7 @@ from hfppo.generation import eos_token_ids
 from hfppo.loading import check_architecture, check_model, load_model, load_reference, load_tokenizer, take_apart
 from hfppo.model import ActorCritic
 from hfppo.reward_contract import unwrapped
-from hfppo.reward_model import RewardModel, load_reward_funcs
+from hfppo.reward_model import RewardAdapter, load_reward_funcs
 from hfppo.reward_server import RewardServer
 from hfppo.rewards import RewardFunctions
 from hfppo.stream import PromptStream
@@ -84,7 +84,8 @@ def assemble(
     if reference is not None:
         check_lengths("ref_model", reference, longest, args)
     reward_kwargs = {"device_map": str(args.device), **cast(dict[str, Any], args.reward_model_init_kwargs or {})}
-    funcs = load_reward_funcs(reward_funcs, reward_tokenizers, loaded.config.name_or_path, **reward_kwargs)
+    base_name = loaded.config.name_or_path
+    funcs = load_reward_funcs(reward_funcs, reward_tokenizers, base_name, args.device, **reward_kwargs)
     rewards = RewardFunctions(funcs, args.reward_weights)
     check_calls(rewards, known)
     critic_source = find_critic(critic) if args.needs_critic else None
@@ -92,8 +93,8 @@ def assemble(
         check_lengths("the critic", critic_source.model, longest, args)
     actor = take_apart(loaded, peft_config)
     for func in map(unwrapped, rewards.funcs):
-        if isinstance(func, RewardModel):
-            func.prepare(actor.base, args.device)
+        if isinstance(func, RewardAdapter):
+            func.attach(actor.base)
     tokenizer.pad_token_id = padding
     actor_critic = ActorCritic(
         actor.base, actor.peft_config, critic_source, reference, actor.start_adapter, args.detach_shared_critic

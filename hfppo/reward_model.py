@@ -35,6 +35,7 @@ class RewardModel:
         tokenizer: the model's own; its padding token and side are not changed.
         batch_size: texts at once.
         label: index or name of the label that is the score; None for a model with one label.
+        device: where it goes before it scores; None: it stays where it is.
 
     Raises:
         ValueError: a model with several labels and no `label`, or an unknown one.
@@ -46,23 +47,15 @@ class RewardModel:
         tokenizer: PreTrainedTokenizerBase,
         batch_size: int = 64,
         label: int | str | None = None,
+        device: torch.device | None = None,
     ):
-        self.model, self.batch_size = model.eval().requires_grad_(False), batch_size
+        self.model, self.batch_size, self.device = model.eval().requires_grad_(False), batch_size, device
         self.tokenizer = copy.deepcopy(tokenizer)
         self.tokenizer.truncation_side = "left"
         name = str(model.config.name_or_path or type(model).__name__)
         self.__name__ = os.path.basename(name.rstrip("/"))
         self.max_length = max_length(model, tokenizer)
         self.label = find_label(model.config.num_labels, model.config.label2id or {}, label, name)
-
-    def prepare(self, base: PreTrainedModel, device: torch.device) -> None:
-        """Move a model that was loaded to the CPU, as `from_pretrained` does unless told otherwise, to the device.
-
-        Args:
-            base: the actor's, which adapters ride.
-        """
-        if self.model.device.type == "cpu" and not hasattr(self.model, "hf_device_map"):
-            self.model.to(device)
 
     def __call__(self, prompts: list[Any], completions: list[Any], **kwargs: Any) -> list[float]:
         """One score per completion."""
@@ -80,7 +73,7 @@ class RewardModel:
         """The scores of some texts; of one longer than the model's positions, the end is read: the completion."""
         if not hasattr(self.model, "hf_device_map"):  # nobody else has placed it, over several devices perhaps
             # Trainer has moved what it shares with actor or critic since, and knows nothing of its other tensors.
-            self.model.to(next(self.model.parameters()).device)
+            self.model.to(self.device or next(self.model.parameters()).device)
         if not texts:
             return []
         encoded = self.tokenizer(
@@ -146,17 +139,17 @@ def find_label(num_labels: int, label2id: Any, label: int | str | None, name: st
 class RewardAdapter(RewardModel):
     """A LoRA reward model on the actor's own base, which costs the adapter and the head alone.
 
-    It scores once `prepare` has given it the base.
+    It scores once `attach` has given it the base.
     """
 
     def __init__(self, path: str, config: PeftConfig, tokenizer: PreTrainedTokenizerBase):
         self.path, self.config, self.reward_tokenizer = path, config, tokenizer
         self.__name__ = os.path.basename(path.rstrip("/"))
 
-    def prepare(self, base: PreTrainedModel, device: torch.device) -> None:
+    def attach(self, base: PreTrainedModel) -> None:
         """Put the adapter on a module tree of its own over the base's tensors; before the actor's adapter is."""
         config = copy.deepcopy(base.config)
-        config.num_labels = 1
+        config.num_labels = 1  # its setter names the label, too: a config of one label and two names is warned of
         with torch.device("meta"):  # nothing of this trunk is kept
             classifier: Any = AutoModelForSequenceClassification.from_config(config)
         setattr(classifier, classifier.base_model_prefix, shared_copy(base.base_model))
@@ -170,6 +163,7 @@ def load_reward_funcs(
     funcs: Any,
     tokenizers: Sequence[PreTrainedTokenizerBase | None] | None,
     base_name: str,
+    device: torch.device,
     **init_kwargs: Any,
 ) -> list[Any]:
     """What users put into `reward_funcs`, with the reward models among it loaded.
@@ -178,6 +172,8 @@ def load_reward_funcs(
         funcs: one or several functions, models, or ids or paths of models or adapters.
         tokenizers: one for each; None: the model's own.
         base_name: of the actor's base, for which an adapter must have been made.
+        device: the trainer's, where models that were loaded to the CPU score.
+        init_kwargs: for `from_pretrained`.
     Raises:
         ValueError: a model cannot be loaded, has no score head, or is an adapter for another base.
     """
@@ -188,13 +184,15 @@ def load_reward_funcs(
             f"reward_processing_classes has {len(own)} entries for {len(listed)} reward functions; give one each, "
             "None for functions"
         )
-    return [load_reward_func(f, tokenizer, base_name, **init_kwargs) for f, tokenizer in zip(listed, own, strict=True)]
+    return [load_reward_func(*pair, base_name, device, **init_kwargs) for pair in zip(listed, own, strict=True)]
 
 
-def load_reward_func(func: Any, tokenizer: PreTrainedTokenizerBase | None, base_name: str, **init_kwargs: Any) -> Any:
+def load_reward_func(
+    func: Any, tokenizer: PreTrainedTokenizerBase | None, base_name: str, device: torch.device, **init_kwargs: Any
+) -> Any:
     """One of them; a function is left as it is, a server is asked whether it is there."""
     if isinstance(func, TolerantReward):
-        return replace(func, func=load_reward_func(func.func, tokenizer, base_name, **init_kwargs))
+        return replace(func, func=load_reward_func(func.func, tokenizer, base_name, device, **init_kwargs))
     if isinstance(func, PreTrainedModel | PeftModel):
         kind = type(func.get_base_model() if isinstance(func, PeftModel) else func).__name__
         if not kind.endswith("ForSequenceClassification"):
@@ -207,7 +205,8 @@ def load_reward_func(func: Any, tokenizer: PreTrainedTokenizerBase | None, base_
                 f"reward_funcs holds {kind} without a name to load its tokenizer by; give that "
                 "tokenizer in reward_processing_classes"
             )
-        return RewardModel(func, tokenizer or AutoTokenizer.from_pretrained(func.config.name_or_path))
+        tokenizer = tokenizer or AutoTokenizer.from_pretrained(func.config.name_or_path)
+        return RewardModel(func, tokenizer, device=device if func.device.type == "cpu" else None)
     if isinstance(func, str) and func.startswith(("http://", "https://")):
         func = RewardServer(func)
     if isinstance(func, RewardServer):

@@ -96,9 +96,9 @@ def check_deepspeed(config: dict[str, Any], args: PPOConfig) -> None:
 
 @functools.cache  # one wait is enough, however many trainers there are
 def wait_at_exit() -> None:
-    """Have one of several processes end half a second later, for the threads of its group.
+    """Let this process, one of several, sleep for half a second before the interpreter shuts down.
 
-    They may hold an object of Python's from the last collective. One that drops it while the interpreter ends already
-    aborts the process, after all that was to be done (https://github.com/pytorch/pytorch/issues/190489).
+    Gloo's threads may still hold an object of Python's from the last collective, also when the group is destroyed.
+    One that drops it during the shutdown aborts the process (https://github.com/pytorch/pytorch/issues/190489).
     """
     atexit.register(time.sleep, 0.5)

@@ -43,10 +43,10 @@ for rows in (2, 8):
         peft_config=LORA,
     )
     assert str(trainer.args.device) == "second:0"
-    assert trainer.collector.rewards.funcs[0].model.device == trainer.args.device
     trainer.remove_callback(PlotCallback)
     trainer.model.critic.value_head.cpu()
     assert trainer.rollout(["1+1="]).values.abs().sum() == 0  # those of a new critic
+    assert trainer.collector.rewards.funcs[0].model.device == trainer.args.device
     trainer.waits = []
     trainer.train()
     found[rows] = trainer.waits

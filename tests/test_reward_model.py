@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from hfppo import TolerantReward
-from hfppo.reward_model import RewardAdapter, RewardModel, conversation
+from hfppo.reward_model import RewardAdapter, RewardModel, conversation, load_reward_func
 
 TEXTS = ["1+2=3", "10+20=", "5", "请问12+7=20？不对，等于19！"]
 
@@ -138,16 +138,22 @@ def moves_with_what_it_shares(reward: RewardModel) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("lies_on", "mapped", "device", "expected"),
-    [("cpu", False, "meta", "meta"), ("cpu", True, "meta", "cpu"), ("meta", False, "cpu", "meta")],
-    ids=["loaded", "mapped", "put there"],
+    ("lies_on", "trainers", "expected"), [("cpu", "meta", "meta"), ("meta", "cpu", "meta"), ("cpu", "cpu", "cpu")]
 )
-def test_a_reward_model_loaded_to_the_cpu_goes_to_the_trainers_device(lies_on, mapped, device, expected):
-    reward = RewardModel(scorer().to(lies_on), other_tokenizer("right", "<void>"))
-    if mapped:
-        reward.model.hf_device_map = {"": lies_on}
-    reward.prepare(tiny_model(), torch.device(device))
-    assert {x.device.type for x in (*reward.model.parameters(), *reward.model.buffers())} == {expected}
+def test_a_reward_model_loaded_to_the_cpu_goes_to_the_trainers_device(lies_on, trainers, expected):
+    model, tokenizer = scorer().to(lies_on), other_tokenizer("right", "<void>")
+    reward = load_reward_func(model, tokenizer, "base", torch.device(trainers))
+    reward.score([])
+    assert {x.device.type for x in (*model.parameters(), *model.buffers())} == {expected}
+
+
+def test_a_reward_model_that_was_asked_onto_the_cpu_stays_there(tmp_path):
+    scorer().save_pretrained(tmp_path)
+    tokenizer, trainers = other_tokenizer("right", "<void>"), torch.device("meta")
+    by_path = load_reward_func(str(tmp_path), tokenizer, "base", trainers, device_map="cpu")
+    wrapped = load_reward_func(RewardModel(scorer(), tokenizer), None, "base", trainers)
+    for reward in (by_path, wrapped):
+        assert len(reward.score(TEXTS)) == len(TEXTS)
 
 
 def test_a_reward_model_that_accelerate_has_placed_stays_there():
@@ -173,7 +179,9 @@ def test_functions_and_models_mix_by_weight(make_trainer):
     assert log["reward"] == pytest.approx(2 * log["rewards/count_digits/mean"] + 0.5 * log[name], rel=1e-5)
 
 
-def test_adapter_on_the_actors_base_scores_like_the_merged_model_and_costs_itself(make_trainer, tmp_path, tokenizer):
+def test_adapter_on_the_actors_base_scores_like_the_merged_model_and_costs_itself(
+    make_trainer, tmp_path, tokenizer, capfd
+):
     tiny_model().save_pretrained(tmp_path / "base")
     tokenizer.save_pretrained(tmp_path / "base")
     base = str(tmp_path / "base")
@@ -185,7 +193,9 @@ def test_adapter_on_the_actors_base_scores_like_the_merged_model_and_costs_itsel
     tokenizer.save_pretrained(tmp_path / "adapter")
     merged = RewardModel(trained.merge_and_unload(), tokenizer)
 
+    capfd.readouterr()
     trainer = make_trainer(model=base, reward_funcs=str(tmp_path / "adapter"), peft_config=LORA)
+    assert "num_labels" not in capfd.readouterr().err
     reward = trainer.collector.rewards.funcs[0]
     assert isinstance(reward, RewardAdapter)
     assert_close(torch.tensor(reward.score(TEXTS)), torch.tensor(merged.score(TEXTS)), rtol=1e-4, atol=1e-5)
