@@ -180,7 +180,7 @@ def test_functions_and_models_mix_by_weight(make_trainer):
 
 
 def test_adapter_on_the_actors_base_scores_like_the_merged_model_and_costs_itself(
-    make_trainer, tmp_path, tokenizer, capfd
+    make_trainer, tmp_path, tokenizer, caplog
 ):
     tiny_model().save_pretrained(tmp_path / "base")
     tokenizer.save_pretrained(tmp_path / "base")
@@ -193,9 +193,9 @@ def test_adapter_on_the_actors_base_scores_like_the_merged_model_and_costs_itsel
     tokenizer.save_pretrained(tmp_path / "adapter")
     merged = RewardModel(trained.merge_and_unload(), tokenizer)
 
-    capfd.readouterr()
+    caplog.clear()
     trainer = make_trainer(model=base, reward_funcs=str(tmp_path / "adapter"), peft_config=LORA)
-    assert "num_labels" not in capfd.readouterr().err
+    assert "num_labels" not in caplog.text
     reward = trainer.collector.rewards.funcs[0]
     assert isinstance(reward, RewardAdapter)
     assert_close(torch.tensor(reward.score(TEXTS)), torch.tensor(merged.score(TEXTS)), rtol=1e-4, atol=1e-5)
