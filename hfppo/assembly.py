@@ -83,8 +83,7 @@ def assemble(
     reference = load_reference(ref_model, **init_kwargs)
     if reference is not None:
         check_lengths("ref_model", reference, longest, args)
-    reward_kwargs = {"device_map": str(args.device), **cast(dict[str, Any], args.reward_model_init_kwargs or {})}
-    base_name = loaded.config.name_or_path
+    base_name, reward_kwargs = loaded.config.name_or_path, cast(dict[str, Any], args.reward_model_init_kwargs or {})
     funcs = load_reward_funcs(reward_funcs, reward_tokenizers, base_name, args.device, **reward_kwargs)
     rewards = RewardFunctions(funcs, args.reward_weights)
     check_calls(rewards, known)

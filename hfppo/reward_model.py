@@ -172,8 +172,8 @@ def load_reward_funcs(
         funcs: one or several functions, models, or ids or paths of models or adapters.
         tokenizers: one for each; None: the model's own.
         base_name: of the actor's base, for which an adapter must have been made.
-        device: the trainer's, where models that were loaded to the CPU score.
-        init_kwargs: for `from_pretrained`.
+        device: the trainer's, to which models are loaded, and moved from the CPU.
+        init_kwargs: for `from_pretrained`; a `device_map` among them comes before `device`.
     Raises:
         ValueError: a model cannot be loaded, has no score head, or is an adapter for another base.
     """
@@ -184,6 +184,7 @@ def load_reward_funcs(
             f"reward_processing_classes has {len(own)} entries for {len(listed)} reward functions; give one each, "
             "None for functions"
         )
+    init_kwargs = {"device_map": str(device), **init_kwargs}
     return [load_reward_func(*pair, base_name, device, **init_kwargs) for pair in zip(listed, own, strict=True)]
 
 

@@ -55,7 +55,7 @@ def blocks(card: ModelCard) -> dict[str, str]:
 
 
 def test_card_tells_the_run(make_trainer, dataset, tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "orig_argv", ["/opt/bin/python", "-u", "train.py", "--config", "a b.yaml", "--seed=3"])
+    monkeypatch.setattr(sys, "orig_argv", ["venv/bin/python", "-u", "train.py", "--config", "a b.yaml", "--seed=3"])
 
     def short(completions, **kwargs):
         return [0.0 for _ in completions]

@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from hfppo import TolerantReward
-from hfppo.reward_model import RewardAdapter, RewardModel, conversation, load_reward_func
+from hfppo.reward_model import RewardAdapter, RewardModel, conversation, load_reward_func, load_reward_funcs
 
 TEXTS = ["1+2=3", "10+20=", "5", "请问12+7=20？不对，等于19！"]
 
@@ -137,22 +137,25 @@ def moves_with_what_it_shares(reward: RewardModel) -> bool:
     return {x.device.type for x in (*reward.model.parameters(), *reward.model.buffers())} == {"meta"}
 
 
-@pytest.mark.parametrize(
-    ("lies_on", "trainers", "expected"), [("cpu", "meta", "meta"), ("meta", "cpu", "meta"), ("cpu", "cpu", "cpu")]
-)
-def test_a_reward_model_loaded_to_the_cpu_goes_to_the_trainers_device(lies_on, trainers, expected):
+@pytest.mark.parametrize(("lies_on", "trainers"), [("cpu", "meta"), ("meta", "cpu")])
+def test_a_reward_model_loaded_to_the_cpu_goes_to_the_trainers_device_and_no_other(lies_on, trainers):
     model, tokenizer = scorer().to(lies_on), other_tokenizer("right", "<void>")
-    reward = load_reward_func(model, tokenizer, "base", torch.device(trainers))
-    reward.score([])
-    assert {x.device.type for x in (*model.parameters(), *model.buffers())} == {expected}
+    load_reward_func(model, tokenizer, "base", torch.device(trainers)).score([])
+    assert {x.device.type for x in (*model.parameters(), *model.buffers())} == {"meta"}
+
+
+def test_a_reward_model_is_loaded_to_the_trainers_device(tmp_path):
+    scorer().save_pretrained(tmp_path)
+    tokenizer = other_tokenizer("right", "<void>")
+    (reward,) = load_reward_funcs(str(tmp_path), [tokenizer], "base", torch.device("meta"))
+    assert reward.model.device.type == "meta"
 
 
 def test_a_reward_model_that_was_asked_onto_the_cpu_stays_there(tmp_path):
     scorer().save_pretrained(tmp_path)
     tokenizer, trainers = other_tokenizer("right", "<void>"), torch.device("meta")
-    by_path = load_reward_func(str(tmp_path), tokenizer, "base", trainers, device_map="cpu")
-    wrapped = load_reward_func(RewardModel(scorer(), tokenizer), None, "base", trainers)
-    for reward in (by_path, wrapped):
+    funcs = [str(tmp_path), RewardModel(scorer(), tokenizer)]
+    for reward in load_reward_funcs(funcs, [tokenizer, None], "base", trainers, device_map="cpu"):
         assert len(reward.score(TEXTS)) == len(TEXTS)
 
 

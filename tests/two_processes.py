@@ -100,10 +100,10 @@ def gradients(trainer: PPOTrainer) -> dict[str, list[float]]:
     return {n: p.grad.flatten().tolist() for n, p in trainer.model.named_parameters() if p.requires_grad}
 
 
-with mock.patch("atexit.register", wraps=atexit.register) as at_exit:
-    straight = make("straight")
-    resumed = [make(f"resumed-{step}") for step in (1, 3, 4)]
+at_exit = mock.patch("atexit.register", wraps=atexit.register).start()
+straight = make("straight")
 straight.train()
+resumed = [make(f"resumed-{step}") for step in (1, 3, 4)]
 for trainer, step in zip(resumed, (1, 3, 4), strict=True):
     trainer.train(resume_from_checkpoint=str(OUT / "straight" / f"checkpoint-{step}"))
 variants = [make(f"variant-{i}", max_steps=3, **fields) for i, fields in enumerate(VARIANTS)]
