@@ -68,7 +68,7 @@ def run_of(tmp_path_factory) -> Callable[..., tuple[Path, dict]]:
     """Have tests/sharded.py make a run, once; gives its folder and what it writes."""
 
     @functools.cache
-    def make(engine: str, fields: str, critic: str = "shared") -> tuple[Path, dict]:
+    def make(engine: str, fields: str, critic: str) -> tuple[Path, dict]:
         if engine.startswith("zero"):
             pytest.importorskip("deepspeed")
         out = tmp_path_factory.mktemp(engine)
@@ -76,7 +76,7 @@ def run_of(tmp_path_factory) -> Callable[..., tuple[Path, dict]]:
         assert run.returncode == 0, run.stderr
         return out, json.loads((out / "result_0.json").read_text())
 
-    return lambda engine, fields, *critic: make(engine, json.dumps(fields), *critic)
+    return lambda engine, fields, critic="shared": make(engine, json.dumps(fields), critic)
 
 
 ENGINES = [
@@ -90,7 +90,7 @@ ENGINES = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("engine", "fields", "kind", "critic"), ENGINES)
 def test_a_sharded_run_has_the_numbers_of_one_that_is_not(run_of, engine, fields, kind, critic):
-    (ddp_out, ddp), (sharded_out, sharded) = run_of("ddp", fields, critic), run_of(engine, fields, critic)
+    (sharded_out, sharded), (ddp_out, ddp) = run_of(engine, fields, critic), run_of("ddp", fields, critic)
     assert sharded["engine"] == f"DistributedType.{kind}" != ddp["engine"]
     assert len(sharded["straight"]) == len(ddp["straight"]) == 6
     for entry, whole in zip(sharded["straight"], ddp["straight"], strict=True):
