@@ -1,6 +1,7 @@
 """Reward functions that may fail: which rows are lost, and how many may be."""
 
 import asyncio
+import functools
 import logging
 import math
 from collections.abc import Coroutine
@@ -9,7 +10,7 @@ from numbers import Real
 from typing import Any, Literal
 
 from hfppo.reward_contract import Log, RewardWrapper, check_reward, is_async, merged, plain_name, rows_of
-from hfppo.time_limit import time_limit
+from hfppo.time_limit import call_within
 
 logger = logging.getLogger(__name__)
 
@@ -136,8 +137,8 @@ class TolerantReward(RewardWrapper):
         """What the function returns within the time limit."""
         late = f"reward function {self.name!r} gave no answer within {self.timeout} s; raise timeout, or mend it"
         if not is_async(self.func):
-            with time_limit(self.timeout, late):
-                return self.func(**columns, log_extra=log.extra, log_metric=log.metric)
+            call = functools.partial(self.func, **columns, log_extra=log.extra, log_metric=log.metric)
+            return call_within(self.timeout, late, call)
         try:
             async with asyncio.timeout(self.timeout) as limit:
                 return await self.func(**columns, log_extra=log.extra, log_metric=log.metric)

@@ -1,6 +1,7 @@
 """Reward functions that fail: what is lost, what is kept, and what ends the run."""
 
 import asyncio
+import faulthandler
 import re
 import signal
 import subprocess
@@ -19,6 +20,7 @@ import hfppo
 from hfppo import RewardServer, TolerantReward
 from hfppo.background import in_background
 from hfppo.endpoint import ServerError
+from hfppo.time_limit import call_within
 from hfppo.tolerant import RewardError
 
 TEXTS = ("1", "22", "bad", "4444")
@@ -214,6 +216,23 @@ def test_the_time_limit_leaves_no_alarm_behind():
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
 
+def test_an_alarm_that_rings_when_the_function_has_returned_is_too_late(monkeypatch):
+    """It would leave the clock running that ends the process."""
+    before, stopped = signal.getsignal(signal.SIGALRM), []
+    setitimer, cancel = signal.setitimer, faulthandler.cancel_dump_traceback_later
+
+    def ringing(which, seconds, *interval):
+        if not seconds:
+            signal.raise_signal(signal.SIGALRM)
+        return setitimer(which, seconds, *interval)
+
+    monkeypatch.setattr("signal.setitimer", ringing)
+    monkeypatch.setattr("faulthandler.cancel_dump_traceback_later", lambda: stopped.append(cancel()))
+    assert call_within(30, "late", lambda: 7) == 7
+    assert stopped == [None]
+    assert signal.getsignal(signal.SIGALRM) is before
+
+
 def test_a_time_limit_outside_the_main_thread_is_refused():
     async def elsewhere():
         return await asyncio.to_thread(score, TolerantReward(picky, on_error="raise", timeout=30), None, ("1",))
@@ -227,15 +246,14 @@ import ctypes
 import sys
 
 sys.path.append(sys.argv[1])
-from time_limit import time_limit  # without the package, whose import takes its time
+from time_limit import call_within  # without the package, whose import takes its time
 
 def deadlock():
     libc, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(64)  # holds the interpreter's lock
     libc.pthread_mutex_lock(mutex)
     libc.pthread_mutex_lock(mutex)
 
-with time_limit(0.2, "late"):
-    deadlock()
+call_within(0.2, "late", deadlock)
 """
 
 
