@@ -117,7 +117,10 @@ class PrintCompletionsCallback(PPOCallback):
         if not state.is_world_process_zero:
             return
         columns = {"prompt": transcript.prompts, "completion": transcript.completions}
-        columns |= transcript.scores | transcript.extra
+        for name, column in (*transcript.scores.items(), *transcript.extra.items()):
+            while name in (*columns, "step", "score"):  # as the total is called in the file
+                name += "_"
+            columns[name] = column
         table = Table(title=f"step {state.global_step}", title_justify="left", show_lines=True)
         for name in columns:
             table.add_column(Text(visible(name)))

@@ -12,7 +12,7 @@ from hfppo.functional import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES,
 
 CRITIC_FREE = tuple(name for name in ADVANTAGE_ESTIMATORS if name != "gae")
 
-SECRET_NAME = re.compile("token|key|secret|password", re.IGNORECASE)  # found in the name of a secret
+SECRET_NAME = re.compile("token(?!s)|key|secret|password", re.IGNORECASE)  # found in the name of a secret
 URL_USER = re.compile(r"(?<=\w://)[^/\s@\"']+(?=@)")
 
 

@@ -99,6 +99,10 @@ class CrashSafeTrainer(HubTrainer):
         Raises:
             ValueError: the checkpoint named is damaged, or there is none.
         """
+        return super().train(self._checkpoint_for(resume_from_checkpoint), *args, **kwargs)
+
+    def _checkpoint_for(self, resume_from_checkpoint: str | bool | None) -> str | bool | None:
+        """The folder to go on from, if one is asked for."""
         if resume_from_checkpoint is True:
             found = last_intact(self.args.output_dir) if self.is_world_process_zero() else None
             resume_from_checkpoint = broadcast_object_list([found])[0]
@@ -112,7 +116,7 @@ class CrashSafeTrainer(HubTrainer):
                 f"resume_from_checkpoint={resume_from_checkpoint!r} {wrong}; take an earlier one, or True for the "
                 "last that is whole"
             )
-        return super().train(resume_from_checkpoint, *args, **kwargs)
+        return resume_from_checkpoint
 
     def _get_output_dir(self, trial: Any) -> str:
         # Private, but the one place that says where a checkpoint is written.

@@ -68,7 +68,6 @@ def evaluate_prompts(
         explained_memory("an evaluation", collector.args),
         eval_mode(collector.model),
         torch.no_grad(),
-        accelerator.autocast(),
         collector.sampler.ready(),
     ):
         for start in range(0, most, size):

@@ -97,7 +97,7 @@ class Collector:
             NonFiniteError: a number is not finite, on some process; the moments are those before.
             OutOfMemory: with the settings that help.
         """
-        with meter.timed("time/rollout"), eval_mode(self.model), torch.no_grad(), self.accelerator.autocast():
+        with meter.timed("time/rollout"), eval_mode(self.model), torch.no_grad():
             prompt_ids, prompt_mask = self.prompt_tensors(rows)
             with meter.timed("time/generation"):
                 completions = self.sample(prompt_ids, prompt_mask, [row.seed for row in rows])
@@ -141,7 +141,7 @@ class Collector:
         if training:
             plain = self.final_scores(scored, completions)[0]
             measure_scores(meter, plain[scored.scorable], scored, self.rewards.names)
-            measure_rollout(meter, rollout, advantages, ppo_state.kl_coef, self.args, self.gather)
+            measure_rollout(meter, rollout, advantages, known, ppo_state.kl_coef, self.args, self.gather)
         return rollout, self.transcript(rows, texts, scored)
 
     def prompt_tensors(self, rows: list[Row]) -> tuple[Tensor, Tensor]:
@@ -157,7 +157,8 @@ class Collector:
     def ask_sampler(self, prompt_ids: Tensor, prompt_mask: Tensor, seeds: list[int] | None) -> Completions:
         """The completions of a sampler that is ready, on the CPU."""
         device = self.accelerator.device
-        return self.sampler(prompt_ids.to(device), prompt_mask.to(device), seeds).cpu()
+        with self.accelerator.autocast():
+            return self.sampler(prompt_ids.to(device), prompt_mask.to(device), seeds).cpu()
 
     def texts(self, rows: list[Row], completions: Completions) -> list[Any]:
         """The completions as reward functions see them: text or a message."""
@@ -232,11 +233,12 @@ class Collector:
                 "temperature": args.temperature,
             }
             out, ref = TokenOutputs(), None
-            if needs_old or known is None:
-                out = self.model(**inputs, policy=needs_old)
-            if args.needs_reference:
-                with self.model.reference():
-                    ref = self.model(**inputs, values=False).logprobs
+            with self.accelerator.autocast():  # not around the reward functions, which have types of their own
+                if needs_old or known is None:
+                    out = self.model(**inputs, policy=needs_old)
+                if args.needs_reference:
+                    with self.model.reference():
+                        ref = self.model(**inputs, values=False).logprobs
             parts.append((out.logprobs, ref, out.values, out.final_value))
         back = order.argsort()
         columns = zip(*parts, strict=True)

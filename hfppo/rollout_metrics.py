@@ -33,6 +33,7 @@ def measure_rollout(
     meter: Meter,
     rollout: Rollout,
     advantages: Tensor,
+    known: Tensor,
     kl_coef: float,
     args: PPOConfig,
     gather: Callable[[Tensor], Tensor],
@@ -41,6 +42,7 @@ def measure_rollout(
 
     Args:
         advantages: (B, T), before whitening.
+        known: (B, T) bool, True on the tokens of the completions that have a score, which whitening sees.
         kl_coef: β it was collected with.
         gather: gives the rows of all processes, for what is no mean of rows.
     """
@@ -48,7 +50,7 @@ def measure_rollout(
     meter.add("completions/mean_length", mask.sum(dim=1))
     meter.add("completions/max_length", mask.sum(dim=1))
     meter.add("completions/truncated_frac", rollout.truncated)
-    meter.add("advantage_std", advantages, mask)
+    meter.add("advantage_std", advantages, known)
     if args.num_generations > 1:
         meter.add("frac_reward_zero_std", agreeing(rollout, args.num_generations))
     if rollout.ref_logprobs is not None:
@@ -58,10 +60,11 @@ def measure_rollout(
     if args.policy_mode != "bypass":
         measure_mismatch(meter, rollout, gather)
     if rollout.values is not None and rollout.returns is not None:
-        meter.add("value/mean", rollout.values, mask)
-        meter.add("value/return", rollout.returns, mask)
-        meter.add("value/return_std", rollout.returns, mask)
-        explained = F.explained_variance(gather(rollout.values), gather(rollout.returns), gather(mask))
+        fitted = rollout.loss_mask
+        meter.add("value/mean", rollout.values, fitted)
+        meter.add("value/return", rollout.returns, fitted)
+        meter.add("value/return_std", rollout.returns, fitted)
+        explained = F.explained_variance(gather(rollout.values), gather(rollout.returns), gather(fitted))
         if math.isfinite(explained):
             meter.add_number("value/explained_variance", explained)
 

@@ -30,8 +30,8 @@ def check_engine(accelerator: Accelerator, critic: Critic | None, reward_funcs: 
         )
     kind = accelerator.distributed_type
     deepspeed = accelerator.state.deepspeed_plugin if kind == DistributedType.DEEPSPEED else None
-    if kind == DistributedType.FSDP and not accelerator.is_fsdp2:
-        raise ValueError("FSDP version 1 is not supported; set fsdp_version: 2, as recipes/accelerate/fsdp2.yaml does")
+    if kind == DistributedType.FSDP:
+        check_fsdp(accelerator, critic, args)
     if kind == DistributedType.FSDP or (deepspeed is not None and deepspeed.zero_stage == 3):
         engine = "FSDP2" if deepspeed is None else "ZeRO-3"
         if critic is not None and critic.kind == "adapter":
@@ -53,6 +53,26 @@ def check_engine(accelerator: Accelerator, critic: Critic | None, reward_funcs: 
         check_deepspeed(deepspeed.deepspeed_config, args)
 
 
+def check_fsdp(accelerator: Accelerator, critic: Critic | None, args: PPOConfig) -> None:
+    """Refuse version 1, and what leaves weights without gradients: version 2 loads no optimiser without their state.
+
+    Raises:
+        ValueError: names the field, and what to do instead.
+    """
+    if not accelerator.is_fsdp2:
+        raise ValueError("FSDP version 1 is not supported; set fsdp_version: 2, as recipes/accelerate/fsdp2.yaml does")
+    if args.critic_warmup > 0:
+        raise ValueError(
+            f"critic_warmup={args.critic_warmup} holds the actor still, and FSDP2 could load no checkpoint from that "
+            "time, whose optimiser has no state for it; set critic_warmup=0, or take DDP"
+        )
+    if critic is not None and args.vf_coef == 0:
+        raise ValueError(
+            "vf_coef=0 holds the critic still, and FSDP2 could load no checkpoint, whose optimiser has no state for "
+            "it; take an advantage_estimator without a critic, or DDP"
+        )
+
+
 def check_deepspeed(config: dict[str, Any], args: PPOConfig) -> None:
     """Refuse what needs a hand on gradients and steps, which DeepSpeed keeps to itself; have it clip.
 
@@ -69,7 +89,7 @@ def check_deepspeed(config: dict[str, Any], args: PPOConfig) -> None:
     if args.critic_warmup > 0:
         raise ValueError(
             f"critic_warmup={args.critic_warmup} holds the actor still, which DeepSpeed's optimiser would move by "
-            "weight decay and momentum; set critic_warmup=0, or take DDP or FSDP2"
+            "weight decay and momentum; set critic_warmup=0, or take DDP"
         )
     if args.on_nonfinite == "skip":
         raise ValueError(

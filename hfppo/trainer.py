@@ -151,7 +151,9 @@ class PPOTrainer(EvaluatingTrainer):
             completions = len(self._train_prompts) * self.args.num_generations
             rollouts = max(1, completions // (self.args.rollout_size * self.args.world_size))
             steps = rollouts * self.args.updates_per_rollout
-        return DataLoader(cast(Any, range(steps * self.args.gradient_accumulation_steps)), batch_size=1)
+        size = self.args.per_device_train_batch_size * self.args.world_size  # by which Trainer counts samples
+        ticks = range(steps * self.args.gradient_accumulation_steps * size)
+        return DataLoader(cast(Any, ticks), batch_size=size)
 
     def get_batch_samples(
         self, epoch_iterator: Iterator, num_batches: int, device: torch.device
@@ -226,7 +228,9 @@ class PPOTrainer(EvaluatingTrainer):
         """Call an event of every `PPOCallback`."""
         for callback in self.callback_handler.callbacks:
             if isinstance(callback, PPOCallback):
-                getattr(callback, event)(self.args, self.state, self.control, **what, ppo_state=self.ppo_state)
+                call = getattr(callback, event)
+                if control := call(self.args, self.state, self.control, **what, ppo_state=self.ppo_state):
+                    vars(self.control).update(vars(control))  # Trainer's handler holds on to this one
 
     def rollout(self, prompts: Sequence[str] | Sequence[list[dict[str, Any]]], **columns: Sequence[Any]) -> Rollout:
         """Collect a rollout for given prompts, to look at on the CPU; training does not notice.
@@ -366,9 +370,14 @@ class PPOTrainer(EvaluatingTrainer):
         in_use = self._rollout if self.state.global_step < self.ppo_state.last_step else None
         save_ppo_state(output_dir, self.args.process_index, self._run, self.ppo_state, self._meter, in_use)
 
+    def _checkpoint_for(self, resume_from_checkpoint: str | bool | None) -> str | bool | None:
+        found = super()._checkpoint_for(resume_from_checkpoint)
+        if isinstance(found, str):
+            check_checkpoint(found, self.args.process_index, self._run)
+        return found
+
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         # Private; upstream loads the adapter only.
-        check_checkpoint(resume_from_checkpoint, self.args.process_index, self._run)
         super()._load_from_checkpoint(resume_from_checkpoint, model)
         self.model.load_critic(resume_from_checkpoint)
 

@@ -43,6 +43,24 @@ def test_each_rollout_leaves_a_table_in_the_output_folder(make_trainer):
     assert second["mixed lists"].tolist() == ["[1, 'two']"] * 8
 
 
+def test_what_a_function_is_called_takes_no_column_from_another(make_trainer):
+    def score(completions, log_extra=None, **kwargs):
+        log_extra("prompt", ["mine"] * len(completions))
+        log_extra("score", ["text"] * len(completions))
+        return count_digits(completions)
+
+    keep = Keep()
+    config = {"log_completions": True, "max_steps": 1, "missing_eos_penalty": 1.0}
+    trainer = make_trainer(config, reward_funcs=score, callbacks=[keep])
+    trainer.train()
+    table = pd.read_parquet(Path(trainer.args.output_dir) / "completions/completions_00000.parquet")
+    assert list(table) == ["step", "prompt", "completion", "score_", "prompt_", "score__", "score"]
+    assert table["score"].tolist() == keep.scores[0]
+    assert table["score_"].tolist() == keep.transcripts[0].scores["score"]
+    assert table["score_"].tolist() != table["score"].tolist()
+    assert table["prompt"].tolist() == keep.transcripts[0].prompts
+
+
 @pytest.mark.parametrize("column", [[1, "a"], ["a", 1], [[1, "a"]], [2**70], [1j]])
 def test_what_a_table_cannot_hold_becomes_text(column):
     assert of_one_type(column) == [str(x) for x in column]

@@ -10,7 +10,7 @@ from datasets import Dataset
 from peft.utils import get_peft_model_state_dict
 from safetensors.torch import load_file
 
-from hfppo import AdaptiveKLCallback
+from hfppo import AdaptiveKLCallback, PPOTrainer
 
 # 2 mini-batches × 2 epochs = 4 steps per rollout: checkpoint 8 lies between two rollouts, the others within one.
 CONFIG = {
@@ -140,6 +140,15 @@ def test_a_resumed_run_has_the_rates_that_it_is_given(make_trainer, schedule):
     share = [1.0, 1.0] if schedule == "constant" else [0.5, 0.25]  # of the rate, in steps 3 and 4
     assert rates[-2:] == [pytest.approx((1e-3 * x, 4e-2 * x)) for x in share]
     assert {group["weight_decay"] for group in trainer.optimizer.param_groups if group["params"]} <= {0.0, 0.3}
+
+
+def test_a_checkpoint_of_another_run_is_refused_before_anything_is_loaded(make_trainer, tmp_path, monkeypatch):
+    """Whoever loads it: DeepSpeed does so by itself."""
+    saving = {"max_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    make_trainer(saving).train()
+    monkeypatch.setattr(PPOTrainer, "_load_from_checkpoint", lambda *_: None)
+    with pytest.raises(ValueError, match="was written with num_ppo_epochs=2, this run has 3"):
+        make_trainer({**saving, "num_ppo_epochs": 3}).train(resume_from_checkpoint=True)
 
 
 def test_resuming_a_finished_run_makes_no_further_step(make_trainer):

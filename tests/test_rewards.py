@@ -274,6 +274,40 @@ def test_an_unscorable_completion_counts_in_no_reward_metric(make_trainer):
     assert (logs["rewards/constant/mean"], logs["rewards/constant/std"]) == (4.0, 1.0)
 
 
+def test_an_unscorable_completion_is_out_of_the_critics_metrics(make_trainer):
+    """Its placeholder would be a return, of which no value is to learn."""
+    config = {"max_steps": 1, "num_mini_batches": 1, "per_device_train_batch_size": 4, "kl_coef": 0.0, "lam": 1.0}
+    trainer = make_trainer(config, reward_funcs=always(3.0, None, 5.0, None))
+    answering(trainer, "12.").train()
+    logs = trainer.state.log_history[0]
+    assert (logs["value/return"], logs["value/return_std"], logs["advantage_std"]) == (4.0, 1.0, 1.0)
+    assert logs["value/explained_variance"] == 0.0
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_reward_functions_compute_in_their_own_type_whatever_the_models_do(make_trainer, dataset, is_async):
+    seen = []
+
+    def multiply(completions, **kwargs):
+        seen.append((torch.ones(1, 1) @ torch.ones(1, 1)).dtype)
+        return [1.0] * len(completions)
+
+    async def multiply_later(completions, **kwargs):
+        return multiply(completions)
+
+    trainer = make_trainer(
+        {"max_steps": 1, "bf16": True, "use_cpu": True},
+        reward_funcs=multiply_later if is_async else multiply,
+        eval_dataset=dataset.select(range(2)),
+    )
+    in_update = []
+    trainer.model.causal_lm.lm_head.register_forward_hook(lambda module, given, output: in_update.append(output.dtype))
+    trainer.train()
+    trainer.evaluate()
+    assert seen == [torch.float32, torch.float32]
+    assert set(in_update) == {torch.bfloat16}
+
+
 def test_a_rollout_without_any_score_changes_no_weight(make_trainer):
     trainer = make_trainer({"max_steps": 4, "weight_decay": 0.0}, reward_funcs=always(*[None] * 8))
     before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}

@@ -180,6 +180,7 @@ BUDGET, VLLM = {"max_tokens_per_micro_batch": 100}, {"use_vllm": True}
 def config(args: dict) -> SimpleNamespace:
     """The fields that `check_engine` asks."""
     fields = {"max_tokens_per_micro_batch": None, "use_vllm": False, "critic_warmup": 0, "on_nonfinite": "raise"}
+    fields["vf_coef"] = 0.1
     return SimpleNamespace(**{**fields, "max_grad_norm": 1.0, "n_gpu": 1, **args})
 
 
@@ -203,6 +204,14 @@ WITH_OPTIMIZER.state.deepspeed_plugin.deepspeed_config["optimizer"] = {"type": "
         (engine(DistributedType.DEEPSPEED, zero=3), "adapter", [], {}, "ZeRO-3 cannot shard; use critic='shared'"),
         (engine(DistributedType.FSDP), "shared", [RewardAdapter], {}, "a reward adapter .* merge it into its base"),
         (engine(DistributedType.FSDP, fsdp2=False), "shared", [], {}, "FSDP version 1 is not supported; set"),
+        (
+            engine(DistributedType.FSDP),
+            "shared",
+            [],
+            {"critic_warmup": 1},
+            "critic_warmup=1 .*no checkpoint.*take DDP",
+        ),
+        (engine(DistributedType.FSDP), "shared", [], {"vf_coef": 0.0}, "vf_coef=0 .*no checkpoint.*or DDP"),
         (engine(DistributedType.FSDP), "shared", [], VLLM, "use_vllm sends the adapter whole, and FSDP2 keeps shards"),
         (ZERO_2, "adapter", [], BUDGET, "max_tokens_per_micro_batch needs DDP"),
         (ZERO_2, "adapter", [], {"critic_warmup": 3}, "critic_warmup=3 holds the actor still"),

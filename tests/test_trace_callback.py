@@ -13,7 +13,7 @@ import torch
 from conftest import count_digits
 from transformers import TrainerCallback
 
-from hfppo import PPOCallback, TokenTraceCallback
+from hfppo import AdaptiveKLCallback, PPOCallback, TokenTraceCallback
 from hfppo.trace import TokenRow, TokenTable
 from hfppo.trace.record import Trace, read_traces, recorded, trace_file, write_traces
 from hfppo.update import sequence
@@ -46,6 +46,16 @@ def traces(folder: Path) -> dict[int, list[Trace]]:
 
 def column(trace: Trace, name: str) -> torch.Tensor:
     return torch.tensor([getattr(row, name) for row in trace.table.rows])
+
+
+def test_a_trace_has_the_coefficient_its_rewards_were_made_with(make_trainer, tmp_path):
+    """Whichever callback comes first."""
+    callbacks = [AdaptiveKLCallback(target=1e-6, horizon=10), TokenTraceCallback(every=1, num_completions=1)]
+    trainer = make_trainer(CONFIG, callbacks=callbacks)
+    trainer.train()
+    logged = [entry["kl_coef"] for entry in trainer.state.log_history if "kl_coef" in entry]
+    assert len(set(logged)) == 3
+    assert [trace.kl_coef for (trace,) in traces(tmp_path / "out").values()] == logged
 
 
 @pytest.mark.parametrize("report_to", [["trackio"], []])

@@ -73,6 +73,12 @@ def test_table_of_a_run_without_critic_whose_sampler_was_its_anchor(tmp_path):
     assert all(row.logprob < 0 for row in given.table.rows)
 
 
+def test_table_of_a_run_whose_groups_do_not_divide_the_usual_batch(tmp_path):
+    run = Run(tmp_path, advantage_estimator="rloo", num_generations=3, per_device_train_batch_size=3)
+    trace, _ = trace_prompt(run.checkpoint, Question(PROMPT, score=run.table.score))
+    assert_same(trace.table, run.table)
+
+
 def test_given_completion_is_looked_at_instead_of_a_sampled_one(run):
     trace, _ = trace_prompt(run.checkpoint, Question(PROMPT, completion="是的", score=1.0))
     assert [row.token for row in trace.table.rows] == ["是", "的", "<eos>"]

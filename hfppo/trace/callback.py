@@ -73,9 +73,11 @@ class TokenTraceCallback(PPOCallback):
         if self.trainer is not None:
             rollout = self.trainer.rollout(self.prompts, **self.columns)  # on every process: it is a collective call
         if state.is_world_process_zero:
+            # An AdaptiveKLCallback may have set β for the next rollout, which chosen prompts are completed with.
+            kl_coef = metrics.get("kl_coef", ppo_state.kl_coef) if self.trainer is None else ppo_state.kl_coef
             count = len(rollout) if self.trainer is not None else min(self.num_completions, len(rollout))
             tables = [TokenTable.from_rollout(rollout, i, self._tokenizer, args.kl_estimator) for i in range(count)]
-            traces = traces_of(rollout, tables, number, state.global_step, ppo_state.kl_coef)
+            traces = traces_of(rollout, tables, number, state.global_step, kl_coef)
             write_traces(trace_file(args.output_dir, number), traces)
 
     def on_update_end(self, args, state, control, *, model, rollout, ppo_state):

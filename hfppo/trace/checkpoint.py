@@ -111,6 +111,7 @@ def settings(run: dict[str, Any], question: Question) -> PPOConfig:
     values["model_init_kwargs"] = {"dtype": init_kwargs["dtype"]} if "dtype" in init_kwargs else None
     # π_old is this model whatever sampled in the run, and nothing but the score that was given rewards.
     values |= {"policy_mode": "decoupled", "use_vllm": False, "reward_weights": None, "output_dir": "."}
+    values["per_device_train_batch_size"] = values["num_generations"]  # a size that divides into groups
     values |= {"report_to": "none"} | ({} if question.seed is None else {"seed": question.seed})
     return PPOConfig(**values)
 
