@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 from datasets import Dataset, IterableDataset
@@ -99,6 +100,25 @@ def assemble(
         actor.base, actor.peft_config, critic_source, reference, actor.start_adapter, args.detach_shared_critic
     )
     return Parts(actor_critic, tokenizer, eos_ids, rewards, actor.peft_config, train_prompts, eval_prompts)
+
+
+def check_arguments(model: Any, args: Any, callbacks: Any) -> None:
+    """Refuse arguments in the place of others, and a run that would overwrite what it starts from.
+
+    Raises:
+        TypeError, ValueError: names the argument.
+    """
+    if not isinstance(args, PPOConfig):
+        raise TypeError(
+            f"args is a {type(args).__name__}; give a PPOConfig, which takes the fields of TrainingArguments"
+        )
+    if not isinstance(callbacks, list | None):
+        raise TypeError(f"callbacks is of type {type(callbacks).__name__}; give a list")
+    if isinstance(model, str) and Path(model).resolve() == Path(args.output_dir).resolve():
+        raise ValueError(
+            f"model and output_dir are both {model!r}: saving would overwrite what the run starts from, which is also "
+            "its reference; give another output_dir, or, to go on with the run in it, the model that it began with"
+        )
 
 
 def eval_name(name: str | None) -> str:

@@ -66,11 +66,20 @@ def describe_run(
             **{name: getattr(args, name) for name in STRUCTURE},
             "number of processes": args.world_size,
             "prompts (SHA-256 of their token ids)": digest,
-            "base (SHA-256 of some of its weights)": fingerprint(model.base_model),
+            **hashes(model),
             "peft_config": describe_adapter(peft_config),
             "critic": None if model.critic is None else model.critic.kind,
         },
         "settings": {**own, "reward_funcs": reward_funcs},
+    }
+
+
+def hashes(model: ActorCritic) -> dict[str, str | None]:
+    """What base and reference are known by; None: the reference is the base."""
+    reference = None if model.ref_model is None else fingerprint(model.ref_model)
+    return {
+        "base (SHA-256 of some of its weights)": fingerprint(model.base_model),
+        "reference (SHA-256 of some of its weights)": reference,
     }
 
 

@@ -267,7 +267,13 @@ class PPOConfig(TrainingArguments):
         check_config(self)
         if self.total_episodes is not None:
             rollouts = -(-self.total_episodes // (self.rollout_size * self.world_size))
-            self.max_steps = rollouts * self.updates_per_rollout
+            steps = rollouts * self.updates_per_rollout
+            if self.max_steps not in (-1, steps):
+                raise ValueError(
+                    f"total_episodes={self.total_episodes} makes {steps} steps, but max_steps={self.max_steps}; leave "
+                    "one out (max_steps=-1)"
+                )
+            self.max_steps = steps
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as trackers, checkpoints and the model card show them: also nested tokens and keys are hidden."""

@@ -3,9 +3,9 @@
 import copy
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from huggingface_hub import hf_hub_download
@@ -17,10 +17,17 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from hfppo.layout import Layout, eval_mode, hidden_states
 from hfppo.loading import adapter_config, check_placement, check_vocabulary
+from hfppo.origin import check_origin
 
 CRITIC_FOLDER = "critic"
 CRITIC_WEIGHTS = "critic.safetensors"
 CRITIC_CONFIG = "critic_config.json"
+# Of an adapter's configuration: what is told in any case, and what only says where it comes from or where it runs.
+USUAL_FIELDS = ("peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "target_modules", "exclude_modules")
+OF_ORIGIN = (
+    *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
+    *("eva_config", "corda_config", "loftq_config", "lora_ga_config", "runtime_config", "save_projection"),
+)
 
 
 class ValueHead(nn.Linear):
@@ -117,17 +124,20 @@ def find_critic(critic: str | PreTrainedModel | CriticSource) -> CriticSource:
     """
     if isinstance(critic, CriticSource):
         return critic
-    if isinstance(critic, PreTrainedModel) or critic in ("adapter", "shared"):
+    if isinstance(critic, PreTrainedModel):
+        check_origin("critic", critic)
+        return CriticSource(critic)
+    if critic in ("adapter", "shared"):
         return CriticSource(critic)
     if isinstance(critic, PeftModel):
-        raise TypeError("critic is an adapter on a model; merge it, critic.merge_and_unload(), and give the model")
+        raise TypeError("critic is an adapter on a model; save critic.merge_and_unload(), and give the folder")
     if not isinstance(critic, str):
         raise TypeError(f"critic={critic!r} is not 'adapter', 'shared', a model, or the id or path of one")
     if (folder := find_saved(critic)) is not None:
         saved = json.loads((folder / CRITIC_CONFIG).read_text())
         return CriticSource(find_critic(saved["base"] if saved["kind"] == "model" else saved["kind"]).model, folder)
     if adapter_config(critic) is not None:
-        raise ValueError(f"critic={critic!r} is an adapter; merge it into its base and give the merged model")
+        raise ValueError(f"critic={critic!r} is an adapter; merge it into its base, save that, and give its folder")
     try:
         model, info = AutoModelForSequenceClassification.from_pretrained(
             critic, num_labels=1, output_loading_info=True
@@ -225,23 +235,17 @@ def trunk_targets(model: PreTrainedModel, config: PeftConfig) -> list[str]:
 
 
 def describe_adapter(config: PeftConfig) -> dict[str, Any]:
-    """The fields that decide whether an adapter's weights fit, and mean the same, as JSON has them."""
-    names = (
-        "peft_type",
-        "r",
-        "lora_alpha",
-        "target_modules",
-        "use_rslora",
-        "use_dora",
-        "rank_pattern",
-        "alpha_pattern",
-        "exclude_modules",
-        "layers_to_transform",
-        "layers_pattern",
-    )
-    values: dict[str, Any] = {name: getattr(config, name, None) for name in names}
-    values["peft_type"] = getattr(config.peft_type, "value", config.peft_type)
-    return {name: sorted(value) if isinstance(value, set | list) else value for name, value in values.items()}
+    """The fields that decide whether an adapter's weights fit, and mean the same, as JSON has them.
+
+    Beside the usual ones, those that are not at their default: what PEFT adds later changes no checkpoint.
+    """
+    named = {name: getattr(config, name, None) for name in USUAL_FIELDS}
+    for f in fields(config):
+        default = f.default if f.default_factory is MISSING else f.default_factory()
+        beginning = f.name in OF_ORIGIN or f.name.startswith("init_") or f.name.endswith("dropout")
+        if not beginning and (value := getattr(config, f.name)) != default:
+            named[f.name] = asdict(cast(Any, value)) if is_dataclass(value) else value
+    return json.loads(json.dumps(named, default=lambda value: sorted(value) if isinstance(value, set) else str(value)))
 
 
 def differing(before: Any, now: Any) -> tuple[Any, Any]:

@@ -1,7 +1,7 @@
 """Prompts: checked, rendered, tokenised and put in an order that needs no saved state."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,6 +122,18 @@ def short_prompts(
         return Prompts(dataset, [tokens[-max_length:] for tokens in ids], conversational)
     logger.warning("%s tokens and are dropped", number)
     return Prompts(dataset.select(short), [ids[row] for row in short], conversational)
+
+
+def dataset_of(prompts: Sequence[Any], columns: Mapping[str, Sequence[Any]]) -> Dataset:
+    """The dataset of given prompts and what belongs to them.
+
+    Raises:
+        ValueError: a single text, or a column of another length; names it.
+    """
+    for name, values in {"prompts": prompts, **columns}.items():
+        if isinstance(values, str) or len(values) != len(prompts):
+            raise ValueError(f"{name}={values!r} must be a list with an entry for each prompt")
+    return Dataset.from_dict({"prompt": list(prompts), **columns})
 
 
 def as_dataset(given: Any) -> str:

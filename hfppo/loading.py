@@ -1,13 +1,19 @@
 """Models and tokenizers as users give them."""
 
 import copy
+import logging
 from dataclasses import dataclass
 from typing import Any
 
 from peft import LoraConfig, PeftConfig, PeftModel
-from peft.utils import get_peft_model_state_dict
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils import ModulesToSaveWrapper, get_peft_model_state_dict
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from hfppo.origin import check_origin
+
+logger = logging.getLogger(__name__)
 
 # These initialisations write into the base, so that disabling the adapter no longer gives the base back.
 BASE_CHANGING_INITS = ("pissa", "olora", "corda", "eva", "loftq", "lora_ga")
@@ -29,6 +35,8 @@ def load_model(model: str | PreTrainedModel | PeftModel, **init_kwargs: Any) -> 
         TypeError, ValueError: it cannot be loaded.
     """
     if not isinstance(model, str):
+        if init_kwargs:
+            logger.warning("model_init_kwargs=%r is for models given by name: this one is loaded already", init_kwargs)
         return model
     if (config := adapter_config(model)) is None:
         return load_causal_lm("model", model, **init_kwargs)
@@ -96,6 +104,7 @@ def check_model(model: PreTrainedModel | PeftModel, peft_config: PeftConfig | No
             f"peft_config must be a PeftConfig, got {type(peft_config).__name__}; use peft.LoraConfig(...)"
         )
     if not isinstance(model, PeftModel):
+        check_bare(model)
         return check_adapter(peft_config or default_peft_config())
     check_adapter(model.active_peft_config)
     if not any(p.requires_grad for p in model.parameters()):
@@ -106,9 +115,23 @@ def check_model(model: PreTrainedModel | PeftModel, peft_config: PeftConfig | No
     if peft_config is not None:
         raise ValueError(
             "model is already an adapter and peft_config asks for another; leave peft_config out to train the "
-            "adapter on, or merge it into its base first"
+            "adapter on, or merge it into its base, save that, and give its folder"
         )
     return None
+
+
+def check_bare(model: PreTrainedModel) -> None:
+    """Refuse a base in which an adapter's layers stand: they would take part in everything, and not be saved.
+
+    Raises:
+        ValueError: names one.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, BaseTunerLayer):
+            raise ValueError(
+                f"model has an adapter in its layer {name}, of an earlier trainer or of get_peft_model; load the "
+                "model again, or give the whole PeftModel"
+            )
 
 
 def check_placement(name: str, model: PreTrainedModel | PeftModel) -> None:
@@ -185,11 +208,19 @@ def keep_four_bits(base: nn.Module) -> None:
 def take_apart(model: PreTrainedModel | PeftModel, peft_config: PeftConfig | None) -> Actor:
     """Base, adapter and the adapter's weights of a model that `check_model` has let through."""
     if not isinstance(model, PeftModel):
+        check_origin("model", model)
         return Actor(model, peft_config or default_peft_config(), None)
     config = copy.deepcopy(model.active_peft_config)
     config.inference_mode = False
     weights = get_peft_model_state_dict(model, adapter_name=model.active_adapter)
-    return Actor(model.unload(), config, {name: tensor.clone() for name, tensor in weights.items()})
+    start = {name: tensor.clone() for name, tensor in weights.items()}
+    wrapped = model.get_base_model().named_modules()
+    originals = {name: module.original_module for name, module in wrapped if isinstance(module, ModulesToSaveWrapper)}
+    base = model.unload()
+    for name, module in originals.items():  # PEFT leaves the trained ones
+        base.set_submodule(name, module)
+    check_origin("model", base)
+    return Actor(base, config, start)
 
 
 def default_peft_config() -> LoraConfig:

@@ -6,6 +6,7 @@ switching between a forward and its backward silently gives zero gradients.
 """
 
 import copy
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +24,8 @@ from hfppo.layout import Layout, can_pack, eval_mode, hidden_states
 from hfppo.loading import check_adapter, check_vocabulary, keep_four_bits
 from hfppo.lora import fuse_lora
 from hfppo.output_head import Entropy, after_head, token_logprobs
+
+logger = logging.getLogger(__name__)
 
 
 class TokenOutputs(NamedTuple):
@@ -82,6 +85,8 @@ class ActorCritic(PeftModelForCausalLM):
         if not any(p.requires_grad for p in self.actor_parameters()):
             raise ValueError("the adapter has no trainable weight; check peft_config's target_modules")
         self._check_logits()
+        if start_adapter is None and ref_model is None:
+            self._check_start()
 
     @property
     def causal_lm(self) -> PreTrainedModel:
@@ -240,6 +245,20 @@ class ActorCritic(PeftModelForCausalLM):
             raise ValueError(
                 f"{type(model).__name__} changes its logits after the output head in a way this package does not "
                 f"know (they differ by up to {(expected - got).abs().max():.3g}); use another architecture"
+            )
+
+    def _check_start(self) -> None:
+        """Warn of an adapter that is not the base before it is trained."""
+        ids = torch.arange(4, device=self.causal_lm.device)[None] % self.config.get_text_config().vocab_size
+        with torch.no_grad(), eval_mode(self):
+            actor = self.causal_lm(input_ids=ids, use_cache=False).logits.float()
+            with self.disable_adapter():
+                base = self.causal_lm(input_ids=ids, use_cache=False).logits.float()
+        if not torch.allclose(actor, base, rtol=1e-2, atol=1e-2 * float(base.abs().max())):
+            logger.warning(
+                "peft_config begins with weights that change the model (its logits by up to %.3g), so training begins "
+                "away from the reference, at a KL above 0; take an initialisation that begins at the base",
+                (actor - base).abs().max(),
             )
 
 

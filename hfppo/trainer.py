@@ -23,13 +23,13 @@ from transformers import (
     set_seed,
 )
 
-from hfppo.assembly import assemble, prompts_of
+from hfppo.assembly import assemble, check_arguments, check_calls, prompts_of
 from hfppo.callbacks import PPOCallback, StepEnd, with_default_callbacks
 from hfppo.card import write_card
 from hfppo.checkpoint import check_checkpoint, describe_run, load_ppo_state, own_rates, save_ppo_state
 from hfppo.compilation import compile_layers
 from hfppo.config import PPOConfig
-from hfppo.data import Prompts
+from hfppo.data import Prompts, dataset_of
 from hfppo.evaluation import EvaluatingTrainer
 from hfppo.experience import Collector, grouped
 from hfppo.functional import token_kl
@@ -94,6 +94,7 @@ class PPOTrainer(EvaluatingTrainer):
         reward_processing_classes: Sequence[PreTrainedTokenizerBase | None] | None = None,
     ):
         args = PPOConfig() if args is None else args
+        check_arguments(model, args, callbacks)
         set_seed(args.seed)  # the adapter is initialised here, before Trainer sets the seed
         parts = assemble(
             model,
@@ -241,9 +242,11 @@ class PPOTrainer(EvaluatingTrainer):
         Args:
             prompts: texts or conversations.
             columns: what else the reward functions need, one entry per prompt each. Rows equal in all are a group.
+        Raises:
+            TypeError, ValueError: prompts or columns that do not fit; names them.
         """
-        dataset = Dataset.from_dict({"prompt": list(prompts), **columns})
-        prepared = prompts_of(dataset, "prompts", self.processing_class, self.args)
+        prepared = prompts_of(dataset_of(prompts, columns), "prompts", self.processing_class, self.args)
+        check_calls(self.collector.rewards, {"prompts": prepared})
         rows = grouped(self.collector.eval_rows(prepared))
         self.place_model()
         return self.collector.collect(rows, self.ppo_state, self.state, Meter(), training=False)[0]

@@ -31,9 +31,10 @@ from transformers import (
     T5Config,
     T5ForConditionalGeneration,
     TrainerState,
+    TrainingArguments,
 )
 
-from hfppo import AdaptiveKLCallback, PPOConfig, RewardServer
+from hfppo import AdaptiveKLCallback, PPOConfig, PPOTrainer, RewardServer
 from hfppo.config_checks import check_config
 from hfppo.crash_safe import seal
 from hfppo.rewards import RewardFunctions
@@ -307,6 +308,7 @@ TABLE: dict[str, dict[str, Case]] = {
             {"bf16_full_eval": True},
             {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "epoch"},
             {"max_completion_length": 123},
+            {"total_episodes": 1024, "max_steps": 8},
             {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": "localhost"},
         )
     ),
@@ -334,6 +336,8 @@ TABLE: dict[str, dict[str, Case]] = {
         ),
         "text and messages": trained(lambda: {"train_dataset": mixed_prompts()}),
         "numbers": data(7, 8),
+        "a text to rollout": lambda bench: bench.make_trainer().rollout("1+1="),
+        "a column of another length to rollout": lambda bench: bench.make_trainer().rollout(["1", "2"], answer=["1"]),
         "a missing prompt": data("1+1=", None),
         "an empty prompt": data("1", "", "2"),
         "an empty conversation": data(CHAT, []),
@@ -370,6 +374,11 @@ TABLE: dict[str, dict[str, Case]] = {
         "none to train on": trained(lambda: {"train_dataset": None}),
     },
     "Models and tokenizers": {
+        "a TrainingArguments as args": lambda bench: PPOTrainer(
+            tiny_model(), count_digits, TrainingArguments("runs", report_to="none")
+        ),
+        "the output folder as model": trained(lambda: {"model": "runs"}, output_dir="runs"),
+        "a base with an adapter in it": trained(lambda: {"model": adapter().get_base_model()}),
         "a number as model": trained(lambda: {"model": 5}),
         "an encoder-decoder": trained(lambda: {"model": t5()}),
         "an encoder": trained(
@@ -486,6 +495,7 @@ TABLE: dict[str, dict[str, Case]] = {
         "a column that the dataset lacks": answered(200, b'{"scores": []}', columns=["solution"]),
     },
     "Callbacks": {
+        "one outside of a list": trained(lambda: {"callbacks": AdaptiveKLCallback()}),
         "a target of 0": lambda bench: AdaptiveKLCallback(target=0.0),
         "a target of NaN": lambda bench: AdaptiveKLCallback(target=NAN),
         "a horizon of 0": lambda bench: AdaptiveKLCallback(horizon=0),
@@ -506,6 +516,9 @@ TABLE: dict[str, dict[str, Case]] = {
         "a narrower base": resumed(arguments=lambda: {"model": tiny_model(hidden_size=16)}),
         "another kind of critic": resumed(arguments=lambda: {"critic": "shared"}),
         "another rank": resumed(arguments=lambda: {"peft_config": lora(r=2)}),
+        "another reference": resumed(arguments=lambda: {"ref_model": tiny_model(seed=7)}),
+        "other trained tokens": resumed(arguments=lambda: {"peft_config": lora(trainable_token_indices=[1])}),
+        "other modules to save": resumed(arguments=lambda: {"peft_config": lora(modules_to_save=["norm"])}),
         "another lora_alpha": resumed(arguments=lambda: {"peft_config": lora(lora_alpha=16)}),
         "other target modules": resumed(arguments=lambda: {"peft_config": lora(target_modules=["q_proj"])}),
         "other modules left out": resumed(arguments=lambda: {"peft_config": lora(exclude_modules=["q_proj"])}),

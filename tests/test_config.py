@@ -51,6 +51,7 @@ def test_1024_completions_in_mini_batches_of_64_for_4_epochs_are_64_steps(make_t
             "num_mini_batches": 16,
             "num_ppo_epochs": 4,
             "total_episodes": 1024,
+            "max_steps": -1,
             "max_completion_length": 1,
             "local_rollout_forward_batch_size": 1024,
             "logging_steps": 64,
@@ -86,7 +87,6 @@ def test_total_episodes_sets_max_steps(config, monkeypatch, total_episodes, proc
         num_mini_batches=3,
         num_ppo_epochs=2,
         total_episodes=total_episodes,
-        max_steps=1,
     )
     assert args.max_steps == steps  # 24 completions per process and rollout, 6 steps each
 

@@ -65,6 +65,7 @@ def test_training_goes_on_from_a_saved_adapter_with_it_as_reference(trained, mak
     loaded = PeftModel.from_pretrained(tiny_model(), out, is_trainable=True)
     for model in (out, loaded):
         trainer = make_trainer(
+            {"output_dir": str(tmp_path / "further")},
             model=model,
             peft_config=None,
             critic=out,

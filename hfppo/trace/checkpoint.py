@@ -5,6 +5,7 @@ the arguments its run loaded the base with, the dtype alone is taken over.
 """
 
 import json
+import logging
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, cast
@@ -19,6 +20,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, TrainerState
 
 from hfppo.assembly import prompts_of
+from hfppo.checkpoint import hashes
 from hfppo.config import PPOConfig
 from hfppo.critic import CRITIC_FOLDER, find_critic
 from hfppo.experience import Collector
@@ -30,6 +32,8 @@ from hfppo.rewards import RewardFunctions
 from hfppo.state import PPOState
 from hfppo.trace.record import Trace, traces_of
 from hfppo.trace.table import TokenTable
+
+logger = logging.getLogger(__name__)
 
 STATE, CONFIG, WEIGHTS = "ppo_state_0.json", "adapter_config.json", "adapter_model.safetensors"
 
@@ -71,6 +75,9 @@ def trace_prompt(checkpoint: str | Path, question: Question) -> tuple[Trace, PPO
     state, args = PPOState.from_state_dict(saved["state"]), settings(saved["run"], question)
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left", trust_remote_code=False)
     model = load_actor_critic(folder, args, question)
+    for what, now in hashes(model).items():
+        if saved["run"]["structure"].get(what) != now:
+            logger.warning("%s is not the run's, unless that was quantised; give --base or --ref_model", what)
     eos_ids = eos_token_ids(tokenizer, model.causal_lm.generation_config)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token_id = eos_ids[0]
