@@ -250,6 +250,21 @@ def test_trained_tokens_are_saved_and_go_on(make_trainer, tmp_path, goes_on):
     assert_close(logits(loaded), logits(straight.model), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("module", ["embed_tokens", "norm", "mlp"])
+def test_modules_that_are_saved_whole_go_on_beside_the_base(make_trainer, tmp_path, base_path, module):
+    """The base keeps its own, which the critic reads through."""
+    config = LoraConfig(target_modules=["q_proj"], modules_to_save=[module])
+    trained = make_trainer({"max_steps": 2}, model=base_path, peft_config=config)
+    trained.train()
+    trained.save_model()
+    out = str(tmp_path / "out")
+    further = make_trainer({"output_dir": str(tmp_path / "further")}, model=out, critic=out, peft_config=None)
+    first, second = (trainer.rollout(["1+2="]) for trainer in (trained, further))
+    assert torch.equal(first.old_logprobs, second.old_logprobs)
+    assert torch.equal(first.values, second.values)
+    assert not torch.equal(first.old_logprobs, first.ref_logprobs)
+
+
 def test_users_peft_config_is_left_as_it_was(make_trainer):
     before = LORA.target_modules
     make_trainer()

@@ -79,6 +79,15 @@ def test_table_of_a_run_whose_groups_do_not_divide_the_usual_batch(tmp_path):
     assert_same(trace.table, run.table)
 
 
+def test_another_base_than_the_runs_is_warned_of(run, tmp_path, caplog):
+    trace_prompt(run.checkpoint, Question(PROMPT))
+    assert caplog.messages == []
+    tiny_model(seed=7).save_pretrained(tmp_path / "other")
+    trace_prompt(run.checkpoint, Question(PROMPT, base=str(tmp_path / "other"), ref_model=str(tmp_path / "other")))
+    assert [message.split(" (")[0] for message in caplog.messages] == ["base", "reference"]
+    assert all("is not the run's" in message for message in caplog.messages)
+
+
 def test_given_completion_is_looked_at_instead_of_a_sampled_one(run):
     trace, _ = trace_prompt(run.checkpoint, Question(PROMPT, completion="是的", score=1.0))
     assert [row.token for row in trace.table.rows] == ["是", "的", "<eos>"]
