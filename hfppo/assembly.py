@@ -102,11 +102,11 @@ def assemble(
     return Parts(actor_critic, tokenizer, eos_ids, rewards, actor.peft_config, train_prompts, eval_prompts)
 
 
-def check_arguments(model: Any, args: Any, callbacks: Any) -> None:
-    """Refuse arguments in the place of others, and a run that would overwrite what it starts from.
+def check_arguments(args: Any, callbacks: Any) -> None:
+    """Refuse arguments in the place of others.
 
     Raises:
-        TypeError, ValueError: names the argument.
+        TypeError: names the argument.
     """
     if not isinstance(args, PPOConfig):
         raise TypeError(
@@ -114,7 +114,17 @@ def check_arguments(model: Any, args: Any, callbacks: Any) -> None:
         )
     if not isinstance(callbacks, list | None):
         raise TypeError(f"callbacks is of type {type(callbacks).__name__}; give a list")
-    if isinstance(model, str) and Path(model).resolve() == Path(args.output_dir).resolve():
+
+
+def check_output_folder(model: str | None, args: PPOConfig) -> None:
+    """Refuse to train into the folder that training starts from.
+
+    Args:
+        model: the folder or id that `PPOTrainer` was given, if it was one.
+    Raises:
+        ValueError: names the folder.
+    """
+    if model is not None and Path(model).resolve() == Path(args.output_dir).resolve():
         raise ValueError(
             f"model and output_dir are both {model!r}: saving would overwrite what the run starts from, which is also "
             "its reference; give another output_dir, or, to go on with the run in it, the model that it began with"

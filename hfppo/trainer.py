@@ -23,7 +23,7 @@ from transformers import (
     set_seed,
 )
 
-from hfppo.assembly import assemble, check_arguments, check_calls, prompts_of
+from hfppo.assembly import assemble, check_arguments, check_calls, check_output_folder, prompts_of
 from hfppo.callbacks import PPOCallback, StepEnd, with_default_callbacks
 from hfppo.card import write_card
 from hfppo.checkpoint import check_checkpoint, describe_run, load_ppo_state, own_rates, save_ppo_state
@@ -94,7 +94,7 @@ class PPOTrainer(EvaluatingTrainer):
         reward_processing_classes: Sequence[PreTrainedTokenizerBase | None] | None = None,
     ):
         args = PPOConfig() if args is None else args
-        check_arguments(model, args, callbacks)
+        check_arguments(args, callbacks)
         set_seed(args.seed)  # the adapter is initialised here, before Trainer sets the seed
         parts = assemble(
             model,
@@ -132,6 +132,7 @@ class PPOTrainer(EvaluatingTrainer):
         self._progress = RunProgress.of(self, args.updates_per_rollout)
         self.collector.sampler.on_progress = self._progress.advance
         self.ppo_state = PPOState(kl_coef=args.kl_coef)
+        self._start = model if isinstance(model, str) else None
         self._train_prompts, self._eval_prompts = parts.train_prompts, parts.eval_prompts
         self._rollout: Rollout | None = None
         self._meter = Meter()
@@ -359,9 +360,11 @@ class PPOTrainer(EvaluatingTrainer):
         A second call goes on with `ppo_state`: the next prompts, the adapted β, and no second warmup.
 
         Raises:
+            ValueError: a checkpoint that cannot be gone on with, or an output folder that training starts from.
             NonFiniteError: a number is NaN or infinite; see `on_nonfinite`.
             OutOfMemory: with the settings that help.
         """
+        check_output_folder(self._start, self.args)
         self._rollout, self._meter, self._step_meter = None, Meter(), Meter()
         self._guard = NonFiniteGuard(self.args, self.accelerator)
         with explained_memory("the update", self.args):

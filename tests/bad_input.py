@@ -377,7 +377,9 @@ TABLE: dict[str, dict[str, Case]] = {
         "a TrainingArguments as args": lambda bench: PPOTrainer(
             tiny_model(), count_digits, TrainingArguments("runs", report_to="none")
         ),
-        "the output folder as model": trained(lambda: {"model": "runs"}, output_dir="runs"),
+        "the output folder as model": lambda bench: bench.make_trainer(
+            {"output_dir": (folder := saved(bench, tiny_model()))}, model=folder
+        ).train(),
         "a base with an adapter in it": trained(lambda: {"model": adapter().get_base_model()}),
         "a number as model": trained(lambda: {"model": 5}),
         "an encoder-decoder": trained(lambda: {"model": t5()}),
