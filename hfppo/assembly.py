@@ -1,6 +1,7 @@
 """From what users pass to `PPOTrainer` to its checked and loaded parts; nothing is generated or written here."""
 
 import inspect
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,8 @@ from hfppo.reward_model import RewardAdapter, load_reward_funcs
 from hfppo.reward_server import RewardServer
 from hfppo.rewards import RewardFunctions
 from hfppo.stream import PromptStream
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,7 @@ def assemble(
     padding = eos_ids[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     known = {name: some.head for name, some in prompts.items()}
     check_ids(loaded, known, {"the end of sequence": eos_ids, "the padding token": [padding]})
+    check_ends(known, eos_ids)
     reference = load_reference(ref_model, **init_kwargs)
     if reference is not None:
         check_lengths("ref_model", reference, longest, args)
@@ -166,6 +170,15 @@ def check_ids(model: PreTrainedModel | PeftModel, prompts: dict[str, Prompts], s
             raise ValueError(
                 f"{where} has token id {max(ids)}, and the model knows {size} tokens, from 0; processing_class is "
                 "another model's tokenizer: give the model's own, or resize_token_embeddings"
+            )
+
+
+def check_ends(prompts: dict[str, Prompts], eos_ids: list[int]) -> None:
+    """Warn of prompts that end the text before it is completed, as a tokenizer does that appends EOS."""
+    for name, some in prompts.items():
+        if all(ids[-1] in eos_ids for ids in some.ids):
+            logger.warning(
+                "every prompt of %s ends with EOS; have the tokenizer, or the chat template, leave it out", name
             )
 
 

@@ -338,9 +338,3 @@ def without_secrets(value: Any) -> Any:
         else without_secrets(inner)
         for name, inner in value.items()
     }
-
-
-def resume_argument(args: TrainingArguments) -> str | bool | None:
-    """`args.resume_from_checkpoint` as `Trainer.train` wants it: "true" is the last checkpoint in `output_dir`."""
-    value = args.resume_from_checkpoint
-    return {"true": True, "false": None}.get(value.lower(), value) if isinstance(value, str) else value

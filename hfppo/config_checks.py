@@ -8,18 +8,15 @@ from collections.abc import Callable, Iterable
 from dataclasses import fields
 from difflib import get_close_matches
 from numbers import Real
-from typing import Any, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from hfppo.functional import (
     ADVANTAGE_ESTIMATORS,
+    GROUP_ESTIMATORS,
     KL_ESTIMATORS,
-    MISMATCH_CORRECTIONS,
-    MISMATCH_LEVELS,
     POLICY_LOSSES,
     REDUCTIONS,
 )
-
-NEEDS_GROUPS = ("grpo", "rloo", "opo", "reinforce_plus_plus_baseline")
 
 # What a number must be, and the fields of which that is asked. Written so that NaN never meets it.
 RANGES: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
@@ -157,17 +154,13 @@ def check_config(args: Any) -> None:
 
 def check_choices(args: Any) -> None:
     """Names are among those that exist."""
-    choices: dict[str, tuple[str, ...]] = {
-        "overlong_prompts": ("drop", "truncate"),
+    hints = get_type_hints(type(args))
+    literal = {f.name: hints[f.name] for f in fields(args) if get_origin(hints[f.name]) is Literal}
+    choices = {name: get_args(kind) for name, kind in literal.items()} | {
         "kl_estimator": tuple(KL_ESTIMATORS),
         "kl_loss_estimator": tuple(KL_ESTIMATORS),
         "advantage_estimator": tuple(ADVANTAGE_ESTIMATORS),
         "policy_loss": tuple(POLICY_LOSSES),
-        "on_nonfinite": ("raise", "skip"),
-        "vllm_mode": ("colocate", "server"),
-        "policy_mode": ("decoupled", "bypass", "corrected"),
-        "mismatch_level": MISMATCH_LEVELS,
-        "mismatch_correction": MISMATCH_CORRECTIONS,
         "loss_reduction": tuple(REDUCTIONS),
     }
     for name, allowed in choices.items():
@@ -185,7 +178,7 @@ def check_ranges(args: Any) -> None:
 
 def check_combinations(args: Any) -> None:
     """Fields do not contradict each other."""
-    if args.advantage_estimator in NEEDS_GROUPS and args.num_generations < 2:
+    if args.advantage_estimator in GROUP_ESTIMATORS and args.num_generations < 2:
         raise ValueError(
             f"advantage_estimator={args.advantage_estimator!r} compares completions of one prompt, but "
             f"num_generations={args.num_generations}; raise num_generations to 2 or more"

@@ -13,7 +13,6 @@ from transformers import PreTrainedTokenizerBase, TrainerState
 from hfppo import functional as F
 from hfppo.config import PPOConfig
 from hfppo.data import Prompts, pad_left
-from hfppo.functional.advantages import GROUP_ESTIMATORS
 from hfppo.generation import Completions, Sampler
 from hfppo.layout import eval_mode, rows_at_once
 from hfppo.memory import explained_memory
@@ -305,7 +304,7 @@ class Collector:
     ) -> tuple[Tensor, Tensor | None]:
         """(B, T) advantages before whitening, and returns where there is a critic."""
         args, mask = self.args, completions.mask
-        if args.advantage_estimator in GROUP_ESTIMATORS:
+        if args.advantage_estimator in F.GROUP_ESTIMATORS:
             return self.group_advantages(rows, rewards, mask, scored.scorable), None
         if args.advantage_estimator == "reinforce_plus_plus":
             return F.reinforce_plus_plus(rewards, mask, args.gamma), None
@@ -326,7 +325,7 @@ class Collector:
         comparable = scorable & (torch.bincount(index[scorable], minlength=len(groups))[index] > 1)
         advantages = torch.zeros_like(rewards)
         if comparable.any():
-            estimator = GROUP_ESTIMATORS[self.args.advantage_estimator]
+            estimator = F.GROUP_ESTIMATORS[self.args.advantage_estimator]
             options = {"scale": self.args.scale_rewards} if self.args.advantage_estimator == "grpo" else {}
             advantages[comparable] = estimator(rewards[comparable], mask[comparable], groups[comparable], **options)
         return advantages

@@ -10,7 +10,7 @@ from operator import attrgetter
 from transformers import TrainerCallback
 
 from hfppo.config import PPOConfig
-from hfppo.functional.advantages import GROUP_ESTIMATORS
+from hfppo.functional import GROUP_ESTIMATORS
 
 TRUE_METRIC = "true metric"  # stands in the table for the metric that `HealthCallback.true_metric` names
 

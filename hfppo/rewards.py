@@ -61,21 +61,8 @@ class RewardFunctions:
         for func in self.funcs:
             if not callable(func) or isinstance(func, nn.Module):
                 raise TypeError(f"reward_funcs holds {describe(func)}, which is no function; give Python functions")
+        self.names = distinct([plain_name(func) for func in self.funcs])  # as metrics and errors use them
         self.weights = check_weights(weights, self.names)
-
-    @property
-    def names(self) -> list[str]:
-        """The functions' names, as metrics and errors use them; repeated ones get numbers."""
-        plain = [plain_name(func) for func in self.funcs]
-        names = [name for name in plain if plain.count(name) == 1]
-        result = []
-        for name in plain:
-            unique = (
-                name if name in names else next(n for i in itertools.count(1) if (n := f"{name}_{i}") not in names)
-            )
-            names.append(unique)
-            result.append(unique)
-        return result
 
     @contextmanager
     def scoring(
@@ -150,6 +137,17 @@ def more_for(func: RewardFunc, log: Log) -> dict[str, Any]:
 
 def describe(thing: Any) -> str:
     return type(thing).__name__ if isinstance(thing, nn.Module) else repr(thing)
+
+
+def distinct(names: list[str]) -> list[str]:
+    """The names; those that are repeated get numbers, which make none that is there already."""
+    taken = {name for name in names if names.count(name) == 1}
+    result = []
+    for name in names:
+        numbered = (f"{name}_{i}" for i in itertools.count(1))
+        result.append(name if name in taken and name not in result else next(n for n in numbered if n not in taken))
+        taken.add(result[-1])
+    return result
 
 
 def check_weights(weights: Sequence[float] | None, names: list[str]) -> list[float]:

@@ -7,10 +7,9 @@ free. docs/rlhf.md walks the three steps.
 """
 
 from dataset import DataArguments, load
+from run import resume_argument
 from transformers import AutoTokenizer
 from trl import ModelConfig, RewardConfig, RewardTrainer, TrlParser, get_peft_config
-
-from hfppo.config import resume_argument
 
 
 def main(data_args: DataArguments, args: RewardConfig, model_args: ModelConfig) -> None:

@@ -1,12 +1,12 @@
-"""What the PPO recipes share: the actor's arguments, and the way from a trainer to a saved, measured adapter."""
+"""What the recipes share: the actor's arguments, and the way from a trainer to a saved, measured adapter."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from transformers import TrainingArguments
 from trl import ModelConfig
 
 from hfppo import PPOTrainer
-from hfppo.config import resume_argument
 
 
 @dataclass
@@ -16,6 +16,12 @@ class ActorArguments(ModelConfig):
     use_peft: bool = field(default=True, metadata={"help": "The actor is an adapter; always on."})
     lora_dropout: float = field(default=0.0, metadata={"help": "Dropout would be noise in the ratio."})
     lora_target_modules: list[str] = field(default_factory=lambda: ["all-linear"], metadata={"help": "LoRA layers."})
+
+
+def resume_argument(args: TrainingArguments) -> str | bool | None:
+    """`args.resume_from_checkpoint` as `Trainer.train` wants it: "true" is the last checkpoint in `output_dir`."""
+    value = args.resume_from_checkpoint
+    return {"true": True, "false": None}.get(value.lower(), value) if isinstance(value, str) else value
 
 
 def evaluate(trainer: PPOTrainer, name: str, do_sample: bool) -> None:

@@ -6,10 +6,9 @@ Rows hold "prompt" and "completion", or "messages", as `trl.SFTTrainer` takes th
 """
 
 from dataset import DataArguments, load
+from run import resume_argument
 from transformers import AutoTokenizer
 from trl import ModelConfig, SFTConfig, SFTTrainer, TrlParser, get_peft_config
-
-from hfppo.config import resume_argument
 
 
 def main(data_args: DataArguments, args: SFTConfig, model_args: ModelConfig) -> None:

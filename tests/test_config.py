@@ -12,7 +12,7 @@ from transformers import HfArgumentParser, TrainingArguments
 import hfppo
 from hfppo import PPOCallback, PPOConfig
 from hfppo.config import CRITIC_FREE
-from hfppo.config_checks import NEEDS_GROUPS
+from hfppo.functional import GROUP_ESTIMATORS
 
 PACKAGE = Path(hfppo.__file__).parent
 OWN = sorted(PPOConfig.__annotations__.keys() - {"_VALID_DICT_FIELDS"})  # overridden defaults included
@@ -137,7 +137,7 @@ def test_advantages_are_whitened_as_the_estimator_wants_unless_set(config, estim
 
 
 def test_estimators_that_need_groups_exist():
-    assert set(NEEDS_GROUPS) <= set(CRITIC_FREE)
+    assert set(GROUP_ESTIMATORS) <= set(CRITIC_FREE)
 
 
 def test_nothing_that_was_set_is_changed(config):

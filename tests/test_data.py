@@ -8,6 +8,7 @@ import pytest
 import torch
 from conftest import CHAT_TEMPLATE
 from datasets import Dataset
+from tokenizers.processors import TemplateProcessing
 
 from hfppo import PPOConfig
 from hfppo.data import Prompts, pad_left, prepare_prompts, prompt_indices
@@ -128,6 +129,15 @@ def test_a_dropped_prompt_is_never_trained_on(make_trainer):
     trainer = make_trainer({"max_prompt_length": 4}, train_dataset=dataset)
     rows = [row for i in range(6) for row in trainer.collector.training_rows(trainer._train_prompts, i)]
     assert {row.columns["prompt"] for row in rows} == {"1+2=", "请问1", "1+"}
+
+
+@pytest.mark.parametrize("appends", [False, True])
+def test_prompts_that_a_tokenizer_ends_are_warned_of(make_trainer, tokenizer, caplog, appends):
+    if appends:
+        ending = TemplateProcessing(single="$A <eos>", special_tokens=[("<eos>", tokenizer.eos_token_id)])
+        tokenizer.backend_tokenizer.post_processor = ending
+    make_trainer(processing_class=tokenizer)
+    assert ("every prompt of train_dataset ends with EOS" in caplog.text) == appends
 
 
 @pytest.mark.parametrize("n", [1, 2, 7, 64])

@@ -6,6 +6,7 @@ token and `rewards[:, t]` is what the token earns. Log-probabilities, KL and ent
 
 from hfppo.functional.advantages import (
     ADVANTAGE_ESTIMATORS,
+    GROUP_ESTIMATORS,
     explained_variance,
     gae,
     grpo,
@@ -47,6 +48,7 @@ from hfppo.functional.mismatch import (
 
 __all__ = [
     "ADVANTAGE_ESTIMATORS",
+    "GROUP_ESTIMATORS",
     "KL_ESTIMATORS",
     "MISMATCH_CORRECTIONS",
     "MISMATCH_LEVELS",

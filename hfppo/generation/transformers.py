@@ -120,7 +120,8 @@ class TransformersSampler(Sampler):
         uniforms = None if seeds is None else row_uniforms(seeds, self.config.max_new_tokens).to(where)
         choice = SeededChoice(uniforms, self.temperature, on_token)
         if isinstance(self.model, FSDPModule) and "generate" not in vars(self.model):
-            register_fsdp_forward_method(self.model, "generate")  # the shards of the root are gathered for it as well
+            # The shards of the root are gathered for it as well; Trainer asks for that in training only.
+            register_fsdp_forward_method(self.model, "generate")
         # Compiled layers are for whole sequences: a graph for one token and its cache costs more than it saves.
         eager = torch.compiler.set_stance("force_eager")
         reading = state_values(self.model, self.with_values and not is_sharded(self.model))
