@@ -106,8 +106,8 @@ def assemble(
     return Parts(actor_critic, tokenizer, eos_ids, rewards, actor.peft_config, train_prompts, eval_prompts)
 
 
-def check_arguments(args: Any, callbacks: Any) -> None:
-    """Refuse arguments in the place of others.
+def check_arguments(model: Any, ref_model: Any, args: Any, callbacks: Any) -> None:
+    """Refuse arguments in the place of others, and warn of one without use.
 
     Raises:
         TypeError: names the argument.
@@ -118,20 +118,20 @@ def check_arguments(args: Any, callbacks: Any) -> None:
         )
     if not isinstance(callbacks, list | None):
         raise TypeError(f"callbacks is of type {type(callbacks).__name__}; give a list")
+    if args.model_init_kwargs and not isinstance(model, str) and not isinstance(ref_model, str):
+        logger.warning("model_init_kwargs is for models given by name; those given are loaded already")
 
 
-def check_output_folder(model: str | None, args: PPOConfig) -> None:
-    """Refuse to train into the folder that training starts from.
+def check_output_folder(start: Path | None, args: PPOConfig) -> None:
+    """Refuse to train into the folder that training starts from; evaluations write nothing.
 
-    Args:
-        model: the folder or id that `PPOTrainer` was given, if it was one.
     Raises:
         ValueError: names the folder.
     """
-    if model is not None and Path(model).resolve() == Path(args.output_dir).resolve():
+    if start is not None and start.resolve() == Path(args.output_dir).resolve():
         raise ValueError(
-            f"model and output_dir are both {model!r}: saving would overwrite what the run starts from, which is also "
-            "its reference; give another output_dir, or, to go on with the run in it, the model that it began with"
+            f"model and output_dir are both {str(start)!r}: saving would overwrite what the run starts from, which is "
+            "also its reference; give another output_dir, or, to go on with the run in it, the model that it began with"
         )
 
 
@@ -176,7 +176,7 @@ def check_ids(model: PreTrainedModel | PeftModel, prompts: dict[str, Prompts], s
 def check_ends(prompts: dict[str, Prompts], eos_ids: list[int]) -> None:
     """Warn of prompts that end the text before it is completed, as a tokenizer does that appends EOS."""
     for name, some in prompts.items():
-        if all(ids[-1] in eos_ids for ids in some.ids):
+        if all(len(ids) > 1 and ids[-1] in eos_ids for ids in some.ids):
             logger.warning(
                 "every prompt of %s ends with EOS; have the tokenizer, or the chat template, leave it out", name
             )

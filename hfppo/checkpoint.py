@@ -125,7 +125,7 @@ def check_checkpoint(checkpoint: str | Path, process: int, run: dict[str, Any]) 
         )
     saved = json.loads(path.read_text())["run"]
     for name, wanted in run["structure"].items():
-        before, now = differing(saved["structure"].get(name), wanted)
+        before, now = differing(saved["structure"].get(name, wanted), wanted)  # earlier versions wrote less
         if before != now:
             raise ValueError(
                 f"{checkpoint} was written with {name}={before!r}, this run has {now!r}: its rollouts cannot be gone "

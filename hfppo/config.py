@@ -1,6 +1,7 @@
 """The configuration of a run, in the style of TrainingArguments."""
 
 import copy
+import logging
 import re
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self
@@ -12,7 +13,9 @@ from hfppo.functional import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES,
 
 CRITIC_FREE = tuple(name for name in ADVANTAGE_ESTIMATORS if name != "gae")
 
-SECRET_NAME = re.compile("token(?!s)|key|secret|password", re.IGNORECASE)  # found in the name of a secret
+logger = logging.getLogger(__name__)
+
+SECRET_NAME = re.compile("(?<!max_)token|key|secret|password", re.IGNORECASE)  # found in the name of a secret
 URL_USER = re.compile(r"(?<=\w://)[^/\s@\"']+(?=@)")
 
 
@@ -269,10 +272,7 @@ class PPOConfig(TrainingArguments):
             rollouts = -(-self.total_episodes // (self.rollout_size * self.world_size))
             steps = rollouts * self.updates_per_rollout
             if self.max_steps not in (-1, steps):
-                raise ValueError(
-                    f"total_episodes={self.total_episodes} makes {steps} steps, but max_steps={self.max_steps}; leave "
-                    "one out (max_steps=-1)"
-                )
+                logger.warning("total_episodes makes max_steps=%s; %s is not used", steps, self.max_steps)
             self.max_steps = steps
 
     def to_dict(self) -> dict[str, Any]:

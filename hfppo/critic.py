@@ -23,10 +23,21 @@ CRITIC_FOLDER = "critic"
 CRITIC_WEIGHTS = "critic.safetensors"
 CRITIC_CONFIG = "critic_config.json"
 # Of an adapter's configuration: what is told in any case, and what only says where it comes from or where it runs.
-USUAL_FIELDS = ("peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "target_modules", "exclude_modules")
+USUAL_FIELDS = (
+    *("peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern"),
+    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
+)
 OF_ORIGIN = (
     *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
-    *("eva_config", "corda_config", "loftq_config", "lora_ga_config", "runtime_config", "save_projection"),
+    *(
+        "init_lora_weights",
+        "eva_config",
+        "corda_config",
+        "loftq_config",
+        "lora_ga_config",
+        "runtime_config",
+        "save_projection",
+    ),
 )
 
 
@@ -242,8 +253,9 @@ def describe_adapter(config: PeftConfig) -> dict[str, Any]:
     named = {name: getattr(config, name, None) for name in USUAL_FIELDS}
     for f in fields(config):
         default = f.default if f.default_factory is MISSING else f.default_factory()
-        beginning = f.name in OF_ORIGIN or f.name.startswith("init_") or f.name.endswith("dropout")
-        if not beginning and (value := getattr(config, f.name)) != default:
+        value = getattr(config, f.name)
+        starts = f.name == "init_weights" and isinstance(value, bool)  # as text it may choose another forward
+        if value != default and f.name not in OF_ORIGIN and not f.name.endswith("dropout") and not starts:
             named[f.name] = asdict(cast(Any, value)) if is_dataclass(value) else value
     return json.loads(json.dumps(named, default=lambda value: sorted(value) if isinstance(value, set) else str(value)))
 

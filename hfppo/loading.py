@@ -1,7 +1,6 @@
 """Models and tokenizers as users give them."""
 
 import copy
-import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +11,6 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from hfppo.origin import check_origin
-
-logger = logging.getLogger(__name__)
 
 # These initialisations write into the base, so that disabling the adapter no longer gives the base back.
 BASE_CHANGING_INITS = ("pissa", "olora", "corda", "eva", "loftq", "lora_ga")
@@ -35,8 +32,6 @@ def load_model(model: str | PreTrainedModel | PeftModel, **init_kwargs: Any) -> 
         TypeError, ValueError: it cannot be loaded.
     """
     if not isinstance(model, str):
-        if init_kwargs:
-            logger.warning("model_init_kwargs=%r is for models given by name: this one is loaded already", init_kwargs)
         return model
     if (config := adapter_config(model)) is None:
         return load_causal_lm("model", model, **init_kwargs)
@@ -129,8 +124,8 @@ def check_bare(model: PreTrainedModel) -> None:
     for name, module in model.named_modules():
         if isinstance(module, BaseTunerLayer):
             raise ValueError(
-                f"model has an adapter in its layer {name}, of an earlier trainer or of get_peft_model; load the "
-                "model again, or give the whole PeftModel"
+                f"model has an adapter in its layer {name}, of an earlier trainer, of get_peft_model, or because it was "
+                "loaded from an adapter's folder; load its base, or give the PeftModel or the name of that folder"
             )
 
 

@@ -85,8 +85,6 @@ class ActorCritic(PeftModelForCausalLM):
         if not any(p.requires_grad for p in self.actor_parameters()):
             raise ValueError("the adapter has no trainable weight; check peft_config's target_modules")
         self._check_logits()
-        if start_adapter is None and ref_model is None:
-            self._check_start()
 
     @property
     def causal_lm(self) -> PreTrainedModel:
@@ -247,14 +245,15 @@ class ActorCritic(PeftModelForCausalLM):
                 f"know (they differ by up to {(expected - got).abs().max():.3g}); use another architecture"
             )
 
-    def _check_start(self) -> None:
-        """Warn of an adapter that is not the base before it is trained."""
+    def check_start(self) -> None:
+        """Warn of a new adapter that is not the base before it is trained."""
         ids = torch.arange(4, device=self.causal_lm.device)[None] % self.config.get_text_config().vocab_size
         with torch.no_grad(), eval_mode(self):
             actor = self.causal_lm(input_ids=ids, use_cache=False).logits.float()
             with self.disable_adapter():
                 base = self.causal_lm(input_ids=ids, use_cache=False).logits.float()
-        if not torch.allclose(actor, base, rtol=1e-2, atol=1e-2 * float(base.abs().max())):
+        tolerance = 0.2 if self.causal_lm.dtype == torch.bfloat16 else 0.01  # DoRA rounds its norms
+        if (actor - base).abs().max() > tolerance * base.abs().max():
             logger.warning(
                 "peft_config begins with weights that change the model (its logits by up to %.3g), so training begins "
                 "away from the reference, at a KL above 0; take an initialisation that begins at the base",

@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -20,6 +21,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
     TrainerCallback,
+    TrainerControl,
     set_seed,
 )
 
@@ -94,7 +96,8 @@ class PPOTrainer(EvaluatingTrainer):
         reward_processing_classes: Sequence[PreTrainedTokenizerBase | None] | None = None,
     ):
         args = PPOConfig() if args is None else args
-        check_arguments(args, callbacks)
+        check_arguments(model, ref_model, args, callbacks)
+        self._start = Path(model) if isinstance(model, str) and Path(model).is_dir() else None
         set_seed(args.seed)  # the adapter is initialised here, before Trainer sets the seed
         parts = assemble(
             model,
@@ -117,6 +120,8 @@ class PPOTrainer(EvaluatingTrainer):
             callbacks=[*with_default_callbacks(callbacks, args.log_completions), StepEnd(self._end_update)],
             compute_metrics=compute_metrics,
         )
+        if parts.model.ref_model is None:
+            parts.model.check_start()
         check_engine(self.accelerator, parts.model.critic, parts.rewards.funcs, args)
         if args.world_size > 1:
             wait_at_exit()
@@ -132,7 +137,6 @@ class PPOTrainer(EvaluatingTrainer):
         self._progress = RunProgress.of(self, args.updates_per_rollout)
         self.collector.sampler.on_progress = self._progress.advance
         self.ppo_state = PPOState(kl_coef=args.kl_coef)
-        self._start = model if isinstance(model, str) else None
         self._train_prompts, self._eval_prompts = parts.train_prompts, parts.eval_prompts
         self._rollout: Rollout | None = None
         self._meter = Meter()
@@ -231,7 +235,8 @@ class PPOTrainer(EvaluatingTrainer):
         for callback in self.callback_handler.callbacks:
             if isinstance(callback, PPOCallback):
                 call = getattr(callback, event)
-                if control := call(self.args, self.state, self.control, **what, ppo_state=self.ppo_state):
+                control = call(self.args, self.state, self.control, **what, ppo_state=self.ppo_state)
+                if isinstance(control, TrainerControl):
                     vars(self.control).update(vars(control))  # Trainer's handler holds on to this one
 
     def rollout(self, prompts: Sequence[str] | Sequence[list[dict[str, Any]]], **columns: Sequence[Any]) -> Rollout:

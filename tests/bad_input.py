@@ -308,7 +308,6 @@ TABLE: dict[str, dict[str, Case]] = {
             {"bf16_full_eval": True},
             {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "epoch"},
             {"max_completion_length": 123},
-            {"total_episodes": 1024, "max_steps": 8},
             {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": "localhost"},
         )
     ),

@@ -160,6 +160,7 @@ def test_text_of_users_stays_text(make_trainer, tmp_path, monkeypatch, name):
         ([f"--hub-token={TOKEN}"], ["--hub-token=…"]),
         (["--api_keys", "abc", "def", "--lr", "1"], ["--api_keys", "…", "…", "--lr", "1"]),
         (["--max_tokens_per_micro_batch", "2048"], ["--max_tokens_per_micro_batch", "2048"]),
+        (["--api_tokens", "abc", "def"], ["--api_tokens", "…", "…"]),
         (["--use_token", "--lr", "1"], ["--use_token", "--lr", "1"]),
         (["wandb.password=abc", "x=1"], ["wandb.password=…", "x=1"]),
         (["--kwargs", '{"token": "abc def", "a": 1}'], ["--kwargs", '{"token": …, "a": 1}']),

@@ -1,6 +1,7 @@
 """Models that are not what their names say: whoever loads what was trained on them would get another one."""
 
 import logging
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from peft import AutoPeftModelForCausalLM, FourierFTConfig, LoraConfig, get_peft
 from test_reward_model import scorer
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-from hfppo.origin import check_origin
+from hfppo.origin import check_origin, files_in
 
 
 @pytest.fixture(autouse=True)
@@ -30,9 +31,24 @@ def load(path: str, **options) -> LlamaForCausalLM:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_model_as_it_was_saved_is_not_warned_of(saved, seen, dtype):
-    check_origin("model", load(saved, dtype=dtype))
-    check_origin("model", load(saved).to(dtype))
+@pytest.mark.parametrize("shard", ["5GB", "20KB"])
+def test_a_model_as_it_was_saved_is_not_warned_of(tmp_path, seen, dtype, shard):
+    """Nor one that was cast, or lies beside a variant."""
+    tiny_model().save_pretrained(tmp_path, max_shard_size=shard)
+    tiny_model(seed=7).save_pretrained(tmp_path, variant="fp16")
+    assert len(files_in(tmp_path)) == (1 if shard == "5GB" else len(list(tmp_path.glob("model-*")))) > 0
+    for model in (load(str(tmp_path), dtype=dtype), load(str(tmp_path)).to(dtype)):
+        check_origin("model", model)
+        check_origin("model", model.float())
+        check_origin("model", model.bfloat16())
+        check_origin("model", model.to("meta"))
+    assert seen.messages == []
+
+
+def test_a_file_that_cannot_be_read_is_no_error(saved, seen):
+    model = load(saved)
+    (Path(saved) / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n")
+    check_origin("model", model)
     assert seen.messages == []
 
 
@@ -74,20 +90,23 @@ def test_a_changed_critic_and_a_model_from_scratch_are_warned_of(saved, seen, ma
 
 
 def test_arguments_for_loading_are_for_models_given_by_name(seen, make_trainer):
-    make_trainer({"model_init_kwargs": {"dtype": "bfloat16"}})
-    assert any("model_init_kwargs={'dtype': 'bfloat16'} is for models given by name" in m for m in seen.messages)
+    make_trainer({"model_init_kwargs": {"token": "secret"}})
+    assert "model_init_kwargs is for models given by name; those given are loaded already" in seen.messages
+    assert "secret" not in seen.text
 
 
 @pytest.mark.parametrize(
-    ("peft_config", "changes"),
+    ("peft_config", "dtype", "changes"),
     [
-        (LORA, False),
-        (LoraConfig(r=4, init_lora_weights=False), True),
-        (FourierFTConfig(n_frequency=100, target_modules=["q_proj"]), True),
+        (LORA, torch.float32, False),
+        (LoraConfig(r=4, use_dora=True, target_modules="all-linear"), torch.bfloat16, False),
+        (LoraConfig(r=4, init_lora_weights=False), torch.float32, True),
+        (LoraConfig(r=4, init_lora_weights=False), torch.bfloat16, True),
+        (FourierFTConfig(n_frequency=100, target_modules=["q_proj"]), torch.float32, True),
     ],
 )
-def test_an_adapter_that_does_not_begin_at_the_base_is_warned_of(seen, make_trainer, peft_config, changes):
-    trainer = make_trainer({"kl_estimator": "k3"}, peft_config=peft_config)
+def test_an_adapter_that_does_not_begin_at_the_base_is_warned_of(seen, make_trainer, peft_config, dtype, changes):
+    trainer = make_trainer({"kl_estimator": "k3"}, model=tiny_model().to(dtype), peft_config=peft_config)
     assert any("begins with weights that change the model" in m for m in seen.messages) == changes
     rollout = trainer.rollout(["1+1="])
-    assert ((rollout.old_logprobs - rollout.ref_logprobs).abs().max() > 1e-3) == changes
+    assert ((rollout.old_logprobs - rollout.ref_logprobs).abs().max() > 0.2) == changes

@@ -1,16 +1,18 @@
 """A run stopped at any step and resumed equals the straight run, bit for bit: weights, optimiser and logs."""
 
+import json
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import count_digits, trained_state
+from conftest import count_digits, tiny_model, trained_state
 from datasets import Dataset
 from peft.utils import get_peft_model_state_dict
 from safetensors.torch import load_file
 
 from hfppo import AdaptiveKLCallback, PPOTrainer
+from hfppo.crash_safe import seal
 
 # 2 mini-batches × 2 epochs = 4 steps per rollout: checkpoint 8 lies between two rollouts, the others within one.
 CONFIG = {
@@ -140,6 +142,19 @@ def test_a_resumed_run_has_the_rates_that_it_is_given(make_trainer, schedule):
     share = [1.0, 1.0] if schedule == "constant" else [0.5, 0.25]  # of the rate, in steps 3 and 4
     assert rates[-2:] == [pytest.approx((1e-3 * x, 4e-2 * x)) for x in share]
     assert {group["weight_decay"] for group in trainer.optimizer.param_groups if group["params"]} <= {0.0, 0.3}
+
+
+def test_a_checkpoint_of_an_earlier_version_that_wrote_less_is_gone_on_with(make_trainer, tmp_path):
+    saving = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
+    make_trainer(saving, ref_model=tiny_model(seed=5)).train()
+    folder = tmp_path / "out/checkpoint-1"
+    state = json.loads((folder / "ppo_state_0.json").read_text())
+    del state["run"]["structure"]["reference (SHA-256 of some of its weights)"]
+    (folder / "ppo_state_0.json").write_text(json.dumps(state))
+    seal(folder)
+    trainer = make_trainer(saving, ref_model=tiny_model(seed=5))
+    trainer.train(resume_from_checkpoint=str(folder))
+    assert trainer.state.global_step == 2
 
 
 def test_a_checkpoint_of_another_run_is_refused_before_anything_is_loaded(make_trainer, tmp_path, monkeypatch):
