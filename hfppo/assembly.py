@@ -131,7 +131,7 @@ def check_output_folder(start: Path | None, args: PPOConfig) -> None:
     if start is not None and start.resolve() == Path(args.output_dir).resolve():
         raise ValueError(
             f"model and output_dir are both {str(start)!r}: saving would overwrite what the run starts from, which is "
-            "also its reference; give another output_dir, or, to go on with the run in it, the model that it began with"
+            "also its reference; give another output_dir, or, to go on with the run in it, the model it began with"
         )
 
 

@@ -29,15 +29,8 @@ USUAL_FIELDS = (
 )
 OF_ORIGIN = (
     *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
-    *(
-        "init_lora_weights",
-        "eva_config",
-        "corda_config",
-        "loftq_config",
-        "lora_ga_config",
-        "runtime_config",
-        "save_projection",
-    ),
+    *("init_lora_weights", "eva_config", "corda_config", "loftq_config", "lora_ga_config", "runtime_config"),
+    "save_projection",
 )
 
 

@@ -124,8 +124,8 @@ def check_bare(model: PreTrainedModel) -> None:
     for name, module in model.named_modules():
         if isinstance(module, BaseTunerLayer):
             raise ValueError(
-                f"model has an adapter in its layer {name}, of an earlier trainer, of get_peft_model, or because it was "
-                "loaded from an adapter's folder; load its base, or give the PeftModel or the name of that folder"
+                f"model has an adapter in its layer {name}, of an earlier trainer, of get_peft_model, or because it "
+                "was loaded from an adapter's folder; load its base, or give the PeftModel or the name of that folder"
             )
 
 

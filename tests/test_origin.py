@@ -79,7 +79,7 @@ def test_a_merged_and_saved_model_is_what_plain_peft_loads(saved, seen, make_tra
 
 
 def test_a_changed_critic_and_a_model_from_scratch_are_warned_of(saved, seen, make_trainer, tmp_path):
-    critic = scorer(0)
+    critic = scorer()
     critic.save_pretrained(tmp_path / "critic")
     critic = type(critic).from_pretrained(tmp_path / "critic")
     with torch.no_grad():

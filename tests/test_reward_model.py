@@ -30,6 +30,17 @@ def scorer(num_labels: int = 1, vocab_size: int = 26, **config) -> LlamaForSeque
     return made
 
 
+def test_a_reward_model_computes_in_its_own_type_whatever_the_actor_does(make_trainer, tokenizer):
+    seen = {}
+    model = scorer()
+    model.model.layers[0].mlp.register_forward_hook(lambda module, given, output: seen.update(reward=output.dtype))
+    trainer = make_trainer({"bf16": True}, reward_funcs=RewardModel(model, tokenizer))
+    actor = trainer.model.causal_lm.model.layers[0].mlp
+    actor.register_forward_hook(lambda module, given, output: seen.update(actor=output.dtype))
+    trainer.rollout(["1+1="])
+    assert seen == {"reward": torch.float32, "actor": torch.bfloat16}
+
+
 def other_tokenizer(padding_side: str, pad_token: str) -> PreTrainedTokenizerFast:
     """The same characters under other ids, from the end of the vocabulary on."""
     alphabet = ["<end>", "<void>", *reversed("0123456789+=请问？是的不对，等于！")]
