@@ -56,19 +56,8 @@ ALLOWED = {
     "visible": set(),
     "callbacks": {"curves", "functional", "health", "history", "model", "rollout", "state", "visible"},
     "trace": {
-        *("assembly", "callbacks", "config", "critic", "data", "experience", "functional", "generation", "loading"),
-        *(
-            "checkpoint",
-            "layout",
-            "metrics",
-            "model",
-            "output_head",
-            "rewards",
-            "rollout",
-            "state",
-            "trace",
-            "visible",
-        ),
+        *("assembly", "callbacks", "checkpoint", "config", "critic", "data", "experience", "functional", "generation"),
+        *("layout", "loading", "metrics", "model", "output_head", "rewards", "rollout", "state", "trace", "visible"),
     },
     "update": {"functional", "rollout", "config", "metrics", "model"},
     "experience": {

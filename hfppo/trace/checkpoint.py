@@ -76,7 +76,7 @@ def trace_prompt(checkpoint: str | Path, question: Question) -> tuple[Trace, PPO
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left", trust_remote_code=False)
     model = load_actor_critic(folder, args, question)
     for what, now in hashes(model).items():
-        if saved["run"]["structure"].get(what) != now:
+        if saved["run"]["structure"].get(what, now) != now:  # earlier versions wrote less
             logger.warning("%s is not the run's, unless that was quantised; give --base or --ref_model", what)
     eos_ids = eos_token_ids(tokenizer, model.causal_lm.generation_config)
     if tokenizer.pad_token_id is None:
