@@ -223,26 +223,34 @@ class Collector:
         size = args.local_rollout_forward_batch_size
         if not is_sharded(self.model):  # which wants as many forwards from every process
             size = rows_at_once(size, int(lengths.max()), device)
-        parts = []
-        for rows in order.split(size):
-            inputs = {
+        batches = [
+            {
                 "input_ids": input_ids[rows].to(device),
                 "attention_mask": attention_mask[rows].to(device),
                 "completion_mask": completions.mask[rows].to(device),
                 "temperature": args.temperature,
             }
-            out, ref = TokenOutputs(), None
-            with self.accelerator.autocast():  # not around the reward functions, which have types of their own
-                if needs_old or known is None:
-                    out = self.model(**inputs, policy=needs_old)
-                if args.needs_reference:
-                    with self.model.reference():
-                        ref = self.model(**inputs, values=False).logprobs
-            parts.append((out.logprobs, ref, out.values, out.final_value))
+            for rows in order.split(size)
+        ]
+        own, references = [TokenOutputs()], [TokenOutputs()]
+        with self.accelerator.autocast():  # not around the reward functions, which have types of their own
+            if needs_old or known is None:
+                own = [self.model(**batch, policy=needs_old) for batch in batches]
+            if args.needs_reference:
+                with self.model.reference():  # once, since PEFT looks at all its modules to disable an adapter
+                    references = [self.model(**batch, values=False) for batch in batches]
         back = order.argsort()
-        columns = zip(*parts, strict=True)
-        passes = Passes(*(None if column[0] is None else torch.cat(column).cpu()[back] for column in columns))
-        return passes if known is None else replace(passes, values=known)
+
+        def whole(parts: list[TokenOutputs], name: str) -> Tensor | None:
+            found = [getattr(part, name) for part in parts]
+            return None if found[0] is None else torch.cat(found).cpu()[back]
+
+        return Passes(
+            old_logprobs=whole(own, "logprobs"),
+            ref_logprobs=whole(references, "logprobs"),
+            values=whole(own, "values") if known is None else known,
+            final_value=whole(own, "final_value"),
+        )
 
     def final_scores(
         self, scored: Scored, completions: Completions, moments: RunningMoments | None = None
