@@ -9,20 +9,19 @@ from typing import Any, cast
 import torch
 from accelerate.utils import gather_object
 from datasets import Dataset
-from torch import nn
 from torch.utils.data import DataLoader
 from transformers import EvalPrediction, PreTrainedTokenizerBase, TrainerState
 from transformers.trainer_utils import EvalLoopOutput, denumpify_detensorize
 
 from hfppo.assembly import prompts_of
 from hfppo.config import PPOConfig
-from hfppo.crash_safe import CrashSafeTrainer
 from hfppo.data import Prompts
 from hfppo.experience import Collector, measure_scores
 from hfppo.layout import eval_mode
 from hfppo.memory import explained_memory
 from hfppo.metrics import Meter
 from hfppo.output_head import is_sharded
+from hfppo.resume import ResumableTrainer
 
 
 @dataclass(frozen=True)
@@ -92,7 +91,7 @@ def evaluate_prompts(
     return Evaluated([text for _, text in everywhere], {"reward": math.nan, **meter.read()})
 
 
-class EvaluatingTrainer(CrashSafeTrainer):
+class EvaluatingTrainer(ResumableTrainer):
     """A trainer whose evaluations and predictions complete prompts."""
 
     args: PPOConfig
@@ -145,10 +144,10 @@ class EvaluatingTrainer(CrashSafeTrainer):
 
     def place_model(self) -> None:
         """Put on the device what FSDP2, DeepSpeed or, with a quantised base, Trainer move when training begins."""
-        model, device = cast(nn.Module, self.model), self.args.device
-        if is_sharded(model):
+        device = self.args.device
+        if is_sharded(self.model):
             return
-        for module in model.modules():
+        for module in self.model.modules():
             own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
             if any(tensor.device != device for tensor in own):  # a quantised base is left alone
                 module.to(device)

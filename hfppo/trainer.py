@@ -28,7 +28,7 @@ from transformers import (
 from hfppo.assembly import assemble, check_arguments, check_calls, check_output_folder, prompts_of
 from hfppo.callbacks import PPOCallback, StepEnd, with_default_callbacks
 from hfppo.card import write_card
-from hfppo.checkpoint import check_checkpoint, describe_run, load_ppo_state, own_rates, save_ppo_state
+from hfppo.checkpoint import describe_run
 from hfppo.compilation import compile_layers
 from hfppo.config import PPOConfig
 from hfppo.data import Prompts, dataset_of
@@ -38,7 +38,6 @@ from hfppo.functional import token_kl
 from hfppo.generation import make_sampler
 from hfppo.memory import explained_memory
 from hfppo.metrics import Meter
-from hfppo.model import ActorCritic
 from hfppo.nonfinite import NonFiniteError, NonFiniteGuard, grad_norms
 from hfppo.progress import RunProgress
 from hfppo.reward_contract import RewardFunc
@@ -76,7 +75,6 @@ class PPOTrainer(EvaluatingTrainer):
     """
 
     args: PPOConfig
-    model: ActorCritic
     processing_class: PreTrainedTokenizerBase
     loss_is_scaled_for_ga = True  # `compute_loss` divides by the counts of the whole mini-batch
 
@@ -138,7 +136,7 @@ class PPOTrainer(EvaluatingTrainer):
         self.collector.sampler.on_progress = self._progress.advance
         self.ppo_state = PPOState(kl_coef=args.kl_coef)
         self._train_prompts, self._eval_prompts = parts.train_prompts, parts.eval_prompts
-        self._rollout: Rollout | None = None
+        self._rollout = None
         self._meter = Meter()
         self._step_meter = Meter()  # for `target_kl`
         self._step_began: float | None = None
@@ -374,37 +372,6 @@ class PPOTrainer(EvaluatingTrainer):
         self._guard = NonFiniteGuard(self.args, self.accelerator)
         with explained_memory("the update", self.args):
             return super().train(*args, **kwargs)
-
-    def _save_rng_state(self, output_dir: str) -> None:
-        # Private, but it runs on every process for every kind of checkpoint; `on_save` runs after the fact.
-        super()._save_rng_state(output_dir)
-        in_use = self._rollout if self.state.global_step < self.ppo_state.last_step else None
-        save_ppo_state(output_dir, self.args.process_index, self._run, self.ppo_state, self._meter, in_use)
-
-    def _checkpoint_for(self, resume_from_checkpoint: str | bool | None) -> str | bool | None:
-        found = super()._checkpoint_for(resume_from_checkpoint)
-        if isinstance(found, str):
-            check_checkpoint(found, self.args.process_index, self._run)
-        return found
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        # Private; upstream loads the adapter only.
-        super()._load_from_checkpoint(resume_from_checkpoint, model)
-        self.model.load_critic(resume_from_checkpoint)
-
-    def _load_best_model(self) -> None:
-        # Private; upstream loads the adapter only.
-        super()._load_best_model()
-        self.model.load_critic(self.state.best_model_checkpoint)
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        # Private, but the one place where all that training has to go on with is loaded.
-        if checkpoint is not None:
-            # First, because torch fills a sharded optimiser by a step, and the hook of steps asks for the state.
-            loaded = load_ppo_state(checkpoint, self.args.process_index, self._run, self._meter)
-            self.ppo_state, self._rollout = loaded
-        with own_rates(self.optimizer, self.lr_scheduler):
-            super()._load_optimizer_and_scheduler(checkpoint)
 
     def create_model_card(self, **given: Any) -> None:
         """Write the model card into the output folder; takes what Trainer's does, by keyword."""

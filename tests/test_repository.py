@@ -65,16 +65,9 @@ ALLOWED = {
         *("nonfinite", "output_head", "rewards", "rollout_metrics", "state", "stream"),
     },
     "crash_safe": {"hub"},
+    "resume": {"checkpoint", "crash_safe", "metrics", "model", "rollout", "state"},
     "evaluation": {
-        "assembly",
-        "config",
-        "crash_safe",
-        "data",
-        "experience",
-        "layout",
-        "memory",
-        "metrics",
-        "output_head",
+        *("assembly", "config", "data", "experience", "layout", "memory", "metrics", "output_head", "resume"),
     },
     "assembly": {
         *("config", "critic", "data", "generation", "loading", "model"),
@@ -124,7 +117,7 @@ def test_mathematics_and_rollout_know_torch_alone(path):
 @pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_files_and_functions_stay_short(path):
     source = path.read_text()
-    assert len(source.splitlines()) <= 430
+    assert len(source.splitlines()) <= 400
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef) and node.name != "__init__":
             assert node.end_lineno - node.lineno < 65, node.name
