@@ -213,7 +213,7 @@ class Collector:
         return moments
 
     def forward_passes(self, prompt_ids: Tensor, prompt_mask: Tensor, completions: Completions) -> Passes:
-        """The passes without gradient of actor, critic and reference, some rows at a time on the device."""
+        """The passes without gradient of actor, critic and reference, some rows at a time."""
         args, device = self.args, self.accelerator.device
         attention_mask = torch.cat([prompt_mask, completions.mask], dim=1)
         input_ids = torch.cat([prompt_ids, completions.ids], dim=1)
@@ -232,24 +232,23 @@ class Collector:
             }
             for rows in order.split(size)
         ]
-        own, references = [TokenOutputs()], [TokenOutputs()]
+        outputs, references = [TokenOutputs()], [TokenOutputs()]
         with self.accelerator.autocast():  # not around the reward functions, which have types of their own
             if needs_old or known is None:
-                own = [self.model(**batch, policy=needs_old) for batch in batches]
+                outputs = [self.model(**batch, policy=needs_old) for batch in batches]
             if args.needs_reference:
                 with self.model.reference():  # once, since PEFT looks at all its modules to disable an adapter
                     references = [self.model(**batch, values=False) for batch in batches]
         back = order.argsort()
 
-        def whole(parts: list[TokenOutputs], name: str) -> Tensor | None:
-            found = [getattr(part, name) for part in parts]
-            return None if found[0] is None else torch.cat(found).cpu()[back]
+        def in_order(parts: list[Tensor]) -> Tensor | None:
+            return None if parts[0] is None else torch.cat(parts).cpu()[back]
 
         return Passes(
-            old_logprobs=whole(own, "logprobs"),
-            ref_logprobs=whole(references, "logprobs"),
-            values=whole(own, "values") if known is None else known,
-            final_value=whole(own, "final_value"),
+            old_logprobs=in_order([part.logprobs for part in outputs]),
+            ref_logprobs=in_order([part.logprobs for part in references]),
+            values=in_order([part.values for part in outputs]) if known is None else known,
+            final_value=in_order([part.final_value for part in outputs]),
         )
 
     def final_scores(
