@@ -175,7 +175,5 @@ def test_no_cut_into_micro_batches_changes_a_step(number, tmp_path):
         trainer.train()
     whole, by_row = (trained_state(trainer.model) for trainer in trainers)
     moved = {name: float((weight - before[name]).abs().max()) for name, weight in whole.items()}
-    if not any(moved.values()):
-        pytest.skip("nothing to learn from these completions")
     apart = {name: float((weight - by_row[name]).abs().max()) for name, weight in whole.items()}
     assert {name: far for name, far in apart.items() if far > 1e-3 * moved[name] + 1e-6} == {}
