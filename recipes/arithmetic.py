@@ -78,4 +78,4 @@ def main(script_args: ArithmeticArguments, args: PPOConfig, model_args: Arithmet
 
 
 if __name__ == "__main__":
-    main(*TrlParser((ArithmeticArguments, PPOConfig, ArithmeticActor)).parse_args_and_config())
+    main(*TrlParser((ArithmeticArguments, PPOConfig, ArithmeticActor), allow_abbrev=False).parse_args_and_config())

@@ -300,5 +300,5 @@ def main(args: BuildArguments) -> None:
 
 
 if __name__ == "__main__":
-    (arguments,) = HfArgumentParser(BuildArguments).parse_args_into_dataclasses()
+    (arguments,) = HfArgumentParser(BuildArguments, allow_abbrev=False).parse_args_into_dataclasses()
     main(arguments)

@@ -152,4 +152,4 @@ def main(script_args: GSM8KArguments, args: PPOConfig, model_args: GSM8KActor) -
 
 
 if __name__ == "__main__":
-    main(*TrlParser((GSM8KArguments, PPOConfig, GSM8KActor)).parse_args_and_config())
+    main(*TrlParser((GSM8KArguments, PPOConfig, GSM8KActor), allow_abbrev=False).parse_args_and_config())

@@ -97,4 +97,4 @@ def main(script_args: PPOArguments, args: PPOConfig, model_args: ModelConfig) ->
 
 
 if __name__ == "__main__":
-    main(*TrlParser((PPOArguments, PPOConfig, ModelConfig)).parse_args_and_config())
+    main(*TrlParser((PPOArguments, PPOConfig, ModelConfig), allow_abbrev=False).parse_args_and_config())

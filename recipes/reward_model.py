@@ -37,4 +37,4 @@ def main(data_args: DataArguments, args: RewardConfig, model_args: ModelConfig) 
 
 
 if __name__ == "__main__":
-    main(*TrlParser((DataArguments, RewardConfig, ModelConfig)).parse_args_and_config())
+    main(*TrlParser((DataArguments, RewardConfig, ModelConfig), allow_abbrev=False).parse_args_and_config())

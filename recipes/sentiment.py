@@ -135,4 +135,4 @@ def main(script_args: SentimentArguments, args: PPOConfig, model_args: Sentiment
 
 
 if __name__ == "__main__":
-    main(*TrlParser((SentimentArguments, PPOConfig, SentimentActor)).parse_args_and_config())
+    main(*TrlParser((SentimentArguments, PPOConfig, SentimentActor), allow_abbrev=False).parse_args_and_config())

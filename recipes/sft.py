@@ -33,4 +33,4 @@ def main(data_args: DataArguments, args: SFTConfig, model_args: ModelConfig) -> 
 
 
 if __name__ == "__main__":
-    main(*TrlParser((DataArguments, SFTConfig, ModelConfig)).parse_args_and_config())
+    main(*TrlParser((DataArguments, SFTConfig, ModelConfig), allow_abbrev=False).parse_args_and_config())

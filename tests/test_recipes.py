@@ -2,6 +2,7 @@
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ from hfppo import PPOConfig
 
 RECIPES = Path(arithmetic.__file__).parent
 YAML = str(RECIPES / "arithmetic.yaml")
+SEEDED = ["arithmetic", "gsm8k", "ppo", "sentiment", "sft", "reward_model", "build_arithmetic_base", "build_sentiment"]
 SHORT = [
     *("--max_steps", "2", "--per_device_train_batch_size", "4", "--save_steps", "1", "--logging_steps", "1"),
     *("--use_cpu", "true", "--disable_tqdm", "true"),
@@ -74,6 +76,15 @@ def test_typos_are_refused_by_name(tmp_path, capsys, flags, wanted):
         run_arithmetic("--output_dir", str(tmp_path / "out"), *flags)
     assert wanted in str(error.value) + capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated")  # TRL's RewardConfig sets it
+@pytest.mark.parametrize("recipe", SEEDED)
+def test_a_flag_goes_by_its_whole_name_only(monkeypatch, recipe):
+    """argparse takes the beginning of a name for it."""
+    monkeypatch.setattr(sys, "argv", [recipe, "--see", "x", "--use_cpu", "true"])
+    with pytest.raises(ValueError, match=r"not used.*--see"):
+        runpy.run_path(str(RECIPES / f"{recipe}.py"), run_name="__main__")
 
 
 def test_a_typo_in_the_yaml_is_refused_by_name(tmp_path):
