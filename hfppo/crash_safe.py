@@ -11,6 +11,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from hfppo.hub import HubTrainer
 logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
-ASIDE = "_saving"  # Trainer leaves what begins with "_" out of what it pushes
+ASIDE, EARLIER = "_saving", "_earlier"  # Trainer leaves what begins with "_" out of what it pushes
 
 
 def seal(folder: Path) -> None:
@@ -80,6 +81,32 @@ def last_intact(output_dir: str | Path) -> str | None:
     return None
 
 
+def make_way(output_dir: str | Path, start: str | bool | None) -> None:
+    """Move the checkpoints that a run does not go on from into a folder aside, so that none is lost to its own.
+
+    It would write over those of its own steps and delete others for `save_total_limit`; and, killed, it would be
+    resumed from the last of them.
+
+    Args:
+        start: the checkpoint that the run goes on from; those before it are its own.
+    """
+    found = [Path(folder) for folder in sort_checkpoints(str(output_dir))]
+    before = (n for n, folder in enumerate(found, 1) if isinstance(start, str) and folder.samefile(start))
+    others = found[next(before, 0) :]
+    if not others:
+        return
+    earlier = next(path for n in count(1) if not (path := Path(output_dir) / f"{EARLIER}_{n}").exists())
+    earlier.mkdir()
+    for folder in others:
+        folder.rename(earlier / folder.name)
+    logger.warning(
+        "%s held checkpoints that this run does not go on from; they are in %s now, the last as %s",
+        output_dir,
+        earlier,
+        earlier / others[-1].name,
+    )
+
+
 def way_back(output_dir: str | Path) -> str:
     """Where a run that failed goes on, for its error."""
     found = sort_checkpoints(str(output_dir))
@@ -99,7 +126,10 @@ class CrashSafeTrainer(HubTrainer):
         Raises:
             ValueError: the checkpoint named is damaged, or there is none.
         """
-        return super().train(self._checkpoint_for(resume_from_checkpoint), *args, **kwargs)
+        checkpoint = self._checkpoint_for(resume_from_checkpoint)
+        if self.args.should_save:
+            make_way(self.args.output_dir, checkpoint)
+        return super().train(checkpoint, *args, **kwargs)
 
     def _checkpoint_for(self, resume_from_checkpoint: str | bool | None) -> str | bool | None:
         """The folder to go on from, if one is asked for."""
@@ -109,7 +139,7 @@ class CrashSafeTrainer(HubTrainer):
             if resume_from_checkpoint is None:
                 raise ValueError(
                     f"resume_from_checkpoint=True: {self.args.output_dir} has no whole checkpoint; leave it out to "
-                    "start anew, or check output_dir"
+                    f"start anew, name one that a later start put into {EARLIER}_<n>, or check output_dir"
                 )
         elif isinstance(resume_from_checkpoint, str) and (wrong := damage(resume_from_checkpoint)) is not None:
             raise ValueError(

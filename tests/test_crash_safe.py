@@ -64,6 +64,36 @@ def test_a_damaged_checkpoint_is_passed_over_and_the_run_ends_the_same(make_trai
     assert damage(tmp_path / "out/checkpoint-6") is None  # written anew
 
 
+def test_a_new_start_takes_nothing_of_an_earlier_run(make_trainer, tmp_path, caplog):
+    config = {**CONFIG, "max_steps": 3, "save_total_limit": 1}
+    make_trainer({**config, "save_total_limit": None}).train()
+    first = {path.name: (path / MANIFEST).read_text() for path in (tmp_path / "out").glob("checkpoint-*")}
+    again = make_trainer({**config, "max_steps": 2, "seed": 7})
+    again.train()
+    assert "the last as " + str(tmp_path / "out/_earlier_1/checkpoint-3") in caplog.text
+    kept = {path.name: path for path in (tmp_path / "out/_earlier_1").iterdir()}
+    assert {name: (path / MANIFEST).read_text() for name, path in kept.items()} == first
+    assert [damage(path) for path in kept.values()] == [None, None, None]
+    assert last_intact(tmp_path / "out") == str(tmp_path / "out/checkpoint-2")
+    make_trainer(config).train()
+    assert [path.name for path in (tmp_path / "out/_earlier_2").iterdir()] == ["checkpoint-2"]
+
+
+def test_a_run_keeps_what_it_goes_on_from_and_makes_way_for_the_rest(make_trainer, tmp_path, caplog):
+    straight = make_trainer(CONFIG)
+    straight.train()
+    resumed = make_trainer(CONFIG)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "out/checkpoint-4"))
+    assert sorted(path.name for path in (tmp_path / "out/_earlier_1").iterdir()) == ["checkpoint-5", "checkpoint-6"]
+    assert sorted(path.name for path in (tmp_path / "out").glob("checkpoint-*")) == [
+        f"checkpoint-{n}" for n in range(1, 7)
+    ]
+    caplog.clear()
+    make_trainer(CONFIG).train(resume_from_checkpoint=True)
+    assert "does not go on from" not in caplog.text
+    assert not (tmp_path / "out/_earlier_2").exists()
+
+
 class FullDisk:
     """Lets torch.save work a few times, then no more."""
 
