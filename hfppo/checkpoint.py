@@ -94,11 +94,16 @@ def fingerprint(base: nn.Module) -> str:
 
 
 def save_ppo_state(
-    checkpoint: str | Path, process: int, run: dict[str, Any], state: PPOState, meter: Meter, rollout: Rollout | None
+    checkpoint: str | Path,
+    process: int,
+    run: dict[str, Any],
+    state: PPOState,
+    metrics: dict[str, Any],
+    rollout: Rollout | None,
 ) -> None:
     """Write one process's state: where PPO stands, metrics not yet logged, and the rollout still in use."""
     path = state_file(checkpoint, process)
-    content = {"run": run, "state": state.state_dict(), "metrics": meter.state_dict(), "rollout": rollout is not None}
+    content = {"run": run, "state": state.state_dict(), "metrics": metrics, "rollout": rollout is not None}
     if rollout is not None:
         save_rollout(path.with_suffix(".safetensors"), rollout)
     path.write_text(json.dumps(content))

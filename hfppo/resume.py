@@ -19,13 +19,17 @@ class ResumableTrainer(CrashSafeTrainer):
     ppo_state: PPOState
     _rollout: Rollout | None
     _meter: Meter
+    _begun: tuple[int, dict[str, Any]]  # the steps before the one that was begun last, and the meter's state then
     _run: dict[str, Any]  # from `describe_run`
 
     def _save_rng_state(self, output_dir: str) -> None:
         # Private, but it runs on every process for every kind of checkpoint; `on_save` runs after the fact.
         super()._save_rng_state(output_dir)
         in_use = self._rollout if self.state.global_step < self.ppo_state.last_step else None
-        save_ppo_state(output_dir, self.args.process_index, self._run, self.ppo_state, self._meter, in_use)
+        # With `enable_jit_checkpoint` within a step, which the resumed run makes from its beginning.
+        step, before = self._begun
+        metrics = before if step == self.state.global_step else self._meter.state_dict()
+        save_ppo_state(output_dir, self.args.process_index, self._run, self.ppo_state, metrics, in_use)
 
     def _checkpoint_for(self, resume_from_checkpoint: str | bool | None) -> str | bool | None:
         found = super()._checkpoint_for(resume_from_checkpoint)

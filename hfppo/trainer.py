@@ -139,6 +139,7 @@ class PPOTrainer(EvaluatingTrainer):
         self._rollout = None
         self._meter = Meter()
         self._step_meter = Meter()  # for `target_kl`
+        self._begun: tuple[int, dict[str, Any]] = (-1, {})
         self._step_began: float | None = None
         self._guard = NonFiniteGuard(args, self.accelerator)
         self._run = describe_run(args, parts.train_prompts, parts.model, parts.peft_config, parts.rewards.names)
@@ -181,6 +182,7 @@ class PPOTrainer(EvaluatingTrainer):
         cuts = [i * len(pieces) // num_batches for i in range(num_batches + 1)]
         inputs = [{**flat_sequences(some), "pieces": some} for some in (pieces[a:b] for a, b in pairwise(cuts))]
         self._step_meter = Meter()  # that of a step which float16's scaler left out is still there
+        self._begun = self.state.global_step, self._meter.state_dict()
         self._step_began = time.perf_counter()
         return inputs, MiniBatchSize(tokens, completions)
 

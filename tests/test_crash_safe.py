@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import SMALL
-from test_resume import final_state
+from test_resume import final_state, logs
 
 from hfppo import PPOCallback
 from hfppo.crash_safe import MANIFEST, damage, last_intact, seal
@@ -140,26 +140,30 @@ def test_the_best_checkpoint_has_its_final_name(make_trainer, dataset, tmp_path,
     assert not any("_saving" in str(state["best_model_checkpoint"]) for state in states)
 
 
-def test_a_just_in_time_checkpoint_is_whole_and_resumes(make_trainer, tmp_path):
-    """What Trainer does on SIGTERM, asked for in the middle of a rollout."""
+@pytest.mark.parametrize("event", ["on_step_begin", "on_substep_end", "on_step_end"])
+def test_a_just_in_time_checkpoint_is_whole_and_resumes(make_trainer, tmp_path, event):
+    """What Trainer does on SIGTERM, asked for in the middle of a rollout and between two logs."""
 
-    class Terminate(PPOCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            if state.global_step == 3:
-                manager.is_checkpoint_requested = True
+    def terminate(args, state, control, **kwargs):
+        if state.global_step == 3:
+            manager.is_checkpoint_requested = True
 
-    config = {**CONFIG, "save_strategy": "no"}
+    config = {**CONFIG, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "logging_steps": 2}
+    config["save_strategy"] = "no"
     straight = make_trainer(config)
     straight.train()
-    trainer = make_trainer({**config, "enable_jit_checkpoint": True}, callbacks=[Terminate()])
+    callback = PPOCallback()
+    setattr(callback, event, terminate)
+    trainer = make_trainer({**config, "enable_jit_checkpoint": True}, callbacks=[callback])
     (manager,) = [c.jit_manager for c in trainer.callback_handler.callbacks if hasattr(c, "jit_manager")]
     trainer.train()
     assert trainer.state.global_step < 6
-    assert last_intact(tmp_path / "out") is not None
+    assert last_intact(tmp_path / "out") == str(tmp_path / "out/checkpoint-3")
     resumed = make_trainer(config)
     resumed.train(resume_from_checkpoint=True)
     expected, got = final_state(straight), final_state(resumed)
     assert [name for name in expected if not torch.equal(expected[name], got[name])] == []
+    assert logs(resumed) == logs(straight)
 
 
 @pytest.mark.slow
