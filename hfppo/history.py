@@ -44,7 +44,7 @@ class LogFileCallback(TrainerCallback):
 
 
 def line(entry: Entry) -> str:
-    return json.dumps(entry) + "\n"
+    return json.dumps(entry, sort_keys=True) + "\n"  # as they come back from a checkpoint
 
 
 def read_log(folder: str | Path) -> list[Entry]:

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from hfppo import AdaptiveKLCallback, PPOTrainer
 from hfppo.crash_safe import seal
+from hfppo.history import read_log
 
 # 2 mini-batches × 2 epochs = 4 steps per rollout: checkpoint 8 lies between two rollouts, the others within one.
 CONFIG = {
@@ -77,6 +78,8 @@ def test_resuming_equals_the_straight_run(make_trainer, tmp_path: Path, variant)
         for name in expected:
             assert torch.equal(expected[name], got[name]), f"from step {step}: {name}"
         assert logs(resumed) == logs(straight), f"from step {step}"
+        written = [[list(entry) for entry in read_log(run.args.output_dir)] for run in (straight, resumed)]
+        assert written[0] == written[1]  # to the order of the names
 
 
 def test_checkpoint_within_a_rollout_holds_it_and_one_at_its_end_does_not(make_trainer, tmp_path):
