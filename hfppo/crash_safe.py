@@ -139,7 +139,7 @@ class CrashSafeTrainer(HubTrainer):
             if resume_from_checkpoint is None:
                 raise ValueError(
                     f"resume_from_checkpoint=True: {self.args.output_dir} has no whole checkpoint; leave it out to "
-                    f"start anew, name one that a later start put into {EARLIER}_<n>, or check output_dir"
+                    f"start anew, move back what a later start put into {EARLIER}_<n>, or check output_dir"
                 )
         elif isinstance(resume_from_checkpoint, str) and (wrong := damage(resume_from_checkpoint)) is not None:
             raise ValueError(
