@@ -139,7 +139,7 @@ class CrashSafeTrainer(HubTrainer):
             if resume_from_checkpoint is None:
                 raise ValueError(
                     f"resume_from_checkpoint=True: {self.args.output_dir} has no whole checkpoint; leave it out to "
-                    f"start anew, move back what a later start put into {EARLIER}_<n>, or check output_dir"
+                    f"start anew, name one that a later start put into {EARLIER}_<n>, or check output_dir"
                 )
         elif isinstance(resume_from_checkpoint, str) and (wrong := damage(resume_from_checkpoint)) is not None:
             raise ValueError(
@@ -147,6 +147,15 @@ class CrashSafeTrainer(HubTrainer):
                 "last that is whole"
             )
         return resume_from_checkpoint
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        # Private, but the first that upstream asks for after it has read the checkpoint's state, and has forgotten a
+        # best checkpoint whose folder was moved: it is still beside the one that is gone on from.
+        super()._load_optimizer_and_scheduler(checkpoint)
+        state = self.state
+        if checkpoint is not None and state.best_model_checkpoint is None and state.best_global_step:
+            best = Path(checkpoint).with_name(f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}")
+            state.best_model_checkpoint = str(best) if best.is_dir() else None
 
     def _get_output_dir(self, trial: Any) -> str:
         # Private, but the one place that says where a checkpoint is written.

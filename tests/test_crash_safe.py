@@ -94,6 +94,21 @@ def test_a_run_keeps_what_it_goes_on_from_and_makes_way_for_the_rest(make_traine
     assert not (tmp_path / "out/_earlier_2").exists()
 
 
+def test_the_best_checkpoint_is_found_where_it_was_moved_to(make_trainer, dataset, tmp_path):
+    best = {"load_best_model_at_end": True, "greater_is_better": False, "metric_for_best_model": "eval_reward"}
+    config = {**CONFIG, **best, "eval_strategy": "steps", "eval_steps": 1}
+    straight = make_trainer(config, eval_dataset=dataset)
+    straight.train()
+    assert straight.state.best_global_step < 5
+    make_trainer({**config, "max_steps": 1, "seed": 7}, eval_dataset=dataset).train()
+    resumed = make_trainer(config, eval_dataset=dataset)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "out/_earlier_1/checkpoint-5"))
+    name = Path(straight.state.best_model_checkpoint).name
+    assert resumed.state.best_model_checkpoint == str(tmp_path / "out/_earlier_1" / name)
+    expected, got = final_state(straight), final_state(resumed)
+    assert [name for name in expected if not torch.equal(expected[name], got[name])] == []
+
+
 class FullDisk:
     """Lets torch.save work a few times, then no more."""
 
