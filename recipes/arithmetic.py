@@ -12,9 +12,9 @@ from pathlib import Path
 import rich
 import torch
 from datasets import load_dataset
-from run import ActorArguments, evaluate, run
+from run import ActorArguments, actor_config, evaluate, init_kwargs, run
 from transformers import EvalPrediction
-from trl import TrlParser, get_peft_config
+from trl import TrlParser
 
 from hfppo import PPOConfig, PPOTrainer, TokenTable
 
@@ -55,14 +55,14 @@ def main(script_args: ArithmeticArguments, args: PPOConfig, model_args: Arithmet
         torch.set_num_threads(1)  # for so small a model, sharing out the work costs more than the work
     files = {"train": script_args.train_file, "test": script_args.test_file}
     dataset = load_dataset("json", data_files=files)
-    peft_config = get_peft_config(model_args)
+    args.model_init_kwargs = init_kwargs(args, model_args)
     trainer = PPOTrainer(
         model=model_args.model_name_or_path,
         reward_funcs=right_answer,
         args=args,
         train_dataset=dataset["train"],
         eval_dataset=dataset["test"],
-        peft_config=peft_config,
+        peft_config=actor_config(model_args),
         critic=script_args.critic,
         compute_metrics=accuracy,
     )

@@ -20,7 +20,7 @@ from typing import Any
 
 from datasets import Dataset
 from transformers import EvalPrediction
-from trl import TrlParser, get_peft_config
+from trl import TrlParser
 
 from hfppo import PPOConfig, PPOTrainer
 
@@ -30,8 +30,7 @@ except ImportError as error:
     raise ImportError("recipes/gsm8k.py compares answers with Math-Verify: pip install math-verify") from error
 
 from dataset import DataArguments, load
-from ppo import load_model
-from run import ActorArguments, evaluate, run
+from run import ActorArguments, actor_config, evaluate, init_kwargs, run
 
 MARK, BOX = "####", "\\boxed{"
 THOUSANDS = re.compile(r"(?<=\d)(?:,|\{,\}|\\,|,\\!)(?=\d{3})")
@@ -137,14 +136,14 @@ def main(script_args: GSM8KArguments, args: PPOConfig, model_args: GSM8KActor) -
     train, test = load(script_args)
     train = conversations(train, script_args.train_split, script_args)
     test = None if test is None else conversations(test, script_args.test_split, script_args)
-    model = load_model(model_args)
+    args.model_init_kwargs = init_kwargs(args, model_args)
     trainer = PPOTrainer(
-        model=model,
+        model=model_args.model_name_or_path,
         reward_funcs=right_answer,
         args=args,
         train_dataset=train,
         eval_dataset=test,
-        peft_config=None if isinstance(model, str) else get_peft_config(model_args),
+        peft_config=actor_config(model_args),
         critic=script_args.critic,
         compute_metrics=accuracy,
     )

@@ -8,6 +8,8 @@ Rows hold "prompt", as text or messages; other columns reach the reward function
 """
 
 import importlib
+import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,9 +17,8 @@ from typing import Any
 
 import torch
 from dataset import DataArguments, load
-from run import evaluate, run
-from transformers import AutoModelForCausalLM, PreTrainedModel
-from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
+from run import ActorArguments, actor_config, evaluate, init_kwargs, run
+from trl import TrlParser
 
 from hfppo import PPOConfig, PPOTrainer
 
@@ -38,11 +39,13 @@ class PPOArguments(DataArguments):
 
 
 def imported(name: str) -> Callable[..., Any]:
-    """The function that a dotted path names.
+    """The function that a dotted path names, in a package or in a file of the working folder.
 
     Raises:
         ValueError: there is none.
     """
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
     module, _, attribute = name.rpartition(".")
     try:
         return getattr(importlib.import_module(module), attribute)
@@ -56,34 +59,18 @@ def reward_func(name: str) -> Any:
     return name if is_model else imported(name)
 
 
-def load_model(model_args: ModelConfig) -> PreTrainedModel | str:
-    """The base as ModelConfig's flags have it; the path of an adapter, which names its base itself, as it is."""
-    name = model_args.model_name_or_path
-    if name is None:
-        raise ValueError("model_name_or_path is missing; give the id or path of a model or of an adapter")
-    if (Path(name) / "adapter_config.json").is_file():
-        return name
-    return AutoModelForCausalLM.from_pretrained(
-        name,
-        revision=model_args.model_revision,
-        dtype=model_args.dtype,
-        attn_implementation=model_args.attn_implementation,
-        quantization_config=get_quantization_config(model_args),
-    )
-
-
-def main(script_args: PPOArguments, args: PPOConfig, model_args: ModelConfig) -> None:
+def main(script_args: PPOArguments, args: PPOConfig, model_args: ActorArguments) -> None:
     if args.device.type == "cpu" and torch.get_num_threads() > 1:
         torch.set_num_threads(1)  # models that fit a CPU are too small to gain from more
     train, test = load(script_args)
-    model = load_model(model_args)
+    args.model_init_kwargs = init_kwargs(args, model_args)
     trainer = PPOTrainer(
-        model=model,
+        model=model_args.model_name_or_path,
         reward_funcs=[reward_func(name) for name in script_args.reward_funcs],
         args=args,
         train_dataset=train,
         eval_dataset=test,
-        peft_config=None if isinstance(model, str) else get_peft_config(model_args),
+        peft_config=actor_config(model_args),
         ref_model=script_args.ref_model,
         critic=script_args.critic,
         compute_metrics=imported(script_args.compute_metrics) if script_args.compute_metrics else None,
@@ -97,4 +84,4 @@ def main(script_args: PPOArguments, args: PPOConfig, model_args: ModelConfig) ->
 
 
 if __name__ == "__main__":
-    main(*TrlParser((PPOArguments, PPOConfig, ModelConfig), allow_abbrev=False).parse_args_and_config())
+    main(*TrlParser((PPOArguments, PPOConfig, ActorArguments), allow_abbrev=False).parse_args_and_config())

@@ -7,13 +7,14 @@ free. docs/rlhf.md walks the three steps.
 """
 
 from dataset import DataArguments, load
-from run import resume_argument
+from run import init_kwargs, resume_argument
 from transformers import AutoTokenizer
 from trl import ModelConfig, RewardConfig, RewardTrainer, TrlParser, get_peft_config
 
 
 def main(data_args: DataArguments, args: RewardConfig, model_args: ModelConfig) -> None:
     train, test = load(data_args)
+    args.model_init_kwargs = init_kwargs(args, model_args)
     model_args.lora_task_type = "SEQ_CLS"
     trainer = RewardTrainer(
         model=model_args.model_name_or_path,

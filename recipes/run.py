@@ -1,12 +1,15 @@
 """What the recipes share: the actor's arguments, and the way from a trainer to a saved, measured adapter."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Any
 
+from peft import PeftConfig
 from transformers import TrainingArguments
-from trl import ModelConfig
+from trl import ModelConfig, get_peft_config, get_quantization_config
 
 from hfppo import PPOTrainer
+from hfppo.loading import adapter_config
 
 
 @dataclass
@@ -16,6 +19,38 @@ class ActorArguments(ModelConfig):
     use_peft: bool = field(default=True, metadata={"help": "The actor is an adapter; always on."})
     lora_dropout: float = field(default=0.0, metadata={"help": "Dropout would be noise in the ratio."})
     lora_target_modules: list[str] = field(default_factory=lambda: ["all-linear"], metadata={"help": "LoRA layers."})
+
+
+def init_kwargs(args: TrainingArguments, model_args: ModelConfig) -> dict[str, Any]:
+    """What `from_pretrained` is told: ModelConfig's flags, and over them `args.model_init_kwargs`."""
+    if model_args.model_name_or_path is None:
+        raise ValueError("model_name_or_path is missing; give the id or path of a model or of an adapter")
+    quantization = get_quantization_config(model_args)
+    flags = {
+        "revision": model_args.model_revision,
+        "dtype": model_args.dtype,
+        "attn_implementation": model_args.attn_implementation,
+        "quantization_config": None if quantization is None else quantization.to_dict(),
+    }
+    return {name: value for name, value in flags.items() if value is not None} | (args.model_init_kwargs or {})
+
+
+def actor_config(model_args: ActorArguments) -> PeftConfig | None:
+    """The actor's adapter as the flags have it; None where training goes on from one.
+
+    Raises:
+        ValueError: flags for an adapter that is there already; names them.
+    """
+    if adapter_config(model_args.model_name_or_path) is None:
+        return get_peft_config(model_args)
+    default = type(model_args)()
+    names = [f.name for f in fields(model_args) if f.name.startswith(("lora_", "use_rslora", "use_dora"))]
+    if given := [name for name in names if getattr(model_args, name) != getattr(default, name)]:
+        raise ValueError(
+            f"{', '.join(given)}: model_name_or_path={model_args.model_name_or_path!r} is an adapter, and is trained "
+            "on as it is configured; leave them out, or start from its base"
+        )
+    return None
 
 
 def resume_argument(args: TrainingArguments) -> str | bool | None:

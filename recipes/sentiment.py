@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 import torch
 from dataset import DataArguments, load
 from datasets import Dataset
-from ppo import imported, load_model
-from run import ActorArguments, evaluate, run
+from ppo import imported
+from run import ActorArguments, actor_config, evaluate, init_kwargs, run
 from transformers import AutoTokenizer, EvalPrediction, PreTrainedTokenizerBase, pipeline
-from trl import TrlParser, get_peft_config
+from trl import TrlParser
 
 from hfppo import PPOConfig, PPOTrainer
 from hfppo.loading import load_tokenizer
@@ -108,15 +108,15 @@ def main(script_args: SentimentArguments, args: PPOConfig, model_args: Sentiment
         AutoTokenizer.from_pretrained(script_args.classifier),
         label=script_args.label,
     )
-    model = load_model(model_args)
+    args.model_init_kwargs = init_kwargs(args, model_args)
     trainer = PPOTrainer(
-        model=model,
+        model=model_args.model_name_or_path,
         reward_funcs=[reward, *(imported(name) for name in script_args.reward_funcs)],
         args=args,
         train_dataset=train,
         eval_dataset=test,
         processing_class=tokenizer,
-        peft_config=None if isinstance(model, str) else get_peft_config(model_args),
+        peft_config=actor_config(model_args),
         critic=script_args.critic,
         compute_metrics=share_of(script_args.label, reward),
     )

@@ -6,13 +6,14 @@ Rows hold "prompt" and "completion", or "messages", as `trl.SFTTrainer` takes th
 """
 
 from dataset import DataArguments, load
-from run import resume_argument
+from run import init_kwargs, resume_argument
 from transformers import AutoTokenizer
 from trl import ModelConfig, SFTConfig, SFTTrainer, TrlParser, get_peft_config
 
 
 def main(data_args: DataArguments, args: SFTConfig, model_args: ModelConfig) -> None:
     train, test = load(data_args)
+    args.model_init_kwargs = init_kwargs(args, model_args)
     trainer = SFTTrainer(
         model=model_args.model_name_or_path,
         args=args,

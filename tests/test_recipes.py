@@ -5,6 +5,7 @@ import os
 import runpy
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import arithmetic
@@ -12,11 +13,13 @@ import ppo
 import pytest
 import reward_model
 import sft
+import torch
 from dataset import DataArguments
+from run import ActorArguments, actor_config, init_kwargs
 from safetensors.torch import load_file
 from trl import ModelConfig, RewardConfig, SFTConfig, TrlParser
 
-from hfppo import PPOConfig
+from hfppo import PPOConfig, PPOTrainer
 
 RECIPES = Path(arithmetic.__file__).parent
 YAML = str(RECIPES / "arithmetic.yaml")
@@ -147,7 +150,7 @@ def test_the_road_from_demonstrations_to_ppo_in_small(tmp_path, few_rows, monkey
     run(reward_model, (DataArguments, RewardConfig, ModelConfig), "--output_dir", reward_out)
     files = json.dumps({"train": str(RECIPES / "arithmetic/train.jsonl"), "test": few_rows[1]})
     flags = ["--model_name_or_path", sft_out, "--reward_funcs", reward_out, "arithmetic.right_answer"]
-    run(ppo, (ppo.PPOArguments, PPOConfig, ModelConfig), *flags, "--data_files", files, "--output_dir", ppo_out)
+    run(ppo, (ppo.PPOArguments, PPOConfig, ActorArguments), *flags, "--data_files", files, "--output_dir", ppo_out)
     assert 0 <= json.loads((tmp_path / "reward/eval_results.json").read_text())["eval_accuracy"] <= 1
     results = json.loads((tmp_path / "ppo/all_results.json").read_text())
     assert {"before_sampled_accuracy", "after_greedy_accuracy", "after_sampled_rewards/reward/mean"} <= results.keys()
@@ -160,6 +163,41 @@ def test_the_road_from_demonstrations_to_ppo_in_small(tmp_path, few_rows, monkey
 def test_a_reward_function_that_cannot_be_imported_is_named(name, wanted):
     with pytest.raises(ValueError, match=wanted):
         ppo.reward_func(name)
+
+
+def test_a_function_is_found_in_the_working_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "my_rewards.py").write_text(
+        "def brevity(completions, **kwargs):\n    return [0.0 for _ in completions]\n"
+    )
+    with pytest.raises(ValueError, match=r"my_rewards\.brevity"):
+        ppo.reward_func("my_rewards.brevity")
+    monkeypatch.chdir(tmp_path)
+    assert ppo.reward_func("my_rewards.brevity")(["a"]) == [0.0]
+
+
+def test_flags_of_the_model_reach_it(tmp_path):
+    base = str(RECIPES / "arithmetic/base")
+    flags = ActorArguments(model_name_or_path=base, load_in_4bit=True, dtype="bfloat16", lora_r=3)
+    args = PPOConfig(output_dir=str(tmp_path), use_cpu=True, model_init_kwargs={"attn_implementation": "eager"})
+    args.model_init_kwargs = init_kwargs(args, flags)
+    assert json.loads(args.to_json_string())["model_init_kwargs"]["quantization_config"]["load_in_4bit"]
+    trainer = PPOTrainer(
+        model=base,
+        reward_funcs=lambda completions, **kwargs: [0.0 for _ in completions],
+        args=args,
+        peft_config=actor_config(flags),
+    )
+    assert trainer.model.causal_lm.is_loaded_in_4bit
+    assert trainer.model.config._attn_implementation == "eager"
+    assert trainer.model.causal_lm.dtype == torch.bfloat16
+    assert trainer.model.peft_config["default"].r == 3
+
+    trainer.model.save_pretrained(tmp_path / "adapter")
+    adapter = replace(flags, model_name_or_path=str(tmp_path / "adapter"))
+    with pytest.raises(ValueError, match="lora_r: model_name_or_path=.* is an adapter"):
+        actor_config(adapter)
+    assert actor_config(replace(adapter, lora_r=16)) is None
 
 
 def test_names_of_reward_functions_and_models():
