@@ -195,7 +195,7 @@ def test_flags_of_the_model_reach_it(tmp_path):
 
     trainer.model.save_pretrained(tmp_path / "adapter")
     adapter = replace(flags, model_name_or_path=str(tmp_path / "adapter"))
-    with pytest.raises(ValueError, match="lora_r: model_name_or_path=.* is an adapter"):
+    with pytest.raises(ValueError, match=r"lora_r: model_name_or_path=.* is an adapter"):
         actor_config(adapter)
     assert actor_config(replace(adapter, lora_r=16)) is None
 
