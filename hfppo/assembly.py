@@ -10,6 +10,7 @@ from typing import Any, cast
 from datasets import Dataset, IterableDataset
 from peft import PeftConfig, PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from hfppo.config import PPOConfig
 from hfppo.critic import find_critic
@@ -122,17 +123,29 @@ def check_arguments(model: Any, ref_model: Any, args: Any, callbacks: Any) -> No
         logger.warning("model_init_kwargs is for models given by name; those given are loaded already")
 
 
-def check_output_folder(start: Path | None, args: PPOConfig) -> None:
+def check_output_folder(sources: list[tuple[str, Any]], args: PPOConfig) -> None:
     """Refuse to train into the folder that training starts from; evaluations write nothing.
 
+    Args:
+        sources: what the run is made of, and by which argument; what is no folder is no matter.
     Raises:
         ValueError: names the folder.
     """
-    if start is not None and start.resolve() == Path(args.output_dir).resolve():
-        raise ValueError(
-            f"model and output_dir are both {str(start)!r}: saving would overwrite what the run starts from, which is "
-            "also its reference; give another output_dir, or, to go on with the run in it, the model it began with"
-        )
+    output_dir = Path(args.output_dir).resolve()
+    for name, source in sources:
+        if not isinstance(source, str) or not Path(source).is_dir():
+            continue
+        folder = Path(source).resolve()
+        if name == "model" and folder == output_dir:
+            raise ValueError(
+                f"model and output_dir are both {source!r}: saving would overwrite what the run starts from, which is "
+                "also its reference; give another output_dir, or, to go on with the run in it, the model it began with"
+            )
+        if output_dir in folder.parents and folder.relative_to(output_dir).parts[0].startswith(PREFIX_CHECKPOINT_DIR):
+            raise ValueError(
+                f"{name}={source!r} is a checkpoint in output_dir={args.output_dir!r}, and would make room for those "
+                "of this run; give another output_dir"
+            )
 
 
 def eval_name(name: str | None) -> str:

@@ -81,7 +81,7 @@ def last_intact(output_dir: str | Path) -> str | None:
     return None
 
 
-def make_way(output_dir: str | Path, start: str | bool | None) -> None:
+def make_way(output_dir: Path, start: str | None, best: str | None) -> None:
     """Move the checkpoints that a run does not go on from into a folder aside, so that none is lost to its own.
 
     It would write over those of its own steps and delete others for `save_total_limit`; and, killed, it would be
@@ -89,15 +89,16 @@ def make_way(output_dir: str | Path, start: str | bool | None) -> None:
 
     Args:
         start: the checkpoint that the run goes on from; those before it are its own.
+        best: its best one, which stays wherever it is.
     """
     found = [Path(folder) for folder in sort_checkpoints(str(output_dir))]
-    before = (n for n, folder in enumerate(found, 1) if isinstance(start, str) and folder.samefile(start))
-    others = found[next(before, 0) :]
+    before = (n for n, folder in enumerate(found, 1) if start is not None and folder.samefile(start))
+    others = [f for f in found[next(before, 0) :] if is_checkpoint(f) and not (best is not None and f.samefile(best))]
     if not others:
         return
-    earlier = next(path for n in count(1) if not (path := Path(output_dir) / f"{EARLIER}_{n}").exists())
+    earlier = next(path for n in count(1) if not (path := output_dir / f"{EARLIER}_{n}").exists())
     earlier.mkdir()
-    for folder in others:
+    for folder in reversed(others):  # so that a kill in between leaves none that is later than one moved
         folder.rename(earlier / folder.name)
     logger.warning(
         "%s held checkpoints that this run does not go on from; they are in %s now, the last as %s",
@@ -105,6 +106,11 @@ def make_way(output_dir: str | Path, start: str | bool | None) -> None:
         earlier,
         earlier / others[-1].name,
     )
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Whether it has been saved, and not just been given its name, as `enable_jit_checkpoint` does before it saves."""
+    return (folder / TRAINER_STATE_NAME).is_file()
 
 
 def way_back(output_dir: str | Path) -> str:
@@ -119,6 +125,8 @@ class CrashSafeTrainer(HubTrainer):
     """A Trainer whose checkpoints appear whole, and which goes on from the last one that is."""
 
     _aside: str | None = None  # where the checkpoint that is being saved is written
+    _start: str | None = None  # the checkpoint that the run goes on from
+    _has_saved = False  # whether the run has checkpoints of its own
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Trainer's `train`; True is the last whole checkpoint.
@@ -127,8 +135,7 @@ class CrashSafeTrainer(HubTrainer):
             ValueError: the checkpoint named is damaged, or there is none.
         """
         checkpoint = self._checkpoint_for(resume_from_checkpoint)
-        if self.args.should_save:
-            make_way(self.args.output_dir, checkpoint)
+        self._start, self._has_saved = checkpoint if isinstance(checkpoint, str) else None, False
         return super().train(checkpoint, *args, **kwargs)
 
     def _checkpoint_for(self, resume_from_checkpoint: str | bool | None) -> str | bool | None:
@@ -149,13 +156,13 @@ class CrashSafeTrainer(HubTrainer):
         return resume_from_checkpoint
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        # Private, but the first that upstream asks for after it has read the checkpoint's state, and has forgotten a
-        # best checkpoint whose folder was moved: it is still beside the one that is gone on from.
+        # Private, but the first that upstream asks for after it has read the checkpoint's state. The best one lies
+        # beside the one that is gone on from, also where both were moved and another run has one of that name now.
         super()._load_optimizer_and_scheduler(checkpoint)
-        state = self.state
-        if checkpoint is not None and state.best_model_checkpoint is None and state.best_global_step:
-            best = Path(checkpoint).with_name(f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}")
-            state.best_model_checkpoint = str(best) if best.is_dir() else None
+        if checkpoint is not None and self.state.best_global_step:
+            best = Path(checkpoint).with_name(f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}")
+            if best.is_dir():
+                self.state.best_model_checkpoint = str(best)
 
     def _get_output_dir(self, trial: Any) -> str:
         # Private, but the one place that says where a checkpoint is written.
@@ -170,6 +177,9 @@ class CrashSafeTrainer(HubTrainer):
         # Private; upstream writes in place, and one process may be done before another has begun.
         output_dir = Path(self._get_output_dir(trial))
         final = output_dir / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        if self.args.should_save and not self._has_saved:
+            make_way(output_dir, self._start, self.state.best_model_checkpoint)
+        self._has_saved = True
         with self._writing_aside(output_dir) as aside:
             super()._save_checkpoint(model, trial)
             if self.state.best_global_step == self.state.global_step and self.state.best_model_checkpoint:

@@ -8,7 +8,6 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -95,7 +94,6 @@ class PPOTrainer(EvaluatingTrainer):
     ):
         args = PPOConfig() if args is None else args
         check_arguments(model, ref_model, args, callbacks)
-        self._start = Path(model) if isinstance(model, str) and Path(model).is_dir() else None
         set_seed(args.seed)  # the adapter is initialised here, before Trainer sets the seed
         parts = assemble(
             model,
@@ -142,6 +140,10 @@ class PPOTrainer(EvaluatingTrainer):
         self._begun: tuple[int, dict[str, Any]] = (-1, {})
         self._step_began: float | None = None
         self._guard = NonFiniteGuard(args, self.accelerator)
+        base = parts.model.causal_lm.name_or_path
+        funcs = reward_funcs if isinstance(reward_funcs, list | tuple) else [reward_funcs]
+        self._sources: list[tuple[str, Any]] = [("reward_funcs", func) for func in funcs]
+        self._sources += [("model", model), ("the base's path", base), ("ref_model", ref_model), ("critic", critic)]
         self._run = describe_run(args, parts.train_prompts, parts.model, parts.peft_config, parts.rewards.names)
 
     def get_train_dataloader(self) -> DataLoader:
@@ -369,7 +371,7 @@ class PPOTrainer(EvaluatingTrainer):
             NonFiniteError: a number is NaN or infinite; see `on_nonfinite`.
             OutOfMemory: with the settings that help.
         """
-        check_output_folder(self._start, self.args)
+        check_output_folder(self._sources, self.args)
         self._rollout, self._meter, self._step_meter = None, Meter(), Meter()
         self._guard = NonFiniteGuard(self.args, self.accelerator)
         with explained_memory("the update", self.args):

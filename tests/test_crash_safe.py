@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import SMALL
+from conftest import SMALL, tiny_model
 from test_resume import final_state, logs
 
-from hfppo import PPOCallback
+from hfppo import AdaptiveKLCallback, PPOCallback
 from hfppo.crash_safe import MANIFEST, damage, last_intact, seal
 
 TESTS = Path(__file__).parent
@@ -100,13 +100,53 @@ def test_the_best_checkpoint_is_found_where_it_was_moved_to(make_trainer, datase
     straight = make_trainer(config, eval_dataset=dataset)
     straight.train()
     assert straight.state.best_global_step < 5
-    make_trainer({**config, "max_steps": 1, "seed": 7}, eval_dataset=dataset).train()
+    make_trainer({**config, "max_steps": 5, "seed": 7}, eval_dataset=dataset).train()  # has one of that name, too
     resumed = make_trainer(config, eval_dataset=dataset)
     resumed.train(resume_from_checkpoint=str(tmp_path / "out/_earlier_1/checkpoint-5"))
     name = Path(straight.state.best_model_checkpoint).name
     assert resumed.state.best_model_checkpoint == str(tmp_path / "out/_earlier_1" / name)
     expected, got = final_state(straight), final_state(resumed)
     assert [name for name in expected if not torch.equal(expected[name], got[name])] == []
+
+
+def test_the_best_checkpoint_stays(make_trainer, dataset, tmp_path):
+    best = {"load_best_model_at_end": True, "greater_is_better": False, "metric_for_best_model": "eval_reward"}
+    config = {**CONFIG, **best, "eval_strategy": "steps", "eval_steps": 1}
+    straight = make_trainer(config, eval_dataset=dataset)
+    straight.train()
+    step = straight.state.best_global_step
+    assert 1 < step < 5
+    make_trainer(config, eval_dataset=dataset).train(resume_from_checkpoint=str(tmp_path / f"out/checkpoint-{step}"))
+    resumed = make_trainer(config, eval_dataset=dataset)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "out/_earlier_1/checkpoint-5"))
+    assert resumed.state.best_model_checkpoint == str(tmp_path / f"out/checkpoint-{step}")
+    assert sorted(path.name for path in (tmp_path / "out").glob("checkpoint-*")) == [
+        f"checkpoint-{step}",
+        "checkpoint-6",
+    ]
+
+
+def test_nothing_moves_before_a_run_has_a_checkpoint_of_its_own(make_trainer, tmp_path):
+    make_trainer(CONFIG).train()
+    saved = sorted(path.name for path in (tmp_path / "out").glob("checkpoint-*"))
+    with pytest.raises(ValueError, match="kl_coef=0 stays 0"):
+        make_trainer({**CONFIG, "kl_coef": 0.0}, callbacks=[AdaptiveKLCallback()]).train()
+    assert sorted(path.name for path in (tmp_path / "out").glob("checkpoint-*")) == saved
+    assert not list((tmp_path / "out").glob("_earlier*"))
+
+
+@pytest.mark.parametrize("argument", ["model", "critic"])
+def test_a_checkpoint_that_the_run_stands_on_is_refused(make_trainer, tmp_path, argument):
+    folder = tmp_path / "out/checkpoint-3"
+    if argument == "model":
+        tiny_model().save_pretrained(folder)
+    else:
+        make_trainer().model.save_pretrained(folder)
+    trainer = make_trainer(**{argument: str(folder)})
+    with pytest.raises(
+        ValueError, match=f"^{argument}='.*' is a checkpoint in output_dir=.*; give another output_dir"
+    ):
+        trainer.train()
 
 
 class FullDisk:
@@ -174,6 +214,7 @@ def test_a_just_in_time_checkpoint_is_whole_and_resumes(make_trainer, tmp_path, 
     trainer.train()
     assert trainer.state.global_step < 6
     assert last_intact(tmp_path / "out") == str(tmp_path / "out/checkpoint-3")
+    assert not (tmp_path / "out/_earlier_1").exists()
     resumed = make_trainer(config)
     resumed.train(resume_from_checkpoint=True)
     expected, got = final_state(straight), final_state(resumed)
