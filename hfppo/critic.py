@@ -220,22 +220,27 @@ def check_causal(model: PreTrainedModel) -> None:
 def adapted(model: PreTrainedModel, peft_config: PeftConfig) -> PeftModel:
     """A model's trunk with an adapter like the actor's on it."""
     config: Any = copy.deepcopy(peft_config)
-    config.task_type = config.modules_to_save = config.base_model_name_or_path = None
+    config.task_type = None
+    # PEFT says where the adapter stands, and fills in what "all-linear" means of experts.
+    tuner: Any = get_peft_model(shared_copy(model), config, low_cpu_mem_usage=True).base_model
+    config = copy.deepcopy(tuner.peft_config["default"])
+    config.modules_to_save = config.base_model_name_or_path = None
     config.inference_mode = False
-    trunk = re.compile(rf"^(\^?){model.base_model_prefix}\\?\.")
-    config.target_modules = trunk_targets(model, config)
+    config.target_modules = inside_trunk(model, tuner.targeted_module_names)
+    if parameters := inside_trunk(model, tuner.targeted_parameter_names):
+        config.target_parameters = sorted(parameters)
     config.layers_to_transform = config.layers_pattern = config.exclude_modules = None  # the targets are by full names
+    trunk = re.compile(rf"^(\^?){model.base_model_prefix}\\?\.")
     for name in ("rank_pattern", "alpha_pattern"):
         patterns = getattr(config, name, None) or {}
         setattr(config, name, {trunk.sub(r"\1", pattern): value for pattern, value in patterns.items()})
     return get_peft_model(model.base_model, config, adapter_name="critic")
 
 
-def trunk_targets(model: PreTrainedModel, config: PeftConfig) -> list[str]:
-    """The modules of a model that PEFT puts an adapter on, as they are called inside its trunk."""
-    tuner: Any = get_peft_model(shared_copy(model), copy.deepcopy(config), low_cpu_mem_usage=True).base_model
+def inside_trunk(model: PreTrainedModel, names: list[str]) -> list[str]:
+    """Those of a model's names that lie in its trunk, as they are called there."""
     trunk = "" if model.base_model is model else f"{model.base_model_prefix}."
-    return [name.removeprefix(trunk) for name in tuner.targeted_module_names if name.startswith(trunk)]
+    return [name.removeprefix(trunk) for name in names if name.startswith(trunk)]
 
 
 def describe_adapter(config: PeftConfig) -> dict[str, Any]:

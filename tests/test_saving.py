@@ -11,7 +11,13 @@ from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from test_reward_model import scorer
 from torch.testing import assert_close
-from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassification
+from transformers import (
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForSequenceClassification,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
 
 from hfppo import PPOConfig
 from hfppo.critic import describe_adapter, differing
@@ -209,15 +215,30 @@ def test_activation_checkpointing_gives_the_same_run(make_trainer):
 def test_the_critics_adapter_is_where_the_actors_is(make_trainer, fields, critic):
     config = LoraConfig(r=4, task_type="CAUSAL_LM", **fields)
     trainer = make_trainer(peft_config=config, critic=scorer() if critic == "model" else critic)
-    of_actor, of_critic = (
-        {
-            name.rpartition("layers.")[2].split(".lora_")[0]: len(x)
-            for name, x in tree.named_parameters()
-            if "lora_A" in name
-        }
-        for tree in (trainer.model.base_model, trainer.model.critic.trunk)
-    )
-    assert of_critic == of_actor != {}
+    assert ranks(trainer.model.critic.trunk) == ranks(trainer.model.base_model) != {}
+
+
+def ranks(tree: torch.nn.Module) -> dict[str, int]:
+    """Where an adapter stands, and of which rank."""
+    weights = {name.rpartition("layers.")[2]: x for name, x in tree.named_parameters() if "lora_A" in name}
+    return {name.split(".lora_")[0]: len(x) for name, x in weights.items()}
+
+
+def test_the_critics_adapter_is_on_experts_and_router_as_well(make_trainer, tmp_path):
+    """PEFT takes them for parameters, which "all-linear" means as well; a saved critic goes on beside its actor."""
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_local_experts": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    base = MixtralForCausalLM(MixtralConfig(vocab_size=26, bos_token_id=None, eos_token_id=1, **shape, **heads))
+    base.save_pretrained(tmp_path / "base")
+    config = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    trainer = make_trainer(model=str(tmp_path / "base"), peft_config=config)
+    assert "0.mlp.gate" in ranks(trainer.model.base_model)
+    assert ranks(trainer.model.critic.trunk) == ranks(trainer.model.base_model)
+    trainer.save_model(str(tmp_path / "first"))
+    again = make_trainer(model=str(tmp_path / "first"), peft_config=None, critic=str(tmp_path / "first"))
+    expected, got = trained_state(trainer.model.critic), trained_state(again.model.critic)
+    assert expected.keys() == got.keys()
+    assert all(torch.equal(expected[name], got[name]) for name in expected)
 
 
 @pytest.mark.parametrize("name", ["rank_pattern", "alpha_pattern"])
