@@ -83,6 +83,7 @@ RANGES: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
 )
 
 
+BY_METRIC = ("reduce_lr_on_plateau", "greedy")  # schedulers that are told an evaluation's metric
 TEXT_OR_NONE = (str | None, dict | str | None, dict[str, Any] | str | None)
 KINDS: tuple[tuple[Any, Callable[[Any], bool], str], ...] = (
     (bool, lambda x: isinstance(x, bool), "must be True or False"),
@@ -226,11 +227,12 @@ def check_inherited(args: Any) -> None:
             f"neftune_noise_alpha={args.neftune_noise_alpha} would add noise to the update's pass and not to the "
             "rollout's, so that their ratio were noise; leave it out"
         )
-    by_reward = args.lr_scheduler_type == "reduce_lr_on_plateau" and args.greater_is_better
+    by_reward = args.lr_scheduler_type in BY_METRIC and args.greater_is_better
     if by_reward and (args.lr_scheduler_kwargs or {}).get("mode") != "max":
         raise ValueError(
-            f"lr_scheduler_type='reduce_lr_on_plateau' lowers the learning rate unless {args.metric_for_best_model} "
-            "falls, and more of it is better; set lr_scheduler_kwargs={'mode': 'max'}"
+            f"lr_scheduler_type={args.lr_scheduler_type.value!r} lowers the learning rate unless "
+            f"{args.metric_for_best_model} falls, and more of it is better; "
+            "set lr_scheduler_kwargs={'mode': 'max'}"
         )
     if args.bf16_full_eval or args.fp16_full_eval:
         raise ValueError(

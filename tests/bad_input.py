@@ -307,6 +307,7 @@ TABLE: dict[str, dict[str, Case]] = {
             {"whiten_rewards": True, "advantage_estimator": "remax"},
             {"bf16_full_eval": True},
             {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "epoch"},
+            {"lr_scheduler_type": "greedy", "eval_strategy": "epoch"},
             {"max_completion_length": 123},
             {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": "localhost"},
         )

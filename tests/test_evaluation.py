@@ -16,6 +16,7 @@ EVERY_STEP = {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 1}
         {"load_best_model_at_end": True, "save_strategy": "steps", "save_steps": 1},
         {"save_strategy": "best"},
         {"lr_scheduler_type": "reduce_lr_on_plateau", "lr_scheduler_kwargs": {"mode": "max"}},
+        {"lr_scheduler_type": "greedy", "lr_scheduler_kwargs": {"mode": "max"}},
     ],
 )
 @pytest.mark.parametrize("reward", [1.0, None])
