@@ -3,6 +3,8 @@
 import json
 import pickle
 import shutil
+import subprocess
+import sys
 from dataclasses import astuple
 from pathlib import Path
 
@@ -86,6 +88,19 @@ def test_another_base_than_the_runs_is_warned_of(run, tmp_path, caplog):
     trace_prompt(run.checkpoint, Question(PROMPT, base=str(tmp_path / "other"), ref_model=str(tmp_path / "other")))
     assert [message.split(" (")[0] for message in caplog.messages] == ["base", "reference"]
     assert all("is not the run's" in message for message in caplog.messages)
+
+
+def test_the_command_shows_its_table_and_its_own_warnings_alone(run, tmp_path):
+    tiny_model(seed=7).save_pretrained(tmp_path / "other")
+    command = [sys.executable, "-m", "hfppo.trace", str(run.checkpoint), PROMPT, "--seed", "1"]
+    plain, warned = (
+        subprocess.run([*command, *more], capture_output=True, text=True, timeout=120)
+        for more in ([], ["--base", str(tmp_path / "other")])
+    )
+    assert plain.returncode == warned.returncode == 0
+    assert not [line for line in plain.stderr.splitlines() if line.startswith("warning: ")]
+    (line,) = [line for line in warned.stderr.splitlines() if line.startswith("warning: ")]
+    assert line.startswith("warning: base (")
 
 
 def test_a_checkpoint_that_does_not_tell_its_reference_is_not_warned_of(run, tmp_path, caplog):

@@ -89,9 +89,10 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    # Only the table is to be seen: loading a model says much that is of no use here.
+    # Only the table is to be seen, and our own warnings: loading a model says much that is of no use here.
     set_verbosity_error()
     disable_progress_bar()
-    logging.disable(logging.WARNING)
+    logging.basicConfig(level=logging.ERROR, format="warning: %(message)s")
+    logging.getLogger("hfppo").setLevel(logging.WARNING)
     warnings.simplefilter("ignore")
     main()
