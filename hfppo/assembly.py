@@ -258,6 +258,26 @@ def prompts_of(dataset: Dataset, name: str, tokenizer: PreTrainedTokenizerBase, 
     )
 
 
+def later_prompts(
+    dataset: Dataset,
+    name: str,
+    model: ActorCritic,
+    rewards: RewardFunctions,
+    tokenizer: PreTrainedTokenizerBase,
+    args: PPOConfig,
+) -> Prompts:
+    """The prompts of a dataset that comes when the trainer is made already, checked as those before.
+
+    Raises:
+        TypeError, ValueError: prompts or columns that do not fit; names them.
+    """
+    prompts = prompts_of(dataset, name, tokenizer, args)
+    check_lengths("the model", model.causal_lm, prompts.longest, args)
+    check_ids(model.causal_lm, {name: prompts}, {})
+    check_calls(rewards, {name: prompts})
+    return prompts
+
+
 def stream_of(dataset: IterableDataset, tokenizer: PreTrainedTokenizerBase, args: PPOConfig) -> PromptStream:
     """A stream's prompts as the configuration has them.
 

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from transformers import EvalPrediction, PreTrainedTokenizerBase, TrainerState
 from transformers.trainer_utils import EvalLoopOutput, denumpify_detensorize
 
-from hfppo.assembly import prompts_of
+from hfppo.assembly import later_prompts
 from hfppo.config import PPOConfig
 from hfppo.data import Prompts
 from hfppo.experience import Collector, measure_scores
@@ -107,7 +107,10 @@ class EvaluatingTrainer(ResumableTrainer):
         elif isinstance(eval_dataset, str):
             prompts = self._eval_prompts[eval_dataset]
         else:
-            prompts = prompts_of(eval_dataset, "eval_dataset", self.processing_class, self.args)
+            rewards = self.collector.rewards
+            prompts = later_prompts(
+                eval_dataset, "eval_dataset", self.model, rewards, self.processing_class, self.args
+            )
         if prompts is None:
             raise ValueError("eval_dataset is missing; pass one to PPOTrainer or to evaluate()")
         size = self.args.eval_batch_size * self.args.world_size

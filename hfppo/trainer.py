@@ -24,7 +24,7 @@ from transformers import (
     set_seed,
 )
 
-from hfppo.assembly import assemble, check_arguments, check_calls, check_output_folder, prompts_of
+from hfppo.assembly import assemble, check_arguments, check_output_folder, later_prompts
 from hfppo.callbacks import PPOCallback, StepEnd, with_default_callbacks
 from hfppo.card import write_card
 from hfppo.checkpoint import describe_run
@@ -253,8 +253,8 @@ class PPOTrainer(EvaluatingTrainer):
         Raises:
             TypeError, ValueError: prompts or columns that do not fit; names them.
         """
-        prepared = prompts_of(dataset_of(prompts, columns), "prompts", self.processing_class, self.args)
-        check_calls(self.collector.rewards, {"prompts": prepared})
+        dataset, rewards = dataset_of(prompts, columns), self.collector.rewards
+        prepared = later_prompts(dataset, "prompts", self.model, rewards, self.processing_class, self.args)
         rows = grouped(self.collector.eval_rows(prepared))
         self.place_model()
         return self.collector.collect(rows, self.ppo_state, self.state, Meter(), training=False)[0]

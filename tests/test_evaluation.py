@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from datasets import Dataset
 from conftest import count_digits
 
 EVERY_STEP = {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 1}
@@ -56,3 +57,13 @@ def test_what_functions_log_counts_once_for_each_completion(make_trainer, datase
 
     trainer = make_trainer({"per_device_eval_batch_size": 3}, reward_funcs=half_full)
     assert trainer.evaluate(dataset.select(range(4)))["eval_custom/full"] == pytest.approx((3 * 1 + 1 / 3) / 4)
+
+
+def test_prompts_that_come_later_are_checked_as_well(make_trainer):
+    trainer = make_trainer()
+    positions = trainer.model.config.max_position_embeddings
+    long = ["1" * positions]
+    with pytest.raises(ValueError, match=f"tokens and max_completion_length=6, more together than .* {positions} pos"):
+        trainer.evaluate(Dataset.from_dict({"prompt": long}))
+    with pytest.raises(ValueError, match=f"tokens and max_completion_length=6, more together than .* {positions} pos"):
+        trainer.rollout(long)
