@@ -240,7 +240,7 @@ def check_lengths(name: str, model: PreTrainedModel | PeftModel, longest: int, a
     positions = positions or getattr(config, "max_position_embeddings", None)
     if positions is not None and longest + args.max_completion_length > positions:
         raise ValueError(
-            f"the longest prompt has {longest} tokens and max_completion_length={args.max_completion_length}, more "
+            f"prompts of up to {longest} tokens and max_completion_length={args.max_completion_length} are more "
             f"together than {name}'s {positions} positions{' before LongRoPE' if scaled else ''}; lower "
             "max_completion_length or max_prompt_length"
         )

@@ -107,7 +107,11 @@ def check_names(cls: type, names: Iterable[str]) -> None:
     for name in names:
         if name not in known:
             meant = get_close_matches(name, known, cutoff=0.7)
-            hint = f"did you mean {' or '.join(meant)}?" if meant else "docs/configuration.md lists them"
+            hint = (
+                f"did you mean {' or '.join(meant)}?"
+                if meant
+                else "docs/configuration.md lists them, docs/migrating.md those of TRL"
+            )
             raise TypeError(f"{cls.__name__} has no field {name!r}; {hint}")
 
 

@@ -103,8 +103,8 @@ def short_prompts(
         raise ValueError(f"{name} has no rows; give it at least one prompt")
     if "prompt" not in dataset.column_names:
         raise ValueError(
-            f"{name} has no 'prompt' column, only {', '.join(dataset.column_names)}; "
-            "dataset.rename_column('question', 'prompt') would rename one"
+            f"{name} has no 'prompt' column, only {', '.join(dataset.column_names)}; rename the one with the prompts, "
+            "as text or messages: dataset.rename_column('…', 'prompt')"
         )
     if shadowed := sorted(RESERVED_COLUMNS & set(dataset.column_names)):
         raise ValueError(

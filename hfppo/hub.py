@@ -18,11 +18,12 @@ class HubTrainer(Trainer):
 
     def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
         """Trainer's `push_to_hub`; an error says where everything lies."""
+        self.save_model(_internal_call=True)  # first, so that nothing is lost where no repository can be made
         try:
             return super().push_to_hub(*args, **kwargs)
         except Exception as error:
             error.add_note(
-                f"The push to {self.hub_model_id} has failed. What is saved lies in {self.args.output_dir}; "
+                f"The push to {self.hub_model_id or 'the Hub'} has failed. The model lies in {self.args.output_dir}; "
                 "trainer.push_to_hub() tries again."
             )
             raise

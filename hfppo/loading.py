@@ -35,8 +35,17 @@ def load_model(model: str | PreTrainedModel | PeftModel, **init_kwargs: Any) -> 
         return model
     if (config := adapter_config(model)) is None:
         return load_causal_lm("model", model, **init_kwargs)
-    base = load_causal_lm(f"the base of the adapter model={model!r},", config.base_model_name_or_path, **init_kwargs)
-    return PeftModel.from_pretrained(base, model, is_trainable=True)
+    name = config.base_model_name_or_path
+    base = load_causal_lm(
+        f"the base that the adapter model={model!r} names, base_model_name_or_path", name, **init_kwargs
+    )
+    try:
+        return PeftModel.from_pretrained(base, model, is_trainable=True)
+    except RuntimeError as error:  # torch's, of shapes
+        raise ValueError(
+            f"the adapter model={model!r} does not fit {name!r}, which it names as its base; give one of that base: "
+            f"{error}"
+        ) from error
 
 
 def adapter_config(name: str) -> PeftConfig | None:

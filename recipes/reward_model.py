@@ -14,6 +14,11 @@ from trl import ModelConfig, RewardConfig, RewardTrainer, TrlParser, get_peft_co
 
 def main(data_args: DataArguments, args: RewardConfig, model_args: ModelConfig) -> None:
     train, test = load(data_args)
+    if not {"chosen", "rejected"} <= set(train.column_names):
+        raise ValueError(
+            f"{data_args.dataset_name} has the columns {', '.join(train.column_names)}, and no pairs; "
+            "rename those with the better and the worse completion to chosen and rejected"
+        )
     args.model_init_kwargs = init_kwargs(args, model_args)
     model_args.lora_task_type = "SEQ_CLS"
     trainer = RewardTrainer(

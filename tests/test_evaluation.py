@@ -5,8 +5,8 @@ import math
 import numpy as np
 import pytest
 import torch
-from datasets import Dataset
 from conftest import count_digits
+from datasets import Dataset
 
 EVERY_STEP = {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 1}
 
@@ -63,7 +63,11 @@ def test_prompts_that_come_later_are_checked_as_well(make_trainer):
     trainer = make_trainer()
     positions = trainer.model.config.max_position_embeddings
     long = ["1" * positions]
-    with pytest.raises(ValueError, match=f"tokens and max_completion_length=6, more together than .* {positions} pos"):
+    with pytest.raises(
+        ValueError, match=f"tokens and max_completion_length=6 are more together than .* {positions} pos"
+    ):
         trainer.evaluate(Dataset.from_dict({"prompt": long}))
-    with pytest.raises(ValueError, match=f"tokens and max_completion_length=6, more together than .* {positions} pos"):
+    with pytest.raises(
+        ValueError, match=f"tokens and max_completion_length=6 are more together than .* {positions} pos"
+    ):
         trainer.rollout(long)

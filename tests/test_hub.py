@@ -182,7 +182,7 @@ def test_a_hub_that_is_down(runs, hub, loaded):
     assert hub.messages("someone/down") == ["initial commit"]
     log = (runs.parent / "load.log").read_text()
     assert "A push to someone/down has failed" in log
-    assert f"The push to someone/down has failed. What is saved lies in {runs / 'down'}" in loaded["error"]
+    assert f"The push to someone/down has failed. The model lies in {runs / 'down'}" in loaded["error"]
     found = {str(path.relative_to(runs / "down")) for path in (runs / "down").rglob("*") if path.is_file()}
     assert {name for name in found if not name.startswith("checkpoint-")} == MODEL | CURVES | {"curves.png"}
     assert "4 optimiser steps." in (runs / "down/README.md").read_text()
