@@ -85,6 +85,14 @@ class HealthCallback(TrainerCallback):
             if check.is_ill(run):
                 self._tell(check, run)
 
+    def on_train_end(self, args, state, control, **kwargs):
+        name = self.true_metric
+        if name is not None and state.is_world_process_zero and not any(name in log for log in state.log_history):
+            message = (
+                f"true_metric={name!r} was in no log, so nothing was compared with it; metrics.jsonl has the names"
+            )
+            warnings.warn_explicit(f"{message}. See docs/health.md", HealthWarning, "hfppo", 1)
+
     def _tell(self, check: "Check", run: "Run") -> None:
         """Warn, unless the illness has been told and is still there, or has not yet lasted."""
         last = self._last_ill.get(check)

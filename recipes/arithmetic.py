@@ -1,4 +1,4 @@
-"""Teach a small model to answer sums it already knows: PPO from start to finish in two minutes on two CPU cores.
+"""Teach a small model to answer sums it already knows: PPO from start to finish in a minute on two CPU cores.
 
     accelerate launch recipes/arithmetic.py --config recipes/arithmetic.yaml
 

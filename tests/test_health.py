@@ -314,3 +314,12 @@ def test_every_check_has_its_section_and_every_limit_its_row():
     rows = dict(re.findall(r"^\| `(\w+)` \| `([^`]+)` \|", text, flags=re.MULTILINE))
     limits = {f.name: f.default for f in fields(HealthCallback) if f.init}
     assert {name: ast.literal_eval(default) for name, default in rows.items()} == limits
+
+
+@pytest.mark.parametrize(("name", "told"), [("rewards/count_digits/mean", False), ("rewards/count_digts/mean", True)])
+def test_a_true_metric_that_is_in_no_log_is_told(make_trainer, name, told):
+    trainer = make_trainer({"max_steps": 1}, callbacks=[HealthCallback(true_metric=name)])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", HealthWarning)
+        trainer.train()
+    assert any("was in no log" in str(w.message) for w in caught) is told
