@@ -111,11 +111,16 @@ def check_arguments(model: Any, ref_model: Any, args: Any, callbacks: Any) -> No
     """Refuse arguments in the place of others, and warn of one without use.
 
     Raises:
-        TypeError: names the argument.
+        TypeError, ValueError: names the argument.
     """
     if not isinstance(args, PPOConfig):
         raise TypeError(
             f"args is a {type(args).__name__}; give a PPOConfig, which takes the fields of TrainingArguments"
+        )
+    if ref_model is not None and ref_model is model and not isinstance(model, str):
+        raise ValueError(
+            "ref_model is the model that is trained; leave it out: the reference is that model with its adapter "
+            "disabled, or a copy of the adapter that it comes with"
         )
     if not isinstance(callbacks, list | None):
         raise TypeError(f"callbacks is of type {type(callbacks).__name__}; give a list")

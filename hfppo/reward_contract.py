@@ -118,6 +118,8 @@ def check_reward(name: str, row: int, value: Any, length: int) -> float | list[f
     """One reward as a float, or as a list of them with one per token."""
     if value is None:
         return math.nan
+    if isinstance(value, Tensor | np.ndarray) and value.ndim == 1 and len(value) != 1:
+        value = value.tolist()
     if isinstance(value, Sequence) and not isinstance(value, str):
         if len(value) != length:
             raise ValueError(

@@ -399,6 +399,7 @@ TABLE: dict[str, dict[str, Case]] = {
             lambda: {"processing_class": tokenizer_without_eos(), "model": model_without_eos()}
         ),
         "a number as reference": trained(lambda: {"ref_model": 5}),
+        "the model as its own reference": trained(lambda: dict.fromkeys(("model", "ref_model"), tiny_model())),
         "a reference with fewer tokens": trained(lambda: {"ref_model": tiny_model(vocab_size=20)}),
         "an encoder-decoder as reference": trained(lambda: {"ref_model": t5()}),
         "no such reference": trained(lambda: {"ref_model": "org/none"}),

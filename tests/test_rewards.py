@@ -257,6 +257,15 @@ def test_kinds_of_numbers(output):
     assert score(lambda **kwargs: output).combined.tolist() == [0.5, 1.0, 1.0]
 
 
+@pytest.mark.parametrize("array", [torch.tensor, np.array], ids=["tensors", "arrays"])
+def test_rewards_of_tokens_may_be_arrays(make_trainer, array):
+    def by_token(completion_ids, **kwargs):
+        return [array([float(n) for n in range(len(ids))]) for ids in completion_ids]
+
+    trainer = answering(make_trainer({"kl_coef": 0.0}, reward_funcs=by_token), "12.")
+    assert trainer.rollout(["1="]).rewards[0, :3].tolist() == [0.0, 1.0, 2.0]
+
+
 def test_an_unscorable_completion_is_out_of_the_losses(make_trainer):
     trainer = answering(make_trainer({"kl_coef": 0.0}, reward_funcs=[always(1.0, None), always(None, None)]), "12.")
     rollout = trainer.rollout(["1=", "2="])
