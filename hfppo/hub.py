@@ -18,7 +18,8 @@ class HubTrainer(Trainer):
 
     def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
         """Trainer's `push_to_hub`; an error says where everything lies."""
-        self.save_model(_internal_call=True)  # first, so that nothing is lost where no repository can be made
+        if not self.args.push_to_hub:  # upstream makes the repository first, and saves nothing where that fails
+            self.save_model(_internal_call=True)
         try:
             return super().push_to_hub(*args, **kwargs)
         except Exception as error:

@@ -215,3 +215,17 @@ def test_a_failed_push_in_the_background_is_heard_of(make_trainer, caplog):
         trainer._finish_current_push()
         trainer._finish_current_push()
     assert caplog.text.count("A push to someone/name has failed: OSError: no route") == 1
+
+
+def test_a_push_without_a_repository_leaves_the_model_on_the_disk(make_trainer, tmp_path, monkeypatch):
+    def fails(self, **kwargs):
+        raise OSError("no route")
+
+    trainer = make_trainer({"max_steps": 1})
+    trainer.train()
+    monkeypatch.setattr(Trainer, "init_hf_repo", fails)
+    with pytest.raises(OSError, match="no route") as error:
+        trainer.push_to_hub()
+    assert error.value.__notes__[0].startswith(f"The push to the Hub has failed. The model lies in {tmp_path / 'out'}")
+    assert (tmp_path / "out/adapter_model.safetensors").is_file()
+    assert (tmp_path / "out/critic/critic.safetensors").is_file()

@@ -200,6 +200,12 @@ def test_flags_of_the_model_reach_it(tmp_path):
     assert actor_config(replace(adapter, lora_r=16)) is None
 
 
+def test_a_dataset_without_pairs_is_named(tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1", "answer": "2"}\n')
+    with pytest.raises(ValueError, match=r"json has the columns prompt, answer, and no pairs; rename"):
+        reward_model.main(DataArguments(data_files=str(tmp_path / "rows.jsonl")), None, None)
+
+
 def test_names_of_reward_functions_and_models():
     assert ppo.reward_func("arithmetic.right_answer") is arithmetic.right_answer
     assert ppo.reward_func("org/reward-model-1.5b") == "org/reward-model-1.5b"
