@@ -17,6 +17,10 @@ from hfppo.crash_safe import MANIFEST, damage, last_intact, seal
 
 TESTS = Path(__file__).parent
 CONFIG = {**SMALL, "max_steps": 6, "save_strategy": "steps", "save_steps": 1}
+BEST = {
+    **{**CONFIG, "eval_strategy": "steps", "eval_steps": 1},
+    **{"load_best_model_at_end": True, "greater_is_better": False, "metric_for_best_model": "eval_reward"},
+}
 
 
 @pytest.fixture
@@ -95,13 +99,11 @@ def test_a_run_keeps_what_it_goes_on_from_and_makes_way_for_the_rest(make_traine
 
 
 def test_the_best_checkpoint_is_found_where_it_was_moved_to(make_trainer, dataset, tmp_path):
-    best = {"load_best_model_at_end": True, "greater_is_better": False, "metric_for_best_model": "eval_reward"}
-    config = {**CONFIG, **best, "eval_strategy": "steps", "eval_steps": 1}
-    straight = make_trainer(config, eval_dataset=dataset)
+    straight = make_trainer(BEST, eval_dataset=dataset)
     straight.train()
     assert straight.state.best_global_step < 5
-    make_trainer({**config, "max_steps": 5, "seed": 7}, eval_dataset=dataset).train()  # has one of that name, too
-    resumed = make_trainer(config, eval_dataset=dataset)
+    make_trainer({**BEST, "max_steps": 5, "seed": 7}, eval_dataset=dataset).train()  # has one of that name, too
+    resumed = make_trainer(BEST, eval_dataset=dataset)
     resumed.train(resume_from_checkpoint=str(tmp_path / "out/_earlier_1/checkpoint-5"))
     name = Path(straight.state.best_model_checkpoint).name
     assert resumed.state.best_model_checkpoint == str(tmp_path / "out/_earlier_1" / name)
@@ -110,14 +112,12 @@ def test_the_best_checkpoint_is_found_where_it_was_moved_to(make_trainer, datase
 
 
 def test_the_best_checkpoint_stays(make_trainer, dataset, tmp_path):
-    best = {"load_best_model_at_end": True, "greater_is_better": False, "metric_for_best_model": "eval_reward"}
-    config = {**CONFIG, **best, "eval_strategy": "steps", "eval_steps": 1}
-    straight = make_trainer(config, eval_dataset=dataset)
+    straight = make_trainer(BEST, eval_dataset=dataset)
     straight.train()
     step = straight.state.best_global_step
     assert 1 < step < 5
-    make_trainer(config, eval_dataset=dataset).train(resume_from_checkpoint=str(tmp_path / f"out/checkpoint-{step}"))
-    resumed = make_trainer(config, eval_dataset=dataset)
+    make_trainer(BEST, eval_dataset=dataset).train(resume_from_checkpoint=str(tmp_path / f"out/checkpoint-{step}"))
+    resumed = make_trainer(BEST, eval_dataset=dataset)
     resumed.train(resume_from_checkpoint=str(tmp_path / "out/_earlier_1/checkpoint-5"))
     assert resumed.state.best_model_checkpoint == str(tmp_path / f"out/checkpoint-{step}")
     assert sorted(path.name for path in (tmp_path / "out").glob("checkpoint-*")) == [
