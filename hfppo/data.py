@@ -1,5 +1,6 @@
 """Prompts: checked, rendered, tokenised and put in an order that needs no saved state."""
 
+import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ logger = logging.getLogger(__name__)
 
 # What reward functions are called with beside the dataset's columns.
 RESERVED_COLUMNS = {"prompts", "completions", "trainer_state", "log_extra", "log_metric"}
+
+TEMPLATE_COLUMNS = ("tools", "chat_template_kwargs")  # what the chat template gets from a row beside its prompt
 
 ORDER_STREAM = 1  # names the random draws of this module among those of a seed
 
@@ -112,7 +115,7 @@ def short_prompts(
         )
     prompts = list(dataset["prompt"])
     conversational = is_conversational(prompts, name)
-    ids = token_ids(prompts, conversational, tokenizer, chat_template_kwargs or {}, name)
+    ids = token_ids(dataset, conversational, tokenizer, chat_template_kwargs or {}, name)
     if max_length is None or all(len(tokens) <= max_length for tokens in ids):
         return Prompts(dataset, ids, conversational)
     short = [row for row, tokens in enumerate(ids) if len(tokens) <= max_length]
@@ -180,7 +183,7 @@ def is_message(message: Any) -> bool:
 
 
 def token_ids(
-    prompts: list[Any],
+    dataset: Dataset,
     conversational: bool,
     tokenizer: PreTrainedTokenizerBase,
     chat_template_kwargs: Mapping[str, Any],
@@ -193,11 +196,14 @@ def token_ids(
             "processing_class.chat_template, or give the prompts as text"
         )
     ids = []
-    for row, prompt in enumerate(prompts):
+    columns = ["prompt", *(column for column in TEMPLATE_COLUMNS if column in dataset.column_names)]
+    for row, example in enumerate(dataset.select_columns(columns)):
+        prompt = example["prompt"]
         try:
-            tokens = (
-                render(prompt, tokenizer, chat_template_kwargs) if conversational else tokenizer(prompt)["input_ids"]
-            )
+            if conversational:
+                tokens = render(prompt, tokenizer, {**chat_template_kwargs, **template_options(example)})
+            else:
+                tokens = tokenizer(prompt)["input_ids"]
         except (TemplateError, TypeError, ValueError) as error:
             raise ValueError(
                 f"{name} row {row}: the tokenizer cannot render {prompt!r} ({error}); mend the row, or its chat "
@@ -223,6 +229,16 @@ def render(
         **chat_template_kwargs,
     )
     return encoded["input_ids"]
+
+
+def template_options(example: Mapping[str, Any]) -> dict[str, Any]:
+    """What a row says about its own rendering, as it is or as JSON, in the columns of TRL's dataset formats.
+
+    Arrow gives every row the keys of all others, as None; those are left out.
+    """
+    given = [example.get(column) for column in TEMPLATE_COLUMNS]
+    tools, options = (json.loads(value) if isinstance(value, str) else value for value in given)
+    return {name: value for name, value in {"tools": tools or None, **(options or {})}.items() if value is not None}
 
 
 def prompt_indices(positions: range, num_prompts: int, seed: int) -> list[int]:

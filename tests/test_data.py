@@ -1,6 +1,7 @@
 """Prompts: what the tokenizer is given, which prompts are left, and the order they come in."""
 
 import itertools
+import json
 import logging
 from types import SimpleNamespace
 
@@ -68,6 +69,24 @@ def test_chat_template_kwargs_reach_the_template(tokenizer):
     tokenizer.chat_template = "{% if think %}请{% endif %}" + CHAT_TEMPLATE
     assert prompts_of(tokenizer, [[user("1")]]).ids == [ids_of("1？，")]
     assert prompts_of(tokenizer, [[user("1")]], chat_template_kwargs={"think": True}).ids == [ids_of("请1？，")]
+
+
+TOOLS = [{"type": "function", "function": {"name": "add"}}]
+
+
+@pytest.mark.parametrize("tools", [TOOLS, json.dumps(TOOLS)], ids=["a list", "JSON"])
+def test_columns_of_a_row_reach_the_template_before_what_all_rows_get(tokenizer, tools):
+    tokenizer.chat_template = "{% if tools %}{{ tools | length }}{% endif %}{{ mark }}{{ other }}" + CHAT_TEMPLATE
+    columns = {"tools": [tools, None], "chat_template_kwargs": [{"mark": "不"}, {"other": "对"}]}
+    dataset = Dataset.from_dict({"prompt": [[user("1")], [user("2")]], **columns})
+    prompts = prepare_prompts(dataset, tokenizer, chat_template_kwargs={"mark": "请"})
+    assert prompts.ids == [ids_of("1不1？，"), ids_of("请对2？，")]
+    assert list(prompts.rows["tools"]) == columns["tools"]  # reward functions see them as well
+
+
+def test_columns_for_a_template_mean_nothing_beside_text(tokenizer):
+    dataset = Dataset.from_dict({"prompt": ["1+2="], "tools": ["a hammer"], "chat_template_kwargs": [7]})
+    assert prepare_prompts(dataset, tokenizer).ids == [ids_of("1+2=")]
 
 
 def test_the_trainer_passes_its_fields_on(make_trainer, tokenizer):
