@@ -39,6 +39,9 @@ STRUCTURE = (
     "seed",
 )
 
+# What an optimiser's groups say of themselves that no step or schedule changes.
+OWN_SETTINGS = ("weight_decay", "betas", "eps")
+
 
 def state_file(checkpoint: str | Path, process: int) -> Path:
     """The JSON file of a process; the rollout's tensors lie beside it as safetensors."""
@@ -64,6 +67,7 @@ def describe_run(
                 args.per_device_train_batch_size * args.gradient_accumulation_steps
             ),
             **{name: getattr(args, name) for name in STRUCTURE},
+            "optim": values["optim"].removesuffix("_fused"),  # the same numbers, by another kernel
             "number of processes": args.world_size,
             "prompts (SHA-256 of their token ids)": digest,
             **hashes(model),
@@ -133,8 +137,8 @@ def check_checkpoint(checkpoint: str | Path, process: int, run: dict[str, Any]) 
         before, now = differing(saved["structure"].get(name, wanted), wanted)  # earlier versions wrote less
         if before != now:
             raise ValueError(
-                f"{checkpoint} was written with {name}={before!r}, this run has {now!r}: its rollouts cannot be gone "
-                f"on with; set it back, or start anew from its weights by passing it as model"
+                f"{checkpoint} was written with {name}={before!r}, this run has {now!r}: it cannot be gone on "
+                f"with; set it back, or start anew from its weights by passing it as model"
             )
     current = json.loads(json.dumps(run["settings"]))
     for name, now in current.items():
@@ -144,24 +148,24 @@ def check_checkpoint(checkpoint: str | Path, process: int, run: dict[str, Any]) 
 
 @contextmanager
 def own_rates(optimizer: Optimizer, scheduler: Any) -> Iterator[None]:
-    """Inside, an optimiser and its scheduler are loaded; learning rates and weight decay of this run outlast that.
+    """Inside, an optimiser and its scheduler are loaded; this run's learning rates, decay, β and ε outlast that.
 
     Trainer would go on with the checkpoint's, whatever the configuration says now. Where they are the same, nothing is
     touched.
     """
-    given = [(group.get("initial_lr"), group.get("weight_decay")) for group in optimizer.param_groups]
+    given = [{name: group[name] for name in OWN_SETTINGS if name in group} for group in optimizer.param_groups]
+    rates = [group.get("initial_lr") for group in optimizer.param_groups]
     yield
     changed = False
-    for group, (rate, decay) in zip(optimizer.param_groups, given, strict=True):
-        if decay is not None:
-            group["weight_decay"] = decay
+    for group, own, rate in zip(optimizer.param_groups, given, rates, strict=True):
+        group.update(own)
         loaded = group.get("initial_lr")  # what the schedule multiplies; ReduceLROnPlateau has none
         if rate is not None and loaded is not None and not math.isclose(rate, loaded, rel_tol=1e-6):
             group["lr"] = group["lr"] * rate / loaded if loaded else rate
             group["initial_lr"], changed = rate, True
     if changed:
-        rates = {"base_lrs": "initial_lr", "_last_lr": "lr"}
-        now = {name: [group[of_group] for group in optimizer.param_groups] for name, of_group in rates.items()}
+        names = {"base_lrs": "initial_lr", "_last_lr": "lr"}
+        now = {name: [group[of_group] for group in optimizer.param_groups] for name, of_group in names.items()}
         scheduler.load_state_dict(scheduler.state_dict() | now)
 
 

@@ -510,7 +510,7 @@ TABLE: dict[str, dict[str, Case]] = {
             for config in (
                 *({"num_mini_batches": 4}, {"per_device_train_batch_size": 2}, {"gradient_accumulation_steps": 2}),
                 *({"num_ppo_epochs": 3}, {"num_generations": 2}, {"advantage_estimator": "remax"}),
-                *({"policy_mode": "bypass"}, {"temperature": 0.5}, {"seed": 4}),
+                *({"policy_mode": "bypass"}, {"temperature": 0.5}, {"seed": 4}, {"optim": "sgd"}),
             )
         },
         "other prompts": resumed(arguments=lambda: {"train_dataset": PROMPTS.select(range(15))}),

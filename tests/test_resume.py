@@ -137,14 +137,16 @@ def test_best_model_is_loaded_with_its_critic(make_trainer, dataset):
 @pytest.mark.parametrize("schedule", ["constant", "linear"])
 def test_a_resumed_run_has_the_rates_that_it_is_given(make_trainer, schedule):
     config = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "lr_scheduler_type": schedule}
-    config |= {"learning_rate": 1e-2, "critic_learning_rate": 2e-2, "weight_decay": 0.1}
+    config |= {"learning_rate": 1e-2, "critic_learning_rate": 2e-2, "weight_decay": 0.1, "adam_beta2": 0.99}
     make_trainer(config).train()
-    trainer = make_trainer(config | {"learning_rate": 1e-3, "critic_learning_rate": 4e-2, "weight_decay": 0.3})
+    changed = {"learning_rate": 1e-3, "critic_learning_rate": 4e-2, "weight_decay": 0.3, "adam_beta2": 0.999}
+    trainer = make_trainer(config | changed | {"adam_epsilon": 1e-6, "optim": "adamw_torch"})
     trainer.train(resume_from_checkpoint=f"{trainer.args.output_dir}/checkpoint-2")
     rates = [(entry["learning_rate"], entry["critic_learning_rate"]) for entry in logs(trainer) if "loss" in entry]
     share = [1.0, 1.0] if schedule == "constant" else [0.5, 0.25]  # of the rate, in steps 3 and 4
     assert rates[-2:] == [pytest.approx((1e-3 * x, 4e-2 * x)) for x in share]
     assert {group["weight_decay"] for group in trainer.optimizer.param_groups if group["params"]} <= {0.0, 0.3}
+    assert {(group["betas"], group["eps"]) for group in trainer.optimizer.param_groups} == {((0.9, 0.999), 1e-6)}
 
 
 def test_a_checkpoint_of_an_earlier_version_that_wrote_less_is_gone_on_with(make_trainer, tmp_path):
