@@ -138,13 +138,13 @@ def check_output_folder(sources: list[tuple[str, Any]], args: PPOConfig) -> None
     """
     output_dir = Path(args.output_dir).resolve()
     for name, source in sources:
-        if not isinstance(source, str) or not Path(source).is_dir():
+        if not isinstance(source, str) or not source or not Path(source).is_dir():
             continue
         folder = Path(source).resolve()
-        if name == "model" and folder == output_dir:
+        if folder == output_dir:
             raise ValueError(
-                f"model and output_dir are both {source!r}: saving would overwrite what the run starts from, which is "
-                "also its reference; give another output_dir, or, to go on with the run in it, the model it began with"
+                f"{name} and output_dir are both {source!r}: saving would overwrite what the run is made of; give "
+                "another output_dir, or, to go on with the run in it, what it began with"
             )
         if output_dir in folder.parents and folder.relative_to(output_dir).parts[0].startswith(PREFIX_CHECKPOINT_DIR):
             raise ValueError(

@@ -4,10 +4,10 @@ A checkpoint is written into a folder aside, flushed to the disk, listed with ha
 every process has written its part. What was left by a crash, or damaged since, is recognised and passed over.
 """
 
-import hashlib
 import json
 import logging
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,83 +17,84 @@ from typing import Any
 
 from accelerate.utils import broadcast_object_list
 from torch import nn
+from transformers import TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints, sort_checkpoints
+from transformers.trainer_jit_checkpoint import JITCheckpointCallback
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from hfppo.hub import HubTrainer
+from hfppo.just_in_time import JustInTimeCallback
+from hfppo.lock import OutputLock
+from hfppo.manifest import damage, flush, seal
 
 logger = logging.getLogger(__name__)
 
-MANIFEST = "manifest.json"
+CHECKPOINT = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(?P<step>\d+)")
+UNFINISHED = "checkpoint-is-incomplete.txt"  # upstream's mark while `enable_jit_checkpoint` saves
 ASIDE, EARLIER = "_saving", "_earlier"  # Trainer leaves what begins with "_" out of what it pushes
 
 
-def seal(folder: Path) -> None:
-    """Flush a folder's files to the disk and list them, with their hashes, in its manifest."""
-    (folder / MANIFEST).unlink(missing_ok=True)
-    files = {str(path.relative_to(folder)): digest(path) for path in sorted(folder.rglob("*")) if path.is_file()}
-    for name in files:
-        flush(folder / name)
-    (folder / MANIFEST).write_text(json.dumps(files, indent=1))
-    flush(folder / MANIFEST)
-    for path in [folder, *(p for p in folder.rglob("*") if p.is_dir())]:
-        flush(path)
-
-
-def digest(path: Path) -> str:
-    """SHA-256 of a file."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def flush(path: Path) -> None:
-    """Have the disk hold what was written to a file or, for a folder, its names."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def damage(folder: str | Path) -> str | None:
-    """What is wrong with a checkpoint; None if it is as it was written."""
-    folder = Path(folder)
-    if not folder.is_dir():
-        return "is no folder"
-    try:
-        files = json.loads((folder / MANIFEST).read_text())
-    except (OSError, ValueError):
-        return f"has no readable {MANIFEST}: the run was killed while it was written, or another program wrote it"
-    for name, wanted in files.items():
-        if not (folder / name).is_file():
-            return f"lacks {name}"
-        if digest(folder / name) != wanted:
-            return f"has a changed {name}"
-    return None
+def checkpoints(output_dir: str | Path) -> list[Path]:
+    """The checkpoints in a folder by their steps; other folders may have such a name and something added to it."""
+    found = {path: CHECKPOINT.fullmatch(path.name) for path in Path(output_dir).glob("*") if path.is_dir()}
+    return sorted((path for path, name in found.items() if name), key=lambda path: int(found[path]["step"]))
 
 
 def last_intact(output_dir: str | Path) -> str | None:
     """The latest checkpoint that is whole; those passed over are named in a warning. None without any."""
-    for folder in reversed(sort_checkpoints(str(output_dir))):
+    for folder in reversed(checkpoints(output_dir)):
         if (wrong := damage(folder)) is None:
-            return folder
+            return str(folder)
         logger.warning("%s is passed over: it %s", folder, wrong)
     return None
 
 
-def make_way(output_dir: Path, start: str | None, best: str | None) -> None:
+def settle(output_dir: str | Path) -> None:
+    """Give a checkpoint its name that was whole when its run was killed, and had not got it yet."""
+    for new in checkpoints(Path(output_dir) / ASIDE):
+        final = Path(output_dir) / new.name
+        if damage(new) is None and damage(final) is not None:
+            replace(new, final)
+
+
+def replace(new: Path, final: Path) -> None:
+    """Give a folder its name. What had it before goes aside, since a kill may come at any time: `settle` ends this."""
+    if final.exists():
+        before = new.with_name("before")
+        shutil.rmtree(before, ignore_errors=True)
+        final.rename(before)
+    new.rename(final)
+    flush(final.parent)
+
+
+def rotate(output_dir: Path, limit: int | None, best: str | None) -> None:
+    """Delete checkpoints beyond `save_total_limit`, but neither the last nor the best.
+
+    As upstream, except that the oldest is the one of the first step: clocks may be set back.
+    """
+    found = checkpoints(output_dir)
+    if limit is None or limit <= 0 or len(found) <= limit:
+        return
+    kept = {found[-1], *(folder for folder in found if best is not None and folder.resolve() == Path(best).resolve())}
+    others = [folder for folder in found if folder not in kept]
+    for folder in others[: len(found) - max(limit, len(kept))]:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def make_way(output_dir: Path, start: Path | None, best: str | None) -> None:
     """Move the checkpoints that a run does not go on from into a folder aside, so that none is lost to its own.
 
     It would write over those of its own steps and delete others for `save_total_limit`; and, killed, it would be
     resumed from the last of them.
 
     Args:
-        start: the checkpoint that the run goes on from; those before it are its own.
+        start: the checkpoint that the run goes on from, resolved; those before it are its own.
         best: its best one, which stays wherever it is.
     """
-    found = [Path(folder) for folder in sort_checkpoints(str(output_dir))]
-    before = (n for n, folder in enumerate(found, 1) if start is not None and folder.samefile(start))
-    others = [f for f in found[next(before, 0) :] if is_checkpoint(f) and not (best is not None and f.samefile(best))]
+    found = checkpoints(output_dir)
+    before = (n for n, folder in enumerate(found, 1) if folder.resolve() == start)
+    kept = None if best is None else Path(best).resolve()
+    others = [f for f in found[next(before, 0) :] if holds_something(f) and f.resolve() != kept]
     if not others:
         return
     earlier = next(path for n in count(1) if not (path := output_dir / f"{EARLIER}_{n}").exists())
@@ -108,14 +109,23 @@ def make_way(output_dir: Path, start: str | None, best: str | None) -> None:
     )
 
 
-def is_checkpoint(folder: Path) -> bool:
-    """Whether it has been saved, and not just been given its name, as `enable_jit_checkpoint` does before it saves."""
-    return (folder / TRAINER_STATE_NAME).is_file()
+def holds_something(folder: Path) -> bool:
+    """Whether it has not just been given its name and a mark, as `enable_jit_checkpoint` does before it saves."""
+    return any(path.name != UNFINISHED for path in folder.iterdir())
+
+
+def is_of_run(checkpoint: Path, log_history: list[dict[str, Any]]) -> bool:
+    """Whether a checkpoint belongs to the run with a log history: its own is the beginning of that."""
+    try:
+        own = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME)).log_history
+    except (OSError, ValueError):
+        return False
+    return json.dumps(own) == json.dumps(log_history[: len(own)])  # NaN is not equal to itself
 
 
 def way_back(output_dir: str | Path) -> str:
     """Where a run that failed goes on, for its error."""
-    found = sort_checkpoints(str(output_dir))
+    found = checkpoints(output_dir)
     if not found:
         return "There is no checkpoint yet."
     return f"The last checkpoint is {found[-1]}: go on from it with resume_from_checkpoint=True."
@@ -125,18 +135,49 @@ class CrashSafeTrainer(HubTrainer):
     """A Trainer whose checkpoints appear whole, and which goes on from the last one that is."""
 
     _aside: str | None = None  # where the checkpoint that is being saved is written
-    _start: str | None = None  # the checkpoint that the run goes on from
+    _start: Path | None = None  # the checkpoint that the run goes on from
     _has_saved = False  # whether the run has checkpoints of its own
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        upstream = self.pop_callback(JITCheckpointCallback)
+        self._just_in_time: JustInTimeCallback | None = None
+        if isinstance(upstream, JITCheckpointCallback):
+            self._just_in_time = JustInTimeCallback(upstream)
+            self.add_callback(self._just_in_time)
+
+    def train(
+        self, resume_from_checkpoint: str | os.PathLike[str] | bool | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
         """Trainer's `train`; True is the last whole checkpoint.
 
         Raises:
-            ValueError: the checkpoint named is damaged, or there is none.
+            ValueError: the checkpoint named is damaged, there is none, or another run has the output folder.
         """
-        checkpoint = self._checkpoint_for(resume_from_checkpoint)
-        self._start, self._has_saved = checkpoint if isinstance(checkpoint, str) else None, False
-        return super().train(checkpoint, *args, **kwargs)
+        if isinstance(resume_from_checkpoint, os.PathLike):
+            resume_from_checkpoint = os.fspath(resume_from_checkpoint)
+        with self._alone():
+            checkpoint = self._checkpoint_for(resume_from_checkpoint)
+            self._start = Path(checkpoint).resolve() if isinstance(checkpoint, str) else None
+            self._has_saved = False
+            return super().train(checkpoint, *args, **kwargs)
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Inside, other runs are refused the output folder."""
+        lock = OutputLock(self.args.output_dir)
+        other = lock.acquire() if self.is_world_process_zero() else None
+        try:
+            if (other := broadcast_object_list([other])[0]) is not None:
+                raise ValueError(
+                    f"output_dir={self.args.output_dir!r} is being trained into by another run ({other}); give "
+                    "another output_dir, or wait until that run has ended"
+                )
+            if self.is_world_process_zero():
+                settle(self.args.output_dir)
+            yield
+        finally:
+            lock.release()
 
     def _checkpoint_for(self, resume_from_checkpoint: str | bool | None) -> str | bool | None:
         """The folder to go on from, if one is asked for."""
@@ -156,13 +197,19 @@ class CrashSafeTrainer(HubTrainer):
         return resume_from_checkpoint
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        # Private, but the first that upstream asks for after it has read the checkpoint's state. The best one lies
-        # beside the one that is gone on from, also where both were moved and another run has one of that name now.
+        # Private, but the first that upstream asks for after it has read the checkpoint's state.
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None and self.state.best_global_step:
-            best = Path(checkpoint).with_name(f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}")
-            if best.is_dir():
-                self.state.best_model_checkpoint = str(best)
+            self.state.best_model_checkpoint = self._find_best(Path(checkpoint))
+
+    def _find_best(self, checkpoint: Path) -> str | None:
+        """Where this run's best checkpoint lies now: it may have been moved, and another's be where it was."""
+        name, recorded = f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}", self.state.best_model_checkpoint
+        places = [checkpoint.with_name(name), *([] if recorded is None else [Path(recorded)])]
+        found = next((str(place) for place in places if is_of_run(place, self.state.log_history)), None)
+        if found is None and recorded is not None:
+            logger.warning("%s, the best checkpoint so far, is not this run's any more; it is not loaded", recorded)
+        return found
 
     def _get_output_dir(self, trial: Any) -> str:
         # Private, but the one place that says where a checkpoint is written.
@@ -193,9 +240,7 @@ class CrashSafeTrainer(HubTrainer):
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(final))
         if self.args.should_save:
-            rotate_checkpoints(
-                str(output_dir), self.args.save_total_limit, self.state.best_model_checkpoint, use_mtime=True
-            )
+            rotate(output_dir, self.args.save_total_limit, self.state.best_model_checkpoint)
 
     @contextmanager
     def _writing_aside(self, output_dir: Path) -> Iterator[Path]:
@@ -207,10 +252,10 @@ class CrashSafeTrainer(HubTrainer):
         self._aside = str(aside)
         try:
             yield aside
-        except OSError as error:
+        except Exception as error:  # on a full disk torch's and safetensors' own kinds, which may not even say so
             error.add_note(
-                f"The checkpoint at step {self.state.global_step} could not be written. Those before it are "
-                "untouched: make room, and go on with resume_from_checkpoint=True."
+                f"The checkpoint at step {self.state.global_step} could not be written; {free_space(output_dir)}. "
+                "Those before it are untouched: mend what is wrong, and go on with resume_from_checkpoint=True."
             )
             raise
         finally:
@@ -219,9 +264,9 @@ class CrashSafeTrainer(HubTrainer):
                 shutil.rmtree(aside, ignore_errors=True)
 
 
-def replace(new: Path, final: Path) -> None:
-    """Give a folder its name; what had it before, from an earlier run, goes."""
-    if final.exists():
-        shutil.rmtree(final)
-    new.rename(final)
-    flush(final.parent)
+def free_space(folder: Path) -> str:
+    """How much room a disk has left, for an error."""
+    try:
+        return f"its disk has {shutil.disk_usage(folder).free / 2**20:.0f} MiB left"
+    except OSError as error:
+        return f"its folder is out of reach ({error})"

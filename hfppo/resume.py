@@ -1,5 +1,6 @@
 """PPO's part of saving and loading a run, in the places where Trainer does its own."""
 
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -45,7 +46,8 @@ class ResumableTrainer(CrashSafeTrainer):
     def _load_best_model(self) -> None:
         # Private; upstream loads the adapter only.
         super()._load_best_model()
-        self.model.load_critic(self.state.best_model_checkpoint)
+        if Path(self.state.best_model_checkpoint).is_dir():  # else upstream has warned that it is gone
+            self.model.load_critic(self.state.best_model_checkpoint)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         # Private, but the one place where all that training has to go on with is loaded.

@@ -170,6 +170,8 @@ class PPOTrainer(EvaluatingTrainer):
             # Resumed at its end, Trainer would make one step more.
             self.control.should_training_stop = True
             return [], MiniBatchSize(0, 0)
+        if self._just_in_time is not None and self._just_in_time.save_between_steps(self.control):
+            return [], MiniBatchSize(0, 0)
         for _ in range(num_batches):
             next(epoch_iterator)
         state, args = self.ppo_state, self.args

@@ -36,7 +36,7 @@ from transformers import (
 
 from hfppo import AdaptiveKLCallback, PPOConfig, PPOTrainer, RewardServer
 from hfppo.config_checks import check_config
-from hfppo.crash_safe import seal
+from hfppo.manifest import seal
 from hfppo.rewards import RewardFunctions
 
 NAN, INFINITY = float("nan"), float("inf")

@@ -3,6 +3,8 @@
 import errno
 import json
 import os
+import resource
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,10 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import SMALL, tiny_model
-from test_resume import final_state, logs
+from test_resume import final_state
 
 from hfppo import AdaptiveKLCallback, PPOCallback
-from hfppo.crash_safe import MANIFEST, damage, last_intact, seal
+from hfppo.crash_safe import last_intact, replace, rotate, settle
+from hfppo.manifest import MANIFEST, damage, seal
 
 TESTS = Path(__file__).parent
 CONFIG = {**SMALL, "max_steps": 6, "save_strategy": "steps", "save_steps": 1}
@@ -41,8 +44,17 @@ def test_a_sealed_folder_is_whole_and_any_change_shows(sealed):
     (sealed / "critic/b.bin").unlink()
     (sealed / "a.bin").write_bytes(b"123")
     assert damage(sealed) == "lacks critic/b.bin"
-    (sealed / MANIFEST).write_text("{")
-    assert damage(sealed).startswith("has no readable manifest.json")
+    for text in ("{", "[]x", "null", '["a.bin"]'):
+        (sealed / MANIFEST).write_text(text)
+        assert damage(sealed).startswith("has no readable manifest.json")
+
+
+def test_a_file_that_cannot_be_read_is_damage(sealed, monkeypatch):
+    def unreadable(path: Path) -> str:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr("hfppo.manifest.digest", unreadable)
+    assert damage(sealed) == "has an unreadable a.bin ([Errno 5] Input/output error)"
 
 
 def test_the_last_whole_checkpoint_is_found_by_its_number(tmp_path, caplog):
@@ -54,6 +66,70 @@ def test_the_last_whole_checkpoint_is_found_by_its_number(tmp_path, caplog):
     assert last_intact(tmp_path) == str(tmp_path / "checkpoint-10")
     assert "checkpoint-11 is passed over: it has a changed x" in caplog.text
     assert last_intact(tmp_path / "checkpoint-9") is None
+
+
+@pytest.mark.parametrize("renames", [0, 1, 2])
+def test_a_checkpoint_written_again_is_never_missing(tmp_path, sealed, monkeypatch, renames):
+    """A kill between the renames leaves the new one, the old one, or both; what comes next finds one of them."""
+    new = tmp_path / "_saving/checkpoint-1"
+    shutil.copytree(sealed, new)
+    rename, left = Path.rename, [renames]
+
+    def rename_until_killed(path: Path, target: Path) -> Path:
+        left[0] -= 1
+        if left[0] < 0:
+            raise KeyboardInterrupt
+        return rename(path, target)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "rename", rename_until_killed)
+        if renames < 2:
+            with pytest.raises(KeyboardInterrupt):
+                replace(new, sealed)
+        else:
+            replace(new, sealed)
+    settle(tmp_path)
+    assert last_intact(tmp_path) == str(sealed)
+
+
+def test_only_whole_checkpoints_get_their_name_later(tmp_path, sealed):
+    """A run that was killed after a checkpoint was written goes on from it, unless there is a whole one already."""
+    (tmp_path / "_saving").mkdir()
+    half = tmp_path / "_saving/checkpoint-3"
+    shutil.copytree(sealed, half)
+    (half / "a.bin").unlink()
+    whole = tmp_path / "_saving/checkpoint-2"
+    shutil.copytree(sealed, whole)
+    settle(tmp_path)
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-1", "checkpoint-2"]
+    assert last_intact(tmp_path) == str(tmp_path / "checkpoint-2")
+
+
+def test_the_limit_goes_by_steps_and_touches_nothing_else(tmp_path):
+    for number, step in enumerate((2, 3, 10, 11)):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        os.utime(tmp_path / f"checkpoint-{step}", (1e9 - number, 1e9 - number))  # a clock that is set back
+    for name in ("checkpoint-best", "checkpoint-2-backup"):
+        (tmp_path / name).mkdir()
+    rotate(tmp_path, 2, best=str(tmp_path / "x/../checkpoint-3"))
+    assert {path.name for path in tmp_path.iterdir()} == {
+        *("checkpoint-3", "checkpoint-11", "checkpoint-best", "checkpoint-2-backup")
+    }
+    rotate(tmp_path, None, best=None)
+    assert len(list(tmp_path.iterdir())) == 4
+    rotate(tmp_path, 1, best=None)
+    assert not (tmp_path / "checkpoint-3").exists()
+
+
+def test_a_run_killed_before_a_checkpoint_got_its_name_goes_on_from_it(make_trainer, tmp_path):
+    config = {**CONFIG, "max_steps": 3, "save_steps": 3}
+    make_trainer(config).train()
+    (tmp_path / "out/_saving").mkdir()
+    (tmp_path / "out/checkpoint-3").rename(tmp_path / "out/_saving/checkpoint-3")
+    resumed = make_trainer(config)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 3
+    assert last_intact(tmp_path / "out") == str(tmp_path / "out/checkpoint-3")
 
 
 def test_a_damaged_checkpoint_is_passed_over_and_the_run_ends_the_same(make_trainer, tmp_path):
@@ -126,6 +202,77 @@ def test_the_best_checkpoint_stays(make_trainer, dataset, tmp_path):
     ]
 
 
+def test_the_best_checkpoint_is_not_that_of_another_run(make_trainer, dataset, tmp_path, caplog):
+    straight = make_trainer(BEST, eval_dataset=dataset)
+    straight.train()
+    best = tmp_path / f"out/checkpoint-{straight.state.best_global_step}"
+    make_trainer(BEST, eval_dataset=dataset).train(resume_from_checkpoint=str(best))  # which leaves it in its place
+    make_trainer({**BEST, "max_steps": 5, "seed": 7}, eval_dataset=dataset).train()
+    other = (best / "adapter_model.safetensors").read_bytes()
+    resumed = make_trainer(BEST, eval_dataset=dataset)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "out/_earlier_1/checkpoint-5"))
+    assert f"{best}, the best checkpoint so far, is not this run's any more" in caplog.text
+    resumed.save_model()
+    assert (tmp_path / "out/adapter_model.safetensors").read_bytes() != other
+
+
+def test_the_best_checkpoint_is_kept_under_another_spelling_of_its_path(make_trainer, dataset, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = {**BEST, "lr_scheduler_type": "constant"}
+    straight = make_trainer({**config, "output_dir": "straight"}, eval_dataset=dataset)
+    straight.train()
+    best = straight.state.best_global_step
+    assert best < 6
+    config |= {"output_dir": "out", "save_total_limit": 1}
+    make_trainer({**config, "max_steps": best}, eval_dataset=dataset).train()
+    (tmp_path / "link").symlink_to("out")
+    resumed = make_trainer(config, eval_dataset=dataset)
+    resumed.train(resume_from_checkpoint=tmp_path / f"link/checkpoint-{best}")
+    assert resumed.state.best_model_checkpoint == str(tmp_path / f"link/checkpoint-{best}")
+    assert damage(resumed.state.best_model_checkpoint) is None
+    expected, got = final_state(straight), final_state(resumed)
+    assert [name for name in expected if not torch.equal(expected[name], got[name])] == []
+
+
+def test_the_best_checkpoint_may_be_deleted_while_a_run_goes_on(make_trainer, dataset, caplog):
+    callback = PPOCallback()
+    callback.on_save = lambda args, state, control, **_: (
+        shutil.rmtree(state.best_model_checkpoint) if state.global_step == 6 else None
+    )
+    trainer = make_trainer({**BEST, "save_steps": 1}, eval_dataset=dataset, callbacks=[callback])
+    trainer.train()
+    assert trainer.state.global_step == 6
+    assert not Path(trainer.state.best_model_checkpoint).exists()
+
+
+def test_a_path_is_checked_as_a_text_is(make_trainer, tmp_path):
+    make_trainer({**CONFIG, "max_steps": 3}).train()
+    folder = tmp_path / "out/checkpoint-3"
+    make_trainer({**CONFIG, "max_steps": 4}).train(resume_from_checkpoint=folder)
+    assert not (tmp_path / "out/_earlier_1").exists()
+    weights = folder / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\xff")
+    with pytest.raises(ValueError, match=r"has a changed adapter_model\.safetensors; take an earlier one"):
+        make_trainer(CONFIG).train(resume_from_checkpoint=folder)
+
+
+def test_a_checkpoint_may_be_deleted_once_it_is_loaded(make_trainer, tmp_path):
+    make_trainer(CONFIG).train()
+    shutil.copytree(tmp_path / "out/checkpoint-4", tmp_path / "elsewhere/checkpoint-4")
+    callback = PPOCallback()
+    callback.on_step_begin = lambda *_, **__: shutil.rmtree(tmp_path / "elsewhere", ignore_errors=True)
+    trainer = make_trainer(CONFIG, callbacks=[callback])
+    trainer.train(resume_from_checkpoint=str(tmp_path / "elsewhere/checkpoint-4"))
+    assert last_intact(tmp_path / "out") == str(tmp_path / "out/checkpoint-6")
+    assert len(list((tmp_path / "out/_earlier_1").iterdir())) == 6
+
+
+def test_what_another_program_wrote_under_such_a_name_is_moved(make_trainer, tmp_path):
+    tiny_model().save_pretrained(tmp_path / "out/checkpoint-2")
+    make_trainer({**CONFIG, "max_steps": 2}).train()
+    assert (tmp_path / "out/_earlier_1/checkpoint-2/model.safetensors").is_file()
+
+
 def test_nothing_moves_before_a_run_has_a_checkpoint_of_its_own(make_trainer, tmp_path):
     make_trainer(CONFIG).train()
     saved = sorted(path.name for path in (tmp_path / "out").glob("checkpoint-*"))
@@ -146,6 +293,20 @@ def test_a_checkpoint_that_the_run_stands_on_is_refused(make_trainer, tmp_path, 
     with pytest.raises(
         ValueError, match=f"^{argument}='.*' is a checkpoint in output_dir=.*; give another output_dir"
     ):
+        trainer.train()
+
+
+@pytest.mark.parametrize("argument", ["model", "critic", "ref_model", "the base's path"])
+def test_the_output_folder_is_not_what_the_run_is_made_of(make_trainer, tmp_path, argument):
+    base = tiny_model()
+    if argument == "critic":
+        make_trainer().model.save_pretrained(tmp_path / "out")
+    else:
+        base.save_pretrained(tmp_path / "out")
+        base.name_or_path = str(tmp_path / "out")
+    what = {"model": base} if argument == "the base's path" else {argument: str(tmp_path / "out")}
+    trainer = make_trainer(**what)
+    with pytest.raises(ValueError, match=f"^{argument} and output_dir are both '.*': saving would overwrite"):
         trainer.train()
 
 
@@ -181,6 +342,26 @@ def test_a_full_disk_leaves_what_was_saved_before(make_trainer, tmp_path, monkey
     assert [name for name in expected if not torch.equal(expected[name], got[name])] == []
 
 
+def test_a_disk_that_is_full_for_torch_and_safetensors_names_the_step(make_trainer, tmp_path):
+    """They raise errors of their own kinds, of which some do not say what was wrong."""
+    trainer = make_trainer({**CONFIG, "logging_steps": 3}, callbacks=[limit := PPOCallback()])
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def fill(args, state, control, **kwargs):
+        if state.global_step == 2:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
+
+    limit.on_step_begin = fill
+    try:
+        with pytest.raises(Exception, match=r"large|inline_container") as full:
+            trainer.train()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not isinstance(full.value, OSError)
+    assert "The checkpoint at step 3 could not be written; its disk has " in full.value.__notes__[0]
+    assert last_intact(tmp_path / "out") == str(tmp_path / "out/checkpoint-2")
+
+
 @pytest.mark.parametrize("save_only_model", [False, True])
 def test_the_best_checkpoint_has_its_final_name(make_trainer, dataset, tmp_path, save_only_model):
     config = {**CONFIG, "max_steps": 3, "eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True}
@@ -193,33 +374,6 @@ def test_the_best_checkpoint_has_its_final_name(make_trainer, dataset, tmp_path,
     states = [json.loads(path.read_text()) for path in (tmp_path / "out").glob("checkpoint-*/trainer_state.json")]
     assert states
     assert not any("_saving" in str(state["best_model_checkpoint"]) for state in states)
-
-
-@pytest.mark.parametrize("event", ["on_step_begin", "on_substep_end", "on_step_end"])
-def test_a_just_in_time_checkpoint_is_whole_and_resumes(make_trainer, tmp_path, event):
-    """What Trainer does on SIGTERM, asked for in the middle of a rollout and between two logs."""
-
-    def terminate(args, state, control, **kwargs):
-        if state.global_step == 3:
-            manager.is_checkpoint_requested = True
-
-    config = {**CONFIG, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "logging_steps": 2}
-    config["save_strategy"] = "no"
-    straight = make_trainer(config)
-    straight.train()
-    callback = PPOCallback()
-    setattr(callback, event, terminate)
-    trainer = make_trainer({**config, "enable_jit_checkpoint": True}, callbacks=[callback])
-    (manager,) = [c.jit_manager for c in trainer.callback_handler.callbacks if hasattr(c, "jit_manager")]
-    trainer.train()
-    assert trainer.state.global_step < 6
-    assert last_intact(tmp_path / "out") == str(tmp_path / "out/checkpoint-3")
-    assert not (tmp_path / "out/_earlier_1").exists()
-    resumed = make_trainer(config)
-    resumed.train(resume_from_checkpoint=True)
-    expected, got = final_state(straight), final_state(resumed)
-    assert [name for name in expected if not torch.equal(expected[name], got[name])] == []
-    assert logs(resumed) == logs(straight)
 
 
 @pytest.mark.slow

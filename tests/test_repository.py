@@ -64,7 +64,10 @@ ALLOWED = {
         *("functional", "rollout", "config", "data", "generation", "layout", "memory", "metrics", "model"),
         *("nonfinite", "output_head", "rewards", "rollout_metrics", "state", "stream"),
     },
-    "crash_safe": {"hub"},
+    "manifest": set(),
+    "lock": set(),
+    "just_in_time": set(),
+    "crash_safe": {"hub", "just_in_time", "lock", "manifest"},
     "resume": {"checkpoint", "crash_safe", "metrics", "model", "rollout", "state"},
     "evaluation": {
         *("assembly", "config", "data", "experience", "layout", "memory", "metrics", "output_head", "resume"),

@@ -1,0 +1,55 @@
+"""Checkpoints when the process is told to end, which hold all that the steps before them log."""
+
+from typing import Any
+
+from transformers import TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_jit_checkpoint import JITCheckpointCallback
+
+
+class JustInTimeCallback(JITCheckpointCallback):
+    """Upstream's for `enable_jit_checkpoint`, which would save before a step is logged and evaluated.
+
+    Args:
+        upstream: the one that Trainer made, whose signal handler is in place.
+    """
+
+    def __init__(self, upstream: JITCheckpointCallback):
+        super().__init__()
+        self.trainer, self.jit_manager = upstream.trainer, upstream.jit_manager
+        self._stepped = self._saved = False
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
+        """Begin a run."""
+        self._stepped = self._saved = False
+
+    def save_between_steps(self, control: TrainerControl) -> bool:
+        """Save and end the run if that was asked for, after a step and all that belongs to it; whether it did."""
+        # Before the first step of a resumed run the checkpoint's random state is not loaded yet.
+        return self._stepped and self._save(control)
+
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
+        """Before a step."""
+        self._save(control)
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ):
+        """Within a step, which the resumed run makes from its beginning."""
+        self._save(control)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
+        """Not yet: the step is logged and evaluated after this."""
+        self._stepped = True
+
+    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
+        """After the last step of the run save when the epoch is logged; one that was broken off is not."""
+        if self._saved:
+            control.should_log = control.should_evaluate = control.should_save = False
+        elif state.global_step >= state.max_steps and self.jit_manager.is_checkpoint_requested:
+            control.should_save = True
+
+    def _save(self, control: TrainerControl) -> bool:
+        if asked := self.jit_manager.is_checkpoint_requested:
+            control.should_training_stop = self._saved = True
+            self.jit_manager.execute_jit_checkpoint()
+        return asked

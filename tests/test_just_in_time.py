@@ -1,0 +1,122 @@
+"""Checkpoints when a process is told to end."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import SMALL
+from test_resume import final_state
+
+from hfppo import PPOCallback
+from hfppo.crash_safe import last_intact
+from hfppo.just_in_time import JustInTimeCallback
+
+CONFIG = {**SMALL, "max_steps": 6, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+CONFIG |= {"logging_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
+
+
+def history(trainer) -> list[dict[str, float]]:
+    """The whole log without what is measured in seconds."""
+    timed = ("time/", "_runtime", "_per_second", "train_loss", "total_flos")
+    return [{k: v for k, v in entry.items() if not any(x in k for x in timed)} for entry in trainer.state.log_history]
+
+
+def told_to_end(event: str, step: int) -> PPOCallback:
+    """Asks for the checkpoint as upstream's signal handler does, in an event at a step."""
+    callback = PPOCallback()
+
+    def terminate(args, state, control, model=None, **kwargs):
+        if state.global_step == step:
+            callback.manager.is_checkpoint_requested = True
+
+    setattr(callback, event, terminate)
+    return callback
+
+
+def train_until_told(make_trainer, config, event, step, **kwargs):
+    callback = told_to_end(event, step)
+    trainer = make_trainer({**config, "enable_jit_checkpoint": True}, callbacks=[callback], **kwargs)
+    (just_in_time,) = [c for c in trainer.callback_handler.callbacks if hasattr(c, "jit_manager")]
+    assert isinstance(just_in_time, JustInTimeCallback)
+    callback.manager = just_in_time.jit_manager
+    trainer.train()
+    return trainer
+
+
+@pytest.mark.parametrize("step", [3, 4], ids=["between two logs", "when it is logged and evaluated"])
+@pytest.mark.parametrize("event", ["on_step_begin", "on_substep_end", "on_pre_optimizer_step", "on_step_end"])
+def test_the_checkpoint_is_whole_and_resumes(make_trainer, dataset, tmp_path, event, step):
+    straight = make_trainer(CONFIG, eval_dataset=dataset)
+    straight.train()
+    assert train_until_told(make_trainer, CONFIG, event, step, eval_dataset=dataset).state.global_step < 6
+    assert last_intact(tmp_path / "out") == str(tmp_path / f"out/checkpoint-{step}")
+    assert not (tmp_path / "out/_earlier_1").exists()
+    resumed = make_trainer(CONFIG, eval_dataset=dataset)
+    resumed.train(resume_from_checkpoint=True)
+    expected, got = final_state(straight), final_state(resumed)
+    assert [name for name in expected if not torch.equal(expected[name], got[name])] == []
+    assert history(resumed) == history(straight)
+
+
+def test_no_rollout_is_collected_first(make_trainer, tmp_path):
+    rollouts = []
+
+    def reward(completions, **kwargs):
+        rollouts.append(len(completions))
+        return [1.0] * len(completions)
+
+    config = {**CONFIG, "eval_strategy": "no"}  # 4 steps are made on a rollout
+    train_until_told(make_trainer, config, "on_step_end", 4, reward_funcs=reward)
+    assert len(rollouts) == 1
+    assert last_intact(tmp_path / "out") == str(tmp_path / "out/checkpoint-4")
+
+
+@pytest.mark.parametrize("step", [2, 4, 6, 8])
+def test_epochs_are_logged_and_evaluated_when_they_are_over_and_only_then(make_trainer, dataset, tmp_path, step):
+    config = {**CONFIG, "max_steps": -1, "num_train_epochs": 2, "logging_strategy": "epoch", "eval_strategy": "epoch"}
+    config |= {"save_strategy": "epoch", "output_dir": str(tmp_path / "straight")}
+    dataset = dataset.select(range(8))
+    straight = make_trainer(config, train_dataset=dataset, eval_dataset=dataset)
+    straight.train()
+    assert straight.state.max_steps == 8
+    config["output_dir"] = str(tmp_path / "out")
+    told = train_until_told(make_trainer, config, "on_step_end", step, train_dataset=dataset, eval_dataset=dataset)
+    assert told.state.global_step == step
+    resumed = make_trainer(config, train_dataset=dataset, eval_dataset=dataset)
+    resumed.train(resume_from_checkpoint=True)
+    expected, got = final_state(straight), final_state(resumed)
+    assert [name for name in expected if not torch.equal(expected[name], got[name])] == []
+    seen = [entry for entry in history(resumed) if "loss" in entry or "eval_reward" in entry]
+    assert seen == [entry for entry in history(straight) if "loss" in entry or "eval_reward" in entry]
+
+
+def test_the_last_step_is_saved_with_what_it_logs(make_trainer, dataset, tmp_path):
+    train_until_told(make_trainer, CONFIG, "on_step_end", 6, eval_dataset=dataset)
+    folder = Path(last_intact(tmp_path / "out"))
+    assert folder.name == "checkpoint-6"
+    log = json.loads((folder / "trainer_state.json").read_text())["log_history"]
+    assert [entry["step"] for entry in log if "eval_reward" in entry] == [2, 4, 6]
+
+
+def test_a_run_told_to_end_while_it_is_loaded_loses_nothing(make_trainer, tmp_path):
+    """Not even the state of Python's random numbers, which is loaded late."""
+
+    def lottery(completions, **kwargs):
+        return [random.random() for _ in completions]
+
+    config = {**CONFIG, "eval_strategy": "no"}
+    straight = make_trainer(config, reward_funcs=lottery)
+    straight.train()
+    train_until_told(make_trainer, config, "on_step_end", 3, reward_funcs=lottery)
+    callback = told_to_end("on_train_begin", 3)
+    again = make_trainer({**config, "enable_jit_checkpoint": True}, reward_funcs=lottery, callbacks=[callback])
+    callback.manager = again._just_in_time.jit_manager
+    again.train(resume_from_checkpoint=True)
+    assert again.state.global_step == 3
+    resumed = make_trainer(config, reward_funcs=lottery)
+    resumed.train(resume_from_checkpoint=True)
+    expected, got = final_state(straight), final_state(resumed)
+    assert [name for name in expected if not torch.equal(expected[name], got[name])] == []
+    assert history(resumed) == history(straight)
