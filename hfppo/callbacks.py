@@ -64,14 +64,17 @@ class PPOCallback(TrainerCallback):
         """
 
 
-class StepEnd(TrainerCallback):
-    """Calls a function after each optimiser step."""
+class TrainerHooks(TrainerCallback):
+    """Calls functions of the trainer's own: when training begins, and after each optimiser step."""
 
-    def __init__(self, function: Callable[[], None]):
-        self.function = function
+    def __init__(self, train_begin: Callable[[], None], step_end: Callable[[], None]):
+        self.train_begin, self.step_end = train_begin, step_end
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.train_begin()
 
     def on_step_end(self, args, state, control, **kwargs):
-        self.function()
+        self.step_end()
 
 
 class AdaptiveKLCallback(PPOCallback):

@@ -52,7 +52,6 @@ class ResumableTrainer(CrashSafeTrainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         # Private, but the one place where all that training has to go on with is loaded.
         if checkpoint is not None:
-            # First, because torch fills a sharded optimiser by a step, and the hook of steps asks for the state.
             loaded = load_ppo_state(checkpoint, self.args.process_index, self._run, self._meter)
             self.ppo_state, self._rollout = loaded
         with own_rates(self.optimizer, self.lr_scheduler):

@@ -25,7 +25,7 @@ from transformers import (
 )
 
 from hfppo.assembly import assemble, check_arguments, check_output_folder, later_prompts
-from hfppo.callbacks import PPOCallback, StepEnd, with_default_callbacks
+from hfppo.callbacks import PPOCallback, TrainerHooks, with_default_callbacks
 from hfppo.card import write_card
 from hfppo.checkpoint import describe_run
 from hfppo.compilation import compile_layers
@@ -38,6 +38,7 @@ from hfppo.generation import make_sampler
 from hfppo.memory import explained_memory
 from hfppo.metrics import Meter
 from hfppo.nonfinite import NonFiniteError, NonFiniteGuard, grad_norms
+from hfppo.optimizer import StepHooks, critic_rate, give_critic_groups
 from hfppo.progress import RunProgress
 from hfppo.reward_contract import RewardFunc
 from hfppo.rollout import Rollout
@@ -113,7 +114,10 @@ class PPOTrainer(EvaluatingTrainer):
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             processing_class=parts.tokenizer,
-            callbacks=[*with_default_callbacks(callbacks, args.log_completions), StepEnd(self._end_update)],
+            callbacks=[
+                *with_default_callbacks(callbacks, args.log_completions),
+                TrainerHooks(lambda: self._step_hooks.follow(self.optimizer), self._end_update),
+            ],
             compute_metrics=compute_metrics,
         )
         if parts.model.ref_model is None:
@@ -138,7 +142,8 @@ class PPOTrainer(EvaluatingTrainer):
         self._meter = Meter()
         self._step_meter = Meter()  # for `target_kl`
         self._begun: tuple[int, dict[str, Any]] = (-1, {})
-        self._step_began: float | None = None
+        self._step_began = 0.0
+        self._step_hooks = StepHooks(self._before_step, self._measure_step)
         self._guard = NonFiniteGuard(args, self.accelerator)
         base = parts.model.causal_lm.name_or_path
         funcs = reward_funcs if isinstance(reward_funcs, list | tuple) else [reward_funcs]
@@ -306,20 +311,11 @@ class PPOTrainer(EvaluatingTrainer):
         if self.optimizer is not None:
             return super().create_optimizer(model)
         optimizer = super().create_optimizer(model)
-        critic = {id(p) for p in self.model.critic_parameters()}
         lr = self.args.learning_rate if self.args.critic_learning_rate is None else self.args.critic_learning_rate
-        for group in list(optimizer.param_groups):
-            of_critic = [p for p in group["params"] if id(p) in critic]
-            group["params"] = [p for p in group["params"] if id(p) not in critic]
-            if of_critic:
-                optimizer.add_param_group({**group, "params": of_critic, "lr": lr})
-        optimizer.register_step_pre_hook(lambda *_: self._before_step())
-        optimizer.register_step_post_hook(lambda *_: self._measure_step())
+        give_critic_groups(optimizer, self.model.critic_parameters(), lr)
         return optimizer
 
     def _measure_step(self) -> None:
-        if self._step_began is None:
-            return  # torch fills a sharded optimiser by a step
         self._meter.add_number("time/update", self.args.updates_per_rollout * (time.perf_counter() - self._step_began))
 
     def _hold_actor(self) -> None:
@@ -345,7 +341,7 @@ class PPOTrainer(EvaluatingTrainer):
         parameters = {"actor": self.model.actor_parameters(), "critic": self.model.critic_parameters()}
         norms = grad_norms(self.accelerator, parameters)
         if parameters["critic"]:
-            self._meter.add_number("critic_learning_rate", self.optimizer.param_groups[-1]["lr"])
+            self._meter.add_number("critic_learning_rate", critic_rate(self.optimizer, parameters["critic"]))
         if "critic" in norms:
             self._meter.add("value/grad_norm", norms["critic"])
         if self._guard.passes(norms, self.model, self.optimizer, self.state.global_step + 1, self._meter):

@@ -66,6 +66,7 @@ ALLOWED = {
     },
     "manifest": set(),
     "lock": set(),
+    "optimizer": set(),
     "just_in_time": set(),
     "crash_safe": {"hub", "just_in_time", "lock", "manifest"},
     "resume": {"checkpoint", "crash_safe", "metrics", "model", "rollout", "state"},

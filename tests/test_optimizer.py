@@ -1,0 +1,76 @@
+"""An optimiser of the user's own is followed as the trainer's is."""
+
+import pytest
+import torch
+from conftest import LORA, SMALL, count_digits, tiny_model
+
+from hfppo import PPOCallback, PPOConfig, PPOTrainer
+from hfppo.optimizer import critic_rate
+
+
+def own_optimizer(model) -> torch.optim.Optimizer:
+    """The critic in the first group, the actor in the second."""
+    groups = [{"params": model.critic_parameters(), "lr": 3e-2}, {"params": model.actor_parameters()}]
+    return torch.optim.AdamW(groups, lr=1e-2, weight_decay=0.1)
+
+
+class Overriding(PPOTrainer):
+    def create_optimizer(self, model=None):
+        self.optimizer = own_optimizer(self.model)
+        return self.optimizer
+
+
+@pytest.fixture(params=["given", "overridden"])
+def train_with_own(request, make_trainer, dataset, tokenizer, tmp_path):
+    def train(config: dict, callbacks: list) -> PPOTrainer:
+        if request.param == "given":
+            trainer = make_trainer(config, callbacks=callbacks)
+            trainer.optimizer = own_optimizer(trainer.model)
+        else:
+            args = PPOConfig(**{**SMALL, **config, "output_dir": str(tmp_path / "out")})
+            given = {"train_dataset": dataset, "processing_class": tokenizer, "peft_config": LORA}
+            trainer = Overriding(tiny_model(), count_digits, args, **given, callbacks=callbacks)
+        trainer.start = [p.detach().clone() for p in trainer.model.actor_parameters()]
+        trainer.train()
+        return trainer
+
+    return train
+
+
+def moved(trainer) -> bool:
+    pairs = zip(trainer.start, trainer.model.actor_parameters(), strict=True)
+    return any(not torch.equal(before, now) for before, now in pairs)
+
+
+def test_the_actor_waits_for_the_critic(train_with_own):
+    trainer = train_with_own({"critic_warmup": 2, "max_steps": 8, "lr_scheduler_type": "constant"}, [])
+    assert not moved(trainer)
+    log = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert {entry["critic_learning_rate"] for entry in log} == {3e-2}
+    assert all(entry["time/update"] > 0 for entry in log)
+    trainer.args.max_steps = 12
+    trainer.train()
+    assert moved(trainer)
+
+
+def test_target_kl_ends_a_rollout_early(train_with_own):
+    rollouts = []
+    callback = PPOCallback()
+    callback.on_rollout_end = lambda *_, **__: rollouts.append(1)
+    train_with_own({"target_kl": 1e-9}, [callback])
+    assert len(rollouts) == 4  # in 8 steps: the first on a rollout has KL 0, the second passes the limit
+
+
+def test_hooks_are_not_doubled_by_a_second_run(make_trainer):
+    steps = []
+    trainer = make_trainer({"max_steps": 2})
+    trainer._step_hooks._after = lambda: steps.append(1)
+    trainer.train()
+    trainer.train()
+    assert len(steps) == 4
+
+
+def test_the_rate_of_an_optimizer_without_the_critics_own_tensors_is_that_of_the_last_group():
+    first, last = (torch.nn.Parameter(torch.zeros(1)) for _ in range(2))
+    optimizer = torch.optim.SGD([{"params": [first], "lr": 0.1}, {"params": [last], "lr": 0.2}])
+    assert critic_rate(optimizer, [torch.nn.Parameter(torch.zeros(1))]) == 0.2
