@@ -26,6 +26,8 @@ from hfppo.stream import PromptStream
 
 logger = logging.getLogger(__name__)
 
+END = "the end of sequence"  # as errors call it
+
 
 @dataclass(frozen=True)
 class Parts:
@@ -50,7 +52,7 @@ def assemble(
     peft_config: PeftConfig | None,
     ref_model: str | PreTrainedModel | None,
     critic: str | PreTrainedModel,
-    reward_tokenizers: Sequence[PreTrainedTokenizerBase | None] | None,
+    reward_tokenizers: PreTrainedTokenizerBase | Sequence[PreTrainedTokenizerBase | None] | None,
 ) -> Parts:
     """The parts of `PPOTrainer`, whose arguments these are; what is quick to check comes before what loads.
 
@@ -84,7 +86,7 @@ def assemble(
     eos_ids = eos_token_ids(tokenizer, loaded.generation_config)
     padding = eos_ids[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     known = {name: some.head for name, some in prompts.items()}
-    check_ids(loaded, known, {"the end of sequence": eos_ids, "the padding token": [padding]})
+    check_ids(loaded, known, {END: eos_ids, "the padding token": [padding]})
     check_ends(known, eos_ids)
     reference = load_reference(ref_model, **init_kwargs)
     if reference is not None:
@@ -107,7 +109,7 @@ def assemble(
     return Parts(actor_critic, tokenizer, eos_ids, rewards, actor.peft_config, train_prompts, eval_prompts)
 
 
-def check_arguments(model: Any, ref_model: Any, args: Any, callbacks: Any) -> None:
+def check_arguments(model: Any, ref_model: Any, args: Any, callbacks: Any, compute_metrics: Any) -> None:
     """Refuse arguments in the place of others, and warn of one without use.
 
     Raises:
@@ -121,6 +123,11 @@ def check_arguments(model: Any, ref_model: Any, args: Any, callbacks: Any) -> No
         raise ValueError(
             "ref_model is the model that is trained; leave it out: the reference is that model with its adapter "
             "disabled, or a copy of the adapter that it comes with"
+        )
+    if compute_metrics is None and args.metric_for_best_model in ("loss", "eval_loss"):
+        raise ValueError(
+            f"metric_for_best_model={args.metric_for_best_model!r} is no metric of an evaluation that completes "
+            "prompts; take 'reward', or give compute_metrics"
         )
     if not isinstance(callbacks, list | None):
         raise TypeError(f"callbacks is of type {type(callbacks).__name__}; give a list")
@@ -185,9 +192,10 @@ def check_ids(model: PreTrainedModel | PeftModel, prompts: dict[str, Prompts], s
     rows = {f"{name} row {row}": ids for name, some in prompts.items() for row, ids in enumerate(some.ids)}
     for where, ids in {**special, **rows}.items():
         if max(ids) >= size:
+            culprit = "processing_class or model.generation_config" if where == END else "processing_class"
             raise ValueError(
-                f"{where} has token id {max(ids)}, and the model knows {size} tokens, from 0; processing_class is "
-                "another model's tokenizer: give the model's own, or resize_token_embeddings"
+                f"{where} has token id {max(ids)}, and the model knows {size} tokens, from 0; {culprit} is another "
+                "model's: give the model's own, or resize_token_embeddings"
             )
 
 

@@ -161,7 +161,8 @@ def of_one_type(column: list) -> list:
 
 def with_default_callbacks(callbacks: list[TrainerCallback] | None, log_completions: bool) -> list[TrainerCallback]:
     """A user's callbacks and those that are on by default, unless the user has one of their kind."""
-    made = list(callbacks or [])
+    # Trainer takes classes as well.
+    made = [callback() if isinstance(callback, type) else callback for callback in callbacks or []]
     if not any(isinstance(callback, HealthCallback) for callback in made):
         targets = [callback.target for callback in made if isinstance(callback, AdaptiveKLCallback)]
         made.append(HealthCallback(max_kl=2 * targets[0]) if targets else HealthCallback())

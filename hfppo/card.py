@@ -234,11 +234,15 @@ def steps(args: PPOConfig, state: TrainerState) -> str:
 def loading(name: str, args: PPOConfig, chat: bool) -> str:
     """Code that loads the adapter and completes a prompt, without this package."""
     if chat:
-        inputs = (
-            'messages = [{"role": "user", "content": "…"}]\n'
-            "inputs = tokenizer.apply_chat_template(\n"
-            '    messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"\n'
-            ")"
+        options = args.to_dict()["chat_template_kwargs"] or {}  # without secrets
+        inputs = "\n".join(
+            (
+                'messages = [{"role": "user", "content": "…"}]',
+                "inputs = tokenizer.apply_chat_template(",
+                '    messages, add_generation_prompt=True, return_dict=True, return_tensors="pt",',
+                *(f"    {option}={value!r}," for option, value in options.items()),
+                ")",
+            )
         )
     else:
         inputs = 'inputs = tokenizer("…", return_tensors="pt")'

@@ -83,6 +83,17 @@ RANGES: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
 )
 
 
+# Fields of transformers 4 that scripts still set, and what does the same now.
+REMOVED = {
+    "warmup_ratio": "warmup_steps, below 1 a share of all steps,",
+    "no_cuda": "use_cpu",
+    "evaluation_strategy": "eval_strategy",
+    "logging_dir": "the environment variable TENSORBOARD_LOGGING_DIR",
+}
+
+# What rendering a prompt for completion sets.
+OF_PROMPTS = {"tokenize", "add_generation_prompt", "continue_final_message", "return_dict"}
+
 BY_METRIC = ("reduce_lr_on_plateau", "greedy")  # schedulers that are told an evaluation's metric
 TEXT_OR_NONE = (str | None, dict | str | None, dict[str, Any] | str | None)
 KINDS: tuple[tuple[Any, Callable[[Any], bool], str], ...] = (
@@ -107,11 +118,11 @@ def check_names(cls: type, names: Iterable[str]) -> None:
     for name in names:
         if name not in known:
             meant = get_close_matches(name, known, cutoff=0.7)
-            hint = (
-                f"did you mean {' or '.join(meant)}?"
-                if meant
-                else "docs/configuration.md lists them, docs/migrating.md those of TRL"
-            )
+            hint = "docs/configuration.md lists them, docs/migrating.md those of TRL"
+            if name in REMOVED:
+                hint = f"transformers 5 has {REMOVED[name]} in its place"
+            elif meant:
+                hint = f"did you mean {' or '.join(meant)}?"
             raise TypeError(f"{cls.__name__} has no field {name!r}; {hint}")
 
 
@@ -217,6 +228,12 @@ def check_combinations(args: Any) -> None:
             f"{args.advantage_estimator!r} has no critic; set critic_warmup=0 or advantage_estimator='gae'"
         )
 
+    if taken := sorted(OF_PROMPTS & set(args.chat_template_kwargs or {})):
+        raise ValueError(
+            f"chat_template_kwargs={args.chat_template_kwargs!r} sets {', '.join(taken)}, which follows from the "
+            "prompt; leave it out"
+        )
+
 
 def check_inherited(args: Any) -> None:
     """Trainer's own fields ask for nothing that PPO cannot do."""
@@ -237,6 +254,11 @@ def check_inherited(args: Any) -> None:
             f"lr_scheduler_type={args.lr_scheduler_type.value!r} lowers the learning rate unless "
             f"{args.metric_for_best_model} falls, and more of it is better; "
             "set lr_scheduler_kwargs={'mode': 'max'}"
+        )
+    if args.max_steps == 0 or (args.max_steps < 0 and not args.num_train_epochs > 0):
+        raise ValueError(
+            f"max_steps={args.max_steps} and num_train_epochs={args.num_train_epochs} leave no step to make; set "
+            "total_episodes, num_train_epochs or max_steps above 0"
         )
     if args.bf16_full_eval or args.fp16_full_eval:
         raise ValueError(

@@ -48,11 +48,11 @@ def draw(groups: list[Group], title: str, output: Path, picture: bool = True) ->
         raise ValueError(f"{title}: nothing has been logged yet; come back later, or lower logging_steps")
     output.parent.joinpath(f"{output.name}.html").write_text(page(drawn, title, groups), encoding="utf-8")
     if picture:
-        draw_picture(drawn, title, output.parent / f"{output.name}.png")
+        draw_picture(drawn, title, output.parent / f"{output.name}.png", named=len(groups) > 1)
 
 
-def draw_picture(drawn: Drawn, title: str, file: Path) -> None:
-    """Write the panels as a PNG.
+def draw_picture(drawn: Drawn, title: str, file: Path, named: bool) -> None:
+    """Write the panels as a PNG; a single line has a name as well if several runs are drawn.
 
     Raises:
         ImportError: matplotlib is missing.
@@ -74,13 +74,13 @@ def draw_picture(drawn: Drawn, title: str, file: Path) -> None:
     figure.suptitle(title, y=1 - 0.2 / height)
     for number, (panel, lines) in enumerate(drawn, start=1):
         axes = figure.add_subplot(rows, columns, number)
-        draw_panel(axes, panel, lines)
+        draw_panel(axes, panel, lines, named or len(lines) > 1)
         if number > len(drawn) - columns:
             axes.set_xlabel("optimiser step", fontsize=8)
     figure.savefig(file, pil_kwargs={"compress_level": 1})  # a tenth larger than by default, in a fifth less time
 
 
-def draw_panel(axes: Any, panel: Panel, lines: list[Line]) -> None:
+def draw_panel(axes: Any, panel: Panel, lines: list[Line], named: bool) -> None:
     """Draw a panel into a set of axes of matplotlib's."""
     axes.set_title(f"{panel.title} [{panel.unit}]" if panel.unit else panel.title, fontsize=10, loc="left", y=1.0)
     axes.tick_params(labelsize=8)
@@ -96,7 +96,7 @@ def draw_panel(axes: Any, panel: Panel, lines: list[Line]) -> None:
         axes.plot(series.steps, series.values, color=color, ls=style, lw=1.4, marker=marker, label=line.label)
         if series.lowest != series.highest:
             axes.fill_between(series.steps, series.lowest, series.highest, color=color, alpha=0.2, lw=0)
-    if len(lines) > 1:
+    if named:
         columns = 1 if len(lines) < 3 else 2
         low, high = axes.get_ylim()
         axes.set_ylim(low, high + 0.12 * (high - low) * math.ceil(len(lines) / columns))  # its place

@@ -105,6 +105,9 @@ class EvaluatingTrainer(ResumableTrainer):
         if eval_dataset is None or eval_dataset is self.eval_dataset:
             prompts = self._eval_prompts.get(None)
         elif isinstance(eval_dataset, str):
+            if eval_dataset not in self._eval_prompts:
+                known = ", ".join(str(name) for name in self._eval_prompts if name is not None) or "no names"
+                raise ValueError(f"eval_dataset={eval_dataset!r} is not among those of the trainer, which has {known}")
             prompts = self._eval_prompts[eval_dataset]
         else:
             rewards = self.collector.rewards

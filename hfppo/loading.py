@@ -4,7 +4,7 @@ import copy
 from dataclasses import dataclass
 from typing import Any
 
-from peft import LoraConfig, PeftConfig, PeftModel
+from peft import LoraConfig, PeftConfig, PeftModel, TaskType
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import ModulesToSaveWrapper, get_peft_model_state_dict
 from torch import Tensor, nn
@@ -190,6 +190,12 @@ def check_adapter(config: PeftConfig) -> None:
         raise ValueError(
             "alora_invocation_tokens is not supported: only PEFT's whole forward looks for the tokens, and the passes "
             "here end before the output head; use plain LoRA"
+        )
+    if config.task_type not in (None, TaskType.CAUSAL_LM):
+        kind = str(getattr(config.task_type, "value", config.task_type))
+        raise ValueError(
+            f"task_type={kind!r} of peft_config would be saved, and the adapter not be loaded as a language model's; "
+            "use task_type='CAUSAL_LM'"
         )
     if config.is_prompt_learning:
         raise ValueError(

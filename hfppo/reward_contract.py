@@ -50,11 +50,16 @@ class Log:
 
     def extra(self, column: str, values: Sequence[Any]) -> None:
         """`log_extra`: one value per completion."""
+        if isinstance(values, str) or not isinstance(values, Iterable):
+            raise TypeError(f"log_extra({column!r}, {values!r}): give a list with a value for each completion")
         self.columns.setdefault(column, []).extend(values)
 
     def metric(self, name: str, value: float) -> None:
         """`log_metric`."""
-        self.numbers.setdefault(name, []).append(float(value))
+        try:
+            self.numbers.setdefault(name, []).append(float(value))
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"log_metric({name!r}, {value!r}): a metric is one number ({error})") from error
 
     def failures(self, failed: list[bool]) -> None:
         """`log_failures`, which wrappers are given alone: for each completion, whether its reward is a fallback."""

@@ -161,7 +161,7 @@ class RewardAdapter(RewardModel):
 
 def load_reward_funcs(
     funcs: Any,
-    tokenizers: Sequence[PreTrainedTokenizerBase | None] | None,
+    tokenizers: PreTrainedTokenizerBase | Sequence[PreTrainedTokenizerBase | None] | None,
     base_name: str,
     device: torch.device,
     **init_kwargs: Any,
@@ -170,7 +170,7 @@ def load_reward_funcs(
 
     Args:
         funcs: one or several functions, models, or ids or paths of models or adapters.
-        tokenizers: one for each; None: the model's own.
+        tokenizers: one for each, alone for a single function; None: the model's own.
         base_name: of the actor's base, for which an adapter must have been made.
         device: the trainer's, to which models are loaded, and moved from the CPU.
         init_kwargs: for `from_pretrained`; a `device_map` among them comes before `device`.
@@ -178,7 +178,8 @@ def load_reward_funcs(
         ValueError: a model cannot be loaded, has no score head, or is an adapter for another base.
     """
     listed = list(funcs) if isinstance(funcs, Sequence) and not isinstance(funcs, str) else [funcs]
-    own = [None] * len(listed) if tokenizers is None else list(tokenizers)
+    given = [tokenizers] if isinstance(tokenizers, PreTrainedTokenizerBase) else tokenizers
+    own = [None] * len(listed) if given is None else list(given)
     if len(own) != len(listed):
         raise ValueError(
             f"reward_processing_classes has {len(own)} entries for {len(listed)} reward functions; give one each, "

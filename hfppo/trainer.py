@@ -68,7 +68,8 @@ class PPOTrainer(EvaluatingTrainer):
         callbacks: `PPOCallback`s see rollouts as well.
         compute_metrics: takes an EvalPrediction with `predictions` (completions), `label_ids` (the dataset's columns)
             and `inputs` (prompts).
-        reward_processing_classes: a tokenizer for each reward function, None for functions and for a model's own.
+        reward_processing_classes: a tokenizer for each reward function, alone for a single one; None for functions and
+            for a model's own.
 
     Raises:
         TypeError, ValueError: input that cannot be trained on; before anything is generated.
@@ -91,10 +92,10 @@ class PPOTrainer(EvaluatingTrainer):
         critic: str | PreTrainedModel = "adapter",
         callbacks: list[TrainerCallback] | None = None,
         compute_metrics: Callable[[EvalPrediction], dict[str, float]] | None = None,
-        reward_processing_classes: Sequence[PreTrainedTokenizerBase | None] | None = None,
+        reward_processing_classes: PreTrainedTokenizerBase | Sequence[PreTrainedTokenizerBase | None] | None = None,
     ):
         args = PPOConfig() if args is None else args
-        check_arguments(model, ref_model, args, callbacks)
+        check_arguments(model, ref_model, args, callbacks, compute_metrics)
         set_seed(args.seed)  # the adapter is initialised here, before Trainer sets the seed
         parts = assemble(
             model,

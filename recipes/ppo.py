@@ -37,6 +37,10 @@ class PPOArguments(DataArguments):
     critic: str = field(default="adapter", metadata={"help": "'adapter', 'shared', a model's id, or a saved critic."})
     ref_model: str | None = field(default=None, metadata={"help": "The reference; none: the start of training."})
 
+    def __post_init__(self) -> None:
+        if isinstance(self.reward_funcs, str):  # one alone in a YAML file
+            self.reward_funcs = [self.reward_funcs]
+
 
 def imported(name: str) -> Callable[..., Any]:
     """The function that a dotted path names, in a package or in a file of the working folder.

@@ -38,6 +38,7 @@ from hfppo import AdaptiveKLCallback, PPOConfig, PPOTrainer, RewardServer
 from hfppo.config_checks import check_config
 from hfppo.manifest import seal
 from hfppo.rewards import RewardFunctions
+from hfppo.trace import TokenTraceCallback
 
 NAN, INFINITY = float("nan"), float("inf")
 PROMPTS = Dataset.from_dict({"prompt": [f"{a}+{b}=" for a in range(4) for b in range(4)]})
@@ -108,10 +109,11 @@ def critic_of_the_checkpoint(**arguments: Callable[[], Any]) -> Case:
     ).train()
 
 
-def returned(output: Callable[[list[list[int]]], Any]) -> Case:
-    """A reward function that returns this, as a function of the token ids of 8 completions."""
+def returned(output: Callable[[list[list[int]]], Any], log: Callable[..., Any] = lambda **_: None) -> Case:
+    """A reward function that logs and returns this, as a function of the token ids of 8 completions."""
 
     def my_reward(completion_ids, **kwargs):
+        log(**kwargs)
         return output(completion_ids)
 
     return lambda bench: RewardFunctions([count_digits, my_reward])(
@@ -231,6 +233,12 @@ def model_without_eos():
     return made
 
 
+def model_with_far_eos():
+    made = tiny_model()
+    made.generation_config.eos_token_id = 50_256
+    return made
+
+
 def mixed_prompts() -> Dataset:
     """Arrow holds no such column, but a transform can make one."""
     dataset = Dataset.from_dict({"prompt": ["1+1=", json.dumps(CHAT)]})
@@ -294,7 +302,7 @@ TABLE: dict[str, dict[str, Case]] = {
             *({"policy_loss": "pppo"}, {"policy_mode": "coupled"}, {"loss_reduction": "mean"}),
             *({"overlong_prompts": "keep"}, {"vllm_mode": "local"}, {"mismatch_level": "word"}),
             *({"mismatch_correction": "clip"}, {"on_nonfinite": "ignore"}),
-            *({"kl_coeff": 0.1}, {"beta": 0.1}),
+            *({"kl_coeff": 0.1}, {"beta": 0.1}, {"warmup_ratio": 0.1}),
         )
     ),
     "Fields that contradict each other": dict(
@@ -308,7 +316,7 @@ TABLE: dict[str, dict[str, Case]] = {
             {"bf16_full_eval": True},
             {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "epoch"},
             {"lr_scheduler_type": "greedy", "eval_strategy": "epoch"},
-            {"max_completion_length": 123},
+            *({"max_completion_length": 123}, {"max_steps": 0}, {"chat_template_kwargs": {"tokenize": False}}),
             {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": "localhost"},
         )
     ),
@@ -317,6 +325,8 @@ TABLE: dict[str, dict[str, Case]] = {
             lambda: {"eval_dataset": {name: Dataset.from_dict({"prompt": ["1"]}) for name in ("easy", "hard")}},
             metric_for_best_model="reward",
         ),
+        "a metric that is none": trained(metric_for_best_model="eval_loss"),
+        "a name of none": lambda bench: bench.make_trainer(eval_dataset={"hard": PROMPTS}).evaluate("easy"),
     },
     "Command line and YAML": {
         "--kl_coeff 0.1": flags("--kl_coeff", "0.1"),
@@ -395,6 +405,7 @@ TABLE: dict[str, dict[str, Case]] = {
         "a padding token of which the model was not told": trained(
             lambda: {"processing_class": tokenizer_with_added_padding(), "model": tiny_model(vocab_size=25)}
         ),
+        "an end of sequence of which the model knows nothing": trained(lambda: {"model": model_with_far_eos()}),
         "no end of sequence": trained(
             lambda: {"processing_class": tokenizer_without_eos(), "model": model_without_eos()}
         ),
@@ -431,6 +442,7 @@ TABLE: dict[str, dict[str, Case]] = {
             f"bias={bias!r}": trained(lambda bias=bias: {"peft_config": lora(bias=bias)})
             for bias in ("all", "lora_only")
         },
+        "an adapter for classification": trained(lambda: {"peft_config": lora(task_type="SEQ_CLS")}),
         "prompt tuning": trained(lambda: {"peft_config": copy.deepcopy(PROMPT_TUNING)}),
         "a prompt-tuned model": trained(lambda: {"model": adapter(PROMPT_TUNING), "peft_config": None}),
         "an adapter with biases": trained(
@@ -465,6 +477,8 @@ TABLE: dict[str, dict[str, Case]] = {
         "weight without list": trained(reward_weights=0.5),
     },
     "What reward functions return": {
+        "a metric that is text": returned(len, lambda log_metric, **_: log_metric("length", "short")),
+        "a column that is a number": returned(len, lambda log_extra, **_: log_extra("length", 5)),
         "too few": returned(lambda ids: [1.0] * 7),
         "too many": returned(lambda ids: [1.0] * 9),
         "none at all": returned(lambda ids: []),
@@ -499,6 +513,7 @@ TABLE: dict[str, dict[str, Case]] = {
     },
     "Callbacks": {
         "one outside of a list": trained(lambda: {"callbacks": AdaptiveKLCallback()}),
+        "a trace with a misspelt argument": lambda bench: TokenTraceCallback(evry=2),
         "a target of 0": lambda bench: AdaptiveKLCallback(target=0.0),
         "a target of NaN": lambda bench: AdaptiveKLCallback(target=NAN),
         "a horizon of 0": lambda bench: AdaptiveKLCallback(horizon=0),

@@ -1,5 +1,6 @@
 """The model card, as people and as the Hub read it."""
 
+import ast
 import re
 import sys
 from pathlib import Path
@@ -123,6 +124,19 @@ def test_conversations_are_loaded_with_the_chat_template(make_trainer, dataset, 
     talks = dataset.map(lambda row: {"prompt": [{"role": "user", "content": row["prompt"]}]})
     make_trainer(train_dataset=talks).create_model_card()
     assert "tokenizer.apply_chat_template(" in blocks(card_of(tmp_path / "out"))["python"]
+
+
+def test_conversations_are_loaded_with_the_options_of_their_template(make_trainer, dataset, tmp_path):
+    talks = dataset.map(lambda row: {"prompt": [{"role": "user", "content": row["prompt"]}]})
+    options = {"enable_thinking": False, "language": "zh"}
+    make_trainer({"chat_template_kwargs": options}, train_dataset=talks).create_model_card()
+    (call,) = (
+        node
+        for node in ast.walk(ast.parse(blocks(card_of(tmp_path / "out"))["python"]))
+        if isinstance(node, ast.Call) and getattr(node.func, "attr", None) == "apply_chat_template"
+    )
+    given = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
+    assert options.items() <= given.items()
 
 
 @pytest.mark.parametrize(

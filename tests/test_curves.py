@@ -231,6 +231,26 @@ def test_the_command_compares_runs(tmp_path, capsys):
     assert (tmp_path / "kl0.1.png").is_file()
 
 
+def test_a_metric_that_one_of_several_runs_has_is_given_its_name(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    from matplotlib.axes import Axes
+
+    named = []
+    legend = Axes.legend
+
+    def noting(axes, *args, **kwargs):
+        named.append([line.get_label() for line in axes.get_lines()])
+        return legend(axes, *args, **kwargs)
+
+    monkeypatch.setattr(Axes, "legend", noting)
+    runs = [Group("a", [[entry(1, reward=0.1, kl=0.2)]]), Group("b", [[entry(1, reward=0.3)]])]
+    draw(runs, "both", tmp_path / "curves")
+    assert named == [["a", "b"], ["a"]]
+    named.clear()
+    draw(runs[1:], "one", tmp_path / "curves")
+    assert named == []
+
+
 def test_nothing_logged_is_an_error_that_says_so(tmp_path):
     with pytest.raises(ValueError, match="nothing has been logged yet"):
         draw([Group("a", [[]])], "a", tmp_path / "curves")

@@ -150,6 +150,15 @@ def test_migrating_knows_every_field_of_grpo_config():
     assert [name for name in own if f"`{name}`" not in text and f"`{name}=" not in text] == []
 
 
+def test_migrating_tells_which_defaults_of_grpo_config_are_others():
+    text = sections(DOCS / "migrating.md", "##")["From TRL's GRPOTrainer"]
+    theirs, ours = ({f.name: f.default for f in fields(config)} for config in (GRPOConfig, PPOConfig))
+    own = {"logging_nan_inf_filter", "ddp_find_unused_parameters", "vllm_server_base_url"}  # change no result
+    others = [name for name in ours.keys() & theirs.keys() - own if theirs[name] != ours[name]]
+    assert "learning_rate" in others
+    assert [name for name in others if f"`{name}` (" not in text and f"`{name}=" not in text] == []
+
+
 @pytest.mark.parametrize("page", [README, *PAGES], ids=name_of)
 def test_links_between_pages_resolve(page):
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):

@@ -255,6 +255,11 @@ def test_an_illness_must_last_and_begins_where_it_was_last_well(make_trainer):
     assert "\n" not in message
 
 
+def test_a_class_among_the_callbacks_is_the_only_one_of_its_kind(make_trainer):
+    callbacks = make_trainer(callbacks=[HealthCallback]).callback_handler.callbacks
+    assert [type(callback) for callback in callbacks].count(HealthCallback) == 1
+
+
 def test_steps_of_a_rollout_are_judged_together(make_trainer):
     """A rollout's first step is never clipped; it does not make an ill run well."""
     log = Log(make_trainer(), HealthCallback(max_clip_frac=0.5))

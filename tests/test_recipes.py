@@ -97,6 +97,12 @@ def test_a_typo_in_the_yaml_is_refused_by_name(tmp_path):
         parser.parse_args_and_config(["--config", str(tmp_path / "typo.yaml")])
 
 
+def test_a_single_reward_function_needs_no_list_in_a_yaml_file(tmp_path):
+    (tmp_path / "ppo.yaml").write_text("reward_funcs: arithmetic.right_answer\n")
+    (arguments,) = TrlParser((ppo.PPOArguments,)).parse_args_and_config(["--config", str(tmp_path / "ppo.yaml")])
+    assert arguments.reward_funcs == ["arithmetic.right_answer"]
+
+
 def test_help_lists_the_fields():
     command = [sys.executable, str(RECIPES / "arithmetic.py"), "--help"]
     run = subprocess.run(command, capture_output=True, text=True, env=os.environ, timeout=120)

@@ -186,6 +186,18 @@ def test_resumed_run_neither_loses_nor_repeats_a_trace(make_trainer, tmp_path, k
     assert [path.read_text() for path in recorded(tmp_path / "killed")] == expected
 
 
+def test_a_run_may_trace_its_own_completions_and_chosen_prompts(make_trainer, tmp_path):
+    write_traces(trace_file(tmp_path / "out", 2), [])  # of an earlier run, and so is the next
+    write_traces(trace_file(tmp_path / "out", 1, "prompts"), [])
+    trainer = make_trainer({"max_steps": 8}, callbacks=[TokenTraceCallback(every=1, num_completions=2)])
+    trainer.add_callback(TokenTraceCallback(every=2, trainer=trainer, **PROMPTS))
+    trainer.train()
+    found = {path.name: read_traces(path) for path in recorded(tmp_path / "out")}
+    assert list(found) == ["rollout-000001.jsonl", "prompts-000001.jsonl", "rollout-000002.jsonl"]
+    assert [len(read) for read in found.values()] == [2, len(PROMPTS["prompts"]), 2]
+    assert all(row.new_logprob is not None for read in found.values() for trace in read for row in trace.table.rows)
+
+
 def test_second_training_goes_on_with_the_rollouts_and_a_new_run_starts_anew(make_trainer, tmp_path):
     trainer = make_trainer({"max_steps": 4}, callbacks=[TokenTraceCallback(every=1)])
     trainer.train()

@@ -155,7 +155,7 @@ def test_chat_applies_the_chat_template(run):
 
 
 def test_command_prints_the_table_and_writes_the_page(run, tmp_path, capsys):
-    page = tmp_path / "page.html"
+    page = tmp_path / "new/page.html"
     main([str(run.checkpoint), PROMPT, "--score", "1", "--html", str(page)])
     shown = capsys.readouterr().out
     assert "score 1" in shown

@@ -84,6 +84,7 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(f"error: {error}")
     rich.print(trace.table, *explained(trace, args, question), sep="\n")
     if html is not None:
+        html.parent.mkdir(parents=True, exist_ok=True)
         html.write_text(page([trace]), encoding="utf-8")
         print(html)
 

@@ -9,7 +9,7 @@ from hfppo.callbacks import PPOCallback, log_table
 from hfppo.output_head import is_sharded
 from hfppo.rollout import Rollout
 from hfppo.trace.page import write_page
-from hfppo.trace.record import after_update, read_traces, recorded, trace_file, traces_of, write_traces
+from hfppo.trace.record import after_update, read_traces, recorded, rollout_of, trace_file, traces_of, write_traces
 from hfppo.trace.table import TokenTable
 
 
@@ -38,6 +38,7 @@ class TokenTraceCallback(PPOCallback):
 
     Raises:
         ValueError: a number below 1, or prompts without a trainer.
+        TypeError: columns without prompts.
     """
 
     def __init__(
@@ -56,18 +57,23 @@ class TokenTraceCallback(PPOCallback):
                 "prompts and trainer belong together: the trainer completes the prompts; "
                 "trainer.add_callback(TokenTraceCallback(trainer=trainer, prompts=[...]))"
             )
+        if prompts is None and columns:
+            raise TypeError(f"{', '.join(columns)}: no such argument; columns belong to prompts, which are missing")
+        self._kind = "rollout" if prompts is None else "prompts"
         self.every, self.num_completions = every, num_completions
         self.trainer, self.prompts, self.columns = trainer, prompts, columns
 
     def on_train_begin(self, args, state, control, processing_class=None, **kwargs):
         self._tokenizer = processing_class
+        self._found = recorded(args.output_dir)
 
     def on_rollout_end(self, args, state, control, *, rollout, transcript, metrics, ppo_state):
         number = ppo_state.rollouts
         if state.is_world_process_zero:
-            for path in recorded(args.output_dir):
-                if path >= trace_file(args.output_dir, number):
-                    path.unlink()  # of an earlier run, or of this one before it was resumed from further back
+            for path in self._found:
+                if rollout_of(path) >= number:  # of an earlier run, or of this one, resumed from further back
+                    path.unlink(missing_ok=True)
+            self._found = []
         if (number - 1) % self.every:
             return
         if self.trainer is not None:
@@ -78,10 +84,10 @@ class TokenTraceCallback(PPOCallback):
             count = len(rollout) if self.trainer is not None else min(self.num_completions, len(rollout))
             tables = [TokenTable.from_rollout(rollout, i, self._tokenizer, args.kl_estimator) for i in range(count)]
             traces = traces_of(rollout, tables, number, state.global_step, kl_coef)
-            write_traces(trace_file(args.output_dir, number), traces)
+            write_traces(trace_file(args.output_dir, number, self._kind), traces)
 
     def on_update_end(self, args, state, control, *, model, rollout, ppo_state):
-        path = trace_file(args.output_dir, ppo_state.rollouts)
+        path = trace_file(args.output_dir, ppo_state.rollouts, self._kind)
         if not (state.is_world_process_zero and path.exists()):
             return
         traces = read_traces(path)

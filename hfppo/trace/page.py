@@ -26,7 +26,7 @@ def write_page(output_dir: str | Path, path: str | Path | None = None) -> Path:
     found = recorded(output_dir)
     if not found:
         raise FileNotFoundError(
-            f"{output_dir} has no traces ({TRACES}/rollout-*.jsonl); train with callbacks=[TokenTraceCallback()], or "
+            f"{output_dir} has no traces ({TRACES}/*.jsonl); train with callbacks=[TokenTraceCallback()], or "
             "give a checkpoint and a prompt"
         )
     path = Path(output_dir) / TRACES / "index.html" if path is None else Path(path)

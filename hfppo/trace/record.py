@@ -134,9 +134,9 @@ def pad_right(rows: list[list[Any]]) -> tuple[Tensor, Tensor]:
     return padded, torch.tensor([[t < len(row) for t in range(width)] for row in rows])
 
 
-def trace_file(output_dir: str | Path, rollout: int) -> Path:
-    """The file of a rollout's traces."""
-    return Path(output_dir) / TRACES / f"rollout-{rollout:06d}.jsonl"
+def trace_file(output_dir: str | Path, rollout: int, kind: str = "rollout") -> Path:
+    """The file of a rollout's traces: of its own completions, or of those of chosen "prompts"."""
+    return Path(output_dir) / TRACES / f"{kind}-{rollout:06d}.jsonl"
 
 
 def write_traces(path: Path, traces: Iterable[Trace]) -> None:
@@ -155,4 +155,10 @@ def read_traces(path: Path) -> list[Trace]:
 
 def recorded(output_dir: str | Path) -> list[Path]:
     """The files of a run's traces, in the order of the rollouts."""
-    return sorted((Path(output_dir) / TRACES).glob("rollout-*.jsonl"))
+    found = [path for kind in ("rollout", "prompts") for path in (Path(output_dir) / TRACES).glob(f"{kind}-*.jsonl")]
+    return sorted(found, key=rollout_of)
+
+
+def rollout_of(path: Path) -> int:
+    """The number of the rollout whose traces a file holds."""
+    return int(path.stem.rpartition("-")[2])
