@@ -2,6 +2,7 @@
 
 import ast
 import copy
+import warnings
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -300,3 +301,13 @@ def test_the_config_survives_a_round_trip(config):
     args = config(kl_coef=0.2, reward_weights=[1.0, 2.0], chat_template_kwargs={"a": 1}, cliprange_high=0.3)
     again = PPOConfig(**{name: args.to_dict()[name] for name in NEW}, output_dir=args.output_dir, use_cpu=True)
     assert {name: getattr(again, name) for name in NEW} == {name: getattr(args, name) for name in NEW}
+
+
+@pytest.mark.parametrize(("straight", "warns"), [(False, True), (True, False)])
+def test_k1_as_a_loss_is_warned_of(tmp_path, straight, warns):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        PPOConfig(
+            str(tmp_path), kl_loss_coef=0.1, kl_loss_estimator="k1", kl_loss_straight_through=straight, use_cpu=True
+        )
+    assert any("gradient of zero mean" in str(w.message) for w in caught) is warns

@@ -391,3 +391,12 @@ def test_killed_runs_come_back_bit_for_bit(processes, kills, variants):
     )
     assert found.returncode == 0, found.stdout + found.stderr[-3000:]
     assert json.loads(found.stdout)["runs compared"] >= variants
+
+
+def test_what_a_killed_save_left_is_in_no_checkpoint(make_trainer, tmp_path):
+    left = tmp_path / "out/_saving/checkpoint-1/optimizer.bin"
+    left.parent.mkdir(parents=True)
+    left.write_text("half")
+    make_trainer({"max_steps": 1, "save_strategy": "steps", "save_steps": 1}).train()
+    assert not (tmp_path / "out/checkpoint-1/optimizer.bin").exists()
+    assert damage(tmp_path / "out/checkpoint-1") is None

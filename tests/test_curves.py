@@ -301,3 +301,8 @@ def test_the_page_is_utf8_in_any_locale(tmp_path):
     subprocess.run([sys.executable, "-m", "hfppo.plot", str(run)], env=ascii_only, check=True, capture_output=True)
     (written,) = run.glob("*.html")
     assert "β" in written.read_text(encoding="utf-8")
+
+
+def test_steps_rise():
+    log = [{"step": step, "reward": 0.0} for step in (8, 1000, 9, 64)]
+    assert Group("a", [log]).series("reward").steps == [8, 9, 64, 1000]

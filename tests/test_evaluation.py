@@ -7,6 +7,7 @@ import pytest
 import torch
 from conftest import count_digits
 from datasets import Dataset
+from test_rewards import answering
 
 EVERY_STEP = {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 1}
 
@@ -68,3 +69,22 @@ def test_prompts_that_come_later_are_checked_as_well(make_trainer):
         trainer.evaluate(Dataset.from_dict({"prompt": long}))
     with pytest.raises(ValueError, match=wanted):
         trainer.rollout(long)
+
+
+def test_lengths_and_cuts_of_an_evaluation(make_trainer, dataset):
+    trainer = answering(make_trainer(), "1.", "123456", "12.", ".")
+    metrics = trainer.evaluate(dataset.select(range(4)), metric_key_prefix="test")
+    assert (metrics["test_completions/mean_length"], metrics["test_completions/truncated_frac"]) == (3.0, 0.25)
+
+
+def test_names_that_have_the_prefix_get_no_second(make_trainer, dataset):
+    trainer = make_trainer(compute_metrics=lambda prediction: {"eval_own": 1.0})
+    assert trainer.evaluate(dataset)["eval_own"] == 1.0
+
+
+def test_an_evaluation_of_several_datasets_samples_all(make_trainer, dataset):
+    parts = {"a": dataset.select(range(8)), "b": dataset.select(range(8, 16))}
+    trainer = make_trainer(eval_dataset=parts)
+    greedy, sampled = trainer.evaluate(), trainer.evaluate(do_sample=True)
+    for name in parts:
+        assert greedy[f"eval_{name}_reward"] != sampled[f"eval_{name}_reward"]

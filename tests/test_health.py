@@ -328,3 +328,40 @@ def test_a_true_metric_that_is_in_no_log_is_told(make_trainer, name, told):
         warnings.simplefilter("always", HealthWarning)
         trainer.train()
     assert any("was in no log" in str(w.message) for w in caught) is told
+
+
+@pytest.mark.parametrize(("returns", "deviation", "ill"), [(10.0, 0.0, False), (0.1, 0.0, True), (0.1, 1.0, False)])
+def test_a_critic_of_returns_that_hardly_vary_may_miss_by_a_tenth(make_trainer, returns, deviation, ill):
+    log = Log(make_trainer(ONE_STEP), HealthCallback(critic_patience=1))
+    numbers = {"value/loss": 0.5, "value/return": returns, "value/return_std": deviation}
+    assert bool(log(1, **numbers)) is ill
+
+
+def test_a_critic_has_time(make_trainer):
+    log = Log(make_trainer(ONE_STEP), HealthCallback(patience=2, critic_patience=4))
+    told = [bool(log(step, value__explained_variance=-1.0)) for step in range(1, 5)]
+    assert told == [False, False, False, True]
+
+
+@pytest.mark.parametrize(("estimator", "ill"), [("gae", False), ("grpo", True)])
+def test_prompts_without_a_signal_ail_those_that_compare_within_them(make_trainer, estimator, ill):
+    trainer = make_trainer(ONE_STEP | {"advantage_estimator": estimator, "num_generations": 2})
+    assert (
+        bool(Log(trainer, HealthCallback(patience=1))(1, frac_reward_zero_std=1.0, reward=0.0, reward_std=1.0)) is ill
+    )
+
+
+def test_without_a_clip_gradients_are_compared_with_1(make_trainer):
+    log = Log(make_trainer(ONE_STEP | {"max_grad_norm": 0.0}), HealthCallback(patience=1))
+    assert not log(1, grad_norm=19.0, value__grad_norm=19.0)
+    assert len(log(2, grad_norm=21.0, value__grad_norm=21.0)) == 2
+
+
+def test_scores_below_zero(make_trainer):
+    """A mean of −1: 1e-4 is no spread, and −1.05 has hardly fallen from it."""
+    log = Log(make_trainer(ONE_STEP), HealthCallback(patience=1))
+    assert "reward_std is 0.0001" in log(1, reward=-1.0, reward_std=1e-4)[0]
+    log = Log(make_trainer(ONE_STEP), HealthCallback())
+    falls = [-1.0, -1.05, -1.05, -1.2, -1.2]
+    told = [bool(log(step, reward=float(step), eval_reward=x)) for step, x in enumerate(falls)]
+    assert told == [False, False, False, False, True]

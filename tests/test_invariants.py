@@ -8,6 +8,8 @@ import torch
 from conftest import count_digits, tiny_model
 from torch.testing import assert_close
 from transformers import (
+    CohereConfig,
+    CohereForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     GPT2Config,
@@ -74,6 +76,7 @@ UNUSUAL = {
     "logits are divided in bfloat16": lambda: GraniteForCausalLM(
         GraniteConfig(**SHAPE, logits_scaling=0.3)
     ).bfloat16(),
+    "logits are multiplied": lambda: CohereForCausalLM(CohereConfig(**SHAPE, logit_scale=0.3)),
     "states have another width before the head": lambda: tiny_opt(word_embed_proj_dim=16),
 }
 ARCHITECTURES = [tiny_model, tiny_gpt2, tiny_qwen3, tiny_opt]

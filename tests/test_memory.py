@@ -1,5 +1,6 @@
 """Memory that runs out: what the error says, and that the run goes on in smaller pieces."""
 
+import resource
 import shutil
 
 import pytest
@@ -11,7 +12,7 @@ from torch.testing import assert_close
 import hfppo.trainer
 from hfppo.experience import Collector
 from hfppo.generation import TransformersSampler
-from hfppo.memory import OutOfMemory
+from hfppo.memory import OutOfMemory, peak
 
 CONFIG = {"per_device_train_batch_size": 4, "save_strategy": "steps", "save_steps": 3, "max_steps": 8}
 CUDA = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
@@ -107,3 +108,9 @@ def test_the_run_goes_on_bit_for_bit_and_in_smaller_pieces_up_to_rounding(make_t
     assert [name for name in expected if not torch.equal(expected[name], same[name])] == []
     for name, x in expected.items():
         assert_close(close[name], x, rtol=1e-3, atol=1e-4, msg=name)
+
+
+def test_the_peak_is_that_of_the_process():
+    assert float(peak().split()[0]) == pytest.approx(
+        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, abs=0.1
+    )

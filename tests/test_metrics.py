@@ -5,8 +5,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from conftest import tiny_model
+from test_policy_modes import off_trainer
+from test_rewards import answering
 
-from hfppo import TolerantReward
+from hfppo import PPOCallback, TolerantReward
 from hfppo.metrics import METRICS, Meter
 from hfppo.rollout_metrics import agreeing
 
@@ -105,3 +108,59 @@ def test_prompts_whose_completions_agree_are_counted_without_those_that_do_not_c
 def test_a_mask_of_another_shape_is_refused():
     with pytest.raises(ValueError, match=r"values.*\(2, 3\).*mask.*\(2, 1\)"):
         Meter().add("kl", torch.ones(2, 3), torch.ones(2, 1, dtype=torch.bool))
+
+
+def test_a_largest_number_is_the_largest(make_trainer):
+    trainer = answering(make_trainer({"max_steps": 1}), ".", "12345.")
+    trainer.train()
+    logs = trainer.state.log_history[0]
+    assert (logs["completions/mean_length"], logs["completions/max_length"]) == (3.5, 6.0)
+
+
+def test_stretches_of_time_add_up(monkeypatch):
+    clock = iter([0.0, 5.0, 10.0, 12.0])
+    monkeypatch.setattr("hfppo.metrics.time.perf_counter", lambda: next(clock))
+    meter = Meter()
+    for _ in range(2):
+        with meter.timed("time/rewards"):
+            pass
+    assert meter.read() == {"time/rewards": 7.0}
+
+
+def test_the_learning_rate_of_the_critic_is_the_last(make_trainer):
+    trainer = make_trainer({"max_steps": 2, "logging_steps": 2, "critic_learning_rate": 2e-2})
+    trainer.train()
+    assert trainer.state.log_history[0]["critic_learning_rate"] == pytest.approx(1e-2)  # the second step's
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2"])
+def test_kl_and_mismatch_by_hand(make_trainer, estimator):
+    kept = []
+
+    class Keep(PPOCallback):
+        def on_rollout_end(self, args, state, control, *, rollout, transcript, metrics, ppo_state):
+            kept.append((rollout, metrics))
+
+    config = {"kl_coef": 0.1, "kl_estimator": estimator, "mask_truncated_completions": True, "max_steps": 1}
+    trainer = off_trainer(
+        lambda fields: make_trainer(
+            fields, ref_model=tiny_model(seed=7), model=tiny_model(seed=1), callbacks=[Keep()]
+        ),
+        "corrected",
+        **config,
+    )
+    trainer.train()
+    ((rollout, found),) = kept
+    assert 0 < rollout.truncated.sum() < 8
+    x, y = (
+        (a - b)[rollout.mask]
+        for a, b in ((rollout.old_logprobs, rollout.ref_logprobs), (rollout.rollout_logprobs, rollout.old_logprobs))
+    )
+    expected = {
+        "kl": (x if estimator == "k1" else x.square() / 2).mean(),
+        "kl_k3": (x.neg().exp() - 1 + x).mean(),
+        "mismatch/mean": y.abs().mean(),
+        "mismatch/kl": (y.neg().exp() - 1 + y).mean(),
+        "mismatch/weight_mean": y.neg().exp().clamp(max=2.0).mean(),
+    }
+    assert {n: found[n] for n in expected} == pytest.approx({n: float(v) for n, v in expected.items()}, rel=1e-4)

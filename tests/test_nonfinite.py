@@ -366,3 +366,10 @@ def test_rewards_that_are_nan_for_every_function_are_no_fault(make_trainer):
     trainer.train()
     assert trainer.state.log_history[0]["unscorable_frac"] == 1.0
     assert count_digits(["1"]) == [1.0]
+
+
+def test_only_those_in_a_row_are_too_many(make_trainer, monkeypatch):
+    break_loss(monkeypatch, "policy/loss", set(range(0, 24, 2)))  # every other step
+    trainer = make_trainer({"max_steps": 14, "on_nonfinite": "skip"})
+    trainer.train()
+    assert trainer.state.global_step == 14

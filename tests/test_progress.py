@@ -152,3 +152,11 @@ def test_short_lines():
         "step 7  reward 0.512  KL 0.1000  clipped 2.1%"
     )
     assert [clock(s) for s in (0, 61.9, 3601)] == ["00:00", "01:01", "1:00:01"]
+
+
+def test_the_estimate_of_a_resumed_run_counts_its_own_steps(make_trainer):
+    shown = RunProgress(updates_per_rollout=4)
+    shown._first, shown._step, shown._max_steps, shown._began = 100, 104, 108, 0.0
+    shown.seconds["rollout"], shown.rollouts = 10.0, 1
+    assert shown._seconds_left(18.0) == 4 * 2 + 10
+    assert "1 rollouts 10.0 s (), updates and all else 8.0 s" in shown._summary(18.0)

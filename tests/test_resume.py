@@ -181,3 +181,11 @@ def test_resuming_a_finished_run_makes_no_further_step(make_trainer):
     assert again.state.global_step == 4
     assert expected.keys() == got.keys()
     assert [name for name in expected if not torch.equal(expected[name], got[name])] == []
+
+
+def test_a_beta_that_was_changed_since_holds(make_trainer, tmp_path):
+    saving = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    make_trainer(saving).train()
+    trainer = make_trainer(saving | {"kl_coef": 0.3, "max_steps": 8})
+    trainer.train(resume_from_checkpoint=str(tmp_path / "out/checkpoint-4"))
+    assert [log["kl_coef"] for log in trainer.state.log_history if "kl_coef" in log] == [0.05, 0.3]

@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from hfppo import PPOConfig
-from hfppo.critic import describe_adapter, differing
+from hfppo.critic import ValueHead, describe_adapter, differing
 
 PROMPT = torch.tensor([[14, 15, 2, 12, 5, 13]])
 
@@ -306,3 +306,17 @@ def test_models_that_cannot_read_the_actors_tokens_are_refused(make_trainer):
     small = LlamaForSequenceClassification(LlamaConfig(**{**tiny_model().config.to_dict(), "vocab_size": 10}))
     with pytest.raises(ValueError, match="critic knows 10 tokens"):
         make_trainer(critic=small)
+
+
+def test_a_language_model_as_critic_starts_from_zero(make_trainer, tmp_path):
+    tiny_model(seed=2).save_pretrained(tmp_path / "model")
+    assert not make_trainer(critic=str(tmp_path / "model")).model.critic.value_head.weight.any()
+
+
+def test_values_are_float32_under_autocast():
+    head = ValueHead(4)
+    torch.nn.init.constant_(head.weight, 1.001)
+    with torch.autocast("cpu", torch.bfloat16):
+        values = head(torch.ones(2, 4))
+    assert values.tolist() == pytest.approx([4.004] * 2)
+    assert values.dtype == torch.float32

@@ -364,3 +364,14 @@ def test_a_function_that_dies_leaves_a_checkpoint_that_goes_on_as_if_nothing_had
     resumed.train(resume_from_checkpoint=True)
     expected, got = final_state(straight), final_state(resumed)
     assert [name for name in expected if not torch.equal(expected[name], got[name])] == []
+
+
+def test_failures_are_told(caplog):
+    score(TolerantReward(picky), texts=TEXTS)
+    asked, failed = [r.getMessage() for r in caplog.records if r.name == "hfppo.tolerant"]
+    assert asked == "reward function 'picky' failed, and is asked row by row: KeyError('bad')"
+    assert failed == "reward function 'picky' failed for 1 of 4 completions; the first is row 2: KeyError('bad')"
+
+
+def test_the_share_that_may_fail_is_rounded_up():
+    assert score(TolerantReward(picky, max_failed=0.3), texts=("bad", "bad", "1", "2")).scorable.sum() == 2

@@ -1,0 +1,106 @@
+"""From scores to advantages in the trainer: every field reaches them."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import tiny_model
+from test_policy_modes import PROMPTS
+from test_rewards import always, answering, first_rollout, normalizing
+from torch.testing import assert_close
+
+from hfppo import functional as F
+
+
+def with_values(trainer, value: float):
+    """With a critic that gives every state this value."""
+    torch.nn.init.constant_(trainer.model.critic.value_head.bias, value)
+    return trainer
+
+
+def test_bootstrapping_and_the_critics_own_lam(make_trainer):
+    config = {"kl_coef": 0.0, "gamma": 0.9, "lam": 0.5, "lam_critic": 0.8, "bootstrap_truncated": True}
+    config |= {"max_completion_length": 3}
+    trainer = with_values(answering(make_trainer(config, reward_funcs=always(1.0, 1.0)), "12.", "123"), 2.0)
+    rollout = trainer.rollout(["1=", "2="])
+    assert rollout.truncated.tolist() == [False, True]
+    final = torch.tensor([0.0, 2.0])  # the first has ended
+    given = rollout.rewards, rollout.values, rollout.mask, 0.9
+    assert_close(rollout.advantages, F.gae(*given, 0.5, final)[0])
+    assert_close(rollout.returns, F.gae(*given, 0.8, final)[1])
+
+
+def test_lam_that_adapts_to_the_length(make_trainer):
+    trainer = with_values(make_trainer({"kl_coef": 0.0, "lam_alpha": 0.5}, model=tiny_model(seed=1)), 2.0)
+    rollout = trainer.rollout(PROMPTS)
+    lam = 1 - 1 / (0.5 * rollout.mask.sum(dim=1))
+    assert_close(rollout.advantages, F.gae(rollout.rewards, rollout.values, rollout.mask, 1.0, lam.clamp(min=0))[0])
+
+
+def test_gamma_discounts_without_a_critic_as_well(make_trainer):
+    config = {"advantage_estimator": "reinforce_plus_plus", "gamma": 0.5, "kl_coef": 0.0}
+    rollout = answering(make_trainer(config, reward_funcs=always(1.0)), "12.").rollout(["1="])
+    assert rollout.advantages.tolist() == [[0.25, 0.5, 1.0]]
+
+
+def test_groups_are_divided_by_their_deviation_unless_told_not_to(make_trainer):
+    for scale, expected in ((True, 1 / (math.sqrt(2.0))), (False, 1.0)):
+        config = {"advantage_estimator": "grpo", "num_generations": 2, "kl_coef": 0.0, "scale_rewards": scale}
+        trainer = answering(make_trainer(config, reward_funcs=always(5.0, 7.0)), "12.")
+        assert trainer.rollout(["1=", "1="]).advantages[1].tolist() == pytest.approx([expected] * 3, rel=1e-5)
+
+
+def test_rewards_are_whitened_over_what_is_scored_and_keep_their_mean(make_trainer):
+    """0, 0, 5, 0, 0, 7: mean 2, variance 74/6 − 4."""
+    config = {"per_device_train_batch_size": 4, "num_mini_batches": 1, "kl_coef": 0.0, "whiten_rewards": True}
+    trainer = answering(make_trainer(config, reward_funcs=always(5.0, None, 7.0, None)), "12.")
+    scores = torch.tensor([[0.0, 0.0, 5.0], [0.0, 0.0, 7.0]])
+    assert_close(first_rollout(trainer).rewards[::2], (scores - 2) / math.sqrt(74 / 6 - 4) + 2)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "abs", "k3"])
+def test_the_penalty_is_that_of_the_estimator_and_of_beta_as_it_is_now(make_trainer, estimator):
+    trainer = make_trainer(
+        {"kl_estimator": estimator, "kl_coef": 0.1}, ref_model=tiny_model(seed=7), reward_funcs=always(*[0.0] * 4)
+    )
+    trainer.ppo_state.kl_coef = 0.3  # as AdaptiveKLCallback leaves it
+    rollout = trainer.rollout(PROMPTS)
+    kl = F.token_kl(rollout.old_logprobs, rollout.ref_logprobs, estimator).where(rollout.mask, 0.0)
+    assert kl.abs().max() > 0.1
+    assert_close(rollout.rewards, -0.3 * kl)
+
+
+def test_remax_compares_with_the_normalised_score_of_the_greedy_completion(make_trainer):
+    """Of the four scores the mean is 4 and the deviation 2; the greedy completions score 8."""
+    trainer = normalizing(make_trainer, (2.0, 2.0, 6.0, 6.0), advantage_estimator="remax", whiten_advantages=False)
+    given, asked = trainer.collector.sampler, []
+
+    def score(completions, **kwargs):
+        asked.append(1)
+        return [2.0, 2.0, 6.0, 6.0] if len(asked) == 1 else [8.0, 8.0, 8.0, None]
+
+    trainer.collector.rewards.funcs[0] = score
+    seeds = []
+    call = type(given).__call__
+
+    class Noting(type(given)):
+        def __call__(self, ids, mask, of_rows):
+            seeds.append(of_rows)
+            return call(self, ids, mask, of_rows)
+
+    trainer.collector = replace(trainer.collector, sampler=Noting("12."))
+    assert first_rollout(trainer).advantages[:, 0].tolist() == [0.0, -3.0, -1.0, -1.0]
+    assert seeds[0] is not None
+    assert seeds[1] is None
+
+
+def test_tokens_per_second(make_trainer, monkeypatch):
+    clock = iter(range(1000))
+    monkeypatch.setattr("hfppo.metrics.time.perf_counter", lambda: float(next(clock)))
+    trainer = make_trainer({"max_steps": 1})
+    trainer.train()
+    logs = trainer.state.log_history[0]
+    assert logs["time/tokens_per_second"] == pytest.approx(
+        8 * logs["completions/mean_length"] / logs["time/generation"]
+    )

@@ -1,0 +1,90 @@
+"""The steps of a run: what a mini-batch counts, how gradients are clipped, and what is logged."""
+
+import math
+
+import pytest
+from conftest import ragged_model, trained_state
+
+from hfppo import PPOCallback
+from hfppo.rollout import Rollout
+
+
+def test_every_epoch_of_every_rollout_has_an_order_of_its_own(make_trainer, monkeypatch):
+    seeds, take = [], Rollout.mini_batch
+
+    def noting(rollout, index, number, seed):
+        seeds.append(seed)
+        return take(rollout, index, number, seed)
+
+    monkeypatch.setattr(Rollout, "mini_batch", noting)
+    make_trainer({"max_steps": 8}).train()
+    assert seeds[0::2] == seeds[1::2]  # two mini-batches are cut from one order
+    assert len(set(seeds)) == 4
+    make_trainer({"max_steps": 8, "seed": 4}).train()
+    assert len(set(seeds)) == 8
+
+
+def test_a_second_run_begins_with_empty_metrics(make_trainer):
+    """Nothing is logged at the last step of the first."""
+    found, callback = [], PPOCallback()
+    callback.on_train_begin = lambda *_, **__: found.append(trainer._meter.read())
+    trainer = make_trainer({"max_steps": 3, "logging_steps": 2}, callbacks=[callback])
+    trainer.train()
+    assert trainer._meter.read()
+    trainer.train()
+    assert found == [{}, {}]
+
+
+def test_a_mini_batch_counts_what_its_losses_count(make_trainer):
+    trainer, sizes = make_trainer({"mask_truncated_completions": True, "max_steps": 4}, model=ragged_model()), []
+    take = trainer.get_batch_samples
+
+    def noting(*given):
+        inputs, size = take(*given)
+        masks = [piece.loss_mask for each in inputs for piece in each["pieces"]]
+        counted = sum(int(m.sum()) for m in masks), sum(int(m.any(dim=1).sum()) for m in masks)
+        real = sum(int(piece.mask.sum()) for each in inputs for piece in each["pieces"])
+        sizes.append((counted, (size.num_tokens, size.num_completions), real))
+        return inputs, size
+
+    trainer.get_batch_samples = noting
+    trainer.train()
+    assert [found for found, _, _ in sizes] == [given for _, given, _ in sizes]
+    assert any(real > found[0] for found, _, real in sizes), "nothing was left out"
+
+
+@pytest.mark.parametrize("max_grad_norm", [0.0, 1e-3])
+def test_actor_and_critic_are_clipped_apart_and_0_clips_nothing(make_trainer, max_grad_norm):
+    """With SGD and a rate of 1 a step is the gradient."""
+    config = {"max_grad_norm": max_grad_norm, "optim": "sgd", "learning_rate": 1.0, "lr_scheduler_type": "constant"}
+    trainer = make_trainer({**config, "max_steps": 1, "weight_decay": 0.0, "max_grad_norm": max_grad_norm})
+    before = {name: p.clone() for name, p in trained_state(trainer.model).items()}
+    trainer.train()
+    moved = {True: 0.0, False: 0.0}
+    for name, p in trained_state(trainer.model).items():
+        moved[name.startswith("critic")] += float((p - before[name]).square().sum())
+    logs = trainer.state.log_history[0]
+    for of_critic, norm in ((False, logs["grad_norm"]), (True, logs["value/grad_norm"])):
+        assert norm > 1e-3
+        assert math.sqrt(moved[of_critic]) == pytest.approx(max_grad_norm or norm, rel=1e-2)
+
+
+def test_the_logged_loss_is_that_of_a_step_however_it_is_cut(make_trainer):
+    losses = []
+    for rows, cuts in ((4, 1), (2, 2)):
+        trainer = make_trainer(
+            {"per_device_train_batch_size": rows, "gradient_accumulation_steps": cuts, "max_steps": 1, "vf_coef": 1.0}
+        )
+        trainer.train()
+        losses.append(trainer.state.log_history[0]["loss"])
+        log = trainer.state.log_history[0]
+        assert log["loss"] == pytest.approx(log["policy/loss"] + log["value/loss"], rel=1e-4)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+def test_seconds_of_an_update_are_those_of_all_its_steps(make_trainer, monkeypatch):
+    clock = iter(range(10_000))
+    monkeypatch.setattr("hfppo.trainer.time.perf_counter", lambda: float(next(clock)))
+    trainer = make_trainer({"max_steps": 1})
+    trainer.train()
+    assert trainer.state.log_history[0]["time/update"] >= trainer.args.updates_per_rollout

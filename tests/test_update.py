@@ -1,0 +1,152 @@
+"""The loss of a micro-batch and its metrics: every field reaches them, and they are what the formulas say."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from hfppo import functional as F
+from hfppo.metrics import Meter
+from hfppo.model import TokenOutputs
+from hfppo.rollout import Rollout
+from hfppo.update import MiniBatchSize, loss_terms, measure_update, ppo_loss
+
+SIZE = MiniBatchSize(10.0, 4.0)
+
+
+@pytest.fixture
+def batch() -> Rollout:
+    """Two completions whose first and last tokens are real but do not count."""
+    torch.manual_seed(0)
+    mask = torch.ones(2, 60, dtype=torch.bool)
+    ids = torch.zeros(2, 60, dtype=torch.int64)
+    numbers = ("rollout_logprobs", "old_logprobs", "rewards", "advantages", "ref_logprobs", "values", "returns")
+    return Rollout(
+        prompt_ids=ids,
+        prompt_mask=mask,
+        completion_ids=ids,
+        mask=mask,
+        loss_mask=mask & (torch.arange(60) > 0) & (torch.arange(60) < torch.tensor([[58], [40]])),
+        truncated=torch.tensor([False, True]),
+        scores=torch.tensor([0.5, 0.4]),
+        weights=torch.rand(2, 60),
+        **{name: torch.randn(2, 60) for name in numbers},
+    )
+
+
+@pytest.fixture
+def outputs() -> TokenOutputs:
+    torch.manual_seed(1)
+    return TokenOutputs(*(torch.randn(2, 60, requires_grad=True) for _ in range(3)))
+
+
+CLIP = {"cliprange": 0.1, "cliprange_high": 0.6, "dual_clip": 1.5}
+TERMS = {
+    "clip": (
+        CLIP,
+        "policy/loss",
+        1.0,
+        lambda o, b: b.weights * F.policy_loss(o.logprobs, b.old_logprobs, b.advantages, 0.1, 0.6, 1.5),
+    ),
+    "gspo": (
+        CLIP | {"policy_loss": "gspo"},
+        "policy/loss",
+        1.0,
+        lambda o, b: b.weights * F.gspo_loss(o.logprobs, b.old_logprobs, b.advantages, 0.1, 0.6, 1.5, b.loss_mask),
+    ),
+    "value": (
+        {"cliprange_value": 0.05, "vf_coef": 0.3},
+        "value/loss",
+        0.3,
+        lambda o, b: F.value_loss(o.values, b.values, b.returns, 0.05),
+    ),
+    "kl": (
+        {"kl_loss_coef": 0.2, "kl_loss_estimator": "abs"},
+        "policy/kl_loss",
+        0.2,
+        lambda o, b: F.token_kl(o.logprobs, b.ref_logprobs, "abs"),
+    ),
+    "straight-through kl": (
+        {"kl_loss_coef": 0.2, "kl_loss_estimator": "abs", "kl_loss_straight_through": True},
+        "policy/kl_loss",
+        0.2,
+        lambda o, b: F.straight_through_kl(o.logprobs, b.ref_logprobs, "abs"),
+    ),
+    "entropy": ({"entropy_coef": 0.02}, "policy/entropy", -0.02, lambda o, b: o.entropy),
+}
+
+
+@pytest.mark.parametrize("name", TERMS)
+def test_every_field_of_a_loss_reaches_it(make_trainer, batch, outputs, name):
+    config, term, weight, expected = TERMS[name]
+    args = make_trainer(config).args
+    found = loss_terms(outputs, batch, args)
+    assert found[term][0] == weight
+    assert_close(found[term][1], expected(outputs, batch))
+    by, wanted = (
+        torch.autograd.grad(x.sum(), outputs[:3], allow_unused=True)
+        for x in (found[term][1], expected(outputs, batch))
+    )
+    assert all(
+        (a is None) == (b is None) and (a is None or torch.equal(a, b)) for a, b in zip(by, wanted, strict=True)
+    )
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"loss_reduction": "token-mean"}, lambda x, m: (x * m).sum() / 10),
+        ({"loss_reduction": "seq-mean-token-sum"}, lambda x, m: (x * m).sum() / 4),
+        ({"loss_reduction": "seq-mean-token-mean"}, lambda x, m: (x * m / m.sum(dim=1, keepdim=True)).sum() / 4),
+        ({"loss_reduction": "seq-mean-token-sum-norm", "max_completion_length": 9}, lambda x, m: (x * m).sum() / 36),
+    ],
+)
+def test_a_loss_is_its_terms_by_weight_and_the_nll_of_full_scores(make_trainer, batch, outputs, config, expected):
+    args = make_trainer({**config, "entropy_coef": 0.02, "positive_nll_coef": 0.7, "positive_score": 0.5}).args
+    terms = loss_terms(outputs, batch, args)
+    nll = -(outputs.logprobs * batch.loss_mask)[0].sum() / 10  # of the first completion alone
+    whole = sum(weight * expected(x, batch.loss_mask) for weight, x in terms.values()) + 0.7 * nll
+    assert_close(ppo_loss(terms, outputs, batch, SIZE, args, critic_only=False), whole)
+    value = expected(terms["value/loss"][1], batch.loss_mask) * args.vf_coef
+    assert_close(ppo_loss(terms, outputs, batch, SIZE, args, critic_only=True), value)
+
+
+def test_metrics_of_an_update_by_hand(make_trainer, batch, outputs):
+    args = make_trainer(CLIP | {"cliprange_value": 0.05}).args
+    meter = Meter()
+    measure_update(meter, loss_terms(outputs, batch, args), outputs, batch, args, first=True)
+    counts = batch.loss_mask
+    new, old, advantages = (x[counts].detach() for x in (outputs.logprobs, batch.old_logprobs, batch.advantages))
+    ratio = (new - old).exp()
+    low, high, dual = (
+        (advantages < 0) & (ratio < 0.9),
+        (advantages > 0) & (ratio > 1.6),
+        (advantages < 0) & (ratio > 1.5),
+    )
+    assert all(clipped.any() for clipped in (low, high, dual))
+    held = F.value_clipped(outputs.values, batch.values, batch.returns, 0.05)[counts]
+    expected = {
+        "policy/ratio": ratio.mean(),
+        "policy/ratio_max": ratio.max(),
+        "policy/first_ratio_deviation": (ratio - 1).abs().max(),
+        "policy/approx_kl": (ratio - 1 - ratio.log()).mean(),
+        "policy/clip_frac": (low | high).float().mean(),
+        "policy/clip_frac_low": low.float().mean(),
+        "policy/clip_frac_high": high.float().mean(),
+        "policy/dual_clip_frac": dual.float().mean(),
+        "value/clip_frac": held.float().mean(),
+        "policy/entropy": outputs.entropy[counts].mean(),
+    }
+    read = meter.read()
+    assert {name: read[name] for name in expected} == pytest.approx(
+        {n: float(x) for n, x in expected.items()}, rel=1e-5
+    )
+
+
+def test_a_ratio_below_one_deviates_as_well(make_trainer, batch, outputs):
+    args, meter = make_trainer().args, Meter()
+    batch = replace(batch, old_logprobs=outputs.logprobs.detach() + 0.5)
+    measure_update(meter, loss_terms(outputs, batch, args), outputs, batch, args, first=True)
+    assert meter.read()["policy/first_ratio_deviation"] == pytest.approx(1 - math.exp(-0.5), rel=1e-5)
