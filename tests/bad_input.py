@@ -294,6 +294,7 @@ TABLE: dict[str, dict[str, Case]] = {
             *({"num_ppo_epochs": 0}, {"num_ppo_epochs": 2.5}, {"num_mini_batches": 0}, {"num_generations": 0}),
             *({"num_generations": None}, {"total_episodes": 0}, {"max_prompt_length": 0}, {"max_steps": "8"}),
             *({"max_completion_length": 0}, {"local_rollout_forward_batch_size": 0}),
+            *({"max_tokens_per_micro_batch": 0}, {"mismatch_floor": 0.0}),
             *({"per_device_train_batch_size": -4}, {"per_device_eval_batch_size": 0}),
             {"gradient_accumulation_steps": 0},
             *({"normalize_scores": "false"}, {"bf16": "yes"}, {"use_vllm": 1}),

@@ -212,6 +212,7 @@ def test_resuming_with_other_settings_says_so(checkpoint, make_trainer, caplog):
     said = "\n".join(record.getMessage() for record in caplog.records)
     assert "vf_coef=0.7, the checkpoint was written with 0.1" in said
     assert "reward_funcs=['other'], the checkpoint was written with ['count_digits']" in said
+    assert said.count("the checkpoint was written with") == 2
 
 
 def test_a_saved_critic_that_fits(checkpoint, sealed, make_trainer):

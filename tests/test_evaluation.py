@@ -69,6 +69,10 @@ def test_prompts_that_come_later_are_checked_as_well(make_trainer):
         trainer.evaluate(Dataset.from_dict({"prompt": long}))
     with pytest.raises(ValueError, match=wanted):
         trainer.rollout(long)
+    trainer.processing_class.add_tokens(list("@#$%&~"))  # of which the model was not told
+    for ask in (trainer.rollout, lambda prompts: trainer.evaluate(Dataset.from_dict({"prompt": prompts}))):
+        with pytest.raises(ValueError, match=r"row 0 has token id \d+, and the model knows 26 tokens"):
+            ask(["~"])
 
 
 def test_lengths_and_cuts_of_an_evaluation(make_trainer, dataset):
