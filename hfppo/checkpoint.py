@@ -67,7 +67,7 @@ def describe_run(
                 args.per_device_train_batch_size * args.gradient_accumulation_steps
             ),
             **{name: getattr(args, name) for name in STRUCTURE},
-            "optim": values["optim"].removesuffix("_fused"),  # the same numbers, by another kernel
+            "optim": values["optim"],
             "number of processes": args.world_size,
             "prompts (SHA-256 of their token ids)": digest,
             **hashes(model),

@@ -255,7 +255,8 @@ def check_inherited(args: Any) -> None:
             f"{args.metric_for_best_model} falls, and more of it is better; "
             "set lr_scheduler_kwargs={'mode': 'max'}"
         )
-    if args.max_steps == 0 or (args.max_steps < 0 and not args.num_train_epochs > 0):
+    no_length = args.max_steps == 0 or (args.max_steps < 0 and not args.num_train_epochs > 0)
+    if no_length and args.total_episodes is None:
         raise ValueError(
             f"max_steps={args.max_steps} and num_train_epochs={args.num_train_epochs} leave no step to make; set "
             "total_episodes, num_train_epochs or max_steps above 0"

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from accelerate.utils import broadcast_object_list
 from torch import nn
@@ -67,17 +67,17 @@ def replace(new: Path, final: Path) -> None:
     flush(final.parent)
 
 
-def rotate(output_dir: Path, limit: int | None, best: str | None) -> None:
-    """Delete checkpoints beyond `save_total_limit`, but neither the last nor the best.
+def rotate(output_dir: Path, limit: int | None, last: Path, best: str | None) -> None:
+    """Delete checkpoints beyond `save_total_limit`, but neither the one that was just saved nor the best.
 
     As upstream, except that the oldest is the one of the first step: clocks may be set back.
     """
     found = checkpoints(output_dir)
-    if limit is None or limit <= 0 or len(found) <= limit:
+    if limit is None or limit <= 0:
         return
-    kept = {found[-1], *(folder for folder in found if best is not None and folder.resolve() == Path(best).resolve())}
-    others = [folder for folder in found if folder not in kept]
-    for folder in others[: len(found) - max(limit, len(kept))]:
+    kept = {Path(folder).resolve() for folder in (last, best) if folder is not None}
+    others = [folder for folder in found if folder.resolve() not in kept]
+    for folder in others[: max(0, len(found) - limit)]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -114,13 +114,17 @@ def holds_something(folder: Path) -> bool:
     return any(path.name != UNFINISHED for path in folder.iterdir())
 
 
-def is_of_run(checkpoint: Path, log_history: list[dict[str, Any]]) -> bool:
-    """Whether a checkpoint belongs to the run with a log history: its own is the beginning of that."""
+def is_best_of(state: TrainerState, checkpoint: Path) -> bool:
+    """Whether a checkpoint is the best one of a run: it was when it was saved, and its log begins the run's."""
     try:
-        own = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME)).log_history
-    except (OSError, ValueError):
+        own = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
+    except (OSError, ValueError, TypeError):
         return False
-    return json.dumps(own) == json.dumps(log_history[: len(own)])  # NaN is not equal to itself
+    log = state.log_history[: len(own.log_history)]
+    # As text, since NaN is not equal to itself.
+    return json.dumps([own.best_global_step, own.best_metric, own.log_history]) == json.dumps(
+        [state.best_global_step, state.best_metric, log]
+    )
 
 
 def way_back(output_dir: str | Path) -> str:
@@ -140,10 +144,11 @@ class CrashSafeTrainer(HubTrainer):
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        upstream = self.pop_callback(JITCheckpointCallback)
         self._just_in_time: JustInTimeCallback | None = None
-        if isinstance(upstream, JITCheckpointCallback):
-            self._just_in_time = JustInTimeCallback(upstream)
+        if self.args.enable_jit_checkpoint:
+            self._just_in_time = JustInTimeCallback(
+                cast(JITCheckpointCallback, self.pop_callback(JITCheckpointCallback))
+            )
             self.add_callback(self._just_in_time)
 
     def train(
@@ -168,13 +173,13 @@ class CrashSafeTrainer(HubTrainer):
         lock = OutputLock(self.args.output_dir)
         other = lock.acquire() if self.is_world_process_zero() else None
         try:
+            if self.is_world_process_zero() and other is None:
+                settle(self.args.output_dir)  # before the others, who wait to be told, look for a checkpoint
             if (other := broadcast_object_list([other])[0]) is not None:
                 raise ValueError(
                     f"output_dir={self.args.output_dir!r} is being trained into by another run ({other}); give "
                     "another output_dir, or wait until that run has ended"
                 )
-            if self.is_world_process_zero():
-                settle(self.args.output_dir)
             yield
         finally:
             lock.release()
@@ -206,7 +211,7 @@ class CrashSafeTrainer(HubTrainer):
         """Where this run's best checkpoint lies now: it may have been moved, and another's be where it was."""
         name, recorded = f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}", self.state.best_model_checkpoint
         places = [checkpoint.with_name(name), *([] if recorded is None else [Path(recorded)])]
-        found = next((str(place) for place in places if is_of_run(place, self.state.log_history)), None)
+        found = next((str(place) for place in places if is_best_of(self.state, place)), None)
         if found is None and recorded is not None:
             logger.warning("%s, the best checkpoint so far, is not this run's any more; it is not loaded", recorded)
         return found
@@ -240,7 +245,7 @@ class CrashSafeTrainer(HubTrainer):
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(final))
         if self.args.should_save:
-            rotate(output_dir, self.args.save_total_limit, self.state.best_model_checkpoint)
+            rotate(output_dir, self.args.save_total_limit, final, self.state.best_model_checkpoint)
 
     @contextmanager
     def _writing_aside(self, output_dir: Path) -> Iterator[Path]:
@@ -261,6 +266,7 @@ class CrashSafeTrainer(HubTrainer):
         finally:
             self._aside = None
             if self.args.should_save:
+                settle(output_dir)  # interrupted between two renames
                 shutil.rmtree(aside, ignore_errors=True)
 
 

@@ -2,8 +2,9 @@
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -115,7 +116,9 @@ def short_prompts(
         )
     prompts = list(dataset["prompt"])
     conversational = is_conversational(prompts, name)
-    ids = token_ids(dataset, conversational, tokenizer, chat_template_kwargs or {}, name)
+    own = [dataset[column] if column in dataset.column_names else repeat(None) for column in TEMPLATE_COLUMNS]
+    options = zip(*own, strict=False) if conversational else repeat((None, None))
+    ids = token_ids(prompts, options, conversational, tokenizer, chat_template_kwargs or {}, name)
     if max_length is None or all(len(tokens) <= max_length for tokens in ids):
         return Prompts(dataset, ids, conversational)
     short = [row for row, tokens in enumerate(ids) if len(tokens) <= max_length]
@@ -183,25 +186,28 @@ def is_message(message: Any) -> bool:
 
 
 def token_ids(
-    dataset: Dataset,
+    prompts: list[Any],
+    options: Iterable[tuple[Any, Any]],
     conversational: bool,
     tokenizer: PreTrainedTokenizerBase,
     chat_template_kwargs: Mapping[str, Any],
     name: str,
 ) -> list[list[int]]:
-    """The token ids of each prompt; an error names the row that has none."""
+    """The token ids of each prompt; an error names the row that has none.
+
+    Args:
+        options: what each row has in `TEMPLATE_COLUMNS`.
+    """
     if conversational and not tokenizer.chat_template:
         raise ValueError(
             f"{name} holds conversations, and the tokenizer has no chat_template to render them with; set "
             "processing_class.chat_template, or give the prompts as text"
         )
     ids = []
-    columns = ["prompt", *(column for column in TEMPLATE_COLUMNS if column in dataset.column_names)]
-    for row, example in enumerate(dataset.select_columns(columns)):
-        prompt = example["prompt"]
+    for row, (prompt, given) in enumerate(zip(prompts, options, strict=False)):
         try:
             if conversational:
-                tokens = render(prompt, tokenizer, {**chat_template_kwargs, **template_options(example)})
+                tokens = render(prompt, tokenizer, {**chat_template_kwargs, **template_options(*given)})
             else:
                 tokens = tokenizer(prompt)["input_ids"]
         except (TemplateError, TypeError, ValueError) as error:
@@ -231,14 +237,20 @@ def render(
     return encoded["input_ids"]
 
 
-def template_options(example: Mapping[str, Any]) -> dict[str, Any]:
-    """What a row says about its own rendering, as it is or as JSON, in the columns of TRL's dataset formats.
+def template_options(*given: Any) -> dict[str, Any]:
+    """What a row says about its own rendering in `TEMPLATE_COLUMNS`, as it is or as JSON.
 
     Arrow gives every row the keys of all others, as None; those are left out.
     """
-    given = [example.get(column) for column in TEMPLATE_COLUMNS]
-    tools, options = (json.loads(value) if isinstance(value, str) else value for value in given)
-    return {name: value for name, value in {"tools": tools or None, **(options or {})}.items() if value is not None}
+    tools, options = (json.loads(value) if isinstance(value, str) else without_nones(value) for value in given)
+    return {**({"tools": tools} if tools else {}), **(options or {})}
+
+
+def without_nones(value: Any) -> Any:
+    """Lists and dictionaries without the keys, at any depth, whose value is None."""
+    if isinstance(value, dict):
+        return {key: without_nones(inner) for key, inner in value.items() if inner is not None}
+    return [without_nones(inner) for inner in value] if isinstance(value, list) else value
 
 
 def prompt_indices(positions: range, num_prompts: int, seed: int) -> list[int]:

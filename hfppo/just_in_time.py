@@ -42,10 +42,11 @@ class JustInTimeCallback(JITCheckpointCallback):
         self._stepped = True
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
-        """After the last step of the run save when the epoch is logged; one that was broken off is not."""
+        """Save the last step of the run once it is logged; log nothing more where the run was broken off."""
         if self._saved:
             control.should_log = control.should_evaluate = control.should_save = False
-        elif state.global_step >= state.max_steps and self.jit_manager.is_checkpoint_requested:
+        elif control.should_training_stop and self.jit_manager.is_checkpoint_requested:
+            self.jit_manager.is_checkpoint_requested = False
             control.should_save = True
 
     def _save(self, control: TrainerControl) -> bool:

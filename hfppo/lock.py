@@ -3,6 +3,7 @@
 import os
 import socket
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 if sys.platform != "win32":
@@ -15,7 +16,8 @@ class OutputLock:
     """A lock on an output folder, for one process of a run.
 
     It is POSIX's, which the system takes back when the process ends, however it ends, and which its children do not
-    inherit. Where the file system has none, on Windows and in folders that cannot be written to nothing is locked.
+    inherit; it takes it back as well when the process opens and closes the file elsewhere. Where the file system has
+    none, on Windows and in folders that cannot be written to nothing is locked.
     """
 
     def __init__(self, output_dir: str | Path):
@@ -36,10 +38,18 @@ class OutputLock:
             owner = os.read(descriptor, 1000).decode(errors="replace")
             os.close(descriptor)
             return owner if isinstance(error, BlockingIOError | PermissionError) else None
-        os.truncate(descriptor, 0)
-        os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())
+        if not self._is(descriptor):  # another run ended, and deleted it, in between
+            os.close(descriptor)
+            return self.acquire()
         self._descriptor = descriptor
+        with suppress(OSError):  # a full disk
+            os.truncate(descriptor, 0)
+            os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())
         return None
+
+    def _is(self, descriptor: int) -> bool:
+        """Whether an open file is still the one of that name."""
+        return self._path.exists() and os.path.samestat(os.fstat(descriptor), self._path.stat())
 
     def release(self) -> None:
         """Give the lock back, if it was taken."""

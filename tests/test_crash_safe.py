@@ -92,6 +92,34 @@ def test_a_checkpoint_written_again_is_never_missing(tmp_path, sealed, monkeypat
     assert last_intact(tmp_path) == str(sealed)
 
 
+def test_an_interrupted_save_loses_no_checkpoint(make_trainer, tmp_path, monkeypatch):
+    config = {**CONFIG, "save_strategy": "epoch", "max_steps": 2}  # saved once more when it goes on from its end
+    make_trainer(config).train()
+    rename = Path.rename
+
+    def interrupted(path: Path, target: Path) -> Path:
+        if path.parent.name == "_saving":
+            raise KeyboardInterrupt
+        return rename(path, target)
+
+    resumed = make_trainer(config)
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "rename", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            resumed.train(resume_from_checkpoint=True)
+    again = make_trainer(config)
+    again.train(resume_from_checkpoint=True)
+    assert again.state.global_step == 2
+
+
+def test_a_folder_of_a_save_that_was_killed_is_not_the_last_checkpoint(make_trainer, tmp_path):
+    """`enable_jit_checkpoint` makes it, with a mark, before it saves."""
+    (tmp_path / "out/checkpoint-99").mkdir(parents=True)
+    (tmp_path / "out/checkpoint-99/checkpoint-is-incomplete.txt").touch()
+    make_trainer({**CONFIG, "max_steps": 3, "save_total_limit": 1}).train()
+    assert last_intact(tmp_path / "out") == str(tmp_path / "out/checkpoint-3")
+
+
 def test_only_whole_checkpoints_get_their_name_later(tmp_path, sealed):
     """A run that was killed after a checkpoint was written goes on from it, unless there is a whole one already."""
     (tmp_path / "_saving").mkdir()
@@ -111,14 +139,15 @@ def test_the_limit_goes_by_steps_and_touches_nothing_else(tmp_path):
         os.utime(tmp_path / f"checkpoint-{step}", (1e9 - number, 1e9 - number))  # a clock that is set back
     for name in ("checkpoint-best", "checkpoint-2-backup"):
         (tmp_path / name).mkdir()
-    rotate(tmp_path, 2, best=str(tmp_path / "x/../checkpoint-3"))
+    rotate(tmp_path, 2, tmp_path / "checkpoint-11", best=str(tmp_path / "x/../checkpoint-3"))
     assert {path.name for path in tmp_path.iterdir()} == {
         *("checkpoint-3", "checkpoint-11", "checkpoint-best", "checkpoint-2-backup")
     }
-    rotate(tmp_path, None, best=None)
+    rotate(tmp_path, None, tmp_path / "checkpoint-11", best=None)
     assert len(list(tmp_path.iterdir())) == 4
-    rotate(tmp_path, 1, best=None)
-    assert not (tmp_path / "checkpoint-3").exists()
+    rotate(tmp_path, 1, tmp_path / "checkpoint-3", best=None)  # the later one was never saved
+    assert not (tmp_path / "checkpoint-11").exists()
+    assert (tmp_path / "checkpoint-3").exists()
 
 
 def test_a_run_killed_before_a_checkpoint_got_its_name_goes_on_from_it(make_trainer, tmp_path):

@@ -74,6 +74,29 @@ def test_chat_template_kwargs_reach_the_template(tokenizer):
 TOOLS = [{"type": "function", "function": {"name": "add"}}]
 
 
+def test_what_only_other_rows_have_does_not_reach_the_template(tokenizer):
+    """Arrow gives a row's tools the keys of all others."""
+    tokenizer.chat_template = "{% if tools and 'y' in tools[0].properties %}不{% endif %}" + CHAT_TEMPLATE
+    tools = [
+        [{"name": "a", "properties": {"x": {"type": "int"}}}],
+        [{"name": "b", "properties": {"y": {"type": "int"}}}],
+    ]
+    dataset = Dataset.from_dict({"prompt": [[user("1")], [user("2")]], "tools": tools})
+    assert prepare_prompts(dataset, tokenizer).ids == [ids_of("1？，"), ids_of("不2？，")]
+
+
+@pytest.mark.parametrize("form", ["transform", "pandas", "torch"])
+def test_text_may_have_any_format(tokenizer, form):
+    dataset = Dataset.from_dict({"prompt": ["1+", "2+"], "more": ["1=", "2="], "tools": ["a", "b"]})
+    if form == "transform":
+        dataset.set_transform(
+            lambda rows: rows | {"prompt": [a + b for a, b in zip(*map(rows.get, ("prompt", "more")), strict=True)]}
+        )
+        assert prepare_prompts(dataset, tokenizer).ids == [ids_of("1+1="), ids_of("2+2=")]
+    else:
+        assert prepare_prompts(dataset.with_format(form), tokenizer).ids == [ids_of("1+"), ids_of("2+")]
+
+
 @pytest.mark.parametrize("tools", [TOOLS, json.dumps(TOOLS)], ids=["a list", "JSON"])
 def test_columns_of_a_row_reach_the_template_before_what_all_rows_get(tokenizer, tools):
     tokenizer.chat_template = "{% if tools %}{{ tools | length }}{% endif %}{{ mark }}{{ other }}" + CHAT_TEMPLATE

@@ -100,6 +100,17 @@ def test_the_last_step_is_saved_with_what_it_logs(make_trainer, dataset, tmp_pat
     assert [entry["step"] for entry in log if "eval_reward" in entry] == [2, 4, 6]
 
 
+def test_a_run_that_a_callback_stops_at_that_step_is_saved(make_trainer, dataset, tmp_path):
+    stop = PPOCallback()
+    stop.on_evaluate = lambda args, state, control, **_: setattr(control, "should_training_stop", True)
+    callback = told_to_end("on_step_end", 2)
+    trainer = make_trainer({**CONFIG, "enable_jit_checkpoint": True}, eval_dataset=dataset, callbacks=[callback, stop])
+    callback.manager = trainer._just_in_time.jit_manager
+    trainer.train()
+    assert last_intact(tmp_path / "out") == str(tmp_path / "out/checkpoint-2")
+    assert not callback.manager.is_checkpoint_requested
+
+
 def test_a_run_told_to_end_while_it_is_loaded_loses_nothing(make_trainer, tmp_path):
     """Not even the state of Python's random numbers, which is loaded late."""
 

@@ -140,7 +140,7 @@ def test_a_resumed_run_has_the_rates_that_it_is_given(make_trainer, schedule):
     config |= {"learning_rate": 1e-2, "critic_learning_rate": 2e-2, "weight_decay": 0.1, "adam_beta2": 0.99}
     make_trainer(config).train()
     changed = {"learning_rate": 1e-3, "critic_learning_rate": 4e-2, "weight_decay": 0.3, "adam_beta2": 0.999}
-    trainer = make_trainer(config | changed | {"adam_epsilon": 1e-6, "optim": "adamw_torch"})
+    trainer = make_trainer(config | changed | {"adam_epsilon": 1e-6})
     trainer.train(resume_from_checkpoint=f"{trainer.args.output_dir}/checkpoint-2")
     rates = [(entry["learning_rate"], entry["critic_learning_rate"]) for entry in logs(trainer) if "loss" in entry]
     share = [1.0, 1.0] if schedule == "constant" else [0.5, 0.25]  # of the rate, in steps 3 and 4

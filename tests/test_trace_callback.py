@@ -187,8 +187,10 @@ def test_resumed_run_neither_loses_nor_repeats_a_trace(make_trainer, tmp_path, k
 
 
 def test_a_run_may_trace_its_own_completions_and_chosen_prompts(make_trainer, tmp_path):
-    write_traces(trace_file(tmp_path / "out", 2), [])  # of an earlier run, and so is the next
-    write_traces(trace_file(tmp_path / "out", 1, "prompts"), [])
+    for number in (1, 2, 9):  # of an earlier run
+        for kind in ("rollout", "prompts"):
+            write_traces(trace_file(tmp_path / "out", number, kind), [])
+    (tmp_path / "out/_traces/rollout-000001-mine.jsonl").touch()
     trainer = make_trainer({"max_steps": 8}, callbacks=[TokenTraceCallback(every=1, num_completions=2)])
     trainer.add_callback(TokenTraceCallback(every=2, trainer=trainer, **PROMPTS))
     trainer.train()

@@ -6,6 +6,7 @@ import pytest
 from conftest import ragged_model, trained_state
 
 from hfppo import PPOCallback
+from hfppo.metrics import Meter
 from hfppo.rollout import Rollout
 
 
@@ -30,7 +31,7 @@ def test_a_second_run_begins_with_empty_metrics(make_trainer):
     callback.on_train_begin = lambda *_, **__: found.append(trainer._meter.read())
     trainer = make_trainer({"max_steps": 3, "logging_steps": 2}, callbacks=[callback])
     trainer.train()
-    assert trainer._meter.read()
+    assert trainer._meter.state_dict() != Meter().state_dict()
     trainer.train()
     assert found == [{}, {}]
 

@@ -65,15 +65,16 @@ class TokenTraceCallback(PPOCallback):
 
     def on_train_begin(self, args, state, control, processing_class=None, **kwargs):
         self._tokenizer = processing_class
-        self._found = recorded(args.output_dir)
+        self._found = {path: path.stat().st_mtime_ns for path in recorded(args.output_dir)}
 
     def on_rollout_end(self, args, state, control, *, rollout, transcript, metrics, ppo_state):
         number = ppo_state.rollouts
         if state.is_world_process_zero:
-            for path in self._found:
-                if rollout_of(path) >= number:  # of an earlier run, or of this one, resumed from further back
-                    path.unlink(missing_ok=True)
-            self._found = []
+            for path, written in self._found.items():
+                # Of an earlier run, or of this one, resumed from further back; unless another callback has written it.
+                if rollout_of(path) >= number and path.exists() and path.stat().st_mtime_ns == written:
+                    path.unlink()
+            self._found = {}
         if (number - 1) % self.every:
             return
         if self.trainer is not None:

@@ -155,7 +155,8 @@ def read_traces(path: Path) -> list[Trace]:
 
 def recorded(output_dir: str | Path) -> list[Path]:
     """The files of a run's traces, in the order of the rollouts."""
-    found = [path for kind in ("rollout", "prompts") for path in (Path(output_dir) / TRACES).glob(f"{kind}-*.jsonl")]
+    names = (f"{kind}-{'[0-9]' * 6}.jsonl" for kind in ("rollout", "prompts"))
+    found = [path for name in names for path in (Path(output_dir) / TRACES).glob(name)]
     return sorted(found, key=rollout_of)
 
 
