@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import tiny_model
-from test_policy_modes import PROMPTS
+from conftest import ragged_model, tiny_model
+from test_policy_modes import PROMPTS, Off
 from test_rewards import always, answering, first_rollout, normalizing
 from torch.testing import assert_close
 
@@ -93,6 +93,30 @@ def test_remax_compares_with_the_normalised_score_of_the_greedy_completion(make_
     assert first_rollout(trainer).advantages[:, 0].tolist() == [0.0, -3.0, -1.0, -1.0]
     assert seeds[0] is not None
     assert seeds[1] is None
+
+
+class OffBothWays(Off):
+    """The first token is three times as likely for the training model as for the sampler, the second the reverse."""
+
+    def __call__(self, *args):
+        completions = super().__call__(*args)
+        completions.logprobs[:, 1] += math.log(3.0)
+        return completions
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("correction", ["truncate", "mask", "reject"])
+def test_weights_of_another_sampler_are_those_that_are_asked_for(make_trainer, level, correction):
+    wanted = {"mismatch_level": level, "mismatch_correction": correction, "mismatch_floor": 0.3, "mismatch_cap": 2.9}
+    trainer = make_trainer({"policy_mode": "corrected", "kl_coef": 0.0, **wanted}, model=ragged_model())
+    trainer.collector = replace(trainer.collector, sampler=OffBothWays(trainer.collector.sampler))
+    rollout = trainer.rollout(PROMPTS)
+    given = rollout.old_logprobs, rollout.rollout_logprobs, rollout.mask, level, correction
+    weights, kept = F.importance_weights(*given, 0.3, 2.9)
+    assert_close(rollout.weights, weights)
+    assert torch.equal(rollout.loss_mask, kept)
+    if level == "token":
+        assert not torch.equal(weights, F.importance_weights(*given)[0])  # the defaults are others
 
 
 def test_tokens_per_second(make_trainer, monkeypatch):
