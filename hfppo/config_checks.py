@@ -82,7 +82,6 @@ RANGES: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
     ("below 1: the ratio is clipped to 1 − cliprange", lambda x: x < 1, ("cliprange",)),
 )
 
-
 # Fields of transformers 4 that scripts still set, and what does the same now.
 REMOVED = {
     "warmup_ratio": "warmup_steps, below 1 a share of all steps,",
@@ -227,7 +226,6 @@ def check_combinations(args: Any) -> None:
             f"critic_warmup={args.critic_warmup} has nothing to train: advantage_estimator="
             f"{args.advantage_estimator!r} has no critic; set critic_warmup=0 or advantage_estimator='gae'"
         )
-
     if taken := sorted(OF_PROMPTS & set(args.chat_template_kwargs or {})):
         raise ValueError(
             f"chat_template_kwargs={args.chat_template_kwargs!r} sets {', '.join(taken)}, which follows from the "
