@@ -141,7 +141,7 @@ def test_metrics_of_an_update_by_hand(make_trainer, batch, outputs):
     }
     read = meter.read()
     assert {name: read[name] for name in expected} == pytest.approx(
-        {n: float(x) for n, x in expected.items()}, rel=1e-5
+        {n: x.item() for n, x in expected.items()}, rel=1e-5
     )
 
 
