@@ -72,9 +72,9 @@ def rotate(output_dir: Path, limit: int | None, last: Path, best: str | None) ->
 
     As upstream, except that the oldest is the one of the first step: clocks may be set back.
     """
-    found = checkpoints(output_dir)
     if limit is None or limit <= 0:
         return
+    found = checkpoints(output_dir)
     kept = {Path(folder).resolve() for folder in (last, best) if folder is not None}
     others = [folder for folder in found if folder.resolve() not in kept]
     for folder in others[: max(0, len(found) - limit)]:
@@ -170,10 +170,9 @@ class CrashSafeTrainer(HubTrainer):
     @contextmanager
     def _alone(self) -> Iterator[None]:
         """Inside, other runs are refused the output folder."""
-        lock = OutputLock(self.args.output_dir)
-        other = lock.acquire() if self.is_world_process_zero() else None
+        lock, other = OutputLock(self.args.output_dir), None
         try:
-            if self.is_world_process_zero() and other is None:
+            if self.is_world_process_zero() and (other := lock.acquire()) is None:
                 settle(self.args.output_dir)  # before the others, who wait to be told, look for a checkpoint
             if (other := broadcast_object_list([other])[0]) is not None:
                 raise ValueError(

@@ -38,7 +38,7 @@ class OutputLock:
             owner = os.read(descriptor, 1000).decode(errors="replace")
             os.close(descriptor)
             return owner if isinstance(error, BlockingIOError | PermissionError) else None
-        if not self._is(descriptor):  # another run ended, and deleted it, in between
+        if not self._still_names(descriptor):  # another run ended, and deleted it, in between
             os.close(descriptor)
             return self.acquire()
         self._descriptor = descriptor
@@ -47,9 +47,11 @@ class OutputLock:
             os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())
         return None
 
-    def _is(self, descriptor: int) -> bool:
+    def _still_names(self, descriptor: int) -> bool:
         """Whether an open file is still the one of that name."""
-        return self._path.exists() and os.path.samestat(os.fstat(descriptor), self._path.stat())
+        with suppress(FileNotFoundError):
+            return os.path.samestat(os.fstat(descriptor), self._path.stat())
+        return False
 
     def release(self) -> None:
         """Give the lock back, if it was taken."""

@@ -41,8 +41,10 @@ def damage(folder: str | Path) -> str | None:
     if not folder.is_dir():
         return "is no folder"
     try:
-        files = dict(json.loads((folder / MANIFEST).read_text()))
-    except (OSError, ValueError, TypeError):
+        files = json.loads((folder / MANIFEST).read_text())
+    except (OSError, ValueError):
+        files = None
+    if not isinstance(files, dict) or not files:
         return f"has no readable {MANIFEST}: the run was killed while it was written, or another program wrote it"
     for name, wanted in files.items():
         if not (folder / name).is_file():

@@ -44,7 +44,7 @@ def test_a_sealed_folder_is_whole_and_any_change_shows(sealed):
     (sealed / "critic/b.bin").unlink()
     (sealed / "a.bin").write_bytes(b"123")
     assert damage(sealed) == "lacks critic/b.bin"
-    for text in ("{", "[]x", "null", '["a.bin"]'):
+    for text in ("{", "{}", "[]", "null", '["a.bin"]'):
         (sealed / MANIFEST).write_text(text)
         assert damage(sealed).startswith("has no readable manifest.json")
 
@@ -263,12 +263,12 @@ def test_the_best_checkpoint_is_kept_under_another_spelling_of_its_path(make_tra
     assert [name for name in expected if not torch.equal(expected[name], got[name])] == []
 
 
-def test_the_best_checkpoint_may_be_deleted_while_a_run_goes_on(make_trainer, dataset, caplog):
+def test_the_best_checkpoint_may_be_deleted_while_a_run_goes_on(make_trainer, dataset):
     callback = PPOCallback()
     callback.on_save = lambda args, state, control, **_: (
         shutil.rmtree(state.best_model_checkpoint) if state.global_step == 6 else None
     )
-    trainer = make_trainer({**BEST, "save_steps": 1}, eval_dataset=dataset, callbacks=[callback])
+    trainer = make_trainer(BEST, eval_dataset=dataset, callbacks=[callback])
     trainer.train()
     assert trainer.state.global_step == 6
     assert not Path(trainer.state.best_model_checkpoint).exists()
