@@ -1,16 +1,18 @@
 """PPO for language models on the Hugging Face Trainer."""
 
-from hfppo.callbacks import AdaptiveKLCallback, PPOCallback, PrintCompletionsCallback
+from hfppo.callbacks.adaptive_kl import AdaptiveKLCallback
+from hfppo.callbacks.completions import PrintCompletionsCallback
+from hfppo.callbacks.events import PPOCallback
+from hfppo.callbacks.health import HealthCallback, HealthWarning
 from hfppo.config import PPOConfig
-from hfppo.curves import PlotCallback
-from hfppo.health import HealthCallback, HealthWarning
-from hfppo.history import LogFileCallback
-from hfppo.model import ActorCritic
-from hfppo.reward_model import RewardModel
-from hfppo.reward_server import RewardServer
+from hfppo.curves.history import LogFileCallback
+from hfppo.curves.plot import PlotCallback
+from hfppo.models.actor_critic import ActorCritic
+from hfppo.rewards.model import RewardModel
+from hfppo.rewards.server import RewardServer
+from hfppo.rewards.tolerant import TolerantReward
 from hfppo.rollout import Rollout, Transcript
 from hfppo.state import PPOState
-from hfppo.tolerant import TolerantReward
 from hfppo.trace import TokenTable, TokenTraceCallback
 from hfppo.trainer import PPOTrainer
 

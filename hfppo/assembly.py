@@ -13,16 +13,23 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from hfppo.config import PPOConfig
-from hfppo.critic import find_critic
-from hfppo.data import RESERVED_COLUMNS, Prompts, named, prepare_prompts, short_prompts
+from hfppo.data.prompts import RESERVED_COLUMNS, Prompts, named, prepare_prompts, short_prompts
+from hfppo.data.stream import PromptStream
 from hfppo.generation import eos_token_ids
-from hfppo.loading import check_architecture, check_model, load_model, load_reference, load_tokenizer, take_apart
-from hfppo.model import ActorCritic
-from hfppo.reward_contract import unwrapped
-from hfppo.reward_model import RewardAdapter, load_reward_funcs
-from hfppo.reward_server import RewardServer
-from hfppo.rewards import RewardFunctions
-from hfppo.stream import PromptStream
+from hfppo.models.actor_critic import ActorCritic
+from hfppo.models.critic import find_critic
+from hfppo.models.loading import (
+    check_architecture,
+    check_model,
+    load_model,
+    load_reference,
+    load_tokenizer,
+    take_apart,
+)
+from hfppo.rewards.contract import unwrapped
+from hfppo.rewards.functions import RewardFunctions
+from hfppo.rewards.model import RewardAdapter, load_reward_funcs
+from hfppo.rewards.server import RewardServer
 
 logger = logging.getLogger(__name__)
 

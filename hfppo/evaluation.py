@@ -15,13 +15,13 @@ from transformers.trainer_utils import EvalLoopOutput, denumpify_detensorize
 
 from hfppo.assembly import later_prompts
 from hfppo.config import PPOConfig
-from hfppo.data import Prompts
+from hfppo.data.prompts import Prompts
 from hfppo.experience import Collector, measure_scores
-from hfppo.layout import eval_mode
 from hfppo.memory import explained_memory
 from hfppo.metrics import Meter
-from hfppo.output_head import is_sharded
-from hfppo.resume import ResumableTrainer
+from hfppo.models.layout import eval_mode
+from hfppo.models.output_head import is_sharded
+from hfppo.saving.resume import ResumableTrainer
 
 
 @dataclass(frozen=True)

@@ -12,19 +12,19 @@ from transformers import PreTrainedTokenizerBase, TrainerState
 
 from hfppo import functional as F
 from hfppo.config import PPOConfig
-from hfppo.data import Prompts, pad_left
+from hfppo.data.prompts import Prompts, pad_left
+from hfppo.data.stream import PromptStream
 from hfppo.generation import Completions, Sampler
-from hfppo.layout import eval_mode, rows_at_once
 from hfppo.memory import explained_memory
 from hfppo.metrics import Meter
-from hfppo.model import ActorCritic, TokenOutputs
+from hfppo.models.actor_critic import ActorCritic, TokenOutputs
+from hfppo.models.layout import eval_mode, rows_at_once
+from hfppo.models.output_head import is_sharded
 from hfppo.nonfinite import check_rollout
-from hfppo.output_head import is_sharded
-from hfppo.rewards import RewardFunctions, Scored
+from hfppo.rewards.functions import RewardFunctions, Scored
 from hfppo.rollout import Rollout, Transcript, stream_seed
 from hfppo.rollout_metrics import measure_rollout, measure_scores
 from hfppo.state import PPOState, RunningMoments
-from hfppo.stream import PromptStream
 
 SAMPLING_STREAM, EVAL_STREAM = 2, 3  # name the random draws of this module among those of a seed
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from hfppo.config import PPOConfig
-from hfppo.crash_safe import way_back
+from hfppo.saving.crash_safe import way_back
 
 # What helps most, by what was being done.
 WAYS_OUT = {

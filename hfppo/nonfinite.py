@@ -13,11 +13,11 @@ from accelerate.utils import DistributedType, gather_object
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hfppo.checkpoint import save_rollout
 from hfppo.config import PPOConfig
-from hfppo.crash_safe import way_back
 from hfppo.metrics import Meter
 from hfppo.rollout import Rollout
+from hfppo.saving.checkpoint import save_rollout
+from hfppo.saving.crash_safe import way_back
 
 logger = logging.getLogger(__name__)
 

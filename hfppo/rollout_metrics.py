@@ -9,7 +9,7 @@ from torch import Tensor
 from hfppo import functional as F
 from hfppo.config import PPOConfig
 from hfppo.metrics import Meter
-from hfppo.rewards import Scored
+from hfppo.rewards.functions import Scored
 from hfppo.rollout import Rollout
 
 

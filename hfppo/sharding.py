@@ -9,8 +9,8 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 
 from hfppo.config import PPOConfig
-from hfppo.critic import Critic
-from hfppo.reward_model import RewardAdapter
+from hfppo.models.critic import Critic
+from hfppo.rewards.model import RewardAdapter
 
 
 def check_engine(accelerator: Accelerator, critic: Critic | None, reward_funcs: list[Any], args: PPOConfig) -> None:

@@ -25,23 +25,24 @@ from transformers import (
 )
 
 from hfppo.assembly import assemble, check_arguments, check_output_folder, later_prompts
-from hfppo.callbacks import PPOCallback, TrainerHooks, with_default_callbacks
-from hfppo.card import write_card
-from hfppo.checkpoint import describe_run
-from hfppo.compilation import compile_layers
+from hfppo.callbacks.defaults import with_default_callbacks
+from hfppo.callbacks.events import PPOCallback, TrainerHooks
+from hfppo.callbacks.progress import RunProgress
 from hfppo.config import PPOConfig
-from hfppo.data import Prompts, dataset_of
+from hfppo.data.prompts import Prompts, dataset_of
 from hfppo.evaluation import EvaluatingTrainer
 from hfppo.experience import Collector, grouped
 from hfppo.functional import token_kl
 from hfppo.generation import make_sampler
 from hfppo.memory import explained_memory
 from hfppo.metrics import Meter
+from hfppo.models.card import write_card
+from hfppo.models.compilation import compile_layers
 from hfppo.nonfinite import NonFiniteError, NonFiniteGuard, grad_norms
 from hfppo.optimizer import StepHooks, critic_rate, give_critic_groups
-from hfppo.progress import RunProgress
-from hfppo.reward_contract import RewardFunc
+from hfppo.rewards.contract import RewardFunc
 from hfppo.rollout import Rollout
+from hfppo.saving.checkpoint import describe_run
 from hfppo.sharding import check_engine, wait_at_exit
 from hfppo.state import PPOState
 from hfppo.update import MiniBatchSize, flat_sequences, loss_terms, measure_update, ppo_loss, sequence
@@ -54,8 +55,8 @@ class PPOTrainer(EvaluatingTrainer):
 
     Args:
         model: a base or an adapter to train on, loaded or as an id or path.
-        reward_funcs: one or several functions after the contract of TRL's GRPOTrainer, see `hfppo.rewards`, and reward
-            models, loaded or as an id or path, see `hfppo.reward_model`.
+        reward_funcs: one or several functions after the contract of TRL's GRPOTrainer, see `hfppo.rewards.contract`,
+            and reward models, loaded or as an id or path, see `hfppo.rewards.model`.
         args: the configuration.
         train_dataset: a "prompt" column of text or messages; other columns reach the reward functions.
         eval_dataset: the same, or several of them by name.

@@ -9,7 +9,7 @@ from hfppo import functional as F
 from hfppo.config import PPOConfig
 from hfppo.functional.kl import clamp_log_ratio
 from hfppo.metrics import Meter
-from hfppo.model import TokenOutputs
+from hfppo.models.actor_critic import TokenOutputs
 from hfppo.rollout import Rollout
 
 

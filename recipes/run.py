@@ -9,7 +9,7 @@ from transformers import TrainingArguments
 from trl import ModelConfig, get_peft_config, get_quantization_config
 
 from hfppo import PPOTrainer
-from hfppo.loading import adapter_config
+from hfppo.models.loading import adapter_config
 
 
 @dataclass

@@ -21,8 +21,8 @@ from transformers import AutoTokenizer, EvalPrediction, PreTrainedTokenizerBase,
 from trl import TrlParser
 
 from hfppo import PPOConfig, PPOTrainer
-from hfppo.loading import load_tokenizer
-from hfppo.reward_model import RewardModel, load_classifier
+from hfppo.models.loading import load_tokenizer
+from hfppo.rewards.model import RewardModel, load_classifier
 
 
 @dataclass

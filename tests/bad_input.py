@@ -36,8 +36,8 @@ from transformers import (
 
 from hfppo import AdaptiveKLCallback, PPOConfig, PPOTrainer, RewardServer
 from hfppo.config_checks import check_config
-from hfppo.manifest import seal
-from hfppo.rewards import RewardFunctions
+from hfppo.rewards.functions import RewardFunctions
+from hfppo.saving.manifest import seal
 from hfppo.trace import TokenTraceCallback
 
 NAN, INFINITY = float("nan"), float("inf")

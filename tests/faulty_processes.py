@@ -14,7 +14,7 @@ from datasets import Dataset
 
 import hfppo.trainer
 from hfppo import PPOConfig, PPOTrainer, TolerantReward
-from hfppo.curves import PlotCallback
+from hfppo.curves.plot import PlotCallback
 from hfppo.experience import Collector
 from hfppo.nonfinite import NonFiniteError
 

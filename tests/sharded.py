@@ -14,8 +14,9 @@ from build_arithmetic_base import character_tokenizer
 from conftest import LORA, SMALL, count_digits, ragged_model
 from datasets import Dataset
 
-from hfppo import PPOConfig, PPOTrainer, TokenTraceCallback, layout, output_head
-from hfppo.curves import PlotCallback
+from hfppo import PPOConfig, PPOTrainer, TokenTraceCallback
+from hfppo.curves.plot import PlotCallback
+from hfppo.models import layout, output_head
 from hfppo.trace.record import read_traces, trace_file
 
 OUT, CRITIC, ENGINE, FIELDS = Path(sys.argv[1]), sys.argv[2], sys.argv[3], json.loads(sys.argv[4])

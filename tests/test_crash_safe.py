@@ -15,8 +15,8 @@ from conftest import SMALL, tiny_model
 from test_resume import final_state
 
 from hfppo import AdaptiveKLCallback, PPOCallback
-from hfppo.crash_safe import last_intact, replace, rotate, settle
-from hfppo.manifest import MANIFEST, damage, seal
+from hfppo.saving.crash_safe import last_intact, replace, rotate, settle
+from hfppo.saving.manifest import MANIFEST, damage, seal
 
 TESTS = Path(__file__).parent
 CONFIG = {**SMALL, "max_steps": 6, "save_strategy": "steps", "save_steps": 1}
@@ -53,7 +53,7 @@ def test_a_file_that_cannot_be_read_is_damage(sealed, monkeypatch):
     def unreadable(path: Path) -> str:
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr("hfppo.manifest.digest", unreadable)
+    monkeypatch.setattr("hfppo.saving.manifest.digest", unreadable)
     assert damage(sealed) == "has an unreadable a.bin ([Errno 5] Input/output error)"
 
 

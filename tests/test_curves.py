@@ -13,11 +13,11 @@ import pytest
 from transformers import TrainerCallback
 
 from hfppo import LogFileCallback, PlotCallback
-from hfppo.curves import draw
-from hfppo.curves_page import nice_ticks, page
-from hfppo.history import Group, group_runs, read_log
-from hfppo.panels import DASHES, PANELS, panels
-from hfppo.plot import main
+from hfppo.curves.__main__ import main
+from hfppo.curves.history import Group, group_runs, read_log
+from hfppo.curves.page import nice_ticks, page
+from hfppo.curves.panels import DASHES, PANELS, panels
+from hfppo.curves.plot import draw
 
 FOUR_STEPS = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
 
@@ -180,7 +180,7 @@ def test_numbers_that_are_not_finite_leave_gaps():
 
 def test_the_page_grows_with_the_run_and_the_picture_comes_at_the_end(make_trainer, monkeypatch):
     pytest.importorskip("matplotlib")
-    monkeypatch.setattr("hfppo.curves.find_spec", find_spec)
+    monkeypatch.setattr("hfppo.curves.plot.find_spec", find_spec)
     seen = []
 
     class Look(TrainerCallback):
@@ -298,7 +298,7 @@ def luminance(color: str) -> float:
 def test_the_page_is_utf8_in_any_locale(tmp_path):
     run = write_run(tmp_path / "run", [entry(1, reward=0.5, kl_coef=0.05), entry(2, reward=0.6, kl_coef=0.05)])
     ascii_only = {**os.environ, "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C"}
-    subprocess.run([sys.executable, "-m", "hfppo.plot", str(run)], env=ascii_only, check=True, capture_output=True)
+    subprocess.run([sys.executable, "-m", "hfppo.curves", str(run)], env=ascii_only, check=True, capture_output=True)
     (written,) = run.glob("*.html")
     assert "β" in written.read_text(encoding="utf-8")
 

@@ -12,7 +12,7 @@ from datasets import Dataset
 from tokenizers.processors import TemplateProcessing
 
 from hfppo import PPOConfig
-from hfppo.data import Prompts, pad_left, prepare_prompts, prompt_indices
+from hfppo.data.prompts import Prompts, pad_left, prepare_prompts, prompt_indices
 from hfppo.experience import Collector
 
 # In the order of the test tokenizer's alphabet: 0 is padding, 1 is EOS, then 0123456789 and the signs.

@@ -6,7 +6,7 @@ from conftest import tiny_model
 from torch.testing import assert_close
 from transformers import GenerationConfig
 
-from hfppo.data import pad_left
+from hfppo.data.prompts import pad_left
 from hfppo.generation import completions_from, eos_token_ids
 from hfppo.generation.transformers import BELOW_ONE, draw, row_uniforms
 

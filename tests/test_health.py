@@ -17,7 +17,7 @@ from transformers import TrainerState
 from trl import TrlParser
 
 from hfppo import AdaptiveKLCallback, HealthCallback, HealthWarning, PPOConfig
-from hfppo.health import CHECKS
+from hfppo.callbacks.health import CHECKS
 from hfppo.metrics import METRICS
 
 HEALTH = Path(arithmetic.__file__).parents[1] / "docs/health.md"

@@ -10,9 +10,10 @@ from test_invariants import logged, tiny_gpt2, tiny_opt, tiny_qwen3, trainable
 from torch.testing import assert_close
 from transformers import LlamaForCausalLM
 
-from hfppo import ActorCritic, layout, output_head
-from hfppo.layout import Layout, can_pack
-from hfppo.loading import default_peft_config
+from hfppo import ActorCritic
+from hfppo.models import layout, output_head
+from hfppo.models.layout import Layout, can_pack
+from hfppo.models.loading import default_peft_config
 from hfppo.rollout import balanced_sizes, sizes_within
 
 PROMPTS = torch.tensor([[0, 0, 5, 6], [3, 4, 5, 6], [0, 0, 0, 7]])

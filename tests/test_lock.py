@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from hfppo import lock
+from hfppo.saving import lock
 
 HOLD = """
 import runpy, sys, time

@@ -9,7 +9,7 @@ import pytest
 from conftest import count_digits
 
 from hfppo import PPOCallback
-from hfppo.callbacks import of_one_type
+from hfppo.callbacks.completions import of_one_type
 
 
 class Keep(PPOCallback):

@@ -11,7 +11,7 @@ from peft.tuners.lora import Linear as LoraLinear
 from torch import nn
 from torch.testing import assert_close
 
-from hfppo.lora import FusedLoraLinear, FusedProduct, fuse_lora
+from hfppo.models.lora import FusedLoraLinear, FusedProduct, fuse_lora
 
 
 def adapted(dtype=torch.float32, bias=True, **fields) -> nn.Module:

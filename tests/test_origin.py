@@ -10,7 +10,7 @@ from peft import AutoPeftModelForCausalLM, FourierFTConfig, LoraConfig, get_peft
 from test_reward_model import scorer
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-from hfppo.origin import check_origin, files_in
+from hfppo.models.origin import check_origin, files_in
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ from peft import AutoPeftModelForCausalLM
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from hfppo import PPOConfig, PPOTrainer
-from hfppo.loading import keep_four_bits
+from hfppo.models.loading import keep_four_bits
 
 pytest.importorskip("bitsandbytes")
 

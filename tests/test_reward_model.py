@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from hfppo import TolerantReward
-from hfppo.reward_model import RewardAdapter, RewardModel, conversation, load_reward_func, load_reward_funcs
+from hfppo.rewards.model import RewardAdapter, RewardModel, conversation, load_reward_func, load_reward_funcs
 
 TEXTS = ["1+2=3", "10+20=", "5", "请问12+7=20？不对，等于19！"]
 

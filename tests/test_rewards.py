@@ -17,7 +17,7 @@ from transformers import TrainerState
 from hfppo import PPOCallback, Rollout
 from hfppo.generation.sampler import Completions, Sampler, completions_from
 from hfppo.metrics import Meter
-from hfppo.rewards import RewardFunctions, Scored
+from hfppo.rewards.functions import RewardFunctions, Scored
 from hfppo.state import RunningMoments
 
 NAN = float("nan")

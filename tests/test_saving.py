@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from hfppo import PPOConfig
-from hfppo.critic import ValueHead, describe_adapter, differing
+from hfppo.models.critic import ValueHead, describe_adapter, differing
 
 PROMPT = torch.tensor([[14, 15, 2, 12, 5, 13]])
 

@@ -16,7 +16,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, Eval
 from trl import TrlParser
 
 from hfppo import PPOConfig
-from hfppo.reward_model import RewardModel
+from hfppo.rewards.model import RewardModel
 
 YAML = str(Path(sentiment.__file__).with_suffix(".yaml"))
 

@@ -17,7 +17,7 @@ from conftest import tiny_model
 from peft import PeftModel
 from safetensors.torch import load_file
 
-from hfppo.reward_model import RewardAdapter
+from hfppo.rewards.model import RewardAdapter
 from hfppo.sharding import check_engine
 
 TESTS = Path(__file__).parent

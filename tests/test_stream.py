@@ -4,9 +4,9 @@ import pytest
 from conftest import count_digits
 from datasets import Dataset, IterableDataset
 
-from hfppo import stream
-from hfppo.data import Prompts, short_prompts
-from hfppo.stream import PromptStream
+from hfppo.data import stream
+from hfppo.data.prompts import Prompts, short_prompts
+from hfppo.data.stream import PromptStream
 
 
 def prompts_of(dataset: IterableDataset | list[str], tokenizer, longest: int = 6) -> PromptStream:

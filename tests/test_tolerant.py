@@ -20,8 +20,8 @@ import hfppo
 from hfppo import RewardServer, TolerantReward
 from hfppo.background import in_background
 from hfppo.endpoint import ServerError
-from hfppo.time_limit import call_within
-from hfppo.tolerant import RewardError
+from hfppo.rewards.time_limit import call_within
+from hfppo.rewards.tolerant import RewardError
 
 TEXTS = ("1", "22", "bad", "4444")
 
@@ -258,7 +258,7 @@ call_within(0.2, "late", deadlock)
 
 
 def test_code_that_never_comes_back_ends_the_process_and_shows_where():
-    folder = str(Path(hfppo.__file__).parent)
+    folder = str(Path(hfppo.__file__).parent / "rewards")
     run = subprocess.run([sys.executable, "-c", DEADLOCK, folder], capture_output=True, text=True, timeout=100)
     assert run.returncode == 1
     assert "Timeout" in run.stderr
@@ -368,7 +368,7 @@ def test_a_function_that_dies_leaves_a_checkpoint_that_goes_on_as_if_nothing_had
 
 def test_failures_are_told(caplog):
     score(TolerantReward(picky), texts=TEXTS)
-    asked, failed = [r.getMessage() for r in caplog.records if r.name == "hfppo.tolerant"]
+    asked, failed = [r.getMessage() for r in caplog.records if r.name == "hfppo.rewards.tolerant"]
     assert asked == "reward function 'picky' failed, and is asked row by row: KeyError('bad')"
     assert failed == "reward function 'picky' failed for 1 of 4 completions; the first is row 2: KeyError('bad')"
 

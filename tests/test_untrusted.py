@@ -21,7 +21,7 @@ from test_reward_server import Server, lengths
 from transformers import TrainerState
 
 from hfppo import PPOConfig, PPOTrainer, PrintCompletionsCallback, RewardServer, TokenTable, Transcript
-from hfppo.manifest import seal
+from hfppo.saving.manifest import seal
 
 SECRET = "s3cr3t-Zf9kQ2"
 

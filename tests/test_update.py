@@ -9,7 +9,7 @@ from torch.testing import assert_close
 
 from hfppo import functional as F
 from hfppo.metrics import Meter
-from hfppo.model import TokenOutputs
+from hfppo.models.actor_critic import TokenOutputs
 from hfppo.rollout import Rollout
 from hfppo.update import MiniBatchSize, loss_terms, measure_update, ppo_loss
 

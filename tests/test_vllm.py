@@ -22,12 +22,12 @@ from transformers import AutoModelForCausalLM
 from vllm_runs import ENGINE, PROMPTS, Server, save_base
 
 from hfppo import PPOCallback
-from hfppo.data import pad_left
+from hfppo.data.prompts import pad_left
 from hfppo.endpoint import Endpoint, ServerError
 from hfppo.generation import completions_from
 from hfppo.generation.vllm import RANKS
 from hfppo.generation.vllm_server import serve_command
-from hfppo.model import ActorCritic
+from hfppo.models.actor_critic import ActorCritic
 
 pytestmark = [
     pytest.mark.vllm,

@@ -14,7 +14,7 @@ from conftest import LORA, SMALL, count_digits, ragged_model
 from datasets import Dataset
 
 from hfppo import AdaptiveKLCallback, PPOConfig, PPOTrainer, TokenTraceCallback
-from hfppo.curves import PlotCallback
+from hfppo.curves.plot import PlotCallback
 from hfppo.trace.record import read_traces, trace_file
 from hfppo.update import MiniBatchSize
 

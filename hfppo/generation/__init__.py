@@ -7,7 +7,7 @@ from hfppo.generation.sampler import Completions, Sampler, completions_from, eos
 from hfppo.generation.transformers import TransformersSampler
 from hfppo.generation.vllm import ColocatedEngine, Engine, Sampling, VLLMSampler
 from hfppo.generation.vllm_server import ServerEngine
-from hfppo.model import ActorCritic
+from hfppo.models.actor_critic import ActorCritic
 
 __all__ = [
     "Completions",

@@ -9,8 +9,8 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from hfppo.generation.sampler import Completions, Sampler, completions_from, joined
-from hfppo.model import ActorCritic
-from hfppo.output_head import is_sharded
+from hfppo.models.actor_critic import ActorCritic
+from hfppo.models.output_head import is_sharded
 from hfppo.rollout import stream_seed
 
 BLOCK = 64  # tokens whose probabilities are summed in float32

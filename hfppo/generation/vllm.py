@@ -22,7 +22,7 @@ from transformers.utils import logging
 
 from hfppo.config import PPOConfig
 from hfppo.generation.sampler import Completions, Sampler
-from hfppo.model import ActorCritic
+from hfppo.models.actor_critic import ActorCritic
 
 logger = logging.get_logger(__name__)
 

@@ -8,7 +8,7 @@ from tenacity import stop_after_delay
 from hfppo.background import wait_for
 from hfppo.endpoint import Endpoint, ServerError, Unavailable
 from hfppo.generation.vllm import Adapter, Sampled, Sampling, base_name, dtype_name, start_rank
-from hfppo.model import ActorCritic
+from hfppo.models.actor_critic import ActorCritic
 
 MAX_CONCURRENCY = 256  # requests at once, per process; the server batches them itself
 

@@ -5,8 +5,9 @@ from typing import Any, Protocol
 
 from datasets import Dataset
 
-from hfppo.callbacks import PPOCallback, log_table
-from hfppo.output_head import is_sharded
+from hfppo.callbacks.completions import log_table
+from hfppo.callbacks.events import PPOCallback
+from hfppo.models.output_head import is_sharded
 from hfppo.rollout import Rollout
 from hfppo.trace.page import write_page
 from hfppo.trace.record import after_update, read_traces, recorded, rollout_of, trace_file, traces_of, write_traces

@@ -20,15 +20,15 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, TrainerState
 
 from hfppo.assembly import prompts_of
-from hfppo.checkpoint import hashes
 from hfppo.config import PPOConfig
-from hfppo.critic import CRITIC_FOLDER, find_critic
 from hfppo.experience import Collector
 from hfppo.generation import Completions, Sampler, eos_token_ids, make_sampler
-from hfppo.loading import load_reference
 from hfppo.metrics import Meter
-from hfppo.model import ActorCritic
-from hfppo.rewards import RewardFunctions
+from hfppo.models.actor_critic import ActorCritic
+from hfppo.models.critic import CRITIC_FOLDER, find_critic
+from hfppo.models.loading import load_reference
+from hfppo.rewards.functions import RewardFunctions
+from hfppo.saving.checkpoint import hashes
 from hfppo.state import PPOState
 from hfppo.trace.record import Trace, traces_of
 from hfppo.trace.table import TokenTable

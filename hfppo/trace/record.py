@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from hfppo.config import PPOConfig
-from hfppo.data import pad_left
+from hfppo.data.prompts import pad_left
 from hfppo.functional import clip_fractions
 from hfppo.functional.kl import clamp_log_ratio
-from hfppo.layout import eval_mode
-from hfppo.model import ActorCritic
+from hfppo.models.actor_critic import ActorCritic
+from hfppo.models.layout import eval_mode
 from hfppo.rollout import Rollout
 from hfppo.trace.table import TokenRow, TokenTable
 

@@ -16,7 +16,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hfppo import ActorCritic
-from hfppo.loading import default_peft_config
+from hfppo.models.loading import default_peft_config
 
 VOCABULARIES, TOKENS, WIDTH = (4096, 32_768, 131_072), (2048, 4096, 8192), 256
 

@@ -20,11 +20,11 @@ from ppo_workload import (
 )
 
 from hfppo import PPOConfig, PPOTrainer
-from hfppo.callbacks import PPOCallback
-from hfppo.critic import Critic
+from hfppo.callbacks.events import PPOCallback
 from hfppo.generation import TransformersSampler
-from hfppo.model import ActorCritic
-from hfppo.reward_model import RewardModel
+from hfppo.models.actor_critic import ActorCritic
+from hfppo.models.critic import Critic
+from hfppo.rewards.model import RewardModel
 
 
 class RolloutClock(PPOCallback, Clock):

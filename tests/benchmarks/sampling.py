@@ -17,9 +17,9 @@ from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
 
 from hfppo import ActorCritic, PPOConfig
-from hfppo.data import pad_left
+from hfppo.data.prompts import pad_left
 from hfppo.generation import make_sampler
-from hfppo.loading import default_peft_config
+from hfppo.models.loading import default_peft_config
 
 EOS = 1
 

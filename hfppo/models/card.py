@@ -27,7 +27,7 @@ from transformers.modelcard import TrainingSummary
 from transformers.utils import is_in_notebook
 
 from hfppo.config import SECRET_NAME, URL_USER, PPOConfig
-from hfppo.critic import CRITIC_FOLDER
+from hfppo.models.critic import CRITIC_FOLDER
 
 CARD = "README.md"
 TAGS = ("ppo", "hfppo", "reinforcement-learning", "generated_from_trainer")

@@ -1,7 +1,7 @@
 """Draws the curves of one or several runs, also of those that are still going on.
 
-python -m hfppo.plot out/arithmetic
-python -m hfppo.plot runs/* --output comparison
+python -m hfppo.curves out/arithmetic
+python -m hfppo.curves runs/* --output comparison
 """
 
 import argparse
@@ -9,14 +9,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from hfppo.curves import NAME, draw
-from hfppo.history import group_runs
+from hfppo.curves.history import group_runs
+from hfppo.curves.plot import NAME, draw
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns its exit code."""
     parser = argparse.ArgumentParser(
-        prog="python -m hfppo.plot",
+        prog="python -m hfppo.curves",
         description="Curves of runs. Folders that differ in a trailing seed alone, kl0-seed0 and kl0-seed1, are drawn "
         "as one line, their mean, in a band from the lowest to the highest.",
     )

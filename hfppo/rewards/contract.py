@@ -1,4 +1,12 @@
-"""What a reward function is, what it logs and what it may return; `hfppo.rewards` says it in words."""
+"""The contract of reward functions, that of TRL's GRPOTrainer.
+
+    func(prompts=…, completions=…, completion_ids=…, **dataset_columns, trainer_state=…, log_extra=…, log_metric=…)
+        -> list[float | None] | list[list[float]]
+
+All arguments are passed by keyword. For text prompts the completions are strings, for conversations lists of one
+message. One number per completion is its score; None leaves the function out for that row. A list of numbers per
+completion, as long as its `completion_ids`, rewards each token. `async def` functions run concurrently.
+"""
 
 import functools
 import inspect

@@ -18,13 +18,13 @@ from torch.optim import Optimizer
 from transformers import TrainingArguments
 
 from hfppo.config import PPOConfig
-from hfppo.critic import describe_adapter, differing
-from hfppo.data import Prompts
+from hfppo.data.prompts import Prompts
+from hfppo.data.stream import PromptStream
 from hfppo.metrics import Meter
-from hfppo.model import ActorCritic
+from hfppo.models.actor_critic import ActorCritic
+from hfppo.models.critic import describe_adapter, differing
 from hfppo.rollout import Rollout
 from hfppo.state import PPOState
-from hfppo.stream import PromptStream
 
 logger = logging.getLogger(__name__)
 

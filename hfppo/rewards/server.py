@@ -16,7 +16,7 @@ from hfppo.endpoint import Endpoint, ServerError, shown
 
 
 class RewardServer:
-    """A server that follows the contract of `hfppo.rewards`; it is waited for while the models compute.
+    """A server that follows the contract of `hfppo.rewards.contract`; it is waited for while the models compute.
 
     Args:
         url: its address, http:// or https://.

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
-from hfppo.layout import Layout, eval_mode, hidden_states
-from hfppo.loading import adapter_config, check_placement, check_vocabulary
-from hfppo.origin import check_origin
+from hfppo.models.layout import Layout, eval_mode, hidden_states
+from hfppo.models.loading import adapter_config, check_placement, check_vocabulary
+from hfppo.models.origin import check_origin
 
 CRITIC_FOLDER = "critic"
 CRITIC_WEIGHTS = "critic.safetensors"

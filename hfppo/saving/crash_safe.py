@@ -22,10 +22,10 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from hfppo.hub import HubTrainer
-from hfppo.just_in_time import JustInTimeCallback
-from hfppo.lock import OutputLock
-from hfppo.manifest import damage, flush, seal
+from hfppo.saving.hub import HubTrainer
+from hfppo.saving.just_in_time import JustInTimeCallback
+from hfppo.saving.lock import OutputLock
+from hfppo.saving.manifest import damage, flush, seal
 
 logger = logging.getLogger(__name__)
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
-from hfppo.history import Group, Series
+from hfppo.curves.history import Group, Series
 
 # After Okabe and Ito, told apart by the colour-blind too, on white and on black; each line has its own dashes as well.
 LIGHT = ("#0072b2", "#d55e00", "#009e73", "#b5588d", "#a87400", "#2b8cbe")

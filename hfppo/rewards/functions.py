@@ -1,12 +1,4 @@
-"""Reward functions, after the contract of TRL's GRPOTrainer.
-
-    func(prompts=…, completions=…, completion_ids=…, **dataset_columns, trainer_state=…, log_extra=…, log_metric=…)
-        -> list[float | None] | list[list[float]]
-
-All arguments are passed by keyword. For text prompts the completions are strings, for conversations lists of one
-message. One number per completion is its score; None leaves the function out for that row. A list of numbers per
-completion, as long as its `completion_ids`, rewards each token. `async def` functions run concurrently.
-"""
+"""Reward functions called, and what they give combined and placed."""
 
 import functools
 import itertools
@@ -21,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hfppo.background import in_background
-from hfppo.reward_contract import (
+from hfppo.rewards.contract import (
     Log,
     RewardFunc,
     RewardWrapper,

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any, Literal
 
-from hfppo.reward_contract import Log, RewardWrapper, check_reward, is_async, merged, plain_name, rows_of
-from hfppo.time_limit import call_within
+from hfppo.rewards.contract import Log, RewardWrapper, check_reward, is_async, merged, plain_name, rows_of
+from hfppo.rewards.time_limit import call_within
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ class Scores:
 
 @dataclass(frozen=True)
 class TolerantReward(RewardWrapper):
-    """A reward function that may fail for some rows. It follows the contract of `hfppo.rewards` itself.
+    """A reward function that may fail for some rows. It follows the contract of `hfppo.rewards.contract` itself.
 
     A row fails if its reward is none. If the call fails as a whole (an exception, the time limit, a wrong type or
     count), the rows are asked for one by one, so that the rest is kept: the reward of a row must not depend on its

@@ -17,15 +17,15 @@ from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
-from hfppo.critic import shared_copy
-from hfppo.layout import rows_at_once
-from hfppo.loading import adapter_config
-from hfppo.reward_server import RewardServer
-from hfppo.tolerant import TolerantReward
+from hfppo.models.critic import shared_copy
+from hfppo.models.layout import rows_at_once
+from hfppo.models.loading import adapter_config
+from hfppo.rewards.server import RewardServer
+from hfppo.rewards.tolerant import TolerantReward
 
 
 class RewardModel:
-    """A sequence-classification model that follows the contract of `hfppo.rewards`.
+    """A sequence-classification model that follows the contract of `hfppo.rewards.contract`.
 
     A conversation is rendered by the reward tokenizer's chat template. A plain prompt is followed by its completion
     and EOS, as TRL's RewardTrainer has it in training.

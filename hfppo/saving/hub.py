@@ -8,7 +8,7 @@ from typing import Any
 from transformers import Trainer
 from transformers.trainer_utils import HubStrategy
 
-from hfppo.critic import CRITIC_FOLDER
+from hfppo.models.critic import CRITIC_FOLDER
 
 logger = logging.getLogger(__name__)
 

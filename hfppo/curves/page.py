@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-from hfppo.history import Group
-from hfppo.panels import DARK, LIGHT, Drawn, Line
+from hfppo.curves.history import Group
+from hfppo.curves.panels import DARK, LIGHT, Drawn, Line
 
 WIDTH, HEIGHT = 360, 190
 LEFT, RIGHT, TOP, BOTTOM = 52, 350, 8, 166  # of the axes, in the units of the drawing

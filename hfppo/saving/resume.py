@@ -5,11 +5,11 @@ from typing import Any
 
 from torch import nn
 
-from hfppo.checkpoint import check_checkpoint, load_ppo_state, own_rates, save_ppo_state
-from hfppo.crash_safe import CrashSafeTrainer
 from hfppo.metrics import Meter
-from hfppo.model import ActorCritic
+from hfppo.models.actor_critic import ActorCritic
 from hfppo.rollout import Rollout
+from hfppo.saving.checkpoint import check_checkpoint, load_ppo_state, own_rates, save_ppo_state
+from hfppo.saving.crash_safe import CrashSafeTrainer
 from hfppo.state import PPOState
 
 

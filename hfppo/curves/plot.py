@@ -7,9 +7,9 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from hfppo.curves_page import page
-from hfppo.history import Group
-from hfppo.panels import LIGHT, Drawn, Line, Panel, panels
+from hfppo.curves.history import Group
+from hfppo.curves.page import page
+from hfppo.curves.panels import LIGHT, Drawn, Line, Panel, panels
 
 NAME = "curves"  # of both files, in the output folder
 

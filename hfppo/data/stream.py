@@ -6,7 +6,7 @@ from typing import Any
 
 from datasets import Dataset, IterableDataset
 
-from hfppo.data import Prompts
+from hfppo.data.prompts import Prompts
 
 CHUNK = 256  # rows that are read, checked and tokenised at once
 

@@ -10,7 +10,7 @@ from peft.utils import ModulesToSaveWrapper, get_peft_model_state_dict
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from hfppo.origin import check_origin
+from hfppo.models.origin import check_origin
 
 # These initialisations write into the base, so that disabling the adapter no longer gives the base back.
 BASE_CHANGING_INITS = ("pissa", "olora", "corda", "eva", "loftq", "lora_ga")

@@ -1,0 +1,1 @@
+"""Reward functions: their contract, calling and combining them, and the kinds that come with the package."""
