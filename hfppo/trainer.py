@@ -32,7 +32,6 @@ from hfppo.config import PPOConfig
 from hfppo.data.prompts import Prompts, dataset_of
 from hfppo.evaluation import EvaluatingTrainer
 from hfppo.experience import Collector, grouped
-from hfppo.functional import token_kl
 from hfppo.generation import make_sampler
 from hfppo.memory import explained_memory
 from hfppo.metrics import Meter
@@ -45,7 +44,7 @@ from hfppo.rollout import Rollout
 from hfppo.saving.checkpoint import describe_run
 from hfppo.sharding import check_engine, wait_at_exit
 from hfppo.state import PPOState
-from hfppo.update import MiniBatchSize, flat_sequences, loss_terms, measure_update, ppo_loss, sequence
+from hfppo.update import MiniBatchSize, flat_sequences, loss_terms, measure_kl, measure_update, ppo_loss, sequence
 
 SHUFFLE_STREAM = 4  # names the random draws of this module among those of a seed
 
@@ -295,8 +294,7 @@ class PPOTrainer(EvaluatingTrainer):
             first = self.state.global_step == self.ppo_state.first_step
             measure_update(self._meter, terms, outputs, batch, self.args, first)
             if self.args.target_kl is not None:
-                kl = token_kl(batch.old_logprobs, outputs.logprobs, "k3")
-                self._step_meter.add("policy/approx_kl", kl, batch.loss_mask)
+                measure_kl(self._step_meter, outputs, batch)
         loss = loss * self.args.world_size
         return (loss, outputs) if return_outputs else loss
 

@@ -115,7 +115,7 @@ def measure_update(
     ratio = clamp_log_ratio(logprobs - batch.old_logprobs).exp()
     meter.add("policy/ratio", ratio, mask)
     meter.add("policy/ratio_max", ratio, mask)
-    meter.add("policy/approx_kl", F.token_kl(batch.old_logprobs, logprobs, "k3"), mask)
+    measure_kl(meter, outputs, batch)
     if first:
         meter.add("policy/first_ratio_deviation", (ratio - 1).abs(), mask)
     if args.policy_loss == "ppo":
@@ -123,6 +123,12 @@ def measure_update(
     if outputs.values is not None and batch.values is not None and batch.returns is not None:
         clipped = F.value_clipped(outputs.values.detach(), batch.values, batch.returns, args.cliprange_value)
         meter.add("value/clip_frac", clipped, mask)
+
+
+def measure_kl(meter: Meter, outputs: TokenOutputs, batch: Rollout) -> None:
+    """Add how far the policy has moved from the one that sampled; `target_kl` goes by it, too."""
+    kl = F.token_kl(batch.old_logprobs, outputs.logprobs.detach(), "k3")
+    meter.add("policy/approx_kl", kl, batch.loss_mask)
 
 
 def measure_clip(meter: Meter, logprobs: Tensor, batch: Rollout, args: PPOConfig) -> None:

@@ -1,6 +1,7 @@
 """What holds, always: the base's bytes, the first ratio, KL 0 at the start, padding, cuts, counts, warmup, seeds."""
 
 import hashlib
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -391,6 +392,35 @@ def test_target_kl_ends_a_rollout_early(make_trainer):
     make_trainer({"target_kl": 1e9}, callbacks=[never]).train()
     assert len(never.rollouts) == 2
     assert len(keep.rollouts) == 4, "the first step of a rollout has KL 0, the second passes the limit"
+
+
+def test_target_kl_goes_by_the_logged_kl_of_a_mini_batch(make_trainer):
+    """A rollout ends with the first step whose `policy/approx_kl` is above the limit, or when it is used up."""
+
+    class Starts(PPOCallback):
+        def on_rollout_end(self, args, state, control, **kwargs):
+            starts.append(state.global_step)
+
+    starts: list[int] = []
+    limit = 1e-3
+    config = {
+        "target_kl": limit,
+        "num_ppo_epochs": 4,
+        "learning_rate": 3e-3,
+        "max_steps": 24,
+        "gradient_accumulation_steps": 2,
+    }
+    trainer = make_trainer(config, callbacks=[Starts()])
+    trainer.train()
+    logged = [entry["policy/approx_kl"] for entry in trainer.state.log_history if "policy/approx_kl" in entry]
+    assert len(logged) == 24
+    expected, start = [], 0
+    while start < 24:
+        expected.append(start)
+        steps = range(start, min(start + trainer.args.updates_per_rollout, 24))
+        start = next((step for step in steps if logged[step] > limit), steps[-1]) + 1
+    assert starts == expected
+    assert len({b - a for a, b in itertools.pairwise(starts)}) > 1, "rollouts of several lengths"
 
 
 def test_a_step_that_was_not_made_does_not_count_for_target_kl(make_trainer):
