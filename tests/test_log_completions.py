@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 from conftest import count_digits
 
-from hfppo import PPOCallback
+from hfppo import PPOCallback, PrintCompletionsCallback
 from hfppo.callbacks.completions import of_one_type
 
 
@@ -41,6 +41,13 @@ def test_each_rollout_leaves_a_table_in_the_output_folder(make_trainer):
     assert second["score"].tolist() == keep.scores[1]
     assert second["mixed"].tolist() == ["1", "two"] * 4
     assert second["mixed lists"].tolist() == ["[1, 'two']"] * 8
+
+
+@pytest.mark.parametrize("rows", [0, 1, 3])
+def test_as_many_completions_are_printed_as_were_asked_for(make_trainer, capsys, rows):
+    callback = PrintCompletionsCallback(num_completions=rows)
+    make_trainer({"max_steps": 1}, reward_funcs=lambda completions, **_: [0.25] * 8, callbacks=[callback]).train()
+    assert capsys.readouterr().out.count(" 0.25 ") == rows
 
 
 def test_what_a_function_is_called_takes_no_column_from_another(make_trainer):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from conftest import CHAT_TEMPLATE, LORA, count_digits, tiny_model
 from peft import LoraConfig, PeftModelForSequenceClassification
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from torch.testing import assert_close
 from transformers import (
     AutoModelForSequenceClassification,
@@ -106,6 +106,18 @@ def test_conversations_go_through_its_own_chat_template():
     prompt = [{"role": "user", "content": "1+2="}]
     answer = [{"role": "assistant", "content": "3"}]
     assert reward([prompt], [answer]) == pytest.approx([alone(model, tokenizer, "1+2=？3")], abs=1e-5)
+
+
+def test_special_tokens_are_added_to_texts_and_not_to_conversations():
+    """A chat template has written them; a second BOS would be another text."""
+    model, tokenizer = scorer().eval(), other_tokenizer("right", "<void>")
+    start = [("<void>", 1)]
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing("<void> $A", special_tokens=start)
+    bare, reward = other_tokenizer("right", "<void>"), RewardModel(model, tokenizer)
+    [of_text] = reward(["1+2="], ["3"])
+    assert of_text == pytest.approx(alone(model, bare, "<void>1+2=3<end>"), abs=1e-5)
+    prompt, answer = [{"role": "user", "content": "1+2="}], [{"role": "assistant", "content": "3"}]
+    assert reward([prompt], [answer]) == pytest.approx([alone(model, bare, "1+2=？3")], abs=1e-5)
 
 
 def test_a_turn_that_the_prompt_has_begun_stays_one():

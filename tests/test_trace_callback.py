@@ -77,12 +77,13 @@ def test_trackers_that_are_reported_to_get_the_tokens(make_trainer, monkeypatch,
 def test_traces_hold_the_trainers_own_numbers_before_and_after_the_update(make_trainer, tmp_path, tokenizer):
     witness = Witness()
     callbacks = [witness, TokenTraceCallback(every=2, num_completions=3)]
-    trainer = make_trainer({**CONFIG, "temperature": 0.7}, callbacks=callbacks)
+    limits = {"cliprange": 0.1, "cliprange_high": 1.0, "dual_clip": 1.02}
+    trainer = make_trainer({**CONFIG, **limits, "temperature": 0.7}, callbacks=callbacks)
     trainer.train()
     found = traces(tmp_path / "out")
     assert list(found) == [1, 3]
     assert {(t.step, t.updated_step) for t in found[3]} == {(8, 12)}
-    clipped = []
+    held_by = {"low": 0, "high": 0, "dual": 0, "none above 1.1": 0}
     for number, of_rollout in found.items():
         rollout = witness.rollouts[number]
         assert len(of_rollout) == 3
@@ -108,10 +109,13 @@ def test_traces_hold_the_trainers_own_numbers_before_and_after_the_update(make_t
             torch.testing.assert_close(column(trace, "new_logprob"), new)
             torch.testing.assert_close(ratio, torch.exp(new - rollout.old_logprobs[i][real]))
             advantage = column(trace, "advantage")
-            held = ((advantage > 0) & (ratio > 1.2)) | ((advantage < 0) & (ratio < 0.8))
-            assert torch.equal(column(trace, "clipped"), held)
-            clipped += held.tolist()
-    assert set(clipped) == {True, False}  # so that both were seen
+            low, high = (advantage < 0) & (ratio < 0.9), (advantage > 0) & (ratio > 2)
+            dual = (advantage < 0) & (ratio > 1.02)
+            assert torch.equal(column(trace, "clipped"), low | high | dual)
+            free = (advantage > 0) & (ratio > 1.1) & ~high
+            for name, which in zip(held_by, (low, high, dual, free), strict=True):
+                held_by[name] += int(which.sum())
+    assert all(held_by.values()), held_by  # so that each was seen
     assert (tmp_path / "out/_traces/index.html").is_file()
 
 
