@@ -9,9 +9,7 @@ from typing import Any, Literal, Self
 from transformers import TrainingArguments
 
 from hfppo.config_checks import BY_METRIC, check_config, check_names, check_types, read_nones
-from hfppo.functional import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES, REDUCTIONS
-
-CRITIC_FREE = tuple(name for name in ADVANTAGE_ESTIMATORS if name != "gae")
+from hfppo.functional import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES, REDUCTIONS, estimator_needs
 
 logger = logging.getLogger(__name__)
 
@@ -311,7 +309,7 @@ class PPOConfig(TrainingArguments):
     @property
     def needs_critic(self) -> bool:
         """False for the estimators that compare completions instead."""
-        return self.advantage_estimator not in CRITIC_FREE
+        return estimator_needs(self.advantage_estimator, "values")
 
     @property
     def whitens_advantages(self) -> bool:

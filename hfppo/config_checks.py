@@ -12,10 +12,10 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from hfppo.functional import (
     ADVANTAGE_ESTIMATORS,
-    GROUP_ESTIMATORS,
     KL_ESTIMATORS,
     POLICY_LOSSES,
     REDUCTIONS,
+    estimator_needs,
 )
 
 # What a number must be, and the fields of which that is asked. Written so that NaN never meets it.
@@ -193,7 +193,7 @@ def check_ranges(args: Any) -> None:
 
 def check_combinations(args: Any) -> None:
     """Fields do not contradict each other."""
-    if args.advantage_estimator in GROUP_ESTIMATORS and args.num_generations < 2:
+    if estimator_needs(args.advantage_estimator, "groups") and args.num_generations < 2:
         raise ValueError(
             f"advantage_estimator={args.advantage_estimator!r} compares completions of one prompt, but "
             f"num_generations={args.num_generations}; raise num_generations to 2 or more"
@@ -216,10 +216,10 @@ def check_combinations(args: Any) -> None:
             f"positive_nll_coef={args.positive_nll_coef} looks for scores from positive_score="
             f"{args.positive_score}, and normalize_scores=True moves all scores; set one of them back"
         )
-    if args.whiten_rewards and args.advantage_estimator == "remax":
+    if args.whiten_rewards and estimator_needs(args.advantage_estimator, "greedy_scores"):
         raise ValueError(
             "whiten_rewards=True scales the rewards, and not the score of the greedy completion that "
-            "advantage_estimator='remax' subtracts; set whiten_rewards=False"
+            f"advantage_estimator={args.advantage_estimator!r} subtracts; set whiten_rewards=False"
         )
     if args.critic_warmup and not args.needs_critic:
         raise ValueError(

@@ -311,29 +311,32 @@ class Collector:
     ) -> tuple[Tensor, Tensor | None]:
         """(B, T) advantages before whitening, and returns where there is a critic."""
         args, mask = self.args, completions.mask
-        if args.advantage_estimator in F.GROUP_ESTIMATORS:
-            return self.group_advantages(rows, rewards, mask, scored.scorable), None
-        if args.advantage_estimator == "reinforce_plus_plus":
-            return F.reinforce_plus_plus(rewards, mask, args.gamma), None
-        if args.advantage_estimator == "remax":
-            baselines, known = self.greedy_scores(rows, moments, state)
-            return F.remax(rewards, mask, baselines).where(known[:, None], 0.0), None
+        estimator = F.ADVANTAGE_ESTIMATORS[args.advantage_estimator]
+        if F.estimator_needs(args.advantage_estimator, "groups"):
+            return self.group_advantages(estimator, rows, rewards, mask, scored.scorable), None
+        if F.estimator_needs(args.advantage_estimator, "greedy_scores"):
+            greedy_scores, known = self.greedy_scores(rows, moments, state)
+            return estimator(rewards, mask, greedy_scores).where(known[:, None], 0.0), None
+        if not args.needs_critic:
+            return estimator(rewards, mask, args.gamma), None
         lam = args.lam if args.lam_alpha is None else F.length_adaptive_lam(mask, args.lam_alpha)
         final = passes.final_value * completions.truncated if args.bootstrap_truncated else None
-        advantages, returns = F.gae(rewards, passes.values, mask, args.gamma, lam, final)
+        advantages, returns = estimator(rewards, passes.values, mask, args.gamma, lam, final)
         if args.lam_critic is not None:
-            returns = F.gae(rewards, passes.values, mask, args.gamma, args.lam_critic, final)[1]
+            returns = estimator(rewards, passes.values, mask, args.gamma, args.lam_critic, final)[1]
         return advantages, returns
 
-    def group_advantages(self, rows: list[Row], rewards: Tensor, mask: Tensor, scorable: Tensor) -> Tensor:
+    def group_advantages(
+        self, estimator: Callable[..., Tensor], rows: list[Row], rewards: Tensor, mask: Tensor, scorable: Tensor
+    ) -> Tensor:
         """(B, T) advantages against the others of a prompt that have a score; 0 where there is none to compare."""
         groups = torch.tensor([row.group for row in rows])
         _, index = groups.unique(return_inverse=True)
         comparable = scorable & (torch.bincount(index[scorable], minlength=len(groups))[index] > 1)
         advantages = torch.zeros_like(rewards)
         if comparable.any():
-            estimator = F.GROUP_ESTIMATORS[self.args.advantage_estimator]
-            options = {"scale": self.args.scale_rewards} if self.args.advantage_estimator == "grpo" else {}
+            scaled = F.estimator_needs(self.args.advantage_estimator, "scale")
+            options = {"scale": self.args.scale_rewards} if scaled else {}
             advantages[comparable] = estimator(rewards[comparable], mask[comparable], groups[comparable], **options)
         return advantages
 

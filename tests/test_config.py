@@ -12,8 +12,6 @@ from transformers import HfArgumentParser, TrainingArguments
 
 import hfppo
 from hfppo import PPOCallback, PPOConfig
-from hfppo.config import CRITIC_FREE
-from hfppo.functional import GROUP_ESTIMATORS
 
 PACKAGE = Path(hfppo.__file__).parent
 OWN = sorted(PPOConfig.__annotations__.keys() - {"_VALID_DICT_FIELDS"})  # overridden defaults included
@@ -122,7 +120,6 @@ def test_only_gae_needs_a_critic(config):
     }
     assert needs.pop("gae") is True
     assert set(needs.values()) == {False}
-    assert set(CRITIC_FREE) == set(needs)
 
 
 @pytest.mark.parametrize(
@@ -142,10 +139,6 @@ def test_advantages_are_whitened_as_the_estimator_wants_unless_set(config, estim
     assert config(**fields).whitens_advantages is habit
     assert config(**fields, whiten_advantages=True).whitens_advantages is True
     assert config(**fields, whiten_advantages=False).whitens_advantages is False
-
-
-def test_estimators_that_need_groups_exist():
-    assert set(GROUP_ESTIMATORS) <= set(CRITIC_FREE)
 
 
 def test_nothing_that_was_set_is_changed(config):

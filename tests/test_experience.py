@@ -10,6 +10,7 @@ from test_policy_modes import PROMPTS, Off
 from test_rewards import always, answering, first_rollout, normalizing
 from torch.testing import assert_close
 
+from hfppo import PPOConfig
 from hfppo import functional as F
 
 
@@ -29,6 +30,49 @@ def test_bootstrapping_and_the_critics_own_lam(make_trainer):
     given = rollout.rewards, rollout.values, rollout.mask, 0.9
     assert_close(rollout.advantages, F.gae(*given, 0.5, final)[0])
     assert_close(rollout.returns, F.gae(*given, 0.8, final)[1])
+
+
+def own_with_values(rewards, values, mask, gamma, lam, final_value):
+    """Each token's advantage is what it earns, its return one more."""
+    return rewards.where(mask, 0.0), (rewards + 1).where(mask, 0.0)
+
+
+def own_with_groups(rewards, mask, groups):
+    return groups[:, None].float().where(mask, 0.0)
+
+
+def own_with_greedy_scores(rewards, mask, greedy_scores):
+    return greedy_scores[:, None].where(mask, 0.0)
+
+
+def own_with_rewards(rewards, mask, gamma):
+    return (gamma * rewards).where(mask, 0.0)
+
+
+@pytest.mark.parametrize("own", [own_with_values, own_with_groups, own_with_greedy_scores, own_with_rewards])
+def test_an_estimator_of_a_users_own_gets_what_it_asks_for(make_trainer, monkeypatch, own):
+    monkeypatch.setitem(F.ADVANTAGE_ESTIMATORS, "own", own)
+    config = {"advantage_estimator": "own", "num_generations": 2, "gamma": 0.5, "whiten_advantages": False}
+    trainer = make_trainer({**config, "max_steps": 1}, reward_funcs=lambda completions, **_: [3.0] * len(completions))
+    rollout = first_rollout(trainer)
+    group = torch.arange(len(rollout)) // 2
+    expected = {
+        own_with_values: rollout.rewards,
+        own_with_groups: group[:, None].expand_as(rollout.rewards).float(),
+        own_with_greedy_scores: torch.full_like(rollout.rewards, 3.0),
+        own_with_rewards: 0.5 * rollout.rewards,
+    }
+    assert rollout.rewards.abs().sum() > 0
+    assert_close(rollout.advantages, expected[own].where(rollout.mask, 0.0))
+    assert (trainer.model.critic is not None) == (own is own_with_values)
+    if own is own_with_values:
+        assert_close(rollout.returns, (rollout.rewards + 1).where(rollout.mask, 0.0))
+
+
+def test_an_estimator_of_a_users_own_that_compares_needs_several_completions(monkeypatch, tmp_path):
+    monkeypatch.setitem(F.ADVANTAGE_ESTIMATORS, "own", own_with_groups)
+    with pytest.raises(ValueError, match="advantage_estimator='own' compares completions of one prompt"):
+        PPOConfig(output_dir=str(tmp_path), advantage_estimator="own")
 
 
 def test_lam_that_adapts_to_the_length(make_trainer):

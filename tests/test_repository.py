@@ -97,7 +97,7 @@ def test_every_file_stands_in_the_documentation():
 @pytest.mark.parametrize("path", [p for p in MODULES if module_name(p) in ("functional", "rollout")], ids=str)
 def test_mathematics_and_rollout_know_torch_alone(path):
     others = {i.split(".")[0] for i in imports(path)} - {"torch", "hfppo"}
-    assert others <= {"bisect", "hashlib", "collections", "dataclasses", "typing", "math"}
+    assert others <= {"bisect", "hashlib", "collections", "dataclasses", "inspect", "typing", "math"}
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(ROOT)))

@@ -10,7 +10,7 @@ from operator import attrgetter
 from transformers import TrainerCallback
 
 from hfppo.config import PPOConfig
-from hfppo.functional import GROUP_ESTIMATORS
+from hfppo.functional import estimator_needs
 
 TRUE_METRIC = "true metric"  # stands in the table for the metric that `HealthCallback.true_metric` names
 
@@ -331,7 +331,7 @@ CHECKS = (
         "the completions of nearly every prompt score alike, and this estimator compares nothing else",
         "too few completions per prompt; prompts that are too hard or too easy; a collapsed policy",
         "raise {num_generations} or {temperature}; take other prompts; set {advantage_estimator} to 'gae'",
-        only=lambda run: run.args.advantage_estimator in GROUP_ESTIMATORS and not run.improved,
+        only=lambda run: estimator_needs(run.args.advantage_estimator, "groups") and not run.improved,
     ),
     Check(
         "unscorable",

@@ -6,7 +6,7 @@ token and `rewards[:, t]` is what the token earns. Log-probabilities, KL and ent
 
 from hfppo.functional.advantages import (
     ADVANTAGE_ESTIMATORS,
-    GROUP_ESTIMATORS,
+    estimator_needs,
     explained_variance,
     gae,
     grpo,
@@ -48,7 +48,6 @@ from hfppo.functional.mismatch import (
 
 __all__ = [
     "ADVANTAGE_ESTIMATORS",
-    "GROUP_ESTIMATORS",
     "KL_ESTIMATORS",
     "MISMATCH_CORRECTIONS",
     "MISMATCH_LEVELS",
@@ -59,6 +58,7 @@ __all__ = [
     "cispo_loss",
     "clip_fractions",
     "effective_sample_size",
+    "estimator_needs",
     "explained_variance",
     "gae",
     "gpg_loss",

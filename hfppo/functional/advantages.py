@@ -5,6 +5,7 @@ tool) are transparent, so that credit passes through them undiscounted.
 """
 
 from collections.abc import Callable
+from inspect import signature
 
 import torch
 from torch import Tensor
@@ -194,15 +195,19 @@ def remax(rewards: Tensor, mask: Tensor, greedy_scores: Tensor) -> Tensor:
     return _spread(scores - greedy_scores, mask, rewards.dtype)
 
 
-GROUP_ESTIMATORS: dict[str, Callable[..., Tensor]] = {
+# An estimator's parameters say what it needs: `values` a critic, `groups` several completions of a prompt,
+# `greedy_scores` a greedy completion of each prompt.
+ADVANTAGE_ESTIMATORS: dict[str, Callable] = {
+    "gae": gae,
     "grpo": grpo,
     "rloo": rloo,
     "opo": opo,
     "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
-}
-ADVANTAGE_ESTIMATORS: dict[str, Callable] = {
-    "gae": gae,
-    **GROUP_ESTIMATORS,
     "reinforce_plus_plus": reinforce_plus_plus,
     "remax": remax,
 }
+
+
+def estimator_needs(name: str, parameter: str) -> bool:
+    """Whether an estimator has a parameter of that name."""
+    return parameter in signature(ADVANTAGE_ESTIMATORS[name]).parameters
