@@ -26,7 +26,7 @@ from hfppo.models.loading import (
     load_tokenizer,
     take_apart,
 )
-from hfppo.rewards.contract import unwrapped
+from hfppo.rewards.contract import unwrapped, without_wrappers
 from hfppo.rewards.functions import RewardFunctions
 from hfppo.rewards.model import RewardAdapter, load_reward_funcs
 from hfppo.rewards.server import RewardServer
@@ -224,14 +224,14 @@ def check_calls(rewards: RewardFunctions, prompts: dict[str, Prompts]) -> None:
     for function, func in zip(rewards.names, rewards.funcs, strict=True):
         for name, some in prompts.items():
             columns = {*RESERVED_COLUMNS, "completion_ids", *some.rows.column_names} - {"prompt", "completion"}
-            given = sorted(columns)
-            if isinstance(func, RewardServer) and (missing := sorted(set(func.columns) - columns)):
+            given, called = sorted(columns), without_wrappers(func)
+            if isinstance(called, RewardServer) and (missing := sorted(set(called.columns) - columns)):
                 raise ValueError(
-                    f"columns={func.columns} of reward server {function!r}: {name} has no column {missing[0]!r}; "
+                    f"columns={called.columns} of reward server {function!r}: {name} has no column {missing[0]!r}; "
                     "rename one of the dataset's, or leave it out"
                 )
             try:
-                inspect.signature(func).bind(**dict.fromkeys(given))
+                inspect.signature(called).bind(**dict.fromkeys(given))
             except TypeError as error:
                 raise TypeError(
                     f"reward function {function!r} cannot be called for {name}: {error}; it is given "

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -23,13 +23,19 @@ def in_background(calls: list[Callable[[], Awaitable[Any]]]) -> Iterator[Callabl
         started.set_result(lambda: loop.call_soon_threadsafe(task.cancel))
         return await asyncio.gather(*(call() for call in calls))
 
+    def run() -> list[Any]:
+        try:
+            return asyncio.run(together())
+        finally:
+            started.cancel()  # where no loop could be made, nothing ever starts
+
     # A thread of its own, because a notebook already runs an event loop in this one.
     with ThreadPoolExecutor(max_workers=1) as pool:
-        running = pool.submit(lambda: asyncio.run(together()))
+        running = pool.submit(run)
         try:
             yield running.result
         except BaseException:
-            with suppress(RuntimeError):  # the loop is closed already
+            with suppress(RuntimeError, CancelledError):  # the loop is closed already, or never was
                 started.result()()
             raise
 

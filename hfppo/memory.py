@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from hfppo.config import PPOConfig
-from hfppo.saving.crash_safe import way_back
+from hfppo.saving.folders import way_back
 
 # What helps most, by what was being done.
 WAYS_OUT = {
@@ -50,7 +50,8 @@ def explained_memory(phase: str, args: PPOConfig) -> Iterator[None]:
     except (RuntimeError, MemoryError) as error:
         if isinstance(error, OutOfMemory) or not is_out_of_memory(error):
             raise
-        settings = [f"{name}={getattr(args, name)!r} ({HOW.get(name, 'lower it')})" for name in WAYS_OUT[phase]]
+        known = [name for name in WAYS_OUT[phase] if hasattr(args, name)]  # transformers 5.19 lacks one
+        settings = [f"{name}={getattr(args, name)!r} ({HOW.get(name, 'lower it')})" for name in known]
         raise OutOfMemory(
             f"memory ran out during {phase}, at a peak of {peak()}. What helps: {', '.join(settings)}. "
             f"{way_back(args.output_dir)}"
@@ -58,8 +59,9 @@ def explained_memory(phase: str, args: PPOConfig) -> Iterator[None]:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether a device's allocator gave up, or the CPU's, which has no type of its own."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(error)
+    """Whether an allocator gave up; the CPU's and those of some devices have no type of error of their own."""
+    said = ("DefaultCPUAllocator", "out of memory")
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(text in str(error) for text in said)
 
 
 def peak() -> str:

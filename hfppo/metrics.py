@@ -95,7 +95,7 @@ class Sums:
         self.count += other.count
         self.total += other.total
         self.squares += other.squares
-        self.largest = max(self.largest, other.largest)
+        self.largest = other.largest if math.isnan(other.largest) else max(self.largest, other.largest)
 
     def value(self) -> float:
         """The metric, by its reduction; NaN without any part."""

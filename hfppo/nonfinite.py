@@ -17,7 +17,7 @@ from hfppo.config import PPOConfig
 from hfppo.metrics import Meter
 from hfppo.rollout import Rollout
 from hfppo.saving.checkpoint import save_rollout
-from hfppo.saving.crash_safe import way_back
+from hfppo.saving.folders import way_back
 
 logger = logging.getLogger(__name__)
 

@@ -10,6 +10,7 @@ from accelerate.utils import DistributedType
 
 from hfppo.config import PPOConfig
 from hfppo.models.critic import Critic
+from hfppo.rewards.contract import unwrapped
 from hfppo.rewards.model import RewardAdapter
 
 
@@ -39,7 +40,7 @@ def check_engine(accelerator: Accelerator, critic: Critic | None, reward_funcs: 
                 f"critic='adapter' is a second module tree over the base's tensors, which {engine} cannot shard; "
                 "use critic='shared' or a separate model, or DDP or ZeRO-2, which do not shard weights"
             )
-        if any(isinstance(func, RewardAdapter) for func in reward_funcs):
+        if any(isinstance(unwrapped(func), RewardAdapter) for func in reward_funcs):
             raise ValueError(
                 f"a reward adapter is a second module tree over the base's tensors, which {engine} cannot shard; "
                 "merge it into its base and give the merged model, or use DDP or ZeRO-2, which do not shard weights"

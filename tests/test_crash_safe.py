@@ -15,7 +15,7 @@ from conftest import SMALL, tiny_model
 from test_resume import final_state
 
 from hfppo import AdaptiveKLCallback, PPOCallback
-from hfppo.saving.crash_safe import last_intact, replace, rotate, settle
+from hfppo.saving.folders import last_intact, replace, rotate, settle
 from hfppo.saving.manifest import MANIFEST, damage, seal
 
 TESTS = Path(__file__).parent

@@ -178,6 +178,11 @@ def test_numbers_that_are_not_finite_leave_gaps():
     assert "nan" not in re.search(r"<svg.*</svg>", text).group(0)
 
 
+def test_numbers_that_differ_by_rounding_alone_are_drawn():
+    log = [entry(1, reward=0.0986365270158993), entry(2, reward=0.09863652701589931)]
+    assert "<polyline" in page(panels([Group("a", [log])]), "a", [Group("a", [log])])
+
+
 def test_the_page_grows_with_the_run_and_the_picture_comes_at_the_end(make_trainer, monkeypatch):
     pytest.importorskip("matplotlib")
     monkeypatch.setattr("hfppo.curves.plot.find_spec", find_spec)

@@ -10,7 +10,7 @@ from conftest import SMALL
 from test_resume import final_state
 
 from hfppo import PPOCallback
-from hfppo.saving.crash_safe import last_intact
+from hfppo.saving.folders import last_intact
 from hfppo.saving.just_in_time import JustInTimeCallback
 
 CONFIG = {**SMALL, "max_steps": 6, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}

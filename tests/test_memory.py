@@ -2,6 +2,7 @@
 
 import resource
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,13 +11,15 @@ from test_resume import final_state
 from torch.testing import assert_close
 
 import hfppo.trainer
+from hfppo import PPOConfig
 from hfppo.experience import Collector
 from hfppo.generation import TransformersSampler
-from hfppo.memory import OutOfMemory, peak
+from hfppo.memory import OutOfMemory, explained_memory, peak
 
 CONFIG = {"per_device_train_batch_size": 4, "save_strategy": "steps", "save_steps": 3, "max_steps": 8}
 CUDA = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 CPU = RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory")
+MPS = RuntimeError("MPS backend out of memory (MPS allocated: 17.9 GB, other allocations: 1.2 GB, max allowed: 18 GB)")
 SAMPLING = ("local_rollout_forward_batch_size=64", "max_completion_length=6", "max_prompt_length=512")
 
 
@@ -32,7 +35,7 @@ def fails_at(call: int, function, error):
     return failing
 
 
-@pytest.mark.parametrize("error", [CUDA, CPU, MemoryError()], ids=["CUDA", "CPU", "Python"])
+@pytest.mark.parametrize("error", [CUDA, CPU, MPS, MemoryError()], ids=["CUDA", "CPU", "MPS", "Python"])
 def test_every_kind_is_explained(make_trainer, monkeypatch, error, tmp_path):
     monkeypatch.setattr(TransformersSampler, "_sample", fails_at(2, TransformersSampler._sample, error))
     with pytest.raises(OutOfMemory, match=r"memory ran out during sampling, at a peak of \d+\.\d+ GiB") as raised:
@@ -64,6 +67,15 @@ def test_the_phase_and_its_settings_are_named(make_trainer, monkeypatch, owner, 
         make_trainer().train()
     assert all(setting in str(raised.value) for setting in settings)
     assert "There is no checkpoint yet" in str(raised.value)
+
+
+def test_a_field_that_an_older_transformers_lacks_is_not_named(tmp_path):
+    args = SimpleNamespace(**vars(PPOConfig(output_dir=str(tmp_path))))
+    del args.activation_checkpointing
+    with pytest.raises(OutOfMemory) as raised, explained_memory("the update", args):
+        raise MemoryError
+    assert "activation_checkpointing" not in str(raised.value)
+    assert "max_tokens_per_micro_batch=None" in str(raised.value)
 
 
 def test_reward_functions_are_a_phase_of_their_own(make_trainer):

@@ -117,6 +117,15 @@ def test_a_largest_number_is_the_largest(make_trainer):
     assert (logs["completions/mean_length"], logs["completions/max_length"]) == (3.5, 6.0)
 
 
+@pytest.mark.parametrize("numbers", [(math.nan, 1.0), (1.0, math.nan), (1.0, math.nan, 2.0)])
+def test_a_largest_number_that_is_none_is_not_hidden_by_others(numbers):
+    meter = Meter()
+    for number in numbers:
+        meter.add("policy/ratio_max", torch.tensor([number]))
+        meter.state_dict()  # which adds up what there is
+    assert math.isnan(meter.read()["policy/ratio_max"])
+
+
 def test_stretches_of_time_add_up(monkeypatch):
     clock = iter([0.0, 5.0, 10.0, 12.0])
     monkeypatch.setattr("hfppo.metrics.time.perf_counter", lambda: next(clock))

@@ -19,7 +19,7 @@ from transformers import (
     MixtralForCausalLM,
 )
 
-from hfppo import PPOConfig
+from hfppo import ActorCritic, PPOConfig
 from hfppo.models.critic import ValueHead, describe_adapter, differing
 
 PROMPT = torch.tensor([[14, 15, 2, 12, 5, 13]])
@@ -306,6 +306,14 @@ def test_models_that_cannot_read_the_actors_tokens_are_refused(make_trainer):
     small = LlamaForSequenceClassification(LlamaConfig(**{**tiny_model().config.to_dict(), "vocab_size": 10}))
     with pytest.raises(ValueError, match="critic knows 10 tokens"):
         make_trainer(critic=small)
+
+
+@pytest.mark.parametrize("layers", [3, 5])
+def test_a_critic_of_another_depth_is_refused(tmp_path, layers):
+    """With so many layers PEFT writes the adapter's targets without their numbers, and the configurations agree."""
+    ActorCritic(tiny_model(num_hidden_layers=4), LORA).save_pretrained(tmp_path / "saved")
+    with pytest.raises(ValueError, match=r"holds a critic of other layers than this run's: trunk.*layers"):
+        ActorCritic(tiny_model(num_hidden_layers=layers), LORA, critic=str(tmp_path / "saved"))
 
 
 def test_a_language_model_as_critic_starts_from_zero(make_trainer, tmp_path):

@@ -17,6 +17,7 @@ from conftest import tiny_model
 from peft import PeftModel
 from safetensors.torch import load_file
 
+from hfppo import TolerantReward
 from hfppo.rewards.model import RewardAdapter
 from hfppo.sharding import check_engine
 
@@ -226,8 +227,9 @@ WITH_OPTIMIZER.state.deepspeed_plugin.deepspeed_config["optimizer"] = {"type": "
 )
 def test_what_an_engine_cannot_do_is_refused(accelerator, critic, funcs, args, message):
     funcs = [object.__new__(kind) for kind in funcs]
-    with pytest.raises(ValueError, match=message):
-        check_engine(accelerator, SimpleNamespace(kind=critic), funcs, config(args))
+    for given in (funcs, [TolerantReward(func) for func in funcs]):
+        with pytest.raises(ValueError, match=message):
+            check_engine(accelerator, SimpleNamespace(kind=critic), given, config(args))
 
 
 @pytest.mark.parametrize(

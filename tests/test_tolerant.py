@@ -2,6 +2,7 @@
 
 import asyncio
 import faulthandler
+import functools
 import re
 import signal
 import subprocess
@@ -18,7 +19,7 @@ from test_rewards import score
 
 import hfppo
 from hfppo import RewardServer, TolerantReward
-from hfppo.background import in_background
+from hfppo.background import in_background, wait_for
 from hfppo.endpoint import ServerError
 from hfppo.rewards.time_limit import call_within
 from hfppo.rewards.tolerant import RewardError
@@ -317,6 +318,33 @@ def test_a_server_may_fail_for_some_rows(serve):  # noqa: F811
     assert score(judge, texts=("1", "bad", "333"), weights=None).failed == {"judge": [False, True, False]}
 
 
+@pytest.mark.parametrize("values", [[], ["a", "b"]], ids=["none", "two"])
+def test_a_log_that_does_not_fit_the_rows_ends_the_run_row_by_row_as_well(values):
+    def func(completions, log_extra, **kwargs):
+        log_extra("note", values)
+        return picky(completions)
+
+    with pytest.raises(ValueError, match=f"passed {len(values)} values for 1 completions to log_extra as 'note'"):
+        score([TolerantReward(func)], texts=TEXTS)
+
+
+def test_what_is_in_a_wrapper_is_checked_before_the_run_begins(serve, make_trainer, tmp_path):  # noqa: F811
+    with pytest.raises(TypeError, match="'two' cannot be called for train_dataset: got an unexpected keyword"):
+        make_trainer(reward_funcs=TolerantReward(two))
+    with pytest.raises(ValueError, match="no column 'nope'"):
+        make_trainer(reward_funcs=TolerantReward(RewardServer(serve(lengths).url, columns=["nope"])))
+    trainer = make_trainer(reward_funcs=TolerantReward(functools.partial(with_a_threshold, threshold=2)))
+    assert trainer.collector.rewards.names == ["with_a_threshold"]
+
+
+def two(prompts, completions):
+    return [0.0] * len(completions)
+
+
+def with_a_threshold(completions, threshold, **kwargs):
+    return [float(len(c) > threshold) for c in completions]
+
+
 def test_a_server_in_a_wrapper_is_asked_before_the_run_begins_and_may_be_an_address(serve, make_trainer):  # noqa: F811
     server = serve(lengths)
     trainer = make_trainer({"max_steps": 1}, reward_funcs=TolerantReward(server.url, on_error=0.0))
@@ -332,6 +360,21 @@ def test_a_failing_function_does_not_wait_for_those_in_the_background():
 
     with pytest.raises(KeyError, match="bad"):
         score([forever, picky], texts=TEXTS)
+
+
+def test_where_no_event_loop_can_be_made_its_own_error_comes_through(monkeypatch):
+    """As when there are no file descriptors left."""
+
+    def refuse(coroutine):
+        coroutine.close()
+        raise OSError("Too many open files")
+
+    async def at_once():
+        return 1
+
+    monkeypatch.setattr("hfppo.background.asyncio.run", refuse)
+    with pytest.raises(OSError, match="Too many open files"):
+        wait_for(at_once)
 
 
 def test_a_caller_that_fails_after_the_calls_are_done_fails_with_its_own_error():

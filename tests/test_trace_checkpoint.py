@@ -1,6 +1,7 @@
 """python -m hfppo.trace: a checkpoint's own numbers for any prompt, friendly errors, and no code from checkpoints."""
 
 import json
+import os
 import pickle
 import shutil
 import subprocess
@@ -200,7 +201,12 @@ def test_errors_say_what_to_do(run, tmp_path):
     shutil.copytree(run.checkpoint, tmp_path / "moved")
     config = json.loads((tmp_path / "moved/adapter_config.json").read_text())
     (tmp_path / "moved/adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": str(gone)}))
+    older = tmp_path / "older"
+    for step in (20, 3):  # the later one was written first, as a clock that was set back would have it
+        (older / f"checkpoint-{step}").mkdir(parents=True)
+    os.utime(older / "checkpoint-20", (0, 0))
     for arguments, *said in (
+        ([str(older), PROMPT], "its last one is", "checkpoint-20"),
         ([str(gone), PROMPT], "gone is no folder", "out/checkpoint-120"),
         ([str(out), PROMPT], "not a checkpoint of PPOTrainer", "ppo_state_0.json", "its last one is", "checkpoint-4"),
         ([str(run.checkpoint)], "has no traces", "TokenTraceCallback", "a checkpoint and a prompt"),

@@ -78,10 +78,14 @@ class Critic(nn.Module):
     def save(self, folder: str | Path, state_dict: dict[str, Tensor]) -> None:
         """Write the trainable weights of a state dict of this critic, and what they belong to."""
         Path(folder).mkdir(parents=True, exist_ok=True)
-        trained = {name for name, p in self.named_parameters() if p.requires_grad}
+        trained = self.trained_names()
         weights = {name: tensor.contiguous() for name, tensor in state_dict.items() if name in trained}
         save_file(weights, Path(folder) / CRITIC_WEIGHTS)
         (Path(folder) / CRITIC_CONFIG).write_text(json.dumps(self.config(), indent=2) + "\n")
+
+    def trained_names(self) -> set[str]:
+        """The names of the parameters that are trained, which are those that are saved."""
+        return {name for name, parameter in self.named_parameters() if parameter.requires_grad}
 
     def config(self) -> dict[str, Any]:
         """What weights must fit: written beside them, and compared when they are loaded."""
@@ -106,9 +110,14 @@ class Critic(nn.Module):
                     f"{folder} holds a critic of {name} {its!r} that does not fit this run's {ours!r} critic; use the "
                     "critic and the peft_config it was trained with"
                 )
-        # Like load_state_dict, but each process takes its shards where the critic is sharded.
-        options = StateDictOptions(full_state_dict=True, strict=False)
         weights: dict[str, Any] = load_file(Path(folder) / CRITIC_WEIGHTS)
+        if other := sorted(weights.keys() ^ self.trained_names()):
+            raise ValueError(
+                f"{folder} holds a critic of other layers than this run's: {other[0]} is only in one of them; use the "
+                "base, the critic and the peft_config it was trained with"
+            )
+        # Like load_state_dict, but each process takes its shards where the critic is sharded.
+        options = StateDictOptions(full_state_dict=True, strict=False)  # frozen weights are not in the file
         set_model_state_dict(self, weights, options=options)
 
 

@@ -36,6 +36,13 @@ def unwrapped(func: RewardFunc) -> RewardFunc:
     return func
 
 
+def without_wrappers(func: RewardFunc) -> RewardFunc:
+    """What a wrapper, or several around each other, pass their arguments on to; a partial keeps what it binds."""
+    while isinstance(func, RewardWrapper):
+        func = func.func
+    return func
+
+
 def plain_name(func: RewardFunc) -> str:
     """A function's name, or the class of an object that can be called."""
     func = unwrapped(func)

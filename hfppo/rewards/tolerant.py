@@ -9,7 +9,16 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any, Literal
 
-from hfppo.rewards.contract import Log, RewardWrapper, check_reward, is_async, merged, plain_name, rows_of
+from hfppo.rewards.contract import (
+    Log,
+    RewardWrapper,
+    check_reward,
+    columns_of,
+    is_async,
+    merged,
+    plain_name,
+    rows_of,
+)
 from hfppo.rewards.time_limit import call_within
 
 logger = logging.getLogger(__name__)
@@ -110,6 +119,7 @@ class TolerantReward(RewardWrapper):
                 scores = Scores([failure], Log())
             rewards += scores.rewards
             logs.append(scores.log)
+            columns_of({self.name: scores.log}, 1)  # refuses what is not one value for this row
             self._check_share(rewards, len(columns["completions"]))
         log = Log()
         for column in dict.fromkeys(name for one in logs for name in one.columns):

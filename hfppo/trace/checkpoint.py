@@ -29,6 +29,7 @@ from hfppo.models.critic import CRITIC_FOLDER, find_critic
 from hfppo.models.loading import load_reference
 from hfppo.rewards.functions import RewardFunctions
 from hfppo.saving.checkpoint import hashes
+from hfppo.saving.folders import checkpoints
 from hfppo.state import PPOState
 from hfppo.trace.record import Trace, traces_of
 from hfppo.trace.table import TokenTable
@@ -104,7 +105,7 @@ def check_folder(folder: Path) -> Path:
     if not folder.is_dir():
         raise ValueError(f"{folder} is no folder; give a checkpoint such as out/checkpoint-120")
     if missing := [name for name in (STATE, CONFIG, WEIGHTS, "trainer_state.json") if not (folder / name).is_file()]:
-        inside = sorted(folder.glob("checkpoint-*"), key=lambda path: path.stat().st_mtime)
+        inside = checkpoints(folder)
         hint = f"; its last one is {inside[-1]}" if inside else ""
         raise ValueError(f"{folder} is not a checkpoint of PPOTrainer: it has no {', '.join(missing)}{hint}")
     return folder
