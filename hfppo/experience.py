@@ -157,7 +157,13 @@ class Collector:
         """The completions of a sampler that is ready, on the CPU."""
         device = self.accelerator.device
         with self.accelerator.autocast():
-            return self.sampler(prompt_ids.to(device), prompt_mask.to(device), seeds).cpu()
+            completions = self.sampler(prompt_ids.to(device), prompt_mask.to(device), seeds).cpu()
+        if len(completions.ids) != len(prompt_ids):
+            raise ValueError(
+                f"sampler {type(self.sampler).__name__} gave {len(completions.ids)} completions for {len(prompt_ids)} "
+                "prompts; it must give one for each, in their order"
+            )
+        return completions
 
     def texts(self, rows: list[Row], completions: Completions) -> list[Any]:
         """The completions as reward functions see them: text or a message."""

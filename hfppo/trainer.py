@@ -32,7 +32,7 @@ from hfppo.config import PPOConfig
 from hfppo.data.prompts import Prompts, dataset_of
 from hfppo.evaluation import EvaluatingTrainer
 from hfppo.experience import Collector, grouped
-from hfppo.generation import make_sampler
+from hfppo.generation import Sampler, make_sampler
 from hfppo.memory import explained_memory
 from hfppo.metrics import Meter
 from hfppo.models.card import write_card
@@ -129,7 +129,7 @@ class PPOTrainer(EvaluatingTrainer):
         compile_layers(parts.model, self.accelerator, args)
         self.collector = Collector(
             model=parts.model,
-            sampler=make_sampler(parts.model, parts.eos_ids, parts.tokenizer.pad_token_id, args, self.accelerator),
+            sampler=self.create_sampler(parts.eos_ids),
             rewards=parts.rewards,
             tokenizer=parts.tokenizer,
             accelerator=self.accelerator,
@@ -151,6 +151,14 @@ class PPOTrainer(EvaluatingTrainer):
         self._sources: list[tuple[str, Any]] = [("reward_funcs", unwrapped(func)) for func in funcs]
         self._sources += [("model", model), ("the base's path", base), ("ref_model", ref_model), ("critic", critic)]
         self._run = describe_run(args, parts.train_prompts, parts.model, parts.peft_config, parts.rewards.names)
+
+    def create_sampler(self, eos_ids: list[int]) -> Sampler:
+        """What completes the prompts; a subclass may give a sampler of its own.
+
+        Args:
+            eos_ids: tokens that end a completion.
+        """
+        return make_sampler(self.model, eos_ids, self.processing_class.pad_token_id, self.args, self.accelerator)
 
     def get_train_dataloader(self) -> DataLoader:
         """A clock with one tick per micro-batch of an epoch: Trainer counts, skips and resumes by it.

@@ -222,6 +222,19 @@ def test_quickstart_runs(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.slow
+def test_what_is_ones_own_runs(tmp_path, monkeypatch, capsys):
+    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
+    monkeypatch.chdir(tmp_path)
+    for mapping, name in ((F.POLICY_LOSSES, "unclipped"), (F.ADVANTAGE_ESTIMATORS, "better_than_half")):
+        monkeypatch.setitem(mapping, name, None)  # so that it is gone afterwards
+    namespace: dict = {"__name__": "extending"}
+    for number, block in enumerate(blocks(DOCS / "extending.md", "python")):
+        exec(compile(block, f"extending.md, block {number}", "exec"), namespace)
+    assert namespace["trainer"].collector.sampler.seconds > 0
+    assert "s of sampling" in capsys.readouterr().out
+
+
+@pytest.mark.slow
 def test_readme_code_runs(tmp_path, monkeypatch):
     """With a small model in a folder of the name that the Hub knows a larger one by, and fewer episodes."""
     from build_tiny_base import build

@@ -1,13 +1,16 @@
 """Sampling: pure, each row by its own seed, and with an end that is found without looking at padding."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
-from conftest import tiny_model
+from conftest import SMALL, count_digits, tiny_model
 from torch.testing import assert_close
 from transformers import GenerationConfig
 
+from hfppo import PPOConfig, PPOTrainer
 from hfppo.data.prompts import pad_left
-from hfppo.generation import completions_from, eos_token_ids
+from hfppo.generation import Completions, completions_from, eos_token_ids
 from hfppo.generation.transformers import BELOW_ONE, draw, row_uniforms
 
 
@@ -164,3 +167,47 @@ def test_rows_at_once_do_not_change_the_rollout(make_trainer):
     assert torch.equal(rollouts[0].completion_ids, rollouts[1].completion_ids)
     assert_close(rollouts[0].old_logprobs, rollouts[1].old_logprobs, rtol=1e-5, atol=1e-5)
     assert_close(rollouts[0].advantages, rollouts[1].advantages, rtol=1e-4, atol=1e-4)
+
+
+class FirstDigits(PPOTrainer):
+    """Completes every prompt with the same two tokens; lacks some rows or columns on request."""
+
+    rows, columns = slice(None), slice(None)
+
+    def create_sampler(self, eos_ids):
+        def sample(prompt_ids, prompt_mask, seeds):
+            ids = torch.tensor([[5, eos_ids[0]]]).expand(len(prompt_ids), 2)
+            logprobs = torch.full(ids.shape, -1.0)
+            completions = completions_from(ids, logprobs, eos_ids)
+            return Completions(
+                completions.ids[self.rows],
+                completions.mask[self.rows, self.columns],
+                completions.truncated[self.rows],
+                completions.logprobs[self.rows],
+            )
+
+        sample.ready = nullcontext
+        return sample
+
+
+@pytest.fixture
+def first_digits(tmp_path, tokenizer, dataset):
+    args = PPOConfig(output_dir=str(tmp_path), **SMALL)
+    return FirstDigits(tiny_model(), count_digits, args, dataset, processing_class=tokenizer)
+
+
+def test_a_sampler_of_a_users_own_completes_the_prompts(first_digits):
+    first_digits.train()
+    rollout = first_digits.rollout(["1+1=", "2+2="])
+    assert rollout.completion_ids[:, 0].tolist() == [5, 5]
+    assert rollout.lengths.sub(rollout.prompt_mask.sum(dim=1)).tolist() == [2, 2]
+    assert first_digits.state.global_step == SMALL["max_steps"]
+
+
+def test_a_sampler_that_breaks_its_contract_is_told(first_digits):
+    first_digits.rows = slice(1, None)
+    with pytest.raises(ValueError, match="sampler function gave 1 completions for 2 prompts"):
+        first_digits.rollout(["1+1=", "2+2="])
+    first_digits.rows, first_digits.columns = slice(None), slice(1, None)
+    with pytest.raises(ValueError, match=r"shapes must be equal, got {'ids': \(2, 2\), 'mask': \(2, 1\)"):
+        first_digits.rollout(["1+1=", "2+2="])

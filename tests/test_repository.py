@@ -31,7 +31,7 @@ ALLOWED = {
     "data": {"rollout"},
     "models": {"config"},
     "rewards": {"background", "endpoint", "models"},
-    "generation": {"background", "config", "endpoint", "models", "rollout"},
+    "generation": {"background", "config", "endpoint", "functional", "models", "rollout"},
     "callbacks": {"config", "curves", "functional", "models", "rollout", "state", "visible"},
     "saving": {"config", "data", "metrics", "models", "rollout", "state"},
     "sharding": {"config", "models", "rewards"},

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
+from hfppo.functional.shapes import require_same_shape
+
 
 @dataclass(frozen=True)
 class Completions:
@@ -19,6 +21,10 @@ class Completions:
     truncated: Tensor  # (B,) bool, True where the length limit, not EOS, ended it
     logprobs: Tensor  # (B, T) float32, log π_rollout of each token at temperature, nats, 0 on padding
     values: Tensor | None = None  # (B, T) float32, V(s_t) before each token, 0 on padding, where sampling tells it too
+
+    def __post_init__(self) -> None:
+        require_same_shape(ids=self.ids, mask=self.mask, logprobs=self.logprobs)
+        require_same_shape(truncated=self.truncated, first_column=self.ids[:, 0])
 
     def cpu(self) -> "Completions":
         """A copy on the CPU."""
