@@ -83,7 +83,6 @@ def assemble(
     eval_prompts = {
         name: prompts_of(dataset, eval_name(name), tokenizer, args) for name, dataset in named(eval_dataset).items()
     }
-    check_best(args, list(eval_prompts))
     loaded = load_model(model, **init_kwargs)
     check_model(loaded, peft_config)
     prompts: dict[str, Prompts | PromptStream] = {} if train_prompts is None else {"train_dataset": train_prompts}
@@ -116,7 +115,7 @@ def assemble(
     return Parts(actor_critic, tokenizer, eos_ids, rewards, actor.peft_config, train_prompts, eval_prompts)
 
 
-def check_arguments(model: Any, ref_model: Any, args: Any, callbacks: Any, compute_metrics: Any) -> None:
+def check_arguments(model: Any, ref_model: Any, args: Any, callbacks: Any) -> None:
     """Refuse arguments in the place of others, and warn of one without use.
 
     Raises:
@@ -130,11 +129,6 @@ def check_arguments(model: Any, ref_model: Any, args: Any, callbacks: Any, compu
         raise ValueError(
             "ref_model is the model that is trained; leave it out: the reference is that model with its adapter "
             "disabled, or a copy of the adapter that it comes with"
-        )
-    if compute_metrics is None and args.metric_for_best_model in ("loss", "eval_loss"):
-        raise ValueError(
-            f"metric_for_best_model={args.metric_for_best_model!r} is no metric of an evaluation that completes "
-            "prompts; take 'reward', or give compute_metrics"
         )
     if not isinstance(callbacks, list | None):
         raise TypeError(f"callbacks is of type {type(callbacks).__name__}; give a list")
@@ -170,21 +164,6 @@ def check_output_folder(sources: list[tuple[str, Any]], args: PPOConfig) -> None
 def eval_name(name: str | None) -> str:
     """How errors call an evaluation dataset."""
     return "eval_dataset" if name is None else f"eval_dataset[{name!r}]"
-
-
-def check_best(args: PPOConfig, names: list[str | None]) -> None:
-    """Refuse to compare models by a metric that no evaluation will have.
-
-    Args:
-        names: of the evaluation datasets; None is that of the only one.
-    Raises:
-        ValueError: says how the metrics are called.
-    """
-    if names and None not in names and args.metric_for_best_model in ("reward", "eval_reward"):
-        raise ValueError(
-            f"metric_for_best_model={args.metric_for_best_model!r} is the metric of a single evaluation dataset; of "
-            f"several, name one: {' or '.join(f'eval_{name}_reward' for name in names)}"
-        )
 
 
 def check_ids(model: PreTrainedModel | PeftModel, prompts: dict[str, Prompts], special: dict[str, list[int]]) -> None:

@@ -90,6 +90,22 @@ REMOVED = {
     "logging_dir": "the environment variable TENSORBOARD_LOGGING_DIR",
 }
 
+# Fields of TRL's trainers that have another name here.
+OF_TRL = {
+    "beta": "kl_loss_coef",
+    "epsilon": "cliprange",
+    "epsilon_high": "cliprange_high",
+    "delta": "dual_clip",
+    "num_iterations": "num_ppo_epochs",
+    "loss_type": "policy_loss and loss_reduction",
+    "importance_sampling_level": "policy_loss",
+    "steps_per_generation": "num_mini_batches",
+    "generation_batch_size": "num_mini_batches",
+    "vllm_server_host": "vllm_server_base_url",
+    "vllm_server_port": "vllm_server_base_url",
+    "response_length": "max_completion_length",
+}
+
 # What rendering a prompt for completion sets.
 OF_PROMPTS = {"tokenize", "add_generation_prompt", "continue_final_message", "return_dict"}
 
@@ -120,6 +136,8 @@ def check_names(cls: type, names: Iterable[str]) -> None:
             hint = "docs/configuration.md lists them, docs/migrating.md those of TRL"
             if name in REMOVED:
                 hint = f"transformers 5 has {REMOVED[name]} in its place"
+            elif name in OF_TRL:
+                hint = f"what TRL calls so is {OF_TRL[name]} here, see docs/migrating.md"
             elif meant:
                 hint = f"did you mean {' or '.join(meant)}?"
             raise TypeError(f"{cls.__name__} has no field {name!r}; {hint}")

@@ -1,7 +1,7 @@
 """Completions of a dataset and what the reward functions say about them."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -22,6 +22,15 @@ from hfppo.metrics import Meter
 from hfppo.models.layout import eval_mode
 from hfppo.models.output_head import is_sharded
 from hfppo.saving.resume import ResumableTrainer
+
+# Of every evaluation; each reward function adds two.
+METRICS_OF_SCORES = (
+    "reward",
+    "reward_std",
+    "unscorable_frac",
+    "completions/mean_length",
+    "completions/truncated_frac",
+)
 
 
 @dataclass(frozen=True)
@@ -89,6 +98,35 @@ def evaluate_prompts(
     everywhere = sorted(gather_object(done), key=lambda numbered: numbered[0])
     # Best models are chosen by the reward, and a metric that is missing would end the run.
     return Evaluated([text for _, text in everywhere], {"reward": math.nan, **meter.read()})
+
+
+def check_best(
+    args: PPOConfig,
+    datasets: Iterable[str | None],
+    functions: list[str],
+    compute_metrics: Callable[[EvalPrediction], dict[str, float]] | None,
+) -> None:
+    """Refuse to compare models by a metric that no evaluation will have: the first one would end the run.
+
+    Args:
+        datasets: names of the evaluation datasets; None is that of the only one.
+        functions: names of the reward functions.
+    Raises:
+        ValueError: names the metrics that there are.
+    """
+    wanted = args.metric_for_best_model
+    if wanted is None or compute_metrics is not None:
+        return
+    prefixes = [f"eval_{name}_" for name in datasets if name is not None] or ["eval_"]
+    of_functions = [f"rewards/{function}/{what}" for function in functions for what in ("mean", "std")]
+    metrics = [*METRICS_OF_SCORES, *of_functions]
+    full = wanted if wanted.startswith("eval_") else f"eval_{wanted}"  # as Trainer reads it
+    rests = [full.removeprefix(prefix) for prefix in prefixes if full.startswith(prefix)]
+    if not any(rest in metrics or rest.startswith("custom/") for rest in rests):
+        raise ValueError(
+            f"metric_for_best_model={wanted!r} is no metric of an evaluation; those are {' or '.join(prefixes)} and "
+            f"then {', '.join(metrics)}, or custom/<name> of log_metric; compute_metrics adds others"
+        )
 
 
 class EvaluatingTrainer(ResumableTrainer):

@@ -30,7 +30,7 @@ from hfppo.callbacks.events import PPOCallback, TrainerHooks
 from hfppo.callbacks.progress import RunProgress
 from hfppo.config import PPOConfig
 from hfppo.data.prompts import Prompts, dataset_of
-from hfppo.evaluation import EvaluatingTrainer
+from hfppo.evaluation import EvaluatingTrainer, check_best
 from hfppo.experience import Collector, grouped
 from hfppo.generation import Sampler, make_sampler
 from hfppo.memory import explained_memory
@@ -95,7 +95,7 @@ class PPOTrainer(EvaluatingTrainer):
         reward_processing_classes: PreTrainedTokenizerBase | Sequence[PreTrainedTokenizerBase | None] | None = None,
     ):
         args = PPOConfig() if args is None else args
-        check_arguments(model, ref_model, args, callbacks, compute_metrics)
+        check_arguments(model, ref_model, args, callbacks)
         set_seed(args.seed)  # the adapter is initialised here, before Trainer sets the seed
         parts = assemble(
             model,
@@ -109,6 +109,7 @@ class PPOTrainer(EvaluatingTrainer):
             critic,
             reward_processing_classes,
         )
+        check_best(args, parts.eval_prompts, parts.rewards.names, compute_metrics)
         super().__init__(
             model=parts.model,
             args=args,

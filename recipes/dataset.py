@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 
 from datasets import Dataset, DatasetDict, load_dataset
 
+FILES = ("arrow", "csv", "json", "parquet", "text")  # formats, in the place of a dataset's name
+
 
 @dataclass
 class DataArguments:
@@ -22,6 +24,11 @@ class DataArguments:
 def load(args: DataArguments) -> tuple[Dataset, Dataset | None]:
     """The rows to train on, and those to evaluate on if the dataset has them."""
     files = args.data_files
+    if args.dataset_name in FILES and not files:  # datasets would read whatever lies in the working folder
+        raise ValueError(
+            f"data_files is missing, and dataset_name={args.dataset_name!r} only says what kind they are; give them, "
+            "or a dataset's id or path as dataset_name"
+        )
     if isinstance(files, str) and files.startswith("{"):
         files = json.loads(files)
     splits: DatasetDict = load_dataset(args.dataset_name, args.dataset_config, data_files=files)

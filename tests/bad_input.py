@@ -303,7 +303,7 @@ TABLE: dict[str, dict[str, Case]] = {
             *({"policy_loss": "pppo"}, {"policy_mode": "coupled"}, {"loss_reduction": "mean"}),
             *({"overlong_prompts": "keep"}, {"vllm_mode": "local"}, {"mismatch_level": "word"}),
             *({"mismatch_correction": "clip"}, {"on_nonfinite": "ignore"}),
-            *({"kl_coeff": 0.1}, {"beta": 0.1}, {"warmup_ratio": 0.1}),
+            *({"kl_coeff": 0.1}, {"beta": 0.1}, {"epsilon": 0.2}, {"warmup_ratio": 0.1}),
         )
     ),
     "Fields that contradict each other": dict(
@@ -327,6 +327,7 @@ TABLE: dict[str, dict[str, Case]] = {
             metric_for_best_model="reward",
         ),
         "a metric that is none": trained(metric_for_best_model="eval_loss"),
+        "a metric that lacks a part of its name": trained(metric_for_best_model="eval_rewards/count_digits"),
         "a name of none": lambda bench: bench.make_trainer(eval_dataset={"hard": PROMPTS}).evaluate("easy"),
     },
     "Command line and YAML": {

@@ -19,6 +19,7 @@ from trl import GRPOConfig
 import hfppo
 import hfppo.functional as F
 from hfppo import PPOConfig, PPOTrainer
+from hfppo.config_checks import OF_TRL
 from hfppo.metrics import METRICS
 
 ROOT = Path(hfppo.__file__).parent.parent
@@ -141,6 +142,17 @@ def test_migrating_names_what_exists():
             for code in re.findall(r"`([^`]+)`", line.strip("|").split("|")[1]):
                 names = re.findall(r"\b[a-z][\w-]*(?:/\w+)*", re.sub(r'"[^"]*"|--\S+', "", code))
                 assert [name for name in names if name not in ours] == [], line
+
+
+def test_hints_name_fields_that_the_page_says_mean_the_same():
+    ours = {f.name for f in fields(PPOConfig)}
+    rows = [line for line in (DOCS / "migrating.md").read_text().splitlines() if line.startswith("| `")]
+    for theirs, names in OF_TRL.items():
+        assert theirs not in ours
+        (row,) = (line for line in rows if re.search(rf"`{theirs}\b", line.split(" | ")[0]))
+        for name in names.split(" and "):
+            assert name in ours
+            assert name in row.split(" | ")[1]
 
 
 def test_migrating_knows_every_field_of_grpo_config():

@@ -9,6 +9,8 @@ from conftest import count_digits
 from datasets import Dataset
 from test_rewards import answering
 
+from hfppo.evaluation import METRICS_OF_SCORES
+
 EVERY_STEP = {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 1}
 
 
@@ -32,6 +34,28 @@ def test_models_are_compared_by_the_reward_also_where_there_is_none(make_trainer
     found = [entry["eval_reward"] for entry in trainer.state.log_history if "eval_reward" in entry]
     assert len(found) == 2
     assert all(math.isnan(x) if reward is None else x == reward for x in found)
+
+
+@pytest.mark.parametrize(
+    "name", ["reward", "eval_rewards/count_digits/mean", *METRICS_OF_SCORES, "custom/seen", "own", "eval_b_reward"]
+)
+def test_a_metric_that_is_let_through_is_there(make_trainer, dataset, name):
+    """One that is missing would end the run at its first evaluation."""
+
+    def counts(completions, log_metric, **kwargs):
+        log_metric("seen", 1.0)
+        return count_digits(completions)
+
+    counts.__name__ = "count_digits"
+    some = dataset.select(range(3))
+    trainer = make_trainer(
+        EVERY_STEP | {"metric_for_best_model": name, "save_strategy": "best"},
+        reward_funcs=counts,
+        eval_dataset={"a": some, "b": some} if name == "eval_b_reward" else some,
+        compute_metrics=(lambda given: {"own": 1.0}) if name == "own" else None,
+    )
+    trainer.train()
+    assert trainer.state.best_metric is not None
 
 
 @pytest.mark.parametrize("number", [np.float32(1), np.int64(1), torch.tensor(1.0)])

@@ -14,7 +14,7 @@ import pytest
 import reward_model
 import sft
 import torch
-from dataset import DataArguments
+from dataset import DataArguments, load
 from run import ActorArguments, actor_config, init_kwargs
 from safetensors.torch import load_file
 from trl import ModelConfig, RewardConfig, SFTConfig, TrlParser
@@ -210,6 +210,14 @@ def test_a_dataset_without_pairs_is_named(tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1", "answer": "2"}\n')
     with pytest.raises(ValueError, match=r"json has the columns prompt, answer, and no pairs; rename"):
         reward_model.main(DataArguments(data_files=str(tmp_path / "rows.jsonl")), None, None)
+
+
+def test_without_files_the_working_folder_is_not_read(tmp_path, monkeypatch):
+    (tmp_path / "of_something_else.jsonl").write_text('{"prompt": "1"}\n')
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="data_files is missing, and dataset_name='json' only says"):
+        load(DataArguments())
+    assert load(DataArguments(data_files="of_something_else.jsonl"))[0]["prompt"] == ["1"]
 
 
 def test_names_of_reward_functions_and_models():
