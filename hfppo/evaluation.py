@@ -89,7 +89,7 @@ def evaluate_prompts(
             texts = collector.texts(batch, completions)
             with collector.scoring(batch, completions, texts, state) as result:
                 scored = result()
-            scores, _ = collector.final_scores(scored, completions)
+            scores = collector.final_scores(scored, completions)
             measure_scores(meter, scores[scored.scorable], scored, collector.rewards.names)
             meter.add("completions/mean_length", completions.mask.sum(dim=1))
             meter.add("completions/truncated_frac", completions.truncated)

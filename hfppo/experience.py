@@ -22,11 +22,9 @@ from hfppo.models.layout import eval_mode, rows_at_once
 from hfppo.models.output_head import is_sharded
 from hfppo.nonfinite import check_rollout
 from hfppo.rewards.functions import RewardFunctions, Scored
-from hfppo.rollout import Rollout, Transcript, stream_seed
+from hfppo.rollout import EVAL_STREAM, SAMPLING_STREAM, Rollout, Transcript, stream_seed
 from hfppo.rollout_metrics import measure_rollout, measure_scores
 from hfppo.state import PPOState, RunningMoments
-
-SAMPLING_STREAM, EVAL_STREAM = 2, 3  # name the random draws of this module among those of a seed
 
 
 @dataclass(frozen=True)
@@ -106,7 +104,7 @@ class Collector:
             scored, passes = self.score_during_passes(rows, completions, texts, prompt_ids, prompt_mask, state, meter)
             moments = self.moments(scored, ppo_state, training)
             old_logprobs = completions.logprobs if passes.old_logprobs is None else passes.old_logprobs
-            scores, loss_mask = self.final_scores(scored, completions, moments)
+            scores, loss_mask = self.final_scores(scored, completions, moments), self.loss_mask(scored, completions)
             weights, kept = self.importance_weights(old_logprobs, completions)
             known = completions.mask & scored.scorable[:, None]
             placed = self.place_scores(scored, scores, completions.mask, moments)
@@ -138,7 +136,7 @@ class Collector:
         if training and moments is not None:
             ppo_state.score_moments = moments
         if training:
-            plain = self.final_scores(scored, completions)[0]
+            plain = self.final_scores(scored, completions)
             measure_scores(meter, plain[scored.scorable], scored, self.rewards.names)
             measure_rollout(meter, rollout, advantages, known, ppo_state.kl_coef, self.args, self.gather)
         return rollout, self.transcript(rows, texts, scored)
@@ -257,10 +255,8 @@ class Collector:
             final_value=in_order([part.final_value for part in outputs]),
         )
 
-    def final_scores(
-        self, scored: Scored, completions: Completions, moments: RunningMoments | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """(B,) scores with clip and penalty, and the (B, T) mask of the tokens that the losses count.
+    def final_scores(self, scored: Scored, completions: Completions, moments: RunningMoments | None = None) -> Tensor:
+        """(B,) scores with clip and penalty.
 
         Without `moments` they are plain, as metrics and evaluations report them; a clip that is meant for normalised
         ones is left out then.
@@ -272,10 +268,14 @@ class Collector:
             scores = scores.clamp(-args.reward_clip, args.reward_clip)
         if args.missing_eos_penalty is not None:
             scores = scores - args.missing_eos_penalty * completions.truncated
+        return scores
+
+    def loss_mask(self, scored: Scored, completions: Completions) -> Tensor:
+        """(B, T) bool, True on the tokens that the losses count."""
         counted = scored.scorable
-        if args.mask_truncated_completions:
+        if self.args.mask_truncated_completions:
             counted = counted & ~completions.truncated
-        return scores, completions.mask & counted[:, None]
+        return completions.mask & counted[:, None]
 
     def importance_weights(self, old_logprobs: Tensor, completions: Completions) -> tuple[Tensor | None, Tensor]:
         """(B, T) weights of the policy loss where it is corrected, and the (B, T) mask of the tokens not rejected."""
@@ -355,7 +355,7 @@ class Collector:
         greedy = self.sample(*self.prompt_tensors(one_each), None)
         with self.scoring(one_each, greedy, self.texts(one_each, greedy), state) as result:
             scored = result()
-        scores, _ = self.final_scores(scored, greedy, moments)
+        scores = self.final_scores(scored, greedy, moments)
         position = {group: i for i, group in enumerate(first)}
         index = torch.tensor([position[row.group] for row in rows])
         return scores[index], scored.scorable[index]

@@ -124,8 +124,9 @@ class Meter:
         """Add numbers to a metric.
 
         Args:
-            name: a key of `METRICS`, or one of the form `pattern`, which is.
+            name: a key of `METRICS`, or made from one.
             values: any shape; with `mask`, a bool of that shape, only the entries where it is True.
+            pattern: the key that the name was made from.
         """
         if mask is not None:
             require_same_shape(values=values, mask=mask)

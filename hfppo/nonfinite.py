@@ -1,4 +1,4 @@
-"""Numbers that are not finite: found where they arise, kept for inspection, and kept out of everything else."""
+"""Numbers that are not finite: found where they arise, kept for inspection, and kept out of the weights."""
 
 import json
 import logging
@@ -46,7 +46,7 @@ class NonFiniteError(FloatingPointError):
 
 @dataclass(frozen=True, order=True)
 class Found:
-    """What was found on a process; less is closer to the cause."""
+    """What was found on a process; the smaller of two, in the order of the fields, is closer to the cause."""
 
     depth: int
     process: int

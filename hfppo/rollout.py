@@ -130,6 +130,10 @@ class Transcript:
     extra: dict[str, list[Any]]  # columns that reward functions passed to log_extra
 
 
+# What random draws are for; two of them never share numbers.
+ORDER_STREAM, SAMPLING_STREAM, EVAL_STREAM, SHUFFLE_STREAM = 1, 2, 3, 4
+
+
 def stream_seed(*numbers: int) -> int:
     """A 63-bit seed from a tuple of numbers; any other tuple gives an unrelated one.
 

@@ -40,13 +40,11 @@ from hfppo.models.compilation import compile_layers
 from hfppo.nonfinite import NonFiniteError, NonFiniteGuard, grad_norms
 from hfppo.optimizer import StepHooks, critic_rate, give_critic_groups
 from hfppo.rewards.contract import RewardFunc, unwrapped
-from hfppo.rollout import Rollout
+from hfppo.rollout import SHUFFLE_STREAM, Rollout
 from hfppo.saving.checkpoint import describe_run
 from hfppo.sharding import check_engine, wait_at_exit
 from hfppo.state import PPOState
 from hfppo.update import MiniBatchSize, flat_sequences, loss_terms, measure_kl, measure_update, ppo_loss, sequence
-
-SHUFFLE_STREAM = 4  # names the random draws of this module among those of a seed
 
 
 class PPOTrainer(EvaluatingTrainer):
@@ -220,7 +218,7 @@ class PPOTrainer(EvaluatingTrainer):
             with self.accelerator.no_sync(model):
                 loss += super().training_step(model, {"batch": piece}, num_items_in_batch)
         loss += super().training_step(model, {"batch": last}, num_items_in_batch)
-        self._meter.add("loss", loss / self.args.world_size)
+        self._meter.add("loss", loss * self.args.gradient_accumulation_steps)  # they add up to a step's
         return loss
 
     def _collect_rollout(self) -> Rollout:
@@ -365,7 +363,6 @@ class PPOTrainer(EvaluatingTrainer):
         """
         if "loss" in logs:
             logs.update(self._meter.read())
-            logs["loss"] *= self.args.gradient_accumulation_steps * self.args.world_size  # they add up to a step's
         super().log(logs, start_time)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:

@@ -15,7 +15,7 @@ from conftest import SMALL, tiny_model
 from test_resume import final_state
 
 from hfppo import AdaptiveKLCallback, PPOCallback
-from hfppo.saving.folders import last_intact, replace, rotate, settle
+from hfppo.saving.folders import finish_renames, last_intact, put_in_place, rotate
 from hfppo.saving.manifest import MANIFEST, damage, seal
 
 TESTS = Path(__file__).parent
@@ -85,10 +85,10 @@ def test_a_checkpoint_written_again_is_never_missing(tmp_path, sealed, monkeypat
         patched.setattr(Path, "rename", rename_until_killed)
         if renames < 2:
             with pytest.raises(KeyboardInterrupt):
-                replace(new, sealed)
+                put_in_place(new, sealed)
         else:
-            replace(new, sealed)
-    settle(tmp_path)
+            put_in_place(new, sealed)
+    finish_renames(tmp_path)
     assert last_intact(tmp_path) == str(sealed)
 
 
@@ -128,7 +128,7 @@ def test_only_whole_checkpoints_get_their_name_later(tmp_path, sealed):
     (half / "a.bin").unlink()
     whole = tmp_path / "_saving/checkpoint-2"
     shutil.copytree(sealed, whole)
-    settle(tmp_path)
+    finish_renames(tmp_path)
     assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-1", "checkpoint-2"]
     assert last_intact(tmp_path) == str(tmp_path / "checkpoint-2")
 

@@ -107,6 +107,19 @@ def test_columns_of_a_row_reach_the_template_before_what_all_rows_get(tokenizer,
     assert list(prompts.rows["tools"]) == columns["tools"]  # reward functions see them as well
 
 
+def test_keys_that_only_other_messages_have_do_not_reach_the_template(tokenizer, monkeypatch):
+    """Arrow fills them with None, and a template asks whether they are there."""
+    seen, render = [], tokenizer.apply_chat_template
+    monkeypatch.setattr(
+        tokenizer, "apply_chat_template", lambda said, **given: seen.append(said) or render(said, **given)
+    )
+    called = {"role": "assistant", "content": "", "tool_calls": [{"name": "add", "arguments": {"a": 1}}]}
+    dataset = Dataset.from_dict({"prompt": [[user("1"), called, user("2")], [user("3")]]})
+    assert dataset[1]["prompt"] == [{**user("3"), "tool_calls": None}]
+    prepare_prompts(dataset, tokenizer)
+    assert seen == [[user("1"), called, user("2")], [user("3")]]
+
+
 def test_columns_for_a_template_mean_nothing_beside_text(tokenizer):
     dataset = Dataset.from_dict({"prompt": ["1+2="], "tools": ["a hammer"], "chat_template_kwargs": [7]})
     assert prepare_prompts(dataset, tokenizer).ids == [ids_of("1+2=")]

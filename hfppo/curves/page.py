@@ -77,7 +77,7 @@ def svg(lines: Sequence[Line], last_step: int) -> str:
     bounds = [v for line in lines for v in (*line.series.lowest, *line.series.highest) if math.isfinite(v)]
     low, high = (min(bounds), max(bounds)) if bounds else (0.0, 1.0)
     if high - low <= 1e-9 * max(abs(low), abs(high)):  # rounding is no range to draw
-        low, high = (low - abs(low) / 2, high + abs(high) / 2) if low else (-1.0, 1.0)
+        low, high = (low - abs(low) / 2, high + abs(high) / 2) if low else (0.0, 1.0)
     ticks = nice_ticks(low, high)
     axes = Axes(ticks[0], ticks[-1], last_step)
     parts = []

@@ -13,7 +13,7 @@ from jinja2 import TemplateError
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from hfppo.rollout import stream_seed
+from hfppo.rollout import ORDER_STREAM, stream_seed
 
 logger = logging.getLogger(__name__)
 
@@ -21,8 +21,6 @@ logger = logging.getLogger(__name__)
 RESERVED_COLUMNS = {"prompts", "completions", "trainer_state", "log_extra", "log_metric"}
 
 TEMPLATE_COLUMNS = ("tools", "chat_template_kwargs")  # what the chat template gets from a row beside its prompt
-
-ORDER_STREAM = 1  # names the random draws of this module among those of a seed
 
 
 @dataclass(frozen=True)
@@ -224,10 +222,13 @@ def token_ids(
 def render(
     messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, chat_template_kwargs: Mapping[str, Any]
 ) -> list[int]:
-    """Token ids of a conversation, ready for the assistant to speak, or to go on speaking."""
+    """Token ids of a conversation, ready for the assistant to speak, or to go on speaking.
+
+    Arrow gives every message the keys of all others, as None; those are left out.
+    """
     go_on = messages[-1]["role"] == "assistant"
     encoded: Any = tokenizer.apply_chat_template(
-        messages,
+        without_nones(messages),
         add_generation_prompt=not go_on,
         continue_final_message=go_on,
         tokenize=True,

@@ -51,13 +51,13 @@ class PromptStream:
         self._passed = 0  # prompts before those that are held
 
     def _forget(self, start: int) -> None:
-        """What is held of the prompts before a position."""
+        """Drop the prompts before a position."""
         gone = min(start - self._passed, len(self._held))
         del self._held[:gone]
         self._passed += gone
 
     def _read(self) -> Iterator[Prompts]:
-        """Some prompts after the others, for ever."""
+        """Yields chunks of prepared prompts without end, epoch after epoch."""
         for epoch in count():
             self.dataset.set_epoch(epoch)
             rows = found = 0

@@ -19,7 +19,7 @@ class Layout:
     """The inputs of a trunk, and where the states of the completions stand in what it gives."""
 
     inputs: dict[str, Tensor]  # of the trunk: (B, L) or (1, N) token ids, position ids where they are packed
-    states: Tensor  # (B, T + 1) int64: the index of s_t among the flattened positions; past the end, of the last
+    states: Tensor  # (B, T + 1) int64: the index of s_t among the flattened positions; after the last state, its index
 
     @classmethod
     def of(cls, input_ids: Tensor, attention_mask: Tensor, completion_mask: Tensor, packed: bool) -> "Layout":

@@ -21,7 +21,7 @@ def check_origin(what: str, model: PreTrainedModel) -> None:
     """Warn of a model whose adapter or critic could not be loaded again with it: merged, changed, or from scratch.
 
     Args:
-        what: it is for, as the warning calls it.
+        what: how the warning calls it: "model", "critic".
     """
     if not (name := model.config.name_or_path):
         logger.warning(

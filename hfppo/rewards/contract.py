@@ -146,6 +146,11 @@ def check_reward(name: str, row: int, value: Any, length: int) -> float | list[f
                 f"reward function {name!r}, row {row}: {len(value)} token rewards for {length} completion tokens; "
                 "return one per entry of completion_ids"
             )
+        if any(x is None for x in value):
+            raise TypeError(
+                f"reward function {name!r}, row {row}: None among token rewards; return a number for each token, or "
+                "None in place of the list to skip the row"
+            )
         return [check_number(name, row, x) for x in value]
     return check_number(name, row, value)
 

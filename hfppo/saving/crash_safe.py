@@ -21,13 +21,13 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from hfppo.saving.folders import (
     ASIDE,
     EARLIER,
+    finish_renames,
     free_space,
     is_best_of,
     last_intact,
-    make_way,
-    replace,
+    put_in_place,
     rotate,
-    settle,
+    set_others_aside,
 )
 from hfppo.saving.hub import HubTrainer
 from hfppo.saving.just_in_time import JustInTimeCallback
@@ -75,7 +75,7 @@ class CrashSafeTrainer(HubTrainer):
         lock, other = OutputLock(self.args.output_dir), None
         try:
             if self.is_world_process_zero() and (other := lock.acquire()) is None:
-                settle(self.args.output_dir)  # before the others, who wait to be told, look for a checkpoint
+                finish_renames(self.args.output_dir)  # before the others, who wait to be told, look for a checkpoint
             if (other := broadcast_object_list([other])[0]) is not None:
                 raise ValueError(
                     f"output_dir={self.args.output_dir!r} is being trained into by another run ({other}); give "
@@ -131,7 +131,7 @@ class CrashSafeTrainer(HubTrainer):
         output_dir = Path(self._get_output_dir(trial))
         final = output_dir / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         if self.args.should_save and not self._has_saved:
-            make_way(output_dir, self._start, self.state.best_model_checkpoint)
+            set_others_aside(output_dir, self._start, self.state.best_model_checkpoint)
         self._has_saved = True
         with self._writing_aside(output_dir) as aside:
             super()._save_checkpoint(model, trial)
@@ -141,7 +141,7 @@ class CrashSafeTrainer(HubTrainer):
             if self.args.should_save:
                 self.state.save_to_json(str(aside / final.name / TRAINER_STATE_NAME))  # with the name it will have
                 seal(aside / final.name)
-                replace(aside / final.name, final)
+                put_in_place(aside / final.name, final)
             self.accelerator.wait_for_everyone()
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(final))
@@ -167,5 +167,5 @@ class CrashSafeTrainer(HubTrainer):
         finally:
             self._aside = None
             if self.args.should_save:
-                settle(output_dir)  # interrupted between two renames
+                finish_renames(output_dir)  # interrupted between two renames
                 shutil.rmtree(aside, ignore_errors=True)

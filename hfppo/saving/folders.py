@@ -35,16 +35,16 @@ def last_intact(output_dir: str | Path) -> str | None:
     return None
 
 
-def settle(output_dir: str | Path) -> None:
+def finish_renames(output_dir: str | Path) -> None:
     """Give a checkpoint its name that was whole when its run was killed, and had not got it yet."""
     for new in checkpoints(Path(output_dir) / ASIDE):
         final = Path(output_dir) / new.name
         if damage(new) is None and damage(final) is not None:
-            replace(new, final)
+            put_in_place(new, final)
 
 
-def replace(new: Path, final: Path) -> None:
-    """Give a folder its name. What had it before goes aside, since a kill may come at any time: `settle` ends this."""
+def put_in_place(new: Path, final: Path) -> None:
+    """Give a folder its name. What had it goes aside first; `finish_renames` ends what a kill interrupts."""
     if final.exists():
         before = new.with_name("before")
         shutil.rmtree(before, ignore_errors=True)
@@ -67,7 +67,7 @@ def rotate(output_dir: Path, limit: int | None, last: Path, best: str | None) ->
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def make_way(output_dir: Path, start: Path | None, best: str | None) -> None:
+def set_others_aside(output_dir: Path, start: Path | None, best: str | None) -> None:
     """Move the checkpoints that a run does not go on from into a folder aside, so that none is lost to its own.
 
     It would write over those of its own steps and delete others for `save_total_limit`; and, killed, it would be
