@@ -85,7 +85,7 @@ def evaluate_prompts(
             batch = rows[start : start + size]
             if not batch:
                 break
-            completions = completions.first(len(batch))
+            completions = completions.rows(slice(len(batch)))
             texts = collector.texts(batch, completions)
             with collector.scoring(batch, completions, texts, state) as result:
                 scored = result()

@@ -10,7 +10,7 @@ from transformers import GenerationConfig
 
 from hfppo import PPOConfig, PPOTrainer
 from hfppo.data.prompts import pad_left
-from hfppo.generation import Completions, completions_from, eos_token_ids
+from hfppo.generation import Completions, TransformersSampler, completions_from, eos_token_ids
 from hfppo.generation.transformers import BELOW_ONE, draw, row_uniforms
 
 
@@ -167,6 +167,30 @@ def test_rows_at_once_do_not_change_the_rollout(make_trainer):
     assert torch.equal(rollouts[0].completion_ids, rollouts[1].completion_ids)
     assert_close(rollouts[0].old_logprobs, rollouts[1].old_logprobs, rtol=1e-5, atol=1e-5)
     assert_close(rollouts[0].advantages, rollouts[1].advantages, rtol=1e-4, atol=1e-4)
+
+
+def test_prompts_of_about_one_length_are_sampled_together(make_trainer, monkeypatch):
+    """So that a long one makes no padding for all; each keeps its place and its numbers."""
+    widths, sample = [], TransformersSampler._sample
+
+    def noting(self, prompt_ids, *others):
+        widths.append(tuple(prompt_ids.shape))
+        return sample(self, prompt_ids, *others)
+
+    monkeypatch.setattr(TransformersSampler, "_sample", noting)
+    prompts = ["1=", "12+34+56+78=", "2=", "3+4=", "12+34+56+7=", "5+6="]
+    rollouts = []
+    for size in (64, 2):
+        trainer = make_trainer({"local_rollout_forward_batch_size": size})
+        shares = []
+        trainer.collector.sampler.on_progress = shares.append
+        rollouts.append(trainer.rollout(prompts))
+        assert shares == sorted(shares)
+        assert 0.5 < shares[-1] <= 1
+    assert widths == [(6, 12), (2, 12), (2, 4), (2, 2)]
+    assert torch.equal(rollouts[0].completion_ids, rollouts[1].completion_ids)
+    assert torch.equal(rollouts[0].prompt_ids, rollouts[1].prompt_ids)
+    assert_close(rollouts[0].rollout_logprobs, rollouts[1].rollout_logprobs, rtol=1e-5, atol=1e-5)
 
 
 class FirstDigits(PPOTrainer):

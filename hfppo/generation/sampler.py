@@ -31,10 +31,10 @@ class Completions:
         moved = {f.name: value.cpu() for f in fields(self) if (value := getattr(self, f.name)) is not None}
         return replace(self, **moved)
 
-    def first(self, num: int) -> "Completions":
-        """The first rows."""
-        values = None if self.values is None else self.values[:num]
-        return Completions(self.ids[:num], self.mask[:num], self.truncated[:num], self.logprobs[:num], values)
+    def rows(self, which: slice | Tensor) -> "Completions":
+        """Some of the rows."""
+        values = None if self.values is None else self.values[which]
+        return Completions(self.ids[which], self.mask[which], self.truncated[which], self.logprobs[which], values)
 
 
 class Sampler(Protocol):

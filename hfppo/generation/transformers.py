@@ -97,17 +97,20 @@ class TransformersSampler(Sampler):
 
     def __call__(self, prompt_ids: Tensor, prompt_mask: Tensor, seeds: list[int] | None) -> Completions:
         """See `Sampler`."""
-        parts = []
-        for i in range(0, len(prompt_ids), self.batch_size):
-            rows = slice(i, i + self.batch_size)
-            batch_seeds = None if seeds is None else seeds[rows]
+        lengths = prompt_mask.sum(dim=1)
+        by_length = lengths.argsort(descending=True, stable=True)  # of about one length, little padding
+        batches = [rows.sort().values for rows in by_length.split(self.batch_size)]
+        parts, done = [], 0
+        for rows in batches:
+            ids, mask = (x[rows, -int(lengths[rows].max()) :] for x in (prompt_ids, prompt_mask))
+            batch_seeds = None if seeds is None else [seeds[row] for row in rows.tolist()]
 
-            def on_token(tokens: int, before: int = i) -> None:
-                done = before + min(self.batch_size, len(prompt_ids) - before) * tokens / self.config.max_new_tokens
-                self.on_progress(done / len(prompt_ids))
+            def on_token(tokens: int, before: int = done, share: int = len(rows)) -> None:
+                self.on_progress((before + share * tokens / self.config.max_new_tokens) / len(prompt_ids))
 
-            parts.append(self._sample(prompt_ids[rows], prompt_mask[rows], batch_seeds, on_token))
-        return joined(parts, self.config.pad_token_id)
+            parts.append(self._sample(ids, mask, batch_seeds, on_token))
+            done += len(rows)
+        return joined(parts, self.config.pad_token_id).rows(torch.cat(batches).argsort())
 
     def _sample(
         self, prompt_ids: Tensor, prompt_mask: Tensor, seeds: list[int] | None, on_token: Callable[[int], None]
