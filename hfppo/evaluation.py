@@ -21,9 +21,11 @@ from hfppo.memory import explained_memory
 from hfppo.metrics import Meter
 from hfppo.models.layout import eval_mode
 from hfppo.models.output_head import is_sharded
+from hfppo.rewards.contract import RewardWrapper
+from hfppo.rewards.functions import RewardFunctions
 from hfppo.saving.resume import ResumableTrainer
 
-# Of every evaluation; each reward function adds two.
+# Of every evaluation; each reward function adds its own.
 METRICS_OF_SCORES = (
     "reward",
     "reward_std",
@@ -103,14 +105,13 @@ def evaluate_prompts(
 def check_best(
     args: PPOConfig,
     datasets: Iterable[str | None],
-    functions: list[str],
+    rewards: RewardFunctions,
     compute_metrics: Callable[[EvalPrediction], dict[str, float]] | None,
 ) -> None:
     """Refuse to compare models by a metric that no evaluation will have: the first one would end the run.
 
     Args:
         datasets: names of the evaluation datasets; None is that of the only one.
-        functions: names of the reward functions.
     Raises:
         ValueError: names the metrics that there are.
     """
@@ -118,8 +119,10 @@ def check_best(
     if wanted is None or compute_metrics is not None:
         return
     prefixes = [f"eval_{name}_" for name in datasets if name is not None] or ["eval_"]
-    of_functions = [f"rewards/{function}/{what}" for function in functions for what in ("mean", "std")]
-    metrics = [*METRICS_OF_SCORES, *of_functions]
+    metrics = list(METRICS_OF_SCORES)
+    for name, func in zip(rewards.names, rewards.funcs, strict=True):
+        whats = ("mean", "std", "failed") if isinstance(func, RewardWrapper) else ("mean", "std")
+        metrics += [f"rewards/{name}/{what}" for what in whats]
     full = wanted if wanted.startswith("eval_") else f"eval_{wanted}"  # as Trainer reads it
     rests = [full.removeprefix(prefix) for prefix in prefixes if full.startswith(prefix)]
     if not any(rest in metrics or rest.startswith("custom/") for rest in rests):

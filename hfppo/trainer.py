@@ -107,7 +107,7 @@ class PPOTrainer(EvaluatingTrainer):
             critic,
             reward_processing_classes,
         )
-        check_best(args, parts.eval_prompts, parts.rewards.names, compute_metrics)
+        check_best(args, parts.eval_prompts, parts.rewards, compute_metrics)
         super().__init__(
             model=parts.model,
             args=args,

@@ -9,6 +9,7 @@ from conftest import count_digits
 from datasets import Dataset
 from test_rewards import answering
 
+from hfppo import TolerantReward
 from hfppo.evaluation import METRICS_OF_SCORES
 
 EVERY_STEP = {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 1}
@@ -56,6 +57,22 @@ def test_a_metric_that_is_let_through_is_there(make_trainer, dataset, name):
     )
     trainer.train()
     assert trainer.state.best_metric is not None
+
+
+def test_a_metric_that_is_there_is_let_through(make_trainer, dataset):
+    """But for the time that an evaluation takes, which says nothing about a model."""
+
+    def counts(completions, log_metric, **kwargs):
+        log_metric("seen", 1.0)
+        return count_digits(completions)
+
+    rewards = [TolerantReward(counts), count_digits]
+    trainer = make_trainer(reward_funcs=rewards, eval_dataset=dataset.select(range(3)))
+    of_time = {"eval_runtime", "eval_samples_per_second", "eval_steps_per_second", "eval_model_preparation_time"}
+    names = {name for name in trainer.evaluate() if name.startswith("eval_")} - of_time
+    assert {"eval_rewards/counts/failed", "eval_custom/seen", "eval_reward"} <= names
+    for name in sorted(names):
+        make_trainer({"metric_for_best_model": name}, reward_funcs=rewards, eval_dataset=dataset.select(range(3)))
 
 
 @pytest.mark.parametrize("number", [np.float32(1), np.int64(1), torch.tensor(1.0)])

@@ -44,7 +44,7 @@ ALLOWED = {
         *("config", "data", "functional", "generation", "memory", "metrics", "models", "nonfinite", "rewards"),
         *("rollout", "rollout_metrics", "state"),
     },
-    "evaluation": {"assembly", "config", "data", "experience", "memory", "metrics", "models", "saving"},
+    "evaluation": {"assembly", "config", "data", "experience", "memory", "metrics", "models", "rewards", "saving"},
     "trace": {
         *("assembly", "callbacks", "config", "data", "experience", "functional", "generation", "metrics", "models"),
         *("rewards", "rollout", "saving", "state", "visible"),

@@ -193,6 +193,15 @@ def test_a_reward_model_that_accelerate_has_placed_stays_there():
     assert reward.model.score.weight.device.type == "cpu"
 
 
+@pytest.mark.parametrize("wrapper", [str, TolerantReward])
+def test_the_output_folder_is_not_the_reward_model(make_trainer, tmp_path, wrapper):
+    scorer().save_pretrained(tmp_path / "out")
+    other_tokenizer("right", "<void>").save_pretrained(tmp_path / "out")
+    trainer = make_trainer(reward_funcs=wrapper(str(tmp_path / "out")))
+    with pytest.raises(ValueError, match=r"^reward_funcs and output_dir are both"):
+        trainer.train()
+
+
 def test_functions_and_models_mix_by_weight(make_trainer):
     model, tokenizer = scorer(), other_tokenizer("right", "<void>")
     trainer = make_trainer(

@@ -328,7 +328,7 @@ def test_a_log_that_does_not_fit_the_rows_ends_the_run_row_by_row_as_well(values
         score([TolerantReward(func)], texts=TEXTS)
 
 
-def test_what_is_in_a_wrapper_is_checked_before_the_run_begins(serve, make_trainer, tmp_path):  # noqa: F811
+def test_what_is_in_a_wrapper_is_checked_before_the_run_begins(serve, make_trainer):  # noqa: F811
     with pytest.raises(TypeError, match="'two' cannot be called for train_dataset: got an unexpected keyword"):
         make_trainer(reward_funcs=TolerantReward(two))
     with pytest.raises(ValueError, match="no column 'nope'"):
