@@ -15,14 +15,16 @@ from transformers.trainer_utils import EvalLoopOutput, denumpify_detensorize
 
 from hfppo.assembly import later_prompts
 from hfppo.config import PPOConfig
+from hfppo.credit import final_scores
 from hfppo.data.prompts import Prompts
-from hfppo.experience import Collector, measure_scores
+from hfppo.experience import Collector
 from hfppo.memory import explained_memory
 from hfppo.metrics import Meter
 from hfppo.models.layout import eval_mode
 from hfppo.models.output_head import is_sharded
 from hfppo.rewards.contract import RewardWrapper
 from hfppo.rewards.functions import RewardFunctions
+from hfppo.rollout_metrics import measure_scores
 from hfppo.saving.resume import ResumableTrainer
 
 # Of every evaluation; each reward function adds its own.
@@ -91,7 +93,7 @@ def evaluate_prompts(
             texts = collector.texts(batch, completions)
             with collector.scoring(batch, completions, texts, state) as result:
                 scored = result()
-            scores = collector.final_scores(scored, completions)
+            scores = final_scores(scored, completions, collector.args)
             measure_scores(meter, scores[scored.scorable], scored, collector.rewards.names)
             meter.add("completions/mean_length", completions.mask.sum(dim=1))
             meter.add("completions/truncated_frac", completions.truncated)

@@ -12,15 +12,24 @@ from transformers import PreTrainedTokenizerBase, TrainerState
 
 from hfppo import functional as F
 from hfppo.config import PPOConfig
+from hfppo.credit import (
+    Baseline,
+    advantages_and_returns,
+    counted_tokens,
+    final_scores,
+    kl_to_reference,
+    mismatch_weights,
+    place_scores,
+)
 from hfppo.data.prompts import Prompts, pad_left
 from hfppo.data.stream import PromptStream
 from hfppo.generation import Completions, Sampler
 from hfppo.memory import explained_memory
 from hfppo.metrics import Meter
-from hfppo.models.actor_critic import ActorCritic, TokenOutputs
-from hfppo.models.layout import eval_mode, rows_at_once
-from hfppo.models.output_head import is_sharded
+from hfppo.models.actor_critic import ActorCritic
+from hfppo.models.layout import eval_mode
 from hfppo.nonfinite import check_rollout
+from hfppo.passes import Passes, forward_passes
 from hfppo.rewards.functions import RewardFunctions, Scored
 from hfppo.rollout import EVAL_STREAM, SAMPLING_STREAM, Rollout, Transcript, stream_seed
 from hfppo.rollout_metrics import measure_rollout, measure_scores
@@ -35,16 +44,6 @@ class Row:
     prompt_ids: list[int]
     group: int
     seed: int
-
-
-@dataclass(frozen=True)
-class Passes:
-    """What the models say about the tokens before the update, (B, T) each."""
-
-    old_logprobs: Tensor | None
-    ref_logprobs: Tensor | None
-    values: Tensor | None
-    final_value: Tensor | None  # (B,)
 
 
 @dataclass(frozen=True)
@@ -94,33 +93,36 @@ class Collector:
             NonFiniteError: a number is not finite, on some process; the moments are those before.
             OutOfMemory: with the settings that help.
         """
+        args = self.args
         with meter.timed("time/rollout"), eval_mode(self.model), torch.no_grad():
             prompt_ids, prompt_mask = self.prompt_tensors(rows)
             with meter.timed("time/generation"):
                 completions = self.sample(prompt_ids, prompt_mask, [row.seed for row in rows])
-            tokens = float(completions.mask.sum())
-            meter.add_number("time/tokens_per_second", tokens / meter.seconds("time/generation"))
             texts = self.texts(rows, completions)
             scored, passes = self.score_during_passes(rows, completions, texts, prompt_ids, prompt_mask, state, meter)
             moments = self.moments(scored, ppo_state, training)
             old_logprobs = completions.logprobs if passes.old_logprobs is None else passes.old_logprobs
-            scores, loss_mask = self.final_scores(scored, completions, moments), self.loss_mask(scored, completions)
-            weights, kept = self.importance_weights(old_logprobs, completions)
-            known = completions.mask & scored.scorable[:, None]
-            placed = self.place_scores(scored, scores, completions.mask, moments)
-            kl = self.kl(old_logprobs, passes.ref_logprobs)
+            weights, kept = mismatch_weights(old_logprobs, completions, args)
+            scores = final_scores(scored, completions, args, moments)
+            placed = place_scores(scored, scores, completions.mask, moments)
+            kl = kl_to_reference(old_logprobs, passes.ref_logprobs, args)
             rewards = F.token_rewards(placed, kl, completions.mask, ppo_state.kl_coef)
-            if self.args.whiten_rewards:
+            known = completions.mask & scored.scorable[:, None]
+            if args.whiten_rewards:
                 rewards = self.whiten_globally(rewards, known, shift_mean=False)
-            advantages, returns = self.advantages(rows, rewards, scored, passes, completions, moments, state)
-            whiten = training and self.args.whitens_advantages
+            groups = torch.tensor([row.group for row in rows])
+            baseline = self.baseline(rows, moments, state)
+            advantages, returns = advantages_and_returns(
+                rewards, completions, passes, args, scored.scorable, groups, baseline
+            )
+            whiten = training and args.whitens_advantages
             whitened = self.whiten_globally(advantages, known) if whiten else advantages
         rollout = Rollout(
             prompt_ids=prompt_ids,
             prompt_mask=prompt_mask,
             completion_ids=completions.ids,
             mask=completions.mask,
-            loss_mask=loss_mask & kept,
+            loss_mask=counted_tokens(scored, completions, args) & kept,
             truncated=completions.truncated,
             scores=scores,
             rollout_logprobs=completions.logprobs,
@@ -136,9 +138,9 @@ class Collector:
         if training and moments is not None:
             ppo_state.score_moments = moments
         if training:
-            plain = self.final_scores(scored, completions)
+            plain = final_scores(scored, completions, args)
             measure_scores(meter, plain[scored.scorable], scored, self.rewards.names)
-            measure_rollout(meter, rollout, advantages, known, ppo_state.kl_coef, self.args, self.gather)
+            measure_rollout(meter, rollout, advantages, known, ppo_state.kl_coef, args, self.gather)
         return rollout, self.transcript(rows, texts, scored)
 
     def prompt_tensors(self, rows: list[Row]) -> tuple[Tensor, Tensor]:
@@ -203,7 +205,7 @@ class Collector:
             with meter.timed("time/rewards"), explained_memory("the reward functions", self.args):
                 scored = stack.enter_context(self.scoring(rows, completions, texts, state))
             with meter.timed("time/passes"), explained_memory("the passes without gradient", self.args):
-                passes = self.forward_passes(prompt_ids, prompt_mask, completions)
+                passes = forward_passes(self.model, prompt_ids, prompt_mask, completions, self.accelerator, self.args)
             with meter.timed("time/rewards"), explained_memory("the reward functions", self.args):
                 return scored(), passes
 
@@ -216,149 +218,19 @@ class Collector:
             moments.add(self.gather(scored.combined)[self.gather(scored.scorable)])
         return moments
 
-    def forward_passes(self, prompt_ids: Tensor, prompt_mask: Tensor, completions: Completions) -> Passes:
-        """The passes without gradient of actor, critic and reference, some rows at a time."""
-        args, device = self.args, self.accelerator.device
-        attention_mask = torch.cat([prompt_mask, completions.mask], dim=1)
-        input_ids = torch.cat([prompt_ids, completions.ids], dim=1)
-        needs_old, lengths = args.policy_mode != "bypass", attention_mask.sum(dim=1)
-        known = None if needs_old else completions.values
-        order = lengths.argsort(descending=True, stable=True)  # of one length, little padding
-        size = args.local_rollout_forward_batch_size
-        if not is_sharded(self.model):  # which wants as many forwards from every process
-            size = rows_at_once(size, int(lengths.max()), device)
-        batches = [
-            {
-                "input_ids": input_ids[rows].to(device),
-                "attention_mask": attention_mask[rows].to(device),
-                "completion_mask": completions.mask[rows].to(device),
-                "temperature": args.temperature,
-            }
-            for rows in order.split(size)
-        ]
-        outputs, references = [TokenOutputs()], [TokenOutputs()]
-        with self.accelerator.autocast():  # not around the reward functions, which have types of their own
-            if needs_old or known is None:
-                outputs = [self.model(**batch, policy=needs_old) for batch in batches]
-            if args.needs_reference:
-                with self.model.reference():  # once, since PEFT looks at all its modules to disable an adapter
-                    references = [self.model(**batch, values=False) for batch in batches]
-        back = order.argsort()
-
-        def in_order(parts: list[Tensor]) -> Tensor | None:
-            return None if parts[0] is None else torch.cat(parts).cpu()[back]
-
-        return Passes(
-            old_logprobs=in_order([part.logprobs for part in outputs]),
-            ref_logprobs=in_order([part.logprobs for part in references]),
-            values=in_order([part.values for part in outputs]) if known is None else known,
-            final_value=in_order([part.final_value for part in outputs]),
-        )
-
-    def final_scores(self, scored: Scored, completions: Completions, moments: RunningMoments | None = None) -> Tensor:
-        """(B,) scores with clip and penalty.
-
-        Without `moments` they are plain, as metrics and evaluations report them; a clip that is meant for normalised
-        ones is left out then.
-        """
-        args, scores = self.args, scored.combined
-        if moments is not None:
-            scores = moments.normalize(scores)
-        if args.reward_clip is not None and args.normalize_scores == (moments is not None):
-            scores = scores.clamp(-args.reward_clip, args.reward_clip)
-        if args.missing_eos_penalty is not None:
-            scores = scores - args.missing_eos_penalty * completions.truncated
-        return scores
-
-    def loss_mask(self, scored: Scored, completions: Completions) -> Tensor:
-        """(B, T) bool, True on the tokens that the losses count."""
-        counted = scored.scorable
-        if self.args.mask_truncated_completions:
-            counted = counted & ~completions.truncated
-        return completions.mask & counted[:, None]
-
-    def importance_weights(self, old_logprobs: Tensor, completions: Completions) -> tuple[Tensor | None, Tensor]:
-        """(B, T) weights of the policy loss where it is corrected, and the (B, T) mask of the tokens not rejected."""
-        args = self.args
-        if args.policy_mode != "corrected":
-            return None, completions.mask
-        return F.importance_weights(
-            old_logprobs,
-            completions.logprobs,
-            completions.mask,
-            args.mismatch_level,
-            args.mismatch_correction,
-            args.mismatch_floor,
-            args.mismatch_cap,
-        )
-
-    def place_scores(self, scored: Scored, scores: Tensor, mask: Tensor, moments: RunningMoments | None) -> Tensor:
-        """(B,) scores for the last token, or (B, T) where functions reward tokens."""
-        if scored.per_token is None:
-            return scores
-        # What normalisation, clip and penalty add to the score of a completion stands on its last token.
-        scale = 1.0 if moments is None else 1.0 / moments.std
-        change = scores - scale * scored.combined
-        return scale * scored.per_token + F.token_rewards(change, torch.zeros(mask.shape), mask, 0.0)
-
-    def kl(self, logprobs: Tensor, ref: Tensor | None) -> Tensor:
-        """(B, T) KL per token for the reward; 0 where nothing asks for a reference."""
-        return torch.zeros_like(logprobs) if ref is None else F.token_kl(logprobs, ref, self.args.kl_estimator)
-
-    def advantages(
-        self,
-        rows: list[Row],
-        rewards: Tensor,
-        scored: Scored,
-        passes: Passes,
-        completions: Completions,
-        moments: RunningMoments | None,
-        state: TrainerState,
-    ) -> tuple[Tensor, Tensor | None]:
-        """(B, T) advantages before whitening, and returns where there is a critic."""
-        args, mask = self.args, completions.mask
-        estimator = F.ADVANTAGE_ESTIMATORS[args.advantage_estimator]
-        if F.estimator_needs(args.advantage_estimator, "groups"):
-            return self.group_advantages(estimator, rows, rewards, mask, scored.scorable), None
-        if F.estimator_needs(args.advantage_estimator, "greedy_scores"):
-            greedy_scores, known = self.greedy_scores(rows, moments, state)
-            return estimator(rewards, mask, greedy_scores).where(known[:, None], 0.0), None
-        if not args.needs_critic:
-            return estimator(rewards, mask, args.gamma), None
-        lam = args.lam if args.lam_alpha is None else F.length_adaptive_lam(mask, args.lam_alpha)
-        final = passes.final_value * completions.truncated if args.bootstrap_truncated else None
-        advantages, returns = estimator(rewards, passes.values, mask, args.gamma, lam, final)
-        if args.lam_critic is not None:
-            returns = estimator(rewards, passes.values, mask, args.gamma, args.lam_critic, final)[1]
-        return advantages, returns
-
-    def group_advantages(
-        self, estimator: Callable[..., Tensor], rows: list[Row], rewards: Tensor, mask: Tensor, scorable: Tensor
-    ) -> Tensor:
-        """(B, T) advantages against the others of a prompt that have a score; 0 where there is none to compare."""
-        groups = torch.tensor([row.group for row in rows])
-        _, index = groups.unique(return_inverse=True)
-        comparable = scorable & (torch.bincount(index[scorable], minlength=len(groups))[index] > 1)
-        advantages = torch.zeros_like(rewards)
-        if comparable.any():
-            scaled = F.estimator_needs(self.args.advantage_estimator, "scale")
-            options = {"scale": self.args.scale_rewards} if scaled else {}
-            advantages[comparable] = estimator(rewards[comparable], mask[comparable], groups[comparable], **options)
-        return advantages
-
-    def greedy_scores(
-        self, rows: list[Row], moments: RunningMoments | None, state: TrainerState
-    ) -> tuple[Tensor, Tensor]:
-        """(B,) score of the greedy completion of each row's prompt, and (B,) bool: whether it has one."""
+    def baseline(self, rows: list[Row], moments: RunningMoments | None, state: TrainerState) -> Baseline | None:
+        """The greedy completion of each prompt, sampled and scored; None: the estimator needs none."""
+        if not F.estimator_needs(self.args.advantage_estimator, "greedy_scores"):
+            return None
         first = {row.group: row for row in reversed(rows)}
         one_each = list(first.values())
         greedy = self.sample(*self.prompt_tensors(one_each), None)
         with self.scoring(one_each, greedy, self.texts(one_each, greedy), state) as result:
             scored = result()
-        scores = self.final_scores(scored, greedy, moments)
+        scores = final_scores(scored, greedy, self.args, moments)
         position = {group: i for i, group in enumerate(first)}
         index = torch.tensor([position[row.group] for row in rows])
-        return scores[index], scored.scorable[index]
+        return Baseline(scores[index], scored.scorable[index])
 
     def whiten_globally(self, x: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
         """`whiten` over the rows of all processes; gives this process's rows back."""

@@ -104,14 +104,14 @@ class NonFiniteGuard:
         """Whether DeepSpeed makes the steps."""
         return self.accelerator.distributed_type == DistributedType.DEEPSPEED
 
-    def note(self, batch: Rollout, loss: Tensor, terms: dict[str, tuple[float, Tensor]]) -> None:
+    def note(self, batch: Rollout, loss: Tensor, terms: dict[str, Tensor]) -> None:
         """Remember a micro-batch; nothing here makes the device wait.
 
         Args:
             loss: its share of the mini-batch's.
-            terms: a weight and (B, T) losses per token, by name.
+            terms: (B, T) losses per token that it is made of, by name.
         """
-        bad = {name: (~x.detach().isfinite() & batch.loss_mask).any(dim=1) for name, (_, x) in terms.items()}
+        bad = {name: (~x.detach().isfinite() & batch.loss_mask).any(dim=1) for name, x in terms.items()}
         self.micro_batches.append(MicroBatch(batch, loss.detach(), bad))
 
     def passes(

@@ -41,12 +41,14 @@ def measure_rollout(
     """Add the metrics of a rollout.
 
     Args:
+        meter: has the seconds of sampling.
         advantages: (B, T), before whitening.
         known: (B, T) bool, True on the tokens of the completions that have a score, which whitening sees.
         kl_coef: β it was collected with.
         gather: gives the rows of all processes, for what is no mean of rows.
     """
     mask = rollout.mask
+    meter.add_number("time/tokens_per_second", float(mask.sum()) / meter.seconds("time/generation"))
     meter.add("completions/mean_length", mask.sum(dim=1))
     meter.add("completions/max_length", mask.sum(dim=1))
     meter.add("completions/truncated_frac", rollout.truncated)

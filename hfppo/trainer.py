@@ -297,7 +297,7 @@ class PPOTrainer(EvaluatingTrainer):
         terms = loss_terms(outputs, batch, self.args)
         loss = ppo_loss(terms, outputs, batch, num_items_in_batch, self.args, self._critic_only)
         with torch.no_grad():
-            self._guard.note(batch, loss, terms)
+            self._guard.note(batch, loss, {term.name: term.per_token for term in terms})
             first = self.state.global_step == self.ppo_state.first_step
             measure_update(self._meter, terms, outputs, batch, self.args, first)
             if self.args.target_kl is not None:

@@ -21,23 +21,32 @@ class MiniBatchSize:
     num_completions: float  # with at least one such token
 
 
-def loss_terms(outputs: TokenOutputs, batch: Rollout, args: PPOConfig) -> dict[str, tuple[float, Tensor]]:
-    """The terms of the loss by name: a weight, and (B, T) losses per token.
+@dataclass(frozen=True)
+class LossTerm:
+    """One term of the loss, and a metric of the same name."""
+
+    name: str
+    coef: float  # what it is multiplied by in the loss
+    per_token: Tensor  # (B, T)
+    of_critic: bool = False
+
+
+def loss_terms(outputs: TokenOutputs, batch: Rollout, args: PPOConfig) -> list[LossTerm]:
+    """The terms of the loss.
 
     Args:
         outputs: of the policy that is optimised.
         batch: what the rollout says about the same tokens.
     """
-    terms = {"policy/loss": (1.0, surrogate(outputs, batch, args))}
+    terms = [LossTerm("policy/loss", 1.0, surrogate(outputs, batch, args))]
     if outputs.values is not None and batch.values is not None and batch.returns is not None:
         loss = F.value_loss(outputs.values, batch.values, batch.returns, args.cliprange_value)
-        terms["value/loss"] = (args.vf_coef, loss)
+        terms.append(LossTerm("value/loss", args.vf_coef, loss, of_critic=True))
     if args.kl_loss_coef and batch.ref_logprobs is not None:
         estimate = F.straight_through_kl if args.kl_loss_straight_through else F.token_kl
         kl = estimate(outputs.logprobs, batch.ref_logprobs, args.kl_loss_estimator)
-        terms["policy/kl_loss"] = (args.kl_loss_coef, kl)
-    terms["policy/entropy"] = (-args.entropy_coef, outputs.entropy)
-    return terms
+        terms.append(LossTerm("policy/kl_loss", args.kl_loss_coef, kl))
+    return [*terms, LossTerm("policy/entropy", -args.entropy_coef, outputs.entropy)]
 
 
 def surrogate(outputs: TokenOutputs, batch: Rollout, args: PPOConfig) -> Tensor:
@@ -55,7 +64,7 @@ def surrogate(outputs: TokenOutputs, batch: Rollout, args: PPOConfig) -> Tensor:
 
 
 def ppo_loss(
-    terms: dict[str, tuple[float, Tensor]],
+    terms: list[LossTerm],
     outputs: TokenOutputs,
     batch: Rollout,
     size: MiniBatchSize,
@@ -69,17 +78,17 @@ def ppo_loss(
         critic_only: during `critic_warmup`; the actor takes part with weight 0, as DDP wants every parameter to.
     """
     total = outputs.logprobs.new_zeros(())
-    for name, (weight, loss) in terms.items():
-        if weight:
+    for term in terms:
+        if term.coef:
             reduced = F.reduce(
-                loss,
+                term.per_token,
                 batch.loss_mask,
                 args.loss_reduction,
                 size.num_tokens,
                 size.num_completions,
                 args.max_completion_length,
             )
-            total = total + (weight if name == "value/loss" or not critic_only else 0.0) * reduced
+            total = total + (term.coef if term.of_critic or not critic_only else 0.0) * reduced
     if args.positive_nll_coef and not critic_only:
         total = total + args.positive_nll_coef * positive_nll(outputs, batch, size, args)
     return total
@@ -96,7 +105,7 @@ def positive_nll(outputs: TokenOutputs, batch: Rollout, size: MiniBatchSize, arg
 
 def measure_update(
     meter: Meter,
-    terms: dict[str, tuple[float, Tensor]],
+    terms: list[LossTerm],
     outputs: TokenOutputs,
     batch: Rollout,
     args: PPOConfig,
@@ -109,8 +118,8 @@ def measure_update(
         first: whether no optimiser step has been made since the rollout, so that the ratio must be 1.
     """
     mask = batch.loss_mask
-    for name, (_, loss) in terms.items():
-        meter.add(name, loss, mask)
+    for term in terms:
+        meter.add(term.name, term.per_token, mask)
     logprobs = outputs.logprobs.detach()
     ratio = clamp_log_ratio(logprobs - batch.old_logprobs).exp()
     meter.add("policy/ratio", ratio, mask)

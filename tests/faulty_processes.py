@@ -5,6 +5,7 @@ import math
 import os
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -12,15 +13,15 @@ from build_arithmetic_base import character_tokenizer
 from conftest import LORA, SMALL, count_digits, tiny_model
 from datasets import Dataset
 
+import hfppo.experience
 import hfppo.trainer
 from hfppo import PPOConfig, PPOTrainer, TolerantReward
 from hfppo.curves.plot import PlotCallback
-from hfppo.experience import Collector
 from hfppo.nonfinite import NonFiniteError
 
 OUT, RANK = Path(sys.argv[1]), int(os.environ["RANK"])
 DATASET = Dataset.from_list([{"prompt": f"请问{a}+{b}="} for a in range(4) for b in range(3, 7)])
-PASSES, TERMS = Collector.forward_passes, hfppo.trainer.loss_terms
+PASSES, TERMS = hfppo.experience.forward_passes, hfppo.trainer.loss_terms
 
 
 def make(name: str, reward=count_digits, **config) -> PPOTrainer:
@@ -41,13 +42,13 @@ def nan_in_rollout(number: int, rank: int) -> None:
     """In the passes of one process."""
     calls = iter(range(100))
 
-    def passes(self, *args):
-        found = PASSES(self, *args)
+    def passes(*args):
+        found = PASSES(*args)
         if next(calls) == number and rank == RANK:
             found.values[1] = math.nan
         return found
 
-    Collector.forward_passes = passes
+    hfppo.experience.forward_passes = passes
 
 
 def nan_in_loss(number: int, rank: int) -> None:
@@ -55,11 +56,11 @@ def nan_in_loss(number: int, rank: int) -> None:
     calls = iter(range(100))
 
     def terms(*args):
-        found = TERMS(*args)
+        policy, *others = TERMS(*args)
         if next(calls) == number and rank == RANK:
-            weight, loss = found["policy/loss"]
-            found["policy/loss"] = (weight, torch.where(loss.detach().isfinite(), math.nan, loss))  # keeps the graph
-        return found
+            loss = policy.per_token
+            policy = replace(policy, per_token=torch.where(loss.detach().isfinite(), math.nan, loss))  # with its graph
+        return [policy, *others]
 
     hfppo.trainer.loss_terms = terms
 
@@ -96,13 +97,13 @@ def stop() -> dict:
     """What each process says when one has found something."""
     said = {}
     for name, inject in (("rollout", lambda: nan_in_rollout(0, 1)), ("step", lambda: nan_in_loss(1, 1))):
-        Collector.forward_passes, hfppo.trainer.loss_terms = PASSES, TERMS
+        hfppo.experience.forward_passes, hfppo.trainer.loss_terms = PASSES, TERMS
         inject()
         try:
             make(name).train()
         except NonFiniteError as error:
             said[name] = str(error)
-    Collector.forward_passes, hfppo.trainer.loss_terms = PASSES, TERMS
+    hfppo.experience.forward_passes, hfppo.trainer.loss_terms = PASSES, TERMS
     return said
 
 

@@ -10,9 +10,9 @@ from conftest import count_digits
 from test_resume import final_state
 from torch.testing import assert_close
 
+import hfppo.experience
 import hfppo.trainer
 from hfppo import PPOConfig
-from hfppo.experience import Collector
 from hfppo.generation import TransformersSampler
 from hfppo.memory import OutOfMemory, explained_memory, peak
 
@@ -49,7 +49,7 @@ def test_every_kind_is_explained(make_trainer, monkeypatch, error, tmp_path):
 @pytest.mark.parametrize(
     ("owner", "name", "call", "phase", "settings"),
     [
-        (Collector, "forward_passes", 1, "the passes without gradient", SAMPLING),
+        (hfppo.experience, "forward_passes", 1, "the passes without gradient", SAMPLING),
         (
             hfppo.trainer,
             "ppo_loss",
@@ -92,7 +92,7 @@ def test_an_evaluation_is_a_phase_of_its_own(make_trainer, monkeypatch, dataset)
 
 def test_other_errors_stay_as_they_are(make_trainer, monkeypatch):
     error = RuntimeError("a device-side assert")
-    monkeypatch.setattr(Collector, "forward_passes", fails_at(1, Collector.forward_passes, error))
+    monkeypatch.setattr(hfppo.experience, "forward_passes", fails_at(1, hfppo.experience.forward_passes, error))
     with pytest.raises(RuntimeError) as raised:
         make_trainer().train()
     assert raised.value is error

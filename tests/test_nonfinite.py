@@ -13,9 +13,9 @@ from conftest import count_digits, trained_state
 from safetensors.torch import load_file
 from test_resume import final_state, logs
 
+import hfppo.experience
 import hfppo.trainer
 from hfppo import AdaptiveKLCallback, PPOCallback
-from hfppo.experience import Collector
 from hfppo.nonfinite import MAX_IN_A_ROW, NonFiniteError, NonFiniteGuard
 from hfppo.rollout import Rollout
 
@@ -33,15 +33,15 @@ CONFIG = {
 
 def break_passes(monkeypatch, name: str, rollouts: set[int]) -> None:
     """NaN in row 3 of a tensor of the given rollouts, by the order of their collection."""
-    passes, number = Collector.forward_passes, iter(range(100))
+    passes, number = hfppo.experience.forward_passes, iter(range(100))
 
-    def broken(self, *args):
-        found = passes(self, *args)
+    def broken(*args):
+        found = passes(*args)
         if next(number) in rollouts:
             getattr(found, name)[3] = NAN
         return found
 
-    monkeypatch.setattr(Collector, "forward_passes", broken)
+    monkeypatch.setattr(hfppo.experience, "forward_passes", broken)
 
 
 def break_loss(monkeypatch, name: str, calls: set[int], row: int = 1) -> None:
@@ -50,11 +50,13 @@ def break_loss(monkeypatch, name: str, calls: set[int], row: int = 1) -> None:
 
     def broken(*args):
         terms = terms_of(*args)
-        if next(number) in calls:
-            weight, loss = terms[name]
-            rows = torch.arange(len(loss))[:, None] == row
-            terms[name] = (weight, torch.where(rows, NAN, loss))
-        return terms
+        if next(number) not in calls:
+            return terms
+        bad = torch.arange(len(terms[0].per_token))[:, None] == row
+        return [
+            replace(term, per_token=torch.where(bad, NAN, term.per_token)) if term.name == name else term
+            for term in terms
+        ]
 
     monkeypatch.setattr(hfppo.trainer, "loss_terms", broken)
 
@@ -342,7 +344,7 @@ def test_float16_overflows_are_left_to_the_scaler_and_losses_are_not(make_traine
         p.grad = torch.full_like(p, math.inf)
     accelerator = SimpleNamespace(**scaler, mixed_precision="fp16", process_index=0, reduce=lambda x, _: x)
     guard = NonFiniteGuard(replace(trainer.args, on_nonfinite="skip"), accelerator)
-    terms = {"policy/loss": (1.0, torch.zeros(rollout.mask.shape))}
+    terms = {"policy/loss": torch.zeros(rollout.mask.shape)}
     optimizer = SimpleNamespace(step_was_skipped=False)
     norms = {"actor": torch.tensor(math.inf)}
     guard.note(rollout, torch.tensor(0.0), terms)

@@ -40,11 +40,16 @@ ALLOWED = {
     "rollout_metrics": {"config", "functional", "metrics", "rewards", "rollout"},
     "update": {"config", "functional", "metrics", "models", "rollout"},
     "assembly": {"config", "data", "generation", "models", "rewards"},
+    "passes": {"config", "generation", "models"},
+    "credit": {"config", "functional", "generation", "passes", "rewards", "state"},
     "experience": {
-        *("config", "data", "functional", "generation", "memory", "metrics", "models", "nonfinite", "rewards"),
-        *("rollout", "rollout_metrics", "state"),
+        *("config", "credit", "data", "functional", "generation", "memory", "metrics", "models", "nonfinite"),
+        *("passes", "rewards", "rollout", "rollout_metrics", "state"),
     },
-    "evaluation": {"assembly", "config", "data", "experience", "memory", "metrics", "models", "rewards", "saving"},
+    "evaluation": {
+        *("assembly", "config", "credit", "data", "experience", "memory", "metrics", "models", "rewards"),
+        *("rollout_metrics", "saving"),
+    },
     "trace": {
         *("assembly", "callbacks", "config", "data", "experience", "functional", "generation", "metrics", "models"),
         *("rewards", "rollout", "saving", "state", "visible"),

@@ -14,6 +14,7 @@ from datasets import Dataset
 from torch.testing import assert_close
 from transformers import TrainerState
 
+import hfppo.experience
 from hfppo import PPOCallback, Rollout
 from hfppo.generation.sampler import Completions, Sampler, completions_from
 from hfppo.metrics import Meter
@@ -659,13 +660,13 @@ def test_async_functions_go_on_during_the_passes(make_trainer, monkeypatch):
         return [1.0] * len(completions)
 
     trainer = make_trainer(reward_funcs=judge)
-    passes = type(trainer.collector).forward_passes
+    passes = hfppo.experience.forward_passes
 
-    def begin(self, *args):
+    def begin(*args):
         passes_begun.set()
-        return passes(self, *args)
+        return passes(*args)
 
-    monkeypatch.setattr(type(trainer.collector), "forward_passes", begin)
+    monkeypatch.setattr(hfppo.experience, "forward_passes", begin)
     assert first_rollout(trainer).scores.eq(1.0).all()
 
 

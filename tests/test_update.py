@@ -82,12 +82,12 @@ TERMS = {
 def test_every_field_of_a_loss_reaches_it(make_trainer, batch, outputs, name):
     config, term, weight, expected = TERMS[name]
     args = make_trainer(config).args
-    found = loss_terms(outputs, batch, args)
-    assert found[term][0] == weight
-    assert_close(found[term][1], expected(outputs, batch))
+    (found,) = (x for x in loss_terms(outputs, batch, args) if x.name == term)
+    assert found.coef == weight
+    assert_close(found.per_token, expected(outputs, batch))
     by, wanted = (
         torch.autograd.grad(x.sum(), outputs[:3], allow_unused=True)
-        for x in (found[term][1], expected(outputs, batch))
+        for x in (found.per_token, expected(outputs, batch))
     )
     assert all(
         (a is None) == (b is None) and (a is None or torch.equal(a, b)) for a, b in zip(by, wanted, strict=True)
@@ -107,9 +107,10 @@ def test_a_loss_is_its_terms_by_weight_and_the_nll_of_full_scores(make_trainer, 
     args = make_trainer({**config, "entropy_coef": 0.02, "positive_nll_coef": 0.7, "positive_score": 0.5}).args
     terms = loss_terms(outputs, batch, args)
     nll = -(outputs.logprobs * batch.loss_mask)[0].sum() / 10  # of the first completion alone
-    whole = sum(weight * expected(x, batch.loss_mask) for weight, x in terms.values()) + 0.7 * nll
+    whole = sum(term.coef * expected(term.per_token, batch.loss_mask) for term in terms) + 0.7 * nll
     assert_close(ppo_loss(terms, outputs, batch, SIZE, args, critic_only=False), whole)
-    value = expected(terms["value/loss"][1], batch.loss_mask) * args.vf_coef
+    (of_critic,) = (term for term in terms if term.name == "value/loss")
+    value = expected(of_critic.per_token, batch.loss_mask) * args.vf_coef
     assert_close(ppo_loss(terms, outputs, batch, SIZE, args, critic_only=True), value)
 
 

@@ -1,0 +1,74 @@
+"""What actor, critic and reference say about the completions of a rollout, before the update."""
+
+from dataclasses import dataclass
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from hfppo.config import PPOConfig
+from hfppo.generation import Completions
+from hfppo.models.actor_critic import ActorCritic, TokenOutputs
+from hfppo.models.layout import rows_at_once
+from hfppo.models.output_head import is_sharded
+
+
+@dataclass(frozen=True)
+class Passes:
+    """What the models say about B completions of T tokens, on the CPU; None where nothing needs it."""
+
+    old_logprobs: Tensor | None  # (B, T) log π_old; None: the sampler's are taken
+    ref_logprobs: Tensor | None  # (B, T) log π_ref
+    values: Tensor | None  # (B, T) V(s_t) before token t
+    final_value: Tensor | None  # (B,) V after the last real token
+
+
+def forward_passes(
+    model: ActorCritic,
+    prompt_ids: Tensor,
+    prompt_mask: Tensor,
+    completions: Completions,
+    accelerator: Accelerator,
+    args: PPOConfig,
+) -> Passes:
+    """The passes without gradient, some rows at a time; those that nothing needs are left out.
+
+    Args:
+        prompt_ids, prompt_mask: (B, P), padded on the left.
+    """
+    device = accelerator.device
+    attention_mask = torch.cat([prompt_mask, completions.mask], dim=1)
+    input_ids = torch.cat([prompt_ids, completions.ids], dim=1)
+    needs_old, lengths = args.policy_mode != "bypass", attention_mask.sum(dim=1)
+    known = None if needs_old else completions.values
+    order = lengths.argsort(descending=True, stable=True)  # of one length, little padding
+    size = args.local_rollout_forward_batch_size
+    if not is_sharded(model):  # which wants as many forwards from every process
+        size = rows_at_once(size, int(lengths.max()), device)
+    batches = [
+        {
+            "input_ids": input_ids[rows].to(device),
+            "attention_mask": attention_mask[rows].to(device),
+            "completion_mask": completions.mask[rows].to(device),
+            "temperature": args.temperature,
+        }
+        for rows in order.split(size)
+    ]
+    outputs, references = [TokenOutputs()], [TokenOutputs()]
+    with accelerator.autocast():  # not around the reward functions, which have types of their own
+        if needs_old or known is None:
+            outputs = [model(**batch, policy=needs_old) for batch in batches]
+        if args.needs_reference:
+            with model.reference():  # once, since PEFT looks at all its modules to disable an adapter
+                references = [model(**batch, values=False) for batch in batches]
+    back = order.argsort()
+
+    def in_order(parts: list[Tensor]) -> Tensor | None:
+        return None if parts[0] is None else torch.cat(parts).cpu()[back]
+
+    return Passes(
+        old_logprobs=in_order([part.logprobs for part in outputs]),
+        ref_logprobs=in_order([part.logprobs for part in references]),
+        values=in_order([part.values for part in outputs]) if known is None else known,
+        final_value=in_order([part.final_value for part in outputs]),
+    )
