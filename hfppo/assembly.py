@@ -47,6 +47,7 @@ class Parts:
     peft_config: PeftConfig
     train_prompts: Prompts | PromptStream | None
     eval_prompts: dict[str | None, Prompts]  # by name; None: the only one
+    sources: list[tuple[str, Any]]  # what the run is made of, and by which argument
 
 
 def assemble(
@@ -70,11 +71,7 @@ def assemble(
     if not isinstance(model, str):
         check_architecture("model", model)
     tokenizer = load_tokenizer(model) if tokenizer is None else tokenizer
-    if not isinstance(tokenizer, PreTrainedTokenizerBase):
-        raise TypeError(
-            f"processing_class is a {type(tokenizer).__name__} and no tokenizer; give one loaded by AutoTokenizer, or "
-            "a processor's tokenizer"
-        )
+    check_tokenizer(tokenizer)
     train_prompts: Prompts | PromptStream | None = None
     if isinstance(train_dataset, IterableDataset):
         train_prompts = stream_of(train_dataset, tokenizer, args)
@@ -112,7 +109,24 @@ def assemble(
     actor_critic = ActorCritic(
         actor.base, actor.peft_config, critic_source, reference, actor.start_adapter, args.detach_shared_critic
     )
-    return Parts(actor_critic, tokenizer, eos_ids, rewards, actor.peft_config, train_prompts, eval_prompts)
+    given = reward_funcs if isinstance(reward_funcs, list | tuple) else [reward_funcs]
+    sources: list[tuple[str, Any]] = [("reward_funcs", unwrapped(func)) for func in given]
+    sources += [("model", model), ("the base's path", actor.base.name_or_path)]
+    sources += [("ref_model", ref_model), ("critic", critic)]
+    return Parts(actor_critic, tokenizer, eos_ids, rewards, actor.peft_config, train_prompts, eval_prompts, sources)
+
+
+def check_tokenizer(tokenizer: Any) -> None:
+    """Refuse a processor or another object in its place.
+
+    Raises:
+        TypeError: names its type.
+    """
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):
+        raise TypeError(
+            f"processing_class is a {type(tokenizer).__name__} and no tokenizer; give one loaded by AutoTokenizer, or "
+            "a processor's tokenizer"
+        )
 
 
 def check_arguments(model: Any, ref_model: Any, args: Any, callbacks: Any) -> None:
@@ -140,7 +154,7 @@ def check_output_folder(sources: list[tuple[str, Any]], args: PPOConfig) -> None
     """Refuse to train into the folder that training starts from; evaluations write nothing.
 
     Args:
-        sources: what the run is made of, and by which argument; what is no folder is no matter.
+        sources: those of `Parts`; what is no folder is no matter.
     Raises:
         ValueError: names the folder.
     """

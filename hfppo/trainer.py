@@ -39,7 +39,7 @@ from hfppo.models.card import write_card
 from hfppo.models.compilation import compile_layers
 from hfppo.nonfinite import NonFiniteError, NonFiniteGuard, grad_norms
 from hfppo.optimizer import StepHooks, critic_rate, give_critic_groups
-from hfppo.rewards.contract import RewardFunc, unwrapped
+from hfppo.rewards.contract import RewardFunc
 from hfppo.rollout import SHUFFLE_STREAM, Rollout
 from hfppo.saving.checkpoint import describe_run
 from hfppo.sharding import check_engine, wait_at_exit
@@ -145,10 +145,7 @@ class PPOTrainer(EvaluatingTrainer):
         self._step_began = 0.0
         self._step_hooks = StepHooks(self._before_step, self._measure_step)
         self._guard = NonFiniteGuard(args, self.accelerator)
-        base = parts.model.causal_lm.name_or_path
-        funcs: Sequence[Any] = reward_funcs if isinstance(reward_funcs, list | tuple) else [reward_funcs]
-        self._sources: list[tuple[str, Any]] = [("reward_funcs", unwrapped(func)) for func in funcs]
-        self._sources += [("model", model), ("the base's path", base), ("ref_model", ref_model), ("critic", critic)]
+        self._sources = parts.sources
         self._run = describe_run(args, parts.train_prompts, parts.model, parts.peft_config, parts.rewards.names)
 
     def create_sampler(self, eos_ids: list[int]) -> Sampler:

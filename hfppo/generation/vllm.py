@@ -3,6 +3,7 @@
 vLLM loads the base itself and never changes it; before each rollout the adapter alone travels.
 """
 
+import logging
 import os
 import shutil
 import tempfile
@@ -18,13 +19,12 @@ from accelerate.utils import broadcast_object_list
 from peft import LoraConfig, PeftConfig
 from torch import Tensor
 from transformers import set_seed
-from transformers.utils import logging
 
 from hfppo.config import PPOConfig
 from hfppo.generation.sampler import Completions, Sampler
 from hfppo.models.actor_critic import ActorCritic
 
-logger = logging.get_logger(__name__)
+logger = logging.getLogger(__name__)
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM can be started for
 UNSERVED = (  # fields of LoraConfig that make an adapter which vLLM does not load, or of which it leaves a part out

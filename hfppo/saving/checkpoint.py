@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -48,20 +48,28 @@ def state_file(checkpoint: str | Path, process: int) -> Path:
     return Path(checkpoint) / f"ppo_state_{process}.json"
 
 
+@dataclass(frozen=True)
+class RunDescription:
+    """What a checkpoint says of the run that wrote it."""
+
+    structure: dict[str, Any]  # what a run must share that goes on with it
+    settings: dict[str, Any]  # what it had better share
+
+
 def describe_run(
     args: PPOConfig,
     prompts: Prompts | PromptStream | None,
     model: ActorCritic,
     peft_config: PeftConfig,
     reward_funcs: list[str],
-) -> dict[str, Any]:
-    """What a checkpoint must share with the run that goes on with it, and below "settings" what it had better."""
+) -> RunDescription:
+    """What is said of a run that is made of these."""
     digest = hashlib.sha256(json.dumps(prompts.head.ids).encode()).hexdigest() if prompts is not None else None
     inherited = {f.name for f in fields(TrainingArguments)}
     values = json.loads(json.dumps(args.to_dict(), default=str))  # without secrets, and with dtypes as text
     own = {f.name: values[f.name] for f in fields(args) if f.name not in inherited and f.name not in STRUCTURE}
-    return {
-        "structure": {
+    return RunDescription(
+        structure={
             # The product alone, so that a run that is short of memory can go on in smaller pieces.
             "per_device_train_batch_size × gradient_accumulation_steps": (
                 args.per_device_train_batch_size * args.gradient_accumulation_steps
@@ -74,8 +82,8 @@ def describe_run(
             "peft_config": describe_adapter(peft_config),
             "critic": None if model.critic is None else model.critic.kind,
         },
-        "settings": {**own, "reward_funcs": reward_funcs},
-    }
+        settings={**own, "reward_funcs": reward_funcs},
+    )
 
 
 def hashes(model: ActorCritic) -> dict[str, str | None]:
@@ -100,14 +108,14 @@ def fingerprint(base: nn.Module) -> str:
 def save_ppo_state(
     checkpoint: str | Path,
     process: int,
-    run: dict[str, Any],
+    run: RunDescription,
     state: PPOState,
     metrics: dict[str, Any],
     rollout: Rollout | None,
 ) -> None:
     """Write one process's state: where PPO stands, metrics not yet logged, and the rollout still in use."""
     path = state_file(checkpoint, process)
-    content = {"run": run, "state": state.state_dict(), "metrics": metrics, "rollout": rollout is not None}
+    content = {"run": asdict(run), "state": state.state_dict(), "metrics": metrics, "rollout": rollout is not None}
     if rollout is not None:
         save_rollout(path.with_suffix(".safetensors"), rollout)
     path.write_text(json.dumps(content))
@@ -120,7 +128,7 @@ def save_rollout(path: Path, rollout: Rollout) -> None:
     save_file(tensors, path)
 
 
-def check_checkpoint(checkpoint: str | Path, process: int, run: dict[str, Any]) -> None:
+def check_checkpoint(checkpoint: str | Path, process: int, run: RunDescription) -> None:
     """Refuse a checkpoint that this run cannot go on with.
 
     Raises:
@@ -132,17 +140,17 @@ def check_checkpoint(checkpoint: str | Path, process: int, run: dict[str, Any]) 
             f"{checkpoint} has no {path.name}: it was not written by PPOTrainer, by fewer processes, or with "
             "save_only_model=True; to start anew from its weights, pass it as model"
         )
-    saved = json.loads(path.read_text())["run"]
-    for name, wanted in run["structure"].items():
-        before, now = differing(saved["structure"].get(name, wanted), wanted)  # earlier versions wrote less
+    saved = RunDescription(**json.loads(path.read_text())["run"])
+    for name, wanted in run.structure.items():
+        before, now = differing(saved.structure.get(name, wanted), wanted)  # earlier versions wrote less
         if before != now:
             raise ValueError(
                 f"{checkpoint} was written with {name}={before!r}, this run has {now!r}: it cannot be gone on "
                 f"with; set it back, or start anew from its weights by passing it as model"
             )
-    current = json.loads(json.dumps(run["settings"]))
+    current = json.loads(json.dumps(run.settings))
     for name, now in current.items():
-        if (before := saved["settings"].get(name)) != now:
+        if (before := saved.settings.get(name)) != now:
             logger.warning("resuming with %s=%r, the checkpoint was written with %r", name, now, before)
 
 
@@ -170,7 +178,7 @@ def own_rates(optimizer: Optimizer, scheduler: Any) -> Iterator[None]:
 
 
 def load_ppo_state(
-    checkpoint: str | Path, process: int, run: dict[str, Any], meter: Meter
+    checkpoint: str | Path, process: int, run: RunDescription, meter: Meter
 ) -> tuple[PPOState, Rollout | None]:
     """Read what `save_ppo_state` wrote. A `kl_coef` that was changed since takes the place of the saved β."""
     path = state_file(checkpoint, process)
@@ -178,6 +186,6 @@ def load_ppo_state(
     meter.load_state_dict(content["metrics"])
     rollout = Rollout(**load_file(path.with_suffix(".safetensors"))) if content["rollout"] else None
     state = PPOState.from_state_dict(content["state"])
-    if run["settings"]["kl_coef"] != content["run"]["settings"]["kl_coef"]:
-        state.kl_coef = run["settings"]["kl_coef"]
+    if run.settings["kl_coef"] != content["run"]["settings"]["kl_coef"]:
+        state.kl_coef = run.settings["kl_coef"]
     return state, rollout

@@ -8,7 +8,7 @@ from torch import nn
 from hfppo.metrics import Meter
 from hfppo.models.actor_critic import ActorCritic
 from hfppo.rollout import Rollout
-from hfppo.saving.checkpoint import check_checkpoint, load_ppo_state, own_rates, save_ppo_state
+from hfppo.saving.checkpoint import RunDescription, check_checkpoint, load_ppo_state, own_rates, save_ppo_state
 from hfppo.saving.crash_safe import CrashSafeTrainer
 from hfppo.state import PPOState
 
@@ -21,7 +21,7 @@ class ResumableTrainer(CrashSafeTrainer):
     _rollout: Rollout | None
     _meter: Meter
     _begun: tuple[int, dict[str, Any]]  # the steps before the one that was begun last, and the meter's state then
-    _run: dict[str, Any]  # from `describe_run`
+    _run: RunDescription
 
     def _save_rng_state(self, output_dir: str) -> None:
         # Private, but it runs on every process for every kind of checkpoint; `on_save` runs after the fact.
