@@ -37,6 +37,30 @@ END = "the end of sequence"  # as errors call it
 
 
 @dataclass(frozen=True)
+class DatasetPrompts:
+    """The prompts of all datasets."""
+
+    train: Prompts | PromptStream | None
+    eval: dict[str | None, Prompts]  # by name; None: the only one
+
+    @property
+    def named(self) -> dict[str, Prompts | PromptStream]:
+        """They by what errors call their dataset."""
+        training = {} if self.train is None else {"train_dataset": self.train}
+        return {**training, **{eval_name(name): some for name, some in self.eval.items()}}
+
+    @property
+    def heads(self) -> dict[str, Prompts]:
+        """Those of them that are known before the run."""
+        return {name: some.head for name, some in self.named.items()}
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest."""
+        return max((some.longest for some in self.named.values()), default=0)
+
+
+@dataclass(frozen=True)
 class Parts:
     """What a trainer is made of."""
 
@@ -45,8 +69,7 @@ class Parts:
     eos_ids: list[int]
     rewards: RewardFunctions
     peft_config: PeftConfig
-    train_prompts: Prompts | PromptStream | None
-    eval_prompts: dict[str | None, Prompts]  # by name; None: the only one
+    prompts: DatasetPrompts
     sources: list[tuple[str, Any]]  # what the run is made of, and by which argument
 
 
@@ -72,35 +95,24 @@ def assemble(
         check_architecture("model", model)
     tokenizer = load_tokenizer(model) if tokenizer is None else tokenizer
     check_tokenizer(tokenizer)
-    train_prompts: Prompts | PromptStream | None = None
-    if isinstance(train_dataset, IterableDataset):
-        train_prompts = stream_of(train_dataset, tokenizer, args)
-    elif train_dataset is not None:
-        train_prompts = prompts_of(train_dataset, "train_dataset", tokenizer, args)
-    eval_prompts = {
-        name: prompts_of(dataset, eval_name(name), tokenizer, args) for name, dataset in named(eval_dataset).items()
-    }
+    prompts = all_prompts(train_dataset, eval_dataset, tokenizer, args)
     loaded = load_model(model, **init_kwargs)
     check_model(loaded, peft_config)
-    prompts: dict[str, Prompts | PromptStream] = {} if train_prompts is None else {"train_dataset": train_prompts}
-    prompts |= {eval_name(name): some for name, some in eval_prompts.items()}
-    longest = max((some.longest for some in prompts.values()), default=0)
-    check_lengths("the model", loaded, longest, args)
+    check_lengths("the model", loaded, prompts.longest, args)
     eos_ids = eos_token_ids(tokenizer, loaded.generation_config)
     padding = eos_ids[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    known = {name: some.head for name, some in prompts.items()}
-    check_ids(loaded, known, {END: eos_ids, "the padding token": [padding]})
-    check_ends(known, eos_ids)
+    check_ids(loaded, prompts.heads, {END: eos_ids, "the padding token": [padding]})
+    check_ends(prompts.heads, eos_ids)
     reference = load_reference(ref_model, **init_kwargs)
     if reference is not None:
-        check_lengths("ref_model", reference, longest, args)
+        check_lengths("ref_model", reference, prompts.longest, args)
     base_name, reward_kwargs = loaded.config.name_or_path, cast(dict[str, Any], args.reward_model_init_kwargs or {})
     funcs = load_reward_funcs(reward_funcs, reward_tokenizers, base_name, args.device, **reward_kwargs)
     rewards = RewardFunctions(funcs, args.reward_weights)
-    check_calls(rewards, known)
+    check_calls(rewards, prompts.heads)
     critic_source = find_critic(critic) if args.needs_critic else None
     if critic_source is not None and isinstance(critic_source.model, PreTrainedModel):
-        check_lengths("the critic", critic_source.model, longest, args)
+        check_lengths("the critic", critic_source.model, prompts.longest, args)
     actor = take_apart(loaded, peft_config)
     for func in map(unwrapped, rewards.funcs):
         if isinstance(func, RewardAdapter):
@@ -113,7 +125,7 @@ def assemble(
     sources: list[tuple[str, Any]] = [("reward_funcs", unwrapped(func)) for func in given]
     sources += [("model", model), ("the base's path", actor.base.name_or_path)]
     sources += [("ref_model", ref_model), ("critic", critic)]
-    return Parts(actor_critic, tokenizer, eos_ids, rewards, actor.peft_config, train_prompts, eval_prompts, sources)
+    return Parts(actor_critic, tokenizer, eos_ids, rewards, actor.peft_config, prompts, sources)
 
 
 def check_tokenizer(tokenizer: Any) -> None:
@@ -257,6 +269,22 @@ def check_lengths(name: str, model: PreTrainedModel | PeftModel, longest: int, a
             f"together than {name}'s {positions} positions{' before LongRoPE' if scaled else ''}; lower "
             "max_completion_length or max_prompt_length"
         )
+
+
+def all_prompts(
+    train_dataset: Dataset | IterableDataset | None,
+    eval_dataset: Dataset | dict[str, Dataset] | None,
+    tokenizer: PreTrainedTokenizerBase,
+    args: PPOConfig,
+) -> DatasetPrompts:
+    """The datasets' prompts as the configuration has them."""
+    train: Prompts | PromptStream | None = None
+    if isinstance(train_dataset, IterableDataset):
+        train = stream_of(train_dataset, tokenizer, args)
+    elif train_dataset is not None:
+        train = prompts_of(train_dataset, "train_dataset", tokenizer, args)
+    of_eval = {name: prompts_of(some, eval_name(name), tokenizer, args) for name, some in named(eval_dataset).items()}
+    return DatasetPrompts(train, of_eval)
 
 
 def prompts_of(dataset: Dataset, name: str, tokenizer: PreTrainedTokenizerBase, args: PPOConfig) -> Prompts:

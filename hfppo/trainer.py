@@ -107,7 +107,7 @@ class PPOTrainer(EvaluatingTrainer):
             critic,
             reward_processing_classes,
         )
-        check_best(args, parts.eval_prompts, parts.rewards, compute_metrics)
+        check_best(args, parts.prompts.eval, parts.rewards, compute_metrics)
         super().__init__(
             model=parts.model,
             args=args,
@@ -137,7 +137,7 @@ class PPOTrainer(EvaluatingTrainer):
         self._progress = RunProgress.of(self, args.updates_per_rollout)
         self.collector.sampler.on_progress = self._progress.advance
         self.ppo_state = PPOState(kl_coef=args.kl_coef)
-        self._train_prompts, self._eval_prompts = parts.train_prompts, parts.eval_prompts
+        self._train_prompts, self._eval_prompts = parts.prompts.train, parts.prompts.eval
         self._rollout = None
         self._meter = Meter()
         self._step_meter = Meter()  # for `target_kl`
@@ -146,7 +146,7 @@ class PPOTrainer(EvaluatingTrainer):
         self._step_hooks = StepHooks(self._before_step, self._measure_step)
         self._guard = NonFiniteGuard(args, self.accelerator)
         self._sources = parts.sources
-        self._run = describe_run(args, parts.train_prompts, parts.model, parts.peft_config, parts.rewards.names)
+        self._run = describe_run(args, parts.prompts.train, parts.model, parts.peft_config, parts.rewards.names)
 
     def create_sampler(self, eos_ids: list[int]) -> Sampler:
         """What completes the prompts; a subclass may give a sampler of its own.
