@@ -24,7 +24,8 @@ ALLOWED = {
     "background": set(),
     "endpoint": set(),
     "optimizer": set(),
-    "curves": set(),
+    "side_files": set(),
+    "curves": {"side_files"},
     "metrics": {"functional"},
     "config_checks": {"functional"},
     "config": {"config_checks", "functional"},
@@ -32,7 +33,7 @@ ALLOWED = {
     "models": {"config"},
     "rewards": {"background", "endpoint", "models"},
     "generation": {"background", "config", "endpoint", "functional", "models", "rollout"},
-    "callbacks": {"config", "curves", "functional", "models", "rollout", "state", "visible"},
+    "callbacks": {"config", "curves", "functional", "models", "rollout", "side_files", "state", "visible"},
     "saving": {"config", "data", "metrics", "models", "rollout", "state"},
     "sharding": {"config", "models", "rewards"},
     "memory": {"config", "saving"},
@@ -52,7 +53,7 @@ ALLOWED = {
     },
     "trace": {
         *("assembly", "callbacks", "config", "data", "experience", "functional", "generation", "metrics", "models"),
-        *("rewards", "rollout", "saving", "state", "visible"),
+        *("rewards", "rollout", "saving", "side_files", "state", "visible"),
     },
 }
 ANYTHING = {"trainer", "__init__"}

@@ -11,6 +11,7 @@ from tqdm import tqdm
 from transformers import TrainingArguments
 
 from hfppo.callbacks.events import PPOCallback
+from hfppo.side_files import expendable
 from hfppo.visible import visible
 
 
@@ -48,9 +49,10 @@ class PrintCompletionsCallback(PPOCallback):
     def _save(self, args: TrainingArguments, columns: dict[str, list]) -> None:
         """Write the table into the output folder, and log it."""
         everything = Dataset.from_dict({name: of_one_type(column) for name, column in columns.items()})
-        folder = Path(args.output_dir) / "completions"
-        folder.mkdir(parents=True, exist_ok=True)
-        everything.to_pandas().to_parquet(folder / f"completions_{columns['step'][0]:05d}.parquet")
+        file = Path(args.output_dir) / "completions" / f"completions_{columns['step'][0]:05d}.parquet"
+        with expendable(file):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            everything.to_pandas().to_parquet(file)
         log_table(args, "completions", everything)
 
 

@@ -11,6 +11,8 @@ from typing import Any
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import sort_checkpoints
 
+from hfppo.side_files import expendable
+
 LOG_FILE = "metrics.jsonl"
 STATE_FILE = "trainer_state.json"
 SEED = re.compile(r"[-_/. ]?seed[-_=]?\d+$")  # what the folders of one configuration differ in
@@ -22,25 +24,38 @@ class LogFileCallback(TrainerCallback):
     """Keeps `metrics.jsonl` in the output folder: Trainer's log history, an entry per line. On by default.
 
     When training begins the file becomes what the log history is then, so a run that goes on from an earlier
-    checkpoint has no line twice.
+    checkpoint has no line twice. A line that cannot be written is a warning, and comes with the next that can.
     """
 
     def __init__(self) -> None:
         self._path: Path | None = None
+        self._whole = True  # whether the file has every entry
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
         """Write what was logged up to the checkpoint; nothing, without one."""
         if state.is_world_process_zero:
             self._path = Path(args.output_dir) / LOG_FILE
-            aside = self._path.with_suffix(".new")
-            aside.write_text("".join(line(entry) for entry in state.log_history))
-            os.replace(aside, self._path)
+            write_log(self._path, state.log_history)
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
         """Add the latest entry."""
-        if self._path is not None:
-            with self._path.open("a") as file:
-                file.write(line(state.log_history[-1]))
+        if self._path is None:
+            return
+        complete, self._whole = self._whole, False
+        with expendable(self._path):
+            if complete:
+                with self._path.open("a") as file:
+                    file.write(line(state.log_history[-1]))
+            else:
+                write_log(self._path, state.log_history)
+            self._whole = True
+
+
+def write_log(path: Path, history: list[Entry]) -> None:
+    """Write the file anew, all or nothing."""
+    aside = path.with_suffix(".new")
+    aside.write_text("".join(line(entry) for entry in history))
+    os.replace(aside, path)
 
 
 def line(entry: Entry) -> str:

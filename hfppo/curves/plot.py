@@ -10,6 +10,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from hfppo.curves.history import Group
 from hfppo.curves.page import page
 from hfppo.curves.panels import LIGHT, Drawn, Line, Panel, panels
+from hfppo.side_files import expendable
 
 NAME = "curves"  # of both files, in the output folder
 
@@ -33,7 +34,9 @@ class PlotCallback(TrainerCallback):
         name = Path(args.output_dir).absolute().name
         groups = [Group(name, [state.log_history])]
         if state.is_world_process_zero and panels(groups):
-            draw(groups, name, Path(args.output_dir) / NAME, picture)
+            output = Path(args.output_dir) / NAME
+            with expendable(output.with_suffix(".html")):
+                draw(groups, name, output, picture)
 
 
 def draw(groups: list[Group], title: str, output: Path, picture: bool = True) -> None:

@@ -1,6 +1,7 @@
 """Records token traces during a run."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 from datasets import Dataset
@@ -9,8 +10,18 @@ from hfppo.callbacks.completions import log_table
 from hfppo.callbacks.events import PPOCallback
 from hfppo.models.output_head import is_sharded
 from hfppo.rollout import Rollout
+from hfppo.side_files import expendable
 from hfppo.trace.page import write_page
-from hfppo.trace.record import after_update, read_traces, recorded, rollout_of, trace_file, traces_of, write_traces
+from hfppo.trace.record import (
+    TRACES,
+    after_update,
+    read_traces,
+    recorded,
+    rollout_of,
+    trace_file,
+    traces_of,
+    write_traces,
+)
 from hfppo.trace.table import TokenTable
 
 
@@ -86,7 +97,9 @@ class TokenTraceCallback(PPOCallback):
             count = len(rollout) if self.trainer is not None else min(self.num_completions, len(rollout))
             tables = [TokenTable.from_rollout(rollout, i, self._tokenizer, args.kl_estimator) for i in range(count)]
             traces = traces_of(rollout, tables, number, state.global_step, kl_coef)
-            write_traces(trace_file(args.output_dir, number, self._kind), traces)
+            path = trace_file(args.output_dir, number, self._kind)
+            with expendable(path):
+                write_traces(path, traces)
 
     def on_update_end(self, args, state, control, *, model, rollout, ppo_state):
         path = trace_file(args.output_dir, ppo_state.rollouts, self._kind)
@@ -95,9 +108,11 @@ class TokenTraceCallback(PPOCallback):
         traces = read_traces(path)
         if not is_sharded(model):  # its forward would need the other processes as well
             traces = after_update(traces, model, args, state.global_step)
-            write_traces(path, traces)
+            with expendable(path):
+                write_traces(path, traces)
         log_table(args, "traces", Dataset.from_list([row for trace in traces for row in trace.token_rows()]))
 
     def on_train_end(self, args, state, control, **kwargs):
         if state.is_world_process_zero and recorded(args.output_dir):
-            write_page(args.output_dir)
+            with expendable(Path(args.output_dir) / TRACES / "index.html"):
+                write_page(args.output_dir)

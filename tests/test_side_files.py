@@ -1,0 +1,80 @@
+"""What is written beside a run ends none: a full disk and folders in the way, for each file in turn."""
+
+from pathlib import Path
+
+import pytest
+from test_resume import final_state
+from torch.testing import assert_close
+from transformers import TrainerCallback
+
+from hfppo import TokenTraceCallback
+from hfppo.curves.history import read_log
+from hfppo.trace.record import read_traces
+
+CONFIG = {"max_steps": 12, "save_strategy": "steps", "save_steps": 6, "log_completions": True}  # 3 rollouts of 4 steps
+
+pytestmark = pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device here is full by itself")
+
+
+class FullDisk(TrainerCallback):
+    """The log finds the disk full from step 4 to step 8."""
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        log = Path(args.output_dir) / "metrics.jsonl"
+        if state.global_step == 4:
+            log.unlink()
+        for file in (log, log.with_suffix(".new")):
+            if state.global_step == 4:
+                file.symlink_to("/dev/full")
+            if state.global_step == 8:
+                file.unlink()
+
+
+@pytest.fixture
+def straight(make_trainer, tmp_path):
+    trainer = make_trainer(CONFIG | {"output_dir": str(tmp_path / "straight")})
+    trainer.train()
+    return trainer
+
+
+def test_files_that_cannot_be_written_are_warned_of(make_trainer, tmp_path, caplog, straight):
+    folder = tmp_path / "out"
+    folder.mkdir()
+    (folder / "curves.html").symlink_to("/dev/full")
+    (folder / "_traces").touch()
+    (folder / "completions").touch()
+    trainer = make_trainer(CONFIG, callbacks=[FullDisk(), TokenTraceCallback(every=1)])
+    trainer.train()
+    assert trainer.state.global_step == 12
+    for file in (
+        "metrics.jsonl",
+        "curves.html",
+        "_traces/rollout-000001.jsonl",
+        "completions/completions_00000.parquet",
+    ):
+        assert f"{folder / file} could not be written; the run goes on without it" in caplog.text
+    assert_close(final_state(trainer), final_state(straight), rtol=0, atol=0)
+    assert read_log(folder) == trainer.state.log_history  # whole again
+
+
+def test_a_page_of_traces_that_cannot_be_written_is_warned_of(make_trainer, tmp_path, caplog):
+    (tmp_path / "out" / "_traces").mkdir(parents=True)
+    (tmp_path / "out" / "_traces" / "index.html").symlink_to("/dev/full")
+    trainer = make_trainer({"max_steps": 4}, callbacks=[TokenTraceCallback(every=1)])
+    trainer.train()
+    assert "index.html could not be written; the run goes on without it: [Errno 28] No space left" in caplog.text
+    assert (tmp_path / "out" / "_traces" / "rollout-000001.jsonl").stat().st_size > 0
+
+
+def test_a_trace_that_cannot_be_written_after_the_update_stays_as_it_was(make_trainer, tmp_path, caplog):
+    class FullAfterwards(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            if state.global_step == 1:
+                (tmp_path / "out" / "_traces" / "rollout-000001.writing").symlink_to("/dev/full")
+
+    trainer = make_trainer({"max_steps": 4}, callbacks=[FullAfterwards(), TokenTraceCallback(every=1)])
+    trainer.train()
+    assert "rollout-000001.jsonl could not be written" in caplog.text
+    traces = read_traces(tmp_path / "out" / "_traces" / "rollout-000001.jsonl")
+    assert traces
+    assert all(trace.updated_step is None for trace in traces)
