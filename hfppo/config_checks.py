@@ -10,6 +10,8 @@ from difflib import get_close_matches
 from numbers import Real
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+import torch
+
 from hfppo.functional import (
     ADVANTAGE_ESTIMATORS,
     KL_ESTIMATORS,
@@ -181,6 +183,7 @@ def check_config(args: Any) -> None:
     check_choices(args)
     check_ranges(args)
     check_combinations(args)
+    check_dtypes(args)
     check_inherited(args)
     check_processes(args)
 
@@ -249,6 +252,17 @@ def check_combinations(args: Any) -> None:
             f"chat_template_kwargs={args.chat_template_kwargs!r} sets {', '.join(taken)}, which follows from the "
             "prompt; leave it out"
         )
+
+
+def check_dtypes(args: Any) -> None:
+    """Types of numbers are among those that torch has."""
+    for field in ("model_init_kwargs", "reward_model_init_kwargs"):
+        for key in ("dtype", "torch_dtype"):
+            dtype = (getattr(args, field) or {}).get(key, "auto")
+            if isinstance(dtype, str) and dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
+                raise ValueError(
+                    f"{field} has {key}={dtype!r}, which torch has not; choose auto, float32, bfloat16 or float16"
+                )
 
 
 def check_inherited(args: Any) -> None:

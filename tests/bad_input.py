@@ -314,6 +314,7 @@ TABLE: dict[str, dict[str, Case]] = {
             {"normalize_scores": True, "positive_nll_coef": 0.1},
             {"neftune_noise_alpha": 5.0},
             {"whiten_rewards": True, "advantage_estimator": "remax"},
+            {"model_init_kwargs": {"dtype": "bf16"}},
             {"bf16_full_eval": True},
             {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "epoch"},
             {"lr_scheduler_type": "greedy", "eval_strategy": "epoch"},

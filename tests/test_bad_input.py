@@ -208,11 +208,13 @@ def test_resuming_with_other_settings_says_so(checkpoint, make_trainer, caplog):
         return [0.0] * len(completions)
 
     with caplog.at_level(logging.WARNING, "hfppo"):
-        resume(make_trainer, checkpoint, {"max_steps": 3, "vf_coef": 0.7}, reward_funcs=other)
+        resume(make_trainer, checkpoint, {"max_steps": 3, "vf_coef": 0.7, "weight_decay": 0.1}, reward_funcs=other)
     said = "\n".join(record.getMessage() for record in caplog.records)
     assert "vf_coef=0.7, the checkpoint was written with 0.1" in said
     assert "reward_funcs=['other'], the checkpoint was written with ['count_digits']" in said
-    assert said.count("the checkpoint was written with") == 2
+    assert "weight_decay=0.1, the checkpoint was written with 0.0" in said
+    assert "max_steps=3, the checkpoint was written with" in said
+    assert said.count("the checkpoint was written with") == 4
 
 
 def test_a_saved_critic_that_fits(checkpoint, sealed, make_trainer):

@@ -39,6 +39,12 @@ STRUCTURE = (
     "seed",
 )
 
+# Trainer's own fields that change the result, as all of ours do: a resumed run may have others, and is told so.
+OF_TRAINER = (
+    *("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "max_steps", "num_train_epochs"),
+    *("weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "bf16", "fp16"),
+)
+
 # What an optimiser's groups say of themselves that no step or schedule changes.
 OWN_SETTINGS = ("weight_decay", "betas", "eps")
 
@@ -67,7 +73,7 @@ def describe_run(
     digest = hashlib.sha256(json.dumps(prompts.head.ids).encode()).hexdigest() if prompts is not None else None
     inherited = {f.name for f in fields(TrainingArguments)}
     values = json.loads(json.dumps(args.to_dict(), default=str))  # without secrets, and with dtypes as text
-    own = {f.name: values[f.name] for f in fields(args) if f.name not in inherited and f.name not in STRUCTURE}
+    own = [f.name for f in fields(args) if f.name not in inherited and f.name not in STRUCTURE]
     return RunDescription(
         structure={
             # The product alone, so that a run that is short of memory can go on in smaller pieces.
@@ -82,7 +88,7 @@ def describe_run(
             "peft_config": describe_adapter(peft_config),
             "critic": None if model.critic is None else model.critic.kind,
         },
-        settings={**own, "reward_funcs": reward_funcs},
+        settings={**{name: values[name] for name in (*own, *OF_TRAINER)}, "reward_funcs": reward_funcs},
     )
 
 
@@ -150,7 +156,7 @@ def check_checkpoint(checkpoint: str | Path, process: int, run: RunDescription) 
             )
     current = json.loads(json.dumps(run.settings))
     for name, now in current.items():
-        if (before := saved.settings.get(name)) != now:
+        if (before := saved.settings.get(name, now)) != now:
             logger.warning("resuming with %s=%r, the checkpoint was written with %r", name, now, before)
 
 
