@@ -10,7 +10,7 @@ from inspect import signature
 import torch
 from torch import Tensor
 
-from hfppo.functional.shapes import require_same_shape
+from hfppo.functional.shapes import require_rows, require_same_shape
 
 
 def gae(
@@ -33,9 +33,11 @@ def gae(
     Returns:
         advantages, returns: (B, T), 0 where mask is False.
     Raises:
-        ValueError: a reward other than 0 stands on a masked column, where it would be lost.
+        ValueError: shapes that do not fit, or a reward other than 0 on a masked column, where it would be lost.
     """
     require_same_shape(rewards=rewards, values=values, mask=mask)
+    per_row = {"lam": lam, "final_value": final_value}
+    require_rows(rewards, **{name: x for name, x in per_row.items() if isinstance(x, Tensor)})
     _require_rewards_on_real_tokens(rewards, mask)
     next_value = torch.zeros_like(values[:, 0]) if final_value is None else final_value
     running = torch.zeros_like(values[:, 0])
@@ -103,9 +105,10 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
     return float(1.0 - (returns - values)[mask].var(correction=0) / real.var(correction=0))
 
 
-def _completion_rewards(rewards: Tensor, mask: Tensor) -> Tensor:
+def _completion_rewards(rewards: Tensor, mask: Tensor, **per_row: Tensor) -> Tensor:
     """(B,) float64 sum of the token rewards of each completion; equal ones differ from their float32 mean."""
     require_same_shape(rewards=rewards, mask=mask)
+    require_rows(rewards, **per_row)
     _require_rewards_on_real_tokens(rewards, mask)
     return rewards.double().sum(dim=1)
 
@@ -139,7 +142,7 @@ def grpo(rewards: Tensor, mask: Tensor, groups: Tensor, scale: bool = True) -> T
     Returns:
         (B, T), the same number on each real token of a completion.
     """
-    scores = _completion_rewards(rewards, mask)
+    scores = _completion_rewards(rewards, mask, groups=groups)
     index, size = _group_index(groups, "grpo")
     centred = scores - _group_sum(scores, index) / size
     if scale:
@@ -149,21 +152,21 @@ def grpo(rewards: Tensor, mask: Tensor, groups: Tensor, scale: bool = True) -> T
 
 def rloo(rewards: Tensor, mask: Tensor, groups: Tensor) -> Tensor:
     """s − mean of the others of its group. arXiv:2402.14740. Args and returns as `grpo`."""
-    scores = _completion_rewards(rewards, mask)
+    scores = _completion_rewards(rewards, mask, groups=groups)
     index, size = _group_index(groups, "rloo")
     return _spread(scores - (_group_sum(scores, index) - scores) / (size - 1), mask, rewards.dtype)
 
 
 def opo(rewards: Tensor, mask: Tensor, groups: Tensor) -> Tensor:
     """s − its group's mean weighted by length. arXiv:2505.23585. Args and returns as `grpo`."""
-    scores, lengths = _completion_rewards(rewards, mask), mask.sum(dim=1)
+    scores, lengths = _completion_rewards(rewards, mask, groups=groups), mask.sum(dim=1)
     index, _ = _group_index(groups, "opo")
     return _spread(scores - _group_sum(scores * lengths, index) / _group_sum(lengths, index), mask, rewards.dtype)
 
 
 def reinforce_plus_plus_baseline(rewards: Tensor, mask: Tensor, groups: Tensor) -> Tensor:
     """s − mean of its group, to be whitened over the whole rollout. arXiv:2501.03262. Args and returns as `grpo`."""
-    scores = _completion_rewards(rewards, mask)
+    scores = _completion_rewards(rewards, mask, groups=groups)
     index, size = _group_index(groups, "reinforce_plus_plus_baseline")
     return _spread(scores - _group_sum(scores, index) / size, mask, rewards.dtype)
 
@@ -190,8 +193,7 @@ def remax(rewards: Tensor, mask: Tensor, greedy_scores: Tensor) -> Tensor:
     Returns:
         (B, T), the same number on each real token of a completion.
     """
-    scores = _completion_rewards(rewards, mask)
-    require_same_shape(scores=scores, greedy_scores=greedy_scores)
+    scores = _completion_rewards(rewards, mask, greedy_scores=greedy_scores)
     return _spread(scores - greedy_scores, mask, rewards.dtype)
 
 

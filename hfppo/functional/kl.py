@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from hfppo.functional.shapes import require_same_shape
+from hfppo.functional.shapes import require_rows, require_same_shape
 
 MAX_LOG_RATIO = 20.0
 
@@ -79,10 +79,11 @@ def token_rewards(scores: Tensor, kl: Tensor, mask: Tensor, kl_coef: float) -> T
     Returns:
         (B, T), 0 where `mask` is False.
     Raises:
-        ValueError: a score has no real token to stand on, or stands on a masked one.
+        ValueError: shapes that do not fit; a score has no real token to stand on, or stands on a masked one.
     """
     require_same_shape(kl=kl, mask=mask)
     if scores.dim() == 1:
+        require_rows(kl, scores=scores)
         homeless = scores.ne(0) & ~mask.any(dim=1)
         if homeless.any():
             raise ValueError(f"rows {homeless.nonzero().flatten().tolist()} have a score but no real token")

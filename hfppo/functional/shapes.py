@@ -1,4 +1,4 @@
-"""The check every function here makes first."""
+"""The checks every function here makes first."""
 
 from torch import Tensor
 
@@ -8,3 +8,10 @@ def require_same_shape(**tensors: Tensor) -> None:
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     if len(set(shapes.values())) > 1:
         raise ValueError(f"shapes must be equal, got {shapes}")
+
+
+def require_rows(of: Tensor, **tensors: Tensor) -> None:
+    """Raise a ValueError that names the tensor unless each is (B,), a number for each row of the (B, T) one."""
+    for name, tensor in tensors.items():
+        if tensor.shape != of.shape[:1]:
+            raise ValueError(f"{name} must have shape {tuple(of.shape[:1])}, one per row, got {tuple(tensor.shape)}")
