@@ -124,7 +124,9 @@ def assemble(
     given = reward_funcs if isinstance(reward_funcs, list | tuple) else [reward_funcs]
     sources: list[tuple[str, Any]] = [("reward_funcs", unwrapped(func)) for func in given]
     sources += [("model", model), ("the base's path", actor.base.name_or_path)]
-    sources += [("ref_model", ref_model), ("critic", critic)]
+    sources.append(("ref_model", ref_model))
+    if critic_source is not None and critic not in ("adapter", "shared"):
+        sources.append(("critic", critic))
     return Parts(actor_critic, tokenizer, eos_ids, rewards, actor.peft_config, prompts, sources)
 
 

@@ -339,6 +339,13 @@ def test_the_output_folder_is_not_what_the_run_is_made_of(make_trainer, tmp_path
         trainer.train()
 
 
+@pytest.mark.parametrize("name", ["adapter", "shared"])
+def test_an_output_folder_may_be_called_as_a_kind_of_critic(make_trainer, tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    make_trainer({"output_dir": name, "max_steps": 1}, critic=name).train()
+    assert (tmp_path / name / "metrics.jsonl").is_file()
+
+
 class FullDisk:
     """Lets torch.save work a few times, then no more."""
 

@@ -31,7 +31,7 @@ ALLOWED = {
     "config": {"config_checks", "functional"},
     "data": {"rollout"},
     "models": {"config"},
-    "rewards": {"background", "endpoint", "models"},
+    "rewards": {"background", "data", "endpoint", "models"},
     "generation": {"background", "config", "endpoint", "functional", "models", "rollout"},
     "callbacks": {"config", "curves", "functional", "models", "rollout", "side_files", "state", "visible"},
     "saving": {"config", "data", "metrics", "models", "rollout", "state"},

@@ -108,6 +108,20 @@ def test_conversations_go_through_its_own_chat_template():
     assert reward([prompt], [answer]) == pytest.approx([alone(model, tokenizer, "1+2=？3")], abs=1e-5)
 
 
+def test_a_conversation_is_rendered_as_the_policys_prompt_is():
+    """Without the None keys that Arrow fills in, and with what the row says about its rendering."""
+    model, tokenizer = scorer().eval(), other_tokenizer("right", "<void>")
+    tokenizer.chat_template = (
+        "{% if tools %}{{ tools | length }}{% endif %}{{ mark }}"
+        "{% for m in messages %}{% if 'tool_calls' in m %}不{% endif %}{{ m['content'] }}{% endfor %}"
+    )
+    prompts = [[{"role": "user", "content": "1+2=", "tool_calls": None}]] * 2
+    answers = [[{"role": "assistant", "content": "3"}]] * 2
+    columns = {"tools": [[{"name": "add"}, {"name": "sum"}], None], "chat_template_kwargs": [None, {"mark": "请"}]}
+    expected = [alone(model, tokenizer, text) for text in ("21+2=3", "请1+2=3")]
+    assert RewardModel(model, tokenizer)(prompts, answers, **columns) == pytest.approx(expected, abs=1e-5)
+
+
 def test_special_tokens_are_added_to_texts_and_not_to_conversations():
     """A chat template has written them; a second BOS would be another text."""
     model, tokenizer = scorer().eval(), other_tokenizer("right", "<void>")

@@ -21,6 +21,11 @@ from hfppo.trace.__main__ import main
 from hfppo.trace.checkpoint import Question, completion_ids, trace_prompt
 
 PROMPT = "请问1+1=2？"
+PLATEAU = {
+    "lr_scheduler_type": "reduce_lr_on_plateau",
+    "lr_scheduler_kwargs": {"mode": "max"},
+    "eval_strategy": "epoch",
+}
 
 
 class Run:
@@ -37,6 +42,7 @@ class Run:
             reward_funcs=count_digits,
             args=PPOConfig(**{**SMALL, **saving, **settings, **config}),
             train_dataset=Dataset.from_list([{"prompt": f"请问{a}+1="} for a in range(8)]),
+            eval_dataset=Dataset.from_list([{"prompt": PROMPT}]),
             processing_class=tokenizer,
             peft_config=LORA,
             callbacks=[TokenTraceCallback()],
@@ -80,6 +86,23 @@ def test_table_of_a_run_whose_groups_do_not_divide_the_usual_batch(tmp_path):
     run = Run(tmp_path, advantage_estimator="rloo", num_generations=3, per_device_train_batch_size=3)
     trace, _ = trace_prompt(run.checkpoint, Question(PROMPT, score=run.table.score))
     assert_same(trace.table, run.table)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"bf16": True, "use_cpu": True},
+        {**FOLLOWING, "eval_strategy": "epoch"},
+        {"total_episodes": 32, "per_device_train_batch_size": 8},
+    ],
+    ids=["bf16", "a schedule that follows evaluations", "a number of episodes"],
+)
+def test_what_the_run_was_told_about_training_does_not_matter(tmp_path, config, caplog):
+    run = Run(tmp_path, **config)
+    caplog.clear()
+    trace, _ = trace_prompt(run.checkpoint, Question(PROMPT))
+    assert trace.step == 4
+    assert caplog.messages == []
 
 
 def test_another_base_than_the_runs_is_warned_of(run, tmp_path, caplog):

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
+from hfppo.data.prompts import TEMPLATE_COLUMNS, template_options, without_nones
 from hfppo.models.critic import shared_copy
 from hfppo.models.layout import rows_at_once
 from hfppo.models.loading import adapter_config
@@ -27,8 +28,9 @@ from hfppo.rewards.tolerant import TolerantReward
 class RewardModel:
     """A sequence-classification model that follows the contract of `hfppo.rewards.contract`.
 
-    A conversation is rendered by the reward tokenizer's chat template. A plain prompt is followed by its completion
-    and EOS, as TRL's RewardTrainer has it in training.
+    A conversation is rendered by the reward tokenizer's chat template, with the row's `tools` and
+    `chat_template_kwargs`. A plain prompt is followed by its completion and EOS. Both as TRL's RewardTrainer has it in
+    training.
 
     Args:
         model: its head gives one number, or `label` says which one counts.
@@ -63,8 +65,13 @@ class RewardModel:
             eos = self.tokenizer.eos_token or ""
             texts = [prompt + completion + eos for prompt, completion in zip(prompts, completions, strict=True)]
         else:
-            talks = [conversation(*both) for both in zip(prompts, completions, strict=True)]
-            texts = [self.tokenizer.apply_chat_template(talk, tokenize=False) for talk in talks]
+            columns = (kwargs.get(name) or [None] * len(prompts) for name in TEMPLATE_COLUMNS)
+            texts = [
+                self.tokenizer.apply_chat_template(
+                    without_nones(conversation(prompt, completion)), tokenize=False, **template_options(*options)
+                )
+                for prompt, completion, *options in zip(prompts, completions, *columns, strict=True)
+            ]
         # A chat template writes the special tokens itself.
         return self.score(texts, add_special_tokens=isinstance(prompts[0], str))
 

@@ -17,7 +17,13 @@ from peft import PeftConfig
 from peft.utils import set_peft_model_state_dict
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, TrainerState
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedTokenizerBase,
+    TrainerState,
+    TrainingArguments,
+)
 
 from hfppo.assembly import prompts_of
 from hfppo.config import PPOConfig
@@ -113,12 +119,13 @@ def check_folder(folder: Path) -> Path:
 
 def settings(run: dict[str, Any], question: Question) -> PPOConfig:
     """The configuration of a checkpoint's run, as far as a rollout of one prompt needs it."""
-    known = {f.name for f in fields(PPOConfig)}
+    known = {f.name for f in fields(PPOConfig)} - {f.name for f in fields(TrainingArguments)} | {"seed"}
     values = {name: value for name, value in {**run["settings"], **run["structure"]}.items() if name in known}
     init_kwargs = values.get("model_init_kwargs") or {}
     values["model_init_kwargs"] = {"dtype": init_kwargs["dtype"]} if "dtype" in init_kwargs else None
     # π_old is this model whatever sampled in the run, and nothing but the score that was given rewards.
     values |= {"policy_mode": "decoupled", "use_vllm": False, "reward_weights": None, "output_dir": "."}
+    values["total_episodes"] = None  # of a batch size that is not taken over
     values["per_device_train_batch_size"] = values["num_generations"]  # a size that divides into groups
     values |= {"report_to": "none"} | ({} if question.seed is None else {"seed": question.seed})
     return PPOConfig(**values)
