@@ -19,7 +19,66 @@ class Baseline:
     """What the greedy completion of each row's prompt scored, for the estimator that compares with it."""
 
     scores: Tensor  # (B,)
-    known: Tensor  # (B,) bool, False where it has no score
+    scorable: Tensor  # (B,) bool, False where it has no score
+
+
+@dataclass(frozen=True)
+class Credit:
+    """What a rollout's completions are credited with; names and shapes are those of `Rollout`."""
+
+    old_logprobs: Tensor
+    loss_mask: Tensor
+    scorable_tokens: Tensor  # (B, T) bool, True on the tokens of completions that have a score
+    scores: Tensor
+    rewards: Tensor
+    raw_advantages: Tensor  # (B, T) before whitening
+    advantages: Tensor
+    returns: Tensor | None
+    weights: Tensor | None
+
+
+def assign_credit(
+    scored: Scored,
+    completions: Completions,
+    passes: Passes,
+    groups: Tensor,
+    baseline: Baseline | None,
+    moments: RunningMoments | None,
+    kl_coef: float,
+    args: PPOConfig,
+    whiten: Callable[..., Tensor] | None,
+) -> Credit:
+    """From scores to advantages, in the order of docs/algorithm.md.
+
+    Args:
+        groups: (B,) prompt number.
+        baseline: for the estimator that needs one.
+        moments: that normalise the scores; None: nothing does.
+        kl_coef: β.
+        whiten: `functional.whiten` over the rows of all processes; None leaves rewards and advantages as they are.
+    """
+    mask = completions.mask
+    old_logprobs = completions.logprobs if passes.old_logprobs is None else passes.old_logprobs
+    weights, kept = mismatch_weights(old_logprobs, completions, args)
+    scores = final_scores(scored, completions, args, moments)
+    placed = place_scores(scored, scores, mask, moments)
+    kl = kl_to_reference(old_logprobs, passes.ref_logprobs, args)
+    rewards = F.token_rewards(placed, kl, mask, kl_coef)
+    scorable_tokens = mask & scored.scorable[:, None]
+    if whiten is not None and args.whiten_rewards:
+        rewards = whiten(rewards, scorable_tokens, shift_mean=False)
+    raw, returns = advantages_and_returns(rewards, completions, passes, args, scored.scorable, groups, baseline)
+    return Credit(
+        old_logprobs=old_logprobs,
+        loss_mask=counted_tokens(scored, completions, args) & kept,
+        scorable_tokens=scorable_tokens,
+        scores=scores,
+        rewards=rewards,
+        raw_advantages=raw,
+        advantages=raw if whiten is None or not args.whitens_advantages else whiten(raw, scorable_tokens),
+        returns=returns,
+        weights=weights,
+    )
 
 
 def final_scores(
@@ -103,7 +162,7 @@ def advantages_and_returns(
         options = {"scale": args.scale_rewards} if F.estimator_needs(name, "scale") else {}
         return group_advantages(estimator, rewards, mask, scorable, groups, options), None
     if baseline is not None:
-        return estimator(rewards, mask, baseline.scores).where(baseline.known[:, None], 0.0), None
+        return estimator(rewards, mask, baseline.scores).where(baseline.scorable[:, None], 0.0), None
     if not args.needs_critic:
         return estimator(rewards, mask, args.gamma), None
     lam = args.lam if args.lam_alpha is None else F.length_adaptive_lam(mask, args.lam_alpha)

@@ -12,15 +12,7 @@ from transformers import PreTrainedTokenizerBase, TrainerState
 
 from hfppo import functional as F
 from hfppo.config import PPOConfig
-from hfppo.credit import (
-    Baseline,
-    advantages_and_returns,
-    counted_tokens,
-    final_scores,
-    kl_to_reference,
-    mismatch_weights,
-    place_scores,
-)
+from hfppo.credit import Baseline, assign_credit, final_scores
 from hfppo.data.prompts import Prompts, pad_left
 from hfppo.data.stream import PromptStream
 from hfppo.generation import Completions, Sampler
@@ -87,71 +79,73 @@ class Collector:
             rows: what to complete.
             ppo_state: β, and the moments of the scores, which take those of this rollout in.
             state: passed to the reward functions.
-            meter: receives the rollout's metrics, of a look the seconds only.
-            training: False to look only: the moments stay, and advantages are not whitened.
+            meter: receives the rollout's metrics; with `training` False its seconds alone.
+            training: False to look only: the moments stay, and neither rewards nor advantages are whitened, which
+                would compare them with those of other rows.
         Raises:
             NonFiniteError: a number is not finite, on some process; the moments are those before.
             OutOfMemory: with the settings that help.
         """
-        args = self.args
         with meter.timed("time/rollout"), eval_mode(self.model), torch.no_grad():
-            prompt_ids, prompt_mask = self.prompt_tensors(rows)
-            with meter.timed("time/generation"):
-                completions = self.sample(prompt_ids, prompt_mask, [row.seed for row in rows])
+            prompts = self.prompt_tensors(rows)
+            completions, greedy = self.sample(rows, prompts, meter)
             texts = self.texts(rows, completions)
-            scored, passes = self.score_during_passes(rows, completions, texts, prompt_ids, prompt_mask, state, meter)
+            scored, passes = self.score_during_passes(rows, prompts, completions, texts, state, meter)
             moments = self.moments(scored, ppo_state, training)
-            old_logprobs = completions.logprobs if passes.old_logprobs is None else passes.old_logprobs
-            weights, kept = mismatch_weights(old_logprobs, completions, args)
-            scores = final_scores(scored, completions, args, moments)
-            placed = place_scores(scored, scores, completions.mask, moments)
-            kl = kl_to_reference(old_logprobs, passes.ref_logprobs, args)
-            rewards = F.token_rewards(placed, kl, completions.mask, ppo_state.kl_coef)
-            known = completions.mask & scored.scorable[:, None]
-            if args.whiten_rewards:
-                rewards = self.whiten_globally(rewards, known, shift_mean=False)
-            groups = torch.tensor([row.group for row in rows])
-            baseline = self.baseline(rows, moments, state)
-            advantages, returns = advantages_and_returns(
-                rewards, completions, passes, args, scored.scorable, groups, baseline
+            baseline = self.baseline(rows, greedy, moments, state, meter)
+            credit = assign_credit(
+                scored,
+                completions,
+                passes,
+                groups=torch.tensor([row.group for row in rows]),
+                baseline=baseline,
+                moments=moments,
+                kl_coef=ppo_state.kl_coef,
+                args=self.args,
+                whiten=self.whiten_globally if training else None,
             )
-            whiten = training and args.whitens_advantages
-            whitened = self.whiten_globally(advantages, known) if whiten else advantages
         rollout = Rollout(
-            prompt_ids=prompt_ids,
-            prompt_mask=prompt_mask,
+            prompt_ids=prompts[0],
+            prompt_mask=prompts[1],
             completion_ids=completions.ids,
             mask=completions.mask,
-            loss_mask=counted_tokens(scored, completions, args) & kept,
+            loss_mask=credit.loss_mask,
             truncated=completions.truncated,
-            scores=scores,
+            scores=credit.scores,
             rollout_logprobs=completions.logprobs,
-            old_logprobs=old_logprobs,
-            rewards=rewards,
-            advantages=whitened,
+            old_logprobs=credit.old_logprobs,
+            rewards=credit.rewards,
+            advantages=credit.advantages,
             ref_logprobs=passes.ref_logprobs,
             values=passes.values,
-            weights=weights,
-            returns=returns,
+            weights=credit.weights,
+            returns=credit.returns,
         )
         check_rollout(rollout, ppo_state.rollouts, self.accelerator.process_index)
-        if training and moments is not None:
-            ppo_state.score_moments = moments
         if training:
-            plain = final_scores(scored, completions, args)
+            if moments is not None:
+                ppo_state.score_moments = moments
+            plain = final_scores(scored, completions, self.args)
             measure_scores(meter, plain[scored.scorable], scored, self.rewards.names)
-            measure_rollout(meter, rollout, advantages, known, ppo_state.kl_coef, args, self.gather)
+            measure_rollout(meter, rollout, credit, ppo_state.kl_coef, self.args, self.gather)
         return rollout, self.transcript(rows, texts, scored)
 
     def prompt_tensors(self, rows: list[Row]) -> tuple[Tensor, Tensor]:
         """(B, P) token ids padded on the left and their mask."""
         return pad_left([row.prompt_ids for row in rows], self.tokenizer.pad_token_id)
 
-    def sample(self, prompt_ids: Tensor, prompt_mask: Tensor, seeds: list[int] | None) -> Completions:
-        """Have the prompts completed with the current weights."""
+    def sample(
+        self, rows: list[Row], prompts: tuple[Tensor, Tensor], meter: Meter
+    ) -> tuple[Completions, Completions | None]:
+        """Completions by the current weights; and the greedy one of each prompt, for an estimator that wants it."""
         phase = "sampling with vLLM" if self.args.use_vllm else "sampling"
-        with explained_memory(phase, self.args), self.sampler.ready():
-            return self.ask_sampler(prompt_ids, prompt_mask, seeds)
+        compares = F.estimator_needs(self.args.advantage_estimator, "greedy_scores")
+        with meter.timed("time/generation"), explained_memory(phase, self.args), self.sampler.ready():
+            sampled = self.ask_sampler(*prompts, [row.seed for row in rows])
+            greedy = self.ask_sampler(*self.prompt_tensors(one_of_each_prompt(rows)), None) if compares else None
+        tokens = sum(float(completions.mask.sum()) for completions in (sampled, greedy) if completions is not None)
+        meter.add_number("time/tokens_per_second", tokens / meter.seconds("time/generation"))
+        return sampled, greedy
 
     def ask_sampler(self, prompt_ids: Tensor, prompt_mask: Tensor, seeds: list[int] | None) -> Completions:
         """The completions of a sampler that is ready, on the CPU."""
@@ -193,10 +187,9 @@ class Collector:
     def score_during_passes(
         self,
         rows: list[Row],
+        prompts: tuple[Tensor, Tensor],
         completions: Completions,
         texts: list[Any],
-        prompt_ids: Tensor,
-        prompt_mask: Tensor,
         state: TrainerState,
         meter: Meter,
     ) -> tuple[Scored, Passes]:
@@ -205,7 +198,7 @@ class Collector:
             with meter.timed("time/rewards"), explained_memory("the reward functions", self.args):
                 scored = stack.enter_context(self.scoring(rows, completions, texts, state))
             with meter.timed("time/passes"), explained_memory("the passes without gradient", self.args):
-                passes = forward_passes(self.model, prompt_ids, prompt_mask, completions, self.accelerator, self.args)
+                passes = forward_passes(self.model, *prompts, completions, self.accelerator, self.args)
             with meter.timed("time/rewards"), explained_memory("the reward functions", self.args):
                 return scored(), passes
 
@@ -218,17 +211,27 @@ class Collector:
             moments.add(self.gather(scored.combined)[self.gather(scored.scorable)])
         return moments
 
-    def baseline(self, rows: list[Row], moments: RunningMoments | None, state: TrainerState) -> Baseline | None:
-        """The greedy completion of each prompt, sampled and scored; None: the estimator needs none."""
-        if not F.estimator_needs(self.args.advantage_estimator, "greedy_scores"):
+    def baseline(
+        self,
+        rows: list[Row],
+        greedy: Completions | None,
+        moments: RunningMoments | None,
+        state: TrainerState,
+        meter: Meter,
+    ) -> Baseline | None:
+        """What the greedy completions score; None where there are none."""
+        if greedy is None:
             return None
-        first = {row.group: row for row in reversed(rows)}
-        one_each = list(first.values())
-        greedy = self.sample(*self.prompt_tensors(one_each), None)
-        with self.scoring(one_each, greedy, self.texts(one_each, greedy), state) as result:
+        one_each = one_of_each_prompt(rows)
+        texts = self.texts(one_each, greedy)
+        with (
+            meter.timed("time/rewards"),
+            explained_memory("the reward functions", self.args),
+            self.scoring(one_each, greedy, texts, state) as result,
+        ):
             scored = result()
         scores = final_scores(scored, greedy, self.args, moments)
-        position = {group: i for i, group in enumerate(first)}
+        position = {row.group: i for i, row in enumerate(one_each)}
         index = torch.tensor([position[row.group] for row in rows])
         return Baseline(scores[index], scored.scorable[index])
 
@@ -248,6 +251,11 @@ def grouped(rows: list[Row]) -> list[Row]:
     """The rows, equal ones in one group."""
     groups: dict[str, int] = {}
     return [replace(row, group=groups.setdefault(repr((row.prompt_ids, row.columns)), row.group)) for row in rows]
+
+
+def one_of_each_prompt(rows: list[Row]) -> list[Row]:
+    """The first row of each group."""
+    return list({row.group: row for row in reversed(rows)}.values())
 
 
 def unpadded(completions: Completions) -> list[list[int]]:

@@ -22,7 +22,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "rewards/{function}/std": ("std", "Standard deviation of the same."),
     "frac_reward_zero_std": (
         "mean",
-        "Share of prompts whose completions all score alike; with num_generations above 1.",
+        "Share of prompts whose completions all score alike, or count in no loss; with num_generations above 1.",
     ),
     "rewards/{function}/failed": ("mean", "Share of completions for which a TolerantReward failed."),
     "unscorable_frac": ("mean", "Share of completions for which every reward function with a weight returned None."),

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from hfppo import functional as F
 from hfppo.config import PPOConfig
+from hfppo.credit import Credit
 from hfppo.metrics import Meter
 from hfppo.rewards.functions import Scored
 from hfppo.rollout import Rollout
@@ -32,8 +33,7 @@ def measure_scores(meter: Meter, scores: Tensor, scored: Scored, names: list[str
 def measure_rollout(
     meter: Meter,
     rollout: Rollout,
-    advantages: Tensor,
-    known: Tensor,
+    credit: Credit,
     kl_coef: float,
     args: PPOConfig,
     gather: Callable[[Tensor], Tensor],
@@ -41,20 +41,17 @@ def measure_rollout(
     """Add the metrics of a rollout.
 
     Args:
-        meter: has the seconds of sampling.
-        advantages: (B, T), before whitening.
-        known: (B, T) bool, True on the tokens of the completions that have a score, which whitening sees.
+        credit: of its completions.
         kl_coef: β it was collected with.
         gather: gives the rows of all processes, for what is no mean of rows.
     """
     mask = rollout.mask
-    meter.add_number("time/tokens_per_second", float(mask.sum()) / meter.seconds("time/generation"))
     meter.add("completions/mean_length", mask.sum(dim=1))
     meter.add("completions/max_length", mask.sum(dim=1))
     meter.add("completions/truncated_frac", rollout.truncated)
-    meter.add("advantage_std", advantages, known)
+    meter.add("advantage_std", credit.raw_advantages, credit.scorable_tokens)
     if args.num_generations > 1:
-        meter.add("frac_reward_zero_std", agreeing(rollout, args.num_generations))
+        meter.add("frac_reward_zero_std", without_signal(rollout, credit.scorable_tokens, args.num_generations))
     if rollout.ref_logprobs is not None:
         meter.add_number("kl_coef", kl_coef)
         meter.add("kl", F.token_kl(rollout.old_logprobs, rollout.ref_logprobs, args.kl_estimator), mask)
@@ -71,12 +68,12 @@ def measure_rollout(
             meter.add_number("value/explained_variance", explained)
 
 
-def agreeing(rollout: Rollout, num_generations: int) -> Tensor:
-    """(groups,) bool: whether the completions of a prompt that count all score alike, and so do not compare."""
-    counts = rollout.loss_mask.any(dim=1)
-    highest = rollout.scores.where(counts, -math.inf).view(-1, num_generations).amax(dim=1)
-    lowest = rollout.scores.where(counts, math.inf).view(-1, num_generations).amin(dim=1)
-    return highest <= lowest
+def without_signal(rollout: Rollout, scorable_tokens: Tensor, num_generations: int) -> Tensor:
+    """(groups,) bool: whether a prompt's completions that have a score all score alike, or none of them counts."""
+    scorable, counts = (tokens.any(dim=1).view(-1, num_generations) for tokens in (scorable_tokens, rollout.loss_mask))
+    scores = rollout.scores.view(-1, num_generations)
+    alike = scores.where(scorable, -math.inf).amax(dim=1) <= scores.where(scorable, math.inf).amin(dim=1)
+    return alike | ~counts.any(dim=1)
 
 
 def measure_mismatch(meter: Meter, rollout: Rollout, gather: Callable[[Tensor], Tensor]) -> None:

@@ -10,8 +10,8 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def expendable(file: Path) -> Iterator[None]:
-    """Inside, a file is written that no run should end for; where it cannot be, a warning says so."""
+    """Inside, a file is written or removed that no run should end for; where it cannot be, a warning says so."""
     try:
         yield
     except OSError as error:
-        logger.warning("%s could not be written; the run goes on without it: %s", file, error)
+        logger.warning("%s could not be written; the run goes on: %s", file, error)

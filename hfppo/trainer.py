@@ -256,8 +256,9 @@ class PPOTrainer(EvaluatingTrainer):
     def rollout(self, prompts: Sequence[str] | Sequence[list[dict[str, Any]]], **columns: Sequence[Any]) -> Rollout:
         """Collect a rollout for given prompts, to look at on the CPU; training does not notice.
 
-        Its advantages are not whitened, so that they add up: with one λ, returns − values. Those that compare the
-        completions of a prompt need it several times.
+        Neither rewards nor advantages are whitened, so that they add up: with one λ, returns − values. Advantages that
+        compare the completions of a prompt need it several times. A collective call: with several processes all of
+        them make it, each with prompts of its own.
 
         Args:
             prompts: texts or conversations.

@@ -1,6 +1,7 @@
 """From scores to advantages in the trainer: every field reaches them."""
 
 import math
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 import pytest
@@ -12,6 +13,7 @@ from torch.testing import assert_close
 
 from hfppo import PPOConfig
 from hfppo import functional as F
+from hfppo.metrics import Meter
 
 
 def with_values(trainer, value: float):
@@ -137,6 +139,36 @@ def test_remax_compares_with_the_normalised_score_of_the_greedy_completion(make_
     assert first_rollout(trainer).advantages[:, 0].tolist() == [0.0, -3.0, -1.0, -1.0]
     assert seeds[0] is not None
     assert seeds[1] is None
+
+
+def test_greedy_completions_belong_to_their_phases(make_trainer):
+    """They are sampled while the sampler is ready for the others, and what they take is of sampling and scoring."""
+    trainer, phases = make_trainer({"advantage_estimator": "remax"}), []
+    noting = Meter(lambda name: nullcontext(phases.append(name)))
+
+    class Noting(type(trainer.collector.sampler)):
+        @contextmanager
+        def ready(self):
+            phases.append("ready")
+            yield
+
+        def __call__(self, *args):
+            phases.append("sampler")
+            return super().__call__(*args)
+
+    trainer.collector.sampler.__class__ = Noting
+    rows = trainer.collector.training_rows(trainer._train_prompts, 0)
+    trainer.collector.collect(rows, trainer.ppo_state, trainer.state, noting)
+    sampling = ["time/generation", "ready", "sampler", "sampler"]
+    assert phases == ["time/rollout", *sampling, "time/rewards", "time/passes", "time/rewards", "time/rewards"]
+
+
+def test_a_look_compares_a_completion_with_no_other(make_trainer):
+    """Neither rewards nor advantages are whitened: they would say how its neighbours fared."""
+    trainer = make_trainer({"whiten_rewards": True, "kl_coef": 0.0, "lam": 1.0}, reward_funcs=always(1.0, 5.0))
+    rollout = trainer.rollout(PROMPTS[:2])
+    assert rollout.rewards.sum(dim=1).tolist() == [1.0, 5.0]
+    assert_close(rollout.advantages, (rollout.returns - rollout.values).where(rollout.mask, 0.0))
 
 
 class OffBothWays(Off):

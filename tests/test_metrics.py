@@ -11,7 +11,7 @@ from test_rewards import answering
 
 from hfppo import PPOCallback, TolerantReward
 from hfppo.metrics import METRICS, Meter
-from hfppo.rollout_metrics import agreeing
+from hfppo.rollout_metrics import without_signal
 
 
 def test_parts_of_unequal_size_are_divided_once_and_padding_does_not_count():
@@ -95,14 +95,41 @@ def test_explained_variance_and_lengths_against_the_rollout(make_trainer):
     assert logs[0]["reward"] == pytest.approx(logs[0]["rewards/count_digits/mean"])
 
 
-def test_prompts_whose_completions_agree_are_counted_without_those_that_do_not_count(make_trainer):
-    """Three of the four prompts: one of equal scores, one of a single completion that counts, one of none."""
-    scores = torch.tensor([1.0, 1.0, 0.0, 1.0, 0.0, 1.0, 0.0, 1.0])
-    counts = torch.tensor([True, True, True, True, True, False, False, False])
-    rollout = make_trainer().rollout(["请问1+1="] * 8)
-    rollout = replace(rollout, scores=scores, loss_mask=rollout.mask & counts[:, None])
-    assert agreeing(rollout, 2).tolist() == [True, False, True, True]
-    assert agreeing(rollout, 4).tolist() == [False, True]
+@pytest.mark.parametrize(
+    ("scores", "scorable", "counts", "expected"),
+    [
+        ([1.0, 1.0], [True, True], [True, True], True),
+        ([0.0, 1.0], [True, True], [True, True], False),
+        ([0.0, 1.0], [True, True], [True, False], False),  # cut by the length limit, and compared all the same
+        ([0.0, 1.0], [True, True], [False, False], True),
+        ([0.0, 1.0], [True, False], [True, False], True),
+        ([0.0, 0.0], [False, False], [False, False], True),
+    ],
+)
+def test_a_prompt_gives_no_signal_where_no_advantage_counts(make_trainer, scores, scorable, counts, expected):
+    """As the estimators have it: they compare what has a score, and the loss counts what is not masked."""
+    rollout = make_trainer().rollout(["请问1+1="] * 2)
+    scores, scorable, counts = torch.tensor(scores), torch.tensor(scorable)[:, None], torch.tensor(counts)[:, None]
+    rollout = replace(rollout, scores=scores, loss_mask=rollout.mask & counts)
+    assert without_signal(rollout, rollout.mask & scorable, 2).tolist() == [expected]
+
+
+def test_the_share_of_prompts_without_a_signal_is_that_of_the_advantages(make_trainer):
+    kept = []
+
+    class Keep(PPOCallback):
+        def on_rollout_end(self, args, state, control, *, rollout, transcript, metrics, ppo_state):
+            kept.append((rollout, metrics["frac_reward_zero_std"]))
+
+    config = {"advantage_estimator": "rloo", "num_generations": 2, "mask_truncated_completions": True, "kl_coef": 0.0}
+    make_trainer({**config, "max_steps": 16}, callbacks=[Keep()]).train()
+    of_loss = []
+    for rollout, share in kept:
+        without = ~(rollout.advantages.ne(0) & rollout.loss_mask).any(dim=1).view(-1, 2).any(dim=1)
+        assert share == pytest.approx(without.float().mean().item())
+        counts = rollout.loss_mask.any(dim=1).view(-1, 2)
+        of_loss += (counts.any(dim=1) & ~counts.all(dim=1) & ~without).tolist()
+    assert any(of_loss)  # where one of two counts, and was compared with the other
 
 
 def test_a_mask_of_another_shape_is_refused():

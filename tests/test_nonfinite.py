@@ -15,9 +15,10 @@ from test_resume import final_state, logs
 
 import hfppo.experience
 import hfppo.trainer
-from hfppo import AdaptiveKLCallback, PPOCallback
+from hfppo import AdaptiveKLCallback, PPOCallback, TokenTraceCallback
 from hfppo.nonfinite import MAX_IN_A_ROW, NonFiniteError, NonFiniteGuard
 from hfppo.rollout import Rollout
+from hfppo.trace.record import recorded
 
 NAN = float("nan")
 # 4 steps to a rollout of 8 completions, 2 micro-batches of 2 to a step.
@@ -375,3 +376,13 @@ def test_only_those_in_a_row_are_too_many(make_trainer, monkeypatch):
     trainer = make_trainer({"max_steps": 14, "on_nonfinite": "skip"})
     trainer.train()
     assert trainer.state.global_step == 14
+
+
+def test_traced_prompts_that_are_not_finite_end_no_run(make_trainer, tmp_path, monkeypatch, caplog):
+    trainer = make_trainer({"max_steps": 8})  # two rollouts, each followed by that of the prompts
+    trainer.add_callback(TokenTraceCallback(every=1, trainer=trainer, prompts=["1+1="] * 4))
+    break_passes(monkeypatch, "values", {1})
+    trainer.train()
+    assert trainer.state.global_step == 8
+    assert "the prompts are not traced at rollout 1: values is not finite in row 3" in caplog.text
+    assert [path.name for path in recorded(tmp_path / "out")] == ["prompts-000002.jsonl"]

@@ -38,7 +38,7 @@ ALLOWED = {
     "sharding": {"config", "models", "rewards"},
     "memory": {"config", "saving"},
     "nonfinite": {"config", "metrics", "rollout", "saving"},
-    "rollout_metrics": {"config", "functional", "metrics", "rewards", "rollout"},
+    "rollout_metrics": {"config", "credit", "functional", "metrics", "rewards", "rollout"},
     "update": {"config", "functional", "metrics", "models", "rollout"},
     "assembly": {"config", "data", "generation", "models", "rewards"},
     "passes": {"config", "generation", "models"},
@@ -53,7 +53,7 @@ ALLOWED = {
     },
     "trace": {
         *("assembly", "callbacks", "config", "data", "experience", "functional", "generation", "metrics", "models"),
-        *("rewards", "rollout", "saving", "side_files", "state", "visible"),
+        *("nonfinite", "rewards", "rollout", "saving", "side_files", "state", "visible"),
     },
 }
 ANYTHING = {"trainer", "__init__"}

@@ -16,6 +16,20 @@ CONFIG = {"max_steps": 12, "save_strategy": "steps", "save_steps": 6, "log_compl
 pytestmark = pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device here is full by itself")
 
 
+def test_a_log_that_cannot_be_begun_comes_with_its_first_line(make_trainer, tmp_path, caplog):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/metrics.new").symlink_to("/dev/full")
+
+    class Mended(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            (tmp_path / "out/metrics.new").unlink(missing_ok=True)
+
+    trainer = make_trainer({"max_steps": 2}, callbacks=[Mended()])
+    trainer.train()
+    assert "metrics.jsonl could not be written; the run goes on" in caplog.text
+    assert read_log(tmp_path / "out") == trainer.state.log_history
+
+
 class FullDisk(TrainerCallback):
     """The log finds the disk full from step 4 to step 8."""
 
@@ -52,7 +66,7 @@ def test_files_that_cannot_be_written_are_warned_of(make_trainer, tmp_path, capl
         "_traces/rollout-000001.jsonl",
         "completions/completions_00000.parquet",
     ):
-        assert f"{folder / file} could not be written; the run goes on without it" in caplog.text
+        assert f"{folder / file} could not be written; the run goes on" in caplog.text
     assert_close(final_state(trainer), final_state(straight), rtol=0, atol=0)
     assert read_log(folder) == trainer.state.log_history  # whole again
 
@@ -62,7 +76,7 @@ def test_a_page_of_traces_that_cannot_be_written_is_warned_of(make_trainer, tmp_
     (tmp_path / "out" / "_traces" / "index.html").symlink_to("/dev/full")
     trainer = make_trainer({"max_steps": 4}, callbacks=[TokenTraceCallback(every=1)])
     trainer.train()
-    assert "index.html could not be written; the run goes on without it: [Errno 28] No space left" in caplog.text
+    assert "index.html could not be written; the run goes on: [Errno 28] No space left" in caplog.text
     assert (tmp_path / "out" / "_traces" / "rollout-000001.jsonl").stat().st_size > 0
 
 

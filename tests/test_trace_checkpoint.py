@@ -92,7 +92,7 @@ def test_table_of_a_run_whose_groups_do_not_divide_the_usual_batch(tmp_path):
     "config",
     [
         {"bf16": True, "use_cpu": True},
-        {**FOLLOWING, "eval_strategy": "epoch"},
+        PLATEAU,
         {"total_episodes": 32, "per_device_train_batch_size": 8},
     ],
     ids=["bf16", "a schedule that follows evaluations", "a number of episodes"],

@@ -35,27 +35,29 @@ class LogFileCallback(TrainerCallback):
         """Write what was logged up to the checkpoint; nothing, without one."""
         if state.is_world_process_zero:
             self._path = Path(args.output_dir) / LOG_FILE
-            write_log(self._path, state.log_history)
+            self._write(state.log_history)
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
         """Add the latest entry."""
         if self._path is None:
             return
-        complete, self._whole = self._whole, False
+        if not self._whole:
+            self._write(state.log_history)
+            return
+        self._whole = False
         with expendable(self._path):
-            if complete:
-                with self._path.open("a") as file:
-                    file.write(line(state.log_history[-1]))
-            else:
-                write_log(self._path, state.log_history)
+            with self._path.open("a") as file:
+                file.write(line(state.log_history[-1]))
             self._whole = True
 
-
-def write_log(path: Path, history: list[Entry]) -> None:
-    """Write the file anew, all or nothing."""
-    aside = path.with_suffix(".new")
-    aside.write_text("".join(line(entry) for entry in history))
-    os.replace(aside, path)
+    def _write(self, history: list[Entry]) -> None:
+        """Write the file anew, all or nothing."""
+        self._whole = False
+        with expendable(self._path):
+            aside = self._path.with_suffix(".new")
+            aside.write_text("".join(line(entry) for entry in history))
+            os.replace(aside, self._path)
+            self._whole = True
 
 
 def line(entry: Entry) -> str:

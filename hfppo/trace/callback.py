@@ -1,5 +1,6 @@
 """Records token traces during a run."""
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -9,6 +10,7 @@ from datasets import Dataset
 from hfppo.callbacks.completions import log_table
 from hfppo.callbacks.events import PPOCallback
 from hfppo.models.output_head import is_sharded
+from hfppo.nonfinite import NonFiniteError
 from hfppo.rollout import Rollout
 from hfppo.side_files import expendable
 from hfppo.trace.page import write_page
@@ -23,6 +25,8 @@ from hfppo.trace.record import (
     write_traces,
 )
 from hfppo.trace.table import TokenTable
+
+logger = logging.getLogger(__name__)
 
 
 class Collects(Protocol):
@@ -85,12 +89,17 @@ class TokenTraceCallback(PPOCallback):
             for path, written in self._found.items():
                 # Of an earlier run, or of this one, resumed from further back; unless another callback has written it.
                 if rollout_of(path) >= number and path.exists() and path.stat().st_mtime_ns == written:
-                    path.unlink()
+                    with expendable(path):
+                        path.unlink()
             self._found = {}
         if (number - 1) % self.every:
             return
         if self.trainer is not None:
-            rollout = self.trainer.rollout(self.prompts, **self.columns)  # on every process: it is a collective call
+            try:
+                rollout = self.trainer.rollout(self.prompts, **self.columns)  # a collective call, and so is its error
+            except NonFiniteError as error:
+                logger.warning("the prompts are not traced at rollout %d: %s", number, error)
+                return
         if state.is_world_process_zero:
             # An AdaptiveKLCallback may have set β for the next rollout, which chosen prompts are completed with.
             kl_coef = metrics.get("kl_coef", ppo_state.kl_coef) if self.trainer is None else ppo_state.kl_coef
