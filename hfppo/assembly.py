@@ -44,20 +44,20 @@ class DatasetPrompts:
     eval: dict[str | None, Prompts]  # by name; None: the only one
 
     @property
-    def named(self) -> dict[str, Prompts | PromptStream]:
-        """They by what errors call their dataset."""
+    def by_label(self) -> dict[str, Prompts | PromptStream]:
+        """They, by what errors call their dataset."""
         training = {} if self.train is None else {"train_dataset": self.train}
         return {**training, **{eval_name(name): some for name, some in self.eval.items()}}
 
     @property
     def heads(self) -> dict[str, Prompts]:
         """Those of them that are known before the run."""
-        return {name: some.head for name, some in self.named.items()}
+        return {name: some.head for name, some in self.by_label.items()}
 
     @property
     def longest(self) -> int:
         """Tokens of the longest."""
-        return max((some.longest for some in self.named.values()), default=0)
+        return max((some.longest for some in self.by_label.values()), default=0)
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def assemble(
     eos_ids = eos_token_ids(tokenizer, loaded.generation_config)
     padding = eos_ids[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     check_ids(loaded, prompts.heads, {END: eos_ids, "the padding token": [padding]})
-    check_ends(prompts.heads, eos_ids)
+    warn_of_ended_prompts(prompts.heads, eos_ids)
     reference = load_reference(ref_model, **init_kwargs)
     if reference is not None:
         check_lengths("ref_model", reference, prompts.longest, args)
@@ -213,7 +213,7 @@ def check_ids(model: PreTrainedModel | PeftModel, prompts: dict[str, Prompts], s
             )
 
 
-def check_ends(prompts: dict[str, Prompts], eos_ids: list[int]) -> None:
+def warn_of_ended_prompts(prompts: dict[str, Prompts], eos_ids: list[int]) -> None:
     """Warn of prompts that end the text before it is completed, as a tokenizer does that appends EOS."""
     for name, some in prompts.items():
         if all(len(ids) > 1 and ids[-1] in eos_ids for ids in some.ids):
@@ -228,20 +228,20 @@ def check_calls(rewards: RewardFunctions, prompts: dict[str, Prompts]) -> None:
     Raises:
         TypeError, ValueError: names function, dataset, and what is given.
     """
-    for function, func in zip(rewards.names, rewards.funcs, strict=True):
-        for name, some in prompts.items():
+    for name, func in zip(rewards.names, rewards.funcs, strict=True):
+        for dataset, some in prompts.items():
             columns = {*RESERVED_COLUMNS, "completion_ids", *some.rows.column_names} - {"prompt", "completion"}
             given, called = sorted(columns), without_wrappers(func)
             if isinstance(called, RewardServer) and (missing := sorted(set(called.columns) - columns)):
                 raise ValueError(
-                    f"columns={called.columns} of reward server {function!r}: {name} has no column {missing[0]!r}; "
+                    f"columns={called.columns} of reward server {name!r}: {dataset} has no column {missing[0]!r}; "
                     "rename one of the dataset's, or leave it out"
                 )
             try:
                 inspect.signature(called).bind(**dict.fromkeys(given))
             except TypeError as error:
                 raise TypeError(
-                    f"reward function {function!r} cannot be called for {name}: {error}; it is given "
+                    f"reward function {name!r} cannot be called for {dataset}: {error}; it is given "
                     f"{', '.join(given)} by keyword: name those it needs, and take the others by **kwargs"
                 ) from error
             except ValueError:  # of some builtins nothing is known

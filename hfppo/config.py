@@ -8,7 +8,7 @@ from typing import Any, Literal, Self
 
 from transformers import TrainingArguments
 
-from hfppo.config_checks import BY_METRIC, check_config, check_names, check_types, read_nones
+from hfppo.config_checks import METRIC_SCHEDULERS, check_config, check_names, check_types, read_nones
 from hfppo.functional import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES, REDUCTIONS, estimator_needs
 
 logger = logging.getLogger(__name__)
@@ -262,7 +262,7 @@ class PPOConfig(TrainingArguments):
         read_nones(self)
         check_types(self)
         compares = self.load_best_model_at_end or self.save_strategy == "best"
-        if self.metric_for_best_model is None and (compares or self.lr_scheduler_type in BY_METRIC):
+        if self.metric_for_best_model is None and (compares or self.lr_scheduler_type in METRIC_SCHEDULERS):
             self.metric_for_best_model = "eval_reward"  # Trainer would take eval_loss, which prompts do not have
         super().__post_init__()
         check_config(self)

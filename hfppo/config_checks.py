@@ -85,7 +85,7 @@ RANGES: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
 )
 
 # Fields of transformers 4 that scripts still set, and what does the same now.
-REMOVED = {
+REMOVED_FIELDS = {
     "warmup_ratio": "warmup_steps, below 1 a share of all steps,",
     "no_cuda": "use_cpu",
     "evaluation_strategy": "eval_strategy",
@@ -93,7 +93,7 @@ REMOVED = {
 }
 
 # Fields of TRL's trainers that have another name here.
-OF_TRL = {
+TRL_NAMES = {
     "beta": "kl_loss_coef",
     "epsilon": "cliprange",
     "epsilon_high": "cliprange_high",
@@ -109,9 +109,9 @@ OF_TRL = {
 }
 
 # What rendering a prompt for completion sets.
-OF_PROMPTS = {"tokenize", "add_generation_prompt", "continue_final_message", "return_dict"}
+SET_BY_RENDERING = {"tokenize", "add_generation_prompt", "continue_final_message", "return_dict"}
 
-BY_METRIC = ("reduce_lr_on_plateau", "greedy")  # schedulers that are told an evaluation's metric
+METRIC_SCHEDULERS = ("reduce_lr_on_plateau", "greedy")  # schedulers that are told an evaluation's metric
 TEXT_OR_NONE = (str | None, dict | str | None, dict[str, Any] | str | None)
 KINDS: tuple[tuple[Any, Callable[[Any], bool], str], ...] = (
     (bool, lambda x: isinstance(x, bool), "must be True or False"),
@@ -126,7 +126,7 @@ KINDS: tuple[tuple[Any, Callable[[Any], bool], str], ...] = (
 
 
 def check_names(cls: type, names: Iterable[str]) -> None:
-    """Fields exist.
+    """Refuse names of fields that do not exist.
 
     Raises:
         TypeError: names the one that does not, and those that are called much the same.
@@ -136,10 +136,10 @@ def check_names(cls: type, names: Iterable[str]) -> None:
         if name not in known:
             meant = get_close_matches(name, known, cutoff=0.7)
             hint = "docs/configuration.md lists them, docs/migrating.md those of TRL"
-            if name in REMOVED:
-                hint = f"transformers 5 has {REMOVED[name]} in its place"
-            elif name in OF_TRL:
-                hint = f"what TRL calls so is {OF_TRL[name]} here, see docs/migrating.md"
+            if name in REMOVED_FIELDS:
+                hint = f"transformers 5 has {REMOVED_FIELDS[name]} in its place"
+            elif name in TRL_NAMES:
+                hint = f"what TRL calls so is {TRL_NAMES[name]} here, see docs/migrating.md"
             elif meant:
                 hint = f"did you mean {' or '.join(meant)}?"
             raise TypeError(f"{cls.__name__} has no field {name!r}; {hint}")
@@ -153,7 +153,7 @@ def read_nones(args: Any) -> None:
 
 
 def check_types(args: Any) -> None:
-    """Numbers are numbers; to be asked first, for TrainingArguments computes with some."""
+    """Refuse text and the like in the place of numbers; before TrainingArguments computes with some."""
     declared = get_type_hints(type(args))  # HfArgumentParser writes other types into the fields
     for f in fields(args):
         value, its = getattr(args, f.name), declared[f.name]
@@ -189,7 +189,7 @@ def check_config(args: Any) -> None:
 
 
 def check_choices(args: Any) -> None:
-    """Names are among those that exist."""
+    """Refuse unknown names of estimators, losses and the like."""
     hints = get_type_hints(type(args))
     literal = {f.name: hints[f.name] for f in fields(args) if get_origin(hints[f.name]) is Literal}
     choices = {name: get_args(kind) for name, kind in literal.items()} | {
@@ -205,7 +205,7 @@ def check_choices(args: Any) -> None:
 
 
 def check_ranges(args: Any) -> None:
-    """Numbers are in `RANGES`."""
+    """Refuse numbers outside of `RANGES`."""
     for demand, is_met, names in RANGES:
         for name in names:
             if (value := getattr(args, name)) is not None and not is_met(value):
@@ -213,7 +213,7 @@ def check_ranges(args: Any) -> None:
 
 
 def check_combinations(args: Any) -> None:
-    """Fields do not contradict each other."""
+    """Refuse fields that contradict each other."""
     if estimator_needs(args.advantage_estimator, "groups") and args.num_generations < 2:
         raise ValueError(
             f"advantage_estimator={args.advantage_estimator!r} compares completions of one prompt, but "
@@ -247,7 +247,7 @@ def check_combinations(args: Any) -> None:
             f"critic_warmup={args.critic_warmup} has nothing to train: advantage_estimator="
             f"{args.advantage_estimator!r} has no critic; set critic_warmup=0 or advantage_estimator='gae'"
         )
-    if taken := sorted(OF_PROMPTS & set(args.chat_template_kwargs or {})):
+    if taken := sorted(SET_BY_RENDERING & set(args.chat_template_kwargs or {})):
         raise ValueError(
             f"chat_template_kwargs={args.chat_template_kwargs!r} sets {', '.join(taken)}, which follows from the "
             "prompt; leave it out"
@@ -255,7 +255,7 @@ def check_combinations(args: Any) -> None:
 
 
 def check_dtypes(args: Any) -> None:
-    """Types of numbers are among those that torch has."""
+    """Refuse a dtype that torch has not."""
     for field in ("model_init_kwargs", "reward_model_init_kwargs"):
         for key in ("dtype", "torch_dtype"):
             dtype = (getattr(args, field) or {}).get(key, "auto")
@@ -266,7 +266,7 @@ def check_dtypes(args: Any) -> None:
 
 
 def check_inherited(args: Any) -> None:
-    """Trainer's own fields ask for nothing that PPO cannot do."""
+    """Refuse what Trainer's own fields can ask for and PPO cannot do."""
     if args.auto_find_batch_size:
         raise ValueError(
             "auto_find_batch_size=True would change the rollouts in the middle of a run; lower "
@@ -278,7 +278,7 @@ def check_inherited(args: Any) -> None:
             f"neftune_noise_alpha={args.neftune_noise_alpha} would add noise to the update's pass and not to the "
             "rollout's, so that their ratio were noise; leave it out"
         )
-    by_reward = args.lr_scheduler_type in BY_METRIC and args.greater_is_better
+    by_reward = args.lr_scheduler_type in METRIC_SCHEDULERS and args.greater_is_better
     if by_reward and (args.lr_scheduler_kwargs or {}).get("mode") != "max":
         raise ValueError(
             f"lr_scheduler_type={args.lr_scheduler_type.value!r} lowers the learning rate unless "
@@ -304,7 +304,7 @@ def check_inherited(args: Any) -> None:
 
 
 def check_processes(args: Any) -> None:
-    """Trainer has joined the processes that a launcher started; if not, each would do the whole run, in one folder."""
+    """Refuse processes that Trainer has not joined: each would do the whole run, in one folder."""
     started = int(os.environ.get("WORLD_SIZE", "1"))
     if started > 1 and args.world_size == 1:
         raise ValueError(

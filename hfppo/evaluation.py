@@ -74,7 +74,7 @@ def evaluate_prompts(
     everything = collector.eval_rows(prompts)
     rows = everything[accelerator.process_index :: accelerator.num_processes]
     most = -(-len(everything) // accelerator.num_processes)
-    filled = rows + everything[: most - len(rows)]  # where the model is sharded, all sample alike or none can
+    filled = rows + everything[: most - len(rows)]  # a sharded model wants as many forwards from every process
     meter, done = Meter(), []
     with (
         explained_memory("an evaluation", collector.args),
@@ -192,13 +192,13 @@ class EvaluatingTrainer(ResumableTrainer):
             self._do_sample = before
 
     def place_model(self) -> None:
-        """Put on the device what FSDP2, DeepSpeed or, with a quantised base, Trainer move when training begins."""
+        """Move to the device what Trainer would move only when training begins."""
         device = self.args.device
         if is_sharded(self.model):
             return
         for module in self.model.modules():
             own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
-            if any(tensor.device != device for tensor in own):  # a quantised base is left alone
+            if any(tensor.device != device for tensor in own):  # a quantised base is there, and must not be moved
                 module.to(device)
 
     def evaluation_loop(

@@ -121,7 +121,7 @@ class Collector:
             weights=credit.weights,
             returns=credit.returns,
         )
-        check_rollout(rollout, ppo_state.rollouts, self.accelerator.process_index)
+        check_rollout(rollout, ppo_state.rollouts + 1, self.accelerator.process_index)
         if training:
             if moments is not None:
                 ppo_state.score_moments = moments

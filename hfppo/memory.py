@@ -22,7 +22,7 @@ WAYS_OUT = {
     ),
     "an evaluation": ("per_device_eval_batch_size", "max_completion_length", "max_prompt_length"),
 }
-HOW = {
+ADVICE = {
     "max_tokens_per_micro_batch": "set it, or lower it",
     "per_device_train_batch_size": "halve it",
     "gradient_accumulation_steps": "and double it, which changes no gradient, and the checkpoint still fits",
@@ -51,7 +51,7 @@ def explained_memory(phase: str, args: PPOConfig) -> Iterator[None]:
         if isinstance(error, OutOfMemory) or not is_out_of_memory(error):
             raise
         known = [name for name in WAYS_OUT[phase] if hasattr(args, name)]  # transformers 5.19 lacks one
-        settings = [f"{name}={getattr(args, name)!r} ({HOW.get(name, 'lower it')})" for name in known]
+        settings = [f"{name}={getattr(args, name)!r} ({ADVICE.get(name, 'lower it')})" for name in known]
         raise OutOfMemory(
             f"memory ran out during {phase}, at a peak of {peak()}. What helps: {', '.join(settings)}. "
             f"{way_back(args.output_dir)}"

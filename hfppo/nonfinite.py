@@ -68,6 +68,8 @@ def bad_row(x: Tensor) -> int | None:
 def check_rollout(rollout: Rollout, number: int, process: int) -> None:
     """Let a rollout through only if it is finite on every process. A collective call.
 
+    Args:
+        number: its number in the run, from 1.
     Raises:
         NonFiniteError: on every process, with the first tensor and row.
     """
@@ -114,7 +116,7 @@ class NonFiniteGuard:
         bad = {name: (~x.detach().isfinite() & batch.loss_mask).any(dim=1) for name, x in terms.items()}
         self.micro_batches.append(MicroBatch(batch, loss.detach(), bad))
 
-    def passes(
+    def allows_step(
         self, norms: dict[str, Tensor], model: nn.Module, optimizer: AcceleratedOptimizer, step: int, meter: Meter
     ) -> bool:
         """Whether losses and gradients are finite on every process. A collective call.
@@ -148,7 +150,8 @@ class NonFiniteGuard:
             or in_gradients(model, process, step)
             or in_norms(norms, process, step, seen=not self.deepspeed)
         )
-        if not scaled:  # a scaler wants to see the gradients
+        overflowed = scaled and not all(norm.isfinite() for norm in norms.values())
+        if not overflowed:  # else the scaler wants to see the gradients, and leaves the step out itself
             model.zero_grad()
         facts = {"losses": [str(float(micro.loss)) for micro in noted], **{k: str(float(v)) for k, v in norms.items()}}
         batches = {f"micro_batch_{i}": micro.batch for i, micro in enumerate(noted)}
@@ -161,7 +164,7 @@ class NonFiniteGuard:
         """Have a rollout left out.
 
         Raises:
-            NonFiniteError: as in `passes`.
+            NonFiniteError: as in `allows_step`.
         """
         meter.add_number("nonfinite/rollout_frac", 1.0)
         self.give_up(str(error), f"rollout-{number}", {"rollout": error.rollout}, {})

@@ -39,8 +39,9 @@ def forward_passes(
     device = accelerator.device
     attention_mask = torch.cat([prompt_mask, completions.mask], dim=1)
     input_ids = torch.cat([prompt_ids, completions.ids], dim=1)
-    needs_old, lengths = args.policy_mode != "bypass", attention_mask.sum(dim=1)
-    known = None if needs_old else completions.values
+    needs_old = args.policy_mode != "bypass"
+    sampled_values = None if needs_old else completions.values
+    lengths = attention_mask.sum(dim=1)
     order = lengths.argsort(descending=True, stable=True)  # of one length, little padding
     size = args.local_rollout_forward_batch_size
     if not is_sharded(model):  # which wants as many forwards from every process
@@ -54,21 +55,22 @@ def forward_passes(
         }
         for rows in order.split(size)
     ]
-    outputs, references = [TokenOutputs()], [TokenOutputs()]
+    outputs = references = TokenOutputs()
     with accelerator.autocast():  # not around the reward functions, which have types of their own
-        if needs_old or known is None:
-            outputs = [model(**batch, policy=needs_old) for batch in batches]
+        if needs_old or sampled_values is None:
+            outputs = in_order([model(**batch, policy=needs_old) for batch in batches], order)
         if args.needs_reference:
             with model.reference():  # once, since PEFT looks at all its modules to disable an adapter
-                references = [model(**batch, values=False) for batch in batches]
-    back = order.argsort()
-
-    def in_order(parts: list[Tensor]) -> Tensor | None:
-        return None if parts[0] is None else torch.cat(parts).cpu()[back]
-
+                references = in_order([model(**batch, values=False) for batch in batches], order)
     return Passes(
-        old_logprobs=in_order([part.logprobs for part in outputs]),
-        ref_logprobs=in_order([part.logprobs for part in references]),
-        values=in_order([part.values for part in outputs]) if known is None else known,
-        final_value=in_order([part.final_value for part in outputs]),
+        old_logprobs=outputs.logprobs,
+        ref_logprobs=references.logprobs,
+        values=outputs.values if sampled_values is None else sampled_values,
+        final_value=outputs.final_value,
     )
+
+
+def in_order(parts: list[TokenOutputs], order: Tensor) -> TokenOutputs:
+    """The outputs for all rows, on the CPU, of parts whose rows were taken in some order."""
+    back = order.argsort()
+    return TokenOutputs(*(None if xs[0] is None else torch.cat(xs).cpu()[back] for xs in zip(*parts, strict=True)))

@@ -4,7 +4,6 @@ Nothing here loops over training steps. Trainer asks for the batches of an optim
 optimiser; these hooks answer for PPO.
 """
 
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
@@ -30,24 +29,25 @@ from hfppo.callbacks.events import PPOCallback, TrainerHooks
 from hfppo.callbacks.progress import RunProgress
 from hfppo.config import PPOConfig
 from hfppo.data.prompts import Prompts, dataset_of
-from hfppo.evaluation import EvaluatingTrainer, check_best
+from hfppo.evaluation import check_best
 from hfppo.experience import Collector, grouped
 from hfppo.generation import Sampler, make_sampler
 from hfppo.memory import explained_memory
 from hfppo.metrics import Meter
 from hfppo.models.card import write_card
 from hfppo.models.compilation import compile_layers
-from hfppo.nonfinite import NonFiniteError, NonFiniteGuard, grad_norms
-from hfppo.optimizer import StepHooks, critic_rate, give_critic_groups
+from hfppo.nonfinite import NonFiniteError, NonFiniteGuard
+from hfppo.optimizer import OptimizingTrainer, StepHooks
 from hfppo.rewards.contract import RewardFunc
 from hfppo.rollout import SHUFFLE_STREAM, Rollout
 from hfppo.saving.checkpoint import describe_run
+from hfppo.saving.resume import StepStart
 from hfppo.sharding import check_engine, wait_at_exit
 from hfppo.state import PPOState
 from hfppo.update import MiniBatchSize, flat_sequences, loss_terms, measure_kl, measure_update, ppo_loss, sequence
 
 
-class PPOTrainer(EvaluatingTrainer):
+class PPOTrainer(OptimizingTrainer):
     """Proximal Policy Optimisation of a LoRA actor, with the disabled adapter as its reference and a critic.
 
     Args:
@@ -121,7 +121,7 @@ class PPOTrainer(EvaluatingTrainer):
             compute_metrics=compute_metrics,
         )
         if parts.model.ref_model is None:
-            parts.model.check_start()
+            parts.model.warn_of_start()
         check_engine(self.accelerator, parts.model.critic, parts.rewards.funcs, args)
         if args.world_size > 1:
             wait_at_exit()
@@ -141,7 +141,7 @@ class PPOTrainer(EvaluatingTrainer):
         self._rollout = None
         self._meter = Meter()
         self._step_meter = Meter()  # for `target_kl`
-        self._begun: tuple[int, dict[str, Any]] = (-1, {})
+        self._step_start: StepStart | None = None
         self._step_began = 0.0
         self._step_hooks = StepHooks(self._before_step, self._measure_step)
         self._guard = NonFiniteGuard(args, self.accelerator)
@@ -184,21 +184,30 @@ class PPOTrainer(EvaluatingTrainer):
             return [], MiniBatchSize(0, 0)
         for _ in range(num_batches):
             next(epoch_iterator)
+        mini_batch = self._next_mini_batch()
+        pieces = mini_batch.micro_batches(self._num_pieces(mini_batch, num_batches))
+        cuts = [i * len(pieces) // num_batches for i in range(num_batches + 1)]
+        inputs = [{**flat_sequences(some), "pieces": some} for some in (pieces[a:b] for a, b in pairwise(cuts))]
+        self._step_meter = Meter()  # that of a step which float16's scaler left out is still there
+        if self._just_in_time is not None:
+            self._step_start = StepStart(self.state.global_step, self._meter.state_dict())
+        self._step_began = time.perf_counter()
+        return inputs, self._size_of(mini_batch)
+
+    def _next_mini_batch(self) -> Rollout:
+        """This process's rows for the next optimiser step, of a new rollout where one is due."""
         state, args = self.ppo_state, self.args
         if self._rollout is None or self.state.global_step >= state.last_step:
             self._rollout = self._collect_rollout()
         epoch, index = divmod(self.state.global_step - state.first_step, args.num_mini_batches)
         seed = (args.seed, SHUFFLE_STREAM, state.rollouts, epoch, args.process_index)
-        mini_batch = self._rollout.mini_batch(index, args.num_mini_batches, seed)
+        return self._rollout.mini_batch(index, args.num_mini_batches, seed)
+
+    def _size_of(self, mini_batch: Rollout) -> MiniBatchSize:
+        """What the mini-batch holds on all processes."""
         counts = torch.stack([mini_batch.loss_mask.sum(), mini_batch.loss_mask.any(dim=1).sum()])
         tokens, completions = self.accelerator.reduce(counts.to(self.args.device), "sum").tolist()
-        pieces = mini_batch.micro_batches(self._num_pieces(mini_batch, num_batches))
-        cuts = [i * len(pieces) // num_batches for i in range(num_batches + 1)]
-        inputs = [{**flat_sequences(some), "pieces": some} for some in (pieces[a:b] for a, b in pairwise(cuts))]
-        self._step_meter = Meter()  # that of a step which float16's scaler left out is still there
-        self._begun = self.state.global_step, self._meter.state_dict()
-        self._step_began = time.perf_counter()
-        return inputs, MiniBatchSize(tokens, completions)
+        return MiniBatchSize(tokens, completions)
 
     def _num_pieces(self, mini_batch: Rollout, num_micro_batches: int) -> int:
         """How many pieces to compute a mini-batch in, the same on all processes: sharded models compute together."""
@@ -227,7 +236,7 @@ class PPOTrainer(EvaluatingTrainer):
             try:
                 collected = self.collector.collect(rows, state, self.state, meter)
             except NonFiniteError as error:
-                self._guard.drop(error, state.rollouts, self._meter)
+                self._guard.drop(error, state.rollouts + 1, self._meter)
                 state.dropped += 1
             state.rollouts += 1
         rollout, transcript = collected
@@ -257,8 +266,8 @@ class PPOTrainer(EvaluatingTrainer):
         """Collect a rollout for given prompts, to look at on the CPU; training does not notice.
 
         Neither rewards nor advantages are whitened, so that they add up: with one λ, returns − values. Advantages that
-        compare the completions of a prompt need it several times. A collective call: with several processes all of
-        them make it, each with prompts of its own.
+        compare the completions of a prompt need it several times. A collective call: of several processes each makes
+        it, with as many prompts.
 
         Args:
             prompts: texts or conversations.
@@ -311,15 +320,6 @@ class PPOTrainer(EvaluatingTrainer):
         if limit is not None and self._step_meter.read().get("policy/approx_kl", 0.0) > limit:
             self.ppo_state.last_step = self.state.global_step + 1
 
-    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """Trainer's optimiser with the critic's parameters in groups of their own."""
-        if self.optimizer is not None:
-            return super().create_optimizer(model)
-        optimizer = super().create_optimizer(model)
-        lr = self.args.learning_rate if self.args.critic_learning_rate is None else self.args.critic_learning_rate
-        give_critic_groups(optimizer, self.model.critic_parameters(), lr)
-        return optimizer
-
     def _measure_step(self) -> None:
         self._meter.add_number("time/update", self.args.updates_per_rollout * (time.perf_counter() - self._step_began))
 
@@ -327,32 +327,6 @@ class PPOTrainer(EvaluatingTrainer):
         """Leave the actor without gradients: no decay, no momentum, no change by one bit."""
         for parameter in self.model.actor_parameters():
             parameter.grad = None
-
-    def _clip_grad_norm(self, model: nn.Module) -> Tensor:
-        # Private, but the one place between backward and step where gradients are clipped: actor and critic are
-        # clipped apart, so that a large gradient of one does not shrink the step of the other.
-        return self._clip_apart(self.args.max_grad_norm)
-
-    def _get_grad_norm(self, model: nn.Module, grad_norm: Tensor | float | None = None) -> Tensor | float:
-        # Private: with max_grad_norm=0 Trainer asks here instead, for norms without clipping.
-        return super()._get_grad_norm(model, self._clip_apart(math.inf) if grad_norm is None else grad_norm)
-
-    def _clip_apart(self, max_norm: float) -> Tensor:
-        """Clip both gradients, note the critic's norm and return the actor's; no step is made if one is not finite.
-
-        DeepSpeed has clipped them together and decided on the step already; the norm of both is returned.
-        """
-        self.accelerator.unscale_gradients()
-        parameters = {"actor": self.model.actor_parameters(), "critic": self.model.critic_parameters()}
-        norms = grad_norms(self.accelerator, parameters)
-        if parameters["critic"]:
-            self._meter.add_number("critic_learning_rate", critic_rate(self.optimizer, parameters["critic"]))
-        if "critic" in norms:
-            self._meter.add("value/grad_norm", norms["critic"])
-        if self._guard.passes(norms, self.model, self.optimizer, self.state.global_step + 1, self._meter):
-            for name, norm in norms.items():
-                nn.utils.clip_grads_with_norm_(parameters.get(name, []), max_norm, norm)
-        return next(iter(norms.values()))
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add the metrics of PPO to the logs of training steps.

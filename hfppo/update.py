@@ -129,7 +129,7 @@ def measure_update(
         meter.add("policy/first_ratio_deviation", (ratio - 1).abs(), mask)
     if args.policy_loss == "ppo":
         measure_clip(meter, logprobs, batch, args)
-    if outputs.values is not None and batch.values is not None and batch.returns is not None:
+    if any(term.of_critic for term in terms):
         clipped = F.value_clipped(outputs.values.detach(), batch.values, batch.returns, args.cliprange_value)
         meter.add("value/clip_frac", clipped, mask)
 

@@ -19,7 +19,7 @@ from trl import GRPOConfig
 import hfppo
 import hfppo.functional as F
 from hfppo import PPOConfig, PPOTrainer
-from hfppo.config_checks import OF_TRL
+from hfppo.config_checks import TRL_NAMES
 from hfppo.metrics import METRICS
 
 ROOT = Path(hfppo.__file__).parent.parent
@@ -147,7 +147,7 @@ def test_migrating_names_what_exists():
 def test_hints_name_fields_that_the_page_says_mean_the_same():
     ours = {f.name for f in fields(PPOConfig)}
     rows = [line for line in (DOCS / "migrating.md").read_text().splitlines() if line.startswith("| `")]
-    for theirs, names in OF_TRL.items():
+    for theirs, names in TRL_NAMES.items():
         assert theirs not in ours
         (row,) = (line for line in rows if re.search(rf"`{theirs}\b", line.split(" | ")[0]))
         for name in names.split(" and "):

@@ -45,9 +45,9 @@ def test_what_one_process_leaves_out_both_leave_out(died):
 def test_both_processes_stop_and_name_the_one_that_found_it(died):
     _, results, out = died
     assert results[0]["stop"] == results[1]["stop"]
-    assert "values is not finite in row 1 of rollout 0 on process 1" in results[0]["stop"]["rollout"]
+    assert "values is not finite in row 1 of rollout 1 on process 1" in results[0]["stop"]["rollout"]
     assert "policy/loss in row 0 of micro-batch 0 of step 2 on process 1" in results[0]["stop"]["step"]
-    for folder in ("rollout/_nonfinite/rollout-0", "step/_nonfinite/step-2"):
+    for folder in ("rollout/_nonfinite/rollout-1", "step/_nonfinite/step-2"):
         assert {path.name for path in (out / folder).iterdir()} == {"process_0", "process_1"}
 
 

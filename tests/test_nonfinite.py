@@ -106,15 +106,15 @@ def test_a_rollout_that_is_not_finite_ends_the_run_and_the_resumed_one_is_the_un
     with monkeypatch.context() as patched:
         break_passes(patched, "old_logprobs", {2})
         trainer = make_trainer(CONFIG)
-        with pytest.raises(NonFiniteError, match="old_logprobs is not finite in row 3 of rollout 2 on process 0") as e:
+        with pytest.raises(NonFiniteError, match="old_logprobs is not finite in row 3 of rollout 3 on process 0") as e:
             trainer.train()
-    assert f"lies in {tmp_path}/out/_nonfinite/rollout-2" in str(e.value)
+    assert f"lies in {tmp_path}/out/_nonfinite/rollout-3" in str(e.value)
     assert "on_nonfinite='skip' goes on without" in str(e.value)
     assert f"The last checkpoint is {tmp_path}/out/checkpoint-5: go on from it with" in str(e.value)
     assert trainer.state.global_step == 8
     assert trainer.ppo_state.score_moments.count == 16  # of the first two rollouts
-    found, batches = kept(tmp_path, "rollout-2")
-    assert found["found"] == "old_logprobs is not finite in row 3 of rollout 2 on process 0"
+    found, batches = kept(tmp_path, "rollout-3")
+    assert found["found"] == "old_logprobs is not finite in row 3 of rollout 3 on process 0"
     assert batches["rollout"].old_logprobs.isnan().any(dim=1).tolist() == [False] * 3 + [True] + [False] * 4
     resumed = make_trainer(CONFIG)
     resumed.train(resume_from_checkpoint=True)
@@ -125,7 +125,7 @@ def test_a_rollout_that_is_not_finite_ends_the_run_and_the_resumed_one_is_the_un
 def test_the_tensor_closest_to_the_cause_is_named(make_trainer, monkeypatch, name):
     """Whitening and GAE make NaN of every row's advantage."""
     break_passes(monkeypatch, name, {0})
-    with pytest.raises(NonFiniteError, match=f"{name} is not finite in row 3 of rollout 0"):
+    with pytest.raises(NonFiniteError, match=f"{name} is not finite in row 3 of rollout 1"):
         make_trainer({"save_strategy": "no"}).train()
 
 
@@ -138,7 +138,7 @@ def test_weights_that_are_nan_are_seen_by_the_sampler_first(make_trainer):
 
 def test_scores_that_overflow_are_found(make_trainer):
     trainer = make_trainer({"reward_weights": [1e38]}, reward_funcs=lambda completions, **_: [9.0] * len(completions))
-    with pytest.raises(NonFiniteError, match="scores is not finite in row 0 of rollout 0"):
+    with pytest.raises(NonFiniteError, match="scores is not finite in row 0 of rollout 1"):
         trainer.train()
 
 
@@ -177,7 +177,7 @@ def test_a_rollout_is_skipped_as_if_its_prompts_had_not_been(make_trainer, monke
     logged = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert all(math.isfinite(x) for entry in logged for x in entry.values())
     assert [e["nonfinite/rollout_frac"] for e in logged if "nonfinite/rollout_frac" in e] == pytest.approx([0, 2 / 3])
-    assert (Path(trainer.args.output_dir) / "_nonfinite/rollout-2/process_0/rollout.safetensors").is_file()
+    assert (Path(trainer.args.output_dir) / "_nonfinite/rollout-3/process_0/rollout.safetensors").is_file()
 
 
 def test_a_rollout_left_out_is_none_of_the_critics_warmup(make_trainer, monkeypatch):
@@ -349,10 +349,13 @@ def test_float16_overflows_are_left_to_the_scaler_and_losses_are_not(make_traine
     optimizer = SimpleNamespace(step_was_skipped=False)
     norms = {"actor": torch.tensor(math.inf)}
     guard.note(rollout, torch.tensor(0.0), terms)
-    assert guard.passes(norms, model, optimizer, 1, trainer._meter)
+    assert guard.allows_step(norms, model, optimizer, 1, trainer._meter)
     guard.note(rollout, torch.tensor(NAN), terms)
-    assert not guard.passes(norms, model, optimizer, 1, trainer._meter)
+    assert not guard.allows_step(norms, model, optimizer, 1, trainer._meter)
     assert all(p.grad is not None for p in trained)
+    guard.note(rollout, torch.tensor(NAN), terms)  # of which gradients, and so the scaler, show nothing
+    assert not guard.allows_step({"actor": torch.tensor(1.0)}, model, optimizer, 1, trainer._meter)
+    assert all(p.grad is None for p in trained)
 
 
 def test_a_guard_is_not_confused_by_terms_without_weight(make_trainer, monkeypatch):

@@ -10,7 +10,7 @@ from peft import AutoPeftModelForCausalLM, FourierFTConfig, LoraConfig, get_peft
 from test_reward_model import scorer
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-from hfppo.models.origin import check_origin, files_in
+from hfppo.models.origin import files_in, warn_of_origin
 
 
 @pytest.fixture(autouse=True)
@@ -38,17 +38,17 @@ def test_a_model_as_it_was_saved_is_not_warned_of(tmp_path, seen, dtype, shard):
     tiny_model(seed=7).save_pretrained(tmp_path, variant="fp16")
     assert len(files_in(tmp_path)) == (1 if shard == "5GB" else len(list(tmp_path.glob("model-*")))) > 0
     for model in (load(str(tmp_path), dtype=dtype), load(str(tmp_path)).to(dtype)):
-        check_origin("model", model)
-        check_origin("model", model.float())
-        check_origin("model", model.bfloat16())
-        check_origin("model", model.to("meta"))
+        warn_of_origin("model", model)
+        warn_of_origin("model", model.float())
+        warn_of_origin("model", model.bfloat16())
+        warn_of_origin("model", model.to("meta"))
     assert seen.messages == []
 
 
 def test_a_file_that_cannot_be_read_is_no_error(saved, seen):
     model = load(saved)
     (Path(saved) / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n")
-    check_origin("model", model)
+    warn_of_origin("model", model)
     assert seen.messages == []
 
 

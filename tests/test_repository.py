@@ -23,7 +23,6 @@ ALLOWED = {
     "visible": set(),
     "background": set(),
     "endpoint": set(),
-    "optimizer": set(),
     "side_files": set(),
     "curves": {"side_files"},
     "metrics": {"functional"},
@@ -51,6 +50,7 @@ ALLOWED = {
         *("assembly", "config", "credit", "data", "experience", "memory", "metrics", "models", "rewards"),
         *("rollout_metrics", "saving"),
     },
+    "optimizer": {"evaluation", "nonfinite"},
     "trace": {
         *("assembly", "callbacks", "config", "data", "experience", "functional", "generation", "metrics", "models"),
         *("nonfinite", "rewards", "rollout", "saving", "side_files", "state", "visible"),

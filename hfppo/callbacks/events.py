@@ -10,7 +10,7 @@ from hfppo.state import PPOState
 
 
 class PPOCallback(TrainerCallback):
-    """A TrainerCallback with two more events."""
+    """A TrainerCallback with two more events, which may return `control` as the others may."""
 
     def on_rollout_end(
         self,
@@ -22,7 +22,7 @@ class PPOCallback(TrainerCallback):
         transcript: Transcript,
         metrics: dict[str, float],
         ppo_state: PPOState,
-    ) -> None:
+    ) -> TrainerControl | None:
         """Called on every process after a rollout was collected, before its first update.
 
         Args:
@@ -41,7 +41,7 @@ class PPOCallback(TrainerCallback):
         model: ActorCritic,
         rollout: Rollout,
         ppo_state: PPOState,
-    ) -> None:
+    ) -> TrainerControl | None:
         """Called on every process after the last optimiser step on a rollout, before that step is logged and saved.
 
         Args:

@@ -11,6 +11,7 @@ import torch
 from datasets import Dataset, IterableDataset
 from jinja2 import TemplateError
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
 from hfppo.rollout import ORDER_STREAM, stream_seed
@@ -269,7 +270,6 @@ def prompt_indices(positions: range, num_prompts: int, seed: int) -> list[int]:
 
 def pad_left(sequences: list[list[int]], pad_id: int) -> tuple[Tensor, Tensor]:
     """(B, P) token ids padded on the left, and the (B, P) bool mask that is True on the real ones."""
-    width = max(len(tokens) for tokens in sequences)
-    ids = torch.tensor([[pad_id] * (width - len(tokens)) + tokens for tokens in sequences])
-    mask = torch.tensor([[False] * (width - len(t)) + [True] * len(t) for t in sequences])
-    return ids, mask
+    rows, lengths = map(torch.tensor, sequences), torch.tensor([len(tokens) for tokens in sequences])
+    ids = pad_sequence(list(rows), batch_first=True, padding_value=pad_id, padding_side="left")
+    return ids, torch.arange(ids.shape[1]) >= ids.shape[1] - lengths[:, None]

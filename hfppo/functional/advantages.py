@@ -71,8 +71,8 @@ def whiten(x: Tensor, mask: Tensor, shift_mean: bool = True, eps: float = 1e-8) 
 
         (x − mean) / √(var + eps),   var biased
 
-    Computed in float64, where the mean of equal numbers is that number: what rounding leaves of it would be scaled up,
-    and Adam makes whole steps of it.
+    The mean is taken in float64, where that of equal numbers is that number: what rounding leaves of it would be
+    scaled up, and Adam makes whole steps of it.
 
     Args:
         x: (B, T).
@@ -86,7 +86,7 @@ def whiten(x: Tensor, mask: Tensor, shift_mean: bool = True, eps: float = 1e-8) 
     mean = x.double().where(mask, 0.0).sum() / count
     var = (x - mean).square().where(mask, 0.0).sum() / count
     whitened = (x - mean) * torch.rsqrt(var + eps)
-    return (whitened if shift_mean else whitened + mean).where(mask, 0.0).to(x.dtype)
+    return (whitened if shift_mean else whitened + mean).where(mask, 0.0)
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:

@@ -18,6 +18,7 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from peft import LoraConfig, PeftConfig
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import set_seed
 
 from hfppo.config import PPOConfig
@@ -151,12 +152,11 @@ class VLLMSampler(Sampler):
         assert self.adapter is not None, "to be called inside `ready`"
         prompts = [ids[mask].tolist() for ids, mask in zip(prompt_ids.cpu(), prompt_mask.cpu(), strict=True)]
         sampled = self.engine.generate(prompts, [None] * len(prompts) if seeds is None else list(seeds), self.adapter)
-        lengths = torch.tensor([len(ids) for ids, _ in sampled])
-        width = int(lengths.max())
-        ids = torch.tensor([ids + [self.pad_id] * (width - len(ids)) for ids, _ in sampled])
-        logprobs = torch.tensor([given + [0.0] * (width - len(given)) for _, given in sampled])
-        truncated = torch.tensor([ids[-1] not in self.eos_ids for ids, _ in sampled])
-        return Completions(ids, torch.arange(width) < lengths[:, None], truncated, logprobs)
+        tokens, given = ([torch.tensor(row) for row in rows] for rows in zip(*sampled, strict=True))
+        ids = pad_sequence(tokens, batch_first=True, padding_value=self.pad_id)
+        mask = torch.arange(ids.shape[1]) < torch.tensor([len(row) for row in tokens])[:, None]
+        truncated = torch.tensor([int(row[-1]) not in self.eos_ids for row in tokens])
+        return Completions(ids, mask, truncated, pad_sequence(given, batch_first=True))
 
 
 class ColocatedEngine:

@@ -245,7 +245,7 @@ class ActorCritic(PeftModelForCausalLM):
                 f"know (they differ by up to {(expected - got).abs().max():.3g}); use another architecture"
             )
 
-    def check_start(self) -> None:
+    def warn_of_start(self) -> None:
         """Warn of a new adapter that is not the base before it is trained."""
         ids = torch.arange(4, device=self.causal_lm.device)[None] % self.config.get_text_config().vocab_size
         with torch.no_grad(), eval_mode(self):

@@ -17,7 +17,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from hfppo.models.layout import Layout, eval_mode, hidden_states
 from hfppo.models.loading import adapter_config, check_placement, check_vocabulary
-from hfppo.models.origin import check_origin
+from hfppo.models.origin import warn_of_origin
 
 CRITIC_FOLDER = "critic"
 CRITIC_WEIGHTS = "critic.safetensors"
@@ -27,7 +27,7 @@ USUAL_FIELDS = (
     *("peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern"),
     *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
 )
-OF_ORIGIN = (
+ORIGIN_FIELDS = (
     *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
     *("init_lora_weights", "eva_config", "corda_config", "loftq_config", "lora_ga_config", "runtime_config"),
     "save_projection",
@@ -138,7 +138,7 @@ def find_critic(critic: str | PreTrainedModel | CriticSource) -> CriticSource:
     if isinstance(critic, CriticSource):
         return critic
     if isinstance(critic, PreTrainedModel):
-        check_origin("critic", critic)
+        warn_of_origin("critic", critic)
         return CriticSource(critic)
     if critic in ("adapter", "shared"):
         return CriticSource(critic)
@@ -262,7 +262,7 @@ def describe_adapter(config: PeftConfig) -> dict[str, Any]:
         default = f.default if f.default_factory is MISSING else f.default_factory()
         value = getattr(config, f.name)
         starts = f.name == "init_weights" and isinstance(value, bool)  # as text it may choose another forward
-        if value != default and f.name not in OF_ORIGIN and not f.name.endswith("dropout") and not starts:
+        if value != default and f.name not in ORIGIN_FIELDS and not f.name.endswith("dropout") and not starts:
             named[f.name] = asdict(cast(Any, value)) if is_dataclass(value) else value
     return json.loads(json.dumps(named, default=lambda value: sorted(value) if isinstance(value, set) else str(value)))
 

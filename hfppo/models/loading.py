@@ -10,14 +10,14 @@ from peft.utils import ModulesToSaveWrapper, get_peft_model_state_dict
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from hfppo.models.origin import check_origin
+from hfppo.models.origin import warn_of_origin
 
 # These initialisations write into the base, so that disabling the adapter no longer gives the base back.
 BASE_CHANGING_INITS = ("pissa", "olora", "corda", "eva", "loftq", "lora_ga")
 
 
 @dataclass(frozen=True)
-class Actor:
+class ActorSource:
     """What an actor is built from."""
 
     base: PreTrainedModel
@@ -215,11 +215,11 @@ def keep_four_bits(base: nn.Module) -> None:
             module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
 
 
-def take_apart(model: PreTrainedModel | PeftModel, peft_config: PeftConfig | None) -> Actor:
+def take_apart(model: PreTrainedModel | PeftModel, peft_config: PeftConfig | None) -> ActorSource:
     """Base, adapter and the adapter's weights of a model that `check_model` has let through."""
     if not isinstance(model, PeftModel):
-        check_origin("model", model)
-        return Actor(model, peft_config or default_peft_config(), None)
+        warn_of_origin("model", model)
+        return ActorSource(model, peft_config or default_peft_config(), None)
     config = copy.deepcopy(model.active_peft_config)
     config.inference_mode = False
     weights = get_peft_model_state_dict(model, adapter_name=model.active_adapter)
@@ -229,8 +229,8 @@ def take_apart(model: PreTrainedModel | PeftModel, peft_config: PeftConfig | Non
     base = model.unload()
     for name, module in originals.items():  # PEFT leaves the trained ones
         base.set_submodule(name, module)
-    check_origin("model", base)
-    return Actor(base, config, start)
+    warn_of_origin("model", base)
+    return ActorSource(base, config, start)
 
 
 def default_peft_config() -> LoraConfig:

@@ -17,7 +17,7 @@ TYPES = (torch.float32, torch.float16, torch.bfloat16)
 WAY_OUT = "save it by save_pretrained, and give that folder"
 
 
-def check_origin(what: str, model: PreTrainedModel) -> None:
+def warn_of_origin(what: str, model: PreTrainedModel) -> None:
     """Warn of a model whose adapter or critic could not be loaded again with it: merged, changed, or from scratch.
 
     Args:
@@ -34,9 +34,10 @@ def check_origin(what: str, model: PreTrainedModel) -> None:
 
 
 def changed_weight(model: PreTrainedModel, name: str) -> str | None:
-    """The name of a weight that is not the one in a folder or in the cache of the Hub; None: none, or it is not known.
+    """The name of a weight that differs from the saved one; None: none does, or what is saved is not at hand.
 
-    The first row of each weight that both have in one shape is compared. What is quantised on loading is not.
+    It is looked for in the folder, or in the cache of the Hub. The first row of each weight that both have in one
+    shape is compared. What is quantised on loading is not.
     """
     revision = getattr(model.config, "_commit_hash", None)
     if getattr(model.config, "quantization_config", None) is not None:

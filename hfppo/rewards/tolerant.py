@@ -29,7 +29,7 @@ class RewardError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Scores:
+class CallResult:
     """What one call gave: a reward or what went wrong for each row, and what was logged."""
 
     rewards: list[Any]
@@ -107,7 +107,7 @@ class TolerantReward(RewardWrapper):
         fallback = None if self.on_error == "skip" else self.on_error
         return [fallback if lost else reward for lost, reward in zip(failed, scores.rewards, strict=True)]
 
-    async def _row_by_row(self, columns: dict[str, Any], error: Exception) -> Scores:
+    async def _row_by_row(self, columns: dict[str, Any], error: Exception) -> CallResult:
         """The rows one by one, after a call for all of them failed; given up once too many have."""
         logger.warning("reward function %r failed, and is asked row by row: %r", self.name, error)
         rewards: list[Any] = []
@@ -116,7 +116,7 @@ class TolerantReward(RewardWrapper):
             try:
                 scores = await self._call(columns, row, row + 1)
             except Exception as failure:
-                scores = Scores([failure], Log())
+                scores = CallResult([failure], Log())
             rewards += scores.rewards
             logs.append(scores.log)
             columns_of({self.name: scores.log}, 1)  # refuses what is not one value for this row
@@ -125,9 +125,9 @@ class TolerantReward(RewardWrapper):
         for column in dict.fromkeys(name for one in logs for name in one.columns):
             log.extra(column, [one.columns.get(column, [None])[0] for one in logs])
         log.numbers = merged(one.numbers for one in logs)
-        return Scores(rewards, log)
+        return CallResult(rewards, log)
 
-    async def _call(self, columns: dict[str, Any], start: int, stop: int) -> Scores:
+    async def _call(self, columns: dict[str, Any], start: int, stop: int) -> CallResult:
         """Ask for the rewards of some rows once; lists among the columns have an entry for each row."""
         log = Log()
         some = {name: rows[start:stop] if isinstance(rows, list) else rows for name, rows in columns.items()}
@@ -141,7 +141,7 @@ class TolerantReward(RewardWrapper):
                 if self.on_error == "raise":
                     raise
                 rewards.append(error)
-        return Scores(rewards, log)
+        return CallResult(rewards, log)
 
     async def _answer(self, columns: dict[str, Any], log: Log) -> Any:
         """What the function returns within the time limit."""

@@ -40,7 +40,7 @@ STRUCTURE = (
 )
 
 # Trainer's own fields that change the result, as all of ours do: a resumed run may have others, and is told so.
-OF_TRAINER = (
+TRAINER_FIELDS = (
     *("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "max_steps", "num_train_epochs"),
     *("weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "bf16", "fp16"),
 )
@@ -88,7 +88,7 @@ def describe_run(
             "peft_config": describe_adapter(peft_config),
             "critic": None if model.critic is None else model.critic.kind,
         },
-        settings={**{name: values[name] for name in (*own, *OF_TRAINER)}, "reward_funcs": reward_funcs},
+        settings={**{name: values[name] for name in (*own, *TRAINER_FIELDS)}, "reward_funcs": reward_funcs},
     )
 
 

@@ -1,5 +1,6 @@
 """PPO's part of saving and loading a run, in the places where Trainer does its own."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,14 @@ from hfppo.saving.crash_safe import CrashSafeTrainer
 from hfppo.state import PPOState
 
 
+@dataclass(frozen=True)
+class StepStart:
+    """What was not yet logged when a step was begun."""
+
+    step: int  # optimiser steps made
+    metrics: dict[str, Any]
+
+
 class ResumableTrainer(CrashSafeTrainer):
     """A trainer whose checkpoints hold the state of PPO, the rollout in use and the critic, and bring them back."""
 
@@ -20,7 +29,7 @@ class ResumableTrainer(CrashSafeTrainer):
     ppo_state: PPOState
     _rollout: Rollout | None
     _meter: Meter
-    _begun: tuple[int, dict[str, Any]]  # the steps before the one that was begun last, and the meter's state then
+    _step_start: StepStart | None  # of the last step; None where checkpoints are written after steps alone
     _run: RunDescription
 
     def _save_rng_state(self, output_dir: str) -> None:
@@ -28,8 +37,9 @@ class ResumableTrainer(CrashSafeTrainer):
         super()._save_rng_state(output_dir)
         in_use = self._rollout if self.state.global_step < self.ppo_state.last_step else None
         # With `enable_jit_checkpoint` within a step, which the resumed run makes from its beginning.
-        step, before = self._begun
-        metrics = before if step == self.state.global_step else self._meter.state_dict()
+        start = self._step_start
+        within = start is not None and start.step == self.state.global_step
+        metrics = start.metrics if within else self._meter.state_dict()
         save_ppo_state(output_dir, self.args.process_index, self._run, self.ppo_state, metrics, in_use)
 
     def _checkpoint_for(self, resume_from_checkpoint: str | bool | None) -> str | bool | None:

@@ -14,7 +14,7 @@ import torch
 from accelerate import Accelerator
 from datasets import Dataset
 from peft import PeftConfig
-from peft.utils import set_peft_model_state_dict
+from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME, set_peft_model_state_dict
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import (
@@ -24,6 +24,7 @@ from transformers import (
     TrainerState,
     TrainingArguments,
 )
+from transformers.trainer import TRAINER_STATE_NAME
 
 from hfppo.assembly import prompts_of
 from hfppo.config import PPOConfig
@@ -34,15 +35,13 @@ from hfppo.models.actor_critic import ActorCritic
 from hfppo.models.critic import CRITIC_FOLDER, find_critic
 from hfppo.models.loading import load_reference
 from hfppo.rewards.functions import RewardFunctions
-from hfppo.saving.checkpoint import hashes
+from hfppo.saving.checkpoint import hashes, state_file
 from hfppo.saving.folders import checkpoints
 from hfppo.state import PPOState
 from hfppo.trace.record import Trace, traces_of
 from hfppo.trace.table import TokenTable
 
 logger = logging.getLogger(__name__)
-
-STATE, CONFIG, WEIGHTS = "ppo_state_0.json", "adapter_config.json", "adapter_model.safetensors"
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,7 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Given(Sampler):
+class FixedCompletion(Sampler):
     """A sampler that always says the same."""
 
     ids: list[int]
@@ -78,7 +77,7 @@ def trace_prompt(checkpoint: str | Path, question: Question) -> tuple[Trace, PPO
         ValueError: not a checkpoint of PPOTrainer, or one whose parts cannot be loaded; says what to do.
     """
     folder = check_folder(Path(checkpoint))
-    saved = json.loads((folder / STATE).read_text())
+    saved = json.loads(state_file(folder, 0).read_text())
     state, args = PPOState.from_state_dict(saved["state"]), settings(saved["run"], question)
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left", trust_remote_code=False)
     model = load_actor_critic(folder, args, question)
@@ -91,14 +90,14 @@ def trace_prompt(checkpoint: str | Path, question: Question) -> tuple[Trace, PPO
     accelerator = Accelerator()
     sampler = make_sampler(model, eos_ids, tokenizer.pad_token_id, args, accelerator)
     if question.completion is not None:
-        sampler = Given(completion_ids(question.completion, tokenizer, eos_ids), eos_ids)
+        sampler = FixedCompletion(completion_ids(question.completion, tokenizer, eos_ids), eos_ids)
     collector = Collector(model, sampler, RewardFunctions(scorer(question.score)), tokenizer, accelerator, args)
     prompt = [{"role": "user", "content": question.prompt}] if question.chat else question.prompt
     rows = collector.eval_rows(prompts_of(Dataset.from_dict({"prompt": [prompt]}), "prompt", tokenizer, args))
     rollout, _ = collector.collect(rows, state, TrainerState(), Meter(), training=False)
     table = TokenTable.from_rollout(rollout, 0, tokenizer, args.kl_estimator)
     table = table if question.score is not None else without_score(table)
-    step = json.loads((folder / "trainer_state.json").read_text())["global_step"]
+    step = TrainerState.load_from_json(str(folder / TRAINER_STATE_NAME)).global_step
     return traces_of(rollout, [table], state.rollouts, step, state.kl_coef)[0], args
 
 
@@ -110,7 +109,8 @@ def check_folder(folder: Path) -> Path:
     """
     if not folder.is_dir():
         raise ValueError(f"{folder} is no folder; give a checkpoint such as out/checkpoint-120")
-    if missing := [name for name in (STATE, CONFIG, WEIGHTS, "trainer_state.json") if not (folder / name).is_file()]:
+    needed = (state_file(folder, 0).name, CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME, TRAINER_STATE_NAME)
+    if missing := [name for name in needed if not (folder / name).is_file()]:
         inside = checkpoints(folder)
         hint = f"; its last one is {inside[-1]}" if inside else ""
         raise ValueError(f"{folder} is not a checkpoint of PPOTrainer: it has no {', '.join(missing)}{hint}")
@@ -150,7 +150,7 @@ def load_actor_critic(folder: Path, args: PPOConfig, question: Question) -> Acto
         ) from error
     critic = find_critic(str(folder)) if args.needs_critic and (folder / CRITIC_FOLDER).is_dir() else None
     model = ActorCritic(base, peft_config, critic, load_reference(question.ref_model))
-    set_peft_model_state_dict(model, load_file(folder / WEIGHTS))
+    set_peft_model_state_dict(model, load_file(folder / SAFETENSORS_WEIGHTS_NAME))
     return model.to(args.device)
 
 

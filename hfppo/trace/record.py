@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from hfppo.config import PPOConfig
 from hfppo.data.prompts import pad_left
@@ -129,9 +130,8 @@ def after_update(traces: list[Trace], model: ActorCritic, args: PPOConfig, step:
 
 def pad_right(rows: list[list[Any]]) -> tuple[Tensor, Tensor]:
     """(B, T) numbers padded with 0 on the right, and the (B, T) bool mask that is True on the real ones."""
-    width = max(len(row) for row in rows)
-    padded = torch.tensor([row + [0] * (width - len(row)) for row in rows])
-    return padded, torch.tensor([[t < len(row) for t in range(width)] for row in rows])
+    padded = pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
+    return padded, torch.arange(padded.shape[1]) < torch.tensor([len(row) for row in rows])[:, None]
 
 
 def trace_file(output_dir: str | Path, rollout: int, kind: str = "rollout") -> Path:
