@@ -93,7 +93,7 @@ def assemble(
     init_kwargs = cast(dict[str, Any], args.model_init_kwargs or {})
     if not isinstance(model, str):
         check_architecture("model", model)
-    tokenizer = load_tokenizer(model) if tokenizer is None else tokenizer
+    tokenizer = load_tokenizer(model, **init_kwargs) if tokenizer is None else tokenizer
     check_tokenizer(tokenizer)
     prompts = all_prompts(train_dataset, eval_dataset, tokenizer, args)
     loaded = load_model(model, **init_kwargs)
@@ -113,7 +113,7 @@ def assemble(
     critic_source = find_critic(critic) if args.needs_critic else None
     if critic_source is not None and isinstance(critic_source.model, PreTrainedModel):
         check_lengths("the critic", critic_source.model, prompts.longest, args)
-    actor = take_apart(loaded, peft_config)
+    actor = take_apart(loaded, peft_config, init_kwargs.get("revision") if isinstance(model, str) else None)
     for func in map(unwrapped, rewards.funcs):
         if isinstance(func, RewardAdapter):
             func.attach(actor.base)

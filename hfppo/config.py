@@ -219,7 +219,7 @@ class PPOConfig(TrainingArguments):
         default=False, metadata={"help": "Evaluate with sampled completions instead of greedy ones."}
     )
     model_init_kwargs: dict[str, Any] | str | None = field(
-        default=None, metadata={"help": "Passed to `from_pretrained` when a model is given by its id or path."}
+        default=None, metadata={"help": "Passed to `from_pretrained` when `model` or `ref_model` is an id or path."}
     )
 
     # Changes the result: what becomes of numbers that are not finite.

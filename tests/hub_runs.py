@@ -13,7 +13,7 @@ from conftest import LORA, SMALL, count_digits, tiny_model
 from datasets import Dataset
 from huggingface_hub import constants, snapshot_download
 from peft import AutoPeftModelForCausalLM
-from transformers import AutoTokenizer, TrainerCallback, pipeline
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback, pipeline
 
 from hfppo import PPOConfig, PPOTrainer
 
@@ -100,6 +100,26 @@ def train() -> dict:
     }
 
 
+def versions(repo: str) -> dict:
+    """What a base of another revision and an adapter of an earlier one give."""
+    v2 = {"token": TOKEN, "revision": "v2"}
+    trainer = make("on_v2", model_init_kwargs=v2, max_steps=2)
+    trainer.model.eval()
+    of_v2 = {"base": logits(AutoModelForCausalLM.from_pretrained(BASE, **v2)), "new": logits(trainer.model)}
+    trainer.train()
+    trainer.save_model()
+    folder, kwargs = trainer.args.output_dir, {"trainer": {"peft_config": None}}
+    of_v2["trained"] = logits(trainer.model.eval())
+    of_v2["again"] = logits(make("again", model=folder, **kwargs).model.eval())
+    of_v2["by PEFT"] = logits(AutoPeftModelForCausalLM.from_pretrained(folder).eval())
+
+    early = {"token": TOKEN, "revision": "early"}
+    of_early = {"by id": logits(make("early", model=repo, model_init_kwargs=early, **kwargs).model.eval())}
+    of_early["by PEFT"] = logits(AutoPeftModelForCausalLM.from_pretrained(repo, **early).eval())
+    template = trainer.processing_class.chat_template
+    return {"logits of v2": of_v2, "logits of early": of_early, "template of v2": template}
+
+
 def load() -> dict:
     """What a machine makes of it that has never seen the run; at last the Hub goes down."""
     repo = "someone/all_checkpoints"
@@ -130,6 +150,7 @@ def load() -> dict:
         resumed.train(resume_from_checkpoint=f"{folder}/{checkpoint}")
         result[f"resumed {name}"] = weights(resumed)
 
+    result |= versions(repo)
     down = make("down", push_to_hub=True, hub_strategy="every_save", stop=4)
     print("ready", flush=True)
     sys.stdin.readline()

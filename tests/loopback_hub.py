@@ -93,10 +93,10 @@ class LoopbackHub:
             "NO_PROXY": "127.0.0.1",
         }
 
-    def add(self, repo_id: str, files: dict[str, bytes], tags: list[str] | None = None) -> None:
-        """Make a repository with some files."""
-        self.repositories[repo_id] = Repository(tags or [])
-        self.repositories[repo_id].branches["main"].append(Commit("seed", files))
+    def add(self, repo_id: str, files: dict[str, bytes], tags: list[str] | None = None, branch: str = "main") -> None:
+        """Make a repository with some files, or a branch of one."""
+        repo = self.repositories.setdefault(repo_id, Repository(tags or []))
+        repo.branches.setdefault(branch, []).append(Commit("seed", files))
 
     def files(self, repo_id: str, revision: str = "main") -> dict[str, bytes]:
         """What lies in a repository."""

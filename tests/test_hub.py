@@ -64,14 +64,19 @@ def run(mode: str, folder: Path, hub: LoopbackHub) -> None:
 def runs(hub, tmp_path_factory) -> Path:
     """The folder in which one process has trained, and another, which knows the Hub alone, has loaded."""
     folder = tmp_path_factory.mktemp("hub")
-    tiny_model().save_pretrained(folder / "base")
-    character_tokenizer().save_pretrained(folder / "base")
-    base = {path.name: path.read_bytes() for path in (folder / "base").iterdir()}
-    hub.add("team/base", base, tags=["license:apache-2.0"])
+    for seed, branch in ((0, "main"), (3, "v2")):
+        tokenizer = character_tokenizer()
+        tokenizer.chat_template = None if branch == "main" else branch
+        tiny_model(seed=seed).save_pretrained(folder / branch)
+        tokenizer.save_pretrained(folder / branch)
+        files = {path.name: path.read_bytes() for path in (folder / branch).iterdir()}
+        hub.add("team/base", files, ["license:apache-2.0"], branch)
     hub.delay = 0.05  # long enough for the next checkpoint to come while one is uploaded
     (folder / "runs").mkdir()
     with hub:
         run("train", folder, hub)
+        branches = hub.repositories["someone/all_checkpoints"].branches
+        branches["early"] = branches["main"][:2]  # up to step 3
         run("load", folder, hub)
     return folder / "runs"
 
@@ -174,6 +179,20 @@ def test_a_pushed_checkpoint_resumes_bit_for_bit(trained, loaded, strategy):
     assert resumed.keys() == trained["undisturbed"].keys()
     for name, tensor in trained["undisturbed"].items():
         assert torch.equal(resumed[name], tensor), name
+
+
+@pytest.mark.slow
+def test_a_revision_is_that_of_base_tokenizer_and_adapter(trained, loaded):
+    """And what was trained on a revision of a base says so."""
+    of_v2 = loaded["logits of v2"]
+    assert torch.equal(of_v2["new"], of_v2["base"])
+    assert not torch.equal(of_v2["trained"], of_v2["base"])
+    assert torch.equal(of_v2["again"], of_v2["trained"])
+    assert torch.equal(of_v2["by PEFT"], of_v2["trained"])
+    assert loaded["template of v2"] == "v2"
+    early = loaded["logits of early"]
+    assert torch.equal(early["by id"], early["by PEFT"])
+    assert not torch.equal(early["by id"], trained["logits"])
 
 
 @pytest.mark.slow

@@ -21,6 +21,7 @@ from test_reward_server import Server, lengths
 from transformers import TrainerState
 
 from hfppo import PPOConfig, PPOTrainer, PrintCompletionsCallback, RewardServer, TokenTable, Transcript
+from hfppo.models.loading import load_tokenizer
 from hfppo.saving.manifest import seal
 
 SECRET = "s3cr3t-Zf9kQ2"
@@ -131,6 +132,21 @@ def test_code_that_comes_with_a_model_runs_only_if_asked_for(tmp_path, mark, mon
     kwargs = {"model_init_kwargs": {"trust_remote_code": True}} if asked else {}
     with pytest.raises((ValueError, AttributeError), match="" if asked else "trust_remote_code"):
         trainer(tmp_path / "out", model=str(folder), **kwargs)
+    assert mark.exists() == asked
+
+
+@pytest.mark.parametrize("asked", [False, True], ids=["not asked for", "asked for"])
+def test_code_that_comes_with_a_tokenizer_runs_only_if_asked_for(tmp_path, mark, monkeypatch, asked):
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+    folder = tmp_path / "model"
+    character_tokenizer().save_pretrained(folder)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config |= {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", "own.Own"]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    code = f"import os\nfrom transformers import PreTrainedTokenizerFast as Own\nos.mkdir({str(mark)!r})\n"
+    (folder / "own.py").write_text(code)
+    with nullcontext() if asked else pytest.raises(ValueError, match="trust_remote_code"):
+        load_tokenizer(str(folder), trust_remote_code=asked or None)
     assert mark.exists() == asked
 
 

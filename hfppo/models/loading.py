@@ -33,14 +33,14 @@ def load_model(model: str | PreTrainedModel | PeftModel, **init_kwargs: Any) -> 
     """
     if not isinstance(model, str):
         return model
-    if (config := adapter_config(model)) is None:
+    of_adapter = hub_options(init_kwargs)
+    if (config := adapter_config(model, **of_adapter)) is None:
         return load_causal_lm("model", model, **init_kwargs)
     name = config.base_model_name_or_path
-    base = load_causal_lm(
-        f"the base that the adapter model={model!r} names, base_model_name_or_path", name, **init_kwargs
-    )
+    of_base = {**init_kwargs, "revision": config.revision}  # the other is the adapter's, as in AutoPeftModel
+    base = load_causal_lm(f"the base that the adapter model={model!r} names, base_model_name_or_path", name, **of_base)
     try:
-        return PeftModel.from_pretrained(base, model, is_trainable=True)
+        return PeftModel.from_pretrained(base, model, is_trainable=True, **of_adapter)
     except RuntimeError as error:  # torch's, of shapes
         raise ValueError(
             f"the adapter model={model!r} does not fit {name!r}, which it names as its base; give one of that base: "
@@ -48,10 +48,15 @@ def load_model(model: str | PreTrainedModel | PeftModel, **init_kwargs: Any) -> 
         ) from error
 
 
-def adapter_config(name: str) -> PeftConfig | None:
+def hub_options(init_kwargs: dict[str, Any]) -> dict[str, Any]:
+    """What says where on the Hub to look, of a model's `from_pretrained`: for its tokenizer or adapter as well."""
+    return {name: init_kwargs[name] for name in ("revision", "token", "cache_dir") if name in init_kwargs}
+
+
+def adapter_config(name: str, **options: Any) -> PeftConfig | None:
     """The configuration of the adapter in a folder or repository; None: it holds none."""
     try:
-        return PeftConfig.from_pretrained(name)
+        return PeftConfig.from_pretrained(name, **options)
     except (ValueError, OSError):
         return None
 
@@ -215,11 +220,19 @@ def keep_four_bits(base: nn.Module) -> None:
             module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
 
 
-def take_apart(model: PreTrainedModel | PeftModel, peft_config: PeftConfig | None) -> ActorSource:
-    """Base, adapter and the adapter's weights of a model that `check_model` has let through."""
+def take_apart(
+    model: PreTrainedModel | PeftModel, peft_config: PeftConfig | None, revision: str | None = None
+) -> ActorSource:
+    """Base, adapter and the adapter's weights of a model that `check_model` has let through.
+
+    Args:
+        revision: of a base that was loaded from the Hub, for the new adapter to name.
+    """
     if not isinstance(model, PeftModel):
         warn_of_origin("model", model)
-        return ActorSource(model, peft_config or default_peft_config(), None)
+        config = copy.deepcopy(peft_config) or default_peft_config()
+        config.revision = revision or config.revision
+        return ActorSource(model, config, None)
     config = copy.deepcopy(model.active_peft_config)
     config.inference_mode = False
     weights = get_peft_model_state_dict(model, adapter_name=model.active_adapter)
@@ -238,19 +251,24 @@ def default_peft_config() -> LoraConfig:
     return LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
 
 
-def load_tokenizer(model: str | PreTrainedModel | PeftModel) -> PreTrainedTokenizerBase:
+def load_tokenizer(model: str | PreTrainedModel | PeftModel, **init_kwargs: Any) -> PreTrainedTokenizerBase:
     """The tokenizer that belongs to a model, or to the base of an adapter saved without one.
 
+    Args:
+        init_kwargs: of the model's `from_pretrained`; of them where to look, and whether its own code may run.
     Raises:
         ValueError: there is none, or no such model.
     """
     name = model if isinstance(model, str) else model.config.name_or_path
+    options = hub_options(init_kwargs)
+    trusted = {"padding_side": "left", "trust_remote_code": init_kwargs.get("trust_remote_code")}
     try:
-        return AutoTokenizer.from_pretrained(name, padding_side="left")
+        return AutoTokenizer.from_pretrained(name, **options, **trusted)
     except (ValueError, OSError) as error:
         try:
-            base = PeftConfig.from_pretrained(name).base_model_name_or_path
-            return AutoTokenizer.from_pretrained(base, padding_side="left")
+            config = PeftConfig.from_pretrained(name, **options)
+            of_base = {**options, "revision": config.revision}
+            return AutoTokenizer.from_pretrained(config.base_model_name_or_path, **of_base, **trusted)
         except (ValueError, OSError):
             raise ValueError(
                 f"model={name!r} has no tokenizer that can be loaded; mend the id or path, or give processing_class: "

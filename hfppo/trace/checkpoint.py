@@ -142,7 +142,8 @@ def load_actor_critic(folder: Path, args: PPOConfig, question: Question) -> Acto
     name = question.base or peft_config.base_model_name_or_path
     init_kwargs = cast(dict[str, Any], args.model_init_kwargs or {})
     try:
-        base = AutoModelForCausalLM.from_pretrained(name, trust_remote_code=False, **init_kwargs)
+        revision = None if question.base else peft_config.revision
+        base = AutoModelForCausalLM.from_pretrained(name, revision=revision, trust_remote_code=False, **init_kwargs)
     except (OSError, ValueError) as error:
         raise ValueError(
             f"the base {name!r} of {folder} cannot be loaded; start where that path leads to it, or give --base "
