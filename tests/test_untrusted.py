@@ -143,8 +143,8 @@ def test_code_that_comes_with_a_tokenizer_runs_only_if_asked_for(tmp_path, mark,
     config = json.loads((folder / "tokenizer_config.json").read_text())
     config |= {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", "own.Own"]}}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    code = f"import os\nfrom transformers import PreTrainedTokenizerFast as Own\nos.mkdir({str(mark)!r})\n"
-    (folder / "own.py").write_text(code)
+    code = "import os\nfrom transformers import PreTrainedTokenizerFast\nclass Own(PreTrainedTokenizerFast): pass\n"
+    (folder / "own.py").write_text(f"{code}os.mkdir({str(mark)!r})\n")
     with nullcontext() if asked else pytest.raises(ValueError, match="trust_remote_code"):
         load_tokenizer(str(folder), trust_remote_code=asked or None)
     assert mark.exists() == asked
