@@ -106,7 +106,8 @@ def assemble(
     reference = load_reference(ref_model, **init_kwargs)
     if reference is not None:
         check_lengths("ref_model", reference, prompts.longest, args)
-    base_name, reward_kwargs = loaded.config.name_or_path, cast(dict[str, Any], args.reward_model_init_kwargs or {})
+    base_name = loaded.config.name_or_path
+    reward_kwargs = cast(dict[str, Any], args.reward_model_init_kwargs or {})
     funcs = load_reward_funcs(reward_funcs, reward_tokenizers, base_name, args.device, **reward_kwargs)
     rewards = RewardFunctions(funcs, args.reward_weights)
     check_calls(rewards, prompts.heads)
@@ -231,7 +232,8 @@ def check_calls(rewards: RewardFunctions, prompts: dict[str, Prompts]) -> None:
     for name, func in zip(rewards.names, rewards.funcs, strict=True):
         for dataset, some in prompts.items():
             columns = {*RESERVED_COLUMNS, "completion_ids", *some.rows.column_names} - {"prompt", "completion"}
-            given, called = sorted(columns), without_wrappers(func)
+            given = sorted(columns)
+            called = without_wrappers(func)
             if isinstance(called, RewardServer) and (missing := sorted(set(called.columns) - columns)):
                 raise ValueError(
                     f"columns={called.columns} of reward server {name!r}: {dataset} has no column {missing[0]!r}; "

@@ -156,7 +156,8 @@ def advantages_and_returns(
         groups: (B,) prompt number.
         baseline: for the estimator that needs one.
     """
-    mask, name = completions.mask, args.advantage_estimator
+    mask = completions.mask
+    name = args.advantage_estimator
     estimator = F.ADVANTAGE_ESTIMATORS[name]
     if F.estimator_needs(name, "groups"):
         options = {"scale": args.scale_rewards} if F.estimator_needs(name, "scale") else {}

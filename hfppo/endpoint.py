@@ -104,7 +104,8 @@ class Endpoint:
 
     async def _ask(self, client: httpx2.AsyncClient, method: str, url: str, body: Any) -> bytes:
         """One attempt."""
-        name, content = shown(url), bytearray()
+        name = shown(url)
+        content = bytearray()
         try:
             async with asyncio.timeout(self.timeout), client.stream(method, url, json=body) as response:
                 async for chunk in response.aiter_bytes():
@@ -123,7 +124,8 @@ class Endpoint:
                 f"{name} cannot be reached, after all retries ({error or type(error).__name__}); start the server or "
                 "mend the address"
             ) from error
-        said, status = content[:500].decode(errors="replace"), response.status_code
+        said = content[:500].decode(errors="replace")
+        status = response.status_code
         if status in PASSING and not (self.hopeless and self.hopeless in said):
             raise Unavailable(f"{name} answered {status}, after all retries: {said!r}; see its log", status)
         if not response.is_success:

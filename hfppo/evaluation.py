@@ -70,12 +70,14 @@ def evaluate_prompts(
         do_sample: sample, with the same random numbers at every call; otherwise greedy.
         on_batch: called after each batch.
     """
-    accelerator, size = collector.accelerator, collector.args.per_device_eval_batch_size
+    accelerator = collector.accelerator
+    size = collector.args.per_device_eval_batch_size
     everything = collector.eval_rows(prompts)
     rows = everything[accelerator.process_index :: accelerator.num_processes]
     most = -(-len(everything) // accelerator.num_processes)
     filled = rows + everything[: most - len(rows)]  # a sharded model wants as many forwards from every process
-    meter, done = Meter(), []
+    meter = Meter()
+    done = []
     with (
         explained_memory("an evaluation", collector.args),
         eval_mode(collector.model),

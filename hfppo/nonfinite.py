@@ -73,7 +73,8 @@ def check_rollout(rollout: Rollout, number: int, process: int) -> None:
     Raises:
         NonFiniteError: on every process, with the first tensor and row.
     """
-    tensors, mine = rollout.tensors(), None
+    tensors = rollout.tensors()
+    mine = None
     for depth, name in enumerate(CAUSES):
         if name in tensors and (row := bad_row(tensors[name])) is not None:
             text = f"{name} is not finite in row {row} of rollout {number} on process {process}"

@@ -28,7 +28,8 @@ class RunningMoments:
         if not scores.numel():
             return
         x = scores.double()
-        count, shift = self.count + x.numel(), float(x.mean()) - self.mean
+        count = self.count + x.numel()
+        shift = float(x.mean()) - self.mean
         self.squares += float((x - x.mean()).square().sum()) + shift**2 * self.count * x.numel() / count
         self.mean += shift * x.numel() / count
         self.count = count

@@ -229,7 +229,8 @@ class PPOTrainer(OptimizingTrainer):
 
     def _collect_rollout(self) -> Rollout:
         """Collect the next rollout and tell the callbacks."""
-        state, collected = self.ppo_state, None
+        state = self.ppo_state
+        collected = None
         while collected is None:
             rows = self.collector.training_rows(self._train_prompts, state.rollouts)
             meter = Meter(self._progress.phase)
@@ -275,7 +276,8 @@ class PPOTrainer(OptimizingTrainer):
         Raises:
             TypeError, ValueError: prompts or columns that do not fit; names them.
         """
-        dataset, rewards = dataset_of(prompts, columns), self.collector.rewards
+        dataset = dataset_of(prompts, columns)
+        rewards = self.collector.rewards
         prepared = later_prompts(dataset, "prompts", self.model, rewards, self.processing_class, self.args)
         rows = grouped(self.collector.eval_rows(prepared))
         self.place_model()
@@ -348,7 +350,9 @@ class PPOTrainer(OptimizingTrainer):
             OutOfMemory: with the settings that help.
         """
         check_output_folder(self._sources, self.args)
-        self._rollout, self._meter, self._step_meter = None, Meter(), Meter()
+        self._rollout = None
+        self._meter = Meter()
+        self._step_meter = Meter()
         self._guard = NonFiniteGuard(self.args, self.accelerator)
         with explained_memory("the update", self.args):
             return super().train(*args, **kwargs)
@@ -357,7 +361,8 @@ class PPOTrainer(OptimizingTrainer):
         """Write the model card into the output folder; takes what Trainer's does, by keyword."""
         # Not upstream's card: it reports supervised training and an eval_loss, which prompts do not have.
         if self.is_world_process_zero():
-            rewards, prompts = self.collector.rewards, self._train_prompts
+            rewards = self.collector.rewards
+            prompts = self._train_prompts
             weights = dict(zip(rewards.names, rewards.weights, strict=True))
             chat = prompts is not None and prompts.head.conversational
             write_card(

@@ -135,7 +135,8 @@ class Run:
         Raises:
             KeyError: none of them has the metric.
         """
-        name, before = self.name(metric), self.step - self.args.updates_per_rollout
+        name = self.name(metric)
+        before = self.step - self.args.updates_per_rollout
         recent = takewhile(lambda log: log["step"] > before, reversed(self.logs))
         values = [log[name] for log in recent if name in log]
         if not values:
@@ -212,7 +213,8 @@ class Check:
 
     def spell(self, run: Run) -> tuple[int, int]:
         """The first step of the illness that the last log shows, and how many rollouts it has lasted."""
-        first_step, last_well = run.step, 0
+        first_step = run.step
+        last_well = 0
         for end in range(len(run.logs), 0, -1):
             earlier = replace(run, logs=run.logs[:end])
             ill = self.is_ill(earlier)

@@ -82,7 +82,9 @@ class RunProgress(ProgressCallback):
         self.seconds.clear()
         self.rollouts = 0
         self._first = self._step = state.global_step
-        self._max_steps, self._began, self._last_line = state.max_steps, time.monotonic(), time.monotonic()
+        self._max_steps = state.max_steps
+        self._began = time.monotonic()
+        self._last_line = time.monotonic()
         if self._active and sys.stderr.isatty():
             self.training_bar = RunBar(
                 total=state.max_steps,
@@ -138,7 +140,9 @@ class RunProgress(ProgressCallback):
         if not self._active:
             yield
             return
-        name, start, outermost = name.removeprefix("time/"), time.monotonic(), not self._phases
+        name = name.removeprefix("time/")
+        start = time.monotonic()
+        outermost = not self._phases
         with self._lock:
             self._close_phase_bar()  # of the phase around it
             self._phases.append((name, start))

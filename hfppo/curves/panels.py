@@ -70,9 +70,11 @@ Drawn = list[tuple[Panel, list[Line]]]
 
 def panels(groups: list[Group]) -> Drawn:
     """The panels that have something to show, and their lines: the metrics of one run, or one metric of several."""
-    drawn, alone = [], len(groups) == 1
+    drawn = []
+    alone = len(groups) == 1
     for panel in PANELS:
-        lines, title = [], panel.title
+        lines = []
+        title = panel.title
         for group in groups:
             found = [name for pattern in panel.metrics for name in group.metrics if fnmatchcase(name, pattern)]
             if len(found) < panel.least:

@@ -270,6 +270,7 @@ def prompt_indices(positions: range, num_prompts: int, seed: int) -> list[int]:
 
 def pad_left(sequences: list[list[int]], pad_id: int) -> tuple[Tensor, Tensor]:
     """(B, P) token ids padded on the left, and the (B, P) bool mask that is True on the real ones."""
-    rows, lengths = map(torch.tensor, sequences), torch.tensor([len(tokens) for tokens in sequences])
-    ids = pad_sequence(list(rows), batch_first=True, padding_value=pad_id, padding_side="left")
+    rows = [torch.tensor(tokens) for tokens in sequences]
+    lengths = torch.tensor([len(tokens) for tokens in sequences])
+    ids = pad_sequence(rows, batch_first=True, padding_value=pad_id, padding_side="left")
     return ids, torch.arange(ids.shape[1]) >= ids.shape[1] - lengths[:, None]

@@ -68,7 +68,8 @@ class PromptStream:
                 except (TypeError, ValueError) as error:  # pyarrow's
                     raise ValueError(f"{where} has a column of several types: {error}; give it one") from error
                 prompts = self.prepare(chunk, where)
-                rows, found = rows + len(next(iter(batch.values()))), found + len(prompts)
+                rows += len(next(iter(batch.values())))
+                found += len(prompts)
                 if len(prompts):
                     yield prompts
             if not found:

@@ -159,7 +159,8 @@ def rloo(rewards: Tensor, mask: Tensor, groups: Tensor) -> Tensor:
 
 def opo(rewards: Tensor, mask: Tensor, groups: Tensor) -> Tensor:
     """s − its group's mean weighted by length. arXiv:2505.23585. Args and returns as `grpo`."""
-    scores, lengths = _completion_rewards(rewards, mask, groups=groups), mask.sum(dim=1)
+    scores = _completion_rewards(rewards, mask, groups=groups)
+    lengths = mask.sum(dim=1)
     index, _ = _group_index(groups, "opo")
     return _spread(scores - _group_sum(scores * lengths, index) / _group_sum(lengths, index), mask, rewards.dtype)
 

@@ -100,7 +100,8 @@ class TransformersSampler(Sampler):
         lengths = prompt_mask.sum(dim=1)
         by_length = lengths.argsort(descending=True, stable=True)  # of about one length, little padding
         batches = [rows.sort().values for rows in by_length.split(self.batch_size)]
-        parts, done = [], 0
+        parts = []
+        done = 0
         for rows in batches:
             ids, mask = (x[rows, -int(lengths[rows].max()) :] for x in (prompt_ids, prompt_mask))
             batch_seeds = None if seeds is None else [seeds[row] for row in rows.tolist()]

@@ -127,7 +127,8 @@ class VLLMSampler(Sampler):
 
     def _sync(self) -> None:
         """Give the engine the adapter as it is now."""
-        old, number = self.adapter, 1 if self.adapter is None else self.adapter.number + 1
+        old = self.adapter
+        number = 1 if self.adapter is None else self.adapter.number + 1
         folder = self.folder.absolute() / f"policy-{number}"
         new = Adapter(f"{self.folder.name}-{number}", number, str(folder))
         if self.accelerator.is_main_process:

@@ -160,7 +160,8 @@ class ActorCritic(PeftModelForCausalLM):
             if not shared and (own := can_pack(self.critic.trunk)) != packed:
                 layout = Layout.of(input_ids, attention_mask, completion_mask, own)
             after = self.critic(hidden, layout)[layout.states]
-            state_values, final_value = after[:, :-1].where(completion_mask, 0.0), after[:, -1]
+            state_values = after[:, :-1].where(completion_mask, 0.0)
+            final_value = after[:, -1]
         return TokenOutputs(logprobs, entropies, state_values, final_value)
 
     def activation_checkpointing_enable(self, **kwargs: Any) -> None:

@@ -313,7 +313,8 @@ def command() -> str:
 
 def without_secret_options(words: Iterable[str]) -> list[str]:
     """A command with the values of options such as `--hub_token` hidden, wherever they stand."""
-    shown, hide = [], False
+    shown = []
+    hide = False
     for word in words:
         if word.startswith("--"):
             hide = "=" not in word and bool(SECRET_NAME.search(word))

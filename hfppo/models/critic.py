@@ -102,7 +102,8 @@ class Critic(nn.Module):
             raise ValueError(
                 f"{folder} has no {CRITIC_WEIGHTS}; it holds no critic, so take another folder or checkpoint"
             )
-        saved, own = json.loads((Path(folder) / CRITIC_CONFIG).read_text()), self.config()
+        saved = json.loads((Path(folder) / CRITIC_CONFIG).read_text())
+        own = self.config()
         for name in ("kind", "hidden_size", "peft_config"):
             its, ours = differing(saved[name], own[name])
             if its != ours:

@@ -51,7 +51,9 @@ class RewardModel:
         label: int | str | None = None,
         device: torch.device | None = None,
     ):
-        self.model, self.batch_size, self.device = model.eval().requires_grad_(False), batch_size, device
+        self.model = model.eval().requires_grad_(False)
+        self.batch_size = batch_size
+        self.device = device
         self.tokenizer = copy.deepcopy(tokenizer)
         self.tokenizer.truncation_side = "left"
         name = str(model.config.name_or_path or type(model).__name__)
@@ -92,7 +94,8 @@ class RewardModel:
         ids = [torch.tensor(row) for row in encoded["input_ids"]]
         if empty := [text for text, row in zip(texts, ids, strict=True) if not len(row)]:
             raise ValueError(f"reward model {self.__name__} cannot score {empty[0]!r}: the text has no tokens")
-        lengths, scores = torch.tensor([len(row) for row in ids]), torch.empty(len(ids))
+        lengths = torch.tensor([len(row) for row in ids])
+        scores = torch.empty(len(ids))
         size = rows_at_once(self.batch_size, int(lengths.max()), next(self.model.parameters()).device)
         for rows in lengths.argsort(descending=True).split(size):
             scores[rows] = self.logits([ids[row] for row in rows])[:, self.label].float().cpu()

@@ -176,7 +176,8 @@ def own_rates(optimizer: Optimizer, scheduler: Any) -> Iterator[None]:
         loaded = group.get("initial_lr")  # what the schedule multiplies; ReduceLROnPlateau has none
         if rate is not None and loaded is not None and not math.isclose(rate, loaded, rel_tol=1e-6):
             group["lr"] = group["lr"] * rate / loaded if loaded else rate
-            group["initial_lr"], changed = rate, True
+            group["initial_lr"] = rate
+            changed = True
     if changed:
         names = {"base_lrs": "initial_lr", "_last_lr": "lr"}
         now = {name: [group[of_group] for group in optimizer.param_groups] for name, of_group in names.items()}

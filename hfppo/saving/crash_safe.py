@@ -72,7 +72,8 @@ class CrashSafeTrainer(HubTrainer):
     @contextmanager
     def _alone(self) -> Iterator[None]:
         """Inside, other runs are refused the output folder."""
-        lock, other = OutputLock(self.args.output_dir), None
+        lock = OutputLock(self.args.output_dir)
+        other = None
         try:
             if self.is_world_process_zero() and (other := lock.acquire()) is None:
                 finish_renames(self.args.output_dir)  # before the others, who wait to be told, look for a checkpoint
@@ -110,7 +111,8 @@ class CrashSafeTrainer(HubTrainer):
 
     def _find_best(self, checkpoint: Path) -> str | None:
         """Where this run's best checkpoint lies now: it may have been moved, and another's be where it was."""
-        name, recorded = f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}", self.state.best_model_checkpoint
+        name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}"
+        recorded = self.state.best_model_checkpoint
         places = [checkpoint.with_name(name), *([] if recorded is None else [Path(recorded)])]
         found = next((str(place) for place in places if is_best_of(self.state, place)), None)
         if found is None and recorded is not None:

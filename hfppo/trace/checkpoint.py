@@ -66,7 +66,8 @@ class FixedCompletion(Sampler):
 
     def __call__(self, prompt_ids: Tensor, prompt_mask: Tensor, seeds: list[int] | None) -> Completions:
         """See `Sampler`; its log-probs are 0, since nothing was sampled."""
-        ids, truncated = torch.tensor([self.ids]), torch.tensor([self.ids[-1] not in self.eos_ids])
+        ids = torch.tensor([self.ids])
+        truncated = torch.tensor([self.ids[-1] not in self.eos_ids])
         return Completions(ids, torch.ones_like(ids, dtype=torch.bool), truncated, torch.zeros(ids.shape))
 
 
@@ -78,7 +79,8 @@ def trace_prompt(checkpoint: str | Path, question: Question) -> tuple[Trace, PPO
     """
     folder = check_folder(Path(checkpoint))
     saved = json.loads(state_file(folder, 0).read_text())
-    state, args = PPOState.from_state_dict(saved["state"]), settings(saved["run"], question)
+    state = PPOState.from_state_dict(saved["state"])
+    args = settings(saved["run"], question)
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left", trust_remote_code=False)
     model = load_actor_critic(folder, args, question)
     for what, now in hashes(model).items():
