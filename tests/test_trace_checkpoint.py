@@ -215,7 +215,7 @@ def test_nothing_in_a_checkpoint_runs_as_code(run, tmp_path, monkeypatch):
         AutoModelForCausalLM, "from_pretrained", lambda *a, **kwargs: asked.append(kwargs) or load(*a, **kwargs)
     )
     trace_prompt(checkpoint, Question(PROMPT))
-    assert asked == [{"trust_remote_code": False, "dtype": "float32"}]
+    assert asked == [{"trust_remote_code": False, "dtype": "float32", "revision": None}]
     assert not (tmp_path / "exploded").exists()
 
 

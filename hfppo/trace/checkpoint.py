@@ -1,7 +1,7 @@
 """What the models in a checkpoint say about a prompt.
 
 A checkpoint may come from anyone. Only JSON and safetensors are read from it, so that nothing in it runs as code; of
-the arguments its run loaded the base with, the dtype alone is taken over.
+the arguments its run loaded the base with, the dtype alone is taken over, and the revision that the adapter names.
 """
 
 import json
