@@ -45,13 +45,13 @@ class DatasetPrompts:
 
     @property
     def by_label(self) -> dict[str, Prompts | PromptStream]:
-        """They, by what errors call their dataset."""
+        """All of them, by the name that errors give their dataset."""
         training = {} if self.train is None else {"train_dataset": self.train}
         return {**training, **{eval_name(name): some for name, some in self.eval.items()}}
 
     @property
     def heads(self) -> dict[str, Prompts]:
-        """Those of them that are known before the run."""
+        """The part of each that is known before the run."""
         return {name: some.head for name, some in self.by_label.items()}
 
     @property
@@ -91,12 +91,13 @@ def assemble(
         TypeError, ValueError: input that cannot be trained on; names it and the way out.
     """
     init_kwargs = cast(dict[str, Any], args.model_init_kwargs or {})
+    of_model = init_kwargs if isinstance(model, str) else {}
     if not isinstance(model, str):
         check_architecture("model", model)
-    tokenizer = load_tokenizer(model, **init_kwargs) if tokenizer is None else tokenizer
+    tokenizer = load_tokenizer(model, **of_model) if tokenizer is None else tokenizer
     check_tokenizer(tokenizer)
     prompts = all_prompts(train_dataset, eval_dataset, tokenizer, args)
-    loaded = load_model(model, **init_kwargs)
+    loaded = load_model(model, **of_model)
     check_model(loaded, peft_config)
     check_lengths("the model", loaded, prompts.longest, args)
     eos_ids = eos_token_ids(tokenizer, loaded.generation_config)
@@ -114,7 +115,7 @@ def assemble(
     critic_source = find_critic(critic) if args.needs_critic else None
     if critic_source is not None and isinstance(critic_source.model, PreTrainedModel):
         check_lengths("the critic", critic_source.model, prompts.longest, args)
-    actor = take_apart(loaded, peft_config, init_kwargs.get("revision") if isinstance(model, str) else None)
+    actor = take_apart(loaded, peft_config, of_model.get("revision"))
     for func in map(unwrapped, rewards.funcs):
         if isinstance(func, RewardAdapter):
             func.attach(actor.base)
@@ -124,8 +125,7 @@ def assemble(
     )
     given = reward_funcs if isinstance(reward_funcs, list | tuple) else [reward_funcs]
     sources: list[tuple[str, Any]] = [("reward_funcs", unwrapped(func)) for func in given]
-    sources += [("model", model), ("the base's path", actor.base.name_or_path)]
-    sources.append(("ref_model", ref_model))
+    sources += [("model", model), ("the base's path", actor.base.name_or_path), ("ref_model", ref_model)]
     if critic_source is not None and critic not in ("adapter", "shared"):
         sources.append(("critic", critic))
     return Parts(actor_critic, tokenizer, eos_ids, rewards, actor.peft_config, prompts, sources)

@@ -121,7 +121,8 @@ class Collector:
             weights=credit.weights,
             returns=credit.returns,
         )
-        check_rollout(rollout, ppo_state.rollouts + 1, self.accelerator.process_index)
+        name = f"rollout {ppo_state.rollouts + 1}" if training else "the completions"
+        check_rollout(rollout, name, self.accelerator.process_index)
         if training:
             if moments is not None:
                 ppo_state.score_moments = moments

@@ -65,20 +65,19 @@ def bad_row(x: Tensor) -> int | None:
     return int(rows.nonzero()[0]) if rows.any() else None
 
 
-def check_rollout(rollout: Rollout, number: int, process: int) -> None:
+def check_rollout(rollout: Rollout, name: str, process: int) -> None:
     """Let a rollout through only if it is finite on every process. A collective call.
 
     Args:
-        number: its number in the run, from 1.
+        name: what errors call it.
     Raises:
         NonFiniteError: on every process, with the first tensor and row.
     """
     tensors = rollout.tensors()
     mine = None
-    for depth, name in enumerate(CAUSES):
-        if name in tensors and (row := bad_row(tensors[name])) is not None:
-            text = f"{name} is not finite in row {row} of rollout {number} on process {process}"
-            mine = Found(depth, process, text)
+    for depth, cause in enumerate(CAUSES):
+        if cause in tensors and (row := bad_row(tensors[cause])) is not None:
+            mine = Found(depth, process, f"{cause} is not finite in row {row} of {name} on process {process}")
             break
     if (found := earliest(mine)) is not None:
         raise NonFiniteError(found.text, rollout)
@@ -122,8 +121,9 @@ class NonFiniteGuard:
     ) -> bool:
         """Whether losses and gradients are finite on every process. A collective call.
 
-        If they are not, the optimiser finds no gradient, and Trainer does not move the schedule. DeepSpeed decides on
-        its step before this, and shows no gradients: what it did can only be told.
+        If they are not, the optimiser finds no gradient, and Trainer does not move the schedule; unless float16's
+        scaler, which goes by the gradients alone, has seen finite ones. DeepSpeed decides on its step before this, and
+        shows no gradients: what it did can only be told.
 
         Args:
             norms: of the gradients, which are the same on every process, by whose they are.

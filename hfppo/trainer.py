@@ -268,7 +268,7 @@ class PPOTrainer(OptimizingTrainer):
 
         Neither rewards nor advantages are whitened, so that they add up: with one λ, returns − values. Advantages that
         compare the completions of a prompt need it several times. A collective call: of several processes each makes
-        it, with as many prompts.
+        it, with as many prompts, and as many different ones.
 
         Args:
             prompts: texts or conversations.

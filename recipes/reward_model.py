@@ -26,7 +26,9 @@ def main(data_args: DataArguments, args: RewardConfig, model_args: ModelConfig) 
         args=args,
         train_dataset=train,
         eval_dataset=test,
-        processing_class=AutoTokenizer.from_pretrained(model_args.model_name_or_path),
+        processing_class=AutoTokenizer.from_pretrained(
+            model_args.model_name_or_path, revision=model_args.model_revision
+        ),
         peft_config=get_peft_config(model_args),
     )
     result = trainer.train(resume_from_checkpoint=resume_argument(args))

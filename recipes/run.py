@@ -41,7 +41,7 @@ def actor_config(model_args: ActorArguments) -> PeftConfig | None:
     Raises:
         ValueError: flags for an adapter that is there already; names them.
     """
-    if adapter_config(model_args.model_name_or_path) is None:
+    if adapter_config(model_args.model_name_or_path, revision=model_args.model_revision) is None:
         return get_peft_config(model_args)
     default = type(model_args)()
     names = [f.name for f in fields(model_args) if f.name.startswith(("lora_", "use_rslora", "use_dora"))]

@@ -98,7 +98,7 @@ def main(script_args: SentimentArguments, args: PPOConfig, model_args: Sentiment
     if args.device.type == "cpu":
         torch.set_num_threads(1)  # models that fit a CPU are too small to gain from more
     train, test = load(script_args)
-    tokenizer = load_tokenizer(model_args.model_name_or_path)
+    tokenizer = load_tokenizer(model_args.model_name_or_path, **init_kwargs(args, model_args))
     train = prompts_from(train, tokenizer, script_args)
     if test is not None:  # a sample: a test split may be sorted by its labels
         some = range(min(script_args.num_test_prompts, len(test)))

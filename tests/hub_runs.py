@@ -113,11 +113,20 @@ def versions(repo: str) -> dict:
     of_v2["again"] = logits(make("again", model=folder, **kwargs).model.eval())
     of_v2["by PEFT"] = logits(AutoPeftModelForCausalLM.from_pretrained(folder).eval())
 
+    config = Path(folder) / "adapter_config.json"
+    config.write_text(config.read_text().replace('"revision": "v2"', '"revision": null'))  # as TRL writes it
+    unnamed = make("unnamed", model=folder, model_init_kwargs=v2, **kwargs)
+    of_v2["unnamed"] = logits(unnamed.model.eval())
+    main = AutoModelForCausalLM.from_pretrained(BASE, token=TOKEN)
+    of_loaded = make("loaded", model=main, model_init_kwargs=v2, trainer={"ref_model": BASE}).processing_class
+
     early = {"token": TOKEN, "revision": "early"}
     of_early = {"by id": logits(make("early", model=repo, model_init_kwargs=early, **kwargs).model.eval())}
     of_early["by PEFT"] = logits(AutoPeftModelForCausalLM.from_pretrained(repo, **early).eval())
     template = trainer.processing_class.chat_template
-    return {"logits of v2": of_v2, "logits of early": of_early, "template of v2": template}
+    templates = {"v2": template, "a loaded model": of_loaded.chat_template}
+    named = unnamed.model.peft_config["default"].revision
+    return {"logits of v2": of_v2, "logits of early": of_early, "templates": templates, "named": named}
 
 
 def load() -> dict:

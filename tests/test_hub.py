@@ -189,7 +189,9 @@ def test_a_revision_is_that_of_base_tokenizer_and_adapter(trained, loaded):
     assert not torch.equal(of_v2["trained"], of_v2["base"])
     assert torch.equal(of_v2["again"], of_v2["trained"])
     assert torch.equal(of_v2["by PEFT"], of_v2["trained"])
-    assert loaded["template of v2"] == "v2"
+    assert torch.equal(of_v2["unnamed"], of_v2["trained"])
+    assert loaded["named"] == "v2"
+    assert loaded["templates"] == {"v2": "v2", "a loaded model": None}
     early = loaded["logits of early"]
     assert torch.equal(early["by id"], early["by PEFT"])
     assert not torch.equal(early["by id"], trained["logits"])

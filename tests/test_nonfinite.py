@@ -387,5 +387,5 @@ def test_traced_prompts_that_are_not_finite_end_no_run(make_trainer, tmp_path, m
     break_passes(monkeypatch, "values", {1})
     trainer.train()
     assert trainer.state.global_step == 8
-    assert "the prompts are not traced at rollout 1: values is not finite in row 3" in caplog.text
+    assert "not traced at rollout 1: values is not finite in row 3 of the completions on process 0" in caplog.text
     assert [path.name for path in recorded(tmp_path / "out")] == ["prompts-000002.jsonl"]

@@ -1,5 +1,6 @@
 """What is written beside a run ends none: a full disk and folders in the way, for each file in turn."""
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from transformers import TrainerCallback
 
 from hfppo import TokenTraceCallback
 from hfppo.curves.history import read_log
+from hfppo.side_files import whole
 from hfppo.trace.record import read_traces
 
 CONFIG = {"max_steps": 12, "save_strategy": "steps", "save_steps": 6, "log_completions": True}  # 3 rollouts of 4 steps
@@ -18,11 +20,11 @@ pytestmark = pytest.mark.skipif(not Path("/dev/full").exists(), reason="no devic
 
 def test_a_log_that_cannot_be_begun_comes_with_its_first_line(make_trainer, tmp_path, caplog):
     (tmp_path / "out").mkdir()
-    (tmp_path / "out/metrics.new").symlink_to("/dev/full")
+    (tmp_path / "out/_metrics.jsonl").symlink_to("/dev/full")
 
     class Mended(TrainerCallback):
         def on_step_begin(self, args, state, control, **kwargs):
-            (tmp_path / "out/metrics.new").unlink(missing_ok=True)
+            (tmp_path / "out/_metrics.jsonl").unlink(missing_ok=True)
 
     trainer = make_trainer({"max_steps": 2}, callbacks=[Mended()])
     trainer.train()
@@ -37,10 +39,10 @@ class FullDisk(TrainerCallback):
         log = Path(args.output_dir) / "metrics.jsonl"
         if state.global_step == 4:
             log.unlink()
-        for file in (log, log.with_suffix(".new")):
+        for file in (log, log.with_name("_metrics.jsonl")):
             if state.global_step == 4:
                 file.symlink_to("/dev/full")
-            if state.global_step == 8:
+            if state.global_step == 8 and file.is_symlink():
                 file.unlink()
 
 
@@ -54,7 +56,7 @@ def straight(make_trainer, tmp_path):
 def test_files_that_cannot_be_written_are_warned_of(make_trainer, tmp_path, caplog, straight):
     folder = tmp_path / "out"
     folder.mkdir()
-    (folder / "curves.html").symlink_to("/dev/full")
+    (folder / "_curves.html").symlink_to("/dev/full")
     (folder / "_traces").touch()
     (folder / "completions").touch()
     trainer = make_trainer(CONFIG, callbacks=[FullDisk(), TokenTraceCallback(every=1)])
@@ -62,7 +64,7 @@ def test_files_that_cannot_be_written_are_warned_of(make_trainer, tmp_path, capl
     assert trainer.state.global_step == 12
     for file in (
         "metrics.jsonl",
-        "curves.html",
+        "curves",
         "_traces/rollout-000001.jsonl",
         "completions/completions_00000.parquet",
     ):
@@ -73,7 +75,7 @@ def test_files_that_cannot_be_written_are_warned_of(make_trainer, tmp_path, capl
 
 def test_a_page_of_traces_that_cannot_be_written_is_warned_of(make_trainer, tmp_path, caplog):
     (tmp_path / "out" / "_traces").mkdir(parents=True)
-    (tmp_path / "out" / "_traces" / "index.html").symlink_to("/dev/full")
+    (tmp_path / "out" / "_traces" / "_index.html").symlink_to("/dev/full")
     trainer = make_trainer({"max_steps": 4}, callbacks=[TokenTraceCallback(every=1)])
     trainer.train()
     assert "index.html could not be written; the run goes on: [Errno 28] No space left" in caplog.text
@@ -84,7 +86,7 @@ def test_a_trace_that_cannot_be_written_after_the_update_stays_as_it_was(make_tr
     class FullAfterwards(TrainerCallback):
         def on_step_begin(self, args, state, control, **kwargs):
             if state.global_step == 1:
-                (tmp_path / "out" / "_traces" / "rollout-000001.writing").symlink_to("/dev/full")
+                (tmp_path / "out" / "_traces" / "_rollout-000001.jsonl").symlink_to("/dev/full")
 
     trainer = make_trainer({"max_steps": 4}, callbacks=[FullAfterwards(), TokenTraceCallback(every=1)])
     trainer.train()
@@ -92,3 +94,16 @@ def test_a_trace_that_cannot_be_written_after_the_update_stays_as_it_was(make_tr
     traces = read_traces(tmp_path / "out" / "_traces" / "rollout-000001.jsonl")
     assert traces
     assert all(trace.updated_step is None for trace in traces)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_file_is_whole_or_as_it_was(tmp_path, fails):
+    file = tmp_path / "page.html"
+    file.write_text("before")
+    with pytest.raises(InterruptedError) if fails else nullcontext(), whole(file) as aside:
+        assert aside.name.startswith("_"), "a push that runs meanwhile would find it, and find it gone"
+        aside.write_text("half of ")
+        if fails:
+            raise InterruptedError
+    assert file.read_text() == ("before" if fails else "half of ")
+    assert [path.name for path in tmp_path.iterdir()] == ["page.html"]

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from conftest import tiny_model
@@ -17,7 +18,8 @@ from peft import IA3Config, LoraConfig
 from vllm_runs import save_base
 
 from hfppo.endpoint import ServerError
-from hfppo.generation.vllm import Sampling, start_rank
+from hfppo.generation.vllm import ColocatedEngine, Sampling, start_rank
+from hfppo.generation.vllm_server import serve_command
 
 
 @pytest.fixture
@@ -226,3 +228,16 @@ def test_a_server_that_takes_the_adapter_a_moment_later(make_trainer, base, serv
     server = serve(first, already)
     with make_trainer(at(server.url), model=base).collector.sampler.ready():
         assert server.asked.count("/v1/load_lora_adapter") == 2
+
+
+def test_engine_and_server_load_the_base_in_the_revision_that_is_trained_on(make_trainer, base, monkeypatch):
+    trainer, asked = make_trainer(model=base), {}
+    trainer.model.peft_config["default"].revision = "v2"
+    assert f" {base} --revision v2 " in serve_command(trainer.model)
+    vllm, request = ModuleType("vllm"), ModuleType("vllm.lora.request")
+    vllm.SamplingParams = vllm.TokensPrompt = request.LoRARequest = None
+    vllm.LLM = lambda **kwargs: asked.update(kwargs)
+    for module in (vllm, ModuleType("vllm.lora"), request):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    ColocatedEngine(trainer.model, Sampling(1.0, 6, [1]), trainer.args)
+    assert asked["revision"] == "v2"

@@ -52,7 +52,11 @@ class PrintCompletionsCallback(PPOCallback):
         file = Path(args.output_dir) / "completions" / f"completions_{columns['step'][0]:05d}.parquet"
         with expendable(file):
             file.parent.mkdir(parents=True, exist_ok=True)
-            everything.to_pandas().to_parquet(file)
+            try:
+                everything.to_pandas().to_parquet(file)
+            except OSError:
+                file.unlink(missing_ok=True)  # half of a table is none
+                raise
         log_table(args, "completions", everything)
 
 

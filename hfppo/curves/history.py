@@ -11,7 +11,7 @@ from typing import Any
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import sort_checkpoints
 
-from hfppo.side_files import expendable
+from hfppo.side_files import expendable, whole
 
 LOG_FILE = "metrics.jsonl"
 STATE_FILE = "trainer_state.json"
@@ -54,9 +54,8 @@ class LogFileCallback(TrainerCallback):
         """Write the file anew, all or nothing."""
         self._whole = False
         with expendable(self._path):
-            aside = self._path.with_suffix(".new")
-            aside.write_text("".join(line(entry) for entry in history))
-            os.replace(aside, self._path)
+            with whole(self._path) as aside:
+                aside.write_text("".join(line(entry) for entry in history))
             self._whole = True
 
 

@@ -153,7 +153,8 @@ class VLLMSampler(Sampler):
         assert self.adapter is not None, "to be called inside `ready`"
         prompts = [ids[mask].tolist() for ids, mask in zip(prompt_ids.cpu(), prompt_mask.cpu(), strict=True)]
         sampled = self.engine.generate(prompts, [None] * len(prompts) if seeds is None else list(seeds), self.adapter)
-        tokens, given = ([torch.tensor(row) for row in rows] for rows in zip(*sampled, strict=True))
+        tokens = [torch.tensor(row) for row, _ in sampled]
+        given = [torch.tensor(row, dtype=torch.float32) for _, row in sampled]
         ids = pad_sequence(tokens, batch_first=True, padding_value=self.pad_id)
         mask = torch.arange(ids.shape[1]) < torch.tensor([len(row) for row in tokens])[:, None]
         truncated = torch.tensor([int(row[-1]) not in self.eos_ids for row in tokens])
@@ -181,6 +182,7 @@ class ColocatedEngine:
         self.llm = vllm.LLM(
             **{
                 "model": base,
+                "revision": model.peft_config["default"].revision,
                 "dtype": dtype_name(model),
                 "enable_lora": True,
                 "max_lora_rank": rank,

@@ -95,8 +95,10 @@ def serve_command(model: ActorCritic) -> str:
     Raises:
         ValueError: vLLM cannot serve it.
     """
+    peft_config = model.peft_config["default"]
+    revision = "" if peft_config.revision is None else f"--revision {peft_config.revision} "
     return (
-        f"VLLM_ALLOW_RUNTIME_LORA_UPDATING=True vllm serve {base_name(model)} --enable-lora --max-lora-rank "
-        f"{start_rank(model.peft_config['default'])} --max-loras 1 --logprobs-mode processed_logprobs "
+        f"VLLM_ALLOW_RUNTIME_LORA_UPDATING=True vllm serve {base_name(model)} {revision}--enable-lora --max-lora-rank "
+        f"{start_rank(peft_config)} --max-loras 1 --logprobs-mode processed_logprobs "
         f"--generation-config vllm --dtype {dtype_name(model)}"
     )

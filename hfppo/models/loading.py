@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from peft import LoraConfig, PeftConfig, PeftModel, TaskType
@@ -33,24 +34,33 @@ def load_model(model: str | PreTrainedModel | PeftModel, **init_kwargs: Any) -> 
     """
     if not isinstance(model, str):
         return model
-    of_adapter = hub_options(init_kwargs)
-    if (config := adapter_config(model, **of_adapter)) is None:
+    if (config := adapter_config(model, **hub_options(init_kwargs))) is None:
         return load_causal_lm("model", model, **init_kwargs)
     name = config.base_model_name_or_path
-    of_base = {**init_kwargs, "revision": config.revision}  # the other is the adapter's, as in AutoPeftModel
+    of_base = {**init_kwargs, "revision": base_revision(model, config, init_kwargs)}
     base = load_causal_lm(f"the base that the adapter model={model!r} names, base_model_name_or_path", name, **of_base)
     try:
-        return PeftModel.from_pretrained(base, model, is_trainable=True, **of_adapter)
+        loaded = PeftModel.from_pretrained(base, model, is_trainable=True, **hub_options(init_kwargs))
     except RuntimeError as error:  # torch's, of shapes
         raise ValueError(
             f"the adapter model={model!r} does not fit {name!r}, which it names as its base; give one of that base: "
             f"{error}"
         ) from error
+    loaded.active_peft_config.revision = of_base["revision"]
+    return loaded
 
 
 def hub_options(init_kwargs: dict[str, Any]) -> dict[str, Any]:
     """What says where on the Hub to look, of a model's `from_pretrained`: for its tokenizer or adapter as well."""
     return {name: init_kwargs[name] for name in ("revision", "token", "cache_dir") if name in init_kwargs}
+
+
+def base_revision(adapter: str, config: PeftConfig, init_kwargs: dict[str, Any]) -> str | None:
+    """The revision of an adapter's base: the one that the adapter names, else, of a local adapter, the one asked for.
+
+    Of an adapter on the Hub `revision` is the adapter's own, as in PEFT's AutoPeftModel.
+    """
+    return config.revision or (init_kwargs.get("revision") if Path(adapter).is_dir() else None)
 
 
 def adapter_config(name: str, **options: Any) -> PeftConfig | None:
@@ -267,7 +277,7 @@ def load_tokenizer(model: str | PreTrainedModel | PeftModel, **init_kwargs: Any)
     except (ValueError, OSError) as error:
         try:
             config = PeftConfig.from_pretrained(name, **options)
-            of_base = {**options, "revision": config.revision}
+            of_base = {**options, "revision": base_revision(name, config, init_kwargs)}
             return AutoTokenizer.from_pretrained(config.base_model_name_or_path, **of_base, **trusted)
         except (ValueError, OSError):
             raise ValueError(

@@ -20,7 +20,7 @@ from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 from hfppo.data.prompts import TEMPLATE_COLUMNS, template_options, without_nones
 from hfppo.models.critic import shared_copy
 from hfppo.models.layout import rows_at_once
-from hfppo.models.loading import adapter_config
+from hfppo.models.loading import adapter_config, hub_options
 from hfppo.rewards.server import RewardServer
 from hfppo.rewards.tolerant import TolerantReward
 
@@ -152,8 +152,10 @@ class RewardAdapter(RewardModel):
     It scores once `attach` has given it the base.
     """
 
-    def __init__(self, path: str, config: PeftConfig, tokenizer: PreTrainedTokenizerBase):
-        self.path, self.config, self.reward_tokenizer = path, config, tokenizer
+    def __init__(
+        self, path: str, config: PeftConfig, tokenizer: PreTrainedTokenizerBase, options: dict[str, Any] | None = None
+    ):
+        self.path, self.config, self.reward_tokenizer, self.options = path, config, tokenizer, options or {}
         self.__name__ = os.path.basename(path.rstrip("/"))
 
     def attach(self, base: PreTrainedModel) -> None:
@@ -165,7 +167,7 @@ class RewardAdapter(RewardModel):
         setattr(classifier, classifier.base_model_prefix, shared_copy(base.base_model))
         width = config.get_text_config().hidden_size
         classifier.score = nn.Linear(width, 1, bias=False, dtype=torch.float32, device=base.device)
-        super().__init__(PeftModel.from_pretrained(classifier, self.path), self.reward_tokenizer)
+        super().__init__(PeftModel.from_pretrained(classifier, self.path, **self.options), self.reward_tokenizer)
         self.__name__ = os.path.basename(self.path.rstrip("/"))
 
 
@@ -225,14 +227,22 @@ def load_reward_func(
         func.check()
     if not isinstance(func, str):
         return func
-    if (config := adapter_config(func)) is None:
-        return RewardModel(load_classifier(func, **init_kwargs), tokenizer or AutoTokenizer.from_pretrained(func))
+    options = hub_options(init_kwargs)
+    if (config := adapter_config(func, **options)) is None:
+        classifier = load_classifier(func, **init_kwargs)
+        return RewardModel(classifier, tokenizer or tokenizer_of(func, init_kwargs))
     if config.base_model_name_or_path != base_name:
         raise ValueError(
             f"reward_funcs: the adapter {func!r} was trained on {config.base_model_name_or_path!r}, the actor's base "
             f"is {base_name!r}; merge the adapter into its base and give the merged model"
         )
-    return RewardAdapter(func, config, tokenizer or AutoTokenizer.from_pretrained(func))
+    return RewardAdapter(func, config, tokenizer or tokenizer_of(func, init_kwargs), options)
+
+
+def tokenizer_of(name: str, init_kwargs: dict[str, Any]) -> PreTrainedTokenizerBase:
+    """The tokenizer of a reward model that is loaded with these arguments."""
+    trusted = init_kwargs.get("trust_remote_code")
+    return AutoTokenizer.from_pretrained(name, trust_remote_code=trusted, **hub_options(init_kwargs))
 
 
 def load_classifier(name: str, **init_kwargs: Any) -> PreTrainedModel:

@@ -39,10 +39,10 @@ STRUCTURE = (
     "seed",
 )
 
-# Trainer's own fields that change the result, as all of ours do: a resumed run may have others, and is told so.
+# Trainer's own fields of which a resumed run is told when they have changed, as it is of all of ours.
 TRAINER_FIELDS = (
     *("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "max_steps", "num_train_epochs"),
-    *("weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "bf16", "fp16"),
+    *("weight_decay", "optim_args", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "bf16", "fp16"),
 )
 
 # What an optimiser's groups say of themselves that no step or schedule changes.

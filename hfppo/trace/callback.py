@@ -49,7 +49,7 @@ class TokenTraceCallback(PPOCallback):
         num_completions: completions of a traced rollout, the first of the main process.
         trainer: needed with `prompts`; so add this callback with `trainer.add_callback`.
         prompts: texts or conversations to complete and trace in place of the run's own completions. They are drawn
-            with the same random numbers each time, training does not notice, and their advantages are not whitened.
+            with the same random numbers each time, training does not notice, and nothing of them is whitened.
         columns: what else the reward functions need, one entry per prompt each.
 
     Raises:

@@ -99,7 +99,8 @@ def trace_prompt(checkpoint: str | Path, question: Question) -> tuple[Trace, PPO
     rollout, _ = collector.collect(rows, state, TrainerState(), Meter(), training=False)
     table = TokenTable.from_rollout(rollout, 0, tokenizer, args.kl_estimator)
     table = table if question.score is not None else without_score(table)
-    step = TrainerState.load_from_json(str(folder / TRAINER_STATE_NAME)).global_step
+    # Not by TrainerState, which another version of transformers may have written.
+    step = json.loads((folder / TRAINER_STATE_NAME).read_text())["global_step"]
     return traces_of(rollout, [table], state.rollouts, step, state.kl_coef)[0], args
 
 

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -19,6 +18,7 @@ from hfppo.functional.kl import clamp_log_ratio
 from hfppo.models.actor_critic import ActorCritic
 from hfppo.models.layout import eval_mode
 from hfppo.rollout import Rollout
+from hfppo.side_files import whole
 from hfppo.trace.table import TokenRow, TokenTable
 
 TRACES = "_traces"  # in the output folder; Trainer leaves what begins with "_" out of what it pushes
@@ -143,9 +143,8 @@ def write_traces(path: Path, traces: Iterable[Trace]) -> None:
     """Write a rollout's traces, all or nothing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = [json.dumps(trace.to_json(), ensure_ascii=False) for trace in traces]
-    aside = path.with_suffix(".writing")
-    aside.write_text("\n".join([*lines, ""]), encoding="utf-8")
-    os.replace(aside, path)
+    with whole(path) as aside:
+        aside.write_text("\n".join([*lines, ""]), encoding="utf-8")
 
 
 def read_traces(path: Path) -> list[Trace]:
