@@ -140,10 +140,14 @@ class Collector:
     ) -> tuple[Completions, Completions | None]:
         """Completions by the current weights; and the greedy one of each prompt, for an estimator that wants it."""
         phase = "sampling with vLLM" if self.args.use_vllm else "sampling"
-        compares = F.estimator_needs(self.args.advantage_estimator, "greedy_scores")
-        with meter.timed("time/generation"), explained_memory(phase, self.args), self.sampler.ready():
-            sampled = self.ask_sampler(*prompts, [row.seed for row in rows])
-            greedy = self.ask_sampler(*self.prompt_tensors(one_of_each_prompt(rows)), None) if compares else None
+        greedy = None
+        with explained_memory(phase, self.args), ExitStack() as ready:
+            with meter.timed("time/generation"):
+                ready.enter_context(self.sampler.ready())
+                sampled = self.ask_sampler(*prompts, [row.seed for row in rows])
+            if F.estimator_needs(self.args.advantage_estimator, "greedy_scores"):
+                with meter.timed("time/generation"):
+                    greedy = self.ask_sampler(*self.prompt_tensors(one_of_each_prompt(rows)), None)
         tokens = sum(float(completions.mask.sum()) for completions in (sampled, greedy) if completions is not None)
         meter.add_number("time/tokens_per_second", tokens / meter.seconds("time/generation"))
         return sampled, greedy

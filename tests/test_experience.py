@@ -159,7 +159,7 @@ def test_greedy_completions_belong_to_their_phases(make_trainer):
     trainer.collector.sampler.__class__ = Noting
     rows = trainer.collector.training_rows(trainer._train_prompts, 0)
     trainer.collector.collect(rows, trainer.ppo_state, trainer.state, noting)
-    sampling = ["time/generation", "ready", "sampler", "sampler"]
+    sampling = ["time/generation", "ready", "sampler", "time/generation", "sampler"]
     assert phases == ["time/rollout", *sampling, "time/rewards", "time/passes", "time/rewards", "time/rewards"]
 
 
