@@ -198,6 +198,8 @@ def test_flags_of_the_model_reach_it(tmp_path):
     assert trainer.model.config._attn_implementation == "eager"
     assert trainer.model.causal_lm.dtype == torch.bfloat16
     assert trainer.model.peft_config["default"].r == 3
+    assert args.model_init_kwargs["revision"] == "main"
+    assert trainer.model.peft_config["default"].revision is None  # a folder has none
 
     trainer.model.save_pretrained(tmp_path / "adapter")
     adapter = replace(flags, model_name_or_path=str(tmp_path / "adapter"))

@@ -58,8 +58,10 @@ def hub_options(init_kwargs: dict[str, Any]) -> dict[str, Any]:
 def base_revision(adapter: str, config: PeftConfig, init_kwargs: dict[str, Any]) -> str | None:
     """The revision of an adapter's base: the one that the adapter names, else, of a local adapter, the one asked for.
 
-    Of an adapter on the Hub `revision` is the adapter's own, as in PEFT's AutoPeftModel.
+    Of an adapter on the Hub `revision` is the adapter's own, as in PEFT's AutoPeftModel. A base in a folder has none.
     """
+    if Path(config.base_model_name_or_path or "").is_dir():
+        return None
     return config.revision or (init_kwargs.get("revision") if Path(adapter).is_dir() else None)
 
 
@@ -241,7 +243,8 @@ def take_apart(
     if not isinstance(model, PeftModel):
         warn_of_origin("model", model)
         config = copy.deepcopy(peft_config) or default_peft_config()
-        config.revision = revision or config.revision
+        if not Path(model.config.name_or_path).is_dir():
+            config.revision = revision or config.revision
         return ActorSource(model, config, None)
     config = copy.deepcopy(model.active_peft_config)
     config.inference_mode = False
