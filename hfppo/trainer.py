@@ -36,6 +36,7 @@ from hfppo.memory import explained_memory
 from hfppo.metrics import Meter
 from hfppo.models.card import write_card
 from hfppo.models.compilation import compile_layers
+from hfppo.models.merging import MergedWeights, layers_to_merge
 from hfppo.nonfinite import NonFiniteError, NonFiniteGuard
 from hfppo.optimizer import OptimizingTrainer, StepHooks
 from hfppo.rewards.contract import RewardFunc
@@ -126,6 +127,7 @@ class PPOTrainer(OptimizingTrainer):
         if args.world_size > 1:
             wait_at_exit()
         compile_layers(parts.model, self.accelerator, args)
+        self._merged = MergedWeights(layers_to_merge(parts.model, self.accelerator, args))
         self.collector = Collector(
             model=parts.model,
             sampler=self.create_sampler(parts.eos_ids),
@@ -184,6 +186,7 @@ class PPOTrainer(OptimizingTrainer):
             return [], MiniBatchSize(0, 0)
         for _ in range(num_batches):
             next(epoch_iterator)
+        self._merged.refresh()
         mini_batch = self._next_mini_batch()
         pieces = mini_batch.micro_batches(self._num_pieces(mini_batch, num_batches))
         cuts = [i * len(pieces) // num_batches for i in range(num_batches + 1)]
@@ -316,6 +319,7 @@ class PPOTrainer(OptimizingTrainer):
 
     def _before_step(self) -> None:
         """What the end of a mini-batch decides, before its step."""
+        self._merged.release()
         if self._critic_only:
             self._hold_actor()
         limit = self.args.target_kl
@@ -354,8 +358,11 @@ class PPOTrainer(OptimizingTrainer):
         self._meter = Meter()
         self._step_meter = Meter()
         self._guard = NonFiniteGuard(self.args, self.accelerator)
-        with explained_memory("the update", self.args):
-            return super().train(*args, **kwargs)
+        try:
+            with explained_memory("the update", self.args):
+                return super().train(*args, **kwargs)
+        finally:
+            self._merged.release()  # a run may be stopped before its next step
 
     def create_model_card(self, **given: Any) -> None:
         """Write the model card into the output folder; takes what Trainer's does, by keyword."""

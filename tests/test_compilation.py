@@ -31,10 +31,11 @@ def logged(make_trainer, **config) -> list[dict[str, float]]:
     ]
 
 
-def test_compiled_layers_give_the_same_run(make_trainer):
+@pytest.mark.parametrize("merge", [False, True], ids=["", "merged"])
+def test_compiled_layers_give_the_same_run(make_trainer, merge):
     eager = logged(make_trainer)
     assert not counters["stats"]
-    compiled = logged(make_trainer, torch_compile_backend="aot_eager")
+    compiled = logged(make_trainer, torch_compile_backend="aot_eager", merge_adapters=merge)
     # The actor's with gradient and without, and with the adapter off; the critic's with gradient and without.
     assert counters["stats"]["unique_graphs"] == 5
     assert not counters["graph_break"]

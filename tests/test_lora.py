@@ -12,6 +12,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from hfppo.models.lora import FusedLoraLinear, FusedProduct, fuse_lora
+from hfppo.models.merging import MergedWeights
 
 
 def adapted(dtype=torch.float32, bias=True, **fields) -> nn.Module:
@@ -62,6 +63,12 @@ def test_output_and_gradients_are_those_of_peft(bias, shape, fields, fused_calls
     assert len(expected) == 4
     for a, b in zip(got, expected, strict=True):
         assert_close(a, b, rtol=1e-5, atol=1e-5)
+    fused.zero_grad()
+    MergedWeights([fused.base_model.model[0]]).refresh()
+    for a, b in zip(results(fused, x), expected, strict=True):
+        assert_close(a, b, rtol=1e-5, atol=1e-5)
+    with torch.no_grad():
+        assert_close(fused(x), expected[0], rtol=1e-5, atol=1e-5)
 
 
 def test_gradients_are_those_of_finite_differences():
@@ -78,7 +85,8 @@ def test_gradients_are_those_of_finite_differences():
 @pytest.mark.parametrize("wanted", [True, False])
 def test_the_inputs_gradient_is_computed_where_it_is_wanted(wanted):
     saved = (torch.ones(5, 6), torch.ones(5, 3), torch.ones(8, 6), torch.ones(3, 6), torch.ones(8, 3))
-    ctx = SimpleNamespace(saved_tensors=saved, scale=1.0, needs_input_grad=(wanted, False, False, True, True, False))
+    wants = (wanted, False, False, True, True, False, False)
+    ctx = SimpleNamespace(saved_tensors=saved, scale=1.0, is_merged=False, needs_input_grad=wants)
     of_x, *_ = FusedProduct.backward(ctx, torch.ones(5, 8))
     assert (of_x is not None) == wanted
 

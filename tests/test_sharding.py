@@ -175,13 +175,13 @@ def test_plain_peft_reads_what_a_sharded_run_saves(run_of, engine, fields, kind,
     assert max(float(p.detach().abs().max()) for p in trained) > 0
 
 
-BUDGET, VLLM = {"max_tokens_per_micro_batch": 100}, {"use_vllm": True}
+BUDGET, VLLM, MERGED = {"max_tokens_per_micro_batch": 100}, {"use_vllm": True}, {"merge_adapters": True}
 
 
 def config(args: dict) -> SimpleNamespace:
     """The fields that `check_engine` asks."""
     fields = {"max_tokens_per_micro_batch": None, "use_vllm": False, "critic_warmup": 0, "on_nonfinite": "raise"}
-    fields["vf_coef"] = 0.1
+    fields |= {"vf_coef": 0.1, "merge_adapters": False}
     return SimpleNamespace(**{**fields, "max_grad_norm": 1.0, "n_gpu": 1, **args})
 
 
@@ -214,6 +214,14 @@ WITH_OPTIMIZER.state.deepspeed_plugin.deepspeed_config["optimizer"] = {"type": "
         ),
         (engine(DistributedType.FSDP), "shared", [], {"vf_coef": 0.0}, "vf_coef=0 .*no checkpoint.*or DDP"),
         (engine(DistributedType.FSDP), "shared", [], VLLM, "use_vllm sends the adapter whole, and FSDP2 keeps shards"),
+        (
+            engine(DistributedType.FSDP),
+            "shared",
+            [],
+            MERGED,
+            "merge_adapters=True .* FSDP2 and DeepSpeed.*or take DDP",
+        ),
+        (ZERO_2, "adapter", [], MERGED, "merge_adapters=True .* FSDP2 and DeepSpeed.*or take DDP"),
         (ZERO_2, "adapter", [], BUDGET, "max_tokens_per_micro_batch needs DDP"),
         (ZERO_2, "adapter", [], {"critic_warmup": 3}, "critic_warmup=3 holds the actor still"),
         (ZERO_2, "adapter", [], {"on_nonfinite": "skip"}, "on_nonfinite='skip' leaves steps out"),
@@ -235,7 +243,7 @@ def test_what_an_engine_cannot_do_is_refused(accelerator, critic, funcs, args, m
 @pytest.mark.parametrize(
     ("accelerator", "critic", "funcs", "args"),
     [
-        (engine(DistributedType.MULTI_GPU), "adapter", [RewardAdapter], BUDGET | VLLM),
+        (engine(DistributedType.MULTI_GPU), "adapter", [RewardAdapter], BUDGET | VLLM | MERGED),
         (engine(DistributedType.FSDP), "shared", [], BUDGET),
         (engine(DistributedType.DEEPSPEED, zero=3), "model", [], {}),
         (ZERO_2, "adapter", [RewardAdapter], VLLM),
