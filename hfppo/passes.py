@@ -20,7 +20,7 @@ class Passes:
     old_logprobs: Tensor | None  # (B, T) log π_old; None: the sampler's are taken
     ref_logprobs: Tensor | None  # (B, T) log π_ref
     values: Tensor | None  # (B, T) V(s_t) before token t
-    final_value: Tensor | None  # (B,) V after the last real token
+    final_value: Tensor | None  # (B,) V after the last real token, for bootstrapping
 
 
 def forward_passes(
@@ -58,7 +58,8 @@ def forward_passes(
     outputs = references = TokenOutputs()
     with accelerator.autocast():  # not around the reward functions, which have types of their own
         if needs_old or sampled_values is None:
-            outputs = in_order([model(**batch, policy=needs_old) for batch in batches], order)
+            wanted = {"policy": needs_old, "final_value": args.bootstrap_truncated}
+            outputs = in_order([model(**batch, **wanted) for batch in batches], order)
         if args.needs_reference:
             with model.reference():  # once, since PEFT looks at all its modules to disable an adapter
                 references = in_order([model(**batch, values=False) for batch in batches], order)

@@ -188,7 +188,7 @@ def test_padding_changes_nothing(make_trainer, architecture):
     model = trainer.model.eval()
     rollout = trainer.rollout(["请问1+2=", "3=", "请问10+20="])
 
-    def outputs(left: int, right: int):
+    def outputs(left: int, right: int, final_value: bool = True):
         def pad(x, amounts, value):
             return torch.nn.functional.pad(x, amounts, value=value)
 
@@ -201,6 +201,7 @@ def test_padding_changes_nothing(make_trainer, architecture):
                 attention_mask=torch.cat([pad(rollout.prompt_mask, (left, 0), False), mask], dim=1),
                 completion_mask=mask,
                 entropy="constant",
+                final_value=final_value,
             )
         width = rollout.mask.shape[1]
         assert not out.logprobs[:, width:].any()
@@ -210,6 +211,10 @@ def test_padding_changes_nothing(make_trainer, architecture):
     for left, right in [(5, 0), (0, 4), (3, 2)]:
         for a, b in zip(plain, outputs(left, right), strict=True):
             assert_close(a, b, rtol=1e-5, atol=1e-5)
+    *others, none = outputs(3, 2, final_value=False)
+    assert none is None
+    for a, b in zip(plain, others, strict=False):
+        assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
 def test_padding_with_eos_gives_the_same_run(make_trainer, tokenizer):

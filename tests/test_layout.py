@@ -32,14 +32,25 @@ def actor(base=None, peft_config=None, critic="adapter") -> ActorCritic:
     return made
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_states_stand_before_their_tokens(packed):
-    rows = Layout.of(IDS, ATTENTION, MASK, packed)
+@pytest.mark.parametrize(
+    ("packed", "final", "shape"), [(0, 0, (3, 5)), (0, 1, (3, 6)), (1, 0, (1, 14)), (1, 1, (1, 17))]
+)
+def test_states_stand_before_their_tokens(packed, final, shape):
+    rows = Layout.of(IDS, ATTENTION, MASK, bool(packed), bool(final))
     at = rows.inputs["input_ids"].flatten()[rows.states]
     for row, (prompt, n) in enumerate(zip((6, 6, 7), (3, 2, 5), strict=True)):
-        sequence = [prompt, *COMPLETIONS[row, :n].tolist()]
-        assert at[row].tolist() == sequence + sequence[-1:] * (5 - n)
-    assert rows.inputs["input_ids"].shape == ((1, 17) if packed else (3, 6))
+        read = n if final else n - 1  # nothing follows the last token
+        sequence = [prompt, *COMPLETIONS[row, :read].tolist()]
+        assert at[row].tolist() == sequence + sequence[-1:] * (5 - read)
+    assert rows.inputs["input_ids"].shape == shape
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_row_without_a_completion_keeps_its_prompt(packed):
+    rows = Layout.of(
+        torch.tensor([[5, 0, 0], [5, 6, 7]]), torch.tensor([[1, 0, 0], [1, 1, 1]]), MASK[:2, 3:], packed, False
+    )
+    assert rows.inputs["input_ids"].flatten()[rows.states].tolist() == [[5, 5, 5], [7, 7, 7]]
 
 
 @pytest.fixture
@@ -56,7 +67,7 @@ def test_packed_rows_give_what_padded_ones_give(request, architecture, critic):
 
     def outputs():
         made.zero_grad()
-        out = made(IDS, ATTENTION, MASK, entropy="constant")
+        out = made(IDS, ATTENTION, MASK, entropy="constant", final_value=True)
         (out.logprobs.sum() + out.values.sum()).backward()
         grads = [p.grad.clone() for p in (*made.actor_parameters(), *made.critic_parameters())]
         return [out.logprobs, out.entropy, out.values, out.final_value, *grads]

@@ -34,7 +34,7 @@ class TokenOutputs(NamedTuple):
     logprobs: Tensor | None = None  # (B, T) float32, log π(y_t | x, y_<t) at temperature, nats
     entropy: Tensor | None = None  # (B, T) float32, of the full distribution at temperature, nats
     values: Tensor | None = None  # (B, T) float32, V(s_t) before token t
-    final_value: Tensor | None = None  # (B,) float32, V after the last real token
+    final_value: Tensor | None = None  # (B,) float32, V after the last real token, if it is asked for
 
 
 class ActorCritic(PeftModelForCausalLM):
@@ -126,6 +126,7 @@ class ActorCritic(PeftModelForCausalLM):
         policy: bool = True,
         values: bool = True,
         entropy: Entropy = "none",
+        final_value: bool = False,
         **kwargs: Any,
     ) -> TokenOutputs | Any:
         """Log-probs, entropy and values of completion tokens; without `completion_mask`, PEFT's own forward.
@@ -138,16 +139,17 @@ class ActorCritic(PeftModelForCausalLM):
             policy: False leaves log-probs and entropy out.
             values: False leaves the values out.
             entropy: whether to compute it, and with a gradient, which costs as much again as that of the log-probs.
+            final_value: the value after the last token as well, which is another token to read.
         """
         if completion_mask is None:
             return super().forward(input_ids=input_ids, attention_mask=attention_mask, **kwargs)
         values = values and self.critic is not None
         shared = values and self.critic_is_shared
-        logprobs = entropies = state_values = final_value = hidden = packed = None
+        logprobs = entropies = state_values = value_after = hidden = packed = None
         if policy or shared:
             language_model = self.ref_model if self._as_reference else self.causal_lm
             packed = can_pack(language_model)
-            layout = Layout.of(input_ids, attention_mask, completion_mask, packed)
+            layout = Layout.of(input_ids, attention_mask, completion_mask, packed, final_value)
             hidden = hidden_states(trunk_of(language_model), layout)
         if policy:
             real = completion_mask.nonzero(as_tuple=True)  # once, since the device waits for it
@@ -158,11 +160,11 @@ class ActorCritic(PeftModelForCausalLM):
             logprobs, entropies = (None if x is None else nothing.masked_scatter(completion_mask, x) for x in found)
         if values:
             if not shared and (own := can_pack(self.critic.trunk)) != packed:
-                layout = Layout.of(input_ids, attention_mask, completion_mask, own)
-            after = self.critic(hidden, layout)[layout.states]
-            state_values = after[:, :-1].where(completion_mask, 0.0)
-            final_value = after[:, -1]
-        return TokenOutputs(logprobs, entropies, state_values, final_value)
+                layout = Layout.of(input_ids, attention_mask, completion_mask, own, final_value)
+            found_values = self.critic(hidden, layout)[layout.states]
+            state_values = found_values[:, :-1].where(completion_mask, 0.0)
+            value_after = found_values[:, -1] if final_value else None
+        return TokenOutputs(logprobs, entropies, state_values, value_after)
 
     def activation_checkpointing_enable(self, **kwargs: Any) -> None:
         """Turn activation checkpointing on in the actor and in the critic's trunk."""

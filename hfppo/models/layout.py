@@ -22,7 +22,14 @@ class Layout:
     states: Tensor  # (B, T + 1) int64: the index of s_t among the flattened positions; after the last state, its index
 
     @classmethod
-    def of(cls, input_ids: Tensor, attention_mask: Tensor, completion_mask: Tensor, packed: bool) -> "Layout":
+    def of(
+        cls,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        completion_mask: Tensor,
+        packed: bool,
+        final: bool = True,
+    ) -> "Layout":
         """Lay rows out without the gap between a left-padded prompt and a right-padded completion.
 
         A causal model's real tokens never see what comes after them, so padding on the right needs no mask, and
@@ -33,11 +40,16 @@ class Layout:
             attention_mask: (B, P + T), not 0 on real tokens.
             completion_mask: (B, T) bool, True on the real tokens of the completions.
             packed: for attention that tells rows apart by their position ids.
+            final: with the state after the last token of a completion, for which that token has to be read.
         """
         real = attention_mask.bool()
         lengths = real.sum(dim=1)
         steps = torch.arange(completion_mask.shape[1] + 1, device=input_ids.device)
         first = lengths - completion_mask.sum(dim=1) - 1  # s_0 is read at the last token of the prompt
+        if not final:
+            from_last = real.long().cumsum(dim=1) == lengths[:, None]
+            real = real & ~(from_last & completion_mask.any(dim=1, keepdim=True))
+            lengths = real.sum(dim=1)
         states = torch.minimum(first[:, None] + steps, lengths[:, None] - 1)
         if packed:
             starts = lengths.cumsum(dim=0) - lengths

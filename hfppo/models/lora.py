@@ -41,17 +41,14 @@ class FusedLoraLinear(LoraLinear):
         if args or kwargs or self.disable_adapters or self.merged or self.active_adapters != [name]:
             return super().forward(x, *args, **kwargs)
         base: Any = self.base_layer
+        if self.merged_weight is not None and not torch.is_grad_enabled():  # of a single token the checks cost as much
+            return nn.functional.linear(x, self.merged_weight, base.bias)
         weight, down, up = base.weight, cast(Tensor, self.lora_A[name].weight), cast(Tensor, self.lora_B[name].weight)
         to_cast = torch.is_autocast_enabled(x.device.type) or not x.dtype == weight.dtype == down.dtype
         if to_cast or hasattr(weight, "ds_id"):  # DeepSpeed gathers weights for the layers that it sees called
             return super().forward(x)
-        rows, merged = x.flatten(0, -2), self.merged_weight
-        if torch.is_grad_enabled():
-            y = FusedProduct.apply(rows, weight, base.bias, down, up, self.scaling[name], merged)
-        elif merged is not None:
-            y = nn.functional.linear(rows, merged, base.bias)
-        else:
-            y, _ = product(rows, weight, base.bias, down, up, self.scaling[name])
+        inputs = (x.flatten(0, -2), weight, base.bias, down, up, self.scaling[name])
+        y = FusedProduct.apply(*inputs, self.merged_weight) if torch.is_grad_enabled() else product(*inputs)[0]
         return y.view(*x.shape[:-1], y.shape[-1])
 
 
