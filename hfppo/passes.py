@@ -58,7 +58,7 @@ def forward_passes(
     outputs = references = TokenOutputs()
     with accelerator.autocast():  # not around the reward functions, which have types of their own
         if needs_old or sampled_values is None:
-            wanted = {"policy": needs_old, "final_value": args.bootstrap_truncated}
+            wanted = {"policy": needs_old, "final_value": args.bootstrap_truncated and args.needs_critic}
             outputs = in_order([model(**batch, **wanted) for batch in batches], order)
         if args.needs_reference:
             with model.reference():  # once, since PEFT looks at all its modules to disable an adapter

@@ -186,7 +186,6 @@ class PPOTrainer(OptimizingTrainer):
             return [], MiniBatchSize(0, 0)
         for _ in range(num_batches):
             next(epoch_iterator)
-        self._merged.refresh()
         mini_batch = self._next_mini_batch()
         pieces = mini_batch.micro_batches(self._num_pieces(mini_batch, num_batches))
         cuts = [i * len(pieces) // num_batches for i in range(num_batches + 1)]
@@ -221,6 +220,7 @@ class PPOTrainer(OptimizingTrainer):
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         """Trainer's, piece by piece where a micro-batch has more tokens than it may."""
+        self._merged.refresh()  # not earlier: callbacks may change weights until here
         *before, last = inputs["pieces"]
         loss = torch.zeros((), device=self.args.device)
         for piece in before:
@@ -238,7 +238,8 @@ class PPOTrainer(OptimizingTrainer):
             rows = self.collector.training_rows(self._train_prompts, state.rollouts)
             meter = Meter(self._progress.phase)
             try:
-                collected = self.collector.collect(rows, state, self.state, meter)
+                with self._merged.in_use():
+                    collected = self.collector.collect(rows, state, self.state, meter)
             except NonFiniteError as error:
                 self._guard.drop(error, state.rollouts + 1, self._meter)
                 state.dropped += 1
@@ -329,6 +330,11 @@ class PPOTrainer(OptimizingTrainer):
     def _measure_step(self) -> None:
         self._meter.add_number("time/update", self.args.updates_per_rollout * (time.perf_counter() - self._step_began))
 
+    def _load_best_model(self) -> None:
+        # Private: upstream changes the weights here, perhaps of a run that was stopped within a step.
+        self._merged.release()
+        super()._load_best_model()
+
     def _hold_actor(self) -> None:
         """Leave the actor without gradients: no decay, no momentum, no change by one bit."""
         for parameter in self.model.actor_parameters():
@@ -362,7 +368,7 @@ class PPOTrainer(OptimizingTrainer):
             with explained_memory("the update", self.args):
                 return super().train(*args, **kwargs)
         finally:
-            self._merged.release()  # a run may be stopped before its next step
+            self._merged.free()
 
     def create_model_card(self, **given: Any) -> None:
         """Write the model card into the output folder; takes what Trainer's does, by keyword."""

@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import tiny_model
 from peft import LoraConfig, get_peft_model
-from test_invariants import logged, tiny_gpt2, tiny_opt, tiny_qwen3, trainable
+from test_invariants import gradients, logged, tiny_gpt2, tiny_opt, tiny_qwen3, trainable
 from torch.testing import assert_close
 from transformers import LlamaForCausalLM
 
@@ -51,6 +51,21 @@ def test_a_row_without_a_completion_keeps_its_prompt(packed):
         torch.tensor([[5, 0, 0], [5, 6, 7]]), torch.tensor([[1, 0, 0], [1, 1, 1]]), MASK[:2, 3:], packed, False
     )
     assert rows.inputs["input_ids"].flatten()[rows.states].tolist() == [[5, 5, 5], [7, 7, 7]]
+
+
+@pytest.mark.parametrize("bootstrap", [False, True])
+def test_the_last_token_is_read_where_its_state_is_asked_for(make_trainer, bootstrap):
+    trainer = make_trainer({"bootstrap_truncated": bootstrap})
+    widths = []
+    for tree in (trainer.model.causal_lm, trainer.model.critic.trunk.get_base_model()):
+        tree.get_input_embeddings().register_forward_hook(lambda _, inputs, __: widths.append(inputs[0].shape[1]))
+    rollout = trainer.rollout(["请问1+2="])
+    length = int(rollout.lengths)
+    passes = [width for width in widths[-3:] if width > 1]
+    assert passes == [length if bootstrap else length - 1] * 2 + [length - 1]  # actor, critic; reference
+    widths.clear()
+    gradients(trainer, rollout, 1)
+    assert widths == [length - 1] * 2
 
 
 @pytest.fixture

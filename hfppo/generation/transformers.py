@@ -35,7 +35,8 @@ class SeededChoice(LogitsProcessor):
         self.logprobs: list[Tensor] = []
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        logprobs = torch.log_softmax(scores.float() / self.temperature, dim=-1)
+        scaled = scores.float() if self.temperature == 1.0 else scores.float() / self.temperature
+        logprobs = torch.log_softmax(scaled, dim=-1)
         if self.uniforms is None:
             choice = logprobs.argmax(dim=-1, keepdim=True)
         else:

@@ -28,7 +28,7 @@ class Layout:
         attention_mask: Tensor,
         completion_mask: Tensor,
         packed: bool,
-        final: bool = True,
+        final: bool,
     ) -> "Layout":
         """Lay rows out without the gap between a left-padded prompt and a right-padded completion.
 
@@ -72,7 +72,7 @@ def can_pack(model: Any) -> bool:
     if kind not in _packs:
         ids = torch.arange(6, device=model.device).view(2, 3) % model.config.get_text_config().vocab_size
         mask = torch.ones_like(ids)
-        padded, packed = (Layout.of(ids, mask, mask.bool()[:, 1:], packed) for packed in (False, True))
+        padded, packed = (Layout.of(ids, mask, mask.bool()[:, 1:], packed, True) for packed in (False, True))
         trunk = model.base_model
         apart, together = (hidden_states(trunk, layout).float() for layout in (padded, packed))
         _packs[kind] = torch.allclose(apart, together, rtol=0.05, atol=0.05 * float(apart.abs().max()))
