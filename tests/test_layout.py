@@ -54,15 +54,18 @@ def test_a_row_without_a_completion_keeps_its_prompt(packed):
 
 
 @pytest.mark.parametrize("bootstrap", [False, True])
-def test_the_last_token_is_read_where_its_state_is_asked_for(make_trainer, bootstrap):
-    trainer = make_trainer({"bootstrap_truncated": bootstrap})
+@pytest.mark.parametrize("policy_mode", ["decoupled", "bypass"])
+def test_the_last_token_is_read_where_its_state_is_asked_for(make_trainer, policy_mode, bootstrap):
+    trainer = make_trainer({"bootstrap_truncated": bootstrap, "policy_mode": policy_mode})
     widths = []
     for tree in (trainer.model.causal_lm, trainer.model.critic.trunk.get_base_model()):
         tree.get_input_embeddings().register_forward_hook(lambda _, inputs, __: widths.append(inputs[0].shape[1]))
     rollout = trainer.rollout(["请问1+2="])
     length = int(rollout.lengths)
+    of_values = [length if bootstrap else length - 1]
+    of_actor = of_values if policy_mode == "decoupled" else []
     passes = [width for width in widths[-3:] if width > 1]
-    assert passes == [length if bootstrap else length - 1] * 2 + [length - 1]  # actor, critic; reference
+    assert passes == [*of_actor, *of_values, length - 1]  # the last for the reference
     widths.clear()
     gradients(trainer, rollout, 1)
     assert widths == [length - 1] * 2

@@ -217,6 +217,12 @@ def test_what_would_not_compute_with_the_sums_is_refused(make_trainer, config, p
     make_trainer(config, model=tiny_model().to(dtype), peft_config=peft_config)
 
 
+def test_a_critic_with_layers_to_merge_does_not_make_up_for_an_actor_without(make_trainer):
+    model, critic = tiny_model().to(torch.bfloat16), tiny_model(seed=2)
+    with pytest.raises(ValueError, match="finds no layer of the actor to merge"):
+        make_trainer({"merge_adapters": True}, model=model, critic=critic)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 def test_half_precision_is_not_summed_though_the_adapter_has_it_too(make_trainer, dtype):
     layer = fused_layers(make_trainer().model)[0].to(dtype)
