@@ -13,7 +13,6 @@ from ppo_workload import (
     adapter_for,
     common_config,
     load,
-    peak_bytes,
     prompts_for,
     report,
     tokenizer_for,
@@ -88,9 +87,8 @@ def main(workload_name: str, critic: str, fields: dict, rollouts: int, folder: P
         reward_processing_classes=[reward_tokenizer],
     )
     trainer.collector.sampler.config.eos_token_id = [workload.vocab_size]  # never sampled: every completion is full
-    loaded = peak_bytes()
     trainer.train()
-    report(clock, loaded)
+    report(clock)
 
 
 if __name__ == "__main__":

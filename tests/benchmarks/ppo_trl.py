@@ -12,7 +12,6 @@ from ppo_workload import (
     adapter_for,
     common_config,
     load,
-    peak_bytes,
     prompts_for,
     report,
     tokenizer_for,
@@ -71,9 +70,8 @@ def main(workload_name: str, rollouts: int, folder: Path, quantised: bool) -> No
     backbone.forward = watch.timed(
         backbone.forward, lambda *_, **__: "critic forward" if torch.is_grad_enabled() else watch.names[-1]
     )
-    loaded = peak_bytes()
     trainer.train()
-    report(clock, loaded)
+    report(clock)
 
 
 if __name__ == "__main__":

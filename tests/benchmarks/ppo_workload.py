@@ -3,6 +3,7 @@
 import json
 import resource
 import sys
+import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -23,6 +24,8 @@ from transformers import (
     TrainerCallback,
     set_seed,
 )
+
+DONE = "rollout done"  # a line of its own, for `ppo.py`
 
 
 @dataclass(frozen=True)
@@ -133,7 +136,7 @@ def common_config(workload: Workload, rollouts: int, folder: Path) -> dict[str, 
     """Fields that both configurations have, under one name and with one meaning."""
     cuda = torch.cuda.is_available()
     return {
-        "output_dir": str(folder / "out"),
+        "output_dir": tempfile.mkdtemp(dir=folder),
         "per_device_train_batch_size": workload.micro_batch,
         "gradient_accumulation_steps": workload.prompts // workload.micro_batch,
         "num_mini_batches": 1,
@@ -202,7 +205,7 @@ class Stopwatch:
 
 
 class Clock(TrainerCallback):
-    """Notes the time at the end of each rollout's last update."""
+    """Notes the time at the end of each rollout's last update, and waits for the next turn."""
 
     def __init__(self, watch: Stopwatch, steps_per_rollout: int):
         self.watch, self.steps_per_rollout = watch, steps_per_rollout
@@ -218,6 +221,9 @@ class Clock(TrainerCallback):
             self.watch.note()
             self.seconds.append(dict(self.watch.seconds))
             self.cpu_seconds.append(dict(self.watch.cpu_seconds))
+            print(DONE, flush=True)
+            if not sys.stdin.readline():
+                sys.exit("whoever gave the turns is gone")
             self.watch.restart()
 
 
@@ -228,14 +234,12 @@ def peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def report(clock: Clock, loaded_bytes: int, **more: Any) -> None:
+def report(clock: Clock) -> None:
     """Print what was measured as one line of JSON, the last of the output; the first rollout warms up."""
     found = {
         "seconds": clock.seconds[1:],
         "cpu_seconds": clock.cpu_seconds[1:],
         "tokens": clock.tokens[1:],
         "peak": peak_bytes(),
-        "loaded": loaded_bytes,
-        "threads": torch.get_num_threads(),
     }
-    print(json.dumps({**found, **more}))
+    print(json.dumps(found))
