@@ -120,6 +120,14 @@ def make_trainer(tmp_path: Path, tokenizer, dataset):
     return make
 
 
+def untimed_logs(trainer) -> list[dict[str, float]]:
+    """What was logged, without times and Trainer's summary of the run."""
+    return [
+        {name: x for name, x in log.items() if not name.startswith(("time/", "train_"))}
+        for log in trainer.state.log_history
+    ]
+
+
 def trained_state(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The trainable weights by name."""
     return {name: p.detach() for name, p in module.named_parameters() if p.requires_grad}

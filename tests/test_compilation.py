@@ -5,7 +5,7 @@ The backend `aot_eager` traces and cuts, but needs no compiler of C++.
 
 import pytest
 import torch
-from conftest import LORA, count_digits, tiny_model
+from conftest import LORA, count_digits, tiny_model, untimed_logs
 from torch._dynamo.utils import counters
 
 from hfppo import PPOTrainer
@@ -25,10 +25,7 @@ def logged(make_trainer, **config) -> list[dict[str, float]]:
     trainer = make_trainer({**CONFIG, **config}, model=tiny_model(num_hidden_layers=1))
     trainer.train()
     assert trainer.model_wrapped is trainer.model
-    return [
-        {name: x for name, x in log.items() if not name.startswith(("time/", "train_"))}
-        for log in trainer.state.log_history
-    ]
+    return untimed_logs(trainer)
 
 
 @pytest.mark.parametrize("merge", [False, True], ids=["", "merged"])

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import LORA, tiny_model
+from conftest import LORA, tiny_model, untimed_logs
 from peft import LoraConfig, PeftModel
 from test_invariants import gradients
 from torch.testing import assert_close
@@ -21,13 +21,6 @@ def own_sums(model: torch.nn.Module) -> list[torch.Tensor]:
     return [(w + s * b @ a).detach() for w, a, b, s in map(operands, fused_layers(model))]
 
 
-def logged(trainer) -> list[dict[str, float]]:
-    return [
-        {name: x for name, x in log.items() if not name.startswith(("time/", "train_"))}
-        for log in trainer.state.log_history
-    ]
-
-
 @pytest.mark.parametrize("critic", ["adapter", "shared"])
 @pytest.mark.parametrize("policy_mode", ["decoupled", "bypass"])
 def test_a_merged_run_has_the_numbers_of_one_that_is_not(make_trainer, critic, policy_mode):
@@ -35,7 +28,7 @@ def test_a_merged_run_has_the_numbers_of_one_that_is_not(make_trainer, critic, p
     for merge in (False, True):
         trainer = make_trainer({"merge_adapters": merge, "policy_mode": policy_mode}, critic=critic)
         trainer.train()
-        runs[merge] = logged(trainer)
+        runs[merge] = untimed_logs(trainer)
         assert runs[merge][0]["policy/first_ratio_deviation"] < 1e-5
         assert runs[merge][0]["kl"] == pytest.approx(0, abs=1e-6)
     assert len(runs[True]) == len(runs[False]) == 9
@@ -129,7 +122,7 @@ def test_a_callback_may_change_the_weights_before_a_step(make_trainer):
         trainer = make_trainer({"merge_adapters": merge}, callbacks=[callback])
         callback.model = trainer.model
         trainer.train()
-        runs.append(logged(trainer))
+        runs.append(untimed_logs(trainer))
     assert runs[0][4]["policy/first_ratio_deviation"] > 1e-3
     for merged, plain in zip(*runs, strict=True):
         assert merged == pytest.approx(plain, rel=1e-3, abs=1e-5)
@@ -170,13 +163,10 @@ def test_the_sums_are_in_no_state_dict_and_gone_after_training(make_trainer):
     with trainer._merged.in_use():
         assert all(sums_in_use(trainer.model))
         assert list(trainer.model.state_dict()) == before
-        assert not any(place in {b.data_ptr() for b in trainer.model.buffers()} for place in places(trainer))
+        sums = {layer.merged_weight.data_ptr() for layer in fused_layers(trainer.model)}
+        assert sums.isdisjoint(buffer.data_ptr() for buffer in trainer.model.buffers())
     trainer.train()
     assert trainer._merged._sums == []
-
-
-def places(trainer) -> list[int]:
-    return [layer.merged_weight.data_ptr() for layer in fused_layers(trainer.model)]
 
 
 def test_the_sums_stay_in_their_place(make_trainer):
@@ -186,7 +176,7 @@ def test_the_sums_stay_in_their_place(make_trainer):
     places = [layer.merged_weight.data_ptr() for layer in layers]
     merged.release()
     with torch.no_grad():
-        layers[0].lora_B["default"].weight.fill_(1.0)
+        layers[0].lora_B[layers[0].fused_adapter].weight.fill_(1.0)
     merged.refresh()
     assert [layer.merged_weight.data_ptr() for layer in layers] == places
     assert not torch.equal(layers[0].merged_weight, layers[0].base_layer.weight)
