@@ -136,6 +136,9 @@ def test_a_run_that_breaks_off_leaves_no_sums_behind(make_trainer):
     with pytest.raises(RuntimeError, match="no more"):
         trainer.train()
     assert not any(sums_in_use(trainer.model))
+    with pytest.raises(RuntimeError, match="no more"), trainer._merged.in_use():
+        breaks_off([])
+    assert not any(sums_in_use(trainer.model))
 
 
 def test_the_best_weights_of_a_run_that_stopped_within_a_step_are_used_as_they_are(make_trainer, dataset):
