@@ -10,19 +10,24 @@ import torch
 from hfppo.config import PPOConfig
 from hfppo.saving.folders import way_back
 
+SMALLER_BATCHES = ("local_rollout_forward_batch_size", "max_completion_length", "max_prompt_length")
+
 # What helps most, by what was being done.
 WAYS_OUT = {
-    "sampling": ("local_rollout_forward_batch_size", "max_completion_length", "max_prompt_length"),
+    "sampling": ("merge_adapters", *SMALLER_BATCHES),
     "sampling with vLLM": ("vllm_gpu_memory_utilization", "vllm_enable_sleep_mode", "max_completion_length"),
     "the reward functions": ("reward_model_init_kwargs", "max_completion_length", "max_prompt_length"),
-    "the passes without gradient": ("local_rollout_forward_batch_size", "max_completion_length", "max_prompt_length"),
+    "the passes without gradient": ("merge_adapters", *SMALLER_BATCHES),
     "the update": (
-        *("max_tokens_per_micro_batch", "activation_checkpointing"),
+        *("merge_adapters", "max_tokens_per_micro_batch", "activation_checkpointing"),
         *("per_device_train_batch_size", "gradient_accumulation_steps"),
     ),
     "an evaluation": ("per_device_eval_batch_size", "max_completion_length", "max_prompt_length"),
 }
+# Switches, with the value that saves memory: where they have it there is nothing to advise.
+FRUGAL = {"merge_adapters": False, "activation_checkpointing": True, "vllm_enable_sleep_mode": True}
 ADVICE = {
+    "merge_adapters": "False keeps no copies of the weights",
     "max_tokens_per_micro_batch": "set it, or lower it",
     "per_device_train_batch_size": "halve it",
     "gradient_accumulation_steps": "and double it, which changes no gradient, and the checkpoint still fits",
@@ -50,8 +55,12 @@ def explained_memory(phase: str, args: PPOConfig) -> Iterator[None]:
     except (RuntimeError, MemoryError) as error:
         if isinstance(error, OutOfMemory) or not is_out_of_memory(error):
             raise
-        known = [name for name in WAYS_OUT[phase] if hasattr(args, name)]  # transformers 5.19 lacks one
-        settings = [f"{name}={getattr(args, name)!r} ({ADVICE.get(name, 'lower it')})" for name in known]
+        known = {name: getattr(args, name) for name in WAYS_OUT[phase] if hasattr(args, name)}  # 5.19 lacks one
+        settings = [
+            f"{name}={value!r} ({ADVICE.get(name, 'lower it')})"
+            for name, value in known.items()
+            if name not in FRUGAL or value != FRUGAL[name]
+        ]
         raise OutOfMemory(
             f"memory ran out during {phase}, at a peak of {peak()}. What helps: {', '.join(settings)}. "
             f"{way_back(args.output_dir)}"

@@ -43,6 +43,7 @@ def test_every_kind_is_explained(make_trainer, monkeypatch, error, tmp_path):
     assert raised.value.__cause__ is error
     assert isinstance(raised.value, torch.OutOfMemoryError)
     assert all(setting in str(raised.value) for setting in SAMPLING)
+    assert "merge_adapters" not in str(raised.value)
     assert f"The last checkpoint is {tmp_path}/out/checkpoint-3: go on from it" in str(raised.value)
 
 
@@ -76,6 +77,14 @@ def test_a_field_that_an_older_transformers_lacks_is_not_named(tmp_path):
         raise MemoryError
     assert "activation_checkpointing" not in str(raised.value)
     assert "max_tokens_per_micro_batch=None" in str(raised.value)
+
+
+def test_only_switches_that_would_save_memory_are_named(tmp_path):
+    args = PPOConfig(output_dir=str(tmp_path), merge_adapters=True, activation_checkpointing=True)
+    named = r"merge_adapters=True \(False keeps no copies"
+    with pytest.raises(OutOfMemory, match=named) as raised, explained_memory("the update", args):
+        raise MemoryError
+    assert "activation_checkpointing" not in str(raised.value)
 
 
 def test_reward_functions_are_a_phase_of_their_own(make_trainer):
