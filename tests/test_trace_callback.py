@@ -13,7 +13,7 @@ import torch
 from conftest import count_digits
 from transformers import TrainerCallback
 
-from hfppo import AdaptiveKLCallback, PPOCallback, TokenTraceCallback
+from hfppo import AdaptiveKLCallback, PPOCallback, PPOConfig, TokenTraceCallback
 from hfppo.trace import TokenRow, TokenTable
 from hfppo.trace.record import Trace, read_traces, recorded, trace_file, write_traces
 from hfppo.update import sequence
@@ -195,13 +195,21 @@ def test_a_run_may_trace_its_own_completions_and_chosen_prompts(make_trainer, tm
         for kind in ("rollout", "prompts"):
             write_traces(trace_file(tmp_path / "out", number, kind), [])
     (tmp_path / "out/_traces/rollout-000001-mine.jsonl").touch()
-    trainer = make_trainer({"max_steps": 8}, callbacks=[TokenTraceCallback(every=1, num_completions=2)])
+    trainer = make_trainer({"max_steps": 12}, callbacks=[TokenTraceCallback(every=1, num_completions=3)])
     trainer.add_callback(TokenTraceCallback(every=2, trainer=trainer, **PROMPTS))
     trainer.train()
-    found = {path.name: read_traces(path) for path in recorded(tmp_path / "out")}
-    assert list(found) == ["rollout-000001.jsonl", "prompts-000001.jsonl", "rollout-000002.jsonl"]
-    assert [len(read) for read in found.values()] == [2, len(PROMPTS["prompts"]), 2]
+    found = {path.name.removesuffix(".jsonl"): read_traces(path) for path in recorded(tmp_path / "out")}
+    own, chosen = 3, len(PROMPTS["prompts"])
+    assert {name: len(read) for name, read in found.items()} == {
+        **{"rollout-000001": own, "rollout-000002": own, "rollout-000003": own},
+        **{"prompts-000001": chosen, "prompts-000003": chosen},
+    }
     assert all(row.new_logprob is not None for read in found.values() for trace in read for row in trace.table.rows)
+
+
+def test_the_first_and_the_last_rollout_are_always_traced(make_trainer, tmp_path):
+    make_trainer(CONFIG, callbacks=[TokenTraceCallback()]).train()
+    assert list(traces(tmp_path / "out")) == [1, 3]
 
 
 def test_second_training_goes_on_with_the_rollouts_and_a_new_run_starts_anew(make_trainer, tmp_path):
@@ -244,8 +252,8 @@ def test_only_the_main_process_writes(tmp_path):
     written = trace_file(tmp_path, 1)
     write_traces(written, [Trace(1, 0, 0.0, False, [1], [2], TokenTable("p", 1.0, [row]))])
     before, callback = written.read_text(), TokenTraceCallback()
-    other = SimpleNamespace(is_world_process_zero=False, global_step=0)
-    where, state = SimpleNamespace(output_dir=str(tmp_path)), SimpleNamespace(rollouts=1)
+    other = SimpleNamespace(is_world_process_zero=False, global_step=0, max_steps=4)
+    where, state = PPOConfig(output_dir=str(tmp_path)), SimpleNamespace(rollouts=1)
     callback.on_rollout_end(where, other, None, rollout=None, transcript=None, metrics=None, ppo_state=state)
     callback.on_update_end(where, other, None, model=None, rollout=None, ppo_state=state)
     callback.on_train_end(where, other, None)

@@ -45,7 +45,7 @@ class TokenTraceCallback(PPOCallback):
     model, what the update did is left out.
 
     Args:
-        every: rollouts from one traced one to the next; the first is always traced.
+        every: rollouts from one traced one to the next; the first and the last are always traced.
         num_completions: completions of a traced rollout, the first of the main process.
         trainer: needed with `prompts`; so add this callback with `trainer.add_callback`.
         prompts: texts or conversations to complete and trace in place of the run's own completions. They are drawn
@@ -92,7 +92,8 @@ class TokenTraceCallback(PPOCallback):
                     with expendable(path):
                         path.unlink()
             self._found = {}
-        if (number - 1) % self.every:
+        last = state.global_step + args.updates_per_rollout >= state.max_steps
+        if (number - 1) % self.every and not last:
             return
         if self.trainer is not None:
             try:
