@@ -7,8 +7,13 @@ import arithmetic
 import pytest
 import torch
 from datasets import load_dataset
-from peft import AutoPeftModelForCausalLM
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+)
 
 from hfppo import PPOConfig, PPOTrainer
 from hfppo.models.loading import keep_four_bits
@@ -25,17 +30,17 @@ def quantized(bits: str):
     )
 
 
-def trainer_of(model, tmp_path: Path, critic: str = "adapter") -> PPOTrainer:
+def trainer_of(model, tmp_path: Path, reward_funcs=arithmetic.right_answer, **roles) -> PPOTrainer:
     return PPOTrainer(
         model=model,
-        reward_funcs=arithmetic.right_answer,
+        reward_funcs=reward_funcs,
         args=PPOConfig(
             output_dir=str(tmp_path),
             **{"use_cpu": True, "max_steps": 4, "per_device_train_batch_size": 8, "learning_rate": 1e-2},
             **{"max_completion_length": 12, "save_strategy": "no", "disable_tqdm": True, "logging_steps": 1},
         ),
         train_dataset=load_dataset("json", data_files=str(arithmetic.FOLDER / "train.jsonl"), split="train[:16]"),
-        critic=critic,
+        **roles,
     )
 
 
@@ -53,7 +58,7 @@ def digest(tensors) -> str:
 def test_one_copy_serves_all_and_does_not_change(tmp_path, bits, critic):
     model = quantized(bits)
     size = model.get_memory_footprint()
-    trainer = trainer_of(model, tmp_path, critic)
+    trainer = trainer_of(model, tmp_path, critic=critic)
     tensors = frozen(trainer.model)
     # Actor, reference and critic together hold no frozen byte more than the base alone.
     assert sum(t.untyped_storage().nbytes() for t in tensors.values()) <= size
@@ -64,6 +69,26 @@ def test_one_copy_serves_all_and_does_not_change(tmp_path, bits, critic):
     assert any(not torch.equal(p, q) for p, q in zip(trainer.model.actor_parameters(), start, strict=True))
     # LLM.int8() rounds activations too, with the scale of the batch they are in; NF4 computes in float32.
     assert trainer.state.log_history[0]["policy/first_ratio_deviation"] < {"four": 1e-4, "eight": 0.1}[bits]
+
+
+@pytest.mark.parametrize("role", ["reward adapter", "ref_model", "critic"])
+def test_no_role_has_its_bytes_rewritten(tmp_path, role):
+    """By bitsandbytes, on CPUs with AVX512-BF16; those of the actor's base are the reward adapter's as well."""
+    if role == "reward adapter":
+        base = AutoModelForSequenceClassification.from_pretrained(arithmetic.FOLDER / "base", num_labels=1)
+        adapter = LoraConfig(task_type="SEQ_CLS", target_modules="all-linear")
+        get_peft_model(base, adapter).save_pretrained(tmp_path / "reward")
+        AutoTokenizer.from_pretrained(arithmetic.FOLDER / "base").save_pretrained(tmp_path / "reward")
+        trainer = trainer_of(quantized("four"), tmp_path / "out", str(tmp_path / "reward"))
+    else:
+        trainer = trainer_of(quantized("four"), tmp_path / "out", **{role: quantized("four")})
+    tensors = frozen(trainer.model)
+    before = digest(tensors.values())
+    trainer.train()
+    assert digest(tensors.values()) == before
+    first = trainer.state.log_history[0]
+    assert first["mismatch/max"] < 1e-3
+    assert abs(first["kl"]) < 1e-4
 
 
 def test_the_saved_adapter_loads_on_the_quantised_base(tmp_path):

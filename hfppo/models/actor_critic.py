@@ -66,9 +66,10 @@ class ActorCritic(PeftModelForCausalLM):
         detach_critic: bool = False,
     ):
         check_adapter(peft_config)
+        keep_four_bits(base)
         if ref_model is not None:
             check_vocabulary("ref_model", ref_model, base)
-        keep_four_bits(base)
+            keep_four_bits(ref_model)
         critic_module = None
         if critic is not None:
             critic_module = build_critic(find_critic(critic), base, peft_config, detach_critic)

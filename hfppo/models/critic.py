@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from hfppo.models.layout import Layout, eval_mode, hidden_states
-from hfppo.models.loading import adapter_config, check_placement, check_vocabulary
+from hfppo.models.loading import adapter_config, check_placement, check_vocabulary, keep_four_bits
 from hfppo.models.origin import warn_of_origin
 
 CRITIC_FOLDER = "critic"
@@ -198,6 +198,7 @@ def build_critic(source: CriticSource, base: PreTrainedModel, peft_config: PeftC
 
 def critic_from_model(model: PreTrainedModel, peft_config: PeftConfig) -> Critic:
     """A critic on another model, for instance the reward model, whose score head the value head starts from."""
+    keep_four_bits(model)  # before its first forward
     check_causal(model)
     trunk = adapted(shared_copy(model), peft_config)  # the model itself may be the reward model as well
     score = getattr(model, "score", None)
@@ -281,5 +282,6 @@ def differing(before: Any, now: Any) -> tuple[Any, Any]:
 
 def shared_copy(module: nn.Module) -> Any:
     """A second module tree over the same tensors: adapters put on one do not touch the other."""
+    keep_four_bits(module)  # or a forward of the copy would rewrite what the other computes with
     tensors = [*module.parameters(), *module.buffers()]
     return copy.deepcopy(module, memo={id(tensor): tensor for tensor in tensors})

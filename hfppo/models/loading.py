@@ -221,13 +221,13 @@ def check_adapter(config: PeftConfig) -> None:
         )
 
 
-def keep_four_bits(base: nn.Module) -> None:
-    """Have bitsandbytes leave 4-bit weights as they are.
+def keep_four_bits(model: nn.Module) -> None:
+    """Have bitsandbytes leave 4-bit weights as they are; to be called before the model's first forward.
 
-    On CPUs with AVX512-BF16 it rewrites them for inference, in place and with their scales in bfloat16: the base's
-    bytes would change, and passes with and without gradient would disagree.
+    On CPUs with AVX512-BF16 it rewrites them for inference, in place and with their scales in bfloat16: the bytes
+    would change, and passes with and without gradient, or of actor and reference, would disagree.
     """
-    for module in base.modules():
+    for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
 
