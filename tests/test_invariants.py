@@ -11,6 +11,8 @@ from torch.testing import assert_close
 from transformers import (
     CohereConfig,
     CohereForCausalLM,
+    FalconConfig,
+    FalconForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     GPT2Config,
@@ -78,6 +80,9 @@ UNUSUAL = {
         GraniteConfig(**SHAPE, logits_scaling=0.3)
     ).bfloat16(),
     "logits are multiplied": lambda: CohereForCausalLM(CohereConfig(**SHAPE, logit_scale=0.3)),
+    "dropout is read from the configuration": lambda: FalconForCausalLM(
+        FalconConfig(**{**SHAPE, "num_key_value_heads": 1}, hidden_dropout=0.3, attention_dropout=0.3)
+    ),
     "states have another width before the head": lambda: tiny_opt(word_embed_proj_dim=16),
 }
 ARCHITECTURES = [tiny_model, tiny_gpt2, tiny_qwen3, tiny_opt]

@@ -276,10 +276,11 @@ def disable_noise(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-        # Many architectures keep it as a number and call torch.nn.functional.dropout.
-        for name, value in vars(module).items():
-            if isinstance(value, float) and any(noise in name for noise in ("dropout", "layerdrop", "jitter")):
-                setattr(module, name, 0.0)
+        # Many architectures keep it as a number, and a few, as Falcon, read it from their configuration.
+        for owner in [module, module.config] if isinstance(module, PreTrainedModel) else [module]:
+            for name, value in vars(owner).items():
+                if isinstance(value, float) and any(noise in name for noise in ("dropout", "layerdrop", "jitter")):
+                    setattr(owner, name, 0.0)
 
 
 def frozen_adapter_copy(base: PreTrainedModel, peft_config: PeftConfig, weights: dict[str, Tensor]) -> PeftModel:
