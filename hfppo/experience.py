@@ -21,7 +21,7 @@ from hfppo.metrics import Meter
 from hfppo.models.actor_critic import ActorCritic
 from hfppo.models.layout import eval_mode
 from hfppo.nonfinite import check_rollout
-from hfppo.passes import Passes, forward_passes
+from hfppo.passes import Passes, autocast, forward_passes
 from hfppo.rewards.functions import RewardFunctions, Scored
 from hfppo.rollout import EVAL_STREAM, SAMPLING_STREAM, Rollout, Transcript, stream_seed
 from hfppo.rollout_metrics import measure_rollout, measure_scores
@@ -155,7 +155,7 @@ class Collector:
     def ask_sampler(self, prompt_ids: Tensor, prompt_mask: Tensor, seeds: list[int] | None) -> Completions:
         """The completions of a sampler that is ready, on the CPU."""
         device = self.accelerator.device
-        with self.accelerator.autocast():
+        with autocast(self.accelerator):
             completions = self.sampler(prompt_ids.to(device), prompt_mask.to(device), seeds).cpu()
         if len(completions.ids) != len(prompt_ids):
             raise ValueError(

@@ -62,7 +62,7 @@ def explained_memory(phase: str, args: PPOConfig) -> Iterator[None]:
             if name not in FRUGAL or value != FRUGAL[name]
         ]
         raise OutOfMemory(
-            f"memory ran out during {phase}, at a peak of {peak()}. What helps: {', '.join(settings)}. "
+            f"memory ran out during {phase}, at a peak of {peak(args)}. What helps: {', '.join(settings)}. "
             f"{way_back(args.output_dir)}"
         ) from error
 
@@ -73,9 +73,9 @@ def is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(text in str(error) for text in said)
 
 
-def peak() -> str:
-    """The most memory that tensors took on the device, or the process without one."""
-    if torch.cuda.is_available():
+def peak(args: PPOConfig) -> str:
+    """The most memory that tensors took on the GPU, or the process where it uses none."""
+    if torch.cuda.is_available() and not args.use_cpu:
         total = torch.cuda.mem_get_info()[1]
         return f"{torch.cuda.max_memory_allocated() / 2**30:.2f} GiB of {total / 2**30:.2f} GiB"
     unit = 1 if sys.platform == "darwin" else 1024

@@ -1,5 +1,6 @@
 """What actor, critic and reference say about the completions of a rollout, before the update."""
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -56,7 +57,7 @@ def forward_passes(
         for rows in order.split(size)
     ]
     outputs = references = TokenOutputs()
-    with accelerator.autocast():  # not around the reward functions, which have types of their own
+    with autocast(accelerator):  # not around the reward functions, which have types of their own
         if needs_old or sampled_values is None:
             wanted = {"policy": needs_old, "final_value": args.bootstrap_truncated and args.needs_critic}
             outputs = in_order([model(**batch, **wanted) for batch in batches], order)
@@ -75,3 +76,11 @@ def in_order(parts: list[TokenOutputs], order: Tensor) -> TokenOutputs:
     """The outputs for all rows, on the CPU, of parts whose rows were taken in some order."""
     back = order.argsort()
     return TokenOutputs(*(None if xs[0] is None else torch.cat(xs).cpu()[back] for xs in zip(*parts, strict=True)))
+
+
+def autocast(accelerator: Accelerator) -> AbstractContextManager:
+    """Mixed precision as in the update, for passes that are not Trainer's.
+
+    FSDP2 casts by itself, where a layer begins; with autocast on top the numbers would not be the update's.
+    """
+    return nullcontext() if accelerator.is_fsdp2 else accelerator.autocast()

@@ -3,18 +3,21 @@
 import atexit
 import functools
 import time
+from dataclasses import replace
 from typing import Any
 
+import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from torch.distributed.fsdp import StateDictType
 
 from hfppo.config import PPOConfig
-from hfppo.models.critic import Critic
+from hfppo.models.actor_critic import ActorCritic
 from hfppo.rewards.contract import unwrapped
 from hfppo.rewards.model import RewardAdapter
 
 
-def check_engine(accelerator: Accelerator, critic: Critic | None, reward_funcs: list[Any], args: PPOConfig) -> None:
+def check_engine(accelerator: Accelerator, model: ActorCritic, reward_funcs: list[Any], args: PPOConfig) -> None:
     """Refuse what an engine cannot do, before anything is computed.
 
     FSDP2 and ZeRO-3 replace a module's tensors by shards, one owner each: a second module tree over the same tensors
@@ -29,10 +32,10 @@ def check_engine(accelerator: Accelerator, critic: Critic | None, reward_funcs: 
             f"one process sees {args.n_gpu} GPUs, among which Trainer would split its batches; start a process for "
             f"each by accelerate launch --num_processes {args.n_gpu}, or show it one by CUDA_VISIBLE_DEVICES=0"
         )
-    kind = accelerator.distributed_type
+    kind, critic = accelerator.distributed_type, model.critic
     deepspeed = accelerator.state.deepspeed_plugin if kind == DistributedType.DEEPSPEED else None
     if kind == DistributedType.FSDP:
-        check_fsdp(accelerator, critic, args)
+        check_fsdp(accelerator, model, args)
     if kind == DistributedType.FSDP or (deepspeed is not None and deepspeed.zero_stage == 3):
         engine = "FSDP2" if deepspeed is None else "ZeRO-3"
         if critic is not None and critic.kind == "adapter":
@@ -59,14 +62,32 @@ def check_engine(accelerator: Accelerator, critic: Critic | None, reward_funcs: 
         check_deepspeed(deepspeed.deepspeed_config, args)
 
 
-def check_fsdp(accelerator: Accelerator, critic: Critic | None, args: PPOConfig) -> None:
-    """Refuse version 1, and what leaves weights without gradients: version 2 loads no optimiser without their state.
+def check_fsdp(accelerator: Accelerator, model: ActorCritic, args: PPOConfig) -> None:
+    """Refuse version 1, and what could not be saved or gone on with; have it keep log-probs and values in float32.
+
+    Version 2 loads no optimiser that lacks the state of some weights, as of those that had no gradient.
 
     Raises:
         ValueError: names the field, and what to do instead.
     """
     if not accelerator.is_fsdp2:
         raise ValueError("FSDP version 1 is not supported; set fsdp_version: 2, as recipes/accelerate/fsdp2.yaml does")
+    plugin = accelerator.state.fsdp_plugin
+    if plugin.state_dict_type != StateDictType.FULL_STATE_DICT:
+        raise ValueError(
+            f"with fsdp_state_dict_type: {plugin.state_dict_type.name} neither adapter nor critic would be saved; set "
+            "it to FULL_STATE_DICT, as recipes/accelerate/fsdp2.yaml does"
+        )
+    if plugin.activation_checkpointing:
+        raise ValueError(
+            "fsdp_activation_checkpointing renames the layers, and the saved adapter would be empty; leave it out, "
+            "and set activation_checkpointing=True (--activation_checkpointing)"
+        )
+    if getattr(model.peft_config["default"], "trainable_token_indices", None):
+        raise ValueError(
+            "FSDP2 cannot shard trainable_token_indices; leave it out of peft_config, or take DDP or ZeRO-2"
+        )
+    critic = model.critic
     if args.critic_warmup > 0:
         raise ValueError(
             f"critic_warmup={args.critic_warmup} holds the actor still, and FSDP2 could load no checkpoint from that "
@@ -76,6 +97,15 @@ def check_fsdp(accelerator: Accelerator, critic: Critic | None, args: PPOConfig)
         raise ValueError(
             "vf_coef=0 holds the critic still, and FSDP2 could load no checkpoint, whose optimiser has no state for "
             "it; take an advantage_estimator without a critic, or DDP"
+        )
+    keep_float32(plugin)
+
+
+def keep_float32(plugin: FullyShardedDataParallelPlugin) -> None:
+    """Leave what the model gives, and sums of gradients, in float32: accelerate's policy would round them as well."""
+    if plugin.mixed_precision_policy is not None:
+        plugin.mixed_precision_policy = replace(
+            plugin.mixed_precision_policy, output_dtype=None, reduce_dtype=torch.float32
         )
 
 

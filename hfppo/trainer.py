@@ -123,7 +123,7 @@ class PPOTrainer(OptimizingTrainer):
         )
         if parts.model.ref_model is None:
             parts.model.warn_of_start()
-        check_engine(self.accelerator, parts.model.critic, parts.rewards.funcs, args)
+        check_engine(self.accelerator, parts.model, parts.rewards.funcs, args)
         if args.world_size > 1:
             wait_at_exit()
         compile_layers(parts.model, self.accelerator, args)

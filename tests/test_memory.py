@@ -131,7 +131,17 @@ def test_the_run_goes_on_bit_for_bit_and_in_smaller_pieces_up_to_rounding(make_t
         assert_close(close[name], x, rtol=1e-3, atol=1e-4, msg=name)
 
 
-def test_the_peak_is_that_of_the_process():
-    assert float(peak().split()[0]) == pytest.approx(
+@pytest.mark.parametrize("gpu", [False, True])
+def test_the_peak_is_that_of_the_process(monkeypatch, gpu):
+    """Also beside a GPU that the run does not use."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    assert float(peak(SimpleNamespace(use_cpu=True)).split()[0]) == pytest.approx(
         resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, abs=0.1
     )
+
+
+def test_the_peak_is_that_of_the_gpu_in_use(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 3 * 2**30)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 80 * 2**30))
+    assert peak(SimpleNamespace(use_cpu=False)) == "3.00 GiB of 80.00 GiB"

@@ -14,8 +14,9 @@ import pytest
 import torch
 from accelerate.utils import DistributedType
 from conftest import tiny_model
-from peft import PeftModel
+from peft import LoraConfig, PeftModel
 from safetensors.torch import load_file
+from torch.distributed.fsdp import MixedPrecisionPolicy, StateDictType
 
 from hfppo import TolerantReward
 from hfppo.rewards.model import RewardAdapter
@@ -109,17 +110,24 @@ def test_a_sharded_run_has_the_numbers_of_one_that_is_not(run_of, engine, fields
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", ["zero2", "zero3"])
-def test_deepspeed_trains_in_bfloat16(run_of, engine):
-    """It turns all weights to that type, the value head's too."""
+@pytest.mark.parametrize("engine", ["fsdp2", "zero2", "zero3"])
+def test_engines_train_in_bfloat16(run_of, engine):
+    """DeepSpeed turns all weights to that type, the value head's too; what the model gives stays float32."""
     out, found = run_of(engine, {"bf16": True})
     first, last = (weights(out / "straight" / f"checkpoint-{n}") for n in (1, 4))
-    assert last["value_head.weight"].dtype == torch.bfloat16
+    assert last["value_head.weight"].dtype == (torch.float32 if engine == "fsdp2" else torch.bfloat16)
     assert all(not torch.equal(first[name], tensor) for name, tensor in last.items())
     losses = [entry["loss"] for entry in found["straight"] if "loss" in entry]
     assert len(losses) == 4
     assert all(abs(loss) < 1 for loss in losses)
     assert found["resumed"] == found["straight"]
+    first_ratio = "policy/first_ratio_deviation"
+    deviations = [entry[first_ratio] for entry in found["straight"] if first_ratio in entry]
+    assert len(deviations) == 2
+    assert max(deviations) < 1e-6
+    for name in ("logprob", "ref_logprob", "value"):
+        given = torch.tensor([x for trace in found["traces"] for x in trace["columns"][name]])
+        assert not torch.equal(given, given.bfloat16().float()), name
 
 
 @pytest.mark.slow
@@ -185,10 +193,17 @@ def config(args: dict) -> SimpleNamespace:
     return SimpleNamespace(**{**fields, "max_grad_norm": 1.0, "n_gpu": 1, **args})
 
 
-def engine(kind: DistributedType, fsdp2: bool = True, zero: int = 0, clipping: float | str = "auto"):
+def engine(kind: DistributedType, fsdp2: bool = True, zero: int = 0, clipping: float | str = "auto", **fsdp):
     """As much of an Accelerator as `check_engine` asks."""
     plugin = SimpleNamespace(zero_stage=zero, deepspeed_config={"gradient_clipping": clipping})
-    return SimpleNamespace(distributed_type=kind, is_fsdp2=fsdp2, state=SimpleNamespace(deepspeed_plugin=plugin))
+    fsdp = {"state_dict_type": StateDictType.FULL_STATE_DICT, "activation_checkpointing": False, **fsdp}
+    state = SimpleNamespace(deepspeed_plugin=plugin, fsdp_plugin=SimpleNamespace(mixed_precision_policy=None, **fsdp))
+    return SimpleNamespace(distributed_type=kind, is_fsdp2=fsdp2, state=state)
+
+
+def model(critic: str, **adapter) -> SimpleNamespace:
+    """As much of an ActorCritic."""
+    return SimpleNamespace(critic=SimpleNamespace(kind=critic), peft_config={"default": LoraConfig(**adapter)})
 
 
 ZERO_2, WITH_OPTIMIZER = (engine(DistributedType.DEEPSPEED, zero=2) for _ in range(2))
@@ -211,6 +226,14 @@ WITH_OPTIMIZER.state.deepspeed_plugin.deepspeed_config["optimizer"] = {"type": "
             [],
             {"critic_warmup": 1},
             "critic_warmup=1 .*no checkpoint.*take DDP",
+        ),
+        (
+            engine(DistributedType.FSDP, state_dict_type=StateDictType.SHARDED_STATE_DICT),
+            *("shared", [], {}, "SHARDED_STATE_DICT neither adapter nor critic would be saved; set it to FULL"),
+        ),
+        (
+            engine(DistributedType.FSDP, activation_checkpointing=True),
+            *("shared", [], {}, r"adapter would be empty; .* set activation_checkpointing=True"),
         ),
         (engine(DistributedType.FSDP), "shared", [], {"vf_coef": 0.0}, "vf_coef=0 .*no checkpoint.*or DDP"),
         (engine(DistributedType.FSDP), "shared", [], VLLM, "use_vllm sends the adapter whole, and FSDP2 keeps shards"),
@@ -237,7 +260,21 @@ def test_what_an_engine_cannot_do_is_refused(accelerator, critic, funcs, args, m
     funcs = [object.__new__(kind) for kind in funcs]
     for given in (funcs, [TolerantReward(func) for func in funcs]):
         with pytest.raises(ValueError, match=message):
-            check_engine(accelerator, SimpleNamespace(kind=critic), given, config(args))
+            check_engine(accelerator, model(critic), given, config(args))
+
+
+def test_fsdp2_does_not_take_single_trained_tokens():
+    with pytest.raises(ValueError, match="FSDP2 cannot shard trainable_token_indices; leave it out"):
+        check_engine(engine(DistributedType.FSDP), model("shared", trainable_token_indices=[3]), [], config({}))
+
+
+def test_fsdp2_leaves_outputs_and_sums_of_gradients_in_float32():
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16, torch.bfloat16)
+    accelerator = engine(DistributedType.FSDP)
+    accelerator.state.fsdp_plugin.mixed_precision_policy = policy
+    check_engine(accelerator, model("shared"), [], config({}))
+    kept = accelerator.state.fsdp_plugin.mixed_precision_policy
+    assert (kept.param_dtype, kept.reduce_dtype, kept.output_dtype) == (torch.bfloat16, torch.float32, None)
 
 
 @pytest.mark.parametrize(
@@ -252,6 +289,6 @@ def test_what_an_engine_cannot_do_is_refused(accelerator, critic, funcs, args, m
     ],
 )
 def test_what_an_engine_can_do_is_not(accelerator, critic, funcs, args):
-    check_engine(accelerator, SimpleNamespace(kind=critic), [object.__new__(kind) for kind in funcs], config(args))
+    check_engine(accelerator, model(critic), [object.__new__(kind) for kind in funcs], config(args))
     clips_at = accelerator.state.deepspeed_plugin.deepspeed_config["gradient_clipping"]
     assert (clips_at == 1.0) == (accelerator.distributed_type == DistributedType.DEEPSPEED)
