@@ -245,6 +245,29 @@ def test_the_best_checkpoint_is_not_that_of_another_run(make_trainer, dataset, t
     assert (tmp_path / "out/adapter_model.safetensors").read_bytes() != other
 
 
+def test_the_best_checkpoint_is_found_after_a_better_step_that_was_not_saved(make_trainer, dataset, tmp_path):
+    scores = {2: 0.1, 4: 0.5, 6: 0.9, 8: 0.2, 10: 0.2, 12: 0.2}
+    config = {**BEST, "eval_steps": 2, "save_steps": 4, "save_total_limit": 2, "lr_scheduler_type": "constant"}
+    config |= {"metric_for_best_model": "given", "greater_is_better": True}
+
+    def run(name: str, max_steps: int, **start):
+        trainer = make_trainer(
+            {**config, "max_steps": max_steps, "output_dir": str(tmp_path / name)},
+            eval_dataset=dataset,
+            compute_metrics=lambda _: {"given": scores[trainer.state.global_step]},
+        )
+        trainer.train(**start)
+        assert trainer.state.best_model_checkpoint == str(tmp_path / name / "checkpoint-4")
+        kept = {path.name for path in (tmp_path / name).glob("checkpoint-*")}
+        assert kept == {f"checkpoint-{max_steps}", "checkpoint-4"}
+        return final_state(trainer)
+
+    straight = run("straight", 12)
+    run("resumed", 8)
+    resumed = run("resumed", 12, resume_from_checkpoint=True)
+    assert [name for name in straight if not torch.equal(straight[name], resumed[name])] == []
+
+
 def test_the_best_checkpoint_is_kept_under_another_spelling_of_its_path(make_trainer, dataset, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = {**BEST, "lr_scheduler_type": "constant"}

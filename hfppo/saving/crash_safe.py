@@ -14,6 +14,7 @@ from typing import Any, cast
 
 from accelerate.utils import broadcast_object_list
 from torch import nn
+from transformers import TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
@@ -23,11 +24,11 @@ from hfppo.saving.folders import (
     EARLIER,
     finish_renames,
     free_space,
-    is_best_of,
     last_intact,
     put_in_place,
     rotate,
     set_others_aside,
+    was_best_of,
 )
 from hfppo.saving.hub import HubTrainer
 from hfppo.saving.just_in_time import JustInTimeCallback
@@ -110,12 +111,17 @@ class CrashSafeTrainer(HubTrainer):
             self.state.best_model_checkpoint = self._find_best(Path(checkpoint))
 
     def _find_best(self, checkpoint: Path) -> str | None:
-        """Where this run's best checkpoint lies now: it may have been moved, and another's be where it was."""
-        name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}"
-        recorded = self.state.best_model_checkpoint
-        places = [checkpoint.with_name(name), *([] if recorded is None else [Path(recorded)])]
-        found = next((str(place) for place in places if is_best_of(self.state, place)), None)
-        if found is None and recorded is not None:
+        """Where this run's best checkpoint lies now: it may have been moved, and another's be where it was.
+
+        A better evaluation may have followed at a step that was not saved.
+        """
+        saved = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
+        recorded = saved.best_model_checkpoint  # upstream forgets one that is not where it was
+        if recorded is None:
+            return None
+        places = [checkpoint.with_name(Path(recorded).name), Path(recorded)]
+        found = next((str(place) for place in places if was_best_of(self.state, place)), None)
+        if found is None:
             logger.warning("%s, the best checkpoint so far, is not this run's any more; it is not loaded", recorded)
         return found
 

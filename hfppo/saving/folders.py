@@ -100,17 +100,15 @@ def holds_something(folder: Path) -> bool:
     return any(path.name != UNFINISHED for path in folder.iterdir())
 
 
-def is_best_of(state: TrainerState, checkpoint: Path) -> bool:
-    """Whether a checkpoint is the best one of a run: it was when it was saved, and its log begins the run's."""
+def was_best_of(state: TrainerState, checkpoint: Path) -> bool:
+    """Whether a checkpoint was the best of a run when it was saved: its log begins the run's."""
     try:
         own = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
     except (OSError, ValueError, TypeError):
         return False
     log = state.log_history[: len(own.log_history)]
     # As text, since NaN is not equal to itself.
-    return json.dumps([own.best_global_step, own.best_metric, own.log_history]) == json.dumps(
-        [state.best_global_step, state.best_metric, log]
-    )
+    return own.best_global_step == own.global_step and json.dumps(own.log_history) == json.dumps(log)
 
 
 def way_back(output_dir: str | Path) -> str:
