@@ -231,7 +231,7 @@ def check_calls(rewards: RewardFunctions, prompts: dict[str, Prompts]) -> None:
     """
     for name, func in zip(rewards.names, rewards.funcs, strict=True):
         for dataset, some in prompts.items():
-            columns = {*RESERVED_COLUMNS, "completion_ids", *some.rows.column_names} - {"prompt", "completion"}
+            columns = {*RESERVED_COLUMNS, "completion_ids", *some.rows[0]} - {"prompt", "completion"}
             given = sorted(columns)
             called = without_wrappers(func)
             if isinstance(called, RewardServer) and (missing := sorted(set(called.columns) - columns)):

@@ -268,6 +268,8 @@ class PPOConfig(TrainingArguments):
 
     def __post_init__(self) -> None:
         read_nones(self)
+        if self.max_grad_norm is None:
+            self.max_grad_norm = 0.0  # as Trainer reads it: no clipping
         check_types(self)
         compares = self.load_best_model_at_end or self.save_strategy == "best"
         if self.metric_for_best_model is None and (compares or self.lr_scheduler_type in METRIC_SCHEDULERS):

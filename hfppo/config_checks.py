@@ -278,6 +278,12 @@ def check_inherited(args: Any) -> None:
             f"neftune_noise_alpha={args.neftune_noise_alpha} would add noise to the update's pass and not to the "
             "rollout's, so that their ratio were noise; leave it out"
         )
+    if args.optim.startswith("schedule_free"):
+        raise ValueError(
+            f"optim={args.optim.value!r} trains at other weights than those that it ends with, and completions, "
+            "evaluations and checkpoints would be of the former; set optim='adamw_torch', and "
+            "lr_scheduler_type='constant' for a run without a schedule"
+        )
     by_reward = args.lr_scheduler_type in METRIC_SCHEDULERS and args.greater_is_better
     if by_reward and (args.lr_scheduler_kwargs or {}).get("mode") != "max":
         raise ValueError(

@@ -51,7 +51,8 @@ class Evaluated:
         prefix: str,
     ) -> EvalLoopOutput:
         """What Trainer's evaluation loop returns, with a user's own metrics and all names prefixed."""
-        columns: Any = prompts.rows.to_dict()
+        rows = prompts.rows  # read by a transform, where they have one, as prompts and reward functions see them
+        columns: Any = rows[:] if rows.format["type"] == "custom" else rows.to_dict()
         completions: Any = self.completions
         metrics = dict(self.metrics)
         if compute_metrics is not None:
@@ -143,11 +144,16 @@ class EvaluatingTrainer(ResumableTrainer):
     processing_class: PreTrainedTokenizerBase
     collector: Collector
     _eval_prompts: dict[str | None, Prompts]  # by name; None: the only ones
+    _prepared_eval: Any  # the dataset, or datasets by name, of which they are
     _do_sample: bool | None = None
 
     def get_eval_dataloader(self, eval_dataset: str | Dataset | None = None) -> DataLoader:
         """The prompts of an evaluation; `evaluation_loop` shares them out among the processes."""
-        if eval_dataset is None or eval_dataset is self.eval_dataset:
+        if eval_dataset is None:
+            eval_dataset = self.eval_dataset
+        if isinstance(eval_dataset, str) and self.eval_dataset is not self._prepared_eval:
+            eval_dataset = self.eval_dataset[eval_dataset]  # of datasets that were assigned later
+        if eval_dataset is self._prepared_eval:
             prompts = self._eval_prompts.get(None)
         elif isinstance(eval_dataset, str):
             if eval_dataset not in self._eval_prompts:

@@ -140,6 +140,7 @@ class PPOTrainer(OptimizingTrainer):
         self.collector.sampler.on_progress = self._progress.advance
         self.ppo_state = PPOState(kl_coef=args.kl_coef)
         self._train_prompts, self._eval_prompts = parts.prompts.train, parts.prompts.eval
+        self._prepared_train, self._prepared_eval = train_dataset, eval_dataset
         self._rollout = None
         self._meter = Meter()
         self._step_meter = Meter()  # for `target_kl`
@@ -163,6 +164,11 @@ class PPOTrainer(OptimizingTrainer):
 
         What a tick stands for follows from `ppo_state`, so no sampler has a state to lose.
         """
+        if self.train_dataset is not self._prepared_train:
+            raise ValueError(
+                "trainer.train_dataset is not the one that the trainer was made with; make a new trainer with it, and "
+                "with the folder that save_model wrote as model"
+            )
         if self._train_prompts is None:
             raise ValueError("train_dataset is missing; PPOTrainer.train needs prompts")
         steps = self.args.max_steps  # of a stream, whose end is not known, the run is the epoch

@@ -312,7 +312,7 @@ TABLE: dict[str, dict[str, Case]] = {
             *({"num_generations": 3}, {"num_generations": 16}, {"auto_find_batch_size": True}),
             {"critic_warmup": 2, "advantage_estimator": "remax"},
             {"normalize_scores": True, "positive_nll_coef": 0.1},
-            {"neftune_noise_alpha": 5.0},
+            *({"neftune_noise_alpha": 5.0}, {"optim": "schedule_free_adamw"}),
             {"whiten_rewards": True, "advantage_estimator": "remax"},
             {"model_init_kwargs": {"dtype": "bf16"}},
             *({"merge_adapters": True, "bf16": True}, {"bf16_full_eval": True}),

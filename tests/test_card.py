@@ -270,7 +270,8 @@ def test_evaluations_are_those_of_the_saved_weights():
         {"train_runtime": 1.0, "train_samples_per_second": 1.0, "step": 4},
         entry("test", 4, 0.8),
     ]
-    state = TrainerState(log_history=history, best_global_step=2, global_step=4)
+    state = TrainerState(log_history=history, best_global_step=3, global_step=4)  # step 3 was not saved
+    state.best_model_checkpoint = "some-where/checkpoint-2"
     last = PPOConfig(use_cpu=True, report_to="none")
     best = PPOConfig(
         use_cpu=True, report_to="none", load_best_model_at_end=True, eval_strategy="steps", eval_steps=500
@@ -281,5 +282,7 @@ def test_evaluations_are_those_of_the_saved_weights():
 
     assert found(last) == [("eval", 4, {"reward": 0.1}), ("test", 4, {"reward": 0.8})]
     assert found(best) == [("eval", 2, {"reward": 0.9}), ("test", 4, {"reward": 0.8})]
+    state.best_model_checkpoint = None
+    assert found(best) == found(last)
     state.log_history = history[:3]  # training goes on
     assert found(best) == [("eval", 4, {"reward": 0.1})]

@@ -141,6 +141,11 @@ def test_advantages_are_whitened_as_the_estimator_wants_unless_set(config, estim
     assert config(**fields, whiten_advantages=False).whitens_advantages is False
 
 
+def test_none_is_no_clipping(config):
+    """As Trainer reads it."""
+    assert config(max_grad_norm=None).max_grad_norm == 0.0
+
+
 def test_nothing_that_was_set_is_changed(config):
     """total_episodes alone writes into another field."""
     before = {"kl_coef": 0.0, "lam": 1.0, "num_generations": 4, "critic_warmup": 3, "cliprange_high": None}

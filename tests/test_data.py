@@ -97,10 +97,19 @@ def test_text_may_have_any_format(tokenizer, form):
         assert prepare_prompts(dataset.with_format(form), tokenizer).ids == [ids_of("1+"), ids_of("2+")]
 
 
+def test_a_format_without_the_prompts_is_refused(tokenizer):
+    dataset = Dataset.from_dict({"prompt": ["1+"], "n": [1]}).with_format("torch", columns=["n"])
+    with pytest.raises(ValueError, match="no 'prompt' column, only n; rename"):
+        prepare_prompts(dataset, tokenizer)
+
+
 @pytest.mark.parametrize("tools", [TOOLS, json.dumps(TOOLS)], ids=["a list", "JSON"])
 def test_columns_of_a_row_reach_the_template_before_what_all_rows_get(tokenizer, tools):
     tokenizer.chat_template = "{% if tools %}{{ tools | length }}{% endif %}{{ mark }}{{ other }}" + CHAT_TEMPLATE
-    columns = {"tools": [tools, None], "chat_template_kwargs": [{"mark": "不"}, {"other": "对"}]}
+    columns = {
+        "tools": [tools, "" if isinstance(tools, str) else None],
+        "chat_template_kwargs": [{"mark": "不"}, {"other": "对"}],
+    }
     dataset = Dataset.from_dict({"prompt": [[user("1")], [user("2")]], **columns})
     prompts = prepare_prompts(dataset, tokenizer, chat_template_kwargs={"mark": "请"})
     assert prompts.ids == [ids_of("1不1？，"), ids_of("请对2？，")]

@@ -133,3 +133,39 @@ def test_an_evaluation_of_several_datasets_samples_all(make_trainer, dataset):
     greedy, sampled = trainer.evaluate(), trainer.evaluate(do_sample=True)
     for name in parts:
         assert greedy[f"eval_{name}_reward"] != sampled[f"eval_{name}_reward"]
+
+
+def test_a_dataset_that_is_assigned_later_is_evaluated(make_trainer, dataset):
+    trainer = make_trainer(eval_dataset=dataset, compute_metrics=lambda given: {"rows": len(given.inputs)})
+    assert trainer.evaluate()["eval_rows"] == len(dataset)
+    trainer.eval_dataset = dataset.select(range(3))
+    assert trainer.evaluate()["eval_rows"] == 3
+    trainer.eval_dataset = {"two": dataset.select(range(2)), "one": dataset.select([0])}
+    found = trainer.evaluate()
+    assert (found["eval_two_rows"], found["eval_one_rows"]) == (2, 1)
+
+
+def test_another_training_dataset_wants_another_trainer(make_trainer, dataset):
+    trainer = make_trainer()
+    trainer.train_dataset = dataset.select(range(3))
+    with pytest.raises(ValueError, match=r"^trainer\.train_dataset is not the one .* make a new trainer with it"):
+        trainer.train()
+
+
+def test_metrics_and_reward_functions_see_what_a_transform_makes(make_trainer, dataset):
+    def made(rows: dict) -> dict:
+        return rows | {"prompt": [f"{text}0=" for text in rows["prompt"]], "extra": [1.0] * len(rows["prompt"])}
+
+    def extra_of(completions, extra, **kwargs):
+        return extra
+
+    seen = []
+    trainer = make_trainer(
+        reward_funcs=extra_of,
+        train_dataset=dataset.with_transform(made),
+        eval_dataset=dataset.with_transform(made),
+        compute_metrics=lambda given: seen.append(given) or {},
+    )
+    assert trainer.evaluate()["eval_reward"] == 1.0
+    assert seen[0].inputs == [f"{text}0=" for text in dataset["prompt"]]
+    assert seen[0].label_ids["extra"] == [1.0] * len(dataset)

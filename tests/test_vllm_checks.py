@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 from conftest import tiny_model
@@ -230,14 +230,38 @@ def test_a_server_that_takes_the_adapter_a_moment_later(make_trainer, base, serv
         assert server.asked.count("/v1/load_lora_adapter") == 2
 
 
-def test_engine_and_server_load_the_base_in_the_revision_that_is_trained_on(make_trainer, base, monkeypatch):
-    trainer, asked = make_trainer(model=base), {}
-    trainer.model.peft_config["default"].revision = "v2"
-    assert f" {base} --revision v2 " in serve_command(trainer.model)
+@pytest.fixture
+def asked(monkeypatch) -> dict:
+    """What `vllm.LLM` is made with; vLLM itself need not be there."""
+    asked = {}
     vllm, request = ModuleType("vllm"), ModuleType("vllm.lora.request")
     vllm.SamplingParams = vllm.TokensPrompt = request.LoRARequest = None
     vllm.LLM = lambda **kwargs: asked.update(kwargs)
     for module in (vllm, ModuleType("vllm.lora"), request):
         monkeypatch.setitem(sys.modules, module.__name__, module)
+    return asked
+
+
+def test_engine_and_server_load_the_base_in_the_revision_that_is_trained_on(make_trainer, base, asked):
+    trainer = make_trainer(model=base)
+    trainer.model.peft_config["default"].revision = "v2"
+    assert f" {base} --revision v2 " in serve_command(trainer.model)
     ColocatedEngine(trainer.model, Sampling(1.0, 6, [1]), trainer.args)
     assert asked["revision"] == "v2"
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_the_engine_of_each_process_takes_its_own_gpu(make_trainer, base, asked, processes):
+    """By itself vLLM takes the first one in each."""
+    trainer = make_trainer(model=base)
+    args = SimpleNamespace(**vars(trainer.args), world_size=processes)
+    ColocatedEngine(trainer.model, Sampling(1.0, 6, [1]), args)
+    assert asked.get("distributed_executor_backend") == {1: None, 2: "external_launcher"}[processes]
+
+
+def test_engines_of_several_processes_do_not_share_gpus(make_trainer, base, asked):
+    trainer = make_trainer(model=base)
+    given = {"world_size": 2, "vllm_engine_kwargs": {"tensor_parallel_size": 2}}
+    with pytest.raises(ValueError, match="with 2 processes: .* leave tensor_parallel_size out, or set vllm_mode"):
+        ColocatedEngine(trainer.model, Sampling(1.0, 6, [1]), SimpleNamespace(**{**vars(trainer.args), **given}))
+    assert not asked

@@ -104,9 +104,10 @@ def short_prompts(
         raise TypeError(f"{name} must be a datasets.Dataset, got {type(dataset).__name__}; {as_dataset(dataset)}")
     if len(dataset) == 0:
         raise ValueError(f"{name} has no rows; give it at least one prompt")
-    if "prompt" not in dataset.column_names:
+    columns = dataset.format["columns"]  # of a format, for some
+    if "prompt" not in columns:
         raise ValueError(
-            f"{name} has no 'prompt' column, only {', '.join(dataset.column_names)}; rename the one with the prompts, "
+            f"{name} has no 'prompt' column, only {', '.join(columns)}; rename the one with the prompts, "
             "as text or messages: dataset.rename_column('…', 'prompt')"
         )
     if shadowed := sorted(RESERVED_COLUMNS & set(dataset.column_names)):
@@ -240,11 +241,13 @@ def render(
 
 
 def template_options(*given: Any) -> dict[str, Any]:
-    """What a row says about its own rendering in `TEMPLATE_COLUMNS`, as it is or as JSON.
+    """What a row says about its own rendering in `TEMPLATE_COLUMNS`, as it is or as JSON; an empty text says nothing.
 
     Arrow gives every row the keys of all others, as None; those are left out.
     """
-    tools, options = (json.loads(value) if isinstance(value, str) else without_nones(value) for value in given)
+    tools, options = (
+        json.loads(value) if isinstance(value, str) and value.strip() else without_nones(value) for value in given
+    )
     return {**({"tools": tools} if tools else {}), **(options or {})}
 
 

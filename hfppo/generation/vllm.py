@@ -168,6 +168,12 @@ class ColocatedEngine:
 
     def __init__(self, model: ActorCritic, sampling: Sampling, args: PPOConfig):
         base, rank = base_name(model), start_rank(model.peft_config["default"])
+        own = cast(dict[str, Any], args.vllm_engine_kwargs or {})
+        if args.world_size > 1 and own.get("tensor_parallel_size", 1) > 1:
+            raise ValueError(
+                f"vllm_engine_kwargs={own!r} with {args.world_size} processes: each has an engine and prompts of its "
+                "own, and no other's GPU; leave tensor_parallel_size out, or set vllm_mode='server'"
+            )
         # In a process of its own the engine would not see what the training process sets, a device for instance.
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         try:
@@ -192,7 +198,9 @@ class ColocatedEngine:
                 "enable_sleep_mode": self._sleeps,
                 "generation_config": "vllm",
                 "seed": args.seed,
-                **cast(dict[str, Any], args.vllm_engine_kwargs or {}),
+                # Else each process would take the first GPU for its engine.
+                **({"distributed_executor_backend": "external_launcher"} if args.world_size > 1 else {}),
+                **own,
             }
         )
         set_seed(args.seed)  # vLLM has seeded the training process anew

@@ -198,9 +198,14 @@ def last_evaluations(state: TrainerState, args: PPOConfig) -> list[Evaluation]:
 
 
 def best_step(state: TrainerState, args: PPOConfig) -> int | None:
-    """The step whose weights Trainer took back at the end of training, if it did."""
+    """The step whose weights Trainer took back at the end of training, if it did.
+
+    It takes back the best one that was saved; `best_global_step` may be a later one.
+    """
     ended = any("train_runtime" in entry for entry in state.log_history)
-    return state.best_global_step if ended and args.load_best_model_at_end else None
+    if not (ended and args.load_best_model_at_end and state.best_model_checkpoint):
+        return None
+    return int(state.best_model_checkpoint.rpartition("-")[2])
 
 
 def about(folder: str | Path, data: ModelCardData, model: PeftModel) -> str:
