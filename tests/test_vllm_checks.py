@@ -262,6 +262,6 @@ def test_the_engine_of_each_process_takes_its_own_gpu(make_trainer, base, asked,
 def test_engines_of_several_processes_do_not_share_gpus(make_trainer, base, asked):
     trainer = make_trainer(model=base)
     given = {"world_size": 2, "vllm_engine_kwargs": {"tensor_parallel_size": 2}}
-    with pytest.raises(ValueError, match="with 2 processes: .* leave tensor_parallel_size out, or set vllm_mode"):
+    with pytest.raises(ValueError, match=r"with 2 processes: .* leave tensor_parallel_size out, or set vllm_mode"):
         ColocatedEngine(trainer.model, Sampling(1.0, 6, [1]), SimpleNamespace(**{**vars(trainer.args), **given}))
     assert not asked
