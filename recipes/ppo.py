@@ -24,22 +24,28 @@ from hfppo import PPOConfig, PPOTrainer
 
 
 @dataclass
-class PPOArguments(DataArguments):
-    """What the recipe itself can be told."""
+class RewardArguments(DataArguments):
+    """What recipes can be told that take reward functions by name."""
 
     reward_funcs: list[str] = field(
         default_factory=list,
         metadata={"help": "Dotted paths of functions (trl.rewards.think_format_reward) and ids or paths of models."},
     )
+
+    def __post_init__(self) -> None:
+        if isinstance(self.reward_funcs, str):  # one alone in a YAML file
+            self.reward_funcs = [self.reward_funcs]
+
+
+@dataclass
+class PPOArguments(RewardArguments):
+    """What the recipe itself can be told."""
+
     compute_metrics: str | None = field(
         default=None, metadata={"help": "Dotted path of a function from an EvalPrediction to metrics."}
     )
     critic: str = field(default="adapter", metadata={"help": "'adapter', 'shared', a model's id, or a saved critic."})
     ref_model: str | None = field(default=None, metadata={"help": "The reference; none: the start of training."})
-
-    def __post_init__(self) -> None:
-        if isinstance(self.reward_funcs, str):  # one alone in a YAML file
-            self.reward_funcs = [self.reward_funcs]
 
 
 def imported(name: str) -> Callable[..., Any]:

@@ -39,8 +39,12 @@ def actor_config(model_args: ActorArguments) -> PeftConfig | None:
     """The actor's adapter as the flags have it; None where training goes on from one.
 
     Raises:
-        ValueError: flags for an adapter that is there already; names them.
+        ValueError: no adapter, or flags for one that is there already; names them.
     """
+    if not model_args.use_peft:
+        raise ValueError(
+            "use_peft=False: the actor is always an adapter, so its other flags would go unread; leave use_peft out"
+        )
     if adapter_config(model_args.model_name_or_path, revision=model_args.model_revision) is None:
         return get_peft_config(model_args)
     default = type(model_args)()
@@ -56,7 +60,7 @@ def actor_config(model_args: ActorArguments) -> PeftConfig | None:
 def resume_argument(args: TrainingArguments) -> str | bool | None:
     """`args.resume_from_checkpoint` as `Trainer.train` wants it: "true" is the last checkpoint in `output_dir`."""
     value = args.resume_from_checkpoint
-    return {"true": True, "false": None}.get(value.lower(), value) if isinstance(value, str) else value
+    return {"true": True, "false": None}.get(str(value).lower(), value)  # a YAML file gives a bool, a flag text
 
 
 def evaluate(trainer: PPOTrainer, name: str, do_sample: bool) -> None:

@@ -13,9 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
-from dataset import DataArguments, load
+from dataset import load
 from datasets import Dataset
-from ppo import imported
+from ppo import RewardArguments, imported
 from run import ActorArguments, actor_config, evaluate, init_kwargs, run
 from transformers import AutoTokenizer, EvalPrediction, PreTrainedTokenizerBase, pipeline
 from trl import TrlParser
@@ -26,7 +26,7 @@ from hfppo.rewards.model import RewardModel, load_classifier
 
 
 @dataclass
-class SentimentArguments(DataArguments):
+class SentimentArguments(RewardArguments):
     """What the recipe itself can be told."""
 
     dataset_name: str = field(default="stanfordnlp/imdb", metadata={"help": "Reviews: an id, path, or format."})

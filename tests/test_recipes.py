@@ -12,10 +12,11 @@ import arithmetic
 import ppo
 import pytest
 import reward_model
+import sentiment
 import sft
 import torch
 from dataset import DataArguments, load
-from run import ActorArguments, actor_config, init_kwargs
+from run import ActorArguments, actor_config, init_kwargs, resume_argument
 from safetensors.torch import load_file
 from trl import ModelConfig, RewardConfig, SFTConfig, TrlParser
 
@@ -97,10 +98,33 @@ def test_a_typo_in_the_yaml_is_refused_by_name(tmp_path):
         parser.parse_args_and_config(["--config", str(tmp_path / "typo.yaml")])
 
 
-def test_a_single_reward_function_needs_no_list_in_a_yaml_file(tmp_path):
-    (tmp_path / "ppo.yaml").write_text("reward_funcs: arithmetic.right_answer\n")
-    (arguments,) = TrlParser((ppo.PPOArguments,)).parse_args_and_config(["--config", str(tmp_path / "ppo.yaml")])
-    assert arguments.reward_funcs == ["arithmetic.right_answer"]
+@pytest.mark.parametrize("arguments", [ppo.PPOArguments, sentiment.SentimentArguments])
+def test_a_single_reward_function_needs_no_list_in_a_yaml_file(tmp_path, arguments):
+    (tmp_path / "one.yaml").write_text("reward_funcs: arithmetic.right_answer\n")
+    (parsed,) = TrlParser((arguments,)).parse_args_and_config(["--config", str(tmp_path / "one.yaml")])
+    assert parsed.reward_funcs == ["arithmetic.right_answer"]
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("", None),
+        ("resume_from_checkpoint: false", None),
+        ("resume_from_checkpoint: true", True),
+        ("resume_from_checkpoint: 'False'", None),
+        ("resume_from_checkpoint: 'True'", True),
+        ("resume_from_checkpoint: out/checkpoint-4", "out/checkpoint-4"),
+    ],
+)
+def test_what_is_resumed_from_is_read_from_a_yaml_file_as_from_a_flag(tmp_path, line, expected):
+    (tmp_path / "run.yaml").write_text(f"output_dir: {tmp_path}\nuse_cpu: true\n{line}\n")
+    (args,) = TrlParser((PPOConfig,)).parse_args_and_config(["--config", str(tmp_path / "run.yaml")])
+    assert (resume_argument(args), type(resume_argument(args))) == (expected, type(expected))
+
+
+def test_an_actor_without_an_adapter_is_refused():
+    with pytest.raises(ValueError, match=r"use_peft=False: the actor is always an adapter.*leave use_peft out"):
+        actor_config(ActorArguments(model_name_or_path=str(RECIPES / "arithmetic/base"), use_peft=False, lora_r=7))
 
 
 def test_help_lists_the_fields():

@@ -14,11 +14,12 @@ import torch
 from build_arithmetic_base import character_tokenizer
 from conftest import CHAT_TEMPLATE, LORA, SMALL, count_digits, tiny_model
 from datasets import Dataset
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from hfppo import PPOConfig, PPOTrainer, TokenTable, TokenTraceCallback
 from hfppo.trace.__main__ import main
 from hfppo.trace.checkpoint import Question, completion_ids, trace_prompt
+from hfppo.trace.record import trace_file
 
 PROMPT = "请问1+1=2？"
 PLATEAU = {
@@ -31,8 +32,8 @@ PLATEAU = {
 class Run:
     """A short run with one checkpoint at its end, and what its trainer says about the prompt."""
 
-    def __init__(self, folder: Path, **config):
-        tiny_model().save_pretrained(folder / "base")
+    def __init__(self, folder: Path, model: PreTrainedModel | None = None, **config):
+        (model or tiny_model()).save_pretrained(folder / "base")
         tokenizer = character_tokenizer()
         tokenizer.chat_template = CHAT_TEMPLATE
         saving = {"save_strategy": "steps", "save_steps": 4, "max_steps": 4, "output_dir": str(folder / "out")}
@@ -239,6 +240,78 @@ def test_errors_say_what_to_do(run, tmp_path):
             main(arguments)
         assert [words for words in said if words not in str(error.value)] == []
     main([str(tmp_path / "moved"), PROMPT, "--base", str(out.parent / "base")])
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "said"),
+    [
+        ("critic/critic_config.json", None, r"no critic/critic_config.json, .*'gae' needs the critic; copy the whole"),
+        ("critic/critic.safetensors", b"torn", "is not as PPOTrainer writes it .*; take another checkpoint"),
+        ("adapter_model.safetensors", b"torn", "is not as PPOTrainer writes it .*; take another checkpoint"),
+        ("ppo_state_0.json", b'{"state":', "is not as PPOTrainer writes it .*; take another checkpoint"),
+        ("ppo_state_0.json", b"{}", r"is not as PPOTrainer writes it \(KeyError\('state'\)\); take another"),
+        ("trainer_state.json", b"{}", r"is not as PPOTrainer writes it \(KeyError\('global_step'\)\); take another"),
+    ],
+)
+def test_a_damaged_checkpoint_is_refused_by_the_name_of_its_file(run, tmp_path, file, content, said):
+    folder = Path(shutil.copytree(run.checkpoint, tmp_path / "checkpoint"))
+    if content is None:
+        shutil.rmtree((folder / file).parent)
+    else:
+        (folder / file).write_bytes(content)
+    with pytest.raises(SystemExit, match=f"{folder}.*{said}") as error:
+        main([str(folder), PROMPT, "--score", "1"])
+    assert Path(file).name in str(error.value)
+
+
+def test_weights_that_were_cut_short_are_named(run, tmp_path):
+    folder = Path(shutil.copytree(run.checkpoint, tmp_path / "checkpoint"))
+    weights = folder / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])  # its header is whole
+    with pytest.raises(SystemExit, match=r"adapter_model.safetensors is not as PPOTrainer writes it"):
+        main([str(folder), PROMPT])
+
+
+@pytest.mark.parametrize("line", ["{torn", "{}", "[]"])
+def test_a_line_that_is_no_trace_is_named(run, tmp_path, line):
+    path = trace_file(tmp_path, 1)
+    path.parent.mkdir()
+    written = trace_file(run.trainer.args.output_dir, 1).read_text().splitlines()[0]
+    path.write_text(f"{written}\n{line}\n")
+    with pytest.raises(SystemExit, match=r"line 2 of .*rollout-000001.jsonl is no trace \(.*\); remove the line"):
+        main([str(tmp_path)])
+
+
+@pytest.mark.parametrize("asked", [[PROMPT], []], ids=["of a prompt", "of a run"])
+def test_a_page_with_the_name_of_a_folder_is_refused_before_the_work(run, tmp_path, capsys, asked):
+    folder = run.checkpoint if asked else run.trainer.args.output_dir
+    with pytest.raises(SystemExit, match=r"--html .* is a folder; give a file in it, such as .*traces.html"):
+        main([str(folder), *asked, "--html", str(tmp_path)])
+    assert capsys.readouterr().out == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_more_tokens_than_a_model_has_positions_are_refused(tmp_path):
+    """GPT-2 has learnt its positions, and none for those beyond; those of the tiny Llama have no end."""
+    sizes = {"vocab_size": 26, "n_positions": 16, "n_embd": 32, "n_layer": 1, "n_head": 2}
+    small = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=None, eos_token_id=1, pad_token_id=0))
+    run = Run(tmp_path, small)
+    for given, prompt, completion in (
+        (["1" * 11], 11, 6),
+        (["1" * 2, "--completion", "1" * 14], 2, 15),  # and the end of sequence
+    ):
+        with pytest.raises(
+            SystemExit, match=f"of {prompt} tokens .* of up to {completion} are .*; shorten the prompt"
+        ):
+            main([str(run.checkpoint), *given])
+    longest, _ = trace_prompt(run.checkpoint, Question("1" * 2, completion="1" * 13))
+    assert len(longest.table.rows) == 14
+
+
+def test_a_reference_with_fewer_positions_is_named(run, tmp_path):
+    tiny_model(max_position_embeddings=8).save_pretrained(tmp_path / "short")
+    with pytest.raises(ValueError, match=r"shorten the prompt or --completion \(.* ref_model's 8 positions"):
+        trace_prompt(run.checkpoint, Question(PROMPT, ref_model=str(tmp_path / "short")))
 
 
 def test_help_says_what_the_columns_mean(capsys):

@@ -75,6 +75,8 @@ def main(arguments: list[str] | None = None) -> None:
     options = vars(parser().parse_args(arguments))
     folder, html = options.pop("folder"), options.pop("html")
     try:
+        if html is not None and html.is_dir():  # before the work that the page would be lost after
+            raise ValueError(f"--html {html} is a folder; give a file in it, such as {html / 'traces.html'}")
         if options["prompt"] is None:
             print(write_page(folder, html))
             return

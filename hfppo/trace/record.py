@@ -148,8 +148,18 @@ def write_traces(path: Path, traces: Iterable[Trace]) -> None:
 
 
 def read_traces(path: Path) -> list[Trace]:
-    """What `write_traces` wrote."""
-    return [Trace.from_json(json.loads(line)) for line in path.read_text(encoding="utf-8").split("\n") if line]
+    """What `write_traces` wrote.
+
+    Raises:
+        ValueError: a line that it did not write; names it.
+    """
+    traces = []
+    for n, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
+        try:
+            traces += [Trace.from_json(json.loads(line))] if line else []
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"line {n} of {path} is no trace ({error!r}); remove the line, or the file") from error
+    return traces
 
 
 def recorded(output_dir: str | Path) -> list[Path]:
