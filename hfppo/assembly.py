@@ -28,7 +28,7 @@ from hfppo.models.loading import (
 )
 from hfppo.rewards.contract import unwrapped, without_wrappers
 from hfppo.rewards.functions import RewardFunctions
-from hfppo.rewards.model import RewardAdapter, load_reward_funcs
+from hfppo.rewards.model import RewardAdapter, check_conversations, load_reward_funcs
 from hfppo.rewards.server import RewardServer
 
 logger = logging.getLogger(__name__)
@@ -233,6 +233,7 @@ def check_calls(rewards: RewardFunctions, prompts: dict[str, Prompts]) -> None:
         for dataset, some in prompts.items():
             columns = {*RESERVED_COLUMNS, "completion_ids", *some.rows[0]} - {"prompt", "completion"}
             given = sorted(columns)
+            check_conversations(name, func, dataset, some)
             called = without_wrappers(func)
             if isinstance(called, RewardServer) and (missing := sorted(set(called.columns) - columns)):
                 raise ValueError(

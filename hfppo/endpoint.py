@@ -36,7 +36,7 @@ class Endpoint:
     Nothing but the address given is talked to: redirects are not followed, proxies of the environment not used.
 
     Args:
-        url: http:// or https://.
+        url: http:// or https://; used as it is, with the paths asked for at its end.
         timeout: seconds until an answer must be complete.
         stop: when to give up on what may pass.
         max_concurrency: requests at once.
@@ -56,12 +56,10 @@ class Endpoint:
         headers: Mapping[str, str] | None = None,
         hopeless: str | None = None,
     ):
-        parsed = httpx2.URL(url)
-        if parsed.scheme not in ("http", "https") or not parsed.host:
-            raise ValueError(f"url={shown(url)!r} is no address; write http://host:port/path")
+        check_address(url)
         if not timeout > 0 or max_concurrency < 1:
             raise ValueError(f"timeout={timeout} must be above 0, max_concurrency={max_concurrency} 1 or more")
-        self.url, self.timeout, self.stop = url.rstrip("/"), timeout, stop
+        self.url, self.timeout, self.stop = url, timeout, stop
         self.max_concurrency, self.headers, self.hopeless = max_concurrency, dict(headers or {}), hopeless
 
     async def post_all(self, path: str, bodies: Sequence[Any]) -> list[Any]:
@@ -140,6 +138,23 @@ class Endpoint:
             raise ServerError(
                 f"{shown(self.url + path)} answered what is no JSON: {said!r}; check that it is the address"
             ) from error
+
+
+def check_address(url: str) -> None:
+    """Refuse what nothing can be sent to.
+
+    Raises:
+        ValueError: says what an address looks like.
+    """
+    try:
+        parsed = httpx2.URL(url)
+    except httpx2.InvalidURL:
+        # Where it cannot be taken apart, any part of it may be of a password; so may what httpx2 says.
+        raise ValueError(
+            "the url given is no address that can be read; write http://host:port/path, with a number as the port"
+        ) from None
+    if parsed.scheme not in ("http", "https") or not parsed.host:
+        raise ValueError(f"url={shown(url)!r} is no address; write http://host:port/path")
 
 
 def hide_secrets(record: logging.LogRecord) -> bool:

@@ -468,6 +468,14 @@ TABLE: dict[str, dict[str, Case]] = {
         "a model without a name, and no tokenizer": trained(
             lambda: {"reward_funcs": LlamaForSequenceClassification(tiny_model().config)}
         ),
+        "a reward model whose tokenizer has no chat template, for conversations": trained(
+            lambda: {
+                "reward_funcs": LlamaForSequenceClassification(tiny_model(num_labels=1).config),
+                "reward_processing_classes": character_tokenizer(),
+                "train_dataset": Dataset.from_dict({"prompt": [CHAT]}),
+                "processing_class": strict_tokenizer(),
+            }
+        ),
         "a function without **kwargs": trained(lambda: {"reward_funcs": with_two_arguments}),
         "a function that needs a column": trained(lambda: {"reward_funcs": with_a_missing_column}),
         "two tokenizers for one function": trained(lambda: {"reward_processing_classes": [None, None]}),

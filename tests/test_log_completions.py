@@ -6,7 +6,8 @@ from types import SimpleNamespace
 
 import pandas as pd
 import pytest
-from conftest import count_digits
+from conftest import CHAT_TEMPLATE, count_digits
+from datasets import Dataset
 
 from hfppo import PPOCallback, PrintCompletionsCallback
 from hfppo.callbacks.completions import of_one_type
@@ -68,9 +69,28 @@ def test_what_a_function_is_called_takes_no_column_from_another(make_trainer):
     assert table["prompt"].tolist() == keep.transcripts[0].prompts
 
 
-@pytest.mark.parametrize("column", [[1, "a"], ["a", 1], [[1, "a"]], [2**70], [1j]])
+@pytest.mark.parametrize("column", [[1, "a"], ["a", 1], [[1, "a"]], [2**70], [1j], [{}], [{"a": {}}], [[{}]]])
 def test_what_a_table_cannot_hold_becomes_text(column):
     assert of_one_type(column) == [str(x) for x in column]
+
+
+def test_half_a_character_is_written_as_its_number():
+    assert of_one_type(["\ud800!", "请👩\u200d🚀"]) == ["\\ud800!", "请👩\u200d🚀"]
+
+
+def test_a_call_without_arguments_in_a_prompt_is_saved(make_trainer, tokenizer):
+    tokenizer.chat_template = CHAT_TEMPLATE
+    call = {"type": "function", "function": {"name": "now", "arguments": {}}}
+    turns = [{"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": "5"}]
+    trainer = make_trainer(
+        {"log_completions": True, "max_steps": 1},
+        reward_funcs=lambda completions, **_: [1.0] * len(completions),
+        train_dataset=Dataset.from_list([{"prompt": turns}] * 8),
+        processing_class=tokenizer,
+    )
+    trainer.train()
+    table = pd.read_parquet(Path(trainer.args.output_dir) / "completions/completions_00000.parquet")
+    assert "'arguments': {}" in table["prompt"][0]
 
 
 def test_nothing_is_saved_unless_asked_for(make_trainer):

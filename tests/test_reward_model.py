@@ -3,6 +3,7 @@
 import pytest
 import torch
 from conftest import CHAT_TEMPLATE, LORA, count_digits, tiny_model
+from datasets import Dataset
 from peft import LoraConfig, PeftModelForSequenceClassification
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from torch.testing import assert_close
@@ -15,7 +16,15 @@ from transformers import (
 )
 
 from hfppo import TolerantReward
-from hfppo.rewards.model import RewardAdapter, RewardModel, conversation, load_reward_func, load_reward_funcs
+from hfppo.data.prompts import Prompts
+from hfppo.rewards.model import (
+    RewardAdapter,
+    RewardModel,
+    check_conversations,
+    conversation,
+    load_reward_func,
+    load_reward_funcs,
+)
 
 TEXTS = ["1+2=3", "10+20=", "5", "请问12+7=20？不对，等于19！"]
 
@@ -106,6 +115,25 @@ def test_conversations_go_through_its_own_chat_template():
     prompt = [{"role": "user", "content": "1+2="}]
     answer = [{"role": "assistant", "content": "3"}]
     assert reward([prompt], [answer]) == pytest.approx([alone(model, tokenizer, "1+2=？3")], abs=1e-5)
+
+
+@pytest.mark.parametrize("wrapped", [lambda model: model, TolerantReward], ids=["plain", "tolerant"])
+@pytest.mark.parametrize("kind", [RewardModel, RewardAdapter])
+def test_conversations_that_it_cannot_render_are_refused(kind, wrapped):
+    tokenizer = other_tokenizer("right", "<void>")
+    texts, conversations = (Prompts(Dataset.from_dict({}), [], conversational) for conversational in (False, True))
+
+    def check(prompts: Prompts) -> None:
+        func = RewardModel(scorer(), tokenizer) if kind is RewardModel else RewardAdapter("path", LORA, tokenizer)
+        check_conversations("judge", wrapped(func), "train_dataset", prompts)
+
+    check(conversations)
+    tokenizer.chat_template = None
+    check(texts)
+    check_conversations("count_digits", count_digits, "train_dataset", conversations)
+    message = "'judge': the prompts of train_dataset are conversations, and its own tokenizer has no chat_template"
+    with pytest.raises(ValueError, match=message):
+        check(conversations)
 
 
 def test_a_conversation_is_rendered_as_the_policys_prompt_is():

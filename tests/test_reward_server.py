@@ -2,9 +2,11 @@
 
 import asyncio
 import json
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
+from datetime import datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -21,6 +23,7 @@ class Server:
 
     def __init__(self, answer: Answer):
         self.asked: list[dict] = []
+        self.paths: list[str] = []
         self.headers: list[dict] = []
         self.at_once = self.most_at_once = 0
         outer, lock = self, threading.Lock()
@@ -30,6 +33,7 @@ class Server:
                 body = json.loads(self.rfile.read(int(self.headers["content-length"])))
                 with lock:
                     outer.asked.append(body)
+                    outer.paths.append(self.path)
                     outer.headers.append(dict(self.headers))
                     outer.at_once += 1
                     outer.most_at_once = max(outer.most_at_once, outer.at_once)
@@ -90,6 +94,13 @@ def test_scores_come_back_in_order_in_batches_with_the_columns_asked_for(serve):
     assert {headers["Authorization"] for headers in server.headers} == {"Bearer key"}
 
 
+@pytest.mark.parametrize("end", ["", "/", "?of=a/"])
+def test_requests_go_to_exactly_the_address_given(serve, end):
+    server = serve(lengths)
+    ask(RewardServer(server.url + end), ["a"])
+    assert server.paths == [f"/score{end}"]
+
+
 def test_no_more_requests_at_once_than_allowed(serve):
     def slowly(body):
         time.sleep(0.05)
@@ -146,6 +157,7 @@ def test_secrets_stay_out_of_errors():
     [
         ({"url": "localhost:80"}, "is no address; write http://host:port/path"),
         ({"url": "ftp://a/b"}, "is no address"),
+        ({"url": "http://host:port/x"}, "is no address that can be read; write http://host:port/path, with a number"),
         ({"timeout": 0}, "timeout=0 must be above 0"),
         ({"max_retries": -1}, "max_retries=-1 0 or more"),
         ({"max_concurrency": 0}, "max_concurrency=0 1 or more"),
@@ -160,6 +172,29 @@ def test_arguments_out_of_range_are_refused(kwargs, message):
 def test_a_column_that_the_dataset_lacks_is_named():
     with pytest.raises(ValueError, match="the dataset has no column 'anser'"):
         ask(RewardServer("http://127.0.0.1:9", columns=["anser"]), ["a"], answer=["1"])
+
+
+@pytest.mark.parametrize(
+    ("value", "why"),
+    [
+        (datetime(2026, 1, 1), "datetime is not JSON serializable"),
+        (math.nan, "not JSON compliant"),
+        ("\ud800", "surrogates not allowed"),
+    ],
+    ids=["date", "NaN", "half a character"],
+)
+def test_a_column_that_json_cannot_hold_is_named(value, why):
+    func = RewardServer("http://127.0.0.1:9/score?key=K1", columns=["answer", "when"])
+    message = f"http://127.0.0.1:9/score cannot be sent column 'when', .*{why}.*; map it .* or leave it out of "
+    with pytest.raises(ValueError, match=message):
+        ask(func, ["a"], answer=["1"], when=[value])
+
+
+def test_an_address_that_cannot_be_read_is_not_shown():
+    with pytest.raises(ValueError, match="no address") as error:
+        RewardServer("http://me:pa/ss@host")
+    assert "pa" not in str(error.value).replace("path", "")
+    assert error.value.__cause__ is None
 
 
 def test_a_trainer_learns_from_a_server_given_by_its_address(serve, make_trainer):

@@ -248,14 +248,29 @@ def test_a_weight_0_function_scores_no_completion():
         [0.5, 1, True],
         (0.5, 1.0, 1.0),
         torch.tensor([0.5, 1.0, 1.0]),
+        torch.tensor([[0.5], [1.0], [1.0]]),
+        np.array([[0.5], [1.0], [1.0]]),
         [np.float32(0.5), np.int64(1), np.float64(1.0)],
         list(torch.tensor([0.5, 1.0, 1.0])),
         [np.array(0.5), np.array([1.0]), np.bool_(True)],
     ],
-    ids=["python numbers", "tuple", "tensor", "numpy numbers", "list of tensors", "arrays of one and a NumPy bool"],
+    ids=[
+        *("python numbers", "tuple", "tensor", "logits", "array of logits", "numpy numbers", "list of tensors"),
+        "arrays of one and a NumPy bool",
+    ],
 )
 def test_kinds_of_numbers(output):
     assert score(lambda **kwargs: output).combined.tolist() == [0.5, 1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [(10**5000, "inf"), (-(10**400), "-inf"), (10**39, "1e\\+39")],
+    ids=["long", "below 0", "short"],
+)
+def test_an_int_too_large_for_float32_is_not_finite(value, shown):
+    with pytest.raises(ValueError, match=f"'constant', row 1: {shown} is not finite; return None to skip a row"):
+        score(always(1.0, value, 1.0))
 
 
 @pytest.mark.parametrize("array", [torch.tensor, np.array], ids=["tensors", "arrays"])

@@ -179,10 +179,11 @@ def assert_says_the_command(error: BaseException, base: str) -> None:
         assert part in str(error)
 
 
-def test_a_server_that_is_down(make_trainer, base, tmp_path):
+@pytest.mark.parametrize("end", ["", "/"])
+def test_a_server_that_is_down(make_trainer, base, tmp_path, end):
     begin = time.monotonic()
     with pytest.raises(ServerError, match=r"http://127.0.0.1:9/v1/models cannot be reached") as error:
-        make_trainer(NOWHERE, model=base)
+        make_trainer({**NOWHERE, "vllm_server_base_url": f"http://127.0.0.1:9{end}"}, model=base)
     assert 0.5 < time.monotonic() - begin < 5
     assert_says_the_command(error.value, base)
     assert written(tmp_path) == []

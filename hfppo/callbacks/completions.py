@@ -1,5 +1,6 @@
 """Completions of each rollout: printed, kept in a file, given to trackers."""
 
+import io
 from importlib import import_module
 from pathlib import Path
 
@@ -68,9 +69,9 @@ def log_table(args: TrainingArguments, name: str, rows: Dataset) -> None:
 
 
 def of_one_type(column: list) -> list:
-    """The column, as text if its values are of several types, which a table cannot hold."""
+    """The column, as text if a table cannot hold it: values of several types, empty dictionaries, half characters."""
     try:
-        Dataset.from_dict({"column": column})
-    except (ValueError, TypeError, OverflowError):  # Arrow's own are some of these
-        return [str(x) for x in column]
+        Dataset.from_dict({"column": column}).to_pandas().to_parquet(io.BytesIO())  # Arrow holds more than its file
+    except (ValueError, TypeError, OverflowError, NotImplementedError):  # Arrow's own are some of these
+        return [str(x).encode(errors="backslashreplace").decode() for x in column]
     return column

@@ -30,7 +30,8 @@ class ServerEngine:
         self.sampling = sampling
         # vLLM answers 500, too, when it was started without LoRA or for a lower rank.
         hopeless = "Call to add_lora method failed"
-        self.endpoint = Endpoint(url, timeout, stop_after_delay(timeout), MAX_CONCURRENCY, hopeless=hopeless)
+        base = url.rstrip("/")  # each path begins with one
+        self.endpoint = Endpoint(base, timeout, stop_after_delay(timeout), MAX_CONCURRENCY, hopeless=hopeless)
         self.command = serve_command(model)
         try:
             models = wait_for(lambda: self.endpoint.get("/v1/models"))

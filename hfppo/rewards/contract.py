@@ -122,7 +122,8 @@ def check_output(name: str, output: Any, lengths: list[int]) -> list[float | lis
 def rows_of(name: str, output: Any, lengths: list[int]) -> list[Any]:
     """A reward function's output as a list with one entry for each completion."""
     if isinstance(output, Tensor | np.ndarray):
-        output = output.tolist()
+        # (B, 1) are the logits of a model with one label; for completions of one token both readings are the same.
+        output = (output[:, 0] if output.ndim == 2 and output.shape[1] == 1 else output).tolist()
     is_list = isinstance(output, Sequence)
     if not is_list or isinstance(output, str):
         raise TypeError(f"reward function {name!r} returned {type(output).__name__}; return a list of numbers")
@@ -161,6 +162,10 @@ def check_number(name: str, row: int, value: Any) -> float:
         value = value.item()
     if not isinstance(value, Real):
         raise TypeError(f"reward function {name!r}, row {row}: {value!r} is not a number; return a float or None")
-    if not abs(float(value)) <= torch.finfo(torch.float32).max:
-        raise ValueError(f"reward function {name!r}, row {row}: {value} is not finite; return None to skip a row")
-    return float(value)
+    try:
+        number = float(value)
+    except OverflowError:  # an int may be larger than any float
+        number = -math.inf if value < 0 else math.inf
+    if not abs(number) <= torch.finfo(torch.float32).max:
+        raise ValueError(f"reward function {name!r}, row {row}: {number} is not finite; return None to skip a row")
+    return number

@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
-from hfppo.data.prompts import TEMPLATE_COLUMNS, template_options, without_nones
+from hfppo.data.prompts import TEMPLATE_COLUMNS, Prompts, template_options, without_nones
 from hfppo.models.critic import shared_copy
 from hfppo.models.layout import rows_at_once
 from hfppo.models.loading import adapter_config, hub_options
+from hfppo.rewards.contract import unwrapped
 from hfppo.rewards.server import RewardServer
 from hfppo.rewards.tolerant import TolerantReward
 
@@ -125,6 +126,22 @@ def conversation(prompt: list[dict[str, Any]], completion: list[dict[str, Any]])
     return [*before, {**last, "content": content}]
 
 
+def check_conversations(name: str, func: Any, dataset: str, prompts: Prompts) -> None:
+    """Refuse conversations for a reward model that cannot render them; other functions are no matter.
+
+    Args:
+        name: of the function, for the error, as `dataset` is.
+    Raises:
+        ValueError: the reward model's tokenizer has no chat template.
+    """
+    model = unwrapped(func)
+    if prompts.conversational and isinstance(model, RewardModel) and not model.tokenizer.chat_template:
+        raise ValueError(
+            f"reward model {name!r}: the prompts of {dataset} are conversations, and its own tokenizer has no "
+            "chat_template to render them with; set it, or give another tokenizer in reward_processing_classes"
+        )
+
+
 def max_length(model: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase) -> int | None:
     """Tokens that the model can read; None without a limit."""
     if tokenizer.model_max_length < VERY_LARGE_INTEGER:
@@ -155,7 +172,7 @@ class RewardAdapter(RewardModel):
     def __init__(
         self, path: str, config: PeftConfig, tokenizer: PreTrainedTokenizerBase, options: dict[str, Any] | None = None
     ):
-        self.path, self.config, self.reward_tokenizer, self.options = path, config, tokenizer, options or {}
+        self.path, self.config, self.tokenizer, self.options = path, config, tokenizer, options or {}
         self.__name__ = os.path.basename(path.rstrip("/"))
 
     def attach(self, base: PreTrainedModel) -> None:
@@ -167,7 +184,7 @@ class RewardAdapter(RewardModel):
         setattr(classifier, classifier.base_model_prefix, shared_copy(base.base_model))
         width = config.get_text_config().hidden_size
         classifier.score = nn.Linear(width, 1, bias=False, dtype=torch.float32, device=base.device)
-        super().__init__(PeftModel.from_pretrained(classifier, self.path, **self.options), self.reward_tokenizer)
+        super().__init__(PeftModel.from_pretrained(classifier, self.path, **self.options), self.tokenizer)
         self.__name__ = os.path.basename(self.path.rstrip("/"))
 
 

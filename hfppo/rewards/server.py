@@ -6,6 +6,7 @@ It is asked by POST with JSON, {"prompts": […], "completions": […], "answer"
 number per completion, null to leave the row out.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ class RewardServer:
     """A server that follows the contract of `hfppo.rewards.contract`; it is waited for while the models compute.
 
     Args:
-        url: its address, http:// or https://.
+        url: its address, http:// or https://; requests go to exactly that.
         columns: columns of the dataset that it is sent too.
         batch_size: completions per request.
         timeout: seconds until an answer must be complete.
@@ -53,11 +54,12 @@ class RewardServer:
 
         Raises:
             ServerError: it could not be reached, or answered something else.
-            ValueError: a column is not in the dataset.
+            ValueError: a column is not in the dataset, or JSON cannot hold it; names it.
         """
         if missing := [column for column in self.columns if column not in kwargs]:
             raise ValueError(f"columns={self.columns} of {self.__name__}: the dataset has no column {missing[0]!r}")
         sent = {"prompts": prompts, "completions": completions, **{column: kwargs[column] for column in self.columns}}
+        check_json(shown(self.endpoint.url), sent)
         starts = range(0, len(prompts), self.batch_size)
         bodies = [{key: rows[i : i + self.batch_size] for key, rows in sent.items()} for i in starts]
         answers = await self.endpoint.post_all("", bodies)
@@ -84,3 +86,21 @@ class RewardServer:
                 'it must answer {"scores": [one number or null for each]}'
             )
         return scores
+
+
+def check_json(server: str, columns: Mapping[str, Any]) -> None:
+    """Refuse what cannot be sent.
+
+    Args:
+        server: its address, for the error.
+    Raises:
+        ValueError: JSON cannot hold a column; names it.
+    """
+    for column, rows in columns.items():
+        try:
+            json.dumps(rows, allow_nan=False, ensure_ascii=False).encode()  # as httpx2 writes it
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"{server} cannot be sent column {column!r}, which JSON cannot hold ({error}); map it to text or "
+                "finite numbers, or leave it out of RewardServer(columns=[...])"
+            ) from error
