@@ -1,19 +1,19 @@
 """PPO for language models on the Hugging Face Trainer."""
 
 from hfppo.callbacks.adaptive_kl import AdaptiveKLCallback
-from hfppo.callbacks.completions import PrintCompletionsCallback
 from hfppo.callbacks.events import PPOCallback
-from hfppo.callbacks.health import HealthCallback, HealthWarning
 from hfppo.config import PPOConfig
-from hfppo.curves.history import LogFileCallback
-from hfppo.curves.plot import PlotCallback
 from hfppo.models.actor_critic import ActorCritic
+from hfppo.reporting.completions import PrintCompletionsCallback
+from hfppo.reporting.health import HealthCallback, HealthWarning
+from hfppo.reporting.log_file import LogFileCallback
+from hfppo.reporting.picture import PlotCallback
 from hfppo.rewards.model import RewardModel
 from hfppo.rewards.server import RewardServer
 from hfppo.rewards.tolerant import TolerantReward
 from hfppo.rollout import Rollout, Transcript
-from hfppo.state import PPOState
-from hfppo.trace import TokenTable, TokenTraceCallback
+from hfppo.run_state import PPOState
+from hfppo.token_trace import TokenTable, TokenTraceCallback
 from hfppo.trainer import PPOTrainer
 
 __version__ = "0.1.0"

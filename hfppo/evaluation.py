@@ -13,19 +13,19 @@ from torch.utils.data import DataLoader
 from transformers import EvalPrediction, PreTrainedTokenizerBase, TrainerState
 from transformers.trainer_utils import EvalLoopOutput, denumpify_detensorize
 
-from hfppo.assembly import later_prompts
+from hfppo.collect.collector import Collector
+from hfppo.collect.credit import final_scores
+from hfppo.collect.rollout_metrics import measure_scores
 from hfppo.config import PPOConfig
-from hfppo.credit import final_scores
 from hfppo.data.prompts import Prompts
-from hfppo.experience import Collector
-from hfppo.memory import explained_memory
 from hfppo.metrics import Meter
 from hfppo.models.layout import eval_mode
 from hfppo.models.output_head import is_sharded
 from hfppo.rewards.contract import RewardWrapper
 from hfppo.rewards.functions import RewardFunctions
-from hfppo.rollout_metrics import measure_scores
 from hfppo.saving.resume import ResumableTrainer
+from hfppo.setup import later_prompts
+from hfppo.support.out_of_memory import explained_memory
 
 # Of every evaluation; each reward function adds its own.
 METRICS_OF_SCORES = (

@@ -1,12 +1,13 @@
 """A rollout and the pieces that the update cuts it into: frozen data with a shape for each field."""
 
-import hashlib
 from bisect import bisect_left
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from hfppo.seeds import stream_seed
 
 
 @dataclass(frozen=True)
@@ -128,17 +129,3 @@ class Transcript:
     completions: list[Any]  # text or messages
     scores: dict[str, list[float]]  # by reward function; NaN where it was left out
     extra: dict[str, list[Any]]  # columns that reward functions passed to log_extra
-
-
-# What random draws are for; two of them never share numbers.
-ORDER_STREAM, SAMPLING_STREAM, EVAL_STREAM, SHUFFLE_STREAM = 1, 2, 3, 4
-
-
-def stream_seed(*numbers: int) -> int:
-    """A 63-bit seed from a tuple of numbers; any other tuple gives an unrelated one.
-
-    Random draws are named by what they are for, (seed, purpose, rollout, row), instead of being taken from one global
-    stream. Nothing has to be saved for a resumed run to draw the same, and no draw disturbs another.
-    """
-    digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1

@@ -23,29 +23,31 @@ from transformers import (
     set_seed,
 )
 
-from hfppo.assembly import assemble, check_arguments, check_output_folder, later_prompts
-from hfppo.callbacks.defaults import with_default_callbacks
 from hfppo.callbacks.events import PPOCallback, TrainerHooks
-from hfppo.callbacks.progress import RunProgress
+from hfppo.checkpoint import describe_run
+from hfppo.collect.collector import Collector, grouped
+from hfppo.collect.finite import NonFiniteError
 from hfppo.config import PPOConfig
 from hfppo.data.prompts import Prompts, dataset_of
+from hfppo.engine_checks import check_engine, wait_at_exit
 from hfppo.evaluation import check_best
-from hfppo.experience import Collector, grouped
 from hfppo.generation import Sampler, make_sampler
-from hfppo.memory import explained_memory
+from hfppo.learn.loss import MiniBatchSize, flat_sequences, loss_terms, measure_kl, measure_update, ppo_loss, sequence
+from hfppo.learn.nonfinite import NonFiniteGuard
+from hfppo.learn.optimizer import OptimizingTrainer, StepHooks
 from hfppo.metrics import Meter
-from hfppo.models.card import write_card
 from hfppo.models.compilation import compile_layers
 from hfppo.models.merging import MergedWeights, layers_to_merge
-from hfppo.nonfinite import NonFiniteError, NonFiniteGuard
-from hfppo.optimizer import OptimizingTrainer, StepHooks
+from hfppo.reporting.card import write_card
+from hfppo.reporting.defaults import with_default_callbacks
+from hfppo.reporting.progress import RunProgress
 from hfppo.rewards.contract import RewardFunc
-from hfppo.rollout import SHUFFLE_STREAM, Rollout
-from hfppo.saving.checkpoint import describe_run
+from hfppo.rollout import Rollout
+from hfppo.run_state import PPOState
 from hfppo.saving.resume import StepStart
-from hfppo.sharding import check_engine, wait_at_exit
-from hfppo.state import PPOState
-from hfppo.update import MiniBatchSize, flat_sequences, loss_terms, measure_kl, measure_update, ppo_loss, sequence
+from hfppo.seeds import SHUFFLE_STREAM
+from hfppo.setup import assemble, check_arguments, check_output_folder, later_prompts
+from hfppo.support.out_of_memory import explained_memory
 
 
 class PPOTrainer(OptimizingTrainer):

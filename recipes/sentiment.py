@@ -22,7 +22,8 @@ from trl import TrlParser
 
 from hfppo import PPOConfig, PPOTrainer
 from hfppo.models.loading import load_tokenizer
-from hfppo.rewards.model import RewardModel, load_classifier
+from hfppo.rewards.loading import load_classifier
+from hfppo.rewards.model import RewardModel
 
 
 @dataclass

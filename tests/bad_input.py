@@ -38,7 +38,7 @@ from hfppo import AdaptiveKLCallback, PPOConfig, PPOTrainer, RewardServer
 from hfppo.config_checks import check_config
 from hfppo.rewards.functions import RewardFunctions
 from hfppo.saving.manifest import seal
-from hfppo.trace import TokenTraceCallback
+from hfppo.token_trace import TokenTraceCallback
 
 NAN, INFINITY = float("nan"), float("inf")
 PROMPTS = Dataset.from_dict({"prompt": [f"{a}+{b}=" for a in range(4) for b in range(4)]})
@@ -131,7 +131,7 @@ def answered(status: int, content: bytes, limit: int | None = None, **options: A
 
     def case(bench: Bench) -> None:
         if limit is not None:
-            bench.monkeypatch.setattr("hfppo.endpoint.MAX_ANSWER", limit)
+            bench.monkeypatch.setattr("hfppo.support.http_client.MAX_ANSWER", limit)
         server = Server(lambda body: (status, content))
         try:
             bench.make_trainer(reward_funcs=RewardServer(server.url, max_retries=0, **options)).train()

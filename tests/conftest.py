@@ -62,7 +62,7 @@ def ragged_model() -> LlamaForCausalLM:
 @pytest.fixture(autouse=True)
 def no_picture(monkeypatch):
     """The picture at the end of a run takes longer than most runs here."""
-    monkeypatch.setattr("hfppo.curves.plot.find_spec", lambda name: None)
+    monkeypatch.setattr("hfppo.reporting.picture.find_spec", lambda name: None)
 
 
 @pytest.fixture

@@ -13,15 +13,15 @@ from build_arithmetic_base import character_tokenizer
 from conftest import LORA, SMALL, count_digits, tiny_model
 from datasets import Dataset
 
-import hfppo.experience
+import hfppo.collect.collector
 import hfppo.trainer
 from hfppo import PPOConfig, PPOTrainer, TolerantReward
-from hfppo.curves.plot import PlotCallback
-from hfppo.nonfinite import NonFiniteError
+from hfppo.collect.finite import NonFiniteError
+from hfppo.reporting.picture import PlotCallback
 
 OUT, RANK = Path(sys.argv[1]), int(os.environ["RANK"])
 DATASET = Dataset.from_list([{"prompt": f"请问{a}+{b}="} for a in range(4) for b in range(3, 7)])
-PASSES, TERMS = hfppo.experience.forward_passes, hfppo.trainer.loss_terms
+PASSES, TERMS = hfppo.collect.collector.forward_passes, hfppo.trainer.loss_terms
 
 
 def make(name: str, reward=count_digits, **config) -> PPOTrainer:
@@ -48,7 +48,7 @@ def nan_in_rollout(number: int, rank: int) -> None:
             found.values[1] = math.nan
         return found
 
-    hfppo.experience.forward_passes = passes
+    hfppo.collect.collector.forward_passes = passes
 
 
 def nan_in_loss(number: int, rank: int) -> None:
@@ -97,13 +97,13 @@ def stop() -> dict:
     """What each process says when one has found something."""
     said = {}
     for name, inject in (("rollout", lambda: nan_in_rollout(0, 1)), ("step", lambda: nan_in_loss(1, 1))):
-        hfppo.experience.forward_passes, hfppo.trainer.loss_terms = PASSES, TERMS
+        hfppo.collect.collector.forward_passes, hfppo.trainer.loss_terms = PASSES, TERMS
         inject()
         try:
             make(name).train()
         except NonFiniteError as error:
             said[name] = str(error)
-    hfppo.experience.forward_passes, hfppo.trainer.loss_terms = PASSES, TERMS
+    hfppo.collect.collector.forward_passes, hfppo.trainer.loss_terms = PASSES, TERMS
     return said
 
 

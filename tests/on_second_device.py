@@ -14,7 +14,7 @@ from datasets import Dataset
 from test_reward_model import other_tokenizer, scorer
 
 from hfppo import PPOConfig, PPOTrainer
-from hfppo.curves.plot import PlotCallback
+from hfppo.reporting.picture import PlotCallback
 
 DATASET = Dataset.from_list([{"prompt": f"{a}+{b}="} for a in range(4) for b in range(4)])
 

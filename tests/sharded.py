@@ -15,9 +15,9 @@ from conftest import LORA, SMALL, count_digits, ragged_model
 from datasets import Dataset
 
 from hfppo import PPOConfig, PPOTrainer, TokenTraceCallback
-from hfppo.curves.plot import PlotCallback
 from hfppo.models import layout, output_head
-from hfppo.trace.record import read_traces, trace_file
+from hfppo.reporting.picture import PlotCallback
+from hfppo.token_trace.record import read_traces, trace_file
 
 OUT, CRITIC, ENGINE, FIELDS = Path(sys.argv[1]), sys.argv[2], sys.argv[3], json.loads(sys.argv[4])
 # accelerate shards over GPUs alone, though torch and DeepSpeed can over CPUs as well.

@@ -14,7 +14,7 @@ from markdown_it import MarkdownIt
 from transformers import TrainerState
 
 from hfppo import PPOConfig
-from hfppo.models.card import last_evaluations, without_secret_options
+from hfppo.reporting.card import last_evaluations, without_secret_options
 
 TOKEN = "hf_dummyDUMMYdummyDUMMYdummyDUMMY12"
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 4}

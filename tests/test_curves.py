@@ -13,11 +13,11 @@ import pytest
 from transformers import TrainerCallback
 
 from hfppo import LogFileCallback, PlotCallback
-from hfppo.curves.__main__ import main
-from hfppo.curves.history import Group, group_runs, read_log
-from hfppo.curves.page import nice_ticks, page
-from hfppo.curves.panels import DASHES, PANELS, panels
-from hfppo.curves.plot import draw
+from hfppo.reporting.__main__ import main
+from hfppo.reporting.curves_page import nice_ticks, page
+from hfppo.reporting.log_file import Group, group_runs, read_log
+from hfppo.reporting.panels import DASHES, PANELS, panels
+from hfppo.reporting.picture import draw
 
 FOUR_STEPS = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
 
@@ -185,7 +185,7 @@ def test_numbers_that_differ_by_rounding_alone_are_drawn():
 
 def test_the_page_grows_with_the_run_and_the_picture_comes_at_the_end(make_trainer, monkeypatch):
     pytest.importorskip("matplotlib")
-    monkeypatch.setattr("hfppo.curves.plot.find_spec", find_spec)
+    monkeypatch.setattr("hfppo.reporting.picture.find_spec", find_spec)
     seen = []
 
     class Look(TrainerCallback):
@@ -303,7 +303,9 @@ def luminance(color: str) -> float:
 def test_the_page_is_utf8_in_any_locale(tmp_path):
     run = write_run(tmp_path / "run", [entry(1, reward=0.5, kl_coef=0.05), entry(2, reward=0.6, kl_coef=0.05)])
     ascii_only = {**os.environ, "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C"}
-    subprocess.run([sys.executable, "-m", "hfppo.curves", str(run)], env=ascii_only, check=True, capture_output=True)
+    subprocess.run(
+        [sys.executable, "-m", "hfppo.reporting", str(run)], env=ascii_only, check=True, capture_output=True
+    )
     (written,) = run.glob("*.html")
     assert "β" in written.read_text(encoding="utf-8")
 

@@ -12,8 +12,8 @@ from datasets import Dataset
 from tokenizers.processors import TemplateProcessing
 
 from hfppo import PPOConfig
+from hfppo.collect.collector import Collector
 from hfppo.data.prompts import Prompts, pad_left, prepare_prompts, prompt_indices
-from hfppo.experience import Collector
 
 # In the order of the test tokenizer's alphabet: 0 is padding, 1 is EOS, then 0123456789 and the signs.
 IDS = {"1": 3, "2": 4, "3": 5, "+": 12, "=": 13, "请": 14, "问": 15, "？": 16, "，": 21, "不": 19, "对": 20}

@@ -11,7 +11,7 @@ from transformers import GenerationConfig
 from hfppo import PPOConfig, PPOTrainer
 from hfppo.data.prompts import pad_left
 from hfppo.generation import Completions, TransformersSampler, completions_from, eos_token_ids
-from hfppo.generation.transformers import BELOW_ONE, draw, row_uniforms
+from hfppo.generation.generate import BELOW_ONE, draw, row_uniforms
 
 
 def sample(trainer, prompts, seeds):

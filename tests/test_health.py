@@ -17,8 +17,8 @@ from transformers import TrainerState
 from trl import TrlParser
 
 from hfppo import AdaptiveKLCallback, HealthCallback, HealthWarning, PPOConfig
-from hfppo.callbacks.health import CHECKS
 from hfppo.metrics import METRICS
+from hfppo.reporting.health import CHECKS
 
 HEALTH = Path(arithmetic.__file__).parents[1] / "docs/health.md"
 ONE_STEP = {"num_mini_batches": 1, "num_ppo_epochs": 1, "per_device_train_batch_size": 8}  # per rollout

@@ -30,7 +30,7 @@ from transformers import (
 )
 
 from hfppo import PPOCallback, Rollout
-from hfppo.update import MiniBatchSize
+from hfppo.learn.loss import MiniBatchSize
 
 
 def tiny_gpt2():

@@ -10,7 +10,7 @@ from conftest import CHAT_TEMPLATE, count_digits
 from datasets import Dataset
 
 from hfppo import PPOCallback, PrintCompletionsCallback
-from hfppo.callbacks.completions import of_one_type
+from hfppo.reporting.completions import of_one_type
 
 
 class Keep(PPOCallback):

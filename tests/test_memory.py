@@ -10,11 +10,11 @@ from conftest import count_digits
 from test_resume import final_state
 from torch.testing import assert_close
 
-import hfppo.experience
+import hfppo.collect.collector
 import hfppo.trainer
 from hfppo import PPOConfig
 from hfppo.generation import TransformersSampler
-from hfppo.memory import OutOfMemory, explained_memory, peak
+from hfppo.support.out_of_memory import OutOfMemory, explained_memory, peak
 
 CONFIG = {"per_device_train_batch_size": 4, "save_strategy": "steps", "save_steps": 3, "max_steps": 8}
 CUDA = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
@@ -50,7 +50,7 @@ def test_every_kind_is_explained(make_trainer, monkeypatch, error, tmp_path):
 @pytest.mark.parametrize(
     ("owner", "name", "call", "phase", "settings"),
     [
-        (hfppo.experience, "forward_passes", 1, "the passes without gradient", SAMPLING),
+        (hfppo.collect.collector, "forward_passes", 1, "the passes without gradient", SAMPLING),
         (
             hfppo.trainer,
             "ppo_loss",
@@ -101,7 +101,9 @@ def test_an_evaluation_is_a_phase_of_its_own(make_trainer, monkeypatch, dataset)
 
 def test_other_errors_stay_as_they_are(make_trainer, monkeypatch):
     error = RuntimeError("a device-side assert")
-    monkeypatch.setattr(hfppo.experience, "forward_passes", fails_at(1, hfppo.experience.forward_passes, error))
+    monkeypatch.setattr(
+        hfppo.collect.collector, "forward_passes", fails_at(1, hfppo.collect.collector.forward_passes, error)
+    )
     with pytest.raises(RuntimeError) as raised:
         make_trainer().train()
     assert raised.value is error

@@ -10,8 +10,8 @@ from test_policy_modes import off_trainer
 from test_rewards import answering
 
 from hfppo import PPOCallback, TolerantReward
+from hfppo.collect.rollout_metrics import without_signal
 from hfppo.metrics import METRICS, Meter
-from hfppo.rollout_metrics import without_signal
 
 
 def test_parts_of_unequal_size_are_divided_once_and_padding_does_not_count():

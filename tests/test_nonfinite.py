@@ -13,12 +13,13 @@ from conftest import count_digits, trained_state
 from safetensors.torch import load_file
 from test_resume import final_state, logs
 
-import hfppo.experience
+import hfppo.collect.collector
 import hfppo.trainer
 from hfppo import AdaptiveKLCallback, PPOCallback, TokenTraceCallback
-from hfppo.nonfinite import MAX_IN_A_ROW, NonFiniteError, NonFiniteGuard
+from hfppo.collect.finite import NonFiniteError
+from hfppo.learn.nonfinite import MAX_IN_A_ROW, NonFiniteGuard
 from hfppo.rollout import Rollout
-from hfppo.trace.record import recorded
+from hfppo.token_trace.record import recorded
 
 NAN = float("nan")
 # 4 steps to a rollout of 8 completions, 2 micro-batches of 2 to a step.
@@ -34,7 +35,7 @@ CONFIG = {
 
 def break_passes(monkeypatch, name: str, rollouts: set[int]) -> None:
     """NaN in row 3 of a tensor of the given rollouts, by the order of their collection."""
-    passes, number = hfppo.experience.forward_passes, iter(range(100))
+    passes, number = hfppo.collect.collector.forward_passes, iter(range(100))
 
     def broken(*args):
         found = passes(*args)
@@ -42,7 +43,7 @@ def break_passes(monkeypatch, name: str, rollouts: set[int]) -> None:
             getattr(found, name)[3] = NAN
         return found
 
-    monkeypatch.setattr(hfppo.experience, "forward_passes", broken)
+    monkeypatch.setattr(hfppo.collect.collector, "forward_passes", broken)
 
 
 def break_loss(monkeypatch, name: str, calls: set[int], row: int = 1) -> None:

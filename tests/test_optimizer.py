@@ -5,7 +5,7 @@ import torch
 from conftest import LORA, SMALL, count_digits, tiny_model
 
 from hfppo import PPOCallback, PPOConfig, PPOTrainer
-from hfppo.optimizer import critic_rate
+from hfppo.learn.optimizer import critic_rate
 
 
 def own_optimizer(model) -> torch.optim.Optimizer:

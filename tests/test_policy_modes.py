@@ -10,8 +10,8 @@ from test_invariants import tiny_gpt2, tiny_opt
 from torch.testing import assert_close
 
 from hfppo.generation.sampler import Completions, Sampler
+from hfppo.learn.loss import MiniBatchSize
 from hfppo.rollout import Rollout
-from hfppo.update import MiniBatchSize
 
 
 class Off(Sampler):

@@ -8,8 +8,8 @@ import pytest
 from conftest import count_digits
 from transformers import PrinterCallback, ProgressCallback
 
-from hfppo.callbacks import progress
-from hfppo.callbacks.progress import RunProgress, clock, seconds_left, short_line
+from hfppo.reporting import progress
+from hfppo.reporting.progress import RunProgress, clock, seconds_left, short_line
 
 FOUR_STEPS = {"disable_tqdm": False, "max_steps": 4}
 

@@ -12,7 +12,7 @@ from peft.utils import get_peft_model_state_dict
 from safetensors.torch import load_file
 
 from hfppo import AdaptiveKLCallback, PPOTrainer
-from hfppo.curves.history import read_log
+from hfppo.reporting.log_file import read_log
 from hfppo.saving.manifest import seal
 
 # 2 mini-batches × 2 epochs = 4 steps per rollout: checkpoint 8 lies between two rollouts, the others within one.

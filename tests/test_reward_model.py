@@ -17,14 +17,8 @@ from transformers import (
 
 from hfppo import TolerantReward
 from hfppo.data.prompts import Prompts
-from hfppo.rewards.model import (
-    RewardAdapter,
-    RewardModel,
-    check_conversations,
-    conversation,
-    load_reward_func,
-    load_reward_funcs,
-)
+from hfppo.rewards.loading import load_reward_func, load_reward_funcs
+from hfppo.rewards.model import RewardAdapter, RewardModel, check_conversations, conversation
 
 TEXTS = ["1+2=3", "10+20=", "5", "请问12+7=20？不对，等于19！"]
 

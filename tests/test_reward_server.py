@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from hfppo import RewardServer
-from hfppo.endpoint import ServerError
+from hfppo.support.http_client import ServerError
 
 Answer = Callable[[dict], tuple[int, bytes]]
 

@@ -14,12 +14,12 @@ from datasets import Dataset
 from torch.testing import assert_close
 from transformers import TrainerState
 
-import hfppo.experience
+import hfppo.collect.collector
 from hfppo import PPOCallback, Rollout
 from hfppo.generation.sampler import Completions, Sampler, completions_from
 from hfppo.metrics import Meter
 from hfppo.rewards.functions import RewardFunctions, Scored
-from hfppo.state import RunningMoments
+from hfppo.run_state import RunningMoments
 
 NAN = float("nan")
 SIGNS = {sign: i for i, sign in enumerate("0123456789+=请问？是的不对，等于！", start=2)} | {".": 1}  # "." is EOS
@@ -675,13 +675,13 @@ def test_async_functions_go_on_during_the_passes(make_trainer, monkeypatch):
         return [1.0] * len(completions)
 
     trainer = make_trainer(reward_funcs=judge)
-    passes = hfppo.experience.forward_passes
+    passes = hfppo.collect.collector.forward_passes
 
     def begin(*args):
         passes_begun.set()
         return passes(*args)
 
-    monkeypatch.setattr(hfppo.experience, "forward_passes", begin)
+    monkeypatch.setattr(hfppo.collect.collector, "forward_passes", begin)
     assert first_rollout(trainer).scores.eq(1.0).all()
 
 

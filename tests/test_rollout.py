@@ -6,7 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hfppo.rollout import Rollout, stream_seed
+from hfppo.rollout import Rollout
+from hfppo.seeds import stream_seed
 
 quick = settings(max_examples=50, deadline=None, database=None, derandomize=True)
 PROMPT = ("prompt_ids", "prompt_mask")

@@ -20,7 +20,8 @@ from transformers import (
 )
 
 from hfppo import ActorCritic, PPOConfig
-from hfppo.models.critic import ValueHead, describe_adapter, differing
+from hfppo.models.critic import ValueHead
+from hfppo.saving.adapter_config import describe_adapter, differing
 
 PROMPT = torch.tensor([[14, 15, 2, 12, 5, 13]])
 

@@ -19,8 +19,8 @@ from safetensors.torch import load_file
 from torch.distributed.fsdp import MixedPrecisionPolicy, StateDictType
 
 from hfppo import TolerantReward
+from hfppo.engine_checks import check_engine
 from hfppo.rewards.model import RewardAdapter
-from hfppo.sharding import check_engine
 
 TESTS = Path(__file__).parent
 FSDP2 = {

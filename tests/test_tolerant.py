@@ -19,10 +19,10 @@ from test_rewards import score
 
 import hfppo
 from hfppo import RewardServer, TolerantReward
-from hfppo.background import in_background, wait_for
-from hfppo.endpoint import ServerError
 from hfppo.rewards.time_limit import call_within
 from hfppo.rewards.tolerant import RewardError
+from hfppo.support.concurrency import in_background, wait_for
+from hfppo.support.http_client import ServerError
 
 TEXTS = ("1", "22", "bad", "4444")
 
@@ -372,7 +372,7 @@ def test_where_no_event_loop_can_be_made_its_own_error_comes_through(monkeypatch
     async def at_once():
         return 1
 
-    monkeypatch.setattr("hfppo.background.asyncio.run", refuse)
+    monkeypatch.setattr("hfppo.support.concurrency.asyncio.run", refuse)
     with pytest.raises(OSError, match="Too many open files"):
         wait_for(at_once)
 

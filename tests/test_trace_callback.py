@@ -14,9 +14,9 @@ from conftest import count_digits
 from transformers import TrainerCallback
 
 from hfppo import AdaptiveKLCallback, PPOCallback, PPOConfig, TokenTraceCallback
-from hfppo.trace import TokenRow, TokenTable
-from hfppo.trace.record import Trace, read_traces, recorded, trace_file, write_traces
-from hfppo.update import sequence
+from hfppo.learn.loss import sequence
+from hfppo.token_trace import TokenRow, TokenTable
+from hfppo.token_trace.record import Trace, read_traces, recorded, trace_file, write_traces
 
 CONFIG = {"max_steps": 12, "kl_coef": 0.1}  # 3 rollouts of 4 steps
 PROMPTS = {"prompts": ["请问1+1=2？", "请问2+2="], "answer": ["2", "4"]}

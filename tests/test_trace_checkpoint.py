@@ -1,4 +1,4 @@
-"""python -m hfppo.trace: a checkpoint's own numbers for any prompt, friendly errors, and no code from checkpoints."""
+"""python -m hfppo.token_trace: a checkpoint's own numbers for any prompt, friendly errors, and no code from checkpoints."""
 
 import json
 import os
@@ -17,9 +17,9 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from hfppo import PPOConfig, PPOTrainer, TokenTable, TokenTraceCallback
-from hfppo.trace.__main__ import main
-from hfppo.trace.checkpoint import Question, completion_ids, trace_prompt
-from hfppo.trace.record import trace_file
+from hfppo.token_trace.__main__ import main
+from hfppo.token_trace.checkpoint import Question, completion_ids, trace_prompt
+from hfppo.token_trace.record import trace_file
 
 PROMPT = "请问1+1=2？"
 PLATEAU = {
@@ -117,7 +117,7 @@ def test_another_base_than_the_runs_is_warned_of(run, tmp_path, caplog):
 
 def test_the_command_shows_its_table_and_its_own_warnings_alone(run, tmp_path):
     tiny_model(seed=7).save_pretrained(tmp_path / "other")
-    command = [sys.executable, "-m", "hfppo.trace", str(run.checkpoint), PROMPT, "--seed", "1"]
+    command = [sys.executable, "-m", "hfppo.token_trace", str(run.checkpoint), PROMPT, "--seed", "1"]
     plain, warned = (
         subprocess.run([*command, *more], capture_output=True, text=True, timeout=120)
         for more in ([], ["--base", str(tmp_path / "other")])

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from hfppo.trace import TokenRow, TokenTable
-from hfppo.trace.page import page
-from hfppo.trace.record import Trace
+from hfppo.token_trace import TokenRow, TokenTable
+from hfppo.token_trace.page import page
+from hfppo.token_trace.record import Trace
 
 EVIL = '</script><script>document.title="hacked"</script><img src=x onerror="document.title=1"><!--'
 TOKENS = ["是", "的", EVIL, "↵", "<E4>"]

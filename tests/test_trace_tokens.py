@@ -4,7 +4,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from hfppo.trace.tokens import token_texts, visible
+from hfppo.token_trace.tokens import token_texts, visible
 
 
 @pytest.fixture

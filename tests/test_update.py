@@ -8,10 +8,10 @@ import torch
 from torch.testing import assert_close
 
 from hfppo import functional as F
+from hfppo.learn.loss import MiniBatchSize, loss_terms, measure_update, ppo_loss
 from hfppo.metrics import Meter
 from hfppo.models.actor_critic import TokenOutputs
 from hfppo.rollout import Rollout
-from hfppo.update import MiniBatchSize, loss_terms, measure_update, ppo_loss
 
 SIZE = MiniBatchSize(10.0, 4.0)
 

@@ -50,7 +50,7 @@ def test_only_these_private_hooks_are_overridden():
         ("_maybe_log_save_evaluate", "self._save_checkpoint(model, trial)"),
         ("_save_checkpoint", "self._push_from_checkpoint(output_dir)"),
         ("push_to_hub", "self._finish_current_push()"),
-        ("push_to_hub", 'ignore_patterns=["_*"'),  # keeps hfppo.trace's files at home
+        ("push_to_hub", 'ignore_patterns=["_*"'),  # keeps hfppo.token_trace's files at home
         ("_push_from_checkpoint", 'ignore_patterns=["_*"'),
         ("_finalize_training", "self._finish_current_push()"),
         ("push_to_hub", "self.create_model_card(model_name=model_name, **kwargs)"),

@@ -23,11 +23,11 @@ from vllm_runs import ENGINE, PROMPTS, Server, save_base
 
 from hfppo import PPOCallback
 from hfppo.data.prompts import pad_left
-from hfppo.endpoint import Endpoint, ServerError
 from hfppo.generation import completions_from
 from hfppo.generation.vllm import RANKS
 from hfppo.generation.vllm_server import serve_command
 from hfppo.models.actor_critic import ActorCritic
+from hfppo.support.http_client import Endpoint, ServerError
 
 pytestmark = [
     pytest.mark.vllm,

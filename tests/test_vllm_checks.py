@@ -17,9 +17,9 @@ from conftest import tiny_model
 from peft import IA3Config, LoraConfig
 from vllm_runs import save_base
 
-from hfppo.endpoint import ServerError
 from hfppo.generation.vllm import ColocatedEngine, Sampling, start_rank
 from hfppo.generation.vllm_server import serve_command
+from hfppo.support.http_client import ServerError
 
 
 @pytest.fixture

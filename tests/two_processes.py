@@ -14,9 +14,9 @@ from conftest import LORA, SMALL, count_digits, ragged_model
 from datasets import Dataset
 
 from hfppo import AdaptiveKLCallback, PPOConfig, PPOTrainer, TokenTraceCallback
-from hfppo.curves.plot import PlotCallback
-from hfppo.trace.record import read_traces, trace_file
-from hfppo.update import MiniBatchSize
+from hfppo.learn.loss import MiniBatchSize
+from hfppo.reporting.picture import PlotCallback
+from hfppo.token_trace.record import read_traces, trace_file
 
 OUT = Path(sys.argv[1])
 CONFIG = {

@@ -6,7 +6,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from hfppo.models.actor_critic import ActorCritic
 from hfppo.rollout import Rollout, Transcript
-from hfppo.state import PPOState
+from hfppo.run_state import PPOState
 
 
 class PPOCallback(TrainerCallback):

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
-from hfppo.rollout import ORDER_STREAM, stream_seed
+from hfppo.seeds import ORDER_STREAM, stream_seed
 
 logger = logging.getLogger(__name__)
 

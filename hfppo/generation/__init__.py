@@ -3,8 +3,8 @@
 from accelerate import Accelerator
 
 from hfppo.config import PPOConfig
+from hfppo.generation.generate import TransformersSampler
 from hfppo.generation.sampler import Completions, Sampler, completions_from, eos_token_ids
-from hfppo.generation.transformers import TransformersSampler
 from hfppo.generation.vllm import ColocatedEngine, Engine, Sampling, VLLMSampler
 from hfppo.generation.vllm_server import ServerEngine
 from hfppo.models.actor_critic import ActorCritic

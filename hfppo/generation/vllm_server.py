@@ -5,10 +5,10 @@ from typing import Any
 
 from tenacity import stop_after_delay
 
-from hfppo.background import wait_for
-from hfppo.endpoint import Endpoint, ServerError, Unavailable
 from hfppo.generation.vllm import Adapter, Sampled, Sampling, base_name, dtype_name, start_rank
 from hfppo.models.actor_critic import ActorCritic
+from hfppo.support.concurrency import wait_for
+from hfppo.support.http_client import Endpoint, ServerError, Unavailable
 
 MAX_CONCURRENCY = 256  # requests at once, per process; the server batches them itself
 

@@ -18,12 +18,12 @@ from peft.utils import set_peft_model_state_dict
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hfppo.models.card import update_card
 from hfppo.models.critic import CRITIC_FOLDER, CriticSource, build_critic, find_critic, shared_copy
 from hfppo.models.layout import Layout, can_pack, eval_mode, hidden_states
 from hfppo.models.loading import check_adapter, check_vocabulary, keep_four_bits
 from hfppo.models.lora import fuse_lora
 from hfppo.models.output_head import Entropy, after_head, token_logprobs
+from hfppo.saving.adapter_card import update_card
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hfppo.background import in_background
 from hfppo.rewards.contract import (
     Log,
     RewardFunc,
@@ -23,6 +22,7 @@ from hfppo.rewards.contract import (
     merged,
     plain_name,
 )
+from hfppo.support.concurrency import in_background
 
 
 @dataclass(frozen=True)

@@ -7,23 +7,18 @@ An adapter for the actor's own base rides the base that is in memory already.
 
 import copy
 import os
-from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from peft import PeftConfig, PeftModel
 from torch import Tensor, nn
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
 from hfppo.data.prompts import TEMPLATE_COLUMNS, Prompts, template_options, without_nones
 from hfppo.models.critic import shared_copy
 from hfppo.models.layout import rows_at_once
-from hfppo.models.loading import adapter_config, hub_options
 from hfppo.rewards.contract import unwrapped
-from hfppo.rewards.server import RewardServer
-from hfppo.rewards.tolerant import TolerantReward
 
 
 class RewardModel:
@@ -186,93 +181,3 @@ class RewardAdapter(RewardModel):
         classifier.score = nn.Linear(width, 1, bias=False, dtype=torch.float32, device=base.device)
         super().__init__(PeftModel.from_pretrained(classifier, self.path, **self.options), self.tokenizer)
         self.__name__ = os.path.basename(self.path.rstrip("/"))
-
-
-def load_reward_funcs(
-    funcs: Any,
-    tokenizers: PreTrainedTokenizerBase | Sequence[PreTrainedTokenizerBase | None] | None,
-    base_name: str,
-    device: torch.device,
-    **init_kwargs: Any,
-) -> list[Any]:
-    """What users put into `reward_funcs`, with the reward models among it loaded.
-
-    Args:
-        funcs: one or several functions, models, or ids or paths of models or adapters.
-        tokenizers: one for each, alone for a single function; None: the model's own.
-        base_name: of the actor's base, for which an adapter must have been made.
-        device: the trainer's, to which models are loaded, and moved from the CPU.
-        init_kwargs: for `from_pretrained`; a `device_map` among them comes before `device`.
-    Raises:
-        ValueError: a model cannot be loaded, has no score head, or is an adapter for another base.
-    """
-    listed = list(funcs) if isinstance(funcs, Sequence) and not isinstance(funcs, str) else [funcs]
-    given = [tokenizers] if isinstance(tokenizers, PreTrainedTokenizerBase) else tokenizers
-    own = [None] * len(listed) if given is None else list(given)
-    if len(own) != len(listed):
-        raise ValueError(
-            f"reward_processing_classes has {len(own)} entries for {len(listed)} reward functions; give one each, "
-            "None for functions"
-        )
-    init_kwargs = {"device_map": str(device), **init_kwargs}
-    return [load_reward_func(*pair, base_name, device, **init_kwargs) for pair in zip(listed, own, strict=True)]
-
-
-def load_reward_func(
-    func: Any, tokenizer: PreTrainedTokenizerBase | None, base_name: str, device: torch.device, **init_kwargs: Any
-) -> Any:
-    """One of them; a function is left as it is, a server is asked whether it is there."""
-    if isinstance(func, TolerantReward):
-        return replace(func, func=load_reward_func(func.func, tokenizer, base_name, device, **init_kwargs))
-    if isinstance(func, PreTrainedModel | PeftModel):
-        kind = type(func.get_base_model() if isinstance(func, PeftModel) else func).__name__
-        if not kind.endswith("ForSequenceClassification"):
-            raise TypeError(
-                f"reward_funcs holds {kind}, which gives no scores; give a function, or one made by "
-                "AutoModelForSequenceClassification"
-            )
-        if tokenizer is None and not func.config.name_or_path:
-            raise ValueError(
-                f"reward_funcs holds {kind} without a name to load its tokenizer by; give that "
-                "tokenizer in reward_processing_classes"
-            )
-        tokenizer = tokenizer or AutoTokenizer.from_pretrained(func.config.name_or_path)
-        return RewardModel(func, tokenizer, device=device if func.device.type == "cpu" else None)
-    if isinstance(func, str) and func.startswith(("http://", "https://")):
-        func = RewardServer(func)
-    if isinstance(func, RewardServer):
-        func.check()
-    if not isinstance(func, str):
-        return func
-    options = hub_options(init_kwargs)
-    if (config := adapter_config(func, **options)) is None:
-        classifier = load_classifier(func, **init_kwargs)
-        return RewardModel(classifier, tokenizer or tokenizer_of(func, init_kwargs))
-    if config.base_model_name_or_path != base_name:
-        raise ValueError(
-            f"reward_funcs: the adapter {func!r} was trained on {config.base_model_name_or_path!r}, the actor's base "
-            f"is {base_name!r}; merge the adapter into its base and give the merged model"
-        )
-    return RewardAdapter(func, config, tokenizer or tokenizer_of(func, init_kwargs), options)
-
-
-def tokenizer_of(name: str, init_kwargs: dict[str, Any]) -> PreTrainedTokenizerBase:
-    """The tokenizer of a reward model that is loaded with these arguments."""
-    trusted = init_kwargs.get("trust_remote_code")
-    return AutoTokenizer.from_pretrained(name, trust_remote_code=trusted, **hub_options(init_kwargs))
-
-
-def load_classifier(name: str, **init_kwargs: Any) -> PreTrainedModel:
-    """A sequence-classification model; a head that its files lack is an error, for its scores would be noise."""
-    try:
-        model, info = AutoModelForSequenceClassification.from_pretrained(name, output_loading_info=True, **init_kwargs)
-    except OSError as error:
-        raise ValueError(
-            f"reward_funcs: {name!r} cannot be loaded; give the id or path of a reward model: {error}"
-        ) from error
-    if info["missing_keys"]:
-        raise ValueError(
-            f"reward_funcs: {name!r} has no weights for {', '.join(sorted(info['missing_keys']))}: it is no reward "
-            "model; train one with recipes/reward_model.py"
-        )
-    return model

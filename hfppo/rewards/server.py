@@ -12,8 +12,8 @@ from typing import Any
 
 from tenacity import stop_after_attempt
 
-from hfppo.background import wait_for
-from hfppo.endpoint import Endpoint, ServerError, shown
+from hfppo.support.concurrency import wait_for
+from hfppo.support.http_client import Endpoint, ServerError, shown
 
 
 class RewardServer:

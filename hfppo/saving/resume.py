@@ -6,12 +6,12 @@ from typing import Any
 
 from torch import nn
 
+from hfppo.checkpoint import RunDescription, check_checkpoint, load_ppo_state, own_rates, save_ppo_state
 from hfppo.metrics import Meter
 from hfppo.models.actor_critic import ActorCritic
 from hfppo.rollout import Rollout
-from hfppo.saving.checkpoint import RunDescription, check_checkpoint, load_ppo_state, own_rates, save_ppo_state
+from hfppo.run_state import PPOState
 from hfppo.saving.crash_safe import CrashSafeTrainer
-from hfppo.state import PPOState
 
 
 @dataclass(frozen=True)

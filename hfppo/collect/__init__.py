@@ -1,0 +1,1 @@
+"""From prompts to a `Rollout`: the first half of PPO."""

@@ -1,0 +1,92 @@
+"""What a rollout and its scores say in numbers."""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from hfppo import functional as F
+from hfppo.collect.credit import Credit
+from hfppo.config import PPOConfig
+from hfppo.metrics import Meter
+from hfppo.rewards.functions import Scored
+from hfppo.rollout import Rollout
+
+
+def measure_scores(meter: Meter, scores: Tensor, scored: Scored, names: list[str]) -> None:
+    """Add the metrics of scores, for a rollout and for an evaluation alike."""
+    meter.add("reward", scores)
+    meter.add("reward_std", scores)
+    meter.add("unscorable_frac", ~scored.scorable)
+    for i, name in enumerate(names):
+        given = scored.per_function[:, i]
+        for what in ("mean", "std"):
+            meter.add(f"rewards/{name}/{what}", given, ~given.isnan(), pattern=f"rewards/{{function}}/{what}")
+    for name, failed in scored.failed.items():
+        meter.add(f"rewards/{name}/failed", torch.tensor(failed), pattern="rewards/{function}/failed")
+    for name, numbers in scored.metrics.items():  # which count for each completion that they are about
+        everywhere = torch.tensor(numbers, dtype=torch.float64).mean().expand(len(scored.scorable))
+        meter.add(f"custom/{name}", everywhere, pattern="custom/{name}")
+
+
+def measure_rollout(
+    meter: Meter,
+    rollout: Rollout,
+    credit: Credit,
+    kl_coef: float,
+    args: PPOConfig,
+    gather: Callable[[Tensor], Tensor],
+) -> None:
+    """Add the metrics of a rollout.
+
+    Args:
+        credit: of its completions.
+        kl_coef: β it was collected with.
+        gather: gives the rows of all processes, for what is no mean of rows.
+    """
+    mask = rollout.mask
+    meter.add("completions/mean_length", mask.sum(dim=1))
+    meter.add("completions/max_length", mask.sum(dim=1))
+    meter.add("completions/truncated_frac", rollout.truncated)
+    meter.add("advantage_std", credit.raw_advantages, credit.scorable_tokens)
+    if args.num_generations > 1:
+        meter.add("frac_reward_zero_std", without_signal(rollout, credit.scorable_tokens, args.num_generations))
+    if rollout.ref_logprobs is not None:
+        meter.add_number("kl_coef", kl_coef)
+        meter.add("kl", F.token_kl(rollout.old_logprobs, rollout.ref_logprobs, args.kl_estimator), mask)
+        meter.add("kl_k3", F.token_kl(rollout.old_logprobs, rollout.ref_logprobs, "k3"), mask)
+    if args.policy_mode != "bypass":
+        measure_mismatch(meter, rollout, gather)
+    if rollout.values is not None and rollout.returns is not None:
+        fitted = rollout.loss_mask
+        meter.add("value/mean", rollout.values, fitted)
+        meter.add("value/return", rollout.returns, fitted)
+        meter.add("value/return_std", rollout.returns, fitted)
+        explained = F.explained_variance(gather(rollout.values), gather(rollout.returns), gather(fitted))
+        if math.isfinite(explained):
+            meter.add_number("value/explained_variance", explained)
+
+
+def without_signal(rollout: Rollout, scorable_tokens: Tensor, num_generations: int) -> Tensor:
+    """(groups,) bool: whether a prompt's completions that have a score all score alike, or none of them counts."""
+    scorable, counts = (tokens.any(dim=1).view(-1, num_generations) for tokens in (scorable_tokens, rollout.loss_mask))
+    scores = rollout.scores.view(-1, num_generations)
+    alike = scores.where(scorable, -math.inf).amax(dim=1) <= scores.where(scorable, math.inf).amin(dim=1)
+    return alike | ~counts.any(dim=1)
+
+
+def measure_mismatch(meter: Meter, rollout: Rollout, gather: Callable[[Tensor], Tensor]) -> None:
+    """Add how far the sampler's log-probs are from the training model's, and what the weights make of it."""
+    mask = rollout.mask
+    difference = (rollout.old_logprobs - rollout.rollout_logprobs).abs()
+    meter.add("mismatch/mean", difference, mask)
+    meter.add("mismatch/max", difference, mask)
+    meter.add("mismatch/kl", F.token_kl(rollout.rollout_logprobs, rollout.old_logprobs, "k3"), mask)
+    if rollout.weights is not None:
+        meter.add("mismatch/weight_mean", rollout.weights, mask)
+        meter.add("mismatch/weight_max", rollout.weights, mask)
+        meter.add("mismatch/rejected_frac", rollout.weights == 0, mask)
+        effective = F.effective_sample_size(gather(rollout.weights), gather(mask))
+        if math.isfinite(effective):
+            meter.add_number("mismatch/ess", effective)

@@ -1,1 +1,0 @@
-"""A run's numbers: the log on disk, and curves of one run or of several. `python -m hfppo.curves` draws them."""

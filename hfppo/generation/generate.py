@@ -1,0 +1,193 @@
+"""Sampling with transformers' `generate`."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
+
+from hfppo.generation.sampler import Completions, Sampler, completions_from, joined
+from hfppo.models.actor_critic import ActorCritic
+from hfppo.models.output_head import is_sharded
+from hfppo.seeds import stream_seed
+
+BLOCK = 64  # tokens whose probabilities are summed in float32
+BELOW_ONE = 1.0 - 2.0**-53  # the largest float64 below 1
+
+
+class SeededChoice(LogitsProcessor):
+    """Chooses each row's next token by the row's own random numbers, and notes its log-prob.
+
+    `generate` then takes the only token that is left. With one stream of random numbers for the batch, as in
+    `do_sample=True`, a row's completion would depend on its neighbours: on the batch size, and on the number of
+    processes.
+
+    Args:
+        uniforms: (B, T) in [0, 1), one per token; None chooses the likeliest.
+        temperature: divides the logits.
+        on_token: called with the number of tokens chosen so far.
+    """
+
+    def __init__(self, uniforms: Tensor | None, temperature: float, on_token: Callable[[int], None]):
+        self.uniforms, self.temperature, self.on_token = uniforms, temperature, on_token
+        self.logprobs: list[Tensor] = []
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        scaled = scores.float() if self.temperature == 1.0 else scores.float() / self.temperature
+        logprobs = torch.log_softmax(scaled, dim=-1)
+        if self.uniforms is None:
+            choice = logprobs.argmax(dim=-1, keepdim=True)
+        else:
+            uniforms = self.uniforms[:, len(self.logprobs), None]
+            choice = draw(logprobs.exp().to(uniforms.device), uniforms).to(scores.device)
+        self.logprobs.append(logprobs.gather(1, choice).squeeze(1))
+        self.on_token(len(self.logprobs))
+        return torch.full_like(scores, -torch.inf).scatter(1, choice, 0.0)
+
+
+def draw(probabilities: Tensor, uniforms: Tensor) -> Tensor:
+    """(B, 1) tokens: the inverse of the cumulative (B, V) distribution at (B, 1) float64 numbers in [0, 1).
+
+    First a block of tokens, then one of its tokens: where a number falls inside its block is uniform again. So few
+    sums need float64, which keeps the far end of a large vocabulary and takes most of the time.
+    """
+    vocab_size = probabilities.shape[-1]
+    padded = nn.functional.pad(probabilities, (0, -vocab_size % BLOCK)) if vocab_size % BLOCK else probabilities
+    blocks = padded.unflatten(-1, (-1, BLOCK))
+    block, within = invert(blocks.sum(dim=-1), uniforms)
+    token, _ = invert(blocks.take_along_dim(block[..., None], dim=1).squeeze(1), within)
+    return (block * BLOCK + token).clamp(max=vocab_size - 1)  # beyond it only if numbers are not finite
+
+
+def invert(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """(B, 1) indices into (B, N) weights, and where in the weight's interval the number lies, in [0, 1)."""
+    cumulative = weights.double().cumsum(dim=-1)
+    drawn = uniforms * cumulative[:, -1:]
+    index = torch.searchsorted(cumulative, drawn, right=True).clamp(max=weights.shape[-1] - 1)
+    ends, lengths = cumulative.gather(1, index), weights.gather(1, index)
+    return index, (1.0 - (ends - drawn) / lengths).clamp(0.0, BELOW_ONE)
+
+
+class TransformersSampler(Sampler):
+    """Samples from the actor itself, some rows at a time.
+
+    Sampling is pure: the whole distribution at `temperature`, whatever the model's generation config asks for, so that
+    π_rollout is π_old up to rounding.
+
+    Args:
+        with_values: have a shared critic read the states that sampling passes through.
+    """
+
+    def __init__(
+        self,
+        model: ActorCritic,
+        eos_ids: list[int],
+        pad_id: int,
+        max_completion_length: int,
+        temperature: float,
+        batch_size: int,
+        with_values: bool = False,
+    ):
+        self.model, self.temperature, self.batch_size = model, temperature, batch_size
+        self.with_values = with_values
+        self.config = GenerationConfig(
+            max_new_tokens=max_completion_length, eos_token_id=eos_ids, pad_token_id=pad_id, use_cache=True
+        )
+
+    def __call__(self, prompt_ids: Tensor, prompt_mask: Tensor, seeds: list[int] | None) -> Completions:
+        """See `Sampler`."""
+        lengths = prompt_mask.sum(dim=1)
+        by_length = lengths.argsort(descending=True, stable=True)  # of about one length, little padding
+        batches = [rows.sort().values for rows in by_length.split(self.batch_size)]
+        parts = []
+        done = 0
+        for rows in batches:
+            ids, mask = (x[rows, -int(lengths[rows].max()) :] for x in (prompt_ids, prompt_mask))
+            batch_seeds = None if seeds is None else [seeds[row] for row in rows.tolist()]
+
+            def on_token(tokens: int, before: int = done, share: int = len(rows)) -> None:
+                self.on_progress((before + share * tokens / self.config.max_new_tokens) / len(prompt_ids))
+
+            parts.append(self._sample(ids, mask, batch_seeds, on_token))
+            done += len(rows)
+        return joined(parts, self.config.pad_token_id).rows(torch.cat(batches).argsort())
+
+    def _sample(
+        self, prompt_ids: Tensor, prompt_mask: Tensor, seeds: list[int] | None, on_token: Callable[[int], None]
+    ) -> Completions:
+        """A batch."""
+        device = prompt_ids.device
+        # MPS has no float64, and CUDA no deterministic cumulative sum.
+        on_cpu = device.type == "mps" or torch.are_deterministic_algorithms_enabled()
+        where = torch.device("cpu") if on_cpu else device
+        uniforms = None if seeds is None else row_uniforms(seeds, self.config.max_new_tokens).to(where)
+        choice = SeededChoice(uniforms, self.temperature, on_token)
+        if isinstance(self.model, FSDPModule) and "generate" not in vars(self.model):
+            # The shards of the root are gathered for it as well; Trainer asks for that in training only.
+            register_fsdp_forward_method(self.model, "generate")
+        # Compiled layers are for whole sequences: a graph for one token and its cache costs more than it saves.
+        eager = torch.compiler.set_stance("force_eager")
+        reading = state_values(self.model, self.with_values and not is_sharded(self.model))
+        with torch.no_grad(), eager, generation_config_of(self.model, self.config), reading as values:
+            sequences = self.model.generate(
+                input_ids=prompt_ids,
+                attention_mask=prompt_mask.long(),
+                generation_config=self.config,
+                logits_processor=LogitsProcessorList([choice]),
+                synced_gpus=is_sharded(self.model),
+            )
+        ids = sequences[:, prompt_ids.shape[1] :]
+        return completions_from(
+            ids,
+            torch.stack(choice.logprobs, dim=1),
+            self.config.eos_token_id,
+            torch.stack(values, dim=1) if values else None,
+        )
+
+
+def row_uniforms(seeds: list[int], width: int) -> Tensor:
+    """(B, T) float64 in [0, 1), each row from its own seed."""
+    return torch.stack(
+        [
+            torch.rand(width, generator=torch.Generator().manual_seed(stream_seed(seed)), dtype=torch.float64)
+            for seed in seeds
+        ]
+    )
+
+
+@contextmanager
+def state_values(model: ActorCritic, wanted: bool) -> Iterator[list[Tensor]]:
+    """Inside, if wanted, each forward of the actor adds the shared critic's (B,) values of its last position.
+
+    They are read where the states reach the output head: not every architecture calls its whole trunk to generate.
+    """
+    values: list[Tensor] = []
+    if not wanted:
+        yield values
+        return
+
+    def read(head: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        values.append(model.critic.value_head(inputs[0][:, -1]))
+
+    hook = model.causal_lm.get_output_embeddings().register_forward_pre_hook(read)
+    try:
+        yield values
+    finally:
+        hook.remove()
+
+
+@contextmanager
+def generation_config_of(model: ActorCritic, config: GenerationConfig) -> Iterator[None]:
+    """Inside, the model has this generation config.
+
+    `generate` fills what a passed config leaves open from the model's own, a repetition penalty for instance.
+    """
+    base = model.causal_lm
+    before = base.generation_config
+    base.generation_config = config
+    try:
+        yield
+    finally:
+        base.generation_config = before

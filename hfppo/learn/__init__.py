@@ -1,0 +1,1 @@
+"""From a `Rollout` to optimizer steps: the second half of PPO."""

@@ -1,0 +1,53 @@
+"""The metadata of an adapter's model card."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub.utils import HFValidationError, validate_repo_id
+
+CARD = "README.md"
+
+
+def read_card(folder: str | Path) -> Any:
+    """The card in a folder, if there is one."""
+    path = Path(folder) / CARD
+    return ModelCard.load(path, ignore_metadata_errors=True) if path.is_file() else None
+
+
+def update_card(folder: str | Path, update: Callable[[str], None]) -> None:
+    """Let PEFT put its metadata into the card, but keep the card's own tags, and have no path as base model.
+
+    The Hub refuses a card whose base model is not one of its repositories (huggingface/transformers#33922).
+    """
+    before = read_card(folder)
+    update(str(folder))
+    card = read_card(folder)
+    base = card.data.base_model
+    kept = ModelCardData() if before is None else before.data
+    if not is_repository(base):
+        card.data.base_model = kept.base_model if is_repository(kept.base_model) else None
+    tags = [str(tag) for tag in (*as_list(card.data.tags), *as_list(kept.tags))]
+    tags = [tag for tag in tags if not tag.startswith("base_model:")]
+    if card.data.base_model:
+        tags.append(f"base_model:adapter:{card.data.base_model}")
+    card.data.tags = sorted(set(tags))
+    card.save(Path(folder) / CARD)
+
+
+def is_repository(name: Any) -> bool:
+    """Whether a model's name may be a repository of the Hub: no local folder, and of the right form."""
+    if not isinstance(name, str) or not name or os.path.isdir(name):
+        return False
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return True
+
+
+def as_list(value: Any) -> list[Any]:
+    """A list of none, one or several things."""
+    return [] if value is None else [value] if isinstance(value, str) else list(value)
