@@ -245,14 +245,6 @@ class PPOConfig(TrainingArguments):
         default=64, metadata={"help": "Rows per process that are sampled, or passed without gradient, at once (TRL)."}
     )
 
-    merge_adapters: bool = field(
-        default=False,
-        metadata={
-            "help": "Compute with copies of the weights that have the adapters merged in, new for each step: faster "
-            "in float32, for a copy of the adapted weights each for the actor and an adapter critic."
-        },
-    )
-
     _VALID_DICT_FIELDS = [  # noqa: RUF012 (as upstream declares it)
         *TrainingArguments._VALID_DICT_FIELDS,
         "chat_template_kwargs",

@@ -53,11 +53,6 @@ def check_engine(accelerator: Accelerator, model: ActorCritic, reward_funcs: lis
                 f"use_vllm sends the adapter whole, and {engine} keeps shards of it; set use_vllm=False, or take DDP "
                 "or ZeRO-2, which do not shard weights"
             )
-    if args.merge_adapters and (deepspeed is not None or kind == DistributedType.FSDP):
-        raise ValueError(
-            "merge_adapters=True keeps sums of whole weights up to date from step to step, which FSDP2 and DeepSpeed "
-            "shard and step by themselves; set it to False, or take DDP"
-        )
     if deepspeed is not None:
         check_deepspeed(deepspeed.deepspeed_config, args)
 

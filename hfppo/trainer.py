@@ -37,7 +37,6 @@ from hfppo.learn.nonfinite import NonFiniteGuard
 from hfppo.learn.optimizer import OptimizingTrainer, StepHooks
 from hfppo.metrics import Meter
 from hfppo.models.compilation import compile_layers
-from hfppo.models.merging import MergedWeights, layers_to_merge
 from hfppo.reporting.card import write_card
 from hfppo.reporting.defaults import with_default_callbacks
 from hfppo.reporting.progress import RunProgress
@@ -129,7 +128,6 @@ class PPOTrainer(OptimizingTrainer):
         if args.world_size > 1:
             wait_at_exit()
         compile_layers(parts.model, self.accelerator, args)
-        self._merged = MergedWeights(layers_to_merge(parts.model, self.accelerator, args))
         self.collector = Collector(
             model=parts.model,
             sampler=self.create_sampler(parts.eos_ids),
@@ -228,7 +226,6 @@ class PPOTrainer(OptimizingTrainer):
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         """Trainer's, piece by piece where a micro-batch has more tokens than it may."""
-        self._merged.refresh()  # not earlier: callbacks may change weights until here
         *before, last = inputs["pieces"]
         loss = torch.zeros((), device=self.args.device)
         for piece in before:
@@ -246,8 +243,7 @@ class PPOTrainer(OptimizingTrainer):
             rows = self.collector.training_rows(self._train_prompts, state.rollouts)
             meter = Meter(self._progress.phase)
             try:
-                with self._merged.in_use():
-                    collected = self.collector.collect(rows, state, self.state, meter)
+                collected = self.collector.collect(rows, state, self.state, meter)
             except NonFiniteError as error:
                 self._guard.drop(error, state.rollouts + 1, self._meter)
                 state.dropped += 1
@@ -328,7 +324,6 @@ class PPOTrainer(OptimizingTrainer):
 
     def _before_step(self) -> None:
         """What the end of a mini-batch decides, before its step."""
-        self._merged.release()
         if self._critic_only:
             self._hold_actor()
         limit = self.args.target_kl
@@ -337,11 +332,6 @@ class PPOTrainer(OptimizingTrainer):
 
     def _measure_step(self) -> None:
         self._meter.add_number("time/update", self.args.updates_per_rollout * (time.perf_counter() - self._step_began))
-
-    def _load_best_model(self) -> None:
-        # Private: upstream changes the weights here, perhaps of a run that was stopped within a step.
-        self._merged.release()
-        super()._load_best_model()
 
     def _hold_actor(self) -> None:
         """Leave the actor without gradients: no decay, no momentum, no change by one bit."""
@@ -372,11 +362,8 @@ class PPOTrainer(OptimizingTrainer):
         self._meter = Meter()
         self._step_meter = Meter()
         self._guard = NonFiniteGuard(self.args, self.accelerator)
-        try:
-            with explained_memory("the update", self.args):
-                return super().train(*args, **kwargs)
-        finally:
-            self._merged.free()
+        with explained_memory("the update", self.args):
+            return super().train(*args, **kwargs)
 
     def create_model_card(self, **given: Any) -> None:
         """Write the model card into the output folder; takes what Trainer's does, by keyword."""

@@ -315,7 +315,7 @@ TABLE: dict[str, dict[str, Case]] = {
             *({"neftune_noise_alpha": 5.0}, {"optim": "schedule_free_adamw"}),
             {"whiten_rewards": True, "advantage_estimator": "remax"},
             {"model_init_kwargs": {"dtype": "bf16"}},
-            *({"merge_adapters": True, "bf16": True}, {"bf16_full_eval": True}),
+            {"bf16_full_eval": True},
             {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "epoch"},
             {"lr_scheduler_type": "greedy", "eval_strategy": "epoch"},
             *({"max_completion_length": 123}, {"max_steps": 0}, {"chat_template_kwargs": {"tokenize": False}}),

@@ -96,7 +96,6 @@ EVERY_RUN = [
     seldom(*each("local_rollout_forward_batch_size", 1, 3)),
     seldom({"on_nonfinite": "skip"}),
     seldom({"weight_decay": 0.01}),
-    seldom({"merge_adapters": True}),
 ]
 WITH_CRITIC = [
     seldom({"whiten_rewards": True}),

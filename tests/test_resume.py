@@ -33,7 +33,6 @@ VARIANTS = {
     "stopped by target_kl, bypass": ({"target_kl": 0.02, "policy_mode": "bypass"}, {}),
     "normalised and clipped scores": ({"normalize_scores": True, "reward_clip": 1.0}, {}),
     "a stream, read again from its start": ({"max_prompt_length": 10}, {"train_dataset": STREAM}),
-    "merged adapters": ({"merge_adapters": True}, {}),
     "groups without a critic": ({"advantage_estimator": "grpo", "num_generations": 2}, {}),
 }
 

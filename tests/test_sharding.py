@@ -183,14 +183,13 @@ def test_plain_peft_reads_what_a_sharded_run_saves(run_of, engine, fields, kind,
     assert max(float(p.detach().abs().max()) for p in trained) > 0
 
 
-BUDGET, VLLM, MERGED = {"max_tokens_per_micro_batch": 100}, {"use_vllm": True}, {"merge_adapters": True}
+BUDGET, VLLM = {"max_tokens_per_micro_batch": 100}, {"use_vllm": True}
 
 
 def config(args: dict) -> SimpleNamespace:
     """The fields that `check_engine` asks."""
     fields = {"max_tokens_per_micro_batch": None, "use_vllm": False, "critic_warmup": 0, "on_nonfinite": "raise"}
-    fields |= {"vf_coef": 0.1, "merge_adapters": False}
-    return SimpleNamespace(**{**fields, "max_grad_norm": 1.0, "n_gpu": 1, **args})
+    return SimpleNamespace(**{**fields, "vf_coef": 0.1, "max_grad_norm": 1.0, "n_gpu": 1, **args})
 
 
 def engine(kind: DistributedType, fsdp2: bool = True, zero: int = 0, clipping: float | str = "auto", **fsdp):
@@ -237,14 +236,6 @@ WITH_OPTIMIZER.state.deepspeed_plugin.deepspeed_config["optimizer"] = {"type": "
         ),
         (engine(DistributedType.FSDP), "shared", [], {"vf_coef": 0.0}, "vf_coef=0 .*no checkpoint.*or DDP"),
         (engine(DistributedType.FSDP), "shared", [], VLLM, "use_vllm sends the adapter whole, and FSDP2 keeps shards"),
-        (
-            engine(DistributedType.FSDP),
-            "shared",
-            [],
-            MERGED,
-            "merge_adapters=True .* FSDP2 and DeepSpeed.*or take DDP",
-        ),
-        (ZERO_2, "adapter", [], MERGED, "merge_adapters=True .* FSDP2 and DeepSpeed.*or take DDP"),
         (ZERO_2, "adapter", [], BUDGET, "max_tokens_per_micro_batch needs DDP"),
         (ZERO_2, "adapter", [], {"critic_warmup": 3}, "critic_warmup=3 holds the actor still"),
         (ZERO_2, "adapter", [], {"on_nonfinite": "skip"}, "on_nonfinite='skip' leaves steps out"),
@@ -280,7 +271,7 @@ def test_fsdp2_leaves_outputs_and_sums_of_gradients_in_float32():
 @pytest.mark.parametrize(
     ("accelerator", "critic", "funcs", "args"),
     [
-        (engine(DistributedType.MULTI_GPU), "adapter", [RewardAdapter], BUDGET | VLLM | MERGED),
+        (engine(DistributedType.MULTI_GPU), "adapter", [RewardAdapter], BUDGET | VLLM),
         (engine(DistributedType.FSDP), "shared", [], BUDGET),
         (engine(DistributedType.DEEPSPEED, zero=3), "model", [], {}),
         (ZERO_2, "adapter", [RewardAdapter], VLLM),

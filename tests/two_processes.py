@@ -48,7 +48,6 @@ VARIANTS = [
         "lam_critic": 1.0,
         "target_kl": 1e-3,
         "entropy_coef": 0.01,
-        "merge_adapters": True,
     },
 ]
 DATASET = Dataset.from_list([{"prompt": f"请问{a}+{b}=", "answer": str(a + b)} for a in range(4) for b in range(3, 7)])

@@ -21,7 +21,6 @@ from transformers import PreTrainedModel
 from hfppo.models.critic import CRITIC_FOLDER, CriticSource, build_critic, find_critic, shared_copy
 from hfppo.models.layout import Layout, can_pack, eval_mode, hidden_states
 from hfppo.models.loading import check_adapter, check_vocabulary, keep_four_bits
-from hfppo.models.lora import fuse_lora
 from hfppo.models.output_head import Entropy, after_head, token_logprobs
 from hfppo.saving.adapter_card import update_card
 
@@ -82,7 +81,6 @@ class ActorCritic(PeftModelForCausalLM):
         self.ref_model = ref_model.requires_grad_(False).eval() if ref_model is not None else None
         self._as_reference = False
         disable_noise(self)
-        fuse_lora(self)
         if not any(p.requires_grad for p in self.actor_parameters()):
             raise ValueError("the adapter has no trainable weight; check peft_config's target_modules")
         self._check_logits()

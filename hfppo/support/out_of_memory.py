@@ -14,20 +14,21 @@ SMALLER_BATCHES = ("local_rollout_forward_batch_size", "max_completion_length", 
 
 # What helps most, by what was being done.
 WAYS_OUT = {
-    "sampling": ("merge_adapters", *SMALLER_BATCHES),
+    "sampling": SMALLER_BATCHES,
     "sampling with vLLM": ("vllm_gpu_memory_utilization", "vllm_enable_sleep_mode", "max_completion_length"),
     "the reward functions": ("reward_model_init_kwargs", "max_completion_length", "max_prompt_length"),
-    "the passes without gradient": ("merge_adapters", *SMALLER_BATCHES),
+    "the passes without gradient": SMALLER_BATCHES,
     "the update": (
-        *("merge_adapters", "max_tokens_per_micro_batch", "activation_checkpointing"),
-        *("per_device_train_batch_size", "gradient_accumulation_steps"),
+        "max_tokens_per_micro_batch",
+        "activation_checkpointing",
+        "per_device_train_batch_size",
+        "gradient_accumulation_steps",
     ),
     "an evaluation": ("per_device_eval_batch_size", "max_completion_length", "max_prompt_length"),
 }
 # Switches, with the value that saves memory: where they have it there is nothing to advise.
-FRUGAL = {"merge_adapters": False, "activation_checkpointing": True, "vllm_enable_sleep_mode": True}
+FRUGAL = {"activation_checkpointing": True, "vllm_enable_sleep_mode": True}
 ADVICE = {
-    "merge_adapters": "False keeps no copies of the weights",
     "max_tokens_per_micro_batch": "set it, or lower it",
     "per_device_train_batch_size": "halve it",
     "gradient_accumulation_steps": "and double it, which changes no gradient, and the checkpoint still fits",

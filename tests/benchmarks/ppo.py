@@ -1,7 +1,7 @@
 """Seconds, tokens per second and memory of a fixed PPO workload, by hfppo and by TRL's PPOTrainer.
 
     python tests/benchmarks/ppo.py [--workload A] [--rounds 10] [--threads 2] [--trl_python PATH]
-                                   [--policy_mode bypass] [--torch_compile] [--merge_adapters]
+                                   [--policy_mode bypass] [--torch_compile]
                                    [--max_tokens_per_micro_batch 1024]
 
 Each side is a process, and they take turns: in a round each does one rollout with its updates, and waits while the
@@ -19,8 +19,7 @@ over threads, which other programs on the machine change less; with one thread t
 
 TRL takes the sampler's log-probs for the old ones, as `--policy_mode bypass` does; the default of hfppo is another
 pass. `--torch_compile` adds hfppo with compiled layers. (TRL 1.12.0 takes that field, but its passes do not go through
-what it compiles, and its times stay.) `--merge_adapters` and `--max_tokens_per_micro_batch`, which change no gradient,
-are hfppo's as well.
+what it compiles, and its times stay.) `--max_tokens_per_micro_batch`, which changes no gradient, is hfppo's as well.
 
 With a GPU, `--workload qwen2.5-0.5b`, `qwen2.5-1.5b` or `qwen2.5-7b`, with `--nf4` for a quantised policy, do the same
 in bfloat16 with random weights of those shapes: 512 + 1024 tokens, 32 prompts. There the sides run one after another,
@@ -47,7 +46,7 @@ HERE = Path(__file__).parent
 HFPPO = {f"hfppo, critic='{critic}'": {"critic": critic} for critic in ("adapter", "shared")}
 COMPILED = {f"{side}, compiled": {**chosen, "torch_compile": True} for side, chosen in HFPPO.items()}
 TRL = "TRL 1.12.0"
-OPTIONS = ("policy_mode", "merge_adapters", "max_tokens_per_micro_batch")  # of hfppo, passed on
+OPTIONS = ("policy_mode", "max_tokens_per_micro_batch")  # of hfppo, passed on
 CLOCKS = ("seconds", "cpu_seconds")
 
 
@@ -184,7 +183,6 @@ if __name__ == "__main__":
     parser.add_argument("--trl_python", help="interpreter of an environment with TRL 1.12.0")
     parser.add_argument("--policy_mode", default="decoupled", choices=["decoupled", "bypass"])
     parser.add_argument("--torch_compile", action="store_true", help="measure hfppo with compiled layers as well")
-    parser.add_argument("--merge_adapters", action="store_true")
     parser.add_argument("--max_tokens_per_micro_batch", type=int)
     parser.add_argument("--nf4", action="store_true", help="with the policy's base in NF4; needs bitsandbytes")
     main(parser.parse_args())
