@@ -17,7 +17,6 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from hfppo.models.layout import Layout, eval_mode, hidden_states
 from hfppo.models.loading import adapter_config, check_placement, check_vocabulary, keep_four_bits
-from hfppo.models.origin import warn_of_origin
 from hfppo.saving.adapter_config import describe_adapter, differing
 
 CRITIC_FOLDER = "critic"
@@ -130,7 +129,6 @@ def find_critic(critic: str | PreTrainedModel | CriticSource) -> CriticSource:
     if isinstance(critic, CriticSource):
         return critic
     if isinstance(critic, PreTrainedModel):
-        warn_of_origin("critic", critic)
         return CriticSource(critic)
     if critic in ("adapter", "shared"):
         return CriticSource(critic)

@@ -11,8 +11,6 @@ from peft.utils import ModulesToSaveWrapper, get_peft_model_state_dict
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from hfppo.models.origin import warn_of_origin
-
 # These initialisations write into the base, so that disabling the adapter no longer gives the base back.
 BASE_CHANGING_INITS = ("pissa", "olora", "corda", "eva", "loftq", "lora_ga")
 
@@ -241,7 +239,6 @@ def take_apart(
         revision: of a base that was loaded from the Hub, for the new adapter to name.
     """
     if not isinstance(model, PeftModel):
-        warn_of_origin("model", model)
         config = copy.deepcopy(peft_config) or default_peft_config()
         if not Path(model.config.name_or_path).is_dir():
             config.revision = revision or config.revision
@@ -255,7 +252,6 @@ def take_apart(
     base = model.unload()
     for name, module in originals.items():  # PEFT leaves the trained ones
         base.set_submodule(name, module)
-    warn_of_origin("model", base)
     return ActorSource(base, config, start)
 
 
