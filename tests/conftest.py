@@ -1,5 +1,6 @@
 """A character tokenizer, tiny models and trainers for all tests; nothing is downloaded."""
 
+import json
 import os
 import shutil
 
@@ -15,9 +16,9 @@ import torch
 from build_arithmetic_base import character_tokenizer
 from datasets import Dataset
 from peft import LoraConfig
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, TrainerCallback, set_seed
 
-from hfppo import PPOConfig, PPOTrainer
+from hfppo import PlotCallback, PPOConfig, PPOTrainer
 
 torch.set_num_threads(1)
 
@@ -59,10 +60,21 @@ def ragged_model() -> LlamaForCausalLM:
     return made
 
 
+@pytest.fixture
+def picture() -> None:
+    """Let the runs of a test draw their curves."""
+
+
 @pytest.fixture(autouse=True)
-def no_picture(monkeypatch):
-    """The picture at the end of a run takes longer than most runs here."""
-    monkeypatch.setattr("hfppo.reporting.picture.find_spec", lambda name: None)
+def no_picture(monkeypatch, request):
+    """Without `picture`, draw no curves at the end of a run: that takes longer than most runs here."""
+    if "picture" not in request.fixturenames:
+        monkeypatch.setattr(PlotCallback, "on_train_end", TrainerCallback.on_train_end)
+
+
+def read_log(folder: str | Path) -> list[dict[str, Any]]:
+    """Return the entries of a run's metrics.jsonl."""
+    return [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ MODEL = {
 }
 STATE = {"optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json", "ppo_state_0.json", "manifest.json"}
 CHECKPOINT = MODEL | STATE | {"ppo_state_0.safetensors"}  # the last one within a rollout only
-CURVES = {"curves.html", "metrics.jsonl"}  # of every run, and curves.png at its end
+CURVES = {"metrics.jsonl"}  # of every run, and curves.png at its end
 WEIGHTS = ("adapter_model.safetensors", "critic/critic.safetensors")
 PROGRESS = "Training in progress, step "
 

@@ -156,4 +156,4 @@ def test_core_does_not_need_the_extras():
         on_import = ast.Module(ast.parse(path.read_text()).body, [])
         on_import.body = [node for node in on_import.body if isinstance(node, ast.Import | ast.ImportFrom)]
         tops = {i.split(".")[0] for i in imported_by(on_import)}
-        assert not tops & {"trl", "vllm", "bitsandbytes", "matplotlib"}, path
+        assert not tops & {"trl", "vllm", "bitsandbytes"}, path

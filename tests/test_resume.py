@@ -6,13 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import count_digits, tiny_model, trained_state
+from conftest import count_digits, read_log, tiny_model, trained_state
 from datasets import Dataset
 from peft.utils import get_peft_model_state_dict
 from safetensors.torch import load_file
 
 from hfppo import AdaptiveKLCallback, PPOTrainer
-from hfppo.reporting.log_file import read_log
 from hfppo.saving.manifest import seal
 
 # 2 mini-batches × 2 epochs = 4 steps per rollout: checkpoint 8 lies between two rollouts, the others within one.

@@ -4,12 +4,12 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+from conftest import read_log
 from test_resume import final_state
 from torch.testing import assert_close
 from transformers import TrainerCallback
 
 from hfppo import TokenTraceCallback
-from hfppo.reporting.log_file import read_log
 from hfppo.support.files import whole
 from hfppo.token_trace.record import read_traces
 
@@ -53,10 +53,11 @@ def straight(make_trainer, tmp_path):
     return trainer
 
 
+@pytest.mark.usefixtures("picture")
 def test_files_that_cannot_be_written_are_warned_of(make_trainer, tmp_path, caplog, straight):
     folder = tmp_path / "out"
     folder.mkdir()
-    (folder / "_curves.html").symlink_to("/dev/full")
+    (folder / "_curves.png").symlink_to("/dev/full")
     (folder / "_traces").touch()
     (folder / "completions").touch()
     trainer = make_trainer(CONFIG, callbacks=[FullDisk(), TokenTraceCallback(every=1)])
@@ -64,7 +65,7 @@ def test_files_that_cannot_be_written_are_warned_of(make_trainer, tmp_path, capl
     assert trainer.state.global_step == 12
     for file in (
         "metrics.jsonl",
-        "curves",
+        "curves.png",
         "_traces/rollout-000001.jsonl",
         "completions/completions_00000.parquet",
     ):

@@ -1,1 +1,1 @@
-"""A run's numbers: the log on disk, and curves of one run or of several. `python -m hfppo.reporting` draws them."""
+"""What a run reports: log file, curves, progress, completions, health warnings and model card."""

@@ -1,108 +1,88 @@
-"""The curves of a run, or of several beside each other, as a picture and a page."""
+"""Draw the curves of a run as a picture."""
 
 import math
-from importlib.util import find_spec
+from fnmatch import filter as match_names
 from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from hfppo.reporting.curves_page import page
-from hfppo.reporting.log_file import Group
-from hfppo.reporting.panels import LIGHT, Drawn, Line, Panel, panels
 from hfppo.support.files import expendable, whole
 
-NAME = "curves"  # of both files, in the output folder
+PICTURE = "curves.png"
+
+# Title of a panel: patterns of the metrics in it.
+PANELS = {
+    "Score [per completion]": ("reward", "eval_reward", "eval_*_reward"),
+    "Reward functions [unweighted]": ("rewards/*/mean",),
+    "KL to the reference [nats per token]": ("kl", "kl_k3"),
+    "β": ("kl_coef",),
+    "Length [tokens]": ("completions/mean_length", "completions/max_length"),
+    "Cut or not scored [share]": ("completions/truncated_frac", "unscorable_frac"),
+    "Entropy [nats per token]": ("policy/entropy",),
+    "Clipped [share of tokens]": ("policy/clip_frac", "policy/clip_frac_low", "policy/clip_frac_high"),
+    "Size of the update [nats per token]": ("policy/approx_kl",),
+    "Policy loss [score]": ("policy/loss",),
+    "Value loss [score²]": ("value/loss",),
+    "Values and returns [score]": ("value/mean", "value/return"),
+    "Explained variance [1 is perfect]": ("value/explained_variance",),
+    "Gradient norm": ("grad_norm", "value/grad_norm"),
+    "Learning rate": ("learning_rate", "critic_learning_rate"),
+    "Throughput [tokens per second]": ("time/tokens_per_second",),
+    "Time [seconds per rollout]": ("time/rollout", "time/generation", "time/passes", "time/rewards", "time/update"),
+}
 
 
 class PlotCallback(TrainerCallback):
-    """Draws the curves into the output folder. On by default.
-
-    The page `curves.html` at every checkpoint and at the end; the picture `curves.png` at the end, if matplotlib is
-    installed.
-    """
-
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
-        """The page so far."""
-        self._draw(args, state, picture=False)
+    """Draw the curves of the run into `curves.png` in the output folder when training ends. On by default."""
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
-        """The page and the picture."""
-        self._draw(args, state, picture=find_spec("matplotlib") is not None)
-
-    def _draw(self, args: TrainingArguments, state: TrainerState, picture: bool) -> None:
-        name = Path(args.output_dir).absolute().name
-        groups = [Group(name, [state.log_history])]
-        if state.is_world_process_zero and panels(groups):
-            output = Path(args.output_dir) / NAME
-            with expendable(output):
-                draw(groups, name, output, picture)
+        """Draw the whole log history; nothing where no metric of a panel was logged."""
+        panels = select_panels(state.log_history)
+        if state.is_world_process_zero and panels:
+            file = Path(args.output_dir).absolute() / PICTURE
+            with expendable(Path(args.output_dir) / PICTURE), whole(file) as temporary:
+                draw_panels(panels, state.log_history, file.parent.name, temporary)
 
 
-def draw(groups: list[Group], title: str, output: Path, picture: bool = True) -> None:
-    """Write `output`.html and, for a picture, `output`.png.
-
-    Raises:
-        ImportError: matplotlib is missing; the page is there all the same.
-        ValueError: nothing has been logged.
-    """
-    drawn = panels(groups)
-    if not drawn:
-        raise ValueError(f"{title}: nothing has been logged yet; come back later, or lower logging_steps")
-    with whole(output.parent / f"{output.name}.html") as aside:
-        aside.write_text(page(drawn, title, groups), encoding="utf-8")
-    if picture:
-        draw_picture(drawn, title, output.parent / f"{output.name}.png", named=len(groups) > 1)
+def select_panels(history: list[dict[str, float]]) -> dict[str, list[str]]:
+    """Return the logged metrics of each panel, by its title; panels without any are left out."""
+    logged = list(dict.fromkeys(name for entry in history for name in entry))
+    found = {title: [n for p in patterns for n in match_names(logged, p)] for title, patterns in PANELS.items()}
+    return {title: names for title, names in found.items() if names}
 
 
-def draw_picture(drawn: Drawn, title: str, file: Path, named: bool) -> None:
-    """Write the panels as a PNG; a single line has a name as well if several runs are drawn.
+def draw_panels(panels: dict[str, list[str]], history: list[dict[str, float]], title: str, file: Path) -> None:
+    """Write the panels as a PNG, each metric against optimizer steps.
 
     Raises:
-        ImportError: matplotlib is missing.
+        OSError: the file cannot be written.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError(
-            f"{file.name} needs matplotlib: pip install matplotlib, or hfppo[plot]. {file.stem}.html is there without."
-        ) from error
-    columns = min(3, len(drawn))
-    rows = math.ceil(len(drawn) / columns)
-    figure = Figure(figsize=(4.2 * columns, 2.6 * rows + 0.6), dpi=100)
-    FigureCanvasAgg(figure)
-    # In inches; a layout that measures the labels would take as long as the drawing.
-    width, height = figure.get_size_inches()
-    figure.subplots_adjust(0.6 / width, 0.5 / height, 1 - 0.15 / width, 1 - 0.7 / height, wspace=0.2, hspace=0.35)
-    figure.suptitle(title, y=1 - 0.2 / height)
-    for number, (panel, lines) in enumerate(drawn, start=1):
-        axes = figure.add_subplot(rows, columns, number)
-        draw_panel(axes, panel, lines, named or len(lines) > 1)
-        if number > len(drawn) - columns:
-            axes.set_xlabel("optimiser step", fontsize=8)
-    with whole(file) as aside:  # compressed less: a tenth larger than by default, in a fifth less time
-        figure.savefig(aside, pil_kwargs={"compress_level": 1})
+    # Imported here, since it takes half a second; no pyplot, which would choose a backend for the user's own figures.
+    from matplotlib import rc_context
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
 
-
-def draw_panel(axes: Any, panel: Panel, lines: list[Line], named: bool) -> None:
-    """Draw a panel into a set of axes of matplotlib's."""
-    axes.set_title(f"{panel.title} [{panel.unit}]" if panel.unit else panel.title, fontsize=10, loc="left", y=1.0)
-    axes.tick_params(labelsize=8)
-    axes.locator_params(nbins=5)
-    axes.ticklabel_format(useOffset=False)
-    axes.grid(alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
-    for line in lines:
-        series, color = line.series, LIGHT[line.color]
-        dashes = tuple(float(x) for x in line.dashes.split())
-        marker = "." if len(series.steps) < 3 else ""
-        style = (0, dashes) if dashes else "-"
-        axes.plot(series.steps, series.values, color=color, ls=style, lw=1.4, marker=marker, label=line.label)
-        if series.lowest != series.highest:
-            axes.fill_between(series.steps, series.lowest, series.highest, color=color, alpha=0.2, lw=0)
-    if named:
-        columns = 1 if len(lines) < 3 else 2
-        low, high = axes.get_ylim()
-        axes.set_ylim(low, high + 0.12 * (high - low) * math.ceil(len(lines) / columns))  # its place
-        axes.legend(fontsize=7, frameon=False, loc="upper right", ncols=columns, borderaxespad=0)
+    columns = min(3, len(panels))
+    rows = math.ceil(len(panels) / columns)
+    with rc_context({"text.parse_math": False, "font.size": 8}):  # a dollar in a name is a dollar
+        figure = Figure(figsize=(4.2 * columns, 2.6 * rows + 0.6))
+        FigureCanvasAgg(figure)
+        # Margins in inches over the size: a layout engine would measure every label, which takes longer than drawing.
+        width, height = figure.get_size_inches()
+        figure.subplots_adjust(0.6 / width, 0.5 / height, 1 - 0.15 / width, 1 - 0.7 / height, wspace=0.2, hspace=0.35)
+        figure.suptitle(title, y=1 - 0.2 / height)
+        for number, (panel, names) in enumerate(panels.items(), start=1):
+            axes = figure.add_subplot(rows, columns, number)
+            axes.set_title(panel, loc="left", y=1.0)
+            axes.grid(alpha=0.3)
+            axes.ticklabel_format(useOffset=False)
+            axes.locator_params(nbins=5)
+            for name in names:
+                points = [(entry["step"], entry[name]) for entry in history if name in entry]
+                axes.plot(*zip(*points, strict=True), marker="." if len(points) < 3 else "", label=name)
+            if len(names) > 1:
+                axes.legend(loc="upper right", fontsize="small")
+            if number > len(panels) - columns:
+                axes.set_xlabel("optimizer step")
+        figure.savefig(file, pil_kwargs={"compress_level": 1})
