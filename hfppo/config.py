@@ -2,7 +2,6 @@
 
 import copy
 import logging
-import re
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
@@ -10,11 +9,9 @@ from transformers import TrainingArguments
 
 from hfppo.config_checks import METRIC_SCHEDULERS, check_config, check_names, check_types, read_nones
 from hfppo.functional import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES, REDUCTIONS, estimator_needs
+from hfppo.support.secrets import hide_in_settings
 
 logger = logging.getLogger(__name__)
-
-SECRET_NAME = re.compile("(?<!max_)token|key|secret|password", re.IGNORECASE)  # found in the name of a secret
-URL_USER = re.compile(r"(?<=\w://)[^/\s@\"']+(?=@)")
 
 
 @dataclass
@@ -277,11 +274,11 @@ class PPOConfig(TrainingArguments):
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as trackers, checkpoints and the model card show them: also nested tokens and keys are hidden."""
-        return {name: without_secrets(value) for name, value in super().to_dict().items()}
+        return hide_in_settings(super().to_dict())
 
     def __getstate__(self) -> dict[str, Any]:
         # `training_args.bin` is this, pickled, and Trainer pushes it.
-        return {name: without_secrets(value) for name, value in vars(self).items()} | {"hub_token": None}
+        return hide_in_settings(vars(self)) | {"hub_token": None}
 
     def __copy__(self) -> Self:
         copied = object.__new__(type(self))  # not from what is pickled, which lacks the secrets
@@ -324,17 +321,3 @@ class PPOConfig(TrainingArguments):
     def needs_reference(self) -> bool:
         """Whether a KL term asks for log π_ref."""
         return self.kl_coef != 0 or self.kl_loss_coef != 0
-
-
-def without_secrets(value: Any) -> Any:
-    """A value in which texts under names such as "token" or "api_key" are hidden, and the users in URLs."""
-    if isinstance(value, str):
-        return URL_USER.sub("…", value)
-    if not isinstance(value, dict):
-        return value
-    return {
-        name: f"<{name.upper()}>"
-        if isinstance(inner, str) and isinstance(name, str) and SECRET_NAME.search(name)
-        else without_secrets(inner)
-        for name, inner in value.items()
-    }

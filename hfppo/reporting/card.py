@@ -11,7 +11,6 @@ import math
 import re
 import shlex
 import sys
-from collections.abc import Iterable
 from dataclasses import MISSING, Field, dataclass, fields
 from enum import Enum
 from importlib.metadata import version
@@ -25,9 +24,10 @@ from transformers import TrainerState
 from transformers.modelcard import TrainingSummary
 from transformers.utils import is_in_notebook
 
-from hfppo.config import SECRET_NAME, URL_USER, PPOConfig
+from hfppo.config import PPOConfig
 from hfppo.models.critic import CRITIC_FOLDER
 from hfppo.saving.adapter_card import CARD, as_list, is_repository, read_card
+from hfppo.support.secrets import hide_in_command, hide_in_text
 
 TAGS = ("ppo", "hfppo", "reinforcement-learning", "generated_from_trainer")
 PACKAGES = ("hfppo", "transformers", "torch", "datasets")  # PEFT adds itself
@@ -39,7 +39,6 @@ NOT_SHOWN = (
     *("dataloader_", "ddp_", "gradient_checkpointing", "activation_checkpointing"),
 )
 SPEED = ("runtime", "samples_per_second", "steps_per_second", "model_preparation_time")
-HIDDEN = "…"
 
 
 @dataclass(frozen=True)
@@ -86,7 +85,7 @@ def write_card(
         "### Framework versions\n\n" + "\n".join(f"- {package} {version(package)}" for package in PACKAGES),
     ]
     secrets = [secret for secret in (args.hub_token, get_token()) if secret]
-    text = without_credentials("\n\n".join(section for section in sections if section), secrets)
+    text = hide_in_text("\n\n".join(section for section in sections if section), secrets)
     card = ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}\n", ignore_metadata_errors=True)
     Path(folder).mkdir(parents=True, exist_ok=True)
     card.save(Path(folder) / CARD)
@@ -265,41 +264,12 @@ def command() -> str:
     if not words or "-c" in words[:2] or is_in_notebook():
         return ""
     lines = ["python"]
-    for word in without_secret_options([word for word in words if word != "-u"]):
+    for word in hide_in_command([word for word in words if word != "-u"]):
         if word.startswith("--"):
             lines.append(f"    {shlex.quote(word)}")
         else:
             lines[-1] += f" {shlex.quote(word)}"
     return "### Command\n\n" + fenced(" \\\n".join(lines), "bash")
-
-
-def without_secret_options(words: Iterable[str]) -> list[str]:
-    """A command with the values of options such as `--hub_token` hidden, wherever they stand."""
-    shown = []
-    hide = False
-    for word in words:
-        if word.startswith("--"):
-            hide = "=" not in word and bool(SECRET_NAME.search(word))
-            shown.append(without_assigned_secrets(word))
-        else:
-            shown.append(HIDDEN if hide else without_assigned_secrets(word))
-    return shown
-
-
-def without_assigned_secrets(text: str) -> str:
-    """Text with the values of `token=…`, `"api_key": "…"` and the like hidden."""
-    names = rf"[\w-]*(?:{SECRET_NAME.pattern})[\w-]*"
-    return re.sub(
-        rf"""(?i)({names}["']?\s*[:=]\s*)("[^"]*"|'[^']*'|[^\s,;&}}]+)""", lambda match: match[1] + HIDDEN, text
-    )
-
-
-def without_credentials(text: str, secrets: Iterable[str]) -> str:
-    """Text without the given secrets, without tokens of the Hub, and without the users in URLs."""
-    for secret in secrets:
-        text = text.replace(secret, HIDDEN)
-    text = re.sub(r"\bhf_[A-Za-z0-9]{20,}", HIDDEN, text)
-    return URL_USER.sub(HIDDEN, text)
 
 
 def plain(text: Any) -> str:

@@ -13,7 +13,8 @@ from typing import Any
 from tenacity import stop_after_attempt
 
 from hfppo.support.concurrency import wait_for
-from hfppo.support.http_client import Endpoint, ServerError, shown
+from hfppo.support.http_client import Endpoint, ServerError
+from hfppo.support.secrets import hide_in_url
 
 
 class RewardServer:
@@ -59,7 +60,7 @@ class RewardServer:
         if missing := [column for column in self.columns if column not in kwargs]:
             raise ValueError(f"columns={self.columns} of {self.__name__}: the dataset has no column {missing[0]!r}")
         sent = {"prompts": prompts, "completions": completions, **{column: kwargs[column] for column in self.columns}}
-        check_json(shown(self.endpoint.url), sent)
+        check_json(hide_in_url(self.endpoint.url), sent)
         starts = range(0, len(prompts), self.batch_size)
         bodies = [{key: rows[i : i + self.batch_size] for key, rows in sent.items()} for i in starts]
         answers = await self.endpoint.post_all("", bodies)
@@ -82,7 +83,7 @@ class RewardServer:
         scores = answer.get("scores") if isinstance(answer, dict) else None
         if not isinstance(scores, list) or len(scores) != wanted:
             raise ServerError(
-                f"{shown(self.endpoint.url)} answered {str(answer)[:200]!r} for {wanted} completions; "
+                f"{hide_in_url(self.endpoint.url)} answered {str(answer)[:200]!r} for {wanted} completions; "
                 'it must answer {"scores": [one number or null for each]}'
             )
         return scores

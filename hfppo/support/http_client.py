@@ -10,6 +10,8 @@ import httpx2
 from tenacity import AsyncRetrying, retry_if_exception_type, wait_exponential_jitter
 from tenacity.stop import stop_base
 
+from hfppo.support.secrets import hide_in_url
+
 MAX_ANSWER = 64 * 2**20  # bytes; an answer is numbers, and a longer one is not read to its end
 PASSING = (408, 425, 429, 500, 502, 503, 504)  # HTTP statuses that another attempt may get past
 
@@ -102,7 +104,7 @@ class Endpoint:
 
     async def _ask(self, client: httpx2.AsyncClient, method: str, url: str, body: Any) -> bytes:
         """One attempt."""
-        name = shown(url)
+        name = hide_in_url(url)
         content = bytearray()
         try:
             async with asyncio.timeout(self.timeout), client.stream(method, url, json=body) as response:
@@ -136,7 +138,7 @@ class Endpoint:
         except ValueError as error:
             said = answer[:200].decode(errors="replace")
             raise ServerError(
-                f"{shown(self.url + path)} answered what is no JSON: {said!r}; check that it is the address"
+                f"{hide_in_url(self.url + path)} answered what is no JSON: {said!r}; check that it is the address"
             ) from error
 
 
@@ -154,20 +156,14 @@ def check_address(url: str) -> None:
             "the url given is no address that can be read; write http://host:port/path, with a number as the port"
         ) from None
     if parsed.scheme not in ("http", "https") or not parsed.host:
-        raise ValueError(f"url={shown(url)!r} is no address; write http://host:port/path")
+        raise ValueError(f"url={hide_in_url(url)!r} is no address; write http://host:port/path")
 
 
-def hide_secrets(record: logging.LogRecord) -> bool:
-    """A filter for what httpx2 logs: addresses as `shown` has them."""
-    arguments = record.args if isinstance(record.args, tuple) else ()
-    if arguments:
-        record.args = tuple(shown(str(x)) if isinstance(x, httpx2.URL) else x for x in arguments)
+def hide_urls_in_record(record: logging.LogRecord) -> bool:
+    """Hide users and queries in the addresses that httpx2 logs; a logging filter, which keeps every record."""
+    if isinstance(record.args, tuple):
+        record.args = tuple(hide_in_url(str(x)) if isinstance(x, httpx2.URL) else x for x in record.args)
     return True
 
 
-logging.getLogger("httpx2").addFilter(hide_secrets)
-
-
-def shown(url: str) -> str:
-    """The address without what may be secret: a password, and the query."""
-    return str(httpx2.URL(url).copy_with(userinfo=b"", query=None))
+logging.getLogger("httpx2").addFilter(hide_urls_in_record)
