@@ -136,7 +136,7 @@ class PPOTrainer(OptimizingTrainer):
             accelerator=self.accelerator,
             args=args,
         )
-        self._progress = RunProgress.of(self, args.updates_per_rollout)
+        self._progress = RunProgress.of(self)
         self.collector.sampler.on_progress = self._progress.advance
         self.ppo_state = PPOState(kl_coef=args.kl_coef)
         self._train_prompts, self._eval_prompts = parts.prompts.train, parts.prompts.eval
