@@ -1,19 +1,18 @@
-"""What to do when memory runs out."""
+"""Explain an allocator's error: during what memory ran out, at which peak, and which settings help."""
 
+import re
 import resource
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
-from hfppo.config import PPOConfig
-from hfppo.saving.folders import way_back
-
 SMALLER_BATCHES = ("local_rollout_forward_batch_size", "max_completion_length", "max_prompt_length")
 
-# What helps most, by what was being done.
-WAYS_OUT = {
+# The settings that help most, by phase.
+SETTINGS = {
     "sampling": SMALLER_BATCHES,
     "sampling with vLLM": ("vllm_gpu_memory_utilization", "vllm_enable_sleep_mode", "max_completion_length"),
     "the reward functions": ("reward_model_init_kwargs", "max_completion_length", "max_prompt_length"),
@@ -26,8 +25,7 @@ WAYS_OUT = {
     ),
     "an evaluation": ("per_device_eval_batch_size", "max_completion_length", "max_prompt_length"),
 }
-# Switches, with the value that saves memory: where they have it there is nothing to advise.
-FRUGAL = {"activation_checkpointing": True, "vllm_enable_sleep_mode": True}
+# "lower it" for the others.
 ADVICE = {
     "max_tokens_per_micro_batch": "set it, or lower it",
     "per_device_train_batch_size": "halve it",
@@ -37,45 +35,47 @@ ADVICE = {
     "vllm_enable_sleep_mode": "True frees the engine's memory meanwhile",
 }
 
+# Allocators that raise a RuntimeError; those of CUDA and XPU raise torch.OutOfMemoryError.
+ALLOCATOR = re.compile(r"(\[enforce fail at [^\]]*\].*)?DefaultCPUAllocator: |MPS backend out of memory")
+
 
 class OutOfMemory(torch.OutOfMemoryError):
-    """Memory ran out; the message says during what, how much was in use, and which settings help."""
+    """Memory ran out; the message gives the phase, the peak and the settings that help."""
 
 
 @contextmanager
-def explained_memory(phase: str, args: PPOConfig) -> Iterator[None]:
-    """Say what helps if memory runs out inside.
+def explained_memory(phase: str, args: Any) -> Iterator[None]:
+    """Raise `OutOfMemory` where memory runs out inside the block.
 
     Args:
-        phase: a key of `WAYS_OUT`.
-    Raises:
-        OutOfMemory: it ran out.
+        phase: a key of `SETTINGS`.
+        args: the configuration, for the present values of the settings.
     """
     try:
         yield
     except (RuntimeError, MemoryError) as error:
         if isinstance(error, OutOfMemory) or not is_out_of_memory(error):
             raise
-        known = {name: getattr(args, name) for name in WAYS_OUT[phase] if hasattr(args, name)}  # 5.19 lacks one
-        settings = [
+        values = {name: getattr(args, name) for name in SETTINGS[phase] if hasattr(args, name)}  # 5.19 lacks one
+        advice = [
             f"{name}={value!r} ({ADVICE.get(name, 'lower it')})"
-            for name, value in known.items()
-            if name not in FRUGAL or value != FRUGAL[name]
+            for name, value in values.items()
+            if value is not True  # a switch that saves memory already
         ]
         raise OutOfMemory(
-            f"memory ran out during {phase}, at a peak of {peak(args)}. What helps: {', '.join(settings)}. "
-            f"{way_back(args.output_dir)}"
+            f"memory ran out during {phase}, at a peak of {peak(args)}. What helps: {', '.join(advice)}."
         ) from error
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether an allocator gave up; the CPU's and those of some devices have no type of error of their own."""
-    said = ("DefaultCPUAllocator", "out of memory")
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(text in str(error) for text in said)
+    """Return whether an allocator of this process raised the error, not a server or a function that reports its own."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return type(error) is RuntimeError and ALLOCATOR.match(str(error)) is not None
 
 
-def peak(args: PPOConfig) -> str:
-    """The most memory that tensors took on the GPU, or the process where it uses none."""
+def peak(args: Any) -> str:
+    """Return the most memory that tensors took on the GPU, or the process where it uses none."""
     if torch.cuda.is_available() and not args.use_cpu:
         total = torch.cuda.mem_get_info()[1]
         return f"{torch.cuda.max_memory_allocated() / 2**30:.2f} GiB of {total / 2**30:.2f} GiB"
