@@ -2,7 +2,6 @@
 
 import ast
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -55,9 +54,7 @@ def blocks(card: ModelCard) -> dict[str, str]:
     return {token.info: token.content for token in tokens(card) if token.type == "fence"}
 
 
-def test_card_tells_the_run(make_trainer, dataset, tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "orig_argv", ["venv/bin/python", "-u", "train.py", "--config", "a b.yaml", "--seed=3"])
-
+def test_card_tells_the_run(make_trainer, dataset, tmp_path):
     def short(completions, **kwargs):
         return [0.0 for _ in completions]
 
@@ -72,7 +69,12 @@ def test_card_tells_the_run(make_trainer, dataset, tmp_path, monkeypatch):
     trainer.create_model_card()
     card = card_of(tmp_path / "out")
     assert headings(card) == [
-        *("out", "How to load it", "Evaluation", "Training procedure", "Rewards", "Configuration", "Command"),
+        "out",
+        "How to load it",
+        "Evaluation",
+        "Training procedure",
+        "Rewards",
+        "Configuration",
         "Framework versions",
     ]
     assert card.data.library_name == "peft"
@@ -90,8 +92,7 @@ def test_card_tells_the_run(make_trainer, dataset, tmp_path, monkeypatch):
     own = {k: v for k, v in SMALL.items() if k not in ("report_to", "use_cpu", "disable_tqdm")}
     own = {k: v for k, v in own.items() if not k.startswith(("logging_", "save_"))}
     assert changed == {**own, **EVALUATED, "reward_weights": [1, 0.25], "lr_scheduler_type": "cosine"}
-    assert blocks(card)["bash"] == "python train.py \\\n    --config 'a b.yaml' \\\n    --seed=3\n"
-    assert "8 optimiser steps." in card.text
+    assert "8 optimizer steps." in card.text
     assert "The critic lies in `critic/`" in card.text
     assert "PEFT" in card.text.split("### Framework versions")[1]
     compile(blocks(card)["python"], "card", "exec")
@@ -117,7 +118,7 @@ def test_card_before_training_and_without_a_critic(make_trainer, tmp_path):
     card = card_of(tmp_path / "out")
     assert "Evaluation" not in headings(card)
     assert "critic" not in card.text
-    assert "0 optimiser steps" in card.text
+    assert "0 optimizer steps" in card.text
 
 
 def test_conversations_are_loaded_with_the_chat_template(make_trainer, dataset, tmp_path):
@@ -141,13 +142,20 @@ def test_conversations_are_loaded_with_the_options_of_their_template(make_traine
 
 @pytest.mark.parametrize(
     "name",
-    ["a|b", "`", "``` x", "</table><script>", "# no heading", "a\n\n---\n# b", "[x](y)", "*a* _b_ \\|", "&amp;"],
+    [
+        "a|b",
+        "`",
+        "``` x",
+        "</table><script>",
+        "# no heading",
+        "a\n\n---\n# b",
+        "[x](y)",
+        "*a* _b_ \\|",
+        "&amp;",
+        "{{ 7 * 7 }}",
+    ],
 )
-def test_text_of_users_stays_text(make_trainer, tmp_path, monkeypatch, name):
-    monkeypatch.setattr(
-        sys, "orig_argv", ["python", "train.py"]
-    )  # some test runners leave none, and then there is no command
-
+def test_text_of_users_stays_text(make_trainer, tmp_path, name):
     def reward(completions, **kwargs):
         return [0.0 for _ in completions]
 
@@ -158,7 +166,7 @@ def test_text_of_users_stays_text(make_trainer, tmp_path, monkeypatch, name):
     card = card_of(tmp_path / "out")
     line = " ".join(name.split())
     assert headings(card)[0] == line
-    assert len(headings(card)) == 8
+    assert len(headings(card)) == 7
     evaluation, rewards = tables(card)
     assert rewards[1:] == [[line, "1"]]
     assert [line, "1"] in evaluation
@@ -167,21 +175,14 @@ def test_text_of_users_stays_text(make_trainer, tmp_path, monkeypatch, name):
     assert not any(part.type.startswith("html") for token in tokens(card) for part in (token, *(token.children or [])))
 
 
-def test_nothing_that_is_saved_holds_a_secret(make_trainer, tmp_path, monkeypatch):
+def test_nothing_that_is_saved_holds_a_secret(make_trainer, tmp_path):
     secret = "abcSECRETabc"
-    urls = [
-        f"https://user:{secret}@host/x",
-        f"--note=I use {TOKEN} here",
-        f"--set=password:{secret}",
-        f"--name=my-{secret}",
-    ]
-    monkeypatch.setattr(sys, "orig_argv", ["python", "train.py", *urls, "--hub_token", secret])
     trainer = make_trainer(
         {
             "hub_token": secret,
             "model_init_kwargs": {"token": secret, "dtype": torch.float32},
             "reward_model_init_kwargs": {"auth": {"api_key": secret}},
-            "chat_template_kwargs": {"where": f"http://me:{secret}@host"},
+            "chat_template_kwargs": {"where": f"http://me:{secret}@host", "note": f"I use {TOKEN}"},
             "save_strategy": "steps",
             "save_steps": 3,
         }
@@ -211,7 +212,7 @@ def test_local_base_is_no_base_model_of_the_hub(make_trainer, tokenizer, tmp_pat
         card = card_of(tmp_path / folder)
         assert card.data.base_model is None
         assert not any("base" in tag for tag in card.data.tags)
-    assert str(tmp_path) not in card_of(tmp_path / "out").text.split("### Command")[0]
+    assert str(tmp_path) not in card_of(tmp_path / "out").text
     trainer.create_model_card(finetuned_from="team/base")
     trainer.save_model()
     card = card_of(tmp_path / "out")
@@ -236,7 +237,7 @@ def test_results_for_the_hub_need_a_dataset(make_trainer, dataset, tmp_path):
         assert "broken" not in results
         assert card.data.eval_results[0].dataset_type == "openai/gsm8k"
         assert card.data.datasets == ["openai/gsm8k"]
-    assert re.search(r"\| `broken` \| nan \|", card.text)
+    assert re.search(r"\| broken \| nan \|", card.text)
 
 
 def test_evaluations_are_those_of_the_saved_weights():

@@ -145,7 +145,7 @@ def test_pushed_actor_and_critic_are_of_one_step(runs, hub, strategy):
         step = commit.message.removeprefix(PROGRESS).removesuffix(", checkpoint")
         for name in WEIGHTS:
             assert commit.files[name] == (runs / strategy / f"checkpoint-{step}" / name).read_bytes(), (step, name)
-        assert f"{step} optimiser steps." in commit.files["README.md"].decode()
+        assert f"{step} optimizer steps." in commit.files["README.md"].decode()
 
 
 @pytest.mark.slow
@@ -206,7 +206,7 @@ def test_a_hub_that_is_down(runs, hub, loaded):
     assert f"The push to someone/down has failed. The model lies in {runs / 'down'}" in loaded["error"]
     found = {str(path.relative_to(runs / "down")) for path in (runs / "down").rglob("*") if path.is_file()}
     assert {name for name in found if not name.startswith("checkpoint-")} == MODEL | CURVES | {"curves.png"}
-    assert "4 optimiser steps." in (runs / "down/README.md").read_text()
+    assert "4 optimizer steps." in (runs / "down/README.md").read_text()
 
 
 @pytest.mark.parametrize("always", [False, True])

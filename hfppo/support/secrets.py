@@ -1,4 +1,4 @@
-"""Hide passwords, tokens and keys in settings, addresses, commands and texts that are shown or saved."""
+"""Hide passwords, tokens and keys in settings, addresses and texts that are shown or saved."""
 
 import re
 from collections.abc import Iterable
@@ -12,7 +12,6 @@ WORDS = (
 )
 NAME_END = rf"(?:^|[\W_]|(?<=[a-z])(?=[A-Z]))(?i:{WORDS})"
 SECRET_NAME = re.compile(rf"{NAME_END}$")
-ASSIGNED = re.compile(rf"""({NAME_END}["']?\s*[:=]\s*)("[^"]*"|'[^']*'|[^\s,;&}}]+)""")
 SPECIAL_TOKEN = re.compile(r"""["']?(<.*>|\[.*\])["']?""")  # of a vocabulary, such as <think> or [PAD]
 HUB_TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{20,}")
 URL_USER = re.compile(r"(?<=\w://)[^/\s@\"']+(?=@)")
@@ -49,19 +48,3 @@ def hide_in_text(text: str, known: Iterable[str] = ()) -> str:
     for secret in known:
         text = text.replace(secret, HIDDEN)
     return URL_USER.sub(HIDDEN, HUB_TOKEN.sub(HIDDEN, text))
-
-
-def hide_in_command(words: Iterable[str]) -> list[str]:
-    """Return a command's words without the values of options such as `--hub_token` and of pairs such as `token=…`."""
-    safe = []
-    hide = False
-    for word in words:
-        if word.startswith("--"):
-            hide = "=" not in word and bool(SECRET_NAME.search(word))
-        safe.append(HIDDEN if hide and not word.startswith("--") else ASSIGNED.sub(_hide_value, word))
-    return safe
-
-
-def _hide_value(match: re.Match[str]) -> str:
-    name, value = match.groups()
-    return match[0] if SPECIAL_TOKEN.fullmatch(value) else name + HIDDEN
