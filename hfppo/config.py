@@ -266,7 +266,7 @@ class PPOConfig(TrainingArguments):
         super().__post_init__()
         check_config(self)
         if self.total_episodes is not None:
-            rollouts = -(-self.total_episodes // (self.rollout_size * self.world_size))
+            rollouts = -(-self.total_episodes // (self.rollout_size_per_process * self.world_size))
             steps = rollouts * self.updates_per_rollout
             if self.max_steps not in (-1, steps):
                 logger.warning("total_episodes makes max_steps=%s; %s is not used", steps, self.max_steps)
@@ -291,7 +291,7 @@ class PPOConfig(TrainingArguments):
         return copied
 
     @property
-    def rollout_size(self) -> int:
+    def rollout_size_per_process(self) -> int:
         """Completions per process in a rollout."""
         return self.per_device_train_batch_size * self.gradient_accumulation_steps * self.num_mini_batches
 

@@ -219,9 +219,9 @@ def check_combinations(args: Any) -> None:
             f"advantage_estimator={args.advantage_estimator!r} compares completions of one prompt, but "
             f"num_generations={args.num_generations}; raise num_generations to 2 or more"
         )
-    if args.rollout_size % args.num_generations:
+    if args.rollout_size_per_process % args.num_generations:
         raise ValueError(
-            f"a rollout of {args.rollout_size} completions per process (per_device_train_batch_size="
+            f"a rollout of {args.rollout_size_per_process} completions per process (per_device_train_batch_size="
             f"{args.per_device_train_batch_size} × gradient_accumulation_steps="
             f"{args.gradient_accumulation_steps} × num_mini_batches={args.num_mini_batches}) cannot be divided "
             f"into groups of num_generations={args.num_generations}; choose sizes that divide"

@@ -174,7 +174,7 @@ class PPOTrainer(OptimizingTrainer):
         steps = self.args.max_steps  # of a stream, whose end is not known, the run is the epoch
         if isinstance(self._train_prompts, Prompts):
             completions = len(self._train_prompts) * self.args.num_generations
-            rollouts = max(1, completions // (self.args.rollout_size * self.args.world_size))
+            rollouts = max(1, completions // (self.args.rollout_size_per_process * self.args.world_size))
             steps = rollouts * self.args.updates_per_rollout
         size = self.args.per_device_train_batch_size * self.args.world_size  # by which Trainer counts samples
         ticks = range(steps * self.args.gradient_accumulation_steps * size)

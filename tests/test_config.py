@@ -26,9 +26,9 @@ def config(tmp_path: Path):
     return make
 
 
-def test_rollout_size_and_updates_per_rollout(config):
+def test_rollout_size_per_process_and_updates_per_rollout(config):
     args = config(per_device_train_batch_size=2, gradient_accumulation_steps=3, num_mini_batches=5, num_ppo_epochs=7)
-    assert args.rollout_size == 30  # 2·3·5
+    assert args.rollout_size_per_process == 30  # 2·3·5
     assert args.updates_per_rollout == 35  # 7·5: accumulation adds no steps
 
 

@@ -205,7 +205,7 @@ def test_the_yaml_has_the_sizes_it_speaks_of():
     script_args, args, model_args = parse("--use_cpu", "true")
     assert (script_args.dataset_name, script_args.dataset_config) == ("openai/gsm8k", "main")
     assert (script_args.train_split, script_args.test_split) == ("train", "test")
-    assert args.rollout_size == 256
+    assert args.rollout_size_per_process == 256
     assert args.per_device_train_batch_size * args.gradient_accumulation_steps == 64
     assert (args.num_mini_batches, args.num_ppo_epochs, args.updates_per_rollout) == (4, 2, 8)
     assert (args.learning_rate, args.critic_learning_rate) == (1e-5, 5e-5)

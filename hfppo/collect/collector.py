@@ -53,8 +53,9 @@ class Collector:
     def training_rows(self, prompts: Prompts | PromptStream, rollout_index: int) -> list[Row]:
         """This process's rows of a rollout: a function of the seed, the rollout and the process alone."""
         args = self.args
-        first = (rollout_index * self.accelerator.num_processes + self.accelerator.process_index) * args.rollout_size
-        groups = range(first // args.num_generations, (first + args.rollout_size) // args.num_generations)
+        size = args.rollout_size_per_process
+        first = (rollout_index * self.accelerator.num_processes + self.accelerator.process_index) * size
+        groups = range(first // args.num_generations, (first + size) // args.num_generations)
         found = dict(zip(groups, prompts.at(groups, args.seed), strict=True))
         return [
             Row(
@@ -62,7 +63,7 @@ class Collector:
                 group=number // args.num_generations,
                 seed=stream_seed(args.seed, SAMPLING_STREAM, number),
             )
-            for number in range(first, first + args.rollout_size)
+            for number in range(first, first + size)
         ]
 
     def eval_rows(self, prompts: Prompts) -> list[Row]:
