@@ -1,11 +1,8 @@
-"""What a checkpoint holds beside Trainer's own files: the state of PPO on each process."""
+"""The state of PPO in a checkpoint, one file per process beside Trainer's own."""
 
 import hashlib
 import json
 import logging
-import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -14,7 +11,6 @@ import torch
 from peft import PeftConfig
 from safetensors.torch import load_file, save_file
 from torch import nn
-from torch.optim import Optimizer
 from transformers import TrainingArguments
 
 from hfppo.config import PPOConfig
@@ -24,11 +20,11 @@ from hfppo.metrics import Meter
 from hfppo.models.actor_critic import ActorCritic
 from hfppo.rollout import Rollout
 from hfppo.run_state import PPOState
-from hfppo.saving.adapter_config import describe_adapter, differing
+from hfppo.saving.adapter_config import describe_adapter, find_differences
 
 logger = logging.getLogger(__name__)
 
-# The fields that say which rows a rollout has and how it is cut: with others, a checkpoint cannot be gone on with.
+# A resumed run must share these fields: they determine a rollout's rows and how they are split.
 STRUCTURE = (
     "num_mini_batches",
     "num_ppo_epochs",
@@ -39,27 +35,31 @@ STRUCTURE = (
     "seed",
 )
 
-# Trainer's own fields of which a resumed run is told when they have changed, as it is of all of ours.
+# Fields of TrainingArguments whose change is logged on resume; changes of PPOConfig's own fields always are.
 TRAINER_FIELDS = (
-    *("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "max_steps", "num_train_epochs"),
-    *("weight_decay", "optim_args", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "bf16", "fp16"),
+    "learning_rate",
+    "lr_scheduler_type",
+    "lr_scheduler_kwargs",
+    "warmup_steps",
+    "max_steps",
+    "num_train_epochs",
+    "weight_decay",
+    "optim_args",
+    "adam_beta1",
+    "adam_beta2",
+    "adam_epsilon",
+    "max_grad_norm",
+    "bf16",
+    "fp16",
 )
-
-# What an optimiser's groups say of themselves that no step or schedule changes.
-OWN_SETTINGS = ("weight_decay", "betas", "eps")
-
-
-def state_file(checkpoint: str | Path, process: int) -> Path:
-    """The JSON file of a process; the rollout's tensors lie beside it as safetensors."""
-    return Path(checkpoint) / f"ppo_state_{process}.json"
 
 
 @dataclass(frozen=True)
 class RunDescription:
-    """What a checkpoint says of the run that wrote it."""
+    """Description of the run that wrote a checkpoint."""
 
-    structure: dict[str, Any]  # what a run must share that goes on with it
-    settings: dict[str, Any]  # what it had better share
+    structure: dict[str, Any]  # a resumed run must share these
+    settings: dict[str, Any]  # a resumed run should share these; each change is logged
 
 
 def describe_run(
@@ -69,14 +69,14 @@ def describe_run(
     peft_config: PeftConfig,
     reward_funcs: list[str],
 ) -> RunDescription:
-    """What is said of a run that is made of these."""
+    """Describe the run: the values that a resumed run must share, and those it should share."""
     digest = hashlib.sha256(json.dumps(prompts.head.ids).encode()).hexdigest() if prompts is not None else None
     inherited = {f.name for f in fields(TrainingArguments)}
     values = json.loads(json.dumps(args.to_dict(), default=str))  # without secrets, and with dtypes as text
     own = [f.name for f in fields(args) if f.name not in inherited and f.name not in STRUCTURE]
     return RunDescription(
         structure={
-            # The product alone, so that a run that is short of memory can go on in smaller pieces.
+            # The product alone, so that a run that is short of memory can resume in smaller pieces.
             "per_device_train_batch_size × gradient_accumulation_steps": (
                 args.per_device_train_batch_size * args.gradient_accumulation_steps
             ),
@@ -84,7 +84,7 @@ def describe_run(
             "optim": values["optim"],
             "number of processes": args.world_size,
             "prompts (SHA-256 of their token ids)": digest,
-            **hashes(model),
+            **hash_frozen_weights(model),
             "peft_config": describe_adapter(peft_config),
             "critic": None if model.critic is None else model.critic.kind,
         },
@@ -92,8 +92,8 @@ def describe_run(
     )
 
 
-def hashes(model: ActorCritic) -> dict[str, str | None]:
-    """What base and reference are known by; None: the reference is the base."""
+def hash_frozen_weights(model: ActorCritic) -> dict[str, str | None]:
+    """Return a hash of the base, and one of the reference; None: the reference is the base."""
     reference = None if model.ref_model is None else fingerprint(model.ref_model)
     return {
         "base (SHA-256 of some of its weights)": fingerprint(model.base_model),
@@ -102,7 +102,7 @@ def hashes(model: ActorCritic) -> dict[str, str | None]:
 
 
 def fingerprint(base: nn.Module) -> str:
-    """A hash of the first numbers of each frozen weight; the same for a base in float32 and in bfloat16."""
+    """Return a hash of the first numbers of each frozen weight; float32 and bfloat16 copies of a base share it."""
     hashed = hashlib.sha256()
     for parameter in base.parameters():
         if not parameter.requires_grad:
@@ -111,20 +111,9 @@ def fingerprint(base: nn.Module) -> str:
     return hashed.hexdigest()
 
 
-def save_ppo_state(
-    checkpoint: str | Path,
-    process: int,
-    run: RunDescription,
-    state: PPOState,
-    metrics: dict[str, Any],
-    rollout: Rollout | None,
-) -> None:
-    """Write one process's state: where PPO stands, metrics not yet logged, and the rollout still in use."""
-    path = state_file(checkpoint, process)
-    content = {"run": asdict(run), "state": state.state_dict(), "metrics": metrics, "rollout": rollout is not None}
-    if rollout is not None:
-        save_rollout(path.with_suffix(".safetensors"), rollout)
-    path.write_text(json.dumps(content))
+def state_file(checkpoint: str | Path, process: int) -> Path:
+    """Return the path of a process's JSON file; the rollout's tensors lie beside it as safetensors."""
+    return Path(checkpoint) / f"ppo_state_{process}.json"
 
 
 def save_rollout(path: Path, rollout: Rollout) -> None:
@@ -134,65 +123,58 @@ def save_rollout(path: Path, rollout: Rollout) -> None:
     save_file(tensors, path)
 
 
-def check_checkpoint(checkpoint: str | Path, process: int, run: RunDescription) -> None:
-    """Refuse a checkpoint that this run cannot go on with.
+@dataclass(frozen=True)
+class PPOCheckpoint:
+    """Checks, writes and reads one process's part of a checkpoint."""
 
-    Raises:
-        ValueError: names what differs, both values, and what to do.
-    """
-    path = state_file(checkpoint, process)
-    if not path.is_file():
-        raise ValueError(
-            f"{checkpoint} has no {path.name}: it was not written by PPOTrainer, by fewer processes, or with "
-            "save_only_model=True; to start anew from its weights, pass it as model"
-        )
-    saved = RunDescription(**json.loads(path.read_text())["run"])
-    for name, wanted in run.structure.items():
-        before, now = differing(saved.structure.get(name, wanted), wanted)  # earlier versions wrote less
-        if before != now:
+    run: RunDescription
+    process: int
+
+    def check(self, checkpoint: str | Path) -> None:
+        """Refuse a checkpoint that this run cannot continue from, and log each changed setting.
+
+        Raises:
+            ValueError: names the first difference, both values, and a remedy.
+        """
+        path = state_file(checkpoint, self.process)
+        if not path.is_file():
             raise ValueError(
-                f"{checkpoint} was written with {name}={before!r}, this run has {now!r}: it cannot be gone on "
-                f"with; set it back, or start anew from its weights by passing it as model"
+                f"{checkpoint} has no {path.name}: it was written by another trainer, by fewer processes, or with "
+                "save_only_model=True; to start anew from its weights, pass it as model"
             )
-    current = json.loads(json.dumps(run.settings))
-    for name, now in current.items():
-        if (before := saved.settings.get(name, now)) != now:
-            logger.warning("resuming with %s=%r, the checkpoint was written with %r", name, now, before)
+        saved = RunDescription(**json.loads(path.read_text())["run"])
+        for name, wanted in self.run.structure.items():
+            before, now = find_differences(saved.structure.get(name, wanted), wanted)  # earlier versions wrote less
+            if before != now:
+                raise ValueError(
+                    f"{checkpoint} was written with {name}={before!r}, this run has {now!r}, so it cannot resume; set "
+                    "it back, or start anew from the checkpoint's weights by passing it as model"
+                )
+        current = json.loads(json.dumps(self.run.settings))
+        for name, now in current.items():
+            if (before := saved.settings.get(name, now)) != now:
+                logger.warning("resuming with %s=%r, the checkpoint was written with %r", name, now, before)
 
+    def save(self, checkpoint: str | Path, state: PPOState, metrics: dict[str, Any], rollout: Rollout | None) -> None:
+        """Write the state, the metrics that are not logged yet, and the rollout in use."""
+        path = state_file(checkpoint, self.process)
+        if rollout is not None:
+            save_rollout(path.with_suffix(".safetensors"), rollout)
+        content = {
+            "run": asdict(self.run),
+            "state": state.state_dict(),
+            "metrics": metrics,
+            "rollout": rollout is not None,
+        }
+        path.write_text(json.dumps(content))
 
-@contextmanager
-def own_rates(optimizer: Optimizer, scheduler: Any) -> Iterator[None]:
-    """Inside, an optimiser and its scheduler are loaded; this run's learning rates, decay, β and ε outlast that.
-
-    Trainer would go on with the checkpoint's, whatever the configuration says now. Where they are the same, nothing is
-    touched.
-    """
-    given = [{name: group[name] for name in OWN_SETTINGS if name in group} for group in optimizer.param_groups]
-    rates = [group.get("initial_lr") for group in optimizer.param_groups]
-    yield
-    changed = False
-    for group, own, rate in zip(optimizer.param_groups, given, rates, strict=True):
-        group.update(own)
-        loaded = group.get("initial_lr")  # what the schedule multiplies; ReduceLROnPlateau has none
-        if rate is not None and loaded is not None and not math.isclose(rate, loaded, rel_tol=1e-6):
-            group["lr"] = group["lr"] * rate / loaded if loaded else rate
-            group["initial_lr"] = rate
-            changed = True
-    if changed:
-        names = {"base_lrs": "initial_lr", "_last_lr": "lr"}
-        now = {name: [group[of_group] for group in optimizer.param_groups] for name, of_group in names.items()}
-        scheduler.load_state_dict(scheduler.state_dict() | now)
-
-
-def load_ppo_state(
-    checkpoint: str | Path, process: int, run: RunDescription, meter: Meter
-) -> tuple[PPOState, Rollout | None]:
-    """Read what `save_ppo_state` wrote. A `kl_coef` that was changed since takes the place of the saved β."""
-    path = state_file(checkpoint, process)
-    content = json.loads(path.read_text())
-    meter.load_state_dict(content["metrics"])
-    rollout = Rollout(**load_file(path.with_suffix(".safetensors"))) if content["rollout"] else None
-    state = PPOState.from_state_dict(content["state"])
-    if run.settings["kl_coef"] != content["run"]["settings"]["kl_coef"]:
-        state.kl_coef = run.settings["kl_coef"]
-    return state, rollout
+    def load(self, checkpoint: str | Path, meter: Meter) -> tuple[PPOState, Rollout | None]:
+        """Read what `save` wrote; a `kl_coef` that was changed since replaces the saved β."""
+        path = state_file(checkpoint, self.process)
+        content = json.loads(path.read_text())
+        meter.load_state_dict(content["metrics"])
+        rollout = Rollout(**load_file(path.with_suffix(".safetensors"))) if content["rollout"] else None
+        state = PPOState.from_state_dict(content["state"])
+        if self.run.settings["kl_coef"] != content["run"]["settings"]["kl_coef"]:
+            state.kl_coef = self.run.settings["kl_coef"]
+        return state, rollout

@@ -8,7 +8,14 @@ from typing import Any, Literal, Self
 from transformers import TrainingArguments
 
 from hfppo.config_checks import METRIC_SCHEDULERS, check_config, check_names, check_types, read_nones
-from hfppo.functional import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES, REDUCTIONS, estimator_needs
+from hfppo.functional import (
+    ADVANTAGE_ESTIMATORS,
+    KL_ESTIMATORS,
+    POLICY_LOSSES,
+    REDUCTIONS,
+    estimator_needs,
+    estimator_whitens,
+)
 from hfppo.support.secrets import hide_in_settings
 
 logger = logging.getLogger(__name__)
@@ -312,10 +319,10 @@ class PPOConfig(TrainingArguments):
 
     @property
     def whitens_advantages(self) -> bool:
-        """`whiten_advantages`, or the habit of the estimator."""
+        """Whether advantages are whitened: `whiten_advantages`, or the estimator's own mark."""
         if self.whiten_advantages is not None:
             return self.whiten_advantages
-        return self.advantage_estimator in ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
+        return estimator_whitens(self.advantage_estimator)
 
     @property
     def needs_reference(self) -> bool:

@@ -1,16 +1,15 @@
-"""Completions of a dataset and what the reward functions say about them."""
+"""Complete a dataset's prompts and score the completions."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from accelerate.utils import gather_object
 from datasets import Dataset
-from torch.utils.data import DataLoader
-from transformers import EvalPrediction, PreTrainedTokenizerBase, TrainerState
+from torch import nn
+from transformers import EvalPrediction, TrainerState
 from transformers.trainer_utils import EvalLoopOutput, denumpify_detensorize
 
 from hfppo.collect.collector import Collector
@@ -23,12 +22,10 @@ from hfppo.models.layout import eval_mode
 from hfppo.models.output_head import is_sharded
 from hfppo.rewards.contract import RewardWrapper
 from hfppo.rewards.functions import RewardFunctions
-from hfppo.saving.resume import ResumableTrainer
-from hfppo.setup import later_prompts
-from hfppo.support.out_of_memory import explained_memory
+from hfppo.support.out_of_memory import explain_out_of_memory
 
-# Of every evaluation; each reward function adds its own.
-METRICS_OF_SCORES = (
+# Every evaluation has these metrics; each reward function adds its own.
+SCORE_METRICS = (
     "reward",
     "reward_std",
     "unscorable_frac",
@@ -50,25 +47,27 @@ class Evaluated:
         compute_metrics: Callable[[EvalPrediction], dict[str, float]] | None,
         prefix: str,
     ) -> EvalLoopOutput:
-        """What Trainer's evaluation loop returns, with a user's own metrics and all names prefixed."""
-        rows = prompts.rows  # read by a transform, where they have one, as prompts and reward functions see them
+        """Return the output of Trainer's evaluation loop, with the user's own metrics and all names prefixed."""
+        rows = prompts.rows  # with the dataset's transform, as prompts and reward functions see them
         columns: Any = rows[:] if rows.format["type"] == "custom" else rows.to_dict()
         completions: Any = self.completions
         metrics = dict(self.metrics)
         if compute_metrics is not None:
             given = compute_metrics(EvalPrediction(completions, columns, inputs=columns["prompt"]))
             metrics.update(denumpify_detensorize(given))
-        named = {key if key.startswith(f"{prefix}_") else f"{prefix}_{key}": value for key, value in metrics.items()}
-        return EvalLoopOutput(completions, columns, named, len(prompts))
+        prefixed = {
+            key if key.startswith(f"{prefix}_") else f"{prefix}_{key}": value for key, value in metrics.items()
+        }
+        return EvalLoopOutput(completions, columns, prefixed, len(prompts))
 
 
 def evaluate_prompts(
     collector: Collector, prompts: Prompts, state: TrainerState, do_sample: bool, on_batch: Callable[[], None]
 ) -> Evaluated:
-    """Complete every prompt once and score the completions; nothing of the training changes.
+    """Complete every prompt once and score the completions; training is not affected.
 
     Args:
-        do_sample: sample, with the same random numbers at every call; otherwise greedy.
+        do_sample: sample, with the same random numbers at every call; False completes greedily.
         on_batch: called after each batch.
     """
     accelerator = collector.accelerator
@@ -76,11 +75,11 @@ def evaluate_prompts(
     everything = collector.eval_rows(prompts)
     rows = everything[accelerator.process_index :: accelerator.num_processes]
     most = -(-len(everything) // accelerator.num_processes)
-    filled = rows + everything[: most - len(rows)]  # a sharded model wants as many forwards from every process
+    filled = rows + everything[: most - len(rows)]  # a sharded model needs equally many forwards on every process
     meter = Meter()
     done = []
     with (
-        explained_memory("an evaluation", collector.args),
+        explain_out_of_memory("an evaluation", collector.args),
         eval_mode(collector.model),
         torch.no_grad(),
         collector.sampler.ready(),
@@ -103,28 +102,28 @@ def evaluate_prompts(
             done += [(row.group, text) for row, text in zip(batch, texts, strict=True)]
             on_batch()
     everywhere = sorted(gather_object(done), key=lambda numbered: numbered[0])
-    # Best models are chosen by the reward, and a metric that is missing would end the run.
+    # The best model is chosen by the reward; a missing metric would end the run.
     return Evaluated([text for _, text in everywhere], {"reward": math.nan, **meter.read()})
 
 
-def check_best(
+def check_best_metric(
     args: PPOConfig,
     datasets: Iterable[str | None],
     rewards: RewardFunctions,
     compute_metrics: Callable[[EvalPrediction], dict[str, float]] | None,
 ) -> None:
-    """Refuse to compare models by a metric that no evaluation will have: the first one would end the run.
+    """Refuse a `metric_for_best_model` that no evaluation has: the first evaluation would end the run.
 
     Args:
-        datasets: names of the evaluation datasets; None is that of the only one.
+        datasets: names of the evaluation datasets; None for an only one.
     Raises:
-        ValueError: names the metrics that there are.
+        ValueError: names the existing metrics.
     """
     wanted = args.metric_for_best_model
     if wanted is None or compute_metrics is not None:
         return
     prefixes = [f"eval_{name}_" for name in datasets if name is not None] or ["eval_"]
-    metrics = list(METRICS_OF_SCORES)
+    metrics = list(SCORE_METRICS)
     for name, func in zip(rewards.names, rewards.funcs, strict=True):
         whats = ("mean", "std", "failed") if isinstance(func, RewardWrapper) else ("mean", "std")
         metrics += [f"rewards/{name}/{what}" for what in whats]
@@ -132,99 +131,48 @@ def check_best(
     rests = [full.removeprefix(prefix) for prefix in prefixes if full.startswith(prefix)]
     if not any(rest in metrics or rest.startswith("custom/") for rest in rests):
         raise ValueError(
-            f"metric_for_best_model={wanted!r} is no metric of an evaluation; those are {' or '.join(prefixes)} and "
-            f"then {', '.join(metrics)}, or custom/<name> of log_metric; compute_metrics adds others"
+            f"metric_for_best_model={wanted!r} is no metric of an evaluation; write "
+            f"{' or '.join(prefixes)} followed by {', '.join(metrics)}, or custom/<name> of log_metric; "
+            "compute_metrics adds others"
         )
 
 
-class EvaluatingTrainer(ResumableTrainer):
-    """A trainer whose evaluations and predictions complete prompts."""
+@dataclass(frozen=True)
+class EvalPrompts:
+    """The prompts of the evaluation datasets, by name."""
 
-    args: PPOConfig
-    processing_class: PreTrainedTokenizerBase
-    collector: Collector
-    _eval_prompts: dict[str | None, Prompts]  # by name; None: the only ones
-    _prepared_eval: Any  # the dataset, or datasets by name, of which they are
-    _do_sample: bool | None = None
+    given: Any  # the dataset, or datasets by name, that the trainer was made with
+    prompts: dict[str | None, Prompts]  # the same, checked and tokenized; None names an only one
+    prepare: Callable[[Dataset, str], Prompts]  # checks and tokenizes a dataset that comes later
 
-    def get_eval_dataloader(self, eval_dataset: str | Dataset | None = None) -> DataLoader:
-        """The prompts of an evaluation; `evaluation_loop` shares them out among the processes."""
-        if eval_dataset is None:
-            eval_dataset = self.eval_dataset
-        if isinstance(eval_dataset, str) and self.eval_dataset is not self._prepared_eval:
-            eval_dataset = self.eval_dataset[eval_dataset]  # of datasets that were assigned later
-        if eval_dataset is self._prepared_eval:
-            prompts = self._eval_prompts.get(None)
-        elif isinstance(eval_dataset, str):
-            if eval_dataset not in self._eval_prompts:
-                known = ", ".join(str(name) for name in self._eval_prompts if name is not None) or "no names"
-                raise ValueError(f"eval_dataset={eval_dataset!r} is not among those of the trainer, which has {known}")
-            prompts = self._eval_prompts[eval_dataset]
-        else:
-            rewards = self.collector.rewards
-            prompts = later_prompts(
-                eval_dataset, "eval_dataset", self.model, rewards, self.processing_class, self.args
-            )
-        if prompts is None:
-            raise ValueError("eval_dataset is missing; pass one to PPOTrainer or to evaluate()")
-        size = self.args.eval_batch_size * self.args.world_size
-        return DataLoader(cast(Any, prompts), batch_size=size, collate_fn=list)
-
-    def get_test_dataloader(self, test_dataset: Dataset) -> DataLoader:
-        """The prompts of `predict`."""
-        return self.get_eval_dataloader(test_dataset)
-
-    def evaluate(
-        self,
-        eval_dataset: Dataset | dict[str, Dataset] | None = None,
-        ignore_keys: list[str] | None = None,
-        metric_key_prefix: str = "eval",
-        do_sample: bool | None = None,
-    ) -> dict[str, float]:
-        """Trainer's `evaluate` on completions.
+    def find(self, requested: str | Dataset | None, current: Any) -> Prompts:
+        """Return the prompts to evaluate on.
 
         Args:
-            do_sample: True samples, False is greedy; None: `args.eval_do_sample`.
+            requested: a dataset, the name of one, or None for the trainer's.
+            current: the trainer's `eval_dataset`, which may have been replaced since.
+        Raises:
+            TypeError, ValueError: there are none of that name, or they do not fit; names them.
         """
-        with self._sampling(do_sample):
-            return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+        dataset = current if requested is None else requested
+        if isinstance(dataset, str) and current is not self.given:
+            dataset = current[dataset]
+        if dataset is not None and dataset is not self.given and not isinstance(dataset, str):
+            return self.prepare(dataset, "eval_dataset")
+        name = dataset if isinstance(dataset, str) else None
+        if name is not None and name not in self.prompts:
+            known = ", ".join(str(other) for other in self.prompts if other is not None) or "no names"
+            raise ValueError(f"eval_dataset={name!r} is not among the trainer's datasets, which are: {known}")
+        if name not in self.prompts:
+            raise ValueError("eval_dataset is missing; pass one to PPOTrainer or to evaluate()")
+        return self.prompts[name]
 
-    @contextmanager
-    def _sampling(self, do_sample: bool | None) -> Iterator[None]:
-        """Inside, evaluations sample or not; an inner None keeps what an outer call asked for."""
-        before = self._do_sample
-        self._do_sample = before if do_sample is None else do_sample
-        try:
-            yield
-        finally:
-            self._do_sample = before
 
-    def place_model(self) -> None:
-        """Move to the device what Trainer would move only when training begins."""
-        device = self.args.device
-        if is_sharded(self.model):
-            return
-        for module in self.model.modules():
-            own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
-            if any(tensor.device != device for tensor in own):  # a quantised base is there, and must not be moved
-                module.to(device)
-
-    def evaluation_loop(
-        self,
-        dataloader: DataLoader,
-        description: str,
-        prediction_loss_only: bool | None = None,
-        ignore_keys: list[str] | None = None,
-        metric_key_prefix: str = "eval",
-    ) -> EvalLoopOutput:
-        """Complete and score the prompts. Trainer's loop computes losses on labels, which prompts do not have."""
-        self.place_model()
-        prompts = cast(Prompts, dataloader.dataset)
-        self.callback_handler.eval_dataloader = dataloader
-        do_sample = self.args.eval_do_sample if self._do_sample is None else self._do_sample
-
-        def on_batch() -> None:
-            self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
-
-        evaluated = evaluate_prompts(self.collector, prompts, self.state, do_sample, on_batch)
-        return evaluated.output(prompts, self.compute_metrics, metric_key_prefix)
+def place_model(model: nn.Module, device: torch.device) -> None:
+    """Move the model to the device now; Trainer moves some of it only when training begins."""
+    if is_sharded(model):
+        return
+    for module in model.modules():
+        own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+        if any(tensor.device != device for tensor in own):  # a quantized base is there, and must not be moved
+            module.to(device)

@@ -3,8 +3,8 @@
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
 import torch
@@ -61,6 +61,7 @@ METRICS: dict[str, tuple[str, str]] = {
         "mean",
         "KL of π_θ to the reference per token by `kl_loss_estimator`, nats; with kl_loss_coef.",
     ),
+    "loss/{name}": ("mean", "A loss term that a subclass adds in `loss_terms`, per token."),
     "mismatch/mean": ("mean", "|log π_old − log π_rollout| per token, nats: sampler against training model."),
     "mismatch/max": ("max", "The largest of the same."),
     "mismatch/weight_mean": ("mean", "Weight of the policy loss, π_old/π_rollout after its bounds; about 1."),
@@ -108,14 +109,9 @@ class Sums:
 
 
 class Meter:
-    """Collects metrics on one process until they are read, once, for all processes.
+    """Collects metrics on one process until they are read, once, for all processes."""
 
-    Args:
-        phase: entered, with the metric's name, around each stretch of time that is measured.
-    """
-
-    def __init__(self, phase: Callable[[str], AbstractContextManager] = lambda name: nullcontext()) -> None:
-        self._phase = phase
+    def __init__(self) -> None:
         self._sums: dict[str, Sums] = {}
         self._pending: dict[torch.device, list[tuple[str, str, Tensor]]] = defaultdict(list)
         self._seconds: dict[str, float] = {}
@@ -148,8 +144,7 @@ class Meter:
     def timed(self, name: str) -> Iterator[None]:
         """Add the seconds spent inside to a metric; all stretches between two reads make up one number."""
         start = time.perf_counter()
-        with self._phase(name):
-            yield
+        yield
         self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
 
     def seconds(self, name: str) -> float:

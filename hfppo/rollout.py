@@ -1,4 +1,4 @@
-"""A rollout and the pieces that the update cuts it into: frozen data with a shape for each field."""
+"""`Rollout`: frozen data with a shape for each field, and its cuts into mini-batches and micro-batches."""
 
 from bisect import bisect_left
 from dataclasses import dataclass, fields, replace
@@ -12,9 +12,9 @@ from hfppo.seeds import stream_seed
 
 @dataclass(frozen=True)
 class Rollout:
-    """B completions of one process with all that the update needs. P prompt tokens, T completion tokens.
+    """B completions of one process with everything the update needs. P prompt tokens, T completion tokens.
 
-    It stays on the CPU; the update takes its pieces to the device.
+    It stays on the CPU; the update moves its pieces to the device.
 
     Index t of every (B, T) field is about completion token t. Log-probabilities are in nats, at the sampling
     temperature, float32.
@@ -29,26 +29,26 @@ class Rollout:
     scores: Tensor  # (B,) float32, weighted sum of the reward functions, penalties included
     rollout_logprobs: Tensor  # (B, T) log π_rollout, as the sampler reported it
     old_logprobs: Tensor  # (B, T) log π_old, the proximal anchor of the update
-    rewards: Tensor  # (B, T) what each token earns
+    rewards: Tensor  # (B, T) the reward of each token
     advantages: Tensor  # (B, T)
     ref_logprobs: Tensor | None = None  # (B, T) log π_ref; None when nothing needs it
     values: Tensor | None = None  # (B, T) V(s_t) before token t; None without a critic
     weights: Tensor | None = None  # (B, T) π_old/π_rollout, bounded, for the policy loss; None: not corrected
-    returns: Tensor | None = None  # (B, T) what the values are fitted to; None without a critic
+    returns: Tensor | None = None  # (B, T) the values are fitted to them; None without a critic
 
     def __len__(self) -> int:
         return self.prompt_ids.shape[0]
 
     def tensors(self) -> dict[str, Tensor]:
-        """The fields that are set, by name."""
+        """Return the fields that are set, by name."""
         return {f.name: value for f in fields(self) if (value := getattr(self, f.name)) is not None}
 
     def select(self, rows: Tensor) -> "Rollout":
-        """The given rows, (N,) int64, without the columns that are padding in all of them."""
+        """Return the given rows, (N,) int64, without the columns that are padding in all of them."""
         return replace(self, **{name: value[rows] for name, value in self.tensors().items()}).trim()
 
     def trim(self) -> "Rollout":
-        """Without the prompt and completion columns that are padding in every row; at least one of each stays."""
+        """Remove the prompt and completion columns that are padding in every row; at least one of each stays."""
         first = min(int(self.prompt_mask.any(dim=0).int().argmax()), self.prompt_mask.shape[1] - 1)
         width = max(int(self.mask.any(dim=0).nonzero().max()) + 1 if self.mask.any() else 1, 1)
         prompt = {"prompt_ids": self.prompt_ids[:, first:], "prompt_mask": self.prompt_mask[:, first:]}
@@ -58,14 +58,14 @@ class Rollout:
         return replace(self, **prompt, **per_token)
 
     def to(self, device: torch.device | str) -> "Rollout":
-        """A copy on the device."""
-        # A GPU need not be waited for. MPS may copy what is gone by then: https://github.com/pytorch/pytorch/issues/189690
+        """Return a copy on the device."""
+        # A GPU copy need not wait. MPS may copy memory that is freed by then: https://github.com/pytorch/pytorch/issues/189690
         blocking = torch.device(device).type in ("cpu", "mps")
         moved = {name: value.to(device, non_blocking=not blocking) for name, value in self.tensors().items()}
         return replace(self, **moved)
 
     def mini_batch(self, index: int, num_mini_batches: int, seed: tuple[int, ...]) -> "Rollout":
-        """The mini-batch `index` of an epoch: the rows in the order that `seed` draws, cut evenly."""
+        """Return mini-batch `index` of an epoch: the rows in the order that `seed` draws, cut evenly."""
         generator = torch.Generator().manual_seed(stream_seed(*seed))
         order = torch.randperm(len(self), generator=generator)
         return self.select(order.chunk(num_mini_batches)[index])
@@ -76,21 +76,21 @@ class Rollout:
         return self.prompt_mask.sum(dim=1) + self.mask.sum(dim=1)
 
     def micro_batches(self, num_micro_batches: int) -> list["Rollout"]:
-        """The rows, longest first, cut so that the largest micro-batch has as few tokens as can be, padding included.
+        """Cut the rows, longest first, so that the largest micro-batch has the fewest tokens, padding included.
 
-        Neighbours of about one length need little padding, and the first micro-batch shows whether memory suffices.
+        Rows of similar length need little padding, and the first micro-batch shows whether memory suffices.
         """
         lengths, order = self.lengths.sort(descending=True, stable=True)
         sizes = balanced_sizes(lengths.tolist(), num_micro_batches)
         return [self.select(rows) for rows in order.split(sizes)]
 
     def num_within(self, max_tokens: int) -> int:
-        """Micro-batches needed for none of several rows to have more tokens than that, padding included."""
+        """Return the number of micro-batches, so that none of several rows exceeds `max_tokens`, padding included."""
         return len(sizes_within(self.lengths.sort(descending=True).values.tolist(), max_tokens))
 
 
 def sizes_within(lengths: list[int], max_tokens: int) -> list[int]:
-    """Rows per micro-batch, as many as fit: rows × longest ≤ max_tokens, and at least one.
+    """Return the rows of each micro-batch, as many as fit: rows × longest ≤ max_tokens, and at least one.
 
     Args:
         lengths: tokens of each row, falling.
@@ -107,7 +107,7 @@ def sizes_within(lengths: list[int], max_tokens: int) -> list[int]:
 
 
 def balanced_sizes(lengths: list[int], num_micro_batches: int) -> list[int]:
-    """Rows of each micro-batch, the largest as small as can be.
+    """Return the rows of each micro-batch, with the largest as small as possible.
 
     Args:
         lengths: tokens of each row, falling; at least one row per micro-batch.
@@ -123,7 +123,7 @@ def balanced_sizes(lengths: list[int], num_micro_batches: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Transcript:
-    """The same B completions as text, with what the reward functions said about each."""
+    """The same B completions as text, with the scores of each reward function."""
 
     prompts: list[Any]  # text or conversations
     completions: list[Any]  # text or messages

@@ -1,4 +1,4 @@
-"""Where a run stands, beyond what Trainer knows: small, and part of every checkpoint."""
+"""`PPOState`: where a run stands beyond Trainer's state; part of every checkpoint."""
 
 import math
 from dataclasses import asdict, dataclass, field
@@ -24,7 +24,7 @@ class RunningMoments:
         return math.sqrt(self.squares / self.count) if self.squares > 0 else 1.0
 
     def add(self, scores: Tensor) -> None:
-        """Take the scores of a rollout in."""
+        """Add the scores of a rollout."""
         if not scores.numel():
             return
         x = scores.double()
@@ -48,7 +48,7 @@ class PPOState:
 
     kl_coef: float  # β of the next rollout
     rollouts: int = 0  # collected so far, the one in use included
-    dropped: int = 0  # of them, those left out because something in them was not finite
+    dropped: int = 0  # rollouts among them that were dropped because a number was not finite
     first_step: int = 0  # global step at which the rollout in use was collected
     last_step: int = 0  # global step at which the next one is due; `target_kl` brings it forward
     score_moments: RunningMoments = field(default_factory=RunningMoments)  # for `normalize_scores`
@@ -59,5 +59,5 @@ class PPOState:
 
     @classmethod
     def from_state_dict(cls, state: dict[str, Any]) -> "PPOState":
-        """What `state_dict` was taken from."""
+        """Make the state that `state_dict` described."""
         return cls(**{**state, "score_moments": RunningMoments(**state["score_moments"])})

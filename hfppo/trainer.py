@@ -1,18 +1,21 @@
 """PPO on the loop of `transformers.Trainer`.
 
-Nothing here loops over training steps. Trainer asks for the batches of an optimiser step, for their loss and for the
-optimiser; these hooks answer for PPO.
+Nothing here loops over training steps. Trainer asks for the micro-batches of an optimizer step, for their loss and for
+the optimizer; the hooks below answer for PPO.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Any, cast
 
 import torch
 from datasets import Dataset, IterableDataset
 from peft import PeftConfig, PeftModel
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from transformers import (
     EvalPrediction,
@@ -22,45 +25,49 @@ from transformers import (
     TrainerControl,
     set_seed,
 )
+from transformers.trainer_utils import EvalLoopOutput
 
 from hfppo.callbacks.events import PPOCallback, TrainerHooks
-from hfppo.checkpoint import describe_run
-from hfppo.collect.collector import Collector, grouped
+from hfppo.checkpoint import PPOCheckpoint, describe_run
+from hfppo.collect.collector import Collector, group_equal_rows
 from hfppo.collect.finite import NonFiniteError
 from hfppo.config import PPOConfig
 from hfppo.data.prompts import Prompts, dataset_of
 from hfppo.engine_checks import check_engine, wait_at_exit
-from hfppo.evaluation import check_best
+from hfppo.evaluation import EvalPrompts, check_best_metric, evaluate_prompts, place_model
 from hfppo.generation import Sampler, make_sampler
-from hfppo.learn.loss import MiniBatchSize, flat_sequences, loss_terms, measure_kl, measure_update, ppo_loss, sequence
+from hfppo.learn.loss import LossTerm, measure_kl, measure_update, ppo_loss, ppo_terms
+from hfppo.learn.mini_batch import MiniBatchSize, cut_mini_batch, join_sequences
 from hfppo.learn.nonfinite import NonFiniteGuard
-from hfppo.learn.optimizer import OptimizingTrainer, StepHooks
+from hfppo.learn.optimizer import GradientClipper, StepHooks, keep_own_settings, split_critic_groups
 from hfppo.metrics import Meter
+from hfppo.models.actor_critic import ActorCritic, TokenOutputs
 from hfppo.models.compilation import compile_layers
+from hfppo.models.critic import CRITIC_FOLDER
 from hfppo.reporting.card import write_card
 from hfppo.reporting.defaults import with_default_callbacks
 from hfppo.reporting.progress import RunProgress
 from hfppo.rewards.contract import RewardFunc
 from hfppo.rollout import Rollout
 from hfppo.run_state import PPOState
-from hfppo.saving.resume import StepStart
+from hfppo.saving.crash_safe import CrashSafeTrainer
 from hfppo.seeds import SHUFFLE_STREAM
 from hfppo.setup import assemble, check_arguments, check_output_folder, later_prompts
-from hfppo.support.out_of_memory import explained_memory
+from hfppo.support.out_of_memory import explain_out_of_memory
 
 
-class PPOTrainer(OptimizingTrainer):
-    """Proximal Policy Optimisation of a LoRA actor, with the disabled adapter as its reference and a critic.
+class PPOTrainer(CrashSafeTrainer):
+    """Proximal Policy Optimization of a LoRA actor, with the disabled adapter as its reference and a critic.
 
     Args:
-        model: a base or an adapter to train on, loaded or as an id or path.
-        reward_funcs: one or several functions after the contract of TRL's GRPOTrainer, see `hfppo.rewards.contract`,
-            and reward models, loaded or as an id or path, see `hfppo.rewards.model`.
+        model: a base, or an adapter to train further; loaded, or its id or path.
+        reward_funcs: one or several functions after the contract of TRL's GRPOTrainer, see `hfppo.rewards.contract`;
+            reward models, loaded or as an id or path, see `hfppo.rewards.model`.
         args: the configuration.
         train_dataset: a "prompt" column of text or messages; other columns reach the reward functions.
         eval_dataset: the same, or several of them by name.
         processing_class: the tokenizer; None: the model's own.
-        peft_config: the actor's adapter; None: LoRA of rank 16 on all linear layers.
+        peft_config: the actor's adapter; None: LoRA of rank 16 on all linear layers. There is no full fine-tuning.
         ref_model: the reference; None: the base with the adapter disabled, or a frozen copy of the adapter that
             training starts from.
         critic: "adapter" (its own LoRA on the same base), "shared" (a value head on the actor), a model or its id, or
@@ -76,8 +83,10 @@ class PPOTrainer(OptimizingTrainer):
     """
 
     args: PPOConfig
+    model: ActorCritic
     processing_class: PreTrainedTokenizerBase
     loss_is_scaled_for_ga = True  # `compute_loss` divides by the counts of the whole mini-batch
+    pushed_folders = (CRITIC_FOLDER,)
 
     def __init__(
         self,
@@ -96,7 +105,7 @@ class PPOTrainer(OptimizingTrainer):
     ):
         args = PPOConfig() if args is None else args
         check_arguments(model, ref_model, args, callbacks)
-        set_seed(args.seed)  # the adapter is initialised here, before Trainer sets the seed
+        set_seed(args.seed)  # the adapter is initialized here, before Trainer sets the seed
         parts = assemble(
             model,
             reward_funcs,
@@ -109,7 +118,8 @@ class PPOTrainer(OptimizingTrainer):
             critic,
             reward_processing_classes,
         )
-        check_best(args, parts.prompts.eval, parts.rewards, compute_metrics)
+        check_best_metric(args, parts.prompts.eval, parts.rewards, compute_metrics)
+        self._step_hooks = StepHooks(self._before_step, self._after_step)
         super().__init__(
             model=parts.model,
             args=args,
@@ -118,7 +128,7 @@ class PPOTrainer(OptimizingTrainer):
             processing_class=parts.tokenizer,
             callbacks=[
                 *with_default_callbacks(callbacks, args.log_completions),
-                TrainerHooks(lambda: self._step_hooks.follow(self.optimizer), self._end_update),
+                TrainerHooks(lambda: self._step_hooks.attach(self.optimizer), self._end_update),
             ],
             compute_metrics=compute_metrics,
         )
@@ -139,53 +149,86 @@ class PPOTrainer(OptimizingTrainer):
         self._progress = RunProgress.of(self)
         self.collector.sampler.on_progress = self._progress.advance
         self.ppo_state = PPOState(kl_coef=args.kl_coef)
-        self._train_prompts, self._eval_prompts = parts.prompts.train, parts.prompts.eval
-        self._prepared_train, self._prepared_eval = train_dataset, eval_dataset
-        self._rollout = None
-        self._meter = Meter()
-        self._step_meter = Meter()  # for `target_kl`
-        self._step_start: StepStart | None = None
-        self._step_began = 0.0
-        self._step_hooks = StepHooks(self._before_step, self._measure_step)
-        self._guard = NonFiniteGuard(args, self.accelerator)
+        self._train_prompts, self._prepared_train = parts.prompts.train, train_dataset
+        self._eval_prompts = EvalPrompts(eval_dataset, parts.prompts.eval, self._prepare_prompts)
+        self._eval_sampling: bool | None = None
         self._sources = parts.sources
-        self._run = describe_run(args, parts.prompts.train, parts.model, parts.peft_config, parts.rewards.names)
+        run = describe_run(args, parts.prompts.train, parts.model, parts.peft_config, parts.rewards.names)
+        self._checkpoint = PPOCheckpoint(run, args.process_index)
+        self._begin_run()
+
+    def _begin_run(self) -> None:
+        """Forget the rollout and the metrics of an earlier run."""
+        self._rollout: Rollout | None = None
+        self._meter = Meter()  # metrics until the next log
+        self._step_meter = Meter()  # metrics of one step, for `target_kl`
+        self._step_start: tuple[int, dict[str, Any]] | None = None  # steps made, and metrics, when a step began
+        self._step_began = 0.0
+        self._guard = NonFiniteGuard(self.args, self.accelerator)
+        self._clipper = GradientClipper(self.model, self.accelerator, self._guard)
 
     def create_sampler(self, eos_ids: list[int]) -> Sampler:
-        """What completes the prompts; a subclass may give a sampler of its own.
+        """Return the sampler that completes prompts; a subclass may return its own.
 
         Args:
             eos_ids: tokens that end a completion.
         """
-        return make_sampler(self.model, eos_ids, self.processing_class.pad_token_id, self.args, self.accelerator)
+        pad_id = cast(int, self.processing_class.pad_token_id)
+        return make_sampler(self.model, eos_ids, pad_id, self.args, self.accelerator)
+
+    def _prepare_prompts(self, dataset: Dataset, name: str) -> Prompts:
+        """Check and tokenize a dataset that comes after construction; errors call it `name`."""
+        rewards = self.collector.rewards
+        return later_prompts(dataset, name, self.model, rewards, self.processing_class, self.args)
+
+    # Training: a rollout, then mini-batches of it
+
+    @contextmanager
+    def training_context(self) -> Iterator[None]:
+        """Begin from a new rollout unless a checkpoint brings one, and end with the best critic if asked.
+
+        A second call of `train` continues with `ppo_state`: the next prompts, the adapted β, and no second warmup.
+
+        Raises:
+            ValueError: the output folder is one that training starts from.
+            NonFiniteError: a number is NaN or infinite; see `on_nonfinite`.
+            OutOfMemory: with the settings that help.
+        """
+        check_output_folder(self._sources, self.args)
+        self._begin_run()
+        with explain_out_of_memory("the update", self.args):
+            yield
+        best = self.state.best_model_checkpoint if self.args.load_best_model_at_end else None
+        if best is not None and Path(best).is_dir():  # otherwise upstream has warned that it is gone
+            self.model.load_critic(best)
 
     def get_train_dataloader(self) -> DataLoader:
-        """A clock with one tick per micro-batch of an epoch: Trainer counts, skips and resumes by it.
+        """Return a dummy dataloader with one item per micro-batch; it only drives Trainer's step counting and resume.
 
-        What a tick stands for follows from `ppo_state`, so no sampler has a state to lose.
+        The data come from `ppo_state`, so there is no sampler state to save.
         """
         if self.train_dataset is not self._prepared_train:
             raise ValueError(
-                "trainer.train_dataset is not the one that the trainer was made with; make a new trainer with it, and "
+                "trainer.train_dataset was replaced after construction; make a new trainer with the new dataset, and "
                 "with the folder that save_model wrote as model"
             )
         if self._train_prompts is None:
             raise ValueError("train_dataset is missing; PPOTrainer.train needs prompts")
-        steps = self.args.max_steps  # of a stream, whose end is not known, the run is the epoch
+        steps = self.args.max_steps  # of a stream, whose length is unknown, one epoch is the whole run
         if isinstance(self._train_prompts, Prompts):
             completions = len(self._train_prompts) * self.args.num_generations
             rollouts = max(1, completions // (self.args.rollout_size_per_process * self.args.world_size))
             steps = rollouts * self.args.updates_per_rollout
-        size = self.args.per_device_train_batch_size * self.args.world_size  # by which Trainer counts samples
+        size = self.args.per_device_train_batch_size * self.args.world_size  # Trainer counts samples by it
         ticks = range(steps * self.args.gradient_accumulation_steps * size)
         return DataLoader(cast(Any, ticks), batch_size=size)
 
     def get_batch_samples(
         self, epoch_iterator: Iterator, num_batches: int, device: torch.device
     ) -> tuple[list[dict[str, Any]], MiniBatchSize]:
-        """The micro-batches of the next optimiser step, after a new rollout where one is due."""
+        """Return the micro-batches of the next optimizer step, after a new rollout if one is due."""
         if self.state.global_step >= self.state.max_steps:
-            # Resumed at its end, Trainer would make one step more.
+            # A run resumed at its end would make one step more.
             self.control.should_training_stop = True
             return [], MiniBatchSize(0, 0)
         if self._just_in_time is not None and self._just_in_time.save_between_steps(self.control):
@@ -193,17 +236,15 @@ class PPOTrainer(OptimizingTrainer):
         for _ in range(num_batches):
             next(epoch_iterator)
         mini_batch = self._next_mini_batch()
-        pieces = mini_batch.micro_batches(self._num_pieces(mini_batch, num_batches))
-        cuts = [i * len(pieces) // num_batches for i in range(num_batches + 1)]
-        inputs = [{**flat_sequences(some), "pieces": some} for some in (pieces[a:b] for a, b in pairwise(cuts))]
-        self._step_meter = Meter()  # that of a step which float16's scaler left out is still there
+        inputs = cut_mini_batch(mini_batch, num_batches, self.args.max_tokens_per_micro_batch, self.accelerator)
+        self._step_meter = Meter()  # a step that float16's scaler dropped has left its metrics here
         if self._just_in_time is not None:
-            self._step_start = StepStart(self.state.global_step, self._meter.state_dict())
+            self._step_start = self.state.global_step, self._meter.state_dict()
         self._step_began = time.perf_counter()
-        return inputs, self._size_of(mini_batch)
+        return inputs, MiniBatchSize.of(mini_batch, self.accelerator)
 
     def _next_mini_batch(self) -> Rollout:
-        """This process's rows for the next optimiser step, of a new rollout where one is due."""
+        """Return this process's rows for the next optimizer step, from a new rollout if one is due."""
         state, args = self.ppo_state, self.args
         if self._rollout is None or self.state.global_step >= state.last_step:
             self._rollout = self._collect_rollout()
@@ -211,39 +252,16 @@ class PPOTrainer(OptimizingTrainer):
         seed = (args.seed, SHUFFLE_STREAM, state.rollouts, epoch, args.process_index)
         return self._rollout.mini_batch(index, args.num_mini_batches, seed)
 
-    def _size_of(self, mini_batch: Rollout) -> MiniBatchSize:
-        """What the mini-batch holds on all processes."""
-        counts = torch.stack([mini_batch.loss_mask.sum(), mini_batch.loss_mask.any(dim=1).sum()])
-        tokens, completions = self.accelerator.reduce(counts.to(self.args.device), "sum").tolist()
-        return MiniBatchSize(tokens, completions)
-
-    def _num_pieces(self, mini_batch: Rollout, num_micro_batches: int) -> int:
-        """How many pieces to compute a mini-batch in, the same on all processes: sharded models compute together."""
-        if (limit := self.args.max_tokens_per_micro_batch) is None:
-            return num_micro_batches
-        own = torch.tensor([mini_batch.num_within(limit)], device=self.args.device)
-        return max(num_micro_batches, int(self.accelerator.gather(own).max()))
-
-    def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
-        """Trainer's, piece by piece where a micro-batch has more tokens than it may."""
-        *before, last = inputs["pieces"]
-        loss = torch.zeros((), device=self.args.device)
-        for piece in before:
-            with self.accelerator.no_sync(model):
-                loss += super().training_step(model, {"batch": piece}, num_items_in_batch)
-        loss += super().training_step(model, {"batch": last}, num_items_in_batch)
-        self._meter.add("loss", loss * self.args.gradient_accumulation_steps)  # they add up to a step's
-        return loss
-
     def _collect_rollout(self) -> Rollout:
         """Collect the next rollout and tell the callbacks."""
         state = self.ppo_state
         collected = None
         while collected is None:
+            assert self._train_prompts is not None
             rows = self.collector.training_rows(self._train_prompts, state.rollouts)
-            meter = Meter(self._progress.phase)
+            meter = Meter()
             try:
-                collected = self.collector.collect(rows, state, self.state, meter)
+                collected = self.collector.collect(rows, state, self.state, meter, show=self._progress.phase)
             except NonFiniteError as error:
                 self._guard.drop(error, state.rollouts + 1, self._meter)
                 state.dropped += 1
@@ -254,47 +272,43 @@ class PPOTrainer(OptimizingTrainer):
         if self.args.on_nonfinite == "skip":
             meter.add_number("nonfinite/rollout_frac", 0.0)
         self._meter.take_from(meter)
-        self._tell("on_rollout_end", rollout=rollout, transcript=transcript, metrics=meter.read())
+        self._call_callbacks("on_rollout_end", rollout=rollout, transcript=transcript, metrics=meter.read())
         return rollout
 
-    def _end_update(self) -> None:
-        """After an optimiser step, tell the callbacks if it was the last one on its rollout."""
-        if self.state.global_step >= min(self.ppo_state.last_step, self.state.max_steps):
-            self._tell("on_update_end", model=self.model, rollout=self._rollout)
-
-    def _tell(self, event: str, **what: Any) -> None:
-        """Call an event of every `PPOCallback`."""
-        for callback in self.callback_handler.callbacks:
-            if isinstance(callback, PPOCallback):
-                call = getattr(callback, event)
-                control = call(self.args, self.state, self.control, **what, ppo_state=self.ppo_state)
-                if isinstance(control, TrainerControl):
-                    vars(self.control).update(vars(control))  # Trainer's handler holds on to this one
-
     def rollout(self, prompts: Sequence[str] | Sequence[list[dict[str, Any]]], **columns: Sequence[Any]) -> Rollout:
-        """Collect a rollout for given prompts, to look at on the CPU; training does not notice.
+        """Collect a rollout for given prompts, on the CPU; training does not notice.
 
-        Neither rewards nor advantages are whitened, so that they add up: with one λ, returns − values. Advantages that
-        compare the completions of a prompt need it several times. A collective call: of several processes each makes
-        it, with as many prompts, and as many different ones.
+        Neither rewards nor advantages are whitened, so that they add up: with one λ, returns − values. An estimator
+        that compares the completions of a prompt needs that prompt several times. A collective call: each process
+        makes it, with equally many prompts, and equally many different ones.
 
         Args:
             prompts: texts or conversations.
-            columns: what else the reward functions need, one entry per prompt each. Rows equal in all are a group.
+            columns: further columns for the reward functions, one entry per prompt each. Equal rows form a group.
         Raises:
             TypeError, ValueError: prompts or columns that do not fit; names them.
         """
-        dataset = dataset_of(prompts, columns)
-        rewards = self.collector.rewards
-        prepared = later_prompts(dataset, "prompts", self.model, rewards, self.processing_class, self.args)
-        rows = grouped(self.collector.eval_rows(prepared))
-        self.place_model()
-        return self.collector.collect(rows, self.ppo_state, self.state, Meter(), training=False)[0]
+        rows = self.collector.eval_rows(self._prepare_prompts(dataset_of(prompts, columns), "prompts"))
+        place_model(self.model, self.args.device)
+        return self.collector.collect(group_equal_rows(rows), self.ppo_state, self.state, Meter(), training=False)[0]
+
+    # The loss
 
     @property
     def _critic_only(self) -> bool:
         """Whether the rollout in use belongs to `critic_warmup`."""
         return self.ppo_state.rollouts - self.ppo_state.dropped <= self.args.critic_warmup
+
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
+        """Call Trainer's step for each piece of a micro-batch."""
+        *before, last = inputs["pieces"]
+        loss = torch.zeros((), device=self.args.device)
+        for piece in before:
+            with self.accelerator.no_sync(model):
+                loss += super().training_step(model, {"batch": piece}, num_items_in_batch)
+        loss += super().training_step(model, {"batch": last}, num_items_in_batch)
+        self._meter.add("loss", loss * self.args.gradient_accumulation_steps)  # the micro-batches add up to a step's
+        return loss
 
     def compute_loss(
         self,
@@ -303,18 +317,19 @@ class PPOTrainer(OptimizingTrainer):
         return_outputs: bool = False,
         num_items_in_batch: MiniBatchSize | None = None,
     ) -> Tensor | tuple[Tensor, Any]:
-        """The PPO loss of a micro-batch, scaled so that DDP's mean over processes is the sum that it must be."""
+        """Return the PPO loss of a micro-batch, scaled so that DDP's mean over processes is the sum."""
+        assert num_items_in_batch is not None
         batch: Rollout = inputs["batch"].to(self.args.device)
         outputs = model(
-            **sequence(batch),
+            **join_sequences(batch),
             completion_mask=batch.mask,
             temperature=self.args.temperature,
             entropy="differentiable" if self.args.entropy_coef else "constant",
         )
-        terms = loss_terms(outputs, batch, self.args)
+        terms = self.loss_terms(outputs, batch)
         loss = ppo_loss(terms, outputs, batch, num_items_in_batch, self.args, self._critic_only)
         with torch.no_grad():
-            self._guard.note(batch, loss, {term.name: term.per_token for term in terms})
+            self._guard.record(batch, loss, {term.name: term.per_token for term in terms})
             first = self.state.global_step == self.ppo_state.first_step
             measure_update(self._meter, terms, outputs, batch, self.args, first)
             if self.args.target_kl is not None:
@@ -322,51 +337,142 @@ class PPOTrainer(OptimizingTrainer):
         loss = loss * self.args.world_size
         return (loss, outputs) if return_outputs else loss
 
+    def loss_terms(self, outputs: TokenOutputs, batch: Rollout) -> list[LossTerm]:
+        """Return the terms of the loss; a subclass may add its own to those of `super().loss_terms`.
+
+        Args:
+            outputs: of π_θ, the policy being optimized; (B, T) tensors.
+            batch: the rollout's data about the same tokens.
+        """
+        return ppo_terms(outputs, batch, self.args)
+
+    # The optimizer
+
+    def create_optimizer(self, model: nn.Module | None = None) -> Optimizer:
+        """Create Trainer's optimizer, with the critic's parameters in groups of their own."""
+        if self.optimizer is not None:
+            return super().create_optimizer(model)
+        optimizer = super().create_optimizer(model)
+        lr = self.args.learning_rate if self.args.critic_learning_rate is None else self.args.critic_learning_rate
+        split_critic_groups(optimizer, self.model.critic_parameters(), lr)
+        return optimizer
+
+    def loading_optimizer(self) -> AbstractContextManager:
+        """Keep this run's learning rates while a checkpoint's optimizer is loaded."""
+        return keep_own_settings(self.optimizer, self.lr_scheduler)
+
+    def _clip_gradients(self, max_norm: float) -> Tensor:
+        return self._clipper.clip(max_norm, self.optimizer, self.state.global_step + 1, self._meter)
+
+    def _clip_grad_norm(self, model: nn.Module) -> Tensor:
+        # Private upstream hook: the one place between backward and step where gradients are clipped.
+        return self._clip_gradients(self.args.max_grad_norm)
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Tensor | float | None = None) -> Tensor | float:
+        # Private upstream hook: with max_grad_norm=0 Trainer calls it instead, to measure without clipping.
+        return super()._get_grad_norm(model, self._clip_gradients(math.inf) if grad_norm is None else grad_norm)
+
     def _before_step(self) -> None:
-        """What the end of a mini-batch decides, before its step."""
+        """Hold the actor during `critic_warmup`, and end the rollout's use at `target_kl`."""
         if self._critic_only:
-            self._hold_actor()
+            for parameter in self.model.actor_parameters():  # without gradient: no decay, no momentum, no changed bit
+                parameter.grad = None
         limit = self.args.target_kl
         if limit is not None and self._step_meter.read().get("policy/approx_kl", 0.0) > limit:
             self.ppo_state.last_step = self.state.global_step + 1
 
-    def _measure_step(self) -> None:
+    def _after_step(self) -> None:
         self._meter.add_number("time/update", self.args.updates_per_rollout * (time.perf_counter() - self._step_began))
 
-    def _hold_actor(self) -> None:
-        """Leave the actor without gradients: no decay, no momentum, no change by one bit."""
-        for parameter in self.model.actor_parameters():
-            parameter.grad = None
+    def _end_update(self) -> None:
+        """Tell the callbacks after the last optimizer step on a rollout."""
+        if self.state.global_step >= min(self.ppo_state.last_step, self.state.max_steps):
+            self._call_callbacks("on_update_end", model=self.model, rollout=self._rollout)
+
+    # Evaluation
+
+    def get_eval_dataloader(self, eval_dataset: str | Dataset | None = None) -> DataLoader:
+        """Return the prompts of an evaluation; `evaluation_loop` shares them out among the processes."""
+        prompts = self._eval_prompts.find(eval_dataset, self.eval_dataset)
+        size = self.args.eval_batch_size * self.args.world_size
+        return DataLoader(cast(Any, prompts), batch_size=size, collate_fn=list)
+
+    def get_test_dataloader(self, test_dataset: Dataset) -> DataLoader:
+        """Return the prompts of `predict`."""
+        return self.get_eval_dataloader(test_dataset)
+
+    @contextmanager
+    def eval_sampling(self, do_sample: bool) -> Iterator[None]:
+        """Let evaluations inside sample, or complete greedily, whatever `args.eval_do_sample` says."""
+        before, self._eval_sampling = self._eval_sampling, do_sample
+        try:
+            yield
+        finally:
+            self._eval_sampling = before
+
+    def evaluation_loop(
+        self,
+        dataloader: DataLoader,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """Complete and score the prompts; Trainer's loop computes losses on labels, which prompts do not have."""
+        place_model(self.model, self.args.device)
+        prompts = cast(Prompts, dataloader.dataset)
+        self.callback_handler.eval_dataloader = dataloader
+        do_sample = self.args.eval_do_sample if self._eval_sampling is None else self._eval_sampling
+
+        def on_batch() -> None:
+            self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
+
+        evaluated = evaluate_prompts(self.collector, prompts, self.state, do_sample, on_batch)
+        return evaluated.output(prompts, self.compute_metrics, metric_key_prefix)
+
+    # Checkpoints
+
+    def check_resume(self, checkpoint: str) -> None:
+        """Refuse a checkpoint of another base, dataset, critic or cut of the rollout."""
+        self._checkpoint.check(checkpoint)
+
+    def save_run_state(self, folder: str) -> None:
+        """Write where PPO stands, with the rollout in use and the metrics that are not logged yet."""
+        in_use = self._rollout if self.state.global_step < self.ppo_state.last_step else None
+        metrics = self._meter.state_dict()
+        # `enable_jit_checkpoint` saves within a step, which the resumed run makes from its beginning.
+        if self._step_start is not None and self._step_start[0] == self.state.global_step:
+            metrics = self._step_start[1]
+        self._checkpoint.save(folder, self.ppo_state, metrics, in_use)
+
+    def load_run_state(self, folder: str) -> None:
+        """Read where PPO stands, and the critic, which upstream does not load."""
+        self.ppo_state, self._rollout = self._checkpoint.load(folder, self._meter)
+        if not self.is_deepspeed_enabled:  # its own checkpoint holds the critic
+            self.model.load_critic(folder)
+
+    # Logs, callbacks and the card
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Add the metrics of PPO to the logs of training steps.
+        """Add PPO's metrics to the logs of training steps.
 
-        The loss among them replaces Trainer's, which forgets the steps between the last log and a checkpoint.
+        Their loss replaces Trainer's, which forgets the steps between the last log and a checkpoint.
         """
         if "loss" in logs:
             logs.update(self._meter.read())
         super().log(logs, start_time)
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Trainer's `train`, from a new rollout unless a checkpoint brings one.
-
-        A second call goes on with `ppo_state`: the next prompts, the adapted β, and no second warmup.
-
-        Raises:
-            ValueError: a checkpoint that cannot be gone on with, or an output folder that training starts from.
-            NonFiniteError: a number is NaN or infinite; see `on_nonfinite`.
-            OutOfMemory: with the settings that help.
-        """
-        check_output_folder(self._sources, self.args)
-        self._rollout = None
-        self._meter = Meter()
-        self._step_meter = Meter()
-        self._guard = NonFiniteGuard(self.args, self.accelerator)
-        with explained_memory("the update", self.args):
-            return super().train(*args, **kwargs)
+    def _call_callbacks(self, event: str, **arguments: Any) -> None:
+        """Call an event of every `PPOCallback`."""
+        for callback in self.callback_handler.callbacks:
+            if isinstance(callback, PPOCallback):
+                call = getattr(callback, event)
+                control = call(self.args, self.state, self.control, **arguments, ppo_state=self.ppo_state)
+                if isinstance(control, TrainerControl):
+                    vars(self.control).update(vars(control))  # Trainer's handler keeps this object
 
     def create_model_card(self, **given: Any) -> None:
-        """Write the model card into the output folder; takes what Trainer's does, by keyword."""
+        """Write the model card into the output folder; takes the keywords of Trainer's."""
         # Not upstream's card: it reports supervised training and an eval_loss, which prompts do not have.
         if self.is_world_process_zero():
             rewards = self.collector.rewards

@@ -65,7 +65,8 @@ def resume_argument(args: TrainingArguments) -> str | bool | None:
 
 def evaluate(trainer: PPOTrainer, name: str, do_sample: bool) -> None:
     """Evaluate, and save the metrics under a name."""
-    metrics = trainer.evaluate(metric_key_prefix=name, do_sample=do_sample)
+    with trainer.eval_sampling(do_sample):
+        metrics = trainer.evaluate(metric_key_prefix=name)
     trainer.log_metrics(name, metrics)
     trainer.save_metrics(name, metrics)
 

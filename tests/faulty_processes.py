@@ -21,7 +21,7 @@ from hfppo.reporting.picture import PlotCallback
 
 OUT, RANK = Path(sys.argv[1]), int(os.environ["RANK"])
 DATASET = Dataset.from_list([{"prompt": f"请问{a}+{b}="} for a in range(4) for b in range(3, 7)])
-PASSES, TERMS = hfppo.collect.collector.forward_passes, hfppo.trainer.loss_terms
+PASSES, TERMS = hfppo.collect.collector.forward_passes, hfppo.trainer.ppo_terms
 
 
 def make(name: str, reward=count_digits, **config) -> PPOTrainer:
@@ -62,7 +62,7 @@ def nan_in_loss(number: int, rank: int) -> None:
             policy = replace(policy, per_token=torch.where(loss.detach().isfinite(), math.nan, loss))  # with its graph
         return [policy, *others]
 
-    hfppo.trainer.loss_terms = terms
+    hfppo.trainer.ppo_terms = terms
 
 
 def state(trainer: PPOTrainer) -> dict[str, list[float]]:
@@ -97,13 +97,13 @@ def stop() -> dict:
     """What each process says when one has found something."""
     said = {}
     for name, inject in (("rollout", lambda: nan_in_rollout(0, 1)), ("step", lambda: nan_in_loss(1, 1))):
-        hfppo.collect.collector.forward_passes, hfppo.trainer.loss_terms = PASSES, TERMS
+        hfppo.collect.collector.forward_passes, hfppo.trainer.ppo_terms = PASSES, TERMS
         inject()
         try:
             make(name).train()
         except NonFiniteError as error:
             said[name] = str(error)
-    hfppo.collect.collector.forward_passes, hfppo.trainer.loss_terms = PASSES, TERMS
+    hfppo.collect.collector.forward_passes, hfppo.trainer.ppo_terms = PASSES, TERMS
     return said
 
 

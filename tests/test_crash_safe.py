@@ -15,8 +15,8 @@ from conftest import SMALL, tiny_model
 from test_resume import final_state
 
 from hfppo import AdaptiveKLCallback, PPOCallback
-from hfppo.saving.folders import finish_renames, last_intact, put_in_place, rotate
-from hfppo.saving.manifest import MANIFEST, damage, seal
+from hfppo.saving.folders import find_last_intact, finish_renames, publish, rotate
+from hfppo.saving.manifest import MANIFEST, find_damage, seal
 
 TESTS = Path(__file__).parent
 CONFIG = {**SMALL, "max_steps": 6, "save_strategy": "steps", "save_steps": 1}
@@ -37,24 +37,24 @@ def sealed(tmp_path: Path) -> Path:
 
 
 def test_a_sealed_folder_is_whole_and_any_change_shows(sealed):
-    assert damage(sealed) is None
+    assert find_damage(sealed) is None
     assert set(json.loads((sealed / MANIFEST).read_text())) == {"a.bin", "critic/b.bin"}
     (sealed / "a.bin").write_bytes(b"124")
-    assert damage(sealed) == "has a changed a.bin"
+    assert find_damage(sealed) == "has a changed a.bin"
     (sealed / "critic/b.bin").unlink()
     (sealed / "a.bin").write_bytes(b"123")
-    assert damage(sealed) == "lacks critic/b.bin"
+    assert find_damage(sealed) == "lacks critic/b.bin"
     for text in ("{", "{}", "[]", "null", '["a.bin"]'):
         (sealed / MANIFEST).write_text(text)
-        assert damage(sealed).startswith("has no readable manifest.json")
+        assert find_damage(sealed).startswith("has no readable manifest.json")
 
 
 def test_a_file_that_cannot_be_read_is_damage(sealed, monkeypatch):
     def unreadable(path: Path) -> str:
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr("hfppo.saving.manifest.digest", unreadable)
-    assert damage(sealed) == "has an unreadable a.bin ([Errno 5] Input/output error)"
+    monkeypatch.setattr("hfppo.saving.manifest.hash_file", unreadable)
+    assert find_damage(sealed) == "has an unreadable a.bin ([Errno 5] Input/output error)"
 
 
 def test_the_last_whole_checkpoint_is_found_by_its_number(tmp_path, caplog):
@@ -63,9 +63,9 @@ def test_the_last_whole_checkpoint_is_found_by_its_number(tmp_path, caplog):
         (tmp_path / f"checkpoint-{step}/x").write_text(str(step))
         seal(tmp_path / f"checkpoint-{step}")
     (tmp_path / "checkpoint-11/x").write_text("?")
-    assert last_intact(tmp_path) == str(tmp_path / "checkpoint-10")
+    assert find_last_intact(tmp_path) == str(tmp_path / "checkpoint-10")
     assert "checkpoint-11 is passed over: it has a changed x" in caplog.text
-    assert last_intact(tmp_path / "checkpoint-9") is None
+    assert find_last_intact(tmp_path / "checkpoint-9") is None
 
 
 @pytest.mark.parametrize("renames", [0, 1, 2])
@@ -85,11 +85,11 @@ def test_a_checkpoint_written_again_is_never_missing(tmp_path, sealed, monkeypat
         patched.setattr(Path, "rename", rename_until_killed)
         if renames < 2:
             with pytest.raises(KeyboardInterrupt):
-                put_in_place(new, sealed)
+                publish(new, sealed)
         else:
-            put_in_place(new, sealed)
+            publish(new, sealed)
     finish_renames(tmp_path)
-    assert last_intact(tmp_path) == str(sealed)
+    assert find_last_intact(tmp_path) == str(sealed)
 
 
 def test_an_interrupted_save_loses_no_checkpoint(make_trainer, tmp_path, monkeypatch):
@@ -117,7 +117,7 @@ def test_a_folder_of_a_save_that_was_killed_is_not_the_last_checkpoint(make_trai
     (tmp_path / "out/checkpoint-99").mkdir(parents=True)
     (tmp_path / "out/checkpoint-99/checkpoint-is-incomplete.txt").touch()
     make_trainer({**CONFIG, "max_steps": 3, "save_total_limit": 1}).train()
-    assert last_intact(tmp_path / "out") == str(tmp_path / "out/checkpoint-3")
+    assert find_last_intact(tmp_path / "out") == str(tmp_path / "out/checkpoint-3")
 
 
 def test_only_whole_checkpoints_get_their_name_later(tmp_path, sealed):
@@ -130,7 +130,7 @@ def test_only_whole_checkpoints_get_their_name_later(tmp_path, sealed):
     shutil.copytree(sealed, whole)
     finish_renames(tmp_path)
     assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-1", "checkpoint-2"]
-    assert last_intact(tmp_path) == str(tmp_path / "checkpoint-2")
+    assert find_last_intact(tmp_path) == str(tmp_path / "checkpoint-2")
 
 
 def test_the_limit_goes_by_steps_and_touches_nothing_else(tmp_path):
@@ -158,7 +158,7 @@ def test_a_run_killed_before_a_checkpoint_got_its_name_goes_on_from_it(make_trai
     resumed = make_trainer(config)
     resumed.train(resume_from_checkpoint=True)
     assert resumed.state.global_step == 3
-    assert last_intact(tmp_path / "out") == str(tmp_path / "out/checkpoint-3")
+    assert find_last_intact(tmp_path / "out") == str(tmp_path / "out/checkpoint-3")
 
 
 def test_a_damaged_checkpoint_is_passed_over_and_the_run_ends_the_same(make_trainer, tmp_path):
@@ -170,7 +170,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_the_run_ends_the_same(make_trai
     resumed.train(resume_from_checkpoint=True)
     expected, got = final_state(straight), final_state(resumed)
     assert [name for name in expected if not torch.equal(expected[name], got[name])] == []
-    assert damage(tmp_path / "out/checkpoint-6") is None  # written anew
+    assert find_damage(tmp_path / "out/checkpoint-6") is None  # written anew
 
 
 def test_a_new_start_takes_nothing_of_an_earlier_run(make_trainer, tmp_path, caplog):
@@ -179,11 +179,11 @@ def test_a_new_start_takes_nothing_of_an_earlier_run(make_trainer, tmp_path, cap
     first = {path.name: (path / MANIFEST).read_text() for path in (tmp_path / "out").glob("checkpoint-*")}
     again = make_trainer({**config, "max_steps": 2, "seed": 7})
     again.train()
-    assert "the last as " + str(tmp_path / "out/_earlier_1/checkpoint-3") in caplog.text
+    assert "the last is " + str(tmp_path / "out/_earlier_1/checkpoint-3") in caplog.text
     kept = {path.name: path for path in (tmp_path / "out/_earlier_1").iterdir()}
     assert {name: (path / MANIFEST).read_text() for name, path in kept.items()} == first
-    assert [damage(path) for path in kept.values()] == [None, None, None]
-    assert last_intact(tmp_path / "out") == str(tmp_path / "out/checkpoint-2")
+    assert [find_damage(path) for path in kept.values()] == [None, None, None]
+    assert find_last_intact(tmp_path / "out") == str(tmp_path / "out/checkpoint-2")
     make_trainer(config).train()
     assert [path.name for path in (tmp_path / "out/_earlier_2").iterdir()] == ["checkpoint-2"]
 
@@ -240,7 +240,7 @@ def test_the_best_checkpoint_is_not_that_of_another_run(make_trainer, dataset, t
     other = (best / "adapter_model.safetensors").read_bytes()
     resumed = make_trainer(BEST, eval_dataset=dataset)
     resumed.train(resume_from_checkpoint=str(tmp_path / "out/_earlier_1/checkpoint-5"))
-    assert f"{best}, the best checkpoint so far, is not this run's any more" in caplog.text
+    assert f"{best}, the best checkpoint so far, is gone or another run's" in caplog.text
     resumed.save_model()
     assert (tmp_path / "out/adapter_model.safetensors").read_bytes() != other
 
@@ -281,7 +281,7 @@ def test_the_best_checkpoint_is_kept_under_another_spelling_of_its_path(make_tra
     resumed = make_trainer(config, eval_dataset=dataset)
     resumed.train(resume_from_checkpoint=tmp_path / f"link/checkpoint-{best}")
     assert resumed.state.best_model_checkpoint == str(tmp_path / f"link/checkpoint-{best}")
-    assert damage(resumed.state.best_model_checkpoint) is None
+    assert find_damage(resumed.state.best_model_checkpoint) is None
     expected, got = final_state(straight), final_state(resumed)
     assert [name for name in expected if not torch.equal(expected[name], got[name])] == []
 
@@ -304,7 +304,7 @@ def test_a_path_is_checked_as_a_text_is(make_trainer, tmp_path):
     assert not (tmp_path / "out/_earlier_1").exists()
     weights = folder / "adapter_model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"\xff")
-    with pytest.raises(ValueError, match=r"has a changed adapter_model\.safetensors; take an earlier one"):
+    with pytest.raises(ValueError, match=r"has a changed adapter_model\.safetensors; name an earlier checkpoint"):
         make_trainer(CONFIG).train(resume_from_checkpoint=folder)
 
 
@@ -315,7 +315,7 @@ def test_a_checkpoint_may_be_deleted_once_it_is_loaded(make_trainer, tmp_path):
     callback.on_step_begin = lambda *_, **__: shutil.rmtree(tmp_path / "elsewhere", ignore_errors=True)
     trainer = make_trainer(CONFIG, callbacks=[callback])
     trainer.train(resume_from_checkpoint=str(tmp_path / "elsewhere/checkpoint-4"))
-    assert last_intact(tmp_path / "out") == str(tmp_path / "out/checkpoint-6")
+    assert find_last_intact(tmp_path / "out") == str(tmp_path / "out/checkpoint-6")
     assert len(list((tmp_path / "out/_earlier_1").iterdir())) == 6
 
 
@@ -394,7 +394,7 @@ def test_a_full_disk_leaves_what_was_saved_before(make_trainer, tmp_path, monkey
     assert "The checkpoint at step 3 could not be written" in full.value.__notes__[0]
     folders = sorted(path.name for path in (tmp_path / "out").iterdir() if path.is_dir())
     assert folders == ["checkpoint-1", "checkpoint-2"]
-    assert damage(tmp_path / "out/checkpoint-2") is None
+    assert find_damage(tmp_path / "out/checkpoint-2") is None
     resumed = make_trainer(CONFIG)
     resumed.train(resume_from_checkpoint=True)
     expected, got = final_state(straight), final_state(resumed)
@@ -418,7 +418,7 @@ def test_a_disk_that_is_full_for_torch_and_safetensors_names_the_step(make_train
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert not isinstance(full.value, OSError)
     assert "The checkpoint at step 3 could not be written; its disk has " in full.value.__notes__[0]
-    assert last_intact(tmp_path / "out") == str(tmp_path / "out/checkpoint-2")
+    assert find_last_intact(tmp_path / "out") == str(tmp_path / "out/checkpoint-2")
 
 
 @pytest.mark.parametrize("save_only_model", [False, True])
@@ -429,7 +429,7 @@ def test_the_best_checkpoint_has_its_final_name(make_trainer, dataset, tmp_path,
     trainer.train()
     best = Path(trainer.state.best_model_checkpoint)
     assert best.parent == tmp_path / "out"
-    assert damage(best) is None
+    assert find_damage(best) is None
     states = [json.loads(path.read_text()) for path in (tmp_path / "out").glob("checkpoint-*/trainer_state.json")]
     assert states
     assert not any("_saving" in str(state["best_model_checkpoint"]) for state in states)
@@ -458,4 +458,4 @@ def test_what_a_killed_save_left_is_in_no_checkpoint(make_trainer, tmp_path):
     left.write_text("half")
     make_trainer({"max_steps": 1, "save_strategy": "steps", "save_steps": 1}).train()
     assert not (tmp_path / "out/checkpoint-1/optimizer.bin").exists()
-    assert damage(tmp_path / "out/checkpoint-1") is None
+    assert find_damage(tmp_path / "out/checkpoint-1") is None

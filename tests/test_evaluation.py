@@ -10,7 +10,7 @@ from datasets import Dataset
 from test_rewards import answering
 
 from hfppo import TolerantReward
-from hfppo.evaluation import METRICS_OF_SCORES
+from hfppo.evaluation import SCORE_METRICS
 
 EVERY_STEP = {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 1}
 
@@ -38,7 +38,7 @@ def test_models_are_compared_by_the_reward_also_where_there_is_none(make_trainer
 
 
 @pytest.mark.parametrize(
-    "name", ["reward", "eval_rewards/count_digits/mean", *METRICS_OF_SCORES, "custom/seen", "own", "eval_b_reward"]
+    "name", ["reward", "eval_rewards/count_digits/mean", *SCORE_METRICS, "custom/seen", "own", "eval_b_reward"]
 )
 def test_a_metric_that_is_let_through_is_there(make_trainer, dataset, name):
     """One that is missing would end the run at its first evaluation."""
@@ -130,7 +130,10 @@ def test_names_that_have_the_prefix_get_no_second(make_trainer, dataset):
 def test_an_evaluation_of_several_datasets_samples_all(make_trainer, dataset):
     parts = {"a": dataset.select(range(8)), "b": dataset.select(range(8, 16))}
     trainer = make_trainer(eval_dataset=parts)
-    greedy, sampled = trainer.evaluate(), trainer.evaluate(do_sample=True)
+    greedy = trainer.evaluate()
+    with trainer.eval_sampling(True):
+        sampled = trainer.evaluate()
+    assert trainer.evaluate()["eval_a_reward"] == greedy["eval_a_reward"]
     for name in parts:
         assert greedy[f"eval_{name}_reward"] != sampled[f"eval_{name}_reward"]
 
@@ -148,7 +151,7 @@ def test_a_dataset_that_is_assigned_later_is_evaluated(make_trainer, dataset):
 def test_another_training_dataset_wants_another_trainer(make_trainer, dataset):
     trainer = make_trainer()
     trainer.train_dataset = dataset.select(range(3))
-    with pytest.raises(ValueError, match=r"^trainer\.train_dataset is not the one .* make a new trainer with it"):
+    with pytest.raises(ValueError, match=r"^trainer\.train_dataset was replaced .* make a new trainer"):
         trainer.train()
 
 

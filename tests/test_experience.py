@@ -144,7 +144,6 @@ def test_remax_compares_with_the_normalised_score_of_the_greedy_completion(make_
 def test_greedy_completions_belong_to_their_phases(make_trainer):
     """They are sampled while the sampler is ready for the others, and what they take is of sampling and scoring."""
     trainer, phases = make_trainer({"advantage_estimator": "remax"}), []
-    noting = Meter(lambda name: nullcontext(phases.append(name)))
 
     class Noting(type(trainer.collector.sampler)):
         @contextmanager
@@ -158,8 +157,10 @@ def test_greedy_completions_belong_to_their_phases(make_trainer):
 
     trainer.collector.sampler.__class__ = Noting
     rows = trainer.collector.training_rows(trainer._train_prompts, 0)
-    trainer.collector.collect(rows, trainer.ppo_state, trainer.state, noting)
-    sampling = ["time/generation", "ready", "sampler", "time/generation", "sampler"]
+    trainer.collector.collect(
+        rows, trainer.ppo_state, trainer.state, Meter(), show=lambda name: nullcontext(phases.append(name))
+    )
+    sampling = ["time/generation", "ready", "sampler", "sampler"]
     assert phases == ["time/rollout", *sampling, "time/rewards", "time/passes", "time/rewards", "time/rewards"]
 
 

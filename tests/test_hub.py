@@ -4,6 +4,7 @@ import logging
 import os
 import subprocess
 import sys
+from concurrent.futures import Future
 from pathlib import Path
 from threading import Timer
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ from conftest import tiny_model
 from huggingface_hub import ModelCard
 from loopback_hub import LoopbackHub
 from transformers import Trainer
+from transformers.utils import PushInProgress
 
 TESTS = Path(__file__).parent
 MODEL = {
@@ -202,8 +204,8 @@ def test_a_hub_that_is_down(runs, hub, loaded):
     """Training goes on with a warning, the push at the end is an error, and the folder is complete."""
     assert hub.messages("someone/down") == ["initial commit"]
     log = (runs.parent / "load.log").read_text()
-    assert "A push to someone/down has failed" in log
-    assert f"The push to someone/down has failed. The model lies in {runs / 'down'}" in loaded["error"]
+    assert "A push to someone/down failed" in log
+    assert f"The push to someone/down failed. The model lies in {runs / 'down'}" in loaded["error"]
     found = {str(path.relative_to(runs / "down")) for path in (runs / "down").rglob("*") if path.is_file()}
     assert {name for name in found if not name.startswith("checkpoint-")} == MODEL | CURVES | {"curves.png"}
     assert "4 optimizer steps." in (runs / "down/README.md").read_text()
@@ -225,17 +227,20 @@ def test_a_push_in_progress_is_not_disturbed(make_trainer, monkeypatch, tmp_path
     assert (tmp_path / "out/README.md").is_file() is always
 
 
-def test_a_failed_push_in_the_background_is_heard_of(make_trainer, caplog):
-    trainer = make_trainer()
-    trainer.hub_model_id = "someone/name"
-    failed = SimpleNamespace(exception=lambda: OSError("no route"))
-    trainer.push_in_progress = SimpleNamespace(
-        is_done=lambda: True, jobs=[SimpleNamespace(exception=lambda: None), failed]
+def test_a_failed_push_in_the_background_is_logged(make_trainer, tmp_path, caplog, monkeypatch):
+    trainer = make_trainer({"push_to_hub": True, "hub_model_id": "someone/name"})
+    failed, done = Future(), Future()
+    monkeypatch.setattr(
+        Trainer,
+        "_push_from_checkpoint",
+        lambda self, folder: setattr(self, "push_in_progress", PushInProgress([done, failed])),
     )
+    trainer.push_in_progress = None
     with caplog.at_level(logging.WARNING):
-        trainer._finish_current_push()
-        trainer._finish_current_push()
-    assert caplog.text.count("A push to someone/name has failed: OSError: no route") == 1
+        trainer._push_from_checkpoint(str(tmp_path))
+        done.set_result(None)
+        failed.set_exception(OSError("no route"))
+    assert caplog.text.count("A push to someone/name failed: OSError: no route") == 1
 
 
 def test_a_push_without_a_repository_leaves_the_model_on_the_disk(make_trainer, tmp_path, monkeypatch):
@@ -247,6 +252,6 @@ def test_a_push_without_a_repository_leaves_the_model_on_the_disk(make_trainer, 
     monkeypatch.setattr(Trainer, "init_hf_repo", fails)
     with pytest.raises(OSError, match="no route") as error:
         trainer.push_to_hub()
-    assert error.value.__notes__[0].startswith(f"The push to the Hub has failed. The model lies in {tmp_path / 'out'}")
+    assert error.value.__notes__[0].startswith(f"The push to the Hub failed. The model lies in {tmp_path / 'out'}")
     assert (tmp_path / "out/adapter_model.safetensors").is_file()
     assert (tmp_path / "out/critic/critic.safetensors").is_file()

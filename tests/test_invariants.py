@@ -30,7 +30,7 @@ from transformers import (
 )
 
 from hfppo import PPOCallback, Rollout
-from hfppo.learn.loss import MiniBatchSize
+from hfppo.learn.mini_batch import MiniBatchSize
 
 
 def tiny_gpt2():

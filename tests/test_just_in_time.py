@@ -10,7 +10,7 @@ from conftest import SMALL
 from test_resume import final_state
 
 from hfppo import PPOCallback
-from hfppo.saving.folders import last_intact
+from hfppo.saving.folders import find_last_intact
 from hfppo.saving.just_in_time import JustInTimeCallback
 
 CONFIG = {**SMALL, "max_steps": 6, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
@@ -51,7 +51,7 @@ def test_the_checkpoint_is_whole_and_resumes(make_trainer, dataset, tmp_path, ev
     straight = make_trainer(CONFIG, eval_dataset=dataset)
     straight.train()
     assert train_until_told(make_trainer, CONFIG, event, step, eval_dataset=dataset).state.global_step < 6
-    assert last_intact(tmp_path / "out") == str(tmp_path / f"out/checkpoint-{step}")
+    assert find_last_intact(tmp_path / "out") == str(tmp_path / f"out/checkpoint-{step}")
     assert not (tmp_path / "out/_earlier_1").exists()
     resumed = make_trainer(CONFIG, eval_dataset=dataset)
     resumed.train(resume_from_checkpoint=True)
@@ -70,7 +70,7 @@ def test_no_rollout_is_collected_first(make_trainer, tmp_path):
     config = {**CONFIG, "eval_strategy": "no"}  # 4 steps are made on a rollout
     train_until_told(make_trainer, config, "on_step_end", 4, reward_funcs=reward)
     assert len(rollouts) == 1
-    assert last_intact(tmp_path / "out") == str(tmp_path / "out/checkpoint-4")
+    assert find_last_intact(tmp_path / "out") == str(tmp_path / "out/checkpoint-4")
 
 
 @pytest.mark.parametrize("step", [2, 4, 6, 8])
@@ -94,7 +94,7 @@ def test_epochs_are_logged_and_evaluated_when_they_are_over_and_only_then(make_t
 
 def test_the_last_step_is_saved_with_what_it_logs(make_trainer, dataset, tmp_path):
     train_until_told(make_trainer, CONFIG, "on_step_end", 6, eval_dataset=dataset)
-    folder = Path(last_intact(tmp_path / "out"))
+    folder = Path(find_last_intact(tmp_path / "out"))
     assert folder.name == "checkpoint-6"
     log = json.loads((folder / "trainer_state.json").read_text())["log_history"]
     assert [entry["step"] for entry in log if "eval_reward" in entry] == [2, 4, 6]
@@ -107,7 +107,7 @@ def test_a_run_that_a_callback_stops_at_that_step_is_saved(make_trainer, dataset
     trainer = make_trainer({**CONFIG, "enable_jit_checkpoint": True}, eval_dataset=dataset, callbacks=[callback, stop])
     callback.manager = trainer._just_in_time.jit_manager
     trainer.train()
-    assert last_intact(tmp_path / "out") == str(tmp_path / "out/checkpoint-2")
+    assert find_last_intact(tmp_path / "out") == str(tmp_path / "out/checkpoint-2")
     assert not callback.manager.is_checkpoint_requested
 
 

@@ -44,11 +44,13 @@ def test_arithmetic_is_learnt_in_a_dozen_rollouts(tmp_path: Path, critic):
         critic=critic,
         compute_metrics=accuracy,
     )
-    before = trainer.evaluate(do_sample=True)["eval_accuracy"]
+    with trainer.eval_sampling(True):
+        before = trainer.evaluate()["eval_accuracy"]
     with warnings.catch_warnings():
         warnings.simplefilter("error", HealthWarning)
         trainer.train()
-    after = trainer.evaluate(do_sample=True)["eval_accuracy"]
+    with trainer.eval_sampling(True):
+        after = trainer.evaluate()["eval_accuracy"]
     assert before <= 0.5
     assert after >= 0.75
     deviations = [

@@ -15,7 +15,7 @@ import hfppo.trainer
 from hfppo import PPOConfig
 from hfppo.generation import TransformersSampler
 from hfppo.support.http_client import ServerError
-from hfppo.support.out_of_memory import OutOfMemory, explained_memory, peak
+from hfppo.support.out_of_memory import OutOfMemory, explain_out_of_memory, peak
 
 CONFIG = {"per_device_train_batch_size": 4, "save_strategy": "steps", "save_steps": 3, "max_steps": 8}
 CUDA = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
@@ -37,13 +37,14 @@ def fails_at(call: int, function, error):
 
 
 @pytest.mark.parametrize("error", [CUDA, CPU, MPS, MemoryError()], ids=["CUDA", "CPU", "MPS", "Python"])
-def test_every_kind_is_explained(make_trainer, monkeypatch, error):
+def test_every_kind_is_explained(make_trainer, monkeypatch, tmp_path, error):
     monkeypatch.setattr(TransformersSampler, "_sample", fails_at(2, TransformersSampler._sample, error))
     with pytest.raises(OutOfMemory, match=r"memory ran out during sampling, at a peak of \d+\.\d+ GiB") as raised:
         make_trainer(CONFIG).train()
     assert raised.value.__cause__ is error
     assert isinstance(raised.value, torch.OutOfMemoryError)
     assert all(setting in str(raised.value) for setting in SAMPLING)
+    assert f"The last checkpoint is {tmp_path}/out/checkpoint-3: resume" in raised.value.__notes__[0]
 
 
 @pytest.mark.parametrize(
@@ -71,7 +72,7 @@ def test_the_phase_and_its_settings_are_named(make_trainer, monkeypatch, owner, 
 def test_a_field_that_an_older_transformers_lacks_is_not_named(tmp_path):
     args = SimpleNamespace(**vars(PPOConfig(output_dir=str(tmp_path))))
     del args.activation_checkpointing
-    with pytest.raises(OutOfMemory) as raised, explained_memory("the update", args):
+    with pytest.raises(OutOfMemory) as raised, explain_out_of_memory("the update", args):
         raise MemoryError
     assert "activation_checkpointing" not in str(raised.value)
     assert "max_tokens_per_micro_batch=None" in str(raised.value)
@@ -80,7 +81,7 @@ def test_a_field_that_an_older_transformers_lacks_is_not_named(tmp_path):
 def test_only_switches_that_would_save_memory_are_named(tmp_path):
     args = PPOConfig(output_dir=str(tmp_path), activation_checkpointing=True)
     named = r"max_tokens_per_micro_batch=None"
-    with pytest.raises(OutOfMemory, match=named) as raised, explained_memory("the update", args):
+    with pytest.raises(OutOfMemory, match=named) as raised, explain_out_of_memory("the update", args):
         raise MemoryError
     assert "activation_checkpointing" not in str(raised.value)
 

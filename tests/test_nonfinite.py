@@ -48,7 +48,7 @@ def break_passes(monkeypatch, name: str, rollouts: set[int]) -> None:
 
 def break_loss(monkeypatch, name: str, calls: set[int], row: int = 1) -> None:
     """NaN in a term of the loss of the given micro-batches, by the order of their passes."""
-    terms_of, number = hfppo.trainer.loss_terms, iter(range(100))
+    terms_of, number = hfppo.trainer.ppo_terms, iter(range(100))
 
     def broken(*args):
         terms = terms_of(*args)
@@ -60,7 +60,7 @@ def break_loss(monkeypatch, name: str, calls: set[int], row: int = 1) -> None:
             for term in terms
         ]
 
-    monkeypatch.setattr(hfppo.trainer, "loss_terms", broken)
+    monkeypatch.setattr(hfppo.trainer, "ppo_terms", broken)
 
 
 def break_gradient(trainer, name: str, calls: set[int], by: float = math.inf) -> None:
@@ -109,9 +109,9 @@ def test_a_rollout_that_is_not_finite_ends_the_run_and_the_resumed_one_is_the_un
         trainer = make_trainer(CONFIG)
         with pytest.raises(NonFiniteError, match="old_logprobs is not finite in row 3 of rollout 3 on process 0") as e:
             trainer.train()
-    assert f"lies in {tmp_path}/out/_nonfinite/rollout-3" in str(e.value)
-    assert "on_nonfinite='skip' goes on without" in str(e.value)
-    assert f"The last checkpoint is {tmp_path}/out/checkpoint-5: go on from it with" in str(e.value)
+    assert f"saved in {tmp_path}/out/_nonfinite/rollout-3" in str(e.value)
+    assert "on_nonfinite='skip' continues without" in str(e.value)
+    assert f"The last checkpoint is {tmp_path}/out/checkpoint-5: resume" in e.value.__notes__[0]
     assert trainer.state.global_step == 8
     assert trainer.ppo_state.score_moments.count == 16  # of the first two rollouts
     found, batches = kept(tmp_path, "rollout-3")
@@ -133,7 +133,7 @@ def test_the_tensor_closest_to_the_cause_is_named(make_trainer, monkeypatch, nam
 def test_weights_that_are_nan_are_seen_by_the_sampler_first(make_trainer):
     trainer = make_trainer()
     trainer.model.causal_lm.model.norm.weight.data.fill_(NAN)
-    with pytest.raises(NonFiniteError, match=r"rollout_logprobs is not finite in row 0 .* There is no checkpoint yet"):
+    with pytest.raises(NonFiniteError, match="rollout_logprobs is not finite in row 0"):
         trainer.train()
 
 
@@ -208,7 +208,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_the_resumed_one_is_the_undis
         message = "value/loss in row 1 of micro-batch 1 of step 6 on process 0 is not finite; it was left out"
         with pytest.raises(NonFiniteError, match=message) as error:
             trainer.train()
-    assert f"{tmp_path}/out/checkpoint-5: go on" in str(error.value)
+    assert f"{tmp_path}/out/checkpoint-5: resume" in error.value.__notes__[0]
     found, batches = kept(tmp_path, "step-6")
     assert [math.isfinite(float(loss)) for loss in found["losses"]] == [True, False]
     assert math.isfinite(float(found["critic"])), "the gradients alone would have shown nothing"
@@ -325,7 +325,7 @@ def test_a_dump_that_cannot_be_written_does_not_hide_the_error(make_trainer, mon
     (tmp_path / "out").mkdir()
     (tmp_path / "out/_nonfinite").write_text("in the way")
     break_loss(monkeypatch, "policy/loss", {0})
-    with pytest.raises(NonFiniteError, match=r"policy/loss in row 1 .* could not be written: .*Not a directory"):
+    with pytest.raises(NonFiniteError, match=r"policy/loss in row 1 .* could not be saved: .*Not a directory"):
         make_trainer().train()
 
 
@@ -349,12 +349,12 @@ def test_float16_overflows_are_left_to_the_scaler_and_losses_are_not(make_traine
     terms = {"policy/loss": torch.zeros(rollout.mask.shape)}
     optimizer = SimpleNamespace(step_was_skipped=False)
     norms = {"actor": torch.tensor(math.inf)}
-    guard.note(rollout, torch.tensor(0.0), terms)
+    guard.record(rollout, torch.tensor(0.0), terms)
     assert guard.allows_step(norms, model, optimizer, 1, trainer._meter)
-    guard.note(rollout, torch.tensor(NAN), terms)
+    guard.record(rollout, torch.tensor(NAN), terms)
     assert not guard.allows_step(norms, model, optimizer, 1, trainer._meter)
     assert all(p.grad is not None for p in trained)
-    guard.note(rollout, torch.tensor(NAN), terms)  # of which gradients, and so the scaler, show nothing
+    guard.record(rollout, torch.tensor(NAN), terms)  # of which gradients, and so the scaler, show nothing
     assert not guard.allows_step({"actor": torch.tensor(1.0)}, model, optimizer, 1, trainer._meter)
     assert all(p.grad is None for p in trained)
 

@@ -5,7 +5,7 @@ import torch
 from conftest import LORA, SMALL, count_digits, tiny_model
 
 from hfppo import PPOCallback, PPOConfig, PPOTrainer
-from hfppo.learn.optimizer import critic_rate
+from hfppo.learn.optimizer import critic_learning_rate
 
 
 def own_optimizer(model) -> torch.optim.Optimizer:
@@ -64,7 +64,7 @@ def test_target_kl_ends_a_rollout_early(train_with_own):
 def test_hooks_are_not_doubled_by_a_second_run(make_trainer):
     steps = []
     trainer = make_trainer({"max_steps": 2})
-    trainer._step_hooks._after = lambda: steps.append(1)
+    trainer._step_hooks.after = lambda: steps.append(1)
     trainer.train()
     trainer.train()
     assert len(steps) == 4
@@ -73,4 +73,4 @@ def test_hooks_are_not_doubled_by_a_second_run(make_trainer):
 def test_the_rate_of_an_optimizer_without_the_critics_own_tensors_is_that_of_the_last_group():
     first, last = (torch.nn.Parameter(torch.zeros(1)) for _ in range(2))
     optimizer = torch.optim.SGD([{"params": [first], "lr": 0.1}, {"params": [last], "lr": 0.2}])
-    assert critic_rate(optimizer, [torch.nn.Parameter(torch.zeros(1))]) == 0.2
+    assert critic_learning_rate(optimizer, [torch.nn.Parameter(torch.zeros(1))]) == 0.2

@@ -10,7 +10,7 @@ from test_invariants import tiny_gpt2, tiny_opt
 from torch.testing import assert_close
 
 from hfppo.generation.sampler import Completions, Sampler
-from hfppo.learn.loss import MiniBatchSize
+from hfppo.learn.mini_batch import MiniBatchSize
 from hfppo.rollout import Rollout
 
 

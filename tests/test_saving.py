@@ -21,7 +21,7 @@ from transformers import (
 
 from hfppo import ActorCritic, PPOConfig
 from hfppo.models.critic import ValueHead
-from hfppo.saving.adapter_config import describe_adapter, differing
+from hfppo.saving.adapter_config import describe_adapter, find_differences
 
 PROMPT = torch.tensor([[14, 15, 2, 12, 5, 13]])
 
@@ -253,9 +253,9 @@ def test_an_adapter_that_does_not_fit_its_base_is_named(make_trainer, tmp_path):
 @pytest.mark.parametrize("name", ["rank_pattern", "alpha_pattern"])
 def test_entries_that_are_gone_differ_as_well(name):
     before, now = (describe_adapter(LoraConfig(r=4, **fields)) for fields in ({name: {"q_proj": 2}}, {}))
-    assert differing(before, now) == ({name: {"q_proj": 2}}, {name: {"q_proj": None}})
-    assert differing(now, before) == ({name: {"q_proj": None}}, {name: {"q_proj": 2}})
-    assert differing({**now, "exclude_modules": None}, now) == ({}, {})
+    assert find_differences(before, now) == ({name: {"q_proj": 2}}, {name: {"q_proj": None}})
+    assert find_differences(now, before) == ({name: {"q_proj": None}}, {name: {"q_proj": 2}})
+    assert find_differences({**now, "exclude_modules": None}, now) == ({}, {})
 
 
 @pytest.mark.parametrize("goes_on", [False, True])

@@ -14,7 +14,7 @@ from conftest import count_digits
 from transformers import TrainerCallback
 
 from hfppo import AdaptiveKLCallback, PPOCallback, PPOConfig, TokenTraceCallback
-from hfppo.learn.loss import sequence
+from hfppo.learn.mini_batch import join_sequences
 from hfppo.token_trace import TokenRow, TokenTable
 from hfppo.token_trace.record import Trace, read_traces, recorded, trace_file, write_traces
 
@@ -36,7 +36,7 @@ class Witness(PPOCallback):
         self.events.append(("update", ppo_state.rollouts, state.global_step))
         assert rollout is self.rollouts[ppo_state.rollouts]
         with torch.no_grad():
-            outputs = model(**sequence(rollout), completion_mask=rollout.mask, temperature=args.temperature)
+            outputs = model(**join_sequences(rollout), completion_mask=rollout.mask, temperature=args.temperature)
         self.after[ppo_state.rollouts] = outputs.logprobs
 
 

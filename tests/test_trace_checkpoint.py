@@ -1,4 +1,4 @@
-"""python -m hfppo.token_trace: a checkpoint's own numbers for any prompt, friendly errors, and no code from checkpoints."""
+"""python -m hfppo.token_trace: a checkpoint's numbers for any prompt, friendly errors, no code from checkpoints."""
 
 import json
 import os

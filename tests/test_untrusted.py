@@ -238,4 +238,4 @@ def test_no_secret_reaches_logs_or_files(scoring, tmp_path, caplog, monkeypatch)
             made.rollout(["1+1="])
     holding = [path for path in tmp_path.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()]
     assert holding == []
-    assert SECRET not in caplog.text + str(refused.value) + repr(server) + str(made.args) + repr(made._run)
+    assert SECRET not in caplog.text + str(refused.value) + repr(server) + str(made.args) + repr(made._checkpoint)

@@ -8,7 +8,8 @@ import torch
 from torch.testing import assert_close
 
 from hfppo import functional as F
-from hfppo.learn.loss import MiniBatchSize, loss_terms, measure_update, ppo_loss
+from hfppo.learn.loss import measure_update, ppo_loss, ppo_terms
+from hfppo.learn.mini_batch import MiniBatchSize
 from hfppo.metrics import Meter
 from hfppo.models.actor_critic import TokenOutputs
 from hfppo.rollout import Rollout
@@ -82,7 +83,7 @@ TERMS = {
 def test_every_field_of_a_loss_reaches_it(make_trainer, batch, outputs, name):
     config, term, weight, expected = TERMS[name]
     args = make_trainer(config).args
-    (found,) = (x for x in loss_terms(outputs, batch, args) if x.name == term)
+    (found,) = (x for x in ppo_terms(outputs, batch, args) if x.name == term)
     assert found.coef == weight
     assert_close(found.per_token, expected(outputs, batch))
     by, wanted = (
@@ -105,7 +106,7 @@ def test_every_field_of_a_loss_reaches_it(make_trainer, batch, outputs, name):
 )
 def test_a_loss_is_its_terms_by_weight_and_the_nll_of_full_scores(make_trainer, batch, outputs, config, expected):
     args = make_trainer({**config, "entropy_coef": 0.02, "positive_nll_coef": 0.7, "positive_score": 0.5}).args
-    terms = loss_terms(outputs, batch, args)
+    terms = ppo_terms(outputs, batch, args)
     nll = -(outputs.logprobs * batch.loss_mask)[0].sum() / 10  # of the first completion alone
     whole = sum(term.coef * expected(term.per_token, batch.loss_mask) for term in terms) + 0.7 * nll
     assert_close(ppo_loss(terms, outputs, batch, SIZE, args, critic_only=False), whole)
@@ -117,7 +118,7 @@ def test_a_loss_is_its_terms_by_weight_and_the_nll_of_full_scores(make_trainer, 
 def test_metrics_of_an_update_by_hand(make_trainer, batch, outputs):
     args = make_trainer(CLIP | {"cliprange_value": 0.05}).args
     meter = Meter()
-    measure_update(meter, loss_terms(outputs, batch, args), outputs, batch, args, first=True)
+    measure_update(meter, ppo_terms(outputs, batch, args), outputs, batch, args, first=True)
     counts = batch.loss_mask
     new, old, advantages = (x[counts].detach() for x in (outputs.logprobs, batch.old_logprobs, batch.advantages))
     ratio = (new - old).exp()
@@ -149,5 +150,5 @@ def test_metrics_of_an_update_by_hand(make_trainer, batch, outputs):
 def test_a_ratio_below_one_deviates_as_well(make_trainer, batch, outputs):
     args, meter = make_trainer().args, Meter()
     batch = replace(batch, old_logprobs=outputs.logprobs.detach() + 0.5)
-    measure_update(meter, loss_terms(outputs, batch, args), outputs, batch, args, first=True)
+    measure_update(meter, ppo_terms(outputs, batch, args), outputs, batch, args, first=True)
     assert meter.read()["policy/first_ratio_deviation"] == pytest.approx(1 - math.exp(-0.5), rel=1e-5)

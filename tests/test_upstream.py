@@ -1,21 +1,21 @@
 """Facts about transformers and PEFT that the package rests on; a failure here says what has moved."""
 
+import ast
 import inspect
+import re
 
 import pytest
 from transformers import Trainer
 
 from hfppo import PPOTrainer
+from hfppo.saving import crash_safe
+from hfppo.saving.crash_safe import CrashSafeTrainer
 
 PRIVATE_HOOKS = {
     "_clip_grad_norm": ["self", "model"],
     "_get_grad_norm": ["self", "model", "grad_norm"],
-    "_save_rng_state": ["self", "output_dir"],
-    "_load_from_checkpoint": ["self", "resume_from_checkpoint", "model"],
-    "_load_best_model": ["self"],
     "_load_optimizer_and_scheduler": ["self", "checkpoint"],
     "_push_from_checkpoint": ["self", "checkpoint_folder"],
-    "_finish_current_push": ["self"],
     "_save_checkpoint": ["self", "model", "trial"],
     "_get_output_dir": ["self", "trial"],
 }
@@ -42,9 +42,7 @@ def test_only_these_private_hooks_are_overridden():
         ("_run_epoch", "self.get_batch_samples(epoch_iterator, num_batches, self.args.device)"),
         ("_run_epoch", "self._clip_grad_norm(model)"),
         ("_run_epoch", "self._get_grad_norm(model, grad_norm=grad_norm)"),
-        ("_save_checkpoint", "self._save_rng_state(output_dir)"),
         ("_prepare_for_training", "self._load_optimizer_and_scheduler(resume_from_checkpoint)"),
-        ("train", "self._load_from_checkpoint(resume_from_checkpoint)"),
         ("training_step", "self.loss_is_scaled_for_ga"),
         ("_save_checkpoint", "run_dir = self._get_output_dir(trial=trial)"),
         ("_maybe_log_save_evaluate", "self._save_checkpoint(model, trial)"),
@@ -60,3 +58,27 @@ def test_only_these_private_hooks_are_overridden():
 )
 def test_trainer_still_calls_the_hooks(caller, hook):
     assert hook in inspect.getsource(getattr(Trainer, caller))
+
+
+def test_two_classes_of_ours_override_each_method_once():
+    own = PPOTrainer.__mro__[: PPOTrainer.__mro__.index(Trainer)]
+    assert [owner.__name__ for owner in own] == ["PPOTrainer", "CrashSafeTrainer"]
+    overridden = [
+        name for owner in own for name, x in vars(owner).items() if inspect.isfunction(x) and hasattr(Trainer, name)
+    ]
+    repeated = {name for name in overridden if overridden.count(name) > 1}
+    assert repeated <= {"__init__"}
+    assert len(set(overridden) - {"__init__"}) <= 18
+
+
+def test_the_base_uses_nothing_that_the_subclass_sets():
+    """Every attribute of `self` in CrashSafeTrainer is Trainer's or its own."""
+    tree = ast.parse(inspect.getsource(crash_safe))
+    used = {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"
+    }
+    own = set(re.findall(r"self\.(\w+)(?:: [^=]+)? = ", inspect.getsource(crash_safe)))
+    upstream = set(re.findall(r"self\.(\w+)", inspect.getsource(Trainer)))
+    assert used <= own | upstream | set(dir(CrashSafeTrainer))

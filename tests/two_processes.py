@@ -14,7 +14,7 @@ from conftest import LORA, SMALL, count_digits, ragged_model
 from datasets import Dataset
 
 from hfppo import AdaptiveKLCallback, PPOConfig, PPOTrainer, TokenTraceCallback
-from hfppo.learn.loss import MiniBatchSize
+from hfppo.learn.mini_batch import MiniBatchSize
 from hfppo.reporting.picture import PlotCallback
 from hfppo.token_trace.record import read_traces, trace_file
 

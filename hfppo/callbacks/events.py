@@ -10,7 +10,11 @@ from hfppo.run_state import PPOState
 
 
 class PPOCallback(TrainerCallback):
-    """A TrainerCallback with two more events, which may return `control` as the others may."""
+    """A TrainerCallback with two more events.
+
+    Flags that `on_rollout_end` sets in `control` are cleared by Trainer's next `on_step_begin`; set them in
+    `on_update_end` or in Trainer's own events.
+    """
 
     def on_rollout_end(
         self,
@@ -27,9 +31,9 @@ class PPOCallback(TrainerCallback):
 
         Args:
             rollout: this process's rows.
-            transcript: the same rows as text, with what each reward function said.
+            transcript: the same rows as text, with the scores of each reward function.
             metrics: the rollout's metrics over all processes, by the names of `hfppo.metrics.METRICS`.
-            ppo_state: `kl_coef` set here holds from the next rollout on.
+            ppo_state: a `kl_coef` set here is used from the next rollout on.
         """
 
     def on_update_end(
@@ -45,14 +49,14 @@ class PPOCallback(TrainerCallback):
         """Called on every process after the last optimiser step on a rollout, before that step is logged and saved.
 
         Args:
-            model: what the update has made of the policy and the critic.
-            rollout: this process's rows, as they were collected.
-            ppo_state: of the rollout that has been used up.
+            model: policy and critic after the update.
+            rollout: this process's rows, as collected.
+            ppo_state: of the rollout that was just used up.
         """
 
 
 class TrainerHooks(TrainerCallback):
-    """Calls functions of the trainer's own: when training begins, and after each optimiser step."""
+    """Calls the trainer's own functions when training begins and after each optimizer step."""
 
     def __init__(self, train_begin: Callable[[], None], step_end: Callable[[], None]):
         self.train_begin, self.step_end = train_begin, step_end

@@ -1,7 +1,7 @@
-"""From prompts to a rollout."""
+"""Collect a rollout: prompts, completions, scores, passes, credit."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,14 +11,14 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase, TrainerState
 
 from hfppo import functional as F
-from hfppo.collect.credit import Baseline, assign_credit, final_scores
+from hfppo.collect.credit import Credit, GreedyScores, assign_credit, final_scores
 from hfppo.collect.finite import check_rollout
 from hfppo.collect.forward import Passes, autocast, forward_passes
 from hfppo.collect.rollout_metrics import measure_rollout, measure_scores
 from hfppo.config import PPOConfig
 from hfppo.data.prompts import Prompts, pad_left
 from hfppo.data.stream import PromptStream
-from hfppo.generation import Completions, Sampler
+from hfppo.generation.sampler import Completions, Sampler
 from hfppo.metrics import Meter
 from hfppo.models.actor_critic import ActorCritic
 from hfppo.models.layout import eval_mode
@@ -26,7 +26,16 @@ from hfppo.rewards.functions import RewardFunctions, Scored
 from hfppo.rollout import Rollout, Transcript
 from hfppo.run_state import PPOState, RunningMoments
 from hfppo.seeds import EVAL_STREAM, SAMPLING_STREAM, stream_seed
-from hfppo.support.out_of_memory import explained_memory
+from hfppo.support.out_of_memory import explain_out_of_memory
+
+PhaseDisplay = Callable[[str], AbstractContextManager]  # shows a phase, by the name of its metric, while it lasts
+
+# How errors call the phases of a rollout.
+PHASES = {
+    "generation": "sampling",
+    "rewards": "the reward functions",
+    "passes": "the passes without gradient",
+}
 
 
 @dataclass(frozen=True)
@@ -40,8 +49,28 @@ class Row:
 
 
 @dataclass(frozen=True)
+class Phases:
+    """Times the phases of a rollout, shows them, and explains a lack of memory in them."""
+
+    meter: Meter
+    args: PPOConfig
+    show: PhaseDisplay
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """Measure `time/<name>` of the code inside.
+
+        Raises:
+            OutOfMemory: with the settings that help.
+        """
+        described = "sampling with vLLM" if name == "generation" and self.args.use_vllm else PHASES[name]
+        with self.show(f"time/{name}"), self.meter.timed(f"time/{name}"), explain_out_of_memory(described, self.args):
+            yield
+
+
+@dataclass(frozen=True)
 class Collector:
-    """All that collecting a rollout needs; it keeps no state of its own."""
+    """Collects rollouts; it keeps no state of its own."""
 
     model: ActorCritic
     sampler: Sampler
@@ -51,15 +80,15 @@ class Collector:
     args: PPOConfig
 
     def training_rows(self, prompts: Prompts | PromptStream, rollout_index: int) -> list[Row]:
-        """This process's rows of a rollout: a function of the seed, the rollout and the process alone."""
+        """Return this process's rows of a rollout: a function of the seed, the rollout and the process alone."""
         args = self.args
         size = args.rollout_size_per_process
         first = (rollout_index * self.accelerator.num_processes + self.accelerator.process_index) * size
         groups = range(first // args.num_generations, (first + size) // args.num_generations)
-        found = dict(zip(groups, prompts.at(groups, args.seed), strict=True))
+        prompts_by_group = dict(zip(groups, prompts.at(groups, args.seed), strict=True))
         return [
             Row(
-                *found[number // args.num_generations],
+                *prompts_by_group[number // args.num_generations],
                 group=number // args.num_generations,
                 seed=stream_seed(args.seed, SAMPLING_STREAM, number),
             )
@@ -67,62 +96,53 @@ class Collector:
         ]
 
     def eval_rows(self, prompts: Prompts) -> list[Row]:
-        """A row for each prompt, which draws the same numbers every time."""
+        """Return a row for each prompt, with the same seed every time."""
         return [
             Row(*prompts[n], group=n, seed=stream_seed(self.args.seed, EVAL_STREAM, n)) for n in range(len(prompts))
         ]
 
     def collect(
-        self, rows: list[Row], ppo_state: PPOState, state: TrainerState, meter: Meter, training: bool = True
+        self,
+        rows: list[Row],
+        ppo_state: PPOState,
+        state: TrainerState,
+        meter: Meter,
+        training: bool = True,
+        show: PhaseDisplay = nullcontext,
     ) -> tuple[Rollout, Transcript]:
         """Collect a rollout, and its completions as text.
 
         Args:
-            rows: what to complete.
-            ppo_state: β, and the moments of the scores, which take those of this rollout in.
+            rows: the completions to make.
+            ppo_state: β, and the moments of the scores, to which this rollout's scores are added.
             state: passed to the reward functions.
-            meter: receives the rollout's metrics; with `training` False its seconds alone.
-            training: False to look only: the moments stay, and neither rewards nor advantages are whitened, which
-                would compare them with those of other rows.
+            meter: receives the rollout's metrics; without `training` its times alone.
+            training: False leaves the moments as they are and whitens neither rewards nor advantages, which would
+                compare these rows with each other.
+            show: shows each phase.
         Raises:
-            NonFiniteError: a number is not finite, on some process; the moments are those before.
+            NonFiniteError: a number is not finite on some process; the moments are unchanged.
             OutOfMemory: with the settings that help.
         """
-        with meter.timed("time/rollout"), eval_mode(self.model), torch.no_grad():
+        phase = Phases(meter, self.args, show)
+        with show("time/rollout"), meter.timed("time/rollout"), eval_mode(self.model), torch.no_grad():
             prompts = self.prompt_tensors(rows)
-            completions, greedy = self.sample(rows, prompts, meter)
+            completions, greedy = self.sample(rows, prompts, phase)
             texts = self.texts(rows, completions)
-            scored, passes = self.score_during_passes(rows, prompts, completions, texts, state, meter)
+            scored, passes = self.score_and_forward(rows, prompts, completions, texts, state, phase)
             moments = self.moments(scored, ppo_state, training)
-            baseline = self.baseline(rows, greedy, moments, state, meter)
             credit = assign_credit(
                 scored,
                 completions,
                 passes,
                 groups=torch.tensor([row.group for row in rows]),
-                baseline=baseline,
+                greedy=None if greedy is None else self.score_greedy(rows, greedy, moments, state, phase),
                 moments=moments,
                 kl_coef=ppo_state.kl_coef,
                 args=self.args,
                 whiten=self.whiten_globally if training else None,
             )
-        rollout = Rollout(
-            prompt_ids=prompts[0],
-            prompt_mask=prompts[1],
-            completion_ids=completions.ids,
-            mask=completions.mask,
-            loss_mask=credit.loss_mask,
-            truncated=completions.truncated,
-            scores=credit.scores,
-            rollout_logprobs=completions.logprobs,
-            old_logprobs=credit.old_logprobs,
-            rewards=credit.rewards,
-            advantages=credit.advantages,
-            ref_logprobs=passes.ref_logprobs,
-            values=passes.values,
-            weights=credit.weights,
-            returns=credit.returns,
-        )
+        rollout = build_rollout(prompts, completions, passes, credit)
         name = f"rollout {ppo_state.rollouts + 1}" if training else "the completions"
         check_rollout(rollout, name, self.accelerator.process_index)
         if training:
@@ -134,46 +154,46 @@ class Collector:
         return rollout, self.transcript(rows, texts, scored)
 
     def prompt_tensors(self, rows: list[Row]) -> tuple[Tensor, Tensor]:
-        """(B, P) token ids padded on the left and their mask."""
+        """Return (B, P) token ids, padded on the left, and their mask."""
         return pad_left([row.prompt_ids for row in rows], self.tokenizer.pad_token_id)
 
     def sample(
-        self, rows: list[Row], prompts: tuple[Tensor, Tensor], meter: Meter
+        self, rows: list[Row], prompts: tuple[Tensor, Tensor], phase: Phases
     ) -> tuple[Completions, Completions | None]:
-        """Completions by the current weights; and the greedy one of each prompt, for an estimator that wants it."""
-        phase = "sampling with vLLM" if self.args.use_vllm else "sampling"
+        """Complete the prompts, and once more greedily for an estimator that compares with that."""
         greedy = None
-        with explained_memory(phase, self.args), ExitStack() as ready:
-            with meter.timed("time/generation"):
-                ready.enter_context(self.sampler.ready())
-                sampled = self.ask_sampler(*prompts, [row.seed for row in rows])
+        with phase("generation"), self.sampler.ready():
+            sampled = self.ask_sampler(*prompts, [row.seed for row in rows])
             if F.estimator_needs(self.args.advantage_estimator, "greedy_scores"):
-                with meter.timed("time/generation"):
-                    greedy = self.ask_sampler(*self.prompt_tensors(one_of_each_prompt(rows)), None)
+                greedy = self.ask_sampler(*self.prompt_tensors(one_row_per_group(rows)), None)
         tokens = sum(float(completions.mask.sum()) for completions in (sampled, greedy) if completions is not None)
-        meter.add_number("time/tokens_per_second", tokens / meter.seconds("time/generation"))
+        phase.meter.add_number("time/tokens_per_second", tokens / phase.meter.seconds("time/generation"))
         return sampled, greedy
 
     def ask_sampler(self, prompt_ids: Tensor, prompt_mask: Tensor, seeds: list[int] | None) -> Completions:
-        """The completions of a sampler that is ready, on the CPU."""
+        """Return the completions on the CPU; the sampler must be ready.
+
+        Args:
+            seeds: one for each row; None completes greedily.
+        """
         device = self.accelerator.device
         with autocast(self.accelerator):
             completions = self.sampler(prompt_ids.to(device), prompt_mask.to(device), seeds).cpu()
         if len(completions.ids) != len(prompt_ids):
             raise ValueError(
-                f"sampler {type(self.sampler).__name__} gave {len(completions.ids)} completions for {len(prompt_ids)} "
-                "prompts; it must give one for each, in their order"
+                f"sampler {type(self.sampler).__name__} returned {len(completions.ids)} completions for "
+                f"{len(prompt_ids)} prompts; it must return one for each, in their order"
             )
         return completions
 
     def texts(self, rows: list[Row], completions: Completions) -> list[Any]:
-        """The completions as reward functions see them: text or a message."""
-        texts = self.tokenizer.batch_decode(unpadded(completions), skip_special_tokens=True)
+        """Return the completions as reward functions get them: text, or a message for a conversation."""
+        texts = self.tokenizer.batch_decode(unpad(completions), skip_special_tokens=True)
         conversational = isinstance(rows[0].columns["prompt"], list)
         return [[{"role": "assistant", "content": text}] if conversational else text for text in texts]
 
     def transcript(self, rows: list[Row], texts: list[Any], scored: Scored) -> Transcript:
-        """The rows as people read them."""
+        """Return the rows as text, with their scores by function."""
         return Transcript(
             prompts=[row.columns["prompt"] for row in rows],
             completions=texts,
@@ -184,33 +204,33 @@ class Collector:
     def scoring(
         self, rows: list[Row], completions: Completions, texts: list[Any], state: TrainerState
     ) -> AbstractContextManager[Callable[[], Scored]]:
-        """Ask the reward functions; inside, slow ones go on until the yielded function waits for them."""
+        """Call the reward functions; asynchronous ones run on until the yielded function waits for them."""
         columns = {name: [row.columns[name] for row in rows] for name in rows[0].columns}
         reserved = ("prompt", "completion", "completion_ids")
         others = {name: column for name, column in columns.items() if name not in reserved}
         width = completions.mask.shape[1]
-        return self.rewards.scoring(columns["prompt"], texts, unpadded(completions), others, state, width)
+        return self.rewards.scoring(columns["prompt"], texts, unpad(completions), others, state, width)
 
-    def score_during_passes(
+    def score_and_forward(
         self,
         rows: list[Row],
         prompts: tuple[Tensor, Tensor],
         completions: Completions,
         texts: list[Any],
         state: TrainerState,
-        meter: Meter,
+        phase: Phases,
     ) -> tuple[Scored, Passes]:
-        """Scores and passes; functions that only wait, for a server say, do so while the models compute."""
+        """Score the completions and run the passes; asynchronous reward functions wait while the models compute."""
         with ExitStack() as stack:
-            with meter.timed("time/rewards"), explained_memory("the reward functions", self.args):
-                scored = stack.enter_context(self.scoring(rows, completions, texts, state))
-            with meter.timed("time/passes"), explained_memory("the passes without gradient", self.args):
+            with phase("rewards"):
+                wait_for_scores = stack.enter_context(self.scoring(rows, completions, texts, state))
+            with phase("passes"):
                 passes = forward_passes(self.model, *prompts, completions, self.accelerator, self.args)
-            with meter.timed("time/rewards"), explained_memory("the reward functions", self.args):
-                return scored(), passes
+            with phase("rewards"):
+                return wait_for_scores(), passes
 
     def moments(self, scored: Scored, ppo_state: PPOState, training: bool) -> RunningMoments | None:
-        """The moments that normalise the scores, after those of this rollout on all processes; None: nothing does."""
+        """Return the moments that normalize the scores, this rollout's on all processes included; None without."""
         if not self.args.normalize_scores:
             return None
         moments = replace(ppo_state.score_moments)
@@ -218,53 +238,63 @@ class Collector:
             moments.add(self.gather(scored.combined)[self.gather(scored.scorable)])
         return moments
 
-    def baseline(
-        self,
-        rows: list[Row],
-        greedy: Completions | None,
-        moments: RunningMoments | None,
-        state: TrainerState,
-        meter: Meter,
-    ) -> Baseline | None:
-        """What the greedy completions score; None where there are none."""
-        if greedy is None:
-            return None
-        one_each = one_of_each_prompt(rows)
+    def score_greedy(
+        self, rows: list[Row], greedy: Completions, moments: RunningMoments | None, state: TrainerState, phase: Phases
+    ) -> GreedyScores:
+        """Score the greedy completion of each group, and return the score for each row."""
+        one_each = one_row_per_group(rows)
         texts = self.texts(one_each, greedy)
-        with (
-            meter.timed("time/rewards"),
-            explained_memory("the reward functions", self.args),
-            self.scoring(one_each, greedy, texts, state) as result,
-        ):
-            scored = result()
+        with phase("rewards"), self.scoring(one_each, greedy, texts, state) as wait_for_scores:
+            scored = wait_for_scores()
         scores = final_scores(scored, greedy, self.args, moments)
         position = {row.group: i for i, row in enumerate(one_each)}
         index = torch.tensor([position[row.group] for row in rows])
-        return Baseline(scores[index], scored.scorable[index])
+        return GreedyScores(scores[index], scored.scorable[index])
 
     def whiten_globally(self, x: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
-        """`whiten` over the rows of all processes; gives this process's rows back."""
+        """Whiten over the rows of all processes, and return this process's rows."""
         whitened = F.whiten(self.gather(x), self.gather(mask), shift_mean)
         first = self.accelerator.process_index * len(x)
         return whitened[first : first + len(x), : x.shape[1]]
 
     def gather(self, x: Tensor) -> Tensor:
-        """(processes·B, T) rows of all processes, in the order of the processes, padded to the longest."""
+        """Return the (processes·B, T) rows of all processes, in their order, padded to the longest."""
         padded = self.accelerator.pad_across_processes(x.to(self.accelerator.device), dim=1)
-        return self.accelerator.gather(padded.to(x.dtype)).cpu()  # padding turns bool into int64, where it pads
+        return self.accelerator.gather(padded.to(x.dtype)).cpu()  # padding turns bool into int64
 
 
-def grouped(rows: list[Row]) -> list[Row]:
-    """The rows, equal ones in one group."""
+def build_rollout(prompts: tuple[Tensor, Tensor], completions: Completions, passes: Passes, credit: Credit) -> Rollout:
+    """Join the results of a rollout's steps."""
+    return Rollout(
+        prompt_ids=prompts[0],
+        prompt_mask=prompts[1],
+        completion_ids=completions.ids,
+        mask=completions.mask,
+        loss_mask=credit.loss_mask,
+        truncated=completions.truncated,
+        scores=credit.scores,
+        rollout_logprobs=completions.logprobs,
+        old_logprobs=credit.old_logprobs,
+        rewards=credit.rewards,
+        advantages=credit.advantages,
+        ref_logprobs=passes.ref_logprobs,
+        values=passes.values,
+        weights=credit.weights,
+        returns=credit.returns,
+    )
+
+
+def group_equal_rows(rows: list[Row]) -> list[Row]:
+    """Return the rows with equal ones in one group."""
     groups: dict[str, int] = {}
     return [replace(row, group=groups.setdefault(repr((row.prompt_ids, row.columns)), row.group)) for row in rows]
 
 
-def one_of_each_prompt(rows: list[Row]) -> list[Row]:
-    """The first row of each group."""
+def one_row_per_group(rows: list[Row]) -> list[Row]:
+    """Return the first row of each group."""
     return list({row.group: row for row in reversed(rows)}.values())
 
 
-def unpadded(completions: Completions) -> list[list[int]]:
-    """The completions' token ids, EOS included."""
+def unpad(completions: Completions) -> list[list[int]]:
+    """Return the completions' token ids, EOS included."""
     return [row[mask].tolist() for row, mask in zip(completions.ids, completions.mask, strict=True)]

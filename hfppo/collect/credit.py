@@ -1,7 +1,9 @@
-"""From scores to advantages: what each token of a completion is credited with."""
+"""From scores to advantages: the credit of each token."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from inspect import signature
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,14 +11,14 @@ from torch import Tensor
 from hfppo import functional as F
 from hfppo.collect.forward import Passes
 from hfppo.config import PPOConfig
-from hfppo.generation import Completions
+from hfppo.generation.sampler import Completions
 from hfppo.rewards.functions import Scored
 from hfppo.run_state import RunningMoments
 
 
 @dataclass(frozen=True)
-class Baseline:
-    """What the greedy completion of each row's prompt scored, for the estimator that compares with it."""
+class GreedyScores:
+    """The score of the greedy completion of each row's prompt."""
 
     scores: Tensor  # (B,)
     scorable: Tensor  # (B,) bool, False where it has no score
@@ -24,7 +26,7 @@ class Baseline:
 
 @dataclass(frozen=True)
 class Credit:
-    """What a rollout's completions are credited with; names and shapes are those of `Rollout`."""
+    """The credit of a rollout's completions; names and shapes are those of `Rollout`."""
 
     old_logprobs: Tensor
     loss_mask: Tensor
@@ -42,18 +44,18 @@ def assign_credit(
     completions: Completions,
     passes: Passes,
     groups: Tensor,
-    baseline: Baseline | None,
+    greedy: GreedyScores | None,
     moments: RunningMoments | None,
     kl_coef: float,
     args: PPOConfig,
     whiten: Callable[..., Tensor] | None,
 ) -> Credit:
-    """From scores to advantages, in the order of docs/algorithm.md.
+    """Turn scores into advantages, in the order of docs/algorithm.md.
 
     Args:
         groups: (B,) prompt number.
-        baseline: for the estimator that needs one.
-        moments: that normalise the scores; None: nothing does.
+        greedy: for the estimator that needs it.
+        moments: normalize the scores; None leaves them.
         kl_coef: β.
         whiten: `functional.whiten` over the rows of all processes; None leaves rewards and advantages as they are.
     """
@@ -67,7 +69,7 @@ def assign_credit(
     scorable_tokens = mask & scored.scorable[:, None]
     if whiten is not None and args.whiten_rewards:
         rewards = whiten(rewards, scorable_tokens, shift_mean=False)
-    raw, returns = advantages_and_returns(rewards, completions, passes, args, scored.scorable, groups, baseline)
+    raw, returns = advantages_and_returns(rewards, completions, passes, args, scored.scorable, groups, greedy)
     return Credit(
         old_logprobs=old_logprobs,
         loss_mask=counted_tokens(scored, completions, args) & kept,
@@ -84,10 +86,10 @@ def assign_credit(
 def final_scores(
     scored: Scored, completions: Completions, args: PPOConfig, moments: RunningMoments | None = None
 ) -> Tensor:
-    """(B,) scores with clip and penalty.
+    """Return the scores, (B,), after clip and penalty.
 
-    Without `moments` they are plain, as metrics and evaluations report them; a clip that is meant for normalised
-    ones is left out then.
+    Without `moments` they are plain, as metrics and evaluations report them; a clip meant for normalized scores is
+    then left out.
     """
     scores = scored.combined if moments is None else moments.normalize(scored.combined)
     if args.reward_clip is not None and args.normalize_scores == (moments is not None):
@@ -98,9 +100,9 @@ def final_scores(
 
 
 def place_scores(scored: Scored, scores: Tensor, mask: Tensor, moments: RunningMoments | None) -> Tensor:
-    """(B,) final scores for the last token, or (B, T) where functions reward tokens.
+    """Return final scores for the last token, (B,), or token rewards, (B, T), where a function gives them.
 
-    What normalisation, clip and penalty add to the score of a completion stands on its last token.
+    The change that normalization, clip and penalty make to a completion's score stands on its last token.
     """
     if scored.per_token is None:
         return scores
@@ -110,7 +112,7 @@ def place_scores(scored: Scored, scores: Tensor, mask: Tensor, moments: RunningM
 
 
 def counted_tokens(scored: Scored, completions: Completions, args: PPOConfig) -> Tensor:
-    """(B, T) bool, True on the tokens that the losses count."""
+    """Return a mask, (B, T), of the tokens that the losses count."""
     counted = scored.scorable
     if args.mask_truncated_completions:
         counted = counted & ~completions.truncated
@@ -118,7 +120,7 @@ def counted_tokens(scored: Scored, completions: Completions, args: PPOConfig) ->
 
 
 def mismatch_weights(old_logprobs: Tensor, completions: Completions, args: PPOConfig) -> tuple[Tensor | None, Tensor]:
-    """(B, T) weights of the policy loss where it is corrected, and the (B, T) mask of the tokens not rejected."""
+    """Return weights of the policy loss, (B, T) or None without correction, and the (B, T) mask of kept tokens."""
     if args.policy_mode != "corrected":
         return None, completions.mask
     return F.importance_weights(
@@ -133,7 +135,7 @@ def mismatch_weights(old_logprobs: Tensor, completions: Completions, args: PPOCo
 
 
 def kl_to_reference(logprobs: Tensor, ref_logprobs: Tensor | None, args: PPOConfig) -> Tensor:
-    """(B, T) KL per token for the reward; 0 where nothing asks for a reference."""
+    """Return the KL per token for the reward, (B, T); 0 where nothing asks for a reference."""
     if ref_logprobs is None:
         return torch.zeros_like(logprobs)
     return F.token_kl(logprobs, ref_logprobs, args.kl_estimator)
@@ -146,46 +148,66 @@ def advantages_and_returns(
     args: PPOConfig,
     scorable: Tensor,
     groups: Tensor,
-    baseline: Baseline | None,
+    greedy: GreedyScores | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """(B, T) advantages before whitening, and (B, T) returns where there is a critic.
+    """Return advantages before whitening, (B, T), and returns, (B, T), where the estimator gives them.
+
+    The estimator is called with exactly the parameters that its signature names, from one mapping. Rows without a
+    score, or without another of their group to compare with, get advantage 0 where the estimator would compare them.
 
     Args:
         rewards: (B, T).
         scorable: (B,) bool, True where a completion has a score.
         groups: (B,) prompt number.
-        baseline: for the estimator that needs one.
+        greedy: for the estimator that needs it.
     """
-    mask = completions.mask
     name = args.advantage_estimator
-    estimator = F.ADVANTAGE_ESTIMATORS[name]
+    available: dict[str, Any] = {
+        "rewards": rewards,
+        "mask": completions.mask,
+        "values": passes.values,
+        "final_value": None if passes.final_value is None else passes.final_value * completions.truncated,
+        "groups": groups,
+        "greedy_scores": None if greedy is None else greedy.scores,
+        "gamma": args.gamma,
+        "lam": args.lam if args.lam_alpha is None else F.length_adaptive_lam(completions.mask, args.lam_alpha),
+        "scale": args.scale_rewards,
+    }
+    rows = torch.ones_like(scorable)
     if F.estimator_needs(name, "groups"):
-        options = {"scale": args.scale_rewards} if F.estimator_needs(name, "scale") else {}
-        return group_advantages(estimator, rewards, mask, scorable, groups, options), None
-    if baseline is not None:
-        return estimator(rewards, mask, baseline.scores).where(baseline.scorable[:, None], 0.0), None
-    if not args.needs_critic:
-        return estimator(rewards, mask, args.gamma), None
-    lam = args.lam if args.lam_alpha is None else F.length_adaptive_lam(mask, args.lam_alpha)
-    final = passes.final_value * completions.truncated if args.bootstrap_truncated else None
-    advantages, returns = estimator(rewards, passes.values, mask, args.gamma, lam, final)
-    if args.lam_critic is not None:
-        returns = estimator(rewards, passes.values, mask, args.gamma, args.lam_critic, final)[1]
+        rows = comparable_rows(scorable, groups)
+    elif greedy is not None:
+        rows = greedy.scorable
+    advantages, returns = call_estimator(F.ADVANTAGE_ESTIMATORS[name], available, rows)
+    if returns is not None and args.lam_critic is not None:
+        returns = call_estimator(F.ADVANTAGE_ESTIMATORS[name], {**available, "lam": args.lam_critic}, rows)[1]
     return advantages, returns
 
 
-def group_advantages(
-    estimator: Callable[..., Tensor],
-    rewards: Tensor,
-    mask: Tensor,
-    scorable: Tensor,
-    groups: Tensor,
-    options: dict[str, bool],
-) -> Tensor:
-    """(B, T) advantages against the others of a prompt that have a score; 0 where there is none to compare."""
+def call_estimator(
+    estimator: Callable[..., Tensor | tuple[Tensor, Tensor]], available: dict[str, Any], rows: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """Call an estimator on some rows with the parameters it names; the other rows are 0.
+
+    Args:
+        available: values by parameter name; tensors are per row.
+        rows: (B,) bool.
+    """
+    names = [name for name in signature(estimator).parameters if name in available]
+    arguments = {name: available[name] for name in names}
+    if bool(rows.all()):
+        result = estimator(**arguments)
+        return result if isinstance(result, tuple) else (result, None)
+    outputs = tuple(torch.zeros_like(available["rewards"]) for _ in range(2 if "values" in names else 1))
+    if rows.any():
+        some = {name: x[rows] if isinstance(x, Tensor) else x for name, x in arguments.items()}
+        result = estimator(**some)
+        for output, part in zip(outputs, result if isinstance(result, tuple) else (result,), strict=False):
+            output[rows] = part
+    return outputs[0], outputs[1] if len(outputs) > 1 else None
+
+
+def comparable_rows(scorable: Tensor, groups: Tensor) -> Tensor:
+    """Return a mask, (B,), of the rows that have a score and another scored row in their group."""
     _, index = groups.unique(return_inverse=True)
-    comparable = scorable & (torch.bincount(index[scorable], minlength=len(groups))[index] > 1)
-    advantages = torch.zeros_like(rewards)
-    if comparable.any():
-        advantages[comparable] = estimator(rewards[comparable], mask[comparable], groups[comparable], **options)
-    return advantages
+    return scorable & (torch.bincount(index[scorable], minlength=len(groups))[index] > 1)

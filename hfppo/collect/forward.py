@@ -1,4 +1,4 @@
-"""What actor, critic and reference say about the completions of a rollout, before the update."""
+"""Passes of actor, critic and reference over a rollout's completions, without gradient."""
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from hfppo.config import PPOConfig
-from hfppo.generation import Completions
+from hfppo.generation.sampler import Completions
 from hfppo.models.actor_critic import ActorCritic, TokenOutputs
 from hfppo.models.layout import rows_at_once
 from hfppo.models.output_head import is_sharded
@@ -16,9 +16,9 @@ from hfppo.models.output_head import is_sharded
 
 @dataclass(frozen=True)
 class Passes:
-    """What the models say about B completions of T tokens, on the CPU; None where nothing needs it."""
+    """Outputs of the models for B completions of T tokens, on the CPU; None where nothing needs them."""
 
-    old_logprobs: Tensor | None  # (B, T) log π_old; None: the sampler's are taken
+    old_logprobs: Tensor | None  # (B, T) log π_old; None: the sampler's log-probs are used
     ref_logprobs: Tensor | None  # (B, T) log π_ref
     values: Tensor | None  # (B, T) V(s_t) before token t
     final_value: Tensor | None  # (B,) V after the last real token, for bootstrapping
@@ -32,7 +32,7 @@ def forward_passes(
     accelerator: Accelerator,
     args: PPOConfig,
 ) -> Passes:
-    """The passes without gradient, some rows at a time; those that nothing needs are left out.
+    """Run the passes that something needs, some rows at a time, without gradient.
 
     Args:
         prompt_ids, prompt_mask: (B, P), padded on the left.
@@ -43,9 +43,9 @@ def forward_passes(
     needs_old = args.policy_mode != "bypass"
     sampled_values = None if needs_old else completions.values
     lengths = attention_mask.sum(dim=1)
-    order = lengths.argsort(descending=True, stable=True)  # of one length, little padding
+    order = lengths.argsort(descending=True, stable=True)  # rows of similar length need little padding
     size = args.local_rollout_forward_batch_size
-    if not is_sharded(model):  # which wants as many forwards from every process
+    if not is_sharded(model):  # a sharded model needs equally many forwards on every process
         size = rows_at_once(size, int(lengths.max()), device)
     batches = [
         {
@@ -57,13 +57,13 @@ def forward_passes(
         for rows in order.split(size)
     ]
     outputs = references = TokenOutputs()
-    with autocast(accelerator):  # not around the reward functions, which have types of their own
+    with autocast(accelerator):  # not around the reward functions, which choose their own dtypes
         if needs_old or sampled_values is None:
             wanted = {"policy": needs_old, "final_value": args.bootstrap_truncated and args.needs_critic}
-            outputs = in_order([model(**batch, **wanted) for batch in batches], order)
+            outputs = join_in_order([model(**batch, **wanted) for batch in batches], order)
         if args.needs_reference:
-            with model.reference():  # once, since PEFT looks at all its modules to disable an adapter
-                references = in_order([model(**batch, values=False) for batch in batches], order)
+            with model.reference():  # once, since PEFT visits all modules to disable an adapter
+                references = join_in_order([model(**batch, values=False) for batch in batches], order)
     return Passes(
         old_logprobs=outputs.logprobs,
         ref_logprobs=references.logprobs,
@@ -72,15 +72,15 @@ def forward_passes(
     )
 
 
-def in_order(parts: list[TokenOutputs], order: Tensor) -> TokenOutputs:
-    """The outputs for all rows, on the CPU, of parts whose rows were taken in some order."""
+def join_in_order(parts: list[TokenOutputs], order: Tensor) -> TokenOutputs:
+    """Join parts into outputs for all rows, on the CPU; `order` holds the row numbers of the parts."""
     back = order.argsort()
     return TokenOutputs(*(None if xs[0] is None else torch.cat(xs).cpu()[back] for xs in zip(*parts, strict=True)))
 
 
 def autocast(accelerator: Accelerator) -> AbstractContextManager:
-    """Mixed precision as in the update, for passes that are not Trainer's.
+    """Return the update's mixed precision, for passes outside Trainer's loop.
 
-    FSDP2 casts by itself, where a layer begins; with autocast on top the numbers would not be the update's.
+    FSDP2 casts inside each layer; autocast on top would give other numbers than the update.
     """
     return nullcontext() if accelerator.is_fsdp2 else accelerator.autocast()

@@ -1,4 +1,4 @@
-"""What a rollout and its scores say in numbers."""
+"""The metrics of a rollout and of its scores."""
 
 import math
 from collections.abc import Callable
@@ -25,7 +25,7 @@ def measure_scores(meter: Meter, scores: Tensor, scored: Scored, names: list[str
             meter.add(f"rewards/{name}/{what}", given, ~given.isnan(), pattern=f"rewards/{{function}}/{what}")
     for name, failed in scored.failed.items():
         meter.add(f"rewards/{name}/failed", torch.tensor(failed), pattern="rewards/{function}/failed")
-    for name, numbers in scored.metrics.items():  # which count for each completion that they are about
+    for name, numbers in scored.metrics.items():  # weighted by the completions they are about
         everywhere = torch.tensor(numbers, dtype=torch.float64).mean().expand(len(scored.scorable))
         meter.add(f"custom/{name}", everywhere, pattern="custom/{name}")
 
@@ -42,8 +42,8 @@ def measure_rollout(
 
     Args:
         credit: of its completions.
-        kl_coef: β it was collected with.
-        gather: gives the rows of all processes, for what is no mean of rows.
+        kl_coef: β of the rollout.
+        gather: returns the rows of all processes, for metrics that are no mean over rows.
     """
     mask = rollout.mask
     meter.add("completions/mean_length", mask.sum(dim=1))
@@ -51,7 +51,9 @@ def measure_rollout(
     meter.add("completions/truncated_frac", rollout.truncated)
     meter.add("advantage_std", credit.raw_advantages, credit.scorable_tokens)
     if args.num_generations > 1:
-        meter.add("frac_reward_zero_std", without_signal(rollout, credit.scorable_tokens, args.num_generations))
+        meter.add(
+            "frac_reward_zero_std", prompts_without_signal(rollout, credit.scorable_tokens, args.num_generations)
+        )
     if rollout.ref_logprobs is not None:
         meter.add_number("kl_coef", kl_coef)
         meter.add("kl", F.token_kl(rollout.old_logprobs, rollout.ref_logprobs, args.kl_estimator), mask)
@@ -68,8 +70,8 @@ def measure_rollout(
             meter.add_number("value/explained_variance", explained)
 
 
-def without_signal(rollout: Rollout, scorable_tokens: Tensor, num_generations: int) -> Tensor:
-    """(groups,) bool: whether a prompt's completions that have a score all score alike, or none of them counts."""
+def prompts_without_signal(rollout: Rollout, scorable_tokens: Tensor, num_generations: int) -> Tensor:
+    """Return a mask, (groups,), of the prompts whose scored completions all score alike, or count in no loss."""
     scorable, counts = (tokens.any(dim=1).view(-1, num_generations) for tokens in (scorable_tokens, rollout.loss_mask))
     scores = rollout.scores.view(-1, num_generations)
     alike = scores.where(scorable, -math.inf).amax(dim=1) <= scores.where(scorable, math.inf).amin(dim=1)
@@ -77,7 +79,7 @@ def without_signal(rollout: Rollout, scorable_tokens: Tensor, num_generations: i
 
 
 def measure_mismatch(meter: Meter, rollout: Rollout, gather: Callable[[Tensor], Tensor]) -> None:
-    """Add how far the sampler's log-probs are from the training model's, and what the weights make of it."""
+    """Add the distance between the log-probs of sampler and training model, and the weights that correct it."""
     mask = rollout.mask
     difference = (rollout.old_logprobs - rollout.rollout_logprobs).abs()
     meter.add("mismatch/mean", difference, mask)

@@ -7,6 +7,7 @@ token and `rewards[:, t]` is what the token earns. Log-probabilities, KL and ent
 from hfppo.functional.advantages import (
     ADVANTAGE_ESTIMATORS,
     estimator_needs,
+    estimator_whitens,
     explained_variance,
     gae,
     grpo,
@@ -17,6 +18,7 @@ from hfppo.functional.advantages import (
     remax,
     rloo,
     whiten,
+    whitened,
 )
 from hfppo.functional.kl import (
     KL_ESTIMATORS,
@@ -59,6 +61,7 @@ __all__ = [
     "clip_fractions",
     "effective_sample_size",
     "estimator_needs",
+    "estimator_whitens",
     "explained_variance",
     "gae",
     "gpg_loss",
@@ -80,4 +83,5 @@ __all__ = [
     "value_clipped",
     "value_loss",
     "whiten",
+    "whitened",
 ]

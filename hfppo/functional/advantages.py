@@ -1,18 +1,28 @@
 """From token rewards to advantages: GAE, whitening, and the estimators that need no critic.
 
-Departures from the papers: advantages are 0 on masked columns, and masked columns between real ones (the tokens of a
-tool) are transparent, so that credit passes through them undiscounted.
+Departures from the papers: advantages are 0 on masked columns, and credit passes undiscounted through masked columns
+between real ones.
 """
 
 from collections.abc import Callable
 from inspect import signature
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from hfppo.functional.shapes import require_rows, require_same_shape
 
+Estimator = TypeVar("Estimator", bound=Callable)
 
+
+def whitened(estimator: Estimator) -> Estimator:
+    """Mark an estimator whose advantages are whitened over the rollout unless `whiten_advantages` is set."""
+    estimator.__dict__["whiten_advantages"] = True
+    return estimator
+
+
+@whitened
 def gae(
     rewards: Tensor,
     values: Tensor,
@@ -165,6 +175,7 @@ def opo(rewards: Tensor, mask: Tensor, groups: Tensor) -> Tensor:
     return _spread(scores - _group_sum(scores * lengths, index) / _group_sum(lengths, index), mask, rewards.dtype)
 
 
+@whitened
 def reinforce_plus_plus_baseline(rewards: Tensor, mask: Tensor, groups: Tensor) -> Tensor:
     """s − mean of its group, to be whitened over the whole rollout. arXiv:2501.03262. Args and returns as `grpo`."""
     scores = _completion_rewards(rewards, mask, groups=groups)
@@ -172,6 +183,7 @@ def reinforce_plus_plus_baseline(rewards: Tensor, mask: Tensor, groups: Tensor) 
     return _spread(scores - _group_sum(scores, index) / size, mask, rewards.dtype)
 
 
+@whitened
 def reinforce_plus_plus(rewards: Tensor, mask: Tensor, gamma: float = 1.0) -> Tensor:
     """Discounted sum of the token rewards from each token on, to be whitened over the rollout. arXiv:2501.03262.
 
@@ -198,8 +210,9 @@ def remax(rewards: Tensor, mask: Tensor, greedy_scores: Tensor) -> Tensor:
     return _spread(scores - greedy_scores, mask, rewards.dtype)
 
 
-# An estimator's parameters say what it needs: `values` a critic, `groups` several completions of a prompt,
-# `greedy_scores` a greedy completion of each prompt.
+# An estimator is called with exactly the parameters that its signature names, out of: rewards, mask, values,
+# final_value, gamma, lam, groups, scale, greedy_scores. `values` asks for a critic, `groups` for several completions
+# of a prompt, `greedy_scores` for a greedy completion of each prompt. With `values` it returns (advantages, returns).
 ADVANTAGE_ESTIMATORS: dict[str, Callable] = {
     "gae": gae,
     "grpo": grpo,
@@ -212,5 +225,10 @@ ADVANTAGE_ESTIMATORS: dict[str, Callable] = {
 
 
 def estimator_needs(name: str, parameter: str) -> bool:
-    """Whether an estimator has a parameter of that name."""
+    """Return whether an estimator has a parameter of that name."""
     return parameter in signature(ADVANTAGE_ESTIMATORS[name]).parameters
+
+
+def estimator_whitens(name: str) -> bool:
+    """Return whether an estimator is marked by `whitened`."""
+    return getattr(ADVANTAGE_ESTIMATORS[name], "whiten_advantages", False)

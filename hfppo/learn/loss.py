@@ -1,42 +1,34 @@
-"""The loss of one micro-batch, and what it tells about the update."""
+"""The loss of one micro-batch, and the metrics of the update."""
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from hfppo import functional as F
 from hfppo.config import PPOConfig
 from hfppo.functional.kl import clamp_log_ratio
-from hfppo.metrics import Meter
+from hfppo.learn.mini_batch import MiniBatchSize
+from hfppo.metrics import METRICS, Meter
 from hfppo.models.actor_critic import TokenOutputs
 from hfppo.rollout import Rollout
 
 
 @dataclass(frozen=True)
-class MiniBatchSize:
-    """What a mini-batch holds over all its micro-batches and processes, so that no cut changes the loss."""
-
-    num_tokens: float  # that the losses count
-    num_completions: float  # with at least one such token
-
-
-@dataclass(frozen=True)
 class LossTerm:
-    """One term of the loss, and a metric of the same name."""
+    """One term of the loss; its mean per token is logged under its name, or `loss/<name>` if that is no metric."""
 
     name: str
-    coef: float  # what it is multiplied by in the loss
+    coef: float  # its factor in the loss
     per_token: Tensor  # (B, T)
     of_critic: bool = False
 
 
-def loss_terms(outputs: TokenOutputs, batch: Rollout, args: PPOConfig) -> list[LossTerm]:
-    """The terms of the loss.
+def ppo_terms(outputs: TokenOutputs, batch: Rollout, args: PPOConfig) -> list[LossTerm]:
+    """Return the terms of the PPO loss: policy, value, KL and entropy.
 
     Args:
-        outputs: of the policy that is optimised.
-        batch: what the rollout says about the same tokens.
+        outputs: of π_θ, the policy being optimized.
+        batch: the rollout's data about the same tokens.
     """
     terms = [LossTerm("policy/loss", 1.0, surrogate(outputs, batch, args))]
     if outputs.values is not None and batch.values is not None and batch.returns is not None:
@@ -50,7 +42,7 @@ def loss_terms(outputs: TokenOutputs, batch: Rollout, args: PPOConfig) -> list[L
 
 
 def surrogate(outputs: TokenOutputs, batch: Rollout, args: PPOConfig) -> Tensor:
-    """(B, T) policy loss per token."""
+    """Return the policy loss per token, (B, T)."""
     loss = F.POLICY_LOSSES[args.policy_loss](
         outputs.logprobs,
         batch.old_logprobs,
@@ -71,11 +63,12 @@ def ppo_loss(
     args: PPOConfig,
     critic_only: bool,
 ) -> Tensor:
-    """The scalar to minimise; the scalars of a mini-batch's micro-batches add up to its loss.
+    """Return the scalar to minimize; the scalars of a mini-batch's micro-batches add up to its loss.
 
     Args:
-        terms: from `loss_terms`.
-        critic_only: during `critic_warmup`; the actor takes part with weight 0, as DDP wants every parameter to.
+        terms: from `PPOTrainer.loss_terms`.
+        critic_only: during `critic_warmup`; the actor's terms get weight 0, since DDP wants every parameter to take
+            part.
     """
     total = outputs.logprobs.new_zeros(())
     for term in terms:
@@ -95,9 +88,10 @@ def ppo_loss(
 
 
 def positive_nll(outputs: TokenOutputs, batch: Rollout, size: MiniBatchSize, args: PPOConfig) -> Tensor:
-    """−log π over the tokens of completions with full score, per token of the mini-batch. arXiv:2504.05118, eq. 10.
+    """Return −log π over the completions with full score, per token of the mini-batch. arXiv:2504.05118, eq. 10.
 
-    The paper divides by the tokens of those completions alone; here by those of the mini-batch, so few count for less.
+    Departure from the paper: it divides by the tokens of those completions alone, so that few of them weigh as much as
+    many.
     """
     full = batch.loss_mask & (batch.scores >= args.positive_score)[:, None]
     return F.reduce(-outputs.logprobs, full, "token-mean", size.num_tokens)
@@ -111,15 +105,18 @@ def measure_update(
     args: PPOConfig,
     first: bool,
 ) -> None:
-    """Add the metrics of one micro-batch; those of the clip for the loss that has it alone.
+    """Add the metrics of one micro-batch.
 
     Args:
-        terms: from `loss_terms`.
-        first: whether no optimiser step has been made since the rollout, so that the ratio must be 1.
+        terms: from `PPOTrainer.loss_terms`.
+        first: whether no optimizer step was made since the rollout, so that the ratio must be 1.
     """
     mask = batch.loss_mask
     for term in terms:
-        meter.add(term.name, term.per_token, mask)
+        if term.name in METRICS:
+            meter.add(term.name, term.per_token, mask)
+        else:
+            meter.add(f"loss/{term.name}", term.per_token, mask, pattern="loss/{name}")
     logprobs = outputs.logprobs.detach()
     ratio = clamp_log_ratio(logprobs - batch.old_logprobs).exp()
     meter.add("policy/ratio", ratio, mask)
@@ -135,7 +132,7 @@ def measure_update(
 
 
 def measure_kl(meter: Meter, outputs: TokenOutputs, batch: Rollout) -> None:
-    """Add how far the policy has moved from the one that sampled; `target_kl` goes by it, too."""
+    """Add the KL of π_old to π_θ, which `target_kl` limits."""
     kl = F.token_kl(batch.old_logprobs, outputs.logprobs.detach(), "k3")
     meter.add("policy/approx_kl", kl, batch.loss_mask)
 
@@ -151,17 +148,3 @@ def measure_clip(meter: Meter, logprobs: Tensor, batch: Rollout, args: PPOConfig
     meter.add("policy/clip_frac_high", clip.high, mask)
     if args.dual_clip is not None:
         meter.add("policy/dual_clip_frac", clip.dual, mask)
-
-
-def sequence(batch: Rollout) -> dict[str, Tensor]:
-    """Token ids and attention mask of prompts and completions, (B, P + T) each."""
-    return {
-        "input_ids": torch.cat([batch.prompt_ids, batch.completion_ids], dim=1),
-        "attention_mask": torch.cat([batch.prompt_mask, batch.mask], dim=1),
-    }
-
-
-def flat_sequences(batches: list[Rollout]) -> dict[str, Tensor]:
-    """`sequence` of several, (N,) each: what Trainer counts tokens and floating-point operations by."""
-    each = [sequence(batch) for batch in batches]
-    return {name: torch.cat([tensors[name].flatten() for tensors in each]) for name in each[0]}

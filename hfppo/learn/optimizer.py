@@ -1,19 +1,27 @@
-"""What PPO asks of the optimiser: groups of the critic's own, and a hand in each step."""
+"""Optimizer support for PPO: separate parameter groups, learning rates and clipping for actor and critic."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from hfppo.evaluation import EvaluatingTrainer
-from hfppo.learn.nonfinite import NonFiniteGuard, grad_norms
+from hfppo.learn.nonfinite import NonFiniteGuard, measure_grad_norms
+from hfppo.metrics import Meter
+from hfppo.models.actor_critic import ActorCritic
+
+# Settings of an optimizer's groups that no step or schedule changes.
+OWN_SETTINGS = ("weight_decay", "betas", "eps")
 
 
-def give_critic_groups(optimizer: Optimizer, critic: list[nn.Parameter], lr: float) -> None:
-    """Move the critic's parameters to groups of their own, the last ones, with a learning rate of their own."""
+def split_critic_groups(optimizer: Optimizer, critic: list[nn.Parameter], lr: float) -> None:
+    """Move the critic's parameters into groups of their own, the last ones, with their own learning rate."""
     ids = {id(p) for p in critic}
     for group in list(optimizer.param_groups):
         of_critic = [p for p in group["params"] if id(p) in ids]
@@ -22,71 +30,85 @@ def give_critic_groups(optimizer: Optimizer, critic: list[nn.Parameter], lr: flo
             optimizer.add_param_group({**group, "params": of_critic, "lr": lr})
 
 
-def critic_rate(optimizer: Optimizer, critic: list[nn.Parameter]) -> float:
-    """The critic's learning rate, also in an optimiser that somebody else made."""
+def critic_learning_rate(optimizer: Optimizer, critic: list[nn.Parameter]) -> float:
+    """Return the critic's present learning rate, also from an optimizer that somebody else made."""
     ids = {id(p) for p in critic}
     own = (group for group in optimizer.param_groups if any(id(p) in ids for p in group["params"]))
     return next(own, optimizer.param_groups[-1])["lr"]  # engines may have put other tensors into the groups
 
 
-class StepHooks:
-    """Calls functions before and after each step of an optimiser.
+@contextmanager
+def keep_own_settings(optimizer: Optimizer, scheduler: Any) -> Iterator[None]:
+    """Keep this run's learning rates, weight decay, betas and eps while optimizer and scheduler state is loaded.
 
-    Trainer's events will not do: DeepSpeed has made its step before they come.
+    Trainer would continue with the checkpoint's, whatever the configuration says now. Equal settings are not touched.
     """
+    given = [{name: group[name] for name in OWN_SETTINGS if name in group} for group in optimizer.param_groups]
+    rates = [group.get("initial_lr") for group in optimizer.param_groups]
+    yield
+    changed = False
+    for group, own, rate in zip(optimizer.param_groups, given, rates, strict=True):
+        group.update(own)
+        loaded = group.get("initial_lr")  # the schedule multiplies it; ReduceLROnPlateau has none
+        if rate is not None and loaded is not None and not math.isclose(rate, loaded, rel_tol=1e-6):
+            group["lr"] = group["lr"] * rate / loaded if loaded else rate
+            group["initial_lr"] = rate
+            changed = True
+    if changed:
+        names = {"base_lrs": "initial_lr", "_last_lr": "lr"}
+        now = {name: [group[of_group] for group in optimizer.param_groups] for name, of_group in names.items()}
+        scheduler.load_state_dict(scheduler.state_dict() | now)
 
-    def __init__(self, before: Callable[[], None], after: Callable[[], None]):
-        self._before, self._after = before, after
-        self._handles: list[RemovableHandle] = []
 
-    def follow(self, optimizer: Any) -> None:
-        """Follow this optimiser from now on, and no other."""
-        while hasattr(optimizer, "optimizer"):  # accelerate's and DeepSpeed's are around it
-            optimizer = optimizer.optimizer
-        for handle in self._handles:
-            handle.remove()
-        self._handles = [
-            optimizer.register_step_pre_hook(lambda *_: self._before()),
-            optimizer.register_step_post_hook(lambda *_: self._after()),
-        ]
+@dataclass(frozen=True)
+class GradientClipper:
+    """Clips the gradients of actor and critic apart, so that a large one does not shrink the other's step."""
 
+    model: ActorCritic
+    accelerator: Accelerator
+    guard: NonFiniteGuard
 
-class OptimizingTrainer(EvaluatingTrainer):
-    """A trainer that optimises actor and critic apart: each has its learning rate, its gradient norm and its clip."""
+    def clip(self, max_norm: float, optimizer: AcceleratedOptimizer, step: int, meter: Meter) -> Tensor:
+        """Clip both gradients, measure the critic's norm, and return the actor's.
 
-    _guard: NonFiniteGuard
+        No step is made if a gradient is not finite. DeepSpeed has clipped both together and decided on the step before
+        this call; then the joint norm is returned.
 
-    def create_optimizer(self, model: nn.Module | None = None) -> Optimizer:
-        """Trainer's optimiser with the critic's parameters in groups of their own."""
-        if self.optimizer is not None:
-            return super().create_optimizer(model)
-        optimizer = super().create_optimizer(model)
-        lr = self.args.learning_rate if self.args.critic_learning_rate is None else self.args.critic_learning_rate
-        give_critic_groups(optimizer, self.model.critic_parameters(), lr)
-        return optimizer
-
-    def _clip_grad_norm(self, model: nn.Module) -> Tensor:
-        # Private, but the one place between backward and step where gradients are clipped: actor and critic are
-        # clipped apart, so that a large gradient of one does not shrink the step of the other.
-        return self._clip_apart(self.args.max_grad_norm)
-
-    def _get_grad_norm(self, model: nn.Module, grad_norm: Tensor | float | None = None) -> Tensor | float:
-        # Private: with max_grad_norm=0 Trainer asks here instead, for norms without clipping.
-        return super()._get_grad_norm(model, self._clip_apart(math.inf) if grad_norm is None else grad_norm)
-
-    def _clip_apart(self, max_norm: float) -> Tensor:
-        """Clip both gradients, note the critic's norm and return the actor's; no step is made if one is not finite.
-
-        DeepSpeed has clipped them together and decided on the step already; the norm of both is returned.
+        Args:
+            max_norm: inf measures without clipping.
+            step: number of the step, for errors.
         """
         self.accelerator.unscale_gradients()
         parameters = {"actor": self.model.actor_parameters(), "critic": self.model.critic_parameters()}
-        norms = grad_norms(self.accelerator, parameters)
+        norms = measure_grad_norms(self.accelerator, parameters)
         if parameters["critic"]:
-            self._meter.add_number("critic_learning_rate", critic_rate(self.optimizer, parameters["critic"]))
+            meter.add_number("critic_learning_rate", critic_learning_rate(optimizer, parameters["critic"]))
         if "critic" in norms:
-            self._meter.add("value/grad_norm", norms["critic"])
-        if self._guard.allows_step(norms, self.model, self.optimizer, self.state.global_step + 1, self._meter):
+            meter.add("value/grad_norm", norms["critic"])
+        if self.guard.allows_step(norms, self.model, optimizer, step, meter):
             for name, norm in norms.items():
                 nn.utils.clip_grads_with_norm_(parameters.get(name, []), max_norm, norm)
         return next(iter(norms.values()))
+
+
+@dataclass
+class StepHooks:
+    """Calls functions before and after each optimizer step.
+
+    Trainer's events come too late for DeepSpeed, which has made its step by then.
+    """
+
+    before: Callable[[], None]
+    after: Callable[[], None]
+    handles: list[RemovableHandle] = field(default_factory=list)
+
+    def attach(self, optimizer: Any) -> None:
+        """Follow this optimizer, and no longer the one before."""
+        while hasattr(optimizer, "optimizer"):  # accelerate and DeepSpeed wrap it
+            optimizer = optimizer.optimizer
+        for handle in self.handles:
+            handle.remove()
+        self.handles = [
+            optimizer.register_step_pre_hook(lambda *_: self.before()),
+            optimizer.register_step_post_hook(lambda *_: self.after()),
+        ]

@@ -17,7 +17,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from hfppo.models.layout import Layout, eval_mode, hidden_states
 from hfppo.models.loading import adapter_config, check_placement, check_vocabulary, keep_four_bits
-from hfppo.saving.adapter_config import describe_adapter, differing
+from hfppo.saving.adapter_config import describe_adapter, find_differences
 
 CRITIC_FOLDER = "critic"
 CRITIC_WEIGHTS = "critic.safetensors"
@@ -95,7 +95,7 @@ class Critic(nn.Module):
         saved = json.loads((Path(folder) / CRITIC_CONFIG).read_text())
         own = self.config()
         for name in ("kind", "hidden_size", "peft_config"):
-            its, ours = differing(saved[name], own[name])
+            its, ours = find_differences(saved[name], own[name])
             if its != ours:
                 raise ValueError(
                     f"{folder} holds a critic of {name} {its!r} that does not fit this run's {ours!r} critic; use the "

@@ -12,13 +12,13 @@ CARD = "README.md"
 
 
 def read_card(folder: str | Path) -> Any:
-    """The card in a folder, if there is one."""
+    """Return the card in a folder; None if there is none."""
     path = Path(folder) / CARD
     return ModelCard.load(path, ignore_metadata_errors=True) if path.is_file() else None
 
 
 def update_card(folder: str | Path, update: Callable[[str], None]) -> None:
-    """Let PEFT put its metadata into the card, but keep the card's own tags, and have no path as base model.
+    """Let PEFT write its metadata into the card; keep the card's own tags, and name no path as base model.
 
     The Hub refuses a card whose base model is not one of its repositories (huggingface/transformers#33922).
     """
@@ -38,7 +38,7 @@ def update_card(folder: str | Path, update: Callable[[str], None]) -> None:
 
 
 def is_repository(name: Any) -> bool:
-    """Whether a model's name may be a repository of the Hub: no local folder, and of the right form."""
+    """Return whether a name may be a Hub repository: it has the right form and is no local folder."""
     if not isinstance(name, str) or not name or os.path.isdir(name):
         return False
     try:
@@ -49,5 +49,5 @@ def is_repository(name: Any) -> bool:
 
 
 def as_list(value: Any) -> list[Any]:
-    """A list of none, one or several things."""
+    """Return None as an empty list, a string as a list of one, and anything else as a list."""
     return [] if value is None else [value] if isinstance(value, str) else list(value)

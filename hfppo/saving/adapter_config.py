@@ -1,4 +1,4 @@
-"""Describe and compare adapters' configurations."""
+"""Describe and compare the configurations of adapters."""
 
 import json
 from dataclasses import MISSING, asdict, fields, is_dataclass
@@ -6,39 +6,60 @@ from typing import Any, cast
 
 from peft import PeftConfig
 
-# Of an adapter's configuration: what is told in any case, and what only says where it comes from or where it runs.
+# Fields that a description always holds.
 USUAL_FIELDS = (
-    *("peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern"),
-    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
+    "peft_type",
+    "r",
+    "lora_alpha",
+    "use_rslora",
+    "use_dora",
+    "rank_pattern",
+    "alpha_pattern",
+    "target_modules",
+    "exclude_modules",
+    "layers_to_transform",
+    "layers_pattern",
 )
+# Fields that say where an adapter comes from or runs; a description never holds them.
 ORIGIN_FIELDS = (
-    *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
-    *("init_lora_weights", "eva_config", "corda_config", "loftq_config", "lora_ga_config", "runtime_config"),
+    "task_type",
+    "auto_mapping",
+    "peft_version",
+    "base_model_name_or_path",
+    "revision",
+    "inference_mode",
+    "init_lora_weights",
+    "eva_config",
+    "corda_config",
+    "loftq_config",
+    "lora_ga_config",
+    "runtime_config",
     "save_projection",
 )
 
 
 def describe_adapter(config: PeftConfig) -> dict[str, Any]:
-    """The fields that decide whether an adapter's weights fit, and mean the same, as JSON has them.
+    """Return, as JSON values, the fields that decide whether an adapter's weights fit and mean the same.
 
-    Beside the usual ones, those that are not at their default: what PEFT adds later changes no checkpoint.
+    Beside the usual fields it holds those that are not at their default, so a field that PEFT adds later changes no
+    checkpoint.
     """
-    named = {name: getattr(config, name, None) for name in USUAL_FIELDS}
+    described = {name: getattr(config, name, None) for name in USUAL_FIELDS}
     for f in fields(config):
         default = f.default if f.default_factory is MISSING else f.default_factory()
         value = getattr(config, f.name)
         starts = f.name == "init_weights" and isinstance(value, bool)  # as text it may choose another forward
         if value != default and f.name not in ORIGIN_FIELDS and not f.name.endswith("dropout") and not starts:
-            named[f.name] = asdict(cast(Any, value)) if is_dataclass(value) else value
-    return json.loads(json.dumps(named, default=lambda value: sorted(value) if isinstance(value, set) else str(value)))
+            described[f.name] = asdict(cast(Any, value)) if is_dataclass(value) else value
+    return json.loads(json.dumps(described, default=lambda x: sorted(x) if isinstance(x, set) else str(x)))
 
 
-def differing(before: Any, now: Any) -> tuple[Any, Any]:
-    """What is not the same in two values; of two dictionaries or lists, the entries. A missing one is None."""
+def find_differences(before: Any, now: Any) -> tuple[Any, Any]:
+    """Reduce two values to their differences: entries of dictionaries and lists; a missing entry is None."""
     if isinstance(before, list) and isinstance(now, list):
         return [x for x in before if x not in now], [x for x in now if x not in before]
     if not isinstance(before, dict) or not isinstance(now, dict):
         return before, now
     names = [name for name in {**now, **before} if before.get(name) != now.get(name)]
-    pairs = {name: differing(before.get(name), now.get(name)) for name in names}
+    pairs = {name: find_differences(before.get(name), now.get(name)) for name in names}
     return {name: pair[0] for name, pair in pairs.items()}, {name: pair[1] for name, pair in pairs.items()}

@@ -1,155 +1,193 @@
-"""Checkpoints that are whole or not there, whatever kills the run in between.
+"""`CrashSafeTrainer`: checkpoints that are whole or not there, whatever kills the run in between.
 
-A checkpoint is written into a folder aside, flushed to the disk, listed with hashes in a manifest, and renamed, once
-every process has written its part. What was left by a crash, or damaged since, is recognised and passed over.
+A checkpoint is written into a staging folder, flushed to disk, listed with hashes in a manifest and renamed, after
+every process has written its part. Checkpoints left half-written by a crash, or damaged since, are recognized and
+passed over.
 """
 
 import logging
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, cast
 
 from accelerate.utils import broadcast_object_list
 from torch import nn
-from transformers import TrainerState
+from transformers import Trainer, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy
 
 from hfppo.saving.folders import (
-    ASIDE,
     EARLIER,
+    STAGING,
+    describe_last_checkpoint,
+    find_last_intact,
     finish_renames,
     free_space,
-    last_intact,
-    put_in_place,
+    move_others,
+    publish,
     rotate,
-    set_others_aside,
     was_best_of,
 )
-from hfppo.saving.hub import HubTrainer
 from hfppo.saving.just_in_time import JustInTimeCallback
 from hfppo.saving.lock import OutputLock
-from hfppo.saving.manifest import damage, seal
+from hfppo.saving.manifest import find_damage, seal
 
 logger = logging.getLogger(__name__)
 
 
-class CrashSafeTrainer(HubTrainer):
-    """A Trainer whose checkpoints appear whole, and which goes on from the last one that is."""
+class CrashSafeTrainer(Trainer):
+    """A Trainer whose checkpoints appear whole, and which resumes from the last whole one.
 
-    _aside: str | None = None  # where the checkpoint that is being saved is written
-    _start: Path | None = None  # the checkpoint that the run goes on from
-    _has_saved = False  # whether the run has checkpoints of its own
+    A subclass that has state of its own overrides `check_resume`, `save_run_state`, `load_run_state` and
+    `training_context`, which do nothing here.
+    """
+
+    pushed_folders: tuple[str, ...] = ()  # folders of a checkpoint that a push takes along, beside Trainer's own files
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
+        self._staging: str | None = None  # the folder that a checkpoint is being written into
+        self._start: Path | None = None  # the checkpoint that the run continues from
+        self._has_saved = False  # whether this run has written a checkpoint
         self._just_in_time: JustInTimeCallback | None = None
         if self.args.enable_jit_checkpoint:
-            self._just_in_time = JustInTimeCallback(
-                cast(JITCheckpointCallback, self.pop_callback(JITCheckpointCallback))
-            )
+            upstream = cast(JITCheckpointCallback, self.pop_callback(JITCheckpointCallback))
+            self._just_in_time = JustInTimeCallback(upstream)
             self.add_callback(self._just_in_time)
+
+    def check_resume(self, checkpoint: str) -> None:
+        """Refuse a checkpoint that this run cannot continue from; called before anything of it is loaded."""
+
+    def save_run_state(self, folder: str) -> None:
+        """Write this process's own state into a checkpoint; called on every process."""
+
+    def load_run_state(self, folder: str) -> None:
+        """Read what `save_run_state` wrote; called on every process after Trainer has loaded the weights."""
+
+    def loading_optimizer(self) -> AbstractContextManager:
+        """Return a context around Trainer's loading of optimizer and scheduler."""
+        return nullcontext()
+
+    def training_context(self) -> AbstractContextManager:
+        """Return a context around Trainer's loop."""
+        return nullcontext()
+
+    # Training and resuming
 
     def train(
         self, resume_from_checkpoint: str | os.PathLike[str] | bool | None = None, *args: Any, **kwargs: Any
     ) -> Any:
-        """Trainer's `train`; True is the last whole checkpoint.
+        """Train as Trainer does; True resumes from the last whole checkpoint.
 
         Raises:
-            ValueError: the checkpoint named is damaged, there is none, or another run has the output folder.
+            ValueError: the named checkpoint is damaged, there is none, or another run uses the output folder.
         """
         if isinstance(resume_from_checkpoint, os.PathLike):
             resume_from_checkpoint = os.fspath(resume_from_checkpoint)
-        with self._alone():
-            checkpoint = self._checkpoint_for(resume_from_checkpoint)
-            self._start = Path(checkpoint).resolve() if isinstance(checkpoint, str) else None
+        with self._lock_output_dir():
+            checkpoint = self._find_checkpoint(resume_from_checkpoint)
+            if checkpoint is not None:
+                self.check_resume(checkpoint)
+            self._start = None if checkpoint is None else Path(checkpoint).resolve()
             self._has_saved = False
-            return super().train(checkpoint, *args, **kwargs)
+            try:
+                with self.training_context():
+                    return super().train(checkpoint, *args, **kwargs)
+            except Exception as error:
+                if (note := describe_last_checkpoint(self.args.output_dir)) is not None:
+                    error.add_note(note)
+                raise
 
     @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Inside, other runs are refused the output folder."""
+    def _lock_output_dir(self) -> Iterator[None]:
+        """Keep other runs out of the output folder."""
         lock = OutputLock(self.args.output_dir)
         other = None
         try:
             if self.is_world_process_zero() and (other := lock.acquire()) is None:
-                finish_renames(self.args.output_dir)  # before the others, who wait to be told, look for a checkpoint
+                finish_renames(self.args.output_dir)  # the other processes wait below before they search it
             if (other := broadcast_object_list([other])[0]) is not None:
                 raise ValueError(
-                    f"output_dir={self.args.output_dir!r} is being trained into by another run ({other}); give "
-                    "another output_dir, or wait until that run has ended"
+                    f"output_dir={self.args.output_dir!r} is in use by another run ({other}); give another "
+                    "output_dir, or wait until that run has ended"
                 )
             yield
         finally:
             lock.release()
 
-    def _checkpoint_for(self, resume_from_checkpoint: str | bool | None) -> str | bool | None:
-        """The folder to go on from, if one is asked for."""
-        if resume_from_checkpoint is True:
-            found = last_intact(self.args.output_dir) if self.is_world_process_zero() else None
-            resume_from_checkpoint = broadcast_object_list([found])[0]
-            if resume_from_checkpoint is None:
+    def _find_checkpoint(self, resume_from_checkpoint: str | bool | None) -> str | None:
+        """Return the folder to resume from; None to start anew."""
+        if isinstance(resume_from_checkpoint, str):
+            if (damage := find_damage(resume_from_checkpoint)) is not None:
                 raise ValueError(
-                    f"resume_from_checkpoint=True: {self.args.output_dir} has no whole checkpoint; leave it out to "
-                    f"start anew, name one that a later start put into {EARLIER}_<n>, or check output_dir"
+                    f"resume_from_checkpoint={resume_from_checkpoint!r} {damage}; name an earlier checkpoint, or pass "
+                    "True for the last whole one"
                 )
-        elif isinstance(resume_from_checkpoint, str) and (wrong := damage(resume_from_checkpoint)) is not None:
+            return resume_from_checkpoint
+        if not resume_from_checkpoint:
+            return None
+        found = find_last_intact(self.args.output_dir) if self.is_world_process_zero() else None
+        if (found := broadcast_object_list([found])[0]) is None:
             raise ValueError(
-                f"resume_from_checkpoint={resume_from_checkpoint!r} {wrong}; take an earlier one, or True for the "
-                "last that is whole"
+                f"resume_from_checkpoint=True: {self.args.output_dir} has no whole checkpoint; leave it out to start "
+                f"anew, name one that a later start moved to {EARLIER}_<n>, or check output_dir"
             )
-        return resume_from_checkpoint
+        return found
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        # Private, but the first that upstream asks for after it has read the checkpoint's state.
-        super()._load_optimizer_and_scheduler(checkpoint)
+        # Private upstream hook: the only point where optimizer, scheduler and trainer state are restored together.
+        if checkpoint is not None:
+            self.load_run_state(checkpoint)
+        with self.loading_optimizer():
+            super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None and self.state.best_global_step:
             self.state.best_model_checkpoint = self._find_best(Path(checkpoint))
 
     def _find_best(self, checkpoint: Path) -> str | None:
-        """Where this run's best checkpoint lies now: it may have been moved, and another's be where it was.
+        """Return where this run's best checkpoint lies now; None if it is gone.
 
-        A better evaluation may have followed at a step that was not saved.
+        The folder may have been moved, and another run's checkpoint may have taken its place. A better evaluation may
+        have followed at a step that was not saved.
         """
         saved = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
-        recorded = saved.best_model_checkpoint  # upstream forgets one that is not where it was
+        recorded = saved.best_model_checkpoint  # upstream forgets a checkpoint that was moved
         if recorded is None:
             return None
         places = [checkpoint.with_name(Path(recorded).name), Path(recorded)]
         found = next((str(place) for place in places if was_best_of(self.state, place)), None)
         if found is None:
-            logger.warning("%s, the best checkpoint so far, is not this run's any more; it is not loaded", recorded)
+            logger.warning("%s, the best checkpoint so far, is gone or another run's; it is not loaded", recorded)
         return found
 
-    def _get_output_dir(self, trial: Any) -> str:
-        # Private, but the one place that says where a checkpoint is written.
-        return super()._get_output_dir(trial) if self._aside is None else self._aside
+    # Saving
 
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        # Private; upstream pushes before it is done, here it is pushed under its name.
-        if self._aside is None:
-            super()._push_from_checkpoint(checkpoint_folder)
+    def _get_output_dir(self, trial: Any) -> str:
+        # Private upstream hook: the only place that says where a checkpoint is written.
+        return super()._get_output_dir(trial) if self._staging is None else self._staging
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        # Private; upstream writes in place, and one process may be done before another has begun.
+        # Private upstream hook: upstream writes in place, and one process may finish before another has begun.
         output_dir = Path(self._get_output_dir(trial))
         final = output_dir / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         if self.args.should_save and not self._has_saved:
-            set_others_aside(output_dir, self._start, self.state.best_model_checkpoint)
+            move_others(output_dir, self._start, self.state.best_model_checkpoint)
         self._has_saved = True
-        with self._writing_aside(output_dir) as aside:
+        with self._stage(output_dir) as staging:
             super()._save_checkpoint(model, trial)
+            if not self.args.save_only_model:
+                self.save_run_state(str(staging / final.name))
             if self.state.best_global_step == self.state.global_step and self.state.best_model_checkpoint:
                 self.state.best_model_checkpoint = str(final)
             self.accelerator.wait_for_everyone()
             if self.args.should_save:
-                self.state.save_to_json(str(aside / final.name / TRAINER_STATE_NAME))  # with the name it will have
-                seal(aside / final.name)
-                put_in_place(aside / final.name, final)
+                self.state.save_to_json(str(staging / final.name / TRAINER_STATE_NAME))  # with its final name
+                seal(staging / final.name)
+                publish(staging / final.name, final)
             self.accelerator.wait_for_everyone()
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(final))
@@ -157,23 +195,63 @@ class CrashSafeTrainer(HubTrainer):
             rotate(output_dir, self.args.save_total_limit, final, self.state.best_model_checkpoint)
 
     @contextmanager
-    def _writing_aside(self, output_dir: Path) -> Iterator[Path]:
-        """Inside, Trainer's output folder is one aside; it is gone afterwards, also when the disk was full."""
-        aside = output_dir / ASIDE
+    def _stage(self, output_dir: Path) -> Iterator[Path]:
+        """Redirect Trainer's output to a staging folder, and remove that folder afterwards, also on a full disk."""
+        staging = output_dir / STAGING
         if self.args.should_save:
-            shutil.rmtree(aside, ignore_errors=True)
+            shutil.rmtree(staging, ignore_errors=True)
         self.accelerator.wait_for_everyone()
-        self._aside = str(aside)
+        self._staging = str(staging)
         try:
-            yield aside
-        except Exception as error:  # on a full disk torch's and safetensors' own kinds, which may not even say so
+            yield staging
+        except Exception as error:  # torch and safetensors raise their own types on a full disk, some without a reason
             error.add_note(
                 f"The checkpoint at step {self.state.global_step} could not be written; {free_space(output_dir)}. "
-                "Those before it are untouched: mend what is wrong, and go on with resume_from_checkpoint=True."
+                "Earlier checkpoints are untouched: fix the cause, and resume with resume_from_checkpoint=True."
             )
             raise
         finally:
-            self._aside = None
+            self._staging = None
             if self.args.should_save:
-                finish_renames(output_dir)  # interrupted between two renames
-                shutil.rmtree(aside, ignore_errors=True)
+                finish_renames(output_dir)  # after an interrupt between two renames
+                shutil.rmtree(staging, ignore_errors=True)
+
+    # The Hub
+
+    def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
+        """Push as Trainer does; an error says where the model lies."""
+        if not self.args.push_to_hub:  # upstream creates the repository first, and saves nothing if that fails
+            self.save_model(_internal_call=True)
+        try:
+            return super().push_to_hub(*args, **kwargs)
+        except Exception as error:
+            error.add_note(
+                f"The push to {self.hub_model_id or 'the Hub'} failed. The model lies in {self.args.output_dir}; "
+                "call trainer.push_to_hub() to try again."
+            )
+            raise
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        # Private upstream hook: upstream pushes before the checkpoint is complete, copies the adapter alone, writes no
+        # card, and does not report a failed push.
+        if self._staging is not None:
+            return
+        self.accelerator.wait_for_everyone()  # every process has written its part
+        if not self.is_world_process_zero() or self.args.hub_strategy == HubStrategy.END:
+            return
+        running = self.push_in_progress is not None and not self.push_in_progress.is_done()
+        if running and not self.args.hub_always_push:
+            return
+        self._finish_current_push()  # it reads the folder that is written to next
+        for name in self.pushed_folders:
+            if (folder := Path(checkpoint_folder) / name).is_dir():
+                shutil.copytree(folder, Path(self.args.output_dir) / name, dirs_exist_ok=True)
+        self.create_model_card()
+        super()._push_from_checkpoint(checkpoint_folder)
+        for job in [] if self.push_in_progress is None else self.push_in_progress.jobs:
+            job.add_done_callback(self._warn_of_failed_push)
+
+    def _warn_of_failed_push(self, job: Future) -> None:
+        """Log the error of a push in the background."""
+        if (error := job.exception()) is not None:
+            logger.warning("A push to %s failed: %s: %s", self.hub_model_id, type(error).__name__, error)

@@ -1,4 +1,4 @@
-"""Checkpoints when the process is told to end, which hold all that the steps before them log."""
+"""Checkpoints at SIGTERM that hold everything the steps before them log."""
 
 from typing import Any
 
@@ -7,10 +7,10 @@ from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
 
 class JustInTimeCallback(JITCheckpointCallback):
-    """Upstream's for `enable_jit_checkpoint`, which would save before a step is logged and evaluated.
+    """Save between steps; upstream's callback for `enable_jit_checkpoint` saves before a step is logged.
 
     Args:
-        upstream: the one that Trainer made, whose signal handler is in place.
+        upstream: the callback that Trainer made; its signal handler is in place.
     """
 
     def __init__(self, upstream: JITCheckpointCallback):
@@ -23,26 +23,26 @@ class JustInTimeCallback(JITCheckpointCallback):
         self._stepped = self._saved = False
 
     def save_between_steps(self, control: TrainerControl) -> bool:
-        """Save and end the run if that was asked for, after a step and all that belongs to it; whether it did."""
+        """Save and end the run if a signal asked for it; return whether it did. Call it after a step was logged."""
         # Before the first step of a resumed run the checkpoint's random state is not loaded yet.
         return self._stepped and self._save(control)
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
-        """Before a step."""
+        """Save before a step if asked."""
         self._save(control)
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ):
-        """Within a step, which the resumed run makes from its beginning."""
+        """Save within a step if asked; the resumed run makes that step from its beginning."""
         self._save(control)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
-        """Not yet: the step is logged and evaluated after this."""
+        """Wait: the step is logged and evaluated after this event."""
         self._stepped = True
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
-        """Save the last step of the run once it is logged; log nothing more where the run was broken off."""
+        """Save the run's last step once it is logged; log nothing more where the run was ended."""
         if self._saved:
             control.should_log = control.should_evaluate = control.should_save = False
         elif control.should_training_stop and self.jit_manager.is_checkpoint_requested:

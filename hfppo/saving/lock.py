@@ -9,15 +9,15 @@ from pathlib import Path
 if sys.platform != "win32":
     import fcntl
 
-LOCK = "_running"  # Trainer leaves what begins with "_" out of what it pushes
+LOCK = "_running"  # Trainer pushes no file whose name begins with "_"
 
 
 class OutputLock:
-    """A lock on an output folder, for one process of a run.
+    """A POSIX advisory lock on an output folder, held by one process of a run.
 
-    It is POSIX's, which the system takes back when the process ends, however it ends, and which its children do not
-    inherit; it takes it back as well when the process opens and closes the file elsewhere. Where the file system has
-    none, on Windows and in folders that cannot be written to nothing is locked.
+    The OS releases it when the process dies; child processes do not inherit it; it is released early if this process
+    opens and closes the file elsewhere. Nothing is locked on Windows, in read-only folders and on file systems without
+    locks.
     """
 
     def __init__(self, output_dir: str | Path):
@@ -25,7 +25,7 @@ class OutputLock:
         self._descriptor: int | None = None
 
     def acquire(self) -> str | None:
-        """Take the lock; the other process, by number and host, if one has it."""
+        """Take the lock. Return the number and host of the process that holds it; None if it was taken."""
         if sys.platform == "win32":
             return None
         try:
@@ -38,7 +38,7 @@ class OutputLock:
             owner = os.read(descriptor, 1000).decode(errors="replace")
             os.close(descriptor)
             return owner if isinstance(error, BlockingIOError | PermissionError) else None
-        if not self._still_names(descriptor):  # another run ended, and deleted it, in between
+        if not self._still_names(descriptor):  # another run ended and deleted it in between
             os.close(descriptor)
             return self.acquire()
         self._descriptor = descriptor
@@ -48,13 +48,13 @@ class OutputLock:
         return None
 
     def _still_names(self, descriptor: int) -> bool:
-        """Whether an open file is still the one of that name."""
+        """Return whether an open file still has its name."""
         with suppress(FileNotFoundError):
             return os.path.samestat(os.fstat(descriptor), self._path.stat())
         return False
 
     def release(self) -> None:
-        """Give the lock back, if it was taken."""
+        """Release the lock, if it was taken."""
         if self._descriptor is not None:
             self._path.unlink(missing_ok=True)
             os.close(self._descriptor)

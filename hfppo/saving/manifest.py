@@ -1,4 +1,4 @@
-"""What a checkpoint's folder holds, listed with hashes, so that damage shows."""
+"""The manifest of a checkpoint: its files with their hashes, so that damage shows."""
 
 import hashlib
 import json
@@ -9,25 +9,25 @@ MANIFEST = "manifest.json"
 
 
 def seal(folder: Path) -> None:
-    """Flush a folder's files to the disk and list them, with their hashes, in its manifest."""
+    """Flush a folder's files to disk, and list them with their hashes in its manifest."""
     (folder / MANIFEST).unlink(missing_ok=True)
-    files = {str(path.relative_to(folder)): digest(path) for path in sorted(folder.rglob("*")) if path.is_file()}
-    for name in files:
+    hashes = {str(path.relative_to(folder)): hash_file(path) for path in sorted(folder.rglob("*")) if path.is_file()}
+    for name in hashes:
         flush(folder / name)
-    (folder / MANIFEST).write_text(json.dumps(files, indent=1))
+    (folder / MANIFEST).write_text(json.dumps(hashes, indent=1))
     flush(folder / MANIFEST)
     for path in [folder, *(p for p in folder.rglob("*") if p.is_dir())]:
         flush(path)
 
 
-def digest(path: Path) -> str:
-    """SHA-256 of a file."""
+def hash_file(path: Path) -> str:
+    """Return the SHA-256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def flush(path: Path) -> None:
-    """Have the disk hold what was written to a file or, for a folder, its names."""
+    """Force a file's content, or a folder's names, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -35,22 +35,22 @@ def flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def damage(folder: str | Path) -> str | None:
-    """What is wrong with a checkpoint; None if it is as it was written."""
+def find_damage(folder: str | Path) -> str | None:
+    """Return the first difference between a checkpoint and its manifest, as text; None if it is whole."""
     folder = Path(folder)
     if not folder.is_dir():
         return "is no folder"
     try:
-        files = json.loads((folder / MANIFEST).read_text())
+        hashes = json.loads((folder / MANIFEST).read_text())
     except (OSError, ValueError):
-        files = None
-    if not isinstance(files, dict) or not files:
+        hashes = None
+    if not isinstance(hashes, dict) or not hashes:
         return f"has no readable {MANIFEST}: the run was killed while it was written, or another program wrote it"
-    for name, wanted in files.items():
+    for name, wanted in hashes.items():
         if not (folder / name).is_file():
             return f"lacks {name}"
         try:
-            found = digest(folder / name)
+            found = hash_file(folder / name)
         except OSError as error:
             return f"has an unreadable {name} ({error})"
         if found != wanted:

@@ -44,7 +44,7 @@ class OutOfMemory(torch.OutOfMemoryError):
 
 
 @contextmanager
-def explained_memory(phase: str, args: Any) -> Iterator[None]:
+def explain_out_of_memory(phase: str, args: Any) -> Iterator[None]:
     """Raise `OutOfMemory` where memory runs out inside the block.
 
     Args:
@@ -68,7 +68,7 @@ def explained_memory(phase: str, args: Any) -> Iterator[None]:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Return whether an allocator of this process raised the error, not a server or a function that reports its own."""
+    """Return whether an allocator of this process raised the error, not a server or a function."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return type(error) is RuntimeError and ALLOCATOR.match(str(error)) is not None

@@ -40,9 +40,9 @@ class TokenTraceCallback(PPOCallback):
     """Records what actor, reference, reward and critic say about single completions, before and after the update.
 
     Each traced rollout has a file of JSON lines in `output_dir/_traces`. When training ends, `index.html` beside them
-    shows them all; `python -m hfppo.token_trace OUTPUT_DIR` makes that page at any time. After the update they go as a table
-    to W&B and trackio where `report_to` names them. Only the main process writes. Where FSDP2 or ZeRO-3 shard the
-    model, what the update did is left out.
+    shows them all; `python -m hfppo.token_trace OUTPUT_DIR` makes that page at any time. After the update they go as a
+    table to W&B and trackio where `report_to` names them. Only the main process writes. Where FSDP2 or ZeRO-3 shard
+    the model, what the update did is left out.
 
     Args:
         every: rollouts from one traced one to the next; the first and the last are always traced.

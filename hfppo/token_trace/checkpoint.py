@@ -30,7 +30,7 @@ from transformers import (
 )
 from transformers.trainer import TRAINER_STATE_NAME
 
-from hfppo.checkpoint import RunDescription, hashes, state_file
+from hfppo.checkpoint import RunDescription, hash_frozen_weights, state_file
 from hfppo.collect.collector import Collector
 from hfppo.config import PPOConfig
 from hfppo.generation import Completions, Sampler, eos_token_ids, make_sampler
@@ -40,7 +40,7 @@ from hfppo.models.critic import CRITIC_CONFIG, CRITIC_FOLDER, CRITIC_WEIGHTS, fi
 from hfppo.models.loading import load_reference
 from hfppo.rewards.functions import RewardFunctions
 from hfppo.run_state import PPOState
-from hfppo.saving.folders import checkpoints
+from hfppo.saving.folders import list_checkpoints
 from hfppo.setup import check_lengths, prompts_of
 from hfppo.token_trace.record import Trace, traces_of
 from hfppo.token_trace.table import TokenTable
@@ -92,7 +92,7 @@ def trace_prompt(checkpoint: str | Path, question: Question) -> tuple[Trace, PPO
     args = settings(run, question)
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left", trust_remote_code=False)
     model = load_actor_critic(folder, args, question)
-    for what, now in hashes(model).items():
+    for what, now in hash_frozen_weights(model).items():
         if run.structure.get(what, now) != now:  # earlier versions wrote less
             logger.warning("%s is not the run's, unless that was quantised; give --base or --ref_model", what)
     eos_ids = eos_token_ids(tokenizer, model.causal_lm.generation_config)
@@ -123,7 +123,7 @@ def check_folder(folder: Path) -> Path:
         raise ValueError(f"{folder} is no folder; give a checkpoint such as out/checkpoint-120")
     needed = (state_file(folder, 0).name, CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME, TRAINER_STATE_NAME)
     if missing := [name for name in needed if not (folder / name).is_file()]:
-        inside = checkpoints(folder)
+        inside = list_checkpoints(folder)
         hint = f"; its last one is {inside[-1]}" if inside else ""
         raise ValueError(f"{folder} is not a checkpoint of PPOTrainer: it has no {', '.join(missing)}{hint}")
     for weights in (folder / SAFETENSORS_WEIGHTS_NAME, folder / CRITIC_FOLDER / CRITIC_WEIGHTS):

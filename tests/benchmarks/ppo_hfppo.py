@@ -58,7 +58,7 @@ def time_phases(watch: Stopwatch) -> None:
     RewardModel.__call__ = watch.timed(RewardModel.__call__, "reward model")
     torch.Tensor.backward = watch.timed(torch.Tensor.backward, "critic backward")
     torch.optim.AdamW.step = watch.timed(torch.optim.AdamW.step, "optimiser")
-    PPOTrainer._clip_apart = watch.timed(PPOTrainer._clip_apart, "optimiser")
+    PPOTrainer._clip_gradients = watch.timed(PPOTrainer._clip_gradients, "optimiser")
 
 
 def main(workload_name: str, critic: str, fields: dict, rollouts: int, folder: Path, quantised: bool) -> None:

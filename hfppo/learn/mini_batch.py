@@ -1,0 +1,57 @@
+"""Cut a mini-batch into the micro-batches of an optimizer step, and count what it holds."""
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from hfppo.rollout import Rollout
+
+
+@dataclass(frozen=True)
+class MiniBatchSize:
+    """Counts over all micro-batches and processes of a mini-batch, so that no cut changes the loss."""
+
+    num_tokens: float  # tokens that the losses count
+    num_completions: float  # completions with at least one such token
+
+    @classmethod
+    def of(cls, mini_batch: Rollout, accelerator: Accelerator) -> "MiniBatchSize":
+        """Count this process's rows and add up all processes. A collective call."""
+        counts = torch.stack([mini_batch.loss_mask.sum(), mini_batch.loss_mask.any(dim=1).sum()])
+        tokens, completions = accelerator.reduce(counts.to(accelerator.device), "sum").tolist()
+        return cls(tokens, completions)
+
+
+def cut_mini_batch(
+    mini_batch: Rollout, num_micro_batches: int, max_tokens: int | None, accelerator: Accelerator
+) -> list[dict[str, Any]]:
+    """Return Trainer's inputs for each micro-batch. A collective call.
+
+    "pieces" holds the micro-batch, in several pieces where it has more than `max_tokens` tokens, padding included. The
+    other entries are flat token ids and masks, by which Trainer counts tokens and floating-point operations.
+    """
+    num_pieces = num_micro_batches
+    if max_tokens is not None:  # the same number on all processes: sharded models compute together
+        own = torch.tensor([mini_batch.num_within(max_tokens)], device=accelerator.device)
+        num_pieces = max(num_micro_batches, int(accelerator.gather(own).max()))
+    pieces = mini_batch.micro_batches(num_pieces)
+    cuts = [i * len(pieces) // num_micro_batches for i in range(num_micro_batches + 1)]
+    return [{**flatten_sequences(some), "pieces": some} for some in (pieces[a:b] for a, b in pairwise(cuts))]
+
+
+def join_sequences(batch: Rollout) -> dict[str, Tensor]:
+    """Return token ids and attention mask of prompts and completions, (B, P + T) each."""
+    return {
+        "input_ids": torch.cat([batch.prompt_ids, batch.completion_ids], dim=1),
+        "attention_mask": torch.cat([batch.prompt_mask, batch.mask], dim=1),
+    }
+
+
+def flatten_sequences(batches: list[Rollout]) -> dict[str, Tensor]:
+    """Return the joined sequences of several batches, (N,) each."""
+    each = [join_sequences(batch) for batch in batches]
+    return {name: torch.cat([tensors[name].flatten() for tensors in each]) for name in each[0]}
