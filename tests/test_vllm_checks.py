@@ -1,6 +1,6 @@
-"""What a run with vLLM refuses before it begins, and what it says to servers that were started wrongly; without vLLM.
+"""Refusals of a run with vLLM before it begins, and its errors for wrongly started servers; vLLM is not needed.
 
-The servers here answer what vLLM 0.32 answered when it was started like that.
+The servers here give the answers of vLLM 0.32 servers started with the same mistakes.
 """
 
 import json
@@ -173,8 +173,11 @@ def serve() -> Iterator:
 
 def assert_says_the_command(error: BaseException, base: str) -> None:
     for part in (
-        f"VLLM_ALLOW_RUNTIME_LORA_UPDATING=True vllm serve {base} ",
-        *("--enable-lora", "--max-lora-rank 8", "--logprobs-mode processed_logprobs", "--dtype float32"),
+        f"VLLM_ALLOW_RUNTIME_LORA_UPDATING=True python -m vllm.entrypoints.openai.api_server --model {base} ",
+        "--enable-lora",
+        "--max-lora-rank 8",
+        "--logprobs-mode processed_logprobs",
+        "--dtype float32",
     ):
         assert part in str(error)
 

@@ -39,22 +39,21 @@ def save_base(folder: str) -> str:
 
 
 class Server:
-    """vLLM's server on the loopback device, started as the error messages of `ServerEngine` say.
+    """vLLM's server on the loopback device, started by the command that `ServerEngine`'s errors print.
 
     Args:
-        command: theirs.
-        log: where its output goes.
+        command: the printed command.
+        log: the file for the server's output.
     """
 
     def __init__(self, command: str, log: Path):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        *variables, _, _, base = shlex.split(command.partition(" --")[0])
-        self.environment = os.environ | dict(v.split("=", 1) for v in variables)
-        # `vllm serve` looks for a distribution called vllm, and vLLM's CPU build is called otherwise.
-        self.command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", base]
-        self.command += shlex.split(f"--{command.partition(' --')[2]} --host 127.0.0.1 --port {port}")
+        variable, python, *arguments = shlex.split(command)
+        assert python == "python"
+        self.environment = os.environ | dict([variable.split("=", 1)])
+        self.command = [sys.executable, *arguments, "--host", "127.0.0.1", "--port", str(port)]
         self.command += ["--enforce-eager", "--max-model-len", str(ENGINE["max_model_len"])]
         self.url, self.log = f"http://127.0.0.1:{port}", log
         self.process: subprocess.Popen | None = None

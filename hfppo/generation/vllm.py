@@ -1,6 +1,6 @@
 """Sampling with vLLM: an engine in the training process, or a server (`vllm_server`).
 
-vLLM loads the base itself and never changes it; before each rollout the adapter alone travels.
+vLLM loads the base itself and never changes it; before each rollout it is sent the adapter only.
 """
 
 import logging
@@ -27,10 +27,18 @@ from hfppo.models.actor_critic import ActorCritic
 
 logger = logging.getLogger(__name__)
 
-RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM can be started for
-UNSERVED = (  # fields of LoraConfig that make an adapter which vLLM does not load, or of which it leaves a part out
-    *("use_dora", "use_qalora", "use_bdlora", "lora_bias", "alora_invocation_tokens"),
-    *("modules_to_save", "trainable_token_indices", "target_parameters", "layer_replication"),
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the values that vLLM accepts for `max_lora_rank`
+# Fields of LoraConfig that vLLM does not support: it refuses such an adapter, or ignores a part of it.
+UNSERVED = (
+    "use_dora",
+    "use_qalora",
+    "use_bdlora",
+    "lora_bias",
+    "alora_invocation_tokens",
+    "modules_to_save",
+    "trainable_token_indices",
+    "target_parameters",
+    "layer_replication",
 )
 
 Sampled = tuple[list[int], list[float]]  # token ids, EOS included, and their log-probs
@@ -38,10 +46,10 @@ Sampled = tuple[list[int], list[float]]  # token ids, EOS included, and their lo
 
 @dataclass(frozen=True)
 class Adapter:
-    """The policy as vLLM loads it.
+    """The policy's adapter, as vLLM loads it from a folder.
 
-    A new name and number at every sync: with an old number vLLM keeps the weights it has, with an old name the prefix
-    cache that was made with them.
+    Every sync uses a new name and a new number. Under a known number vLLM keeps the old weights; under a known name it
+    keeps the prefix cache computed with them.
     """
 
     name: str
@@ -51,21 +59,25 @@ class Adapter:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to sample; all of it, so that no default of vLLM or of the model's generation config joins in."""
+    """Every sampling setting, so that no default of vLLM or of the model's generation config applies."""
 
     temperature: float
     max_tokens: int
     eos_ids: list[int]
 
     def params(self, seed: int | None) -> dict[str, Any]:
-        """Fields of `vllm.SamplingParams`, which are those of a server's requests too; without a seed greedy."""
+        """Return the fields of `vllm.SamplingParams`, which a server's requests share.
+
+        Args:
+            seed: of one completion; None: greedy.
+        """
         return {
             "temperature": 0.0 if seed is None else self.temperature,
             "seed": seed,
             "max_tokens": self.max_tokens,
             "stop_token_ids": self.eos_ids,
-            "ignore_eos": True,  # what ends a completion is said by `stop_token_ids`
-            "logprobs": 0,  # the sampled token's alone
+            "ignore_eos": True,  # `stop_token_ids` alone end a completion
+            "logprobs": 0,  # of the sampled token only
             "top_p": 1.0,
             "top_k": 0,
             "min_p": 0.0,
@@ -76,27 +88,29 @@ class Sampling:
 
 
 class Engine(Protocol):
-    """vLLM, wherever it runs."""
+    """Interface to vLLM, in this process or on a server."""
 
-    shared: bool  # whether all processes ask the same engine
+    shared: bool  # whether all processes use the same engine
 
     def load(self, adapter: Adapter, old: Adapter | None) -> None:
-        """Take the policy in, and let the one before go; called by one process if the engine is shared."""
+        """Load the new adapter and unload the old one; called by one process only if the engine is shared."""
 
     def generate(self, prompts: list[list[int]], seeds: list[int | None], adapter: Adapter) -> list[Sampled]:
-        """A completion for each prompt, in order."""
+        """Return a completion for each prompt, in order."""
 
     def awake(self) -> Any:
-        """A context inside which the engine holds the memory it samples with."""
+        """Return a context manager; inside it the engine has its weights and cache in memory."""
 
 
 class VLLMSampler(Sampler):
     """Samples with vLLM from the actor's current adapter.
 
     Args:
-        engine: where vLLM runs.
-        folder: where adapters are written for it, until the run ends; an engine on another machine must see it too.
-        pad_id, eos_ids: fill completions up, and end them.
+        engine: vLLM, in this process or on a server.
+        folder: adapters are written here for vLLM and removed when the run ends; a server on another machine must see
+            this folder under the same path.
+        pad_id: the id that fills completions up.
+        eos_ids: the ids that end a completion.
     """
 
     def __init__(
@@ -114,7 +128,7 @@ class VLLMSampler(Sampler):
             os.makedirs(folder, exist_ok=True)
             # Trainer leaves what begins with "_" out of what it pushes.
             self._own = tempfile.TemporaryDirectory(prefix="_vllm-", dir=folder)
-        # Its name is another for each run, for two may use one server, and the same on all processes of this one.
+        # The name differs between runs, because two may share a server; it is the same on all processes of one run.
         self.folder = Path(broadcast_object_list([self._own.name if accelerator.is_main_process else None])[0])
         self.adapter: Adapter | None = None
 
@@ -126,7 +140,7 @@ class VLLMSampler(Sampler):
             yield
 
     def _sync(self) -> None:
-        """Give the engine the adapter as it is now."""
+        """Send the current adapter to the engine."""
         old = self.adapter
         number = 1 if self.adapter is None else self.adapter.number + 1
         folder = self.folder.absolute() / f"policy-{number}"
@@ -145,36 +159,42 @@ class VLLMSampler(Sampler):
         self.adapter = new
 
     def _size(self) -> float:
-        """Megabytes of the base."""
+        """Return the size of the base in megabytes."""
         return self.model.causal_lm.get_memory_footprint() / 1e6
 
     def __call__(self, prompt_ids: Tensor, prompt_mask: Tensor, seeds: list[int] | None) -> Completions:
         """See `Sampler`."""
-        assert self.adapter is not None, "to be called inside `ready`"
+        assert self.adapter is not None, "call it inside `ready`"
         prompts = [ids[mask].tolist() for ids, mask in zip(prompt_ids.cpu(), prompt_mask.cpu(), strict=True)]
         sampled = self.engine.generate(prompts, [None] * len(prompts) if seeds is None else list(seeds), self.adapter)
         tokens = [torch.tensor(row) for row, _ in sampled]
-        given = [torch.tensor(row, dtype=torch.float32) for _, row in sampled]
+        logprobs = [torch.tensor(row, dtype=torch.float32) for _, row in sampled]
         ids = pad_sequence(tokens, batch_first=True, padding_value=self.pad_id)
         mask = torch.arange(ids.shape[1]) < torch.tensor([len(row) for row in tokens])[:, None]
         truncated = torch.tensor([int(row[-1]) not in self.eos_ids for row in tokens])
-        return Completions(ids, mask, truncated, pad_sequence(given, batch_first=True))
+        return Completions(ids, mask, truncated, pad_sequence(logprobs, batch_first=True))
 
 
 class ColocatedEngine:
-    """A `vllm.LLM` in the training process, one for each process."""
+    """A `vllm.LLM` in each training process.
+
+    Raises:
+        ImportError: vLLM cannot be imported.
+        ValueError: vLLM cannot serve the base or the adapter, or `tensor_parallel_size` is set with several processes.
+    """
 
     shared = False
 
     def __init__(self, model: ActorCritic, sampling: Sampling, args: PPOConfig):
         base, rank = base_name(model), start_rank(model.peft_config["default"])
-        own = cast(dict[str, Any], args.vllm_engine_kwargs or {})
-        if args.world_size > 1 and own.get("tensor_parallel_size", 1) > 1:
+        engine_kwargs = cast(dict[str, Any], args.vllm_engine_kwargs or {})
+        if args.world_size > 1 and engine_kwargs.get("tensor_parallel_size", 1) > 1:
             raise ValueError(
-                f"vllm_engine_kwargs={own!r} with {args.world_size} processes: each has an engine and prompts of its "
-                "own, and no other's GPU; leave tensor_parallel_size out, or set vllm_mode='server'"
+                f"vllm_engine_kwargs={engine_kwargs!r} with {args.world_size} processes: every process has its own "
+                "engine on its own GPU and cannot use a second one; leave tensor_parallel_size out, or set "
+                "vllm_mode='server'"
             )
-        # In a process of its own the engine would not see what the training process sets, a device for instance.
+        # In a separate process the engine would not see settings of the training process, such as the device.
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         try:
             import vllm
@@ -193,20 +213,20 @@ class ColocatedEngine:
                 "enable_lora": True,
                 "max_lora_rank": rank,
                 "max_loras": 1,
-                "logprobs_mode": "processed_logprobs",  # at temperature, as every other pass
+                "logprobs_mode": "processed_logprobs",  # after temperature, as in every other pass
                 "gpu_memory_utilization": args.vllm_gpu_memory_utilization,
                 "enable_sleep_mode": self._sleeps,
                 "generation_config": "vllm",
                 "seed": args.seed,
-                # Else each process would take the first GPU for its engine.
+                # Without it the engine of every process would use the first GPU.
                 **({"distributed_executor_backend": "external_launcher"} if args.world_size > 1 else {}),
-                **own,
+                **engine_kwargs,
             }
         )
-        set_seed(args.seed)  # vLLM has seeded the training process anew
+        set_seed(args.seed)  # creating the engine has reseeded the training process
 
     def load(self, adapter: Adapter, old: Adapter | None) -> None:
-        """Nothing to do: `generate` names the adapter, and the least recently used one makes room."""
+        """Do nothing: `generate` names the adapter, and vLLM evicts the least recently used one."""
 
     def generate(self, prompts: list[list[int]], seeds: list[int | None], adapter: Adapter) -> list[Sampled]:
         """See `Engine`."""
@@ -228,7 +248,7 @@ class ColocatedEngine:
         try:
             yield
         finally:
-            self.llm.sleep(level=1)  # the base waits in the CPU's memory, the cache is dropped
+            self.llm.sleep(level=1)  # moves the base to CPU memory and drops the cache
 
     def awake(self) -> Any:
         """See `Engine`."""
@@ -236,10 +256,10 @@ class ColocatedEngine:
 
 
 def base_name(model: ActorCritic) -> str:
-    """The id or path by which vLLM loads the base itself.
+    """Return the id or path from which vLLM can load the base.
 
     Raises:
-        ValueError: it has none.
+        ValueError: the model has neither.
     """
     name = model.causal_lm.config.name_or_path
     if not name:
@@ -251,15 +271,15 @@ def base_name(model: ActorCritic) -> str:
 
 
 def dtype_name(model: ActorCritic) -> str:
-    """What vLLM calls the numbers that the model computes with; left to itself it takes bfloat16 for float32."""
+    """Return the model's dtype by vLLM's name; by default vLLM would load a float32 model in bfloat16."""
     return str(model.dtype).removeprefix("torch.")
 
 
 def start_rank(peft_config: PeftConfig) -> int:
-    """The `max_lora_rank` to start vLLM with.
+    """Return the `max_lora_rank` to start vLLM with: the smallest allowed value that holds every layer's rank.
 
     Raises:
-        ValueError: an adapter that vLLM cannot serve; it would die of it.
+        ValueError: vLLM cannot serve the adapter and would crash.
     """
     name = type(peft_config).__name__
     if not isinstance(peft_config, LoraConfig):

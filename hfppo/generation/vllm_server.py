@@ -10,27 +10,27 @@ from hfppo.models.actor_critic import ActorCritic
 from hfppo.support.concurrency import wait_for
 from hfppo.support.http_client import Endpoint, ServerError, Unavailable
 
-MAX_CONCURRENCY = 256  # requests at once, per process; the server batches them itself
+MAX_CONCURRENCY = 256  # simultaneous requests per process; the server batches them
 
 
 class ServerEngine:
-    """A server that `vllm serve` started, asked by token ids, answering token ids and log-probs.
+    """A running vLLM server: it receives token ids and returns token ids and log-probs.
 
     Args:
-        url: its address, without /v1.
-        timeout: seconds to wait for it, at the start and for each answer.
+        url: address of the server, without /v1.
+        timeout: seconds to wait for the server, at the start and for each answer.
 
     Raises:
-        ServerError: it does not answer, or was started without what is needed; says the right command.
+        ServerError: the server does not answer, or lacks an option; the message has the right command.
     """
 
     shared = True
 
     def __init__(self, model: ActorCritic, sampling: Sampling, url: str, timeout: float):
         self.sampling = sampling
-        # vLLM answers 500, too, when it was started without LoRA or for a lower rank.
+        # A vLLM server started without LoRA, or for a lower rank, answers 500, and retrying would not help.
         hopeless = "Call to add_lora method failed"
-        base = url.rstrip("/")  # each path begins with one
+        base = url.rstrip("/")  # each path begins with a slash
         self.endpoint = Endpoint(base, timeout, stop_after_delay(timeout), MAX_CONCURRENCY, hopeless=hopeless)
         self.command = serve_command(model)
         try:
@@ -40,7 +40,7 @@ class ServerEngine:
         self._check_logprobs(models["data"][0]["id"])
 
     def _check_logprobs(self, model: str) -> None:
-        """Refuse a server that reports log-probs from before sampling: with top_k=1 they must be 0."""
+        """Refuse a server that reports raw log-probs: those of the sampling distribution are 0 with top_k=1."""
         body = {"model": model, "prompt": [1, 2, 3, 4], "max_tokens": 1, "top_k": 1, "logprobs": 1}
         (answer,) = wait_for(lambda: self.endpoint.post_all("/v1/completions", [body]))
         if answer["choices"][0]["logprobs"]["token_logprobs"] != [0.0]:
@@ -49,28 +49,35 @@ class ServerEngine:
     def load(self, adapter: Adapter, old: Adapter | None) -> None:
         """See `Engine`."""
         if old is not None:
-            self._ask("/v1/unload_lora_adapter", {"lora_name": old.name}, done="cannot be found")
-        self._ask(
+            self._post_adapter("/v1/unload_lora_adapter", {"lora_name": old.name}, already="cannot be found")
+        self._post_adapter(
             "/v1/load_lora_adapter",
             {"lora_name": adapter.name, "lora_path": adapter.folder},
-            done="already been loaded",
+            already="already been loaded",
         )
 
-    def _ask(self, path: str, body: dict[str, Any], done: str) -> None:
-        """Have an adapter come or go; an error that says that it is so already will do."""
+    def _post_adapter(self, path: str, body: dict[str, Any], already: str) -> None:
+        """Load or unload an adapter.
+
+        Args:
+            already: text of the error for an adapter that is loaded or unloaded already; it counts as success.
+        Raises:
+            ServerError: any other error; the message has the command that starts the server.
+        """
         try:
             wait_for(lambda: self.endpoint.ask_all("POST", path, [body]))
         except Unavailable:
             raise
         except ServerError as error:
-            if done not in str(error):
+            if already not in str(error):
                 raise ServerError(
-                    f"{error}\nThe server must see the folder of the adapter, and be started with\n  {self.command}",
+                    f"{error}\nThe server must be able to read the adapter's folder, and be started with\n"
+                    f"  {self.command}",
                     error.status,
                 ) from error
 
     def generate(self, prompts: list[list[int]], seeds: list[int | None], adapter: Adapter) -> list[Sampled]:
-        """See `Engine`. A server that was started anew in between gets the adapter again."""
+        """See `Engine`. If the server was restarted in between, load the adapter again first."""
         bodies = [
             {"model": adapter.name, "prompt": ids, "return_token_ids": True, **self.sampling.params(seed)}
             for ids, seed in zip(prompts, seeds, strict=True)
@@ -86,20 +93,21 @@ class ServerEngine:
         return [(choice["token_ids"], choice["logprobs"]["token_logprobs"]) for choice in choices]
 
     def awake(self) -> Any:
-        """See `Engine`; the server's memory is its own."""
+        """See `Engine`; a server manages its own memory."""
         return nullcontext()
 
 
 def serve_command(model: ActorCritic) -> str:
-    """The command line that starts a server for a model.
+    """Return the shell command that starts a server for a model, with the GPU and the CPU builds of vLLM.
 
     Raises:
-        ValueError: vLLM cannot serve it.
+        ValueError: vLLM cannot serve the base or the adapter.
     """
     peft_config = model.peft_config["default"]
     revision = "" if peft_config.revision is None else f"--revision {peft_config.revision} "
+    # Not `vllm serve`, which fails with the CPU build: it looks for a package named "vllm".
     return (
-        f"VLLM_ALLOW_RUNTIME_LORA_UPDATING=True vllm serve {base_name(model)} {revision}--enable-lora --max-lora-rank "
-        f"{start_rank(peft_config)} --max-loras 1 --logprobs-mode processed_logprobs "
-        f"--generation-config vllm --dtype {dtype_name(model)}"
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True python -m vllm.entrypoints.openai.api_server "
+        f"--model {base_name(model)} {revision}--enable-lora --max-lora-rank {start_rank(peft_config)} --max-loras 1 "
+        f"--logprobs-mode processed_logprobs --generation-config vllm --dtype {dtype_name(model)}"
     )
