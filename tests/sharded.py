@@ -67,7 +67,7 @@ def logs(trainer: PPOTrainer) -> list[dict[str, float]]:
 
 # Another number of forwards on each process, which a sharded model must not follow.
 layout.CPU_TOKENS = 12 * (1 + int(os.environ["RANK"]))
-output_head.tokens_at_once = lambda vocab_size: 3
+output_head.tokens_at_once = lambda vocab_size, device: 3
 straight = make("straight")
 straight.evaluate()
 straight.train()

@@ -123,7 +123,7 @@ def test_an_architecture_that_mixes_packed_rows_is_not_packed(packing):
 @pytest.mark.parametrize("trainable_head", [False, True])
 @pytest.mark.parametrize("at_once", [1, 3, 8])
 def test_chunked_head_has_the_gradients_of_plain_logits(monkeypatch, entropy, trainable_head, at_once):
-    monkeypatch.setattr(output_head, "tokens_at_once", lambda vocab_size: at_once)
+    monkeypatch.setattr(output_head, "tokens_at_once", lambda vocab_size, device: at_once)
     targets = [*("q_proj", "down_proj"), *(["lm_head"] if trainable_head else [])]
     made = actor(peft_config=LoraConfig(r=4, target_modules=targets, task_type="CAUSAL_LM"), critic=None)
     hidden = torch.randn(7, 32, requires_grad=True)
@@ -199,3 +199,18 @@ def test_a_token_budget_changes_no_run(make_trainer, max_tokens, pieces_per_step
         assert_close(a, b, rtol=1e-3, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
     for name in ("loss", "policy/approx_kl", "value/loss", "policy/ratio"):
         assert logged(cut, name) == pytest.approx(logged(whole, name), rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("device", "vocab_size", "tokens"),
+    [
+        ("cpu", 4096, 256),
+        ("cpu", 151_936, 128),
+        ("cuda", 4096, 16_384),
+        ("cuda", 32_000, 2048),
+        ("cuda", 151_936, 256),
+        ("cuda", 2_000_000, 128),
+    ],
+)
+def test_logits_at_once_fit_a_cpus_cache_and_fill_a_gpu(device, vocab_size, tokens):
+    assert output_head.tokens_at_once(vocab_size, torch.device(device)) == tokens

@@ -2,11 +2,15 @@
 
 import logging
 
+import peft.config
 import pytest
 import torch
 from conftest import LORA, tiny_model
 from peft import AutoPeftModelForCausalLM, FourierFTConfig, LoraConfig, get_peft_model
+from test_reward_model import scorer
 from transformers import AutoModelForCausalLM
+
+import hfppo.models.critic
 
 
 @pytest.fixture(autouse=True)
@@ -52,3 +56,68 @@ def test_an_adapter_that_does_not_begin_at_the_base_is_warned_of(seen, make_trai
     assert any("begins with weights that change the model" in m for m in seen.messages) == changes
     rollout = trainer.rollout(["1+1="])
     assert ((rollout.old_logprobs - rollout.ref_logprobs).abs().max() > 0.2) == changes
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    """Folders that are called like repositories, and what the Hub is asked for."""
+    monkeypatch.chdir(tmp_path)
+    asked = []
+
+    def download(*args, **kwargs):
+        asked.append(args)
+        raise OSError("the Hub was asked")
+
+    monkeypatch.setattr(peft.config, "hf_hub_download", download)
+    monkeypatch.setattr(hfppo.models.critic, "hf_hub_download", download)
+    return asked
+
+
+def test_a_folder_of_a_model_is_not_looked_for_on_the_hub(make_trainer, hub):
+    tiny_model().save_pretrained("org/base")
+    make_trainer(model="org/base")
+    assert hub == []
+
+
+def test_a_folder_of_a_critic_is_not_looked_for_on_the_hub(make_trainer, hub):
+    scorer().save_pretrained("org/critic")
+    make_trainer(critic="org/critic")
+    assert hub == []
+
+
+def test_a_folder_of_a_reward_model_is_not_looked_for_on_the_hub(make_trainer, hub, tokenizer):
+    scorer().save_pretrained("org/reward")
+    tokenizer.save_pretrained("org/reward")
+    make_trainer(reward_funcs="org/reward")
+    assert hub == []
+
+
+def test_a_folder_without_a_tokenizer_is_not_looked_for_on_the_hub(make_trainer, hub):
+    tiny_model().save_pretrained("org/base")
+    with pytest.raises(ValueError, match="model='org/base' has no tokenizer that can be loaded"):
+        make_trainer(model="org/base", processing_class=None)
+    assert hub == []
+
+
+def test_what_is_no_folder_is_looked_for_on_the_hub(make_trainer, hub):
+    with pytest.raises(ValueError, match="model='org/absent' cannot be loaded"):
+        make_trainer(model="org/absent")
+    assert hub == [("org/absent", "adapter_config.json")]
+
+
+def test_models_whose_vocabularies_are_padded_to_other_sizes_go_together(make_trainer):
+    """As Qwen2.5's 7B (152,064) and 1.5B (151,936) with their one tokenizer of 151,665."""
+    trainer = make_trainer(
+        {"max_steps": 1},
+        model=tiny_model(vocab_size=40),
+        critic=scorer(vocab_size=30),
+        ref_model=tiny_model(vocab_size=26),
+    )
+    assert trainer.rollout(["1+2="]).values.isfinite().all()
+
+
+def test_the_smallest_vocabulary_that_holds_the_tokenizers_ids_will_do(make_trainer, tokenizer):
+    largest = max(tokenizer.get_vocab().values())
+    make_trainer(critic=scorer(vocab_size=largest + 1))
+    with pytest.raises(ValueError, match=f"critic knows {largest} tokens, and the tokenizer has ids up to {largest}"):
+        make_trainer(critic=scorer(vocab_size=largest))

@@ -5,15 +5,12 @@ from accelerate import Accelerator
 from hfppo.config import PPOConfig
 from hfppo.generation.generate import TransformersSampler
 from hfppo.generation.sampler import Completions, Sampler, completions_from, eos_token_ids
-from hfppo.generation.vllm import ColocatedEngine, Engine, Sampling, VLLMSampler
-from hfppo.generation.vllm_server import ServerEngine
 from hfppo.models.actor_critic import ActorCritic
 
 __all__ = [
     "Completions",
     "Sampler",
     "TransformersSampler",
-    "VLLMSampler",
     "completions_from",
     "eos_token_ids",
     "make_sampler",
@@ -23,7 +20,7 @@ __all__ = [
 def make_sampler(
     model: ActorCritic, eos_ids: list[int], pad_id: int, args: PPOConfig, accelerator: Accelerator
 ) -> Sampler:
-    """The sampler that the configuration asks for.
+    """Make the sampler that the configuration asks for; vLLM's modules are imported only where it is used.
 
     Raises:
         ImportError, ValueError, ServerError: vLLM is not there, or cannot serve the adapter.
@@ -40,6 +37,9 @@ def make_sampler(
             args.local_rollout_forward_batch_size,
             with_values,
         )
+    from hfppo.generation.vllm import ColocatedEngine, Engine, Sampling, VLLMSampler
+    from hfppo.generation.vllm_server import ServerEngine
+
     sampling = Sampling(args.temperature, args.max_completion_length, eos_ids)
     engine: Engine
     if args.vllm_mode == "server":

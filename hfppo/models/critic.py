@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from hfppo.models.layout import Layout, eval_mode, hidden_states
-from hfppo.models.loading import adapter_config, check_placement, check_vocabulary, keep_four_bits
+from hfppo.models.loading import adapter_config, check_placement, keep_four_bits
 from hfppo.saving.adapter_config import describe_adapter, find_differences
 
 CRITIC_FOLDER = "critic"
@@ -160,6 +160,8 @@ def find_saved(name: str) -> Path | None:
     for folder in (Path(name), Path(name) / CRITIC_FOLDER):
         if (folder / CRITIC_CONFIG).is_file():
             return folder
+    if Path(name).is_dir():
+        return None
     try:
         config = hf_hub_download(name, f"{CRITIC_FOLDER}/{CRITIC_CONFIG}")
     except (OSError, ValueError):  # no repository, none that can be reached, or one without a critic
@@ -174,7 +176,6 @@ def build_critic(source: CriticSource, base: PreTrainedModel, peft_config: PeftC
     width = getattr(base.get_output_embeddings(), "in_features", base.config.get_text_config().hidden_size)
     if isinstance(source.model, PreTrainedModel):
         check_placement("critic", source.model)
-        check_vocabulary("critic", source.model, base)
         built = critic_from_model(source.model, peft_config)
     elif source.model == "shared":
         built = Critic("shared", None, width, detach=detach).to(base.device)

@@ -7,7 +7,7 @@ from typing import Any
 
 from peft import LoraConfig, PeftConfig, PeftModel, TaskType
 from peft.tuners.tuners_utils import BaseTunerLayer
-from peft.utils import ModulesToSaveWrapper, get_peft_model_state_dict
+from peft.utils import CONFIG_NAME, ModulesToSaveWrapper, get_peft_model_state_dict
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -64,7 +64,12 @@ def base_revision(adapter: str, config: PeftConfig, init_kwargs: dict[str, Any])
 
 
 def adapter_config(name: str, **options: Any) -> PeftConfig | None:
-    """The configuration of the adapter in a folder or repository; None: it holds none."""
+    """Return the configuration of the adapter in a folder or, where there is no such folder, a repository of the Hub.
+
+    None where it holds no adapter.
+    """
+    if Path(name).is_dir() and not (Path(name) / CONFIG_NAME).is_file():
+        return None  # PEFT would ask the Hub for a repository of that name
     try:
         return PeftConfig.from_pretrained(name, **options)
     except (ValueError, OSError):
@@ -169,17 +174,19 @@ def check_placement(name: str, model: PreTrainedModel | PeftModel) -> None:
         )
 
 
-def check_vocabulary(name: str, model: PreTrainedModel | PeftModel, base: PreTrainedModel) -> None:
-    """Refuse a model that is to read the actor's tokens but has fewer of them.
+def check_vocabulary(name: str, model: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse a critic or reference that cannot read every token of the actor's tokenizer.
+
+    The sizes of two models may differ where their tokenizers agree: checkpoints pad their vocabularies.
 
     Raises:
-        ValueError: names both sizes.
+        ValueError: gives both numbers.
     """
-    has, needs = (m.config.get_text_config().vocab_size for m in (model, base))
-    if has < needs:
+    size, largest = model.config.get_text_config().vocab_size, max(tokenizer.get_vocab().values())
+    if size <= largest:
         raise ValueError(
-            f"{name} knows {has} tokens, the actor's base {needs}: it cannot read the completions; give a model with "
-            "the same tokenizer"
+            f"{name} knows {size} tokens, and the tokenizer has ids up to {largest}: it cannot read the completions; "
+            "give a model with the same tokenizer"
         )
 
 
@@ -275,11 +282,12 @@ def load_tokenizer(model: str | PreTrainedModel | PeftModel, **init_kwargs: Any)
         return AutoTokenizer.from_pretrained(name, **options, **trusted)
     except (ValueError, OSError) as error:
         try:
-            config = PeftConfig.from_pretrained(name, **options)
-            of_base = {**options, "revision": base_revision(name, config, init_kwargs)}
-            return AutoTokenizer.from_pretrained(config.base_model_name_or_path, **of_base, **trusted)
+            if (config := adapter_config(name, **options)) is not None:
+                of_base = {**options, "revision": base_revision(name, config, init_kwargs)}
+                return AutoTokenizer.from_pretrained(config.base_model_name_or_path, **of_base, **trusted)
         except (ValueError, OSError):
-            raise ValueError(
-                f"model={name!r} has no tokenizer that can be loaded; mend the id or path, or give processing_class: "
-                f"{error}"
-            ) from error
+            pass
+        raise ValueError(
+            f"model={name!r} has no tokenizer that can be loaded; correct the id or path, or give processing_class: "
+            f"{error}"
+        ) from error

@@ -12,9 +12,15 @@ from transformers import PreTrainedModel
 Entropy = Literal["none", "constant", "differentiable"]
 
 
-def tokens_at_once(vocab_size: int) -> int:
-    """For how many tokens logits are made at once: what a CPU's cache holds (float32: 4 MiB), but no few rows."""
-    return max(128, 2**20 // vocab_size)
+def tokens_at_once(vocab_size: int, device: torch.device) -> int:
+    """Return the number of tokens whose float32 logits are computed at once, at least 128.
+
+    On a CPU they fit into its cache, with 4 MiB. Elsewhere it is the power of two whose logits take 128 to 256 MiB:
+    larger matrix products and fewer kernels.
+    """
+    if device.type == "cpu":
+        return max(128, 2**20 // vocab_size)
+    return max(128, 2 ** ((2**26 // vocab_size).bit_length() - 1))
 
 
 def logits_of(model: PreTrainedModel | PeftModel, hidden: Tensor) -> Tensor:
@@ -63,7 +69,7 @@ def token_logprobs(
         with torch.set_grad_enabled(torch.is_grad_enabled() and entropy == "differentiable"):
             return logprobs, -(distribution.exp() * distribution).sum(dim=-1)
 
-    size = tokens_at_once(model.config.get_text_config().vocab_size)
+    size = tokens_at_once(model.config.get_text_config().vocab_size, hidden.device)
     if not torch.is_grad_enabled():
         hidden = hidden.detach()  # no gradient is to be taken
     if is_constant(model.get_output_embeddings()):
