@@ -108,7 +108,6 @@ def assemble(
     warn_of_ended_prompts(prompts.heads, eos_ids)
     reference = load_reference(ref_model, **init_kwargs)
     if reference is not None:
-        check_vocabulary("ref_model", reference, tokenizer)
         check_lengths("ref_model", reference, prompts.longest, args)
     base_name = loaded.config.name_or_path
     reward_kwargs = cast(dict[str, Any], args.reward_model_init_kwargs or {})
@@ -117,7 +116,8 @@ def assemble(
     check_calls(rewards, prompts.heads)
     critic_source = find_critic(critic) if args.needs_critic else None
     if critic_source is not None and isinstance(critic_source.model, PreTrainedModel):
-        check_vocabulary("critic", critic_source.model, tokenizer)
+        # Checkpoints of one tokenizer pad their vocabularies to different sizes.
+        check_vocabulary("critic", critic_source.model, max(tokenizer.get_vocab().values()) + 1)
         check_lengths("the critic", critic_source.model, prompts.longest, args)
     actor = take_apart(loaded, peft_config, of_model.get("revision"))
     for func in map(unwrapped, rewards.funcs):

@@ -105,19 +105,18 @@ def test_what_is_no_folder_is_looked_for_on_the_hub(make_trainer, hub):
     assert hub == [("org/absent", "adapter_config.json")]
 
 
-def test_models_whose_vocabularies_are_padded_to_other_sizes_go_together(make_trainer):
-    """As Qwen2.5's 7B (152,064) and 1.5B (151,936) with their one tokenizer of 151,665."""
-    trainer = make_trainer(
-        {"max_steps": 1},
-        model=tiny_model(vocab_size=40),
-        critic=scorer(vocab_size=30),
-        ref_model=tiny_model(vocab_size=26),
-    )
-    assert trainer.rollout(["1+2="]).values.isfinite().all()
+def test_a_critic_whose_vocabulary_is_padded_less_than_the_actors_reads_the_completions(make_trainer):
+    """As Qwen2.5's 7B (152,064) and 1.5B (151,936) with their one tokenizer of 151,665; the actor may sample padding."""
+    trainer = make_trainer({"max_steps": 1}, model=tiny_model(vocab_size=60), critic=scorer(vocab_size=30))
+    rollout = trainer.rollout(["1+2="] * 8)
+    assert (rollout.completion_ids >= 30).any()
+    assert rollout.values.isfinite().all()
 
 
-def test_the_smallest_vocabulary_that_holds_the_tokenizers_ids_will_do(make_trainer, tokenizer):
-    largest = max(tokenizer.get_vocab().values())
-    make_trainer(critic=scorer(vocab_size=largest + 1))
-    with pytest.raises(ValueError, match=f"critic knows {largest} tokens, and the tokenizer has ids up to {largest}"):
-        make_trainer(critic=scorer(vocab_size=largest))
+def test_a_critic_needs_the_tokenizers_ids_and_a_reference_all_of_the_actors(make_trainer, tokenizer):
+    needed = max(tokenizer.get_vocab().values()) + 1
+    make_trainer(critic=scorer(vocab_size=needed))
+    with pytest.raises(ValueError, match=f"critic knows {needed - 1} tokens and has to read {needed}"):
+        make_trainer(critic=scorer(vocab_size=needed - 1))
+    with pytest.raises(ValueError, match="ref_model knows 26 tokens and has to read 30"):
+        make_trainer(model=tiny_model(vocab_size=30), ref_model=tiny_model(vocab_size=26))

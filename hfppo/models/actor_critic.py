@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from hfppo.models.critic import CRITIC_FOLDER, CriticSource, build_critic, find_critic, shared_copy
 from hfppo.models.layout import Layout, can_pack, eval_mode, hidden_states
-from hfppo.models.loading import check_adapter, keep_four_bits
+from hfppo.models.loading import check_adapter, check_vocabulary, keep_four_bits
 from hfppo.models.output_head import Entropy, after_head, token_logprobs
 from hfppo.saving.adapter_card import update_card
 
@@ -67,6 +67,7 @@ class ActorCritic(PeftModelForCausalLM):
         check_adapter(peft_config)
         keep_four_bits(base)
         if ref_model is not None:
+            check_vocabulary("ref_model", ref_model, base.config.get_text_config().vocab_size)
             keep_four_bits(ref_model)
         critic_module = None
         if critic is not None:

@@ -3,9 +3,9 @@
 import copy
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from huggingface_hub import hf_hub_download
@@ -60,6 +60,10 @@ class Critic(nn.Module):
     def forward(self, actor_hidden: Tensor | None, layout: Layout) -> Tensor:
         """(N,) values of the positions of a layout, from its inputs or from the actor's (N, H) hidden states."""
         if self.trunk is not None:
+            if self.kind == "model":  # its vocabulary may be padded less than the actor's
+                size = cast(Any, self.trunk).config.get_text_config().vocab_size
+                known = layout.inputs["input_ids"].clamp(max=size - 1)
+                layout = replace(layout, inputs={**layout.inputs, "input_ids": known})
             hidden = hidden_states(self.trunk, layout)
         else:
             hidden = actor_hidden.detach() if self.detach else actor_hidden

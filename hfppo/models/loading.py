@@ -174,19 +174,16 @@ def check_placement(name: str, model: PreTrainedModel | PeftModel) -> None:
         )
 
 
-def check_vocabulary(name: str, model: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse a critic or reference that cannot read every token of the actor's tokenizer.
-
-    The sizes of two models may differ where their tokenizers agree: checkpoints pad their vocabularies.
+def check_vocabulary(name: str, model: PreTrainedModel | PeftModel, needed: int) -> None:
+    """Refuse a reference or critic that knows fewer tokens than needed.
 
     Raises:
         ValueError: gives both numbers.
     """
-    size, largest = model.config.get_text_config().vocab_size, max(tokenizer.get_vocab().values())
-    if size <= largest:
+    if (size := model.config.get_text_config().vocab_size) < needed:
         raise ValueError(
-            f"{name} knows {size} tokens, and the tokenizer has ids up to {largest}: it cannot read the completions; "
-            "give a model with the same tokenizer"
+            f"{name} knows {size} tokens and has to read {needed}: it cannot read the completions; give a model with "
+            "the same tokenizer"
         )
 
 
