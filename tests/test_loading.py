@@ -106,7 +106,7 @@ def test_what_is_no_folder_is_looked_for_on_the_hub(make_trainer, hub):
 
 
 def test_a_critic_whose_vocabulary_is_padded_less_than_the_actors_reads_the_completions(make_trainer):
-    """As Qwen2.5's 7B (152,064) and 1.5B (151,936) with their one tokenizer of 151,665; the actor may sample padding."""
+    """As Qwen2.5's 7B (152,064) and 1.5B (151,936) with one tokenizer of 151,665; the actor may sample padding."""
     trainer = make_trainer({"max_steps": 1}, model=tiny_model(vocab_size=60), critic=scorer(vocab_size=30))
     rollout = trainer.rollout(["1+2="] * 8)
     assert (rollout.completion_ids >= 30).any()
