@@ -359,7 +359,7 @@ class PPOTrainer(CrashSafeTrainer):
 
     def loading_optimizer(self) -> AbstractContextManager:
         """Keep this run's learning rates while a checkpoint's optimizer is loaded."""
-        return keep_own_settings(self.optimizer, self.lr_scheduler)
+        return keep_own_settings(cast(Optimizer, self.optimizer), self.lr_scheduler)
 
     def _clip_gradients(self, max_norm: float) -> Tensor:
         return self._clipper.clip(max_norm, self.optimizer, self.state.global_step + 1, self._meter)
@@ -480,5 +480,5 @@ class PPOTrainer(CrashSafeTrainer):
             weights = dict(zip(rewards.names, rewards.weights, strict=True))
             chat = prompts is not None and prompts.head.conversational
             write_card(
-                self.args.output_dir, self.model, self.args, self.state, weights, self.hub_model_id, chat, **given
+                str(self.args.output_dir), self.model, self.args, self.state, weights, self.hub_model_id, chat, **given
             )

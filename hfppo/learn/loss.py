@@ -36,15 +36,22 @@ def ppo_terms(outputs: TokenOutputs, batch: Rollout, args: PPOConfig) -> list[Lo
         terms.append(LossTerm("value/loss", args.vf_coef, loss, of_critic=True))
     if args.kl_loss_coef and batch.ref_logprobs is not None:
         estimate = F.straight_through_kl if args.kl_loss_straight_through else F.token_kl
-        kl = estimate(outputs.logprobs, batch.ref_logprobs, args.kl_loss_estimator)
+        kl = estimate(policy_logprobs(outputs), batch.ref_logprobs, args.kl_loss_estimator)
         terms.append(LossTerm("policy/kl_loss", args.kl_loss_coef, kl))
+    assert outputs.entropy is not None
     return [*terms, LossTerm("policy/entropy", -args.entropy_coef, outputs.entropy)]
+
+
+def policy_logprobs(outputs: TokenOutputs) -> Tensor:
+    """Return log π_θ, (B, T), which every pass of the update computes."""
+    assert outputs.logprobs is not None
+    return outputs.logprobs
 
 
 def surrogate(outputs: TokenOutputs, batch: Rollout, args: PPOConfig) -> Tensor:
     """Return the policy loss per token, (B, T)."""
     loss = F.POLICY_LOSSES[args.policy_loss](
-        outputs.logprobs,
+        policy_logprobs(outputs),
         batch.old_logprobs,
         batch.advantages,
         clip_low=args.cliprange,
@@ -70,7 +77,7 @@ def ppo_loss(
         critic_only: during `critic_warmup`; the actor's terms get weight 0, since DDP wants every parameter to take
             part.
     """
-    total = outputs.logprobs.new_zeros(())
+    total = policy_logprobs(outputs).new_zeros(())
     for term in terms:
         if term.coef:
             reduced = F.reduce(
@@ -94,7 +101,7 @@ def positive_nll(outputs: TokenOutputs, batch: Rollout, size: MiniBatchSize, arg
     many.
     """
     full = batch.loss_mask & (batch.scores >= args.positive_score)[:, None]
-    return F.reduce(-outputs.logprobs, full, "token-mean", size.num_tokens)
+    return F.reduce(-policy_logprobs(outputs), full, "token-mean", size.num_tokens)
 
 
 def measure_update(
@@ -117,7 +124,7 @@ def measure_update(
             meter.add(term.name, term.per_token, mask)
         else:
             meter.add(f"loss/{term.name}", term.per_token, mask, pattern="loss/{name}")
-    logprobs = outputs.logprobs.detach()
+    logprobs = policy_logprobs(outputs).detach()
     ratio = clamp_log_ratio(logprobs - batch.old_logprobs).exp()
     meter.add("policy/ratio", ratio, mask)
     meter.add("policy/ratio_max", ratio, mask)
@@ -126,14 +133,14 @@ def measure_update(
         meter.add("policy/first_ratio_deviation", (ratio - 1).abs(), mask)
     if args.policy_loss == "ppo":
         measure_clip(meter, logprobs, batch, args)
-    if any(term.of_critic for term in terms):
+    if outputs.values is not None and batch.values is not None and batch.returns is not None:
         clipped = F.value_clipped(outputs.values.detach(), batch.values, batch.returns, args.cliprange_value)
         meter.add("value/clip_frac", clipped, mask)
 
 
 def measure_kl(meter: Meter, outputs: TokenOutputs, batch: Rollout) -> None:
     """Add the KL of π_old to π_θ, which `target_kl` limits."""
-    kl = F.token_kl(batch.old_logprobs, outputs.logprobs.detach(), "k3")
+    kl = F.token_kl(batch.old_logprobs, policy_logprobs(outputs).detach(), "k3")
     meter.add("policy/approx_kl", kl, batch.loss_mask)
 
 

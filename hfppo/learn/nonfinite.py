@@ -131,7 +131,7 @@ class NonFiniteGuard:
     ) -> None:
         """Save the batches for inspection, and end the run unless `on_nonfinite` lets it continue."""
         self.in_a_row += 1
-        folder = Path(self.args.output_dir) / FOLDER / name
+        folder = Path(str(self.args.output_dir)) / FOLDER / name
         message = f"{found}; {fate}, and its data were saved in {folder}"
         try:
             dump(folder / f"process_{self.accelerator.process_index}", found, batches, facts)
