@@ -1,4 +1,4 @@
-"""Each illness in a run that has it, and none in the recipe that is well."""
+"""Each warning in a run that has its problem, and none in the recipe."""
 
 import ast
 import json
@@ -93,8 +93,8 @@ def brief_model():
 
 
 @dataclass(frozen=True)
-class Ill:
-    """A run with an illness: how it is made, and words of the warnings that it must give, by section of the docs."""
+class Case:
+    """A run with a problem: how it is made, and words of the warnings that it must give, by section of the docs."""
 
     words: dict[str, str]
     config: dict = field(default_factory=dict)
@@ -103,63 +103,65 @@ class Ill:
 
 
 RUNS = {
-    "learning rate × 100": Ill(
+    "learning rate × 100": Case(
         {"clip-fraction": "lower learning_rate (now 1.0)", "approximate-kl": "above 0.1, since step 2: each"},
         {"learning_rate": 1.0, "max_steps": 16},
     ),
-    "target_kl that single steps pass": Ill({"approximate-kl": "above 0.001, "}, {"target_kl": 1e-3, "max_steps": 12}),
-    "dropout": Ill(
+    "target_kl that single steps pass": Case(
+        {"approximate-kl": "above 0.001, "}, {"target_kl": 1e-3, "max_steps": 12}
+    ),
+    "dropout": Case(
         {"first-ratio": "noise in the model, such as dropout", "sampler-mismatch": "mismatch/mean is 1."}, spoil=noisy
     ),
-    "a sampler that keeps the first adapter": Ill(
+    "a sampler that keeps the first adapter": Case(
         {"negative-kl": "kl is -0.1", "sampler-mismatch": "an old adapter"}, ONE_STEP | {"max_steps": 6}, spoil=stale
     ),
-    "hardly any KL penalty": Ill(
+    "hardly any KL penalty": Case(
         {"kl-to-the-reference": "raise kl_coef (now 1e-06)"},
         ONE_STEP | {"max_steps": 8, "kl_coef": 1e-6, "learning_rate": 3e-2},
     ),
-    "no KL penalty and a reward that misses the point": Ill(
+    "no KL penalty and a reward that misses the point": Case(
         {"reward-hacking": "eval_variety is "},
         ONE_STEP
         | {"max_steps": 16, "kl_coef": 0.0, "learning_rate": 3e-2}
         | {"eval_strategy": "steps", "eval_steps": 4, "eval_do_sample": True, "metric_for_best_model": "variety"},
         {"compute_metrics": variety},
     ),
-    "a reward without a scale": Ill(
+    "a reward without a scale": Case(
         {"entropy-collapse": "entropy_coef (now 0.0)"},
         ONE_STEP
         | {"per_device_train_batch_size": 16, "max_steps": 20, "learning_rate": 0.03}
         | {"kl_coef": 0.0, "lr_scheduler_type": "constant", "advantage_estimator": "reinforce_plus_plus"},
         {"reward_funcs": relative},
     ),
-    "a reward of length": Ill(
+    "a reward of length": Case(
         {"length-explosion": "above 34.3, since step ", "truncation": "raise max_completion_length (now 40)"},
         ONE_STEP
         | {"per_device_train_batch_size": 16, "max_completion_length": 40, "max_steps": 11}
         | {"learning_rate": 2e-2, "kl_coef": 0.0, "lam": 1.0, "cliprange_value": None},
         {"reward_funcs": length, "model": brief_model},
     ),
-    "a constant reward": Ill(
+    "a constant reward": Case(
         {"no-signal": "reward_std is 0, "}, ONE_STEP | {"max_steps": 3}, {"reward_funcs": constant}
     ),
-    "a reward that the prompt decides": Ill(
+    "a reward that the prompt decides": Case(
         {"no-signal-within-prompts": "raise num_generations (now 2)"},
         ONE_STEP | {"max_steps": 3, "advantage_estimator": "grpo", "num_generations": 2},
         {"reward_funcs": by_prompt},
     ),
-    "a reward that reads nothing": Ill(
+    "a reward that reads nothing": Case(
         {"unscorable": "unscorable_frac is 1, "}, ONE_STEP | {"max_steps": 3}, {"reward_funcs": unreadable}
     ),
-    "a critic that stands still": Ill(
+    "a critic that stands still": Case(
         {"value-loss": "critic_learning_rate (now 0.0)"}, ONE_STEP | {"max_steps": 10, "critic_learning_rate": 0.0}
     ),
-    "a critic that jumps": Ill(
+    "a critic that jumps": Case(
         {"explained-variance": "since step 2: the critic is worse than a constant"},
         ONE_STEP
         | {"per_device_train_batch_size": 16, "max_steps": 12, "learning_rate": 1e-4}
         | {"critic_learning_rate": 1.0, "cliprange_value": None, "lr_scheduler_type": "constant"},
     ),
-    "scores of a thousand": Ill(
+    "scores of a thousand": Case(
         {"gradient-norm": "above 20, since step 1", "critic-gradient-norm": "lower vf_coef (now 0.1)"},
         ONE_STEP | {"max_steps": 3, "whiten_advantages": False, "cliprange_value": None},
         {"reward_funcs": thousandfold},
@@ -168,17 +170,17 @@ RUNS = {
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_an_ill_run_is_told_what_ails_it(make_trainer, dataset, name):
-    ill = RUNS[name]
-    made = {key: value() if key == "model" else value for key, value in ill.kwargs.items()}
-    trainer = make_trainer(ill.config, eval_dataset=dataset, **made)
-    ill.spoil(trainer)
+def test_each_problem_is_warned_of(make_trainer, dataset, name):
+    case = RUNS[name]
+    made = {key: value() if key == "model" else value for key, value in case.kwargs.items()}
+    trainer = make_trainer(case.config, eval_dataset=dataset, **made)
+    case.spoil(trainer)
     told = warned(trainer)
-    assert [anchor for anchor, words in ill.words.items() if words not in told.get(anchor, "")] == [], told
+    assert [anchor for anchor, words in case.words.items() if words not in told.get(anchor, "")] == [], told
 
 
-def test_every_check_has_a_run_that_it_finds_ill():
-    assert {check.anchor for check in CHECKS} == {anchor for ill in RUNS.values() for anchor in ill.words}
+def test_every_check_has_a_run_that_fails_it():
+    assert CHECKS.keys() == {anchor for case in RUNS.values() for anchor in case.words}
 
 
 @pytest.mark.slow
@@ -235,16 +237,16 @@ class Log:
         return [str(w.message) for w in caught]
 
 
-def test_what_comes_back_after_it_was_well_is_told_again_and_what_stays_is_not(make_trainer):
+def test_a_problem_that_returns_is_warned_of_again_and_one_that_stays_is_not(make_trainer):
     log = Log(make_trainer(ONE_STEP), HealthCallback(recovery=5))
-    ill_at = [1, 2, 4, 6, 12]
-    told = [step for step in range(1, 14) if log(step, policy__clip_frac=0.9 if step in ill_at else 0.1)]
+    failing = [1, 2, 4, 6, 12]
+    told = [step for step in range(1, 14) if log(step, policy__clip_frac=0.9 if step in failing else 0.1)]
     assert told == [1, 12]
     log.callback.on_train_begin(log.trainer.args, log.state, log.trainer.control)
     assert log(14, policy__clip_frac=0.9)
 
 
-def test_an_illness_must_last_and_begins_where_it_was_last_well(make_trainer):
+def test_a_problem_must_last_and_begins_after_the_last_good_log(make_trainer):
     log = Log(make_trainer(), HealthCallback(patience=2))  # 4 steps per rollout
     for step in (4, 8, 12):
         assert not log(step, completions__truncated_frac=0.9 if step == 8 else 0.0)
@@ -261,7 +263,7 @@ def test_a_class_among_the_callbacks_is_the_only_one_of_its_kind(make_trainer):
 
 
 def test_steps_of_a_rollout_are_judged_together(make_trainer):
-    """A rollout's first step is never clipped; it does not make an ill run well."""
+    """A rollout's first step is never clipped; it does not end a problem."""
     log = Log(make_trainer(), HealthCallback(max_clip_frac=0.5))
     assert not any(log(step, policy__clip_frac=0.0) for step in (1, 2))
     assert not log(3, policy__clip_frac=0.9)
@@ -270,13 +272,13 @@ def test_steps_of_a_rollout_are_judged_together(make_trainer):
     assert not log(6, policy__clip_frac=0.9)
 
 
-def test_not_a_number_is_ill_and_other_processes_are_silent(make_trainer):
+def test_not_a_number_fails_and_other_processes_are_silent(make_trainer):
     trainer = make_trainer(ONE_STEP)
     assert "grad_norm is nan" in Log(trainer, HealthCallback(patience=1))(1, grad_norm=float("nan"))[0]
     assert not Log(trainer, HealthCallback(patience=1), main=False)(1, grad_norm=float("nan"))
 
 
-def test_a_solved_task_is_not_ill(make_trainer):
+def test_a_solved_task_is_no_problem(make_trainer):
     """Entropy and spread of the scores vanish there as well; without a better reward it is a collapse."""
     first = {"reward": 0.9, "reward_std": 0.3, "policy__entropy": 1.0}
     last = {"reward_std": 0.0, "policy__entropy": 0.01}
@@ -307,7 +309,7 @@ def test_the_true_metric_and_how_far_it_may_fall(make_trainer, config, given, na
 
 def test_checks_read_metrics_and_fields_that_exist(make_trainer):
     args = make_trainer().args
-    for check in CHECKS:
+    for check in CHECKS.values():
         assert check.metric in {*METRICS, "grad_norm", "true metric"}, check
         assert all(hasattr(args, name) for name in re.findall(r"{(\w+)}", check.change)), check
 
@@ -315,7 +317,7 @@ def test_checks_read_metrics_and_fields_that_exist(make_trainer):
 def test_every_check_has_its_section_and_every_limit_its_row():
     text = HEALTH.read_text()
     headings = re.findall(r"^### (.*)$", text, flags=re.MULTILINE)
-    assert {heading.lower().replace(" ", "-") for heading in headings} == {check.anchor for check in CHECKS}
+    assert {heading.lower().replace(" ", "-") for heading in headings} == CHECKS.keys()
     rows = dict(re.findall(r"^\| `(\w+)` \| `([^`]+)` \|", text, flags=re.MULTILINE))
     limits = {f.name: f.default for f in fields(HealthCallback) if f.init}
     assert {name: ast.literal_eval(default) for name, default in rows.items()} == limits
@@ -330,11 +332,11 @@ def test_a_true_metric_that_is_in_no_log_is_told(make_trainer, name, told):
     assert any("was in no log" in str(w.message) for w in caught) is told
 
 
-@pytest.mark.parametrize(("returns", "deviation", "ill"), [(10.0, 0.0, False), (0.1, 0.0, True), (0.1, 1.0, False)])
-def test_a_critic_of_returns_that_hardly_vary_may_miss_by_a_tenth(make_trainer, returns, deviation, ill):
+@pytest.mark.parametrize(("returns", "deviation", "fails"), [(10.0, 0.0, False), (0.1, 0.0, True), (0.1, 1.0, False)])
+def test_a_critic_of_returns_that_hardly_vary_may_miss_by_a_tenth(make_trainer, returns, deviation, fails):
     log = Log(make_trainer(ONE_STEP), HealthCallback(critic_patience=1))
     numbers = {"value/loss": 0.5, "value/return": returns, "value/return_std": deviation}
-    assert bool(log(1, **numbers)) is ill
+    assert bool(log(1, **numbers)) is fails
 
 
 def test_a_critic_has_time(make_trainer):
@@ -343,11 +345,12 @@ def test_a_critic_has_time(make_trainer):
     assert told == [False, False, False, True]
 
 
-@pytest.mark.parametrize(("estimator", "ill"), [("gae", False), ("grpo", True)])
-def test_prompts_without_a_signal_ail_those_that_compare_within_them(make_trainer, estimator, ill):
+@pytest.mark.parametrize(("estimator", "fails"), [("gae", False), ("grpo", True)])
+def test_prompts_without_a_signal_matter_to_estimators_that_compare_within_them(make_trainer, estimator, fails):
     trainer = make_trainer(ONE_STEP | {"advantage_estimator": estimator, "num_generations": 2})
     assert (
-        bool(Log(trainer, HealthCallback(patience=1))(1, frac_reward_zero_std=1.0, reward=0.0, reward_std=1.0)) is ill
+        bool(Log(trainer, HealthCallback(patience=1))(1, frac_reward_zero_std=1.0, reward=0.0, reward_std=1.0))
+        is fails
     )
 
 

@@ -1,30 +1,39 @@
-"""Warnings of a run that goes wrong: a table of checks on the log, with a section of docs/health.md each."""
+"""Warn of a run that goes wrong: a table of checks on the log, each with a section of docs/health.md."""
 
 import re
 import warnings
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
-from operator import attrgetter
 
 from transformers import TrainerCallback
 
 from hfppo.config import PPOConfig
 from hfppo.functional import estimator_needs
 
-TRUE_METRIC = "true metric"  # stands in the table for the metric that `HealthCallback.true_metric` names
+TRUE_METRIC = "true metric"  # in the table for the metric that `HealthCallback.true_metric` names
 
 
 class HealthWarning(UserWarning):
-    """A metric says that training goes wrong. Python's warning filters silence it, or make it an error."""
+    """A metric shows that training goes wrong. Python's warning filters silence it, or make it an error."""
+
+
+@dataclass
+class Record:
+    """The past of one check, in optimizer steps."""
+
+    passed: int = 0  # the last log that passed
+    failed: int | None = None  # the first log that failed since then
+    warned: int | None = None  # the last failure that a warning covers
 
 
 @dataclass(eq=False, kw_only=True)
 class HealthCallback(TrainerCallback):
-    """Warns when the log shows a run that goes wrong: what, since when, why, and what to change. On by default.
+    """Warn when the log shows a run that goes wrong: metric, since when, why, and what to change. On by default.
 
-    It reads Trainer's log history alone, which is in every checkpoint, so a resumed run judges as a straight one
-    would. An illness is told once, and again when it comes back after `recovery` rollouts, by the main process.
+    The main process warns once per problem, and again when the problem returns after `recovery` rollouts. A resumed
+    run first goes through the log history of its checkpoint, so it judges as a straight run would.
 
     Args:
         max_clip_frac: share of clipped tokens above which an update is too large.
@@ -39,16 +48,16 @@ class HealthCallback(TrainerCallback):
         min_reward_std: standard deviation of the scores, as a share of their mean's size, that counts as none.
         max_frac_reward_zero_std: share of prompts without a signal, for estimators that compare within a prompt.
         max_unscorable_frac: share of completions without a score.
-        max_value_loss: the critic's loss as a multiple of what the best constant would have.
+        max_value_loss: the critic's loss as a multiple of the best constant's.
         min_explained_variance: of the critic; below 0 it is worse than a constant.
         max_grad_norm_factor: gradient norms as a multiple of `max_grad_norm`, or of 1 where nothing is clipped.
-        true_metric: name in the log of what the reward stands for, higher is better; None: `metric_for_best_model`
-            where greater is better, else "eval_reward".
+        true_metric: name in the log of the quantity that the reward stands for, higher is better; None:
+            `metric_for_best_model` where greater is better, else "eval_reward".
         max_true_drop: share of its best by which that metric may fall while the reward rises.
-        improvement: what counts as a better reward than the first: standard deviations of the first scores.
-        patience: rollouts that most illnesses must last before they are told.
+        improvement: gain over the first reward that counts as better, in standard deviations of the first scores.
+        patience: rollouts in a row that most problems must last before the warning.
         critic_patience: the same for the critic, which begins as a constant and needs time.
-        recovery: rollouts after which an illness that returns is told again.
+        recovery: rollouts after which a problem that returns is warned of again.
     """
 
     max_clip_frac: float = 0.3
@@ -72,42 +81,56 @@ class HealthCallback(TrainerCallback):
     patience: int = 3
     critic_patience: int = 10
     recovery: int = 10
-    _last_ill: dict["Check", int] = field(init=False, default_factory=dict)  # step, of what was told
+    _records: defaultdict[str, Record] = field(init=False, default_factory=lambda: defaultdict(Record))
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self._last_ill.clear()
+        """Go through the log history without a warning."""
+        self._records.clear()
+        for end in range(1, len(state.log_history) + 1):
+            self._find_failures(Run(state.log_history[:end], args, self))
 
     def on_log(self, args, state, control, logs=None, **kwargs):
+        """Judge the latest log."""
         if not state.is_world_process_zero:
             return
         run = Run(state.log_history, args, self)
-        for check in CHECKS:
-            if check.is_ill(run):
-                self._tell(check, run)
+        for anchor, record in self._find_failures(run):
+            check = CHECKS[anchor]
+            if record.warned is None or run.rollouts_since(record.warned) > self.recovery:
+                patience = getattr(self, check.patience) if check.patience else 1
+                if run.rollouts_since(record.passed) < patience:
+                    continue
+                warn(check.message(run, record.failed), f"#{anchor}")
+            record.warned = run.step
 
     def on_train_end(self, args, state, control, **kwargs):
+        """Warn of a `true_metric` that was never logged."""
         name = self.true_metric
         if name is not None and state.is_world_process_zero and not any(name in log for log in state.log_history):
-            message = (
-                f"true_metric={name!r} was in no log, so nothing was compared with it; metrics.jsonl has the names"
-            )
-            warnings.warn_explicit(f"{message}. See docs/health.md", HealthWarning, "hfppo", 1)
+            warn(f"true_metric={name!r} was in no log, so nothing was compared with it; metrics.jsonl has the names")
 
-    def _tell(self, check: "Check", run: "Run") -> None:
-        """Warn, unless the illness has been told and is still there, or has not yet lasted."""
-        last = self._last_ill.get(check)
-        if last is None or run.rollouts_since(last) > self.recovery:
-            first_step, rollouts = check.spell(run)
-            if rollouts < check.patience(self):
-                return
-            # `warn` would add a line of source, and be silent about the same words in a second run of the process.
-            warnings.warn_explicit(check.message(run, first_step), HealthWarning, "hfppo", 1)
-        self._last_ill[check] = run.step
+    def _find_failures(self, run: "Run") -> list[tuple[str, Record]]:
+        """Bring the records up to date, and return those of the checks that the last log fails."""
+        failures = []
+        for anchor, check in CHECKS.items():
+            record = self._records[anchor]
+            passes = check.passes(run)
+            if passes:
+                record.passed, record.failed = run.step, None
+            elif passes is False:
+                record.failed = record.failed or run.step
+                failures.append((anchor, record))
+        return failures
+
+
+def warn(message: str, anchor: str = "") -> None:
+    # `warnings.warn` would add a line of source, and be silent about the same words in a second run of the process.
+    warnings.warn_explicit(f"{message}. See docs/health.md{anchor}", HealthWarning, "hfppo", 1)
 
 
 @dataclass(frozen=True)
 class Run:
-    """What a check sees of a run: the log up to a step, the configuration and the limits."""
+    """The log of a run up to a step, its configuration and the limits."""
 
     logs: list[dict[str, float]]
     args: PPOConfig
@@ -118,11 +141,11 @@ class Run:
         return int(self.logs[-1]["step"])
 
     def rollouts_since(self, step: int) -> int:
-        """Rollouts from a step to now, a begun one included."""
+        """Return the number of rollouts from a step to now, one that has begun included."""
         return -(-(self.step - step) // self.args.updates_per_rollout)
 
     def name(self, metric: str) -> str:
-        """The metric's name in the log."""
+        """Return the metric's name in the log."""
         if metric != TRUE_METRIC:
             return metric
         best = self.args.metric_for_best_model if self.args.greater_is_better else None
@@ -130,7 +153,7 @@ class Run:
         return self.limits.true_metric or best or "eval_reward"
 
     def now(self, metric: str) -> float:
-        """The mean over the logs of the last rollout: a single step of it, such as the first, says little.
+        """Return the mean over the logs of the last rollout, since one step of it, such as the first, says little.
 
         Raises:
             KeyError: none of them has the metric.
@@ -144,7 +167,7 @@ class Run:
         return sum(values) / len(values)
 
     def first(self, metric: str) -> float:
-        """The metric's first value. Raises KeyError where there is none."""
+        """Return the metric's first value; raise KeyError without one."""
         for log in self.logs:
             if metric in log:
                 return log[metric]
@@ -156,142 +179,122 @@ class Run:
         gain = self.now("reward") - self.first("reward")
         return gain > self.limits.improvement * self.first("reward_std")
 
-    @property
-    def true_limit(self) -> float:
-        """What the true metric may fall to, from its best. Raises KeyError where there is none."""
-        best = self.logs[self._best_evaluation()][self.name(TRUE_METRIC)]
-        return best - self.limits.max_true_drop * abs(best)
-
-    @property
-    def gamed(self) -> bool:
-        """Whether the reward has risen since the best evaluation, and the last two evaluations are below the limit."""
-        name = self.name(TRUE_METRIC)
-        last_two = [log[name] for log in self.logs if name in log][-2:]
-        at_best = replace(self, logs=self.logs[: self._best_evaluation() + 1])
-        return self.now("reward") > at_best.now("reward") and all(value <= self.true_limit for value in last_two)
-
-    def _best_evaluation(self) -> int:
-        name = self.name(TRUE_METRIC)
-        evaluations = [i for i, log in enumerate(self.logs) if name in log]
-        if not evaluations:
-            raise KeyError(name)
-        return max(evaluations, key=lambda i: self.logs[i][name])
-
-
-def at_once(limits: HealthCallback) -> int:
-    """For what a single rollout proves."""
-    return 1
-
 
 @dataclass(frozen=True)
 class Check:
-    """One illness: when a run has it, and what to say.
+    """A problem: the metric and the limit that show it, and the text of its warning.
 
     In `change`, a field of the configuration in braces is shown with its present value.
     """
 
-    anchor: str  # the section of docs/health.md
     metric: str
     limit: Callable[[Run], float]
     meaning: str
     causes: str  # the likeliest first
     change: str
-    below: bool = False  # ill at or below the limit instead of above it
-    only: Callable[[Run], bool] = lambda run: True  # what must hold as well
-    patience: Callable[[HealthCallback], int] = attrgetter("patience")
+    below: bool = False  # fails at or below the limit instead of above it
+    only: Callable[[Run], bool] = lambda run: True  # fails only where this holds as well
+    patience: str | None = "patience"  # field of HealthCallback with the rollouts that it must last; None: one
 
-    def is_ill(self, run: Run) -> bool | None:
-        """Whether the last log shows the illness; None where it lacks what it takes to know."""
+    def passes(self, run: Run) -> bool | None:
+        """Whether the last log is free of the problem; None where it lacks a metric that is needed."""
         if run.name(self.metric) not in run.logs[-1]:
             return None
         try:
             value, limit = run.now(self.metric), self.limit(run)
-            well = value > limit if self.below else value <= limit  # False for NaN
-            return not well and self.only(run)
+            good = value > limit if self.below else value <= limit  # False for NaN
+            return good or not self.only(run)
         except KeyError:
             return None
 
-    def spell(self, run: Run) -> tuple[int, int]:
-        """The first step of the illness that the last log shows, and how many rollouts it has lasted."""
-        first_step = run.step
-        last_well = 0
-        for end in range(len(run.logs), 0, -1):
-            earlier = replace(run, logs=run.logs[:end])
-            ill = self.is_ill(earlier)
-            if ill is False:
-                last_well = earlier.step
-                break
-            if ill:
-                first_step = earlier.step
-        return first_step, run.rollouts_since(last_well)
-
     def message(self, run: Run, first_step: int) -> str:
-        """One line: what, since when, why, what to do, and where to read on."""
+        """Return one line: metric, since when, why, what to do, and the section to read."""
         change = re.sub(r"{(\w+)}", lambda name: f"{name[1]} (now {getattr(run.args, name[1])})", self.change)
         side = "at or below" if self.below else "above"
         return (
             f"{run.name(self.metric)} is {run.now(self.metric):.3g}, {side} {self.limit(run):.3g}, since step "
-            f"{first_step}: {self.meaning}. Likely causes, in order: {self.causes}. To change: {change}. "
-            f"See docs/health.md#{self.anchor}"
+            f"{first_step}: {self.meaning}. Likely causes, in order: {self.causes}. To change: {change}"
         )
 
 
-CHECKS = (
-    Check(
-        "clip-fraction",
+def returns_variance(run: Run) -> float:
+    """Return the variance of the returns, at least a tenth of their mean squared.
+
+    Where returns hardly vary, any error would be large beside their variance.
+    """
+    return max(run.now("value/return_std") ** 2, (0.1 * run.now("value/return")) ** 2)
+
+
+def until_best(run: Run) -> Run:
+    """Return the run up to the best value of the true metric."""
+    name = run.name(TRUE_METRIC)
+    best = max((i for i, log in enumerate(run.logs) if name in log), key=lambda i: run.logs[i][name])
+    return replace(run, logs=run.logs[: best + 1])
+
+
+def true_limit(run: Run) -> float:
+    """Return the lowest value that the true metric may fall to from its best."""
+    best = until_best(run).logs[-1][run.name(TRUE_METRIC)]
+    return best - run.limits.max_true_drop * abs(best)
+
+
+def games_reward(run: Run) -> bool:
+    """Whether the reward rose since the best evaluation, and the last two evaluations are below the limit."""
+    name = run.name(TRUE_METRIC)
+    last_two = [log[name] for log in run.logs if name in log][-2:]
+    return run.now("reward") > until_best(run).now("reward") and all(value <= true_limit(run) for value in last_two)
+
+
+# By the section of docs/health.md.
+CHECKS = {
+    "clip-fraction": Check(
         "policy/clip_frac",
         lambda run: run.limits.max_clip_frac,
         "many tokens are clipped and teach nothing",
         "steps that are too large; too many steps on one rollout",
         "lower {learning_rate}, or {num_ppo_epochs}",
-        patience=at_once,
+        patience=None,
     ),
-    Check(
-        "approximate-kl",
+    "approximate-kl": Check(
         "policy/approx_kl",
         lambda run: run.limits.max_approx_kl if run.args.target_kl is None else run.args.target_kl,
         "each rollout's updates move the policy far from the one that sampled",
         "steps that are too large; too many steps on one rollout",
         "lower {learning_rate}, or {num_ppo_epochs}; or let {target_kl} end rollouts early",
     ),
-    Check(
-        "first-ratio",
+    "first-ratio": Check(
         "policy/first_ratio_deviation",
         lambda run: run.limits.max_first_ratio_deviation,
         "before a rollout's first update the ratio must be 1, but its pass and the update's pass disagree",
         "noise in the model, such as dropout in a module of its own; half precision; a sampler with other numerics",
         "take the noise out; load the base in float32 by {model_init_kwargs}; {policy_mode} must not be 'bypass'",
-        patience=at_once,
+        patience=None,
     ),
-    Check(
-        "sampler-mismatch",
+    "sampler-mismatch": Check(
         "mismatch/mean",
         lambda run: run.limits.max_mismatch,
         "the completions were drawn from another policy than the one that scores them",
-        "a sampler of another dtype or quantisation; an old adapter on the server; noise or a mask in one pass alone",
+        "a sampler of another dtype or quantization; an old adapter on the server; noise or a mask in one pass alone",
         "give the sampler the base's dtype; set {policy_mode} to 'corrected'",
-        patience=at_once,
+        patience=None,
     ),
-    Check(
-        "kl-to-the-reference",
+    "kl-to-the-reference": Check(
         "kl",
         lambda run: run.limits.max_kl,
         "the policy has gone far from its reference, where the reward may mean something else",
         "a KL penalty that is small beside the scores; a learning rate that is too high; a reward that can be gamed",
         "raise {kl_coef}, lower {learning_rate}, or steer with AdaptiveKLCallback and a shorter horizon",
     ),
-    Check(
-        "negative-kl",
+    "negative-kl": Check(
         "kl",
         lambda run: run.limits.min_kl,
         "a KL is never negative, and its estimate only by noise",
         "completions that were not drawn from the policy that scores them, see mismatch/mean; too few tokens",
-        "mend the sampler; with few completions raise {num_mini_batches}; another {kl_estimator} only hides it",
+        "repair the sampler; with few completions raise {num_mini_batches}; another {kl_estimator} only hides it",
         below=True,
-        patience=at_once,
+        patience=None,
     ),
-    Check(
-        "entropy-collapse",
+    "entropy-collapse": Check(
         "policy/entropy",
         lambda run: run.limits.min_entropy_frac * run.first("policy/entropy"),
         "the policy has stopped exploring, and the reward is no better than at the start",
@@ -300,24 +303,21 @@ CHECKS = (
         below=True,
         only=lambda run: not run.improved,
     ),
-    Check(
-        "length-explosion",
+    "length-explosion": Check(
         "completions/mean_length",
         lambda run: run.limits.max_length_growth * run.first("completions/mean_length"),
         "completions are several times as long as at the start",
         "a reward that grows with length; a penalty per token that is smaller than what a token earns",
-        "mend the reward; set {missing_eos_penalty}; raise {kl_coef}; if the length is meant, raise max_length_growth",
+        "repair the reward; set {missing_eos_penalty}; raise {kl_coef}; if the length is meant, raise max_length_growth",
     ),
-    Check(
-        "truncation",
+    "truncation": Check(
         "completions/truncated_frac",
         lambda run: run.limits.max_truncated_frac,
         "the length limit ends most completions, so scores are of unfinished text",
         "an EOS that the policy never samples; a limit below what answers need; a reward that grows with length",
         "raise {max_completion_length}; set {missing_eos_penalty} or {mask_truncated_completions}; check the EOS",
     ),
-    Check(
-        "no-signal",
+    "no-signal": Check(
         "reward_std",
         lambda run: run.limits.min_reward_std * abs(run.now("reward")),
         "all completions score alike, so there is nothing to learn from",
@@ -326,8 +326,7 @@ CHECKS = (
         below=True,
         only=lambda run: not run.improved,
     ),
-    Check(
-        "no-signal-within-prompts",
+    "no-signal-within-prompts": Check(
         "frac_reward_zero_std",
         lambda run: run.limits.max_frac_reward_zero_std,
         "the completions of nearly every prompt score alike, and this estimator compares nothing else",
@@ -335,63 +334,52 @@ CHECKS = (
         "raise {num_generations} or {temperature}; take other prompts; set {advantage_estimator} to 'gae'",
         only=lambda run: estimator_needs(run.args.advantage_estimator, "groups") and not run.improved,
     ),
-    Check(
-        "unscorable",
+    "unscorable": Check(
         "unscorable_frac",
         lambda run: run.limits.max_unscorable_frac,
         "the reward functions return None for most completions, which are left out of training",
         "a parser that does not know what the model writes; completions that are cut before their answer",
         "return a low score where an answer is wrong, not None; raise {max_completion_length}; check the prompt",
     ),
-    Check(
-        "value-loss",
+    "value-loss": Check(
         "value/loss",
-        lambda run: run.limits.max_value_loss / 2 * spread(run),
+        lambda run: run.limits.max_value_loss / 2 * returns_variance(run),
         "the critic has not learnt as much as the returns' mean",
         "a value clip that is small beside the scores; a critic that learns too slowly; or so fast that it diverges",
         "set {cliprange_value} to None or scale the scores; change {critic_learning_rate}, None being the actor's",
-        patience=attrgetter("critic_patience"),
+        patience="critic_patience",
     ),
-    Check(
-        "explained-variance",
+    "explained-variance": Check(
         "value/explained_variance",
         lambda run: run.limits.min_explained_variance,
         "the critic is worse than a constant, so it adds noise to the advantages",
         "a learning rate of the critic that is too high; rollouts so small that it learns them by heart",
         "lower {critic_learning_rate}, None being the actor's, or {num_ppo_epochs}; raise {num_mini_batches}",
         below=True,
-        patience=attrgetter("critic_patience"),
+        patience="critic_patience",
     ),
-    Check(
-        "gradient-norm",
+    "gradient-norm": Check(
         "grad_norm",
         lambda run: run.limits.max_grad_norm_factor * (run.args.max_grad_norm or 1.0),
         "the actor's gradient is far larger than its clip",
         "scores far from ±1 without whitened advantages; a run that diverges; a term of the loss with a large weight",
         "scale the scores, or set {whiten_advantages} or {normalize_scores} to True; lower {learning_rate}",
     ),
-    Check(
-        "critic-gradient-norm",
+    "critic-gradient-norm": Check(
         "value/grad_norm",
         lambda run: run.limits.max_grad_norm_factor * (run.args.max_grad_norm or 1.0),
         "the critic's gradient is far larger than its clip",
         "scores far from ±1; a critic that diverges; a value loss with a large weight",
         "scale the scores, or set {normalize_scores} to True; lower {vf_coef} or {critic_learning_rate}",
     ),
-    Check(
-        "reward-hacking",
+    "reward-hacking": Check(
         TRUE_METRIC,
-        lambda run: run.true_limit,
+        true_limit,
         "it falls while the reward rises, so the policy games the reward",
-        "a reward that misses part of what is wanted; a KL penalty that is small beside the scores; training too long",
-        "raise {kl_coef}; mend the reward; keep the best model with {metric_for_best_model}, {load_best_model_at_end}",
+        "a reward that misses part of the goal; a KL penalty that is small beside the scores; training too long",
+        "raise {kl_coef}; repair the reward; keep the best model with {metric_for_best_model}, {load_best_model_at_end}",
         below=True,
-        only=lambda run: run.gamed,
-        patience=at_once,
+        only=games_reward,
+        patience=None,
     ),
-)
-
-
-def spread(run: Run) -> float:
-    """Variance of the returns, or of a tenth of their mean where they hardly vary: then any error would be large."""
-    return max(run.now("value/return_std") ** 2, (0.1 * run.now("value/return")) ** 2)
+}
