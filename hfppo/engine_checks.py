@@ -13,7 +13,7 @@ from torch.distributed.fsdp import StateDictType
 
 from hfppo.config import PPOConfig
 from hfppo.models.actor_critic import ActorCritic
-from hfppo.rewards.contract import unwrapped
+from hfppo.rewards.contract import unwrap
 from hfppo.rewards.model import RewardAdapter
 
 
@@ -43,7 +43,7 @@ def check_engine(accelerator: Accelerator, model: ActorCritic, reward_funcs: lis
                 f"critic='adapter' is a second module tree over the base's tensors, which {engine} cannot shard; "
                 "use critic='shared' or a separate model, or DDP or ZeRO-2, which do not shard weights"
             )
-        if any(isinstance(unwrapped(func), RewardAdapter) for func in reward_funcs):
+        if any(isinstance(unwrap(func), RewardAdapter) for func in reward_funcs):
             raise ValueError(
                 f"a reward adapter is a second module tree over the base's tensors, which {engine} cannot shard; "
                 "merge it into its base and give the merged model, or use DDP or ZeRO-2, which do not shard weights"

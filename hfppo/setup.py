@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from hfppo.config import PPOConfig
-from hfppo.data.prompts import RESERVED_COLUMNS, Prompts, named, prepare_prompts, short_prompts
+from hfppo.data.prompts import RESERVED_COLUMNS, Prompts, datasets_by_name, prepare_prompts, short_prompts
 from hfppo.data.stream import PromptStream
 from hfppo.generation import eos_token_ids
 from hfppo.models.actor_critic import ActorCritic
@@ -25,9 +25,9 @@ from hfppo.models.loading import (
     load_model,
     load_reference,
     load_tokenizer,
-    take_apart,
+    separate_adapter,
 )
-from hfppo.rewards.contract import unwrapped, without_wrappers
+from hfppo.rewards.contract import remove_wrappers, unwrap
 from hfppo.rewards.functions import RewardFunctions
 from hfppo.rewards.loading import load_reward_funcs
 from hfppo.rewards.model import RewardAdapter, check_conversations
@@ -119,8 +119,8 @@ def assemble(
         # Checkpoints of one tokenizer pad their vocabularies to different sizes.
         check_vocabulary("critic", critic_source.model, max(tokenizer.get_vocab().values()) + 1)
         check_lengths("the critic", critic_source.model, prompts.longest, args)
-    actor = take_apart(loaded, peft_config, of_model.get("revision"))
-    for func in map(unwrapped, rewards.funcs):
+    actor = separate_adapter(loaded, peft_config, of_model.get("revision"))
+    for func in map(unwrap, rewards.funcs):
         if isinstance(func, RewardAdapter):
             func.attach(actor.base)
     tokenizer.pad_token_id = padding
@@ -128,7 +128,7 @@ def assemble(
         actor.base, actor.peft_config, critic_source, reference, actor.start_adapter, args.detach_shared_critic
     )
     given = reward_funcs if isinstance(reward_funcs, list | tuple) else [reward_funcs]
-    sources: list[tuple[str, Any]] = [("reward_funcs", unwrapped(func)) for func in given]
+    sources: list[tuple[str, Any]] = [("reward_funcs", unwrap(func)) for func in given]
     sources += [("model", model), ("the base's path", actor.base.name_or_path), ("ref_model", ref_model)]
     if critic_source is not None and critic not in ("adapter", "shared"):
         sources.append(("critic", critic))
@@ -238,7 +238,7 @@ def check_calls(rewards: RewardFunctions, prompts: dict[str, Prompts]) -> None:
             columns = {*RESERVED_COLUMNS, "completion_ids", *some.rows[0]} - {"prompt", "completion"}
             given = sorted(columns)
             check_conversations(name, func, dataset, some)
-            called = without_wrappers(func)
+            called = remove_wrappers(func)
             if isinstance(called, RewardServer) and (missing := sorted(set(called.columns) - columns)):
                 raise ValueError(
                     f"columns={called.columns} of reward server {name!r}: {dataset} has no column {missing[0]!r}; "
@@ -292,7 +292,10 @@ def all_prompts(
         train = stream_of(train_dataset, tokenizer, args)
     elif train_dataset is not None:
         train = prompts_of(train_dataset, "train_dataset", tokenizer, args)
-    of_eval = {name: prompts_of(some, eval_name(name), tokenizer, args) for name, some in named(eval_dataset).items()}
+    of_eval = {
+        name: prompts_of(some, eval_name(name), tokenizer, args)
+        for name, some in datasets_by_name(eval_dataset).items()
+    }
     return DatasetPrompts(train, of_eval)
 
 

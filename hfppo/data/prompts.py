@@ -151,7 +151,7 @@ def as_dataset(given: Any) -> str:
     return "Dataset.from_list([{'prompt': ...}]) makes one from a list"
 
 
-def named(dataset: Dataset | dict[str, Dataset] | None) -> dict[str | None, Dataset]:
+def datasets_by_name(dataset: Dataset | dict[str, Dataset] | None) -> dict[str | None, Dataset]:
     """Datasets by name; a single one has the name None."""
     if dataset is None:
         return {}

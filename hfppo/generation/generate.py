@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
-from hfppo.generation.sampler import Completions, Sampler, completions_from, joined
+from hfppo.generation.sampler import Completions, Sampler, completions_from, join_completions
 from hfppo.models.actor_critic import ActorCritic
 from hfppo.models.output_head import is_sharded
 from hfppo.seeds import stream_seed
@@ -112,7 +112,7 @@ class TransformersSampler(Sampler):
 
             parts.append(self._sample(ids, mask, batch_seeds, on_token))
             done += len(rows)
-        return joined(parts, self.config.pad_token_id).rows(torch.cat(batches).argsort())
+        return join_completions(parts, self.config.pad_token_id).rows(torch.cat(batches).argsort())
 
     def _sample(
         self, prompt_ids: Tensor, prompt_mask: Tensor, seeds: list[int] | None, on_token: Callable[[int], None]

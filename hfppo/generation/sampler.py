@@ -59,7 +59,7 @@ class Sampler(Protocol):
         """
 
 
-def joined(parts: list[Completions], pad_id: int) -> Completions:
+def join_completions(parts: list[Completions], pad_id: int) -> Completions:
     """The rows of several, padded to the longest."""
     width = max(part.ids.shape[1] for part in parts)
 

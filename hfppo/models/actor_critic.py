@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from hfppo.models.critic import CRITIC_FOLDER, CriticSource, build_critic, find_critic, shared_copy
 from hfppo.models.layout import Layout, can_pack, eval_mode, hidden_states
 from hfppo.models.loading import check_adapter, check_vocabulary, keep_four_bits
-from hfppo.models.output_head import Entropy, after_head, token_logprobs
+from hfppo.models.output_head import Entropy, adjust_logits, token_logprobs
 from hfppo.saving.adapter_card import update_card
 
 logger = logging.getLogger(__name__)
@@ -240,7 +240,7 @@ class ActorCritic(PeftModelForCausalLM):
             expected = model(input_ids=ids, use_cache=False).logits.float()
             hidden = trunk_of(model)(input_ids=ids, use_cache=False).last_hidden_state
             # In the model's own type, as it does: float32 would differ by the rounding of half precision.
-            got = after_head(model, model.get_output_embeddings()(hidden)).float()
+            got = adjust_logits(model, model.get_output_embeddings()(hidden)).float()
         if not torch.allclose(expected, got, rtol=1e-3, atol=1e-3):
             raise ValueError(
                 f"{type(model).__name__} changes its logits after the output head in a way this package does not "

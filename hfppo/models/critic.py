@@ -140,7 +140,7 @@ def find_critic(critic: str | PreTrainedModel | CriticSource) -> CriticSource:
         raise TypeError("critic is an adapter on a model; save critic.merge_and_unload(), and give the folder")
     if not isinstance(critic, str):
         raise TypeError(f"critic={critic!r} is not 'adapter', 'shared', a model, or the id or path of one")
-    if (folder := find_saved(critic)) is not None:
+    if (folder := find_saved_critic(critic)) is not None:
         saved = json.loads((folder / CRITIC_CONFIG).read_text())
         return CriticSource(find_critic(saved["base"] if saved["kind"] == "model" else saved["kind"]).model, folder)
     if adapter_config(critic) is not None:
@@ -159,7 +159,7 @@ def find_critic(critic: str | PreTrainedModel | CriticSource) -> CriticSource:
     return CriticSource(model)
 
 
-def find_saved(name: str) -> Path | None:
+def find_saved_critic(name: str) -> Path | None:
     """The folder of a saved critic: this one, `critic/` in it, or `critic/` in a repository of the Hub."""
     for folder in (Path(name), Path(name) / CRITIC_FOLDER):
         if (folder / CRITIC_CONFIG).is_file():
@@ -184,7 +184,7 @@ def build_critic(source: CriticSource, base: PreTrainedModel, peft_config: PeftC
     elif source.model == "shared":
         built = Critic("shared", None, width, detach=detach).to(base.device)
     else:
-        built = Critic("adapter", adapted(shared_copy(base), peft_config), width)
+        built = Critic("adapter", add_adapter(shared_copy(base), peft_config), width)
     if source.folder is not None:
         built.load(source.folder)
     return built
@@ -194,7 +194,7 @@ def critic_from_model(model: PreTrainedModel, peft_config: PeftConfig) -> Critic
     """A critic on another model, for instance the reward model, whose score head the value head starts from."""
     keep_four_bits(model)  # before its first forward
     check_causal(model)
-    trunk = adapted(shared_copy(model), peft_config)  # the model itself may be the reward model as well
+    trunk = add_adapter(shared_copy(model), peft_config)  # the model itself may be the reward model as well
     score = getattr(model, "score", None)
     width = getattr(score, "in_features", model.config.get_text_config().hidden_size)
     built = Critic("model", trunk, width, base=model.config.name_or_path)
@@ -222,7 +222,7 @@ def check_causal(model: PreTrainedModel) -> None:
         )
 
 
-def adapted(model: PreTrainedModel, peft_config: PeftConfig) -> PeftModel:
+def add_adapter(model: PreTrainedModel, peft_config: PeftConfig) -> PeftModel:
     """A model's trunk with an adapter like the actor's on it."""
     config: Any = copy.deepcopy(peft_config)
     config.task_type = None
@@ -231,8 +231,8 @@ def adapted(model: PreTrainedModel, peft_config: PeftConfig) -> PeftModel:
     config = copy.deepcopy(tuner.peft_config["default"])
     config.modules_to_save = config.base_model_name_or_path = None
     config.inference_mode = False
-    config.target_modules = inside_trunk(model, tuner.targeted_module_names)
-    if parameters := inside_trunk(model, tuner.targeted_parameter_names):
+    config.target_modules = names_inside_trunk(model, tuner.targeted_module_names)
+    if parameters := names_inside_trunk(model, tuner.targeted_parameter_names):
         config.target_parameters = sorted(parameters)
     config.layers_to_transform = config.layers_pattern = config.exclude_modules = None  # the targets are by full names
     trunk = re.compile(rf"^(\^?){model.base_model_prefix}\\?\.")
@@ -242,7 +242,7 @@ def adapted(model: PreTrainedModel, peft_config: PeftConfig) -> PeftModel:
     return get_peft_model(model.base_model, config, adapter_name="critic")
 
 
-def inside_trunk(model: PreTrainedModel, names: list[str]) -> list[str]:
+def names_inside_trunk(model: PreTrainedModel, names: list[str]) -> list[str]:
     """Those of a model's names that lie in its trunk, as they are called there."""
     trunk = "" if model.base_model is model else f"{model.base_model_prefix}."
     return [name.removeprefix(trunk) for name in names if name.startswith(trunk)]

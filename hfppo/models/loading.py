@@ -234,7 +234,7 @@ def keep_four_bits(model: nn.Module) -> None:
             module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
 
 
-def take_apart(
+def separate_adapter(
     model: PreTrainedModel | PeftModel, peft_config: PeftConfig | None, revision: str | None = None
 ) -> ActorSource:
     """Base, adapter and the adapter's weights of a model that `check_model` has let through.

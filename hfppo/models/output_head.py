@@ -25,10 +25,10 @@ def tokens_at_once(vocab_size: int, device: torch.device) -> int:
 
 def logits_of(model: PreTrainedModel | PeftModel, hidden: Tensor) -> Tensor:
     """(…, V) float32 logits from (…, H) hidden states, with what some architectures do after the output head."""
-    return after_head(model, model.get_output_embeddings()(hidden).float())
+    return adjust_logits(model, model.get_output_embeddings()(hidden).float())
 
 
-def after_head(model: PreTrainedModel | PeftModel, logits: Tensor) -> Tensor:
+def adjust_logits(model: PreTrainedModel | PeftModel, logits: Tensor) -> Tensor:
     """What some architectures do with the output head's logits, in the type that these have."""
     config = model.config.get_text_config()
     if (cap := getattr(config, "final_logit_softcapping", None)) is not None:  # Gemma 2

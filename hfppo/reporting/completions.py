@@ -12,7 +12,7 @@ from tqdm import tqdm
 from transformers import TrainingArguments
 
 from hfppo.callbacks.events import PPOCallback
-from hfppo.support.files import expendable
+from hfppo.support.files import ignore_write_errors
 from hfppo.support.printable import visible
 
 
@@ -51,7 +51,7 @@ class PrintCompletionsCallback(PPOCallback):
         """Write the table into the output folder, and log it."""
         everything = Dataset.from_dict({name: of_one_type(column) for name, column in columns.items()})
         file = Path(args.output_dir) / "completions" / f"completions_{columns['step'][0]:05d}.parquet"
-        with expendable(file):
+        with ignore_write_errors(file):
             file.parent.mkdir(parents=True, exist_ok=True)
             try:
                 everything.to_pandas().to_parquet(file)

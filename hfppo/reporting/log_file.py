@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from hfppo.support.files import expendable, whole
+from hfppo.support.files import ignore_write_errors, write_atomically
 
 LOG_FILE = "metrics.jsonl"
 
@@ -36,7 +36,7 @@ class LogFileCallback(TrainerCallback):
             self._rewrite(state.log_history)
             return
         self._complete = False
-        with expendable(self._path):
+        with ignore_write_errors(self._path):
             with self._path.open("a") as file:
                 file.write(format_entry(state.log_history[-1]))
             self._complete = True
@@ -44,8 +44,8 @@ class LogFileCallback(TrainerCallback):
     def _rewrite(self, history: list[dict[str, float]]) -> None:
         """Replace the file atomically."""
         self._complete = False
-        with expendable(self._path):
-            with whole(self._path) as temporary:
+        with ignore_write_errors(self._path):
+            with write_atomically(self._path) as temporary:
                 temporary.write_text("".join(format_entry(entry) for entry in history))
             self._complete = True
 

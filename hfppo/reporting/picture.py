@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from hfppo.support.files import expendable, whole
+from hfppo.support.files import ignore_write_errors, write_atomically
 
 PICTURE = "curves.png"
 
@@ -41,7 +41,7 @@ class PlotCallback(TrainerCallback):
         panels = select_panels(state.log_history)
         if state.is_world_process_zero and panels:
             file = Path(args.output_dir).absolute() / PICTURE
-            with expendable(Path(args.output_dir) / PICTURE), whole(file) as temporary:
+            with ignore_write_errors(Path(args.output_dir) / PICTURE), write_atomically(file) as temporary:
                 draw_panels(panels, state.log_history, file.parent.name, temporary)
 
 

@@ -29,14 +29,14 @@ class RewardWrapper:
     func: RewardFunc
 
 
-def unwrapped(func: RewardFunc) -> RewardFunc:
+def unwrap(func: RewardFunc) -> RewardFunc:
     """What a `functools.partial` or a wrapper, or several around each other, call."""
     while isinstance(func, functools.partial | RewardWrapper):
         func = func.func
     return func
 
 
-def without_wrappers(func: RewardFunc) -> RewardFunc:
+def remove_wrappers(func: RewardFunc) -> RewardFunc:
     """What a wrapper, or several around each other, pass their arguments on to; a partial keeps what it binds."""
     while isinstance(func, RewardWrapper):
         func = func.func
@@ -45,13 +45,13 @@ def without_wrappers(func: RewardFunc) -> RewardFunc:
 
 def plain_name(func: RewardFunc) -> str:
     """A function's name, or the class of an object that can be called."""
-    func = unwrapped(func)
+    func = unwrap(func)
     return getattr(func, "__name__", type(func).__name__)
 
 
 def is_async(func: RewardFunc) -> bool:
     """Whether calling it gives a coroutine; objects with an async `__call__` included."""
-    func = unwrapped(func)
+    func = unwrap(func)
     return inspect.iscoroutinefunction(func) or inspect.iscoroutinefunction(getattr(func, "__call__", None))  # noqa: B004
 
 
@@ -100,7 +100,7 @@ def columns_of(logs: dict[str, Log], rows: int) -> dict[str, list[Any]]:
     return columns
 
 
-def merged(logs: Iterable[dict[str, list[Any]]]) -> dict[str, list[Any]]:
+def merge_logs(logs: Iterable[dict[str, list[Any]]]) -> dict[str, list[Any]]:
     """Lists of the same name, one after the other."""
     result: dict[str, list[Any]] = {}
     for log in logs:

@@ -19,7 +19,7 @@ from hfppo.rewards.contract import (
     check_output,
     columns_of,
     is_async,
-    merged,
+    merge_logs,
     plain_name,
 )
 from hfppo.support.concurrency import in_background
@@ -53,7 +53,7 @@ class RewardFunctions:
         for func in self.funcs:
             if not callable(func) or isinstance(func, nn.Module):
                 raise TypeError(f"reward_funcs holds {describe(func)}, which is no function; give Python functions")
-        self.names = distinct([plain_name(func) for func in self.funcs])  # as metrics and errors use them
+        self.names = number_repeated_names([plain_name(func) for func in self.funcs])  # as metrics and errors use them
         self.weights = check_weights(weights, self.names)
 
     @contextmanager
@@ -114,10 +114,10 @@ class RewardFunctions:
         return Scored(
             per_function=scores,
             combined=(scores.nan_to_num(0.0) * weights).sum(dim=1),
-            per_token=place(rows, self.weights, lengths, width) if any_per_token(rows) else None,
+            per_token=place_on_tokens(rows, self.weights, lengths, width) if any_per_token(rows) else None,
             scorable=(~scores.isnan() & (weights != 0)).any(dim=1),
             extra=columns_of(dict(zip(self.names, logs, strict=True)), len(lengths)),
-            metrics=merged(log.numbers for log in logs),
+            metrics=merge_logs(log.numbers for log in logs),
             failed={n: log.failed for n, log in zip(self.names, logs, strict=True) if log.failed is not None},
         )
 
@@ -131,7 +131,7 @@ def describe(thing: Any) -> str:
     return type(thing).__name__ if isinstance(thing, nn.Module) else repr(thing)
 
 
-def distinct(names: list[str]) -> list[str]:
+def number_repeated_names(names: list[str]) -> list[str]:
     """The names; those that are repeated get numbers, which make none that is there already."""
     taken = {name for name in names if names.count(name) == 1}
     result = []
@@ -165,7 +165,9 @@ def any_per_token(rows: list[list[float | list[float]]]) -> bool:
     return any(isinstance(value, list) for row in rows for value in row)
 
 
-def place(rows: list[list[float | list[float]]], weights: list[float], lengths: list[int], width: int) -> Tensor:
+def place_on_tokens(
+    rows: list[list[float | list[float]]], weights: list[float], lengths: list[int], width: int
+) -> Tensor:
     """(B, T) weighted rewards: token rewards on their tokens, scores on the last one."""
     placed = torch.zeros(len(lengths), width)
     for values, weight in zip(rows, weights, strict=True):

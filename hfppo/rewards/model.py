@@ -18,7 +18,7 @@ from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 from hfppo.data.prompts import TEMPLATE_COLUMNS, Prompts, template_options, without_nones
 from hfppo.models.critic import shared_copy
 from hfppo.models.layout import rows_at_once
-from hfppo.rewards.contract import unwrapped
+from hfppo.rewards.contract import unwrap
 
 
 class RewardModel:
@@ -129,7 +129,7 @@ def check_conversations(name: str, func: Any, dataset: str, prompts: Prompts) ->
     Raises:
         ValueError: the reward model's tokenizer has no chat template.
     """
-    model = unwrapped(func)
+    model = unwrap(func)
     if prompts.conversational and isinstance(model, RewardModel) and not model.tokenizer.chat_template:
         raise ValueError(
             f"reward model {name!r}: the prompts of {dataset} are conversations, and its own tokenizer has no "

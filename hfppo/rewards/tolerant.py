@@ -15,7 +15,7 @@ from hfppo.rewards.contract import (
     check_reward,
     columns_of,
     is_async,
-    merged,
+    merge_logs,
     plain_name,
     rows_of,
 )
@@ -81,7 +81,7 @@ class TolerantReward(RewardWrapper):
             RewardError: more rows failed than may.
         """
         scoring = self._score(**arguments)
-        return scoring if is_async(self.func) else finished(scoring)
+        return scoring if is_async(self.func) else run_without_waiting(scoring)
 
     async def _score(
         self, log_extra: Any = None, log_metric: Any = None, log_failures: Any = None, **columns: Any
@@ -124,7 +124,7 @@ class TolerantReward(RewardWrapper):
         log = Log()
         for column in dict.fromkeys(name for one in logs for name in one.columns):
             log.extra(column, [one.columns.get(column, [None])[0] for one in logs])
-        log.numbers = merged(one.numbers for one in logs)
+        log.numbers = merge_logs(one.numbers for one in logs)
         return CallResult(rewards, log)
 
     async def _call(self, columns: dict[str, Any], start: int, stop: int) -> CallResult:
@@ -174,7 +174,7 @@ class TolerantReward(RewardWrapper):
         )
 
 
-def finished(coroutine: Coroutine[Any, Any, Any]) -> Any:
+def run_without_waiting(coroutine: Coroutine[Any, Any, Any]) -> Any:
     """The result of a coroutine that never waits."""
     try:
         coroutine.send(None)

@@ -10,7 +10,7 @@ logger = logging.getLogger(__name__)
 
 
 @contextmanager
-def expendable(file: Path) -> Iterator[None]:
+def ignore_write_errors(file: Path) -> Iterator[None]:
     """Inside, a file is written or removed that no run should end for; where it cannot be, a warning says so."""
     try:
         yield
@@ -19,7 +19,7 @@ def expendable(file: Path) -> Iterator[None]:
 
 
 @contextmanager
-def whole(file: Path) -> Iterator[Path]:
+def write_atomically(file: Path) -> Iterator[Path]:
     """Inside, a file is written under the path that is given; afterwards it has its name, or is as it was."""
     aside = file.with_name(f"_{file.name}")  # a push leaves it out, and so is not surprised that it vanishes
     try:

@@ -11,10 +11,10 @@ def visible(text: str, marks: dict[str, str] | None = None) -> str:
     Args:
         marks: what takes the place of some characters.
     """
-    return "".join((marks or {}).get(c) or (c if c in "\n\t" else named_if_unseen(c)) for c in text)
+    return "".join((marks or {}).get(c) or (c if c in "\n\t" else escape_character(c)) for c in text)
 
 
-def named_if_unseen(character: str) -> str:
+def escape_character(character: str) -> str:
     if 0xDC80 <= (code := ord(character)) <= 0xDCFF:  # how "surrogateescape" keeps a byte
         return f"<{code - 0xDC00:02X}>"
     return f"<U+{code:04X}>" if unicodedata.category(character) in UNSEEN else character

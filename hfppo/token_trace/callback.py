@@ -12,7 +12,7 @@ from hfppo.learn.nonfinite import NonFiniteError
 from hfppo.models.output_head import is_sharded
 from hfppo.reporting.completions import log_table
 from hfppo.rollout import Rollout
-from hfppo.support.files import expendable
+from hfppo.support.files import ignore_write_errors
 from hfppo.token_trace.page import write_page
 from hfppo.token_trace.record import (
     TRACES,
@@ -89,7 +89,7 @@ class TokenTraceCallback(PPOCallback):
             for path, written in self._found.items():
                 # Of an earlier run, or of this one, resumed from further back; unless another callback has written it.
                 if rollout_of(path) >= number and path.exists() and path.stat().st_mtime_ns == written:
-                    with expendable(path):
+                    with ignore_write_errors(path):
                         path.unlink()
             self._found = {}
         last = state.global_step + args.updates_per_rollout >= state.max_steps
@@ -108,7 +108,7 @@ class TokenTraceCallback(PPOCallback):
             tables = [TokenTable.from_rollout(rollout, i, self._tokenizer, args.kl_estimator) for i in range(count)]
             traces = traces_of(rollout, tables, number, state.global_step, kl_coef)
             path = trace_file(args.output_dir, number, self._kind)
-            with expendable(path):
+            with ignore_write_errors(path):
                 write_traces(path, traces)
 
     def on_update_end(self, args, state, control, *, model, rollout, ppo_state):
@@ -118,11 +118,11 @@ class TokenTraceCallback(PPOCallback):
         traces = read_traces(path)
         if not is_sharded(model):  # its forward would need the other processes as well
             traces = after_update(traces, model, args, state.global_step)
-            with expendable(path):
+            with ignore_write_errors(path):
                 write_traces(path, traces)
         log_table(args, "traces", Dataset.from_list([row for trace in traces for row in trace.token_rows()]))
 
     def on_train_end(self, args, state, control, **kwargs):
         if state.is_world_process_zero and recorded(args.output_dir):
-            with expendable(Path(args.output_dir) / TRACES / "index.html"):
+            with ignore_write_errors(Path(args.output_dir) / TRACES / "index.html"):
                 write_page(args.output_dir)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 
-from hfppo.support.files import whole
+from hfppo.support.files import write_atomically
 from hfppo.token_trace.record import TRACES, Trace, read_traces, recorded
 
 PLACE = "{{traces}}"  # in page.html, once
@@ -32,6 +32,6 @@ def write_page(output_dir: str | Path, path: str | Path | None = None) -> Path:
         )
     path = Path(output_dir) / TRACES / "index.html" if path is None else Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with whole(path) as aside:
+    with write_atomically(path) as aside:
         aside.write_text(page([trace for file in found for trace in read_traces(file)]), encoding="utf-8")
     return path

@@ -18,7 +18,7 @@ from hfppo.functional.kl import clamp_log_ratio
 from hfppo.models.actor_critic import ActorCritic
 from hfppo.models.layout import eval_mode
 from hfppo.rollout import Rollout
-from hfppo.support.files import whole
+from hfppo.support.files import write_atomically
 from hfppo.token_trace.table import TokenRow, TokenTable
 
 TRACES = "_traces"  # in the output folder; Trainer leaves what begins with "_" out of what it pushes
@@ -143,7 +143,7 @@ def write_traces(path: Path, traces: Iterable[Trace]) -> None:
     """Write a rollout's traces, all or nothing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = [json.dumps(trace.to_json(), ensure_ascii=False) for trace in traces]
-    with whole(path) as aside:
+    with write_atomically(path) as aside:
         aside.write_text("\n".join([*lines, ""]), encoding="utf-8")
 
 
