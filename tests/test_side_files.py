@@ -100,7 +100,7 @@ def test_a_trace_that_cannot_be_written_after_the_update_stays_as_it_was(make_tr
 def test_a_file_is_whole_or_as_it_was(tmp_path, fails):
     file = tmp_path / "page.html"
     file.write_text("before")
-    with pytest.raises(InterruptedError) if fails else nullcontext(), whole(file) as aside:
+    with pytest.raises(InterruptedError) if fails else nullcontext(), write_atomically(file) as aside:
         assert aside.name.startswith("_"), "a push that runs meanwhile would find it, and find it gone"
         aside.write_text("half of ")
         if fails:
