@@ -10,6 +10,7 @@ from torch.testing import assert_close
 from transformers import TrainerCallback
 
 from hfppo import TokenTraceCallback
+from hfppo.support.files import write_atomically
 from hfppo.token_trace.record import read_traces
 
 CONFIG = {"max_steps": 12, "save_strategy": "steps", "save_steps": 6, "log_completions": True}  # 3 rollouts of 4 steps
