@@ -1,10 +1,9 @@
-"""A character tokenizer, tiny models and trainers for all tests; nothing is downloaded."""
+"""Fixtures of all tests. Nothing is downloaded."""
 
-import json
 import os
 import shutil
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # tests/hub_runs.py has a Hub of its own
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # helpers/hub_runs.py has a Hub of its own
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from collections.abc import Callable, Iterator
@@ -12,51 +11,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from build_arithmetic_base import character_tokenizer
 from datasets import Dataset
-from peft import LoraConfig
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, TrainerCallback, set_seed
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast, TrainerCallback
 
+from helpers.http_server import Answer, Server
+from helpers.runs import SMALL, count_digits
+from helpers.tiny import CHAT_TEMPLATE, LORA, tiny_model
 from hfppo import PlotCallback, PPOConfig, PPOTrainer
-
-torch.set_num_threads(1)
-
-CHAT_TEMPLATE = (
-    "{% for m in messages %}{{ m['content'] }}{% if m['role'] == 'user' %}？{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}，{% endif %}"
-)
 
 
 @pytest.fixture
 def tokenizer() -> PreTrainedTokenizerFast:
     made = character_tokenizer()
     made.chat_template = CHAT_TEMPLATE
-    return made
-
-
-def tiny_model(seed: int = 0, **config) -> LlamaForCausalLM:
-    """Two layers, random weights that are large enough for a distribution with some shape."""
-    set_seed(seed)
-    defaults = {
-        "vocab_size": 26,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "max_position_embeddings": 128,
-        "initializer_range": 0.3,
-        "bos_token_id": None,
-        "eos_token_id": 1,
-        "pad_token_id": 0,
-    }
-    return LlamaForCausalLM(LlamaConfig(**{**defaults, **config}))
-
-
-def ragged_model() -> LlamaForCausalLM:
-    """One whose completions often end early, so that several processes hold completions of other lengths."""
-    made = tiny_model(seed=1)
-    made.generation_config.eos_token_id = list(range(1, 8))
     return made
 
 
@@ -72,11 +40,6 @@ def no_picture(monkeypatch, request):
         monkeypatch.setattr(PlotCallback, "on_train_end", TrainerCallback.on_train_end)
 
 
-def read_log(folder: str | Path) -> list[dict[str, Any]]:
-    """Return the entries of a run's metrics.jsonl."""
-    return [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
-
-
 @pytest.fixture
 def model() -> LlamaForCausalLM:
     return tiny_model()
@@ -87,28 +50,6 @@ def dataset() -> Dataset:
     return Dataset.from_list(
         [{"prompt": f"请问{a}+{b}=", "answer": str(a + b)} for a in range(4) for b in range(3, 7)]
     )
-
-
-def count_digits(completions, **kwargs) -> list[float]:
-    """A reward that a few steps can raise: the share of digits in the completion."""
-    return [sum(c.isdigit() for c in text) / max(len(text), 1) for text in completions]
-
-
-SMALL = {
-    "per_device_train_batch_size": 4,
-    "num_mini_batches": 2,
-    "num_ppo_epochs": 2,
-    "max_completion_length": 6,
-    "learning_rate": 1e-2,
-    "logging_steps": 1,
-    "save_strategy": "no",
-    "report_to": "none",
-    "use_cpu": True,
-    "disable_tqdm": True,
-    "max_steps": 8,
-    "seed": 3,
-}
-LORA = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
 
 
 @pytest.fixture
@@ -132,17 +73,18 @@ def make_trainer(tmp_path: Path, tokenizer, dataset):
     return make
 
 
-def untimed_logs(trainer) -> list[dict[str, float]]:
-    """What was logged, without times and Trainer's summary of the run."""
-    return [
-        {name: x for name, x in log.items() if not name.startswith(("time/", "train_"))}
-        for log in trainer.state.log_history
-    ]
+@pytest.fixture
+def serve() -> Iterator[Callable[[Answer], Server]]:
+    """Start servers that stop when the test ends."""
+    servers: list[Server] = []
 
+    def start(answer: Answer) -> Server:
+        servers.append(Server(answer))
+        return servers[-1]
 
-def trained_state(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The trainable weights by name."""
-    return {name: p.detach() for name, p in module.named_parameters() if p.requires_grad}
+    yield start
+    for server in servers:
+        server.stop()
 
 
 @pytest.fixture(scope="session")

@@ -8,11 +8,12 @@ from typing import get_type_hints
 
 import pytest
 import torch
-from bad_input import PROMPTS, TABLE, Bench, adapter, lora, model_without_eos, tokenizer_without_eos
 from build_arithmetic_base import character_tokenizer
-from conftest import SMALL, count_digits, tiny_model
 from transformers import HfArgumentParser, TrainingArguments
 
+from helpers.bad_input import PROMPTS, TABLE, Bench, adapter, lora, model_without_eos, tokenizer_without_eos
+from helpers.runs import SMALL, count_digits
+from helpers.tiny import tiny_model
 from hfppo import PPOConfig, PPOTrainer
 from hfppo.generation import TransformersSampler
 

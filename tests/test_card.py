@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from conftest import SMALL, count_digits, tiny_model
 from huggingface_hub import ModelCard
 from markdown_it import MarkdownIt
 from transformers import TrainerState
 
+from helpers.runs import SMALL, count_digits
+from helpers.tiny import tiny_model
 from hfppo import PPOConfig
 from hfppo.reporting.card import last_evaluations
 

@@ -5,9 +5,10 @@ The backend `aot_eager` traces and cuts, but needs no compiler of C++.
 
 import pytest
 import torch
-from conftest import LORA, count_digits, tiny_model, untimed_logs
 from torch._dynamo.utils import counters
 
+from helpers.runs import count_digits, untimed_logs
+from helpers.tiny import LORA, tiny_model
 from hfppo import PPOTrainer
 
 CONFIG = {"max_steps": 4}

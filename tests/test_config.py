@@ -7,10 +7,10 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
-from conftest import tiny_model
 from transformers import HfArgumentParser, TrainingArguments
 
 import hfppo
+from helpers.tiny import tiny_model
 from hfppo import PPOCallback, PPOConfig
 
 PACKAGE = Path(hfppo.__file__).parent

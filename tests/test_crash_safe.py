@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import SMALL, tiny_model
-from test_resume import final_state
 
+from helpers.processes import HELPERS, environment
+from helpers.runs import SMALL, final_state
+from helpers.tiny import tiny_model
 from hfppo import AdaptiveKLCallback, PPOCallback
 from hfppo.saving.folders import find_last_intact, finish_renames, publish, rotate
 from hfppo.saving.manifest import MANIFEST, find_damage, seal
 
-TESTS = Path(__file__).parent
 CONFIG = {**SMALL, "max_steps": 6, "save_strategy": "steps", "save_steps": 1}
 BEST = {
     **{**CONFIG, "eval_strategy": "steps", "eval_steps": 1},
@@ -439,11 +439,10 @@ def test_the_best_checkpoint_has_its_final_name(make_trainer, dataset, tmp_path,
 @pytest.mark.parametrize(("processes", "kills", "variants"), [(1, 3, 3), (2, 2, 1)])
 def test_killed_runs_come_back_bit_for_bit(processes, kills, variants):
     """The short version of what docs/reliability.md tells of."""
-    path = os.pathsep.join([str(TESTS), str(TESTS.parent / "recipes"), str(TESTS.parent)])
     flags = f"--kills {kills} --processes {processes} --variants {variants}".split()
     found = subprocess.run(
-        [sys.executable, str(TESTS / "chaos.py"), *flags],
-        env={**os.environ, "PYTHONPATH": path},
+        [sys.executable, str(HELPERS / "chaos.py"), *flags],
+        env=environment(),
         capture_output=True,
         text=True,
         timeout=500,

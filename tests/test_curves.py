@@ -8,10 +8,10 @@ from pathlib import Path
 
 import matplotlib
 import pytest
-from conftest import read_log
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from helpers.runs import read_log
 from hfppo import LogFileCallback, PlotCallback
 from hfppo.metrics import METRICS
 from hfppo.reporting.picture import PANELS, draw_panels, select_panels

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import CHAT_TEMPLATE
 from datasets import Dataset
 from tokenizers.processors import TemplateProcessing
 
+from helpers.tiny import CHAT_TEMPLATE
 from hfppo import PPOConfig
 from hfppo.collect.collector import Collector
 from hfppo.data.prompts import Prompts, pad_left, prepare_prompts, prompt_indices

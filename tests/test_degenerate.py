@@ -4,10 +4,10 @@ import math
 
 import pytest
 import torch
-from conftest import tiny_model
 from datasets import Dataset
-from test_rewards import always, answering
 
+from helpers.scripted import always, answering
+from helpers.tiny import tiny_model
 from hfppo.functional import ADVANTAGE_ESTIMATORS
 
 ROLLOUT = {"max_steps": 4, "kl_coef": 0.1, "weight_decay": 0.0}  # 8 completions, 4 steps

@@ -5,10 +5,10 @@ import math
 import numpy as np
 import pytest
 import torch
-from conftest import count_digits
 from datasets import Dataset
-from test_rewards import answering
 
+from helpers.runs import count_digits
+from helpers.scripted import answering
 from hfppo import TolerantReward
 from hfppo.evaluation import SCORE_METRICS
 

@@ -6,11 +6,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import ragged_model, tiny_model
-from test_policy_modes import PROMPTS, Off
-from test_rewards import always, answering, first_rollout, normalizing
 from torch.testing import assert_close
 
+from helpers.scripted import PROMPTS, Off, always, answering, first_rollout, normalizing
+from helpers.tiny import ragged_model, tiny_model
 from hfppo import PPOConfig
 from hfppo import functional as F
 from hfppo.metrics import Meter

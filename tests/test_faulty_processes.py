@@ -1,27 +1,24 @@
 """Two processes, one of which meets a fault: both do the same, and none waits for the other for ever."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.slow
+from helpers.processes import HELPERS, TWO_PROCESSES, environment
 
-TESTS = Path(__file__).parent
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
 def died(tmp_path_factory) -> tuple[subprocess.CompletedProcess, list[dict], Path]:
-    """tests/faulty_processes.py; its last run ends by a reward function that hangs on the second process."""
+    """tests/helpers/faulty_processes.py; its last run ends by a reward function that hangs on the second process."""
     out = tmp_path_factory.mktemp("faulty")
-    path = os.pathsep.join([str(TESTS), str(TESTS.parent / "recipes"), str(TESTS.parent)])
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     finished = subprocess.run(
-        [*command, str(TESTS / "faulty_processes.py"), str(out)],
-        env={**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"},
+        [sys.executable, *TWO_PROCESSES, str(HELPERS / "faulty_processes.py"), str(out)],
+        env=environment(),
         capture_output=True,
         text=True,
         timeout=300,

@@ -6,9 +6,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_functional import CALLS
 from torch import Tensor
 from torch.testing import assert_close
+
+from helpers.formulas import CALLS
 
 quick = settings(max_examples=15, deadline=None, database=None, derandomize=True)
 # Weights are not negative, and the variance of two numbers that are nearly equal has no digits left.

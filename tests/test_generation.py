@@ -4,10 +4,11 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from conftest import SMALL, count_digits, tiny_model
 from torch.testing import assert_close
 from transformers import GenerationConfig
 
+from helpers.runs import SMALL, count_digits
+from helpers.tiny import tiny_model
 from hfppo import PPOConfig, PPOTrainer
 from hfppo.data.prompts import pad_left
 from hfppo.generation import Completions, TransformersSampler, completions_from, eos_token_ids

@@ -12,10 +12,11 @@ from pathlib import Path
 import arithmetic
 import pytest
 import torch
-from conftest import count_digits, tiny_model
 from transformers import TrainerState
 from trl import TrlParser
 
+from helpers.runs import count_digits
+from helpers.tiny import tiny_model
 from hfppo import AdaptiveKLCallback, HealthCallback, HealthWarning, PPOConfig
 from hfppo.metrics import METRICS
 from hfppo.reporting.health import CHECKS

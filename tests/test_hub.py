@@ -1,7 +1,6 @@
 """Pushing to a Hub over HTTP, and what another machine makes of what arrived there."""
 
 import logging
-import os
 import subprocess
 import sys
 from concurrent.futures import Future
@@ -12,13 +11,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 from build_arithmetic_base import character_tokenizer
-from conftest import tiny_model
 from huggingface_hub import ModelCard
-from loopback_hub import LoopbackHub
 from transformers import Trainer
 from transformers.utils import PushInProgress
 
-TESTS = Path(__file__).parent
+from helpers.loopback_hub import LoopbackHub
+from helpers.processes import HELPERS, environment
+from helpers.tiny import tiny_model
+
 MODEL = {
     *("README.md", "adapter_config.json", "adapter_model.safetensors", "tokenizer.json", "tokenizer_config.json"),
     *("critic/critic.safetensors", "critic/critic_config.json", "training_args.bin"),
@@ -36,16 +36,11 @@ def hub() -> LoopbackHub:
 
 
 def run(mode: str, folder: Path, hub: LoopbackHub) -> None:
-    """Run tests/hub_runs.py with the hub as its Hub, which goes down when that is ready for it."""
-    places = (TESTS.parent / "recipes", TESTS, TESTS.parent)
+    """Run tests/helpers/hub_runs.py with the hub as its Hub, which goes down when that is ready for it."""
     with (folder / f"{mode}.log").open("w") as log:
         process = subprocess.Popen(
-            [sys.executable, str(TESTS / "hub_runs.py"), mode, str(folder / "runs"), "--hub_token", hub.token],
-            env={
-                **os.environ,
-                **hub.environment(folder / f"home of {mode}"),
-                "PYTHONPATH": os.pathsep.join(map(str, places)),
-            },
+            [sys.executable, str(HELPERS / "hub_runs.py"), mode, str(folder / "runs"), "--hub_token", hub.token],
+            env=environment(**hub.environment(folder / f"home of {mode}")),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,

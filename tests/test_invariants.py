@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import count_digits, tiny_model
 from torch.testing import assert_close
 from transformers import (
     CohereConfig,
@@ -15,59 +14,16 @@ from transformers import (
     FalconForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
     GraniteConfig,
     GraniteForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
-    OPTConfig,
-    OPTForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
     TrainerCallback,
-    set_seed,
 )
 
+from helpers.runs import count_digits, gradients, logged, trainable
+from helpers.tiny import tiny_gpt2, tiny_model, tiny_opt, tiny_qwen3
 from hfppo import PPOCallback, Rollout
-from hfppo.learn.mini_batch import MiniBatchSize
-
-
-def tiny_gpt2():
-    """Absolute positions and dropout, both of which can break the equality of two passes."""
-    set_seed(0)
-    return GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=26, n_embd=32, n_layer=2, n_head=2, n_positions=64, initializer_range=0.3, eos_token_id=1
-        )
-    )
-
-
-def tiny_qwen3():
-    set_seed(0)
-    return Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=26,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            head_dim=16,
-            initializer_range=0.3,
-            eos_token_id=1,
-        )
-    )
-
-
-def tiny_opt(**more):
-    """Keeps dropout as a number, in the decoder and in each layer; untied in train mode as from_config leaves it."""
-    set_seed(0)
-    config = OPTConfig(vocab_size=26, hidden_size=32, ffn_dim=48, num_hidden_layers=2, num_attention_heads=2)
-    config.update({"max_position_embeddings": 64, "init_std": 0.3, "eos_token_id": 1, "pad_token_id": 0})
-    config.update({"word_embed_proj_dim": 32, "bos_token_id": None, "dropout": 0.3, **more})
-    return OPTForCausalLM(config)
-
 
 SHAPE = {"vocab_size": 26, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "bos_token_id": None}
 SHAPE |= {"num_attention_heads": 2, "num_key_value_heads": 2, "eos_token_id": 1, "pad_token_id": 0}
@@ -96,14 +52,6 @@ def bytes_of(model) -> str:
     ):
         digest.update(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
-
-
-def trainable(trainer) -> dict[str, torch.Tensor]:
-    return {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
-
-
-def logged(trainer, name: str) -> list[float]:
-    return [entry[name] for entry in trainer.state.log_history if name in entry]
 
 
 class Keep(PPOCallback):
@@ -235,17 +183,6 @@ def test_padding_with_eos_gives_the_same_run(make_trainer, tokenizer):
     assert 0 < logged(ordinary, "completions/truncated_frac")[0] < 1
     for (name, a), b in zip(trainable(ordinary).items(), trainable(eos).values(), strict=True):
         assert torch.equal(a, b), name
-
-
-def gradients(trainer, rollout: Rollout, num_micro_batches: int) -> dict[str, torch.Tensor]:
-    """The gradients of one optimiser step on the whole rollout, cut into micro-batches."""
-    trainer.model.zero_grad()
-    trainer.ppo_state.rollouts = 1
-    size = MiniBatchSize(float(rollout.loss_mask.sum()), float(rollout.loss_mask.any(dim=1).sum()))
-    for micro in rollout.micro_batches(num_micro_batches):
-        inputs = {"batch": micro}
-        trainer.compute_loss(trainer.model, inputs, num_items_in_batch=size).backward()
-    return {name: p.grad.clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
 
 
 @pytest.mark.parametrize(

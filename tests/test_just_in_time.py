@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import SMALL
-from test_resume import final_state
 
+from helpers.runs import SMALL, final_state
 from hfppo import PPOCallback
 from hfppo.saving.folders import find_last_intact
 from hfppo.saving.just_in_time import JustInTimeCallback

@@ -4,12 +4,12 @@ import itertools
 
 import pytest
 import torch
-from conftest import tiny_model
 from peft import LoraConfig, get_peft_model
-from test_invariants import gradients, logged, tiny_gpt2, tiny_opt, tiny_qwen3, trainable
 from torch.testing import assert_close
 from transformers import LlamaForCausalLM
 
+from helpers.runs import gradients, logged, trainable
+from helpers.tiny import tiny_gpt2, tiny_model, tiny_opt, tiny_qwen3
 from hfppo import ActorCritic
 from hfppo.models import layout, output_head
 from hfppo.models.layout import Layout, can_pack

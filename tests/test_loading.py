@@ -5,12 +5,11 @@ import logging
 import peft.config
 import pytest
 import torch
-from conftest import LORA, tiny_model
 from peft import AutoPeftModelForCausalLM, FourierFTConfig, LoraConfig, get_peft_model
-from test_reward_model import scorer
 from transformers import AutoModelForCausalLM
 
 import hfppo.models.critic
+from helpers.tiny import LORA, scorer, tiny_model
 
 
 @pytest.fixture(autouse=True)

@@ -6,9 +6,10 @@ from types import SimpleNamespace
 
 import pandas as pd
 import pytest
-from conftest import CHAT_TEMPLATE, count_digits
 from datasets import Dataset
 
+from helpers.runs import count_digits
+from helpers.tiny import CHAT_TEMPLATE
 from hfppo import PPOCallback, PrintCompletionsCallback
 from hfppo.reporting.completions import of_one_type
 

@@ -6,12 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import count_digits
-from test_resume import final_state
 from torch.testing import assert_close
 
 import hfppo.collect.collector
 import hfppo.trainer
+from helpers.runs import count_digits, final_state
 from hfppo import PPOConfig
 from hfppo.generation import TransformersSampler
 from hfppo.support.http_client import ServerError

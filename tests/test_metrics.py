@@ -5,10 +5,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import tiny_model
-from test_policy_modes import off_trainer
-from test_rewards import answering
 
+from helpers.scripted import answering, off_trainer
+from helpers.tiny import tiny_model
 from hfppo import PPOCallback, TolerantReward
 from hfppo.collect.rollout_metrics import without_signal
 from hfppo.metrics import METRICS, Meter

@@ -9,12 +9,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate.utils import DistributedType
-from conftest import count_digits, trained_state
 from safetensors.torch import load_file
-from test_resume import final_state, logs
 
 import hfppo.collect.collector
 import hfppo.trainer
+from helpers.runs import count_digits, final_state, logs, trained_state
 from hfppo import AdaptiveKLCallback, PPOCallback, TokenTraceCallback
 from hfppo.collect.finite import NonFiniteError
 from hfppo.learn.nonfinite import MAX_IN_A_ROW, NonFiniteGuard

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from conftest import LORA, SMALL, count_digits, tiny_model
 
+from helpers.runs import SMALL, count_digits
+from helpers.tiny import LORA, tiny_model
 from hfppo import PPOCallback, PPOConfig, PPOTrainer
 from hfppo.learn.optimizer import critic_learning_rate
 

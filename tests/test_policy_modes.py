@@ -5,41 +5,18 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import tiny_model
-from test_invariants import tiny_gpt2, tiny_opt
 from torch.testing import assert_close
 
-from hfppo.generation.sampler import Completions, Sampler
+from helpers.scripted import PROMPTS, off_trainer
+from helpers.tiny import tiny_gpt2, tiny_model, tiny_opt
 from hfppo.learn.mini_batch import MiniBatchSize
 from hfppo.rollout import Rollout
-
-
-class Off(Sampler):
-    """Another sampler's tokens, with log-probs that are off by ln 3 on each row's first token."""
-
-    def __init__(self, sampler: Sampler):
-        self.sampler = sampler
-
-    def __call__(self, *args) -> Completions:
-        completions = self.sampler(*args)
-        off = completions.logprobs.clone()
-        off[:, 0] -= math.log(3.0)
-        return replace(completions, logprobs=off)
-
-
-def off_trainer(make_trainer, mode, **config):
-    trainer = make_trainer({"policy_mode": mode, "kl_coef": 0.0, **config})
-    trainer.collector = replace(trainer.collector, sampler=Off(trainer.collector.sampler))
-    return trainer
 
 
 def loss(trainer, rollout) -> float:
     size = MiniBatchSize(float(rollout.loss_mask.sum()), float(rollout.loss_mask.any(dim=1).sum()))
     inputs = {"batch": rollout}
     return trainer.compute_loss(trainer.model, inputs, num_items_in_batch=size).item()
-
-
-PROMPTS = [f"请问{n}+1=" for n in range(4)]
 
 
 def test_decoupled_trusts_the_training_model_and_bypass_the_sampler(make_trainer):

@@ -5,10 +5,10 @@ import re
 from types import SimpleNamespace
 
 import pytest
-from conftest import count_digits
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 from trl import RichProgressCallback
 
+from helpers.runs import count_digits
 from hfppo.reporting import progress
 from hfppo.reporting.progress import RunProgress, short_line
 

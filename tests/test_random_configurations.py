@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 from build_arithmetic_base import character_tokenizer
-from conftest import LORA, SMALL, count_digits, trained_state
 from datasets import Dataset
-from test_resume import final_state, logs
 from transformers import AutoConfig, AutoModelForCausalLM, set_seed
 
+from helpers.runs import SMALL, count_digits, final_state, logs, trained_state
+from helpers.tiny import LORA
 from hfppo import AdaptiveKLCallback, PPOConfig, PPOTrainer
 from hfppo.functional import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES, REDUCTIONS
 

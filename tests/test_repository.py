@@ -14,6 +14,7 @@ import hfppo.functional
 ROOT = Path(hfppo.__file__).parent.parent
 MODULES = sorted((ROOT / "hfppo").rglob("*.py"))
 RECIPES = sorted((ROOT / "recipes").glob("*.py"))
+TESTS = [path for folder in ("", "helpers") for path in sorted((ROOT / "tests" / folder).glob("*.py"))]
 
 # Which folders and files of the package each of them may import, besides itself.
 ALLOWED = {
@@ -128,6 +129,13 @@ def test_files_and_functions_stay_short(path):
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef) and node.name != "__init__":
             assert node.end_lineno - node.lineno < 65, node.name
+
+
+@pytest.mark.parametrize("path", TESTS, ids=lambda p: p.name)
+def test_no_test_module_imports_another(path):
+    """Code that tests share stands in tests/helpers."""
+    others = [i for i in imports(path) if i == "conftest" or i.startswith("test_")]
+    assert others == []
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.name)

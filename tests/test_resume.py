@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import count_digits, read_log, tiny_model, trained_state
 from datasets import Dataset
 from peft.utils import get_peft_model_state_dict
 from safetensors.torch import load_file
 
+from helpers.runs import count_digits, final_state, logs, read_log, trained_state
+from helpers.tiny import tiny_model
 from hfppo import AdaptiveKLCallback, PPOTrainer
 from hfppo.saving.manifest import seal
 
@@ -34,23 +35,6 @@ VARIANTS = {
     "a stream, read again from its start": ({"max_prompt_length": 10}, {"train_dataset": STREAM}),
     "groups without a critic": ({"advantage_estimator": "grpo", "num_generations": 2}, {}),
 }
-
-
-def final_state(trainer) -> dict[str, torch.Tensor]:
-    state = {name: p.detach() for name, p in trainer.model.named_parameters() if p.requires_grad}
-    for i, moments in trainer.optimizer.state_dict()["state"].items():
-        state.update({f"optimizer.{i}.{name}": tensor for name, tensor in moments.items()})
-    return state
-
-
-def logs(trainer) -> list[dict[str, float]]:
-    """The log history without what is measured in seconds."""
-    skip = ("time/", "train_runtime", "train_samples_per_second", "train_steps_per_second", "train_loss", "total_flos")
-    return [
-        {k: v for k, v in entry.items() if not k.startswith(skip)}
-        for entry in trainer.state.log_history
-        if "loss" in entry
-    ]
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -2,35 +2,22 @@
 
 import pytest
 import torch
-from conftest import CHAT_TEMPLATE, LORA, count_digits, tiny_model
 from datasets import Dataset
 from peft import LoraConfig, PeftModelForSequenceClassification
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import processors
 from torch.testing import assert_close
 from transformers import (
     AutoModelForSequenceClassification,
-    LlamaConfig,
-    LlamaForSequenceClassification,
-    PreTrainedTokenizerFast,
-    set_seed,
 )
 
+from helpers.runs import count_digits
+from helpers.tiny import LORA, other_tokenizer, scorer, tiny_model
 from hfppo import TolerantReward
 from hfppo.data.prompts import Prompts
 from hfppo.rewards.loading import load_reward_func, load_reward_funcs
 from hfppo.rewards.model import RewardAdapter, RewardModel, check_conversations, conversation
 
 TEXTS = ["1+2=3", "10+20=", "5", "请问12+7=20？不对，等于19！"]
-
-
-def scorer(num_labels: int = 1, vocab_size: int = 26, **config) -> LlamaForSequenceClassification:
-    set_seed(5)
-    base = tiny_model().config.to_dict()
-    made = LlamaForSequenceClassification(
-        LlamaConfig(**{**base, "num_labels": num_labels, "vocab_size": vocab_size, **config})
-    )
-    torch.nn.init.normal_(made.score.weight)
-    return made
 
 
 def test_a_reward_model_computes_in_its_own_type_whatever_the_actor_does(make_trainer, tokenizer):
@@ -42,20 +29,6 @@ def test_a_reward_model_computes_in_its_own_type_whatever_the_actor_does(make_tr
     actor.register_forward_hook(lambda module, given, output: seen.update(actor=output.dtype))
     trainer.rollout(["1+1="])
     assert seen == {"reward": torch.float32, "actor": torch.bfloat16}
-
-
-def other_tokenizer(padding_side: str, pad_token: str) -> PreTrainedTokenizerFast:
-    """The same characters under other ids, from the end of the vocabulary on."""
-    alphabet = ["<end>", "<void>", *reversed("0123456789+=请问？是的不对，等于！")]
-    vocabulary = {token: i for i, token in enumerate(alphabet)}
-    made = Tokenizer(models.WordLevel(vocabulary, unk_token="<void>"))
-    made.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
-    made.decoder = decoders.Fuse()
-    wrapped = PreTrainedTokenizerFast(
-        tokenizer_object=made, pad_token=pad_token, eos_token="<end>", padding_side=padding_side
-    )
-    wrapped.chat_template = CHAT_TEMPLATE
-    return wrapped
 
 
 def alone(model, tokenizer, text: str) -> float:

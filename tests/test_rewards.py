@@ -4,74 +4,22 @@ import asyncio
 import functools
 import math
 import threading
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 import numpy as np
 import pytest
 import torch
-from conftest import tiny_model
 from datasets import Dataset
 from torch.testing import assert_close
-from transformers import TrainerState
 
 import hfppo.collect.collector
-from hfppo import PPOCallback, Rollout
-from hfppo.generation.sampler import Completions, Sampler, completions_from
-from hfppo.metrics import Meter
-from hfppo.rewards.functions import RewardFunctions, Scored
+from helpers.scripted import SIGNS, always, answering, first_rollout, ids_of, normalizing, score
+from helpers.tiny import tiny_model
+from hfppo import PPOCallback
+from hfppo.rewards.functions import RewardFunctions
 from hfppo.run_state import RunningMoments
 
 NAN = float("nan")
-SIGNS = {sign: i for i, sign in enumerate("0123456789+=请问？是的不对，等于！", start=2)} | {".": 1}  # "." is EOS
-
-
-def ids_of(text: str) -> list[int]:
-    return [SIGNS[sign] for sign in text]
-
-
-class Scripted(Sampler):
-    """A sampler that answers with given token ids, in turn; what does not end with EOS counts as cut."""
-
-    def __init__(self, *completions: str | list[int]):
-        self.completions = [ids_of(c) if isinstance(c, str) else c for c in completions]
-        self.asked = 0
-
-    def __call__(self, prompt_ids, prompt_mask, seeds) -> Completions:
-        numbers = range(self.asked, self.asked + len(prompt_ids))
-        self.asked += len(prompt_ids)
-        chosen = [self.completions[n % len(self.completions)] for n in numbers]
-        width = max(len(ids) for ids in chosen)
-        assert all(ids[-1] == 1 or len(ids) == width for ids in chosen), "only the longest can be cut"
-        ids = torch.tensor([ids + [0] * (width - len(ids)) for ids in chosen])
-        return completions_from(ids, torch.zeros(ids.shape), [1])
-
-
-def answering(trainer, *completions):
-    """The trainer with a scripted sampler."""
-    trainer.collector = replace(trainer.collector, sampler=Scripted(*completions))
-    return trainer
-
-
-def score(funcs, weights=None, texts=("12", "3", ""), **columns) -> Scored:
-    """Score completions that end with EOS."""
-    ids = [ids_of(text + ".") for text in texts]
-    return RewardFunctions(funcs, weights)(
-        prompts=["1+1="] * len(texts),
-        completions=list(texts),
-        completion_ids=ids,
-        columns=columns,
-        trainer_state=TrainerState(),
-        width=max(map(len, ids)),
-    )
-
-
-def always(*rewards):
-    """A reward function that returns the same for any completions."""
-
-    def constant(**kwargs):
-        return list(rewards)
-
-    return constant
 
 
 def test_the_call_for_text_prompts(make_trainer):
@@ -340,11 +288,6 @@ def test_a_rollout_without_any_score_changes_no_weight(make_trainer):
     assert trainer.state.log_history[0]["unscorable_frac"] == 1.0
     assert all(math.isfinite(logs["loss"]) for logs in trainer.state.log_history[:4])
     assert all(torch.equal(p, before[name]) for name, p in trainer.model.named_parameters())
-
-
-def first_rollout(trainer) -> Rollout:
-    rows = trainer.collector.training_rows(trainer._train_prompts, 0)
-    return trainer.collector.collect(rows, trainer.ppo_state, trainer.state, Meter())[0]
 
 
 def test_an_unscorable_completion_does_not_shift_the_whitening(make_trainer):
@@ -722,11 +665,6 @@ def test_equal_scores_normalise_to_zero():
     moments = RunningMoments()
     moments.add(torch.full((4,), 7.0))
     assert moments.normalize(torch.tensor([7.0, 8.0])).tolist() == [0.0, 1.0]
-
-
-def normalizing(make_trainer, scores, **config):
-    config = {"num_mini_batches": 1, "kl_coef": 0.0, "normalize_scores": True, **config}
-    return answering(make_trainer(config, reward_funcs=always(*scores)), "12.")
 
 
 def test_scores_are_normalised_then_clipped_then_penalised(make_trainer):

@@ -6,10 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import LORA, tiny_model, trained_state
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
-from test_reward_model import scorer
 from torch.testing import assert_close
 from transformers import (
     AutoTokenizer,
@@ -19,6 +17,8 @@ from transformers import (
     MixtralForCausalLM,
 )
 
+from helpers.runs import trained_state
+from helpers.tiny import LORA, scorer, tiny_model
 from hfppo import ActorCritic, PPOConfig
 from hfppo.models.critic import ValueHead
 from hfppo.saving.adapter_config import describe_adapter, find_differences

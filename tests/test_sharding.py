@@ -3,7 +3,6 @@
 import functools
 import json
 import math
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,16 +12,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate.utils import DistributedType
-from conftest import tiny_model
 from peft import LoraConfig, PeftModel
 from safetensors.torch import load_file
 from torch.distributed.fsdp import MixedPrecisionPolicy, StateDictType
 
+from helpers.processes import HELPERS, TWO_PROCESSES, environment
+from helpers.tiny import tiny_model
 from hfppo import TolerantReward
 from hfppo.engine_checks import check_engine
 from hfppo.rewards.model import RewardAdapter
 
-TESTS = Path(__file__).parent
 FSDP2 = {
     "ACCELERATE_USE_FSDP": "true",
     "FSDP_VERSION": "2",
@@ -48,13 +47,17 @@ PIECES, UNCLIPPED = {"max_tokens_per_micro_batch": 14}, {"max_grad_norm": 0.0}
 
 
 def launch(out: Path, critic: str, engine: str, fields: dict) -> subprocess.CompletedProcess:
-    path = os.pathsep.join([str(TESTS), str(TESTS.parent / "recipes"), str(TESTS.parent)])
     return subprocess.run(
         [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"),
-            *(str(TESTS / "sharded.py"), str(out), critic, engine, json.dumps(fields)),
+            sys.executable,
+            *TWO_PROCESSES,
+            str(HELPERS / "sharded.py"),
+            str(out),
+            critic,
+            engine,
+            json.dumps(fields),
         ],
-        env={**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", **ENVIRONMENT[engine]},
+        env=environment(**ENVIRONMENT[engine]),
         capture_output=True,
         text=True,
         timeout=300,
@@ -67,7 +70,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def run_of(tmp_path_factory) -> Callable[..., tuple[Path, dict]]:
-    """Have tests/sharded.py make a run, once; gives its folder and what it writes."""
+    """Have tests/helpers/sharded.py make a run, once; gives its folder and what it writes."""
 
     @functools.cache
     def make(engine: str, fields: str, critic: str) -> tuple[Path, dict]:

@@ -4,11 +4,10 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
-from conftest import read_log
-from test_resume import final_state
 from torch.testing import assert_close
 from transformers import TrainerCallback
 
+from helpers.runs import final_state, read_log
 from hfppo import TokenTraceCallback
 from hfppo.support.files import write_atomically
 from hfppo.token_trace.record import read_traces

@@ -1,9 +1,9 @@
 """Prompts of a stream: in its order, each once per pass, checked as they come, the same for every process."""
 
 import pytest
-from conftest import count_digits
 from datasets import Dataset, IterableDataset
 
+from helpers.runs import count_digits
 from hfppo.data import stream
 from hfppo.data.prompts import Prompts, short_prompts
 from hfppo.data.stream import PromptStream

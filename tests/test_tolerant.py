@@ -12,12 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import count_digits
-from test_resume import final_state
-from test_reward_server import lengths, serve  # noqa: F401
-from test_rewards import score
 
 import hfppo
+from helpers.http_server import lengths
+from helpers.runs import count_digits, final_state
+from helpers.scripted import score
 from hfppo import RewardServer, TolerantReward
 from hfppo.rewards.time_limit import call_within
 from hfppo.rewards.tolerant import RewardError
@@ -308,7 +307,7 @@ def one_per_call(completions, **kwargs):
     return [float("nan"), *[1.0] * (len(completions) - 1)]
 
 
-def test_a_server_may_fail_for_some_rows(serve):  # noqa: F811
+def test_a_server_may_fail_for_some_rows(serve):
     def answer(body):
         if "bad" in body["completions"]:
             return 400, b"cannot be parsed"
@@ -328,7 +327,7 @@ def test_a_log_that_does_not_fit_the_rows_ends_the_run_row_by_row_as_well(values
         score([TolerantReward(func)], texts=TEXTS)
 
 
-def test_what_is_in_a_wrapper_is_checked_before_the_run_begins(serve, make_trainer):  # noqa: F811
+def test_what_is_in_a_wrapper_is_checked_before_the_run_begins(serve, make_trainer):
     with pytest.raises(TypeError, match="'two' cannot be called for train_dataset: got an unexpected keyword"):
         make_trainer(reward_funcs=TolerantReward(two))
     with pytest.raises(ValueError, match="no column 'nope'"):
@@ -345,7 +344,7 @@ def with_a_threshold(completions, threshold, **kwargs):
     return [float(len(c) > threshold) for c in completions]
 
 
-def test_a_server_in_a_wrapper_is_asked_before_the_run_begins_and_may_be_an_address(serve, make_trainer):  # noqa: F811
+def test_a_server_in_a_wrapper_is_asked_before_the_run_begins_and_may_be_an_address(serve, make_trainer):
     server = serve(lengths)
     trainer = make_trainer({"max_steps": 1}, reward_funcs=TolerantReward(server.url, on_error=0.0))
     assert trainer.collector.rewards.names == ["reward_server"]

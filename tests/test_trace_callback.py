@@ -10,9 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import count_digits
 from transformers import TrainerCallback
 
+from helpers.runs import count_digits
 from hfppo import AdaptiveKLCallback, PPOCallback, PPOConfig, TokenTraceCallback
 from hfppo.learn.mini_batch import join_sequences
 from hfppo.token_trace import TokenRow, TokenTable

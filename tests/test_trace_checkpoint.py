@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 from build_arithmetic_base import character_tokenizer
-from conftest import CHAT_TEMPLATE, LORA, SMALL, count_digits, tiny_model
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
+from helpers.runs import SMALL, count_digits
+from helpers.tiny import CHAT_TEMPLATE, LORA, tiny_model
 from hfppo import PPOConfig, PPOTrainer, TokenTable, TokenTraceCallback
 from hfppo.token_trace.__main__ import main
 from hfppo.token_trace.checkpoint import Question, completion_ids, trace_prompt

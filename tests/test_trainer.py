@@ -3,8 +3,9 @@
 import math
 
 import pytest
-from conftest import ragged_model, trained_state
 
+from helpers.runs import trained_state
+from helpers.tiny import ragged_model
 from hfppo import PPOCallback
 from hfppo.metrics import Meter
 from hfppo.rollout import Rollout

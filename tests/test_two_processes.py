@@ -1,7 +1,6 @@
 """Two and four DDP processes, and a device that is not the CPU: what one process on the CPU does, and exact resume."""
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -9,16 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from second_device import build
 from torch.testing import assert_close
 
-TESTS = Path(__file__).parent
+from helpers.processes import HELPERS, environment
+from helpers.second_device import build
 
 
 def run(*command: str | Path) -> str:
     """What Python prints."""
-    path = os.pathsep.join([str(TESTS), str(TESTS.parent / "recipes"), str(TESTS.parent)])
-    env = {"WORLD_SIZE": "1", **os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
+    env = {"WORLD_SIZE": "1", **environment()}
     done = subprocess.run([sys.executable, *command], env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -26,13 +24,13 @@ def run(*command: str | Path) -> str:
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory) -> dict[int, list[dict]]:
-    """What tests/two_processes.py writes, by the number of processes."""
+    """What tests/helpers/two_processes.py writes, by the number of processes."""
     found = {}
     for processes in (1, 2, 4):
         out = tmp_path_factory.mktemp(f"processes-{processes}")
         # `accelerate launch --cpu` starts one process, or needs mpirun for several.
         launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
-        run(*launch, TESTS / "two_processes.py", out)
+        run(*launch, HELPERS / "two_processes.py", out)
         found[processes] = [json.loads((out / f"result_{rank}.json").read_text()) for rank in range(processes)]
         assert found[processes][0]["processes"] == processes
     return found
@@ -43,14 +41,14 @@ def second_device(tmp_path_factory) -> list[str | Path]:
     """What to run a script with."""
     if shutil.which("g++") is None:
         pytest.skip("g++ is not installed")
-    return [TESTS / "second_device.py", build(tmp_path_factory.mktemp("library"))]
+    return [HELPERS / "second_device.py", build(tmp_path_factory.mktemp("library"))]
 
 
 @pytest.fixture(scope="module")
 def on_second_device(second_device, tmp_path_factory) -> dict:
-    """What tests/two_processes.py writes, as one process on the second device."""
+    """What tests/helpers/two_processes.py writes, as one process on the second device."""
     out = tmp_path_factory.mktemp("second-device")
-    run(*second_device, TESTS / "two_processes.py", out)
+    run(*second_device, HELPERS / "two_processes.py", out)
     result = json.loads((out / "result_0.json").read_text())
     assert (result["processes"], result["device"]) == (1, "second:0")
     return result
@@ -126,5 +124,5 @@ def test_a_second_device_does_what_the_cpu_does(results, on_second_device):
 
 
 def test_a_micro_batch_rarely_waits_for_the_device_whatever_its_rows(second_device, tmp_path):
-    waits = json.loads(run(*second_device, TESTS / "on_second_device.py", tmp_path).splitlines()[-1])
+    waits = json.loads(run(*second_device, HELPERS / "on_second_device.py", tmp_path).splitlines()[-1])
     assert set(waits["2"]) == set(waits["8"]) == {5}

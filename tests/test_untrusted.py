@@ -12,14 +12,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from bad_input import PROMPTS, lora
 from build_arithmetic_base import character_tokenizer
-from conftest import SMALL, count_digits, tiny_model
 from rich.console import Console
 from safetensors import SafetensorError
-from test_reward_server import Server, lengths
 from transformers import TrainerState
 
+from helpers.bad_input import PROMPTS, lora
+from helpers.http_server import Server, lengths
+from helpers.runs import SMALL, count_digits
+from helpers.tiny import tiny_model
 from hfppo import PPOConfig, PPOTrainer, PrintCompletionsCallback, RewardServer, TokenTable, Transcript
 from hfppo.models.loading import load_tokenizer
 from hfppo.saving.manifest import seal

@@ -1,7 +1,7 @@
 """Sampling with the real vLLM, in both placements: the policy is the training model's, and nothing that happens to
 the engine or the server changes a run.
 
-The environment is made by `tests/vllm_environment.sh`.
+The environment is made by `tests/helpers/vllm_environment.sh`.
 """
 
 import asyncio
@@ -15,12 +15,12 @@ from typing import get_args
 
 import pytest
 import torch
-from conftest import LORA
-from test_resume import final_state, logs
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
-from vllm_runs import ENGINE, PROMPTS, Server, save_base
 
+from helpers.runs import final_state, logs
+from helpers.tiny import LORA
+from helpers.vllm_runs import ENGINE, PROMPTS, Server, save_base
 from hfppo import PPOCallback
 from hfppo.data.prompts import pad_left
 from hfppo.generation import completions_from

@@ -13,10 +13,10 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
-from conftest import tiny_model
 from peft import IA3Config, LoraConfig
-from vllm_runs import save_base
 
+from helpers.tiny import tiny_model
+from helpers.vllm_runs import save_base
 from hfppo.generation.vllm import ColocatedEngine, Sampling, start_rank
 from hfppo.generation.vllm_server import serve_command
 from hfppo.support.http_client import ServerError

@@ -1,18 +1,18 @@
 #!/usr/bin/env bash
 # Make a virtual environment with vLLM's CPU build and what the tests need; nothing to do where it is complete.
 #
-#     tests/vllm_environment.sh <venv> && <venv>/bin/python -m pytest tests -m vllm
+#     tests/helpers/vllm_environment.sh <venv> && <venv>/bin/python -m pytest tests -m vllm
 #
 # It is apart from the ordinary one because vLLM wants versions of its own. Where a GPU's vLLM is installed, the same
 # tests run with that one.
 set -euo pipefail
 mkdir -p "$1"
 venv="$(cd "$1" && pwd)"
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/../.."
 exec 9> "$venv.lock"
 flock 9 # one makes it, others wait
 
-recipe="$(cat tests/vllm_environment.sh constraints.txt pyproject.toml | sha256sum)"
+recipe="$(cat tests/helpers/vllm_environment.sh constraints.txt pyproject.toml | sha256sum)"
 if [ "$(cat "$venv/complete" 2>/dev/null)" = "$recipe" ]; then exit; fi
 
 python3 -m venv --clear "$venv"

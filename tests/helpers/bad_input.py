@@ -15,10 +15,8 @@ from typing import Any
 import pytest
 import torch
 from build_arithmetic_base import character_tokenizer
-from conftest import LORA, count_digits, tiny_model
 from datasets import Dataset, DatasetDict
 from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
-from test_reward_server import Server
 from transformers import (
     BertConfig,
     BertForMaskedLM,
@@ -34,6 +32,9 @@ from transformers import (
     TrainingArguments,
 )
 
+from helpers.http_server import Server
+from helpers.runs import count_digits
+from helpers.tiny import LORA, tiny_model
 from hfppo import AdaptiveKLCallback, PPOConfig, PPOTrainer, RewardServer
 from hfppo.config_checks import check_config
 from hfppo.rewards.functions import RewardFunctions

@@ -1,7 +1,7 @@
 """Kill training at any moment, go on, and compare with a run that nothing happened to.
 
-    python tests/chaos.py --kills 40 [--processes 2] [--seed 0]
-    python tests/chaos.py --train OUT --steps 2
+    PYTHONPATH=tests:recipes python tests/helpers/chaos.py --kills 40 [--processes 2] [--seed 0]
+    PYTHONPATH=tests:recipes python tests/helpers/chaos.py --train OUT --steps 2
 
 Every operation on the output folder that Python knows of (opening, renaming, removing, making a folder) is a
 moment to be killed at, by SIGKILL, and so is any point in time. A run that was killed goes on, and may be killed
@@ -28,11 +28,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 from build_arithmetic_base import character_tokenizer
-from conftest import LORA, SMALL, count_digits, tiny_model
 from datasets import Dataset, disable_progress_bars
-from test_resume import final_state, logs
 from transformers import TrainerCallback
 
+from helpers.runs import SMALL, count_digits, final_state, logs
+from helpers.tiny import LORA, tiny_model
 from hfppo import AdaptiveKLCallback, PPOConfig, PPOTrainer
 
 disable_progress_bars()

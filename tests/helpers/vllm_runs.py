@@ -12,9 +12,10 @@ from pathlib import Path
 from urllib.request import urlopen
 
 from build_arithmetic_base import character_tokenizer
-from conftest import tiny_model
 from datasets import Dataset
 from transformers import GenerationConfig
+
+from helpers.tiny import tiny_model
 
 # Read when vLLM is imported, and by the servers that are started here.
 if find_spec("vllm"):

@@ -10,9 +10,10 @@ from unittest import mock
 
 import torch
 from build_arithmetic_base import character_tokenizer
-from conftest import LORA, SMALL, count_digits, ragged_model
 from datasets import Dataset
 
+from helpers.runs import SMALL, count_digits
+from helpers.tiny import LORA, ragged_model
 from hfppo import AdaptiveKLCallback, PPOConfig, PPOTrainer, TokenTraceCallback
 from hfppo.learn.mini_batch import MiniBatchSize
 from hfppo.reporting.picture import PlotCallback

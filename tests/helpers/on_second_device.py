@@ -9,10 +9,10 @@ import sys
 
 import torch
 from build_arithmetic_base import character_tokenizer
-from conftest import LORA, SMALL, ragged_model
 from datasets import Dataset
-from test_reward_model import other_tokenizer, scorer
 
+from helpers.runs import SMALL
+from helpers.tiny import LORA, other_tokenizer, ragged_model, scorer
 from hfppo import PPOConfig, PPOTrainer
 from hfppo.reporting.picture import PlotCallback
 

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import torch
 from build_arithmetic_base import character_tokenizer
-from conftest import LORA, SMALL, count_digits, tiny_model
 from datasets import Dataset
 
 import hfppo.collect.collector
 import hfppo.trainer
+from helpers.runs import SMALL, count_digits
+from helpers.tiny import LORA, tiny_model
 from hfppo import PPOConfig, PPOTrainer, TolerantReward
 from hfppo.collect.finite import NonFiniteError
 from hfppo.reporting.picture import PlotCallback

@@ -9,12 +9,13 @@ from pathlib import Path
 
 import torch
 from build_arithmetic_base import character_tokenizer
-from conftest import LORA, SMALL, count_digits, tiny_model
 from datasets import Dataset
 from huggingface_hub import constants, snapshot_download
 from peft import AutoPeftModelForCausalLM
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback, pipeline
 
+from helpers.runs import SMALL, count_digits
+from helpers.tiny import LORA, tiny_model
 from hfppo import PPOConfig, PPOTrainer
 
 MODE, OUT, TOKEN = sys.argv[1], Path(sys.argv[2]), sys.argv[4]

@@ -11,9 +11,10 @@ from pathlib import Path
 from accelerate import PartialState
 from accelerate.utils import DistributedType
 from build_arithmetic_base import character_tokenizer
-from conftest import LORA, SMALL, count_digits, ragged_model
 from datasets import Dataset
 
+from helpers.runs import SMALL, count_digits
+from helpers.tiny import LORA, ragged_model
 from hfppo import PPOConfig, PPOTrainer, TokenTraceCallback
 from hfppo.models import layout, output_head
 from hfppo.reporting.picture import PlotCallback

@@ -1,0 +1,75 @@
+"""One call of each function of hfppo.functional."""
+
+import torch
+
+from hfppo.functional import (
+    KL_ESTIMATORS,
+    REDUCTIONS,
+    cispo_loss,
+    clip_fractions,
+    effective_sample_size,
+    explained_variance,
+    gae,
+    gpg_loss,
+    grpo,
+    gspo_loss,
+    importance_weights,
+    length_adaptive_lam,
+    opo,
+    policy_loss,
+    reduce,
+    reinforce_plus_plus,
+    reinforce_plus_plus_baseline,
+    remax,
+    rloo,
+    sapo_loss,
+    straight_through_kl,
+    token_kl,
+    token_rewards,
+    value_clipped,
+    value_loss,
+    whiten,
+)
+
+
+def bits(*rows: str) -> torch.Tensor:
+    """A mask from one string per row: bits("0110") is one row whose two middle tokens are real."""
+    return torch.tensor([[c == "1" for c in row] for row in rows])
+
+
+INPUTS = {
+    "a": torch.tensor([[-0.5, -1.0, 0.0], [-2.0, 0.0, -0.3]]),
+    "b": torch.tensor([[-0.9, -0.2, 0.7], [-1.0, 0.8, -0.4]]),  # on masked columns too
+    "c": torch.tensor([[1.0, -1.0, 0.0], [0.5, 0.0, -2.0]]),
+    "mask": bits("110", "101"),
+    "groups": torch.tensor([1, 1]),
+    "scores": torch.tensor([1.0, 2.0]),
+}
+
+
+CALLS = {
+    "gae": lambda x: gae(x.a, x.b, x.mask, 0.9, x.scores / 4, x.scores),
+    "length_adaptive_lam": lambda x: length_adaptive_lam(x.mask, 0.8),
+    "whiten": lambda x: whiten(x.b, x.mask),
+    "explained_variance": lambda x: explained_variance(x.a, x.b, x.mask),
+    "grpo": lambda x: grpo(x.a, x.mask, x.groups),
+    "rloo": lambda x: rloo(x.a, x.mask, x.groups),
+    "opo": lambda x: opo(x.a, x.mask, x.groups),
+    "reinforce_plus_plus_baseline": lambda x: reinforce_plus_plus_baseline(x.a, x.mask, x.groups),
+    "reinforce_plus_plus": lambda x: reinforce_plus_plus(x.a, x.mask, 0.9),
+    "remax": lambda x: remax(x.a, x.mask, x.scores),
+    "token_kl": lambda x: tuple(token_kl(x.a, x.b, name) for name in KL_ESTIMATORS),
+    "straight_through_kl": lambda x: straight_through_kl(x.a, x.b),
+    "token_rewards": lambda x: tuple(token_rewards(scores, x.b, x.mask, 0.1) for scores in (x.scores, x.c)),
+    "policy_loss": lambda x: policy_loss(x.a, x.b, x.c, dual_clip=3.0),
+    "gspo_loss": lambda x: gspo_loss(x.a, x.b, x.c, mask=x.mask),
+    "cispo_loss": lambda x: cispo_loss(x.a, x.b, x.c),
+    "sapo_loss": lambda x: sapo_loss(x.a, x.b, x.c),
+    "gpg_loss": lambda x: gpg_loss(x.a, x.b, x.c),
+    "clip_fractions": lambda x: clip_fractions(x.a, x.b, x.c, dual_clip=3.0),
+    "value_loss": lambda x: value_loss(x.a, x.b, x.c),
+    "value_clipped": lambda x: value_clipped(x.a, x.b, x.c),
+    "importance_weights": lambda x: importance_weights(x.a, x.b, x.mask, correction="mask"),
+    "effective_sample_size": lambda x: effective_sample_size(x.a, x.mask),
+    "reduce": lambda x: tuple(reduce(x.b, x.mask, mode, max_length=3) for mode in REDUCTIONS),
+}

@@ -1,0 +1,55 @@
+"""An HTTP server on loopback that stands for a reward server."""
+
+import json
+import threading
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+Answer = Callable[[dict], tuple[int, bytes]]
+
+
+class Server:
+    """Answers what a function of the request's JSON says; keeps what it was asked."""
+
+    def __init__(self, answer: Answer):
+        self.asked: list[dict] = []
+        self.paths: list[str] = []
+        self.headers: list[dict] = []
+        self.at_once = self.most_at_once = 0
+        outer, lock = self, threading.Lock()
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self):
+                body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+                with lock:
+                    outer.asked.append(body)
+                    outer.paths.append(self.path)
+                    outer.headers.append(dict(self.headers))
+                    outer.at_once += 1
+                    outer.most_at_once = max(outer.most_at_once, outer.at_once)
+                status, content = answer(body)
+                with lock:
+                    outer.at_once -= 1
+                self.send_response(status)
+                if status == 302:
+                    self.send_header("location", "http://127.0.0.1:9/elsewhere")
+                self.send_header("content-length", str(len(content)))
+                self.end_headers()
+                self.wfile.write(content)
+
+            def log_message(self, *args):
+                pass
+
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.http.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self.http.server_port}/score"
+        threading.Thread(target=self.http.serve_forever, daemon=True).start()
+
+    def stop(self) -> None:
+        self.http.shutdown()
+        self.http.server_close()
+
+
+def lengths(body: dict) -> tuple[int, bytes]:
+    """A score for each completion: its length."""
+    return 200, json.dumps({"scores": [len(text) for text in body["completions"]]}).encode()

@@ -1,0 +1,85 @@
+"""What tests train with and compare afterwards."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hfppo import Rollout
+from hfppo.learn.mini_batch import MiniBatchSize
+
+
+def read_log(folder: str | Path) -> list[dict[str, Any]]:
+    """Return the entries of a run's metrics.jsonl."""
+    return [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+
+
+def count_digits(completions, **kwargs) -> list[float]:
+    """A reward that a few steps can raise: the share of digits in the completion."""
+    return [sum(c.isdigit() for c in text) / max(len(text), 1) for text in completions]
+
+
+SMALL = {
+    "per_device_train_batch_size": 4,
+    "num_mini_batches": 2,
+    "num_ppo_epochs": 2,
+    "max_completion_length": 6,
+    "learning_rate": 1e-2,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": "none",
+    "use_cpu": True,
+    "disable_tqdm": True,
+    "max_steps": 8,
+    "seed": 3,
+}
+
+
+def untimed_logs(trainer) -> list[dict[str, float]]:
+    """What was logged, without times and Trainer's summary of the run."""
+    return [
+        {name: x for name, x in log.items() if not name.startswith(("time/", "train_"))}
+        for log in trainer.state.log_history
+    ]
+
+
+def trained_state(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The trainable weights by name."""
+    return {name: p.detach() for name, p in module.named_parameters() if p.requires_grad}
+
+
+def final_state(trainer) -> dict[str, torch.Tensor]:
+    state = {name: p.detach() for name, p in trainer.model.named_parameters() if p.requires_grad}
+    for i, moments in trainer.optimizer.state_dict()["state"].items():
+        state.update({f"optimizer.{i}.{name}": tensor for name, tensor in moments.items()})
+    return state
+
+
+def logs(trainer) -> list[dict[str, float]]:
+    """The log history without what is measured in seconds."""
+    skip = ("time/", "train_runtime", "train_samples_per_second", "train_steps_per_second", "train_loss", "total_flos")
+    return [
+        {k: v for k, v in entry.items() if not k.startswith(skip)}
+        for entry in trainer.state.log_history
+        if "loss" in entry
+    ]
+
+
+def trainable(trainer) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
+
+
+def logged(trainer, name: str) -> list[float]:
+    return [entry[name] for entry in trainer.state.log_history if name in entry]
+
+
+def gradients(trainer, rollout: Rollout, num_micro_batches: int) -> dict[str, torch.Tensor]:
+    """The gradients of one optimiser step on the whole rollout, cut into micro-batches."""
+    trainer.model.zero_grad()
+    trainer.ppo_state.rollouts = 1
+    size = MiniBatchSize(float(rollout.loss_mask.sum()), float(rollout.loss_mask.any(dim=1).sum()))
+    for micro in rollout.micro_batches(num_micro_batches):
+        inputs = {"batch": micro}
+        trainer.compute_loss(trainer.model, inputs, num_items_in_batch=size).backward()
+    return {name: p.grad.clone() for name, p in trainer.model.named_parameters() if p.requires_grad}

@@ -1,0 +1,95 @@
+"""Samplers and reward functions that answer from a script."""
+
+import math
+from dataclasses import replace
+
+import torch
+from transformers import TrainerState
+
+from hfppo.generation.sampler import Completions, Sampler, completions_from
+from hfppo.metrics import Meter
+from hfppo.rewards.functions import RewardFunctions, Scored
+from hfppo.rollout import Rollout
+
+SIGNS = {sign: i for i, sign in enumerate("0123456789+=请问？是的不对，等于！", start=2)} | {".": 1}  # "." is EOS
+
+
+def ids_of(text: str) -> list[int]:
+    return [SIGNS[sign] for sign in text]
+
+
+class Scripted(Sampler):
+    """A sampler that answers with given token ids, in turn; what does not end with EOS counts as cut."""
+
+    def __init__(self, *completions: str | list[int]):
+        self.completions = [ids_of(c) if isinstance(c, str) else c for c in completions]
+        self.asked = 0
+
+    def __call__(self, prompt_ids, prompt_mask, seeds) -> Completions:
+        numbers = range(self.asked, self.asked + len(prompt_ids))
+        self.asked += len(prompt_ids)
+        chosen = [self.completions[n % len(self.completions)] for n in numbers]
+        width = max(len(ids) for ids in chosen)
+        assert all(ids[-1] == 1 or len(ids) == width for ids in chosen), "only the longest can be cut"
+        ids = torch.tensor([ids + [0] * (width - len(ids)) for ids in chosen])
+        return completions_from(ids, torch.zeros(ids.shape), [1])
+
+
+def answering(trainer, *completions):
+    """The trainer with a scripted sampler."""
+    trainer.collector = replace(trainer.collector, sampler=Scripted(*completions))
+    return trainer
+
+
+def score(funcs, weights=None, texts=("12", "3", ""), **columns) -> Scored:
+    """Score completions that end with EOS."""
+    ids = [ids_of(text + ".") for text in texts]
+    return RewardFunctions(funcs, weights)(
+        prompts=["1+1="] * len(texts),
+        completions=list(texts),
+        completion_ids=ids,
+        columns=columns,
+        trainer_state=TrainerState(),
+        width=max(map(len, ids)),
+    )
+
+
+def always(*rewards):
+    """A reward function that returns the same for any completions."""
+
+    def constant(**kwargs):
+        return list(rewards)
+
+    return constant
+
+
+def first_rollout(trainer) -> Rollout:
+    rows = trainer.collector.training_rows(trainer._train_prompts, 0)
+    return trainer.collector.collect(rows, trainer.ppo_state, trainer.state, Meter())[0]
+
+
+def normalizing(make_trainer, scores, **config):
+    config = {"num_mini_batches": 1, "kl_coef": 0.0, "normalize_scores": True, **config}
+    return answering(make_trainer(config, reward_funcs=always(*scores)), "12.")
+
+
+PROMPTS = [f"请问{n}+1=" for n in range(4)]
+
+
+class Off(Sampler):
+    """Another sampler's tokens, with log-probs that are off by ln 3 on each row's first token."""
+
+    def __init__(self, sampler: Sampler):
+        self.sampler = sampler
+
+    def __call__(self, *args) -> Completions:
+        completions = self.sampler(*args)
+        off = completions.logprobs.clone()
+        off[:, 0] -= math.log(3.0)
+        return replace(completions, logprobs=off)
+
+
+def off_trainer(make_trainer, mode, **config):
+    trainer = make_trainer({"policy_mode": mode, "kl_coef": 0.0, **config})
+    trainer.collector = replace(trainer.collector, sampler=Off(trainer.collector.sampler))
+    return trainer

@@ -1,0 +1,111 @@
+"""Tiny models and tokenizers with random weights; nothing is downloaded."""
+
+import torch
+from peft import LoraConfig
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    OPTConfig,
+    OPTForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    set_seed,
+)
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{{ m['content'] }}{% if m['role'] == 'user' %}？{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}，{% endif %}"
+)
+
+
+def tiny_model(seed: int = 0, **config) -> LlamaForCausalLM:
+    """Two layers, random weights that are large enough for a distribution with some shape."""
+    set_seed(seed)
+    defaults = {
+        "vocab_size": 26,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "max_position_embeddings": 128,
+        "initializer_range": 0.3,
+        "bos_token_id": None,
+        "eos_token_id": 1,
+        "pad_token_id": 0,
+    }
+    return LlamaForCausalLM(LlamaConfig(**{**defaults, **config}))
+
+
+def ragged_model() -> LlamaForCausalLM:
+    """One whose completions often end early, so that several processes hold completions of other lengths."""
+    made = tiny_model(seed=1)
+    made.generation_config.eos_token_id = list(range(1, 8))
+    return made
+
+
+LORA = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
+
+
+def scorer(num_labels: int = 1, vocab_size: int = 26, **config) -> LlamaForSequenceClassification:
+    set_seed(5)
+    base = tiny_model().config.to_dict()
+    made = LlamaForSequenceClassification(
+        LlamaConfig(**{**base, "num_labels": num_labels, "vocab_size": vocab_size, **config})
+    )
+    torch.nn.init.normal_(made.score.weight)
+    return made
+
+
+def other_tokenizer(padding_side: str, pad_token: str) -> PreTrainedTokenizerFast:
+    """The same characters under other ids, from the end of the vocabulary on."""
+    alphabet = ["<end>", "<void>", *reversed("0123456789+=请问？是的不对，等于！")]
+    vocabulary = {token: i for i, token in enumerate(alphabet)}
+    made = Tokenizer(models.WordLevel(vocabulary, unk_token="<void>"))
+    made.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
+    made.decoder = decoders.Fuse()
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token=pad_token, eos_token="<end>", padding_side=padding_side
+    )
+    wrapped.chat_template = CHAT_TEMPLATE
+    return wrapped
+
+
+def tiny_gpt2():
+    """Absolute positions and dropout, both of which can break the equality of two passes."""
+    set_seed(0)
+    return GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=26, n_embd=32, n_layer=2, n_head=2, n_positions=64, initializer_range=0.3, eos_token_id=1
+        )
+    )
+
+
+def tiny_qwen3():
+    set_seed(0)
+    return Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=26,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=16,
+            initializer_range=0.3,
+            eos_token_id=1,
+        )
+    )
+
+
+def tiny_opt(**more):
+    """Keeps dropout as a number, in the decoder and in each layer; untied in train mode as from_config leaves it."""
+    set_seed(0)
+    config = OPTConfig(vocab_size=26, hidden_size=32, ffn_dim=48, num_hidden_layers=2, num_attention_heads=2)
+    config.update({"max_position_embeddings": 64, "init_std": 0.3, "eos_token_id": 1, "pad_token_id": 0})
+    config.update({"word_embed_proj_dim": 32, "bos_token_id": None, "dropout": 0.3, **more})
+    return OPTForCausalLM(config)
