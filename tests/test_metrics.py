@@ -9,7 +9,7 @@ import torch
 from helpers.scripted import answering, off_trainer
 from helpers.tiny import tiny_model
 from hfppo import PPOCallback, TolerantReward
-from hfppo.collect.rollout_metrics import without_signal
+from hfppo.collect.rollout_metrics import prompts_without_signal
 from hfppo.metrics import METRICS, Meter
 
 
@@ -110,7 +110,7 @@ def test_a_prompt_gives_no_signal_where_no_advantage_counts(make_trainer, scores
     rollout = make_trainer().rollout(["请问1+1="] * 2)
     scores, scorable, counts = torch.tensor(scores), torch.tensor(scorable)[:, None], torch.tensor(counts)[:, None]
     rollout = replace(rollout, scores=scores, loss_mask=rollout.mask & counts)
-    assert without_signal(rollout, rollout.mask & scorable, 2).tolist() == [expected]
+    assert prompts_without_signal(rollout, rollout.mask & scorable, 2).tolist() == [expected]
 
 
 def test_the_share_of_prompts_without_a_signal_is_that_of_the_advantages(make_trainer):
