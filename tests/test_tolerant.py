@@ -186,8 +186,8 @@ def test_a_function_that_is_broken_for_good_is_given_up_early():
         (async_picky, KeyError, "bad"),
         (one_wrong_value, TypeError, "row 2: '\\?' is not a number"),
         (miscounts, ValueError, "3 rewards for 4"),
-        (sleepy, TimeoutError, "'sleepy' gave no answer within 0.2 s; raise timeout, or mend it"),
-        (async_sleepy, TimeoutError, "'async_sleepy' gave no answer within 0.2 s; raise timeout, or mend it"),
+        (sleepy, TimeoutError, "'sleepy' gave no answer within 0.2 s; raise timeout, or correct it"),
+        (async_sleepy, TimeoutError, "'async_sleepy' gave no answer within 0.2 s; raise timeout, or correct it"),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )

@@ -28,16 +28,16 @@ logger = logging.getLogger(__name__)
 
 
 class TokenOutputs(NamedTuple):
-    """What one forward says about the T completion tokens of B rows; 0 on padding."""
+    """Outputs of one forward for the T completion tokens of B rows; 0 on padding."""
 
     logprobs: Tensor | None = None  # (B, T) float32, log π(y_t | x, y_<t) at temperature, nats
     entropy: Tensor | None = None  # (B, T) float32, of the full distribution at temperature, nats
     values: Tensor | None = None  # (B, T) float32, V(s_t) before token t
-    final_value: Tensor | None = None  # (B,) float32, V after the last real token, if it is asked for
+    final_value: Tensor | None = None  # (B,) float32, V after the last real token, with `final_value`
 
 
 class ActorCritic(PeftModelForCausalLM):
-    """A PEFT model with a critic beside it, and the reference inside it.
+    """A PEFT model with a critic and a reference.
 
     For PEFT and transformers it is a plain adapter model: `generate`, `save_pretrained`, `disable_adapter` and a
     forward without `completion_mask` do what they always do.
@@ -105,7 +105,7 @@ class ActorCritic(PeftModelForCausalLM):
 
     @contextmanager
     def reference(self) -> Iterator[None]:
-        """Inside, the log-probs of `forward` are those of the reference policy."""
+        """Make `forward` compute log-probs of the reference policy inside the block."""
         if self.ref_model is None:
             with self.disable_adapter():
                 yield
@@ -133,12 +133,12 @@ class ActorCritic(PeftModelForCausalLM):
         Args:
             input_ids: (B, P + T), prompts padded on the left, completions on the right.
             attention_mask: (B, P + T), 1 on the tokens to attend to.
-            completion_mask: (B, T) bool, True on the tokens asked about.
+            completion_mask: (B, T) bool, True on the completions' tokens.
             temperature: divides the logits.
             policy: False leaves log-probs and entropy out.
             values: False leaves the values out.
-            entropy: whether to compute it, and with a gradient, which costs as much again as that of the log-probs.
-            final_value: the value after the last token as well, which is another token to read.
+            entropy: "differentiable" costs as much again as the gradient of the log-probs.
+            final_value: also return the value after the last token, which costs reading that token.
         """
         if completion_mask is None:
             return super().forward(input_ids=input_ids, attention_mask=attention_mask, **kwargs)
@@ -210,13 +210,13 @@ class ActorCritic(PeftModelForCausalLM):
             )
 
     def load_adapter(self, *args: Any, **kwargs: Any) -> Any:
-        """PEFT's, into the actor."""
+        """Load an adapter into the actor, as PEFT does."""
         with self._actor_alone():
             return super().load_adapter(*args, **kwargs)
 
     @contextmanager
     def _actor_alone(self) -> Iterator[None]:
-        """Inside, critic and reference are no submodules: PEFT looks for the adapter's weights in all of them."""
+        """Remove critic and reference from the submodules for the block; PEFT searches all submodules for adapters."""
         aside: dict[str, Any] = {x: self._modules.pop(x) for x in ("critic", "ref_model") if x in self._modules}
         try:
             yield
@@ -224,22 +224,22 @@ class ActorCritic(PeftModelForCausalLM):
             self._modules.update(aside)
 
     def create_or_update_model_card(self, output_dir: str) -> None:
-        """PEFT's, made so that it keeps a card's tags and that the Hub takes it."""
+        """Write PEFT's model card, with the tags of an existing card kept, and valid for the Hub."""
         update_card(output_dir, super().create_or_update_model_card)
 
     def load_critic(self, folder: str) -> None:
-        """Read the critic from a folder that `save_pretrained` wrote, if there is one to load it into."""
+        """Load the critic, if the model has one, from a folder that `save_pretrained` wrote."""
         if self.critic is not None:
             self.critic.load(Path(folder) / CRITIC_FOLDER)
 
     def _check_logits(self) -> None:
-        """Refuse an architecture whose logits are more than `after_head` knows, before a run rests on them."""
+        """Refuse an architecture whose logits differ from `adjust_logits` of its output head."""
         model = self.causal_lm
         ids = torch.arange(4, device=model.device)[None] % model.config.get_text_config().vocab_size
         with torch.no_grad(), eval_mode(model):
             expected = model(input_ids=ids, use_cache=False).logits.float()
             hidden = trunk_of(model)(input_ids=ids, use_cache=False).last_hidden_state
-            # In the model's own type, as it does: float32 would differ by the rounding of half precision.
+            # In the model's dtype, as the model computes it: float32 would differ by the rounding of half precision.
             got = adjust_logits(model, model.get_output_embeddings()(hidden)).float()
         if not torch.allclose(expected, got, rtol=1e-3, atol=1e-3):
             raise ValueError(
@@ -248,7 +248,7 @@ class ActorCritic(PeftModelForCausalLM):
             )
 
     def warn_of_start(self) -> None:
-        """Warn of a new adapter that is not the base before it is trained."""
+        """Warn if a new adapter changes the base's logits before training."""
         ids = torch.arange(4, device=self.causal_lm.device)[None] % self.config.get_text_config().vocab_size
         with torch.no_grad(), eval_mode(self):
             actor = self.causal_lm(input_ids=ids, use_cache=False).logits.float()
@@ -264,17 +264,17 @@ class ActorCritic(PeftModelForCausalLM):
 
 
 def trunk_of(model: PreTrainedModel | PeftModel) -> nn.Module:
-    """The part of a causal language model, adapters included, that gives hidden states."""
+    """Return the part of a causal language model, with its adapters, that computes hidden states."""
     causal_lm: Any = model.get_base_model() if isinstance(model, PeftModel) else model
     return causal_lm.base_model
 
 
 def disable_noise(model: nn.Module) -> None:
-    """Set every dropout and jitter to 0: the ratio compares two passes over one token, and would hold their noise."""
+    """Set every dropout and jitter to 0; their noise would enter the ratio of two passes over one token."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-        # Many architectures keep it as a number, and a few, as Falcon, read it from their configuration.
+        # Many architectures keep it as a number; a few, such as Falcon, read it from their configuration.
         for owner in [module, module.config] if isinstance(module, PreTrainedModel) else [module]:
             for name, value in vars(owner).items():
                 if isinstance(value, float) and any(noise in name for noise in ("dropout", "layerdrop", "jitter")):
@@ -282,7 +282,7 @@ def disable_noise(model: nn.Module) -> None:
 
 
 def frozen_adapter_copy(base: PreTrainedModel, peft_config: PeftConfig, weights: dict[str, Tensor]) -> PeftModel:
-    """The base with a frozen copy of an adapter on it, in a module tree of its own."""
+    """Return a second module tree over the base with a frozen copy of an adapter."""
     model = PeftModelForCausalLM(shared_copy(base), copy.deepcopy(peft_config), adapter_name="reference")
     set_peft_model_state_dict(model, weights, adapter_name="reference")
     return model

@@ -1,4 +1,4 @@
-"""`torch_compile`: what is compiled, and when."""
+"""Compile the layers of actor, reference and critic for `torch_compile`."""
 
 from typing import Any
 
@@ -14,16 +14,17 @@ GRAPHS = 32
 
 
 def compile_layers(model: nn.Module, accelerator: Accelerator, args: TrainingArguments) -> None:
-    """Compile the layers of actor, critic and reference in place, where Trainer or accelerate is asked to compile.
+    """Compile the layers of actor, critic and reference in place, if Trainer or accelerate is asked to compile.
 
     accelerate would wrap the whole model. The passes of a rollout do not go through that wrapper, and the output head,
-    which takes its gradient in the forward already, is no graph. Layers share their graphs, and compile in less time.
+    which computes its gradient in the forward pass, cannot be traced. Layers share
+    their graphs and compile in less time.
 
     Raises:
-        ValueError: the architecture has no layers that are known as such.
+        ValueError: the architecture does not build its layers on GradientCheckpointingLayer.
     """
     plugin = accelerator.state.dynamo_plugin
-    if args.torch_compile:  # the plugin is one for all trainers of a process, and what follows turns it off
+    if args.torch_compile:  # all trainers of a process share the plugin, which is turned off below
         options: dict[str, Any] = {"backend": args.torch_compile_backend, "mode": args.torch_compile_mode}
     elif plugin.backend != DynamoBackend.NO:  # accelerate launch --dynamo_backend
         options = plugin.to_kwargs()
@@ -38,5 +39,5 @@ def compile_layers(model: nn.Module, accelerator: Accelerator, args: TrainingArg
         )
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, GRAPHS)
     for layer in layers:
-        # Graphs that do not depend on the order in which lengths come, which a resumed run does not share.
+        # Dynamic graphs do not depend on the order of the lengths, which differs in a resumed run.
         layer.compile(**{**options, "dynamic": True})

@@ -1,4 +1,4 @@
-"""The critic: a value head on a module tree of its own over the actor's base, on the actor, or on another model."""
+"""The critic: a value head on an adapter on the actor's base, on the actor's hidden states, or on another model."""
 
 import copy
 import json
@@ -25,7 +25,7 @@ CRITIC_CONFIG = "critic_config.json"
 
 
 class ValueHead(nn.Linear):
-    """Values in float32 from states of any type, also where DeepSpeed has turned the weights to bfloat16."""
+    """A linear head that computes values in float32, also where DeepSpeed has cast its weights to bfloat16."""
 
     def __init__(self, hidden_size: int):
         super().__init__(hidden_size, 1, dtype=torch.float32)
@@ -33,7 +33,7 @@ class ValueHead(nn.Linear):
         nn.init.zeros_(self.bias)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """(…,) values from (…, H) hidden states."""
+        """Return (…,) values of (…, H) hidden states."""
         with torch.autocast(hidden.device.type, enabled=False):
             return nn.functional.linear(hidden.float(), self.weight.float(), self.bias.float()).squeeze(-1)
 
@@ -58,7 +58,7 @@ class Critic(nn.Module):
         self.value_head = ValueHead(hidden_size)
 
     def forward(self, actor_hidden: Tensor | None, layout: Layout) -> Tensor:
-        """(N,) values of the positions of a layout, from its inputs or from the actor's (N, H) hidden states."""
+        """Return the (N,) values of a layout's positions, from its inputs or from the actor's (N, H) hidden states."""
         if self.trunk is not None:
             if self.kind == "model":  # its vocabulary may be padded less than the actor's
                 size = cast(Any, self.trunk).config.get_text_config().vocab_size
@@ -70,7 +70,7 @@ class Critic(nn.Module):
         return self.value_head(hidden)
 
     def save(self, folder: str | Path, state_dict: dict[str, Tensor]) -> None:
-        """Write the trainable weights of a state dict of this critic, and what they belong to."""
+        """Write the trainable weights of this critic's state dict, and the configuration that they fit."""
         Path(folder).mkdir(parents=True, exist_ok=True)
         trained = self.trained_names()
         weights = {name: tensor.contiguous() for name, tensor in state_dict.items() if name in trained}
@@ -78,11 +78,11 @@ class Critic(nn.Module):
         (Path(folder) / CRITIC_CONFIG).write_text(json.dumps(self.config(), indent=2) + "\n")
 
     def trained_names(self) -> set[str]:
-        """The names of the parameters that are trained, which are those that are saved."""
+        """Return the names of the trainable parameters, which are saved."""
         return {name for name, parameter in self.named_parameters() if parameter.requires_grad}
 
     def config(self) -> dict[str, Any]:
-        """What weights must fit: written beside them, and compared when they are loaded."""
+        """Return the configuration that is saved beside the weights and compared when they are loaded."""
         adapter = describe_adapter(self.trunk.active_peft_config) if isinstance(self.trunk, PeftModel) else None
         return {"kind": self.kind, "base": self.base, "hidden_size": self.hidden_size, "peft_config": adapter}
 
@@ -90,7 +90,7 @@ class Critic(nn.Module):
         """Read what `save` wrote.
 
         Raises:
-            ValueError: the folder holds another kind of critic.
+            ValueError: the folder holds no critic, or one of another kind, size or adapter.
         """
         if not (Path(folder) / CRITIC_WEIGHTS).is_file():
             raise ValueError(
@@ -118,7 +118,7 @@ class Critic(nn.Module):
 
 @dataclass(frozen=True)
 class CriticSource:
-    """What a critic is built from: "adapter", "shared" or a loaded model; and the folder of its trained weights."""
+    """The kind of a critic ("adapter", "shared" or a loaded model) and the folder of its trained weights."""
 
     model: str | PreTrainedModel
     folder: Path | None = None
@@ -128,7 +128,7 @@ def find_critic(critic: str | PreTrainedModel | CriticSource) -> CriticSource:
     """Resolve the `critic` argument, and load the model if it names one.
 
     Raises:
-        TypeError, ValueError: it is none of the things that `critic` may be.
+        TypeError, ValueError: `critic` is none of these, or cannot be loaded.
     """
     if isinstance(critic, CriticSource):
         return critic
@@ -155,12 +155,12 @@ def find_critic(critic: str | PreTrainedModel | CriticSource) -> CriticSource:
             f"path of a model: {error}"
         ) from error
     if any(name.startswith("score") for name in info["missing_keys"]):
-        nn.init.zeros_(model.score.weight)  # a causal language model: its new, random head says nothing
+        nn.init.zeros_(model.score.weight)  # a causal language model has no such head; the new one would be random
     return CriticSource(model)
 
 
 def find_saved_critic(name: str) -> Path | None:
-    """The folder of a saved critic: this one, `critic/` in it, or `critic/` in a repository of the Hub."""
+    """Find a saved critic in this folder, in its `critic/`, or else in `critic/` of a repository of the Hub."""
     for folder in (Path(name), Path(name) / CRITIC_FOLDER):
         if (folder / CRITIC_CONFIG).is_file():
             return folder
@@ -176,7 +176,7 @@ def find_saved_critic(name: str) -> Path | None:
 
 def build_critic(source: CriticSource, base: PreTrainedModel, peft_config: PeftConfig, detach: bool) -> Critic:
     """Build the critic, before an adapter is put on the base."""
-    # Some project their states to another width before the head.
+    # Some models project their states to another width before the head.
     width = getattr(base.get_output_embeddings(), "in_features", base.config.get_text_config().hidden_size)
     if isinstance(source.model, PreTrainedModel):
         check_placement("critic", source.model)
@@ -206,7 +206,7 @@ def critic_from_model(model: PreTrainedModel, peft_config: PeftConfig) -> Critic
 
 @torch.no_grad()
 def check_causal(model: PreTrainedModel) -> None:
-    """Refuse a critic that reads from both sides: its value of a token would rest on those that come after it.
+    """Refuse bidirectional critics: V(s_t) would depend on later tokens.
 
     Raises:
         ValueError: names the class.
@@ -223,10 +223,10 @@ def check_causal(model: PreTrainedModel) -> None:
 
 
 def add_adapter(model: PreTrainedModel, peft_config: PeftConfig) -> PeftModel:
-    """A model's trunk with an adapter like the actor's on it."""
+    """Put an adapter like the actor's on a model's trunk."""
     config: Any = copy.deepcopy(peft_config)
     config.task_type = None
-    # PEFT says where the adapter stands, and fills in what "all-linear" means of experts.
+    # PEFT resolves the target modules, also "all-linear" with experts.
     tuner: Any = get_peft_model(shared_copy(model), config, low_cpu_mem_usage=True).base_model
     config = copy.deepcopy(tuner.peft_config["default"])
     config.modules_to_save = config.base_model_name_or_path = None
@@ -243,13 +243,13 @@ def add_adapter(model: PreTrainedModel, peft_config: PeftConfig) -> PeftModel:
 
 
 def names_inside_trunk(model: PreTrainedModel, names: list[str]) -> list[str]:
-    """Those of a model's names that lie in its trunk, as they are called there."""
+    """Return the names inside a model's trunk, relative to the trunk."""
     trunk = "" if model.base_model is model else f"{model.base_model_prefix}."
     return [name.removeprefix(trunk) for name in names if name.startswith(trunk)]
 
 
 def shared_copy(module: nn.Module) -> Any:
-    """A second module tree over the same tensors: adapters put on one do not touch the other."""
+    """Copy a module tree but not its tensors, so that an adapter on one tree does not touch the other."""
     keep_four_bits(module)  # or a forward of the copy would rewrite what the other computes with
     tensors = [*module.parameters(), *module.buffers()]
     return copy.deepcopy(module, memo={id(tensor): tensor for tensor in tensors})

@@ -1,4 +1,4 @@
-"""How rows of prompt and completion are laid out for a forward, so that little or no padding is computed."""
+"""Lay rows of prompt and completion out for a forward pass with little or no padding."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,17 +9,19 @@ import torch
 from peft import PeftModel
 from torch import Tensor, nn
 
-PACKING_ATTENTION = "flash"  # found in the names of implementations that tell packed rows apart by their positions
-CPU_TOKENS = 1024  # in a forward on a CPU; with more, activations leave the cache, and it takes 1.3 times as long
-_packs: dict[tuple[type, str], bool] = {}  # by architecture and implementation, whether it does
+PACKING_ATTENTION = (
+    "flash"  # in the names of attention implementations that separate packed rows by their position ids
+)
+CPU_TOKENS = 1024  # per forward on a CPU; beyond them activations leave the cache, and it takes 1.3 times as long
+_packs: dict[tuple[type, str], bool] = {}  # the result of `can_pack` by architecture and implementation
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The inputs of a trunk, and where the states of the completions stand in what it gives."""
+    """The inputs of a trunk, and the positions of the completions' states in its output."""
 
-    inputs: dict[str, Tensor]  # of the trunk: (B, L) or (1, N) token ids, position ids where they are packed
-    states: Tensor  # (B, T + 1) int64: the index of s_t among the flattened positions; after the last state, its index
+    inputs: dict[str, Tensor]  # (B, L) token ids, or packed (1, N) token ids and position ids
+    states: Tensor  # (B, T + 1) int64: index of s_t in the flattened output; the last state's index is repeated
 
     @classmethod
     def of(
@@ -33,14 +35,14 @@ class Layout:
         """Lay rows out without the gap between a left-padded prompt and a right-padded completion.
 
         A causal model's real tokens never see what comes after them, so padding on the right needs no mask, and
-        attention can run its fastest kernel. Packed, there is no padding either: the rows follow each other in one.
+        attention can use its fastest kernel. Packed rows follow each other in one row without padding.
 
         Args:
             input_ids: (B, P + T).
             attention_mask: (B, P + T), not 0 on real tokens.
             completion_mask: (B, T) bool, True on the real tokens of the completions.
-            packed: for attention that tells rows apart by their position ids.
-            final: with the state after the last token of a completion, for which that token has to be read.
+            packed: for attention that separates rows by their position ids.
+            final: include the state after the last token of a completion, which costs reading that token.
         """
         real = attention_mask.bool()
         lengths = real.sum(dim=1)
@@ -63,7 +65,7 @@ class Layout:
 
 @torch.no_grad()
 def can_pack(model: Any) -> bool:
-    """Whether a model keeps packed rows apart at no cost: its attention is made for that, and a trial bears it out."""
+    """Return whether a model's attention separates packed rows, which a trial with two rows confirms."""
     model = model.get_base_model() if isinstance(model, PeftModel) else model
     implementation = str(getattr(model.config, "_attn_implementation", ""))
     if PACKING_ATTENTION not in implementation:
@@ -80,13 +82,13 @@ def can_pack(model: Any) -> bool:
 
 
 def rows_at_once(most: int, width: int, device: torch.device) -> int:
-    """How many rows of `width` tokens a forward without gradient takes best: at most `most`."""
+    """Return how many rows of `width` tokens to pass at once without gradient, at most `most`."""
     return most if device.type != "cpu" else min(most, max(1, CPU_TOKENS // max(1, width)))
 
 
 @contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
-    """Inside, the model is in eval mode."""
+    """Put the model into eval mode for the block."""
     was_training = model.training
     model.eval()
     try:
@@ -96,5 +98,5 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 
 
 def hidden_states(trunk: nn.Module, layout: Layout) -> Tensor:
-    """(N, H) hidden states of all positions of a layout, flattened."""
+    """Return the (N, H) hidden states of all positions of a layout, flattened."""
     return trunk(**layout.inputs, use_cache=False).last_hidden_state.flatten(0, 1)

@@ -17,7 +17,7 @@ BASE_CHANGING_INITS = ("pissa", "olora", "corda", "eva", "loftq", "lora_ga")
 
 @dataclass(frozen=True)
 class ActorSource:
-    """What an actor is built from."""
+    """The parts that an actor is built from."""
 
     base: PreTrainedModel
     peft_config: PeftConfig
@@ -25,7 +25,7 @@ class ActorSource:
 
 
 def load_model(model: str | PreTrainedModel | PeftModel, **init_kwargs: Any) -> PreTrainedModel | PeftModel:
-    """A loaded model from an id or path, of a base or of an adapter; a loaded one as it is.
+    """Load a base or an adapter from an id or path; return a loaded model as it is.
 
     Raises:
         TypeError, ValueError: it cannot be loaded.
@@ -49,7 +49,7 @@ def load_model(model: str | PreTrainedModel | PeftModel, **init_kwargs: Any) -> 
 
 
 def hub_options(init_kwargs: dict[str, Any]) -> dict[str, Any]:
-    """What says where on the Hub to look, of a model's `from_pretrained`: for its tokenizer or adapter as well."""
+    """Return the arguments of `from_pretrained` that a tokenizer or adapter takes as well."""
     return {name: init_kwargs[name] for name in ("revision", "token", "cache_dir") if name in init_kwargs}
 
 
@@ -77,7 +77,7 @@ def adapter_config(name: str, **options: Any) -> PeftConfig | None:
 
 
 def load_causal_lm(what: str, name: str, **init_kwargs: Any) -> PreTrainedModel:
-    """A causal language model by its id or path; the error begins with what it is for."""
+    """Load a causal language model by its id or path; `what` begins the error."""
     try:
         return AutoModelForCausalLM.from_pretrained(name, **init_kwargs)
     except (OSError, ValueError) as error:
@@ -85,7 +85,7 @@ def load_causal_lm(what: str, name: str, **init_kwargs: Any) -> PreTrainedModel:
 
 
 def load_reference(ref_model: str | PreTrainedModel | None, **init_kwargs: Any) -> PreTrainedModel | None:
-    """A loaded reference model from an id or path; a loaded one, or None, as it is.
+    """Load a reference model from an id or path; return a loaded one, or None, as it is.
 
     Raises:
         TypeError, ValueError: it cannot be loaded.
@@ -101,7 +101,7 @@ def load_reference(ref_model: str | PreTrainedModel | None, **init_kwargs: Any) 
 
 
 def check_architecture(name: str, model: Any) -> None:
-    """Refuse what does not complete text from left to right.
+    """Refuse anything but a decoder-only language model.
 
     Raises:
         TypeError: names the class.
@@ -115,10 +115,10 @@ def check_architecture(name: str, model: Any) -> None:
 
 
 def check_model(model: PreTrainedModel | PeftModel, peft_config: PeftConfig | None) -> None:
-    """Refuse what cannot be trained, before anything about the model is changed.
+    """Refuse a model or adapter that cannot be trained, before the model is changed.
 
     Raises:
-        TypeError: a model that does not complete text, or a peft_config that is none.
+        TypeError: the model is no decoder-only language model, or peft_config no PeftConfig.
         ValueError: a second adapter is asked for on a trained one, or the loaded adapter is not trainable.
     """
     check_architecture("model", model)
@@ -145,7 +145,7 @@ def check_model(model: PreTrainedModel | PeftModel, peft_config: PeftConfig | No
 
 
 def check_bare(model: PreTrainedModel) -> None:
-    """Refuse a base in which an adapter's layers stand: they would take part in everything, and not be saved.
+    """Refuse a base that contains an adapter's layers: they would act in every forward and not be saved.
 
     Raises:
         ValueError: names one.
@@ -159,7 +159,7 @@ def check_bare(model: PreTrainedModel) -> None:
 
 
 def check_placement(name: str, model: PreTrainedModel | PeftModel) -> None:
-    """Refuse a model whose layers lie on several devices: its states are read, and heads and adapters made, on one.
+    """Refuse a model whose layers lie on several devices: heads and adapters are created on one.
 
     Args:
         name: of the model, for the error.
@@ -188,7 +188,7 @@ def check_vocabulary(name: str, model: PreTrainedModel | PeftModel, needed: int)
 
 
 def check_adapter(config: PeftConfig) -> None:
-    """Refuse adapters that, disabled, do not give the base back: the reference would not be the base."""
+    """Refuse adapters that change the base even when disabled: the reference would not be the base."""
     init = getattr(config, "init_lora_weights", True)
     if isinstance(init, str) and init.lower().startswith(BASE_CHANGING_INITS):
         raise ValueError(
@@ -224,7 +224,7 @@ def check_adapter(config: PeftConfig) -> None:
 
 
 def keep_four_bits(model: nn.Module) -> None:
-    """Have bitsandbytes leave 4-bit weights as they are; to be called before the model's first forward.
+    """Keep bitsandbytes from rewriting 4-bit weights; call it before the model's first forward.
 
     On CPUs with AVX512-BF16 it rewrites them for inference, in place and with their scales in bfloat16: the bytes
     would change, and passes with and without gradient, or of actor and reference, would disagree.
@@ -237,10 +237,10 @@ def keep_four_bits(model: nn.Module) -> None:
 def separate_adapter(
     model: PreTrainedModel | PeftModel, peft_config: PeftConfig | None, revision: str | None = None
 ) -> ActorSource:
-    """Base, adapter and the adapter's weights of a model that `check_model` has let through.
+    """Separate a model that passed `check_model` into base, adapter configuration and adapter weights.
 
     Args:
-        revision: of a base that was loaded from the Hub, for the new adapter to name.
+        revision: of a base from the Hub; a new adapter's configuration records it.
     """
     if not isinstance(model, PeftModel):
         config = copy.deepcopy(peft_config) or default_peft_config()
@@ -260,17 +260,17 @@ def separate_adapter(
 
 
 def default_peft_config() -> LoraConfig:
-    """LoRA of rank 16 on every linear layer but the output head."""
+    """Return LoRA of rank 16 on every linear layer except the output head."""
     return LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
 
 
 def load_tokenizer(model: str | PreTrainedModel | PeftModel, **init_kwargs: Any) -> PreTrainedTokenizerBase:
-    """The tokenizer that belongs to a model, or to the base of an adapter saved without one.
+    """Load a model's tokenizer, or that of its base if an adapter was saved without one.
 
     Args:
-        init_kwargs: of the model's `from_pretrained`; of them where to look, and whether its own code may run.
+        init_kwargs: of the model's `from_pretrained`; location and `trust_remote_code` are used.
     Raises:
-        ValueError: there is none, or no such model.
+        ValueError: there is no tokenizer, or no such model.
     """
     name = model if isinstance(model, str) else model.config.name_or_path
     options = hub_options(init_kwargs)

@@ -24,12 +24,12 @@ def tokens_at_once(vocab_size: int, device: torch.device) -> int:
 
 
 def logits_of(model: PreTrainedModel | PeftModel, hidden: Tensor) -> Tensor:
-    """(…, V) float32 logits from (…, H) hidden states, with what some architectures do after the output head."""
+    """Return (…, V) float32 logits of (…, H) hidden states, with the architecture's own scaling or capping."""
     return adjust_logits(model, model.get_output_embeddings()(hidden).float())
 
 
 def adjust_logits(model: PreTrainedModel | PeftModel, logits: Tensor) -> Tensor:
-    """What some architectures do with the output head's logits, in the type that these have."""
+    """Cap or scale the output head's logits as Gemma 2, Granite and Cohere do, in their own dtype."""
     config = model.config.get_text_config()
     if (cap := getattr(config, "final_logit_softcapping", None)) is not None:  # Gemma 2
         logits = torch.tanh(logits / cap) * cap
@@ -47,20 +47,20 @@ def token_logprobs(
     temperature: float,
     entropy: Entropy = "none",
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probability and entropy of tokens, in chunks, so that memory hardly grows with the vocabulary.
+    """Compute log-probabilities and entropies of tokens in chunks; memory hardly grows with the vocabulary.
 
     Args:
         hidden: (N, H), the state before each token.
         tokens: (N,) int64.
         temperature: divides the logits.
-        entropy: whether to compute it, and with a gradient, which costs as much again as that of the log-probs.
+        entropy: "differentiable" costs as much again as the gradient of the log-probs.
     Returns:
-        logprobs, entropy: (N,) float32, nats; entropy None if it is not asked for.
+        logprobs, entropy: (N,) float32, nats; entropy is None for "none".
     """
 
     def head(states: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
         logits = logits_of(model, states)
-        if temperature != 1.0:  # a pass over the logits that need not be made
+        if temperature != 1.0:  # saves a pass over the logits
             logits = logits / temperature
         distribution = logits.log_softmax(dim=-1)
         logprobs = distribution.gather(-1, targets[:, None]).squeeze(-1)
@@ -85,21 +85,21 @@ def token_logprobs(
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Whether FSDP2 or DeepSpeed keeps its weights in shards, so that a forward needs every process."""
+    """Return whether FSDP2 or DeepSpeed shards the weights, so that a forward needs every process."""
     return isinstance(module, FSDPModule) or any(hasattr(p, "ds_id") for p in module.parameters())
 
 
 def is_constant(head: nn.Module) -> bool:
-    """Whether a backward of its own may run through the head: it has nothing to train, and no shards to gather."""
+    """Return whether the head has neither trainable nor sharded weights, as `GradientAhead` needs."""
     return not is_sharded(head) and not any(p.requires_grad for p in head.parameters())
 
 
 class GradientAhead(torch.autograd.Function):
-    """Calls a frozen head on some rows at a time, and takes the gradient in the forward already.
+    """Apply a frozen head to chunks of rows, and compute the gradient in the forward pass.
 
-    Each output belongs to one row of states. Its gradient is that row's times a number that only the backward knows,
-    so (N, H) gradients are all that has to be kept, and the logits are made once. What is kept has its place before
-    the first logits are made: between them it would tear the heap into pieces that the next ones do not fit into.
+    Each output depends on one row of states, so its gradient is a row that the backward only scales. The forward keeps
+    (N, H) gradients and computes the logits once. Buffers that outlive a chunk are allocated first; allocating them
+    between chunks fragments the heap.
     """
 
     @staticmethod

@@ -24,39 +24,39 @@ RewardFunc = Callable[..., Any]
 
 
 class RewardWrapper:
-    """A reward function around another one, whose name and kind it takes over."""
+    """A reward function around another one; it takes over that one's name, and is async if that one is."""
 
     func: RewardFunc
 
 
 def unwrap(func: RewardFunc) -> RewardFunc:
-    """What a `functools.partial` or a wrapper, or several around each other, call."""
+    """Return the innermost function of nested wrappers and `functools.partial` objects."""
     while isinstance(func, functools.partial | RewardWrapper):
         func = func.func
     return func
 
 
 def remove_wrappers(func: RewardFunc) -> RewardFunc:
-    """What a wrapper, or several around each other, pass their arguments on to; a partial keeps what it binds."""
+    """Return the function inside nested wrappers; a `functools.partial` is kept, with the arguments it binds."""
     while isinstance(func, RewardWrapper):
         func = func.func
     return func
 
 
 def plain_name(func: RewardFunc) -> str:
-    """A function's name, or the class of an object that can be called."""
+    """Return a function's name, or the class name of a callable object."""
     func = unwrap(func)
     return getattr(func, "__name__", type(func).__name__)
 
 
 def is_async(func: RewardFunc) -> bool:
-    """Whether calling it gives a coroutine; objects with an async `__call__` included."""
+    """Return whether calling it gives a coroutine, also for objects with an async `__call__`."""
     func = unwrap(func)
     return inspect.iscoroutinefunction(func) or inspect.iscoroutinefunction(getattr(func, "__call__", None))  # noqa: B004
 
 
 class Log:
-    """What one reward function logs; each has its own, so that the order does not depend on who is faster."""
+    """Values that one reward function logs. Each function has its own log, so the order does not depend on speed."""
 
     def __init__(self) -> None:
         self.columns: dict[str, list[Any]] = {}
@@ -64,25 +64,25 @@ class Log:
         self.failed: list[bool] | None = None
 
     def extra(self, column: str, values: Sequence[Any]) -> None:
-        """`log_extra`: one value per completion."""
+        """Add a column of one value per completion; passed as `log_extra`."""
         if isinstance(values, str) or not isinstance(values, Iterable):
             raise TypeError(f"log_extra({column!r}, {values!r}): give a list with a value for each completion")
         self.columns.setdefault(column, []).extend(values)
 
     def metric(self, name: str, value: float) -> None:
-        """`log_metric`."""
+        """Add a number to a metric; passed as `log_metric`."""
         try:
             self.numbers.setdefault(name, []).append(float(value))
         except (TypeError, ValueError) as error:
             raise TypeError(f"log_metric({name!r}, {value!r}): a metric is one number ({error})") from error
 
     def failures(self, failed: list[bool]) -> None:
-        """`log_failures`, which wrappers are given alone: for each completion, whether its reward is a fallback."""
+        """Note for each completion whether its reward is a fallback; passed as `log_failures`, to wrappers only."""
         self.failed = failed
 
 
 def columns_of(logs: dict[str, Log], rows: int) -> dict[str, list[Any]]:
-    """What functions passed to `log_extra`; columns of one name are told apart by the function's.
+    """Return the columns of all logs; where two functions use one name, the function's name is added.
 
     Raises:
         ValueError: a column has more or fewer values than there are completions; names it and its function.
@@ -101,7 +101,7 @@ def columns_of(logs: dict[str, Log], rows: int) -> dict[str, list[Any]]:
 
 
 def merge_logs(logs: Iterable[dict[str, list[Any]]]) -> dict[str, list[Any]]:
-    """Lists of the same name, one after the other."""
+    """Concatenate the lists of each name."""
     result: dict[str, list[Any]] = {}
     for log in logs:
         for name, values in log.items():
@@ -110,17 +110,19 @@ def merge_logs(logs: Iterable[dict[str, list[Any]]]) -> dict[str, list[Any]]:
 
 
 def check_output(name: str, output: Any, lengths: list[int]) -> list[float | list[float]]:
-    """A reward function's output with NaN for None; anything else than numbers is an error.
+    """Return a reward function's output as floats or lists of floats, with NaN for None.
 
     Args:
         name: the function, for the error.
         lengths: tokens of each completion.
+    Raises:
+        TypeError, ValueError: a wrong type or number of values, or a value that is not finite; names function and row.
     """
     return [check_reward(name, row, value, lengths[row]) for row, value in enumerate(rows_of(name, output, lengths))]
 
 
 def rows_of(name: str, output: Any, lengths: list[int]) -> list[Any]:
-    """A reward function's output as a list with one entry for each completion."""
+    """Return a reward function's output as a list with one entry per completion."""
     if isinstance(output, Tensor | np.ndarray):
         # (B, 1) are the logits of a model with one label; for completions of one token both readings are the same.
         output = (output[:, 0] if output.ndim == 2 and output.shape[1] == 1 else output).tolist()
@@ -136,7 +138,7 @@ def rows_of(name: str, output: Any, lengths: list[int]) -> list[Any]:
 
 
 def check_reward(name: str, row: int, value: Any, length: int) -> float | list[float]:
-    """One reward as a float, or as a list of them with one per token."""
+    """Return one reward as a float, or as a list with a float per token."""
     if value is None:
         return math.nan
     if isinstance(value, Tensor | np.ndarray) and value.ndim == 1 and len(value) != 1:
@@ -157,7 +159,7 @@ def check_reward(name: str, row: int, value: Any, length: int) -> float | list[f
 
 
 def check_number(name: str, row: int, value: Any) -> float:
-    """A finite number as a float."""
+    """Return a number that is finite in float32, as a float."""
     if isinstance(value, Tensor | np.ndarray | np.generic) and math.prod(value.shape) == 1:
         value = value.item()
     if not isinstance(value, Real):

@@ -1,4 +1,4 @@
-"""Reward functions called, and what they give combined and placed."""
+"""Call reward functions, combine their scores, and place them on tokens."""
 
 import functools
 import itertools
@@ -27,7 +27,7 @@ from hfppo.support.concurrency import in_background
 
 @dataclass(frozen=True)
 class Scored:
-    """What the reward functions say about B completions."""
+    """Scores of B completions by F reward functions."""
 
     per_function: Tensor  # (B, F) float32, NaN where a function is left out
     combined: Tensor  # (B,) float32, the weighted sum; 0 where no function scores
@@ -66,7 +66,7 @@ class RewardFunctions:
         trainer_state: Any,
         width: int,
     ) -> Iterator[Callable[[], Scored]]:
-        """Score B completions; inside, `async def` functions go on until the yielded function waits for them.
+        """Score B completions; `async def` functions run during the block, until the yielded function waits for them.
 
         Args:
             prompts, completions: B texts or conversations.
@@ -75,7 +75,7 @@ class RewardFunctions:
             trainer_state: `transformers.TrainerState`.
             width: T, the columns of token rewards.
         Raises:
-            TypeError, ValueError: a function gave something else than the contract says; names function and row.
+            TypeError, ValueError: an output breaks the contract; names function and row.
         """
         logs = [Log() for _ in self.funcs]
         shared = {
@@ -86,7 +86,9 @@ class RewardFunctions:
             "trainer_state": trainer_state,
         }
         calls = [
-            functools.partial(func, **shared, log_extra=log.extra, log_metric=log.metric, **more_for(func, log))
+            functools.partial(
+                func, **shared, log_extra=log.extra, log_metric=log.metric, **wrapper_arguments(func, log)
+            )
             for func, log in zip(self.funcs, logs, strict=True)
         ]
         with in_background([call for call in calls if is_async(call)]) as awaited:
@@ -105,7 +107,7 @@ class RewardFunctions:
             return scored()
 
     def _scored(self, outputs: list[Any], lengths: list[int], width: int, logs: list["Log"]) -> Scored:
-        """What the functions returned, checked and combined."""
+        """Check and combine the outputs of the functions."""
         rows = [check_output(name, out, lengths) for name, out in zip(self.names, outputs, strict=True)]
         scores = torch.tensor(
             [[math.fsum(x) if isinstance(x, list) else x for x in row] for row in rows], dtype=torch.float32
@@ -122,17 +124,18 @@ class RewardFunctions:
         )
 
 
-def more_for(func: RewardFunc, log: Log) -> dict[str, Any]:
-    """What wrappers are passed beyond the contract."""
+def wrapper_arguments(func: RewardFunc, log: Log) -> dict[str, Any]:
+    """Return the arguments that wrappers get beyond the contract."""
     return {"log_failures": log.failures} if isinstance(func, RewardWrapper) else {}
 
 
 def describe(thing: Any) -> str:
+    """Return the class of a model, which is too long to print, or the object itself."""
     return type(thing).__name__ if isinstance(thing, nn.Module) else repr(thing)
 
 
 def number_repeated_names(names: list[str]) -> list[str]:
-    """The names; those that are repeated get numbers, which make none that is there already."""
+    """Number repeated names, without creating a name that exists already."""
     taken = {name for name in names if names.count(name) == 1}
     result = []
     for name in names:
@@ -143,7 +146,7 @@ def number_repeated_names(names: list[str]) -> list[str]:
 
 
 def check_weights(weights: Sequence[float] | None, names: list[str]) -> list[float]:
-    """One finite weight for each function; 1 each where none are given."""
+    """Return one finite weight per function; 1 each if `weights` is None."""
     if weights is None:
         return [1.0] * len(names)
     if not isinstance(weights, Sequence) or isinstance(weights, str):
@@ -162,13 +165,14 @@ def check_weights(weights: Sequence[float] | None, names: list[str]) -> list[flo
 
 
 def any_per_token(rows: list[list[float | list[float]]]) -> bool:
+    """Return whether a function gave token rewards."""
     return any(isinstance(value, list) for row in rows for value in row)
 
 
 def place_on_tokens(
     rows: list[list[float | list[float]]], weights: list[float], lengths: list[int], width: int
 ) -> Tensor:
-    """(B, T) weighted rewards: token rewards on their tokens, scores on the last one."""
+    """Return (B, T) weighted rewards: token rewards on their tokens, scores on the last token."""
     placed = torch.zeros(len(lengths), width)
     for values, weight in zip(rows, weights, strict=True):
         for row, value in enumerate(values):

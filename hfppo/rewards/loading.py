@@ -21,14 +21,14 @@ def load_reward_funcs(
     device: torch.device,
     **init_kwargs: Any,
 ) -> list[Any]:
-    """What users put into `reward_funcs`, with the reward models among it loaded.
+    """Load the reward models, adapters and servers among `reward_funcs`.
 
     Args:
         funcs: one or several functions, models, or ids or paths of models or adapters.
-        tokenizers: one for each, alone for a single function; None: the model's own.
-        base_name: of the actor's base, for which an adapter must have been made.
-        device: the trainer's, to which models are loaded, and moved from the CPU.
-        init_kwargs: for `from_pretrained`; a `device_map` among them comes before `device`.
+        tokenizers: one for each, or a single one for a single function; None for the model's own.
+        base_name: name of the actor's base; adapters must have been trained on it.
+        device: the trainer's; models are loaded to it, and loaded models are moved to it from the CPU.
+        init_kwargs: for `from_pretrained`; a `device_map` among them takes precedence over `device`.
     Raises:
         ValueError: a model cannot be loaded, has no score head, or is an adapter for another base.
     """
@@ -47,7 +47,7 @@ def load_reward_funcs(
 def load_reward_func(
     func: Any, tokenizer: PreTrainedTokenizerBase | None, base_name: str, device: torch.device, **init_kwargs: Any
 ) -> Any:
-    """One of them; a function is left as it is, a server is asked whether it is there."""
+    """Load one entry of `reward_funcs`; return a function as it is, and check that a server answers."""
     if isinstance(func, TolerantReward):
         return replace(func, func=load_reward_func(func.func, tokenizer, base_name, device, **init_kwargs))
     if isinstance(func, PreTrainedModel | PeftModel):
@@ -83,13 +83,13 @@ def load_reward_func(
 
 
 def tokenizer_of(name: str, init_kwargs: dict[str, Any]) -> PreTrainedTokenizerBase:
-    """The tokenizer of a reward model that is loaded with these arguments."""
+    """Load the tokenizer of a reward model."""
     trusted = init_kwargs.get("trust_remote_code")
     return AutoTokenizer.from_pretrained(name, trust_remote_code=trusted, **hub_options(init_kwargs))
 
 
 def load_classifier(name: str, **init_kwargs: Any) -> PreTrainedModel:
-    """A sequence-classification model; a head that its files lack is an error, for its scores would be noise."""
+    """Load a sequence-classification model; refuse files without a head, whose scores would be noise."""
     try:
         model, info = AutoModelForSequenceClassification.from_pretrained(name, output_loading_info=True, **init_kwargs)
     except OSError as error:

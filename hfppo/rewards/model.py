@@ -1,8 +1,8 @@
-"""Reward models as reward functions: they score text, so their tokenizer may be another one.
+"""Reward models as reward functions. They score text, so their tokenizer may differ from the actor's.
 
     reward_funcs=[right_answer, "org/reward-model", "out/reward-adapter"]
 
-An adapter for the actor's own base rides the base that is in memory already.
+An adapter for the actor's base uses the base that is already in memory.
 """
 
 import copy
@@ -25,15 +25,14 @@ class RewardModel:
     """A sequence-classification model that follows the contract of `hfppo.rewards.contract`.
 
     A conversation is rendered by the reward tokenizer's chat template, with the row's `tools` and
-    `chat_template_kwargs`. A plain prompt is followed by its completion and EOS. Both as TRL's RewardTrainer has it in
-    training.
+    `chat_template_kwargs`. A plain prompt is followed by its completion and EOS. TRL's RewardTrainer does the same.
 
     Args:
         model: its head gives one number, or `label` says which one counts.
         tokenizer: the model's own; its padding token and side are not changed.
         batch_size: texts at once.
         label: index or name of the label that is the score; None for a model with one label.
-        device: where it goes before it scores; None: it stays where it is.
+        device: moved to before it scores; None leaves the model where it is.
 
     Raises:
         ValueError: a model with several labels and no `label`, or an unknown one.
@@ -75,9 +74,9 @@ class RewardModel:
 
     @torch.no_grad()
     def score(self, texts: list[str], add_special_tokens: bool = True) -> list[float]:
-        """The scores of some texts; of one longer than the model's positions, the end is read: the completion."""
-        if not hasattr(self.model, "hf_device_map"):  # nobody else has placed it, over several devices perhaps
-            # Trainer has moved what it shares with actor or critic since, and knows nothing of its other tensors.
+        """Return the scores of texts; a text longer than the model's positions loses its beginning."""
+        if not hasattr(self.model, "hf_device_map"):  # a device map may have spread it over several devices
+            # Trainer has moved the tensors that it shares with actor or critic, but not its own.
             self.model.to(self.device or next(self.model.parameters()).device)
         if not texts:
             return []
@@ -98,7 +97,7 @@ class RewardModel:
         return scores.tolist()
 
     def logits(self, sequences: list[Tensor]) -> Tensor:
-        """(B, labels) logits of token ids; a decoder's are read at the last real token, whatever it is padded with."""
+        """Return (B, labels) logits of token ids, for a decoder those at the last real token."""
         device = next(self.model.parameters()).device
         ids = nn.utils.rnn.pad_sequence(sequences, batch_first=True).to(device)
         lengths = torch.tensor([len(sequence) for sequence in sequences], device=device)
@@ -112,7 +111,7 @@ class RewardModel:
 
 
 def conversation(prompt: list[dict[str, Any]], completion: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A prompt and its completion, in one turn where the prompt has begun the assistant's."""
+    """Join a prompt and its completion, in one turn if the prompt ends with an unfinished assistant's."""
     *before, last = prompt
     if last["role"] != "assistant":
         return prompt + completion
@@ -122,7 +121,7 @@ def conversation(prompt: list[dict[str, Any]], completion: list[dict[str, Any]])
 
 
 def check_conversations(name: str, func: Any, dataset: str, prompts: Prompts) -> None:
-    """Refuse conversations for a reward model that cannot render them; other functions are no matter.
+    """Refuse conversations for a reward model without a chat template; other functions pass.
 
     Args:
         name: of the function, for the error, as `dataset` is.
@@ -138,14 +137,14 @@ def check_conversations(name: str, func: Any, dataset: str, prompts: Prompts) ->
 
 
 def max_length(model: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """Tokens that the model can read; None without a limit."""
+    """Return the number of tokens that the model can read; None if there is no limit."""
     if tokenizer.model_max_length < VERY_LARGE_INTEGER:
         return tokenizer.model_max_length  # RoBERTa's positions begin at 2: its config says more
     return getattr(model.config, "max_position_embeddings", None)
 
 
 def find_label(num_labels: int, label2id: Any, label: int | str | None, name: str) -> int:
-    """The index of the label that is the score."""
+    """Return the index of the label that is the score."""
     if label is None and num_labels == 1:
         return 0
     index = label2id.get(label, -1) if isinstance(label, str) else -1 if label is None else label
@@ -159,9 +158,9 @@ def find_label(num_labels: int, label2id: Any, label: int | str | None, name: st
 
 
 class RewardAdapter(RewardModel):
-    """A LoRA reward model on the actor's own base, which costs the adapter and the head alone.
+    """A LoRA reward model on the actor's base: only adapter and head take memory.
 
-    It scores once `attach` has given it the base.
+    Call `attach` with the base before scoring.
     """
 
     def __init__(
@@ -171,10 +170,10 @@ class RewardAdapter(RewardModel):
         self.__name__ = os.path.basename(path.rstrip("/"))
 
     def attach(self, base: PreTrainedModel) -> None:
-        """Put the adapter on a module tree of its own over the base's tensors; before the actor's adapter is."""
+        """Put the adapter on a second module tree over the base's tensors, before the actor's adapter is added."""
         config = copy.deepcopy(base.config)
-        config.num_labels = 1  # its setter names the label, too: a config of one label and two names is warned of
-        with torch.device("meta"):  # nothing of this trunk is kept
+        config.num_labels = 1  # not in the call: transformers would warn of two label names
+        with torch.device("meta"):  # the trunk is replaced below
             classifier: Any = AutoModelForSequenceClassification.from_config(config)
         setattr(classifier, classifier.base_model_prefix, shared_copy(base.base_model))
         width = config.get_text_config().hidden_size

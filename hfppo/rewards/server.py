@@ -28,7 +28,7 @@ class RewardServer:
         max_retries: further attempts after the first; pauses grow from 0.2 to 5 seconds.
         max_concurrency: requests at once, per process.
         headers: sent along, an Authorization for instance; never logged or saved.
-        name: what metrics call it.
+        name: its name in metrics.
 
     Raises:
         ValueError: an argument outside its range.
@@ -51,11 +51,11 @@ class RewardServer:
         self.columns, self.batch_size, self.__name__ = list(columns), batch_size, name
 
     async def __call__(self, prompts: list[Any], completions: list[Any], **kwargs: Any) -> list[float | None]:
-        """One score per completion.
+        """Return one score per completion.
 
         Raises:
-            ServerError: it could not be reached, or answered something else.
-            ValueError: a column is not in the dataset, or JSON cannot hold it; names it.
+            ServerError: the server cannot be reached, or its answer breaks the protocol.
+            ValueError: a column is missing from the dataset, or JSON cannot hold it; names the column.
         """
         if missing := [column for column in self.columns if column not in kwargs]:
             raise ValueError(f"columns={self.columns} of {self.__name__}: the dataset has no column {missing[0]!r}")
@@ -71,10 +71,10 @@ class RewardServer:
         ]
 
     def check(self) -> None:
-        """Ask for the scores of nothing, so that a run with a wrong address ends before it begins.
+        """Ask for the scores of no completions, so that a wrong address fails before the run.
 
         Raises:
-            ServerError: it could not be reached, or answered something else than no scores.
+            ServerError: the server cannot be reached, or its answer is not an empty list of scores.
         """
         body: dict[str, list] = {key: [] for key in ("prompts", "completions", *self.columns)}
         self._scores(wait_for(lambda: self.endpoint.post_all("", [body]))[0], 0)
@@ -90,7 +90,7 @@ class RewardServer:
 
 
 def check_json(server: str, columns: Mapping[str, Any]) -> None:
-    """Refuse what cannot be sent.
+    """Refuse columns that JSON cannot hold.
 
     Args:
         server: its address, for the error.

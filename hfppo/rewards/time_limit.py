@@ -1,4 +1,8 @@
-"""A time limit for plain code, which holds."""
+"""A hard timeout for synchronous functions.
+
+Packages with signal timeouts raise an Exception, which `except Exception` in the function swallows, and cannot end a
+process that hangs in compiled code; packages with worker processes need functions and models that can be pickled.
+"""
 
 import faulthandler
 import signal
@@ -9,21 +13,21 @@ from typing import Any
 
 
 class TimeUp(BaseException):
-    """Raised inside; no Exception, so that the code inside does not take it for an error of its own."""
+    """Raised inside the function; not an Exception, so that its own `except Exception` does not catch it."""
 
 
 def call_within(seconds: float | None, message: str, func: Callable[[], Any]) -> Any:
-    """What a function returns, if it does so in time.
+    """Return the function's result, or raise a TimeoutError after some seconds.
 
-    A timer signal interrupts Python code, sleeping, locks and sockets, and regular expressions. Code that does not
-    come back to the interpreter cannot be interrupted by anything: when it has taken twice the time, every thread's
-    stack is printed and the process ends.
+    A timer signal interrupts Python code, sleep, locks, sockets and regular expressions. Compiled code that does not
+    return to the interpreter cannot be interrupted: after twice the time all threads' stacks are printed and the
+    process ends.
 
     Args:
         seconds: None for no limit.
         message: of the error.
     Raises:
-        TimeoutError: the time was up; its cause holds the line at which the code was.
+        TimeoutError: the time is over; the traceback of its cause shows the line that hung.
         RuntimeError: outside the main thread.
     """
     if seconds is None:
@@ -41,11 +45,13 @@ def call_within(seconds: float | None, message: str, func: Callable[[], Any]) ->
     handler = signal.signal(signal.SIGALRM, stop)
     timer = (0.0, 0.0)
     try:
-        # The alarm may ring at any line up to the one after `func`. The next is a whole limit away, so that what
-        # puts things back is not interrupted.
+        # The signal may arrive at any line up to the one after `func`. The next one is a whole limit away, so it does
+        # not interrupt the restoring below.
         try:
             faulthandler.dump_traceback_later(2 * seconds, exit=True, file=sys.__stderr__ or 2)
-            timer = signal.setitimer(signal.ITIMER_REAL, seconds, seconds)  # again, for one that catches everything
+            timer = signal.setitimer(
+                signal.ITIMER_REAL, seconds, seconds
+            )  # repeated, for code that catches everything
             return func()
         finally:
             running = False

@@ -1,4 +1,4 @@
-"""Reward functions that may fail: which rows are lost, and how many may be."""
+"""Reward functions that may fail for some rows: skip or replace those rows, and limit their share."""
 
 import asyncio
 import functools
@@ -25,12 +25,12 @@ logger = logging.getLogger(__name__)
 
 
 class RewardError(RuntimeError):
-    """A reward function failed for more rows than it may; the first failure is the cause."""
+    """A reward function failed for more rows than `max_failed` allows; its cause is the first failure."""
 
 
 @dataclass(frozen=True)
 class CallResult:
-    """What one call gave: a reward or what went wrong for each row, and what was logged."""
+    """The outcome of one call: a reward or an exception for each row, and the log."""
 
     rewards: list[Any]
     log: Log
@@ -38,18 +38,18 @@ class CallResult:
 
 @dataclass(frozen=True)
 class TolerantReward(RewardWrapper):
-    """A reward function that may fail for some rows. It follows the contract of `hfppo.rewards.contract` itself.
+    """A reward function that may fail for some rows, as a reward function.
 
-    A row fails if its reward is none. If the call fails as a whole (an exception, the time limit, a wrong type or
-    count), the rows are asked for one by one, so that the rest is kept: the reward of a row must not depend on its
-    neighbours.
+    A row fails if its reward is not finite, not a number, or has the wrong number of token rewards. If the whole call
+    fails (an exception, the time limit, a wrong type or count), the function is called again for each row alone, and
+    only the rows that fail again are lost. So the reward of a row must not depend on the other rows.
 
     Args:
         func: a plain or `async def` function, a `RewardServer` or `RewardModel`, or the address, id or path of one.
         on_error: "skip" leaves the function out for the row, as None does; a number is the row's reward; "raise" ends
             the run at the first failure.
-        timeout: seconds that a call may take, for all rows or for one; None for any.
-        max_failed: share of a call's rows, rounded up to whole ones, that may fail; more end the run.
+        timeout: seconds that a call may take, for all rows or for one; None for no limit.
+        max_failed: share of a call's rows that may fail, rounded up to whole rows; more end the run.
 
     Raises:
         ValueError: an argument outside its range.
@@ -71,14 +71,14 @@ class TolerantReward(RewardWrapper):
 
     @property
     def name(self) -> str:
-        """As metrics and errors have it."""
+        """The name in metrics and errors."""
         return plain_name(self.func)
 
     def __call__(self, **arguments: Any) -> Any:
-        """The rewards, or a coroutine of them if the function is asynchronous.
+        """Return the rewards, or a coroutine of them if the function is asynchronous.
 
         Raises:
-            RewardError: more rows failed than may.
+            RewardError: more rows failed than `max_failed` allows.
         """
         scoring = self._score(**arguments)
         return scoring if is_async(self.func) else run_without_waiting(scoring)
@@ -86,7 +86,7 @@ class TolerantReward(RewardWrapper):
     async def _score(
         self, log_extra: Any = None, log_metric: Any = None, log_failures: Any = None, **columns: Any
     ) -> list[Any]:
-        # Only asynchronous functions are ever waited for here.
+        # A plain function never suspends this coroutine, so `run_without_waiting` can run it to its end.
         try:
             scores = await self._call(columns, 0, len(columns["completions"]))
         except Exception as error:
@@ -96,7 +96,7 @@ class TolerantReward(RewardWrapper):
         self._check_share(scores.rewards, len(scores.rewards))
         failed = [isinstance(reward, Exception) for reward in scores.rewards]
         if any(failed):
-            self._tell(scores.rewards, failed)
+            self._warn(scores.rewards, failed)
         for column, values in scores.log.columns.items() if log_extra else ():
             log_extra(column, values)
         for metric, numbers in scores.log.numbers.items() if log_metric else ():
@@ -108,7 +108,7 @@ class TolerantReward(RewardWrapper):
         return [fallback if lost else reward for lost, reward in zip(failed, scores.rewards, strict=True)]
 
     async def _row_by_row(self, columns: dict[str, Any], error: Exception) -> CallResult:
-        """The rows one by one, after a call for all of them failed; given up once too many have."""
+        """Call the function for each row alone, until more rows have failed than may."""
         logger.warning("reward function %r failed, and is asked row by row: %r", self.name, error)
         rewards: list[Any] = []
         logs: list[Log] = []
@@ -119,7 +119,7 @@ class TolerantReward(RewardWrapper):
                 scores = CallResult([failure], Log())
             rewards += scores.rewards
             logs.append(scores.log)
-            columns_of({self.name: scores.log}, 1)  # refuses what is not one value for this row
+            columns_of({self.name: scores.log}, 1)  # refuses a column without exactly one value for this row
             self._check_share(rewards, len(columns["completions"]))
         log = Log()
         for column in dict.fromkeys(name for one in logs for name in one.columns):
@@ -128,7 +128,7 @@ class TolerantReward(RewardWrapper):
         return CallResult(rewards, log)
 
     async def _call(self, columns: dict[str, Any], start: int, stop: int) -> CallResult:
-        """Ask for the rewards of some rows once; lists among the columns have an entry for each row."""
+        """Call the function once for the rows from start to stop; lists among the columns have one entry per row."""
         log = Log()
         some = {name: rows[start:stop] if isinstance(rows, list) else rows for name, rows in columns.items()}
         given = rows_of(self.name, await self._answer(some, log), some["completion_ids"])
@@ -144,8 +144,8 @@ class TolerantReward(RewardWrapper):
         return CallResult(rewards, log)
 
     async def _answer(self, columns: dict[str, Any], log: Log) -> Any:
-        """What the function returns within the time limit."""
-        late = f"reward function {self.name!r} gave no answer within {self.timeout} s; raise timeout, or mend it"
+        """Return the function's output, or raise a TimeoutError after `timeout` seconds."""
+        late = f"reward function {self.name!r} gave no answer within {self.timeout} s; raise timeout, or correct it"
         if not is_async(self.func):
             call = functools.partial(self.func, **columns, log_extra=log.extra, log_metric=log.metric)
             return call_within(self.timeout, late, call)
@@ -166,18 +166,23 @@ class TolerantReward(RewardWrapper):
                 f"max_failed={self.max_failed} allows; the first: {failures[0]!r}"
             ) from failures[0]
 
-    def _tell(self, rewards: list[Any], failed: list[bool]) -> None:
+    def _warn(self, rewards: list[Any], failed: list[bool]) -> None:
+        """Log the number of failed rows and the first failure."""
         first = failed.index(True)
         logger.warning(
             "reward function %r failed for %d of %d completions; the first is row %d: %r",
-            *(self.name, sum(failed), len(failed), first, rewards[first]),
+            self.name,
+            sum(failed),
+            len(failed),
+            first,
+            rewards[first],
         )
 
 
 def run_without_waiting(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """The result of a coroutine that never waits."""
+    """Return the result of a coroutine that never suspends."""
     try:
         coroutine.send(None)
     except StopIteration as end:
         return end.value
-    raise RuntimeError("a plain reward function returned something to wait for; write it as async def")
+    raise RuntimeError("a plain reward function returned an awaitable; write it as async def")
