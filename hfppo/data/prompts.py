@@ -1,4 +1,4 @@
-"""Prompts: checked, rendered, tokenised and put in an order that needs no saved state."""
+"""Check, render and tokenise prompts, and order them without saved state."""
 
 import json
 import logging
@@ -44,16 +44,16 @@ class Prompts:
 
     @property
     def head(self) -> "Prompts":
-        """Those that are known before the run."""
+        """The prompts that are known before the run: all."""
         return self
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest."""
+        """Number of tokens of the longest prompt."""
         return max(map(len, self.ids), default=0)
 
     def at(self, positions: range, seed: int) -> list[tuple[dict[str, Any], list[int]]]:
-        """The rows and token ids at some positions of the endless stream of shuffled epochs."""
+        """Return rows and token ids at positions of the endless stream of shuffled epochs."""
         return [self[index] for index in prompt_indices(positions, len(self), seed)]
 
 
@@ -93,7 +93,7 @@ def short_prompts(
     chat_template_kwargs: Mapping[str, Any] | None,
     name: str,
 ) -> Prompts:
-    """As `prepare_prompts`, and perhaps none.
+    """Check and tokenise as `prepare_prompts`, but allow that no prompt is left.
 
     Raises:
         TypeError: not a `datasets.Dataset`.
@@ -131,7 +131,7 @@ def short_prompts(
 
 
 def dataset_of(prompts: Sequence[Any], columns: Mapping[str, Sequence[Any]]) -> Dataset:
-    """The dataset of given prompts and what belongs to them.
+    """Make a dataset of prompts and their columns.
 
     Raises:
         ValueError: a single text, or a column of another length; names it.
@@ -143,7 +143,7 @@ def dataset_of(prompts: Sequence[Any], columns: Mapping[str, Sequence[Any]]) -> 
 
 
 def as_dataset(given: Any) -> str:
-    """How to make a Dataset of what is none."""
+    """Return advice on how to make a Dataset of another object."""
     if isinstance(given, dict):
         return f"take one of its splits, of {', '.join(map(str, given))}"
     if isinstance(given, IterableDataset):
@@ -152,14 +152,14 @@ def as_dataset(given: Any) -> str:
 
 
 def datasets_by_name(dataset: Dataset | dict[str, Dataset] | None) -> dict[str | None, Dataset]:
-    """Datasets by name; a single one has the name None."""
+    """Return datasets by name; a single one has the name None."""
     if dataset is None:
         return {}
     return dict(dataset) if isinstance(dataset, dict) else {None: dataset}
 
 
 def is_conversational(prompts: list[Any], name: str) -> bool:
-    """Whether the prompts are lists of messages; an error names the first row of another kind."""
+    """Return whether the prompts are lists of messages; an error names the first row of another kind."""
     conversational = isinstance(prompts[0], list)
     for row, prompt in enumerate(prompts):
         if isinstance(prompt, list) != conversational:
@@ -177,7 +177,7 @@ def is_conversational(prompts: list[Any], name: str) -> bool:
 
 
 def is_message(message: Any) -> bool:
-    """Whether it has a role and something to say: text, parts, or calls of tools."""
+    """Return whether it is a message: a role with text, parts, or tool calls."""
     return (
         isinstance(message, dict)
         and isinstance(message.get("role"), str)
@@ -193,7 +193,7 @@ def token_ids(
     chat_template_kwargs: Mapping[str, Any],
     name: str,
 ) -> list[list[int]]:
-    """The token ids of each prompt; an error names the row that has none.
+    """Tokenise each prompt; an error names the row that cannot be.
 
     Args:
         options: what each row has in `TEMPLATE_COLUMNS`.
@@ -224,7 +224,7 @@ def token_ids(
 def render(
     messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, chat_template_kwargs: Mapping[str, Any]
 ) -> list[int]:
-    """Token ids of a conversation, ready for the assistant to speak, or to go on speaking.
+    """Return the token ids of a conversation, ready for the assistant to begin or continue.
 
     Arrow gives every message the keys of all others, as None; those are left out.
     """
@@ -241,7 +241,7 @@ def render(
 
 
 def template_options(*given: Any) -> dict[str, Any]:
-    """What a row says about its own rendering in `TEMPLATE_COLUMNS`, as it is or as JSON; an empty text says nothing.
+    """Return a row's arguments for the chat template from its `TEMPLATE_COLUMNS`, which may be JSON or empty.
 
     Arrow gives every row the keys of all others, as None; those are left out.
     """
@@ -252,14 +252,14 @@ def template_options(*given: Any) -> dict[str, Any]:
 
 
 def without_nones(value: Any) -> Any:
-    """Lists and dictionaries without the keys, at any depth, whose value is None."""
+    """Remove keys whose value is None from dictionaries at any depth."""
     if isinstance(value, dict):
         return {key: without_nones(inner) for key, inner in value.items() if inner is not None}
     return [without_nones(inner) for inner in value] if isinstance(value, list) else value
 
 
 def prompt_indices(positions: range, num_prompts: int, seed: int) -> list[int]:
-    """Which prompts stand at some positions of the endless stream of shuffled epochs.
+    """Return the indices of the prompts at positions of the endless stream of shuffled epochs.
 
     Every epoch is a new permutation, and a rollout may span two of them: no prompt is left out, and the order follows
     from (seed, position) alone.
@@ -272,7 +272,7 @@ def prompt_indices(positions: range, num_prompts: int, seed: int) -> list[int]:
 
 
 def pad_left(sequences: list[list[int]], pad_id: int) -> tuple[Tensor, Tensor]:
-    """(B, P) token ids padded on the left, and the (B, P) bool mask that is True on the real ones."""
+    """Return (B, P) token ids padded on the left, and a (B, P) bool mask, True on real tokens."""
     rows = [torch.tensor(tokens) for tokens in sequences]
     lengths = torch.tensor([len(tokens) for tokens in sequences])
     ids = pad_sequence(rows, batch_first=True, padding_value=pad_id, padding_side="left")

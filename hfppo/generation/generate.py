@@ -117,7 +117,7 @@ class TransformersSampler(Sampler):
     def _sample(
         self, prompt_ids: Tensor, prompt_mask: Tensor, seeds: list[int] | None, on_token: Callable[[int], None]
     ) -> Completions:
-        """A batch."""
+        """Sample one batch."""
         device = prompt_ids.device
         # MPS has no float64, and CUDA no deterministic cumulative sum.
         on_cpu = device.type == "mps" or torch.are_deterministic_algorithms_enabled()
@@ -148,7 +148,7 @@ class TransformersSampler(Sampler):
 
 
 def row_uniforms(seeds: list[int], width: int) -> Tensor:
-    """(B, T) float64 in [0, 1), each row from its own seed."""
+    """Return (B, T) float64 numbers in [0, 1), each row from its own seed."""
     return torch.stack(
         [
             torch.rand(width, generator=torch.Generator().manual_seed(stream_seed(seed)), dtype=torch.float64)
@@ -180,7 +180,7 @@ def state_values(model: ActorCritic, wanted: bool) -> Iterator[list[Tensor]]:
 
 @contextmanager
 def generation_config_of(model: ActorCritic, config: GenerationConfig) -> Iterator[None]:
-    """Inside, the model has this generation config.
+    """Give the model this generation config for the block.
 
     `generate` fills what a passed config leaves open from the model's own, a repetition penalty for instance.
     """

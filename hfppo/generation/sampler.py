@@ -1,4 +1,4 @@
-"""What every sampler takes and gives."""
+"""The contract of samplers, and the completions they return."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -27,12 +27,12 @@ class Completions:
         require_same_shape(truncated=self.truncated, first_column=self.ids[:, 0])
 
     def cpu(self) -> "Completions":
-        """A copy on the CPU."""
+        """Return a copy on the CPU."""
         moved = {f.name: value.cpu() for f in fields(self) if (value := getattr(self, f.name)) is not None}
         return replace(self, **moved)
 
     def rows(self, which: slice | Tensor) -> "Completions":
-        """Some of the rows."""
+        """Return some of the rows."""
         values = None if self.values is None else self.values[which]
         return Completions(self.ids[which], self.mask[which], self.truncated[which], self.logprobs[which], values)
 
@@ -46,7 +46,7 @@ class Sampler(Protocol):
     on_progress: Callable[[float], None] = staticmethod(lambda share: None)
 
     def ready(self) -> AbstractContextManager[None]:
-        """Inside, the sampler holds the current weights, and what else it needs to be called."""
+        """Hold the current weights for the block, so that the sampler can be called."""
         return nullcontext()
 
     def __call__(self, prompt_ids: Tensor, prompt_mask: Tensor, seeds: list[int] | None) -> Completions:
@@ -60,7 +60,7 @@ class Sampler(Protocol):
 
 
 def join_completions(parts: list[Completions], pad_id: int) -> Completions:
-    """The rows of several, padded to the longest."""
+    """Concatenate completions, padded to the longest."""
     width = max(part.ids.shape[1] for part in parts)
 
     def rows(name: str, padding: float) -> Tensor:
@@ -87,7 +87,7 @@ def completions_from(ids: Tensor, logprobs: Tensor, eos_ids: list[int], values: 
 
 
 def eos_token_ids(tokenizer: PreTrainedTokenizerBase, generation_config: GenerationConfig | None) -> list[int]:
-    """The ids that end a completion: the tokenizer's and the model's generation config's.
+    """Return the ids that end a completion: the tokenizer's and those of the model's generation config.
 
     To be resolved once, early: Trainer rewrites the generation config when training starts.
 

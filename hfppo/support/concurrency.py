@@ -1,4 +1,4 @@
-"""Coroutines for code that is not asynchronous itself."""
+"""Run coroutines from synchronous code."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
@@ -41,6 +41,6 @@ def in_background(calls: list[Callable[[], Awaitable[Any]]]) -> Iterator[Callabl
 
 
 def wait_for(call: Callable[[], Awaitable[Any]]) -> Any:
-    """The result of one coroutine function."""
+    """Run one coroutine function and return its result."""
     with in_background([call]) as results:
         return results()[0]

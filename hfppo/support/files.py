@@ -1,4 +1,4 @@
-"""Files beside a run: its log, curves, traces and completions."""
+"""Write the files beside a run: log, picture, traces and completions."""
 
 import logging
 import os
@@ -11,7 +11,7 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def ignore_write_errors(file: Path) -> Iterator[None]:
-    """Inside, a file is written or removed that no run should end for; where it cannot be, a warning says so."""
+    """Turn an OSError inside the block into a warning: failing to write this file must not stop training."""
     try:
         yield
     except OSError as error:
@@ -20,8 +20,8 @@ def ignore_write_errors(file: Path) -> Iterator[None]:
 
 @contextmanager
 def write_atomically(file: Path) -> Iterator[Path]:
-    """Inside, a file is written under the path that is given; afterwards it has its name, or is as it was."""
-    aside = file.with_name(f"_{file.name}")  # a push leaves it out, and so is not surprised that it vanishes
+    """Write atomically: yield a temporary path that replaces `file` on success and is removed on failure."""
+    aside = file.with_name(f"_{file.name}")  # a push to the Hub ignores names with _
     try:
         yield aside
         os.replace(aside, file)

@@ -1,4 +1,4 @@
-"""A JSON service over HTTP, as reward servers and vLLM servers are."""
+"""A client for JSON services over HTTP, such as reward servers and vLLM servers."""
 
 import asyncio
 import json
@@ -17,7 +17,7 @@ PASSING = (408, 425, 429, 500, 502, 503, 504)  # HTTP statuses that another atte
 
 
 class ServerError(RuntimeError):
-    """A server did not answer as it must; the message says which, how, and what to do.
+    """A server cannot be reached, or its answer is wrong; the message names the server and the remedy.
 
     Args:
         status: of HTTP, where there was an answer.
@@ -29,7 +29,7 @@ class ServerError(RuntimeError):
 
 
 class Unavailable(ServerError):
-    """It may answer another time."""
+    """A failure that another attempt may get past."""
 
 
 class Endpoint:
@@ -65,7 +65,7 @@ class Endpoint:
         self.max_concurrency, self.headers, self.hopeless = max_concurrency, dict(headers or {}), hopeless
 
     async def post_all(self, path: str, bodies: Sequence[Any]) -> list[Any]:
-        """Post each body as JSON; their answers, parsed, in order.
+        """Post each body as JSON and return the parsed answers in order.
 
         Raises:
             ServerError: one could not be had; the requests under way are dropped.
@@ -73,7 +73,7 @@ class Endpoint:
         return [self._parsed(path, answer) for answer in await self.ask_all("POST", path, bodies)]
 
     async def get(self, path: str) -> Any:
-        """What the server answers to a GET, parsed.
+        """Return the parsed answer to a GET.
 
         Raises:
             ServerError: it could not be had.
@@ -81,7 +81,7 @@ class Endpoint:
         return self._parsed(path, (await self.ask_all("GET", path, [None]))[0])
 
     async def ask_all(self, method: str, path: str, bodies: Sequence[Any]) -> list[bytes]:
-        """Send each body as JSON; their answers as they are, in order.
+        """Send each body as JSON and return the answers as bytes, in order.
 
         Raises:
             ServerError: one could not be had; the requests under way are dropped.
@@ -103,7 +103,7 @@ class Endpoint:
             return await asyncio.gather(*(ask(body) for body in bodies))
 
     async def _ask(self, client: httpx2.AsyncClient, method: str, url: str, body: Any) -> bytes:
-        """One attempt."""
+        """Make one attempt."""
         name = hide_in_url(url)
         content = bytearray()
         try:
@@ -143,7 +143,7 @@ class Endpoint:
 
 
 def check_address(url: str) -> None:
-    """Refuse what nothing can be sent to.
+    """Refuse a URL that is no HTTP address.
 
     Raises:
         ValueError: says what an address looks like.
