@@ -248,8 +248,9 @@ class CrashSafeTrainer(Trainer):
                 shutil.copytree(folder, Path(self.args.output_dir) / name, dirs_exist_ok=True)
         self.create_model_card()
         super()._push_from_checkpoint(checkpoint_folder)
-        for job in [] if self.push_in_progress is None else self.push_in_progress.jobs:
-            job.add_done_callback(self._warn_of_failed_push)
+        if self.push_in_progress is not None:
+            for job in self.push_in_progress.jobs:
+                job.add_done_callback(self._warn_of_failed_push)
 
     def _warn_of_failed_push(self, job: Future) -> None:
         """Log the error of a push in the background."""
