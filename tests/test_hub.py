@@ -223,7 +223,8 @@ def test_a_push_in_progress_is_not_disturbed(make_trainer, monkeypatch, tmp_path
 
 
 def test_a_failed_push_in_the_background_is_logged(make_trainer, tmp_path, caplog, monkeypatch):
-    trainer = make_trainer({"push_to_hub": True, "hub_model_id": "someone/name"})
+    trainer = make_trainer()
+    trainer.hub_model_id = "someone/name"
     failed, done = Future(), Future()
     monkeypatch.setattr(
         Trainer,
