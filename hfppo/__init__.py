@@ -7,7 +7,7 @@ from hfppo.models.actor_critic import ActorCritic
 from hfppo.reporting.completions import PrintCompletionsCallback
 from hfppo.reporting.health import HealthCallback, HealthWarning
 from hfppo.reporting.log_file import LogFileCallback
-from hfppo.reporting.picture import PlotCallback
+from hfppo.reporting.plot import PlotCallback
 from hfppo.rewards.model import RewardModel
 from hfppo.rewards.server import RewardServer
 from hfppo.rewards.tolerant import TolerantReward

@@ -18,8 +18,8 @@ from hfppo.collect.rollout_metrics import measure_scores
 from hfppo.config import PPOConfig
 from hfppo.data.prompts import Prompts
 from hfppo.metrics import Meter
-from hfppo.models.layout import eval_mode
 from hfppo.models.output_head import is_sharded
+from hfppo.models.packing import eval_mode
 from hfppo.rewards.contract import RewardWrapper
 from hfppo.rewards.functions import RewardFunctions
 from hfppo.support.out_of_memory import explain_out_of_memory

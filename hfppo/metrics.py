@@ -11,7 +11,7 @@ import torch
 from accelerate.utils import gather_object
 from torch import Tensor
 
-from hfppo.functional.shapes import require_same_shape
+from hfppo.functional.shape_checks import require_same_shape
 
 # Every metric: how its parts become one number, and what it means. `docs/reference.md` is made from this table.
 METRICS: dict[str, tuple[str, str]] = {

@@ -28,22 +28,22 @@ from transformers import (
 from transformers.trainer_utils import EvalLoopOutput
 
 from hfppo.callbacks.events import PPOCallback, TrainerHooks
-from hfppo.checkpoint import PPOCheckpoint, describe_run
+from hfppo.collect.check_finite import NonFiniteError
 from hfppo.collect.collector import Collector, group_equal_rows
-from hfppo.collect.finite import NonFiniteError
 from hfppo.config import PPOConfig
 from hfppo.data.prompts import Prompts, dataset_of
-from hfppo.engine_checks import check_engine, wait_at_exit
+from hfppo.distributed_checks import check_engine, wait_at_exit
 from hfppo.evaluation import EvalPrompts, check_best_metric, evaluate_prompts, place_model
 from hfppo.generation import Sampler, make_sampler
 from hfppo.learn.loss import LossTerm, measure_kl, measure_update, ppo_loss, ppo_terms
 from hfppo.learn.mini_batch import MiniBatchSize, cut_mini_batch, join_sequences
-from hfppo.learn.nonfinite import NonFiniteGuard
 from hfppo.learn.optimizer import GradientClipper, StepHooks, keep_own_settings, split_critic_groups
+from hfppo.learn.step_guard import NonFiniteGuard
 from hfppo.metrics import Meter
 from hfppo.models.actor_critic import ActorCritic, TokenOutputs
 from hfppo.models.compilation import compile_layers
 from hfppo.models.critic import CRITIC_FOLDER
+from hfppo.ppo_checkpoint import PPOCheckpoint, describe_run
 from hfppo.reporting.card import write_card
 from hfppo.reporting.defaults import with_default_callbacks
 from hfppo.reporting.progress import RunProgress

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from helpers.runs import read_log
 from hfppo import LogFileCallback, PlotCallback
 from hfppo.metrics import METRICS
-from hfppo.reporting.picture import PANELS, draw_panels, select_panels
+from hfppo.reporting.plot import PANELS, draw_panels, select_panels
 
 FOUR_STEPS = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
 PNG = b"\x89PNG"

@@ -12,8 +12,8 @@ from helpers.runs import gradients, logged, trainable
 from helpers.tiny import tiny_gpt2, tiny_model, tiny_opt, tiny_qwen3
 from hfppo import ActorCritic
 from hfppo.models import layout, output_head
-from hfppo.models.layout import Layout, can_pack
 from hfppo.models.loading import default_peft_config
+from hfppo.models.packing import Layout, can_pack
 from hfppo.rollout import balanced_sizes, sizes_within
 
 PROMPTS = torch.tensor([[0, 0, 5, 6], [3, 4, 5, 6], [0, 0, 0, 7]])

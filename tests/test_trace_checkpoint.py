@@ -19,7 +19,7 @@ from helpers.runs import SMALL, count_digits
 from helpers.tiny import CHAT_TEMPLATE, LORA, tiny_model
 from hfppo import PPOConfig, PPOTrainer, TokenTable, TokenTraceCallback
 from hfppo.token_trace.__main__ import main
-from hfppo.token_trace.checkpoint import Question, completion_ids, trace_prompt
+from hfppo.token_trace.from_checkpoint import Question, completion_ids, trace_prompt
 from hfppo.token_trace.record import trace_file
 
 PROMPT = "请问1+1=2？"

@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase, TrainerState
 
 from hfppo import functional as F
+from hfppo.collect.check_finite import check_rollout
 from hfppo.collect.credit import Credit, GreedyScores, assign_credit, final_scores
-from hfppo.collect.finite import check_rollout
 from hfppo.collect.forward import Passes, autocast, forward_passes
 from hfppo.collect.rollout_metrics import measure_rollout, measure_scores
 from hfppo.config import PPOConfig
@@ -21,7 +21,7 @@ from hfppo.data.stream import PromptStream
 from hfppo.generation.sampler import Completions, Sampler
 from hfppo.metrics import Meter
 from hfppo.models.actor_critic import ActorCritic
-from hfppo.models.layout import eval_mode
+from hfppo.models.packing import eval_mode
 from hfppo.rewards.functions import RewardFunctions, Scored
 from hfppo.rollout import Rollout, Transcript
 from hfppo.run_state import PPOState, RunningMoments

@@ -41,7 +41,7 @@ from hfppo.functional.losses import (
     value_clipped,
     value_loss,
 )
-from hfppo.functional.mismatch import (
+from hfppo.functional.mismatch_weights import (
     MISMATCH_CORRECTIONS,
     MISMATCH_LEVELS,
     effective_sample_size,

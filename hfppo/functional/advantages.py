@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from hfppo.functional.shapes import require_rows, require_same_shape
+from hfppo.functional.shape_checks import require_rows, require_same_shape
 
 Estimator = TypeVar("Estimator", bound=Callable)
 

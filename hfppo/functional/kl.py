@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from hfppo.functional.shapes import require_rows, require_same_shape
+from hfppo.functional.shape_checks import require_rows, require_same_shape
 
 MAX_LOG_RATIO = 20.0
 

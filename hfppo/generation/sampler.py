@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from hfppo.functional.shapes import require_same_shape
+from hfppo.functional.shape_checks import require_same_shape
 
 
 @dataclass(frozen=True)

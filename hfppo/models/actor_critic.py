@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hfppo.models.critic import CRITIC_FOLDER, CriticSource, build_critic, find_critic, shared_copy
-from hfppo.models.layout import Layout, can_pack, eval_mode, hidden_states
 from hfppo.models.loading import check_adapter, check_vocabulary, keep_four_bits
 from hfppo.models.output_head import Entropy, adjust_logits, token_logprobs
+from hfppo.models.packing import Layout, can_pack, eval_mode, hidden_states
 from hfppo.saving.adapter_card import update_card
 
 logger = logging.getLogger(__name__)

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
-from hfppo.models.layout import Layout, eval_mode, hidden_states
 from hfppo.models.loading import adapter_config, check_placement, keep_four_bits
+from hfppo.models.packing import Layout, eval_mode, hidden_states
 from hfppo.saving.adapter_config import describe_adapter, find_differences
 
 CRITIC_FOLDER = "critic"

@@ -6,7 +6,7 @@ from hfppo.callbacks.adaptive_kl import AdaptiveKLCallback
 from hfppo.reporting.completions import PrintCompletionsCallback
 from hfppo.reporting.health import HealthCallback
 from hfppo.reporting.log_file import LogFileCallback
-from hfppo.reporting.picture import PlotCallback
+from hfppo.reporting.plot import PlotCallback
 
 
 def with_default_callbacks(callbacks: list[TrainerCallback] | None, log_completions: bool) -> list[TrainerCallback]:

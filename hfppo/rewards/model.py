@@ -17,7 +17,7 @@ from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
 from hfppo.data.prompts import TEMPLATE_COLUMNS, Prompts, template_options, without_nones
 from hfppo.models.critic import shared_copy
-from hfppo.models.layout import rows_at_once
+from hfppo.models.packing import rows_at_once
 from hfppo.rewards.contract import unwrap
 
 

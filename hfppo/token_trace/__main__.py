@@ -10,7 +10,7 @@ import rich
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
 from hfppo.config import PPOConfig
-from hfppo.token_trace.checkpoint import Question, trace_prompt
+from hfppo.token_trace.from_checkpoint import Question, trace_prompt
 from hfppo.token_trace.page import page, write_page
 from hfppo.token_trace.record import Trace
 

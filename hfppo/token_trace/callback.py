@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from datasets import Dataset
 
 from hfppo.callbacks.events import PPOCallback
-from hfppo.learn.nonfinite import NonFiniteError
+from hfppo.learn.step_guard import NonFiniteError
 from hfppo.models.output_head import is_sharded
 from hfppo.reporting.completions import log_table
 from hfppo.rollout import Rollout

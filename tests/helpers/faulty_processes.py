@@ -17,8 +17,8 @@ import hfppo.trainer
 from helpers.runs import SMALL, count_digits
 from helpers.tiny import LORA, tiny_model
 from hfppo import PPOConfig, PPOTrainer, TolerantReward
-from hfppo.collect.finite import NonFiniteError
-from hfppo.reporting.picture import PlotCallback
+from hfppo.collect.check_finite import NonFiniteError
+from hfppo.reporting.plot import PlotCallback
 
 OUT, RANK = Path(sys.argv[1]), int(os.environ["RANK"])
 DATASET = Dataset.from_list([{"prompt": f"请问{a}+{b}="} for a in range(4) for b in range(3, 7)])

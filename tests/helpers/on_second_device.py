@@ -14,7 +14,7 @@ from datasets import Dataset
 from helpers.runs import SMALL
 from helpers.tiny import LORA, other_tokenizer, ragged_model, scorer
 from hfppo import PPOConfig, PPOTrainer
-from hfppo.reporting.picture import PlotCallback
+from hfppo.reporting.plot import PlotCallback
 
 DATASET = Dataset.from_list([{"prompt": f"{a}+{b}="} for a in range(4) for b in range(4)])
 

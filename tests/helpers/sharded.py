@@ -17,7 +17,7 @@ from helpers.runs import SMALL, count_digits
 from helpers.tiny import LORA, ragged_model
 from hfppo import PPOConfig, PPOTrainer, TokenTraceCallback
 from hfppo.models import layout, output_head
-from hfppo.reporting.picture import PlotCallback
+from hfppo.reporting.plot import PlotCallback
 from hfppo.token_trace.record import read_traces, trace_file
 
 OUT, CRITIC, ENGINE, FIELDS = Path(sys.argv[1]), sys.argv[2], sys.argv[3], json.loads(sys.argv[4])

@@ -16,7 +16,7 @@ from helpers.runs import SMALL, count_digits
 from helpers.tiny import LORA, ragged_model
 from hfppo import AdaptiveKLCallback, PPOConfig, PPOTrainer, TokenTraceCallback
 from hfppo.learn.mini_batch import MiniBatchSize
-from hfppo.reporting.picture import PlotCallback
+from hfppo.reporting.plot import PlotCallback
 from hfppo.token_trace.record import read_traces, trace_file
 
 OUT = Path(sys.argv[1])

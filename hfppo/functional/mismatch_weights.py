@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from hfppo.functional.kl import clamp_log_ratio
-from hfppo.functional.shapes import require_same_shape
+from hfppo.functional.shape_checks import require_same_shape
 
 MISMATCH_LEVELS = ("token", "sequence")
 MISMATCH_CORRECTIONS = ("truncate", "mask", "reject")

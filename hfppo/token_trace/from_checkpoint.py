@@ -30,7 +30,6 @@ from transformers import (
 )
 from transformers.trainer import TRAINER_STATE_NAME
 
-from hfppo.checkpoint import RunDescription, hash_frozen_weights, state_file
 from hfppo.collect.collector import Collector
 from hfppo.config import PPOConfig
 from hfppo.generation import Completions, Sampler, eos_token_ids, make_sampler
@@ -38,6 +37,7 @@ from hfppo.metrics import Meter
 from hfppo.models.actor_critic import ActorCritic
 from hfppo.models.critic import CRITIC_CONFIG, CRITIC_FOLDER, CRITIC_WEIGHTS, find_critic
 from hfppo.models.loading import load_reference
+from hfppo.ppo_checkpoint import RunDescription, hash_frozen_weights, state_file
 from hfppo.rewards.functions import RewardFunctions
 from hfppo.run_state import PPOState
 from hfppo.saving.folders import list_checkpoints

@@ -13,10 +13,10 @@ from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hfppo.checkpoint import save_rollout
-from hfppo.collect.finite import NonFinite, NonFiniteError, find_earliest
+from hfppo.collect.check_finite import NonFinite, NonFiniteError, find_earliest
 from hfppo.config import PPOConfig
 from hfppo.metrics import Meter
+from hfppo.ppo_checkpoint import save_rollout
 from hfppo.rollout import Rollout
 
 logger = logging.getLogger(__name__)
