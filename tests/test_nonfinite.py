@@ -18,7 +18,7 @@ from hfppo import AdaptiveKLCallback, PPOCallback, TokenTraceCallback
 from hfppo.collect.check_finite import NonFiniteError
 from hfppo.learn.step_guard import MAX_IN_A_ROW, NonFiniteGuard
 from hfppo.rollout import Rollout
-from hfppo.token_trace.record import recorded
+from hfppo.token_trace.record import list_trace_files
 
 NAN = float("nan")
 # 4 steps to a rollout of 8 completions, 2 micro-batches of 2 to a step.
@@ -388,4 +388,4 @@ def test_traced_prompts_that_are_not_finite_end_no_run(make_trainer, tmp_path, m
     trainer.train()
     assert trainer.state.global_step == 8
     assert "not traced at rollout 1: values is not finite in row 3 of the completions on process 0" in caplog.text
-    assert [path.name for path in recorded(tmp_path / "out")] == ["prompts-000002.jsonl"]
+    assert [path.name for path in list_trace_files(tmp_path / "out")] == ["prompts-000002.jsonl"]

@@ -16,7 +16,7 @@ from helpers.runs import count_digits
 from hfppo import AdaptiveKLCallback, PPOCallback, PPOConfig, TokenTraceCallback
 from hfppo.learn.mini_batch import join_sequences
 from hfppo.token_trace import TokenRow, TokenTable
-from hfppo.token_trace.record import Trace, read_traces, recorded, trace_file, write_traces
+from hfppo.token_trace.record import Trace, list_trace_files, read_traces, trace_file, write_traces
 
 CONFIG = {"max_steps": 12, "kl_coef": 0.1}  # 3 rollouts of 4 steps
 PROMPTS = {"prompts": ["请问1+1=2？", "请问2+2="], "answer": ["2", "4"]}
@@ -41,7 +41,7 @@ class Witness(PPOCallback):
 
 
 def traces(folder: Path) -> dict[int, list[Trace]]:
-    return {(read := read_traces(path))[0].rollout: read for path in recorded(folder)}
+    return {(read := read_traces(path))[0].rollout: read for path in list_trace_files(folder)}
 
 
 def column(trace: Trace, name: str) -> torch.Tensor:
@@ -184,10 +184,10 @@ def test_resumed_run_neither_loses_nor_repeats_a_trace(make_trainer, tmp_path, k
     write_traces(trace_file(tmp_path / "killed", 7), traces(tmp_path / "straight")[1])
     resumed = trainer("killed")
     resumed.train(resume_from_checkpoint=True)
-    expected = [path.read_text() for path in recorded(tmp_path / "straight")]
+    expected = [path.read_text() for path in list_trace_files(tmp_path / "straight")]
     assert len(expected) == 3
     assert "null" not in "".join(expected)
-    assert [path.read_text() for path in recorded(tmp_path / "killed")] == expected
+    assert [path.read_text() for path in list_trace_files(tmp_path / "killed")] == expected
 
 
 def test_a_run_may_trace_its_own_completions_and_chosen_prompts(make_trainer, tmp_path):
@@ -198,7 +198,7 @@ def test_a_run_may_trace_its_own_completions_and_chosen_prompts(make_trainer, tm
     trainer = make_trainer({"max_steps": 12}, callbacks=[TokenTraceCallback(every=1, num_completions=3)])
     trainer.add_callback(TokenTraceCallback(every=2, trainer=trainer, **PROMPTS))
     trainer.train()
-    found = {path.name.removesuffix(".jsonl"): read_traces(path) for path in recorded(tmp_path / "out")}
+    found = {path.name.removesuffix(".jsonl"): read_traces(path) for path in list_trace_files(tmp_path / "out")}
     own, chosen = 3, len(PROMPTS["prompts"])
     assert {name: len(read) for name, read in found.items()} == {
         **{"rollout-000001": own, "rollout-000002": own, "rollout-000003": own},

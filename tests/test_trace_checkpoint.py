@@ -31,7 +31,7 @@ PLATEAU = {
 
 
 class Run:
-    """A short run with one checkpoint at its end, and what its trainer says about the prompt."""
+    """A short run with one checkpoint at its end, and its trainer's token table for the prompt."""
 
     def __init__(self, folder: Path, model: PreTrainedModel | None = None, **config):
         (model or tiny_model()).save_pretrained(folder / "base")
@@ -246,7 +246,7 @@ def test_errors_say_what_to_do(run, tmp_path):
 @pytest.mark.parametrize(
     ("file", "content", "said"),
     [
-        ("critic/critic_config.json", None, r"no critic/critic_config.json, .*'gae' needs the critic; copy the whole"),
+        ("critic/critic_config.json", None, "no critic/critic_config.json, critic/critic.safetensors; copy the whole"),
         ("critic/critic.safetensors", b"torn", "is not as PPOTrainer writes it .*; take another checkpoint"),
         ("adapter_model.safetensors", b"torn", "is not as PPOTrainer writes it .*; take another checkpoint"),
         ("ppo_state_0.json", b'{"state":', "is not as PPOTrainer writes it .*; take another checkpoint"),

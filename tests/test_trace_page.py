@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hfppo.token_trace import TokenRow, TokenTable
-from hfppo.token_trace.page import page
+from hfppo.token_trace.page import render_page
 from hfppo.token_trace.record import Trace
 
 EVIL = '</script><script>document.title="hacked"</script><img src=x onerror="document.title=1"><!--'
@@ -44,12 +44,12 @@ def traces() -> list[Trace]:
 @pytest.fixture
 def page_file(traces, tmp_path) -> Path:
     path = tmp_path / "page.html"
-    path.write_text(page(traces), encoding="utf-8")
+    path.write_text(render_page(traces), encoding="utf-8")
     return path
 
 
 def test_texts_are_data_and_never_markup(traces):
-    made = page(traces)
+    made = render_page(traces)
     assert made.count("</script>") == 2  # the data's and the program's
     assert "<img" not in made
     data = re.search(r'<script id="traces" type="application/json">(.*?)</script>', made, re.DOTALL)[1]
@@ -58,7 +58,7 @@ def test_texts_are_data_and_never_markup(traces):
 
 
 def test_page_names_no_address(traces):
-    assert re.findall(r"https?://|url\(|@import|src=(?!x onerror)", page([replace(traces[1])])) == []
+    assert re.findall(r"https?://|url\(|@import|src=(?!x onerror)", render_page([replace(traces[1])])) == []
 
 
 def tokens(view, completion: int = 0):
@@ -181,7 +181,7 @@ def test_page_of_one_trace_without_reward_has_no_slider_and_no_empty_columns(ope
     rows = [replace(row, reward=None, return_=None, advantage=None, clipped=None) for row in traces[0].table.rows]
     rows = [replace(row, new_logprob=None, ratio=None, value=float("nan")) for row in rows]
     alone = replace(traces[0], updated_step=None, table=TokenTable("x", None, rows))
-    (tmp_path / "one.html").write_text(page([alone]), encoding="utf-8")
+    (tmp_path / "one.html").write_text(render_page([alone]), encoding="utf-8")
     view = open_page(tmp_path / "one.html")
     assert not view.locator("#rollout").is_visible()
     assert list(detail(view)) == ["log π_old", "log π_ref", "KL", "value"]

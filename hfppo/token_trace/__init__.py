@@ -1,10 +1,10 @@
-"""Token traces: what actor, reference, reward and critic put out for a completion, token by token.
+"""Token traces: the numbers of actor, reference, reward and critic for each token of a completion.
 
-`TokenTable` shows one completion, `TokenTraceCallback` records some of them during a run, and
+`TokenTable` shows one completion, `TokenTraceCallback` records some completions during a run, and
 
     python -m hfppo.token_trace out/checkpoint-120 "请问1+1=2？"
 
-shows what a checkpoint says about a prompt.
+shows the numbers of a checkpoint for a prompt.
 """
 
 from hfppo.token_trace.callback import TokenTraceCallback

@@ -1,9 +1,9 @@
-"""Records token traces during a run."""
+"""A callback that records token traces during a run."""
 
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from datasets import Dataset
 
@@ -11,17 +11,16 @@ from hfppo.callbacks.events import PPOCallback
 from hfppo.learn.step_guard import NonFiniteError
 from hfppo.models.output_head import is_sharded
 from hfppo.reporting.completions import log_table
-from hfppo.rollout import Rollout
 from hfppo.support.files import ignore_write_errors
 from hfppo.token_trace.page import write_page
 from hfppo.token_trace.record import (
     TRACES,
-    after_update,
+    Trace,
+    add_update,
+    list_trace_files,
     read_traces,
-    recorded,
-    rollout_of,
+    rollout_number,
     trace_file,
-    traces_of,
     write_traces,
 )
 from hfppo.token_trace.table import TokenTable
@@ -29,28 +28,21 @@ from hfppo.token_trace.table import TokenTable
 logger = logging.getLogger(__name__)
 
 
-class Collects(Protocol):
-    """A `PPOTrainer`, as far as it is needed here."""
-
-    def rollout(self, prompts: Sequence[Any], **columns: Sequence[Any]) -> Rollout:
-        """Collect a rollout for given prompts."""
-
-
 class TokenTraceCallback(PPOCallback):
-    """Records what actor, reference, reward and critic say about single completions, before and after the update.
+    """Records the numbers of actor, reference, reward and critic for some completions, before and after the update.
 
     Each traced rollout has a file of JSON lines in `output_dir/_traces`. When training ends, `index.html` beside them
-    shows them all; `python -m hfppo.token_trace OUTPUT_DIR` makes that page at any time. After the update they go as a
-    table to W&B and trackio where `report_to` names them. Only the main process writes. Where FSDP2 or ZeRO-3 shard
-    the model, what the update did is left out.
+    shows them all; `python -m hfppo.token_trace OUTPUT_DIR` writes that page at any time. After the update the rows
+    also go as a table to W&B and trackio if `report_to` names them. Only the main process writes. If FSDP2 or ZeRO-3
+    shard the model, the numbers after the update are left out.
 
     Args:
-        every: rollouts from one traced one to the next; the first and the last are always traced.
-        num_completions: completions of a traced rollout, the first of the main process.
-        trainer: needed with `prompts`; so add this callback with `trainer.add_callback`.
-        prompts: texts or conversations to complete and trace in place of the run's own completions. They are drawn
-            with the same random numbers each time, training does not notice, and nothing of them is whitened.
-        columns: what else the reward functions need, one entry per prompt each.
+        every: trace every n-th rollout; the first and the last are always traced.
+        num_completions: number of completions per traced rollout, the first ones of the main process.
+        trainer: the `PPOTrainer`, needed with `prompts`; add this callback with `trainer.add_callback`.
+        prompts: texts or conversations to complete and trace in place of the run's own completions. They are sampled
+            with the same random numbers each time, do not affect training, and none of their numbers are whitened.
+        columns: further columns that the reward functions need, one entry per prompt each.
 
     Raises:
         ValueError: a number below 1, or prompts without a trainer.
@@ -62,7 +54,7 @@ class TokenTraceCallback(PPOCallback):
         every: int = 10,
         num_completions: int = 4,
         *,
-        trainer: Collects | None = None,
+        trainer: Any = None,
         prompts: Sequence[Any] | None = None,
         **columns: Sequence[Any],
     ):
@@ -81,48 +73,56 @@ class TokenTraceCallback(PPOCallback):
 
     def on_train_begin(self, args, state, control, processing_class=None, **kwargs):
         self._tokenizer = processing_class
-        self._found = {path: path.stat().st_mtime_ns for path in recorded(args.output_dir)}
+        self._earlier = {path: path.stat().st_mtime_ns for path in list_trace_files(args.output_dir)}
 
     def on_rollout_end(self, args, state, control, *, rollout, transcript, metrics, ppo_state):
         number = ppo_state.rollouts
         if state.is_world_process_zero:
-            for path, written in self._found.items():
-                # Of an earlier run, or of this one, resumed from further back; unless another callback has written it.
-                if rollout_of(path) >= number and path.exists() and path.stat().st_mtime_ns == written:
-                    with ignore_write_errors(path):
-                        path.unlink()
-            self._found = {}
+            self._remove_stale_files(number)
         last = state.global_step + args.updates_per_rollout >= state.max_steps
         if (number - 1) % self.every and not last:
             return
         if self.trainer is not None:
             try:
-                rollout = self.trainer.rollout(self.prompts, **self.columns)  # a collective call, and so is its error
+                rollout = self.trainer.rollout(self.prompts, **self.columns)  # every process calls it, or raises
             except NonFiniteError as error:
                 logger.warning("the prompts are not traced at rollout %d: %s", number, error)
                 return
         if state.is_world_process_zero:
-            # An AdaptiveKLCallback may have set β for the next rollout, which chosen prompts are completed with.
-            kl_coef = metrics.get("kl_coef", ppo_state.kl_coef) if self.trainer is None else ppo_state.kl_coef
-            count = len(rollout) if self.trainer is not None else min(self.num_completions, len(rollout))
+            kl_coef, count = metrics.get("kl_coef", ppo_state.kl_coef), min(self.num_completions, len(rollout))
+            if self.trainer is not None:
+                # Sampled after the callbacks before this one, with the β that an AdaptiveKLCallback may have set.
+                kl_coef, count = ppo_state.kl_coef, len(rollout)
             tables = [TokenTable.from_rollout(rollout, i, self._tokenizer, args.kl_estimator) for i in range(count)]
-            traces = traces_of(rollout, tables, number, state.global_step, kl_coef)
+            step = state.global_step
+            traces = [Trace.from_rollout(rollout, i, t, number, step, kl_coef) for i, t in enumerate(tables)]
             path = trace_file(args.output_dir, number, self._kind)
             with ignore_write_errors(path):
                 write_traces(path, traces)
+
+    def _remove_stale_files(self, number: int) -> None:
+        """Remove files from rollout `number` on that an earlier run wrote, or this one before it was resumed.
+
+        The modification time spares a file that another TokenTraceCallback has written since training began.
+        """
+        for path, written in self._earlier.items():
+            if rollout_number(path) >= number and path.exists() and path.stat().st_mtime_ns == written:
+                with ignore_write_errors(path):
+                    path.unlink()
+        self._earlier = {}
 
     def on_update_end(self, args, state, control, *, model, rollout, ppo_state):
         path = trace_file(args.output_dir, ppo_state.rollouts, self._kind)
         if not (state.is_world_process_zero and path.exists()):
             return
         traces = read_traces(path)
-        if not is_sharded(model):  # its forward would need the other processes as well
-            traces = after_update(traces, model, args, state.global_step)
+        if not is_sharded(model):  # a forward pass would need the other processes as well
+            traces = add_update(traces, model, args, state.global_step)
             with ignore_write_errors(path):
                 write_traces(path, traces)
         log_table(args, "traces", Dataset.from_list([row for trace in traces for row in trace.token_rows()]))
 
     def on_train_end(self, args, state, control, **kwargs):
-        if state.is_world_process_zero and recorded(args.output_dir):
+        if state.is_world_process_zero and list_trace_files(args.output_dir):
             with ignore_write_errors(Path(args.output_dir) / TRACES / "index.html"):
                 write_page(args.output_dir)

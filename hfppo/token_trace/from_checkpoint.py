@@ -1,7 +1,7 @@
-"""What the models in a checkpoint say about a prompt.
+"""Token tables from a checkpoint, for any prompt.
 
-A checkpoint may come from anyone. Only JSON and safetensors are read from it, so that nothing in it runs as code; of
-the arguments its run loaded the base with, the dtype alone is taken over, and the revision that the adapter names.
+A checkpoint may come from anyone. Only JSON and safetensors are read from it, so that nothing in it runs as code. Of
+the run's arguments for loading the base only the dtype is used, and the revision that the adapter names.
 """
 
 import copy
@@ -21,13 +21,7 @@ from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME, set_peft_model_sta
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedTokenizerBase,
-    TrainerState,
-    TrainingArguments,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 
 from hfppo.collect.collector import Collector
@@ -42,7 +36,7 @@ from hfppo.rewards.functions import RewardFunctions
 from hfppo.run_state import PPOState
 from hfppo.saving.folders import list_checkpoints
 from hfppo.setup import check_lengths, prompts_of
-from hfppo.token_trace.record import Trace, traces_of
+from hfppo.token_trace.record import Trace
 from hfppo.token_trace.table import TokenTable
 
 logger = logging.getLogger(__name__)
@@ -50,123 +44,130 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked of a checkpoint."""
+    """A prompt for a checkpoint, and how to complete and score it."""
 
     prompt: str
-    completion: str | None = None  # a completion to look at; None: the policy makes one
-    score: float | None = None  # what the completion is taken to earn; None: not known
-    seed: int | None = None  # of the completion; None: the run's
+    completion: str | None = None  # the completion to trace; None: sample one
+    score: float | None = None  # score of the completion; None: unknown
+    seed: int | None = None  # seed of the sampled completion; None: the run's
     chat: bool = False  # whether the prompt is a user's message
-    base: str | None = None  # the base, where it is not where the adapter says
-    ref_model: str | None = None  # the reference, where it was not the base
+    base: str | None = None  # id or path of the base; None: the one that the adapter names
+    ref_model: str | None = None  # id or path of the reference; None: the base
 
 
 @dataclass(frozen=True)
 class FixedCompletion(Sampler):
-    """A sampler that always says the same."""
+    """A sampler that always returns the same completion."""
 
     ids: list[int]
     eos_ids: list[int]
 
     def __call__(self, prompt_ids: Tensor, prompt_mask: Tensor, seeds: list[int] | None) -> Completions:
-        """See `Sampler`; its log-probs are 0, since nothing was sampled."""
+        """See `Sampler`; the log-probs are 0, because nothing was sampled."""
         ids = torch.tensor([self.ids])
         truncated = torch.tensor([self.ids[-1] not in self.eos_ids])
         return Completions(ids, torch.ones_like(ids, dtype=torch.bool), truncated, torch.zeros(ids.shape))
 
 
 def trace_prompt(checkpoint: str | Path, question: Question) -> tuple[Trace, PPOConfig]:
-    """What a checkpoint's actor, reference and critic say about a prompt, and the settings of its run.
+    """Return the trace of a prompt by the models of a checkpoint, and the settings of its run.
 
     Raises:
-        ValueError: not a checkpoint of PPOTrainer, one whose parts cannot be loaded, or a question too long for its
-            models; says what to do.
+        ValueError: the folder is not a checkpoint of PPOTrainer, a part of it cannot be loaded, or prompt and
+            completion are too long for its models.
     """
-    folder = check_folder(Path(checkpoint))
-    with readable(state_file(folder, 0)) as path:
+    folder = Path(checkpoint)
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is no folder; give a checkpoint such as out/checkpoint-120")
+    check_files(folder, state_file(folder, 0).name, CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME, TRAINER_STATE_NAME)
+    with blame_file(state_file(folder, 0)) as path:
         saved = json.loads(path.read_text())
         state, run = PPOState.from_state_dict(saved["state"]), RunDescription(**saved["run"])
-    # Not by TrainerState, which another version of transformers may have written.
-    with readable(folder / TRAINER_STATE_NAME) as path:
+    # TrainerState would refuse fields of another version of transformers.
+    with blame_file(folder / TRAINER_STATE_NAME) as path:
         step = json.loads(path.read_text())["global_step"]
-    args = settings(run, question)
+    args = rebuild_settings(run, question)
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left", trust_remote_code=False)
     model = load_actor_critic(folder, args, question)
-    for what, now in hash_frozen_weights(model).items():
-        if run.structure.get(what, now) != now:  # earlier versions wrote less
-            logger.warning("%s is not the run's, unless that was quantised; give --base or --ref_model", what)
+    for part, found in hash_frozen_weights(model).items():
+        if run.structure.get(part, found) != found:  # earlier versions wrote fewer
+            logger.warning("%s is not the run's, unless that was quantised; give --base or --ref_model", part)
     eos_ids = eos_token_ids(tokenizer, model.causal_lm.generation_config)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token_id = eos_ids[0]
     accelerator = Accelerator()
-    sampler = make_sampler(model, eos_ids, tokenizer.pad_token_id, args, accelerator)
-    if question.completion is not None:
+    if question.completion is None:
+        sampler = make_sampler(model, eos_ids, tokenizer.pad_token_id, args, accelerator)
+    else:
         sampler = FixedCompletion(completion_ids(question.completion, tokenizer, eos_ids), eos_ids)
-    collector = Collector(model, sampler, RewardFunctions(scorer(question.score)), tokenizer, accelerator, args)
+        args = copy.copy(args)  # `dataclasses.replace` would set up the device again
+        args.max_completion_length = len(sampler.ids)
+    rewards = RewardFunctions(constant_reward(question.score))
+    collector = Collector(model, sampler, rewards, tokenizer, accelerator, args)
     prompt = [{"role": "user", "content": question.prompt}] if question.chat else question.prompt
     prompts = prompts_of(Dataset.from_dict({"prompt": [prompt]}), "prompt", tokenizer, args)
-    limit = len(sampler.ids) if isinstance(sampler, FixedCompletion) else args.max_completion_length
-    check_room(model, prompts.longest, limit, args)
+    check_room(model, prompts.longest, args)
     rollout, _ = collector.collect(collector.eval_rows(prompts), state, TrainerState(), Meter(), training=False)
     table = TokenTable.from_rollout(rollout, 0, tokenizer, args.kl_estimator)
-    table = table if question.score is not None else without_score(table)
-    return traces_of(rollout, [table], state.rollouts, step, state.kl_coef)[0], args
+    table = table if question.score is not None else remove_score(table)
+    return Trace.from_rollout(rollout, 0, table, state.rollouts, step, state.kl_coef), args
 
 
-def check_folder(folder: Path) -> Path:
-    """The folder, if it is a checkpoint.
+def check_files(folder: Path, *names: str) -> None:
+    """Refuse a folder that lacks one of the files, or whose weights were cut short.
 
     Raises:
-        ValueError: it is not there, or not a checkpoint of PPOTrainer.
+        ValueError: names the files.
     """
-    if not folder.is_dir():
-        raise ValueError(f"{folder} is no folder; give a checkpoint such as out/checkpoint-120")
-    needed = (state_file(folder, 0).name, CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME, TRAINER_STATE_NAME)
-    if missing := [name for name in needed if not (folder / name).is_file()]:
-        inside = list_checkpoints(folder)
-        hint = f"; its last one is {inside[-1]}" if inside else ""
-        raise ValueError(f"{folder} is not a checkpoint of PPOTrainer: it has no {', '.join(missing)}{hint}")
-    for weights in (folder / SAFETENSORS_WEIGHTS_NAME, folder / CRITIC_FOLDER / CRITIC_WEIGHTS):
-        if weights.is_file():  # not every run has a critic
-            with readable(weights), safe_open(weights, "pt"):  # compares its header with its length
+    if missing := [name for name in names if not (folder / name).is_file()]:
+        found = list_checkpoints(folder)
+        way_out = f"its last one is {found[-1]}" if found else "copy the whole checkpoint, or take another one"
+        raise ValueError(f"{folder} is not a checkpoint of PPOTrainer: it has no {', '.join(missing)}; {way_out}")
+    for name in names:
+        if name.endswith(".safetensors"):
+            with blame_file(folder / name) as path, safe_open(path, "pt"):  # compares the header with the file's size
                 pass
-    return folder
 
 
 @contextmanager
-def readable(path: Path) -> Iterator[Path]:
-    """Inside, a file of a checkpoint is read; what is wrong in it becomes an error that names it."""
+def blame_file(path: Path) -> Iterator[Path]:
+    """Name the file in errors that reading it raises.
+
+    Raises:
+        ValueError: the content is not as PPOTrainer writes it.
+    """
     try:
         yield path
     except (KeyError, TypeError, ValueError, SafetensorError) as error:
         raise ValueError(f"{path} is not as PPOTrainer writes it ({error!r}); take another checkpoint") from error
 
 
-def settings(run: RunDescription, question: Question) -> PPOConfig:
-    """The configuration of a checkpoint's run, as far as a rollout of one prompt needs it."""
+def rebuild_settings(run: RunDescription, question: Question) -> PPOConfig:
+    """Return those settings of a checkpoint's run that a rollout of one prompt depends on."""
     known = {f.name for f in fields(PPOConfig)} - {f.name for f in fields(TrainingArguments)} | {"seed"}
     values = {name: value for name, value in {**run.settings, **run.structure}.items() if name in known}
     init_kwargs = values.get("model_init_kwargs") or {}
-    values["model_init_kwargs"] = {"dtype": init_kwargs["dtype"]} if "dtype" in init_kwargs else None
-    # π_old is this model whatever sampled in the run, and nothing but the score that was given rewards.
-    values |= {"policy_mode": "decoupled", "use_vllm": False, "reward_weights": None, "output_dir": "."}
-    values["total_episodes"] = None  # of a batch size that is not taken over
-    values["per_device_train_batch_size"] = values["num_generations"]  # a size that divides into groups
-    values |= {"report_to": "none"} | ({} if question.seed is None else {"seed": question.seed})
-    return PPOConfig(**values)
+    values |= {
+        "model_init_kwargs": {"dtype": init_kwargs["dtype"]} if "dtype" in init_kwargs else None,
+        "policy_mode": "decoupled",  # log π_old is this model's, whatever sampled in the run
+        "use_vllm": False,
+        "reward_weights": None,  # the given score is the only reward
+        "total_episodes": None,  # depends on a batch size that is not taken over
+        "per_device_train_batch_size": values["num_generations"],  # divides into groups
+        "output_dir": ".",
+        "report_to": "none",
+    }
+    return PPOConfig(**values if question.seed is None else {**values, "seed": question.seed})
 
 
 def load_actor_critic(folder: Path, args: PPOConfig, question: Question) -> ActorCritic:
-    """Actor, reference and critic of a checkpoint, on the device.
+    """Load actor, reference and critic of a checkpoint onto the device.
 
     Raises:
-        ValueError: the critic is not there, or the base cannot be loaded.
+        ValueError: the critic is missing, or the base cannot be loaded.
     """
-    if args.needs_critic and not (folder / CRITIC_FOLDER / CRITIC_CONFIG).is_file():
-        raise ValueError(
-            f"{folder} has no {CRITIC_FOLDER}/{CRITIC_CONFIG}, and advantage_estimator={args.advantage_estimator!r} "
-            "needs the critic; copy the whole checkpoint, or take another one"
-        )
+    if args.needs_critic:
+        check_files(folder, f"{CRITIC_FOLDER}/{CRITIC_CONFIG}", f"{CRITIC_FOLDER}/{CRITIC_WEIGHTS}")
     peft_config = PeftConfig.from_pretrained(str(folder))
     peft_config.inference_mode = False
     name = question.base or peft_config.base_model_name_or_path
@@ -185,36 +186,34 @@ def load_actor_critic(folder: Path, args: PPOConfig, question: Question) -> Acto
     return model.to(args.device)
 
 
-def check_room(model: ActorCritic, prompt_length: int, completion_length: int, args: PPOConfig) -> None:
-    """Refuse a prompt and a completion that a model of a checkpoint has too few positions for.
+def check_room(model: ActorCritic, prompt_length: int, args: PPOConfig) -> None:
+    """Refuse a prompt and a completion that are longer than a model of the checkpoint allows.
 
     Raises:
-        ValueError: names the lengths.
+        ValueError: names the lengths and the model.
     """
-    wanted = copy.copy(args)  # `replace` would set up the device again
-    wanted.max_completion_length = completion_length
     trunk = None if model.critic is None else cast(PeftModel | None, model.critic.trunk)
-    for name, part in (("the base", model.causal_lm), ("ref_model", model.ref_model), ("the critic", trunk)):
-        try:
+    try:
+        for name, part in (("the base", model.causal_lm), ("ref_model", model.ref_model), ("the critic", trunk)):
             if part is not None:
-                check_lengths(name, part, prompt_length, wanted)
-        except ValueError as error:
-            raise ValueError(
-                f"a prompt of {prompt_length} tokens and a completion of up to {completion_length} are too "
-                f"long; shorten the prompt or --completion ({error})"
-            ) from error
+                check_lengths(name, part, prompt_length, args)
+    except ValueError as error:
+        raise ValueError(
+            f"a prompt of {prompt_length} tokens and a completion of up to {args.max_completion_length} are too "
+            f"long; shorten the prompt or --completion ({error})"
+        ) from error
 
 
 def completion_ids(text: str, tokenizer: PreTrainedTokenizerBase, eos_ids: list[int]) -> list[int]:
-    """The token ids of a completion that was written by hand, with the end of sequence that it would have."""
+    """Return the token ids of a written completion, with the end of sequence that the policy would add."""
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    # The tokenizer's, where it has one: chat models end their turns with it, and texts with another.
+    # The tokenizer's EOS if it has one: chat models end their turns with it, and texts with another one.
     eos_id = eos_ids[0] if tokenizer.eos_token_id is None else tokenizer.eos_token_id
     return ids if ids and ids[-1] in eos_ids else [*ids, eos_id]
 
 
-def scorer(score: float | None) -> Any:
-    """A reward function that gives every completion the score."""
+def constant_reward(score: float | None) -> Any:
+    """Return a reward function that gives every completion the score."""
 
     def given(completions: list[str], **kwargs: Any) -> list[float | None]:
         return [score] * len(completions)
@@ -222,7 +221,7 @@ def scorer(score: float | None) -> Any:
     return given
 
 
-def without_score(table: TokenTable) -> TokenTable:
-    """A table of a completion whose score nobody has said, without the numbers that rest on it."""
+def remove_score(table: TokenTable) -> TokenTable:
+    """Return a copy of a table without the score and the numbers computed from it."""
     rows = [replace(row, reward=None, return_=None, advantage=None, counted=True) for row in table.rows]
     return replace(table, score=None, rows=rows)

@@ -1,30 +1,30 @@
-"""Traces as one HTML page that needs nothing else."""
+"""The HTML page of token traces: one file that needs nothing else."""
 
-import json
-from collections.abc import Sequence
+from collections.abc import Iterable
 from importlib.resources import files
 from pathlib import Path
 
+from jinja2 import Environment
+
 from hfppo.support.files import write_atomically
-from hfppo.token_trace.record import TRACES, Trace, read_traces, recorded
-
-PLACE = "{{traces}}"  # in page.html, once
+from hfppo.token_trace.record import TRACES, Trace, list_trace_files, read_traces
 
 
-def page(traces: Sequence[Trace]) -> str:
-    """The page that shows the traces. It loads nothing; texts are data in it, never markup."""
-    data = json.dumps([trace.to_json() for trace in traces], ensure_ascii=False)
-    before, after = files("hfppo.token_trace").joinpath("page.html").read_text(encoding="utf-8").split(PLACE)
-    return before + data.replace("<", "\\u003c") + after  # no "</script>" ends the data early
+def render_page(traces: Iterable[Trace]) -> str:
+    """Return the page that shows the traces. It loads nothing; texts are data in it, never markup."""
+    template = files("hfppo.token_trace").joinpath("page.html").read_text(encoding="utf-8")
+    environment = Environment()
+    environment.policies["json.dumps_kwargs"] = {"ensure_ascii": False}
+    return environment.from_string(template).render(traces=[trace.to_json() for trace in traces])
 
 
 def write_page(output_dir: str | Path, path: str | Path | None = None) -> Path:
-    """Write the page of a run's recorded traces, by default beside them.
+    """Write the page of a run's recorded traces and return its path, by default `index.html` beside the traces.
 
     Raises:
-        FileNotFoundError: the run has none.
+        FileNotFoundError: the run has no traces.
     """
-    found = recorded(output_dir)
+    found = list_trace_files(output_dir)
     if not found:
         raise FileNotFoundError(
             f"{output_dir} has no traces ({TRACES}/*.jsonl); train with callbacks=[TokenTraceCallback()], or "
@@ -32,6 +32,6 @@ def write_page(output_dir: str | Path, path: str | Path | None = None) -> Path:
         )
     path = Path(output_dir) / TRACES / "index.html" if path is None else Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with write_atomically(path) as aside:
-        aside.write_text(page([trace for file in found for trace in read_traces(file)]), encoding="utf-8")
+    with write_atomically(path) as temporary:
+        temporary.write_text(render_page(t for file in found for t in read_traces(file)), encoding="utf-8")
     return path

@@ -1,4 +1,4 @@
-"""Traces on disk: one JSON line per completion, one file per rollout."""
+"""Traces on disk: one file per rollout, with one JSON line per completion."""
 
 import json
 import math
@@ -21,87 +21,70 @@ from hfppo.rollout import Rollout
 from hfppo.support.files import write_atomically
 from hfppo.token_trace.table import TokenRow, TokenTable
 
-TRACES = "_traces"  # in the output folder; Trainer leaves what begins with "_" out of what it pushes
+TRACES = "_traces"  # in the output folder; Trainer does not push folders whose name begins with "_"
 
 
 @dataclass(frozen=True)
 class Trace:
-    """One completion of a rollout: its table, and where in the run it stands."""
+    """One completion of a rollout: its token table, and its place in the run."""
 
-    rollout: int  # its number in the run, from 1
-    step: int  # optimiser steps made when it was collected
+    rollout: int  # number of the rollout in the run, from 1
+    step: int  # optimizer steps before the rollout was collected
     kl_coef: float  # β in its rewards
     truncated: bool  # whether the length limit ended it
     prompt_ids: list[int]
     completion_ids: list[int]
     table: TokenTable
-    updated_step: int | None = None  # optimiser steps made when what the update did was read; None: not yet
+    updated_step: int | None = None  # optimizer steps at the end of the update on this rollout; None until then
+
+    @classmethod
+    def from_rollout(
+        cls, rollout: Rollout, index: int, table: TokenTable, number: int, step: int, kl_coef: float
+    ) -> "Trace":
+        """Return the trace of the completion at `index`, with its table; `number` is the rollout's, from 1."""
+        return cls(
+            rollout=number,
+            step=step,
+            kl_coef=kl_coef,
+            truncated=bool(rollout.truncated[index]),
+            prompt_ids=rollout.prompt_ids[index][rollout.prompt_mask[index]].tolist(),
+            completion_ids=rollout.completion_ids[index][rollout.mask[index]].tolist(),
+            table=table,
+        )
+
+    def token_rows(self) -> list[dict[str, Any]]:
+        """Return a dictionary for each token, as a row of a table of many completions."""
+        shared = {"rollout": self.rollout, "step": self.step, "prompt": self.table.prompt, "score": self.table.score}
+        return [{**shared, **asdict(row)} for row in self.table.rows]
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values, the table by columns; a number that is not finite as text, which JSON has no number for."""
+        """Return plain values, the table by columns; numbers that are not finite become text, since JSON has none."""
         plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "table"}
         columns = {f.name: [finite_or_text(getattr(row, f.name)) for row in self.table.rows] for f in fields(TokenRow)}
         return {**plain, "prompt": self.table.prompt, "score": finite_or_text(self.table.score), "columns": columns}
 
-    def token_rows(self) -> list[dict[str, Any]]:
-        """A row for each token, for tables of many completions."""
-        shared = {"rollout": self.rollout, "step": self.step, "prompt": self.table.prompt, "score": self.table.score}
-        return [{**shared, **asdict(row)} for row in self.table.rows]
-
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> "Trace":
-        """What `to_json` was taken from."""
+        """Return the trace that `to_json` was called on."""
         plain = {f.name: content[f.name] for f in fields(cls) if f.name != "table"}
-        names = [f.name for f in fields(TokenRow)]
         rows = [
-            TokenRow(token, *(number(x) for x in numbers))
-            for token, *numbers in zip(*(content["columns"][name] for name in names), strict=True)
+            TokenRow(token, *map(parse_number, numbers))
+            for token, *numbers in zip(*(content["columns"][f.name] for f in fields(TokenRow)), strict=True)
         ]
-        return cls(**plain, table=TokenTable(content["prompt"], number(content["score"]), rows))
-
-
-def finite_or_text(x: Any) -> Any:
-    return str(x) if isinstance(x, float) and not math.isfinite(x) else x
-
-
-def number(x: Any) -> Any:
-    return float(x) if isinstance(x, str) else x
-
-
-def traces_of(rollout: Rollout, tables: list[TokenTable], number: int, step: int, kl_coef: float) -> list[Trace]:
-    """The traces of a rollout's rows.
-
-    Args:
-        tables: one for each row.
-        number: the rollout's, from 1.
-        step: optimiser steps made when it was collected.
-        kl_coef: β in its rewards.
-    """
-    return [
-        Trace(
-            rollout=number,
-            step=step,
-            kl_coef=kl_coef,
-            truncated=bool(rollout.truncated[i]),
-            prompt_ids=rollout.prompt_ids[i][rollout.prompt_mask[i]].tolist(),
-            completion_ids=rollout.completion_ids[i][rollout.mask[i]].tolist(),
-            table=table,
-        )
-        for i, table in enumerate(tables)
-    ]
+        return cls(**plain, table=TokenTable(content["prompt"], parse_number(content["score"]), rows))
 
 
 @torch.no_grad()
-def after_update(traces: list[Trace], model: ActorCritic, args: PPOConfig, step: int) -> list[Trace]:
-    """The traces with what the policy says about their tokens now: log-probs, ratios, and where the clip holds.
+def add_update(traces: list[Trace], model: ActorCritic, args: PPOConfig, step: int) -> list[Trace]:
+    """Return the traces with the policy's log-probs and ratios after the update, and the tokens that are clipped.
 
     Args:
-        step: optimiser steps made.
+        step: optimizer steps made so far.
     """
     prompt_ids, prompt_mask = pad_left([trace.prompt_ids for trace in traces], 0)
     ids, mask = pad_right([trace.completion_ids for trace in traces])
-    old = pad_right([[row.logprob for row in trace.table.rows] for trace in traces])[0]
-    advantages = pad_right([[row.advantage for row in trace.table.rows] for trace in traces])[0]
+    old, _ = pad_right([[row.logprob for row in trace.table.rows] for trace in traces])
+    advantages, _ = pad_right([[row.advantage for row in trace.table.rows] for trace in traces])
     with eval_mode(model):
         new = model(
             input_ids=torch.cat([prompt_ids, ids], dim=1).to(args.device),
@@ -112,46 +95,49 @@ def after_update(traces: list[Trace], model: ActorCritic, args: PPOConfig, step:
         ).logprobs.cpu()
     ratio = clamp_log_ratio(new - old).exp()
     clip = clip_fractions(new, old, advantages, args.cliprange, args.clip_high, args.dual_clip)
-    clipped = clip.low | clip.high | clip.dual if args.policy_loss == "ppo" else None
+    clipped = (clip.low | clip.high | clip.dual).tolist()
+    if args.policy_loss != "ppo":  # other losses clip otherwise, or not at all
+        clipped = [[None] * len(row) for row in clipped]
     updated = []
-    for i, trace in enumerate(traces):
-        rows = [
-            replace(
-                row,
-                new_logprob=float(new[i, t]),
-                ratio=float(ratio[i, t]),
-                clipped=None if clipped is None else bool(clipped[i, t]),
-            )
-            for t, row in enumerate(trace.table.rows)
-        ]
+    for trace, *columns in zip(traces, new.tolist(), ratio.tolist(), clipped, strict=True):
+        numbers = zip(trace.table.rows, *columns, strict=False)  # the columns are padded
+        rows = [replace(row, new_logprob=n, ratio=r, clipped=c) for row, n, r, c in numbers]
         updated.append(replace(trace, table=replace(trace.table, rows=rows), updated_step=step))
     return updated
 
 
 def pad_right(rows: list[list[Any]]) -> tuple[Tensor, Tensor]:
-    """(B, T) numbers padded with 0 on the right, and the (B, T) bool mask that is True on the real ones."""
+    """Return the rows padded with 0 to (B, T), and a (B, T) bool mask that is True on real entries."""
     padded = pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
     return padded, torch.arange(padded.shape[1]) < torch.tensor([len(row) for row in rows])[:, None]
 
 
+def finite_or_text(x: Any) -> Any:
+    return str(x) if isinstance(x, float) and not math.isfinite(x) else x
+
+
+def parse_number(x: Any) -> Any:
+    return float(x) if isinstance(x, str) else x
+
+
 def trace_file(output_dir: str | Path, rollout: int, kind: str = "rollout") -> Path:
-    """The file of a rollout's traces: of its own completions, or of those of chosen "prompts"."""
+    """Return the path for a rollout's traces; `kind` is "rollout" for its own completions, or "prompts"."""
     return Path(output_dir) / TRACES / f"{kind}-{rollout:06d}.jsonl"
 
 
 def write_traces(path: Path, traces: Iterable[Trace]) -> None:
-    """Write a rollout's traces, all or nothing."""
+    """Write a rollout's traces atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = [json.dumps(trace.to_json(), ensure_ascii=False) for trace in traces]
-    with write_atomically(path) as aside:
-        aside.write_text("\n".join([*lines, ""]), encoding="utf-8")
+    with write_atomically(path) as temporary:
+        temporary.write_text("\n".join([*lines, ""]), encoding="utf-8")
 
 
 def read_traces(path: Path) -> list[Trace]:
-    """What `write_traces` wrote.
+    """Read the traces of a file that `write_traces` wrote.
 
     Raises:
-        ValueError: a line that it did not write; names it.
+        ValueError: a line is not a trace; names it.
     """
     traces = []
     for n, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
@@ -162,13 +148,13 @@ def read_traces(path: Path) -> list[Trace]:
     return traces
 
 
-def recorded(output_dir: str | Path) -> list[Path]:
-    """The files of a run's traces, in the order of the rollouts."""
-    names = (f"{kind}-{'[0-9]' * 6}.jsonl" for kind in ("rollout", "prompts"))
-    found = [path for name in names for path in (Path(output_dir) / TRACES).glob(name)]
-    return sorted(found, key=rollout_of)
+def list_trace_files(output_dir: str | Path) -> list[Path]:
+    """Return the trace files of a run in the order of the rollouts."""
+    patterns = [f"{kind}-{'[0-9]' * 6}.jsonl" for kind in ("rollout", "prompts")]
+    found = [path for pattern in patterns for path in Path(output_dir, TRACES).glob(pattern)]
+    return sorted(found, key=rollout_number)
 
 
-def rollout_of(path: Path) -> int:
-    """The number of the rollout whose traces a file holds."""
+def rollout_number(path: Path) -> int:
+    """Return the rollout's number from the name of its trace file."""
     return int(path.stem.rpartition("-")[2])

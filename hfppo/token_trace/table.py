@@ -1,4 +1,4 @@
-"""The token table: what actor, reference, reward and critic put out for one completion, token by token."""
+"""The token table: the numbers of actor, reference, reward and critic for each token of one completion."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ from hfppo.rollout import Rollout
 from hfppo.support.printable import visible
 from hfppo.token_trace.tokens import token_texts
 
-# Each number of a row and what tables call it; those of the update stand in tables that know them.
+# Fields of a row by their column headings; UPDATE_COLUMNS appear only after the update.
 COLUMNS = {
     "logprob": "log π_old",
     "ref_logprob": "log π_ref",
@@ -28,7 +28,7 @@ UPDATE_COLUMNS = {"new_logprob": "log π_new", "ratio": "ratio"}
 
 @dataclass(frozen=True)
 class TokenRow:
-    """One completion token. Log-probabilities and KL in nats; None where the run has no such number, or not yet."""
+    """One completion token. Log-probs and KL are in nats; None where the run does not have the number, or not yet."""
 
     token: str
     logprob: float
@@ -38,29 +38,29 @@ class TokenRow:
     value: float | None
     return_: float | None
     advantage: float | None
-    counted: bool = True  # whether the losses count it
-    new_logprob: float | None = None  # log π_θ after the rollout's last update
-    ratio: float | None = None  # π_θ/π_old after it
-    clipped: bool | None = None  # whether the clip then holds, so that the token teaches nothing more
+    counted: bool = True  # False: the losses leave this token out
+    new_logprob: float | None = None  # log π after the last update on the rollout
+    ratio: float | None = None  # π_new/π_old
+    clipped: bool | None = None  # whether the token is then clipped, so that its gradient is 0
 
 
 @dataclass(frozen=True)
 class TokenTable:
-    """One completion of a rollout, made readable; `rich.print` shows it."""
+    """One completion of a rollout as a table, which `rich.print` prints."""
 
     prompt: str
-    score: float | None  # None: nobody has said it
+    score: float | None  # None: unknown
     rows: list[TokenRow]
 
     @classmethod
     def from_rollout(
         cls, rollout: Rollout, index: int, tokenizer: PreTrainedTokenizerBase, kl_estimator: str = "k1"
     ) -> "TokenTable":
-        """The table of the completion at `index`."""
+        """Return the table of the completion at `index`; `kl_estimator` is that of the run's configuration."""
         kl = None
         if rollout.ref_logprobs is not None:
             kl = token_kl(rollout.old_logprobs, rollout.ref_logprobs, kl_estimator)
-        columns = (
+        columns = (  # in the order of TokenRow's fields
             rollout.old_logprobs,
             rollout.ref_logprobs,
             kl,
@@ -81,12 +81,8 @@ class TokenTable:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         score = "unknown" if self.score is None else f"{self.score:g}"
-        table = Table(
-            title=Text(f"{visible(self.prompt)}   score {score}"),
-            title_justify="left",
-            box=SIMPLE_HEAD,
-            collapse_padding=True,
-        )
+        title = Text(f"{visible(self.prompt)}   score {score}")
+        table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, collapse_padding=True)
         updated = any(row.new_logprob is not None for row in self.rows)
         columns = COLUMNS | UPDATE_COLUMNS if updated else COLUMNS
         table.add_column("token")
