@@ -11,7 +11,7 @@ from datasets import Dataset
 from helpers.runs import count_digits
 from helpers.tiny import CHAT_TEMPLATE
 from hfppo import PPOCallback, PrintCompletionsCallback
-from hfppo.reporting.completions import of_one_type
+from hfppo.reporting.completions import make_column
 
 
 class Keep(PPOCallback):
@@ -72,11 +72,11 @@ def test_what_a_function_is_called_takes_no_column_from_another(make_trainer):
 
 @pytest.mark.parametrize("column", [[1, "a"], ["a", 1], [[1, "a"]], [2**70], [1j], [{}], [{"a": {}}], [[{}]]])
 def test_what_a_table_cannot_hold_becomes_text(column):
-    assert of_one_type(column) == [str(x) for x in column]
+    assert make_column(column) == [str(x) for x in column]
 
 
 def test_half_a_character_is_written_as_its_number():
-    assert of_one_type(["\ud800!", "请👩\u200d🚀"]) == ["\\ud800!", "请👩\u200d🚀"]
+    assert make_column(["\ud800!", "请👩\u200d🚀"]) == ["\\ud800!", "请👩\u200d🚀"]
 
 
 def test_a_call_without_arguments_in_a_prompt_is_saved(make_trainer, tokenizer):

@@ -1,4 +1,4 @@
-"""Completions of each rollout: printed, kept in a file, given to trackers."""
+"""Print the completions of each rollout, save them in a file, and log them to trackers."""
 
 import io
 from importlib import import_module
@@ -17,10 +17,10 @@ from hfppo.support.printable import visible
 
 
 class PrintCompletionsCallback(PPOCallback):
-    """Prints some completions of each rollout with their scores. `log_completions=True` adds it.
+    """Print some completions of each rollout with their scores. `log_completions=True` adds it.
 
-    All of the first process's lie in `completions/completions_<step>.parquet` in the output folder, named and laid out
-    as TRL does, and go as a table to W&B and trackio where `report_to` names them.
+    All completions of the first process are saved in `completions/completions_<step>.parquet` in the output folder,
+    with TRL's names and columns, and logged as a table to W&B and trackio where `report_to` names them.
 
     Args:
         num_completions: rows to print.
@@ -34,44 +34,50 @@ class PrintCompletionsCallback(PPOCallback):
             return
         columns = {"prompt": transcript.prompts, "completion": transcript.completions}
         for name, column in (*transcript.scores.items(), *transcript.extra.items()):
-            while name in (*columns, "step", "score"):  # as the total is called in the file
+            while name in (*columns, "step", "score"):  # "score" is the total's column in the file
                 name += "_"
             columns[name] = column
-        table = Table(title=f"step {state.global_step}", title_justify="left", show_lines=True)
+        self._print(f"step {state.global_step}", columns)
+        steps = {"step": [state.global_step] * len(rollout)}
+        table = Dataset.from_dict(
+            {n: make_column(c) for n, c in (steps | columns | {"score": rollout.scores.tolist()}).items()}
+        )
+        save_table(table, Path(args.output_dir) / "completions" / f"completions_{state.global_step:05d}.parquet")
+        log_table(args, "completions", table)
+
+    def _print(self, title: str, columns: dict[str, list]) -> None:
+        """Print the first rows, with markup and control characters made visible."""
+        table = Table(title=title, title_justify="left", show_lines=True)
         for name in columns:
             table.add_column(Text(visible(name)))
         for row in list(zip(*columns.values(), strict=False))[: self.num_completions]:
             table.add_row(*(Text(f"{x:.4g}" if isinstance(x, float) else visible(str(x))) for x in row))
-        with tqdm.external_write_mode():  # the bar makes room
+        with tqdm.external_write_mode():  # clears the progress bar meanwhile
             rich.print(table)
-        scores = {"score": rollout.scores.tolist()}
-        self._save(args, {"step": [state.global_step] * len(rollout)} | columns | scores)
 
-    def _save(self, args: TrainingArguments, columns: dict[str, list]) -> None:
-        """Write the table into the output folder, and log it."""
-        everything = Dataset.from_dict({name: of_one_type(column) for name, column in columns.items()})
-        file = Path(args.output_dir) / "completions" / f"completions_{columns['step'][0]:05d}.parquet"
-        with ignore_write_errors(file):
-            file.parent.mkdir(parents=True, exist_ok=True)
-            try:
-                everything.to_pandas().to_parquet(file)
-            except OSError:
-                file.unlink(missing_ok=True)  # half of a table is none
-                raise
-        log_table(args, "completions", everything)
+
+def save_table(table: Dataset, file: Path) -> None:
+    """Write a Parquet file; a file that cannot be written is a warning."""
+    with ignore_write_errors(file):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        try:  # no temporary file: a push that runs meanwhile skips those in the output folder alone
+            table.to_pandas().to_parquet(file)
+        except OSError:
+            file.unlink(missing_ok=True)  # half a table cannot be read
+            raise
 
 
 def log_table(args: TrainingArguments, name: str, rows: Dataset) -> None:
-    """Give a table to the trackers that Trainer reports to and that take tables, W&B and trackio."""
+    """Log a table to W&B and trackio where `report_to` names them."""
     for module in {"wandb", "trackio"} & set(args.report_to):
         tracker = import_module(module)
         tracker.log({name: tracker.Table(dataframe=rows.to_pandas())})
 
 
-def of_one_type(column: list) -> list:
-    """The column, as text if a table cannot hold it: values of several types, empty dictionaries, half characters."""
+def make_column(column: list) -> list:
+    """Return the column, as text if Parquet cannot hold it: mixed types, empty dictionaries, lone surrogates."""
     try:
-        Dataset.from_dict({"column": column}).to_pandas().to_parquet(io.BytesIO())  # Arrow holds more than its file
-    except (ValueError, TypeError, OverflowError, NotImplementedError):  # Arrow's own are some of these
+        Dataset.from_dict({"column": column}).to_pandas().to_parquet(io.BytesIO())  # Arrow holds more than Parquet
+    except (ValueError, TypeError, OverflowError, NotImplementedError):  # includes Arrow's own errors
         return [str(x).encode(errors="backslashreplace").decode() for x in column]
     return column

@@ -1,4 +1,4 @@
-"""The callbacks that a run has unless its user brings others."""
+"""Callbacks that are on by default."""
 
 from transformers import TrainerCallback
 
@@ -10,7 +10,7 @@ from hfppo.reporting.plot import PlotCallback
 
 
 def with_default_callbacks(callbacks: list[TrainerCallback] | None, log_completions: bool) -> list[TrainerCallback]:
-    """A user's callbacks and those that are on by default, unless the user has one of their kind."""
+    """Return the user's callbacks and the default ones; a user's own replaces the default of its class."""
     # Trainer takes classes as well.
     made = [callback() if isinstance(callback, type) else callback for callback in callbacks or []]
     if not any(isinstance(callback, HealthCallback) for callback in made):
