@@ -382,7 +382,7 @@ class FullDisk:
         return self.save(*args, **kwargs)
 
 
-@pytest.mark.parametrize("times", [9, 10, 11])
+@pytest.mark.parametrize("times", [9, *(pytest.param(times, marks=pytest.mark.slow) for times in (10, 11))])
 def test_a_full_disk_leaves_what_was_saved_before(make_trainer, tmp_path, monkeypatch, times):
     """A checkpoint makes four calls, for arguments, optimiser, schedule and random state: the third is cut off."""
     straight = make_trainer({**CONFIG, "output_dir": str(tmp_path / "straight")})

@@ -279,6 +279,7 @@ def test_which_blocks_are_not_run():
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_commands_run_and_give_what_the_pages_say(tmp_path):
     """The text itself, in a folder that looks like a clone. pip only resolves, from what is installed."""
     for name in ("hfppo", "recipes", "pyproject.toml", "README.md", "LICENSE", "constraints.txt"):

@@ -44,8 +44,24 @@ def train_until_told(make_trainer, config, event, step, **kwargs):
     return trainer
 
 
-@pytest.mark.parametrize("step", [3, 4], ids=["between two logs", "when it is logged and evaluated"])
-@pytest.mark.parametrize("event", ["on_step_begin", "on_substep_end", "on_pre_optimizer_step", "on_step_end"])
+@pytest.mark.parametrize(
+    ("event", "step"),  # 3 is between two logs, 4 is logged and evaluated
+    [
+        ("on_substep_end", 4),
+        ("on_step_end", 3),
+        *(
+            pytest.param(event, step, marks=pytest.mark.slow)
+            for event, step in (
+                ("on_step_begin", 3),
+                ("on_step_begin", 4),
+                ("on_substep_end", 3),
+                ("on_pre_optimizer_step", 3),
+                ("on_pre_optimizer_step", 4),
+                ("on_step_end", 4),
+            )
+        ),
+    ],
+)
 def test_the_checkpoint_is_whole_and_resumes(make_trainer, dataset, tmp_path, event, step):
     straight = make_trainer(CONFIG, eval_dataset=dataset)
     straight.train()
@@ -72,7 +88,10 @@ def test_no_rollout_is_collected_first(make_trainer, tmp_path):
     assert find_last_intact(tmp_path / "out") == str(tmp_path / "out/checkpoint-4")
 
 
-@pytest.mark.parametrize("step", [2, 4, 6, 8])
+@pytest.mark.parametrize(
+    "step",
+    [4, *(pytest.param(step, marks=pytest.mark.slow) for step in (2, 6, 8))],
+)
 def test_epochs_are_logged_and_evaluated_when_they_are_over_and_only_then(make_trainer, dataset, tmp_path, step):
     config = {**CONFIG, "max_steps": -1, "num_train_epochs": 2, "logging_strategy": "epoch", "eval_strategy": "epoch"}
     config |= {"save_strategy": "epoch", "output_dir": str(tmp_path / "straight")}

@@ -21,7 +21,7 @@ from helpers.tiny import LORA
 from hfppo import AdaptiveKLCallback, PPOConfig, PPOTrainer
 from hfppo.functional import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES, REDUCTIONS
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 numbered = pytest.mark.parametrize("number", range(int(os.environ.get("CONFIGURATIONS", "6"))))
 
 ROWS = Dataset.from_list([{"prompt": f"请问{'1+' * (a % 3)}{a}+{b}="} for a in range(4) for b in range(3, 7)])

@@ -127,6 +127,7 @@ def test_an_actor_without_an_adapter_is_refused():
         actor_config(ActorArguments(model_name_or_path=str(RECIPES / "arithmetic/base"), use_peft=False, lora_r=7))
 
 
+@pytest.mark.slow
 def test_help_lists_the_fields():
     command = [sys.executable, str(RECIPES / "arithmetic.py"), "--help"]
     run = subprocess.run(command, capture_output=True, text=True, env=os.environ, timeout=120)
@@ -166,6 +167,7 @@ def test_building_the_base_in_small(tmp_path):
     assert (tmp_path / "base/model.safetensors").is_file()
 
 
+@pytest.mark.slow
 def test_the_road_from_demonstrations_to_ppo_in_small(tmp_path, few_rows, monkeypatch):
     """Three recipes of two steps each; the adapters of the first two feed the third."""
     monkeypatch.chdir(RECIPES.parent)

@@ -35,9 +35,16 @@ VARIANTS = {
     "a stream, read again from its start": ({"max_prompt_length": 10}, {"train_dataset": STREAM}),
     "groups without a critic": ({"advantage_estimator": "grpo", "num_generations": 2}, {}),
 }
+FAST = (
+    "adapter critic, adaptive KL, metrics not yet logged",
+    "shared critic, warmup",
+    "a stream, read again from its start",
+)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    "variant", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in VARIANTS]
+)
 def test_resuming_equals_the_straight_run(make_trainer, tmp_path: Path, variant):
     config, kwargs = VARIANTS[variant]
     kwargs = dict(kwargs)

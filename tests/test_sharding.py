@@ -22,6 +22,7 @@ from hfppo import TolerantReward
 from hfppo.distributed_checks import check_engine
 from hfppo.rewards.model import RewardAdapter
 
+pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 FSDP2 = {
     "ACCELERATE_USE_FSDP": "true",
     "FSDP_VERSION": "2",
@@ -92,7 +93,6 @@ ENGINES = [
 ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("engine", "fields", "kind", "critic"), ENGINES)
 def test_a_sharded_run_has_the_numbers_of_one_that_is_not(run_of, engine, fields, kind, critic):
     (sharded_out, sharded), (ddp_out, ddp) = run_of(engine, fields, critic), run_of("ddp", fields, critic)
@@ -112,7 +112,6 @@ def test_a_sharded_run_has_the_numbers_of_one_that_is_not(run_of, engine, fields
         torch.testing.assert_close(found[name], tensor, rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["fsdp2", "zero2", "zero3"])
 def test_engines_train_in_bfloat16(run_of, engine):
     """DeepSpeed turns all weights to that type, the value head's too; what the model gives stays float32."""
@@ -133,7 +132,6 @@ def test_engines_train_in_bfloat16(run_of, engine):
         assert not torch.equal(given, given.bfloat16().float()), name
 
 
-@pytest.mark.slow
 def test_deepspeed_clips_at_max_grad_norm(run_of):
     """With SGD, whose step is the gradient times the learning rate."""
     moved = {}
@@ -147,7 +145,6 @@ def test_deepspeed_clips_at_max_grad_norm(run_of):
         assert moved[norm] == pytest.approx(norm or norms[1], rel=1e-3)
 
 
-@pytest.mark.slow
 def test_a_step_of_deepspeed_that_is_not_finite_ends_the_run(tmp_path):
     pytest.importorskip("deepspeed")
     run = launch(tmp_path, "shared", "zero2", {"optim": "sgd", "learning_rate": 1e38, **UNCLIPPED})
@@ -157,7 +154,6 @@ def test_a_step_of_deepspeed_that_is_not_finite_ends_the_run(tmp_path):
     assert "on_nonfinite='skip'" not in run.stderr
 
 
-@pytest.mark.slow
 def test_traces_of_a_sharded_run_lack_the_update(run_of):
     ddp, fsdp = run_of("ddp", PIECES)[1]["traces"], run_of("fsdp2", PIECES)[1]["traces"]
     for sharded, whole in zip(fsdp, ddp, strict=True):
@@ -165,7 +161,6 @@ def test_traces_of_a_sharded_run_lack_the_update(run_of):
         assert (sharded["updated_step"], whole["updated_step"]) == (None, 4)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("engine", "fields", "kind", "critic"), ENGINES)
 def test_a_sharded_run_resumes_bit_for_bit(run_of, engine, fields, kind, critic):
     out, result = run_of(engine, fields, critic)
@@ -176,7 +171,6 @@ def test_a_sharded_run_resumes_bit_for_bit(run_of, engine, fields, kind, critic)
     assert any(not torch.equal(first[name], tensor) for name, tensor in straight.items())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("engine", "fields", "kind", "critic"), ENGINES)
 def test_plain_peft_reads_what_a_sharded_run_saves(run_of, engine, fields, kind, critic):
     loaded = PeftModel.from_pretrained(

@@ -160,7 +160,10 @@ class Crash(TrainerCallback):
             raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize(("killed_in", "chosen"), [(6, False), (9, False), (6, True), (8, True)])
+@pytest.mark.parametrize(
+    ("killed_in", "chosen"),
+    [(9, False), (6, True), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((6, False), (8, True)))],
+)
 def test_resumed_run_neither_loses_nor_repeats_a_trace(make_trainer, tmp_path, killed_in, chosen):
     """Within a rollout, in its last step, and in the next one's first; older traces lie about.
 

@@ -116,6 +116,7 @@ def test_another_base_than_the_runs_is_warned_of(run, tmp_path, caplog):
     assert all("is not the run's" in message for message in caplog.messages)
 
 
+@pytest.mark.slow
 def test_the_command_shows_its_table_and_its_own_warnings_alone(run, tmp_path):
     tiny_model(seed=7).save_pretrained(tmp_path / "other")
     command = [sys.executable, "-m", "hfppo.token_trace", str(run.checkpoint), PROMPT, "--seed", "1"]

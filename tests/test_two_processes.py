@@ -13,6 +13,8 @@ from torch.testing import assert_close
 from helpers.processes import HELPERS, environment
 from helpers.second_device import build
 
+pytestmark = pytest.mark.slow
+
 
 def run(*command: str | Path) -> str:
     """What Python prints."""
@@ -22,18 +24,26 @@ def run(*command: str | Path) -> str:
     return done.stdout
 
 
+def train_on(processes: int, out: Path) -> list[dict]:
+    """Return the results that tests/helpers/two_processes.py writes, one of each process."""
+    # `accelerate launch --cpu` starts one process, or needs mpirun for several.
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+    run(*launch, HELPERS / "two_processes.py", out)
+    results = [json.loads((out / f"result_{rank}.json").read_text()) for rank in range(processes)]
+    assert results[0]["processes"] == processes
+    return results
+
+
 @pytest.fixture(scope="module")
-def results(tmp_path_factory) -> dict[int, list[dict]]:
-    """What tests/helpers/two_processes.py writes, by the number of processes."""
-    found = {}
-    for processes in (1, 2, 4):
-        out = tmp_path_factory.mktemp(f"processes-{processes}")
-        # `accelerate launch --cpu` starts one process, or needs mpirun for several.
-        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
-        run(*launch, HELPERS / "two_processes.py", out)
-        found[processes] = [json.loads((out / f"result_{rank}.json").read_text()) for rank in range(processes)]
-        assert found[processes][0]["processes"] == processes
-    return found
+def one(tmp_path_factory) -> dict:
+    """The result of one process."""
+    return train_on(1, tmp_path_factory.mktemp("one-process"))[0]
+
+
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.nightly)])
+def several(request, tmp_path_factory) -> list[dict]:
+    """The results of several processes."""
+    return train_on(request.param, tmp_path_factory.mktemp("several-processes"))
 
 
 @pytest.fixture(scope="module")
@@ -83,46 +93,47 @@ def assert_same_traces(result: dict, one: dict) -> None:
             assert trace["columns"][name] == numbers, name
 
 
-def test_resume_equals_the_straight_run_bit_for_bit(results):
-    for result in (*results[1], *results[2], *results[4]):
+def test_one_process_resumes_bit_for_bit(one):
+    assert_resumed_exactly(one)
+
+
+def test_several_processes_resume_bit_for_bit(several):
+    for result in several:
         assert_resumed_exactly(result)
 
 
-def test_both_processes_hold_the_same_weights(results):
-    first, second = results[2]
-    assert first["straight"] == second["straight"]
-    assert first["straight_logs"] == second["straight_logs"]
-    assert first["evaluation"] == second["evaluation"]
+def test_several_processes_hold_the_same_weights(several):
+    for name in ("straight", "straight_logs", "evaluation"):
+        assert all(result[name] == several[0][name] for result in several)
 
 
-def test_several_processes_wait_once_at_their_end(results):
+def test_several_processes_wait_once_at_their_end(one, several):
     """Or gloo's threads would abort some of them, most often of four."""
-    waits = {processes: [result["waits_at_exit"] for result in of_all] for processes, of_all in results.items()}
-    assert waits == {1: [[]], 2: [[0.5]] * 2, 4: [[0.5]] * 4}
+    assert one["waits_at_exit"] == []
+    assert [result["waits_at_exit"] for result in several] == [[0.5]] * len(several)
 
 
-def test_several_processes_do_what_one_does(results):
-    (one,) = results[1]
+def test_several_processes_do_what_one_does(one, several):
     assert max(abs(x) for gradient in one["gradients"].values() for x in gradient) > 1e-3
     assert any(entry["completions/mean_length"] < 4 for entry in one["straight_logs"] if "loss" in entry)
     assert len(one["completions"]) == 7, "neither cut nor repeated, though it does not divide by two"
-    for result in (*results[2], *results[4]):
+    for result in several:
         assert_like_one(result, one)
 
 
-def test_traces_of_several_processes_are_those_of_one(results):
-    (one,) = results[1]
+def test_traces_of_several_processes_are_those_of_one(one, several):
     assert [trace["updated_step"] for trace in one["traces"]] == [1, 1]
-    for result in (results[2][0], results[4][0]):
-        assert_same_traces(result, one)
+    assert_same_traces(several[0], one)
 
 
-def test_a_second_device_does_what_the_cpu_does(results, on_second_device):
+@pytest.mark.nightly
+def test_a_second_device_does_what_the_cpu_does(one, on_second_device):
     assert_resumed_exactly(on_second_device)
-    assert_like_one(on_second_device, results[1][0])
-    assert_same_traces(on_second_device, results[1][0])
+    assert_like_one(on_second_device, one)
+    assert_same_traces(on_second_device, one)
 
 
+@pytest.mark.nightly
 def test_a_micro_batch_rarely_waits_for_the_device_whatever_its_rows(second_device, tmp_path):
     waits = json.loads(run(*second_device, HELPERS / "on_second_device.py", tmp_path).splitlines()[-1])
     assert set(waits["2"]) == set(waits["8"]) == {5}

@@ -78,7 +78,10 @@ def test_no_file_of_a_checkpoint_is_forgotten_here(checkpoint):
     assert {str(path.relative_to(checkpoint)) for path in checkpoint.rglob("*") if path.is_file()} == set(FILES)
 
 
-@pytest.mark.parametrize("legacy", [True, False], ids=["bare pickle", "torch.save"])
+@pytest.mark.parametrize(
+    "legacy",
+    [pytest.param(True, id="bare pickle"), pytest.param(False, id="torch.save", marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize("name", FILES)
 def test_no_file_of_a_checkpoint_runs_code(checkpoint, tmp_path, mark, name, legacy):
     """Whoever writes a checkpoint can seal it, too."""
