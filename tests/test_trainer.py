@@ -3,10 +3,12 @@
 import math
 
 import pytest
+import torch
 
-from helpers.runs import trained_state
+from helpers.runs import gradients, trained_state
 from helpers.tiny import ragged_model
 from hfppo import PPOCallback
+from hfppo.learn.loss import LossTerm
 from hfppo.metrics import Meter
 from hfppo.rollout import Rollout
 
@@ -82,6 +84,33 @@ def test_the_logged_loss_is_that_of_a_step_however_it_is_cut(make_trainer):
         log = trainer.state.log_history[0]
         assert log["loss"] == pytest.approx(log["policy/loss"] + log["value/loss"], rel=1e-4)
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+@pytest.mark.parametrize("coef", [1.0, 0.0])
+def test_a_term_of_a_subclass_is_logged_and_adds_its_gradient(make_trainer, coef):
+    """A term equal to the policy loss: with a coefficient of 1 it doubles the actor's gradient, not the critic's."""
+    trainer = make_trainer({"max_steps": 2})
+    rollout = trainer.rollout([f"{a}+{b}=" for a in range(2) for b in range(2)])
+    without = gradients(trainer, rollout, 1)
+
+    class Own(type(trainer)):
+        def loss_terms(self, outputs, batch):
+            policy, *rest = super().loss_terms(outputs, batch)
+            return [policy, *rest, LossTerm("my_term", coef, policy.per_token)]
+
+    trainer.__class__ = Own
+    for name, gradient in gradients(trainer, rollout, 1).items():
+        factor = 1.0 if name.startswith("critic") else 1.0 + coef
+        torch.testing.assert_close(gradient, factor * without[name])
+    assert any(gradient.any() for name, gradient in without.items() if not name.startswith("critic"))
+    trainer.model.zero_grad()
+    trainer.ppo_state.rollouts = 0
+    trainer.train()
+    first = trainer.state.log_history[0]
+    assert first["loss/my_term"] == pytest.approx(first["policy/loss"])
+    assert first["loss"] == pytest.approx(
+        (1 + coef) * first["policy/loss"] + trainer.args.vf_coef * first["value/loss"], abs=1e-6
+    )
 
 
 def test_seconds_of_an_update_are_those_of_all_its_steps(make_trainer, monkeypatch):
