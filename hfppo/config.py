@@ -3,11 +3,11 @@
 import copy
 import logging
 from dataclasses import dataclass, field
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from transformers import TrainingArguments
 
-from hfppo.config_checks import METRIC_SCHEDULERS, check_config, check_names, check_types, read_nones
+from hfppo.config_checks import AT_LEAST_0, METRIC_SCHEDULERS, Requirement, check_config, check_fields, check_names
 from hfppo.functional import (
     ADVANTAGE_ESTIMATORS,
     KL_ESTIMATORS,
@@ -20,13 +20,24 @@ from hfppo.support.secrets import hide_in_settings
 
 logger = logging.getLogger(__name__)
 
+# What a field must be beside its type; `check_fields` reads it from the annotation, HfArgumentParser ignores it.
+Count = Annotated[int, Requirement("at least 1", lambda x: x >= 1)]
+NotNegative = Annotated[float, AT_LEAST_0]
+Positive = Annotated[float, Requirement("above 0", lambda x: x > 0)]
+Share = Annotated[float, Requirement("in [0, 1]", lambda x: 0 <= x <= 1)]
+GPU_SHARE = Requirement("in (0, 1]", lambda x: 0 < x <= 1)
+CLIP = Requirement("in (0, 1): the ratio is clipped to 1 − cliprange", lambda x: 0 < x < 1)
+DUAL_CLIP = Requirement("above 1: below, it would undo the clip at ratio 1", lambda x: x > 1)
+CAP = Requirement("at least 1: a cap below 1 would shrink the weights of tokens without mismatch", lambda x: x >= 1)
+FLOOR = Requirement("in (0, 1]: a floor above 1 would drop tokens without mismatch", lambda x: 0 < x <= 1)
+
 
 @dataclass
 class PPOConfig(TrainingArguments):
     """Everything a PPO run can be told, on top of `transformers.TrainingArguments`.
 
     A rollout holds `per_device_train_batch_size × gradient_accumulation_steps × num_mini_batches` completions per
-    process and is used for `num_ppo_epochs × num_mini_batches` optimiser steps.
+    process and is used for `num_ppo_epochs × num_mini_batches` optimizer steps.
 
     Raises:
         TypeError: a field that does not exist.
@@ -34,11 +45,11 @@ class PPOConfig(TrainingArguments):
     """
 
     # Defaults of TrainingArguments that fit PPO with a LoRA actor better.
-    learning_rate: float = field(
+    learning_rate: NotNegative = field(
         default=1e-5,
         metadata={"help": "Learning rate of the actor; ten times a usual full fine-tuning rate, for LoRA."},
     )
-    logging_steps: float = field(default=10, metadata={"help": "Optimiser steps between logs."})
+    logging_steps: float = field(default=10, metadata={"help": "Optimizer steps between logs."})
     logging_nan_inf_filter: bool = field(
         default=False, metadata={"help": "Hide non-finite losses from the log. Off: a broken run shows."}
     )
@@ -54,24 +65,24 @@ class PPOConfig(TrainingArguments):
     )
 
     # Changes the result: the rollout.
-    num_ppo_epochs: int = field(
+    num_ppo_epochs: Count = field(
         default=4, metadata={"help": "Times that each rollout is gone through (TRL; arXiv:2403.17031)."}
     )
-    num_mini_batches: int = field(
-        default=1, metadata={"help": "Optimiser steps per PPO epoch (TRL). The rollout grows with it."}
+    num_mini_batches: Count = field(
+        default=1, metadata={"help": "Optimizer steps per PPO epoch (TRL). The rollout grows with it."}
     )
-    total_episodes: int | None = field(
+    total_episodes: Count | None = field(
         default=None, metadata={"help": "Completions to train on in all, rounded up to rollouts; sets `max_steps`."}
     )
-    num_generations: int = field(default=1, metadata={"help": "Completions per prompt."})
-    max_prompt_length: int | None = field(
+    num_generations: Count = field(default=1, metadata={"help": "Completions per prompt."})
+    max_prompt_length: Count | None = field(
         default=512, metadata={"help": "Longest prompt in tokens, None for any; see `overlong_prompts`."}
     )
     overlong_prompts: Literal["drop", "truncate"] = field(
         default="drop", metadata={"help": "Drop longer prompts, or cut their beginning off; the count is logged."}
     )
-    max_completion_length: int = field(default=256, metadata={"help": "Longest completion in tokens (GRPO)."})
-    temperature: float = field(
+    max_completion_length: Count = field(default=256, metadata={"help": "Longest completion in tokens (GRPO)."})
+    temperature: Positive = field(
         default=1.0, metadata={"help": "Logits are divided by it in every pass: sampling, old, reference, update."}
     )
     chat_template_kwargs: dict[str, Any] | str | None = field(
@@ -86,10 +97,10 @@ class PPOConfig(TrainingArguments):
     vllm_server_base_url: str = field(
         default="http://127.0.0.1:8000", metadata={"help": "Address of the server that `vllm serve` started (GRPO)."}
     )
-    vllm_server_timeout: float = field(
+    vllm_server_timeout: Positive = field(
         default=240.0, metadata={"help": "Seconds to wait for the server, at the start and for an answer (GRPO)."}
     )
-    vllm_gpu_memory_utilization: float = field(
+    vllm_gpu_memory_utilization: Annotated[float, GPU_SHARE] = field(
         default=0.3, metadata={"help": "Share of the GPU that the colocated engine takes (GRPO)."}
     )
     vllm_enable_sleep_mode: bool = field(
@@ -107,14 +118,14 @@ class PPOConfig(TrainingArguments):
     reward_model_init_kwargs: dict[str, Any] | str | None = field(
         default=None, metadata={"help": "Passed to `from_pretrained` for reward models given by id or path."}
     )
-    missing_eos_penalty: float | None = field(
+    missing_eos_penalty: NotNegative | None = field(
         default=None, metadata={"help": "Subtracted from the score of a completion cut by the length limit (TRL)."}
     )
     normalize_scores: bool = field(
         default=False,
         metadata={"help": "Shift and scale scores by the mean and deviation of all scores so far (arXiv:2307.04964)."},
     )
-    reward_clip: float | None = field(
+    reward_clip: Positive | None = field(
         default=None, metadata={"help": "Scores are clipped to ± this, after they are normalised."}
     )
     whiten_rewards: bool = field(
@@ -126,24 +137,27 @@ class PPOConfig(TrainingArguments):
     )
 
     # Changes the result: KL to the reference.
-    kl_coef: float = field(default=0.05, metadata={"help": "β of the KL penalty in the reward (TRL); 0 turns it off."})
-    kl_estimator: str = field(default="k1", metadata={"help": f"For the reward: {', '.join(KL_ESTIMATORS)}."})
-    kl_loss_coef: float = field(default=0.0, metadata={"help": "λ of the KL term in the loss; 0 turns it off."})
-    kl_loss_estimator: str = field(default="k3", metadata={"help": f"For the loss: {', '.join(KL_ESTIMATORS)}."})
+    kl_coef: NotNegative = field(default=0.05, metadata={"help": "β of the KL penalty in the reward (TRL); 0 is off."})
+    kl_estimator: str = field(default="k1", metadata={"choices": KL_ESTIMATORS, "help": "KL estimator of the reward."})
+    kl_loss_coef: NotNegative = field(default=0.0, metadata={"help": "λ of the KL term in the loss; 0 turns it off."})
+    kl_loss_estimator: str = field(
+        default="k3", metadata={"choices": KL_ESTIMATORS, "help": "KL estimator of the loss."}
+    )
     kl_loss_straight_through: bool = field(
         default=False, metadata={"help": "Give the KL in the loss the gradient of k2, which is unbiased on-policy."}
     )
 
     # Changes the result: advantages.
     advantage_estimator: str = field(
-        default="gae", metadata={"help": f"{', '.join(ADVANTAGE_ESTIMATORS)}; only gae has a critic."}
+        default="gae",
+        metadata={"choices": ADVANTAGE_ESTIMATORS, "help": "How advantages are estimated; only gae has a critic."},
     )
-    gamma: float = field(default=1.0, metadata={"help": "Discount per token (TRL)."})
-    lam: float = field(default=0.95, metadata={"help": "λ of GAE (TRL; arXiv:1506.02438)."})
-    lam_critic: float | None = field(
+    gamma: Share = field(default=1.0, metadata={"help": "Discount per token (TRL)."})
+    lam: Share = field(default=0.95, metadata={"help": "λ of GAE (TRL; arXiv:1506.02438)."})
+    lam_critic: Share | None = field(
         default=None, metadata={"help": "λ for the returns; None: `lam`. 1.0 decouples them (arXiv:2503.01491)."}
     )
-    lam_alpha: float | None = field(
+    lam_alpha: Positive | None = field(
         default=None, metadata={"help": "α of the length-adaptive λ = 1 − 1/(α·length) in place of `lam`."}
     )
     whiten_advantages: bool | None = field(
@@ -161,7 +175,7 @@ class PPOConfig(TrainingArguments):
     )
 
     # Changes the result: the losses.
-    policy_loss: str = field(default="ppo", metadata={"help": f"The surrogate: {', '.join(POLICY_LOSSES)}."})
+    policy_loss: str = field(default="ppo", metadata={"choices": POLICY_LOSSES, "help": "The surrogate objective."})
     policy_mode: Literal["decoupled", "bypass", "corrected"] = field(
         default="decoupled",
         metadata={
@@ -179,39 +193,45 @@ class PPOConfig(TrainingArguments):
             "arXiv:2510.18855), or leave such tokens out of all losses."
         },
     )
-    mismatch_cap: float = field(default=2.0, metadata={"help": "With 'corrected': the largest weight."})
-    mismatch_floor: float = field(
+    mismatch_cap: Annotated[float, CAP] = field(
+        default=2.0, metadata={"help": "With 'corrected': the largest weight (TIS)."}
+    )
+    mismatch_floor: Annotated[float, FLOOR] = field(
         default=0.5, metadata={"help": "With 'corrected': the smallest weight inside the band; not for truncate."}
     )
-    cliprange: float = field(default=0.2, metadata={"help": "ε of the policy clip (TRL; arXiv:1707.06347)."})
-    cliprange_high: float | None = field(
+    cliprange: Annotated[float, CLIP] = field(
+        default=0.2, metadata={"help": "ε of the policy clip (arXiv:1707.06347)."}
+    )
+    cliprange_high: Positive | None = field(
         default=None, metadata={"help": "ε above 1; None: `cliprange`. Larger is clip-higher (arXiv:2503.14476)."}
     )
-    dual_clip: float | None = field(
+    dual_clip: Annotated[float, DUAL_CLIP] | None = field(
         default=None, metadata={"help": "c > 1 bounds the loss of tokens with A < 0 (arXiv:1912.09729)."}
     )
-    loss_reduction: str = field(default="token-mean", metadata={"help": f"{', '.join(REDUCTIONS)}."})
-    entropy_coef: float = field(default=0.0, metadata={"help": "Weight of the entropy bonus; 0 turns it off."})
-    positive_nll_coef: float = field(
+    loss_reduction: str = field(
+        default="token-mean", metadata={"choices": REDUCTIONS, "help": "Reduces the losses of tokens to one number."}
+    )
+    entropy_coef: NotNegative = field(default=0.0, metadata={"help": "Weight of the entropy bonus; 0 turns it off."})
+    positive_nll_coef: NotNegative = field(
         default=0.0, metadata={"help": "Weight of the NLL on completions with full score (arXiv:2504.05118)."}
     )
     positive_score: float = field(default=1.0, metadata={"help": "The score from which `positive_nll_coef` counts."})
-    target_kl: float | None = field(
+    target_kl: Positive | None = field(
         default=None,
         metadata={"help": "Drop the rest of a rollout once `policy/approx_kl` of a mini-batch passes this."},
     )
 
     # Changes the result: the critic.
-    critic_learning_rate: float | None = field(
+    critic_learning_rate: NotNegative | None = field(
         default=None, metadata={"help": "Learning rate of the critic; None: `learning_rate`."}
     )
-    cliprange_value: float | None = field(
+    cliprange_value: Positive | None = field(
         default=0.2, metadata={"help": "ε of the value clip in units of the return (TRL); None turns it off."}
     )
-    vf_coef: float = field(
+    vf_coef: NotNegative = field(
         default=0.1, metadata={"help": "Weight of the value loss (TRL); couples only through a shared trunk."}
     )
-    critic_warmup: int = field(
+    critic_warmup: Annotated[int, AT_LEAST_0] = field(
         default=0, metadata={"help": "Rollouts at the start that train the critic only; the actor does not move."}
     )
     detach_shared_critic: bool = field(
@@ -238,14 +258,14 @@ class PPOConfig(TrainingArguments):
     )
 
     # Speed and memory only.
-    max_tokens_per_micro_batch: int | None = field(
+    max_tokens_per_micro_batch: Count | None = field(
         default=None,
         metadata={
             "help": "Cut micro-batches of the update further, to this many tokens of prompts and completions with "
             "their padding; a single row may have more. None: `per_device_train_batch_size` rows on average."
         },
     )
-    local_rollout_forward_batch_size: int = field(
+    local_rollout_forward_batch_size: Count = field(
         default=64, metadata={"help": "Rows per process that are sampled, or passed without gradient, at once (TRL)."}
     )
 
@@ -263,10 +283,9 @@ class PPOConfig(TrainingArguments):
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        read_nones(self)
         if self.max_grad_norm is None:
             self.max_grad_norm = 0.0  # as Trainer reads it: no clipping
-        check_types(self)
+        check_fields(self)
         compares = self.load_best_model_at_end or self.save_strategy == "best"
         if self.metric_for_best_model is None and (compares or self.lr_scheduler_type in METRIC_SCHEDULERS):
             self.metric_for_best_model = "eval_reward"  # Trainer would take eval_loss, which prompts do not have
@@ -304,7 +323,7 @@ class PPOConfig(TrainingArguments):
 
     @property
     def updates_per_rollout(self) -> int:
-        """Optimiser steps per rollout."""
+        """Optimizer steps per rollout."""
         return self.num_ppo_epochs * self.num_mini_batches
 
     @property

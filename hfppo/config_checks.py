@@ -1,95 +1,40 @@
-"""What `PPOConfig` refuses: types, names and numbers out of range, and fields that contradict each other."""
+"""Checks of `PPOConfig`: types, ranges, names, and fields that contradict each other."""
 
 import json
 import math
 import os
 import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import fields
+from dataclasses import MISSING, dataclass, fields
 from difflib import get_close_matches
-from numbers import Real
+from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+import numpy as np
 import torch
 
-from hfppo.functional import (
-    ADVANTAGE_ESTIMATORS,
-    KL_ESTIMATORS,
-    POLICY_LOSSES,
-    REDUCTIONS,
-    estimator_needs,
-)
+from hfppo.functional import estimator_needs
 
-# What a number must be, and the fields of which that is asked. Written so that NaN never meets it.
-RANGES: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
-    (
-        "at least 1",
-        lambda x: x >= 1,
-        (
-            "per_device_train_batch_size",
-            "per_device_eval_batch_size",
-            "gradient_accumulation_steps",
-            "num_ppo_epochs",
-            "num_mini_batches",
-            "num_generations",
-            "max_completion_length",
-            "local_rollout_forward_batch_size",
-            "max_tokens_per_micro_batch",
-            "total_episodes",
-            "max_prompt_length",
-        ),
-    ),
-    (
-        "at least 0",
-        lambda x: x >= 0,
-        (
-            "kl_coef",
-            "kl_loss_coef",
-            "entropy_coef",
-            "positive_nll_coef",
-            "vf_coef",
-            "missing_eos_penalty",
-            "critic_warmup",
-            "critic_learning_rate",
-            "learning_rate",
-            "max_grad_norm",
-            "weight_decay",
-            "seed",
-        ),
-    ),
-    ("in [0, 1]", lambda x: 0 <= x <= 1, ("gamma", "lam", "lam_critic")),
-    (
-        "above 0",
-        lambda x: x > 0,
-        (
-            "temperature",
-            "cliprange",
-            "cliprange_high",
-            "cliprange_value",
-            "reward_clip",
-            "lam_alpha",
-            "target_kl",
-            "mismatch_floor",
-            "vllm_server_timeout",
-        ),
-    ),
-    ("above 1: below, it would undo the clip at ratio 1", lambda x: x > 1, ("dual_clip",)),
-    (
-        "at least 1: a cap below it would shrink the weights of tokens without mismatch",
-        lambda x: x >= 1,
-        ("mismatch_cap",),
-    ),
-    ("at most 1: a floor above it would drop tokens without mismatch", lambda x: x <= 1, ("mismatch_floor",)),
-    ("in (0, 1]", lambda x: 0 < x <= 1, ("vllm_gpu_memory_utilization",)),
-    ("below 1: the ratio is clipped to 1 − cliprange", lambda x: x < 1, ("cliprange",)),
-)
 
-# Fields of transformers 4 that scripts still set, and what does the same now.
-REMOVED_FIELDS = {
-    "warmup_ratio": "warmup_steps, below 1 a share of all steps,",
-    "no_cuda": "use_cpu",
-    "evaluation_strategy": "eval_strategy",
-    "logging_dir": "the environment variable TENSORBOARD_LOGGING_DIR",
+@dataclass(frozen=True)
+class Requirement:
+    """A condition on a number, and how errors word it. NaN never gets this far."""
+
+    text: str
+    is_met: Callable[[float], bool]
+
+
+AT_LEAST_0 = Requirement("at least 0", lambda x: x >= 0)
+AT_LEAST_1 = Requirement("at least 1", lambda x: x >= 1)
+
+# Requirements on fields of TrainingArguments; those of PPOConfig stand in its annotations.
+INHERITED_REQUIREMENTS = {
+    "per_device_train_batch_size": AT_LEAST_1,
+    "per_device_eval_batch_size": AT_LEAST_1,
+    "gradient_accumulation_steps": AT_LEAST_1,
+    "max_grad_norm": AT_LEAST_0,
+    "weight_decay": AT_LEAST_0,
+    "seed": AT_LEAST_0,
 }
 
 # Fields of TRL's trainers that have another name here.
@@ -108,66 +53,113 @@ TRL_NAMES = {
     "response_length": "max_completion_length",
 }
 
-# What rendering a prompt for completion sets.
+# Arguments of `apply_chat_template` that follow from the prompt.
 SET_BY_RENDERING = {"tokenize", "add_generation_prompt", "continue_final_message", "return_dict"}
 
-METRIC_SCHEDULERS = ("reduce_lr_on_plateau", "greedy")  # schedulers that are told an evaluation's metric
+METRIC_SCHEDULERS = ("reduce_lr_on_plateau", "greedy")  # schedulers that read an evaluation's metric
 TEXT_OR_NONE = (str | None, dict | str | None, dict[str, Any] | str | None)
-KINDS: tuple[tuple[Any, Callable[[Any], bool], str], ...] = (
-    (bool, lambda x: isinstance(x, bool), "must be True or False"),
-    (int, lambda x: isinstance(x, int) and not isinstance(x, bool), "must be a whole number"),
-    (
-        float,
-        lambda x: isinstance(x, Real) and not isinstance(x, bool) and math.isfinite(x),
+TYPES: dict[Any, tuple[Callable[[Any], bool], str]] = {
+    bool: (lambda x: isinstance(x, bool), "must be True or False"),
+    int: (lambda x: isinstance(x, int) and not isinstance(x, bool), "must be a whole number"),
+    float: (
+        lambda x: isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x),
         "must be a finite number",
     ),
-    (dict[str, Any] | str, lambda x: isinstance(read_json(x), dict), "must be a dictionary, or JSON of one"),
-)
+    dict[str, Any] | str: (lambda x: isinstance(read_json(x), dict), "must be a dictionary, or JSON of one"),
+}
+
+# Fields of TrainingArguments that PPO cannot use; each is refused unless it has its default.
+EVALUATION = "an evaluation samples completions and scores them, and does no pass with labels; leave it out"
+LOADER = "prompts are read and tokenized without a dataloader; leave it out"
+ORDER = "the order of the prompts follows from seed alone; leave it out"
+LOSS = "the losses are PPO's, which have no labels; leave it out"
+FULL_EVAL = "it would cast the model that is trained; set model_init_kwargs={'dtype': 'bfloat16'} or float16 instead"
+UNUSABLE_FIELDS = {
+    "auto_find_batch_size": "it would change the size of rollouts in the middle of a run; lower "
+    "per_device_train_batch_size and raise gradient_accumulation_steps by the same factor, which changes no gradient",
+    "neftune_noise_alpha": "it would add noise to the update's pass and not to the rollout's, so that their ratio "
+    "would be noise; leave it out",
+    "bf16_full_eval": FULL_EVAL,
+    "fp16_full_eval": FULL_EVAL,
+    "label_smoothing_factor": LOSS,
+    "label_names": LOSS,
+    "train_sampling_strategy": ORDER,
+    "length_column_name": ORDER,
+    "data_seed": ORDER,
+    "remove_unused_columns": "all columns reach the reward functions; leave it out",
+    "dataloader_drop_last": LOADER,
+    "dataloader_num_workers": LOADER,
+    "dataloader_persistent_workers": LOADER,
+    "dataloader_prefetch_factor": LOADER,
+    "dataloader_multiprocessing_context": LOADER,
+    "dataloader_in_order": LOADER,
+    "prediction_loss_only": EVALUATION,
+    "include_for_metrics": EVALUATION,
+    "batch_eval_metrics": EVALUATION,
+    "eval_accumulation_steps": EVALUATION,
+    "eval_do_concat_batches": EVALUATION,
+    "eval_use_gather_object": EVALUATION,
+}
 
 
 def check_names(cls: type, names: Iterable[str]) -> None:
     """Refuse names of fields that do not exist.
 
     Raises:
-        TypeError: names the one that does not, and those that are called much the same.
+        TypeError: names the unknown field, its twin for a field of TRL's, or similar names.
     """
     known = [f.name for f in fields(cls)]
     for name in names:
         if name not in known:
             meant = get_close_matches(name, known, cutoff=0.7)
-            hint = "docs/configuration.md lists them, docs/migrating.md those of TRL"
-            if name in REMOVED_FIELDS:
-                hint = f"transformers 5 has {REMOVED_FIELDS[name]} in its place"
-            elif name in TRL_NAMES:
-                hint = f"what TRL calls so is {TRL_NAMES[name]} here, see docs/migrating.md"
+            hint = "docs/configuration.md lists the fields, docs/migrating.md those of TRL"
+            if name in TRL_NAMES:
+                hint = f"TRL's {name} is {TRL_NAMES[name]} here, see docs/migrating.md"
             elif meant:
                 hint = f"did you mean {' or '.join(meant)}?"
             raise TypeError(f"{cls.__name__} has no field {name!r}; {hint}")
 
 
-def read_nones(args: Any) -> None:
-    """None where a command line, which has no other way to say it, gave the text "None" or "null"."""
-    for name, kind in get_type_hints(type(args)).items():
-        if kind in TEXT_OR_NONE and getattr(args, name) in ("None", "none", "null"):
-            setattr(args, name, None)
+def check_fields(args: Any) -> None:
+    """Refuse values of a wrong type, out of range or not among the choices, before TrainingArguments uses them.
 
+    NumPy's scalars become Python's. The texts "None" and "null" become None where a command line has no other way.
 
-def check_types(args: Any) -> None:
-    """Refuse text and the like in the place of numbers; before TrainingArguments computes with some."""
-    declared = get_type_hints(type(args))  # HfArgumentParser writes other types into the fields
+    Raises:
+        ValueError: names the field, its value and the requirement.
+    """
+    hints = get_type_hints(type(args), include_extras=True)  # HfArgumentParser writes other types into the fields
+    plain = get_type_hints(type(args))
     for f in fields(args):
-        value, its = getattr(args, f.name), declared[f.name]
-        for kind, is_met, demand in KINDS:
-            allowed = value is f.default or (value is None and its == kind | None)
-            if its in (kind, kind | None) and not allowed and not is_met(value):
-                hint = (
-                    "; YAML wants 1.0e-5, and takes 1e-5 for text" if kind is float and isinstance(value, str) else ""
-                )
+        value, kind = getattr(args, f.name), plain[f.name]
+        if isinstance(value, np.generic):
+            value = value.item()
+        if kind in TEXT_OR_NONE and value in ("None", "none", "null"):
+            value = None
+        setattr(args, f.name, value)
+        if value is None and (f.default is None or NoneType in get_args(kind)):
+            continue
+        for wanted, (is_met, demand) in TYPES.items():
+            if kind in (wanted, wanted | None) and not is_met(value):
+                text_in_yaml = wanted is float and isinstance(value, str)
+                hint = "; YAML wants 1.0e-5, and takes 1e-5 for text" if text_in_yaml else ""
                 raise ValueError(f"{f.name}={value!r} {demand}{hint}")
+        choices = get_args(kind) if get_origin(kind) is Literal else f.metadata.get("choices")
+        if choices is not None and value not in choices:
+            raise ValueError(f"{f.name}={value!r} is unknown; choose from {', '.join(choices)}")
+        for requirement in requirements(f.name, hints[f.name]):
+            if not requirement.is_met(value):
+                raise ValueError(f"{f.name}={value!r} must be {requirement.text}")
+
+
+def requirements(name: str, hint: Any) -> list[Requirement]:
+    """Return the requirements on a field: those in its annotation, or that of an inherited one."""
+    annotated = [extra for part in (hint, *get_args(hint)) for extra in getattr(part, "__metadata__", ())]
+    return [*annotated, INHERITED_REQUIREMENTS[name]] if name in INHERITED_REQUIREMENTS else annotated
 
 
 def read_json(value: Any) -> Any:
-    """What JSON says, if it is JSON."""
+    """Return a text's JSON value, and anything else as it is."""
     try:
         return json.loads(value) if isinstance(value, str) else value
     except ValueError:
@@ -175,41 +167,15 @@ def read_json(value: Any) -> Any:
 
 
 def check_config(args: Any) -> None:
-    """Refuse what cannot be meant.
+    """Refuse fields that contradict each other, or that PPO cannot use.
 
     Raises:
-        ValueError: names the fields, their values, and what to choose.
+        ValueError: names the fields, their values and the remedy.
     """
-    check_choices(args)
-    check_ranges(args)
     check_combinations(args)
     check_dtypes(args)
     check_inherited(args)
     check_processes(args)
-
-
-def check_choices(args: Any) -> None:
-    """Refuse unknown names of estimators, losses and the like."""
-    hints = get_type_hints(type(args))
-    literal = {f.name: hints[f.name] for f in fields(args) if get_origin(hints[f.name]) is Literal}
-    choices = {name: get_args(kind) for name, kind in literal.items()} | {
-        "kl_estimator": tuple(KL_ESTIMATORS),
-        "kl_loss_estimator": tuple(KL_ESTIMATORS),
-        "advantage_estimator": tuple(ADVANTAGE_ESTIMATORS),
-        "policy_loss": tuple(POLICY_LOSSES),
-        "loss_reduction": tuple(REDUCTIONS),
-    }
-    for name, allowed in choices.items():
-        if (value := getattr(args, name)) not in allowed:
-            raise ValueError(f"{name}={value!r} is unknown; choose from {', '.join(allowed)}")
-
-
-def check_ranges(args: Any) -> None:
-    """Refuse numbers outside of `RANGES`."""
-    for demand, is_met, names in RANGES:
-        for name in names:
-            if (value := getattr(args, name)) is not None and not is_met(value):
-                raise ValueError(f"{name}={value} must be {demand}")
 
 
 def check_combinations(args: Any) -> None:
@@ -255,33 +221,26 @@ def check_combinations(args: Any) -> None:
 
 
 def check_dtypes(args: Any) -> None:
-    """Refuse a dtype that torch has not."""
+    """Refuse a dtype that torch does not have."""
     for field in ("model_init_kwargs", "reward_model_init_kwargs"):
         for key in ("dtype", "torch_dtype"):
             dtype = (getattr(args, field) or {}).get(key, "auto")
             if isinstance(dtype, str) and dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
                 raise ValueError(
-                    f"{field} has {key}={dtype!r}, which torch has not; choose auto, float32, bfloat16 or float16"
+                    f"{field} has {key}={dtype!r}, no dtype of torch; choose auto, float32, bfloat16 or float16"
                 )
 
 
 def check_inherited(args: Any) -> None:
-    """Refuse what Trainer's own fields can ask for and PPO cannot do."""
-    if args.auto_find_batch_size:
-        raise ValueError(
-            "auto_find_batch_size=True would change the rollouts in the middle of a run; lower "
-            "per_device_train_batch_size and raise gradient_accumulation_steps by the same factor, which changes "
-            "no gradient"
-        )
-    if args.neftune_noise_alpha is not None:
-        raise ValueError(
-            f"neftune_noise_alpha={args.neftune_noise_alpha} would add noise to the update's pass and not to the "
-            "rollout's, so that their ratio were noise; leave it out"
-        )
+    """Refuse values of Trainer's fields that PPO cannot use."""
+    for f in fields(args):
+        default = f.default if f.default_factory is MISSING else f.default_factory()
+        if f.name in UNUSABLE_FIELDS and (value := getattr(args, f.name)) != default:
+            raise ValueError(f"{f.name}={value!r} cannot be used with PPO: {UNUSABLE_FIELDS[f.name]}")
     if args.optim.startswith("schedule_free"):
         raise ValueError(
-            f"optim={args.optim.value!r} trains at other weights than those that it ends with, and completions, "
-            "evaluations and checkpoints would be of the former; set optim='adamw_torch', and "
+            f"optim={args.optim.value!r} trains other weights than the averaged ones that it ends with, and "
+            "completions, evaluations and checkpoints would use the former; set optim='adamw_torch', and "
             "lr_scheduler_type='constant' for a run without a schedule"
         )
     by_reward = args.lr_scheduler_type in METRIC_SCHEDULERS and args.greater_is_better
@@ -297,11 +256,6 @@ def check_inherited(args: Any) -> None:
             f"max_steps={args.max_steps} and num_train_epochs={args.num_train_epochs} leave no step to make; set "
             "total_episodes, num_train_epochs or max_steps above 0"
         )
-    if args.bf16_full_eval or args.fp16_full_eval:
-        raise ValueError(
-            "bf16_full_eval and fp16_full_eval would cast the model that is trained; load it in that type instead, "
-            "model_init_kwargs={'dtype': 'bfloat16'}"
-        )
     if args.enable_jit_checkpoint and args.world_size > 1:
         raise ValueError(
             f"enable_jit_checkpoint=True saves when a process is told to end, and {args.world_size} processes are not "
@@ -310,7 +264,7 @@ def check_inherited(args: Any) -> None:
 
 
 def check_processes(args: Any) -> None:
-    """Refuse processes that Trainer has not joined: each would do the whole run, in one folder."""
+    """Refuse processes that Trainer has not joined: each would do the whole run in the same folder."""
     started = int(os.environ.get("WORLD_SIZE", "1"))
     if started > 1 and args.world_size == 1:
         raise ValueError(

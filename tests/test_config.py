@@ -5,13 +5,16 @@ import copy
 import warnings
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import get_type_hints
 
+import numpy as np
 import pytest
 from transformers import HfArgumentParser, TrainingArguments
 
 import hfppo
 from helpers.tiny import tiny_model
 from hfppo import PPOCallback, PPOConfig
+from hfppo.config_checks import UNUSABLE_FIELDS
 
 PACKAGE = Path(hfppo.__file__).parent
 OWN = sorted(PPOConfig.__annotations__.keys() - {"_VALID_DICT_FIELDS"})  # overridden defaults included
@@ -163,6 +166,42 @@ def test_a_deep_copy_shares_nothing(config):
     args = config(model_init_kwargs={"dtype": "float32"})
     copy.deepcopy(args).model_init_kwargs["dtype"] = "bfloat16"
     assert args.model_init_kwargs == {"dtype": "float32"}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("num_ppo_epochs", np.int64(4)),
+        ("learning_rate", np.float32(0.5)),
+        ("kl_coef", np.float64(0.5)),
+        ("seed", np.int32(7)),
+        ("lam_critic", np.float16(0.5)),
+        ("max_prompt_length", np.uint8(9)),
+    ],
+)
+def test_numbers_of_numpy_are_numbers(config, name, value):
+    stored = getattr(config(**{name: value}), name)
+    assert stored == value
+    assert type(stored) in (int, float)
+
+
+def test_numbers_of_numpy_have_ranges_too(config):
+    with pytest.raises(ValueError, match=r"gamma=1\.5 must be in \[0, 1\]"):
+        config(gamma=np.float32(1.5))
+
+
+ANOTHER = {float: 0.5, float | None: 0.5, int: 3, int | None: 3, str: "sequential", str | None: "spawn"}
+
+
+@pytest.mark.parametrize("name", sorted(UNUSABLE_FIELDS))
+def test_what_ppo_cannot_use_is_refused_and_its_default_is_not(config, name):
+    default = getattr(config(), name)
+    assert getattr(config(**{name: default}), name) == default
+    kind = get_type_hints(PPOConfig)[name]
+    value = not default if kind is bool else ANOTHER.get(kind, ["loss"])
+    changes = {"dataloader_num_workers": 1} if name == "dataloader_prefetch_factor" else {}
+    with pytest.raises(ValueError, match=rf"^{name}=.* cannot be used with PPO: |^dataloader_num_workers=1 "):
+        config(**{name: value, **changes})
 
 
 def test_every_field_has_a_help():
