@@ -208,18 +208,15 @@ def check_ids(model: PreTrainedModel | PeftModel, prompts: dict[str, Prompts], s
         ValueError: names a token id that the model does not have, and where it stands.
     """
     size = cast(Any, model.get_input_embeddings()).weight.shape[0]
-    largest = {name: max(ids) for name, ids in special.items()}
+    suspects = dict(special)
     for name, some in prompts.items():
-        largest[name] = max(map(max, some.ids))
-        if largest[name] >= size:  # only then look for the row
-            row = next(row for row, ids in enumerate(some.ids) if max(ids) >= size)
-            largest[f"{name} row {row}"] = max(some.ids[row])
-            del largest[name]
-    for where, token_id in largest.items():
-        if token_id >= size:
+        if max(map(max, some.ids)) >= size:  # only then look at its rows one by one
+            suspects |= {f"{name} row {row}": ids for row, ids in enumerate(some.ids)}
+    for where, ids in suspects.items():
+        if max(ids) >= size:
             culprit = "processing_class or model.generation_config" if where == END else "processing_class"
             raise ValueError(
-                f"{where} has token id {token_id}, and the model knows {size} tokens, from 0; {culprit} is another "
+                f"{where} has token id {max(ids)}, and the model knows {size} tokens, from 0; {culprit} is another "
                 "model's: give the model's own, or resize_token_embeddings"
             )
 
