@@ -111,7 +111,7 @@ def check_names(cls: type, names: Iterable[str]) -> None:
     known = [f.name for f in fields(cls)]
     for name in names:
         if name not in known:
-            meant = get_close_matches(name, known, cutoff=0.7)
+            meant = get_close_matches(name, known, cutoff=0.65)
             hint = "docs/configuration.md lists the fields, docs/migrating.md those of TRL"
             if name in TRL_NAMES:
                 hint = f"TRL's {name} is {TRL_NAMES[name]} here, see docs/migrating.md"
