@@ -29,6 +29,7 @@ def logged(make_trainer, **config) -> list[dict[str, float]]:
     return untimed_logs(trainer)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_compiled_layers_give_the_same_run(make_trainer):
     eager = logged(make_trainer)

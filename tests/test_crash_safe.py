@@ -203,6 +203,7 @@ def test_a_run_keeps_what_it_goes_on_from_and_makes_way_for_the_rest(make_traine
     assert not (tmp_path / "out/_earlier_2").exists()
 
 
+@pytest.mark.slow
 def test_the_best_checkpoint_is_found_where_it_was_moved_to(make_trainer, dataset, tmp_path):
     straight = make_trainer(BEST, eval_dataset=dataset)
     straight.train()
@@ -231,6 +232,7 @@ def test_the_best_checkpoint_stays(make_trainer, dataset, tmp_path):
     ]
 
 
+@pytest.mark.slow
 def test_the_best_checkpoint_is_not_that_of_another_run(make_trainer, dataset, tmp_path, caplog):
     straight = make_trainer(BEST, eval_dataset=dataset)
     straight.train()
@@ -245,6 +247,7 @@ def test_the_best_checkpoint_is_not_that_of_another_run(make_trainer, dataset, t
     assert (tmp_path / "out/adapter_model.safetensors").read_bytes() != other
 
 
+@pytest.mark.slow
 def test_the_best_checkpoint_is_found_after_a_better_step_that_was_not_saved(make_trainer, dataset, tmp_path):
     scores = {2: 0.1, 4: 0.5, 6: 0.9, 8: 0.2, 10: 0.2, 12: 0.2}
     config = {**BEST, "eval_steps": 2, "save_steps": 4, "save_total_limit": 2, "lr_scheduler_type": "constant"}
@@ -268,6 +271,7 @@ def test_the_best_checkpoint_is_found_after_a_better_step_that_was_not_saved(mak
     assert [name for name in straight if not torch.equal(straight[name], resumed[name])] == []
 
 
+@pytest.mark.slow
 def test_the_best_checkpoint_is_kept_under_another_spelling_of_its_path(make_trainer, dataset, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = {**BEST, "lr_scheduler_type": "constant"}

@@ -37,6 +37,7 @@ def test_models_are_compared_by_the_reward_also_where_there_is_none(make_trainer
     assert all(math.isnan(x) if reward is None else x == reward for x in found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["reward", "eval_rewards/count_digits/mean", *SCORE_METRICS, "custom/seen", "own", "eval_b_reward"]
 )

@@ -170,6 +170,7 @@ RUNS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_each_problem_is_warned_of(make_trainer, dataset, name):
     case = RUNS[name]
@@ -184,6 +185,7 @@ def test_every_check_has_a_run_that_fails_it():
     assert CHECKS.keys() == {anchor for case in RUNS.values() for anchor in case.words}
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_the_recipe_is_silent(tmp_path):
     """arithmetic.yaml with a log after every rollout, and 15 of its 40."""

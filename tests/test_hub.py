@@ -93,6 +93,7 @@ def below(folder: str, names: set[str]) -> set[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("strategy", "files", "commits"),
     [
@@ -133,6 +134,7 @@ def test_what_each_strategy_pushes(runs, hub, strategy, files, commits):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("strategy", ["every_save", "checkpoint", "all_checkpoints"])
 def test_pushed_actor_and_critic_are_of_one_step(runs, hub, strategy):
     """The folder that is pushed changes at the next checkpoint, while the Hub may still be reading it."""
@@ -146,6 +148,7 @@ def test_pushed_actor_and_critic_are_of_one_step(runs, hub, strategy):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_no_secret_arrives(runs, hub):
     for name, repository in hub.repositories.items():
         for commit in repository.branches["main"]:
@@ -154,6 +157,7 @@ def test_no_secret_arrives(runs, hub):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_plain_peft_and_pipeline_give_the_trained_model(trained, loaded):
     assert torch.equal(loaded["logits"], trained["logits"])
     assert loaded["tokens"] == character_tokenizer()("请问3+4=")["input_ids"]
@@ -161,6 +165,7 @@ def test_plain_peft_and_pipeline_give_the_trained_model(trained, loaded):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_training_goes_on_from_the_repository(trained, loaded):
     assert torch.equal(loaded["logits by id"], trained["logits"])
     assert torch.equal(loaded["values"], trained["values"])
@@ -170,6 +175,7 @@ def test_training_goes_on_from_the_repository(trained, loaded):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("strategy", ["checkpoint", "all_checkpoints"])
 def test_a_pushed_checkpoint_resumes_bit_for_bit(trained, loaded, strategy):
     resumed = loaded[f"resumed {strategy}"]
@@ -179,6 +185,7 @@ def test_a_pushed_checkpoint_resumes_bit_for_bit(trained, loaded, strategy):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_revision_is_that_of_base_tokenizer_and_adapter(trained, loaded):
     """And what was trained on a revision of a base says so."""
     of_v2 = loaded["logits of v2"]
@@ -195,6 +202,7 @@ def test_a_revision_is_that_of_base_tokenizer_and_adapter(trained, loaded):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_hub_that_is_down(runs, hub, loaded):
     """Training goes on with a warning, the push at the end is an error, and the folder is complete."""
     assert hub.messages("someone/down") == ["initial commit"]

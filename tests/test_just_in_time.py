@@ -50,7 +50,7 @@ def train_until_told(make_trainer, config, event, step, **kwargs):
         ("on_substep_end", 4),
         ("on_step_end", 3),
         *(
-            pytest.param(event, step, marks=pytest.mark.slow)
+            pytest.param(event, step, marks=[pytest.mark.slow, pytest.mark.nightly])
             for event, step in (
                 ("on_step_begin", 3),
                 ("on_step_begin", 4),
@@ -90,7 +90,7 @@ def test_no_rollout_is_collected_first(make_trainer, tmp_path):
 
 @pytest.mark.parametrize(
     "step",
-    [4, *(pytest.param(step, marks=pytest.mark.slow) for step in (2, 6, 8))],
+    [4, *(pytest.param(step, marks=[pytest.mark.slow, pytest.mark.nightly]) for step in (2, 6, 8))],
 )
 def test_epochs_are_logged_and_evaluated_when_they_are_over_and_only_then(make_trainer, dataset, tmp_path, step):
     config = {**CONFIG, "max_steps": -1, "num_train_epochs": 2, "logging_strategy": "epoch", "eval_strategy": "epoch"}

@@ -11,7 +11,8 @@ from transformers import LlamaForCausalLM
 from helpers.runs import gradients, logged, trainable
 from helpers.tiny import tiny_gpt2, tiny_model, tiny_opt, tiny_qwen3
 from hfppo import ActorCritic
-from hfppo.models import layout, output_head
+from hfppo.models import output_head
+from hfppo.models import packing as packing_module
 from hfppo.models.loading import default_peft_config
 from hfppo.models.packing import Layout, can_pack
 from hfppo.rollout import balanced_sizes, sizes_within
@@ -74,8 +75,8 @@ def test_the_last_token_is_read_where_its_state_is_asked_for(make_trainer, polic
 @pytest.fixture
 def packing(monkeypatch):
     """SDPA builds block masks for packed rows: slow, but on a CPU the way to see what flash attention would do."""
-    monkeypatch.setattr(layout, "PACKING_ATTENTION", "sdpa")
-    monkeypatch.setattr(layout, "_packs", {})
+    monkeypatch.setattr(packing_module, "PACKING_ATTENTION", "sdpa")
+    monkeypatch.setattr(packing_module, "_packs", {})
 
 
 @pytest.mark.parametrize("architecture", [tiny_model, tiny_gpt2, tiny_qwen3])
@@ -111,7 +112,7 @@ def test_a_run_packs_whose_reference_is_an_adapter_on_a_model(request, make_trai
     padded = ref_logprobs()
     request.getfixturevalue("packing")
     assert_close(ref_logprobs(), padded)
-    assert layout._packs[LlamaForCausalLM, "sdpa"]
+    assert packing_module._packs[LlamaForCausalLM, "sdpa"]
 
 
 def test_an_architecture_that_mixes_packed_rows_is_not_packed(packing):

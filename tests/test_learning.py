@@ -11,7 +11,7 @@ from peft import LoraConfig
 from hfppo import HealthWarning, PPOConfig, PPOTrainer
 
 
-@pytest.mark.parametrize("critic", ["adapter", pytest.param("shared", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("critic", ["adapter", pytest.param("shared", marks=[pytest.mark.slow, pytest.mark.nightly])])
 def test_arithmetic_is_learnt_in_a_dozen_rollouts(tmp_path: Path, critic):
     """12 rollouts of 96 take held-out accuracy at temperature 1 from about 0.4 to 0.75 at least."""
     data = load_dataset("json", data_files={s: str(FOLDER / f"{s}.jsonl") for s in ("train", "test")})

@@ -53,6 +53,7 @@ def digest(tensors) -> str:
     return hashlib.sha256(b"".join(t.contiguous().view(torch.uint8).numpy().tobytes() for t in tensors)).hexdigest()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("critic", ["adapter", "shared"])
 def test_one_copy_serves_all_and_does_not_change(tmp_path, bits, critic):
@@ -71,6 +72,7 @@ def test_one_copy_serves_all_and_does_not_change(tmp_path, bits, critic):
     assert trainer.state.log_history[0]["policy/first_ratio_deviation"] < {"four": 1e-4, "eight": 0.1}[bits]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("role", ["reward adapter", "ref_model", "critic"])
 def test_no_role_has_its_bytes_rewritten(tmp_path, role):
     """By bitsandbytes, on CPUs with AVX512-BF16; those of the actor's base are the reward adapter's as well."""

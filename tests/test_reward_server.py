@@ -58,6 +58,7 @@ def hang(body: dict) -> tuple[int, bytes]:
     return lengths(body)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("answer", "attempts", "message"),
     [

@@ -80,7 +80,10 @@ def test_no_file_of_a_checkpoint_is_forgotten_here(checkpoint):
 
 @pytest.mark.parametrize(
     "legacy",
-    [pytest.param(True, id="bare pickle"), pytest.param(False, id="torch.save", marks=pytest.mark.slow)],
+    [
+        pytest.param(True, id="bare pickle"),
+        pytest.param(False, id="torch.save", marks=[pytest.mark.slow, pytest.mark.nightly]),
+    ],
 )
 @pytest.mark.parametrize("name", FILES)
 def test_no_file_of_a_checkpoint_runs_code(checkpoint, tmp_path, mark, name, legacy):

@@ -182,6 +182,7 @@ def assert_says_the_command(error: BaseException, base: str) -> None:
         assert part in str(error)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["", "/"])
 def test_a_server_that_is_down(make_trainer, base, tmp_path, end):
     begin = time.monotonic()
@@ -199,6 +200,7 @@ def test_a_server_without_processed_logprobs(make_trainer, base, serve, tmp_path
     assert written(tmp_path) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "answer",
     [
