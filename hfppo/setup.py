@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from hfppo.config import PPOConfig
-from hfppo.data.prompts import RESERVED_COLUMNS, Prompts, datasets_by_name, prepare_prompts, short_prompts
+from hfppo.data.prompts import RESERVED_COLUMNS, Prompts, datasets_by_name, prepare_prompts
 from hfppo.data.stream import PromptStream
 from hfppo.generation import eos_token_ids
 from hfppo.models.actor_critic import ActorCritic
@@ -348,6 +348,6 @@ def stream_of(dataset: IterableDataset, tokenizer: PreTrainedTokenizerBase, args
     options = cast(dict[str, Any] | None, args.chat_template_kwargs)
 
     def prepare(rows: Dataset, name: str) -> Prompts:
-        return short_prompts(rows, tokenizer, longest, args.overlong_prompts, options, name)
+        return prepare_prompts(rows, tokenizer, longest, args.overlong_prompts, options, name, may_be_empty=True)
 
     return PromptStream(dataset, prepare, longest)

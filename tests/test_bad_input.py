@@ -148,6 +148,16 @@ def test_a_refused_model_keeps_its_adapter(make_trainer, arguments):
     assert all(torch.equal(after[name], before[name]) for name in before)
 
 
+def test_an_adapter_loaded_without_gradients_is_trained_on(make_trainer):
+    """PeftModel.from_pretrained freezes it unless is_trainable=True is passed."""
+    trainer = make_trainer(model=adapter().requires_grad_(False), peft_config=None)
+    before = {name: x.detach().clone() for name, x in trainer.model.named_parameters() if "lora_B.default" in name}
+    trainer.train()
+    after = dict(trainer.model.named_parameters())
+    assert before
+    assert all(not torch.equal(after[name], x) for name, x in before.items())
+
+
 def test_a_peft_config_can_be_used_again(make_trainer):
     """PEFT writes the modules that "all-linear" found into the config that it is given."""
     config = lora()

@@ -99,7 +99,7 @@ def test_text_may_have_any_format(tokenizer, form):
 
 def test_a_format_without_the_prompts_is_refused(tokenizer):
     dataset = Dataset.from_dict({"prompt": ["1+"], "n": [1]}).with_format("torch", columns=["n"])
-    with pytest.raises(ValueError, match="no 'prompt' column, only n; rename"):
+    with pytest.raises(ValueError, match="no 'prompt' column, only n; use "):
         prepare_prompts(dataset, tokenizer)
 
 

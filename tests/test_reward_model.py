@@ -265,7 +265,7 @@ def test_bad_reward_models(make_trainer, tmp_path, tokenizer):
         RewardModel(scorer(2, id2label={0: "NO", 1: "YES"}, label2id={"NO": 0, "YES": 1}), tokenizer)
     chosen = RewardModel(scorer(2, id2label={0: "NO", 1: "YES"}, label2id={"NO": 0, "YES": 1}), tokenizer, label="YES")
     assert chosen.label == 1
-    with pytest.raises(ValueError, match=r"reward_funcs: 'nowhere' cannot be loaded"):
+    with pytest.raises(ValueError, match=r"reward_funcs='nowhere' cannot be loaded"):
         make_trainer(reward_funcs="nowhere")
     tiny_model().save_pretrained(tmp_path / "causal")
     tokenizer.save_pretrained(tmp_path / "causal")

@@ -105,11 +105,6 @@ def test_arguments_out_of_range_are_refused(kwargs, message):
         RewardServer(**{"url": "http://127.0.0.1:9", **kwargs})
 
 
-def test_a_column_that_the_dataset_lacks_is_named():
-    with pytest.raises(ValueError, match="the dataset has no column 'anser'"):
-        ask(RewardServer("http://127.0.0.1:9", columns=["anser"]), ["a"], answer=["1"])
-
-
 @pytest.mark.parametrize(
     ("value", "why"),
     [
@@ -119,10 +114,9 @@ def test_a_column_that_the_dataset_lacks_is_named():
     ],
     ids=["date", "NaN", "half a character"],
 )
-def test_a_column_that_json_cannot_hold_is_named(value, why):
-    func = RewardServer("http://127.0.0.1:9/score?key=K1", columns=["answer", "when"])
-    message = f"http://127.0.0.1:9/score cannot be sent column 'when', .*{why}.*; map it .* or leave it out of "
-    with pytest.raises(ValueError, match=message):
+def test_a_value_that_json_cannot_hold_is_refused_at_once(value, why):
+    func = RewardServer("http://127.0.0.1:9/score", columns=["answer", "when"])
+    with pytest.raises((TypeError, ValueError), match=why):
         ask(func, ["a"], answer=["1"], when=[value])
 
 

@@ -5,13 +5,13 @@ from datasets import Dataset, IterableDataset
 
 from helpers.runs import count_digits
 from hfppo.data import stream
-from hfppo.data.prompts import Prompts, short_prompts
+from hfppo.data.prompts import Prompts, prepare_prompts
 from hfppo.data.stream import PromptStream
 
 
 def prompts_of(dataset: IterableDataset | list[str], tokenizer, longest: int = 6) -> PromptStream:
     def prepare(rows: Dataset, name: str) -> Prompts:
-        return short_prompts(rows, tokenizer, longest, "drop", None, name)
+        return prepare_prompts(rows, tokenizer, longest, "drop", None, name, may_be_empty=True)
 
     if isinstance(dataset, list):
         dataset = Dataset.from_dict({"prompt": dataset}).to_iterable_dataset()

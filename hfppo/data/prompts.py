@@ -8,7 +8,7 @@ from itertools import repeat
 from typing import Any
 
 import torch
-from datasets import Dataset, IterableDataset
+from datasets import Dataset
 from jinja2 import TemplateError
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -64,51 +64,30 @@ def prepare_prompts(
     overlong: str = "drop",
     chat_template_kwargs: Mapping[str, Any] | None = None,
     name: str = "train_dataset",
+    may_be_empty: bool = False,
 ) -> Prompts:
     """Check and tokenise a dataset with a "prompt" column of text or of messages.
 
     Args:
         dataset: other columns are kept for the reward functions.
         max_length: tokens; longer prompts are dropped, or lose their beginning, as `overlong` says.
-        name: what the errors call the dataset.
+        name: the dataset's name in errors.
+        may_be_empty: allow that no prompt is short enough.
     Raises:
         TypeError: not a `datasets.Dataset`.
-        ValueError: as `short_prompts`, or none is short enough.
-    """
-    prompts = short_prompts(dataset, tokenizer, max_length, overlong, chat_template_kwargs, name)
-    if not len(prompts):
-        number = f"{len(dataset)} of {len(dataset)} prompts in {name}"
-        raise ValueError(
-            f"{number} are longer than max_prompt_length={max_length} tokens: none is left; raise max_prompt_length "
-            "or set overlong_prompts='truncate'"
-        )
-    return prompts
-
-
-def short_prompts(
-    dataset: Dataset,
-    tokenizer: PreTrainedTokenizerBase,
-    max_length: int | None,
-    overlong: str,
-    chat_template_kwargs: Mapping[str, Any] | None,
-    name: str,
-) -> Prompts:
-    """Check and tokenise as `prepare_prompts`, but allow that no prompt is left.
-
-    Raises:
-        TypeError: not a `datasets.Dataset`.
-        ValueError: no rows, no "prompt" column, prompts of mixed or unknown types, or that the tokenizer cannot
-            render.
+        ValueError: no rows, no "prompt" column, a prompt of an unknown type, one that the tokenizer cannot render, or
+            none that is short enough.
     """
     if not isinstance(dataset, Dataset):
-        raise TypeError(f"{name} must be a datasets.Dataset, got {type(dataset).__name__}; {as_dataset(dataset)}")
+        raise TypeError(
+            f"{name} must be a datasets.Dataset, got {type(dataset).__name__}; take one split of several, or make one "
+            "with Dataset.from_list([{'prompt': ...}])"
+        )
     if len(dataset) == 0:
         raise ValueError(f"{name} has no rows; give it at least one prompt")
-    columns = dataset.format["columns"]  # of a format, for some
-    if "prompt" not in columns:
+    if "prompt" not in (columns := dataset.format["columns"]):  # a format may leave columns out
         raise ValueError(
-            f"{name} has no 'prompt' column, only {', '.join(columns)}; rename the one with the prompts, "
-            "as text or messages: dataset.rename_column('…', 'prompt')"
+            f"{name} has no 'prompt' column, only {', '.join(columns)}; use dataset.rename_column('…', 'prompt')"
         )
     if shadowed := sorted(RESERVED_COLUMNS & set(dataset.column_names)):
         raise ValueError(
@@ -126,6 +105,8 @@ def short_prompts(
     if overlong == "truncate":
         logger.warning("%s tokens and lose their beginning", number)
         return Prompts(dataset, [tokens[-max_length:] for tokens in ids], conversational)
+    if not (short or may_be_empty):
+        raise ValueError(f"{number} tokens: none is left; raise it, or set overlong_prompts='truncate'")
     logger.warning("%s tokens and are dropped", number)
     return Prompts(dataset.select(short), [ids[row] for row in short], conversational)
 
@@ -134,21 +115,11 @@ def dataset_of(prompts: Sequence[Any], columns: Mapping[str, Sequence[Any]]) -> 
     """Make a dataset of prompts and their columns.
 
     Raises:
-        ValueError: a single text, or a column of another length; names it.
+        ValueError: a single text, or columns of different lengths.
     """
-    for name, values in {"prompts": prompts, **columns}.items():
-        if isinstance(values, str) or len(values) != len(prompts):
-            raise ValueError(f"{name}={values!r} must be a list with an entry for each prompt")
+    if isinstance(prompts, str):
+        raise ValueError(f"prompts={prompts!r} must be a list of prompts")
     return Dataset.from_dict({"prompt": list(prompts), **columns})
-
-
-def as_dataset(given: Any) -> str:
-    """Return advice on how to make a Dataset of another object."""
-    if isinstance(given, dict):
-        return f"take one of its splits, of {', '.join(map(str, given))}"
-    if isinstance(given, IterableDataset):
-        return "all of it is completed each time: Dataset.from_list(list(stream.take(1_000))) keeps a part of a stream"
-    return "Dataset.from_list([{'prompt': ...}]) makes one from a list"
 
 
 def datasets_by_name(dataset: Dataset | dict[str, Dataset] | None) -> dict[str | None, Dataset]:
@@ -159,19 +130,13 @@ def datasets_by_name(dataset: Dataset | dict[str, Dataset] | None) -> dict[str |
 
 
 def is_conversational(prompts: list[Any], name: str) -> bool:
-    """Return whether the prompts are lists of messages; an error names the first row of another kind."""
+    """Return whether the prompts are lists of messages rather than texts; an error names a row of another kind."""
     conversational = isinstance(prompts[0], list)
     for row, prompt in enumerate(prompts):
-        if isinstance(prompt, list) != conversational:
-            raise ValueError(
-                f"{name} mixes prompts of text and of messages: row 0 is {type(prompts[0]).__name__}, row {row} is "
-                f"{type(prompt).__name__}; use one kind"
-            )
-        messages_ok = conversational and prompt and all(map(is_message, prompt))
-        if not isinstance(prompt, str) and not messages_ok:
+        if not (prompt and all(map(is_message, prompt)) if conversational else isinstance(prompt, str)):
             raise ValueError(
                 f"{name} row {row}: prompt={prompt!r} is neither text nor a list of messages like "
-                "[{'role': 'user', 'content': ...}]"
+                "[{'role': 'user', 'content': ...}], or not of the kind of row 0; use one kind"
             )
     return conversational
 
@@ -198,11 +163,6 @@ def token_ids(
     Args:
         options: what each row has in `TEMPLATE_COLUMNS`.
     """
-    if conversational and not tokenizer.chat_template:
-        raise ValueError(
-            f"{name} holds conversations, and the tokenizer has no chat_template to render them with; set "
-            "processing_class.chat_template, or give the prompts as text"
-        )
     ids = []
     for row, (prompt, given) in enumerate(zip(prompts, options, strict=False)):
         try:
@@ -212,8 +172,8 @@ def token_ids(
                 tokens = tokenizer(prompt)["input_ids"]
         except (TemplateError, TypeError, ValueError) as error:
             raise ValueError(
-                f"{name} row {row}: the tokenizer cannot render {prompt!r} ({error}); mend the row, or its chat "
-                "template"
+                f"{name} row {row}: the tokenizer cannot render {prompt!r} ({error}); correct the row, or the "
+                "chat template"
             ) from error
         if not tokens:
             raise ValueError(f"{name} row {row}: the prompt {prompt!r} has no tokens; remove the row")

@@ -132,14 +132,13 @@ def find_critic(critic: str | PreTrainedModel | CriticSource) -> CriticSource:
     """
     if isinstance(critic, CriticSource):
         return critic
-    if isinstance(critic, PreTrainedModel):
+    if isinstance(critic, PreTrainedModel) or critic in ("adapter", "shared"):
         return CriticSource(critic)
-    if critic in ("adapter", "shared"):
-        return CriticSource(critic)
-    if isinstance(critic, PeftModel):
-        raise TypeError("critic is an adapter on a model; save critic.merge_and_unload(), and give the folder")
     if not isinstance(critic, str):
-        raise TypeError(f"critic={critic!r} is not 'adapter', 'shared', a model, or the id or path of one")
+        raise TypeError(
+            f"critic is of type {type(critic).__name__}, not 'adapter', 'shared', a model, or the id or path of one; "
+            "of a model with an adapter save merge_and_unload(), and give the folder"
+        )
     if (folder := find_saved_critic(critic)) is not None:
         saved = json.loads((folder / CRITIC_CONFIG).read_text())
         return CriticSource(find_critic(saved["base"] if saved["kind"] == "model" else saved["kind"]).model, folder)

@@ -1,6 +1,8 @@
 """Models and tokenizers as users give them."""
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 # These initialisations write into the base, so that disabling the adapter no longer gives the base back.
 BASE_CHANGING_INITS = ("pissa", "olora", "corda", "eva", "loftq", "lora_ga")
+
+# Fields of an adapter's configuration that cannot be set, and the reason.
+UNSUPPORTED = {
+    "bias": "trains biases of the base, so the disabled adapter is not the reference policy",
+    "layer_replication": "gives the model more layers, so the disabled adapter is not the reference policy",
+    "alora_invocation_tokens": "works in PEFT's whole forward only, and the passes here end before the output head",
+}
 
 
 @dataclass(frozen=True)
@@ -28,22 +37,18 @@ def load_model(model: str | PreTrainedModel | PeftModel, **init_kwargs: Any) -> 
     """Load a base or an adapter from an id or path; return a loaded model as it is.
 
     Raises:
-        TypeError, ValueError: it cannot be loaded.
+        ValueError, RuntimeError: it cannot be loaded, or the adapter does not fit its base.
     """
     if not isinstance(model, str):
         return model
     if (config := adapter_config(model, **hub_options(init_kwargs))) is None:
-        return load_causal_lm("model", model, **init_kwargs)
-    name = config.base_model_name_or_path
+        with name_in_errors("model", model):
+            return AutoModelForCausalLM.from_pretrained(model, **init_kwargs)
+    base_name = str(config.base_model_name_or_path)
     of_base = {**init_kwargs, "revision": base_revision(model, config, init_kwargs)}
-    base = load_causal_lm(f"the base that the adapter model={model!r} names, base_model_name_or_path", name, **of_base)
-    try:
-        loaded = PeftModel.from_pretrained(base, model, is_trainable=True, **hub_options(init_kwargs))
-    except RuntimeError as error:  # torch's, of shapes
-        raise ValueError(
-            f"the adapter model={model!r} does not fit {name!r}, which it names as its base; give one of that base: "
-            f"{error}"
-        ) from error
+    with name_in_errors(f"the base of the adapter model={model!r}, base_model_name_or_path", base_name):
+        base = AutoModelForCausalLM.from_pretrained(base_name, **of_base)
+    loaded = PeftModel.from_pretrained(base, model, **hub_options(init_kwargs))
     loaded.active_peft_config.revision = of_base["revision"]
     return loaded
 
@@ -76,28 +81,35 @@ def adapter_config(name: str, **options: Any) -> PeftConfig | None:
         return None
 
 
-def load_causal_lm(what: str, name: str, **init_kwargs: Any) -> PreTrainedModel:
-    """Load a causal language model by its id or path; `what` begins the error."""
+@contextmanager
+def name_in_errors(argument: str, name: str) -> Iterator[None]:
+    """Name the argument and its value if loading fails; without a connection transformers' errors have no name.
+
+    Raises:
+        ValueError: in place of an OSError or ValueError.
+    """
     try:
-        return AutoModelForCausalLM.from_pretrained(name, **init_kwargs)
+        yield
     except (OSError, ValueError) as error:
-        raise ValueError(f"{what}={name!r} cannot be loaded; give a model, its id or path: {error}") from error
+        raise ValueError(
+            f"{argument}={name!r} cannot be loaded; correct the id or path, or load it: {error}"
+        ) from error
 
 
 def load_reference(ref_model: str | PreTrainedModel | None, **init_kwargs: Any) -> PreTrainedModel | None:
     """Load a reference model from an id or path; return a loaded one, or None, as it is.
 
     Raises:
-        TypeError, ValueError: it cannot be loaded.
+        TypeError, ValueError: it cannot be loaded, or cannot be a reference.
     """
     if ref_model is None:
         return None
-    if not isinstance(ref_model, str | PreTrainedModel | PeftModel):
-        raise TypeError(f"ref_model={ref_model!r} is not None, a model, or the id or path of one")
-    loaded = load_causal_lm("ref_model", ref_model, **init_kwargs) if isinstance(ref_model, str) else ref_model
-    check_architecture("ref_model", loaded)
-    check_placement("ref_model", loaded)
-    return loaded
+    if isinstance(ref_model, str):
+        with name_in_errors("ref_model", ref_model):
+            ref_model = AutoModelForCausalLM.from_pretrained(ref_model, **init_kwargs)
+    check_architecture("ref_model", ref_model)
+    check_placement("ref_model", ref_model)
+    return ref_model
 
 
 def check_architecture(name: str, model: Any) -> None:
@@ -118,30 +130,19 @@ def check_model(model: PreTrainedModel | PeftModel, peft_config: PeftConfig | No
     """Refuse a model or adapter that cannot be trained, before the model is changed.
 
     Raises:
-        TypeError: the model is no decoder-only language model, or peft_config no PeftConfig.
-        ValueError: a second adapter is asked for on a trained one, or the loaded adapter is not trainable.
+        TypeError: the model is no decoder-only language model.
+        ValueError: the adapter has no reference, or a second one is asked for.
     """
     check_architecture("model", model)
     check_placement("model", model)
-    if peft_config is not None and not isinstance(peft_config, PeftConfig):
-        raise TypeError(
-            f"peft_config must be a PeftConfig, got {type(peft_config).__name__}; use peft.LoraConfig(...)"
-        )
     if not isinstance(model, PeftModel):
         check_bare(model)
-        return check_adapter(peft_config or default_peft_config())
-    check_adapter(model.active_peft_config)
-    if not any(p.requires_grad for p in model.parameters()):
-        raise ValueError(
-            "model is a PeftModel without a trainable weight, so training would change nothing; load it with "
-            "PeftModel.from_pretrained(..., is_trainable=True)"
-        )
-    if peft_config is not None:
+    elif peft_config is not None:
         raise ValueError(
             "model is already an adapter and peft_config asks for another; leave peft_config out to train the "
             "adapter on, or merge it into its base, save that, and give its folder"
         )
-    return None
+    check_adapter(model.active_peft_config if isinstance(model, PeftModel) else peft_config or default_peft_config())
 
 
 def check_bare(model: PreTrainedModel) -> None:
@@ -195,21 +196,9 @@ def check_adapter(config: PeftConfig) -> None:
             f"init_lora_weights={init!r} changes the base, so the disabled adapter is not the reference policy; "
             "use init_lora_weights=True, 'gaussian' or 'orthogonal'"
         )
-    if (bias := getattr(config, "bias", "none")) != "none":
-        raise ValueError(
-            f"bias={bias!r} trains biases of the base, so the disabled adapter is not the reference policy; "
-            "use bias='none'"
-        )
-    if getattr(config, "layer_replication", None):
-        raise ValueError(
-            "layer_replication gives the model more layers, so the disabled adapter is not the reference policy; use "
-            "layer_replication=None"
-        )
-    if getattr(config, "alora_invocation_tokens", None):
-        raise ValueError(
-            "alora_invocation_tokens is not supported: only PEFT's whole forward looks for the tokens, and the passes "
-            "here end before the output head; use plain LoRA"
-        )
+    for field, why in UNSUPPORTED.items():
+        if (value := getattr(config, field, None)) not in (None, "none"):
+            raise ValueError(f"{field}={value!r} {why}; leave it out of peft_config")
     if config.task_type not in (None, TaskType.CAUSAL_LM):
         kind = str(getattr(config.task_type, "value", config.task_type))
         raise ValueError(
@@ -275,16 +264,11 @@ def load_tokenizer(model: str | PreTrainedModel | PeftModel, **init_kwargs: Any)
     name = model if isinstance(model, str) else model.config.name_or_path
     options = hub_options(init_kwargs)
     trusted = {"padding_side": "left", "trust_remote_code": init_kwargs.get("trust_remote_code")}
-    try:
-        return AutoTokenizer.from_pretrained(name, **options, **trusted)
-    except (ValueError, OSError) as error:
+    with name_in_errors("the tokenizer of model", name):
         try:
-            if (config := adapter_config(name, **options)) is not None:
-                of_base = {**options, "revision": base_revision(name, config, init_kwargs)}
-                return AutoTokenizer.from_pretrained(config.base_model_name_or_path, **of_base, **trusted)
+            return AutoTokenizer.from_pretrained(name, **options, **trusted)
         except (ValueError, OSError):
-            pass
-        raise ValueError(
-            f"model={name!r} has no tokenizer that can be loaded; correct the id or path, or give processing_class: "
-            f"{error}"
-        ) from error
+            if (config := adapter_config(name, **options)) is None:
+                raise
+            of_base = {**options, "revision": base_revision(name, config, init_kwargs)}
+            return AutoTokenizer.from_pretrained(config.base_model_name_or_path, **of_base, **trusted)

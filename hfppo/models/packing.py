@@ -9,9 +9,8 @@ import torch
 from peft import PeftModel
 from torch import Tensor, nn
 
-PACKING_ATTENTION = (
-    "flash"  # in the names of attention implementations that separate packed rows by their position ids
-)
+# In the names of the attention implementations that separate packed rows by their position ids.
+PACKING_ATTENTION = "flash"
 CPU_TOKENS = 1024  # per forward on a CPU; beyond them activations leave the cache, and it takes 1.3 times as long
 _packs: dict[tuple[type, str], bool] = {}  # the result of `can_pack` by architecture and implementation
 

@@ -65,16 +65,11 @@ class Log:
 
     def extra(self, column: str, values: Sequence[Any]) -> None:
         """Add a column of one value per completion; passed as `log_extra`."""
-        if isinstance(values, str) or not isinstance(values, Iterable):
-            raise TypeError(f"log_extra({column!r}, {values!r}): give a list with a value for each completion")
         self.columns.setdefault(column, []).extend(values)
 
     def metric(self, name: str, value: float) -> None:
         """Add a number to a metric; passed as `log_metric`."""
-        try:
-            self.numbers.setdefault(name, []).append(float(value))
-        except (TypeError, ValueError) as error:
-            raise TypeError(f"log_metric({name!r}, {value!r}): a metric is one number ({error})") from error
+        self.numbers.setdefault(name, []).append(float(value))
 
     def failures(self, failed: list[bool]) -> None:
         """Note for each completion whether its reward is a fallback; passed as `log_failures`, to wrappers only."""
@@ -149,11 +144,6 @@ def check_reward(name: str, row: int, value: Any, length: int) -> float | list[f
                 f"reward function {name!r}, row {row}: {len(value)} token rewards for {length} completion tokens; "
                 "return one per entry of completion_ids"
             )
-        if any(x is None for x in value):
-            raise TypeError(
-                f"reward function {name!r}, row {row}: None among token rewards; return a number for each token, or "
-                "None in place of the list to skip the row"
-            )
         return [check_number(name, row, x) for x in value]
     return check_number(name, row, value)
 
@@ -163,11 +153,8 @@ def check_number(name: str, row: int, value: Any) -> float:
     if isinstance(value, Tensor | np.ndarray | np.generic) and math.prod(value.shape) == 1:
         value = value.item()
     if not isinstance(value, Real):
-        raise TypeError(f"reward function {name!r}, row {row}: {value!r} is not a number; return a float or None")
-    try:
-        number = float(value)
-    except OverflowError:  # an int may be larger than any float
-        number = -math.inf if value < 0 else math.inf
+        raise TypeError(f"reward function {name!r}, row {row}: {value!r} is not a number; return None to skip a row")
+    number = float(value)
     if not abs(number) <= torch.finfo(torch.float32).max:
         raise ValueError(f"reward function {name!r}, row {row}: {number} is not finite; return None to skip a row")
     return number

@@ -6,11 +6,10 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from numbers import Real
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hfppo.rewards.contract import (
     Log,
@@ -51,8 +50,8 @@ class RewardFunctions:
         if not self.funcs:
             raise ValueError("reward_funcs is empty; give at least one function")
         for func in self.funcs:
-            if not callable(func) or isinstance(func, nn.Module):
-                raise TypeError(f"reward_funcs holds {describe(func)}, which is no function; give Python functions")
+            if not callable(func):
+                raise TypeError(f"reward_funcs holds {func!r}, which is no function; give Python functions")
         self.names = number_repeated_names([plain_name(func) for func in self.funcs])  # as metrics and errors use them
         self.weights = check_weights(weights, self.names)
 
@@ -87,7 +86,11 @@ class RewardFunctions:
         }
         calls = [
             functools.partial(
-                func, **shared, log_extra=log.extra, log_metric=log.metric, **wrapper_arguments(func, log)
+                func,
+                **shared,
+                log_extra=log.extra,
+                log_metric=log.metric,
+                **({"log_failures": log.failures} if isinstance(func, RewardWrapper) else {}),
             )
             for func, log in zip(self.funcs, logs, strict=True)
         ]
@@ -113,25 +116,16 @@ class RewardFunctions:
             [[math.fsum(x) if isinstance(x, list) else x for x in row] for row in rows], dtype=torch.float32
         ).T
         weights = torch.tensor(self.weights, dtype=torch.float32)
+        per_token = any(isinstance(value, list) for row in rows for value in row)
         return Scored(
             per_function=scores,
             combined=(scores.nan_to_num(0.0) * weights).sum(dim=1),
-            per_token=place_on_tokens(rows, self.weights, lengths, width) if any_per_token(rows) else None,
+            per_token=place_on_tokens(rows, self.weights, lengths, width) if per_token else None,
             scorable=(~scores.isnan() & (weights != 0)).any(dim=1),
             extra=columns_of(dict(zip(self.names, logs, strict=True)), len(lengths)),
             metrics=merge_logs(log.numbers for log in logs),
             failed={n: log.failed for n, log in zip(self.names, logs, strict=True) if log.failed is not None},
         )
-
-
-def wrapper_arguments(func: RewardFunc, log: Log) -> dict[str, Any]:
-    """Return the arguments that wrappers get beyond the contract."""
-    return {"log_failures": log.failures} if isinstance(func, RewardWrapper) else {}
-
-
-def describe(thing: Any) -> str:
-    """Return the class of a model, which is too long to print, or the object itself."""
-    return type(thing).__name__ if isinstance(thing, nn.Module) else repr(thing)
 
 
 def number_repeated_names(names: list[str]) -> list[str]:
@@ -147,26 +141,15 @@ def number_repeated_names(names: list[str]) -> list[str]:
 
 def check_weights(weights: Sequence[float] | None, names: list[str]) -> list[float]:
     """Return one finite weight per function; 1 each if `weights` is None."""
-    if weights is None:
-        return [1.0] * len(names)
-    if not isinstance(weights, Sequence) or isinstance(weights, str):
-        raise TypeError(f"reward_weights={weights!r} is no list; give one weight for each reward function")
+    weights = [1.0] * len(names) if weights is None else [float(weight) for weight in weights]
     if len(weights) != len(names):
         raise ValueError(
             f"reward_weights has {len(weights)} entries for {len(names)} reward functions ({', '.join(names)}); "
             "give one weight each"
         )
-    for weight in weights:
-        if not isinstance(weight, Real) or not math.isfinite(weight):
-            raise ValueError(f"reward_weights={weights!r} holds {weight!r}; give finite numbers, 0 to only log")
-    if not any(weights):
-        raise ValueError(f"reward_weights={weights!r} leaves no reward to train on; give one function another weight")
-    return [float(weight) for weight in weights]
-
-
-def any_per_token(rows: list[list[float | list[float]]]) -> bool:
-    """Return whether a function gave token rewards."""
-    return any(isinstance(value, list) for row in rows for value in row)
+    if not any(weights) or not all(map(math.isfinite, weights)):
+        raise ValueError(f"reward_weights={weights!r}: give finite numbers, 0 to only log, and at least one other")
+    return weights
 
 
 def place_on_tokens(

@@ -8,7 +8,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from hfppo.models.loading import adapter_config, hub_options
+from hfppo.models.loading import adapter_config, hub_options, name_in_errors
 from hfppo.rewards.model import RewardAdapter, RewardModel
 from hfppo.rewards.server import RewardServer
 from hfppo.rewards.tolerant import TolerantReward
@@ -90,12 +90,8 @@ def tokenizer_of(name: str, init_kwargs: dict[str, Any]) -> PreTrainedTokenizerB
 
 def load_classifier(name: str, **init_kwargs: Any) -> PreTrainedModel:
     """Load a sequence-classification model; refuse files without a head, whose scores would be noise."""
-    try:
+    with name_in_errors("reward_funcs", name):
         model, info = AutoModelForSequenceClassification.from_pretrained(name, output_loading_info=True, **init_kwargs)
-    except OSError as error:
-        raise ValueError(
-            f"reward_funcs: {name!r} cannot be loaded; give the id or path of a reward model: {error}"
-        ) from error
     if info["missing_keys"]:
         raise ValueError(
             f"reward_funcs: {name!r} has no weights for {', '.join(sorted(info['missing_keys']))}: it is no reward "
