@@ -246,7 +246,7 @@ def test_an_adapter_that_does_not_fit_its_base_is_refused(make_trainer, tmp_path
     tiny_model().save_pretrained(tmp_path / "base")
     make_trainer(model=str(tmp_path / "base")).save_model(str(tmp_path / "adapter"))
     tiny_model(intermediate_size=24).save_pretrained(tmp_path / "base")
-    with pytest.raises(RuntimeError, match="size mismatch for .*lora_"):
+    with pytest.raises(RuntimeError, match=r"size mismatch for .*lora_"):
         make_trainer(model=str(tmp_path / "adapter"), peft_config=None)
 
 
