@@ -1,4 +1,4 @@
-"""Prompts from a dataset that is read while the run goes on."""
+"""Prompts from a dataset that is read during the run."""
 
 from collections.abc import Callable, Iterator
 from itertools import count
@@ -8,20 +8,20 @@ from datasets import Dataset, IterableDataset
 
 from hfppo.data.prompts import Prompts
 
-CHUNK = 256  # rows that are read, checked and tokenised at once
+CHUNK = 256  # rows read, checked and tokenised at once
 
 
 class PromptStream:
     """The prompts of a `datasets.IterableDataset` in its order, from its start again when it ends.
 
-    What stands at a position follows from the dataset alone, so there is no state to save: a resumed run reads up to
-    where it was. Each process reads all rows and keeps its own.
+    The prompt at a position depends on the dataset alone, so no state is saved: a resumed run reads up to its
+    position. Each process reads all rows and keeps its own.
 
     Args:
         dataset: the same in every process, shuffled by its own `shuffle(seed=...)`; each pass is an epoch of its
             `set_epoch`.
-        prepare: makes prompts of some rows, of which there may be none left; takes what errors call them as well.
-        longest: tokens that a prompt may have.
+        prepare: makes prompts of some rows, possibly none; its second argument names the rows in errors.
+        longest: the maximum number of tokens of a prompt.
 
     Raises:
         ValueError: of `prepare`, or a pass without a prompt.
@@ -33,7 +33,7 @@ class PromptStream:
         self.head = next(self._read())
 
     def at(self, positions: range, seed: int) -> list[tuple[dict[str, Any], list[int]]]:
-        """The rows and token ids at some positions; `seed` is for datasets that are shuffled here."""
+        """Return rows and token ids at positions; `seed` is unused, since a stream shuffles itself."""
         if positions.start < self._passed:
             self._restart()
         while self._passed + len(self._held) < positions.stop:
@@ -57,7 +57,7 @@ class PromptStream:
         self._passed += gone
 
     def _read(self) -> Iterator[Prompts]:
-        """Yields chunks of prepared prompts without end, epoch after epoch."""
+        """Yield chunks of prepared prompts endlessly, epoch after epoch."""
         for epoch in count():
             self.dataset.set_epoch(epoch)
             rows = found = 0

@@ -30,16 +30,9 @@ logger = logging.getLogger(__name__)
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the values that vLLM accepts for `max_lora_rank`
 # Fields of LoraConfig that vLLM does not support: it refuses such an adapter, or ignores a part of it.
 UNSERVED = (
-    "use_dora",
-    "use_qalora",
-    "use_bdlora",
-    "lora_bias",
-    "alora_invocation_tokens",
-    "modules_to_save",
-    "trainable_token_indices",
-    "target_parameters",
-    "layer_replication",
-)
+    "use_dora", "use_qalora", "use_bdlora", "lora_bias", "alora_invocation_tokens", "modules_to_save",
+    "trainable_token_indices", "target_parameters", "layer_replication",
+)  # fmt: skip
 
 Sampled = tuple[list[int], list[float]]  # token ids, EOS included, and their log-probs
 
@@ -149,7 +142,8 @@ class VLLMSampler(Sampler):
             self.model.save_adapter(new.folder)
             if old is None:
                 sent = sum(path.stat().st_size for path in Path(new.folder).iterdir())
-                logger.info("each sync sends vLLM %.2f MB; the whole model has %.2f MB", sent / 1e6, self._size())
+                whole = self.model.causal_lm.get_memory_footprint()
+                logger.info("each sync sends vLLM %.2f MB; the whole model has %.2f MB", sent / 1e6, whole / 1e6)
         self.accelerator.wait_for_everyone()
         if self.accelerator.is_main_process or not self.engine.shared:
             self.engine.load(new, old)
@@ -157,10 +151,6 @@ class VLLMSampler(Sampler):
         if self.accelerator.is_main_process and old is not None:
             shutil.rmtree(old.folder)
         self.adapter = new
-
-    def _size(self) -> float:
-        """Return the size of the base in megabytes."""
-        return self.model.causal_lm.get_memory_footprint() / 1e6
 
     def __call__(self, prompt_ids: Tensor, prompt_mask: Tensor, seeds: list[int] | None) -> Completions:
         """See `Sampler`."""

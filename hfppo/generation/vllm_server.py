@@ -29,9 +29,9 @@ class ServerEngine:
     def __init__(self, model: ActorCritic, sampling: Sampling, url: str, timeout: float):
         self.sampling = sampling
         # A vLLM server started without LoRA, or for a lower rank, answers 500, and retrying would not help.
-        hopeless = "Call to add_lora method failed"
+        final = "Call to add_lora method failed"
         base = url.rstrip("/")  # each path begins with a slash
-        self.endpoint = Endpoint(base, timeout, stop_after_delay(timeout), MAX_CONCURRENCY, hopeless=hopeless)
+        self.endpoint = Endpoint(base, timeout, stop_after_delay(timeout), MAX_CONCURRENCY, final_text=final)
         self.command = serve_command(model)
         try:
             models = wait_for(lambda: self.endpoint.get("/v1/models"))

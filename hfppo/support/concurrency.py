@@ -9,9 +9,9 @@ from typing import Any
 
 @contextmanager
 def in_background(calls: list[Callable[[], Awaitable[Any]]]) -> Iterator[Callable[[], list[Any]]]:
-    """Run coroutine functions together while the caller goes on; the yielded function waits for their results.
+    """Run coroutine functions concurrently with the block; the yielded function waits for their results.
 
-    They are cancelled if the caller fails: nobody would wait for them any more.
+    If the block raises, they are cancelled.
     """
     if not calls:
         yield list

@@ -13,7 +13,7 @@ from tenacity.stop import stop_base
 from hfppo.support.secrets import hide_in_url
 
 MAX_ANSWER = 64 * 2**20  # bytes; an answer is numbers, and a longer one is not read to its end
-PASSING = (408, 425, 429, 500, 502, 503, 504)  # HTTP statuses that another attempt may get past
+RETRY_STATUSES = (408, 425, 429, 500, 502, 503, 504)  # of HTTP; another attempt may succeed
 
 
 class ServerError(RuntimeError):
@@ -29,21 +29,21 @@ class ServerError(RuntimeError):
 
 
 class Unavailable(ServerError):
-    """A failure that another attempt may get past."""
+    """A failure after which another attempt may succeed."""
 
 
 class Endpoint:
     """One server: a time limit, retries with growing pauses, and a limit on requests at once.
 
-    Nothing but the address given is talked to: redirects are not followed, proxies of the environment not used.
+    Requests go to the given address only: redirects are not followed, and proxies of the environment are ignored.
 
     Args:
-        url: http:// or https://; used as it is, with the paths asked for at its end.
+        url: http:// or https://; the paths of requests are appended to it.
         timeout: seconds until an answer must be complete.
-        stop: when to give up on what may pass.
+        stop: when to stop retrying.
         max_concurrency: requests at once.
         headers: sent along, an Authorization for instance; never shown.
-        hopeless: an answer that holds this text is final, whatever its status.
+        final_text: an answer that contains this text is not retried, whatever its status.
 
     Raises:
         ValueError: an argument outside its range.
@@ -56,13 +56,13 @@ class Endpoint:
         stop: stop_base,
         max_concurrency: int,
         headers: Mapping[str, str] | None = None,
-        hopeless: str | None = None,
+        final_text: str | None = None,
     ):
         check_address(url)
         if not timeout > 0 or max_concurrency < 1:
             raise ValueError(f"timeout={timeout} must be above 0, max_concurrency={max_concurrency} 1 or more")
         self.url, self.timeout, self.stop = url, timeout, stop
-        self.max_concurrency, self.headers, self.hopeless = max_concurrency, dict(headers or {}), hopeless
+        self.max_concurrency, self.headers, self.final_text = max_concurrency, dict(headers or {}), final_text
 
     async def post_all(self, path: str, bodies: Sequence[Any]) -> list[Any]:
         """Post each body as JSON and return the parsed answers in order.
@@ -126,7 +126,7 @@ class Endpoint:
             ) from error
         said = content[:500].decode(errors="replace")
         status = response.status_code
-        if status in PASSING and not (self.hopeless and self.hopeless in said):
+        if status in RETRY_STATUSES and not (self.final_text and self.final_text in said):
             raise Unavailable(f"{name} answered {status}, after all retries: {said!r}; see its log", status)
         if not response.is_success:
             raise ServerError(f"{name} answered {status}: {said!r}; check address, headers and its log", status)

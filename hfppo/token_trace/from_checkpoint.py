@@ -102,7 +102,7 @@ def trace_prompt(checkpoint: str | Path, question: Question) -> tuple[Trace, PPO
         sampler = FixedCompletion(completion_ids(question.completion, tokenizer, eos_ids), eos_ids)
         args = copy.copy(args)  # `dataclasses.replace` would set up the device again
         args.max_completion_length = len(sampler.ids)
-    rewards = RewardFunctions(constant_reward(question.score))
+    rewards = RewardFunctions(lambda completions, **_: [question.score] * len(completions))
     collector = Collector(model, sampler, rewards, tokenizer, accelerator, args)
     prompt = [{"role": "user", "content": question.prompt}] if question.chat else question.prompt
     prompts = prompts_of(Dataset.from_dict({"prompt": [prompt]}), "prompt", tokenizer, args)
@@ -210,15 +210,6 @@ def completion_ids(text: str, tokenizer: PreTrainedTokenizerBase, eos_ids: list[
     # The tokenizer's EOS if it has one: chat models end their turns with it, and texts with another one.
     eos_id = eos_ids[0] if tokenizer.eos_token_id is None else tokenizer.eos_token_id
     return ids if ids and ids[-1] in eos_ids else [*ids, eos_id]
-
-
-def constant_reward(score: float | None) -> Any:
-    """Return a reward function that gives every completion the score."""
-
-    def given(completions: list[str], **kwargs: Any) -> list[float | None]:
-        return [score] * len(completions)
-
-    return given
 
 
 def remove_score(table: TokenTable) -> TokenTable:
