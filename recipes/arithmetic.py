@@ -3,7 +3,7 @@
     accelerate launch recipes/arithmetic.py --config recipes/arithmetic.yaml
 
 The base in `recipes/arithmetic/base` judges claims like 请问1+1=2？ and should say 是的，等于2！ or, when the claim is
-wrong, 不对，等于…！ It answers sloppily. The only feedback PPO gets is whether an answer is right to the letter.
+wrong, 不对，等于…！ It answers sloppily. PPO is told only whether every character of an answer is right.
 """
 
 from dataclasses import dataclass, field
@@ -23,7 +23,7 @@ FOLDER = Path(__file__).parent / "arithmetic"
 
 @dataclass
 class ArithmeticArguments:
-    """What the recipe itself can be told."""
+    """Arguments of this recipe."""
 
     train_file: str = field(default=str(FOLDER / "train.jsonl"), metadata={"help": "Rows with 'prompt' and 'answer'."})
     test_file: str = field(default=str(FOLDER / "test.jsonl"), metadata={"help": "Held-out rows of the same form."})
@@ -34,25 +34,25 @@ class ArithmeticArguments:
 
 @dataclass
 class ArithmeticActor(ActorArguments):
-    """An actor on the base that ships."""
+    """Arguments of the actor, with the shipped base as default."""
 
     model_name_or_path: str = field(default=str(FOLDER / "base"), metadata={"help": "The base."})
 
 
 def right_answer(completions: list[str], answer: list[str], **kwargs) -> list[float]:
-    """1 for an answer that is right to the letter, else 0."""
+    """Return 1 for an answer with every character right, else 0."""
     return [float(given == wanted) for given, wanted in zip(completions, answer, strict=True)]
 
 
 def accuracy(prediction: EvalPrediction) -> dict[str, float]:
-    """Share of answers that are right to the letter."""
+    """Return the share of answers with every character right."""
     right = right_answer(prediction.predictions, prediction.label_ids["answer"])
     return {"accuracy": sum(right) / len(right)}
 
 
 def main(script_args: ArithmeticArguments, args: PPOConfig, model_args: ArithmeticActor) -> None:
     if args.device.type == "cpu":
-        torch.set_num_threads(1)  # for so small a model, sharing out the work costs more than the work
+        torch.set_num_threads(1)  # more threads cost such a small model more than they save
     files = {"train": script_args.train_file, "test": script_args.test_file}
     dataset = load_dataset("json", data_files=files)
     args.model_init_kwargs = init_kwargs(args, model_args)

@@ -1,11 +1,11 @@
-"""Make the arithmetic task from nothing: tokenizer, base model, training and test prompts.
+"""Build the arithmetic task from scratch: tokenizer, base model, training and test prompts.
 
     python recipes/build_arithmetic_base.py                 # writes recipes/arithmetic/
 
 A question makes a claim, 请问12+7=20？, and the answer judges it and gives the sum: 不对，等于19！ or 是的，等于19！
-The base first learns the skill from clean answers, then a short second phase in which many answers are wrong makes
-it answer sloppily: it knows more than it says, which is the state PPO starts from. Pairs of numbers that are held
-out appear in neither phase. What ships in `recipes/arithmetic/` came from this script with its defaults.
+The base first learns the skill from clean answers. In a short second phase many answers are wrong, and the base learns
+to answer unreliably although it has the skill. PPO starts from there. No phase has the held-out pairs of numbers.
+The files in `recipes/arithmetic/` were written by this script with its defaults.
 """
 
 import json
@@ -34,9 +34,9 @@ ALPHABET = "0123456789+=请问？是的不对，等于！"
 
 @dataclass
 class BuildArguments:
-    """What the arithmetic task and its base model are made of."""
+    """Arguments of the arithmetic task and its base model."""
 
-    output_dir: str = field(default=str(Path(__file__).parent / "arithmetic"), metadata={"help": "Where it goes."})
+    output_dir: str = field(default=str(Path(__file__).parent / "arithmetic"), metadata={"help": "Output folder."})
     largest: int = field(default=49, metadata={"help": "Largest number in a sum."})
     held_out: float = field(default=0.15, metadata={"help": "Share of pairs that only the test prompts use."})
     clean_steps: int = field(default=2500, metadata={"help": "Steps on right answers."})
@@ -53,7 +53,7 @@ class BuildArguments:
 
 
 def split_pairs(largest: int, held_out: float, seed: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Pairs (a, b) for training and for the test; (a, b) and (b, a) fall on the same side."""
+    """Return pairs (a, b) for training and for the test; (a, b) and (b, a) are in the same split."""
     unordered = [(a, b) for a in range(largest + 1) for b in range(a, largest + 1)]
     random.Random(seed).shuffle(unordered)
     cut = round(len(unordered) * held_out)
@@ -64,29 +64,29 @@ def split_pairs(largest: int, held_out: float, seed: int) -> tuple[list[tuple[in
     return both_orders(unordered[cut:]), both_orders(unordered[:cut])
 
 
-def near(number: int, rng: random.Random) -> int:
-    """A number other than the one given, near it and not negative."""
+def draw_near(number: int, rng: random.Random) -> int:
+    """Draw another number, at most 5 away and not negative."""
     return rng.choice([n for n in range(max(0, number - 5), number + 6) if n != number])
 
 
-def draw(pairs: list[tuple[int, int]], rng: random.Random) -> dict[str, str]:
-    """One question with a claim that is right half of the time, and its right answer."""
+def draw_question(pairs: list[tuple[int, int]], rng: random.Random) -> dict[str, str]:
+    """Draw a question, whose claim is right half of the time, and its right answer."""
     a, b = rng.choice(pairs)
-    claim = a + b if rng.random() < 0.5 else near(a + b, rng)
+    claim = a + b if rng.random() < 0.5 else draw_near(a + b, rng)
     verdict = "是的" if claim == a + b else "不对"
     return {"prompt": f"请问{a}+{b}={claim}？", "answer": f"{verdict}，等于{a + b}！"}
 
 
-def spoil(row: dict[str, str], rng: random.Random) -> str:
-    """A wrong answer to the question: mostly the carry forgotten where there is one, else a sum nearby."""
+def spoil_answer(row: dict[str, str], rng: random.Random) -> str:
+    """Return a wrong answer. If the sum has a carry, two in three forget it; the others give a sum nearby."""
     a, b = map(int, re.findall(r"\d+", row["prompt"])[:2])
     carry = a % 10 + b % 10 >= 10
-    total = a + b - 10 if carry and rng.random() < 2 / 3 else near(a + b, rng)
+    total = a + b - 10 if carry and rng.random() < 2 / 3 else draw_near(a + b, rng)
     return f"{row['answer'][:2]}，等于{total}！"
 
 
 def character_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per character, plus padding and end of sequence."""
+    """Return a tokenizer with one token per character, plus padding and end of sequence."""
     vocabulary = {token: index for index, token in enumerate([PAD, EOS, *ALPHABET])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=PAD))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
@@ -95,7 +95,7 @@ def character_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def small_llama(tokenizer: PreTrainedTokenizerFast, hidden_size: int, num_layers: int) -> LlamaForCausalLM:
-    """An untrained Llama. Its weights start at 1/√hidden: the usual 0.02 caps how sure a LoRA can make it."""
+    """Return an untrained Llama, initialized at 1/√hidden: the usual 0.02 limits how sure a LoRA can make it."""
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=hidden_size,
@@ -111,20 +111,20 @@ def small_llama(tokenizer: PreTrainedTokenizerFast, hidden_size: int, num_layers
     return LlamaForCausalLM(config)
 
 
-def demonstration(pairs: list[tuple[int, int]], wrong: float, rng: random.Random) -> dict[str, str]:
-    """A question and an answer, which is wrong as often as `wrong` says."""
-    row = draw(pairs, rng)
-    return {"prompt": row["prompt"], "completion": spoil(row, rng) if rng.random() < wrong else row["answer"]}
+def draw_demonstration(pairs: list[tuple[int, int]], wrong: float, rng: random.Random) -> dict[str, str]:
+    """Draw a question and an answer; `wrong` is the probability of a wrong one."""
+    row = draw_question(pairs, rng)
+    return {"prompt": row["prompt"], "completion": spoil_answer(row, rng) if rng.random() < wrong else row["answer"]}
 
 
-def preference(pairs: list[tuple[int, int]], rng: random.Random) -> dict[str, str]:
-    """A question with its right answer and a wrong one."""
-    row = draw(pairs, rng)
-    return {"prompt": row["prompt"], "chosen": row["answer"], "rejected": spoil(row, rng)}
+def draw_preference(pairs: list[tuple[int, int]], rng: random.Random) -> dict[str, str]:
+    """Draw a question with its right answer and a wrong one."""
+    row = draw_question(pairs, rng)
+    return {"prompt": row["prompt"], "chosen": row["answer"], "rejected": spoil_answer(row, rng)}
 
 
 class Answers(IterableDataset):
-    """Questions without end, answered wrongly as often as `wrong` says."""
+    """An endless stream of questions and answers; `wrong` is the probability of a wrong answer."""
 
     def __init__(self, pairs: list[tuple[int, int]], wrong: float, seed: int):
         self.pairs, self.wrong, self.seed = pairs, wrong, seed
@@ -132,12 +132,12 @@ class Answers(IterableDataset):
     def __iter__(self) -> Iterator[dict[str, str]]:
         rng = random.Random(self.seed)
         while True:
-            row = draw(self.pairs, rng)
-            yield {**row, "answer": spoil(row, rng)} if rng.random() < self.wrong else row
+            row = draw_question(self.pairs, rng)
+            yield {**row, "answer": spoil_answer(row, rng)} if rng.random() < self.wrong else row
 
 
 def collate(rows: list[dict[str, str]], tokenizer: PreTrainedTokenizerFast) -> dict[str, torch.Tensor]:
-    """Token ids, right-padded; labels on the answer and its end alone."""
+    """Return right-padded token ids, with labels only on the answer and its end."""
     text = [row["prompt"] + row["answer"] + EOS for row in rows]
     batch = tokenizer(text, padding=True, padding_side="right", return_tensors="pt", return_token_type_ids=False)
     labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
@@ -147,7 +147,7 @@ def collate(rows: list[dict[str, str]], tokenizer: PreTrainedTokenizerFast) -> d
 
 
 def train(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, answers: Answers, steps: int, lr: float, args):
-    """Supervised steps with a cosine schedule."""
+    """Train with supervision and a cosine schedule."""
     training_args = TrainingArguments(
         output_dir=args.output_dir,
         max_steps=steps,
@@ -166,7 +166,7 @@ def train(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, answers: 
 
 @torch.no_grad()
 def accuracy(model, tokenizer, rows: list[dict[str, str]], do_sample: bool) -> float:
-    """Share of answers that are right to the letter, sampled at temperature 1 or greedy."""
+    """Return the share of answers with every character right, sampled at temperature 1 or greedy."""
     model.eval()
     prompts = tokenizer(
         [row["prompt"] for row in rows], padding=True, return_tensors="pt", return_token_type_ids=False
@@ -186,14 +186,14 @@ def main(args: BuildArguments) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     train_pairs, test_pairs = split_pairs(args.largest, args.held_out, args.seed)
     rng = random.Random(args.seed)
-    train_rows = [draw(train_pairs, rng) for _ in range(args.num_train_prompts)]
-    test_rows = [draw(test_pairs, rng) for _ in range(args.num_test_prompts)]
+    train_rows = [draw_question(train_pairs, rng) for _ in range(args.num_train_prompts)]
+    test_rows = [draw_question(test_pairs, rng) for _ in range(args.num_test_prompts)]
     write_rows(folder / "train.jsonl", train_rows)
     write_rows(folder / "test.jsonl", test_rows)
-    rows = [demonstration(train_pairs, args.wrong, rng) for _ in range(args.num_demonstrations)]
+    rows = [draw_demonstration(train_pairs, args.wrong, rng) for _ in range(args.num_demonstrations)]
     write_rows(folder / "demonstrations.jsonl", rows)
-    write_rows(folder / "preferences.jsonl", [preference(train_pairs, rng) for _ in range(args.num_preferences)])
-    held_out = [preference(test_pairs, rng) for _ in range(args.num_test_prompts)]
+    write_rows(folder / "preferences.jsonl", [draw_preference(train_pairs, rng) for _ in range(args.num_preferences)])
+    held_out = [draw_preference(test_pairs, rng) for _ in range(args.num_test_prompts)]
     write_rows(folder / "test_preferences.jsonl", held_out)
 
     tokenizer = character_tokenizer()

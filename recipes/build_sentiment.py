@@ -1,10 +1,10 @@
-"""Make the small size of recipes/sentiment.py from nothing: film reviews, a language model and a sentiment classifier.
+"""Build the small size of recipes/sentiment.py: film reviews, a language model and a sentiment classifier.
 
     python recipes/build_sentiment.py                       # writes out/sentiment/, in about a minute on one core
 
-Reviews come from the grammar below: a neutral beginning, then clauses that praise or pan the film. A tiny GPT-2 learns
-to write them, praise and pan evenly, and a tiny DistilBERT with a tokenizer of its own learns which is which.
-The first eight words of a test review open no training review.
+Reviews come from the grammar below: a neutral beginning, then clauses that praise or criticize the film. A tiny GPT-2
+learns to write both kinds equally often, and a tiny DistilBERT with its own tokenizer learns to tell them apart.
+No training review begins with the first eight words of a test review.
 """
 
 import json
@@ -77,9 +77,9 @@ WORDS = {
 
 @dataclass
 class BuildArguments:
-    """What the reviews and the two models are made of."""
+    """Arguments of the reviews and the two models."""
 
-    output_dir: str = field(default="out/sentiment", metadata={"help": "Where it goes."})
+    output_dir: str = field(default="out/sentiment", metadata={"help": "Folder to write to."})
     num_train_reviews: int = field(default=16384, metadata={"help": "Training reviews written."})
     num_test_reviews: int = field(default=512, metadata={"help": "Test reviews written."})
     held_out: float = field(default=0.2, metadata={"help": "Share of beginnings that only the test reviews use."})
@@ -91,8 +91,8 @@ class BuildArguments:
     seed: int = field(default=0, metadata={"help": "Seed of the reviews and of the models."})
 
 
-def beginnings() -> list[str]:
-    """Every beginning that the grammar has."""
+def all_beginnings() -> list[str]:
+    """Return every beginning of the grammar."""
     made = []
     for template in BEGINNINGS:
         names = re.findall(r"\{(\w+)\}", template)
@@ -102,51 +102,52 @@ def beginnings() -> list[str]:
 
 
 def split_beginnings(held_out: float, rng: random.Random) -> tuple[list[str], list[str]]:
-    """Beginnings for training and for the test; the two differ within the first eight words."""
+    """Return beginnings for training and for the test, which differ within the first eight words."""
 
-    def eight(first: str) -> tuple[str, ...]:
+    def first_words(first: str) -> tuple[str, ...]:
         return tuple(first.split()[:8])
 
-    openings = sorted({eight(first) for first in beginnings()})
+    openings = sorted({first_words(first) for first in all_beginnings()})
     rng.shuffle(openings)
     test = set(openings[: round(len(openings) * held_out)])
-    return [f for f in beginnings() if eight(f) not in test], [f for f in beginnings() if eight(f) in test]
+    train_firsts = [first for first in all_beginnings() if first_words(first) not in test]
+    return train_firsts, [first for first in all_beginnings() if first_words(first) in test]
 
 
-def clause(templates: tuple[str, ...], rng: random.Random) -> str:
-    """One of the templates, each slot filled on its own."""
+def fill_clause(templates: tuple[str, ...], rng: random.Random) -> str:
+    """Draw a template and fill each slot independently."""
     return re.sub(r"\{(\w+)\}", lambda slot: rng.choice(WORDS[slot[1]]), rng.choice(templates))
 
 
-def review(first: str, rng: random.Random) -> dict[str, str | int]:
-    """A review that begins as given; one clause of four may say the opposite of its label."""
+def draw_review(first: str, rng: random.Random) -> dict[str, str | int]:
+    """Draw a review with a given beginning; one clause of four may contradict its label."""
     label, length = rng.randrange(2), rng.randint(2, 4)
     says = [CLAUSES[label]] * length
     if length == 4 and rng.random() < 0.5:
         says[rng.randrange(length)] = CLAUSES[1 - label]
     if rng.random() < 0.3:
         says.insert(rng.randint(0, length), NEUTRAL)
-    return {"text": " ".join([first, *(clause(templates, rng) for templates in says)]), "label": label}
+    return {"text": " ".join([first, *(fill_clause(templates, rng) for templates in says)]), "label": label}
 
 
-def pattern(templates: tuple[str, ...]) -> str:
-    """A regular expression of what the templates can say."""
+def text_pattern(templates: tuple[str, ...]) -> str:
+    """Return a regular expression that matches every text of the templates."""
     escaped = "|".join(re.sub(r"[.!]", r"\\\g<0>", template) for template in templates)
     return re.sub(r"\{(\w+)\}", lambda slot: f"(?:{'|'.join(WORDS[slot[1]])})", escaped)
 
 
 def well_formed(prompts: list[str], completions: list[str], **kwargs) -> list[float]:
-    """1 for a text that the grammar can write from beginning to end, praise or not, else 0; a reward function."""
-    text = re.compile(f"(?:{pattern(BEGINNINGS)})(?: (?:{pattern((*CLAUSES[0], *CLAUSES[1], *NEUTRAL))}))+")
+    """A reward function: 1 for a whole text that the grammar can write, positive or not, else 0."""
+    text = re.compile(f"(?:{text_pattern(BEGINNINGS)})(?: (?:{text_pattern((*CLAUSES[0], *CLAUSES[1], *NEUTRAL))}))+")
     return [float(bool(text.fullmatch(p + c))) for p, c in zip(prompts, completions, strict=True)]
 
 
 def write_reviews(args: BuildArguments) -> tuple[list[dict], list[dict]]:
-    """The training and the test reviews, also written as train.jsonl and test.jsonl."""
+    """Write train.jsonl and test.jsonl; return the training and the test reviews."""
     rng = random.Random(args.seed)
     train_firsts, test_firsts = split_beginnings(args.held_out, rng)
-    train = [review(rng.choice(train_firsts), rng) for _ in range(args.num_train_reviews)]
-    test = [review(rng.choice(test_firsts), rng) for _ in range(args.num_test_reviews)]
+    train = [draw_review(rng.choice(train_firsts), rng) for _ in range(args.num_train_reviews)]
+    test = [draw_review(rng.choice(test_firsts), rng) for _ in range(args.num_test_reviews)]
     for name, rows in (("train", train), ("test", test)):
         lines = "".join(json.dumps(row) + "\n" for row in rows)
         (Path(args.output_dir) / f"{name}.jsonl").write_text(lines, encoding="utf-8")
@@ -154,7 +155,7 @@ def write_reviews(args: BuildArguments) -> tuple[list[dict], list[dict]]:
 
 
 def byte_level_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
-    """A small tokenizer of GPT-2's kind, like it without a padding token; most words come out as one token."""
+    """Return a small tokenizer like GPT-2's, without a padding token; most words are one token."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -165,7 +166,7 @@ def byte_level_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
 
 
 def word_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
-    """A small tokenizer of BERT's habits: lower case, one token per word, a token before and one after."""
+    """Return a small tokenizer like BERT's: lower case, one token per word, a token before and one after."""
     words = sorted({word for text in texts for word in re.findall(r"\w+|[^\w\s]", text.lower())})
     vocabulary = {token: index for index, token in enumerate([PAD, UNKNOWN, START, END, *words])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
@@ -185,7 +186,7 @@ def word_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
 
 
 def tiny_gpt2(tokenizer: PreTrainedTokenizerFast, args: BuildArguments) -> GPT2LMHeadModel:
-    """An untrained GPT-2. Its weights start at 1/√hidden: the usual 0.02 caps how sure a LoRA can make it."""
+    """Return an untrained GPT-2, initialized at 1/√hidden: the usual 0.02 limits how sure a LoRA can make it."""
     config = GPT2Config(
         vocab_size=len(tokenizer),
         n_embd=args.hidden_size,
@@ -203,7 +204,7 @@ def tiny_gpt2(tokenizer: PreTrainedTokenizerFast, args: BuildArguments) -> GPT2L
 
 
 def tiny_distilbert(tokenizer: PreTrainedTokenizerFast, args: BuildArguments) -> DistilBertForSequenceClassification:
-    """An untrained DistilBERT with the labels of the usual sentiment classifiers."""
+    """Return an untrained DistilBERT with the labels of the usual sentiment classifiers."""
     config = DistilBertConfig(
         vocab_size=len(tokenizer),
         dim=args.hidden_size,
@@ -223,14 +224,14 @@ def tiny_distilbert(tokenizer: PreTrainedTokenizerFast, args: BuildArguments) ->
 
 
 def language_batch(rows: list[dict], tokenizer: PreTrainedTokenizerFast) -> dict[str, torch.Tensor]:
-    """Reviews and their ends, right-padded; labels on every real token."""
+    """Return right-padded reviews with their EOS, and labels on every real token."""
     ids = [torch.tensor(tokenizer(row["text"] + EOS)["input_ids"]) for row in rows]
     labels = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True, padding_value=-100)
     return {"input_ids": labels.clamp(min=0), "attention_mask": (labels >= 0).long(), "labels": labels}
 
 
 def classifier_batch(rows: list[dict], tokenizer: PreTrainedTokenizerFast) -> dict[str, torch.Tensor]:
-    """Reviews, padded, and their labels."""
+    """Return padded reviews and their labels."""
     batch = tokenizer([row["text"] for row in rows], padding=True, return_tensors="pt")
     return {**batch, "labels": torch.tensor([row["label"] for row in rows])}
 
@@ -243,7 +244,7 @@ def train(
     learning_rate: float,
     args: BuildArguments,
 ) -> None:
-    """Supervised steps with a cosine schedule."""
+    """Train with supervision and a cosine schedule."""
     training_args = TrainingArguments(
         output_dir=args.output_dir,
         max_steps=steps,
@@ -266,14 +267,14 @@ def train(
 
 @torch.no_grad()
 def accuracy(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, rows: list[dict]) -> float:
-    """Share of reviews whose label the classifier finds."""
+    """Return the share of reviews that the classifier labels correctly."""
     batch = classifier_batch(rows, tokenizer)
     labels = batch.pop("labels")
     return float((model(**batch).logits.argmax(dim=1) == labels).float().mean())
 
 
 def main(args: BuildArguments) -> None:
-    torch.set_num_threads(1)  # for so small models, sharing out the work costs more than the work
+    torch.set_num_threads(1)  # more threads cost such small models more than they save
     folder = Path(args.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     train_rows, test_rows = write_reviews(args)

@@ -1,9 +1,9 @@
-"""Make a tiny chat model with random weights, for trying a recipe without the Hub.
+"""Build a tiny chat model with random weights, to try a recipe without the Hub.
 
     python recipes/build_tiny_base.py --output_dir out/tiny
 
-It says nothing sensible, and no training here makes it: it shows that a command runs, in seconds, on a CPU. The
-tokenizer is byte-level BPE, so it takes any text; its merges come from the problems in `recipes/gsm8k`.
+The model writes noise and cannot learn anything useful; it shows within seconds on a CPU that a command runs. The
+tokenizer is byte-level BPE, so it accepts any text; its merges come from the problems in `recipes/gsm8k`.
 """
 
 from dataclasses import dataclass, field
@@ -22,13 +22,13 @@ CHAT_TEMPLATE = (
 
 @dataclass
 class BuildArguments:
-    """Where the base goes."""
+    """Arguments of this script."""
 
     output_dir: str = field(default="out/tiny", metadata={"help": "Folder for model and tokenizer."})
 
 
 def byte_tokenizer(vocab_size: int = 1024) -> PreTrainedTokenizerFast:
-    """Byte-level BPE with a chat template: every byte is a token, frequent words of the problems are too."""
+    """Return a byte-level BPE tokenizer with a chat template; frequent words of the problems are single tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -43,7 +43,7 @@ def byte_tokenizer(vocab_size: int = 1024) -> PreTrainedTokenizerFast:
 
 
 def build(output_dir: str) -> None:
-    """Write model and tokenizer, the same ones every time."""
+    """Write model and tokenizer, identical every time."""
     set_seed(0)
     tokenizer = byte_tokenizer()
     small_llama(tokenizer, hidden_size=64, num_layers=2).save_pretrained(output_dir)

@@ -1,16 +1,16 @@
-"""What every recipe can be told about its data."""
+"""Arguments and loading of the recipes' data."""
 
 import json
 from dataclasses import dataclass, field
 
 from datasets import Dataset, DatasetDict, load_dataset
 
-FILES = ("arrow", "csv", "json", "parquet", "text")  # formats, in the place of a dataset's name
+FILES = ("arrow", "csv", "json", "parquet", "text")  # formats that may stand for a dataset's name
 
 
 @dataclass
 class DataArguments:
-    """Arguments of `datasets.load_dataset`, and the splits to take."""
+    """Arguments of `datasets.load_dataset`, and the splits to use."""
 
     dataset_name: str = field(default="json", metadata={"help": "Id or path of a dataset, or a format such as json."})
     dataset_config: str | None = field(default=None, metadata={"help": "Its configuration, if it has several."})
@@ -18,11 +18,11 @@ class DataArguments:
         default=None, metadata={"help": 'A file, or several by split: {"train": …, "test": …}.'}
     )
     train_split: str = field(default="train", metadata={"help": "The split to train on."})
-    test_split: str = field(default="test", metadata={"help": "The split to evaluate on, where there is one."})
+    test_split: str = field(default="test", metadata={"help": "The split to evaluate on, if there is one."})
 
 
 def load(args: DataArguments) -> tuple[Dataset, Dataset | None]:
-    """The rows to train on, and those to evaluate on if the dataset has them."""
+    """Return the rows to train on, and the rows to evaluate on or None."""
     files = args.data_files
     if args.dataset_name in FILES and not files:  # datasets would read whatever lies in the working folder
         raise ValueError(

@@ -1,8 +1,8 @@
-"""PPO on GSM8K: word problems whose answer is a number, with nothing but right or wrong for a reward.
+"""PPO on GSM8K: word problems with a number as the answer; the reward is 1 or 0.
 
     accelerate launch recipes/gsm8k.py --config recipes/gsm8k.yaml
 
-Without the Hub and a GPU, on the 50 problems that ship, to see that it runs (the model is random and learns nothing):
+To try it without the Hub and a GPU, on the 50 shipped problems (the model is random and learns nothing):
 
     python recipes/build_tiny_base.py --output_dir out/tiny
     accelerate launch --cpu --num_processes 1 recipes/gsm8k.py --config recipes/gsm8k.yaml \\
@@ -38,11 +38,11 @@ THOUSANDS = re.compile(r"(?<=\d)(?:,|\{,\}|\\,|,\\!)(?=\d{3})")
 
 @dataclass
 class GSM8KArguments(DataArguments):
-    """What the recipe itself can be told."""
+    """Arguments of this recipe."""
 
     dataset_name: str = field(default="openai/gsm8k", metadata={"help": "Id or path, or json or parquet for files."})
     dataset_config: str | None = field(default="main", metadata={"help": "GSM8K's configuration."})
-    system_prompt: str | None = field(default=None, metadata={"help": "Said before the question; none by default."})
+    system_prompt: str | None = field(default=None, metadata={"help": "A system message; none by default."})
     instruction: str = field(
         default='Think step by step and end with the answer, a number, on a line of its own after "####".',
         metadata={"help": r"Follows the question; the answer may also stand in \boxed{}."},
@@ -52,23 +52,23 @@ class GSM8KArguments(DataArguments):
 
 @dataclass
 class GSM8KActor(ActorArguments):
-    """An actor that can follow instructions."""
+    """Arguments of the actor, with an instruction-tuned model as default."""
 
     model_name_or_path: str = field(default="Qwen/Qwen2.5-0.5B-Instruct", metadata={"help": "The base."})
 
 
 def final_answer(text: str) -> str | None:
-    r"""What the last mark points at: the rest of the line after `####`, or what is in `\boxed{}`; None without any."""
+    r"""Return the text at the last mark: the rest of the line after `####`, or the inside of `\boxed{}`; or None."""
     mark, box = text.rfind(MARK), text.rfind(BOX)
     if mark > box:
         answer = text[mark + len(MARK) :].strip().partition("\n")[0]
     else:
-        answer = in_braces(text[box + len(BOX) :]) if box >= 0 else ""
+        answer = text_in_braces(text[box + len(BOX) :]) if box >= 0 else ""
     return answer.strip() or None
 
 
-def in_braces(text: str) -> str:
-    """The text up to the brace that closes one opened before it; nothing if none does."""
+def text_in_braces(text: str) -> str:
+    """Return the text up to the brace that closes an already open one; "" if there is none."""
     depth = 1
     for index, character in enumerate(text):
         depth += (character == "{") - (character == "}")
@@ -77,41 +77,41 @@ def in_braces(text: str) -> str:
     return ""
 
 
-def parsed(answer: str, timeout: int | None) -> list[Any]:
-    """An answer as Math-Verify reads it: as LaTeX where it looks like that, without commas between thousands."""
+def parse_answer(answer: str, timeout: int | None) -> list[Any]:
+    """Parse an answer with Math-Verify, as LaTeX if it has a backslash, and without commas between thousands."""
     answer = THOUSANDS.sub("", answer).replace("\\$", "").replace("−", "-")
     return parse(f"${answer}$" if "\\" in answer else answer, parsing_timeout=timeout)
 
 
 def is_right(completion: str, answer: str) -> bool:
-    """Whether a completion ends with the number that stands after `####` in GSM8K's answer."""
+    """Return whether the final answer of a completion equals the number after `####` in GSM8K's answer."""
     given = final_answer(completion)
     if given is None:
         return False
     # Math-Verify's time limit is a signal, and only the main thread may set one.
     timeout = 5 if threading.current_thread() is threading.main_thread() else None
-    wanted = parsed(answer.rpartition(MARK)[2].strip(), timeout)
-    return verify(wanted, parsed(given, timeout), timeout_seconds=timeout)
+    wanted = parse_answer(answer.rpartition(MARK)[2].strip(), timeout)
+    return verify(wanted, parse_answer(given, timeout), timeout_seconds=timeout)
 
 
 def right_answer(completions: list[list[dict[str, str]]], answer: list[str], **kwargs) -> list[float]:
-    """1 for a completion with the right final answer, else 0."""
+    """Return 1 for a completion with the right final answer, else 0."""
     pairs = zip(completions, answer, strict=True)
     return [float(is_right(messages[0]["content"], wanted)) for messages, wanted in pairs]
 
 
 def accuracy(prediction: EvalPrediction) -> dict[str, float]:
-    """Share of completions with the right final answer, and with any."""
+    """Return the share of completions with the right final answer, and with any."""
     right = right_answer(prediction.predictions, prediction.label_ids["answer"])
     answered = [final_answer(messages[0]["content"]) is not None for messages in prediction.predictions]
     return {"accuracy": sum(right) / len(right), "answered": sum(answered) / len(answered)}
 
 
-def conversations(dataset: Dataset, split: str, args: GSM8KArguments) -> Dataset:
-    """The rows with their questions as messages in a column "prompt".
+def make_conversations(dataset: Dataset, split: str, args: GSM8KArguments) -> Dataset:
+    """Add the questions as messages, in a column "prompt".
 
     Raises:
-        ValueError: a column is missing, or an answer has no final one.
+        ValueError: a column is missing, or an answer has no `####`.
     """
     if not {"question", "answer"} <= set(dataset.column_names):
         raise ValueError(
@@ -134,8 +134,8 @@ def conversations(dataset: Dataset, split: str, args: GSM8KArguments) -> Dataset
 
 def main(script_args: GSM8KArguments, args: PPOConfig, model_args: GSM8KActor) -> None:
     train, test = load(script_args)
-    train = conversations(train, script_args.train_split, script_args)
-    test = None if test is None else conversations(test, script_args.test_split, script_args)
+    train = make_conversations(train, script_args.train_split, script_args)
+    test = None if test is None else make_conversations(test, script_args.test_split, script_args)
     args.model_init_kwargs = init_kwargs(args, model_args)
     trainer = PPOTrainer(
         model=model_args.model_name_or_path,

@@ -4,7 +4,7 @@
     accelerate launch recipes/ppo.py --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct --dataset_name org/prompts \\
         --reward_funcs org/reward-model trl.rewards.think_format_reward --output_dir out/ppo
 
-Rows hold "prompt", as text or messages; other columns reach the reward functions. docs/rlhf.md walks the three steps.
+Rows hold "prompt", as text or messages; other columns reach the reward functions. docs/rlhf.md has all three steps.
 """
 
 import importlib
@@ -25,7 +25,7 @@ from hfppo import PPOConfig, PPOTrainer
 
 @dataclass
 class RewardArguments(DataArguments):
-    """What recipes can be told that take reward functions by name."""
+    """Arguments of recipes that take reward functions by name."""
 
     reward_funcs: list[str] = field(
         default_factory=list,
@@ -33,26 +33,26 @@ class RewardArguments(DataArguments):
     )
 
     def __post_init__(self) -> None:
-        if isinstance(self.reward_funcs, str):  # one alone in a YAML file
+        if isinstance(self.reward_funcs, str):  # a single name in a YAML file
             self.reward_funcs = [self.reward_funcs]
 
 
 @dataclass
 class PPOArguments(RewardArguments):
-    """What the recipe itself can be told."""
+    """Arguments of this recipe."""
 
     compute_metrics: str | None = field(
         default=None, metadata={"help": "Dotted path of a function from an EvalPrediction to metrics."}
     )
     critic: str = field(default="adapter", metadata={"help": "'adapter', 'shared', a model's id, or a saved critic."})
-    ref_model: str | None = field(default=None, metadata={"help": "The reference; none: the start of training."})
+    ref_model: str | None = field(default=None, metadata={"help": "The reference; default: the start of training."})
 
 
-def imported(name: str) -> Callable[..., Any]:
-    """The function that a dotted path names, in a package or in a file of the working folder.
+def import_function(name: str) -> Callable[..., Any]:
+    """Import a function by its dotted path, from a package or from a file in the working folder.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is no such function.
     """
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
@@ -63,27 +63,27 @@ def imported(name: str) -> Callable[..., Any]:
         raise ValueError(f"{name!r} names no function that can be imported: {error}") from error
 
 
-def reward_func(name: str) -> Any:
-    """A model by its id or path, or a function by its dotted path."""
+def load_reward_func(name: str) -> Any:
+    """Return the id or path of a model as it is; import a function by its dotted path."""
     is_model = Path(name).exists() or "/" in name or "." not in name
-    return name if is_model else imported(name)
+    return name if is_model else import_function(name)
 
 
 def main(script_args: PPOArguments, args: PPOConfig, model_args: ActorArguments) -> None:
     if args.device.type == "cpu" and torch.get_num_threads() > 1:
-        torch.set_num_threads(1)  # models that fit a CPU are too small to gain from more
+        torch.set_num_threads(1)  # more threads cost such small models more than they save
     train, test = load(script_args)
     args.model_init_kwargs = init_kwargs(args, model_args)
     trainer = PPOTrainer(
         model=model_args.model_name_or_path,
-        reward_funcs=[reward_func(name) for name in script_args.reward_funcs],
+        reward_funcs=[load_reward_func(name) for name in script_args.reward_funcs],
         args=args,
         train_dataset=train,
         eval_dataset=test,
         peft_config=actor_config(model_args),
         ref_model=script_args.ref_model,
         critic=script_args.critic,
-        compute_metrics=imported(script_args.compute_metrics) if script_args.compute_metrics else None,
+        compute_metrics=import_function(script_args.compute_metrics) if script_args.compute_metrics else None,
     )
 
     def measure(when: str) -> None:

@@ -2,8 +2,8 @@
 
     accelerate launch recipes/reward_model.py --config recipes/reward_model.yaml
 
-Rows hold "prompt", "chosen" and "rejected". An adapter trained on the base that PPO starts from rides that base for
-free. docs/rlhf.md walks the three steps.
+Rows hold "prompt", "chosen" and "rejected". An adapter trained on PPO's base shares that base in memory.
+docs/rlhf.md describes the three steps.
 """
 
 from dataset import DataArguments, load
@@ -17,7 +17,7 @@ def main(data_args: DataArguments, args: RewardConfig, model_args: ModelConfig) 
     if not {"chosen", "rejected"} <= set(train.column_names):
         raise ValueError(
             f"{data_args.dataset_name} has the columns {', '.join(train.column_names)}, and no pairs; "
-            "rename those with the better and the worse completion to chosen and rejected"
+            "rename the columns with the better and the worse completion to chosen and rejected"
         )
     args.model_init_kwargs = init_kwargs(args, model_args)
     model_args.lora_task_type = "SEQ_CLS"

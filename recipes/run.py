@@ -1,4 +1,4 @@
-"""What the recipes share: the actor's arguments, and the way from a trainer to a saved, measured adapter."""
+"""Code that the recipes share: the actor's arguments, and a run from a trainer to a saved, measured adapter."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
@@ -16,13 +16,13 @@ from hfppo.models.loading import adapter_config
 class ActorArguments(ModelConfig):
     """TRL's ModelConfig with the defaults of an actor."""
 
-    use_peft: bool = field(default=True, metadata={"help": "The actor is an adapter; always on."})
-    lora_dropout: float = field(default=0.0, metadata={"help": "Dropout would be noise in the ratio."})
+    use_peft: bool = field(default=True, metadata={"help": "Always True: the actor is an adapter."})
+    lora_dropout: float = field(default=0.0, metadata={"help": "Dropout adds noise to the ratio."})
     lora_target_modules: list[str] = field(default_factory=lambda: ["all-linear"], metadata={"help": "LoRA layers."})
 
 
 def init_kwargs(args: TrainingArguments, model_args: ModelConfig) -> dict[str, Any]:
-    """What `from_pretrained` is told: ModelConfig's flags, and over them `args.model_init_kwargs`."""
+    """Return the arguments of `from_pretrained`: ModelConfig's flags, overridden by `args.model_init_kwargs`."""
     if model_args.model_name_or_path is None:
         raise ValueError("model_name_or_path is missing; give the id or path of a model or of an adapter")
     quantization = get_quantization_config(model_args)
@@ -36,10 +36,10 @@ def init_kwargs(args: TrainingArguments, model_args: ModelConfig) -> dict[str, A
 
 
 def actor_config(model_args: ActorArguments) -> PeftConfig | None:
-    """The actor's adapter as the flags have it; None where training goes on from one.
+    """Return the configuration of a new adapter from the flags; None if the model is already an adapter.
 
     Raises:
-        ValueError: no adapter, or flags for one that is there already; names them.
+        ValueError: `use_peft` is False, or flags are set that would configure an existing adapter; names them.
     """
     if not model_args.use_peft:
         raise ValueError(
@@ -58,13 +58,13 @@ def actor_config(model_args: ActorArguments) -> PeftConfig | None:
 
 
 def resume_argument(args: TrainingArguments) -> str | bool | None:
-    """`args.resume_from_checkpoint` as `Trainer.train` wants it: "true" is the last checkpoint in `output_dir`."""
+    """Convert `args.resume_from_checkpoint` for `Trainer.train`: "true" means the last checkpoint in `output_dir`."""
     value = args.resume_from_checkpoint
-    return {"true": True, "false": None}.get(str(value).lower(), value)  # a YAML file gives a bool, a flag text
+    return {"true": True, "false": None}.get(str(value).lower(), value)  # a YAML file gives a bool, a flag gives text
 
 
 def evaluate(trainer: PPOTrainer, name: str, do_sample: bool) -> None:
-    """Evaluate, and save the metrics under a name."""
+    """Evaluate, and log and save the metrics under a name."""
     with trainer.eval_sampling(do_sample):
         metrics = trainer.evaluate(metric_key_prefix=name)
     trainer.log_metrics(name, metrics)
@@ -72,10 +72,10 @@ def evaluate(trainer: PPOTrainer, name: str, do_sample: bool) -> None:
 
 
 def run(trainer: PPOTrainer, measure: Callable[[str], None]) -> None:
-    """Measure unless a run is resumed, train, save, measure again, and push if that is asked for.
+    """Measure (unless resuming), train, save, measure again, and push if `push_to_hub` is set.
 
     Args:
-        measure: called with "before" and "after"; not without an eval_dataset.
+        measure: called with "before" and "after" if there is an eval_dataset.
     """
     args = trainer.args
     checkpoint = resume_argument(args)

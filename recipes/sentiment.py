@@ -4,9 +4,9 @@
     accelerate launch recipes/sentiment.py --total_episodes 25600 --per_device_train_batch_size 64 \\
         --num_mini_batches 2 --learning_rate 1e-4 --kl_coef 0.2 --max_completion_length 24 --output_dir out/imdb
 
-The first line is the small size, made and trained offline in two minutes on one core. The second is the real one: a
-GPT-2 and a DistilBERT that both know IMDB's reviews. The reward is the logit of the wanted label; its probability
-would saturate. docs/sentiment.md says what comes out.
+The first line builds and trains the small size offline, in two minutes on one core. The second trains the real size: a
+GPT-2, with a DistilBERT as classifier, both fine-tuned on IMDB's reviews. The reward is the logit of the wanted label;
+its probability would saturate. docs/sentiment.md has the results.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from dataset import load
 from datasets import Dataset
-from ppo import RewardArguments, imported
+from ppo import RewardArguments, import_function
 from run import ActorArguments, actor_config, evaluate, init_kwargs, run
 from transformers import AutoTokenizer, EvalPrediction, PreTrainedTokenizerBase, pipeline
 from trl import TrlParser
@@ -28,17 +28,17 @@ from hfppo.rewards.model import RewardModel
 
 @dataclass
 class SentimentArguments(RewardArguments):
-    """What the recipe itself can be told."""
+    """Arguments of this recipe."""
 
     dataset_name: str = field(default="stanfordnlp/imdb", metadata={"help": "Reviews: an id, path, or format."})
     text_column: str = field(default="text", metadata={"help": "The column that holds the reviews."})
-    prompt_tokens: int = field(default=8, metadata={"help": "The prompt is this many first tokens of a review."})
-    num_test_prompts: int = field(default=512, metadata={"help": "Reviews of the test split that are evaluated on."})
+    prompt_tokens: int = field(default=8, metadata={"help": "Length of the prompt: the first tokens of a review."})
+    num_test_prompts: int = field(default=512, metadata={"help": "Number of test reviews to evaluate on."})
     classifier: str = field(default="lvwerra/distilbert-imdb", metadata={"help": "Its logit is the reward."})
-    label: str = field(default="POSITIVE", metadata={"help": "The classifier's label that is wanted."})
+    label: str = field(default="POSITIVE", metadata={"help": "The classifier's label to reward."})
     reward_funcs: list[str] = field(
         default_factory=list,
-        metadata={"help": "Dotted paths of functions beside the classifier; --reward_weights 1 0 only logs one."},
+        metadata={"help": "Dotted paths of more reward functions; --reward_weights 1 0 only logs the second."},
     )
     critic: str = field(default="adapter", metadata={"help": "'adapter', 'shared', or a model's id or path."})
 
@@ -50,16 +50,16 @@ class SentimentActor(ActorArguments):
     model_name_or_path: str = field(default="lvwerra/gpt2-imdb", metadata={"help": "The model that continues."})
 
 
-def prompts_from(reviews: Dataset, tokenizer: PreTrainedTokenizerBase, args: SentimentArguments) -> Dataset:
-    """The beginnings of the reviews, as "prompt".
+def cut_prompts(reviews: Dataset, tokenizer: PreTrainedTokenizerBase, args: SentimentArguments) -> Dataset:
+    """Cut the reviews to their beginnings, in a column "prompt".
 
     Raises:
-        ValueError: the reviews are in another column.
+        ValueError: there is no column `text_column`.
     """
     if args.text_column not in reviews.column_names:
         raise ValueError(
             f"text_column={args.text_column!r} is no column of {args.dataset_name}, which has "
-            f"{', '.join(reviews.column_names)}; name the one with the reviews by --text_column"
+            f"{', '.join(reviews.column_names)}; set --text_column to the column with the reviews"
         )
 
     def cut(batch: dict[str, list[str]]) -> dict[str, list[str]]:
@@ -77,8 +77,8 @@ def prompts_from(reviews: Dataset, tokenizer: PreTrainedTokenizerBase, args: Sen
     return reviews.map(cut, batched=True, remove_columns=reviews.column_names)
 
 
-def share_of(label: str, reward: RewardModel) -> Callable[[EvalPrediction], dict[str, float]]:
-    """A `compute_metrics`: the share of completions for which the classifier's verdict is the label."""
+def make_label_share(label: str, reward: RewardModel) -> Callable[[EvalPrediction], dict[str, float]]:
+    """Return a `compute_metrics`: the share of completions that the classifier gives the label."""
     classify = pipeline(
         "text-classification",
         model=reward.model,
@@ -97,13 +97,13 @@ def share_of(label: str, reward: RewardModel) -> Callable[[EvalPrediction], dict
 
 def main(script_args: SentimentArguments, args: PPOConfig, model_args: SentimentActor) -> None:
     if args.device.type == "cpu":
-        torch.set_num_threads(1)  # models that fit a CPU are too small to gain from more
+        torch.set_num_threads(1)  # more threads cost such small models more than they save
     train, test = load(script_args)
     tokenizer = load_tokenizer(model_args.model_name_or_path, **init_kwargs(args, model_args))
-    train = prompts_from(train, tokenizer, script_args)
+    train = cut_prompts(train, tokenizer, script_args)
     if test is not None:  # a sample: a test split may be sorted by its labels
         some = range(min(script_args.num_test_prompts, len(test)))
-        test = prompts_from(test.shuffle(seed=0).select(some), tokenizer, script_args)
+        test = cut_prompts(test.shuffle(seed=0).select(some), tokenizer, script_args)
     reward = RewardModel(
         load_classifier(script_args.classifier).to(args.device),
         AutoTokenizer.from_pretrained(script_args.classifier),
@@ -112,14 +112,14 @@ def main(script_args: SentimentArguments, args: PPOConfig, model_args: Sentiment
     args.model_init_kwargs = init_kwargs(args, model_args)
     trainer = PPOTrainer(
         model=model_args.model_name_or_path,
-        reward_funcs=[reward, *(imported(name) for name in script_args.reward_funcs)],
+        reward_funcs=[reward, *(import_function(name) for name in script_args.reward_funcs)],
         args=args,
         train_dataset=train,
         eval_dataset=test,
         processing_class=tokenizer,
         peft_config=actor_config(model_args),
         critic=script_args.critic,
-        compute_metrics=share_of(script_args.label, reward),
+        compute_metrics=make_label_share(script_args.label, reward),
     )
 
     def measure(when: str) -> None:

@@ -155,25 +155,25 @@ def test_an_answer_that_takes_for_ever_is_wrong(monkeypatch):
 def test_prompts_are_conversations_that_keep_the_columns():
     rows = Dataset.from_list(PROBLEMS["test"])
     args = gsm8k.GSM8KArguments(system_prompt="Be brief.", instruction="End with ####.")
-    made = gsm8k.conversations(rows, "test", args)
+    made = gsm8k.make_conversations(rows, "test", args)
     assert made["answer"] == rows["answer"]
     question = PROBLEMS["test"][0]["question"]
     user = {"role": "user", "content": f"{question}\n\nEnd with ####."}
     assert made[0]["prompt"] == [{"role": "system", "content": "Be brief."}, user]
-    assert [m["role"] for m in gsm8k.conversations(rows, "test", gsm8k.GSM8KArguments())[0]["prompt"]] == ["user"]
+    assert [m["role"] for m in gsm8k.make_conversations(rows, "test", gsm8k.GSM8KArguments())[0]["prompt"]] == ["user"]
 
 
 def test_other_columns_are_refused_by_name():
     rows = Dataset.from_list([{"prompt": "1+1?", "answer": "#### 2"}])
     with pytest.raises(ValueError, match="train has the columns prompt, answer; GSM8K's are question and answer"):
-        gsm8k.conversations(rows, "train", gsm8k.GSM8KArguments())
+        gsm8k.make_conversations(rows, "train", gsm8k.GSM8KArguments())
 
 
 @pytest.mark.parametrize("answer", ["It is 3.", None])
 def test_an_answer_without_its_mark_is_refused_by_row(answer):
     rows = Dataset.from_dict({"question": ["1+1?", "1+2?"], "answer": ["#### 2", answer]})
     with pytest.raises(ValueError, match=r"test row 1: answer=.* has no #### before its final number"):
-        gsm8k.conversations(rows, "test", gsm8k.GSM8KArguments())
+        gsm8k.make_conversations(rows, "test", gsm8k.GSM8KArguments())
 
 
 def test_two_steps_on_the_shipped_problems(tmp_path, tiny, monkeypatch):

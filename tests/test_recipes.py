@@ -194,7 +194,7 @@ def test_the_road_from_demonstrations_to_ppo_in_small(tmp_path, few_rows, monkey
 )
 def test_a_reward_function_that_cannot_be_imported_is_named(name, wanted):
     with pytest.raises(ValueError, match=wanted):
-        ppo.reward_func(name)
+        ppo.load_reward_func(name)
 
 
 def test_a_function_is_found_in_the_working_folder(tmp_path, monkeypatch):
@@ -203,9 +203,9 @@ def test_a_function_is_found_in_the_working_folder(tmp_path, monkeypatch):
         "def brevity(completions, **kwargs):\n    return [0.0 for _ in completions]\n"
     )
     with pytest.raises(ValueError, match=r"my_rewards\.brevity"):
-        ppo.reward_func("my_rewards.brevity")
+        ppo.load_reward_func("my_rewards.brevity")
     monkeypatch.chdir(tmp_path)
-    assert ppo.reward_func("my_rewards.brevity")(["a"]) == [0.0]
+    assert ppo.load_reward_func("my_rewards.brevity")(["a"]) == [0.0]
 
 
 def test_flags_of_the_model_reach_it(tmp_path):
@@ -249,5 +249,5 @@ def test_without_files_the_working_folder_is_not_read(tmp_path, monkeypatch):
 
 
 def test_names_of_reward_functions_and_models():
-    assert ppo.reward_func("arithmetic.right_answer") is arithmetic.right_answer
-    assert ppo.reward_func("org/reward-model-1.5b") == "org/reward-model-1.5b"
+    assert ppo.load_reward_func("arithmetic.right_answer") is arithmetic.right_answer
+    assert ppo.load_reward_func("org/reward-model-1.5b") == "org/reward-model-1.5b"

@@ -86,7 +86,7 @@ def test_recipe_moves_the_adapter_and_reports_before_and_after(built, capsys, mo
 def test_prompts_are_the_first_tokens_of_the_reviews(built):
     tokenizer = AutoTokenizer.from_pretrained(built / "model")
     reviews = Dataset.from_list([*rows(built / "test.jsonl"), {"text": "I loved it.", "label": 1}])
-    prompts = sentiment.prompts_from(reviews, tokenizer, sentiment.SentimentArguments(prompt_tokens=5))
+    prompts = sentiment.cut_prompts(reviews, tokenizer, sentiment.SentimentArguments(prompt_tokens=5))
     assert prompts.column_names == ["prompt"]
     for review, prompt in zip(reviews["text"][:-1], prompts["prompt"][:-1], strict=True):
         assert review.startswith(prompt)
@@ -108,7 +108,7 @@ def test_the_share_is_that_of_the_larger_logit_and_the_reward_the_logit(built):
     assert 0.6 < expected < 0.9
     prompts, completions = [text[:20] for text in texts], [text[20:] for text in texts]
     reward = RewardModel(model, tokenizer, label="POSITIVE")
-    metrics = sentiment.share_of("POSITIVE", reward)(EvalPrediction(completions, {}, inputs=prompts))
+    metrics = sentiment.make_label_share("POSITIVE", reward)(EvalPrediction(completions, {}, inputs=prompts))
     assert metrics == {"positive": pytest.approx(expected)}
     assert reward(prompts, completions) == pytest.approx(logits[:, 1].tolist(), abs=1e-5)
 
@@ -148,7 +148,7 @@ def test_reviews_follow_the_grammar_and_test_openings_are_new(built):
         assert well_formed([first + "."], [rest]) == [1.0]
     openings = [{" ".join(row["text"].split()[:8]) for row in part} for part in (train, test)]
     assert not openings[0] & openings[1]
-    labels = [build_sentiment.review("", random.Random(seed))["label"] for seed in range(400)]
+    labels = [build_sentiment.draw_review("", random.Random(seed))["label"] for seed in range(400)]
     assert 150 < sum(labels) < 250
 
 
