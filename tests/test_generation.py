@@ -231,7 +231,7 @@ def test_a_sampler_of_a_users_own_completes_the_prompts(first_digits):
 
 def test_a_sampler_that_breaks_its_contract_is_told(first_digits):
     first_digits.rows = slice(1, None)
-    with pytest.raises(ValueError, match="sampler function gave 1 completions for 2 prompts"):
+    with pytest.raises(ValueError, match="sampler function returned 1 completions for 2 prompts"):
         first_digits.rollout(["1+1=", "2+2="])
     first_digits.rows, first_digits.columns = slice(None), slice(1, None)
     with pytest.raises(ValueError, match=r"shapes must be equal, got {'ids': \(2, 2\), 'mask': \(2, 1\)"):

@@ -10,6 +10,7 @@ from helpers.scripted import answering, off_trainer
 from helpers.tiny import tiny_model
 from hfppo import PPOCallback, TolerantReward
 from hfppo.collect.rollout_metrics import prompts_without_signal
+from hfppo.learn.loss import LossTerm
 from hfppo.metrics import METRICS, Meter
 
 
@@ -72,6 +73,11 @@ def test_every_metric_of_the_table_appears_in_a_log_and_no_other(make_trainer, d
     config = {"kl_loss_coef": 0.1, "dual_clip": 3.0, "policy_mode": "corrected", "on_nonfinite": "skip"}
     config |= {"num_generations": 2, "max_steps": 4}
     trainer = make_trainer(config, reward_funcs=TolerantReward(scores))
+    given = trainer.loss_terms
+    trainer.loss_terms = lambda outputs, batch: [
+        *given(outputs, batch),
+        LossTerm("length", 0.0, torch.zeros_like(outputs.logprobs)),
+    ]
     trainer.train()
     seen = {name for entry in trainer.state.log_history if "loss" in entry for name in entry}
     names = {"{function}": "scores", "{name}": "length"}
