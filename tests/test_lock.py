@@ -30,9 +30,7 @@ def other_run(tmp_path) -> Iterator[subprocess.Popen]:
 
 def test_a_folder_that_another_run_has_is_refused_until_that_one_has_ended(make_trainer, tmp_path, other_run):
     trainer = make_trainer({"max_steps": 1, "save_strategy": "steps", "save_steps": 1})
-    with pytest.raises(
-        ValueError, match=rf"in use by another run \(process {other_run.pid} on .*\); give"
-    ):
+    with pytest.raises(ValueError, match=rf"in use by another run \(process {other_run.pid} on .*\); give"):
         trainer.train()
     assert not list((tmp_path / "out").glob("checkpoint-*"))
     other_run.kill()
