@@ -26,32 +26,15 @@ logger = logging.getLogger(__name__)
 
 # A resumed run must share these fields: they determine a rollout's rows and how they are split.
 STRUCTURE = (
-    "num_mini_batches",
-    "num_ppo_epochs",
-    "num_generations",
-    "advantage_estimator",
-    "policy_mode",
-    "temperature",
+    "num_mini_batches", "num_ppo_epochs", "num_generations", "advantage_estimator", "policy_mode", "temperature",
     "seed",
-)
+)  # fmt: skip
 
 # Fields of TrainingArguments whose change is logged on resume; changes of PPOConfig's own fields always are.
 TRAINER_FIELDS = (
-    "learning_rate",
-    "lr_scheduler_type",
-    "lr_scheduler_kwargs",
-    "warmup_steps",
-    "max_steps",
-    "num_train_epochs",
-    "weight_decay",
-    "optim_args",
-    "adam_beta1",
-    "adam_beta2",
-    "adam_epsilon",
-    "max_grad_norm",
-    "bf16",
-    "fp16",
-)
+    "learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "max_steps", "num_train_epochs",
+    "weight_decay", "optim_args", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "bf16", "fp16",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -9,16 +9,9 @@ from hfppo.rollout import Rollout
 
 # Rollout tensors in the order in which each follows from the others: the first non-finite one is the cause.
 CAUSES = (
-    "rollout_logprobs",
-    "old_logprobs",
-    "ref_logprobs",
-    "values",
-    "scores",
-    "weights",
-    "rewards",
-    "advantages",
+    "rollout_logprobs", "old_logprobs", "ref_logprobs", "values", "scores", "weights", "rewards", "advantages",
     "returns",
-)
+)  # fmt: skip
 
 
 class NonFiniteError(FloatingPointError):

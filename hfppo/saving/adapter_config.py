@@ -8,34 +8,15 @@ from peft import PeftConfig
 
 # Fields that a description always holds.
 USUAL_FIELDS = (
-    "peft_type",
-    "r",
-    "lora_alpha",
-    "use_rslora",
-    "use_dora",
-    "rank_pattern",
-    "alpha_pattern",
-    "target_modules",
-    "exclude_modules",
-    "layers_to_transform",
-    "layers_pattern",
-)
+    "peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "target_modules",
+    "exclude_modules", "layers_to_transform", "layers_pattern",
+)  # fmt: skip
 # Fields that say where an adapter comes from or runs; a description never holds them.
 ORIGIN_FIELDS = (
-    "task_type",
-    "auto_mapping",
-    "peft_version",
-    "base_model_name_or_path",
-    "revision",
-    "inference_mode",
-    "init_lora_weights",
-    "eva_config",
-    "corda_config",
-    "loftq_config",
-    "lora_ga_config",
-    "runtime_config",
+    "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
+    "init_lora_weights", "eva_config", "corda_config", "loftq_config", "lora_ga_config", "runtime_config",
     "save_projection",
-)
+)  # fmt: skip
 
 
 def describe_adapter(config: PeftConfig) -> dict[str, Any]:
