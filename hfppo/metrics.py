@@ -15,7 +15,7 @@ from hfppo.functional.shape_checks import require_same_shape
 
 # Every metric: how its parts become one number, and what it means. `docs/reference.md` is made from this table.
 METRICS: dict[str, tuple[str, str]] = {
-    "loss": ("mean", "The scalar that an optimiser step minimises."),
+    "loss": ("mean", "The scalar that an optimizer step minimizes."),
     "reward": ("mean", "Score of a completion: weighted sum of the reward functions, penalties included."),
     "reward_std": ("std", "Standard deviation of the score over the rollout's completions."),
     "rewards/{function}/mean": ("mean", "What one reward function gives, over the completions that it scores."),
@@ -70,12 +70,12 @@ METRICS: dict[str, tuple[str, str]] = {
     "mismatch/rejected_frac": ("mean", "Share of tokens whose weight left the band: masked or rejected."),
     "mismatch/kl": ("mean", "KL of π_rollout to π_old per token by k3, nats."),
     "nonfinite/rollout_frac": ("mean", "Share of rollouts left out because a number was not finite."),
-    "nonfinite/step_frac": ("mean", "Share of optimiser steps left out because a loss or gradient was not finite."),
+    "nonfinite/step_frac": ("mean", "Share of optimizer steps left out because a loss or gradient was not finite."),
     "time/rollout": ("mean", "Seconds to collect a rollout."),
     "time/generation": ("mean", "Seconds of it spent sampling."),
     "time/passes": ("mean", "Seconds of it spent in the passes of actor, reference and critic."),
     "time/rewards": ("mean", "Seconds of it spent in the reward functions."),
-    "time/update": ("mean", "Seconds of the optimiser steps that follow a rollout: of one, times their number."),
+    "time/update": ("mean", "Seconds of the optimizer steps that follow a rollout: of one, times their number."),
     "time/tokens_per_second": ("mean", "Tokens sampled per second of generation on each process."),
     "custom/{name}": ("mean", "What a reward function passed to log_metric."),
 }

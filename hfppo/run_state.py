@@ -41,7 +41,7 @@ class RunningMoments:
 
 @dataclass
 class PPOState:
-    """Where a run stands between two optimiser steps; part of every checkpoint.
+    """Where a run stands between two optimizer steps; part of every checkpoint.
 
     Callbacks may change `kl_coef`; the rest belongs to the trainer.
     """

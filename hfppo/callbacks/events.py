@@ -46,7 +46,7 @@ class PPOCallback(TrainerCallback):
         rollout: Rollout,
         ppo_state: PPOState,
     ) -> TrainerControl | None:
-        """Called on every process after the last optimiser step on a rollout, before that step is logged and saved.
+        """Called on every process after the last optimizer step on a rollout, before that step is logged and saved.
 
         Args:
             model: policy and critic after the update.

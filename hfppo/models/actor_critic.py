@@ -258,7 +258,7 @@ class ActorCritic(PeftModelForCausalLM):
         if (actor - base).abs().max() > tolerance * base.abs().max():
             logger.warning(
                 "peft_config begins with weights that change the model (its logits by up to %.3g), so training begins "
-                "away from the reference, at a KL above 0; take an initialisation that begins at the base",
+                "away from the reference, at a KL above 0; take an initialization that begins at the base",
                 (actor - base).abs().max(),
             )
 

@@ -13,7 +13,7 @@ from peft.utils import CONFIG_NAME, ModulesToSaveWrapper, get_peft_model_state_d
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-# These initialisations write into the base, so that disabling the adapter no longer gives the base back.
+# These initializations write into the base, so that disabling the adapter no longer gives the base back.
 BASE_CHANGING_INITS = ("pissa", "olora", "corda", "eva", "loftq", "lora_ga")
 
 # Fields of an adapter's configuration that cannot be set, and the reason.
@@ -170,7 +170,7 @@ def check_placement(name: str, model: PreTrainedModel | PeftModel) -> None:
     devices = sorted({str(device) for device in getattr(model, "hf_device_map", {}).values()})
     if len(devices) > 1:
         raise ValueError(
-            f"{name} is spread over {', '.join(devices)} by its device_map; leave device_map out, take a quantised "
+            f"{name} is spread over {', '.join(devices)} by its device_map; leave device_map out, take a quantized "
             "base, or shard it by FSDP2 or ZeRO-3, as docs/distributed.md says"
         )
 
