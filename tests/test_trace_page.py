@@ -83,11 +83,11 @@ def test_tokens_and_all_their_numbers_are_shown(open_page, page_file):
     }
     tokens(view, 1).nth(1).focus()
     assert detail(view)["log π_old"] == "−1.5000"
-    assert "leave this token out" not in view.locator("#meaning").text_content()
+    assert "left out of the losses" not in view.locator("#meaning").text_content()
     view.keyboard.press("Tab")
     assert detail(view)["log π_old"] == "−2.5000"
     tokens(view, 1).nth(4).click()
-    assert "leave this token out" in view.locator("#meaning").text_content()
+    assert "left out of the losses" in view.locator("#meaning").text_content()
     assert view.title() == "hfppo: token traces"
 
 
