@@ -4,7 +4,8 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from hfppo.token_trace.tokens import token_texts, visible
+from hfppo.support.printable import escape_control_characters
+from hfppo.token_trace.tokens import token_texts
 
 
 @pytest.fixture
@@ -56,4 +57,4 @@ def test_tokens_of_a_byte_fallback_tokenizer_and_ids_without_text():
 
 
 def test_what_would_act_in_a_terminal_or_turn_text_around_is_named():
-    assert visible("a\x1b[2J\u202eb\u2028\nc") == "a<U+001B>[2J<U+202E>b<U+2028>\nc"
+    assert escape_control_characters("a\x1b[2J\u202eb\u2028\nc") == "a<U+001B>[2J<U+202E>b<U+2028>\nc"

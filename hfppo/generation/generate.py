@@ -18,11 +18,11 @@ BELOW_ONE = 1.0 - 2.0**-53  # the largest float64 below 1
 
 
 class SeededChoice(LogitsProcessor):
-    """Chooses each row's next token by the row's own random numbers, and notes its log-prob.
+    """Choose each row's next token with the row's own random numbers, and record its log-prob.
 
-    `generate` then takes the only token that is left. With one stream of random numbers for the batch, as in
-    `do_sample=True`, a row's completion would depend on its neighbours: on the batch size, and on the number of
-    processes.
+    All other tokens get probability 0, so `generate` takes the chosen one. With one stream of random
+    numbers for the batch, as in `do_sample=True`, a row's completion would depend on its neighbours: on the batch
+    size, and on the number of processes.
 
     Args:
         uniforms: (B, T) in [0, 1), one per token; None chooses the likeliest.
@@ -48,10 +48,11 @@ class SeededChoice(LogitsProcessor):
 
 
 def draw(probabilities: Tensor, uniforms: Tensor) -> Tensor:
-    """(B, 1) tokens: the inverse of the cumulative (B, V) distribution at (B, 1) float64 numbers in [0, 1).
+    """Return (B, 1) tokens drawn from (B, V) probabilities: the inverse of their cumulative sum at (B, 1) numbers.
 
-    First a block of tokens, then one of its tokens: where a number falls inside its block is uniform again. So few
-    sums need float64, which keeps the far end of a large vocabulary and takes most of the time.
+    The numbers are float64, uniform in [0, 1). Each one chooses first a block of tokens, then a token of that
+    block by its position within the block, which is uniform again. The sums over a large vocabulary need float64 but
+    are slow in it; with blocks few of them are needed.
     """
     vocab_size = probabilities.shape[-1]
     padded = nn.functional.pad(probabilities, (0, -vocab_size % BLOCK)) if vocab_size % BLOCK else probabilities
@@ -62,7 +63,7 @@ def draw(probabilities: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def invert(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """(B, 1) indices into (B, N) weights, and where in the weight's interval the number lies, in [0, 1)."""
+    """Return (B, 1) indices drawn from (B, N) weights, and each number's position in [0, 1) within its weight."""
     cumulative = weights.double().cumsum(dim=-1)
     drawn = uniforms * cumulative[:, -1:]
     index = torch.searchsorted(cumulative, drawn, right=True).clamp(max=weights.shape[-1] - 1)
@@ -71,13 +72,13 @@ def invert(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class TransformersSampler(Sampler):
-    """Samples from the actor itself, some rows at a time.
+    """Sample from the actor itself, `batch_size` rows at a time.
 
-    Sampling is pure: the whole distribution at `temperature`, whatever the model's generation config asks for, so that
-    π_rollout is π_old up to rounding.
+    Tokens come from the whole distribution at `temperature`; the model's own generation config is ignored. So
+    π_rollout equals π_old up to rounding.
 
     Args:
-        with_values: have a shared critic read the states that sampling passes through.
+        with_values: also return the shared critic's values, computed from the hidden states of sampling.
     """
 
     def __init__(
@@ -117,7 +118,7 @@ class TransformersSampler(Sampler):
     def _sample(
         self, prompt_ids: Tensor, prompt_mask: Tensor, seeds: list[int] | None, on_token: Callable[[int], None]
     ) -> Completions:
-        """Sample one batch."""
+        """Sample completions of (B, T) prompts in one batch."""
         device = prompt_ids.device
         # MPS has no float64, and CUDA no deterministic cumulative sum.
         on_cpu = device.type == "mps" or torch.are_deterministic_algorithms_enabled()
@@ -159,9 +160,9 @@ def row_uniforms(seeds: list[int], width: int) -> Tensor:
 
 @contextmanager
 def state_values(model: ActorCritic, wanted: bool) -> Iterator[list[Tensor]]:
-    """Inside, if wanted, each forward of the actor adds the shared critic's (B,) values of its last position.
+    """Collect the shared critic's (B,) values of the last position in each forward pass of the actor, if `wanted`.
 
-    They are read where the states reach the output head: not every architecture calls its whole trunk to generate.
+    A hook on the output head computes them, because some architectures do not call their whole trunk to generate.
     """
     values: list[Tensor] = []
     if not wanted:
@@ -182,7 +183,7 @@ def state_values(model: ActorCritic, wanted: bool) -> Iterator[list[Tensor]]:
 def generation_config_of(model: ActorCritic, config: GenerationConfig) -> Iterator[None]:
     """Give the model this generation config for the block.
 
-    `generate` fills what a passed config leaves open from the model's own, a repetition penalty for instance.
+    `generate` fills unset fields of a passed config, such as a repetition penalty, from the model's own.
     """
     base = model.causal_lm
     before = base.generation_config

@@ -13,7 +13,7 @@ from transformers import TrainingArguments
 
 from hfppo.callbacks.events import PPOCallback
 from hfppo.support.files import ignore_write_errors
-from hfppo.support.printable import visible
+from hfppo.support.printable import escape_control_characters
 
 
 class PrintCompletionsCallback(PPOCallback):
@@ -49,9 +49,11 @@ class PrintCompletionsCallback(PPOCallback):
         """Print the first rows, with markup and control characters made visible."""
         table = Table(title=title, title_justify="left", show_lines=True)
         for name in columns:
-            table.add_column(Text(visible(name)))
+            table.add_column(Text(escape_control_characters(name)))
         for row in list(zip(*columns.values(), strict=False))[: self.num_completions]:
-            table.add_row(*(Text(f"{x:.4g}" if isinstance(x, float) else visible(str(x))) for x in row))
+            table.add_row(
+                *(Text(f"{x:.4g}" if isinstance(x, float) else escape_control_characters(str(x))) for x in row)
+            )
         with tqdm.external_write_mode():  # clears the progress bar meanwhile
             rich.print(table)
 

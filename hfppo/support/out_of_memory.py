@@ -1,4 +1,4 @@
-"""Explain an allocator's error: during what memory ran out, at which peak, and which settings help."""
+"""Explain an out-of-memory error: the phase of training, the peak, and the settings that help."""
 
 import re
 import resource
@@ -45,11 +45,11 @@ class OutOfMemory(torch.OutOfMemoryError):
 
 @contextmanager
 def explain_out_of_memory(phase: str, args: Any) -> Iterator[None]:
-    """Raise `OutOfMemory` where memory runs out inside the block.
+    """Raise `OutOfMemory` if memory runs out inside the block.
 
     Args:
         phase: a key of `SETTINGS`.
-        args: the configuration, for the present values of the settings.
+        args: the configuration; the message gives its values of the settings.
     """
     try:
         yield
@@ -68,14 +68,14 @@ def explain_out_of_memory(phase: str, args: Any) -> Iterator[None]:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Return whether an allocator of this process raised the error, not a server or a function."""
+    """Return whether a memory allocator of this process raised the error."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return type(error) is RuntimeError and ALLOCATOR.match(str(error)) is not None
 
 
 def peak(args: Any) -> str:
-    """Return the most memory that tensors took on the GPU, or the process where it uses none."""
+    """Return the peak memory of tensors on the GPU as text, or of the process without a GPU."""
     if torch.cuda.is_available() and not args.use_cpu:
         total = torch.cuda.mem_get_info()[1]
         return f"{torch.cuda.max_memory_allocated() / 2**30:.2f} GiB of {total / 2**30:.2f} GiB"

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hfppo.functional import token_kl
 from hfppo.rollout import Rollout
-from hfppo.support.printable import visible
+from hfppo.support.printable import escape_control_characters
 from hfppo.token_trace.tokens import token_texts
 
 # Fields of a row by their column headings; UPDATE_COLUMNS appear only after the update.
@@ -81,7 +81,7 @@ class TokenTable:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         score = "unknown" if self.score is None else f"{self.score:g}"
-        title = Text(f"{visible(self.prompt)}   score {score}")
+        title = Text(f"{escape_control_characters(self.prompt)}   score {score}")
         table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, collapse_padding=True)
         updated = any(row.new_logprob is not None for row in self.rows)
         columns = COLUMNS | UPDATE_COLUMNS if updated else COLUMNS
@@ -94,5 +94,7 @@ class TokenTable:
             numbers = (getattr(row, name) for name in columns)
             cells = ["–" if x is None else f"{x:.4f}" for x in numbers]
             clipped = [{None: "–", True: "yes", False: "no"}[row.clipped]] if updated else []
-            table.add_row(Text(visible(row.token)), *cells, *clipped, style="" if row.counted else "dim")
+            table.add_row(
+                Text(escape_control_characters(row.token)), *cells, *clipped, style="" if row.counted else "dim"
+            )
         yield table

@@ -8,7 +8,7 @@ from functools import cache
 from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from hfppo.support.printable import visible
+from hfppo.support.printable import escape_control_characters
 
 REPLACEMENT = "\ufffd"  # the character that decoding puts in place of invalid bytes
 MARKS = {" ": "␣", "\n": "↵", "\t": "⇥"}
@@ -30,13 +30,13 @@ def token_texts(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> list[
         if raw is None:
             decoder.reset()
             spaced = f" {text}" if piece.startswith("▁") and not text.startswith(" ") else text
-            texts.append(visible(spaced, MARKS) or f"<#{token_id}>")
+            texts.append(escape_control_characters(spaced, MARKS) or f"<#{token_id}>")
         else:
             inside_character = bool(decoder.getstate()[0])
             completed = decoder.decode(raw)
             has_name = inside_character and completed.strip(REPLACEMENT)
-            name = f"→{visible(completed, MARKS)}" if has_name else ""
-            texts.append(visible(raw.decode(errors="surrogateescape"), MARKS) + name)
+            name = f"→{escape_control_characters(completed, MARKS)}" if has_name else ""
+            texts.append(escape_control_characters(raw.decode(errors="surrogateescape"), MARKS) + name)
     return texts
 
 
