@@ -1,4 +1,4 @@
-"""From what users pass to `PPOTrainer` to its checked and loaded parts; nothing is generated or written here."""
+"""Check and load the arguments of `PPOTrainer`; nothing is generated or written here."""
 
 import inspect
 import logging
@@ -35,7 +35,7 @@ from hfppo.rewards.server import RewardServer
 
 logger = logging.getLogger(__name__)
 
-END = "the end of sequence"  # as errors call it
+END = "the end of sequence"  # the name in errors
 
 
 @dataclass(frozen=True)
@@ -45,26 +45,10 @@ class DatasetPrompts:
     train: Prompts | PromptStream | None
     eval: dict[str | None, Prompts]  # by name; None: the only one
 
-    @property
-    def by_label(self) -> dict[str, Prompts | PromptStream]:
-        """All of them, by the name that errors give their dataset."""
-        training = {} if self.train is None else {"train_dataset": self.train}
-        return {**training, **{eval_name(name): some for name, some in self.eval.items()}}
-
-    @property
-    def heads(self) -> dict[str, Prompts]:
-        """The part of each that is known before the run."""
-        return {name: some.head for name, some in self.by_label.items()}
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest."""
-        return max((some.longest for some in self.by_label.values()), default=0)
-
 
 @dataclass(frozen=True)
 class Parts:
-    """What a trainer is made of."""
+    """The checked and loaded parts of a trainer."""
 
     model: ActorCritic
     tokenizer: PreTrainedTokenizerBase
@@ -72,7 +56,7 @@ class Parts:
     rewards: RewardFunctions
     peft_config: PeftConfig
     prompts: DatasetPrompts
-    sources: list[tuple[str, Any]]  # what the run is made of, and by which argument
+    sources: list[tuple[str, Any]]  # models and reward functions, each after its argument
 
 
 def assemble(
@@ -87,10 +71,10 @@ def assemble(
     critic: str | PreTrainedModel,
     reward_tokenizers: PreTrainedTokenizerBase | Sequence[PreTrainedTokenizerBase | None] | None,
 ) -> Parts:
-    """The parts of `PPOTrainer`, whose arguments these are; what is quick to check comes before what loads.
+    """Return the parts of `PPOTrainer` from its arguments; quick checks come before slow loading.
 
     Raises:
-        TypeError, ValueError: input that cannot be trained on; names it and the way out.
+        TypeError, ValueError: names the input that cannot be used, and the remedy.
     """
     init_kwargs = cast(dict[str, Any], args.model_init_kwargs or {})
     of_model = init_kwargs if isinstance(model, str) else {}
@@ -98,27 +82,31 @@ def assemble(
         check_architecture("model", model)
     tokenizer = load_tokenizer(model, **of_model) if tokenizer is None else tokenizer
     check_tokenizer(tokenizer)
-    prompts = all_prompts(train_dataset, eval_dataset, tokenizer, args)
+    prompts = prepare_datasets(train_dataset, eval_dataset, tokenizer, args)
+    datasets = {"train_dataset": prompts.train} if prompts.train is not None else {}
+    datasets |= {label_eval(name): some for name, some in prompts.eval.items()}
+    known = {name: some.head for name, some in datasets.items()}
+    longest = max((some.longest for some in datasets.values()), default=0)
     loaded = load_model(model, **of_model)
     check_model(loaded, peft_config)
-    check_lengths("the model", loaded, prompts.longest, args)
+    check_lengths("the model", loaded, longest, args)
     eos_ids = eos_token_ids(tokenizer, loaded.generation_config)
     padding = eos_ids[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    check_ids(loaded, prompts.heads, {END: eos_ids, "the padding token": [padding]})
-    warn_of_ended_prompts(prompts.heads, eos_ids)
+    check_ids(loaded, known, {END: eos_ids, "the padding token": [padding]})
+    warn_of_ended_prompts(known, eos_ids)
     reference = load_reference(ref_model, **init_kwargs)
     if reference is not None:
-        check_lengths("ref_model", reference, prompts.longest, args)
+        check_lengths("ref_model", reference, longest, args)
     base_name = loaded.config.name_or_path
     reward_kwargs = cast(dict[str, Any], args.reward_model_init_kwargs or {})
     funcs = load_reward_funcs(reward_funcs, reward_tokenizers, base_name, args.device, **reward_kwargs)
     rewards = RewardFunctions(funcs, args.reward_weights)
-    check_calls(rewards, prompts.heads)
+    check_calls(rewards, known)
     critic_source = find_critic(critic) if args.needs_critic else None
     if critic_source is not None and isinstance(critic_source.model, PreTrainedModel):
         # Checkpoints of one tokenizer pad their vocabularies to different sizes.
         check_vocabulary("critic", critic_source.model, max(tokenizer.get_vocab().values()) + 1)
-        check_lengths("the critic", critic_source.model, prompts.longest, args)
+        check_lengths("the critic", critic_source.model, longest, args)
     actor = separate_adapter(loaded, peft_config, of_model.get("revision"))
     for func in map(unwrap, rewards.funcs):
         if isinstance(func, RewardAdapter):
@@ -135,8 +123,82 @@ def assemble(
     return Parts(actor_critic, tokenizer, eos_ids, rewards, actor.peft_config, prompts, sources)
 
 
+def prepare_datasets(
+    train_dataset: Dataset | IterableDataset | None,
+    eval_dataset: Dataset | dict[str, Dataset] | None,
+    tokenizer: PreTrainedTokenizerBase,
+    args: PPOConfig,
+) -> DatasetPrompts:
+    """Return the prompts of all datasets."""
+    train: Prompts | PromptStream | None = None
+    if isinstance(train_dataset, IterableDataset):
+        train = prepare_stream(train_dataset, tokenizer, args)
+    elif train_dataset is not None:
+        train = prepare_dataset(train_dataset, "train_dataset", tokenizer, args)
+    of_eval = {
+        name: prepare_dataset(some, label_eval(name), tokenizer, args)
+        for name, some in datasets_by_name(eval_dataset).items()
+    }
+    return DatasetPrompts(train, of_eval)
+
+
+def label_eval(name: str | None) -> str:
+    """Return the name of an evaluation dataset in errors."""
+    return "eval_dataset" if name is None else f"eval_dataset[{name!r}]"
+
+
+def prepare_dataset(dataset: Dataset, name: str, tokenizer: PreTrainedTokenizerBase, args: PPOConfig) -> Prompts:
+    """Return the prompts of a dataset, which errors call `name`."""
+    return prepare_prompts(
+        dataset,
+        tokenizer,
+        args.max_prompt_length,
+        args.overlong_prompts,
+        cast(dict[str, Any] | None, args.chat_template_kwargs),
+        name,
+    )
+
+
+def prepare_later_dataset(
+    dataset: Dataset,
+    name: str,
+    model: ActorCritic,
+    rewards: RewardFunctions,
+    tokenizer: PreTrainedTokenizerBase,
+    args: PPOConfig,
+) -> Prompts:
+    """Return the checked prompts of a dataset that comes after construction; errors call it `name`.
+
+    Raises:
+        TypeError, ValueError: names the prompts or columns that do not fit.
+    """
+    prompts = prepare_dataset(dataset, name, tokenizer, args)
+    check_lengths("the model", model.causal_lm, prompts.longest, args)
+    check_ids(model.causal_lm, {name: prompts}, {})
+    check_calls(rewards, {name: prompts})
+    return prompts
+
+
+def prepare_stream(dataset: IterableDataset, tokenizer: PreTrainedTokenizerBase, args: PPOConfig) -> PromptStream:
+    """Return the prompts of a stream.
+
+    Raises:
+        ValueError: neither max_steps nor total_episodes is set, or max_prompt_length is not.
+    """
+    if args.max_steps <= 0:
+        raise ValueError("train_dataset is a stream, whose length is not known; set max_steps or total_episodes")
+    if (longest := args.max_prompt_length) is None:
+        raise ValueError("train_dataset is a stream, whose longest prompt is not known; set max_prompt_length")
+    options = cast(dict[str, Any] | None, args.chat_template_kwargs)
+
+    def prepare(rows: Dataset, name: str) -> Prompts:
+        return prepare_prompts(rows, tokenizer, longest, args.overlong_prompts, options, name, may_be_empty=True)
+
+    return PromptStream(dataset, prepare, longest)
+
+
 def check_tokenizer(tokenizer: Any) -> None:
-    """Refuse a processor or another object in its place.
+    """Refuse anything but a tokenizer, such as a processor.
 
     Raises:
         TypeError: names its type.
@@ -149,7 +211,7 @@ def check_tokenizer(tokenizer: Any) -> None:
 
 
 def check_arguments(model: Any, ref_model: Any, args: Any, callbacks: Any) -> None:
-    """Refuse arguments in the place of others, and warn of one without use.
+    """Refuse a wrong type, or the model as its own reference; warn of unused model_init_kwargs.
 
     Raises:
         TypeError, ValueError: names the argument.
@@ -170,10 +232,10 @@ def check_arguments(model: Any, ref_model: Any, args: Any, callbacks: Any) -> No
 
 
 def check_output_folder(sources: list[tuple[str, Any]], args: PPOConfig) -> None:
-    """Refuse to train into the folder that training starts from; evaluations write nothing.
+    """Refuse an output folder that holds a model or reward function of the run.
 
     Args:
-        sources: those of `Parts`; what is no folder is no matter.
+        sources: as in `Parts`; only those that name a folder are checked.
     Raises:
         ValueError: names the folder.
     """
@@ -194,18 +256,13 @@ def check_output_folder(sources: list[tuple[str, Any]], args: PPOConfig) -> None
             )
 
 
-def eval_name(name: str | None) -> str:
-    """How errors call an evaluation dataset."""
-    return "eval_dataset" if name is None else f"eval_dataset[{name!r}]"
-
-
 def check_ids(model: PreTrainedModel | PeftModel, prompts: dict[str, Prompts], special: dict[str, list[int]]) -> None:
-    """Refuse a tokenizer that is not the model's, as far as its numbers show.
+    """Refuse token ids that the model does not have: the tokenizer belongs to another model.
 
     Args:
-        special: token ids beside those of the prompts, by what they are for.
+        special: further token ids by their purpose.
     Raises:
-        ValueError: names a token id that the model does not have, and where it stands.
+        ValueError: names the token id and its place.
     """
     size = cast(Any, model.get_input_embeddings()).weight.shape[0]
     suspects = dict(special)
@@ -222,7 +279,7 @@ def check_ids(model: PreTrainedModel | PeftModel, prompts: dict[str, Prompts], s
 
 
 def warn_of_ended_prompts(prompts: dict[str, Prompts], eos_ids: list[int]) -> None:
-    """Warn of prompts that end the text before it is completed, as a tokenizer does that appends EOS."""
+    """Warn of a dataset whose prompts all end with EOS, for example from a tokenizer that appends it."""
     for name, some in prompts.items():
         if all(len(ids) > 1 and ids[-1] in eos_ids for ids in some.ids):
             logger.warning(
@@ -231,10 +288,10 @@ def warn_of_ended_prompts(prompts: dict[str, Prompts], eos_ids: list[int]) -> No
 
 
 def check_calls(rewards: RewardFunctions, prompts: dict[str, Prompts]) -> None:
-    """Refuse reward functions whose parameters do not fit what they will be called with.
+    """Refuse reward functions whose parameters do not fit the columns of a dataset.
 
     Raises:
-        TypeError, ValueError: names function, dataset, and what is given.
+        TypeError, ValueError: names the function, the dataset and the columns.
     """
     for name, func in zip(rewards.names, rewards.funcs, strict=True):
         for dataset, some in prompts.items():
@@ -254,15 +311,15 @@ def check_calls(rewards: RewardFunctions, prompts: dict[str, Prompts]) -> None:
                     f"reward function {name!r} cannot be called for {dataset}: {error}; it is given "
                     f"{', '.join(given)} by keyword: name those it needs, and take the others by **kwargs"
                 ) from error
-            except ValueError:  # of some builtins nothing is known
+            except ValueError:  # some builtins have no signature
                 continue
 
 
 def check_lengths(name: str, model: PreTrainedModel | PeftModel, longest: int, args: PPOConfig) -> None:
     """Refuse prompts and completions that together need more positions than a model has.
 
-    With LongRoPE those from before its scaling count: beyond them the whole batch is scaled another way, so that a
-    token's log-prob would depend on its neighbours.
+    With LongRoPE the positions before scaling count. Beyond them the whole batch is scaled differently, and a token's
+    log-prob would depend on the other rows.
 
     Args:
         name: of the model, for the error.
@@ -281,73 +338,3 @@ def check_lengths(name: str, model: PreTrainedModel | PeftModel, longest: int, a
             f"together than {name}'s {positions} positions{' before LongRoPE' if scaled else ''}; lower "
             "max_completion_length or max_prompt_length"
         )
-
-
-def all_prompts(
-    train_dataset: Dataset | IterableDataset | None,
-    eval_dataset: Dataset | dict[str, Dataset] | None,
-    tokenizer: PreTrainedTokenizerBase,
-    args: PPOConfig,
-) -> DatasetPrompts:
-    """The datasets' prompts as the configuration has them."""
-    train: Prompts | PromptStream | None = None
-    if isinstance(train_dataset, IterableDataset):
-        train = stream_of(train_dataset, tokenizer, args)
-    elif train_dataset is not None:
-        train = prompts_of(train_dataset, "train_dataset", tokenizer, args)
-    of_eval = {
-        name: prompts_of(some, eval_name(name), tokenizer, args)
-        for name, some in datasets_by_name(eval_dataset).items()
-    }
-    return DatasetPrompts(train, of_eval)
-
-
-def prompts_of(dataset: Dataset, name: str, tokenizer: PreTrainedTokenizerBase, args: PPOConfig) -> Prompts:
-    """A dataset's prompts as the configuration has them; `name` is how errors call it."""
-    return prepare_prompts(
-        dataset,
-        tokenizer,
-        args.max_prompt_length,
-        args.overlong_prompts,
-        cast(dict[str, Any] | None, args.chat_template_kwargs),
-        name,
-    )
-
-
-def later_prompts(
-    dataset: Dataset,
-    name: str,
-    model: ActorCritic,
-    rewards: RewardFunctions,
-    tokenizer: PreTrainedTokenizerBase,
-    args: PPOConfig,
-) -> Prompts:
-    """The prompts of a dataset that comes when the trainer is made already, checked as those before.
-
-    Raises:
-        TypeError, ValueError: prompts or columns that do not fit; names them.
-    """
-    prompts = prompts_of(dataset, name, tokenizer, args)
-    check_lengths("the model", model.causal_lm, prompts.longest, args)
-    check_ids(model.causal_lm, {name: prompts}, {})
-    check_calls(rewards, {name: prompts})
-    return prompts
-
-
-def stream_of(dataset: IterableDataset, tokenizer: PreTrainedTokenizerBase, args: PPOConfig) -> PromptStream:
-    """A stream's prompts as the configuration has them.
-
-    Raises:
-        ValueError: the length of the run, or of the longest prompt, which only the end of the stream would tell, is
-            not set.
-    """
-    if args.max_steps <= 0:
-        raise ValueError("train_dataset is a stream, whose length is not known; set max_steps or total_episodes")
-    if (longest := args.max_prompt_length) is None:
-        raise ValueError("train_dataset is a stream, whose longest prompt is not known; set max_prompt_length")
-    options = cast(dict[str, Any] | None, args.chat_template_kwargs)
-
-    def prepare(rows: Dataset, name: str) -> Prompts:
-        return prepare_prompts(rows, tokenizer, longest, args.overlong_prompts, options, name, may_be_empty=True)
-
-    return PromptStream(dataset, prepare, longest)

@@ -52,7 +52,7 @@ from hfppo.rollout import Rollout
 from hfppo.run_state import PPOState
 from hfppo.saving.crash_safe import CrashSafeTrainer
 from hfppo.seeds import SHUFFLE_STREAM
-from hfppo.setup import assemble, check_arguments, check_output_folder, later_prompts
+from hfppo.setup import assemble, check_arguments, check_output_folder, prepare_later_dataset
 from hfppo.support.out_of_memory import explain_out_of_memory
 
 
@@ -179,7 +179,7 @@ class PPOTrainer(CrashSafeTrainer):
     def _prepare_prompts(self, dataset: Dataset, name: str) -> Prompts:
         """Check and tokenize a dataset that comes after construction; errors call it `name`."""
         rewards = self.collector.rewards
-        return later_prompts(dataset, name, self.model, rewards, self.processing_class, self.args)
+        return prepare_later_dataset(dataset, name, self.model, rewards, self.processing_class, self.args)
 
     # Training: a rollout, then mini-batches of it
 

@@ -35,7 +35,7 @@ from hfppo.ppo_checkpoint import RunDescription, hash_frozen_weights, state_file
 from hfppo.rewards.functions import RewardFunctions
 from hfppo.run_state import PPOState
 from hfppo.saving.folders import list_checkpoints
-from hfppo.setup import check_lengths, prompts_of
+from hfppo.setup import check_lengths, prepare_dataset
 from hfppo.token_trace.record import Trace
 from hfppo.token_trace.table import TokenTable
 
@@ -105,7 +105,7 @@ def trace_prompt(checkpoint: str | Path, question: Question) -> tuple[Trace, PPO
     rewards = RewardFunctions(lambda completions, **_: [question.score] * len(completions))
     collector = Collector(model, sampler, rewards, tokenizer, accelerator, args)
     prompt = [{"role": "user", "content": question.prompt}] if question.chat else question.prompt
-    prompts = prompts_of(Dataset.from_dict({"prompt": [prompt]}), "prompt", tokenizer, args)
+    prompts = prepare_dataset(Dataset.from_dict({"prompt": [prompt]}), "prompt", tokenizer, args)
     check_room(model, prompts.longest, args)
     rollout, _ = collector.collect(collector.eval_rows(prompts), state, TrainerState(), Meter(), training=False)
     table = TokenTable.from_rollout(rollout, 0, tokenizer, args.kl_estimator)
