@@ -1,4 +1,4 @@
-"""What the engines that Trainer knows cannot do: nn.DataParallel, FSDP2, DeepSpeed's ZeRO; and how processes end."""
+"""Refuse settings that nn.DataParallel, FSDP2 or DeepSpeed cannot train with; let processes end without an abort."""
 
 import atexit
 import functools
@@ -18,14 +18,14 @@ from hfppo.rewards.model import RewardAdapter
 
 
 def check_engine(accelerator: Accelerator, model: ActorCritic, reward_funcs: list[Any], args: PPOConfig) -> None:
-    """Refuse what an engine cannot do, before anything is computed.
+    """Refuse settings that the engine cannot train with, before anything is computed.
 
-    FSDP2 and ZeRO-3 replace a module's tensors by shards, one owner each: a second module tree over the same tensors
-    does not survive that. DeepSpeed counts backward passes itself, so that a micro-batch cannot be cut further.
-    Trainer splits batches among the GPUs of a single process, where nothing but tensors comes back.
+    FSDP2 and ZeRO-3 replace a module's tensors by shards with one owner each, so a second module tree cannot use the
+    same tensors. DeepSpeed counts backward passes itself, so a micro-batch cannot be cut further. With several GPUs in
+    one process Trainer uses nn.DataParallel, which returns tensors only.
 
     Raises:
-        ValueError: names what does not go together and what does.
+        ValueError: names the settings, and a supported combination.
     """
     if args.n_gpu > 1:
         raise ValueError(
@@ -50,7 +50,7 @@ def check_engine(accelerator: Accelerator, model: ActorCritic, reward_funcs: lis
             )
         if args.use_vllm:
             raise ValueError(
-                f"use_vllm sends the adapter whole, and {engine} keeps shards of it; set use_vllm=False, or take DDP "
+                f"use_vllm sends the adapter whole, and {engine} keeps shards of it; set use_vllm=False, or use DDP "
                 "or ZeRO-2, which do not shard weights"
             )
     if deepspeed is not None:
@@ -58,9 +58,9 @@ def check_engine(accelerator: Accelerator, model: ActorCritic, reward_funcs: lis
 
 
 def check_fsdp(accelerator: Accelerator, model: ActorCritic, args: PPOConfig) -> None:
-    """Refuse version 1, and what could not be saved or gone on with; have it keep log-probs and values in float32.
+    """Refuse version 1 and settings that break saving or resuming; keep log-probs and values in float32.
 
-    Version 2 loads no optimiser that lacks the state of some weights, as of those that had no gradient.
+    FSDP2 loads no optimizer that lacks the state of some weights, and weights without gradients have none.
 
     Raises:
         ValueError: names the field, and what to do instead.
@@ -80,24 +80,24 @@ def check_fsdp(accelerator: Accelerator, model: ActorCritic, args: PPOConfig) ->
         )
     if getattr(model.peft_config["default"], "trainable_token_indices", None):
         raise ValueError(
-            "FSDP2 cannot shard trainable_token_indices; leave it out of peft_config, or take DDP or ZeRO-2"
+            "FSDP2 cannot shard trainable_token_indices; leave it out of peft_config, or use DDP or ZeRO-2"
         )
     critic = model.critic
     if args.critic_warmup > 0:
         raise ValueError(
             f"critic_warmup={args.critic_warmup} holds the actor still, and FSDP2 could load no checkpoint from that "
-            "time, whose optimiser has no state for it; set critic_warmup=0, or take DDP"
+            "time, since the optimizer has no state for the actor; set critic_warmup=0, or use DDP"
         )
     if critic is not None and args.vf_coef == 0:
         raise ValueError(
-            "vf_coef=0 holds the critic still, and FSDP2 could load no checkpoint, whose optimiser has no state for "
-            "it; take an advantage_estimator without a critic, or DDP"
+            "vf_coef=0 holds the critic still, and FSDP2 could load no checkpoint, since the optimizer has no "
+            "state for it; take an advantage_estimator without a critic, or DDP"
         )
     keep_float32(plugin)
 
 
 def keep_float32(plugin: FullyShardedDataParallelPlugin) -> None:
-    """Leave what the model gives, and sums of gradients, in float32: accelerate's policy would round them as well."""
+    """Keep the model's outputs and the sums of gradients in float32; accelerate's policy would round them."""
     if plugin.mixed_precision_policy is not None:
         plugin.mixed_precision_policy = replace(
             plugin.mixed_precision_policy, output_dtype=None, reduce_dtype=torch.float32
@@ -105,10 +105,10 @@ def keep_float32(plugin: FullyShardedDataParallelPlugin) -> None:
 
 
 def check_deepspeed(config: dict[str, Any], args: PPOConfig) -> None:
-    """Refuse what needs a hand on gradients and steps, which DeepSpeed keeps to itself; have it clip.
+    """Refuse settings that need control of gradients and steps, which DeepSpeed keeps; set its clipping.
 
     Args:
-        config: DeepSpeed's, whose gradient_clipping is set.
+        config: DeepSpeed's; gradient_clipping is written into it.
     Raises:
         ValueError: names the field, and what to do instead.
     """
@@ -119,13 +119,13 @@ def check_deepspeed(config: dict[str, Any], args: PPOConfig) -> None:
         )
     if args.critic_warmup > 0:
         raise ValueError(
-            f"critic_warmup={args.critic_warmup} holds the actor still, which DeepSpeed's optimiser would move by "
-            "weight decay and momentum; set critic_warmup=0, or take DDP"
+            f"critic_warmup={args.critic_warmup} holds the actor still, which DeepSpeed's optimizer would move by "
+            "weight decay and momentum; set critic_warmup=0, or use DDP"
         )
     if args.on_nonfinite == "skip":
         raise ValueError(
-            "on_nonfinite='skip' leaves steps out, and DeepSpeed decides on them before they can be looked at; set "
-            "on_nonfinite='raise', or take DDP or FSDP2"
+            "on_nonfinite='skip' leaves steps out, and DeepSpeed makes them before they can be checked; set "
+            "on_nonfinite='raise', or use DDP or FSDP2"
         )
     if "optimizer" in config:
         raise ValueError(

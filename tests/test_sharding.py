@@ -221,7 +221,7 @@ WITH_OPTIMIZER.state.deepspeed_plugin.deepspeed_config["optimizer"] = {"type": "
             "shared",
             [],
             {"critic_warmup": 1},
-            "critic_warmup=1 .*no checkpoint.*take DDP",
+            "critic_warmup=1 .*no checkpoint.*use DDP",
         ),
         (
             engine(DistributedType.FSDP, state_dict_type=StateDictType.SHARDED_STATE_DICT),
