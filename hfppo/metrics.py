@@ -99,7 +99,7 @@ class Sums:
         self.largest = other.largest if math.isnan(other.largest) else max(self.largest, other.largest)
 
     def value(self) -> float:
-        """The metric, by its reduction; NaN without any part."""
+        """Return the metric by its reduction; NaN without any part."""
         if not self.count:
             return math.nan
         mean = self.total / self.count
@@ -148,7 +148,7 @@ class Meter:
         self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
 
     def seconds(self, name: str) -> float:
-        """What `timed` has added to a metric since the last read."""
+        """Return the seconds that `timed` has added to a metric since the last read."""
         return self._seconds[name]
 
     def read(self) -> dict[str, float]:
@@ -167,7 +167,7 @@ class Meter:
             merge(self._sums, name, Sums(**parts))
 
     def state_dict(self) -> dict[str, dict]:
-        """What is not yet read, as plain numbers."""
+        """Return the metrics that are not read yet, as plain numbers."""
         self._flush()
         return {name: asdict(sums) for name, sums in self._sums.items()}
 

@@ -84,9 +84,9 @@ def token_rewards(scores: Tensor, kl: Tensor, mask: Tensor, kl_coef: float) -> T
     require_same_shape(kl=kl, mask=mask)
     if scores.dim() == 1:
         require_rows(kl, scores=scores)
-        homeless = scores.ne(0) & ~mask.any(dim=1)
-        if homeless.any():
-            raise ValueError(f"rows {homeless.nonzero().flatten().tolist()} have a score but no real token")
+        unplaced = scores.ne(0) & ~mask.any(dim=1)
+        if unplaced.any():
+            raise ValueError(f"rows {unplaced.nonzero().flatten().tolist()} have a score but no real token")
         last = last_real_index(mask)
         scores = torch.zeros_like(kl).scatter(1, last[:, None], scores[:, None].to(kl.dtype))
     else:

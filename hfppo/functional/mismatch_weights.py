@@ -1,4 +1,4 @@
-"""What corrects for tokens that another engine sampled with slightly other numerics than the training model has."""
+"""Importance weights that correct for the other numerics of the engine that sampled the tokens."""
 
 import torch
 from torch import Tensor

@@ -59,7 +59,7 @@ def hub_options(init_kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def base_revision(adapter: str, config: PeftConfig, init_kwargs: dict[str, Any]) -> str | None:
-    """The revision of an adapter's base: the one that the adapter names, else, of a local adapter, the one asked for.
+    """Return the revision of an adapter's base: the adapter's entry, or the requested one for a local adapter.
 
     Of an adapter on the Hub `revision` is the adapter's own, as in PEFT's AutoPeftModel. A base in a folder has none.
     """

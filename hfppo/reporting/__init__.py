@@ -1,1 +1,1 @@
-"""What a run reports: log file, curves, progress, completions, health warnings and model card."""
+"""Reports of a run: log file, curves, progress, completions, health warnings and model card."""

@@ -1,1 +1,1 @@
-"""What a run leaves on disk and on the Hub: checkpoints that are whole or not there, and how it goes on from them."""
+"""Crash-safe checkpoints on disk and on the Hub, without a word of PPO."""
