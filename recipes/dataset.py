@@ -37,3 +37,9 @@ def load(args: DataArguments) -> tuple[Dataset, Dataset | None]:
             f"train_split={args.train_split!r} is not in {args.dataset_name}, which has {', '.join(splits)}"
         )
     return splits[args.train_split], splits.get(args.test_split)
+
+
+def conversation(question: str, instruction: str, system_prompt: str | None) -> list[dict[str, str]]:
+    """Return a prompt as messages: the question, a blank line, the instruction; after a system message, if any."""
+    system = [{"role": "system", "content": system_prompt}] if system_prompt else []
+    return [*system, {"role": "user", "content": f"{question}\n\n{instruction}".strip()}]

@@ -29,7 +29,7 @@ try:
 except ImportError as error:
     raise ImportError("recipes/gsm8k.py compares answers with Math-Verify: pip install math-verify") from error
 
-from dataset import DataArguments, load
+from dataset import DataArguments, conversation, load
 from run import ActorArguments, actor_config, evaluate, init_kwargs, run
 
 MARK, BOX = "####", "\\boxed{"
@@ -124,12 +124,7 @@ def make_conversations(dataset: Dataset, split: str, args: GSM8KArguments) -> Da
                 f"{split} row {row}: answer={answer!r} has no {MARK} before its final number; write it as "
                 f"'reasoning {MARK} 72', or remove the row"
             )
-    system = [{"role": "system", "content": args.system_prompt}] if args.system_prompt else []
-
-    def with_prompt(row: dict[str, str]) -> dict[str, Any]:
-        return {"prompt": [*system, {"role": "user", "content": f"{row['question']}\n\n{args.instruction}"}]}
-
-    return dataset.map(with_prompt)
+    return dataset.map(lambda row: {"prompt": conversation(row["question"], args.instruction, args.system_prompt)})
 
 
 def main(script_args: GSM8KArguments, args: PPOConfig, model_args: GSM8KActor) -> None:
