@@ -24,7 +24,10 @@ from hfppo import PPOConfig, PPOTrainer
 
 RECIPES = Path(arithmetic.__file__).parent
 YAML = str(RECIPES / "arithmetic.yaml")
-SEEDED = ["arithmetic", "gsm8k", "ppo", "sentiment", "sft", "reward_model", "build_arithmetic_base", "build_sentiment"]
+SEEDED = [
+    *("arithmetic", "gsm8k", "ppo", "sentiment", "sft", "reward_model"),
+    *("build_arithmetic_base", "build_sentiment", "build_smollm2"),
+]
 SHORT = [
     *("--max_steps", "2", "--per_device_train_batch_size", "4", "--save_steps", "1", "--logging_steps", "1"),
     *("--use_cpu", "true", "--disable_tqdm", "true"),
