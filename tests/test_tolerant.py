@@ -364,14 +364,13 @@ def test_a_failing_function_does_not_wait_for_those_in_the_background():
 def test_where_no_event_loop_can_be_made_its_own_error_comes_through(monkeypatch):
     """As when there are no file descriptors left."""
 
-    def refuse(coroutine):
-        coroutine.close()
+    def refuse():
         raise OSError("Too many open files")
 
     async def at_once():
         return 1
 
-    monkeypatch.setattr("hfppo.support.concurrency.asyncio.run", refuse)
+    monkeypatch.setattr(asyncio.events, "new_event_loop", refuse)
     with pytest.raises(OSError, match="Too many open files"):
         wait_for(at_once)
 

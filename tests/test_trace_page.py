@@ -52,7 +52,7 @@ def test_texts_are_data_and_never_markup(traces):
     made = render_page(traces)
     assert made.count("</script>") == 2  # the data's and the program's
     assert "<img" not in made
-    data = re.search(r'<script id="traces" type="application/json">(.*?)</script>', made, re.DOTALL)[1]
+    data = re.search(r'<script id="traces">const traces = (.*?);</script>', made, re.DOTALL)[1]
     assert json.loads(data)[0]["prompt"] == f"{EVIL} 1+1\n="
     assert json.loads(data)[0]["columns"]["token"] == TOKENS
 
@@ -185,6 +185,6 @@ def test_page_of_one_trace_without_reward_has_no_slider_and_no_empty_columns(ope
     view = open_page(tmp_path / "one.html")
     assert not view.locator("#rollout").is_visible()
     assert list(detail(view)) == ["log π_old", "log π_ref", "KL", "value"]
-    assert detail(view)["value"] == "nan"
+    assert detail(view)["value"] == "NaN"
     assert "score unknown" in view.locator(".facts").text_content()
     assert view.locator("#where").text_content() == "Rollout 1 · step 4 · β 0.1"

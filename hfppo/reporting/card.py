@@ -6,14 +6,13 @@ such as a license or a tag that was added by hand. PEFT adds what it knows: libr
 
 import html
 import json
-import math
 import re
 from dataclasses import dataclass, fields, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import EvalResult, ModelCard, ModelCardData, get_token
+from huggingface_hub import ModelCard, ModelCardData, get_token
 from huggingface_hub.utils import yaml_dump
 from peft import PeftModel
 from transformers import TrainerState
@@ -68,7 +67,7 @@ def write_card(
     folder = Path(folder)
     name = given.pop("model_name", None) or Path(args.output_dir).absolute().name
     evaluations = last_evaluations(state, args)
-    data = build_metadata(read_card(folder), name, given, evaluations, model.config.name_or_path)
+    data = build_metadata(read_card(folder), name, given, model.config.name_or_path)
     base = data.get("base_model")
     settings = json.loads(json.dumps(args.to_dict(), default=str))  # without secrets
     chat_options = {option: repr(value) for option, value in (settings["chat_template_kwargs"] or {}).items()}
@@ -113,13 +112,10 @@ def changed_settings(args: PPOConfig, settings: dict[str, Any]) -> dict[str, Any
     return {field.name: settings[field.name] for field in changed if not field.name.startswith(NOT_SHOWN)}
 
 
-def build_metadata(
-    before: Any, name: str, given: dict[str, Any], evaluations: list[Evaluation], base: str | None
-) -> ModelCardData:
+def build_metadata(before: Any, name: str, given: dict[str, Any], base: str | None) -> ModelCardData:
     """Return the metadata of the card, except for PEFT's."""
     kept = {} if before is None else before.data.to_dict()
-    for renewed in ("model-index", "model_name"):
-        kept.pop(renewed, None)
+    kept.pop("model-index", None)
     summary = TrainingSummary(  # asks the Hub for the license of the base
         name,
         **{
@@ -131,26 +127,7 @@ def build_metadata(
     )
     data = {**kept, **summary.create_metadata(), "library_name": "peft"}
     del data["model-index"]  # made for metrics of classification
-    results = eval_results(as_list(summary.dataset), as_list(data.get("datasets")), evaluations)
-    return ModelCardData(**data, model_name=name, eval_results=results, ignore_metadata_errors=True)
-
-
-def eval_results(names: list[str], ids: list[str], evaluations: list[Evaluation]) -> list[EvalResult] | None:
-    """Return the metrics of the evaluation named "eval" for the Hub's index; None without a dataset's id."""
-    return [
-        EvalResult(
-            task_type="text-generation",
-            dataset_type=ids[0],
-            dataset_name=[*names, *ids][0],
-            metric_type=metric,
-            metric_name=metric,
-            metric_value=value,
-        )
-        for evaluation in evaluations
-        if evaluation.name == "eval" and ids
-        for metric, value in evaluation.metrics.items()
-        if math.isfinite(value) and "/" not in metric
-    ] or None
+    return ModelCardData(**data, ignore_metadata_errors=True)
 
 
 def last_evaluations(state: TrainerState, args: PPOConfig) -> list[Evaluation]:

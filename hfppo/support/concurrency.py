@@ -2,9 +2,10 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
+
+from anyio.from_thread import start_blocking_portal
 
 
 @contextmanager
@@ -16,28 +17,13 @@ def in_background(calls: list[Callable[[], Awaitable[Any]]]) -> Iterator[Callabl
     if not calls:
         yield list
         return
-    started: Future[Callable[[], Any]] = Future()
 
     async def together() -> list[Any]:
-        loop, task = asyncio.get_running_loop(), asyncio.current_task()
-        started.set_result(lambda: loop.call_soon_threadsafe(task.cancel))
         return await asyncio.gather(*(call() for call in calls))
 
-    def run() -> list[Any]:
-        try:
-            return asyncio.run(together())
-        finally:
-            started.cancel()  # where no loop could be made, nothing ever starts
-
-    # A thread of its own, because a notebook already runs an event loop in this one.
-    with ThreadPoolExecutor(max_workers=1) as pool:
-        running = pool.submit(run)
-        try:
-            yield running.result
-        except BaseException:
-            with suppress(RuntimeError, CancelledError):  # the loop is closed already, or never was
-                started.result()()
-            raise
+    # The event loop has a thread of its own, because a notebook already runs one in this thread.
+    with start_blocking_portal() as portal:
+        yield portal.start_task_soon(together).result
 
 
 def wait_for(call: Callable[[], Awaitable[Any]]) -> Any:

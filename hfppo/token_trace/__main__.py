@@ -1,4 +1,11 @@
-"""python -m hfppo.token_trace: the token table of a checkpoint for a prompt, or the page of a run's traces."""
+"""Show the numbers of actor, reference, reward and critic for each token of a completion.
+
+    python -m hfppo.token_trace out/checkpoint-120 "请问1+1=2？" --score 1
+    python -m hfppo.token_trace out/checkpoint-120 "请问1+1=2？" --completion "不对，等于3！" --score 0
+    python -m hfppo.token_trace out --html traces.html          the page of what TokenTraceCallback recorded
+
+docs/traces.md explains the columns.
+"""
 
 import argparse
 import logging
@@ -14,28 +21,10 @@ from hfppo.token_trace.from_checkpoint import Question, trace_prompt
 from hfppo.token_trace.page import render_page, write_page
 from hfppo.token_trace.record import Trace
 
-DESCRIPTION = """\
-Show the numbers of actor, reference, reward and critic for each token of a completion.
-
-  python -m hfppo.token_trace out/checkpoint-120 "请问1+1=2？" --score 1
-  python -m hfppo.token_trace out/checkpoint-120 "请问1+1=2？" --completion "不对，等于3！" --score 0
-  python -m hfppo.token_trace out --html traces.html          the page of what TokenTraceCallback recorded
-"""
-COLUMNS = """\
-columns:
-  log π_old   log-probability of the token under the checkpoint's actor, in nats; 0 is certain, -2.3 is one in ten
-  log π_ref   the same under the reference, the base without the adapter
-  KL          log π_old - log π_ref, by the run's kl_estimator
-  reward      -β·KL, plus the score on the last token
-  value       the sum of rewards that the critic expects from this token on, before it sees the token
-  return      the target that the value would be fitted to
-  advantage   above 0 an update would make the token likelier; not whitened here
-"""
-
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        "python -m hfppo.token_trace", None, DESCRIPTION, COLUMNS, formatter_class=argparse.RawDescriptionHelpFormatter
+        "python -m hfppo.token_trace", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
     add("folder", help="a checkpoint of PPOTrainer; without a prompt, the output folder of a run")

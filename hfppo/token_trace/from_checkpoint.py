@@ -4,38 +4,37 @@ A checkpoint may come from anyone. Only JSON and safetensors are read from it, s
 the run's arguments for loading the base only the dtype is used, and the revision that the adapter names.
 """
 
-import copy
 import json
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
 from datasets import Dataset
-from peft import PeftConfig, PeftModel
-from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME, set_peft_model_state_dict
-from safetensors import SafetensorError, safe_open
+from peft import PeftConfig
+from peft.utils import SAFETENSORS_WEIGHTS_NAME, set_peft_model_state_dict
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, TrainerState, TrainingArguments
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    TrainerState,
+    TrainingArguments,
+)
 from transformers.trainer import TRAINER_STATE_NAME
 
 from hfppo.collect.collector import Collector
 from hfppo.config import PPOConfig
 from hfppo.generation import Completions, Sampler, eos_token_ids, make_sampler
 from hfppo.metrics import Meter
-from hfppo.models.actor_critic import ActorCritic
-from hfppo.models.critic import CRITIC_CONFIG, CRITIC_FOLDER, CRITIC_WEIGHTS, find_critic
-from hfppo.models.loading import load_reference
 from hfppo.ppo_checkpoint import RunDescription, hash_frozen_weights, state_file
-from hfppo.rewards.functions import RewardFunctions
 from hfppo.run_state import PPOState
 from hfppo.saving.folders import list_checkpoints
-from hfppo.setup import check_lengths, prepare_dataset
+from hfppo.saving.manifest import find_damage
+from hfppo.setup import assemble
 from hfppo.token_trace.record import Trace
 from hfppo.token_trace.table import TokenTable
 
@@ -73,82 +72,93 @@ def trace_prompt(checkpoint: str | Path, question: Question) -> tuple[Trace, PPO
     """Return the trace of a prompt by the models of a checkpoint, and the settings of its run.
 
     Raises:
-        ValueError: the folder is not a checkpoint of PPOTrainer, a part of it cannot be loaded, or prompt and
-            completion are too long for its models.
+        ValueError: the folder is not a whole checkpoint of PPOTrainer, the base cannot be loaded, or prompt and
+            completion are too long for a model.
     """
     folder = Path(checkpoint)
-    if not folder.is_dir():
-        raise ValueError(f"{folder} is no folder; give a checkpoint such as out/checkpoint-120")
-    check_files(folder, state_file(folder, 0).name, CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME, TRAINER_STATE_NAME)
-    with blame_file(state_file(folder, 0)) as path:
-        saved = json.loads(path.read_text())
-        state, run = PPOState.from_state_dict(saved["state"]), RunDescription(**saved["run"])
-    # TrainerState would refuse fields of another version of transformers.
-    with blame_file(folder / TRAINER_STATE_NAME) as path:
-        step = json.loads(path.read_text())["global_step"]
-    args = rebuild_settings(run, question)
+    check_folder(folder)
+    saved = json.loads(state_file(folder, 0).read_text())
+    state, run = PPOState.from_state_dict(saved["state"]), RunDescription(**saved["run"])
+    step = json.loads((folder / TRAINER_STATE_NAME).read_text())["global_step"]
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left", trust_remote_code=False)
-    model = load_actor_critic(folder, args, question)
-    for part, found in hash_frozen_weights(model).items():
+    peft_config = PeftConfig.from_pretrained(str(folder))
+    peft_config.inference_mode = False
+    base = load_base(folder, peft_config, run, question)
+    eos_ids = eos_token_ids(tokenizer, base.generation_config)
+    written = None if question.completion is None else completion_ids(question.completion, tokenizer, eos_ids)
+    args = rebuild_settings(run, question, written)
+    prompt = [{"role": "user", "content": question.prompt}] if question.chat else question.prompt
+    parts = assemble(
+        model=base,
+        reward_funcs=lambda completions, **_: [question.score] * len(completions),
+        args=args,
+        train_dataset=None,
+        eval_dataset=Dataset.from_dict({"prompt": [prompt]}),
+        tokenizer=tokenizer,
+        peft_config=peft_config,
+        ref_model=question.ref_model,
+        critic=str(folder),
+        reward_tokenizers=None,
+    )
+    set_peft_model_state_dict(parts.model, load_file(folder / SAFETENSORS_WEIGHTS_NAME))
+    for part, found in hash_frozen_weights(parts.model).items():
         if run.structure.get(part, found) != found:  # earlier versions wrote fewer
             logger.warning("%s is not the run's, unless that was quantised; give --base or --ref_model", part)
-    eos_ids = eos_token_ids(tokenizer, model.causal_lm.generation_config)
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token_id = eos_ids[0]
-    accelerator = Accelerator()
-    if question.completion is None:
-        sampler = make_sampler(model, eos_ids, tokenizer.pad_token_id, args, accelerator)
-    else:
-        sampler = FixedCompletion(completion_ids(question.completion, tokenizer, eos_ids), eos_ids)
-        args = copy.copy(args)  # `dataclasses.replace` would set up the device again
-        args.max_completion_length = len(sampler.ids)
-    rewards = RewardFunctions(lambda completions, **_: [question.score] * len(completions))
-    collector = Collector(model, sampler, rewards, tokenizer, accelerator, args)
-    prompt = [{"role": "user", "content": question.prompt}] if question.chat else question.prompt
-    prompts = prepare_dataset(Dataset.from_dict({"prompt": [prompt]}), "prompt", tokenizer, args)
-    check_room(model, prompts.longest, args)
-    rollout, _ = collector.collect(collector.eval_rows(prompts), state, TrainerState(), Meter(), training=False)
+    model, accelerator = parts.model.to(args.device), Accelerator()
+    sampler: Sampler = make_sampler(model, eos_ids, tokenizer.pad_token_id, args, accelerator)
+    if written is not None:
+        sampler = FixedCompletion(written, eos_ids)
+    collector = Collector(model, sampler, parts.rewards, tokenizer, accelerator, args)
+    rows = collector.eval_rows(parts.prompts.eval[None])
+    rollout, _ = collector.collect(rows, state, TrainerState(), Meter(), training=False)
     table = TokenTable.from_rollout(rollout, 0, tokenizer, args.kl_estimator)
     table = table if question.score is not None else remove_score(table)
     return Trace.from_rollout(rollout, 0, table, state.rollouts, step, state.kl_coef), args
 
 
-def check_files(folder: Path, *names: str) -> None:
-    """Refuse a folder that lacks one of the files, or whose weights were cut short.
+def check_folder(folder: Path) -> None:
+    """Refuse a folder that is not a checkpoint of PPOTrainer, or whose files were changed since.
 
     Raises:
-        ValueError: names the files.
+        ValueError: says what is wrong, and which checkpoint to take.
     """
-    if missing := [name for name in names if not (folder / name).is_file()]:
+    damage = find_damage(folder)
+    if damage is None and not state_file(folder, 0).is_file():
+        damage = f"has no {state_file(folder, 0).name}"
+    if damage is not None:
         found = list_checkpoints(folder)
-        way_out = f"its last one is {found[-1]}" if found else "copy the whole checkpoint, or take another one"
-        raise ValueError(f"{folder} is not a checkpoint of PPOTrainer: it has no {', '.join(missing)}; {way_out}")
-    for name in names:
-        if name.endswith(".safetensors"):
-            with blame_file(folder / name) as path, safe_open(path, "pt"):  # compares the header with the file's size
-                pass
+        remedy = f"its last one is {found[-1]}" if found else "give a whole one, such as out/checkpoint-120"
+        raise ValueError(f"{folder} is no whole checkpoint of PPOTrainer: it {damage}; {remedy}")
 
 
-@contextmanager
-def blame_file(path: Path) -> Iterator[Path]:
-    """Name the file in errors that reading it raises.
+def load_base(folder: Path, config: PeftConfig, run: RunDescription, question: Question) -> PreTrainedModel:
+    """Load the base of a checkpoint, in the dtype that the run asked for.
 
     Raises:
-        ValueError: the content is not as PPOTrainer writes it.
+        ValueError: it cannot be loaded.
     """
+    name = question.base or config.base_model_name_or_path
+    revision = None if question.base else config.revision
+    dtype = (run.settings["model_init_kwargs"] or {}).get("dtype", "auto")
     try:
-        yield path
-    except (KeyError, TypeError, ValueError, SafetensorError) as error:
-        raise ValueError(f"{path} is not as PPOTrainer writes it ({error!r}); take another checkpoint") from error
+        return AutoModelForCausalLM.from_pretrained(name, revision=revision, dtype=dtype, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"the base {name!r} of {folder} cannot be loaded; start where that path leads to it, or give --base "
+            f"({error})"
+        ) from error
 
 
-def rebuild_settings(run: RunDescription, question: Question) -> PPOConfig:
-    """Return those settings of a checkpoint's run that a rollout of one prompt depends on."""
+def rebuild_settings(run: RunDescription, question: Question, written: list[int] | None) -> PPOConfig:
+    """Return those settings of a checkpoint's run that a rollout of one prompt depends on.
+
+    Args:
+        written: token ids of a given completion.
+    """
     known = {f.name for f in fields(PPOConfig)} - {f.name for f in fields(TrainingArguments)} | {"seed"}
     values = {name: value for name, value in {**run.settings, **run.structure}.items() if name in known}
-    init_kwargs = values.get("model_init_kwargs") or {}
     values |= {
-        "model_init_kwargs": {"dtype": init_kwargs["dtype"]} if "dtype" in init_kwargs else None,
+        "model_init_kwargs": None,
         "policy_mode": "decoupled",  # log π_old is this model's, whatever sampled in the run
         "use_vllm": False,
         "reward_weights": None,  # the given score is the only reward
@@ -157,51 +167,11 @@ def rebuild_settings(run: RunDescription, question: Question) -> PPOConfig:
         "output_dir": ".",
         "report_to": "none",
     }
-    return PPOConfig(**values if question.seed is None else {**values, "seed": question.seed})
-
-
-def load_actor_critic(folder: Path, args: PPOConfig, question: Question) -> ActorCritic:
-    """Load actor, reference and critic of a checkpoint onto the device.
-
-    Raises:
-        ValueError: the critic is missing, or the base cannot be loaded.
-    """
-    if args.needs_critic:
-        check_files(folder, f"{CRITIC_FOLDER}/{CRITIC_CONFIG}", f"{CRITIC_FOLDER}/{CRITIC_WEIGHTS}")
-    peft_config = PeftConfig.from_pretrained(str(folder))
-    peft_config.inference_mode = False
-    name = question.base or peft_config.base_model_name_or_path
-    init_kwargs = cast(dict[str, Any], args.model_init_kwargs or {})
-    try:
-        revision = None if question.base else peft_config.revision
-        base = AutoModelForCausalLM.from_pretrained(name, revision=revision, trust_remote_code=False, **init_kwargs)
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"the base {name!r} of {folder} cannot be loaded; start where that path leads to it, or give --base "
-            f"({error})"
-        ) from error
-    critic = find_critic(str(folder)) if args.needs_critic else None
-    model = ActorCritic(base, peft_config, critic, load_reference(question.ref_model))
-    set_peft_model_state_dict(model, load_file(folder / SAFETENSORS_WEIGHTS_NAME))
-    return model.to(args.device)
-
-
-def check_room(model: ActorCritic, prompt_length: int, args: PPOConfig) -> None:
-    """Refuse a prompt and a completion that are longer than a model of the checkpoint allows.
-
-    Raises:
-        ValueError: names the lengths and the model.
-    """
-    trunk = None if model.critic is None else cast(PeftModel | None, model.critic.trunk)
-    try:
-        for name, part in (("the base", model.causal_lm), ("ref_model", model.ref_model), ("the critic", trunk)):
-            if part is not None:
-                check_lengths(name, part, prompt_length, args)
-    except ValueError as error:
-        raise ValueError(
-            f"a prompt of {prompt_length} tokens and a completion of up to {args.max_completion_length} are too "
-            f"long; shorten the prompt or --completion ({error})"
-        ) from error
+    if question.seed is not None:
+        values["seed"] = question.seed
+    if written is not None:
+        values["max_completion_length"] = len(written)
+    return PPOConfig(**values)
 
 
 def completion_ids(text: str, tokenizer: PreTrainedTokenizerBase, eos_ids: list[int]) -> list[int]:

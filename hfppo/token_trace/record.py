@@ -1,7 +1,6 @@
 """Traces on disk: one file per rollout, with one JSON line per completion."""
 
 import json
-import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -58,20 +57,18 @@ class Trace:
         return [{**shared, **asdict(row)} for row in self.table.rows]
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain values, the table by columns; numbers that are not finite become text, since JSON has none."""
+        """Return plain values, the table by columns."""
         plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "table"}
-        columns = {f.name: [finite_or_text(getattr(row, f.name)) for row in self.table.rows] for f in fields(TokenRow)}
-        return {**plain, "prompt": self.table.prompt, "score": finite_or_text(self.table.score), "columns": columns}
+        columns = {f.name: [getattr(row, f.name) for row in self.table.rows] for f in fields(TokenRow)}
+        return {**plain, "prompt": self.table.prompt, "score": self.table.score, "columns": columns}
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> "Trace":
-        """Return the trace that `to_json` was called on."""
-        plain = {f.name: content[f.name] for f in fields(cls) if f.name != "table"}
-        rows = [
-            TokenRow(token, *map(parse_number, numbers))
-            for token, *numbers in zip(*(content["columns"][f.name] for f in fields(TokenRow)), strict=True)
-        ]
-        return cls(**plain, table=TokenTable(content["prompt"], parse_number(content["score"]), rows))
+        """Return the trace that `to_json` was called on; columns that it lacks get their defaults."""
+        prompt, score, columns = (content.pop(name) for name in ("prompt", "score", "columns"))
+        tokens = zip(*columns.values(), strict=True)
+        rows = [TokenRow(**dict(zip(columns, cells, strict=True))) for cells in tokens]
+        return cls(**content, table=TokenTable(prompt, score, rows))
 
 
 @torch.no_grad()
@@ -110,14 +107,6 @@ def pad_right(rows: list[list[Any]]) -> tuple[Tensor, Tensor]:
     """Return the rows padded with 0 to (B, T), and a (B, T) bool mask that is True on real entries."""
     padded = pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
     return padded, torch.arange(padded.shape[1]) < torch.tensor([len(row) for row in rows])[:, None]
-
-
-def finite_or_text(x: Any) -> Any:
-    return str(x) if isinstance(x, float) and not math.isfinite(x) else x
-
-
-def parse_number(x: Any) -> Any:
-    return float(x) if isinstance(x, str) else x
 
 
 def trace_file(output_dir: str | Path, rollout: int, kind: str = "rollout") -> Path:

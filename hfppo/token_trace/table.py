@@ -13,7 +13,7 @@ from hfppo.rollout import Rollout
 from hfppo.support.printable import escape_control_characters
 from hfppo.token_trace.tokens import token_texts
 
-# Fields of a row by their column headings; UPDATE_COLUMNS appear only after the update.
+# Fields of a row by their column headings, in the order of the columns.
 COLUMNS = {
     "logprob": "log π_old",
     "ref_logprob": "log π_ref",
@@ -22,8 +22,10 @@ COLUMNS = {
     "value": "value",
     "return_": "return",
     "advantage": "advantage",
+    "new_logprob": "log π_new",
+    "ratio": "ratio",
+    "clipped": "clipped",
 }
-UPDATE_COLUMNS = {"new_logprob": "log π_new", "ratio": "ratio"}
 
 
 @dataclass(frozen=True)
@@ -31,13 +33,13 @@ class TokenRow:
     """One completion token. Log-probs and KL are in nats; None where the run does not have the number, or not yet."""
 
     token: str
-    logprob: float
-    ref_logprob: float | None
-    kl: float | None
-    reward: float | None
-    value: float | None
-    return_: float | None
-    advantage: float | None
+    logprob: float | None = None
+    ref_logprob: float | None = None
+    kl: float | None = None
+    reward: float | None = None
+    value: float | None = None
+    return_: float | None = None
+    advantage: float | None = None
     counted: bool = True  # False: the losses leave this token out
     new_logprob: float | None = None  # log π after the last update on the rollout
     ratio: float | None = None  # π_new/π_old
@@ -60,41 +62,41 @@ class TokenTable:
         kl = None
         if rollout.ref_logprobs is not None:
             kl = token_kl(rollout.old_logprobs, rollout.ref_logprobs, kl_estimator)
-        columns = (  # in the order of TokenRow's fields
-            rollout.old_logprobs,
-            rollout.ref_logprobs,
-            kl,
-            rollout.rewards,
-            rollout.values,
-            rollout.returns,
-            rollout.advantages,
-            rollout.loss_mask,
-        )
-        length = int(rollout.mask[index].sum())
-        numbers = [[None] * length if c is None else c[index, :length].tolist() for c in columns]
-        texts = token_texts(rollout.completion_ids[index, :length].tolist(), tokenizer)
+        tensors = {
+            "logprob": rollout.old_logprobs,
+            "ref_logprob": rollout.ref_logprobs,
+            "kl": kl,
+            "reward": rollout.rewards,
+            "value": rollout.values,
+            "return_": rollout.returns,
+            "advantage": rollout.advantages,
+            "counted": rollout.loss_mask,
+        }
+        mask = rollout.mask[index]
+        columns = {name: x[index][mask].tolist() for name, x in tensors.items() if x is not None}
+        texts = token_texts(rollout.completion_ids[index][mask].tolist(), tokenizer)
         return cls(
             prompt=str(tokenizer.decode(rollout.prompt_ids[index][rollout.prompt_mask[index]])),
             score=float(rollout.scores[index]),
-            rows=[TokenRow(text, *row) for text, row in zip(texts, zip(*numbers, strict=True), strict=True)],
+            rows=[TokenRow(text, **{name: c[t] for name, c in columns.items()}) for t, text in enumerate(texts)],
         )
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         score = "unknown" if self.score is None else f"{self.score:g}"
         title = Text(f"{escape_control_characters(self.prompt)}   score {score}")
         table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, collapse_padding=True)
-        updated = any(row.new_logprob is not None for row in self.rows)
-        columns = COLUMNS | UPDATE_COLUMNS if updated else COLUMNS
+        shown = [name for name in COLUMNS if any(getattr(row, name) is not None for row in self.rows)]
         table.add_column("token")
-        for name in columns.values():
-            table.add_column(name, justify="right")
-        if updated:
-            table.add_column("clipped")
+        for name in shown:
+            table.add_column(COLUMNS[name], justify="right")
         for row in self.rows:
-            numbers = (getattr(row, name) for name in columns)
-            cells = ["–" if x is None else f"{x:.4f}" for x in numbers]
-            clipped = [{None: "–", True: "yes", False: "no"}[row.clipped]] if updated else []
-            table.add_row(
-                Text(escape_control_characters(row.token)), *cells, *clipped, style="" if row.counted else "dim"
-            )
+            cells = (format_cell(getattr(row, name)) for name in shown)
+            table.add_row(Text(escape_control_characters(row.token)), *cells, style="" if row.counted else "dim")
         yield table
+
+
+def format_cell(value: float | bool | None) -> str:
+    """Return a number of a row as text."""
+    if value is None:
+        return "–"
+    return {True: "yes", False: "no"}[value] if isinstance(value, bool) else f"{value:.4f}"
