@@ -81,7 +81,17 @@ class PPOConfig(TrainingArguments):
     overlong_prompts: Literal["drop", "truncate"] = field(
         default="drop", metadata={"help": "Drop longer prompts, or cut their beginning off; the count is logged."}
     )
-    max_completion_length: Count = field(default=256, metadata={"help": "Longest completion in tokens (GRPO)."})
+    max_completion_length: Count = field(
+        default=256,
+        metadata={"help": "Longest completion in tokens, those of tools and environments included (GRPO)."},
+    )
+    max_tool_calling_iterations: Count | None = field(
+        default=None,
+        metadata={"help": "Rounds of tool calls, or steps of an environment, per completion; None: any (GRPO)."},
+    )
+    tool_timeout: Positive | None = field(
+        default=None, metadata={"help": "Seconds for one call of a tool or an environment; None: any."}
+    )
     temperature: Positive = field(
         default=1.0, metadata={"help": "Logits are divided by it in every pass: sampling, old, reference, update."}
     )
@@ -154,6 +164,12 @@ class PPOConfig(TrainingArguments):
     )
     gamma: Share = field(default=1.0, metadata={"help": "Discount per token (TRL)."})
     lam: Share = field(default=0.95, metadata={"help": "λ of GAE (TRL; arXiv:1506.02438)."})
+    gamma_turn: Share | None = field(
+        default=None, metadata={"help": "Discount from one turn of an episode to the next; None: `gamma`."}
+    )
+    lam_turn: Share | None = field(
+        default=None, metadata={"help": "λ from one turn of an episode to the next; None: as within a turn."}
+    )
     lam_critic: Share | None = field(
         default=None, metadata={"help": "λ for the returns; None: `lam`. 1.0 decouples them (arXiv:2503.01491)."}
     )

@@ -208,6 +208,13 @@ def check_combinations(args: Any) -> None:
             "whiten_rewards=True scales the rewards, and not the score of the greedy completion that "
             f"advantage_estimator={args.advantage_estimator!r} subtracts; set whiten_rewards=False"
         )
+    for field, parameter in (("gamma_turn", "gamma"), ("lam_turn", "lam")):
+        value = getattr(args, field)
+        if value is not None and not estimator_needs(args.advantage_estimator, parameter):
+            raise ValueError(
+                f"{field}={value!r} has no effect with advantage_estimator={args.advantage_estimator!r}, which takes "
+                "the sum of a completion's rewards; leave it out, or set advantage_estimator='gae'"
+            )
     if args.critic_warmup and not args.needs_critic:
         raise ValueError(
             f"critic_warmup={args.critic_warmup} has nothing to train: advantage_estimator="

@@ -14,7 +14,7 @@ from transformers.trainer_utils import EvalLoopOutput, denumpify_detensorize
 
 from hfppo.collect.collector import Collector
 from hfppo.collect.credit import final_scores
-from hfppo.collect.rollout_metrics import measure_scores
+from hfppo.collect.rollout_metrics import measure_episodes, measure_scores
 from hfppo.config import PPOConfig
 from hfppo.data.prompts import Prompts
 from hfppo.metrics import Meter
@@ -86,20 +86,20 @@ def evaluate_prompts(
     ):
         for start in range(0, most, size):
             batch = filled[start : start + size]
-            seeds = [row.seed for row in batch] if do_sample else None
-            completions = collector.ask_sampler(*collector.prompt_tensors(batch), seeds)
+            completed = collector.complete(batch, not do_sample, Meter())
             batch = rows[start : start + size]
             if not batch:
                 break
-            completions = completions.rows(slice(len(batch)))
-            texts = collector.texts(batch, completions)
-            with collector.scoring(batch, completions, texts, state) as result:
+            completed = completed.first(len(batch))
+            completions = completed.completions
+            with collector.scoring(completed, state) as result:
                 scored = result()
             scores = final_scores(scored, completions, collector.args)
             measure_scores(meter, scores[scored.scorable], scored, collector.rewards.names)
             meter.add("completions/mean_length", completions.mask.sum(dim=1))
             meter.add("completions/truncated_frac", completions.truncated)
-            done += [(row.group, text) for row, text in zip(batch, texts, strict=True)]
+            measure_episodes(meter, completed.episodes)
+            done += [(row.group, text) for row, text in zip(batch, completed.texts, strict=True)]
             on_batch()
     everywhere = sorted(gather_object(done), key=lambda numbered: numbered[0])
     # The best model is chosen by the reward; a missing metric would end the run.

@@ -51,8 +51,13 @@ def describe_run(
     model: ActorCritic,
     peft_config: PeftConfig,
     reward_funcs: list[str],
+    tools: Any = None,
 ) -> RunDescription:
-    """Describe the run: the values that a resumed run must share, and those it should share."""
+    """Describe the run: the values that a resumed run must share, and those it should share.
+
+    Args:
+        tools: JSON schemas of the tools by environment; None without tools and environments.
+    """
     digest = hashlib.sha256(json.dumps(prompts.head.ids).encode()).hexdigest() if prompts is not None else None
     inherited = {f.name for f in fields(TrainingArguments)}
     values = json.loads(json.dumps(args.to_dict(), default=str))  # without secrets, and with dtypes as text
@@ -68,6 +73,7 @@ def describe_run(
             "number of processes": args.world_size,
             "prompts (SHA-256 of their token ids)": digest,
             **hash_frozen_weights(model),
+            "tools": None if tools is None else {str(name): schemas for name, schemas in tools.items()},
             "peft_config": describe_adapter(peft_config),
             "critic": None if model.critic is None else model.critic.kind,
         },

@@ -23,9 +23,9 @@ class Rollout:
     prompt_ids: Tensor  # (B, P) int64, padded on the left
     prompt_mask: Tensor  # (B, P) bool, True on real tokens
     completion_ids: Tensor  # (B, T) int64, padded on the right
-    mask: Tensor  # (B, T) bool, True on real tokens, the first EOS included: where credit flows
+    mask: Tensor  # (B, T) bool, True on sampled tokens, the EOS of each turn included: where credit flows
     loss_mask: Tensor  # (B, T) bool, the tokens of `mask` that the losses count
-    truncated: Tensor  # (B,) bool, True where the length limit, not EOS, ended the completion
+    truncated: Tensor  # (B,) bool, True where a limit, not EOS or the environment, ended the completion
     scores: Tensor  # (B,) float32, weighted sum of the reward functions, penalties included
     rollout_logprobs: Tensor  # (B, T) log π_rollout, as the sampler reported it
     old_logprobs: Tensor  # (B, T) log π_old, the proximal anchor of the update
@@ -35,9 +35,15 @@ class Rollout:
     values: Tensor | None = None  # (B, T) V(s_t) before token t; None without a critic
     weights: Tensor | None = None  # (B, T) π_old/π_rollout, bounded, for the policy loss; None: not corrected
     returns: Tensor | None = None  # (B, T) the values are fitted to them; None without a critic
+    context: Tensor | None = None  # (B, T) bool, True on tokens of tools and environments: attended to, never credited
 
     def __len__(self) -> int:
         return self.prompt_ids.shape[0]
+
+    @property
+    def real(self) -> Tensor:
+        """(B, T) bool, True on all tokens of the completions, sampled ones and context; padding is at the end."""
+        return self.mask if self.context is None else self.mask | self.context
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the fields that are set, by name."""
@@ -50,7 +56,7 @@ class Rollout:
     def trim(self) -> "Rollout":
         """Remove the prompt and completion columns that are padding in every row; at least one of each stays."""
         first = min(int(self.prompt_mask.any(dim=0).int().argmax()), self.prompt_mask.shape[1] - 1)
-        width = max(int(self.mask.any(dim=0).nonzero().max()) + 1 if self.mask.any() else 1, 1)
+        width = max(int(self.real.sum(dim=1).max()), 1)
         prompt = {"prompt_ids": self.prompt_ids[:, first:], "prompt_mask": self.prompt_mask[:, first:]}
         per_token = {
             name: value[:, :width] for name, value in self.tensors().items() if value.dim() == 2 and name not in prompt
@@ -73,7 +79,7 @@ class Rollout:
     @property
     def lengths(self) -> Tensor:
         """(B,) real tokens of prompt and completion."""
-        return self.prompt_mask.sum(dim=1) + self.mask.sum(dim=1)
+        return self.prompt_mask.sum(dim=1) + self.real.sum(dim=1)
 
     def micro_batches(self, num_micro_batches: int) -> list["Rollout"]:
         """Cut the rows, longest first, so that the largest micro-batch has the fewest tokens, padding included.

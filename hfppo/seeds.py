@@ -3,7 +3,7 @@
 import hashlib
 
 # Purposes of random draws; two purposes never share numbers.
-ORDER_STREAM, SAMPLING_STREAM, EVAL_STREAM, SHUFFLE_STREAM = 1, 2, 3, 4
+ORDER_STREAM, SAMPLING_STREAM, EVAL_STREAM, SHUFFLE_STREAM, ENVIRONMENT_STREAM = 1, 2, 3, 4, 5
 
 
 def stream_seed(*numbers: int) -> int:

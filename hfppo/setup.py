@@ -2,7 +2,7 @@
 
 import inspect
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -15,6 +15,9 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from hfppo.config import PPOConfig
 from hfppo.data.prompts import RESERVED_COLUMNS, Prompts, datasets_by_name, prepare_prompts
 from hfppo.data.stream import PromptStream
+from hfppo.environments.episodes import EpisodePlayer
+from hfppo.environments.loading import Agents, dataset_for, load_agents
+from hfppo.environments.pool import EnvironmentFactory
 from hfppo.generation import eos_token_ids
 from hfppo.models.actor_critic import ActorCritic
 from hfppo.models.critic import find_critic
@@ -27,8 +30,8 @@ from hfppo.models.loading import (
     load_tokenizer,
     separate_adapter,
 )
-from hfppo.rewards.contract import remove_wrappers, unwrap
-from hfppo.rewards.functions import RewardFunctions
+from hfppo.rewards.contract import plain_name, remove_wrappers, unwrap
+from hfppo.rewards.functions import RewardFunctions, check_weights
 from hfppo.rewards.loading import load_reward_funcs
 from hfppo.rewards.model import RewardAdapter, check_conversations
 from hfppo.rewards.server import RewardServer
@@ -57,6 +60,8 @@ class Parts:
     peft_config: PeftConfig
     prompts: DatasetPrompts
     sources: list[tuple[str, Any]]  # models and reward functions, each after its argument
+    agents: Agents | None  # tools and environments
+    player: EpisodePlayer | None  # plays with them
 
 
 def assemble(
@@ -70,6 +75,8 @@ def assemble(
     ref_model: str | PreTrainedModel | None,
     critic: str | PreTrainedModel,
     reward_tokenizers: PreTrainedTokenizerBase | Sequence[PreTrainedTokenizerBase | None] | None,
+    tools: Sequence[Callable[..., Any]] | None = None,
+    environment_factory: EnvironmentFactory | Mapping[str, EnvironmentFactory] | None = None,
 ) -> Parts:
     """Return the parts of `PPOTrainer` from its arguments; quick checks come before slow loading.
 
@@ -82,7 +89,8 @@ def assemble(
         check_architecture("model", model)
     tokenizer = load_tokenizer(model, **of_model) if tokenizer is None else tokenizer
     check_tokenizer(tokenizer)
-    prompts = prepare_datasets(train_dataset, eval_dataset, tokenizer, args)
+    agents = load_agents(tools, environment_factory, tokenizer, args)
+    prompts = prepare_datasets(train_dataset, eval_dataset, tokenizer, args, agents)
     datasets = {"train_dataset": prompts.train} if prompts.train is not None else {}
     datasets |= {label_eval(name): some for name, some in prompts.eval.items()}
     known = {name: some.head for name, some in datasets.items()}
@@ -94,14 +102,13 @@ def assemble(
     padding = eos_ids[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     check_ids(loaded, known, {END: eos_ids, "the padding token": [padding]})
     warn_of_ended_prompts(known, eos_ids)
+    player = None if agents is None else agents.player(eos_ids, args, positions_of(loaded)[0])
     reference = load_reference(ref_model, **init_kwargs)
     if reference is not None:
         check_lengths("ref_model", reference, longest, args)
     base_name = loaded.config.name_or_path
-    reward_kwargs = cast(dict[str, Any], args.reward_model_init_kwargs or {})
-    funcs = load_reward_funcs(reward_funcs, reward_tokenizers, base_name, args.device, **reward_kwargs)
-    rewards = RewardFunctions(funcs, args.reward_weights)
-    check_calls(rewards, known)
+    rewards = prepare_rewards(reward_funcs, reward_tokenizers, base_name, agents, args)
+    check_calls(rewards, known, agents)
     critic_source = find_critic(critic) if args.needs_critic else None
     if critic_source is not None and isinstance(critic_source.model, PreTrainedModel):
         # Checkpoints of one tokenizer pad their vocabularies to different sizes.
@@ -115,12 +122,35 @@ def assemble(
     actor_critic = ActorCritic(
         actor.base, actor.peft_config, critic_source, reference, actor.start_adapter, args.detach_shared_critic
     )
-    given = reward_funcs if isinstance(reward_funcs, list | tuple) else [reward_funcs]
+    given = reward_funcs if isinstance(reward_funcs, list | tuple) else [reward_funcs]  # None names no folder
     sources: list[tuple[str, Any]] = [("reward_funcs", unwrap(func)) for func in given]
     sources += [("model", model), ("the base's path", actor.base.name_or_path), ("ref_model", ref_model)]
     if critic_source is not None and critic not in ("adapter", "shared"):
         sources.append(("critic", critic))
-    return Parts(actor_critic, tokenizer, eos_ids, rewards, actor.peft_config, prompts, sources)
+    return Parts(actor_critic, tokenizer, eos_ids, rewards, actor.peft_config, prompts, sources, agents, player)
+
+
+def prepare_rewards(
+    reward_funcs: Any,
+    tokenizers: PreTrainedTokenizerBase | Sequence[PreTrainedTokenizerBase | None] | None,
+    base_name: str,
+    agents: Agents | None,
+    args: PPOConfig,
+) -> RewardFunctions:
+    """Return the reward functions, those of tools and environments last and with weight 1.
+
+    Raises:
+        TypeError, ValueError: a reward function cannot be used, or there is none; names it.
+    """
+    init_kwargs = cast(dict[str, Any], args.reward_model_init_kwargs or {})
+    given = []
+    if reward_funcs is not None:
+        given = load_reward_funcs(reward_funcs, tokenizers, base_name, args.device, **init_kwargs)
+    own = [] if agents is None else agents.reward_funcs(given)
+    weights = args.reward_weights
+    if own and weights is not None:
+        weights = [*check_weights(weights, [plain_name(func) for func in given]), *[1.0] * len(own)]
+    return RewardFunctions([*given, *own], weights)
 
 
 def prepare_datasets(
@@ -128,15 +158,16 @@ def prepare_datasets(
     eval_dataset: Dataset | dict[str, Dataset] | None,
     tokenizer: PreTrainedTokenizerBase,
     args: PPOConfig,
+    agents: Agents | None = None,
 ) -> DatasetPrompts:
     """Return the prompts of all datasets."""
     train: Prompts | PromptStream | None = None
     if isinstance(train_dataset, IterableDataset):
-        train = prepare_stream(train_dataset, tokenizer, args)
+        train = prepare_stream(train_dataset, tokenizer, args, agents)
     elif train_dataset is not None:
-        train = prepare_dataset(train_dataset, "train_dataset", tokenizer, args)
+        train = prepare_dataset(train_dataset, "train_dataset", tokenizer, args, agents)
     of_eval = {
-        name: prepare_dataset(some, label_eval(name), tokenizer, args)
+        name: prepare_dataset(some, label_eval(name), tokenizer, args, agents)
         for name, some in datasets_by_name(eval_dataset).items()
     }
     return DatasetPrompts(train, of_eval)
@@ -147,15 +178,26 @@ def label_eval(name: str | None) -> str:
     return "eval_dataset" if name is None else f"eval_dataset[{name!r}]"
 
 
-def prepare_dataset(dataset: Dataset, name: str, tokenizer: PreTrainedTokenizerBase, args: PPOConfig) -> Prompts:
+def prepare_dataset(
+    dataset: Dataset,
+    name: str,
+    tokenizer: PreTrainedTokenizerBase,
+    args: PPOConfig,
+    agents: Agents | None = None,
+    may_be_empty: bool = False,
+) -> Prompts:
     """Return the prompts of a dataset, which errors call `name`."""
+    options = cast(dict[str, Any] | None, args.chat_template_kwargs)
+    dataset = dataset_for(dataset, agents)
     return prepare_prompts(
         dataset,
         tokenizer,
         args.max_prompt_length,
         args.overlong_prompts,
-        cast(dict[str, Any] | None, args.chat_template_kwargs),
+        options if agents is None else agents.chat_format.options,
         name,
+        may_be_empty,
+        None if agents is None else agents.schemas_of(dataset, name),
     )
 
 
@@ -166,20 +208,23 @@ def prepare_later_dataset(
     rewards: RewardFunctions,
     tokenizer: PreTrainedTokenizerBase,
     args: PPOConfig,
+    agents: Agents | None,
 ) -> Prompts:
     """Return the checked prompts of a dataset that comes after construction; errors call it `name`.
 
     Raises:
         TypeError, ValueError: names the prompts or columns that do not fit.
     """
-    prompts = prepare_dataset(dataset, name, tokenizer, args)
+    prompts = prepare_dataset(dataset, name, tokenizer, args, agents)
     check_lengths("the model", model.causal_lm, prompts.longest, args)
     check_ids(model.causal_lm, {name: prompts}, {})
-    check_calls(rewards, {name: prompts})
+    check_calls(rewards, {name: prompts}, agents)
     return prompts
 
 
-def prepare_stream(dataset: IterableDataset, tokenizer: PreTrainedTokenizerBase, args: PPOConfig) -> PromptStream:
+def prepare_stream(
+    dataset: IterableDataset, tokenizer: PreTrainedTokenizerBase, args: PPOConfig, agents: Agents | None
+) -> PromptStream:
     """Return the prompts of a stream.
 
     Raises:
@@ -189,10 +234,9 @@ def prepare_stream(dataset: IterableDataset, tokenizer: PreTrainedTokenizerBase,
         raise ValueError("train_dataset is a stream, whose length is not known; set max_steps or total_episodes")
     if (longest := args.max_prompt_length) is None:
         raise ValueError("train_dataset is a stream, whose longest prompt is not known; set max_prompt_length")
-    options = cast(dict[str, Any] | None, args.chat_template_kwargs)
 
     def prepare(rows: Dataset, name: str) -> Prompts:
-        return prepare_prompts(rows, tokenizer, longest, args.overlong_prompts, options, name, may_be_empty=True)
+        return prepare_dataset(rows, name, tokenizer, args, agents, may_be_empty=True)
 
     return PromptStream(dataset, prepare, longest)
 
@@ -287,15 +331,20 @@ def warn_of_ended_prompts(prompts: dict[str, Prompts], eos_ids: list[int]) -> No
             )
 
 
-def check_calls(rewards: RewardFunctions, prompts: dict[str, Prompts]) -> None:
+def check_calls(rewards: RewardFunctions, prompts: dict[str, Prompts], agents: Agents | None) -> None:
     """Refuse reward functions whose parameters do not fit the columns of a dataset.
 
     Raises:
         TypeError, ValueError: names the function, the dataset and the columns.
     """
+    from_episodes = set() if agents is None or agents.pool is None else {"environments"}
     for name, func in zip(rewards.names, rewards.funcs, strict=True):
         for dataset, some in prompts.items():
-            columns = {*RESERVED_COLUMNS, "completion_ids", *some.rows[0]} - {"prompt", "completion"}
+            if shadowed := sorted(from_episodes & set(some.rows.column_names)):
+                raise ValueError(
+                    f"{dataset} has a column {shadowed[0]!r}, which reward functions get from the trainer; rename it"
+                )
+            columns = {*RESERVED_COLUMNS, *from_episodes, "completion_ids", *some.rows[0]} - {"prompt", "completion"}
             given = sorted(columns)
             check_conversations(name, func, dataset, some)
             called = remove_wrappers(func)
@@ -327,14 +376,19 @@ def check_lengths(name: str, model: PreTrainedModel | PeftModel, longest: int, a
     Raises:
         ValueError: names the lengths and the fields.
     """
-    config = model.config.get_text_config()
-    rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
-    scaled = rope.get("rope_type") == "longrope"
-    positions = rope.get("original_max_position_embeddings") if scaled else None
-    positions = positions or getattr(config, "max_position_embeddings", None)
+    positions, scaled = positions_of(model)
     if positions is not None and longest + args.max_completion_length > positions:
         raise ValueError(
             f"prompts of up to {longest} tokens and max_completion_length={args.max_completion_length} are more "
             f"together than {name}'s {positions} positions{' before LongRoPE' if scaled else ''}; lower "
             "max_completion_length or max_prompt_length"
         )
+
+
+def positions_of(model: PreTrainedModel | PeftModel) -> tuple[int | None, bool]:
+    """Return the number of positions of a model, None for any, and whether LongRoPE scales those beyond it."""
+    config = model.config.get_text_config()
+    rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+    scaled = rope.get("rope_type") == "longrope"
+    positions = rope.get("original_max_position_embeddings") if scaled else None
+    return positions or getattr(config, "max_position_embeddings", None), scaled

@@ -6,7 +6,7 @@ the optimizer; the hooks below answer for PPO.
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -33,6 +33,8 @@ from hfppo.collect.collector import Collector, group_equal_rows
 from hfppo.config import PPOConfig
 from hfppo.data.prompts import Prompts, dataset_of
 from hfppo.distributed_checks import check_engine, wait_at_exit
+from hfppo.environments.loading import default_dataset
+from hfppo.environments.pool import EnvironmentFactory
 from hfppo.evaluation import EvalPrompts, check_best_metric, evaluate_prompts, place_model
 from hfppo.generation import Sampler, make_sampler
 from hfppo.learn.loss import LossTerm, measure_kl, measure_update, ppo_loss, ppo_terms
@@ -62,9 +64,11 @@ class PPOTrainer(CrashSafeTrainer):
     Args:
         model: a base, or an adapter to train further; loaded, or its id or path.
         reward_funcs: one or several functions after the contract of TRL's GRPOTrainer, see `hfppo.rewards.contract`;
-            reward models, loaded or as an id or path, see `hfppo.rewards.model`.
+            reward models, loaded or as an id or path, see `hfppo.rewards.model`; None where tools or an environment
+            give the rewards.
         args: the configuration.
-        train_dataset: a "prompt" column of text or messages; other columns reach the reward functions.
+        train_dataset: a "prompt" column of text or messages; other columns reach the reward functions. With an
+            environment the column may be missing, and with a single one and `max_steps` the dataset.
         eval_dataset: the same, or several of them by name.
         processing_class: the tokenizer; None: the model's own.
         peft_config: the actor's adapter; None: LoRA of rank 16 on all linear layers. There is no full fine-tuning.
@@ -77,6 +81,9 @@ class PPOTrainer(CrashSafeTrainer):
             and `inputs` (prompts).
         reward_processing_classes: a tokenizer for each reward function, alone for a single one; None for functions and
             for a model's own.
+        tools: functions that the model may call, plain or async, as in GRPOTrainer; see `hfppo.environments.contract`.
+        environment_factory: makes the environment that a completion is played in, as in GRPOTrainer; or several
+            factories by the value of the dataset's column "environment".
 
     Raises:
         TypeError, ValueError: input that cannot be trained on; before anything is generated.
@@ -91,7 +98,7 @@ class PPOTrainer(CrashSafeTrainer):
     def __init__(
         self,
         model: str | PreTrainedModel | PeftModel,
-        reward_funcs: RewardFunc | str | PreTrainedModel | Sequence[RewardFunc | str | PreTrainedModel],
+        reward_funcs: RewardFunc | str | PreTrainedModel | Sequence[RewardFunc | str | PreTrainedModel] | None = None,
         args: PPOConfig | None = None,
         train_dataset: Dataset | IterableDataset | None = None,
         eval_dataset: Dataset | dict[str, Dataset] | None = None,
@@ -102,8 +109,11 @@ class PPOTrainer(CrashSafeTrainer):
         callbacks: list[TrainerCallback] | None = None,
         compute_metrics: Callable[[EvalPrediction], dict[str, float]] | None = None,
         reward_processing_classes: PreTrainedTokenizerBase | Sequence[PreTrainedTokenizerBase | None] | None = None,
+        tools: Sequence[Callable[..., Any]] | None = None,
+        environment_factory: EnvironmentFactory | Mapping[str, EnvironmentFactory] | None = None,
     ):
         args = PPOConfig() if args is None else args
+        train_dataset = default_dataset(environment_factory, args) if train_dataset is None else train_dataset
         check_arguments(model, ref_model, args, callbacks)
         set_seed(args.seed)  # the adapter is initialized here, before Trainer sets the seed
         parts = assemble(
@@ -117,6 +127,8 @@ class PPOTrainer(CrashSafeTrainer):
             ref_model,
             critic,
             reward_processing_classes,
+            tools,
+            environment_factory,
         )
         check_best_metric(args, parts.prompts.eval, parts.rewards, compute_metrics)
         self._step_hooks = StepHooks(self._before_step, self._after_step)
@@ -145,7 +157,9 @@ class PPOTrainer(CrashSafeTrainer):
             tokenizer=parts.tokenizer,
             accelerator=self.accelerator,
             args=args,
+            player=parts.player,
         )
+        self._agents = parts.agents
         self._progress = RunProgress.of(self)
         self.collector.sampler.on_progress = self._progress.advance
         self.ppo_state = PPOState(kl_coef=args.kl_coef)
@@ -153,7 +167,8 @@ class PPOTrainer(CrashSafeTrainer):
         self._eval_prompts = EvalPrompts(eval_dataset, parts.prompts.eval, self._prepare_prompts)
         self._eval_sampling: bool | None = None
         self._sources = parts.sources
-        run = describe_run(args, parts.prompts.train, parts.model, parts.peft_config, parts.rewards.names)
+        schemas = None if parts.agents is None else parts.agents.schemas
+        run = describe_run(args, parts.prompts.train, parts.model, parts.peft_config, parts.rewards.names, schemas)
         self._checkpoint = PPOCheckpoint(run, args.process_index)
         self._begin_run()
 
@@ -179,7 +194,9 @@ class PPOTrainer(CrashSafeTrainer):
     def _prepare_prompts(self, dataset: Dataset, name: str) -> Prompts:
         """Check and tokenize a dataset that comes after construction; errors call it `name`."""
         rewards = self.collector.rewards
-        return prepare_later_dataset(dataset, name, self.model, rewards, self.processing_class, self.args)
+        return prepare_later_dataset(
+            dataset, name, self.model, rewards, self.processing_class, self.args, self._agents
+        )
 
     # Training: a rollout, then mini-batches of it
 

@@ -37,7 +37,7 @@ def actor(base=None, peft_config=None, critic="adapter") -> ActorCritic:
     ("packed", "final", "shape"), [(0, 0, (3, 5)), (0, 1, (3, 6)), (1, 0, (1, 14)), (1, 1, (1, 17))]
 )
 def test_states_stand_before_their_tokens(packed, final, shape):
-    rows = Layout.of(IDS, ATTENTION, MASK, bool(packed), bool(final))
+    rows = Layout.of(IDS, ATTENTION, MASK.shape[1], bool(packed), bool(final))
     at = rows.inputs["input_ids"].flatten()[rows.states]
     for row, (prompt, n) in enumerate(zip((6, 6, 7), (3, 2, 5), strict=True)):
         read = n if final else n - 1  # nothing follows the last token
@@ -48,10 +48,8 @@ def test_states_stand_before_their_tokens(packed, final, shape):
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_row_without_a_completion_keeps_its_prompt(packed):
-    rows = Layout.of(
-        torch.tensor([[5, 0, 0], [5, 6, 7]]), torch.tensor([[1, 0, 0], [1, 1, 1]]), MASK[:2, 3:], packed, False
-    )
-    assert rows.inputs["input_ids"].flatten()[rows.states].tolist() == [[5, 5, 5], [7, 7, 7]]
+    rows = Layout.of(torch.tensor([[5, 0, 0], [5, 6, 7]]), torch.tensor([[1, 0, 0], [1, 1, 1]]), 2, packed, False)
+    assert rows.inputs["input_ids"].flatten()[rows.states].tolist() == [[5, 5, 5], [5, 6, 6]]
 
 
 @pytest.mark.parametrize("bootstrap", [False, True])

@@ -252,7 +252,7 @@ def test_engine_and_server_load_the_base_in_the_revision_that_is_trained_on(make
     trainer = make_trainer(model=base)
     trainer.model.peft_config["default"].revision = "v2"
     assert f" {base} --revision v2 " in serve_command(trainer.model)
-    ColocatedEngine(trainer.model, Sampling(1.0, 6, [1]), trainer.args)
+    ColocatedEngine(trainer.model, trainer.args)
     assert asked["revision"] == "v2"
 
 
@@ -261,7 +261,7 @@ def test_the_engine_of_each_process_takes_its_own_gpu(make_trainer, base, asked,
     """By itself vLLM takes the first one in each."""
     trainer = make_trainer(model=base)
     args = SimpleNamespace(**vars(trainer.args), world_size=processes)
-    ColocatedEngine(trainer.model, Sampling(1.0, 6, [1]), args)
+    ColocatedEngine(trainer.model, args)
     assert asked.get("distributed_executor_backend") == {1: None, 2: "external_launcher"}[processes]
 
 
@@ -269,5 +269,5 @@ def test_engines_of_several_processes_do_not_share_gpus(make_trainer, base, aske
     trainer = make_trainer(model=base)
     given = {"world_size": 2, "vllm_engine_kwargs": {"tensor_parallel_size": 2}}
     with pytest.raises(ValueError, match=r"with 2 processes: .* leave tensor_parallel_size out, or set vllm_mode"):
-        ColocatedEngine(trainer.model, Sampling(1.0, 6, [1]), SimpleNamespace(**{**vars(trainer.args), **given}))
+        ColocatedEngine(trainer.model, SimpleNamespace(**{**vars(trainer.args), **given}))
     assert not asked

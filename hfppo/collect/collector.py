@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,18 +15,20 @@ from hfppo import functional as F
 from hfppo.collect.check_finite import check_rollout
 from hfppo.collect.credit import Credit, GreedyScores, assign_credit, final_scores
 from hfppo.collect.forward import Passes, autocast, forward_passes
-from hfppo.collect.rollout_metrics import measure_rollout, measure_scores
+from hfppo.collect.rollout_metrics import measure_episodes, measure_rollout, measure_scores
 from hfppo.config import PPOConfig
-from hfppo.data.prompts import Prompts, pad_left
+from hfppo.data.prompts import Prompts, Row, pad_left
 from hfppo.data.stream import PromptStream
+from hfppo.environments.episodes import Episode, EpisodePlayer, completions_of
 from hfppo.generation.sampler import Completions, Sampler
 from hfppo.metrics import Meter
 from hfppo.models.actor_critic import ActorCritic
+from hfppo.models.output_head import is_sharded
 from hfppo.models.packing import eval_mode
 from hfppo.rewards.functions import RewardFunctions, Scored
 from hfppo.rollout import Rollout, Transcript
 from hfppo.run_state import PPOState, RunningMoments
-from hfppo.seeds import EVAL_STREAM, SAMPLING_STREAM, stream_seed
+from hfppo.seeds import ENVIRONMENT_STREAM, EVAL_STREAM, SAMPLING_STREAM, stream_seed
 from hfppo.support.out_of_memory import explain_out_of_memory
 
 PhaseDisplay = Callable[[str], AbstractContextManager]  # shows a phase, by the name of its metric, while it lasts
@@ -39,13 +42,18 @@ PHASES = {
 
 
 @dataclass(frozen=True)
-class Row:
-    """One completion to be made: a dataset row, its prompt's token ids, its group and its seed."""
+class Completed:
+    """Rows with their completions. With an environment the prompts may be longer than the dataset's."""
 
-    columns: dict[str, Any]
-    prompt_ids: list[int]
-    group: int
-    seed: int
+    rows: list[Row]
+    completions: Completions
+    texts: list[Any]  # as reward functions get them: text or messages
+    episodes: list[Episode]  # the same as episodes of several turns; empty without tools and environments
+
+    def first(self, count: int) -> "Completed":
+        """Return the first rows."""
+        some = slice(count)
+        return Completed(self.rows[some], self.completions.rows(some), self.texts[some], self.episodes[some])
 
 
 @dataclass(frozen=True)
@@ -78,6 +86,7 @@ class Collector:
     tokenizer: PreTrainedTokenizerBase
     accelerator: Accelerator
     args: PPOConfig
+    player: EpisodePlayer | None = None  # with tools or environments
 
     def training_rows(self, prompts: Prompts | PromptStream, rollout_index: int) -> list[Row]:
         """Return this process's rows of a rollout: a function of the seed, the rollout and the process alone."""
@@ -88,17 +97,27 @@ class Collector:
         prompts_by_group = dict(zip(groups, prompts.at(groups, args.seed), strict=True))
         return [
             Row(
-                *prompts_by_group[number // args.num_generations],
-                group=number // args.num_generations,
+                *prompts_by_group[group],
+                number=number,
+                group=group,
                 seed=stream_seed(args.seed, SAMPLING_STREAM, number),
+                environment_seed=stream_seed(args.seed, ENVIRONMENT_STREAM, group) % 2**32,
             )
             for number in range(first, first + size)
+            for group in [number // args.num_generations]
         ]
 
     def eval_rows(self, prompts: Prompts) -> list[Row]:
         """Return a row for each prompt, with the same seed every time."""
         return [
-            Row(*prompts[n], group=n, seed=stream_seed(self.args.seed, EVAL_STREAM, n)) for n in range(len(prompts))
+            Row(
+                *prompts[n],
+                number=n,
+                group=n,
+                seed=stream_seed(self.args.seed, EVAL_STREAM, n),
+                environment_seed=stream_seed(self.args.seed, EVAL_STREAM, ENVIRONMENT_STREAM, n) % 2**32,
+            )
+            for n in range(len(prompts))
         ]
 
     def collect(
@@ -126,17 +145,17 @@ class Collector:
         """
         phase = Phases(meter, self.args, show)
         with show("time/rollout"), meter.timed("time/rollout"), eval_mode(self.model), torch.no_grad():
-            prompts = self.prompt_tensors(rows)
-            completions, greedy = self.sample(rows, prompts, phase)
-            texts = self.texts(rows, completions)
-            scored, passes = self.score_and_forward(rows, prompts, completions, texts, state, phase)
+            completed, greedy = self.sample(rows, phase)
+            completions = completed.completions
+            prompts = self.prompt_tensors(completed.rows)
+            scored, passes = self.score_and_forward(completed, prompts, state, phase)
             moments = self.moments(scored, ppo_state, training)
             credit = assign_credit(
                 scored,
                 completions,
                 passes,
                 groups=torch.tensor([row.group for row in rows]),
-                greedy=None if greedy is None else self.score_greedy(rows, greedy, moments, state, phase),
+                greedy=None if greedy is None else self.score_greedy(greedy, rows, moments, state, phase),
                 moments=moments,
                 kl_coef=ppo_state.kl_coef,
                 args=self.args,
@@ -151,34 +170,63 @@ class Collector:
             plain = final_scores(scored, completions, self.args)
             measure_scores(meter, plain[scored.scorable], scored, self.rewards.names)
             measure_rollout(meter, rollout, credit, ppo_state.kl_coef, self.args, self.gather)
-        return rollout, self.transcript(rows, texts, scored)
+            measure_episodes(meter, completed.episodes)
+        return rollout, self.transcript(completed, scored)
 
     def prompt_tensors(self, rows: list[Row]) -> tuple[Tensor, Tensor]:
         """Return (B, P) token ids, padded on the left, and their mask."""
         return pad_left([row.prompt_ids for row in rows], self.tokenizer.pad_token_id)
 
-    def sample(
-        self, rows: list[Row], prompts: tuple[Tensor, Tensor], phase: Phases
-    ) -> tuple[Completions, Completions | None]:
+    def sample(self, rows: list[Row], phase: Phases) -> tuple[Completed, Completed | None]:
         """Complete the prompts, and once more greedily for an estimator that compares with that."""
         greedy = None
         with phase("generation"), self.sampler.ready():
-            sampled = self.ask_sampler(*prompts, [row.seed for row in rows])
+            sampled = self.complete(rows, False, phase.meter)
             if F.estimator_needs(self.args.advantage_estimator, "greedy_scores"):
-                greedy = self.ask_sampler(*self.prompt_tensors(one_row_per_group(rows)), None)
-        tokens = sum(float(completions.mask.sum()) for completions in (sampled, greedy) if completions is not None)
+                greedy = self.complete(one_row_per_group(rows), True, phase.meter)
+        tokens = sum(float(some.completions.mask.sum()) for some in (sampled, greedy) if some is not None)
         phase.meter.add_number("time/tokens_per_second", tokens / phase.meter.seconds("time/generation"))
         return sampled, greedy
 
-    def ask_sampler(self, prompt_ids: Tensor, prompt_mask: Tensor, seeds: list[int] | None) -> Completions:
+    def complete(self, rows: list[Row], greedy: bool, meter: Meter) -> Completed:
+        """Complete the prompts, in one turn or with tools and environments in several; the sampler must be ready.
+
+        Args:
+            greedy: take the likeliest tokens instead of sampling.
+            meter: receives the time of tools and environments.
+        """
+        if self.player is None:
+            seeds = None if greedy else [row.seed for row in rows]
+            completions = self.ask_sampler([row.prompt_ids for row in rows], seeds)
+            return Completed(rows, completions, self.texts(rows, completions), [])
+        timed = partial(meter.timed, "time/environments")
+        episodes = self.player.play(rows, self.ask_sampler, greedy, self.any_active, timed)
+        completions = completions_of(episodes, self.tokenizer.pad_token_id)
+        return Completed([e.row for e in episodes], completions, [e.messages for e in episodes], episodes)
+
+    def any_active(self, own: bool) -> bool:
+        """Return whether a row still plays, on any process if the model is sharded: its processes compute together."""
+        if not is_sharded(self.model):
+            return own
+        active = torch.tensor([float(own)], device=self.accelerator.device)
+        return bool(self.accelerator.reduce(active, "sum") > 0)
+
+    def ask_sampler(
+        self, prompts: list[list[int]], seeds: list[int] | None, budgets: list[int] | None = None
+    ) -> Completions:
         """Return the completions on the CPU; the sampler must be ready.
 
         Args:
+            prompts: token ids.
             seeds: one for each row; None completes greedily.
+            budgets: one for each row, the most tokens; None: the configured limit.
         """
-        device = self.accelerator.device
+        prompt_ids, prompt_mask = (
+            x.to(self.accelerator.device) for x in pad_left(prompts, self.tokenizer.pad_token_id)
+        )
+        limits = {} if budgets is None else {"budgets": budgets}
         with autocast(self.accelerator):
-            completions = self.sampler(prompt_ids.to(device), prompt_mask.to(device), seeds).cpu()
+            completions = self.sampler(prompt_ids, prompt_mask, seeds, **limits).cpu()
         if len(completions.ids) != len(prompt_ids):
             raise ValueError(
                 f"sampler {type(self.sampler).__name__} returned {len(completions.ids)} completions for "
@@ -192,40 +240,43 @@ class Collector:
         conversational = isinstance(rows[0].columns["prompt"], list)
         return [[{"role": "assistant", "content": text}] if conversational else text for text in texts]
 
-    def transcript(self, rows: list[Row], texts: list[Any], scored: Scored) -> Transcript:
+    def transcript(self, completed: Completed, scored: Scored) -> Transcript:
         """Return the rows as text, with their scores by function."""
         return Transcript(
-            prompts=[row.columns["prompt"] for row in rows],
-            completions=texts,
+            prompts=[row.columns["prompt"] for row in completed.rows],
+            completions=completed.texts,
             scores=dict(zip(self.rewards.names, scored.per_function.T.tolist(), strict=True)),
             extra=scored.extra,
         )
 
-    def scoring(
-        self, rows: list[Row], completions: Completions, texts: list[Any], state: TrainerState
-    ) -> AbstractContextManager[Callable[[], Scored]]:
+    @contextmanager
+    def scoring(self, completed: Completed, state: TrainerState) -> Iterator[Callable[[], Scored]]:
         """Call the reward functions; asynchronous ones run on until the yielded function waits for them."""
+        rows, completions, episodes = completed.rows, completed.completions, completed.episodes
         columns = {name: [row.columns[name] for row in rows] for name in rows[0].columns}
         reserved = ("prompt", "completion", "completion_ids")
         others = {name: column for name, column in columns.items() if name not in reserved}
-        width = completions.mask.shape[1]
-        return self.rewards.scoring(columns["prompt"], texts, unpad(completions), others, state, width)
+        if self.player is not None and self.player.pool is not None:
+            others["environments"] = [episode.environment for episode in episodes]
+        given = columns["prompt"], completed.texts, unpad(completions), others, state, completions.mask, episodes
+        failed = torch.tensor([episode.failed for episode in episodes] or [False])
+        with self.rewards.scoring(*given) as wait_for_scores:
+
+            def scores() -> Scored:
+                scored = wait_for_scores()
+                return replace(scored, scorable=scored.scorable & ~failed)
+
+            yield scores
 
     def score_and_forward(
-        self,
-        rows: list[Row],
-        prompts: tuple[Tensor, Tensor],
-        completions: Completions,
-        texts: list[Any],
-        state: TrainerState,
-        phase: Phases,
+        self, completed: Completed, prompts: tuple[Tensor, Tensor], state: TrainerState, phase: Phases
     ) -> tuple[Scored, Passes]:
         """Score the completions and run the passes; asynchronous reward functions wait while the models compute."""
         with ExitStack() as stack:
             with phase("rewards"):
-                wait_for_scores = stack.enter_context(self.scoring(rows, completions, texts, state))
+                wait_for_scores = stack.enter_context(self.scoring(completed, state))
             with phase("passes"):
-                passes = forward_passes(self.model, *prompts, completions, self.accelerator, self.args)
+                passes = forward_passes(self.model, *prompts, completed.completions, self.accelerator, self.args)
             with phase("rewards"):
                 return wait_for_scores(), passes
 
@@ -239,15 +290,13 @@ class Collector:
         return moments
 
     def score_greedy(
-        self, rows: list[Row], greedy: Completions, moments: RunningMoments | None, state: TrainerState, phase: Phases
+        self, greedy: Completed, rows: list[Row], moments: RunningMoments | None, state: TrainerState, phase: Phases
     ) -> GreedyScores:
         """Score the greedy completion of each group, and return the score for each row."""
-        one_each = one_row_per_group(rows)
-        texts = self.texts(one_each, greedy)
-        with phase("rewards"), self.scoring(one_each, greedy, texts, state) as wait_for_scores:
+        with phase("rewards"), self.scoring(greedy, state) as wait_for_scores:
             scored = wait_for_scores()
-        scores = final_scores(scored, greedy, self.args, moments)
-        position = {row.group: i for i, row in enumerate(one_each)}
+        scores = final_scores(scored, greedy.completions, self.args, moments)
+        position = {row.group: i for i, row in enumerate(greedy.rows)}
         index = torch.tensor([position[row.group] for row in rows])
         return GreedyScores(scores[index], scored.scorable[index])
 
@@ -281,6 +330,7 @@ def build_rollout(prompts: tuple[Tensor, Tensor], completions: Completions, pass
         values=passes.values,
         weights=credit.weights,
         returns=credit.returns,
+        context=completions.context,
     )
 
 
@@ -296,5 +346,5 @@ def one_row_per_group(rows: list[Row]) -> list[Row]:
 
 
 def unpad(completions: Completions) -> list[list[int]]:
-    """Return the completions' token ids, EOS included."""
-    return [row[mask].tolist() for row, mask in zip(completions.ids, completions.mask, strict=True)]
+    """Return the completions' token ids, those of EOS, tools and environments included."""
+    return [row[real].tolist() for row, real in zip(completions.ids, completions.real, strict=True)]

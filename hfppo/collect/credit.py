@@ -162,15 +162,17 @@ def advantages_and_returns(
         greedy: for the estimator that needs it.
     """
     name = args.advantage_estimator
+    open_ended = completions.truncated if completions.open_ended is None else completions.open_ended
+    lam = args.lam if args.lam_alpha is None else F.length_adaptive_lam(completions.mask, args.lam_alpha)
     available: dict[str, Any] = {
         "rewards": rewards,
         "mask": completions.mask,
         "values": passes.values,
-        "final_value": None if passes.final_value is None else passes.final_value * completions.truncated,
+        "final_value": None if passes.final_value is None else passes.final_value * open_ended,
         "groups": groups,
         "greedy_scores": None if greedy is None else greedy.scores,
-        "gamma": args.gamma,
-        "lam": args.lam if args.lam_alpha is None else F.length_adaptive_lam(completions.mask, args.lam_alpha),
+        "gamma": factor_by_turn(args.gamma, args.gamma_turn, completions),
+        "lam": factor_by_turn(lam, args.lam_turn, completions),
         "scale": args.scale_rewards,
     }
     rows = torch.ones_like(scorable)
@@ -182,6 +184,13 @@ def advantages_and_returns(
     if returns is not None and args.lam_critic is not None:
         returns = call_estimator(F.ADVANTAGE_ESTIMATORS[name], {**available, "lam": args.lam_critic}, rows)[1]
     return advantages, returns
+
+
+def factor_by_turn(within: float | Tensor, between: float | None, completions: Completions) -> float | Tensor:
+    """Return γ or λ of GAE: `within`, or (B, T) with `between` from one turn to the next where that is set."""
+    if between is None or completions.context is None:
+        return within
+    return F.turn_factors(within, between, F.turn_ends(completions.mask, completions.context))
 
 
 def call_estimator(

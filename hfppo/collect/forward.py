@@ -38,7 +38,7 @@ def forward_passes(
         prompt_ids, prompt_mask: (B, P), padded on the left.
     """
     device = accelerator.device
-    attention_mask = torch.cat([prompt_mask, completions.mask], dim=1)
+    attention_mask = torch.cat([prompt_mask, completions.real], dim=1)
     input_ids = torch.cat([prompt_ids, completions.ids], dim=1)
     needs_old = args.policy_mode != "bypass"
     sampled_values = None if needs_old else completions.values

@@ -1,7 +1,8 @@
 """The metrics of a rollout and of its scores."""
 
 import math
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -9,6 +10,8 @@ from torch import Tensor
 from hfppo import functional as F
 from hfppo.collect.credit import Credit
 from hfppo.config import PPOConfig
+from hfppo.environments.episodes import CUT, DROPPED, UNFINISHED, Episode
+from hfppo.environments.toolbox import RAISED, TIMEOUT, UNKNOWN
 from hfppo.metrics import Meter
 from hfppo.rewards.functions import Scored
 from hfppo.rollout import Rollout
@@ -68,6 +71,37 @@ def measure_rollout(
         explained = F.explained_variance(gather(rollout.values), gather(rollout.returns), gather(fitted))
         if math.isfinite(explained):
             meter.add_number("value/explained_variance", explained)
+        if rollout.context is not None:
+            starts = fitted & F.turn_starts(rollout.mask)
+            explained = F.explained_variance(gather(rollout.values), gather(rollout.returns), gather(starts))
+            if math.isfinite(explained):
+                meter.add_number("value/turn_explained_variance", explained)
+
+
+def measure_episodes(meter: Meter, episodes: Sequence[Episode]) -> None:
+    """Add the metrics of turns and tools; none without episodes."""
+    if not episodes:
+        return
+    turns = torch.tensor([episode.turns for episode in episodes])
+    meter.add("turns/mean", turns)
+    meter.add("turns/max", turns)
+    for limit in (UNFINISHED, CUT, DROPPED):
+        meter.add(f"turns/{limit}_frac", torch.tensor([episode.limit == limit for episode in episodes]))
+    rewards = [e.rewards.values() for e in episodes]
+    meter.add("turns/reward", torch.tensor([reward for some in rewards for reward in some]))
+    meter.add("completions/mean_context_length", torch.tensor([e.sampled.count(False) for e in episodes]))
+    counts = sum((episode.counts for episode in episodes), Counter())
+    meter.add("tools/malformed_frac", share(counts["malformed"], int(turns.sum())))
+    meter.add("tools/call_frequency", torch.tensor([episode.counts["calls"] for episode in episodes]))
+    failures = {"failure_frequency": counts[UNKNOWN] + counts[RAISED] + counts[TIMEOUT]}
+    failures |= {"unknown_frac": counts[UNKNOWN], "timeout_frac": counts[TIMEOUT]}
+    for name, number in failures.items():
+        meter.add(f"tools/{name}", share(number, counts["calls"]))
+
+
+def share(part: int, whole: int) -> Tensor:
+    """Return a vector of ones and zeros whose mean is part of the whole."""
+    return torch.arange(whole) < part
 
 
 def prompts_without_signal(rollout: Rollout, scorable_tokens: Tensor, num_generations: int) -> Tensor:

@@ -57,6 +57,18 @@ class Prompts:
         return [self[index] for index in prompt_indices(positions, len(self), seed)]
 
 
+@dataclass(frozen=True)
+class Row:
+    """One completion to be made: a dataset row, its prompt's token ids, its group and its seeds."""
+
+    columns: dict[str, Any]
+    prompt_ids: list[int]
+    number: int  # among all completions of the run, or of the evaluation
+    group: int  # equal for the completions of one prompt
+    seed: int
+    environment_seed: int = 0  # 32 bits; equal within a group
+
+
 def prepare_prompts(
     dataset: Dataset,
     tokenizer: PreTrainedTokenizerBase,
@@ -65,6 +77,7 @@ def prepare_prompts(
     chat_template_kwargs: Mapping[str, Any] | None = None,
     name: str = "train_dataset",
     may_be_empty: bool = False,
+    tools: Sequence[list[dict[str, Any]]] | None = None,
 ) -> Prompts:
     """Check and tokenise a dataset with a "prompt" column of text or of messages.
 
@@ -73,6 +86,7 @@ def prepare_prompts(
         max_length: tokens; longer prompts are dropped, or lose their beginning, as `overlong` says.
         name: the dataset's name in errors.
         may_be_empty: allow that no prompt is short enough.
+        tools: JSON schemas of the tools that each row's prompt shows; None: those of its column "tools".
     Raises:
         TypeError: not a `datasets.Dataset`.
         ValueError: no rows, no "prompt" column, a prompt of an unknown type, one that the tokenizer cannot render, or
@@ -96,6 +110,13 @@ def prepare_prompts(
     prompts = list(dataset["prompt"])
     conversational = is_conversational(prompts, name)
     own = [dataset[column] if column in dataset.column_names else repeat(None) for column in TEMPLATE_COLUMNS]
+    if tools is not None:
+        if not conversational:
+            raise ValueError(
+                f"{name} has prompts of text, and tools and environments need conversations; write each as "
+                "[{'role': 'user', 'content': ...}]"
+            )
+        own[0] = [schemas or given for schemas, given in zip(tools, own[0], strict=False)]
     options = zip(*own, strict=False) if conversational else repeat((None, None))
     ids = token_ids(prompts, options, conversational, tokenizer, chat_template_kwargs or {}, name)
     if max_length is None or all(len(tokens) <= max_length for tokens in ids):

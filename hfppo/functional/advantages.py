@@ -1,10 +1,10 @@
 """From token rewards to advantages: GAE, whitening, and the estimators that need no critic.
 
 Departures from the papers: advantages are 0 on masked columns, and credit passes undiscounted through masked columns
-between real ones.
+between sampled ones, which are the context of a completion of several turns.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from inspect import signature
 from typing import TypeVar
 
@@ -27,38 +27,95 @@ def gae(
     rewards: Tensor,
     values: Tensor,
     mask: Tensor,
-    gamma: float = 1.0,
+    gamma: float | Tensor = 1.0,
     lam: float | Tensor = 0.95,
     final_value: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimates over completion tokens. arXiv:1506.02438, eq. 16.
 
-        δ_t = r_t + γ·V(s_{t+1}) − V(s_t),   A_t = δ_t + γλ·A_{t+1},   R_t = A_t + V(s_t)
+        δ_t = r_t + γ_t·V(s_{t+1}) − V(s_t),   A_t = δ_t + γ_t·λ_t·A_{t+1},   R_t = A_t + V(s_t)
+
+    t + 1 is the next sampled token. With factors from `turn_factors` this contains turn-level GAE, where γ = λ = 1
+    within a turn, and bi-level GAE.
 
     Args:
         rewards, values: (B, T); index t belongs to completion token t.
-        mask: (B, T) bool, True on real tokens.
-        lam: λ, one for all or (B,), one per completion.
-        final_value: (B,), V of the state after the last real token; None means 0, the completion has ended.
+        mask: (B, T) bool, True on sampled tokens.
+        gamma: γ, one for all or (B, T).
+        lam: λ, one for all, (B,), one per completion, or (B, T).
+        final_value: (B,), V of the state after the last token; None means 0, the completion has ended.
     Returns:
         advantages, returns: (B, T), 0 where mask is False.
     Raises:
         ValueError: shapes that do not fit, or a reward other than 0 on a masked column, where it would be lost.
     """
     require_same_shape(rewards=rewards, values=values, mask=mask)
-    per_row = {"lam": lam, "final_value": final_value}
-    require_rows(rewards, **{name: x for name, x in per_row.items() if isinstance(x, Tensor)})
+    factors = {"gamma": gamma, "lam": lam, "final_value": final_value}
+    per_row = {name: x for name, x in factors.items() if isinstance(x, Tensor) and x.dim() == 1}
+    per_token = {name: x for name, x in factors.items() if isinstance(x, Tensor) and x.dim() > 1}
+    require_rows(rewards, **per_row)
+    require_same_shape(rewards=rewards, **per_token)
     _require_rewards_on_real_tokens(rewards, mask)
+    discounts = _columns(gamma, values)
+    decays = _columns(_product(gamma, lam), values)
     next_value = torch.zeros_like(values[:, 0]) if final_value is None else final_value
     running = torch.zeros_like(values[:, 0])
     advantages = torch.zeros_like(values)
     for t in reversed(range(values.shape[1])):
-        delta = rewards[:, t] + gamma * next_value - values[:, t]
-        running = torch.where(mask[:, t], delta + gamma * lam * running, running)
+        delta = rewards[:, t] + discounts[t] * next_value - values[:, t]
+        running = torch.where(mask[:, t], delta + decays[t] * running, running)
         next_value = torch.where(mask[:, t], values[:, t], next_value)
         advantages[:, t] = running
     advantages = advantages.where(mask, 0.0)
     return advantages, (advantages + values).where(mask, 0.0)
+
+
+def turn_ends(mask: Tensor, context: Tensor) -> Tensor:
+    """(B, T) bool: the last sampled token of each turn that context follows.
+
+    Args:
+        mask: (B, T) bool, True on sampled tokens.
+        context: (B, T) bool, True on the tokens of tools and environments.
+    """
+    require_same_shape(mask=mask, context=context)
+    return mask & torch.nn.functional.pad(context[:, 1:], (0, 1))
+
+
+def turn_starts(mask: Tensor) -> Tensor:
+    """(B, T) bool: the first sampled token of each turn.
+
+    Args:
+        mask: (B, T) bool, True on sampled tokens.
+    """
+    return mask & ~torch.nn.functional.pad(mask[:, :-1], (1, 0))
+
+
+def turn_factors(within: float | Tensor, between: float, turn_ends: Tensor) -> Tensor:
+    """(B, T) float64 factors of `gae`: `between` at the last token of each turn but the last, `within` elsewhere.
+
+    Args:
+        within: one for all, or (B,), one per completion.
+        turn_ends: (B, T) bool, from `turn_ends`.
+    """
+    if isinstance(within, Tensor):
+        require_rows(turn_ends, within=within)
+        within = within.double()[:, None]
+    inside = torch.ones(turn_ends.shape, dtype=torch.float64, device=turn_ends.device) * within
+    return inside.where(~turn_ends, between)
+
+
+def _product(gamma: float | Tensor, lam: float | Tensor) -> float | Tensor:
+    """γλ, in the shape of `gae`'s λ or γ."""
+    if isinstance(gamma, Tensor) and isinstance(lam, Tensor) and lam.dim() == 1:
+        return gamma * lam[:, None]
+    return gamma * lam
+
+
+def _columns(factor: float | Tensor, like: Tensor) -> Sequence[float | Tensor]:
+    """The factor of each column: a number or (B,), in the dtype of `like`."""
+    if isinstance(factor, Tensor) and factor.dim() == 2:
+        return factor.to(like.dtype).unbind(dim=1)
+    return [factor] * like.shape[1]
 
 
 def _require_rewards_on_real_tokens(rewards: Tensor, mask: Tensor) -> None:
@@ -184,12 +241,13 @@ def reinforce_plus_plus_baseline(rewards: Tensor, mask: Tensor, groups: Tensor) 
 
 
 @whitened
-def reinforce_plus_plus(rewards: Tensor, mask: Tensor, gamma: float = 1.0) -> Tensor:
+def reinforce_plus_plus(rewards: Tensor, mask: Tensor, gamma: float | Tensor = 1.0) -> Tensor:
     """Discounted sum of the token rewards from each token on, to be whitened over the rollout. arXiv:2501.03262.
 
     Args:
         rewards: (B, T) token rewards.
         mask: (B, T) bool, True on real tokens.
+        gamma: γ, one for all or (B, T), as in `gae`.
     Returns:
         (B, T), 0 where mask is False.
     """

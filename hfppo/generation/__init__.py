@@ -43,7 +43,7 @@ def make_sampler(
     sampling = Sampling(args.temperature, args.max_completion_length, eos_ids)
     engine: Engine
     if args.vllm_mode == "server":
-        engine = ServerEngine(model, sampling, args.vllm_server_base_url, args.vllm_server_timeout)
+        engine = ServerEngine(model, args.vllm_server_base_url, args.vllm_server_timeout)
     else:
-        engine = ColocatedEngine(model, sampling, args)
-    return VLLMSampler(model, engine, accelerator, args.output_dir, pad_id, eos_ids)
+        engine = ColocatedEngine(model, args)
+    return VLLMSampler(model, engine, accelerator, args.output_dir, pad_id, sampling)

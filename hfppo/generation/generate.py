@@ -1,5 +1,6 @@
 """Sampling with transformers' `generate`."""
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -97,7 +98,9 @@ class TransformersSampler(Sampler):
             max_new_tokens=max_completion_length, eos_token_id=eos_ids, pad_token_id=pad_id, use_cache=True
         )
 
-    def __call__(self, prompt_ids: Tensor, prompt_mask: Tensor, seeds: list[int] | None) -> Completions:
+    def __call__(
+        self, prompt_ids: Tensor, prompt_mask: Tensor, seeds: list[int] | None, budgets: list[int] | None = None
+    ) -> Completions:
         """See `Sampler`."""
         lengths = prompt_mask.sum(dim=1)
         by_length = lengths.argsort(descending=True, stable=True)  # of about one length, little padding
@@ -107,23 +110,31 @@ class TransformersSampler(Sampler):
         for rows in batches:
             ids, mask = (x[rows, -int(lengths[rows].max()) :] for x in (prompt_ids, prompt_mask))
             batch_seeds = None if seeds is None else [seeds[row] for row in rows.tolist()]
+            limits = [self.config.max_new_tokens] * len(rows) if budgets is None else [budgets[row] for row in rows]
 
-            def on_token(tokens: int, before: int = done, share: int = len(rows)) -> None:
-                self.on_progress((before + share * tokens / self.config.max_new_tokens) / len(prompt_ids))
+            def on_token(tokens: int, before: int = done, share: int = len(rows), most: int = max(limits)) -> None:
+                self.on_progress((before + share * tokens / most) / len(prompt_ids))
 
-            parts.append(self._sample(ids, mask, batch_seeds, on_token))
+            parts.append(self._sample(ids, mask, batch_seeds, limits, on_token))
             done += len(rows)
         return join_completions(parts, self.config.pad_token_id).rows(torch.cat(batches).argsort())
 
     def _sample(
-        self, prompt_ids: Tensor, prompt_mask: Tensor, seeds: list[int] | None, on_token: Callable[[int], None]
+        self,
+        prompt_ids: Tensor,
+        prompt_mask: Tensor,
+        seeds: list[int] | None,
+        limits: list[int],
+        on_token: Callable[[int], None],
     ) -> Completions:
-        """Sample completions of (B, T) prompts in one batch."""
+        """Sample completions of (B, T) prompts in one batch, of at most `limits` tokens each."""
         device = prompt_ids.device
         # MPS has no float64, and CUDA no deterministic cumulative sum.
         on_cpu = device.type == "mps" or torch.are_deterministic_algorithms_enabled()
         where = torch.device("cpu") if on_cpu else device
-        uniforms = None if seeds is None else row_uniforms(seeds, self.config.max_new_tokens).to(where)
+        config = copy.deepcopy(self.config)
+        config.max_new_tokens = max(limits)
+        uniforms = None if seeds is None else row_uniforms(seeds, max(limits)).to(where)
         choice = SeededChoice(uniforms, self.temperature, on_token)
         if isinstance(self.model, FSDPModule) and "generate" not in vars(self.model):
             # The shards of the root are gathered for it as well; Trainer asks for that in training only.
@@ -131,11 +142,11 @@ class TransformersSampler(Sampler):
         # Compiled layers are for whole sequences: a graph for one token and its cache costs more than it saves.
         eager = torch.compiler.set_stance("force_eager")
         reading = state_values(self.model, self.with_values and not is_sharded(self.model))
-        with torch.no_grad(), eager, generation_config_of(self.model, self.config), reading as values:
+        with torch.no_grad(), eager, generation_config_of(self.model, config), reading as values:
             sequences = self.model.generate(
                 input_ids=prompt_ids,
                 attention_mask=prompt_mask.long(),
-                generation_config=self.config,
+                generation_config=config,
                 logits_processor=LogitsProcessorList([choice]),
                 synced_gpus=is_sharded(self.model),
             )
@@ -145,6 +156,7 @@ class TransformersSampler(Sampler):
             torch.stack(choice.logprobs, dim=1),
             self.config.eos_token_id,
             torch.stack(values, dim=1) if values else None,
+            torch.tensor(limits, device=ids.device),
         )
 
 

@@ -17,14 +17,21 @@ class Completions:
     """B completions of T columns, padded on the right."""
 
     ids: Tensor  # (B, T) int64
-    mask: Tensor  # (B, T) bool, True up to and including the first EOS
-    truncated: Tensor  # (B,) bool, True where the length limit, not EOS, ended it
-    logprobs: Tensor  # (B, T) float32, log π_rollout of each token at temperature, nats, 0 on padding
-    values: Tensor | None = None  # (B, T) float32, V(s_t) before each token, 0 on padding, where sampling tells it too
+    mask: Tensor  # (B, T) bool, True on sampled tokens, up to and including the first EOS of each turn
+    truncated: Tensor  # (B,) bool, True where a limit, not EOS or the environment, ended it
+    logprobs: Tensor  # (B, T) float32, log π_rollout of each token at temperature, nats, 0 where none was sampled
+    values: Tensor | None = None  # (B, T) float32, V(s_t) before each token, 0 likewise, where sampling tells it too
+    context: Tensor | None = None  # (B, T) bool, True on tokens of tools and environments; None: there are none
+    open_ended: Tensor | None = None  # (B,) bool, True where the critic knows the last state; None: as `truncated`
 
     def __post_init__(self) -> None:
         require_same_shape(ids=self.ids, mask=self.mask, logprobs=self.logprobs)
         require_same_shape(truncated=self.truncated, first_column=self.ids[:, 0])
+
+    @property
+    def real(self) -> Tensor:
+        """(B, T) bool, True on all tokens, sampled ones and context: no holes, padding at the end."""
+        return self.mask if self.context is None else self.mask | self.context
 
     def cpu(self) -> "Completions":
         """Return a copy on the CPU."""
@@ -33,8 +40,8 @@ class Completions:
 
     def rows(self, which: slice | Tensor) -> "Completions":
         """Return some of the rows."""
-        values = None if self.values is None else self.values[which]
-        return Completions(self.ids[which], self.mask[which], self.truncated[which], self.logprobs[which], values)
+        given = {f.name: value[which] for f in fields(self) if (value := getattr(self, f.name)) is not None}
+        return replace(self, **given)
 
 
 class Sampler(Protocol):
@@ -49,13 +56,17 @@ class Sampler(Protocol):
         """Hold the current weights for the block, so that the sampler can be called."""
         return nullcontext()
 
-    def __call__(self, prompt_ids: Tensor, prompt_mask: Tensor, seeds: list[int] | None) -> Completions:
+    def __call__(
+        self, prompt_ids: Tensor, prompt_mask: Tensor, seeds: list[int] | None, budgets: list[int] | None = None
+    ) -> Completions:
         """Sample one completion per row.
 
         Args:
             prompt_ids: (B, P), padded on the left, on the trainer's device; the completions may be on any.
             prompt_mask: (B, P) bool, True on real tokens.
             seeds: one per row; the completion of a row depends on its own seed alone. None: greedy.
+            budgets: one per row, the most tokens of its completion; given with tools or environments only. None: the
+                configured limit.
         """
 
 
@@ -72,16 +83,22 @@ def join_completions(parts: list[Completions], pad_id: int) -> Completions:
     return Completions(rows("ids", pad_id), rows("mask", False), truncated, rows("logprobs", 0.0), values)
 
 
-def completions_from(ids: Tensor, logprobs: Tensor, eos_ids: list[int], values: Tensor | None = None) -> Completions:
+def completions_from(
+    ids: Tensor, logprobs: Tensor, eos_ids: list[int], values: Tensor | None = None, limits: Tensor | None = None
+) -> Completions:
     """Find where completions end. The mask comes from the first EOS, never from padding, which may be EOS too.
 
     Args:
         ids: (B, T), anything after the first EOS.
         logprobs, values: (B, T).
         eos_ids: tokens that end a completion.
+        limits: (B,) the most tokens of each; None: T.
     """
     is_eos = torch.isin(ids, torch.tensor(eos_ids, device=ids.device))
     mask = (is_eos.long().cumsum(dim=1) - is_eos.long()) == 0
+    if limits is not None:
+        mask &= torch.arange(ids.shape[1], device=ids.device) < limits[:, None]
+        is_eos = is_eos & mask
     values = None if values is None else values.where(mask, 0.0)
     return Completions(ids, mask, ~is_eos.any(dim=1), logprobs.where(mask, 0.0), values)
 

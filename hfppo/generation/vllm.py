@@ -58,16 +58,17 @@ class Sampling:
     max_tokens: int
     eos_ids: list[int]
 
-    def params(self, seed: int | None) -> dict[str, Any]:
+    def params(self, seed: int | None, budget: int | None = None) -> dict[str, Any]:
         """Return the fields of `vllm.SamplingParams`, which a server's requests share.
 
         Args:
             seed: of one completion; None: greedy.
+            budget: its most tokens; None: `max_tokens`.
         """
         return {
             "temperature": 0.0 if seed is None else self.temperature,
             "seed": seed,
-            "max_tokens": self.max_tokens,
+            "max_tokens": self.max_tokens if budget is None else budget,
             "stop_token_ids": self.eos_ids,
             "ignore_eos": True,  # `stop_token_ids` alone end a completion
             "logprobs": 0,  # of the sampled token only
@@ -88,8 +89,8 @@ class Engine(Protocol):
     def load(self, adapter: Adapter, old: Adapter | None) -> None:
         """Load the new adapter and unload the old one; called by one process only if the engine is shared."""
 
-    def generate(self, prompts: list[list[int]], seeds: list[int | None], adapter: Adapter) -> list[Sampled]:
-        """Return a completion for each prompt, in order."""
+    def generate(self, prompts: list[list[int]], sampling: list[dict[str, Any]], adapter: Adapter) -> list[Sampled]:
+        """Return a completion for each prompt, in order; `sampling` has the fields of `Sampling.params` for each."""
 
     def awake(self) -> Any:
         """Return a context manager; inside it the engine has its weights and cache in memory."""
@@ -103,7 +104,7 @@ class VLLMSampler(Sampler):
         folder: adapters are written here for vLLM and removed when the run ends; a server on another machine must see
             this folder under the same path.
         pad_id: the id that fills completions up.
-        eos_ids: the ids that end a completion.
+        sampling: the settings; its `eos_ids` end a completion.
     """
 
     def __init__(
@@ -113,10 +114,10 @@ class VLLMSampler(Sampler):
         accelerator: Accelerator,
         folder: str,
         pad_id: int,
-        eos_ids: list[int],
+        sampling: Sampling,
     ):
         self.model, self.engine, self.accelerator = model, engine, accelerator
-        self.pad_id, self.eos_ids = pad_id, eos_ids
+        self.pad_id, self.sampling = pad_id, sampling
         if accelerator.is_main_process:
             os.makedirs(folder, exist_ok=True)
             # Trainer leaves what begins with "_" out of what it pushes.
@@ -152,16 +153,20 @@ class VLLMSampler(Sampler):
             shutil.rmtree(old.folder)
         self.adapter = new
 
-    def __call__(self, prompt_ids: Tensor, prompt_mask: Tensor, seeds: list[int] | None) -> Completions:
+    def __call__(
+        self, prompt_ids: Tensor, prompt_mask: Tensor, seeds: list[int] | None, budgets: list[int] | None = None
+    ) -> Completions:
         """See `Sampler`."""
         assert self.adapter is not None, "call it inside `ready`"
         prompts = [ids[mask].tolist() for ids, mask in zip(prompt_ids.cpu(), prompt_mask.cpu(), strict=True)]
-        sampled = self.engine.generate(prompts, [None] * len(prompts) if seeds is None else list(seeds), self.adapter)
+        nothing = [None] * len(prompts)
+        sampling = list(map(self.sampling.params, seeds or nothing, budgets or nothing))
+        sampled = self.engine.generate(prompts, sampling, self.adapter)
         tokens = [torch.tensor(row) for row, _ in sampled]
         logprobs = [torch.tensor(row, dtype=torch.float32) for _, row in sampled]
         ids = pad_sequence(tokens, batch_first=True, padding_value=self.pad_id)
         mask = torch.arange(ids.shape[1]) < torch.tensor([len(row) for row in tokens])[:, None]
-        truncated = torch.tensor([int(row[-1]) not in self.eos_ids for row in tokens])
+        truncated = torch.tensor([int(row[-1]) not in self.sampling.eos_ids for row in tokens])
         return Completions(ids, mask, truncated, pad_sequence(logprobs, batch_first=True))
 
 
@@ -175,7 +180,7 @@ class ColocatedEngine:
 
     shared = False
 
-    def __init__(self, model: ActorCritic, sampling: Sampling, args: PPOConfig):
+    def __init__(self, model: ActorCritic, args: PPOConfig):
         base, rank = base_name(model), start_rank(model.peft_config["default"])
         engine_kwargs = cast(dict[str, Any], args.vllm_engine_kwargs or {})
         if args.world_size > 1 and engine_kwargs.get("tensor_parallel_size", 1) > 1:
@@ -193,7 +198,7 @@ class ColocatedEngine:
             raise ImportError(
                 f"use_vllm=True needs vLLM, and importing it failed: {error}; pip install vllm, or use_vllm=False"
             ) from error
-        self.sampling, self._sleeps = sampling, args.vllm_enable_sleep_mode
+        self._sleeps = args.vllm_enable_sleep_mode
         self._params, self._tokens, self._lora = vllm.SamplingParams, vllm.TokensPrompt, LoRARequest
         self.llm = vllm.LLM(
             **{
@@ -218,11 +223,11 @@ class ColocatedEngine:
     def load(self, adapter: Adapter, old: Adapter | None) -> None:
         """Do nothing: `generate` names the adapter, and vLLM evicts the least recently used one."""
 
-    def generate(self, prompts: list[list[int]], seeds: list[int | None], adapter: Adapter) -> list[Sampled]:
+    def generate(self, prompts: list[list[int]], sampling: list[dict[str, Any]], adapter: Adapter) -> list[Sampled]:
         """See `Engine`."""
         outputs = self.llm.generate(
             [self._tokens(prompt_token_ids=ids) for ids in prompts],
-            [self._params(**self.sampling.params(seed), detokenize=False) for seed in seeds],
+            [self._params(**fields, detokenize=False) for fields in sampling],
             lora_request=self._lora(adapter.name, adapter.number, adapter.folder),
             use_tqdm=False,
         )

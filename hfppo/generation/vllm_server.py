@@ -5,7 +5,7 @@ from typing import Any
 
 from tenacity import stop_after_delay
 
-from hfppo.generation.vllm import Adapter, Sampled, Sampling, base_name, dtype_name, start_rank
+from hfppo.generation.vllm import Adapter, Sampled, base_name, dtype_name, start_rank
 from hfppo.models.actor_critic import ActorCritic
 from hfppo.support.concurrency import wait_for
 from hfppo.support.http_client import Endpoint, ServerError, Unavailable
@@ -26,8 +26,7 @@ class ServerEngine:
 
     shared = True
 
-    def __init__(self, model: ActorCritic, sampling: Sampling, url: str, timeout: float):
-        self.sampling = sampling
+    def __init__(self, model: ActorCritic, url: str, timeout: float):
         # A vLLM server started without LoRA, or for a lower rank, answers 500, and retrying would not help.
         final = "Call to add_lora method failed"
         base = url.rstrip("/")  # each path begins with a slash
@@ -76,11 +75,11 @@ class ServerEngine:
                     error.status,
                 ) from error
 
-    def generate(self, prompts: list[list[int]], seeds: list[int | None], adapter: Adapter) -> list[Sampled]:
+    def generate(self, prompts: list[list[int]], sampling: list[dict[str, Any]], adapter: Adapter) -> list[Sampled]:
         """See `Engine`. If the server was restarted in between, load the adapter again first."""
         bodies = [
-            {"model": adapter.name, "prompt": ids, "return_token_ids": True, **self.sampling.params(seed)}
-            for ids, seed in zip(prompts, seeds, strict=True)
+            {"model": adapter.name, "prompt": ids, "return_token_ids": True, **fields}
+            for ids, fields in zip(prompts, sampling, strict=True)
         ]
         try:
             answers = wait_for(lambda: self.endpoint.post_all("/v1/completions", bodies))

@@ -47,7 +47,7 @@ def join_sequences(batch: Rollout) -> dict[str, Tensor]:
     """Return token ids and attention mask of prompts and completions, (B, P + T) each."""
     return {
         "input_ids": torch.cat([batch.prompt_ids, batch.completion_ids], dim=1),
-        "attention_mask": torch.cat([batch.prompt_mask, batch.mask], dim=1),
+        "attention_mask": torch.cat([batch.prompt_mask, batch.real], dim=1),
     }
 
 

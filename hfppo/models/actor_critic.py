@@ -28,12 +28,12 @@ logger = logging.getLogger(__name__)
 
 
 class TokenOutputs(NamedTuple):
-    """Outputs of one forward for the T completion tokens of B rows; 0 on padding."""
+    """Outputs of one forward for the T completion tokens of B rows; 0 where none was sampled."""
 
     logprobs: Tensor | None = None  # (B, T) float32, log π(y_t | x, y_<t) at temperature, nats
     entropy: Tensor | None = None  # (B, T) float32, of the full distribution at temperature, nats
     values: Tensor | None = None  # (B, T) float32, V(s_t) before token t
-    final_value: Tensor | None = None  # (B,) float32, V after the last real token, with `final_value`
+    final_value: Tensor | None = None  # (B,) float32, V after the last token, with `final_value`
 
 
 class ActorCritic(PeftModelForCausalLM):
@@ -133,7 +133,7 @@ class ActorCritic(PeftModelForCausalLM):
         Args:
             input_ids: (B, P + T), prompts padded on the left, completions on the right.
             attention_mask: (B, P + T), 1 on the tokens to attend to.
-            completion_mask: (B, T) bool, True on the completions' tokens.
+            completion_mask: (B, T) bool, True on the completions' sampled tokens, which alone get numbers.
             temperature: divides the logits.
             policy: False leaves log-probs and entropy out.
             values: False leaves the values out.
@@ -142,24 +142,25 @@ class ActorCritic(PeftModelForCausalLM):
         """
         if completion_mask is None:
             return super().forward(input_ids=input_ids, attention_mask=attention_mask, **kwargs)
+        width = completion_mask.shape[1]
         values = values and self.critic is not None
         shared = values and self.critic_is_shared
         logprobs = entropies = state_values = value_after = hidden = packed = None
         if policy or shared:
             language_model = self.ref_model if self._as_reference else self.causal_lm
             packed = can_pack(language_model)
-            layout = Layout.of(input_ids, attention_mask, completion_mask, packed, final_value)
+            layout = Layout.of(input_ids, attention_mask, width, packed, final_value)
             hidden = hidden_states(trunk_of(language_model), layout)
         if policy:
             real = completion_mask.nonzero(as_tuple=True)  # once, since the device waits for it
-            tokens = input_ids[:, -completion_mask.shape[1] :][real]
+            tokens = input_ids[:, -width:][real]
             before = hidden[layout.states[:, :-1][real]]
             found = token_logprobs(language_model, before, tokens, temperature, entropy)
             nothing = torch.zeros(completion_mask.shape, dtype=torch.float32, device=hidden.device)
             logprobs, entropies = (None if x is None else nothing.masked_scatter(completion_mask, x) for x in found)
         if values:
             if not shared and (own := can_pack(self.critic.trunk)) != packed:
-                layout = Layout.of(input_ids, attention_mask, completion_mask, own, final_value)
+                layout = Layout.of(input_ids, attention_mask, width, own, final_value)
             found_values = self.critic(hidden, layout)[layout.states]
             state_values = found_values[:, :-1].where(completion_mask, 0.0)
             value_after = found_values[:, -1] if final_value else None

@@ -27,7 +27,7 @@ class Layout:
         cls,
         input_ids: Tensor,
         attention_mask: Tensor,
-        completion_mask: Tensor,
+        width: int,
         packed: bool,
         final: bool,
     ) -> "Layout":
@@ -39,27 +39,28 @@ class Layout:
         Args:
             input_ids: (B, P + T).
             attention_mask: (B, P + T), not 0 on real tokens.
-            completion_mask: (B, T) bool, True on the real tokens of the completions.
+            width: T, the columns of the completions.
             packed: for attention that separates rows by their position ids.
             final: include the state after the last token of a completion, which costs reading that token.
         """
         real = attention_mask.bool()
         lengths = real.sum(dim=1)
-        steps = torch.arange(completion_mask.shape[1] + 1, device=input_ids.device)
-        first = lengths - completion_mask.sum(dim=1) - 1  # s_0 is read at the last token of the prompt
+        completed = real[:, -width:]
+        steps = torch.arange(width + 1, device=input_ids.device)
+        first = lengths - completed.sum(dim=1) - 1  # s_0 is read at the last token of the prompt
         if not final:
             from_last = real.long().cumsum(dim=1) == lengths[:, None]
-            real = real & ~(from_last & completion_mask.any(dim=1, keepdim=True))
+            real = real & ~(from_last & completed.any(dim=1, keepdim=True))
             lengths = real.sum(dim=1)
         states = torch.minimum(first[:, None] + steps, lengths[:, None] - 1)
         if packed:
             starts = lengths.cumsum(dim=0) - lengths
             positions = (real.long().cumsum(dim=1) - 1)[real]
             return cls({"input_ids": input_ids[real][None], "position_ids": positions[None]}, states + starts[:, None])
-        width = int(lengths.max())
-        order = (~real).byte().argsort(dim=1, stable=True)[:, :width]
+        longest = int(lengths.max())
+        order = (~real).byte().argsort(dim=1, stable=True)[:, :longest]
         rows = torch.arange(len(real), device=input_ids.device)[:, None]
-        return cls({"input_ids": input_ids.gather(1, order)}, states + rows * width)
+        return cls({"input_ids": input_ids.gather(1, order)}, states + rows * longest)
 
 
 @torch.no_grad()
@@ -72,8 +73,7 @@ def can_pack(model: Any) -> bool:
     kind = (type(model), implementation)
     if kind not in _packs:
         ids = torch.arange(6, device=model.device).view(2, 3) % model.config.get_text_config().vocab_size
-        mask = torch.ones_like(ids)
-        padded, packed = (Layout.of(ids, mask, mask.bool()[:, 1:], packed, True) for packed in (False, True))
+        padded, packed = (Layout.of(ids, torch.ones_like(ids), 2, packed, True) for packed in (False, True))
         trunk = model.base_model
         apart, together = (hidden_states(trunk, layout).float() for layout in (padded, packed))
         _packs[kind] = torch.allclose(apart, together, rtol=0.05, atol=0.05 * float(apart.abs().max()))

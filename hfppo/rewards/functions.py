@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hfppo.functional.kl import last_real_index
 from hfppo.rewards.contract import (
     Log,
     RewardFunc,
@@ -63,16 +64,18 @@ class RewardFunctions:
         completion_ids: list[list[int]],
         columns: Mapping[str, list[Any]],
         trainer_state: Any,
-        width: int,
+        mask: Tensor,
+        episodes: Sequence[Any] = (),
     ) -> Iterator[Callable[[], Scored]]:
         """Score B completions; `async def` functions run during the block, until the yielded function waits for them.
 
         Args:
             prompts, completions: B texts or conversations.
-            completion_ids: B lists of token ids, unpadded, EOS included.
+            completion_ids: B lists of token ids, unpadded, EOS and the tokens of tools and environments included.
             columns: the dataset's other columns, B entries each.
             trainer_state: `transformers.TrainerState`.
-            width: T, the columns of token rewards.
+            mask: (B, T) bool, True on sampled tokens, which rewards may stand on.
+            episodes: B, for the rewards that tools and environments give; empty without any.
         Raises:
             TypeError, ValueError: an output breaks the contract; names function and row.
         """
@@ -91,6 +94,7 @@ class RewardFunctions:
                 log_extra=log.extra,
                 log_metric=log.metric,
                 **({"log_failures": log.failures} if isinstance(func, RewardWrapper) else {}),
+                **({"episodes": episodes} if getattr(func, "reads_episodes", False) else {}),
             )
             for func, log in zip(self.funcs, logs, strict=True)
         ]
@@ -100,7 +104,7 @@ class RewardFunctions:
             def scored() -> Scored:
                 late = iter(awaited())
                 outputs = [next(late) if is_async(call) else out for call, out in zip(calls, given, strict=True)]
-                return self._scored(outputs, [len(ids) for ids in completion_ids], width, logs)
+                return self._scored(outputs, [len(ids) for ids in completion_ids], mask, logs)
 
             yield scored
 
@@ -109,7 +113,7 @@ class RewardFunctions:
         with self.scoring(*args, **kwargs) as scored:
             return scored()
 
-    def _scored(self, outputs: list[Any], lengths: list[int], width: int, logs: list["Log"]) -> Scored:
+    def _scored(self, outputs: list[Any], lengths: list[int], mask: Tensor, logs: list["Log"]) -> Scored:
         """Check and combine the outputs of the functions."""
         rows = [check_output(name, out, lengths) for name, out in zip(self.names, outputs, strict=True)]
         scores = torch.tensor(
@@ -120,7 +124,7 @@ class RewardFunctions:
         return Scored(
             per_function=scores,
             combined=(scores.nan_to_num(0.0) * weights).sum(dim=1),
-            per_token=place_on_tokens(rows, self.weights, lengths, width) if per_token else None,
+            per_token=place_on_tokens(rows, self.names, self.weights, mask) if per_token else None,
             scorable=(~scores.isnan() & (weights != 0)).any(dim=1),
             extra=columns_of(dict(zip(self.names, logs, strict=True)), len(lengths)),
             metrics=merge_logs(log.numbers for log in logs),
@@ -153,14 +157,28 @@ def check_weights(weights: Sequence[float] | None, names: list[str]) -> list[flo
 
 
 def place_on_tokens(
-    rows: list[list[float | list[float]]], weights: list[float], lengths: list[int], width: int
+    rows: list[list[float | list[float]]], names: list[str], weights: list[float], mask: Tensor
 ) -> Tensor:
-    """Return (B, T) weighted rewards: token rewards on their tokens, scores on the last token."""
-    placed = torch.zeros(len(lengths), width)
-    for values, weight in zip(rows, weights, strict=True):
+    """Return (B, T) weighted rewards: token rewards on their tokens, scores on the last sampled token.
+
+    Args:
+        mask: (B, T) bool, True on sampled tokens.
+    Raises:
+        ValueError: a reward stands on a token that the policy did not sample; names function, row and position.
+    """
+    placed = torch.zeros(mask.shape)
+    last = last_real_index(mask).tolist()
+    for values, name, weight in zip(rows, names, weights, strict=True):
         for row, value in enumerate(values):
             if isinstance(value, list):
-                placed[row, : lengths[row]] += weight * torch.tensor(value)
+                rewards = torch.tensor(value)
+                lost = (rewards.ne(0) & ~mask[row, : len(value)]).nonzero()
+                if len(lost):
+                    raise ValueError(
+                        f"reward function {name!r}, row {row}: a reward stands on token {int(lost[0])}, which a tool "
+                        "or environment wrote, where it would be lost; put it on a token that the model wrote"
+                    )
+                placed[row, : len(value)] += weight * rewards
             elif not math.isnan(value):
-                placed[row, lengths[row] - 1] += weight * value
+                placed[row, last[row]] += weight * value
     return placed

@@ -19,7 +19,7 @@ from hfppo.rewards.contract import (
     plain_name,
     rows_of,
 )
-from hfppo.rewards.time_limit import call_within
+from hfppo.support.time_limit import call_within
 
 logger = logging.getLogger(__name__)
 

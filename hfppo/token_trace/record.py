@@ -47,7 +47,7 @@ class Trace:
             kl_coef=kl_coef,
             truncated=bool(rollout.truncated[index]),
             prompt_ids=rollout.prompt_ids[index][rollout.prompt_mask[index]].tolist(),
-            completion_ids=rollout.completion_ids[index][rollout.mask[index]].tolist(),
+            completion_ids=rollout.completion_ids[index][rollout.real[index]].tolist(),
             table=table,
         )
 

@@ -72,7 +72,7 @@ class TokenTable:
             "advantage": rollout.advantages,
             "counted": rollout.loss_mask,
         }
-        mask = rollout.mask[index]
+        mask = rollout.real[index]
         columns = {name: x[index][mask].tolist() for name, x in tensors.items() if x is not None}
         texts = token_texts(rollout.completion_ids[index][mask].tolist(), tokenizer)
         return cls(

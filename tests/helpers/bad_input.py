@@ -34,6 +34,7 @@ from transformers import (
 
 from helpers.http_server import Server
 from helpers.runs import count_digits
+from helpers.scripted import token_mask
 from helpers.tiny import LORA, tiny_model
 from hfppo import AdaptiveKLCallback, PPOConfig, PPOTrainer, RewardServer
 from hfppo.config_checks import check_config
@@ -123,7 +124,7 @@ def returned(output: Callable[[list[list[int]]], Any], log: Callable[..., Any] =
         completion_ids=[[4, 1], [3, 4, 1], [3, 4, 5, 1]] * 2 + [[3, 1], [4, 1]],
         columns={},
         trainer_state=TrainerState(),
-        width=4,
+        mask=token_mask([[0] * n for n in (2, 3, 4, 2, 3, 4, 2, 2)]),
     )
 
 

@@ -50,7 +50,7 @@ def score(funcs, weights=None, texts=("12", "3", ""), **columns) -> Scored:
         completion_ids=ids,
         columns=columns,
         trainer_state=TrainerState(),
-        width=max(map(len, ids)),
+        mask=token_mask(ids),
     )
 
 
@@ -93,3 +93,9 @@ def off_trainer(make_trainer, mode, **config):
     trainer = make_trainer({"policy_mode": mode, "kl_coef": 0.0, **config})
     trainer.collector = replace(trainer.collector, sampler=Off(trainer.collector.sampler))
     return trainer
+
+
+def token_mask(ids):
+    """The (B, T) mask of lists of token ids."""
+    lengths = torch.tensor([len(row) for row in ids])
+    return torch.arange(int(lengths.max())) < lengths[:, None]

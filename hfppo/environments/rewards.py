@@ -1,0 +1,48 @@
+"""The rewards that tools and environments give, as one more reward function."""
+
+import inspect
+from collections.abc import Awaitable, Sequence
+from typing import Any
+
+from hfppo.environments.contract import check_reward
+from hfppo.environments.episodes import Episode
+from hfppo.rewards.contract import RewardFunc
+
+
+def episode_reward(kind: type | None, alone: bool) -> RewardFunc:
+    """Return a function of the rewards of each turn, and of what `get_reward` gives at the end of an episode.
+
+    It returns a reward for each token, or None for an episode that it does not score: of another environment, of one
+    whose state is unknown, or one that got no reward.
+
+    Args:
+        kind: the class of an environment; None for tools without an environment.
+        alone: whether the run has no other reward function: an episode without reward then has the score 0.
+    """
+
+    def score(episode: Episode, final: float | None) -> list[float] | None:
+        if final is None and not (episode.rewards or alone):
+            return None
+        return episode.token_rewards(final or 0.0)
+
+    def final_of(episode: Episode) -> Any:
+        return getattr(episode.environment, "get_reward", lambda: None)()
+
+    def checked(episode: Episode, final: Any) -> float | None:
+        name = f"{type(episode.environment).__name__}.get_reward, row {episode.row.number},"
+        return None if final is None else check_reward(name, final)
+
+    def scored(episode: Episode) -> bool:
+        return not episode.failed and (kind is None or type(episode.environment) is kind)
+
+    def plain(episodes: Sequence[Episode], **_: Any) -> list[list[float] | None]:
+        return [score(e, checked(e, final_of(e))) if scored(e) else None for e in episodes]
+
+    async def waiting(episodes: Sequence[Episode], **_: Any) -> list[list[float] | None]:
+        finals: list[Awaitable[Any] | None] = [final_of(e) if scored(e) else None for e in episodes]
+        return [None if f is None else score(e, checked(e, await f)) for e, f in zip(episodes, finals, strict=True)]
+
+    func: Any = waiting if inspect.iscoroutinefunction(getattr(kind, "get_reward", None)) else plain
+    func.__name__ = "tools" if kind is None else kind.__name__
+    func.reads_episodes = True
+    return func
