@@ -3,6 +3,7 @@
 from hfppo.callbacks.adaptive_kl import AdaptiveKLCallback
 from hfppo.callbacks.events import PPOCallback
 from hfppo.config import PPOConfig
+from hfppo.environments import GymnasiumEnvironment, Result, TextEnvironment
 from hfppo.models.actor_critic import ActorCritic
 from hfppo.reporting.completions import PrintCompletionsCallback
 from hfppo.reporting.health import HealthCallback, HealthWarning
@@ -21,6 +22,7 @@ __version__ = "0.1.0"
 __all__ = [
     "ActorCritic",
     "AdaptiveKLCallback",
+    "GymnasiumEnvironment",
     "HealthCallback",
     "HealthWarning",
     "LogFileCallback",
@@ -30,9 +32,11 @@ __all__ = [
     "PPOTrainer",
     "PlotCallback",
     "PrintCompletionsCallback",
+    "Result",
     "RewardModel",
     "RewardServer",
     "Rollout",
+    "TextEnvironment",
     "TokenTable",
     "TokenTraceCallback",
     "TolerantReward",

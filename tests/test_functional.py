@@ -909,7 +909,8 @@ def test_normalised_reduction_needs_max_length():
 # Contracts that hold for every function
 
 NUMBERS = ("explained_variance", "effective_sample_size")
-BOOLS = dict.fromkeys(("clip_fractions", "value_clipped", "importance_weights"), torch.bool)
+BOOLS = ("clip_fractions", "value_clipped", "importance_weights", "turn_ends", "turn_starts")
+OTHER_DTYPES = {**dict.fromkeys(BOOLS, torch.bool), "turn_factors": torch.float64}  # products round once
 
 
 def test_every_public_tensor_function_is_among_the_calls():
@@ -938,7 +939,7 @@ def test_results_do_not_share_memory_with_arguments(name):
 def test_float32_stays_float32(name):
     result = CALLS[name](SimpleNamespace(**INPUTS))
     for x in result if isinstance(result, tuple) else (result,):
-        assert isinstance(x, float) if name in NUMBERS else x.dtype in (torch.float32, BOOLS.get(name))
+        assert isinstance(x, float) if name in NUMBERS else x.dtype in (torch.float32, OTHER_DTYPES.get(name))
 
 
 class Watched(SimpleNamespace):
@@ -956,7 +957,12 @@ def used_by(name: str) -> set[str]:
     return watched.used
 
 
-ANY_SHAPE = {("length_adaptive_lam", "mask"), ("gpg_loss", "b")}  # the only tensor; one that is not used
+ANY_SHAPE = {  # the only tensor, or one that is not used
+    ("length_adaptive_lam", "mask"),
+    ("turn_starts", "mask"),
+    ("turn_factors", "mask"),
+    ("gpg_loss", "b"),
+}
 OTHER_SHAPES = sorted({(name, tensor) for name in CALLS for tensor in used_by(name)} - ANY_SHAPE)
 
 

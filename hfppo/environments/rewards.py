@@ -35,10 +35,10 @@ def episode_reward(kind: type | None, alone: bool) -> RewardFunc:
     def scored(episode: Episode) -> bool:
         return not episode.failed and (kind is None or type(episode.environment) is kind)
 
-    def plain(episodes: Sequence[Episode], **_: Any) -> list[list[float] | None]:
+    def plain(episodes: Sequence[Episode] = (), **_: Any) -> list[list[float] | None]:
         return [score(e, checked(e, final_of(e))) if scored(e) else None for e in episodes]
 
-    async def waiting(episodes: Sequence[Episode], **_: Any) -> list[list[float] | None]:
+    async def waiting(episodes: Sequence[Episode] = (), **_: Any) -> list[list[float] | None]:
         finals: list[Awaitable[Any] | None] = [final_of(e) if scored(e) else None for e in episodes]
         return [None if f is None else score(e, checked(e, await f)) for e, f in zip(episodes, finals, strict=True)]
 

@@ -26,6 +26,9 @@ from hfppo.functional import (
     straight_through_kl,
     token_kl,
     token_rewards,
+    turn_ends,
+    turn_factors,
+    turn_starts,
     value_clipped,
     value_loss,
     whiten,
@@ -49,6 +52,9 @@ INPUTS = {
 
 CALLS = {
     "gae": lambda x: gae(x.a, x.b, x.mask, 0.9, x.scores / 4, x.scores),
+    "turn_ends": lambda x: turn_ends(x.mask, x.b > 0),
+    "turn_starts": lambda x: turn_starts(x.mask),
+    "turn_factors": lambda x: turn_factors(x.scores / 4, 0.5, x.mask),
     "length_adaptive_lam": lambda x: length_adaptive_lam(x.mask, 0.8),
     "whiten": lambda x: whiten(x.b, x.mask),
     "explained_variance": lambda x: explained_variance(x.a, x.b, x.mask),

@@ -1,0 +1,135 @@
+"""A tokenizer that calls tools, a sampler that plays turns from a script, and environments."""
+
+from collections.abc import Sequence
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from hfppo import Result, TextEnvironment
+from hfppo.generation.sampler import Completions, Sampler, completions_from
+
+PAD, EOS, USER, ASSISTANT, TOOL, CALL, END = "<pad>", "<eos>", "<user>", "<assistant>", "<tool>", "<call>", "</call>"
+SPECIAL = [PAD, EOS, USER, ASSISTANT, TOOL, CALL, END]
+LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789 <>/()=,.?!_{}:'\"[]-+"
+
+TEMPLATE = (
+    "{% for t in tools or [] %}[{{ t['function']['name'] }}]{% endfor %}"
+    "{% for m in messages %}"
+    "{% if m['role'] == 'tool' %}<tool>{{ m['content'] }}<eos>"
+    "{% else %}<{{ m['role'] }}>{{ m['content'] }}"
+    "{% for c in m['tool_calls'] or [] %}<call>{{ c['function']['name'] }}("
+    "{% for k, v in c['function']['arguments'].items() %}{{ k }}={{ v }}{{ ',' if not loop.last }}{% endfor %})</call>"
+    "{% endfor %}<eos>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+RESPONSE = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": ASSISTANT,
+    "fields": {
+        "tool_calls": {
+            "open_pattern": r"<call>(?P<name>[a-z_]+)\(",
+            "close_pattern": r"\)</call>",
+            "repeats": True,
+            "content": "kv-lines",
+            "content_args": {"line_sep": ",", "kv_sep": "="},
+            "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+        },
+        "content": {"close_pattern": r"<eos>", "content": "text"},
+    },
+}
+
+
+def calling_tokenizer() -> PreTrainedTokenizerFast:
+    """Characters, and special tokens for roles and calls: open(key=3) is a call between <call> and </call>."""
+    vocabulary = {token: i for i, token in enumerate([*SPECIAL, *LETTERS])}
+    made = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
+    made.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
+    made.decoder = decoders.Fuse()
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token=PAD, eos_token=EOS, extra_special_tokens=SPECIAL[2:], padding_side="left"
+    )
+    wrapped.chat_template, wrapped.response_template = TEMPLATE, RESPONSE
+    return wrapped
+
+
+VOCAB_SIZE = len(SPECIAL) + len(LETTERS)
+
+
+def call(name: str, **arguments: object) -> str:
+    """A tool call as the model writes it."""
+    return f"{CALL}{name}({','.join(f'{k}={v}' for k, v in arguments.items())}){END}"
+
+
+class Script(Sampler):
+    """Plays turns from a script: row i of the first call plays script i, a turn per call.
+
+    A row is known by the beginning of its prompt, which must differ between the rows.
+
+    Args:
+        turns: of each row, as text; EOS is added unless the text ends with "…".
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, *turns: Sequence[str]):
+        self.tokenizer, self.turns = tokenizer, turns
+        self.prompts: list[list[int]] = []
+        self.calls: list[int] = []  # rows of each call
+
+    def __call__(self, prompt_ids, prompt_mask, seeds, budgets=None) -> Completions:
+        given = [ids[mask].tolist() for ids, mask in zip(prompt_ids, prompt_mask, strict=True)]
+        self.calls.append(len(given))
+        if len(self.calls) == 1:
+            self.prompts, self.taken = given, [0] * len(given)
+        rows = []
+        for ids, budget in zip(given, budgets, strict=True):
+            row = next(i for i, p in enumerate(self.prompts) if ids[: len(p)] == p and self.left(i))
+            text = self.turns[row % len(self.turns)][self.taken[row]]
+            self.taken[row] += 1
+            end = "" if text.endswith("…") else EOS
+            rows.append(self.tokenizer(text.removesuffix("…") + end, add_special_tokens=False)["input_ids"][:budget])
+        width = max(map(len, rows))
+        ids = torch.tensor([row + [0] * (width - len(row)) for row in rows])
+        lengths = torch.tensor(list(map(len, rows)))
+        eos = self.tokenizer.eos_token_id
+        return completions_from(ids, torch.full(ids.shape, -0.5), [eos], limits=lengths)
+
+    def left(self, row: int) -> bool:
+        return self.taken[row] < len(self.turns[row % len(self.turns)])
+
+
+class Doors:
+    """Three doors; key k opens door k. The class is written for TRL, but for the rewards of its results."""
+
+    def reset(self, start: int = 0, seed: int = 0, **row) -> str:
+        self.door, self.seed = start, seed
+        return f"door {start}"
+
+    def open(self, key: int) -> str:
+        """
+        Open the door.
+
+        Args:
+            key: the number of the key
+        """
+        if key != self.door:
+            return Result("no", reward=-0.25)
+        self.door += 1
+        return Result("yes", reward=1.0, done=self.door == 3)
+
+    def look(self) -> str:
+        """Look at the door."""
+        return f"door {self.door}"
+
+
+class Counting(TextEnvironment):
+    """Asks for the next number; ends after three right ones."""
+
+    def reset(self, start: int = 0, **row) -> str:
+        self.next = start
+        return f"{self.next}"
+
+    def step(self, text: str):
+        if text != str(self.next + 1):
+            return "no", -0.5, False, False, {}
+        self.next += 1
+        return f"{self.next}", 1.0, self.next == 3, self.next == 7, {}
