@@ -113,8 +113,8 @@ class PPOTrainer(CrashSafeTrainer):
         environment_factory: EnvironmentFactory | Mapping[str, EnvironmentFactory] | None = None,
     ):
         args = PPOConfig() if args is None else args
-        train_dataset = default_dataset(environment_factory, args) if train_dataset is None else train_dataset
         check_arguments(model, ref_model, args, callbacks)
+        train_dataset = default_dataset(environment_factory, args) if train_dataset is None else train_dataset
         set_seed(args.seed)  # the adapter is initialized here, before Trainer sets the seed
         parts = assemble(
             model,

