@@ -12,9 +12,8 @@ from pathlib import Path
 import rich
 import torch
 from datasets import load_dataset
-from run import ActorArguments, actor_config, evaluate, init_kwargs, run
+from run import ActorArguments, RecipeParser, actor_config, evaluate, init_kwargs, run
 from transformers import EvalPrediction
-from trl import TrlParser
 
 from hfppo import PPOConfig, PPOTrainer, TokenTable
 
@@ -78,4 +77,4 @@ def main(script_args: ArithmeticArguments, args: PPOConfig, model_args: Arithmet
 
 
 if __name__ == "__main__":
-    main(*TrlParser((ArithmeticArguments, PPOConfig, ArithmeticActor), allow_abbrev=False).parse_args_and_config())
+    main(*RecipeParser((ArithmeticArguments, PPOConfig, ArithmeticActor), allow_abbrev=False).parse_args_and_config())

@@ -20,7 +20,6 @@ from typing import Any
 
 from datasets import Dataset
 from transformers import EvalPrediction
-from trl import TrlParser
 
 from hfppo import PPOConfig, PPOTrainer
 
@@ -30,7 +29,7 @@ except ImportError as error:
     raise ImportError("recipes/gsm8k.py compares answers with Math-Verify: pip install math-verify") from error
 
 from dataset import DataArguments, conversation, load
-from run import ActorArguments, actor_config, evaluate, init_kwargs, run
+from run import ActorArguments, RecipeParser, actor_config, evaluate, init_kwargs, run
 
 MARK, BOX = "####", "\\boxed{"
 THOUSANDS = re.compile(r"(?<=\d)(?:,|\{,\}|\\,|,\\!)(?=\d{3})")
@@ -146,4 +145,4 @@ def main(script_args: GSM8KArguments, args: PPOConfig, model_args: GSM8KActor) -
 
 
 if __name__ == "__main__":
-    main(*TrlParser((GSM8KArguments, PPOConfig, GSM8KActor), allow_abbrev=False).parse_args_and_config())
+    main(*RecipeParser((GSM8KArguments, PPOConfig, GSM8KActor), allow_abbrev=False).parse_args_and_config())

@@ -17,8 +17,7 @@ from typing import Any
 
 import torch
 from dataset import DataArguments, load
-from run import ActorArguments, actor_config, evaluate, init_kwargs, run
-from trl import TrlParser
+from run import ActorArguments, RecipeParser, actor_config, evaluate, init_kwargs, run
 
 from hfppo import PPOConfig, PPOTrainer
 
@@ -94,4 +93,4 @@ def main(script_args: PPOArguments, args: PPOConfig, model_args: ActorArguments)
 
 
 if __name__ == "__main__":
-    main(*TrlParser((PPOArguments, PPOConfig, ActorArguments), allow_abbrev=False).parse_args_and_config())
+    main(*RecipeParser((PPOArguments, PPOConfig, ActorArguments), allow_abbrev=False).parse_args_and_config())

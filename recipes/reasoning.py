@@ -24,7 +24,6 @@ from datasets import Dataset
 from rich.table import Table
 from rich.text import Text
 from transformers import EvalPrediction
-from trl import TrlParser
 
 from hfppo import PPOConfig, PPOTrainer
 from hfppo.support.printable import escape_control_characters
@@ -39,7 +38,7 @@ except ImportError as error:
     ) from error
 
 from dataset import conversation
-from run import ActorArguments, actor_config, evaluate, init_kwargs, run
+from run import ActorArguments, RecipeParser, actor_config, evaluate, init_kwargs, run
 
 Drawn = list[tuple[ProceduralDataset, dict[str, Any]]]  # entries, each with the task that scores answers to it
 
@@ -275,4 +274,4 @@ def main(script_args: ReasoningArguments, args: PPOConfig, model_args: Reasoning
 
 
 if __name__ == "__main__":
-    main(*TrlParser((ReasoningArguments, PPOConfig, ReasoningActor), allow_abbrev=False).parse_args_and_config())
+    main(*RecipeParser((ReasoningArguments, PPOConfig, ReasoningActor), allow_abbrev=False).parse_args_and_config())

@@ -1,15 +1,17 @@
-"""Code that the recipes share: the actor's arguments, and a run from a trainer to a saved, measured adapter."""
+"""Code that the recipes share: arguments, their parser, and a run from a trainer to a saved, measured adapter."""
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from peft import PeftConfig
 from transformers import TrainingArguments
-from trl import ModelConfig, get_peft_config, get_quantization_config
+from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
 
 from hfppo import PPOTrainer
 from hfppo.models.loading import adapter_config
+from hfppo.reporting.progress import describe_sizes
 
 
 @dataclass
@@ -19,6 +21,19 @@ class ActorArguments(ModelConfig):
     use_peft: bool = field(default=True, metadata={"help": "Always True: the actor is an adapter."})
     lora_dropout: float = field(default=0.0, metadata={"help": "Dropout adds noise to the ratio."})
     lora_target_modules: list[str] = field(default_factory=lambda: ["all-linear"], metadata={"help": "LoRA layers."})
+
+
+class RecipeParser(TrlParser):
+    """TRL's parser; `--help` ends with the sizes that the defaults make, those of `--config` included."""
+
+    def format_help(self) -> str:
+        """Return the help, with sizes in completions for the number of processes that were launched."""
+        names = ("per_device_train_batch_size", "gradient_accumulation_steps", "num_mini_batches", "num_ppo_epochs")
+        batch, accumulation, mini_batches, epochs = (self.get_default(name) for name in names)
+        processes = int(os.environ.get("WORLD_SIZE", "1"))
+        sizes = describe_sizes(batch * accumulation * mini_batches, processes, epochs * mini_batches)
+        self.epilog = f"sizes with these defaults and {processes} process(es): {sizes}"
+        return super().format_help()
 
 
 def init_kwargs(args: TrainingArguments, model_args: ModelConfig) -> dict[str, Any]:

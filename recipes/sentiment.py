@@ -16,9 +16,8 @@ import torch
 from dataset import load
 from datasets import Dataset
 from ppo import RewardArguments, import_function
-from run import ActorArguments, actor_config, evaluate, init_kwargs, run
+from run import ActorArguments, RecipeParser, actor_config, evaluate, init_kwargs, run
 from transformers import AutoTokenizer, EvalPrediction, PreTrainedTokenizerBase, pipeline
-from trl import TrlParser
 
 from hfppo import PPOConfig, PPOTrainer
 from hfppo.models.loading import load_tokenizer
@@ -136,4 +135,4 @@ def main(script_args: SentimentArguments, args: PPOConfig, model_args: Sentiment
 
 
 if __name__ == "__main__":
-    main(*TrlParser((SentimentArguments, PPOConfig, SentimentActor), allow_abbrev=False).parse_args_and_config())
+    main(*RecipeParser((SentimentArguments, PPOConfig, SentimentActor), allow_abbrev=False).parse_args_and_config())

@@ -112,7 +112,20 @@ def test_a_log_file_gets_plain_lines(make_trainer, capfd, monkeypatch):
 
 def test_a_log_file_is_quiet_between_two_lines(make_trainer, capfd):
     make_trainer(FOUR_STEPS).train()
-    assert "step" not in capfd.readouterr().err
+    assert "step 1" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(("max_steps", "rollouts"), [(8, 2), (9, 3)])
+def test_a_run_begins_with_its_sizes(make_trainer, capfd, max_steps, rollouts):
+    sizes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3, "num_mini_batches": 2}
+    make_trainer({**FOUR_STEPS, **sizes, "num_ppo_epochs": 2, "max_steps": max_steps}).train()
+    wanted = f"{rollouts} rollouts of 12 completions (12 per process), 4 optimizer steps each"
+    assert capfd.readouterr().err.startswith(wanted)
+
+
+def test_sizes_count_all_processes():
+    wanted = "rollouts of 96 completions (12 per process), 4 optimizer steps each"
+    assert progress.describe_sizes(completions=12, processes=8, steps=4) == wanted
 
 
 def test_a_phase_shows_while_it_runs_even_just_after_the_last_drawing(make_trainer, terminal):

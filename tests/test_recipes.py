@@ -5,7 +5,7 @@ import os
 import runpy
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import arithmetic
@@ -16,7 +16,7 @@ import sentiment
 import sft
 import torch
 from dataset import DataArguments, load
-from run import ActorArguments, actor_config, init_kwargs, resume_argument
+from run import ActorArguments, RecipeParser, actor_config, init_kwargs, resume_argument
 from safetensors.torch import load_file
 from trl import ModelConfig, RewardConfig, SFTConfig, TrlParser
 
@@ -45,6 +45,29 @@ def few_rows(tmp_path: Path) -> list[str]:
     test = (RECIPES / "arithmetic/test.jsonl").read_text().splitlines(keepends=True)[:8]
     (tmp_path / "few.jsonl").write_text("".join(test))
     return ["--test_file", str(tmp_path / "few.jsonl")]
+
+
+@pytest.mark.parametrize(
+    ("processes", "flags", "wanted"),
+    [
+        ("1", [], "rollouts of 24 completions (24 per process), 20 optimizer steps each"),
+        ("4", [], "rollouts of 96 completions (24 per process), 20 optimizer steps each"),
+        ("4", ["--config"], "rollouts of 48 completions (12 per process), 10 optimizer steps each"),
+    ],
+)
+def test_help_shows_the_sizes_in_completions(tmp_path, monkeypatch, capsys, processes, flags, wanted):
+    @dataclass
+    class Sizes:
+        per_device_train_batch_size: int = 2
+        gradient_accumulation_steps: int = 3
+        num_mini_batches: int = 4
+        num_ppo_epochs: int = 5
+
+    monkeypatch.setenv("WORLD_SIZE", processes)
+    (tmp_path / "run.yaml").write_text("num_mini_batches: 2\n")
+    with pytest.raises(SystemExit):
+        RecipeParser(Sizes).parse_args_and_config([*flags, *([str(tmp_path / "run.yaml")] if flags else []), "--help"])
+    assert wanted in " ".join(capsys.readouterr().out.split())
 
 
 def test_arithmetic_leaves_what_trainers_examples_leave_and_resumes(tmp_path, few_rows, capsys):

@@ -54,10 +54,13 @@ class RunProgress(ProgressCallback):
         return progress
 
     def on_train_begin(self, args, state, control, **kwargs):
-        """Start at the step of the checkpoint that is resumed."""
+        """Print the sizes of the run, and start the bar at the step of the checkpoint that is resumed."""
         self._first = self.current_step = state.global_step
         self._began = self._last_line = time.monotonic()
         if state.is_world_process_zero:
+            rollouts = -(-state.max_steps // args.updates_per_rollout)
+            sizes = describe_sizes(args.rollout_size_per_process, args.world_size, args.updates_per_rollout)
+            print(f"{rollouts} {sizes}", file=sys.stderr, flush=True)
             # `smoothing=0` averages over the whole run: rollouts and steps alternate, so the latest rate says little.
             self.training_bar = tqdm(
                 total=state.max_steps,
@@ -120,6 +123,17 @@ class RunProgress(ProgressCallback):
             elapsed = now - self._began
             place = {"n": self.current_step, "total": bar.total, "initial": self._first, "elapsed": elapsed}
             print(tqdm.format_meter(**place, postfix=doing, bar_format=LINE), file=sys.stderr, flush=True)
+
+
+def describe_sizes(completions: int, processes: int, steps: int) -> str:
+    """Return the sizes of rollouts in words.
+
+    Args:
+        completions: in a rollout, per process.
+        steps: optimizer steps per rollout.
+    """
+    together = completions * processes
+    return f"rollouts of {together} completions ({completions} per process), {steps} optimizer steps each"
 
 
 def short_line(step: int, logs: dict[str, Any]) -> str:
