@@ -1,9 +1,7 @@
-"""The log on disk, the picture of a run, and the page's code for several runs."""
+"""The picture of a run, and the page's code for several runs."""
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import matplotlib
@@ -11,47 +9,12 @@ import pytest
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from helpers.runs import read_log
 from hfppo import LogFileCallback, PlotCallback
 from hfppo.metrics import METRICS
 from hfppo.reporting.plot import PANELS, draw_panels, select_panels
 
-FOUR_STEPS = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
 PNG = b"\x89PNG"
 DOCS = Path(__file__).parents[1] / "docs"
-
-
-def test_the_file_is_the_log_history(make_trainer):
-    trainer = make_trainer(FOUR_STEPS)
-    trainer.train()
-    assert len(trainer.state.log_history) == 5  # and the times at the end
-    assert read_log(trainer.args.output_dir) == trainer.state.log_history
-    trainer.log({"afterwards": 1.0})
-    assert read_log(trainer.args.output_dir) == trainer.state.log_history
-
-
-def test_a_run_that_goes_on_from_an_earlier_checkpoint_has_no_line_twice(make_trainer):
-    make_trainer(FOUR_STEPS).train()
-    resumed = make_trainer({**FOUR_STEPS, "max_steps": 6})
-    resumed.train(resume_from_checkpoint=f"{resumed.args.output_dir}/checkpoint-2")
-    log = read_log(resumed.args.output_dir)
-    assert log == resumed.state.log_history
-    assert [e["step"] for e in log if "loss" in e] == [1, 2, 3, 4, 5, 6]
-
-
-def test_a_new_run_in_an_old_folder_begins_a_new_file(make_trainer):
-    make_trainer({"max_steps": 3}).train()
-    trainer = make_trainer({"max_steps": 2})
-    trainer.train()
-    assert [e["step"] for e in read_log(trainer.args.output_dir) if "loss" in e] == [1, 2]
-
-
-def test_an_evaluation_before_training_leaves_an_old_file_alone(make_trainer, dataset):
-    make_trainer({"max_steps": 2}).train()
-    trainer = make_trainer(eval_dataset=dataset.select(range(2)))
-    before = read_log(trainer.args.output_dir)
-    trainer.evaluate()
-    assert read_log(trainer.args.output_dir) == before
 
 
 def test_every_panel_shows_metrics_that_are_logged():
@@ -89,7 +52,7 @@ def drawn(monkeypatch) -> dict[str, dict[str, list[tuple]]]:
 
 @pytest.mark.usefixtures("picture")
 def test_the_picture_comes_at_the_end_and_holds_the_log_history(make_trainer, drawn):
-    trainer = make_trainer(FOUR_STEPS)
+    trainer = make_trainer({"max_steps": 4})
     trainer.train()
     file = Path(trainer.args.output_dir) / "curves.png"
     assert file.read_bytes().startswith(PNG)
@@ -132,11 +95,6 @@ def test_removed_callbacks_leave_no_files(make_trainer):
     trainer.remove_callback(LogFileCallback)
     trainer.train()
     assert not [p for p in Path(trainer.args.output_dir).glob("*") if p.name.startswith(("curves", "metrics"))]
-
-
-def test_matplotlib_is_imported_when_it_draws():
-    code = "import sys, hfppo; assert 'matplotlib' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
 
 def test_the_code_of_the_page_draws_the_mean_over_seeds_and_their_range(tmp_path, monkeypatch):
