@@ -1,6 +1,5 @@
 """Fixtures of all tests. Nothing is downloaded."""
 
-import gc
 import os
 import shutil
 
@@ -17,18 +16,14 @@ from datasets import Dataset
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast, TrainerCallback
 
 from helpers.http_server import Answer, Server
+from helpers.processes import freeze_imports
 from helpers.runs import SMALL, count_digits
 from helpers.tiny import CHAT_TEMPLATE, LORA, tiny_model
 from hfppo import PlotCallback, PPOConfig, PPOTrainer
 
 
 def pytest_collection_finish() -> None:
-    """Keep the garbage collector off what the imports made.
-
-    Trainer runs it at the beginning of each training, which otherwise takes longer than a test's training itself.
-    """
-    gc.collect()
-    gc.freeze()
+    freeze_imports()
 
 
 @pytest.fixture

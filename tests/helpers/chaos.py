@@ -31,11 +31,13 @@ from build_arithmetic_base import character_tokenizer
 from datasets import Dataset, disable_progress_bars
 from transformers import TrainerCallback
 
+from helpers.processes import freeze_imports
 from helpers.runs import SMALL, count_digits, final_state, logs
 from helpers.tiny import LORA, tiny_model
 from hfppo import AdaptiveKLCallback, PPOConfig, PPOTrainer
 
 disable_progress_bars()
+freeze_imports()  # before a process is forked
 CONFIG = {
     **SMALL,
     **{"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "logging_steps": 3},

@@ -14,12 +14,14 @@ from datasets import Dataset
 
 import hfppo.collect.collector
 import hfppo.trainer
+from helpers.processes import freeze_imports
 from helpers.runs import SMALL, count_digits
 from helpers.tiny import LORA, tiny_model
 from hfppo import PPOConfig, PPOTrainer, TolerantReward
 from hfppo.collect.check_finite import NonFiniteError
 from hfppo.reporting.plot import PlotCallback
 
+freeze_imports()
 OUT, RANK = Path(sys.argv[1]), int(os.environ["RANK"])
 DATASET = Dataset.from_list([{"prompt": f"请问{a}+{b}="} for a in range(4) for b in range(3, 7)])
 PASSES, TERMS = hfppo.collect.collector.forward_passes, hfppo.trainer.ppo_terms

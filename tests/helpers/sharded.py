@@ -13,6 +13,7 @@ from accelerate.utils import DistributedType
 from build_arithmetic_base import character_tokenizer
 from datasets import Dataset
 
+from helpers.processes import freeze_imports
 from helpers.runs import SMALL, count_digits
 from helpers.tiny import LORA, ragged_model
 from hfppo import PPOConfig, PPOTrainer, TokenTraceCallback
@@ -20,6 +21,7 @@ from hfppo.models import output_head, packing
 from hfppo.reporting.plot import PlotCallback
 from hfppo.token_trace.record import read_traces, trace_file
 
+freeze_imports()
 OUT, CRITIC, ENGINE, FIELDS = Path(sys.argv[1]), sys.argv[2], sys.argv[3], json.loads(sys.argv[4])
 # accelerate shards over GPUs alone, though torch and DeepSpeed can over CPUs as well.
 KINDS = {"fsdp2": "MULTI_GPU", "zero2": "DEEPSPEED", "zero3": "DEEPSPEED"}

@@ -12,6 +12,7 @@ import torch
 from build_arithmetic_base import character_tokenizer
 from datasets import Dataset
 
+from helpers.processes import freeze_imports
 from helpers.runs import SMALL, count_digits
 from helpers.tiny import LORA, ragged_model
 from hfppo import AdaptiveKLCallback, PPOConfig, PPOTrainer, TokenTraceCallback
@@ -19,6 +20,7 @@ from hfppo.learn.mini_batch import MiniBatchSize
 from hfppo.reporting.plot import PlotCallback
 from hfppo.token_trace.record import read_traces, trace_file
 
+freeze_imports()
 OUT = Path(sys.argv[1])
 CONFIG = {
     **SMALL,
