@@ -85,6 +85,10 @@ class PPOConfig(TrainingArguments):
         default=256,
         metadata={"help": "Longest completion in tokens, those of tools and environments included (GRPO)."},
     )
+    max_turn_length: Count | None = field(
+        default=None,
+        metadata={"help": "Longest turn of the model in tokens, with tools or environments; None: any."},
+    )
     max_tool_calling_iterations: Count | None = field(
         default=None,
         metadata={"help": "Rounds of tool calls, or steps of an environment, per completion; None: any (GRPO)."},

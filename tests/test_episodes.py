@@ -177,6 +177,38 @@ def test_the_turn_limit_of_a_text_environment_ends_at_the_start_of_a_turn(make):
     assert float(rollout.returns[0, last]) == pytest.approx(-0.5 + 0.5 * 3.0)
 
 
+def test_a_text_environment_reads_a_turn_that_max_turn_length_cut(make):
+    """The end of the turn, which the model did not write, is context."""
+    trainer = make(["13", "2", "3"], environment_factory=Counting, config={"max_turn_length": 1, "kl_coef": 0.0})
+    rollout, transcript, metrics = collect(trainer, 1, training=True)
+    assert text_of(trainer, rollout).startswith(f"1{EOS}<user>1{EOS}<assistant>2")
+    assert text_of(trainer, rollout, mask=rollout.mask) == "123"
+    assert [m["content"] for m in transcript.completions[0] if m["role"] == "assistant"] == ["1", "2", "3"]
+    assert metrics["turns/cut_frac"] == 0
+    assert not rollout.truncated.any()
+
+
+def test_with_tools_a_turn_that_max_turn_length_cut_is_the_last(make):
+    turn = call("look")
+    length = len(calling_tokenizer()(turn, add_special_tokens=False)["input_ids"])
+    trainer = make([turn, "a"], environment_factory=Doors, config={"max_turn_length": length})
+    rollout, _, metrics = collect(trainer, 1, training=True)
+    assert text_of(trainer, rollout) == turn
+    assert metrics["turns/cut_frac"] == 1
+    assert metrics["tools/call_frequency"] == 0
+
+
+def test_an_answer_is_rendered_once(make, monkeypatch):
+    trainer = make([call("look"), call("look"), "a"], environment_factory=Doors)
+    chat_format = trainer.collector.player.chat_format
+    rendered = []
+    monkeypatch.setattr(type(chat_format), "render", lambda self, *args, **_: rendered.append(args) or [1, 2])
+    assert chat_format.reply_ids([{"role": "tool", "name": "look", "content": "door 1"}]) == [2]
+    assert chat_format.reply_ids([{"role": "tool", "name": "look", "content": "door 1"}]) == [2]
+    assert len(rendered) == 2  # without and with the answer
+    assert chat_format.reply_ids([{"role": "tool", "name": "look", "content": "door 1"}], closed=False) == [1, 2]
+
+
 def test_calls_of_a_cut_turn_are_not_run(make):
     calls = []
 

@@ -206,7 +206,7 @@ class Collector:
 
     def any_active(self, own: bool) -> bool:
         """Return whether a row still plays, on any process if the model is sharded: its processes compute together."""
-        if not is_sharded(self.model):
+        if self.accelerator.num_processes == 1 or not is_sharded(self.model):
             return own
         active = torch.tensor([float(own)], device=self.accelerator.device)
         return bool(self.accelerator.reduce(active, "sum") > 0)

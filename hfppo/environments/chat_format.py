@@ -6,8 +6,8 @@ short conversation, with and without the answer; both end the assistant's turn w
 
 import logging
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -19,6 +19,8 @@ from hfppo.data.prompts import without_nones
 logger = logging.getLogger(__name__)
 
 Message = dict[str, Any]
+
+MOST_KNOWN = 4096  # replies whose tokens are kept
 
 # The names in the conversation that shows whether a template keeps calls, arguments and results.
 SENTINELS = ("tool_a8f3e2b1", "key_b9d4f5c2", "value_d6e7a9f3", "result_c4f9a8e2")
@@ -32,19 +34,31 @@ class ChatFormat:
     eos_ids: list[int]  # tokens that end a turn
     options: dict[str, Any]  # passed to `apply_chat_template`
 
-    def reply_ids(self, replies: Sequence[Message]) -> list[int]:
+    # Replies rendered before: many environments say the same few things again and again.
+    _known: dict[Hashable, list[int]] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def reply_ids(self, replies: Sequence[Message], closed: bool = True) -> list[int]:
         """Return the tokens from the end of the model's turn to the beginning of its next one.
 
         Args:
             replies: messages of tools, or one of the user.
+            closed: whether the model has ended its turn; if not, the token that does comes first.
         Raises:
             ValueError: the template renders the conversation before the replies differently because of them.
         """
+        key = closed, *((m["role"], m.get("name"), m["content"]) for m in replies)
+        if key not in self._known:
+            if len(self._known) >= MOST_KNOWN:
+                self._known.clear()
+            self._known[key] = self._reply_ids(replies, closed)
+        return self._known[key]
+
+    def _reply_ids(self, replies: Sequence[Message], closed: bool) -> list[int]:
         before = conversation(replies[0])
         safe = [{**message, "content": self.neutralize(message["content"])} for message in replies]
         shorter, longer = self.render(before), self.render([*before, *safe], add_generation_prompt=True)
         ends = [i for i, token in enumerate(shorter) if token in self.eos_ids]
-        begin = ends[-1] + 1 if ends else len(shorter)  # some templates write a line feed after the end of a turn
+        begin = ends[-1] + closed if ends else len(shorter)  # some templates write a line feed after the end of a turn
         if longer[:begin] != shorter[:begin]:
             raise ValueError("the chat template renders earlier messages differently when others follow")
         return longer[begin:]
@@ -59,6 +73,11 @@ class ChatFormat:
             **self.options,
         )
         return encoded["input_ids"]
+
+    def render_text(self, messages: Sequence[Message]) -> str:
+        """Return the text of a conversation."""
+        rendered = self.tokenizer.apply_chat_template(without_nones(list(messages)), tokenize=False, **self.options)
+        return str(rendered)
 
     def neutralize(self, text: str) -> str:
         """Return text in which no token of the chat template occurs: a space stands behind its first character."""
@@ -163,7 +182,8 @@ def prove(chat_format: ChatFormat, role: str) -> None:
         before[1]["tool_calls"][0]["function"]["arguments"] = {key: value}
         kept = list(SENTINELS)
     try:
-        rendered = chat_format.tokenizer.decode(chat_format.render([*before, reply], add_generation_prompt=True))
+        # As text: the vocabulary of a small model may not hold the names.
+        rendered = chat_format.render_text([*before, reply])
     except (TemplateError, TypeError) as error:
         raise ValueError(f"the chat template cannot render a conversation with a {role} message: {error}") from error
     lost = [text for text in kept if text not in rendered]

@@ -79,6 +79,7 @@ class EpisodePlayer:
         tools: those of all rows, by name.
         max_prompt: tokens of a prompt with the text of `reset`; None: any.
         max_tokens: of an episode, context included.
+        max_turn: tokens of a turn of the model; None: any.
         max_rounds: rounds of tool calls, or steps of an environment; None: any.
         timeout: seconds for each call; None: any.
     """
@@ -88,6 +89,7 @@ class EpisodePlayer:
     chat_format: ChatFormat
     max_prompt: int | None
     max_tokens: int
+    max_turn: int | None
     max_rounds: int | None
     timeout: float | None
     by_column: bool  # whether the column `environment` names a row's environment
@@ -130,13 +132,18 @@ class EpisodePlayer:
             playing = active or episodes[:1]  # an idle process of a sharded model computes along
             prompts = [episode.row.prompt_ids + episode.ids for episode in playing]
             seeds = [stream_seed(e.row.seed, turn) if turn else e.row.seed for e in playing]
-            budgets = [max(1, self.max_tokens - len(episode.ids)) for episode in playing]
+            budgets = [self.budget(episode) for episode in playing]
             completions = sample(prompts, None if greedy else seeds, budgets)
             with timed():
                 for i, episode in enumerate(active):
                     self.take_turn(episode, completions, i)
             turn += 1
         return episodes
+
+    def budget(self, episode: Episode) -> int:
+        """Return the most tokens of an episode's next turn."""
+        room = max(1, self.max_tokens - len(episode.ids))
+        return room if self.max_turn is None else min(room, self.max_turn)
 
     # The beginning
 
@@ -200,9 +207,10 @@ class EpisodePlayer:
         message, malformed = self.chat_format.parse(ids, prefix, parser_tools)
         episode.messages.append(message)
         episode.counts["malformed"] += malformed
-        if cut:  # whatever it calls is not run
+        speaks_text = isinstance(episode.environment, TextEnvironment)
+        if cut and not (speaks_text and len(episode.ids) < self.max_tokens):  # whatever it calls is not run
             episode.end(CUT, truncated=True, open_ended=True)
-        elif isinstance(episode.environment, TextEnvironment):
+        elif speaks_text:
             self.step(episode, message["content"])
         elif calls := message.get("tool_calls"):
             self.call_tools(episode, [call["function"] for call in calls])
@@ -263,7 +271,8 @@ class EpisodePlayer:
         """
         room = self.max_tokens - len(episode.ids)
         fits = self.chat_format.may_fit(replies, room)
-        ids = self.chat_format.reply_ids(replies) if fits else []
+        closed = episode.ids[-1] in self.chat_format.eos_ids
+        ids = self.chat_format.reply_ids(replies, closed) if fits else []
         if not fits or len(ids) >= room + last:
             episode.end(DROPPED, truncated=True)
             return

@@ -82,6 +82,7 @@ class Agents:
             chat_format=chat_format,
             max_prompt=min((limit for limit in limits if limit is not None), default=None),
             max_tokens=args.max_completion_length,
+            max_turn=args.max_turn_length,
             max_rounds=args.max_tool_calling_iterations,
             timeout=args.tool_timeout,
             by_column=self.by_column,
@@ -163,7 +164,7 @@ def check_unused(args: PPOConfig) -> None:
     Raises:
         ValueError: names the field and its value.
     """
-    for field in ("gamma_turn", "lam_turn", "max_tool_calling_iterations", "tool_timeout"):
+    for field in ("gamma_turn", "lam_turn", "max_turn_length", "max_tool_calling_iterations", "tool_timeout"):
         if (value := getattr(args, field)) is not None:
             raise ValueError(
                 f"{field}={value!r} is for completions of several turns; give tools or environment_factory"

@@ -141,14 +141,15 @@ class TransformersSampler(Sampler):
             register_fsdp_forward_method(self.model, "generate")
         # Compiled layers are for whole sequences: a graph for one token and its cache costs more than it saves.
         eager = torch.compiler.set_stance("force_eager")
-        reading = state_values(self.model, self.with_values and not is_sharded(self.model))
+        sharded = is_sharded(self.model)
+        reading = state_values(self.model, self.with_values and not sharded)
         with torch.no_grad(), eager, generation_config_of(self.model, config), reading as values:
             sequences = self.model.generate(
                 input_ids=prompt_ids,
                 attention_mask=prompt_mask.long(),
                 generation_config=config,
                 logits_processor=LogitsProcessorList([choice]),
-                synced_gpus=is_sharded(self.model),
+                synced_gpus=sharded,
             )
         ids = sequences[:, prompt_ids.shape[1] :]
         return completions_from(
