@@ -7,6 +7,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # helpers/hub_runs.py has a Hub of
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from build_arithmetic_base import character_tokenizer
 from datasets import Dataset
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast, TrainerCallback
 
+from helpers.agents import agent_trainer
 from helpers.http_server import Answer, Server
 from helpers.processes import freeze_imports
 from helpers.runs import SMALL, count_digits
@@ -76,6 +78,12 @@ def make_trainer(tmp_path: Path, tokenizer, dataset):
         return PPOTrainer(args=args, **merged)
 
     return make
+
+
+@pytest.fixture
+def make_agent(tmp_path: Path):
+    """Build a small trainer with tools or an environment; see `agent_trainer`."""
+    return partial(agent_trainer, tmp_path / "out")
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from hfppo.data.prompts import Row, render
 from hfppo.environments.chat_format import ChatFormat, Message
 from hfppo.environments.contract import Result, TextEnvironment, check_reward, tool_schema, tools_of, wants_seed
 from hfppo.environments.pool import EnvironmentPool
-from hfppo.environments.toolbox import TIMEOUT, Answer, run_calls
+from hfppo.environments.toolbox import TIMEOUT, Answer, run_calls, text_of
 from hfppo.generation.sampler import Completions
 from hfppo.seeds import stream_seed
 from hfppo.support.random_state import own_random_state
@@ -240,7 +240,7 @@ class EpisodePlayer:
             episode.end()
             return
         last = truncated or self.is_last(episode)
-        self.reply(episode, [{"role": "user", "content": str(observation)}], last)
+        self.reply(episode, [{"role": "user", "content": text_of(observation)}], last)
 
     def call_tools(self, episode: Episode, calls: list[dict[str, Any]]) -> None:
         """Let tools answer a turn."""
@@ -295,7 +295,7 @@ class EpisodePlayer:
 
 def tool_message(answer: Answer) -> Message:
     """Return the message for an answer, as TRL writes it."""
-    return {"role": "tool", "name": answer.name, "content": str(answer.value)}
+    return {"role": "tool", "name": answer.name, "content": answer.text}
 
 
 def completions_of(episodes: Sequence[Episode], pad_id: int) -> Completions:

@@ -21,7 +21,8 @@ class Answer:
     """The answer to one tool call."""
 
     name: str
-    value: Any
+    value: Any  # what the tool returned, or a dictionary with the error
+    text: str  # the same for the model
     failure: str | None = None  # the kind of failure; None: the tool returned
     of_environment: bool = False  # whether the tool is a method of the environment
 
@@ -52,7 +53,7 @@ def run_calls(
     for i, call in enumerate(calls):
         tool = tools.get(call["name"])
         if tool is None:
-            answers[i] = Answer(call["name"], {"error": f"Tool {call['name']} not found."}, UNKNOWN)
+            answers[i] = failed(call["name"], f"Tool {call['name']} not found.", UNKNOWN)
         elif inspect.iscoroutinefunction(tool):
             later.append((i, partial(run_async, call, tool, timeout)))
         else:
@@ -67,24 +68,35 @@ def run_calls(
 def run_plain(call: Mapping[str, Any], tool: Callable[..., Any], timeout: float | None) -> Answer:
     """Run a plain tool."""
     late = f"{call['name']} took longer than tool_timeout={timeout} seconds"
+    bound = inspect.ismethod(tool)
     try:
-        return answer_of(call, tool, call_within(timeout, late, partial(tool, **call["arguments"])))
+        value = call_within(timeout, late, partial(tool, **call["arguments"]))
+        return Answer(call["name"], value, text_of(value), of_environment=bound)
     except (Exception, SystemExit) as error:
-        return answer_of(call, tool, error)
+        return failed(call["name"], str(error), kind_of(error), bound)
 
 
 async def run_async(call: Mapping[str, Any], tool: Callable[..., Any], timeout: float | None) -> Answer:
     """Run an `async def` tool."""
-    try:
-        return answer_of(call, tool, await asyncio.wait_for(tool(**call["arguments"]), timeout))
-    except (Exception, SystemExit) as error:
-        return answer_of(call, tool, error)
-
-
-def answer_of(call: Mapping[str, Any], tool: Callable[..., Any], value: Any) -> Answer:
-    """Return the answer for what a tool returned or raised."""
     bound = inspect.ismethod(tool)
-    if not isinstance(value, BaseException):
-        return Answer(call["name"], value, None, bound)
-    kind = TIMEOUT if isinstance(value, TimeoutError) else RAISED
-    return Answer(call["name"], {"error": str(value)}, kind, bound)
+    try:
+        value = await asyncio.wait_for(tool(**call["arguments"]), timeout)
+        return Answer(call["name"], value, text_of(value), of_environment=bound)
+    except (Exception, SystemExit) as error:
+        return failed(call["name"], str(error), kind_of(error), bound)
+
+
+def text_of(value: Any) -> str:
+    """Return what a tool or environment returned as text that a tokenizer takes: without lone surrogates."""
+    return str(value).encode(errors="replace").decode()
+
+
+def failed(name: str, error: str, kind: str, of_environment: bool = False) -> Answer:
+    """Return the answer to a call that failed."""
+    value = {"error": error}
+    return Answer(name, value, text_of(value), kind, of_environment)
+
+
+def kind_of(error: BaseException) -> str:
+    """Return the kind of a failure."""
+    return TIMEOUT if isinstance(error, TimeoutError) else RAISED

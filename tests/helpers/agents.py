@@ -1,13 +1,17 @@
 """A tokenizer that calls tools, a sampler that plays turns from a script, and environments."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
+from datasets import Dataset
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from hfppo import Result, TextEnvironment
+from helpers.tiny import LORA, tiny_model
+from hfppo import PPOConfig, PPOTrainer, Result, TextEnvironment
 from hfppo.generation.sampler import Completions, Sampler, completions_from
+from hfppo.metrics import Meter
 
 PAD, EOS, USER, ASSISTANT, TOOL, CALL, END = "<pad>", "<eos>", "<user>", "<assistant>", "<tool>", "<call>", "</call>"
 SPECIAL = [PAD, EOS, USER, ASSISTANT, TOOL, CALL, END]
@@ -141,3 +145,92 @@ class Counting(TextEnvironment):
             return "no", -0.5, False, False, {}
         self.next += 1
         return f"{self.next}", 1.0, self.next == 3, self.next == 7, {}
+
+
+PROMPTS = Dataset.from_list([{"prompt": [{"role": "user", "content": f"go {n} "}], "start": n % 3} for n in range(4)])
+
+
+def agent_trainer(output_dir, *turns, config=None, dataset=PROMPTS, **kwargs) -> PPOTrainer:
+    """A small trainer with tools or an environment, and a script in place of the sampler.
+
+    Args:
+        turns: of each row, for `Script`; none: the trainer's own sampler.
+    """
+    settings = {"output_dir": str(output_dir), "per_device_train_batch_size": 4, "use_cpu": True}
+    settings |= {"max_completion_length": 120, "report_to": "none", "num_ppo_epochs": 1, "max_steps": 2}
+    tokenizer = calling_tokenizer()
+    trainer = PPOTrainer(
+        model=tiny_model(vocab_size=VOCAB_SIZE, max_position_embeddings=256),
+        args=PPOConfig(**{**settings, **(config or {})}),
+        train_dataset=dataset,
+        processing_class=tokenizer,
+        peft_config=LORA,
+        **kwargs,
+    )
+    if turns:
+        trainer.collector = replace(trainer.collector, sampler=Script(tokenizer, *turns))
+    return trainer
+
+
+def collect(trainer, count=None, training=False):
+    """Return a rollout, its transcript, and its metrics."""
+    meter = Meter()
+    rows = trainer.collector.eval_rows(trainer._train_prompts)[:count]
+    rollout, transcript = trainer.collector.collect(rows, trainer.ppo_state, trainer.state, meter, training)
+    return rollout, transcript, meter.read()
+
+
+def text_of(trainer, rollout, row=0, mask=None):
+    """Return the text of a row's completion, or of its tokens in a mask."""
+    chosen = rollout.real[row] if mask is None else mask[row]
+    return trainer.processing_class.decode(rollout.completion_ids[row][chosen])
+
+
+def count_messages(completions, **_):
+    """A reward function: the messages of a completion."""
+    return [float(len(messages)) for messages in completions]
+
+
+def add(a: int, b: int) -> str:
+    """
+    Add two numbers.
+
+    Args:
+        a: one
+        b: another
+    """
+    return str(a + b)
+
+
+class Chatter(TextEnvironment):
+    """Answers each turn by its length; how many turns there are follows from the seed, the reward from the letters."""
+
+    resets = 0  # of all instances
+
+    def reset(self, seed: int = 0, **row) -> str:
+        Chatter.resets += 1
+        self.left = 1 + seed % 4
+        return f" {seed % 10}"
+
+    def step(self, text: str):
+        self.left -= 1
+        reward = sum(letter in "aeiou" for letter in text) / max(len(text), 1)
+        return f"{len(text)}", reward, self.left == 0, False, {}
+
+
+TALKING = {
+    "per_device_train_batch_size": 4, "num_mini_batches": 2, "num_ppo_epochs": 2, "max_completion_length": 40,
+    "learning_rate": 1e-2, "logging_steps": 1, "save_strategy": "no", "report_to": "none", "use_cpu": True,
+    "disable_tqdm": True, "max_steps": 8, "seed": 3, "gamma_turn": 0.9, "lam_turn": 0.7,
+}  # fmt: skip
+TALK = Dataset.from_list([{"prompt": [{"role": "user", "content": f"hi {n}"}]} for n in range(16)])
+
+
+def talking_trainer(output_dir, config=None, **kwargs) -> PPOTrainer:
+    """A trainer whose small model, half of whose letters end a turn, talks to `Chatter`."""
+    model = tiny_model(vocab_size=VOCAB_SIZE, max_position_embeddings=256, seed=1)
+    letters = range(len(SPECIAL), VOCAB_SIZE)
+    model.generation_config.eos_token_id = [1, *letters[::6]]
+    given = {"model": model, "environment_factory": Chatter, "train_dataset": TALK, "peft_config": LORA}
+    args = PPOConfig(**{"output_dir": str(output_dir), **TALKING, **(config or {})})
+    return PPOTrainer(args=args, processing_class=calling_tokenizer(), **{**given, **kwargs})

@@ -12,6 +12,7 @@ import torch
 from build_arithmetic_base import character_tokenizer
 from datasets import Dataset
 
+from helpers.agents import TALK, talking_trainer
 from helpers.processes import freeze_imports
 from helpers.runs import SMALL, count_digits
 from helpers.tiny import LORA, ragged_model
@@ -52,21 +53,26 @@ VARIANTS = [
         "target_kl": 1e-3,
         "entropy_coef": 0.01,
     },
+    {"talks": True, "gamma_turn": 0.9, "max_completion_length": 40, "max_tokens_per_micro_batch": 100},
 ]
 DATASET = Dataset.from_list([{"prompt": f"请问{a}+{b}=", "answer": str(a + b)} for a in range(4) for b in range(3, 7)])
 
 
-def make(name: str, **config) -> PPOTrainer:
-    trainer = PPOTrainer(
-        model=ragged_model(),
-        reward_funcs=count_digits,
-        args=PPOConfig(**{**CONFIG, **config}, output_dir=str(OUT / name)),
-        train_dataset=DATASET,
-        eval_dataset=DATASET.select(range(7)),  # does not divide by two
-        processing_class=character_tokenizer(),
-        peft_config=LORA,
-        callbacks=[AdaptiveKLCallback(target=0.01, horizon=100)],
-    )
+def make(name: str, talks: bool = False, **config) -> PPOTrainer:
+    config, callbacks = {**CONFIG, **config}, [AdaptiveKLCallback(target=0.01, horizon=100)]
+    if talks:
+        trainer = talking_trainer(OUT / name, config, eval_dataset=TALK.select(range(7)), callbacks=callbacks)
+    else:
+        trainer = PPOTrainer(
+            model=ragged_model(),
+            reward_funcs=count_digits,
+            args=PPOConfig(**config, output_dir=str(OUT / name)),
+            train_dataset=DATASET,
+            eval_dataset=DATASET.select(range(7)),  # does not divide by two
+            processing_class=character_tokenizer(),
+            peft_config=LORA,
+            callbacks=callbacks,
+        )
     trainer.remove_callback(PlotCallback)  # half of the time of so small a run
     return trainer
 

@@ -1,0 +1,346 @@
+"""Tools and environments that misbehave: each is refused, becomes text for the model, or ends the run by name."""
+
+import asyncio
+import sys
+import time
+
+import pytest
+from datasets import Dataset
+
+from helpers.agents import EOS, PROMPTS, Counting, Doors, add, call, collect, count_messages
+
+
+def tool(body, name="use", asynchronous=False):
+    """A tool `use(x: int)` with this body."""
+
+    def use(x: int) -> str:
+        """
+        Use it.
+
+        Args:
+            x: a number
+        """
+        return body(x)
+
+    async def later(x: int) -> str:
+        """
+        Use it.
+
+        Args:
+            x: a number
+        """
+        return await body(x)
+
+    chosen = later if asynchronous else use
+    chosen.__name__ = name
+    return chosen
+
+
+def raises(error):
+    def body(x):
+        raise error
+
+    return body
+
+
+def forever(x):
+    while True:
+        try:
+            time.sleep(0.01)
+        except Exception:
+            continue
+
+
+async def sleeps(x):
+    await asyncio.sleep(60)
+
+
+def exits(x):
+    sys.exit(3)
+
+
+def recurse(x):
+    return recurse(x)
+
+
+class Unprintable:
+    def __str__(self):
+        raise RuntimeError("no text")
+
+
+FAST = {"tool_timeout": 0.2}
+# What a tool does, and what the model is told: text, and the metric that counts it.
+TOLD = {
+    "raises": (tool(raises(ValueError("bad"))), {}, "{'error': 'bad'}", "tools/failure_frequency"),
+    "raises without a text": (tool(raises(ValueError())), {}, "{'error': ''}", "tools/failure_frequency"),
+    "raises KeyError": (tool(lambda x: {}[x]), {}, "{'error': '1'}", "tools/failure_frequency"),
+    "recurses without end": (
+        tool(lambda x: exec("f()", d := {"f": lambda: d["f"]()})),
+        {},
+        "maximum recursion",
+        "tools/failure_frequency",
+    ),
+    "exits": (tool(exits), {}, "{'error': '3'}", "tools/failure_frequency"),
+    "hangs and swallows": (tool(forever), FAST, "longer than tool_timeout=0.2", "tools/timeout_frac"),
+    "hangs in a coroutine": (tool(sleeps, asynchronous=True), FAST, "", "tools/timeout_frac"),
+    "raises in a coroutine": (
+        tool(raises(ValueError("late")), asynchronous=True),
+        {},
+        "late",
+        "tools/failure_frequency",
+    ),
+    "returns None": (tool(lambda x: None), {}, "None", None),
+    "returns a number": (tool(lambda x: 1.5), {}, "1.5", None),
+    "returns a list": (tool(lambda x: [1, 2]), {}, "[1, 2]", None),
+    "returns bytes": (tool(lambda x: b"ab"), {}, "b'ab'", None),
+    "returns no text": (tool(lambda x: ""), {}, "", None),
+    "returns control tokens": (tool(lambda x: f"{EOS}<assistant>"), {}, "<eos><assistant>", None),
+    "returns characters that the tokenizer lacks": (tool(lambda x: "\x00\ud800Ä"), {}, "", None),
+    "cannot be printed": (tool(lambda x: Unprintable()), {}, "no text", "tools/failure_frequency"),
+}
+
+
+@pytest.mark.parametrize("kind", TOLD)
+def test_the_model_is_told(make_agent, kind):
+    func, config, text, metric = TOLD[kind]
+    trainer = make_agent([call("use", x=1), "a"], reward_funcs=count_messages, tools=[func], config=config)
+    rollout, transcript, metrics = collect(trainer, 1, training=True)
+    assert text in transcript.completions[0][1]["content"]
+    assert [m["role"] for m in transcript.completions[0]] == ["assistant", "tool", "assistant"]
+    assert int((rollout.completion_ids[0][rollout.context[0]] == 1).sum()) == 1  # one EOS, the template's
+    if metric is not None:
+        assert metrics[metric] == 1.0
+    assert metrics["tools/call_frequency"] == 1.0
+
+
+# What the model writes, and the number of calls that are run and that fail, in one turn.
+CALLS = {
+    "an unknown tool": (call("missing", x=1), 1, "tools/unknown_frac"),
+    "an argument too many": (call("add", a=1, b=2, c=3), 1, "tools/failure_frequency"),
+    "an argument missing": (call("add", a=1), 1, "tools/failure_frequency"),
+    "no arguments": (call("add"), 1, "tools/failure_frequency"),
+    "a call without its end": ("<call>add(a=1,b=2", 0, None),
+    "a call without a name": ("<call>(a=1)</call>", 0, None),
+    "two starts of a call": ("<call><call>add(a=1,b=2)</call>", 0, None),
+    "a result in place of a call": ("<tool>3", 0, None),
+}
+
+
+@pytest.mark.parametrize("kind", CALLS)
+def test_what_the_model_writes_wrongly(make_agent, kind):
+    written, calls, metric = CALLS[kind]
+    trainer = make_agent([written, "a"], reward_funcs=count_messages, tools=[add])
+    _, transcript, metrics = collect(trainer, 1, training=True)
+    assert metrics["tools/call_frequency"] in (calls, 1.0)
+    if metric is not None:
+        assert metrics[metric] == 1.0
+        assert "error" in transcript.completions[0][1]["content"]
+
+
+def environment(base=Counting, **methods):
+    return type("Odd", (base,), methods)
+
+
+def hangs(self, *args, **row):
+    time.sleep(60)
+
+
+def divide(self, *args, **row):
+    return 1 / 0
+
+
+def ends_with(reward):
+    return environment(step=step_with("b", reward, True, False, {}))
+
+
+def reset_with(value):
+    def reset(self, **row):
+        self.next = 0
+        return value
+
+    return reset
+
+
+def step_with(*result):
+    return lambda self, text: result
+
+
+# An environment, and the error that ends the run.
+ENDS = {
+    "reset raises": (
+        environment(reset=lambda self, **row: 1 / 0),
+        RuntimeError,
+        r"Odd.reset failed for row 0.*division",
+    ),
+    "reset hangs": (environment(reset=hangs), RuntimeError, r"Odd.reset failed for row 0.*tool_timeout=0.2"),
+    "reset returns a number": (environment(reset=reset_with(3)), TypeError, r"Odd.reset returned int for row 0"),
+    "reset returns too much": (environment(reset=reset_with("a" * 300)), ValueError, r"row 0.*Odd.reset.*tokens"),
+    "step raises": (
+        environment(step=lambda self, text: 1 / 0),
+        RuntimeError,
+        r"Odd.step failed in turn 1 of row 0.*'a'",
+    ),
+    "step returns too little": (environment(step=step_with("b", 0.0)), RuntimeError, r"Odd.step failed in turn 1"),
+    "a reward that is NaN": (
+        environment(step=step_with("b", float("nan"), True, False, {})),
+        ValueError,
+        r"Odd.step, row 0, gave the reward nan",
+    ),
+    "a reward that is text": (
+        environment(step=step_with("b", "1", True, False, {})),
+        ValueError,
+        r"gave the reward '1'",
+    ),
+    "a score that raises": (environment(Doors, get_reward=divide), ZeroDivisionError, "division"),
+    "a score that is infinite": (
+        environment(Doors, get_reward=lambda self: float("inf")),
+        ValueError,
+        r"Odd.get_reward, row 0, gave the reward inf",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", ENDS)
+def test_an_environment_ends_the_run_by_name(make_agent, kind):
+    factory, error, words = ENDS[kind]
+    trainer = make_agent(["a", "b"], environment_factory=factory, config=FAST)
+    with pytest.raises(error, match=words):
+        collect(trainer, 1)
+
+
+@pytest.mark.parametrize("base", [Counting, Doors])
+def test_an_environment_that_hangs_leaves_its_row_without_a_score(make_agent, base):
+    method = "step" if base is Counting else "look"
+
+    def look(self) -> str:
+        """Look."""
+        return hangs(self) if self.start == 0 else base.look(self)
+
+    def step(self, text: str):
+        return hangs(self) if self.start == 0 else base.step(self, text)
+
+    def reset(self, start=0, **row):
+        self.start = start
+        return base.reset(self, start)
+
+    scripts = (["1"], ["2", "3"]) if base is Counting else ([call("look")], [call("look"), "a"])
+    trainer = make_agent(
+        *scripts,
+        environment_factory=environment(base, **{method: {"look": look, "step": step}[method], "reset": reset}),
+        config=FAST,
+    )
+    before = trainer.collector.player.pool.examples[None]
+    rollout, *_, metrics = collect(trainer, 2, training=True)
+    assert rollout.loss_mask.any(dim=1).tolist() == [False, True]
+    assert metrics["unscorable_frac"] == 0.5
+    assert trainer.collector.player.pool.examples[None] is not before
+
+
+def test_an_environment_that_never_ends_is_cut(make_agent):
+    endless = environment(step=step_with("b", 0.1, False, False, {}))
+    trainer = make_agent(["a"] * 40, environment_factory=endless)
+    rollout, _, metrics = collect(trainer, 1, training=True)
+    assert rollout.truncated.all()
+    assert rollout.real.sum() <= 120
+    assert metrics["turns/dropped_result_frac"] == 1
+
+
+@pytest.mark.parametrize("length", [200, 5_000_000])
+def test_an_answer_of_any_length_is_dropped_where_it_does_not_fit(make_agent, length):
+    trainer = make_agent([call("use", x=1)], reward_funcs=count_messages, tools=[tool(lambda x: "a" * length)])
+    rollout, transcript, metrics = collect(trainer, 1, training=True)
+    assert len(transcript.completions[0]) == 1
+    assert not rollout.context.any()
+    assert metrics["turns/dropped_result_frac"] == 1
+
+
+def untyped(x):
+    return x
+
+
+def undocumented(x: int) -> str:
+    return str(x)
+
+
+class NoReset:
+    def look(self) -> str:
+        """Look."""
+        return ""
+
+
+class Clash(Doors):
+    def add(self, a: int) -> str:
+        """
+        Add.
+
+        Args:
+            a: a number
+        """
+        return ""
+
+
+NO_CHAT = Dataset.from_list([{"prompt": "go"}])
+REFUSED = {
+    "a tool without types": ({"tools": [untyped]}, ValueError, "'untyped'"),
+    "a tool without a docstring": ({"tools": [undocumented]}, ValueError, "'undocumented'"),
+    "a tool that is no function": ({"tools": ["add"]}, TypeError, "'add'"),
+    "two tools of one name": ({"tools": [add, add]}, ValueError, "'add'"),
+    "prompts of text": ({"tools": [add], "dataset": NO_CHAT}, ValueError, "conversations"),
+    "an environment without reset": ({"environment_factory": NoReset}, TypeError, r"NoReset.*reset"),
+    "an environment in place of its class": (
+        {"environment_factory": Doors()},
+        TypeError,
+        "environment_factory is a Doors",
+    ),
+    "a tool with the name of a method": ({"environment_factory": Clash, "tools": [add]}, ValueError, "'add'"),
+    "tools beside a text environment": ({"environment_factory": Counting, "tools": [add]}, ValueError, "Counting"),
+    "no column for several environments": ({"environment_factory": {"a": Doors}}, ValueError, "'environment'"),
+    "an unknown environment": (
+        {"environment_factory": {"a": Doors}, "dataset": PROMPTS.add_column("environment", list("aaba"))},
+        ValueError,
+        r"row 2: environment='b'",
+    ),
+    "no reward": ({"tools": None, "reward_funcs": None}, ValueError, "reward_funcs is empty"),
+    "remax": ({"tools": [add], "config": {"advantage_estimator": "remax"}}, ValueError, "remax"),
+    "a discount by turn without turns": ({"config": {"gamma_turn": 0.9}}, ValueError, "gamma_turn=0.9"),
+    "a column that the trainer fills": (
+        {"environment_factory": Doors, "dataset": PROMPTS.add_column("environments", list("abcd"))},
+        ValueError,
+        "'environments'",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_refused_before_anything_is_generated(make_agent, kind):
+    options, error, words = REFUSED[kind]
+    with pytest.raises(error, match=words):
+        make_agent(**{"reward_funcs": count_messages, **options})
+
+
+TEMPLATES = {
+    "no template": (None, "chat_template"),
+    "a template without results": (
+        "{% for m in messages %}{{ m['content'] if m['role'] == 'user' }}<eos>{% endfor %}",
+        "leaves out",
+    ),
+    "a template that raises": ("{{ raise_exception('no') }}", "cannot render"),
+    "a template that rewrites earlier messages": (
+        "{% for m in messages %}{{ loop.length }}{{ m['content'] }}{{ m['tool_calls'] }}<eos>{% endfor %}",
+        "differently",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", TEMPLATES)
+def test_templates_that_do_not_fit_are_refused(make_agent, kind, monkeypatch):
+    template, words = TEMPLATES[kind]
+    monkeypatch.setattr("helpers.agents.TEMPLATE", template)
+    with pytest.raises(ValueError, match=words):
+        make_agent(reward_funcs=count_messages, tools=[add])
+
+
+def test_a_tokenizer_that_cannot_parse_calls_is_refused(make_agent, monkeypatch):
+    monkeypatch.setattr("helpers.agents.RESPONSE", None)
+    with pytest.raises(ValueError, match="response_template"):
+        make_agent(reward_funcs=count_messages, tools=[add])

@@ -1,0 +1,186 @@
+"""The same scripted model, tools and environments here and in TRL's GRPOTrainer: equal token ids and masks."""
+
+import pytest
+import torch
+from datasets import Dataset
+from trl import GRPOConfig, GRPOTrainer
+
+from helpers.agents import VOCAB_SIZE, Doors, Script, call, calling_tokenizer
+from helpers.tiny import LORA, tiny_model
+from hfppo import PPOConfig, PPOTrainer
+from hfppo.metrics import Meter
+
+# TRL's configuration still passes transformers' old name on.
+pytestmark = pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated:FutureWarning")
+
+ROWS = [{"prompt": [{"role": "user", "content": f"go {n} "}], "start": n % 3} for n in range(4)]
+
+
+class EchoEnvironment:
+    """After TRL's documentation: an environment whose tool repeats a message, scored by `get_reward`."""
+
+    def reset(self, **kwargs) -> None:
+        self.reward = 0.0
+
+    def echo(self, message: str) -> str:
+        """
+        Echo the message back.
+
+        Args:
+            message: the message
+        """
+        self.reward += len(message)
+        return message
+
+    def get_reward(self) -> float:
+        return self.reward
+
+
+class CounterEnvironment:
+    """After TRL's documentation: a counter with two tools, one of which raises."""
+
+    def reset(self, start: int = 0, **kwargs) -> str:
+        self.count = start
+        return f"count {start}"
+
+    def increment(self, by: int) -> str:
+        """
+        Add to the counter.
+
+        Args:
+            by: how much
+        """
+        self.count += by
+        return f"{self.count}"
+
+    def decrement(self) -> int:
+        """Take one away."""
+        if self.count == 0:
+            raise ValueError("it is 0")
+        self.count -= 1
+        return self.count
+
+    def get_reward(self) -> float:
+        return float(self.count)
+
+
+class DoorsForTRL(Doors):
+    """The environment of the other tests, with a score at the end."""
+
+    def get_reward(self) -> float:
+        return float(self.door)
+
+
+def multiply(a: int, b: int) -> int:
+    """
+    Multiply two numbers.
+
+    Args:
+        a: one
+        b: another
+    """
+    return a * b
+
+
+def lengths(completions, **kwargs):
+    return [float(len(messages)) for messages in completions]
+
+
+CASES = {
+    "an environment with a score": (
+        {"environment_factory": EchoEnvironment},
+        [
+            [call("echo", message="ab"), call("echo", message="c"), "ok"],
+            ["a"],
+            [call("echo", message="a b"), "b"],
+            [""],
+        ],
+    ),
+    "tools that raise and unknown tools": (
+        {"environment_factory": CounterEnvironment},
+        [
+            [call("decrement"), call("increment", by=2), "a"],
+            [call("increment", by=1) + call("decrement"), "a"],
+            [call("missing", x=1), "a"],
+            [f"abc{call('decrement')}", call("increment", by="x"), "a"],
+        ],
+    ),
+    "rewards of turns that TRL reads as text": (
+        {"environment_factory": DoorsForTRL},
+        [[call("open", key=0), call("look"), "a"], [call("open", key=5), "b"], ["c"], [call("look"), "d"]],
+    ),
+    "tools without an environment": (
+        {"tools": [multiply], "reward_funcs": lengths},
+        [[call("multiply", a=3, b=4), "12"], ["a"], [call("multiply", a=3), "a"], ["<call>multiply(a=3", "a"]],
+    ),
+    "a limit of rounds": (
+        {"tools": [multiply], "reward_funcs": lengths, "rounds": 1},
+        [[call("multiply", a=3, b=4)] * 2, ["a"], [call("multiply", a=1, b=1), "a"], ["b"]],
+    ),
+    "an answer that does not fit": (
+        {"environment_factory": EchoEnvironment, "most": 39},
+        [[call("echo", message="abcdefghij"), "a"], ["a"], [call("echo", message="a"), "b" * 30], ["b"]],
+    ),
+}
+
+
+def by_trl(out, scripts, rounds=None, most=100, **kwargs):
+    tokenizer = calling_tokenizer()
+    script = Script(tokenizer, *scripts)
+
+    class Scripted(GRPOTrainer):
+        def _generate_single_turn(self, prompt_ids, *args, **kwargs):
+            width = max(map(len, prompt_ids))
+            ids = torch.tensor([[0] * (width - len(row)) + row for row in prompt_ids])
+            mask = torch.tensor([[False] * (width - len(row)) + [True] * len(row) for row in prompt_ids])
+            found = script(ids, mask, None, [most] * len(prompt_ids))
+            return [row[m].tolist() for row, m in zip(found.ids, found.mask, strict=True)], None
+
+    args = GRPOConfig(
+        output_dir=str(out), per_device_train_batch_size=4, num_generations=2, max_completion_length=most,
+        max_tool_calling_iterations=rounds, use_cpu=True, bf16=False, report_to="none",
+    )  # fmt: skip
+    trainer = Scripted(
+        model=tiny_model(vocab_size=VOCAB_SIZE, max_position_embeddings=256),
+        args=args,
+        train_dataset=Dataset.from_list(ROWS),
+        processing_class=tokenizer,
+        peft_config=LORA,
+        **{"reward_funcs": [], **kwargs},
+    )
+    trainer.model.train()
+    found = trainer._generate_and_score_completions([dict(row) for row in ROWS])
+    real, sampled = found["completion_mask"].bool(), found["tool_mask"].bool()
+    rows = zip(found["completion_ids"], real, sampled, strict=True)
+    return [(ids[r].tolist(), s[r].tolist()) for ids, r, s in rows]
+
+
+def here(out, scripts, rounds=None, most=100, **kwargs):
+    tokenizer = calling_tokenizer()
+    trainer = PPOTrainer(
+        model=tiny_model(vocab_size=VOCAB_SIZE, max_position_embeddings=256),
+        args=PPOConfig(
+            str(out), per_device_train_batch_size=4, max_completion_length=most, max_tool_calling_iterations=rounds,
+            use_cpu=True, report_to="none",
+        ),
+        train_dataset=Dataset.from_list(ROWS),
+        processing_class=tokenizer,
+        peft_config=LORA,
+        **kwargs,
+    )  # fmt: skip
+    object.__setattr__(trainer.collector, "sampler", Script(tokenizer, *scripts))
+    rows = trainer.collector.eval_rows(trainer._train_prompts)
+    rollout, _ = trainer.collector.collect(rows, trainer.ppo_state, trainer.state, Meter(), training=False)
+    return [
+        (ids[real].tolist(), mask[real].tolist())
+        for ids, real, mask in zip(rollout.completion_ids, rollout.real, rollout.mask, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_token_ids_and_masks_are_those_of_grpo_trainer(tmp_path, case):
+    options, scripts = CASES[case]
+    expected, found = by_trl(tmp_path / "trl", scripts, **options), here(tmp_path / "here", scripts, **options)
+    decode = calling_tokenizer().decode
+    assert [decode(ids) for ids, _ in found] == [decode(ids) for ids, _ in expected]
+    assert found == expected
