@@ -3,12 +3,17 @@
 from dataclasses import replace
 
 import pytest
+import rich
 import torch
+from datasets import Dataset
 from torch.testing import assert_close
 
 from helpers.agents import Chatter, talking_trainer
 from helpers.runs import final_state, gradients, logged, logs
+from hfppo import TokenTraceCallback
 from hfppo.functional import gae, turn_ends, turn_factors, turn_starts
+from hfppo.token_trace.record import read_traces, trace_file
+from hfppo.token_trace.table import TokenRow
 
 PROMPTS = [[{"role": "user", "content": f"hi {n}"}] for n in range(8)]
 
@@ -152,3 +157,33 @@ def test_changed_tools_are_refused_on_resume(tmp_path):
     )
     with pytest.raises(ValueError, match="tools"):
         other.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-1"))
+
+
+def test_traces_show_turns_and_leave_context_without_numbers(tmp_path):
+    trainer = talking_trainer(tmp_path, {"max_steps": 4})
+    trainer.add_callback(TokenTraceCallback())
+    trainer.train()
+    traces = read_traces(trace_file(tmp_path, 1))
+    assert traces
+    for trace in traces:
+        rows = trace.table.rows
+        assert len(rows) == len(trace.completion_ids)
+        of_context = [row for row in rows if row.turn is None]
+        assert of_context == [TokenRow(row.token, counted=False) for row in of_context]
+        turns = [row.turn for row in rows if row.turn is not None]
+        assert turns == sorted(turns)
+        assert set(turns) == set(range(1, turns[-1] + 1))
+        assert all(row.ratio is not None and row.value is not None for row in rows if row.turn is not None)
+    assert any(row.turn is None for trace in traces for row in trace.table.rows)
+    rich.print(traces[0].table)
+
+
+def test_completions_of_several_turns_are_printed_and_saved_with_roles(tmp_path, capsys):
+    talking_trainer(tmp_path, {"max_steps": 4, "log_completions": True}).train()
+    printed = capsys.readouterr().out
+    assert "assistant" in printed
+    assert "user" in printed
+    saved = Dataset.from_parquet(str(tmp_path / "completions" / "completions_00000.parquet"))
+    roles = [[message["role"] for message in messages] for messages in saved["completion"]]
+    assert all(some[:2] in (["assistant"], ["assistant", "user"]) for some in roles)
+    assert max(map(len, roles)) > 2

@@ -80,13 +80,14 @@ def add_update(traces: list[Trace], model: ActorCritic, args: PPOConfig, step: i
     """
     prompt_ids, prompt_mask = pad_left([trace.prompt_ids for trace in traces], 0)
     ids, mask = pad_right([trace.completion_ids for trace in traces])
-    old, _ = pad_right([[row.logprob for row in trace.table.rows] for trace in traces])
-    advantages, _ = pad_right([[row.advantage for row in trace.table.rows] for trace in traces])
+    old, _ = pad_right([[row.logprob or 0.0 for row in trace.table.rows] for trace in traces])
+    advantages, _ = pad_right([[row.advantage or 0.0 for row in trace.table.rows] for trace in traces])
+    sampled, _ = pad_right([[row.logprob is not None for row in trace.table.rows] for trace in traces])
     with eval_mode(model):
         new = model(
             input_ids=torch.cat([prompt_ids, ids], dim=1).to(args.device),
             attention_mask=torch.cat([prompt_mask, mask], dim=1).to(args.device),
-            completion_mask=mask.to(args.device),
+            completion_mask=sampled.to(args.device),
             temperature=args.temperature,
             values=False,
         ).logprobs.cpu()
@@ -98,7 +99,9 @@ def add_update(traces: list[Trace], model: ActorCritic, args: PPOConfig, step: i
     updated = []
     for trace, *columns in zip(traces, new.tolist(), ratio.tolist(), clipped, strict=True):
         numbers = zip(trace.table.rows, *columns, strict=False)  # the columns are padded
-        rows = [replace(row, new_logprob=n, ratio=r, clipped=c) for row, n, r, c in numbers]
+        rows = [
+            row if row.logprob is None else replace(row, new_logprob=n, ratio=r, clipped=c) for row, n, r, c in numbers
+        ]
         updated.append(replace(trace, table=replace(trace.table, rows=rows), updated_step=step))
     return updated
 

@@ -8,13 +8,14 @@ from rich.table import Table
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
-from hfppo.functional import token_kl
+from hfppo.functional import token_kl, turn_starts
 from hfppo.rollout import Rollout
 from hfppo.support.printable import escape_control_characters
 from hfppo.token_trace.tokens import token_texts
 
 # Fields of a row by their column headings, in the order of the columns.
 COLUMNS = {
+    "turn": "turn",
     "logprob": "log π_old",
     "ref_logprob": "log π_ref",
     "kl": "KL",
@@ -30,7 +31,10 @@ COLUMNS = {
 
 @dataclass(frozen=True)
 class TokenRow:
-    """One completion token. Log-probs and KL are in nats; None where the run does not have the number, or not yet."""
+    """One completion token. Log-probs and KL are in nats; None where the run does not have the number, or not yet.
+
+    The tokens of tools and environments have no number at all.
+    """
 
     token: str
     logprob: float | None = None
@@ -40,6 +44,7 @@ class TokenRow:
     value: float | None = None
     return_: float | None = None
     advantage: float | None = None
+    turn: int | None = None  # of the model, from 1, in a completion of several turns
     counted: bool = True  # False: the losses leave this token out
     new_logprob: float | None = None  # log π after the last update on the rollout
     ratio: float | None = None  # π_new/π_old
@@ -71,14 +76,21 @@ class TokenTable:
             "return_": rollout.returns,
             "advantage": rollout.advantages,
             "counted": rollout.loss_mask,
+            "turn": None if rollout.context is None else turn_starts(rollout.mask).cumsum(dim=1),
         }
-        mask = rollout.real[index]
-        columns = {name: x[index][mask].tolist() for name, x in tensors.items() if x is not None}
-        texts = token_texts(rollout.completion_ids[index][mask].tolist(), tokenizer)
+        real = rollout.real[index]
+        columns = {name: x[index][real].tolist() for name, x in tensors.items() if x is not None}
+        sampled = rollout.mask[index][real].tolist()
+        texts = token_texts(rollout.completion_ids[index][real].tolist(), tokenizer)
         return cls(
             prompt=str(tokenizer.decode(rollout.prompt_ids[index][rollout.prompt_mask[index]])),
             score=float(rollout.scores[index]),
-            rows=[TokenRow(text, **{name: c[t] for name, c in columns.items()}) for t, text in enumerate(texts)],
+            rows=[
+                TokenRow(text, **{name: c[t] for name, c in columns.items()})
+                if sampled[t]
+                else TokenRow(text, counted=False)
+                for t, text in enumerate(texts)
+            ],
         )
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -99,4 +111,6 @@ def format_cell(value: float | bool | None) -> str:
     """Return a number of a row as text."""
     if value is None:
         return "–"
-    return {True: "yes", False: "no"}[value] if isinstance(value, bool) else f"{value:.4f}"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value}" if isinstance(value, int) else f"{value:.4f}"
