@@ -1,6 +1,5 @@
 """A base in four or eight bits: one copy of it serves every role, and training does not touch it."""
 
-import hashlib
 from pathlib import Path
 
 import arithmetic
@@ -15,6 +14,7 @@ from transformers import (
     BitsAndBytesConfig,
 )
 
+from helpers.runs import digest, frozen_tensors
 from hfppo import PPOConfig, PPOTrainer
 from hfppo.models.loading import keep_four_bits
 
@@ -44,15 +44,6 @@ def trainer_of(model, tmp_path: Path, reward_funcs=arithmetic.right_answer, **ro
     )
 
 
-def frozen(model) -> dict[int, torch.Tensor]:
-    """The frozen tensors, one for each storage."""
-    return {p.untyped_storage().data_ptr(): p.detach() for p in model.parameters() if not p.requires_grad}
-
-
-def digest(tensors) -> str:
-    return hashlib.sha256(b"".join(t.contiguous().view(torch.uint8).numpy().tobytes() for t in tensors)).hexdigest()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("critic", ["adapter", "shared"])
@@ -60,13 +51,13 @@ def test_one_copy_serves_all_and_does_not_change(tmp_path, bits, critic):
     model = quantized(bits)
     size = model.get_memory_footprint()
     trainer = trainer_of(model, tmp_path, critic=critic)
-    tensors = frozen(trainer.model)
+    tensors = frozen_tensors(trainer.model)
     # Actor, reference and critic together hold no frozen byte more than the base alone.
-    assert sum(t.untyped_storage().nbytes() for t in tensors.values()) <= size
-    before = digest(tensors.values())
+    assert sum(t.untyped_storage().nbytes() for t in tensors) <= size
+    before = digest(tensors)
     start = [p.detach().clone() for p in trainer.model.actor_parameters()]
     trainer.train()
-    assert digest(tensors.values()) == before
+    assert digest(tensors) == before
     assert any(not torch.equal(p, q) for p, q in zip(trainer.model.actor_parameters(), start, strict=True))
     # LLM.int8() rounds activations too, with the scale of the batch they are in; NF4 computes in float32.
     assert trainer.state.log_history[0]["policy/first_ratio_deviation"] < {"four": 1e-4, "eight": 0.1}[bits]
@@ -84,10 +75,10 @@ def test_no_role_has_its_bytes_rewritten(tmp_path, role):
         trainer = trainer_of(quantized("four"), tmp_path / "out", str(tmp_path / "reward"))
     else:
         trainer = trainer_of(quantized("four"), tmp_path / "out", **{role: quantized("four")})
-    tensors = frozen(trainer.model)
-    before = digest(tensors.values())
+    tensors = frozen_tensors(trainer.model)
+    before = digest(tensors)
     trainer.train()
-    assert digest(tensors.values()) == before
+    assert digest(tensors) == before
     first = trainer.state.log_history[0]
     assert first["mismatch/max"] < 1e-3
     assert abs(first["kl"]) < 1e-4

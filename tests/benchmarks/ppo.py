@@ -21,9 +21,9 @@ TRL takes the sampler's log-probs for the old ones, as `--policy_mode bypass` do
 pass. `--torch_compile` adds hfppo with compiled layers. (TRL 1.12.0 takes that field, but its passes do not go through
 what it compiles, and its times stay.) `--max_tokens_per_micro_batch`, which changes no gradient, is hfppo's as well.
 
-With a GPU, `--workload qwen2.5-0.5b`, `qwen2.5-1.5b` or `qwen2.5-7b`, with `--nf4` for a quantised policy, do the same
-in bfloat16 with random weights of those shapes: 512 + 1024 tokens, 32 prompts. There the sides run one after another,
-since their memory would add up. These have not been run yet.
+With a GPU, `--workload qwen2.5-0.5b`, `qwen2.5-1.5b` or `qwen2.5-7b`, with `--nf4` for a quantized policy, do the same
+in bfloat16 with random weights of those shapes: up to 1024 + 512 tokens, 256 prompts, 8 for 7B. There the sides run
+one after another, since their memory would add up. These have not been run yet; `tests/gpu/kit.py` runs some of them.
 """
 
 import argparse

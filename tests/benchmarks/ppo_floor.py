@@ -51,17 +51,17 @@ def operations(workload: Workload, critic: str, policy_mode: str) -> dict[str, f
     }
 
 
-def rate(rows: int, workload: Workload, repeats: int = 50) -> float:
-    """Operations per second of the product of (rows, hidden) and (hidden, MLP); the best of some, as a floor wants.
+def rate(rows: int, inner: int, columns: int, dtype: str, repeats: int = 50) -> float:
+    """Operations per second of the product of (rows, inner) and (inner, columns); the best of some, as a floor wants.
 
     On a CPU per second of a processor, of which there is one for each thread; on a GPU per second. The clock is the
     wall's: a process's own lags behind for threads that are running, and the best would be one that it missed.
     """
     cuda = torch.cuda.is_available()
-    options = {"device": "cuda" if cuda else "cpu", "dtype": getattr(torch, workload.dtype)}
-    x = torch.randn(rows, workload.hidden_size, **options)
-    weight = torch.randn(workload.intermediate_size, workload.hidden_size, **options).t()
-    number = 2 * x.numel() * workload.intermediate_size
+    options = {"device": "cuda" if cuda else "cpu", "dtype": getattr(torch, dtype)}
+    x = torch.randn(rows, inner, **options)
+    weight = torch.randn(columns, inner, **options).t()
+    number = 2 * rows * inner * columns
     each = max(1, int(2e8 / number))
     best = float("inf")
     for _ in range(repeats):
@@ -75,9 +75,10 @@ def rate(rows: int, workload: Workload, repeats: int = 50) -> float:
 
 
 def rates(workload: Workload) -> tuple[float, float]:
-    """The rate of one token per row, for sampling, and that of a micro-batch."""
+    """The rate of one token per row, for sampling, and that of a micro-batch, both into the MLP."""
     mean_length = sum(len(prompt) for prompt in prompts_for(workload)) / workload.prompts + workload.new_tokens
-    return rate(workload.prompts, workload), rate(int(workload.micro_batch * mean_length), workload)
+    mlp = (workload.hidden_size, workload.intermediate_size, workload.dtype)
+    return rate(workload.prompts, *mlp), rate(int(workload.micro_batch * mean_length), *mlp)
 
 
 def floor(workload: Workload, critic: str, policy_mode: str, sampling: float, passes: float) -> dict[str, float]:

@@ -2,7 +2,11 @@
 
 import json
 import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import torch
 from datasets import Dataset
@@ -10,13 +14,14 @@ from ppo_workload import (
     WORKLOADS,
     Clock,
     Stopwatch,
+    Workload,
     adapter_for,
     common_config,
     load,
     prompts_for,
-    report,
     tokenizer_for,
 )
+from transformers import PreTrainedModel, TrainerCallback
 
 from hfppo import PPOConfig, PPOTrainer
 from hfppo.callbacks.events import PPOCallback
@@ -33,8 +38,9 @@ class RolloutClock(PPOCallback, Clock):
         self.tokens.append(int(rollout.mask.sum()))
 
 
-def time_phases(watch: Stopwatch) -> None:
-    """Have the stopwatch follow the parts of a rollout and of the updates."""
+@contextmanager
+def timed_phases(watch: Stopwatch) -> Iterator[None]:
+    """Have the stopwatch follow the parts of a rollout and of the updates, for the block."""
     forward = ActorCritic.forward
 
     def name(*args, policy=True, values=True, **kwargs) -> str:
@@ -51,46 +57,81 @@ def time_phases(watch: Stopwatch) -> None:
             outputs.logprobs.register_hook(lambda grad: watch.rename("actor backward"))
         return outputs
 
-    ActorCritic.forward = timed_forward
-    critic = Critic.forward
-    Critic.forward = watch.timed(critic, lambda *_, **__: "critic forward" if torch.is_grad_enabled() else "values")
-    TransformersSampler.__call__ = watch.timed(TransformersSampler.__call__, "sampling")
-    RewardModel.__call__ = watch.timed(RewardModel.__call__, "reward model")
-    torch.Tensor.backward = watch.timed(torch.Tensor.backward, "critic backward")
-    torch.optim.AdamW.step = watch.timed(torch.optim.AdamW.step, "optimiser")
-    PPOTrainer._clip_gradients = watch.timed(PPOTrainer._clip_gradients, "optimiser")
+    phases = [
+        (Critic, "forward", lambda *_, **__: "critic forward" if torch.is_grad_enabled() else "values"),
+        (TransformersSampler, "__call__", "sampling"),
+        (RewardModel, "__call__", "reward model"),
+        (PPOTrainer, "training_step", "loss"),  # with what follows inside it on clocks of its own
+        (torch.Tensor, "backward", "critic backward"),
+        (torch.optim.AdamW, "step", "optimizer"),
+        (PPOTrainer, "_clip_gradients", "optimizer"),
+    ]
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(ActorCritic, "forward", timed_forward))
+        for owner, method, phase in phases:
+            stack.enter_context(patch.object(owner, method, watch.timed(getattr(owner, method), phase)))
+        yield
 
 
-def main(workload_name: str, critic: str, fields: dict, rollouts: int, folder: Path, quantised: bool) -> None:
-    workload, watch = WORKLOADS[workload_name], Stopwatch()
-    time_phases(watch)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+def build(
+    workload: Workload,
+    folder: Path,
+    fields: dict[str, Any],
+    model: PreTrainedModel,
+    reward: Any,
+    critic: str = "adapter",
+    rollouts: int = 1,
+    callbacks: Sequence[TrainerCallback] = (),
+) -> PPOTrainer:
+    """Return the trainer for a workload.
+
+    Args:
+        folder: outputs go into a new folder inside it.
+        fields: of PPOConfig; they replace the workload's.
+        reward: a function or a model.
+    """
     tokenizer = tokenizer_for(workload, pad_beyond=False)
     tokenizer.eos_token = tokenizer.pad_token  # a token that the model knows, until the sampler is told another
     reward_tokenizer = tokenizer_for(workload, pad_beyond=False)
     reward_tokenizer.eos_token = None  # it would be appended, and the reward model does not know it
-    clock = RolloutClock(watch, workload.epochs)
+    own = {"max_completion_length": workload.new_tokens, "max_prompt_length": None, "logging_steps": workload.epochs}
+    args = PPOConfig(**{**common_config(workload, rollouts, folder), **own, **fields})
+    prompts = prompts_for(workload)[: workload.prompts // args.num_generations]
     trainer = PPOTrainer(
-        model=load(folder, "policy", quantised, device),
-        reward_funcs=load(folder, "reward", quantised, device),
-        args=PPOConfig(
-            **common_config(workload, rollouts, folder),
-            max_completion_length=workload.new_tokens,
-            logging_steps=workload.epochs,
-            **fields,
-        ),
-        train_dataset=Dataset.from_dict({"prompt": tokenizer.batch_decode(prompts_for(workload))}),
+        model=model,
+        reward_funcs=reward,
+        args=args,
+        train_dataset=Dataset.from_dict({"prompt": tokenizer.batch_decode(prompts)}),
         processing_class=tokenizer,
         peft_config=adapter_for(workload),
         critic=critic,
-        callbacks=[clock],
-        reward_processing_classes=[reward_tokenizer],
+        callbacks=list(callbacks),
+        reward_processing_classes=[reward_tokenizer if isinstance(reward, PreTrainedModel) else None],
     )
     trainer.collector.sampler.config.eos_token_id = [workload.vocab_size]  # never sampled: every completion is full
-    trainer.train()
-    report(clock)
+    return trainer
+
+
+def measure(
+    workload: Workload,
+    folder: Path,
+    fields: dict[str, Any],
+    model: PreTrainedModel,
+    reward: Any,
+    critic: str,
+    rollouts: int,
+    takes_turns: bool = False,
+) -> dict[str, Any]:
+    """Train for some rollouts, and return what the clock measured after the first."""
+    watch = Stopwatch()
+    clock = RolloutClock(watch, workload.epochs, takes_turns)
+    with timed_phases(watch):
+        build(workload, folder, fields, model, reward, critic, rollouts, [clock]).train()
+    return clock.measured()
 
 
 if __name__ == "__main__":
-    workload_name, critic, fields, rollouts, folder, quantised = sys.argv[1:]
-    main(workload_name, critic, json.loads(fields), int(rollouts), Path(folder), quantised == "nf4")
+    workload_name, critic, given, rollouts, models, quantized = sys.argv[1:]
+    workload, folder = WORKLOADS[workload_name], Path(models)
+    policy, reward = (load(workload, folder, name, quantized == "nf4") for name in ("policy", "reward"))
+    print(json.dumps(measure(workload, folder, json.loads(given), policy, reward, critic, int(rollouts), True)))

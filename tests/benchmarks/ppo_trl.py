@@ -1,5 +1,6 @@
 """The side of TRL's PPOTrainer of `ppo.py`, which starts it with the interpreter of TRL's own environment."""
 
+import json
 import sys
 from pathlib import Path
 
@@ -13,7 +14,6 @@ from ppo_workload import (
     common_config,
     load,
     prompts_for,
-    report,
     tokenizer_for,
 )
 from trl.experimental.ppo import PPOConfig, PPOTrainer, ppo_trainer
@@ -42,13 +42,12 @@ def time_phases(watch: Stopwatch, clock: Clock, reward_model: torch.nn.Module) -
         ppo_trainer.get_reward, lambda model, *_: "reward model" if model is reward_model else "values"
     )
     torch.Tensor.backward = watch.timed(torch.Tensor.backward, "actor backward")
-    torch.optim.AdamW.step = watch.timed(torch.optim.AdamW.step, "optimiser")
+    torch.optim.AdamW.step = watch.timed(torch.optim.AdamW.step, "optimizer")
 
 
-def main(workload_name: str, rollouts: int, folder: Path, quantised: bool) -> None:
+def main(workload_name: str, rollouts: int, folder: Path, quantized: bool) -> None:
     workload, watch = WORKLOADS[workload_name], Stopwatch()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    clock, reward_model = Clock(watch, 1), load(folder, "reward", quantised, device)
+    clock, reward_model = Clock(watch, 1), load(workload, folder, "reward", quantized)
     time_phases(watch, clock, reward_model)
     trainer = PPOTrainer(
         args=PPOConfig(
@@ -58,10 +57,10 @@ def main(workload_name: str, rollouts: int, folder: Path, quantised: bool) -> No
             logging_steps=1,
         ),
         processing_class=tokenizer_for(workload, pad_beyond=True),
-        model=load(folder, "policy", quantised, device),
+        model=load(workload, folder, "policy", quantized),
         ref_model=None,
         reward_model=reward_model,
-        value_model=load(folder, "value", quantised, device),
+        value_model=load(workload, folder, "value", quantized),
         train_dataset=Dataset.from_dict({"input_ids": prompts_for(workload)}),
         callbacks=[clock],
         peft_config=adapter_for(workload),
@@ -71,7 +70,7 @@ def main(workload_name: str, rollouts: int, folder: Path, quantised: bool) -> No
         backbone.forward, lambda *_, **__: "critic forward" if torch.is_grad_enabled() else watch.names[-1]
     )
     trainer.train()
-    report(clock)
+    print(json.dumps(clock.measured()))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """The work that both sides of the benchmark do, and how it is timed; imports neither of them."""
 
-import json
 import resource
 import sys
 import tempfile
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from peft import LoraConfig
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
@@ -20,11 +20,13 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     BitsAndBytesConfig,
+    PreTrainedModel,
     PreTrainedTokenizerFast,
     TrainerCallback,
     set_seed,
 )
 
+SCORING = AutoModelForSequenceClassification
 DONE = "rollout done"  # a line of its own, for `ppo.py`
 
 
@@ -66,8 +68,10 @@ class Workload:
 
 LLAMA = {"architecture": "llama", "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 6}
 LLAMA |= {"num_attention_heads": 8, "num_key_value_heads": 4, "shortest_prompt": 8, "longest_prompt": 24}
+TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+TINY |= {"num_key_value_heads": 1, "vocab_size": 512, "prompts": 8, "new_tokens": 8, "micro_batch": 4}
 QWEN = {"architecture": "qwen2", "vocab_size": 151_936, "dtype": "bfloat16", "tied": True, "checkpointing": True}
-QWEN |= {"prompts": 32, "shortest_prompt": 512, "longest_prompt": 512, "new_tokens": 1024, "micro_batch": 4}
+QWEN |= {"prompts": 256, "shortest_prompt": 256, "longest_prompt": 1024, "new_tokens": 512, "micro_batch": 8}
 
 
 def qwen(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, **more: Any) -> Workload:
@@ -78,31 +82,71 @@ def qwen(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int,
 WORKLOADS = {
     "A": Workload(**LLAMA, vocab_size=4096, prompts=64, new_tokens=48, micro_batch=16),
     "B": Workload(**LLAMA, vocab_size=32_768, prompts=16, new_tokens=256, micro_batch=16),
+    "tiny": Workload(**{**LLAMA, **TINY}),  # shows that a benchmark runs
     # For a GPU. Not run yet.
-    "qwen2.5-0.5b": qwen(896, 4864, 24, 14, 2),
+    "qwen2.5-0.5b": qwen(896, 4864, 24, 14, 2, checkpointing=False),
     "qwen2.5-1.5b": qwen(1536, 8960, 28, 12, 2),
-    "qwen2.5-7b": qwen(3584, 18_944, 28, 28, 4, tied=False, vocab_size=152_064),
+    "qwen2.5-7b": qwen(3584, 18_944, 28, 28, 4, tied=False, vocab_size=152_064, prompts=8, micro_batch=2),
 }
 
 
-def write_models(workload: Workload, folder: Path) -> None:
-    """Policy, reward and value model with random weights, for both sides to load."""
+def training_device() -> torch.device:
+    """Return accelerate's device."""
+    return PartialState().device
+
+
+def drawing_device() -> torch.device:
+    """Return where to draw random weights: a GPU draws billions of numbers in a moment."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def write_models(workload: Workload, folder: Path, names: tuple[str, ...] = ("policy", "reward", "value")) -> None:
+    """Write models with random weights, for both sides to load."""
     shape = {**workload.shape(), "dtype": workload.dtype}
-    config = AutoConfig.for_model(workload.architecture, **shape)
-    scoring = AutoConfig.for_model(workload.architecture, **shape, num_labels=1)
     set_seed(0)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder / "policy")
-    AutoModelForSequenceClassification.from_config(scoring).save_pretrained(folder / "reward")
-    AutoModelForSequenceClassification.from_config(scoring).save_pretrained(folder / "value")
+    for name in names:
+        kind, more = (AutoModelForCausalLM, {}) if name == "policy" else (SCORING, {"num_labels": 1})
+        with drawing_device():
+            model = kind.from_config(AutoConfig.for_model(workload.architecture, **shape, **more))
+        model.save_pretrained(folder / name)
 
 
-def load(folder: Path, name: str, quantised: bool, device: str) -> Any:
-    """One of the models that `write_models` wrote; the policy as NF4 where that is asked for."""
-    kind = AutoModelForCausalLM if name == "policy" else AutoModelForSequenceClassification
-    if not (quantised and name == "policy"):
-        return kind.from_pretrained(folder / name, dtype="auto").to(device)
-    nf4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
-    return kind.from_pretrained(folder / name, quantization_config=nf4, device_map=device)
+def load(workload: Workload, folder: Path, name: str, quantized: bool, **options: Any) -> PreTrainedModel:
+    """Load one of the models that `write_models` wrote; a quantized policy is made in memory.
+
+    Args:
+        options: of `from_pretrained`.
+    """
+    if quantized and name == "policy":
+        return random_nf4(workload, **options)
+    kind = AutoModelForCausalLM if name == "policy" else SCORING
+    return kind.from_pretrained(folder / name, **{"dtype": "auto", **options}).to(training_device())
+
+
+def random_nf4(workload: Workload, **options: Any) -> PreTrainedModel:
+    """Return a policy in NF4 with the random weights of one layer in all layers.
+
+    In memory the weights of a single layer suffice, and nothing is written: 7B parameters would be 15 GB.
+    """
+    shape = {**workload.shape(), "dtype": workload.dtype}
+    set_seed(0)
+    config = AutoConfig.for_model(workload.architecture, **shape)
+    first = AutoConfig.for_model(workload.architecture, **{**shape, "num_hidden_layers": 1})
+    with drawing_device():
+        one = AutoModelForCausalLM.from_config(first)
+    weights = {}
+    for name, tensor in one.state_dict().items():
+        for layer in range(workload.num_hidden_layers if ".layers.0." in name else 1):
+            weights[name.replace(".layers.0.", f".layers.{layer}.")] = tensor
+    dtype = getattr(torch, workload.dtype)
+    nf4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
+    made = {"config": config, "state_dict": weights, "quantization_config": nf4, "device_map": training_device()}
+    return type(one).from_pretrained(None, **made, **options)  # the Auto class wants a name
+
+
+def distinct_characters(completions: list[str], **kwargs: Any) -> list[float]:
+    """A reward that costs nothing."""
+    return [len(set(text)) / max(1, len(text)) for text in completions]
 
 
 def tokenizer_for(workload: Workload, pad_beyond: bool) -> PreTrainedTokenizerFast:
@@ -134,7 +178,6 @@ def adapter_for(workload: Workload) -> LoraConfig:
 
 def common_config(workload: Workload, rollouts: int, folder: Path) -> dict[str, Any]:
     """Fields that both configurations have, under one name and with one meaning."""
-    cuda = torch.cuda.is_available()
     return {
         "output_dir": tempfile.mkdtemp(dir=folder),
         "per_device_train_batch_size": workload.micro_batch,
@@ -148,7 +191,7 @@ def common_config(workload: Workload, rollouts: int, folder: Path) -> dict[str, 
         "kl_coef": 0.05,
         "bf16": workload.dtype == "bfloat16",
         "gradient_checkpointing": workload.checkpointing,
-        "use_cpu": not cuda,
+        "use_cpu": training_device().type == "cpu",
         "save_strategy": "no",
         "report_to": "none",
         "disable_tqdm": True,
@@ -205,10 +248,14 @@ class Stopwatch:
 
 
 class Clock(TrainerCallback):
-    """Notes the time at the end of each rollout's last update, and waits for the next turn."""
+    """Notes the time at the end of each rollout's last update.
 
-    def __init__(self, watch: Stopwatch, steps_per_rollout: int):
-        self.watch, self.steps_per_rollout = watch, steps_per_rollout
+    Args:
+        takes_turns: wait then for the next turn, which a line on the standard input gives.
+    """
+
+    def __init__(self, watch: Stopwatch, steps_per_rollout: int, takes_turns: bool = True):
+        self.watch, self.steps_per_rollout, self.takes_turns = watch, steps_per_rollout, takes_turns
         self.seconds: list[dict[str, float]] = []  # by phase, of each rollout
         self.cpu_seconds: list[dict[str, float]] = []
         self.tokens: list[int] = []  # of completions, as the side under test counts them
@@ -221,10 +268,20 @@ class Clock(TrainerCallback):
             self.watch.note()
             self.seconds.append(dict(self.watch.seconds))
             self.cpu_seconds.append(dict(self.watch.cpu_seconds))
-            print(DONE, flush=True)
-            if not sys.stdin.readline():
-                sys.exit("whoever gave the turns is gone")
+            if self.takes_turns:
+                print(DONE, flush=True)
+                if not sys.stdin.readline():
+                    sys.exit("whoever gave the turns is gone")
             self.watch.restart()
+
+    def measured(self) -> dict[str, Any]:
+        """Return what was measured; the first rollout warms up."""
+        return {
+            "seconds": self.seconds[1:],
+            "cpu_seconds": self.cpu_seconds[1:],
+            "tokens": self.tokens[1:],
+            "peak": peak_bytes(),
+        }
 
 
 def peak_bytes() -> int:
@@ -232,14 +289,3 @@ def peak_bytes() -> int:
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-
-def report(clock: Clock) -> None:
-    """Print what was measured as one line of JSON, the last of the output; the first rollout warms up."""
-    found = {
-        "seconds": clock.seconds[1:],
-        "cpu_seconds": clock.cpu_seconds[1:],
-        "tokens": clock.tokens[1:],
-        "peak": peak_bytes(),
-    }
-    print(json.dumps(found))

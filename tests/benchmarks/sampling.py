@@ -10,15 +10,18 @@ import argparse
 import tempfile
 import time
 from pathlib import Path
+from statistics import median
+from typing import Any
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from tokenizers import Tokenizer, models
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
 
 from hfppo import ActorCritic, PPOConfig
 from hfppo.data.prompts import pad_left
-from hfppo.generation import make_sampler
+from hfppo.generation import Completions, make_sampler
 from hfppo.models.loading import default_peft_config
 
 EOS = 1
@@ -37,49 +40,101 @@ def make_model(folder: str) -> None:
     PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), eos_token="w1").save_pretrained(folder)
 
 
+def load_actor(folder: str) -> ActorCritic:
+    """Load a model with an adapter that changes it, so that a sampler without the adapter would show."""
+    base = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").to(PartialState().device)
+    actor = ActorCritic(base, default_peft_config(), critic=None).eval()
+    set_seed(1)
+    for parameter in actor.actor_parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
+    return actor
+
+
+def random_prompts(number: int, shortest: int, longest: int, vocab_size: int) -> list[list[int]]:
+    """Draw prompts of random lengths, without padding and EOS."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(shortest, longest + 1, (number,), generator=generator).tolist()
+    return [torch.randint(2, vocab_size, (n,), generator=generator).tolist() for n in lengths]
+
+
+@torch.no_grad()
+def distances(model: ActorCritic, inputs: list[Tensor], completions: Completions, at_once: int = 16) -> Tensor:
+    """Return |log π_rollout − log π of the training model| of the tokens, (N,) nats."""
+    found = []
+    for rows in torch.arange(len(completions.ids)).split(at_once):
+        ids, mask = (x[rows.to(x.device)] for x in inputs)
+        some = completions.rows(rows.to(completions.ids.device))
+        own, real = some.ids.to(ids.device), some.mask.to(ids.device)
+        out = model(torch.cat([ids, own], dim=1), torch.cat([mask, real], dim=1), completion_mask=real)
+        found.append((out.logprobs.cpu() - some.logprobs.cpu())[some.mask.cpu()].abs())
+    return torch.cat(found)
+
+
+def compare(
+    model: ActorCritic, prompts: list[list[int]], new_tokens: int, placements: dict[str, dict[str, Any]], rounds: int
+) -> dict[str, dict[str, Any]]:
+    """Measure samplers on the same prompts.
+
+    Args:
+        placements: fields of PPOConfig, by the sampler's name.
+    Returns:
+        by sampler: "start", seconds; "sync" and "seconds" (both together), of each round; "tokens", of each round;
+        "distance", mean and maximum of |log π_rollout − log π| in nats.
+    """
+    inputs = [x.to(model.device) for x in pad_left(prompts, 0)]
+    cpu = model.device.type == "cpu"
+    samplers, found = {}, {}
+    for name, config in placements.items():
+        args = PPOConfig(tempfile.mkdtemp(), max_completion_length=new_tokens, use_cpu=cpu, **config)
+        start = time.perf_counter()
+        samplers[name] = make_sampler(model, [EOS], 0, args, Accelerator(cpu=cpu))
+        found[name] = {"start": time.perf_counter() - start, "sync": [], "seconds": [], "tokens": []}
+    for turn in range(rounds + 1):  # in alternation, so that all see the machine's moods; the first warms up
+        seeds = [len(prompts) * turn + n for n in range(len(prompts))]
+        for name, sampler in samplers.items():
+            start = time.perf_counter()
+            with sampler.ready():
+                ready = time.perf_counter()
+                completions = sampler(*inputs, seeds)
+                tokens = int(completions.mask.sum())  # waits for the device
+            end = time.perf_counter()
+            if turn:
+                found[name]["sync"].append(ready - start)
+                found[name]["seconds"].append(end - start)
+                found[name]["tokens"].append(tokens)
+            else:
+                off = distances(model, inputs, completions)
+                found[name]["distance"] = (float(off.mean()), float(off.max()))
+    return found
+
+
 def main(options: argparse.Namespace) -> None:
     folder = options.model_folder or tempfile.mkdtemp()
     if not (Path(folder) / "config.json").is_file():
         make_model(folder)
     if options.only_make_model:
         return
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = ActorCritic(LlamaForCausalLM.from_pretrained(folder).to(device), default_peft_config(), critic=None).eval()
-    generator = torch.Generator().manual_seed(0)
-    lengths = torch.randint(8, 25, (options.prompts,), generator=generator).tolist()
-    prompts = [torch.randint(2, 4096, (n,), generator=generator).tolist() for n in lengths]
-    inputs = [x.to(device) for x in pad_left(prompts, 0)]
-    placements = {"transformers generate": {}}
+    model = load_actor(folder)
+    placements: dict[str, dict[str, Any]] = {"transformers generate": {}}
     if options.vllm:
-        engine = {"enforce_eager": device == "cpu", "max_model_len": 24 + options.new_tokens}
+        engine = {"enforce_eager": model.device.type == "cpu", "max_model_len": 24 + options.new_tokens}
         placements["vLLM colocate"] = {"use_vllm": True, "vllm_engine_kwargs": engine}
     if options.server:
         placements["vLLM server"] = {
             **{"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": options.server},
         }
-    samplers, starts, rates = {}, {}, {name: [] for name in placements}
-    for name, config in placements.items():
-        args = PPOConfig(
-            tempfile.mkdtemp(), max_completion_length=options.new_tokens, use_cpu=device == "cpu", **config
-        )
-        start = time.perf_counter()
-        samplers[name] = make_sampler(model, [EOS], 0, args, Accelerator(cpu=device == "cpu"))
-        starts[name] = time.perf_counter() - start
-    for turn in range(options.rounds + 1):  # in alternation, so that all see the machine's moods; the first warms up
-        seeds = [options.prompts * turn + n for n in range(options.prompts)]
-        for name, sampler in samplers.items():
-            start = time.perf_counter()
-            with sampler.ready():
-                completions = sampler(*inputs, seeds)
-            seconds = time.perf_counter() - start
-            if turn:
-                rates[name].append(int(completions.mask.sum()) / seconds)
-    base = sorted(rates["transformers generate"])[options.rounds // 2]
-    print("| sampler | tokens per second, sync included | times `generate` | start, s |\n|---|---|---|---|")
+    found = compare(
+        model, random_prompts(options.prompts, 8, 24, 4096), options.new_tokens, placements, options.rounds
+    )
+    rates = {name: [n / s for n, s in zip(own["tokens"], own["seconds"], strict=True)] for name, own in found.items()}
+    base = median(rates["transformers generate"])
+    print("| sampler | tokens per second, sync included | times `generate` | sync, s | start, s | log-probs off by |")
+    print("|---|---|---|---|---|---|")
     for name, each in rates.items():
-        middle = sorted(each)[options.rounds // 2]
+        own = found[name]
         print(
-            f"| {name} | {middle:.0f} ({min(each):.0f}–{max(each):.0f}) | {middle / base:.2f} | {starts[name]:.1f} |"
+            f"| {name} | {median(each):.0f} ({min(each):.0f}–{max(each):.0f}) | {median(each) / base:.2f} | "
+            f"{median(own['sync']):.2f} | {own['start']:.1f} | {own['distance'][1]:.1g} |"
         )
 
 

@@ -1,6 +1,8 @@
 """What tests train with and compare afterwards."""
 
+import hashlib
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +49,20 @@ def untimed_logs(trainer) -> list[dict[str, float]]:
 def trained_state(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The trainable weights by name."""
     return {name: p.detach() for name, p in module.named_parameters() if p.requires_grad}
+
+
+def frozen_tensors(model: torch.nn.Module) -> list[torch.Tensor]:
+    """Return the frozen tensors, one for each storage."""
+    frozen = (p.detach() for p in model.parameters() if not p.requires_grad)
+    return list({p.untyped_storage().data_ptr(): p for p in frozen}.values())
+
+
+def digest(tensors: Iterable[torch.Tensor]) -> str:
+    """Return a hash of the tensors' bytes, in order."""
+    whole = hashlib.sha256()
+    for tensor in tensors:
+        whole.update(tensor.contiguous().cpu().view(torch.uint8).numpy().tobytes())
+    return whole.hexdigest()
 
 
 def final_state(trainer) -> dict[str, torch.Tensor]:

@@ -1,0 +1,386 @@
+"""The sections of the GPU kit: each yields its figures case by case, as {case: {column: value}}.
+
+`kit.py` runs each in a process of its own. This module imports nothing heavy, because the process that starts them
+and `rows.py` read the table at its end.
+"""
+
+import importlib.util
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+from unittest.mock import patch
+from xml.etree import ElementTree
+
+HERE = Path(__file__).parent
+Figures = Iterator[dict[str, dict[str, Any]]]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a section is run with."""
+
+    small: bool  # sizes for a CPU, which only show that the kit runs
+    folder: Path  # for models and checkpoints; removed afterwards
+    peak_tflops: float | None  # the GPU's dense bfloat16 rate; None: measured
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the kit.
+
+    Args:
+        minutes: after which it is stopped.
+        needs: packages without which it does not run; CUDA as well, unless the run is small.
+        columns: of its table, after that of the case; figures under other names are in the JSON only.
+    """
+
+    run: Callable[[Job], Figures]
+    title: str
+    minutes: float
+    columns: tuple[str, ...]
+    needs: tuple[str, ...] = ()
+
+
+def cuda_is_there() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def find_missing(section: Section, small: bool) -> list[str]:
+    """Return what a section needs and does not find here."""
+    missing = [name for name in section.needs if importlib.util.find_spec(name) is None]
+    return missing + ([] if small or cuda_is_there() else ["CUDA"])
+
+
+def workload_of(job: Job, name: str, **sizes: int) -> Any:
+    """Return a workload of `ppo_workload`, with other sizes; the tiny one in a small run."""
+    from ppo_workload import WORKLOADS
+
+    return WORKLOADS["tiny"] if job.small else replace(WORKLOADS[name], **sizes)
+
+
+def run_tests(job: Job) -> Figures:
+    """Run the tests marked `gpu`."""
+    import pytest
+
+    report = job.folder / "report.xml"
+    # Without the repository's options: they want pytest-xdist, and warnings of other versions are no failures here.
+    options = ["-o", "addopts=", "-m", "gpu", "-W", "ignore", "-p", "no:cacheprovider", f"--junitxml={report}"]
+    pytest.main([*options, "-q", "--rootdir", str(HERE.parents[1]), str(HERE)])
+    failed = 0
+    for case in ElementTree.parse(report).iter("testcase"):
+        found = next((child for child in case if child.tag in ("failure", "error", "skipped")), None)
+        outcome = "passed" if found is None else {"failure": "failed", "error": "failed"}.get(found.tag, found.tag)
+        reason = {} if found is None else {"reason": found.get("message", "").split("\n")[0]}
+        failed += outcome == "failed"
+        yield {case.get("name", ""): {"outcome": outcome, **reason}}
+    if failed:
+        raise AssertionError(f"{failed} tests failed")
+
+
+def first_rollout(job: Job) -> Figures:
+    """Train on one rollout for each dtype and attention, and read the first step's metrics."""
+    import torch
+    from ppo_hfppo import build
+    from ppo_workload import distinct_characters, load, write_models
+
+    from helpers.flash import flash_attention
+    from helpers.runs import digest, frozen_tensors
+    from hfppo.models.packing import can_pack
+
+    sizes = {"prompts": 32, "shortest_prompt": 32, "longest_prompt": 256, "new_tokens": 128}
+    workload = workload_of(job, "qwen2.5-0.5b", **sizes)
+    write_models(workload, job.folder, ("policy",))
+    flash = flash_attention()
+    for dtype in ("float32", "bfloat16", "nf4"):
+        for attention in ["sdpa", *([flash or "flash attention"] if dtype != "float32" else [])]:
+            case = f"{dtype}, {attention}"
+            if attention == "flash attention":
+                yield {case: {"reason": "needs CUDA and flash attention"}}
+                continue
+            if dtype == "nf4" and importlib.util.find_spec("bitsandbytes") is None:
+                yield {case: {"reason": "needs bitsandbytes"}}
+                continue
+            own = replace(workload, dtype="float32" if dtype == "float32" else "bfloat16")
+            options = {"attn_implementation": attention} | ({} if dtype == "nf4" else {"dtype": own.dtype})
+            model = load(own, job.folder, "policy", dtype == "nf4", **options)
+            trainer = build(own, job.folder, {"logging_steps": 1, "learning_rate": 1e-3}, model, distinct_characters)
+            before = digest(frozen_tensors(trainer.model))
+            trainer.train()
+            first = trainer.state.log_history[0]
+            yield {
+                case: {
+                    "first ratio − 1, largest": first["policy/first_ratio_deviation"],
+                    "KL to the reference, nats": first["kl"],
+                    "old log-probs − sampler's, mean, nats": first["mismatch/mean"],
+                    "largest, nats": first["mismatch/max"],
+                    "packed": "yes" if can_pack(trainer.model.causal_lm) else "no",
+                    "base": "unchanged" if digest(frozen_tensors(trainer.model)) == before else "CHANGED",
+                }
+            }
+            del model, trainer
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+
+
+def resume(job: Job) -> Figures:
+    """Compare a run with the same run again, and with runs resumed within a rollout and between two."""
+    import torch
+    from ppo_hfppo import build
+    from ppo_workload import distinct_characters, load, write_models
+
+    from helpers.runs import final_state
+
+    workload = workload_of(job, "qwen2.5-0.5b", prompts=32, shortest_prompt=32, longest_prompt=128, new_tokens=64)
+    write_models(workload, job.folder, ("policy",))
+    steps = {"num_mini_batches": 2, "gradient_accumulation_steps": workload.prompts // workload.micro_batch // 2}
+    steps |= {"save_strategy": "steps", "save_steps": 1, "learning_rate": 1e-3}
+
+    def train(more: dict[str, Any], checkpoint: Path | None = None) -> tuple[dict[str, torch.Tensor], Path]:
+        fields = {**steps, **more, "output_dir": tempfile.mkdtemp(dir=job.folder)}
+        if checkpoint is not None:
+            checkpoint = Path(shutil.copytree(checkpoint, Path(fields["output_dir"]) / checkpoint.name))
+        model = load(workload, job.folder, "policy", False)
+        trainer = build(workload, job.folder, fields, model, distinct_characters, rollouts=2)
+        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+        assert trainer.state.global_step == 8
+        return {name: x.detach().cpu().clone() for name, x in final_state(trainer).items()}, Path(fields["output_dir"])
+
+    for name, more in {"defaults": {}, "full_determinism": {"full_determinism": True}}.items():
+        straight, folder = train(more)
+        for again, step in (("again", None), ("resumed within a rollout", 3), ("resumed between rollouts", 4)):
+            other, _ = train(more, None if step is None else folder / f"checkpoint-{step}")
+            assert other.keys() == straight.keys()
+            apart = {key: float((other[key].float() - straight[key].float()).abs().max()) for key in straight}
+            differ = [key for key in straight if not torch.equal(other[key], straight[key])]
+            columns = ("tensors", "that differ", "largest difference")
+            yield {f"{name}, {again}": dict(zip(columns, (len(apart), len(differ), max(apart.values())), strict=True))}
+    torch.use_deterministic_algorithms(False)
+
+
+def samplers(job: Job) -> Figures:
+    """Compare the colocated vLLM with `generate`."""
+    from ppo_workload import tokenizer_for, write_models
+    from sampling import compare, load_actor, random_prompts
+
+    workload = workload_of(job, "qwen2.5-0.5b")
+    write_models(workload, job.folder, ("policy",))
+    folder = job.folder / "policy"
+    tokenizer_for(workload, pad_beyond=False).save_pretrained(folder)
+    model = load_actor(str(folder))
+    prompts = random_prompts(workload.prompts, workload.shortest_prompt, workload.longest_prompt, workload.vocab_size)
+    engine = {"enforce_eager": job.small, "max_model_len": workload.longest_prompt + workload.new_tokens}
+    rows = {"local_rollout_forward_batch_size": workload.prompts}
+    placements = {"generate": rows, "vLLM, colocated": {"use_vllm": True, "vllm_engine_kwargs": engine}}
+    found = compare(model, prompts, workload.new_tokens, placements, rounds=1 if job.small else 2)
+    speeds = {name: median(own["tokens"]) / median(own["seconds"]) for name, own in found.items()}
+    for name, own in found.items():
+        yield {
+            name: {
+                "tokens per second, sync included": speeds[name],
+                "times generate": speeds[name] / speeds["generate"],
+                "sync, s": median(own["sync"]),
+                "start, s": own["start"],
+                "log-probs − training model's, mean, nats": own["distance"][0],
+                "largest, nats": own["distance"][1],
+            }
+        }
+
+
+ROLLOUT = ("s per rollout", "completion tokens per second", "sampling, s", "passes, scores, rest, s", "update, s")
+OF_UPDATE = ("loss", "actor forward", "critic forward", "critic backward", "actor backward", "update", "optimizer")
+
+
+def summarize(measured: dict[str, Any]) -> dict[str, Any]:
+    """Return the columns of `ROLLOUT` from what a clock measured, and all phases; medians over rollouts."""
+    names = {name for phases in measured["seconds"] for name in phases}
+    phases = {name: median(own.get(name, 0.0) for own in measured["seconds"]) for name in sorted(names)}
+    total = median(sum(own.values()) for own in measured["seconds"])
+    update = sum(phases.get(name, 0.0) for name in OF_UPDATE)
+    sampling = phases["sampling"]
+    numbers = (total, median(measured["tokens"]) / total, sampling, total - sampling - update, update)
+    return {**dict(zip(ROLLOUT, numbers, strict=True)), "peak, GB": measured["peak"] / 1e9, "phases": phases}
+
+
+def forget_peak() -> None:
+    """Begin the measurement of a peak, with what earlier cases left freed."""
+    import gc
+
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def ppo(job: Job) -> Figures:
+    """Train with PPO, with a reward model of the policy's shape.
+
+    MFU is the operations of the update's matrix products that `ppo_floor` counts, over its seconds times the rate of a
+    large bfloat16 product on this device, or the given rate. Padding, attention's masked half and what is computed
+    again do not count; the seconds include the optimizer.
+    """
+    from ppo_floor import operations, rate
+    from ppo_hfppo import measure
+    from ppo_workload import load, write_models
+
+    workload = workload_of(job, "qwen2.5-0.5b")
+    write_models(workload, job.folder, ("policy", "reward"))
+    side = 256 if job.small else 8192
+    peak = job.peak_tflops or rate(side, side, side, workload.dtype) / 1e12
+    yield {"a large product": {"TFLOP/s": peak, "measured": job.peak_tflops is None}}
+    for critic in ("adapter", "shared"):
+        forget_peak()
+        model, reward = (load(workload, job.folder, name, False) for name in ("policy", "reward"))
+        fields = {"local_rollout_forward_batch_size": workload.prompts}
+        measured = summarize(measure(workload, job.folder, fields, model, reward, critic, rollouts=3))
+        counted = operations(workload, critic, "decoupled")
+        tflop = sum(counted[name] for name in OF_UPDATE if name in counted) / 1e12
+        rate_of_update = tflop / measured["update, s"]
+        yield {
+            f"critic='{critic}'": {**measured, "TFLOP/s": rate_of_update, "MFU of the update": rate_of_update / peak}
+        }
+        del model, reward
+
+
+def seven_billion(job: Job) -> Figures:
+    """Train a 7B shape in NF4 on one rollout with a reward function, and read the peak."""
+    import torch
+    from ppo_hfppo import measure
+    from ppo_workload import distinct_characters, load
+
+    workload = replace(workload_of(job, "qwen2.5-7b"), dtype="bfloat16", epochs=1, checkpointing=True)
+    for critic in ("adapter", "shared"):
+        forget_peak()
+        model = load(workload, job.folder, "policy", True)
+        size = model.get_memory_footprint()
+        forget_peak()
+        measured = summarize(measure(workload, job.folder, {}, model, distinct_characters, critic, rollouts=2))
+        reserved = {"reserved, GB": torch.cuda.max_memory_reserved() / 1e9} if torch.cuda.is_available() else {}
+        yield {f"critic='{critic}'": {**measured, "base, GB": size / 1e9, **reserved}}
+        del model
+
+
+def chunks(job: Job) -> Figures:
+    """Time log-probs by the number of tokens whose logits are computed at once."""
+    import time
+
+    import torch
+    from ppo_workload import drawing_device, training_device
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    from hfppo.models import output_head
+
+    device, dtype = training_device(), torch.float32 if job.small else torch.bfloat16
+    shapes = {"tiny": (64, 512)} if job.small else {"0.5B": (896, 151_936), "7B": (3584, 152_064)}
+    tokens, sizes = (512, (128, 512)) if job.small else (16_384, [2**n for n in range(7, 14)])
+
+    def seconds(run: Callable[[], Any]) -> float:
+        found = []
+        for _ in range(4):
+            start = time.perf_counter()
+            run()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            found.append(time.perf_counter() - start)
+        return median(found[1:])
+
+    for shape, (width, vocab_size) in shapes.items():
+        config = Qwen2Config(vocab_size=vocab_size, hidden_size=width, intermediate_size=width, num_hidden_layers=1)
+        with drawing_device():
+            model = Qwen2ForCausalLM(config)
+        model = model.to(device, dtype).requires_grad_(False)
+        hidden = torch.randn(tokens, width, device=device, dtype=dtype, requires_grad=True)
+        targets = torch.randint(vocab_size, (tokens,), device=device)
+
+        def passes(gradient: bool, model=model, hidden=hidden, targets=targets) -> None:
+            with torch.set_grad_enabled(gradient):
+                logprobs, _ = output_head.token_logprobs(model, hidden, targets, 1.0, "constant")
+                if gradient:
+                    logprobs.sum().backward()
+
+        for size in sizes:
+            forget_peak()
+            before = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
+            with patch.object(output_head, "tokens_at_once", lambda vocab_size, device, size=size: size):
+                found = {"without gradient, ms": 1e3 * seconds(lambda: passes(False))}
+                found["with gradient, ms"] = 1e3 * seconds(lambda: passes(True))
+            if torch.cuda.is_available():
+                found["peak above the start, MB"] = (torch.cuda.max_memory_allocated() - before) / 1e6
+            default = output_head.tokens_at_once(vocab_size, device) == size
+            yield {f"{shape}, {size}": {**found, "default": "yes" if default else "no"}}
+
+
+def grpo(job: Job) -> Figures:
+    """Train with groups of 8 (2 in a small run): hfppo's grpo estimator, and TRL's GRPOTrainer."""
+    from importlib.metadata import version
+
+    import ppo_grpo
+    from ppo_hfppo import measure
+    from ppo_workload import load, write_models
+
+    workload = workload_of(job, "qwen2.5-0.5b")
+    write_models(workload, job.folder, ("policy", "reward"))
+    group = 2 if job.small else 8
+    fields = {"advantage_estimator": "grpo", "num_generations": group, "kl_coef": 0.0, "kl_loss_coef": 0.05}
+    fields |= {"local_rollout_forward_batch_size": workload.prompts}  # as TRL samples
+    for name in ("hfppo", f"TRL {version('trl')}"):
+        forget_peak()
+        model, reward = (load(workload, job.folder, role, False) for role in ("policy", "reward"))
+        if name == "hfppo":
+            measured = measure(workload, job.folder, fields, model, reward, "adapter", rollouts=3)
+        else:
+            measured = ppo_grpo.measure(workload, job.folder, model, reward, 3, group)
+        yield {name: summarize(measured)}
+        del model, reward
+
+
+SECTIONS = {
+    "tests": Section(run_tests, "tests marked gpu", 4, ("outcome",)),
+    "first_rollout": Section(
+        first_rollout,
+        "first update, Qwen2.5-0.5B shape",
+        4,
+        (
+            *("first ratio − 1, largest", "KL to the reference, nats", "old log-probs − sampler's, mean, nats"),
+            *("largest, nats", "packed", "base"),
+        ),
+    ),
+    "resume": Section(
+        resume,
+        "compared with the straight run, Qwen2.5-0.5B shape",
+        4,
+        ("tensors", "that differ", "largest difference"),
+    ),
+    "vllm": Section(
+        samplers,
+        "sampler, 256 × (≤ 1024 + 512) tokens",
+        4,
+        (
+            *("tokens per second, sync included", "times generate", "sync, s", "start, s"),
+            *("log-probs − training model's, mean, nats", "largest, nats"),
+        ),
+        ("vllm",),
+    ),
+    "ppo": Section(ppo, "PPO, 256 × (≤ 1024 + 512) tokens", 6, (*ROLLOUT, "TFLOP/s", "MFU of the update", "peak, GB")),
+    "memory": Section(
+        seven_billion,
+        "7B shape in NF4, 8 × (≤ 1024 + 512) tokens",
+        5,
+        (*ROLLOUT, "base, GB", "peak, GB", "reserved, GB"),
+        ("bitsandbytes",),
+    ),
+    "chunks": Section(
+        chunks,
+        "head, tokens at once",
+        2,
+        ("without gradient, ms", "with gradient, ms", "peak above the start, MB", "default"),
+    ),
+    "grpo": Section(grpo, "GRPO, 256 × (≤ 1024 + 512) tokens", 6, (*ROLLOUT, "peak, GB"), ("trl",)),
+}

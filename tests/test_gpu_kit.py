@@ -1,0 +1,205 @@
+"""The GPU kit without a GPU: its small run, what a cut leaves, and the rows."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import zipfile
+from pathlib import Path
+
+import kit
+import pytest
+import rows
+from sections import SECTIONS
+
+from helpers.processes import HELPERS, ROOT, environment
+from helpers.second_device import build
+
+KIT = ROOT / "tests/gpu/kit.py"
+# The kit with sections that take no time, or that end as sections may end.
+STAND_IN = """
+import os, sys, time
+import kit
+import sections
+from sections import Section
+
+def quick(job):
+    yield {"case": {"seconds": 1.5}}
+
+def stuck(job):
+    (job.folder / "checkpoint").touch()
+    yield {"first": {"pid": os.getpid()}}
+    time.sleep(600)
+
+def crash(job):
+    yield from quick(job)
+    os._exit(3)
+
+def error(job):
+    yield from quick(job)
+    raise ValueError("no such thing")
+
+limits = {"quick": 1, "stuck": float(os.environ["STUCK_MINUTES"]), "crash": 1, "error": 1, "lacking": 1}
+for name, minutes in limits.items():
+    needs = ("no_such_package",) if name == "lacking" else ()
+    kit.SECTIONS[name] = Section(globals().get(name, quick), name, minutes, ("seconds",), needs)
+kit.describe_machine = dict
+sections.cuda_is_there = lambda: True
+sys.exit(kit.main(kit.parse()))
+"""
+
+
+def start(only: str, out: Path, stuck_minutes: float) -> subprocess.Popen:
+    """Start the kit with the stand-ins for its sections."""
+    script = out.parent / "stand_in.py"
+    script.write_text(STAND_IN)
+    env = environment(STUCK_MINUTES=str(stuck_minutes))
+    env["PYTHONPATH"] += os.pathsep + str(KIT.parent)
+    return subprocess.Popen([sys.executable, script, "--out", out, "--only", only], env=env)
+
+
+def read(out: Path) -> dict[str, dict]:
+    return {path.stem: json.loads(path.read_text()) for path in out.glob("*.json")}
+
+
+def is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_a_terminated_kit_leaves_what_was_done_and_no_process(tmp_path):
+    out = tmp_path / "out"
+    process = start("quick,stuck,error", out, 1)
+    while not read(out).get("stuck", {}).get("figures"):
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(30) != 0
+    found = read(out)
+    assert {name: result["status"] for name, result in found.items()} == {"quick": "done", "stuck": "cut"}
+    assert found["quick"]["figures"] == {"case": {"seconds": 1.5}}
+    assert found["stuck"]["reason"] == "interrupted"
+    assert not is_running(found["stuck"]["figures"]["first"]["pid"])
+    assert sorted(path.name for path in out.iterdir()) == ["quick.json", "stuck.json"]
+
+
+def test_a_section_that_ends_badly_stops_no_other(tmp_path, capsys):
+    out = tmp_path / "out"
+    assert start("stuck,crash,error,lacking,quick", out, 0.02).wait(60) == 1
+    found = read(out)
+    status = {name: (result["status"], result.get("reason")) for name, result in found.items()}
+    assert status == {
+        "stuck": ("cut", "stopped after 1 s"),
+        "crash": ("failed", "the process ended with code 3; see its output"),
+        "error": ("failed", "ValueError: no such thing"),
+        "lacking": ("not run", "needs no_such_package"),
+        "quick": ("done", None),
+    }
+    assert all(found[name]["figures"]["case"] == {"seconds": 1.5} for name in ("crash", "error", "quick"))
+    assert not is_running(found["stuck"]["figures"]["first"]["pid"])
+
+
+def run_kit(out: Path, *options: str | Path, launcher: tuple[str | Path, ...] = ()) -> str:
+    """Run the kit in a process, as users do, and return its output."""
+    env = environment()
+    env["PYTHONPATH"] += os.pathsep + str(KIT.parent)
+    command = [sys.executable, *launcher, KIT, "--out", out, *options]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+def test_a_dry_run_lists_the_sections_and_writes_nothing(tmp_path):
+    lines = run_kit(tmp_path / "out", "--dry-run", "--small").splitlines()
+    assert [line.split()[0] for line in lines] == list(SECTIONS)
+    assert not (tmp_path / "out").exists()
+    missing = [line for line in lines if "needs vllm" in line]
+    assert [line.split()[0] for line in missing] in (["vllm"], [])
+
+
+def test_the_whole_kit_takes_at_most_35_minutes():
+    assert sum(section.minutes for section in SECTIONS.values()) <= 35
+
+
+def test_an_unknown_section_is_refused(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["kit.py", "--out", "out", "--only", "ppo,speed"])
+    with pytest.raises(SystemExit):
+        kit.parse()
+    assert "there is no section speed" in capsys.readouterr().err
+
+
+def test_wheels_are_installed_for_the_run(tmp_path):
+    """A wheel with one module."""
+    wheels, site = tmp_path / "wheels", tmp_path / "site"
+    wheels.mkdir()
+    with zipfile.ZipFile(wheels / "carried-1.0-py3-none-any.whl", "w") as wheel:
+        info = "carried-1.0.dist-info"
+        wheel.writestr("carried.py", "VALUE = 7\n")
+        wheel.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: carried\nVersion: 1.0\n")
+        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{info}/RECORD", "")
+    env = kit.environment_of(str(wheels), site)
+    code = "import carried; print(carried.VALUE)"
+    assert subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True).stdout == "7\n"
+
+
+@pytest.mark.slow
+def test_the_whole_kit_runs_in_small(tmp_path):
+    run_kit(tmp_path / "out", "--small")
+    found = read(tmp_path / "out")
+    assert found.keys() == SECTIONS.keys()
+    expected = dict.fromkeys(SECTIONS, "done") | ({"vllm": "not run"} if "reason" in found["vllm"] else {})
+    assert {name: result["status"] for name, result in found.items()} == expected
+    for name, result in found.items():
+        cases = [case for case in result.get("figures", {}).values() if "reason" not in case]
+        columns = {column for case in cases for column in case}
+        only_on_cuda = {"reserved, GB", "peak above the start, MB"}
+        assert not cases or set(SECTIONS[name].columns) - only_on_cuda <= columns, name
+    assert {case["outcome"] for case in found["tests"]["figures"].values()} == {"passed", "skipped"}
+    assert found["first_rollout"]["figures"]["nf4, flash attention"] == {"reason": "needs CUDA and flash attention"}
+    assert {case["base"] for case in found["first_rollout"]["figures"].values() if "base" in case} == {"unchanged"}
+    assert {case["that differ"] for case in found["resume"]["figures"].values()} == {0}
+
+
+@pytest.mark.nightly
+def test_the_kit_moves_tensors_to_a_device_that_is_not_the_cpu(tmp_path):
+    if shutil.which("g++") is None:
+        pytest.skip("g++ is not installed")
+    launcher = (HELPERS / "second_device.py", build(tmp_path))
+    run_kit(tmp_path / "out", "--small", "--only", "resume,ppo,chunks,grpo", launcher=launcher)
+    assert {result["status"] for result in read(tmp_path / "out").values()} == {"done"}
+
+
+def test_rows_show_figures_reasons_and_what_is_open(tmp_path, capsys):
+    """Also of a section whose process is gone, which the JSON still calls running."""
+    figures = {"critic='adapter'": {"s per rollout": 12.3456, "peak, GB": 40.0}, "critic='shared'": {"reason": "no"}}
+    result = {"small": True, "date": "2026-01-02", "machine": {"device": "GPU", "torch": "2.11"}, "figures": figures}
+    (tmp_path / "ppo.json").write_text(json.dumps({**result, "status": "running"}))
+    (tmp_path / "vllm.json").write_text(
+        json.dumps({**result, "status": "not run", "reason": "needs vllm", "figures": {}})
+    )
+    rows.main(tmp_path)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("SMALL RUN")
+    assert lines[2] == "GPU: torch 2.11; 2026-01-02."
+    at = next(i for i, line in enumerate(lines) if line.startswith("| PPO"))
+    assert lines[at + 2].split(" | ")[:2] == ["| critic='adapter'", "12.3"]
+    assert lines[at + 2].endswith(" | 40 |")
+    assert lines[at + 3].startswith("| critic='shared' (no) |")
+    assert lines[at + 4].startswith("| cut |")
+    assert any(line.startswith("| needs vllm |") for line in lines)
+    assert sum(line.startswith("| not run |") for line in lines) == len(SECTIONS) - 2
+
+
+def test_results_have_the_tables_of_the_rows(tmp_path, capsys):
+    rows.main(tmp_path)
+    heads = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")][::2]
+    assert len(heads) == len(SECTIONS)
+    text = (ROOT / "docs/results.md").read_text()
+    assert [head for head in heads if head not in text] == []
