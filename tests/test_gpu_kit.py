@@ -173,7 +173,8 @@ def test_the_kit_moves_tensors_to_a_device_that_is_not_the_cpu(tmp_path):
         pytest.skip("g++ is not installed")
     launcher = (HELPERS / "second_device.py", build(tmp_path))
     run_kit(tmp_path / "out", "--small", "--only", "resume,ppo,chunks,grpo", launcher=launcher)
-    assert {result["status"] for result in read(tmp_path / "out").values()} == {"done"}
+    found = read(tmp_path / "out").values()
+    assert {(result["status"], result["machine"]["torch device"]) for result in found} == {("done", "second:0")}
 
 
 def test_rows_show_figures_reasons_and_what_is_open(tmp_path, capsys):

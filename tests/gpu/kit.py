@@ -39,8 +39,9 @@ SCRATCH = "scratch-"  # what the names of temporary folders begin with
 def describe_machine() -> dict[str, Any]:
     """Return device and versions."""
     import torch
+    from accelerate import PartialState
 
-    found = {}
+    found = {"torch device": str(PartialState().device)}
     for name in PACKAGES:
         try:
             found[name] = importlib.metadata.version(name)

@@ -85,7 +85,6 @@ def run_tests(job: Job) -> Figures:
 
 def first_rollout(job: Job) -> Figures:
     """Train on one rollout for each dtype and attention, and read the first step's metrics."""
-    import torch
     from ppo_hfppo import build
     from ppo_workload import distinct_characters, load, write_models
 
@@ -106,6 +105,7 @@ def first_rollout(job: Job) -> Figures:
             if dtype == "nf4" and importlib.util.find_spec("bitsandbytes") is None:
                 yield {case: {"reason": "needs bitsandbytes"}}
                 continue
+            forget_peak()
             own = replace(workload, dtype="float32" if dtype == "float32" else "bfloat16")
             options = {"attn_implementation": attention} | ({} if dtype == "nf4" else {"dtype": own.dtype})
             model = load(own, job.folder, "policy", dtype == "nf4", **options)
@@ -124,8 +124,6 @@ def first_rollout(job: Job) -> Figures:
                 }
             }
             del model, trainer
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
 
 
 def resume(job: Job) -> Figures:
