@@ -265,6 +265,9 @@ class PPOConfig(TrainingArguments):
     model_init_kwargs: dict[str, Any] | str | None = field(
         default=None, metadata={"help": "Passed to `from_pretrained` when `model` or `ref_model` is an id or path."}
     )
+    critic_init_kwargs: dict[str, Any] | str | None = field(
+        default=None, metadata={"help": "Passed to `from_pretrained` when `critic` is an id or path of a model."}
+    )
 
     # Changes the result: what becomes of numbers that are not finite.
     on_nonfinite: Literal["raise", "skip"] = field(
@@ -292,6 +295,7 @@ class PPOConfig(TrainingArguments):
     _VALID_DICT_FIELDS = [  # noqa: RUF012 (as upstream declares it)
         *TrainingArguments._VALID_DICT_FIELDS,
         "chat_template_kwargs",
+        "critic_init_kwargs",
         "model_init_kwargs",
         "reward_model_init_kwargs",
         "vllm_engine_kwargs",

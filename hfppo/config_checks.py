@@ -74,6 +74,7 @@ LOADER = "prompts are read and tokenized without a dataloader; leave it out"
 ORDER = "the order of the prompts follows from seed alone; leave it out"
 LOSS = "the losses are PPO's, which have no labels; leave it out"
 FULL_EVAL = "it would cast the model that is trained; set model_init_kwargs={'dtype': 'bfloat16'} or float16 instead"
+LOADER_KEYS = ("split_batches", "dispatch_batches", "even_batches", "use_seedable_sampler", "non_blocking")
 UNUSABLE_FIELDS = {
     "auto_find_batch_size": "it would change the size of rollouts in the middle of a run; lower "
     "per_device_train_batch_size and raise gradient_accumulation_steps by the same factor, which changes no gradient",
@@ -86,6 +87,13 @@ UNUSABLE_FIELDS = {
     "train_sampling_strategy": ORDER,
     "length_column_name": ORDER,
     "data_seed": ORDER,
+    "average_tokens_across_devices": "losses are divided by the tokens of all processes; leave it out",
+    "include_num_input_tokens_seen": "it counts the tokens of labelled batches; time/tokens_per_second and "
+    "completions/mean_length tell of these; leave it out",
+    "use_cache": "sampling always keeps a cache, and the passes over whole completions never; leave it out",
+    "ignore_data_skip": "a resumed run goes on with its next prompts, and skips nothing; leave it out",
+    "parallelism_config": "tensor, context and sequence parallelism are not supported; use DDP, FSDP2 or ZeRO, as "
+    "docs/distributed.md says",
     "remove_unused_columns": "all columns reach the reward functions; leave it out",
     "dataloader_drop_last": LOADER,
     "dataloader_num_workers": LOADER,
@@ -229,7 +237,7 @@ def check_combinations(args: Any) -> None:
 
 def check_dtypes(args: Any) -> None:
     """Refuse a dtype that torch does not have."""
-    for field in ("model_init_kwargs", "reward_model_init_kwargs"):
+    for field in ("model_init_kwargs", "critic_init_kwargs", "reward_model_init_kwargs"):
         for key in ("dtype", "torch_dtype"):
             dtype = (getattr(args, field) or {}).get(key, "auto")
             if isinstance(dtype, str) and dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
@@ -244,6 +252,9 @@ def check_inherited(args: Any) -> None:
         default = f.default if f.default_factory is MISSING else f.default_factory()
         if f.name in UNUSABLE_FIELDS and (value := getattr(args, f.name)) != default:
             raise ValueError(f"{f.name}={value!r} cannot be used with PPO: {UNUSABLE_FIELDS[f.name]}")
+    for name in LOADER_KEYS:
+        if (value := getattr(args.accelerator_config, name)) != getattr(type(args.accelerator_config)(), name):
+            raise ValueError(f"accelerator_config has {name}={value!r}, which cannot be used with PPO: {LOADER}")
     if args.optim.startswith("schedule_free"):
         raise ValueError(
             f"optim={args.optim.value!r} trains other weights than the averaged ones that it ends with, and "

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate.utils import gather_object
 from datasets import Dataset
@@ -54,7 +55,9 @@ class Evaluated:
         metrics = dict(self.metrics)
         if compute_metrics is not None:
             given = compute_metrics(EvalPrediction(completions, columns, inputs=columns["prompt"]))
-            metrics.update(denumpify_detensorize(given))
+            numbers: dict[str, Any] = dict(given)
+            arrays = {name: x.item() for name, x in numbers.items() if isinstance(x, np.ndarray) and x.size == 1}
+            metrics.update(denumpify_detensorize(numbers | arrays))
         prefixed = {
             key if key.startswith(f"{prefix}_") else f"{prefix}_{key}": value for key, value in metrics.items()
         }

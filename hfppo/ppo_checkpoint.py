@@ -58,7 +58,6 @@ def describe_run(
     Args:
         tools: JSON schemas of the tools by environment; None without tools and environments.
     """
-    digest = hashlib.sha256(json.dumps(prompts.head.ids).encode()).hexdigest() if prompts is not None else None
     inherited = {f.name for f in fields(TrainingArguments)}
     values = json.loads(json.dumps(args.to_dict(), default=str))  # without secrets, and with dtypes as text
     own = [f.name for f in fields(args) if f.name not in inherited and f.name not in STRUCTURE]
@@ -71,7 +70,8 @@ def describe_run(
             **{name: getattr(args, name) for name in STRUCTURE},
             "optim": values["optim"],
             "number of processes": args.world_size,
-            "prompts (SHA-256 of their token ids)": digest,
+            # Earlier versions hashed a text of the ids, under another name: their checkpoints go on unchecked.
+            "prompts (SHA-256 of lengths and token ids)": None if prompts is None else prompts.head.digest(),
             **hash_frozen_weights(model),
             "tools": None if tools is None else {str(name): schemas for name, schemas in tools.items()},
             "peft_config": describe_adapter(peft_config),

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 from datasets import Dataset, IterableDataset
 from peft import PeftConfig, PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -109,7 +110,8 @@ def assemble(
     base_name = loaded.config.name_or_path
     rewards = prepare_rewards(reward_funcs, reward_tokenizers, base_name, agents, args)
     check_calls(rewards, known, agents)
-    critic_source = find_critic(critic) if args.needs_critic else None
+    critic_kwargs = cast(dict[str, Any], args.critic_init_kwargs or {})
+    critic_source = find_critic(critic, **critic_kwargs) if args.needs_critic else None
     if critic_source is not None and isinstance(critic_source.model, PreTrainedModel):
         # Checkpoints of one tokenizer pad their vocabularies to different sizes.
         check_vocabulary("critic", critic_source.model, max(tokenizer.get_vocab().values()) + 1)
@@ -254,8 +256,8 @@ def check_tokenizer(tokenizer: Any) -> None:
         )
 
 
-def check_arguments(model: Any, ref_model: Any, args: Any, callbacks: Any) -> None:
-    """Refuse a wrong type, or the model as its own reference; warn of unused model_init_kwargs.
+def check_arguments(model: Any, ref_model: Any, critic: Any, args: Any, callbacks: Any) -> None:
+    """Refuse a wrong type, or the model as its own reference; warn of init_kwargs that nothing uses.
 
     Raises:
         TypeError, ValueError: names the argument.
@@ -273,6 +275,8 @@ def check_arguments(model: Any, ref_model: Any, args: Any, callbacks: Any) -> No
         raise TypeError(f"callbacks is of type {type(callbacks).__name__}; give a list")
     if args.model_init_kwargs and not isinstance(model, str) and not isinstance(ref_model, str):
         logger.warning("model_init_kwargs is for models given by name; those given are loaded already")
+    if args.critic_init_kwargs and (not isinstance(critic, str) or critic in ("adapter", "shared")):
+        logger.warning("critic_init_kwargs is for a critic given by id or path, and this one is not; leave it out")
 
 
 def check_output_folder(sources: list[tuple[str, Any]], args: PPOConfig) -> None:
@@ -311,8 +315,8 @@ def check_ids(model: PreTrainedModel | PeftModel, prompts: dict[str, Prompts], s
     size = cast(Any, model.get_input_embeddings()).weight.shape[0]
     suspects = dict(special)
     for name, some in prompts.items():
-        if max(map(max, some.ids)) >= size:  # only then look at its rows one by one
-            suspects |= {f"{name} row {row}": ids for row, ids in enumerate(some.ids)}
+        row = int(np.searchsorted(some.ends, some.tokens.argmax(), side="right"))  # of the largest id
+        suspects[f"{name} row {row}"] = some[row][1]
     for where, ids in suspects.items():
         if max(ids) >= size:
             culprit = "processing_class or model.generation_config" if where == END else "processing_class"
@@ -325,7 +329,7 @@ def check_ids(model: PreTrainedModel | PeftModel, prompts: dict[str, Prompts], s
 def warn_of_ended_prompts(prompts: dict[str, Prompts], eos_ids: list[int]) -> None:
     """Warn of a dataset whose prompts all end with EOS, for example from a tokenizer that appends it."""
     for name, some in prompts.items():
-        if all(len(ids) > 1 and ids[-1] in eos_ids for ids in some.ids):
+        if ((some.lengths > 1) & np.isin(some.tokens[some.ends - 1], eos_ids)).all():
             logger.warning(
                 "every prompt of %s ends with EOS; have the tokenizer, or the chat template, leave it out", name
             )

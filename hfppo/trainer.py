@@ -30,6 +30,7 @@ from transformers.trainer_utils import EvalLoopOutput
 from hfppo.callbacks.events import PPOCallback, TrainerHooks
 from hfppo.collect.check_finite import NonFiniteError
 from hfppo.collect.collector import Collector, group_equal_rows
+from hfppo.collect.forward import autocast
 from hfppo.config import PPOConfig
 from hfppo.data.prompts import Prompts, dataset_of
 from hfppo.distributed_checks import check_engine, wait_at_exit
@@ -45,6 +46,8 @@ from hfppo.metrics import Meter
 from hfppo.models.actor_critic import ActorCritic, TokenOutputs
 from hfppo.models.compilation import compile_layers
 from hfppo.models.critic import CRITIC_FOLDER
+from hfppo.models.loading import load_whole
+from hfppo.models.output_checks import check_outputs
 from hfppo.ppo_checkpoint import PPOCheckpoint, describe_run
 from hfppo.reporting.card import write_card
 from hfppo.reporting.defaults import with_default_callbacks
@@ -53,29 +56,36 @@ from hfppo.rewards.contract import RewardFunc
 from hfppo.rollout import Rollout
 from hfppo.run_state import PPOState
 from hfppo.saving.crash_safe import CrashSafeTrainer
+from hfppo.saving.folders import no_empty_folder
 from hfppo.seeds import SHUFFLE_STREAM
-from hfppo.setup import assemble, check_arguments, check_output_folder, prepare_later_dataset
+from hfppo.setup import Parts, assemble, check_arguments, check_output_folder, prepare_later_dataset
 from hfppo.support.out_of_memory import explain_out_of_memory
 
 
 class PPOTrainer(CrashSafeTrainer):
     """Proximal Policy Optimization of a LoRA actor, with the disabled adapter as its reference and a critic.
 
+    Only the first six arguments may be given by position; GRPOTrainer's seventh is another one.
+
     Args:
-        model: a base, or an adapter to train further; loaded, or its id or path.
+        model: a base, or an adapter to train further; loaded, or its id or path. A loaded one is changed: its dropouts
+            become 0, and a PeftModel is taken apart, so use `trainer.model` afterwards. Arguments of `from_pretrained`,
+            such as a `quantization_config`, belong in `args.model_init_kwargs`.
         reward_funcs: one or several functions after the contract of TRL's GRPOTrainer, see `hfppo.rewards.contract`;
             reward models, loaded or as an id or path, see `hfppo.rewards.model`; None where tools or an environment
             give the rewards.
         args: the configuration.
         train_dataset: a "prompt" column of text or messages; other columns reach the reward functions. With an
-            environment the column may be missing, and with a single one and `max_steps` the dataset.
+            environment the column may be missing, and with a single one and `max_steps` the dataset. The trainer's
+            attribute cannot be replaced later.
         eval_dataset: the same, or several of them by name.
-        processing_class: the tokenizer; None: the model's own.
-        peft_config: the actor's adapter; None: LoRA of rank 16 on all linear layers. There is no full fine-tuning.
+        processing_class: the tokenizer, no processor; None: the model's own. One without a padding token gets EOS.
+        peft_config: the actor's adapter; None: LoRA of rank 16 on all linear layers. The whole model is never trained;
+            a higher rank comes closest, `LoraConfig(r=256, target_modules="all-linear")`.
         ref_model: the reference; None: the base with the adapter disabled, or a frozen copy of the adapter that
             training starts from.
         critic: "adapter" (its own LoRA on the same base), "shared" (a value head on the actor), a model or its id, or
-            a folder or repository with a saved critic.
+            a folder or repository with a saved critic; `args.critic_init_kwargs` are for a model's id.
         callbacks: `PPOCallback`s see rollouts as well.
         compute_metrics: takes an EvalPrediction with `predictions` (completions), `label_ids` (the dataset's columns)
             and `inputs` (prompts).
@@ -103,6 +113,7 @@ class PPOTrainer(CrashSafeTrainer):
         train_dataset: Dataset | IterableDataset | None = None,
         eval_dataset: Dataset | dict[str, Dataset] | None = None,
         processing_class: PreTrainedTokenizerBase | None = None,
+        *,
         peft_config: PeftConfig | None = None,
         ref_model: str | PreTrainedModel | None = None,
         critic: str | PreTrainedModel = "adapter",
@@ -113,39 +124,46 @@ class PPOTrainer(CrashSafeTrainer):
         environment_factory: EnvironmentFactory | Mapping[str, EnvironmentFactory] | None = None,
     ):
         args = PPOConfig() if args is None else args
-        check_arguments(model, ref_model, args, callbacks)
+        check_arguments(model, ref_model, critic, args, callbacks)
         train_dataset = default_dataset(environment_factory, args) if train_dataset is None else train_dataset
         set_seed(args.seed)  # the adapter is initialized here, before Trainer sets the seed
-        parts = assemble(
-            model,
-            reward_funcs,
-            args,
-            train_dataset,
-            eval_dataset,
-            processing_class,
-            peft_config,
-            ref_model,
-            critic,
-            reward_processing_classes,
-            tools,
-            environment_factory,
-        )
+        with load_whole(args):
+            parts = assemble(
+                model,
+                reward_funcs,
+                args,
+                train_dataset,
+                eval_dataset,
+                processing_class,
+                peft_config,
+                ref_model,
+                critic,
+                reward_processing_classes,
+                tools,
+                environment_factory,
+            )
         check_best_metric(args, parts.prompts.eval, parts.rewards, compute_metrics)
         self._step_hooks = StepHooks(self._before_step, self._after_step)
-        super().__init__(
-            model=parts.model,
-            args=args,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            processing_class=parts.tokenizer,
-            callbacks=[
-                *with_default_callbacks(callbacks, args.log_completions),
-                TrainerHooks(lambda: self._step_hooks.attach(self.optimizer), self._end_update),
-            ],
-            compute_metrics=compute_metrics,
-        )
-        if parts.model.ref_model is None:
-            parts.model.warn_of_start()
+        with no_empty_folder(str(args.output_dir)):
+            super().__init__(
+                model=parts.model,
+                args=args,
+                train_dataset=train_dataset,
+                eval_dataset=eval_dataset,
+                processing_class=parts.tokenizer,
+                callbacks=[
+                    *with_default_callbacks(callbacks, args.log_completions),
+                    TrainerHooks(lambda: self._step_hooks.attach(self.optimizer), self._end_update),
+                ],
+                compute_metrics=compute_metrics,
+            )
+            self._set_up(parts, train_dataset, eval_dataset)
+
+    def _set_up(
+        self, parts: Parts, train_dataset: Dataset | IterableDataset | None, eval_dataset: Dataset | dict | None
+    ) -> None:
+        """Check the parts against the engine, and create what collects rollouts and saves checkpoints."""
+        args = self.args
         check_engine(self.accelerator, parts.model, parts.rewards.funcs, args)
         if args.world_size > 1:
             wait_at_exit()
@@ -167,6 +185,7 @@ class PPOTrainer(CrashSafeTrainer):
         self._eval_prompts = EvalPrompts(eval_dataset, parts.prompts.eval, self._prepare_prompts)
         self._eval_sampling: bool | None = None
         self._sources = parts.sources
+        self._outputs_checked = False
         schemas = None if parts.agents is None else parts.agents.schemas
         run = describe_run(args, parts.prompts.train, parts.model, parts.peft_config, parts.rewards.names, schemas)
         self._checkpoint = PPOCheckpoint(run, args.process_index)
@@ -190,6 +209,14 @@ class PPOTrainer(CrashSafeTrainer):
         """
         pad_id = cast(int, self.processing_class.pad_token_id)
         return make_sampler(self.model, eos_ids, pad_id, self.args, self.accelerator)
+
+    def _prepare_model(self) -> None:
+        """Move the model to its device, and check its outputs there before they are used for the first time."""
+        place_model(self.model, self.args.device)
+        if not self._outputs_checked:
+            with autocast(self.accelerator):
+                check_outputs(self.model, self.args.device)
+            self._outputs_checked = True
 
     def _prepare_prompts(self, dataset: Dataset, name: str) -> Prompts:
         """Check and tokenize a dataset that comes after construction; errors call it `name`."""
@@ -271,6 +298,7 @@ class PPOTrainer(CrashSafeTrainer):
 
     def _collect_rollout(self) -> Rollout:
         """Collect the next rollout and tell the callbacks."""
+        self._prepare_model()
         state = self.ppo_state
         collected = None
         while collected is None:
@@ -306,7 +334,7 @@ class PPOTrainer(CrashSafeTrainer):
             TypeError, ValueError: prompts or columns that do not fit; names them.
         """
         rows = self.collector.eval_rows(self._prepare_prompts(dataset_of(prompts, columns), "prompts"))
-        place_model(self.model, self.args.device)
+        self._prepare_model()
         return self.collector.collect(group_equal_rows(rows), self.ppo_state, self.state, Meter(), training=False)[0]
 
     # The loss
@@ -436,7 +464,7 @@ class PPOTrainer(CrashSafeTrainer):
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
         """Complete and score the prompts; Trainer's loop computes losses on labels, which prompts do not have."""
-        place_model(self.model, self.args.device)
+        self._prepare_model()
         prompts = cast(Prompts, dataloader.dataset)
         self.callback_handler.eval_dataloader = dataloader
         do_sample = self.args.eval_do_sample if self._eval_sampling is None else self._eval_sampling

@@ -178,7 +178,7 @@ def test_outputs_of_reward_functions_end_training_before_its_first_step(make_tra
     with pytest.raises((TypeError, ValueError), match="reward function 'my_reward'"):
         trainer.train()
     assert trainer.state.global_step == 0
-    assert contents(tmp_path / "out") == {tmp_path / "out" / "metrics.jsonl": b""}
+    assert not (tmp_path / "out").exists()
 
 
 def resume(make_trainer, checkpoint: Path, config: dict | None = None, **arguments) -> None:

@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from build_arithmetic_base import character_tokenizer
 
 from helpers.processes import HELPERS, environment
-from helpers.runs import SMALL, final_state
+from helpers.runs import SMALL, count_digits, final_state
 from helpers.tiny import tiny_model
-from hfppo import AdaptiveKLCallback, PPOCallback
+from hfppo import AdaptiveKLCallback, PPOCallback, PPOConfig, PPOTrainer
 from hfppo.saving.folders import find_last_intact, finish_renames, publish, rotate
 from hfppo.saving.manifest import MANIFEST, find_damage, seal
 
@@ -462,3 +463,46 @@ def test_what_a_killed_save_left_is_in_no_checkpoint(make_trainer, tmp_path):
     make_trainer({"max_steps": 1, "save_strategy": "steps", "save_steps": 1}).train()
     assert not (tmp_path / "out/checkpoint-1/optimizer.bin").exists()
     assert find_damage(tmp_path / "out/checkpoint-1") is None
+
+
+class Refused(PPOTrainer):
+    """Has no sampler, which shows only once Trainer has made the output folder."""
+
+    def create_sampler(self, eos_ids):
+        raise ValueError("no sampler")
+
+
+def refuse_construction(make_trainer, args) -> None:
+    Refused(tiny_model(), count_digits, args, processing_class=character_tokenizer())
+
+
+def refuse_resuming(make_trainer, args) -> None:
+    make_trainer({"output_dir": args.output_dir}).train(resume_from_checkpoint=True)
+
+
+def refuse_first_rollout(make_trainer, args) -> None:
+    def no_rewards(completions, **kwargs):
+        raise ValueError("no rewards")
+
+    make_trainer({"output_dir": args.output_dir}, reward_funcs=no_rewards).train()
+
+
+REFUSALS = [refuse_construction, refuse_resuming, refuse_first_rollout]
+
+
+@pytest.mark.parametrize("refuse", REFUSALS)
+def test_a_refused_run_leaves_no_empty_folder(make_trainer, tmp_path, refuse):
+    args = PPOConfig(**{**SMALL, "output_dir": str(tmp_path / "new")})
+    with pytest.raises(ValueError, match=r"no sampler|no whole checkpoint|no rewards"):
+        refuse(make_trainer, args)
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("refuse", REFUSALS)
+def test_a_refused_run_leaves_the_files_of_a_folder(make_trainer, tmp_path, refuse):
+    args = PPOConfig(**{**SMALL, "output_dir": str(tmp_path / "old")})
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old/notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match=r"no sampler|no whole checkpoint|no rewards"):
+        refuse(make_trainer, args)
+    assert [path.name for path in (tmp_path / "old").iterdir()] == ["notes.txt"]

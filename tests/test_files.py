@@ -19,6 +19,7 @@ pytestmark = pytest.mark.skipif(not Path("/dev/full").exists(), reason="no devic
 
 def test_a_log_that_cannot_be_begun_comes_with_its_first_line(make_trainer, tmp_path, caplog):
     (tmp_path / "out").mkdir()
+    (tmp_path / "out/metrics.jsonl").write_text("an earlier run's")
     (tmp_path / "out/_metrics.jsonl").symlink_to("/dev/full")
 
     class Mended(TrainerCallback):

@@ -40,6 +40,33 @@ def test_arguments_for_loading_are_for_models_given_by_name(seen, make_trainer):
     assert "secret" not in seen.text
 
 
+@pytest.mark.parametrize("critic", ["adapter", "shared", "loaded"])
+def test_arguments_for_loading_a_critic_are_for_one_given_by_name(seen, make_trainer, critic):
+    make_trainer({"critic_init_kwargs": {"token": "secret"}}, critic=scorer() if critic == "loaded" else critic)
+    assert "critic_init_kwargs is for a critic given by id or path, and this one is not; leave it out" in seen.messages
+    assert "secret" not in seen.text
+
+
+def test_a_critic_is_loaded_with_arguments_of_its_own(make_trainer, tmp_path):
+    scorer().save_pretrained(tmp_path / "scorer")
+    fields = {"critic_init_kwargs": {"dtype": "bfloat16", "attn_implementation": "eager"}, "max_steps": 1}
+    trainer = make_trainer(fields, critic=str(tmp_path / "scorer"))
+    base = trainer.model.critic.trunk.get_base_model()
+    assert (base.dtype, base.config._attn_implementation) == (torch.bfloat16, "eager")
+    assert trainer.model.causal_lm.dtype == torch.float32
+    trainer.train()
+    trainer.save_model()
+    again = make_trainer(fields, critic=trainer.args.output_dir)  # a saved critic, whose base is the scorer
+    assert again.model.critic.trunk.get_base_model().dtype == torch.bfloat16
+    assert torch.equal(again.model.critic.value_head.weight, trainer.model.critic.value_head.weight)
+
+
+@pytest.mark.parametrize(("field", "name"), [("critic_init_kwargs", "dtype"), ("critic_init_kwargs", "torch_dtype")])
+def test_a_critics_dtype_that_torch_has_not_is_refused(make_trainer, field, name):
+    with pytest.raises(ValueError, match=f"{field} has {name}='float99', no dtype of torch"):
+        make_trainer({field: {name: "float99"}})
+
+
 @pytest.mark.parametrize(
     ("peft_config", "dtype", "changes"),
     [
@@ -52,8 +79,8 @@ def test_arguments_for_loading_are_for_models_given_by_name(seen, make_trainer):
 )
 def test_an_adapter_that_does_not_begin_at_the_base_is_warned_of(seen, make_trainer, peft_config, dtype, changes):
     trainer = make_trainer({"kl_estimator": "k3"}, model=tiny_model().to(dtype), peft_config=peft_config)
-    assert any("begins with weights that change the model" in m for m in seen.messages) == changes
     rollout = trainer.rollout(["1+1="])
+    assert any("begins with weights that change the model" in m for m in seen.messages) == changes
     assert ((rollout.old_logprobs - rollout.ref_logprobs).abs().max() > 0.2) == changes
 
 
@@ -96,6 +123,20 @@ def test_a_folder_without_a_tokenizer_is_not_looked_for_on_the_hub(make_trainer,
     with pytest.raises(ValueError, match="the tokenizer of model='org/base' cannot be loaded"):
         make_trainer(model="org/base", processing_class=None)
     assert hub == []
+
+
+def test_a_critic_is_looked_for_on_the_hub_with_its_token_and_revision(make_trainer, monkeypatch):
+    asked = []
+
+    def download(name, file, **options):
+        asked.append((name, file, options["revision"], options["token"]))
+        raise OSError("no such repository")
+
+    monkeypatch.setattr(hfppo.models.critic, "hf_hub_download", download)
+    fields = {"critic_init_kwargs": {"token": "hf_token", "revision": "v2", "dtype": "bfloat16"}}
+    with pytest.raises(ValueError, match="critic='org/absent' is not 'adapter', 'shared'"):
+        make_trainer(fields, critic="org/absent")
+    assert asked == [("org/absent", "critic/critic_config.json", "v2", "hf_token")]
 
 
 def test_what_is_no_folder_is_looked_for_on_the_hub(make_trainer, hub):

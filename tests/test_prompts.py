@@ -13,6 +13,7 @@ from tokenizers.processors import TemplateProcessing
 from helpers.tiny import CHAT_TEMPLATE
 from hfppo import PPOConfig
 from hfppo.collect.collector import Collector
+from hfppo.data import prompts as prompts_module
 from hfppo.data.prompts import Prompts, pad_left, prepare_prompts, prompt_indices
 
 # In the order of the test tokenizer's alphabet: 0 is padding, 1 is EOS, then 0123456789 and the signs.
@@ -38,7 +39,7 @@ def prompts_of(tokenizer, prompts: list, **kwargs) -> Prompts:
 
 def test_text_is_tokenised_as_it_stands(tokenizer):
     prompts = prompts_of(tokenizer, ["1+2=", "请问3"])
-    assert prompts.ids == [[3, 12, 4, 13], [14, 15, 5]]
+    assert prompts.ids.to_pylist() == [[3, 12, 4, 13], [14, 15, 5]]
     assert prompts.conversational is False
     assert len(prompts) == 2
     assert prompts[1] == ({"prompt": "请问3", "number": 1}, [14, 15, 5])
@@ -55,20 +56,21 @@ def test_text_is_tokenised_as_it_stands(tokenizer):
 )
 def test_conversations_are_rendered_by_the_chat_template(tokenizer, messages, rendered):
     prompts = prompts_of(tokenizer, [messages])
-    assert prompts.ids == [ids_of(rendered)]
+    assert prompts.ids.to_pylist() == [ids_of(rendered)]
     assert prompts.conversational is True
     assert prompts[0][0]["prompt"] == messages
 
 
 def test_each_conversation_decides_for_itself_whether_it_goes_on(tokenizer):
     prompts = prompts_of(tokenizer, [[user("1"), assistant("对")], [user("1")]])
-    assert prompts.ids == [ids_of("1？对"), ids_of("1？，")]
+    assert prompts.ids.to_pylist() == [ids_of("1？对"), ids_of("1？，")]
 
 
 def test_chat_template_kwargs_reach_the_template(tokenizer):
     tokenizer.chat_template = "{% if think %}请{% endif %}" + CHAT_TEMPLATE
-    assert prompts_of(tokenizer, [[user("1")]]).ids == [ids_of("1？，")]
-    assert prompts_of(tokenizer, [[user("1")]], chat_template_kwargs={"think": True}).ids == [ids_of("请1？，")]
+    assert prompts_of(tokenizer, [[user("1")]]).ids.to_pylist() == [ids_of("1？，")]
+    thinking = prompts_of(tokenizer, [[user("1")]], chat_template_kwargs={"think": True})
+    assert thinking.ids.to_pylist() == [ids_of("请1？，")]
 
 
 TOOLS = [{"type": "function", "function": {"name": "add"}}]
@@ -82,7 +84,7 @@ def test_what_only_other_rows_have_does_not_reach_the_template(tokenizer):
         [{"name": "b", "properties": {"y": {"type": "int"}}}],
     ]
     dataset = Dataset.from_dict({"prompt": [[user("1")], [user("2")]], "tools": tools})
-    assert prepare_prompts(dataset, tokenizer).ids == [ids_of("1？，"), ids_of("不2？，")]
+    assert prepare_prompts(dataset, tokenizer).ids.to_pylist() == [ids_of("1？，"), ids_of("不2？，")]
 
 
 @pytest.mark.parametrize("form", ["transform", "pandas", "torch"])
@@ -92,9 +94,9 @@ def test_text_may_have_any_format(tokenizer, form):
         dataset.set_transform(
             lambda rows: rows | {"prompt": [a + b for a, b in zip(*map(rows.get, ("prompt", "more")), strict=True)]}
         )
-        assert prepare_prompts(dataset, tokenizer).ids == [ids_of("1+1="), ids_of("2+2=")]
+        assert prepare_prompts(dataset, tokenizer).ids.to_pylist() == [ids_of("1+1="), ids_of("2+2=")]
     else:
-        assert prepare_prompts(dataset.with_format(form), tokenizer).ids == [ids_of("1+"), ids_of("2+")]
+        assert prepare_prompts(dataset.with_format(form), tokenizer).ids.to_pylist() == [ids_of("1+"), ids_of("2+")]
 
 
 def test_a_format_without_the_prompts_is_refused(tokenizer):
@@ -112,7 +114,7 @@ def test_columns_of_a_row_reach_the_template_before_what_all_rows_get(tokenizer,
     }
     dataset = Dataset.from_dict({"prompt": [[user("1")], [user("2")]], **columns})
     prompts = prepare_prompts(dataset, tokenizer, chat_template_kwargs={"mark": "请"})
-    assert prompts.ids == [ids_of("1不1？，"), ids_of("请对2？，")]
+    assert prompts.ids.to_pylist() == [ids_of("1不1？，"), ids_of("请对2？，")]
     assert list(prompts.rows["tools"]) == columns["tools"]  # reward functions see them as well
 
 
@@ -126,12 +128,12 @@ def test_keys_that_only_other_messages_have_do_not_reach_the_template(tokenizer,
     dataset = Dataset.from_dict({"prompt": [[user("1"), called, user("2")], [user("3")]]})
     assert dataset[1]["prompt"] == [{**user("3"), "tool_calls": None}]
     prepare_prompts(dataset, tokenizer)
-    assert seen == [[user("1"), called, user("2")], [user("3")]]
+    assert seen == [[[user("1"), called, user("2")], [user("3")]]]
 
 
 def test_columns_for_a_template_mean_nothing_beside_text(tokenizer):
     dataset = Dataset.from_dict({"prompt": ["1+2="], "tools": ["a hammer"], "chat_template_kwargs": [7]})
-    assert prepare_prompts(dataset, tokenizer).ids == [ids_of("1+2=")]
+    assert prepare_prompts(dataset, tokenizer).ids.to_pylist() == [ids_of("1+2=")]
 
 
 def test_the_trainer_passes_its_fields_on(make_trainer, tokenizer):
@@ -149,7 +151,7 @@ LENGTHS = ["1+2=", "请问1", "1+2+3=", "1+", "2+3+1="]  # 4, 3, 6, 2 and 6 toke
 def test_longer_prompts_are_dropped_and_counted(tokenizer, caplog):
     with caplog.at_level(logging.WARNING, "hfppo"):
         prompts = prompts_of(tokenizer, LENGTHS, max_length=4, name="my_dataset")
-    assert prompts.ids == [ids_of("1+2="), ids_of("请问1"), ids_of("1+")]
+    assert prompts.ids.to_pylist() == [ids_of("1+2="), ids_of("请问1"), ids_of("1+")]
     assert [prompts[i][0]["number"] for i in range(3)] == [0, 1, 3]  # columns and ids stay together
     assert [prompts[i][0]["prompt"] for i in range(3)] == ["1+2=", "请问1", "1+"]
     (record,) = caplog.records
@@ -161,7 +163,7 @@ def test_longer_prompts_are_dropped_and_counted(tokenizer, caplog):
 def test_longer_prompts_are_truncated_to_their_end_and_counted(tokenizer, caplog):
     with caplog.at_level(logging.WARNING, "hfppo"):
         prompts = prompts_of(tokenizer, LENGTHS, max_length=4, overlong="truncate")
-    assert prompts.ids == [ids_of(text) for text in ("1+2=", "请问1", "2+3=", "1+", "3+1=")]
+    assert prompts.ids.to_pylist() == [ids_of(text) for text in ("1+2=", "请问1", "2+3=", "1+", "3+1=")]
     assert prompts[4][0] == {"prompt": "2+3+1=", "number": 4}  # reward functions see the whole prompt
     (record,) = caplog.records
     for part in ("2 of 5", "max_prompt_length=4", "lose their beginning"):
@@ -173,13 +175,13 @@ def test_longer_prompts_are_truncated_to_their_end_and_counted(tokenizer, caplog
 def test_prompts_that_fit_are_left_alone_without_a_word(tokenizer, caplog, max_length, overlong):
     with caplog.at_level(logging.DEBUG, "hfppo"):
         prompts = prompts_of(tokenizer, LENGTHS, max_length=max_length, overlong=overlong)
-    assert prompts.ids == [ids_of(text) for text in LENGTHS]
+    assert prompts.ids.to_pylist() == [ids_of(text) for text in LENGTHS]
     assert caplog.records == []
 
 
 def test_the_length_of_a_conversation_is_that_of_its_rendering(tokenizer):
     conversations = [[user("1+2=")], [user("1+")]]  # 4 and 2 characters, rendered 6 and 4
-    assert prompts_of(tokenizer, conversations, max_length=4).ids == [ids_of("1+？，")]
+    assert prompts_of(tokenizer, conversations, max_length=4).ids.to_pylist() == [ids_of("1+？，")]
 
 
 def test_no_prompt_short_enough(tokenizer):
@@ -202,6 +204,44 @@ def test_prompts_that_a_tokenizer_ends_are_warned_of(make_trainer, tokenizer, ca
         tokenizer.backend_tokenizer.post_processor = ending
     make_trainer(processing_class=tokenizer)
     assert ("every prompt of train_dataset ends with EOS" in caplog.text) == appends
+
+
+def test_prompts_are_tokenized_many_at_once(tokenizer, monkeypatch):
+    """A call for each of a million prompts would take minutes."""
+    monkeypatch.setattr(prompts_module, "ROWS_AT_ONCE", 4)
+    calls = []
+    monkeypatch.setattr(type(tokenizer), "__call__", count_calls(type(tokenizer).__call__, calls))
+    texts = [f"{n}+1=" for n in range(10)]
+    assert prompts_of(tokenizer, texts).ids.to_pylist() == [tokenizer(text)["input_ids"] for text in texts]
+    assert [len(given) for given in calls[:3]] == [4, 3, 3]
+    del calls[:]
+    assert len(prompts_of(tokenizer, [[user(text)] for text in texts])) == 10
+    assert [len(given) for given in calls] == [4, 3, 3]
+
+
+def count_calls(call, calls: list):
+    def counted(self, given, *args, **kwargs):
+        calls.append(given)
+        return call(self, given, *args, **kwargs)
+
+    return counted
+
+
+def test_an_error_names_its_row_among_those_that_are_tokenized_at_once(tokenizer, monkeypatch):
+    monkeypatch.setattr(prompts_module, "ROWS_AT_ONCE", 4)
+    tokenizer.chat_template = "{% if '9' in messages[0].content %}{{ raise_exception('no nines') }}{% endif %}？"
+    with pytest.raises(ValueError, match=r"train_dataset row 9: the tokenizer cannot render .*no nines"):
+        prompts_of(tokenizer, [[user(str(n))] for n in range(12)])
+    with pytest.raises(ValueError, match=r"train_dataset row 6: the prompt '' has no tokens"):
+        prompts_of(tokenizer, ["1"] * 6 + [""] + ["1"] * 3)
+
+
+def test_the_digest_tells_ids_and_their_order_and_ends(tokenizer):
+    def digest(*texts: str) -> str:
+        return prompts_of(tokenizer, list(texts)).digest()
+
+    assert digest("1+", "2=") == digest("1+", "2=")
+    assert len({digest("1+", "2="), digest("2=", "1+"), digest("1", "+2="), digest("1+2="), digest("1+", "2+")}) == 5
 
 
 @pytest.mark.parametrize("n", [1, 2, 7, 64])

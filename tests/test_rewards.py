@@ -7,6 +7,7 @@ import threading
 from dataclasses import asdict
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from datasets import Dataset
@@ -201,10 +202,13 @@ def test_a_weight_0_function_scores_no_completion():
         [np.float32(0.5), np.int64(1), np.float64(1.0)],
         list(torch.tensor([0.5, 1.0, 1.0])),
         [np.array(0.5), np.array([1.0]), np.bool_(True)],
+        np.array([0.5, 1.0, 1.0]),
+        pd.Series([0.5, 1.0, 1.0], index=[7, 7, 9]),
+        pd.Series([0.5, 1, True], dtype=object),
     ],
     ids=[
         *("python numbers", "tuple", "tensor", "logits", "array of logits", "numpy numbers", "list of tensors"),
-        "arrays of one and a NumPy bool",
+        *("arrays of one and a NumPy bool", "array", "pandas series", "pandas series of objects"),
     ],
 )
 def test_kinds_of_numbers(output):
@@ -224,7 +228,7 @@ def test_an_int_too_large_for_a_float_is_refused(value, error, said):
         score(always(1.0, value, 1.0))
 
 
-@pytest.mark.parametrize("array", [torch.tensor, np.array], ids=["tensors", "arrays"])
+@pytest.mark.parametrize("array", [torch.tensor, np.array, pd.Series], ids=["tensors", "arrays", "series"])
 def test_rewards_of_tokens_may_be_arrays(make_trainer, array):
     def by_token(completion_ids, **kwargs):
         return [array([float(n) for n in range(len(ids))]) for ids in completion_ids]

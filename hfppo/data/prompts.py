@@ -1,12 +1,15 @@
-"""Check, render and tokenise prompts, and order them without saved state."""
+"""Check, render and tokenize prompts, and order them without saved state."""
 
+import hashlib
 import json
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import repeat
+from itertools import groupby
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
 import torch
 from datasets import Dataset
 from jinja2 import TemplateError
@@ -23,24 +26,27 @@ RESERVED_COLUMNS = {"prompts", "completions", "trainer_state", "log_extra", "log
 
 TEMPLATE_COLUMNS = ("tools", "chat_template_kwargs")  # what the chat template gets from a row beside its prompt
 
+ROWS_AT_ONCE = 1000  # are read and tokenized; a fast tokenizer shares them out among its threads
+
 
 @dataclass(frozen=True)
 class Prompts:
     """The rows of a dataset as prompts.
 
     `rows` keeps the dataset's columns, "prompt" among them, for the reward functions; `ids[i]` are the token ids of
-    row i; `conversational` says whether the prompts are lists of messages.
+    row i, in one Arrow array: lists of Python's integers would take ten times the memory; `conversational` says
+    whether the prompts are lists of messages.
     """
 
     rows: Dataset
-    ids: list[list[int]]
+    ids: pa.LargeListArray
     conversational: bool
 
     def __len__(self) -> int:
         return len(self.ids)
 
     def __getitem__(self, index: int) -> tuple[dict[str, Any], list[int]]:
-        return self.rows[index], self.ids[index]
+        return self.rows[index], self.ids[index].as_py()
 
     @property
     def head(self) -> "Prompts":
@@ -48,9 +54,31 @@ class Prompts:
         return self
 
     @property
+    def tokens(self) -> np.ndarray:
+        """(N,) int32, the token ids of all prompts, one prompt after the other."""
+        return self.ids.values.to_numpy()
+
+    @property
+    def ends(self) -> np.ndarray:
+        """(B,) int64, where in `tokens` each prompt ends, exclusive."""
+        return self.ids.offsets.to_numpy()[1:]
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """(B,) int64, the number of tokens of each prompt."""
+        return np.diff(self.ids.offsets.to_numpy())
+
+    @property
     def longest(self) -> int:
         """Number of tokens of the longest prompt."""
-        return max(map(len, self.ids), default=0)
+        return int(self.lengths.max(initial=0))
+
+    def digest(self) -> str:
+        """Return a hash of all token ids and of where the prompts end."""
+        hashed = hashlib.sha256()
+        hashed.update(self.ends.astype("<i8", copy=False).data)
+        hashed.update(self.tokens.astype("<i4", copy=False).data)
+        return hashed.hexdigest()
 
     def at(self, positions: range, seed: int) -> list[tuple[dict[str, Any], list[int]]]:
         """Return rows and token ids at positions of the endless stream of shuffled epochs."""
@@ -79,7 +107,7 @@ def prepare_prompts(
     may_be_empty: bool = False,
     tools: Sequence[list[dict[str, Any]]] | None = None,
 ) -> Prompts:
-    """Check and tokenise a dataset with a "prompt" column of text or of messages.
+    """Check and tokenize a dataset with a "prompt" column of text or of messages.
 
     Args:
         dataset: other columns are kept for the reward functions.
@@ -92,6 +120,36 @@ def prepare_prompts(
         ValueError: no rows, no "prompt" column, a prompt of an unknown type, one that the tokenizer cannot render, or
             none that is short enough.
     """
+    check_columns(dataset, name)
+    conversational = isinstance(dataset["prompt"][0], list)
+    if tools is not None and not conversational:
+        raise ValueError(
+            f"{name} has prompts of text, and tools and environments need conversations; write each as "
+            "[{'role': 'user', 'content': ...}]"
+        )
+    chunks = [
+        tokenize(dataset, rows, conversational, tokenizer, chat_template_kwargs or {}, name, tools)
+        for rows in np.array_split(np.arange(len(dataset)), -(-len(dataset) // ROWS_AT_ONCE))
+    ]
+    prompts = Prompts(dataset, pa.concat_arrays(chunks), conversational)
+    if max_length is None or prompts.longest <= max_length:
+        return prompts
+    short = np.flatnonzero(prompts.lengths <= max_length)
+    number = f"{len(prompts) - len(short)} of {len(prompts)} prompts in {name} are longer than"
+    if overlong == "truncate":
+        logger.warning("%s max_prompt_length=%s tokens and lose their beginning", number, max_length)
+        return Prompts(dataset, last_tokens(prompts, max_length), conversational)
+    if not (len(short) or may_be_empty):
+        raise ValueError(
+            f"{number} max_prompt_length={max_length} tokens: none is left; raise it, or set "
+            "overlong_prompts='truncate'"
+        )
+    logger.warning("%s max_prompt_length=%s tokens and are dropped", number, max_length)
+    return Prompts(dataset.select(short), prompts.ids.take(pa.array(short)), conversational)
+
+
+def check_columns(dataset: Dataset, name: str) -> None:
+    """Refuse anything but a dataset with rows and a "prompt" column, and without reserved columns."""
     if not isinstance(dataset, Dataset):
         raise TypeError(
             f"{name} must be a datasets.Dataset, got {type(dataset).__name__}; take one split of several, or make one "
@@ -107,29 +165,13 @@ def prepare_prompts(
         raise ValueError(
             f"{name} has columns named {', '.join(shadowed)}, which reward functions get from the trainer; rename them"
         )
-    prompts = list(dataset["prompt"])
-    conversational = is_conversational(prompts, name)
-    own = [dataset[column] if column in dataset.column_names else repeat(None) for column in TEMPLATE_COLUMNS]
-    if tools is not None:
-        if not conversational:
-            raise ValueError(
-                f"{name} has prompts of text, and tools and environments need conversations; write each as "
-                "[{'role': 'user', 'content': ...}]"
-            )
-        own[0] = [schemas or given for schemas, given in zip(tools, own[0], strict=False)]
-    options = zip(*own, strict=False) if conversational else repeat((None, None))
-    ids = token_ids(prompts, options, conversational, tokenizer, chat_template_kwargs or {}, name)
-    if max_length is None or all(len(tokens) <= max_length for tokens in ids):
-        return Prompts(dataset, ids, conversational)
-    short = [row for row, tokens in enumerate(ids) if len(tokens) <= max_length]
-    number = f"{len(ids) - len(short)} of {len(ids)} prompts in {name} are longer than max_prompt_length={max_length}"
-    if overlong == "truncate":
-        logger.warning("%s tokens and lose their beginning", number)
-        return Prompts(dataset, [tokens[-max_length:] for tokens in ids], conversational)
-    if not (short or may_be_empty):
-        raise ValueError(f"{number} tokens: none is left; raise it, or set overlong_prompts='truncate'")
-    logger.warning("%s tokens and are dropped", number)
-    return Prompts(dataset.select(short), [ids[row] for row in short], conversational)
+
+
+def last_tokens(prompts: Prompts, most: int) -> pa.LargeListArray:
+    """Return the last tokens of each prompt, at most `most`."""
+    from_end = np.repeat(prompts.ends, prompts.lengths) - np.arange(len(prompts.tokens))
+    offsets = np.concatenate([[0], np.minimum(prompts.lengths, most).cumsum()])
+    return pa.LargeListArray.from_arrays(offsets, prompts.tokens[from_end <= most])
 
 
 def dataset_of(prompts: Sequence[Any], columns: Mapping[str, Sequence[Any]]) -> Dataset:
@@ -150,16 +192,18 @@ def datasets_by_name(dataset: Dataset | dict[str, Dataset] | None) -> dict[str |
     return dict(dataset) if isinstance(dataset, dict) else {None: dataset}
 
 
-def is_conversational(prompts: list[Any], name: str) -> bool:
-    """Return whether the prompts are lists of messages rather than texts; an error names a row of another kind."""
-    conversational = isinstance(prompts[0], list)
-    for row, prompt in enumerate(prompts):
+def check_kinds(prompts: list[Any], first: int, conversational: bool, name: str) -> None:
+    """Refuse a prompt that is not of the dataset's kind, text or messages; the error names its row.
+
+    Args:
+        first: the row of the first prompt.
+    """
+    for row, prompt in enumerate(prompts, first):
         if not (prompt and all(map(is_message, prompt)) if conversational else isinstance(prompt, str)):
             raise ValueError(
                 f"{name} row {row}: prompt={prompt!r} is neither text nor a list of messages like "
                 "[{'role': 'user', 'content': ...}], or not of the kind of row 0; use one kind"
             )
-    return conversational
 
 
 def is_message(message: Any) -> bool:
@@ -171,54 +215,91 @@ def is_message(message: Any) -> bool:
     )
 
 
-def token_ids(
-    prompts: list[Any],
-    options: Iterable[tuple[Any, Any]],
+def tokenize(
+    dataset: Dataset,
+    rows: np.ndarray,
     conversational: bool,
     tokenizer: PreTrainedTokenizerBase,
     chat_template_kwargs: Mapping[str, Any],
     name: str,
-) -> list[list[int]]:
-    """Tokenise each prompt; an error names the row that cannot be.
-
-    Args:
-        options: what each row has in `TEMPLATE_COLUMNS`.
-    """
-    ids = []
-    for row, (prompt, given) in enumerate(zip(prompts, options, strict=False)):
-        try:
-            if conversational:
-                tokens = render(prompt, tokenizer, {**chat_template_kwargs, **template_options(*given)})
-            else:
-                tokens = tokenizer(prompt)["input_ids"]
-        except (TemplateError, TypeError, ValueError) as error:
-            raise ValueError(
-                f"{name} row {row}: the tokenizer cannot render {prompt!r} ({error}); correct the row, or the "
-                "chat template"
-            ) from error
+    tools: Sequence[list[dict[str, Any]]] | None,
+) -> pa.LargeListArray:
+    """Return the token ids of consecutive rows; an error names the row that has none."""
+    part = slice(int(rows[0]), int(rows[-1]) + 1)
+    prompts = list(dataset["prompt"][part])
+    check_kinds(prompts, part.start, conversational, name)
+    columns = [
+        dataset[column][part] if conversational and column in dataset.column_names else [None] * len(prompts)
+        for column in TEMPLATE_COLUMNS
+    ]
+    if tools is not None:
+        columns[0] = [schemas or given for schemas, given in zip(tools[part], columns[0], strict=True)]
+    options = list(zip(*columns, strict=True))
+    ids = token_ids(prompts, options, conversational, tokenizer, chat_template_kwargs, name, part.start)
+    for row, (prompt, tokens) in enumerate(zip(prompts, ids, strict=True), part.start):
         if not tokens:
             raise ValueError(f"{name} row {row}: the prompt {prompt!r} has no tokens; remove the row")
-        ids.append(tokens)
-    return ids
+    return pa.array(ids, pa.large_list(pa.int32()))
+
+
+def token_ids(
+    prompts: list[Any],
+    options: list[tuple[Any, ...]],
+    conversational: bool,
+    tokenizer: PreTrainedTokenizerBase,
+    chat_template_kwargs: Mapping[str, Any],
+    name: str,
+    first: int,
+) -> list[list[int]]:
+    """Tokenize prompts at once, or one by one if that fails, so that the error names the row.
+
+    Args:
+        options: the values of each row in `TEMPLATE_COLUMNS`.
+        first: the row of the first prompt.
+    """
+    try:
+        if conversational:
+            return render(prompts, options, tokenizer, chat_template_kwargs)
+        return tokenizer(prompts)["input_ids"]
+    except (TemplateError, TypeError, ValueError) as error:
+        if len(prompts) == 1:
+            raise ValueError(
+                f"{name} row {first}: the tokenizer cannot render {prompts[0]!r} ({error}); correct the row, or the "
+                "chat template"
+            ) from error
+    return [
+        token_ids([prompt], [given], conversational, tokenizer, chat_template_kwargs, name, row)[0]
+        for row, (prompt, given) in enumerate(zip(prompts, options, strict=True), first)
+    ]
 
 
 def render(
-    messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, chat_template_kwargs: Mapping[str, Any]
-) -> list[int]:
-    """Return the token ids of a conversation, ready for the assistant to begin or continue.
+    conversations: list[list[dict[str, Any]]],
+    options: list[tuple[Any, ...]],
+    tokenizer: PreTrainedTokenizerBase,
+    chat_template_kwargs: Mapping[str, Any],
+) -> list[list[int]]:
+    """Return the token ids of conversations, ready for the assistant to begin or continue.
 
-    Arrow gives every message the keys of all others, as None; those are left out.
+    Neighbours with equal arguments for the template are rendered together. Arrow gives every message the keys of all
+    others, as None; those are left out.
     """
-    go_on = messages[-1]["role"] == "assistant"
-    encoded: Any = tokenizer.apply_chat_template(
-        without_nones(messages),
-        add_generation_prompt=not go_on,
-        continue_final_message=go_on,
-        tokenize=True,
-        return_dict=True,
-        **chat_template_kwargs,
-    )
-    return encoded["input_ids"]
+    rows = [
+        (messages[-1]["role"] == "assistant", template_options(*given), without_nones(messages))
+        for messages, given in zip(conversations, options, strict=True)
+    ]
+    ids: list[list[int]] = []
+    for (go_on, own), alike in groupby(rows, key=lambda row: row[:2]):
+        encoded: Any = tokenizer.apply_chat_template(
+            [messages for *_, messages in alike],
+            add_generation_prompt=not go_on,
+            continue_final_message=go_on,
+            tokenize=True,
+            return_dict=True,
+            **{**chat_template_kwargs, **own},
+        )
+        ids += encoded["input_ids"]
+    return ids
 
 
 def template_options(*given: Any) -> dict[str, Any]:

@@ -6,7 +6,6 @@ switching between a forward and its backward silently gives zero gradients.
 """
 
 import copy
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,11 +19,9 @@ from transformers import PreTrainedModel
 
 from hfppo.models.critic import CRITIC_FOLDER, CriticSource, build_critic, find_critic, shared_copy
 from hfppo.models.loading import check_adapter, check_vocabulary, keep_four_bits
-from hfppo.models.output_head import Entropy, adjust_logits, token_logprobs
-from hfppo.models.packing import Layout, can_pack, eval_mode, hidden_states
+from hfppo.models.output_head import Entropy, token_logprobs
+from hfppo.models.packing import Layout, can_pack, hidden_states
 from hfppo.saving.adapter_card import update_card
-
-logger = logging.getLogger(__name__)
 
 
 class TokenOutputs(NamedTuple):
@@ -51,8 +48,7 @@ class ActorCritic(PeftModelForCausalLM):
         detach_critic: with a shared critic, keep the value loss from the actor's weights.
 
     Raises:
-        ValueError: an adapter whose disabled state is not the base, or without trainable weights; an architecture
-            whose logits are not its output head on its hidden states.
+        ValueError: an adapter whose disabled state is not the base, or without trainable weights.
     """
 
     def __init__(
@@ -83,7 +79,6 @@ class ActorCritic(PeftModelForCausalLM):
         disable_noise(self)
         if not any(p.requires_grad for p in self.actor_parameters()):
             raise ValueError("the adapter has no trainable weight; check peft_config's target_modules")
-        self._check_logits()
 
     @property
     def causal_lm(self) -> PreTrainedModel:
@@ -232,36 +227,6 @@ class ActorCritic(PeftModelForCausalLM):
         """Load the critic, if the model has one, from a folder that `save_pretrained` wrote."""
         if self.critic is not None:
             self.critic.load(Path(folder) / CRITIC_FOLDER)
-
-    def _check_logits(self) -> None:
-        """Refuse an architecture whose logits differ from `adjust_logits` of its output head."""
-        model = self.causal_lm
-        ids = torch.arange(4, device=model.device)[None] % model.config.get_text_config().vocab_size
-        with torch.no_grad(), eval_mode(model):
-            expected = model(input_ids=ids, use_cache=False).logits.float()
-            hidden = trunk_of(model)(input_ids=ids, use_cache=False).last_hidden_state
-            # In the model's dtype, as the model computes it: float32 would differ by the rounding of half precision.
-            got = adjust_logits(model, model.get_output_embeddings()(hidden)).float()
-        if not torch.allclose(expected, got, rtol=1e-3, atol=1e-3):
-            raise ValueError(
-                f"{type(model).__name__} changes its logits after the output head in a way this package does not "
-                f"know (they differ by up to {(expected - got).abs().max():.3g}); use another architecture"
-            )
-
-    def warn_of_start(self) -> None:
-        """Warn if a new adapter changes the base's logits before training."""
-        ids = torch.arange(4, device=self.causal_lm.device)[None] % self.config.get_text_config().vocab_size
-        with torch.no_grad(), eval_mode(self):
-            actor = self.causal_lm(input_ids=ids, use_cache=False).logits.float()
-            with self.disable_adapter():
-                base = self.causal_lm(input_ids=ids, use_cache=False).logits.float()
-        tolerance = 0.2 if self.causal_lm.dtype == torch.bfloat16 else 0.01  # DoRA rounds its norms
-        if (actor - base).abs().max() > tolerance * base.abs().max():
-            logger.warning(
-                "peft_config begins with weights that change the model (its logits by up to %.3g), so training begins "
-                "away from the reference, at a KL above 0; take an initialization that begins at the base",
-                (actor - base).abs().max(),
-            )
 
 
 def trunk_of(model: PreTrainedModel | PeftModel) -> nn.Module:

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
-from hfppo.models.loading import adapter_config, check_placement, keep_four_bits
-from hfppo.models.packing import Layout, eval_mode, hidden_states
+from hfppo.models.loading import adapter_config, check_placement, hub_options, keep_four_bits
+from hfppo.models.packing import Layout, hidden_states
 from hfppo.saving.adapter_config import describe_adapter, find_differences
 
 CRITIC_FOLDER = "critic"
@@ -124,9 +124,11 @@ class CriticSource:
     folder: Path | None = None
 
 
-def find_critic(critic: str | PreTrainedModel | CriticSource) -> CriticSource:
+def find_critic(critic: str | PreTrainedModel | CriticSource, **init_kwargs: Any) -> CriticSource:
     """Resolve the `critic` argument, and load the model if it names one.
 
+    Args:
+        init_kwargs: of `from_pretrained`; a saved critic's base gets them without `revision`, which is the critic's.
     Raises:
         TypeError, ValueError: `critic` is none of these, or cannot be loaded.
     """
@@ -139,14 +141,17 @@ def find_critic(critic: str | PreTrainedModel | CriticSource) -> CriticSource:
             f"critic is of type {type(critic).__name__}, not 'adapter', 'shared', a model, or the id or path of one; "
             "of a model with an adapter save merge_and_unload(), and give the folder"
         )
-    if (folder := find_saved_critic(critic)) is not None:
+    options = hub_options(init_kwargs)
+    if (folder := find_saved_critic(critic, **options)) is not None:
         saved = json.loads((folder / CRITIC_CONFIG).read_text())
-        return CriticSource(find_critic(saved["base"] if saved["kind"] == "model" else saved["kind"]).model, folder)
-    if adapter_config(critic) is not None:
+        of_base = {name: value for name, value in init_kwargs.items() if name != "revision"}
+        base = saved["base"] if saved["kind"] == "model" else saved["kind"]
+        return CriticSource(find_critic(base, **of_base).model, folder)
+    if adapter_config(critic, **options) is not None:
         raise ValueError(f"critic={critic!r} is an adapter; merge it into its base, save that, and give its folder")
     try:
         model, info = AutoModelForSequenceClassification.from_pretrained(
-            critic, num_labels=1, output_loading_info=True
+            critic, **{"num_labels": 1, **init_kwargs}, output_loading_info=True
         )
     except (OSError, ValueError) as error:
         raise ValueError(
@@ -158,18 +163,22 @@ def find_critic(critic: str | PreTrainedModel | CriticSource) -> CriticSource:
     return CriticSource(model)
 
 
-def find_saved_critic(name: str) -> Path | None:
-    """Find a saved critic in this folder, in its `critic/`, or else in `critic/` of a repository of the Hub."""
+def find_saved_critic(name: str, **options: Any) -> Path | None:
+    """Find a saved critic in this folder, in its `critic/`, or else in `critic/` of a repository of the Hub.
+
+    Args:
+        options: as `hub_options` returns them.
+    """
     for folder in (Path(name), Path(name) / CRITIC_FOLDER):
         if (folder / CRITIC_CONFIG).is_file():
             return folder
     if Path(name).is_dir():
         return None
     try:
-        config = hf_hub_download(name, f"{CRITIC_FOLDER}/{CRITIC_CONFIG}")
+        config = hf_hub_download(name, f"{CRITIC_FOLDER}/{CRITIC_CONFIG}", **options)
     except (OSError, ValueError):  # no repository, none that can be reached, or one without a critic
         return None
-    hf_hub_download(name, f"{CRITIC_FOLDER}/{CRITIC_WEIGHTS}")
+    hf_hub_download(name, f"{CRITIC_FOLDER}/{CRITIC_WEIGHTS}", **options)
     return Path(config).parent
 
 
@@ -192,7 +201,6 @@ def build_critic(source: CriticSource, base: PreTrainedModel, peft_config: PeftC
 def critic_from_model(model: PreTrainedModel, peft_config: PeftConfig) -> Critic:
     """A critic on another model, for instance the reward model, whose score head the value head starts from."""
     keep_four_bits(model)  # before its first forward
-    check_causal(model)
     trunk = add_adapter(shared_copy(model), peft_config)  # the model itself may be the reward model as well
     score = getattr(model, "score", None)
     width = getattr(score, "in_features", model.config.get_text_config().hidden_size)
@@ -201,24 +209,6 @@ def critic_from_model(model: PreTrainedModel, peft_config: PeftConfig) -> Critic
         with torch.no_grad():
             built.value_head.weight.copy_(score.weight)
     return built
-
-
-@torch.no_grad()
-def check_causal(model: PreTrainedModel) -> None:
-    """Refuse bidirectional critics: V(s_t) would depend on later tokens.
-
-    Raises:
-        ValueError: names the class.
-    """
-    ids = torch.arange(8, device=model.device).view(2, 4) % 4  # two rows that are equal
-    ids[1, -1] = 4
-    with eval_mode(model):
-        first, second = model.base_model(input_ids=ids).last_hidden_state[:, :-1].float()
-    if not torch.allclose(first, second, rtol=0.0, atol=1e-3 * float(first.abs().max())):
-        raise ValueError(
-            f"critic is a {type(model).__name__}, whose states know the tokens that come later; give a decoder, or "
-            "critic='adapter'"
-        )
 
 
 def add_adapter(model: PreTrainedModel, peft_config: PeftConfig) -> PeftModel:

@@ -11,7 +11,14 @@ from peft import LoraConfig, PeftConfig, PeftModel, TaskType
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import CONFIG_NAME, ModulesToSaveWrapper, get_peft_model_state_dict
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    TrainingArguments,
+)
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled, unset_hf_deepspeed_config
 
 # These initializations write into the base, so that disabling the adapter no longer gives the base back.
 BASE_CHANGING_INITS = ("pissa", "olora", "corda", "eva", "loftq", "lora_ga")
@@ -31,6 +38,23 @@ class ActorSource:
     base: PreTrainedModel
     peft_config: PeftConfig
     start_adapter: dict[str, Tensor] | None  # None: a new adapter
+
+
+@contextmanager
+def load_whole(args: TrainingArguments) -> Iterator[None]:
+    """Let `from_pretrained` load whole weights in the block, also under ZeRO-3, where it would keep shards of them.
+
+    Adapters, heads and checks need the shapes and numbers. DeepSpeed shards the model when training begins, as FSDP2
+    does, and it never gathers what is no part of that model, such as a reward model.
+    """
+    if not is_deepspeed_zero3_enabled():
+        yield
+        return
+    unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        args.deepspeed_plugin.set_deepspeed_weakref()
 
 
 def load_model(model: str | PreTrainedModel | PeftModel, **init_kwargs: Any) -> PreTrainedModel | PeftModel:

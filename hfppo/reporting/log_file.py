@@ -23,10 +23,11 @@ class LogFileCallback(TrainerCallback):
         self._complete = True  # whether the file holds every entry so far
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
-        """Write the entries up to the checkpoint that is resumed; an empty file for a new run."""
+        """Write the entries up to the checkpoint that is resumed; of a new run, empty an earlier run's file."""
         if state.is_world_process_zero:
             self._path = Path(args.output_dir) / LOG_FILE
-            self._rewrite(state.log_history)
+            if state.log_history or self._path.exists():
+                self._rewrite(state.log_history)
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
         """Append the latest entry."""

@@ -29,6 +29,7 @@ from hfppo.saving.folders import (
     finish_renames,
     free_space,
     move_others,
+    no_empty_folder,
     publish,
     rotate,
     was_best_of,
@@ -89,7 +90,7 @@ class CrashSafeTrainer(Trainer):
         """
         if isinstance(resume_from_checkpoint, os.PathLike):
             resume_from_checkpoint = os.fspath(resume_from_checkpoint)
-        with self._lock_output_dir():
+        with no_empty_folder(str(self.args.output_dir)), self._lock_output_dir():
             checkpoint = self._find_checkpoint(resume_from_checkpoint)
             if checkpoint is not None:
                 self.check_resume(checkpoint)

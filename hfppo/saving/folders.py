@@ -4,6 +4,8 @@ import json
 import logging
 import re
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 
@@ -18,6 +20,17 @@ logger = logging.getLogger(__name__)
 CHECKPOINT = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(?P<step>\d+)")
 UNFINISHED = "checkpoint-is-incomplete.txt"  # upstream's marker while `enable_jit_checkpoint` saves
 STAGING, EARLIER = "_saving", "_earlier"  # Trainer pushes no file or folder whose name begins with "_"
+
+
+@contextmanager
+def no_empty_folder(folder: str | Path) -> Iterator[None]:
+    """Remove a folder that an error leaves empty: Trainer makes it before it knows whether the run can begin."""
+    try:
+        yield
+    except BaseException:
+        with suppress(OSError):  # it holds files, or another process has removed it
+            Path(folder).rmdir()
+        raise
 
 
 def list_checkpoints(output_dir: str | Path) -> list[Path]:

@@ -1,0 +1,108 @@
+"""Check a model's outputs on the training device, in the precision of training.
+
+These checks need a forward, and none runs while a model is built: an attention kernel may need the GPU, and may need
+half precision. Every forward is one of `ActorCritic`, where FSDP2 and ZeRO-3 gather the weights.
+"""
+
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hfppo.models.actor_critic import ActorCritic
+from hfppo.models.packing import eval_mode
+
+logger = logging.getLogger(__name__)
+
+LENGTH = 8  # tokens of a row
+
+
+@torch.no_grad()
+def check_outputs(model: ActorCritic, device: torch.device) -> None:
+    """Refuse a model whose outputs this package reads wrongly; warn if a new adapter changes the base's.
+
+    A collective call where the weights are sharded.
+
+    Raises:
+        ValueError: logits that are not the output head's on the hidden states, or a critic that is no decoder.
+    """
+    eager = torch.compiler.set_stance("force_eager")  # no graphs for a few tokens
+    with eval_mode(model), eager:
+        check_logits(model, device)
+        if model.ref_model is None:
+            warn_of_start(model, device)
+        if model.critic is not None and model.critic.kind == "model":
+            check_causal(model, device)
+
+
+def ids_of(model: ActorCritic, device: torch.device) -> Tensor:
+    """Return (2, LENGTH) token ids; the rows differ in the last one."""
+    ids = torch.arange(LENGTH, device=device).repeat(2, 1)
+    ids[1, -1] += 1
+    return ids % model.config.get_text_config().vocab_size
+
+
+def logits_of_forward(model: ActorCritic, device: torch.device) -> Tensor:
+    """Return the (LENGTH, V) float32 logits of transformers' own forward."""
+    ids = ids_of(model, device)[:1]
+    return model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[0].float()
+
+
+def check_logits(model: ActorCritic, device: torch.device) -> None:
+    """Refuse an architecture whose log-probs are not those of its own logits, up to their rounding."""
+    ids = ids_of(model, device)[:1]
+    expected = logits_of_forward(model, device)
+    wanted = expected.log_softmax(dim=-1)[:-1].gather(1, ids[0, 1:, None]).squeeze(1)
+    everything = torch.ones_like(ids)
+    got = model(ids, everything, everything[:, 1:].bool(), values=False).logprobs[0]
+    tolerance = max(1e-3, 4 * torch.finfo(precision(expected)).eps * float(expected.abs().max()))
+    if not torch.allclose(got, wanted, rtol=1e-3, atol=tolerance):
+        raise ValueError(
+            f"{type(model.causal_lm).__name__} changes its logits after the output head in a way this package does "
+            f"not know (log-probs differ by up to {(wanted - got).abs().max():.3g}); use another architecture"
+        )
+
+
+def precision(values: Tensor) -> torch.dtype:
+    """Return the dtype that float32 values were rounded to before."""
+    halves = (torch.bfloat16, torch.float16)
+    return next((dtype for dtype in halves if torch.equal(values, values.to(dtype).float())), torch.float32)
+
+
+def warn_of_start(model: ActorCritic, device: torch.device) -> None:
+    """Warn if a new adapter changes the base's logits before training."""
+    actor = logits_of_forward(model, device)
+    with model.disable_adapter():
+        base = logits_of_forward(model, device)
+    tolerance = 0.2 if precision(base) == torch.bfloat16 else 0.01  # DoRA rounds its norms
+    if (actor - base).abs().max() > tolerance * base.abs().max():
+        logger.warning(
+            "peft_config begins with weights that change the model (its logits by up to %.3g), so training begins "
+            "away from the reference, at a KL above 0; take an initialization that begins at the base",
+            (actor - base).abs().max(),
+        )
+
+
+def check_causal(model: ActorCritic, device: torch.device) -> None:
+    """Refuse bidirectional critics: V(s_t) would depend on later tokens."""
+    ids = ids_of(model, device)
+    everything = torch.ones_like(ids)
+    trunk: Any = model.critic.trunk
+    states: list[Tensor] = []
+
+    def read(module: Any, inputs: Any, outputs: Any) -> None:
+        states.append(outputs.last_hidden_state)
+
+    hook = trunk.register_forward_hook(read)
+    try:
+        model(ids, everything, everything[:, 1:].bool(), policy=False, final_value=True)
+    finally:
+        hook.remove()
+    # Packed rows lie in one.
+    first, second = states[-1].reshape(2, LENGTH, -1)[:, :-1].float()
+    if not torch.allclose(first, second, rtol=0.0, atol=1e-3 * float(first.abs().max())):
+        name = type(trunk.get_base_model()).__name__
+        raise ValueError(
+            f"critic is a {name}, whose states know the tokens that come later; give a decoder, or critic='adapter'"
+        )

@@ -1,0 +1,63 @@
+"""What is checked by a forward: on the training device, in training's precision, before completions are sampled."""
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from helpers.attention import register_attention
+from helpers.tiny import tiny_model
+from hfppo.generation import TransformersSampler
+from hfppo.models import packing
+
+STARTS = {
+    "train": lambda trainer: trainer.train(),
+    "evaluate": lambda trainer: trainer.evaluate(),
+    "rollout": lambda trainer: trainer.rollout(["1+1="]),
+}
+
+
+class Scaled(LlamaForCausalLM):
+    """Changes its logits after the head, by no field of its configuration."""
+
+    def forward(self, *args, **kwargs) -> CausalLMOutputWithPast:
+        outputs = super().forward(*args, **kwargs)
+        return CausalLMOutputWithPast(logits=outputs.logits * 0.5, past_key_values=outputs.past_key_values)
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_an_architecture_that_changes_its_logits_is_refused_before_it_samples(
+    make_trainer, dataset, monkeypatch, start
+):
+    model = tiny_model()
+    model.__class__ = Scaled
+    trainer = make_trainer(model=model, eval_dataset=dataset)
+    monkeypatch.setattr(TransformersSampler, "__call__", lambda *_: pytest.fail("completions were sampled"))
+    with pytest.raises(ValueError, match=r"Scaled changes its logits .* use another architecture"):
+        STARTS[start](trainer)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_rounding_of_a_precision_is_let_through(make_trainer, dtype):
+    model = tiny_model(initializer_range=1.0).to(dtype)
+    model.config.final_logit_softcapping = None
+    make_trainer(model=model).rollout(["1+1="])
+
+
+@pytest.mark.parametrize("critic", ["adapter", "shared", "a model by its path"])
+def test_an_attention_that_wants_half_precision_runs_by_path(make_trainer, dataset, tmp_path, monkeypatch, critic):
+    """It raises in float32 without autocast, as flash attention does: so no forward may run outside of it."""
+    monkeypatch.setattr(packing, "PACKING_ATTENTION", "halves")
+    monkeypatch.setattr(packing, "_packs", {})
+    seen = register_attention("halves", lambda query: torch.is_autocast_enabled("cpu"))
+    tiny_model().save_pretrained(tmp_path / "base")
+    attention = {"attn_implementation": "halves"}
+    fields = {"bf16": True, "max_steps": 2, "model_init_kwargs": attention, "critic_init_kwargs": attention}
+    critic = str(tmp_path / "base") if critic.startswith("a model") else critic
+    trainer = make_trainer(fields, model=str(tmp_path / "base"), critic=critic, eval_dataset=dataset)
+    assert seen == []
+    trainer.evaluate()
+    trainer.train()
+    assert seen
+    with trainer.accelerator.autocast():
+        assert packing.can_pack(trainer.model.causal_lm)
