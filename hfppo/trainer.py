@@ -65,12 +65,12 @@ from hfppo.support.out_of_memory import explain_out_of_memory
 class PPOTrainer(CrashSafeTrainer):
     """Proximal Policy Optimization of a LoRA actor, with the disabled adapter as its reference and a critic.
 
-    Only the first six arguments may be given by position; GRPOTrainer's seventh is another one.
+    The first six arguments, which are GRPOTrainer's, may be given by position.
 
     Args:
         model: a base, or an adapter to train further; loaded, or its id or path. A loaded one is changed: its dropouts
-            become 0, and a PeftModel is taken apart, so use `trainer.model` afterwards. Arguments of `from_pretrained`,
-            such as a `quantization_config`, belong in `args.model_init_kwargs`.
+            become 0, and a PeftModel is taken apart, so use `trainer.model` afterwards. A `quantization_config`
+            belongs in `args.model_init_kwargs`.
         reward_funcs: one or several functions after the contract of TRL's GRPOTrainer, see `hfppo.rewards.contract`;
             reward models, loaded or as an id or path, see `hfppo.rewards.model`; None where tools or an environment
             give the rewards.

@@ -137,3 +137,11 @@ def test_a_second_device_does_what_the_cpu_does(one, on_second_device):
 def test_a_micro_batch_rarely_waits_for_the_device_whatever_its_rows(second_device, tmp_path):
     waits = json.loads(run(*second_device, HELPERS / "on_second_device.py", tmp_path).splitlines()[-1])
     assert set(waits["2"]) == set(waits["8"]) == {5}
+
+
+@pytest.mark.nightly
+def test_an_attention_of_the_device_alone_runs_by_path(second_device, tmp_path):
+    """As flash attention does on a GPU: neither checks nor the trial of packed rows run on the CPU."""
+    found = json.loads(run(*second_device, HELPERS / "attention_of_second_device.py", tmp_path).splitlines()[-1])
+    assert (found["before"], found["devices"]) == (0, ["second:0"])
+    assert found["packed"] == {"LlamaForCausalLM": True, "LlamaModel": True}

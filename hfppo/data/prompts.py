@@ -260,7 +260,8 @@ def token_ids(
     try:
         if conversational:
             return render(prompts, options, tokenizer, chat_template_kwargs)
-        return tokenizer(prompts)["input_ids"]
+        # Lists of ones and zeros would cost a third of the time that tokenizing takes.
+        return tokenizer(prompts, return_attention_mask=False, return_token_type_ids=False)["input_ids"]
     except (TemplateError, TypeError, ValueError) as error:
         if len(prompts) == 1:
             raise ValueError(

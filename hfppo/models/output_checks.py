@@ -104,5 +104,6 @@ def check_causal(model: ActorCritic, device: torch.device) -> None:
     if not torch.allclose(first, second, rtol=0.0, atol=1e-3 * float(first.abs().max())):
         name = type(trunk.get_base_model()).__name__
         raise ValueError(
-            f"critic is a {name}, whose states know the tokens that come later; give a decoder, or critic='adapter'"
+            f"critic is built on {name}, whose states know the tokens that come later; give a decoder, or "
+            "critic='adapter'"
         )

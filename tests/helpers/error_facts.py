@@ -287,7 +287,7 @@ FACTS: dict[tuple[str, str], tuple[str, tuple[str, ...]]] = {
     ("Models and tokenizers", "a reference over several devices"): ("ValueError", ("ref_model", "device_map", "ZeRO")),
     ("Models and tokenizers", "a critic that reads from both sides"): (
         "ValueError",
-        ("critic", "BertForSequenceClassification", "'adapter'"),
+        ("critic", "BertModel", "'adapter'"),
     ),
     ("Models and tokenizers", "an adapter as critic"): (
         "TypeError",
