@@ -181,6 +181,13 @@ def test_outputs_of_reward_functions_end_training_before_its_first_step(make_tra
     assert not (tmp_path / "out").exists()
 
 
+def test_arguments_whose_order_differs_from_grpos_are_not_taken_by_position(dataset, tokenizer, tmp_path):
+    """GRPOTrainer's seventh is the reward functions' tokenizers."""
+    args = PPOConfig(**SMALL, output_dir=str(tmp_path / "out"))
+    with pytest.raises(TypeError, match="positional arguments but 8 were given"):
+        PPOTrainer(tiny_model(), count_digits, args, dataset, None, tokenizer, tokenizer)
+
+
 def resume(make_trainer, checkpoint: Path, config: dict | None = None, **arguments) -> None:
     config = {"save_strategy": "steps", "save_steps": 1, **(config or {})}
     make_trainer(config, train_dataset=PROMPTS, peft_config=lora(), **arguments).train(

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from helpers.runs import count_digits, final_state, logs, read_log, trained_state
 from helpers.tiny import tiny_model
 from hfppo import AdaptiveKLCallback, PPOTrainer
+from hfppo.ppo_checkpoint import state_file
 from hfppo.saving.manifest import seal
 
 # 2 mini-batches × 2 epochs = 4 steps per rollout: checkpoint 8 lies between two rollouts, the others within one.
@@ -179,3 +180,18 @@ def test_a_beta_that_was_changed_since_holds(make_trainer, tmp_path):
     trainer = make_trainer(saving | {"kl_coef": 0.3, "max_steps": 8})
     trainer.train(resume_from_checkpoint=str(tmp_path / "out/checkpoint-4"))
     assert [log["kl_coef"] for log in trainer.state.log_history if "kl_coef" in log] == [0.05, 0.3]
+
+
+def test_a_checkpoint_with_the_earlier_hash_of_the_prompts_goes_on(make_trainer, tmp_path):
+    config = {"max_steps": 2, "save_strategy": "steps", "save_steps": 2}
+    make_trainer(config).train()
+    file = state_file(tmp_path / "out/checkpoint-2", 0)
+    content = json.loads(file.read_text())
+    structure = content["run"]["structure"]
+    del structure["prompts (SHA-256 of lengths and token ids)"]
+    structure["prompts (SHA-256 of their token ids)"] = "of a text of all ids"
+    file.write_text(json.dumps(content))
+    seal(file.parent)
+    resumed = make_trainer({**config, "max_steps": 4})
+    resumed.train(resume_from_checkpoint=str(file.parent))
+    assert resumed.state.global_step == 4

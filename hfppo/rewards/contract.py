@@ -120,7 +120,7 @@ def rows_of(name: str, output: Any, lengths: list[int]) -> list[Any]:
     """Return a reward function's output as a list with one entry per completion."""
     if hasattr(output, "tolist"):  # a tensor, an array, a pandas Series
         # (B, 1) are the logits of a model with one label; for completions of one token both readings are the same.
-        output = (output[:, 0] if output.ndim == 2 and output.shape[1] == 1 else output).tolist()
+        output = (output[:, 0] if getattr(output, "ndim", 1) == 2 and output.shape[1] == 1 else output).tolist()
     is_list = isinstance(output, Sequence)
     if not is_list or isinstance(output, str):
         raise TypeError(f"reward function {name!r} returned {type(output).__name__}; return a list of numbers")
@@ -136,7 +136,7 @@ def check_reward(name: str, row: int, value: Any, length: int) -> float | list[f
     """Return one reward as a float, or as a list with a float per token."""
     if value is None:
         return math.nan
-    if hasattr(value, "tolist") and value.ndim == 1 and len(value) != 1:
+    if hasattr(value, "tolist") and getattr(value, "ndim", 1) == 1 and len(value) != 1:
         value = value.tolist()
     if isinstance(value, Sequence) and not isinstance(value, str):
         if len(value) != length:
