@@ -88,8 +88,6 @@ UNUSABLE_FIELDS = {
     "length_column_name": ORDER,
     "data_seed": ORDER,
     "average_tokens_across_devices": "losses are divided by the tokens of all processes; leave it out",
-    "include_num_input_tokens_seen": "it counts the tokens of labelled batches; time/tokens_per_second and "
-    "completions/mean_length tell of these; leave it out",
     "use_cache": "sampling always keeps a cache, and the passes over whole completions never; leave it out",
     "ignore_data_skip": "a resumed run goes on with its next prompts, and skips nothing; leave it out",
     "parallelism_config": "tensor, context and sequence parallelism are not supported; use DDP, FSDP2 or ZeRO, as "

@@ -194,7 +194,7 @@ def test_numbers_of_numpy_have_ranges_too(config):
 
 ANOTHER = {
     **{float: 0.5, float | None: 0.5, int: 3, int | None: 3, str: "sequential", str | None: "spawn"},
-    **{str | bool: "all", ParallelismConfig | None: ParallelismConfig()},
+    ParallelismConfig | None: ParallelismConfig(),
 }
 
 # Fields of TrainingArguments that mean here what they mean in Trainer, or that neither of them reads.
@@ -214,7 +214,7 @@ USABLE = re.findall(
     metric_for_best_model greater_is_better restore_callback_states_from_checkpoint full_determinism seed use_cpu
     accelerator_config dataloader_pin_memory ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers
     ddp_static_graph ddp_backend ddp_timeout fsdp fsdp_config deepspeed debug skip_memory_metrics do_train do_eval
-    do_predict resume_from_checkpoint local_rank
+    do_predict include_num_input_tokens_seen resume_from_checkpoint local_rank
     """,
 )
 

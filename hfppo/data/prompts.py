@@ -259,7 +259,7 @@ def token_ids(
     """
     try:
         if conversational:
-            return render(prompts, options, tokenizer, chat_template_kwargs)
+            return render_all(prompts, options, tokenizer, chat_template_kwargs)
         # Lists of ones and zeros would cost a third of the time that tokenizing takes.
         return tokenizer(prompts, return_attention_mask=False, return_token_type_ids=False)["input_ids"]
     except (TemplateError, TypeError, ValueError) as error:
@@ -275,6 +275,14 @@ def token_ids(
 
 
 def render(
+    messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, chat_template_kwargs: Mapping[str, Any]
+) -> list[int]:
+    """Return the token ids of one conversation, as `render_all` does."""
+    (ids,) = render_all([messages], [(None, None)], tokenizer, chat_template_kwargs)
+    return ids
+
+
+def render_all(
     conversations: list[list[dict[str, Any]]],
     options: list[tuple[Any, ...]],
     tokenizer: PreTrainedTokenizerBase,
