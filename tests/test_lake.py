@@ -1,0 +1,145 @@
+"""The lake game: its rules, its exact values, and the base that plays it."""
+
+import random
+from pathlib import Path
+
+import build_lake_base
+import numpy as np
+import pytest
+from lake_game import (
+    MOVES,
+    STATES,
+    Lake,
+    dynamics,
+    exact_values,
+    expected_return,
+    start_distribution,
+    uniform_policy,
+)
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+BASE = Path(build_lake_base.__file__).parent / "lake/base"
+
+
+@pytest.fixture
+def no_slips(monkeypatch):
+    """Moves never slip, and every new start is 2,2 without the key."""
+    monkeypatch.setattr(random, "choices", lambda population, weights: [population[0]])
+    monkeypatch.setattr(random, "choice", lambda cells: (2, 2))
+    monkeypatch.setattr(random, "random", lambda: 0.9)
+
+
+@pytest.mark.parametrize(
+    ("state", "moves", "expected"),
+    [
+        (((0, 3), False), "右下", [("走 0,4 有", -0.02), ("走 1,4 有", -0.02)]),
+        (((4, 3), True), "右上", [("宝 2,2 无", 0.98), ("洞 2,2 无", -0.52)]),
+        (((4, 3), False), "右左", [("走 4,4 无", -0.02), ("走 4,3 无", -0.02)]),
+        (((3, 0), True), "左右", [("走 3,0 有", -0.02), ("洞 2,2 无", -0.52)]),
+        (((0, 0), False), ["上 下", "", "走", " 下 "], [("? 0,0 无", -0.02)] * 3 + [("走 1,0 无", -0.02)]),
+    ],
+    ids=["key", "chest with key", "chest without key", "wall and hole", "illegal"],
+)
+def test_rules_without_slips(no_slips, state, moves, expected):
+    lake = Lake()
+    lake.reset(start=STATES.index(state))
+    assert [lake.step(move)[:2] for move in moves] == expected
+
+
+def test_a_seed_is_a_start_and_the_global_random_numbers_are_the_luck():
+    def play(seed, luck):
+        lake = Lake()
+        random.seed(luck)
+        return [lake.reset(seed=seed, other=1), *(lake.step("下") for _ in range(32))]
+
+    assert play(3, 1) == play(3, 1)
+    assert play(3, 1)[0] == play(3, 2)[0] != play(4, 1)[0]
+    assert play(3, 1) != play(3, 2)
+    assert [turn[2:4] for turn in play(3, 1)[1:]] == [(False, False)] * 31 + [(True, False)]
+
+
+@pytest.mark.parametrize("move", MOVES)
+def test_the_dynamics_are_those_of_the_game(move):
+    """2,000 turns from a cell beside a hole, at the wall; a frequency has a standard error of 0.011 at most."""
+    probabilities, rewards = dynamics()
+    assert np.allclose(probabilities.sum(axis=2), 1)
+    beside = ((3, 0), True)
+    s, a = STATES.index(beside), list(MOVES).index(move)
+    lake = Lake()
+    lake.reset()
+    random.seed(0)
+    counts, total = np.zeros(len(STATES)), 0.0
+    for _ in range(2000):
+        lake.state = beside
+        total += lake.step(move)[1]
+        counts[STATES.index(lake.state)] += 1
+    assert np.abs(counts / 2000 - probabilities[s, a]).max() < 0.04
+    assert total / 2000 == pytest.approx(rewards[s, a], abs=0.02)
+
+
+def test_values_by_hand():
+    def value(values, turns, cell, key):
+        return values[turns, STATES.index((cell, key))]
+
+    best = exact_values()
+    assert (best[0] == 0).all()
+    # One turn, above the chest: 0.8·1 − 0.02. Two turns, a cell further up: 0.8·0.78 + 0.2·(−0.02) − 0.02.
+    assert value(best, 1, (3, 4), True) == pytest.approx(0.78)
+    assert value(best, 1, (3, 4), False) == pytest.approx(-0.02)
+    assert value(best, 2, (2, 4), True) == pytest.approx(0.6)
+    # Above a hole: up −0.02, down −0.02 − 0.8·0.5, left and right −0.02 − 0.1·0.5.
+    uniform = exact_values(uniform_policy())
+    assert value(uniform, 1, (2, 1), False) == pytest.approx((-0.02 - 0.42 - 0.07 - 0.07) / 4)
+
+
+def test_optimum_and_uniform_play():
+    assert expected_return() == pytest.approx(2.900, abs=5e-4)
+    assert expected_return(uniform_policy()) == pytest.approx(-1.488, abs=5e-4)
+    assert start_distribution().sum() == pytest.approx(1)
+    assert start_distribution()[STATES.index(((0, 4), False))] == 0  # the key lies there
+
+
+def test_the_best_moves_as_a_policy_have_the_best_values():
+    probabilities, rewards = dynamics()
+    best = exact_values()
+    moves = np.stack([rewards + probabilities @ values for values in [best[0], *best[:-1]]]).argmax(axis=2)
+    assert np.allclose(exact_values(np.eye(len(MOVES))[moves]), best)
+
+
+def test_random_games_return_the_value_of_the_uniform_policy():
+    """The mean of 1,000 games has a standard error of 0.03."""
+    random.seed(0)
+    totals = []
+    for seed in range(1000):
+        lake = Lake()
+        lake.reset(seed=seed)
+        totals.append(sum(lake.step(random.choice("上下左右"))[1] for _ in range(32)))
+    assert np.mean(totals) == pytest.approx(expected_return(uniform_policy()), abs=0.12)
+
+
+def test_a_conversation_begins_with_the_tokens_of_each_shorter_one():
+    tokenizer = AutoTokenizer.from_pretrained(BASE)
+    game = build_lake_base.random_game(0)
+    whole = tokenizer.apply_chat_template(game)["input_ids"]
+    assert len(whole) == 32 * (3 + 2)
+    assert tokenizer.unk_token_id not in whole
+    for length in range(1, len(game)):
+        asked = game[length - 1]["role"] == "user"
+        ids = tokenizer.apply_chat_template(game[:length], add_generation_prompt=asked)["input_ids"]
+        assert ids == whole[: len(ids)]
+        assert asked == (whole[len(ids)] in tokenizer.convert_tokens_to_ids(list(MOVES)))
+
+
+def test_the_shipped_base_plays_each_move_alike_and_nearly_no_illegal_one():
+    tokenizer, model = AutoTokenizer.from_pretrained(BASE), AutoModelForCausalLM.from_pretrained(BASE)
+    assert model.num_parameters() < 350_000
+    probabilities = build_lake_base.move_probabilities(model, tokenizer, num_games=20)
+    assert 32 * (1 - float(probabilities.sum())) < 0.1
+    assert ((probabilities - 0.25).abs() < 0.03).all()
+
+
+def test_building_the_base_in_small(tmp_path, capsys):
+    build_lake_base.main(build_lake_base.BuildArguments(output_dir=str(tmp_path), num_episodes=16))
+    assert (tmp_path / "model.safetensors").is_file()
+    assert "illegal turns per episode" in capsys.readouterr().out
+    assert AutoTokenizer.from_pretrained(tmp_path).decode([0, 1]) == "<pad> <eot>"
