@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from build_arithmetic_base import PAD, small_llama
-from lake_game import CELLS, FELL, FOUND_CHEST, HAS_KEY, HOLES, ILLEGAL, MOVED, MOVES, TURNS, Lake
+from lake_game import CELLS, FELL, FOUND_CHEST, HAS_KEY, ILLEGAL, MOVED, MOVES, TURNS, Lake
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     HfArgumentParser,
@@ -50,7 +50,7 @@ class BuildArguments:
 
 def word_tokenizer() -> PreTrainedTokenizerFast:
     """Return a tokenizer with one token per word: cells, key, moves and events."""
-    words = [f"{row},{column}" for row, column in CELLS if (row, column) not in HOLES]
+    words = [f"{row},{column}" for row, column in CELLS]
     words += [*HAS_KEY.values(), *MOVES, MOVED, FOUND_CHEST, FELL, ILLEGAL]
     vocabulary = {token: index for index, token in enumerate([PAD, END_OF_TURN, UNKNOWN, *words])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))

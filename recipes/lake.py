@@ -17,25 +17,24 @@ from datasets import Dataset
 from lake_game import (
     CHEST,
     HOLES,
-    MOVES,
-    SIZE,
     START_CELLS,
     STATES,
     TURNS,
     Lake,
     exact_values,
     expected_return,
+    show,
     uniform_policy,
 )
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from run import ActorArguments, actor_config, init_kwargs, run
 from trl import TrlParser
+from value_maps import ask_states, compare, draw_curve, draw_map
 
 from hfppo import PPOConfig, PPOTrainer
 
 FOLDER = Path(__file__).parent / "lake"
-ARROWS = dict(zip(MOVES, "↑↓←→", strict=True))
+ASKED = [i for i, (cell, _) in enumerate(STATES) if cell in START_CELLS]  # indices of the states in the picture
 
 
 @dataclass
@@ -54,83 +53,42 @@ class LakeActor(ActorArguments):
 
 
 @dataclass(frozen=True)
-class Knowledge:
-    """What policy and critic say about each state with all turns left."""
+class Maps:
+    """Each asked state with all turns left: three values, (N,) each, and the policy's moves, (N, 4)."""
 
-    states: list[int]  # their indices in `STATES`
-    values: np.ndarray  # (N,) the critic's
-    policy: np.ndarray  # (N, 4) probability of each move
+    best: np.ndarray  # exact, of the best policy
+    own: np.ndarray  # exact, of the policy that makes the moves below at every turn
+    critic: np.ndarray
+    policy: np.ndarray
 
-    def exact_values(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the exact values of the states, (N,) each: of the best policy, and of this one as a table."""
+    @classmethod
+    def of(cls, trainer: PPOTrainer) -> "Maps":
+        """Ask policy and critic about the states as first observations."""
+        prompts = [[{"role": "user", "content": PROMPT[0]["content"] + show(STATES[i])}] for i in ASKED]
+        critic, policy = ask_states(trainer, prompts)
         table = uniform_policy()
-        table[self.states] = self.policy / self.policy.sum(axis=1, keepdims=True)
-        return exact_values()[TURNS, self.states], exact_values(table)[TURNS, self.states]
+        table[ASKED] = policy / policy.sum(axis=1, keepdims=True)
+        return cls(exact_values()[TURNS, ASKED], exact_values(table)[TURNS, ASKED], critic, policy)
 
 
-def ask_states(trainer: PPOTrainer) -> Knowledge:
-    """Begin a game in each state, and read policy and critic before the first move."""
-    states = [i for i, (cell, _) in enumerate(STATES) if cell in START_CELLS]
-    rollout = trainer.rollout([PROMPT] * len(states), start=states)
-    with torch.no_grad():
-        logits = trainer.model(input_ids=rollout.prompt_ids.to(trainer.args.device)).logits[:, -1]
-    moves = trainer.processing_class.convert_tokens_to_ids(list(MOVES))
-    return Knowledge(states, rollout.values[:, 0].numpy(), logits.float().softmax(dim=-1)[:, moves].cpu().numpy())
-
-
-# The picture
-
-
-def draw(history: list[dict[str, float]], games_per_step: float, known: Knowledge, file: Path) -> None:
+def draw(history: list[dict[str, float]], games_per_step: float, maps: Maps, file: Path) -> None:
     """Write a picture of the learning curve, and of the critic's values beside the exact ones."""
-    best, own = known.exact_values()
     figure = Figure(figsize=(13, 4.6), layout="constrained")
-    curve, maps = figure.subfigures(1, 2, width_ratios=(1, 1.7))
-    draw_curve(curve.subplots(), history, games_per_step)
-    axes = maps.subplots(2, 3)
-    columns = {"exact, best policy": best, "exact, this policy": own, "the critic": known.values}
-    shown = np.concatenate(list(columns.values()))
-    for column, (title, values) in enumerate(columns.items()):
-        for row, key in enumerate((False, True)):
-            which = [i for i, state in enumerate(known.states) if STATES[state][1] == key]
-            cells = [STATES[known.states[i]][0] for i in which]
-            moves = known.policy[which].argmax(axis=1) if title == "the critic" else None
-            draw_map(axes[row, column], cells, values[which], moves, (shown.min(), shown.max()))
-            axes[row, column].set_title(f"{title}, {'with' if key else 'without'} the key", fontsize=9)
+    left, right = figure.subfigures(1, 2, width_ratios=(1, 1.7))
+    lines = {"optimum": expected_return(), "uniform play": expected_return(uniform_policy())}
+    draw_curve(left.subplots(), history, games_per_step, lines)
+    columns = {"best policy, exact": maps.best, "this policy, exact": maps.own, "this policy, critic": maps.critic}
+    limits = {"vmin": min(map(np.min, columns.values())), "vmax": max(map(np.max, columns.values()))}
+    words = dict.fromkeys(HOLES, "hole") | {CHEST: "chest"}
+    axes = right.subplots(2, 3)
+    for row, key in enumerate((False, True)):
+        chosen = [n for n, i in enumerate(ASKED) if STATES[i][1] == key]
+        cells = [STATES[ASKED[n]][0] for n in chosen]
+        for column, (title, values) in enumerate(columns.items()):
+            policy = maps.policy[chosen] if column else None
+            draw_map(axes[row, column], cells, values[chosen], policy, words, **limits)
+            axes[row, column].set_title(f"{title}, {'with' if key else 'no'} key", fontsize=9)
     figure.savefig(file, dpi=110)
-
-
-def draw_curve(axes: Axes, history: list[dict[str, float]], games_per_step: float) -> None:
-    """Draw the return of the games of each rollout."""
-    points = [(entry["step"] * games_per_step, entry["reward"]) for entry in history if "reward" in entry]
-    axes.plot(*zip(*points, strict=True), label="PPO")
-    axes.axhline(expected_return(), color="tab:green", linestyle="--", label="optimum")
-    axes.axhline(expected_return(uniform_policy()), color="tab:gray", linestyle=":", label="uniform play")
-    axes.set_xlabel("games")
-    axes.set_ylabel("return of a game")
-    axes.grid(alpha=0.3)
-    axes.legend(loc="center right")
-
-
-def draw_map(
-    axes: Axes,
-    cells: list[tuple[int, int]],
-    values: np.ndarray,
-    moves: np.ndarray | None,
-    limits: tuple[float, float],
-) -> None:
-    """Draw the value of each cell, with an arrow for the likeliest move if given."""
-    grid = np.full((SIZE, SIZE), np.nan)
-    grid[tuple(zip(*cells, strict=True))] = values
-    axes.imshow(grid, cmap="viridis", vmin=limits[0], vmax=limits[1])
-    for i, (row, column) in enumerate(cells):
-        arrow = "" if moves is None else list(ARROWS.values())[moves[i]]
-        axes.text(column, row, f"{values[i]:.1f}{arrow}", ha="center", va="center", color="white", fontsize=8)
-    for row, column in HOLES:
-        axes.text(column, row, "hole", ha="center", va="center", fontsize=8)
-    axes.text(CHEST[1], CHEST[0], "chest", ha="center", va="center", fontsize=8)
-    axes.set_xticks([])
-    axes.set_yticks([])
 
 
 def play(trainer: PPOTrainer, when: str) -> dict[str, float]:
@@ -138,16 +96,6 @@ def play(trainer: PPOTrainer, when: str) -> dict[str, float]:
     with trainer.eval_sampling(True):
         metrics = trainer.evaluate(metric_key_prefix=f"{when}_sampled")
     return {**metrics, f"{when}_sampled_return": metrics[f"{when}_sampled_reward"]}
-
-
-def compare(known: Knowledge) -> dict[str, float]:
-    """Return how the critic's values agree with the exact ones of the best policy and of this one."""
-    best, own = known.exact_values()
-    return {
-        "value_correlation_best_policy": float(np.corrcoef(known.values, best)[0, 1]),
-        "value_correlation_this_policy": float(np.corrcoef(known.values, own)[0, 1]),
-        "value_mean_difference_this_policy": float((known.values - own).mean()),
-    }
 
 
 def main(script_args: LakeArguments, args: PPOConfig, model_args: LakeActor) -> None:
@@ -169,11 +117,11 @@ def main(script_args: LakeArguments, args: PPOConfig, model_args: LakeActor) -> 
         if when == "after":
             metrics["distance_to_optimum"] = metrics["optimum"] - metrics["after_sampled_return"]
             if args.needs_critic:
-                known = ask_states(trainer)
-                metrics |= compare(known)
+                maps = Maps.of(trainer)
+                metrics |= compare(maps.critic, maps.best, maps.own)
                 if trainer.is_world_process_zero():
                     games_per_step = args.rollout_size_per_process * args.world_size / args.updates_per_rollout
-                    draw(trainer.state.log_history, games_per_step, known, Path(args.output_dir) / "lake.png")
+                    draw(trainer.state.log_history, games_per_step, maps, Path(args.output_dir) / "lake.png")
         trainer.log_metrics(when, metrics)
         trainer.save_metrics(when, metrics)
 

@@ -64,10 +64,10 @@ class Lake(TextEnvironment):
     def __init__(self, turns: int = TURNS):
         self.turns = turns
 
-    def reset(self, seed: int | None = None, start: int | None = None, **row: Any) -> str:
-        """Begin at a random start, or in the state of this index, and return the state as text."""
+    def reset(self, seed: int | None = None, **row: Any) -> str:
+        """Begin at a random start, and return the state as text."""
         self.turn = 0
-        self.state = draw_start(random.Random(seed)) if start is None else STATES[start]
+        self.state = draw_start(random.Random(seed))
         return show(self.state)
 
     def step(self, text: str) -> tuple[str, float, bool, bool, dict[str, Any]]:

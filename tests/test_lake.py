@@ -42,7 +42,8 @@ def no_slips(monkeypatch):
 )
 def test_rules_without_slips(no_slips, state, moves, expected):
     lake = Lake()
-    lake.reset(start=STATES.index(state))
+    lake.reset()
+    lake.state = state
     assert [lake.step(move)[:2] for move in moves] == expected
 
 
