@@ -1,0 +1,200 @@
+"""Advantage estimators on the lake game, by equal numbers of games: a critic against the estimators without one.
+
+    python tests/benchmarks/estimators.py --methods gae rloo --learning_rates 5e-4 1e-3 2e-3 --seeds 0 1
+    python tests/benchmarks/estimators.py --report
+
+Each run writes its result as JSON when it ends; a result that exists is not measured again. Settings are those of
+`recipes/lake.yaml` where a method does not say otherwise.
+"""
+
+import gc
+import itertools
+import json
+import random
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import yaml
+from datasets import Dataset
+from peft import LoraConfig
+from transformers import HfArgumentParser
+
+from hfppo import PPOConfig, PPOTrainer
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+sys.path.insert(0, str(RECIPES))
+from build_lake_base import PROMPT  # noqa: E402
+from lake_game import Lake, expected_return, uniform_policy  # noqa: E402
+
+LEVELS = (0.5, 0.7, 0.9)  # shares of the way from uniform play to the optimum
+
+
+class ReplayedLake(Lake):
+    """The game with the same luck in each turn for all games of a group, whatever they play."""
+
+    def reset(self, seed: int, **row: Any) -> str:
+        """Begin; see `Lake`."""
+        self.seed = seed
+        return super().reset(seed=seed)
+
+    def step(self, text: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        """Play one turn with luck from the seed and the number of the turn."""
+        random.seed(f"{self.seed} {self.turn}")
+        return super().step(text)
+
+
+class FinalRewardLake(Lake):
+    """The game with all rewards at its end."""
+
+    def reset(self, seed: int, **row: Any) -> str:
+        """Begin; see `Lake`."""
+        self.total = 0.0
+        return super().reset(seed=seed)
+
+    def step(self, text: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        """Play one turn, and keep its reward until the last."""
+        observation, reward, terminated, truncated, info = super().step(text)
+        self.total += reward
+        return observation, self.total if terminated else 0.0, terminated, truncated, info
+
+
+@dataclass(frozen=True)
+class Method:
+    """An estimator with its settings, and the game it plays."""
+
+    estimator: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    game: type[Lake] = Lake
+
+
+GROUPS = {"num_generations": 8}
+METHODS = {
+    "gae": Method("gae"),
+    "gae_lam_1": Method("gae", {"lam": 1.0}),
+    "reinforce_plus_plus": Method("reinforce_plus_plus"),
+    "reinforce_plus_plus_gamma_0.95": Method("reinforce_plus_plus", {"gamma": 0.95}),
+    "rloo": Method("rloo", GROUPS),
+    "grpo": Method("grpo", GROUPS),
+    "rloo_replayed": Method("rloo", GROUPS, ReplayedLake),
+    "grpo_replayed": Method("grpo", GROUPS, ReplayedLake),
+    "gae_final_reward": Method("gae", game=FinalRewardLake),
+    "reinforce_plus_plus_final_reward": Method("reinforce_plus_plus", game=FinalRewardLake),
+    "rloo_final_reward": Method("rloo", GROUPS, FinalRewardLake),
+}
+
+
+@dataclass
+class BenchmarkArguments:
+    """Arguments of this script."""
+
+    output_dir: str = field(default="out/estimators", metadata={"help": "Folder of the results."})
+    methods: list[str] = field(default_factory=lambda: list(METHODS), metadata={"help": "Names in METHODS."})
+    learning_rates: list[float] = field(default_factory=lambda: [1e-3], metadata={"help": "Of the actor."})
+    seeds: list[int] = field(default_factory=lambda: [0], metadata={"help": "Seeds of the runs."})
+    games: int = field(default=3072, metadata={"help": "Games per run."})
+    num_eval_games: int = field(default=512, metadata={"help": "Games played after a run."})
+    report: bool = field(default=False, metadata={"help": "Print the results as a table instead of measuring."})
+
+
+def share_of_way(total: float) -> float:
+    """Return a return as the share of the way from uniform play to the optimum."""
+    start = expected_return(uniform_policy())
+    return (total - start) / (expected_return() - start)
+
+
+def measure(name: str, learning_rate: float, seed: int, args: BenchmarkArguments) -> dict[str, Any]:
+    """Train once, and return the result."""
+    method = METHODS[name]
+    recipe = yaml.safe_load((RECIPES / "lake.yaml").read_text())
+    lora = LoraConfig(r=recipe.pop("lora_r"), lora_alpha=recipe.pop("lora_alpha"), target_modules="all-linear")
+    settings = recipe | {
+        "output_dir": args.output_dir + "/run",
+        "advantage_estimator": method.estimator,
+        "learning_rate": learning_rate,
+        "seed": seed,
+        "total_episodes": args.games,
+        "max_steps": -1,
+        "use_cpu": True,
+        "disable_tqdm": True,
+        **method.settings,
+    }
+    trainer = PPOTrainer(
+        model=str(RECIPES / "lake/base"),
+        environment_factory=method.game,
+        args=PPOConfig(**settings),
+        train_dataset=Dataset.from_dict({"prompt": [PROMPT]}),
+        eval_dataset=Dataset.from_dict({"prompt": [PROMPT] * args.num_eval_games}),
+        peft_config=lora,
+    )
+    clock, cpu_clock = time.perf_counter(), time.process_time()
+    trainer.train()
+    seconds, cpu_seconds = time.perf_counter() - clock, time.process_time() - cpu_clock
+    with trainer.eval_sampling(True):
+        final = trainer.evaluate()["eval_reward"]
+    history = trainer.state.log_history
+    return {
+        "method": name,
+        "learning_rate": learning_rate,
+        "seed": seed,
+        "games": args.games,
+        "curve": [entry["reward"] for entry in history if "reward" in entry],
+        "explained_variance": [e["value/explained_variance"] for e in history if "value/explained_variance" in e],
+        "final_return": final,
+        "final_share": share_of_way(final),
+        "seconds": seconds,
+        "cpu_seconds": cpu_seconds,
+    }
+
+
+def games_to(level: float, result: dict[str, Any], window: int = 4) -> float:
+    """Return the games until the mean return of some rollouts in a row reaches a share of the way; NaN: never."""
+    curve = np.convolve(result["curve"], np.ones(window) / window, mode="valid")
+    reached = np.flatnonzero([share_of_way(total) >= level for total in curve])
+    return (reached[0] + window) * result["games"] / len(result["curve"]) if len(reached) else float("nan")
+
+
+def report(results: list[dict[str, Any]]) -> None:
+    """Print a line for each method and learning rate, with all seeds."""
+
+    def key(result: dict[str, Any]) -> tuple[int, str, float]:
+        return result["games"], result["method"], result["learning_rate"]
+
+    levels = " | ".join(f"games to {level:.0%}" for level in LEVELS)
+    print(f"| method | learning rate | games | share of the way, by seed | mean | {levels} | CPU s |")
+    print("|---|" * (6 + len(LEVELS)))
+    for (games, name, rate), group in itertools.groupby(sorted(results, key=key), key):
+        runs = sorted(group, key=lambda run: run["seed"])
+        shares = [run["final_share"] for run in runs]
+        to = [", ".join(f"{games_to(level, run):.0f}".replace("nan", "–") for run in runs) for level in LEVELS]
+        seconds = np.mean([run["cpu_seconds"] for run in runs])
+        by_seed = ", ".join(f"{share:.2f}" for share in shares)
+        print(
+            f"| {name} | {rate:g} | {games} | {by_seed} | {np.mean(shares):.2f} | {' | '.join(to)} | {seconds:.0f} |"
+        )
+
+
+def main(args: BenchmarkArguments) -> None:
+    torch.set_num_threads(1)
+    folder = Path(args.output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    if args.report:
+        report([json.loads(file.read_text()) for file in folder.glob("*.json")])
+        return
+    for seed, name, rate in itertools.product(args.seeds, args.methods, args.learning_rates):
+        file = folder / f"{name}_{rate:g}_{args.games}_{seed}.json"
+        if not file.exists():
+            result = measure(name, rate, seed, args)
+            file.write_text(json.dumps(result))
+            print(
+                f"{file.stem}: {result['final_share']:.3f} of the way, {result['cpu_seconds']:.0f} CPU s", flush=True
+            )
+            gc.collect()
+
+
+if __name__ == "__main__":
+    main(HfArgumentParser(BenchmarkArguments, allow_abbrev=False).parse_args_into_dataclasses()[0])
