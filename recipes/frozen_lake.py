@@ -4,7 +4,7 @@
 
 The ice is slippery: a move goes ahead or to either side with equal probability. Reaching the goal pays 1 and ends the
 game, a hole ends it with nothing. Games begin anywhere, are cut after some turns, and the future is discounted by
-`gamma_turn`; a cut game ends with the critic's value. Needs gymnasium, and takes a minute or two on one CPU core.
+`gamma_turn`; a cut game ends with the critic's value. Needs `pip install -e ".[games]"`.
 """
 
 from dataclasses import dataclass, field

@@ -36,10 +36,12 @@ def ask_states(trainer: PPOTrainer, prompts: list[list[dict[str, Any]]]) -> tupl
 
 
 def compare(values: np.ndarray, best: np.ndarray, own: np.ndarray) -> dict[str, float]:
-    """Return how the critic's values agree with the exact ones of the best policy and of the critic's own."""
+    """Return how the critic's values agree with the exact ones of the best policy and of its own; NaN if constant."""
+    with np.errstate(invalid="ignore", divide="ignore"):
+        to_best, to_own = (float(np.corrcoef(values, exact)[0, 1]) for exact in (best, own))
     return {
-        "value_correlation_best_policy": float(np.corrcoef(values, best)[0, 1]),
-        "value_correlation_own_policy": float(np.corrcoef(values, own)[0, 1]),
+        "value_correlation_best_policy": to_best,
+        "value_correlation_own_policy": to_own,
         "value_mean_difference_own_policy": float((values - own).mean()),
     }
 
@@ -47,7 +49,7 @@ def compare(values: np.ndarray, best: np.ndarray, own: np.ndarray) -> dict[str, 
 def draw_curve(axes: Axes, history: list[dict[str, float]], games_per_step: float, lines: dict[str, float]) -> None:
     """Draw the score of each logged rollout, and horizontal lines by name."""
     points = [(entry["step"] * games_per_step, entry["reward"]) for entry in history if "reward" in entry]
-    axes.plot(*zip(*points, strict=True), label="PPO")
+    axes.plot([games for games, _ in points], [reward for _, reward in points], label="PPO")
     for name, value in lines.items():
         axes.axhline(value, color="black", linestyle="--" if value == max(lines.values()) else ":", label=name)
     axes.set_xlabel("games")

@@ -1,9 +1,10 @@
 """The lake game: its rules, its exact values, and the base that plays it."""
 
+import json
 import random
-from pathlib import Path
 
 import build_lake_base
+import lake
 import numpy as np
 import pytest
 from lake_game import (
@@ -17,8 +18,12 @@ from lake_game import (
     uniform_policy,
 )
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl import TrlParser
 
-BASE = Path(build_lake_base.__file__).parent / "lake/base"
+from hfppo import PPOConfig
+
+BASE = lake.FOLDER / "base"
+YAML = str(lake.FOLDER.parent / "lake.yaml")
 
 
 @pytest.fixture
@@ -41,17 +46,17 @@ def no_slips(monkeypatch):
     ids=["key", "chest with key", "chest without key", "wall and hole", "illegal"],
 )
 def test_rules_without_slips(no_slips, state, moves, expected):
-    lake = Lake()
-    lake.reset()
-    lake.state = state
-    assert [lake.step(move)[:2] for move in moves] == expected
+    game = Lake()
+    game.reset()
+    game.state = state
+    assert [game.step(move)[:2] for move in moves] == expected
 
 
 def test_a_seed_is_a_start_and_the_global_random_numbers_are_the_luck():
     def play(seed, luck):
-        lake = Lake()
+        game = Lake()
         random.seed(luck)
-        return [lake.reset(seed=seed, other=1), *(lake.step("下") for _ in range(32))]
+        return [game.reset(seed=seed, other=1), *(game.step("下") for _ in range(32))]
 
     assert play(3, 1) == play(3, 1)
     assert play(3, 1)[0] == play(3, 2)[0] != play(4, 1)[0]
@@ -66,14 +71,14 @@ def test_the_dynamics_are_those_of_the_game(move):
     assert np.allclose(probabilities.sum(axis=2), 1)
     beside = ((3, 0), True)
     s, a = STATES.index(beside), list(MOVES).index(move)
-    lake = Lake()
-    lake.reset()
+    game = Lake()
+    game.reset()
     random.seed(0)
     counts, total = np.zeros(len(STATES)), 0.0
     for _ in range(2000):
-        lake.state = beside
-        total += lake.step(move)[1]
-        counts[STATES.index(lake.state)] += 1
+        game.state = beside
+        total += game.step(move)[1]
+        counts[STATES.index(game.state)] += 1
     assert np.abs(counts / 2000 - probabilities[s, a]).max() < 0.04
     assert total / 2000 == pytest.approx(rewards[s, a], abs=0.02)
 
@@ -112,9 +117,9 @@ def test_random_games_return_the_value_of_the_uniform_policy():
     random.seed(0)
     totals = []
     for seed in range(1000):
-        lake = Lake()
-        lake.reset(seed=seed)
-        totals.append(sum(lake.step(random.choice("上下左右"))[1] for _ in range(32)))
+        game = Lake()
+        game.reset(seed=seed)
+        totals.append(sum(game.step(random.choice("上下左右"))[1] for _ in range(32)))
     assert np.mean(totals) == pytest.approx(expected_return(uniform_policy()), abs=0.12)
 
 
@@ -144,3 +149,15 @@ def test_building_the_base_in_small(tmp_path, capsys):
     assert (tmp_path / "model.safetensors").is_file()
     assert "illegal turns per episode" in capsys.readouterr().out
     assert AutoTokenizer.from_pretrained(tmp_path).decode([0, 1]) == "<pad> <eot>"
+
+
+def test_the_recipe_in_small(tmp_path):
+    flags = ["--max_steps", "2", "--per_device_train_batch_size", "4", "--num_eval_games", "4", "--use_cpu", "true"]
+    parser = TrlParser((lake.LakeArguments, PPOConfig, lake.LakeActor))
+    lake.main(*parser.parse_args_and_config(["--config", YAML, *flags, "--output_dir", str(tmp_path)]))
+    results = json.loads((tmp_path / "all_results.json").read_text())
+    assert results["optimum"] == pytest.approx(2.900, abs=5e-4)
+    assert -5 < results["before_sampled_return"] < results["optimum"]
+    assert results["distance_to_optimum"] == pytest.approx(results["optimum"] - results["after_sampled_return"])
+    assert results["before_sampled_turns/mean"] == 32
+    assert (tmp_path / "lake.png").is_file()

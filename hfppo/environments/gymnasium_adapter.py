@@ -15,7 +15,8 @@ class GymnasiumEnvironment(TextEnvironment):
         env: id of an environment, or a loaded one.
         actions: action by the word that the model writes for it; None passes the text itself.
         describe: text from an observation.
-        unknown: answer to a text that is no action; the step is not taken, and its reward is `unknown_reward`.
+        unknown: stands before the last observation to answer a text that is no action. The environment takes no step
+            for it, and its reward is `unknown_reward`.
         unknown_reward: of such a turn.
         make_kwargs: for `gymnasium.make`.
     Raises:
@@ -41,12 +42,14 @@ class GymnasiumEnvironment(TextEnvironment):
     def reset(self, seed: int = 0, **row: Any) -> str:
         """Begin an episode; see `TextEnvironment`."""
         observation, _ = self.env.reset(seed=seed)
-        return self.describe(observation)
+        self.seen = self.describe(observation)
+        return self.seen
 
     def step(self, text: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         """Take one turn of the model; see `TextEnvironment`."""
         action = text.strip() if self.actions is None else self.actions.get(text.strip())
         if action is None:
-            return self.unknown, self.unknown_reward, False, False, {}
+            return f"{self.unknown} {self.seen}", self.unknown_reward, False, False, {}
         observation, reward, terminated, truncated, info = self.env.step(action)
-        return self.describe(observation), float(reward), terminated, truncated, info
+        self.seen = self.describe(observation)
+        return self.seen, float(reward), terminated, truncated, info
