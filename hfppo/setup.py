@@ -294,13 +294,13 @@ def check_output_folder(sources: list[tuple[str, Any]], args: PPOConfig) -> None
         folder = Path(source).resolve()
         if folder == output_dir:
             raise ValueError(
-                f"{name} and output_dir are both {source!r}: saving would overwrite what the run is made of; give "
-                "another output_dir, or, to go on with the run in it, what it began with"
+                f"{name} and output_dir are both {source!r}: saving would overwrite it; give another "
+                "output_dir, or, to resume the run in it, the model that the run started from"
             )
         if output_dir in folder.parents and folder.relative_to(output_dir).parts[0].startswith(PREFIX_CHECKPOINT_DIR):
             raise ValueError(
-                f"{name}={source!r} is a checkpoint in output_dir={args.output_dir!r}, and would make room for those "
-                "of this run; give another output_dir"
+                f"{name}={source!r} is a checkpoint in output_dir={args.output_dir!r}, where this run may delete it; "
+                "give another output_dir"
             )
 
 

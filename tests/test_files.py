@@ -28,7 +28,7 @@ def test_a_log_that_cannot_be_begun_comes_with_its_first_line(make_trainer, tmp_
 
     trainer = make_trainer({"max_steps": 2}, callbacks=[Mended()])
     trainer.train()
-    assert "metrics.jsonl could not be written; the run goes on" in caplog.text
+    assert "metrics.jsonl could not be written; training continues" in caplog.text
     assert read_log(tmp_path / "out") == trainer.state.log_history
 
 
@@ -69,7 +69,7 @@ def test_files_that_cannot_be_written_are_warned_of(make_trainer, tmp_path, capl
         "_traces/rollout-000001.jsonl",
         "completions/completions_00000.parquet",
     ):
-        assert f"{folder / file} could not be written; the run goes on" in caplog.text
+        assert f"{folder / file} could not be written; training continues" in caplog.text
     assert_close(final_state(trainer), final_state(straight), rtol=0, atol=0)
     assert read_log(folder) == trainer.state.log_history  # whole again
 
@@ -79,7 +79,7 @@ def test_a_page_of_traces_that_cannot_be_written_is_warned_of(make_trainer, tmp_
     (tmp_path / "out" / "_traces" / "_index.html").symlink_to("/dev/full")
     trainer = make_trainer({"max_steps": 4}, callbacks=[TokenTraceCallback(every=1)])
     trainer.train()
-    assert "index.html could not be written; the run goes on: [Errno 28] No space left" in caplog.text
+    assert "index.html could not be written; training continues: [Errno 28] No space left" in caplog.text
     assert (tmp_path / "out" / "_traces" / "rollout-000001.jsonl").stat().st_size > 0
 
 

@@ -59,7 +59,7 @@ def test_a_lock_on_a_file_that_was_deleted_meanwhile_is_none(tmp_path, monkeypat
 
 def test_the_lock_is_given_back_when_training_fails(make_trainer, tmp_path):
     trainer = make_trainer()
-    with pytest.raises(ValueError, match="is no folder"):
+    with pytest.raises(ValueError, match="is not a folder"):
         trainer.train(resume_from_checkpoint="nowhere")
     assert not (tmp_path / "out" / lock.LOCK).exists()
 

@@ -42,6 +42,7 @@ def test_both_distributions_hold_the_package_and_its_data(built):
     assert not [name for name in in_wheel | in_source if name.startswith(("tests", "recipes"))]
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_the_wheel_is_imported_from_a_new_environment(built, tmp_path):
     """Its dependencies come from the environment of the tests."""

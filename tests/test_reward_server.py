@@ -66,7 +66,7 @@ def hang(body: dict) -> tuple[int, bytes]:
         (hang, 2, "did not answer within 0.3 s, after all retries; raise the limit"),
         (lambda body: (404, b"no such page"), 1, "answered 404: 'no such page'; check address"),
         (lambda body: (302, b""), 1, "answered 302"),
-        (lambda body: (200, b"<html>"), 1, "answered what is no JSON: '<html>'"),
+        (lambda body: (200, b"<html>"), 1, "answered '<html>', which is not JSON"),
         (lambda body: (200, b"[1.0]"), 1, r"answered '\[1.0\]' for 1 completions; it must answer {\"scores\""),
         (lambda body: (200, b'{"scores": [1, 2]}'), 1, "for 1 completions; it must answer"),
         (lambda body: (200, b" " * (65 * 2**20)), 1, "answered more than 67108864 bytes"),
@@ -91,9 +91,9 @@ def test_secrets_stay_out_of_errors():
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"url": "localhost:80"}, "is no address; write http://host:port/path"),
-        ({"url": "ftp://a/b"}, "is no address"),
-        ({"url": "http://host:port/x"}, "is no address that can be read; write http://host:port/path, with a number"),
+        ({"url": "localhost:80"}, "is not an HTTP address; write http://host:port/path"),
+        ({"url": "ftp://a/b"}, "is not an HTTP address"),
+        ({"url": "http://host:port/x"}, "cannot be parsed; write http://host:port/path, with a number"),
         ({"timeout": 0}, "timeout=0 must be above 0"),
         ({"max_retries": -1}, "max_retries=-1 0 or more"),
         ({"max_concurrency": 0}, "max_concurrency=0 1 or more"),

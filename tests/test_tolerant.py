@@ -410,7 +410,7 @@ def test_a_function_that_dies_leaves_a_checkpoint_that_goes_on_as_if_nothing_had
 def test_failures_are_told(caplog):
     score(TolerantReward(picky), texts=TEXTS)
     asked, failed = [r.getMessage() for r in caplog.records if r.name == "hfppo.rewards.tolerant"]
-    assert asked == "reward function 'picky' failed, and is asked row by row: KeyError('bad')"
+    assert asked == "reward function 'picky' failed and is called again for each row: KeyError('bad')"
     assert failed == "reward function 'picky' failed for 1 of 4 completions; the first is row 2: KeyError('bad')"
 
 

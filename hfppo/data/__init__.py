@@ -1,1 +1,1 @@
-"""Prompts: of a dataset, or of one that is read while the run goes on."""
+"""Prompts of a dataset, or of a stream."""

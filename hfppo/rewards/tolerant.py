@@ -109,7 +109,7 @@ class TolerantReward(RewardWrapper):
 
     async def _row_by_row(self, columns: dict[str, Any], error: Exception) -> CallResult:
         """Call the function for each row alone, until more rows have failed than may."""
-        logger.warning("reward function %r failed, and is asked row by row: %r", self.name, error)
+        logger.warning("reward function %r failed and is called again for each row: %r", self.name, error)
         rewards: list[Any] = []
         logs: list[Log] = []
         for row in range(len(columns["completions"])):

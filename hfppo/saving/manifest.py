@@ -39,7 +39,7 @@ def find_damage(folder: str | Path) -> str | None:
     """Return the first difference between a checkpoint and its manifest, as text; None if it is whole."""
     folder = Path(folder)
     if not folder.is_dir():
-        return "is no folder"
+        return "is not a folder"
     try:
         hashes = json.loads((folder / MANIFEST).read_text())
     except (OSError, ValueError):

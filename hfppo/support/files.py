@@ -15,7 +15,7 @@ def ignore_write_errors(file: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        logger.warning("%s could not be written; the run goes on: %s", file, error)
+        logger.warning("%s could not be written; training continues: %s", file, error)
 
 
 @contextmanager

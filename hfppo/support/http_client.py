@@ -111,9 +111,7 @@ class Endpoint:
                 async for chunk in response.aiter_bytes():
                     content += chunk
                     if len(content) > MAX_ANSWER:
-                        raise ServerError(
-                            f"{name} answered more than {MAX_ANSWER} bytes; check that it is the address"
-                        )
+                        raise ServerError(f"{name} answered more than {MAX_ANSWER} bytes; check the address")
         except TimeoutError as error:
             raise Unavailable(
                 f"{name} did not answer within {self.timeout:g} s, after all retries; raise the limit, send less at "
@@ -122,7 +120,7 @@ class Endpoint:
         except httpx2.TransportError as error:
             raise Unavailable(
                 f"{name} cannot be reached, after all retries ({error or type(error).__name__}); start the server or "
-                "mend the address"
+                "correct the address"
             ) from error
         said = content[:500].decode(errors="replace")
         status = response.status_code
@@ -138,7 +136,7 @@ class Endpoint:
         except ValueError as error:
             said = answer[:200].decode(errors="replace")
             raise ServerError(
-                f"{hide_in_url(self.url + path)} answered what is no JSON: {said!r}; check that it is the address"
+                f"{hide_in_url(self.url + path)} answered {said!r}, which is not JSON; check the address"
             ) from error
 
 
@@ -151,12 +149,12 @@ def check_address(url: str) -> None:
     try:
         parsed = httpx2.URL(url)
     except httpx2.InvalidURL:
-        # Where it cannot be taken apart, any part of it may be of a password; so may what httpx2 says.
+        # A URL that cannot be parsed may hold a password anywhere, and httpx2's error shows parts of it.
         raise ValueError(
-            "the url given is no address that can be read; write http://host:port/path, with a number as the port"
+            "the given url cannot be parsed; write http://host:port/path, with a number as the port"
         ) from None
     if parsed.scheme not in ("http", "https") or not parsed.host:
-        raise ValueError(f"url={hide_in_url(url)!r} is no address; write http://host:port/path")
+        raise ValueError(f"url={hide_in_url(url)!r} is not an HTTP address; write http://host:port/path")
 
 
 def hide_urls_in_record(record: logging.LogRecord) -> bool:

@@ -128,7 +128,7 @@ def check_folder(folder: Path) -> None:
     if damage is not None:
         found = list_checkpoints(folder)
         remedy = f"its last one is {found[-1]}" if found else "give a whole one, such as out/checkpoint-120"
-        raise ValueError(f"{folder} is no whole checkpoint of PPOTrainer: it {damage}; {remedy}")
+        raise ValueError(f"{folder} is not a whole checkpoint of PPOTrainer: it {damage}; {remedy}")
 
 
 def load_base(folder: Path, config: PeftConfig, run: RunDescription, question: Question) -> PreTrainedModel:

@@ -136,7 +136,7 @@ def read_traces(path: Path) -> list[Trace]:
         try:
             traces += [Trace.from_json(json.loads(line))] if line else []
         except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"line {n} of {path} is no trace ({error!r}); remove the line, or the file") from error
+            raise ValueError(f"line {n} of {path} is not a trace ({error!r}); remove the line, or the file") from error
     return traces
 
 
