@@ -51,7 +51,7 @@ def test_the_order_of_the_rows_is_the_order_of_the_results(name, arguments, rand
         assert_close(got, straight[order] if straight.dim() else straight, equal_nan=True)
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", [name for name in CALLS if name != "turn_ends"])  # its context ends with the row
 @quick
 @given(inputs(), st.integers(1, 4))
 def test_padding_changes_no_real_token(name, arguments, columns):

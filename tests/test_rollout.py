@@ -146,7 +146,11 @@ def test_other_seeds_shuffle_otherwise():
     """Scores name the rows; 12 rows have more orders than there are seeds here."""
     wide = torch.zeros(12, 1)
     some = Rollout(
-        **{f.name: wide for f in dataclasses.fields(Rollout) if f.name not in (*PROMPT, *OPTIONAL, "scores", "mask")},
+        **{
+            f.name: wide
+            for f in dataclasses.fields(Rollout)
+            if f.name not in (*PROMPT, *OPTIONAL, "scores", "mask", "context")
+        },
         prompt_ids=wide.long(),
         prompt_mask=wide.bool(),
         mask=wide.bool(),

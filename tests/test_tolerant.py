@@ -258,7 +258,7 @@ call_within(0.2, "late", deadlock)
 
 
 def test_code_that_never_comes_back_ends_the_process_and_shows_where():
-    folder = str(Path(hfppo.__file__).parent / "rewards")
+    folder = str(Path(hfppo.__file__).parent / "support")
     run = subprocess.run([sys.executable, "-c", DEADLOCK, folder], capture_output=True, text=True, timeout=100)
     assert run.returncode == 1
     assert "Timeout" in run.stderr

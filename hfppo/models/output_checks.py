@@ -57,6 +57,8 @@ def check_logits(model: ActorCritic, device: torch.device) -> None:
     everything = torch.ones_like(ids)
     got = model(ids, everything, everything[:, 1:].bool(), values=False).logprobs[0]
     tolerance = max(1e-3, 4 * torch.finfo(precision(expected)).eps * float(expected.abs().max()))
+    if not expected.isfinite().all():
+        return  # the sampler and the checks of a rollout name what is not finite
     if not torch.allclose(got, wanted, rtol=1e-3, atol=tolerance):
         raise ValueError(
             f"{type(model.causal_lm).__name__} changes its logits after the output head in a way this package does "

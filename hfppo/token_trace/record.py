@@ -60,6 +60,8 @@ class Trace:
         """Return plain values, the table by columns."""
         plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "table"}
         columns = {f.name: [getattr(row, f.name) for row in self.table.rows] for f in fields(TokenRow)}
+        if all(turn is None for turn in columns["turn"]):  # a completion of one turn
+            del columns["turn"]
         return {**plain, "prompt": self.table.prompt, "score": self.table.score, "columns": columns}
 
     @classmethod
