@@ -37,7 +37,7 @@ class PPOConfig(TrainingArguments):
     """Everything a PPO run can be told, on top of `transformers.TrainingArguments`.
 
     A rollout holds `per_device_train_batch_size × gradient_accumulation_steps × num_mini_batches` completions per
-    process and is used for `num_ppo_epochs × num_mini_batches` optimizer steps.
+    process and is used for `num_ppo_epochs × num_mini_batches` optimizer steps, or more with `num_critic_epochs`.
 
     Raises:
         TypeError: a field that does not exist.
@@ -245,11 +245,34 @@ class PPOConfig(TrainingArguments):
     critic_learning_rate: NotNegative | None = field(
         default=None, metadata={"help": "Learning rate of the critic; None: `learning_rate`."}
     )
+    num_critic_epochs: Count | None = field(
+        default=None,
+        metadata={
+            "help": "Times that the critic goes through each rollout (verl); None: `num_ppo_epochs`. Epochs of both "
+            "come first, then those of one alone."
+        },
+    )
     cliprange_value: Positive | None = field(
         default=0.2, metadata={"help": "ε of the value clip in units of the return (TRL); None turns it off."}
     )
     vf_coef: NotNegative = field(
         default=0.1, metadata={"help": "Weight of the value loss (TRL); couples only through a shared trunk."}
+    )
+    critic_pretraining_completions: Annotated[int, AT_LEAST_0] = field(
+        default=0,
+        metadata={
+            "help": "Completions of the starting policy, rounded up to rollouts, on whose λ = 1 returns the critic is "
+            "fitted before the first PPO step (arXiv:2503.01491); 0 is off."
+        },
+    )
+    critic_pretraining_patience: Count = field(
+        default=3, metadata={"help": "Epochs without a better fit of held-out prompts that end the pretraining."}
+    )
+    critic_pretraining_epochs: Count = field(
+        default=50, metadata={"help": "Epochs after which the pretraining ends in any case."}
+    )
+    critic_pretraining_learning_rate: Positive | None = field(
+        default=None, metadata={"help": "Learning rate of the pretraining; None: the critic's."}
     )
     critic_warmup: Annotated[int, AT_LEAST_0] = field(
         default=0, metadata={"help": "Rollouts at the start that train the critic only; the actor does not move."}
@@ -316,7 +339,12 @@ class PPOConfig(TrainingArguments):
         super().__post_init__()
         check_config(self)
         if self.total_episodes is not None:
-            rollouts = -(-self.total_episodes // (self.rollout_size_per_process * self.world_size))
+            rollouts = self._rollouts_for(self.total_episodes) - self.critic_pretraining_rollouts
+            if rollouts < 1:
+                raise ValueError(
+                    f"total_episodes={self.total_episodes} are used up by critic_pretraining_completions="
+                    f"{self.critic_pretraining_completions}, rounded up to rollouts; raise total_episodes"
+                )
             steps = rollouts * self.updates_per_rollout
             if self.max_steps not in (-1, steps):
                 logger.warning("total_episodes makes max_steps=%s; %s is not used", steps, self.max_steps)
@@ -345,10 +373,29 @@ class PPOConfig(TrainingArguments):
         """Completions per process in a rollout."""
         return self.per_device_train_batch_size * self.gradient_accumulation_steps * self.num_mini_batches
 
+    def _rollouts_for(self, completions: int) -> int:
+        """Return the rollouts of all processes that hold so many completions."""
+        return -(-completions // (self.rollout_size_per_process * self.world_size))
+
+    @property
+    def critic_pretraining_rollouts(self) -> int:
+        """Rollouts that the critic's pretraining collects."""
+        return self._rollouts_for(self.critic_pretraining_completions)
+
+    @property
+    def critic_lr(self) -> float:
+        """Learning rate of the critic: `critic_learning_rate`, or the actor's."""
+        return self.learning_rate if self.critic_learning_rate is None else self.critic_learning_rate
+
     @property
     def updates_per_rollout(self) -> int:
-        """Optimizer steps per rollout."""
-        return self.num_ppo_epochs * self.num_mini_batches
+        """Optimizer steps per rollout, of the actor, the critic or both."""
+        return max(self.num_ppo_epochs, self.critic_epochs) * self.num_mini_batches
+
+    @property
+    def critic_epochs(self) -> int:
+        """Times that the critic goes through a rollout: `num_critic_epochs`, or as often as the actor."""
+        return self.num_ppo_epochs if self.num_critic_epochs is None else self.num_critic_epochs
 
     @property
     def clip_high(self) -> float:

@@ -221,10 +221,16 @@ def check_combinations(args: Any) -> None:
                 f"{field}={value!r} has no effect with advantage_estimator={args.advantage_estimator!r}, which takes "
                 "the sum of a completion's rewards; leave it out, or set advantage_estimator='gae'"
             )
-    if args.critic_warmup and not args.needs_critic:
+    for field, off in (("critic_warmup", 0), ("critic_pretraining_completions", 0), ("num_critic_epochs", None)):
+        if (given := getattr(args, field)) and not args.needs_critic:
+            raise ValueError(
+                f"{field}={given} has no critic to train: advantage_estimator={args.advantage_estimator!r} works "
+                f"without one; set {field}={off} or advantage_estimator='gae'"
+            )
+    if args.critic_epochs > args.num_ppo_epochs and args.vf_coef == 0:
         raise ValueError(
-            f"critic_warmup={args.critic_warmup} has nothing to train: advantage_estimator="
-            f"{args.advantage_estimator!r} has no critic; set critic_warmup=0 or advantage_estimator='gae'"
+            f"num_critic_epochs={args.num_critic_epochs} are more than num_ppo_epochs={args.num_ppo_epochs}, and "
+            "vf_coef=0 leaves the critic nothing to learn in them; raise vf_coef or lower num_critic_epochs"
         )
     if taken := sorted(SET_BY_RENDERING & set(args.chat_template_kwargs or {})):
         raise ValueError(

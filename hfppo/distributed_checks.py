@@ -16,6 +16,8 @@ from hfppo.models.actor_critic import ActorCritic
 from hfppo.rewards.contract import unwrap
 from hfppo.rewards.model import RewardAdapter
 
+ONE_ALONE = ("critic_warmup", "critic_pretraining_completions")
+
 
 def check_engine(accelerator: Accelerator, model: ActorCritic, reward_funcs: list[Any], args: PPOConfig) -> None:
     """Refuse settings that the engine cannot train with, before anything is computed.
@@ -55,6 +57,11 @@ def check_engine(accelerator: Accelerator, model: ActorCritic, reward_funcs: lis
             )
     if deepspeed is not None:
         check_deepspeed(deepspeed.deepspeed_config, args)
+    if args.critic_epochs != args.num_ppo_epochs and args.world_size > 1 and args.ddp_find_unused_parameters is False:
+        raise ValueError(
+            f"num_critic_epochs={args.num_critic_epochs} with num_ppo_epochs={args.num_ppo_epochs} leaves weights "
+            "without gradients, which DDP waits for with ddp_find_unused_parameters=False; set it to True"
+        )
 
 
 def check_fsdp(accelerator: Accelerator, model: ActorCritic, args: PPOConfig) -> None:
@@ -82,18 +89,26 @@ def check_fsdp(accelerator: Accelerator, model: ActorCritic, args: PPOConfig) ->
         raise ValueError(
             "FSDP2 cannot shard trainable_token_indices; leave it out of peft_config, or use DDP or ZeRO-2"
         )
-    critic = model.critic
-    if args.critic_warmup > 0:
+    for setting, off in steps_of_one(args).items():
         raise ValueError(
-            f"critic_warmup={args.critic_warmup} holds the actor still, and FSDP2 could load no checkpoint from that "
-            "time, since the optimizer has no state for the actor; set critic_warmup=0, or use DDP"
+            f"{setting} moves actor or critic alone, and FSDP2 could load no checkpoint from that time, since the "
+            f"optimizer has no state for the other; set {off}, or use DDP"
         )
+    critic = model.critic
     if critic is not None and args.vf_coef == 0:
         raise ValueError(
             "vf_coef=0 holds the critic still, and FSDP2 could load no checkpoint, since the optimizer has no "
             "state for it; take an advantage_estimator without a critic, or DDP"
         )
     keep_float32(plugin)
+
+
+def steps_of_one(args: PPOConfig) -> dict[str, str]:
+    """Return the settings by which some steps move the actor or the critic alone, each with what turns it off."""
+    found = {f"{name}={getattr(args, name)}": f"{name}=0" for name in ONE_ALONE if getattr(args, name)}
+    if args.critic_epochs != args.num_ppo_epochs:
+        found[f"num_critic_epochs={args.num_critic_epochs}"] = f"num_critic_epochs={args.num_ppo_epochs}"
+    return found
 
 
 def keep_float32(plugin: FullyShardedDataParallelPlugin) -> None:
@@ -117,10 +132,10 @@ def check_deepspeed(config: dict[str, Any], args: PPOConfig) -> None:
             "max_tokens_per_micro_batch needs DDP or FSDP2; with DeepSpeed, lower per_device_train_batch_size and "
             "raise gradient_accumulation_steps instead"
         )
-    if args.critic_warmup > 0:
+    for setting, off in steps_of_one(args).items():
         raise ValueError(
-            f"critic_warmup={args.critic_warmup} holds the actor still, which DeepSpeed's optimizer would move by "
-            "weight decay and momentum; set critic_warmup=0, or use DDP"
+            f"{setting} moves actor or critic alone, and DeepSpeed's optimizer would move the other by weight decay "
+            f"and momentum; set {off}, or use DDP"
         )
     if args.on_nonfinite == "skip":
         raise ValueError(

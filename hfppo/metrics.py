@@ -63,6 +63,18 @@ METRICS: dict[str, tuple[str, str]] = {
     "value/clip_frac": ("mean", "Share of tokens whose value is held by the clip."),
     "value/grad_norm": ("mean", "Gradient norm of the critic before clipping."),
     "critic_learning_rate": ("last", "Learning rate of the critic."),
+    "critic_pretraining/epoch": ("last", "Epochs of critic pretraining that are done."),
+    "critic_pretraining/loss": (
+        "mean",
+        "½·squared error of the value per token, over an epoch of its pretraining.",
+    ),
+    "critic_pretraining/explained_variance": (
+        "mean",
+        "1 − mean (V − R)²/Var(R) on the held-out completions of critic pretraining.",
+    ),
+    "critic_pretraining/explained_variance_start": ("mean", "The same over the first third of each completion."),
+    "critic_pretraining/explained_variance_middle": ("mean", "The same over the second third."),
+    "critic_pretraining/explained_variance_end": ("mean", "The same over the last third."),
     "policy/loss": ("mean", "The policy surrogate per token, without KL and entropy terms."),
     "policy/clip_frac": ("mean", "Share of tokens on which the policy clip is active."),
     "policy/clip_frac_low": ("mean", "Share of tokens with A < 0 and a ratio below 1 − ε_low."),
@@ -96,6 +108,10 @@ METRICS: dict[str, tuple[str, str]] = {
     "time/passes": ("mean", "Seconds of it spent in the passes of actor, reference and critic."),
     "time/rewards": ("mean", "Seconds of it spent in the reward functions."),
     "time/update": ("mean", "Seconds of the optimizer steps that follow a rollout: of one, times their number."),
+    "time/critic_pretraining": (
+        "mean",
+        "Seconds of an epoch of critic pretraining; in its first log, of collecting the completions.",
+    ),
     "time/tokens_per_second": ("mean", "Tokens sampled per second of generation on each process."),
     "custom/{name}": ("mean", "What a reward function passed to log_metric."),
 }

@@ -60,7 +60,7 @@ def describe_run(
     """
     inherited = {f.name for f in fields(TrainingArguments)}
     values = json.loads(json.dumps(args.to_dict(), default=str))  # without secrets, and with dtypes as text
-    own = [f.name for f in fields(args) if f.name not in inherited and f.name not in STRUCTURE]
+    own = [f.name for f in fields(args) if f.name not in {*inherited, *STRUCTURE, "num_critic_epochs"}]
     return RunDescription(
         structure={
             # The product alone, so that a run that is short of memory can resume in smaller pieces.
@@ -68,6 +68,7 @@ def describe_run(
                 args.per_device_train_batch_size * args.gradient_accumulation_steps
             ),
             **{name: getattr(args, name) for name in STRUCTURE},
+            "num_critic_epochs": args.critic_epochs,
             "optim": values["optim"],
             "number of processes": args.world_size,
             # Earlier versions hashed a text of the ids, under another name: their checkpoints go on unchecked.

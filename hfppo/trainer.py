@@ -25,7 +25,7 @@ from transformers import (
     TrainerControl,
     set_seed,
 )
-from transformers.trainer_utils import EvalLoopOutput
+from transformers.trainer_utils import EvalLoopOutput, SaveStrategy
 
 from hfppo.callbacks.events import PPOCallback, TrainerHooks
 from hfppo.collect.check_finite import NonFiniteError
@@ -38,6 +38,7 @@ from hfppo.environments.loading import default_dataset
 from hfppo.environments.pool import EnvironmentFactory
 from hfppo.evaluation import EvalPrompts, check_best_metric, evaluate_prompts, place_model
 from hfppo.generation import Sampler, make_sampler
+from hfppo.learn.critic_pretraining import CriticPretraining
 from hfppo.learn.loss import LossTerm, measure_kl, measure_update, ppo_loss, ppo_terms
 from hfppo.learn.mini_batch import MiniBatchSize, cut_mini_batch, join_sequences
 from hfppo.learn.optimizer import GradientClipper, StepHooks, keep_own_settings, split_critic_groups
@@ -53,7 +54,7 @@ from hfppo.reporting.card import write_card
 from hfppo.reporting.defaults import with_default_callbacks
 from hfppo.reporting.progress import RunProgress
 from hfppo.rewards.contract import RewardFunc
-from hfppo.rollout import Rollout
+from hfppo.rollout import Rollout, Transcript
 from hfppo.run_state import PPOState
 from hfppo.saving.crash_safe import CrashSafeTrainer
 from hfppo.saving.folders import no_empty_folder
@@ -200,6 +201,7 @@ class PPOTrainer(CrashSafeTrainer):
         self._step_began = 0.0
         self._guard = NonFiniteGuard(self.args, self.accelerator)
         self._clipper = GradientClipper(self.model, self.accelerator, self._guard)
+        self._pretraining = self._begin_pretraining()
 
     def create_sampler(self, eos_ids: list[int]) -> Sampler:
         """Return the sampler that completes prompts; a subclass may return its own.
@@ -277,6 +279,8 @@ class PPOTrainer(CrashSafeTrainer):
             return [], MiniBatchSize(0, 0)
         if self._just_in_time is not None and self._just_in_time.save_between_steps(self.control):
             return [], MiniBatchSize(0, 0)
+        if not self._pretrain_critic():
+            return [], MiniBatchSize(0, 0)
         for _ in range(num_batches):
             next(epoch_iterator)
         mini_batch = self._next_mini_batch()
@@ -292,8 +296,8 @@ class PPOTrainer(CrashSafeTrainer):
         state, args = self.ppo_state, self.args
         if self._rollout is None or self.state.global_step >= state.last_step:
             self._rollout = self._collect_rollout()
-        epoch, index = divmod(self.state.global_step - state.first_step, args.num_mini_batches)
-        seed = (args.seed, SHUFFLE_STREAM, state.rollouts, epoch, args.process_index)
+        index = (self.state.global_step - state.first_step) % args.num_mini_batches
+        seed = (args.seed, SHUFFLE_STREAM, state.rollouts, self._epoch, args.process_index)
         return self._rollout.mini_batch(index, args.num_mini_batches, seed)
 
     def _collect_rollout(self) -> Rollout:
@@ -302,14 +306,9 @@ class PPOTrainer(CrashSafeTrainer):
         state = self.ppo_state
         collected = None
         while collected is None:
-            assert self._train_prompts is not None
-            rows = self.collector.training_rows(self._train_prompts, state.rollouts)
             meter = Meter()
-            try:
-                collected = self.collector.collect(rows, state, self.state, meter, show=self._progress.phase)
-            except NonFiniteError as error:
-                self._guard.drop(error, state.rollouts + 1, self._meter)
-                state.dropped += 1
+            collected = self._try_to_collect(self.collector, meter)
+            state.dropped += collected is None
             state.rollouts += 1
         rollout, transcript = collected
         state.first_step = self.state.global_step
@@ -319,6 +318,63 @@ class PPOTrainer(CrashSafeTrainer):
         self._meter.take_from(meter)
         self._call_callbacks("on_rollout_end", rollout=rollout, transcript=transcript, metrics=meter.read())
         return rollout
+
+    def _try_to_collect(self, collector: Collector, meter: Meter) -> tuple[Rollout, Transcript] | None:
+        """Collect a rollout for the next prompts; None if a number is not finite and `on_nonfinite` drops it."""
+        state = self.ppo_state
+        assert self._train_prompts is not None
+        rows = collector.training_rows(self._train_prompts, state.next_rollout)
+        try:
+            return collector.collect(rows, state, self.state, meter, show=self._progress.phase)
+        except NonFiniteError as error:
+            self._guard.drop(error, state.next_rollout + 1, self._meter)
+            return None
+
+    # The critic's pretraining, before the first rollout
+
+    def _begin_pretraining(self) -> CriticPretraining | None:
+        """Return the pretraining that is due, from its beginning; None if it is done or PPO has begun."""
+        state = self.ppo_state
+        if not self.args.critic_pretraining_completions or state.critic_pretraining.done or state.rollouts:
+            return None
+        return CriticPretraining(self.collector, state.critic_pretraining)
+
+    def _pretrain_critic(self) -> bool:
+        """Pretrain the critic if that is due; return False if a signal ended the run before it was done."""
+        if (pretraining := self._pretraining) is None:
+            return True
+        began = time.perf_counter()
+
+        def log(metrics: dict[str, float]) -> None:
+            nonlocal began
+            now = time.perf_counter()
+            self.log({**metrics, "time/critic_pretraining": now - began})
+            began = now
+
+        progress, saved = pretraining.progress, pretraining.progress.work
+        with self._progress.phase("time/critic_pretraining"):
+            for _ in pretraining.run(self._collect_for_pretraining, log, self._progress.advance):
+                if self._just_in_time is not None and self._just_in_time.save_if_asked(self.control):
+                    return False
+                if self.args.save_strategy == SaveStrategy.STEPS and progress.work >= saved + self.state.save_steps:
+                    saved = progress.work
+                    self._save_at_start()
+        self._pretraining = None
+        if self.args.save_strategy != SaveStrategy.NO:
+            self._save_at_start()
+        return True
+
+    def _collect_for_pretraining(self) -> Rollout | None:
+        """Collect a rollout with λ = 1 returns, of which callbacks hear nothing; None if it was dropped."""
+        assert self._pretraining is not None
+        collected = self._try_to_collect(self._pretraining.collector, Meter())
+        self.ppo_state.critic_pretraining.rollouts += 1
+        return None if collected is None else collected[0]
+
+    def _save_at_start(self) -> None:
+        """Save checkpoint-0, which holds the pretraining."""
+        self._save_checkpoint(self.model_wrapped, trial=None)
+        self.control = self.callback_handler.on_save(self.args, self.state, self.control)
 
     def rollout(self, prompts: Sequence[str] | Sequence[list[dict[str, Any]]], **columns: Sequence[Any]) -> Rollout:
         """Collect a rollout for given prompts, on the CPU; training does not notice.
@@ -340,9 +396,24 @@ class PPOTrainer(CrashSafeTrainer):
     # The loss
 
     @property
-    def _critic_only(self) -> bool:
+    def _epoch(self) -> int:
+        """The epoch of the present step on the rollout in use, from 0."""
+        return (self.state.global_step - self.ppo_state.first_step) // self.args.num_mini_batches
+
+    @property
+    def _warms_up(self) -> bool:
         """Whether the rollout in use belongs to `critic_warmup`."""
         return self.ppo_state.rollouts - self.ppo_state.dropped <= self.args.critic_warmup
+
+    @property
+    def _uses_actor(self) -> bool:
+        """Whether the present step computes the actor's losses, which count for nothing in `critic_warmup`."""
+        return self._epoch < self.args.num_ppo_epochs
+
+    @property
+    def _uses_critic(self) -> bool:
+        """Whether the present step moves the critic, as each one of `critic_warmup` does."""
+        return self._epoch < self.args.critic_epochs or self._warms_up
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         """Call Trainer's step for each piece of a micro-batch."""
@@ -369,15 +440,17 @@ class PPOTrainer(CrashSafeTrainer):
             **join_sequences(batch),
             completion_mask=batch.mask,
             temperature=self.args.temperature,
+            policy=self._uses_actor,
+            values=self._uses_critic,
             entropy="differentiable" if self.args.entropy_coef else "constant",
         )
         terms = self.loss_terms(outputs, batch)
-        loss = ppo_loss(terms, outputs, batch, num_items_in_batch, self.args, self._critic_only)
+        loss = ppo_loss(terms, outputs, batch, num_items_in_batch, self.args, self._warms_up)
         with torch.no_grad():
             self._guard.record(batch, loss, {term.name: term.per_token for term in terms})
             first = self.state.global_step == self.ppo_state.first_step
             measure_update(self._meter, terms, outputs, batch, self.args, first)
-            if self.args.target_kl is not None:
+            if self.args.target_kl is not None and outputs.logprobs is not None:
                 measure_kl(self._step_meter, outputs, batch)
         loss = loss * self.args.world_size
         return (loss, outputs) if return_outputs else loss
@@ -386,7 +459,8 @@ class PPOTrainer(CrashSafeTrainer):
         """Return the terms of the loss; a subclass may add its own to those of `super().loss_terms`.
 
         Args:
-            outputs: of π_θ, the policy being optimized; (B, T) tensors.
+            outputs: of π_θ, the policy being optimized; (B, T) tensors. With `num_critic_epochs` some steps move the
+                critic or the actor alone, and the outputs of the other are None.
             batch: the rollout's data about the same tokens.
         """
         return ppo_terms(outputs, batch, self.args)
@@ -398,8 +472,7 @@ class PPOTrainer(CrashSafeTrainer):
         if self.optimizer is not None:
             return super().create_optimizer(model)
         optimizer = super().create_optimizer(model)
-        lr = self.args.learning_rate if self.args.critic_learning_rate is None else self.args.critic_learning_rate
-        split_critic_groups(optimizer, self.model.critic_parameters(), lr)
+        split_critic_groups(optimizer, self.model.critic_parameters(), self.args.critic_lr)
         return optimizer
 
     def loading_optimizer(self) -> AbstractContextManager:
@@ -418,10 +491,11 @@ class PPOTrainer(CrashSafeTrainer):
         return super()._get_grad_norm(model, self._clip_gradients(math.inf) if grad_norm is None else grad_norm)
 
     def _before_step(self) -> None:
-        """Hold the actor during `critic_warmup`, and end the rollout's use at `target_kl`."""
-        if self._critic_only:
-            for parameter in self.model.actor_parameters():  # without gradient: no decay, no momentum, no changed bit
-                parameter.grad = None
+        """Hold what the step does not move, and end the rollout's use at `target_kl`."""
+        held = self.model.actor_parameters() if self._warms_up or not self._uses_actor else []
+        held += [] if self._uses_critic else self.model.critic_parameters()
+        for parameter in held:  # without gradient: no decay, no momentum, no changed bit
+            parameter.grad = None
         limit = self.args.target_kl
         if limit is not None and self._step_meter.read().get("policy/approx_kl", 0.0) > limit:
             self.ppo_state.last_step = self.state.global_step + 1
@@ -489,12 +563,17 @@ class PPOTrainer(CrashSafeTrainer):
         if self._step_start is not None and self._step_start[0] == self.state.global_step:
             metrics = self._step_start[1]
         self._checkpoint.save(folder, self.ppo_state, metrics, in_use)
+        if self._pretraining is not None:
+            self._pretraining.save(folder)
 
     def load_run_state(self, folder: str) -> None:
         """Read where PPO stands, and the critic, which upstream does not load."""
         self.ppo_state, self._rollout = self._checkpoint.load(folder, self._meter)
         if not self.is_deepspeed_enabled:  # its own checkpoint holds the critic
             self.model.load_critic(folder)
+        if (pretraining := self._begin_pretraining()) is not None:
+            pretraining.load(folder)
+        self._pretraining = pretraining
 
     # Logs, callbacks and the card
 

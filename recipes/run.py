@@ -101,6 +101,9 @@ def run(trainer: PPOTrainer, measure: Callable[[str], None]) -> None:
     trainer.save_state()
     trainer.log_metrics("train", result.metrics)
     trainer.save_metrics("train", result.metrics)
+    if pretraining := trainer.ppo_state.critic_pretraining.results():
+        trainer.log_metrics("critic_pretraining", pretraining)
+        trainer.save_metrics("critic_pretraining", pretraining)
     if trainer.eval_dataset is not None:
         measure("after")
     if args.push_to_hub:

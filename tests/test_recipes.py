@@ -70,12 +70,15 @@ def test_help_shows_the_sizes_in_completions(tmp_path, monkeypatch, capsys, proc
 
 def test_arithmetic_leaves_what_trainers_examples_leave_and_resumes(tmp_path, few_rows, capsys):
     straight, resumed = str(tmp_path / "straight"), str(tmp_path / "resumed")
-    run_arithmetic(*few_rows, "--output_dir", straight)
+    pretraining = ["--critic_pretraining_completions", "32", "--critic_pretraining_epochs", "2"]
+    run_arithmetic(*few_rows, *pretraining, "--output_dir", straight)
     results = json.loads((tmp_path / "straight/all_results.json").read_text())
     for split in ("before", "after"):
         for mode in ("sampled", "greedy"):
             assert 0 <= results[f"{split}_{mode}_accuracy"] <= 1
     assert results["train_runtime"] > 0
+    assert results["critic_pretraining_completions"] == 32
+    assert results["critic_pretraining_explained_variance"] <= 1
     shown = capsys.readouterr().out
     assert "before training" in shown
     assert "after training" in shown
@@ -83,7 +86,7 @@ def test_arithmetic_leaves_what_trainers_examples_leave_and_resumes(tmp_path, fe
 
     (tmp_path / "resumed").mkdir()
     (tmp_path / "straight/checkpoint-1").rename(tmp_path / "resumed/checkpoint-1")
-    run_arithmetic(*few_rows, "--output_dir", resumed, "--resume_from_checkpoint", "true")
+    run_arithmetic(*few_rows, *pretraining, "--output_dir", resumed, "--resume_from_checkpoint", "true")
     assert not list((tmp_path / "resumed").glob("before_*"))  # measured by the run that is gone on with
     expected = load_file(tmp_path / "straight/adapter_model.safetensors")
     got = load_file(tmp_path / "resumed/adapter_model.safetensors")

@@ -181,11 +181,15 @@ def test_plain_peft_reads_what_a_sharded_run_saves(run_of, engine, fields, kind,
 
 
 BUDGET, VLLM = {"max_tokens_per_micro_batch": 100}, {"use_vllm": True}
+EPOCHS = {"num_critic_epochs": 8, "critic_epochs": 8}
+PRETRAINING = {"critic_pretraining_completions": 512}
 
 
 def config(args: dict) -> SimpleNamespace:
     """The fields that `check_engine` asks."""
     fields = {"max_tokens_per_micro_batch": None, "use_vllm": False, "critic_warmup": 0, "on_nonfinite": "raise"}
+    fields |= {"critic_pretraining_completions": 0, "critic_epochs": 4, "num_ppo_epochs": 4, "num_critic_epochs": None}
+    fields |= {"world_size": 2, "ddp_find_unused_parameters": True}
     return SimpleNamespace(**{**fields, "vf_coef": 0.1, "max_grad_norm": 1.0, "n_gpu": 1, **args})
 
 
@@ -234,7 +238,15 @@ WITH_OPTIMIZER.state.deepspeed_plugin.deepspeed_config["optimizer"] = {"type": "
         (engine(DistributedType.FSDP), "shared", [], {"vf_coef": 0.0}, "vf_coef=0 .*no checkpoint.*or DDP"),
         (engine(DistributedType.FSDP), "shared", [], VLLM, "use_vllm sends the adapter whole, and FSDP2 keeps shards"),
         (ZERO_2, "adapter", [], BUDGET, "max_tokens_per_micro_batch needs DDP"),
-        (ZERO_2, "adapter", [], {"critic_warmup": 3}, "critic_warmup=3 holds the actor still"),
+        (engine(DistributedType.FSDP), "shared", [], EPOCHS, "num_critic_epochs=8 .*set num_critic_epochs=4, or use"),
+        (engine(DistributedType.FSDP), "shared", [], PRETRAINING, "completions=512 .*set .*completions=0, or use DDP"),
+        (ZERO_2, "adapter", [], {"critic_warmup": 3}, "critic_warmup=3 moves actor or critic alone"),
+        (ZERO_2, "adapter", [], EPOCHS, "num_critic_epochs=8 moves actor or critic alone"),
+        (ZERO_2, "adapter", [], PRETRAINING, "completions=512 moves actor or critic alone"),
+        (
+            engine(DistributedType.MULTI_GPU),
+            *("adapter", [], EPOCHS | {"ddp_find_unused_parameters": False}, "num_critic_epochs=8 .*set it to True"),
+        ),
         (ZERO_2, "adapter", [], {"on_nonfinite": "skip"}, "on_nonfinite='skip' leaves steps out"),
         (NO_NORM, "adapter", [], {}, "compute_grad_norm=False in DeepSpeed's config hides gradients"),
         (WITH_OPTIMIZER, "adapter", [], {}, "DeepSpeed's config has an optimizer, which knows neither"),
@@ -274,6 +286,7 @@ def test_fsdp2_leaves_outputs_and_sums_of_gradients_in_float32():
         (ZERO_2, "adapter", [RewardAdapter], VLLM),
         (engine(DistributedType.DEEPSPEED, zero=2, clipping=1.0), "adapter", [], {}),
         (engine(DistributedType.MULTI_GPU), "adapter", [], {"critic_warmup": 3, "on_nonfinite": "skip"}),
+        (engine(DistributedType.MULTI_GPU), "adapter", [], EPOCHS | PRETRAINING),
     ],
 )
 def test_what_an_engine_can_do_is_not(accelerator, critic, funcs, args):

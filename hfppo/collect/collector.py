@@ -162,7 +162,7 @@ class Collector:
                 whiten=self.whiten_globally if training else None,
             )
         rollout = build_rollout(prompts, completions, passes, credit)
-        name = f"rollout {ppo_state.rollouts + 1}" if training else "the completions"
+        name = f"rollout {ppo_state.next_rollout + 1}" if training else "the completions"
         check_rollout(rollout, name, self.accelerator.process_index)
         if training:
             if moments is not None:

@@ -24,26 +24,29 @@ class LossTerm:
 
 
 def ppo_terms(outputs: TokenOutputs, batch: Rollout, args: PPOConfig) -> list[LossTerm]:
-    """Return the terms of the PPO loss: policy, value, KL and entropy.
+    """Return the terms of the PPO loss: policy, value, KL and entropy; those of actor or critic alone in its steps.
 
     Args:
         outputs: of π_θ, the policy being optimized.
         batch: the rollout's data about the same tokens.
     """
-    terms = [LossTerm("policy/loss", 1.0, surrogate(outputs, batch, args))]
+    terms = []
+    if outputs.logprobs is not None:
+        terms.append(LossTerm("policy/loss", 1.0, surrogate(outputs, batch, args)))
     if outputs.values is not None and batch.values is not None and batch.returns is not None:
         loss = F.value_loss(outputs.values, batch.values, batch.returns, args.cliprange_value)
         terms.append(LossTerm("value/loss", args.vf_coef, loss, of_critic=True))
-    if args.kl_loss_coef and batch.ref_logprobs is not None:
+    if outputs.logprobs is not None and args.kl_loss_coef and batch.ref_logprobs is not None:
         estimate = F.straight_through_kl if args.kl_loss_straight_through else F.token_kl
-        kl = estimate(policy_logprobs(outputs), batch.ref_logprobs, args.kl_loss_estimator)
+        kl = estimate(outputs.logprobs, batch.ref_logprobs, args.kl_loss_estimator)
         terms.append(LossTerm("policy/kl_loss", args.kl_loss_coef, kl))
-    assert outputs.entropy is not None
-    return [*terms, LossTerm("policy/entropy", -args.entropy_coef, outputs.entropy)]
+    if outputs.entropy is not None:
+        terms.append(LossTerm("policy/entropy", -args.entropy_coef, outputs.entropy))
+    return terms
 
 
 def policy_logprobs(outputs: TokenOutputs) -> Tensor:
-    """Return log π_θ, (B, T), which every pass of the update computes."""
+    """Return log π_θ, (B, T), which every pass of a step that moves the actor computes."""
     assert outputs.logprobs is not None
     return outputs.logprobs
 
@@ -77,7 +80,7 @@ def ppo_loss(
         critic_only: during `critic_warmup`; the actor's terms get weight 0, since DDP wants every parameter to take
             part.
     """
-    total = policy_logprobs(outputs).new_zeros(())
+    total = batch.advantages.new_zeros(())
     for term in terms:
         if term.coef:
             reduced = F.reduce(
@@ -89,7 +92,7 @@ def ppo_loss(
                 args.max_completion_length,
             )
             total = total + (term.coef if term.of_critic or not critic_only else 0.0) * reduced
-    if args.positive_nll_coef and not critic_only:
+    if args.positive_nll_coef and outputs.logprobs is not None and not critic_only:
         total = total + args.positive_nll_coef * positive_nll(outputs, batch, size, args)
     return total
 
@@ -124,7 +127,12 @@ def measure_update(
             meter.add(term.name, term.per_token, mask)
         else:
             meter.add(f"loss/{term.name}", term.per_token, mask, pattern="loss/{name}")
-    logprobs = policy_logprobs(outputs).detach()
+    if outputs.values is not None and batch.values is not None and batch.returns is not None:
+        clipped = F.value_clipped(outputs.values.detach(), batch.values, batch.returns, args.cliprange_value)
+        meter.add("value/clip_frac", clipped, mask)
+    if outputs.logprobs is None:
+        return
+    logprobs = outputs.logprobs.detach()
     ratio = clamp_log_ratio(logprobs - batch.old_logprobs).exp()
     meter.add("policy/ratio", ratio, mask)
     meter.add("policy/ratio_max", ratio, mask)
@@ -133,9 +141,6 @@ def measure_update(
         meter.add("policy/first_ratio_deviation", (ratio - 1).abs(), mask)
     if args.policy_loss == "ppo":
         measure_clip(meter, logprobs, batch, args)
-    if outputs.values is not None and batch.values is not None and batch.returns is not None:
-        clipped = F.value_clipped(outputs.values.detach(), batch.values, batch.returns, args.cliprange_value)
-        meter.add("value/clip_frac", clipped, mask)
 
 
 def measure_kl(meter: Meter, outputs: TokenOutputs, batch: Rollout) -> None:

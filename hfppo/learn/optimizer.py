@@ -69,7 +69,7 @@ class GradientClipper:
     guard: NonFiniteGuard
 
     def clip(self, max_norm: float, optimizer: AcceleratedOptimizer, step: int, meter: Meter) -> Tensor:
-        """Clip both gradients, measure the critic's norm, and return the actor's.
+        """Clip both gradients, measure the critic's norm, and return the actor's; the critic's in steps of it alone.
 
         No step is made if a gradient is not finite. DeepSpeed has clipped both together and decided on the step before
         this call; then the joint norm is returned.

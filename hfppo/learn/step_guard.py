@@ -146,11 +146,13 @@ class NonFiniteGuard:
 
 
 def measure_grad_norms(accelerator: Accelerator, parameters: dict[str, list[nn.Parameter]]) -> dict[str, Tensor]:
-    """Return the gradient norm per owner (actor, critic); DeepSpeed reports only the joint norm."""
+    """Return the gradient norm per owner (actor, critic) with gradients; DeepSpeed reports the joint norm only."""
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         norms = {"whole model": torch.tensor(float(accelerator.clip_grad_norm_([], 0.0)))}  # it clips nothing here
     else:
-        norms = {name: measure_grad_norm(owned) for name, owned in parameters.items() if owned}
+        some = {name: owned for name, owned in parameters.items() if owned}
+        moved = {name: owned for name, owned in some.items() if any(p.grad is not None for p in owned)}
+        norms = {name: measure_grad_norm(owned) for name, owned in (moved or some).items()}
     return {name: norm.to(accelerator.device) for name, norm in norms.items()}  # without gradients it is on the CPU
 
 

@@ -25,17 +25,17 @@ class JustInTimeCallback(JITCheckpointCallback):
     def save_between_steps(self, control: TrainerControl) -> bool:
         """Save and end the run if a signal asked for it; return whether it did. Call it after a step was logged."""
         # Before the first step of a resumed run the checkpoint's random state is not loaded yet.
-        return self._stepped and self._save(control)
+        return self._stepped and self.save_if_asked(control)
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
         """Save before a step if asked."""
-        self._save(control)
+        self.save_if_asked(control)
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ):
         """Save within a step if asked; the resumed run makes that step from its beginning."""
-        self._save(control)
+        self.save_if_asked(control)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
         """Wait: the step is logged and evaluated after this event."""
@@ -49,7 +49,8 @@ class JustInTimeCallback(JITCheckpointCallback):
             self.jit_manager.is_checkpoint_requested = False
             control.should_save = True
 
-    def _save(self, control: TrainerControl) -> bool:
+    def save_if_asked(self, control: TrainerControl) -> bool:
+        """Save and end the run if a signal asked for it; return whether it did."""
         if asked := self.jit_manager.is_checkpoint_requested:
             control.should_training_stop = self._saved = True
             self.jit_manager.execute_jit_checkpoint()

@@ -1,0 +1,108 @@
+"""Critic and actor go through a rollout as often as each is told to, and a step moves only what it should."""
+
+import pytest
+import torch
+from transformers import TrainerCallback
+
+from helpers.runs import final_state, logged, untimed_logs
+
+CONFIG = {"num_mini_batches": 1, "max_steps": 6, "weight_decay": 0.1, "per_device_train_batch_size": 8}
+OWNERS = {"actor": "actor_parameters", "critic": "critic_parameters"}
+
+
+class Moves(TrainerCallback):
+    """Notes who has moved in each step, and which passes it took."""
+
+    def __init__(self):
+        self.steps: list[set[str]] = []
+        self.passes: list[tuple[bool, bool]] = []
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        self.before = self.weights(model)
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        now = self.weights(model)
+        moved = {
+            name: any(not torch.equal(a, b) for a, b in zip(self.before[name], now[name], strict=True)) for name in now
+        }
+        self.steps.append({name for name, has in moved.items() if has})
+        self.before = now
+
+    def weights(self, model):
+        return {name: [p.detach().clone() for p in getattr(model, of)()] for name, of in OWNERS.items()}
+
+
+def train(make_trainer, config, critic="adapter", **kwargs):
+    moves = Moves()
+    trainer = make_trainer({**CONFIG, **config}, critic=critic, callbacks=[moves], **kwargs)
+    forward = trainer.model.forward
+
+    def watched(*args, policy=True, values=True, **inputs):
+        if torch.is_grad_enabled():
+            moves.passes.append((policy, values))
+        return forward(*args, policy=policy, values=values, **inputs)
+
+    trainer.model.forward = watched
+    trainer.train()
+    return trainer, moves
+
+
+BOTH, ACTOR, CRITIC = {"actor", "critic"}, {"actor"}, {"critic"}
+
+
+@pytest.mark.parametrize("critic", ["adapter", "shared"])
+@pytest.mark.parametrize(
+    ("epochs", "steps"),
+    [((1, 3), [BOTH, CRITIC, CRITIC] * 2), ((3, 1), [BOTH, ACTOR, ACTOR] * 2), ((3, 3), [BOTH] * 6)],
+)
+def test_each_step_moves_what_it_should(make_trainer, critic, epochs, steps):
+    config = {"num_ppo_epochs": epochs[0], "num_critic_epochs": epochs[1], "kl_coef": 0.0}
+    trainer, moves = train(make_trainer, config, critic)
+    assert moves.steps == steps
+    assert moves.passes == [("actor" in step, "critic" in step) for step in steps]
+    assert trainer.ppo_state.rollouts == 2
+    norms = logged(trainer, "grad_norm")
+    assert len(norms) == 6
+    assert min(norms) > 0
+    assert len(logged(trainer, "policy/loss")) == sum("actor" in step for step in steps)
+    assert len(logged(trainer, "value/grad_norm")) == sum("critic" in step for step in steps)
+
+
+def test_the_critic_moves_in_each_step_of_its_warmup(make_trainer):
+    config = {"num_ppo_epochs": 3, "num_critic_epochs": 1, "critic_warmup": 1}
+    assert train(make_trainer, config)[1].steps == [CRITIC] * 3 + [BOTH, ACTOR, ACTOR]
+
+
+def test_as_many_epochs_as_the_actor_are_the_same_run(make_trainer):
+    left_out, given = (
+        train(make_trainer, {"num_ppo_epochs": 2, **more})[0] for more in ({}, {"num_critic_epochs": 2})
+    )
+    before, after = final_state(left_out), final_state(given)
+    assert [name for name in before if not torch.equal(before[name], after[name])] == []
+    assert untimed_logs(left_out)[:-1] == untimed_logs(given)[:-1]
+
+
+@pytest.mark.parametrize("epochs", [(1, 3), (3, 1)])
+def test_it_resumes_within_the_epochs_of_one(make_trainer, tmp_path, epochs):
+    config = {"num_ppo_epochs": epochs[0], "num_critic_epochs": epochs[1], "save_strategy": "steps", "save_steps": 1}
+    straight = train(make_trainer, config)[0]
+    resumed = make_trainer({**CONFIG, **config, "output_dir": str(tmp_path / "resumed")})
+    resumed.train(resume_from_checkpoint=str(tmp_path / "out/checkpoint-2"))
+    before, after = final_state(straight), final_state(resumed)
+    assert before.keys() == after.keys()
+    assert [name for name in before if not torch.equal(before[name], after[name])] == []
+    assert untimed_logs(straight)[:-1] == untimed_logs(resumed)[:-1]
+
+
+def test_a_checkpoint_of_other_epochs_is_refused(make_trainer):
+    saving = {"max_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    make_trainer(saving).train()
+    with pytest.raises(ValueError, match="was written with num_critic_epochs=2, this run has 3"):
+        make_trainer({**saving, "num_critic_epochs": 3}).train(resume_from_checkpoint=True)
+
+
+def test_epochs_of_a_critic_that_learns_nothing_are_refused(make_trainer):
+    with pytest.raises(ValueError, match="num_critic_epochs=4 are more than num_ppo_epochs=2, and vf_coef=0"):
+        make_trainer({"num_critic_epochs": 4, "vf_coef": 0.0})
+    with pytest.raises(ValueError, match="num_critic_epochs=4 has no critic"):
+        make_trainer({"num_critic_epochs": 4, "advantage_estimator": "reinforce_plus_plus"})

@@ -1,0 +1,298 @@
+"""The critic's pretraining: what it fits, what it leaves alone, when it stops, and that it resumes bit for bit."""
+
+import math
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from datasets import Dataset
+
+import hfppo.collect.collector
+from helpers.runs import final_state, untimed_logs
+from hfppo import PPOCallback
+from hfppo.learn.critic_pretraining import (
+    explained_variance,
+    join_rollouts,
+    rows_held_out,
+    sum_by_part,
+)
+from hfppo.models.critic import CRITIC_FOLDER
+from hfppo.run_state import PretrainingProgress
+
+# Rollouts of 8, so 4 of them; an epoch makes 3 or 4 steps of a mini-batch of at least 8.
+CONFIG = {
+    "critic_pretraining_completions": 26,
+    "critic_pretraining_patience": 2,
+    "critic_pretraining_epochs": 4,
+    "num_mini_batches": 1,
+    "per_device_train_batch_size": 4,
+    "gradient_accumulation_steps": 2,
+    "max_steps": 4,
+    "weight_decay": 0.1,
+}
+PROMPTS = Dataset.from_list([{"prompt": f"请问{a}+{b}="} for a in range(6) for b in range(3, 9)])
+
+
+class Watch(PPOCallback):
+    """Keeps the weights at each epoch of pretraining and at the first rollout, and every rollout's prompts."""
+
+    def __init__(self):
+        self.epochs, self.first, self.rollouts = [], None, []
+
+    def on_log(self, args, state, control, logs=None, model=None, **kwargs):
+        if "critic_pretraining/epoch" in logs:
+            self.epochs.append({name: p.detach().clone() for name, p in model.critic.named_parameters()})
+
+    def on_rollout_end(self, args, state, control, *, rollout, transcript, metrics, ppo_state, model=None, **kwargs):
+        self.rollouts.append(transcript.prompts)
+
+
+def pretrained(make_trainer, config=None, **kwargs):
+    trainer = make_trainer({**CONFIG, **(config or {})}, train_dataset=PROMPTS, **kwargs)
+    trainer.train()
+    return trainer
+
+
+def logged_epochs(trainer) -> list[dict[str, float]]:
+    return [entry for entry in trainer.state.log_history if "critic_pretraining/epoch" in entry]
+
+
+@pytest.mark.parametrize("critic", ["adapter", "shared"])
+def test_the_critic_alone_moves(make_trainer, critic):
+    watch = Watch()
+    trainer = make_trainer({**CONFIG, "learning_rate": 0.0, "critic_pretraining_learning_rate": 1e-2}, critic=critic)
+    trainer.add_callback(watch)
+    others = {n: p.detach().clone() for n, p in trainer.model.named_parameters() if not n.startswith("critic.")}
+    detached = trainer.model.critic.detach
+    trainer.train()
+    now = dict(trainer.model.named_parameters())
+    assert [name for name, before in others.items() if not torch.equal(before, now[name])] == []
+    assert not torch.equal(watch.epochs[0]["value_head.weight"], watch.epochs[1]["value_head.weight"])
+    assert trainer.model.critic.detach == detached
+    assert all(p.grad is None for p in trainer.model.parameters())
+
+
+def test_the_weights_after_the_best_epoch_are_kept(make_trainer):
+    """PPO then leaves the critic alone, so that its final weights are those that were kept."""
+    watch = Watch()
+    config = {"critic_learning_rate": 0.0, "critic_pretraining_learning_rate": 3e-3}
+    trainer = pretrained(make_trainer, config, callbacks=[watch])
+    explained = [entry["critic_pretraining/explained_variance"] for entry in logged_epochs(trainer)]
+    best = explained.index(max(explained))
+    assert 0 < best < len(explained) - 1, "a later epoch has to be worse"
+    for name, p in trainer.model.critic.named_parameters():
+        assert torch.equal(p, watch.epochs[best][name]), name
+    results = trainer.ppo_state.critic_pretraining.results()
+    assert results["critic_pretraining_explained_variance"] == max(explained)
+    assert results["critic_pretraining_completions"] == 32
+    assert results["critic_pretraining_epochs"] == len(explained) - 1
+
+
+@pytest.mark.parametrize(
+    ("explained", "over"),
+    [
+        ([0.0], False),
+        ([0.0, 0.1, 0.05], False),
+        ([0.0, 0.1, 0.05, 0.1], True),  # equal is no rise
+        ([0.0, -0.1, -0.2], True),
+        ([0.0, 0.1, 0.2, 0.3, 0.4], True),  # the limit
+    ],
+)
+def test_when_it_stops(make_trainer, explained, over):
+    trainer = make_trainer(CONFIG)
+    trainer._pretraining.progress.held_out = [{"explained_variance": x} for x in explained]
+    trainer._pretraining.progress.epoch = len(explained) - 1
+    assert trainer._pretraining.is_over() == over
+
+
+def test_returns_that_do_not_vary_end_it(make_trainer):
+    trainer = pretrained(make_trainer, reward_funcs=lambda completions, **_: [1.0] * len(completions))
+    progress = trainer.ppo_state.critic_pretraining
+    assert progress.held_out == [{}] * 3
+    assert (progress.done, progress.best_epoch) == (True, 0)
+
+
+def test_it_is_fitted_to_all_rewards_that_follow(make_trainer):
+    """λ = 1 whatever PPO uses."""
+    trainer = make_trainer({**CONFIG, "lam": 0.5, "lam_critic": 0.3, "gamma": 0.9}, train_dataset=PROMPTS)
+    kept = []
+    pretraining_of = trainer._begin_pretraining
+
+    def begin():
+        kept.append(pretraining_of())
+        return kept[-1]
+
+    trainer._begin_pretraining = begin
+    trainer.train()
+    for rollout in kept[-1].rollouts:
+        expected = torch.zeros(len(rollout))
+        for t in reversed(range(rollout.mask.shape[1])):
+            expected = torch.where(rollout.mask[:, t], rollout.rewards[:, t] + 0.9 * expected, expected)
+            got = rollout.returns[:, t][rollout.mask[:, t]]
+            torch.testing.assert_close(got, expected[rollout.mask[:, t]], rtol=1e-5, atol=1e-6)
+
+
+def test_its_prompts_come_first_and_count_as_episodes(make_trainer):
+    watch = Watch()
+    trainer = pretrained(make_trainer, {"max_steps": -1, "total_episodes": 48}, callbacks=[watch])
+    plain = Watch()
+    config = {"critic_pretraining_completions": 0, "max_steps": -1, "total_episodes": 48}
+    pretrained(make_trainer, config, callbacks=[plain])
+    assert trainer.state.max_steps == 2 * 2  # 48 completions are 6 rollouts; 4 of them for the critic
+    assert watch.rollouts == plain.rollouts[4:]
+    with pytest.raises(ValueError, match="total_episodes=32 are used up by critic_pretraining_completions=26"):
+        make_trainer({**CONFIG, "total_episodes": 32})
+
+
+class CopyCheckpoints(PPOCallback):
+    """Copies checkpoint-0 each time it is written."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.number = folder, 0
+
+    def on_save(self, args, state, control, **kwargs):
+        if state.global_step == 0:
+            shutil.copytree(Path(args.output_dir) / "checkpoint-0", self.folder / f"{self.number}" / "checkpoint-0")
+            self.number += 1
+
+
+@pytest.mark.parametrize("critic", ["adapter", pytest.param("shared", marks=pytest.mark.slow)])
+def test_resuming_it_equals_the_straight_run(make_trainer, tmp_path, critic):
+    """From each rollout, from within an epoch, from its end, and from the end of the pretraining."""
+    saving = {"save_strategy": "steps", "save_steps": 1, "normalize_scores": True}
+    copies = CopyCheckpoints(tmp_path / "copies")
+    straight = pretrained(make_trainer, saving, critic=critic, callbacks=[copies])
+    assert copies.number > 10
+    for number in (0, 3, 5, 8, copies.number - 1):
+        config = {**CONFIG, **saving, "output_dir": str(tmp_path / f"resumed-{number}")}
+        resumed = make_trainer(config, train_dataset=PROMPTS, critic=critic)
+        resumed.train(resume_from_checkpoint=str(tmp_path / "copies" / f"{number}" / "checkpoint-0"))
+        assert resumed.ppo_state == straight.ppo_state
+        expected, got = final_state(straight), final_state(resumed)
+        assert expected.keys() == got.keys()
+        assert [name for name in expected if not torch.equal(expected[name], got[name])] == [], number
+        assert untimed_logs(resumed)[:-1] == untimed_logs(straight)[:-1], number
+
+
+def test_a_signal_ends_it_with_a_checkpoint(make_trainer, tmp_path):
+    """As upstream's signal handler asks for it, while an epoch is logged."""
+    straight = pretrained(make_trainer)
+    config = {"enable_jit_checkpoint": True, "output_dir": str(tmp_path / "told")}
+    callback = PPOCallback()
+    trainer = make_trainer({**CONFIG, **config}, train_dataset=PROMPTS, callbacks=[callback])
+
+    def on_log(args, state, control, logs=None, **kwargs):
+        if logs.get("critic_pretraining/epoch") == 2:
+            trainer._just_in_time.jit_manager.is_checkpoint_requested = True
+
+    callback.on_log = on_log
+    trainer.train()
+    assert trainer.state.global_step == 0
+    assert trainer.ppo_state.critic_pretraining.epoch == 2
+    resumed = make_trainer({**CONFIG, **config}, train_dataset=PROMPTS)
+    resumed.train(resume_from_checkpoint=True)
+    expected, got = final_state(straight), final_state(resumed)
+    assert [name for name in expected if not torch.equal(expected[name], got[name])] == []
+
+
+def test_the_saved_critic_is_where_the_next_run_begins(make_trainer, tmp_path):
+    first = pretrained(make_trainer, {"save_strategy": "steps", "save_steps": 100})
+    folder = tmp_path / "out/checkpoint-0"
+    assert (folder / CRITIC_FOLDER).is_dir()
+    assert not list(folder.glob("critic_pretraining_*"))  # rollouts and optimizer are not needed any more
+    second = pretrained(make_trainer, {"output_dir": str(tmp_path / "second")}, critic=str(folder))
+    best = first.ppo_state.critic_pretraining.results()["critic_pretraining_explained_variance"]
+    assert logged_epochs(second)[0]["critic_pretraining/explained_variance"] == pytest.approx(best, abs=1e-5)
+
+
+def test_a_second_training_does_not_repeat_it(make_trainer):
+    trainer = pretrained(make_trainer)
+    epochs = trainer.ppo_state.critic_pretraining.epoch
+    trainer.train()
+    assert trainer.ppo_state.critic_pretraining.epoch == epochs
+    assert logged_epochs(trainer) == []
+
+
+def test_a_rollout_that_is_not_finite_is_left_out(make_trainer, monkeypatch):
+    passes, number = hfppo.collect.collector.forward_passes, iter(range(100))
+
+    def broken(*args):
+        found = passes(*args)
+        if next(number) == 1:
+            found.values[3] = math.nan
+        return found
+
+    monkeypatch.setattr(hfppo.collect.collector, "forward_passes", broken)
+    trainer = pretrained(make_trainer, {"on_nonfinite": "skip"})
+    progress = trainer.ppo_state.critic_pretraining
+    assert (progress.rollouts, progress.completions, trainer.ppo_state.dropped) == (5, 32, 0)
+
+
+def test_an_optimizer_that_diverges_is_an_error(make_trainer):
+    with pytest.raises(FloatingPointError, match=r"not finite in epoch 1 of critic pretraining; lower"):
+        pretrained(make_trainer, reward_funcs=lambda completions, **_: [1e25 * len(c) for c in completions])
+
+
+def test_without_a_critic_it_is_refused(make_trainer):
+    with pytest.raises(ValueError, match="critic_pretraining_completions=26 has no critic"):
+        make_trainer({**CONFIG, "advantage_estimator": "reinforce_plus_plus"})
+
+
+# The parts
+
+
+def rollout_of(make_trainer, prompts: list[str]):
+    return make_trainer().rollout(prompts)
+
+
+def test_joined_rollouts_hold_the_same_rows(make_trainer):
+    trainer = make_trainer()
+    parts = [trainer.rollout(["1=", "请问12+3="]), trainer.rollout(["2+2="])]
+    joined = join_rollouts(parts)
+    rows = [part.select(torch.tensor([i])) for part in parts for i in range(len(part))]
+    for i, row in enumerate(rows):
+        again = joined.select(torch.tensor([i]))
+        assert row.tensors().keys() == again.tensors().keys()
+        for name, tensor in row.tensors().items():
+            assert torch.equal(tensor, again.tensors()[name]), name
+
+
+def test_whole_prompts_are_held_out(make_trainer):
+    prompts = [f"{a}+{b}=" for a in range(5) for b in range(5)] * 2
+    held_out = rows_held_out(rollout_of(make_trainer, prompts), 0, 0)
+    assert held_out[:25].tolist() == held_out[25:].tolist()
+    assert int(held_out.sum()) == 2 * 4  # ⌈25 / 8⌉ prompts
+    assert rows_held_out(rollout_of(make_trainer, prompts), 1, 0).tolist() != held_out.tolist()
+
+
+def test_rows_are_held_out_where_prompts_are_few(make_trainer):
+    held_out = rows_held_out(rollout_of(make_trainer, ["1+1="] * 17), 0, 0)
+    assert int(held_out.sum()) == 3
+
+
+def test_explained_variance_by_hand(make_trainer):
+    """Returns 0 and 2 with values 0.5 and 1.5: squared error 0.5 of a deviation of 2."""
+    assert explained_variance(2, 0.5, 2.0, 4.0) == 0.75
+    assert explained_variance(2, 4.0, 2.0, 4.0) == -1.0  # a constant that is off by 1
+    assert math.isnan(explained_variance(3, 1.0, 3.0, 3.0))
+    assert math.isnan(explained_variance(0, 0.0, 0.0, 0.0))
+
+
+def test_parts_are_thirds_of_each_completion(make_trainer):
+    """Lengths 6, 3, 2 and 1, with a hole in the first, as between two turns."""
+    rollout = make_trainer().rollout(["1+1="] * 4)
+    mask = torch.tensor([[1, 1, 0, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0, 0], [1, 1, 0, 0, 0, 0, 0], [1, 0, 0, 0, 0, 0, 0]])
+    returns = torch.arange(28.0).view(4, 7)
+    batch = replace(rollout, mask=mask.bool(), loss_mask=mask.bool(), returns=returns)
+    sums = sum_by_part(returns + 1, batch)
+    start, middle, end = [0, 1, 7, 14, 21], [3, 4, 8, 15], [5, 6, 9]
+    for part, tokens in zip(sums, [start + middle + end, start, middle, end], strict=True):
+        assert part.tolist() == [len(tokens), len(tokens), sum(tokens), sum(t * t for t in tokens)]
+
+
+def test_the_best_epoch_is_the_first_of_equals():
+    progress = PretrainingProgress(held_out=[{}, {"explained_variance": 0.2}, {"explained_variance": 0.2}])
+    assert progress.best_epoch == 1
+    assert PretrainingProgress().results() == {}
