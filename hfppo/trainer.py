@@ -43,6 +43,7 @@ from hfppo.learn.loss import LossTerm, measure_kl, measure_update, ppo_loss, ppo
 from hfppo.learn.mini_batch import MiniBatchSize, cut_mini_batch, join_sequences
 from hfppo.learn.optimizer import GradientClipper, StepHooks, keep_own_settings, split_critic_groups
 from hfppo.learn.step_guard import NonFiniteGuard
+from hfppo.learn.step_plan import StepPlan
 from hfppo.metrics import Meter
 from hfppo.models.actor_critic import ActorCritic, TokenOutputs
 from hfppo.models.compilation import compile_layers
@@ -297,7 +298,7 @@ class PPOTrainer(CrashSafeTrainer):
         if self._rollout is None or self.state.global_step >= state.last_step:
             self._rollout = self._collect_rollout()
         index = (self.state.global_step - state.first_step) % args.num_mini_batches
-        seed = (args.seed, SHUFFLE_STREAM, state.rollouts, self._epoch, args.process_index)
+        seed = (args.seed, SHUFFLE_STREAM, state.rollouts, self._plan.epoch, args.process_index)
         return self._rollout.mini_batch(index, args.num_mini_batches, seed)
 
     def _collect_rollout(self) -> Rollout:
@@ -334,34 +335,24 @@ class PPOTrainer(CrashSafeTrainer):
 
     def _begin_pretraining(self) -> CriticPretraining | None:
         """Return the pretraining that is due, from its beginning; None if it is done or PPO has begun."""
-        state = self.ppo_state
-        if not self.args.critic_pretraining_completions or state.critic_pretraining.done or state.rollouts:
+        progress = self.ppo_state.critic_pretraining
+        if not self.args.critic_pretraining_completions or progress.done or self.ppo_state.rollouts:
             return None
-        return CriticPretraining(self.collector, state.critic_pretraining)
+        return CriticPretraining(self.collector, progress)
 
     def _pretrain_critic(self) -> bool:
         """Pretrain the critic if that is due; return False if a signal ended the run before it was done."""
         if (pretraining := self._pretraining) is None:
             return True
-        began = time.perf_counter()
-
-        def log(metrics: dict[str, float]) -> None:
-            nonlocal began
-            now = time.perf_counter()
-            self.log({**metrics, "time/critic_pretraining": now - began})
-            began = now
-
-        progress, saved = pretraining.progress, pretraining.progress.work
         with self._progress.phase("time/critic_pretraining"):
-            for _ in pretraining.run(self._collect_for_pretraining, log, self._progress.advance):
+            for _ in pretraining.run(self._collect_for_pretraining, self.log, self._progress.advance):
                 if self._just_in_time is not None and self._just_in_time.save_if_asked(self.control):
                     return False
-                if self.args.save_strategy == SaveStrategy.STEPS and progress.work >= saved + self.state.save_steps:
-                    saved = progress.work
-                    self._save_at_start()
+                if self.args.save_strategy == SaveStrategy.STEPS and pretraining.save_is_due(self.state.save_steps):
+                    self.save_checkpoint()
         self._pretraining = None
         if self.args.save_strategy != SaveStrategy.NO:
-            self._save_at_start()
+            self.save_checkpoint()
         return True
 
     def _collect_for_pretraining(self) -> Rollout | None:
@@ -370,11 +361,6 @@ class PPOTrainer(CrashSafeTrainer):
         collected = self._try_to_collect(self._pretraining.collector, Meter())
         self.ppo_state.critic_pretraining.rollouts += 1
         return None if collected is None else collected[0]
-
-    def _save_at_start(self) -> None:
-        """Save checkpoint-0, which holds the pretraining."""
-        self._save_checkpoint(self.model_wrapped, trial=None)
-        self.control = self.callback_handler.on_save(self.args, self.state, self.control)
 
     def rollout(self, prompts: Sequence[str] | Sequence[list[dict[str, Any]]], **columns: Sequence[Any]) -> Rollout:
         """Collect a rollout for given prompts, on the CPU; training does not notice.
@@ -396,24 +382,9 @@ class PPOTrainer(CrashSafeTrainer):
     # The loss
 
     @property
-    def _epoch(self) -> int:
-        """The epoch of the present step on the rollout in use, from 0."""
-        return (self.state.global_step - self.ppo_state.first_step) // self.args.num_mini_batches
-
-    @property
-    def _warms_up(self) -> bool:
-        """Whether the rollout in use belongs to `critic_warmup`."""
-        return self.ppo_state.rollouts - self.ppo_state.dropped <= self.args.critic_warmup
-
-    @property
-    def _uses_actor(self) -> bool:
-        """Whether the present step computes the actor's losses, which count for nothing in `critic_warmup`."""
-        return self._epoch < self.args.num_ppo_epochs
-
-    @property
-    def _uses_critic(self) -> bool:
-        """Whether the present step moves the critic, as each one of `critic_warmup` does."""
-        return self._epoch < self.args.critic_epochs or self._warms_up
+    def _plan(self) -> StepPlan:
+        """What the present step computes and moves."""
+        return StepPlan.of(self.state.global_step, self.ppo_state, self.args)
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         """Call Trainer's step for each piece of a micro-batch."""
@@ -435,17 +406,18 @@ class PPOTrainer(CrashSafeTrainer):
     ) -> Tensor | tuple[Tensor, Any]:
         """Return the PPO loss of a micro-batch, scaled so that DDP's mean over processes is the sum."""
         assert num_items_in_batch is not None
+        plan = self._plan
         batch: Rollout = inputs["batch"].to(self.args.device)
         outputs = model(
             **join_sequences(batch),
             completion_mask=batch.mask,
             temperature=self.args.temperature,
-            policy=self._uses_actor,
-            values=self._uses_critic,
+            policy=plan.policy,
+            values=plan.values,
             entropy="differentiable" if self.args.entropy_coef else "constant",
         )
         terms = self.loss_terms(outputs, batch)
-        loss = ppo_loss(terms, outputs, batch, num_items_in_batch, self.args, self._warms_up)
+        loss = ppo_loss(terms, outputs, batch, num_items_in_batch, self.args, plan.warms_up)
         with torch.no_grad():
             self._guard.record(batch, loss, {term.name: term.per_token for term in terms})
             first = self.state.global_step == self.ppo_state.first_step
@@ -492,8 +464,9 @@ class PPOTrainer(CrashSafeTrainer):
 
     def _before_step(self) -> None:
         """Hold what the step does not move, and end the rollout's use at `target_kl`."""
-        held = self.model.actor_parameters() if self._warms_up or not self._uses_actor else []
-        held += [] if self._uses_critic else self.model.critic_parameters()
+        plan = self._plan
+        held = [] if plan.moves_actor else self.model.actor_parameters()
+        held += [] if plan.values else self.model.critic_parameters()
         for parameter in held:  # without gradient: no decay, no momentum, no changed bit
             parameter.grad = None
         limit = self.args.target_kl

@@ -441,7 +441,7 @@ def test_the_best_checkpoint_has_its_final_name(make_trainer, dataset, tmp_path,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("processes", "kills", "variants"), [(1, 3, 3), (2, 2, 1)])
+@pytest.mark.parametrize(("processes", "kills", "variants"), [(1, 4, 4), (2, 2, 1)])
 def test_killed_runs_come_back_bit_for_bit(processes, kills, variants):
     """The short version of what docs/reliability.md tells of."""
     flags = f"--kills {kills} --processes {processes} --variants {variants}".split()

@@ -6,6 +6,7 @@ the best weights are kept.
 
 import copy
 import math
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -50,6 +51,8 @@ class CriticPretraining:
         self.progress = progress
         self.rollouts: list[Rollout] = []  # this process's rows
         self.best: dict[str, Tensor] = {}  # the critic's weights after the best epoch so far
+        self.saved_at = progress.work
+        self.logged_at = time.perf_counter()
         self.optimizer = torch.optim.Adam(
             self.model.critic_parameters(),
             lr=self.args.critic_pretraining_learning_rate or self.args.critic_lr,
@@ -103,6 +106,12 @@ class CriticPretraining:
                 yield
         self.restore_best()
         progress.done = True
+
+    def save_is_due(self, save_steps: int) -> bool:
+        """Whether `save_steps` steps were made since this was last the case."""
+        if due := self.progress.work >= self.saved_at + save_steps:
+            self.saved_at = self.progress.work
+        return due
 
     def is_over(self) -> bool:
         """Whether the last `critic_pretraining_patience` epochs explained no more, or the limit is reached."""
@@ -232,7 +241,9 @@ class CriticPretraining:
         logs = {f"critic_pretraining/{name}": value for name, value in measured.items()}
         if training_loss is not None:
             logs["critic_pretraining/loss"] = training_loss
-        log({"critic_pretraining/epoch": self.progress.epoch, **logs})
+        before, self.logged_at = self.logged_at, time.perf_counter()
+        seconds = {"time/critic_pretraining": self.logged_at - before}
+        log({"critic_pretraining/epoch": self.progress.epoch, **logs, **seconds})
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """Return the critic's trainable parameters by name."""

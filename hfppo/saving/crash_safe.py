@@ -195,6 +195,11 @@ class CrashSafeTrainer(Trainer):
         if self.args.should_save:
             rotate(output_dir, self.args.save_total_limit, final, self.state.best_model_checkpoint)
 
+    def save_checkpoint(self) -> None:
+        """Write a checkpoint at the present step, and tell the callbacks; Trainer's loop does so by its own rules."""
+        self._save_checkpoint(self.model_wrapped, trial=None)
+        self.control = self.callback_handler.on_save(self.args, self.state, self.control)
+
     @contextmanager
     def _stage(self, output_dir: Path) -> Iterator[Path]:
         """Redirect Trainer's output to a staging folder, and remove that folder afterwards, also on a full disk."""

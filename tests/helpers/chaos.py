@@ -51,6 +51,10 @@ VARIANTS = {
         {"advantage_estimator": "grpo", "num_generations": 2, "target_kl": 0.02, "save_steps": 2},
         "adapter",
     ),
+    "critic pretraining": (
+        {"critic_pretraining_completions": 24, "critic_pretraining_epochs": 3, "save_steps": 2},
+        "adapter",
+    ),
 }
 DATASET = Dataset.from_list([{"prompt": f"请问{a}+{b}="} for a in range(4) for b in range(3, 7)])
 
