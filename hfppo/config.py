@@ -247,10 +247,7 @@ class PPOConfig(TrainingArguments):
     )
     num_critic_epochs: Count | None = field(
         default=None,
-        metadata={
-            "help": "Times that the critic goes through each rollout (verl); None: `num_ppo_epochs`. Epochs of both "
-            "come first, then those of one alone."
-        },
+        metadata={"help": "Times that the critic goes through each rollout (verl); None: `num_ppo_epochs`."},
     )
     cliprange_value: Positive | None = field(
         default=0.2, metadata={"help": "ε of the value clip in units of the return (TRL); None turns it off."}
@@ -260,20 +257,10 @@ class PPOConfig(TrainingArguments):
     )
     critic_pretraining_completions: Annotated[int, AT_LEAST_0] = field(
         default=0,
-        metadata={
-            "help": "Completions of the starting policy, rounded up to rollouts, on whose λ = 1 returns the critic is "
-            "fitted before the first PPO step (arXiv:2503.01491); 0 is off."
-        },
+        metadata={"help": "Completions to whose returns the critic is fitted before PPO begins (arXiv:2503.01491)."},
     )
-    critic_pretraining_patience: Count = field(
-        default=3, metadata={"help": "Epochs without a better fit of held-out prompts that end the pretraining."}
-    )
-    critic_pretraining_epochs: Count = field(
-        default=50, metadata={"help": "Epochs after which the pretraining ends in any case."}
-    )
-    critic_pretraining_learning_rate: Positive | None = field(
-        default=None, metadata={"help": "Learning rate of the pretraining; None: the critic's."}
-    )
+    critic_pretraining_patience: Count = field(default=3, metadata={"help": "Epochs without gain that end it."})
+    critic_pretraining_epochs: Count = field(default=50, metadata={"help": "The most epochs of the pretraining."})
     critic_warmup: Annotated[int, AT_LEAST_0] = field(
         default=0, metadata={"help": "Rollouts at the start that train the critic only; the actor does not move."}
     )

@@ -179,6 +179,7 @@ def check_config(args: Any) -> None:
         ValueError: names the fields, their values and the remedy.
     """
     check_combinations(args)
+    check_critic(args)
     check_dtypes(args)
     check_inherited(args)
     check_processes(args)
@@ -221,6 +222,15 @@ def check_combinations(args: Any) -> None:
                 f"{field}={value!r} has no effect with advantage_estimator={args.advantage_estimator!r}, which takes "
                 "the sum of a completion's rewards; leave it out, or set advantage_estimator='gae'"
             )
+    if taken := sorted(SET_BY_RENDERING & set(args.chat_template_kwargs or {})):
+        raise ValueError(
+            f"chat_template_kwargs={args.chat_template_kwargs!r} sets {', '.join(taken)}, which follows from the "
+            "prompt; leave it out"
+        )
+
+
+def check_critic(args: Any) -> None:
+    """Refuse fields of the critic without one, or with one that learns nothing."""
     for field, off in (("critic_warmup", 0), ("critic_pretraining_completions", 0), ("num_critic_epochs", None)):
         if (given := getattr(args, field)) and not args.needs_critic:
             raise ValueError(
@@ -231,11 +241,6 @@ def check_combinations(args: Any) -> None:
         raise ValueError(
             f"num_critic_epochs={args.num_critic_epochs} are more than num_ppo_epochs={args.num_ppo_epochs}, and "
             "vf_coef=0 leaves the critic nothing to learn in them; raise vf_coef or lower num_critic_epochs"
-        )
-    if taken := sorted(SET_BY_RENDERING & set(args.chat_template_kwargs or {})):
-        raise ValueError(
-            f"chat_template_kwargs={args.chat_template_kwargs!r} sets {', '.join(taken)}, which follows from the "
-            "prompt; leave it out"
         )
 
 

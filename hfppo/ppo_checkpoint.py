@@ -68,7 +68,7 @@ def describe_run(
                 args.per_device_train_batch_size * args.gradient_accumulation_steps
             ),
             **{name: getattr(args, name) for name in STRUCTURE},
-            "num_critic_epochs": args.critic_epochs,
+            "num_critic_epochs": args.critic_epochs if args.needs_critic else None,
             "optim": values["optim"],
             "number of processes": args.world_size,
             # Earlier versions hashed a text of the ids, under another name: their checkpoints go on unchecked.

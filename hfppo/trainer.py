@@ -331,8 +331,6 @@ class PPOTrainer(CrashSafeTrainer):
             self._guard.drop(error, state.next_rollout + 1, self._meter)
             return None
 
-    # The critic's pretraining, before the first rollout
-
     def _begin_pretraining(self) -> CriticPretraining | None:
         """Return the pretraining that is due, from its beginning; None if it is done or PPO has begun."""
         progress = self.ppo_state.critic_pretraining
@@ -431,8 +429,7 @@ class PPOTrainer(CrashSafeTrainer):
         """Return the terms of the loss; a subclass may add its own to those of `super().loss_terms`.
 
         Args:
-            outputs: of π_θ, the policy being optimized; (B, T) tensors. With `num_critic_epochs` some steps move the
-                critic or the actor alone, and the outputs of the other are None.
+            outputs: of π_θ, the policy being optimized; (B, T) tensors, None where a step moves only actor or critic.
             batch: the rollout's data about the same tokens.
         """
         return ppo_terms(outputs, batch, self.args)

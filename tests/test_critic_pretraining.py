@@ -10,8 +10,11 @@ import torch
 from datasets import Dataset
 
 import hfppo.collect.collector
+from helpers.agents import VOCAB_SIZE, Counting, calling_tokenizer
 from helpers.runs import final_state, untimed_logs
+from helpers.tiny import tiny_model
 from hfppo import PPOCallback
+from hfppo.functional import turn_ends, turn_factors
 from hfppo.learn.critic_pretraining import (
     explained_variance,
     join_rollouts,
@@ -39,14 +42,17 @@ class Watch(PPOCallback):
     """Keeps the weights at each epoch of pretraining and at the first rollout, and every rollout's prompts."""
 
     def __init__(self):
-        self.epochs, self.first, self.rollouts = [], None, []
+        self.epochs, self.first, self.rollouts = [], {}, []
+        self.model = None
 
     def on_log(self, args, state, control, logs=None, model=None, **kwargs):
         if "critic_pretraining/epoch" in logs:
             self.epochs.append({name: p.detach().clone() for name, p in model.critic.named_parameters()})
 
-    def on_rollout_end(self, args, state, control, *, rollout, transcript, metrics, ppo_state, model=None, **kwargs):
+    def on_rollout_end(self, args, state, control, *, rollout, transcript, metrics, ppo_state, **kwargs):
         self.rollouts.append(transcript.prompts)
+        if self.model is not None and not self.first:
+            self.first = {name: p.detach().clone() for name, p in self.model.critic.named_parameters()}
 
 
 def pretrained(make_trainer, config=None, **kwargs):
@@ -62,7 +68,7 @@ def logged_epochs(trainer) -> list[dict[str, float]]:
 @pytest.mark.parametrize("critic", ["adapter", "shared"])
 def test_the_critic_alone_moves(make_trainer, critic):
     watch = Watch()
-    trainer = make_trainer({**CONFIG, "learning_rate": 0.0, "critic_pretraining_learning_rate": 1e-2}, critic=critic)
+    trainer = make_trainer({**CONFIG, "learning_rate": 0.0, "critic_learning_rate": 1e-2}, critic=critic)
     trainer.add_callback(watch)
     others = {n: p.detach().clone() for n, p in trainer.model.named_parameters() if not n.startswith("critic.")}
     detached = trainer.model.critic.detach
@@ -75,15 +81,15 @@ def test_the_critic_alone_moves(make_trainer, critic):
 
 
 def test_the_weights_after_the_best_epoch_are_kept(make_trainer):
-    """PPO then leaves the critic alone, so that its final weights are those that were kept."""
     watch = Watch()
-    config = {"critic_learning_rate": 0.0, "critic_pretraining_learning_rate": 3e-3}
-    trainer = pretrained(make_trainer, config, callbacks=[watch])
+    trainer = make_trainer({**CONFIG, "critic_learning_rate": 3e-3}, train_dataset=PROMPTS, callbacks=[watch])
+    watch.model = trainer.model
+    trainer.train()
     explained = [entry["critic_pretraining/explained_variance"] for entry in logged_epochs(trainer)]
     best = explained.index(max(explained))
     assert 0 < best < len(explained) - 1, "a later epoch has to be worse"
-    for name, p in trainer.model.critic.named_parameters():
-        assert torch.equal(p, watch.epochs[best][name]), name
+    for name, tensor in watch.first.items():
+        assert torch.equal(tensor, watch.epochs[best][name]), name
     results = trainer.ppo_state.critic_pretraining.results()
     assert results["critic_pretraining_explained_variance"] == max(explained)
     assert results["critic_pretraining_completions"] == 32
@@ -132,6 +138,35 @@ def test_it_is_fitted_to_all_rewards_that_follow(make_trainer):
             expected = torch.where(rollout.mask[:, t], rollout.rewards[:, t] + 0.9 * expected, expected)
             got = rollout.returns[:, t][rollout.mask[:, t]]
             torch.testing.assert_close(got, expected[rollout.mask[:, t]], rtol=1e-5, atol=1e-6)
+
+
+def test_episodes_of_several_turns(make_trainer, monkeypatch):
+    """Rewards of turns, context between them, and no λ between turns either."""
+    kept = []
+    monkeypatch.setattr(
+        "hfppo.learn.critic_pretraining.join_rollouts", lambda parts: kept.extend(parts) or join_rollouts(parts)
+    )
+    config = {"lam_turn": 0.2, "gamma_turn": 0.9, "max_completion_length": 40, "max_tool_calling_iterations": 2}
+    prompts = [{"prompt": [{"role": "user", "content": f"go {n}"}], "start": n} for n in range(9)]
+    trainer = make_trainer(
+        {**CONFIG, **config, "kl_coef": 0.0, "max_steps": 1},
+        model=tiny_model(vocab_size=VOCAB_SIZE, max_position_embeddings=256),
+        processing_class=calling_tokenizer(),
+        train_dataset=Dataset.from_list(prompts),
+        environment_factory=Counting,
+        reward_funcs=None,
+    )
+    trainer.train()
+    assert any(rollout.context.any() for rollout in kept)
+    for rollout in kept:
+        gamma = turn_factors(1.0, 0.9, turn_ends(rollout.mask, rollout.context)).float()
+        expected = torch.zeros(len(rollout))
+        for t in reversed(range(rollout.mask.shape[1])):
+            now = rollout.rewards[:, t] + gamma[:, t] * expected
+            expected = torch.where(rollout.mask[:, t], now, expected)
+            torch.testing.assert_close(rollout.returns[:, t], expected.where(rollout.mask[:, t], 0.0))
+    measured = trainer.ppo_state.critic_pretraining.held_out
+    assert {"explained_variance", "explained_variance_start"} <= measured[0].keys()
 
 
 def test_its_prompts_come_first_and_count_as_episodes(make_trainer):

@@ -55,7 +55,7 @@ class CriticPretraining:
         self.logged_at = time.perf_counter()
         self.optimizer = torch.optim.Adam(
             self.model.critic_parameters(),
-            lr=self.args.critic_pretraining_learning_rate or self.args.critic_lr,
+            lr=self.args.critic_lr,
             betas=(self.args.adam_beta1, self.args.adam_beta2),
             eps=self.args.adam_epsilon,
         )
@@ -171,8 +171,7 @@ class CriticPretraining:
         if not math.isfinite(total) or not (scaler.is_enabled() or norm.isfinite()):
             raise NonFiniteError(
                 f"the loss ({total}) or its gradient ({float(norm)}) is not finite in epoch "
-                f"{self.progress.epoch + 1} of critic pretraining; lower critic_pretraining_learning_rate, or scale "
-                "the scores"
+                f"{self.progress.epoch + 1} of critic pretraining; lower critic_learning_rate, or scale the scores"
             )
         scaler.step(self.optimizer)
         scaler.update()
