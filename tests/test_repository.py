@@ -62,6 +62,7 @@ ALLOWED = {
         "seeds",
         "support",
     },
+    "best_of": {"data", "generation", "models", "seeds", "support"},
     "evaluation": {"collect", "config", "data", "metrics", "models", "rewards", "setup", "support"},
     "reporting": {"callbacks", "config", "functional", "models", "saving", "support"},
     "token_trace": {

@@ -4,13 +4,14 @@ from accelerate import Accelerator
 
 from hfppo.config import PPOConfig
 from hfppo.generation.generate import TransformersSampler
-from hfppo.generation.sampler import Completions, Sampler, completions_from, eos_token_ids
+from hfppo.generation.sampler import Completions, Sampler, completion_ids, completions_from, eos_token_ids
 from hfppo.models.actor_critic import ActorCritic
 
 __all__ = [
     "Completions",
     "Sampler",
     "TransformersSampler",
+    "completion_ids",
     "completions_from",
     "eos_token_ids",
     "make_sampler",

@@ -120,3 +120,11 @@ def eos_token_ids(tokenizer: PreTrainedTokenizerBase, generation_config: Generat
             "set processing_class.eos_token"
         )
     return sorted(ids)
+
+
+def completion_ids(text: str, tokenizer: PreTrainedTokenizerBase, eos_ids: list[int]) -> list[int]:
+    """Return the token ids of a written completion, with the end of sequence that the policy would add."""
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    # The tokenizer's EOS if it has one: chat models end their turns with it, and texts with another one.
+    eos_id = eos_ids[0] if tokenizer.eos_token_id is None else tokenizer.eos_token_id
+    return ids if ids and ids[-1] in eos_ids else [*ids, eos_id]

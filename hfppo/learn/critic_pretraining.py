@@ -94,6 +94,7 @@ class CriticPretraining:
         if not progress.held_out:
             self.measure(testing, log)
         while not self.is_over():
+            self.set_learning_rate()
             for index in range(progress.step, num_steps):
                 progress.loss += self.step(self.mini_batch(training, index, num_steps))
                 progress.step += 1
@@ -119,6 +120,13 @@ class CriticPretraining:
         return waited >= self.args.critic_pretraining_patience or (
             self.progress.epoch >= self.args.critic_pretraining_epochs
         )
+
+    def set_learning_rate(self) -> None:
+        """Halve the critic's rate for each epoch so far that explained no more than those before it."""
+        explained = [measured.get("explained_variance", -math.inf) for measured in self.progress.held_out]
+        without_gain = sum(now <= max(explained[:i]) for i, now in enumerate(explained) if i)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.args.critic_lr / 2**without_gain
 
     def count_steps(self, rows: int) -> int:
         """Return the optimizer steps of an epoch, the same on every process. A collective call.

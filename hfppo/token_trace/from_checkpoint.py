@@ -20,7 +20,6 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedModel,
-    PreTrainedTokenizerBase,
     TrainerState,
     TrainingArguments,
 )
@@ -28,7 +27,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from hfppo.collect.collector import Collector
 from hfppo.config import PPOConfig
-from hfppo.generation import Completions, Sampler, eos_token_ids, make_sampler
+from hfppo.generation import Completions, Sampler, completion_ids, eos_token_ids, make_sampler
 from hfppo.metrics import Meter
 from hfppo.ppo_checkpoint import RunDescription, hash_frozen_weights, state_file
 from hfppo.run_state import PPOState
@@ -172,14 +171,6 @@ def rebuild_settings(run: RunDescription, question: Question, written: list[int]
     if written is not None:
         values["max_completion_length"] = len(written)
     return PPOConfig(**values)
-
-
-def completion_ids(text: str, tokenizer: PreTrainedTokenizerBase, eos_ids: list[int]) -> list[int]:
-    """Return the token ids of a written completion, with the end of sequence that the policy would add."""
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    # The tokenizer's EOS if it has one: chat models end their turns with it, and texts with another one.
-    eos_id = eos_ids[0] if tokenizer.eos_token_id is None else tokenizer.eos_token_id
-    return ids if ids and ids[-1] in eos_ids else [*ids, eos_id]
 
 
 def remove_score(table: TokenTable) -> TokenTable:

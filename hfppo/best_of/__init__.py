@@ -1,0 +1,1 @@
+"""Rank completions by the critic that a run has trained."""
