@@ -259,7 +259,7 @@ class PPOConfig(TrainingArguments):
         default=0,
         metadata={"help": "Completions to whose returns the critic is fitted before PPO begins (arXiv:2503.01491)."},
     )
-    critic_pretraining_patience: Count = field(default=3, metadata={"help": "Epochs without gain that end it."})
+    critic_pretraining_patience: Count = field(default=3, metadata={"help": "Epochs without gain that end the fit."})
     critic_pretraining_epochs: Count = field(default=50, metadata={"help": "The most epochs of the pretraining."})
     critic_warmup: Annotated[int, AT_LEAST_0] = field(
         default=0, metadata={"help": "Rollouts at the start that train the critic only; the actor does not move."}
@@ -326,12 +326,7 @@ class PPOConfig(TrainingArguments):
         super().__post_init__()
         check_config(self)
         if self.total_episodes is not None:
-            rollouts = self._rollouts_for(self.total_episodes) - self.critic_pretraining_rollouts
-            if rollouts < 1:
-                raise ValueError(
-                    f"total_episodes={self.total_episodes} are used up by critic_pretraining_completions="
-                    f"{self.critic_pretraining_completions}, rounded up to rollouts; raise total_episodes"
-                )
+            rollouts = self.rollouts_for(self.total_episodes) - self.critic_pretraining_rollouts
             steps = rollouts * self.updates_per_rollout
             if self.max_steps not in (-1, steps):
                 logger.warning("total_episodes makes max_steps=%s; %s is not used", steps, self.max_steps)
@@ -360,14 +355,14 @@ class PPOConfig(TrainingArguments):
         """Completions per process in a rollout."""
         return self.per_device_train_batch_size * self.gradient_accumulation_steps * self.num_mini_batches
 
-    def _rollouts_for(self, completions: int) -> int:
+    def rollouts_for(self, completions: int) -> int:
         """Return the rollouts of all processes that hold so many completions."""
         return -(-completions // (self.rollout_size_per_process * self.world_size))
 
     @property
     def critic_pretraining_rollouts(self) -> int:
         """Rollouts that the critic's pretraining collects."""
-        return self._rollouts_for(self.critic_pretraining_completions)
+        return self.rollouts_for(self.critic_pretraining_completions)
 
     @property
     def critic_lr(self) -> float:

@@ -237,6 +237,11 @@ def check_critic(args: Any) -> None:
                 f"{field}={given} has no critic to train: advantage_estimator={args.advantage_estimator!r} works "
                 f"without one; set {field}={off} or advantage_estimator='gae'"
             )
+    if args.total_episodes is not None and args.rollouts_for(args.total_episodes) <= args.critic_pretraining_rollouts:
+        raise ValueError(
+            f"total_episodes={args.total_episodes} are used up by critic_pretraining_completions="
+            f"{args.critic_pretraining_completions}, rounded up to rollouts; raise total_episodes"
+        )
     if args.critic_epochs > args.num_ppo_epochs and args.vf_coef == 0:
         raise ValueError(
             f"num_critic_epochs={args.num_critic_epochs} are more than num_ppo_epochs={args.num_ppo_epochs}, and "

@@ -17,8 +17,11 @@ class StepPlan:
 
     @classmethod
     def of(cls, step: int, state: PPOState, args: PPOConfig) -> "StepPlan":
-        """Return the plan of the step after `step` others; during `critic_warmup` the critic moves in all of them."""
-        epoch = (step - state.first_step) // args.num_mini_batches
+        """Return the plan of the step after `step` others; during `critic_warmup` the critic moves in all of them.
+
+        After the last step on a rollout it is that of the next one's first.
+        """
+        epoch = (step - state.first_step) % args.updates_per_rollout // args.num_mini_batches
         warms_up = state.rollouts - state.dropped <= args.critic_warmup
         return cls(
             epoch=epoch,

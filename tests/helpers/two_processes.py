@@ -118,6 +118,8 @@ for trainer, step in zip(resumed, (1, 3, 4), strict=True):
 variants = [make(f"variant-{i}", max_steps=3, **fields) for i, fields in enumerate(VARIANTS)]
 for trainer in variants:
     trainer.train()
+critic_first = make("critic-first", max_steps=3, critic_pretraining_completions=24, num_critic_epochs=3)
+critic_first.train()
 probe = make("probe", max_steps=1, learning_rate=0.0, normalize_scores=False)
 probe.add_callback(TokenTraceCallback(trainer=probe, prompts=["1+1=", "请问2+3="]))
 probe.train()
@@ -130,6 +132,8 @@ result = {
     "resumed": [weights(trainer) for trainer in resumed],
     "resumed_logs": [logs(trainer) for trainer in resumed],
     "variants_logs": [logs(trainer) for trainer in variants],
+    "critic_first": weights(critic_first),
+    "held_out": critic_first.ppo_state.critic_pretraining.held_out,
     "gradients": gradients(probe),
     "evaluation": {k: v for k, v in probe.evaluate().items() if k.startswith(("eval_reward", "eval_completions"))},
     "traces": [trace.to_json() for trace in read_traces(trace_file(probe.args.output_dir, 1, "prompts"))],
