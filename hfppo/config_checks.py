@@ -242,6 +242,11 @@ def check_critic(args: Any) -> None:
             f"total_episodes={args.total_episodes} are used up by critic_pretraining_completions="
             f"{args.critic_pretraining_completions}, rounded up to rollouts; raise total_episodes"
         )
+    if args.critic_pretraining_completions and args.vf_coef == 0:
+        raise ValueError(
+            f"critic_pretraining_completions={args.critic_pretraining_completions} fits the critic, and vf_coef=0 "
+            "gives its loss no weight; raise vf_coef, or set critic_pretraining_completions=0"
+        )
     if args.critic_epochs > args.num_ppo_epochs and args.vf_coef == 0:
         raise ValueError(
             f"num_critic_epochs={args.num_critic_epochs} are more than num_ppo_epochs={args.num_ppo_epochs}, and "

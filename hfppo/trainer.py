@@ -16,6 +16,7 @@ from datasets import Dataset, IterableDataset
 from peft import PeftConfig, PeftModel
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 from transformers import (
     EvalPrediction,
@@ -343,12 +344,16 @@ class PPOTrainer(CrashSafeTrainer):
         if (pretraining := self._pretraining) is None:
             return True
         with self._progress.phase("time/critic_pretraining"):
-            for _ in pretraining.run(self._collect_for_pretraining, self.log, self._progress.advance):
+            collect, show = self._collect_for_pretraining, self._progress.advance
+            for _ in pretraining.run(self.optimizer, collect, self.log, show):
                 if self._just_in_time is not None and self._just_in_time.save_if_asked(self.control):
                     return False
                 if self.args.save_strategy == SaveStrategy.STEPS and pretraining.save_is_due(self.state.save_steps):
                     self.save_checkpoint()
         self._pretraining = None
+        scheduler = cast(LRScheduler, self.lr_scheduler)
+        for group, rate in zip(cast(Optimizer, self.optimizer).param_groups, scheduler.get_last_lr(), strict=True):
+            group["lr"] = rate
         if self.args.save_strategy != SaveStrategy.NO:
             self.save_checkpoint()
         return True
@@ -461,6 +466,8 @@ class PPOTrainer(CrashSafeTrainer):
 
     def _before_step(self) -> None:
         """Hold what the step does not move, and end the rollout's use at `target_kl`."""
+        if self._pretraining is not None:
+            return
         plan = self._plan
         held = [] if plan.moves_actor else self.model.actor_parameters()
         held += [] if plan.values else self.model.critic_parameters()
@@ -471,7 +478,10 @@ class PPOTrainer(CrashSafeTrainer):
             self.ppo_state.last_step = self.state.global_step + 1
 
     def _after_step(self) -> None:
-        self._meter.add_number("time/update", self.args.updates_per_rollout * (time.perf_counter() - self._step_began))
+        if self._pretraining is None:
+            self._meter.add_number(
+                "time/update", self.args.updates_per_rollout * (time.perf_counter() - self._step_began)
+            )
 
     def _end_update(self) -> None:
         """Tell the callbacks after the last optimizer step on a rollout."""

@@ -169,6 +169,37 @@ def test_episodes_of_several_turns(make_trainer, monkeypatch):
     assert {"explained_variance", "explained_variance_start"} <= measured[0].keys()
 
 
+def test_ppo_begins_with_its_moments_and_the_rates_of_the_schedule(make_trainer):
+    """In warmup the schedule's first rate is 0."""
+    seen = {}
+
+    class Look(PPOCallback):
+        def on_rollout_end(self, args, state, control, **kwargs):
+            if not seen:
+                optimizer = trainer.optimizer.optimizer
+                seen["rates"] = {group["lr"] for group in optimizer.param_groups}
+                seen["with moments"] = {id(p) for p, moments in optimizer.state.items() if moments}
+
+    config = {"warmup_steps": 2, "critic_pretraining_learning_rate": 1e-2}
+    trainer = make_trainer({**CONFIG, **config}, train_dataset=PROMPTS, callbacks=[Look()])
+    trainer.train()
+    assert seen["rates"] == {0.0}
+    assert seen["with moments"] == {id(p) for p in trainer.model.critic_parameters()}
+    assert not any("time/update" in entry for entry in logged_epochs(trainer))
+
+
+@pytest.mark.parametrize(
+    ("explained", "rate"),
+    [([0.0], 0.8), ([0.0, 0.1], 0.8), ([0.0, 0.1, 0.1], 0.4), ([0.0, 0.1, 0.05, 0.2], 0.4), ([0.1, 0.0, 0.05], 0.2)],
+)
+def test_the_rate_is_halved_after_an_epoch_without_gain(make_trainer, explained, rate):
+    trainer = make_trainer({**CONFIG, "critic_pretraining_learning_rate": 0.8})
+    optimizer = trainer.create_optimizer()
+    trainer._pretraining.progress.held_out = [{"explained_variance": x} for x in explained]
+    trainer._pretraining.set_learning_rate(optimizer)
+    assert {group["lr"] for group in optimizer.param_groups} == {rate}
+
+
 def test_its_prompts_come_first_and_count_as_episodes(make_trainer):
     watch = Watch()
     trainer = pretrained(make_trainer, {"max_steps": -1, "total_episodes": 48}, callbacks=[watch])

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import gather_object
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -36,7 +37,8 @@ PROMPT_FIELDS = ("prompt_ids", "prompt_mask")  # of a rollout; padded on the lef
 class CriticPretraining:
     """The critic's fit to λ = 1 returns, which can be saved and continued between any two of its steps.
 
-    The optimizer is its own: its moments and learning rate say nothing about PPO's steps.
+    The steps are made by the run's optimizer, so that PPO begins with its moments: Adam's first steps without any
+    would move each weight by the whole rate, and undo much of the fit.
 
     Args:
         collector: of the run; its models are trained, its configuration applies but for λ.
@@ -53,17 +55,12 @@ class CriticPretraining:
         self.best: dict[str, Tensor] = {}  # the critic's weights after the best epoch so far
         self.saved_at = progress.work
         self.logged_at = time.perf_counter()
-        self.optimizer = torch.optim.Adam(
-            self.model.critic_parameters(),
-            lr=self.args.critic_lr,
-            betas=(self.args.adam_beta1, self.args.adam_beta2),
-            eps=self.args.adam_epsilon,
-        )
 
     # The fit
 
     def run(
         self,
+        optimizer: AcceleratedOptimizer,
         collect: Callable[[], Rollout | None],
         log: Callable[[dict[str, float]], None],
         show: Callable[[float], None],
@@ -71,6 +68,7 @@ class CriticPretraining:
         """Collect, fit, and keep the best weights; yield wherever the state can be saved.
 
         Args:
+            optimizer: of the run; its learning rates are changed.
             collect: returns the next rollout; None if it was dropped.
             log: takes the metrics of an epoch.
             show: takes the share of the rollouts, or of an epoch, that is done.
@@ -94,9 +92,9 @@ class CriticPretraining:
         if not progress.held_out:
             self.measure(testing, log)
         while not self.is_over():
-            self.set_learning_rate()
+            self.set_learning_rate(optimizer)
             for index in range(progress.step, num_steps):
-                progress.loss += self.step(self.mini_batch(training, index, num_steps))
+                progress.loss += self.step(self.mini_batch(training, index, num_steps), optimizer)
                 progress.step += 1
                 progress.work += 1
                 show(progress.step / num_steps)
@@ -121,12 +119,16 @@ class CriticPretraining:
             self.progress.epoch >= self.args.critic_pretraining_epochs
         )
 
-    def set_learning_rate(self) -> None:
-        """Halve the critic's rate for each epoch so far that explained no more than those before it."""
+    def set_learning_rate(self, optimizer: AcceleratedOptimizer) -> None:
+        """Set the rate of the fit, halved for each epoch so far that explained no more than those before it."""
+        args = self.args
+        first = (
+            args.critic_lr if args.critic_pretraining_learning_rate is None else args.critic_pretraining_learning_rate
+        )
         explained = [measured.get("explained_variance", -math.inf) for measured in self.progress.held_out]
         without_gain = sum(now <= max(explained[:i]) for i, now in enumerate(explained) if i)
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.args.critic_lr / 2**without_gain
+        for group in optimizer.param_groups:  # also the actor's, which has no gradient
+            group["lr"] = first / 2**without_gain
 
     def count_steps(self, rows: int) -> int:
         """Return the optimizer steps of an epoch, the same on every process. A collective call.
@@ -148,7 +150,7 @@ class CriticPretraining:
         order = torch.randperm(len(training), generator=torch.Generator().manual_seed(seed))
         return training.select(order.tensor_split(num_steps)[index])
 
-    def step(self, mini_batch: Rollout) -> float:
+    def step(self, mini_batch: Rollout, optimizer: AcceleratedOptimizer) -> float:
         """Make one optimizer step, and return this process's share of the loss.
 
         The model is called without DDP's wrapper, which would wait for the actor's gradients.
@@ -156,34 +158,31 @@ class CriticPretraining:
         Raises:
             NonFiniteError: the loss or the gradient is NaN or infinite.
         """
-        args = self.args
+        args, scaler = self.args, self.accelerator.scaler
         size = MiniBatchSize.of(mini_batch, self.accelerator)
-        scaler = self.accelerator.scaler or torch.amp.GradScaler(enabled=False)
+        num_micro_batches = min(args.gradient_accumulation_steps, len(mini_batch))
+        inputs = cut_mini_batch(mini_batch, num_micro_batches, args.max_tokens_per_micro_batch, self.accelerator)
         total = 0.0
         self.model.train()
-        num_micro_batches = min(args.gradient_accumulation_steps, len(mini_batch))
         with self.critic_alone():
-            for inputs in cut_mini_batch(
-                mini_batch, num_micro_batches, args.max_tokens_per_micro_batch, self.accelerator
-            ):
-                for piece in inputs["pieces"]:
-                    batch = piece.to(args.device)
-                    loss = self.loss(self.values(batch), batch, size)
-                    scaler.scale(loss).backward()
-                    total += float(loss.detach())
+            for piece in (piece for micro_batch in inputs for piece in micro_batch["pieces"]):
+                batch = piece.to(args.device)
+                loss = self.loss(self.values(batch), batch, size)
+                scaled = args.vf_coef * loss  # as PPO's, so that the optimizer's moments fit it
+                (scaled if scaler is None else scaler.scale(scaled)).backward()
+                total += float(loss.detach())
         self.reduce_gradients()
-        scaler.unscale_(self.optimizer)
-        parameters = self.model.critic_parameters()
-        norm = nn.utils.clip_grad_norm_(parameters, args.max_grad_norm or math.inf)
+        self.accelerator.unscale_gradients(optimizer)
+        norm = nn.utils.clip_grad_norm_(self.model.critic_parameters(), args.max_grad_norm or math.inf)
         # float16's scaler leaves a step out whose gradient overflowed.
-        if not math.isfinite(total) or not (scaler.is_enabled() or norm.isfinite()):
+        if not math.isfinite(total) or (scaler is None and not norm.isfinite()):
             raise NonFiniteError(
                 f"the loss ({total}) or its gradient ({float(norm)}) is not finite in epoch "
-                f"{self.progress.epoch + 1} of critic pretraining; lower critic_learning_rate, or scale the scores"
+                f"{self.progress.epoch + 1} of critic pretraining; lower critic_pretraining_learning_rate, or scale "
+                "the scores"
             )
-        scaler.step(self.optimizer)
-        scaler.update()
-        self.optimizer.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
         return total
 
     def values(self, batch: Rollout) -> Tensor:
@@ -270,36 +269,25 @@ class CriticPretraining:
         return Path(folder) / f"critic_pretraining_{self.accelerator.process_index}.safetensors"
 
     def save(self, folder: str | Path) -> None:
-        """Write rollouts, optimizer and best weights into a checkpoint, which holds the critic's weights already."""
+        """Write rollouts and best weights into a checkpoint, which holds critic and optimizer already."""
         tensors = {f"best.{name}": tensor for name, tensor in self.best.items()}
         for i, rollout in enumerate(self.rollouts):
             tensors |= {f"rollout.{i}.{name}": tensor.clone() for name, tensor in rollout.tensors().items()}
-        for i, moments in self.optimizer.state_dict()["state"].items():
-            tensors |= {f"optimizer.{i}.{name}": tensor for name, tensor in moments.items()}
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, self.file(folder))
 
     def load(self, folder: str | Path) -> None:
         """Read what `save` wrote."""
         tensors = load_file(self.file(folder))
         self.best = select_prefix(tensors, "best.")
-        rollouts = split_by_number(select_prefix(tensors, "rollout."))
-        self.rollouts = [Rollout(**rollouts[i]) for i in sorted(rollouts)]
-        moments = split_by_number(select_prefix(tensors, "optimizer."))
-        self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": moments})
+        kept = 0
+        while of_rollout := select_prefix(tensors, f"rollout.{kept}."):
+            self.rollouts.append(Rollout(**of_rollout))
+            kept += 1
 
 
 def select_prefix(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
     """Return the tensors whose names begin with the prefix, without it."""
     return {name.removeprefix(prefix): x for name, x in tensors.items() if name.startswith(prefix)}
-
-
-def split_by_number(tensors: dict[str, Tensor]) -> dict[int, dict[str, Tensor]]:
-    """Return tensors called `<number>.<name>` by number and name."""
-    split: dict[int, dict[str, Tensor]] = {}
-    for full, tensor in tensors.items():
-        number, _, name = full.partition(".")
-        split.setdefault(int(number), {})[name] = tensor
-    return split
 
 
 def join_rollouts(rollouts: list[Rollout]) -> Rollout:
