@@ -83,7 +83,7 @@ def test_every_metric_of_the_table_appears_in_a_log_and_no_other(make_trainer, d
     seen = {name for entry in trainer.state.log_history if "loss" in entry for name in entry}
     names = {"{function}": "scores", "{name}": "length"}
     expected = set()
-    for name in METRICS.keys() - EPISODE_METRICS:
+    for name in {n for n in METRICS if "critic_pretraining" not in n} - EPISODE_METRICS:
         for pattern, actual in names.items():
             name = name.replace(pattern, actual)
         expected.add(name)

@@ -121,7 +121,8 @@ class ValueRanker:
 
     def _prompt_ids(self, prompts: Sequence[Prompt]) -> list[list[int]]:
         """Return the token ids of prompts."""
-        return prepare_prompts(dataset_of(prompts, {}), self.tokenizer, name="prompts").ids
+        prepared = prepare_prompts(dataset_of(prompts, {}), self.tokenizer, name="prompts")
+        return [prepared[i][1] for i in range(len(prepared))]
 
     @torch.no_grad()
     def _judge(self, prompts: list[list[int]], completions: Completions, temperature: float) -> list[Ranked]:
