@@ -48,10 +48,11 @@ def timed_phases(watch: Stopwatch) -> Iterator[None]:
             return "actor forward"
         return "values" if not policy else "old log-probs" if values else "reference"
 
-    def timed_forward(model, *args, completion_mask=None, **kwargs):
+    def timed_forward(model, input_ids=None, attention_mask=None, completion_mask=None, **kwargs):
+        inputs = (model, input_ids, attention_mask, completion_mask)
         if completion_mask is None:  # a call by `generate`
-            return forward(model, *args, completion_mask=completion_mask, **kwargs)
-        outputs = watch.timed(forward, name)(model, *args, completion_mask=completion_mask, **kwargs)
+            return forward(*inputs, **kwargs)
+        outputs = watch.timed(forward, name)(*inputs, **kwargs)
         if torch.is_grad_enabled():
             # Autograd takes the last operations first, so the critic's, which came after the log-probs.
             outputs.logprobs.register_hook(lambda grad: watch.rename("actor backward"))
