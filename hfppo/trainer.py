@@ -465,14 +465,12 @@ class PPOTrainer(CrashSafeTrainer):
         return super()._get_grad_norm(model, self._clip_gradients(math.inf) if grad_norm is None else grad_norm)
 
     def _before_step(self) -> None:
-        """Hold what the step does not move, and end the rollout's use at `target_kl`."""
+        """Hold the actor in steps of the critic alone, and end the rollout's use at `target_kl`."""
         if self._pretraining is not None:
             return
-        plan = self._plan
-        held = [] if plan.moves_actor else self.model.actor_parameters()
-        held += [] if plan.values else self.model.critic_parameters()
-        for parameter in held:  # without gradient: no decay, no momentum, no changed bit
-            parameter.grad = None
+        if not self._plan.moves_actor:
+            for parameter in self.model.actor_parameters():  # without gradient: no decay, no momentum, no changed bit
+                parameter.grad = None
         limit = self.args.target_kl
         if limit is not None and self._step_meter.read().get("policy/approx_kl", 0.0) > limit:
             self.ppo_state.last_step = self.state.global_step + 1
