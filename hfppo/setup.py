@@ -3,6 +3,7 @@
 import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -14,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from hfppo.config import PPOConfig
-from hfppo.data.prompts import RESERVED_COLUMNS, Prompts, datasets_by_name, prepare_prompts
+from hfppo.data.prompts import RESERVED_COLUMNS, Prompts, datasets_by_name, is_stored, prepare_prompts
 from hfppo.data.stream import PromptStream
 from hfppo.environments.episodes import EpisodePlayer
 from hfppo.environments.loading import Agents, dataset_for, load_agents
@@ -191,16 +192,18 @@ def prepare_dataset(
     """Return the prompts of a dataset, which errors call `name`."""
     options = cast(dict[str, Any] | None, args.chat_template_kwargs)
     dataset = dataset_for(dataset, agents)
-    return prepare_prompts(
-        dataset,
-        tokenizer,
-        args.max_prompt_length,
-        args.overlong_prompts,
-        options if agents is None else agents.chat_format.options,
-        name,
-        may_be_empty,
-        None if agents is None else agents.schemas_of(dataset, name),
-    )
+    # One process of each machine tokenizes, the others find what it has stored.
+    with args.main_process_first() if is_stored(dataset) else nullcontext():
+        return prepare_prompts(
+            dataset,
+            tokenizer,
+            args.max_prompt_length,
+            args.overlong_prompts,
+            options if agents is None else agents.chat_format.options,
+            name,
+            may_be_empty,
+            None if agents is None else agents.schemas_of(dataset, name),
+        )
 
 
 def prepare_later_dataset(

@@ -7,7 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from datasets import Dataset
+from build_arithmetic_base import character_tokenizer
+from datasets import Dataset, load_from_disk
 from tokenizers.processors import TemplateProcessing
 
 from helpers.tiny import CHAT_TEMPLATE
@@ -225,6 +226,75 @@ def count_calls(call, calls: list):
         return call(self, given, *args, **kwargs)
 
     return counted
+
+
+@pytest.fixture
+def on_disk(tmp_path, monkeypatch):
+    """Make a dataset of ten rows that lies on disk and counts as large, and the list of the tokenizer's calls."""
+    monkeypatch.setattr(prompts_module, "ROWS_AT_ONCE", 4)
+    monkeypatch.setattr(prompts_module, "STORED_FROM", 10)
+    calls = []
+    kind = type(character_tokenizer())
+    monkeypatch.setattr(kind, "__call__", count_calls(kind.__call__, calls))
+
+    def make(prompts: list) -> tuple[Dataset, list]:
+        Dataset.from_dict({"prompt": prompts}).save_to_disk(tmp_path / "rows")
+        return load_from_disk(tmp_path / "rows"), calls
+
+    return make
+
+
+def chat_tokenizer():
+    made = character_tokenizer()
+    made.chat_template = CHAT_TEMPLATE
+    return made
+
+
+@pytest.mark.parametrize("prompts", [[f"{n}+1=" for n in range(10)], [[user(str(n))] for n in range(10)]])
+def test_a_large_dataset_on_disk_is_tokenized_once(on_disk, tmp_path, prompts):
+    in_memory = prompts_of(chat_tokenizer(), prompts)
+    dataset, calls = on_disk(prompts)
+    first = prepare_prompts(dataset, chat_tokenizer())
+    assert [len(given) for given in calls[-3:]] == [4, 4, 2]
+    del calls[:]
+    again = prepare_prompts(load_from_disk(tmp_path / "rows"), chat_tokenizer())
+    assert calls == []
+    assert first.ids.to_pylist() == again.ids.to_pylist() == in_memory.ids.to_pylist()
+    assert first.digest() == again.digest() == in_memory.digest()
+    assert again[3] == ({"prompt": prompts[3]}, in_memory.ids[3].as_py())
+
+
+def test_what_changes_the_ids_is_tokenized_anew(on_disk):
+    dataset, calls = on_disk([[user(str(n))] for n in range(10)])
+    tokenizer = chat_tokenizer()
+    plain = prepare_prompts(dataset, tokenizer)
+    tokenizer.chat_template = "{% if think %}请{% endif %}" + CHAT_TEMPLATE
+    assert prepare_prompts(dataset, tokenizer).ids.equals(plain.ids)
+    thinking = prepare_prompts(dataset, tokenizer, chat_template_kwargs={"think": True})
+    assert thinking.lengths.tolist() == [length + 1 for length in plain.lengths.tolist()]
+    assert len(calls) == 9
+
+
+def test_where_nothing_can_be_stored_every_start_tokenizes(on_disk, monkeypatch):
+    def full(*args, **kwargs):
+        raise OSError("No space left on device")
+
+    dataset, _ = on_disk([f"{n}+1=" for n in range(10)])
+    monkeypatch.setattr(Dataset, "map", full)
+    assert len(prepare_prompts(dataset, character_tokenizer()).ids) == 10
+
+
+def test_an_error_names_the_row_of_a_dataset_on_disk(on_disk):
+    dataset, _ = on_disk(["1"] * 6 + [""] + ["1"] * 3)
+    with pytest.raises(ValueError, match=r"train_dataset row 6: the prompt '' has no tokens"):
+        prepare_prompts(dataset, character_tokenizer())
+
+
+def test_a_transform_is_not_stored(on_disk):
+    dataset, _ = on_disk([f"{n}+1=" for n in range(10)])
+    for more in ("1", "2="):
+        dataset.set_transform(lambda rows, more=more: {"prompt": [text + more for text in rows["prompt"]]})
+        assert prepare_prompts(dataset, character_tokenizer())[0][1] == [2, 12, 3, 13, *ids_of(more)]
 
 
 def test_an_error_names_its_row_among_those_that_are_tokenized_at_once(tokenizer, monkeypatch):

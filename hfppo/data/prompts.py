@@ -4,14 +4,16 @@ import hashlib
 import json
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import torch
-from datasets import Dataset
+from datasets import Dataset, Features, LargeList, Value
 from jinja2 import TemplateError
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -27,6 +29,7 @@ RESERVED_COLUMNS = {"prompts", "completions", "trainer_state", "log_extra", "log
 TEMPLATE_COLUMNS = ("tools", "chat_template_kwargs")  # what the chat template gets from a row beside its prompt
 
 ROWS_AT_ONCE = 1000  # are read and tokenized; a fast tokenizer shares them out among its threads
+STORED_FROM = 10_000  # rows, which take about a second
 
 
 @dataclass(frozen=True)
@@ -127,11 +130,8 @@ def prepare_prompts(
             f"{name} has prompts of text, and tools and environments need conversations; write each as "
             "[{'role': 'user', 'content': ...}]"
         )
-    chunks = [
-        tokenize(dataset, rows, conversational, tokenizer, chat_template_kwargs or {}, name, tools)
-        for rows in np.array_split(np.arange(len(dataset)), -(-len(dataset) // ROWS_AT_ONCE))
-    ]
-    prompts = Prompts(dataset, pa.concat_arrays(chunks), conversational)
+    tokenization = PromptTokenizer(tokenizer, conversational, chat_template_kwargs or {}, name)
+    prompts = Prompts(dataset, tokenization.tokenize(dataset, tools), conversational)
     if max_length is None or prompts.longest <= max_length:
         return prompts
     short = np.flatnonzero(prompts.lengths <= max_length)
@@ -215,63 +215,87 @@ def is_message(message: Any) -> bool:
     )
 
 
-def tokenize(
-    dataset: Dataset,
-    rows: np.ndarray,
-    conversational: bool,
-    tokenizer: PreTrainedTokenizerBase,
-    chat_template_kwargs: Mapping[str, Any],
-    name: str,
-    tools: Sequence[list[dict[str, Any]]] | None,
-) -> pa.LargeListArray:
-    """Return the token ids of consecutive rows; an error names the row that has none."""
-    part = slice(int(rows[0]), int(rows[-1]) + 1)
-    prompts = list(dataset["prompt"][part])
-    check_kinds(prompts, part.start, conversational, name)
-    columns = [
-        dataset[column][part] if conversational and column in dataset.column_names else [None] * len(prompts)
-        for column in TEMPLATE_COLUMNS
-    ]
-    if tools is not None:
-        columns[0] = [schemas or given for schemas, given in zip(tools[part], columns[0], strict=True)]
-    options = list(zip(*columns, strict=True))
-    ids = token_ids(prompts, options, conversational, tokenizer, chat_template_kwargs, name, part.start)
-    for row, (prompt, tokens) in enumerate(zip(prompts, ids, strict=True), part.start):
-        if not tokens:
-            raise ValueError(f"{name} row {row}: the prompt {prompt!r} has no tokens; remove the row")
-    return pa.array(ids, pa.large_list(pa.int32()))
+@dataclass(frozen=True)
+class PromptTokenizer:
+    """Tokenizes the prompts of a dataset, which errors call `name`."""
+
+    tokenizer: PreTrainedTokenizerBase
+    conversational: bool
+    chat_template_kwargs: Mapping[str, Any]
+    name: str
+    code: str = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()  # ids stored by other code are not found
+
+    def tokenize(self, dataset: Dataset, tools: Sequence[list[dict[str, Any]]] | None) -> pa.LargeListArray:
+        """Return the token ids of all rows; those of a large dataset on disk are stored beside it, and found again.
+
+        Args:
+            tools: JSON schemas for each row in place of its column "tools".
+        Raises:
+            ValueError: names the row that has no tokens.
+        """
+        own = [column for column in TEMPLATE_COLUMNS if self.conversational and column in dataset.column_names]
+        if is_stored(dataset) and tools is None:
+            with suppress(OSError):  # where nothing can be written, every start tokenizes
+                stored = dataset.with_format(None).select_columns(["prompt", *own])
+                stored = stored.map(
+                    self,
+                    with_indices=True,
+                    batched=True,
+                    batch_size=ROWS_AT_ONCE,
+                    remove_columns=stored.column_names,
+                    features=Features({"ids": LargeList(Value("int32"))}),
+                    desc=f"Tokenizing {self.name}",
+                )
+                return stored.data.column("ids").combine_chunks()
+        chunks = []
+        for rows in np.array_split(np.arange(len(dataset)), -(-len(dataset) // ROWS_AT_ONCE)):
+            part = slice(int(rows[0]), int(rows[-1]) + 1)
+            batch = {column: list(dataset[column][part]) for column in ("prompt", *own)}
+            if tools is not None:
+                given = batch.get("tools", [None] * len(rows))
+                batch["tools"] = [schemas or shown for schemas, shown in zip(tools[part], given, strict=True)]
+            chunks.append(pa.array(self(batch, rows.tolist())["ids"], pa.large_list(pa.int32())))
+        return pa.concat_arrays(chunks)
+
+    def __call__(self, batch: dict[str, list[Any]], rows: list[int]) -> dict[str, list[list[int]]]:
+        """Return the token ids of consecutive rows as a column, as `Dataset.map` wants it."""
+        prompts = batch["prompt"]
+        check_kinds(prompts, rows[0], self.conversational, self.name)
+        columns = [batch.get(column, [None] * len(prompts)) for column in TEMPLATE_COLUMNS]
+        ids = self.token_ids(prompts, list(zip(*columns, strict=True)), rows[0])
+        for row, prompt, tokens in zip(rows, prompts, ids, strict=True):
+            if not tokens:
+                raise ValueError(f"{self.name} row {row}: the prompt {prompt!r} has no tokens; remove the row")
+        return {"ids": ids}
+
+    def token_ids(self, prompts: list[Any], options: list[tuple[Any, ...]], first: int) -> list[list[int]]:
+        """Tokenize prompts at once, or one by one if that fails, so that the error names the row.
+
+        Args:
+            options: the values of each row in `TEMPLATE_COLUMNS`.
+            first: the row of the first prompt.
+        """
+        try:
+            if self.conversational:
+                return render_all(prompts, options, self.tokenizer, self.chat_template_kwargs)
+            # Lists of ones and zeros would cost a third of the time that tokenizing takes.
+            return self.tokenizer(prompts, return_attention_mask=False, return_token_type_ids=False)["input_ids"]
+        except (TemplateError, TypeError, ValueError) as error:
+            if len(prompts) == 1:
+                raise ValueError(
+                    f"{self.name} row {first}: the tokenizer cannot render {prompts[0]!r} ({error}); correct the row, "
+                    "or the chat template"
+                ) from error
+        return [
+            self.token_ids([prompt], [given], row)[0]
+            for row, (prompt, given) in enumerate(zip(prompts, options, strict=True), first)
+        ]
 
 
-def token_ids(
-    prompts: list[Any],
-    options: list[tuple[Any, ...]],
-    conversational: bool,
-    tokenizer: PreTrainedTokenizerBase,
-    chat_template_kwargs: Mapping[str, Any],
-    name: str,
-    first: int,
-) -> list[list[int]]:
-    """Tokenize prompts at once, or one by one if that fails, so that the error names the row.
-
-    Args:
-        options: the values of each row in `TEMPLATE_COLUMNS`.
-        first: the row of the first prompt.
-    """
-    try:
-        if conversational:
-            return render_all(prompts, options, tokenizer, chat_template_kwargs)
-        # Lists of ones and zeros would cost a third of the time that tokenizing takes.
-        return tokenizer(prompts, return_attention_mask=False, return_token_type_ids=False)["input_ids"]
-    except (TemplateError, TypeError, ValueError) as error:
-        if len(prompts) == 1:
-            raise ValueError(
-                f"{name} row {first}: the tokenizer cannot render {prompts[0]!r} ({error}); correct the row, or the "
-                "chat template"
-            ) from error
-    return [
-        token_ids([prompt], [given], conversational, tokenizer, chat_template_kwargs, name, row)[0]
-        for row, (prompt, given) in enumerate(zip(prompts, options, strict=True), first)
-    ]
+def is_stored(dataset: Any) -> bool:
+    """Return whether the token ids of a dataset are stored: it is large, lies on disk, and has no transform."""
+    on_disk = isinstance(dataset, Dataset) and dataset.cache_files and dataset.format["type"] != "custom"
+    return bool(on_disk) and len(dataset) >= STORED_FROM
 
 
 def render(
