@@ -30,6 +30,7 @@ from hfppo.models.loading import (
     load_model,
     load_reference,
     load_tokenizer,
+    positions_of,
     separate_adapter,
 )
 from hfppo.rewards.contract import plain_name, remove_wrappers, unwrap
@@ -390,12 +391,3 @@ def check_lengths(name: str, model: PreTrainedModel | PeftModel, longest: int, a
             f"together than {name}'s {positions} positions{' before LongRoPE' if scaled else ''}; lower "
             "max_completion_length or max_prompt_length"
         )
-
-
-def positions_of(model: PreTrainedModel | PeftModel) -> tuple[int | None, bool]:
-    """Return the number of positions of a model, None for any, and whether LongRoPE scales those beyond it."""
-    config = model.config.get_text_config()
-    rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
-    scaled = rope.get("rope_type") == "longrope"
-    positions = rope.get("original_max_position_embeddings") if scaled else None
-    return positions or getattr(config, "max_position_embeddings", None), scaled

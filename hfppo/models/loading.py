@@ -212,6 +212,15 @@ def check_vocabulary(name: str, model: PreTrainedModel | PeftModel, needed: int)
         )
 
 
+def positions_of(model: PreTrainedModel | PeftModel) -> tuple[int | None, bool]:
+    """Return the number of positions of a model, None for any, and whether LongRoPE scales those beyond it."""
+    config = model.config.get_text_config()
+    rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+    scaled = rope.get("rope_type") == "longrope"
+    positions = rope.get("original_max_position_embeddings") if scaled else None
+    return positions or getattr(config, "max_position_embeddings", None), scaled
+
+
 def check_adapter(config: PeftConfig) -> None:
     """Refuse adapters that change the base even when disabled: the reference would not be the base."""
     init = getattr(config, "init_lora_weights", True)
