@@ -22,7 +22,7 @@ from lake_game import HAS_KEY
 from matplotlib.figure import Figure
 from run import actor_config, init_kwargs, run
 from trl import TrlParser
-from value_maps import MOVES, ask_states, compare, draw_curve, draw_map
+from value_maps import MOVES, MoveCounter, ask_critic, compare, draw_curve, draw_map
 
 from hfppo import PPOConfig, PPOTrainer
 from hfppo.environments import GymnasiumEnvironment
@@ -74,22 +74,26 @@ def value_iteration(
     return values
 
 
-def look(trainer: PPOTrainer, transitions: dict[int, Any]) -> dict[str, float]:
+def state_of(observation: str) -> int:
+    """Return the state that `describe` has described."""
+    row, column = map(int, observation.split()[-2].split(","))
+    return row * SIZE + column
+
+
+def look(trainer: PPOTrainer, moves: MoveCounter, transitions: dict[int, Any]) -> dict[str, float]:
     """Compare the critic's values with the exact ones, and write a picture of both."""
     args = trainer.args
     states = [state for state in range(SIZE**2) if MAP[state // SIZE][state % SIZE] == "S"]
     prompts = [[{"role": "user", "content": PROMPT[0]["content"] + describe(state)}] for state in states]
-    critic, policy = ask_states(trainer, prompts)
-    table = np.full((SIZE**2, len(ACTIONS)), 1 / len(ACTIONS))
-    order = [list(MOVES).index(move) for move in ACTIONS]
-    table[states] = policy[:, order] / policy.sum(axis=1, keepdims=True)
+    critic = ask_critic(trainer, prompts)
+    policy = moves.policy[:, [list(MOVES).index(word) for word in sorted(ACTIONS, key=ACTIONS.get)]]
     maps = {
         "best policy, value iteration": value_iteration(transitions, args.gamma_turn)[states],
-        "this policy, value iteration": value_iteration(transitions, args.gamma_turn, table)[states],
+        "this policy, value iteration": value_iteration(transitions, args.gamma_turn, policy)[states],
         "this policy, critic": critic,
     }
     if trainer.is_world_process_zero():
-        draw(trainer, [divmod(state, SIZE) for state in states], maps, policy)
+        draw(trainer, [divmod(state, SIZE) for state in states], maps, moves.policy[states])
     return compare(critic, *list(maps.values())[:2])
 
 
@@ -113,6 +117,7 @@ def main(script_args: FrozenLakeArguments, args: PPOConfig, model_args: LakeActo
         torch.set_num_threads(1)  # more threads cost such a small model more than they save
     args.model_init_kwargs = init_kwargs(args, model_args)
     lake = partial(gymnasium.make, "FrozenLake-v1", desc=MAP)
+    moves = MoveCounter(state_of, SIZE**2)
     trainer = PPOTrainer(
         model=model_args.model_name_or_path,
         environment_factory=lambda: GymnasiumEnvironment(lake(), actions=ACTIONS, describe=describe),
@@ -121,6 +126,7 @@ def main(script_args: FrozenLakeArguments, args: PPOConfig, model_args: LakeActo
         eval_dataset=Dataset.from_dict({"prompt": [PROMPT] * script_args.num_eval_games}),
         peft_config=actor_config(model_args),
         critic=script_args.critic,
+        compute_metrics=moves,
     )
 
     def measure(when: str) -> None:
@@ -128,7 +134,7 @@ def main(script_args: FrozenLakeArguments, args: PPOConfig, model_args: LakeActo
             metrics = trainer.evaluate(metric_key_prefix=f"{when}_sampled")
         metrics[f"{when}_sampled_return"] = metrics[f"{when}_sampled_reward"]
         if when == "after" and args.needs_critic:
-            metrics |= look(trainer, lake().unwrapped.P)
+            metrics |= look(trainer, moves, lake().unwrapped.P)
         trainer.log_metrics(when, metrics)
         trainer.save_metrics(when, metrics)
 

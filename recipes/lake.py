@@ -24,12 +24,13 @@ from lake_game import (
     exact_values,
     expected_return,
     show,
+    state_of,
     uniform_policy,
 )
 from matplotlib.figure import Figure
 from run import ActorArguments, actor_config, init_kwargs, run
 from trl import TrlParser
-from value_maps import ask_states, compare, draw_curve, draw_map
+from value_maps import MoveCounter, ask_critic, compare, draw_curve, draw_map
 
 from hfppo import PPOConfig, PPOTrainer
 
@@ -54,7 +55,7 @@ class LakeActor(ActorArguments):
 
 @dataclass(frozen=True)
 class Maps:
-    """Each asked state with all turns left: three values, (N,) each, and the policy's moves, (N, 4)."""
+    """Each asked state with all turns left: three values, (N,) each, and the shares of the moves, (N, 4)."""
 
     best: np.ndarray  # exact, of the best policy
     own: np.ndarray  # exact, of the policy that makes the moves below at every turn
@@ -62,13 +63,11 @@ class Maps:
     policy: np.ndarray
 
     @classmethod
-    def of(cls, trainer: PPOTrainer) -> "Maps":
-        """Ask policy and critic about the states as first observations."""
+    def of(cls, trainer: PPOTrainer, policy: np.ndarray) -> "Maps":
+        """Ask the critic about the states as first observations."""
         prompts = [[{"role": "user", "content": PROMPT[0]["content"] + show(STATES[i])}] for i in ASKED]
-        critic, policy = ask_states(trainer, prompts)
-        table = uniform_policy()
-        table[ASKED] = policy / policy.sum(axis=1, keepdims=True)
-        return cls(exact_values()[TURNS, ASKED], exact_values(table)[TURNS, ASKED], critic, policy)
+        own = exact_values(policy)[TURNS, ASKED]
+        return cls(exact_values()[TURNS, ASKED], own, ask_critic(trainer, prompts), policy[ASKED])
 
 
 def draw(history: list[dict[str, float]], games_per_step: float, maps: Maps, file: Path) -> None:
@@ -102,6 +101,7 @@ def main(script_args: LakeArguments, args: PPOConfig, model_args: LakeActor) -> 
     if args.device.type == "cpu":
         torch.set_num_threads(1)  # more threads cost such a small model more than they save
     args.model_init_kwargs = init_kwargs(args, model_args)
+    moves = MoveCounter(state_of, len(STATES))
     trainer = PPOTrainer(
         model=model_args.model_name_or_path,
         environment_factory=Lake,
@@ -110,6 +110,7 @@ def main(script_args: LakeArguments, args: PPOConfig, model_args: LakeActor) -> 
         eval_dataset=Dataset.from_dict({"prompt": [PROMPT] * script_args.num_eval_games}),
         peft_config=actor_config(model_args),
         critic=script_args.critic,
+        compute_metrics=moves,
     )
 
     def measure(when: str) -> None:
@@ -117,7 +118,7 @@ def main(script_args: LakeArguments, args: PPOConfig, model_args: LakeActor) -> 
         if when == "after":
             metrics["distance_to_optimum"] = metrics["optimum"] - metrics["after_sampled_return"]
             if args.needs_critic:
-                maps = Maps.of(trainer)
+                maps = Maps.of(trainer, moves.policy)
                 metrics |= compare(maps.critic, maps.best, maps.own)
                 if trainer.is_world_process_zero():
                     games_per_step = args.rollout_size_per_process * args.world_size / args.updates_per_rollout

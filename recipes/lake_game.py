@@ -97,6 +97,13 @@ def show(state: State) -> str:
     return f"{row},{column} {HAS_KEY[key]}"
 
 
+def state_of(observation: str) -> int:
+    """Return the index of the state that an observation ends with."""
+    *_, cell, key = observation.split()
+    row, column = map(int, cell.split(","))
+    return STATES.index(((row, column), key == HAS_KEY[True]))
+
+
 # The exact solution
 
 

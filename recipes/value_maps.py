@@ -1,11 +1,13 @@
-"""Code that the games share: policy and critic asked about each state, and pictures of their answers."""
+"""Code that the games share: the moves of a policy and the values of a critic by state, and pictures of them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
 from matplotlib.axes import Axes
+from transformers import EvalPrediction
 
 from hfppo import PPOTrainer
 
@@ -14,9 +16,39 @@ MOVES = {"上": "↑", "下": "↓", "左": "←", "右": "→"}  # with the arr
 Cell = tuple[int, int]
 
 
+class MoveCounter:
+    """A `compute_metrics` that counts which moves were made in which states.
+
+    Args:
+        state_of: index of a state from an observation.
+        num_states: S.
+    """
+
+    def __init__(self, state_of: Callable[[str], int], num_states: int):
+        self.state_of = state_of
+        self.counts = np.zeros((num_states, len(MOVES)))
+
+    def __call__(self, prediction: EvalPrediction) -> dict[str, float]:
+        """Count anew, and return the mean number of turns per game that were no move."""
+        self.counts = np.zeros_like(self.counts)
+        illegal = 0
+        for game in prediction.predictions:
+            illegal += sum(m["role"] == "assistant" and m["content"].strip() not in MOVES for m in game)
+            for asked, turn in pairwise(game):  # the first observation, which belongs to the prompt, is left out
+                if asked["role"] == "user" and (move := turn["content"].strip()) in MOVES:
+                    self.counts[self.state_of(asked["content"]), list(MOVES).index(move)] += 1
+        return {"illegal_turns": illegal / len(prediction.predictions)}
+
+    @property
+    def policy(self) -> np.ndarray:
+        """(S, 4): the share of each move in each state, with one uniformly random move more than were made."""
+        more = self.counts + 1 / len(MOVES)
+        return more / more.sum(axis=1, keepdims=True)
+
+
 @torch.no_grad()
-def ask_states(trainer: PPOTrainer, prompts: list[list[dict[str, Any]]]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the critic's value of each prompt, (N,), and the policy's probability of each of `MOVES`, (N, 4).
+def ask_critic(trainer: PPOTrainer, prompts: list[list[dict[str, Any]]]) -> np.ndarray:
+    """Return the critic's value of each prompt, (N,).
 
     Args:
         prompts: conversations of equally many tokens that end with an observation.
@@ -25,14 +57,11 @@ def ask_states(trainer: PPOTrainer, prompts: list[list[dict[str, Any]]]) -> tupl
     rendered: Any = tokenizer.apply_chat_template(
         prompts, add_generation_prompt=True, return_dict=True, return_tensors="pt"
     )
-    ids = rendered["input_ids"].to(trainer.args.device)
-    moves = tokenizer.convert_tokens_to_ids(list(MOVES))
-    policy = trainer.model(input_ids=ids).logits[:, -1].float().softmax(dim=-1)[:, moves]
     # The value of the state before a token: of any one, here padding.
-    longer = torch.nn.functional.pad(ids, (0, 1), value=tokenizer.pad_token_id)
+    ids = torch.nn.functional.pad(rendered["input_ids"], (0, 1), value=tokenizer.pad_token_id)
+    ids = ids.to(trainer.args.device)
     one = torch.ones_like(ids[:, :1], dtype=torch.bool)
-    outputs = trainer.model(longer, torch.ones_like(longer), completion_mask=one, policy=False)
-    return outputs.values[:, 0].cpu().numpy(), policy.cpu().numpy()
+    return trainer.model(ids, torch.ones_like(ids), completion_mask=one, policy=False).values[:, 0].cpu().numpy()
 
 
 def compare(values: np.ndarray, best: np.ndarray, own: np.ndarray) -> dict[str, float]:

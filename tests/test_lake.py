@@ -14,11 +14,14 @@ from lake_game import (
     dynamics,
     exact_values,
     expected_return,
+    show,
     start_distribution,
+    state_of,
     uniform_policy,
 )
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, EvalPrediction
 from trl import TrlParser
+from value_maps import MoveCounter
 
 from hfppo import PPOConfig
 
@@ -151,6 +154,23 @@ def test_building_the_base_in_small(tmp_path, capsys):
     assert AutoTokenizer.from_pretrained(tmp_path).decode([0, 1]) == "<pad> <eot>"
 
 
+def test_moves_are_counted_by_the_state_they_answer():
+    """Of three turns the first answers the prompt, which is not in the completion, and the last is no move."""
+    texts = ["上", "走 2,3 无", "下", "宝 0,0 有", "上 下"]
+    game = [{"role": ("assistant", "user")[i % 2], "content": text} for i, text in enumerate(texts)]
+    counter = MoveCounter(state_of, len(STATES))
+    assert counter(EvalPrediction(predictions=[game, game[:1]], label_ids=None)) == {"illegal_turns": 0.5}
+    assert counter.counts.sum() == 1
+    s = STATES.index(((2, 3), False))
+    assert counter.policy[s].tolist() == pytest.approx([0.125, 0.625, 0.125, 0.125])
+    assert counter.policy[s - 1].tolist() == pytest.approx([0.25] * 4)
+
+
+@pytest.mark.parametrize("state", [((0, 4), True), ((3, 0), False)])
+def test_the_text_of_a_state_is_read_back(state):
+    assert STATES[state_of(f"洞 {show(state)}")] == state
+
+
 def test_the_recipe_in_small(tmp_path):
     flags = ["--max_steps", "2", "--per_device_train_batch_size", "4", "--num_eval_games", "4", "--use_cpu", "true"]
     parser = TrlParser((lake.LakeArguments, PPOConfig, lake.LakeActor))
@@ -160,4 +180,5 @@ def test_the_recipe_in_small(tmp_path):
     assert -5 < results["before_sampled_return"] < results["optimum"]
     assert results["distance_to_optimum"] == pytest.approx(results["optimum"] - results["after_sampled_return"])
     assert results["before_sampled_turns/mean"] == 32
+    assert 0 <= results["after_sampled_illegal_turns"] < 32
     assert (tmp_path / "lake.png").is_file()
