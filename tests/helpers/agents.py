@@ -226,11 +226,15 @@ TALKING = {
 TALK = Dataset.from_list([{"prompt": [{"role": "user", "content": f"hi {n}"}]} for n in range(16)])
 
 
+def end_of_turn_ids() -> list[int]:
+    """The ids of EOS and of each sixth letter, so that a model with random weights ends its turns early."""
+    return [1, *range(len(SPECIAL), VOCAB_SIZE)[::6]]
+
+
 def talking_trainer(output_dir, config=None, **kwargs) -> PPOTrainer:
-    """A trainer whose small model, half of whose letters end a turn, talks to `Chatter`."""
+    """A trainer whose small model, a sixth of whose letters end a turn, talks to `Chatter`."""
     model = tiny_model(vocab_size=VOCAB_SIZE, max_position_embeddings=256, seed=1)
-    letters = range(len(SPECIAL), VOCAB_SIZE)
-    model.generation_config.eos_token_id = [1, *letters[::6]]
+    model.generation_config.eos_token_id = end_of_turn_ids()
     given = {"model": model, "environment_factory": Chatter, "train_dataset": TALK, "peft_config": LORA}
     args = PPOConfig(**{"output_dir": str(output_dir), **TALKING, **(config or {})})
     return PPOTrainer(args=args, processing_class=calling_tokenizer(), **{**given, **kwargs})
