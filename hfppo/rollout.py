@@ -56,7 +56,7 @@ class Rollout:
     def trim(self) -> "Rollout":
         """Remove the prompt and completion columns that are padding in every row; at least one of each stays."""
         first = min(int(self.prompt_mask.any(dim=0).int().argmax()), self.prompt_mask.shape[1] - 1)
-        width = max(int(self.real.sum(dim=1).max()), 1)
+        width = max([1, *self.real.sum(dim=1).tolist()])  # a process may hold no row of a mini-batch
         prompt = {"prompt_ids": self.prompt_ids[:, first:], "prompt_mask": self.prompt_mask[:, first:]}
         per_token = {
             name: value[:, :width] for name, value in self.tensors().items() if value.dim() == 2 and name not in prompt

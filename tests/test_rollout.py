@@ -173,3 +173,10 @@ def test_seeds_differ_and_fit_a_generator(numbers):
 def test_a_seed_does_not_change_between_versions():
     """Checkpoints rest on it: the draws of a resumed run are named by the same numbers."""
     assert stream_seed(3, 1, 0) == 3008725517587348195
+
+
+@quick
+@given(rollouts())
+def test_no_rows_leave_one_column(rollout):
+    none = rollout.select(torch.tensor([], dtype=torch.long))
+    assert none.mask.shape == none.completion_ids.shape == (0, 1)
