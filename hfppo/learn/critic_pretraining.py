@@ -165,7 +165,8 @@ class CriticPretraining:
         total = 0.0
         self.model.train()
         with self.critic_alone():
-            for piece in (piece for micro_batch in inputs for piece in micro_batch["pieces"]):
+            # As many pieces on each process; one with fewer rows has empty ones.
+            for piece in (piece for micro_batch in inputs for piece in micro_batch["pieces"] if len(piece)):
                 batch = piece.to(args.device)
                 loss = self.loss(self.values(batch), batch, size)
                 scaled = args.vf_coef * loss  # as PPO's, so that the optimizer's moments fit it
