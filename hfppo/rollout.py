@@ -70,10 +70,15 @@ class Rollout:
         moved = {name: value.to(device, non_blocking=not blocking) for name, value in self.tensors().items()}
         return replace(self, **moved)
 
-    def mini_batch(self, index: int, num_mini_batches: int, seed: tuple[int, ...]) -> "Rollout":
-        """Return mini-batch `index` of an epoch: the rows in the order that `seed` draws, cut evenly."""
+    def mini_batch(self, index: int, num_mini_batches: int, seed: tuple[int, ...], group_size: int = 1) -> "Rollout":
+        """Return mini-batch `index` of an epoch: the rows in the order that `seed` draws, cut evenly.
+
+        Args:
+            group_size: rows that follow each other and stay together, since they share a prompt.
+        """
         generator = torch.Generator().manual_seed(stream_seed(*seed))
-        order = torch.randperm(len(self), generator=generator)
+        groups = torch.randperm(len(self) // group_size, generator=generator)
+        order = (groups[:, None] * group_size + torch.arange(group_size)).flatten()
         return self.select(order.chunk(num_mini_batches)[index])
 
     @property

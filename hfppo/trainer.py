@@ -300,7 +300,7 @@ class PPOTrainer(CrashSafeTrainer):
             self._rollout = self._collect_rollout()
         index = (self.state.global_step - state.first_step) % args.num_mini_batches
         seed = (args.seed, SHUFFLE_STREAM, state.rollouts, self._plan.epoch, args.process_index)
-        return self._rollout.mini_batch(index, args.num_mini_batches, seed)
+        return self._rollout.mini_batch(index, args.num_mini_batches, seed, args.num_generations)
 
     def _collect_rollout(self) -> Rollout:
         """Collect the next rollout and tell the callbacks."""

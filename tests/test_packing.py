@@ -6,7 +6,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch.testing import assert_close
-from transformers import LlamaForCausalLM
+from transformers import BloomConfig, BloomForCausalLM, LlamaForCausalLM
 
 from helpers.runs import gradients, logged, trainable
 from helpers.tiny import tiny_gpt2, tiny_model, tiny_opt, tiny_qwen3
@@ -14,7 +14,7 @@ from hfppo import ActorCritic
 from hfppo.models import output_head
 from hfppo.models import packing as packing_module
 from hfppo.models.loading import default_peft_config
-from hfppo.models.packing import Layout, can_pack
+from hfppo.models.packing import Layout, can_pack, can_share_prompts, distinct_prompts, lay_out
 from hfppo.rollout import balanced_sizes, sizes_within
 
 PROMPTS = torch.tensor([[0, 0, 5, 6], [3, 4, 5, 6], [0, 0, 0, 7]])
@@ -116,6 +116,144 @@ def test_a_run_packs_whose_reference_is_an_adapter_on_a_model(request, make_trai
 def test_an_architecture_that_mixes_packed_rows_is_not_packed(packing):
     """OPT's attention is not told the positions."""
     assert not can_pack(tiny_opt())
+
+
+# Two rows of one prompt, one of another with the same end, one of the first again, without a completion.
+SHARED_PROMPTS = torch.tensor([[0, 5, 6, 7], [0, 5, 6, 7], [4, 5, 6, 7], [0, 5, 6, 7]])
+SHARED_COMPLETIONS = torch.tensor([[8, 9, 1], [8, 1, 0], [9, 10, 11], [0, 0, 0]])
+SHARED_MASK = SHARED_COMPLETIONS != 0
+SHARED_ROWS = (
+    torch.cat([SHARED_PROMPTS, SHARED_COMPLETIONS], dim=1),
+    torch.cat([SHARED_PROMPTS != 0, SHARED_MASK], dim=1),
+    SHARED_MASK,
+)
+
+
+@pytest.fixture
+def apart(monkeypatch):
+    """No attention takes a mask, so that every row has its own prompt."""
+    monkeypatch.setattr(packing_module, "SHARING_ATTENTION", "none")
+    monkeypatch.setattr(packing_module, "_shares", {})
+
+
+@pytest.mark.parametrize(("final", "width"), [(False, 6), (True, 8)])
+def test_a_shared_prompt_stands_once_before_its_completions(final, width):
+    prompts, place = distinct_prompts(*SHARED_ROWS[:2], 3)
+    rows = Layout.sharing_prompts(prompts, place, SHARED_COMPLETIONS, SHARED_MASK, final)
+    ids, positions = rows.inputs["input_ids"], rows.inputs["position_ids"]
+    mask = rows.inputs["attention_mask"].squeeze(1)
+    assert ids.shape == positions.shape == (2, width)
+    for row, prompt in enumerate(([5, 6, 7], [5, 6, 7], [4, 5, 6, 7], [5, 6, 7])):
+        n = int(SHARED_MASK[row].sum())
+        read = SHARED_COMPLETIONS[row, : n if final else max(n - 1, 0)].tolist()
+        for step in range(4):
+            index = int(rows.states[row, step])
+            before = prompt + read[:step]
+            at = mask[index // width, index % width]
+            assert ids[index // width, at].tolist() == before, "a state sees its prompt and its completion so far"
+            assert positions[index // width, at].tolist() == list(range(len(before)))
+
+
+@pytest.mark.parametrize("architecture", [tiny_model, tiny_gpt2, tiny_qwen3])
+@pytest.mark.parametrize("critic", ["adapter", "shared"])
+def test_shared_prompts_give_what_rows_of_their_own_give(request, architecture, critic):
+    made = actor(architecture(), critic=critic).eval()
+    shapes = []
+    made.causal_lm.get_input_embeddings().register_forward_hook(lambda _, inputs, __: shapes.append(inputs[0].shape))
+
+    def outputs():
+        made.zero_grad()
+        shapes.clear()
+        out = made(*SHARED_ROWS, entropy="constant", final_value=True)
+        (
+            out.logprobs * torch.arange(12.0).view(4, 3) + out.values.square() + out.final_value[:, None]
+        ).sum().backward()
+        grads = [p.grad.clone() for p in (*made.actor_parameters(), *made.critic_parameters())]
+        return [out.logprobs, out.entropy, out.values, out.final_value, *grads]
+
+    shared = outputs()
+    assert shapes[-1] == (2, 8)
+    request.getfixturevalue("apart")
+    for a, b in zip(shared, outputs(), strict=True):
+        assert float((a - b).detach().abs().max()) <= 1e-5 * max(1.0, float(b.detach().abs().max()))
+    assert shapes == [(4, 7)]
+
+
+def test_a_critic_whose_attention_takes_no_mask_gets_rows_of_its_own(request):
+    other = tiny_model(seed=3)
+    other.config._attn_implementation = "eager"
+    made = actor(critic=other.model).eval()
+    shared = made(*SHARED_ROWS).values
+    assert can_share_prompts(made.causal_lm)
+    assert not can_share_prompts(made.critic.trunk)
+    request.getfixturevalue("apart")
+    assert_close(shared, made(*SHARED_ROWS).values)
+
+
+@pytest.mark.parametrize("broken", ["attention_mask", "position_ids"])
+def test_an_architecture_that_heeds_no_mask_or_position_gets_rows(monkeypatch, broken):
+    monkeypatch.setattr(packing_module, "_shares", {})
+    model = tiny_model()
+    forward = model.model.forward
+
+    def careless(input_ids, position_ids=None, **kwargs):
+        given = {"position_ids": position_ids, **kwargs}
+        given.pop(broken, None)
+        return forward(input_ids, **given)
+
+    assert can_share_prompts(model)
+    packing_module._shares.clear()
+    monkeypatch.setattr(model.model, "forward", careless)
+    assert not can_share_prompts(model)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"_attn_implementation": "eager"},
+        {"sliding_window": 4},
+        {"layer_types": ["full_attention", "sliding_attention"]},
+    ],
+)
+def test_attention_with_a_window_or_without_sdpa_gets_rows(changes):
+    model = tiny_qwen3()
+    for name, value in changes.items():
+        setattr(model.config, name, value)
+    assert not can_share_prompts(model)
+
+
+def test_an_architecture_that_refuses_such_a_mask_gets_rows():
+    torch.manual_seed(0)
+    bloom = BloomForCausalLM(BloomConfig(vocab_size=26, hidden_size=32, n_layer=2, n_head=2))
+    assert not can_share_prompts(bloom)
+    made = actor(bloom, critic="shared")
+    assert made(*SHARED_ROWS).logprobs.shape == (4, 3)
+
+
+def test_long_completions_of_a_short_prompt_get_rows_of_their_own():
+    """In one row they would attend over each other's columns."""
+    model, steps = tiny_model(hidden_size=2, num_attention_heads=1), 40
+    ids = torch.ones(4, 1 + steps, dtype=torch.long)
+    assert lay_out(model, ids, ids, steps, True).inputs["input_ids"].shape == (4, 41)
+    ids = torch.ones(4, 60 + steps, dtype=torch.long)
+    assert lay_out(model, ids, ids, 2, True).inputs["input_ids"].shape == (1, 98 + 8)
+
+
+def test_a_run_with_shared_prompts_ends_where_one_without_ends(request, make_trainer):
+    config = {"num_generations": 4, "learning_rate": 1e-3, "num_mini_batches": 2, "max_steps": 8}
+    shared = make_trainer(config, model=tiny_model(seed=1))
+    widths = []
+    embedding = shared.model.causal_lm.get_input_embeddings()
+    embedding.register_forward_hook(lambda _, inputs, __: widths.append(inputs[0].shape))
+    shared.train()
+    rows = shared.args.per_device_train_batch_size
+    assert rows // 4 in {shape[0] for shape in widths if shape[1] > 1}
+    request.getfixturevalue("apart")
+    alone = make_trainer(config, model=tiny_model(seed=1))
+    alone.train()
+    for (name, a), b in zip(trainable(shared).items(), trainable(alone).values(), strict=True):
+        assert_close(a, b, rtol=1e-3, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+    assert logged(shared, "reward") == logged(alone, "reward")
 
 
 @pytest.mark.parametrize("entropy", ["none", "constant", "differentiable"])

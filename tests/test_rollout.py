@@ -159,6 +159,11 @@ def test_other_seeds_shuffle_otherwise():
     orders = {tuple(some.mini_batch(0, 1, (7, epoch)).scores.tolist()) for epoch in range(20)}
     assert len(orders) == 20
     assert all(sorted(order) == list(range(12)) for order in orders)
+    orders = {tuple(some.mini_batch(0, 1, (7, epoch), group_size=3).scores.tolist()) for epoch in range(20)}
+    assert len(orders) > 10, "4 groups have 24 orders"
+    for order in orders:
+        groups = [order[start : start + 3] for start in range(0, 12, 3)]
+        assert sorted(groups) == [(0, 1, 2), (3, 4, 5), (6, 7, 8), (9, 10, 11)]
 
 
 @quick

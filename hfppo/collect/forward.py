@@ -43,10 +43,12 @@ def forward_passes(
     needs_old = args.policy_mode != "bypass"
     sampled_values = None if needs_old else completions.values
     lengths = attention_mask.sum(dim=1)
-    order = lengths.argsort(descending=True, stable=True)  # rows of similar length need little padding
+    # Rows of similar length need little padding; those of one prompt, which stand together, share it.
+    order = (lengths if args.num_generations == 1 else prompt_mask.sum(dim=1)).argsort(descending=True, stable=True)
     size = args.local_rollout_forward_batch_size
     if not is_sharded(model):  # a sharded model needs equally many forwards on every process
         size = rows_at_once(size, int(lengths.max()), device)
+        size = max(size - size % args.num_generations, min(size, args.num_generations))
     batches = [
         {
             "input_ids": input_ids[rows].to(device),

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from hfppo.models.critic import CRITIC_FOLDER, CriticSource, build_critic, find_critic, shared_copy
 from hfppo.models.loading import check_adapter, check_vocabulary, keep_four_bits
 from hfppo.models.output_head import Entropy, token_logprobs
-from hfppo.models.packing import Layout, can_pack, hidden_states
+from hfppo.models.packing import fits, hidden_states, lay_out
 from hfppo.saving.adapter_card import update_card
 
 
@@ -137,25 +137,24 @@ class ActorCritic(PeftModelForCausalLM):
         """
         if completion_mask is None:
             return super().forward(input_ids=input_ids, attention_mask=attention_mask, **kwargs)
-        width = completion_mask.shape[1]
         values = values and self.critic is not None
         shared = values and self.critic_is_shared
-        logprobs = entropies = state_values = value_after = hidden = packed = None
+        rows = (input_ids, attention_mask, completion_mask.shape[1], final_value)
+        logprobs = entropies = state_values = value_after = hidden = layout = None
         if policy or shared:
             language_model = self.ref_model if self._as_reference else self.causal_lm
-            packed = can_pack(language_model)
-            layout = Layout.of(input_ids, attention_mask, width, packed, final_value)
+            layout = lay_out(language_model, *rows)
             hidden = hidden_states(trunk_of(language_model), layout)
         if policy:
             real = completion_mask.nonzero(as_tuple=True)  # once, since the device waits for it
-            tokens = input_ids[:, -width:][real]
+            tokens = input_ids[:, -completion_mask.shape[1] :][real]
             before = hidden[layout.states[:, :-1][real]]
             found = token_logprobs(language_model, before, tokens, temperature, entropy)
             nothing = torch.zeros(completion_mask.shape, dtype=torch.float32, device=hidden.device)
             logprobs, entropies = (None if x is None else nothing.masked_scatter(completion_mask, x) for x in found)
         if values:
-            if not shared and (own := can_pack(self.critic.trunk)) != packed:
-                layout = Layout.of(input_ids, attention_mask, width, own, final_value)
+            if layout is None or not (shared or fits(layout, self.critic.trunk)):
+                layout = lay_out(self.critic.trunk, *rows)
             found_values = self.critic(hidden, layout)[layout.states]
             state_values = found_values[:, :-1].where(completion_mask, 0.0)
             value_after = found_values[:, -1] if final_value else None

@@ -1,5 +1,6 @@
-"""Lay rows of prompt and completion out for a forward pass with little or no padding."""
+"""Lay rows of prompt and completion out for a forward pass: little padding, and a common prompt only once."""
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,14 +13,18 @@ from torch import Tensor, nn
 # In the names of the attention implementations that separate packed rows by their position ids.
 PACKING_ATTENTION = "flash"
 CPU_TOKENS = 1024  # per forward on a CPU; beyond them activations leave the cache, and it takes 1.3 times as long
+SHARING_ATTENTION = "sdpa"  # the attention implementation that takes any mask
 _packs: dict[tuple[type, str], bool] = {}  # the result of `can_pack` by architecture and implementation
+_shares: dict[tuple[type, str], bool] = {}  # and of `can_share_prompts`
 
 
 @dataclass(frozen=True)
 class Layout:
     """The inputs of a trunk, and the positions of the completions' states in its output."""
 
-    inputs: dict[str, Tensor]  # (B, L) token ids, or packed (1, N) token ids and position ids
+    # (B, L) token ids; or packed (1, N) token ids and position ids; or, with G shared prompts, (G, L) token ids and
+    # position ids, and a (G, 1, L, L) mask.
+    inputs: dict[str, Tensor]
     states: Tensor  # (B, T + 1) int64: index of s_t in the flattened output; the last state's index is repeated
 
     @classmethod
@@ -62,6 +67,85 @@ class Layout:
         rows = torch.arange(len(real), device=input_ids.device)[:, None]
         return cls({"input_ids": input_ids.gather(1, order)}, states + rows * longest)
 
+    @classmethod
+    def sharing_prompts(
+        cls, prompts: Tensor, place: Tensor, completion_ids: Tensor, completed: Tensor, final: bool
+    ) -> "Layout":
+        """Lay each different prompt out once, and the completions of all its rows after it.
+
+        The mask shows each completion its prompt and itself, and its position ids go on from the prompt's: every token
+        is computed as in a row of its own.
+
+        Args:
+            prompts, place: (G, P) and (B,), from `distinct_prompts`.
+            completion_ids: (B, T).
+            completed: (B, T) bool, True on the real tokens of the completions.
+            final: as in `of`.
+        """
+        device, (num_rows, size) = completion_ids.device, completion_ids.shape
+        read = completed if final else nn.functional.pad(completed[:, 1:], (0, 1))
+        prompt_lengths, lengths = (prompts >= 0).sum(dim=1), read.sum(dim=1)
+        earlier = (place[:, None] == place).tril(-1)  # the rows that stand between a row and its prompt
+        starts = prompt_lengths[place] + (earlier * lengths).sum(dim=1)
+        width = int((starts + lengths).max())
+        ids, positions = torch.zeros(2, len(prompts), width, dtype=torch.long, device=device)
+        owners = torch.full_like(ids, -1)  # the row that a token belongs to; B for a prompt's, −1 for padding
+
+        real = (prompts >= 0).nonzero(as_tuple=True)
+        columns = ((prompts >= 0).cumsum(dim=1) - 1)[real]
+        ids[real[0], columns], positions[real[0], columns] = prompts[real], columns
+        owners[real[0], columns] = num_rows
+        rows, steps = read.nonzero(as_tuple=True)
+        at = (place[rows], starts[rows] + steps)
+        ids[at], positions[at] = completion_ids[rows, steps], prompt_lengths[place][rows] + steps
+        owners[at] = rows
+
+        causal = torch.ones(width, width, dtype=torch.bool, device=device).tril()
+        seen = (owners[:, :, None] == owners[:, None]) | (owners[:, None] == num_rows)
+        mask = (causal & seen)[:, None]
+        taken = torch.arange(size + 1, device=device).minimum(lengths[:, None])  # completion tokens before each state
+        last = torch.where(taken > 0, starts[:, None] + taken, prompt_lengths[place][:, None]) - 1
+        inputs = {"input_ids": ids, "position_ids": positions, "attention_mask": mask}
+        return cls(inputs, place[:, None] * width + last)
+
+    def cost(self, hidden_size: int) -> int:
+        """Return a number in proportion to the multiplications of a layer.
+
+        With H the hidden size, linear layers take about 24·H² for a token, and attention 4·H for each pair in a row.
+        """
+        rows, width = self.inputs["input_ids"].shape
+        return rows * width * (6 * hidden_size + width)
+
+
+def distinct_prompts(input_ids: Tensor, attention_mask: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Return (G, P) different prompts, −1 on padding, and the (B,) index among them of each row's prompt."""
+    padding = ~attention_mask[:, :-width].bool()
+    return input_ids[:, :-width].masked_fill(padding, -1).unique(dim=0, return_inverse=True)
+
+
+def lay_out(model: Any, input_ids: Tensor, attention_mask: Tensor, width: int, final: bool) -> Layout:
+    """Return the layout with the least work that a model's attention can take.
+
+    Args:
+        model: the causal language model or trunk that the layout is for.
+        input_ids, attention_mask, width, final: as in `Layout.of`.
+    """
+    packed = can_pack(model)
+    apart = Layout.of(input_ids, attention_mask, width, packed, final)
+    prompts, place = distinct_prompts(input_ids, attention_mask, width)
+    if packed or len(prompts) == len(input_ids) or not can_share_prompts(model):
+        return apart
+    hidden_size = model.config.get_text_config().hidden_size
+    completions = input_ids[:, -width:], attention_mask[:, -width:].bool()
+    shared = Layout.sharing_prompts(prompts, place, *completions, final)
+    return min(apart, shared, key=lambda layout: layout.cost(hidden_size))
+
+
+def fits(layout: Layout, model: Any) -> bool:
+    """Return whether a layout that was made for another model suits this one as well."""
+    packed, masked = ("position_ids" in layout.inputs, "attention_mask" in layout.inputs)
+    return can_share_prompts(model) if masked else can_pack(model) == packed
+
 
 @torch.no_grad()
 def can_pack(model: Any) -> bool:
@@ -78,6 +162,38 @@ def can_pack(model: Any) -> bool:
         apart, together = (hidden_states(trunk, layout).float() for layout in (padded, packed))
         _packs[kind] = torch.allclose(apart, together, rtol=0.05, atol=0.05 * float(apart.abs().max()))
     return _packs[kind]
+
+
+@torch.no_grad()
+def can_share_prompts(model: Any) -> bool:
+    """Return whether a model's attention takes a mask of any form, which a trial with two rows confirms.
+
+    Layers that look back a limited number of positions count columns, which a shared prompt moves.
+    """
+    model = model.get_base_model() if isinstance(model, PeftModel) else model
+    config, trunk = model.config.get_text_config(), model.base_model
+    kinds = {"full_attention", *(getattr(config, "layer_types", None) or ())}
+    if len(kinds) > 1 or getattr(config, "sliding_window", None) is not None:
+        return False
+    implementation = str(getattr(model.config, "_attn_implementation", ""))
+    if implementation != SHARING_ATTENTION or "position_ids" not in inspect.signature(trunk.forward).parameters:
+        return False
+    kind = (type(model), implementation)
+    if kind not in _shares:
+        ids = torch.tensor([[0, 1, 2, 3], [0, 1, 4, 5]], device=model.device) % config.vocab_size
+        attended = torch.ones_like(ids)
+        both = attended[:, 2:].bool()
+        try:
+            layouts = (
+                Layout.of(ids, attended, 2, False, True),
+                Layout.sharing_prompts(*distinct_prompts(ids, attended, 2), ids[:, 2:], both, True),
+            )
+            apart, shared = (hidden_states(trunk, layout).float()[layout.states] for layout in layouts)
+            # Measured by how much two completions differ: states may be large in places where all are alike.
+            _shares[kind] = bool((shared - apart).norm() < 0.1 * (apart[0] - apart[1]).norm())
+        except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):  # it reads the mask as a flat one
+            _shares[kind] = False
+    return _shares[kind]
 
 
 def rows_at_once(most: int, width: int, device: torch.device) -> int:

@@ -30,56 +30,22 @@ import argparse
 import json
 import os
 import platform
-import subprocess
 import sys
 import tempfile
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
-from statistics import median
 
 import torch
 from ppo_floor import floor, rates
-from ppo_workload import DONE, WORKLOADS, Workload, write_models
+from ppo_workload import WORKLOADS, write_models
+from turns import CLOCKS, in_turn, print_phases, print_totals
 
 HERE = Path(__file__).parent
 HFPPO = {f"hfppo, critic='{critic}'": {"critic": critic} for critic in ("adapter", "shared")}
 COMPILED = {f"{side}, compiled": {**chosen, "torch_compile": True} for side, chosen in HFPPO.items()}
 TRL = "TRL 1.12.0"
 OPTIONS = ("policy_mode", "max_tokens_per_micro_batch")  # of hfppo, passed on
-CLOCKS = ("seconds", "cpu_seconds")
-
-
-class Side:
-    """A process that warms up with a rollout, and does another each time it is told to."""
-
-    def __init__(self, name: str, options: argparse.Namespace, folder: str):
-        self.name = name
-        self._process = subprocess.Popen(
-            command(name, options, folder),
-            env={**os.environ, "OMP_NUM_THREADS": str(options.threads), "TRL_EXPERIMENTAL_SILENCE": "1"},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        self._wait()
-
-    def rollout(self) -> None:
-        """Have it do one, and wait for the end."""
-        self._go()
-        self._wait()
-
-    def measured(self) -> dict:
-        """What it measured; it ends with that."""
-        self._go()
-        return json.loads([*self._process.stdout][-1])
-
-    def _go(self) -> None:
-        print(file=self._process.stdin, flush=True)
-
-    def _wait(self) -> None:
-        if DONE not in map(str.rstrip, self._process.stdout):
-            sys.exit(f"{self.name} failed; its error stands above")
 
 
 def command(side: str, options: argparse.Namespace, folder: str) -> list[str]:
@@ -93,64 +59,6 @@ def command(side: str, options: argparse.Namespace, folder: str) -> list[str]:
     return [sys.executable, str(HERE / "ppo_hfppo.py"), options.workload, critic, json.dumps(fields), *rest]
 
 
-def in_turn(names: list[str], options: argparse.Namespace, folder: str) -> dict[str, dict]:
-    """What the sides measured, a rollout of each in every round."""
-    sides = [Side(name, options, folder) for name in names]
-    for _ in range(options.rounds):
-        for side in sides:
-            side.rollout()
-    return {side.name: side.measured() for side in sides}
-
-
-def totals(found: dict, clock: str) -> list[float]:
-    """Seconds of every rollout that counts."""
-    return [sum(phases.values()) for phases in found[clock]]
-
-
-def middle_phases(found: dict, clock: str) -> dict[str, float]:
-    """The median seconds of each phase."""
-    return {name: median(phases.get(name, 0.0) for phases in found[clock]) for name in found[clock][0]}
-
-
-def spread(numbers: list[float]) -> str:
-    """The median, the least and the most."""
-    return f"{median(numbers):.2f} ({min(numbers):.2f}–{max(numbers):.2f})"
-
-
-def print_totals(measured: dict[str, dict], workload: Workload) -> None:
-    """The table of seconds, tokens and memory."""
-    print("| | s per rollout | ratio | processor s | ratio | tokens per s | completion tokens | peak MB | ratio |")
-    print("|---|---|---|---|---|---|---|---|---|")
-    base = measured.get(TRL)
-    for side, found in measured.items():
-        cells = []
-        for clock in CLOCKS:
-            own = totals(found, clock)
-            ratios = [a / b for a, b in zip(own, totals(base, clock), strict=True)] if base else []
-            cells += [spread(own), spread(ratios) if ratios else "–"]
-        speed = workload.new_in_all / median(totals(found, CLOCKS[0]))
-        tokens = ", ".join(map(str, sorted(set(found["tokens"]))))
-        memory = f"{found['peak'] / base['peak']:.2f}" if base else "–"
-        print(f"| {side} | {' | '.join(cells)} | {speed:.0f} | {tokens} | {found['peak'] / 1e6:.0f} | {memory} |")
-
-
-def print_phases(measured: dict[str, dict], clock: str, floors: dict[str, dict[str, float]]) -> None:
-    """The table of phases, with the floor of hfppo's."""
-    found = {side: middle_phases(own, clock) for side, own in measured.items()}
-    names = list(dict.fromkeys(name for phases in found.values() for name in phases))
-    heads = [title for side in found for title in ((side, "floor", "distance") if side in floors else (side,))]
-    print(f"\n| seconds, {clock.replace('_', ' ')} | {' | '.join(heads)} |\n|---{'|---' * len(heads)}|")
-    for name in [*names, "all"]:
-        cells = []
-        for side, phases in found.items():
-            seconds = sum(phases.values()) if name == "all" else phases.get(name, 0.0)
-            cells.append(f"{seconds:.2f}")
-            if side in floors:
-                least = sum(floors[side].values()) if name == "all" else floors[side].get(name, 0.0)
-                cells += [f"{least:.2f}", f"{seconds / least:.1f}"] if least else ["–", "–"]
-        print(f"| {name} | {' | '.join(cells)} |")
-
-
 def main(options: argparse.Namespace) -> None:
     workload = WORKLOADS[options.workload]
     torch.set_num_threads(options.threads)
@@ -160,7 +68,9 @@ def main(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
         write_models(workload, Path(folder))
         for together in [[side] for side in sides] if cuda else [sides]:
-            measured |= in_turn(together, options, folder)
+            measured |= in_turn(
+                {side: command(side, options, folder) for side in together}, options.rounds, options.threads
+            )
     measured_rates = rates(workload)
     floors = {
         side: floor(workload, chosen["critic"], options.policy_mode, *measured_rates) for side, chosen in HFPPO.items()
@@ -169,7 +79,7 @@ def main(options: argparse.Namespace) -> None:
     device = torch.cuda.get_device_name() if cuda else f"{platform.machine()}, {os.cpu_count()} cores"
     print(f"    python tests/benchmarks/ppo.py {' '.join(sys.argv[1:])}\n")
     print(f"Workload {options.workload}, threads: {options.threads}, {device}, {packages}, {date.today():%d %B %Y}.\n")
-    print_totals(measured, workload)
+    print_totals(measured, workload, TRL)
     sampling, passes = (f"{number / 1e9:.0f}" for number in measured_rates)
     print(f"\nMatrix products: {passes} GFLOP/s per processor, {sampling} with one token per row.")
     print_phases(measured, CLOCKS[0 if cuda else 1], floors)

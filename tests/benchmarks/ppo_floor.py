@@ -6,7 +6,9 @@ import torch
 from ppo_workload import Workload, prompts_for
 
 
-def operations(workload: Workload, critic: str, policy_mode: str) -> dict[str, float]:
+def operations(
+    workload: Workload, critic: str | None, policy_mode: str, group: int = 1, shared: bool = False
+) -> dict[str, float]:
     """Floating-point operations by phase: a product of (m, k) and (k, n) has 2·m·k·n, nothing else counts.
 
     With N real tokens in all rows (prompts and completions, no padding), C of them completions, P weights in the
@@ -22,6 +24,9 @@ def operations(workload: Workload, critic: str, policy_mode: str) -> dict[str, f
         update, backward            2·P·N + 4·L·N + 2·H·C + 2·A: frozen weights pass the gradient on and get none
                                     themselves; trained ones, the adapters, get one of their own
 
+    Groups of `group` rows have one prompt. With `shared` it counts once for each group, except in sampling, and its
+    attention is that of one row of all completions, of which a mask leaves some pairs out.
+
     What is computed again to save memory does not count, and what other programs train besides does not either.
     """
     w = workload
@@ -31,15 +36,20 @@ def operations(workload: Workload, critic: str, policy_mode: str) -> dict[str, f
     shapes += [(w.hidden_size, w.intermediate_size)] * 3  # gate, up, down
     trunk = w.num_hidden_layers * sum(a * b for a, b in shapes)
     adapters = w.num_hidden_layers * w.rank * sum(a + b for a, b in shapes)
-    lengths = [len(prompt) + w.new_tokens for prompt in prompts_for(w)]
-    tokens = sum(lengths)
+    prompts = [len(prompt) for prompt in prompts_for(w)[: w.prompts // group]]
+    alone = [length + w.new_tokens for length in prompts for _ in range(group)]
+    lengths = [length + group * w.new_tokens for length in prompts] if shared else alone
     head = 2 * w.hidden_size * w.vocab_size * w.new_in_all
-    attention = 2 * w.num_hidden_layers * w.hidden_size * sum(n * n for n in lengths)
+
+    def attention_over(lengths: list[int]) -> int:
+        return 2 * w.num_hidden_layers * w.hidden_size * sum(n * n for n in lengths)
+
+    tokens, attention = sum(lengths), attention_over(lengths)
     frozen, adapted = 2 * trunk * tokens + attention, 2 * (trunk + adapters) * tokens + attention
     backward = 2 * (trunk + 2 * adapters) * tokens + 2 * attention
-    own_trunk, old = critic != "shared", policy_mode != "bypass"
+    own_trunk, old = critic not in ("shared", None), policy_mode != "bypass"
     return {
-        "sampling": adapted + head,
+        "sampling": 2 * (trunk + adapters) * sum(alone) + attention_over(alone) + head,
         "reward model": frozen,
         "old log-probs": old * (adapted + head),
         "reference": frozen + head,
@@ -81,7 +91,15 @@ def rates(workload: Workload) -> tuple[float, float]:
     return rate(workload.prompts, *mlp), rate(int(workload.micro_batch * mean_length), *mlp)
 
 
-def floor(workload: Workload, critic: str, policy_mode: str, sampling: float, passes: float) -> dict[str, float]:
+def floor(
+    workload: Workload,
+    critic: str | None,
+    policy_mode: str,
+    sampling: float,
+    passes: float,
+    group: int = 1,
+    shared: bool = False,
+) -> dict[str, float]:
     """Seconds by phase: the operations at the rate for sampling, or for all else."""
-    counted = operations(workload, critic, policy_mode)
+    counted = operations(workload, critic, policy_mode, group, shared)
     return {name: number / (sampling if name == "sampling" else passes) for name, number in counted.items()}

@@ -1,4 +1,4 @@
-"""TRL's GRPOTrainer on a workload of `ppo_workload`; the GPU kit runs it beside hfppo with the grpo estimator."""
+"""TRL's GRPOTrainer on a workload of `ppo_workload`; `grpo.py` and the GPU kit run it beside hfppo."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -31,11 +31,17 @@ def timed_phases(watch: Stopwatch) -> Iterator[None]:
 
 
 def measure(
-    workload: Workload, folder: Path, model: PreTrainedModel, reward: Any, rollouts: int, num_generations: int
+    workload: Workload,
+    folder: Path,
+    model: PreTrainedModel,
+    reward: Any,
+    rollouts: int,
+    num_generations: int,
+    takes_turns: bool = False,
 ) -> dict[str, Any]:
     """Train for some rollouts, and return what the clock measured after the first."""
     watch = Stopwatch()
-    clock = Clock(watch, workload.epochs, takes_turns=False)
+    clock = Clock(watch, workload.steps, takes_turns)
 
     def count(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
         clock.tokens.append(sum(map(len, completion_ids)))
@@ -46,7 +52,8 @@ def measure(
     args = GRPOConfig(
         **{name: value for name, value in config.items() if name not in NOT_TRLS},
         max_completion_length=workload.new_tokens,
-        max_steps=rollouts * workload.epochs,
+        max_steps=rollouts * workload.steps,
+        steps_per_generation=workload.mini_batches * config["gradient_accumulation_steps"],
         num_iterations=workload.epochs,
         num_generations=num_generations,
         beta=beta,

@@ -95,7 +95,7 @@ def build(
     tokenizer.eos_token = tokenizer.pad_token  # a token that the model knows, until the sampler is told another
     reward_tokenizer = tokenizer_for(workload, pad_beyond=False)
     reward_tokenizer.eos_token = None  # it would be appended, and the reward model does not know it
-    own = {"max_completion_length": workload.new_tokens, "max_prompt_length": None, "logging_steps": workload.epochs}
+    own = {"max_completion_length": workload.new_tokens, "max_prompt_length": None, "logging_steps": workload.steps}
     args = PPOConfig(**{**common_config(workload, rollouts, folder), **own, **fields})
     prompts = prompts_for(workload)[: workload.prompts // args.num_generations]
     trainer = PPOTrainer(
@@ -125,7 +125,7 @@ def measure(
 ) -> dict[str, Any]:
     """Train for some rollouts, and return what the clock measured after the first."""
     watch = Stopwatch()
-    clock = RolloutClock(watch, workload.epochs, takes_turns)
+    clock = RolloutClock(watch, workload.steps, takes_turns)
     with timed_phases(watch):
         build(workload, folder, fields, model, reward, critic, rollouts, [clock]).train()
     return clock.measured()

@@ -32,7 +32,7 @@ DONE = "rollout done"  # a line of its own, for `ppo.py`
 
 @dataclass(frozen=True)
 class Workload:
-    """One rollout and its updates: `prompts` completions of `new_tokens` tokens, in mini-batches of all of them."""
+    """One rollout and its updates: `prompts` completions of `new_tokens` tokens, in `mini_batches` per epoch."""
 
     architecture: str
     vocab_size: int
@@ -47,6 +47,7 @@ class Workload:
     new_tokens: int
     micro_batch: int
     epochs: int = 2
+    mini_batches: int = 1
     rank: int = 16
     dtype: str = "float32"
     tied: bool = False
@@ -61,6 +62,11 @@ class Workload:
         return {**own, **special, "max_position_embeddings": length + 8, "tie_word_embeddings": self.tied}
 
     @property
+    def steps(self) -> int:
+        """Optimizer steps of a rollout."""
+        return self.epochs * self.mini_batches
+
+    @property
     def new_in_all(self) -> int:
         """Completion tokens of a rollout."""
         return self.prompts * self.new_tokens
@@ -70,6 +76,9 @@ LLAMA = {"architecture": "llama", "hidden_size": 256, "intermediate_size": 768, 
 LLAMA |= {"num_attention_heads": 8, "num_key_value_heads": 4, "shortest_prompt": 8, "longest_prompt": 24}
 TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
 TINY |= {"num_key_value_heads": 1, "vocab_size": 512, "prompts": 8, "new_tokens": 8, "micro_batch": 4}
+SMOLLM2 = {"architecture": "llama", "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30}
+SMOLLM2 |= {"num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 49_152, "tied": True, "prompts": 32}
+SMOLLM2 |= {"shortest_prompt": 54, "longest_prompt": 60, "new_tokens": 10, "micro_batch": 16, "mini_batches": 2}
 QWEN = {"architecture": "qwen2", "vocab_size": 151_936, "dtype": "bfloat16", "tied": True, "checkpointing": True}
 QWEN |= {"prompts": 256, "shortest_prompt": 256, "longest_prompt": 1024, "new_tokens": 512, "micro_batch": 8}
 
@@ -83,6 +92,7 @@ WORKLOADS = {
     "A": Workload(**LLAMA, vocab_size=4096, prompts=64, new_tokens=48, micro_batch=16),
     "B": Workload(**LLAMA, vocab_size=32_768, prompts=16, new_tokens=256, micro_batch=16),
     "tiny": Workload(**{**LLAMA, **TINY}),  # shows that a benchmark runs
+    "smollm2": Workload(**SMOLLM2),  # SmolLM2-135M's shape, with lengths as in recipes/reasoning.yaml
     # For a GPU. Not run yet.
     "qwen2.5-0.5b": qwen(896, 4864, 24, 14, 2, checkpointing=False),
     "qwen2.5-1.5b": qwen(1536, 8960, 28, 12, 2),
@@ -181,8 +191,8 @@ def common_config(workload: Workload, rollouts: int, folder: Path) -> dict[str, 
     return {
         "output_dir": tempfile.mkdtemp(dir=folder),
         "per_device_train_batch_size": workload.micro_batch,
-        "gradient_accumulation_steps": workload.prompts // workload.micro_batch,
-        "num_mini_batches": 1,
+        "gradient_accumulation_steps": workload.prompts // (workload.micro_batch * workload.mini_batches),
+        "num_mini_batches": workload.mini_batches,
         "num_ppo_epochs": workload.epochs,
         "total_episodes": rollouts * workload.prompts,
         "local_rollout_forward_batch_size": min(64, workload.prompts),
