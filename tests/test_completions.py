@@ -11,7 +11,7 @@ from datasets import Dataset
 from helpers.runs import count_digits
 from helpers.tiny import CHAT_TEMPLATE
 from hfppo import PPOCallback, PrintCompletionsCallback
-from hfppo.reporting.completions import make_column
+from hfppo.reporting.completions import cell_text, make_column
 
 
 class Keep(PPOCallback):
@@ -68,6 +68,21 @@ def test_what_a_function_is_called_takes_no_column_from_another(make_trainer):
     assert table["score_"].tolist() == keep.transcripts[0].scores["score"]
     assert table["score_"].tolist() != table["score"].tolist()
     assert table["prompt"].tolist() == keep.transcripts[0].prompts
+
+
+@pytest.mark.parametrize(
+    ("value", "wanted"),
+    [
+        (0.123456, "0.1235"),
+        ("2+2?", "2+2?"),
+        ([{"role": "assistant", "content": "4"}], "4"),
+        ([{"role": "system", "content": "Add."}, {"role": "user", "content": "2+2?"}], "system: Add.\nuser: 2+2?"),
+        ([], "[]"),
+        ([1, "two"], "[1, 'two']"),
+    ],
+)
+def test_conversations_are_printed_as_text(value, wanted):
+    assert cell_text(value) == wanted
 
 
 @pytest.mark.parametrize("column", [[1, "a"], ["a", 1], [[1, "a"]], [2**70], [1j], [{}], [{"a": {}}], [[{}]]])

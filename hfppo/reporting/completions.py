@@ -3,6 +3,7 @@
 import io
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import rich
 from datasets import Dataset
@@ -51,11 +52,20 @@ class PrintCompletionsCallback(PPOCallback):
         for name in columns:
             table.add_column(Text(escape_control_characters(name)))
         for row in list(zip(*columns.values(), strict=False))[: self.num_completions]:
-            table.add_row(
-                *(Text(f"{x:.4g}" if isinstance(x, float) else escape_control_characters(str(x))) for x in row)
-            )
+            table.add_row(*(Text(escape_control_characters(cell_text(x))) for x in row))
         with tqdm.external_write_mode():  # clears the progress bar meanwhile
             rich.print(table)
+
+
+def cell_text(x: Any) -> str:
+    """Return a cell of the printed table; of a conversation the text, with roles if it has several messages."""
+    if isinstance(x, float):
+        return f"{x:.4g}"
+    if not (isinstance(x, list) and x and all(isinstance(part, dict) and "content" in part for part in x)):
+        return str(x)
+    if len(x) == 1:
+        return str(x[0]["content"])
+    return "\n".join(f"{message.get('role')}: {message['content']}" for message in x)
 
 
 def save_table(table: Dataset, file: Path) -> None:
