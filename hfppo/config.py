@@ -44,10 +44,16 @@ class PPOConfig(TrainingArguments):
         ValueError: a field outside its range, or fields that contradict each other; the message names them.
     """
 
-    # Defaults of TrainingArguments that fit PPO with a LoRA actor better.
+    # Fields of TrainingArguments with defaults that fit PPO with a LoRA actor better, or with words that fit.
+    per_device_train_batch_size: int = field(
+        default=8, metadata={"help": "Completions per process in one forward and backward pass."}
+    )
+    gradient_accumulation_steps: int = field(
+        default=1, metadata={"help": "Such passes per optimizer step; the two together are a mini-batch."}
+    )
     learning_rate: NotNegative = field(
-        default=1e-5,
-        metadata={"help": "Learning rate of the actor; ten times a usual full fine-tuning rate, for LoRA."},
+        default=5e-5,
+        metadata={"help": "Learning rate of the actor's LoRA; chosen by measurement on 135M, docs/decisions.md."},
     )
     logging_steps: float = field(default=10, metadata={"help": "Optimizer steps between logs."})
     logging_nan_inf_filter: bool = field(
@@ -66,10 +72,15 @@ class PPOConfig(TrainingArguments):
 
     # Changes the result: the rollout.
     num_ppo_epochs: Count = field(
-        default=4, metadata={"help": "Times that each rollout is gone through (TRL; arXiv:2403.17031)."}
+        default=2,
+        metadata={"help": "Times that each rollout is gone through; chosen by measurement, docs/decisions.md."},
     )
     num_mini_batches: Count = field(
-        default=1, metadata={"help": "Optimizer steps per PPO epoch (TRL). The rollout grows with it."}
+        default=8,
+        metadata={
+            "help": "Optimizer steps per PPO epoch. A rollout has this many mini-batches: by default 8 × 1 × 8 = 64 "
+            "completions per process. Chosen by measurement, docs/decisions.md."
+        },
     )
     total_episodes: Count | None = field(
         default=None, metadata={"help": "Completions to train on in all, rounded up to rollouts; sets `max_steps`."}
@@ -243,17 +254,19 @@ class PPOConfig(TrainingArguments):
 
     # Changes the result: the critic.
     critic_learning_rate: NotNegative | None = field(
-        default=None, metadata={"help": "Learning rate of the critic; None: `learning_rate`."}
+        default=None, metadata={"help": "Learning rate of the critic; None: `learning_rate`, see docs/decisions.md."}
     )
     num_critic_epochs: Count | None = field(
         default=None,
         metadata={"help": "Times that the critic goes through each rollout (verl); None: `num_ppo_epochs`."},
     )
     cliprange_value: Positive | None = field(
-        default=0.2, metadata={"help": "ε of the value clip in units of the return (TRL); None turns it off."}
+        default=None,
+        metadata={"help": "ε of the value clip in units of the return; None, off: it only slows the critic down."},
     )
     vf_coef: NotNegative = field(
-        default=0.1, metadata={"help": "Weight of the value loss (TRL); couples only through a shared trunk."}
+        default=0.1,
+        metadata={"help": "Weight of the value loss (TRL, measured); couples only through a shared trunk."},
     )
     critic_pretraining_completions: Annotated[int, AT_LEAST_0] = field(
         default=0,

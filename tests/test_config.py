@@ -97,7 +97,7 @@ def test_total_episodes_sets_max_steps(config, monkeypatch, total_episodes, proc
 
 @pytest.mark.parametrize(("given", "warned"), [({}, False), ({"max_steps": 2}, False), ({"max_steps": 5}, True)])
 def test_max_steps_beside_total_episodes_is_warned_of(config, caplog, given, warned):
-    args = config(total_episodes=16, per_device_train_batch_size=8, num_ppo_epochs=1, **given)
+    args = config(total_episodes=16, num_mini_batches=1, num_ppo_epochs=1, **given)
     assert args.max_steps == replace(args, learning_rate=1.0).max_steps == 2
     assert ("total_episodes makes max_steps=2; 5 is not used" in caplog.text) == warned
 

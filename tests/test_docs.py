@@ -21,6 +21,7 @@ import hfppo.functional as F
 from hfppo import PPOConfig, PPOTrainer
 from hfppo.config_checks import TRL_NAMES
 from hfppo.metrics import METRICS
+from hfppo.reporting.progress import describe_sizes
 
 ROOT = Path(hfppo.__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -260,6 +261,12 @@ def test_readme_code_runs(tmp_path, monkeypatch):
     exec(compile(block.replace("10_000", "8"), "README.md", "exec"), {"__name__": "readme"})
     (load,) = re.findall(r"`(AutoPeftModelForCausalLM.*?)`", README.read_text())
     assert eval(load, {"AutoPeftModelForCausalLM": AutoPeftModelForCausalLM}).peft_config
+
+
+def test_readme_states_the_sizes_of_its_run(tmp_path):
+    args = PPOConfig(output_dir=str(tmp_path), use_cpu=True, total_episodes=10_000)
+    sizes = describe_sizes(args.rollout_size_per_process, args.world_size, args.updates_per_rollout)
+    assert f"`{args.max_steps // args.updates_per_rollout} {sizes}`" in README.read_text()
 
 
 def commands() -> list[str]:

@@ -357,6 +357,7 @@ def rows_of(tokenizer, tmp_path, processes: int, process: int, batch_size: int, 
     args = PPOConfig(
         output_dir=str(tmp_path / "out"),
         per_device_train_batch_size=batch_size,
+        num_mini_batches=1,
         num_generations=num_generations,
         use_cpu=True,
         seed=11,
