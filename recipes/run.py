@@ -28,8 +28,9 @@ class RecipeParser(TrlParser):
 
     def format_help(self) -> str:
         """Return the help, with sizes in completions for the number of processes that were launched."""
-        names = ("per_device_train_batch_size", "gradient_accumulation_steps", "num_mini_batches", "num_ppo_epochs")
-        batch, accumulation, mini_batches, epochs = (self.get_default(name) for name in names)
+        names = ("per_device_train_batch_size", "gradient_accumulation_steps", "num_mini_batches")
+        batch, accumulation, mini_batches = (self.get_default(name) for name in names)
+        epochs = max(self.get_default("num_ppo_epochs"), self.get_default("num_critic_epochs") or 0)
         processes = int(os.environ.get("WORLD_SIZE", "1"))
         sizes = describe_sizes(batch * accumulation * mini_batches, processes, epochs * mini_batches)
         self.epilog = f"sizes with these defaults and {processes} process(es): {sizes}"

@@ -50,7 +50,7 @@ def few_rows(tmp_path: Path) -> list[str]:
     [
         ("1", [], "rollouts of 24 completions (24 per process), 20 optimizer steps each"),
         ("4", [], "rollouts of 96 completions (24 per process), 20 optimizer steps each"),
-        ("4", ["--config"], "rollouts of 48 completions (12 per process), 10 optimizer steps each"),
+        ("4", ["--config"], "rollouts of 48 completions (12 per process), 14 optimizer steps each"),
     ],
 )
 def test_help_shows_the_sizes_in_completions(tmp_path, monkeypatch, capsys, processes, flags, wanted):
@@ -60,9 +60,10 @@ def test_help_shows_the_sizes_in_completions(tmp_path, monkeypatch, capsys, proc
         gradient_accumulation_steps: int = 3
         num_mini_batches: int = 4
         num_ppo_epochs: int = 5
+        num_critic_epochs: int | None = None
 
     monkeypatch.setenv("WORLD_SIZE", processes)
-    (tmp_path / "run.yaml").write_text("num_mini_batches: 2\n")
+    (tmp_path / "run.yaml").write_text("num_mini_batches: 2\nnum_critic_epochs: 7\n")
     with pytest.raises(SystemExit):
         RecipeParser(Sizes).parse_args_and_config([*flags, *([str(tmp_path / "run.yaml")] if flags else []), "--help"])
     assert wanted in " ".join(capsys.readouterr().out.split())
