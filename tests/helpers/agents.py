@@ -157,7 +157,13 @@ def agent_trainer(output_dir, *turns, config=None, dataset=PROMPTS, **kwargs) ->
         turns: of each row, for `Script`; none: the trainer's own sampler.
     """
     settings = {"output_dir": str(output_dir), "per_device_train_batch_size": 4, "use_cpu": True}
-    settings |= {"max_completion_length": 120, "report_to": "none", "num_ppo_epochs": 1, "max_steps": 2}
+    settings |= {
+        "max_completion_length": 120,
+        "report_to": "none",
+        "num_ppo_epochs": 1,
+        "num_mini_batches": 1,
+        "max_steps": 2,
+    }
     tokenizer = calling_tokenizer()
     trainer = PPOTrainer(
         model=tiny_model(vocab_size=VOCAB_SIZE, max_position_embeddings=256),
