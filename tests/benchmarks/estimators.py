@@ -151,7 +151,7 @@ def measure(name: str, learning_rate: float, seed: int, args: BenchmarkArguments
     }
 
 
-def games_to(level: float, result: dict[str, Any], window: int = 4) -> float:
+def games_to(level: float, result: dict[str, Any], window: int = 5) -> float:
     """Return the games until the mean return of some rollouts in a row reaches a share of the way; NaN: never."""
     curve = np.convolve(result["curve"], np.ones(window) / window, mode="valid")
     reached = np.flatnonzero([share_of_way(total) >= level for total in curve])
