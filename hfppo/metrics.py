@@ -18,6 +18,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "loss": ("mean", "The scalar that an optimizer step minimizes."),
     "reward": ("mean", "Score of a completion: weighted sum of the reward functions, penalties included."),
     "reward_std": ("std", "Standard deviation of the score over the rollout's completions."),
+    "rlhf_reward": ("mean", "Sum of a completion's token rewards, KL penalty included (TRL: objective/rlhf_reward)."),
     "rewards/{function}/mean": ("mean", "What one reward function gives, over the completions that it scores."),
     "rewards/{function}/std": ("std", "Standard deviation of the same."),
     "frac_reward_zero_std": (
@@ -50,8 +51,10 @@ METRICS: dict[str, tuple[str, str]] = {
     "kl": ("mean", "KL of π_old to the reference per token, nats, by `kl_estimator`; k1 may be negative."),
     "kl_k3": ("mean", "The same by k3, which is never negative, nats per token."),
     "kl_coef": ("last", "β with which the rollout was collected."),
+    "advantage_mean": ("mean", "The advantage per token before whitening; with a critic and one λ, return − value."),
     "advantage_std": ("std", "Standard deviation of the advantage per token before whitening."),
     "value/mean": ("mean", "The critic's value per token at the start of the update."),
+    "value/std": ("std", "Standard deviation of the same."),
     "value/return": ("mean", "The return per token that the values are fitted to."),
     "value/return_std": ("std", "Standard deviation of the same."),
     "value/explained_variance": (
@@ -108,6 +111,8 @@ METRICS: dict[str, tuple[str, str]] = {
     "time/passes": ("mean", "Seconds of it spent in the passes of actor, reference and critic."),
     "time/rewards": ("mean", "Seconds of it spent in the reward functions."),
     "time/update": ("mean", "Seconds of the optimizer steps that follow a rollout: of one, times their number."),
+    "time/update_tflops": ("mean", "10¹² floating-point operations per second of the update, on each process."),
+    "time/update_mfu": ("mean", "The same as a share of `peak_tflops`, the model FLOPs utilization."),
     "time/critic_pretraining": (
         "mean",
         "Seconds of an epoch of critic pretraining; in its first log, of collecting the completions.",

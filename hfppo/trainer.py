@@ -40,6 +40,7 @@ from hfppo.environments.pool import EnvironmentFactory
 from hfppo.evaluation import EvalPrompts, check_best_metric, evaluate_prompts, place_model
 from hfppo.generation import Sampler, make_sampler
 from hfppo.learn.critic_pretraining import CriticPretraining
+from hfppo.learn.flops import FlopCounter, measure_throughput
 from hfppo.learn.loss import LossTerm, measure_kl, measure_update, ppo_loss, ppo_terms
 from hfppo.learn.mini_batch import MiniBatchSize, cut_mini_batch, join_sequences
 from hfppo.learn.optimizer import GradientClipper, StepHooks, keep_own_settings, split_critic_groups
@@ -170,6 +171,7 @@ class PPOTrainer(CrashSafeTrainer):
         check_engine(self.accelerator, parts.model, parts.rewards.funcs, args)
         if args.world_size > 1:
             wait_at_exit()
+        self._flop_counter = FlopCounter.of(parts.model)
         compile_layers(parts.model, self.accelerator, args)
         self.collector = Collector(
             model=parts.model,
@@ -200,7 +202,7 @@ class PPOTrainer(CrashSafeTrainer):
         self._meter = Meter()  # metrics until the next log
         self._step_meter = Meter()  # metrics of one step, for `target_kl`
         self._step_start: tuple[int, dict[str, Any]] | None = None  # steps made, and metrics, when a step began
-        self._step_began = 0.0
+        self._step_began, self._step_flops = 0.0, 0
         self._guard = NonFiniteGuard(self.args, self.accelerator)
         self._clipper = GradientClipper(self.model, self.accelerator, self._guard)
         self._pretraining = self._begin_pretraining()
@@ -290,7 +292,7 @@ class PPOTrainer(CrashSafeTrainer):
         self._step_meter = Meter()  # a step that float16's scaler dropped has left its metrics here
         if self._just_in_time is not None:
             self._step_start = self.state.global_step, self._meter.state_dict()
-        self._step_began = time.perf_counter()
+        self._step_began, self._step_flops = time.perf_counter(), 0
         return inputs, MiniBatchSize.of(mini_batch, self.accelerator)
 
     def _next_mini_batch(self) -> Rollout:
@@ -392,6 +394,7 @@ class PPOTrainer(CrashSafeTrainer):
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         """Call Trainer's step for each piece of a micro-batch."""
         *before, last = inputs["pieces"]
+        self._step_flops += self.floating_point_ops(inputs)
         loss = torch.zeros((), device=self.args.device)
         for piece in before:
             with self.accelerator.no_sync(model):
@@ -429,6 +432,10 @@ class PPOTrainer(CrashSafeTrainer):
                 measure_kl(self._step_meter, outputs, batch)
         loss = loss * self.args.world_size
         return (loss, outputs) if return_outputs else loss
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        """Return the floating-point operations of a micro-batch, for Trainer's `total_flos` and PPO's metrics."""
+        return self._flop_counter.count(inputs["pieces"], self._plan)
 
     def loss_terms(self, outputs: TokenOutputs, batch: Rollout) -> list[LossTerm]:
         """Return the terms of the loss; a subclass may add its own to those of `super().loss_terms`.
@@ -477,9 +484,9 @@ class PPOTrainer(CrashSafeTrainer):
 
     def _after_step(self) -> None:
         if self._pretraining is None:
-            self._meter.add_number(
-                "time/update", self.args.updates_per_rollout * (time.perf_counter() - self._step_began)
-            )
+            seconds = time.perf_counter() - self._step_began
+            self._meter.add_number("time/update", self.args.updates_per_rollout * seconds)
+            measure_throughput(self._meter, self._step_flops, seconds, self.args.peak_tflops)
 
     def _end_update(self) -> None:
         """Tell the callbacks after the last optimizer step on a rollout."""

@@ -72,7 +72,7 @@ def test_every_metric_of_the_table_appears_in_a_log_and_no_other(make_trainer, d
         return [float(len(text)) for text in completions]
 
     config = {"kl_loss_coef": 0.1, "dual_clip": 3.0, "policy_mode": "corrected", "on_nonfinite": "skip"}
-    config |= {"num_generations": 2, "max_steps": 4}
+    config |= {"num_generations": 2, "max_steps": 4, "peak_tflops": 1.0}
     trainer = make_trainer(config, reward_funcs=TolerantReward(scores))
     given = trainer.loss_terms
     trainer.loss_terms = lambda outputs, batch: [
@@ -173,6 +173,25 @@ def test_the_learning_rate_of_the_critic_is_the_last(make_trainer):
     trainer = make_trainer({"max_steps": 2, "logging_steps": 2, "critic_learning_rate": 2e-2})
     trainer.train()
     assert trainer.state.log_history[0]["critic_learning_rate"] == pytest.approx(1e-2)  # the second step's
+
+
+def test_rewards_advantages_and_values_by_hand(make_trainer):
+    kept = []
+
+    class Keep(PPOCallback):
+        def on_rollout_end(self, args, state, control, *, rollout, transcript, metrics, ppo_state):
+            kept.append((rollout, metrics))
+
+    config = {"kl_coef": 0.1, "max_steps": 8, "per_device_train_batch_size": 8}
+    make_trainer(config, ref_model=tiny_model(seed=7), callbacks=[Keep()]).train()
+    rollout, found = kept[-1]  # by then the values are not 0
+    difference = (rollout.returns - rollout.values)[rollout.mask]
+    paid = 0.1 * found["kl"] * found["completions/mean_length"]
+    assert abs(paid) > 0.01
+    assert found["rlhf_reward"] == pytest.approx(found["reward"] - paid, rel=1e-4)
+    assert found["advantage_mean"] == pytest.approx(difference.mean().item(), rel=1e-4)
+    assert found["value/std"] == pytest.approx(rollout.values[rollout.mask].std(correction=0).item(), rel=1e-4)
+    assert found["value/std"] > 1e-3
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2"])

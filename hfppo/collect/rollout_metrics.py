@@ -52,6 +52,8 @@ def measure_rollout(
     meter.add("completions/mean_length", mask.sum(dim=1))
     meter.add("completions/max_length", mask.sum(dim=1))
     meter.add("completions/truncated_frac", rollout.truncated)
+    meter.add("rlhf_reward", rollout.rewards.sum(dim=1), credit.scorable_tokens.any(dim=1))
+    meter.add("advantage_mean", credit.raw_advantages, credit.scorable_tokens)
     meter.add("advantage_std", credit.raw_advantages, credit.scorable_tokens)
     if args.num_generations > 1:
         meter.add(
@@ -66,6 +68,7 @@ def measure_rollout(
     if rollout.values is not None and rollout.returns is not None:
         fitted = rollout.loss_mask
         meter.add("value/mean", rollout.values, fitted)
+        meter.add("value/std", rollout.values, fitted)
         meter.add("value/return", rollout.returns, fitted)
         meter.add("value/return_std", rollout.returns, fitted)
         explained = F.explained_variance(gather(rollout.values), gather(rollout.returns), gather(fitted))

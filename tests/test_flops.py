@@ -1,0 +1,68 @@
+"""Floating-point operations of the update, against those that torch counts."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from helpers.tiny import tiny_model
+from hfppo.learn.flops import FlopCounter, num_weights
+
+MATRIX_PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm)  # attention's own products are others
+
+
+class MatrixProducts(TorchDispatchMode):
+    """Counts the operations of matrix products. torch's FlopCounterMode has hooks that an inner backward refuses."""
+
+    flops = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func.overloadpacket in MATRIX_PRODUCTS:
+            self.flops += flop_registry[func.overloadpacket](*args, **(kwargs or {}), out_val=out)
+        return out
+
+
+@pytest.mark.parametrize("critic", ["adapter", "shared"])
+def test_a_step_makes_as_many_operations_as_torch_counts(make_trainer, critic, monkeypatch):
+    """Up to the gradients of the first layer's inputs, which are frozen embeddings, and the last token's state."""
+    rates, counter = [], MatrixProducts()
+    monkeypatch.setattr("hfppo.trainer.measure_throughput", lambda meter, *rate: rates.append(rate))
+    model = tiny_model(num_hidden_layers=6, hidden_size=64, intermediate_size=128, vocab_size=512)
+    trainer = make_trainer({"max_steps": 1, "kl_coef": 0.0, "peak_tflops": 2.0}, model=model, critic=critic)
+
+    def training_step(*args, **kwargs):
+        with counter:
+            return type(trainer).training_step(trainer, *args, **kwargs)
+
+    trainer.training_step = training_step
+    trainer.train()
+    ((of_step, seconds, peak),) = rates
+    assert 0.85 * of_step < counter.flops <= of_step
+    assert seconds > 0
+    assert peak == 2.0
+    assert trainer.state.total_flos == of_step
+
+
+def test_a_step_of_one_alone_counts_what_it_computes(make_trainer):
+    trainer = make_trainer({"max_steps": 1, "num_ppo_epochs": 1, "num_critic_epochs": 2})
+    counter = FlopCounter.of(trainer.model)
+    rollout = trainer.rollout(["请问1+1="])
+    trainer.ppo_state.first_step = 0
+    both = trainer._plan
+    trainer.state.global_step = trainer.args.num_mini_batches
+    critic_alone = trainer._plan
+    assert (both.policy, critic_alone.policy) == (True, False)
+    tokens = int(rollout.lengths.sum())
+    assert counter.count([rollout], critic_alone) == tokens * counter.critic > 0
+    assert counter.count([rollout, rollout], both) == 2 * counter.count([rollout], both)
+    assert counter.count([rollout], both) == (
+        tokens * (counter.actor + counter.critic) + int(rollout.mask.sum()) * counter.head
+    )
+
+
+def test_weights_of_four_bits_count_as_weights():
+    packed = nn.Parameter(torch.zeros(32, dtype=torch.uint8), requires_grad=False)
+    packed.quant_state = type("State", (), {"shape": (8, 8)})
+    assert num_weights(packed) == 64
