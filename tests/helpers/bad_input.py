@@ -1,4 +1,4 @@
-"""A table of bad inputs, by the headings of docs/errors.md, which says what each of them gives."""
+"""A table of bad inputs, by where it is refused, as in "Errors" of docs/configuration.md."""
 
 import contextlib
 import copy
