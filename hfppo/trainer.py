@@ -283,6 +283,7 @@ class PPOTrainer(CrashSafeTrainer):
             return [], MiniBatchSize(0, 0)
         if self._just_in_time is not None and self._just_in_time.save_between_steps(self.control):
             return [], MiniBatchSize(0, 0)
+        self._prepare_model()  # also where a checkpoint brings a rollout
         if not self._pretrain_critic():
             return [], MiniBatchSize(0, 0)
         for _ in range(num_batches):
@@ -306,7 +307,6 @@ class PPOTrainer(CrashSafeTrainer):
 
     def _collect_rollout(self) -> Rollout:
         """Collect the next rollout and tell the callbacks."""
-        self._prepare_model()
         state = self.ppo_state
         collected = None
         while collected is None:

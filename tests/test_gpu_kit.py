@@ -148,7 +148,6 @@ def test_wheels_are_installed_for_the_run(tmp_path):
     assert subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True).stdout == "7\n"
 
 
-@pytest.mark.nightly
 @pytest.mark.slow
 def test_the_whole_kit_runs_in_small(tmp_path):
     run_kit(tmp_path / "out", "--small")

@@ -7,6 +7,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from helpers.attention import register_attention
 from helpers.tiny import tiny_model
+from hfppo import PPOTrainer
 from hfppo.generation import TransformersSampler
 from hfppo.models import packing
 
@@ -61,3 +62,22 @@ def test_an_attention_that_wants_half_precision_runs_by_path(make_trainer, datas
     assert seen
     with trainer.accelerator.autocast():
         assert packing.can_pack(trainer.model.causal_lm)
+
+
+@pytest.mark.parametrize("critic", ["adapter", "shared"])
+def test_layouts_are_tried_before_the_first_step_also_of_a_resumed_run(make_trainer, monkeypatch, tmp_path, critic):
+    """Where weights are sharded, a trial that one process alone makes later would wait for the others."""
+    fields = {"max_steps": 2, "num_mini_batches": 2, "save_strategy": "steps", "save_steps": 1}
+    make_trainer(fields, critic=critic).train()
+    tried: list[set] = []
+    compute_loss = PPOTrainer.compute_loss
+
+    def record(*args, **kwargs):
+        tried.append(set(packing._shares))
+        return compute_loss(*args, **kwargs)
+
+    monkeypatch.setattr(PPOTrainer, "compute_loss", record)
+    monkeypatch.setattr(packing, "_shares", {})
+    make_trainer(fields, critic=critic).train(resume_from_checkpoint=str(tmp_path / "out/checkpoint-1"))
+    assert len(tried[0]) == (2 if critic == "adapter" else 1)
+    assert all(kinds == tried[0] for kinds in tried)

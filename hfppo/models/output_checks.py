@@ -30,6 +30,7 @@ def check_outputs(model: ActorCritic, device: torch.device) -> None:
     eager = torch.compiler.set_stance("force_eager")  # no graphs for a few tokens
     with eval_mode(model), eager:
         check_logits(model, device)
+        try_layouts(model, device)
         if model.ref_model is None:
             warn_of_start(model, device)
         if model.critic is not None and model.critic.kind == "model":
@@ -64,6 +65,19 @@ def check_logits(model: ActorCritic, device: torch.device) -> None:
             f"{type(model.causal_lm).__name__} changes its logits after the output head in a way this package does "
             f"not know (log-probs differ by up to {(wanted - got).abs().max():.3g}); use another architecture"
         )
+
+
+def try_layouts(model: ActorCritic, device: torch.device) -> None:
+    """Let each model try the layouts of rows that share a prompt.
+
+    Later one process alone may have such rows, and would wait for the others' part of sharded weights.
+    """
+    ids = ids_of(model, device)
+    rows = (ids, torch.ones_like(ids), torch.ones_like(ids[:, -1:], dtype=torch.bool))
+    model(*rows)
+    if model.ref_model is not None:
+        with model.reference():
+            model(*rows, values=False)
 
 
 def precision(values: Tensor) -> torch.dtype:
