@@ -280,6 +280,13 @@ class PPOConfig(TrainingArguments):
     critic_warmup: Annotated[int, AT_LEAST_0] = field(
         default=0, metadata={"help": "Rollouts at the start that train the critic only; the actor does not move."}
     )
+    critic_layers: Count | None = field(
+        default=None,
+        metadata={
+            "help": "With critic='adapter': it adapts the top layers only, so many, and the states below them are "
+            "computed once per rollout; None: all layers."
+        },
+    )
     detach_shared_critic: bool = field(
         default=False, metadata={"help": "With critic='shared': the value loss does not reach the actor's weights."}
     )

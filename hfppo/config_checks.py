@@ -231,7 +231,8 @@ def check_combinations(args: Any) -> None:
 
 def check_critic(args: Any) -> None:
     """Refuse fields of the critic without one, or with one that learns nothing."""
-    for field, off in (("critic_warmup", 0), ("critic_pretraining_completions", 0), ("num_critic_epochs", None)):
+    off_values = {"critic_warmup": 0, "critic_pretraining_completions": 0}
+    for field, off in {**off_values, "num_critic_epochs": None, "critic_layers": None}.items():
         if (given := getattr(args, field)) and not args.needs_critic:
             raise ValueError(
                 f"{field}={given} has no critic to train: advantage_estimator={args.advantage_estimator!r} works "

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 # A resumed run must share these fields: they determine a rollout's rows and how they are split.
 STRUCTURE = (
     "num_mini_batches", "num_ppo_epochs", "num_generations", "advantage_estimator", "policy_mode", "temperature",
-    "seed",
+    "seed", "critic_layers",
 )  # fmt: skip
 
 # Fields of TrainingArguments whose change is logged on resume; changes of PPOConfig's own fields always are.
@@ -109,7 +109,9 @@ def state_file(checkpoint: str | Path, process: int) -> Path:
 def save_rollout(path: Path, rollout: Rollout) -> None:
     """Write a rollout's tensors as safetensors."""
     # Copies, because with policy_mode="bypass" two fields are one tensor, which safetensors refuses.
-    tensors = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in rollout.tensors().items()}
+    tensors = {
+        name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in rollout.stored_tensors().items()
+    }
     save_file(tensors, path)
 
 

@@ -36,6 +36,8 @@ class Rollout:
     weights: Tensor | None = None  # (B, T) π_old/π_rollout, bounded, for the policy loss; None: not corrected
     returns: Tensor | None = None  # (B, T) the values are fitted to them; None without a critic
     context: Tensor | None = None  # (B, T) bool, True on tokens of tools and environments: attended to, never credited
+    # (N, H) states of the base below the critic's layers, of all rows' real tokens, row after row; None: not kept.
+    base_states: Tensor | None = None
 
     def __len__(self) -> int:
         return self.prompt_ids.shape[0]
@@ -49,9 +51,16 @@ class Rollout:
         """Return the fields that are set, by name."""
         return {f.name: value for f in fields(self) if (value := getattr(self, f.name)) is not None}
 
+    def stored_tensors(self) -> dict[str, Tensor]:
+        """Return the tensors of a checkpoint: `base_states` are large, and can be computed again."""
+        return {name: value for name, value in self.tensors().items() if name != "base_states"}
+
     def select(self, rows: Tensor) -> "Rollout":
         """Return the given rows, (N,) int64, without the columns that are padding in all of them."""
-        return replace(self, **{name: value[rows] for name, value in self.tensors().items()}).trim()
+        chosen = {name: value[rows] for name, value in self.stored_tensors().items()}
+        if self.base_states is not None:
+            chosen["base_states"] = select_packed(self.base_states, self.lengths, rows)
+        return replace(self, **chosen).trim()
 
     def trim(self) -> "Rollout":
         """Remove the prompt and completion columns that are padding in every row; at least one of each stays."""
@@ -59,7 +68,9 @@ class Rollout:
         width = max([1, *self.real.sum(dim=1).tolist()])  # a process may hold no row of a mini-batch
         prompt = {"prompt_ids": self.prompt_ids[:, first:], "prompt_mask": self.prompt_mask[:, first:]}
         per_token = {
-            name: value[:, :width] for name, value in self.tensors().items() if value.dim() == 2 and name not in prompt
+            name: value[:, :width]
+            for name, value in self.stored_tensors().items()
+            if value.dim() == 2 and name not in prompt
         }
         return replace(self, **prompt, **per_token)
 
@@ -98,6 +109,12 @@ class Rollout:
     def num_within(self, max_tokens: int) -> int:
         """Return the number of micro-batches, so that none of several rows exceeds `max_tokens`, padding included."""
         return len(sizes_within(self.lengths.sort(descending=True).values.tolist(), max_tokens))
+
+
+def select_packed(packed: Tensor, lengths: Tensor, rows: Tensor) -> Tensor:
+    """Return the entries of the given rows, from a tensor that holds rows of these lengths one after another."""
+    parts = packed.split(lengths.tolist())
+    return torch.cat([packed[:0], *(parts[row] for row in rows.tolist())])
 
 
 def sizes_within(lengths: list[int], max_tokens: int) -> list[int]:

@@ -114,6 +114,7 @@ def assemble(
     check_calls(rewards, known, agents)
     critic_kwargs = cast(dict[str, Any], args.critic_init_kwargs or {})
     critic_source = find_critic(critic, **critic_kwargs) if args.needs_critic else None
+    critic_source = critic_source and critic_source.with_layers(args.critic_layers, critic, loaded)
     if critic_source is not None and isinstance(critic_source.model, PreTrainedModel):
         # Checkpoints of one tokenizer pad their vocabularies to different sizes.
         check_vocabulary("critic", critic_source.model, max(tokenizer.get_vocab().values()) + 1)
@@ -129,8 +130,7 @@ def assemble(
     given = reward_funcs if isinstance(reward_funcs, list | tuple) else [reward_funcs]  # None names no folder
     sources: list[tuple[str, Any]] = [("reward_funcs", unwrap(func)) for func in given]
     sources += [("model", model), ("the base's path", actor.base.name_or_path), ("ref_model", ref_model)]
-    if critic_source is not None and critic not in ("adapter", "shared"):
-        sources.append(("critic", critic))
+    sources += [("critic", critic)] if critic_source and critic not in ("adapter", "shared") else []
     return Parts(actor_critic, tokenizer, eos_ids, rewards, actor.peft_config, prompts, sources, agents, player)
 
 

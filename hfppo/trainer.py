@@ -301,6 +301,7 @@ class PPOTrainer(CrashSafeTrainer):
         state, args = self.ppo_state, self.args
         if self._rollout is None or self.state.global_step >= state.last_step:
             self._rollout = self._collect_rollout()
+        self._rollout = self.collector.restore_base_states(self._rollout)
         index = (self.state.global_step - state.first_step) % args.num_mini_batches
         seed = (args.seed, SHUFFLE_STREAM, state.rollouts, self._plan.epoch, args.process_index)
         return self._rollout.mini_batch(index, args.num_mini_batches, seed, args.num_generations)
@@ -421,6 +422,7 @@ class PPOTrainer(CrashSafeTrainer):
             policy=plan.policy,
             values=plan.values,
             entropy="differentiable" if self.args.entropy_coef else "constant",
+            base_states=batch.base_states if plan.values else None,
         )
         terms = self.loss_terms(outputs, batch)
         loss = ppo_loss(terms, outputs, batch, num_items_in_batch, self.args, plan.warms_up)

@@ -64,7 +64,7 @@ def test_the_last_token_is_read_where_its_state_is_asked_for(make_trainer, polic
     of_values = [length if bootstrap else length - 1]
     of_actor = of_values if policy_mode == "decoupled" else []
     passes = [width for width in widths[-3:] if width > 1]
-    assert passes == [*of_actor, *of_values, length - 1]  # the last for the reference
+    assert passes == [length - 1, *of_actor, *of_values]  # the first for the reference
     widths.clear()
     gradients(trainer, rollout, 1)
     assert widths == [length - 1] * 2

@@ -149,7 +149,7 @@ def test_other_seeds_shuffle_otherwise():
         **{
             f.name: wide
             for f in dataclasses.fields(Rollout)
-            if f.name not in (*PROMPT, *OPTIONAL, "scores", "mask", "context")
+            if f.name not in (*PROMPT, *OPTIONAL, "scores", "mask", "context", "base_states")
         },
         prompt_ids=wide.long(),
         prompt_mask=wide.bool(),

@@ -280,6 +280,18 @@ class Collector:
             with phase("rewards"):
                 return wait_for_scores(), passes
 
+    def restore_base_states(self, rollout: Rollout) -> Rollout:
+        """Return a rollout of a checkpoint with the `base_states` that it was collected with, to the bit."""
+        if not self.model.keeps_base_states or rollout.base_states is not None:
+            return rollout
+        completions = Completions(
+            rollout.completion_ids, rollout.mask, rollout.truncated, rollout.rollout_logprobs, context=rollout.context
+        )
+        prompts = rollout.prompt_ids, rollout.prompt_mask
+        with eval_mode(self.model), torch.no_grad():  # by the same passes, whose other outputs are not needed
+            passes = forward_passes(self.model, *prompts, completions, self.accelerator, self.args)
+        return replace(rollout, base_states=passes.base_states)
+
     def moments(self, scored: Scored, ppo_state: PPOState, training: bool) -> RunningMoments | None:
         """Return the moments that normalize the scores, this rollout's on all processes included; None without."""
         if not self.args.normalize_scores:
@@ -331,6 +343,7 @@ def build_rollout(prompts: tuple[Tensor, Tensor], completions: Completions, pass
         weights=credit.weights,
         returns=credit.returns,
         context=completions.context,
+        base_states=passes.base_states,
     )
 
 

@@ -12,6 +12,7 @@ from hfppo.generation.sampler import Completions
 from hfppo.models.actor_critic import ActorCritic, TokenOutputs
 from hfppo.models.output_head import is_sharded
 from hfppo.models.packing import rows_at_once
+from hfppo.rollout import select_packed
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,7 @@ class Passes:
     ref_logprobs: Tensor | None  # (B, T) log π_ref
     values: Tensor | None  # (B, T) V(s_t) before token t
     final_value: Tensor | None  # (B,) V after the last real token, for bootstrapping
+    base_states: Tensor | None  # (N, H) of all real tokens, row after row, which the critic starts from
 
 
 def forward_passes(
@@ -59,25 +61,44 @@ def forward_passes(
         for rows in order.split(size)
     ]
     outputs = references = TokenOutputs()
+    base_states: list[Tensor | None] = [None] * len(batches)
     with autocast(accelerator):  # not around the reward functions, which choose their own dtypes
+        if args.needs_reference:
+            wanted = {"values": False, "keep_base_states": model.keeps_base_states and model.ref_model is None}
+            with model.reference():  # once, since PEFT visits all modules to disable an adapter
+                parts = [model(**batch, **wanted) for batch in batches]
+            references = join_in_order(parts, order, lengths)
+            base_states = [part.base_states for part in parts]
         if needs_old or sampled_values is None:
             wanted = {"policy": needs_old, "final_value": args.bootstrap_truncated and args.needs_critic}
-            outputs = join_in_order([model(**batch, **wanted) for batch in batches], order)
-        if args.needs_reference:
-            with model.reference():  # once, since PEFT visits all modules to disable an adapter
-                references = join_in_order([model(**batch, values=False) for batch in batches], order)
+            wanted["keep_base_states"] = model.keeps_base_states and base_states[0] is None
+            parts = [
+                model(**batch, **wanted, base_states=states)
+                for batch, states in zip(batches, base_states, strict=True)
+            ]
+            outputs = join_in_order(parts, order, lengths)
     return Passes(
         old_logprobs=outputs.logprobs,
         ref_logprobs=references.logprobs,
         values=outputs.values if sampled_values is None else sampled_values,
         final_value=outputs.final_value,
+        base_states=outputs.base_states if references.base_states is None else references.base_states,
     )
 
 
-def join_in_order(parts: list[TokenOutputs], order: Tensor) -> TokenOutputs:
-    """Join parts into outputs for all rows, on the CPU; `order` holds the row numbers of the parts."""
+def join_in_order(parts: list[TokenOutputs], order: Tensor, lengths: Tensor) -> TokenOutputs:
+    """Join parts into outputs for all rows, on the CPU.
+
+    Args:
+        order: (B,) the row numbers of the parts.
+        lengths: (B,) real tokens of each row.
+    """
     back = order.argsort()
-    return TokenOutputs(*(None if xs[0] is None else torch.cat(xs).cpu()[back] for xs in zip(*parts, strict=True)))
+    whole = TokenOutputs(*(None if xs[0] is None else torch.cat(xs).cpu() for xs in zip(*parts, strict=True)))
+    joined = {name: x[back] for name, x in whole._asdict().items() if x is not None and name != "base_states"}
+    if whole.base_states is not None:
+        joined["base_states"] = select_packed(whole.base_states, lengths[order], back)
+    return TokenOutputs(**joined)
 
 
 def autocast(accelerator: Accelerator) -> AbstractContextManager:

@@ -84,11 +84,13 @@ class CriticPretraining:
             progress.work += self.args.updates_per_rollout
             show(len(self.rollouts) / wanted)
             yield
-        rows = join_rollouts(self.rollouts)
+        rows = join_rollouts([self.collector.restore_base_states(rollout) for rollout in self.rollouts])
+        self.rollouts = [replace(rollout, base_states=None) for rollout in self.rollouts]  # `rows` holds them
         held_out = rows_held_out(rows, self.args.seed, self.accelerator.process_index)
         num_steps = self.count_steps(int((~held_out).sum()))
         training = rows.select((~held_out).nonzero().flatten())
         testing = rows.select(held_out.nonzero().flatten()) if held_out.any() else None
+        del rows
         if not progress.held_out:
             self.measure(testing, log)
         while not self.is_over():
@@ -189,7 +191,9 @@ class CriticPretraining:
     def values(self, batch: Rollout) -> Tensor:
         """Return V(s_t), (B, T), of rows on the device."""
         with autocast(self.accelerator):
-            outputs: TokenOutputs = self.model(**join_sequences(batch), completion_mask=batch.mask, policy=False)
+            outputs: TokenOutputs = self.model(
+                **join_sequences(batch), completion_mask=batch.mask, policy=False, base_states=batch.base_states
+            )
         assert outputs.values is not None
         return outputs.values
 
@@ -273,7 +277,7 @@ class CriticPretraining:
         """Write rollouts and best weights into a checkpoint, which holds critic and optimizer already."""
         tensors = {f"best.{name}": tensor for name, tensor in self.best.items()}
         for i, rollout in enumerate(self.rollouts):
-            tensors |= {f"rollout.{i}.{name}": tensor.clone() for name, tensor in rollout.tensors().items()}
+            tensors |= {f"rollout.{i}.{name}": tensor.clone() for name, tensor in rollout.stored_tensors().items()}
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, self.file(folder))
 
     def load(self, folder: str | Path) -> None:

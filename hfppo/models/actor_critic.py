@@ -7,7 +7,7 @@ switching between a forward and its backward silently gives zero gradients.
 
 import copy
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -19,8 +19,9 @@ from transformers import PreTrainedModel
 
 from hfppo.models.critic import CRITIC_FOLDER, CriticSource, build_critic, find_critic, shared_copy
 from hfppo.models.loading import check_adapter, check_vocabulary, keep_four_bits
+from hfppo.models.lower_layers import record_states
 from hfppo.models.output_head import Entropy, token_logprobs
-from hfppo.models.packing import fits, hidden_states, lay_out
+from hfppo.models.packing import Layout, fits, hidden_states, lay_out
 from hfppo.saving.adapter_card import update_card
 
 
@@ -31,6 +32,7 @@ class TokenOutputs(NamedTuple):
     entropy: Tensor | None = None  # (B, T) float32, of the full distribution at temperature, nats
     values: Tensor | None = None  # (B, T) float32, V(s_t) before token t
     final_value: Tensor | None = None  # (B,) float32, V after the last token, with `final_value`
+    base_states: Tensor | None = None  # (N, H) with `keep_base_states`, of all real tokens, row after row
 
 
 class ActorCritic(PeftModelForCausalLM):
@@ -98,6 +100,11 @@ class ActorCritic(PeftModelForCausalLM):
         """Whether the critic reads the actor's hidden states."""
         return self.critic is not None and self.critic.trunk is None
 
+    @property
+    def keeps_base_states(self) -> bool:
+        """Whether the critic starts from the base's states below its layers."""
+        return self.critic is not None and self.critic.layers is not None
+
     @contextmanager
     def reference(self) -> Iterator[None]:
         """Make `forward` compute log-probs of the reference policy inside the block."""
@@ -121,6 +128,8 @@ class ActorCritic(PeftModelForCausalLM):
         values: bool = True,
         entropy: Entropy = "none",
         final_value: bool = False,
+        base_states: Tensor | None = None,
+        keep_base_states: bool = False,
         **kwargs: Any,
     ) -> TokenOutputs | Any:
         """Log-probs, entropy and values of completion tokens; without `completion_mask`, PEFT's own forward.
@@ -134,31 +143,60 @@ class ActorCritic(PeftModelForCausalLM):
             values: False leaves the values out.
             entropy: "differentiable" costs as much again as the gradient of the log-probs.
             final_value: also return the value after the last token, which costs reading that token.
+            base_states: (N, H), which the values start from, as an earlier call has returned them for these rows.
+            keep_base_states: also return the base's states below the layers that the critic adapts. Without `values`
+                the adapter must be disabled.
         """
         if completion_mask is None:
             return super().forward(input_ids=input_ids, attention_mask=attention_mask, **kwargs)
         values = values and self.critic is not None
         shared = values and self.critic_is_shared
-        rows = (input_ids, attention_mask, completion_mask.shape[1], final_value)
+        rows = (input_ids, attention_mask, completion_mask.shape[1], final_value or keep_base_states)
         logprobs = entropies = state_values = value_after = hidden = layout = None
-        if policy or shared:
-            language_model = self.ref_model if self._as_reference else self.causal_lm
-            layout = lay_out(language_model, *rows)
-            hidden = hidden_states(trunk_of(language_model), layout)
-        if policy:
-            real = completion_mask.nonzero(as_tuple=True)  # once, since the device waits for it
-            tokens = input_ids[:, -completion_mask.shape[1] :][real]
-            before = hidden[layout.states[:, :-1][real]]
-            found = token_logprobs(language_model, before, tokens, temperature, entropy)
-            nothing = torch.zeros(completion_mask.shape, dtype=torch.float32, device=hidden.device)
-            logprobs, entropies = (None if x is None else nothing.masked_scatter(completion_mask, x) for x in found)
-        if values:
-            if layout is None or not (shared or fits(layout, self.critic.trunk)):
-                layout = lay_out(self.critic.trunk, *rows)
-            found_values = self.critic(hidden, layout)[layout.states]
-            state_values = found_values[:, :-1].where(completion_mask, 0.0)
-            value_after = found_values[:, -1] if final_value else None
-        return TokenOutputs(logprobs, entropies, state_values, value_after)
+        with self._record_base_states(keep_base_states, values) as recorded:
+            if policy or shared:
+                language_model = self.ref_model if self._as_reference else self.causal_lm
+                layout = lay_out(language_model, *rows)
+                hidden = hidden_states(trunk_of(language_model), layout)
+            if policy:
+                tokens = input_ids[:, -completion_mask.shape[1] :]
+                head = (language_model, hidden, layout)
+                logprobs, entropies = self._score_tokens(*head, tokens, completion_mask, temperature, entropy)
+            if values:
+                if layout is None or not (shared or fits(layout, self.critic.trunk)):
+                    layout = lay_out(self.critic.trunk, *rows)
+                start = None if base_states is None else layout.place(base_states, attention_mask)
+                found_values = self.critic(hidden, layout, start)[layout.states]
+                state_values = found_values[:, :-1].where(completion_mask, 0.0)
+                value_after = found_values[:, -1] if final_value else None
+        kept = layout.take(recorded.states, attention_mask) if keep_base_states else None
+        return TokenOutputs(logprobs, entropies, state_values, value_after, kept)
+
+    def _record_base_states(self, wanted: bool, of_critic: bool) -> AbstractContextManager[Any]:
+        """Record the base's states below the critic's layers, in a pass of the critic or of the disabled adapter."""
+        if not wanted:
+            return nullcontext()
+        assert self.critic is not None
+        assert self.critic.layers is not None
+        trunk = self.critic.trunk if of_critic else trunk_of(self.causal_lm)
+        return record_states(cast(nn.Module, trunk), self.critic.layers)
+
+    def _score_tokens(
+        self,
+        language_model: PreTrainedModel | PeftModel,
+        hidden: Tensor,
+        layout: Layout,
+        tokens: Tensor,
+        mask: Tensor,
+        temperature: float,
+        entropy: Entropy,
+    ) -> list[Tensor | None]:
+        """Return log-probs and entropies, (B, T) each, of the (B, T) tokens in the mask."""
+        real = mask.nonzero(as_tuple=True)  # once, since the device waits for it
+        before = hidden[layout.states[:, :-1][real]]
+        found = token_logprobs(language_model, before, tokens[real], temperature, entropy)
+        nothing = torch.zeros(mask.shape, dtype=torch.float32, device=hidden.device)
+        return [None if x is None else nothing.masked_scatter(mask, x) for x in found]
 
     def activation_checkpointing_enable(self, **kwargs: Any) -> None:
         """Turn activation checkpointing on in the actor and in the critic's trunk."""

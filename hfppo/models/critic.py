@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from hfppo.models.loading import adapter_config, check_placement, hub_options, keep_four_bits
+from hfppo.models.lower_layers import names_in_top_layers, start_from
 from hfppo.models.packing import Layout, hidden_states
 from hfppo.saving.adapter_config import describe_adapter, find_differences
 
@@ -47,19 +48,36 @@ class Critic(nn.Module):
         hidden_size: width of the hidden states.
         base: name of the separate model, kept in the saved folder.
         detach: with "shared", keep the value loss from the actor's weights.
+        layers: with "adapter", how many layers it adapts, the top ones; None: all.
     """
 
     def __init__(
-        self, kind: str, trunk: nn.Module | None, hidden_size: int, base: str | None = None, detach: bool = False
+        self,
+        kind: str,
+        trunk: nn.Module | None,
+        hidden_size: int,
+        base: str | None = None,
+        detach: bool = False,
+        layers: int | None = None,
     ):
         super().__init__()
         self.kind, self.base, self.detach, self.hidden_size = kind, base, detach, hidden_size
+        self.layers = layers
         self.trunk = trunk
         self.value_head = ValueHead(hidden_size)
 
-    def forward(self, actor_hidden: Tensor | None, layout: Layout) -> Tensor:
-        """Return the (N,) values of a layout's positions, from its inputs or from the actor's (N, H) hidden states."""
-        if self.trunk is not None:
+    def forward(self, actor_hidden: Tensor | None, layout: Layout, base_states: Tensor | None = None) -> Tensor:
+        """Return the (N,) values of a layout's positions, from its inputs or from the actor's (N, H) hidden states.
+
+        Args:
+            base_states: (…, L, H), the base's states below the layers that the critic adapts, to start from.
+        """
+        if base_states is not None:
+            assert self.trunk is not None
+            assert self.layers is not None
+            with start_from(self.trunk, self.layers, base_states):
+                hidden = hidden_states(self.trunk, layout)
+        elif self.trunk is not None:
             if self.kind == "model":  # its vocabulary may be padded less than the actor's
                 size = cast(Any, self.trunk).config.get_text_config().vocab_size
                 known = layout.inputs["input_ids"].clamp(max=size - 1)
@@ -84,7 +102,8 @@ class Critic(nn.Module):
     def config(self) -> dict[str, Any]:
         """Return the configuration that is saved beside the weights and compared when they are loaded."""
         adapter = describe_adapter(self.trunk.active_peft_config) if isinstance(self.trunk, PeftModel) else None
-        return {"kind": self.kind, "base": self.base, "hidden_size": self.hidden_size, "peft_config": adapter}
+        own = {"kind": self.kind, "base": self.base, "hidden_size": self.hidden_size, "peft_config": adapter}
+        return own if self.layers is None else {**own, "layers": self.layers}
 
     def load(self, folder: str | Path) -> None:
         """Read what `save` wrote.
@@ -118,10 +137,38 @@ class Critic(nn.Module):
 
 @dataclass(frozen=True)
 class CriticSource:
-    """The kind of a critic ("adapter", "shared" or a loaded model) and the folder of its trained weights."""
+    """What a critic is built from."""
 
-    model: str | PreTrainedModel
-    folder: Path | None = None
+    model: str | PreTrainedModel  # "adapter", "shared" or a loaded model
+    folder: Path | None = None  # of its trained weights
+    layers: int | None = None  # of an adapter: how many layers it adapts; None: all
+
+    def with_layers(self, layers: int | None, critic: Any, model: PreTrainedModel | PeftModel) -> "CriticSource":
+        """Return the source of a critic that adapts this many layers.
+
+        Args:
+            layers: `critic_layers`.
+            critic: the argument of that name, for errors.
+            model: the actor's.
+        Raises:
+            ValueError: it is no adapter, a saved one adapts another number, or the model has not more layers.
+        """
+        if self.folder is not None and self.layers != layers:
+            raise ValueError(
+                f"critic_layers={layers}, and the critic of critic={critic!r} was trained with critic_layers="
+                f"{self.layers}; set critic_layers={self.layers}"
+            )
+        if layers is not None and self.model != "adapter":
+            raise ValueError(
+                f"critic_layers={layers} is for critic='adapter', which shares the actor's base, and critic is "
+                f"{critic if isinstance(critic, str) else type(critic).__name__!r}; leave critic_layers out"
+            )
+        if layers is not None and layers >= (count := model.config.get_text_config().num_hidden_layers):
+            raise ValueError(
+                f"critic_layers={layers} are not fewer than the model's {count} layers; lower it, or leave it out, "
+                "which adapts all of them"
+            )
+        return replace(self, layers=layers)
 
 
 def find_critic(critic: str | PreTrainedModel | CriticSource, **init_kwargs: Any) -> CriticSource:
@@ -146,7 +193,7 @@ def find_critic(critic: str | PreTrainedModel | CriticSource, **init_kwargs: Any
         saved = json.loads((folder / CRITIC_CONFIG).read_text())
         of_base = {name: value for name, value in init_kwargs.items() if name != "revision"}
         base = saved["base"] if saved["kind"] == "model" else saved["kind"]
-        return CriticSource(find_critic(base, **of_base).model, folder)
+        return CriticSource(find_critic(base, **of_base).model, folder, saved.get("layers"))
     if adapter_config(critic, **options) is not None:
         raise ValueError(f"critic={critic!r} is an adapter; merge it into its base, save that, and give its folder")
     try:
@@ -192,7 +239,8 @@ def build_critic(source: CriticSource, base: PreTrainedModel, peft_config: PeftC
     elif source.model == "shared":
         built = Critic("shared", None, width, detach=detach).to(base.device)
     else:
-        built = Critic("adapter", add_adapter(shared_copy(base), peft_config), width)
+        trunk = add_adapter(shared_copy(base), peft_config, source.layers)
+        built = Critic("adapter", trunk, width, layers=source.layers)
     if source.folder is not None:
         built.load(source.folder)
     return built
@@ -211,8 +259,12 @@ def critic_from_model(model: PreTrainedModel, peft_config: PeftConfig) -> Critic
     return built
 
 
-def add_adapter(model: PreTrainedModel, peft_config: PeftConfig) -> PeftModel:
-    """Put an adapter like the actor's on a model's trunk."""
+def add_adapter(model: PreTrainedModel, peft_config: PeftConfig, layers: int | None = None) -> PeftModel:
+    """Put an adapter like the actor's on a model's trunk.
+
+    Args:
+        layers: how many to adapt, the top ones and nothing else; None: all that the actor's adapts.
+    """
     config: Any = copy.deepcopy(peft_config)
     config.task_type = None
     # PEFT resolves the target modules, also "all-linear" with experts.
@@ -220,8 +272,18 @@ def add_adapter(model: PreTrainedModel, peft_config: PeftConfig) -> PeftModel:
     config = copy.deepcopy(tuner.peft_config["default"])
     config.modules_to_save = config.base_model_name_or_path = None
     config.inference_mode = False
-    config.target_modules = names_inside_trunk(model, tuner.targeted_module_names)
-    if parameters := names_inside_trunk(model, tuner.targeted_parameter_names):
+    modules = names_inside_trunk(model, tuner.targeted_module_names)
+    parameters = names_inside_trunk(model, tuner.targeted_parameter_names)
+    if layers is not None:
+        modules, parameters = (names_in_top_layers(names, model.base_model, layers) for names in (modules, parameters))
+        config.trainable_token_indices = None
+        if not modules and not parameters:
+            raise ValueError(
+                f"critic_layers={layers} leaves the critic no weight to train: peft_config adapts nothing in the top "
+                f"{layers} layers; raise critic_layers, or let peft_config adapt them"
+            )
+    config.target_modules = modules
+    if parameters:
         config.target_parameters = sorted(parameters)
     config.layers_to_transform = config.layers_pattern = config.exclude_modules = None  # the targets are by full names
     trunk = re.compile(rf"^(\^?){model.base_model_prefix}\\?\.")

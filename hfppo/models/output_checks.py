@@ -35,6 +35,8 @@ def check_outputs(model: ActorCritic, device: torch.device) -> None:
             warn_of_start(model, device)
         if model.critic is not None and model.critic.kind == "model":
             check_causal(model, device)
+        if model.keeps_base_states:
+            check_start(model, device)
 
 
 def ids_of(model: ActorCritic, device: torch.device) -> Tensor:
@@ -103,18 +105,8 @@ def warn_of_start(model: ActorCritic, device: torch.device) -> None:
 def check_causal(model: ActorCritic, device: torch.device) -> None:
     """Refuse bidirectional critics: V(s_t) would depend on later tokens."""
     trunk: Any = model.critic.trunk
-    states: list[Tensor] = []
-
-    def read(module: Any, inputs: Any, outputs: Any) -> None:
-        states.append(outputs.last_hidden_state)
-
-    hook = trunk.register_forward_hook(read)
-    try:
-        for ids in ids_of(model, device).split(1):  # together they might share their beginning
-            everything = torch.ones_like(ids)
-            model(ids, everything, everything[:, 1:].bool(), policy=False, final_value=True)
-    finally:
-        hook.remove()
+    # Row by row, since together they might share their beginning.
+    states = [critic_states(model, ids) for ids in ids_of(model, device).split(1)]
     first, second = (x.reshape(LENGTH, -1)[:-1].float() for x in states)
     if not torch.allclose(first, second, rtol=0.0, atol=1e-3 * float(first.abs().max())):
         name = type(trunk.get_base_model()).__name__
@@ -122,3 +114,33 @@ def check_causal(model: ActorCritic, device: torch.device) -> None:
             f"critic is built on {name}, whose states know the tokens that come later; give a decoder, or "
             "critic='adapter'"
         )
+
+
+def check_start(model: ActorCritic, device: torch.device) -> None:
+    """Refuse an architecture whose upper layers need more of the lower ones than their hidden states."""
+    ids = ids_of(model, device)
+    everything = torch.ones_like(ids)
+    kept = model(ids, everything, everything[:, 1:].bool(), policy=False, keep_base_states=True).base_states
+    whole = critic_states(model, ids)
+    try:
+        started = critic_states(model, ids, base_states=kept)
+        same = torch.allclose(started, whole, rtol=1e-2, atol=1e-2 * float(whole.abs().mean()))
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
+        same = False
+    if not same:
+        raise ValueError(
+            f"critic_layers={model.critic.layers} cannot be used with {type(model.causal_lm).__name__}, whose upper "
+            "layers need more of the lower ones than their hidden states; leave critic_layers out"
+        )
+
+
+def critic_states(model: ActorCritic, ids: Tensor, **options: Any) -> Tensor:
+    """Return the last hidden states of the critic's trunk, float32, for rows of completions after one token."""
+    found: list[Tensor] = []
+    hook = model.critic.trunk.register_forward_hook(lambda _, __, outputs: found.append(outputs.last_hidden_state))
+    try:
+        everything = torch.ones_like(ids)
+        model(ids, everything, everything[:, 1:].bool(), policy=False, final_value=True, **options)
+    finally:
+        hook.remove()
+    return found[-1].float()

@@ -26,6 +26,7 @@ class Layout:
     # position ids, and a (G, 1, L, L) mask.
     inputs: dict[str, Tensor]
     states: Tensor  # (B, T + 1) int64: index of s_t in the flattened output; the last state's index is repeated
+    tokens: Tensor  # (B, P + T) int64: index of each token in the flattened output; −1 where it is not read
 
     @classmethod
     def of(
@@ -58,14 +59,16 @@ class Layout:
             real = real & ~(from_last & completed.any(dim=1, keepdim=True))
             lengths = real.sum(dim=1)
         states = torch.minimum(first[:, None] + steps, lengths[:, None] - 1)
+        columns = real.long().cumsum(dim=1) - 1
         if packed:
             starts = lengths.cumsum(dim=0) - lengths
-            positions = (real.long().cumsum(dim=1) - 1)[real]
-            return cls({"input_ids": input_ids[real][None], "position_ids": positions[None]}, states + starts[:, None])
-        longest = int(lengths.max())
-        order = (~real).byte().argsort(dim=1, stable=True)[:, :longest]
-        rows = torch.arange(len(real), device=input_ids.device)[:, None]
-        return cls({"input_ids": input_ids.gather(1, order)}, states + rows * longest)
+            inputs = {"input_ids": input_ids[real][None], "position_ids": columns[real][None]}
+        else:
+            longest = int(lengths.max())
+            starts = torch.arange(len(real), device=input_ids.device) * longest
+            order = (~real).byte().argsort(dim=1, stable=True)[:, :longest]
+            inputs = {"input_ids": input_ids.gather(1, order)}
+        return cls(inputs, states + starts[:, None], (columns + starts[:, None]).where(real, -1))
 
     @classmethod
     def sharing_prompts(
@@ -92,7 +95,8 @@ class Layout:
         owners = torch.full_like(ids, -1)  # the row that a token belongs to; B for a prompt's, −1 for padding
 
         real = (prompts >= 0).nonzero(as_tuple=True)
-        columns = ((prompts >= 0).cumsum(dim=1) - 1)[real]
+        in_prompt = ((prompts >= 0).cumsum(dim=1) - 1).where(prompts >= 0, -1)
+        columns = in_prompt[real]
         ids[real[0], columns], positions[real[0], columns] = prompts[real], columns
         owners[real[0], columns] = num_rows
         rows, steps = read.nonzero(as_tuple=True)
@@ -105,8 +109,30 @@ class Layout:
         mask = (causal & seen)[:, None]
         taken = torch.arange(size + 1, device=device).minimum(lengths[:, None])  # completion tokens before each state
         last = torch.where(taken > 0, starts[:, None] + taken, prompt_lengths[place][:, None]) - 1
+        in_completion = (starts[:, None] + torch.arange(size, device=device)).where(read, -1)
+        columns = torch.cat([in_prompt[place], in_completion], dim=1)
+        tokens = (place[:, None] * width + columns).where(columns >= 0, -1)
         inputs = {"input_ids": ids, "position_ids": positions, "attention_mask": mask}
-        return cls(inputs, place[:, None] * width + last)
+        return cls(inputs, place[:, None] * width + last, tokens)
+
+    def take(self, hidden: Tensor, attention_mask: Tensor) -> Tensor:
+        """Return the (N, H) states of all real tokens, row after row, from (…, H) states of all positions.
+
+        Every token must be read, as with `final`.
+        """
+        return hidden.flatten(0, -2)[self.tokens[attention_mask.bool()]]
+
+    def place(self, packed: Tensor, attention_mask: Tensor) -> Tensor:
+        """Return states in the form of the trunk's output, (…, H), from what `take` returned for the same rows.
+
+        Of several rows with one prompt the first one's states are used. Padding gets states of no meaning.
+        """
+        rows, width = self.inputs["input_ids"].shape
+        found = self.tokens[attention_mask.bool()]
+        source = found.new_zeros(rows * width + 1)  # the last entry is for tokens that are not read
+        number = torch.arange(len(found), device=found.device)
+        source.scatter_reduce_(0, found % (rows * width + 1), number, "amin", include_self=False)
+        return packed[source[:-1]].view(rows, width, -1)
 
     def cost(self, hidden_size: int) -> int:
         """Return a number in proportion to the multiplications of a layer.

@@ -1,0 +1,304 @@
+"""A critic that adapts the top layers only: exact wherever it starts, and the layers below are computed once."""
+
+import json
+from functools import partial
+
+import pytest
+import torch
+from peft import LoraConfig
+from torch.testing import assert_close
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    TrainerCallback,
+    set_seed,
+)
+
+from helpers.runs import final_state, logged, trainable, untimed_logs
+from helpers.tiny import scorer, tiny_gpt2, tiny_model, tiny_opt, tiny_qwen3
+from hfppo import ActorCritic, ValueRanker
+from hfppo.models import packing
+from hfppo.models.critic import CRITIC_CONFIG, CRITIC_FOLDER, CriticSource
+from hfppo.models.loading import default_peft_config
+from hfppo.models.lower_layers import find_layers
+
+# Four rows, of which three share a prompt; the second column of the last completions is context.
+PROMPTS = torch.tensor([[0, 5, 6, 7, 8], [0, 5, 6, 7, 8], [4, 5, 6, 7, 9], [0, 5, 6, 7, 8]])
+COMPLETIONS = torch.tensor([[8, 9, 1, 0], [9, 8, 10, 11], [8, 12, 1, 0], [9, 12, 13, 1]])
+REAL = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1], [1, 1, 1, 0], [1, 1, 1, 1]]).bool()
+SAMPLED = REAL & torch.tensor([[1, 1, 1, 1], [1, 1, 1, 1], [1, 0, 1, 1], [1, 0, 1, 1]]).bool()
+ROWS = torch.cat([PROMPTS, COMPLETIONS], dim=1), torch.cat([PROMPTS != 0, REAL], dim=1), SAMPLED
+
+
+def tiny_bloom() -> BloomForCausalLM:
+    """Its layers return tuples."""
+    set_seed(0)
+    return BloomForCausalLM(BloomConfig(vocab_size=26, hidden_size=32, n_layer=3, n_head=2, initializer_range=0.3))
+
+
+def tiny_gemma3() -> Gemma3ForCausalLM:
+    """Scales its embeddings, and has a kind of attention by layer."""
+    set_seed(0)
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 2}
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    more = {"num_key_value_heads": 1, "head_dim": 16, "sliding_window": 3, "layer_types": kinds}
+    return Gemma3ForCausalLM(Gemma3TextConfig(vocab_size=26, **shape, **more, initializer_range=0.3))
+
+
+deep = partial(tiny_model, num_hidden_layers=4)
+
+
+def actor(base, layers: int | None = 1) -> ActorCritic:
+    """With adapters and a value head that say something."""
+    torch.manual_seed(0)
+    made = ActorCritic(base, default_peft_config(), CriticSource("adapter", layers=layers))
+    for parameter in (*made.actor_parameters(), *made.critic_parameters()):
+        torch.nn.init.normal_(parameter, std=0.1)
+    return made
+
+
+def reference_states(model: ActorCritic) -> torch.Tensor:
+    with model.reference(), torch.no_grad():
+        return model(*ROWS, values=False, keep_base_states=True).base_states
+
+
+def count_calls(layers) -> list[int]:
+    """Return the calls of each layer, which go on counting."""
+    calls = [0] * len(layers)
+
+    def count(i: int, *_) -> None:
+        calls[i] += 1
+
+    for i, layer in enumerate(layers):
+        layer.register_forward_hook(partial(count, i))
+    return calls
+
+
+# Exactness
+
+
+@pytest.mark.parametrize(
+    "architecture", [deep, tiny_gpt2, tiny_qwen3, tiny_opt, tiny_bloom, tiny_gemma3], ids=lambda f: f"{f}"[:30]
+)
+@pytest.mark.parametrize("packed", [False, True])
+def test_values_and_gradients_are_those_of_the_whole_forward(monkeypatch, architecture, packed):
+    if packed:
+        monkeypatch.setattr(packing, "PACKING_ATTENTION", "sdpa")
+        monkeypatch.setattr(packing, "_packs", {})
+    model = actor(architecture()).eval()
+    of_reference = reference_states(model)
+    with torch.no_grad():
+        of_critic = model(*ROWS, policy=False, keep_base_states=True).base_states
+    assert len(of_reference) == int(ROWS[1].sum())
+    assert_close(of_critic, of_reference)
+
+    def outputs(base_states):
+        model.zero_grad()
+        out = model(*ROWS, base_states=base_states, final_value=True)
+        (out.values * torch.arange(4.0)).sum().add(out.final_value.square().sum()).backward()
+        return out.values, out.final_value, *(p.grad.clone() for p in model.critic_parameters())
+
+    for a, b in zip(outputs(of_reference), outputs(None), strict=True):
+        assert b.detach().abs().max() > 0
+        assert_close(a, b, rtol=1e-4, atol=1e-5 * float(b.detach().abs().max()))
+
+
+@pytest.mark.parametrize("rows", [[0], [1, 2], [3, 0, 1]])
+def test_other_rows_together_give_the_same(rows):
+    """The states are laid out anew: padded by other lengths, without the last token, and the prompt shared or not."""
+    model = actor(deep(), 2).eval()
+    lengths = ROWS[1].sum(dim=1).tolist()
+    states = reference_states(model).split(lengths)
+    chosen = [x[rows] for x in ROWS]
+    values = model(*chosen, base_states=torch.cat([states[row] for row in rows])).values
+    assert_close(values, model(*ROWS).values[rows], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_changes_no_gradient(reentrant):
+    model = actor(deep(), 2)
+    states = reference_states(model)
+
+    def gradients():
+        model.zero_grad()
+        model(*ROWS, base_states=states).values.square().sum().backward()
+        return [p.grad.clone() for p in model.critic_parameters()]
+
+    plain = gradients()
+    model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": reentrant})
+    model.train()
+    for a, b in zip(gradients(), plain, strict=True):
+        assert b.abs().max() > 0
+        assert_close(a, b)
+
+
+def test_a_half_precision_starts_from_states_of_its_own_dtype():
+    model = actor(deep().bfloat16(), 2).eval()
+    states = reference_states(model)
+    assert states.dtype == torch.bfloat16
+    assert_close(model(*ROWS, base_states=states).values, model(*ROWS).values, rtol=0.05, atol=0.05)
+
+
+nightly = pytest.mark.nightly
+RUNS = {
+    "no reference, cut finely": {"kl_coef": 0.0, "max_tokens_per_micro_batch": 24, "gradient_accumulation_steps": 2},
+    "pretraining": {"critic_pretraining_completions": 16, "critic_pretraining_epochs": 2, "num_critic_epochs": 3},
+    "shared prompts": {"num_generations": 4},
+    "bypass, bootstrapped": {"policy_mode": "bypass", "bootstrap_truncated": True},
+    "checkpointing": {"activation_checkpointing": True},
+    "half precision": {"bf16": True},
+}
+
+
+@pytest.mark.parametrize("run", [name if i < 2 else pytest.param(name, marks=nightly) for i, name in enumerate(RUNS)])
+def test_a_run_ends_where_one_with_whole_forwards_ends(make_trainer, run):
+    config = {"critic_layers": 2, "learning_rate": 1e-3, "max_steps": 3, "num_ppo_epochs": 1, **RUNS[run]}
+    started = make_trainer(config, model=deep(seed=1))
+    started.train()
+    whole = make_trainer(config, model=deep(seed=1))
+    forward = whole.model.forward
+    whole.model.forward = lambda *args, base_states=None, **kwargs: forward(*args, **kwargs)
+    whole.train()
+    assert any(name.startswith("critic.") for name in trainable(started))
+    for (name, a), b in zip(trainable(started).items(), trainable(whole).values(), strict=True):
+        assert_close(a, b, rtol=1e-3, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+    assert logged(started, "reward") == logged(whole, "reward")
+
+
+# Cost
+
+
+class Calls(TrainerCallback):
+    """Counts the calls of the critic's layers in the first rollout's passes, and in its updates."""
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        self.calls = count_calls(find_layers(model.critic.trunk)[1])
+        self.of_base = count_calls(find_layers(model.causal_lm.base_model)[1])
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.before = list(self.calls)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.in_step = [now - then for now, then in zip(self.calls, self.before, strict=True)]
+
+
+@pytest.mark.parametrize(("kl_coef", "passes"), [(0.05, [0, 0, 1, 1]), (0.0, [1, 1, 1, 1])])
+def test_the_layers_below_are_computed_once_per_rollout(make_trainer, kl_coef, passes):
+    """By the reference; or, where no pass of it is needed, by the critic's first pass."""
+    fields = {"critic_layers": 2, "kl_coef": kl_coef, "per_device_train_batch_size": 2, "num_mini_batches": 1}
+    trainer = make_trainer({**fields, "num_ppo_epochs": 3, "max_steps": 3}, model=deep())
+    trainer._prepare_model()  # its checks call the layers as well
+    calls = Calls()
+    trainer.add_callback(calls)
+    trainer.train()
+    assert calls.in_step == [0, 0, 1, 1]
+    assert [now - 3 * step for now, step in zip(calls.calls, calls.in_step, strict=True)] == passes
+
+
+# What is adapted, saved and loaded
+
+
+def test_only_the_top_layers_are_adapted():
+    model = actor(deep(), 2)
+    adapted = {int(name.split("layers.")[1].split(".")[0]) for name in trainable_of_trunk(model)}
+    assert adapted == {2, 3}
+    everything = {name for name in trainable_of_trunk(actor(deep(), None)) if ".layers.0." not in name}
+    assert trainable_of_trunk(model) == {name for name in everything if ".layers.1." not in name}
+
+
+def trainable_of_trunk(model: ActorCritic) -> set[str]:
+    return {name for name, p in model.critic.trunk.named_parameters() if p.requires_grad}
+
+
+def test_a_run_resumes_within_a_rollout_and_within_pretraining(make_trainer, tmp_path):
+    config = {"critic_layers": 2, "critic_pretraining_completions": 16, "critic_pretraining_epochs": 2}
+    config |= {"save_strategy": "steps", "save_steps": 1, "max_steps": 2}
+    straight = make_trainer(config, model=deep())
+    straight.train()
+    for step in (0, 1):
+        resumed = make_trainer({**config, "output_dir": str(tmp_path / f"from-{step}")}, model=deep())
+        resumed.train(resume_from_checkpoint=str(tmp_path / f"out/checkpoint-{step}"))
+        before, after = final_state(straight), final_state(resumed)
+        assert [name for name in before if not torch.equal(before[name], after[name])] == []
+        assert untimed_logs(straight)[:-1] == untimed_logs(resumed)[:-1]
+    with pytest.raises(ValueError, match="was written with critic_layers=2, this run has 1"):
+        make_trainer({**config, "critic_layers": 1}, model=deep()).train(resume_from_checkpoint=True)
+
+
+def test_a_checkpoint_leaves_the_states_out_and_restores_them_to_the_bit(make_trainer):
+    trainer = make_trainer({"critic_layers": 1}, model=deep())
+    rollout = trainer.rollout(["1+2=", "3+4="])
+    assert "base_states" not in rollout.stored_tensors()
+    stored = type(rollout)(**rollout.stored_tensors())
+    assert torch.equal(trainer.collector.restore_base_states(stored).base_states, rollout.base_states)
+
+
+def test_a_saved_critic_tells_its_layers(make_trainer, tmp_path):
+    deep().save_pretrained(tmp_path / "base")
+    trainer = make_trainer({"critic_layers": 1, "max_steps": 2}, model=str(tmp_path / "base"))
+    trainer.train()
+    trainer.save_model()
+    folder = trainer.args.output_dir
+    rollout = trainer.rollout(["1+2="])
+    judged = ValueRanker.from_pretrained(folder).best_of("1+2=", n=2, max_completion_length=4)
+    assert len(judged) == 2
+    again = make_trainer({"critic_layers": 1, "output_dir": str(tmp_path / "next")}, model=deep(), critic=folder)
+    values = again.model(rollout.prompt_ids.new_ones(1, 9), torch.ones(1, 9), torch.ones(1, 4).bool()).values
+    assert values.abs().max() > 0
+    with pytest.raises(ValueError, match=r"critic_layers=None, and the critic .* with critic_layers=1; set"):
+        make_trainer({"output_dir": str(tmp_path / "other")}, model=deep(), critic=folder)
+
+
+def test_a_critic_of_all_layers_is_saved_as_before(make_trainer, tmp_path):
+    trainer = make_trainer({"max_steps": 1})
+    trainer.save_model()
+    saved = json.loads((tmp_path / "out" / CRITIC_FOLDER / CRITIC_CONFIG).read_text())
+    assert list(saved) == ["kind", "base", "hidden_size", "peft_config"]
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("config", "critic", "message"),
+    [
+        ({"critic_layers": 1}, "shared", "critic_layers=1 is for critic='adapter'.* critic is 'shared'; leave"),
+        ({"critic_layers": 1}, scorer, "critic is 'LlamaForSequenceClassification'; leave critic_layers out"),
+        ({"critic_layers": 2}, "adapter", "critic_layers=2 are not fewer than the model's 2 layers; lower it"),
+        ({"critic_layers": 0}, "adapter", "critic_layers=0 must be at least 1"),
+        (
+            {"critic_layers": 1, "advantage_estimator": "reinforce_plus_plus"},
+            "adapter",
+            "critic_layers=1 has no critic to train",
+        ),
+    ],
+)
+def test_what_cannot_start_from_the_base_is_refused(make_trainer, config, critic, message):
+    with pytest.raises(ValueError, match=message):
+        make_trainer(config, critic=critic if isinstance(critic, str) else critic())
+
+
+def test_top_layers_that_the_adapter_leaves_out_are_refused(make_trainer):
+    config = LoraConfig(target_modules=["q_proj"], layers_to_transform=[0], task_type="CAUSAL_LM")
+    with pytest.raises(ValueError, match="critic_layers=1 leaves the critic no weight to train"):
+        make_trainer({"critic_layers": 1}, peft_config=config)
+
+
+def test_upper_layers_that_need_the_lower_ones_are_refused(make_trainer):
+    """As where keys and values of a lower layer are used again."""
+    trainer = make_trainer({"critic_layers": 1})
+    layers = find_layers(trainer.model.critic.trunk)[1]
+    notes = []
+    layers[0].register_forward_hook(lambda *_: notes.append(1))
+    layers[1].register_forward_pre_hook(lambda *_: notes.clear() if notes.pop() else None)
+    with pytest.raises(ValueError, match="critic_layers=1 cannot be used with LlamaForCausalLM, whose upper layers"):
+        trainer.train()
+
+
+def test_an_architecture_without_a_list_of_layers_is_refused():
+    trunk = deep().model
+    trunk.layers = torch.nn.Sequential(*trunk.layers)
+    with pytest.raises(ValueError, match="LlamaModel, which has no list of its 4 decoder layers; leave critic_layers"):
+        find_layers(trunk)
