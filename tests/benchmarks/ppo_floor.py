@@ -7,7 +7,12 @@ from ppo_workload import Workload, prompts_for
 
 
 def operations(
-    workload: Workload, critic: str | None, policy_mode: str, group: int = 1, shared: bool = False
+    workload: Workload,
+    critic: str | None,
+    policy_mode: str,
+    group: int = 1,
+    shared: bool = False,
+    critic_layers: int | None = None,
 ) -> dict[str, float]:
     """Floating-point operations by phase: a product of (m, k) and (k, n) has 2·m·k·n, nothing else counts.
 
@@ -25,7 +30,8 @@ def operations(
                                     themselves; trained ones, the adapters, get one of their own
 
     Groups of `group` rows have one prompt. With `shared` it counts once for each group, except in sampling, and its
-    attention is that of one row of all completions, of which a mask leaves some pairs out.
+    attention is that of one row of all completions, of which a mask leaves some pairs out. With `critic_layers` the
+    critic counts as that share of the layers.
 
     What is computed again to save memory does not count, and what other programs train besides does not either.
     """
@@ -47,7 +53,8 @@ def operations(
     tokens, attention = sum(lengths), attention_over(lengths)
     frozen, adapted = 2 * trunk * tokens + attention, 2 * (trunk + adapters) * tokens + attention
     backward = 2 * (trunk + 2 * adapters) * tokens + 2 * attention
-    own_trunk, old = critic not in ("shared", None), policy_mode != "bypass"
+    share = 1 if critic_layers is None else critic_layers / w.num_hidden_layers
+    own_trunk, old = share * (critic not in ("shared", None)), policy_mode != "bypass"
     return {
         "sampling": 2 * (trunk + adapters) * sum(alone) + attention_over(alone) + head,
         "reward model": frozen,
@@ -99,7 +106,8 @@ def floor(
     passes: float,
     group: int = 1,
     shared: bool = False,
+    critic_layers: int | None = None,
 ) -> dict[str, float]:
     """Seconds by phase: the operations at the rate for sampling, or for all else."""
-    counted = operations(workload, critic, policy_mode, group, shared)
+    counted = operations(workload, critic, policy_mode, group, shared, critic_layers)
     return {name: number / (sampling if name == "sampling" else passes) for name, number in counted.items()}
