@@ -8,12 +8,14 @@ one. Trainer's own count takes every weight for a trained one, and knows no crit
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from torch import nn
 
 from hfppo.learn.step_plan import StepPlan
 from hfppo.metrics import Meter
 from hfppo.models.actor_critic import ActorCritic, trunk_of
+from hfppo.models.lower_layers import find_layers
 from hfppo.rollout import Rollout
 
 
@@ -25,14 +27,16 @@ class FlopCounter:
     """
 
     actor: int  # of its trunk, per token of prompt and completion
-    critic: int  # of a trunk of its own, per token of prompt and completion; 0 if there is none
+    critic: int  # of a trunk of its own, or its top layers, per token of prompt and completion; 0 if there is none
     head: int  # of the output head, per sampled token
     critic_is_shared: bool
 
     @classmethod
     def of(cls, model: ActorCritic) -> "FlopCounter":
         """Count the weights of a model that is not sharded yet."""
-        trunk = None if model.critic is None else model.critic.trunk
+        trunk, layers = (None, None) if model.critic is None else (model.critic.trunk, model.critic.layers)
+        if layers is not None:
+            trunk = find_layers(cast(nn.Module, trunk))[1][-layers:]
         config = model.causal_lm.config.get_text_config()
         return cls(
             actor=flops_per_token(trunk_of(model.causal_lm)),
