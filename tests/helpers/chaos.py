@@ -1,11 +1,11 @@
 """Kill training at any moment, go on, and compare with a run that nothing happened to.
 
-    PYTHONPATH=tests:recipes python tests/helpers/chaos.py --kills 40 [--processes 2] [--seed 0]
+    PYTHONPATH=tests:recipes python tests/helpers/chaos.py --kills 40 [--processes 2] [--variants environment]
     PYTHONPATH=tests:recipes python tests/helpers/chaos.py --train OUT --steps 2
 
 Every operation on the output folder that Python knows of (opening, renaming, removing, making a folder) is a
-moment to be killed at, by SIGKILL, and so is any point in time. A run that was killed goes on, and may be killed
-again.
+moment to be killed at, by SIGKILL, and so are each step of an environment, each backward pass, and any point in
+time. A run that was killed goes on, and may be killed again.
 In the end its weights, optimiser and logs must equal the undisturbed run's, bit for bit. The second command is one
 such run, or what is left of it, for another tool to kill: it leaves the digest of all that came of it in OUT.
 """
@@ -21,6 +21,7 @@ import socket
 import sys
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -31,6 +32,7 @@ from build_arithmetic_base import character_tokenizer
 from datasets import Dataset, disable_progress_bars
 from transformers import TrainerCallback
 
+from helpers.agents import Chatter, talking_trainer
 from helpers.processes import freeze_imports
 from helpers.runs import SMALL, count_digits, final_state, logs
 from helpers.tiny import LORA, tiny_model
@@ -45,59 +47,92 @@ CONFIG = {
 }
 STEPS = 10
 VARIANTS = {
-    "adapter critic, adaptive KL, normalised scores": ({"normalize_scores": True}, "adapter"),
-    "shared critic, warmup, two checkpoints": ({"critic_warmup": 1, "save_total_limit": 2}, "shared"),
-    "groups, stopped by target_kl": (
+    "adapter": ({"normalize_scores": True}, "adapter"),
+    "shared": ({"critic_warmup": 1, "save_total_limit": 2}, "shared"),
+    "groups": (
         {"advantage_estimator": "grpo", "num_generations": 2, "target_kl": 0.02, "save_steps": 2},
         "adapter",
     ),
-    "critic pretraining": (
+    "pretraining": (
         {"critic_pretraining_completions": 24, "critic_pretraining_epochs": 3, "save_steps": 2},
         "adapter",
     ),
+    # Four steps per rollout: all checkpoints fall between the updates of one.
+    "environment": ({"save_steps": 3, "gamma_turn": 0.9, "lam_turn": 0.7, "max_completion_length": 40}, "adapter"),
 }
+OPERATIONS = ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "shutil.rmtree")
+MOMENTS = {"turn": "in an episode", "backward": "in an update"} | dict.fromkeys(OPERATIONS, "at an operation")
 DATASET = Dataset.from_list([{"prompt": f"请问{a}+{b}="} for a in range(4) for b in range(3, 7)])
 
 
-class SayWhereItStarts(TrainerCallback):
+class Tell(TrainerCallback):
+    """Prints where a run starts, and tells the audit hook of each backward pass."""
+
     def on_train_begin(self, args, state, control, **kwargs):
         print(f"resumed from step {state.global_step}", flush=True)
 
+    def on_substep_end(self, args, state, control, **kwargs):
+        sys.audit("backward", args.output_dir)
 
-def train(out: str, variant: str, steps: int) -> str:
-    """Train to the end, from the last checkpoint if there is one; a digest of all that came of it."""
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        sys.audit("backward", args.output_dir)
+
+
+class MortalChatter(Chatter):
+    """Tells the audit hook of each turn, after it has changed."""
+
+    def __init__(self, out: str):
+        self.out = out
+
+    def step(self, text: str):
+        answer = super().step(text)
+        sys.audit("turn", self.out)
+        return answer
+
+
+def make_trainer(out: str, variant: str, steps: int) -> PPOTrainer:
+    """The trainer of a variant."""
     config, critic = VARIANTS[variant]
-    trainer = PPOTrainer(
+    given = {**CONFIG, **config, "max_steps": steps}
+    callbacks = [AdaptiveKLCallback(target=0.01, horizon=100), Tell()]
+    if variant == "environment":
+        return talking_trainer(out, given, environment_factory=lambda: MortalChatter(out), callbacks=callbacks)
+    return PPOTrainer(
         model=tiny_model(),
         reward_funcs=count_digits,
-        args=PPOConfig(output_dir=out, **{**CONFIG, **config, "max_steps": steps}),
+        args=PPOConfig(output_dir=out, **given),
         train_dataset=DATASET,
         processing_class=character_tokenizer(),
         peft_config=LORA,
         critic=critic,
-        callbacks=[AdaptiveKLCallback(target=0.01, horizon=100), SayWhereItStarts()],
+        callbacks=callbacks,
     )
+
+
+def train(out: str, variant: str, steps: int) -> str:
+    """Train to the end, from the last checkpoint if there is one; a digest of all that came of it."""
+    trainer = make_trainer(out, variant, steps)
     trainer.train(resume_from_checkpoint=bool(list(Path(out).glob("checkpoint-*"))))
     state = b"".join(tensor.double().numpy().tobytes() for _, tensor in sorted(final_state(trainer).items()))
     return hashlib.sha256(state + json.dumps(logs(trainer), sort_keys=True).encode()).hexdigest()
 
 
-def count_operations(out: str, limit: int | None) -> list[str]:
-    """Note every operation on the folder from now on; be killed at the given one."""
-    seen: list[str] = []
-    watched = ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "shutil.rmtree")
+def count_moments(out: str, kill_at: tuple[str, int] | None) -> Counter[str]:
+    """Count the moments of each kind from now on; be killed at the given one."""
+    seen: Counter[str] = Counter()
 
     def hook(event: str, arguments: tuple) -> None:
-        if event in watched and arguments and str(arguments[0]).startswith(out):
-            seen.append(event)
-            if limit is not None and len(seen) == limit:
+        if event in MOMENTS and arguments and str(arguments[0]).startswith(out):
+            kind = MOMENTS[event]
+            seen[kind] += 1
+            if (kind, seen[kind]) == kill_at:
                 os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(hook)
     return seen
 
 
-def child(rank: int, world: int, port: int, out: str, variant: str, kill_at: int | None) -> None:
+def child(rank: int, world: int, port: int, out: str, variant: str, kill_at: tuple[str, int] | None) -> None:
     """One process of a run; leaves a file beside the folder when it gets to the end."""
     os.setpgid(0, 0)
     if world > 1:
@@ -109,14 +144,16 @@ def child(rank: int, world: int, port: int, out: str, variant: str, kill_at: int
     os.dup2(quiet, 1)
     os.dup2(quiet, 2)
     torch.set_num_threads(1)
-    seen = count_operations(out, kill_at)
+    seen = count_moments(out, kill_at)
     result = train(out, variant, STEPS)
-    Path(f"{out}.{rank}.json").write_text(json.dumps({"digest": result, "operations": len(seen)}))
+    Path(f"{out}.{rank}.json").write_text(json.dumps({"digest": result, "moments": seen}))
     os._exit(0)
 
 
-def run(out: str, variant: str, world: int, kill_at: int | None = None, seconds: float | None = None) -> list | None:
-    """What the processes of a run leave; None if it was killed, at an operation of one or after some seconds."""
+def run(
+    out: str, variant: str, world: int, kill_at: tuple[str, int] | None = None, seconds: float | None = None
+) -> list | None:
+    """What the processes of a run leave; None if it was killed, at a moment of one or after some seconds."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -147,39 +184,45 @@ def run(out: str, variant: str, world: int, kill_at: int | None = None, seconds:
     return [json.loads(Path(f"{out}.{rank}.json").read_text()) for rank in range(world)]
 
 
-def chaos(kills: int, world: int, seed: int, variants: int) -> dict[str, int]:
-    """Kill runs until there were enough kills.
+def chaos(kills: int, world: int, seed: int, chosen: list[str]) -> dict[str, int]:
+    """Kill runs of the chosen variants until there were enough kills.
 
     Returns:
-        Counts of kills at an operation and in time, of runs compared, and of those that differed.
+        Counts of kills by the kind of their moment, of runs compared, and of those that differed.
     """
     random.seed(seed)
-    counts = {"kills at an operation": 0, "kills at a point in time": 0, "runs compared": 0, "runs that differed": 0}
+    killed, compared, differed = Counter(), 0, 0
     folder = tempfile.mkdtemp()
-    straight, length, chosen = {}, {}, list(VARIANTS)[:variants]
+    straight, length = {}, {}
     for variant in chosen:
         start = time.monotonic()
         straight[variant] = run(f"{folder}/straight", variant, world)
         assert straight[variant], Path(f"{folder}/straight.0.log").read_text()[-3000:]
         length[variant] = time.monotonic() - start
         shutil.rmtree(f"{folder}/straight")
-    while counts["kills at an operation"] + counts["kills at a point in time"] < kills:
+    while killed.total() < kills:
         for variant in chosen:
             out, result = f"{folder}/killed", None
+            moments = straight[variant][0]["moments"]
             for attempt in range(100):
-                at_operation = random.random() < 0.7
-                left = straight[variant][0]["operations"]
-                kill_at = random.randint(1, left) if attempt < 3 and at_operation else None
-                seconds = random.uniform(0, length[variant]) if attempt < 3 and not at_operation else None
+                kill_at = seconds = None
+                if attempt < 3 and random.random() < 0.7:
+                    kind = min(moments, key=lambda kind: (killed[kind], random.random()))
+                    kill_at = kind, random.randint(1, moments[kind])
+                elif attempt < 3:
+                    seconds = random.uniform(0, length[variant])
                 if (result := run(out, variant, world, kill_at, seconds)) is not None:
                     break
-                counts["kills at an operation" if kill_at else "kills at a point in time"] += 1
+                killed[kill_at[0] if kill_at else "at a point in time"] += 1
             digests = [process["digest"] for process in result]
-            counts["runs compared"] += 1
-            counts["runs that differed"] += digests != [process["digest"] for process in straight[variant]]
+            compared += 1
+            differed += digests != [process["digest"] for process in straight[variant]]
             shutil.rmtree(out)
     shutil.rmtree(folder)
-    return counts
+    return {f"kills {kind}": count for kind, count in killed.items()} | {
+        "runs compared": compared,
+        "runs that differed": differed,
+    }
 
 
 if __name__ == "__main__":
@@ -187,14 +230,14 @@ if __name__ == "__main__":
     parser.add_argument("--kills", type=int, default=40)
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--variants", type=int, default=len(VARIANTS), help="of the configurations, the first so many")
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), metavar="NAME")
     parser.add_argument(
         "--train", metavar="OUT", help="one run into this folder, or its end, for another tool to kill"
     )
     parser.add_argument("--steps", type=int, default=STEPS, help="of the run that --train makes")
     options = parser.parse_args()
     if options.train:
-        result = train(options.train, next(iter(VARIANTS)), options.steps)
+        result = train(options.train, options.variants[0], options.steps)
         (Path(options.train) / f"digest.{os.environ.get('RANK', 0)}").write_text(result)
         sys.exit()
     found = chaos(options.kills, options.processes, options.seed, options.variants)
