@@ -1,6 +1,6 @@
 """PPO for language models on the Hugging Face Trainer."""
 
-from hfppo.best_of.ranker import ValueRanker
+from hfppo.best_of.value_ranker import ValueRanker
 from hfppo.callbacks.adaptive_kl import AdaptiveKLCallback
 from hfppo.callbacks.events import PPOCallback
 from hfppo.config import PPOConfig

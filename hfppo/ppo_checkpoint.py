@@ -14,13 +14,13 @@ from torch import nn
 from transformers import TrainingArguments
 
 from hfppo.config import PPOConfig
+from hfppo.data.prompt_stream import PromptStream
 from hfppo.data.prompts import Prompts
-from hfppo.data.stream import PromptStream
 from hfppo.metrics import Meter
 from hfppo.models.actor_critic import ActorCritic
 from hfppo.rollout import Rollout
 from hfppo.run_state import PPOState
-from hfppo.saving.adapter_config import describe_adapter, find_differences
+from hfppo.saving.compare_adapters import describe_adapter, find_differences
 
 logger = logging.getLogger(__name__)
 

@@ -15,8 +15,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from hfppo.config import PPOConfig
+from hfppo.data.prompt_stream import PromptStream
 from hfppo.data.prompts import RESERVED_COLUMNS, Prompts, datasets_by_name, is_stored, prepare_prompts
-from hfppo.data.stream import PromptStream
 from hfppo.environments.episodes import EpisodePlayer
 from hfppo.environments.loading import Agents, dataset_for, load_agents
 from hfppo.environments.pool import EnvironmentFactory

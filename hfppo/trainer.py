@@ -42,9 +42,9 @@ from hfppo.generation import Sampler, make_sampler
 from hfppo.learn.critic_pretraining import CriticPretraining
 from hfppo.learn.flops import FlopCounter, measure_throughput
 from hfppo.learn.loss import LossTerm, measure_kl, measure_update, ppo_loss, ppo_terms
-from hfppo.learn.mini_batch import MiniBatchSize, cut_mini_batch, join_sequences
+from hfppo.learn.micro_batches import MiniBatchSize, cut_mini_batch, join_sequences
+from hfppo.learn.nonfinite_guard import NonFiniteGuard
 from hfppo.learn.optimizer import GradientClipper, StepHooks, keep_own_settings, split_critic_groups
-from hfppo.learn.step_guard import NonFiniteGuard
 from hfppo.learn.step_plan import StepPlan
 from hfppo.metrics import Meter
 from hfppo.models.actor_critic import ActorCritic, TokenOutputs
@@ -54,7 +54,7 @@ from hfppo.models.loading import load_whole
 from hfppo.models.output_checks import check_outputs
 from hfppo.ppo_checkpoint import PPOCheckpoint, describe_run
 from hfppo.reporting.card import write_card
-from hfppo.reporting.defaults import with_default_callbacks
+from hfppo.reporting.default_callbacks import with_default_callbacks
 from hfppo.reporting.progress import RunProgress
 from hfppo.rewards.contract import RewardFunc
 from hfppo.rollout import Rollout, Transcript

@@ -9,7 +9,7 @@ from torch.testing import assert_close
 
 from hfppo import functional as F
 from hfppo.learn.loss import measure_update, ppo_loss, ppo_terms
-from hfppo.learn.mini_batch import MiniBatchSize
+from hfppo.learn.micro_batches import MiniBatchSize
 from hfppo.metrics import Meter
 from hfppo.models.actor_critic import TokenOutputs
 from hfppo.rollout import Rollout

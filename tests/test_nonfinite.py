@@ -16,7 +16,7 @@ import hfppo.trainer
 from helpers.runs import count_digits, final_state, logs, trained_state
 from hfppo import AdaptiveKLCallback, PPOCallback, TokenTraceCallback
 from hfppo.collect.check_finite import NonFiniteError
-from hfppo.learn.step_guard import MAX_IN_A_ROW, NonFiniteGuard
+from hfppo.learn.nonfinite_guard import MAX_IN_A_ROW, NonFiniteGuard
 from hfppo.rollout import Rollout
 from hfppo.token_trace.record import list_trace_files
 

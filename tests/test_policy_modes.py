@@ -9,7 +9,7 @@ from torch.testing import assert_close
 
 from helpers.scripted import PROMPTS, off_trainer
 from helpers.tiny import tiny_gpt2, tiny_model, tiny_opt
-from hfppo.learn.mini_batch import MiniBatchSize
+from hfppo.learn.micro_batches import MiniBatchSize
 from hfppo.rollout import Rollout
 
 

@@ -21,7 +21,7 @@ from helpers.runs import trained_state
 from helpers.tiny import LORA, scorer, tiny_model
 from hfppo import ActorCritic, PPOConfig
 from hfppo.models.critic import ValueHead
-from hfppo.saving.adapter_config import describe_adapter, find_differences
+from hfppo.saving.compare_adapters import describe_adapter, find_differences
 
 PROMPT = torch.tensor([[14, 15, 2, 12, 5, 13]])
 

@@ -5,8 +5,8 @@ from datasets import Dataset, IterableDataset
 
 from helpers.runs import count_digits
 from hfppo.data import stream
+from hfppo.data.prompt_stream import PromptStream
 from hfppo.data.prompts import Prompts, prepare_prompts
-from hfppo.data.stream import PromptStream
 
 
 def prompts_of(dataset: IterableDataset | list[str], tokenizer, longest: int = 6) -> PromptStream:

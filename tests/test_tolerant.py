@@ -19,7 +19,7 @@ from helpers.runs import count_digits, final_state
 from helpers.scripted import score
 from hfppo import RewardServer, TolerantReward
 from hfppo.rewards.tolerant import RewardError
-from hfppo.support.concurrency import in_background, wait_for
+from hfppo.support.coroutines import in_background, wait_for
 from hfppo.support.http_client import ServerError
 from hfppo.support.time_limit import call_within
 

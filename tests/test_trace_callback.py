@@ -13,7 +13,7 @@ from transformers import TrainerCallback
 
 from helpers.runs import count_digits
 from hfppo import AdaptiveKLCallback, PPOCallback, PPOConfig, TokenTraceCallback
-from hfppo.learn.mini_batch import join_sequences
+from hfppo.learn.micro_batches import join_sequences
 from hfppo.token_trace import TokenRow, TokenTable
 from hfppo.token_trace.record import Trace, list_trace_files, read_traces, trace_file, write_traces
 

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
-from hfppo.best_of.ranker import Ranked, ValueRanker
+from hfppo.best_of.value_ranker import Ranked, ValueRanker
 from hfppo.support.printable import escape_control_characters
 
 

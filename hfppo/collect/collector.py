@@ -17,10 +17,10 @@ from hfppo.collect.credit import Credit, GreedyScores, assign_credit, final_scor
 from hfppo.collect.forward import Passes, autocast, forward_passes
 from hfppo.collect.rollout_metrics import measure_episodes, measure_rollout, measure_scores
 from hfppo.config import PPOConfig
+from hfppo.data.prompt_stream import PromptStream
 from hfppo.data.prompts import Prompts, Row, pad_left
-from hfppo.data.stream import PromptStream
 from hfppo.environments.episodes import Episode, EpisodePlayer, completions_of
-from hfppo.generation.sampler import Completions, Sampler
+from hfppo.generation.contract import Completions, Sampler
 from hfppo.metrics import Meter
 from hfppo.models.actor_critic import ActorCritic
 from hfppo.models.output_head import is_sharded

@@ -11,7 +11,7 @@ from hfppo import functional as F
 from hfppo.collect.credit import Credit
 from hfppo.config import PPOConfig
 from hfppo.environments.episodes import CUT, DROPPED, UNFINISHED, Episode
-from hfppo.environments.toolbox import RAISED, TIMEOUT, UNKNOWN
+from hfppo.environments.tool_calls import RAISED, TIMEOUT, UNKNOWN
 from hfppo.metrics import Meter
 from hfppo.rewards.functions import Scored
 from hfppo.rollout import Rollout

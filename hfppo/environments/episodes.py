@@ -19,8 +19,8 @@ from hfppo.data.prompts import Row, render
 from hfppo.environments.chat_format import ChatFormat, Message
 from hfppo.environments.contract import Result, TextEnvironment, check_reward, tool_schema, tools_of, wants_seed
 from hfppo.environments.pool import EnvironmentPool
-from hfppo.environments.toolbox import TIMEOUT, Answer, run_calls, text_of
-from hfppo.generation.sampler import Completions
+from hfppo.environments.tool_calls import TIMEOUT, Answer, run_calls, text_of
+from hfppo.generation.contract import Completions
 from hfppo.seeds import stream_seed
 from hfppo.support.random_state import own_random_state
 from hfppo.support.time_limit import call_within

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
-from hfppo.generation.sampler import Completions, Sampler, completions_from, join_completions
+from hfppo.generation.contract import Completions, Sampler, completions_from, join_completions
 from hfppo.models.actor_critic import ActorCritic
 from hfppo.models.output_head import is_sharded
 from hfppo.seeds import stream_seed

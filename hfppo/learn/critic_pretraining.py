@@ -22,7 +22,7 @@ from hfppo import functional as F
 from hfppo.collect.check_finite import NonFiniteError
 from hfppo.collect.collector import Collector
 from hfppo.collect.forward import autocast
-from hfppo.learn.mini_batch import MiniBatchSize, cut_mini_batch, join_sequences
+from hfppo.learn.micro_batches import MiniBatchSize, cut_mini_batch, join_sequences
 from hfppo.models.actor_critic import TokenOutputs
 from hfppo.models.packing import rows_at_once
 from hfppo.rollout import Rollout

@@ -7,7 +7,7 @@ from torch import Tensor
 from hfppo import functional as F
 from hfppo.config import PPOConfig
 from hfppo.functional.kl import clamp_log_ratio
-from hfppo.learn.mini_batch import MiniBatchSize
+from hfppo.learn.micro_batches import MiniBatchSize
 from hfppo.metrics import METRICS, Meter
 from hfppo.models.actor_critic import TokenOutputs
 from hfppo.rollout import Rollout

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from hfppo.learn.step_guard import NonFiniteGuard, measure_grad_norms
+from hfppo.learn.nonfinite_guard import NonFiniteGuard, measure_grad_norms
 from hfppo.metrics import Meter
 from hfppo.models.actor_critic import ActorCritic
 

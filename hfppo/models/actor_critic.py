@@ -22,7 +22,7 @@ from hfppo.models.loading import check_adapter, check_vocabulary, keep_four_bits
 from hfppo.models.lower_layers import record_states
 from hfppo.models.output_head import Entropy, token_logprobs
 from hfppo.models.packing import Layout, fits, hidden_states, lay_out
-from hfppo.saving.adapter_card import update_card
+from hfppo.saving.card_metadata import update_card
 
 
 class TokenOutputs(NamedTuple):

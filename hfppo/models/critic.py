@@ -18,7 +18,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel
 from hfppo.models.loading import adapter_config, check_placement, hub_options, keep_four_bits
 from hfppo.models.lower_layers import names_in_top_layers, start_from
 from hfppo.models.packing import Layout, hidden_states
-from hfppo.saving.adapter_config import describe_adapter, find_differences
+from hfppo.saving.compare_adapters import describe_adapter, find_differences
 
 CRITIC_FOLDER = "critic"
 CRITIC_WEIGHTS = "critic.safetensors"

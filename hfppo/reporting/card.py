@@ -20,7 +20,7 @@ from transformers.modelcard import TrainingSummary
 
 from hfppo.config import PPOConfig
 from hfppo.models.critic import CRITIC_FOLDER
-from hfppo.saving.adapter_card import CARD, as_list, is_repository, read_card
+from hfppo.saving.card_metadata import CARD, as_list, is_repository, read_card
 from hfppo.support.secrets import hide_in_text
 
 TEMPLATE = Path(__file__).with_name("card_template.md")

@@ -22,7 +22,7 @@ from hfppo.rewards.contract import (
     merge_logs,
     plain_name,
 )
-from hfppo.support.concurrency import in_background
+from hfppo.support.coroutines import in_background
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any
 
 from tenacity import stop_after_attempt
 
-from hfppo.support.concurrency import wait_for
+from hfppo.support.coroutines import wait_for
 from hfppo.support.http_client import Endpoint, ServerError
 from hfppo.support.secrets import hide_in_url
 

@@ -19,7 +19,7 @@ from datasets import load_dataset
 from tqdm import tqdm
 
 from hfppo import ValueRanker
-from hfppo.best_of.ranker import Prompt, Ranked
+from hfppo.best_of.value_ranker import Prompt, Ranked
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 sys.path.insert(0, str(RECIPES))

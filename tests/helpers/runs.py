@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from hfppo import Rollout
-from hfppo.learn.mini_batch import MiniBatchSize
+from hfppo.learn.micro_batches import MiniBatchSize
 
 
 def read_log(folder: str | Path) -> list[dict[str, Any]]:

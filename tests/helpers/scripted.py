@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 from transformers import TrainerState
 
-from hfppo.generation.sampler import Completions, Sampler, completions_from
+from hfppo.generation.contract import Completions, Sampler, completions_from
 from hfppo.metrics import Meter
 from hfppo.rewards.functions import RewardFunctions, Scored
 from hfppo.rollout import Rollout

@@ -17,7 +17,7 @@ from helpers.processes import freeze_imports
 from helpers.runs import SMALL, count_digits
 from helpers.tiny import LORA, ragged_model
 from hfppo import AdaptiveKLCallback, PPOConfig, PPOTrainer, TokenTraceCallback
-from hfppo.learn.mini_batch import MiniBatchSize
+from hfppo.learn.micro_batches import MiniBatchSize
 from hfppo.reporting.plot import PlotCallback
 from hfppo.token_trace.record import read_traces, trace_file
 

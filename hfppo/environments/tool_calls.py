@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from hfppo.environments.contract import Result
-from hfppo.support.concurrency import in_background
+from hfppo.support.coroutines import in_background
 from hfppo.support.random_state import own_random_state
 from hfppo.support.time_limit import call_within
 
