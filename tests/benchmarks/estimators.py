@@ -4,9 +4,11 @@
     python tests/benchmarks/estimators.py --report
 
 Each run writes its result as JSON when it ends; a result that exists is not measured again. Settings are those of
-`recipes/lake.yaml` where a method does not say otherwise.
+`recipes/lake.yaml` where a method does not say otherwise. The report is a table of all runs, and `curves.png`, which
+shows each method at the learning rate with most seeds.
 """
 
+import functools
 import gc
 import itertools
 import json
@@ -17,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import matplotlib.pyplot as plt
 import numpy as np
 import torch
 import yaml
@@ -31,6 +34,7 @@ sys.path.insert(0, str(RECIPES))
 from build_lake_base import PROMPT  # noqa: E402
 from lake_game import Lake, expected_return, uniform_policy  # noqa: E402
 
+WINDOW = 5  # rollouts
 LEVELS = (0.5, 0.7, 0.9)  # shares of the way from uniform play to the optimum
 
 
@@ -101,6 +105,7 @@ class BenchmarkArguments:
     report: bool = field(default=False, metadata={"help": "Print the results as a table instead of measuring."})
 
 
+@functools.cache
 def share_of_way(total: float) -> float:
     """Return a return as the share of the way from uniform play to the optimum."""
     start = expected_return(uniform_policy())
@@ -151,11 +156,15 @@ def measure(name: str, learning_rate: float, seed: int, args: BenchmarkArguments
     }
 
 
-def games_to(level: float, result: dict[str, Any], window: int = 5) -> float:
-    """Return the games until the mean return of some rollouts in a row reaches a share of the way; NaN: never."""
-    curve = np.convolve(result["curve"], np.ones(window) / window, mode="valid")
-    reached = np.flatnonzero([share_of_way(total) >= level for total in curve])
-    return (reached[0] + window) * result["games"] / len(result["curve"]) if len(reached) else float("nan")
+def smooth(curve: list[float]) -> np.ndarray:
+    """Return the means of `WINDOW` rollouts in a row."""
+    return np.convolve(curve, np.ones(WINDOW) / WINDOW, mode="valid")
+
+
+def games_to(level: float, result: dict[str, Any]) -> float:
+    """Return the games until the mean return of `WINDOW` rollouts reaches a share of the way; NaN: never."""
+    reached = np.flatnonzero([share_of_way(total) >= level for total in smooth(result["curve"])])
+    return (reached[0] + WINDOW) * result["games"] / len(result["curve"]) if len(reached) else float("nan")
 
 
 def report(results: list[dict[str, Any]]) -> None:
@@ -166,7 +175,7 @@ def report(results: list[dict[str, Any]]) -> None:
 
     levels = " | ".join(f"games to {level:.0%}" for level in LEVELS)
     print(f"| method | learning rate | games | share of the way, by seed | mean | {levels} | CPU s |")
-    print("|---|" * (6 + len(LEVELS)))
+    print("|" + "---|" * (6 + len(LEVELS)))
     for (games, name, rate), group in itertools.groupby(sorted(results, key=key), key):
         runs = sorted(group, key=lambda run: run["seed"])
         shares = [run["final_share"] for run in runs]
@@ -178,12 +187,32 @@ def report(results: list[dict[str, Any]]) -> None:
         )
 
 
+def plot(results: list[dict[str, Any]], file: Path) -> None:
+    """Draw the share of the way during training: a line for each method, in a band over all of its seeds."""
+    figure, axes = plt.subplots(figsize=(9, 4.5), layout="constrained")
+    by_method: dict[str, dict[float, list[dict[str, Any]]]] = {}
+    for result in results:
+        by_method.setdefault(result["method"], {}).setdefault(result["learning_rate"], []).append(result)
+    for method, by_rate in sorted(by_method.items()):
+        rate, runs = max(by_rate.items(), key=lambda item: len(item[1]))
+        shares = np.array([[share_of_way(total) for total in smooth(run["curve"])] for run in runs])
+        games = np.arange(WINDOW, WINDOW + shares.shape[1]) * runs[0]["games"] / len(runs[0]["curve"])
+        (line,) = axes.plot(games, shares.mean(axis=0), label=f"{method}, {rate:g} ({len(runs)})")
+        axes.fill_between(games, shares.min(axis=0), shares.max(axis=0), alpha=0.12, color=line.get_color())
+    axes.set(xlabel="games", ylabel="share of the way to the optimum", ylim=(-0.1, 1))
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small")
+    figure.savefig(file, dpi=110)
+
+
 def main(args: BenchmarkArguments) -> None:
     torch.set_num_threads(1)
     folder = Path(args.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     if args.report:
-        report([json.loads(file.read_text()) for file in folder.glob("*.json")])
+        results = [json.loads(file.read_text()) for file in folder.glob("*.json")]
+        report(results)
+        plot(results, folder / "curves.png")
         return
     for seed, name, rate in itertools.product(args.seeds, args.methods, args.learning_rates):
         file = folder / f"{name}_{rate:g}_{args.games}_{seed}.json"
