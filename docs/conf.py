@@ -21,6 +21,7 @@ myst_heading_anchors = 3  # links may point at headings
 
 html_theme = "furo"
 html_static_path = ["_static"]
+html_extra_path = ["play.html"]
 html_css_files = ["tables.css"]
 html_title = f"hfppo {release}"
 html_show_copyright = False
