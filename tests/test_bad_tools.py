@@ -1,6 +1,7 @@
 """Tools and environments that misbehave: each is refused, becomes text for the model, or ends the run by name."""
 
 import asyncio
+import re
 import sys
 import time
 
@@ -8,6 +9,7 @@ import pytest
 from datasets import Dataset
 
 from helpers.agents import EOS, PROMPTS, Counting, Doors, add, call, collect, count_messages
+from helpers.processes import ROOT
 
 
 def tool(body, name="use", asynchronous=False):
@@ -344,3 +346,13 @@ def test_a_tokenizer_that_cannot_parse_calls_is_refused(make_agent, monkeypatch)
     monkeypatch.setattr("helpers.agents.RESPONSE", None)
     with pytest.raises(ValueError, match="response_template"):
         make_agent(reward_funcs=count_messages, tools=[add])
+
+
+def test_each_kind_has_its_outcome_in_the_page():
+    page = (ROOT / "docs/bad_tools.md").read_text()
+    rows = dict(re.findall(r"^\| ([^|]+) \| (.+) \|$", page, flags=re.MULTILINE))
+    kinds = {*TOLD, *CALLS, *ENDS, *REFUSED, *TEMPLATES}
+    assert not kinds - rows.keys()
+    assert len(rows) >= 40
+    assert [kind for kind, (_, _, text, _) in TOLD.items() if text not in rows[kind]] == []
+    assert [kind for kind, (*_, metric) in TOLD.items() if metric is not None and metric not in rows[kind]] == []
