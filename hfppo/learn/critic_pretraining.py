@@ -105,7 +105,6 @@ class CriticPretraining:
                     self.measure(testing, log, training_loss=sum(gather_object([progress.loss])) / num_steps)
                     progress.step, progress.loss = 0, 0.0
                 yield
-        self.restore_best()
         progress.done = True
 
     def save_is_due(self, save_steps: int) -> bool:
@@ -231,7 +230,7 @@ class CriticPretraining:
     def measure(
         self, testing: Rollout | None, log: Callable[[dict[str, float]], None], training_loss: float | None = None
     ) -> None:
-        """Measure the critic on the held-out rows, log it, and keep its weights if they are the best. Collective.
+        """Measure the critic on the held-out rows and log it; keep its weights, or return to the best. Collective.
 
         Args:
             training_loss: mean of the epoch's losses.
@@ -249,6 +248,8 @@ class CriticPretraining:
         self.progress.held_out.append(measured)
         if self.progress.best_epoch == self.progress.epoch:
             self.best = {name: p.detach().cpu().clone() for name, p in self.named_parameters().items()}
+        else:
+            self.restore_best()  # at a rate that is too high, an epoch may lose what those before it learned
         logs = {f"critic_pretraining/{name}": value for name, value in measured.items()}
         if training_loss is not None:
             logs["critic_pretraining/loss"] = training_loss
