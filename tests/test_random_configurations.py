@@ -121,11 +121,14 @@ def drawn(number: int) -> tuple[dict[str, Any], dict[str, Any]]:
         fields |= draw.choice(alternatives)
     functions = [count_digits, waits, leaves_out, per_token]
     adaptive = fields["kl_coef"] > 0 and draw.random() < 0.5
-    return fields, {
+    arguments = {
         "critic": draw.choice(["adapter", "shared"]),
         "reward_funcs": draw.sample(functions, draw.choice([1, 2])),
         "callbacks": [AdaptiveKLCallback(target=0.01, horizon=100)] if adaptive else [],
     }
+    if arguments["critic"] == "adapter" and "advantage_estimator" not in fields and draw.random() < 0.5:
+        fields["critic_layers"] = 1
+    return fields, arguments
 
 
 def trainer_of(number: int, folder: Path, **changed: Any) -> PPOTrainer:
