@@ -48,6 +48,7 @@ VARIANTS = [
     {
         "policy_mode": "bypass",
         "bootstrap_truncated": True,
+        "critic_layers": 1,
         "whiten_rewards": True,
         "lam_critic": 1.0,
         "target_kl": 1e-3,
