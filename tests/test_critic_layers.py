@@ -20,7 +20,7 @@ from helpers.agents import Doors, agent_trainer, call, collect
 from helpers.runs import final_state, logged, trainable, untimed_logs
 from helpers.tiny import scorer, tiny_gpt2, tiny_model, tiny_opt, tiny_qwen3
 from hfppo import ActorCritic, ValueRanker
-from hfppo.learn.mini_batch import join_sequences
+from hfppo.learn.micro_batches import join_sequences
 from hfppo.models import packing
 from hfppo.models.critic import CRITIC_CONFIG, CRITIC_FOLDER, CriticSource
 from hfppo.models.loading import default_peft_config
