@@ -198,7 +198,7 @@ def make_reward(drawn: Drawn, args: ReasoningArguments) -> Callable[..., list[fl
         return score if score >= 1 or not args.strict else 0.0
 
     def answer_score(completions: list[list[dict[str, str]]], entry: list[int], **kwargs) -> list[float]:
-        return [score(messages[0]["content"], number) for messages, number in zip(completions, entry, strict=True)]
+        return [score(messages[-1]["content"], number) for messages, number in zip(completions, entry, strict=True)]
 
     return answer_score
 
@@ -215,7 +215,7 @@ class Answers:
 
     def __call__(self, prediction: EvalPrediction) -> dict[str, float]:
         scores = self.reward(prediction.predictions, prediction.label_ids["entry"])
-        texts = [messages[0]["content"] for messages in prediction.predictions]
+        texts = [messages[-1]["content"] for messages in prediction.predictions]
         self.rows = [{"completion": text, "score": score} for text, score in zip(texts, scores, strict=True)]
         found = [find_answer(text, self.pattern) is not None for text in texts]
         return {

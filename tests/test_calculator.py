@@ -1,0 +1,94 @@
+"""The recipe that gives a calculator to a model without tools: template, parser, tool, and a short run."""
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from build_arithmetic_base import small_llama
+from build_tiny_base import byte_tokenizer
+from transformers import set_seed
+from trl import TrlParser
+
+from helpers import fake_reasoning_gym
+from helpers.processes import ROOT
+from hfppo import PPOConfig
+from hfppo.environments.chat_format import make_chat_format
+
+QUESTION = {"role": "user", "content": "Calculate 5 + 9."}
+
+
+@pytest.fixture(scope="module")
+def calculator():
+    with pytest.MonkeyPatch.context() as patch:
+        fake_reasoning_gym.install(patch)
+        yield importlib.import_module("calculator")
+        del sys.modules["calculator"], sys.modules["reasoning"]
+
+
+@pytest.fixture(scope="module")
+def chatml(tmp_path_factory) -> str:
+    """A tiny model with ChatML's tokens, as SmolLM2 has them."""
+    folder = str(tmp_path_factory.mktemp("chatml"))
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"eos_token": "<|im_end|>", "extra_special_tokens": ["<|im_start|>"]})
+    set_seed(0)
+    small_llama(tokenizer, hidden_size=64, num_layers=2).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_template_and_parser_are_inverse(calculator, chatml):
+    tokenizer = calculator.load_tokenizer(chatml)
+    chat_format = make_chat_format(tokenizer, [tokenizer.eos_token_id], {}, with_tools=True)
+    before = [*calculator.demonstration(True), QUESTION]
+    call = {"type": "function", "function": {"name": "calc", "arguments": {"expression": "(5 + 9) * 2"}}}
+    for message in (
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "assistant", "content": "14"},
+    ):
+        prefix = chat_format.render(before, add_generation_prompt=True)
+        turn = chat_format.render([*before, message])[len(prefix) :]
+        turn = turn[: turn.index(tokenizer.eos_token_id) + 1]
+        assert chat_format.parse(turn, prefix, [calculator.calc]) == (message, False)
+    text = tokenizer.decode(chat_format.reply_ids([{"role": "tool", "name": "calc", "content": "28"}]))
+    assert text == "\n<|im_start|>tool\n28<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize(("expression", "value"), [("7 * 8", "56"), (" (2 - -3) * 4 ", "20"), ("007 - 9", None)])
+def test_values_of_expressions(calculator, expression, value):
+    if value is None:
+        with pytest.raises(SyntaxError):
+            calculator.calc(expression)
+    else:
+        assert calculator.calc(expression) == value
+
+
+@pytest.mark.parametrize("expression", ["2 ** 9", "1 / 2", "a", "f(1)", "'a' * 9", "True", "9" * 50, "1.5"])
+def test_other_expressions_are_refused(calculator, expression):
+    with pytest.raises(ValueError, match=r"only numbers|too long"):
+        calculator.calc(expression)
+
+
+def test_a_model_without_chatml_is_refused(calculator, tmp_path):
+    byte_tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"model_name_or_path=.* has no token <\|im_start\|>"):
+        calculator.load_tokenizer(str(tmp_path))
+
+
+@pytest.mark.parametrize("use_tool", ["true", "false"])
+def test_the_recipe_in_small(calculator, chatml, tmp_path, use_tool):
+    parser = TrlParser((calculator.CalculatorArguments, PPOConfig, calculator.ReasoningActor), allow_abbrev=False)
+    flags = [
+        *("--config", str(ROOT / "recipes/calculator.yaml"), "--use_cpu", "true", "--disable_tqdm", "true"),
+        *("--model_name_or_path", chatml, "--task", "sums", "--task_config", "{}", "--use_tool", use_tool),
+        *("--num_test_questions", "4", "--max_steps", "2", "--per_device_train_batch_size", "4"),
+        *("--save_strategy", "no", "--output_dir", str(tmp_path)),
+    ]
+    calculator.main(*parser.parse_args_and_config(flags))
+    results = json.loads((tmp_path / "all_results.json").read_text())
+    assert 0 <= results["after_sampled_accuracy"] <= results["after_sampled_answered"] <= 1
+    assert results["after_greedy_computed"] <= 1
+    assert ("after_greedy_tools/call_frequency" in results) == (use_tool == "true")
+    assert Path(tmp_path / "adapter_model.safetensors").is_file()
