@@ -199,7 +199,31 @@ def test_both_languages_have_the_same_code_and_figures(chinese, english):
         assert codes[0] == codes[1]
     tables = [re.findall(r"^\|.*\|$", page.read_text(), flags=re.MULTILINE) for page in (chinese, english)]
     for ours, theirs in zip(*tables, strict=True):
-        assert NUMBER.findall(ours) == NUMBER.findall(theirs)
+        numbers = [[number.rstrip(",") for number in NUMBER.findall(row)] for row in (ours, theirs)]
+        assert numbers[0] == numbers[1]
+
+
+def outline(page: Path) -> list[str]:
+    """The levels of the headings, outside of code and comments."""
+    text = re.sub(r"^```.*?^```$|^<!--.*?-->$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    return re.findall(r"^#+(?= )", text, flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize(("chinese", "english"), PAIRS, ids=lambda page: name_of(page))
+def test_both_languages_have_the_same_sections_and_link_to_each_other(chinese, english):
+    assert outline(chinese) == outline(english)
+    assert f"\n[English](../{english.name})\n" in chinese.read_text()
+    assert f"\n[中文](zh/{chinese.name})\n" in english.read_text()
+
+
+@pytest.mark.parametrize("page", [chinese for chinese, _ in PAIRS], ids=name_of)
+def test_chinese_pages_are_listed_and_link_to_chinese_pages(page):
+    index = (DOCS / "index.md").read_text()
+    assert f"](zh/{page.name})" in index
+    assert f"\nzh/{page.stem}\n" in index
+    _, _, text = page.read_text().partition("[English]")
+    _, _, text = text.partition("\n")
+    assert [name for name in re.findall(r"\]\(\.\./(\w+\.md)", text) if (DOCS / "zh" / name).is_file()] == []
 
 
 @pytest.mark.slow
