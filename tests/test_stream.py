@@ -4,7 +4,7 @@ import pytest
 from datasets import Dataset, IterableDataset
 
 from helpers.runs import count_digits
-from hfppo.data import stream
+from hfppo.data import prompt_stream
 from hfppo.data.prompt_stream import PromptStream
 from hfppo.data.prompts import Prompts, prepare_prompts
 
@@ -24,7 +24,7 @@ def texts_at(made: PromptStream, *positions: int) -> list[str]:
 
 @pytest.mark.parametrize("chunk", [1, 2, 3, 256])
 def test_a_stream_is_read_in_its_order_and_again(monkeypatch, tokenizer, chunk):
-    monkeypatch.setattr(stream, "CHUNK", chunk)
+    monkeypatch.setattr(prompt_stream, "CHUNK", chunk)
     texts = [f"{n}+{n}=" for n in range(5)]
     made = prompts_of(texts, tokenizer)
     assert texts_at(made, 0, 3) == texts[:3]
@@ -38,7 +38,7 @@ def test_a_stream_is_read_in_its_order_and_again(monkeypatch, tokenizer, chunk):
 
 @pytest.mark.parametrize("chunk", [2, 256])
 def test_prompts_that_are_too_long_do_not_count(monkeypatch, tokenizer, chunk):
-    monkeypatch.setattr(stream, "CHUNK", chunk)
+    monkeypatch.setattr(prompt_stream, "CHUNK", chunk)
     made = prompts_of(["12345678", "12345679", "1+1=", "12345670", "2+2="], tokenizer)
     assert made.head[0][0]["prompt"] == "1+1="
     assert texts_at(made, 0, 5) == ["1+1=", "2+2=", "1+1=", "2+2=", "1+1="]
@@ -77,7 +77,7 @@ CONVERSATION = [{"role": "user", "content": "1"}]
     ],
 )
 def test_rows_of_several_kinds_are_refused(monkeypatch, tokenizer, chunk, rows, message):
-    monkeypatch.setattr(stream, "CHUNK", chunk)
+    monkeypatch.setattr(prompt_stream, "CHUNK", chunk)
     with pytest.raises(ValueError, match=message):
         prompts_of(IterableDataset.from_generator(lambda: iter(rows)), tokenizer, 20).at(range(2), seed=0)
 
