@@ -82,7 +82,9 @@ def count_calls(layers) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    "architecture", [deep, tiny_gpt2, tiny_qwen3, tiny_opt, tiny_bloom, tiny_gemma3], ids=lambda f: f"{f}"[:30]
+    "architecture",
+    [deep, tiny_gpt2, tiny_qwen3, tiny_opt, tiny_bloom, tiny_gemma3],
+    ids=["llama", "gpt2", "qwen3", "opt", "bloom", "gemma3"],
 )
 @pytest.mark.parametrize("packed", [False, True])
 def test_values_and_gradients_are_those_of_the_whole_forward(monkeypatch, architecture, packed):
