@@ -395,7 +395,7 @@ class PPOTrainer(CrashSafeTrainer):
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         """Call Trainer's step for each piece of a micro-batch."""
         *before, last = inputs["pieces"]
-        self._step_flops += self.floating_point_ops(inputs)
+        self._step_flops += self._flop_counter.count(inputs["pieces"], self._plan)
         loss = torch.zeros((), device=self.args.device)
         for piece in before:
             with self.accelerator.no_sync(model):
@@ -434,10 +434,6 @@ class PPOTrainer(CrashSafeTrainer):
                 measure_kl(self._step_meter, outputs, batch)
         loss = loss * self.args.world_size
         return (loss, outputs) if return_outputs else loss
-
-    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        """Return the floating-point operations of a micro-batch, for Trainer's `total_flos` and PPO's metrics."""
-        return self._flop_counter.count(inputs["pieces"], self._plan)
 
     def loss_terms(self, outputs: TokenOutputs, batch: Rollout) -> list[LossTerm]:
         """Return the terms of the loss; a subclass may add its own to those of `super().loss_terms`.

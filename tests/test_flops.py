@@ -24,7 +24,7 @@ class MatrixProducts(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize(("critic", "layers"), [("adapter", None), ("shared", None)])
+@pytest.mark.parametrize(("critic", "layers"), [("adapter", None), ("adapter", 2), ("shared", None)])
 def test_a_step_makes_as_many_operations_as_torch_counts(make_trainer, critic, layers, monkeypatch):
     """Up to the gradients of the first layer's inputs, which are frozen embeddings, and the last token's state."""
     rates, counter = [], MatrixProducts()
@@ -43,7 +43,6 @@ def test_a_step_makes_as_many_operations_as_torch_counts(make_trainer, critic, l
     assert 0.85 * of_step < counter.flops <= of_step
     assert seconds > 0
     assert peak == 2.0
-    assert trainer.state.total_flos == of_step
 
 
 def test_a_step_of_one_alone_counts_what_it_computes(make_trainer):

@@ -1,5 +1,6 @@
 """The same scripted model, tools and environments here and in TRL's GRPOTrainer: equal token ids and masks."""
 
+import copy
 import random
 
 import pytest
@@ -236,7 +237,7 @@ def by_trl(out, scripts, rounds=None, most=100, **kwargs):
         args=args,
         train_dataset=Dataset.from_list(ROWS),
         processing_class=tokenizer,
-        peft_config=LORA,
+        peft_config=copy.deepcopy(LORA),  # PEFT resolves its target modules in place
         **{"reward_funcs": [], **kwargs},
     )
     trainer.model.train()
