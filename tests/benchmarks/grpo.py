@@ -7,10 +7,10 @@ Both train the same LoRA on the same model with random weights, prompts, group s
 reference log-probs) and optimizer steps. As in `ppo.py`, which shares the machinery, each side is a process, they take
 turns rollout by rollout, and the first rollout of each warms up and does not count.
 
-The sides of hfppo are `grpo`, with the KL in the loss as TRL has it; PPO with the shared and with the adapter critic;
-and, where named in `--sides`, `grpo` with every prompt computed for each of its completions. Prints Markdown: medians
-over the rounds, from the least to the most, ratios to TRL round by round, and hfppo's phases beside the time that
-their matrix products would take at the machine's measured rate.
+The sides of hfppo are `grpo`, with the KL in the loss as TRL has it; PPO with the shared critic, with the adapter
+critic, and with one of the top ten layers; and, where named in `--sides`, `grpo` with every prompt computed for each of
+its completions. Prints Markdown: medians over the rounds, from the least to the most, ratios to TRL round by round, and
+hfppo's phases beside the time that their matrix products would take at the machine's measured rate.
 """
 
 import argparse
@@ -36,6 +36,7 @@ HFPPO = {
     "grpo": GRPO,
     "PPO, critic='shared'": {**PPO, "critic": "shared"},
     "PPO, critic='adapter'": {**PPO, "critic": "adapter"},
+    "PPO, critic_layers=10": {**PPO, "critic": "adapter", "critic_layers": 10},
 }
 APART = {"grpo, prompts apart": {**GRPO, "share_prompts": False}}
 
@@ -58,7 +59,8 @@ def main(options: argparse.Namespace) -> None:
     floors = {}
     for side, fields in {**HFPPO, **APART}.items():
         critic = None if fields.get("advantage_estimator") == "grpo" else fields["critic"]
-        least = floor(workload, critic, "decoupled", *measured_rates, options.num_generations, side not in APART)
+        group = (options.num_generations, side not in APART, fields.get("critic_layers"))
+        least = floor(workload, critic, "decoupled", *measured_rates, *group)
         floors[side] = {name: seconds for name, seconds in least.items() if name != "reward model"}
     packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "peft", "trl"))
     load = ", ".join(f"{x:.1f}" for x in os.getloadavg())
