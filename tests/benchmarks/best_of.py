@@ -3,7 +3,7 @@
     python tests/benchmarks/best_of.py arithmetic out/arithmetic/checkpoint-0
     python tests/benchmarks/best_of.py reasoning out/reasoning
 
-The prompts are the held-out ones of the recipe with its settings. Prints a row for the table in docs/critic.md.
+The prompts are the held-out ones of the recipe with its settings. Prints a row for the table in docs/results.md.
 """
 
 import argparse
