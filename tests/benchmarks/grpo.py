@@ -8,9 +8,9 @@ reference log-probs) and optimizer steps. As in `ppo.py`, which shares the machi
 turns rollout by rollout, and the first rollout of each warms up and does not count.
 
 The sides of hfppo are `grpo`, with the KL in the loss as TRL has it; PPO with the shared critic, with the adapter
-critic, and with one of the top ten layers; and, where named in `--sides`, `grpo` with every prompt computed for each of
-its completions. Prints Markdown: medians over the rounds, from the least to the most, ratios to TRL round by round, and
-hfppo's phases beside the time that their matrix products would take at the machine's measured rate.
+critic, and with one of the top ten layers; and, where named in `--sides`, `grpo` with every prompt computed for each
+of its completions. Prints Markdown: medians over the rounds, from the least to the most, ratios to TRL round by round,
+and hfppo's phases beside the time that their matrix products would take at the machine's measured rate.
 """
 
 import argparse
