@@ -2,9 +2,9 @@
 
     accelerate launch recipes/frozen_lake.py --config recipes/frozen_lake.yaml
 
-The ice is slippery: a move goes ahead or to either side with equal probability. Reaching the goal pays 1 and ends the
-game, a hole ends it with nothing. Games begin anywhere, are cut after some turns, and the future is discounted by
-`gamma_turn`; a cut game ends with the critic's value. Needs `pip install -e ".[games]"`.
+The ice is slippery: a move goes ahead with probability `success_rate`, else to either side. Reaching the goal pays 1
+and ends the game, a hole ends it with nothing. Games begin anywhere, are cut after some turns, and the future is
+discounted by `gamma_turn`; a cut game ends with the critic's value. Needs `pip install -e ".[games]"`.
 """
 
 from dataclasses import dataclass, field
@@ -38,6 +38,7 @@ class FrozenLakeArguments:
     """Arguments of this recipe."""
 
     critic: str = field(default="adapter", metadata={"help": "'adapter', 'shared', or a model's id or path."})
+    success_rate: float = field(default=1 / 3, metadata={"help": "Probability that a move goes ahead."})
     num_eval_games: int = field(default=512, metadata={"help": "Games that are played before and after training."})
 
 
@@ -116,7 +117,7 @@ def main(script_args: FrozenLakeArguments, args: PPOConfig, model_args: LakeActo
     if args.device.type == "cpu":
         torch.set_num_threads(1)  # more threads cost such a small model more than they save
     args.model_init_kwargs = init_kwargs(args, model_args)
-    lake = partial(gymnasium.make, "FrozenLake-v1", desc=MAP)
+    lake = partial(gymnasium.make, "FrozenLake-v1", desc=MAP, success_rate=script_args.success_rate)
     moves = MoveCounter(state_of, SIZE**2)
     trainer = PPOTrainer(
         model=model_args.model_name_or_path,
