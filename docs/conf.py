@@ -5,6 +5,7 @@
 `figures` runs the code of pages whose figures come out of it. Neither the build nor the pages need the network.
 """
 
+import re
 import sys
 from importlib.metadata import version as installed_version
 from pathlib import Path
@@ -14,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # where `figures` is
 project = "hfppo"
 release = installed_version("hfppo")
 language = "en"
+smartquotes = False  # critic='adapter' in a table is code
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "figures"]
 exclude_patterns = ["_build"]
@@ -26,3 +28,19 @@ html_css_files = ["tables.css"]
 html_title = f"hfppo {release}"
 html_show_copyright = False
 html_show_sphinx = False
+
+
+def finish_page(app, page, template, context, doctree):
+    """Name the language of Chinese pages, and let long names in code break after _, /, = and dots, nowhere else."""
+    if page.startswith("zh/"):
+        context["language"] = "zh-CN"
+    if "body" in context:
+        context["body"] = re.sub(
+            r'(?<=<span class="pre">)[^<]+',
+            lambda name: re.sub(r"(?<=[\w}][_/.=])(?=[\w{])", "<wbr>", name[0]),
+            context["body"],
+        )
+
+
+def setup(app):
+    app.connect("html-page-context", finish_page)
