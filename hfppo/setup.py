@@ -204,6 +204,7 @@ def prepare_dataset(
             name,
             may_be_empty,
             None if agents is None else agents.schemas_of(dataset, name),
+            completed=agents is not None and agents.pool is not None,
         )
 
 
@@ -319,6 +320,8 @@ def check_ids(model: PreTrainedModel | PeftModel, prompts: dict[str, Prompts], s
     size = cast(Any, model.get_input_embeddings()).weight.shape[0]
     suspects = dict(special)
     for name, some in prompts.items():
+        if not some.longest:  # environments write these prompts
+            continue
         row = int(np.searchsorted(some.ends, some.tokens.argmax(), side="right"))  # of the largest id
         suspects[f"{name} row {row}"] = some[row][1]
     for where, ids in suspects.items():
@@ -333,7 +336,7 @@ def check_ids(model: PreTrainedModel | PeftModel, prompts: dict[str, Prompts], s
 def warn_of_ended_prompts(prompts: dict[str, Prompts], eos_ids: list[int]) -> None:
     """Warn of a dataset whose prompts all end with EOS, for example from a tokenizer that appends it."""
     for name, some in prompts.items():
-        if ((some.lengths > 1) & np.isin(some.tokens[some.ends - 1], eos_ids)).all():
+        if some.longest > 1 and ((some.lengths > 1) & np.isin(some.tokens[some.ends - 1], eos_ids)).all():
             logger.warning(
                 "every prompt of %s ends with EOS; have the tokenizer, or the chat template, leave it out", name
             )

@@ -324,7 +324,12 @@ TEMPLATES = {
     "no template": (None, "chat_template"),
     "a template without results": (
         "{% for m in messages %}{{ m['content'] if m['role'] == 'user' }}<eos>{% endfor %}",
-        "leaves out",
+        "leaves out names of tools, names of arguments, values of arguments, results",
+    ),
+    "a template without the names of arguments": (
+        "{% for m in messages %}{{ m['content'] }}{% for c in m['tool_calls'] or [] %}{{ c['function']['name'] }}"
+        "{{ c['function']['arguments'].values() | join }}{% endfor %}<eos>{% endfor %}",
+        "leaves out names of arguments;",
     ),
     "a template that raises": ("{{ raise_exception('no') }}", "cannot render"),
     "a template that rewrites earlier messages": (

@@ -302,6 +302,28 @@ def test_no_dataset_is_needed_where_the_environment_brings_the_text(make_agent):
     assert transcript.prompts == [[{"role": "user", "content": "0"}]]
 
 
+BARE_TEMPLATE = "{% for m in messages %}{{ m['content'] }}{{ '<eos>' if m['role'] == 'assistant' }}{% endfor %}"
+
+
+def test_the_environment_may_write_the_whole_prompt(make_agent, monkeypatch):
+    monkeypatch.setattr("helpers.agents.TEMPLATE", BARE_TEMPLATE)
+    trainer = make_agent(["1", "2", "3"], environment_factory=Counting, dataset=None)
+    assert trainer._train_prompts.lengths.tolist() == [0]
+    rollout, _, _ = collect(trainer)
+    assert trainer.processing_class.decode(rollout.prompt_ids[0]) == "0"
+
+
+def test_a_prompt_that_stays_without_tokens_is_refused(make_agent, monkeypatch):
+    class Silent(Counting):
+        def reset(self, **row):
+            super().reset()
+
+    monkeypatch.setattr("helpers.agents.TEMPLATE", BARE_TEMPLATE)
+    trainer = make_agent(["1"], environment_factory=Silent, dataset=None)
+    with pytest.raises(ValueError, match=r"row 0: the prompt .*''.* has no tokens, and Silent\.reset gave it no text"):
+        collect(trainer)
+
+
 def test_result_is_a_string_for_everyone_else():
     result = Result("yes", reward=0.5, done=True)
     assert (str(result), f"{result}", result == "yes", result.reward, result.done) == ("yes", "yes", True, 0.5, True)

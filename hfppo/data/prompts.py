@@ -109,6 +109,7 @@ def prepare_prompts(
     name: str = "train_dataset",
     may_be_empty: bool = False,
     tools: Sequence[list[dict[str, Any]]] | None = None,
+    completed: bool = False,
 ) -> Prompts:
     """Check and tokenize a dataset with a "prompt" column of text or of messages.
 
@@ -118,6 +119,7 @@ def prepare_prompts(
         name: the dataset's name in errors.
         may_be_empty: allow that no prompt is short enough.
         tools: JSON schemas of the tools that each row's prompt shows; None: those of its column "tools".
+        completed: whether an environment adds its text to each prompt, which may have no tokens before.
     Raises:
         TypeError: not a `datasets.Dataset`.
         ValueError: no rows, no "prompt" column, a prompt of an unknown type, one that the tokenizer cannot render, or
@@ -130,7 +132,7 @@ def prepare_prompts(
             f"{name} has prompts of text, and tools and environments need conversations; write each as "
             "[{'role': 'user', 'content': ...}]"
         )
-    tokenization = PromptTokenizer(tokenizer, conversational, chat_template_kwargs or {}, name)
+    tokenization = PromptTokenizer(tokenizer, conversational, chat_template_kwargs or {}, name, completed)
     prompts = Prompts(dataset, tokenization.tokenize(dataset, tools), conversational)
     if max_length is None or prompts.longest <= max_length:
         return prompts
@@ -223,6 +225,7 @@ class PromptTokenizer:
     conversational: bool
     chat_template_kwargs: Mapping[str, Any]
     name: str
+    completed: bool = False  # a prompt may have no tokens before an environment completes it
     code: str = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()  # ids stored by other code are not found
 
     def tokenize(self, dataset: Dataset, tools: Sequence[list[dict[str, Any]]] | None) -> pa.LargeListArray:
@@ -264,7 +267,7 @@ class PromptTokenizer:
         columns = [batch.get(column, [None] * len(prompts)) for column in TEMPLATE_COLUMNS]
         ids = self.token_ids(prompts, list(zip(*columns, strict=True)), rows[0])
         for row, prompt, tokens in zip(rows, prompts, ids, strict=True):
-            if not tokens:
+            if not (tokens or self.completed):
                 raise ValueError(f"{self.name} row {row}: the prompt {prompt!r} has no tokens; remove the row")
         return {"ids": ids}
 

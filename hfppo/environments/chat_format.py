@@ -22,8 +22,13 @@ Message = dict[str, Any]
 
 MOST_KNOWN = 4096  # replies whose tokens are kept
 
-# The names in the conversation that shows whether a template keeps calls, arguments and results.
-SENTINELS = ("tool_a8f3e2b1", "key_b9d4f5c2", "value_d6e7a9f3", "result_c4f9a8e2")
+# The words in the conversation that shows whether a template keeps calls, arguments and results.
+SENTINELS = {
+    "names of tools": "tool_a8f3e2b1",
+    "names of arguments": "key_b9d4f5c2",
+    "values of arguments": "value_d6e7a9f3",
+    "results": "result_c4f9a8e2",
+}
 
 
 @dataclass(frozen=True)
@@ -174,21 +179,19 @@ def prove(chat_format: ChatFormat, role: str) -> None:
     Raises:
         ValueError: names what is wrong.
     """
-    name, key, value, result = SENTINELS
+    name, key, value, result = SENTINELS.values()
     reply = {"role": role, "content": result, **({"name": name} if role == "tool" else {})}
     before = conversation(reply)
-    kept = [result]
     if role == "tool":
         before[1]["tool_calls"][0]["function"]["arguments"] = {key: value}
-        kept = list(SENTINELS)
+    kept = SENTINELS if role == "tool" else {"what follows a turn": result}
     try:
         # As text: the vocabulary of a small model may not hold the names.
         rendered = chat_format.render_text([*before, reply])
     except (TemplateError, TypeError) as error:
         raise ValueError(f"the chat template cannot render a conversation with a {role} message: {error}") from error
-    lost = [text for text in kept if text not in rendered]
-    if lost:
-        raise ValueError(f"the chat template leaves out tool calls, their arguments or results ({', '.join(lost)})")
+    if lost := [part for part, text in kept.items() if text not in rendered]:
+        raise ValueError(f"the chat template leaves out {', '.join(lost)}")
     chat_format.reply_ids([reply])
 
 

@@ -172,6 +172,11 @@ class EpisodePlayer:
                     f"{len(row.prompt_ids)} tokens, and max_prompt_length or the model's positions leave "
                     f"{self.max_prompt}; shorten the text, or raise or lower the limits"
                 )
+        if not row.prompt_ids:
+            raise ValueError(
+                f"row {row.number}: the prompt {row.columns['prompt']!r} has no tokens, and "
+                f"{type(environment).__name__}.reset gave it no text; return some, or write some into the prompt"
+            )
         return Episode(row, environment, self.tools_for(environment))
 
     def reset(self, row: Row, environment: Any) -> str | None:
