@@ -31,12 +31,12 @@ html_show_sphinx = False
 
 
 def finish_page(app, page, template, context, doctree):
-    """Name the language of Chinese pages, and let long names in code break after _, /, = and dots, nowhere else."""
+    """Name the language of Chinese pages, and let long names in code break after _, /, = and dots alone."""
     if page.startswith("zh/"):
         context["language"] = "zh-CN"
     if "body" in context:
         context["body"] = re.sub(
-            r'(?<=<span class="pre">)[^<]+',
+            r'(?<=<span class="pre">)[^<]{13,}',
             lambda name: re.sub(r"(?<=[\w}][_/.=])(?=[\w{])", "<wbr>", name[0]),
             context["body"],
         )
