@@ -191,7 +191,7 @@ def test_python_blocks_are_python(page):
 
 @pytest.mark.parametrize(("chinese", "english"), PAIRS, ids=lambda page: name_of(page))
 def test_both_languages_have_the_same_code_and_figures(chinese, english):
-    for language in ("python", "bash", "text"):
+    for language in ("python", "py", "bash", "text"):
         assert blocks(chinese, language) == blocks(english, language)
     for pattern in (r"^<!-- python\n.*?^-->$", r"\S*<!--= .*? -->"):
         found = [re.findall(pattern, page.read_text(), flags=re.DOTALL | re.MULTILINE) for page in (chinese, english)]
