@@ -263,7 +263,10 @@ class PPOTrainer(CrashSafeTrainer):
                 "with the folder that save_model wrote as model"
             )
         if self._train_prompts is None:
-            raise ValueError("train_dataset is missing; PPOTrainer.train needs prompts")
+            raise ValueError(
+                "train_dataset is missing; PPOTrainer.train needs prompts. With one environment, whose reset writes "
+                "them, set max_steps or total_episodes"
+            )
         steps = self.args.max_steps  # of a stream, whose length is unknown, one epoch is the whole run
         if isinstance(self._train_prompts, Prompts):
             completions = len(self._train_prompts) * self.args.num_generations

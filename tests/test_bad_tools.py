@@ -182,7 +182,11 @@ ENDS = {
         RuntimeError,
         r"Odd.step failed in turn 1 of row 0.*'a'",
     ),
-    "step returns too little": (environment(step=step_with("b", 0.0)), RuntimeError, r"Odd.step failed in turn 1"),
+    "step returns too little": (
+        environment(step=step_with("b", 0.0)),
+        TypeError,
+        r"Odd.step, row 0, gave \('b', 0\.0\); give observation, reward, terminated, truncated, info",
+    ),
     "a reward that is NaN": (
         environment(step=step_with("b", float("nan"), True, False, {})),
         ValueError,

@@ -324,6 +324,12 @@ def test_a_prompt_that_stays_without_tokens_is_refused(make_agent, monkeypatch):
         collect(trainer)
 
 
+def test_a_single_conversation_is_no_list_of_prompts(make_agent):
+    trainer = make_agent(["1"], environment_factory=Counting)
+    with pytest.raises(ValueError, match=r"prompts=\[\{'role.* is a single one; put it into a list"):
+        trainer.rollout([{"role": "user", "content": "0"}])
+
+
 def test_result_is_a_string_for_everyone_else():
     result = Result("yes", reward=0.5, done=True)
     assert (str(result), f"{result}", result == "yes", result.reward, result.done) == ("yes", "yes", True, 0.5, True)

@@ -180,10 +180,10 @@ def dataset_of(prompts: Sequence[Any], columns: Mapping[str, Sequence[Any]]) -> 
     """Make a dataset of prompts and their columns.
 
     Raises:
-        ValueError: a single text, or columns of different lengths.
+        ValueError: a single prompt, or columns of different lengths.
     """
-    if isinstance(prompts, str):
-        raise ValueError(f"prompts={prompts!r} must be a list of prompts")
+    if isinstance(prompts, str) or any(map(is_message, prompts)):
+        raise ValueError(f"prompts={prompts!r} must be a list of prompts, and is a single one; put it into a list")
     return Dataset.from_dict({"prompt": list(prompts), **columns})
 
 

@@ -229,9 +229,7 @@ class EpisodePlayer:
         try:
             with own_random_state(stream_seed(episode.row.seed, end)):
                 late = f"{name} took longer than tool_timeout={self.timeout} seconds"
-                observation, reward, terminated, truncated, _ = call_within(
-                    self.timeout, late, partial(environment.step, text)
-                )
+                taken = call_within(self.timeout, late, partial(environment.step, text))
         except TimeoutError:
             episode.counts[TIMEOUT] += 1
             self.abandon(episode)
@@ -240,6 +238,12 @@ class EpisodePlayer:
             raise RuntimeError(
                 f"{name} failed in turn {episode.turns} of row {episode.row.number}: {error!r}; the turn was {text!r}"
             ) from error
+        if not isinstance(taken, tuple) or len(taken) != 5:
+            raise TypeError(
+                f"{name}, row {episode.row.number}, gave {taken!r}; "
+                "give observation, reward, terminated, truncated, info"
+            )
+        observation, reward, terminated, truncated, _ = taken
         episode.rewards[end] = check_reward(f"{name}, row {episode.row.number},", reward)
         if terminated:
             episode.end()
