@@ -1,11 +1,11 @@
-"""Advantage estimators on the lake game, by equal numbers of games: a critic against the estimators without one.
+"""Advantage estimators on shipped tasks, by equal numbers of completions: a critic against the estimators without one.
 
-    python tests/benchmarks/estimators.py --methods gae rloo --learning_rates 5e-4 1e-3 2e-3 --seeds 0 1
+    python tests/benchmarks/estimators.py --tasks lake --methods gae rloo --learning_rates 5e-4 1e-3 2e-3 --seeds 0 1
     python tests/benchmarks/estimators.py --report
 
-Each run writes its result as JSON when it ends; a result that exists is not measured again. Settings are those of
-`recipes/lake.yaml` where a method does not say otherwise. The report is a table of all runs, and `curves.png`, which
-shows each method at the learning rate with most seeds.
+Each run writes its result as JSON when it ends; a result that exists is not measured again. Settings are those of the
+task's recipe where a method does not say otherwise. Completions of a critic's pretraining count. The report is a table
+of all runs for each task, and `TASK.png`, which shows each method at the learning rate with most seeds.
 """
 
 import functools
@@ -15,6 +15,7 @@ import json
 import random
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import torch
 import yaml
-from datasets import Dataset
+from datasets import Dataset, load_dataset
 from peft import LoraConfig
 from transformers import HfArgumentParser
 
@@ -31,11 +32,13 @@ from hfppo import PPOConfig, PPOTrainer
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 sys.path.insert(0, str(RECIPES))
+from arithmetic import FOLDER as ARITHMETIC  # noqa: E402
+from arithmetic import right_answer  # noqa: E402
 from build_lake_base import PROMPT  # noqa: E402
 from lake_game import Lake, expected_return, uniform_policy  # noqa: E402
 
 WINDOW = 5  # rollouts
-LEVELS = (0.5, 0.7, 0.9)  # shares of the way from uniform play to the optimum
+LEVELS = (0.5, 0.7, 0.9)  # see `Task.share`
 
 
 class ReplayedLake(Lake):
@@ -67,29 +70,71 @@ class FinalRewardLake(Lake):
         return observation, self.total if terminated else 0.0, terminated, truncated, info
 
 
+@functools.cache
+def share_of_way(total: float) -> float:
+    """Return a game's mean return as the share of the way from uniform play to the optimum."""
+    start = expected_return(uniform_policy())
+    return (total - start) / (expected_return() - start)
+
+
+def play(game: type[Lake], num_eval: int) -> dict[str, Any]:
+    """Return the trainer's arguments for a form of the lake game."""
+    return {
+        "model": str(RECIPES / "lake/base"),
+        "environment_factory": game,
+        "train_dataset": Dataset.from_dict({"prompt": [PROMPT]}),
+        "eval_dataset": Dataset.from_dict({"prompt": [PROMPT] * num_eval}),
+    }
+
+
+def judge_sums(num_eval: int) -> dict[str, Any]:
+    """Return the trainer's arguments for the sums of `recipes/arithmetic.py`."""
+    files = {name: str(ARITHMETIC / f"{name}.jsonl") for name in ("train", "test")}
+    rows = load_dataset("json", data_files=files)
+    test = rows["test"]
+    return {
+        "model": str(ARITHMETIC / "base"),
+        "reward_funcs": right_answer,
+        "train_dataset": rows["train"],
+        "eval_dataset": test.select(range(min(num_eval, len(test)))),
+    }
+
+
 @dataclass(frozen=True)
-class Method:
-    """An estimator with its settings, and the game it plays."""
+class Task:
+    """What the methods learn."""
 
-    estimator: str
-    settings: dict[str, Any] = field(default_factory=dict)
-    game: type[Lake] = Lake
+    recipe: str  # whose YAML file has the settings
+    arguments: Callable[[int], dict[str, Any]]  # of the trainer, given the number of completions at the end
+    completions: int  # of a run
+    pretraining: int  # of these, for the critic's pretraining where a method has it
+    share: Callable[[float], float] = float  # what the report shows of a mean score
 
 
+TASKS = {
+    "lake": Task("lake", functools.partial(play, Lake), 3072, 512, share_of_way),
+    "lake_replayed": Task("lake", functools.partial(play, ReplayedLake), 3072, 512, share_of_way),
+    "lake_final_reward": Task("lake", functools.partial(play, FinalRewardLake), 3072, 512, share_of_way),
+    "arithmetic": Task("arithmetic", judge_sums, 5120, 1280),
+}
+PRETRAINED = {"critic_pretraining_learning_rate": 5e-3}  # with the task's completions
+VAPO = {"lam_critic": 1.0, "lam_alpha": 1.0}  # λ = 0.9 for ten tokens
 GROUPS = {"num_generations": 8}
 METHODS = {
-    "gae": Method("gae"),
-    "gae_lam_1": Method("gae", {"lam": 1.0}),
-    "reinforce_plus_plus": Method("reinforce_plus_plus"),
-    "reinforce_plus_plus_gamma_0.95": Method("reinforce_plus_plus", {"gamma": 0.95}),
-    "rloo": Method("rloo", GROUPS),
-    "grpo": Method("grpo", GROUPS),
-    "rloo_replayed": Method("rloo", GROUPS, ReplayedLake),
-    "grpo_replayed": Method("grpo", GROUPS, ReplayedLake),
-    "gae_final_reward": Method("gae", game=FinalRewardLake),
-    "reinforce_plus_plus_final_reward": Method("reinforce_plus_plus", game=FinalRewardLake),
-    "rloo_final_reward": Method("rloo", GROUPS, FinalRewardLake),
+    "gae": {},
+    "gae_lam_1": {"lam": 1.0},
+    "gae_pretrained": PRETRAINED,
+    "vapo": PRETRAINED | VAPO,
+    "reinforce_plus_plus": {},
+    "reinforce_plus_plus_gamma_0.9": {"gamma": 0.9},
+    "reinforce_plus_plus_gamma_0.95": {"gamma": 0.95},
+    "reinforce_plus_plus_gamma_0.98": {"gamma": 0.98},
+    "rloo": GROUPS,
+    "grpo": GROUPS,
+    "opo": GROUPS,
+    "remax": {},
 }
+ESTIMATORS = ("reinforce_plus_plus", "rloo", "grpo", "opo", "remax")  # whose names methods begin with; others are gae
 
 
 @dataclass
@@ -97,45 +142,36 @@ class BenchmarkArguments:
     """Arguments of this script."""
 
     output_dir: str = field(default="out/estimators", metadata={"help": "Folder of the results."})
+    tasks: list[str] = field(default_factory=lambda: ["lake"], metadata={"help": "Names in TASKS."})
     methods: list[str] = field(default_factory=lambda: list(METHODS), metadata={"help": "Names in METHODS."})
     learning_rates: list[float] = field(default_factory=lambda: [1e-3], metadata={"help": "Of the actor."})
     seeds: list[int] = field(default_factory=lambda: [0], metadata={"help": "Seeds of the runs."})
-    games: int = field(default=3072, metadata={"help": "Games per run."})
-    num_eval_games: int = field(default=512, metadata={"help": "Games played after a run."})
-    report: bool = field(default=False, metadata={"help": "Print the results as a table instead of measuring."})
+    num_eval: int = field(default=512, metadata={"help": "Completions after a run."})
+    report: bool = field(default=False, metadata={"help": "Print the results as tables instead of measuring."})
 
 
-@functools.cache
-def share_of_way(total: float) -> float:
-    """Return a return as the share of the way from uniform play to the optimum."""
-    start = expected_return(uniform_policy())
-    return (total - start) / (expected_return() - start)
-
-
-def measure(name: str, learning_rate: float, seed: int, args: BenchmarkArguments) -> dict[str, Any]:
+def measure(name: str, method: str, learning_rate: float, seed: int, args: BenchmarkArguments) -> dict[str, Any]:
     """Train once, and return the result."""
-    method = METHODS[name]
-    recipe = yaml.safe_load((RECIPES / "lake.yaml").read_text())
+    task = TASKS[name]
+    recipe = yaml.safe_load((RECIPES / f"{task.recipe}.yaml").read_text())
     lora = LoraConfig(r=recipe.pop("lora_r"), lora_alpha=recipe.pop("lora_alpha"), target_modules="all-linear")
     settings = recipe | {
-        "output_dir": args.output_dir + "/run",
-        "advantage_estimator": method.estimator,
+        "output_dir": f"{args.output_dir}/run",
+        "advantage_estimator": next((e for e in ESTIMATORS if method.startswith(e)), "gae"),
         "learning_rate": learning_rate,
         "seed": seed,
-        "total_episodes": args.games,
+        "total_episodes": task.completions,
         "max_steps": -1,
+        "save_strategy": "no",
         "use_cpu": True,
         "disable_tqdm": True,
-        **method.settings,
+        **METHODS[method],
     }
-    trainer = PPOTrainer(
-        model=str(RECIPES / "lake/base"),
-        environment_factory=method.game,
-        args=PPOConfig(**settings),
-        train_dataset=Dataset.from_dict({"prompt": [PROMPT]}),
-        eval_dataset=Dataset.from_dict({"prompt": [PROMPT] * args.num_eval_games}),
-        peft_config=lora,
-    )
+    if "critic_pretraining_learning_rate" in settings:
+        settings["critic_pretraining_completions"] = task.pretraining
+    config = PPOConfig(**settings)
+    config.logging_steps = config.updates_per_rollout
+    trainer = PPOTrainer(args=config, peft_config=lora, **task.arguments(args.num_eval))
     clock, cpu_clock = time.perf_counter(), time.process_time()
     trainer.train()
     seconds, cpu_seconds = time.perf_counter() - clock, time.process_time() - cpu_clock
@@ -143,14 +179,15 @@ def measure(name: str, learning_rate: float, seed: int, args: BenchmarkArguments
         final = trainer.evaluate()["eval_reward"]
     history = trainer.state.log_history
     return {
-        "method": name,
+        "task": name,
+        "method": method,
         "learning_rate": learning_rate,
         "seed": seed,
-        "games": args.games,
+        "completions": task.completions,
+        "pretraining": config.critic_pretraining_completions,
         "curve": [entry["reward"] for entry in history if "reward" in entry],
         "explained_variance": [e["value/explained_variance"] for e in history if "value/explained_variance" in e],
-        "final_return": final,
-        "final_share": share_of_way(final),
+        "final": final,
         "seconds": seconds,
         "cpu_seconds": cpu_seconds,
     }
@@ -161,45 +198,52 @@ def smooth(curve: list[float]) -> np.ndarray:
     return np.convolve(curve, np.ones(WINDOW) / WINDOW, mode="valid")
 
 
-def games_to(level: float, result: dict[str, Any]) -> float:
-    """Return the games until the mean return of `WINDOW` rollouts reaches a share of the way; NaN: never."""
-    reached = np.flatnonzero([share_of_way(total) >= level for total in smooth(result["curve"])])
-    return (reached[0] + WINDOW) * result["games"] / len(result["curve"]) if len(reached) else float("nan")
+def shares(result: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+    """Return completions taken so far, and the share that the last `WINDOW` rollouts reached."""
+    share = TASKS[result["task"]].share
+    means = np.array([share(score) for score in smooth(result["curve"])])
+    per_rollout = (result["completions"] - result["pretraining"]) / len(result["curve"])
+    return result["pretraining"] + per_rollout * np.arange(WINDOW, WINDOW + len(means)), means
+
+
+def completions_to(level: float, result: dict[str, Any]) -> str:
+    """Return the completions after which the last `WINDOW` rollouts reach a share; a dash: never."""
+    taken, means = shares(result)
+    reached = taken[means >= level]
+    return f"{reached[0]:.0f}" if len(reached) else "–"
 
 
 def report(results: list[dict[str, Any]]) -> None:
     """Print a line for each method and learning rate, with all seeds."""
 
-    def key(result: dict[str, Any]) -> tuple[int, str, float]:
-        return result["games"], result["method"], result["learning_rate"]
+    def key(result: dict[str, Any]) -> tuple[str, str, float]:
+        return result["task"], result["method"], result["learning_rate"]
 
-    levels = " | ".join(f"games to {level:.0%}" for level in LEVELS)
-    print(f"| method | learning rate | games | share of the way, by seed | mean | {levels} | CPU s |")
+    levels = " | ".join(f"completions to {level:.0%}" for level in LEVELS)
+    print(f"| task | method | rate | at the end, by seed | mean | {levels} | CPU s |")
     print("|" + "---|" * (6 + len(LEVELS)))
-    for (games, name, rate), group in itertools.groupby(sorted(results, key=key), key):
+    for (name, method, rate), group in itertools.groupby(sorted(results, key=key), key):
         runs = sorted(group, key=lambda run: run["seed"])
-        shares = [run["final_share"] for run in runs]
-        to = [", ".join(f"{games_to(level, run):.0f}".replace("nan", "–") for run in runs) for level in LEVELS]
+        final = [TASKS[name].share(run["final"]) for run in runs]
+        to = " | ".join(", ".join(completions_to(level, run) for run in runs) for level in LEVELS)
         seconds = np.mean([run["cpu_seconds"] for run in runs])
-        by_seed = ", ".join(f"{share:.2f}" for share in shares)
-        print(
-            f"| {name} | {rate:g} | {games} | {by_seed} | {np.mean(shares):.2f} | {' | '.join(to)} | {seconds:.0f} |"
-        )
+        by_seed = ", ".join(f"{share:.2f}" for share in final)
+        print(f"| {name} | {method} | {rate:g} | {by_seed} | {np.mean(final):.2f} | {to} | {seconds:.0f} |")
 
 
 def plot(results: list[dict[str, Any]], file: Path) -> None:
-    """Draw the share of the way during training: a line for each method, in a band over all of its seeds."""
+    """Draw the shares of one task during training: a line for each method, in a band over all of its seeds."""
     figure, axes = plt.subplots(figsize=(9, 4.5), layout="constrained")
     by_method: dict[str, dict[float, list[dict[str, Any]]]] = {}
     for result in results:
         by_method.setdefault(result["method"], {}).setdefault(result["learning_rate"], []).append(result)
     for method, by_rate in sorted(by_method.items()):
         rate, runs = max(by_rate.items(), key=lambda item: len(item[1]))
-        shares = np.array([[share_of_way(total) for total in smooth(run["curve"])] for run in runs])
-        games = np.arange(WINDOW, WINDOW + shares.shape[1]) * runs[0]["games"] / len(runs[0]["curve"])
-        (line,) = axes.plot(games, shares.mean(axis=0), label=f"{method}, {rate:g} ({len(runs)})")
-        axes.fill_between(games, shares.min(axis=0), shares.max(axis=0), alpha=0.12, color=line.get_color())
-    axes.set(xlabel="games", ylabel="share of the way to the optimum", ylim=(-0.1, 1))
+        taken = shares(runs[0])[0]
+        curves = np.array([shares(run)[1] for run in runs])
+        (line,) = axes.plot(taken, curves.mean(axis=0), label=f"{method}, {rate:g} ({len(runs)})")
+        axes.fill_between(taken, curves.min(axis=0), curves.max(axis=0), alpha=0.12, color=line.get_color())
+    axes.set(xlabel="completions", ylabel="share", ylim=(-0.1, 1))
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small")
     figure.savefig(file, dpi=110)
@@ -212,15 +256,16 @@ def main(args: BenchmarkArguments) -> None:
     if args.report:
         results = [json.loads(file.read_text()) for file in folder.glob("*.json")]
         report(results)
-        plot(results, folder / "curves.png")
+        for name in {result["task"] for result in results}:
+            plot([result for result in results if result["task"] == name], folder / f"{name}.png")
         return
-    for seed, name, rate in itertools.product(args.seeds, args.methods, args.learning_rates):
-        file = folder / f"{name}_{rate:g}_{args.games}_{seed}.json"
+    for seed, name, method, rate in itertools.product(args.seeds, args.tasks, args.methods, args.learning_rates):
+        file = folder / f"{name}_{method}_{rate:g}_{seed}.json"
         if not file.exists():
-            result = measure(name, rate, seed, args)
+            result = measure(name, method, rate, seed, args)
             file.write_text(json.dumps(result))
             print(
-                f"{file.stem}: {result['final_share']:.3f} of the way, {result['cpu_seconds']:.0f} CPU s", flush=True
+                f"{file.stem}: {TASKS[name].share(result['final']):.3f}, {result['cpu_seconds']:.0f} CPU s", flush=True
             )
             gc.collect()
 
