@@ -7,9 +7,10 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
+from transformers import DynamicCache, GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from hfppo.generation.contract import Completions, Sampler, completions_from, join_completions
+from hfppo.generation.key_values import KeyValues, may_keep
 from hfppo.models.actor_critic import ActorCritic
 from hfppo.models.output_head import is_sharded
 from hfppo.seeds import stream_seed
@@ -78,6 +79,10 @@ class TransformersSampler(Sampler):
     Tokens come from the whole distribution at `temperature`; the model's own generation config is ignored. So
     π_rollout equals π_old up to rounding.
 
+    The turns of an episode do not read it from its beginning each time: within `ready`, the key-values of one turn are
+    kept for the next, if the rows that still play are one batch, so that there are never more of them than while one
+    batch is sampled.
+
     Args:
         with_values: also return the shared critic's values, computed from the hidden states of sampling.
     """
@@ -97,6 +102,17 @@ class TransformersSampler(Sampler):
         self.config = GenerationConfig(
             max_new_tokens=max_completion_length, eos_token_id=eos_ids, pad_token_id=pad_id, use_cache=True
         )
+        self.weights_held = False  # so that key-values stay valid
+        self.kept: KeyValues | None = None  # of the last turn
+
+    @contextmanager
+    def ready(self) -> Iterator[None]:
+        """See `Sampler`."""
+        self.weights_held = True
+        try:
+            yield
+        finally:
+            self.weights_held, self.kept = False, None
 
     def __call__(
         self, prompt_ids: Tensor, prompt_mask: Tensor, seeds: list[int] | None, budgets: list[int] | None = None
@@ -105,6 +121,8 @@ class TransformersSampler(Sampler):
         lengths = prompt_mask.sum(dim=1)
         by_length = lengths.argsort(descending=True, stable=True)  # of about one length, little padding
         batches = [rows.sort().values for rows in by_length.split(self.batch_size)]
+        in_turns = budgets is not None and self.weights_held and len(batches) == 1 and may_keep(self.model)
+        kept, self.kept = self.kept if in_turns else None, None
         parts = []
         done = 0
         for rows in batches:
@@ -115,7 +133,8 @@ class TransformersSampler(Sampler):
             def on_token(tokens: int, before: int = done, share: int = len(rows), most: int = max(limits)) -> None:
                 self.on_progress((before + share * tokens / most) / len(prompt_ids))
 
-            parts.append(self._sample(ids, mask, batch_seeds, limits, on_token))
+            past, kept = None if kept is None else kept.continued_by(ids, mask), None  # what is of no use is freed
+            parts.append(self._sample(ids, mask, batch_seeds, limits, on_token, past, in_turns))
             done += len(rows)
         return join_completions(parts, self.config.pad_token_id).rows(torch.cat(batches).argsort())
 
@@ -126,14 +145,21 @@ class TransformersSampler(Sampler):
         seeds: list[int] | None,
         limits: list[int],
         on_token: Callable[[int], None],
+        past: DynamicCache | None,
+        keep: bool,
     ) -> Completions:
-        """Sample completions of (B, T) prompts in one batch, of at most `limits` tokens each."""
+        """Sample completions of (B, T) prompts in one batch, of at most `limits` tokens each.
+
+        Args:
+            past: key-values of the prompts' first columns.
+            keep: keep the key-values of prompts and completions.
+        """
         device = prompt_ids.device
         # MPS has no float64, and CUDA no deterministic cumulative sum.
         on_cpu = device.type == "mps" or torch.are_deterministic_algorithms_enabled()
         where = torch.device("cpu") if on_cpu else device
         config = copy.deepcopy(self.config)
-        config.max_new_tokens = max(limits)
+        config.max_new_tokens, config.return_dict_in_generate = max(limits), keep
         uniforms = None if seeds is None else row_uniforms(seeds, max(limits)).to(where)
         choice = SeededChoice(uniforms, self.temperature, on_token)
         if isinstance(self.model, FSDPModule) and "generate" not in vars(self.model):
@@ -144,21 +170,27 @@ class TransformersSampler(Sampler):
         sharded = is_sharded(self.model)
         reading = state_values(self.model, self.with_values and not sharded)
         with torch.no_grad(), eager, generation_config_of(self.model, config), reading as values:
-            sequences = self.model.generate(
+            output = self.model.generate(
                 input_ids=prompt_ids,
                 attention_mask=prompt_mask.long(),
                 generation_config=config,
                 logits_processor=LogitsProcessorList([choice]),
                 synced_gpus=sharded,
+                **({} if past is None else {"past_key_values": past}),
             )
+        sequences = output.sequences if keep else output
         ids = sequences[:, prompt_ids.shape[1] :]
-        return completions_from(
+        completions = completions_from(
             ids,
             torch.stack(choice.logprobs, dim=1),
             self.config.eos_token_id,
             torch.stack(values, dim=1) if values else None,
             torch.tensor(limits, device=ids.device),
         )
+        if keep:
+            mask = torch.cat([prompt_mask, completions.mask], dim=1)
+            self.kept = KeyValues.of(output.past_key_values, sequences, mask)
+        return completions
 
 
 def row_uniforms(seeds: list[int], width: int) -> Tensor:

@@ -1,29 +1,34 @@
-"""How much of `generate`'s time goes into reading again what earlier turns have read, in processor seconds.
+"""How much time `generate` saves by keeping key-values between turns, in processor seconds.
 
     PYTHONPATH=tests/benchmarks python tests/benchmarks/prefixes.py --model recipes/lake/base --rows 32 \\
         --prompt 4 --turns 32 --sampled 2 --answer 3
 
 Rows of random tokens are played turn by turn, each with the whole episode before it as its prompt, as `EpisodePlayer`
-does. The forward pass of more than one position in each turn reads the prompt; the others sample. A cache kept between
-turns would read only the answer: "saved" is the time of the same reading minus that of a pass over the answers alone.
+does: outside `ready`, where each turn reads the episode from its beginning, and within it, by turns. A forward of more
+than one position reads a prompt, or the new part of it; the others sample. Prints a Markdown table: medians, the
+ratio's smallest and largest, and the share of rows with the same tokens. Rounding makes it less than 1 where the
+distributions are flat over a large vocabulary: a number near the border of two tokens draws the other one.
 """
 
 import argparse
 import time
+from contextlib import nullcontext
+from statistics import median
 
 import torch
 from accelerate import Accelerator
 from sampling import load_actor
+from torch import Tensor
 
 from hfppo import PPOConfig
-from hfppo.generation import make_sampler
+from hfppo.generation import Sampler, make_sampler
 
 
 class Clock:
-    """Sums the processor seconds of a module's forward passes, by whether they read several positions."""
+    """Sums the processor seconds of a module's forward passes that read several positions."""
 
     def __init__(self, module: torch.nn.Module):
-        self.seconds = {True: 0.0, False: 0.0}
+        self.seconds = 0.0
         module.register_forward_pre_hook(self.start, with_kwargs=True)
         module.register_forward_hook(self.stop, with_kwargs=True)
 
@@ -32,42 +37,59 @@ class Clock:
 
     def stop(self, module, args, kwargs, output) -> None:
         ids = args[0] if args else kwargs["input_ids"]
-        self.seconds[ids.shape[1] > 1] += time.process_time() - self.begin
+        if ids.shape[1] > 1:
+            self.seconds += time.process_time() - self.begin
+
+
+def play(sampler: Sampler, options: argparse.Namespace, vocab: int) -> Tensor:
+    """Return the tokens of all episodes."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, vocab, (options.rows, options.prompt), generator=generator)
+    for turn in range(options.turns):
+        seeds = [options.rows * turn + row for row in range(options.rows)]
+        mask, budgets = torch.ones_like(ids, dtype=torch.bool), [options.sampled] * options.rows
+        completions = sampler(ids, mask, seeds, budgets)
+        answers = torch.randint(3, vocab, (options.rows, options.answer), generator=generator)
+        ids = torch.cat([ids, completions.ids, answers], dim=1)
+    return ids
 
 
 def main(options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = load_actor(options.model)
-    args = PPOConfig("out", max_completion_length=options.sampled, use_cpu=True, local_rollout_forward_batch_size=64)
+    size = options.rows
+    args = PPOConfig("out", max_completion_length=options.sampled, use_cpu=True, local_rollout_forward_batch_size=size)
     sampler = make_sampler(model, [], 0, args, Accelerator(cpu=True))
-    vocab = model.causal_lm.config.vocab_size
-    ids = torch.randint(3, vocab, (options.rows, options.prompt))
-    sampler(ids, torch.ones_like(ids, dtype=torch.bool), list(range(options.rows)))  # warms up
-    clock, begin, first = Clock(model.causal_lm), time.process_time(), 0.0
-    for turn in range(options.turns):
-        seeds = [options.rows * turn + row for row in range(options.rows)]
-        completions = sampler(ids, torch.ones_like(ids, dtype=torch.bool), seeds)
-        ids = torch.cat([ids, completions.ids, torch.randint(3, vocab, (options.rows, options.answer))], dim=1)
-        first = first or clock.seconds[True]
-    whole, read, again = time.process_time() - begin, clock.seconds[True], clock.seconds[True] - first
-    begin = time.process_time()
-    with torch.no_grad():
-        for _ in range(options.turns - 1):
-            model.causal_lm(ids[:, : options.answer + 1], use_cache=True, logits_to_keep=1)
-    answers = time.process_time() - begin
-    print("| turns | tokens at the end | all, s | reading, s | reading again, s | saved by a cache | of all |")
-    print("|---|---|---|---|---|---|---|")
-    saved = again - answers
+    vocab, clock = model.causal_lm.config.vocab_size, Clock(model.causal_lm)
+    play(sampler, argparse.Namespace(**{**vars(options), "turns": 1}), vocab)  # warms up
+    seconds: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
+    for _ in range(options.rounds):
+        played = {}
+        for keep in (False, True):
+            clock.seconds, begin = 0.0, time.process_time()
+            with sampler.ready() if keep else nullcontext():
+                played[keep] = play(sampler, options, vocab)
+            seconds[keep].append((time.process_time() - begin, clock.seconds))
+    (before, reading_before), (after, reading_after) = (
+        map(median, zip(*seconds[keep], strict=True)) for keep in seconds
+    )
+    same = (played[True] == played[False]).all(dim=1).float().mean()
+    ratios = [new / old for (old, _), (new, _) in zip(*seconds.values(), strict=True)]
     print(
-        f"| {options.turns} | {ids.shape[1]} | {whole:.2f} | {read:.2f} | {again:.2f} | {saved:.2f} | "
-        f"{saved / whole:.2f} |"
+        "| turns | tokens at the end | anew, s | of it reading, s | kept, s | of it reading, s | ratio | same rows |"
+    )
+    print("|---|---|---|---|---|---|---|---|")
+    print(
+        f"| {options.turns} | {played[True].shape[1]} | {before:.2f} | {reading_before:.2f} | {after:.2f} | "
+        f"{reading_after:.2f} | {median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}) | {same:.2f} |"
     )
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="id or folder")
+    parser.add_argument("--rounds", type=int, default=5, help="each way, by turns")
     for name, meaning in (
         ("rows", "of a batch"),
         ("prompt", "tokens before the first turn"),

@@ -1,0 +1,82 @@
+"""Key-values that `generate` leaves, kept for prompts that begin with the same tokens: the next turns of episodes."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import Cache, DynamicCache
+from transformers.cache_utils import DynamicLayer
+
+from hfppo.models.actor_critic import ActorCritic
+from hfppo.models.output_head import is_sharded
+
+ATTENTION = ("eager", "sdpa")  # the implementations whose passes over a part of the columns are tested
+
+
+@dataclass(frozen=True)
+class KeyValues:
+    """Key-values of C columns of B rows. The real tokens of a row follow each other.
+
+    Good for one use, and as long as the weights stay the same.
+    """
+
+    cache: DynamicCache
+    ids: Tensor  # (B, C) int64
+    mask: Tensor  # (B, C) bool, True on real tokens
+
+    @classmethod
+    def of(cls, cache: Cache | None, ids: Tensor, mask: Tensor) -> "KeyValues | None":
+        """Return what a batch leaves, or None if a layer holds anything but the key-values of all columns.
+
+        Args:
+            cache: of `generate`.
+            ids, mask: (B, P + T), at least the columns of the cache.
+        """
+        if type(cache) is not DynamicCache:  # a subclass may hold a recurrent state beside the layers
+            return None
+        width = cache.get_seq_length()
+        if any(type(layer) is not DynamicLayer or layer.get_seq_length() != width for layer in cache.layers):
+            return None
+        return cls(cache, ids[:, :width], mask[:, :width])
+
+    def continued_by(self, prompt_ids: Tensor, prompt_mask: Tensor) -> DynamicCache | None:
+        """Return the key-values of the first columns of prompts, or None if a prompt begins otherwise.
+
+        The columns are laid out as the prompts are, so that `generate` meets nothing else than in a pass over all of
+        them. It reads the last columns, as many as the row with the most new tokens has.
+
+        Args:
+            prompt_ids, prompt_mask: (A, P), padded on the left: some of the rows, in their order, with more tokens.
+        """
+        prompts, kept = (
+            [ids[real].tolist() for ids, real in zip(*x, strict=True)]
+            for x in ((prompt_ids, prompt_mask), (self.ids, self.mask))
+        )
+        rows = find_continued(kept, prompts)
+        if rows is None:
+            return None
+        known, lengths = self.mask[rows].sum(dim=1), prompt_mask.sum(dim=1)
+        width = prompt_ids.shape[1] - max(1, int((lengths - known).max()))
+        if width <= 0:
+            return None
+        padding, first = prompt_ids.shape[1] - lengths, self.mask[rows].long().argmax(dim=1)
+        columns = torch.arange(width, device=prompt_ids.device) + (first - padding)[:, None]
+        columns = columns.clamp(min=0)  # whatever stands on padding, the mask hides
+        index = torch.tensor(rows, device=prompt_ids.device)[:, None]
+        for layer in self.cache.layers:  # one after another, so that never more than one of them is there twice
+            assert isinstance(layer, DynamicLayer)
+            layer.keys = layer.keys[index, :, columns].transpose(1, 2)
+            layer.values = layer.values[index, :, columns].transpose(1, 2)
+        return self.cache
+
+
+def find_continued(kept: list[list[int]], prompts: list[list[int]]) -> list[int] | None:
+    """Return the row that each prompt begins with, or None if one begins with no later row than the prompt before."""
+    rows = iter(enumerate(kept))  # each prompt goes on where the search for the one before it ended
+    found = [next((row for row, ids in rows if prompt[: len(ids)] == ids), None) for prompt in prompts]
+    return None if None in found else found
+
+
+def may_keep(model: ActorCritic) -> bool:
+    """Return whether passes over a part of the columns are known to be right with this model."""
+    return not is_sharded(model) and model.causal_lm.config._attn_implementation in ATTENTION

@@ -1,0 +1,196 @@
+"""Turns of episodes with the key-values of earlier turns kept, against reading each prompt from its beginning."""
+
+import weakref
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch.testing import assert_close
+from transformers import AutoConfig, AutoModelForCausalLM, set_seed
+
+from helpers.tiny import LORA, tiny_gpt2, tiny_model, tiny_opt, tiny_qwen3
+from hfppo.data.prompts import pad_left
+from hfppo.generation import TransformersSampler
+from hfppo.generation.key_values import find_continued
+from hfppo.models.actor_critic import ActorCritic
+
+EOS, VOCAB_SIZE = list(range(1, 6)), 26
+SHAPE = {
+    **{"vocab_size": VOCAB_SIZE, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2},
+    **{"num_attention_heads": 2, "max_position_embeddings": 128, "initializer_range": 0.3},
+    **{"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0},
+}
+
+
+def model_of(name, **config):
+    set_seed(0)
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **{**SHAPE, **config}))
+
+
+def sampler_of(base, batch_size=64, with_values=False):
+    """A sampler from a base with an adapter that changes it, and a list of its forwards' shapes."""
+    model = ActorCritic(base, LORA, critic="shared" if with_values else None).eval()
+    set_seed(1)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name or "value_head" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    sampler = TransformersSampler(model, EOS, 0, 8, 1.0, batch_size, with_values)
+    shapes = []
+    base.get_input_embeddings().register_forward_hook(lambda module, args, output: shapes.append(tuple(args[0].shape)))
+    return sampler, shapes
+
+
+def play(sampler, keep, greedy=False, rows=6, turns=4):
+    """Return each row's tokens, and log-probs and values by row and start of a turn.
+
+    Rows leave after each turn; turns and answers have all lengths.
+    """
+    random = torch.Generator().manual_seed(0)
+
+    def some(n):
+        return torch.randint(6, VOCAB_SIZE, (n,), generator=random).tolist()
+
+    tokens, logprobs, values = [some(3 + 2 * row % 7) for row in range(rows)], {}, {}
+    with sampler.ready() if keep else nullcontext():
+        for turn in range(turns):
+            playing = [row for row in range(rows) if row % turns >= turn]
+            budgets = [1 + (row + turn) % 8 for row in playing]
+            seeds = None if greedy else [10 * turn + row for row in playing]
+            completions = sampler(*pad_left([tokens[row] for row in playing], 0), seeds, budgets)
+            for i, row in enumerate(playing):
+                mask = completions.mask[i]
+                logprobs[row, len(tokens[row])] = completions.logprobs[i][mask]
+                if completions.values is not None:
+                    values[row, len(tokens[row])] = completions.values[i][mask]
+                tokens[row] += completions.ids[i][mask].tolist() + some(1 + (row + 2 * turn) % 5)
+    return tokens, logprobs, values
+
+
+def read_tokens(shapes):
+    """How many tokens the forwards read that read several at once."""
+    return [rows * width for rows, width in shapes if width > 1]
+
+
+def assert_same(played, expected):
+    assert played[0] == expected[0]
+    for numbers, others in zip(played[1:], expected[1:], strict=True):
+        assert numbers.keys() == others.keys()
+        for key, told in numbers.items():
+            assert_close(told, others[key], rtol=0, atol=1e-5, msg=str(key))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        tiny_model,
+        lambda: tiny_model(attn_implementation="eager"),
+        tiny_gpt2,
+        tiny_opt,
+        tiny_qwen3,
+        lambda: model_of("gpt_neox"),
+        lambda: model_of("bloom"),
+    ],
+    ids=["llama", "eager", "gpt2", "opt", "qwen3", "gpt_neox", "bloom"],
+)
+def test_turns_are_those_of_reading_from_the_beginning(make):
+    sampler, shapes = sampler_of(make())
+    expected = play(sampler, False)
+    anew = read_tokens(shapes)
+    shapes.clear()
+    assert_same(play(sampler, True), expected)
+    first, *others = read_tokens(shapes)
+    assert first == anew[0]
+    assert len(others) == 3
+    assert max(others) <= 4 * 6  # of four rows an answer of five tokens and the token before it
+
+
+def test_greedy_turns_are_those_of_reading_from_the_beginning():
+    sampler, _ = sampler_of(tiny_model())
+    assert_same(play(sampler, True, greedy=True), play(sampler, False, greedy=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("mistral", {"sliding_window": 4, "num_key_value_heads": 1, "head_dim": 16}),
+        ("gemma2", {"sliding_window": 4, "num_key_value_heads": 1, "head_dim": 16}),
+        ("lfm2", {"layer_types": ["conv", "full_attention"], "num_key_value_heads": 1}),
+    ],
+)
+def test_windows_and_recurrent_states_are_not_kept(name, config):
+    sampler, shapes = sampler_of(model_of(name, **config))
+    expected = play(sampler, False)
+    anew = read_tokens(shapes)
+    shapes.clear()
+    assert_same(play(sampler, True), expected)
+    assert read_tokens(shapes) == anew
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 3, 4])
+def test_rows_of_several_batches_are_kept_once_they_are_one(batch_size):
+    """Six rows play, then four, two and one."""
+    sampler, shapes = sampler_of(tiny_model(), batch_size)
+    expected = play(sampler, False)
+    anew = read_tokens(shapes)
+    shapes.clear()
+    assert_same(play(sampler, True), expected)
+    spared = [tokens < whole for tokens, whole in zip(read_tokens(shapes), anew, strict=True)]
+    assert sum(spared) == {1: 0, 2: 1, 3: 1, 4: 2}[batch_size]  # turns after one whose rows were one batch
+    assert play(sampler_of(tiny_model())[0], True)[0] == expected[0]
+
+
+@pytest.mark.parametrize("make", [tiny_model, tiny_gpt2])
+def test_values_of_the_shared_critic_are_those_of_a_pass(make):
+    sampler, _ = sampler_of(make(), with_values=True)
+    tokens, _, values = play(sampler, True)
+    model = sampler.model
+    assert len(values) > 10
+    for (row, start), told in values.items():
+        with torch.no_grad():
+            states = model.causal_lm.base_model(input_ids=torch.tensor([tokens[row]])).last_hidden_state[0]
+            expected = model.critic.value_head(states[start - 1 :][: len(told)])
+        assert_close(told, expected, rtol=0, atol=1e-5)
+
+
+def sample(sampler, prompts, budgets=None):
+    return sampler(*pad_left(prompts, 0), list(range(len(prompts))), budgets or [3] * len(prompts))
+
+
+def test_a_prompt_that_begins_otherwise_is_read_from_its_beginning():
+    sampler, shapes = sampler_of(tiny_model())
+    prompts = [[7, 8, 9, 10], [11, 12, 13]]
+    with sampler.ready():
+        completions = sample(sampler, prompts)
+        prompts = [
+            prompt + ids[mask].tolist() + [14]
+            for prompt, ids, mask in zip(prompts, completions.ids, completions.mask, strict=True)
+        ]
+        prompts[1][0] = 12
+        shapes.clear()
+        told = sample(sampler, prompts)
+    assert shapes[0] == (2, max(map(len, prompts)))
+    expected = sample(sampler, prompts)
+    assert told.ids.equal(expected.ids)
+    assert told.logprobs.equal(expected.logprobs)
+
+
+def test_nothing_is_kept_for_single_turns_nor_after_sampling():
+    sampler, _ = sampler_of(tiny_model())
+    prompts = [[7, 8, 9, 10], [11, 12, 13]]
+    sample(sampler, prompts)
+    assert sampler.kept is None
+    with sampler.ready():
+        sampler(*pad_left(prompts, 0), [0, 1])
+        assert sampler.kept is None
+        sample(sampler, prompts)
+        cache = weakref.ref(sampler.kept.cache)
+        assert cache() is not None
+    assert cache() is None
+
+
+def test_prompts_find_their_rows_in_order():
+    kept = [[5, 6], [5], [7], [7]]
+    assert find_continued(kept, [[5, 6, 1], [5, 6, 2], [7, 3], [7, 3]]) == [0, 1, 2, 3]
+    assert find_continued(kept, [[5, 8], [7]]) == [1, 2]
+    assert find_continued(kept, [[7, 3], [5, 6, 1]]) is None
+    assert find_continued(kept, [[7], [7], [7]]) is None
