@@ -133,7 +133,8 @@ class TransformersSampler(Sampler):
             def on_token(tokens: int, before: int = done, share: int = len(rows), most: int = max(limits)) -> None:
                 self.on_progress((before + share * tokens / most) / len(prompt_ids))
 
-            past, kept = None if kept is None else kept.continued_by(ids, mask), None  # what is of no use is freed
+            # Frees key-values that these prompts cannot use.
+            past, kept = None if kept is None else kept.continued_by(ids, mask), None
             parts.append(self._sample(ids, mask, batch_seeds, limits, on_token, past, in_turns))
             done += len(rows)
         return join_completions(parts, self.config.pad_token_id).rows(torch.cat(batches).argsort())

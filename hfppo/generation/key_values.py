@@ -26,7 +26,7 @@ class KeyValues:
 
     @classmethod
     def of(cls, cache: Cache | None, ids: Tensor, mask: Tensor) -> "KeyValues | None":
-        """Return what a batch leaves, or None if a layer holds anything but the key-values of all columns.
+        """Take over the cache of a batch; None if a layer holds anything but the key-values of all columns.
 
         Args:
             cache: of `generate`.
@@ -61,7 +61,7 @@ class KeyValues:
             return None
         padding, first = prompt_ids.shape[1] - lengths, self.mask[rows].long().argmax(dim=1)
         columns = torch.arange(width, device=prompt_ids.device) + (first - padding)[:, None]
-        columns = columns.clamp(min=0)  # whatever stands on padding, the mask hides
+        columns = columns.clamp(min=0)  # the mask hides the keys on padding
         index = torch.tensor(rows, device=prompt_ids.device)[:, None]
         for layer in self.cache.layers:  # one after another, so that never more than one of them is there twice
             assert isinstance(layer, DynamicLayer)

@@ -117,24 +117,29 @@ TASKS = {
     "lake_final_reward": Task("lake", functools.partial(play, FinalRewardLake), 3072, 512, share_of_way),
     "arithmetic": Task("arithmetic", judge_sums, 5120, 1280),
 }
-PRETRAINED = {"critic_pretraining_learning_rate": 5e-3}  # with the task's completions
+
+
+@dataclass(frozen=True)
+class Method:
+    """An estimator with its settings."""
+
+    estimator: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    pretrained: bool = False  # whether the critic's pretraining takes its part of the completions
+
+
 VAPO = {"lam_critic": 1.0, "lam_alpha": 1.0}  # λ = 0.9 for ten tokens
 GROUPS = {"num_generations": 8}
 METHODS = {
-    "gae": {},
-    "gae_lam_1": {"lam": 1.0},
-    "gae_pretrained": PRETRAINED,
-    "vapo": PRETRAINED | VAPO,
-    "reinforce_plus_plus": {},
-    "reinforce_plus_plus_gamma_0.9": {"gamma": 0.9},
-    "reinforce_plus_plus_gamma_0.95": {"gamma": 0.95},
-    "reinforce_plus_plus_gamma_0.98": {"gamma": 0.98},
-    "rloo": GROUPS,
-    "grpo": GROUPS,
-    "opo": GROUPS,
-    "remax": {},
+    "gae": Method("gae"),
+    "gae_lam_1": Method("gae", {"lam": 1.0}),
+    "gae_pretrained": Method("gae", pretrained=True),
+    "vapo": Method("gae", VAPO, pretrained=True),
+    "reinforce_plus_plus": Method("reinforce_plus_plus"),
+    **{f"reinforce_plus_plus_gamma_{g}": Method("reinforce_plus_plus", {"gamma": g}) for g in (0.9, 0.95, 0.98)},
+    **{estimator: Method(estimator, GROUPS) for estimator in ("rloo", "grpo", "opo")},
+    "remax": Method("remax"),  # not for games
 }
-ESTIMATORS = ("reinforce_plus_plus", "rloo", "grpo", "opo", "remax")  # whose names methods begin with; others are gae
 
 
 @dataclass
@@ -150,14 +155,14 @@ class BenchmarkArguments:
     report: bool = field(default=False, metadata={"help": "Print the results as tables instead of measuring."})
 
 
-def measure(name: str, method: str, learning_rate: float, seed: int, args: BenchmarkArguments) -> dict[str, Any]:
+def measure(name: str, method_name: str, learning_rate: float, seed: int, args: BenchmarkArguments) -> dict[str, Any]:
     """Train once, and return the result."""
-    task = TASKS[name]
+    task, method = TASKS[name], METHODS[method_name]
     recipe = yaml.safe_load((RECIPES / f"{task.recipe}.yaml").read_text())
     lora = LoraConfig(r=recipe.pop("lora_r"), lora_alpha=recipe.pop("lora_alpha"), target_modules="all-linear")
     settings = recipe | {
         "output_dir": f"{args.output_dir}/run",
-        "advantage_estimator": next((e for e in ESTIMATORS if method.startswith(e)), "gae"),
+        "advantage_estimator": method.estimator,
         "learning_rate": learning_rate,
         "seed": seed,
         "total_episodes": task.completions,
@@ -165,10 +170,10 @@ def measure(name: str, method: str, learning_rate: float, seed: int, args: Bench
         "save_strategy": "no",
         "use_cpu": True,
         "disable_tqdm": True,
-        **METHODS[method],
+        **method.settings,
     }
-    if "critic_pretraining_learning_rate" in settings:
-        settings["critic_pretraining_completions"] = task.pretraining
+    if method.pretrained:
+        settings |= {"critic_pretraining_completions": task.pretraining, "critic_pretraining_learning_rate": 5e-3}
     config = PPOConfig(**settings)
     config.logging_steps = config.updates_per_rollout
     trainer = PPOTrainer(args=config, peft_config=lora, **task.arguments(args.num_eval))
@@ -180,7 +185,7 @@ def measure(name: str, method: str, learning_rate: float, seed: int, args: Bench
     history = trainer.state.log_history
     return {
         "task": name,
-        "method": method,
+        "method": method_name,
         "learning_rate": learning_rate,
         "seed": seed,
         "completions": task.completions,
