@@ -8,15 +8,11 @@ task's recipe where a method does not say otherwise. Completions of a critic's p
 of all runs for each task, and `TASK.png`, which shows each method at the learning rate with most seeds.
 """
 
-import functools
 import gc
 import itertools
 import json
-import random
-import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -24,112 +20,29 @@ import matplotlib.pyplot as plt
 import numpy as np
 import torch
 import yaml
-from datasets import Dataset, load_dataset
+from estimator_tasks import RECIPES, TASKS
 from peft import LoraConfig
 from transformers import HfArgumentParser
 
 from hfppo import PPOConfig, PPOTrainer
 
-RECIPES = Path(__file__).parents[2] / "recipes"
-sys.path.insert(0, str(RECIPES))
-from arithmetic import FOLDER as ARITHMETIC  # noqa: E402
-from arithmetic import right_answer  # noqa: E402
-from build_lake_base import PROMPT  # noqa: E402
-from lake_game import Lake, expected_return, uniform_policy  # noqa: E402
-
 WINDOW = 5  # rollouts
 LEVELS = (0.5, 0.7, 0.9)  # see `Task.share`
-
-
-class ReplayedLake(Lake):
-    """The game with the same luck in each turn for all games of a group, whatever they play."""
-
-    def reset(self, seed: int, **row: Any) -> str:
-        """Begin; see `Lake`."""
-        self.seed = seed
-        return super().reset(seed=seed)
-
-    def step(self, text: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Play one turn with luck from the seed and the number of the turn."""
-        random.seed(f"{self.seed} {self.turn}")
-        return super().step(text)
-
-
-class FinalRewardLake(Lake):
-    """The game with all rewards at its end."""
-
-    def reset(self, seed: int, **row: Any) -> str:
-        """Begin; see `Lake`."""
-        self.total = 0.0
-        return super().reset(seed=seed)
-
-    def step(self, text: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Play one turn, and keep its reward until the last."""
-        observation, reward, terminated, truncated, info = super().step(text)
-        self.total += reward
-        return observation, self.total if terminated else 0.0, terminated, truncated, info
-
-
-@functools.cache
-def share_of_way(total: float) -> float:
-    """Return a game's mean return as the share of the way from uniform play to the optimum."""
-    start = expected_return(uniform_policy())
-    return (total - start) / (expected_return() - start)
-
-
-def play(game: type[Lake], num_eval: int) -> dict[str, Any]:
-    """Return the trainer's arguments for a form of the lake game."""
-    return {
-        "model": str(RECIPES / "lake/base"),
-        "environment_factory": game,
-        "train_dataset": Dataset.from_dict({"prompt": [PROMPT]}),
-        "eval_dataset": Dataset.from_dict({"prompt": [PROMPT] * num_eval}),
-    }
-
-
-def judge_sums(num_eval: int) -> dict[str, Any]:
-    """Return the trainer's arguments for the sums of `recipes/arithmetic.py`."""
-    files = {name: str(ARITHMETIC / f"{name}.jsonl") for name in ("train", "test")}
-    rows = load_dataset("json", data_files=files)
-    test = rows["test"]
-    return {
-        "model": str(ARITHMETIC / "base"),
-        "reward_funcs": right_answer,
-        "train_dataset": rows["train"],
-        "eval_dataset": test.select(range(min(num_eval, len(test)))),
-    }
-
-
-@dataclass(frozen=True)
-class Task:
-    """What the methods learn."""
-
-    recipe: str  # whose YAML file has the settings
-    arguments: Callable[[int], dict[str, Any]]  # of the trainer, given the number of completions at the end
-    completions: int  # of a run
-    pretraining: int  # of these, for the critic's pretraining where a method has it
-    share: Callable[[float], float] = float  # what the report shows of a mean score
-
-
-TASKS = {
-    "lake": Task("lake", functools.partial(play, Lake), 3072, 512, share_of_way),
-    "lake_replayed": Task("lake", functools.partial(play, ReplayedLake), 3072, 512, share_of_way),
-    "lake_final_reward": Task("lake", functools.partial(play, FinalRewardLake), 3072, 512, share_of_way),
-    "arithmetic": Task("arithmetic", judge_sums, 5120, 1280),
-}
 
 
 @dataclass(frozen=True)
 class Method:
     """An estimator with its settings."""
 
-    estimator: str
+    estimator: str  # TRL: its GRPOTrainer
     settings: dict[str, Any] = field(default_factory=dict)
     pretrained: bool = False  # whether the critic's pretraining takes its part of the completions
+    critic: str = "adapter"
 
 
 VAPO = {"lam_critic": 1.0, "lam_alpha": 1.0}  # λ = 0.9 for ten tokens
 GROUPS = {"num_generations": 8}
+LAYERS = {"critic_layers": 10, "critic_learning_rate": 1e-3}  # of the 30 of a real model
 METHODS = {
     "gae": Method("gae"),
     "gae_lam_1": Method("gae", {"lam": 1.0}),
@@ -139,6 +52,11 @@ METHODS = {
     **{f"reinforce_plus_plus_gamma_{g}": Method("reinforce_plus_plus", {"gamma": g}) for g in (0.9, 0.95, 0.98)},
     **{estimator: Method(estimator, GROUPS) for estimator in ("rloo", "grpo", "opo")},
     "remax": Method("remax"),  # not for games
+    "gae_shared": Method("gae", critic="shared"),
+    "gae_layers": Method("gae", LAYERS),
+    "gae_layers_pretrained": Method("gae", LAYERS, pretrained=True),
+    "vapo_layers": Method("gae", LAYERS | VAPO, pretrained=True),
+    "TRL": Method("TRL"),  # questions alone
 }
 
 
@@ -151,7 +69,6 @@ class BenchmarkArguments:
     methods: list[str] = field(default_factory=lambda: list(METHODS), metadata={"help": "Names in METHODS."})
     learning_rates: list[float] = field(default_factory=lambda: [1e-3], metadata={"help": "Of the actor."})
     seeds: list[int] = field(default_factory=lambda: [0], metadata={"help": "Seeds of the runs."})
-    num_eval: int = field(default=512, metadata={"help": "Completions after a run."})
     report: bool = field(default=False, metadata={"help": "Print the results as tables instead of measuring."})
 
 
@@ -159,29 +76,35 @@ def measure(name: str, method_name: str, learning_rate: float, seed: int, args: 
     """Train once, and return the result."""
     task, method = TASKS[name], METHODS[method_name]
     recipe = yaml.safe_load((RECIPES / f"{task.recipe}.yaml").read_text())
-    lora = LoraConfig(r=recipe.pop("lora_r"), lora_alpha=recipe.pop("lora_alpha"), target_modules="all-linear")
-    settings = recipe | {
+    lora = LoraConfig(r=recipe["lora_r"], lora_alpha=recipe["lora_alpha"], target_modules="all-linear")
+    config_fields = {f.name for f in fields(PPOConfig)}
+    settings = {name: value for name, value in recipe.items() if name in config_fields} | {
         "output_dir": f"{args.output_dir}/run",
-        "advantage_estimator": method.estimator,
         "learning_rate": learning_rate,
         "seed": seed,
         "total_episodes": task.completions,
         "max_steps": -1,
         "save_strategy": "no",
+        "eval_do_sample": True,
         "use_cpu": True,
         "disable_tqdm": True,
+        **(task.pretraining if method.pretrained else {}),
         **method.settings,
+        **task.settings,
     }
-    if method.pretrained:
-        settings |= {"critic_pretraining_completions": task.pretraining, "critic_pretraining_learning_rate": 5e-3}
-    config = PPOConfig(**settings)
-    config.logging_steps = config.updates_per_rollout
-    trainer = PPOTrainer(args=config, peft_config=lora, **task.arguments(args.num_eval))
+    arguments = task.arguments(task.num_eval)
+    if method.estimator == "TRL":
+        from estimators_trl import grpo_trainer
+
+        trainer = grpo_trainer(settings, lora, **arguments)
+    else:
+        config = PPOConfig(advantage_estimator=method.estimator, **settings)
+        config.logging_steps = config.updates_per_rollout
+        trainer = PPOTrainer(args=config, peft_config=lora, critic=method.critic, **arguments)
     clock, cpu_clock = time.perf_counter(), time.process_time()
     trainer.train()
     seconds, cpu_seconds = time.perf_counter() - clock, time.process_time() - cpu_clock
-    with trainer.eval_sampling(True):
-        final = trainer.evaluate()["eval_reward"]
+    trainer.evaluate()
     history = trainer.state.log_history
     return {
         "task": name,
@@ -189,10 +112,10 @@ def measure(name: str, method_name: str, learning_rate: float, seed: int, args: 
         "learning_rate": learning_rate,
         "seed": seed,
         "completions": task.completions,
-        "pretraining": config.critic_pretraining_completions,
+        "pretraining": settings.get("critic_pretraining_completions", 0),
         "curve": [entry["reward"] for entry in history if "reward" in entry],
         "explained_variance": [e["value/explained_variance"] for e in history if "value/explained_variance" in e],
-        "final": final,
+        "final": next(entry["eval_reward"] for entry in reversed(history) if "eval_reward" in entry),
         "seconds": seconds,
         "cpu_seconds": cpu_seconds,
     }

@@ -1,0 +1,123 @@
+"""The tasks of `estimators.py`: forms of the lake game, the arithmetic recipe's sums, questions to a real model."""
+
+import functools
+import random
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset, load_dataset
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+sys.path.insert(0, str(RECIPES))
+from arithmetic import FOLDER as ARITHMETIC  # noqa: E402
+from arithmetic import right_answer  # noqa: E402
+from build_lake_base import PROMPT  # noqa: E402
+from lake_game import Lake, expected_return, uniform_policy  # noqa: E402
+
+
+class ReplayedLake(Lake):
+    """The game with the same luck in each turn for all games of a group, whatever they play."""
+
+    def reset(self, seed: int, **row: Any) -> str:
+        """Begin; see `Lake`."""
+        self.seed = seed
+        return super().reset(seed=seed)
+
+    def step(self, text: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        """Play one turn with luck from the seed and the number of the turn."""
+        random.seed(f"{self.seed} {self.turn}")
+        return super().step(text)
+
+
+class FinalRewardLake(Lake):
+    """The game with all rewards at its end."""
+
+    def reset(self, seed: int, **row: Any) -> str:
+        """Begin; see `Lake`."""
+        self.total = 0.0
+        return super().reset(seed=seed)
+
+    def step(self, text: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        """Play one turn, and keep its reward until the last."""
+        observation, reward, terminated, truncated, info = super().step(text)
+        self.total += reward
+        return observation, self.total if terminated else 0.0, terminated, truncated, info
+
+
+@functools.cache
+def share_of_way(total: float) -> float:
+    """Return a game's mean return as the share of the way from uniform play to the optimum."""
+    start = expected_return(uniform_policy())
+    return (total - start) / (expected_return() - start)
+
+
+def play(game: type[Lake], num_eval: int) -> dict[str, Any]:
+    """Return the trainer's arguments for a form of the lake game."""
+    return {
+        "model": str(RECIPES / "lake/base"),
+        "environment_factory": game,
+        "train_dataset": Dataset.from_dict({"prompt": [PROMPT]}),
+        "eval_dataset": Dataset.from_dict({"prompt": [PROMPT] * num_eval}),
+    }
+
+
+def judge_sums(num_eval: int) -> dict[str, Any]:
+    """Return the trainer's arguments for the sums of `recipes/arithmetic.py`."""
+    files = {name: str(ARITHMETIC / f"{name}.jsonl") for name in ("train", "test")}
+    rows = load_dataset("json", data_files=files)
+    test = rows["test"]
+    return {
+        "model": str(ARITHMETIC / "base"),
+        "reward_funcs": right_answer,
+        "train_dataset": rows["train"],
+        "eval_dataset": test.select(range(min(num_eval, len(test)))),
+    }
+
+
+def ask(question: dict[str, Any], num_eval: int) -> dict[str, Any]:
+    """Return the trainer's arguments for questions of reasoning-gym to `out/smollm2`, see `recipes/reasoning.py`."""
+    from reasoning import ReasoningArguments, draw_questions, make_reward, make_rows  # needs reasoning-gym
+
+    args = ReasoningArguments(num_test_questions=num_eval, **question)
+    train, test = draw_questions(args)
+    return {
+        "model": str(RECIPES.parent / "out/smollm2"),
+        "reward_funcs": make_reward(train + test, args),
+        "train_dataset": make_rows(train, 0, args),
+        "eval_dataset": make_rows(test, len(train), args),
+    }
+
+
+@dataclass(frozen=True)
+class Task:
+    """What the methods learn."""
+
+    recipe: str  # whose YAML file has the settings
+    arguments: Callable[[int], dict[str, Any]]  # of the trainer, given the number of completions at the end
+    completions: int  # of a run
+    pretraining: dict[str, Any]  # of the critic, where a method has it; its completions are some of those above
+    share: Callable[[float], float] = float  # what the report shows of a mean score
+    num_eval: int = 512  # completions at the end
+    settings: dict[str, Any] = field(default_factory=dict)  # for all methods, whatever recipe and method say
+
+
+def pretraining(completions: int, rate: float) -> dict[str, Any]:
+    """Return the settings of a critic's pretraining."""
+    return {"critic_pretraining_completions": completions, "critic_pretraining_learning_rate": rate}
+
+
+GAMES = (3072, pretraining(512, 5e-3), share_of_way)
+SUM = {"task": "chain_sum", "task_config": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}}
+SUM |= {"answer_pattern": r"-?\d+", "strict": True}
+# Four completions share a prompt, which costs most of the time; no KL, as is TRL's default.
+QUESTIONS = {"num_eval": 96, "settings": {"num_generations": 4, "kl_coef": 0.0}}
+TASKS = {
+    "lake": Task("lake", functools.partial(play, Lake), *GAMES),
+    "lake_replayed": Task("lake", functools.partial(play, ReplayedLake), *GAMES),
+    "lake_final_reward": Task("lake", functools.partial(play, FinalRewardLake), *GAMES),
+    "arithmetic": Task("arithmetic", judge_sums, 5120, pretraining(1280, 5e-3)),
+    "chain_sum": Task("reasoning", functools.partial(ask, SUM), 640, pretraining(160, 1e-3), **QUESTIONS),
+}
