@@ -15,7 +15,8 @@ sys.path.insert(0, str(RECIPES))
 from arithmetic import FOLDER as ARITHMETIC  # noqa: E402
 from arithmetic import right_answer  # noqa: E402
 from build_lake_base import PROMPT  # noqa: E402
-from lake_game import Lake, expected_return, uniform_policy  # noqa: E402
+from lake_game import STATES, Lake, expected_return, state_of, uniform_policy  # noqa: E402
+from value_maps import MoveCounter  # noqa: E402
 
 
 class ReplayedLake(Lake):
@@ -61,6 +62,7 @@ def play(game: type[Lake], num_eval: int) -> dict[str, Any]:
         "environment_factory": game,
         "train_dataset": Dataset.from_dict({"prompt": [PROMPT]}),
         "eval_dataset": Dataset.from_dict({"prompt": [PROMPT] * num_eval}),
+        "compute_metrics": MoveCounter(state_of, len(STATES)),
     }
 
 

@@ -20,6 +20,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import torch
 import yaml
+from estimator_critics import PARTS, measure_critic
 from estimator_tasks import RECIPES, TASKS
 from peft import LoraConfig
 from transformers import HfArgumentParser
@@ -106,6 +107,7 @@ def measure(name: str, method_name: str, learning_rate: float, seed: int, args: 
     seconds, cpu_seconds = time.perf_counter() - clock, time.process_time() - cpu_clock
     trainer.evaluate()
     history = trainer.state.log_history
+    of_critic = {"critic": measure_critic(trainer, name)} if method.estimator == "gae" else {}
     return {
         "task": name,
         "method": method_name,
@@ -118,6 +120,7 @@ def measure(name: str, method_name: str, learning_rate: float, seed: int, args: 
         "final": next(entry["eval_reward"] for entry in reversed(history) if "eval_reward" in entry),
         "seconds": seconds,
         "cpu_seconds": cpu_seconds,
+        **of_critic,
     }
 
 
@@ -141,22 +144,41 @@ def completions_to(level: float, result: dict[str, Any]) -> str:
     return f"{reached[0]:.0f}" if len(reached) else "–"
 
 
-def report(results: list[dict[str, Any]]) -> None:
-    """Print a line for each method and learning rate, with all seeds."""
+def by_setting(results: list[dict[str, Any]]) -> list[tuple[tuple[str, str, float], list[dict[str, Any]]]]:
+    """Return task, method and learning rate with their runs, in order of the seeds."""
 
     def key(result: dict[str, Any]) -> tuple[str, str, float]:
         return result["task"], result["method"], result["learning_rate"]
 
+    runs = sorted(results, key=lambda run: (*key(run), run["seed"]))
+    return [(setting, list(group)) for setting, group in itertools.groupby(runs, key)]
+
+
+def report(results: list[dict[str, Any]]) -> None:
+    """Print a line for each method and learning rate, with all seeds."""
     levels = " | ".join(f"completions to {level:.0%}" for level in LEVELS)
     print(f"| task | method | rate | at the end, by seed | mean | {levels} | CPU s |")
     print("|" + "---|" * (6 + len(LEVELS)))
-    for (name, method, rate), group in itertools.groupby(sorted(results, key=key), key):
-        runs = sorted(group, key=lambda run: run["seed"])
+    for (name, method, rate), runs in by_setting(results):
         final = [TASKS[name].share(run["final"]) for run in runs]
         to = " | ".join(", ".join(completions_to(level, run) for run in runs) for level in LEVELS)
         seconds = np.mean([run["cpu_seconds"] for run in runs])
         by_seed = ", ".join(f"{share:.2f}" for share in final)
         print(f"| {name} | {method} | {rate:g} | {by_seed} | {np.mean(final):.2f} | {to} | {seconds:.0f} |")
+
+
+def report_critics(results: list[dict[str, Any]]) -> None:
+    """Print what the critics explain of each third of an episode, and what is possible, with all seeds."""
+    print("| task | method | rate | " + " | ".join(f"{part}, possible" for part in PARTS) + " |")
+    print("|" + "---|" * (3 + len(PARTS)))
+    for (name, method, rate), runs in by_setting([result for result in results if "critic" in result]):
+
+        def show(part: str, which: int, runs: list[dict[str, Any]] = runs) -> str:
+            found = [run["critic"][part][which] for run in runs]
+            return ", ".join("–" if x is None else f"{x:.2f}" for x in found)
+
+        cells = " | ".join(f"{show(part, 0)} ({show(part, 1)})" for part in PARTS)
+        print(f"| {name} | {method} | {rate:g} | {cells} |")
 
 
 def plot(results: list[dict[str, Any]], file: Path) -> None:
@@ -184,6 +206,7 @@ def main(args: BenchmarkArguments) -> None:
     if args.report:
         results = [json.loads(file.read_text()) for file in folder.glob("*.json")]
         report(results)
+        report_critics(results)
         for name in {result["task"] for result in results}:
             plot([result for result in results if result["task"] == name], folder / f"{name}.png")
         return
