@@ -5,7 +5,8 @@
 
 Each run writes its result as JSON when it ends; a result that exists is not measured again. Settings are those of the
 task's recipe where a method does not say otherwise. Completions of a critic's pretraining count. The report is a table
-of all runs for each task, and `TASK.png`, which shows each method at the learning rate with most seeds.
+of all runs, one of what their critics explain, and `TASK.png`, which shows each method of a task at the learning rate
+with most seeds.
 """
 
 import gc
@@ -169,15 +170,17 @@ def report(results: list[dict[str, Any]]) -> None:
 
 def report_critics(results: list[dict[str, Any]]) -> None:
     """Print what the critics explain of each third of an episode, and what is possible, with all seeds."""
-    print("| task | method | rate | " + " | ".join(f"{part}, possible" for part in PARTS) + " |")
+    if not (measured := [result for result in results if "critic" in result]):
+        return
+
+    def show(numbers: tuple[float | None, ...]) -> str:
+        return ", ".join("–" if number is None else f"{number:.2f}" for number in numbers)
+
+    print("| task | method | rate | " + " | ".join(f"{part} (possible)" for part in PARTS) + " |")
     print("|" + "---|" * (3 + len(PARTS)))
-    for (name, method, rate), runs in by_setting([result for result in results if "critic" in result]):
-
-        def show(part: str, which: int, runs: list[dict[str, Any]] = runs) -> str:
-            found = [run["critic"][part][which] for run in runs]
-            return ", ".join("–" if x is None else f"{x:.2f}" for x in found)
-
-        cells = " | ".join(f"{show(part, 0)} ({show(part, 1)})" for part in PARTS)
+    for (name, method, rate), runs in by_setting(measured):
+        pairs = [zip(*(run["critic"][part] for run in runs), strict=True) for part in PARTS]
+        cells = " | ".join(f"{show(explained)} ({show(possible)})" for explained, possible in pairs)
         print(f"| {name} | {method} | {rate:g} | {cells} |")
 
 
