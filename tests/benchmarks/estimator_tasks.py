@@ -121,5 +121,5 @@ TASKS = {
     "lake_replayed": Task("lake", functools.partial(play, ReplayedLake), *GAMES),
     "lake_final_reward": Task("lake", functools.partial(play, FinalRewardLake), *GAMES),
     "arithmetic": Task("arithmetic", judge_sums, 5120, pretraining(1280, 5e-3)),
-    "chain_sum": Task("reasoning", functools.partial(ask, SUM), 640, pretraining(160, 1e-3), **QUESTIONS),
+    "chain_sum": Task("reasoning", functools.partial(ask, SUM), 512, pretraining(128, 1e-3), **QUESTIONS),
 }
