@@ -101,7 +101,8 @@ class Task:
     arguments: Callable[[int], dict[str, Any]]  # of the trainer, given the number of completions at the end
     completions: int  # of a run
     pretraining: dict[str, Any]  # of the critic, where a method has it; its completions are some of those above
-    share: Callable[[float], float] = float  # what the report shows of a mean score
+    share: Callable[[float], float] = float  # what the report shows of a mean reward
+    unit: str = "mean reward"  # of that
     num_eval: int = 512  # completions at the end
     settings: dict[str, Any] = field(default_factory=dict)  # for all methods, whatever recipe and method say
 
@@ -111,7 +112,7 @@ def pretraining(completions: int, rate: float) -> dict[str, Any]:
     return {"critic_pretraining_completions": completions, "critic_pretraining_learning_rate": rate}
 
 
-GAMES = (3072, pretraining(512, 5e-3), share_of_way)
+GAMES = (3072, pretraining(512, 5e-3), share_of_way, "share of the way")
 SUM = {"task": "chain_sum", "task_config": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}}
 SUM |= {"answer_pattern": r"-?\d+", "strict": True}
 # Four completions share a prompt, which costs most of the time; no KL, as is TRL's default.

@@ -68,7 +68,9 @@ class BenchmarkArguments:
 
     output_dir: str = field(default="out/estimators", metadata={"help": "Folder of the results."})
     tasks: list[str] = field(default_factory=lambda: ["lake"], metadata={"help": "Names in TASKS."})
-    methods: list[str] = field(default_factory=lambda: list(METHODS), metadata={"help": "Names in METHODS."})
+    methods: list[str] = field(
+        default_factory=lambda: ["gae", "reinforce_plus_plus", "rloo", "grpo"], metadata={"help": "Names in METHODS."}
+    )
     learning_rates: list[float] = field(default_factory=lambda: [1e-3], metadata={"help": "Of the actor."})
     seeds: list[int] = field(default_factory=lambda: [0], metadata={"help": "Seeds of the runs."})
     report: bool = field(default=False, metadata={"help": "Print the results as tables instead of measuring."})
@@ -196,7 +198,7 @@ def plot(results: list[dict[str, Any]], file: Path) -> None:
         curves = np.array([shares(run)[1] for run in runs])
         (line,) = axes.plot(taken, curves.mean(axis=0), label=f"{method}, {rate:g} ({len(runs)})")
         axes.fill_between(taken, curves.min(axis=0), curves.max(axis=0), alpha=0.12, color=line.get_color())
-    axes.set(xlabel="completions", ylabel="share", ylim=(-0.1, 1))
+    axes.set(xlabel="completions", ylabel=TASKS[results[0]["task"]].unit, ylim=(-0.1, 1))
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small")
     figure.savefig(file, dpi=110)
