@@ -6,7 +6,7 @@
 Each run writes its result as JSON when it ends; a result that exists is not measured again. Settings are those of the
 task's recipe where a method does not say otherwise. Completions of a critic's pretraining count. The report is a table
 of all runs, one of what their critics explain, and `TASK.png`, which shows each method of a task at the learning rate
-with most seeds.
+with most seeds, or the best of them.
 """
 
 import gc
@@ -187,17 +187,17 @@ def report_critics(results: list[dict[str, Any]]) -> None:
 
 
 def plot(results: list[dict[str, Any]], file: Path) -> None:
-    """Draw the shares of one task during training: a line for each method, in a band over all of its seeds."""
+    """Draw the shares of one task during training: the mean of each method, and a thin line for each of its seeds."""
     figure, axes = plt.subplots(figsize=(9, 4.5), layout="constrained")
     by_method: dict[str, dict[float, list[dict[str, Any]]]] = {}
     for result in results:
         by_method.setdefault(result["method"], {}).setdefault(result["learning_rate"], []).append(result)
     for method, by_rate in sorted(by_method.items()):
-        rate, runs = max(by_rate.items(), key=lambda item: len(item[1]))
+        rate, runs = max(by_rate.items(), key=lambda item: (len(item[1]), np.mean([run["final"] for run in item[1]])))
         taken = shares(runs[0])[0]
         curves = np.array([shares(run)[1] for run in runs])
-        (line,) = axes.plot(taken, curves.mean(axis=0), label=f"{method}, {rate:g} ({len(runs)})")
-        axes.fill_between(taken, curves.min(axis=0), curves.max(axis=0), alpha=0.12, color=line.get_color())
+        (line,) = axes.plot(taken, curves.mean(axis=0), label=f"{method}, {rate:g} ({len(runs)})", linewidth=2)
+        axes.plot(taken, curves.T, color=line.get_color(), linewidth=0.6, alpha=0.6)
     axes.set(xlabel="completions", ylabel=TASKS[results[0]["task"]].unit, ylim=(-0.1, 1))
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small")
