@@ -20,16 +20,17 @@ from value_maps import MoveCounter
 from hfppo import PPOTrainer, Rollout
 
 PARTS = ("start", "middle", "end")  # thirds of an episode
-NUM_GAMES = 256  # one batch of the recipe; several would not keep their key-values, and take four times as long
 
 
 def measure_critic(trainer: PPOTrainer, task: str) -> dict[str, tuple[float, float | None]]:
     """Return for each third what the critic explains, and the most that is possible; None where it is not known.
 
+    Episodes of one or two tokens have no last third.
+
     Args:
         trainer: evaluated just before; the same prompts get the same completions once more.
     """
-    columns = trainer.eval_dataset[: NUM_GAMES if TASKS[task].recipe == "lake" else None]
+    columns = trainer.eval_dataset[: TASKS[task].num_critic_eval]
     trainer.ppo_state.kl_coef = 0.0  # the run is over
     rollout = trainer.rollout(columns.pop("prompt"), **columns)
     asked = rollout.mask if rollout.context is None else first_tokens(rollout)
@@ -104,12 +105,12 @@ def answer_values(trainer: PPOTrainer, rollout: Rollout) -> Tensor:
     remaining = logprobs.flip(1).cumsum(dim=1).flip(1).exp()
     width = max(mask.shape[1], rollout.mask.shape[1])
 
-    def widen(x: Tensor) -> Tensor:
-        return torch.nn.functional.pad(x, (0, width - x.shape[1]), value=tokenizer.pad_token_id)
+    def widen(x: Tensor, value: float) -> Tensor:
+        return torch.nn.functional.pad(x, (0, width - x.shape[1]), value=value)
 
-    same = widen(right["input_ids"]) == widen(rollout.completion_ids)
+    same = widen(right["input_ids"], tokenizer.pad_token_id) == widen(rollout.completion_ids, tokenizer.pad_token_id)
     right_so_far = torch.nn.functional.pad(same.cumprod(dim=1), (1, 0), value=1)[:, :-1]
-    return (widen(remaining) * right_so_far)[:, : rollout.mask.shape[1]][rollout.mask]
+    return (widen(remaining, 0.0) * right_so_far)[:, : rollout.mask.shape[1]][rollout.mask]
 
 
 # The exact values of the rollout's states, by task, in the order of its rows.
@@ -118,4 +119,5 @@ EXACT: dict[str, Callable[[PPOTrainer, Rollout], Tensor]] = {
     "lake_replayed": partial(game_values, past=False),
     "lake_final_reward": partial(game_values, past=True),
     "arithmetic": answer_values,
+    "arithmetic_groups": answer_values,
 }

@@ -4,10 +4,11 @@ import functools
 import random
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+import yaml
 from datasets import Dataset, load_dataset
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -79,11 +80,13 @@ def judge_sums(num_eval: int) -> dict[str, Any]:
     }
 
 
-def ask(question: dict[str, Any], num_eval: int) -> dict[str, Any]:
-    """Return the trainer's arguments for questions of reasoning-gym to `out/smollm2`, see `recipes/reasoning.py`."""
+def ask(num_eval: int) -> dict[str, Any]:
+    """Return the trainer's arguments for the questions of `recipes/reasoning.yaml`, to `out/smollm2`."""
     from reasoning import ReasoningArguments, draw_questions, make_reward, make_rows  # needs reasoning-gym
 
-    args = ReasoningArguments(num_test_questions=num_eval, **question)
+    recipe = yaml.safe_load((RECIPES / "reasoning.yaml").read_text())
+    own = {f.name: recipe[f.name] for f in fields(ReasoningArguments) if f.name in recipe}
+    args = ReasoningArguments(num_test_questions=num_eval, **own)
     train, test = draw_questions(args)
     return {
         "model": str(RECIPES.parent / "out/smollm2"),
@@ -104,6 +107,7 @@ class Task:
     share: Callable[[float], float] = float  # what the report shows of a mean reward
     unit: str = "mean reward"  # of that
     num_eval: int = 512  # completions at the end
+    num_critic_eval: int = 512  # of these, to see what the critic explains
     settings: dict[str, Any] = field(default_factory=dict)  # for all methods, whatever recipe and method say
 
 
@@ -112,15 +116,26 @@ def pretraining(completions: int, rate: float) -> dict[str, Any]:
     return {"critic_pretraining_completions": completions, "critic_pretraining_learning_rate": rate}
 
 
-GAMES = (3072, pretraining(512, 5e-3), share_of_way, "share of the way")
-SUM = {"task": "chain_sum", "task_config": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}}
-SUM |= {"answer_pattern": r"-?\d+", "strict": True}
-# Four completions share a prompt, which costs most of the time; no KL, as is TRL's default.
-QUESTIONS = {"num_eval": 96, "settings": {"num_generations": 4, "kl_coef": 0.0}}
+Game = functools.partial(
+    Task,
+    "lake",
+    completions=3072,
+    pretraining=pretraining(512, 5e-3),
+    share=share_of_way,
+    unit="share of the way",
+    num_critic_eval=256,  # one batch of the recipe: several would not keep their key-values, and take longer
+)
+NO_KL = {"kl_coef": 0.0}  # TRL's default
 TASKS = {
-    "lake": Task("lake", functools.partial(play, Lake), *GAMES),
-    "lake_replayed": Task("lake", functools.partial(play, ReplayedLake), *GAMES),
-    "lake_final_reward": Task("lake", functools.partial(play, FinalRewardLake), *GAMES),
+    "lake": Game(functools.partial(play, Lake)),
+    "lake_replayed": Game(functools.partial(play, ReplayedLake)),
+    "lake_final_reward": Game(functools.partial(play, FinalRewardLake)),
     "arithmetic": Task("arithmetic", judge_sums, 5120, pretraining(1280, 5e-3)),
-    "chain_sum": Task("reasoning", functools.partial(ask, SUM), 512, pretraining(128, 1e-3), **QUESTIONS),
+    "arithmetic_groups": Task(
+        "arithmetic", judge_sums, 5120, pretraining(1280, 5e-3), settings={"num_generations": 8, **NO_KL}
+    ),
+    # Four completions share a prompt, which costs most of the time.
+    "chain_sum": Task(
+        "reasoning", ask, 512, pretraining(128, 1e-3), num_eval=96, settings={"num_generations": 4, **NO_KL}
+    ),
 }

@@ -4,9 +4,9 @@
     python tests/benchmarks/estimators.py --report
 
 Each run writes its result as JSON when it ends; a result that exists is not measured again. Settings are those of the
-task's recipe where a method does not say otherwise. Completions of a critic's pretraining count. The report is a table
-of all runs, one of what their critics explain, and `TASK.png`, which shows each method of a task at the learning rate
-with most seeds, or the best of them.
+task's recipe where neither the task nor the method says otherwise. Completions of a critic's pretraining count. The
+report is a table of all runs, one of what their critics explain, and `TASK.png`, which shows each method of a task at
+the learning rate with most seeds, or the best of them.
 """
 
 import gc
@@ -15,7 +15,7 @@ import json
 import time
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -36,10 +36,11 @@ LEVELS = (0.5, 0.7, 0.9)  # see `Task.share`
 class Method:
     """An estimator with its settings."""
 
-    estimator: str  # TRL: its GRPOTrainer
+    estimator: str
     settings: dict[str, Any] = field(default_factory=dict)
     pretrained: bool = False  # whether the critic's pretraining takes its part of the completions
     critic: str = "adapter"
+    trainer: Literal["hfppo", "TRL"] = "hfppo"
 
 
 VAPO = {"lam_critic": 1.0, "lam_alpha": 1.0}  # λ = 0.9 for ten tokens
@@ -58,7 +59,7 @@ METHODS = {
     "gae_layers": Method("gae", LAYERS),
     "gae_layers_pretrained": Method("gae", LAYERS, pretrained=True),
     "vapo_layers": Method("gae", LAYERS | VAPO, pretrained=True),
-    "TRL": Method("TRL"),  # questions alone
+    "trl_grpo": Method("grpo", trainer="TRL"),  # for tasks without KL, in groups
 }
 
 
@@ -82,7 +83,7 @@ def measure(name: str, method_name: str, learning_rate: float, seed: int, args: 
     recipe = yaml.safe_load((RECIPES / f"{task.recipe}.yaml").read_text())
     lora = LoraConfig(r=recipe["lora_r"], lora_alpha=recipe["lora_alpha"], target_modules="all-linear")
     config_fields = {f.name for f in fields(PPOConfig)}
-    settings = {name: value for name, value in recipe.items() if name in config_fields} | {
+    settings = {key: value for key, value in recipe.items() if key in config_fields} | {
         "output_dir": f"{args.output_dir}/run",
         "learning_rate": learning_rate,
         "seed": seed,
@@ -97,8 +98,8 @@ def measure(name: str, method_name: str, learning_rate: float, seed: int, args: 
         **task.settings,
     }
     arguments = task.arguments(task.num_eval)
-    if method.estimator == "TRL":
-        from estimators_trl import grpo_trainer
+    if method.trainer == "TRL":
+        from estimators_trl import grpo_trainer  # needs TRL
 
         trainer = grpo_trainer(settings, lora, **arguments)
     else:
@@ -110,7 +111,7 @@ def measure(name: str, method_name: str, learning_rate: float, seed: int, args: 
     seconds, cpu_seconds = time.perf_counter() - clock, time.process_time() - cpu_clock
     trainer.evaluate()
     history = trainer.state.log_history
-    of_critic = {"critic": measure_critic(trainer, name)} if method.estimator == "gae" else {}
+    critic = {"critic": measure_critic(trainer, name)} if method.estimator == "gae" else {}
     return {
         "task": name,
         "method": method_name,
@@ -120,10 +121,11 @@ def measure(name: str, method_name: str, learning_rate: float, seed: int, args: 
         "pretraining": settings.get("critic_pretraining_completions", 0),
         "curve": [entry["reward"] for entry in history if "reward" in entry],
         "explained_variance": [e["value/explained_variance"] for e in history if "value/explained_variance" in e],
+        # TRL's `evaluate` logs the reward, and does not return it.
         "final": next(entry["eval_reward"] for entry in reversed(history) if "eval_reward" in entry),
         "seconds": seconds,
         "cpu_seconds": cpu_seconds,
-        **of_critic,
+        **critic,
     }
 
 
@@ -175,14 +177,13 @@ def report_critics(results: list[dict[str, Any]]) -> None:
     if not (measured := [result for result in results if "critic" in result]):
         return
 
-    def show(numbers: tuple[float | None, ...]) -> str:
-        return ", ".join("–" if number is None else f"{number:.2f}" for number in numbers)
+    def show(explained: float, possible: float | None) -> str:
+        return f"{explained:.2f}" if possible is None else f"{explained:.2f} of {possible:.2f}"
 
-    print("| task | method | rate | " + " | ".join(f"{part} (possible)" for part in PARTS) + " |")
+    print("| task | method | rate | " + " | ".join(f"{part}, of possible" for part in PARTS) + " |")
     print("|" + "---|" * (3 + len(PARTS)))
     for (name, method, rate), runs in by_setting(measured):
-        pairs = [zip(*(run["critic"][part] for run in runs), strict=True) for part in PARTS]
-        cells = " | ".join(f"{show(explained)} ({show(possible)})" for explained, possible in pairs)
+        cells = " | ".join(", ".join(show(*run["critic"][part]) for run in runs) for part in PARTS)
         print(f"| {name} | {method} | {rate:g} | {cells} |")
 
 

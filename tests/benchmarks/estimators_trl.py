@@ -1,4 +1,10 @@
-"""TRL's GRPOTrainer on a task of `estimators.py`, with the settings of hfppo's runs."""
+"""TRL's GRPOTrainer on a task of `estimators.py`, with the settings of hfppo's runs.
+
+Model, LoRA, rewards, groups, mini-batches, epochs, steps, rate and its schedule, clip, optimizer, sampling and
+precision are the same. Two things differ: TRL draws the prompts in another order, so that curves cannot be compared
+rollout by rollout; and it mixes the completions of a group into mini-batches once, where hfppo keeps groups together
+and draws mini-batches anew in each epoch.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -42,7 +48,13 @@ def grpo_trainer(
     train_dataset: Dataset,
     eval_dataset: Dataset,
 ) -> GRPOTrainer:
-    """Return the trainer; what hfppo's settings do not name is TRL's default."""
+    """Return the trainer.
+
+    Raises:
+        ValueError: the task has a KL penalty, which hfppo has in the reward and TRL in the loss.
+    """
+    if settings["kl_coef"]:
+        raise ValueError(f"kl_coef={settings['kl_coef']}: TRL has its KL in the loss; take a task without")
     mini_batches, epochs = settings["num_mini_batches"], settings["num_ppo_epochs"]
     rollout = settings["per_device_train_batch_size"] * mini_batches
     args = GRPOConfig(
@@ -51,7 +63,7 @@ def grpo_trainer(
         num_iterations=epochs,
         num_generations_eval=1,
         max_steps=settings["total_episodes"] // rollout * mini_batches * epochs,
-        beta=settings["kl_coef"],
+        beta=0.0,
         logging_steps=mini_batches * epochs,
         bf16=False,
         gradient_checkpointing=False,
@@ -59,7 +71,7 @@ def grpo_trainer(
     tokenizer = AutoTokenizer.from_pretrained(model)
     return GRPOTrainer(
         model=model,
-        reward_funcs=with_eos_penalty(reward_funcs, tokenizer.eos_token_id, settings["missing_eos_penalty"]),
+        reward_funcs=with_eos_penalty(reward_funcs, tokenizer.eos_token_id, settings.get("missing_eos_penalty", 0.0)),
         args=args,
         train_dataset=train_dataset,
         eval_dataset=eval_dataset,
