@@ -23,7 +23,7 @@ PARTS = ("start", "middle", "end")  # thirds of an episode
 
 
 def measure_critic(trainer: PPOTrainer, task: str) -> dict[str, tuple[float, float | None]]:
-    """Return for each third what the critic explains, and the most that is possible; None where it is not known.
+    """Return the explained variance over each third, and the highest that is possible; None where it is not known.
 
     Episodes of one or two tokens have no last third.
 

@@ -71,12 +71,11 @@ def judge_sums(num_eval: int) -> dict[str, Any]:
     """Return the trainer's arguments for the sums of `recipes/arithmetic.py`."""
     files = {name: str(ARITHMETIC / f"{name}.jsonl") for name in ("train", "test")}
     rows = load_dataset("json", data_files=files)
-    test = rows["test"]
     return {
         "model": str(ARITHMETIC / "base"),
         "reward_funcs": right_answer,
         "train_dataset": rows["train"],
-        "eval_dataset": test.select(range(min(num_eval, len(test)))),
+        "eval_dataset": rows["test"].select(range(num_eval)),
     }
 
 
@@ -98,16 +97,16 @@ def ask(num_eval: int) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Task:
-    """What the methods learn."""
+    """A task for the methods to learn."""
 
     recipe: str  # whose YAML file has the settings
     arguments: Callable[[int], dict[str, Any]]  # of the trainer, given the number of completions at the end
     completions: int  # of a run
     pretraining: dict[str, Any]  # of the critic, where a method has it; its completions are some of those above
-    share: Callable[[float], float] = float  # what the report shows of a mean reward
+    share: Callable[[float], float] = float  # of a mean reward, for the report
     unit: str = "mean reward"  # of that
     num_eval: int = 512  # completions at the end
-    num_critic_eval: int = 512  # of these, to see what the critic explains
+    num_critic_eval: int = 512  # of these, for the critic's explained variance
     settings: dict[str, Any] = field(default_factory=dict)  # for all methods, whatever recipe and method say
 
 
@@ -125,15 +124,14 @@ Game = functools.partial(
     unit="share of the way",
     num_critic_eval=256,  # one batch of the recipe: several would not keep their key-values, and take longer
 )
+Sums = functools.partial(Task, "arithmetic", judge_sums, completions=5120, pretraining=pretraining(1280, 5e-3))
 NO_KL = {"kl_coef": 0.0}  # TRL's default
 TASKS = {
     "lake": Game(functools.partial(play, Lake)),
     "lake_replayed": Game(functools.partial(play, ReplayedLake)),
     "lake_final_reward": Game(functools.partial(play, FinalRewardLake)),
-    "arithmetic": Task("arithmetic", judge_sums, 5120, pretraining(1280, 5e-3)),
-    "arithmetic_groups": Task(
-        "arithmetic", judge_sums, 5120, pretraining(1280, 5e-3), settings={"num_generations": 8, **NO_KL}
-    ),
+    "arithmetic": Sums(),
+    "arithmetic_groups": Sums(settings={"num_generations": 8, **NO_KL}),
     # Four completions share a prompt, which costs most of the time.
     "chain_sum": Task(
         "reasoning", ask, 512, pretraining(128, 1e-3), num_eval=96, settings={"num_generations": 4, **NO_KL}

@@ -5,8 +5,8 @@
 
 Each run writes its result as JSON when it ends; a result that exists is not measured again. Settings are those of the
 task's recipe where neither the task nor the method says otherwise. Completions of a critic's pretraining count. The
-report is a table of all runs, one of what their critics explain, and `TASK.png`, which shows each method of a task at
-the learning rate with most seeds, or the best of them.
+report is a table of all runs, one of their critics' explained variance, and `TASK.png`, which shows each method of a
+task at the learning rate with most seeds, or the best of them.
 """
 
 import gc
@@ -57,8 +57,6 @@ METHODS = {
     "remax": Method("remax"),  # not for games
     "gae_shared": Method("gae", critic="shared"),
     "gae_layers": Method("gae", LAYERS),
-    "gae_layers_pretrained": Method("gae", LAYERS, pretrained=True),
-    "vapo_layers": Method("gae", LAYERS | VAPO, pretrained=True),
     "trl_grpo": Method("grpo", trainer="TRL"),  # for tasks without KL, in groups
 }
 
@@ -173,7 +171,7 @@ def report(results: list[dict[str, Any]]) -> None:
 
 
 def report_critics(results: list[dict[str, Any]]) -> None:
-    """Print what the critics explain of each third of an episode, and what is possible, with all seeds."""
+    """Print the critics' explained variance over each third of an episode, and the highest possible, with all seeds."""
     if not (measured := [result for result in results if "critic" in result]):
         return
 
