@@ -171,7 +171,7 @@ def report(results: list[dict[str, Any]]) -> None:
 
 
 def report_critics(results: list[dict[str, Any]]) -> None:
-    """Print the critics' explained variance over each third of an episode, and the highest possible, with all seeds."""
+    """Print the critics' explained variance over each third of an episode, and the highest possible, by seed."""
     if not (measured := [result for result in results if "critic" in result]):
         return
 
