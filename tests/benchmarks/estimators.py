@@ -57,6 +57,8 @@ METHODS = {
     "remax": Method("remax"),  # not for games
     "gae_shared": Method("gae", critic="shared"),
     "gae_layers": Method("gae", LAYERS),
+    "gae_layers_pretrained": Method("gae", LAYERS, pretrained=True),
+    "vapo_layers": Method("gae", LAYERS | VAPO, pretrained=True),
     "trl_grpo": Method("grpo", trainer="TRL"),  # for tasks without KL, in groups
 }
 

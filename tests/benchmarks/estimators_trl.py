@@ -1,9 +1,8 @@
 """TRL's GRPOTrainer on a task of `estimators.py`, with the settings of hfppo's runs.
 
-Model, LoRA, rewards, groups, mini-batches, epochs, steps, rate and its schedule, clip, optimizer, sampling and
-precision are the same. Two things differ: TRL draws the prompts in another order, so that curves cannot be compared
-rollout by rollout; and it mixes the completions of a group into mini-batches once, where hfppo keeps groups together
-and draws mini-batches anew in each epoch.
+Model, LoRA, rewards, prompts of each rollout, groups, mini-batches, epochs, steps, rate and its schedule, clip,
+optimizer, sampling and precision are the same. One thing differs: TRL mixes the completions of a group into mini-batches
+once, where hfppo keeps groups together and draws mini-batches anew in each epoch.
 """
 
 from collections.abc import Callable
@@ -13,6 +12,8 @@ from datasets import Dataset
 from peft import LoraConfig
 from transformers import AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
+
+from hfppo.data.prompts import prompt_indices
 
 SAME = (
     "output_dir",
@@ -57,6 +58,7 @@ def grpo_trainer(
         raise ValueError(f"kl_coef={settings['kl_coef']}: TRL has its KL in the loss; take a task without")
     mini_batches, epochs = settings["num_mini_batches"], settings["num_ppo_epochs"]
     rollout = settings["per_device_train_batch_size"] * mini_batches
+    prompts = settings["total_episodes"] // settings["num_generations"]
     args = GRPOConfig(
         **{name: settings[name] for name in SAME},
         steps_per_generation=mini_batches,
@@ -67,13 +69,14 @@ def grpo_trainer(
         logging_steps=mini_batches * epochs,
         bf16=False,
         gradient_checkpointing=False,
+        shuffle_dataset=False,  # it is in hfppo's order
     )
     tokenizer = AutoTokenizer.from_pretrained(model)
     return GRPOTrainer(
         model=model,
         reward_funcs=with_eos_penalty(reward_funcs, tokenizer.eos_token_id, settings.get("missing_eos_penalty", 0.0)),
         args=args,
-        train_dataset=train_dataset,
+        train_dataset=train_dataset.select(prompt_indices(range(prompts), len(train_dataset), settings["seed"])),
         eval_dataset=eval_dataset,
         processing_class=tokenizer,
         peft_config=lora,
