@@ -1,8 +1,8 @@
 """TRL's GRPOTrainer on a task of `estimators.py`, with the settings of hfppo's runs.
 
 Model, LoRA, rewards, prompts of each rollout, groups, mini-batches, epochs, steps, rate and its schedule, clip,
-optimizer, sampling and precision are the same. One thing differs: TRL mixes the completions of a group into mini-batches
-once, where hfppo keeps groups together and draws mini-batches anew in each epoch.
+optimizer, sampling and precision are the same. Mini-batches differ: TRL mixes the completions of a group
+into them once, where hfppo keeps groups together and draws mini-batches anew in each epoch.
 """
 
 from collections.abc import Callable
