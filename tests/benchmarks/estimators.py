@@ -50,6 +50,7 @@ METHODS = {
     "gae": Method("gae"),
     "gae_lam_1": Method("gae", {"lam": 1.0}),
     "gae_pretrained": Method("gae", pretrained=True),
+    "gae_fitted_critic": Method("gae", critic=str(RECIPES.parent / "out/arithmetic/checkpoint-0")),  # docs/results.md
     "vapo": Method("gae", VAPO, pretrained=True),
     "reinforce_plus_plus": Method("reinforce_plus_plus"),
     **{f"reinforce_plus_plus_gamma_{g}": Method("reinforce_plus_plus", {"gamma": g}) for g in (0.9, 0.95, 0.98)},
