@@ -4,7 +4,7 @@
     python tests/benchmarks/estimators.py --report
 
 Each run writes its result as JSON when it ends; a result that exists is not measured again. Settings are those of the
-task's recipe where neither the task nor the method says otherwise. Completions of a critic's pretraining count. The
+task's recipe where neither the task nor the method says otherwise. Completions of a pretraining in the run count. The
 report is a table of all runs, one of their critics' explained variance, and `TASK.png`, which shows each method of a
 task at the learning rate with most seeds, or the best of them.
 """
@@ -50,7 +50,8 @@ METHODS = {
     "gae": Method("gae"),
     "gae_lam_1": Method("gae", {"lam": 1.0}),
     "gae_pretrained": Method("gae", pretrained=True),
-    "gae_fitted_critic": Method("gae", critic=str(RECIPES.parent / "out/arithmetic/checkpoint-0")),  # docs/results.md
+    # The critic that docs/results.md "Pretraining of a critic" leaves behind; its completions are not counted.
+    "gae_fitted_critic": Method("gae", critic=str(RECIPES.parent / "out/arithmetic/checkpoint-0")),
     "vapo": Method("gae", VAPO, pretrained=True),
     "reinforce_plus_plus": Method("reinforce_plus_plus"),
     **{f"reinforce_plus_plus_gamma_{g}": Method("reinforce_plus_plus", {"gamma": g}) for g in (0.9, 0.95, 0.98)},

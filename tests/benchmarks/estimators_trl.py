@@ -1,8 +1,8 @@
 """TRL's GRPOTrainer on a task of `estimators.py`, with the settings of hfppo's runs.
 
 Model, LoRA, rewards, prompts of each rollout, groups, mini-batches, epochs, steps, rate and its schedule, clip,
-optimizer, sampling and precision are the same. Mini-batches differ: TRL mixes the completions of a group
-into them once, where hfppo keeps groups together and draws mini-batches anew in each epoch.
+optimizer, sampling and precision are the same. Mini-batches differ: TRL shuffles single completions into them once per
+rollout, where hfppo keeps groups together and draws mini-batches anew in each epoch.
 """
 
 from collections.abc import Callable
@@ -69,7 +69,7 @@ def grpo_trainer(
         logging_steps=mini_batches * epochs,
         bf16=False,
         gradient_checkpointing=False,
-        shuffle_dataset=False,  # it is in hfppo's order
+        shuffle_dataset=False,  # the rows are in hfppo's order
     )
     tokenizer = AutoTokenizer.from_pretrained(model)
     return GRPOTrainer(
