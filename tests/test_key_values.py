@@ -1,4 +1,4 @@
-"""Turns of episodes with the key-values of earlier turns kept, against reading each prompt from its beginning."""
+"""Key-values kept from turn to turn or shared in a group, against reading each prompt from its beginning."""
 
 import weakref
 from contextlib import nullcontext
@@ -25,6 +25,17 @@ SHAPE = {
 def model_of(name, **config):
     set_seed(0)
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **{**SHAPE, **config}))
+
+
+MODELS = {
+    "llama": tiny_model,
+    "eager": lambda: tiny_model(attn_implementation="eager"),
+    "gpt2": tiny_gpt2,
+    "opt": tiny_opt,
+    "qwen3": tiny_qwen3,
+    "gpt_neox": lambda: model_of("gpt_neox"),
+    "bloom": lambda: model_of("bloom"),
+}
 
 
 def sampler_of(base, batch_size=64, with_values=False):
@@ -79,19 +90,7 @@ def assert_same(played, expected):
             assert_close(told, others[key], rtol=0, atol=1e-5, msg=str(key))
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        tiny_model,
-        lambda: tiny_model(attn_implementation="eager"),
-        tiny_gpt2,
-        tiny_opt,
-        tiny_qwen3,
-        lambda: model_of("gpt_neox"),
-        lambda: model_of("bloom"),
-    ],
-    ids=["llama", "eager", "gpt2", "opt", "qwen3", "gpt_neox", "bloom"],
-)
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 def test_turns_are_those_of_reading_from_the_beginning(make):
     sampler, shapes = sampler_of(make())
     expected = play(sampler, False)
@@ -152,8 +151,8 @@ def test_values_of_the_shared_critic_are_those_of_a_pass(make):
         assert_close(told, expected, rtol=0, atol=1e-5)
 
 
-def sample(sampler, prompts, budgets=None):
-    return sampler(*pad_left(prompts, 0), list(range(len(prompts))), budgets or [3] * len(prompts))
+def sample(sampler, prompts, budgets=(3,) * 6):
+    return sampler(*pad_left(prompts, 0), list(range(len(prompts))), budgets and budgets[: len(prompts)])
 
 
 def test_a_prompt_that_begins_otherwise_is_read_from_its_beginning():
@@ -186,6 +185,57 @@ def test_nothing_is_kept_for_single_turns_nor_after_sampling():
         cache = weakref.ref(sampler.kept.cache)
         assert cache() is not None
     assert cache() is None
+
+
+# Two groups of two, and between them prompts that padding alone makes alike.
+GROUPS = [[7, 8, 9, 10, 11]] * 2 + [[12, 13], [0, 0, 0, 12, 13]] + [[7, 8, 9, 14, 15]] * 2
+
+
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize("budgets", [None, (3, 1, 2, 3, 2, 1)], ids=["single", "turns"])
+def test_a_prompt_that_rows_share_is_read_once(make, budgets):
+    sampler, shapes = sampler_of(make(), with_values=True)
+    told = sample(sampler, GROUPS, budgets)
+    assert shapes[:2] == [(4, 5), (6, 1)]
+    shapes.clear()
+    apart = torch.tensor([0, 2, 4, 1, 3, 5])
+    ids, mask = pad_left(GROUPS, 0)
+    limits = None if budgets is None else [budgets[row] for row in apart]
+    expected = sampler(ids[apart], mask[apart], apart.tolist(), limits).rows(apart.argsort())
+    assert shapes[0] == (6, 5)
+    assert told.mask.equal(expected.mask)
+    assert told.ids[told.mask].equal(expected.ids[told.mask])
+    for numbers, others in ((told.logprobs, expected.logprobs), (told.values, expected.values)):
+        assert_close(numbers[told.mask], others[told.mask], rtol=0, atol=1e-5)
+
+
+def test_the_first_turn_of_a_group_is_read_once_and_kept():
+    sampler, shapes = sampler_of(tiny_model())
+    with sampler.ready():
+        completions = sample(sampler, GROUPS)
+        assert read_tokens(shapes) == [4 * 5]
+        prompts = [
+            prompt + ids[mask].tolist() + [14]
+            for prompt, ids, mask in zip(GROUPS, completions.ids, completions.mask, strict=True)
+        ]
+        told = sample(sampler, prompts)
+        assert max(read_tokens(shapes)[1:]) <= 2 * 6  # the last token of an answer, and the one after it
+    assert told.ids.equal(sample(sampler, prompts).ids)
+
+
+def test_windows_are_not_shared_and_not_tried_again():
+    window = {"sliding_window": 4, "num_key_value_heads": 1, "head_dim": 16}
+    sampler, shapes = sampler_of(model_of("mistral", **window))
+    told = sample(sampler, GROUPS)
+    assert told.ids.equal(sample(sampler_of(model_of("mistral", **window), 1)[0], GROUPS).ids)
+    shapes.clear()
+    sample(sampler, GROUPS)
+    assert read_tokens(shapes) == [6 * 5]
+
+
+def test_a_prompt_of_one_token_can_be_shared():
+    sampler, _ = sampler_of(tiny_model())
+    assert sample(sampler, [[7]] * 4).ids.equal(sample(sampler_of(tiny_model(), 1)[0], [[7]] * 4).ids)
 
 
 def test_prompts_find_their_rows_in_order():

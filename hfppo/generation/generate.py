@@ -79,9 +79,9 @@ class TransformersSampler(Sampler):
     Tokens come from the whole distribution at `temperature`; the model's own generation config is ignored. So
     π_rollout equals π_old up to rounding.
 
-    The turns of an episode do not read it from its beginning each time: within `ready`, the key-values of one turn are
-    kept for the next, if the rows that still play are one batch, so that there are never more of them than while one
-    batch is sampled.
+    A prompt that rows of a batch share is read once. Nor do the turns of an episode read it from its beginning each
+    time: within `ready`, the key-values of one turn are kept for the next, if the rows that still play are one batch,
+    so that there are never more of them than while one batch is sampled.
 
     Args:
         with_values: also return the shared critic's values, computed from the hidden states of sampling.
@@ -104,6 +104,7 @@ class TransformersSampler(Sampler):
         )
         self.weights_held = False  # so that key-values stay valid
         self.kept: KeyValues | None = None  # of the last turn
+        self.may_share = True  # until a batch's key-values turn out to be of another kind
 
     @contextmanager
     def ready(self) -> Iterator[None]:
@@ -121,7 +122,8 @@ class TransformersSampler(Sampler):
         lengths = prompt_mask.sum(dim=1)
         by_length = lengths.argsort(descending=True, stable=True)  # of about one length, little padding
         batches = [rows.sort().values for rows in by_length.split(self.batch_size)]
-        in_turns = budgets is not None and self.weights_held and len(batches) == 1 and may_keep(self.model)
+        keepable = may_keep(self.model)
+        in_turns = budgets is not None and self.weights_held and len(batches) == 1 and keepable
         kept, self.kept = self.kept if in_turns else None, None
         parts = []
         done = 0
@@ -135,9 +137,27 @@ class TransformersSampler(Sampler):
 
             # Frees key-values that these prompts cannot use.
             past, kept = None if kept is None else kept.continued_by(ids, mask), None
-            parts.append(self._sample(ids, mask, batch_seeds, limits, on_token, past, in_turns))
+            if past is None and keepable and self.may_share:
+                past = self._read_shared(ids, mask)
+            part, self.kept = self._sample(ids, mask, batch_seeds, limits, on_token, past, in_turns)
+            parts.append(part)
             done += len(rows)
         return join_completions(parts, self.config.pad_token_id).rows(torch.cat(batches).argsort())
+
+    def _read_shared(self, prompt_ids: Tensor, prompt_mask: Tensor) -> DynamicCache | None:
+        """Read prompts that follow each other in a batch and are the same, as in a group, once.
+
+        Returns:
+            Key-values of each row's first columns, or None where no rows share a prompt.
+        """
+        both = torch.cat([prompt_ids, prompt_mask.to(prompt_ids.dtype)], dim=1)
+        distinct, row_of = both.unique_consecutive(dim=0, return_inverse=True)
+        if len(distinct) == len(both):
+            return None
+        ids, mask = distinct.chunk(2, dim=1)
+        _, read = self._sample(ids, mask.bool(), None, [1] * len(ids), lambda tokens: None, None, keep=True)
+        self.may_share = read is not None
+        return None if read is None else read.laid_out(row_of.tolist(), prompt_ids, prompt_mask)
 
     def _sample(
         self,
@@ -148,12 +168,12 @@ class TransformersSampler(Sampler):
         on_token: Callable[[int], None],
         past: DynamicCache | None,
         keep: bool,
-    ) -> Completions:
+    ) -> tuple[Completions, KeyValues | None]:
         """Sample completions of (B, T) prompts in one batch, of at most `limits` tokens each.
 
         Args:
             past: key-values of the prompts' first columns.
-            keep: keep the key-values of prompts and completions.
+            keep: also return the key-values of prompts and completions, if they are of a kind that can be kept.
         """
         device = prompt_ids.device
         # MPS has no float64, and CUDA no deterministic cumulative sum.
@@ -188,10 +208,10 @@ class TransformersSampler(Sampler):
             torch.stack(values, dim=1) if values else None,
             torch.tensor(limits, device=ids.device),
         )
-        if keep:
-            mask = torch.cat([prompt_mask, completions.mask], dim=1)
-            self.kept = KeyValues.of(output.past_key_values, sequences, mask)
-        return completions
+        if not keep:
+            return completions, None
+        mask = torch.cat([prompt_mask, completions.mask], dim=1)
+        return completions, KeyValues.of(output.past_key_values, sequences, mask)
 
 
 def row_uniforms(seeds: list[int], width: int) -> Tensor:

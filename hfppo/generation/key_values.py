@@ -1,4 +1,4 @@
-"""Key-values that `generate` leaves, kept for prompts that begin with the same tokens: the next turns of episodes."""
+"""Key-values that `generate` leaves, for prompts that begin alike: those of a group, the next turns of episodes."""
 
 from dataclasses import dataclass
 
@@ -42,9 +42,6 @@ class KeyValues:
     def continued_by(self, prompt_ids: Tensor, prompt_mask: Tensor) -> DynamicCache | None:
         """Return the key-values of the first columns of prompts, or None if a prompt begins otherwise.
 
-        The columns are laid out as the prompts are, so that `generate` meets nothing else than in a pass over all of
-        them. It reads the last columns, as many as the row with the most new tokens has.
-
         Args:
             prompt_ids, prompt_mask: (A, P), padded on the left: some of the rows, in their order, with more tokens.
         """
@@ -53,8 +50,18 @@ class KeyValues:
             for x in ((prompt_ids, prompt_mask), (self.ids, self.mask))
         )
         rows = find_continued(kept, prompts)
-        if rows is None:
-            return None
+        return None if rows is None else self.laid_out(rows, prompt_ids, prompt_mask)
+
+    def laid_out(self, rows: list[int], prompt_ids: Tensor, prompt_mask: Tensor) -> DynamicCache | None:
+        """Return the key-values of the first columns of prompts, or None if the prompts have but one.
+
+        The columns are laid out as the prompts are, so that `generate` meets nothing else than in a pass over all of
+        them. It reads the last columns, as many as the row with the most new tokens has.
+
+        Args:
+            rows: the A rows that the prompts begin with.
+            prompt_ids, prompt_mask: (A, P), padded on the left.
+        """
         known, lengths = self.mask[rows].sum(dim=1), prompt_mask.sum(dim=1)
         width = prompt_ids.shape[1] - max(1, int((lengths - known).max()))
         if width <= 0:

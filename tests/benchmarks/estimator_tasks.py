@@ -79,19 +79,30 @@ def judge_sums(num_eval: int) -> dict[str, Any]:
     }
 
 
-def ask(num_eval: int) -> dict[str, Any]:
-    """Return the trainer's arguments for the questions of `recipes/reasoning.yaml`, to `out/smollm2`."""
+def ask(num_eval: int, example: tuple[str, ...] = (), **changes: Any) -> dict[str, Any]:
+    """Return the trainer's arguments for questions to `out/smollm2`.
+
+    Args:
+        num_eval: questions of the evaluation.
+        example: a question and its answer, shown before each question.
+        changes: of the recipe's own arguments in `recipes/reasoning.yaml`.
+    """
     from reasoning import ReasoningArguments, draw_questions, make_reward, make_rows  # needs reasoning-gym
 
     recipe = yaml.safe_load((RECIPES / "reasoning.yaml").read_text())
     own = {f.name: recipe[f.name] for f in fields(ReasoningArguments) if f.name in recipe}
-    args = ReasoningArguments(num_test_questions=num_eval, **own)
+    args = ReasoningArguments(num_test_questions=num_eval, **own | changes)
     train, test = draw_questions(args)
+    shown = [{"role": role, "content": text} for role, text in zip(("user", "assistant"), example, strict=False)]
+
+    def rows(drawn: list, first: int) -> Dataset:
+        return make_rows(drawn, first, args).map(lambda row: {"prompt": shown + row["prompt"]})
+
     return {
         "model": str(RECIPES.parent / "out/smollm2"),
         "reward_funcs": make_reward(train + test, args),
-        "train_dataset": make_rows(train, 0, args),
-        "eval_dataset": make_rows(test, len(train), args),
+        "train_dataset": rows(train, 0),
+        "eval_dataset": rows(test, len(train)),
     }
 
 
@@ -125,15 +136,26 @@ Game = functools.partial(
     num_critic_eval=256,  # one batch of the recipe: several would not keep their key-values, and take longer
 )
 Sums = functools.partial(Task, "arithmetic", judge_sums, completions=5120, pretraining=pretraining(1280, 5e-3))
+Questions = functools.partial(Task, "reasoning", completions=512, pretraining=pretraining(128, 1e-3), num_eval=96)
 NO_KL = {"kl_coef": 0.0}  # TRL's default
+FOURS = {"num_generations": 4, **NO_KL}  # completions that share a prompt, which costs most of the time
 TASKS = {
     "lake": Game(functools.partial(play, Lake)),
     "lake_replayed": Game(functools.partial(play, ReplayedLake)),
     "lake_final_reward": Game(functools.partial(play, FinalRewardLake)),
     "arithmetic": Sums(),
     "arithmetic_groups": Sums(settings={"num_generations": 8, **NO_KL}),
-    # Four completions share a prompt, which costs most of the time.
-    "chain_sum": Task(
-        "reasoning", ask, 512, pretraining(128, 1e-3), num_eval=96, settings={"num_generations": 4, **NO_KL}
+    "chain_sum": Questions(ask, settings=FOURS),
+    "sum_in_steps": Questions(
+        functools.partial(
+            ask,
+            example=("Calculate 4 + 7 - 2.", "4 + 7 = 11\n11 - 2 = 9"),
+            task="basic_arithmetic",
+            task_config={"min_terms": 3, "max_terms": 3, "min_digits": 1, "max_digits": 1, "operators": ["+", "-"]}
+            | dict.fromkeys(("allow_negation", "allow_parentheses"), False),
+            instruction="",
+        ),
+        completions=384,
+        settings=FOURS | {"max_completion_length": 28},
     ),
 }

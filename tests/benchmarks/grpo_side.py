@@ -8,6 +8,7 @@ import ppo_grpo
 import ppo_hfppo
 from ppo_workload import WORKLOADS, distinct_characters, load
 
+from hfppo.generation import key_values
 from hfppo.models import packing
 
 if __name__ == "__main__":
@@ -21,7 +22,7 @@ if __name__ == "__main__":
         fields = json.loads(given)
         critic = fields.pop("critic", "adapter")
         if not fields.pop("share_prompts", True):
-            packing.SHARING_ATTENTION = "none"
+            packing.SHARING_ATTENTION, key_values.ATTENTION = "none", ()
         fields["num_generations"] = num_generations
         measured = ppo_hfppo.measure(workload, folder, fields, *everything[2:4], critic, everything[4], True)
     print(json.dumps(measured))

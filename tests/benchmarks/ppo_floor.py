@@ -29,9 +29,9 @@ def operations(
         update, backward            2·P·N + 4·L·N + 2·H·C + 2·A: frozen weights pass the gradient on and get none
                                     themselves; trained ones, the adapters, get one of their own
 
-    Groups of `group` rows have one prompt. With `shared` it counts once for each group, except in sampling, and its
-    attention is that of one row of all completions, of which a mask leaves some pairs out. With `critic_layers` the
-    critic counts as that share of the layers.
+    Groups of `group` rows have one prompt. With `shared` it counts once for each group. Except in sampling, the
+    attention is then that of one row of all completions, of which a mask leaves some pairs out. With `critic_layers`
+    the critic counts as that share of the layers.
 
     What is computed again to save memory does not count, and what other programs train besides does not either.
     """
@@ -51,12 +51,13 @@ def operations(
         return 2 * w.num_hidden_layers * w.hidden_size * sum(n * n for n in lengths)
 
     tokens, attention = sum(lengths), attention_over(lengths)
+    sampling_attention = attention_over(alone) - shared * (group - 1) * attention_over(prompts)
     frozen, adapted = 2 * trunk * tokens + attention, 2 * (trunk + adapters) * tokens + attention
     backward = 2 * (trunk + 2 * adapters) * tokens + 2 * attention
     share = 1 if critic_layers is None else critic_layers / w.num_hidden_layers
     own_trunk, old = share * (critic not in ("shared", None)), policy_mode != "bypass"
     return {
-        "sampling": 2 * (trunk + adapters) * sum(alone) + attention_over(alone) + head,
+        "sampling": 2 * (trunk + adapters) * tokens + sampling_attention + head,
         "reward model": frozen,
         "old log-probs": old * (adapted + head),
         "reference": frozen + head,
