@@ -1,11 +1,13 @@
-"""How much time `generate` saves by keeping key-values between turns, in processor seconds.
+"""How much time `generate` saves by keeping key-values between turns and sharing them in groups, in processor seconds.
 
     PYTHONPATH=tests/benchmarks python tests/benchmarks/prefixes.py --model recipes/lake/base --rows 32 \\
         --prompt 4 --turns 32 --sampled 2 --answer 3
+    PYTHONPATH=tests/benchmarks python tests/benchmarks/prefixes.py --model out/smollm2 --rows 32 --group 4 \\
+        --prompt 80 --turns 1 --sampled 28 --answer 0
 
 Rows of random tokens are played turn by turn, each with the whole episode before it as its prompt, as `EpisodePlayer`
-does: outside `ready`, where each turn reads the episode from its beginning, and within it, by turns. A forward of more
-than one position reads a prompt, or the new part of it; the others sample. Prints a Markdown table: medians, the
+does: anew, where each turn of each row is read from its beginning, and with key-values kept, by turns. A forward of
+more than one position reads a prompt, or the new part of it; the others sample. Prints a Markdown table: medians, the
 ratio's smallest and largest, and the share of rows with the same tokens. Rounding makes it less than 1 where the
 distributions are flat over a large vocabulary: a number near the border of two tokens draws the other one.
 """
@@ -44,7 +46,8 @@ class Clock:
 def play(sampler: Sampler, options: argparse.Namespace, vocab: int) -> Tensor:
     """Return the tokens of all episodes."""
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(3, vocab, (options.rows, options.prompt), generator=generator)
+    prompts = torch.randint(3, vocab, (options.rows // options.group, options.prompt), generator=generator)
+    ids = prompts.repeat_interleave(options.group, dim=0)
     for turn in range(options.turns):
         seeds = [options.rows * turn + row for row in range(options.rows)]
         mask, budgets = torch.ones_like(ids, dtype=torch.bool), [options.sampled] * options.rows
@@ -67,6 +70,7 @@ def main(options: argparse.Namespace) -> None:
     for _ in range(options.rounds):
         played = {}
         for keep in (False, True):
+            sampler.may_share = keep
             clock.seconds, begin = 0.0, time.process_time()
             with sampler.ready() if keep else nullcontext():
                 played[keep] = play(sampler, options, vocab)
@@ -90,6 +94,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="id or folder")
     parser.add_argument("--rounds", type=int, default=5, help="each way, by turns")
+    parser.add_argument("--group", type=int, default=1, help="rows that share a prompt")
     for name, meaning in (
         ("rows", "of a batch"),
         ("prompt", "tokens before the first turn"),
