@@ -2,6 +2,7 @@
 
 import weakref
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
@@ -38,9 +39,16 @@ MODELS = {
 }
 
 
-def sampler_of(base, batch_size=64, with_values=False):
+OTHER_CACHES = [
+    ("mistral", {"sliding_window": 4, "num_key_value_heads": 1, "head_dim": 16}),
+    ("gemma2", {"sliding_window": 4, "num_key_value_heads": 1, "head_dim": 16}),
+    ("lfm2", {"layer_types": ["conv", "full_attention"], "num_key_value_heads": 1}),
+]
+
+
+def sampler_of(base, batch_size=64, with_values=False, lora=LORA):
     """A sampler from a base with an adapter that changes it, and a list of its forwards' shapes."""
-    model = ActorCritic(base, LORA, critic="shared" if with_values else None).eval()
+    model = ActorCritic(base, lora, critic="shared" if with_values else None).eval()
     set_seed(1)
     for name, parameter in model.named_parameters():
         if "lora_" in name or "value_head" in name:
@@ -108,14 +116,7 @@ def test_greedy_turns_are_those_of_reading_from_the_beginning():
     assert_same(play(sampler, True, greedy=True), play(sampler, False, greedy=True))
 
 
-@pytest.mark.parametrize(
-    ("name", "config"),
-    [
-        ("mistral", {"sliding_window": 4, "num_key_value_heads": 1, "head_dim": 16}),
-        ("gemma2", {"sliding_window": 4, "num_key_value_heads": 1, "head_dim": 16}),
-        ("lfm2", {"layer_types": ["conv", "full_attention"], "num_key_value_heads": 1}),
-    ],
-)
+@pytest.mark.parametrize(("name", "config"), OTHER_CACHES)
 def test_windows_and_recurrent_states_are_not_kept(name, config):
     sampler, shapes = sampler_of(model_of(name, **config))
     expected = play(sampler, False)
@@ -151,7 +152,7 @@ def test_values_of_the_shared_critic_are_those_of_a_pass(make):
         assert_close(told, expected, rtol=0, atol=1e-5)
 
 
-def sample(sampler, prompts, budgets=(3,) * 6):
+def sample(sampler, prompts, budgets=(3,) * 10):
     return sampler(*pad_left(prompts, 0), list(range(len(prompts))), budgets and budgets[: len(prompts)])
 
 
@@ -187,22 +188,22 @@ def test_nothing_is_kept_for_single_turns_nor_after_sampling():
     assert cache() is None
 
 
-# Two groups of two, and between them prompts that padding alone makes alike.
-GROUPS = [[7, 8, 9, 10, 11]] * 2 + [[12, 13], [0, 0, 0, 12, 13]] + [[7, 8, 9, 14, 15]] * 2
+# Two groups of four, and between them prompts that padding alone makes alike.
+GROUPS = [[7, 8, 9, 10, 11]] * 4 + [[12, 13], [0, 0, 0, 12, 13]] + [[7, 8, 9, 14, 15]] * 4
 
 
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
-@pytest.mark.parametrize("budgets", [None, (3, 1, 2, 3, 2, 1)], ids=["single", "turns"])
+@pytest.mark.parametrize("budgets", [None, (3, 1, 2, 3, 2, 1, 1, 2, 3, 3)], ids=["single", "turns"])
 def test_a_prompt_that_rows_share_is_read_once(make, budgets):
     sampler, shapes = sampler_of(make(), with_values=True)
     told = sample(sampler, GROUPS, budgets)
-    assert shapes[:2] == [(4, 5), (6, 1)]
+    assert shapes[:2] == [(4, 5), (10, 1)]
     shapes.clear()
-    apart = torch.tensor([0, 2, 4, 1, 3, 5])
+    apart = torch.tensor([0, 6, 1, 7, 2, 8, 3, 9, 4, 5])
     ids, mask = pad_left(GROUPS, 0)
     limits = None if budgets is None else [budgets[row] for row in apart]
     expected = sampler(ids[apart], mask[apart], apart.tolist(), limits).rows(apart.argsort())
-    assert shapes[0] == (6, 5)
+    assert shapes[0] == (10, 5)
     assert told.mask.equal(expected.mask)
     assert told.ids[told.mask].equal(expected.ids[told.mask])
     for numbers, others in ((told.logprobs, expected.logprobs), (told.values, expected.values)):
@@ -219,23 +220,57 @@ def test_the_first_turn_of_a_group_is_read_once_and_kept():
             for prompt, ids, mask in zip(GROUPS, completions.ids, completions.mask, strict=True)
         ]
         told = sample(sampler, prompts)
-        assert max(read_tokens(shapes)[1:]) <= 2 * 6  # the last token of an answer, and the one after it
+        assert max(read_tokens(shapes)[1:]) <= 2 * 10  # the last token of an answer, and the one after it
     assert told.ids.equal(sample(sampler, prompts).ids)
 
 
-def test_windows_are_not_shared_and_not_tried_again():
-    window = {"sliding_window": 4, "num_key_value_heads": 1, "head_dim": 16}
-    sampler, shapes = sampler_of(model_of("mistral", **window))
-    told = sample(sampler, GROUPS)
-    assert told.ids.equal(sample(sampler_of(model_of("mistral", **window), 1)[0], GROUPS).ids)
+@pytest.mark.parametrize(("name", "config"), OTHER_CACHES)
+def test_other_caches_are_not_shared_and_not_tried_again(name, config):
+    sampler, shapes = sampler_of(model_of(name, **config))
+    prompts = [[7, 8, 9, 10, 11]] * 6
+    told = sample(sampler, prompts)
+    assert read_tokens(shapes) == [5, 6 * 5]
     shapes.clear()
-    sample(sampler, GROUPS)
+    assert sample(sampler, prompts).ids.equal(told.ids)
     assert read_tokens(shapes) == [6 * 5]
 
 
-def test_a_prompt_of_one_token_can_be_shared():
-    sampler, _ = sampler_of(tiny_model())
-    assert sample(sampler, [[7]] * 4).ids.equal(sample(sampler_of(tiny_model(), 1)[0], [[7]] * 4).ids)
+def test_states_without_key_values_are_not_shared():
+    shape = {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1, "chunk_size": 8}
+    sampler, shapes = sampler_of(model_of("mamba2", **shape), lora=replace(LORA, target_modules=["in_proj"]))
+    told = sample(sampler, [[7, 8, 9, 10, 11]] * 6)
+    shapes.clear()
+    assert sample(sampler, [[7, 8, 9, 10, 11]] * 6).ids.equal(told.ids)
+    assert read_tokens(shapes) == [6 * 5]
+
+
+@pytest.mark.parametrize("prompts", [[[7]] * 4, [[7, 8, 9], [7, 8, 9], [10, 11, 12], [13, 14, 15]]])
+def test_prompts_are_read_by_row_where_little_would_be_saved(prompts):
+    sampler, shapes = sampler_of(tiny_model())
+    sample(sampler, prompts)
+    assert shapes[0] == (4, len(prompts[0]))
+
+
+@pytest.mark.parametrize("seeds", [range(6), None], ids=["sampled", "greedy"])
+def test_a_group_may_be_cut_by_batches(seeds):
+    """Of six rows that share a prompt, in batches of four and two."""
+    sampler, shapes = sampler_of(tiny_model(), 4)
+    prompts = pad_left([[7, 8, 9, 10]] * 6, 0)
+    told = sampler(*prompts, seeds and list(seeds))
+    assert [shape for shape in shapes if shape[1] > 1] == [(1, 4), (1, 4)]
+    expected = sampler_of(tiny_model(), 1)[0](*prompts, seeds and list(seeds))
+    assert told.mask.equal(expected.mask)
+    assert told.ids[told.mask].equal(expected.ids[told.mask])
+
+
+def test_a_later_turn_that_begins_otherwise_is_shared():
+    sampler, shapes = sampler_of(tiny_model())
+    with sampler.ready():
+        sample(sampler, GROUPS)
+        shapes.clear()
+        told = sample(sampler, [[20, 21, 22, 23]] * 6)
+    assert shapes[:2] == [(1, 4), (6, 1)]
+    assert told.ids.equal(sample(sampler, [[20, 21, 22, 23]] * 6).ids)
 
 
 def test_prompts_find_their_rows_in_order():

@@ -16,6 +16,7 @@ from hfppo.models.output_head import is_sharded
 from hfppo.seeds import stream_seed
 
 BLOCK = 64  # tokens whose probabilities are summed in float32
+WORTHWHILE = 0.75  # of the tokens: reading shared prompts once costs another call of `generate`
 BELOW_ONE = 1.0 - 2.0**-53  # the largest float64 below 1
 
 
@@ -79,9 +80,10 @@ class TransformersSampler(Sampler):
     Tokens come from the whole distribution at `temperature`; the model's own generation config is ignored. So
     π_rollout equals π_old up to rounding.
 
-    A prompt that rows of a batch share is read once. Nor do the turns of an episode read it from its beginning each
-    time: within `ready`, the key-values of one turn are kept for the next, if the rows that still play are one batch,
-    so that there are never more of them than while one batch is sampled.
+    A prompt that adjacent rows of a batch share, as in a group, is read once. The turns of an episode do not read the
+    episode from its beginning each time: within `ready`, the key-values of one turn are kept for the next, if the rows
+    that still play are one batch, so that there are never more of them than while one batch is sampled. `key_values`
+    has the conditions.
 
     Args:
         with_values: also return the shared critic's values, computed from the hidden states of sampling.
@@ -145,19 +147,21 @@ class TransformersSampler(Sampler):
         return join_completions(parts, self.config.pad_token_id).rows(torch.cat(batches).argsort())
 
     def _read_shared(self, prompt_ids: Tensor, prompt_mask: Tensor) -> DynamicCache | None:
-        """Read prompts that follow each other in a batch and are the same, as in a group, once.
+        """Read prompts that adjacent rows share once.
 
         Returns:
-            Key-values of each row's first columns, or None where no rows share a prompt.
+            Key-values of each row's first columns, or None: they cannot be laid out, or too little would be saved.
         """
         both = torch.cat([prompt_ids, prompt_mask.to(prompt_ids.dtype)], dim=1)
         distinct, row_of = both.unique_consecutive(dim=0, return_inverse=True)
-        if len(distinct) == len(both):
-            return None
         ids, mask = distinct.chunk(2, dim=1)
-        _, read = self._sample(ids, mask.bool(), None, [1] * len(ids), lambda tokens: None, None, keep=True)
+        if ids.numel() + len(prompt_ids) > WORTHWHILE * prompt_ids.numel():  # with the last column, read for all rows
+            return None
+        _, read = self._sample(
+            ids, mask.bool(), seeds=None, limits=[1] * len(ids), on_token=lambda tokens: None, past=None, keep=True
+        )
         self.may_share = read is not None
-        return None if read is None else read.laid_out(row_of.tolist(), prompt_ids, prompt_mask)
+        return None if read is None else read.lay_out(row_of.tolist(), prompt_ids, prompt_mask)
 
     def _sample(
         self,

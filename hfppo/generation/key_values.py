@@ -34,9 +34,11 @@ class KeyValues:
         """
         if type(cache) is not DynamicCache:  # a subclass may hold a recurrent state beside the layers
             return None
-        width = cache.get_seq_length()
-        if any(type(layer) is not DynamicLayer or layer.get_seq_length() != width for layer in cache.layers):
+        layers = [layer for layer in cache.layers if type(layer) is DynamicLayer]
+        widths = {layer.get_seq_length() for layer in layers}
+        if len(layers) < len(cache.layers) or len(widths) != 1:
             return None
+        (width,) = widths
         return cls(cache, ids[:, :width], mask[:, :width])
 
     def continued_by(self, prompt_ids: Tensor, prompt_mask: Tensor) -> DynamicCache | None:
@@ -50,9 +52,9 @@ class KeyValues:
             for x in ((prompt_ids, prompt_mask), (self.ids, self.mask))
         )
         rows = find_continued(kept, prompts)
-        return None if rows is None else self.laid_out(rows, prompt_ids, prompt_mask)
+        return None if rows is None else self.lay_out(rows, prompt_ids, prompt_mask)
 
-    def laid_out(self, rows: list[int], prompt_ids: Tensor, prompt_mask: Tensor) -> DynamicCache | None:
+    def lay_out(self, rows: list[int], prompt_ids: Tensor, prompt_mask: Tensor) -> DynamicCache | None:
         """Return the key-values of the first columns of prompts, or None if the prompts have but one.
 
         The columns are laid out as the prompts are, so that `generate` meets nothing else than in a pass over all of

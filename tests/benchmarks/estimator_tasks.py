@@ -3,7 +3,7 @@
 import functools
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -79,12 +79,12 @@ def judge_sums(num_eval: int) -> dict[str, Any]:
     }
 
 
-def ask(num_eval: int, example: tuple[str, ...] = (), **changes: Any) -> dict[str, Any]:
+def ask(num_eval: int, shown: Sequence[dict[str, str]] = (), **changes: Any) -> dict[str, Any]:
     """Return the trainer's arguments for questions to `out/smollm2`.
 
     Args:
         num_eval: questions of the evaluation.
-        example: a question and its answer, shown before each question.
+        shown: messages before each question.
         changes: of the recipe's own arguments in `recipes/reasoning.yaml`.
     """
     from reasoning import ReasoningArguments, draw_questions, make_reward, make_rows  # needs reasoning-gym
@@ -93,16 +93,14 @@ def ask(num_eval: int, example: tuple[str, ...] = (), **changes: Any) -> dict[st
     own = {f.name: recipe[f.name] for f in fields(ReasoningArguments) if f.name in recipe}
     args = ReasoningArguments(num_test_questions=num_eval, **own | changes)
     train, test = draw_questions(args)
-    shown = [{"role": role, "content": text} for role, text in zip(("user", "assistant"), example, strict=False)]
-
-    def rows(drawn: list, first: int) -> Dataset:
-        return make_rows(drawn, first, args).map(lambda row: {"prompt": shown + row["prompt"]})
-
+    rows = (make_rows(train, 0, args), make_rows(test, len(train), args))
+    if shown:
+        rows = tuple(of_one.map(lambda row: {"prompt": [*shown, *row["prompt"]]}) for of_one in rows)
     return {
         "model": str(RECIPES.parent / "out/smollm2"),
         "reward_funcs": make_reward(train + test, args),
-        "train_dataset": rows(train, 0),
-        "eval_dataset": rows(test, len(train)),
+        "train_dataset": rows[0],
+        "eval_dataset": rows[1],
     }
 
 
@@ -149,10 +147,15 @@ TASKS = {
     "sum_in_steps": Questions(
         functools.partial(
             ask,
-            example=("Calculate 4 + 7 - 2.", "4 + 7 = 11\n11 - 2 = 9"),
+            shown=[
+                {"role": "user", "content": "Calculate 4 + 7 - 2."},
+                {"role": "assistant", "content": "4 + 7 = 11\n11 - 2 = 9"},
+            ],
             task="basic_arithmetic",
-            task_config={"min_terms": 3, "max_terms": 3, "min_digits": 1, "max_digits": 1, "operators": ["+", "-"]}
-            | dict.fromkeys(("allow_negation", "allow_parentheses"), False),
+            task_config={
+                **{"min_terms": 3, "max_terms": 3, "min_digits": 1, "max_digits": 1, "operators": ["+", "-"]},
+                **{"allow_negation": False, "allow_parentheses": False},
+            },
             instruction="",
         ),
         completions=384,

@@ -58,6 +58,8 @@ def play(sampler: Sampler, options: argparse.Namespace, vocab: int) -> Tensor:
 
 
 def main(options: argparse.Namespace) -> None:
+    if options.rows % options.group:
+        raise SystemExit(f"--rows {options.rows} cannot be divided into groups of --group {options.group}")
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = load_actor(options.model)
