@@ -45,6 +45,7 @@ class Method:
 
 VAPO = {"lam_critic": 1.0, "lam_alpha": 1.0}  # λ = 0.9 for ten tokens
 GROUPS = {"num_generations": 8}
+NO_EOS_PENALTY = {"missing_eos_penalty": None}
 LAYERS = {"critic_layers": 10, "critic_learning_rate": 1e-3}  # of the 30 of a real model
 METHODS = {
     "gae": Method("gae"),
@@ -56,8 +57,11 @@ METHODS = {
     "reinforce_plus_plus": Method("reinforce_plus_plus"),
     **{f"reinforce_plus_plus_gamma_{g}": Method("reinforce_plus_plus", {"gamma": g}) for g in (0.9, 0.95, 0.98)},
     **{estimator: Method(estimator, GROUPS) for estimator in ("rloo", "grpo", "opo")},
+    "grpo_no_division": Method("grpo", GROUPS | {"scale_rewards": False}),
+    "grpo_no_eos_penalty": Method("grpo", GROUPS | NO_EOS_PENALTY),
     "remax": Method("remax"),  # not for games
     "gae_shared": Method("gae", critic="shared"),
+    "gae_shared_no_eos_penalty": Method("gae", NO_EOS_PENALTY, critic="shared"),
     "gae_layers": Method("gae", LAYERS),
     "gae_layers_pretrained": Method("gae", LAYERS, pretrained=True),
     "vapo_layers": Method("gae", LAYERS | VAPO, pretrained=True),
