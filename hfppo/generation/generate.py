@@ -147,7 +147,7 @@ class TransformersSampler(Sampler):
         return join_completions(parts, self.config.pad_token_id).rows(torch.cat(batches).argsort())
 
     def _read_shared(self, prompt_ids: Tensor, prompt_mask: Tensor) -> DynamicCache | None:
-        """Read each prompt that adjacent rows share once for all of them.
+        """Read a prompt once for the adjacent rows that share it.
 
         Returns:
             Key-values of each row's first columns, or None: they cannot be laid out, or too little would be saved.
