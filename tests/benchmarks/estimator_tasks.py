@@ -136,7 +136,8 @@ Game = functools.partial(
 Sums = functools.partial(Task, "arithmetic", judge_sums, completions=5120, pretraining=pretraining(1280, 5e-3))
 Questions = functools.partial(Task, "reasoning", completions=512, pretraining=pretraining(128, 1e-3), num_eval=96)
 NO_KL = {"kl_coef": 0.0}  # TRL's default
-FOURS = {"num_generations": 4, **NO_KL}  # completions that share a prompt, which costs most of the time
+# Rollouts of 32 completions in groups of 4, since the prompts cost most of the time.
+FOURS = {"per_device_train_batch_size": 16, "num_generations": 4, **NO_KL}
 TASKS = {
     "lake": Game(functools.partial(play, Lake)),
     "lake_replayed": Game(functools.partial(play, ReplayedLake)),
