@@ -138,6 +138,23 @@ Questions = functools.partial(Task, "reasoning", completions=512, pretraining=pr
 NO_KL = {"kl_coef": 0.0}  # TRL's default
 # Groups of 4, since the prompts cost most of the time; rollouts of 32, half of the recipe's.
 FOURS = {"per_device_train_batch_size": 16, "num_generations": 4, **NO_KL}
+SHORT = FOURS | {"max_completion_length": 28}
+SumInSteps = functools.partial(
+    Questions,
+    functools.partial(
+        ask,
+        shown=[
+            {"role": "user", "content": "Calculate 4 + 7 - 2."},
+            {"role": "assistant", "content": "4 + 7 = 11\n11 - 2 = 9"},
+        ],
+        task="basic_arithmetic",
+        task_config={
+            **{"min_terms": 3, "max_terms": 3, "min_digits": 1, "max_digits": 1, "operators": ["+", "-"]},
+            **{"allow_negation": False, "allow_parentheses": False},
+        },
+        instruction="",
+    ),
+)
 TASKS = {
     "lake": Game(functools.partial(play, Lake)),
     "lake_replayed": Game(functools.partial(play, ReplayedLake)),
@@ -145,21 +162,6 @@ TASKS = {
     "arithmetic": Sums(),
     "arithmetic_groups": Sums(settings={"num_generations": 8, **NO_KL}),
     "chain_sum": Questions(ask, settings=FOURS),
-    "sum_in_steps": Questions(
-        functools.partial(
-            ask,
-            shown=[
-                {"role": "user", "content": "Calculate 4 + 7 - 2."},
-                {"role": "assistant", "content": "4 + 7 = 11\n11 - 2 = 9"},
-            ],
-            task="basic_arithmetic",
-            task_config={
-                **{"min_terms": 3, "max_terms": 3, "min_digits": 1, "max_digits": 1, "operators": ["+", "-"]},
-                **{"allow_negation": False, "allow_parentheses": False},
-            },
-            instruction="",
-        ),
-        completions=384,
-        settings=FOURS | {"max_completion_length": 28},
-    ),
+    "sum_in_steps": SumInSteps(completions=384, settings=SHORT),
+    "sum_in_steps_64": SumInSteps(completions=768, settings=SHORT | {"per_device_train_batch_size": 32}),
 }

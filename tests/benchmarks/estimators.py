@@ -62,6 +62,7 @@ METHODS = {
     "remax": Method("remax"),  # not for games
     "gae_shared": Method("gae", critic="shared"),
     "gae_shared_no_eos_penalty": Method("gae", NO_EOS_PENALTY, critic="shared"),
+    "gae_shared_entropy": Method("gae", {"entropy_coef": 0.03}, critic="shared"),
     "gae_layers": Method("gae", LAYERS),
     "gae_layers_pretrained": Method("gae", LAYERS, pretrained=True),
     "vapo_layers": Method("gae", LAYERS | VAPO, pretrained=True),
