@@ -194,7 +194,7 @@ def test_the_yaml_has_the_sizes_it_speaks_of(reasoning):
     script_args, args, model_args = parse(reasoning)
     assert script_args.task_config == {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
     assert reasoning.find_answer("5 - 9 is -4.", script_args.answer_pattern) == "-4"
-    assert args.rollout_size_per_process == 32
+    assert (args.rollout_size_per_process, args.num_generations) == (64, 4)
     assert args.max_steps == 40 * args.updates_per_rollout == 160
     assert args.save_steps % args.updates_per_rollout == args.logging_steps % args.updates_per_rollout == 0
     assert model_args.model_name_or_path == "HuggingFaceTB/SmolLM2-135M-Instruct"
