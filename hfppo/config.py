@@ -302,12 +302,6 @@ class PPOConfig(TrainingArguments):
         default=None, metadata={"help": "Passed to `from_pretrained` when `critic` is an id or path of a model."}
     )
 
-    # Changes the result: what becomes of numbers that are not finite.
-    on_nonfinite: Literal["raise", "skip"] = field(
-        default="raise",
-        metadata={"help": "A rollout or step with NaN or infinity ends the run, or is left out and counted."},
-    )
-
     # What is shown.
     log_completions: bool = field(
         default=False, metadata={"help": "Print some completions of each rollout with their scores (GRPO)."}

@@ -137,11 +137,6 @@ def check_deepspeed(config: dict[str, Any], args: PPOConfig) -> None:
             f"{setting} moves actor or critic alone, and DeepSpeed's optimizer would move the other by weight decay "
             f"and momentum; set {off}, or use DDP"
         )
-    if args.on_nonfinite == "skip":
-        raise ValueError(
-            "on_nonfinite='skip' leaves steps out, and DeepSpeed makes them before they can be checked; set "
-            "on_nonfinite='raise', or use DDP or FSDP2"
-        )
     if "optimizer" in config:
         raise ValueError(
             "DeepSpeed's config has an optimizer, which knows neither critic_learning_rate nor target_kl; leave it "

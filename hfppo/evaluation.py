@@ -18,7 +18,7 @@ from hfppo.collect.credit import final_scores
 from hfppo.collect.rollout_metrics import measure_episodes, measure_scores
 from hfppo.config import PPOConfig
 from hfppo.data.prompts import Prompts
-from hfppo.metrics import Meter
+from hfppo.metrics import Meter, parts
 from hfppo.models.output_head import is_sharded
 from hfppo.models.packing import eval_mode
 from hfppo.rewards.contract import RewardWrapper
@@ -89,7 +89,7 @@ def evaluate_prompts(
     ):
         for start in range(0, most, size):
             batch = filled[start : start + size]
-            completed = collector.complete(batch, not do_sample, Meter())
+            completed = collector.complete(batch, not do_sample)
             batch = rows[start : start + size]
             if not batch:
                 break
@@ -98,10 +98,10 @@ def evaluate_prompts(
             with collector.scoring(completed, state) as result:
                 scored = result()
             scores = final_scores(scored, completions, collector.args)
-            measure_scores(meter, scores[scored.scorable], scored, collector.rewards.names)
-            meter.add("completions/mean_length", completions.mask.sum(dim=1))
-            meter.add("completions/truncated_frac", completions.truncated)
-            measure_episodes(meter, completed.episodes)
+            meter.update(measure_scores(scores[scored.scorable], scored, collector.rewards.names))
+            meter.update(measure_episodes(completed.episodes))
+            lengths, cut = parts(completions.mask.sum(dim=1)), parts(completions.truncated)
+            meter.update({"completions/mean_length": lengths, "completions/truncated_frac": cut})
             done += [(row.group, text) for row, text in zip(batch, completed.texts, strict=True)]
             on_batch()
     everywhere = sorted(gather_object(done), key=lambda numbered: numbered[0])

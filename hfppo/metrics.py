@@ -1,10 +1,8 @@
 """Metrics: sums and counts over micro-batches and ranks, divided once. No metric averages over padding."""
 
 import math
-import time
+import re
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
 import torch
@@ -103,8 +101,6 @@ METRICS: dict[str, tuple[str, str]] = {
     "mismatch/ess": ("mean", "Effective sample size of the weights, as a share of the tokens; 1 is all."),
     "mismatch/rejected_frac": ("mean", "Share of tokens whose weight left the band: masked or rejected."),
     "mismatch/kl": ("mean", "KL of π_rollout to π_old per token by k3, nats."),
-    "nonfinite/rollout_frac": ("mean", "Share of rollouts left out because a number was not finite."),
-    "nonfinite/step_frac": ("mean", "Share of optimizer steps left out because a loss or gradient was not finite."),
     "time/rollout": ("mean", "Seconds to collect a rollout."),
     "time/generation": ("mean", "Seconds of it spent sampling."),
     "time/environments": ("mean", "Seconds of it spent in tools and environments, which `time/generation` includes."),
@@ -120,6 +116,46 @@ METRICS: dict[str, tuple[str, str]] = {
     "time/tokens_per_second": ("mean", "Tokens sampled per second of generation on each process."),
     "custom/{name}": ("mean", "What a reward function passed to log_metric."),
 }
+
+# What functions measure: by the name of each metric its parts, (4,) float64 as `parts` returns them.
+Measures = dict[str, Tensor]
+
+
+def parts(values: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Return count, sum, sum of squares and maximum of numbers, (4,) float64, without making the device wait.
+
+    Args:
+        values: any shape; with `mask`, a bool of that shape, only the entries where it is True.
+    """
+    if mask is not None:
+        require_same_shape(values=values, mask=mask)
+    # In float64: the deviation of equal numbers is the small difference of two large ones. MPS has no float64.
+    x = values.detach().to(torch.float32 if values.device.type == "mps" else torch.float64)
+    given = torch.ones_like(x, dtype=torch.bool) if mask is None else mask
+    largest = x.where(given, -math.inf).amax() if x.numel() else x.new_tensor(-math.inf)
+    x = x.where(given, 0.0)
+    return torch.stack([given.sum(dtype=x.dtype), x.sum(), x.square().sum(), largest])
+
+
+def parts_of(number: float) -> Tensor:
+    """Return the parts of one number."""
+    return parts(torch.tensor([number], dtype=torch.float64))
+
+
+def reduction_of(name: str) -> str:
+    """Return how the parts of a metric become one number.
+
+    Args:
+        name: a key of `METRICS`, or one with a name in place of its braces.
+    Raises:
+        KeyError: there is no such metric.
+    """
+    if name not in METRICS:
+        for pattern in METRICS:
+            before, brace, after = re.split(r"(\{\w+\})", pattern) if "{" in pattern else (name, "", "")
+            if brace and name.startswith(before) and name.endswith(after):
+                return METRICS[pattern][0]
+    return METRICS[name][0]
 
 
 @dataclass
@@ -150,83 +186,40 @@ class Sums:
 
 
 class Meter:
-    """Collects metrics on one process until they are read, once, for all processes."""
+    """Adds up the measures of one process until they are read, once, for all processes."""
 
-    def __init__(self) -> None:
+    def __init__(self, measures: Measures | None = None) -> None:
         self._sums: dict[str, Sums] = {}
         self._pending: dict[torch.device, list[tuple[str, str, Tensor]]] = defaultdict(list)
-        self._seconds: dict[str, float] = {}
+        self.update(measures or {})
 
-    def add(self, name: str, values: Tensor, mask: Tensor | None = None, pattern: str | None = None) -> None:
-        """Add numbers to a metric.
-
-        Args:
-            name: a key of `METRICS`, or made from one.
-            values: any shape; with `mask`, a bool of that shape, only the entries where it is True.
-            pattern: the key that the name was made from.
-        """
-        if mask is not None:
-            require_same_shape(values=values, mask=mask)
-        # In float64, or the deviation of equal numbers would be what is left of two large ones. MPS has none.
-        x = values.detach().to(torch.float32 if values.device.type == "mps" else torch.float64)
-        given = torch.ones_like(x, dtype=torch.bool) if mask is None else mask
-        largest = x.where(given, -math.inf).amax() if x.numel() else x.new_tensor(-math.inf)
-        x = x.where(given, 0.0)
-        # Nothing here makes the device wait, neither a selection by the mask nor a float.
-        parts = torch.stack([given.sum(dtype=x.dtype), x.sum(), x.square().sum(), largest])
-        self._pending[x.device].append((name, METRICS[pattern or name][0], parts))
-
-    def add_number(self, name: str, value: float) -> None:
-        """Add one number to a metric."""
-        number = float(value)
-        merge(self._sums, name, Sums(METRICS[name][0], 1.0, number, number * number, number))
-
-    @contextmanager
-    def timed(self, name: str) -> Iterator[None]:
-        """Add the seconds spent inside to a metric; all stretches between two reads make up one number."""
-        start = time.perf_counter()
-        yield
-        self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
-
-    def seconds(self, name: str) -> float:
-        """Return the seconds that `timed` has added to a metric since the last read."""
-        return self._seconds[name]
+    def update(self, measures: Measures) -> None:
+        """Add measures; they stay on their device until they are needed."""
+        for name, x in measures.items():
+            self._pending[x.device].append((name, reduction_of(name), x))
 
     def read(self) -> dict[str, float]:
         """Every metric over all processes, and start anew. A collective call: every process must make it."""
         merged: dict[str, Sums] = {}
         for state in gather_object([self.state_dict()]):
-            for name, parts in state.items():
-                merge(merged, name, Sums(**parts))
+            for name, saved in state.items():
+                merge(merged, name, Sums(**saved))
         self._sums.clear()
         return {name: sums.value() for name, sums in merged.items() if sums.count}
 
-    def take_from(self, other: "Meter") -> None:
-        """Add what another meter of this process has collected."""
-        self._flush()
-        for name, parts in other.state_dict().items():
-            merge(self._sums, name, Sums(**parts))
-
     def state_dict(self) -> dict[str, dict]:
         """Return the metrics that are not read yet, as plain numbers."""
-        self._flush()
-        return {name: asdict(sums) for name, sums in self._sums.items()}
-
-    def _flush(self) -> None:
-        for name, seconds in self._seconds.items():
-            self.add_number(name, seconds)
-        self._seconds.clear()
         for pending in self._pending.values():
-            together = torch.stack([parts for *_, parts in pending]).tolist()  # the one wait of a device
-            for (name, reduction, _), parts in zip(pending, together, strict=True):
-                merge(self._sums, name, Sums(reduction, *parts))
+            together = torch.stack([x for *_, x in pending]).tolist()  # the one wait of a device
+            for (name, reduction, _), numbers in zip(pending, together, strict=True):
+                merge(self._sums, name, Sums(reduction, *numbers))
         self._pending.clear()
+        return {name: asdict(sums) for name, sums in self._sums.items()}
 
     def load_state_dict(self, state: dict[str, dict]) -> None:
         """Continue from what `state_dict` gave."""
         self._pending.clear()
-        self._seconds.clear()
-        self._sums = {name: Sums(**parts) for name, parts in state.items()}
+        self._sums = {name: Sums(**saved) for name, saved in state.items()}
 
 
 def merge(into: dict[str, Sums], name: str, sums: Sums) -> None:

@@ -16,7 +16,6 @@ from transformers import TrainingArguments
 from hfppo.config import PPOConfig
 from hfppo.data.prompt_stream import PromptStream
 from hfppo.data.prompts import Prompts
-from hfppo.metrics import Meter
 from hfppo.models.actor_critic import ActorCritic
 from hfppo.rollout import Rollout
 from hfppo.run_state import PPOState
@@ -160,13 +159,12 @@ class PPOCheckpoint:
         }
         path.write_text(json.dumps(content))
 
-    def load(self, checkpoint: str | Path, meter: Meter) -> tuple[PPOState, Rollout | None]:
+    def load(self, checkpoint: str | Path) -> tuple[PPOState, dict[str, Any], Rollout | None]:
         """Read what `save` wrote; a `kl_coef` that was changed since replaces the saved β."""
         path = state_file(checkpoint, self.process)
         content = json.loads(path.read_text())
-        meter.load_state_dict(content["metrics"])
         rollout = Rollout(**load_file(path.with_suffix(".safetensors"))) if content["rollout"] else None
         state = PPOState.from_state_dict(content["state"])
         if self.run.settings["kl_coef"] != content["run"]["settings"]["kl_coef"]:
             state.kl_coef = self.run.settings["kl_coef"]
-        return state, rollout
+        return state, content["metrics"], rollout

@@ -1,13 +1,13 @@
 """`PPOState`: where a run stands beyond Trainer's state; part of every checkpoint."""
 
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from torch import Tensor
 
 
-@dataclass
+@dataclass(frozen=True)
 class RunningMoments:
     """Mean and variance of all scores seen so far, merged rollout by rollout.
 
@@ -23,16 +23,15 @@ class RunningMoments:
         """Standard deviation (of the population); 1 while all scores are equal, so that it can divide."""
         return math.sqrt(self.squares / self.count) if self.squares > 0 else 1.0
 
-    def add(self, scores: Tensor) -> None:
-        """Add the scores of a rollout."""
+    def with_scores(self, scores: Tensor) -> "RunningMoments":
+        """Return the moments with the scores of a rollout added."""
         if not scores.numel():
-            return
+            return self
         x = scores.double()
         count = self.count + x.numel()
         shift = float(x.mean()) - self.mean
-        self.squares += float((x - x.mean()).square().sum()) + shift**2 * self.count * x.numel() / count
-        self.mean += shift * x.numel() / count
-        self.count = count
+        added = float((x - x.mean()).square().sum()) + shift**2 * self.count * x.numel() / count
+        return RunningMoments(count, self.mean + shift * x.numel() / count, self.squares + added)
 
     def normalize(self, scores: Tensor) -> Tensor:
         """(score − mean) / std, of any shape."""
@@ -43,7 +42,7 @@ class RunningMoments:
 class PretrainingProgress:
     """How far the critic's pretraining is."""
 
-    rollouts: int = 0  # of the run's prompts, taken for it so far; those that were dropped included
+    rollouts: int = 0  # of the run's prompts, taken for it so far
     epoch: int = 0  # epochs finished
     step: int = 0  # optimizer steps made in the epoch that is running
     loss: float = 0.0  # the sum of their losses on this process
@@ -76,7 +75,6 @@ class PPOState:
 
     kl_coef: float  # β of the next rollout
     rollouts: int = 0  # collected so far, the one in use included
-    dropped: int = 0  # rollouts among them that were dropped because a number was not finite
     first_step: int = 0  # global step at which the rollout in use was collected
     last_step: int = 0  # global step at which the next one is due; `target_kl` brings it forward
     score_moments: RunningMoments = field(default_factory=RunningMoments)  # for `normalize_scores`
@@ -96,4 +94,5 @@ class PPOState:
         """Make the state that `state_dict` described."""
         moments = RunningMoments(**state["score_moments"])
         progress = PretrainingProgress(**state.get("critic_pretraining", {}))  # earlier versions had none
-        return cls(**{**state, "score_moments": moments, "critic_pretraining": progress})
+        known = {f.name: state[f.name] for f in fields(cls) if f.name in state}  # earlier versions had more
+        return cls(**{**known, "score_moments": moments, "critic_pretraining": progress})

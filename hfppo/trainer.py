@@ -29,8 +29,7 @@ from transformers import (
 from transformers.trainer_utils import EvalLoopOutput, SaveStrategy
 
 from hfppo.callbacks.events import PPOCallback, TrainerHooks
-from hfppo.collect.check_finite import NonFiniteError
-from hfppo.collect.collector import Collector, group_equal_rows
+from hfppo.collect.collector import Collected, Collector, group_equal_rows
 from hfppo.collect.forward import autocast
 from hfppo.config import PPOConfig
 from hfppo.data.prompts import Prompts, dataset_of
@@ -41,12 +40,12 @@ from hfppo.evaluation import EvalPrompts, check_best_metric, evaluate_prompts, p
 from hfppo.generation import Sampler, make_sampler
 from hfppo.learn.critic_pretraining import CriticPretraining
 from hfppo.learn.flops import FlopCounter, measure_throughput
-from hfppo.learn.loss import LossTerm, measure_kl, measure_update, ppo_loss, ppo_terms
+from hfppo.learn.loss import LossTerm, measure_update, ppo_loss, ppo_terms
 from hfppo.learn.micro_batches import MiniBatchSize, cut_mini_batch, join_sequences
 from hfppo.learn.nonfinite_guard import NonFiniteGuard
 from hfppo.learn.optimizer import GradientClipper, StepHooks, keep_own_settings, split_critic_groups
 from hfppo.learn.step_plan import StepPlan
-from hfppo.metrics import Meter
+from hfppo.metrics import Meter, parts, parts_of
 from hfppo.models.actor_critic import ActorCritic, TokenOutputs
 from hfppo.models.compilation import compile_layers
 from hfppo.models.critic import CRITIC_FOLDER
@@ -57,13 +56,15 @@ from hfppo.reporting.card import write_card
 from hfppo.reporting.default_callbacks import with_default_callbacks
 from hfppo.reporting.progress import RunProgress
 from hfppo.rewards.contract import RewardFunc
-from hfppo.rollout import Rollout, Transcript
+from hfppo.rollout import Rollout
 from hfppo.run_state import PPOState
 from hfppo.saving.crash_safe import CrashSafeTrainer
 from hfppo.saving.folders import no_empty_folder
 from hfppo.seeds import SHUFFLE_STREAM
 from hfppo.setup import Parts, assemble, check_arguments, check_output_folder, prepare_later_dataset
 from hfppo.support.out_of_memory import explain_out_of_memory
+
+KL_METRIC = "policy/approx_kl"  # which `target_kl` limits
 
 
 class PPOTrainer(CrashSafeTrainer):
@@ -200,10 +201,10 @@ class PPOTrainer(CrashSafeTrainer):
         """Forget the rollout and the metrics of an earlier run."""
         self._rollout: Rollout | None = None
         self._meter = Meter()  # metrics until the next log
-        self._step_meter = Meter()  # metrics of one step, for `target_kl`
+        self._step_kl = Meter()  # `policy/approx_kl` of one step, for `target_kl`
         self._step_start: tuple[int, dict[str, Any]] | None = None  # steps made, and metrics, when a step began
         self._step_began, self._step_flops = 0.0, 0
-        self._guard = NonFiniteGuard(self.args, self.accelerator)
+        self._guard = NonFiniteGuard(self.accelerator)
         self._clipper = GradientClipper(self.model, self.accelerator, self._guard)
         self._pretraining = self._begin_pretraining()
 
@@ -241,7 +242,7 @@ class PPOTrainer(CrashSafeTrainer):
 
         Raises:
             ValueError: the output folder is one that training starts from.
-            NonFiniteError: a number is NaN or infinite; see `on_nonfinite`.
+            NonFiniteError: a number is NaN or infinite.
             OutOfMemory: with the settings that help.
         """
         check_output_folder(self._sources, self.args)
@@ -293,7 +294,7 @@ class PPOTrainer(CrashSafeTrainer):
             next(epoch_iterator)
         mini_batch = self._next_mini_batch()
         inputs = cut_mini_batch(mini_batch, num_batches, self.args.max_tokens_per_micro_batch, self.accelerator)
-        self._step_meter = Meter()  # a step that float16's scaler dropped has left its metrics here
+        self._step_kl = Meter()  # a step that float16's scaler dropped has left its KL here
         if self._just_in_time is not None:
             self._step_start = self.state.global_step, self._meter.state_dict()
         self._step_began, self._step_flops = time.perf_counter(), 0
@@ -311,32 +312,24 @@ class PPOTrainer(CrashSafeTrainer):
 
     def _collect_rollout(self) -> Rollout:
         """Collect the next rollout and tell the callbacks."""
+        collected = self._collect_next(self.collector)
         state = self.ppo_state
-        collected = None
-        while collected is None:
-            meter = Meter()
-            collected = self._try_to_collect(self.collector, meter)
-            state.dropped += collected is None
-            state.rollouts += 1
-        rollout, transcript = collected
+        state.rollouts += 1
         state.first_step = self.state.global_step
         state.last_step = state.first_step + self.args.updates_per_rollout
-        if self.args.on_nonfinite == "skip":
-            meter.add_number("nonfinite/rollout_frac", 0.0)
-        self._meter.take_from(meter)
-        self._call_callbacks("on_rollout_end", rollout=rollout, transcript=transcript, metrics=meter.read())
+        self._meter.update(collected.measures)
+        rollout, metrics = collected.rollout, Meter(collected.measures).read()
+        self._call_callbacks("on_rollout_end", rollout=rollout, transcript=collected.transcript, metrics=metrics)
         return rollout
 
-    def _try_to_collect(self, collector: Collector, meter: Meter) -> tuple[Rollout, Transcript] | None:
-        """Collect a rollout for the next prompts; None if a number is not finite and `on_nonfinite` drops it."""
-        state = self.ppo_state
+    def _collect_next(self, collector: Collector) -> Collected:
+        """Collect a rollout for the next prompts."""
         assert self._train_prompts is not None
-        rows = collector.training_rows(self._train_prompts, state.next_rollout)
-        try:
-            return collector.collect(rows, state, self.state, meter, show=self._progress.phase)
-        except NonFiniteError as error:
-            self._guard.drop(error, state.next_rollout + 1, self._meter)
-            return None
+        rows = collector.training_rows(self._train_prompts, self.ppo_state.next_rollout)
+        collected = collector.collect(rows, self.ppo_state, self.state, show=self._progress.phase)
+        if collected.moments is not None:
+            self.ppo_state.score_moments = collected.moments
+        return collected
 
     def _begin_pretraining(self) -> CriticPretraining | None:
         """Return the pretraining that is due, from its beginning; None if it is done or PPO has begun."""
@@ -364,12 +357,12 @@ class PPOTrainer(CrashSafeTrainer):
             self.save_checkpoint()
         return True
 
-    def _collect_for_pretraining(self) -> Rollout | None:
-        """Collect a rollout with λ = 1 returns, of which callbacks hear nothing; None if it was dropped."""
+    def _collect_for_pretraining(self) -> Rollout:
+        """Collect a rollout with λ = 1 returns, without firing callbacks."""
         assert self._pretraining is not None
-        collected = self._try_to_collect(self._pretraining.collector, Meter())
+        rollout = self._collect_next(self._pretraining.collector).rollout
         self.ppo_state.critic_pretraining.rollouts += 1
-        return None if collected is None else collected[0]
+        return rollout
 
     def rollout(self, prompts: Sequence[str] | Sequence[list[dict[str, Any]]], **columns: Sequence[Any]) -> Rollout:
         """Collect a rollout for given prompts, on the CPU; training does not notice.
@@ -386,7 +379,7 @@ class PPOTrainer(CrashSafeTrainer):
         """
         rows = self.collector.eval_rows(self._prepare_prompts(dataset_of(prompts, columns), "prompts"))
         self._prepare_model()
-        return self.collector.collect(group_equal_rows(rows), self.ppo_state, self.state, Meter(), training=False)[0]
+        return self.collector.collect(group_equal_rows(rows), self.ppo_state, self.state, training=False).rollout
 
     # The loss
 
@@ -404,7 +397,8 @@ class PPOTrainer(CrashSafeTrainer):
             with self.accelerator.no_sync(model):
                 loss += super().training_step(model, {"batch": piece}, num_items_in_batch)
         loss += super().training_step(model, {"batch": last}, num_items_in_batch)
-        self._meter.add("loss", loss * self.args.gradient_accumulation_steps)  # the micro-batches add up to a step's
+        whole = loss * self.args.gradient_accumulation_steps  # the micro-batches add up to a step's
+        self._meter.update({"loss": parts(whole)})
         return loss
 
     def compute_loss(
@@ -432,9 +426,10 @@ class PPOTrainer(CrashSafeTrainer):
         with torch.no_grad():
             self._guard.record(batch, loss, {term.name: term.per_token for term in terms})
             first = self.state.global_step == self.ppo_state.first_step
-            measure_update(self._meter, terms, outputs, batch, self.args, first)
-            if self.args.target_kl is not None and outputs.logprobs is not None:
-                measure_kl(self._step_meter, outputs, batch)
+            measures = measure_update(terms, outputs, batch, self.args, first)
+            self._meter.update(measures)
+            if self.args.target_kl is not None and KL_METRIC in measures:
+                self._step_kl.update({KL_METRIC: measures[KL_METRIC]})
         loss = loss * self.args.world_size
         return (loss, outputs) if return_outputs else loss
 
@@ -462,7 +457,9 @@ class PPOTrainer(CrashSafeTrainer):
         return keep_own_settings(cast(Optimizer, self.optimizer), self.lr_scheduler)
 
     def _clip_gradients(self, max_norm: float) -> Tensor:
-        return self._clipper.clip(max_norm, self.optimizer, self.state.global_step + 1, self._meter)
+        norm, measures = self._clipper.clip(max_norm, cast(Optimizer, self.optimizer), self.state.global_step + 1)
+        self._meter.update(measures)
+        return norm
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
         # Private upstream hook: the one place between backward and step where gradients are clipped.
@@ -480,14 +477,14 @@ class PPOTrainer(CrashSafeTrainer):
             for parameter in self.model.actor_parameters():  # without gradient: no decay, no momentum, no changed bit
                 parameter.grad = None
         limit = self.args.target_kl
-        if limit is not None and self._step_meter.read().get("policy/approx_kl", 0.0) > limit:
+        if limit is not None and self._step_kl.read().get(KL_METRIC, 0.0) > limit:
             self.ppo_state.last_step = self.state.global_step + 1
 
     def _after_step(self) -> None:
         if self._pretraining is None:
             seconds = time.perf_counter() - self._step_began
-            self._meter.add_number("time/update", self.args.updates_per_rollout * seconds)
-            measure_throughput(self._meter, self._step_flops, seconds, self.args.peak_tflops)
+            self._meter.update({"time/update": parts_of(self.args.updates_per_rollout * seconds)})
+            self._meter.update(measure_throughput(self._step_flops, seconds, self.args.peak_tflops))
 
     def _end_update(self) -> None:
         """Tell the callbacks after the last optimizer step on a rollout."""
@@ -554,7 +551,8 @@ class PPOTrainer(CrashSafeTrainer):
 
     def load_run_state(self, folder: str) -> None:
         """Read where PPO stands, and the critic, which upstream does not load."""
-        self.ppo_state, self._rollout = self._checkpoint.load(folder, self._meter)
+        self.ppo_state, metrics, self._rollout = self._checkpoint.load(folder)
+        self._meter.load_state_dict(metrics)
         if not self.is_deepspeed_enabled:  # its own checkpoint holds the critic
             self.model.load_critic(folder)
         if (pretraining := self._begin_pretraining()) is not None:

@@ -12,7 +12,6 @@ from helpers.scripted import PROMPTS, Off, always, answering, first_rollout, nor
 from helpers.tiny import ragged_model, tiny_model
 from hfppo import PPOConfig
 from hfppo import functional as F
-from hfppo.metrics import Meter
 
 
 def with_values(trainer, value: float):
@@ -157,7 +156,7 @@ def test_greedy_completions_belong_to_their_phases(make_trainer):
     trainer.collector.sampler.__class__ = Noting
     rows = trainer.collector.training_rows(trainer._train_prompts, 0)
     trainer.collector.collect(
-        rows, trainer.ppo_state, trainer.state, Meter(), show=lambda name: nullcontext(phases.append(name))
+        rows, trainer.ppo_state, trainer.state, show=lambda name: nullcontext(phases.append(name))
     )
     sampling = ["time/generation", "ready", "sampler", "sampler"]
     assert phases == ["time/rollout", *sampling, "time/rewards", "time/passes", "time/rewards", "time/rewards"]
@@ -197,7 +196,7 @@ def test_weights_of_another_sampler_are_those_that_are_asked_for(make_trainer, l
 
 def test_tokens_per_second(make_trainer, monkeypatch):
     clock = iter(range(1000))
-    monkeypatch.setattr("hfppo.metrics.time.perf_counter", lambda: float(next(clock)))
+    monkeypatch.setattr("hfppo.collect.collector.time.perf_counter", lambda: float(next(clock)))
     trainer = make_trainer({"max_steps": 1})
     trainer.train()
     logs = trainer.state.log_history[0]

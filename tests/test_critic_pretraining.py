@@ -9,7 +9,6 @@ import pytest
 import torch
 from datasets import Dataset
 
-import hfppo.collect.collector
 from helpers.agents import VOCAB_SIZE, Counting, calling_tokenizer
 from helpers.runs import final_state, untimed_logs
 from helpers.tiny import tiny_model
@@ -283,21 +282,6 @@ def test_a_second_training_does_not_repeat_it(make_trainer):
     trainer.train()
     assert trainer.ppo_state.critic_pretraining.epoch == epochs
     assert logged_epochs(trainer) == []
-
-
-def test_a_rollout_that_is_not_finite_is_left_out(make_trainer, monkeypatch):
-    passes, number = hfppo.collect.collector.forward_passes, iter(range(100))
-
-    def broken(*args):
-        found = passes(*args)
-        if next(number) == 1:
-            found.values[3] = math.nan
-        return found
-
-    monkeypatch.setattr(hfppo.collect.collector, "forward_passes", broken)
-    trainer = pretrained(make_trainer, {"on_nonfinite": "skip"})
-    progress = trainer.ppo_state.critic_pretraining
-    assert (progress.rollouts, progress.completions, trainer.ppo_state.dropped) == (5, 32, 0)
 
 
 def test_an_optimizer_that_diverges_is_an_error(make_trainer):

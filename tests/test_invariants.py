@@ -24,6 +24,7 @@ from transformers import (
 from helpers.runs import count_digits, gradients, logged, trainable
 from helpers.tiny import tiny_gpt2, tiny_model, tiny_opt, tiny_qwen3
 from hfppo import PPOCallback, Rollout
+from hfppo.metrics import parts
 
 SHAPE = {"vocab_size": 26, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "bos_token_id": None}
 SHAPE |= {"num_attention_heads": 2, "num_key_value_heads": 2, "eos_token_id": 1, "pad_token_id": 0}
@@ -375,7 +376,7 @@ def test_a_step_that_was_not_made_does_not_count_for_target_kl(make_trainer):
 
     class Leave(PPOCallback):
         def on_step_end(self, args, state, control, **kwargs):
-            trainer._step_meter.add("policy/approx_kl", torch.full((1, 1), 1e6), torch.ones(1, 1, dtype=torch.bool))
+            trainer._step_kl.update({"policy/approx_kl": parts(torch.full((1, 1), 1e6))})
 
     keep = Keep()
     trainer = make_trainer({"target_kl": 1e3}, callbacks=[keep, Leave()])

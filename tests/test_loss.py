@@ -117,8 +117,7 @@ def test_a_loss_is_its_terms_by_weight_and_the_nll_of_full_scores(make_trainer, 
 
 def test_metrics_of_an_update_by_hand(make_trainer, batch, outputs):
     args = make_trainer(CLIP | {"cliprange_value": 0.05}).args
-    meter = Meter()
-    measure_update(meter, ppo_terms(outputs, batch, args), outputs, batch, args, first=True)
+    meter = Meter(measure_update(ppo_terms(outputs, batch, args), outputs, batch, args, first=True))
     counts = batch.loss_mask
     new, old, advantages = (x[counts].detach() for x in (outputs.logprobs, batch.old_logprobs, batch.advantages))
     ratio = (new - old).exp()
@@ -148,7 +147,7 @@ def test_metrics_of_an_update_by_hand(make_trainer, batch, outputs):
 
 
 def test_a_ratio_below_one_deviates_as_well(make_trainer, batch, outputs):
-    args, meter = make_trainer().args, Meter()
+    args = make_trainer().args
     batch = replace(batch, old_logprobs=outputs.logprobs.detach() + 0.5)
-    measure_update(meter, ppo_terms(outputs, batch, args), outputs, batch, args, first=True)
+    meter = Meter(measure_update(ppo_terms(outputs, batch, args), outputs, batch, args, first=True))
     assert meter.read()["policy/first_ratio_deviation"] == pytest.approx(1 - math.exp(-0.5), rel=1e-5)

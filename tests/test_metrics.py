@@ -1,6 +1,7 @@
 """Sums and counts, divided once."""
 
 import math
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -10,18 +11,19 @@ from helpers.agents import EPISODE_METRICS
 from helpers.scripted import answering, off_trainer
 from helpers.tiny import tiny_model
 from hfppo import PPOCallback, TolerantReward
+from hfppo.collect.collector import Phases
 from hfppo.collect.rollout_metrics import prompts_without_signal
 from hfppo.learn.loss import LossTerm
-from hfppo.metrics import METRICS, Meter
+from hfppo.metrics import METRICS, Meter, parts, parts_of, reduction_of
 
 
 def test_parts_of_unequal_size_are_divided_once_and_padding_does_not_count():
     meter = Meter()
-    meter.add("kl", torch.tensor([[1.0, 2.0], [3.0, 100.0]]), torch.tensor([[True, True], [True, False]]))
-    meter.add("kl", torch.tensor([[6.0]]), torch.tensor([[True]]))
-    meter.add("reward_std", torch.tensor([1.0, 3.0]))
-    meter.add("reward_std", torch.tensor([5.0]))
-    meter.add("policy/ratio_max", torch.tensor([-5.0, -2.0, 9.0]), torch.tensor([True, True, False]))
+    meter.update({"kl": parts(torch.tensor([[1.0, 2.0], [3.0, 100.0]]), torch.tensor([[True, True], [True, False]]))})
+    meter.update({"kl": parts(torch.tensor([[6.0]]), torch.tensor([[True]]))})
+    meter.update({"reward_std": parts(torch.tensor([1.0, 3.0]))})
+    meter.update({"reward_std": parts(torch.tensor([5.0]))})
+    meter.update({"policy/ratio_max": parts(torch.tensor([-5.0, -2.0, 9.0]), torch.tensor([True, True, False]))})
     read = meter.read()
     assert read["kl"] == pytest.approx((1 + 2 + 3 + 6) / 4)
     assert read["reward_std"] == pytest.approx(math.sqrt(8 / 3))
@@ -31,39 +33,37 @@ def test_parts_of_unequal_size_are_divided_once_and_padding_does_not_count():
 
 def test_the_deviation_of_equal_numbers_is_zero():
     meter = Meter()
-    meter.add("reward_std", torch.full((1000,), 0.7))
+    meter.update({"reward_std": parts(torch.full((1000,), 0.7))})
     assert meter.read()["reward_std"] == pytest.approx(0.0, abs=1e-6)
 
 
 def test_an_empty_part_leaves_no_metric():
     meter = Meter()
-    meter.add("kl", torch.zeros(0))
+    meter.update({"kl": parts(torch.zeros(0))})
     assert meter.read() == {}
 
 
 def test_last_keeps_the_last():
     meter = Meter()
-    meter.add_number("kl_coef", 0.1)
-    meter.add_number("kl_coef", 0.2)
-    rollout = Meter()
-    rollout.add_number("kl_coef", 0.3)
-    meter.take_from(rollout)
+    meter.update({"kl_coef": parts_of(0.1)})
+    meter.update({"kl_coef": parts_of(0.2)})
+    meter.update({"kl_coef": parts_of(0.3)})
     assert meter.read()["kl_coef"] == pytest.approx(0.3)
 
 
 def test_state_goes_on_where_it_was_saved():
     first, second, whole = Meter(), Meter(), Meter()
     for meter in (first, whole):
-        meter.add("kl", torch.tensor([1.0, 2.0]))
+        meter.update({"kl": parts(torch.tensor([1.0, 2.0]))})
     second.load_state_dict(first.state_dict())
     for meter in (second, whole):
-        meter.add("kl", torch.tensor([6.0]))
+        meter.update({"kl": parts(torch.tensor([6.0]))})
     assert second.read() == whole.read() == {"kl": 3.0}
 
 
 def test_names_must_be_in_the_table():
     with pytest.raises(KeyError, match="typo"):
-        Meter().add("typo", torch.zeros(1))
+        Meter({"typo": torch.zeros(4)})
 
 
 def test_every_metric_of_the_table_appears_in_a_log_and_no_other(make_trainer, dataset):
@@ -71,7 +71,7 @@ def test_every_metric_of_the_table_appears_in_a_log_and_no_other(make_trainer, d
         log_metric("length", sum(map(len, completions)))
         return [float(len(text)) for text in completions]
 
-    config = {"kl_loss_coef": 0.1, "dual_clip": 3.0, "policy_mode": "corrected", "on_nonfinite": "skip"}
+    config = {"kl_loss_coef": 0.1, "dual_clip": 3.0, "policy_mode": "corrected"}
     config |= {"num_generations": 2, "max_steps": 4, "peak_tflops": 1.0}
     trainer = make_trainer(config, reward_funcs=TolerantReward(scores))
     given = trainer.loss_terms
@@ -140,7 +140,7 @@ def test_the_share_of_prompts_without_a_signal_is_that_of_the_advantages(make_tr
 
 def test_a_mask_of_another_shape_is_refused():
     with pytest.raises(ValueError, match=r"values.*\(2, 3\).*mask.*\(2, 1\)"):
-        Meter().add("kl", torch.ones(2, 3), torch.ones(2, 1, dtype=torch.bool))
+        parts(torch.ones(2, 3), torch.ones(2, 1, dtype=torch.bool))
 
 
 def test_a_largest_number_is_the_largest(make_trainer):
@@ -154,19 +154,24 @@ def test_a_largest_number_is_the_largest(make_trainer):
 def test_a_largest_number_that_is_none_is_not_hidden_by_others(numbers):
     meter = Meter()
     for number in numbers:
-        meter.add("policy/ratio_max", torch.tensor([number]))
+        meter.update({"policy/ratio_max": parts(torch.tensor([number]))})
         meter.state_dict()  # which adds up what there is
     assert math.isnan(meter.read()["policy/ratio_max"])
 
 
 def test_stretches_of_time_add_up(monkeypatch):
     clock = iter([0.0, 5.0, 10.0, 12.0])
-    monkeypatch.setattr("hfppo.metrics.time.perf_counter", lambda: next(clock))
-    meter = Meter()
+    monkeypatch.setattr("hfppo.collect.collector.time.perf_counter", lambda: next(clock))
+    phases = Phases(None, lambda name: nullcontext())
     for _ in range(2):
-        with meter.timed("time/rewards"):
+        with phases.timed("generation"):
             pass
-    assert meter.read() == {"time/rewards": 7.0}
+    assert Meter(phases.measures(14.0)).read() == {"time/generation": 7.0, "time/tokens_per_second": 2.0}
+
+
+def test_a_name_made_from_a_pattern_is_reduced_like_the_pattern():
+    names = ("rewards/a/b/std", "rewards/f/mean", "custom/x", "loss/own")
+    assert [reduction_of(name) for name in names] == ["std", "mean", "mean", "mean"]
 
 
 def test_the_learning_rate_of_the_critic_is_the_last(make_trainer):

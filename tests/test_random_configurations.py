@@ -94,7 +94,6 @@ EVERY_RUN = [
     seldom(*each("max_tokens_per_micro_batch", 16, 32)),
     seldom({"activation_checkpointing": True}),
     seldom(*each("local_rollout_forward_batch_size", 1, 3)),
-    seldom({"on_nonfinite": "skip"}),
     seldom({"weight_decay": 0.01}),
 ]
 WITH_CRITIC = [

@@ -14,7 +14,7 @@ from datasets import Dataset
 from torch.testing import assert_close
 
 import hfppo.collect.collector
-from helpers.scripted import SIGNS, always, answering, first_rollout, ids_of, normalizing, score
+from helpers.scripted import SIGNS, always, answering, collect_first, first_rollout, ids_of, normalizing, score
 from helpers.tiny import tiny_model
 from hfppo import PPOCallback
 from hfppo.rewards.functions import RewardFunctions
@@ -661,7 +661,7 @@ def test_running_moments_are_those_of_all_scores_so_far():
     assert (moments.normalize(torch.tensor([3.0])), moments.std) == (3.0, 1.0)
     parts = [torch.tensor([1.0, 2.0, 6.0]), torch.tensor([]), torch.tensor([1e4, 1e4 + 1]), torch.randn(50)]
     for part in parts:
-        moments.add(part)
+        moments = moments.with_scores(part)
     whole = torch.cat(parts).double()
     assert_close(moments.mean, float(whole.mean()))
     assert_close(moments.std, float(whole.std(correction=0)))
@@ -669,8 +669,7 @@ def test_running_moments_are_those_of_all_scores_so_far():
 
 
 def test_equal_scores_normalise_to_zero():
-    moments = RunningMoments()
-    moments.add(torch.full((4,), 7.0))
+    moments = RunningMoments().with_scores(torch.full((4,), 7.0))
     assert moments.normalize(torch.tensor([7.0, 8.0])).tolist() == [0.0, 1.0]
 
 
@@ -682,16 +681,17 @@ def test_scores_are_normalised_then_clipped_then_penalised(make_trainer):
     trainer.collector.sampler.completions = [ids_of("12.")] * 3 + [ids_of("123")]
     std = math.sqrt(11.0)
     expected = torch.tensor([-3 / std, -3 / std, 1 / std, 1.2 - 0.5])
-    assert_close(first_rollout(trainer).scores, expected)
-    assert trainer.ppo_state.score_moments == RunningMoments(4, 3.0, 44.0)
-    first_rollout(trainer)
-    assert trainer.ppo_state.score_moments == RunningMoments(8, 3.0, 88.0)
+    collected = collect_first(trainer)
+    assert_close(collected.rollout.scores, expected)
+    assert collected.moments == RunningMoments(4, 3.0, 44.0)
+    trainer.ppo_state.score_moments = collected.moments
+    assert collect_first(trainer).moments == RunningMoments(8, 3.0, 88.0)
 
 
 def test_rows_without_a_score_stay_out_of_the_moments(make_trainer):
     trainer = normalizing(make_trainer, (1.0, None, 5.0, None))
-    first_rollout(trainer)
-    assert trainer.ppo_state.score_moments == RunningMoments(2, 3.0, 8.0)
+    assert collect_first(trainer).moments == RunningMoments(2, 3.0, 8.0)
+    assert trainer.ppo_state.score_moments == RunningMoments()  # the trainer's to write
 
 
 def test_token_rewards_keep_their_places_when_normalised(make_trainer):

@@ -11,7 +11,6 @@ from trl import GRPOConfig, GRPOTrainer
 from helpers.agents import VOCAB_SIZE, Doors, Script, call, calling_tokenizer
 from helpers.tiny import LORA, tiny_model
 from hfppo import PPOConfig, PPOTrainer
-from hfppo.metrics import Meter
 
 # TRL's configuration still passes transformers' old name on.
 pytestmark = pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated:FutureWarning")
@@ -262,7 +261,7 @@ def here(out, scripts, rounds=None, most=100, **kwargs):
     )  # fmt: skip
     object.__setattr__(trainer.collector, "sampler", Script(tokenizer, *scripts))
     rows = trainer.collector.eval_rows(trainer._train_prompts)
-    rollout, _ = trainer.collector.collect(rows, trainer.ppo_state, trainer.state, Meter(), training=False)
+    rollout = trainer.collector.collect(rows, trainer.ppo_state, trainer.state, training=False).rollout
     return [
         (ids[real].tolist(), mask[real].tolist())
         for ids, real, mask in zip(rollout.completion_ids, rollout.real, rollout.mask, strict=True)

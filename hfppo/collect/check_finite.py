@@ -1,4 +1,4 @@
-"""Refuse a rollout in which a number is NaN or infinite."""
+"""Find NaN and infinity in a rollout."""
 
 from dataclasses import dataclass
 
@@ -15,15 +15,7 @@ CAUSES = (
 
 
 class NonFiniteError(FloatingPointError):
-    """A number is NaN or infinite; the message names it and its place.
-
-    Args:
-        rollout: this process's rows, where the number belongs to a rollout.
-    """
-
-    def __init__(self, message: str, rollout: Rollout | None = None):
-        super().__init__(message)
-        self.rollout = rollout
+    """A number is NaN or infinite; the message names it and its place."""
 
 
 @dataclass(frozen=True, order=True)
@@ -48,7 +40,7 @@ def find_bad_row(x: Tensor) -> int | None:
 
 
 def check_rollout(rollout: Rollout, name: str, process: int) -> None:
-    """Refuse a rollout that is not finite on every process. A collective call.
+    """Raise if a rollout is not finite on some process. A collective call.
 
     Args:
         name: of the rollout, for the error.
@@ -62,4 +54,4 @@ def check_rollout(rollout: Rollout, name: str, process: int) -> None:
             mine = NonFinite(depth, process, f"{cause} is not finite in row {row} of {name} on process {process}")
             break
     if (found := find_earliest(mine)) is not None:
-        raise NonFiniteError(found.text, rollout)
+        raise NonFiniteError(found.text)

@@ -1,8 +1,10 @@
 """Collect a rollout: prompts, completions, scores, passes, credit."""
 
+import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -21,7 +23,7 @@ from hfppo.data.prompt_stream import PromptStream
 from hfppo.data.prompts import Prompts, Row, pad_left
 from hfppo.environments.episodes import Episode, EpisodePlayer, completions_of
 from hfppo.generation.contract import Completions, Sampler
-from hfppo.metrics import Meter
+from hfppo.metrics import Measures, parts_of
 from hfppo.models.actor_critic import ActorCritic
 from hfppo.models.output_head import is_sharded
 from hfppo.models.packing import eval_mode
@@ -57,23 +59,48 @@ class Completed:
 
 
 @dataclass(frozen=True)
-class Phases:
-    """Times the phases of a rollout, shows them, and explains a lack of memory in them."""
+class Collected:
+    """Everything that the collection of a rollout found."""
 
-    meter: Meter
+    rollout: Rollout
+    transcript: Transcript
+    measures: Measures  # times alone where `training` is False
+    moments: RunningMoments | None  # of all scores so far, these included; None without `normalize_scores`
+
+
+@dataclass(frozen=True)
+class Phases:
+    """Times the phases of a rollout, shows them, and adds hints to out-of-memory errors."""
+
     args: PPOConfig
     show: PhaseDisplay
+    seconds: defaultdict[str, float] = field(
+        default_factory=lambda: defaultdict(float)
+    )  # by metric; a phase entered twice adds up
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Show and time the code inside as `time/<name>`."""
+        start = time.perf_counter()
+        with self.show(f"time/{name}"):
+            yield
+        self.seconds[f"time/{name}"] += time.perf_counter() - start
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """Measure `time/<name>` of the code inside.
+        """Time a phase.
 
         Raises:
             OutOfMemory: with the settings that help.
         """
         described = "sampling with vLLM" if name == "generation" and self.args.use_vllm else PHASES[name]
-        with self.show(f"time/{name}"), self.meter.timed(f"time/{name}"), explain_out_of_memory(described, self.args):
+        with self.timed(name), explain_out_of_memory(described, self.args):
             yield
+
+    def measures(self, tokens: float) -> Measures:
+        """Return the seconds by phase, and the rate of sampling so many tokens."""
+        rate = tokens / self.seconds["time/generation"]
+        return {name: parts_of(x) for name, x in {**self.seconds, "time/tokens_per_second": rate}.items()}
 
 
 @dataclass(frozen=True)
@@ -125,26 +152,24 @@ class Collector:
         rows: list[Row],
         ppo_state: PPOState,
         state: TrainerState,
-        meter: Meter,
         training: bool = True,
         show: PhaseDisplay = nullcontext,
-    ) -> tuple[Rollout, Transcript]:
-        """Collect a rollout, and its completions as text.
+    ) -> Collected:
+        """Collect a rollout; nothing that is passed in is changed.
 
         Args:
             rows: the completions to make.
-            ppo_state: β, and the moments of the scores, to which this rollout's scores are added.
+            ppo_state: gives β, and the moments of all scores so far.
             state: passed to the reward functions.
-            meter: receives the rollout's metrics; without `training` its times alone.
             training: False leaves the moments as they are and whitens neither rewards nor advantages, which would
                 compare these rows with each other.
             show: shows each phase.
         Raises:
-            NonFiniteError: a number is not finite on some process; the moments are unchanged.
+            NonFiniteError: a number is not finite on some process.
             OutOfMemory: with the settings that help.
         """
-        phase = Phases(meter, self.args, show)
-        with show("time/rollout"), meter.timed("time/rollout"), eval_mode(self.model), torch.no_grad():
+        phase = Phases(self.args, show)
+        with phase.timed("rollout"), eval_mode(self.model), torch.no_grad():
             completed, greedy = self.sample(rows, phase)
             completions = completed.completions
             prompts = self.prompt_tensors(completed.rows)
@@ -164,14 +189,13 @@ class Collector:
         rollout = build_rollout(prompts, completions, passes, credit)
         name = f"rollout {ppo_state.next_rollout + 1}" if training else "the completions"
         check_rollout(rollout, name, self.accelerator.process_index)
+        measures = phase.measures(sum(float(some.completions.mask.sum()) for some in (completed, greedy) if some))
         if training:
-            if moments is not None:
-                ppo_state.score_moments = moments
             plain = final_scores(scored, completions, self.args)
-            measure_scores(meter, plain[scored.scorable], scored, self.rewards.names)
-            measure_rollout(meter, rollout, credit, ppo_state.kl_coef, self.args, self.gather)
-            measure_episodes(meter, completed.episodes)
-        return rollout, self.transcript(completed, scored)
+            measures |= measure_scores(plain[scored.scorable], scored, self.rewards.names)
+            measures |= measure_rollout(rollout, credit, ppo_state.kl_coef, self.args, self.gather)
+            measures |= measure_episodes(completed.episodes)
+        return Collected(rollout, self.transcript(completed, scored), measures, moments)
 
     def prompt_tensors(self, rows: list[Row]) -> tuple[Tensor, Tensor]:
         """Return (B, P) token ids, padded on the left, and their mask."""
@@ -181,25 +205,25 @@ class Collector:
         """Complete the prompts, and once more greedily for an estimator that compares with that."""
         greedy = None
         with phase("generation"), self.sampler.ready():
-            sampled = self.complete(rows, False, phase.meter)
+            timed = partial(phase.timed, "environments")
+            sampled = self.complete(rows, False, timed)
             if F.estimator_needs(self.args.advantage_estimator, "greedy_scores"):
-                greedy = self.complete(one_row_per_group(rows), True, phase.meter)
-        tokens = sum(float(some.completions.mask.sum()) for some in (sampled, greedy) if some is not None)
-        phase.meter.add_number("time/tokens_per_second", tokens / phase.meter.seconds("time/generation"))
+                greedy = self.complete(one_row_per_group(rows), True, timed)
         return sampled, greedy
 
-    def complete(self, rows: list[Row], greedy: bool, meter: Meter) -> Completed:
+    def complete(
+        self, rows: list[Row], greedy: bool, timed: Callable[[], AbstractContextManager] = nullcontext
+    ) -> Completed:
         """Complete the prompts, in one turn or with tools and environments in several; the sampler must be ready.
 
         Args:
             greedy: take the likeliest tokens instead of sampling.
-            meter: receives the time of tools and environments.
+            timed: measures the time of tools and environments.
         """
         if self.player is None:
             seeds = None if greedy else [row.seed for row in rows]
             completions = self.ask_sampler([row.prompt_ids for row in rows], seeds)
             return Completed(rows, completions, self.texts(rows, completions), [])
-        timed = partial(meter.timed, "time/environments")
         episodes = self.player.play(rows, self.ask_sampler, greedy, self.any_active, timed)
         completions = completions_of(episodes, self.tokenizer.pad_token_id)
         return Completed([e.row for e in episodes], completions, [e.messages for e in episodes], episodes)
@@ -296,10 +320,9 @@ class Collector:
         """Return the moments that normalize the scores, this rollout's on all processes included; None without."""
         if not self.args.normalize_scores:
             return None
-        moments = replace(ppo_state.score_moments)
-        if training:
-            moments.add(self.gather(scored.combined)[self.gather(scored.scorable)])
-        return moments
+        if not training:
+            return ppo_state.score_moments
+        return ppo_state.score_moments.with_scores(self.gather(scored.combined)[self.gather(scored.scorable)])
 
     def score_greedy(
         self, greedy: Completed, rows: list[Row], moments: RunningMoments | None, state: TrainerState, phase: Phases

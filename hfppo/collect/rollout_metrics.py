@@ -12,94 +12,105 @@ from hfppo.collect.credit import Credit
 from hfppo.config import PPOConfig
 from hfppo.environments.episodes import CUT, DROPPED, UNFINISHED, Episode
 from hfppo.environments.tool_calls import RAISED, TIMEOUT, UNKNOWN
-from hfppo.metrics import Meter
+from hfppo.metrics import Measures, parts, parts_of
 from hfppo.rewards.functions import Scored
 from hfppo.rollout import Rollout
 
+LIMITS = (UNFINISHED, CUT, DROPPED)
 
-def measure_scores(meter: Meter, scores: Tensor, scored: Scored, names: list[str]) -> None:
-    """Add the metrics of scores, for a rollout and for an evaluation alike."""
-    meter.add("reward", scores)
-    meter.add("reward_std", scores)
-    meter.add("unscorable_frac", ~scored.scorable)
+
+def measure_scores(scores: Tensor, scored: Scored, names: list[str]) -> Measures:
+    """Measure scores, of a rollout or of an evaluation.
+
+    Args:
+        scores: of the rows that have one.
+    """
+    measures = {"reward": parts(scores), "reward_std": parts(scores), "unscorable_frac": parts(~scored.scorable)}
     for i, name in enumerate(names):
         given = scored.per_function[:, i]
-        for what in ("mean", "std"):
-            meter.add(f"rewards/{name}/{what}", given, ~given.isnan(), pattern=f"rewards/{{function}}/{what}")
+        measures |= dict.fromkeys((f"rewards/{name}/mean", f"rewards/{name}/std"), parts(given, ~given.isnan()))
     for name, failed in scored.failed.items():
-        meter.add(f"rewards/{name}/failed", torch.tensor(failed), pattern="rewards/{function}/failed")
-    for name, numbers in scored.metrics.items():  # weighted by the completions they are about
+        measures[f"rewards/{name}/failed"] = parts(torch.tensor(failed))
+    for name, numbers in scored.metrics.items():  # weighted by the number of their completions
         everywhere = torch.tensor(numbers, dtype=torch.float64).mean().expand(len(scored.scorable))
-        meter.add(f"custom/{name}", everywhere, pattern="custom/{name}")
+        measures[f"custom/{name}"] = parts(everywhere)
+    return measures
 
 
 def measure_rollout(
-    meter: Meter,
-    rollout: Rollout,
-    credit: Credit,
-    kl_coef: float,
-    args: PPOConfig,
-    gather: Callable[[Tensor], Tensor],
-) -> None:
-    """Add the metrics of a rollout.
+    rollout: Rollout, credit: Credit, kl_coef: float, args: PPOConfig, gather: Callable[[Tensor], Tensor]
+) -> Measures:
+    """Measure a rollout.
 
     Args:
         credit: of its completions.
         kl_coef: β of the rollout.
         gather: returns the rows of all processes, for metrics that are no mean over rows.
     """
-    mask = rollout.mask
-    meter.add("completions/mean_length", mask.sum(dim=1))
-    meter.add("completions/max_length", mask.sum(dim=1))
-    meter.add("completions/truncated_frac", rollout.truncated)
-    meter.add("rlhf_reward", rollout.rewards.sum(dim=1), credit.scorable_tokens.any(dim=1))
-    meter.add("advantage_mean", credit.raw_advantages, credit.scorable_tokens)
-    meter.add("advantage_std", credit.raw_advantages, credit.scorable_tokens)
+    mask, scorable = rollout.mask, credit.scorable_tokens
+    lengths, advantages = parts(mask.sum(dim=1)), parts(credit.raw_advantages, scorable)
+    measures = {
+        "completions/mean_length": lengths,
+        "completions/max_length": lengths,
+        "completions/truncated_frac": parts(rollout.truncated),
+        "rlhf_reward": parts(rollout.rewards.sum(dim=1), scorable.any(dim=1)),
+        "advantage_mean": advantages,
+        "advantage_std": advantages,
+    }
     if args.num_generations > 1:
-        meter.add(
-            "frac_reward_zero_std", prompts_without_signal(rollout, credit.scorable_tokens, args.num_generations)
-        )
+        measures["frac_reward_zero_std"] = parts(prompts_without_signal(rollout, scorable, args.num_generations))
     if rollout.ref_logprobs is not None:
-        meter.add_number("kl_coef", kl_coef)
-        meter.add("kl", F.token_kl(rollout.old_logprobs, rollout.ref_logprobs, args.kl_estimator), mask)
-        meter.add("kl_k3", F.token_kl(rollout.old_logprobs, rollout.ref_logprobs, "k3"), mask)
+        measures["kl_coef"] = parts_of(kl_coef)
+        for name, estimator in (("kl", args.kl_estimator), ("kl_k3", "k3")):
+            measures[name] = parts(F.token_kl(rollout.old_logprobs, rollout.ref_logprobs, estimator), mask)
     if args.policy_mode != "bypass":
-        measure_mismatch(meter, rollout, gather)
-    if rollout.values is not None and rollout.returns is not None:
-        fitted = rollout.loss_mask
-        meter.add("value/mean", rollout.values, fitted)
-        meter.add("value/std", rollout.values, fitted)
-        meter.add("value/return", rollout.returns, fitted)
-        meter.add("value/return_std", rollout.returns, fitted)
-        explained = F.explained_variance(gather(rollout.values), gather(rollout.returns), gather(fitted))
-        if math.isfinite(explained):
-            meter.add_number("value/explained_variance", explained)
-        if rollout.context is not None:
-            starts = fitted & F.turn_starts(rollout.mask)
-            explained = F.explained_variance(gather(rollout.values), gather(rollout.returns), gather(starts))
-            if math.isfinite(explained):
-                meter.add_number("value/turn_explained_variance", explained)
+        measures |= measure_mismatch(rollout, gather)
+    return measures | measure_values(rollout, gather)
 
 
-def measure_episodes(meter: Meter, episodes: Sequence[Episode]) -> None:
-    """Add the metrics of turns and tools; none without episodes."""
+def measure_values(rollout: Rollout, gather: Callable[[Tensor], Tensor]) -> Measures:
+    """Measure the critic's values beside the returns; nothing without a critic."""
+    if rollout.values is None or rollout.returns is None:
+        return {}
+    fitted = rollout.loss_mask
+    values, returns = parts(rollout.values, fitted), parts(rollout.returns, fitted)
+    measures = {"value/mean": values, "value/std": values, "value/return": returns, "value/return_std": returns}
+    tokens = {"value/explained_variance": fitted}
+    if rollout.context is not None:
+        tokens["value/turn_explained_variance"] = fitted & F.turn_starts(rollout.mask)
+    for name, some in tokens.items():
+        explained = F.explained_variance(gather(rollout.values), gather(rollout.returns), gather(some))
+        measures |= finite(name, explained)
+    return measures
+
+
+def finite(name: str, number: float) -> Measures:
+    """Return a number as a measure; nothing where it is not finite."""
+    return {name: parts_of(number)} if math.isfinite(number) else {}
+
+
+def measure_episodes(episodes: Sequence[Episode]) -> Measures:
+    """Measure turns and tools; nothing without episodes."""
     if not episodes:
-        return
+        return {}
     turns = torch.tensor([episode.turns for episode in episodes])
-    meter.add("turns/mean", turns)
-    meter.add("turns/max", turns)
-    for limit in (UNFINISHED, CUT, DROPPED):
-        meter.add(f"turns/{limit}_frac", torch.tensor([episode.limit == limit for episode in episodes]))
-    rewards = [e.rewards.values() for e in episodes]
-    meter.add("turns/reward", torch.tensor([reward for some in rewards for reward in some]))
-    meter.add("completions/mean_context_length", torch.tensor([e.sampled.count(False) for e in episodes]))
     counts = sum((episode.counts for episode in episodes), Counter())
-    meter.add("tools/malformed_frac", share(counts["malformed"], int(turns.sum())))
-    meter.add("tools/call_frequency", torch.tensor([episode.counts["calls"] for episode in episodes]))
-    failures = {"failure_frequency": counts[UNKNOWN] + counts[RAISED] + counts[TIMEOUT]}
-    failures |= {"unknown_frac": counts[UNKNOWN], "timeout_frac": counts[TIMEOUT]}
-    for name, number in failures.items():
-        meter.add(f"tools/{name}", share(number, counts["calls"]))
+    shares = {
+        "failure_frequency": counts[UNKNOWN] + counts[RAISED] + counts[TIMEOUT],
+        "unknown_frac": counts[UNKNOWN],
+        "timeout_frac": counts[TIMEOUT],
+    }
+    limits = {limit: torch.tensor([episode.limit == limit for episode in episodes]) for limit in LIMITS}
+    return {
+        "turns/mean": parts(turns),
+        "turns/max": parts(turns),
+        **{f"turns/{limit}_frac": parts(reached) for limit, reached in limits.items()},
+        "turns/reward": parts(torch.tensor([reward for e in episodes for reward in e.rewards.values()])),
+        "completions/mean_context_length": parts(torch.tensor([e.sampled.count(False) for e in episodes])),
+        "tools/malformed_frac": parts(share(counts["malformed"], int(turns.sum()))),
+        "tools/call_frequency": parts(torch.tensor([episode.counts["calls"] for episode in episodes])),
+        **{f"tools/{name}": parts(share(number, counts["calls"])) for name, number in shares.items()},
+    }
 
 
 def share(part: int, whole: int) -> Tensor:
@@ -115,17 +126,19 @@ def prompts_without_signal(rollout: Rollout, scorable_tokens: Tensor, num_genera
     return alike | ~counts.any(dim=1)
 
 
-def measure_mismatch(meter: Meter, rollout: Rollout, gather: Callable[[Tensor], Tensor]) -> None:
-    """Add the distance between the log-probs of sampler and training model, and the weights that correct it."""
+def measure_mismatch(rollout: Rollout, gather: Callable[[Tensor], Tensor]) -> Measures:
+    """Measure the distance between the log-probs of sampler and training model, and the weights that correct it."""
     mask = rollout.mask
-    difference = (rollout.old_logprobs - rollout.rollout_logprobs).abs()
-    meter.add("mismatch/mean", difference, mask)
-    meter.add("mismatch/max", difference, mask)
-    meter.add("mismatch/kl", F.token_kl(rollout.rollout_logprobs, rollout.old_logprobs, "k3"), mask)
-    if rollout.weights is not None:
-        meter.add("mismatch/weight_mean", rollout.weights, mask)
-        meter.add("mismatch/weight_max", rollout.weights, mask)
-        meter.add("mismatch/rejected_frac", rollout.weights == 0, mask)
-        effective = F.effective_sample_size(gather(rollout.weights), gather(mask))
-        if math.isfinite(effective):
-            meter.add_number("mismatch/ess", effective)
+    difference = parts((rollout.old_logprobs - rollout.rollout_logprobs).abs(), mask)
+    kl = F.token_kl(rollout.rollout_logprobs, rollout.old_logprobs, "k3")
+    measures = {"mismatch/mean": difference, "mismatch/max": difference, "mismatch/kl": parts(kl, mask)}
+    if rollout.weights is None:
+        return measures
+    weights = parts(rollout.weights, mask)
+    return {
+        **measures,
+        "mismatch/weight_mean": weights,
+        "mismatch/weight_max": weights,
+        "mismatch/rejected_frac": parts(rollout.weights == 0, mask),
+        **finite("mismatch/ess", F.effective_sample_size(gather(rollout.weights), gather(mask))),
+    }

@@ -61,7 +61,7 @@ class CriticPretraining:
     def run(
         self,
         optimizer: AcceleratedOptimizer,
-        collect: Callable[[], Rollout | None],
+        collect: Callable[[], Rollout],
         log: Callable[[dict[str, float]], None],
         show: Callable[[float], None],
     ) -> Iterator[None]:
@@ -69,7 +69,7 @@ class CriticPretraining:
 
         Args:
             optimizer: of the run; its learning rates are changed.
-            collect: returns the next rollout; None if it was dropped.
+            collect: returns the next rollout.
             log: takes the metrics of an epoch.
             show: takes the share of the rollouts, or of an epoch, that is done.
         Raises:
@@ -77,10 +77,8 @@ class CriticPretraining:
         """
         progress, wanted = self.progress, self.args.critic_pretraining_rollouts
         while len(self.rollouts) < wanted:
-            rollout = collect()
-            if rollout is not None:
-                self.rollouts.append(rollout)
-                progress.completions += len(rollout) * self.accelerator.num_processes
+            self.rollouts.append(collect())
+            progress.completions += len(self.rollouts[-1]) * self.accelerator.num_processes
             progress.work += self.args.updates_per_rollout
             show(len(self.rollouts) / wanted)
             yield

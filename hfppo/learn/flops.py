@@ -13,7 +13,7 @@ from typing import cast
 from torch import nn
 
 from hfppo.learn.step_plan import StepPlan
-from hfppo.metrics import Meter
+from hfppo.metrics import Measures, parts_of
 from hfppo.models.actor_critic import ActorCritic, trunk_of
 from hfppo.models.lower_layers import find_layers
 from hfppo.rollout import Rollout
@@ -66,9 +66,8 @@ def num_weights(parameter: nn.Parameter) -> int:
     return parameter.numel() if quantized is None else math.prod(quantized.shape)
 
 
-def measure_throughput(meter: Meter, flops: int, seconds: float, peak_tflops: float | None) -> None:
-    """Add the rate of an optimizer step, in 10¹² operations per second, and its share of the device's peak."""
+def measure_throughput(flops: int, seconds: float, peak_tflops: float | None) -> Measures:
+    """Measure the operations per second of an optimizer step, and their share of the device's peak."""
     rate = flops / seconds / 1e12
-    meter.add_number("time/update_tflops", rate)
-    if peak_tflops is not None:
-        meter.add_number("time/update_mfu", rate / peak_tflops)
+    measures = {"time/update_tflops": parts_of(rate)}
+    return measures if peak_tflops is None else measures | {"time/update_mfu": parts_of(rate / peak_tflops)}

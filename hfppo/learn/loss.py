@@ -8,7 +8,7 @@ from hfppo import functional as F
 from hfppo.config import PPOConfig
 from hfppo.functional.kl import clamp_log_ratio
 from hfppo.learn.micro_batches import MiniBatchSize
-from hfppo.metrics import METRICS, Meter
+from hfppo.metrics import METRICS, Measures, parts
 from hfppo.models.actor_critic import TokenOutputs
 from hfppo.rollout import Rollout
 
@@ -108,55 +108,37 @@ def positive_nll(outputs: TokenOutputs, batch: Rollout, size: MiniBatchSize, arg
 
 
 def measure_update(
-    meter: Meter,
-    terms: list[LossTerm],
-    outputs: TokenOutputs,
-    batch: Rollout,
-    args: PPOConfig,
-    first: bool,
-) -> None:
-    """Add the metrics of one micro-batch.
+    terms: list[LossTerm], outputs: TokenOutputs, batch: Rollout, args: PPOConfig, first: bool
+) -> Measures:
+    """Measure one micro-batch.
 
     Args:
         terms: from `PPOTrainer.loss_terms`.
         first: whether no optimizer step was made since the rollout, so that the ratio must be 1.
     """
     mask = batch.loss_mask
-    for term in terms:
-        if term.name in METRICS:
-            meter.add(term.name, term.per_token, mask)
-        else:
-            meter.add(f"loss/{term.name}", term.per_token, mask, pattern="loss/{name}")
+    names = {term.name: term.name if term.name in METRICS else f"loss/{term.name}" for term in terms}
+    measures = {names[term.name]: parts(term.per_token, mask) for term in terms}
     if outputs.values is not None and batch.values is not None and batch.returns is not None:
         clipped = F.value_clipped(outputs.values.detach(), batch.values, batch.returns, args.cliprange_value)
-        meter.add("value/clip_frac", clipped, mask)
+        measures["value/clip_frac"] = parts(clipped, mask)
     if outputs.logprobs is None:
-        return
+        return measures
     logprobs = outputs.logprobs.detach()
     ratio = clamp_log_ratio(logprobs - batch.old_logprobs).exp()
-    meter.add("policy/ratio", ratio, mask)
-    meter.add("policy/ratio_max", ratio, mask)
-    measure_kl(meter, outputs, batch)
+    measures["policy/ratio"] = measures["policy/ratio_max"] = parts(ratio, mask)
+    measures["policy/approx_kl"] = parts(F.token_kl(batch.old_logprobs, logprobs, "k3"), mask)
     if first:
-        meter.add("policy/first_ratio_deviation", (ratio - 1).abs(), mask)
-    if args.policy_loss == "ppo":
-        measure_clip(meter, logprobs, batch, args)
+        measures["policy/first_ratio_deviation"] = parts((ratio - 1).abs(), mask)
+    return measures | (measure_clip(logprobs, batch, args) if args.policy_loss == "ppo" else {})
 
 
-def measure_kl(meter: Meter, outputs: TokenOutputs, batch: Rollout) -> None:
-    """Add the KL of π_old to π_θ, which `target_kl` limits."""
-    kl = F.token_kl(batch.old_logprobs, policy_logprobs(outputs).detach(), "k3")
-    meter.add("policy/approx_kl", kl, batch.loss_mask)
-
-
-def measure_clip(meter: Meter, logprobs: Tensor, batch: Rollout, args: PPOConfig) -> None:
-    """Add the shares of clipped tokens."""
-    mask = batch.loss_mask
+def measure_clip(logprobs: Tensor, batch: Rollout, args: PPOConfig) -> Measures:
+    """Measure the shares of clipped tokens."""
     clip = F.clip_fractions(
         logprobs, batch.old_logprobs, batch.advantages, args.cliprange, args.clip_high, args.dual_clip
     )
-    meter.add("policy/clip_frac", clip.low | clip.high, mask)
-    meter.add("policy/clip_frac_low", clip.low, mask)
-    meter.add("policy/clip_frac_high", clip.high, mask)
+    shares = {"clip_frac": clip.low | clip.high, "clip_frac_low": clip.low, "clip_frac_high": clip.high}
     if args.dual_clip is not None:
-        meter.add("policy/dual_clip_frac", clip.dual, mask)
+        shares["dual_clip_frac"] = clip.dual
+    return {f"policy/{name}": parts(clipped, batch.loss_mask) for name, clipped in shares.items()}

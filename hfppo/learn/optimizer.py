@@ -7,13 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from accelerate import Accelerator
-from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from hfppo.learn.nonfinite_guard import NonFiniteGuard, measure_grad_norms
-from hfppo.metrics import Meter
+from hfppo.metrics import Measures, parts, parts_of
 from hfppo.models.actor_critic import ActorCritic
 
 # Settings of an optimizer's groups that no step or schedule changes.
@@ -68,27 +67,29 @@ class GradientClipper:
     accelerator: Accelerator
     guard: NonFiniteGuard
 
-    def clip(self, max_norm: float, optimizer: AcceleratedOptimizer, step: int, meter: Meter) -> Tensor:
-        """Clip both gradients, measure the critic's norm, and return the actor's; the critic's in steps of it alone.
+    def clip(self, max_norm: float, optimizer: Optimizer, step: int) -> tuple[Tensor, Measures]:
+        """Clip both gradients; return the actor's norm, the critic's in critic-only steps, and the critic's measures.
 
-        No step is made if a gradient is not finite. DeepSpeed has clipped both together and decided on the step before
-        this call; then the joint norm is returned.
+        DeepSpeed has clipped both together before this call; then the joint norm is returned.
 
         Args:
             max_norm: inf measures without clipping.
             step: number of the step, for errors.
+        Raises:
+            NonFiniteError: a loss or gradient is not finite on some process.
         """
         self.accelerator.unscale_gradients()
         parameters = {"actor": self.model.actor_parameters(), "critic": self.model.critic_parameters()}
         norms = measure_grad_norms(self.accelerator, parameters)
+        measures: Measures = {}
         if parameters["critic"]:
-            meter.add_number("critic_learning_rate", critic_learning_rate(optimizer, parameters["critic"]))
+            measures["critic_learning_rate"] = parts_of(critic_learning_rate(optimizer, parameters["critic"]))
         if "critic" in norms:
-            meter.add("value/grad_norm", norms["critic"])
-        if self.guard.allows_step(norms, self.model, optimizer, step, meter):
-            for name, norm in norms.items():
-                nn.utils.clip_grads_with_norm_(parameters.get(name, []), max_norm, norm)
-        return next(iter(norms.values()))
+            measures["value/grad_norm"] = parts(norms["critic"])
+        self.guard.check(norms, self.model, step)
+        for name, norm in norms.items():
+            nn.utils.clip_grads_with_norm_(parameters.get(name, []), max_norm, norm)
+        return next(iter(norms.values())), measures
 
 
 @dataclass

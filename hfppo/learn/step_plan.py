@@ -22,7 +22,7 @@ class StepPlan:
         After the last step on a rollout it is that of the next one's first.
         """
         epoch = (step - state.first_step) % args.updates_per_rollout // args.num_mini_batches
-        warms_up = state.rollouts - state.dropped <= args.critic_warmup
+        warms_up = state.rollouts <= args.critic_warmup
         return cls(
             epoch=epoch,
             policy=epoch < args.num_ppo_epochs,

@@ -8,7 +8,7 @@ from typing import Any
 from datasets import Dataset
 
 from hfppo.callbacks.events import PPOCallback
-from hfppo.learn.nonfinite_guard import NonFiniteError
+from hfppo.collect.check_finite import NonFiniteError
 from hfppo.models.output_head import is_sharded
 from hfppo.reporting.completions import log_table
 from hfppo.support.files import ignore_write_errors

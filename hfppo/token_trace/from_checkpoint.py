@@ -28,7 +28,6 @@ from transformers.trainer import TRAINER_STATE_NAME
 from hfppo.collect.collector import Collector
 from hfppo.config import PPOConfig
 from hfppo.generation import Completions, Sampler, completion_ids, eos_token_ids, make_sampler
-from hfppo.metrics import Meter
 from hfppo.ppo_checkpoint import RunDescription, hash_frozen_weights, state_file
 from hfppo.run_state import PPOState
 from hfppo.saving.folders import list_checkpoints
@@ -109,7 +108,7 @@ def trace_prompt(checkpoint: str | Path, question: Question) -> tuple[Trace, PPO
         sampler = FixedCompletion(written, eos_ids)
     collector = Collector(model, sampler, parts.rewards, tokenizer, accelerator, args)
     rows = collector.eval_rows(parts.prompts.eval[None])
-    rollout, _ = collector.collect(rows, state, TrainerState(), Meter(), training=False)
+    rollout = collector.collect(rows, state, TrainerState(), training=False).rollout
     table = TokenTable.from_rollout(rollout, 0, tokenizer, args.kl_estimator)
     table = table if question.score is not None else remove_score(table)
     return Trace.from_rollout(rollout, 0, table, state.rollouts, step, state.kl_coef), args

@@ -180,10 +180,9 @@ def agent_trainer(output_dir, *turns, config=None, dataset=PROMPTS, **kwargs) ->
 
 def collect(trainer, count=None, training=False):
     """Return a rollout, its transcript, and its metrics."""
-    meter = Meter()
     rows = trainer.collector.eval_rows(trainer._train_prompts)[:count]
-    rollout, transcript = trainer.collector.collect(rows, trainer.ppo_state, trainer.state, meter, training)
-    return rollout, transcript, meter.read()
+    collected = trainer.collector.collect(rows, trainer.ppo_state, trainer.state, training)
+    return collected.rollout, collected.transcript, Meter(collected.measures).read()
 
 
 def text_of(trainer, rollout, row=0, mask=None):

@@ -304,7 +304,7 @@ TABLE: dict[str, dict[str, Case]] = {
             *({"kl_estimator": "k4"}, {"kl_loss_estimator": "kl"}, {"advantage_estimator": "gea"}),
             *({"policy_loss": "pppo"}, {"policy_mode": "coupled"}, {"loss_reduction": "mean"}),
             *({"overlong_prompts": "keep"}, {"vllm_mode": "local"}, {"mismatch_level": "word"}),
-            *({"mismatch_correction": "clip"}, {"on_nonfinite": "ignore"}),
+            {"mismatch_correction": "clip"},
             *({"kl_coeff": 0.1}, {"beta": 0.1}, {"epsilon": 0.2}, {"warmup_ratio": 0.1}),
         )
     ),

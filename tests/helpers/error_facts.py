@@ -70,7 +70,6 @@ FACTS: dict[tuple[str, str], tuple[str, tuple[str, ...]]] = {
     ("Fields", "vllm_mode='local'"): ("ValueError", ("vllm_mode", "'local'")),
     ("Fields", "mismatch_level='word'"): ("ValueError", ("mismatch_level", "'word'")),
     ("Fields", "mismatch_correction='clip'"): ("ValueError", ("mismatch_correction", "'clip'")),
-    ("Fields", "on_nonfinite='ignore'"): ("ValueError", ("on_nonfinite", "'ignore'")),
     ("Fields", "kl_coeff=0.1"): ("TypeError", ("'kl_coeff'", "kl_coef", "kl_loss_coef")),
     ("Fields", "beta=0.1"): ("TypeError", ("'beta'", "kl_loss_coef")),
     ("Fields", "epsilon=0.2"): ("TypeError", ("'epsilon'",)),

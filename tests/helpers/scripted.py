@@ -6,8 +6,8 @@ from dataclasses import replace
 import torch
 from transformers import TrainerState
 
+from hfppo.collect.collector import Collected
 from hfppo.generation.contract import Completions, Sampler, completions_from
-from hfppo.metrics import Meter
 from hfppo.rewards.functions import RewardFunctions, Scored
 from hfppo.rollout import Rollout
 
@@ -63,9 +63,13 @@ def always(*rewards):
     return constant
 
 
-def first_rollout(trainer) -> Rollout:
+def collect_first(trainer) -> Collected:
     rows = trainer.collector.training_rows(trainer._train_prompts, 0)
-    return trainer.collector.collect(rows, trainer.ppo_state, trainer.state, Meter())[0]
+    return trainer.collector.collect(rows, trainer.ppo_state, trainer.state)
+
+
+def first_rollout(trainer) -> Rollout:
+    return collect_first(trainer).rollout
 
 
 def normalizing(make_trainer, scores, **config):
