@@ -29,7 +29,7 @@ from hfppo import PPOCallback, PPOConfig, PPOTrainer, TokenTraceCallback  # noqa
 class StopAfter(PPOCallback):
     """Ends the training when a rollout has been used."""
 
-    def on_update_end(self, args, state, control, *, model, rollout, ppo_state):
+    def on_update_end(self, args, state, control, *, model, rollout, ppo_state, **kwargs):
         control.should_training_stop = ppo_state.rollouts == ROLLOUT
 
 

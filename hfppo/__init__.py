@@ -2,7 +2,8 @@
 
 from hfppo.best_of.value_ranker import ValueRanker
 from hfppo.callbacks.adaptive_kl import AdaptiveKLCallback
-from hfppo.callbacks.events import PPOCallback
+from hfppo.callbacks.clip_metrics import ClipMetricsCallback
+from hfppo.callbacks.events import PPOCallback, PPOControl
 from hfppo.config import PPOConfig
 from hfppo.environments import GymnasiumEnvironment, Result, TextEnvironment
 from hfppo.models.actor_critic import ActorCritic
@@ -23,12 +24,14 @@ __version__ = "0.1.0"
 __all__ = [
     "ActorCritic",
     "AdaptiveKLCallback",
+    "ClipMetricsCallback",
     "GymnasiumEnvironment",
     "HealthCallback",
     "HealthWarning",
     "LogFileCallback",
     "PPOCallback",
     "PPOConfig",
+    "PPOControl",
     "PPOState",
     "PPOTrainer",
     "PlotCallback",

@@ -3,7 +3,9 @@
 import math
 import re
 from collections import defaultdict
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import torch
 from accelerate.utils import gather_object
@@ -114,6 +116,14 @@ METRICS: dict[str, tuple[str, str]] = {
         "Seconds of an epoch of critic pretraining; in its first log, of collecting the completions.",
     ),
     "time/tokens_per_second": ("mean", "Tokens sampled per second of generation on each process."),
+    "clip/{part}/frac": ("last", "Share of clipped tokens in a PPO epoch or mini-batch, by ClipMetricsCallback."),
+    "clip/{part}/frac_low": ("last", "The same of tokens with A < 0 and a ratio below 1 − ε_low."),
+    "clip/{part}/frac_high": ("last", "The same of tokens with A > 0 and a ratio above 1 + ε_high."),
+    "clip/{part}/frac_dual": ("last", "The same of tokens whose loss the dual clip bounds."),
+    "clip/{part}/frac_value": ("last", "The same of tokens whose value the value clip bounds."),
+    "clip/{part}/ratio": ("last", "Mean π_θ/π_old of the tokens."),
+    "clip/{part}/approx_kl": ("last", "KL of π_old to π_θ per token by k3, nats."),
+    "clip/learning_rate_factor": ("last", "Factor of the actor's scheduled learning rate from the next step on."),
     "custom/{name}": ("mean", "What a reward function passed to log_metric."),
 }
 
@@ -199,13 +209,14 @@ class Meter:
             self._pending[x.device].append((name, reduction_of(name), x))
 
     def read(self) -> dict[str, float]:
-        """Every metric over all processes, and start anew. A collective call: every process must make it."""
-        merged: dict[str, Sums] = {}
-        for state in gather_object([self.state_dict()]):
-            for name, saved in state.items():
-                merge(merged, name, Sums(**saved))
+        """Return every metric over all processes, and start anew. A collective call: every process must make it."""
+        return values_of(self.gather())
+
+    def gather(self) -> dict[str, Sums]:
+        """Return the parts of every metric over all processes, and start anew. A collective call."""
+        states = gather_object([self.state_dict()])
         self._sums.clear()
-        return {name: sums.value() for name, sums in merged.items() if sums.count}
+        return merge_sums({name: Sums(**saved) for name, saved in state.items()} for state in states)
 
     def state_dict(self) -> dict[str, dict]:
         """Return the metrics that are not read yet, as plain numbers."""
@@ -223,7 +234,49 @@ class Meter:
 
 
 def merge(into: dict[str, Sums], name: str, sums: Sums) -> None:
+    """Add the parts of a metric to those that are there."""
     if name in into and sums.reduction != "last":
         into[name].add(sums)
     else:
-        into[name] = sums
+        into[name] = replace(sums)
+
+
+def merge_sums(places: Iterable[dict[str, Sums]]) -> dict[str, Sums]:
+    """Return the parts of several places as one."""
+    merged: dict[str, Sums] = {}
+    for place in places:
+        for name, sums in place.items():
+            merge(merged, name, sums)
+    return merged
+
+
+def values_of(sums: dict[str, Sums]) -> dict[str, float]:
+    """Return the metrics that have a part, each by its reduction."""
+    return {name: x.value() for name, x in sums.items() if x.count}
+
+
+@dataclass(frozen=True)
+class UpdateStep:
+    """One optimizer step on a rollout."""
+
+    epoch: int  # PPO epoch, from 0
+    mini_batch: int  # of the epoch, from 0
+    metrics: dict[str, float]  # over all processes, by the names of METRICS
+
+
+@dataclass(frozen=True)
+class StepSums:
+    """The parts of a step's metrics, which add up to those of the update."""
+
+    epoch: int
+    mini_batch: int
+    sums: dict[str, Sums]
+
+    def read(self) -> UpdateStep:
+        """Return the step with its metrics as numbers."""
+        return UpdateStep(self.epoch, self.mini_batch, values_of(self.sums))
+
+    @classmethod
+    def from_dict(cls, saved: dict[str, Any]) -> "StepSums":
+        """Make the step that `dataclasses.asdict` described."""
+        return cls(saved["epoch"], saved["mini_batch"], {name: Sums(**x) for name, x in saved["sums"].items()})

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import logging
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from transformers import TrainingArguments
 from hfppo.config import PPOConfig
 from hfppo.data.prompt_stream import PromptStream
 from hfppo.data.prompts import Prompts
+from hfppo.metrics import StepSums
 from hfppo.models.actor_critic import ActorCritic
 from hfppo.rollout import Rollout
 from hfppo.run_state import PPOState
@@ -115,6 +116,16 @@ def save_rollout(path: Path, rollout: Rollout) -> None:
 
 
 @dataclass(frozen=True)
+class Standing:
+    """Where a run stands, beside what Trainer saves."""
+
+    state: PPOState
+    metrics: dict[str, Any]  # not logged yet, as `Meter.state_dict` gives them
+    steps: list[StepSums]  # of the steps made on the rollout in use
+    rollout: Rollout | None  # in use; None where the next one is due
+
+
+@dataclass(frozen=True)
 class PPOCheckpoint:
     """Checks, writes and reads one process's part of a checkpoint."""
 
@@ -146,25 +157,30 @@ class PPOCheckpoint:
             if (before := saved.settings.get(name, now)) != now:
                 logger.warning("resuming with %s=%r, the checkpoint was written with %r", name, now, before)
 
-    def save(self, checkpoint: str | Path, state: PPOState, metrics: dict[str, Any], rollout: Rollout | None) -> None:
-        """Write the state, the metrics that are not logged yet, and the rollout in use."""
+    def save(self, checkpoint: str | Path, standing: Standing) -> None:
+        """Write where the run stands."""
+        rollout = standing.rollout
         path = state_file(checkpoint, self.process)
         if rollout is not None:
             save_rollout(path.with_suffix(".safetensors"), rollout)
         content = {
             "run": asdict(self.run),
-            "state": state.state_dict(),
-            "metrics": metrics,
+            "state": standing.state.state_dict(),
+            "metrics": standing.metrics,
+            "steps": [asdict(step) for step in standing.steps],
             "rollout": rollout is not None,
         }
         path.write_text(json.dumps(content))
 
-    def load(self, checkpoint: str | Path) -> tuple[PPOState, dict[str, Any], Rollout | None]:
-        """Read what `save` wrote; a `kl_coef` that was changed since replaces the saved β."""
+    def load(self, checkpoint: str | Path, start: PPOState) -> Standing:
+        """Read what `save` wrote; β and clips of `start` replace the saved ones where their settings have changed."""
         path = state_file(checkpoint, self.process)
         content = json.loads(path.read_text())
         rollout = Rollout(**load_file(path.with_suffix(".safetensors"))) if content["rollout"] else None
         state = PPOState.from_state_dict(content["state"])
-        if self.run.settings["kl_coef"] != content["run"]["settings"]["kl_coef"]:
-            state.kl_coef = self.run.settings["kl_coef"]
-        return state, content["metrics"], rollout
+        before, now = content["run"]["settings"], self.run.settings
+        settings = ("kl_coef", "cliprange", "cliprange_high")
+        changed = [name for name in settings if name not in content["state"] or now[name] != before[name]]
+        state = replace(state, **{name: getattr(start, name) for name in changed})
+        steps = [StepSums.from_dict(step) for step in content.get("steps", [])]  # earlier versions had none
+        return Standing(state, content["metrics"], steps, rollout)

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -68,15 +68,20 @@ class PretrainingProgress:
 
 @dataclass
 class PPOState:
-    """Where a run stands between two optimizer steps; part of every checkpoint.
+    """Where a run stands between two optimizer steps; part of every checkpoint. Only the trainer writes it.
 
-    Callbacks may change `kl_coef`; the rest belongs to the trainer.
+    Callbacks change the steered fields through `PPOControl`.
     """
 
+    STEERED: ClassVar[tuple[str, ...]] = ("kl_coef", "cliprange", "cliprange_high", "learning_rate_factor")
+
     kl_coef: float  # β of the next rollout
+    cliprange: float = 0.2  # ε of the policy clip below 1
+    cliprange_high: float = 0.2  # ε above 1
+    learning_rate_factor: float = 1.0  # multiplies the actor's scheduled learning rate
     rollouts: int = 0  # collected so far, the one in use included
     first_step: int = 0  # global step at which the rollout in use was collected
-    last_step: int = 0  # global step at which the next one is due; `target_kl` brings it forward
+    last_step: int = 0  # global step at which the next one is due; a callback may bring it forward
     score_moments: RunningMoments = field(default_factory=RunningMoments)  # for `normalize_scores`
     critic_pretraining: PretrainingProgress = field(default_factory=PretrainingProgress)
 
@@ -94,5 +99,5 @@ class PPOState:
         """Make the state that `state_dict` described."""
         moments = RunningMoments(**state["score_moments"])
         progress = PretrainingProgress(**state.get("critic_pretraining", {}))  # earlier versions had none
-        known = {f.name: state[f.name] for f in fields(cls) if f.name in state}  # earlier versions had more
+        known = {f.name: state[f.name] for f in fields(cls) if f.name in state}  # earlier versions had others
         return cls(**{**known, "score_moments": moments, "critic_pretraining": progress})

@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, cast
 
@@ -28,7 +29,7 @@ from transformers import (
 )
 from transformers.trainer_utils import EvalLoopOutput, SaveStrategy
 
-from hfppo.callbacks.events import PPOCallback, TrainerHooks
+from hfppo.callbacks.events import PPOCallback, PPOControl, TrainerHooks
 from hfppo.collect.collector import Collected, Collector, group_equal_rows
 from hfppo.collect.forward import autocast
 from hfppo.config import PPOConfig
@@ -37,21 +38,22 @@ from hfppo.distributed_checks import check_engine, wait_at_exit
 from hfppo.environments.loading import default_dataset
 from hfppo.environments.pool import EnvironmentFactory
 from hfppo.evaluation import EvalPrompts, check_best_metric, evaluate_prompts, place_model
+from hfppo.functional import Clip
 from hfppo.generation import Sampler, make_sampler
 from hfppo.learn.critic_pretraining import CriticPretraining
 from hfppo.learn.flops import FlopCounter, measure_throughput
 from hfppo.learn.loss import LossTerm, measure_update, ppo_loss, ppo_terms
 from hfppo.learn.micro_batches import MiniBatchSize, cut_mini_batch, join_sequences
 from hfppo.learn.nonfinite_guard import NonFiniteGuard
-from hfppo.learn.optimizer import GradientClipper, StepHooks, keep_own_settings, split_critic_groups
+from hfppo.learn.optimizer import ActorRate, GradientClipper, StepHooks, keep_own_settings, split_critic_groups
 from hfppo.learn.step_plan import StepPlan
-from hfppo.metrics import Meter, parts, parts_of
+from hfppo.metrics import Measures, Meter, StepSums, merge_sums, parts, parts_of, values_of
 from hfppo.models.actor_critic import ActorCritic, TokenOutputs
 from hfppo.models.compilation import compile_layers
 from hfppo.models.critic import CRITIC_FOLDER
 from hfppo.models.loading import load_whole
 from hfppo.models.output_checks import check_outputs
-from hfppo.ppo_checkpoint import PPOCheckpoint, describe_run
+from hfppo.ppo_checkpoint import PPOCheckpoint, Standing, describe_run
 from hfppo.reporting.card import write_card
 from hfppo.reporting.default_callbacks import with_default_callbacks
 from hfppo.reporting.progress import RunProgress
@@ -65,6 +67,7 @@ from hfppo.setup import Parts, assemble, check_arguments, check_output_folder, p
 from hfppo.support.out_of_memory import explain_out_of_memory
 
 KL_METRIC = "policy/approx_kl"  # which `target_kl` limits
+PASSED = ("model", "processing_class", "optimizer", "lr_scheduler")  # to every event, as Trainer does
 
 
 class PPOTrainer(CrashSafeTrainer):
@@ -186,7 +189,7 @@ class PPOTrainer(CrashSafeTrainer):
         self._agents = parts.agents
         self._progress = RunProgress.of(self)
         self.collector.sampler.on_progress = self._progress.advance
-        self.ppo_state = PPOState(kl_coef=args.kl_coef)
+        self.ppo_state = self._first_state()
         self._train_prompts, self._prepared_train = parts.prompts.train, train_dataset
         self._eval_prompts = EvalPrompts(eval_dataset, parts.prompts.eval, self._prepare_prompts)
         self._eval_sampling: bool | None = None
@@ -197,15 +200,21 @@ class PPOTrainer(CrashSafeTrainer):
         self._checkpoint = PPOCheckpoint(run, args.process_index)
         self._begin_run()
 
+    def _first_state(self) -> PPOState:
+        """Return where a run stands that has not begun."""
+        return PPOState(self.args.kl_coef, self.args.cliprange, self.args.clip_high)
+
     def _begin_run(self) -> None:
         """Forget the rollout and the metrics of an earlier run."""
         self._rollout: Rollout | None = None
         self._meter = Meter()  # metrics until the next log
-        self._step_kl = Meter()  # `policy/approx_kl` of one step, for `target_kl`
+        self._step_meter = Meter()  # metrics of one step
+        self._steps: list[StepSums] = []  # of the steps on the rollout in use
         self._step_start: tuple[int, dict[str, Any]] | None = None  # steps made, and metrics, when a step began
         self._step_began, self._step_flops = 0.0, 0
         self._guard = NonFiniteGuard(self.accelerator)
         self._clipper = GradientClipper(self.model, self.accelerator, self._guard)
+        self._rates = ActorRate(self.model.actor_parameters())
         self._pretraining = self._begin_pretraining()
 
     def create_sampler(self, eos_ids: list[int]) -> Sampler:
@@ -294,7 +303,7 @@ class PPOTrainer(CrashSafeTrainer):
             next(epoch_iterator)
         mini_batch = self._next_mini_batch()
         inputs = cut_mini_batch(mini_batch, num_batches, self.args.max_tokens_per_micro_batch, self.accelerator)
-        self._step_kl = Meter()  # a step that float16's scaler dropped has left its KL here
+        self._step_meter = Meter()
         if self._just_in_time is not None:
             self._step_start = self.state.global_step, self._meter.state_dict()
         self._step_began, self._step_flops = time.perf_counter(), 0
@@ -317,6 +326,7 @@ class PPOTrainer(CrashSafeTrainer):
         state.rollouts += 1
         state.first_step = self.state.global_step
         state.last_step = state.first_step + self.args.updates_per_rollout
+        self._steps = []
         self._meter.update(collected.measures)
         rollout, metrics = collected.rollout, Meter(collected.measures).read()
         self._call_callbacks("on_rollout_end", rollout=rollout, transcript=collected.transcript, metrics=metrics)
@@ -426,10 +436,7 @@ class PPOTrainer(CrashSafeTrainer):
         with torch.no_grad():
             self._guard.record(batch, loss, {term.name: term.per_token for term in terms})
             first = self.state.global_step == self.ppo_state.first_step
-            measures = measure_update(terms, outputs, batch, self.args, first)
-            self._meter.update(measures)
-            if self.args.target_kl is not None and KL_METRIC in measures:
-                self._step_kl.update({KL_METRIC: measures[KL_METRIC]})
+            self._measure_step(measure_update(terms, outputs, batch, self.args, self._clip, first))
         loss = loss * self.args.world_size
         return (loss, outputs) if return_outputs else loss
 
@@ -440,7 +447,17 @@ class PPOTrainer(CrashSafeTrainer):
             outputs: of π_θ, the policy being optimized; (B, T) tensors, None where a step moves only actor or critic.
             batch: the rollout's data about the same tokens.
         """
-        return ppo_terms(outputs, batch, self.args)
+        return ppo_terms(outputs, batch, self.args, self._clip)
+
+    @property
+    def _clip(self) -> Clip:
+        """The clip of the policy loss, which a callback may have changed."""
+        return Clip(self.ppo_state.cliprange, self.ppo_state.cliprange_high, self.args.dual_clip)
+
+    def _measure_step(self, measures: Measures) -> None:
+        """Add measures of an optimizer step to its own and to those of the next log."""
+        self._meter.update(measures)
+        self._step_meter.update(measures)
 
     # The optimizer
 
@@ -458,7 +475,7 @@ class PPOTrainer(CrashSafeTrainer):
 
     def _clip_gradients(self, max_norm: float) -> Tensor:
         norm, measures = self._clipper.clip(max_norm, cast(Optimizer, self.optimizer), self.state.global_step + 1)
-        self._meter.update(measures)
+        self._measure_step(measures)
         return norm
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
@@ -470,26 +487,35 @@ class PPOTrainer(CrashSafeTrainer):
         return super()._get_grad_norm(model, self._clip_gradients(math.inf) if grad_norm is None else grad_norm)
 
     def _before_step(self) -> None:
-        """Hold the actor in steps of the critic alone, and end the rollout's use at `target_kl`."""
+        """Freeze the actor in critic-only steps, and scale its learning rate."""
         if self._pretraining is not None:
             return
         if not self._plan.moves_actor:
             for parameter in self.model.actor_parameters():  # without gradient: no decay, no momentum, no changed bit
                 parameter.grad = None
-        limit = self.args.target_kl
-        if limit is not None and self._step_kl.read().get(KL_METRIC, 0.0) > limit:
-            self.ppo_state.last_step = self.state.global_step + 1
+        self._rates.scale(cast(Optimizer, self.optimizer), self.ppo_state.learning_rate_factor)
 
     def _after_step(self) -> None:
         if self._pretraining is None:
+            self._rates.restore(cast(Optimizer, self.optimizer))
             seconds = time.perf_counter() - self._step_began
             self._meter.update({"time/update": parts_of(self.args.updates_per_rollout * seconds)})
             self._meter.update(measure_throughput(self._step_flops, seconds, self.args.peak_tflops))
 
     def _end_update(self) -> None:
-        """Tell the callbacks after the last optimizer step on a rollout."""
-        if self.state.global_step >= min(self.ppo_state.last_step, self.state.max_steps):
-            self._call_callbacks("on_update_end", model=self.model, rollout=self._rollout)
+        """Tell the callbacks of the optimizer step, and of the update where it was the last on a rollout."""
+        state, args = self.ppo_state, self.args
+        number = self.state.global_step - 1 - state.first_step
+        sums = self._step_meter.gather()
+        self._steps.append(StepSums(number // args.num_mini_batches, number % args.num_mini_batches, sums))
+        control = self._call_callbacks("on_mini_batch_end", step=self._steps[-1].read())
+        limit = args.target_kl
+        if control.should_end_rollout or (limit is not None and values_of(sums).get(KL_METRIC, 0.0) > limit):
+            state.last_step = self.state.global_step
+        if self.state.global_step >= min(state.last_step, self.state.max_steps):
+            metrics = values_of(merge_sums(step.sums for step in self._steps))
+            steps = [step.read() for step in self._steps]
+            self._call_callbacks("on_update_end", rollout=self._rollout, metrics=metrics, steps=steps)
 
     # Evaluation
 
@@ -545,14 +571,16 @@ class PPOTrainer(CrashSafeTrainer):
         # `enable_jit_checkpoint` saves within a step, which the resumed run makes from its beginning.
         if self._step_start is not None and self._step_start[0] == self.state.global_step:
             metrics = self._step_start[1]
-        self._checkpoint.save(folder, self.ppo_state, metrics, in_use)
+        steps = [] if in_use is None else self._steps
+        self._checkpoint.save(folder, Standing(self.ppo_state, metrics, steps, in_use))
         if self._pretraining is not None:
             self._pretraining.save(folder)
 
     def load_run_state(self, folder: str) -> None:
         """Read where PPO stands, and the critic, which upstream does not load."""
-        self.ppo_state, metrics, self._rollout = self._checkpoint.load(folder)
-        self._meter.load_state_dict(metrics)
+        found = self._checkpoint.load(folder, self._first_state())
+        self.ppo_state, self._steps, self._rollout = found.state, found.steps, found.rollout
+        self._meter.load_state_dict(found.metrics)
         if not self.is_deepspeed_enabled:  # its own checkpoint holds the critic
             self.model.load_critic(folder)
         if (pretraining := self._begin_pretraining()) is not None:
@@ -568,16 +596,26 @@ class PPOTrainer(CrashSafeTrainer):
         """
         if "loss" in logs:
             logs.update(self._meter.read())
+            if "learning_rate" in logs:
+                logs["learning_rate"] *= self.ppo_state.learning_rate_factor
         super().log(logs, start_time)
 
-    def _call_callbacks(self, event: str, **arguments: Any) -> None:
-        """Call an event of every `PPOCallback`."""
-        for callback in self.callback_handler.callbacks:
+    def _call_callbacks(self, event: str, **arguments: Any) -> PPOControl:
+        """Call an event of every `PPOCallback`, and take over what they changed in `control`."""
+        handler, control = self.callback_handler, PPOControl.of(self.control, self.ppo_state)
+        given = {name: getattr(handler, name) for name in PASSED} | arguments
+        for callback in handler.callbacks:
             if isinstance(callback, PPOCallback):
                 call = getattr(callback, event)
-                control = call(self.args, self.state, self.control, **arguments, ppo_state=self.ppo_state)
-                if isinstance(control, TrainerControl):
-                    vars(self.control).update(vars(control))  # Trainer's handler keeps this object
+                returned = call(self.args, self.state, control, ppo_state=self.ppo_state, **given)
+                if isinstance(returned, TrainerControl):
+                    vars(control).update(vars(returned))
+        for flag in fields(TrainerControl):
+            setattr(self.control, flag.name, getattr(control, flag.name))  # Trainer's handler keeps this object
+        for name in PPOState.STEERED:
+            setattr(self.ppo_state, name, getattr(control, name))
+        self._meter.update({name: parts_of(number) for name, number in control.logs.items()})
+        return control
 
     def create_model_card(self, **given: Any) -> None:
         """Write the model card into the output folder; takes the keywords of Trainer's."""

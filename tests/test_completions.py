@@ -18,7 +18,7 @@ class Keep(PPOCallback):
     def __init__(self):
         self.transcripts, self.scores = [], []
 
-    def on_rollout_end(self, args, state, control, *, rollout, transcript, metrics, ppo_state):
+    def on_rollout_end(self, args, state, control, *, rollout, transcript, metrics, ppo_state, **kwargs):
         self.transcripts.append(transcript)
         self.scores.append(rollout.scores.tolist())
 

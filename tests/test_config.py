@@ -43,7 +43,7 @@ class Counter(PPOCallback):
     def __init__(self):
         self.sizes = []
 
-    def on_rollout_end(self, args, state, control, *, rollout, transcript, metrics, ppo_state):
+    def on_rollout_end(self, args, state, control, *, rollout, transcript, metrics, ppo_state, **kwargs):
         self.sizes.append(len(rollout))
 
 

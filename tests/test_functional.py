@@ -674,7 +674,9 @@ def test_losses_and_gradients_are_finite_at_extreme_ratios(name):
     for sign in (1.0, -1.0):
         advantages = torch.full((1, 2), sign)
         assert POLICY_LOSSES[name](logprobs, old_logprobs, advantages, mask=mask, clip=Clip()).isfinite().all()
-        grad = grad_of(lambda x, a=advantages: POLICY_LOSSES[name](x, old_logprobs, a, mask=mask, clip=Clip()), logprobs)
+        grad = grad_of(
+            lambda x, a=advantages: POLICY_LOSSES[name](x, old_logprobs, a, mask=mask, clip=Clip()), logprobs
+        )
         assert grad.isfinite().all()
 
 
@@ -684,7 +686,8 @@ def test_gradient_lives_where_the_policy_drifted_most_against_the_advantage(name
     """The side on which the clip does not hold: exp(±20) times the advantage, as at the bound of the clamp."""
     old_logprobs = double([-60.0])
     grad = grad_of(
-        lambda x: POLICY_LOSSES[name](x, old_logprobs, double([advantage]), mask=bits("1"), clip=Clip()), old_logprobs + delta
+        lambda x: POLICY_LOSSES[name](x, old_logprobs, double([advantage]), mask=bits("1"), clip=Clip()),
+        old_logprobs + delta,
     )
     assert_close(grad, double([-advantage * math.exp(math.copysign(20, delta))]))
 

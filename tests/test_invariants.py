@@ -62,7 +62,7 @@ class Keep(PPOCallback):
         self.rollouts: list[Rollout] = []
         self.metrics: list[dict[str, float]] = []
 
-    def on_rollout_end(self, args, state, control, *, rollout, transcript, metrics, ppo_state):
+    def on_rollout_end(self, args, state, control, *, rollout, transcript, metrics, ppo_state, **kwargs):
         self.rollouts.append(rollout)
         self.metrics.append(metrics)
 

@@ -14,6 +14,11 @@ from hfppo.metrics import Meter
 from hfppo.models.actor_critic import TokenOutputs
 from hfppo.rollout import Rollout
 
+
+def clip_of(args) -> F.Clip:
+    return F.Clip(args.cliprange, args.clip_high, args.dual_clip)
+
+
 SIZE = MiniBatchSize(10.0, 4.0)
 
 
@@ -55,7 +60,9 @@ TERMS = {
         CLIP | {"policy_loss": "gspo"},
         "policy/loss",
         1.0,
-        lambda o, b: b.weights * F.gspo_loss(o.logprobs, b.old_logprobs, b.advantages, b.loss_mask, F.Clip(0.1, 0.6, 1.5)),
+        lambda o, b: (
+            b.weights * F.gspo_loss(o.logprobs, b.old_logprobs, b.advantages, b.loss_mask, F.Clip(0.1, 0.6, 1.5))
+        ),
     ),
     "value": (
         {"cliprange_value": 0.05, "vf_coef": 0.3},
@@ -83,7 +90,7 @@ TERMS = {
 def test_every_field_of_a_loss_reaches_it(make_trainer, batch, outputs, name):
     config, term, weight, expected = TERMS[name]
     args = make_trainer(config).args
-    (found,) = (x for x in ppo_terms(outputs, batch, args) if x.name == term)
+    (found,) = (x for x in ppo_terms(outputs, batch, args, clip_of(args)) if x.name == term)
     assert found.coef == weight
     assert_close(found.per_token, expected(outputs, batch))
     by, wanted = (
@@ -106,7 +113,7 @@ def test_every_field_of_a_loss_reaches_it(make_trainer, batch, outputs, name):
 )
 def test_a_loss_is_its_terms_by_weight_and_the_nll_of_full_scores(make_trainer, batch, outputs, config, expected):
     args = make_trainer({**config, "entropy_coef": 0.02, "positive_nll_coef": 0.7, "positive_score": 0.5}).args
-    terms = ppo_terms(outputs, batch, args)
+    terms = ppo_terms(outputs, batch, args, clip_of(args))
     nll = -(outputs.logprobs * batch.loss_mask)[0].sum() / 10  # of the first completion alone
     whole = sum(term.coef * expected(term.per_token, batch.loss_mask) for term in terms) + 0.7 * nll
     assert_close(ppo_loss(terms, outputs, batch, SIZE, args, critic_only=False), whole)
@@ -115,9 +122,14 @@ def test_a_loss_is_its_terms_by_weight_and_the_nll_of_full_scores(make_trainer, 
     assert_close(ppo_loss(terms, outputs, batch, SIZE, args, critic_only=True), value)
 
 
+def measure(outputs, batch, args) -> Meter:
+    clip = clip_of(args)
+    return Meter(measure_update(ppo_terms(outputs, batch, args, clip), outputs, batch, args, clip, first=True))
+
+
 def test_metrics_of_an_update_by_hand(make_trainer, batch, outputs):
     args = make_trainer(CLIP | {"cliprange_value": 0.05}).args
-    meter = Meter(measure_update(ppo_terms(outputs, batch, args), outputs, batch, args, first=True))
+    meter = measure(outputs, batch, args)
     counts = batch.loss_mask
     new, old, advantages = (x[counts].detach() for x in (outputs.logprobs, batch.old_logprobs, batch.advantages))
     ratio = (new - old).exp()
@@ -149,5 +161,5 @@ def test_metrics_of_an_update_by_hand(make_trainer, batch, outputs):
 def test_a_ratio_below_one_deviates_as_well(make_trainer, batch, outputs):
     args = make_trainer().args
     batch = replace(batch, old_logprobs=outputs.logprobs.detach() + 0.5)
-    meter = Meter(measure_update(ppo_terms(outputs, batch, args), outputs, batch, args, first=True))
+    meter = measure(outputs, batch, args)
     assert meter.read()["policy/first_ratio_deviation"] == pytest.approx(1 - math.exp(-0.5), rel=1e-5)

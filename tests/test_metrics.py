@@ -10,7 +10,7 @@ import torch
 from helpers.agents import EPISODE_METRICS
 from helpers.scripted import answering, off_trainer
 from helpers.tiny import tiny_model
-from hfppo import PPOCallback, TolerantReward
+from hfppo import ClipMetricsCallback, PPOCallback, TolerantReward
 from hfppo.collect.collector import Phases
 from hfppo.collect.rollout_metrics import prompts_without_signal
 from hfppo.learn.loss import LossTerm
@@ -73,7 +73,8 @@ def test_every_metric_of_the_table_appears_in_a_log_and_no_other(make_trainer, d
 
     config = {"kl_loss_coef": 0.1, "dual_clip": 3.0, "policy_mode": "corrected"}
     config |= {"num_generations": 2, "max_steps": 4, "peak_tflops": 1.0}
-    trainer = make_trainer(config, reward_funcs=TolerantReward(scores))
+    config |= {"cliprange_value": 0.2}
+    trainer = make_trainer(config, reward_funcs=TolerantReward(scores), callbacks=[ClipMetricsCallback()])
     given = trainer.loss_terms
     trainer.loss_terms = lambda outputs, batch: [
         *given(outputs, batch),
@@ -81,7 +82,8 @@ def test_every_metric_of_the_table_appears_in_a_log_and_no_other(make_trainer, d
     ]
     trainer.train()
     seen = {name for entry in trainer.state.log_history if "loss" in entry for name in entry}
-    names = {"{function}": "scores", "{name}": "length"}
+    seen = {name for name in seen if not name.startswith("clip/epoch_2/")}  # as those of the first epoch
+    names = {"{function}": "scores", "{name}": "length", "{part}": "epoch_1"}
     expected = set()
     for name in {n for n in METRICS if "critic_pretraining" not in n} - EPISODE_METRICS:
         for pattern, actual in names.items():
@@ -124,7 +126,7 @@ def test_the_share_of_prompts_without_a_signal_is_that_of_the_advantages(make_tr
     kept = []
 
     class Keep(PPOCallback):
-        def on_rollout_end(self, args, state, control, *, rollout, transcript, metrics, ppo_state):
+        def on_rollout_end(self, args, state, control, *, rollout, transcript, metrics, ppo_state, **kwargs):
             kept.append((rollout, metrics["frac_reward_zero_std"]))
 
     config = {"advantage_estimator": "rloo", "num_generations": 2, "mask_truncated_completions": True, "kl_coef": 0.0}
@@ -184,7 +186,7 @@ def test_rewards_advantages_and_values_by_hand(make_trainer):
     kept = []
 
     class Keep(PPOCallback):
-        def on_rollout_end(self, args, state, control, *, rollout, transcript, metrics, ppo_state):
+        def on_rollout_end(self, args, state, control, *, rollout, transcript, metrics, ppo_state, **kwargs):
             kept.append((rollout, metrics))
 
     config = {"kl_coef": 0.1, "max_steps": 8, "per_device_train_batch_size": 8}
@@ -204,7 +206,7 @@ def test_kl_and_mismatch_by_hand(make_trainer, estimator):
     kept = []
 
     class Keep(PPOCallback):
-        def on_rollout_end(self, args, state, control, *, rollout, transcript, metrics, ppo_state):
+        def on_rollout_end(self, args, state, control, *, rollout, transcript, metrics, ppo_state, **kwargs):
             kept.append((rollout, metrics))
 
     config = {"kl_coef": 0.1, "kl_estimator": estimator, "mask_truncated_completions": True, "max_steps": 1}

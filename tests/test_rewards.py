@@ -603,7 +603,7 @@ def test_log_extra_reaches_callbacks_and_the_printed_table(make_trainer, capsys)
     seen = []
 
     class Keep(PPOCallback):
-        def on_rollout_end(self, args, state, control, *, rollout, transcript, metrics, ppo_state):
+        def on_rollout_end(self, args, state, control, *, rollout, transcript, metrics, ppo_state, **kwargs):
             seen.append(transcript)
 
     trainer = make_trainer({"max_steps": 1, "log_completions": True}, reward_funcs=scores, callbacks=[Keep()])

@@ -27,11 +27,11 @@ class Witness(PPOCallback):
     def __init__(self):
         self.events, self.rollouts, self.after = [], {}, {}
 
-    def on_rollout_end(self, args, state, control, *, rollout, transcript, metrics, ppo_state):
+    def on_rollout_end(self, args, state, control, *, rollout, transcript, metrics, ppo_state, **kwargs):
         self.events.append(("rollout", ppo_state.rollouts, state.global_step))
         self.rollouts[ppo_state.rollouts] = rollout
 
-    def on_update_end(self, args, state, control, *, model, rollout, ppo_state):
+    def on_update_end(self, args, state, control, *, model, rollout, ppo_state, **kwargs):
         self.events.append(("update", ppo_state.rollouts, state.global_step))
         assert rollout is self.rollouts[ppo_state.rollouts]
         with torch.no_grad():

@@ -25,8 +25,7 @@ class AdaptiveKLCallback(PPOCallback):
         if args.kl_coef == 0:
             raise ValueError("AdaptiveKLCallback multiplies kl_coef, and kl_coef=0 stays 0; start from 0.05, say")
 
-    def on_rollout_end(self, args, state, control, *, rollout, transcript, metrics, ppo_state):
+    def on_rollout_end(self, args, state, control, *, rollout, metrics, **kwargs):
         completions = len(rollout) * args.world_size
-        ppo_state.kl_coef = adaptive_kl_coef(
-            ppo_state.kl_coef, metrics.get("kl", math.nan), self.target, self.horizon, completions
-        )
+        kl = metrics.get("kl", math.nan)
+        control.kl_coef = adaptive_kl_coef(control.kl_coef, kl, self.target, self.horizon, completions)

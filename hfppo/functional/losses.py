@@ -52,9 +52,7 @@ def _clipped_surrogate(log_ratio: Tensor, advantages: Tensor, clip: Clip) -> Ten
     return loss
 
 
-def gspo_loss(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, clip: Clip = Clip()
-) -> Tensor:
+def gspo_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, clip: Clip = Clip()) -> Tensor:
     """The clipped surrogate with one ratio per completion. arXiv:2507.18071, eq. 17 (its token form).
 
         s = exp(mean over real tokens of (log π − log π_old)),   ρ_t = sg(s)·π_t/sg(π_t)

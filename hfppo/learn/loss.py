@@ -23,16 +23,17 @@ class LossTerm:
     of_critic: bool = False
 
 
-def ppo_terms(outputs: TokenOutputs, batch: Rollout, args: PPOConfig) -> list[LossTerm]:
+def ppo_terms(outputs: TokenOutputs, batch: Rollout, args: PPOConfig, clip: F.Clip) -> list[LossTerm]:
     """Return the terms of the PPO loss: policy, value, KL and entropy; those of actor or critic alone in its steps.
 
     Args:
         outputs: of π_θ, the policy being optimized.
         batch: the rollout's data about the same tokens.
+        clip: of the policy loss.
     """
     terms = []
     if outputs.logprobs is not None:
-        terms.append(LossTerm("policy/loss", 1.0, surrogate(outputs, batch, args)))
+        terms.append(LossTerm("policy/loss", 1.0, surrogate(outputs, batch, args.policy_loss, clip)))
     if outputs.values is not None and batch.values is not None and batch.returns is not None:
         loss = F.value_loss(outputs.values, batch.values, batch.returns, args.cliprange_value)
         terms.append(LossTerm("value/loss", args.vf_coef, loss, of_critic=True))
@@ -51,14 +52,14 @@ def policy_logprobs(outputs: TokenOutputs) -> Tensor:
     return outputs.logprobs
 
 
-def surrogate(outputs: TokenOutputs, batch: Rollout, args: PPOConfig) -> Tensor:
+def surrogate(outputs: TokenOutputs, batch: Rollout, name: str, clip: F.Clip) -> Tensor:
     """Return the policy loss per token, (B, T)."""
-    loss = F.POLICY_LOSSES[args.policy_loss](
+    loss = F.POLICY_LOSSES[name](
         policy_logprobs(outputs),
         batch.old_logprobs,
         batch.advantages,
         mask=batch.loss_mask,
-        clip=F.Clip(args.cliprange, args.clip_high, args.dual_clip),
+        clip=clip,
     )
     return loss if batch.weights is None else loss * batch.weights
 
@@ -106,12 +107,13 @@ def positive_nll(outputs: TokenOutputs, batch: Rollout, size: MiniBatchSize, arg
 
 
 def measure_update(
-    terms: list[LossTerm], outputs: TokenOutputs, batch: Rollout, args: PPOConfig, first: bool
+    terms: list[LossTerm], outputs: TokenOutputs, batch: Rollout, args: PPOConfig, clip: F.Clip, first: bool
 ) -> Measures:
     """Measure one micro-batch.
 
     Args:
         terms: from `PPOTrainer.loss_terms`.
+        clip: of the policy loss.
         first: whether no optimizer step was made since the rollout, so that the ratio must be 1.
     """
     mask = batch.loss_mask
@@ -128,15 +130,13 @@ def measure_update(
     measures["policy/approx_kl"] = parts(F.token_kl(batch.old_logprobs, logprobs, "k3"), mask)
     if first:
         measures["policy/first_ratio_deviation"] = parts((ratio - 1).abs(), mask)
-    return measures | (measure_clip(logprobs, batch, args) if args.policy_loss == "ppo" else {})
+    return measures | (measure_clip(logprobs, batch, clip) if args.policy_loss == "ppo" else {})
 
 
-def measure_clip(logprobs: Tensor, batch: Rollout, args: PPOConfig) -> Measures:
+def measure_clip(logprobs: Tensor, batch: Rollout, clip: F.Clip) -> Measures:
     """Measure the shares of clipped tokens."""
-    clip = F.clip_fractions(
-        logprobs, batch.old_logprobs, batch.advantages, args.cliprange, args.clip_high, args.dual_clip
-    )
-    shares = {"clip_frac": clip.low | clip.high, "clip_frac_low": clip.low, "clip_frac_high": clip.high}
-    if args.dual_clip is not None:
-        shares["dual_clip_frac"] = clip.dual
+    found = F.clip_fractions(logprobs, batch.old_logprobs, batch.advantages, *clip)
+    shares = {"clip_frac": found.low | found.high, "clip_frac_low": found.low, "clip_frac_high": found.high}
+    if clip.dual is not None:
+        shares["dual_clip_frac"] = found.dual
     return {f"policy/{name}": parts(clipped, batch.loss_mask) for name, clipped in shares.items()}

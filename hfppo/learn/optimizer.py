@@ -113,3 +113,31 @@ class StepHooks:
             optimizer.register_step_pre_hook(lambda *_: self.before()),
             optimizer.register_step_post_hook(lambda *_: self.after()),
         ]
+
+
+@dataclass
+class ActorRate:
+    """Scales the actor's learning rate for one optimizer step.
+
+    The schedule computes the next rate from the unscaled one, which is put back to the bit.
+    """
+
+    parameters: list[nn.Parameter]
+    before: list[float] = field(default_factory=list)  # the rate of each of the actor's groups
+
+    def groups(self, optimizer: Optimizer) -> list[dict[str, Any]]:
+        """Return the groups with the actor's parameters."""
+        ids = {id(p) for p in self.parameters}
+        return [group for group in optimizer.param_groups if any(id(p) in ids for p in group["params"])]
+
+    def scale(self, optimizer: Optimizer, factor: float) -> None:
+        """Multiply the rates."""
+        groups = [] if factor == 1.0 else self.groups(optimizer)
+        self.before = [group["lr"] for group in groups]
+        for group in groups:
+            group["lr"] *= factor
+
+    def restore(self, optimizer: Optimizer) -> None:
+        """Put the rates back."""
+        for group, rate in zip(self.groups(optimizer) if self.before else [], self.before, strict=True):
+            group["lr"] = rate

@@ -30,7 +30,7 @@ class PrintCompletionsCallback(PPOCallback):
     def __init__(self, num_completions: int = 8):
         self.num_completions = num_completions
 
-    def on_rollout_end(self, args, state, control, *, rollout, transcript, metrics, ppo_state):
+    def on_rollout_end(self, args, state, control, *, rollout, transcript, **kwargs):
         if not state.is_world_process_zero:
             return
         columns = {"prompt": transcript.prompts, "completion": transcript.completions}

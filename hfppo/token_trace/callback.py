@@ -9,6 +9,7 @@ from datasets import Dataset
 
 from hfppo.callbacks.events import PPOCallback
 from hfppo.collect.check_finite import NonFiniteError
+from hfppo.functional import Clip
 from hfppo.models.output_head import is_sharded
 from hfppo.reporting.completions import log_table
 from hfppo.support.files import ignore_write_errors
@@ -75,7 +76,7 @@ class TokenTraceCallback(PPOCallback):
         self._tokenizer = processing_class
         self._earlier = {path: path.stat().st_mtime_ns for path in list_trace_files(args.output_dir)}
 
-    def on_rollout_end(self, args, state, control, *, rollout, transcript, metrics, ppo_state):
+    def on_rollout_end(self, args, state, control, *, rollout, metrics, ppo_state, **kwargs):
         number = ppo_state.rollouts
         if state.is_world_process_zero:
             self._remove_stale_files(number)
@@ -91,7 +92,6 @@ class TokenTraceCallback(PPOCallback):
         if state.is_world_process_zero:
             kl_coef, count = metrics.get("kl_coef", ppo_state.kl_coef), min(self.num_completions, len(rollout))
             if self.trainer is not None:
-                # Sampled after the callbacks before this one, with the β that an AdaptiveKLCallback may have set.
                 kl_coef, count = ppo_state.kl_coef, len(rollout)
             tables = [TokenTable.from_rollout(rollout, i, self._tokenizer, args.kl_estimator) for i in range(count)]
             step = state.global_step
@@ -111,13 +111,14 @@ class TokenTraceCallback(PPOCallback):
                     path.unlink()
         self._earlier = {}
 
-    def on_update_end(self, args, state, control, *, model, rollout, ppo_state):
+    def on_update_end(self, args, state, control, *, model, ppo_state, **kwargs):
         path = trace_file(args.output_dir, ppo_state.rollouts, self._kind)
         if not (state.is_world_process_zero and path.exists()):
             return
         traces = read_traces(path)
         if not is_sharded(model):  # a forward pass would need the other processes as well
-            traces = add_update(traces, model, args, state.global_step)
+            clip = Clip(ppo_state.cliprange, ppo_state.cliprange_high, args.dual_clip)
+            traces = add_update(traces, model, args, clip, state.global_step)
             with ignore_write_errors(path):
                 write_traces(path, traces)
         log_table(args, "traces", Dataset.from_list([row for trace in traces for row in trace.token_rows()]))

@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from hfppo.config import PPOConfig
 from hfppo.data.prompts import pad_left
-from hfppo.functional import clip_fractions
+from hfppo.functional import Clip, clip_fractions
 from hfppo.functional.kl import clamp_log_ratio
 from hfppo.models.actor_critic import ActorCritic
 from hfppo.models.packing import eval_mode
@@ -74,10 +74,11 @@ class Trace:
 
 
 @torch.no_grad()
-def add_update(traces: list[Trace], model: ActorCritic, args: PPOConfig, step: int) -> list[Trace]:
+def add_update(traces: list[Trace], model: ActorCritic, args: PPOConfig, clip: Clip, step: int) -> list[Trace]:
     """Return the traces with the policy's log-probs and ratios after the update, and the tokens that are clipped.
 
     Args:
+        clip: of the policy loss.
         step: optimizer steps made so far.
     """
     prompt_ids, prompt_mask = pad_left([trace.prompt_ids for trace in traces], 0)
@@ -94,8 +95,8 @@ def add_update(traces: list[Trace], model: ActorCritic, args: PPOConfig, step: i
             values=False,
         ).logprobs.cpu()
     ratio = clamp_log_ratio(new - old).exp()
-    clip = clip_fractions(new, old, advantages, args.cliprange, args.clip_high, args.dual_clip)
-    clipped = (clip.low | clip.high | clip.dual).tolist()
+    found = clip_fractions(new, old, advantages, *clip)
+    clipped = (found.low | found.high | found.dual).tolist()
     if args.policy_loss != "ppo":  # other losses clip otherwise, or not at all
         clipped = [[None] * len(row) for row in clipped]
     updated = []

@@ -1,0 +1,153 @@
+"""Clip metrics by epoch, and what a callback may change during a run."""
+
+import pytest
+import torch
+
+from helpers.runs import final_state, logged, logs, trained_state
+from hfppo import ClipMetricsCallback, PPOCallback, PPOControl
+from hfppo.callbacks.clip_metrics import clip_table
+from hfppo.metrics import UpdateStep
+
+# 4 steps to a rollout: 2 epochs of 2 mini-batches.
+CONFIG = {"max_steps": 8, "learning_rate": 5e-2, "cliprange": 0.05, "dual_clip": 3.0, "cliprange_value": 0.05}
+
+
+class Keep(PPOCallback):
+    """What the events are called with."""
+
+    def __init__(self):
+        self.steps, self.updates = [], []
+
+    def on_mini_batch_end(self, args, state, control, *, step, **kwargs):
+        self.steps.append(step)
+
+    def on_update_end(self, args, state, control, **kwargs):
+        self.updates.append(kwargs)
+
+
+def test_each_epoch_is_logged_as_the_mean_of_its_mini_batches(make_trainer):
+    keep = Keep()
+    trainer = make_trainer(CONFIG, callbacks=[keep, ClipMetricsCallback(per_mini_batch=True)])
+    trainer.train()
+    assert [(step.epoch, step.mini_batch) for step in keep.steps] == [(0, 0), (0, 1), (1, 0), (1, 1)] * 2
+    assert [update["steps"] for update in keep.updates] == [keep.steps[:4], keep.steps[4:]]
+    for name, metric in {
+        "frac": "policy/clip_frac",
+        "frac_value": "value/clip_frac",
+        "approx_kl": "policy/approx_kl",
+    }.items():
+        of_steps = [step.metrics[metric] for step in keep.steps]
+        assert max(of_steps) > 0
+        assert logged(trainer, f"clip/epoch_2/{name}") == pytest.approx(
+            [sum(of_steps[2:4]) / 2, sum(of_steps[6:]) / 2]
+        )
+        assert logged(trainer, f"clip/epoch_2_batch_1/{name}") == pytest.approx([of_steps[2], of_steps[6]])
+    assert logged(trainer, "clip/epoch_1_batch_1/frac") == [0.0, 0.0]  # the ratio is still 1
+    assert {"model", "processing_class", "optimizer", "lr_scheduler"} <= keep.updates[0].keys()
+
+
+def test_metrics_of_an_update_count_tokens_and_not_mini_batches(make_trainer):
+    keep = Keep()
+    trainer = make_trainer({**CONFIG, "max_steps": 4}, callbacks=[keep])
+    trainer.train()
+    (update,) = keep.updates
+    ratios = [step.metrics["policy/ratio_max"] for step in keep.steps]
+    assert update["metrics"]["policy/ratio_max"] == max(ratios)
+    # Both epochs see the same tokens, so each mini-batch counts by its share of them.
+    shares = {step.metrics["policy/ratio"] for step in keep.steps}
+    assert min(shares) <= update["metrics"]["policy/ratio"] <= max(shares)
+
+
+def test_a_target_ends_the_use_of_a_rollout(make_trainer):
+    keep = Keep()
+    callbacks = [keep, ClipMetricsCallback(target=1e-9, by="approx_kl", then="stop")]
+    trainer = make_trainer(CONFIG, callbacks=callbacks)
+    trainer.train()
+    # The first mini-batch has KL 0; the second exceeds the target.
+    assert [(step.epoch, step.mini_batch) for step in keep.steps] == [(0, 0), (0, 1)] * 4
+    assert trainer.ppo_state.rollouts == 4
+
+
+@pytest.mark.parametrize(
+    ("found", "factor", "expected"), [(0.15, 1.0, 0.8), (0.11, 0.5, 0.45), (0.0, 0.5, 0.6), (0.05, 1.0, 1.0)]
+)
+def test_the_learning_rate_moves_towards_the_target(make_trainer, found, factor, expected):
+    """Target 0.1: 0.15 asks for −0.5, bounded to −0.2; 0.11 for −0.1; 0 for +1, bounded to +0.2, and at most 1."""
+    trainer = make_trainer()
+    control = PPOControl(learning_rate_factor=factor)
+    steps = [UpdateStep(epoch, 0, {"policy/clip_frac": x}) for epoch, x in enumerate((0.9, found))]
+    ClipMetricsCallback(target=0.1).on_update_end(trainer.args, trainer.state, control, steps=steps, ppo_state=None)
+    assert control.learning_rate_factor == pytest.approx(expected)
+    assert control.logs["clip/learning_rate_factor"] == pytest.approx(expected)
+
+
+class Halve(PPOCallback):
+    def on_rollout_end(self, args, state, control, **kwargs):
+        control.learning_rate_factor = 0.5
+
+
+def test_half_the_factor_is_half_the_actors_rate_and_not_the_critics(make_trainer):
+    config = {"max_steps": 6, "critic_learning_rate": 2e-2, "learning_rate": 1e-2}
+    scaled = make_trainer(config, callbacks=[Halve()])
+    scaled.train()
+    plain = make_trainer({**config, "learning_rate": 5e-3})
+    plain.train()
+    assert [
+        name for name, x in trained_state(plain.model).items() if not torch.equal(x, trained_state(scaled.model)[name])
+    ] == []
+    assert logged(scaled, "learning_rate") == logged(plain, "learning_rate")
+    assert logged(scaled, "critic_learning_rate") == logged(plain, "critic_learning_rate")
+
+
+class Narrow(PPOCallback):
+    """Narrows the clip after the first rollout."""
+
+    def on_update_end(self, args, state, control, **kwargs):
+        control.cliprange = control.cliprange_high = 1e-4
+
+
+def test_a_callback_changes_the_clip_of_the_next_rollout(make_trainer):
+    trainer = make_trainer(
+        {"max_steps": 8, "cliprange": 0.9, "cliprange_high": 9.0, "learning_rate": 1e-3}, callbacks=[Narrow()]
+    )
+    trainer.train()
+    fractions = logged(trainer, "policy/clip_frac")
+    assert fractions[:4] == [0.0] * 4
+    assert max(fractions[5:]) > 0.3
+
+
+def test_steered_runs_resume_to_the_bit(make_trainer, tmp_path):
+    """Stopped within a rollout: the steps made on it, the factor and the clip come back."""
+    config = {**CONFIG, "max_steps": 12, "save_strategy": "steps", "save_steps": 1}
+
+    def callbacks():
+        return [ClipMetricsCallback(target=1e-3, per_mini_batch=True), Narrow()]
+
+    straight = make_trainer({**config, "output_dir": str(tmp_path / "straight")}, callbacks=callbacks())
+    straight.train()
+    assert straight.ppo_state.learning_rate_factor < 0.9
+    for step in (4, 6, 7):
+        resumed = make_trainer({**config, "output_dir": str(tmp_path / f"resumed-{step}")}, callbacks=callbacks())
+        resumed.train(resume_from_checkpoint=str(tmp_path / f"straight/checkpoint-{step}"))
+        expected, got = final_state(straight), final_state(resumed)
+        assert [name for name in expected if not torch.equal(expected[name], got[name])] == []
+        assert resumed.ppo_state == straight.ppo_state
+        assert logs(resumed) == logs(straight)
+
+
+@pytest.mark.parametrize("given", [{"target": 0.0}, {"by": "ratio"}, {"target": 0.1, "then": "halt"}])
+def test_wrong_arguments_are_named(given):
+    *_, name = given
+    with pytest.raises(ValueError, match=f"{name}="):
+        ClipMetricsCallback(**given)
+
+
+def test_the_table_shows_what_there_is():
+    parts = {"epoch_1": {"policy/clip_frac": 0.125, "policy/approx_kl": 0.01}, "epoch_2": {"policy/clip_frac": 0.5}}
+    table = clip_table("clipped, rollout 3", parts)
+    assert [column.header for column in table.columns] == ["part", "clipped", "KL"]
+    assert [list(column.cells) for column in table.columns] == [
+        ["epoch 1", "epoch 2"],
+        ["12.5%", "50.0%"],
+        ["0.0100", "–"],
+    ]
