@@ -5,7 +5,6 @@ the optimizer; the hooks below answer for PPO.
 """
 
 import math
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import fields
@@ -41,13 +40,13 @@ from hfppo.evaluation import EvalPrompts, check_best_metric, evaluate_prompts, p
 from hfppo.functional import Clip
 from hfppo.generation import Sampler, make_sampler
 from hfppo.learn.critic_pretraining import CriticPretraining
-from hfppo.learn.flops import FlopCounter, measure_throughput
+from hfppo.learn.flops import FlopCounter
 from hfppo.learn.loss import LossTerm, measure_update, ppo_loss, ppo_terms
 from hfppo.learn.micro_batches import MiniBatchSize, cut_mini_batch, join_sequences
-from hfppo.learn.nonfinite_guard import NonFiniteGuard
-from hfppo.learn.optimizer import ActorRate, GradientClipper, StepHooks, keep_own_settings, split_critic_groups
+from hfppo.learn.optimizer import StepHooks, keep_own_settings, split_critic_groups
+from hfppo.learn.run import Run
 from hfppo.learn.step_plan import StepPlan
-from hfppo.metrics import Measures, Meter, StepSums, merge_sums, parts, parts_of, values_of
+from hfppo.metrics import Meter, parts, parts_of
 from hfppo.models.actor_critic import ActorCritic, TokenOutputs
 from hfppo.models.compilation import compile_layers
 from hfppo.models.critic import CRITIC_FOLDER
@@ -66,7 +65,6 @@ from hfppo.seeds import SHUFFLE_STREAM
 from hfppo.setup import Parts, assemble, check_arguments, check_output_folder, prepare_later_dataset
 from hfppo.support.out_of_memory import explain_out_of_memory
 
-KL_METRIC = "policy/approx_kl"  # which `target_kl` limits
 PASSED = ("model", "processing_class", "optimizer", "lr_scheduler")  # to every event, as Trainer does
 
 
@@ -206,16 +204,8 @@ class PPOTrainer(CrashSafeTrainer):
 
     def _begin_run(self) -> None:
         """Forget the rollout and the metrics of an earlier run."""
-        self._rollout: Rollout | None = None
-        self._meter = Meter()  # metrics until the next log
-        self._step_meter = Meter()  # metrics of one step
-        self._steps: list[StepSums] = []  # of the steps on the rollout in use
-        self._step_start: tuple[int, dict[str, Any]] | None = None  # steps made, and metrics, when a step began
-        self._step_began, self._step_flops = 0.0, 0
-        self._guard = NonFiniteGuard(self.accelerator)
-        self._clipper = GradientClipper(self.model, self.accelerator, self._guard)
-        self._rates = ActorRate(self.model.actor_parameters())
-        self._pretraining = self._begin_pretraining()
+        self._run = Run(self.model, self.accelerator, self.args)
+        self._run.pretraining = self._begin_pretraining()
 
     def create_sampler(self, eos_ids: list[int]) -> Sampler:
         """Return the sampler that completes prompts; a subclass may return its own.
@@ -303,21 +293,18 @@ class PPOTrainer(CrashSafeTrainer):
             next(epoch_iterator)
         mini_batch = self._next_mini_batch()
         inputs = cut_mini_batch(mini_batch, num_batches, self.args.max_tokens_per_micro_batch, self.accelerator)
-        self._step_meter = Meter()
-        if self._just_in_time is not None:
-            self._step_start = self.state.global_step, self._meter.state_dict()
-        self._step_began, self._step_flops = time.perf_counter(), 0
+        self._run.begin_step(self.state.global_step, may_be_saved=self._just_in_time is not None)
         return inputs, MiniBatchSize.of(mini_batch, self.accelerator)
 
     def _next_mini_batch(self) -> Rollout:
         """Return this process's rows for the next optimizer step, from a new rollout if one is due."""
-        state, args = self.ppo_state, self.args
-        if self._rollout is None or self.state.global_step >= state.last_step:
-            self._rollout = self._collect_rollout()
-        self._rollout = self.collector.restore_base_states(self._rollout)
+        state, args, run = self.ppo_state, self.args, self._run
+        if run.rollout is None or self.state.global_step >= state.last_step:
+            run.rollout = self._collect_rollout()
+        run.rollout = self.collector.restore_base_states(run.rollout)
         index = (self.state.global_step - state.first_step) % args.num_mini_batches
         seed = (args.seed, SHUFFLE_STREAM, state.rollouts, self._plan.epoch, args.process_index)
-        return self._rollout.mini_batch(index, args.num_mini_batches, seed, args.num_generations)
+        return run.rollout.mini_batch(index, args.num_mini_batches, seed, args.num_generations)
 
     def _collect_rollout(self) -> Rollout:
         """Collect the next rollout and tell the callbacks."""
@@ -326,8 +313,8 @@ class PPOTrainer(CrashSafeTrainer):
         state.rollouts += 1
         state.first_step = self.state.global_step
         state.last_step = state.first_step + self.args.updates_per_rollout
-        self._steps = []
-        self._meter.update(collected.measures)
+        self._run.steps = []
+        self._run.log.update(collected.measures)
         rollout, metrics = collected.rollout, Meter(collected.measures).read()
         self._call_callbacks("on_rollout_end", rollout=rollout, transcript=collected.transcript, metrics=metrics)
         return rollout
@@ -350,7 +337,7 @@ class PPOTrainer(CrashSafeTrainer):
 
     def _pretrain_critic(self) -> bool:
         """Pretrain the critic if that is due; return False if a signal ended the run before it was done."""
-        if (pretraining := self._pretraining) is None:
+        if (pretraining := self._run.pretraining) is None:
             return True
         with self._progress.phase("time/critic_pretraining"):
             collect, show = self._collect_for_pretraining, self._progress.advance
@@ -359,7 +346,7 @@ class PPOTrainer(CrashSafeTrainer):
                     return False
                 if self.args.save_strategy == SaveStrategy.STEPS and pretraining.save_is_due(self.state.save_steps):
                     self.save_checkpoint()
-        self._pretraining = None
+        self._run.pretraining = None
         scheduler = cast(LRScheduler, self.lr_scheduler)
         for group, rate in zip(cast(Optimizer, self.optimizer).param_groups, scheduler.get_last_lr(), strict=True):
             group["lr"] = rate
@@ -369,8 +356,8 @@ class PPOTrainer(CrashSafeTrainer):
 
     def _collect_for_pretraining(self) -> Rollout:
         """Collect a rollout with λ = 1 returns, without firing callbacks."""
-        assert self._pretraining is not None
-        rollout = self._collect_next(self._pretraining.collector).rollout
+        assert self._run.pretraining is not None
+        rollout = self._collect_next(self._run.pretraining.collector).rollout
         self.ppo_state.critic_pretraining.rollouts += 1
         return rollout
 
@@ -401,14 +388,14 @@ class PPOTrainer(CrashSafeTrainer):
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         """Call Trainer's step for each piece of a micro-batch."""
         *before, last = inputs["pieces"]
-        self._step_flops += self._flop_counter.count(inputs["pieces"], self._plan)
+        self._run.count(self._flop_counter.count(inputs["pieces"], self._plan))
         loss = torch.zeros((), device=self.args.device)
         for piece in before:
             with self.accelerator.no_sync(model):
                 loss += super().training_step(model, {"batch": piece}, num_items_in_batch)
         loss += super().training_step(model, {"batch": last}, num_items_in_batch)
         whole = loss * self.args.gradient_accumulation_steps  # the micro-batches add up to a step's
-        self._meter.update({"loss": parts(whole)})
+        self._run.log.update({"loss": parts(whole)})
         return loss
 
     def compute_loss(
@@ -434,9 +421,9 @@ class PPOTrainer(CrashSafeTrainer):
         terms = self.loss_terms(outputs, batch)
         loss = ppo_loss(terms, outputs, batch, num_items_in_batch, self.args, plan.warms_up)
         with torch.no_grad():
-            self._guard.record(batch, loss, {term.name: term.per_token for term in terms})
+            self._run.guard.record(batch, loss, {term.name: term.per_token for term in terms})
             first = self.state.global_step == self.ppo_state.first_step
-            self._measure_step(measure_update(terms, outputs, batch, self.args, self._clip, first))
+            self._run.measure(measure_update(terms, outputs, batch, self.args, self._clip, first))
         loss = loss * self.args.world_size
         return (loss, outputs) if return_outputs else loss
 
@@ -454,11 +441,6 @@ class PPOTrainer(CrashSafeTrainer):
         """The clip of the policy loss, which a callback may have changed."""
         return Clip(self.ppo_state.cliprange, self.ppo_state.cliprange_high, self.args.dual_clip)
 
-    def _measure_step(self, measures: Measures) -> None:
-        """Add measures of an optimizer step to its own and to those of the next log."""
-        self._meter.update(measures)
-        self._step_meter.update(measures)
-
     # The optimizer
 
     def create_optimizer(self, model: nn.Module | None = None) -> Optimizer:
@@ -474,9 +456,7 @@ class PPOTrainer(CrashSafeTrainer):
         return keep_own_settings(cast(Optimizer, self.optimizer), self.lr_scheduler)
 
     def _clip_gradients(self, max_norm: float) -> Tensor:
-        norm, measures = self._clipper.clip(max_norm, cast(Optimizer, self.optimizer), self.state.global_step + 1)
-        self._measure_step(measures)
-        return norm
+        return self._run.clip(max_norm, cast(Optimizer, self.optimizer), self.state.global_step + 1)
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
         # Private upstream hook: the one place between backward and step where gradients are clipped.
@@ -487,35 +467,26 @@ class PPOTrainer(CrashSafeTrainer):
         return super()._get_grad_norm(model, self._clip_gradients(math.inf) if grad_norm is None else grad_norm)
 
     def _before_step(self) -> None:
-        """Freeze the actor in critic-only steps, and scale its learning rate."""
-        if self._pretraining is not None:
-            return
-        if not self._plan.moves_actor:
-            for parameter in self.model.actor_parameters():  # without gradient: no decay, no momentum, no changed bit
-                parameter.grad = None
-        self._rates.scale(cast(Optimizer, self.optimizer), self.ppo_state.learning_rate_factor)
+        if self._run.pretraining is None:
+            factor = self.ppo_state.learning_rate_factor
+            self._run.before_step(cast(Optimizer, self.optimizer), self._plan.moves_actor, factor)
 
     def _after_step(self) -> None:
-        if self._pretraining is None:
-            self._rates.restore(cast(Optimizer, self.optimizer))
-            seconds = time.perf_counter() - self._step_began
-            self._meter.update({"time/update": parts_of(self.args.updates_per_rollout * seconds)})
-            self._meter.update(measure_throughput(self._step_flops, seconds, self.args.peak_tflops))
+        if self._run.pretraining is None:
+            self._run.after_step(cast(Optimizer, self.optimizer))
 
     def _end_update(self) -> None:
         """Tell the callbacks of the optimizer step, and of the update where it was the last on a rollout."""
-        state, args = self.ppo_state, self.args
-        number = self.state.global_step - 1 - state.first_step
-        sums = self._step_meter.gather()
-        self._steps.append(StepSums(number // args.num_mini_batches, number % args.num_mini_batches, sums))
-        control = self._call_callbacks("on_mini_batch_end", step=self._steps[-1].read())
-        limit = args.target_kl
-        if control.should_end_rollout or (limit is not None and values_of(sums).get(KL_METRIC, 0.0) > limit):
+        state, run = self.ppo_state, self._run
+        step = run.end_step(self.state.global_step - 1 - state.first_step)
+        control = self._call_callbacks("on_mini_batch_end", step=step)
+        limit = math.inf if self.args.target_kl is None else self.args.target_kl
+        if control.should_end_rollout or step.metrics.get("policy/approx_kl", 0.0) > limit:
             state.last_step = self.state.global_step
         if self.state.global_step >= min(state.last_step, self.state.max_steps):
-            metrics = values_of(merge_sums(step.sums for step in self._steps))
-            steps = [step.read() for step in self._steps]
-            self._call_callbacks("on_update_end", rollout=self._rollout, metrics=metrics, steps=steps)
+            steps = [step.read() for step in run.steps]
+            given = {"rollout": run.rollout, "metrics": run.update_metrics(), "steps": steps}
+            self._call_callbacks("on_update_end", **given)
 
     # Evaluation
 
@@ -566,26 +537,23 @@ class PPOTrainer(CrashSafeTrainer):
 
     def save_run_state(self, folder: str) -> None:
         """Write where PPO stands, with the rollout in use and the metrics that are not logged yet."""
-        in_use = self._rollout if self.state.global_step < self.ppo_state.last_step else None
-        metrics = self._meter.state_dict()
-        # `enable_jit_checkpoint` saves within a step, which the resumed run makes from its beginning.
-        if self._step_start is not None and self._step_start[0] == self.state.global_step:
-            metrics = self._step_start[1]
-        steps = [] if in_use is None else self._steps
-        self._checkpoint.save(folder, Standing(self.ppo_state, metrics, steps, in_use))
-        if self._pretraining is not None:
-            self._pretraining.save(folder)
+        run, made = self._run, self.state.global_step
+        in_use = run.rollout if made < self.ppo_state.last_step else None
+        steps = [] if in_use is None else run.steps
+        self._checkpoint.save(folder, Standing(self.ppo_state, run.metrics_to_save(made), steps, in_use))
+        if run.pretraining is not None:
+            run.pretraining.save(folder)
 
     def load_run_state(self, folder: str) -> None:
         """Read where PPO stands, and the critic, which upstream does not load."""
         found = self._checkpoint.load(folder, self._first_state())
-        self.ppo_state, self._steps, self._rollout = found.state, found.steps, found.rollout
-        self._meter.load_state_dict(found.metrics)
+        self.ppo_state, self._run.steps, self._run.rollout = found.state, found.steps, found.rollout
+        self._run.log.load_state_dict(found.metrics)
         if not self.is_deepspeed_enabled:  # its own checkpoint holds the critic
             self.model.load_critic(folder)
         if (pretraining := self._begin_pretraining()) is not None:
             pretraining.load(folder)
-        self._pretraining = pretraining
+        self._run.pretraining = pretraining
 
     # Logs, callbacks and the card
 
@@ -595,7 +563,7 @@ class PPOTrainer(CrashSafeTrainer):
         Their loss replaces Trainer's, which forgets the steps between the last log and a checkpoint.
         """
         if "loss" in logs:
-            logs.update(self._meter.read())
+            logs.update(self._run.log.read())
             if "learning_rate" in logs:
                 logs["learning_rate"] *= self.ppo_state.learning_rate_factor
         super().log(logs, start_time)
@@ -614,7 +582,7 @@ class PPOTrainer(CrashSafeTrainer):
             setattr(self.control, flag.name, getattr(control, flag.name))  # Trainer's handler keeps this object
         for name in PPOState.STEERED:
             setattr(self.ppo_state, name, getattr(control, name))
-        self._meter.update({name: parts_of(number) for name, number in control.logs.items()})
+        self._run.log.update({name: parts_of(number) for name, number in control.logs.items()})
         return control
 
     def create_model_card(self, **given: Any) -> None:

@@ -111,9 +111,9 @@ def test_the_weights_after_the_best_epoch_are_kept(make_trainer):
 )
 def test_when_it_stops(make_trainer, explained, over):
     trainer = make_trainer(CONFIG)
-    trainer._pretraining.progress.held_out = [{"explained_variance": x} for x in explained]
-    trainer._pretraining.progress.epoch = len(explained) - 1
-    assert trainer._pretraining.is_over() == over
+    trainer._run.pretraining.progress.held_out = [{"explained_variance": x} for x in explained]
+    trainer._run.pretraining.progress.epoch = len(explained) - 1
+    assert trainer._run.pretraining.is_over() == over
 
 
 def test_returns_that_do_not_vary_end_it(make_trainer):
@@ -198,8 +198,8 @@ def test_ppo_begins_with_its_moments_and_the_rates_of_the_schedule(make_trainer)
 def test_the_rate_is_halved_after_an_epoch_without_gain(make_trainer, explained, rate):
     trainer = make_trainer({**CONFIG, "critic_pretraining_learning_rate": 0.8})
     optimizer = trainer.create_optimizer()
-    trainer._pretraining.progress.held_out = [{"explained_variance": x} for x in explained]
-    trainer._pretraining.set_learning_rate(optimizer)
+    trainer._run.pretraining.progress.held_out = [{"explained_variance": x} for x in explained]
+    trainer._run.pretraining.set_learning_rate(optimizer)
     assert {group["lr"] for group in optimizer.param_groups} == {rate}
 
 

@@ -28,7 +28,7 @@ class MatrixProducts(TorchDispatchMode):
 def test_a_step_makes_as_many_operations_as_torch_counts(make_trainer, critic, layers, monkeypatch):
     """Up to the gradients of the first layer's inputs, which are frozen embeddings, and the last token's state."""
     rates, counter = [], MatrixProducts()
-    monkeypatch.setattr("hfppo.trainer.measure_throughput", lambda *rate: rates.append(rate) or {})
+    monkeypatch.setattr("hfppo.learn.run.measure_throughput", lambda *rate: rates.append(rate) or {})
     model = tiny_model(num_hidden_layers=6, hidden_size=64, intermediate_size=128, vocab_size=512)
     fields = {"max_steps": 1, "kl_coef": 0.0, "peak_tflops": 2.0, "critic_layers": layers}
     trainer = make_trainer(fields, model=model, critic=critic)

@@ -33,7 +33,7 @@ ALLOWED = {
     "generation": {"config", "functional", "models", "seeds", "support"},
     "environments": {"config", "data", "functional", "generation", "rewards", "seeds", "support"},
     "distributed_checks": {"config", "models", "rewards"},
-    "callbacks": {"functional", "models", "rollout", "run_state"},
+    "callbacks": {"functional", "metrics", "rollout", "run_state"},
     "collect": {
         "config",
         "data",

@@ -31,10 +31,10 @@ def test_every_epoch_of_every_rollout_has_an_order_of_its_own(make_trainer, monk
 def test_a_second_run_begins_with_empty_metrics(make_trainer):
     """Nothing is logged at the last step of the first."""
     found, callback = [], PPOCallback()
-    callback.on_train_begin = lambda *_, **__: found.append(trainer._meter.read())
+    callback.on_train_begin = lambda *_, **__: found.append(trainer._run.log.read())
     trainer = make_trainer({"max_steps": 3, "logging_steps": 2}, callbacks=[callback])
     trainer.train()
-    assert trainer._meter.state_dict() != Meter().state_dict()
+    assert trainer._run.log.state_dict() != Meter().state_dict()
     trainer.train()
     assert found == [{}, {}]
 
@@ -115,7 +115,7 @@ def test_a_term_of_a_subclass_is_logged_and_adds_its_gradient(make_trainer, coef
 
 def test_seconds_of_an_update_are_those_of_all_its_steps(make_trainer, monkeypatch):
     clock = iter(range(10_000))
-    monkeypatch.setattr("hfppo.trainer.time.perf_counter", lambda: float(next(clock)))
+    monkeypatch.setattr("hfppo.learn.run.time.perf_counter", lambda: float(next(clock)))
     trainer = make_trainer({"max_steps": 1})
     trainer.train()
     assert trainer.state.log_history[0]["time/update"] >= trainer.args.updates_per_rollout

@@ -1,0 +1,92 @@
+"""What belongs to one run of `PPOTrainer.train`."""
+
+import time
+from typing import Any
+
+from accelerate import Accelerator
+from torch import Tensor
+from torch.optim import Optimizer
+
+from hfppo.config import PPOConfig
+from hfppo.learn.critic_pretraining import CriticPretraining
+from hfppo.learn.flops import measure_throughput
+from hfppo.learn.nonfinite_guard import NonFiniteGuard
+from hfppo.learn.optimizer import ActorRate, GradientClipper
+from hfppo.metrics import Measures, Meter, StepSums, UpdateStep, merge_sums, parts_of, values_of
+from hfppo.models.actor_critic import ActorCritic
+from hfppo.rollout import Rollout
+
+
+class Run:
+    """The rollout in use, the optimizer step that is made, and the metrics that are not logged yet."""
+
+    def __init__(self, model: ActorCritic, accelerator: Accelerator, args: PPOConfig):
+        self.model, self.args = model, args
+        self.rollout: Rollout | None = None
+        self.pretraining: CriticPretraining | None = None  # while it is under way
+        self.log = Meter()  # metrics until the next log
+        self.steps: list[StepSums] = []  # of the steps on the rollout in use
+        self.guard = NonFiniteGuard(accelerator)
+        self._clipper = GradientClipper(model, accelerator, self.guard)
+        self._rate = ActorRate(model.actor_parameters())
+        self._step = Meter()  # metrics of one step
+        self._began, self._flops = 0.0, 0
+        self._start: tuple[int, dict[str, Any]] | None = None  # steps made, and metrics, when a step began
+
+    def begin_step(self, step: int, may_be_saved: bool) -> None:
+        """Begin an optimizer step after `step` others.
+
+        Args:
+            may_be_saved: whether a checkpoint may be written within it; the resumed run makes the step from its
+                beginning.
+        """
+        self._step, self._flops = Meter(), 0
+        self._start = (step, self.log.state_dict()) if may_be_saved else None
+        self._began = time.perf_counter()
+
+    def measure(self, measures: Measures) -> None:
+        """Add measures to those of the step and of the next log."""
+        self.log.update(measures)
+        self._step.update(measures)
+
+    def count(self, flops: int) -> None:
+        """Count the floating-point operations of a micro-batch."""
+        self._flops += flops
+
+    def clip(self, max_norm: float, optimizer: Optimizer, step: int) -> Tensor:
+        """Clip and measure the gradients; see `GradientClipper.clip`."""
+        norm, measures = self._clipper.clip(max_norm, optimizer, step)
+        self.measure(measures)
+        return norm
+
+    def before_step(self, optimizer: Optimizer, moves_actor: bool, rate_factor: float) -> None:
+        """Freeze the actor in critic-only steps, and scale its learning rate."""
+        if not moves_actor:
+            for parameter in self.model.actor_parameters():  # without gradient: no decay, no momentum, no changed bit
+                parameter.grad = None
+        self._rate.scale(optimizer, rate_factor)
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """Restore the learning rate, and measure the time of the step."""
+        self._rate.restore(optimizer)
+        seconds = time.perf_counter() - self._began
+        self.log.update({"time/update": parts_of(self.args.updates_per_rollout * seconds)})
+        self.log.update(measure_throughput(self._flops, seconds, self.args.peak_tflops))
+
+    def end_step(self, number: int) -> UpdateStep:
+        """Return the step with its metrics over all processes. A collective call.
+
+        Args:
+            number: of the step, from 0, on the rollout in use.
+        """
+        epoch, mini_batch = divmod(number, self.args.num_mini_batches)
+        self.steps.append(StepSums(epoch, mini_batch, self._step.gather()))
+        return self.steps[-1].read()
+
+    def update_metrics(self) -> dict[str, float]:
+        """Return the metrics of all steps on the rollout in use."""
+        return values_of(merge_sums(step.sums for step in self.steps))
+
+    def metrics_to_save(self, step: int) -> dict[str, Any]:
+        """Return the metrics that are not logged yet, without those of an unfinished step after `step` others."""
+        return self._start[1] if self._start is not None and self._start[0] == step else self.log.state_dict()
