@@ -17,6 +17,7 @@ from hfppo.functional import (
     KL_ESTIMATORS,
     POLICY_LOSSES,
     REDUCTIONS,
+    Clip,
     adaptive_kl_coef,
     cispo_loss,
     clip_fractions,
@@ -669,11 +670,14 @@ def test_clip_fractions_mark_the_tokens_without_gradient(tokens, dual_clip):
 @pytest.mark.parametrize("name", POLICY_LOSSES)
 def test_losses_and_gradients_are_finite_at_extreme_ratios(name):
     logprobs, old_logprobs = torch.tensor([[-1.0, -201.0]]), torch.tensor([[-201.0, -1.0]])
-    mask = bits("11")
+
+    def loss(x, advantages):
+        return POLICY_LOSSES[name](x, old_logprobs, advantages, mask=bits("11"), clip=Clip())
+
     for sign in (1.0, -1.0):
         advantages = torch.full((1, 2), sign)
-        assert POLICY_LOSSES[name](logprobs, old_logprobs, advantages, mask=mask).isfinite().all()
-        grad = grad_of(lambda x, a=advantages: POLICY_LOSSES[name](x, old_logprobs, a, mask=mask), logprobs)
+        assert loss(logprobs, advantages).isfinite().all()
+        grad = grad_of(lambda x, a=advantages: loss(x, a), logprobs)
         assert grad.isfinite().all()
 
 
@@ -682,9 +686,8 @@ def test_losses_and_gradients_are_finite_at_extreme_ratios(name):
 def test_gradient_lives_where_the_policy_drifted_most_against_the_advantage(name, delta, advantage):
     """The side on which the clip does not hold: exp(±20) times the advantage, as at the bound of the clamp."""
     old_logprobs = double([-60.0])
-    grad = grad_of(
-        lambda x: POLICY_LOSSES[name](x, old_logprobs, double([advantage]), mask=bits("1")), old_logprobs + delta
-    )
+    loss, advantages = POLICY_LOSSES[name], double([advantage])
+    grad = grad_of(lambda x: loss(x, old_logprobs, advantages, mask=bits("1"), clip=Clip()), old_logprobs + delta)
     assert_close(grad, double([-advantage * math.exp(math.copysign(20, delta))]))
 
 
@@ -693,7 +696,7 @@ def test_gradient_lives_where_the_policy_drifted_most_against_the_advantage(name
 def test_on_policy_every_loss_is_the_plain_policy_gradient(name, dual_clip):
     logprobs, advantages = double([-0.3, -2.0, -1.0, -0.1]), double([0.5, 2.0, -1.5, 0.0])
     grad = grad_of(
-        lambda x: POLICY_LOSSES[name](x, logprobs, advantages, dual_clip=dual_clip, mask=bits("1111")), logprobs
+        lambda x: POLICY_LOSSES[name](x, logprobs, advantages, mask=bits("1111"), clip=Clip(dual=dual_clip)), logprobs
     )
     assert_close(grad, double([-0.5, -2.0, 1.5, 0.0]))
 
@@ -703,10 +706,10 @@ def test_gspo_gives_every_token_the_geometric_mean_ratio_of_its_completion():
     logprobs = old_logprobs + double([0.1, 0.3, 9, -0.1], [0.6, 0, 0.3, -9])
     advantages, mask = double([2, 2, 2, 2], [1, 1, 1, 1]), bits("1101", "1110")
     ratio = math.exp(0.1)
-    loss = gspo_loss(logprobs, old_logprobs, advantages, mask=mask)
+    loss = gspo_loss(logprobs, old_logprobs, advantages, mask, Clip())
     expected = double([-2 * ratio, -2 * ratio, 0, -2 * ratio], [-1.2, -1.2, -1.2, 0])
     assert_close(loss * mask, expected)
-    grad = grad_of(lambda x: gspo_loss(x, old_logprobs, advantages, mask=mask) * mask, logprobs)
+    grad = grad_of(lambda x: gspo_loss(x, old_logprobs, advantages, mask, Clip()) * mask, logprobs)
     assert_close(grad, double([-2 * ratio, -2 * ratio, 0, -2 * ratio], [0, 0, 0, 0]))
 
 
@@ -719,7 +722,7 @@ def test_gspo_has_the_gradient_of_its_sequence_form(batch):
     lengths = mask.sum(dim=1, keepdim=True)
 
     def token_form(x):
-        loss = gspo_loss(x, old_logprobs, advantage.expand(mask.shape), 0.9, 50.0, mask=mask)
+        loss = gspo_loss(x, old_logprobs, advantage.expand(mask.shape), mask, Clip(0.9, 50.0))
         return reduce(loss, mask, "seq-mean-token-mean")
 
     def sequence_form(x):
@@ -730,31 +733,26 @@ def test_gspo_has_the_gradient_of_its_sequence_form(batch):
     assert_close(grad_of(token_form, logprobs), grad_of(sequence_form, logprobs))
 
 
-def test_gspo_needs_the_mask():
-    with pytest.raises(ValueError, match="mask"):
-        gspo_loss(torch.zeros(1, 2), torch.zeros(1, 2), torch.ones(1, 2))
-
-
 @pytest.mark.parametrize(
     ("ratio", "advantage", "grad"), [(1.5, 1, -1.2), (1.5, -2, 2.4), (0.5, -1, 0.8), (0.5, 2, -1.6), (1.1, 1, -1.1)]
 )
 def test_cispo_weights_the_policy_gradient_by_the_clipped_ratio(ratio, advantage, grad):
     logprobs, old_logprobs = at_ratio(ratio)
     advantages = double([advantage])
-    assert_close(grad_of(lambda x: cispo_loss(x, old_logprobs, advantages), logprobs), double([grad]))
-    assert_close(cispo_loss(logprobs, old_logprobs, advantages), grad * logprobs)
+    assert_close(grad_of(lambda x: cispo_loss(x, old_logprobs, advantages, Clip()), logprobs), double([grad]))
+    assert_close(cispo_loss(logprobs, old_logprobs, advantages, Clip()), grad * logprobs)
 
 
 def test_the_clip_stops_the_gradient_of_ppo_but_not_of_cispo():
     logprobs, old_logprobs = at_ratio(1.5, 0.5)
     advantages = double([1, -1])
     assert_close(grad_of(lambda x: policy_loss(x, old_logprobs, advantages), logprobs), double([0, 0]))
-    assert_close(grad_of(lambda x: cispo_loss(x, old_logprobs, advantages), logprobs), double([-1.2, 0.8]))
+    assert_close(grad_of(lambda x: cispo_loss(x, old_logprobs, advantages, Clip()), logprobs), double([-1.2, 0.8]))
 
 
 def test_cispo_takes_each_side_of_the_clip_from_its_own_argument():
     logprobs, old_logprobs = at_ratio(2.0, 0.5)
-    grad = grad_of(lambda x: cispo_loss(x, old_logprobs, double([1, 1]), clip_low=0.1, clip_high=0.4), logprobs)
+    grad = grad_of(lambda x: cispo_loss(x, old_logprobs, double([1, 1]), Clip(0.1, 0.4)), logprobs)
     assert_close(grad, double([-1.4, -0.9]))
 
 
@@ -777,8 +775,8 @@ def test_sapo_fades_where_ppo_cuts():
 
 def test_gpg_is_the_plain_policy_gradient_whatever_the_old_policy():
     logprobs, advantages = double([-2, -1]), double([0.5, -3])
-    assert_close(gpg_loss(logprobs, double([-7, 3]), advantages), double([1, -3]))
-    assert_close(grad_of(lambda x: gpg_loss(x, double([-7, 3]), advantages), logprobs), double([-0.5, 3]))
+    assert_close(gpg_loss(logprobs, advantages), double([1, -3]))
+    assert_close(grad_of(lambda x: gpg_loss(x, advantages), logprobs), double([-0.5, 3]))
 
 
 def test_every_loss_and_reduction_of_the_contract_has_its_name():
@@ -961,7 +959,6 @@ ANY_SHAPE = {  # the only tensor, or one that is not used
     ("length_adaptive_lam", "mask"),
     ("turn_starts", "mask"),
     ("turn_factors", "mask"),
-    ("gpg_loss", "b"),
 }
 OTHER_SHAPES = sorted({(name, tensor) for name in CALLS for tensor in used_by(name)} - ANY_SHAPE)
 

@@ -55,7 +55,9 @@ TERMS = {
         CLIP | {"policy_loss": "gspo"},
         "policy/loss",
         1.0,
-        lambda o, b: b.weights * F.gspo_loss(o.logprobs, b.old_logprobs, b.advantages, 0.1, 0.6, 1.5, b.loss_mask),
+        lambda o, b: (
+            b.weights * F.gspo_loss(o.logprobs, b.old_logprobs, b.advantages, b.loss_mask, F.Clip(0.1, 0.6, 1.5))
+        ),
     ),
     "value": (
         {"cliprange_value": 0.05, "vf_coef": 0.3},

@@ -33,6 +33,7 @@ from hfppo.functional.kl import (
 from hfppo.functional.losses import (
     POLICY_LOSSES,
     REDUCTIONS,
+    Clip,
     ClipFractions,
     cispo_loss,
     clip_fractions,
@@ -58,6 +59,7 @@ __all__ = [
     "MISMATCH_LEVELS",
     "POLICY_LOSSES",
     "REDUCTIONS",
+    "Clip",
     "ClipFractions",
     "adaptive_kl_coef",
     "cispo_loss",

@@ -1,7 +1,4 @@
-"""Policy and value losses per token, and the one place where they become a scalar.
-
-Every policy loss has the signature of `policy_loss`, so that one name in `POLICY_LOSSES` exchanges it for another.
-"""
+"""Policy and value losses per token, and the one place where they become a scalar."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -20,7 +17,6 @@ def policy_loss(
     clip_low: float = 0.2,
     clip_high: float = 0.2,
     dual_clip: float | None = None,
-    mask: Tensor | None = None,
 ) -> Tensor:
     """The clipped surrogate of PPO, per token. arXiv:1707.06347, eq. 7; dual clip arXiv:1912.09729, eq. 5.
 
@@ -31,84 +27,68 @@ def policy_loss(
         logprobs, old_logprobs, advantages: (B, T).
         clip_low, clip_high: ε below and above 1; a larger ε above is the clip-higher of arXiv:2503.14476.
         dual_clip: c > 1, or None for none.
-        mask: unused; here for the losses that look at whole completions.
     Returns:
         (B, T), not yet masked.
     Raises:
         ValueError: shapes that differ.
     """
     require_same_shape(logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages)
-    return _clipped_surrogate(
-        clamp_log_ratio(logprobs - old_logprobs).exp(), advantages, clip_low, clip_high, dual_clip
-    )
+    return _clipped_surrogate(logprobs - old_logprobs, advantages, Clip(clip_low, clip_high, dual_clip))
 
 
-def _clipped_surrogate(
-    ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float | None
-) -> Tensor:
-    loss = torch.max(-advantages * ratio, -advantages * ratio.clamp(1 - clip_low, 1 + clip_high))
-    if dual_clip is not None:
-        loss = torch.where(advantages < 0, torch.min(loss, -advantages * dual_clip), loss)
+class Clip(NamedTuple):
+    """The clips of `policy_loss`."""
+
+    low: float = 0.2
+    high: float = 0.2
+    dual: float | None = None
+
+
+def _clipped_surrogate(log_ratio: Tensor, advantages: Tensor, clip: Clip) -> Tensor:
+    ratio = clamp_log_ratio(log_ratio).exp()
+    loss = torch.max(-advantages * ratio, -advantages * ratio.clamp(1 - clip.low, 1 + clip.high))
+    if clip.dual is not None:
+        loss = torch.where(advantages < 0, torch.min(loss, -advantages * clip.dual), loss)
     return loss
 
 
-def gspo_loss(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    dual_clip: float | None = None,
-    mask: Tensor | None = None,
-) -> Tensor:
+def gspo_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, clip: Clip) -> Tensor:
     """The clipped surrogate with one ratio per completion. arXiv:2507.18071, eq. 17 (its token form).
 
         s = exp(mean over real tokens of (log π − log π_old)),   ρ_t = sg(s)·π_t/sg(π_t)
 
-    Args and returns as `policy_loss`; `mask`, (B, T) bool, is needed. The paper's ε are about 3e-4.
+    Args:
+        logprobs, old_logprobs, advantages: (B, T).
+        mask: (B, T) bool, True on real tokens.
+        clip: of the ratio; the paper's ε are about 3e-4.
+    Returns:
+        (B, T), not yet masked.
+    Raises:
+        ValueError: shapes that differ.
     """
-    if mask is None:
-        raise ValueError("gspo needs the mask: its ratio is a mean over the real tokens of a completion")
     require_same_shape(logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, mask=mask)
     log_ratio = (logprobs - old_logprobs).where(mask, 0.0).sum(dim=1) / mask.sum(dim=1).clamp(min=1)
-    token_log_ratio = logprobs - logprobs.detach() + log_ratio.detach()[:, None]
-    return _clipped_surrogate(clamp_log_ratio(token_log_ratio).exp(), advantages, clip_low, clip_high, dual_clip)
+    return _clipped_surrogate(logprobs - logprobs.detach() + log_ratio.detach()[:, None], advantages, clip)
 
 
-def cispo_loss(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    dual_clip: float | None = None,
-    mask: Tensor | None = None,
-) -> Tensor:
+def cispo_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, clip: Clip) -> Tensor:
     """REINFORCE with a clipped, detached importance weight: no token loses its gradient. arXiv:2506.13585, eq. 4.
 
         L = −sg(clip(ρ, 1 − ε_low, 1 + ε_high))·A·log π
 
-    Args and returns as `policy_loss`; `dual_clip` and `mask` are unused.
+    Args and returns as `policy_loss`; there is no dual clip.
     """
     require_same_shape(logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages)
     ratio = clamp_log_ratio(logprobs - old_logprobs).exp()
-    return -ratio.clamp(1 - clip_low, 1 + clip_high).detach() * advantages * logprobs
+    return -ratio.clamp(1 - clip.low, 1 + clip.high).detach() * advantages * logprobs
 
 
-def sapo_loss(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    dual_clip: float | None = None,
-    mask: Tensor | None = None,
-) -> Tensor:
+def sapo_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor) -> Tensor:
     """A smooth gate in place of the clip. arXiv:2511.20347, eq. 6, with its temperatures.
 
         L = −(4/τ)·sigmoid(τ·(ρ − 1))·A,   τ = 1 for A > 0 and 1.05 otherwise
 
-    Args and returns as `policy_loss`; the clip arguments and `mask` are unused.
+    Args and returns as `policy_loss`.
     """
     require_same_shape(logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages)
     ratio = clamp_log_ratio(logprobs - old_logprobs).exp()
@@ -116,26 +96,19 @@ def sapo_loss(
     return -(4.0 / tau) * torch.sigmoid(tau * (ratio - 1.0)) * advantages
 
 
-def gpg_loss(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    dual_clip: float | None = None,
-    mask: Tensor | None = None,
-) -> Tensor:
-    """The plain policy gradient, −A·log π. arXiv:2504.02546. All but `logprobs` and `advantages` are unused."""
+def gpg_loss(logprobs: Tensor, advantages: Tensor) -> Tensor:
+    """The plain policy gradient, −A·log π. arXiv:2504.02546. Args and returns as `policy_loss`."""
     require_same_shape(logprobs=logprobs, advantages=advantages)
     return -advantages * logprobs
 
 
+# Called as `loss(logprobs, old_logprobs, advantages, mask=mask, clip=clip)`; each takes the arguments that it needs.
 POLICY_LOSSES: dict[str, Callable[..., Tensor]] = {
-    "ppo": policy_loss,
+    "ppo": lambda logprobs, old, advantages, mask, clip: policy_loss(logprobs, old, advantages, *clip),
     "gspo": gspo_loss,
-    "cispo": cispo_loss,
-    "sapo": sapo_loss,
-    "gpg": gpg_loss,
+    "cispo": lambda logprobs, old, advantages, mask, clip: cispo_loss(logprobs, old, advantages, clip),
+    "sapo": lambda logprobs, old, advantages, mask, clip: sapo_loss(logprobs, old, advantages),
+    "gpg": lambda logprobs, old, advantages, mask, clip: gpg_loss(logprobs, advantages),
 }
 
 
@@ -155,7 +128,7 @@ def clip_fractions(
     clip_high: float = 0.2,
     dual_clip: float | None = None,
 ) -> ClipFractions:
-    """Where L2 > L1: below 1 − ε_low with A < 0, above 1 + ε_high with A > 0; and where the dual clip holds.
+    """Where L2 > L1: below 1 − ε_low with A < 0, above 1 + ε_high with A > 0; ρ > c with A < 0.
 
     Args as `policy_loss`.
     """
@@ -191,39 +164,24 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip_range: 
 
 
 def value_clipped(values: Tensor, old_values: Tensor, returns: Tensor, clip_range: float | None = 0.2) -> Tensor:
-    """(B, T) bool: where the clip of `value_loss` holds the loss up, so that the value gets no gradient."""
+    """(B, T) bool: where the clip of `value_loss` raises the loss, so that the value gets no gradient."""
     return value_loss(values, old_values, returns, clip_range) > value_loss(values, old_values, returns, None)
 
 
-def _token_mean(mask: Tensor, num_tokens: float, num_completions: float, max_length: int | None) -> Tensor | float:
-    return 1 / num_tokens
+class Counts(NamedTuple):
+    """The sizes that losses are divided by, of a whole mini-batch."""
+
+    tokens: float
+    completions: float
+    max_length: int
 
 
-def _seq_mean_token_sum(
-    mask: Tensor, num_tokens: float, num_completions: float, max_length: int | None
-) -> Tensor | float:
-    return 1 / num_completions
-
-
-def _seq_mean_token_mean(
-    mask: Tensor, num_tokens: float, num_completions: float, max_length: int | None
-) -> Tensor | float:
-    return 1 / (mask.sum(dim=1, keepdim=True).clamp(min=1) * num_completions)
-
-
-def _seq_mean_token_sum_norm(
-    mask: Tensor, num_tokens: float, num_completions: float, max_length: int | None
-) -> Tensor | float:
-    if max_length is None:
-        raise ValueError("seq-mean-token-sum-norm needs max_length")
-    return 1 / (num_completions * max_length)
-
-
-REDUCTIONS: dict[str, Callable[[Tensor, float, float, int | None], Tensor | float]] = {
-    "token-mean": _token_mean,
-    "seq-mean-token-sum": _seq_mean_token_sum,
-    "seq-mean-token-mean": _seq_mean_token_mean,
-    "seq-mean-token-sum-norm": _seq_mean_token_sum_norm,
+# The weight of each token, (B, T), or one weight for all, from the mask and the counts.
+REDUCTIONS: dict[str, Callable[[Tensor, Counts], Tensor | float]] = {
+    "token-mean": lambda mask, n: 1 / n.tokens,
+    "seq-mean-token-sum": lambda mask, n: 1 / n.completions,
+    "seq-mean-token-mean": lambda mask, n: 1 / (mask.sum(dim=1, keepdim=True).clamp(min=1) * n.completions),
+    "seq-mean-token-sum-norm": lambda mask, n: 1 / (n.completions * n.max_length),
 }
 
 
@@ -235,7 +193,7 @@ def reduce(
     num_completions: float | None = None,
     max_length: int | None = None,
 ) -> Tensor:
-    """One scalar from losses per token; the counts of the whole mini-batch make it independent of how that is cut.
+    """One scalar from losses per token. Counts of the whole mini-batch make it independent of the micro-batches.
 
         token-mean:                Σ_i Σ_t L / num_tokens
         seq-mean-token-sum:        Σ_i Σ_t L / num_completions
@@ -244,9 +202,9 @@ def reduce(
 
     Args:
         loss: (B, T).
-        mask: (B, T) bool; losses elsewhere do not count. Keep what they are made from finite all the same: a NaN
-            there would reach the gradient.
-        mode: one of `REDUCTIONS`, each of which is a weight per token.
+        mask: (B, T) bool; losses elsewhere do not count. Their inputs must be finite all the same: a NaN would reach
+            the gradient.
+        mode: one of `REDUCTIONS`.
         num_tokens: True entries of the mask over all micro-batches and ranks; None: of this mask.
         num_completions: rows with a True entry, counted likewise.
         max_length: tokens, for `seq-mean-token-sum-norm`.
@@ -258,6 +216,8 @@ def reduce(
     require_same_shape(loss=loss, mask=mask)
     if mode not in REDUCTIONS:
         raise ValueError(f"unknown reduction {mode!r}; choose from {', '.join(REDUCTIONS)}")
+    if mode == "seq-mean-token-sum-norm" and max_length is None:
+        raise ValueError("seq-mean-token-sum-norm needs max_length")
     num_tokens = max(float(mask.sum()) if num_tokens is None else num_tokens, 1.0)
     num_completions = max(float(mask.any(dim=1).sum()) if num_completions is None else num_completions, 1.0)
-    return (loss.where(mask, 0.0) * REDUCTIONS[mode](mask, num_tokens, num_completions, max_length)).sum()
+    return (loss.where(mask, 0.0) * REDUCTIONS[mode](mask, Counts(num_tokens, num_completions, max_length or 0))).sum()

@@ -57,10 +57,8 @@ def surrogate(outputs: TokenOutputs, batch: Rollout, args: PPOConfig) -> Tensor:
         policy_logprobs(outputs),
         batch.old_logprobs,
         batch.advantages,
-        clip_low=args.cliprange,
-        clip_high=args.clip_high,
-        dual_clip=args.dual_clip,
         mask=batch.loss_mask,
+        clip=F.Clip(args.cliprange, args.clip_high, args.dual_clip),
     )
     return loss if batch.weights is None else loss * batch.weights
 
