@@ -1,6 +1,5 @@
 """The configuration of a run, in the style of TrainingArguments."""
 
-import copy
 import logging
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, Self
@@ -16,7 +15,6 @@ from hfppo.functional import (
     estimator_needs,
     estimator_whitens,
 )
-from hfppo.support.secrets import hide_in_settings
 
 logger = logging.getLogger(__name__)
 
@@ -339,7 +337,8 @@ class PPOConfig(TrainingArguments):
     ]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Refuse unknown fields in words that help; Python's own name the field only."""
+        # Python's own error names one unknown field, without its word here. Not in `__init__`: a subclass that is a
+        # dataclass has its own.
         check_names(cls, kwargs)
         return super().__new__(cls)
 
@@ -359,23 +358,9 @@ class PPOConfig(TrainingArguments):
                 logger.warning("total_episodes makes max_steps=%s; %s is not used", steps, self.max_steps)
             self.max_steps = steps
 
-    def to_dict(self) -> dict[str, Any]:
-        """The fields as trackers, checkpoints and the model card show them: also nested tokens and keys are hidden."""
-        return hide_in_settings(super().to_dict())
-
     def __getstate__(self) -> dict[str, Any]:
-        # `training_args.bin` is this, pickled, and Trainer pushes it.
-        return hide_in_settings(vars(self)) | {"hub_token": None}
-
-    def __copy__(self) -> Self:
-        copied = object.__new__(type(self))  # not from what is pickled, which lacks the secrets
-        vars(copied).update(vars(self))
-        return copied
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        copied = copy.copy(self)
-        vars(copied).update(copy.deepcopy(vars(self), memo))
-        return copied
+        # Trainer pickles the configuration into `training_args.bin` in two places, and pushes it with the token.
+        return vars(self) | {"hub_token": None}
 
     @property
     def rollout_size_per_process(self) -> int:

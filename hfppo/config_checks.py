@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from hfppo.functional import estimator_needs
+from hfppo.support.secrets import find_secret, is_secret
 
 
 @dataclass(frozen=True)
@@ -37,34 +38,75 @@ INHERITED_REQUIREMENTS = {
     "seed": AT_LEAST_0,
 }
 
-# Fields of TRL's trainers that have another name here.
+# TRL's fields that have another name here.
 TRL_NAMES = {
-    "beta": "kl_loss_coef",
+    "beta": "kl_loss_coef (GRPO's, in the loss) or kl_coef (RLOO's, in the reward)",
     "epsilon": "cliprange",
     "epsilon_high": "cliprange_high",
     "delta": "dual_clip",
     "num_iterations": "num_ppo_epochs",
     "loss_type": "policy_loss and loss_reduction",
     "importance_sampling_level": "policy_loss",
-    "steps_per_generation": "num_mini_batches",
-    "generation_batch_size": "num_mini_batches",
+    "steps_per_generation": "gradient_accumulation_steps × num_mini_batches",
+    "use_bias_correction_kl": "kl_loss_straight_through",
     "vllm_server_host": "vllm_server_base_url",
     "vllm_server_port": "vllm_server_base_url",
+    "vllm_max_model_length": "vllm_engine_kwargs",
+    "vllm_tensor_parallel_size": "vllm_engine_kwargs",
+    "vllm_model_impl": "vllm_engine_kwargs",
+    "vllm_importance_sampling_correction": "policy_mode",
+    "vllm_importance_sampling_mode": "mismatch_level and mismatch_correction",
+    "vllm_importance_sampling_clip_max": "mismatch_cap",
+    "vllm_importance_sampling_clip_min": "mismatch_floor",
+    "vllm_importance_sampling_cap": "mismatch_cap",
+    "trust_remote_code": "model_init_kwargs",
     "response_length": "max_completion_length",
+    "num_sample_generations": "eval_strategy and eval_steps",
+}
+
+# TRL's fields that have no counterpart, by the reason.
+TRL_REASONS = {
+    "sampling is pure, since PPO must know the probability of each token under the policy": "top_p top_k min_p "
+    "repetition_penalty generation_kwargs",
+    "every EOS of tokenizer and generation config ends a completion": "stop_token stop_token_id",
+    "a rollout has per_device_train_batch_size × gradient_accumulation_steps × num_mini_batches completions per "
+    "process": "generation_batch_size batch_size local_batch_size mini_batch_size local_mini_batch_size "
+    "micro_batch_size num_total_batches",
+    "dropout is always off": "disable_dropout",
+    "the log-softmax is always float32": "cast_lm_head_to_fp32",
+    "prompts are always shuffled": "shuffle_dataset",
+    "an evaluation samples one completion per prompt": "num_generations_eval",
+    "the reference never changes": "sync_ref_model ref_model_mixup_alpha ref_model_sync_steps",
+    "entropy_coef is constant": "use_adaptive_entropy entropy_coef_min entropy_coef_max entropy_coef_delta "
+    "entropy_target top_entropy_quantile",
+    "an argument of PrintCompletionsCallback": "num_completions_to_print",
+    "PPOTrainer has the model as an argument": "sft_model_path reward_model_path model_adapter_name ref_adapter_name",
+    "not available": "cache_implementation dataset_num_proc ds3_gather_for_generation log_completions_hub_repo "
+    "log_multimodal log_unique_prompts multi_objective_aggregation off_policy_mask_threshold pad_to_multiple_of "
+    "router_aux_loss_coef sapo_temperature_neg sapo_temperature_pos transformers_continuous_batching_config "
+    "use_transformers_continuous_batching use_transformers_paged vespo_k_neg vespo_k_pos vespo_lambda_neg "
+    "vespo_lambda_pos vllm_group_port vllm_structured_outputs_regex",
 }
 
 # Arguments of `apply_chat_template` that follow from the prompt.
 SET_BY_RENDERING = {"tokenize", "add_generation_prompt", "continue_final_message", "return_dict"}
 
+TRL_VALUES = {"scale_rewards='group'": "; it is True here", "scale_rewards='none'": "; it is False here"}
+
 METRIC_SCHEDULERS = ("reduce_lr_on_plateau", "greedy")  # schedulers that read an evaluation's metric
 TEXT_OR_NONE = (str | None, dict | str | None, dict[str, Any] | str | None)
+
+
+def is_number(x: Any) -> bool:
+    """Return whether x is a finite number; a bool is none."""
+    return isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x)
+
+
 TYPES: dict[Any, tuple[Callable[[Any], bool], str]] = {
     bool: (lambda x: isinstance(x, bool), "must be True or False"),
     int: (lambda x: isinstance(x, int) and not isinstance(x, bool), "must be a whole number"),
-    float: (
-        lambda x: isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x),
-        "must be a finite number",
-    ),
+    float: (is_number, "must be a finite number"),
+    list[float]: (lambda x: isinstance(x, list | tuple) and all(map(is_number, x)), "must be a list of numbers"),
     dict[str, Any] | str: (lambda x: isinstance(read_json(x), dict), "must be a dictionary, or JSON of one"),
 }
 
@@ -109,21 +151,24 @@ UNUSABLE_FIELDS = {
 
 
 def check_names(cls: type, names: Iterable[str]) -> None:
-    """Refuse names of fields that do not exist.
-
-    Raises:
-        TypeError: names the unknown field, its twin for a field of TRL's, or similar names.
-    """
+    """Raise TypeError if fields do not exist; it names them all, each with its word here or a similar name."""
     known = [f.name for f in fields(cls)]
-    for name in names:
-        if name not in known:
-            meant = get_close_matches(name, known, cutoff=0.65)
-            hint = "docs/configuration.md lists the fields, docs/migrating.md those of TRL"
-            if name in TRL_NAMES:
-                hint = f"TRL's {name} is {TRL_NAMES[name]} here, see docs/migrating.md"
-            elif meant:
-                hint = f"did you mean {' or '.join(meant)}?"
-            raise TypeError(f"{cls.__name__} has no field {name!r}; {hint}")
+    unknown = [f"{name}{explain_name(name, known)}" for name in names if name not in known]
+    if unknown:
+        gap = "\n  " if len(unknown) > 1 else " "
+        lines = ["has no field", *unknown, "(docs/configuration.md lists the fields, docs/migrating.md those of TRL)"]
+        raise TypeError(f"{cls.__name__} {gap.join(lines)}")
+
+
+def explain_name(name: str, known: list[str]) -> str:
+    """Return what an unknown field of TRL's is here, or the fields with a similar name, as the end of a line."""
+    if name in TRL_NAMES:
+        return f": here {TRL_NAMES[name]}"
+    for reason, names in TRL_REASONS.items():
+        if name in names.split():
+            return f": {reason}"
+    meant = get_close_matches(name, [k for k in known if k not in UNUSABLE_FIELDS], cutoff=0.65)
+    return f": did you mean {' or '.join(meant)}?" if meant else ""
 
 
 def check_fields(args: Any) -> None:
@@ -147,9 +192,10 @@ def check_fields(args: Any) -> None:
             continue
         for wanted, (is_met, demand) in TYPES.items():
             if kind in (wanted, wanted | None) and not is_met(value):
+                given = f"{f.name}={value!r}"
                 text_in_yaml = wanted is float and isinstance(value, str)
-                hint = "; YAML wants 1.0e-5, and takes 1e-5 for text" if text_in_yaml else ""
-                raise ValueError(f"{f.name}={value!r} {demand}{hint}")
+                hint = "; YAML wants 1.0e-5, and takes 1e-5 for text" if text_in_yaml else TRL_VALUES.get(given, "")
+                raise ValueError(f"{given} {demand}{hint}")
         choices = get_args(kind) if get_origin(kind) is Literal else f.metadata.get("choices")
         if choices is not None and value not in choices:
             raise ValueError(f"{f.name}={value!r} is unknown; choose from {', '.join(choices)}")
@@ -178,11 +224,24 @@ def check_config(args: Any) -> None:
     Raises:
         ValueError: names the fields, their values and the remedy.
     """
+    check_secrets(args)
     check_combinations(args)
     check_critic(args)
     check_dtypes(args)
     check_inherited(args)
     check_processes(args)
+
+
+def check_secrets(args: Any) -> None:
+    """Raise ValueError if a setting other than `hub_token`, which TrainingArguments hides, holds a secret."""
+    settings = {f.name: getattr(args, f.name) for f in fields(args) if f.name != "hub_token"}
+    for name, value in settings.items():
+        if (place := name if is_secret(name, value) else find_secret(value, name)) is not None:
+            raise ValueError(
+                f"{place} holds a secret, which checkpoints, the model card and trackers would show; leave it out. "
+                "Downloads use the token of `hf auth login` or HF_TOKEN, pushes use hub_token; a reward function can "
+                "read other keys from the environment"
+            )
 
 
 def check_combinations(args: Any) -> None:

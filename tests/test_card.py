@@ -16,7 +16,6 @@ from helpers.tiny import tiny_model
 from hfppo import PPOConfig
 from hfppo.reporting.card import last_evaluations
 
-TOKEN = "hf_dummyDUMMYdummyDUMMYdummyDUMMY12"
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 4}
 
 
@@ -176,30 +175,18 @@ def test_text_of_users_stays_text(make_trainer, tmp_path, name):
     assert not any(part.type.startswith("html") for token in tokens(card) for part in (token, *(token.children or [])))
 
 
-def test_nothing_that_is_saved_holds_a_secret(make_trainer, tmp_path):
+def test_nothing_that_is_saved_holds_the_token_of_the_hub(make_trainer, tmp_path):
     secret = "abcSECRETabc"
-    trainer = make_trainer(
-        {
-            "hub_token": secret,
-            "model_init_kwargs": {"token": secret, "dtype": torch.float32},
-            "reward_model_init_kwargs": {"auth": {"api_key": secret}},
-            "chat_template_kwargs": {"where": f"http://me:{secret}@host", "note": f"I use {TOKEN}"},
-            "save_strategy": "steps",
-            "save_steps": 3,
-        }
-    )
+    trainer = make_trainer({"hub_token": secret, "save_strategy": "steps", "save_steps": 3})
     trainer.train()
-    trainer.create_model_card(tags=["a"])
     trainer.save_model()
+    trainer.create_model_card(tags=["a"])
     files = [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
-    assert (tmp_path / "out/checkpoint-3/ppo_state_0.json") in files
+    assert {"ppo_state_0.json", "training_args.bin", "README.md"} <= {path.name for path in files}
     assert [str(path) for path in files if secret.encode() in path.read_bytes()] == []
-    assert TOKEN not in (tmp_path / "out/README.md").read_text()
-    assert trainer.args.hub_token == secret, "the run itself still needs it"
-    assert trainer.args.model_init_kwargs["token"] == secret
+    assert trainer.args.hub_token == secret, "pushes still need it"
     loaded = torch.load(tmp_path / "out/training_args.bin", weights_only=False)
     assert isinstance(loaded, PPOConfig)
-    assert loaded.hub_token is None
     assert loaded.max_steps == trainer.args.max_steps
 
 

@@ -12,7 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import ModelCard, ModelCardData, get_token
+from huggingface_hub import ModelCard, ModelCardData
 from huggingface_hub.utils import yaml_dump
 from peft import PeftModel
 from transformers import TrainerState
@@ -21,7 +21,6 @@ from transformers.modelcard import TrainingSummary
 from hfppo.config import PPOConfig
 from hfppo.models.critic import CRITIC_FOLDER
 from hfppo.saving.card_metadata import CARD, as_list, is_repository, read_card
-from hfppo.support.secrets import hide_in_text
 
 TEMPLATE = Path(__file__).with_name("card_template.md")
 TAGS = ("ppo", "hfppo", "reinforcement-learning", "generated_from_trainer")
@@ -69,7 +68,7 @@ def write_card(
     evaluations = last_evaluations(state, args)
     data = build_metadata(read_card(folder), name, given, model.config.name_or_path)
     base = data.get("base_model")
-    settings = json.loads(json.dumps(args.to_dict(), default=str))  # without secrets
+    settings = json.loads(json.dumps(args.to_dict(), default=str))
     chat_options = {option: repr(value) for option, value in (settings["chat_template_kwargs"] or {}).items()}
     configuration = yaml_dump(changed_settings(args, settings)).strip()
     card = ModelCard.from_template(
@@ -94,7 +93,6 @@ def write_card(
         fence="`" * (3 + configuration.count("`")),  # longer than any fence inside
         versions={package: version(package) for package in PACKAGES},
     )
-    card.text = hide_in_text(card.text, [secret for secret in (args.hub_token, get_token()) if secret])
     folder.mkdir(parents=True, exist_ok=True)
     card.save(folder / CARD)
     model.create_or_update_model_card(str(folder))
