@@ -320,7 +320,7 @@ def test_how_far_the_evaluated_metric_may_fall(make_trainer, config, name):
     trainer = make_trainer(ONE_STEP | config, compute_metrics=dict)
     log = Log(trainer, HealthCallback())
     falls = [0.5, 0.8, 0.75, 0.7, 0.65]
-    told = [log(step, reward=float(step), **{name: value}) for step, value in enumerate(falls)]
+    told = [log(step, reward=float(step)) + log(step, **{name: value}) for step, value in enumerate(falls)]
     assert [bool(messages) for messages in told] == [False, False, False, False, True]
     assert f"since step 4, {name} is 0.65, at or below 0.72:" in told[-1][0]
     log = Log(trainer, HealthCallback())

@@ -19,8 +19,8 @@ from transformers import TrainerState
 from transformers.modelcard import TrainingSummary
 
 from hfppo.config import PPOConfig
+from hfppo.models.adapter_card import CARD, as_list, is_repository, read_card
 from hfppo.models.critic import CRITIC_FOLDER
-from hfppo.saving.card_metadata import CARD, as_list, is_repository, read_card
 
 TEMPLATE = Path(__file__).with_name("card_template.md")
 TAGS = ("ppo", "hfppo", "reinforcement-learning", "generated_from_trainer")

@@ -68,10 +68,12 @@ class Run:
         value = self.now(metric)
         return None if value > limit else f"{metric} is {value:.3g}, at or below {limit:.3g}"
 
-    def explain(self, fact: str | None, meaning: str, causes: str, change: str) -> str | None:
-        """Return the text of a warning, with the present values of the fields in braces; None without a fact."""
+    def explain(self, fact: str | None, meaning: str, causes: str, change: str, excuse: bool = False) -> str | None:
+        """Return the text of a warning, with the values of the fields in braces; None without a fact, or excused."""
+        if fact is None or excuse:
+            return None
         change = re.sub(r"{(\w+)}", lambda name: f"{name[1]} (now {getattr(self.args, name[1])})", change)
-        return fact and f"{fact}: {meaning}. Likely causes, in order: {causes}. To change: {change}"
+        return f"{fact}: {meaning}. Likely causes, in order: {causes}. To change: {change}"
 
 
 def clip_fraction(run: Run, limit: float = 0.3) -> str | None:
@@ -123,10 +125,11 @@ def kl_to_the_reference(run: Run, limit: float = 0.3) -> str | None:
 def entropy_collapse(run: Run, limit: float = 0.1) -> str | None:
     """Share of the first entropy. A better reward excuses it."""
     return run.explain(
-        None if run.improved else run.below("policy/entropy", limit * run.first("policy/entropy")),
+        run.below("policy/entropy", limit * run.first("policy/entropy")),
         "the policy has stopped exploring, and the reward is no better than at the start",
         "steps that are too large; advantages that are noise; a reward that wants one answer to everything",
         "lower {learning_rate}; raise {entropy_coef}, {kl_coef} or {cliprange_high}",
+        excuse=run.improved,
     )
 
 
@@ -152,21 +155,22 @@ def truncation(run: Run, limit: float = 0.5) -> str | None:
 def no_signal(run: Run, limit: float = 1e-3) -> str | None:
     """Standard deviation of the scores as a share of their mean's size. A better reward excuses it."""
     return run.explain(
-        None if run.improved else run.below("reward_std", limit * abs(run.mean("reward"))),
+        run.below("reward_std", limit * abs(run.mean("reward"))),
         "all completions score alike, so there is nothing to learn from",
         "a reward function that always gives the same; prompts that are all too hard or too easy; a collapsed policy",
         "check the reward function on a few completions; take other prompts; raise {temperature}, {num_mini_batches}",
+        excuse=run.improved,
     )
 
 
 def no_signal_within_prompts(run: Run, limit: float = 0.95) -> str | None:
     """Share of prompts, for estimators that compare within a prompt. A better reward excuses it."""
-    matters = estimator_needs(run.args.advantage_estimator, "groups") and not run.improved
     return run.explain(
-        run.above("frac_reward_zero_std", limit) if matters else None,
+        run.above("frac_reward_zero_std", limit),
         "the completions of nearly every prompt score alike, and this estimator compares nothing else",
         "too few completions per prompt; prompts that are too hard or too easy; a collapsed policy",
         "raise {num_generations} or {temperature}; take other prompts; set {advantage_estimator} to 'gae'",
+        excuse=run.improved or not estimator_needs(run.args.advantage_estimator, "groups"),
     )
 
 
@@ -219,13 +223,13 @@ def reward_hacking(run: Run, limit: float = 0.1) -> str | None:
     values = {i: log[metric] for i, log in enumerate(run.logs) if metric in log}
     best = max(values, key=lambda i: values[i], default=0)
     lowest = run.logs[best][metric] - limit * abs(run.logs[best][metric])
-    gamed = run.mean("reward") > replace(run, logs=run.logs[: best + 1]).mean("reward")
-    lasts = gamed and all(value <= lowest for value in list(values.values())[-2:])
+    rises = run.mean("reward") > replace(run, logs=run.logs[: best + 1]).mean("reward")
     return run.explain(
-        run.below(metric, lowest) if lasts else None,
+        run.below(metric, lowest),
         "it falls while the reward rises, so the policy games the reward",
         "a reward that misses part of the goal; a KL penalty that is small compared with the scores; long training",
         "raise {kl_coef}; fix the reward; keep the best model with {metric_for_best_model}, {load_best_model_at_end}",
+        excuse=not rises or any(value > lowest for value in list(values.values())[-2:]),
     )
 
 
