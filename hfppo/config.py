@@ -32,13 +32,13 @@ FLOOR = Requirement("in (0, 1]: a floor above 1 would drop tokens without mismat
 
 @dataclass
 class PPOConfig(TrainingArguments):
-    """Everything a PPO run can be told, on top of `transformers.TrainingArguments`.
+    """Configuration of `PPOTrainer`: `transformers.TrainingArguments` and the fields of PPO.
 
-    A rollout holds `per_device_train_batch_size × gradient_accumulation_steps × num_mini_batches` completions per
+    A rollout has `per_device_train_batch_size × gradient_accumulation_steps × num_mini_batches` completions per
     process and is used for `num_ppo_epochs × num_mini_batches` optimizer steps, or more with `num_critic_epochs`.
 
     Raises:
-        TypeError: a field that does not exist.
+        TypeError: fields that do not exist; the message names them all.
         ValueError: a field outside its range, or fields that contradict each other; the message names them.
     """
 

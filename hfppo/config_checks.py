@@ -19,7 +19,7 @@ from hfppo.support.secrets import find_secret, is_secret
 
 @dataclass(frozen=True)
 class Requirement:
-    """A condition on a number, and how errors word it. NaN never gets this far."""
+    """A condition on a number and its error text; NaN is rejected earlier."""
 
     text: str
     is_met: Callable[[float], bool]
@@ -28,7 +28,7 @@ class Requirement:
 AT_LEAST_0 = Requirement("at least 0", lambda x: x >= 0)
 AT_LEAST_1 = Requirement("at least 1", lambda x: x >= 1)
 
-# Requirements on fields of TrainingArguments; those of PPOConfig stand in its annotations.
+# Requirements on fields of TrainingArguments; PPOConfig's own are in its annotations.
 INHERITED_REQUIREMENTS = {
     "per_device_train_batch_size": AT_LEAST_1,
     "per_device_eval_batch_size": AT_LEAST_1,
@@ -172,7 +172,7 @@ def explain_name(name: str, known: list[str]) -> str:
 
 
 def check_fields(args: Any) -> None:
-    """Refuse values of a wrong type, out of range or not among the choices, before TrainingArguments uses them.
+    """Check types, ranges and choices before TrainingArguments uses the values.
 
     NumPy's scalars become Python's. The texts "None" and "null" become None where a command line has no other way.
 
@@ -205,13 +205,13 @@ def check_fields(args: Any) -> None:
 
 
 def requirements(name: str, hint: Any) -> list[Requirement]:
-    """Return the requirements on a field: those in its annotation, or that of an inherited one."""
+    """Return the requirements on a field, from its annotation or from INHERITED_REQUIREMENTS."""
     annotated = [extra for part in (hint, *get_args(hint)) for extra in getattr(part, "__metadata__", ())]
     return [*annotated, INHERITED_REQUIREMENTS[name]] if name in INHERITED_REQUIREMENTS else annotated
 
 
 def read_json(value: Any) -> Any:
-    """Return a text's JSON value, and anything else as it is."""
+    """Return the JSON value of a text, and anything else unchanged."""
     try:
         return json.loads(value) if isinstance(value, str) else value
     except ValueError:
@@ -219,7 +219,7 @@ def read_json(value: Any) -> Any:
 
 
 def check_config(args: Any) -> None:
-    """Refuse fields that contradict each other, or that PPO cannot use.
+    """Check that the fields agree with each other, and that PPO can use them.
 
     Raises:
         ValueError: names the fields, their values and the remedy.
@@ -245,7 +245,7 @@ def check_secrets(args: Any) -> None:
 
 
 def check_combinations(args: Any) -> None:
-    """Refuse fields that contradict each other."""
+    """Raise ValueError if fields contradict each other."""
     if estimator_needs(args.advantage_estimator, "groups") and args.num_generations < 2:
         raise ValueError(
             f"advantage_estimator={args.advantage_estimator!r} compares completions of one prompt, but "
@@ -260,7 +260,7 @@ def check_combinations(args: Any) -> None:
         )
     if args.kl_loss_coef and args.kl_loss_estimator == "k1" and not args.kl_loss_straight_through:
         warnings.warn(
-            "kl_loss_estimator='k1' has a gradient of zero mean as a loss: it adds noise and holds nothing back. "
+            "kl_loss_estimator='k1' has a gradient of zero mean as a loss: it adds noise and restrains nothing. "
             "Use k2 or k3, or kl_loss_straight_through=True.",
             stacklevel=5,  # where the configuration is made
         )
@@ -289,7 +289,7 @@ def check_combinations(args: Any) -> None:
 
 
 def check_critic(args: Any) -> None:
-    """Refuse fields of the critic without one, or with one that learns nothing."""
+    """Raise ValueError if fields of the critic are set without a critic, or for one that learns nothing."""
     off_values = {"critic_warmup": 0, "critic_pretraining_completions": 0}
     for field, off in {**off_values, "num_critic_epochs": None, "critic_layers": None}.items():
         if (given := getattr(args, field)) and not args.needs_critic:
@@ -315,7 +315,7 @@ def check_critic(args: Any) -> None:
 
 
 def check_dtypes(args: Any) -> None:
-    """Refuse a dtype that torch does not have."""
+    """Raise ValueError if torch does not have a dtype."""
     for field in ("model_init_kwargs", "critic_init_kwargs", "reward_model_init_kwargs"):
         for key in ("dtype", "torch_dtype"):
             dtype = (getattr(args, field) or {}).get(key, "auto")
@@ -326,7 +326,7 @@ def check_dtypes(args: Any) -> None:
 
 
 def check_inherited(args: Any) -> None:
-    """Refuse values of Trainer's fields that PPO cannot use."""
+    """Raise ValueError if a field of Trainer's has a value that PPO cannot use."""
     for f in fields(args):
         default = f.default if f.default_factory is MISSING else f.default_factory()
         if f.name in UNUSABLE_FIELDS and (value := getattr(args, f.name)) != default:
@@ -361,7 +361,7 @@ def check_inherited(args: Any) -> None:
 
 
 def check_processes(args: Any) -> None:
-    """Refuse processes that Trainer has not joined: each would do the whole run in the same folder."""
+    """Raise ValueError if Trainer has not joined the processes: each would run alone, all in one folder."""
     started = int(os.environ.get("WORLD_SIZE", "1"))
     if started > 1 and args.world_size == 1:
         raise ValueError(

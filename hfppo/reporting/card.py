@@ -1,7 +1,7 @@
 """Write the model card of a run, the README.md of the saved and pushed folder.
 
-The text comes from `card_template.md` and is written anew each time. Metadata that the run does not decide are kept,
-such as a license or a tag that was added by hand. PEFT adds what it knows: library, base model, tags, its version.
+The text comes from `card_template.md` and is written anew each time. Other metadata are kept, such as a license or a
+tag that was added by hand. PEFT adds library, base model, tags and its version.
 """
 
 import html
@@ -26,7 +26,7 @@ TEMPLATE = Path(__file__).with_name("card_template.md")
 TAGS = ("ppo", "hfppo", "reinforcement-learning", "generated_from_trainer")
 PACKAGES = ("hfppo", "transformers", "torch", "datasets")  # PEFT adds itself
 
-# Beginnings of the names of fields that say where and how a run goes, not what it learns.
+# Prefixes of fields that do not change the result.
 NOT_SHOWN = (
     "output_dir", "run_name", "project", "trackio_", "report_to", "log_", "logging_", "disable_tqdm", "debug",
     "push_to_hub", "hub_", "save_", "resume_from_checkpoint", "do_", "local_r", "use_cpu", "accelerator_config",
@@ -129,7 +129,7 @@ def build_metadata(before: Any, name: str, given: dict[str, Any], base: str | No
 
 
 def last_evaluations(state: TrainerState, args: PPOConfig) -> list[Evaluation]:
-    """Return the last evaluation under each name, of the weights that are saved."""
+    """Return the last evaluation under each name, if it belongs to the saved weights."""
     history = state.log_history
     end = max((i for i, entry in enumerate(history) if "train_runtime" in entry), default=None)
     best = best_step(state, args)
@@ -143,13 +143,13 @@ def last_evaluations(state: TrainerState, args: PPOConfig) -> list[Evaluation]:
                 continue
             metrics = {k.removeprefix(f"{name}_"): v for k, v in entry.items() if k.startswith(f"{name}_")}
             numbers = {k: v for k, v in metrics.items() if k not in SPEED and isinstance(v, int | float)}
-            found.pop(name, None)  # to stand last
+            found.pop(name, None)  # so that the latest comes last
             found[name] = Evaluation(name, int(entry["step"]), numbers)
     return list(found.values())
 
 
 def best_step(state: TrainerState, args: PPOConfig) -> int | None:
-    """Return the step whose weights Trainer loaded at the end of training; None if it did not.
+    """Return the step of the weights that Trainer loaded at the end of training; None if it loaded none.
 
     Trainer loads the best checkpoint; `best_global_step` may be a step without a checkpoint.
     """

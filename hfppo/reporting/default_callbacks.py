@@ -10,7 +10,7 @@ from hfppo.reporting.plot import PlotCallback
 
 
 def with_default_callbacks(callbacks: list[TrainerCallback] | None, log_completions: bool) -> list[TrainerCallback]:
-    """Return the user's callbacks and the default ones; a user's own replaces the default of its class."""
+    """Return the user's callbacks, and a default one of each class that the user did not give."""
     # Trainer takes classes as well.
     made = [callback() if isinstance(callback, type) else callback for callback in callbacks or []]
     if not any(isinstance(callback, HealthCallback) for callback in made):
