@@ -153,7 +153,7 @@ UNUSABLE_FIELDS = {
 def check_names(cls: type, names: Iterable[str]) -> None:
     """Raise TypeError if fields do not exist; it names them all, each with its word here or a similar name."""
     known = [f.name for f in fields(cls)]
-    unknown = [f"{name}{explain_name(name, known)}" for name in names if name not in known]
+    unknown = [f"{name!r}{explain_name(name, known)}" for name in names if name not in known]
     if unknown:
         gap = "\n  " if len(unknown) > 1 else " "
         lines = ["has no field", *unknown, "(docs/configuration.md lists the fields, docs/migrating.md those of TRL)"]

@@ -64,7 +64,7 @@ ALLOWED = {
     },
     "best_of": {"data", "generation", "models", "seeds", "support"},
     "evaluation": {"collect", "config", "data", "metrics", "models", "rewards", "setup", "support"},
-    "reporting": {"callbacks", "config", "functional", "models", "saving", "support"},
+    "reporting": {"callbacks", "config", "functional", "models", "support"},
     "token_trace": {
         "callbacks",
         "ppo_checkpoint",
