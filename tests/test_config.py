@@ -2,9 +2,10 @@
 
 import ast
 import copy
+import pickle
 import re
 import warnings
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import get_type_hints
 
@@ -12,11 +13,12 @@ import numpy as np
 import pytest
 from accelerate.parallelism_config import ParallelismConfig
 from transformers import HfArgumentParser, TrainingArguments
+from trl import GRPOConfig
 
 import hfppo
 from helpers.tiny import tiny_model
 from hfppo import PPOCallback, PPOConfig
-from hfppo.config_checks import LOADER_KEYS, UNUSABLE_FIELDS
+from hfppo.config_checks import LOADER_KEYS, TRL_NAMES, TRL_REASONS, UNUSABLE_FIELDS
 
 PACKAGE = Path(hfppo.__file__).parent
 OWN = sorted(PPOConfig.__annotations__.keys() - {"_VALID_DICT_FIELDS"})  # overridden defaults included
@@ -158,10 +160,83 @@ def test_nothing_that_was_set_is_changed(config):
     assert {name: getattr(args, name) for name in before} == before
 
 
-@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
-def test_a_copy_keeps_what_is_secret(config, copied):
-    args = copied(config(hub_token="hf_secret", model_init_kwargs={"token": "hf_other"}))
-    assert (args.hub_token, args.model_init_kwargs) == ("hf_secret", {"token": "hf_other"})
+@pytest.mark.parametrize(
+    ("field", "value", "place"),
+    [
+        ("model_init_kwargs", {"token": "abcSECRET"}, "model_init_kwargs['token']"),
+        ("critic_init_kwargs", '{"use_auth_token": "abcSECRET"}', "critic_init_kwargs['use_auth_token']"),
+        ("vllm_engine_kwargs", {"hf_token": "abcSECRET"}, "vllm_engine_kwargs['hf_token']"),
+        ("chat_template_kwargs", {"tools": [{"api_key": "abcSECRET"}]}, "chat_template_kwargs['tools'][0]['api_key']"),
+        ("reward_model_init_kwargs", {"x": "http://me:abcSECRET@host"}, "reward_model_init_kwargs['x']"),
+        ("vllm_server_base_url", "http://me:abcSECRET@host", "vllm_server_base_url"),
+        ("run_name", f"with hf_{'SECRET' * 5}", "run_name"),
+    ],
+)
+def test_a_secret_in_a_setting_is_refused_and_not_repeated(config, field, value, place):
+    with pytest.raises(ValueError, match=rf"^{re.escape(place)} holds a secret, .*HF_TOKEN") as refused:
+        config(**{field: value})
+    assert "SECRET" not in str(refused.value)
+
+
+def test_a_field_of_a_subclass_that_is_a_secret_is_refused(tmp_path):
+    @dataclass
+    class JudgeConfig(PPOConfig):
+        judge_api_key: str | None = None
+
+    JudgeConfig(str(tmp_path), use_cpu=True, hub_token="hf_" + "a" * 34)
+    with pytest.raises(ValueError, match=r"^judge_api_key holds a secret"):
+        JudgeConfig(str(tmp_path), use_cpu=True, judge_api_key="abc")
+
+
+def test_a_pickle_and_the_settings_shown_lack_the_token_of_the_hub(config):
+    args = config(hub_token="abcSECRET", learning_rate=0.5)
+    for shown in (pickle.dumps(args).decode("latin-1"), args.to_json_string(), str(args)):
+        assert "SECRET" not in shown
+    assert pickle.loads(pickle.dumps(args)).learning_rate == 0.5
+    assert args.hub_token == replace(args, seed=3).hub_token == "abcSECRET"
+
+
+def test_all_unknown_fields_are_named_at_once_each_with_its_word_here(config):
+    unknown = {"epsilon": 0.2, "top_p": 0.9, "num_ppo_epoch": 3, "batch_size": 4, "disable_dropout": True, "foo": 1}
+    with pytest.raises(TypeError) as refused:
+        config(seed=1, **unknown)
+    lines = str(refused.value).splitlines()
+    assert lines[0] == "PPOConfig has no field"
+    assert [line.split(":")[0].strip(" '") for line in lines[1:-1]] == list(unknown)
+    words = ["here cliprange", "sampling is pure", "num_ppo_epochs", "num_mini_batches", "always off", "foo"]
+    assert [word for word, line in zip(words, lines[1:-1], strict=True) if word not in line] == []
+    assert "docs/migrating.md" in lines[-1]
+
+
+def test_a_single_unknown_field_is_one_line(config):
+    with pytest.raises(TypeError, match=r"^PPOConfig has no field 'num_epoch': did you mean .*num_ppo_epochs.*$"):
+        config(num_epoch=3)
+
+
+def test_a_field_that_ppo_refuses_is_not_suggested(config):
+    with pytest.raises(TypeError, match=r"^PPOConfig has no field 'auto_find_batch_sizes' \("):
+        config(auto_find_batch_sizes=True)
+
+
+def test_every_field_of_grpo_that_is_missing_here_is_explained():
+    known = [f.name for f in fields(PPOConfig)]
+    missing = {f.name for f in fields(GRPOConfig)} - set(known)
+    with_reason = {name for names in TRL_REASONS.values() for name in names.split()}
+    assert [name for name in sorted(missing) if name not in {*TRL_NAMES, *with_reason}] == []
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ({"reward_weights": "1,2"}, "reward_weights='1,2' must be a list of numbers"),
+        ({"reward_weights": [1, "2"]}, "reward_weights=[1, '2'] must be a list of numbers"),
+        ({"scale_rewards": "group"}, "scale_rewards='group' must be True or False; it is True here"),
+        ({"scale_rewards": "none"}, "scale_rewards='none' must be True or False; it is False here"),
+    ],
+)
+def test_a_value_of_another_kind_is_refused_in_words(config, value, words):
+    with pytest.raises(ValueError, match=f"^{re.escape(words)}$"):
+        config(**value)
 
 
 def test_a_deep_copy_shares_nothing(config):

@@ -670,13 +670,14 @@ def test_clip_fractions_mark_the_tokens_without_gradient(tokens, dual_clip):
 @pytest.mark.parametrize("name", POLICY_LOSSES)
 def test_losses_and_gradients_are_finite_at_extreme_ratios(name):
     logprobs, old_logprobs = torch.tensor([[-1.0, -201.0]]), torch.tensor([[-201.0, -1.0]])
-    mask = bits("11")
+
+    def loss(x, advantages):
+        return POLICY_LOSSES[name](x, old_logprobs, advantages, mask=bits("11"), clip=Clip())
+
     for sign in (1.0, -1.0):
         advantages = torch.full((1, 2), sign)
-        assert POLICY_LOSSES[name](logprobs, old_logprobs, advantages, mask=mask, clip=Clip()).isfinite().all()
-        grad = grad_of(
-            lambda x, a=advantages: POLICY_LOSSES[name](x, old_logprobs, a, mask=mask, clip=Clip()), logprobs
-        )
+        assert loss(logprobs, advantages).isfinite().all()
+        grad = grad_of(lambda x, a=advantages: loss(x, a), logprobs)
         assert grad.isfinite().all()
 
 
@@ -685,10 +686,8 @@ def test_losses_and_gradients_are_finite_at_extreme_ratios(name):
 def test_gradient_lives_where_the_policy_drifted_most_against_the_advantage(name, delta, advantage):
     """The side on which the clip does not hold: exp(±20) times the advantage, as at the bound of the clamp."""
     old_logprobs = double([-60.0])
-    grad = grad_of(
-        lambda x: POLICY_LOSSES[name](x, old_logprobs, double([advantage]), mask=bits("1"), clip=Clip()),
-        old_logprobs + delta,
-    )
+    loss, advantages = POLICY_LOSSES[name], double([advantage])
+    grad = grad_of(lambda x: loss(x, old_logprobs, advantages, mask=bits("1"), clip=Clip()), old_logprobs + delta)
     assert_close(grad, double([-advantage * math.exp(math.copysign(20, delta))]))
 
 
@@ -707,10 +706,10 @@ def test_gspo_gives_every_token_the_geometric_mean_ratio_of_its_completion():
     logprobs = old_logprobs + double([0.1, 0.3, 9, -0.1], [0.6, 0, 0.3, -9])
     advantages, mask = double([2, 2, 2, 2], [1, 1, 1, 1]), bits("1101", "1110")
     ratio = math.exp(0.1)
-    loss = gspo_loss(logprobs, old_logprobs, advantages, mask)
+    loss = gspo_loss(logprobs, old_logprobs, advantages, mask, Clip())
     expected = double([-2 * ratio, -2 * ratio, 0, -2 * ratio], [-1.2, -1.2, -1.2, 0])
     assert_close(loss * mask, expected)
-    grad = grad_of(lambda x: gspo_loss(x, old_logprobs, advantages, mask) * mask, logprobs)
+    grad = grad_of(lambda x: gspo_loss(x, old_logprobs, advantages, mask, Clip()) * mask, logprobs)
     assert_close(grad, double([-2 * ratio, -2 * ratio, 0, -2 * ratio], [0, 0, 0, 0]))
 
 
@@ -740,15 +739,15 @@ def test_gspo_has_the_gradient_of_its_sequence_form(batch):
 def test_cispo_weights_the_policy_gradient_by_the_clipped_ratio(ratio, advantage, grad):
     logprobs, old_logprobs = at_ratio(ratio)
     advantages = double([advantage])
-    assert_close(grad_of(lambda x: cispo_loss(x, old_logprobs, advantages), logprobs), double([grad]))
-    assert_close(cispo_loss(logprobs, old_logprobs, advantages), grad * logprobs)
+    assert_close(grad_of(lambda x: cispo_loss(x, old_logprobs, advantages, Clip()), logprobs), double([grad]))
+    assert_close(cispo_loss(logprobs, old_logprobs, advantages, Clip()), grad * logprobs)
 
 
 def test_the_clip_stops_the_gradient_of_ppo_but_not_of_cispo():
     logprobs, old_logprobs = at_ratio(1.5, 0.5)
     advantages = double([1, -1])
     assert_close(grad_of(lambda x: policy_loss(x, old_logprobs, advantages), logprobs), double([0, 0]))
-    assert_close(grad_of(lambda x: cispo_loss(x, old_logprobs, advantages), logprobs), double([-1.2, 0.8]))
+    assert_close(grad_of(lambda x: cispo_loss(x, old_logprobs, advantages, Clip()), logprobs), double([-1.2, 0.8]))
 
 
 def test_cispo_takes_each_side_of_the_clip_from_its_own_argument():

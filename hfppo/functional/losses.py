@@ -52,7 +52,7 @@ def _clipped_surrogate(log_ratio: Tensor, advantages: Tensor, clip: Clip) -> Ten
     return loss
 
 
-def gspo_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, clip: Clip = Clip()) -> Tensor:
+def gspo_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, clip: Clip) -> Tensor:
     """The clipped surrogate with one ratio per completion. arXiv:2507.18071, eq. 17 (its token form).
 
         s = exp(mean over real tokens of (log π − log π_old)),   ρ_t = sg(s)·π_t/sg(π_t)
@@ -60,7 +60,7 @@ def gspo_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: 
     Args:
         logprobs, old_logprobs, advantages: (B, T).
         mask: (B, T) bool, True on real tokens.
-        clip: the paper's ε are about 3e-4.
+        clip: of the ratio; the paper's ε are about 3e-4.
     Returns:
         (B, T), not yet masked.
     Raises:
@@ -71,7 +71,7 @@ def gspo_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: 
     return _clipped_surrogate(logprobs - logprobs.detach() + log_ratio.detach()[:, None], advantages, clip)
 
 
-def cispo_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, clip: Clip = Clip()) -> Tensor:
+def cispo_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, clip: Clip) -> Tensor:
     """REINFORCE with a clipped, detached importance weight: no token loses its gradient. arXiv:2506.13585, eq. 4.
 
         L = −sg(clip(ρ, 1 − ε_low, 1 + ε_high))·A·log π

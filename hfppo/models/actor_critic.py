@@ -17,12 +17,12 @@ from peft.utils import set_peft_model_state_dict
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from hfppo.models.adapter_card import update_card
 from hfppo.models.critic import CRITIC_FOLDER, CriticSource, build_critic, find_critic, shared_copy
 from hfppo.models.loading import check_adapter, check_vocabulary, keep_four_bits
 from hfppo.models.lower_layers import record_states
 from hfppo.models.output_head import Entropy, token_logprobs
 from hfppo.models.packing import Layout, fits, hidden_states, lay_out
-from hfppo.saving.card_metadata import update_card
 
 
 class TokenOutputs(NamedTuple):

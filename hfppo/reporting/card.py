@@ -1,7 +1,7 @@
 """Write the model card of a run, the README.md of the saved and pushed folder.
 
-The text comes from `card_template.md` and is written anew each time. Metadata that the run does not decide are kept,
-such as a license or a tag that was added by hand. PEFT adds what it knows: library, base model, tags, its version.
+The text comes from `card_template.md` and is written anew each time. Other metadata are kept, such as a license or a
+tag that was added by hand. PEFT adds library, base model, tags and its version.
 """
 
 import html
@@ -12,22 +12,21 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import ModelCard, ModelCardData, get_token
+from huggingface_hub import ModelCard, ModelCardData
 from huggingface_hub.utils import yaml_dump
 from peft import PeftModel
 from transformers import TrainerState
 from transformers.modelcard import TrainingSummary
 
 from hfppo.config import PPOConfig
+from hfppo.models.adapter_card import CARD, as_list, is_repository, read_card
 from hfppo.models.critic import CRITIC_FOLDER
-from hfppo.saving.card_metadata import CARD, as_list, is_repository, read_card
-from hfppo.support.secrets import hide_in_text
 
 TEMPLATE = Path(__file__).with_name("card_template.md")
 TAGS = ("ppo", "hfppo", "reinforcement-learning", "generated_from_trainer")
 PACKAGES = ("hfppo", "transformers", "torch", "datasets")  # PEFT adds itself
 
-# Beginnings of the names of fields that say where and how a run goes, not what it learns.
+# Prefixes of fields that do not change the result.
 NOT_SHOWN = (
     "output_dir", "run_name", "project", "trackio_", "report_to", "log_", "logging_", "disable_tqdm", "debug",
     "push_to_hub", "hub_", "save_", "resume_from_checkpoint", "do_", "local_r", "use_cpu", "accelerator_config",
@@ -69,7 +68,7 @@ def write_card(
     evaluations = last_evaluations(state, args)
     data = build_metadata(read_card(folder), name, given, model.config.name_or_path)
     base = data.get("base_model")
-    settings = json.loads(json.dumps(args.to_dict(), default=str))  # without secrets
+    settings = json.loads(json.dumps(args.to_dict(), default=str))
     chat_options = {option: repr(value) for option, value in (settings["chat_template_kwargs"] or {}).items()}
     configuration = yaml_dump(changed_settings(args, settings)).strip()
     card = ModelCard.from_template(
@@ -94,7 +93,6 @@ def write_card(
         fence="`" * (3 + configuration.count("`")),  # longer than any fence inside
         versions={package: version(package) for package in PACKAGES},
     )
-    card.text = hide_in_text(card.text, [secret for secret in (args.hub_token, get_token()) if secret])
     folder.mkdir(parents=True, exist_ok=True)
     card.save(folder / CARD)
     model.create_or_update_model_card(str(folder))
@@ -131,7 +129,7 @@ def build_metadata(before: Any, name: str, given: dict[str, Any], base: str | No
 
 
 def last_evaluations(state: TrainerState, args: PPOConfig) -> list[Evaluation]:
-    """Return the last evaluation under each name, of the weights that are saved."""
+    """Return the last evaluation under each name, if it belongs to the saved weights."""
     history = state.log_history
     end = max((i for i, entry in enumerate(history) if "train_runtime" in entry), default=None)
     best = best_step(state, args)
@@ -145,13 +143,13 @@ def last_evaluations(state: TrainerState, args: PPOConfig) -> list[Evaluation]:
                 continue
             metrics = {k.removeprefix(f"{name}_"): v for k, v in entry.items() if k.startswith(f"{name}_")}
             numbers = {k: v for k, v in metrics.items() if k not in SPEED and isinstance(v, int | float)}
-            found.pop(name, None)  # to stand last
+            found.pop(name, None)  # so that the latest comes last
             found[name] = Evaluation(name, int(entry["step"]), numbers)
     return list(found.values())
 
 
 def best_step(state: TrainerState, args: PPOConfig) -> int | None:
-    """Return the step whose weights Trainer loaded at the end of training; None if it did not.
+    """Return the step of the weights that Trainer loaded at the end of training; None if it loaded none.
 
     Trainer loads the best checkpoint; `best_global_step` may be a step without a checkpoint.
     """

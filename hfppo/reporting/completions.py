@@ -58,7 +58,7 @@ class PrintCompletionsCallback(PPOCallback):
 
 
 def cell_text(x: Any) -> str:
-    """Return a cell of the printed table; of a conversation the text, with roles if it has several messages."""
+    """Return a cell of the printed table: the text of a conversation, with roles if it has several messages."""
     if isinstance(x, float):
         return f"{x:.4g}"
     if not (isinstance(x, list) and x and all(isinstance(part, dict) and "content" in part for part in x)):
@@ -72,7 +72,7 @@ def save_table(table: Dataset, file: Path) -> None:
     """Write a Parquet file; a file that cannot be written is a warning."""
     with ignore_write_errors(file):
         file.parent.mkdir(parents=True, exist_ok=True)
-        try:  # no temporary file: a push that runs meanwhile skips those in the output folder alone
+        try:  # no temporary file, since a push in the background would upload it from this subfolder
             table.to_pandas().to_parquet(file)
         except OSError:
             file.unlink(missing_ok=True)  # half a table cannot be read
@@ -87,7 +87,7 @@ def log_table(args: TrainingArguments, name: str, rows: Dataset) -> None:
 
 
 def make_column(column: list) -> list:
-    """Return the column, as text if Parquet cannot hold it: mixed types, empty dictionaries, lone surrogates."""
+    """Return the column, as text if Parquet cannot store it: mixed types, empty dictionaries, lone surrogates."""
     try:
         Dataset.from_dict({"column": column}).to_pandas().to_parquet(io.BytesIO())  # Arrow holds more than Parquet
     except (ValueError, TypeError, OverflowError, NotImplementedError):  # includes Arrow's own errors

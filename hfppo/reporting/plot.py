@@ -38,7 +38,7 @@ class PlotCallback(TrainerCallback):
     """Draw the curves of the run into `curves.png` in the output folder when training ends. On by default."""
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
-        """Draw the whole log history; nothing where no metric of a panel was logged."""
+        """Draw the whole log history; no picture if no metric of a panel was logged."""
         panels = select_panels(state.log_history)
         if state.is_world_process_zero and panels:
             file = Path(args.output_dir).absolute() / PICTURE
@@ -59,7 +59,7 @@ def draw_panels(panels: dict[str, list[str]], history: list[dict[str, float]], t
     Raises:
         OSError: the file cannot be written.
     """
-    # Imported here, since it takes half a second; no pyplot, which would choose a backend for the user's own figures.
+    # Imported late: it takes half a second. Not pyplot: it would choose a backend for the user's own figures.
     from matplotlib import rc_context
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

@@ -1,4 +1,4 @@
-"""Show how far a run is: a bar on a terminal, a plain line from time to time elsewhere."""
+"""Show the progress of a run: a bar on a terminal, otherwise a plain line from time to time."""
 
 import sys
 import time
@@ -29,8 +29,8 @@ SHORT = (
 class RunProgress(ProgressCallback):
     """Trainer's progress bar with the phase of the rollout that is collected, and one short line per log.
 
-    The trainer enters `phase` around each phase, and the sampler reports its share through `advance`. Without a bar,
-    as with `disable_tqdm` or on other processes, both do nothing.
+    The trainer enters `phase` around each phase; the sampler calls `advance` with its share. Both do nothing without a
+    bar: with `disable_tqdm`, and on processes other than the first.
     """
 
     training_bar: Any  # a tqdm bar, disabled where stderr is no terminal; None outside of training
@@ -41,7 +41,7 @@ class RunProgress(ProgressCallback):
 
     @classmethod
     def of(cls, trainer: Trainer) -> "RunProgress":
-        """Return one that replaces the trainer's own bar, or a silent one where the user chose another or none."""
+        """Replace the trainer's own bar and return the new one; it is silent if the user has another bar, or none."""
         progress = cls()
         callbacks = trainer.callback_handler.callbacks
         default = next((c for c in callbacks if type(c) is ProgressCallback), None)
@@ -84,7 +84,7 @@ class RunProgress(ProgressCallback):
             super().on_prediction_step(args, state, control, eval_dataloader=eval_dataloader, **kwargs)
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        """Write one short line for a log of training steps on a terminal, else all numbers as Trainer does."""
+        """On a terminal, write one short line for a log of training steps; otherwise all numbers, as Trainer does."""
         if self.training_bar is not None and not self.training_bar.disable and "loss" in logs:
             self.training_bar.write(short_line(state.global_step, logs))
         else:

@@ -1,50 +1,37 @@
-"""Hide passwords, tokens and keys in settings, addresses and texts that are shown or saved."""
+"""Find passwords, tokens and keys in settings, which are saved and shown in plain text; hide them in addresses."""
 
 import re
-from collections.abc import Iterable
 from typing import Any
 
-HIDDEN = "…"
-# The end of a name: `hub_token`, `apiKey`, `Proxy-Authorization`; not `tokenizer`, `max_tokens` or `eos_token_id`.
-WORDS = (
-    r"token|key|secrets?|passwords?|passwd|passphrase|credentials?|authorization|cookie"
-    r"|(?:api|access|auth|hub|hf|private)[-_]?(?:token|key)s?"
+# `token`, `hf_token`, `apiKey`, `Proxy-Authorization`; not `tokenizer`, `max_tokens`, `thinking_token`.
+SECRET_NAME = re.compile(
+    r"(?i)token|(?:.*[\W_])?(?:(?:access|api|auth|hf|hub|private|secret)[\W_]?(?:token|key)s?"
+    r"|secrets?|passwords?|passwd|passphrase|credentials?|authorization|cookie)"
 )
-NAME_END = rf"(?:^|[\W_]|(?<=[a-z])(?=[A-Z]))(?i:{WORDS})"
-SECRET_NAME = re.compile(rf"{NAME_END}$")
-SPECIAL_TOKEN = re.compile(r"""["']?(<.*>|\[.*\])["']?""")  # of a vocabulary, such as <think> or [PAD]
-HUB_TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{20,}")
-URL_USER = re.compile(r"(?<=\w://)[^/\s@\"']+(?=@)")
+PLACEHOLDER = re.compile(r"<.*>|\[.*\]")  # `<think>`, or what TrainingArguments shows: `<HUB_TOKEN>`
+SECRET_TEXT = re.compile(r"\bhf_[A-Za-z0-9]{20,}|\w://[^/\s@\"']+@")  # a token of the Hub, the user in a URL
+
+
+def find_secret(value: Any, place: str) -> str | None:
+    """Return where a setting has a secret, at any depth, such as "model_init_kwargs['token']"; None without one."""
+    if isinstance(value, str):
+        return place if SECRET_TEXT.search(value) else None
+    inner: list[tuple[str, str, Any]] = []  # name, place, value
+    if isinstance(value, dict):
+        inner = [(str(name), f"{place}[{name!r}]", x) for name, x in value.items()]
+    elif isinstance(value, list | tuple):
+        inner = [("", f"{place}[{i}]", x) for i, x in enumerate(value)]
+    found = (where if is_secret(name, x) else find_secret(x, where) for name, where, x in inner)
+    return next((where for where in found if where), None)
 
 
 def is_secret(name: str, value: Any) -> bool:
-    """Return whether the name says that the value is a secret; a switch, a number or a special token is none."""
-    if isinstance(value, str):
-        return bool(SECRET_NAME.search(name)) and not SPECIAL_TOKEN.fullmatch(value)
-    return isinstance(value, bytes | list | tuple | dict) and bool(SECRET_NAME.search(name))
-
-
-def hide_in_settings(value: Any) -> Any:
-    """Return a setting with secrets at any depth replaced by their names, and without the users in URLs."""
-    if isinstance(value, str):
-        return URL_USER.sub(HIDDEN, value)
-    if isinstance(value, list):
-        return [hide_in_settings(inner) for inner in value]
-    if isinstance(value, dict):
-        return {
-            name: f"<{name.upper()}>" if isinstance(name, str) and is_secret(name, inner) else hide_in_settings(inner)
-            for name, inner in value.items()
-        }
-    return value
+    """Return whether the name says that the value is a secret; a switch, a number or a placeholder is none."""
+    if isinstance(value, str) and (not value or PLACEHOLDER.fullmatch(value)):
+        return False
+    return isinstance(value, str | bytes | list | tuple | dict) and SECRET_NAME.fullmatch(name) is not None
 
 
 def hide_in_url(url: str) -> str:
     """Return an address without user, password, query and fragment."""
     return re.sub(r"[?#].*", "", re.sub(r"(^|//)[^/?#]*@", r"\1", url, count=1))
-
-
-def hide_in_text(text: str, known: Iterable[str] = ()) -> str:
-    """Return a text without the known secrets, tokens of the Hub, and users in URLs."""
-    for secret in known:
-        text = text.replace(secret, HIDDEN)
-    return URL_USER.sub(HIDDEN, HUB_TOKEN.sub(HIDDEN, text))

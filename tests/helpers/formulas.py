@@ -5,6 +5,7 @@ import torch
 from hfppo.functional import (
     KL_ESTIMATORS,
     REDUCTIONS,
+    Clip,
     cispo_loss,
     clip_fractions,
     effective_sample_size,
@@ -68,8 +69,8 @@ CALLS = {
     "straight_through_kl": lambda x: straight_through_kl(x.a, x.b),
     "token_rewards": lambda x: tuple(token_rewards(scores, x.b, x.mask, 0.1) for scores in (x.scores, x.c)),
     "policy_loss": lambda x: policy_loss(x.a, x.b, x.c, dual_clip=3.0),
-    "gspo_loss": lambda x: gspo_loss(x.a, x.b, x.c, x.mask),
-    "cispo_loss": lambda x: cispo_loss(x.a, x.b, x.c),
+    "gspo_loss": lambda x: gspo_loss(x.a, x.b, x.c, x.mask, Clip()),
+    "cispo_loss": lambda x: cispo_loss(x.a, x.b, x.c, Clip()),
     "sapo_loss": lambda x: sapo_loss(x.a, x.b, x.c),
     "gpg_loss": lambda x: gpg_loss(x.a, x.c),
     "clip_fractions": lambda x: clip_fractions(x.a, x.b, x.c, dual_clip=3.0),

@@ -27,7 +27,6 @@ CONFIG = {
     "eval_strategy": "steps",
     "eval_steps": 4,
     "hub_token": TOKEN,
-    "model_init_kwargs": {"token": TOKEN},
 }
 DATASET = Dataset.from_list([{"prompt": f"请问{a}+{b}=", "answer": str(a + b)} for a in range(4) for b in range(3, 7)])
 PROMPT = "请问3+4="
@@ -103,7 +102,7 @@ def train() -> dict:
 
 def versions(repo: str) -> dict:
     """What a base of another revision and an adapter of an earlier one give."""
-    v2 = {"token": TOKEN, "revision": "v2"}
+    v2 = {"revision": "v2"}
     trainer = make("on_v2", model_init_kwargs=v2, max_steps=2)
     trainer.model.eval()
     of_v2 = {"base": logits(AutoModelForCausalLM.from_pretrained(BASE, **v2)), "new": logits(trainer.model)}
@@ -118,10 +117,10 @@ def versions(repo: str) -> dict:
     config.write_text(config.read_text().replace('"revision": "v2"', '"revision": null'))  # as TRL writes it
     unnamed = make("unnamed", model=folder, model_init_kwargs=v2, **kwargs)
     of_v2["unnamed"] = logits(unnamed.model.eval())
-    main = AutoModelForCausalLM.from_pretrained(BASE, token=TOKEN)
+    main = AutoModelForCausalLM.from_pretrained(BASE)
     of_loaded = make("loaded", model=main, model_init_kwargs=v2, trainer={"ref_model": BASE}).processing_class
 
-    early = {"token": TOKEN, "revision": "early"}
+    early = {"revision": "early"}
     of_early = {"by id": logits(make("early", model=repo, model_init_kwargs=early, **kwargs).model.eval())}
     of_early["by PEFT"] = logits(AutoPeftModelForCausalLM.from_pretrained(repo, **early).eval())
     template = trainer.processing_class.chat_template

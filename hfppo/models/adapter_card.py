@@ -18,7 +18,7 @@ def read_card(folder: str | Path) -> Any:
 
 
 def update_card(folder: str | Path, update: Callable[[str], None]) -> None:
-    """Let PEFT write its metadata into the card; keep the card's own tags, and name no path as base model.
+    """Let PEFT write its metadata into the card, keep the card's own tags, and remove a path as base model.
 
     The Hub refuses a card whose base model is not one of its repositories (huggingface/transformers#33922).
     """
