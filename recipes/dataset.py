@@ -1,4 +1,4 @@
-"""Arguments and loading of the data and the reward functions that are given by name."""
+"""Arguments and loading of datasets and of reward functions that are given by name."""
 
 import importlib
 import json

@@ -60,7 +60,7 @@ def main(script_args: GSM8KArguments, args: PPOConfig, model_args: GSM8KActor) -
     )
 
     def measure(when: str) -> None:
-        if trainer.eval_dataset is None:
+        if test is None:
             return
         with trainer.eval_sampling(False):
             metrics = trainer.evaluate(metric_key_prefix=when)

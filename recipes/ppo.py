@@ -45,7 +45,7 @@ def main(script_args: PPOArguments, args: PPOConfig, model_args: ActorArguments)
     )
 
     def measure(when: str) -> None:
-        if trainer.eval_dataset is None:
+        if test is None:
             return
         for mode, do_sample in (("sampled", True), ("greedy", False)):
             with trainer.eval_sampling(do_sample):

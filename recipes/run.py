@@ -20,7 +20,7 @@ class ActorArguments(ModelConfig):
 
 
 class RecipeParser(TrlParser):
-    """TRL's parser; flags need their whole name, and `--resume_from_checkpoint true` is the last checkpoint.
+    """TRL's parser; flags need their whole name, and `--resume_from_checkpoint true` means the last checkpoint.
 
     `--help` ends with the sizes that the defaults make, those of `--config` included.
     """

@@ -156,14 +156,16 @@ def test_an_actor_without_an_adapter_is_refused():
         actor_config(ActorArguments(model_name_or_path=str(RECIPES / "arithmetic/base"), use_peft=False, lora_r=7))
 
 
-def test_help_lists_the_fields(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["arithmetic.py", "--help"])
+@pytest.mark.parametrize(("recipe", "flag"), [("arithmetic", "--kl_coef"), ("sft", "--dataset_name")])
+def test_help_lists_the_fields(monkeypatch, capsys, recipe, flag):
+    monkeypatch.setattr(sys, "argv", [f"{recipe}.py", "--help"])
     with pytest.raises(SystemExit) as end:
-        runpy.run_path(str(RECIPES / "arithmetic.py"), run_name="__main__")
+        runpy.run_path(str(RECIPES / f"{recipe}.py"), run_name="__main__")
     assert end.value.code == 0
     shown = capsys.readouterr().out
-    assert "--kl_coef" in shown
+    assert flag in shown
     assert "--lora_r" in shown
+    assert ("sizes with these defaults" in shown) == (recipe == "arithmetic"), "sizes of rollouts"
 
 
 def test_built_data_holds_no_test_pair_in_training(tmp_path):
