@@ -12,7 +12,7 @@ from pathlib import Path
 import rich
 import torch
 from datasets import load_dataset
-from run import ActorArguments, RecipeParser, actor_config, evaluate, init_kwargs, run
+from run import ActorArguments, RecipeParser, actor_config, init_kwargs
 from transformers import EvalPrediction
 
 from hfppo import PPOConfig, PPOTrainer, TokenTable
@@ -52,8 +52,7 @@ def accuracy(prediction: EvalPrediction) -> dict[str, float]:
 def main(script_args: ArithmeticArguments, args: PPOConfig, model_args: ArithmeticActor) -> None:
     if args.device.type == "cpu":
         torch.set_num_threads(1)  # more threads cost such a small model more than they save
-    files = {"train": script_args.train_file, "test": script_args.test_file}
-    dataset = load_dataset("json", data_files=files)
+    dataset = load_dataset("json", data_files={"train": script_args.train_file, "test": script_args.test_file})
     args.model_init_kwargs = init_kwargs(args, model_args)
     trainer = PPOTrainer(
         model=model_args.model_name_or_path,
@@ -67,14 +66,28 @@ def main(script_args: ArithmeticArguments, args: PPOConfig, model_args: Arithmet
     )
 
     def measure(when: str) -> None:
-        evaluate(trainer, f"{when}_sampled", do_sample=True)
-        evaluate(trainer, f"{when}_greedy", do_sample=False)
+        for mode, do_sample in (("sampled", True), ("greedy", False)):
+            with trainer.eval_sampling(do_sample):
+                metrics = trainer.evaluate(metric_key_prefix=f"{when}_{mode}")
+            trainer.log_metrics(f"{when}_{mode}", metrics)
+            trainer.save_metrics(f"{when}_{mode}", metrics)
         rollout = trainer.rollout([script_args.show_prompt], answer=[script_args.show_answer])
         if trainer.is_world_process_zero():
             rich.print(f"[bold]{when} training[/bold]", TokenTable.from_rollout(rollout, 0, trainer.processing_class))
 
-    run(trainer, measure)
+    if args.resume_from_checkpoint is None:
+        measure("before")
+    result = trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    trainer.save_model()
+    trainer.save_state()
+    metrics = result.metrics | trainer.ppo_state.critic_pretraining.results()
+    trainer.log_metrics("train", metrics)
+    trainer.save_metrics("train", metrics)
+    measure("after")
+    if args.push_to_hub:
+        trainer.push_to_hub()
+    trainer.end()
 
 
 if __name__ == "__main__":
-    main(*RecipeParser((ArithmeticArguments, PPOConfig, ArithmeticActor), allow_abbrev=False).parse_args_and_config())
+    main(*RecipeParser((ArithmeticArguments, PPOConfig, ArithmeticActor)).parse_args_and_config())

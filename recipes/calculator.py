@@ -12,58 +12,14 @@ reasoning-gym draws the questions and scores the last message of each completion
 questions without the calculator. docs/calculator.md explains the template and the parser.
 """
 
-import ast
-import operator
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
-from reasoning import Answers, ReasoningActor, ReasoningArguments, draw_questions, make_reward, make_rows
-from run import RecipeParser, actor_config, evaluate, init_kwargs, run
-from transformers import AutoTokenizer, EvalPrediction, PreTrainedTokenizerBase
+from calculator_tool import calc, demonstration, load_tokenizer
+from reasoning_tasks import Answers, ReasoningActor, ReasoningArguments, draw_questions, make_reward, make_rows
+from run import RecipeParser, actor_config, init_kwargs
+from transformers import EvalPrediction
 
 from hfppo import PPOConfig, PPOTrainer
-
-OPERATORS: dict[type, Callable[..., float]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.USub: operator.neg,
-}
-LONGEST = 40  # characters of an expression
-
-# ChatML, with a call as `calc(7 * 8)`. An argument has no name if it is called `expression`.
-CHAT_TEMPLATE = (
-    "{% for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\n' + (message['content'] or '') }}"
-    "{% for call in message['tool_calls'] or [] %}"
-    "{{ call['function']['name'] }}("
-    "{% for name, value in call['function']['arguments'].items() %}"
-    "{{ '' if name == 'expression' else name + '=' }}{{ value }}"
-    "{% endfor %})"
-    "{% endfor %}"
-    "{{ '<|im_end|>\n' }}"
-    "{% endfor %}"
-    "{{ '<|im_start|>assistant\n' if add_generation_prompt }}"
-)
-# The way back: a turn that is such a call, as a message.
-RESPONSE_TEMPLATE = {
-    "defaults": {"role": "assistant"},
-    "start_anchor": "<|im_start|>assistant\n",
-    "fields": {
-        "tool_calls": {
-            "open_pattern": r"(?P<name>calc)\(",
-            "close_pattern": r"\)(?=<\|im_end\|>)",
-            "repeats": True,
-            "content": "text",
-            "transform": {
-                "type": "function",
-                "function": {"name": "{name}", "arguments": {"expression": "{content}"}},
-            },
-        },
-        "content": {"close_pattern": r"<\|im_end\|>", "content": "text"},
-    },
-}
 
 
 @dataclass
@@ -71,48 +27,6 @@ class CalculatorArguments(ReasoningArguments):
     """Arguments of this recipe."""
 
     use_tool: bool = field(default=True, metadata={"help": "Whether the model has the calculator."})
-
-
-def calc(expression: str) -> str:
-    """
-    Compute the value of an expression.
-
-    Args:
-        expression: of numbers, +, -, * and parentheses
-    """
-    if len(expression) > LONGEST:
-        raise ValueError("too long")
-
-    def value(node: ast.AST) -> float:
-        if isinstance(node, ast.Constant) and type(node.value) is int:
-            return node.value
-        if isinstance(node, ast.BinOp | ast.UnaryOp) and type(node.op) in OPERATORS:
-            parts = [node.left, node.right] if isinstance(node, ast.BinOp) else [node.operand]
-            return OPERATORS[type(node.op)](*map(value, parts))
-        raise ValueError("only numbers, +, -, * and ()")
-
-    return str(value(ast.parse(expression.strip(), mode="eval").body))
-
-
-def demonstration(use_tool: bool) -> list[dict[str, Any]]:
-    """Return a conversation that shows what to do: one question and its answer."""
-    call = {"type": "function", "function": {"name": "calc", "arguments": {"expression": "7 * 8"}}}
-    steps = [{"role": "assistant", "tool_calls": [call]}, {"role": "tool", "name": "calc", "content": "56"}]
-    question, answer = {"role": "user", "content": "Calculate 7 * 8."}, {"role": "assistant", "content": "56"}
-    return [question, *(steps if use_tool else []), answer]
-
-
-def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
-    """Return a tokenizer of ChatML with the template and the parser of this recipe.
-
-    Raises:
-        ValueError: the model's own template is no ChatML.
-    """
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    if "<|im_start|>" not in tokenizer.get_vocab():
-        raise ValueError(f"model_name_or_path={path!r} has no token <|im_start|>; this recipe's template is ChatML")
-    tokenizer.chat_template, tokenizer.response_template = CHAT_TEMPLATE, RESPONSE_TEMPLATE
-    return tokenizer
 
 
 class ToolAnswers(Answers):
@@ -149,10 +63,24 @@ def main(script_args: CalculatorArguments, args: PPOConfig, model_args: Reasonin
 
     def measure(when: str) -> None:
         for mode, do_sample in (("sampled", True), ("greedy", False)):
-            evaluate(trainer, f"{when}_{mode}", do_sample)
+            with trainer.eval_sampling(do_sample):
+                metrics = trainer.evaluate(metric_key_prefix=f"{when}_{mode}")
+            trainer.log_metrics(f"{when}_{mode}", metrics)
+            trainer.save_metrics(f"{when}_{mode}", metrics)
 
-    run(trainer, measure)
+    if args.resume_from_checkpoint is None:
+        measure("before")
+    result = trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    trainer.save_model()
+    trainer.save_state()
+    metrics = result.metrics | trainer.ppo_state.critic_pretraining.results()
+    trainer.log_metrics("train", metrics)
+    trainer.save_metrics("train", metrics)
+    measure("after")
+    if args.push_to_hub:
+        trainer.push_to_hub()
+    trainer.end()
 
 
 if __name__ == "__main__":
-    main(*RecipeParser((CalculatorArguments, PPOConfig, ReasoningActor), allow_abbrev=False).parse_args_and_config())
+    main(*RecipeParser((CalculatorArguments, PPOConfig, ReasoningActor)).parse_args_and_config())

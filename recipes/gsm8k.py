@@ -13,40 +13,14 @@ To try it without the Hub and a GPU, on the 50 shipped problems (the model is ra
 Rows hold "question" and "answer", the latter ending with the number after "####". docs/gsm8k.md explains the settings.
 """
 
-import re
-import threading
 from dataclasses import dataclass, field
-from typing import Any
 
-from datasets import Dataset
+from dataset import load
+from gsm8k_problems import GSM8KArguments, final_answer, is_right, make_conversations
+from run import ActorArguments, RecipeParser, actor_config, init_kwargs
 from transformers import EvalPrediction
 
 from hfppo import PPOConfig, PPOTrainer
-
-try:
-    from math_verify import parse, verify
-except ImportError as error:
-    raise ImportError("recipes/gsm8k.py compares answers with Math-Verify: pip install math-verify") from error
-
-from dataset import DataArguments, conversation, load
-from run import ActorArguments, RecipeParser, actor_config, evaluate, init_kwargs, run
-
-MARK, BOX = "####", "\\boxed{"
-THOUSANDS = re.compile(r"(?<=\d)(?:,|\{,\}|\\,|,\\!)(?=\d{3})")
-
-
-@dataclass
-class GSM8KArguments(DataArguments):
-    """Arguments of this recipe."""
-
-    dataset_name: str = field(default="openai/gsm8k", metadata={"help": "Id or path, or json or parquet for files."})
-    dataset_config: str | None = field(default="main", metadata={"help": "GSM8K's configuration."})
-    system_prompt: str | None = field(default=None, metadata={"help": "A system message; none by default."})
-    instruction: str = field(
-        default='Think step by step and end with the answer, a number, on a line of its own after "####".',
-        metadata={"help": r"Follows the question; the answer may also stand in \boxed{}."},
-    )
-    critic: str = field(default="adapter", metadata={"help": "'adapter', 'shared', or a model's id or path."})
 
 
 @dataclass
@@ -54,43 +28,6 @@ class GSM8KActor(ActorArguments):
     """Arguments of the actor, with an instruction-tuned model as default."""
 
     model_name_or_path: str = field(default="Qwen/Qwen2.5-0.5B-Instruct", metadata={"help": "The base."})
-
-
-def final_answer(text: str) -> str | None:
-    r"""Return the text at the last mark: the rest of the line after `####`, or the inside of `\boxed{}`; or None."""
-    mark, box = text.rfind(MARK), text.rfind(BOX)
-    if mark > box:
-        answer = text[mark + len(MARK) :].strip().partition("\n")[0]
-    else:
-        answer = text_in_braces(text[box + len(BOX) :]) if box >= 0 else ""
-    return answer.strip() or None
-
-
-def text_in_braces(text: str) -> str:
-    """Return the text up to the brace that closes an already open one; "" if there is none."""
-    depth = 1
-    for index, character in enumerate(text):
-        depth += (character == "{") - (character == "}")
-        if depth == 0:
-            return text[:index]
-    return ""
-
-
-def parse_answer(answer: str, timeout: int | None) -> list[Any]:
-    """Parse an answer with Math-Verify, as LaTeX if it has a backslash, and without commas between thousands."""
-    answer = THOUSANDS.sub("", answer).replace("\\$", "").replace("−", "-")
-    return parse(f"${answer}$" if "\\" in answer else answer, parsing_timeout=timeout)
-
-
-def is_right(completion: str, answer: str) -> bool:
-    """Return whether the final answer of a completion equals the number after `####` in GSM8K's answer."""
-    given = final_answer(completion)
-    if given is None:
-        return False
-    # Math-Verify's time limit is a signal, and only the main thread may set one.
-    timeout = 5 if threading.current_thread() is threading.main_thread() else None
-    wanted = parse_answer(answer.rpartition(MARK)[2].strip(), timeout)
-    return verify(wanted, parse_answer(given, timeout), timeout_seconds=timeout)
 
 
 def right_answer(completions: list[list[dict[str, str]]], answer: list[str], **kwargs) -> list[float]:
@@ -104,26 +41,6 @@ def accuracy(prediction: EvalPrediction) -> dict[str, float]:
     right = right_answer(prediction.predictions, prediction.label_ids["answer"])
     answered = [final_answer(messages[0]["content"]) is not None for messages in prediction.predictions]
     return {"accuracy": sum(right) / len(right), "answered": sum(answered) / len(answered)}
-
-
-def make_conversations(dataset: Dataset, split: str, args: GSM8KArguments) -> Dataset:
-    """Add the questions as messages, in a column "prompt".
-
-    Raises:
-        ValueError: a column is missing, or an answer has no `####`.
-    """
-    if not {"question", "answer"} <= set(dataset.column_names):
-        raise ValueError(
-            f"{split} has the columns {', '.join(dataset.column_names)}; GSM8K's are question and answer: rename "
-            "yours, or choose other data with --dataset_name and --data_files"
-        )
-    for row, answer in enumerate(dataset["answer"]):
-        if MARK not in str(answer):
-            raise ValueError(
-                f"{split} row {row}: answer={answer!r} has no {MARK} before its final number; write it as "
-                f"'reasoning {MARK} 72', or remove the row"
-            )
-    return dataset.map(lambda row: {"prompt": conversation(row["question"], args.instruction, args.system_prompt)})
 
 
 def main(script_args: GSM8KArguments, args: PPOConfig, model_args: GSM8KActor) -> None:
@@ -141,8 +58,28 @@ def main(script_args: GSM8KArguments, args: PPOConfig, model_args: GSM8KActor) -
         critic=script_args.critic,
         compute_metrics=accuracy,
     )
-    run(trainer, lambda when: evaluate(trainer, when, do_sample=False))
+
+    def measure(when: str) -> None:
+        if test is None:
+            return
+        with trainer.eval_sampling(False):
+            metrics = trainer.evaluate(metric_key_prefix=when)
+        trainer.log_metrics(when, metrics)
+        trainer.save_metrics(when, metrics)
+
+    if args.resume_from_checkpoint is None:
+        measure("before")
+    result = trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    trainer.save_model()
+    trainer.save_state()
+    metrics = result.metrics | trainer.ppo_state.critic_pretraining.results()
+    trainer.log_metrics("train", metrics)
+    trainer.save_metrics("train", metrics)
+    measure("after")
+    if args.push_to_hub:
+        trainer.push_to_hub()
+    trainer.end()
 
 
 if __name__ == "__main__":
-    main(*RecipeParser((GSM8KArguments, PPOConfig, GSM8KActor), allow_abbrev=False).parse_args_and_config())
+    main(*RecipeParser((GSM8KArguments, PPOConfig, GSM8KActor)).parse_args_and_config())

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from hfppo.environments import TextEnvironment
+from hfppo import TextEnvironment
 
 TURNS = 32
 SIZE = 5

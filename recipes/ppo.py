@@ -7,33 +7,13 @@
 Rows hold "prompt", as text or messages; other columns reach the reward functions. docs/rlhf.md has all three steps.
 """
 
-import importlib
-import os
-import sys
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
 import torch
-from dataset import DataArguments, load
-from run import ActorArguments, RecipeParser, actor_config, evaluate, init_kwargs, run
+from dataset import RewardArguments, import_function, load, load_reward_func
+from run import ActorArguments, RecipeParser, actor_config, init_kwargs
 
 from hfppo import PPOConfig, PPOTrainer
-
-
-@dataclass
-class RewardArguments(DataArguments):
-    """Arguments of recipes that take reward functions by name."""
-
-    reward_funcs: list[str] = field(
-        default_factory=list,
-        metadata={"help": "Dotted paths of functions (trl.rewards.think_format_reward) and ids or paths of models."},
-    )
-
-    def __post_init__(self) -> None:
-        if isinstance(self.reward_funcs, str):  # a single name in a YAML file
-            self.reward_funcs = [self.reward_funcs]
 
 
 @dataclass
@@ -47,29 +27,8 @@ class PPOArguments(RewardArguments):
     ref_model: str | None = field(default=None, metadata={"help": "The reference; default: the start of training."})
 
 
-def import_function(name: str) -> Callable[..., Any]:
-    """Import a function by its dotted path, from a package or from a file in the working folder.
-
-    Raises:
-        ValueError: there is no such function.
-    """
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
-    module, _, attribute = name.rpartition(".")
-    try:
-        return getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"{name!r} names no function that can be imported: {error}") from error
-
-
-def load_reward_func(name: str) -> Any:
-    """Return the id or path of a model as it is; import a function by its dotted path."""
-    is_model = Path(name).exists() or "/" in name or "." not in name
-    return name if is_model else import_function(name)
-
-
 def main(script_args: PPOArguments, args: PPOConfig, model_args: ActorArguments) -> None:
-    if args.device.type == "cpu" and torch.get_num_threads() > 1:
+    if args.device.type == "cpu":
         torch.set_num_threads(1)  # more threads cost such small models more than they save
     train, test = load(script_args)
     args.model_init_kwargs = init_kwargs(args, model_args)
@@ -86,11 +45,27 @@ def main(script_args: PPOArguments, args: PPOConfig, model_args: ActorArguments)
     )
 
     def measure(when: str) -> None:
-        evaluate(trainer, f"{when}_sampled", do_sample=True)
-        evaluate(trainer, f"{when}_greedy", do_sample=False)
+        if test is None:
+            return
+        for mode, do_sample in (("sampled", True), ("greedy", False)):
+            with trainer.eval_sampling(do_sample):
+                metrics = trainer.evaluate(metric_key_prefix=f"{when}_{mode}")
+            trainer.log_metrics(f"{when}_{mode}", metrics)
+            trainer.save_metrics(f"{when}_{mode}", metrics)
 
-    run(trainer, measure)
+    if args.resume_from_checkpoint is None:
+        measure("before")
+    result = trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    trainer.save_model()
+    trainer.save_state()
+    metrics = result.metrics | trainer.ppo_state.critic_pretraining.results()
+    trainer.log_metrics("train", metrics)
+    trainer.save_metrics("train", metrics)
+    measure("after")
+    if args.push_to_hub:
+        trainer.push_to_hub()
+    trainer.end()
 
 
 if __name__ == "__main__":
-    main(*RecipeParser((PPOArguments, PPOConfig, ActorArguments), allow_abbrev=False).parse_args_and_config())
+    main(*RecipeParser((PPOArguments, PPOConfig, ActorArguments)).parse_args_and_config())

@@ -7,9 +7,9 @@ docs/rlhf.md describes the three steps.
 """
 
 from dataset import DataArguments, load
-from run import init_kwargs, resume_argument
+from run import RecipeParser, init_kwargs
 from transformers import AutoTokenizer
-from trl import ModelConfig, RewardConfig, RewardTrainer, TrlParser, get_peft_config
+from trl import ModelConfig, RewardConfig, RewardTrainer, get_peft_config
 
 
 def main(data_args: DataArguments, args: RewardConfig, model_args: ModelConfig) -> None:
@@ -31,7 +31,7 @@ def main(data_args: DataArguments, args: RewardConfig, model_args: ModelConfig) 
         ),
         peft_config=get_peft_config(model_args),
     )
-    result = trainer.train(resume_from_checkpoint=resume_argument(args))
+    result = trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     trainer.save_model()
     trainer.save_state()
     trainer.save_metrics("train", result.metrics)
@@ -45,4 +45,4 @@ def main(data_args: DataArguments, args: RewardConfig, model_args: ModelConfig) 
 
 
 if __name__ == "__main__":
-    main(*TrlParser((DataArguments, RewardConfig, ModelConfig), allow_abbrev=False).parse_args_and_config())
+    main(*RecipeParser((DataArguments, RewardConfig, ModelConfig)).parse_args_and_config())

@@ -1,17 +1,13 @@
-"""Code that the recipes share: arguments, their parser, and a run from a trainer to a saved, measured adapter."""
+"""The arguments that recipes share, and their parser."""
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from peft import PeftConfig
 from transformers import TrainingArguments
+from transformers.utils import find_adapter_config_file
 from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
-
-from hfppo import PPOTrainer
-from hfppo.models.loading import adapter_config
-from hfppo.reporting.progress import describe_sizes
 
 
 @dataclass
@@ -24,16 +20,35 @@ class ActorArguments(ModelConfig):
 
 
 class RecipeParser(TrlParser):
-    """TRL's parser; `--help` ends with the sizes that the defaults make, those of `--config` included."""
+    """TRL's parser; flags need their whole name, and `--resume_from_checkpoint true` means the last checkpoint.
+
+    `--help` ends with the sizes that the defaults make, those of `--config` included.
+    """
+
+    def __init__(self, dataclass_types: Any, **kwargs: Any) -> None:
+        super().__init__(dataclass_types, allow_abbrev=False, **kwargs)
+
+    def parse_args_and_config(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """Return an instance of each dataclass; `resume_from_checkpoint` is a path, True or None."""
+        parsed = super().parse_args_and_config(*args, **kwargs)
+        for arguments in parsed:
+            if isinstance(arguments, TrainingArguments):  # a flag gives text, a YAML file a bool
+                value = arguments.resume_from_checkpoint
+                arguments.resume_from_checkpoint = {"true": True, "false": None}.get(str(value).lower(), value)
+        return parsed
 
     def format_help(self) -> str:
         """Return the help, with sizes in completions for the number of processes that were launched."""
-        names = ("per_device_train_batch_size", "gradient_accumulation_steps", "num_mini_batches")
-        batch, accumulation, mini_batches = (self.get_default(name) for name in names)
-        epochs = max(self.get_default("num_ppo_epochs"), self.get_default("num_critic_epochs") or 0)
-        processes = int(os.environ.get("WORLD_SIZE", "1"))
-        sizes = describe_sizes(batch * accumulation * mini_batches, processes, epochs * mini_batches)
-        self.epilog = f"sizes with these defaults and {processes} process(es): {sizes}"
+        names = ("per_device_train_batch_size", "gradient_accumulation_steps", "num_mini_batches", "num_ppo_epochs")
+        batch, accumulation, mini_batches, epochs = (self.get_default(name) for name in names)
+        if epochs is not None:  # the arguments of PPO, not of sft.py or reward_model.py
+            processes = int(os.environ.get("WORLD_SIZE", "1"))
+            completions = batch * accumulation * mini_batches
+            steps = max(epochs, self.get_default("num_critic_epochs") or 0) * mini_batches
+            self.epilog = (
+                f"sizes with these defaults and {processes} process(es): rollouts of {completions * processes} "
+                f"completions ({completions} per process), {steps} optimizer steps each"
+            )
         return super().format_help()
 
 
@@ -61,52 +76,17 @@ def actor_config(model_args: ActorArguments) -> PeftConfig | None:
         raise ValueError(
             "use_peft=False: the actor is always an adapter, so its other flags would go unread; leave use_peft out"
         )
-    if adapter_config(model_args.model_name_or_path, revision=model_args.model_revision) is None:
+    try:
+        adapter = find_adapter_config_file(model_args.model_name_or_path, revision=model_args.model_revision)
+    except OSError:  # no such model: PPOTrainer's error says more
+        adapter = None
+    if adapter is None:
         return get_peft_config(model_args)
     default = type(model_args)()
     names = [f.name for f in fields(model_args) if f.name.startswith(("lora_", "use_rslora", "use_dora"))]
     if given := [name for name in names if getattr(model_args, name) != getattr(default, name)]:
         raise ValueError(
-            f"{', '.join(given)}: model_name_or_path={model_args.model_name_or_path!r} is an adapter, and is trained "
-            "on as it is configured; leave them out, or start from its base"
+            f"{', '.join(given)}: model_name_or_path={model_args.model_name_or_path!r} is an adapter, which keeps its "
+            "own configuration; leave them out, or start from its base"
         )
     return None
-
-
-def resume_argument(args: TrainingArguments) -> str | bool | None:
-    """Convert `args.resume_from_checkpoint` for `Trainer.train`: "true" means the last checkpoint in `output_dir`."""
-    value = args.resume_from_checkpoint
-    return {"true": True, "false": None}.get(str(value).lower(), value)  # a YAML file gives a bool, a flag gives text
-
-
-def evaluate(trainer: PPOTrainer, name: str, do_sample: bool) -> None:
-    """Evaluate, and log and save the metrics under a name."""
-    with trainer.eval_sampling(do_sample):
-        metrics = trainer.evaluate(metric_key_prefix=name)
-    trainer.log_metrics(name, metrics)
-    trainer.save_metrics(name, metrics)
-
-
-def run(trainer: PPOTrainer, measure: Callable[[str], None]) -> None:
-    """Measure (unless resuming), train, save, measure again, and push if `push_to_hub` is set.
-
-    Args:
-        measure: called with "before" and "after" if there is an eval_dataset.
-    """
-    args = trainer.args
-    checkpoint = resume_argument(args)
-    if trainer.eval_dataset is not None and checkpoint is None:
-        measure("before")
-    result = trainer.train(resume_from_checkpoint=checkpoint)
-    trainer.save_model()
-    trainer.save_state()
-    trainer.log_metrics("train", result.metrics)
-    trainer.save_metrics("train", result.metrics)
-    if pretraining := trainer.ppo_state.critic_pretraining.results():
-        trainer.log_metrics("critic_pretraining", pretraining)
-        trainer.save_metrics("critic_pretraining", pretraining)
-    if trainer.eval_dataset is not None:
-        measure("after")
-    if args.push_to_hub:
-        trainer.push_to_hub()
-    trainer.end()

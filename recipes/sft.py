@@ -6,9 +6,9 @@ Rows hold "prompt" and "completion", or "messages", as for `trl.SFTTrainer`. doc
 """
 
 from dataset import DataArguments, load
-from run import init_kwargs, resume_argument
+from run import RecipeParser, init_kwargs
 from transformers import AutoTokenizer
-from trl import ModelConfig, SFTConfig, SFTTrainer, TrlParser, get_peft_config
+from trl import ModelConfig, SFTConfig, SFTTrainer, get_peft_config
 
 
 def main(data_args: DataArguments, args: SFTConfig, model_args: ModelConfig) -> None:
@@ -24,7 +24,7 @@ def main(data_args: DataArguments, args: SFTConfig, model_args: ModelConfig) -> 
         ),
         peft_config=get_peft_config(model_args),
     )
-    result = trainer.train(resume_from_checkpoint=resume_argument(args))
+    result = trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     trainer.save_model()
     trainer.save_state()
     trainer.save_metrics("train", result.metrics)
@@ -36,4 +36,4 @@ def main(data_args: DataArguments, args: SFTConfig, model_args: ModelConfig) -> 
 
 
 if __name__ == "__main__":
-    main(*TrlParser((DataArguments, SFTConfig, ModelConfig), allow_abbrev=False).parse_args_and_config())
+    main(*RecipeParser((DataArguments, SFTConfig, ModelConfig)).parse_args_and_config())

@@ -75,8 +75,10 @@ def compare(values: np.ndarray, best: np.ndarray, own: np.ndarray) -> dict[str, 
     }
 
 
-def draw_curve(axes: Axes, history: list[dict[str, float]], games_per_step: float, lines: dict[str, float]) -> None:
+def draw_curve(axes: Axes, trainer: PPOTrainer, lines: dict[str, float]) -> None:
     """Draw the score of each logged rollout, and horizontal lines by name."""
+    args, history = trainer.args, trainer.state.log_history
+    games_per_step = args.rollout_size_per_process * args.world_size / args.updates_per_rollout
     points = [(entry["step"] * games_per_step, entry["reward"]) for entry in history if "reward" in entry]
     axes.plot([games for games, _ in points], [reward for _, reward in points], label="PPO")
     for name, value in lines.items():

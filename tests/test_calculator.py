@@ -5,11 +5,12 @@ import json
 import sys
 from pathlib import Path
 
+import calculator_tool
 import pytest
 from build_arithmetic_base import small_llama
 from build_tiny_base import byte_tokenizer
+from run import RecipeParser
 from transformers import set_seed
-from trl import TrlParser
 
 from helpers import fake_reasoning_gym
 from helpers.processes import ROOT
@@ -24,7 +25,7 @@ def calculator():
     with pytest.MonkeyPatch.context() as patch:
         fake_reasoning_gym.install(patch)
         yield importlib.import_module("calculator")
-        del sys.modules["calculator"], sys.modules["reasoning"]
+        del sys.modules["calculator"], sys.modules["reasoning_tasks"]
 
 
 @pytest.fixture(scope="module")
@@ -39,10 +40,10 @@ def chatml(tmp_path_factory) -> str:
     return folder
 
 
-def test_template_and_parser_are_inverse(calculator, chatml):
-    tokenizer = calculator.load_tokenizer(chatml)
+def test_template_and_parser_are_inverse(chatml):
+    tokenizer = calculator_tool.load_tokenizer(chatml)
     chat_format = make_chat_format(tokenizer, [tokenizer.eos_token_id], {}, with_tools=True)
-    before = [*calculator.demonstration(True), QUESTION]
+    before = [*calculator_tool.demonstration(True), QUESTION]
     call = {"type": "function", "function": {"name": "calc", "arguments": {"expression": "(5 + 9) * 2"}}}
     for message in (
         {"role": "assistant", "content": "", "tool_calls": [call]},
@@ -51,35 +52,35 @@ def test_template_and_parser_are_inverse(calculator, chatml):
         prefix = chat_format.render(before, add_generation_prompt=True)
         turn = chat_format.render([*before, message])[len(prefix) :]
         turn = turn[: turn.index(tokenizer.eos_token_id) + 1]
-        assert chat_format.parse(turn, prefix, [calculator.calc]) == (message, False)
+        assert chat_format.parse(turn, prefix, [calculator_tool.calc]) == (message, False)
     text = tokenizer.decode(chat_format.reply_ids([{"role": "tool", "name": "calc", "content": "28"}]))
     assert text == "\n<|im_start|>tool\n28<|im_end|>\n<|im_start|>assistant\n"
 
 
 @pytest.mark.parametrize(("expression", "value"), [("7 * 8", "56"), (" (2 - -3) * 4 ", "20"), ("007 - 9", None)])
-def test_values_of_expressions(calculator, expression, value):
+def test_values_of_expressions(expression, value):
     if value is None:
         with pytest.raises(SyntaxError):
-            calculator.calc(expression)
+            calculator_tool.calc(expression)
     else:
-        assert calculator.calc(expression) == value
+        assert calculator_tool.calc(expression) == value
 
 
 @pytest.mark.parametrize("expression", ["2 ** 9", "1 / 2", "a", "f(1)", "'a' * 9", "True", "9" * 50, "1.5"])
-def test_other_expressions_are_refused(calculator, expression):
+def test_other_expressions_are_refused(expression):
     with pytest.raises(ValueError, match=r"only numbers|too long"):
-        calculator.calc(expression)
+        calculator_tool.calc(expression)
 
 
-def test_a_model_without_chatml_is_refused(calculator, tmp_path):
+def test_a_model_without_chatml_is_refused(tmp_path):
     byte_tokenizer().save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"model_name_or_path=.* has no token <\|im_start\|>"):
-        calculator.load_tokenizer(str(tmp_path))
+        calculator_tool.load_tokenizer(str(tmp_path))
 
 
 @pytest.mark.parametrize("use_tool", ["true", "false"])
 def test_the_recipe_in_small(calculator, chatml, tmp_path, use_tool):
-    parser = TrlParser((calculator.CalculatorArguments, PPOConfig, calculator.ReasoningActor), allow_abbrev=False)
+    parser = RecipeParser((calculator.CalculatorArguments, PPOConfig, calculator.ReasoningActor))
     flags = [
         *("--config", str(ROOT / "recipes/calculator.yaml"), "--use_cpu", "true", "--disable_tqdm", "true"),
         *("--model_name_or_path", chatml, "--task", "sums", "--task_config", "{}", "--use_tool", use_tool),

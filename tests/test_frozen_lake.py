@@ -5,9 +5,10 @@ import json
 import gymnasium
 import numpy as np
 import pytest
-from frozen_lake import ACTIONS, MAP, FrozenLakeArguments, describe, main, value_iteration
+from frozen_lake import FrozenLakeArguments, main
+from frozen_lake_maps import ACTIONS, MAP, describe, value_iteration
 from lake import FOLDER, LakeActor
-from trl import TrlParser
+from run import RecipeParser
 
 from hfppo import GymnasiumEnvironment, PPOConfig
 
@@ -65,7 +66,7 @@ def test_value_iteration_by_hand():
 
 def test_the_recipe_in_small(tmp_path):
     flags = ["--max_steps", "2", "--per_device_train_batch_size", "4", "--num_eval_games", "4", "--use_cpu", "true"]
-    parser = TrlParser((FrozenLakeArguments, PPOConfig, LakeActor))
+    parser = RecipeParser((FrozenLakeArguments, PPOConfig, LakeActor))
     main(*parser.parse_args_and_config(["--config", YAML, *flags, "--output_dir", str(tmp_path)]))
     results = json.loads((tmp_path / "all_results.json").read_text())
     assert 0 <= results["before_sampled_return"] <= 1

@@ -9,12 +9,13 @@ from fractions import Fraction
 from pathlib import Path
 
 import gsm8k
+import gsm8k_problems
 import pytest
 from build_tiny_base import build
 from datasets import Dataset
+from run import RecipeParser
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, EvalPrediction
-from trl import TrlParser
 
 from hfppo import PPOConfig
 
@@ -54,7 +55,7 @@ WRONG = {
 
 
 def parse(*flags: str):
-    parser = TrlParser((gsm8k.GSM8KArguments, PPOConfig, gsm8k.GSM8KActor))
+    parser = RecipeParser((gsm8k.GSM8KArguments, PPOConfig, gsm8k.GSM8KActor))
     return parser.parse_args_and_config(["--config", YAML, *flags])
 
 
@@ -115,7 +116,7 @@ def test_the_shipped_problems_are_different_ones():
     ],
 )
 def test_where_the_final_answer_is_looked_for(text, wanted):
-    assert gsm8k.final_answer(text) == wanted
+    assert gsm8k_problems.final_answer(text) == wanted
 
 
 @pytest.mark.parametrize(("gold", "given"), [(gold, given) for gold, forms in RIGHT.items() for given in forms])
@@ -127,7 +128,7 @@ def test_right_answers_in_many_forms(gold, given, form):
 
 @pytest.mark.parametrize(("gold", "completion"), [(gold, text) for gold, texts in WRONG.items() for text in texts])
 def test_wrong_answers_and_none(gold, completion):
-    assert not gsm8k.is_right(completion, f"reasoning\n#### {gold}")
+    assert not gsm8k_problems.is_right(completion, f"reasoning\n#### {gold}")
 
 
 def test_the_shipped_solutions_are_right_by_the_reward_and_others_are_not():
@@ -142,38 +143,39 @@ def test_the_shipped_solutions_are_right_by_the_reward_and_others_are_not():
 
 def test_answers_are_compared_outside_of_the_main_thread():
     with ThreadPoolExecutor(max_workers=1) as pool:
-        assert pool.submit(gsm8k.is_right, r"\boxed{\frac{144}{2}}", "#### 72").result()
+        assert pool.submit(gsm8k_problems.is_right, r"\boxed{\frac{144}{2}}", "#### 72").result()
 
 
 def test_an_answer_that_takes_for_ever_is_wrong(monkeypatch):
     limits = []
-    monkeypatch.setattr(gsm8k, "verify", lambda *_, timeout_seconds: limits.append(timeout_seconds) or False)
-    assert not gsm8k.is_right("#### 9^9^9^9", "#### 72")
+    monkeypatch.setattr(gsm8k_problems, "verify", lambda *_, timeout_seconds: limits.append(timeout_seconds) or False)
+    assert not gsm8k_problems.is_right("#### 9^9^9^9", "#### 72")
     assert limits == [5]
 
 
 def test_prompts_are_conversations_that_keep_the_columns():
     rows = Dataset.from_list(PROBLEMS["test"])
-    args = gsm8k.GSM8KArguments(system_prompt="Be brief.", instruction="End with ####.")
-    made = gsm8k.make_conversations(rows, "test", args)
+    args = gsm8k_problems.GSM8KArguments(system_prompt="Be brief.", instruction="End with ####.")
+    made = gsm8k_problems.make_conversations(rows, "test", args)
     assert made["answer"] == rows["answer"]
     question = PROBLEMS["test"][0]["question"]
     user = {"role": "user", "content": f"{question}\n\nEnd with ####."}
     assert made[0]["prompt"] == [{"role": "system", "content": "Be brief."}, user]
-    assert [m["role"] for m in gsm8k.make_conversations(rows, "test", gsm8k.GSM8KArguments())[0]["prompt"]] == ["user"]
+    made = gsm8k_problems.make_conversations(rows, "test", gsm8k_problems.GSM8KArguments())
+    assert [message["role"] for message in made[0]["prompt"]] == ["user"]
 
 
 def test_other_columns_are_refused_by_name():
     rows = Dataset.from_list([{"prompt": "1+1?", "answer": "#### 2"}])
     with pytest.raises(ValueError, match="train has the columns prompt, answer; GSM8K's are question and answer"):
-        gsm8k.make_conversations(rows, "train", gsm8k.GSM8KArguments())
+        gsm8k_problems.make_conversations(rows, "train", gsm8k_problems.GSM8KArguments())
 
 
 @pytest.mark.parametrize("answer", ["It is 3.", None])
 def test_an_answer_without_its_mark_is_refused_by_row(answer):
     rows = Dataset.from_dict({"question": ["1+1?", "1+2?"], "answer": ["#### 2", answer]})
     with pytest.raises(ValueError, match=r"test row 1: answer=.* has no #### before its final number"):
-        gsm8k.make_conversations(rows, "test", gsm8k.GSM8KArguments())
+        gsm8k_problems.make_conversations(rows, "test", gsm8k_problems.GSM8KArguments())
 
 
 def test_two_steps_on_the_shipped_problems(tmp_path, tiny, monkeypatch):
@@ -218,7 +220,7 @@ def test_the_yaml_has_the_sizes_it_speaks_of():
 
 def test_without_math_verify_the_error_names_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "math_verify", None)
-    spec = importlib.util.spec_from_file_location("gsm8k_without_math_verify", RECIPES / "gsm8k.py")
+    spec = importlib.util.spec_from_file_location("without_math_verify", RECIPES / "gsm8k_problems.py")
     with pytest.raises(ImportError, match="pip install math-verify"):
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
 

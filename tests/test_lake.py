@@ -19,8 +19,8 @@ from lake_game import (
     state_of,
     uniform_policy,
 )
+from run import RecipeParser
 from transformers import AutoModelForCausalLM, AutoTokenizer, EvalPrediction
-from trl import TrlParser
 from value_maps import MoveCounter
 
 from hfppo import PPOConfig
@@ -173,7 +173,7 @@ def test_the_text_of_a_state_is_read_back(state):
 
 def test_the_recipe_in_small(tmp_path):
     flags = ["--max_steps", "2", "--per_device_train_batch_size", "4", "--num_eval_games", "4", "--use_cpu", "true"]
-    parser = TrlParser((lake.LakeArguments, PPOConfig, lake.LakeActor))
+    parser = RecipeParser((lake.LakeArguments, PPOConfig, lake.LakeActor))
     lake.main(*parser.parse_args_and_config(["--config", YAML, *flags, "--output_dir", str(tmp_path)]))
     results = json.loads((tmp_path / "all_results.json").read_text())
     assert results["optimum"] == pytest.approx(2.900, abs=5e-4)

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 from build_tiny_base import build
+from run import RecipeParser
 from safetensors.torch import load_file
 from transformers import EvalPrediction
-from trl import TrlParser
 
 from helpers import fake_reasoning_gym
 from hfppo import PPOConfig
@@ -27,7 +27,12 @@ def reasoning():
     with pytest.MonkeyPatch.context() as patch:
         fake_reasoning_gym.install(patch)
         yield importlib.import_module("reasoning")
-        del sys.modules["reasoning"]
+        del sys.modules["reasoning"], sys.modules["reasoning_tasks"]
+
+
+@pytest.fixture(scope="module")
+def tasks(reasoning):
+    return sys.modules["reasoning_tasks"]
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +43,7 @@ def tiny(tmp_path_factory) -> str:
 
 
 def parse(reasoning, *flags: str):
-    parser = TrlParser((reasoning.ReasoningArguments, PPOConfig, reasoning.ReasoningActor), allow_abbrev=False)
+    parser = RecipeParser((reasoning.ReasoningArguments, PPOConfig, reasoning.ReasoningActor))
     return parser.parse_args_and_config(["--config", YAML, "--use_cpu", "true", *flags])
 
 
@@ -84,36 +89,36 @@ def test_a_run_leaves_answers_before_and_after_and_resumes(tmp_path, tiny, reaso
     assert all((moved[name] == again[name]).all() for name in moved)
 
 
-def test_no_training_question_is_one_of_the_test(reasoning):
-    args = reasoning.ReasoningArguments(task="sums", num_train_questions=300, num_test_questions=30)
-    train, test = reasoning.draw_questions(args)
+def test_no_training_question_is_one_of_the_test(tasks):
+    args = tasks.ReasoningArguments(task="sums", num_train_questions=300, num_test_questions=30)
+    train, test = tasks.draw_questions(args)
     held_out = {entry["question"] for _, entry in test}
     assert len(test) == 30
     assert 20 <= len(held_out) <= 30
     assert 0 < len(train) < 300, "some of 300 draws of 100 questions are among the 30"
     assert not held_out & {entry["question"] for _, entry in train}
-    assert [entry for _, entry in reasoning.draw_questions(args)[0]] == [entry for _, entry in train]
-    other = reasoning.ReasoningArguments(task="sums", num_train_questions=300, train_seed=5000)
-    assert reasoning.draw_questions(other)[0][0][1] != train[0][1]
+    assert [entry for _, entry in tasks.draw_questions(args)[0]] == [entry for _, entry in train]
+    other = tasks.ReasoningArguments(task="sums", num_train_questions=300, train_seed=5000)
+    assert tasks.draw_questions(other)[0][0][1] != train[0][1]
 
 
-def test_rows_are_conversations_with_the_number_of_their_entry(reasoning):
-    args = reasoning.ReasoningArguments(task="sums", num_train_questions=5, system_prompt="Be brief.")
-    train, _ = reasoning.draw_questions(args)
-    rows = reasoning.make_rows(train, 7, args)
+def test_rows_are_conversations_with_the_number_of_their_entry(tasks):
+    args = tasks.ReasoningArguments(task="sums", num_train_questions=5, system_prompt="Be brief.")
+    train, _ = tasks.draw_questions(args)
+    rows = tasks.make_rows(train, 7, args)
     assert rows["entry"] == list(range(7, 7 + len(train)))
     assert rows["answer"] == [entry["answer"] for _, entry in train]
     user = {"role": "user", "content": f"{train[0][1]['question']}\n\nAnswer with just the result."}
     assert rows[0]["prompt"] == [{"role": "system", "content": "Be brief."}, user]
 
 
-def test_a_mixture_scores_each_answer_by_its_own_task(reasoning):
-    args = reasoning.ReasoningArguments(task="composite", task_config=json.dumps(MIXTURE), num_train_questions=200)
-    train, _ = reasoning.draw_questions(args)
+def test_a_mixture_scores_each_answer_by_its_own_task(tasks):
+    args = tasks.ReasoningArguments(task="composite", task_config=json.dumps(MIXTURE), num_train_questions=200)
+    train, _ = tasks.draw_questions(args)
     sources = [entry["metadata"]["source_dataset"] for _, entry in train]
     assert 0.65 < sources.count("sums") / len(sources) < 0.85, "weights are 3 to 1, a missing one is 1"
     assert max(int(e["answer"]) for _, e in train if e["answer"].isdigit()) > 18, "numbers go to 50"
-    reward = reasoning.make_reward(train, args)
+    reward = tasks.make_reward(train, args)
     a_sum, some_letters = sources.index("sums"), sources.index("letters")
     right = train[a_sum][1]["answer"]
     assert reward(said(right, right, "ab", "ab"), [a_sum, some_letters] * 2) == [1.0, 0.0, 0.0, 1.0]
@@ -132,29 +137,29 @@ def test_a_mixture_scores_each_answer_by_its_own_task(reasoning):
         (r"a(b)?", "a", None),
     ],
 )
-def test_where_the_answer_is_found(reasoning, pattern, completion, wanted):
-    assert reasoning.find_answer(completion, pattern) == wanted
+def test_where_the_answer_is_found(tasks, pattern, completion, wanted):
+    assert tasks.find_answer(completion, pattern) == wanted
 
 
 @pytest.mark.parametrize(("strict", "wanted"), [(False, [1.0, 0.5, 0.0, 0.0]), (True, [1.0, 0.0, 0.0, 0.0])])
-def test_partial_scores_and_strict_ones(reasoning, strict, wanted):
-    args = reasoning.ReasoningArguments(task="sums", strict=strict, answer_pattern=r"\d+")
-    task = reasoning.create_task("sums", {}, 1, 0)
+def test_partial_scores_and_strict_ones(tasks, strict, wanted):
+    args = tasks.ReasoningArguments(task="sums", strict=strict, answer_pattern=r"\d+")
+    task = tasks.create_task("sums", {}, 1, 0)
     drawn = [(task, {"question": "2 + 5?", "answer": "7", "metadata": {}})]
-    reward = reasoning.make_reward(drawn, args)
+    reward = tasks.make_reward(drawn, args)
     texts = said("2 + 5 = 7", "It is 17", "8", "seven")
     assert reward(completions=texts, entry=[0] * 4, prompts=[""] * 4) == wanted
-    measure = reasoning.Answers(reward, args.answer_pattern)
+    measure = tasks.Answers(reward, args.answer_pattern)
     assert measure(EvalPrediction(texts, {"entry": [0] * 4})) == {"accuracy": 0.25, "answered": 0.75}
     assert measure.rows[1] == {"completion": "It is 17", "score": wanted[1]}
 
 
-def test_the_table_cannot_be_broken_by_what_the_model_writes(tmp_path, reasoning):
+def test_the_table_cannot_be_broken_by_what_the_model_writes(tmp_path, tasks):
     row = {"question": "2 + 5?", "answer": "7", "greedy": "\x1b[31m[bold]7", "greedy_score": 0.5}
     (tmp_path / "after_answers.jsonl").write_text(json.dumps(row) + "\n")
-    args = reasoning.ReasoningArguments(task="sums", num_test_questions=3)
-    test = reasoning.make_rows(reasoning.draw_questions(args)[1], 0, args)
-    table = reasoning.answer_table(test, tmp_path, 1)
+    args = tasks.ReasoningArguments(task="sums", num_test_questions=3)
+    test = tasks.make_rows(tasks.draw_questions(args)[1], 0, args)
+    table = tasks.answer_table(test, tmp_path, 1)
     cells = [next(iter(column.cells)).plain for column in table.columns]
     assert cells == [test[0]["question"], test[0]["answer"], "<U+001B>[31m[bold]7", "0.50"]
 
@@ -185,15 +190,15 @@ def test_the_table_cannot_be_broken_by_what_the_model_writes(tmp_path, reasoning
         ({"task_config": {"largest": 1}}, "num_test_questions=96 holds out every question that task='sums' has drawn"),
     ],
 )
-def test_wrong_arguments_are_refused_by_name(reasoning, given, wanted):
+def test_wrong_arguments_are_refused_by_name(tasks, given, wanted):
     with pytest.raises(ValueError, match=wanted):
-        reasoning.draw_questions(reasoning.ReasoningArguments(**{"task": "sums", **given}))
+        tasks.draw_questions(tasks.ReasoningArguments(**{"task": "sums", **given}))
 
 
-def test_the_yaml_has_the_sizes_it_speaks_of(reasoning):
+def test_the_yaml_has_the_sizes_it_speaks_of(reasoning, tasks):
     script_args, args, model_args = parse(reasoning)
     assert script_args.task_config == {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
-    assert reasoning.find_answer("5 - 9 is -4.", script_args.answer_pattern) == "-4"
+    assert tasks.find_answer("5 - 9 is -4.", script_args.answer_pattern) == "-4"
     assert (args.rollout_size_per_process, args.num_generations) == (64, 4)
     assert args.max_steps == 40 * args.updates_per_rollout == 160
     assert args.save_steps % args.updates_per_rollout == args.logging_steps % args.updates_per_rollout == 0
@@ -207,7 +212,8 @@ def test_a_flag_goes_by_its_whole_name_only(reasoning):
 
 def test_without_reasoning_gym_the_error_names_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
-    monkeypatch.delitem(sys.modules, "reasoning", raising=False)
+    for name in ("reasoning", "reasoning_tasks"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
     with pytest.raises(ImportError, match="pip install reasoning-gym"):
         importlib.import_module("reasoning")
 
@@ -220,18 +226,18 @@ def test_the_real_tasks_are_drawn_and_scored_as_the_stand_ins_are():
     except importlib.metadata.PackageNotFoundError:
         pytest.skip("reasoning-gym is not installed; one of its dependencies needs a C compiler")
     code = """
-import reasoning
+import reasoning_tasks as tasks
 config = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
 mixture = {"datasets": [{"name": "chain_sum", "weight": 2, "config": config}, {"name": "spell_backward"}]}
-args = reasoning.ReasoningArguments(task="composite", task_config=mixture, num_train_questions=50)
-train, test = reasoning.draw_questions(args)
+args = tasks.ReasoningArguments(task="composite", task_config=mixture, num_train_questions=50)
+train, test = tasks.draw_questions(args)
 assert {entry["metadata"]["source_dataset"] for _, entry in train} == {"chain_sum", "spell_backward"}
-rows = reasoning.make_rows(train, 0, args)
+rows = tasks.make_rows(train, 0, args)
 said = [[{"role": "assistant", "content": f" {answer}\\n"}] for answer in rows["answer"]]
-assert reasoning.make_reward(train, args)(said, rows["entry"]) == [1.0] * len(rows)
+assert tasks.make_reward(train, args)(said, rows["entry"]) == [1.0] * len(rows)
 for given, wanted in (("chain_sums", "it has chain_sum"), ("composite", "at least one dataset")):
     try:
-        reasoning.create_task(given, {}, 3, 0)
+        tasks.create_task(given, {}, 3, 0)
     except ValueError as error:
         assert wanted in str(error), error
     else:

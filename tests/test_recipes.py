@@ -13,10 +13,10 @@ import reward_model
 import sentiment
 import sft
 import torch
-from dataset import DataArguments, load
-from run import ActorArguments, RecipeParser, actor_config, init_kwargs, resume_argument
+from dataset import DataArguments, load, load_reward_func
+from run import ActorArguments, RecipeParser, actor_config, init_kwargs
 from safetensors.torch import load_file
-from trl import ModelConfig, RewardConfig, SFTConfig, TrlParser
+from trl import ModelConfig, RewardConfig, SFTConfig
 
 from hfppo import PPOConfig, PPOTrainer
 
@@ -33,7 +33,7 @@ SHORT = [
 
 
 def run_arithmetic(*flags: str) -> None:
-    parser = TrlParser((arithmetic.ArithmeticArguments, PPOConfig, arithmetic.ArithmeticActor))
+    parser = RecipeParser((arithmetic.ArithmeticArguments, PPOConfig, arithmetic.ArithmeticActor))
     arithmetic.main(*parser.parse_args_and_config(["--config", YAML, *SHORT, *flags]))
 
 
@@ -101,6 +101,7 @@ def test_arithmetic_leaves_what_trainers_examples_leave_and_resumes(tmp_path, fe
         (["--kl_estimator", "k7"], "--kl_estimator/--kl-estimator: invalid choice: 'k7' (choose from "),
         (["--overlong_prompts", "cut"], "invalid choice: 'cut'"),
         (["--critic", "shred"], "critic='shred' is not 'adapter', 'shared'"),
+        (["--model_name_or_path", "/no/such"], "model='/no/such' cannot be loaded"),
     ],
 )
 def test_typos_are_refused_by_name(tmp_path, capsys, flags, wanted):
@@ -121,7 +122,7 @@ def test_a_flag_goes_by_its_whole_name_only(monkeypatch, recipe):
 
 def test_a_typo_in_the_yaml_is_refused_by_name(tmp_path):
     (tmp_path / "typo.yaml").write_text(Path(YAML).read_text() + "kl_coeff: 0.1\n")
-    parser = TrlParser((arithmetic.ArithmeticArguments, PPOConfig, arithmetic.ArithmeticActor))
+    parser = RecipeParser((arithmetic.ArithmeticArguments, PPOConfig, arithmetic.ArithmeticActor))
     with pytest.raises(ValueError, match="kl_coeff"):
         parser.parse_args_and_config(["--config", str(tmp_path / "typo.yaml")])
 
@@ -129,7 +130,7 @@ def test_a_typo_in_the_yaml_is_refused_by_name(tmp_path):
 @pytest.mark.parametrize("arguments", [ppo.PPOArguments, sentiment.SentimentArguments])
 def test_a_single_reward_function_needs_no_list_in_a_yaml_file(tmp_path, arguments):
     (tmp_path / "one.yaml").write_text("reward_funcs: arithmetic.right_answer\n")
-    (parsed,) = TrlParser((arguments,)).parse_args_and_config(["--config", str(tmp_path / "one.yaml")])
+    (parsed,) = RecipeParser((arguments,)).parse_args_and_config(["--config", str(tmp_path / "one.yaml")])
     assert parsed.reward_funcs == ["arithmetic.right_answer"]
 
 
@@ -146,8 +147,8 @@ def test_a_single_reward_function_needs_no_list_in_a_yaml_file(tmp_path, argumen
 )
 def test_what_is_resumed_from_is_read_from_a_yaml_file_as_from_a_flag(tmp_path, line, expected):
     (tmp_path / "run.yaml").write_text(f"output_dir: {tmp_path}\nuse_cpu: true\n{line}\n")
-    (args,) = TrlParser((PPOConfig,)).parse_args_and_config(["--config", str(tmp_path / "run.yaml")])
-    assert (resume_argument(args), type(resume_argument(args))) == (expected, type(expected))
+    (args,) = RecipeParser((PPOConfig,)).parse_args_and_config(["--config", str(tmp_path / "run.yaml")])
+    assert (args.resume_from_checkpoint, type(args.resume_from_checkpoint)) == (expected, type(expected))
 
 
 def test_an_actor_without_an_adapter_is_refused():
@@ -155,14 +156,16 @@ def test_an_actor_without_an_adapter_is_refused():
         actor_config(ActorArguments(model_name_or_path=str(RECIPES / "arithmetic/base"), use_peft=False, lora_r=7))
 
 
-def test_help_lists_the_fields(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["arithmetic.py", "--help"])
+@pytest.mark.parametrize(("recipe", "flag"), [("arithmetic", "--kl_coef"), ("sft", "--dataset_name")])
+def test_help_lists_the_fields(monkeypatch, capsys, recipe, flag):
+    monkeypatch.setattr(sys, "argv", [f"{recipe}.py", "--help"])
     with pytest.raises(SystemExit) as end:
-        runpy.run_path(str(RECIPES / "arithmetic.py"), run_name="__main__")
+        runpy.run_path(str(RECIPES / f"{recipe}.py"), run_name="__main__")
     assert end.value.code == 0
     shown = capsys.readouterr().out
-    assert "--kl_coef" in shown
+    assert flag in shown
     assert "--lora_r" in shown
+    assert ("sizes with these defaults" in shown) == (recipe == "arithmetic"), "sizes of rollouts"
 
 
 def test_built_data_holds_no_test_pair_in_training(tmp_path):
@@ -204,7 +207,7 @@ def test_the_road_from_demonstrations_to_ppo_in_small(tmp_path, few_rows, monkey
 
     def run(recipe, dataclasses, *flags):
         config = ["--config", str(RECIPES / f"{recipe.__name__}.yaml"), *few, *flags]
-        recipe.main(*TrlParser(dataclasses).parse_args_and_config(config))
+        recipe.main(*RecipeParser(dataclasses).parse_args_and_config(config))
 
     sft_out, reward_out, ppo_out = (str(tmp_path / name) for name in ("sft", "reward", "ppo"))
     run(sft, (DataArguments, SFTConfig, ModelConfig), "--output_dir", sft_out)
@@ -223,7 +226,7 @@ def test_the_road_from_demonstrations_to_ppo_in_small(tmp_path, few_rows, monkey
 )
 def test_a_reward_function_that_cannot_be_imported_is_named(name, wanted):
     with pytest.raises(ValueError, match=wanted):
-        ppo.load_reward_func(name)
+        load_reward_func(name)
 
 
 def test_a_function_is_found_in_the_working_folder(tmp_path, monkeypatch):
@@ -232,9 +235,9 @@ def test_a_function_is_found_in_the_working_folder(tmp_path, monkeypatch):
         "def brevity(completions, **kwargs):\n    return [0.0 for _ in completions]\n"
     )
     with pytest.raises(ValueError, match=r"my_rewards\.brevity"):
-        ppo.load_reward_func("my_rewards.brevity")
+        load_reward_func("my_rewards.brevity")
     monkeypatch.chdir(tmp_path)
-    assert ppo.load_reward_func("my_rewards.brevity")(["a"]) == [0.0]
+    assert load_reward_func("my_rewards.brevity")(["a"]) == [0.0]
 
 
 def test_flags_of_the_model_reach_it(tmp_path):
@@ -278,5 +281,5 @@ def test_without_files_the_working_folder_is_not_read(tmp_path, monkeypatch):
 
 
 def test_names_of_reward_functions_and_models():
-    assert ppo.load_reward_func("arithmetic.right_answer") is arithmetic.right_answer
-    assert ppo.load_reward_func("org/reward-model-1.5b") == "org/reward-model-1.5b"
+    assert load_reward_func("arithmetic.right_answer") is arithmetic.right_answer
+    assert load_reward_func("org/reward-model-1.5b") == "org/reward-model-1.5b"

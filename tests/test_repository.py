@@ -154,11 +154,21 @@ def test_no_test_module_imports_another(path):
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.name)
 def test_recipes_use_public_names_only(path):
+    public = {"hfppo", *(f"hfppo.{name}" for name in hfppo.__all__)}
+    assert {i for i in imports(path) if i.split(".")[0] == "hfppo"} <= public
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("hfppo"):
-            assert not any(alias.name.startswith("_") for alias in node.names)
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "trainer":
             assert not node.attr.startswith("_")
+
+
+@pytest.mark.parametrize("path", [p for p in RECIPES if p.with_suffix(".yaml").is_file()], ids=lambda p: p.name)
+def test_recipes_fit_on_one_screen_and_show_the_training(path):
+    lines = path.read_text().splitlines()
+    assert len(lines) <= 100
+    steps = ("Trainer(", "trainer.train(", "trainer.save_model(", "trainer.push_to_hub(")
+    shown = [next((number for number, line in enumerate(lines) if step in line), None) for step in steps]
+    assert None not in shown
+    assert shown == sorted(shown)
 
 
 @pytest.mark.parametrize("owner", [hfppo, hfppo.functional], ids=["hfppo", "hfppo.functional"])

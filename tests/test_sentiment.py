@@ -8,15 +8,15 @@ from pathlib import Path
 import build_sentiment
 import pytest
 import sentiment
+import sentiment_reviews
 import torch
 from build_sentiment import BuildArguments, well_formed
 from datasets import Dataset
+from run import RecipeParser
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, EvalPrediction
-from trl import TrlParser
 
-from hfppo import PPOConfig
-from hfppo.rewards.model import RewardModel
+from hfppo import PPOConfig, RewardModel
 
 YAML = str(Path(sentiment.__file__).with_suffix(".yaml"))
 
@@ -53,7 +53,7 @@ def run(built: Path, *flags: str) -> Path:
     """The recipe for two optimiser steps; returns its output folder."""
     out = built / "ppo"
     files = {"train": str(built / "train.jsonl"), "test": str(built / "test.jsonl")}
-    parser = TrlParser((sentiment.SentimentArguments, PPOConfig, sentiment.SentimentActor))
+    parser = RecipeParser((sentiment.SentimentArguments, PPOConfig, sentiment.SentimentActor))
     given = [
         *("--config", YAML, "--model_name_or_path", str(built / "model"), "--classifier", str(built / "classifier")),
         *("--data_files", json.dumps(files), "--output_dir", str(out), "--max_completion_length", "8"),
@@ -86,7 +86,7 @@ def test_recipe_moves_the_adapter_and_reports_before_and_after(built, capsys, mo
 def test_prompts_are_the_first_tokens_of_the_reviews(built):
     tokenizer = AutoTokenizer.from_pretrained(built / "model")
     reviews = Dataset.from_list([*rows(built / "test.jsonl"), {"text": "I loved it.", "label": 1}])
-    prompts = sentiment.cut_prompts(reviews, tokenizer, sentiment.SentimentArguments(prompt_tokens=5))
+    prompts = sentiment_reviews.cut_prompts(reviews, tokenizer, sentiment_reviews.SentimentArguments(prompt_tokens=5))
     assert prompts.column_names == ["prompt"]
     for review, prompt in zip(reviews["text"][:-1], prompts["prompt"][:-1], strict=True):
         assert review.startswith(prompt)
@@ -108,7 +108,7 @@ def test_the_share_is_that_of_the_larger_logit_and_the_reward_the_logit(built):
     assert 0.6 < expected < 0.9
     prompts, completions = [text[:20] for text in texts], [text[20:] for text in texts]
     reward = RewardModel(model, tokenizer, label="POSITIVE")
-    metrics = sentiment.make_label_share("POSITIVE", reward)(EvalPrediction(completions, {}, inputs=prompts))
+    metrics = sentiment_reviews.make_label_share("POSITIVE", reward)(EvalPrediction(completions, {}, inputs=prompts))
     assert metrics == {"positive": pytest.approx(expected)}
     assert reward(prompts, completions) == pytest.approx(logits[:, 1].tolist(), abs=1e-5)
 

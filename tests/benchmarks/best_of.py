@@ -43,7 +43,7 @@ def arithmetic_questions() -> list[Question]:
 
 def reasoning_questions() -> list[Question]:
     """Return the held-out questions of recipes/reasoning.yaml, scored as its reward scores them."""
-    from reasoning import ReasoningArguments, draw_questions, find_answer, make_reward, make_rows
+    from reasoning_tasks import ReasoningArguments, draw_questions, find_answer, make_reward, make_rows
 
     settings = yaml.safe_load((RECIPES / "reasoning.yaml").read_text())
     names = ("task", "task_config", "instruction", "answer_pattern", "strict")

@@ -87,7 +87,7 @@ def ask(num_eval: int, shown: Sequence[dict[str, str]] = (), **changes: Any) -> 
         shown: messages before each question.
         changes: of the recipe's own arguments in `recipes/reasoning.yaml`.
     """
-    from reasoning import ReasoningArguments, draw_questions, make_reward, make_rows  # needs reasoning-gym
+    from reasoning_tasks import ReasoningArguments, draw_questions, make_reward, make_rows  # needs reasoning-gym
 
     recipe = yaml.safe_load((RECIPES / "reasoning.yaml").read_text())
     own = {f.name: recipe[f.name] for f in fields(ReasoningArguments) if f.name in recipe}
