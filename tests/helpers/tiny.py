@@ -75,14 +75,11 @@ def other_tokenizer(padding_side: str, pad_token: str) -> PreTrainedTokenizerFas
     return wrapped
 
 
-def tiny_gpt2():
+def tiny_gpt2(**config):
     """Absolute positions and dropout, both of which can break the equality of two passes."""
     set_seed(0)
-    return GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=26, n_embd=32, n_layer=2, n_head=2, n_positions=64, initializer_range=0.3, eos_token_id=1
-        )
-    )
+    defaults = {"vocab_size": 26, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64, "initializer_range": 0.3}
+    return GPT2LMHeadModel(GPT2Config(**{**defaults, "eos_token_id": 1, **config}))
 
 
 def tiny_qwen3():
