@@ -1,6 +1,7 @@
 """Tools and environments that misbehave: each is refused, becomes text for the model, or ends the run by name."""
 
 import asyncio
+import functools
 import re
 import sys
 import time
@@ -10,6 +11,7 @@ from datasets import Dataset
 
 from helpers.agents import EOS, PROMPTS, Counting, Doors, add, call, collect, count_messages
 from helpers.processes import ROOT
+from hfppo.rewards.contract import plain_name
 
 
 def tool(body, name="use", asynchronous=False):
@@ -84,7 +86,12 @@ TOLD = {
     ),
     "exits": (tool(exits), {}, "{'error': '3'}", "tools/failure_frequency"),
     "hangs and swallows": (tool(forever), FAST, "longer than tool_timeout=0.2", "tools/timeout_frac"),
-    "hangs in a coroutine": (tool(sleeps, asynchronous=True), FAST, "", "tools/timeout_frac"),
+    "hangs in a coroutine": (
+        tool(sleeps, asynchronous=True),
+        FAST,
+        "longer than tool_timeout=0.2",
+        "tools/timeout_frac",
+    ),
     "raises in a coroutine": (
         tool(raises(ValueError("late")), asynchronous=True),
         {},
@@ -264,6 +271,11 @@ def untyped(x):
     return x
 
 
+class Untyped:
+    def __call__(self, x):
+        """Use it."""
+
+
 def undocumented(x: int) -> str:
     return str(x)
 
@@ -289,6 +301,12 @@ NO_CHAT = Dataset.from_list([{"prompt": "go"}])
 REFUSED = {
     "a tool without types": ({"tools": [untyped]}, ValueError, "'untyped'"),
     "a tool without a docstring": ({"tools": [undocumented]}, ValueError, "'undocumented'"),
+    "a tool without types in a callable object": (
+        {"tools": [Untyped()]},
+        ValueError,
+        r"tool 'Untyped'.*give Untyped.__call__ type hints.*functools.wraps",
+    ),
+    "a class in place of a tool": ({"tools": [Untyped]}, TypeError, "the class Untyped; give an instance"),
     "a tool that is no function": ({"tools": ["add"]}, TypeError, "'add'"),
     "two tools of one name": ({"tools": [add, add]}, ValueError, "'add'"),
     "prompts of text": ({"tools": [add], "dataset": NO_CHAT}, ValueError, "conversations"),
@@ -365,3 +383,91 @@ def test_each_kind_has_its_outcome_in_the_page():
     assert len(rows) >= 40
     assert [kind for kind, (_, _, text, _) in TOLD.items() if text not in rows[kind]] == []
     assert [kind for kind, (*_, metric) in TOLD.items() if metric is not None and metric not in rows[kind]] == []
+
+
+async def look_up(word: str, times: int = 1) -> str:
+    """
+    Look a word up.
+
+    Args:
+        word: the word
+        times: how often
+    """
+    await asyncio.sleep(0)
+    return f"found {word}" * times
+
+
+def decorated(func):
+    """What an ordinary decorator makes of a function."""
+
+    @functools.wraps(func)
+    def inner(*args, **kwargs):
+        return func(*args, **kwargs)
+
+    return inner
+
+
+async def in_two_steps(word: str) -> str:
+    """
+    Look a word up.
+
+    Args:
+        word: the word
+    """
+    return look_up(word)
+
+
+class Search:
+    """A search engine with a connection."""
+
+    def __init__(self):
+        self.__name__ = "search"  # in letters of the tokenizer
+
+    async def __call__(self, word: str) -> str:
+        """
+        Look a word up.
+
+        Args:
+            word: the word
+        """
+        return await look_up(word)
+
+    def now(self, word: str) -> str:
+        """
+        Look a word up.
+
+        Args:
+            word: the word
+        """
+        return f"found {word}"
+
+
+# A tool, and the names of its arguments.
+CALLABLES = {
+    "async def": (look_up, ["word", "times"]),
+    "decorated": (decorated(look_up), ["word", "times"]),
+    "an awaitable of an awaitable": (in_two_steps, ["word"]),
+    "cached": (functools.lru_cache(Search().now), ["word"]),
+    "a partial": (functools.partial(look_up, times=1), ["word"]),
+    "a decorated partial": (functools.partial(decorated(look_up)), ["word", "times"]),
+    "a callable object": (Search(), ["word"]),
+    "a partial of a callable object": (functools.partial(Search()), ["word"]),
+    "a bound method": (Search().now, ["word"]),
+    "a partial of a bound method": (functools.partial(Search().now), ["word"]),
+}
+
+
+@pytest.mark.parametrize("timeout", [None, 5.0])
+@pytest.mark.parametrize("kind", CALLABLES)
+def test_tools_are_callables_of_every_kind(make_agent, kind, timeout):
+    func, arguments = CALLABLES[kind]
+    config = {"tool_timeout": timeout, "max_completion_length": 200}
+    name = plain_name(func)
+    trainer = make_agent([call(name, word="a b"), "a"], reward_funcs=count_messages, tools=[func], config=config)
+    (schema,) = trainer.collector.player.schemas[None]
+    assert schema["function"]["name"] == name
+    assert list(schema["function"]["parameters"]["properties"]) == arguments
+    assert schema["function"]["parameters"]["required"] == ["word"]
+    _, transcript, metrics = collect(trainer, 1, training=True)
+    assert transcript.completions[0][1] == {"role": "tool", "name": name, "content": "found a b"}
+    assert metrics["tools/failure_frequency"] == 0.0

@@ -1,5 +1,7 @@
 """Episodes of several turns: tools, environments, tokens, rewards and limits."""
 
+import asyncio
+import functools
 import random
 from dataclasses import replace
 
@@ -335,3 +337,57 @@ def test_result_is_a_string_for_everyone_else():
     assert (str(result), f"{result}", result == "yes", result.reward, result.done) == ("yes", "yes", True, 0.5, True)
     with pytest.raises(ValueError, match="nan"):
         Result("yes", reward=float("nan"))
+
+
+def hide_async(method):
+    """An ordinary decorator: it returns the coroutine, and looks like a plain function."""
+
+    @functools.wraps(method)
+    def inner(*args, **kwargs):
+        return method(*args, **kwargs)
+
+    return inner
+
+
+@pytest.mark.parametrize("decorate", [lambda method: method, hide_async], ids=["async def", "decorated"])
+@pytest.mark.parametrize("timeout", [None, 5.0])
+def test_every_method_of_an_environment_may_be_async(make_agent, decorate, timeout):
+    class Later(Counting):
+        @decorate
+        async def reset(self, **row):
+            await asyncio.sleep(0)
+            return super().reset()
+
+        @decorate
+        async def step(self, text):
+            await asyncio.sleep(0)
+            return super().step(text)
+
+        @decorate
+        async def get_reward(self):
+            await asyncio.sleep(0)
+            return 10.0 * self.next
+
+    @decorate
+    async def connect():
+        return Later()
+
+    config = {"tool_timeout": timeout}
+    trainer = make_agent(["1", "3", "2", "3"], environment_factory=connect, config=config)
+    rollout, transcript, _ = collect(trainer, 1)
+    assert [m["content"] for m in transcript.completions[0]] == ["1", "1", "3", "no", "2", "2", "3"]
+    assert transcript.prompts[0][-1]["content"] == "go 0 0"
+    assert rollout.scores.tolist() == [1.0 - 0.5 + 1.0 + 1.0 + 30.0]
+
+
+@pytest.mark.parametrize("decorate", [lambda method: method, hide_async], ids=["async def", "decorated"])
+def test_an_async_step_that_hangs_leaves_its_row_without_a_score(make_agent, decorate):
+    class Slow(Counting):
+        @decorate
+        async def step(self, text):
+            await asyncio.sleep(60)
+
+    _, _, metrics = collect(
+        make_agent(["1"], environment_factory=Slow, config={"tool_timeout": 0.2}), 1, training=True
+    )
+    assert metrics["unscorable_frac"] == 1.0

@@ -6,7 +6,7 @@ short conversation, with and without the answer; both end the assistant's turn w
 
 import logging
 import re
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -104,13 +104,13 @@ class ChatFormat:
         """Return False for texts that are too long for a number of tokens, without tokenizing megabytes."""
         return sum(len(message["content"]) for message in replies) <= budget * self._longest_token
 
-    def parse(self, ids: list[int], prefix: list[int], tools: Sequence[Callable[..., Any]]) -> tuple[Message, bool]:
+    def parse(self, ids: list[int], prefix: list[int], tools: Sequence[dict[str, Any]]) -> tuple[Message, bool]:
         """Return a turn of the model as a message, and whether it held a call that cannot be read.
 
         Args:
             ids: of the turn, its end included.
             prefix: all token ids before it.
-            tools: those that the prompt offers; without any the turn is plain text.
+            tools: JSON schemas of those that the prompt offers; without any the turn is plain text.
         """
         text = {"role": "assistant", "content": self.tokenizer.decode(ids, skip_special_tokens=True)}
         if not tools:

@@ -17,13 +17,13 @@ from torch.nn.utils.rnn import pad_sequence
 
 from hfppo.data.prompts import Row, render
 from hfppo.environments.chat_format import ChatFormat, Message
-from hfppo.environments.contract import Result, TextEnvironment, check_reward, tool_schema, tools_of, wants_seed
+from hfppo.environments.contract import Result, TextEnvironment, check_reward, text_of, tools_of, wants_seed
 from hfppo.environments.pool import EnvironmentPool
-from hfppo.environments.tool_calls import TIMEOUT, Answer, run_calls, text_of
+from hfppo.environments.tool_calls import TIMEOUT, Answer, run_calls
 from hfppo.generation.contract import Completions
 from hfppo.seeds import stream_seed
+from hfppo.support.coroutines import finish_within
 from hfppo.support.random_state import own_random_state
-from hfppo.support.time_limit import call_within
 
 # Completes (rows, prompts with what came after them) with a budget of tokens for each.
 TurnSampler = Callable[[list[list[int]], list[int] | None, list[int]], Completions]
@@ -38,6 +38,7 @@ class Episode:
     row: Row  # with the prompt that the environment completed
     environment: Any = None
     tools: dict[str, Callable[..., Any]] = field(default_factory=dict)
+    schemas: list[dict[str, Any]] = field(default_factory=list)  # of the tools, as the prompt shows them
     messages: list[Message] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)
     sampled: list[bool] = field(default_factory=list)  # False on context
@@ -77,6 +78,7 @@ class EpisodePlayer:
 
     Args:
         tools: those of all rows, by name.
+        schemas: of a row's tools, by the name of its environment.
         max_prompt: tokens of a prompt with the text of `reset`; None: any.
         max_tokens: of an episode, context included.
         max_turn: tokens of a turn of the model; None: any.
@@ -85,6 +87,7 @@ class EpisodePlayer:
     """
 
     tools: dict[str, Callable[..., Any]]
+    schemas: dict[str | None, list[dict[str, Any]]]
     pool: EnvironmentPool | None
     chat_format: ChatFormat
     max_prompt: int | None
@@ -101,10 +104,6 @@ class EpisodePlayer:
     def tools_for(self, environment: Any) -> dict[str, Callable[..., Any]]:
         """Return the tools of a row by name."""
         return self.tools | tools_of(environment) if environment is not None else self.tools
-
-    def schemas(self, environment: Any) -> list[dict[str, Any]]:
-        """Return the tools of a row as its prompt shows them."""
-        return [tool_schema(name, tool) for name, tool in self.tools_for(environment).items()]
 
     def play(
         self,
@@ -155,11 +154,12 @@ class EpisodePlayer:
 
     def open(self, row: Row, environment: Any) -> Episode:
         """Return a new episode."""
+        schemas = self.schemas[self.environment_name(row.columns)]
         if environment is not None and (said := self.reset(row, environment)) is not None:
             *before, last = row.columns["prompt"]
             prompt = [*before, {**last, "content": last["content"] + said}]
             options = dict(self.chat_format.options)
-            if schemas := self.schemas(environment):
+            if schemas:
                 options["tools"] = schemas
             row = replace(
                 row,
@@ -177,7 +177,7 @@ class EpisodePlayer:
                 f"row {row.number}: the prompt {row.columns['prompt']!r} has no tokens, and "
                 f"{type(environment).__name__}.reset gave it no text; return some, or write some into the prompt"
             )
-        return Episode(row, environment, self.tools_for(environment))
+        return Episode(row, environment, self.tools_for(environment), schemas)
 
     def reset(self, row: Row, environment: Any) -> str | None:
         """Reset a row's environment."""
@@ -190,7 +190,7 @@ class EpisodePlayer:
         try:
             with own_random_state(row.environment_seed):
                 late = f"it took longer than tool_timeout={self.timeout} seconds"
-                said = call_within(self.timeout, late, partial(environment.reset, **columns))
+                said = finish_within(self.timeout, late, partial(environment.reset, **columns))
         except Exception as error:
             raise RuntimeError(f"{name}.reset failed for row {row.number}: {error!r}") from error
         if said is not None and not isinstance(said, str):
@@ -208,8 +208,7 @@ class EpisodePlayer:
         episode.append(ids, completions.logprobs[i][mask].tolist(), values)
         episode.turns += 1
         cut = bool(completions.truncated[i])
-        parser_tools = [] if cut else list(episode.tools.values())
-        message, malformed = self.chat_format.parse(ids, prefix, parser_tools)
+        message, malformed = self.chat_format.parse(ids, prefix, [] if cut else episode.schemas)
         episode.messages.append(message)
         episode.counts["malformed"] += malformed
         speaks_text = isinstance(episode.environment, TextEnvironment)
@@ -229,7 +228,7 @@ class EpisodePlayer:
         try:
             with own_random_state(stream_seed(episode.row.seed, end)):
                 late = f"{name} took longer than tool_timeout={self.timeout} seconds"
-                taken = call_within(self.timeout, late, partial(environment.step, text))
+                taken = finish_within(self.timeout, late, partial(environment.step, text))
         except TimeoutError:
             episode.counts[TIMEOUT] += 1
             self.abandon(episode)

@@ -1,5 +1,6 @@
 """The arguments `tools` and `environment_factory` as an `EpisodePlayer`, checked before anything is generated."""
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -78,6 +79,7 @@ class Agents:
         limits = [args.max_prompt_length, positions and positions - args.max_completion_length]
         return EpisodePlayer(
             tools=self.tools,
+            schemas=self.schemas,
             pool=self.pool,
             chat_format=chat_format,
             max_prompt=min((limit for limit in limits if limit is not None), default=None),
@@ -139,6 +141,8 @@ def named_tools(tools: Sequence[Callable[..., Any]]) -> dict[str, Callable[..., 
     for tool in tools:
         if not callable(tool):
             raise TypeError(f"tools holds {tool!r}, which is no function; give functions")
+        if inspect.isclass(tool):
+            raise TypeError(f"tools holds the class {tool.__name__}; give an instance of it, which can be called")
         if (name := plain_name(tool)) in by_name:
             raise ValueError(f"tools holds two functions named {name!r}; rename one")
         by_name[name] = tool
