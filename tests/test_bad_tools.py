@@ -5,6 +5,7 @@ import functools
 import re
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from datasets import Dataset
@@ -120,6 +121,12 @@ def test_the_model_is_told(make_agent, kind):
     if metric is not None:
         assert metrics[metric] == 1.0
     assert metrics["tools/call_frequency"] == 1.0
+
+
+def test_a_time_limit_outside_the_main_thread_is_no_error_for_the_model(make_agent):
+    trainer = make_agent([call("add", a=1, b=2)], reward_funcs=count_messages, tools=[add], config=FAST)
+    with ThreadPoolExecutor(1) as threads, pytest.raises(RuntimeError, match="needs the main thread"):
+        threads.submit(collect, trainer, 1).result()
 
 
 # What the model writes, and the number of calls that are run and that fail, in one turn.

@@ -9,7 +9,7 @@ from typing import Any
 from hfppo.environments.contract import Result, text_of
 from hfppo.support.coroutines import awaited_within, in_background
 from hfppo.support.random_state import own_random_state
-from hfppo.support.time_limit import call_within
+from hfppo.support.time_limit import call_within, require_main_thread
 
 # Kinds of failures, as `tools/<kind>_frac` counts them.
 UNKNOWN, RAISED, TIMEOUT = "unknown", "raised", "timeout"
@@ -69,8 +69,9 @@ def run_calls(
 def run_plain(call: Mapping[str, Any], tool: Callable[..., Any], timeout: float | None) -> Answer:
     """Call a tool; the value of the answer is an awaitable if the tool is asynchronous."""
     name, bound = call["name"], inspect.ismethod(tool)
+    limit = None if inspect.iscoroutinefunction(tool) else timeout  # only `finish` spends time then
+    require_main_thread(limit)  # no error for the model
     try:
-        limit = None if inspect.iscoroutinefunction(tool) else timeout  # only `finish` spends time then
         value = call_within(limit, too_late(name, timeout), partial(tool, **call["arguments"]))
         return answered(name, value, bound)
     except (Exception, SystemExit) as error:
