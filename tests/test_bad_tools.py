@@ -12,6 +12,7 @@ from datasets import Dataset
 
 from helpers.agents import EOS, PROMPTS, Counting, Doors, add, call, collect, count_messages
 from helpers.processes import ROOT
+from hfppo import Result
 from hfppo.rewards.contract import plain_name
 
 
@@ -102,6 +103,9 @@ TOLD = {
     "returns None": (tool(lambda x: None), {}, "None", None),
     "returns a number": (tool(lambda x: 1.5), {}, "1.5", None),
     "returns a list": (tool(lambda x: [1, 2]), {}, "[1, 2]", None),
+    "returns content blocks": (tool(lambda x: [{"type": "text", "text": t} for t in "ab"]), {}, "ab", None),
+    "returns a result of content blocks": (tool(lambda x: Result([{"type": "text", "text": "ab"}])), {}, "ab", None),
+    "returns an image": (tool(lambda x: [{"type": "image", "url": "a"}]), {}, "'url': 'a'", None),
     "returns bytes": (tool(lambda x: b"ab"), {}, "b'ab'", None),
     "returns no text": (tool(lambda x: ""), {}, "", None),
     "returns control tokens": (tool(lambda x: f"{EOS}<assistant>"), {}, "<eos><assistant>", None),
@@ -190,7 +194,11 @@ ENDS = {
     ),
     "reset hangs": (environment(reset=hangs), RuntimeError, r"Odd.reset failed for row 0.*tool_timeout=0.2"),
     "reset returns a number": (environment(reset=reset_with(3)), TypeError, r"Odd.reset returned int for row 0"),
-    "reset returns too much": (environment(reset=reset_with("a" * 300)), ValueError, r"row 0.*Odd.reset.*tokens"),
+    "reset returns an image": (
+        environment(reset=reset_with([{"type": "image", "image": "a"}])),
+        TypeError,
+        r"Odd.reset returned list for row 0; return text, content blocks of text, or None",
+    ),
     "step raises": (
         environment(step=lambda self, text: 1 / 0),
         RuntimeError,
@@ -254,6 +262,42 @@ def test_an_environment_that_hangs_leaves_its_row_without_a_score(make_agent, ba
     assert rollout.loss_mask.any(dim=1).tolist() == [False, True]
     assert metrics["unscorable_frac"] == 0.5
     assert trainer.collector.player.pool.examples[None] is not before
+
+
+def test_a_prompt_that_reset_makes_too_long_leaves_its_row_without_a_score(make_agent, caplog):
+    class Talkative(Counting):
+        def reset(self, start=0, **row):
+            super().reset(start)
+            return "a" * 300 if start == 0 else f"{start}"
+
+    class Judged(Talkative):
+        def get_reward(self):
+            assert self.next, "the row has no score"
+            return 10.0
+
+    trainer = make_agent(["1"], ["2", "3"], environment_factory=Judged, config={"max_prompt_length": 50})
+    rollout, _, metrics = collect(trainer, 2, training=True)
+    assert rollout.prompt_mask.sum(dim=1).tolist() == [50, 9]
+    assert rollout.mask.sum(dim=1).tolist() == [1, 4]  # one token for the place in the batch
+    assert rollout.loss_mask.any(dim=1).tolist() == [False, True]
+    assert rollout.scores.tolist() == [0.0, 12.0]
+    assert metrics["unscorable_frac"] == 0.5
+    assert "row 0: with the text of Judged.reset the prompt has 3" in caplog.text
+    assert "leave 50; it has no score" in caplog.text
+
+
+def test_a_prompt_that_reset_makes_too_long_loses_its_beginning_with_truncate(make_agent):
+    class Talkative(Counting):
+        def reset(self, **row):
+            super().reset()
+            return "a" * 300 + "0"
+
+    config = {"max_prompt_length": 50, "overlong_prompts": "truncate"}
+    trainer = make_agent(["1", "2", "3"], environment_factory=Talkative, config=config)
+    rollout, _, metrics = collect(trainer, 1, training=True)
+    assert trainer.processing_class.decode(rollout.prompt_ids[0]) == "a" * 47 + "0<eos><assistant>"
+    assert rollout.scores.tolist() == [3.0]
+    assert metrics["unscorable_frac"] == 0.0
 
 
 def test_an_environment_that_never_ends_is_cut(make_agent):

@@ -13,6 +13,7 @@ from helpers.agents import (
     EOS,
     EPISODE_METRICS,
     PROMPTS,
+    TEMPLATE,
     Counting,
     Doors,
     Script,
@@ -391,3 +392,52 @@ def test_an_async_step_that_hangs_leaves_its_row_without_a_score(make_agent, dec
         make_agent(["1"], environment_factory=Slow, config={"tool_timeout": 0.2}), 1, training=True
     )
     assert metrics["unscorable_frac"] == 1.0
+
+
+# The turns of a text environment that asks at 3, whether max_tool_calling_iterations ends them, and the penalty.
+ENDINGS = {
+    "terminated": (["1", "2", "3"], {}, 0.0),
+    "truncated by the environment": (["1", "no"], {}, 0.0),
+    "out of rounds": (["1"], {"max_tool_calling_iterations": 1}, 0.0),
+    "no room for the answer": (["1" * 20], {"max_completion_length": 24}, 0.0),
+    "cut within a turn": (["1" * 30 + "…"], {"max_completion_length": 20}, 5.0),
+}
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_missing_eos_penalty_is_for_turns_that_the_length_cut(make_agent, ending):
+    class Strict(Counting):
+        def step(self, text):
+            observation, _, terminated, truncated, info = super().step(text)
+            return observation, 0.0, terminated, truncated or text == "no", info
+
+    turns, config, penalty = ENDINGS[ending]
+    trainer = make_agent(turns, environment_factory=Strict, config={"missing_eos_penalty": 5.0, **config})
+    rollout, _, _ = collect(trainer, 1)
+    assert rollout.scores.tolist() == [-penalty]
+    assert rollout.truncated.tolist() == [ending != "terminated"]
+
+
+def test_a_row_keeps_its_own_arguments_of_the_template_where_reset_completes_the_prompt(make_agent, monkeypatch):
+    monkeypatch.setattr("helpers.agents.TEMPLATE", "{{ style }}" + TEMPLATE)
+    dataset = PROMPTS.add_column("chat_template_kwargs", [{"style": "a"}, {"style": "b"}] * 2)
+    trainer = make_agent(["1", "2", "3"], ["2", "3"], environment_factory=Counting, dataset=dataset)
+    rollout, _, _ = collect(trainer, 2)
+    prompts = [text.removeprefix("<pad>") for text in trainer.processing_class.batch_decode(rollout.prompt_ids)]
+    assert [prompt[:7] for prompt in prompts] == ["a<user>", "b<user>"]
+
+
+def test_tools_that_nobody_offers_are_not_called(make_agent):
+    class Judge:
+        def reset(self, **row):
+            self.score = 1.0
+
+        def get_reward(self):
+            return self.score
+
+    trainer = make_agent([f"so {call('open', key=1)}"], environment_factory=Judge)
+    rollout, transcript, metrics = collect(trainer, 1, training=True)
+    assert [m["role"] for m in transcript.completions[0]] == ["assistant"]
+    assert transcript.completions[0][0]["content"] == "so"
+    assert metrics["tools/call_frequency"] == 0.0
+    assert rollout.scores.tolist() == [1.0]

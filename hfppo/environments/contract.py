@@ -53,8 +53,8 @@ class TextEnvironment(ABC):
     """
 
     @abstractmethod
-    def reset(self, **row: Any) -> str | None:
-        """Begin an episode; return text to append to the prompt's last message.
+    def reset(self, **row: Any) -> str | list[dict[str, Any]] | None:
+        """Begin an episode; return text, or content blocks of text, to append to the prompt's last message.
 
         Args:
             row: the dataset's columns, and `seed` if the method names it.
@@ -81,6 +81,11 @@ def joined(content: Any) -> Any:
     texts = [block.get("text") for block in blocks if isinstance(block, dict) and block.get("type") == "text"]
     known = [text for text in texts if isinstance(text, str)]
     return "".join(known) if blocks and len(known) == len(blocks) else content
+
+
+def plain_message(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message whose content blocks of text are joined, which every chat template renders."""
+    return {**message, "content": joined(message["content"])} if isinstance(message.get("content"), list) else message
 
 
 def text_of(value: Any) -> str:

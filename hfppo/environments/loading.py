@@ -11,13 +11,12 @@ from transformers import PreTrainedTokenizerBase
 from hfppo.config import PPOConfig
 from hfppo.environments.chat_format import ChatFormat, make_chat_format, prove
 from hfppo.environments.contract import TextEnvironment, tool_schema, tools_of
-from hfppo.environments.episodes import EpisodePlayer
+from hfppo.environments.episodes import EMPTY_PROMPT, EpisodePlayer
 from hfppo.environments.pool import EnvironmentFactory, EnvironmentPool, label, pool_of
 from hfppo.environments.rewards import episode_reward
 from hfppo.functional import estimator_needs
 from hfppo.rewards.contract import RewardFunc, plain_name
 
-EMPTY_PROMPT = [{"role": "user", "content": ""}]
 COLUMN = "environment"  # of the dataset: names each row's environment where there are several
 
 
@@ -83,6 +82,7 @@ class Agents:
             pool=self.pool,
             chat_format=chat_format,
             max_prompt=min((limit for limit in limits if limit is not None), default=None),
+            overlong=args.overlong_prompts,
             max_tokens=args.max_completion_length,
             max_turn=args.max_turn_length,
             max_rounds=args.max_tool_calling_iterations,

@@ -1,8 +1,8 @@
 """A time limit for synchronous functions.
 
-Packages with signal timeouts raise an Exception, which `except Exception` in the function swallows. Packages with worker
-processes need functions and models that can be pickled, and an environment would change in the worker only. In a worker
-thread, a regular expression that backtracks keeps the interpreter's lock, and no other thread can stop it.
+Packages with signal timeouts raise an Exception, which `except Exception` in the function swallows. Packages with
+worker processes need functions and models that can be pickled, and an environment would change in the worker only. In
+a worker thread, a regular expression that backtracks keeps the interpreter's lock, and no other thread can stop it.
 """
 
 import faulthandler
