@@ -17,8 +17,7 @@ from hfppo.collect.collector import Collector
 from hfppo.collect.credit import final_scores
 from hfppo.collect.rollout_metrics import measure_episodes, measure_scores
 from hfppo.config import PPOConfig
-from hfppo.data.prompts import Prompts
-from hfppo.environments.episodes import EMPTY_PROMPT
+from hfppo.data.prompts import EMPTY_PROMPT, Prompts
 from hfppo.metrics import Meter
 from hfppo.models.output_head import is_sharded
 from hfppo.models.packing import eval_mode

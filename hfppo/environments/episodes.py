@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from hfppo.data.prompts import Row, render, template_options
+from hfppo.data.prompts import EMPTY_PROMPT, Row, render, template_options
 from hfppo.environments.chat_format import ChatFormat, Message, parse_turn, text_message
 from hfppo.environments.contract import (
     Result,
@@ -39,8 +39,6 @@ from hfppo.support.random_state import own_random_state
 TurnSampler = Callable[[list[list[int]], list[int] | None, list[int]], Completions]
 
 logger = logging.getLogger(__name__)
-
-EMPTY_PROMPT = [{"role": "user", "content": ""}]  # of a row without one
 
 UNFINISHED, CUT, DROPPED = "unfinished", "cut", "dropped_result"  # the limits that end an episode
 

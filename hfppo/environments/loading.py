@@ -9,9 +9,10 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from hfppo.config import PPOConfig
+from hfppo.data.prompts import EMPTY_PROMPT
 from hfppo.environments.chat_format import ChatFormat, make_chat_format, prove
 from hfppo.environments.contract import TextEnvironment, tool_schema, tools_of
-from hfppo.environments.episodes import EMPTY_PROMPT, EpisodePlayer
+from hfppo.environments.episodes import EpisodePlayer
 from hfppo.environments.pool import EnvironmentFactory, EnvironmentPool, label, pool_of
 from hfppo.environments.rewards import episode_reward
 from hfppo.functional import estimator_needs
