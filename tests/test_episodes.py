@@ -441,3 +441,22 @@ def test_tools_that_nobody_offers_are_not_called(make_agent):
     assert transcript.completions[0][0]["content"] == "so"
     assert metrics["tools/call_frequency"] == 0.0
     assert rollout.scores.tolist() == [1.0]
+
+
+def test_a_stop_string_ends_a_turn_and_the_template_closes_it(make_agent):
+    class Asks(Counting):
+        def step(self, text):
+            return "more", 1.0, False, False, {}
+
+    config = {"generation_kwargs": {"stop_strings": ["a", "e", "i", "o", "1"]}, "max_completion_length": 60}
+    trainer = make_agent(environment_factory=Asks, config=config)
+    rollout, transcript, _ = collect(trainer)
+    firsts = [messages[0]["content"] for messages in transcript.completions]
+    stopped = [row for row, text in enumerate(firsts) if text and text[-1] in "aeio1"]
+    assert stopped
+    for row in stopped:
+        assert not set(firsts[row][:-1]) & set("aeio1")
+        text = text_of(trainer, rollout, row)
+        assert text.startswith(f"{firsts[row]}{EOS}<user>more{EOS}<assistant>")
+        written = text_of(trainer, rollout, row, rollout.context)
+        assert written.startswith(f"{EOS}<user>more")  # the policy has not sampled this EOS

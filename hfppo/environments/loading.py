@@ -177,7 +177,10 @@ def check_unused(args: PPOConfig) -> None:
 
 
 def dataset_for(dataset: Dataset, agents: Agents | None) -> Dataset:
-    """Return a dataset with prompts; with an environment, whose text completes them, the column may be missing."""
+    """Return a dataset with prompts; with an environment, whose text completes them, the column may be missing.
+
+    The added column is for tokenizing only: `reset` gets the dataset's own columns.
+    """
     empty = agents is not None and agents.pool is not None and isinstance(dataset, Dataset)
     if empty and "prompt" not in dataset.column_names and len(dataset):
         return dataset.add_column("prompt", [EMPTY_PROMPT] * len(dataset))
