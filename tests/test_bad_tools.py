@@ -522,3 +522,10 @@ def test_tools_are_callables_of_every_kind(make_agent, kind, timeout):
     _, transcript, metrics = collect(trainer, 1, training=True)
     assert transcript.completions[0][1] == {"role": "tool", "name": name, "content": "found a b"}
     assert metrics["tools/failure_frequency"] == 0.0
+
+
+def test_text_cannot_be_appended_to_an_image(make_agent):
+    prompt = [{"role": "user", "content": [{"type": "image", "url": "a"}]}]
+    trainer = make_agent(["1"], environment_factory=Counting, dataset=Dataset.from_list([{"prompt": prompt}] * 4))
+    with pytest.raises(TypeError, match=r"row 0: the prompt's last message has the content .*Counting\.reset"):
+        collect(trainer, 1)

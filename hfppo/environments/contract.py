@@ -156,14 +156,12 @@ def described(name: str, tool: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(tool)
     free = {name: parameter for name, parameter in signature.parameters.items() if name not in bound}
 
-    def description() -> None: ...
-
     hints = get_type_hints(function)
-    described: Any = description
-    described.__name__, described.__doc__ = name, function.__doc__ or ""
-    described.__signature__ = signature.replace(parameters=list(free.values()))
-    described.__annotations__ = {name: hint for name, hint in hints.items() if name in {*free, "return"}}
-    return described
+    stub: Any = lambda: None  # noqa: E731
+    stub.__name__, stub.__doc__ = name, function.__doc__ or ""
+    stub.__signature__ = signature.replace(parameters=list(free.values()))
+    stub.__annotations__ = {name: hint for name, hint in hints.items() if name in {*free, "return"}}
+    return stub
 
 
 def wants_seed(reset: Callable[..., Any]) -> bool:

@@ -175,9 +175,14 @@ class EpisodePlayer:
         given = row.columns.get("prompt", EMPTY_PROMPT)
         prompt = list(map(plain_message, given))
         if said is not None:
-            prompt[-1] = {**prompt[-1], "content": prompt[-1]["content"] + said}
+            if not isinstance(content := prompt[-1].get("content"), str):
+                raise TypeError(
+                    f"row {row.number}: the prompt's last message has the content {content!r}, and the text of "
+                    f"{type(environment).__name__}.reset cannot be appended to it; give text, or blocks of text alone"
+                )
+            prompt[-1] = {**prompt[-1], "content": content + said}
         row = replace(row, columns={**row.columns, "prompt": prompt})
-        if prompt != given:
+        if any(message is not before for message, before in zip(prompt, given, strict=True)):
             own = template_options(schemas or row.columns.get("tools"), row.columns.get("chat_template_kwargs"))
             options = {**self.chat_format.options, **own}
             row = replace(row, prompt_ids=render(prompt, self.chat_format.tokenizer, options))
