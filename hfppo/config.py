@@ -2,7 +2,7 @@
 
 import logging
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, cast
 
 from transformers import TrainingArguments
 
@@ -110,6 +110,10 @@ class PPOConfig(TrainingArguments):
     )
     chat_template_kwargs: dict[str, Any] | str | None = field(
         default=None, metadata={"help": "Passed to `apply_chat_template`, for example {'enable_thinking': false}."}
+    )
+    generation_kwargs: dict[str, Any] | str | None = field(
+        default=None,
+        metadata={"help": "What ends a completion beside EOS: lists `stop_strings` and `stop_token_ids` (GRPO)."},
     )
 
     # Changes the result: what samples (up to numerics, see `policy_mode`).
@@ -325,6 +329,7 @@ class PPOConfig(TrainingArguments):
         *TrainingArguments._VALID_DICT_FIELDS,
         "chat_template_kwargs",
         "critic_init_kwargs",
+        "generation_kwargs",
         "model_init_kwargs",
         "reward_model_init_kwargs",
         "vllm_engine_kwargs",
@@ -384,6 +389,16 @@ class PPOConfig(TrainingArguments):
     def critic_epochs(self) -> int:
         """Times that the critic goes through a rollout: `num_critic_epochs`, or as often as the actor."""
         return self.num_ppo_epochs if self.num_critic_epochs is None else self.num_critic_epochs
+
+    @property
+    def stop_strings(self) -> list[str]:
+        """Texts that end a completion."""
+        return cast(dict[str, Any], self.generation_kwargs or {}).get("stop_strings", [])
+
+    @property
+    def stop_token_ids(self) -> list[int]:
+        """Tokens that end a completion beside EOS."""
+        return cast(dict[str, Any], self.generation_kwargs or {}).get("stop_token_ids", [])
 
     @property
     def clip_high(self) -> float:

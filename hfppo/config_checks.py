@@ -92,6 +92,24 @@ TRL_REASONS = {
 SET_BY_RENDERING = {"tokenize", "add_generation_prompt", "continue_final_message", "return_dict"}
 
 TRL_VALUES = {"scale_rewards='group'": "; it is True here", "scale_rewards='none'": "; it is False here"}
+# The keys of `generation_kwargs`, with what their lists hold.
+STOPS: dict[str, tuple[type, Callable[[Any], bool], str]] = {
+    "stop_strings": (str, bool, "texts that are not empty"),
+    "stop_token_ids": (int, lambda x: x >= 0, "token ids"),
+}
+# Arguments of `generate` and vLLM that have a field of their own, or another key.
+OTHER_FIELDS = {
+    "temperature": "a field of PPOConfig",
+    "max_new_tokens": "max_completion_length",
+    "max_length": "max_completion_length",
+    "max_tokens": "max_completion_length",
+    "num_return_sequences": "num_generations",
+    "n": "num_generations",
+    "do_sample": "eval_do_sample",
+    "eos_token_id": "stop_token_ids",
+    "stop": "stop_strings",
+    "seed": "a field of PPOConfig",
+}
 
 METRIC_SCHEDULERS = ("reduce_lr_on_plateau", "greedy")  # schedulers that read an evaluation's metric
 TEXT_OR_NONE = (str | None, dict | str | None, dict[str, Any] | str | None)
@@ -286,6 +304,23 @@ def check_combinations(args: Any) -> None:
             f"chat_template_kwargs={args.chat_template_kwargs!r} sets {', '.join(taken)}, which follows from the "
             "prompt; leave it out"
         )
+    check_generation_kwargs(args.generation_kwargs or {})
+
+
+def check_generation_kwargs(kwargs: dict[str, Any]) -> None:
+    """Refuse all but stop strings and stop token ids."""
+    for name, value in kwargs.items():
+        if name not in STOPS:
+            reason = "cannot be set: sampling is the policy's own distribution, and the trainer sets the rest"
+            if name in OTHER_FIELDS:
+                reason = f"is {OTHER_FIELDS[name]} here"
+            raise ValueError(
+                f"generation_kwargs={kwargs!r}: {name} {reason}; leave it out, the keys are {' and '.join(STOPS)}"
+            )
+        kind, condition, described = STOPS[name]
+        good = isinstance(value, list) and bool(value)
+        if not good or not all(isinstance(x, kind) and not isinstance(x, bool) and condition(x) for x in value):
+            raise ValueError(f"generation_kwargs={kwargs!r}: {name} must be a list of {described}, at least one")
 
 
 def check_critic(args: Any) -> None:

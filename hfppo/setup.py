@@ -4,7 +4,7 @@ import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -42,6 +42,7 @@ from hfppo.rewards.server import RewardServer
 logger = logging.getLogger(__name__)
 
 END = "the end of sequence"  # the name in errors
+STOPS = "generation_kwargs['stop_token_ids']"
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ def assemble(
     check_lengths("the model", loaded, longest, args)
     eos_ids = eos_token_ids(tokenizer, loaded.generation_config)
     padding = eos_ids[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    check_ids(loaded, known, {END: eos_ids, "the padding token": [padding]})
+    check_ids(loaded, known, {END: eos_ids, "the padding token": [padding], STOPS: args.stop_token_ids or eos_ids})
     warn_of_ended_prompts(known, eos_ids)
     player = None if agents is None else agents.player(eos_ids, args, positions_of(loaded)[0])
     reference = load_reference(ref_model, **init_kwargs)
@@ -192,20 +193,21 @@ def prepare_dataset(
 ) -> Prompts:
     """Return the prompts of a dataset, which errors call `name`."""
     options = cast(dict[str, Any] | None, args.chat_template_kwargs)
-    dataset = dataset_for(dataset, agents)
+    completed = dataset_for(dataset, agents)
     # One process of each machine tokenizes, the others find what it has stored.
-    with args.main_process_first() if is_stored(dataset) else nullcontext():
-        return prepare_prompts(
-            dataset,
+    with args.main_process_first() if is_stored(completed) else nullcontext():
+        prompts = prepare_prompts(
+            completed,
             tokenizer,
             args.max_prompt_length,
             args.overlong_prompts,
             options if agents is None else agents.chat_format.options,
             name,
             may_be_empty,
-            None if agents is None else agents.schemas_of(dataset, name),
+            None if agents is None else agents.schemas_of(completed, name),
             completed=agents is not None and agents.pool is not None,
         )
+    return prompts if completed is dataset else replace(prompts, rows=prompts.rows.remove_columns("prompt"))
 
 
 def prepare_later_dataset(
@@ -326,7 +328,8 @@ def check_ids(model: PreTrainedModel | PeftModel, prompts: dict[str, Prompts], s
         suspects[f"{name} row {row}"] = some[row][1]
     for where, ids in suspects.items():
         if max(ids) >= size:
-            culprit = "processing_class or model.generation_config" if where == END else "processing_class"
+            others = {END: "processing_class or model.generation_config", STOPS: STOPS}
+            culprit = others.get(where, "processing_class")
             raise ValueError(
                 f"{where} has token id {max(ids)}, and the model knows {size} tokens, from 0; {culprit} is another "
                 "model's: give the model's own, or resize_token_embeddings"

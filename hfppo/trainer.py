@@ -214,7 +214,7 @@ class PPOTrainer(CrashSafeTrainer):
             eos_ids: tokens that end a completion.
         """
         pad_id = cast(int, self.processing_class.pad_token_id)
-        return make_sampler(self.model, eos_ids, pad_id, self.args, self.accelerator)
+        return make_sampler(self.model, eos_ids, pad_id, self.args, self.accelerator, self.processing_class)
 
     def _prepare_model(self) -> None:
         """Move the model to its device, and check its outputs there before they are used for the first time."""

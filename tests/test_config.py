@@ -464,3 +464,25 @@ def test_k1_as_a_loss_is_warned_of(tmp_path, straight, warns):
             str(tmp_path), kl_loss_coef=0.1, kl_loss_estimator="k1", kl_loss_straight_through=straight, use_cpu=True
         )
     assert any("gradient of zero mean" in str(w.message) for w in caught) is warns
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "words"),
+    [
+        ({"top_p": 0.9}, "top_p cannot be set: sampling is the policy's own distribution"),
+        ({"repetition_penalty": 1.1, "stop_strings": ["a"]}, "repetition_penalty cannot be set"),
+        ({"max_new_tokens": 5}, "max_new_tokens is max_completion_length here"),
+        ({"temperature": 0.5}, "temperature is a field of PPOConfig here"),
+        ({"stop": ["a"]}, "stop is stop_strings here"),
+        ({"stop_strings": "a"}, "stop_strings must be a list of texts that are not empty, at least one"),
+        ({"stop_strings": []}, "stop_strings must be a list"),
+        ({"stop_strings": [""]}, "stop_strings must be a list"),
+        ({"stop_token_ids": [1, -1]}, "stop_token_ids must be a list of token ids"),
+        ({"stop_token_ids": [True]}, "stop_token_ids must be a list of token ids"),
+        ({"stop_token_ids": ["a"]}, "stop_token_ids must be a list of token ids"),
+    ],
+)
+def test_only_the_ends_of_completions_are_among_generation_kwargs(config, kwargs, words):
+    with pytest.raises(ValueError, match=re.escape(words)) as error:
+        config(generation_kwargs=kwargs)
+    assert f"generation_kwargs={kwargs!r}" in str(error.value)

@@ -8,11 +8,13 @@ from torch.testing import assert_close
 from transformers import GenerationConfig
 
 from helpers.runs import SMALL, count_digits
+from helpers.scripted import first_rollout
 from helpers.tiny import tiny_model
 from hfppo import PPOConfig, PPOTrainer
 from hfppo.data.prompts import pad_left
 from hfppo.generation import Completions, TransformersSampler, completions_from, eos_token_ids
 from hfppo.generation.generate import BELOW_ONE, draw, row_uniforms
+from hfppo.generation.stop_strings import StopStrings
 
 
 def sample(trainer, prompts, seeds):
@@ -236,3 +238,93 @@ def test_a_sampler_that_breaks_its_contract_is_told(first_digits):
     first_digits.rows, first_digits.columns = slice(None), slice(1, None)
     with pytest.raises(ValueError, match=r"shapes must be equal, got {'ids': \(2, 2\), 'mask': \(2, 1\)"):
         first_digits.rollout(["1+1=", "2+2="])
+
+
+class Pieces:
+    """A tokenizer whose tokens are bytes."""
+
+    def __init__(self, *tokens: bytes):
+        self.tokens = tokens
+
+    def decode(self, ids, **_):
+        return b"".join(self.tokens[i] for i in ids).decode(errors="replace")
+
+
+TOKENS = Pieces(b"ab", b"cd", b"e", "é".encode()[:1], "é".encode()[1:], b"")
+
+
+@pytest.mark.parametrize(
+    ("strings", "ids", "end"),
+    [
+        (("bc",), [2, 0, 1, 2], 3),  # begins and ends within tokens
+        (("e",), [0, 2, 2], 2),
+        (("abcde",), [0, 1, 2, 2], 3),
+        (("é",), [0, 3, 4, 2], 3),  # a character of two tokens
+        (("cd", "ab"), [2, 0, 1], 2),  # the first that occurs, not the first of the list
+        (("ce",), [0, 1, 2], 0),
+        (("eab",), [2, 5, 5, 0, 1], 4),  # with tokens without text in it
+    ],
+)
+def test_the_end_by_a_stop_string_by_hand(strings, ids, end):
+    assert StopStrings(TOKENS, strings).end(ids) == end
+
+
+@pytest.mark.parametrize("greedy", [False, True])
+def test_a_stop_string_ends_a_completion_with_the_token_that_completes_it(make_trainer, greedy):
+    prompts = ["1+2=", "请问10+20=", "3=", "4=", "5=", "6="]
+    seeds = None if greedy else list(range(len(prompts)))
+    free = make_trainer({"max_completion_length": 24})
+    decode = free.processing_class.decode
+    whole = sample(free, prompts, seeds)
+    texts = [[decode([t]) for t in row[m].tolist()] for row, m in zip(whole.ids, whole.mask, strict=True)]
+    strings = ["".join(texts[0][3:5]), "".join(texts[1][7:10])]  # of two and of three tokens
+    # The prompt's last sign and a completion's first one are no match.
+    strings.append("=" + texts[2][0])
+    trainer = make_trainer({"max_completion_length": 24, "generation_kwargs": {"stop_strings": strings}})
+    stopped = sample(trainer, prompts, seeds)
+    ends = []
+    for row, signs in enumerate(texts):
+        ends.append(next((n for n in range(1, len(signs) + 1) if any(s in "".join(signs[:n]) for s in strings)), None))
+        length = int(stopped.mask[row].sum())
+        assert length == (ends[row] or len(signs))
+        assert torch.equal(stopped.ids[row, :length], whole.ids[row, :length])
+        assert_close(stopped.logprobs[row, :length], whole.logprobs[row, :length])
+        assert bool(stopped.truncated[row]) == (ends[row] is None and bool(whole.truncated[row]))
+    assert ends[0] is not None
+    assert ends[1] is not None
+
+
+def test_a_stop_token_ends_a_completion(make_trainer):
+    prompts, seeds = ["1+2="] * 8, list(range(8))
+    whole = sample(make_trainer({"max_completion_length": 16}), prompts, seeds)
+    stop = int(whole.ids[0, 4])
+    trainer = make_trainer({"max_completion_length": 16, "generation_kwargs": {"stop_token_ids": [stop]}})
+    stopped = sample(trainer, prompts, seeds)
+    expected = completions_from(whole.ids, whole.logprobs, [1, stop])
+    assert stopped.mask.sum(dim=1).tolist() == expected.mask.sum(dim=1).tolist()
+    assert stopped.truncated.tolist() == expected.truncated.tolist()
+    assert not stopped.truncated[0]
+    with pytest.raises(
+        ValueError, match=r"generation_kwargs\['stop_token_ids'\] has token id 1000, and the model knows 26"
+    ):
+        make_trainer({"generation_kwargs": {"stop_token_ids": [1000]}})
+
+
+def test_training_with_stop_strings(make_trainer):
+    """The ratio of the first update is 1, no completion goes on after its end, and none that stopped is penalized."""
+    signs = ["1", "2", "3+", "问"]
+    config = {"generation_kwargs": {"stop_strings": signs}, "missing_eos_penalty": 100.0, "kl_coef": 0.0}
+    texts = []
+
+    def keep(completions, **_):
+        texts.extend(completions)
+        return [0.0] * len(completions)
+
+    trainer = make_trainer({**config, "max_completion_length": 8, "num_ppo_epochs": 1}, reward_funcs=keep)
+    rollout = first_rollout(trainer)
+    stopped = torch.tensor([any(sign in text for sign in signs) for text in texts])
+    assert stopped.any()
+    assert [text for text in texts if any(sign in text[:-1] for sign in signs)] == []
+    assert not rollout.truncated[stopped].any()
+    assert rollout.scores[stopped].tolist() == [0.0] * int(stopped.sum())
+    assert_close(rollout.old_logprobs, rollout.rollout_logprobs, rtol=0, atol=1e-5)

@@ -8,16 +8,19 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
+import torch
 from peft import IA3Config, LoraConfig
 
 from helpers.tiny import tiny_model
 from helpers.vllm_runs import save_base
-from hfppo.generation.vllm import ColocatedEngine, Sampling, start_rank
+from hfppo.generation.stop_strings import StopStrings
+from hfppo.generation.vllm import ColocatedEngine, Sampling, VLLMSampler, start_rank
 from hfppo.generation.vllm_server import serve_command
 from hfppo.support.http_client import ServerError
 
@@ -108,6 +111,49 @@ def test_nothing_of_how_to_sample_is_left_to_defaults():
         neutral = {"top_p": 1, "top_k": 0, "min_p": 0, "repetition_penalty": 1}
         neutral |= {"presence_penalty": 0, "frequency_penalty": 0}
         assert {name: params[name] for name in neutral} == neutral
+
+
+def test_stop_strings_stay_in_what_vllm_returns():
+    tokenizer = Signs()
+    params = Sampling(1.0, 5, [1], StopStrings(tokenizer, ("ab", "c"))).params(3)
+    asked = {name: params[name] for name in ("stop", "include_stop_str_in_output", "skip_special_tokens")}
+    assert asked == {"stop": ["ab", "c"], "include_stop_str_in_output": True, "skip_special_tokens": False}
+    assert "stop" not in Sampling(1.0, 5, [1]).params(3)
+
+
+class Signs:
+    """A tokenizer of letters: "a" is token 0."""
+
+    def decode(self, ids, **_):
+        return "".join(chr(ord("a") + i) for i in ids)
+
+
+class GoesOn:
+    """An engine whose completions go on by a token after a stop string."""
+
+    shared = False
+
+    def awake(self):
+        return nullcontext()
+
+    def load(self, adapter, old):
+        pass
+
+    def generate(self, prompts, sampling, adapter):
+        rows = [[0, 1, 4], [3, 0, 3, 4], [3, 25]]
+        return [(ids, [-float(i) for i in range(len(ids))]) for ids in rows]
+
+
+def test_a_completion_of_vllm_ends_with_its_stop_string(make_trainer, tmp_path):
+    trainer = make_trainer()
+    sampling = Sampling(1.0, 5, [25], StopStrings(Signs(), ("ab", "c")))
+    sampler = VLLMSampler(trainer.model, GoesOn(), trainer.accelerator, str(tmp_path), 0, sampling)
+    ids = torch.tensor([[5], [5], [5]])
+    with sampler.ready():
+        found = sampler(ids, ids > 0, [1, 2, 3])
+    assert found.mask.tolist() == [[True, True, False, False], [True] * 4, [True, True, False, False]]
+    assert found.truncated.tolist() == [False, True, False]
+    assert found.logprobs.tolist()[0] == [0.0, -1.0, 0.0, 0.0]
 
 
 SUCCESS = (200, "Success: LoRA adapter 'a' added successfully.")

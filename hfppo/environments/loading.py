@@ -1,5 +1,6 @@
 """The arguments `tools` and `environment_factory` as an `EpisodePlayer`, checked before anything is generated."""
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -8,6 +9,7 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from hfppo.config import PPOConfig
+from hfppo.data.prompts import EMPTY_PROMPT
 from hfppo.environments.chat_format import ChatFormat, make_chat_format, prove
 from hfppo.environments.contract import TextEnvironment, tool_schema, tools_of
 from hfppo.environments.episodes import EpisodePlayer
@@ -16,7 +18,6 @@ from hfppo.environments.rewards import episode_reward
 from hfppo.functional import estimator_needs
 from hfppo.rewards.contract import RewardFunc, plain_name
 
-EMPTY_PROMPT = [{"role": "user", "content": ""}]
 COLUMN = "environment"  # of the dataset: names each row's environment where there are several
 
 
@@ -78,9 +79,11 @@ class Agents:
         limits = [args.max_prompt_length, positions and positions - args.max_completion_length]
         return EpisodePlayer(
             tools=self.tools,
+            schemas=self.schemas,
             pool=self.pool,
             chat_format=chat_format,
             max_prompt=min((limit for limit in limits if limit is not None), default=None),
+            overlong=args.overlong_prompts,
             max_tokens=args.max_completion_length,
             max_turn=args.max_turn_length,
             max_rounds=args.max_tool_calling_iterations,
@@ -139,6 +142,8 @@ def named_tools(tools: Sequence[Callable[..., Any]]) -> dict[str, Callable[..., 
     for tool in tools:
         if not callable(tool):
             raise TypeError(f"tools holds {tool!r}, which is no function; give functions")
+        if inspect.isclass(tool):
+            raise TypeError(f"tools holds the class {tool.__name__}; give an instance of it, which can be called")
         if (name := plain_name(tool)) in by_name:
             raise ValueError(f"tools holds two functions named {name!r}; rename one")
         by_name[name] = tool
@@ -172,7 +177,10 @@ def check_unused(args: PPOConfig) -> None:
 
 
 def dataset_for(dataset: Dataset, agents: Agents | None) -> Dataset:
-    """Return a dataset with prompts; with an environment, whose text completes them, the column may be missing."""
+    """Return a dataset with prompts; with an environment, whose text completes them, the column may be missing.
+
+    The added column is for tokenizing only: `reset` gets the dataset's own columns.
+    """
     empty = agents is not None and agents.pool is not None and isinstance(dataset, Dataset)
     if empty and "prompt" not in dataset.column_names and len(dataset):
         return dataset.add_column("prompt", [EMPTY_PROMPT] * len(dataset))

@@ -17,11 +17,12 @@ class Completions:
     """B completions of T columns, padded on the right."""
 
     ids: Tensor  # (B, T) int64
-    mask: Tensor  # (B, T) bool, True on sampled tokens, up to and including the first EOS of each turn
-    truncated: Tensor  # (B,) bool, True where a limit, not EOS or the environment, ended it
+    mask: Tensor  # (B, T) bool, True on sampled tokens, up to and including the first end of each turn
+    truncated: Tensor  # (B,) bool, True where a limit, not EOS, a stop or the environment, ended it
     logprobs: Tensor  # (B, T) float32, log π_rollout of each token at temperature, nats, 0 where none was sampled
     values: Tensor | None = None  # (B, T) float32, V(s_t) before each token, 0 likewise, where sampling tells it too
     context: Tensor | None = None  # (B, T) bool, True on tokens of tools and environments; None: there are none
+    cut: Tensor | None = None  # (B,) bool, True where a limit of tokens ended it within a turn; None: as `truncated`
     open_ended: Tensor | None = None  # (B,) bool, True where the critic knows the last state; None: as `truncated`
 
     def __post_init__(self) -> None:
@@ -84,23 +85,32 @@ def join_completions(parts: list[Completions], pad_id: int) -> Completions:
 
 
 def completions_from(
-    ids: Tensor, logprobs: Tensor, eos_ids: list[int], values: Tensor | None = None, limits: Tensor | None = None
+    ids: Tensor,
+    logprobs: Tensor,
+    eos_ids: list[int],
+    values: Tensor | None = None,
+    limits: Tensor | None = None,
+    stops: Tensor | None = None,
 ) -> Completions:
-    """Find where completions end. The mask comes from the first EOS, never from padding, which may be EOS too.
+    """Find where completions end. The mask comes from the first end, never from padding, which may be EOS too.
 
     Args:
-        ids: (B, T), anything after the first EOS.
+        ids: (B, T), anything after the first end.
         logprobs, values: (B, T).
         eos_ids: tokens that end a completion.
         limits: (B,) the most tokens of each; None: T.
+        stops: (B,) the number of tokens up to the one that completes a stop string, 0 without any.
     """
-    is_eos = torch.isin(ids, torch.tensor(eos_ids, device=ids.device))
-    mask = (is_eos.long().cumsum(dim=1) - is_eos.long()) == 0
+    is_end = torch.isin(ids, torch.tensor(eos_ids, device=ids.device))
+    counts = torch.arange(1, ids.shape[1] + 1, device=ids.device)
+    if stops is not None:
+        is_end |= counts == stops[:, None]
+    mask = (is_end.long().cumsum(dim=1) - is_end.long()) == 0
     if limits is not None:
-        mask &= torch.arange(ids.shape[1], device=ids.device) < limits[:, None]
-        is_eos = is_eos & mask
+        mask &= counts <= limits[:, None]
+        is_end = is_end & mask
     values = None if values is None else values.where(mask, 0.0)
-    return Completions(ids, mask, ~is_eos.any(dim=1), logprobs.where(mask, 0.0), values)
+    return Completions(ids, mask, ~is_end.any(dim=1), logprobs.where(mask, 0.0), values)
 
 
 def eos_token_ids(tokenizer: PreTrainedTokenizerBase, generation_config: GenerationConfig | None) -> list[int]:

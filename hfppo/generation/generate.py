@@ -7,10 +7,11 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
-from transformers import DynamicCache, GenerationConfig, LogitsProcessor, LogitsProcessorList
+from transformers import DynamicCache, GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
 
 from hfppo.generation.contract import Completions, Sampler, completions_from, join_completions
 from hfppo.generation.key_values import KeyValues, may_keep
+from hfppo.generation.stop_strings import StopStringCriterion, StopStrings
 from hfppo.models.actor_critic import ActorCritic
 from hfppo.models.output_head import is_sharded
 from hfppo.seeds import stream_seed
@@ -87,6 +88,7 @@ class TransformersSampler(Sampler):
 
     Args:
         with_values: also return the shared critic's values, computed from the hidden states of sampling.
+        stops: texts that end a completion as well.
     """
 
     def __init__(
@@ -98,9 +100,10 @@ class TransformersSampler(Sampler):
         temperature: float,
         batch_size: int,
         with_values: bool = False,
+        stops: StopStrings | None = None,
     ):
         self.model, self.temperature, self.batch_size = model, temperature, batch_size
-        self.with_values = with_values
+        self.with_values, self.stops = with_values, stops
         self.config = GenerationConfig(
             max_new_tokens=max_completion_length, eos_token_id=eos_ids, pad_token_id=pad_id, use_cache=True
         )
@@ -187,6 +190,9 @@ class TransformersSampler(Sampler):
         config.max_new_tokens, config.return_dict_in_generate = max(limits), keep
         uniforms = None if seeds is None else row_uniforms(seeds, max(limits)).to(where)
         choice = SeededChoice(uniforms, self.temperature, on_token)
+        stops = None
+        if self.stops is not None:
+            stops = StopStringCriterion(self.stops, prompt_ids.shape[1], len(prompt_ids))
         if isinstance(self.model, FSDPModule) and "generate" not in vars(self.model):
             # The shards of the root are gathered for it as well; Trainer asks for that in training only.
             register_fsdp_forward_method(self.model, "generate")
@@ -200,6 +206,7 @@ class TransformersSampler(Sampler):
                 attention_mask=prompt_mask.long(),
                 generation_config=config,
                 logits_processor=LogitsProcessorList([choice]),
+                stopping_criteria=StoppingCriteriaList([] if stops is None else [stops]),
                 synced_gpus=sharded,
                 **({} if past is None else {"past_key_values": past}),
             )
@@ -211,6 +218,7 @@ class TransformersSampler(Sampler):
             self.config.eos_token_id,
             torch.stack(values, dim=1) if values else None,
             torch.tensor(limits, device=ids.device),
+            None if stops is None else torch.tensor(stops.ends, device=ids.device),
         )
         if not keep:
             return completions, None

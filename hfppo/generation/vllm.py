@@ -23,6 +23,7 @@ from transformers import set_seed
 
 from hfppo.config import PPOConfig
 from hfppo.generation.contract import Completions, Sampler
+from hfppo.generation.stop_strings import StopStrings
 from hfppo.models.actor_critic import ActorCritic
 
 logger = logging.getLogger(__name__)
@@ -33,6 +34,9 @@ UNSERVED = (
     "use_dora", "use_qalora", "use_bdlora", "lora_bias", "alora_invocation_tokens", "modules_to_save",
     "trainable_token_indices", "target_parameters", "layer_replication",
 )  # fmt: skip
+
+# With stop strings vLLM looks at the text of all tokens, and returns the token that completes one.
+WITH_STOP_STRINGS = {"include_stop_str_in_output": True, "skip_special_tokens": False}
 
 Sampled = tuple[list[int], list[float]]  # token ids, EOS included, and their log-probs
 
@@ -57,6 +61,7 @@ class Sampling:
     temperature: float
     max_tokens: int
     eos_ids: list[int]
+    stops: StopStrings | None = None
 
     def params(self, seed: int | None, budget: int | None = None) -> dict[str, Any]:
         """Return the fields of `vllm.SamplingParams`, which a server's requests share.
@@ -78,6 +83,7 @@ class Sampling:
             "repetition_penalty": 1.0,
             "presence_penalty": 0.0,
             "frequency_penalty": 0.0,
+            **({} if self.stops is None else {"stop": list(self.stops.strings), **WITH_STOP_STRINGS}),
         }
 
 
@@ -104,7 +110,7 @@ class VLLMSampler(Sampler):
         folder: adapters are written here for vLLM and removed when the run ends; a server on another machine must see
             this folder under the same path.
         pad_id: the id that fills completions up.
-        sampling: the settings; its `eos_ids` end a completion.
+        sampling: the settings; its `eos_ids` and `stops` end a completion.
     """
 
     def __init__(
@@ -162,11 +168,17 @@ class VLLMSampler(Sampler):
         nothing = [None] * len(prompts)
         sampling = list(map(self.sampling.params, seeds or nothing, budgets or nothing))
         sampled = self.engine.generate(prompts, sampling, self.adapter)
+        stops = [0 if self.sampling.stops is None else self.sampling.stops.end(row) for row, _ in sampled]
+        sampled = [
+            (row[: stop or None], logprobs[: stop or None])
+            for (row, logprobs), stop in zip(sampled, stops, strict=True)
+        ]
         tokens = [torch.tensor(row) for row, _ in sampled]
         logprobs = [torch.tensor(row, dtype=torch.float32) for _, row in sampled]
         ids = pad_sequence(tokens, batch_first=True, padding_value=self.pad_id)
         mask = torch.arange(ids.shape[1]) < torch.tensor([len(row) for row in tokens])[:, None]
-        truncated = torch.tensor([int(row[-1]) not in self.sampling.eos_ids for row in tokens])
+        ended = [stop or int(row[-1]) in self.sampling.eos_ids for row, stop in zip(tokens, stops, strict=True)]
+        truncated = ~torch.tensor(ended, dtype=torch.bool)
         return Completions(ids, mask, truncated, pad_sequence(logprobs, batch_first=True))
 
 
@@ -227,7 +239,7 @@ class ColocatedEngine:
         """See `Engine`."""
         outputs = self.llm.generate(
             [self._tokens(prompt_token_ids=ids) for ids in prompts],
-            [self._params(**fields, detokenize=False) for fields in sampling],
+            [self._params(**fields, detokenize="stop" in fields) for fields in sampling],
             lora_request=self._lora(adapter.name, adapter.number, adapter.folder),
             use_tqdm=False,
         )

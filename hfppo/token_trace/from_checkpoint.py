@@ -103,7 +103,7 @@ def trace_prompt(checkpoint: str | Path, question: Question) -> tuple[Trace, PPO
         if run.structure.get(part, found) != found:  # earlier versions wrote fewer
             logger.warning("%s is not the run's, unless that was quantised; give --base or --ref_model", part)
     model, accelerator = parts.model.to(args.device), Accelerator()
-    sampler: Sampler = make_sampler(model, eos_ids, tokenizer.pad_token_id, args, accelerator)
+    sampler: Sampler = make_sampler(model, eos_ids, tokenizer.pad_token_id, args, accelerator, tokenizer)
     if written is not None:
         sampler = FixedCompletion(written, eos_ids)
     collector = Collector(model, sampler, parts.rewards, tokenizer, accelerator, args)

@@ -1,0 +1,57 @@
+"""Texts that end a completion."""
+
+from bisect import bisect_left
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase, StoppingCriteria
+
+
+@dataclass(frozen=True)
+class StopStrings:
+    """Texts that end a completion with the token that completes the first of them.
+
+    That token stays in the completion, with all its characters: the policy has sampled it.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    strings: tuple[str, ...]
+
+    @property
+    def window(self) -> int:
+        """The most tokens that a text and the beginning of a character before it may have: a byte each."""
+        return 4 * max(map(len, self.strings)) + 4
+
+    def found(self, ids: list[int]) -> bool:
+        """Return whether one of the texts occurs."""
+        text = self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+        return any(string in text for string in self.strings)
+
+    def end(self, ids: list[int]) -> int:
+        """Return the number of tokens up to the one that completes the first text; 0 without any."""
+        if not self.found(ids):
+            return 0
+        return bisect_left(range(1, len(ids)), True, key=lambda count: self.found(ids[:count])) + 1
+
+
+class StopStringCriterion(StoppingCriteria):
+    """Ends the rows of `generate` whose completion has a stop string.
+
+    transformers' own criterion also finds a text that begins in the prompt.
+
+    Args:
+        start: columns of the prompts.
+    """
+
+    def __init__(self, stops: StopStrings, start: int, rows: int):
+        self.stops, self.start = stops, start
+        self.ends = [0] * rows  # tokens up to the one that completes a text; 0: none does
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: object) -> Tensor:  # type: ignore[override]
+        """Return (B,) bool, True for rows that are done."""
+        width = input_ids.shape[1]
+        for row, ids in enumerate(input_ids[:, max(self.start, width - self.stops.window) :].tolist()):
+            if not self.ends[row] and self.stops.found(ids):
+                self.ends[row] = width - self.start
+        return torch.tensor(self.ends, device=input_ids.device) > 0
