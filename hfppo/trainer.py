@@ -173,6 +173,7 @@ class PPOTrainer(CrashSafeTrainer):
             wait_at_exit()
         self._flop_counter = FlopCounter.of(parts.model)
         compile_layers(parts.model, self.accelerator, args)
+        self._progress = RunProgress.of(self)
         self.collector = Collector(
             model=parts.model,
             sampler=self.create_sampler(parts.eos_ids),
@@ -183,8 +184,6 @@ class PPOTrainer(CrashSafeTrainer):
             player=parts.player,
         )
         self._agents = parts.agents
-        self._progress = RunProgress.of(self)
-        self.collector.sampler.on_progress = self._progress.advance
         self.ppo_state = PPOState(kl_coef=args.kl_coef)
         self._train_prompts, self._prepared_train = parts.prompts.train, train_dataset
         self._eval_prompts = EvalPrompts(eval_dataset, parts.prompts.eval, self._prepare_prompts)
@@ -214,7 +213,7 @@ class PPOTrainer(CrashSafeTrainer):
             eos_ids: tokens that end a completion.
         """
         pad_id = cast(int, self.processing_class.pad_token_id)
-        return make_sampler(self.model, eos_ids, pad_id, self.args, self.accelerator)
+        return make_sampler(self.model, eos_ids, pad_id, self.args, self.accelerator, self._progress.advance)
 
     def _prepare_model(self) -> None:
         """Move the model to its device, and check its outputs there before they are used for the first time."""

@@ -1,5 +1,7 @@
 """Samplers: from prompts to completions."""
 
+from collections.abc import Callable
+
 from accelerate import Accelerator
 
 from hfppo.config import PPOConfig
@@ -19,10 +21,17 @@ __all__ = [
 
 
 def make_sampler(
-    model: ActorCritic, eos_ids: list[int], pad_id: int, args: PPOConfig, accelerator: Accelerator
+    model: ActorCritic,
+    eos_ids: list[int],
+    pad_id: int,
+    args: PPOConfig,
+    accelerator: Accelerator,
+    on_progress: Callable[[float], None] | None = None,
 ) -> Sampler:
     """Make the sampler that the configuration asks for; vLLM's modules are imported only where it is used.
 
+    Args:
+        on_progress: see `TransformersSampler`; vLLM does not call it.
     Raises:
         ImportError, ValueError, ServerError: vLLM is not there, or cannot serve the adapter.
     """
@@ -37,6 +46,7 @@ def make_sampler(
             args.temperature,
             args.local_rollout_forward_batch_size,
             with_values,
+            on_progress,
         )
     from hfppo.generation.vllm import ColocatedEngine, Engine, Sampling, VLLMSampler
     from hfppo.generation.vllm_server import ServerEngine

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from transformers import DynamicCache, GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from hfppo.generation.contract import Completions, Sampler, completions_from, join_completions
-from hfppo.generation.key_values import KeyValues, may_keep
+from hfppo.generation.key_values import CACHE, KeyValues, may_keep
 from hfppo.models.actor_critic import ActorCritic
 from hfppo.models.output_head import is_sharded
 from hfppo.seeds import stream_seed
@@ -87,6 +87,7 @@ class TransformersSampler(Sampler):
 
     Args:
         with_values: also return the shared critic's values, computed from the hidden states of sampling.
+        on_progress: called with the share of the tokens that is sampled, from 0 to 1.
     """
 
     def __init__(
@@ -98,9 +99,11 @@ class TransformersSampler(Sampler):
         temperature: float,
         batch_size: int,
         with_values: bool = False,
+        on_progress: Callable[[float], None] | None = None,
     ):
         self.model, self.temperature, self.batch_size = model, temperature, batch_size
         self.with_values = with_values
+        self.on_progress = on_progress or (lambda share: None)
         self.config = GenerationConfig(
             max_new_tokens=max_completion_length, eos_token_id=eos_ids, pad_token_id=pad_id, use_cache=True
         )
@@ -201,7 +204,7 @@ class TransformersSampler(Sampler):
                 generation_config=config,
                 logits_processor=LogitsProcessorList([choice]),
                 synced_gpus=sharded,
-                **({} if past is None else {"past_key_values": past}),
+                **({} if past is None else {CACHE: past}),
             )
         sequences = output.sequences if keep else output
         ids = sequences[:, prompt_ids.shape[1] :]
@@ -215,7 +218,7 @@ class TransformersSampler(Sampler):
         if not keep:
             return completions, None
         mask = torch.cat([prompt_mask, completions.mask], dim=1)
-        return completions, KeyValues.of(output.past_key_values, sequences, mask)
+        return completions, KeyValues.of(output[CACHE], sequences, mask)
 
 
 def row_uniforms(seeds: list[int], width: int) -> Tensor:
