@@ -387,6 +387,11 @@ class PPOConfig(TrainingArguments):
         return -(-completions // (self.rollout_size_per_process * self.world_size))
 
     @property
+    def counts_completions(self) -> bool:
+        """Whether the run's length is a number of completions, not of optimizer steps."""
+        return self.total_episodes is not None or self.max_steps <= 0
+
+    @property
     def critic_pretraining_rollouts(self) -> int:
         """Rollouts that the critic's pretraining collects."""
         return self.rollouts_for(self.critic_pretraining_completions)

@@ -79,6 +79,7 @@ class PPOState:
     dropped: int = 0  # rollouts among them that were dropped because a number was not finite
     first_step: int = 0  # global step at which the rollout in use was collected
     last_step: int = 0  # global step at which the next one is due; `target_kl` brings it forward
+    skipped_steps: int = 0  # of this run, which `target_kl` left out and a count of completions does not make up for
     score_moments: RunningMoments = field(default_factory=RunningMoments)  # for `normalize_scores`
     critic_pretraining: PretrainingProgress = field(default_factory=PretrainingProgress)
 

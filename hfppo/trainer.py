@@ -199,6 +199,7 @@ class PPOTrainer(CrashSafeTrainer):
         """Forget the rollout and the metrics of an earlier run."""
         self._rollout: Rollout | None = None
         self._meter = Meter()  # metrics until the next log
+        self.ppo_state.skipped_steps = 0
         self._step_meter = Meter()  # metrics of one step, for `target_kl`
         self._step_start: tuple[int, dict[str, Any]] | None = None  # steps made, and metrics, when a step began
         self._step_began, self._step_flops = 0.0, 0
@@ -480,7 +481,16 @@ class PPOTrainer(CrashSafeTrainer):
                 parameter.grad = None
         limit = self.args.target_kl
         if limit is not None and self._step_meter.read().get("policy/approx_kl", 0.0) > limit:
-            self.ppo_state.last_step = self.state.global_step + 1
+            self._end_rollout()
+
+    def _end_rollout(self) -> None:
+        """Make the present step the rollout's last. A run whose length is counted in completions gets shorter."""
+        state, last = self.ppo_state, self.state.global_step + 1
+        if self.args.counts_completions:
+            skipped = min(state.last_step, self.state.max_steps) - last
+            state.skipped_steps += skipped
+            self.state.max_steps -= skipped
+        state.last_step = last
 
     def _after_step(self) -> None:
         if self._pretraining is None:
@@ -554,6 +564,7 @@ class PPOTrainer(CrashSafeTrainer):
     def load_run_state(self, folder: str) -> None:
         """Read where PPO stands, and the critic, which upstream does not load."""
         self.ppo_state, self._rollout = self._checkpoint.load(folder, self._meter)
+        self.state.max_steps -= self.ppo_state.skipped_steps
         if not self.is_deepspeed_enabled:  # its own checkpoint holds the critic
             self.model.load_critic(folder)
         if (pretraining := self._begin_pretraining()) is not None:
