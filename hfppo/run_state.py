@@ -55,7 +55,7 @@ class PretrainingProgress:
     @property
     def best_epoch(self) -> int:
         """The epoch after which the critic explained most of the held-out part; 0: before the first."""
-        explained = [measured.get("explained_variance", -math.inf) for measured in self.held_out]
+        explained = [measured.get("r2", -math.inf) for measured in self.held_out]
         return explained.index(max(explained))
 
     def results(self) -> dict[str, float]:

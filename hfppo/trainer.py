@@ -250,7 +250,7 @@ class PPOTrainer(CrashSafeTrainer):
             yield
         best = self.state.best_model_checkpoint if self.args.load_best_model_at_end else None
         if best is not None and Path(best).is_dir():  # otherwise upstream has warned that it is gone
-            self.model.load_critic(best)
+            self._load_critic(best)
 
     def get_train_dataloader(self) -> DataLoader:
         """Return a dummy dataloader with one item per micro-batch; it only drives Trainer's step counting and resume.
@@ -562,14 +562,18 @@ class PPOTrainer(CrashSafeTrainer):
             self._pretraining.save(folder)
 
     def load_run_state(self, folder: str) -> None:
-        """Read where PPO stands, and the critic, which upstream does not load."""
+        """Read where PPO stands, and the critic."""
         self.ppo_state, self._rollout = self._checkpoint.load(folder, self._meter)
         self.state.max_steps -= self.ppo_state.skipped_steps
-        if not self.is_deepspeed_enabled:  # its own checkpoint holds the critic
-            self.model.load_critic(folder)
+        self._load_critic(folder)
         if (pretraining := self._begin_pretraining()) is not None:
             pretraining.load(folder)
         self._pretraining = pretraining
+
+    def _load_critic(self, folder: str) -> None:
+        """Load the critic of a checkpoint, which upstream does not do, except where DeepSpeed has loaded its own."""
+        if not self.is_deepspeed_enabled:
+            self.model.load_critic(folder)
 
     # Logs, callbacks and the card
 

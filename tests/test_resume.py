@@ -73,6 +73,18 @@ def test_resuming_equals_the_straight_run(make_trainer, tmp_path: Path, variant)
         assert written[0] == written[1]  # to the order of the names
 
 
+@pytest.mark.parametrize("deepspeed", [False, True])
+def test_deepspeed_loads_the_best_critic_itself(make_trainer, tmp_path, monkeypatch, deepspeed):
+    fields = {"load_best_model_at_end": True, "eval_strategy": "steps", "save_strategy": "steps", "save_steps": 1}
+    trainer = make_trainer({**fields, "eval_steps": 1}, eval_dataset=ROWS)
+    trainer.is_deepspeed_enabled = deepspeed
+    loaded: list[str] = []
+    monkeypatch.setattr(trainer.model, "load_critic", loaded.append)
+    with trainer.training_context():
+        trainer.state.best_model_checkpoint = str(tmp_path)
+    assert loaded == ([] if deepspeed else [str(tmp_path)])
+
+
 @pytest.mark.parametrize(
     "length", [{"total_episodes": 20}, {"num_train_epochs": 3}], ids=["total_episodes", "num_train_epochs"]
 )
