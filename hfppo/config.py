@@ -186,7 +186,8 @@ class PPOConfig(TrainingArguments):
         default=None, metadata={"help": "λ from one turn of an episode to the next; None: as within a turn."}
     )
     lam_critic: Share | None = field(
-        default=None, metadata={"help": "λ for the returns, within and between turns; None: the advantages' λ (arXiv:2503.01491)."}
+        default=None,
+        metadata={"help": "λ for the returns, within and between turns; None: the advantages' λ (arXiv:2503.01491)."},
     )
     lam_alpha: Positive | None = field(
         default=None, metadata={"help": "α of the length-adaptive λ = 1 − 1/(α·length) in place of `lam`."}

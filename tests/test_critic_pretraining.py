@@ -16,8 +16,8 @@ from helpers.tiny import tiny_model
 from hfppo import PPOCallback
 from hfppo.functional import turn_ends, turn_factors
 from hfppo.learn.critic_pretraining import (
-    r_squared,
     join_rollouts,
+    r_squared,
     rows_held_out,
     sum_by_part,
 )
