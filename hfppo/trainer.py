@@ -249,8 +249,8 @@ class PPOTrainer(CrashSafeTrainer):
         with explain_out_of_memory("the update", self.args):
             yield
         best = self.state.best_model_checkpoint if self.args.load_best_model_at_end else None
-        if best is not None and Path(best).is_dir():  # otherwise upstream has warned that it is gone
-            self._load_critic(best)
+        if best is not None and Path(best).is_dir() and not self.is_deepspeed_enabled:  # which has loaded its own
+            self.model.load_critic(best)  # upstream has warned of a folder that is gone
 
     def get_train_dataloader(self) -> DataLoader:
         """Return a dummy dataloader with one item per micro-batch; it only drives Trainer's step counting and resume.
@@ -481,16 +481,12 @@ class PPOTrainer(CrashSafeTrainer):
                 parameter.grad = None
         limit = self.args.target_kl
         if limit is not None and self._step_meter.read().get("policy/approx_kl", 0.0) > limit:
-            self._end_rollout()
-
-    def _end_rollout(self) -> None:
-        """Make the present step the rollout's last. A run whose length is counted in completions gets shorter."""
-        state, last = self.ppo_state, self.state.global_step + 1
-        if self.args.counts_completions:
-            skipped = min(state.last_step, self.state.max_steps) - last
-            state.skipped_steps += skipped
-            self.state.max_steps -= skipped
-        state.last_step = last
+            state, last = self.ppo_state, self.state.global_step + 1
+            if self.args.counts_completions:  # no other rollout makes up for the steps that are left out
+                skipped = min(state.last_step, self.state.max_steps) - last
+                state.skipped_steps += skipped
+                self.state.max_steps -= skipped
+            state.last_step = last
 
     def _after_step(self) -> None:
         if self._pretraining is None:
@@ -562,18 +558,14 @@ class PPOTrainer(CrashSafeTrainer):
             self._pretraining.save(folder)
 
     def load_run_state(self, folder: str) -> None:
-        """Read where PPO stands, and the critic."""
+        """Read where PPO stands, and the critic, which upstream does not load."""
         self.ppo_state, self._rollout = self._checkpoint.load(folder, self._meter)
         self.state.max_steps -= self.ppo_state.skipped_steps
-        self._load_critic(folder)
+        if not self.is_deepspeed_enabled:  # its own checkpoint holds the critic
+            self.model.load_critic(folder)
         if (pretraining := self._begin_pretraining()) is not None:
             pretraining.load(folder)
         self._pretraining = pretraining
-
-    def _load_critic(self, folder: str) -> None:
-        """Load the critic of a checkpoint, which upstream does not do, except where DeepSpeed has loaded its own."""
-        if not self.is_deepspeed_enabled:
-            self.model.load_critic(folder)
 
     # Logs, callbacks and the card
 
