@@ -188,7 +188,8 @@ class PPOConfig(TrainingArguments):
         default=None, metadata={"help": "λ from one turn of an episode to the next; None: as within a turn."}
     )
     lam_critic: Share | None = field(
-        default=None, metadata={"help": "λ for the returns; None: `lam`. 1.0 decouples them (arXiv:2503.01491)."}
+        default=None,
+        metadata={"help": "λ for the returns, within and between turns; None: the advantages' λ (arXiv:2503.01491)."},
     )
     lam_alpha: Positive | None = field(
         default=None, metadata={"help": "α of the length-adaptive λ = 1 − 1/(α·length) in place of `lam`."}
@@ -369,6 +370,11 @@ class PPOConfig(TrainingArguments):
     def rollouts_for(self, completions: int) -> int:
         """Return the rollouts of all processes that hold so many completions."""
         return -(-completions // (self.rollout_size_per_process * self.world_size))
+
+    @property
+    def counts_completions(self) -> bool:
+        """Whether the run's length is a number of completions, not of optimizer steps."""
+        return self.total_episodes is not None or self.max_steps <= 0
 
     @property
     def critic_pretraining_rollouts(self) -> int:

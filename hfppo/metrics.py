@@ -71,13 +71,13 @@ METRICS: dict[str, tuple[str, str]] = {
         "mean",
         "½·squared error of the value per token, over an epoch of its pretraining.",
     ),
-    "critic_pretraining/explained_variance": (
+    "critic_pretraining/r2": (
         "mean",
-        "1 − mean (V − R)²/Var(R) on the held-out completions of critic pretraining.",
+        "R² = 1 − mean (V − R)²/Var(R) on the held-out completions of critic pretraining.",
     ),
-    "critic_pretraining/explained_variance_start": ("mean", "The same over the first third of each completion."),
-    "critic_pretraining/explained_variance_middle": ("mean", "The same over the second third."),
-    "critic_pretraining/explained_variance_end": ("mean", "The same over the last third."),
+    "critic_pretraining/r2_start": ("mean", "The same over the first third of each completion."),
+    "critic_pretraining/r2_middle": ("mean", "The same over the second third."),
+    "critic_pretraining/r2_end": ("mean", "The same over the last third."),
     "policy/loss": ("mean", "The policy surrogate per token, without KL and entropy terms."),
     "policy/clip_frac": ("mean", "Share of tokens on which the policy clip is active."),
     "policy/clip_frac_low": ("mean", "Share of tokens with A < 0 and a ratio below 1 − ε_low."),

@@ -54,7 +54,7 @@ class PretrainingProgress:
     @property
     def best_epoch(self) -> int:
         """The epoch after which the critic explained most of the held-out part; 0: before the first."""
-        explained = [measured.get("explained_variance", -math.inf) for measured in self.held_out]
+        explained = [measured.get("r2", -math.inf) for measured in self.held_out]
         return explained.index(max(explained))
 
     def results(self) -> dict[str, float]:
@@ -82,6 +82,7 @@ class PPOState:
     rollouts: int = 0  # collected so far, the one in use included
     first_step: int = 0  # global step at which the rollout in use was collected
     last_step: int = 0  # global step at which the next one is due; a callback may bring it forward
+    skipped_steps: int = 0  # of this run, left out at a rollout's end where completions count the run's length
     score_moments: RunningMoments = field(default_factory=RunningMoments)  # for `normalize_scores`
     critic_pretraining: PretrainingProgress = field(default_factory=PretrainingProgress)
 

@@ -175,6 +175,7 @@ class PPOTrainer(CrashSafeTrainer):
             wait_at_exit()
         self._flop_counter = FlopCounter.of(parts.model)
         compile_layers(parts.model, self.accelerator, args)
+        self._progress = RunProgress.of(self)
         self.collector = Collector(
             model=parts.model,
             sampler=self.create_sampler(parts.eos_ids),
@@ -185,8 +186,6 @@ class PPOTrainer(CrashSafeTrainer):
             player=parts.player,
         )
         self._agents = parts.agents
-        self._progress = RunProgress.of(self)
-        self.collector.sampler.on_progress = self._progress.advance
         self.ppo_state = self._first_state()
         self._train_prompts, self._prepared_train = parts.prompts.train, train_dataset
         self._eval_prompts = EvalPrompts(eval_dataset, parts.prompts.eval, self._prepare_prompts)
@@ -204,6 +203,7 @@ class PPOTrainer(CrashSafeTrainer):
 
     def _begin_run(self) -> None:
         """Forget the rollout and the metrics of an earlier run."""
+        self.ppo_state.skipped_steps = 0
         self._run = Run(self.model, self.accelerator, self.args)
         self._run.pretraining = self._begin_pretraining()
 
@@ -214,7 +214,9 @@ class PPOTrainer(CrashSafeTrainer):
             eos_ids: tokens that end a completion.
         """
         pad_id = cast(int, self.processing_class.pad_token_id)
-        return make_sampler(self.model, eos_ids, pad_id, self.args, self.accelerator, self.processing_class)
+        return make_sampler(
+            self.model, eos_ids, pad_id, self.args, self.accelerator, self.processing_class, self._progress.advance
+        )
 
     def _prepare_model(self) -> None:
         """Move the model to its device, and check its outputs there before they are used for the first time."""
@@ -249,8 +251,8 @@ class PPOTrainer(CrashSafeTrainer):
         with explain_out_of_memory("the update", self.args):
             yield
         best = self.state.best_model_checkpoint if self.args.load_best_model_at_end else None
-        if best is not None and Path(best).is_dir():  # otherwise upstream has warned that it is gone
-            self.model.load_critic(best)
+        if best is not None and Path(best).is_dir() and not self.is_deepspeed_enabled:  # which has loaded its own
+            self.model.load_critic(best)  # upstream has warned of a folder that is gone
 
     def get_train_dataloader(self) -> DataLoader:
         """Return a dummy dataloader with one item per micro-batch; it only drives Trainer's step counting and resume.
@@ -472,21 +474,26 @@ class PPOTrainer(CrashSafeTrainer):
             self._run.before_step(cast(Optimizer, self.optimizer), self._plan.moves_actor, factor)
 
     def _after_step(self) -> None:
-        if self._run.pretraining is None:
-            self._run.after_step(cast(Optimizer, self.optimizer))
-
-    def _end_update(self) -> None:
-        """Tell the callbacks of the optimizer step, and of the update where it was the last on a rollout."""
-        state, run = self.ppo_state, self._run
-        step = run.end_step(self.state.global_step - 1 - state.first_step)
+        """Tell the callbacks of the step, and end the rollout's use if one of them or `target_kl` asks for it."""
+        if self._run.pretraining is not None:
+            return
+        step = self._run.end_step(cast(Optimizer, self.optimizer), self.state.global_step - self.ppo_state.first_step)
         control = self._call_callbacks("on_mini_batch_end", step=step)
         limit = math.inf if self.args.target_kl is None else self.args.target_kl
         if control.should_end_rollout or step.metrics.get("policy/approx_kl", 0.0) > limit:
-            state.last_step = self.state.global_step
-        if self.state.global_step >= min(state.last_step, self.state.max_steps):
-            steps = [step.read() for step in run.steps]
-            given = {"rollout": run.rollout, "metrics": run.update_metrics(), "steps": steps}
-            self._call_callbacks("on_update_end", **given)
+            state, last = self.ppo_state, self.state.global_step + 1
+            if self.args.counts_completions:  # no other rollout makes up for the steps that are left out
+                skipped = min(state.last_step, self.state.max_steps) - last
+                state.skipped_steps += skipped
+                self.state.max_steps -= skipped
+            state.last_step = last
+
+    def _end_update(self) -> None:
+        """Tell the callbacks after the last optimizer step on a rollout."""
+        if self.state.global_step >= min(self.ppo_state.last_step, self.state.max_steps):
+            run = self._run
+            steps, metrics = [step.read() for step in run.steps], run.update_metrics()
+            self._call_callbacks("on_update_end", rollout=run.rollout, metrics=metrics, steps=steps)
 
     # Evaluation
 
@@ -549,6 +556,7 @@ class PPOTrainer(CrashSafeTrainer):
         found = self._checkpoint.load(folder, self._first_state())
         self.ppo_state, self._run.steps, self._run.rollout = found.state, found.steps, found.rollout
         self._run.log.load_state_dict(found.metrics)
+        self.state.max_steps -= self.ppo_state.skipped_steps
         if not self.is_deepspeed_enabled:  # its own checkpoint holds the critic
             self.model.load_critic(folder)
         if (pretraining := self._begin_pretraining()) is not None:

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import ssl
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # helpers/hub_runs.py has a Hub of its own
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -87,12 +88,12 @@ def make_agent(tmp_path: Path):
 
 
 @pytest.fixture
-def serve() -> Iterator[Callable[[Answer], Server]]:
+def serve() -> Iterator[Callable[..., Server]]:
     """Start servers that stop when the test ends."""
     servers: list[Server] = []
 
-    def start(answer: Answer) -> Server:
-        servers.append(Server(answer))
+    def start(answer: Answer, context: ssl.SSLContext | None = None) -> Server:
+        servers.append(Server(answer, context))
         return servers[-1]
 
     yield start

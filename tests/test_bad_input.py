@@ -67,7 +67,7 @@ def test_bad_input_is_refused_by_name(bench, heading, name):
         TABLE[heading][name](bench)
     kind, facts = FACTS[heading, name]
     message = " ".join(str(refused.value).split())
-    assert type(refused.value).__name__ == kind
+    assert kind in {parent.__name__ for parent in type(refused.value).__mro__}  # PEFT's error changes its class
     assert [fact for fact in facts if fact not in message] == [], message
     if heading == "Fields" and re.fullmatch(r"\w+=.*", name) and kind == "ValueError":
         assert name in message  # the field with its value

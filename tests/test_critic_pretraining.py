@@ -15,8 +15,8 @@ from helpers.tiny import tiny_model
 from hfppo import PPOCallback
 from hfppo.functional import turn_ends, turn_factors
 from hfppo.learn.critic_pretraining import (
-    explained_variance,
     join_rollouts,
+    r_squared,
     rows_held_out,
     sum_by_part,
 )
@@ -85,7 +85,7 @@ def test_the_weights_after_the_best_epoch_are_kept(make_trainer):
     trainer = make_trainer({**CONFIG, "critic_learning_rate": 6e-3}, train_dataset=PROMPTS, callbacks=[watch])
     watch.model = trainer.model
     trainer.train()
-    explained = [entry["critic_pretraining/explained_variance"] for entry in logged_epochs(trainer)]
+    explained = [entry["critic_pretraining/r2"] for entry in logged_epochs(trainer)]
     best = explained.index(max(explained))
     assert 0 < best < len(explained) - 1, "a later epoch has to be worse"
     for epoch, weights in enumerate(watch.epochs):
@@ -94,7 +94,7 @@ def test_the_weights_after_the_best_epoch_are_kept(make_trainer):
     for name, tensor in watch.first.items():
         assert torch.equal(tensor, watch.epochs[best][name]), name
     results = trainer.ppo_state.critic_pretraining.results()
-    assert results["critic_pretraining_explained_variance"] == max(explained)
+    assert results["critic_pretraining_r2"] == max(explained)
     assert results["critic_pretraining_completions"] == 32
     assert results["critic_pretraining_epochs"] == len(explained) - 1
 
@@ -111,7 +111,7 @@ def test_the_weights_after_the_best_epoch_are_kept(make_trainer):
 )
 def test_when_it_stops(make_trainer, explained, over):
     trainer = make_trainer(CONFIG)
-    trainer._run.pretraining.progress.held_out = [{"explained_variance": x} for x in explained]
+    trainer._run.pretraining.progress.held_out = [{"r2": x} for x in explained]
     trainer._run.pretraining.progress.epoch = len(explained) - 1
     assert trainer._run.pretraining.is_over() == over
 
@@ -169,7 +169,7 @@ def test_episodes_of_several_turns(make_trainer, monkeypatch):
             expected = torch.where(rollout.mask[:, t], now, expected)
             torch.testing.assert_close(rollout.returns[:, t], expected.where(rollout.mask[:, t], 0.0))
     measured = trainer.ppo_state.critic_pretraining.held_out
-    assert {"explained_variance", "explained_variance_start"} <= measured[0].keys()
+    assert {"r2", "r2_start"} <= measured[0].keys()
 
 
 def test_ppo_begins_with_its_moments_and_the_rates_of_the_schedule(make_trainer):
@@ -198,7 +198,7 @@ def test_ppo_begins_with_its_moments_and_the_rates_of_the_schedule(make_trainer)
 def test_the_rate_is_halved_after_an_epoch_without_gain(make_trainer, explained, rate):
     trainer = make_trainer({**CONFIG, "critic_pretraining_learning_rate": 0.8})
     optimizer = trainer.create_optimizer()
-    trainer._run.pretraining.progress.held_out = [{"explained_variance": x} for x in explained]
+    trainer._run.pretraining.progress.held_out = [{"r2": x} for x in explained]
     trainer._run.pretraining.set_learning_rate(optimizer)
     assert {group["lr"] for group in optimizer.param_groups} == {rate}
 
@@ -272,8 +272,8 @@ def test_the_saved_critic_is_where_the_next_run_begins(make_trainer, tmp_path):
     assert (folder / CRITIC_FOLDER).is_dir()
     assert not list(folder.glob("critic_pretraining_*"))  # rollouts and optimizer are not needed any more
     second = pretrained(make_trainer, {"output_dir": str(tmp_path / "second")}, critic=str(folder))
-    best = first.ppo_state.critic_pretraining.results()["critic_pretraining_explained_variance"]
-    assert logged_epochs(second)[0]["critic_pretraining/explained_variance"] == pytest.approx(best, abs=1e-5)
+    best = first.ppo_state.critic_pretraining.results()["critic_pretraining_r2"]
+    assert logged_epochs(second)[0]["critic_pretraining/r2"] == pytest.approx(best, abs=1e-5)
 
 
 def test_a_second_training_does_not_repeat_it(make_trainer):
@@ -326,12 +326,12 @@ def test_rows_are_held_out_where_prompts_are_few(make_trainer):
     assert int(held_out.sum()) == 3
 
 
-def test_explained_variance_by_hand(make_trainer):
+def test_r_squared_by_hand(make_trainer):
     """Returns 0 and 2 with values 0.5 and 1.5: squared error 0.5 of a deviation of 2."""
-    assert explained_variance(2, 0.5, 2.0, 4.0) == 0.75
-    assert explained_variance(2, 4.0, 2.0, 4.0) == -1.0  # a constant that is off by 1
-    assert math.isnan(explained_variance(3, 1.0, 3.0, 3.0))
-    assert math.isnan(explained_variance(0, 0.0, 0.0, 0.0))
+    assert r_squared(2, 0.5, 2.0, 4.0) == 0.75
+    assert r_squared(2, 4.0, 2.0, 4.0) == -1.0  # a constant that is off by 1
+    assert math.isnan(r_squared(3, 1.0, 3.0, 3.0))
+    assert math.isnan(r_squared(0, 0.0, 0.0, 0.0))
 
 
 def test_parts_are_thirds_of_each_completion(make_trainer):
@@ -347,6 +347,6 @@ def test_parts_are_thirds_of_each_completion(make_trainer):
 
 
 def test_the_best_epoch_is_the_first_of_equals():
-    progress = PretrainingProgress(held_out=[{}, {"explained_variance": 0.2}, {"explained_variance": 0.2}])
+    progress = PretrainingProgress(held_out=[{}, {"r2": 0.2}, {"r2": 0.2}])
     assert progress.best_epoch == 1
     assert PretrainingProgress().results() == {}

@@ -15,6 +15,7 @@ from hfppo.data.prompts import pad_left
 from hfppo.generation import Completions, TransformersSampler, completions_from, eos_token_ids
 from hfppo.generation.generate import BELOW_ONE, draw, row_uniforms
 from hfppo.generation.stop_strings import StopStrings
+from hfppo.token_trace.from_checkpoint import FixedCompletion
 
 
 def sample(trainer, prompts, seeds):
@@ -229,6 +230,31 @@ def test_a_sampler_of_a_users_own_completes_the_prompts(first_digits):
     assert rollout.completion_ids[:, 0].tolist() == [5, 5]
     assert rollout.lengths.sub(rollout.prompt_mask.sum(dim=1)).tolist() == [2, 2]
     assert first_digits.state.global_step == SMALL["max_steps"]
+
+
+def test_a_sampler_that_cannot_be_changed_completes_the_prompts(make_trainer, monkeypatch):
+    fixed = FixedCompletion([5, 2], [2])
+    monkeypatch.setattr(PPOTrainer, "create_sampler", lambda trainer, eos_ids: fixed)
+    assert make_trainer().rollout(["1+1="]).completion_ids.tolist() == [[5, 2]]
+
+
+def test_a_wrapped_sampler_still_tells_how_much_is_done(make_trainer, monkeypatch):
+    shares, make = [], PPOTrainer.create_sampler
+
+    def wrapped(trainer, eos_ids):
+        trainer._progress.advance = shares.append
+        inner = make(trainer, eos_ids)
+
+        def sample(*given):
+            return inner(*given)
+
+        sample.ready = inner.ready
+        return sample
+
+    monkeypatch.setattr(PPOTrainer, "create_sampler", wrapped)
+    make_trainer().rollout(["1+1="])
+    assert shares
+    assert shares == sorted(shares)
 
 
 def test_a_sampler_that_breaks_its_contract_is_told(first_digits):

@@ -65,18 +65,20 @@ def test_the_phase_and_its_settings_are_named(make_trainer, monkeypatch, owner, 
     monkeypatch.setattr(owner, name, fails_at(call, getattr(owner, name), CUDA))
     with pytest.raises(OutOfMemory, match=f"memory ran out during {phase}, at") as raised:
         make_trainer().train()
-    assert all(setting in str(raised.value) for setting in settings)
+    known = [setting for setting in settings if setting.split("=")[0] in PPOConfig.__dataclass_fields__]
+    assert all(setting in str(raised.value) for setting in known)
 
 
 def test_a_field_that_an_older_transformers_lacks_is_not_named(tmp_path):
     args = SimpleNamespace(**vars(PPOConfig(output_dir=str(tmp_path))))
-    del args.activation_checkpointing
+    vars(args).pop("activation_checkpointing", None)
     with pytest.raises(OutOfMemory) as raised, explain_out_of_memory("the update", args):
         raise MemoryError
     assert "activation_checkpointing" not in str(raised.value)
     assert "max_tokens_per_micro_batch=None" in str(raised.value)
 
 
+@pytest.mark.skipif("activation_checkpointing" not in PPOConfig.__dataclass_fields__, reason="transformers < 5.20")
 def test_only_switches_that_would_save_memory_are_named(tmp_path):
     args = PPOConfig(output_dir=str(tmp_path), activation_checkpointing=True)
     named = r"max_tokens_per_micro_batch=None"

@@ -23,7 +23,8 @@ class Scaled(LlamaForCausalLM):
 
     def forward(self, *args, **kwargs) -> CausalLMOutputWithPast:
         outputs = super().forward(*args, **kwargs)
-        return CausalLMOutputWithPast(logits=outputs.logits * 0.5, past_key_values=outputs.past_key_values)
+        outputs.logits = outputs.logits * 0.5
+        return outputs
 
 
 @pytest.mark.parametrize("start", STARTS)

@@ -79,7 +79,7 @@ def test_arithmetic_leaves_what_trainers_examples_leave_and_resumes(tmp_path, fe
             assert 0 <= results[f"{split}_{mode}_accuracy"] <= 1
     assert results["train_runtime"] > 0
     assert results["critic_pretraining_completions"] == 32
-    assert results["critic_pretraining_explained_variance"] <= 1
+    assert results["critic_pretraining_r2"] <= 1
     shown = capsys.readouterr().out
     assert "before training" in shown
     assert "after training" in shown

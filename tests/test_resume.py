@@ -73,6 +73,52 @@ def test_resuming_equals_the_straight_run(make_trainer, tmp_path: Path, variant)
         assert written[0] == written[1]  # to the order of the names
 
 
+@pytest.mark.parametrize("deepspeed", [False, True])
+def test_deepspeed_loads_the_best_critic_itself(make_trainer, tmp_path, monkeypatch, deepspeed):
+    fields = {"load_best_model_at_end": True, "eval_strategy": "steps", "save_strategy": "steps", "save_steps": 1}
+    trainer = make_trainer({**fields, "eval_steps": 1}, eval_dataset=ROWS)
+    trainer.is_deepspeed_enabled = deepspeed
+    loaded: list[str] = []
+    monkeypatch.setattr(trainer.model, "load_critic", loaded.append)
+    with trainer.training_context():
+        trainer.state.best_model_checkpoint = str(tmp_path)
+    assert loaded == ([] if deepspeed else [str(tmp_path)])
+
+
+@pytest.mark.parametrize(
+    "length", [{"total_episodes": 20}, {"num_train_epochs": 3}], ids=["total_episodes", "num_train_epochs"]
+)
+def test_target_kl_leaves_the_number_of_completions_as_it_is(make_trainer, tmp_path, length):
+    """Of each rollout's 4 steps it leaves out two, from the checkpoints on and in a second run as well."""
+    config = {**CONFIG, "max_steps": -1, "target_kl": 1e-9, **length}
+    made: list[int] = []
+
+    def trainer(output_dir: Path):
+        run = make_trainer(
+            {**config, "output_dir": str(output_dir)},
+            train_dataset=ROWS,
+            reward_funcs=lambda completions, **_: (made.append(len(completions)), count_digits(completions))[1],
+        )
+        made.clear()
+        return run
+
+    straight = trainer(tmp_path / "straight")
+    straight.train()
+    assert made == [8, 8, 8]  # 20 rounded up to rollouts; one for an epoch of 12 prompts
+    assert straight.state.global_step == straight.state.max_steps == 6
+    assert (tmp_path / "straight" / "checkpoint-6").is_dir()
+    for step, left in ((1, 2), (2, 2), (3, 1), (6, 0)):
+        shutil.copytree(tmp_path / "straight" / f"checkpoint-{step}", tmp_path / f"from-{step}" / f"checkpoint-{step}")
+        resumed = trainer(tmp_path / f"from-{step}")
+        resumed.train(resume_from_checkpoint=True)
+        assert made == [8] * left
+        assert resumed.state.global_step == resumed.state.max_steps == 6
+        assert resumed.ppo_state == straight.ppo_state
+    made.clear()
+    straight.train()
+    assert made == [8, 8, 8]
+
+
 def test_checkpoint_within_a_rollout_holds_it_and_one_at_its_end_does_not(make_trainer, tmp_path):
     make_trainer({**CONFIG, "max_steps": 5}).train()
     assert (tmp_path / "out/checkpoint-3/ppo_state_0.safetensors").is_file()

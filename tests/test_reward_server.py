@@ -2,6 +2,9 @@
 
 import asyncio
 import math
+import shutil
+import ssl
+import subprocess
 import time
 from datetime import datetime
 from pathlib import Path
@@ -79,6 +82,21 @@ def test_failures_name_the_server_and_the_way_out(serve, answer, attempts, messa
         ask(RewardServer(server.url, timeout=0.3 if answer is hang else 30, max_retries=1), ["a"])
     assert server.url in str(error.value)
     assert len(server.asked) == attempts
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl")
+def test_a_private_authority_is_trusted_where_the_environment_names_it(serve, tmp_path, monkeypatch):
+    certificate, key = str(tmp_path / "cert.pem"), str(tmp_path / "key.pem")
+    request = "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=judge -addext subjectAltName=IP:127.0.0.1"
+    subprocess.run([*request.split(), "-out", certificate, "-keyout", key], check=True, capture_output=True)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    reward = RewardServer(serve(lengths, context).url, max_retries=5)
+    with pytest.raises(ServerError, match=r"not trusted .* set the environment variable SSL_CERT_FILE"):
+        ask(reward, ["12"])
+    monkeypatch.setenv("SSL_CERT_FILE", certificate)
+    monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:9")  # still not used
+    assert ask(reward, ["12"]) == [2]
 
 
 def test_secrets_stay_out_of_errors():

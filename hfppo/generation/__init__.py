@@ -1,5 +1,7 @@
 """Samplers: from prompts to completions."""
 
+from collections.abc import Callable
+
 from accelerate import Accelerator
 from transformers import PreTrainedTokenizerBase
 
@@ -27,11 +29,13 @@ def make_sampler(
     args: PPOConfig,
     accelerator: Accelerator,
     tokenizer: PreTrainedTokenizerBase | None = None,
+    on_progress: Callable[[float], None] | None = None,
 ) -> Sampler:
     """Make the sampler that the configuration asks for; vLLM's modules are imported only where it is used.
 
     Args:
         tokenizer: finds the stop strings of `generation_kwargs`.
+        on_progress: see `TransformersSampler`; vLLM does not call it.
     Raises:
         ImportError, ValueError, ServerError: vLLM is not there, or cannot serve the adapter.
     """
@@ -49,6 +53,7 @@ def make_sampler(
             args.local_rollout_forward_batch_size,
             with_values,
             stops,
+            on_progress,
         )
     from hfppo.generation.vllm import ColocatedEngine, Engine, Sampling, VLLMSampler
     from hfppo.generation.vllm_server import ServerEngine

@@ -1,6 +1,5 @@
 """The contract of samplers, and the completions they return."""
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, replace
 from typing import Protocol
@@ -46,12 +45,7 @@ class Completions:
 
 
 class Sampler(Protocol):
-    """Anything that can sample completions from the current policy.
-
-    One that can tell how far it has got calls `on_progress` with the share that is done, from 0 to 1.
-    """
-
-    on_progress: Callable[[float], None] = staticmethod(lambda share: None)
+    """Anything that can sample completions from the current policy."""
 
     def ready(self) -> AbstractContextManager[None]:
         """Hold the current weights for the block, so that the sampler can be called."""

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from transformers import DynamicCache, GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
 
 from hfppo.generation.contract import Completions, Sampler, completions_from, join_completions
-from hfppo.generation.key_values import KeyValues, may_keep
+from hfppo.generation.key_values import CACHE, KeyValues, may_keep
 from hfppo.generation.stop_strings import StopStringCriterion, StopStrings
 from hfppo.models.actor_critic import ActorCritic
 from hfppo.models.output_head import is_sharded
@@ -89,6 +89,7 @@ class TransformersSampler(Sampler):
     Args:
         with_values: also return the shared critic's values, computed from the hidden states of sampling.
         stops: texts that end a completion as well.
+        on_progress: called with the share of the tokens that is sampled, from 0 to 1.
     """
 
     def __init__(
@@ -101,9 +102,11 @@ class TransformersSampler(Sampler):
         batch_size: int,
         with_values: bool = False,
         stops: StopStrings | None = None,
+        on_progress: Callable[[float], None] | None = None,
     ):
         self.model, self.temperature, self.batch_size = model, temperature, batch_size
         self.with_values, self.stops = with_values, stops
+        self.on_progress = on_progress or (lambda share: None)
         self.config = GenerationConfig(
             max_new_tokens=max_completion_length, eos_token_id=eos_ids, pad_token_id=pad_id, use_cache=True
         )
@@ -208,7 +211,7 @@ class TransformersSampler(Sampler):
                 logits_processor=LogitsProcessorList([choice]),
                 stopping_criteria=StoppingCriteriaList([] if stops is None else [stops]),
                 synced_gpus=sharded,
-                **({} if past is None else {"past_key_values": past}),
+                **({} if past is None else {CACHE: past}),
             )
         sequences = output.sequences if keep else output
         ids = sequences[:, prompt_ids.shape[1] :]
@@ -223,7 +226,7 @@ class TransformersSampler(Sampler):
         if not keep:
             return completions, None
         mask = torch.cat([prompt_mask, completions.mask], dim=1)
-        return completions, KeyValues.of(output.past_key_values, sequences, mask)
+        return completions, KeyValues.of(output[CACHE], sequences, mask)
 
 
 def row_uniforms(seeds: list[int], width: int) -> Tensor:

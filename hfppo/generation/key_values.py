@@ -1,16 +1,20 @@
 """Key-values that `generate` leaves, for prompts that begin alike: those of a group, the next turns of episodes."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer
+from transformers.generation import GenerateDecoderOnlyOutput
 
 from hfppo.models.actor_critic import ActorCritic
 from hfppo.models.output_head import is_sharded
 
 ATTENTION = ("eager", "sdpa")  # the implementations whose passes over a part of the columns are tested
+
+# The name of the key-values, among the arguments of `generate` and in its output; transformers 5.24 renamed them.
+CACHE = "cache" if "cache" in {field.name for field in fields(GenerateDecoderOnlyOutput)} else "past_key_values"
 
 
 @dataclass(frozen=True)

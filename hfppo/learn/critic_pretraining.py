@@ -124,7 +124,7 @@ class CriticPretraining:
         first = (
             args.critic_lr if args.critic_pretraining_learning_rate is None else args.critic_pretraining_learning_rate
         )
-        explained = [measured.get("explained_variance", -math.inf) for measured in self.progress.held_out]
+        explained = [measured.get("r2", -math.inf) for measured in self.progress.held_out]
         without_gain = sum(now <= max(explained[:i]) for i, now in enumerate(explained) if i)
         for group in optimizer.param_groups:  # also the actor's, which has no gradient
             group["lr"] = first / 2**without_gain
@@ -240,8 +240,8 @@ class CriticPretraining:
             for batch in testing.micro_batches(-(-len(testing) // size)):
                 sums += sum_by_part(self.values(batch.to(self.args.device)).cpu(), batch)
         everywhere = torch.tensor(gather_object([sums.tolist()]), dtype=torch.float64).sum(dim=0)
-        names = ["explained_variance", *(f"explained_variance_{part}" for part in PARTS)]
-        measured = {name: explained_variance(*part) for name, part in zip(names, everywhere.tolist(), strict=True)}
+        names = ["r2", *(f"r2_{part}" for part in PARTS)]
+        measured = {name: r_squared(*part) for name, part in zip(names, everywhere.tolist(), strict=True)}
         measured = {name: value for name, value in measured.items() if math.isfinite(value)}
         self.progress.held_out.append(measured)
         if self.progress.best_epoch == self.progress.epoch:
@@ -346,10 +346,10 @@ def sum_by_part(values: Tensor, batch: Rollout) -> Tensor:
     return torch.einsum("pbt,kbt->pk", parts, terms)
 
 
-def explained_variance(count: float, squared_error: float, total: float, squares: float) -> float:
-    """Return 1 − mean (V − R)² / Var(R); NaN where the returns do not vary.
+def r_squared(count: float, squared_error: float, total: float, squares: float) -> float:
+    """Return R² = 1 − mean (V − R)² / Var(R), the coefficient of determination; NaN where the returns do not vary.
 
-    Unlike `value/explained_variance` it counts the error of the mean as well.
+    The explained variance, 1 − Var(V − R) / Var(R), does not count the error of the mean.
 
     Args:
         count: tokens.

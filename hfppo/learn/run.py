@@ -66,19 +66,16 @@ class Run:
                 parameter.grad = None
         self._rate.scale(optimizer, rate_factor)
 
-    def after_step(self, optimizer: Optimizer) -> None:
-        """Restore the learning rate, and measure the time of the step."""
-        self._rate.restore(optimizer)
-        seconds = time.perf_counter() - self._began
-        self.log.update({"time/update": parts_of(self.args.updates_per_rollout * seconds)})
-        self.log.update(measure_throughput(self._flops, seconds, self.args.peak_tflops))
-
-    def end_step(self, number: int) -> UpdateStep:
-        """Return the step with its metrics over all processes. A collective call.
+    def end_step(self, optimizer: Optimizer, number: int) -> UpdateStep:
+        """Restore the learning rate, and return the step with its metrics over all processes. A collective call.
 
         Args:
             number: of the step, from 0, on the rollout in use.
         """
+        self._rate.restore(optimizer)
+        seconds = time.perf_counter() - self._began
+        self.log.update({"time/update": parts_of(self.args.updates_per_rollout * seconds)})
+        self.log.update(measure_throughput(self._flops, seconds, self.args.peak_tflops))
         epoch, mini_batch = divmod(number, self.args.num_mini_batches)
         self.steps.append(StepSums(epoch, mini_batch, self._step.gather()))
         return self.steps[-1].read()

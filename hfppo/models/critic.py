@@ -26,7 +26,7 @@ CRITIC_CONFIG = "critic_config.json"
 
 
 class ValueHead(nn.Linear):
-    """A linear head that computes values in float32, also where DeepSpeed has cast its weights to bfloat16."""
+    """A linear head that computes values in float32, also where DeepSpeed or FSDP2 gives its weights in bfloat16."""
 
     def __init__(self, hidden_size: int):
         super().__init__(hidden_size, 1, dtype=torch.float32)

@@ -36,6 +36,7 @@ class Endpoint:
     """One server: a time limit, retries with growing pauses, and a limit on requests at once.
 
     Requests go to the given address only: redirects are not followed, and proxies of the environment are ignored.
+    Certificates are checked against the system's, or those in `SSL_CERT_FILE` or `SSL_CERT_DIR` of the environment.
 
     Args:
         url: http:// or https://; the paths of requests are appended to it.
@@ -87,8 +88,14 @@ class Endpoint:
             ServerError: one could not be had; the requests under way are dropped.
         """
         limit = asyncio.Semaphore(self.max_concurrency)
-        pool = httpx2.Limits(max_connections=self.max_concurrency)
-        async with httpx2.AsyncClient(headers=self.headers, timeout=None, limits=pool, trust_env=False) as client:
+        settings: dict[str, Any] = {
+            "headers": self.headers,
+            "timeout": None,
+            "limits": httpx2.Limits(max_connections=self.max_concurrency),
+            "trust_env": False,  # no proxies and no .netrc
+            "verify": httpx2.create_ssl_context(),  # with the environment's certificates
+        }
+        async with httpx2.AsyncClient(**settings) as client:
 
             async def ask(body: Any) -> bytes:
                 async with limit:
@@ -118,6 +125,11 @@ class Endpoint:
                 "once, or see what holds it up"
             ) from error
         except httpx2.TransportError as error:
+            if "CERTIFICATE_VERIFY_FAILED" in str(error):
+                raise ServerError(
+                    f"{name} has a certificate that is not trusted ({error}); set the environment variable "
+                    "SSL_CERT_FILE to a file with the certificate of its authority"
+                ) from error
             raise Unavailable(
                 f"{name} cannot be reached, after all retries ({error or type(error).__name__}); start the server or "
                 "correct the address"

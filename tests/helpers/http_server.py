@@ -1,6 +1,7 @@
 """An HTTP server on loopback that stands for a reward server."""
 
 import json
+import ssl
 import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -9,9 +10,9 @@ Answer = Callable[[dict], tuple[int, bytes]]
 
 
 class Server:
-    """Answers what a function of the request's JSON says; keeps what it was asked."""
+    """Answers what a function of the request's JSON says; keeps what it was asked. With a `context` over TLS."""
 
-    def __init__(self, answer: Answer):
+    def __init__(self, answer: Answer, context: ssl.SSLContext | None = None):
         self.asked: list[dict] = []
         self.paths: list[str] = []
         self.headers: list[dict] = []
@@ -42,7 +43,9 @@ class Server:
 
         self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.http.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self.http.server_port}/score"
+        if context is not None:
+            self.http.socket = context.wrap_socket(self.http.socket, server_side=True)
+        self.url = f"http{'' if context is None else 's'}://127.0.0.1:{self.http.server_port}/score"
         threading.Thread(target=self.http.serve_forever, daemon=True).start()
 
     def stop(self) -> None:
