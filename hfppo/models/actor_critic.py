@@ -21,7 +21,7 @@ from hfppo.models.critic import CRITIC_FOLDER, CriticSource, build_critic, find_
 from hfppo.models.loading import check_adapter, check_vocabulary, keep_four_bits
 from hfppo.models.lower_layers import record_states
 from hfppo.models.output_head import Entropy, token_logprobs
-from hfppo.models.packing import Layout, fits, hidden_states, lay_out
+from hfppo.models.packing import Layout, fits, hidden_states, lay_out, trunk_of
 from hfppo.saving.card_metadata import update_card
 
 
@@ -264,12 +264,6 @@ class ActorCritic(PeftModelForCausalLM):
         """Load the critic, if the model has one, from a folder that `save_pretrained` wrote."""
         if self.critic is not None:
             self.critic.load(Path(folder) / CRITIC_FOLDER)
-
-
-def trunk_of(model: PreTrainedModel | PeftModel) -> nn.Module:
-    """Return the part of a causal language model, with its adapters, that computes hidden states."""
-    causal_lm: Any = model.get_base_model() if isinstance(model, PeftModel) else model
-    return causal_lm.base_model
 
 
 def disable_noise(model: nn.Module) -> None:
