@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hfppo.models.critic import CRITIC_FOLDER, CriticSource, build_critic, find_critic, shared_copy
-from hfppo.models.loading import check_adapter, check_vocabulary, keep_four_bits
+from hfppo.models.loading import check_adapter, check_vocabulary, fit_to_model, keep_four_bits
 from hfppo.models.lower_layers import record_states
 from hfppo.models.output_head import Entropy, token_logprobs
 from hfppo.models.packing import Layout, fits, hidden_states, lay_out, trunk_of
@@ -72,7 +72,7 @@ class ActorCritic(PeftModelForCausalLM):
             critic_module = build_critic(find_critic(critic), base, peft_config, detach_critic)
         if start_adapter is not None and ref_model is None:
             ref_model = frozen_adapter_copy(base, peft_config, start_adapter)
-        super().__init__(base, copy.deepcopy(peft_config))  # PEFT resolves "all-linear" in place
+        super().__init__(base, fit_to_model(peft_config, base))  # a copy, since PEFT resolves "all-linear" in place
         if start_adapter is not None:
             set_peft_model_state_dict(self, start_adapter)
         self.critic = critic_module

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
-from hfppo.models.loading import adapter_config, check_placement, hub_options, keep_four_bits
+from hfppo.models.loading import adapter_config, check_placement, fit_to_model, hub_options, keep_four_bits
 from hfppo.models.lower_layers import names_in_top_layers, start_from
 from hfppo.models.packing import Layout, hidden_states, trunk_of
 from hfppo.saving.compare_adapters import describe_adapter, find_differences
@@ -265,7 +265,7 @@ def add_adapter(model: PreTrainedModel, peft_config: PeftConfig, layers: int | N
     Args:
         layers: how many to adapt, the top ones and nothing else; None: all that the actor's adapts.
     """
-    config: Any = copy.deepcopy(peft_config)
+    config: Any = fit_to_model(peft_config, model)
     config.task_type = None
     # PEFT resolves the target modules, also "all-linear" with experts.
     tuner: Any = get_peft_model(shared_copy(model), config, low_cpu_mem_usage=True).base_model
