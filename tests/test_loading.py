@@ -188,4 +188,4 @@ def test_own_exclusions_are_kept_beside_those_of_the_architecture():
     model = ActorCritic(tiny_of_type("nemotron_h"), config)
     targets = {name.rpartition(".")[2] for name in model.base_model.targeted_module_names}
     assert targets == {"in_proj", "q_proj", "k_proj", "v_proj"}
-    assert config.exclude_modules == ["o_proj"]
+    assert config.exclude_modules == {"o_proj"}

@@ -106,6 +106,7 @@ class TransformersSampler(Sampler):
         )
         self.weights_held = False  # so that key-values stay valid
         self.kept: KeyValues | None = None  # of the last turn
+        self.may_reuse = True  # until `check_sampler` finds that the model does not continue from key-values
         self.may_share = True  # until a batch's key-values turn out to be of another kind
 
     @contextmanager
@@ -124,7 +125,7 @@ class TransformersSampler(Sampler):
         lengths = prompt_mask.sum(dim=1)
         by_length = lengths.argsort(descending=True, stable=True)  # of about one length, little padding
         batches = [rows.sort().values for rows in by_length.split(self.batch_size)]
-        keepable = may_keep(self.model)
+        keepable = self.may_reuse and may_keep(self.model)
         in_turns = budgets is not None and self.weights_held and len(batches) == 1 and keepable
         kept, self.kept = self.kept if in_turns else None, None
         parts = []

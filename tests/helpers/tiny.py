@@ -121,7 +121,13 @@ UNUSUAL_LAYERS = {
     "mamba": {"state_size": 8, "time_step_rank": 4},
     "falcon_mamba": {"state_size": 8, "time_step_rank": 4},
     "mamba2": {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1, "chunk_size": 8},
-    "falcon_h1": {"mamba_d_state": 8, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_ssm": 64, "mamba_chunk_size": 8},
+    "falcon_h1": {
+        "mamba_d_state": 8,
+        "mamba_n_heads": 4,
+        "mamba_d_head": 16,
+        "mamba_d_ssm": 64,
+        "mamba_chunk_size": 8,
+    },
     "nemotron_h": {
         **{"layer_types": ["mamba", "attention"], "ssm_state_size": 8, "mamba_num_heads": 4, "mamba_head_dim": 16},
         **{"n_groups": 1, "chunk_size": 8, "head_dim": 16},
@@ -131,8 +137,9 @@ UNUSUAL_LAYERS = {
         "attn_layer_indices": [1],
     },
     "llama4_text": {"intermediate_size_mlp": 48, "num_local_experts": 2, "head_dim": 16, "attention_chunk_size": 16},
-    "mllama_text_model": {"cross_attention_layers": []},
-    "falcon": {},
+    "mllama_text_model": {"cross_attention_layers": [], "bos_token_id": 2},
+    **{"falcon": {}, "bloom": {}},
+    "mpt": {"d_model": 32, "n_heads": 2, "n_layers": 2, "max_seq_len": 128},
     "bart": {
         **{"d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 2, "decoder_ffn_dim": 48},
         **{"is_decoder": True, "is_encoder_decoder": False, "init_std": 0.3},
