@@ -240,7 +240,7 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 
 
 def trunk_of(model: PreTrainedModel | PeftModel) -> nn.Module:
-    """Return the part of a language model, with its adapters, that computes hidden states; of a trunk the trunk itself.
+    """Return the part of a language model, with its adapters, that computes hidden states; a trunk as it is.
 
     Raises:
         ValueError: there is no such part.
@@ -252,8 +252,8 @@ def trunk_of(model: PreTrainedModel | PeftModel) -> nn.Module:
     parts = [part for part in inner.children() if isinstance(part, PreTrainedModel)]
     if len(parts) != 1:
         raise ValueError(
-            f"{type(inner).__name__} has no part that computes the hidden states before the output head, and log-probs "
-            "and values are computed from these; use another architecture"
+            f"{type(inner).__name__} has no part that computes the hidden states before the output head, from which "
+            "log-probs and values are computed; use another architecture"
         )
     return parts[0]
 

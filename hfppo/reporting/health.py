@@ -274,8 +274,9 @@ CHECKS = {
         "mismatch/mean",
         lambda run: run.limits.max_mismatch,
         "the completions were drawn from another policy than the one that scores them",
-        "a sampler of another dtype or quantization; an old adapter on the server; noise or a mask in one pass alone",
-        "give the sampler the base's dtype; set {policy_mode} to 'corrected'",
+        "with vLLM another dtype or quantization, or an old adapter on the server; without it noise in the model, or "
+        "an architecture that computes otherwise with a cache",
+        "give vLLM the base's dtype; take the noise out; set {policy_mode} to 'corrected'",
         patience=None,
     ),
     "kl-to-the-reference": Check(
