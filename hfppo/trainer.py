@@ -39,6 +39,7 @@ from hfppo.environments.pool import EnvironmentFactory
 from hfppo.evaluation import EvalPrompts, check_best_metric, evaluate_prompts, place_model
 from hfppo.functional import Clip
 from hfppo.generation import Sampler, make_sampler
+from hfppo.generation.sampler_check import check_sampler
 from hfppo.learn.critic_pretraining import CriticPretraining
 from hfppo.learn.flops import FlopCounter
 from hfppo.learn.loss import LossTerm, measure_update, ppo_loss, ppo_terms
@@ -224,6 +225,7 @@ class PPOTrainer(CrashSafeTrainer):
         if not self._outputs_checked:
             with autocast(self.accelerator):
                 check_outputs(self.model, self.args.device)
+                check_sampler(self.collector.sampler, self.args.device)
             self._outputs_checked = True
 
     def _prepare_prompts(self, dataset: Dataset, name: str) -> Prompts:

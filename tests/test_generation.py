@@ -1,6 +1,7 @@
 """Sampling: pure, each row by its own seed, and with an end that is found without looking at padding."""
 
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from helpers.scripted import first_rollout
 from helpers.tiny import tiny_model
 from hfppo import PPOConfig, PPOTrainer
 from hfppo.data.prompts import pad_left
-from hfppo.generation import Completions, TransformersSampler, completions_from, eos_token_ids
+from hfppo.generation import Completions, completions_from, eos_token_ids
 from hfppo.generation.generate import BELOW_ONE, draw, row_uniforms
 from hfppo.generation.stop_strings import StopStrings
 from hfppo.token_trace.from_checkpoint import FixedCompletion
@@ -175,19 +176,19 @@ def test_rows_at_once_do_not_change_the_rollout(make_trainer):
 
 def test_prompts_of_about_one_length_are_sampled_together(make_trainer, monkeypatch):
     """So that a long one makes no padding for all; each keeps its place and its numbers."""
-    widths, sample = [], TransformersSampler._sample
+    widths = []
 
-    def noting(self, prompt_ids, *others):
+    def noting(sample, prompt_ids, *others):
         widths.append(tuple(prompt_ids.shape))
-        return sample(self, prompt_ids, *others)
+        return sample(prompt_ids, *others)
 
-    monkeypatch.setattr(TransformersSampler, "_sample", noting)
     prompts = ["1=", "12+34+56+78=", "2=", "3+4=", "12+34+56+7=", "5+6="]
     rollouts = []
     for size in (64, 2):
         trainer = make_trainer({"local_rollout_forward_batch_size": size})
-        shares = []
-        trainer.collector.sampler.on_progress = shares.append
+        shares, sampler = [], trainer.collector.sampler
+        monkeypatch.setattr(sampler, "_sample", partial(noting, sampler._sample))
+        sampler.on_progress = shares.append
         rollouts.append(trainer.rollout(prompts))
         assert shares == sorted(shares)
         assert 0.5 < shares[-1] <= 1

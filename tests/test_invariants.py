@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from helpers.runs import count_digits, gradients, logged, trainable
-from helpers.tiny import tiny_gpt2, tiny_model, tiny_opt, tiny_qwen3
+from helpers.tiny import tiny_gpt2, tiny_model, tiny_of_type, tiny_opt, tiny_qwen3
 from hfppo import PPOCallback, Rollout
 
 SHAPE = {"vocab_size": 26, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "bos_token_id": None}
@@ -40,6 +40,9 @@ UNUSUAL = {
         FalconConfig(**{**SHAPE, "num_key_value_heads": 1}, hidden_dropout=0.3, attention_dropout=0.3)
     ),
     "states have another width before the head": lambda: tiny_opt(word_embed_proj_dim=16),
+    "logits are multiplied after a state space": lambda: tiny_of_type("falcon_h1", lm_head_multiplier=0.3),
+    "a router is a linear layer": lambda: tiny_of_type("llama4_text"),
+    "the trunk has another name": lambda: tiny_of_type("mllama_text_model"),
 }
 ARCHITECTURES = [tiny_model, tiny_gpt2, tiny_qwen3, tiny_opt]
 

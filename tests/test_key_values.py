@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch.testing import assert_close
-from transformers import AutoConfig, AutoModelForCausalLM, set_seed
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, set_seed
 
 from helpers.tiny import LORA, tiny_gpt2, tiny_model, tiny_opt, tiny_qwen3
 from hfppo.data.prompts import pad_left
@@ -28,6 +28,17 @@ def model_of(name, **config):
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **{**SHAPE, **config}))
 
 
+def vision_language_model(name):
+    """One that keeps its batch's `rope_deltas` beside its key-values; its text part alone is of interest."""
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+    text = {**SHAPE, "num_key_value_heads": 1, "head_dim": 16, "rope_parameters": rope}
+    vision = {"depth": 1, "hidden_size": 32, "out_hidden_size": 32, "intermediate_size": 48, "num_heads": 2}
+    set_seed(0)
+    return AutoModelForImageTextToText.from_config(
+        AutoConfig.for_model(name, text_config=text, vision_config=vision, image_token_id=24, video_token_id=25)
+    )
+
+
 MODELS = {
     "llama": tiny_model,
     "eager": lambda: tiny_model(attn_implementation="eager"),
@@ -36,6 +47,8 @@ MODELS = {
     "qwen3": tiny_qwen3,
     "gpt_neox": lambda: model_of("gpt_neox"),
     "bloom": lambda: model_of("bloom"),
+    "qwen2_5_vl": lambda: vision_language_model("qwen2_5_vl"),
+    "glm4v": lambda: vision_language_model("glm4v"),
 }
 
 

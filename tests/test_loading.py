@@ -9,7 +9,9 @@ from peft import AutoPeftModelForCausalLM, FourierFTConfig, LoraConfig, get_peft
 from transformers import AutoModelForCausalLM
 
 import hfppo.models.critic
-from helpers.tiny import LORA, scorer, tiny_model
+from helpers.tiny import LORA, scorer, tiny_model, tiny_of_type
+from hfppo.models.actor_critic import ActorCritic
+from hfppo.models.loading import default_peft_config
 
 
 @pytest.fixture(autouse=True)
@@ -160,3 +162,30 @@ def test_a_critic_needs_the_tokenizers_ids_and_a_reference_all_of_the_actors(mak
         make_trainer(critic=scorer(vocab_size=needed - 1))
     with pytest.raises(ValueError, match="ref_model knows 26 tokens and has to read 30"):
         make_trainer(model=tiny_model(vocab_size=30), ref_model=tiny_model(vocab_size=26))
+
+
+@pytest.mark.parametrize(
+    ("name", "targets"),
+    [
+        ("mamba", {"in_proj"}),
+        ("falcon_mamba", {"in_proj"}),
+        ("mamba2", {"in_proj"}),
+        ("nemotron_h", {"in_proj", "q_proj", "k_proj", "v_proj", "o_proj"}),
+        ("falcon_h1", {"in_proj", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}),
+        ("bamba", {"in_proj", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}),
+        ("llama4_text", {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}),  # no router
+        ("falcon", {"query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"}),  # linear layers of its own class
+    ],
+)
+def test_the_default_adapter_is_on_every_layer_that_an_adapter_can_act_on(name, targets):
+    model = ActorCritic(tiny_of_type(name), default_peft_config())
+    for tuner in (model.base_model, model.critic.trunk.base_model):
+        assert {module.rpartition(".")[2] for module in tuner.targeted_module_names} == targets
+
+
+def test_own_exclusions_are_kept_beside_those_of_the_architecture():
+    config = LoraConfig(target_modules="all-linear", exclude_modules=["o_proj"], task_type="CAUSAL_LM")
+    model = ActorCritic(tiny_of_type("nemotron_h"), config)
+    targets = {name.rpartition(".")[2] for name in model.base_model.targeted_module_names}
+    assert targets == {"in_proj", "q_proj", "k_proj", "v_proj"}
+    assert config.exclude_modules == {"o_proj"}

@@ -12,7 +12,6 @@ import hfppo.collect.collector
 import hfppo.trainer
 from helpers.runs import count_digits, final_state
 from hfppo import PPOConfig
-from hfppo.generation import TransformersSampler
 from hfppo.support.http_client import ServerError
 from hfppo.support.out_of_memory import OutOfMemory, explain_out_of_memory, peak
 
@@ -37,9 +36,11 @@ def fails_at(call: int, function, error):
 
 @pytest.mark.parametrize("error", [CUDA, CPU, MPS, MemoryError()], ids=["CUDA", "CPU", "MPS", "Python"])
 def test_every_kind_is_explained(make_trainer, monkeypatch, tmp_path, error):
-    monkeypatch.setattr(TransformersSampler, "_sample", fails_at(2, TransformersSampler._sample, error))
+    trainer = make_trainer(CONFIG)
+    sampler = trainer.collector.sampler
+    monkeypatch.setattr(sampler, "_sample", fails_at(2, sampler._sample, error))
     with pytest.raises(OutOfMemory, match=r"memory ran out during sampling, at a peak of \d+\.\d+ GiB") as raised:
-        make_trainer(CONFIG).train()
+        trainer.train()
     assert raised.value.__cause__ is error
     assert isinstance(raised.value, torch.OutOfMemoryError)
     assert all(setting in str(raised.value) for setting in SAMPLING)
@@ -94,9 +95,11 @@ def test_reward_functions_are_a_phase_of_their_own(make_trainer):
 
 def test_an_evaluation_is_a_phase_of_its_own(make_trainer, monkeypatch, dataset):
     config = {"eval_strategy": "steps", "eval_steps": 2}
-    monkeypatch.setattr(TransformersSampler, "_sample", fails_at(2, TransformersSampler._sample, CUDA))
+    trainer = make_trainer(config, eval_dataset=dataset)
+    sampler = trainer.collector.sampler
+    monkeypatch.setattr(sampler, "_sample", fails_at(2, sampler._sample, CUDA))
     with pytest.raises(OutOfMemory, match=r"during an evaluation, at .* per_device_eval_batch_size=8"):
-        make_trainer(config, eval_dataset=dataset).train()
+        trainer.train()
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch.testing import assert_close
-from transformers import BloomConfig, BloomForCausalLM, LlamaForCausalLM
+from transformers import BloomConfig, BloomForCausalLM, FalconConfig, FalconForCausalLM
 
 from helpers.runs import gradients, logged, trainable
 from helpers.tiny import tiny_gpt2, tiny_model, tiny_opt, tiny_qwen3
@@ -110,7 +110,7 @@ def test_a_run_packs_whose_reference_is_an_adapter_on_a_model(request, make_trai
     padded = ref_logprobs()
     request.getfixturevalue("packing")
     assert_close(ref_logprobs(), padded)
-    assert packing_module._packs[LlamaForCausalLM, "sdpa"]
+    assert {"sdpa": True} in packing_module._packs.values()
 
 
 def test_an_architecture_that_mixes_packed_rows_is_not_packed(packing):
@@ -220,6 +220,25 @@ def test_attention_with_a_window_or_without_sdpa_gets_rows(changes):
     for name, value in changes.items():
         setattr(model.config, name, value)
     assert not can_share_prompts(model)
+
+
+def falcon(**config) -> FalconForCausalLM:
+    torch.manual_seed(0)
+    shape = {"vocab_size": 26, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return FalconForCausalLM(FalconConfig(**shape, **config))
+
+
+def test_models_of_one_class_are_tried_apart(packing, monkeypatch):
+    """Falcon's configuration chooses between rotary positions, which a mask of any form leaves right, and ALiBi."""
+    rotary, alibi = falcon(), falcon(alibi=True)
+    assert can_share_prompts(rotary)
+    assert not can_share_prompts(alibi)
+    assert can_share_prompts(rotary)
+    plain, careless = tiny_model(), tiny_model()
+    forward = careless.model.forward
+    monkeypatch.setattr(careless.model, "forward", lambda input_ids, use_cache, **_: forward(input_ids))
+    assert can_pack(plain)
+    assert not can_pack(careless)
 
 
 def test_an_architecture_that_refuses_such_a_mask_gets_rows():

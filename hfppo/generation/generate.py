@@ -112,6 +112,7 @@ class TransformersSampler(Sampler):
         )
         self.weights_held = False  # so that key-values stay valid
         self.kept: KeyValues | None = None  # of the last turn
+        self.may_reuse = True  # until `check_sampler` finds that the model does not continue from key-values
         self.may_share = True  # until a batch's key-values turn out to be of another kind
 
     @contextmanager
@@ -130,7 +131,7 @@ class TransformersSampler(Sampler):
         lengths = prompt_mask.sum(dim=1)
         by_length = lengths.argsort(descending=True, stable=True)  # of about one length, little padding
         batches = [rows.sort().values for rows in by_length.split(self.batch_size)]
-        keepable = may_keep(self.model)
+        keepable = self.may_reuse and may_keep(self.model)
         in_turns = budgets is not None and self.weights_held and len(batches) == 1 and keepable
         kept, self.kept = self.kept if in_turns else None, None
         parts = []
@@ -203,7 +204,8 @@ class TransformersSampler(Sampler):
         eager = torch.compiler.set_stance("force_eager")
         sharded = is_sharded(self.model)
         reading = state_values(self.model, self.with_values and not sharded)
-        with torch.no_grad(), eager, generation_config_of(self.model, config), reading as values:
+        of_model = generation_config_of(self.model, config), batch_state_reset(self.model)
+        with torch.no_grad(), eager, of_model[0], of_model[1], reading as values:
             output = self.model.generate(
                 input_ids=prompt_ids,
                 attention_mask=prompt_mask.long(),
@@ -273,3 +275,21 @@ def generation_config_of(model: ActorCritic, config: GenerationConfig) -> Iterat
         yield
     finally:
         base.generation_config = before
+
+
+@contextmanager
+def batch_state_reset(model: ActorCritic) -> Iterator[None]:
+    """Reset the tensors that modules keep from a batch beside its key-values, such as `rope_deltas`, after the block.
+
+    They have one row per row of that batch, and the next pass may have others.
+    """
+    before = [(module, dict(vars(module))) for module in model.causal_lm.modules()]
+    try:
+        yield
+    finally:
+        for module, attributes in before:
+            for name in [name for name, value in vars(module).items() if isinstance(value, Tensor)]:
+                if name not in attributes:
+                    delattr(module, name)
+                elif vars(module)[name] is not attributes[name]:
+                    setattr(module, name, attributes[name])

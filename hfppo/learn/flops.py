@@ -14,8 +14,9 @@ from torch import nn
 
 from hfppo.learn.step_plan import StepPlan
 from hfppo.metrics import Measures, parts_of
-from hfppo.models.actor_critic import ActorCritic, trunk_of
+from hfppo.models.actor_critic import ActorCritic
 from hfppo.models.lower_layers import find_layers
+from hfppo.models.packing import trunk_of
 from hfppo.rollout import Rollout
 
 

@@ -19,10 +19,10 @@ from transformers import PreTrainedModel
 
 from hfppo.models.adapter_card import update_card
 from hfppo.models.critic import CRITIC_FOLDER, CriticSource, build_critic, find_critic, shared_copy
-from hfppo.models.loading import check_adapter, check_vocabulary, keep_four_bits
+from hfppo.models.loading import check_adapter, check_vocabulary, fit_to_model, keep_four_bits
 from hfppo.models.lower_layers import record_states
 from hfppo.models.output_head import Entropy, token_logprobs
-from hfppo.models.packing import Layout, fits, hidden_states, lay_out
+from hfppo.models.packing import Layout, fits, hidden_states, lay_out, trunk_of
 
 
 class TokenOutputs(NamedTuple):
@@ -72,7 +72,7 @@ class ActorCritic(PeftModelForCausalLM):
             critic_module = build_critic(find_critic(critic), base, peft_config, detach_critic)
         if start_adapter is not None and ref_model is None:
             ref_model = frozen_adapter_copy(base, peft_config, start_adapter)
-        super().__init__(base, copy.deepcopy(peft_config))  # PEFT resolves "all-linear" in place
+        super().__init__(base, fit_to_model(peft_config, base))  # a copy, since PEFT resolves "all-linear" in place
         if start_adapter is not None:
             set_peft_model_state_dict(self, start_adapter)
         self.critic = critic_module
@@ -264,12 +264,6 @@ class ActorCritic(PeftModelForCausalLM):
         """Load the critic, if the model has one, from a folder that `save_pretrained` wrote."""
         if self.critic is not None:
             self.critic.load(Path(folder) / CRITIC_FOLDER)
-
-
-def trunk_of(model: PreTrainedModel | PeftModel) -> nn.Module:
-    """Return the part of a causal language model, with its adapters, that computes hidden states."""
-    causal_lm: Any = model.get_base_model() if isinstance(model, PeftModel) else model
-    return causal_lm.base_model
 
 
 def disable_noise(model: nn.Module) -> None:

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
-from hfppo.models.loading import adapter_config, check_placement, hub_options, keep_four_bits
+from hfppo.models.loading import adapter_config, check_placement, fit_to_model, hub_options, keep_four_bits
 from hfppo.models.lower_layers import names_in_top_layers, start_from
-from hfppo.models.packing import Layout, hidden_states
+from hfppo.models.packing import Layout, hidden_states, trunk_of
 from hfppo.saving.compare_adapters import describe_adapter, find_differences
 
 CRITIC_FOLDER = "critic"
@@ -265,7 +265,7 @@ def add_adapter(model: PreTrainedModel, peft_config: PeftConfig, layers: int | N
     Args:
         layers: how many to adapt, the top ones and nothing else; None: all that the actor's adapts.
     """
-    config: Any = copy.deepcopy(peft_config)
+    config: Any = fit_to_model(peft_config, model)
     config.task_type = None
     # PEFT resolves the target modules, also "all-linear" with experts.
     tuner: Any = get_peft_model(shared_copy(model), config, low_cpu_mem_usage=True).base_model
@@ -275,7 +275,7 @@ def add_adapter(model: PreTrainedModel, peft_config: PeftConfig, layers: int | N
     modules = names_inside_trunk(model, tuner.targeted_module_names)
     parameters = names_inside_trunk(model, tuner.targeted_parameter_names)
     if layers is not None:
-        modules, parameters = (names_in_top_layers(names, model.base_model, layers) for names in (modules, parameters))
+        modules, parameters = (names_in_top_layers(names, trunk_of(model), layers) for names in (modules, parameters))
         config.trainable_token_indices = None
         if not modules and not parameters:
             raise ValueError(
@@ -286,17 +286,22 @@ def add_adapter(model: PreTrainedModel, peft_config: PeftConfig, layers: int | N
     if parameters:
         config.target_parameters = sorted(parameters)
     config.layers_to_transform = config.layers_pattern = config.exclude_modules = None  # the targets are by full names
-    trunk = re.compile(rf"^(\^?){model.base_model_prefix}\\?\.")
+    trunk = re.compile(rf"^(\^?){re.escape(trunk_name(model) or model.base_model_prefix)}\\?\.")
     for name in ("rank_pattern", "alpha_pattern"):
         patterns = getattr(config, name, None) or {}
         setattr(config, name, {trunk.sub(r"\1", pattern): value for pattern, value in patterns.items()})
-    return get_peft_model(model.base_model, config, adapter_name="critic")
+    return get_peft_model(cast(PreTrainedModel, trunk_of(model)), config, adapter_name="critic")
 
 
 def names_inside_trunk(model: PreTrainedModel, names: list[str]) -> list[str]:
     """Return the names inside a model's trunk, relative to the trunk."""
-    trunk = "" if model.base_model is model else f"{model.base_model_prefix}."
+    trunk = f"{trunk_name(model)}.".lstrip(".")
     return [name.removeprefix(trunk) for name in names if name.startswith(trunk)]
+
+
+def trunk_name(model: PreTrainedModel) -> str:
+    """Return the name of a model's trunk among its modules; empty for a trunk."""
+    return next(name for name, module in model.named_modules() if module is trunk_of(model))
 
 
 def shared_copy(module: nn.Module) -> Any:

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from peft import LoraConfig, PeftConfig, PeftModel, TaskType
 from peft.tuners.tuners_utils import BaseTunerLayer
-from peft.utils import CONFIG_NAME, ModulesToSaveWrapper, get_peft_model_state_dict
+from peft.utils import CONFIG_NAME, INCLUDE_LINEAR_LAYERS_SHORTHAND, ModulesToSaveWrapper, get_peft_model_state_dict
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
@@ -29,6 +30,8 @@ UNSUPPORTED = {
     "layer_replication": "gives the model more layers, so the disabled adapter is not the reference policy",
     "alora_invocation_tokens": "works in PEFT's whole forward only, and the passes here end before the output head",
 }
+
+INSIDE_KERNEL = ("x_proj", "dt_proj", "out_proj")  # layers whose weights a state-space kernel reads by itself
 
 
 @dataclass(frozen=True)
@@ -282,8 +285,47 @@ def separate_adapter(
 
 
 def default_peft_config() -> LoraConfig:
-    """Return LoRA of rank 16 on every linear layer except the output head."""
+    """Return LoRA of rank 16 on every linear layer except the output head; `fit_to_model` has the exceptions."""
     return LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+
+
+def fit_to_model(config: PeftConfig, model: PreTrainedModel) -> PeftConfig:
+    """Return a copy of an adapter's configuration whose "all-linear" leaves out layers that no adapter can act on.
+
+    PEFT takes every subclass of nn.Linear. An architecture's own may return something else than a product, such as a
+    router's choice. The kernels of a state-space layer read all weights but the first projection's by themselves, past
+    an adapter; PEFT refuses some of them by name.
+    """
+    config = copy.deepcopy(config)
+    targets, excluded = (getattr(config, name, None) for name in ("target_modules", "exclude_modules"))
+    if str(targets).lower() != INCLUDE_LINEAR_LAYERS_SHORTHAND or isinstance(excluded, str):
+        return config
+    unfit = set(excluded or ())
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and "." in name:
+            parent, child = name.split(".")[-2:]
+            inside_kernel = child in INSIDE_KERNEL and is_state_space(model.get_submodule(name.rpartition(".")[0]))
+            if inside_kernel or (type(module).__module__ == type(model).__module__ and not is_product(module)):
+                unfit.add(f"{parent}.{child}")
+    config.exclude_modules = sorted(unfit) or None  # type: ignore[attr-defined]
+    return config
+
+
+def is_state_space(module: nn.Module) -> bool:
+    """Return whether a module is a selective state space, as Mamba's and Mamba 2's layers are."""
+    return hasattr(module, "A_log") and hasattr(module, "D")
+
+
+@torch.no_grad()
+def is_product(layer: nn.Linear) -> bool:
+    """Return whether a subclass of nn.Linear computes its product."""
+    inputs = torch.eye(1, layer.in_features, dtype=layer.weight.dtype, device=layer.weight.device)
+    try:
+        outputs = layer(inputs)
+    except (IndexError, RuntimeError, TypeError, ValueError):
+        return False
+    expected = nn.functional.linear(inputs, layer.weight, layer.bias)
+    return isinstance(outputs, Tensor) and outputs.shape == expected.shape and torch.allclose(outputs, expected)
 
 
 def load_tokenizer(model: str | PreTrainedModel | PeftModel, **init_kwargs: Any) -> PreTrainedTokenizerBase:

@@ -29,14 +29,15 @@ def logits_of(model: PreTrainedModel | PeftModel, hidden: Tensor) -> Tensor:
 
 
 def adjust_logits(model: PreTrainedModel | PeftModel, logits: Tensor) -> Tensor:
-    """Cap or scale the output head's logits as Gemma 2, Granite and Cohere do, in their own dtype."""
+    """Cap or scale the output head's logits as Gemma 2, Granite, Cohere and Falcon-H1 do, in their own dtype."""
     config = model.config.get_text_config()
     if (cap := getattr(config, "final_logit_softcapping", None)) is not None:  # Gemma 2
         logits = torch.tanh(logits / cap) * cap
     if (divisor := getattr(config, "logits_scaling", None)) is not None:  # Granite
         logits = logits / divisor
-    if (factor := getattr(config, "logit_scale", None)) is not None:  # Cohere
-        logits = logits * factor
+    for name in ("logit_scale", "lm_head_multiplier"):  # Cohere, Falcon-H1
+        if (factor := getattr(config, name, None)) is not None:
+            logits = logits * factor
     return logits
 
 

@@ -1,21 +1,24 @@
 """Lay rows of prompt and completion out for a forward pass: little padding, and a common prompt only once."""
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from peft import PeftModel
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 # In the names of the attention implementations that separate packed rows by their position ids.
 PACKING_ATTENTION = "flash"
 CPU_TOKENS = 1024  # per forward on a CPU; beyond them activations leave the cache, and it takes 1.3 times as long
 SHARING_ATTENTION = "sdpa"  # the attention implementation that takes any mask
-_packs: dict[tuple[type, str], bool] = {}  # the result of `can_pack` by architecture and implementation
-_shares: dict[tuple[type, str], bool] = {}  # and of `can_share_prompts`
+# Results by model: two of one class may differ, for their configurations choose positions and layers.
+_packs: MutableMapping[nn.Module, dict[str, bool]] = WeakKeyDictionary()  # of `can_pack`, by attention implementation
+_shares: MutableMapping[nn.Module, bool] = WeakKeyDictionary()  # of `can_share_prompts`
 
 
 @dataclass(frozen=True)
@@ -180,14 +183,13 @@ def can_pack(model: Any) -> bool:
     implementation = str(getattr(model.config, "_attn_implementation", ""))
     if PACKING_ATTENTION not in implementation:
         return False
-    kind = (type(model), implementation)
-    if kind not in _packs:
+    known = _packs.setdefault(model, {})
+    if implementation not in known:
         ids = torch.arange(6, device=model.device).view(2, 3) % model.config.get_text_config().vocab_size
         padded, packed = (Layout.of(ids, torch.ones_like(ids), 2, packed, True) for packed in (False, True))
-        trunk = model.base_model
-        apart, together = (hidden_states(trunk, layout).float() for layout in (padded, packed))
-        _packs[kind] = torch.allclose(apart, together, rtol=0.05, atol=0.05 * float(apart.abs().max()))
-    return _packs[kind]
+        apart, together = (hidden_states(trunk_of(model), layout).float() for layout in (padded, packed))
+        known[implementation] = torch.allclose(apart, together, rtol=0.05, atol=0.05 * float(apart.abs().max()))
+    return known[implementation]
 
 
 @torch.no_grad()
@@ -197,15 +199,14 @@ def can_share_prompts(model: Any) -> bool:
     Layers that look back a limited number of positions count columns, which a shared prompt moves.
     """
     model = model.get_base_model() if isinstance(model, PeftModel) else model
-    config, trunk = model.config.get_text_config(), model.base_model
+    config, trunk = model.config.get_text_config(), trunk_of(model)
     kinds = {"full_attention", *(getattr(config, "layer_types", None) or ())}
     if len(kinds) > 1 or getattr(config, "sliding_window", None) is not None:
         return False
     implementation = str(getattr(model.config, "_attn_implementation", ""))
     if implementation != SHARING_ATTENTION or "position_ids" not in inspect.signature(trunk.forward).parameters:
         return False
-    kind = (type(model), implementation)
-    if kind not in _shares:
+    if model not in _shares:
         ids = torch.tensor([[0, 1, 2, 3], [0, 1, 4, 5]], device=model.device) % config.vocab_size
         attended = torch.ones_like(ids)
         both = attended[:, 2:].bool()
@@ -216,10 +217,10 @@ def can_share_prompts(model: Any) -> bool:
             )
             apart, shared = (hidden_states(trunk, layout).float()[layout.states] for layout in layouts)
             # Measured by how much two completions differ: states may be large in places where all are alike.
-            _shares[kind] = bool((shared - apart).norm() < 0.1 * (apart[0] - apart[1]).norm())
+            _shares[model] = bool((shared - apart).norm() < 0.1 * (apart[0] - apart[1]).norm())
         except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):  # it reads the mask as a flat one
-            _shares[kind] = False
-    return _shares[kind]
+            _shares[model] = False
+    return _shares[model]
 
 
 def rows_at_once(most: int, width: int, device: torch.device) -> int:
@@ -236,6 +237,25 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         model.train(was_training)
+
+
+def trunk_of(model: PreTrainedModel | PeftModel) -> nn.Module:
+    """Return the part of a language model, with its adapters, that computes hidden states; a trunk as it is.
+
+    Raises:
+        ValueError: there is no such part.
+    """
+    inner: Any = model.get_base_model() if isinstance(model, PeftModel) else model
+    if inner.base_model is not inner or inner.get_output_embeddings() is None:
+        return inner.base_model
+    # Llama 4's and Mllama's language models have no part of the name that their classes give.
+    parts = [part for part in inner.children() if isinstance(part, PreTrainedModel)]
+    if len(parts) != 1:
+        raise ValueError(
+            f"{type(inner).__name__} has no part that computes the hidden states before the output head, from which "
+            "log-probs and values are computed; use another architecture"
+        )
+    return parts[0]
 
 
 def hidden_states(trunk: nn.Module, layout: Layout) -> Tensor:

@@ -108,8 +108,9 @@ def sampler_mismatch(run: Run, limit: float = 0.1) -> str | None:
     return run.explain(
         run.above("mismatch/mean", limit),
         "the completions were drawn from another policy than the one that scores them",
-        "a sampler of another dtype or quantization; an old adapter on the server; noise or a mask in one pass only",
-        "give the sampler the base's dtype; set {policy_mode} to 'corrected'",
+        "with vLLM another dtype or quantization, or an old adapter on the server; without it noise in the model, or "
+        "an architecture that computes otherwise with a cache",
+        "give vLLM the base's dtype; take the noise out; set {policy_mode} to 'corrected'",
     )
 
 

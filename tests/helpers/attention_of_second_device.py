@@ -41,5 +41,5 @@ trainer = PPOTrainer(
 before = len(seen)
 trainer.remove_callback(PlotCallback)
 trainer.train()
-packed = {kind.__name__: can for (kind, _), can in packing._packs.items()}
+packed = {type(model).__name__: all(found.values()) for model, found in packing._packs.items()}
 print(json.dumps({"before": before, "devices": sorted(set(seen)), "packed": packed}))

@@ -4,13 +4,18 @@ import torch
 from peft import LoraConfig
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
+    MllamaForCausalLM,
+    MllamaTextConfig,
     OPTConfig,
     OPTForCausalLM,
+    PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen3Config,
     Qwen3ForCausalLM,
@@ -106,3 +111,47 @@ def tiny_opt(**more):
     config.update({"max_position_embeddings": 64, "init_std": 0.3, "eos_token_id": 1, "pad_token_id": 0})
     config.update({"word_embed_proj_dim": 32, "bos_token_id": None, "dropout": 0.3, **more})
     return OPTForCausalLM(config)
+
+
+# Architectures of unusual layers, by their type.
+UNUSUAL_LAYERS = {
+    "mamba": {"state_size": 8, "time_step_rank": 4},
+    "falcon_mamba": {"state_size": 8, "time_step_rank": 4},
+    "mamba2": {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1, "chunk_size": 8},
+    "falcon_h1": {
+        "mamba_d_state": 8,
+        "mamba_n_heads": 4,
+        "mamba_d_head": 16,
+        "mamba_d_ssm": 64,
+        "mamba_chunk_size": 8,
+    },
+    "nemotron_h": {
+        **{"layer_types": ["mamba", "attention"], "ssm_state_size": 8, "mamba_num_heads": 4, "mamba_head_dim": 16},
+        **{"n_groups": 1, "chunk_size": 8, "head_dim": 16},
+    },
+    "bamba": {
+        **{"mamba_d_state": 8, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_chunk_size": 8, "mamba_n_groups": 1},
+        "attn_layer_indices": [1],
+    },
+    "llama4_text": {"intermediate_size_mlp": 48, "num_local_experts": 2, "head_dim": 16, "attention_chunk_size": 16},
+    "mllama_text_model": {"cross_attention_layers": [], "bos_token_id": 2},
+    **{"falcon": {}, "bloom": {}},
+    "mpt": {"d_model": 32, "n_heads": 2, "n_layers": 2, "max_seq_len": 128},
+    "bart": {
+        **{"d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 2, "decoder_ffn_dim": 48},
+        **{"is_decoder": True, "is_encoder_decoder": False, "init_std": 0.3},
+    },
+    "minimax": {"head_dim": 16, "num_local_experts": 2, "layer_types": ["linear_attention", "full_attention"]},
+}
+
+
+def tiny_of_type(name: str, **config) -> PreTrainedModel:
+    """A causal language model of an architecture in `UNUSUAL_LAYERS`."""
+    set_seed(0)
+    shape = {"vocab_size": 26, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    shape |= {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 128}
+    shape |= {"initializer_range": 0.3, "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
+    fields = {**shape, **UNUSUAL_LAYERS[name], **config}
+    if name == "mllama_text_model":
+        return MllamaForCausalLM(MllamaTextConfig(**fields))
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **fields))

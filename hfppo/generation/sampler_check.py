@@ -1,0 +1,89 @@
+"""Compare what the model's own sampler does with a forward over whole rows, before it is used."""
+
+import itertools
+from typing import cast
+
+import torch
+
+from hfppo.generation.contract import Completions, Sampler
+from hfppo.generation.generate import TransformersSampler
+from hfppo.models.output_checks import logits_of_forward, precision
+from hfppo.models.packing import eval_mode
+
+SHORT, LONG, TOKENS = 2, 6, 3  # tokens of two prompts, and of each completion
+
+
+@torch.no_grad()
+def check_sampler(sampler: Sampler, device: torch.device) -> None:
+    """Refuse an architecture whose `generate` reads padding, and find out whether key-values can be used again.
+
+    A collective call where the weights are sharded. Only `TransformersSampler` pads prompts, so no other is tried.
+
+    Raises:
+        ValueError: the log-probs of a prompt depend on the padding before it.
+    """
+    if not isinstance(sampler, TransformersSampler):
+        return
+    eager = torch.compiler.set_stance("force_eager")  # no graphs for a few tokens
+    trial = Trial(sampler, device)
+    with eval_mode(sampler.model), eager, trial.sampler.ready():
+        logits = logits_of_forward(sampler.model, device)
+        # More than rounding does. Of numbers that are not finite each comparison is False.
+        limit = max(0.01, 2 * torch.finfo(precision(logits)).eps * float(logits.abs().max()))
+        first = trial.sample([trial.short, trial.long])
+        gap = trial.gap(trial.short, first)
+        sampler.may_reuse = trial.continues(first, limit)
+        if sampler.batch_size > 1 and gap > limit and gap > 3 * trial.gap(trial.short, trial.sample([trial.short])):
+            name = type(sampler.model.causal_lm).__name__
+            raise ValueError(
+                f"{name} reads padding: `generate` gives other log-probs to a prompt that is padded on the left (by "
+                f"{gap:.2g} nats per token), so it cannot sample prompts of several lengths at once; set "
+                "local_rollout_forward_batch_size=1, set use_vllm=True if vLLM has this architecture, or use another"
+            )
+
+
+class Trial:
+    """A few tokens for two prompts; the shorter one is padded.
+
+    Args:
+        sampler: the trial's own sampler is like it; it stays as it is.
+        device: of the model.
+    """
+
+    def __init__(self, sampler: TransformersSampler, device: torch.device):
+        self.pad_id = cast(int, sampler.config.pad_token_id)
+        vocab_size = sampler.model.config.get_text_config().vocab_size
+        ids = (number % vocab_size for number in itertools.count(vocab_size // 2))
+        usual = (token for token in ids if token not in {self.pad_id, *sampler.config.eos_token_id})
+        self.short, self.long, self.answer = (list(itertools.islice(usual, n)) for n in (SHORT, LONG, 1))
+        no_end = [vocab_size]
+        self.sampler = TransformersSampler(sampler.model, no_end, self.pad_id, TOKENS, sampler.temperature, 2)
+        self.device = device
+
+    def sample(self, prompts: list[list[int]]) -> Completions:
+        """Sample a turn of some prompts together."""
+        padding = [max(map(len, prompts)) - len(prompt) for prompt in prompts]
+        padded = [[self.pad_id] * n + prompt for n, prompt in zip(padding, prompts, strict=True)]
+        ids = torch.tensor(padded, device=self.device)
+        mask = torch.arange(ids.shape[1], device=self.device) >= torch.tensor(padding, device=self.device)[:, None]
+        return self.sampler(ids, mask, list(range(len(prompts))), [TOKENS] * len(prompts))
+
+    def gap(self, prompt: list[int], completions: Completions) -> float:
+        """Return the median distance of the first row's log-probs from those of a forward without padding.
+
+        Not the mean: where rounding makes a router choose another expert, single tokens are off.
+        """
+        sampler = self.sampler
+        ids = torch.cat([torch.tensor([prompt], device=self.device), completions.ids[:1]], dim=1)
+        mask = completions.mask[:1]
+        outputs = sampler.model(ids, torch.ones_like(ids), mask, temperature=sampler.temperature, values=False)
+        return float((outputs.logprobs - completions.logprobs[:1]).abs().median())
+
+    def continues(self, first: Completions, limit: float) -> bool:
+        """Return whether a next turn of the shorter row is right, whose key-values then lie in other columns."""
+        prompt = [*self.short, *first.ids[0].tolist(), *self.answer]
+        try:
+            second = self.sample([prompt])
+        except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):  # the model keeps a state of its own
+            return False
+        return not self.gap(prompt, second) > limit
