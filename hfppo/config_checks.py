@@ -4,9 +4,8 @@ import json
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields
-from difflib import get_close_matches
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -36,56 +35,6 @@ INHERITED_REQUIREMENTS = {
     "max_grad_norm": AT_LEAST_0,
     "weight_decay": AT_LEAST_0,
     "seed": AT_LEAST_0,
-}
-
-# TRL's fields that have another name here.
-TRL_NAMES = {
-    "beta": "kl_loss_coef (GRPO's, in the loss) or kl_coef (RLOO's, in the reward)",
-    "epsilon": "cliprange",
-    "epsilon_high": "cliprange_high",
-    "delta": "dual_clip",
-    "num_iterations": "num_ppo_epochs",
-    "loss_type": "policy_loss and loss_reduction",
-    "importance_sampling_level": "policy_loss",
-    "steps_per_generation": "gradient_accumulation_steps × num_mini_batches",
-    "use_bias_correction_kl": "kl_loss_straight_through",
-    "vllm_server_host": "vllm_server_base_url",
-    "vllm_server_port": "vllm_server_base_url",
-    "vllm_max_model_length": "vllm_engine_kwargs",
-    "vllm_tensor_parallel_size": "vllm_engine_kwargs",
-    "vllm_model_impl": "vllm_engine_kwargs",
-    "vllm_importance_sampling_correction": "policy_mode",
-    "vllm_importance_sampling_mode": "mismatch_level and mismatch_correction",
-    "vllm_importance_sampling_clip_max": "mismatch_cap",
-    "vllm_importance_sampling_clip_min": "mismatch_floor",
-    "vllm_importance_sampling_cap": "mismatch_cap",
-    "trust_remote_code": "model_init_kwargs",
-    "response_length": "max_completion_length",
-    "num_sample_generations": "eval_strategy and eval_steps",
-}
-
-# TRL's fields that have no counterpart, by the reason.
-TRL_REASONS = {
-    "sampling is pure, since PPO must know the probability of each token under the policy": "top_p top_k min_p "
-    "repetition_penalty generation_kwargs",
-    "every EOS of tokenizer and generation config ends a completion": "stop_token stop_token_id",
-    "a rollout has per_device_train_batch_size × gradient_accumulation_steps × num_mini_batches completions per "
-    "process": "generation_batch_size batch_size local_batch_size mini_batch_size local_mini_batch_size "
-    "micro_batch_size num_total_batches",
-    "dropout is always off": "disable_dropout",
-    "the log-softmax is always float32": "cast_lm_head_to_fp32",
-    "prompts are always shuffled": "shuffle_dataset",
-    "an evaluation samples one completion per prompt": "num_generations_eval",
-    "the reference never changes": "sync_ref_model ref_model_mixup_alpha ref_model_sync_steps",
-    "entropy_coef is constant": "use_adaptive_entropy entropy_coef_min entropy_coef_max entropy_coef_delta "
-    "entropy_target top_entropy_quantile",
-    "an argument of PrintCompletionsCallback": "num_completions_to_print",
-    "PPOTrainer has the model as an argument": "sft_model_path reward_model_path model_adapter_name ref_adapter_name",
-    "not available": "cache_implementation dataset_num_proc ds3_gather_for_generation log_completions_hub_repo "
-    "log_multimodal log_unique_prompts multi_objective_aggregation off_policy_mask_threshold pad_to_multiple_of "
-    "router_aux_loss_coef sapo_temperature_neg sapo_temperature_pos transformers_continuous_batching_config "
-    "use_transformers_continuous_batching use_transformers_paged vespo_k_neg vespo_k_pos vespo_lambda_neg "
-    "vespo_lambda_pos vllm_group_port vllm_structured_outputs_regex",
 }
 
 # Arguments of `apply_chat_template` that follow from the prompt.
@@ -166,27 +115,6 @@ UNUSABLE_FIELDS = {
     "eval_do_concat_batches": EVALUATION,
     "eval_use_gather_object": EVALUATION,
 }
-
-
-def check_names(cls: type, names: Iterable[str]) -> None:
-    """Raise TypeError if fields do not exist; it names them all, each with its word here or a similar name."""
-    known = [f.name for f in fields(cls)]
-    unknown = [f"{name!r}{explain_name(name, known)}" for name in names if name not in known]
-    if unknown:
-        gap = "\n  " if len(unknown) > 1 else " "
-        lines = ["has no field", *unknown, "(docs/configuration.md lists the fields, docs/migrating.md those of TRL)"]
-        raise TypeError(f"{cls.__name__} {gap.join(lines)}")
-
-
-def explain_name(name: str, known: list[str]) -> str:
-    """Return what an unknown field of TRL's is here, or the fields with a similar name, as the end of a line."""
-    if name in TRL_NAMES:
-        return f": here {TRL_NAMES[name]}"
-    for reason, names in TRL_REASONS.items():
-        if name in names.split():
-            return f": {reason}"
-    meant = get_close_matches(name, [k for k in known if k not in UNUSABLE_FIELDS], cutoff=0.65)
-    return f": did you mean {' or '.join(meant)}?" if meant else ""
 
 
 def check_fields(args: Any) -> None:
