@@ -14,6 +14,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 from peft import IA3Config, LoraConfig
+from transformers import AutoModelForCausalLM
 
 from helpers.tiny import tiny_model
 from helpers.vllm_runs import save_base
@@ -78,6 +79,16 @@ def test_adapters_that_vllm_cannot_serve(make_trainer, base, tmp_path, placement
 def test_a_base_without_a_name(make_trainer, tmp_path, placement):
     with pytest.raises(ValueError, match="the model has no id or path; save it with save_pretrained"):
         make_trainer({**NOWHERE, "vllm_mode": placement}, model=tiny_model())
+    assert written(tmp_path) == []
+
+
+@pytest.mark.parametrize("placement", ["colocate", "server"])
+def test_a_base_with_added_tokens(make_trainer, base, tmp_path, placement):
+    """The engine would load the one in the folder, without them."""
+    model = AutoModelForCausalLM.from_pretrained(base)
+    model.resize_token_embeddings(model.config.vocab_size + 2)
+    with pytest.raises(ValueError, match=rf"load the base from '{base}'.*another size than the model's; save the"):
+        make_trainer({**NOWHERE, "vllm_mode": placement}, model=model)
     assert written(tmp_path) == []
 
 

@@ -254,13 +254,18 @@ def base_name(model: ActorCritic) -> str:
     """Return the id or path from which vLLM can load the base.
 
     Raises:
-        ValueError: the model has neither.
+        ValueError: the model has neither, or its embeddings were resized.
     """
     name = model.causal_lm.config.name_or_path
     if not name:
         raise ValueError(
             "use_vllm=True needs a base that vLLM can load too, and the model has no id or path; save it with "
             "save_pretrained and give that folder as model"
+        )
+    if model.is_resized:
+        raise ValueError(
+            f"use_vllm=True: vLLM would load the base from {name!r}, whose vocabulary has another size than the "
+            "model's; save the resized base and its tokenizer with save_pretrained, and give that folder as model"
         )
     return name
 

@@ -8,6 +8,7 @@ switching between a forward and its backward silently gives zero gradients.
 import copy
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -22,6 +23,7 @@ from hfppo.models.loading import check_adapter, check_vocabulary, keep_four_bits
 from hfppo.models.lower_layers import record_states
 from hfppo.models.output_head import Entropy, token_logprobs
 from hfppo.models.packing import Layout, fits, hidden_states, lay_out
+from hfppo.models.vocabulary import is_resized
 from hfppo.saving.card_metadata import update_card
 
 
@@ -104,6 +106,11 @@ class ActorCritic(PeftModelForCausalLM):
     def keeps_base_states(self) -> bool:
         """Whether the critic starts from the base's states below its layers."""
         return self.critic is not None and self.critic.layers is not None
+
+    @cached_property
+    def is_resized(self) -> bool:
+        """Whether the base's vocabulary has another size than in the base's folder or repository."""
+        return is_resized(self.causal_lm, self.peft_config["default"].revision)
 
     @contextmanager
     def reference(self) -> Iterator[None]:
@@ -239,6 +246,8 @@ class ActorCritic(PeftModelForCausalLM):
                 is_main_process=is_main_process,
                 state_dict=of_actor,
                 selected_adapters=["default"],
+                # By itself PEFT misses a nested configuration's vocabulary, and a cached base's when it is offline.
+                save_embedding_layers=True if self.is_resized else "auto",
                 **kwargs,
             )
 
