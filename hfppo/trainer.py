@@ -221,7 +221,7 @@ class PPOTrainer(CrashSafeTrainer):
         place_model(self.model, self.args.device)
         if not self._outputs_checked:
             with autocast(self.accelerator):
-                check_outputs(self.model, self.args.device)
+                check_outputs(self.model, self.args.device, is_new=self.state.global_step == 0)
             self._outputs_checked = True
 
     def _prepare_prompts(self, dataset: Dataset, name: str) -> Prompts:

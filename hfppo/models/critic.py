@@ -285,10 +285,14 @@ def add_adapter(model: PreTrainedModel, peft_config: PeftConfig, layers: int | N
     """
     config: Any = copy.deepcopy(peft_config)
     config.task_type = None
+    config.init_lora_weights = True  # others need the base's weights, and here only names are found
     # PEFT resolves the target modules, also "all-linear" with experts.
     tuner: Any = get_peft_model(shared_copy(model), config, low_cpu_mem_usage=True).base_model
     config = copy.deepcopy(tuner.peft_config["default"])
+    config.init_lora_weights = getattr(peft_config, "init_lora_weights", True)
     config.modules_to_save = config.base_model_name_or_path = None
+    # The trunk has no output head to tie to the embeddings.
+    config.ensure_weight_tying, config.modules_to_tie, config.target_modules_to_tie = False, None, None
     config.inference_mode = False
     modules = names_inside_trunk(model, tuner.targeted_module_names)
     parameters = names_inside_trunk(model, tuner.targeted_parameter_names)

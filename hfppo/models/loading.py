@@ -25,9 +25,6 @@ from hfppo.models.vocabulary import saved_vocabulary
 
 logger = logging.getLogger(__name__)
 
-# These initializations write into the base, so that disabling the adapter no longer gives the base back.
-BASE_CHANGING_INITS = ("pissa", "olora", "corda", "eva", "loftq", "lora_ga")
-
 # Fields of an adapter's configuration that cannot be set, and the reason.
 UNSUPPORTED = {
     "bias": "trains biases of the base, so the disabled adapter is not the reference policy",
@@ -269,13 +266,7 @@ def positions_of(model: PreTrainedModel | PeftModel) -> tuple[int | None, bool]:
 
 
 def check_adapter(config: PeftConfig) -> None:
-    """Refuse adapters that change the base even when disabled: the reference would not be the base."""
-    init = getattr(config, "init_lora_weights", True)
-    if isinstance(init, str) and init.lower().startswith(BASE_CHANGING_INITS):
-        raise ValueError(
-            f"init_lora_weights={init!r} changes the base, so the disabled adapter is not the reference policy; "
-            "use init_lora_weights=True, 'gaussian' or 'orthogonal'"
-        )
+    """Refuse adapters that give no reference when they are disabled, or that cannot be saved as a policy's."""
     for field, why in UNSUPPORTED.items():
         if (value := getattr(config, field, None)) not in (None, "none"):
             raise ValueError(f"{field}={value!r} {why}; leave it out of peft_config")

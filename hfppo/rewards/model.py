@@ -16,6 +16,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel, Pr
 from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
 from hfppo.data.prompts import TEMPLATE_COLUMNS, Prompts, template_options, without_nones
+from hfppo.models.adapter_checks import unchanged
 from hfppo.models.critic import shared_copy
 from hfppo.models.packing import rows_at_once
 from hfppo.models.vocabulary import saved_vocabulary
@@ -184,5 +185,7 @@ class RewardAdapter(RewardModel):
             classifier.resize_token_embeddings(size, mean_resizing=False)
         width = config.get_text_config().hidden_size
         classifier.score = nn.Linear(width, 1, bias=False, dtype=torch.float32, device=base.device)
-        super().__init__(PeftModel.from_pretrained(classifier, self.path, **self.options), self.tokenizer)
+        with unchanged(base, self.config, f"the reward adapter {self.path!r}"):
+            model = PeftModel.from_pretrained(classifier, self.path, **self.options)
+        super().__init__(model, self.tokenizer)
         self.__name__ = os.path.basename(self.path.rstrip("/"))
