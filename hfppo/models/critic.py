@@ -291,7 +291,7 @@ def add_adapter(model: PreTrainedModel, peft_config: PeftConfig, layers: int | N
     config = copy.deepcopy(tuner.peft_config["default"])
     config.init_lora_weights = getattr(peft_config, "init_lora_weights", True)
     config.modules_to_save = config.base_model_name_or_path = None
-    # The trunk has no output head to tie to the embeddings.
+    # The trunk has no output head to tie to the embeddings; PEFT has put the names into attributes that are no fields.
     config.ensure_weight_tying, config.modules_to_tie, config.target_modules_to_tie = False, None, None
     config.inference_mode = False
     modules = names_inside_trunk(model, tuner.targeted_module_names)

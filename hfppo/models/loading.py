@@ -121,6 +121,19 @@ def count_tokens(name: str, init_kwargs: dict[str, Any]) -> int:
         return 0
 
 
+def with_quantization(init_kwargs: dict[str, Any], quantization_config: Any) -> dict[str, Any]:
+    """Return `model_init_kwargs` with the trainer's `quantization_config`, if there is one.
+
+    Raises:
+        ValueError: both have it.
+    """
+    if quantization_config is None:
+        return init_kwargs
+    if "quantization_config" in init_kwargs:
+        raise ValueError("quantization_config is given as an argument and in model_init_kwargs; leave one of them out")
+    return {**init_kwargs, "quantization_config": quantization_config}
+
+
 def hub_options(init_kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of `from_pretrained` that a tokenizer or adapter takes as well."""
     return {name: init_kwargs[name] for name in ("revision", "token", "cache_dir") if name in init_kwargs}
