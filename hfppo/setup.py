@@ -32,6 +32,7 @@ from hfppo.models.loading import (
     load_tokenizer,
     positions_of,
     separate_adapter,
+    with_quantization,
 )
 from hfppo.rewards.contract import plain_name, remove_wrappers, unwrap
 from hfppo.rewards.functions import RewardFunctions, check_weights
@@ -81,13 +82,14 @@ def assemble(
     reward_tokenizers: PreTrainedTokenizerBase | Sequence[PreTrainedTokenizerBase | None] | None,
     tools: Sequence[Callable[..., Any]] | None = None,
     environment_factory: EnvironmentFactory | Mapping[str, EnvironmentFactory] | None = None,
+    quantization_config: Any = None,
 ) -> Parts:
     """Return the parts of `PPOTrainer` from its arguments; quick checks come before slow loading.
 
     Raises:
         TypeError, ValueError: names the input that cannot be used, and the remedy.
     """
-    init_kwargs = cast(dict[str, Any], args.model_init_kwargs or {})
+    init_kwargs = with_quantization(cast(dict[str, Any], args.model_init_kwargs or {}), quantization_config)
     of_model = init_kwargs if isinstance(model, str) else {}
     if not isinstance(model, str):
         check_architecture("model", model)
@@ -110,8 +112,7 @@ def assemble(
     reference = load_reference(ref_model, **init_kwargs)
     if reference is not None:
         check_lengths("ref_model", reference, longest, args)
-    base_name = loaded.config.name_or_path
-    rewards = prepare_rewards(reward_funcs, reward_tokenizers, base_name, agents, args)
+    rewards = prepare_rewards(reward_funcs, reward_tokenizers, loaded.config.name_or_path, agents, args)
     check_calls(rewards, known, agents)
     critic_kwargs = cast(dict[str, Any], args.critic_init_kwargs or {})
     critic_source = find_critic(critic, **critic_kwargs) if args.needs_critic else None
@@ -263,7 +264,7 @@ def check_tokenizer(tokenizer: Any) -> None:
         )
 
 
-def check_arguments(model: Any, ref_model: Any, critic: Any, args: Any, callbacks: Any) -> None:
+def check_arguments(model: Any, ref_model: Any, critic: Any, args: Any, callbacks: Any, quantization: Any) -> None:
     """Refuse a wrong type, or the model as its own reference; warn of init_kwargs that nothing uses.
 
     Raises:
@@ -280,8 +281,10 @@ def check_arguments(model: Any, ref_model: Any, critic: Any, args: Any, callback
         )
     if not isinstance(callbacks, list | None):
         raise TypeError(f"callbacks is of type {type(callbacks).__name__}; give a list")
-    if args.model_init_kwargs and not isinstance(model, str) and not isinstance(ref_model, str):
-        logger.warning("model_init_kwargs is for models given by name; those given are loaded already")
+    of_models = {"model_init_kwargs": args.model_init_kwargs, "quantization_config": quantization}
+    for name, value in of_models.items():
+        if value and not isinstance(model, str) and not isinstance(ref_model, str):
+            logger.warning("%s is for models given by name; those given are loaded already", name)
     if args.critic_init_kwargs and (not isinstance(critic, str) or critic in ("adapter", "shared")):
         logger.warning("critic_init_kwargs is for a critic given by id or path, and this one is not; leave it out")
 

@@ -27,6 +27,7 @@ from transformers import (
     set_seed,
 )
 from transformers.trainer_utils import EvalLoopOutput, SaveStrategy
+from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from hfppo.callbacks.events import PPOCallback, PPOControl, TrainerHooks
 from hfppo.collect.collector import Collected, Collector, group_equal_rows
@@ -45,6 +46,7 @@ from hfppo.learn.flops import FlopCounter
 from hfppo.learn.loss import LossTerm, measure_update, ppo_loss, ppo_terms
 from hfppo.learn.micro_batches import MiniBatchSize, cut_mini_batch, join_sequences
 from hfppo.learn.optimizer import StepHooks, keep_own_settings, split_critic_groups
+from hfppo.learn.own_optimizer import Optimizers, names_of_parameters, take_over
 from hfppo.learn.run import Run
 from hfppo.learn.step_plan import StepPlan
 from hfppo.metrics import Meter, parts, parts_of
@@ -76,8 +78,7 @@ class PPOTrainer(CrashSafeTrainer):
 
     Args:
         model: a base, or an adapter to train further; loaded, or its id or path. A loaded one is changed: its dropouts
-            become 0, and a PeftModel is taken apart, so use `trainer.model` afterwards. A `quantization_config`
-            belongs in `args.model_init_kwargs`.
+            become 0, and a PeftModel is taken apart, so use `trainer.model` afterwards.
         reward_funcs: one or several functions after the contract of TRL's GRPOTrainer, see `hfppo.rewards.contract`;
             reward models, loaded or as an id or path, see `hfppo.rewards.model`; None where tools or an environment
             give the rewards.
@@ -101,6 +102,9 @@ class PPOTrainer(CrashSafeTrainer):
         tools: functions that the model may call, plain or async, as in GRPOTrainer; see `hfppo.environments.contract`.
         environment_factory: makes the environment that a completion is played in, as in GRPOTrainer; or several
             factories by the value of the dataset's column "environment".
+        optimizers: an optimizer over the parameters of a PeftModel given as `model`, and its LambdaLR or None. It
+            trains the actor in that model's place, and the critic in one more group. Otherwise set `args.optim`.
+        quantization_config: of `model` and `ref_model` given by name; for a critic use `args.critic_init_kwargs`.
 
     Raises:
         TypeError, ValueError: input that cannot be trained on; before anything is generated.
@@ -129,26 +133,21 @@ class PPOTrainer(CrashSafeTrainer):
         reward_processing_classes: PreTrainedTokenizerBase | Sequence[PreTrainedTokenizerBase | None] | None = None,
         tools: Sequence[Callable[..., Any]] | None = None,
         environment_factory: EnvironmentFactory | Mapping[str, EnvironmentFactory] | None = None,
+        optimizers: Optimizers = (None, None),
+        quantization_config: QuantizationConfigMixin | dict[str, Any] | None = None,
     ):
         args = PPOConfig() if args is None else args
-        check_arguments(model, ref_model, critic, args, callbacks)
+        check_arguments(model, ref_model, critic, args, callbacks, quantization_config)
+        names = names_of_parameters(model)
         train_dataset = default_dataset(environment_factory, args) if train_dataset is None else train_dataset
         set_seed(args.seed)  # the adapter is initialized here, before Trainer sets the seed
         with load_whole(args):
             parts = assemble(
-                model,
-                reward_funcs,
-                args,
-                train_dataset,
-                eval_dataset,
-                processing_class,
-                peft_config,
-                ref_model,
-                critic,
-                reward_processing_classes,
-                tools,
-                environment_factory,
+                *(model, reward_funcs, args, train_dataset, eval_dataset, processing_class, peft_config, ref_model),
+                *(critic, reward_processing_classes, tools, environment_factory),
+                quantization_config=quantization_config,
             )
+        take_over(optimizers, names, parts.model, args.critic_learning_rate)
         check_best_metric(args, parts.prompts.eval, parts.rewards, compute_metrics)
         self._step_hooks = StepHooks(self._before_step, self._after_step)
         with no_empty_folder(str(args.output_dir)):
@@ -163,6 +162,7 @@ class PPOTrainer(CrashSafeTrainer):
                     TrainerHooks(lambda: self._step_hooks.attach(self.optimizer), self._end_update),
                 ],
                 compute_metrics=compute_metrics,
+                optimizers=cast(Any, optimizers),
             )
             self._set_up(parts, train_dataset, eval_dataset)
 
@@ -224,7 +224,7 @@ class PPOTrainer(CrashSafeTrainer):
         place_model(self.model, self.args.device)
         if not self._outputs_checked:
             with autocast(self.accelerator):
-                check_outputs(self.model, self.args.device)
+                check_outputs(self.model, self.args.device, is_new=self.state.global_step == 0)
                 check_sampler(self.collector.sampler, self.args.device)
             self._outputs_checked = True
 
@@ -599,8 +599,7 @@ class PPOTrainer(CrashSafeTrainer):
         """Write the model card into the output folder; takes the keywords of Trainer's."""
         # Not upstream's card: it reports supervised training and an eval_loss, which prompts do not have.
         if self.is_world_process_zero():
-            rewards = self.collector.rewards
-            prompts = self._train_prompts
+            rewards, prompts = self.collector.rewards, self._train_prompts
             weights = dict(zip(rewards.names, rewards.weights, strict=True))
             chat = prompts is not None and prompts.head.conversational
             write_card(

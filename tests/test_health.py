@@ -175,7 +175,8 @@ RUNS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_each_problem_is_warned_of(make_trainer, dataset, name, monkeypatch):
-    monkeypatch.setattr("hfppo.trainer.check_outputs", lambda *_: None)  # it refuses some of these models at the start
+    # At the start it refuses some of these models.
+    monkeypatch.setattr("hfppo.trainer.check_outputs", lambda *_, **__: None)
     case = RUNS[name]
     made = {key: value() if key == "model" else value for key, value in case.kwargs.items()}
     trainer = make_trainer(case.config, eval_dataset=dataset, **made)

@@ -5,8 +5,10 @@ import inspect
 import re
 
 import pytest
+from peft import LoraConfig, get_peft_model
 from transformers import Trainer
 
+from helpers.tiny import tiny_model
 from hfppo import PPOTrainer
 from hfppo.saving import crash_safe
 from hfppo.saving.crash_safe import CrashSafeTrainer
@@ -58,6 +60,13 @@ def test_only_these_private_hooks_are_overridden():
 )
 def test_trainer_still_calls_the_hooks(caller, hook):
     assert hook in inspect.getsource(getattr(Trainer, caller))
+
+
+def test_peft_keeps_the_names_of_tied_modules_in_the_configuration():
+    config = LoraConfig(target_modules=["q_proj"], modules_to_save=["embed_tokens"], ensure_weight_tying=True)
+    get_peft_model(tiny_model(tie_word_embeddings=True), config)
+    assert set(config.modules_to_tie) == {"lm_head"}
+    assert config.target_modules_to_tie is None
 
 
 def test_two_classes_of_ours_override_each_method_once():

@@ -15,13 +15,18 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from accelerate import Accelerator
 from peft import IA3Config, LoraConfig
+from peft.tuners.lora import Embedding, LoraLayer
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from helpers.tiny import tiny_model
 from helpers.vllm_runs import save_base
 from hfppo.generation.stop_strings import StopStrings
 from hfppo.generation.vllm import ColocatedEngine, Sampling, VLLMSampler, start_rank
 from hfppo.generation.vllm_server import serve_command
+from hfppo.models.actor_critic import ActorCritic
 from hfppo.support.http_client import ServerError
 
 
@@ -82,6 +87,60 @@ def test_a_base_without_a_name(make_trainer, tmp_path, placement):
     with pytest.raises(ValueError, match="the model has no id or path; save it with save_pretrained"):
         make_trainer({**NOWHERE, "vllm_mode": placement}, model=tiny_model())
     assert written(tmp_path) == []
+
+
+@pytest.mark.parametrize("placement", ["colocate", "server"])
+def test_a_base_with_added_tokens(make_trainer, base, tmp_path, placement):
+    """The engine would load the one in the folder, without them."""
+    model = AutoModelForCausalLM.from_pretrained(base)
+    model.resize_token_embeddings(model.config.vocab_size + 2)
+    with pytest.raises(ValueError, match=rf"load the base from '{base}'.*another size than the model's; save the"):
+        make_trainer({**NOWHERE, "vllm_mode": placement}, model=model)
+    assert written(tmp_path) == []
+
+
+class Deaf:
+    """An engine that takes what it is sent."""
+
+    shared = False
+
+    def load(self, adapter, old):
+        pass
+
+    def awake(self):
+        return nullcontext()
+
+
+PATTERNS = {
+    "none": lora(),
+    "rank": lora(rank_pattern={"q_proj": 9, "v_proj": 2}),
+    "alpha": lora(alpha_pattern={"q_proj": 32, "down_proj": 1}),
+    "both": lora(rank_pattern={"q_proj": 2}, alpha_pattern={"q_proj": 32}, use_rslora=True),
+    "embeddings": lora(target_modules=["q_proj", "embed_tokens"], rank_pattern={"embed_tokens": 6}),
+    "rsLoRA": lora(use_rslora=True),
+}
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+def test_every_layer_is_sent_with_the_factor_that_vllm_multiplies_it_by(tmp_path, name):
+    """vLLM reads `r`, `lora_alpha` and `use_rslora` alone: lora_alpha / r, or lora_alpha / √r, for all layers."""
+    model = ActorCritic(tiny_model(), PATTERNS[name], critic=None)
+    for parameter in model.actor_parameters():
+        torch.nn.init.normal_(parameter.data, std=0.1)
+    sampler = VLLMSampler(model, Deaf(), Accelerator(cpu=True), str(tmp_path), 0, Sampling(1.0, 5, [1]))
+    with sampler.ready():
+        config = json.loads((Path(sampler.adapter.folder) / "adapter_config.json").read_text())
+        sent = load_file(Path(sampler.adapter.folder) / "adapter_model.safetensors")
+    factor = config["lora_alpha"] / (config["r"] ** 0.5 if config["use_rslora"] else config["r"])
+    layers = {name: x for name, x in model.named_modules() if isinstance(x, LoraLayer)}
+    assert len(layers) == (3 if name == "embeddings" else 14)
+    for layer, module in layers.items():
+        kind = "lora_embedding_" if isinstance(module, Embedding) else "lora_"
+        a, b = (sent.get(f"{layer}.{kind}{x}.weight", sent.get(f"{layer}.{kind}{x}")) for x in "AB")
+        assert a.shape[0] == b.shape[1] == config["r"]
+        delta = b @ a * factor
+        expected = module.get_delta_weight("default")
+        torch.testing.assert_close(delta.T if isinstance(module, Embedding) else delta, expected)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,10 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from peft import LoraConfig, PeftConfig
+from peft.utils import SAFETENSORS_WEIGHTS_NAME
+from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 from transformers import set_seed
 
@@ -32,7 +35,7 @@ RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the values that vLLM accepts f
 # Fields of LoraConfig that vLLM does not support: it refuses such an adapter, or ignores a part of it.
 UNSERVED = (
     "use_dora", "use_qalora", "use_bdlora", "lora_bias", "alora_invocation_tokens", "modules_to_save",
-    "trainable_token_indices", "target_parameters", "layer_replication",
+    "trainable_token_indices", "target_parameters", "layer_replication", "arrow_config", "kasa_config",
 )  # fmt: skip
 
 # With stop strings vLLM looks at the text of all tokens, and returns the token that completes one.
@@ -147,6 +150,8 @@ class VLLMSampler(Sampler):
         new = Adapter(f"{self.folder.name}-{number}", number, str(folder))
         if self.accelerator.is_main_process:
             self.model.save_adapter(new.folder)
+            if has_patterns(self.model.peft_config["default"]):
+                write_one_factor(new.folder, self.model)
             if old is None:
                 sent = sum(path.stat().st_size for path in Path(new.folder).iterdir())
                 whole = self.model.causal_lm.get_memory_footprint()
@@ -266,7 +271,7 @@ def base_name(model: ActorCritic) -> str:
     """Return the id or path from which vLLM can load the base.
 
     Raises:
-        ValueError: the model has neither.
+        ValueError: the model has neither, or its embeddings were resized.
     """
     name = model.causal_lm.config.name_or_path
     if not name:
@@ -274,12 +279,44 @@ def base_name(model: ActorCritic) -> str:
             "use_vllm=True needs a base that vLLM can load too, and the model has no id or path; save it with "
             "save_pretrained and give that folder as model"
         )
+    if model.is_resized:
+        raise ValueError(
+            f"use_vllm=True: vLLM would load the base from {name!r}, whose vocabulary has another size than the "
+            "model's; save the resized base and its tokenizer with save_pretrained, and give that folder as model"
+        )
     return name
 
 
 def dtype_name(model: ActorCritic) -> str:
     """Return the model's dtype by vLLM's name; by default vLLM would load a float32 model in bfloat16."""
     return str(model.dtype).removeprefix("torch.")
+
+
+def has_patterns(peft_config: PeftConfig) -> bool:
+    """Return whether the layers of an adapter differ in rank or in alpha."""
+    return bool(getattr(peft_config, "rank_pattern", None) or getattr(peft_config, "alpha_pattern", None))
+
+
+def write_one_factor(folder: str, model: ActorCritic) -> None:
+    """Rewrite an adapter's files with one rank and the factor 1: vLLM multiplies every layer by one lora_alpha / r.
+
+    Each layer's own factor goes into its B. Zeros fill A and B up to the largest rank. The products B·A stay the same.
+    """
+    path = Path(folder) / SAFETENSORS_WEIGHTS_NAME
+    weights = load_file(path)
+    config = LoraConfig.from_pretrained(folder)
+    parts = {name: name.rpartition(".lora_") for name in weights if ".lora_" in name}  # layer, separator, factor
+    config.r = config.lora_alpha = max(weights[name].shape[0] for name, part in parts.items() if "A" in part[2])
+    config.rank_pattern, config.alpha_pattern, config.use_rslora = {}, {}, False
+    for name, (layer, _, factor) in parts.items():
+        weight = weights[name]
+        if "A" in factor:
+            weights[name] = pad(weight, (0, 0, 0, config.r - weight.shape[0]))
+        else:
+            scaled = weight * cast(Any, model.get_submodule(layer)).scaling["default"]
+            weights[name] = pad(scaled, (0, config.r - weight.shape[1]))
+    save_file(weights, path, metadata={"format": "pt"})
+    config.save_pretrained(folder)
 
 
 def start_rank(peft_config: PeftConfig) -> int:

@@ -8,6 +8,7 @@ switching between a forward and its backward silently gives zero gradients.
 import copy
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -18,11 +19,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hfppo.models.adapter_card import update_card
+from hfppo.models.adapter_checks import unchanged
 from hfppo.models.critic import CRITIC_FOLDER, CriticSource, build_critic, find_critic, shared_copy
 from hfppo.models.loading import check_adapter, check_vocabulary, fit_to_model, keep_four_bits
 from hfppo.models.lower_layers import record_states
 from hfppo.models.output_head import Entropy, token_logprobs
 from hfppo.models.packing import Layout, fits, hidden_states, lay_out, trunk_of
+from hfppo.models.vocabulary import is_resized
 
 
 class TokenOutputs(NamedTuple):
@@ -67,14 +70,14 @@ class ActorCritic(PeftModelForCausalLM):
         if ref_model is not None:
             check_vocabulary("ref_model", ref_model, base.config.get_text_config().vocab_size)
             keep_four_bits(ref_model)
-        critic_module = None
-        if critic is not None:
-            critic_module = build_critic(find_critic(critic), base, peft_config, detach_critic)
-        if start_adapter is not None and ref_model is None:
-            ref_model = frozen_adapter_copy(base, peft_config, start_adapter)
-        super().__init__(base, fit_to_model(peft_config, base))  # a copy, since PEFT resolves "all-linear" in place
-        if start_adapter is not None:
-            set_peft_model_state_dict(self, start_adapter)
+        source = None if critic is None else find_critic(critic)
+        with unchanged(base, peft_config, "peft_config"):
+            critic_module = None if source is None else build_critic(source, base, peft_config, detach_critic)
+            if start_adapter is not None and ref_model is None:
+                ref_model = frozen_adapter_copy(base, peft_config, start_adapter)
+            super().__init__(base, fit_to_model(peft_config, base))  # a copy: PEFT resolves "all-linear" in place
+            if start_adapter is not None:
+                set_peft_model_state_dict(self, start_adapter)
         self.critic = critic_module
         self.ref_model = ref_model.requires_grad_(False).eval() if ref_model is not None else None
         self._as_reference = False
@@ -104,6 +107,11 @@ class ActorCritic(PeftModelForCausalLM):
     def keeps_base_states(self) -> bool:
         """Whether the critic starts from the base's states below its layers."""
         return self.critic is not None and self.critic.layers is not None
+
+    @cached_property
+    def is_resized(self) -> bool:
+        """Whether the base's vocabulary has another size than in the base's folder or repository."""
+        return is_resized(self.causal_lm, self.peft_config["default"].revision)
 
     @contextmanager
     def reference(self) -> Iterator[None]:
@@ -239,6 +247,8 @@ class ActorCritic(PeftModelForCausalLM):
                 is_main_process=is_main_process,
                 state_dict=of_actor,
                 selected_adapters=["default"],
+                # By itself PEFT misses a nested configuration's vocabulary, and a cached base's when it is offline.
+                save_embedding_layers=True if self.is_resized else "auto",
                 **kwargs,
             )
 
@@ -269,13 +279,17 @@ class ActorCritic(PeftModelForCausalLM):
 def disable_noise(model: nn.Module) -> None:
     """Set every dropout and jitter to 0; their noise would enter the ratio of two passes over one token."""
     for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
+        if "Dropout" in type(module).__name__ and hasattr(module, "p"):  # torch's, and PEFT's own
+            cast(Any, module).p = 0.0
         # Many architectures keep it as a number; a few, such as Falcon, read it from their configuration.
         for owner in [module, module.config] if isinstance(module, PreTrainedModel) else [module]:
             for name, value in vars(owner).items():
-                if isinstance(value, float) and any(noise in name for noise in ("dropout", "layerdrop", "jitter")):
+                if not any(noise in name for noise in ("dropout", "layerdrop", "jitter")):
+                    continue
+                if isinstance(value, float):
                     setattr(owner, name, 0.0)
+                elif isinstance(value, dict):  # LoHa and LoKr have one for each adapter
+                    value.update({adapter: 0.0 for adapter, rate in value.items() if isinstance(rate, float)})
 
 
 def frozen_adapter_copy(base: PreTrainedModel, peft_config: PeftConfig, weights: dict[str, Tensor]) -> PeftModel:

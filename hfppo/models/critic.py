@@ -18,6 +18,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel
 from hfppo.models.loading import adapter_config, check_placement, fit_to_model, hub_options, keep_four_bits
 from hfppo.models.lower_layers import names_in_top_layers, start_from
 from hfppo.models.packing import Layout, hidden_states, trunk_of
+from hfppo.models.vocabulary import is_resized, saved_vocabulary
 from hfppo.saving.compare_adapters import describe_adapter, find_differences
 
 CRITIC_FOLDER = "critic"
@@ -88,16 +89,27 @@ class Critic(nn.Module):
         return self.value_head(hidden)
 
     def save(self, folder: str | Path, state_dict: dict[str, Tensor]) -> None:
-        """Write the trainable weights of this critic's state dict, and the configuration that they fit."""
+        """Write the trainable weights of this critic's state dict, and the configuration that they fit.
+
+        Resized embeddings of a separate model are written too, because its own folder has others.
+        """
         Path(folder).mkdir(parents=True, exist_ok=True)
-        trained = self.trained_names()
-        weights = {name: tensor.contiguous() for name, tensor in state_dict.items() if name in trained}
+        saved = self.trained_names() | self.resized_names()
+        weights = {name: tensor.contiguous() for name, tensor in state_dict.items() if name in saved}
         save_file(weights, Path(folder) / CRITIC_WEIGHTS)
         (Path(folder) / CRITIC_CONFIG).write_text(json.dumps(self.config(), indent=2) + "\n")
 
     def trained_names(self) -> set[str]:
         """Return the names of the trainable parameters, which are saved."""
         return {name for name, parameter in self.named_parameters() if parameter.requires_grad}
+
+    def resized_names(self) -> set[str]:
+        """Return the names of a separate model's frozen embeddings if they were resized after it was loaded."""
+        base: Any = self.trunk.get_base_model() if isinstance(self.trunk, PeftModel) else None
+        if self.kind != "model" or not is_resized(base, None):
+            return set()
+        embeddings = {id(parameter) for parameter in base.get_input_embeddings().parameters()}
+        return {name for name, parameter in self.named_parameters() if id(parameter) in embeddings}
 
     def config(self) -> dict[str, Any]:
         """Return the configuration that is saved beside the weights and compared when they are loaded."""
@@ -125,7 +137,8 @@ class Critic(nn.Module):
                     "critic and the peft_config it was trained with"
                 )
         weights: dict[str, Any] = load_file(Path(folder) / CRITIC_WEIGHTS)
-        if other := sorted(weights.keys() ^ self.trained_names()):
+        # Earlier versions wrote no embeddings.
+        if other := sorted((weights.keys() ^ self.trained_names()) - self.resized_names()):
             raise ValueError(
                 f"{folder} holds a critic of other layers than this run's: {other[0]} is only in one of them; use the "
                 "base, the critic and the peft_config it was trained with"
@@ -193,7 +206,12 @@ def find_critic(critic: str | PreTrainedModel | CriticSource, **init_kwargs: Any
         saved = json.loads((folder / CRITIC_CONFIG).read_text())
         of_base = {name: value for name, value in init_kwargs.items() if name != "revision"}
         base = saved["base"] if saved["kind"] == "model" else saved["kind"]
-        return CriticSource(find_critic(base, **of_base).model, folder, saved.get("layers"))
+        model = find_critic(base, **of_base).model
+        if isinstance(model, PreTrainedModel):
+            weights = {name.removeprefix("trunk."): x for name, x in load_file(folder / CRITIC_WEIGHTS).items()}
+            if (size := saved_vocabulary(cast(PreTrainedModel, model.base_model), weights)) is not None:
+                model.resize_token_embeddings(size, mean_resizing=False)
+        return CriticSource(model, folder, saved.get("layers"))
     if adapter_config(critic, **options) is not None:
         raise ValueError(f"critic={critic!r} is an adapter; merge it into its base, save that, and give its folder")
     try:
@@ -267,10 +285,14 @@ def add_adapter(model: PreTrainedModel, peft_config: PeftConfig, layers: int | N
     """
     config: Any = fit_to_model(peft_config, model)
     config.task_type = None
+    config.init_lora_weights = True  # others need the base's weights, and here only names are found
     # PEFT resolves the target modules, also "all-linear" with experts.
     tuner: Any = get_peft_model(shared_copy(model), config, low_cpu_mem_usage=True).base_model
     config = copy.deepcopy(tuner.peft_config["default"])
+    config.init_lora_weights = getattr(peft_config, "init_lora_weights", True)
     config.modules_to_save = config.base_model_name_or_path = None
+    # The trunk has no output head to tie to the embeddings; PEFT has put the names into attributes that are no fields.
+    config.ensure_weight_tying, config.modules_to_tie, config.target_modules_to_tie = False, None, None
     config.inference_mode = False
     modules = names_inside_trunk(model, tuner.targeted_module_names)
     parameters = names_inside_trunk(model, tuner.targeted_parameter_names)

@@ -1,14 +1,15 @@
 """Models and tokenizers as users give them."""
 
 import copy
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-from peft import LoraConfig, PeftConfig, PeftModel, TaskType
+from peft import LoraConfig, PeftConfig, PeftModel, TaskType, load_peft_weights
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import CONFIG_NAME, INCLUDE_LINEAR_LAYERS_SHORTHAND, ModulesToSaveWrapper, get_peft_model_state_dict
 from torch import Tensor, nn
@@ -21,8 +22,9 @@ from transformers import (
 )
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled, unset_hf_deepspeed_config
 
-# These initializations write into the base, so that disabling the adapter no longer gives the base back.
-BASE_CHANGING_INITS = ("pissa", "olora", "corda", "eva", "loftq", "lora_ga")
+from hfppo.models.vocabulary import saved_vocabulary
+
+logger = logging.getLogger(__name__)
 
 # Fields of an adapter's configuration that cannot be set, and the reason.
 UNSUPPORTED = {
@@ -60,24 +62,79 @@ def load_whole(args: TrainingArguments) -> Iterator[None]:
         args.deepspeed_plugin.set_deepspeed_weakref()
 
 
-def load_model(model: str | PreTrainedModel | PeftModel, **init_kwargs: Any) -> PreTrainedModel | PeftModel:
+def load_model(
+    model: str | PreTrainedModel | PeftModel, argument: str = "model", **init_kwargs: Any
+) -> PreTrainedModel | PeftModel:
     """Load a base or an adapter from an id or path; return a loaded model as it is.
 
+    Args:
+        argument: name of the argument that names the model, for errors.
     Raises:
         ValueError, RuntimeError: it cannot be loaded, or the adapter does not fit its base.
     """
     if not isinstance(model, str):
         return model
-    if (config := adapter_config(model, **hub_options(init_kwargs))) is None:
-        with name_in_errors("model", model):
+    options = hub_options(init_kwargs)
+    if (config := adapter_config(model, **options)) is None:
+        with name_in_errors(argument, model):
             return AutoModelForCausalLM.from_pretrained(model, **init_kwargs)
     base_name = str(config.base_model_name_or_path)
-    of_base = {**init_kwargs, "revision": base_revision(model, config, init_kwargs)}
-    with name_in_errors(f"the base of the adapter model={model!r}, base_model_name_or_path", base_name):
-        base = AutoModelForCausalLM.from_pretrained(base_name, **of_base)
-    loaded = PeftModel.from_pretrained(base, model, **hub_options(init_kwargs))
-    loaded.active_peft_config.revision = of_base["revision"]
+    with name_in_errors(f"the base of the adapter {argument}={model!r}, base_model_name_or_path", base_name):
+        base = load_base_of(model, config, load_peft_weights(model, device="cpu", **options), **init_kwargs)
+    loaded = PeftModel.from_pretrained(base, model, **options)
+    loaded.active_peft_config.revision = base_revision(model, config, init_kwargs)
     return loaded
+
+
+def load_base_of(adapter: str, config: PeftConfig, weights: dict[str, Tensor], **init_kwargs: Any) -> PreTrainedModel:
+    """Load the base of an adapter, resized to the vocabulary that the adapter was trained with.
+
+    Args:
+        adapter: its folder or repository.
+        config: the adapter's, which names the base.
+        weights: the adapter's, by the names in its file; they replace the new rows.
+        init_kwargs: of the base's `from_pretrained`; `revision` is the adapter's own.
+    """
+    of_base = {**init_kwargs, "revision": base_revision(adapter, config, init_kwargs)}
+    base = AutoModelForCausalLM.from_pretrained(config.base_model_name_or_path, **of_base)
+    known = cast(Any, base.get_input_embeddings()).weight.shape[0]
+    size = saved_vocabulary(base, weights)
+    if size is not None and size != known:
+        base.resize_token_embeddings(size, mean_resizing=False)
+    # A base may have fewer embeddings than its own tokenizer has tokens; then no token was added.
+    elif size is None and (
+        count_tokens(adapter, init_kwargs) > max(known, count_tokens(str(config.base_model_name_or_path), of_base))
+    ):
+        size = count_tokens(adapter, init_kwargs)
+        logger.warning(
+            "the tokenizer in %s has %d tokens and the base %d embeddings, and the adapter's file has no embeddings: "
+            "those of the added tokens begin at the mean of the others",
+            *(adapter, size, known),
+        )
+        base.resize_token_embeddings(size)
+    return base
+
+
+def count_tokens(name: str, init_kwargs: dict[str, Any]) -> int:
+    """Return the number of tokens of the tokenizer in a folder or repository; 0 without one."""
+    try:
+        trusted = init_kwargs.get("trust_remote_code")
+        return len(AutoTokenizer.from_pretrained(name, trust_remote_code=trusted, **hub_options(init_kwargs)))
+    except (OSError, ValueError):
+        return 0
+
+
+def with_quantization(init_kwargs: dict[str, Any], quantization_config: Any) -> dict[str, Any]:
+    """Return `model_init_kwargs` with the trainer's `quantization_config`, if there is one.
+
+    Raises:
+        ValueError: both have it.
+    """
+    if quantization_config is None:
+        return init_kwargs
+    if "quantization_config" in init_kwargs:
+        raise ValueError("quantization_config is given as an argument and in model_init_kwargs; leave one of them out")
+    return {**init_kwargs, "quantization_config": quantization_config}
 
 
 def hub_options(init_kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -123,17 +180,17 @@ def name_in_errors(argument: str, name: str) -> Iterator[None]:
         ) from error
 
 
-def load_reference(ref_model: str | PreTrainedModel | None, **init_kwargs: Any) -> PreTrainedModel | None:
-    """Load a reference model from an id or path; return a loaded one, or None, as it is.
+def load_reference(
+    ref_model: str | PreTrainedModel | PeftModel | None, **init_kwargs: Any
+) -> PreTrainedModel | PeftModel | None:
+    """Load a reference model or adapter from an id or path; return a loaded one, or None, as it is.
 
     Raises:
         TypeError, ValueError: it cannot be loaded, or cannot be a reference.
     """
     if ref_model is None:
         return None
-    if isinstance(ref_model, str):
-        with name_in_errors("ref_model", ref_model):
-            ref_model = AutoModelForCausalLM.from_pretrained(ref_model, **init_kwargs)
+    ref_model = load_model(ref_model, "ref_model", **init_kwargs)
     check_architecture("ref_model", ref_model)
     check_placement("ref_model", ref_model)
     return ref_model
@@ -225,13 +282,7 @@ def positions_of(model: PreTrainedModel | PeftModel) -> tuple[int | None, bool]:
 
 
 def check_adapter(config: PeftConfig) -> None:
-    """Refuse adapters that change the base even when disabled: the reference would not be the base."""
-    init = getattr(config, "init_lora_weights", True)
-    if isinstance(init, str) and init.lower().startswith(BASE_CHANGING_INITS):
-        raise ValueError(
-            f"init_lora_weights={init!r} changes the base, so the disabled adapter is not the reference policy; "
-            "use init_lora_weights=True, 'gaussian' or 'orthogonal'"
-        )
+    """Refuse adapters that give no reference when they are disabled, or that cannot be saved as a policy's."""
     for field, why in UNSUPPORTED.items():
         if (value := getattr(config, field, None)) not in (None, "none"):
             raise ValueError(f"{field}={value!r} {why}; leave it out of peft_config")

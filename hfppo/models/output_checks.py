@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hfppo.models.actor_critic import ActorCritic
+from hfppo.models.adapter_checks import check_noise
 from hfppo.models.packing import eval_mode
 
 logger = logging.getLogger(__name__)
@@ -19,19 +20,23 @@ LENGTH = 8  # tokens of a row
 
 
 @torch.no_grad()
-def check_outputs(model: ActorCritic, device: torch.device) -> None:
+def check_outputs(model: ActorCritic, device: torch.device, is_new: bool) -> None:
     """Refuse a model whose outputs this package reads wrongly; warn if a new adapter changes the base's.
 
     A collective call where the weights are sharded.
 
+    Args:
+        is_new: whether the adapter is as it was made, and no checkpoint's.
     Raises:
-        ValueError: logits that are not the output head's on the hidden states, or a critic that is no decoder.
+        ValueError: logits that are not the output head's on the hidden states, an adapter that draws noise, or a
+            critic that is no decoder.
     """
     eager = torch.compiler.set_stance("force_eager")  # no graphs for a few tokens
     with eval_mode(model), eager:
         check_logits(model, device)
         try_layouts(model, device)
-        if model.ref_model is None:
+        check_noise(model.base_model, model.peft_config["default"], lambda: logits_of_forward(model, device))
+        if is_new and model.ref_model is None:
             warn_of_start(model, device)
         if model.critic is not None and model.critic.kind == "model":
             check_causal(model, device)

@@ -10,14 +10,16 @@ import os
 from typing import Any
 
 import torch
-from peft import PeftConfig, PeftModel
+from peft import PeftConfig, PeftModel, load_peft_weights
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
 from hfppo.data.prompts import TEMPLATE_COLUMNS, Prompts, template_options, without_nones
+from hfppo.models.adapter_checks import unchanged
 from hfppo.models.critic import shared_copy
 from hfppo.models.packing import rows_at_once
+from hfppo.models.vocabulary import saved_vocabulary
 from hfppo.rewards.contract import unwrap
 
 
@@ -175,8 +177,15 @@ class RewardAdapter(RewardModel):
         config.num_labels = 1  # not in the call: transformers would warn of two label names
         with torch.device("meta"):  # the trunk is replaced below
             classifier: Any = AutoModelForSequenceClassification.from_config(config)
-        setattr(classifier, classifier.base_model_prefix, shared_copy(base.base_model))
+        trunk = shared_copy(base.base_model)
+        setattr(classifier, classifier.base_model_prefix, trunk)
+        size = saved_vocabulary(classifier, load_peft_weights(self.path, device="cpu", **self.options))
+        if size is not None:  # loading them must not change the actor's
+            trunk.set_input_embeddings(copy.deepcopy(trunk.get_input_embeddings()))
+            classifier.resize_token_embeddings(size, mean_resizing=False)
         width = config.get_text_config().hidden_size
         classifier.score = nn.Linear(width, 1, bias=False, dtype=torch.float32, device=base.device)
-        super().__init__(PeftModel.from_pretrained(classifier, self.path, **self.options), self.tokenizer)
+        with unchanged(base, self.config, f"the reward adapter {self.path!r}"):
+            model = PeftModel.from_pretrained(classifier, self.path, **self.options)
+        super().__init__(model, self.tokenizer)
         self.__name__ = os.path.basename(self.path.rstrip("/"))

@@ -13,21 +13,16 @@ import torch
 from accelerate import Accelerator
 from datasets import Dataset
 from peft import PeftConfig
-from peft.utils import SAFETENSORS_WEIGHTS_NAME, set_peft_model_state_dict
+from peft.utils import SAFETENSORS_WEIGHTS_NAME
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedModel,
-    TrainerState,
-    TrainingArguments,
-)
+from transformers import AutoTokenizer, PreTrainedModel, TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 
 from hfppo.collect.collector import Collector
 from hfppo.config import PPOConfig
 from hfppo.generation import Completions, Sampler, completion_ids, eos_token_ids, make_sampler
+from hfppo.models.loading import load_base_of
 from hfppo.ppo_checkpoint import RunDescription, hash_frozen_weights, state_file
 from hfppo.run_state import PPOState
 from hfppo.saving.folders import list_checkpoints
@@ -81,7 +76,8 @@ def trace_prompt(checkpoint: str | Path, question: Question) -> tuple[Trace, PPO
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left", trust_remote_code=False)
     peft_config = PeftConfig.from_pretrained(str(folder))
     peft_config.inference_mode = False
-    base = load_base(folder, peft_config, run, question)
+    weights = load_file(folder / SAFETENSORS_WEIGHTS_NAME)
+    base = load_base(folder, peft_config, weights, run, question)
     eos_ids = eos_token_ids(tokenizer, base.generation_config)
     written = None if question.completion is None else completion_ids(question.completion, tokenizer, eos_ids)
     args = rebuild_settings(run, question, written)
@@ -98,7 +94,7 @@ def trace_prompt(checkpoint: str | Path, question: Question) -> tuple[Trace, PPO
         critic=str(folder),
         reward_tokenizers=None,
     )
-    set_peft_model_state_dict(parts.model, load_file(folder / SAFETENSORS_WEIGHTS_NAME))
+    parts.model.load_adapter(str(folder), "default", is_trainable=True)
     for part, found in hash_frozen_weights(parts.model).items():
         if run.structure.get(part, found) != found:  # earlier versions wrote fewer
             logger.warning("%s is not the run's, unless that was quantised; give --base or --ref_model", part)
@@ -129,21 +125,25 @@ def check_folder(folder: Path) -> None:
         raise ValueError(f"{folder} is not a whole checkpoint of PPOTrainer: it {damage}; {remedy}")
 
 
-def load_base(folder: Path, config: PeftConfig, run: RunDescription, question: Question) -> PreTrainedModel:
+def load_base(
+    folder: Path, config: PeftConfig, weights: dict[str, Tensor], run: RunDescription, question: Question
+) -> PreTrainedModel:
     """Load the base of a checkpoint, in the dtype that the run asked for.
 
+    Args:
+        config, weights: of the checkpoint's adapter.
     Raises:
         ValueError: it cannot be loaded.
     """
-    name = question.base or config.base_model_name_or_path
-    revision = None if question.base else config.revision
+    if question.base is not None:
+        config = replace(config, base_model_name_or_path=question.base, revision=None)
     dtype = (run.settings["model_init_kwargs"] or {}).get("dtype", "auto")
     try:
-        return AutoModelForCausalLM.from_pretrained(name, revision=revision, dtype=dtype, trust_remote_code=False)
+        return load_base_of(str(folder), config, weights, dtype=dtype, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"the base {name!r} of {folder} cannot be loaded; start where that path leads to it, or give --base "
-            f"({error})"
+            f"the base {config.base_model_name_or_path!r} of {folder} cannot be loaded; start where that path leads "
+            f"to it, or give --base ({error})"
         ) from error
 
 

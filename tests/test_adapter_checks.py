@@ -1,0 +1,153 @@
+"""Adapters that write into the base or draw noise are refused; all others of PEFT are let through."""
+
+import copy
+import logging
+
+import pytest
+import torch
+from peft import (
+    BOFTConfig,
+    DeloraConfig,
+    FourierFTConfig,
+    HRAConfig,
+    IA3Config,
+    LNTuningConfig,
+    LoHaConfig,
+    LoKrConfig,
+    LoraConfig,
+    OFTConfig,
+    PeftModel,
+    PveraConfig,
+    RandLoraConfig,
+    VeraConfig,
+    get_peft_model,
+)
+from peft.tuners.lora.config import KasaConfig, MontecloraConfig
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from helpers.runs import digest
+from helpers.tiny import LORA, tiny_model
+from hfppo.generation import TransformersSampler
+from hfppo.models.actor_critic import ActorCritic
+
+TARGETS = {"target_modules": ["q_proj", "v_proj", "down_proj"], "task_type": "CAUSAL_LM"}
+WRITES = {
+    "KaSA": (LoraConfig(kasa_config=KasaConfig(), **TARGETS), r"LORA, kasa_config=KasaConfig\(.*\)"),
+    "PiSSA": (LoraConfig(init_lora_weights="pissa", **TARGETS), "LORA, init_lora_weights='pissa'"),
+    "OLoRA": (LoraConfig(init_lora_weights="olora", **TARGETS), "LORA, init_lora_weights='olora'"),
+}
+NOISY = {
+    "MonteCLoRA": (LoraConfig(monteclora_config=MontecloraConfig(), **TARGETS), "LORA, monteclora_config="),
+    "PVeRA": (PveraConfig(**TARGETS), "PVERA"),
+}
+QUIET = {
+    "LoRA": LORA,
+    "dropout": LoraConfig(lora_dropout=0.5, **TARGETS),
+    "DoRA": LoraConfig(use_dora=True, **TARGETS),
+    "EVA without data": LoraConfig(init_lora_weights="eva", **TARGETS),
+    "embeddings": LoraConfig(target_modules=["embed_tokens", "q_proj"], task_type="CAUSAL_LM"),
+    "parameters": LoraConfig(target_modules=[], target_parameters=["q_proj.weight"], task_type="CAUSAL_LM"),
+    "LoHa with dropouts": LoHaConfig(rank_dropout=0.5, module_dropout=0.5, **TARGETS),
+    "LoKr with dropouts": LoKrConfig(rank_dropout=0.5, module_dropout=0.5, **TARGETS),
+    "BOFT with dropout": BOFTConfig(boft_dropout=0.5, **TARGETS),
+    "OFT with dropout": OFTConfig(module_dropout=0.5, oft_block_size=8, **TARGETS),
+    "HRA": HRAConfig(r=4, **TARGETS),
+    "IA3": IA3Config(feedforward_modules=["down_proj"], **TARGETS),
+    "VeRA": VeraConfig(**TARGETS),
+    "RandLoRA": RandLoraConfig(**TARGETS),
+    "DeLoRA": DeloraConfig(**TARGETS),
+    "FourierFT": FourierFTConfig(n_frequency=100, **TARGETS),
+    "norms": LNTuningConfig(target_modules=["input_layernorm"], task_type="CAUSAL_LM"),
+}
+
+
+@pytest.mark.parametrize("critic", ["adapter", "shared", None])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", WRITES)
+def test_an_adapter_that_writes_into_the_base(kind, dtype, critic):
+    config, named = WRITES[kind]
+    with pytest.raises(ValueError, match=rf"peft_config \({named}\) changes the base .* use init_lora_weights=True"):
+        ActorCritic(tiny_model().to(dtype), copy.deepcopy(config), critic)
+
+
+def test_a_trained_adapter_that_wrote_into_its_base(make_trainer, tmp_path):
+    """Loading it writes again, so its disabled state is no base of anybody."""
+    tiny_model().save_pretrained(tmp_path / "base")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    get_peft_model(base, copy.deepcopy(WRITES["KaSA"][0])).save_pretrained(tmp_path / "adapter")
+    with pytest.raises(ValueError, match=r"kasa_config=.* changes the base"):
+        make_trainer(model=str(tmp_path / "adapter"), peft_config=None)
+
+
+def test_a_reward_adapter_that_writes_into_the_actors_base(make_trainer, tmp_path, tokenizer):
+    base = str(tmp_path / "base")
+    tiny_model().save_pretrained(base)
+    config = LoraConfig(kasa_config=KasaConfig(), target_modules=["q_proj"], task_type="SEQ_CLS")
+    classifier = AutoModelForSequenceClassification.from_pretrained(base, num_labels=1)
+    get_peft_model(classifier, config).save_pretrained(tmp_path / "reward")
+    tokenizer.save_pretrained(tmp_path / "reward")
+    with pytest.raises(ValueError, match=r"the reward adapter '.*reward' \(LORA, kasa_config=.*\) changes the base"):
+        make_trainer(model=base, reward_funcs=str(tmp_path / "reward"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", NOISY)
+def test_an_adapter_that_draws_noise_is_refused_before_it_samples(make_trainer, monkeypatch, kind, dtype):
+    """Where a new adapter multiplies the noise by zero, the first steps of training would bring it out."""
+    config, named = NOISY[kind]
+    trainer = make_trainer(model=tiny_model().to(dtype), peft_config=copy.deepcopy(config))
+    monkeypatch.setattr(TransformersSampler, "__call__", lambda *_: pytest.fail("completions were sampled"))
+    with pytest.raises(ValueError, match=rf"peft_config \({named}.*\) draws noise in its layers \(.*Linear\)"):
+        trainer.train()
+
+
+@pytest.mark.parametrize("kind", QUIET)
+def test_other_adapters_train_and_leave_the_base_as_it_is(make_trainer, kind):
+    model = tiny_model()
+    tensors = list(model.parameters())
+    before = digest(tensors)
+    trainer = make_trainer({"max_steps": 2}, model=model, peft_config=copy.deepcopy(QUIET[kind]))
+    start = [p.detach().clone() for p in trainer.model.actor_parameters()]
+    random = torch.get_rng_state()
+    trainer._prepare_model()
+    assert torch.equal(torch.get_rng_state(), random)
+    assert all(map(torch.equal, start, trainer.model.actor_parameters()))
+    trainer.train()
+    assert digest(tensors) == before
+    assert not all(map(torch.equal, start, trainer.model.actor_parameters()))
+    ids = torch.arange(5)[None]
+    with torch.no_grad():
+        first, second = (trainer.model.train()(input_ids=ids).logits for _ in range(2))
+    assert torch.equal(first, second)
+
+
+def test_a_resumed_run_is_not_taken_for_a_new_one(make_trainer, caplog):
+    """Its adapter has moved the logits; that says nothing about peft_config."""
+    caplog.set_level(logging.WARNING, logger="hfppo")
+    fields = {"save_strategy": "steps", "save_steps": 4, "learning_rate": 0.1}
+    make_trainer({**fields, "max_steps": 4}).train()
+    trainer = make_trainer({**fields, "max_steps": 8})
+    trainer.train(resume_from_checkpoint=True)
+    ids = torch.arange(5)[None]
+    with torch.no_grad(), trainer.model.eval().disable_adapter():
+        base = trainer.model(input_ids=ids).logits
+    assert (trainer.model(input_ids=ids).logits - base).abs().max() > 0.02 * base.abs().max()
+    assert "begins with weights that change the model" not in caplog.text
+
+
+@pytest.mark.parametrize("critic", ["adapter", "shared"])
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(
+    "fields", [{"modules_to_save": ["embed_tokens"]}, {"target_modules": ["embed_tokens", "q_proj"]}], ids=str
+)
+def test_tied_weights_that_are_trained(make_trainer, fields, tied, critic):
+    config = LoraConfig(**{**TARGETS, **fields}, ensure_weight_tying=True)
+    trainer = make_trainer(
+        {"max_steps": 2}, model=tiny_model(tie_word_embeddings=tied), peft_config=config, critic=critic
+    )
+    trainer.train()
+    trainer.save_model()
+    plain = PeftModel.from_pretrained(tiny_model(tie_word_embeddings=tied), trainer.args.output_dir)
+    ids = torch.arange(5)[None]
+    with torch.no_grad():
+        assert torch.equal(plain.eval()(input_ids=ids).logits, trainer.model.eval()(input_ids=ids).logits)

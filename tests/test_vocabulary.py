@@ -1,0 +1,272 @@
+"""Tokens that are added to a base: every way back in from a saved folder gives the logits that were saved."""
+
+import copy
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import huggingface_hub.constants
+import pytest
+import torch
+from build_arithmetic_base import character_tokenizer
+from datasets import Dataset
+from peft import AutoPeftModelForCausalLM, AutoPeftModelForSequenceClassification, LoraConfig, get_peft_model
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, Qwen2VLConfig
+
+from helpers.runs import SMALL, count_digits, digest
+from helpers.tiny import scorer, tiny_model
+from hfppo import PPOConfig, PPOTrainer, TokenTable, ValueRanker
+from hfppo.models.actor_critic import ActorCritic
+from hfppo.models.loading import load_model
+from hfppo.models.vocabulary import is_resized
+from hfppo.rewards.model import RewardModel
+from hfppo.token_trace.from_checkpoint import Question, trace_prompt
+
+ADDED = ["<think>", "</think>"]  # ids 25 and 26
+PROMPT = "请问1+2=<think>"
+IDS = torch.tensor([[5, 25, 6, 26, 7]])
+CAUSAL = {"r": 4, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+ADAPTERS = {
+    "plain": {},
+    "trainable tokens": {"trainable_token_indices": [25, 26]},
+    "modules_to_save": {"modules_to_save": ["embed_tokens", "lm_head"]},
+}
+
+
+def adding_tokenizer():
+    made = character_tokenizer()
+    assert len(made) == 25
+    made.add_tokens(ADDED)
+    return made
+
+
+def resized(base: str, size: int, seed: int = 1):
+    """The base with rows of its own for the added tokens: random, and far from the mean of the others."""
+    model = AutoModelForCausalLM.from_pretrained(base)
+    model.resize_token_embeddings(size)
+    torch.manual_seed(seed)
+    for layer in (model.get_output_embeddings(), model.get_input_embeddings()):
+        torch.nn.init.normal_(layer.weight.data[25:], std=0.5)
+    return model
+
+
+def logits(model) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(input_ids=IDS).logits
+
+
+class Run:
+    """A short run of a resized base, saved, with the logits and the token table of its end."""
+
+    def __init__(self, folder: Path, size: int, tied: bool, adapter: dict):
+        self.base, self.size, self.folder = str(folder / "base"), size, str(folder / "out")
+        tiny_model(vocab_size=25, tie_word_embeddings=tied).save_pretrained(self.base)
+        self.adapter = adapter
+        self.trainer = self.make(resized(self.base, size), peft_config=self.config)
+        self.trainer.train()
+        self.trainer.save_model()
+        self.wanted, self.reference = logits(self.trainer.model), logits(resized(self.base, size))
+        rollout = self.trainer.rollout([PROMPT])
+        self.table = TokenTable.from_rollout(rollout, 0, self.trainer.processing_class, "k1")
+
+    @property
+    def config(self) -> LoraConfig:
+        return LoraConfig(**CAUSAL, **copy.deepcopy(self.adapter))
+
+    def make(self, model, fields: dict | None = None, **kwargs) -> PPOTrainer:
+        saving = {"save_strategy": "steps", "save_steps": 2, "output_dir": self.folder}
+        return PPOTrainer(
+            model=model,
+            reward_funcs=count_digits,
+            args=PPOConfig(**{**SMALL, **saving, "num_ppo_epochs": 1, "max_steps": 4, **(fields or {})}),
+            train_dataset=Dataset.from_list([{"prompt": PROMPT}, {"prompt": "2+2="}]),
+            processing_class=adding_tokenizer(),
+            **kwargs,
+        )
+
+
+@pytest.fixture(
+    scope="module",
+    params=[("plain", False), ("plain", True), ("trainable tokens", True), ("modules_to_save", False)],
+    ids=str,
+)
+def run(request, tmp_path_factory) -> Run:
+    """Its embeddings are padded beyond the tokenizer's 27 tokens."""
+    name, tied = request.param
+    return Run(tmp_path_factory.mktemp("run"), 32, tied, ADAPTERS[name])
+
+
+def assert_is_the_run(run: Run, model) -> None:
+    assert torch.equal(logits(model), run.wanted)
+    with model.disable_adapter():
+        assert torch.equal(logits(model), run.reference)
+
+
+def test_the_run_moved(run):
+    assert (run.wanted - run.reference).abs().max() > 0.01
+    assert run.wanted.shape[-1] == 32
+
+
+def test_the_folder_as_model(run, tmp_path):
+    again = run.make(run.folder, {"output_dir": str(tmp_path)})
+    assert_is_the_run(run, again.model)
+    assert torch.equal(logits(again.model.ref_model), run.wanted)
+    again.save_model()
+    shutil.rmtree(tmp_path / "critic")
+    assert_is_the_run(run, run.make(str(tmp_path), {"output_dir": str(tmp_path / "third")}).model)
+
+
+def test_the_folder_as_reference(run, tmp_path):
+    trainer = run.make(
+        resized(run.base, run.size), {"output_dir": str(tmp_path)}, peft_config=run.config, ref_model=run.folder
+    )
+    assert torch.equal(logits(trainer.model.ref_model), run.wanted)
+    assert torch.equal(logits(trainer.model), run.reference)
+
+
+def test_a_loaded_adapter(run, tmp_path):
+    base = resized(run.base, run.size)
+    loaded = get_peft_model(base, run.config)
+    for parameter in loaded.parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter.data, std=0.05)
+    wanted, reference = logits(loaded), run.reference
+    trainer = run.make(loaded, {"output_dir": str(tmp_path)})
+    assert torch.equal(logits(trainer.model), wanted)
+    with trainer.model.disable_adapter():
+        assert torch.equal(logits(trainer.model), reference)
+
+
+def test_the_folder_as_critic(run, tmp_path):
+    again = run.make(
+        resized(run.base, run.size),
+        {"output_dir": str(tmp_path)},
+        peft_config=run.config,
+        critic=run.folder,
+    )
+    before, now = (dict(x.model.critic.named_parameters()) for x in (run.trainer, again))
+    assert all(torch.equal(before[name], now[name]) for name in run.trainer.model.critic.trained_names())
+
+
+def test_the_ranker(run):
+    ranker = ValueRanker.from_pretrained(run.folder)
+    assert_is_the_run(run, ranker.model)
+
+
+def test_a_trace(run):
+    checkpoint = f"{run.folder}/checkpoint-4"
+    trace, _ = trace_prompt(checkpoint, Question(PROMPT, score=run.table.score))
+    for row, other in zip(trace.table.rows, run.table.rows, strict=True):
+        assert row.token == other.token
+        found, wanted = ((x.logprob, x.ref_logprob, x.value) for x in (row, other))
+        torch.testing.assert_close(torch.tensor(found), torch.tensor(wanted))
+
+
+def test_a_resumed_run_whose_new_rows_begin_elsewhere(run, tmp_path):
+    shutil.copytree(f"{run.folder}/checkpoint-2", tmp_path / "checkpoint-2")
+    base = resized(run.base, run.size, seed=2)
+    trainer = run.make(base, {"output_dir": str(tmp_path)}, peft_config=run.config)
+    trainer.train(resume_from_checkpoint=True)
+    assert_is_the_run(run, trainer.model)
+    before, now = (dict(x.model.critic.named_parameters()) for x in (run.trainer, trainer))
+    assert all(torch.equal(before[name], now[name]) for name in before)
+
+
+def test_an_adapter_of_somebody_else(make_trainer, tmp_path):
+    """Without the embeddings, as PEFT saves them offline; the tokenizer beside it tells of the added tokens."""
+    base = str(tmp_path / "base")
+    tiny_model(vocab_size=25).save_pretrained(base)
+    model = get_peft_model(resized(base, 27), LoraConfig(**CAUSAL, init_lora_weights=False))
+    model.save_pretrained(tmp_path / "sft", save_embedding_layers=False)
+    adding_tokenizer().save_pretrained(tmp_path / "sft")
+    sft = str(tmp_path / "sft")
+    torch.manual_seed(0)
+    plain = AutoPeftModelForCausalLM.from_pretrained(sft)
+    torch.manual_seed(0)
+    loaded = load_model(sft)
+    assert torch.equal(logits(loaded), logits(plain))
+    trainer = make_trainer({"max_steps": 2}, model=sft, peft_config=None, processing_class=None)
+    trainer.train()
+    trainer.save_model()
+    assert torch.equal(
+        logits(AutoPeftModelForCausalLM.from_pretrained(trainer.args.output_dir)), logits(trainer.model)
+    )
+
+
+def test_a_base_with_fewer_embeddings_than_its_tokenizer_has_tokens_is_not_resized(tmp_path):
+    """As Llama 2 with a padding token that only its tokenizer knows."""
+    base = str(tmp_path / "base")
+    tiny_model(vocab_size=25).save_pretrained(base)
+    for folder in (base, tmp_path / "sft"):
+        adding_tokenizer().save_pretrained(folder)
+    get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(**CAUSAL)).save_pretrained(tmp_path / "sft")
+    assert load_model(str(tmp_path / "sft")).get_input_embeddings().weight.shape[0] == 25
+
+
+def test_rows_of_a_cached_base_are_saved_offline(tmp_path, monkeypatch):
+    """PEFT takes such a vocabulary for unchanged, because it may not ask the Hub."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    repository = tmp_path / "models--org--base"
+    tiny_model(vocab_size=25).save_pretrained(repository / "snapshots/1")
+    (repository / "refs").mkdir()
+    (repository / "refs/main").write_text("1")
+    model = ActorCritic(resized("org/base", 27), LoraConfig(**CAUSAL))
+    assert model.causal_lm.config.name_or_path == "org/base"
+    model.save_pretrained(str(tmp_path / "out"))
+    assert load_file(tmp_path / "out/adapter_model.safetensors")["base_model.model.lm_head.weight"].shape == (27, 32)
+    assert torch.equal(logits(load_model(str(tmp_path / "out"))), logits(model))
+
+
+def test_a_vocabulary_in_a_nested_configuration(tmp_path):
+    text = {**tiny_model().config.to_dict(), "model_type": "qwen2_vl_text"}
+    Qwen2VLConfig(text_config={**text, "vocab_size": 25}).save_pretrained(tmp_path)
+    config = Qwen2VLConfig.from_pretrained(tmp_path)
+    config.name_or_path = str(tmp_path)
+    model = SimpleNamespace(config=config)
+    assert not is_resized(model, None)
+    config.text_config.vocab_size = 27
+    assert is_resized(model, None)
+
+
+def test_a_reward_adapter_brings_its_own_embeddings(make_trainer, tmp_path):
+    """They replace those of its own tree; the actor's base keeps its bytes, also where both know as many tokens."""
+    base = str(tmp_path / "base")
+    tiny_model(vocab_size=25).save_pretrained(base)
+    adding_tokenizer().save_pretrained(tmp_path / "reward")
+    classifier = AutoModelForSequenceClassification.from_pretrained(base, num_labels=1)
+    classifier.resize_token_embeddings(27)
+    torch.nn.init.normal_(classifier.get_input_embeddings().weight.data[25:], std=2.0)
+    config = LoraConfig(r=4, target_modules="all-linear", task_type="SEQ_CLS", init_lora_weights=False)
+    get_peft_model(classifier, config).save_pretrained(tmp_path / "reward")
+    plain = AutoPeftModelForSequenceClassification.from_pretrained(tmp_path / "reward", num_labels=1)
+    wanted = RewardModel(plain, adding_tokenizer()).score([PROMPT, "1</think>"])
+    for actor in (AutoModelForCausalLM.from_pretrained(base), resized(base, 27), resized(base, 32)):
+        tensors = list(actor.parameters())
+        before = digest(tensors)
+        trainer = make_trainer(model=actor, reward_funcs=str(tmp_path / "reward"), critic="shared")
+        (reward,) = trainer.collector.rewards.funcs
+        assert reward.score([PROMPT, "1</think>"]) == pytest.approx(wanted, rel=1e-5)
+        assert digest(tensors) == before
+
+
+def test_a_separate_critic_brings_its_own_embeddings(make_trainer, tmp_path):
+    scorer(vocab_size=25).save_pretrained(tmp_path / "critic")
+    critic = AutoModelForSequenceClassification.from_pretrained(tmp_path / "critic", num_labels=1)
+    critic.resize_token_embeddings(27)
+    torch.nn.init.normal_(critic.get_input_embeddings().weight.data[25:], std=2.0)
+    given = {"model": tiny_model(vocab_size=27), "processing_class": adding_tokenizer()}
+    trainer = make_trainer({"max_steps": 2}, **given, critic=critic)
+    trainer.train()
+    trainer.save_model()
+    again = make_trainer(**{**given, "model": tiny_model(vocab_size=27)}, critic=trainer.args.output_dir)
+    embeddings = [x.model.critic.trunk.get_base_model().get_input_embeddings().weight for x in (trainer, again)]
+    assert torch.equal(*embeddings)
+    values = [critic_values(x.model) for x in (trainer, again)]
+    assert torch.equal(*values)
+
+
+def critic_values(model: ActorCritic) -> torch.Tensor:
+    everything = torch.ones_like(IDS)
+    with torch.no_grad():
+        return model.eval()(IDS, everything, everything[:, 1:].bool(), policy=False).values
