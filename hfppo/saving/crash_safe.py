@@ -107,6 +107,8 @@ class CrashSafeTrainer(Trainer):
     @contextmanager
     def _lock_output_dir(self) -> Iterator[None]:
         """Keep other runs out of the output folder."""
+        if self.args.should_save:  # Trainer makes it once, and an earlier call that failed may have removed it
+            os.makedirs(self.args.output_dir, exist_ok=True)
         lock = OutputLock(self.args.output_dir)
         other = None
         try:
