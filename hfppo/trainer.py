@@ -399,7 +399,7 @@ class PPOTrainer(CrashSafeTrainer):
         """Call Trainer's step for each piece of a micro-batch."""
         *before, last = inputs["pieces"]
         self._step_flops += self._flop_counter.count(inputs["pieces"], self._plan)
-        loss = torch.zeros((), device=self.args.device)
+        loss = torch.zeros((), dtype=torch.float32, device=self.args.device)
         for piece in before:
             with self.accelerator.no_sync(model):
                 loss += super().training_step(model, {"batch": piece}, num_items_in_batch)

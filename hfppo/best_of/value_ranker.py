@@ -92,7 +92,7 @@ class ValueRanker:
             raise ValueError(f"{len(prompts)} prompts and {len(completions)} completions; give one for each prompt")
         ids = [torch.tensor(completion_ids(text, self.tokenizer, self.eos_ids)) for text in completions]
         padded = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True, padding_value=self.eos_ids[0])
-        given = completions_from(padded, torch.zeros(padded.shape), self.eos_ids)
+        given = completions_from(padded, torch.zeros(padded.shape, dtype=torch.float32), self.eos_ids)
         return self._judge(self._prompt_ids(prompts), given, temperature)
 
     def score(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> list[float]:

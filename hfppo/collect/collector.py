@@ -208,7 +208,7 @@ class Collector:
         """Return whether a row still plays, on any process if the model is sharded: its processes compute together."""
         if self.accelerator.num_processes == 1 or not is_sharded(self.model):
             return own
-        active = torch.tensor([float(own)], device=self.accelerator.device)
+        active = torch.tensor([float(own)], dtype=torch.float32, device=self.accelerator.device)
         return bool(self.accelerator.reduce(active, "sum") > 0)
 
     def ask_sampler(

@@ -91,7 +91,7 @@ def measure_episodes(meter: Meter, episodes: Sequence[Episode]) -> None:
     for limit in (UNFINISHED, CUT, DROPPED):
         meter.add(f"turns/{limit}_frac", torch.tensor([episode.limit == limit for episode in episodes]))
     rewards = [e.rewards.values() for e in episodes]
-    meter.add("turns/reward", torch.tensor([reward for some in rewards for reward in some]))
+    meter.add("turns/reward", torch.tensor([reward for some in rewards for reward in some], dtype=torch.float32))
     meter.add("completions/mean_context_length", torch.tensor([e.sampled.count(False) for e in episodes]))
     counts = sum((episode.counts for episode in episodes), Counter())
     meter.add("tools/malformed_frac", share(counts["malformed"], int(turns.sum())))

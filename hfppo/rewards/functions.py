@@ -166,12 +166,12 @@ def place_on_tokens(
     Raises:
         ValueError: a reward stands on a token that the policy did not sample; names function, row and position.
     """
-    placed = torch.zeros(mask.shape)
+    placed = torch.zeros(mask.shape, dtype=torch.float32)
     last = last_real_index(mask).tolist()
     for values, name, weight in zip(rows, names, weights, strict=True):
         for row, value in enumerate(values):
             if isinstance(value, list):
-                rewards = torch.tensor(value)
+                rewards = torch.tensor(value, dtype=torch.float32)
                 lost = (rewards.ne(0) & ~mask[row, : len(value)]).nonzero()
                 if len(lost):
                     raise ValueError(

@@ -90,7 +90,7 @@ class RewardModel:
         if empty := [text for text, row in zip(texts, ids, strict=True) if not len(row)]:
             raise ValueError(f"reward model {self.__name__} cannot score {empty[0]!r}: the text has no tokens")
         lengths = torch.tensor([len(row) for row in ids])
-        scores = torch.empty(len(ids))
+        scores = torch.empty(len(ids), dtype=torch.float32)
         size = rows_at_once(self.batch_size, int(lengths.max()), next(self.model.parameters()).device)
         for rows in lengths.argsort(descending=True).split(size):
             scores[rows] = self.logits([ids[row] for row in rows])[:, self.label].float().cpu()

@@ -64,7 +64,7 @@ class FixedCompletion(Sampler):
         """See `Sampler`; the log-probs are 0, because nothing was sampled."""
         ids = torch.tensor([self.ids])
         truncated = torch.tensor([self.ids[-1] not in self.eos_ids])
-        return Completions(ids, torch.ones_like(ids, dtype=torch.bool), truncated, torch.zeros(ids.shape))
+        return Completions(ids, torch.ones_like(ids, dtype=torch.bool), truncated, torch.zeros(ids.shape, dtype=torch.float32))
 
 
 def trace_prompt(checkpoint: str | Path, question: Question) -> tuple[Trace, PPOConfig]:
