@@ -17,7 +17,7 @@ from hfppo.collect.collector import Collector
 from hfppo.collect.credit import final_scores
 from hfppo.collect.rollout_metrics import measure_episodes, measure_scores
 from hfppo.config import PPOConfig
-from hfppo.data.prompts import Prompts
+from hfppo.data.prompts import EMPTY_PROMPT, Prompts
 from hfppo.metrics import Meter
 from hfppo.models.output_head import is_sharded
 from hfppo.models.packing import eval_mode
@@ -54,7 +54,8 @@ class Evaluated:
         completions: Any = self.completions
         metrics = dict(self.metrics)
         if compute_metrics is not None:
-            given = compute_metrics(EvalPrediction(completions, columns, inputs=columns["prompt"]))
+            inputs = columns.get("prompt", [EMPTY_PROMPT] * len(prompts))
+            given = compute_metrics(EvalPrediction(completions, columns, inputs=inputs))
             numbers: dict[str, Any] = dict(given)
             arrays = {name: x.item() for name, x in numbers.items() if isinstance(x, np.ndarray) and x.size == 1}
             metrics.update(denumpify_detensorize(numbers | arrays))

@@ -4,7 +4,7 @@ import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -192,20 +192,22 @@ def prepare_dataset(
 ) -> Prompts:
     """Return the prompts of a dataset, which errors call `name`."""
     options = cast(dict[str, Any] | None, args.chat_template_kwargs)
-    dataset = dataset_for(dataset, agents)
+    completed = dataset_for(dataset, agents)
     # One process of each machine tokenizes, the others find what it has stored.
-    with args.main_process_first() if is_stored(dataset) else nullcontext():
-        return prepare_prompts(
-            dataset,
+    with args.main_process_first() if is_stored(completed) else nullcontext():
+        prompts = prepare_prompts(
+            completed,
             tokenizer,
             args.max_prompt_length,
             args.overlong_prompts,
             options if agents is None else agents.chat_format.options,
             name,
             may_be_empty,
-            None if agents is None else agents.schemas_of(dataset, name),
+            None if agents is None else agents.schemas_of(completed, name),
             completed=agents is not None and agents.pool is not None,
         )
+    # `reset` gets the dataset's own columns.
+    return prompts if completed is dataset else replace(prompts, rows=prompts.rows.remove_columns("prompt"))
 
 
 def prepare_later_dataset(

@@ -1,15 +1,19 @@
 """Tools and environments that misbehave: each is refused, becomes text for the model, or ends the run by name."""
 
 import asyncio
+import functools
 import re
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from datasets import Dataset
 
 from helpers.agents import EOS, PROMPTS, Counting, Doors, add, call, collect, count_messages
 from helpers.processes import ROOT
+from hfppo import Result
+from hfppo.rewards.contract import plain_name
 
 
 def tool(body, name="use", asynchronous=False):
@@ -84,7 +88,12 @@ TOLD = {
     ),
     "exits": (tool(exits), {}, "{'error': '3'}", "tools/failure_frequency"),
     "hangs and swallows": (tool(forever), FAST, "longer than tool_timeout=0.2", "tools/timeout_frac"),
-    "hangs in a coroutine": (tool(sleeps, asynchronous=True), FAST, "", "tools/timeout_frac"),
+    "hangs in a coroutine": (
+        tool(sleeps, asynchronous=True),
+        FAST,
+        "longer than tool_timeout=0.2",
+        "tools/timeout_frac",
+    ),
     "raises in a coroutine": (
         tool(raises(ValueError("late")), asynchronous=True),
         {},
@@ -94,6 +103,9 @@ TOLD = {
     "returns None": (tool(lambda x: None), {}, "None", None),
     "returns a number": (tool(lambda x: 1.5), {}, "1.5", None),
     "returns a list": (tool(lambda x: [1, 2]), {}, "[1, 2]", None),
+    "returns content blocks": (tool(lambda x: [{"type": "text", "text": t} for t in "ab"]), {}, "ab", None),
+    "returns a result of content blocks": (tool(lambda x: Result([{"type": "text", "text": "ab"}])), {}, "ab", None),
+    "returns an image": (tool(lambda x: [{"type": "image", "url": "a"}]), {}, "'url': 'a'", None),
     "returns bytes": (tool(lambda x: b"ab"), {}, "b'ab'", None),
     "returns no text": (tool(lambda x: ""), {}, "", None),
     "returns control tokens": (tool(lambda x: f"{EOS}<assistant>"), {}, "<eos><assistant>", None),
@@ -113,6 +125,12 @@ def test_the_model_is_told(make_agent, kind):
     if metric is not None:
         assert metrics[metric] == 1.0
     assert metrics["tools/call_frequency"] == 1.0
+
+
+def test_a_time_limit_outside_the_main_thread_is_no_error_for_the_model(make_agent):
+    trainer = make_agent([call("add", a=1, b=2)], reward_funcs=count_messages, tools=[add], config=FAST)
+    with ThreadPoolExecutor(1) as threads, pytest.raises(RuntimeError, match="needs the main thread"):
+        threads.submit(collect, trainer, 1).result()
 
 
 # What the model writes, and the number of calls that are run and that fail, in one turn.
@@ -176,7 +194,11 @@ ENDS = {
     ),
     "reset hangs": (environment(reset=hangs), RuntimeError, r"Odd.reset failed for row 0.*tool_timeout=0.2"),
     "reset returns a number": (environment(reset=reset_with(3)), TypeError, r"Odd.reset returned int for row 0"),
-    "reset returns too much": (environment(reset=reset_with("a" * 300)), ValueError, r"row 0.*Odd.reset.*tokens"),
+    "reset returns an image": (
+        environment(reset=reset_with([{"type": "image", "image": "a"}])),
+        TypeError,
+        r"Odd.reset returned list for row 0; return text, content blocks of text, or None",
+    ),
     "step raises": (
         environment(step=lambda self, text: 1 / 0),
         RuntimeError,
@@ -242,6 +264,42 @@ def test_an_environment_that_hangs_leaves_its_row_without_a_score(make_agent, ba
     assert trainer.collector.player.pool.examples[None] is not before
 
 
+def test_a_prompt_that_reset_makes_too_long_leaves_its_row_without_a_score(make_agent, caplog):
+    class Talkative(Counting):
+        def reset(self, start=0, **row):
+            super().reset(start)
+            return "a" * 300 if start == 0 else f"{start}"
+
+    class Judged(Talkative):
+        def get_reward(self):
+            assert self.next, "the row has no score"
+            return 10.0
+
+    trainer = make_agent(["1"], ["2", "3"], environment_factory=Judged, config={"max_prompt_length": 50})
+    rollout, _, metrics = collect(trainer, 2, training=True)
+    assert rollout.prompt_mask.sum(dim=1).tolist() == [50, 9]
+    assert rollout.mask.sum(dim=1).tolist() == [1, 4]  # one token for the place in the batch
+    assert rollout.loss_mask.any(dim=1).tolist() == [False, True]
+    assert rollout.scores.tolist() == [0.0, 12.0]
+    assert metrics["unscorable_frac"] == 0.5
+    assert "row 0: with the text of Judged.reset the prompt has 3" in caplog.text
+    assert "leave 50; it has no score" in caplog.text
+
+
+def test_a_prompt_that_reset_makes_too_long_loses_its_beginning_with_truncate(make_agent):
+    class Talkative(Counting):
+        def reset(self, **row):
+            super().reset()
+            return "a" * 300 + "0"
+
+    config = {"max_prompt_length": 50, "overlong_prompts": "truncate"}
+    trainer = make_agent(["1", "2", "3"], environment_factory=Talkative, config=config)
+    rollout, _, metrics = collect(trainer, 1, training=True)
+    assert trainer.processing_class.decode(rollout.prompt_ids[0]) == "a" * 47 + "0<eos><assistant>"
+    assert rollout.scores.tolist() == [3.0]
+    assert metrics["unscorable_frac"] == 0.0
+
+
 def test_an_environment_that_never_ends_is_cut(make_agent):
     endless = environment(step=step_with("b", 0.1, False, False, {}))
     trainer = make_agent(["a"] * 40, environment_factory=endless)
@@ -262,6 +320,11 @@ def test_an_answer_of_any_length_is_dropped_where_it_does_not_fit(make_agent, le
 
 def untyped(x):
     return x
+
+
+class Untyped:
+    def __call__(self, x):
+        """Use it."""
 
 
 def undocumented(x: int) -> str:
@@ -289,6 +352,12 @@ NO_CHAT = Dataset.from_list([{"prompt": "go"}])
 REFUSED = {
     "a tool without types": ({"tools": [untyped]}, ValueError, "'untyped'"),
     "a tool without a docstring": ({"tools": [undocumented]}, ValueError, "'undocumented'"),
+    "a tool without types in a callable object": (
+        {"tools": [Untyped()]},
+        ValueError,
+        r"tool 'Untyped'.*give Untyped.__call__ type hints.*functools.wraps",
+    ),
+    "a class in place of a tool": ({"tools": [Untyped]}, TypeError, "the class Untyped; give an instance"),
     "a tool that is no function": ({"tools": ["add"]}, TypeError, "'add'"),
     "two tools of one name": ({"tools": [add, add]}, ValueError, "'add'"),
     "prompts of text": ({"tools": [add], "dataset": NO_CHAT}, ValueError, "conversations"),
@@ -365,3 +434,91 @@ def test_each_kind_has_its_outcome_in_the_page():
     assert len(rows) >= 40
     assert [kind for kind, (_, _, text, _) in TOLD.items() if text not in rows[kind]] == []
     assert [kind for kind, (*_, metric) in TOLD.items() if metric is not None and metric not in rows[kind]] == []
+
+
+async def look_up(word: str, times: int = 1) -> str:
+    """
+    Look a word up.
+
+    Args:
+        word: the word
+        times: how often
+    """
+    await asyncio.sleep(0)
+    return f"found {word}" * times
+
+
+def decorated(func):
+    """What an ordinary decorator makes of a function."""
+
+    @functools.wraps(func)
+    def inner(*args, **kwargs):
+        return func(*args, **kwargs)
+
+    return inner
+
+
+async def in_two_steps(word: str) -> str:
+    """
+    Look a word up.
+
+    Args:
+        word: the word
+    """
+    return look_up(word)
+
+
+class Search:
+    """A search engine with a connection."""
+
+    def __init__(self):
+        self.__name__ = "search"  # in letters of the tokenizer
+
+    async def __call__(self, word: str) -> str:
+        """
+        Look a word up.
+
+        Args:
+            word: the word
+        """
+        return await look_up(word)
+
+    def now(self, word: str) -> str:
+        """
+        Look a word up.
+
+        Args:
+            word: the word
+        """
+        return f"found {word}"
+
+
+# A tool, and the names of its arguments.
+CALLABLES = {
+    "async def": (look_up, ["word", "times"]),
+    "decorated": (decorated(look_up), ["word", "times"]),
+    "an awaitable of an awaitable": (in_two_steps, ["word"]),
+    "cached": (functools.lru_cache(Search().now), ["word"]),
+    "a partial": (functools.partial(look_up, times=1), ["word"]),
+    "a decorated partial": (functools.partial(decorated(look_up)), ["word", "times"]),
+    "a callable object": (Search(), ["word"]),
+    "a partial of a callable object": (functools.partial(Search()), ["word"]),
+    "a bound method": (Search().now, ["word"]),
+    "a partial of a bound method": (functools.partial(Search().now), ["word"]),
+}
+
+
+@pytest.mark.parametrize("timeout", [None, 5.0])
+@pytest.mark.parametrize("kind", CALLABLES)
+def test_tools_are_callables_of_every_kind(make_agent, kind, timeout):
+    func, arguments = CALLABLES[kind]
+    config = {"tool_timeout": timeout, "max_completion_length": 200}
+    name = plain_name(func)
+    trainer = make_agent([call(name, word="a b"), "a"], reward_funcs=count_messages, tools=[func], config=config)
+    (schema,) = trainer.collector.player.schemas[None]
+    assert schema["function"]["name"] == name
+    assert list(schema["function"]["parameters"]["properties"]) == arguments
+    assert schema["function"]["parameters"]["required"] == ["word"]
+    _, transcript, metrics = collect(trainer, 1, training=True)
+    assert transcript.completions[0][1] == {"role": "tool", "name": name, "content": "found a b"}
+    assert metrics["tools/failure_frequency"] == 0.0

@@ -1,5 +1,7 @@
 """Episodes of several turns: tools, environments, tokens, rewards and limits."""
 
+import asyncio
+import functools
 import random
 from dataclasses import replace
 
@@ -11,6 +13,7 @@ from helpers.agents import (
     EOS,
     EPISODE_METRICS,
     PROMPTS,
+    TEMPLATE,
     Counting,
     Doors,
     Script,
@@ -335,3 +338,106 @@ def test_result_is_a_string_for_everyone_else():
     assert (str(result), f"{result}", result == "yes", result.reward, result.done) == ("yes", "yes", True, 0.5, True)
     with pytest.raises(ValueError, match="nan"):
         Result("yes", reward=float("nan"))
+
+
+def hide_async(method):
+    """An ordinary decorator: it returns the coroutine, and looks like a plain function."""
+
+    @functools.wraps(method)
+    def inner(*args, **kwargs):
+        return method(*args, **kwargs)
+
+    return inner
+
+
+@pytest.mark.parametrize("decorate", [lambda method: method, hide_async], ids=["async def", "decorated"])
+@pytest.mark.parametrize("timeout", [None, 5.0])
+def test_every_method_of_an_environment_may_be_async(make_agent, decorate, timeout):
+    class Later(Counting):
+        @decorate
+        async def reset(self, **row):
+            await asyncio.sleep(0)
+            return super().reset()
+
+        @decorate
+        async def step(self, text):
+            await asyncio.sleep(0)
+            return super().step(text)
+
+        @decorate
+        async def get_reward(self):
+            await asyncio.sleep(0)
+            return 10.0 * self.next
+
+    @decorate
+    async def connect():
+        return Later()
+
+    config = {"tool_timeout": timeout}
+    trainer = make_agent(["1", "3", "2", "3"], environment_factory=connect, config=config)
+    rollout, transcript, _ = collect(trainer, 1)
+    assert [m["content"] for m in transcript.completions[0]] == ["1", "1", "3", "no", "2", "2", "3"]
+    assert transcript.prompts[0][-1]["content"] == "go 0 0"
+    assert rollout.scores.tolist() == [1.0 - 0.5 + 1.0 + 1.0 + 30.0]
+
+
+@pytest.mark.parametrize("decorate", [lambda method: method, hide_async], ids=["async def", "decorated"])
+def test_an_async_step_that_hangs_leaves_its_row_without_a_score(make_agent, decorate):
+    class Slow(Counting):
+        @decorate
+        async def step(self, text):
+            await asyncio.sleep(60)
+
+    _, _, metrics = collect(
+        make_agent(["1"], environment_factory=Slow, config={"tool_timeout": 0.2}), 1, training=True
+    )
+    assert metrics["unscorable_frac"] == 1.0
+
+
+# The turns of a text environment that asks at 3, whether max_tool_calling_iterations ends them, and the penalty.
+ENDINGS = {
+    "terminated": (["1", "2", "3"], {}, 0.0),
+    "truncated by the environment": (["1", "no"], {}, 0.0),
+    "out of rounds": (["1"], {"max_tool_calling_iterations": 1}, 0.0),
+    "no room for the answer": (["1" * 20], {"max_completion_length": 24}, 0.0),
+    "cut within a turn": (["1" * 30 + "…"], {"max_completion_length": 20}, 5.0),
+}
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_missing_eos_penalty_is_for_turns_that_the_length_cut(make_agent, ending):
+    class Strict(Counting):
+        def step(self, text):
+            observation, _, terminated, truncated, info = super().step(text)
+            return observation, 0.0, terminated, truncated or text == "no", info
+
+    turns, config, penalty = ENDINGS[ending]
+    trainer = make_agent(turns, environment_factory=Strict, config={"missing_eos_penalty": 5.0, **config})
+    rollout, _, _ = collect(trainer, 1)
+    assert rollout.scores.tolist() == [-penalty]
+    assert rollout.truncated.tolist() == [ending != "terminated"]
+
+
+def test_a_row_keeps_its_own_arguments_of_the_template_where_reset_completes_the_prompt(make_agent, monkeypatch):
+    monkeypatch.setattr("helpers.agents.TEMPLATE", "{{ style }}" + TEMPLATE)
+    dataset = PROMPTS.add_column("chat_template_kwargs", [{"style": "a"}, {"style": "b"}] * 2)
+    trainer = make_agent(["1", "2", "3"], ["2", "3"], environment_factory=Counting, dataset=dataset)
+    rollout, _, _ = collect(trainer, 2)
+    prompts = [text.removeprefix("<pad>") for text in trainer.processing_class.batch_decode(rollout.prompt_ids)]
+    assert [prompt[:7] for prompt in prompts] == ["a<user>", "b<user>"]
+
+
+def test_tools_that_nobody_offers_are_not_called(make_agent):
+    class Judge:
+        def reset(self, **row):
+            self.score = 1.0
+
+        def get_reward(self):
+            return self.score
+
+    trainer = make_agent([f"so {call('open', key=1)}"], environment_factory=Judge)
+    rollout, transcript, metrics = collect(trainer, 1, training=True)
+    assert [m["role"] for m in transcript.completions[0]] == ["assistant"]
+    assert transcript.completions[0][0]["content"] == "so"
+    assert metrics["tools/call_frequency"] == 0.0
+    assert rollout.scores.tolist() == [1.0]

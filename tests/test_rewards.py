@@ -16,7 +16,7 @@ from torch.testing import assert_close
 import hfppo.collect.collector
 from helpers.scripted import SIGNS, always, answering, first_rollout, ids_of, normalizing, score
 from helpers.tiny import tiny_model
-from hfppo import PPOCallback
+from hfppo import PPOCallback, TolerantReward
 from hfppo.rewards.functions import RewardFunctions
 from hfppo.run_state import RunningMoments
 
@@ -458,6 +458,10 @@ def test_asynchronous_functions_run_at_the_same_time():
     assert score(meeting(3), texts=("1", "2")).per_function.tolist() == [[0.0, 1.0, 2.0]] * 2
 
 
+def test_asynchronous_functions_behind_decorators_run_at_the_same_time():
+    assert score(list(map(decorated, meeting(3))), texts=("1",)).per_function.tolist() == [[0.0, 1.0, 2.0]]
+
+
 def test_asynchronous_functions_run_where_an_event_loop_runs_already():
     async def notebook_cell():
         return score(meeting(2), texts=("1",))
@@ -476,12 +480,24 @@ async def async_count(completions, of, **kwargs):
     return count(completions, of)
 
 
+def decorated(func):
+    """A decorator whose result looks like a plain function."""
+
+    def inner(**kwargs):
+        return func(**kwargs)
+
+    return inner
+
+
 @pytest.mark.parametrize(
     ("func", "expected"),
     [
         pytest.param(AsyncLength(), [2.0, 1.0, 0.0], id="object"),
         pytest.param(functools.partial(async_count, of="2"), [1.0, 0.0, 0.0], id="partial of a function"),
         pytest.param(functools.partial(AsyncLength(), unused=1), [2.0, 1.0, 0.0], id="partial of an object"),
+        pytest.param(decorated(functools.partial(async_count, of="3")), [0.0, 1.0, 0.0], id="decorated"),
+        pytest.param(TolerantReward(AsyncLength()), [2.0, 1.0, 0.0], id="tolerant"),
+        pytest.param(TolerantReward(decorated(AsyncLength()), timeout=5), [2.0, 1.0, 0.0], id="tolerant, decorated"),
     ],
 )
 def test_kinds_of_asynchronous_functions(func, expected):

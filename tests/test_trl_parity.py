@@ -8,7 +8,7 @@ import torch
 from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
 
-from helpers.agents import VOCAB_SIZE, Doors, Script, call, calling_tokenizer
+from helpers.agents import RESPONSE, TEMPLATE, VOCAB_SIZE, Doors, Script, call, calling_tokenizer
 from helpers.tiny import LORA, tiny_model
 from hfppo import PPOConfig, PPOTrainer
 from hfppo.metrics import Meter
@@ -216,7 +216,7 @@ CASES = {
 }
 
 
-def by_trl(out, scripts, rounds=None, most=100, **kwargs):
+def by_trl(out, scripts, rounds=None, most=100, rows=ROWS, **kwargs):
     tokenizer = calling_tokenizer()
     script = Script(tokenizer, *scripts)
 
@@ -235,19 +235,20 @@ def by_trl(out, scripts, rounds=None, most=100, **kwargs):
     trainer = Scripted(
         model=tiny_model(vocab_size=VOCAB_SIZE, max_position_embeddings=256),
         args=args,
-        train_dataset=Dataset.from_list(ROWS),
+        train_dataset=Dataset.from_list(rows),
         processing_class=tokenizer,
         peft_config=copy.deepcopy(LORA),  # PEFT resolves its target modules in place
         **{"reward_funcs": [], **kwargs},
     )
     trainer.model.train()
-    found = trainer._generate_and_score_completions([dict(row) for row in ROWS])
-    real, sampled = found["completion_mask"].bool(), found["tool_mask"].bool()
+    found = trainer._generate_and_score_completions([dict(row) for row in rows])
+    real = found["completion_mask"].bool()
+    sampled = found.get("tool_mask", real).bool()
     rows = zip(found["completion_ids"], real, sampled, strict=True)
     return [(ids[r].tolist(), s[r].tolist()) for ids, r, s in rows]
 
 
-def here(out, scripts, rounds=None, most=100, **kwargs):
+def here(out, scripts, rounds=None, most=100, rows=ROWS, **kwargs):
     tokenizer = calling_tokenizer()
     trainer = PPOTrainer(
         model=tiny_model(vocab_size=VOCAB_SIZE, max_position_embeddings=256),
@@ -255,7 +256,7 @@ def here(out, scripts, rounds=None, most=100, **kwargs):
             str(out), per_device_train_batch_size=4, max_completion_length=most, max_tool_calling_iterations=rounds,
             use_cpu=True, report_to="none",
         ),
-        train_dataset=Dataset.from_list(ROWS),
+        train_dataset=Dataset.from_list(rows),
         processing_class=tokenizer,
         peft_config=LORA,
         **kwargs,
@@ -279,3 +280,105 @@ def test_token_ids_and_masks_are_those_of_grpo_trainer(tmp_path, case, monkeypat
     decode = calling_tokenizer().decode
     assert [decode(ids) for ids, _ in found] == [decode(ids) for ids, _ in expected]
     assert found == expected
+
+
+class Seen:
+    """A reward function that keeps what it is called with."""
+
+    __name__ = "seen"
+
+    def __call__(self, prompts, completions, **_):
+        self.prompts, self.completions = prompts, completions
+        return [0.0] * len(prompts)
+
+
+THINKING = {
+    **RESPONSE,
+    "fields": {
+        "reasoning_content": {"open": "<think>", "close": "</think>", "content": "text", "optional": True},
+        **RESPONSE["fields"],
+    },
+}
+
+
+@pytest.mark.parametrize("response", [None, RESPONSE, THINKING], ids=["no template", "calls", "thinking"])
+def test_completions_of_conversations_are_parsed_as_by_grpo_trainer(tmp_path, response, monkeypatch):
+    monkeypatch.setattr("helpers.agents.RESPONSE", response)
+    scripts = [
+        ["<think>ab</think>12"],
+        [f"so {call('add', a=1, b=2)}"],
+        ["<think>without an end…"],
+        [f"{call('add')[:-9]}"],  # a call that is cut
+    ]
+    seen = [Seen(), Seen()]
+    expected = by_trl(tmp_path / "trl", scripts, reward_funcs=[seen[0]])
+    assert here(tmp_path / "here", scripts, reward_funcs=[seen[1]]) == expected
+    assert seen[1].completions == seen[0].completions
+    assert seen[1].prompts == seen[0].prompts
+    if response is THINKING:
+        first = {"role": "assistant", "content": "12", "reasoning_content": "ab"}
+        assert seen[1].completions[0] == [first]
+    assert ("tool_calls" in seen[1].completions[1][0]) == (response is not None)
+
+
+def test_a_dataset_without_prompts_keeps_the_placeholder_out_of_reset_as_grpo_trainer_does(tmp_path):
+    rows, given = [{"start": n} for n in range(4)], []
+
+    class Keeping(CounterEnvironment):
+        def reset(self, **row) -> str:
+            given.append(row)
+            return super().reset(row["start"])
+
+    seen = [Seen(), Seen()]
+    by_trl(tmp_path / "trl", [["a"]], rows=rows, environment_factory=Keeping, reward_funcs=[seen[0]])
+    of_trl, given = given, []
+    here(tmp_path / "here", [["a"]], rows=rows, environment_factory=Keeping, reward_funcs=[seen[1]])
+    assert given == of_trl == rows
+    assert seen[1].prompts == seen[0].prompts
+    assert seen[1].prompts[3] == [{"role": "user", "content": "count 3"}]
+
+
+BLOCKS = (
+    "{%- macro text(m) %}{% if m['content'] is string %}{{ m['content'] }}"
+    "{% else %}{% for b in m['content'] %}{{ b['text'] }}{% endfor %}{% endif %}{% endmacro -%}"
+) + TEMPLATE.replace("{{ m['content'] }}", "{{ text(m) }}")
+
+
+def blocks(*texts):
+    return [{"type": "text", "text": text} for text in texts]
+
+
+class BlocksEnvironment(CounterEnvironment):
+    """Answers in content blocks, as servers of the Model Context Protocol do."""
+
+    def reset(self, start: int = 0, **kwargs):
+        return blocks(super().reset(start), "!")
+
+    def increment(self, by: int):
+        """
+        Add to the counter.
+
+        Args:
+            by: how much
+        """
+        return blocks(super().increment(by), ".")
+
+
+@pytest.mark.parametrize("in_dataset", [False, True])
+@pytest.mark.parametrize("environment", [BlocksEnvironment, CounterEnvironment, EchoEnvironment])
+def test_content_blocks_give_the_token_ids_of_grpo_trainer(tmp_path, environment, in_dataset, monkeypatch):
+    monkeypatch.setattr("helpers.agents.TEMPLATE", BLOCKS)
+    rows = [
+        {**row, "prompt": [{**m, "content": blocks(m["content"])} for m in row["prompt"]]} if in_dataset else row
+        for row in ROWS
+    ]
+    scripts = [[call("increment", by=2), "a"], ["b"]]
+    options = {"rows": rows, "environment_factory": environment}
+    seen = [Seen(), Seen()]
+    expected = by_trl(tmp_path / "trl", scripts, reward_funcs=[seen[0]], **options)
+    assert here(tmp_path / "here", scripts, reward_funcs=[seen[1]], **options) == expected
+    # Here the blocks are one text, for templates that know text only.
+    for ours, theirs in zip(seen[1].completions + seen[1].prompts, seen[0].completions + seen[0].prompts, strict=True):
+        contents = [m["content"] for m in theirs]
+        texts = [c if isinstance(c, str) else "".join(block["text"] for block in c) for c in contents]
+        assert [m["content"] for m in ours] == texts

@@ -19,6 +19,7 @@ from hfppo.collect.rollout_metrics import measure_episodes, measure_rollout, mea
 from hfppo.config import PPOConfig
 from hfppo.data.prompt_stream import PromptStream
 from hfppo.data.prompts import Prompts, Row, pad_left
+from hfppo.environments.chat_format import parse_turn
 from hfppo.environments.episodes import Episode, EpisodePlayer, completions_of
 from hfppo.generation.contract import Completions, Sampler
 from hfppo.metrics import Meter
@@ -236,9 +237,11 @@ class Collector:
 
     def texts(self, rows: list[Row], completions: Completions) -> list[Any]:
         """Return the completions as reward functions get them: text, or a message for a conversation."""
-        texts = self.tokenizer.batch_decode(unpad(completions), skip_special_tokens=True)
-        conversational = isinstance(rows[0].columns["prompt"], list)
-        return [[{"role": "assistant", "content": text}] if conversational else text for text in texts]
+        ids = unpad(completions)
+        if isinstance(rows[0].columns["prompt"], list):
+            turns = zip(ids, [row.prompt_ids for row in rows], strict=True)
+            return [[parse_turn(self.tokenizer, turn, prefix, tools=[])[0]] for turn, prefix in turns]
+        return self.tokenizer.batch_decode(ids, skip_special_tokens=True)
 
     def transcript(self, completed: Completed, scored: Scored) -> Transcript:
         """Return the rows as text, with their scores by function."""

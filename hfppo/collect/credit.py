@@ -95,7 +95,8 @@ def final_scores(
     if args.reward_clip is not None and args.normalize_scores == (moments is not None):
         scores = scores.clamp(-args.reward_clip, args.reward_clip)
     if args.missing_eos_penalty is not None:
-        scores = scores - args.missing_eos_penalty * completions.truncated.to(scores.dtype)
+        cut = completions.truncated if completions.cut is None else completions.cut
+        scores = scores - args.missing_eos_penalty * cut.to(scores.dtype)
     return scores
 
 

@@ -28,6 +28,8 @@ RESERVED_COLUMNS = {"prompts", "completions", "trainer_state", "log_extra", "log
 
 TEMPLATE_COLUMNS = ("tools", "chat_template_kwargs")  # what the chat template gets from a row beside its prompt
 
+EMPTY_PROMPT = [{"role": "user", "content": ""}]  # of a row without one, which an environment completes
+
 ROWS_AT_ONCE = 1000  # are read and tokenized; a fast tokenizer shares them out among its threads
 STORED_FROM = 10_000  # rows, which take about a second
 

@@ -6,7 +6,7 @@ short conversation, with and without the answer; both end the assistant's turn w
 
 import logging
 import re
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -104,27 +104,36 @@ class ChatFormat:
         """Return False for texts that are too long for a number of tokens, without tokenizing megabytes."""
         return sum(len(message["content"]) for message in replies) <= budget * self._longest_token
 
-    def parse(self, ids: list[int], prefix: list[int], tools: Sequence[Callable[..., Any]]) -> tuple[Message, bool]:
-        """Return a turn of the model as a message, and whether it held a call that cannot be read.
 
-        Args:
-            ids: of the turn, its end included.
-            prefix: all token ids before it.
-            tools: those that the prompt offers; without any the turn is plain text.
-        """
-        text = {"role": "assistant", "content": self.tokenizer.decode(ids, skip_special_tokens=True)}
-        if not tools:
-            return text, False
-        try:
-            message = dict(self.tokenizer.parse_response(ids, prefix=prefix, tools=list(tools)))
-            content = message.get("content")
-            if isinstance(content, str) and self.tokenizer.eos_token:
-                content = content.removesuffix(self.tokenizer.eos_token)
-            message["content"] = content or ""
-            check_calls(message.get("tool_calls") or [])
-        except (ValueError, TypeError):
-            return text, True
-        return message, False
+def text_message(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> Message:
+    """Return a turn of the model as a message of plain text."""
+    return {"role": "assistant", "content": tokenizer.decode(ids, skip_special_tokens=True)}
+
+
+def parse_turn(
+    tokenizer: PreTrainedTokenizerBase, ids: list[int], prefix: list[int], tools: Sequence[dict[str, Any]]
+) -> tuple[Message, bool]:
+    """Return a turn of the model as a message, and whether it cannot be read.
+
+    A tokenizer with a `response_template` splits it into content, reasoning and calls, as for TRL's GRPOTrainer.
+
+    Args:
+        ids: of the turn, its end included.
+        prefix: all token ids before it.
+        tools: JSON schemas of those that the prompt offers.
+    """
+    if getattr(tokenizer, "response_template", None) is None:
+        return text_message(tokenizer, ids), False
+    try:
+        message = dict(tokenizer.parse_response(ids, prefix=prefix, tools=list(tools)))
+        content = message.get("content")
+        if isinstance(content, str) and tokenizer.eos_token:
+            content = content.removesuffix(tokenizer.eos_token)
+        message["content"] = content or ""
+        check_calls(message.get("tool_calls") or [])
+    except (ValueError, TypeError):
+        return text_message(tokenizer, ids), True
+    return message, False
 
 
 def conversation(reply: Message) -> list[Message]:

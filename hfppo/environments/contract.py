@@ -3,7 +3,8 @@
 A tool is a function with type hints and a Google-style docstring, plain or `async def`. An environment is an object
 with `reset(**row)`, called with the dataset's columns before each episode, which returns None or text that is appended
 to the prompt's last message. Each public method but `reset` and `get_reward` is a tool. `get_reward()`, if there is
-one, scores the finished episode; it may be async, too.
+one, scores the finished episode. Whatever any of them returns as an awaitable is awaited. Text may also be a list of
+content blocks of text, which are joined.
 
 Beyond TRL, a tool may return a `Result` with a reward, and `reset` may name a parameter `seed`: it is the same for the
 completions of one prompt, and another for each prompt. After `reset` an environment must play like a new one.
@@ -14,9 +15,11 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from numbers import Real
-from typing import Any
+from typing import Any, get_type_hints
 
 from transformers.utils import get_json_schema
+
+from hfppo.rewards.contract import unwrap
 
 NOT_TOOLS = ("reset", "get_reward")
 
@@ -27,7 +30,7 @@ class Result(str):
     For TRL, which knows only text, it is a plain string.
 
     Args:
-        text: shown to the model.
+        text: shown to the model, as `text_of` writes it.
         reward: added to the rewards of the turn, which stand on its last token.
         done: end the episode without another turn.
     Raises:
@@ -38,7 +41,7 @@ class Result(str):
     done: bool
 
     def __new__(cls, text: object, reward: float = 0.0, done: bool = False) -> "Result":
-        result = super().__new__(cls, text)
+        result = super().__new__(cls, str(joined(text)))
         result.reward, result.done = check_reward("Result", reward), done
         return result
 
@@ -50,8 +53,8 @@ class TextEnvironment(ABC):
     """
 
     @abstractmethod
-    def reset(self, **row: Any) -> str | None:
-        """Begin an episode; return text to append to the prompt's last message.
+    def reset(self, **row: Any) -> str | list[dict[str, Any]] | None:
+        """Begin an episode; return text, or content blocks of text, to append to the prompt's last message.
 
         Args:
             row: the dataset's columns, and `seed` if the method names it.
@@ -70,6 +73,24 @@ class TextEnvironment(ABC):
             truncated: whether it is cut here although it would go on.
             info: unused.
         """
+
+
+def joined(content: Any) -> Any:
+    """Return content blocks of text, {"type": "text", "text": …} each, as one text, and anything else unchanged."""
+    blocks = content if isinstance(content, list) else []
+    texts = [block.get("text") for block in blocks if isinstance(block, dict) and block.get("type") == "text"]
+    known = [text for text in texts if isinstance(text, str)]
+    return "".join(known) if blocks and len(known) == len(blocks) else content
+
+
+def plain_message(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message whose content blocks of text are joined, which every chat template renders."""
+    return {**message, "content": joined(message["content"])} if isinstance(message.get("content"), list) else message
+
+
+def text_of(value: Any) -> str:
+    """Return what a tool or environment returned as text that a tokenizer takes: without lone surrogates."""
+    return str(joined(value)).encode(errors="replace").decode()
 
 
 def check_reward(source: str, reward: Any) -> float:
@@ -113,12 +134,36 @@ def tool_schema(name: str, tool: Callable[..., Any]) -> dict[str, Any]:
         ValueError: it cannot be made; names the tool.
     """
     try:
-        return get_json_schema(tool)
+        return get_json_schema(described(name, tool))
     except Exception as error:  # DocstringParsingException, TypeHintParsingException, and what inspect raises
+        function = "it" if inspect.isroutine(unwrap(tool)) else f"{type(unwrap(tool)).__name__}.__call__"
         raise ValueError(
-            f"tool {name!r} has no schema: {error}; give it type hints and a docstring with a section Args that "
-            "describes each argument"
+            f"tool {name!r} has no schema: {error}; give {function} type hints and a docstring with a section Args "
+            "that describes each argument; a decorator passes both on if it uses functools.wraps"
         ) from error
+
+
+def described(name: str, tool: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that `get_json_schema` can read: it takes neither partials nor callable objects.
+
+    The arguments that a partial binds are left out.
+    """
+    inner: Any = unwrap(tool)
+    function = inner if inspect.isroutine(inner) else inner.__call__
+    if function is tool:
+        return tool
+    bound = getattr(tool, "keywords", {})
+    signature = inspect.signature(tool)
+    free = {name: parameter for name, parameter in signature.parameters.items() if name not in bound}
+
+    def description() -> None: ...
+
+    hints = get_type_hints(function)
+    described: Any = description
+    described.__name__, described.__doc__ = name, function.__doc__ or ""
+    described.__signature__ = signature.replace(parameters=list(free.values()))
+    described.__annotations__ = {name: hint for name, hint in hints.items() if name in {*free, "return"}}
+    return described
 
 
 def wants_seed(reset: Callable[..., Any]) -> bool:

@@ -4,6 +4,7 @@ All rows that are not done take a turn together, in one call of the sampler. A r
 alone, and no process waits for another between turns, except with sharded models, whose processes compute together.
 """
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -15,18 +16,29 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from hfppo.data.prompts import Row, render
-from hfppo.environments.chat_format import ChatFormat, Message
-from hfppo.environments.contract import Result, TextEnvironment, check_reward, tool_schema, tools_of, wants_seed
+from hfppo.data.prompts import EMPTY_PROMPT, Row, render, template_options
+from hfppo.environments.chat_format import ChatFormat, Message, parse_turn, text_message
+from hfppo.environments.contract import (
+    Result,
+    TextEnvironment,
+    check_reward,
+    joined,
+    plain_message,
+    text_of,
+    tools_of,
+    wants_seed,
+)
 from hfppo.environments.pool import EnvironmentPool
-from hfppo.environments.tool_calls import TIMEOUT, Answer, run_calls, text_of
+from hfppo.environments.tool_calls import TIMEOUT, Answer, run_calls
 from hfppo.generation.contract import Completions
 from hfppo.seeds import stream_seed
+from hfppo.support.coroutines import finish_within
 from hfppo.support.random_state import own_random_state
-from hfppo.support.time_limit import call_within
 
 # Completes (rows, prompts with what came after them) with a budget of tokens for each.
 TurnSampler = Callable[[list[list[int]], list[int] | None, list[int]], Completions]
+
+logger = logging.getLogger(__name__)
 
 UNFINISHED, CUT, DROPPED = "unfinished", "cut", "dropped_result"  # the limits that end an episode
 
@@ -38,6 +50,7 @@ class Episode:
     row: Row  # with the prompt that the environment completed
     environment: Any = None
     tools: dict[str, Callable[..., Any]] = field(default_factory=dict)
+    schemas: list[dict[str, Any]] = field(default_factory=list)  # of the tools, as the prompt shows them
     messages: list[Message] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)
     sampled: list[bool] = field(default_factory=list)  # False on context
@@ -49,7 +62,7 @@ class Episode:
     limit: str | None = None  # the limit that ended it; None: none
     truncated: bool = False
     open_ended: bool = False  # whether the critic knows its last state
-    failed: bool = False  # whether the state of its environment is unknown
+    failed: bool = False  # whether it has no score: its environment's state is unknown, or its prompt too long
     counts: Counter[str] = field(default_factory=Counter)  # calls and their failures by kind
 
     def append(self, ids: list[int], logprobs: list[float] | None, values: list[float] | None) -> None:
@@ -77,7 +90,9 @@ class EpisodePlayer:
 
     Args:
         tools: those of all rows, by name.
+        schemas: of a row's tools, by the name of its environment.
         max_prompt: tokens of a prompt with the text of `reset`; None: any.
+        overlong: "truncate" lets a longer one lose its beginning; "drop" leaves its row without a score.
         max_tokens: of an episode, context included.
         max_turn: tokens of a turn of the model; None: any.
         max_rounds: rounds of tool calls, or steps of an environment; None: any.
@@ -85,9 +100,11 @@ class EpisodePlayer:
     """
 
     tools: dict[str, Callable[..., Any]]
+    schemas: dict[str | None, list[dict[str, Any]]]
     pool: EnvironmentPool | None
     chat_format: ChatFormat
     max_prompt: int | None
+    overlong: str
     max_tokens: int
     max_turn: int | None
     max_rounds: int | None
@@ -101,10 +118,6 @@ class EpisodePlayer:
     def tools_for(self, environment: Any) -> dict[str, Callable[..., Any]]:
         """Return the tools of a row by name."""
         return self.tools | tools_of(environment) if environment is not None else self.tools
-
-    def schemas(self, environment: Any) -> list[dict[str, Any]]:
-        """Return the tools of a row as its prompt shows them."""
-        return [tool_schema(name, tool) for name, tool in self.tools_for(environment).items()]
 
     def play(
         self,
@@ -122,7 +135,7 @@ class EpisodePlayer:
             timed: measures the time of tools and environments.
         Raises:
             RuntimeError: an environment cannot be reset; names the row.
-            ValueError: a prompt is too long, or a reward no number.
+            ValueError: a prompt has no tokens, or a reward is no number.
         """
         with timed():
             episodes = self.begin(rows)
@@ -142,6 +155,8 @@ class EpisodePlayer:
 
     def budget(self, episode: Episode) -> int:
         """Return the most tokens of an episode's next turn."""
+        if episode.failed:
+            return 1  # for the place in the batch
         room = max(1, self.max_tokens - len(episode.ids))
         return room if self.max_turn is None else min(room, self.max_turn)
 
@@ -155,29 +170,36 @@ class EpisodePlayer:
 
     def open(self, row: Row, environment: Any) -> Episode:
         """Return a new episode."""
-        if environment is not None and (said := self.reset(row, environment)) is not None:
-            *before, last = row.columns["prompt"]
-            prompt = [*before, {**last, "content": last["content"] + said}]
-            options = dict(self.chat_format.options)
-            if schemas := self.schemas(environment):
-                options["tools"] = schemas
-            row = replace(
-                row,
-                columns={**row.columns, "prompt": prompt},
-                prompt_ids=render(prompt, self.chat_format.tokenizer, options),
-            )
-            if self.max_prompt is not None and len(row.prompt_ids) > self.max_prompt:
-                raise ValueError(
-                    f"row {row.number}: with the text of {type(environment).__name__}.reset the prompt has "
-                    f"{len(row.prompt_ids)} tokens, and max_prompt_length or the model's positions leave "
-                    f"{self.max_prompt}; shorten the text, or raise or lower the limits"
-                )
+        schemas = self.schemas[self.environment_name(row.columns)]
+        said = None if environment is None else self.reset(row, environment)
+        given = row.columns.get("prompt", EMPTY_PROMPT)
+        prompt = list(map(plain_message, given))
+        if said is not None:
+            prompt[-1] = {**prompt[-1], "content": prompt[-1]["content"] + said}
+        row = replace(row, columns={**row.columns, "prompt": prompt})
+        if prompt != given:
+            own = template_options(schemas or row.columns.get("tools"), row.columns.get("chat_template_kwargs"))
+            options = {**self.chat_format.options, **own}
+            row = replace(row, prompt_ids=render(prompt, self.chat_format.tokenizer, options))
         if not row.prompt_ids:
             raise ValueError(
-                f"row {row.number}: the prompt {row.columns['prompt']!r} has no tokens, and "
-                f"{type(environment).__name__}.reset gave it no text; return some, or write some into the prompt"
+                f"row {row.number}: the prompt {prompt!r} has no tokens, and {type(environment).__name__}.reset gave "
+                "it no text; return some, or write some into the prompt"
             )
-        return Episode(row, environment, self.tools_for(environment))
+        episode = Episode(row, environment, self.tools_for(environment), schemas)
+        if self.max_prompt is not None and len(row.prompt_ids) > self.max_prompt:
+            episode.row = replace(row, prompt_ids=row.prompt_ids[-self.max_prompt :])
+            episode.failed = self.overlong == "drop"
+            logger.warning(
+                "row %d: with the text of %s.reset the prompt has %d tokens, and max_prompt_length or the model's "
+                "positions leave %d; it %s",
+                row.number,
+                type(environment).__name__,
+                len(row.prompt_ids),
+                self.max_prompt,
+                "has no score" if episode.failed else "loses its beginning",
+            )
+        return episode
 
     def reset(self, row: Row, environment: Any) -> str | None:
         """Reset a row's environment."""
@@ -190,11 +212,15 @@ class EpisodePlayer:
         try:
             with own_random_state(row.environment_seed):
                 late = f"it took longer than tool_timeout={self.timeout} seconds"
-                said = call_within(self.timeout, late, partial(environment.reset, **columns))
+                said = finish_within(self.timeout, late, partial(environment.reset, **columns))
         except Exception as error:
             raise RuntimeError(f"{name}.reset failed for row {row.number}: {error!r}") from error
+        said = joined(said)
         if said is not None and not isinstance(said, str):
-            raise TypeError(f"{name}.reset returned {type(said).__name__} for row {row.number}; return text or None")
+            raise TypeError(
+                f"{name}.reset returned {type(said).__name__} for row {row.number}; return text, content blocks of "
+                "text, or None"
+            )
         return said
 
     # A turn
@@ -208,16 +234,20 @@ class EpisodePlayer:
         episode.append(ids, completions.logprobs[i][mask].tolist(), values)
         episode.turns += 1
         cut = bool(completions.truncated[i])
-        parser_tools = [] if cut else list(episode.tools.values())
-        message, malformed = self.chat_format.parse(ids, prefix, parser_tools)
-        episode.messages.append(message)
-        episode.counts["malformed"] += malformed
         speaks_text = isinstance(episode.environment, TextEnvironment)
-        if cut and not (speaks_text and len(episode.ids) < self.max_tokens):  # whatever it calls is not run
+        if speaks_text:
+            message, malformed = text_message(self.chat_format.tokenizer, ids), False
+        else:
+            message, malformed = parse_turn(self.chat_format.tokenizer, ids, prefix, episode.schemas)
+        episode.messages.append(message)
+        episode.counts["malformed"] += malformed and not cut and bool(episode.schemas)
+        if episode.failed:
+            episode.end()
+        elif cut and not (speaks_text and len(episode.ids) < self.max_tokens):  # whatever it calls is not run
             episode.end(CUT, truncated=True, open_ended=True)
         elif speaks_text:
             self.step(episode, message["content"])
-        elif calls := message.get("tool_calls"):
+        elif episode.schemas and (calls := message.get("tool_calls")):
             self.call_tools(episode, [call["function"] for call in calls])
         else:
             episode.end()
@@ -229,7 +259,7 @@ class EpisodePlayer:
         try:
             with own_random_state(stream_seed(episode.row.seed, end)):
                 late = f"{name} took longer than tool_timeout={self.timeout} seconds"
-                taken = call_within(self.timeout, late, partial(environment.step, text))
+                taken = finish_within(self.timeout, late, partial(environment.step, text))
         except TimeoutError:
             episode.counts[TIMEOUT] += 1
             self.abandon(episode)
@@ -325,4 +355,5 @@ def completions_of(episodes: Sequence[Episode], pad_id: int) -> Completions:
         values=padded(values, torch.float32, 0.0) if values else None,
         context=real & ~mask,
         open_ended=torch.tensor([e.open_ended for e in episodes]),
+        cut=torch.tensor([e.limit == CUT for e in episodes]),
     )

@@ -1,5 +1,6 @@
 """The arguments `tools` and `environment_factory` as an `EpisodePlayer`, checked before anything is generated."""
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -8,6 +9,7 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from hfppo.config import PPOConfig
+from hfppo.data.prompts import EMPTY_PROMPT
 from hfppo.environments.chat_format import ChatFormat, make_chat_format, prove
 from hfppo.environments.contract import TextEnvironment, tool_schema, tools_of
 from hfppo.environments.episodes import EpisodePlayer
@@ -16,7 +18,6 @@ from hfppo.environments.rewards import episode_reward
 from hfppo.functional import estimator_needs
 from hfppo.rewards.contract import RewardFunc, plain_name
 
-EMPTY_PROMPT = [{"role": "user", "content": ""}]
 COLUMN = "environment"  # of the dataset: names each row's environment where there are several
 
 
@@ -78,9 +79,11 @@ class Agents:
         limits = [args.max_prompt_length, positions and positions - args.max_completion_length]
         return EpisodePlayer(
             tools=self.tools,
+            schemas=self.schemas,
             pool=self.pool,
             chat_format=chat_format,
             max_prompt=min((limit for limit in limits if limit is not None), default=None),
+            overlong=args.overlong_prompts,
             max_tokens=args.max_completion_length,
             max_turn=args.max_turn_length,
             max_rounds=args.max_tool_calling_iterations,
@@ -139,6 +142,8 @@ def named_tools(tools: Sequence[Callable[..., Any]]) -> dict[str, Callable[..., 
     for tool in tools:
         if not callable(tool):
             raise TypeError(f"tools holds {tool!r}, which is no function; give functions")
+        if inspect.isclass(tool):
+            raise TypeError(f"tools holds the class {tool.__name__}; give an instance of it, which can be called")
         if (name := plain_name(tool)) in by_name:
             raise ValueError(f"tools holds two functions named {name!r}; rename one")
         by_name[name] = tool

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hfppo.environments.contract import check_environment
+from hfppo.support.coroutines import finish_within
 
 EnvironmentFactory = Callable[[], Any]
 
@@ -31,9 +32,13 @@ class EnvironmentPool:
                     f"environment_factory{label(name)} is a {type(factory).__name__}, which cannot be called; give "
                     "the class, or a function that makes an environment"
                 )
-        self.instances = {name: [factory()] for name, factory in self.factories.items()}
+        self.instances = {name: [self.make(name)] for name in self.factories}
         for name, (instance,) in self.instances.items():
             check_environment(label(name), instance)
+
+    def make(self, name: str | None) -> Any:
+        """Return a new instance."""
+        return finish_within(None, "", self.factories[name])
 
     @property
     def examples(self) -> dict[str | None, Any]:
@@ -47,7 +52,7 @@ class EnvironmentPool:
         for name in names:
             some = self.instances[name]
             if used[name] == len(some):
-                some.append(self.factories[name]())
+                some.append(self.make(name))
             taken.append(some[used[name]])
             used[name] += 1
         return taken
@@ -57,7 +62,7 @@ class EnvironmentPool:
         for name, some in self.instances.items():
             for i, instance in enumerate(some):
                 if instance is environment:
-                    some[i] = self.factories[name]()
+                    some[i] = self.make(name)
 
 
 def label(name: str | None) -> str:

@@ -1,12 +1,13 @@
 """The rewards that tools and environments give, as one more reward function."""
 
 import inspect
-from collections.abc import Awaitable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from hfppo.environments.contract import check_reward
 from hfppo.environments.episodes import Episode
 from hfppo.rewards.contract import RewardFunc
+from hfppo.support.coroutines import awaited
 
 
 def episode_reward(kind: type | None, alone: bool) -> RewardFunc:
@@ -35,14 +36,17 @@ def episode_reward(kind: type | None, alone: bool) -> RewardFunc:
     def scored(episode: Episode) -> bool:
         return not episode.failed and (kind is None or type(episode.environment) is kind)
 
-    def plain(episodes: Sequence[Episode] = (), **_: Any) -> list[list[float] | None]:
-        return [score(e, checked(e, final_of(e))) if scored(e) else None for e in episodes]
+    def scores(episodes: Sequence[Episode], finals: list[Any]) -> list[list[float] | None]:
+        return [score(e, checked(e, f)) if scored(e) else None for e, f in zip(episodes, finals, strict=True)]
 
-    async def waiting(episodes: Sequence[Episode] = (), **_: Any) -> list[list[float] | None]:
-        finals: list[Awaitable[Any] | None] = [final_of(e) if scored(e) else None for e in episodes]
-        return [None if f is None else score(e, checked(e, await f)) for e, f in zip(episodes, finals, strict=True)]
+    async def scores_later(episodes: Sequence[Episode], finals: list[Any]) -> list[list[float] | None]:
+        return scores(episodes, [await awaited(final) for final in finals])
 
-    func: Any = waiting if inspect.iscoroutinefunction(getattr(kind, "get_reward", None)) else plain
+    def episode_scores(episodes: Sequence[Episode] = (), **_: Any) -> Any:
+        finals = [final_of(e) if scored(e) else None for e in episodes]
+        return (scores_later if any(map(inspect.isawaitable, finals)) else scores)(episodes, finals)
+
+    func: Any = episode_scores
     func.__name__ = "tools" if kind is None else kind.__name__
     func.reads_episodes = True
     return func

@@ -1,16 +1,15 @@
 """Run the tool calls of a turn; whatever goes wrong becomes text for the model, and is counted."""
 
-import asyncio
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from hfppo.environments.contract import Result
-from hfppo.support.coroutines import in_background
+from hfppo.environments.contract import Result, text_of
+from hfppo.support.coroutines import awaited_within, in_background
 from hfppo.support.random_state import own_random_state
-from hfppo.support.time_limit import call_within
+from hfppo.support.time_limit import call_within, require_main_thread
 
 # Kinds of failures, as `tools/<kind>_frac` counts them.
 UNKNOWN, RAISED, TIMEOUT = "unknown", "raised", "timeout"
@@ -40,7 +39,7 @@ class Answer:
 def run_calls(
     calls: Sequence[Mapping[str, Any]], tools: Mapping[str, Callable[..., Any]], seed: int, timeout: float | None
 ) -> list[Answer]:
-    """Run the calls of one turn in their order; those of `async def` tools run together after the others.
+    """Run the calls of one turn in their order; what they return as awaitables is awaited together after that.
 
     Args:
         calls: as in a message, {"name": …, "arguments": {…}} each.
@@ -49,16 +48,18 @@ def run_calls(
         timeout: seconds for each call; None: any.
     """
     answers: list[Answer | None] = [None] * len(calls)
-    later: list[tuple[int, partial]] = []
+    later: list[tuple[int, Callable[[], Any]]] = []
     for i, call in enumerate(calls):
         tool = tools.get(call["name"])
         if tool is None:
             answers[i] = failed(call["name"], f"Tool {call['name']} not found.", UNKNOWN)
-        elif inspect.iscoroutinefunction(tool):
-            later.append((i, partial(run_async, call, tool, timeout)))
         else:
             with own_random_state(seed + i):
-                answers[i] = run_plain(call, tool, timeout)
+                answer = run_plain(call, tool, timeout)
+            if inspect.isawaitable(answer.value):
+                later.append((i, partial(finish, answer, timeout)))
+            else:
+                answers[i] = answer
     with in_background([run for _, run in later]) as results:
         for (i, _), answer in zip(later, results(), strict=True):
             answers[i] = answer
@@ -66,29 +67,34 @@ def run_calls(
 
 
 def run_plain(call: Mapping[str, Any], tool: Callable[..., Any], timeout: float | None) -> Answer:
-    """Run a plain tool."""
-    late = f"{call['name']} took longer than tool_timeout={timeout} seconds"
-    bound = inspect.ismethod(tool)
+    """Call a tool; the value of the answer is an awaitable if the tool is asynchronous."""
+    name, bound = call["name"], inspect.ismethod(tool)
+    limit = None if inspect.iscoroutinefunction(tool) else timeout  # only `finish` spends time then
+    require_main_thread(limit)  # no error for the model
     try:
-        value = call_within(timeout, late, partial(tool, **call["arguments"]))
-        return Answer(call["name"], value, text_of(value), of_environment=bound)
+        value = call_within(limit, too_late(name, timeout), partial(tool, **call["arguments"]))
+        return answered(name, value, bound)
     except (Exception, SystemExit) as error:
-        return failed(call["name"], str(error), kind_of(error), bound)
+        return failed(name, str(error), kind_of(error), bound)
 
 
-async def run_async(call: Mapping[str, Any], tool: Callable[..., Any], timeout: float | None) -> Answer:
-    """Run an `async def` tool."""
-    bound = inspect.ismethod(tool)
+async def finish(answer: Answer, timeout: float | None) -> Answer:
+    """Return the answer of an asynchronous tool."""
+    name, bound = answer.name, answer.of_environment
     try:
-        value = await asyncio.wait_for(tool(**call["arguments"]), timeout)
-        return Answer(call["name"], value, text_of(value), of_environment=bound)
+        return answered(name, await awaited_within(timeout, too_late(name, timeout), answer.value), bound)
     except (Exception, SystemExit) as error:
-        return failed(call["name"], str(error), kind_of(error), bound)
+        return failed(name, str(error), kind_of(error), bound)
 
 
-def text_of(value: Any) -> str:
-    """Return what a tool or environment returned as text that a tokenizer takes: without lone surrogates."""
-    return str(value).encode(errors="replace").decode()
+def answered(name: str, value: Any, of_environment: bool) -> Answer:
+    """Return the answer to a call that returned; an awaitable has no text yet."""
+    return Answer(name, value, "" if inspect.isawaitable(value) else text_of(value), None, of_environment)
+
+
+def too_late(name: str, timeout: float | None) -> str:
+    """Return what the model reads when a call takes too long."""
+    return f"{name} took longer than tool_timeout={timeout} seconds"
 
 
 def failed(name: str, error: str, kind: str, of_environment: bool = False) -> Answer:

@@ -22,6 +22,7 @@ class Completions:
     logprobs: Tensor  # (B, T) float32, log π_rollout of each token at temperature, nats, 0 where none was sampled
     values: Tensor | None = None  # (B, T) float32, V(s_t) before each token, 0 likewise, where sampling tells it too
     context: Tensor | None = None  # (B, T) bool, True on tokens of tools and environments; None: there are none
+    cut: Tensor | None = None  # (B,) bool, True where a limit of tokens ended it within a turn; None: as `truncated`
     open_ended: Tensor | None = None  # (B,) bool, True where the critic knows the last state; None: as `truncated`
 
     def __post_init__(self) -> None:

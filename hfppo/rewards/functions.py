@@ -1,6 +1,7 @@
 """Call reward functions, combine their scores, and place them on tokens."""
 
 import functools
+import inspect
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,7 +23,7 @@ from hfppo.rewards.contract import (
     merge_logs,
     plain_name,
 )
-from hfppo.support.coroutines import in_background
+from hfppo.support.coroutines import awaited, in_background
 
 
 @dataclass(frozen=True)
@@ -98,15 +99,22 @@ class RewardFunctions:
             )
             for func, log in zip(self.funcs, logs, strict=True)
         ]
-        with in_background([call for call in calls if is_async(call)]) as awaited:
+        waiting = [call for call in calls if is_async(call)]
+        with in_background(waiting) as results:
             given = [None if is_async(call) else call() for call in calls]
+            # Behind a decorator an `async def` function looks plain.
+            late = [output for output in given if inspect.isawaitable(output)]
+            with in_background([functools.partial(awaited, output) for output in late]) as late_results:
 
-            def scored() -> Scored:
-                late = iter(awaited())
-                outputs = [next(late) if is_async(call) else out for call, out in zip(calls, given, strict=True)]
-                return self._scored(outputs, [len(ids) for ids in completion_ids], mask, logs)
+                def scored() -> Scored:
+                    known, found = iter(results()), iter(late_results())
+                    outputs = [
+                        next(known) if is_async(call) else next(found) if inspect.isawaitable(output) else output
+                        for call, output in zip(calls, given, strict=True)
+                    ]
+                    return self._scored(outputs, [len(ids) for ids in completion_ids], mask, logs)
 
-            yield scored
+                yield scored
 
     def __call__(self, *args: Any, **kwargs: Any) -> Scored:
         """Score B completions and wait; the arguments are those of `scoring`."""

@@ -1,6 +1,5 @@
 """Reward functions that may fail for some rows: skip or replace those rows, and limit their share."""
 
-import asyncio
 import functools
 import logging
 import math
@@ -19,7 +18,7 @@ from hfppo.rewards.contract import (
     plain_name,
     rows_of,
 )
-from hfppo.support.time_limit import call_within
+from hfppo.support.coroutines import awaited_within, finish_within
 
 logger = logging.getLogger(__name__)
 
@@ -146,16 +145,10 @@ class TolerantReward(RewardWrapper):
     async def _answer(self, columns: dict[str, Any], log: Log) -> Any:
         """Return the function's output, or raise a TimeoutError after `timeout` seconds."""
         late = f"reward function {self.name!r} gave no answer within {self.timeout} s; raise timeout, or correct it"
+        call = functools.partial(self.func, **columns, log_extra=log.extra, log_metric=log.metric)
         if not is_async(self.func):
-            call = functools.partial(self.func, **columns, log_extra=log.extra, log_metric=log.metric)
-            return call_within(self.timeout, late, call)
-        try:
-            async with asyncio.timeout(self.timeout) as limit:
-                return await self.func(**columns, log_extra=log.extra, log_metric=log.metric)
-        except TimeoutError as error:
-            if limit.expired():
-                raise TimeoutError(late) from error
-            raise
+            return finish_within(self.timeout, late, call)
+        return await awaited_within(self.timeout, late, call())
 
     def _check_share(self, rewards: list[Any], rows: int) -> None:
         """End the run if more rows than allowed have failed so far."""

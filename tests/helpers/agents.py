@@ -93,7 +93,7 @@ class Script(Sampler):
         if len(self.calls) == 1:
             self.prompts, self.taken = given, [0] * len(given)
         rows = []
-        for ids, budget in zip(given, budgets, strict=True):
+        for ids, budget in zip(given, budgets or [None] * len(given), strict=True):
             row = next(i for i, p in enumerate(self.prompts) if ids[: len(p)] == p and self.left(i))
             text = self.turns[row % len(self.turns)][self.taken[row]]
             self.taken[row] += 1
