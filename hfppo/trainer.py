@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -52,7 +53,8 @@ from hfppo.models.compilation import compile_layers
 from hfppo.models.critic import CRITIC_FOLDER
 from hfppo.models.loading import load_whole
 from hfppo.models.output_checks import check_outputs
-from hfppo.ppo_checkpoint import PPOCheckpoint, describe_run
+from hfppo.ppo_checkpoint import PPOCheckpoint, describe_run, saved_run
+from hfppo.prompt_maker import DatasetPrompts
 from hfppo.reporting.card import write_card
 from hfppo.reporting.default_callbacks import with_default_callbacks
 from hfppo.reporting.progress import RunProgress
@@ -182,7 +184,7 @@ class PPOTrainer(CrashSafeTrainer):
             args=args,
             player=parts.player,
         )
-        self._agents = parts.agents
+        self._prompt_maker = parts.prompt_maker
         self._progress = RunProgress.of(self)
         self.collector.sampler.on_progress = self._progress.advance
         self.ppo_state = PPOState(kl_coef=args.kl_coef)
@@ -191,8 +193,8 @@ class PPOTrainer(CrashSafeTrainer):
         self._eval_sampling: bool | None = None
         self._sources = parts.sources
         self._outputs_checked = False
-        schemas = None if parts.agents is None else parts.agents.schemas
-        run = describe_run(args, parts.prompts.train, parts.model, parts.peft_config, parts.rewards.names, schemas)
+        date, tools = parts.prompt_maker.date, None if parts.agents is None else parts.agents.schemas
+        run = describe_run(args, parts.prompts.train, parts.model, parts.peft_config, parts.rewards.names, date, tools)
         self._checkpoint = PPOCheckpoint(run, args.process_index)
         self._begin_run()
 
@@ -227,9 +229,7 @@ class PPOTrainer(CrashSafeTrainer):
     def _prepare_prompts(self, dataset: Dataset, name: str) -> Prompts:
         """Check and tokenize a dataset that comes after construction; errors call it `name`."""
         rewards = self.collector.rewards
-        return prepare_later_dataset(
-            dataset, name, self.model, rewards, self.processing_class, self.args, self._agents
-        )
+        return prepare_later_dataset(dataset, name, self.model, rewards, self._prompt_maker)
 
     # Training: a rollout, then mini-batches of it
 
@@ -371,7 +371,7 @@ class PPOTrainer(CrashSafeTrainer):
         self.ppo_state.critic_pretraining.rollouts += 1
         return None if collected is None else collected[0]
 
-    def rollout(self, prompts: Sequence[str] | Sequence[list[dict[str, Any]]], **columns: Sequence[Any]) -> Rollout:
+    def rollout(self, /, prompts: Sequence[str] | Sequence[list[dict[str, Any]]], **columns: Sequence[Any]) -> Rollout:
         """Collect a rollout for given prompts, on the CPU; training does not notice.
 
         Neither rewards nor advantages are whitened, so that they add up: with one λ, returns − values. An estimator
@@ -538,7 +538,13 @@ class PPOTrainer(CrashSafeTrainer):
     # Checkpoints
 
     def check_resume(self, checkpoint: str) -> None:
-        """Refuse a checkpoint of another base, dataset, critic or cut of the rollout."""
+        """Take over the checkpoint's date, and refuse one of another base, dataset, critic or cut of the rollout."""
+        saved, maker = saved_run(checkpoint, self.args.process_index), self._prompt_maker
+        if saved is not None and saved.run_date not in (None, maker.date):
+            prompts = DatasetPrompts(self._train_prompts, self._eval_prompts.prompts)
+            prompts = maker.move_to(saved.run_date, prompts, self._prepared_train, self._eval_prompts.given)
+            self._train_prompts, self._eval_prompts = prompts.train, replace(self._eval_prompts, prompts=prompts.eval)
+            self._checkpoint = self._checkpoint.moved_to(maker.date, prompts.train)
         self._checkpoint.check(checkpoint)
 
     def save_run_state(self, folder: str) -> None:

@@ -15,10 +15,17 @@ from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
-from hfppo.data.prompts import TEMPLATE_COLUMNS, Prompts, template_options, without_nones
+from hfppo.data.chat_template import (
+    TEMPLATE_COLUMNS,
+    RunDate,
+    apply_chat_template,
+    template_options,
+    without_nones,
+)
+from hfppo.data.prompts import Prompts
 from hfppo.models.critic import shared_copy
 from hfppo.models.packing import rows_at_once
-from hfppo.rewards.contract import unwrap
+from hfppo.rewards.contract import Private, unwrap
 
 
 class RewardModel:
@@ -38,6 +45,9 @@ class RewardModel:
         ValueError: a model with several labels and no `label`, or an unknown one.
     """
 
+    reads_continuations = True
+    date: RunDate | None = None  # for the chat template; a trainer sets its own
+
     def __init__(
         self,
         model: PreTrainedModel | PeftModel,
@@ -56,16 +66,27 @@ class RewardModel:
         self.max_length = max_length(model, tokenizer)
         self.label = find_label(model.config.num_labels, model.config.label2id or {}, label, name)
 
-    def __call__(self, prompts: list[Any], completions: list[Any], **kwargs: Any) -> list[float]:
+    def __call__(self, /, prompts: list[Any], completions: list[Any], **kwargs: Any) -> list[float]:
         """One score per completion."""
+        return self.call_privately(Private(), prompts, completions, **kwargs)
+
+    def call_privately(
+        self, private: Private, /, prompts: list[Any], completions: list[Any], **kwargs: Any
+    ) -> list[float]:
+        """See `Private` and `__call__`."""
+        completions = completions if private.continuations is None else list(private.continuations)
         if isinstance(prompts[0], str):
             eos = self.tokenizer.eos_token or ""
             texts = [prompt + completion + eos for prompt, completion in zip(prompts, completions, strict=True)]
         else:
             columns = (kwargs.get(name) or [None] * len(prompts) for name in TEMPLATE_COLUMNS)
             texts = [
-                self.tokenizer.apply_chat_template(
-                    without_nones(conversation(prompt, completion)), tokenize=False, **template_options(*options)
+                apply_chat_template(
+                    self.tokenizer,
+                    without_nones(conversation(prompt, completion)),
+                    self.date,
+                    tokenize=False,
+                    **template_options(*options),
                 )
                 for prompt, completion, *options in zip(prompts, completions, *columns, strict=True)
             ]
