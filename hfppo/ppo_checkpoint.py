@@ -4,6 +4,7 @@ import hashlib
 import json
 import logging
 from dataclasses import asdict, dataclass, fields, replace
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import nn
 from transformers import TrainingArguments
 
 from hfppo.config import PPOConfig
+from hfppo.data.chat_template import RunDate
 from hfppo.data.prompt_stream import PromptStream
 from hfppo.data.prompts import Prompts
 from hfppo.metrics import StepSums
@@ -30,6 +32,8 @@ STRUCTURE = (
     "seed", "critic_layers",
 )  # fmt: skip
 
+PROMPTS = "prompts (SHA-256 of lengths and token ids)"
+
 # Fields of TrainingArguments whose change is logged on resume; changes of PPOConfig's own fields always are.
 TRAINER_FIELDS = (
     "learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "max_steps", "num_train_epochs",
@@ -43,6 +47,12 @@ class RunDescription:
 
     structure: dict[str, Any]  # a resumed run must share these
     settings: dict[str, Any]  # a resumed run should share these; each change is logged
+    date: str | None = None  # of the chat templates, in ISO format; earlier versions wrote none
+
+    @property
+    def run_date(self) -> RunDate | None:
+        """The same as an object."""
+        return None if self.date is None else RunDate(date.fromisoformat(self.date))
 
 
 def describe_run(
@@ -51,6 +61,7 @@ def describe_run(
     model: ActorCritic,
     peft_config: PeftConfig,
     reward_funcs: list[str],
+    run_date: RunDate,
     tools: Any = None,
 ) -> RunDescription:
     """Describe the run: the values that a resumed run must share, and those it should share.
@@ -72,13 +83,14 @@ def describe_run(
             "optim": values["optim"],
             "number of processes": args.world_size,
             # Earlier versions hashed a text of the ids, under another name: their checkpoints go on unchecked.
-            "prompts (SHA-256 of lengths and token ids)": None if prompts is None else prompts.head.digest(),
+            PROMPTS: None if prompts is None else prompts.head.digest(),
             **hash_frozen_weights(model),
             "tools": None if tools is None else {str(name): schemas for name, schemas in tools.items()},
             "peft_config": describe_adapter(peft_config),
             "critic": None if model.critic is None else model.critic.kind,
         },
         settings={**{name: values[name] for name in (*own, *TRAINER_FIELDS)}, "reward_funcs": reward_funcs},
+        date=run_date.day.isoformat(),
     )
 
 
@@ -99,6 +111,12 @@ def fingerprint(base: nn.Module) -> str:
             first = parameter.detach().flatten()[:16].cpu().bfloat16()
             hashed.update(first.view(torch.int16).numpy().tobytes())
     return hashed.hexdigest()
+
+
+def saved_run(checkpoint: str | Path, process: int = 0) -> RunDescription | None:
+    """Return the description of the run that wrote a checkpoint; None if it was no PPOTrainer's."""
+    path = state_file(checkpoint, process)
+    return RunDescription(**json.loads(path.read_text())["run"]) if path.is_file() else None
 
 
 def state_file(checkpoint: str | Path, process: int) -> Path:
@@ -138,13 +156,12 @@ class PPOCheckpoint:
         Raises:
             ValueError: names the first difference, both values, and a remedy.
         """
-        path = state_file(checkpoint, self.process)
-        if not path.is_file():
+        if (saved := saved_run(checkpoint, self.process)) is None:
+            missing = state_file(checkpoint, self.process).name
             raise ValueError(
-                f"{checkpoint} has no {path.name}: it was written by another trainer, by fewer processes, or with "
+                f"{checkpoint} has no {missing}: it was written by another trainer, by fewer processes, or with "
                 "save_only_model=True; to start anew from its weights, pass it as model"
             )
-        saved = RunDescription(**json.loads(path.read_text())["run"])
         for name, wanted in self.run.structure.items():
             before, now = find_differences(saved.structure.get(name, wanted), wanted)  # earlier versions wrote less
             if before != now:
@@ -156,6 +173,12 @@ class PPOCheckpoint:
         for name, now in current.items():
             if (before := saved.settings.get(name, now)) != now:
                 logger.warning("resuming with %s=%r, the checkpoint was written with %r", name, now, before)
+
+    def moved_to(self, run_date: RunDate, prompts: Prompts | PromptStream | None) -> "PPOCheckpoint":
+        """Return the same for prompts that were made on another date."""
+        digest = None if prompts is None else prompts.head.digest()
+        structure = {**self.run.structure, PROMPTS: digest}
+        return replace(self, run=replace(self.run, structure=structure, date=run_date.day.isoformat()))
 
     def save(self, checkpoint: str | Path, standing: Standing) -> None:
         """Write where the run stands."""

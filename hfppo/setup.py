@@ -2,9 +2,9 @@
 
 import inspect
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,10 +15,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from hfppo.config import PPOConfig
-from hfppo.data.prompt_stream import PromptStream
-from hfppo.data.prompts import RESERVED_COLUMNS, Prompts, datasets_by_name, is_stored, prepare_prompts
+from hfppo.data.chat_template import CLOCK, RunDate
+from hfppo.data.prompts import RESERVED_COLUMNS, Prompts
 from hfppo.environments.episodes import EpisodePlayer
-from hfppo.environments.loading import Agents, dataset_for, load_agents
+from hfppo.environments.loading import Agents, load_agents
 from hfppo.environments.pool import EnvironmentFactory
 from hfppo.generation import eos_token_ids
 from hfppo.models.actor_critic import ActorCritic
@@ -34,24 +34,17 @@ from hfppo.models.loading import (
     separate_adapter,
     with_quantization,
 )
-from hfppo.rewards.contract import plain_name, remove_wrappers, unwrap
+from hfppo.prompt_maker import DatasetPrompts, PromptMaker
+from hfppo.rewards.contract import Private, bound_names, plain_name, remove_wrappers, unwrap, with_private
 from hfppo.rewards.functions import RewardFunctions, check_weights
 from hfppo.rewards.loading import load_reward_funcs
-from hfppo.rewards.model import RewardAdapter, check_conversations
+from hfppo.rewards.model import RewardAdapter, RewardModel, check_conversations
 from hfppo.rewards.server import RewardServer
 
 logger = logging.getLogger(__name__)
 
 END = "the end of sequence"  # the name in errors
 STOPS = "generation_kwargs['stop_token_ids']"
-
-
-@dataclass(frozen=True)
-class DatasetPrompts:
-    """The prompts of all datasets."""
-
-    train: Prompts | PromptStream | None
-    eval: dict[str | None, Prompts]  # by name; None: the only one
 
 
 @dataclass(frozen=True)
@@ -64,6 +57,7 @@ class Parts:
     rewards: RewardFunctions
     peft_config: PeftConfig
     prompts: DatasetPrompts
+    prompt_maker: PromptMaker  # for datasets that come later
     sources: list[tuple[str, Any]]  # models and reward functions, each after its argument
     agents: Agents | None  # tools and environments
     player: EpisodePlayer | None  # plays with them
@@ -83,9 +77,12 @@ def assemble(
     tools: Sequence[Callable[..., Any]] | None = None,
     environment_factory: EnvironmentFactory | Mapping[str, EnvironmentFactory] | None = None,
     quantization_config: Any = None,
+    date: RunDate | None = None,
 ) -> Parts:
     """Return the parts of `PPOTrainer` from its arguments; quick checks come before slow loading.
 
+    Args:
+        date: for chat templates; None: today.
     Raises:
         TypeError, ValueError: names the input that cannot be used, and the remedy.
     """
@@ -95,12 +92,14 @@ def assemble(
         check_architecture("model", model)
     tokenizer = load_tokenizer(model, **of_model) if tokenizer is None else tokenizer
     check_tokenizer(tokenizer)
-    agents = load_agents(tools, environment_factory, tokenizer, args)
-    prompts = prepare_datasets(train_dataset, eval_dataset, tokenizer, args, agents)
-    datasets = {"train_dataset": prompts.train} if prompts.train is not None else {}
-    datasets |= {label_eval(name): some for name, some in prompts.eval.items()}
-    known = {name: some.head for name, some in datasets.items()}
-    longest = max((some.longest for some in datasets.values()), default=0)
+    date = RunDate.today() if date is None else date
+    options = {CLOCK: date, **cast(dict[str, Any], args.chat_template_kwargs or {})}
+    agents = load_agents(tools, environment_factory, tokenizer, args, options)
+    options = options if agents is None else agents.chat_format.options
+    prompt_maker = PromptMaker(tokenizer, args, agents, date, options)
+    prompts = prompt_maker.of_datasets(train_dataset, eval_dataset)
+    known = {name: some.head for name, some in prompts.named.items()}
+    longest = max((some.longest for some in prompts.named.values()), default=0)
     loaded = load_model(model, **of_model)
     check_model(loaded, peft_config)
     check_lengths("the model", loaded, longest, args)
@@ -123,6 +122,8 @@ def assemble(
         check_lengths("the critic", critic_source.model, longest, args)
     actor = separate_adapter(loaded, peft_config, of_model.get("revision"))
     for func in map(unwrap, rewards.funcs):
+        if isinstance(func, RewardModel):
+            func.date = date
         if isinstance(func, RewardAdapter):
             func.attach(actor.base)
     tokenizer.pad_token_id = padding
@@ -133,7 +134,9 @@ def assemble(
     sources: list[tuple[str, Any]] = [("reward_funcs", unwrap(func)) for func in given]
     sources += [("model", model), ("the base's path", actor.base.name_or_path), ("ref_model", ref_model)]
     sources += [("critic", critic)] if critic_source and critic not in ("adapter", "shared") else []
-    return Parts(actor_critic, tokenizer, eos_ids, rewards, actor.peft_config, prompts, sources, agents, player)
+    return Parts(
+        actor_critic, tokenizer, eos_ids, rewards, actor.peft_config, prompts, prompt_maker, sources, agents, player
+    )
 
 
 def prepare_rewards(
@@ -159,96 +162,23 @@ def prepare_rewards(
     return RewardFunctions([*given, *own], weights)
 
 
-def prepare_datasets(
-    train_dataset: Dataset | IterableDataset | None,
-    eval_dataset: Dataset | dict[str, Dataset] | None,
-    tokenizer: PreTrainedTokenizerBase,
-    args: PPOConfig,
-    agents: Agents | None = None,
-) -> DatasetPrompts:
-    """Return the prompts of all datasets."""
-    train: Prompts | PromptStream | None = None
-    if isinstance(train_dataset, IterableDataset):
-        train = prepare_stream(train_dataset, tokenizer, args, agents)
-    elif train_dataset is not None:
-        train = prepare_dataset(train_dataset, "train_dataset", tokenizer, args, agents)
-    of_eval = {
-        name: prepare_dataset(some, label_eval(name), tokenizer, args, agents)
-        for name, some in datasets_by_name(eval_dataset).items()
-    }
-    return DatasetPrompts(train, of_eval)
-
-
-def label_eval(name: str | None) -> str:
-    """Return the name of an evaluation dataset in errors."""
-    return "eval_dataset" if name is None else f"eval_dataset[{name!r}]"
-
-
-def prepare_dataset(
-    dataset: Dataset,
-    name: str,
-    tokenizer: PreTrainedTokenizerBase,
-    args: PPOConfig,
-    agents: Agents | None = None,
-    may_be_empty: bool = False,
-) -> Prompts:
-    """Return the prompts of a dataset, which errors call `name`."""
-    options = cast(dict[str, Any] | None, args.chat_template_kwargs)
-    completed = dataset_for(dataset, agents)
-    # One process of each machine tokenizes, the others find what it has stored.
-    with args.main_process_first() if is_stored(completed) else nullcontext():
-        prompts = prepare_prompts(
-            completed,
-            tokenizer,
-            args.max_prompt_length,
-            args.overlong_prompts,
-            options if agents is None else agents.chat_format.options,
-            name,
-            may_be_empty,
-            None if agents is None else agents.schemas_of(completed, name),
-            completed=agents is not None and agents.pool is not None,
-        )
-    return prompts if completed is dataset else replace(prompts, rows=prompts.rows.remove_columns("prompt"))
-
-
 def prepare_later_dataset(
     dataset: Dataset,
     name: str,
     model: ActorCritic,
     rewards: RewardFunctions,
-    tokenizer: PreTrainedTokenizerBase,
-    args: PPOConfig,
-    agents: Agents | None,
+    prompt_maker: PromptMaker,
 ) -> Prompts:
     """Return the checked prompts of a dataset that comes after construction; errors call it `name`.
 
     Raises:
         TypeError, ValueError: names the prompts or columns that do not fit.
     """
-    prompts = prepare_dataset(dataset, name, tokenizer, args, agents)
-    check_lengths("the model", model.causal_lm, prompts.longest, args)
+    prompts = prompt_maker.of_dataset(dataset, name)
+    check_lengths("the model", model.causal_lm, prompts.longest, prompt_maker.args)
     check_ids(model.causal_lm, {name: prompts}, {})
-    check_calls(rewards, {name: prompts}, agents)
+    check_calls(rewards, {name: prompts}, prompt_maker.agents)
     return prompts
-
-
-def prepare_stream(
-    dataset: IterableDataset, tokenizer: PreTrainedTokenizerBase, args: PPOConfig, agents: Agents | None
-) -> PromptStream:
-    """Return the prompts of a stream.
-
-    Raises:
-        ValueError: neither max_steps nor total_episodes is set, or max_prompt_length is not.
-    """
-    if args.max_steps <= 0:
-        raise ValueError("train_dataset is a stream, whose length is not known; set max_steps or total_episodes")
-    if (longest := args.max_prompt_length) is None:
-        raise ValueError("train_dataset is a stream, whose longest prompt is not known; set max_prompt_length")
-
-    def prepare(rows: Dataset, name: str) -> Prompts:
-        return prepare_dataset(rows, name, tokenizer, args, agents, may_be_empty=True)
-
-    return PromptStream(dataset, prepare, longest)
 
 
 def check_tokenizer(tokenizer: Any) -> None:
@@ -354,7 +284,10 @@ def check_calls(rewards: RewardFunctions, prompts: dict[str, Prompts], agents: A
     Raises:
         TypeError, ValueError: names the function, the dataset and the columns.
     """
-    from_episodes = set() if agents is None or agents.pool is None else {"environments"}
+    examples = {} if agents is None or agents.pool is None else agents.pool.examples
+    from_episodes = {"environments"} if examples else set()
+    for environment, (dataset, some) in product(examples.values(), prompts.items()):
+        check_names(f"{type(environment).__name__}.reset", environment.reset, dataset, some.rows.column_names)
     for name, func in zip(rewards.names, rewards.funcs, strict=True):
         for dataset, some in prompts.items():
             if shadowed := sorted(from_episodes & set(some.rows.column_names)):
@@ -370,8 +303,9 @@ def check_calls(rewards: RewardFunctions, prompts: dict[str, Prompts], agents: A
                     f"columns={called.columns} of reward server {name!r}: {dataset} has no column {missing[0]!r}; "
                     "rename one of the dataset's, or leave it out"
                 )
+            check_names(f"reward function {name!r}", called, dataset, columns)
             try:
-                inspect.signature(called).bind(**dict.fromkeys(given))
+                inspect.signature(with_private(called, Private())).bind(**dict.fromkeys(given))
             except TypeError as error:
                 raise TypeError(
                     f"reward function {name!r} cannot be called for {dataset}: {error}; it is given "
@@ -379,6 +313,19 @@ def check_calls(rewards: RewardFunctions, prompts: dict[str, Prompts], agents: A
                 ) from error
             except ValueError:  # some builtins have no signature
                 continue
+
+
+def check_names(name: str, func: Callable[..., Any], dataset: str, columns: Iterable[str]) -> None:
+    """Refuse columns with the name of a parameter that has a value already, such as `self`.
+
+    Raises:
+        ValueError: names the dataset, the column and the function.
+    """
+    if taken := sorted(bound_names(func) & set(columns)):
+        raise ValueError(
+            f"{dataset} has a column {taken[0]!r}, and {name} has a value for that parameter already; rename the "
+            "column"
+        )
 
 
 def check_lengths(name: str, model: PreTrainedModel | PeftModel, longest: int, args: PPOConfig) -> None:

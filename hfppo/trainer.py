@@ -7,7 +7,7 @@ the optimizer; the hooks below answer for PPO.
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -55,7 +55,8 @@ from hfppo.models.compilation import compile_layers
 from hfppo.models.critic import CRITIC_FOLDER
 from hfppo.models.loading import load_whole
 from hfppo.models.output_checks import check_outputs
-from hfppo.ppo_checkpoint import PPOCheckpoint, Standing, describe_run
+from hfppo.ppo_checkpoint import PPOCheckpoint, Standing, describe_run, saved_run
+from hfppo.prompt_maker import DatasetPrompts
 from hfppo.reporting.card import write_card
 from hfppo.reporting.default_callbacks import with_default_callbacks
 from hfppo.reporting.progress import RunProgress
@@ -186,15 +187,15 @@ class PPOTrainer(CrashSafeTrainer):
             args=args,
             player=parts.player,
         )
-        self._agents = parts.agents
+        self._prompt_maker = parts.prompt_maker
         self.ppo_state = self._first_state()
         self._train_prompts, self._prepared_train = parts.prompts.train, train_dataset
         self._eval_prompts = EvalPrompts(eval_dataset, parts.prompts.eval, self._prepare_prompts)
         self._eval_sampling: bool | None = None
         self._sources = parts.sources
         self._outputs_checked = False
-        schemas = None if parts.agents is None else parts.agents.schemas
-        run = describe_run(args, parts.prompts.train, parts.model, parts.peft_config, parts.rewards.names, schemas)
+        date, tools = parts.prompt_maker.date, None if parts.agents is None else parts.agents.schemas
+        run = describe_run(args, parts.prompts.train, parts.model, parts.peft_config, parts.rewards.names, date, tools)
         self._checkpoint = PPOCheckpoint(run, args.process_index)
         self._begin_run()
 
@@ -231,9 +232,7 @@ class PPOTrainer(CrashSafeTrainer):
     def _prepare_prompts(self, dataset: Dataset, name: str) -> Prompts:
         """Check and tokenize a dataset that comes after construction; errors call it `name`."""
         rewards = self.collector.rewards
-        return prepare_later_dataset(
-            dataset, name, self.model, rewards, self.processing_class, self.args, self._agents
-        )
+        return prepare_later_dataset(dataset, name, self.model, rewards, self._prompt_maker)
 
     # Training: a rollout, then mini-batches of it
 
@@ -365,7 +364,7 @@ class PPOTrainer(CrashSafeTrainer):
         self.ppo_state.critic_pretraining.rollouts += 1
         return rollout
 
-    def rollout(self, prompts: Sequence[str] | Sequence[list[dict[str, Any]]], **columns: Sequence[Any]) -> Rollout:
+    def rollout(self, /, prompts: Sequence[str] | Sequence[list[dict[str, Any]]], **columns: Sequence[Any]) -> Rollout:
         """Collect a rollout for given prompts, on the CPU; training does not notice.
 
         Neither rewards nor advantages are whitened, so that they add up: with one λ, returns − values. An estimator
@@ -393,7 +392,7 @@ class PPOTrainer(CrashSafeTrainer):
         """Call Trainer's step for each piece of a micro-batch."""
         *before, last = inputs["pieces"]
         self._run.count(self._flop_counter.count(inputs["pieces"], self._plan))
-        loss = torch.zeros((), device=self.args.device)
+        loss = torch.zeros((), dtype=torch.float32, device=self.args.device)
         for piece in before:
             with self.accelerator.no_sync(model):
                 loss += super().training_step(model, {"batch": piece}, num_items_in_batch)
@@ -541,7 +540,13 @@ class PPOTrainer(CrashSafeTrainer):
     # Checkpoints
 
     def check_resume(self, checkpoint: str) -> None:
-        """Refuse a checkpoint of another base, dataset, critic or cut of the rollout."""
+        """Take over the checkpoint's date, and refuse one of another base, dataset, critic or cut of the rollout."""
+        saved, maker = saved_run(checkpoint, self.args.process_index), self._prompt_maker
+        if saved is not None and saved.run_date not in (None, maker.date):
+            prompts = DatasetPrompts(self._train_prompts, self._eval_prompts.prompts)
+            prompts = maker.move_to(saved.run_date, prompts, self._prepared_train, self._eval_prompts.given)
+            self._train_prompts, self._eval_prompts = prompts.train, replace(self._eval_prompts, prompts=prompts.eval)
+            self._checkpoint = self._checkpoint.moved_to(maker.date, prompts.train)
         self._checkpoint.check(checkpoint)
 
     def save_run_state(self, folder: str) -> None:

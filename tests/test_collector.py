@@ -8,10 +8,12 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from helpers.runs import count_digits, logs, trained_state
 from helpers.scripted import PROMPTS, Off, always, answering, first_rollout, normalizing
-from helpers.tiny import ragged_model, tiny_model
+from helpers.tiny import other_tokenizer, ragged_model, scorer, tiny_model
 from hfppo import PPOConfig
 from hfppo import functional as F
+from hfppo.rewards.model import RewardModel
 
 
 def with_values(trainer, value: float):
@@ -203,3 +205,39 @@ def test_tokens_per_second(make_trainer, monkeypatch):
     assert logs["time/tokens_per_second"] == pytest.approx(
         8 * logs["completions/mean_length"] / logs["time/generation"]
     )
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype):
+    """Tensors made of Python floats have this dtype unless they name one."""
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize(
+    "config",
+    [{"policy_loss": "sapo"}, {"normalize_scores": True, "missing_eos_penalty": 0.7, "whiten_rewards": True}],
+    ids=["sapo", "normalized and penalized"],
+)
+def test_the_default_dtype_changes_nothing(make_trainer, config, dtype):
+    def by_token(completion_ids, **kwargs):
+        return [[1002.99 + i / 3 for i in range(len(ids))] for ids in completion_ids]
+
+    funcs = [count_digits, by_token, RewardModel(scorer(), other_tokenizer("left", "<end>"))]
+    trainers = [make_trainer({**config, "max_steps": 2}, reward_funcs=funcs) for _ in range(2)]
+    rollouts = []
+    for trainer, used in zip(trainers, (torch.float32, dtype), strict=True):
+        with default_dtype(used):
+            rollouts.append(trainer.rollout(PROMPTS).stored_tensors())
+            trainer.train()
+    expected, got = rollouts
+    assert expected.keys() == got.keys()
+    for name in expected:
+        assert_close(got[name], expected[name], rtol=0, atol=0, msg=name)
+    for name, weight in trained_state(trainers[0].model).items():
+        assert torch.equal(trained_state(trainers[1].model)[name], weight), name
+    assert logs(trainers[0]) == logs(trainers[1])

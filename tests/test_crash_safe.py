@@ -14,7 +14,7 @@ import torch
 from build_arithmetic_base import character_tokenizer
 
 from helpers.processes import HELPERS, environment
-from helpers.runs import SMALL, count_digits, final_state
+from helpers.runs import SMALL, count_digits, final_state, read_log
 from helpers.tiny import tiny_model
 from hfppo import AdaptiveKLCallback, PPOCallback, PPOConfig, PPOTrainer
 from hfppo.saving.folders import find_last_intact, finish_renames, publish, rotate
@@ -516,3 +516,22 @@ def test_a_refused_run_leaves_the_files_of_a_folder(make_trainer, tmp_path, refu
     with pytest.raises(ValueError, match=r"no sampler|no whole checkpoint|no rewards"):
         refuse(make_trainer, args)
     assert [path.name for path in (tmp_path / "old").iterdir()] == ["notes.txt"]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_a_trainer_whose_first_rollout_failed_can_train_again(make_trainer, tmp_path, picture, error):
+    calls = []
+
+    def fails_once(completions, **kwargs):
+        calls.append(len(completions))
+        if len(calls) == 1:
+            raise error
+        return count_digits(completions)
+
+    trainer = make_trainer({"max_steps": 2}, reward_funcs=fails_once)
+    with pytest.raises(error):
+        trainer.train()
+    assert not (tmp_path / "out").exists()
+    trainer.train()
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["curves.png", "metrics.jsonl"]
+    assert [entry["step"] for entry in read_log(tmp_path / "out")] == [1, 2, 2]

@@ -5,6 +5,7 @@ import json
 import logging
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from build_arithmetic_base import character_tokenizer
@@ -15,7 +16,8 @@ from helpers.tiny import CHAT_TEMPLATE
 from hfppo import PPOConfig
 from hfppo.collect.collector import Collector
 from hfppo.data import prompts as prompts_module
-from hfppo.data.prompts import Prompts, pad_left, prepare_prompts, prompt_indices
+from hfppo.data.prompt_stream import PromptStream
+from hfppo.data.prompts import Prompts, dataset_of, datasets_by_name, pad_left, prepare_prompts, prompt_indices
 
 # In the order of the test tokenizer's alphabet: 0 is padding, 1 is EOS, then 0123456789 and the signs.
 IDS = {"1": 3, "2": 4, "3": 5, "+": 12, "=": 13, "请": 14, "问": 15, "？": 16, "，": 21, "不": 19, "对": 20}
@@ -218,6 +220,58 @@ def test_prompts_are_tokenized_many_at_once(tokenizer, monkeypatch):
     del calls[:]
     assert len(prompts_of(tokenizer, [[user(text)] for text in texts])) == 10
     assert [len(given) for given in calls] == [4, 3, 3]
+
+
+TALKS = [[user("1+2=")], [user("1"), assistant("2"), user("3")]]
+
+
+@pytest.mark.parametrize("form", ["numpy", "torch", "pandas", "arrow", None])
+@pytest.mark.parametrize("prompts", [TALKS, ["1+2=", "1+3="]], ids=["messages", "text"])
+def test_prompts_are_plain_in_any_format(tokenizer, form, prompts):
+    plain = Dataset.from_dict({"prompt": prompts, "tools": ["", "[]"], "answer": [[3], [4]], "hidden": [0, 0]})
+    columns = ["prompt", "tools", "answer"]
+    prepared = prepare_prompts(plain.with_format(form, columns), tokenizer)
+    assert prepared.ids.equals(prepare_prompts(plain, tokenizer).ids)
+    row, _ = prepared[1]
+    assert (row["prompt"], row["tools"], row.keys()) == (prompts[1], "[]", set(columns))
+    assert type(row["prompt"]) is type(prompts[1])
+    arrays = {"numpy": np.ndarray, "torch": torch.Tensor}
+    assert type(row["answer"]) is arrays.get(form, list)
+    assert list(row["answer"]) == [4]
+
+
+def test_a_stream_may_have_a_format(tokenizer):
+    stream = Dataset.from_dict({"prompt": TALKS, "answer": [3, 4]}).to_iterable_dataset().with_format("numpy")
+    made = PromptStream(stream, lambda rows, name: prepare_prompts(rows, tokenizer, name=name), 20)
+    assert [row["prompt"] for row, _ in made.at(range(2), seed=0)] == TALKS
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "said"),
+    [
+        (
+            "tools",
+            "calculator",
+            "column 'tools' is for the chat template, and 'calculator' is neither a list nor JSON",
+        ),
+        ("tools", '{"name": "add"}', "neither a list nor JSON of one"),
+        ("chat_template_kwargs", "[1]", "column 'chat_template_kwargs' .* neither a dict nor JSON of one"),
+    ],
+)
+def test_a_column_for_the_template_that_it_cannot_read_is_named(tokenizer, column, value, said):
+    dataset = Dataset.from_dict({"prompt": [TALKS[0]] * 3, column: ["", "", value]})
+    with pytest.raises(ValueError, match=f"train_dataset row 2: .*{said}.*rename the column"):
+        prepare_prompts(dataset, tokenizer)
+
+
+def test_evaluation_sets_are_named_by_text():
+    with pytest.raises(TypeError, match="eval_dataset names a dataset by 0, a int; name each by text"):
+        datasets_by_name({0: Dataset.from_dict({"prompt": ["1"]})})
+
+
+def test_a_rollouts_prompts_are_no_column():
+    with pytest.raises(ValueError, match="'prompt'"):
+        dataset_of(["1"], {"prompt": ["2"]})
 
 
 def count_calls(call, calls: list):

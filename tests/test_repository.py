@@ -49,7 +49,18 @@ ALLOWED = {
         "seeds",
         "support",
     },
-    "setup": {"config", "data", "environments", "functional", "generation", "models", "rewards", "support"},
+    "prompt_maker": {"config", "data", "environments"},
+    "setup": {
+        "config",
+        "data",
+        "environments",
+        "functional",
+        "generation",
+        "models",
+        "prompt_maker",
+        "rewards",
+        "support",
+    },
     "ppo_checkpoint": {"config", "data", "metrics", "models", "rollout", "run_state", "saving"},
     "learn": {
         "ppo_checkpoint",
@@ -63,7 +74,7 @@ ALLOWED = {
         "seeds",
         "support",
     },
-    "best_of": {"data", "generation", "models", "seeds", "support"},
+    "best_of": {"data", "generation", "models", "ppo_checkpoint", "seeds", "support"},
     "evaluation": {"collect", "config", "data", "metrics", "models", "rewards", "setup", "support"},
     "reporting": {"callbacks", "config", "functional", "models", "support"},
     "token_trace": {

@@ -4,15 +4,15 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig, PeftModelForSequenceClassification
-from tokenizers import processors
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from torch.testing import assert_close
-from transformers import (
-    AutoModelForSequenceClassification,
-)
+from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
 from helpers.runs import count_digits
+from helpers.scripted import answering
 from helpers.tiny import LORA, other_tokenizer, scorer, tiny_model
 from hfppo import TolerantReward
+from hfppo.collect.collector import continue_text
 from hfppo.data.prompts import Prompts
 from hfppo.rewards.loading import load_reward_func, load_reward_funcs
 from hfppo.rewards.model import RewardAdapter, RewardModel, check_conversations, conversation
@@ -290,3 +290,65 @@ def test_of_a_text_longer_than_its_positions_the_end_is_read():
         expected = float(model.logits([torch.tensor(ids[-8:])])[0, 0])
     assert model.score([text]) == [pytest.approx(expected, abs=1e-6)]
     assert tokenizer.truncation_side == "right"
+
+
+def words_tokenizer() -> PreTrainedTokenizerFast:
+    """Words as Llama 2 writes them: a space before each, of which decoding drops the first."""
+    words = ["<pad>", "<end>", "<user>", *(f"▁{word}" for word in ("the", "capital", "of", "is", "?")), "s"]
+    made = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<pad>"))
+    made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token="<pad>", eos_token="<end>", extra_special_tokens=["<user>"]
+    )
+    wrapped.chat_template = (
+        "{% for m in messages %}{% if m.role == 'user' %}<user>{% endif %}{{ m.content }}{% endfor %}"
+    )
+    return wrapped
+
+
+TALK = [{"role": "user", "content": "the capital of"}]
+BEGUN = [*TALK, {"role": "assistant", "content": "capital of"}]
+
+
+@pytest.mark.parametrize("wrapped", [lambda model: model, TolerantReward], ids=["plain", "tolerant"])
+@pytest.mark.parametrize(
+    ("prompt", "written", "given", "read"),
+    [
+        ("the capital of", [4, 5, 1], "capital of", "the capital of capital of<end>"),
+        ("the capital of", [8, 4, 1], "s capital", "the capital ofs capital<end>"),
+        ("the capital of", [1], "", "the capital of<end>"),
+        (TALK, [4, 5, 1], "capital of", "the capital of|capital of"),
+        (BEGUN, [4, 5, 1], "capital of", "the capital of|capital of capital of"),
+    ],
+    ids=["a word", "the end of a word", "nothing", "a message", "a message that goes on"],
+)
+def test_it_reads_prompt_and_completion_as_the_policy_wrote_them(make_trainer, prompt, written, given, read, wrapped):
+    texts, seen = [], []
+
+    class Reader(RewardModel):
+        def score(self, read, add_special_tokens=True):
+            texts.extend(read)
+            return [0.0] * len(read)
+
+    def function(completions, **kwargs):
+        seen.extend(completions)
+        return [0.0] * len(completions)
+
+    tokenizer = words_tokenizer()
+    own = other_tokenizer("left", "<void>")
+    own.chat_template = "{{ messages | map(attribute='content') | join('|') }}"
+    dataset = Dataset.from_dict({"prompt": [prompt] * 4})
+    funcs = [wrapped(Reader(scorer(), own)), function]
+    trainer = make_trainer(processing_class=tokenizer, reward_funcs=funcs, train_dataset=dataset)
+    answering(trainer, written).rollout([prompt])
+    assert texts == [read]
+    assert seen == [given if isinstance(prompt, str) else [{"role": "assistant", "content": given}]]  # as in TRL
+
+
+def test_where_decoding_changes_the_prompt_the_completion_is_decoded_alone(monkeypatch):
+    tokenizer = words_tokenizer()
+    assert continue_text("is", [3, 4], [6], tokenizer) == " is"
+    whole = {(3, 4): "the capital", (6,): "is", (3, 4, 6): "the Capital is"}
+    monkeypatch.setattr(tokenizer, "batch_decode", lambda rows, **_: [whole[tuple(row)] for row in rows])
+    assert continue_text("is", [3, 4], [6], tokenizer) == "is"

@@ -10,9 +10,11 @@ from datetime import datetime
 from pathlib import Path
 
 import pytest
+import torch
 
 from helpers.http_server import lengths
 from hfppo import RewardServer
+from hfppo.rewards.functions import RewardFunctions
 from hfppo.support.http_client import ServerError
 
 
@@ -30,6 +32,20 @@ def test_scores_come_back_in_order_in_batches_with_the_columns_asked_for(serve):
     first = next(body for body in server.asked if body["completions"][0] == "a")
     assert first == {"prompts": ["p", "p"], "completions": ["a", "bb"], "answer": ["1", "2"]}
     assert {headers["Authorization"] for headers in server.headers} == {"Bearer key"}
+
+
+def test_completions_continue_their_prompts(serve):
+    server = serve(lengths)
+    RewardFunctions(RewardServer(server.url))(
+        prompts=["the capital of"],
+        completions=["capital"],
+        completion_ids=[[4]],
+        columns={},
+        trainer_state=None,
+        mask=torch.ones(1, 1, dtype=torch.bool),
+        continuations=[" capital"],
+    )
+    assert [body["completions"] for body in server.asked] == [[" capital"]]
 
 
 @pytest.mark.parametrize("end", ["", "/", "?of=a/"])

@@ -1,6 +1,7 @@
 """Reward functions: what they are given, what becomes of what they return, and that TRL's run as they are."""
 
 import asyncio
+import copy
 import functools
 import math
 import threading
@@ -15,9 +16,11 @@ from torch.testing import assert_close
 
 import hfppo.collect.collector
 from helpers.scripted import SIGNS, always, answering, collect_first, first_rollout, ids_of, normalizing, score
-from helpers.tiny import tiny_model
+from helpers.tiny import other_tokenizer, scorer, tiny_model
 from hfppo import PPOCallback, TolerantReward
+from hfppo.metrics import Meter
 from hfppo.rewards.functions import RewardFunctions
+from hfppo.rewards.model import RewardModel
 from hfppo.run_state import RunningMoments
 
 NAN = float("nan")
@@ -732,3 +735,96 @@ def test_logs_and_evaluations_report_plain_scores_and_looking_changes_nothing(ma
 def test_normalised_scores_and_a_threshold_on_scores_contradict(make_trainer):
     with pytest.raises(ValueError, match=r"positive_nll_coef=0\.1 looks for scores from positive_score"):
         make_trainer({"normalize_scores": True, "positive_nll_coef": 0.1})
+
+
+def spoil(value):
+    """Change a value in place, at every depth."""
+    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        spoil(inner)
+    if isinstance(value, dict | list):
+        value.clear()
+    if isinstance(value, np.ndarray):
+        value[:] = 0
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("is_async", [False, True])
+def test_no_function_sees_what_another_changes_in_its_arguments(make_trainer, is_async, wrapped):
+    seen = []
+
+    def reward(prompts, completions, completion_ids, answer, level, **kwargs):
+        seen.append(copy.deepcopy([prompts, completions, completion_ids, answer, [x.tolist() for x in level]]))
+        scores = [float(len(ids)) for ids in completion_ids]
+        for value in (prompts, completions, completion_ids, answer, level):
+            spoil(value)
+        if wrapped and len(scores) > 1:
+            raise ValueError("TolerantReward calls again, for each row")
+        return scores
+
+    async def waiting(**kwargs):
+        return reward(**kwargs)
+
+    func = waiting if is_async else reward
+    talks = [[{"role": "user", "content": text}] for text in ("1+1=", "2+1=")]
+    given = Dataset.from_dict({"prompt": talks, "answer": [{"of": ["2"]}, {"of": ["3"]}], "level": [[1], [2]]})
+    given = given.with_format("numpy", ["level"], output_all_columns=True)
+    funcs = [TolerantReward(func, max_failed=1.0), always(0.0, 0.0)] if wrapped else [func, func]
+    trainer = answering(make_trainer(reward_funcs=funcs, train_dataset=given), "2.", "12.")
+    prepared = trainer._train_prompts
+    rows = trainer.collector.eval_rows(prepared)
+    rollout, transcript = trainer.collector.collect(rows, trainer.ppo_state, trainer.state, Meter(), training=False)
+    first = [talks, [[{"role": "assistant", "content": text}] for text in ("2", "12")], [[4, 1], [3, 4, 1]]]
+    first += [[{"of": ["2"]}, {"of": ["3"]}], [[1], [2]]]
+    if wrapped:
+        assert seen == [first, *[[column[i : i + 1] for column in first] for i in range(2)]]
+    else:
+        assert seen == [first, first]
+    assert [transcript.prompts, transcript.completions] == first[:2]
+    assert rollout.scores.tolist() == ([2.0, 3.0] if wrapped else [4.0, 6.0])
+
+
+@pytest.mark.parametrize("column", ["log_failures", "episodes", "continuations", "private", "func", "self", "wait"])
+def test_a_column_may_have_any_name_that_the_package_uses_inside(make_trainer, column):
+    dataset = Dataset.from_dict({"prompt": ["1+1=", "2+1="] * 2, column: list("abcd")})
+    seen = []
+
+    def reward(completions, **kwargs):
+        seen.append(kwargs[column])
+        return [0.0] * len(completions)
+
+    funcs = [reward, TolerantReward(reward), RewardModel(scorer(), other_tokenizer("left", "<end>"))]
+    trainer = make_trainer({"max_steps": 1}, reward_funcs=funcs, train_dataset=dataset)
+    trainer.train()
+    assert len(seen) == 2
+    assert set(seen[0]) <= set("abcd")
+    trainer.rollout(["1="], **{column: ["x"]})
+    assert seen[2:] == [["x"], ["x"]]
+
+
+class Judge:
+    def __call__(self, completions, **kwargs):
+        return [0.0] * len(completions)
+
+    def method(self, completions, **kwargs):
+        return self(completions)
+
+
+@pytest.mark.parametrize(
+    ("func", "name", "column"),
+    [
+        (Judge(), "Judge", "self"),
+        (Judge().method, "method", "self"),
+        (
+            functools.partial(lambda threshold, completions, **kwargs: [0.0] * len(completions), 1),
+            "<lambda>",
+            "threshold",
+        ),
+        (TolerantReward(Judge()), "Judge", "self"),
+    ],
+)
+def test_a_column_that_a_function_has_a_value_for_already_is_refused(make_trainer, func, name, column):
+    dataset = Dataset.from_dict({"prompt": ["1+1="] * 4, column: list("abcd")})
+    with pytest.raises(
+        ValueError, match=f"train_dataset has a column '{column}', and reward function '{name}' has a value"
+    ):
+        make_trainer(reward_funcs=func, train_dataset=dataset)

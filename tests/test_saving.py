@@ -2,10 +2,13 @@
 
 import copy
 import json
+import shutil
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
+from datasets import Dataset
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from torch.testing import assert_close
@@ -13,13 +16,18 @@ from transformers import (
     AutoTokenizer,
     LlamaConfig,
     LlamaForSequenceClassification,
+    MistralConfig,
+    MistralForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    PreTrainedTokenizerFast,
 )
+from transformers.tokenization_mistral_common import MistralCommonBackend
+from transformers.utils.import_utils import is_mistral_common_available
 
 from helpers.runs import trained_state
 from helpers.tiny import LORA, scorer, tiny_model
-from hfppo import ActorCritic, PPOConfig
+from hfppo import ActorCritic, PPOConfig, ValueRanker
 from hfppo.models.critic import ValueHead
 from hfppo.saving.compare_adapters import describe_adapter, find_differences
 
@@ -329,3 +337,81 @@ def test_values_are_float32_under_autocast():
         values = head(torch.ones(2, 4))
     assert values.tolist() == pytest.approx([4.004] * 2)
     assert values.dtype == torch.float32
+
+
+class Terse(PreTrainedTokenizerFast):
+    """Knows fewer arguments, and writes no tokenizer_config.json, as Mistral's own tokenizer."""
+
+    model_input_names: ClassVar = ["input_ids", "attention_mask"]
+
+    def __call__(self, text, add_special_tokens=True, return_attention_mask=None):
+        return super().__call__(text, add_special_tokens=add_special_tokens)
+
+    def save_pretrained(self, folder, **kwargs):
+        """Write nothing that names the class."""
+
+
+def class_in(folder: Path) -> str:
+    return json.loads((folder / "tokenizer_config.json").read_text())["tokenizer_class"]
+
+
+def test_a_tokenizer_that_does_not_name_its_class_is_named(make_trainer, tokenizer, tmp_path):
+    terse = Terse(tokenizer_object=tokenizer.backend_tokenizer, pad_token="<pad>", eos_token="<eos>")
+    trainer = make_trainer({"max_steps": 1, "save_strategy": "steps", "save_steps": 1}, processing_class=terse)
+    trainer.train()
+    trainer.save_model(str(tmp_path / "elsewhere"))
+    assert {class_in(folder) for folder in (tmp_path / "out/checkpoint-1", tmp_path / "elsewhere")} == {"Terse"}
+
+
+def test_a_tokenizer_that_names_its_class_does_so_itself(trained, tmp_path):
+    trained.save_model()
+    assert json.loads((tmp_path / "out/tokenizer_config.json").read_text())["eos_token"] == "<eos>"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not is_mistral_common_available(), reason="needs mistral-common 1.11.5, see transformers")
+def test_mistrals_own_tokenizer_trains_and_comes_back(make_trainer, tmp_path):
+    import mistral_common
+
+    data = Path(mistral_common.__file__).parent / "data"
+    (tmp_path / "base").mkdir()
+    shutil.copy(data / "tekken_240718.json", tmp_path / "base/tekken.json")
+    tokenizer = MistralCommonBackend.from_pretrained(tmp_path / "base")
+    MistralForCausalLM(
+        MistralConfig(
+            vocab_size=tokenizer.vocab_size,
+            hidden_size=16,
+            intermediate_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            bos_token_id=tokenizer.bos_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+            sliding_window=None,
+        )
+    ).save_pretrained(tmp_path / "base")
+    talks = [
+        [{"role": "user", "content": "One"}],
+        [{"role": "user", "content": "One"}, {"role": "assistant", "content": "It is"}],
+    ]
+    for prompts in (["One", "Two and three"], talks):
+        trainer = make_trainer(
+            {"max_steps": 1, "max_completion_length": 2, "output_dir": str(tmp_path / "out")},
+            model=str(tmp_path / "base"),
+            processing_class=None,
+            reward_funcs=lambda completions, **kwargs: [0.0] * len(completions),
+            train_dataset=Dataset.from_dict({"prompt": prompts * 2}),
+        )
+        trainer.train()
+        rows = trainer._train_prompts.ids.to_pylist()[:2]
+        if isinstance(prompts[0], str):
+            assert rows == [tokenizer(text)["input_ids"] for text in prompts]
+        else:
+            rendered = "<s>[INST]One[/INST]"
+            assert [tokenizer.decode(row).replace(" ", "") for row in rows] == [rendered, rendered + "Itis"]
+    trainer.save_model()
+    loaded = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert type(loaded) is MistralCommonBackend
+    assert loaded.get_vocab() == tokenizer.get_vocab()
+    ranker = ValueRanker.from_pretrained(str(tmp_path / "out"))
+    assert ranker._prompt_ids(talks) == rows

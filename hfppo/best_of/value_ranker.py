@@ -12,12 +12,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from hfppo.data.chat_template import CLOCK, RunDate
 from hfppo.data.prompts import dataset_of, pad_left, prepare_prompts
 from hfppo.generation import Completions, TransformersSampler, completion_ids, completions_from, eos_token_ids
 from hfppo.models.actor_critic import ActorCritic
 from hfppo.models.critic import find_critic, find_saved_critic
 from hfppo.models.loading import load_model, load_tokenizer, separate_adapter
 from hfppo.models.packing import eval_mode
+from hfppo.ppo_checkpoint import saved_run
 from hfppo.seeds import BEST_OF_STREAM, stream_seed
 
 Prompt = str | list[dict[str, Any]]  # text, or a conversation
@@ -51,16 +53,23 @@ class ValueRanker:
         model: with a critic.
         tokenizer: of the model.
         batch_size: completions in one pass.
+        date: for chat templates that read it; None: today.
     """
 
-    def __init__(self, model: ActorCritic, tokenizer: PreTrainedTokenizerBase, batch_size: int = 64):
-        self.model, self.tokenizer, self.batch_size = model, tokenizer, batch_size
+    def __init__(
+        self,
+        model: ActorCritic,
+        tokenizer: PreTrainedTokenizerBase,
+        batch_size: int = 64,
+        date: RunDate | None = None,
+    ):
+        self.model, self.tokenizer, self.batch_size, self.date = model, tokenizer, batch_size, date
         self.eos_ids = eos_token_ids(tokenizer, model.causal_lm.generation_config)
         self.pad_id = self.eos_ids[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id
 
     @classmethod
     def from_pretrained(cls, folder: str, batch_size: int = 64, **init_kwargs: Any) -> Self:
-        """Load what `PPOTrainer` saved or pushed.
+        """Load what `PPOTrainer` saved or pushed; chat templates read the date of a checkpoint's run.
 
         Args:
             folder: an output folder, a checkpoint, or the id of a repository.
@@ -77,7 +86,9 @@ class ValueRanker:
         tokenizer = load_tokenizer(folder, **init_kwargs)
         actor = separate_adapter(load_model(folder, **init_kwargs), None)
         model = ActorCritic(actor.base, actor.peft_config, find_critic(folder), start_adapter=actor.start_adapter)
-        return cls(model.to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer, batch_size)
+        run = saved_run(folder)
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        return cls(model.to(device), tokenizer, batch_size, None if run is None else run.run_date)
 
     def judge(self, prompts: Sequence[Prompt], completions: Sequence[str], temperature: float = 1.0) -> list[Ranked]:
         """Return the numbers of given completions, in their order; each ends as the policy would end it.
@@ -92,7 +103,7 @@ class ValueRanker:
             raise ValueError(f"{len(prompts)} prompts and {len(completions)} completions; give one for each prompt")
         ids = [torch.tensor(completion_ids(text, self.tokenizer, self.eos_ids)) for text in completions]
         padded = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True, padding_value=self.eos_ids[0])
-        given = completions_from(padded, torch.zeros(padded.shape), self.eos_ids)
+        given = completions_from(padded, torch.zeros(padded.shape, dtype=torch.float32), self.eos_ids)
         return self._judge(self._prompt_ids(prompts), given, temperature)
 
     def score(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> list[float]:
@@ -121,7 +132,8 @@ class ValueRanker:
 
     def _prompt_ids(self, prompts: Sequence[Prompt]) -> list[list[int]]:
         """Return the token ids of prompts."""
-        prepared = prepare_prompts(dataset_of(prompts, {}), self.tokenizer, name="prompts")
+        options = {CLOCK: self.date}
+        prepared = prepare_prompts(dataset_of(prompts, {}), self.tokenizer, None, "drop", options, "prompts")
         return [prepared[i][1] for i in range(len(prepared))]
 
     @torch.no_grad()

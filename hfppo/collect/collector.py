@@ -233,7 +233,7 @@ class Collector:
         """Return whether a row still plays, on any process if the model is sharded: its processes compute together."""
         if self.accelerator.num_processes == 1 or not is_sharded(self.model):
             return own
-        active = torch.tensor([float(own)], device=self.accelerator.device)
+        active = torch.tensor([float(own)], dtype=torch.float32, device=self.accelerator.device)
         return bool(self.accelerator.reduce(active, "sum") > 0)
 
     def ask_sampler(
@@ -267,6 +267,21 @@ class Collector:
             return [[parse_turn(self.tokenizer, turn, prefix, tools=[])[0]] for turn, prefix in turns]
         return self.tokenizer.batch_decode(ids, skip_special_tokens=True)
 
+    def continuations(self, completed: Completed) -> list[Any]:
+        """Return the completions as they continue the text of their prompts.
+
+        Alone, some tokenizers decode a completion without the space that it begins with. An assistant's message that
+        the prompt has begun is continued too; any other message is text of its own.
+        """
+        ids = unpad(completed.completions)
+        prompts = [row.columns["prompt"] for row in completed.rows]
+        joined = [isinstance(prompt, str) or prompt[-1]["role"] == "assistant" for prompt in prompts]
+        given = zip(completed.texts, completed.rows, ids, joined, strict=True)
+        return [
+            continue_text(text, row.prompt_ids, own, self.tokenizer) if join else text
+            for text, row, own, join in given
+        ]
+
     def transcript(self, completed: Completed, scored: Scored) -> Transcript:
         """Return the rows as text, with their scores by function."""
         return Transcript(
@@ -286,8 +301,9 @@ class Collector:
         if self.player is not None and self.player.pool is not None:
             others["environments"] = [episode.environment for episode in episodes]
         given = columns["prompt"], completed.texts, unpad(completions), others, state, completions.mask, episodes
+        continuations = self.continuations(completed) if self.rewards.read_continuations else None
         failed = torch.tensor([episode.failed for episode in episodes] or [False])
-        with self.rewards.scoring(*given) as wait_for_scores:
+        with self.rewards.scoring(*given, continuations) as wait_for_scores:
 
             def scores() -> Scored:
                 scored = wait_for_scores()
@@ -377,6 +393,19 @@ def group_equal_rows(rows: list[Row]) -> list[Row]:
     """Return the rows with equal ones in one group."""
     groups: dict[str, int] = {}
     return [replace(row, group=groups.setdefault(repr((row.prompt_ids, row.columns)), row.group)) for row in rows]
+
+
+def continue_text(completion: Any, prompt_ids: list[int], ids: list[int], tokenizer: PreTrainedTokenizerBase) -> Any:
+    """Return a completion, text or messages, with the text that its tokens add to the text of the prompt.
+
+    A message that is not the text of all tokens, such as one with parsed calls, stays as it is.
+    """
+    alone, before, whole = tokenizer.batch_decode([ids, prompt_ids, prompt_ids + ids], skip_special_tokens=True)
+    added = whole.removeprefix(before) if whole.startswith(before) else alone
+    if isinstance(completion, str):
+        return added
+    first, *others = completion
+    return [{**first, "content": added}, *others] if first["content"] == alone else completion
 
 
 def one_row_per_group(rows: list[Row]) -> list[Row]:

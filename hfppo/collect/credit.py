@@ -96,7 +96,7 @@ def final_scores(
         scores = scores.clamp(-args.reward_clip, args.reward_clip)
     if args.missing_eos_penalty is not None:
         cut = completions.truncated if completions.cut is None else completions.cut
-        scores = scores - args.missing_eos_penalty * cut
+        scores = scores - args.missing_eos_penalty * cut.to(scores.dtype)
     return scores
 
 
@@ -109,7 +109,7 @@ def place_scores(scored: Scored, scores: Tensor, mask: Tensor, moments: RunningM
         return scores
     scale = 1.0 if moments is None else 1.0 / moments.std
     change = scores - scale * scored.combined
-    return scale * scored.per_token + F.token_rewards(change, torch.zeros(mask.shape), mask, 0.0)
+    return scale * scored.per_token + F.token_rewards(change, torch.zeros(mask.shape, dtype=torch.float32), mask, 0.0)
 
 
 def counted_tokens(scored: Scored, completions: Completions, args: PPOConfig) -> Tensor:

@@ -105,7 +105,7 @@ def measure_episodes(episodes: Sequence[Episode]) -> Measures:
         "turns/mean": parts(turns),
         "turns/max": parts(turns),
         **{f"turns/{limit}_frac": parts(reached) for limit, reached in limits.items()},
-        "turns/reward": parts(torch.tensor([reward for e in episodes for reward in e.rewards.values()])),
+        "turns/reward": parts(torch.tensor([r for e in episodes for r in e.rewards.values()], dtype=torch.float32)),
         "completions/mean_context_length": parts(torch.tensor([e.sampled.count(False) for e in episodes])),
         "tools/malformed_frac": parts(share(counts["malformed"], int(turns.sum()))),
         "tools/call_frequency": parts(torch.tensor([episode.counts["calls"] for episode in episodes])),

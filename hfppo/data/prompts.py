@@ -1,12 +1,10 @@
 """Check, render and tokenize prompts, and order them without saved state."""
 
 import hashlib
-import json
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from itertools import groupby
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
+from hfppo.data import chat_template
+from hfppo.data.chat_template import TEMPLATE_COLUMNS, reads_time, render_all
 from hfppo.seeds import ORDER_STREAM, stream_seed
 
 logger = logging.getLogger(__name__)
@@ -26,9 +26,9 @@ logger = logging.getLogger(__name__)
 # What reward functions are called with beside the dataset's columns.
 RESERVED_COLUMNS = {"prompts", "completions", "trainer_state", "log_extra", "log_metric"}
 
-TEMPLATE_COLUMNS = ("tools", "chat_template_kwargs")  # what the chat template gets from a row beside its prompt
-
 EMPTY_PROMPT = [{"role": "user", "content": ""}]  # of a row without one, which an environment completes
+
+TABLES = ("arrow", "pandas", "polars")  # formats whose rows are tables
 
 ROWS_AT_ONCE = 1000  # are read and tokenized; a fast tokenizer shares them out among its threads
 STORED_FROM = 10_000  # rows, which take about a second
@@ -40,12 +40,13 @@ class Prompts:
 
     `rows` keeps the dataset's columns, "prompt" among them, for the reward functions; `ids[i]` are the token ids of
     row i, in one Arrow array: lists of Python's integers would take ten times the memory; `conversational` says
-    whether the prompts are lists of messages.
+    whether the prompts are lists of messages, `dated` whether their text may depend on the date.
     """
 
     rows: Dataset
     ids: pa.LargeListArray
     conversational: bool
+    dated: bool = False
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -117,6 +118,7 @@ def prepare_prompts(
 
     Args:
         dataset: other columns are kept for the reward functions.
+        chat_template_kwargs: of all prompts, for `hfppo.data.chat_template.apply_chat_template`.
         max_length: tokens; longer prompts are dropped, or lose their beginning, as `overlong` says.
         name: the dataset's name in errors.
         may_be_empty: allow that no prompt is short enough.
@@ -128,28 +130,33 @@ def prepare_prompts(
             none that is short enough.
     """
     check_columns(dataset, name)
+    dataset = with_plain_prompts(dataset)
     conversational = isinstance(dataset["prompt"][0], list)
     if tools is not None and not conversational:
         raise ValueError(
             f"{name} has prompts of text, and tools and environments need conversations; write each as "
             "[{'role': 'user', 'content': ...}]"
         )
-    tokenization = PromptTokenizer(tokenizer, conversational, chat_template_kwargs or {}, name, completed)
-    prompts = Prompts(dataset, tokenization.tokenize(dataset, tools), conversational)
+    options = dict(chat_template_kwargs or {})
+    of_rows = "chat_template_kwargs" in dataset.column_names  # which may hold a template
+    if not (dated := conversational and (of_rows or reads_time(tokenizer, options))):
+        options.pop("strftime_now", None)  # stored ids are found on other days too
+    tokenization = PromptTokenizer(tokenizer, conversational, options, name, completed)
+    prompts = Prompts(dataset, tokenization.tokenize(dataset, tools), conversational, dated)
     if max_length is None or prompts.longest <= max_length:
         return prompts
     short = np.flatnonzero(prompts.lengths <= max_length)
     number = f"{len(prompts) - len(short)} of {len(prompts)} prompts in {name} are longer than"
     if overlong == "truncate":
         logger.warning("%s max_prompt_length=%s tokens and lose their beginning", number, max_length)
-        return Prompts(dataset, last_tokens(prompts, max_length), conversational)
+        return replace(prompts, ids=last_tokens(prompts, max_length))
     if not (len(short) or may_be_empty):
         raise ValueError(
             f"{number} max_prompt_length={max_length} tokens: none is left; raise it, or set "
             "overlong_prompts='truncate'"
         )
     logger.warning("%s max_prompt_length=%s tokens and are dropped", number, max_length)
-    return Prompts(dataset.select(short), prompts.ids.take(pa.array(short)), conversational)
+    return replace(prompts, rows=dataset.select(short), ids=prompts.ids.take(pa.array(short)))
 
 
 def check_columns(dataset: Dataset, name: str) -> None:
@@ -161,7 +168,7 @@ def check_columns(dataset: Dataset, name: str) -> None:
         )
     if len(dataset) == 0:
         raise ValueError(f"{name} has no rows; give it at least one prompt")
-    if "prompt" not in (columns := dataset.format["columns"]):  # a format may leave columns out
+    if "prompt" not in (columns := visible_columns(dataset)):
         raise ValueError(
             f"{name} has no 'prompt' column, only {', '.join(columns)}; use dataset.rename_column('…', 'prompt')"
         )
@@ -169,6 +176,27 @@ def check_columns(dataset: Dataset, name: str) -> None:
         raise ValueError(
             f"{name} has columns named {', '.join(shadowed)}, which reward functions get from the trainer; rename them"
         )
+
+
+def visible_columns(dataset: Dataset) -> list[str]:
+    """Return the columns of a row; a format may leave some out."""
+    form = dataset.format
+    return dataset.column_names if form["output_all_columns"] else form["columns"]
+
+
+def with_plain_prompts(dataset: Dataset) -> Dataset:
+    """Return a dataset whose prompts are text, lists and dictionaries, whatever its format.
+
+    Other columns stay arrays or tensors; a table's rows become plain values.
+    """
+    form = dataset.format
+    if form["type"] in (None, "custom"):
+        return dataset
+    visible = dataset.select_columns(visible_columns(dataset))
+    arrays = [column for column in form["columns"] if column not in ("prompt", *TEMPLATE_COLUMNS)]
+    if form["type"] in TABLES or not arrays:
+        return visible.with_format(None)
+    return visible.with_format(form["type"], arrays, output_all_columns=True, **form["format_kwargs"])
 
 
 def last_tokens(prompts: Prompts, most: int) -> pa.LargeListArray:
@@ -182,18 +210,30 @@ def dataset_of(prompts: Sequence[Any], columns: Mapping[str, Sequence[Any]]) -> 
     """Make a dataset of prompts and their columns.
 
     Raises:
-        ValueError: a single prompt, or columns of different lengths.
+        ValueError: a single prompt, a column of prompts, or columns of different lengths.
     """
     if isinstance(prompts, str) or any(map(is_message, prompts)):
         raise ValueError(f"prompts={prompts!r} must be a list of prompts, and is a single one; put it into a list")
+    if "prompt" in columns:
+        raise ValueError("columns have the name 'prompt', which the prompts have; rename it")
     return Dataset.from_dict({"prompt": list(prompts), **columns})
 
 
 def datasets_by_name(dataset: Dataset | dict[str, Dataset] | None) -> dict[str | None, Dataset]:
-    """Return datasets by name; a single one has the name None."""
+    """Return datasets by name; a single one has the name None.
+
+    Raises:
+        TypeError: a name is no text.
+    """
     if dataset is None:
         return {}
-    return dict(dataset) if isinstance(dataset, dict) else {None: dataset}
+    if not isinstance(dataset, dict):
+        return {None: dataset}
+    if unnamed := [name for name in dataset if not isinstance(name, str)]:
+        raise TypeError(
+            f"eval_dataset names a dataset by {unnamed[0]!r}, a {type(unnamed[0]).__name__}; name each by text"
+        )
+    return dict(dataset)
 
 
 def check_kinds(prompts: list[Any], first: int, conversational: bool, name: str) -> None:
@@ -219,6 +259,12 @@ def is_message(message: Any) -> bool:
     )
 
 
+def hash_code() -> str:
+    """Return a hash of the code that makes token ids."""
+    files = (Path(__file__), Path(chat_template.__file__))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+
+
 @dataclass(frozen=True)
 class PromptTokenizer:
     """Tokenizes the prompts of a dataset, which errors call `name`."""
@@ -228,7 +274,7 @@ class PromptTokenizer:
     chat_template_kwargs: Mapping[str, Any]
     name: str
     completed: bool = False  # a prompt may have no tokens before an environment completes it
-    code: str = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()  # ids stored by other code are not found
+    code: str = hash_code()  # ids stored by other code are not found
 
     def tokenize(self, dataset: Dataset, tools: Sequence[list[dict[str, Any]]] | None) -> pa.LargeListArray:
         """Return the token ids of all rows; those of a large dataset on disk are stored beside it, and found again.
@@ -283,8 +329,9 @@ class PromptTokenizer:
         try:
             if self.conversational:
                 return render_all(prompts, options, self.tokenizer, self.chat_template_kwargs)
-            # Lists of ones and zeros would cost a third of the time that tokenizing takes.
-            return self.tokenizer(prompts, return_attention_mask=False, return_token_type_ids=False)["input_ids"]
+            # Lists of ones and zeros would cost a third of the time that tokenizing takes; some tokenizers know one.
+            unwanted = {"token_type_ids", "attention_mask"} & set(self.tokenizer.model_input_names)
+            return self.tokenizer(prompts, **{f"return_{name}": False for name in unwanted})["input_ids"]
         except (TemplateError, TypeError, ValueError) as error:
             if len(prompts) == 1:
                 raise ValueError(
@@ -301,61 +348,6 @@ def is_stored(dataset: Any) -> bool:
     """Return whether the token ids of a dataset are stored: it is large, lies on disk, and has no transform."""
     on_disk = isinstance(dataset, Dataset) and dataset.cache_files and dataset.format["type"] != "custom"
     return bool(on_disk) and len(dataset) >= STORED_FROM
-
-
-def render(
-    messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, chat_template_kwargs: Mapping[str, Any]
-) -> list[int]:
-    """Return the token ids of one conversation, as `render_all` does."""
-    (ids,) = render_all([messages], [(None, None)], tokenizer, chat_template_kwargs)
-    return ids
-
-
-def render_all(
-    conversations: list[list[dict[str, Any]]],
-    options: list[tuple[Any, ...]],
-    tokenizer: PreTrainedTokenizerBase,
-    chat_template_kwargs: Mapping[str, Any],
-) -> list[list[int]]:
-    """Return the token ids of conversations, ready for the assistant to begin or continue.
-
-    Neighbours with equal arguments for the template are rendered together. Arrow gives every message the keys of all
-    others, as None; those are left out.
-    """
-    rows = [
-        (messages[-1]["role"] == "assistant", template_options(*given), without_nones(messages))
-        for messages, given in zip(conversations, options, strict=True)
-    ]
-    ids: list[list[int]] = []
-    for (go_on, own), alike in groupby(rows, key=lambda row: row[:2]):
-        encoded: Any = tokenizer.apply_chat_template(
-            [messages for *_, messages in alike],
-            add_generation_prompt=not go_on,
-            continue_final_message=go_on,
-            tokenize=True,
-            return_dict=True,
-            **{**chat_template_kwargs, **own},
-        )
-        ids += encoded["input_ids"]
-    return ids
-
-
-def template_options(*given: Any) -> dict[str, Any]:
-    """Return a row's arguments for the chat template from its `TEMPLATE_COLUMNS`, which may be JSON or empty.
-
-    Arrow gives every row the keys of all others, as None; those are left out.
-    """
-    tools, options = (
-        json.loads(value) if isinstance(value, str) and value.strip() else without_nones(value) for value in given
-    )
-    return {**({"tools": tools} if tools else {}), **(options or {})}
-
-
-def without_nones(value: Any) -> Any:
-    """Remove keys whose value is None from dictionaries at any depth."""
-    if isinstance(value, dict):
-        return {key: without_nones(inner) for key, inner in value.items() if inner is not None}
-    return [without_nones(inner) for inner in value] if isinstance(value, list) else value
 
 
 def prompt_indices(positions: range, num_prompts: int, seed: int) -> list[int]:

@@ -14,7 +14,7 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from hfppo.data.prompts import without_nones
+from hfppo.data.chat_template import CLOCK, apply_chat_template, without_nones
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,11 @@ class ChatFormat:
         Raises:
             ValueError: the template renders the conversation before the replies differently because of them.
         """
-        key = closed, *((m["role"], m.get("name"), m["content"]) for m in replies)
+        key = (
+            closed,
+            getattr(self.options.get(CLOCK), "day", None),
+            *((m["role"], m.get("name"), m["content"]) for m in replies),
+        )
         if key not in self._known:
             if len(self._known) >= MOST_KNOWN:
                 self._known.clear()
@@ -70,7 +74,8 @@ class ChatFormat:
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> list[int]:
         """Return the token ids of a conversation."""
-        encoded: Any = self.tokenizer.apply_chat_template(
+        encoded = apply_chat_template(
+            self.tokenizer,
             without_nones(list(messages)),
             add_generation_prompt=add_generation_prompt,
             tokenize=True,
@@ -81,7 +86,7 @@ class ChatFormat:
 
     def render_text(self, messages: Sequence[Message]) -> str:
         """Return the text of a conversation."""
-        rendered = self.tokenizer.apply_chat_template(without_nones(list(messages)), tokenize=False, **self.options)
+        rendered = apply_chat_template(self.tokenizer, without_nones(list(messages)), tokenize=False, **self.options)
         return str(rendered)
 
     def neutralize(self, text: str) -> str:

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from hfppo.data.prompts import EMPTY_PROMPT, Row, render, template_options
+from hfppo.data.chat_template import render, template_options
+from hfppo.data.prompts import EMPTY_PROMPT, Row
 from hfppo.environments.chat_format import ChatFormat, Message, parse_turn, text_message
 from hfppo.environments.contract import (
     Result,

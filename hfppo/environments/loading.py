@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
@@ -102,9 +102,12 @@ def load_agents(
     environment_factory: EnvironmentFactory | Mapping[str, EnvironmentFactory] | None,
     tokenizer: PreTrainedTokenizerBase,
     args: PPOConfig,
+    options: dict[str, Any],
 ) -> Agents | None:
     """Return the tools and environments of a run; None without any.
 
+    Args:
+        options: for the chat template.
     Raises:
         TypeError, ValueError: a tool, an environment, the chat template or a setting cannot be used; names it.
     """
@@ -124,7 +127,6 @@ def load_agents(
         own = tools_of(environment) if environment is not None else {}
         check_names(by_name, own, environment, name)
         schemas[name] = [tool_schema(tool, func) for tool, func in {**by_name, **own}.items()]
-    options = dict(cast(dict[str, Any] | None, args.chat_template_kwargs) or {})
     if tokenizer.chat_template is None and "chat_template" not in options:
         raise ValueError("tools and environments need a chat template; set processing_class.chat_template")
     eos_ids = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]

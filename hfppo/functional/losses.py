@@ -92,7 +92,7 @@ def sapo_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor) -> Ten
     """
     require_same_shape(logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages)
     ratio = clamp_log_ratio(logprobs - old_logprobs).exp()
-    tau = torch.where(advantages > 0, 1.0, 1.05)
+    tau = torch.ones_like(advantages).where(advantages > 0, 1.05)
     return -(4.0 / tau) * torch.sigmoid(tau * (ratio - 1.0)) * advantages
 
 

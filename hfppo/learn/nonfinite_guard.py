@@ -71,7 +71,9 @@ class NonFiniteGuard:
 def measure_grad_norms(accelerator: Accelerator, parameters: dict[str, list[nn.Parameter]]) -> dict[str, Tensor]:
     """Return the gradient norm per owner (actor, critic) with gradients; DeepSpeed reports the joint norm only."""
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        norms = {"whole model": torch.tensor(float(accelerator.clip_grad_norm_([], 0.0)))}  # it clips nothing here
+        norms = {
+            "whole model": torch.tensor(float(accelerator.clip_grad_norm_([], 0.0)), dtype=torch.float32)
+        }  # it clips nothing here
     else:
         some = {name: owned for name, owned in parameters.items() if owned}
         moved = {name: owned for name, owned in some.items() if any(p.grad is not None for p in owned)}

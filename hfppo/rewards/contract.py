@@ -8,11 +8,13 @@ message. One number per completion is its score; None leaves the function out fo
 completion, as long as its `completion_ids`, rewards each token. `async def` functions run concurrently.
 """
 
+import copy
 import functools
 import inspect
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
@@ -21,6 +23,30 @@ import torch
 from torch import Tensor
 
 RewardFunc = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Private:
+    """Data about a batch beyond the contract, for the package's own reward functions.
+
+    A function that uses it has a method `call_privately`, which gets it as its only positional argument: among the
+    keywords, a column of the dataset might have its name.
+    """
+
+    continuations: Sequence[Any] | None = None  # the completions as they continue their prompts; None: as they are
+    episodes: Sequence[Any] = ()  # of tools and environments
+    log_failures: Callable[[list[bool]], None] | None = None  # takes whether each reward is a fallback
+
+    def rows(self, some: slice) -> "Private":
+        """Return the data about some of the rows, without `log_failures`."""
+        continuations = None if self.continuations is None else self.continuations[some]
+        return Private(continuations, self.episodes[some])
+
+
+def with_private(func: RewardFunc, private: Private) -> RewardFunc:
+    """Return a function that takes the contract's keywords only."""
+    call = getattr(func, "call_privately", None)
+    return func if call is None else functools.partial(call, private)
 
 
 class RewardWrapper:
@@ -55,6 +81,40 @@ def is_async(func: RewardFunc) -> bool:
     return inspect.iscoroutinefunction(func) or inspect.iscoroutinefunction(getattr(func, "__call__", None))  # noqa: B004
 
 
+def bound_names(func: RewardFunc) -> set[str]:
+    """Return the parameters that have a value already, such as `self`: a keyword of that name cannot be passed."""
+    if isinstance(func, functools.partial):
+        inner, given = func.func, len(func.args)
+    elif inspect.ismethod(func):
+        return first_parameters(func.__func__, 1)
+    elif inspect.isroutine(func) or inspect.isclass(func):
+        return set()
+    else:
+        return first_parameters(type(func).__call__, 1)
+    return bound_names(inner) | first_parameters(inner, given)
+
+
+def first_parameters(func: Callable[..., Any], count: int) -> set[str]:
+    """Return the names of the first parameters that may be passed by keyword."""
+    try:
+        parameters = list(inspect.signature(func).parameters.values())[:count]
+    except ValueError:  # some builtins have no signature
+        return set()
+    return {parameter.name for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD}
+
+
+def copy_values(value: Any) -> Any:
+    """Return a copy of lists, dictionaries, arrays and tensors at any depth; other objects are shared.
+
+    A reward function may change its arguments in place, and no other function must see that.
+    """
+    if type(value) is dict:
+        return {key: copy_values(inner) for key, inner in value.items()}
+    if type(value) is list:
+        return [copy_values(inner) for inner in value]
+    return copy.deepcopy(value) if isinstance(value, np.ndarray | Tensor) else value
+
+
 class Log:
     """Values that one reward function logs. Each function has its own log, so the order does not depend on speed."""
 
@@ -72,7 +132,7 @@ class Log:
         self.numbers.setdefault(name, []).append(float(value))
 
     def failures(self, failed: list[bool]) -> None:
-        """Note for each completion whether its reward is a fallback; passed as `log_failures`, to wrappers only."""
+        """Note for each completion whether its reward is a fallback; for wrappers only."""
         self.failed = failed
 
 

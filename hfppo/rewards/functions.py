@@ -15,13 +15,16 @@ from torch import Tensor
 from hfppo.functional.kl import last_real_index
 from hfppo.rewards.contract import (
     Log,
+    Private,
     RewardFunc,
-    RewardWrapper,
     check_output,
     columns_of,
+    copy_values,
     is_async,
     merge_logs,
     plain_name,
+    unwrap,
+    with_private,
 )
 from hfppo.support.coroutines import awaited, in_background
 
@@ -67,6 +70,7 @@ class RewardFunctions:
         trainer_state: Any,
         mask: Tensor,
         episodes: Sequence[Any] = (),
+        continuations: Sequence[Any] | None = None,
     ) -> Iterator[Callable[[], Scored]]:
         """Score B completions; `async def` functions run during the block, until the yielded function waits for them.
 
@@ -77,31 +81,26 @@ class RewardFunctions:
             trainer_state: `transformers.TrainerState`.
             mask: (B, T) bool, True on sampled tokens, which rewards may stand on.
             episodes: B, for the rewards that tools and environments give; empty without any.
+            continuations: the completions as they continue their prompts, for functions that read both as one text.
         Raises:
             TypeError, ValueError: an output breaks the contract; names function and row.
         """
         logs = [Log() for _ in self.funcs]
-        shared = {
-            **columns,
-            "prompts": prompts,
-            "completions": completions,
-            "completion_ids": completion_ids,
-            "trainer_state": trainer_state,
-        }
+        rows = {**columns, "prompts": prompts, "completions": completions}
         calls = [
             functools.partial(
-                func,
-                **shared,
+                with_private(func, Private(continuations, episodes, log.failures)),
+                **{name: copy_values(values) for name, values in rows.items()},
+                completion_ids=[list(ids) for ids in completion_ids],
+                trainer_state=trainer_state,
                 log_extra=log.extra,
                 log_metric=log.metric,
-                **({"log_failures": log.failures} if isinstance(func, RewardWrapper) else {}),
-                **({"episodes": episodes} if getattr(func, "reads_episodes", False) else {}),
             )
             for func, log in zip(self.funcs, logs, strict=True)
         ]
-        waiting = [call for call in calls if is_async(call)]
-        with in_background(waiting) as results:
-            given = [None if is_async(call) else call() for call in calls]
+        wait = [is_async(func) for func in self.funcs]
+        with in_background([call for call, later in zip(calls, wait, strict=True) if later]) as results:
+            given = [None if later else call() for call, later in zip(calls, wait, strict=True)]
             # Behind a decorator an `async def` function looks plain.
             late = [output for output in given if inspect.isawaitable(output)]
             with in_background([functools.partial(awaited, output) for output in late]) as late_results:
@@ -109,12 +108,17 @@ class RewardFunctions:
                 def scored() -> Scored:
                     known, found = iter(results()), iter(late_results())
                     outputs = [
-                        next(known) if is_async(call) else next(found) if inspect.isawaitable(output) else output
-                        for call, output in zip(calls, given, strict=True)
+                        next(known) if later else next(found) if inspect.isawaitable(output) else output
+                        for later, output in zip(wait, given, strict=True)
                     ]
                     return self._scored(outputs, [len(ids) for ids in completion_ids], mask, logs)
 
                 yield scored
+
+    @property
+    def read_continuations(self) -> bool:
+        """Whether a function reads prompt and completion as one text."""
+        return any(getattr(unwrap(func), "reads_continuations", False) for func in self.funcs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Scored:
         """Score B completions and wait; the arguments are those of `scoring`."""
@@ -174,12 +178,12 @@ def place_on_tokens(
     Raises:
         ValueError: a reward stands on a token that the policy did not sample; names function, row and position.
     """
-    placed = torch.zeros(mask.shape)
+    placed = torch.zeros(mask.shape, dtype=torch.float32)
     last = last_real_index(mask).tolist()
     for values, name, weight in zip(rows, names, weights, strict=True):
         for row, value in enumerate(values):
             if isinstance(value, list):
-                rewards = torch.tensor(value)
+                rewards = torch.tensor(value, dtype=torch.float32)
                 lost = (rewards.ne(0) & ~mask[row, : len(value)]).nonzero()
                 if len(lost):
                     raise ValueError(

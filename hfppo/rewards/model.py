@@ -15,12 +15,19 @@ from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
-from hfppo.data.prompts import TEMPLATE_COLUMNS, Prompts, template_options, without_nones
+from hfppo.data.chat_template import (
+    TEMPLATE_COLUMNS,
+    RunDate,
+    apply_chat_template,
+    template_options,
+    without_nones,
+)
+from hfppo.data.prompts import Prompts
 from hfppo.models.adapter_checks import unchanged
 from hfppo.models.critic import shared_copy
 from hfppo.models.packing import rows_at_once
 from hfppo.models.vocabulary import saved_vocabulary
-from hfppo.rewards.contract import unwrap
+from hfppo.rewards.contract import Private, unwrap
 
 
 class RewardModel:
@@ -40,6 +47,9 @@ class RewardModel:
         ValueError: a model with several labels and no `label`, or an unknown one.
     """
 
+    reads_continuations = True
+    date: RunDate | None = None  # for the chat template; a trainer sets its own
+
     def __init__(
         self,
         model: PreTrainedModel | PeftModel,
@@ -58,16 +68,27 @@ class RewardModel:
         self.max_length = max_length(model, tokenizer)
         self.label = find_label(model.config.num_labels, model.config.label2id or {}, label, name)
 
-    def __call__(self, prompts: list[Any], completions: list[Any], **kwargs: Any) -> list[float]:
+    def __call__(self, /, prompts: list[Any], completions: list[Any], **kwargs: Any) -> list[float]:
         """One score per completion."""
+        return self.call_privately(Private(), prompts, completions, **kwargs)
+
+    def call_privately(
+        self, private: Private, /, prompts: list[Any], completions: list[Any], **kwargs: Any
+    ) -> list[float]:
+        """See `Private` and `__call__`."""
+        completions = completions if private.continuations is None else list(private.continuations)
         if isinstance(prompts[0], str):
             eos = self.tokenizer.eos_token or ""
             texts = [prompt + completion + eos for prompt, completion in zip(prompts, completions, strict=True)]
         else:
             columns = (kwargs.get(name) or [None] * len(prompts) for name in TEMPLATE_COLUMNS)
             texts = [
-                self.tokenizer.apply_chat_template(
-                    without_nones(conversation(prompt, completion)), tokenize=False, **template_options(*options)
+                apply_chat_template(
+                    self.tokenizer,
+                    without_nones(conversation(prompt, completion)),
+                    self.date,
+                    tokenize=False,
+                    **template_options(*options),
                 )
                 for prompt, completion, *options in zip(prompts, completions, *columns, strict=True)
             ]
@@ -92,7 +113,7 @@ class RewardModel:
         if empty := [text for text, row in zip(texts, ids, strict=True) if not len(row)]:
             raise ValueError(f"reward model {self.__name__} cannot score {empty[0]!r}: the text has no tokens")
         lengths = torch.tensor([len(row) for row in ids])
-        scores = torch.empty(len(ids))
+        scores = torch.empty(len(ids), dtype=torch.float32)
         size = rows_at_once(self.batch_size, int(lengths.max()), next(self.model.parameters()).device)
         for rows in lengths.argsort(descending=True).split(size):
             scores[rows] = self.logits([ids[row] for row in rows])[:, self.label].float().cpu()

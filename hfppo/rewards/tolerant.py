@@ -10,13 +10,16 @@ from typing import Any, Literal
 
 from hfppo.rewards.contract import (
     Log,
+    Private,
     RewardWrapper,
     check_reward,
     columns_of,
+    copy_values,
     is_async,
     merge_logs,
     plain_name,
     rows_of,
+    with_private,
 )
 from hfppo.support.coroutines import awaited_within, finish_within
 
@@ -73,25 +76,29 @@ class TolerantReward(RewardWrapper):
         """The name in metrics and errors."""
         return plain_name(self.func)
 
-    def __call__(self, **arguments: Any) -> Any:
+    def __call__(self, /, **arguments: Any) -> Any:
         """Return the rewards, or a coroutine of them if the function is asynchronous.
 
         Raises:
             RewardError: more rows failed than `max_failed` allows.
         """
-        scoring = self._score(**arguments)
+        return self.call_privately(Private(), **arguments)
+
+    def call_privately(self, private: Private, /, **arguments: Any) -> Any:
+        """See `Private` and `__call__`."""
+        scoring = self._score(private, **arguments)
         return scoring if is_async(self.func) else run_without_waiting(scoring)
 
     async def _score(
-        self, log_extra: Any = None, log_metric: Any = None, log_failures: Any = None, **columns: Any
+        self, private: Private, /, log_extra: Any = None, log_metric: Any = None, **columns: Any
     ) -> list[Any]:
         # A plain function never suspends this coroutine, so `run_without_waiting` can run it to its end.
         try:
-            scores = await self._call(columns, 0, len(columns["completions"]))
+            scores = await self._call(columns, private, 0, len(columns["completions"]))
         except Exception as error:
             if self.on_error == "raise":
                 raise
-            scores = await self._row_by_row(columns, error)
+            scores = await self._row_by_row(columns, private, error)
         self._check_share(scores.rewards, len(scores.rewards))
         failed = [isinstance(reward, Exception) for reward in scores.rewards]
         if any(failed):
@@ -101,19 +108,19 @@ class TolerantReward(RewardWrapper):
         for metric, numbers in scores.log.numbers.items() if log_metric else ():
             for number in numbers:
                 log_metric(metric, number)
-        if log_failures:
-            log_failures(failed)
+        if private.log_failures:
+            private.log_failures(failed)
         fallback = None if self.on_error == "skip" else self.on_error
         return [fallback if lost else reward for lost, reward in zip(failed, scores.rewards, strict=True)]
 
-    async def _row_by_row(self, columns: dict[str, Any], error: Exception) -> CallResult:
+    async def _row_by_row(self, columns: dict[str, Any], private: Private, error: Exception) -> CallResult:
         """Call the function for each row alone, until more rows have failed than may."""
         logger.warning("reward function %r failed and is called again for each row: %r", self.name, error)
         rewards: list[Any] = []
         logs: list[Log] = []
         for row in range(len(columns["completions"])):
             try:
-                scores = await self._call(columns, row, row + 1)
+                scores = await self._call(columns, private, row, row + 1)
             except Exception as failure:
                 scores = CallResult([failure], Log())
             rewards += scores.rewards
@@ -126,15 +133,19 @@ class TolerantReward(RewardWrapper):
         log.numbers = merge_logs(one.numbers for one in logs)
         return CallResult(rewards, log)
 
-    async def _call(self, columns: dict[str, Any], start: int, stop: int) -> CallResult:
+    async def _call(self, columns: dict[str, Any], private: Private, start: int, stop: int) -> CallResult:
         """Call the function once for the rows from start to stop; lists among the columns have one entry per row."""
         log = Log()
-        some = {name: rows[start:stop] if isinstance(rows, list) else rows for name, rows in columns.items()}
-        given = rows_of(self.name, await self._answer(some, log), some["completion_ids"])
+        # Copies: a call that fails may have changed its arguments.
+        some = {
+            name: copy_values(rows[start:stop]) if isinstance(rows, list) else rows for name, rows in columns.items()
+        }
+        lengths = [len(ids) for ids in columns["completion_ids"][start:stop]]
+        given = rows_of(self.name, await self._answer(some, private.rows(slice(start, stop)), log), lengths)
         rewards: list[Any] = []
-        for row, (reward, ids) in enumerate(zip(given, some["completion_ids"], strict=True), start):
+        for row, (reward, length) in enumerate(zip(given, lengths, strict=True), start):
             try:
-                check_reward(self.name, row, reward, len(ids))
+                check_reward(self.name, row, reward, length)
                 rewards.append(reward)
             except (TypeError, ValueError) as error:
                 if self.on_error == "raise":
@@ -142,10 +153,11 @@ class TolerantReward(RewardWrapper):
                 rewards.append(error)
         return CallResult(rewards, log)
 
-    async def _answer(self, columns: dict[str, Any], log: Log) -> Any:
+    async def _answer(self, columns: dict[str, Any], private: Private, log: Log) -> Any:
         """Return the function's output, or raise a TimeoutError after `timeout` seconds."""
         late = f"reward function {self.name!r} gave no answer within {self.timeout} s; raise timeout, or correct it"
-        call = functools.partial(self.func, **columns, log_extra=log.extra, log_metric=log.metric)
+        func = with_private(self.func, private)
+        call = functools.partial(func, **columns, log_extra=log.extra, log_metric=log.metric)
         if not is_async(self.func):
             return finish_within(self.timeout, late, call)
         return await awaited_within(self.timeout, late, call())

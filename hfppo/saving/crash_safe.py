@@ -5,6 +5,7 @@ every process has written its part. Checkpoints left half-written by a crash, or
 passed over.
 """
 
+import json
 import logging
 import os
 import shutil
@@ -17,6 +18,7 @@ from typing import Any, cast
 from accelerate.utils import broadcast_object_list
 from torch import nn
 from transformers import Trainer, TrainerState
+from transformers.tokenization_utils_base import TOKENIZER_CONFIG_FILE
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy
@@ -107,6 +109,8 @@ class CrashSafeTrainer(Trainer):
     @contextmanager
     def _lock_output_dir(self) -> Iterator[None]:
         """Keep other runs out of the output folder."""
+        if self.args.should_save:  # Trainer makes it once, and an earlier call that failed may have removed it
+            os.makedirs(self.args.output_dir, exist_ok=True)
         lock = OutputLock(self.args.output_dir)
         other = None
         try:
@@ -194,6 +198,17 @@ class CrashSafeTrainer(Trainer):
             self._push_from_checkpoint(str(final))
         if self.args.should_save:
             rotate(output_dir, self.args.save_total_limit, final, self.state.best_model_checkpoint)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save model and tokenizer as Trainer does, so that AutoTokenizer gives a tokenizer of the same class.
+
+        Mistral's own writes no `tokenizer_config.json`, which names the class; others write theirs over this one.
+        """
+        if self.args.should_save and self.processing_class is not None:
+            file = Path(output_dir or self.args.output_dir) / TOKENIZER_CONFIG_FILE
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(json.dumps({"tokenizer_class": type(self.processing_class).__name__}))
+        super().save_model(output_dir, _internal_call)
 
     def save_checkpoint(self) -> None:
         """Write a checkpoint at the present step, and tell the callbacks; Trainer's loop does so by its own rules."""

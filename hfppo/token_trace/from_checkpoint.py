@@ -58,7 +58,9 @@ class FixedCompletion(Sampler):
         """See `Sampler`; the log-probs are 0, because nothing was sampled."""
         ids = torch.tensor([self.ids])
         truncated = torch.tensor([self.ids[-1] not in self.eos_ids])
-        return Completions(ids, torch.ones_like(ids, dtype=torch.bool), truncated, torch.zeros(ids.shape))
+        return Completions(
+            ids, torch.ones_like(ids, dtype=torch.bool), truncated, torch.zeros(ids.shape, dtype=torch.float32)
+        )
 
 
 def trace_prompt(checkpoint: str | Path, question: Question) -> tuple[Trace, PPOConfig]:
@@ -93,6 +95,7 @@ def trace_prompt(checkpoint: str | Path, question: Question) -> tuple[Trace, PPO
         ref_model=question.ref_model,
         critic=str(folder),
         reward_tokenizers=None,
+        date=run.run_date,
     )
     parts.model.load_adapter(str(folder), "default", is_trainable=True)
     for part, found in hash_frozen_weights(parts.model).items():

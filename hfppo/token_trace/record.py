@@ -82,10 +82,10 @@ def add_update(traces: list[Trace], model: ActorCritic, args: PPOConfig, clip: C
         step: optimizer steps made so far.
     """
     prompt_ids, prompt_mask = pad_left([trace.prompt_ids for trace in traces], 0)
-    ids, mask = pad_right([trace.completion_ids for trace in traces])
-    old, _ = pad_right([[row.logprob or 0.0 for row in trace.table.rows] for trace in traces])
-    advantages, _ = pad_right([[row.advantage or 0.0 for row in trace.table.rows] for trace in traces])
-    sampled, _ = pad_right([[row.logprob is not None for row in trace.table.rows] for trace in traces])
+    ids, mask = pad_right([trace.completion_ids for trace in traces], torch.int64)
+    old, _ = pad_right([[row.logprob or 0.0 for row in trace.table.rows] for trace in traces], torch.float32)
+    advantages, _ = pad_right([[row.advantage or 0.0 for row in trace.table.rows] for trace in traces], torch.float32)
+    sampled, _ = pad_right([[row.logprob is not None for row in trace.table.rows] for trace in traces], torch.bool)
     with eval_mode(model):
         new = model(
             input_ids=torch.cat([prompt_ids, ids], dim=1).to(args.device),
@@ -109,9 +109,9 @@ def add_update(traces: list[Trace], model: ActorCritic, args: PPOConfig, clip: C
     return updated
 
 
-def pad_right(rows: list[list[Any]]) -> tuple[Tensor, Tensor]:
+def pad_right(rows: list[list[Any]], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return the rows padded with 0 to (B, T), and a (B, T) bool mask that is True on real entries."""
-    padded = pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
+    padded = pad_sequence([torch.tensor(row, dtype=dtype) for row in rows], batch_first=True)
     return padded, torch.arange(padded.shape[1]) < torch.tensor([len(row) for row in rows])[:, None]
 
 

@@ -1,0 +1,141 @@
+"""Conversations as token ids or text, by a tokenizer's chat template, on the date of the run."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import date
+from functools import lru_cache
+from itertools import groupby
+from typing import Any
+
+from accelerate.utils import broadcast_object_list
+from transformers import PreTrainedTokenizerBase
+
+TEMPLATE_COLUMNS = ("tools", "chat_template_kwargs")  # what the chat template gets from a row beside its prompt
+
+CLOCK = "strftime_now"  # the function by which chat templates read the time
+
+# The codes of `strftime`, each also with "-", which leaves out leading zeros.
+CODES = [f"%{flag}{letter}" for letter in "aAbBcCdDeFfgGhHIjklmMnpPrRStTuUVwWxXyYzZ" for flag in ("", "-")]
+
+
+@dataclass
+class RunDate:
+    """The date that chat templates read in a run, at 00:00.
+
+    It is the day that the run started on, in every process: rendered on another day, a prompt would have other
+    tokens. A resumed run takes over the checkpoint's.
+    """
+
+    day: date
+
+    @classmethod
+    def today(cls) -> "RunDate":
+        """Return the main process's date; all processes call it."""
+        return cls(broadcast_object_list([date.today()])[0])
+
+
+def apply_chat_template(
+    tokenizer: PreTrainedTokenizerBase, messages: list[Any], strftime_now: RunDate | None = None, **options: Any
+) -> Any:
+    """Call `tokenizer.apply_chat_template` with a template that reads the date of the run.
+
+    Args:
+        strftime_now: None: today's date, and the time of day.
+    """
+    if strftime_now is not None and reads_time(tokenizer, options):
+        template = tokenizer.get_chat_template(options.get("chat_template"), options.get("tools"))
+        formats = template + "".join(value for value in options.values() if isinstance(value, str))
+        options["chat_template"] = fixed_clock(strftime_now.day, formats) + template
+    return tokenizer.apply_chat_template(messages, **options)
+
+
+def reads_time(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]) -> bool:
+    """Return whether a chat template among the tokenizer's and the options' may read the time."""
+    return CLOCK in f"{tokenizer.chat_template} {options.get('chat_template')}"
+
+
+@lru_cache
+def fixed_clock(day: date, formats: str) -> str:
+    """Return the beginning of a chat template in which `strftime_now` is a macro for a fixed day.
+
+    transformers passes no functions to a template, so it cannot be an argument.
+
+    Args:
+        formats: a text with all codes that the template asks for.
+    """
+    texts = {"%%": "\0", **{code: day.strftime(code) for code in CODES if code in formats}, "\0": "%"}
+    replaced = "".join(f" | replace({code!r}, {text!r})" for code, text in texts.items())
+    return f"{{% macro {CLOCK}(format) %}}{{{{ format{replaced} }}}}{{% endmacro %}}\n"  # the line feed is trimmed
+
+
+def render(
+    messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, chat_template_kwargs: Mapping[str, Any]
+) -> list[int]:
+    """Return the token ids of one conversation, as `render_all` does."""
+    (ids,) = render_all([messages], [(None, None)], tokenizer, chat_template_kwargs)
+    return ids
+
+
+def render_all(
+    conversations: list[list[dict[str, Any]]],
+    options: list[tuple[Any, ...]],
+    tokenizer: PreTrainedTokenizerBase,
+    chat_template_kwargs: Mapping[str, Any],
+) -> list[list[int]]:
+    """Return the token ids of conversations, ready for the assistant to begin or continue.
+
+    Neighbours with equal arguments for the template are rendered together. Arrow gives every message the keys of all
+    others, as None; those are left out.
+    """
+    rows = [
+        (messages[-1]["role"] == "assistant", template_options(*given), without_nones(messages))
+        for messages, given in zip(conversations, options, strict=True)
+    ]
+    ids: list[list[int]] = []
+    for (go_on, own), alike in groupby(rows, key=lambda row: row[:2]):
+        encoded = apply_chat_template(
+            tokenizer,
+            [messages for *_, messages in alike],
+            add_generation_prompt=not go_on,
+            continue_final_message=go_on,
+            tokenize=True,
+            return_dict=True,
+            **{**chat_template_kwargs, **own},
+        )
+        ids += encoded["input_ids"]
+    return ids
+
+
+def template_options(*given: Any) -> dict[str, Any]:
+    """Return a row's arguments for the chat template from its `TEMPLATE_COLUMNS`, which may be JSON or empty.
+
+    Arrow gives every row the keys of all others, as None; those are left out.
+    """
+    tools, options = map(template_option, TEMPLATE_COLUMNS, (list, dict), given)
+    return {**({"tools": tools} if tools else {}), **options}
+
+
+def template_option(column: str, kind: type, value: Any) -> Any:
+    """Return a row's value in a template column; empty without one.
+
+    Raises:
+        ValueError: it is neither of this type nor JSON of it; names the column and the value.
+    """
+    try:
+        parsed = json.loads(value) if isinstance(value, str) and value.strip() else without_nones(value)
+    except ValueError:
+        parsed = value
+    if parsed and not isinstance(parsed, kind):
+        raise ValueError(
+            f"column {column!r} is for the chat template, and {value!r} is neither a {kind.__name__} nor JSON of one; "
+            "correct it, or rename the column"
+        )
+    return parsed or kind()
+
+
+def without_nones(value: Any) -> Any:
+    """Remove keys whose value is None from dictionaries at any depth."""
+    if isinstance(value, dict):
+        return {key: without_nones(inner) for key, inner in value.items() if inner is not None}
+    return [without_nones(inner) for inner in value] if isinstance(value, list) else value

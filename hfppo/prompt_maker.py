@@ -1,0 +1,115 @@
+"""Make prompts of the datasets of a run."""
+
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+from datasets import Dataset, IterableDataset
+from transformers import PreTrainedTokenizerBase
+
+from hfppo.config import PPOConfig
+from hfppo.data.chat_template import RunDate
+from hfppo.data.prompt_stream import PromptStream
+from hfppo.data.prompts import Prompts, datasets_by_name, is_stored, prepare_prompts
+from hfppo.environments.loading import Agents, dataset_for
+
+
+@dataclass(frozen=True)
+class DatasetPrompts:
+    """The prompts of all datasets."""
+
+    train: Prompts | PromptStream | None
+    eval: dict[str | None, Prompts]  # by name; None: the only one
+
+    @property
+    def named(self) -> dict[str, Prompts | PromptStream]:
+        """The same by the names that errors use."""
+        of_train = {} if self.train is None else {"train_dataset": self.train}
+        return {**of_train, **{label_eval(name): some for name, some in self.eval.items()}}
+
+    @property
+    def dated(self) -> bool:
+        """Whether the text of some prompts may depend on the date."""
+        return any(some.head.dated for some in self.named.values())
+
+
+@dataclass(frozen=True)
+class PromptMaker:
+    """Checks and tokenizes datasets for a run.
+
+    Args:
+        date: read by chat templates in place of today's.
+        chat_template_kwargs: of all prompts, `date` among them.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    args: PPOConfig
+    agents: Agents | None
+    date: RunDate
+    chat_template_kwargs: dict[str, Any]
+
+    def of_datasets(
+        self,
+        train_dataset: Dataset | IterableDataset | None,
+        eval_dataset: Dataset | dict[str, Dataset] | None,
+    ) -> DatasetPrompts:
+        """Return the prompts of all datasets."""
+        train: Prompts | PromptStream | None = None
+        if isinstance(train_dataset, IterableDataset):
+            train = self.of_stream(train_dataset)
+        elif train_dataset is not None:
+            train = self.of_dataset(train_dataset, "train_dataset")
+        given = datasets_by_name(eval_dataset)
+        return DatasetPrompts(train, {name: self.of_dataset(some, label_eval(name)) for name, some in given.items()})
+
+    def move_to(
+        self,
+        date: RunDate,
+        prompts: DatasetPrompts,
+        train_dataset: Dataset | IterableDataset | None,
+        eval_dataset: Dataset | dict[str, Dataset] | None,
+    ) -> DatasetPrompts:
+        """Change the date of the run, and return the prompts on it, made again if they may show the date."""
+        self.date.day = date.day
+        return self.of_datasets(train_dataset, eval_dataset) if prompts.dated else prompts
+
+    def of_dataset(self, dataset: Dataset, name: str, may_be_empty: bool = False) -> Prompts:
+        """Return the prompts of a dataset, which errors call `name`."""
+        agents = self.agents
+        completed = dataset_for(dataset, agents)
+        # One process of each machine tokenizes, the others find what it has stored.
+        with self.args.main_process_first() if is_stored(completed) else nullcontext():
+            prompts = prepare_prompts(
+                completed,
+                self.tokenizer,
+                self.args.max_prompt_length,
+                self.args.overlong_prompts,
+                self.chat_template_kwargs,
+                name,
+                may_be_empty,
+                None if agents is None else agents.schemas_of(completed, name),
+                completed=agents is not None and agents.pool is not None,
+            )
+        # `reset` gets the dataset's own columns.
+        return prompts if completed is dataset else replace(prompts, rows=prompts.rows.remove_columns("prompt"))
+
+    def of_stream(self, dataset: IterableDataset) -> PromptStream:
+        """Return the prompts of a stream.
+
+        Raises:
+            ValueError: neither max_steps nor total_episodes is set, or max_prompt_length is not.
+        """
+        if self.args.max_steps <= 0:
+            raise ValueError("train_dataset is a stream, whose length is not known; set max_steps or total_episodes")
+        if (longest := self.args.max_prompt_length) is None:
+            raise ValueError("train_dataset is a stream, whose longest prompt is not known; set max_prompt_length")
+
+        def prepare(rows: Dataset, name: str) -> Prompts:
+            return self.of_dataset(rows, name, may_be_empty=True)
+
+        return PromptStream(dataset, prepare, longest)
+
+
+def label_eval(name: str | None) -> str:
+    """Return the name of an evaluation dataset in errors."""
+    return "eval_dataset" if name is None else f"eval_dataset[{name!r}]"
