@@ -28,6 +28,11 @@ class DatasetPrompts:
         return {**of_train, **{label_eval(name): some for name, some in self.eval.items()}}
 
     @property
+    def known(self) -> dict[str, Prompts]:
+        """The prompts that are known before the run, by the same names."""
+        return {name: some.head for name, some in self.named.items()}
+
+    @property
     def dated(self) -> bool:
         """Whether the text of some prompts may depend on the date."""
         return any(some.head.dated for some in self.named.values())

@@ -30,8 +30,9 @@ from transformers.trainer_utils import EvalLoopOutput, SaveStrategy
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from hfppo.callbacks.events import PPOCallback, PPOControl, TrainerHooks
-from hfppo.collect.collector import Collected, Collector, group_equal_rows
+from hfppo.collect.collector import Collected, Collector
 from hfppo.collect.forward import autocast
+from hfppo.collect.rows import group_equal_rows
 from hfppo.config import PPOConfig
 from hfppo.data.prompts import Prompts, dataset_of
 from hfppo.distributed_checks import check_engine, wait_at_exit
@@ -41,6 +42,7 @@ from hfppo.evaluation import EvalPrompts, check_best_metric, evaluate_prompts, p
 from hfppo.functional import Clip
 from hfppo.generation import Sampler, make_sampler
 from hfppo.generation.sampler_check import check_sampler
+from hfppo.input_checks import check_arguments, check_output_folder
 from hfppo.learn.critic_pretraining import CriticPretraining
 from hfppo.learn.flops import FlopCounter
 from hfppo.learn.loss import LossTerm, measure_update, ppo_loss, ppo_terms
@@ -55,6 +57,7 @@ from hfppo.models.compilation import compile_layers
 from hfppo.models.critic import CRITIC_FOLDER
 from hfppo.models.loading import load_whole
 from hfppo.models.output_checks import check_outputs
+from hfppo.parts import TrainerInputs, load_later_dataset, load_parts
 from hfppo.ppo_checkpoint import PPOCheckpoint, Standing, describe_run, saved_run
 from hfppo.prompt_maker import DatasetPrompts
 from hfppo.reporting.card import write_card
@@ -66,7 +69,6 @@ from hfppo.run_state import PPOState
 from hfppo.saving.crash_safe import CrashSafeTrainer
 from hfppo.saving.folders import no_empty_folder
 from hfppo.seeds import SHUFFLE_STREAM
-from hfppo.setup import Parts, assemble, check_arguments, check_output_folder, prepare_later_dataset
 from hfppo.support.out_of_memory import explain_out_of_memory
 
 PASSED = ("model", "processing_class", "optimizer", "lr_scheduler")  # to every event, as Trainer does
@@ -143,11 +145,22 @@ class PPOTrainer(CrashSafeTrainer):
         train_dataset = default_dataset(environment_factory, args) if train_dataset is None else train_dataset
         set_seed(args.seed)  # the adapter is initialized here, before Trainer sets the seed
         with load_whole(args):
-            parts = assemble(
-                *(model, reward_funcs, args, train_dataset, eval_dataset, processing_class, peft_config, ref_model),
-                *(critic, reward_processing_classes, tools, environment_factory),
+            inputs = TrainerInputs(
+                model=model,
+                args=args,
+                reward_funcs=reward_funcs,
+                train_dataset=train_dataset,
+                eval_dataset=eval_dataset,
+                tokenizer=processing_class,
+                peft_config=peft_config,
+                ref_model=ref_model,
+                critic=critic,
+                reward_tokenizers=reward_processing_classes,
+                tools=tools,
+                environment_factory=environment_factory,
                 quantization_config=quantization_config,
             )
+            parts = load_parts(inputs)
         take_over(optimizers, names, parts.model, args.critic_learning_rate)
         check_best_metric(args, parts.prompts.eval, parts.rewards, compute_metrics)
         self._step_hooks = StepHooks(self._before_step, self._after_step)
@@ -165,39 +178,33 @@ class PPOTrainer(CrashSafeTrainer):
                 compute_metrics=compute_metrics,
                 optimizers=cast(Any, optimizers),
             )
-            self._set_up(parts, train_dataset, eval_dataset)
-
-    def _set_up(
-        self, parts: Parts, train_dataset: Dataset | IterableDataset | None, eval_dataset: Dataset | dict | None
-    ) -> None:
-        """Check the parts against the engine, and create what collects rollouts and saves checkpoints."""
-        args = self.args
-        check_engine(self.accelerator, parts.model, parts.rewards.funcs, args)
-        if args.world_size > 1:
-            wait_at_exit()
-        self._flop_counter = FlopCounter.of(parts.model)
-        compile_layers(parts.model, self.accelerator, args)
-        self._progress = RunProgress.of(self)
-        self.collector = Collector(
-            model=parts.model,
-            sampler=self.create_sampler(parts.eos_ids),
-            rewards=parts.rewards,
-            tokenizer=parts.tokenizer,
-            accelerator=self.accelerator,
-            args=args,
-            player=parts.player,
-        )
-        self._prompt_maker = parts.prompt_maker
-        self.ppo_state = self._first_state()
-        self._train_prompts, self._prepared_train = parts.prompts.train, train_dataset
-        self._eval_prompts = EvalPrompts(eval_dataset, parts.prompts.eval, self._prepare_prompts)
-        self._eval_sampling: bool | None = None
-        self._sources = parts.sources
-        self._outputs_checked = False
-        date, tools = parts.prompt_maker.date, None if parts.agents is None else parts.agents.schemas
-        run = describe_run(args, parts.prompts.train, parts.model, parts.peft_config, parts.rewards.names, date, tools)
-        self._checkpoint = PPOCheckpoint(run, args.process_index)
-        self._begin_run()
+            check_engine(self.accelerator, parts.model, parts.rewards.funcs, args)
+            if args.world_size > 1:
+                wait_at_exit()
+            self._flop_counter = FlopCounter.of(parts.model)
+            compile_layers(parts.model, self.accelerator, args)
+            self._progress = RunProgress.of(self)
+            self.collector = Collector(
+                model=parts.model,
+                sampler=self.create_sampler(parts.eos_ids),
+                rewards=parts.rewards,
+                tokenizer=parts.tokenizer,
+                accelerator=self.accelerator,
+                args=args,
+                player=parts.player,
+            )
+            self._prompt_maker = parts.prompt_maker
+            self.ppo_state = self._first_state()
+            self._train_prompts, self._prepared_train = parts.prompts.train, train_dataset
+            self._eval_prompts = EvalPrompts(eval_dataset, parts.prompts.eval, self._prepare_prompts)
+            self._eval_sampling: bool | None = None
+            self._sources = parts.sources
+            self._outputs_checked = False
+            schemas = None if parts.agents is None else parts.agents.schemas
+            described = parts.prompts.train, parts.model, parts.peft_config, parts.rewards.names
+            run = describe_run(args, *described, parts.prompt_maker.date, schemas)
+            self._checkpoint = PPOCheckpoint(run, args.process_index)
+            self._begin_run()
 
     def _first_state(self) -> PPOState:
         """Return where a run stands that has not begun."""
@@ -232,7 +239,7 @@ class PPOTrainer(CrashSafeTrainer):
     def _prepare_prompts(self, dataset: Dataset, name: str) -> Prompts:
         """Check and tokenize a dataset that comes after construction; errors call it `name`."""
         rewards = self.collector.rewards
-        return prepare_later_dataset(dataset, name, self.model, rewards, self._prompt_maker)
+        return load_later_dataset(dataset, name, self.model, rewards, self._prompt_maker)
 
     # Training: a rollout, then mini-batches of it
 

@@ -50,17 +50,8 @@ ALLOWED = {
         "support",
     },
     "prompt_maker": {"config", "data", "environments"},
-    "setup": {
-        "config",
-        "data",
-        "environments",
-        "functional",
-        "generation",
-        "models",
-        "prompt_maker",
-        "rewards",
-        "support",
-    },
+    "input_checks": {"config", "data", "environments", "models", "rewards"},
+    "parts": {"config", "data", "environments", "generation", "input_checks", "models", "prompt_maker", "rewards"},
     "ppo_checkpoint": {"config", "data", "metrics", "models", "rollout", "run_state", "saving"},
     "learn": {
         "ppo_checkpoint",
@@ -75,7 +66,7 @@ ALLOWED = {
         "support",
     },
     "best_of": {"data", "generation", "models", "ppo_checkpoint", "seeds", "support"},
-    "evaluation": {"collect", "config", "data", "metrics", "models", "rewards", "setup", "support"},
+    "evaluation": {"collect", "config", "data", "metrics", "models", "rewards", "support"},
     "reporting": {"callbacks", "config", "functional", "models", "support"},
     "token_trace": {
         "callbacks",
@@ -93,7 +84,7 @@ ALLOWED = {
         "rollout",
         "run_state",
         "saving",
-        "setup",
+        "parts",
         "support",
     },
 }

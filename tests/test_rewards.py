@@ -18,7 +18,6 @@ import hfppo.collect.collector
 from helpers.scripted import SIGNS, always, answering, collect_first, first_rollout, ids_of, normalizing, score
 from helpers.tiny import other_tokenizer, scorer, tiny_model
 from hfppo import PPOCallback, TolerantReward
-from hfppo.metrics import Meter
 from hfppo.rewards.functions import RewardFunctions
 from hfppo.rewards.model import RewardModel
 from hfppo.run_state import RunningMoments
@@ -772,7 +771,8 @@ def test_no_function_sees_what_another_changes_in_its_arguments(make_trainer, is
     trainer = answering(make_trainer(reward_funcs=funcs, train_dataset=given), "2.", "12.")
     prepared = trainer._train_prompts
     rows = trainer.collector.eval_rows(prepared)
-    rollout, transcript = trainer.collector.collect(rows, trainer.ppo_state, trainer.state, Meter(), training=False)
+    collected = trainer.collector.collect(rows, trainer.ppo_state, trainer.state, training=False)
+    rollout, transcript = collected.rollout, collected.transcript
     first = [talks, [[{"role": "assistant", "content": text}] for text in ("2", "12")], [[4, 1], [3, 4, 1]]]
     first += [[{"of": ["2"]}, {"of": ["3"]}], [[1], [2]]]
     if wrapped:

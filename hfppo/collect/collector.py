@@ -18,6 +18,7 @@ from hfppo.collect.check_finite import check_rollout
 from hfppo.collect.credit import Credit, GreedyScores, assign_credit, final_scores
 from hfppo.collect.forward import Passes, autocast, forward_passes
 from hfppo.collect.rollout_metrics import measure_episodes, measure_rollout, measure_scores
+from hfppo.collect.rows import eval_rows, one_row_per_group, training_rows
 from hfppo.config import PPOConfig
 from hfppo.data.prompt_stream import PromptStream
 from hfppo.data.prompts import Prompts, Row, pad_left
@@ -31,7 +32,6 @@ from hfppo.models.packing import eval_mode
 from hfppo.rewards.functions import RewardFunctions, Scored
 from hfppo.rollout import Rollout, Transcript
 from hfppo.run_state import PPOState, RunningMoments
-from hfppo.seeds import ENVIRONMENT_STREAM, EVAL_STREAM, SAMPLING_STREAM, stream_seed
 from hfppo.support.out_of_memory import explain_out_of_memory
 
 PhaseDisplay = Callable[[str], AbstractContextManager]  # shows a phase, by the name of its metric, while it lasts
@@ -117,36 +117,13 @@ class Collector:
     player: EpisodePlayer | None = None  # with tools or environments
 
     def training_rows(self, prompts: Prompts | PromptStream, rollout_index: int) -> list[Row]:
-        """Return this process's rows of a rollout: a function of the seed, the rollout and the process alone."""
-        args = self.args
-        size = args.rollout_size_per_process
-        first = (rollout_index * self.accelerator.num_processes + self.accelerator.process_index) * size
-        groups = range(first // args.num_generations, (first + size) // args.num_generations)
-        prompts_by_group = dict(zip(groups, prompts.at(groups, args.seed), strict=True))
-        return [
-            Row(
-                *prompts_by_group[group],
-                number=number,
-                group=group,
-                seed=stream_seed(args.seed, SAMPLING_STREAM, number),
-                environment_seed=stream_seed(args.seed, ENVIRONMENT_STREAM, group) % 2**32,
-            )
-            for number in range(first, first + size)
-            for group in [number // args.num_generations]
-        ]
+        """Return this process's rows of a rollout."""
+        number = rollout_index * self.accelerator.num_processes + self.accelerator.process_index
+        return training_rows(prompts, number * self.args.rollout_size_per_process, self.args)
 
     def eval_rows(self, prompts: Prompts) -> list[Row]:
         """Return a row for each prompt, with the same seed every time."""
-        return [
-            Row(
-                *prompts[n],
-                number=n,
-                group=n,
-                seed=stream_seed(self.args.seed, EVAL_STREAM, n),
-                environment_seed=stream_seed(self.args.seed, EVAL_STREAM, ENVIRONMENT_STREAM, n) % 2**32,
-            )
-            for n in range(len(prompts))
-        ]
+        return eval_rows(prompts, self.args.seed)
 
     def collect(
         self,
@@ -389,12 +366,6 @@ def build_rollout(prompts: tuple[Tensor, Tensor], completions: Completions, pass
     )
 
 
-def group_equal_rows(rows: list[Row]) -> list[Row]:
-    """Return the rows with equal ones in one group."""
-    groups: dict[str, int] = {}
-    return [replace(row, group=groups.setdefault(repr((row.prompt_ids, row.columns)), row.group)) for row in rows]
-
-
 def continue_text(completion: Any, prompt_ids: list[int], ids: list[int], tokenizer: PreTrainedTokenizerBase) -> Any:
     """Return a completion, text or messages, with the text that its tokens add to the text of the prompt.
 
@@ -406,11 +377,6 @@ def continue_text(completion: Any, prompt_ids: list[int], ids: list[int], tokeni
         return added
     first, *others = completion
     return [{**first, "content": added}, *others] if first["content"] == alone else completion
-
-
-def one_row_per_group(rows: list[Row]) -> list[Row]:
-    """Return the first row of each group."""
-    return list({row.group: row for row in reversed(rows)}.values())
 
 
 def unpad(completions: Completions) -> list[list[int]]:

@@ -23,11 +23,11 @@ from hfppo.collect.collector import Collector
 from hfppo.config import PPOConfig
 from hfppo.generation import Completions, Sampler, completion_ids, eos_token_ids, make_sampler
 from hfppo.models.loading import load_base_of
+from hfppo.parts import TrainerInputs, load_parts
 from hfppo.ppo_checkpoint import RunDescription, hash_frozen_weights, state_file
 from hfppo.run_state import PPOState
 from hfppo.saving.folders import list_checkpoints
 from hfppo.saving.manifest import find_damage
-from hfppo.setup import assemble
 from hfppo.token_trace.record import Trace
 from hfppo.token_trace.table import TokenTable
 
@@ -84,19 +84,18 @@ def trace_prompt(checkpoint: str | Path, question: Question) -> tuple[Trace, PPO
     written = None if question.completion is None else completion_ids(question.completion, tokenizer, eos_ids)
     args = rebuild_settings(run, question, written)
     prompt = [{"role": "user", "content": question.prompt}] if question.chat else question.prompt
-    parts = assemble(
+    inputs = TrainerInputs(
         model=base,
         reward_funcs=lambda completions, **_: [question.score] * len(completions),
         args=args,
-        train_dataset=None,
         eval_dataset=Dataset.from_dict({"prompt": [prompt]}),
         tokenizer=tokenizer,
         peft_config=peft_config,
         ref_model=question.ref_model,
         critic=str(folder),
-        reward_tokenizers=None,
         date=run.run_date,
     )
+    parts = load_parts(inputs)
     parts.model.load_adapter(str(folder), "default", is_trainable=True)
     for part, found in hash_frozen_weights(parts.model).items():
         if run.structure.get(part, found) != found:  # earlier versions wrote fewer

@@ -1,184 +1,30 @@
-"""Check and load the arguments of `PPOTrainer`; nothing is generated or written here."""
+"""Checks of what users pass to `PPOTrainer`: before anything is generated or written."""
 
 import inspect
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from itertools import product
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
-from datasets import Dataset, IterableDataset
-from peft import PeftConfig, PeftModel
+from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from hfppo.config import PPOConfig
-from hfppo.data.chat_template import CLOCK, RunDate
 from hfppo.data.prompts import RESERVED_COLUMNS, Prompts
-from hfppo.environments.episodes import EpisodePlayer
-from hfppo.environments.loading import Agents, load_agents
-from hfppo.environments.pool import EnvironmentFactory
-from hfppo.generation import eos_token_ids
-from hfppo.models.actor_critic import ActorCritic
-from hfppo.models.critic import find_critic
-from hfppo.models.loading import (
-    check_architecture,
-    check_model,
-    check_vocabulary,
-    load_model,
-    load_reference,
-    load_tokenizer,
-    positions_of,
-    separate_adapter,
-    with_quantization,
-)
-from hfppo.prompt_maker import DatasetPrompts, PromptMaker
-from hfppo.rewards.contract import Private, bound_names, plain_name, remove_wrappers, unwrap, with_private
-from hfppo.rewards.functions import RewardFunctions, check_weights
-from hfppo.rewards.loading import load_reward_funcs
-from hfppo.rewards.model import RewardAdapter, RewardModel, check_conversations
+from hfppo.environments.loading import Agents
+from hfppo.models.loading import positions_of
+from hfppo.rewards.contract import Private, bound_names, remove_wrappers, with_private
+from hfppo.rewards.functions import RewardFunctions
+from hfppo.rewards.model import check_conversations
 from hfppo.rewards.server import RewardServer
 
 logger = logging.getLogger(__name__)
 
 END = "the end of sequence"  # the name in errors
 STOPS = "generation_kwargs['stop_token_ids']"
-
-
-@dataclass(frozen=True)
-class Parts:
-    """The checked and loaded parts of a trainer."""
-
-    model: ActorCritic
-    tokenizer: PreTrainedTokenizerBase
-    eos_ids: list[int]
-    rewards: RewardFunctions
-    peft_config: PeftConfig
-    prompts: DatasetPrompts
-    prompt_maker: PromptMaker  # for datasets that come later
-    sources: list[tuple[str, Any]]  # models and reward functions, each after its argument
-    agents: Agents | None  # tools and environments
-    player: EpisodePlayer | None  # plays with them
-
-
-def assemble(
-    model: str | PreTrainedModel | PeftModel,
-    reward_funcs: Any,
-    args: PPOConfig,
-    train_dataset: Dataset | IterableDataset | None,
-    eval_dataset: Dataset | dict[str, Dataset] | None,
-    tokenizer: PreTrainedTokenizerBase | None,
-    peft_config: PeftConfig | None,
-    ref_model: str | PreTrainedModel | None,
-    critic: str | PreTrainedModel,
-    reward_tokenizers: PreTrainedTokenizerBase | Sequence[PreTrainedTokenizerBase | None] | None,
-    tools: Sequence[Callable[..., Any]] | None = None,
-    environment_factory: EnvironmentFactory | Mapping[str, EnvironmentFactory] | None = None,
-    quantization_config: Any = None,
-    date: RunDate | None = None,
-) -> Parts:
-    """Return the parts of `PPOTrainer` from its arguments; quick checks come before slow loading.
-
-    Args:
-        date: for chat templates; None: today.
-    Raises:
-        TypeError, ValueError: names the input that cannot be used, and the remedy.
-    """
-    init_kwargs = with_quantization(cast(dict[str, Any], args.model_init_kwargs or {}), quantization_config)
-    of_model = init_kwargs if isinstance(model, str) else {}
-    if not isinstance(model, str):
-        check_architecture("model", model)
-    tokenizer = load_tokenizer(model, **of_model) if tokenizer is None else tokenizer
-    check_tokenizer(tokenizer)
-    date = RunDate.today() if date is None else date
-    options = {CLOCK: date, **cast(dict[str, Any], args.chat_template_kwargs or {})}
-    agents = load_agents(tools, environment_factory, tokenizer, args, options)
-    options = options if agents is None else agents.chat_format.options
-    prompt_maker = PromptMaker(tokenizer, args, agents, date, options)
-    prompts = prompt_maker.of_datasets(train_dataset, eval_dataset)
-    known = {name: some.head for name, some in prompts.named.items()}
-    longest = max((some.longest for some in prompts.named.values()), default=0)
-    loaded = load_model(model, **of_model)
-    check_model(loaded, peft_config)
-    check_lengths("the model", loaded, longest, args)
-    eos_ids = eos_token_ids(tokenizer, loaded.generation_config)
-    padding = eos_ids[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    check_ids(loaded, known, {END: eos_ids, "the padding token": [padding], STOPS: args.stop_token_ids or eos_ids})
-    warn_of_ended_prompts(known, eos_ids)
-    player = None if agents is None else agents.player(eos_ids, args, positions_of(loaded)[0])
-    reference = load_reference(ref_model, **init_kwargs)
-    if reference is not None:
-        check_lengths("ref_model", reference, longest, args)
-    rewards = prepare_rewards(reward_funcs, reward_tokenizers, loaded.config.name_or_path, agents, args)
-    check_calls(rewards, known, agents)
-    critic_kwargs = cast(dict[str, Any], args.critic_init_kwargs or {})
-    critic_source = find_critic(critic, **critic_kwargs) if args.needs_critic else None
-    critic_source = critic_source and critic_source.with_layers(args.critic_layers, critic, loaded)
-    if critic_source is not None and isinstance(critic_source.model, PreTrainedModel):
-        # Checkpoints of one tokenizer pad their vocabularies to different sizes.
-        check_vocabulary("critic", critic_source.model, max(tokenizer.get_vocab().values()) + 1)
-        check_lengths("the critic", critic_source.model, longest, args)
-    actor = separate_adapter(loaded, peft_config, of_model.get("revision"))
-    for func in map(unwrap, rewards.funcs):
-        if isinstance(func, RewardModel):
-            func.date = date
-        if isinstance(func, RewardAdapter):
-            func.attach(actor.base)
-    tokenizer.pad_token_id = padding
-    actor_critic = ActorCritic(
-        actor.base, actor.peft_config, critic_source, reference, actor.start_adapter, args.detach_shared_critic
-    )
-    given = reward_funcs if isinstance(reward_funcs, list | tuple) else [reward_funcs]  # None names no folder
-    sources: list[tuple[str, Any]] = [("reward_funcs", unwrap(func)) for func in given]
-    sources += [("model", model), ("the base's path", actor.base.name_or_path), ("ref_model", ref_model)]
-    sources += [("critic", critic)] if critic_source and critic not in ("adapter", "shared") else []
-    return Parts(
-        actor_critic, tokenizer, eos_ids, rewards, actor.peft_config, prompts, prompt_maker, sources, agents, player
-    )
-
-
-def prepare_rewards(
-    reward_funcs: Any,
-    tokenizers: PreTrainedTokenizerBase | Sequence[PreTrainedTokenizerBase | None] | None,
-    base_name: str,
-    agents: Agents | None,
-    args: PPOConfig,
-) -> RewardFunctions:
-    """Return the reward functions, those of tools and environments last and with weight 1.
-
-    Raises:
-        TypeError, ValueError: a reward function cannot be used, or there is none; names it.
-    """
-    init_kwargs = cast(dict[str, Any], args.reward_model_init_kwargs or {})
-    given = []
-    if reward_funcs is not None:
-        given = load_reward_funcs(reward_funcs, tokenizers, base_name, args.device, **init_kwargs)
-    own = [] if agents is None else agents.reward_funcs(given)
-    weights = args.reward_weights
-    if own and weights is not None:
-        weights = [*check_weights(weights, [plain_name(func) for func in given]), *[1.0] * len(own)]
-    return RewardFunctions([*given, *own], weights)
-
-
-def prepare_later_dataset(
-    dataset: Dataset,
-    name: str,
-    model: ActorCritic,
-    rewards: RewardFunctions,
-    prompt_maker: PromptMaker,
-) -> Prompts:
-    """Return the checked prompts of a dataset that comes after construction; errors call it `name`.
-
-    Raises:
-        TypeError, ValueError: names the prompts or columns that do not fit.
-    """
-    prompts = prompt_maker.of_dataset(dataset, name)
-    check_lengths("the model", model.causal_lm, prompts.longest, prompt_maker.args)
-    check_ids(model.causal_lm, {name: prompts}, {})
-    check_calls(rewards, {name: prompts}, prompt_maker.agents)
-    return prompts
 
 
 def check_tokenizer(tokenizer: Any) -> None:
@@ -227,7 +73,7 @@ def check_output_folder(sources: list[tuple[str, Any]], args: PPOConfig) -> None
     Raises:
         ValueError: names the folder.
     """
-    output_dir = Path(args.output_dir).resolve()
+    output_dir = Path(str(args.output_dir)).resolve()
     for name, source in sources:
         if not isinstance(source, str) or not source or not Path(source).is_dir():
             continue
