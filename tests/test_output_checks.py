@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, RemBertConfig, RemBertForCausalLM
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from helpers.attention import register_attention
@@ -37,6 +37,15 @@ def test_an_architecture_that_changes_its_logits_is_refused_before_it_samples(
     monkeypatch.setattr(TransformersSampler, "__call__", lambda *_: pytest.fail("completions were sampled"))
     with pytest.raises(ValueError, match=r"Scaled changes its logits .* use another architecture"):
         STARTS[start](trainer)
+
+
+def test_an_architecture_with_more_than_a_head_after_its_trunk_is_refused(make_trainer):
+    """RemBERT's head has another width than its trunk, with a layer between them."""
+    shape = {"vocab_size": 26, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    shape |= {"num_attention_heads": 2, "input_embedding_size": 16, "output_embedding_size": 24, "is_decoder": True}
+    model = RemBertForCausalLM(RemBertConfig(**shape, bos_token_id=1, eos_token_id=1, pad_token_id=0))
+    with pytest.raises(ValueError, match=r"RemBertForCausalLM does not compute .* use another architecture"):
+        make_trainer(model=model, critic="shared").rollout(["1+1="])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -58,12 +58,24 @@ def logits_of_forward(model: ActorCritic, device: torch.device) -> Tensor:
 
 
 def check_logits(model: ActorCritic, device: torch.device) -> None:
-    """Refuse an architecture whose log-probs are not those of its own logits, up to their rounding."""
+    """Refuse an architecture whose log-probs are not those of its own logits, up to their rounding.
+
+    Raises:
+        ValueError: names it.
+    """
     ids = ids_of(model, device)[:1]
     expected = logits_of_forward(model, device)
     wanted = expected.log_softmax(dim=-1)[:-1].gather(1, ids[0, 1:, None]).squeeze(1)
     everything = torch.ones_like(ids)
-    got = model(ids, everything, everything[:, 1:].bool(), values=False).logprobs[0]
+    try:
+        got = model(ids, everything, everything[:, 1:].bool(), values=False).logprobs[0]
+    except torch.OutOfMemoryError:
+        raise
+    except (AttributeError, RuntimeError, TypeError) as error:
+        raise ValueError(
+            f"{type(model.causal_lm).__name__} does not compute its logits from its trunk's last hidden states by its "
+            f"output head alone, as this package does ({error}); use another architecture"
+        ) from error
     tolerance = max(1e-3, 4 * torch.finfo(precision(expected)).eps * float(expected.abs().max()))
     if not expected.isfinite().all():
         return  # the sampler and the checks of a rollout name what is not finite
