@@ -57,8 +57,7 @@ class Parts:
     prompts: DatasetPrompts
     prompt_maker: PromptMaker  # for datasets that come later
     sources: list[tuple[str, Any]]  # models and reward functions, each after its argument
-    agents: Agents | None  # tools and environments
-    player: EpisodePlayer | None  # plays with them
+    player: EpisodePlayer | None  # plays with tools and environments
 
 
 def assemble(
@@ -89,11 +88,8 @@ def assemble(
         check_architecture("model", model)
     tokenizer = load_tokenizer(model, **of_model) if tokenizer is None else tokenizer
     check_tokenizer(tokenizer)
-    date = RunDate.today() if date is None else date
-    options = {CLOCK: date, **cast(dict[str, Any], args.chat_template_kwargs or {})}
-    agents = load_agents(tools, environment_factory, tokenizer, args, options)
-    options = options if agents is None else agents.chat_format.options
-    prompt_maker = PromptMaker(tokenizer, args, agents, date, options)
+    prompt_maker = make_prompt_maker(tokenizer, args, tools, environment_factory, date)
+    agents = prompt_maker.agents
     prompts = prompt_maker.of_datasets(train_dataset, eval_dataset)
     known = {name: some.head for name, some in prompts.named.items()}
     longest = max((some.longest for some in prompts.named.values()), default=0)
@@ -109,7 +105,7 @@ def assemble(
     if reference is not None:
         check_lengths("ref_model", reference, longest, args)
     base_name = loaded.config.name_or_path
-    rewards = prepare_rewards(reward_funcs, reward_tokenizers, base_name, agents, args)
+    rewards = prepare_rewards(reward_funcs, reward_tokenizers, base_name, prompt_maker)
     check_calls(rewards, known, agents)
     critic_kwargs = cast(dict[str, Any], args.critic_init_kwargs or {})
     critic_source = find_critic(critic, **critic_kwargs) if args.needs_critic else None
@@ -120,35 +116,50 @@ def assemble(
         check_lengths("the critic", critic_source.model, longest, args)
     actor = separate_adapter(loaded, peft_config, of_model.get("revision"))
     for func in map(unwrap, rewards.funcs):
-        if isinstance(func, RewardModel):
-            func.date = date
         if isinstance(func, RewardAdapter):
             func.attach(actor.base)
     tokenizer.pad_token_id = padding
     actor_critic = ActorCritic(
         actor.base, actor.peft_config, critic_source, reference, actor.start_adapter, args.detach_shared_critic
     )
+    sources = name_sources(reward_funcs, model, actor.base.name_or_path, ref_model, critic if critic_source else None)
+    return Parts(actor_critic, tokenizer, eos_ids, rewards, actor.peft_config, prompts, prompt_maker, sources, player)
+
+
+def name_sources(reward_funcs: Any, model: Any, base: str, ref_model: Any, critic: Any) -> list[tuple[str, Any]]:
+    """Return what the run is made of, models and reward functions, each after its argument."""
     given = reward_funcs if isinstance(reward_funcs, list | tuple) else [reward_funcs]  # None names no folder
     sources: list[tuple[str, Any]] = [("reward_funcs", unwrap(func)) for func in given]
-    sources += [("model", model), ("the base's path", actor.base.name_or_path), ("ref_model", ref_model)]
-    sources += [("critic", critic)] if critic_source and critic not in ("adapter", "shared") else []
-    return Parts(
-        actor_critic, tokenizer, eos_ids, rewards, actor.peft_config, prompts, prompt_maker, sources, agents, player
-    )
+    sources += [("model", model), ("the base's path", base), ("ref_model", ref_model)]
+    return sources if critic in (None, "adapter", "shared") else [*sources, ("critic", critic)]
+
+
+def make_prompt_maker(
+    tokenizer: PreTrainedTokenizerBase,
+    args: PPOConfig,
+    tools: Sequence[Callable[..., Any]] | None,
+    environment_factory: EnvironmentFactory | Mapping[str, EnvironmentFactory] | None,
+    date: RunDate | None,
+) -> PromptMaker:
+    """Return what makes prompts, with the tools and environments of the run and its date; None: today."""
+    date = RunDate.today() if date is None else date
+    options = {CLOCK: date, **cast(dict[str, Any], args.chat_template_kwargs or {})}
+    agents = load_agents(tools, environment_factory, tokenizer, args, options)
+    return PromptMaker(tokenizer, args, agents, date, options if agents is None else agents.chat_format.options)
 
 
 def prepare_rewards(
     reward_funcs: Any,
     tokenizers: PreTrainedTokenizerBase | Sequence[PreTrainedTokenizerBase | None] | None,
     base_name: str,
-    agents: Agents | None,
-    args: PPOConfig,
+    run: PromptMaker,
 ) -> RewardFunctions:
     """Return the reward functions, those of tools and environments last and with weight 1.
 
     Raises:
         TypeError, ValueError: a reward function cannot be used, or there is none; names it.
     """
+    args, agents = run.args, run.agents
     init_kwargs = cast(dict[str, Any], args.reward_model_init_kwargs or {})
     given = []
     if reward_funcs is not None:
@@ -157,6 +168,9 @@ def prepare_rewards(
     weights = args.reward_weights
     if own and weights is not None:
         weights = [*check_weights(weights, [plain_name(func) for func in given]), *[1.0] * len(own)]
+    for model in map(unwrap, given):
+        if isinstance(model, RewardModel):
+            model.date = run.date
     return RewardFunctions([*given, *own], weights)
 
 

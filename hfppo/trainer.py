@@ -193,7 +193,7 @@ class PPOTrainer(CrashSafeTrainer):
         self._eval_sampling: bool | None = None
         self._sources = parts.sources
         self._outputs_checked = False
-        date, tools = parts.prompt_maker.date, None if parts.agents is None else parts.agents.schemas
+        date, tools = parts.prompt_maker.date, parts.prompt_maker.schemas
         run = describe_run(args, parts.prompts.train, parts.model, parts.peft_config, parts.rewards.names, date, tools)
         self._checkpoint = PPOCheckpoint(run, args.process_index)
         self._begin_run()
