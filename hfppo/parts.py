@@ -94,8 +94,7 @@ class Parts:
     prompts: DatasetPrompts
     prompt_maker: PromptMaker  # for datasets that come later
     sources: list[tuple[str, Any]]  # models and reward functions, each after its argument
-    agents: Agents | None  # tools and environments
-    player: EpisodePlayer | None  # plays with them
+    player: EpisodePlayer | None  # plays with tools and environments
 
 
 def load_parts(inputs: TrainerInputs) -> Parts:
@@ -144,7 +143,6 @@ def load_parts(inputs: TrainerInputs) -> Parts:
         prompts=prompts,
         prompt_maker=prompt_maker,
         sources=inputs.sources(actor.base.name_or_path),
-        agents=agents,
         player=player,
     )
 

@@ -53,6 +53,11 @@ class PromptMaker:
     date: RunDate
     chat_template_kwargs: dict[str, Any]
 
+    @property
+    def schemas(self) -> dict[str | None, list[dict[str, Any]]] | None:
+        """JSON schemas of the tools by environment; None without tools and environments."""
+        return None if self.agents is None else self.agents.schemas
+
     def of_datasets(
         self,
         train_dataset: Dataset | IterableDataset | None,

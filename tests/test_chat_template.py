@@ -165,6 +165,8 @@ def test_a_checkpoint_shows_what_its_run_saw(make_dated, tmp_path, clock):
 
 
 class Asks(TextEnvironment):
+    """Asks, whatever it is told."""
+
     def reset(self, **row):
         return "1+1"
 
