@@ -200,14 +200,14 @@ class PPOTrainer(CrashSafeTrainer):
             self._eval_sampling: bool | None = None
             self._sources = parts.sources
             self._outputs_checked = False
-            schemas = None if parts.agents is None else parts.agents.schemas
             described = parts.prompts.train, parts.model, parts.peft_config, parts.rewards.names
-            run = describe_run(args, *described, parts.prompt_maker.date, schemas)
+            run = describe_run(args, *described, parts.prompt_maker.date, parts.prompt_maker.schemas)
             self._checkpoint = PPOCheckpoint(run, args.process_index)
             self._begin_run()
 
-            described = parts.prompts.train, parts.model, parts.peft_config, parts.rewards.names
-            run = describe_run(args, *described, parts.prompt_maker.date, parts.prompt_maker.schemas)
+    def _first_state(self) -> PPOState:
+        """Return where a run stands that has not begun."""
+        return PPOState(self.args.kl_coef, self.args.cliprange, self.args.clip_high)
 
     def _begin_run(self) -> None:
         """Forget the rollout and the metrics of an earlier run."""
