@@ -6,6 +6,8 @@ from hfppo.callbacks.clip_metrics import ClipMetricsCallback
 from hfppo.callbacks.events import PPOCallback, PPOControl
 from hfppo.config import PPOConfig
 from hfppo.environments import GymnasiumEnvironment, Result, TextEnvironment
+from hfppo.generation.contract import Completions, Sampler
+from hfppo.learn.loss import LossTerm
 from hfppo.models.actor_critic import ActorCritic
 from hfppo.reporting.completions import PrintCompletionsCallback
 from hfppo.reporting.health import HealthCallback, HealthWarning
@@ -25,10 +27,12 @@ __all__ = [
     "ActorCritic",
     "AdaptiveKLCallback",
     "ClipMetricsCallback",
+    "Completions",
     "GymnasiumEnvironment",
     "HealthCallback",
     "HealthWarning",
     "LogFileCallback",
+    "LossTerm",
     "PPOCallback",
     "PPOConfig",
     "PPOControl",
@@ -40,6 +44,7 @@ __all__ = [
     "RewardModel",
     "RewardServer",
     "Rollout",
+    "Sampler",
     "TextEnvironment",
     "TokenTable",
     "TokenTraceCallback",

@@ -290,6 +290,19 @@ def test_reward_functions_see_environments_and_get_reward_is_added(make_agent):
     assert rollout.scores.tolist() == [12.0]
 
 
+@pytest.mark.parametrize(("weights", "expected"), [([1.0, 0.5], 1.5), ([2.0], 3.0)])
+def test_rewards_of_an_environment_are_weighted_after_those_of_functions(make_agent, weights, expected):
+    """One message scores 1, the environment 1; without an entry of its own it counts 1."""
+
+    class One(Doors):
+        def get_reward(self) -> float:
+            return 1.0
+
+    config = {"reward_weights": weights, "kl_coef": 0.0}
+    trainer = make_agent(["0"], config=config, reward_funcs=count_messages, environment_factory=One)
+    assert collect(trainer, 1)[0].scores.tolist() == [expected]
+
+
 def test_an_environment_per_row(make_agent):
     dataset = PROMPTS.add_column("environment", ["doors", "count", "doors", "count"])
     scripts = ([call("open", key=0), "a"], ["2", "3"], ["a"], ["1", "2", "3"])
