@@ -7,7 +7,7 @@ the optimizer; the hooks below answer for PPO.
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,13 +23,12 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
     TrainerCallback,
-    TrainerControl,
     set_seed,
 )
 from transformers.trainer_utils import EvalLoopOutput, SaveStrategy
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from hfppo.callbacks.events import PPOCallback, PPOControl, TrainerHooks
+from hfppo.callbacks.events import PPOControl, TrainerHooks, call_event
 from hfppo.collect.collector import Collected, Collector
 from hfppo.collect.forward import autocast
 from hfppo.collect.rows import group_equal_rows
@@ -70,8 +69,6 @@ from hfppo.saving.crash_safe import CrashSafeTrainer
 from hfppo.saving.folders import no_empty_folder
 from hfppo.seeds import SHUFFLE_STREAM
 from hfppo.support.out_of_memory import explain_out_of_memory
-
-PASSED = ("model", "processing_class", "optimizer", "lr_scheduler")  # to every event, as Trainer does
 
 
 class PPOTrainer(CrashSafeTrainer):
@@ -591,18 +588,10 @@ class PPOTrainer(CrashSafeTrainer):
 
     def _call_callbacks(self, event: str, **arguments: Any) -> PPOControl:
         """Call an event of every `PPOCallback`, and take over what they changed in `control`."""
-        handler, control = self.callback_handler, PPOControl.of(self.control, self.ppo_state)
-        given = {name: getattr(handler, name) for name in PASSED} | arguments
-        for callback in handler.callbacks:
-            if isinstance(callback, PPOCallback):
-                call = getattr(callback, event)
-                returned = call(self.args, self.state, control, ppo_state=self.ppo_state, **given)
-                if isinstance(returned, TrainerControl):
-                    vars(control).update(vars(returned))
-        for flag in fields(TrainerControl):
-            setattr(self.control, flag.name, getattr(control, flag.name))  # Trainer's handler keeps this object
-        for name in PPOState.STEERED:
-            setattr(self.ppo_state, name, getattr(control, name))
+        control = PPOControl.of(self.control, self.ppo_state)
+        call_event(self.callback_handler, event, self.args, self.state, control, self.ppo_state, **arguments)
+        vars(self.control).update(control.flags())  # Trainer's handler keeps this object
+        vars(self.ppo_state).update({name: getattr(control, name) for name in PPOState.STEERED})
         self._run.log.update({name: parts_of(number) for name, number in control.logs.items()})
         return control
 

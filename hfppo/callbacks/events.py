@@ -5,10 +5,13 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import CallbackHandler
 
 from hfppo.metrics import UpdateStep
 from hfppo.rollout import Rollout, Transcript
 from hfppo.run_state import PPOState
+
+PASSED = ("model", "processing_class", "optimizer", "lr_scheduler")  # to every event, as Trainer does
 
 
 @dataclass
@@ -27,6 +30,10 @@ class PPOControl(TrainerControl):
         """Return the flags and settings as they are."""
         flags = {f.name: getattr(control, f.name) for f in fields(TrainerControl)}
         return cls(**flags, **{name: getattr(state, name) for name in PPOState.STEERED})
+
+    def flags(self) -> dict[str, bool]:
+        """Return Trainer's flags."""
+        return {f.name: getattr(self, f.name) for f in fields(TrainerControl)}
 
 
 class PPOCallback(TrainerCallback):
@@ -95,6 +102,27 @@ class PPOCallback(TrainerCallback):
             steps: the same for each optimizer step on the rollout.
             ppo_state: of the rollout that was just used up.
         """
+
+
+def call_event(
+    handler: CallbackHandler,
+    event: str,
+    args: TrainingArguments,
+    state: TrainerState,
+    control: PPOControl,
+    ppo_state: PPOState,
+    **arguments: Any,
+) -> None:
+    """Call an event of every `PPOCallback`; what they return or change is in `control` afterwards.
+
+    Trainer's own `call_event` raises for events that a callback does not have.
+    """
+    given = {name: getattr(handler, name) for name in PASSED} | arguments
+    for callback in handler.callbacks:
+        if isinstance(callback, PPOCallback):
+            returned = getattr(callback, event)(args, state, control, ppo_state=ppo_state, **given)
+            if isinstance(returned, TrainerControl):
+                vars(control).update(vars(returned))
 
 
 class TrainerHooks(TrainerCallback):
