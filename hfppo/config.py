@@ -11,6 +11,7 @@ from hfppo.config_names import check_names
 from hfppo.functional import (
     ADVANTAGE_ESTIMATORS,
     KL_ESTIMATORS,
+    KL_LOSS_ESTIMATORS,
     POLICY_LOSSES,
     REDUCTIONS,
     estimator_needs,
@@ -169,10 +170,11 @@ class PPOConfig(TrainingArguments):
     kl_estimator: str = field(default="k1", metadata={"choices": KL_ESTIMATORS, "help": "KL estimator of the reward."})
     kl_loss_coef: NotNegative = field(default=0.0, metadata={"help": "λ of the KL term in the loss; 0 turns it off."})
     kl_loss_estimator: str = field(
-        default="k3", metadata={"choices": KL_ESTIMATORS, "help": "KL estimator of the loss."}
-    )
-    kl_loss_straight_through: bool = field(
-        default=False, metadata={"help": "Give the KL in the loss the gradient of k2, which is unbiased on-policy."}
+        default="k3",
+        metadata={
+            "choices": KL_LOSS_ESTIMATORS,
+            "help": "KL estimator of the loss; with a + the gradient is that of k2, which is unbiased on-policy (verl).",
+        },
     )
 
     # Changes the result: advantages.

@@ -204,10 +204,10 @@ def check_combinations(args: Any) -> None:
             f"{args.gradient_accumulation_steps} × num_mini_batches={args.num_mini_batches}) cannot be divided "
             f"into groups of num_generations={args.num_generations}; choose sizes that divide"
         )
-    if args.kl_loss_coef and args.kl_loss_estimator == "k1" and not args.kl_loss_straight_through:
+    if args.kl_loss_coef and args.kl_loss_estimator == "k1":
         warnings.warn(
             "kl_loss_estimator='k1' has a gradient of zero mean as a loss: it adds noise and restrains nothing. "
-            "Use k2 or k3, or kl_loss_straight_through=True.",
+            "Use k2, k3 or k1+, whose gradient is that of k2.",
             stacklevel=5,  # where the configuration is made
         )
     if args.normalize_scores and args.positive_nll_coef:

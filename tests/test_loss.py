@@ -77,7 +77,7 @@ TERMS = {
         lambda o, b: F.token_kl(o.logprobs, b.ref_logprobs, "abs"),
     ),
     "straight-through kl": (
-        {"kl_loss_coef": 0.2, "kl_loss_estimator": "abs", "kl_loss_straight_through": True},
+        {"kl_loss_coef": 0.2, "kl_loss_estimator": "abs+"},
         "policy/kl_loss",
         0.2,
         lambda o, b: F.straight_through_kl(o.logprobs, b.ref_logprobs, "abs"),

@@ -80,7 +80,7 @@ EVERY_RUN = [
         {"policy_mode": "corrected", "mismatch_correction": "reject", "mismatch_cap": 1.0, "mismatch_floor": 1.0},
         {"policy_mode": "corrected", "mismatch_level": "sequence"},
     ],
-    seldom({"kl_loss_coef": 0.1}, {"kl_loss_coef": 0.1, "kl_loss_straight_through": True}),
+    seldom({"kl_loss_coef": 0.1}, {"kl_loss_coef": 0.1, "kl_loss_estimator": "k3+"}),
     seldom({"normalize_scores": True}, {"positive_nll_coef": 0.1, "positive_score": 0.3}),
     seldom({"entropy_coef": 0.01}),
     seldom({"missing_eos_penalty": 1.0}),

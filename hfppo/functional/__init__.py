@@ -25,6 +25,7 @@ from hfppo.functional.advantages import (
 )
 from hfppo.functional.kl import (
     KL_ESTIMATORS,
+    KL_LOSS_ESTIMATORS,
     adaptive_kl_coef,
     straight_through_kl,
     token_kl,
@@ -55,6 +56,7 @@ from hfppo.functional.mismatch_weights import (
 __all__ = [
     "ADVANTAGE_ESTIMATORS",
     "KL_ESTIMATORS",
+    "KL_LOSS_ESTIMATORS",
     "MISMATCH_CORRECTIONS",
     "MISMATCH_LEVELS",
     "POLICY_LOSSES",
