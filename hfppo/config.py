@@ -12,6 +12,7 @@ from hfppo.functional import (
     ADVANTAGE_ESTIMATORS,
     KL_ESTIMATORS,
     KL_LOSS_ESTIMATORS,
+    MISMATCH_MODES,
     POLICY_LOSSES,
     REDUCTIONS,
     estimator_needs,
@@ -28,8 +29,7 @@ Share = Annotated[float, Requirement("in [0, 1]", lambda x: 0 <= x <= 1)]
 GPU_SHARE = Requirement("in (0, 1]", lambda x: 0 < x <= 1)
 CLIP = Requirement("in (0, 1): the ratio is clipped to 1 − cliprange", lambda x: 0 < x < 1)
 DUAL_CLIP = Requirement("above 1: below, it would undo the clip at ratio 1", lambda x: x > 1)
-CAP = Requirement("at least 1: a cap below 1 would shrink the weights of tokens without mismatch", lambda x: x >= 1)
-FLOOR = Requirement("in (0, 1]: a floor above 1 would drop tokens without mismatch", lambda x: 0 < x <= 1)
+CLIP_MAX = Requirement("at least 1: below, it would shrink the weights of tokens without mismatch", lambda x: x >= 1)
 
 
 @dataclass
@@ -220,21 +220,16 @@ class PPOConfig(TrainingArguments):
             "and the policy loss weighted by π_old/π_rollout."
         },
     )
-    mismatch_level: Literal["token", "sequence"] = field(
-        default="token", metadata={"help": "With 'corrected': one weight per token, or their product per completion."}
-    )
-    mismatch_correction: Literal["truncate", "mask", "reject"] = field(
-        default="truncate",
+    vllm_importance_sampling_mode: str = field(
+        default="token_truncate",
         metadata={
-            "help": "With 'corrected': cap the weights (TIS), or set those outside the band to 0 (IcePop, "
-            "arXiv:2510.18855), or leave such tokens out of all losses."
+            "choices": MISMATCH_MODES,
+            "help": "With 'corrected', for any sampler: a weight per token, or one per completion; cap it (TIS), or "
+            "set it to 0 outside the band (IcePop, arXiv:2510.18855), or leave such tokens out of all losses (GRPO).",
         },
     )
-    mismatch_cap: Annotated[float, CAP] = field(
-        default=2.0, metadata={"help": "With 'corrected': the largest weight (TIS)."}
-    )
-    mismatch_floor: Annotated[float, FLOOR] = field(
-        default=0.5, metadata={"help": "With 'corrected': the smallest weight inside the band; not for truncate."}
+    vllm_importance_sampling_clip_max: Annotated[float, CLIP_MAX] = field(
+        default=2.0, metadata={"help": "With 'corrected': the largest weight; the band is [1/this, this] (GRPO)."}
     )
     cliprange: Annotated[float, CLIP] = field(
         default=0.2, metadata={"help": "ε of the policy clip (arXiv:1707.06347)."}

@@ -23,10 +23,8 @@ TRL_NAMES = {
     "vllm_tensor_parallel_size": "vllm_engine_kwargs",
     "vllm_model_impl": "vllm_engine_kwargs",
     "vllm_importance_sampling_correction": "policy_mode",
-    "vllm_importance_sampling_mode": "mismatch_level and mismatch_correction",
-    "vllm_importance_sampling_clip_max": "mismatch_cap",
-    "vllm_importance_sampling_clip_min": "mismatch_floor",
-    "vllm_importance_sampling_cap": "mismatch_cap",
+    "vllm_importance_sampling_clip_min": "1/vllm_importance_sampling_clip_max",
+    "vllm_importance_sampling_cap": "vllm_importance_sampling_clip_max",
     "trust_remote_code": "model_init_kwargs",
     "response_length": "max_completion_length",
     "num_sample_generations": "eval_strategy and eval_steps",
@@ -35,6 +33,10 @@ TRL_NAMES = {
 # Fields that PPOConfig had, with their replacement.
 FORMER_NAMES = {
     "kl_loss_straight_through": "kl_loss_estimator, with a + at the end",
+    "mismatch_level": "vllm_importance_sampling_mode",
+    "mismatch_correction": "vllm_importance_sampling_mode",
+    "mismatch_cap": "vllm_importance_sampling_clip_max",
+    "mismatch_floor": "1/vllm_importance_sampling_clip_max",
 }
 
 # TRL's fields that have no counterpart, by the reason.

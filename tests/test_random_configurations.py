@@ -58,6 +58,8 @@ def seldom(*fields: dict[str, Any]) -> list[dict[str, Any]]:
     return [{}] * 2 * len(fields) + list(fields)
 
 
+# A band so narrow that rounding leaves it.
+NO_BAND = {"policy_mode": "corrected", "vllm_importance_sampling_clip_max": 1.0}
 # Of every line one entry.
 EVERY_RUN = [
     each("gradient_accumulation_steps", 1, 2),
@@ -75,10 +77,8 @@ EVERY_RUN = [
     each("logging_steps", 1, 3),
     [
         *each("policy_mode", "decoupled", "bypass", "corrected"),
-        # A band so narrow that rounding leaves it.
-        {"policy_mode": "corrected", "mismatch_correction": "mask", "mismatch_cap": 1.0, "mismatch_floor": 1.0},
-        {"policy_mode": "corrected", "mismatch_correction": "reject", "mismatch_cap": 1.0, "mismatch_floor": 1.0},
-        {"policy_mode": "corrected", "mismatch_level": "sequence"},
+        *({**NO_BAND, "vllm_importance_sampling_mode": mode} for mode in ("token_mask", "token_reject")),
+        {"policy_mode": "corrected", "vllm_importance_sampling_mode": "sequence_truncate"},
     ],
     seldom({"kl_loss_coef": 0.1}, {"kl_loss_coef": 0.1, "kl_loss_estimator": "k3+"}),
     seldom({"normalize_scores": True}, {"positive_nll_coef": 0.1, "positive_score": 0.3}),

@@ -47,8 +47,7 @@ from hfppo.functional.losses import (
     value_loss,
 )
 from hfppo.functional.mismatch_weights import (
-    MISMATCH_CORRECTIONS,
-    MISMATCH_LEVELS,
+    MISMATCH_MODES,
     effective_sample_size,
     importance_weights,
 )
@@ -57,8 +56,7 @@ __all__ = [
     "ADVANTAGE_ESTIMATORS",
     "KL_ESTIMATORS",
     "KL_LOSS_ESTIMATORS",
-    "MISMATCH_CORRECTIONS",
-    "MISMATCH_LEVELS",
+    "MISMATCH_MODES",
     "POLICY_LOSSES",
     "REDUCTIONS",
     "Clip",
