@@ -173,7 +173,7 @@ class PPOConfig(TrainingArguments):
         default="k3",
         metadata={
             "choices": KL_LOSS_ESTIMATORS,
-            "help": "KL estimator of the loss; with a + the gradient is that of k2, which is unbiased on-policy (verl).",
+            "help": "KL estimator of the loss; with a + the gradient is that of k2, unbiased on-policy (verl).",
         },
     )
 
@@ -245,9 +245,9 @@ class PPOConfig(TrainingArguments):
     )
     entropy_coef: NotNegative = field(default=0.0, metadata={"help": "Weight of the entropy bonus; 0 turns it off."})
     positive_nll_coef: NotNegative = field(
-        default=0.0, metadata={"help": "Weight of the NLL on completions with full score (arXiv:2504.05118)."}
+        default=0.0,
+        metadata={"help": "Weight of the NLL on completions with full score, at least 1 (arXiv:2504.05118)."},
     )
-    positive_score: float = field(default=1.0, metadata={"help": "The score from which `positive_nll_coef` counts."})
     target_kl: Positive | None = field(
         default=None,
         metadata={"help": "Drop the rest of a rollout once `policy/approx_kl` of a mini-batch passes this."},

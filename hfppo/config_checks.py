@@ -212,8 +212,8 @@ def check_combinations(args: Any) -> None:
         )
     if args.normalize_scores and args.positive_nll_coef:
         raise ValueError(
-            f"positive_nll_coef={args.positive_nll_coef} looks for scores from positive_score="
-            f"{args.positive_score}, and normalize_scores=True moves all scores; set one of them back"
+            f"positive_nll_coef={args.positive_nll_coef} looks for scores of at least 1, and normalize_scores=True "
+            "moves all scores; set one of them back"
         )
     if args.whiten_rewards and estimator_needs(args.advantage_estimator, "greedy_scores"):
         raise ValueError(

@@ -37,6 +37,7 @@ FORMER_NAMES = {
     "mismatch_correction": "vllm_importance_sampling_mode",
     "mismatch_cap": "vllm_importance_sampling_clip_max",
     "mismatch_floor": "1/vllm_importance_sampling_clip_max",
+    "positive_score": "1, as positive_nll_coef counts; scale the reward by reward_weights",
 }
 
 # TRL's fields that have no counterpart, by the reason.

@@ -36,7 +36,9 @@ def test_decoupled_trusts_the_training_model_and_bypass_the_sampler(make_trainer
 )
 def test_corrected_bounds_the_weights_and_keeps_the_credit(make_trainer, correction, weight, counts):
     plain = off_trainer(make_trainer, "decoupled").rollout(PROMPTS)
-    rollout = off_trainer(make_trainer, "corrected", vllm_importance_sampling_mode=f"token_{correction}").rollout(PROMPTS)
+    rollout = off_trainer(make_trainer, "corrected", vllm_importance_sampling_mode=f"token_{correction}").rollout(
+        PROMPTS
+    )
     assert rollout.weights[:, 0].tolist() == pytest.approx([weight] * 4)
     assert_close(rollout.weights[:, 1:][rollout.mask[:, 1:]], torch.ones(int(rollout.mask[:, 1:].sum())))
     assert rollout.loss_mask[:, 0].tolist() == [counts] * 4

@@ -35,7 +35,7 @@ KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
     "k2": lambda x: x.square() / 2,
     "k3": _k3,
 }
-# Names of the loss: with a "+", as in verl, the KL is `straight_through_kl`. A view, so that added estimators are in it.
+# Names of the loss: a "+", as in verl, chooses `straight_through_kl`. A view, so that added estimators are in it.
 KL_LOSS_ESTIMATORS = ChainMap({f"{name}+": KL_ESTIMATORS[name] for name in ("k1", "abs", "k3")}, KL_ESTIMATORS)
 
 

@@ -6,7 +6,9 @@ from torch import Tensor
 from hfppo.functional.kl import clamp_log_ratio
 from hfppo.functional.shape_checks import require_same_shape
 
-MISMATCH_MODES = tuple(f"{level}_{bound}" for level in ("token", "sequence") for bound in ("truncate", "mask", "reject"))
+MISMATCH_MODES = tuple(
+    f"{level}_{bound}" for level in ("token", "sequence") for bound in ("truncate", "mask", "reject")
+)
 
 
 def importance_weights(

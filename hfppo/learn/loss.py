@@ -12,6 +12,8 @@ from hfppo.metrics import METRICS, Measures, parts
 from hfppo.models.actor_critic import TokenOutputs
 from hfppo.rollout import Rollout
 
+FULL_SCORE = 1.0  # of a rule
+
 
 @dataclass(frozen=True)
 class LossTerm:
@@ -102,7 +104,7 @@ def positive_nll(outputs: TokenOutputs, batch: Rollout, size: MiniBatchSize, arg
     Departure from the paper: it divides by the tokens of those completions alone, so that few of them weigh as much as
     many.
     """
-    full = batch.loss_mask & (batch.scores >= args.positive_score)[:, None]
+    full = batch.loss_mask & (batch.scores >= FULL_SCORE)[:, None]
     return F.reduce(-policy_logprobs(outputs), full, "token-mean", size.num_tokens)
 
 

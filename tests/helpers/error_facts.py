@@ -108,7 +108,7 @@ FACTS: dict[tuple[str, str], tuple[str, tuple[str, ...]]] = {
     ),
     ("Fields that contradict each other", "normalize_scores=True, positive_nll_coef=0.1"): (
         "ValueError",
-        ("positive_nll_coef", "positive_score", "normalize_scores"),
+        ("positive_nll_coef", "normalize_scores"),
     ),
     ("Fields that contradict each other", "neftune_noise_alpha=5.0"): ("ValueError", ("neftune_noise_alpha",)),
     ("Fields that contradict each other", "optim='schedule_free_adamw'"): (
