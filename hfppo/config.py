@@ -288,19 +288,14 @@ class PPOConfig(TrainingArguments):
             "computed once per rollout; None: all layers."
         },
     )
-    detach_shared_critic: bool = field(
-        default=False, metadata={"help": "With critic='shared': the value loss does not reach the actor's weights."}
-    )
 
     # Changes the result: evaluation and loading.
     eval_do_sample: bool = field(
         default=False, metadata={"help": "Evaluate with sampled completions instead of greedy ones."}
     )
     model_init_kwargs: dict[str, Any] | str | None = field(
-        default=None, metadata={"help": "Passed to `from_pretrained` when `model` or `ref_model` is an id or path."}
-    )
-    critic_init_kwargs: dict[str, Any] | str | None = field(
-        default=None, metadata={"help": "Passed to `from_pretrained` when `critic` is an id or path of a model."}
+        default=None,
+        metadata={"help": "Passed to `from_pretrained` for `model`, `ref_model` and `critic` given by id or path."},
     )
 
     # What is shown.
@@ -327,7 +322,6 @@ class PPOConfig(TrainingArguments):
     _VALID_DICT_FIELDS = [  # noqa: RUF012 (as upstream declares it)
         *TrainingArguments._VALID_DICT_FIELDS,
         "chat_template_kwargs",
-        "critic_init_kwargs",
         "generation_kwargs",
         "model_init_kwargs",
         "reward_model_init_kwargs",

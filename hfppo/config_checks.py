@@ -279,7 +279,7 @@ def check_critic(args: Any) -> None:
 
 def check_dtypes(args: Any) -> None:
     """Raise ValueError if torch does not have a dtype."""
-    for field in ("model_init_kwargs", "critic_init_kwargs", "reward_model_init_kwargs"):
+    for field in ("model_init_kwargs", "reward_model_init_kwargs"):
         for key in ("dtype", "torch_dtype"):
             dtype = (getattr(args, field) or {}).get(key, "auto")
             if isinstance(dtype, str) and dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):

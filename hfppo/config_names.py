@@ -38,6 +38,8 @@ FORMER_NAMES = {
     "mismatch_cap": "vllm_importance_sampling_clip_max",
     "mismatch_floor": "1/vllm_importance_sampling_clip_max",
     "positive_score": "1, as positive_nll_coef counts; scale the reward by reward_weights",
+    "detach_shared_critic": "PPOTrainer's critic='shared_detached'",
+    "critic_init_kwargs": "model_init_kwargs, or a loaded model as PPOTrainer's critic",
 }
 
 # TRL's fields that have no counterpart, by the reason.

@@ -22,7 +22,7 @@ from hfppo.environments.loading import Agents, dataset_for, load_agents
 from hfppo.environments.pool import EnvironmentFactory
 from hfppo.generation import eos_token_ids
 from hfppo.models.actor_critic import ActorCritic
-from hfppo.models.critic import find_critic
+from hfppo.models.critic import CRITIC_KINDS, find_critic
 from hfppo.models.loading import (
     check_architecture,
     check_model,
@@ -113,8 +113,8 @@ def assemble(
     base_name = loaded.config.name_or_path
     rewards = prepare_rewards(reward_funcs, reward_tokenizers, base_name, agents, args)
     check_calls(rewards, known, agents)
-    critic_kwargs = cast(dict[str, Any], args.critic_init_kwargs or {})
-    critic_source = find_critic(critic, **critic_kwargs) if args.needs_critic else None
+    of_critic = {key: value for key, value in init_kwargs.items() if key != "revision" or critic == model}
+    critic_source = find_critic(critic, **of_critic) if args.needs_critic else None
     critic_source = critic_source and critic_source.with_layers(args.critic_layers, critic, loaded)
     if critic_source is not None and isinstance(critic_source.model, PreTrainedModel):
         # Checkpoints of one tokenizer pad their vocabularies to different sizes.
@@ -125,13 +125,11 @@ def assemble(
         if isinstance(func, RewardAdapter):
             func.attach(actor.base)
     tokenizer.pad_token_id = padding
-    actor_critic = ActorCritic(
-        actor.base, actor.peft_config, critic_source, reference, actor.start_adapter, args.detach_shared_critic
-    )
+    actor_critic = ActorCritic(actor.base, actor.peft_config, critic_source, reference, actor.start_adapter)
     given = reward_funcs if isinstance(reward_funcs, list | tuple) else [reward_funcs]  # None names no folder
     sources: list[tuple[str, Any]] = [("reward_funcs", unwrap(func)) for func in given]
     sources += [("model", model), ("the base's path", actor.base.name_or_path), ("ref_model", ref_model)]
-    sources += [("critic", critic)] if critic_source and critic not in ("adapter", "shared") else []
+    sources += [("critic", critic)] if critic_source and critic not in CRITIC_KINDS else []
     return Parts(actor_critic, tokenizer, eos_ids, rewards, actor.peft_config, prompts, sources, agents, player)
 
 
@@ -280,10 +278,10 @@ def check_arguments(model: Any, ref_model: Any, critic: Any, args: Any, callback
         )
     if not isinstance(callbacks, list | None):
         raise TypeError(f"callbacks is of type {type(callbacks).__name__}; give a list")
-    if args.model_init_kwargs and not isinstance(model, str) and not isinstance(ref_model, str):
+    if args.model_init_kwargs and not any(
+        isinstance(x, str) and x not in CRITIC_KINDS for x in (model, ref_model, critic)
+    ):
         logger.warning("model_init_kwargs is for models given by name; those given are loaded already")
-    if args.critic_init_kwargs and (not isinstance(critic, str) or critic in ("adapter", "shared")):
-        logger.warning("critic_init_kwargs is for a critic given by id or path, and this one is not; leave it out")
 
 
 def check_output_folder(sources: list[tuple[str, Any]], args: PPOConfig) -> None:

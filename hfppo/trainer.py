@@ -91,8 +91,9 @@ class PPOTrainer(CrashSafeTrainer):
             a higher rank comes closest, `LoraConfig(r=256, target_modules="all-linear")`.
         ref_model: the reference; None: the base with the adapter disabled, or a frozen copy of the adapter that
             training starts from.
-        critic: "adapter" (its own LoRA on the same base), "shared" (a value head on the actor), a model or its id, or
-            a folder or repository with a saved critic; `args.critic_init_kwargs` are for a model's id.
+        critic: "adapter" (its own LoRA on the same base), "shared" (a value head on the actor), "shared_detached" (the
+            same, and the value loss does not reach the actor), a model or its id, or a folder or repository with a
+            saved critic. By id or path it is loaded with `args.model_init_kwargs`.
         callbacks: `PPOCallback`s see rollouts as well.
         compute_metrics: takes an EvalPrediction with `predictions` (completions), `label_ids` (the dataset's columns)
             and `inputs` (prompts).

@@ -165,7 +165,7 @@ def test_nothing_that_was_set_is_changed(config):
     ("field", "value", "place"),
     [
         ("model_init_kwargs", {"token": "abcSECRET"}, "model_init_kwargs['token']"),
-        ("critic_init_kwargs", '{"use_auth_token": "abcSECRET"}', "critic_init_kwargs['use_auth_token']"),
+        ("model_init_kwargs", '{"use_auth_token": "abcSECRET"}', "model_init_kwargs['use_auth_token']"),
         ("vllm_engine_kwargs", {"hf_token": "abcSECRET"}, "vllm_engine_kwargs['hf_token']"),
         ("chat_template_kwargs", {"tools": [{"api_key": "abcSECRET"}]}, "chat_template_kwargs['tools'][0]['api_key']"),
         ("reward_model_init_kwargs", {"x": "http://me:abcSECRET@host"}, "reward_model_init_kwargs['x']"),
