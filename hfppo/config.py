@@ -248,10 +248,6 @@ class PPOConfig(TrainingArguments):
         default=0.0,
         metadata={"help": "Weight of the NLL on completions with full score, at least 1 (arXiv:2504.05118)."},
     )
-    target_kl: Positive | None = field(
-        default=None,
-        metadata={"help": "Drop the rest of a rollout once `policy/approx_kl` of a mini-batch passes this."},
-    )
 
     # Changes the result: the critic.
     critic_learning_rate: NotNegative | None = field(

@@ -39,6 +39,7 @@ FORMER_NAMES = {
     "mismatch_floor": "1/vllm_importance_sampling_clip_max",
     "positive_score": "1, as positive_nll_coef counts; scale the reward by reward_weights",
     "detach_shared_critic": "PPOTrainer's critic='shared_detached'",
+    "target_kl": "ClipMetricsCallback(target, by='approx_kl', then='stop')",
     "critic_init_kwargs": "model_init_kwargs, or a loaded model as PPOTrainer's critic",
 }
 

@@ -477,13 +477,11 @@ class PPOTrainer(CrashSafeTrainer):
             self._run.before_step(cast(Optimizer, self.optimizer), self._plan.moves_actor, factor)
 
     def _after_step(self) -> None:
-        """Tell the callbacks of the step, and end the rollout's use if one of them or `target_kl` asks for it."""
+        """Call the callbacks after an optimizer step, and end the rollout's use if one of them asks for it."""
         if self._run.pretraining is not None:
             return
         step = self._run.end_step(cast(Optimizer, self.optimizer), self.state.global_step - self.ppo_state.first_step)
-        control = self._call_callbacks("on_mini_batch_end", step=step)
-        limit = math.inf if self.args.target_kl is None else self.args.target_kl
-        if control.should_end_rollout or step.metrics.get("policy/approx_kl", 0.0) > limit:
+        if self._call_callbacks("on_mini_batch_end", step=step).should_end_rollout:
             state, last = self.ppo_state, self.state.global_step + 1
             if self.args.counts_completions:  # no other rollout makes up for the steps that are left out
                 skipped = min(state.last_step, self.state.max_steps) - last

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from helpers.runs import SMALL, count_digits
+from helpers.runs import SMALL, count_digits, stops_at_kl
 from helpers.tiny import LORA, tiny_model
 from hfppo import PPOCallback, PPOConfig, PPOTrainer
 from hfppo.learn.optimizer import critic_learning_rate
@@ -54,11 +54,11 @@ def test_the_actor_waits_for_the_critic(train_with_own):
     assert moved(trainer)
 
 
-def test_target_kl_ends_a_rollout_early(train_with_own):
+def test_a_target_for_the_kl_ends_a_rollout_early(train_with_own):
     rollouts = []
     callback = PPOCallback()
     callback.on_rollout_end = lambda *_, **__: rollouts.append(1)
-    train_with_own({"target_kl": 1e-9}, [callback])
+    train_with_own({}, [callback, stops_at_kl(1e-9)])
     assert len(rollouts) == 4  # in 8 steps: the first on a rollout has KL 0, the second passes the limit
 
 

@@ -16,7 +16,7 @@ from build_arithmetic_base import character_tokenizer
 from datasets import Dataset
 from transformers import AutoConfig, AutoModelForCausalLM, set_seed
 
-from helpers.runs import SMALL, count_digits, final_state, logs, trained_state
+from helpers.runs import SMALL, count_digits, final_state, logs, stops_at_kl, trained_state
 from helpers.tiny import LORA
 from hfppo import AdaptiveKLCallback, PPOConfig, PPOTrainer
 from hfppo.functional import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES, REDUCTIONS
@@ -88,7 +88,6 @@ EVERY_RUN = [
     seldom(*each("whiten_advantages", True, False)),
     seldom({"mask_truncated_completions": True}),
     seldom({"gamma": 0.9}),
-    seldom(*each("target_kl", 1e-4, 1e-2)),
     seldom({"cliprange_high": 0.28}),
     seldom({"dual_clip": 3.0}),
     seldom(*each("max_tokens_per_micro_batch", 16, 32)),
@@ -125,6 +124,7 @@ def drawn(number: int) -> tuple[dict[str, Any], dict[str, Any]]:
         "reward_funcs": draw.sample(functions, draw.choice([1, 2])),
         "callbacks": [AdaptiveKLCallback(target=0.01, horizon=100)] if adaptive else [],
     }
+    arguments["callbacks"] += draw.choice([[], [], [stops_at_kl(1e-4)], [stops_at_kl(1e-2)]])
     if arguments["critic"] == "adapter" and "advantage_estimator" not in fields and draw.random() < 0.5:
         fields["critic_layers"] = 1
     return fields, arguments

@@ -289,7 +289,7 @@ TABLE: dict[str, dict[str, Case]] = {
             *({"entropy_coef": -0.01}, {"positive_nll_coef": -0.1}, {"vf_coef": -0.1}, {"missing_eos_penalty": -1.0}),
             *({"learning_rate": -1e-5}, {"learning_rate": "1e-5"}, {"critic_learning_rate": -1e-5}),
             *({"max_grad_norm": -1.0}, {"weight_decay": -0.1}, {"seed": -1}, {"seed": "3"}, {"critic_warmup": -1}),
-            *({"temperature": 0.0}, {"temperature": None}, {"lam_alpha": 0.0}, {"target_kl": 0.0}),
+            *({"temperature": 0.0}, {"temperature": None}, {"lam_alpha": 0.0}, {"target_kl": 0.1}),
             *({"reward_clip": 0.0}, {"cliprange": 0.0}, {"cliprange": 1.0}, {"cliprange_high": 0.0}),
             *({"cliprange_value": 0.0}, {"dual_clip": 1.0}, {"vllm_importance_sampling_clip_max": 0.9}),
             *({"vllm_gpu_memory_utilization": 1.5}, {"vllm_server_timeout": 0.0}),
