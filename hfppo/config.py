@@ -298,10 +298,6 @@ class PPOConfig(TrainingArguments):
     log_completions: bool = field(
         default=False, metadata={"help": "Print some completions of each rollout with their scores (GRPO)."}
     )
-    peak_tflops: Positive | None = field(
-        default=None,
-        metadata={"help": "The device's peak in 10¹² operations per second at the run's precision; logs the MFU."},
-    )
 
     # Speed and memory only.
     max_tokens_per_micro_batch: Count | None = field(

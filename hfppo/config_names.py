@@ -40,6 +40,7 @@ FORMER_NAMES = {
     "positive_score": "1, as positive_nll_coef counts; scale the reward by reward_weights",
     "detach_shared_critic": "PPOTrainer's critic='shared_detached'",
     "target_kl": "ClipMetricsCallback(target, by='approx_kl', then='stop')",
+    "peak_tflops": "time/update_tflops, to divide by your device's peak",
     "critic_init_kwargs": "model_init_kwargs, or a loaded model as PPOTrainer's critic",
 }
 
