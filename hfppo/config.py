@@ -11,6 +11,8 @@ from hfppo.config_names import check_names
 from hfppo.functional import (
     ADVANTAGE_ESTIMATORS,
     KL_ESTIMATORS,
+    KL_LOSS_ESTIMATORS,
+    MISMATCH_MODES,
     POLICY_LOSSES,
     REDUCTIONS,
     estimator_needs,
@@ -27,8 +29,7 @@ Share = Annotated[float, Requirement("in [0, 1]", lambda x: 0 <= x <= 1)]
 GPU_SHARE = Requirement("in (0, 1]", lambda x: 0 < x <= 1)
 CLIP = Requirement("in (0, 1): the ratio is clipped to 1 − cliprange", lambda x: 0 < x < 1)
 DUAL_CLIP = Requirement("above 1: below, it would undo the clip at ratio 1", lambda x: x > 1)
-CAP = Requirement("at least 1: a cap below 1 would shrink the weights of tokens without mismatch", lambda x: x >= 1)
-FLOOR = Requirement("in (0, 1]: a floor above 1 would drop tokens without mismatch", lambda x: 0 < x <= 1)
+CLIP_MAX = Requirement("at least 1: below, it would shrink the weights of tokens without mismatch", lambda x: x >= 1)
 
 
 @dataclass
@@ -169,10 +170,11 @@ class PPOConfig(TrainingArguments):
     kl_estimator: str = field(default="k1", metadata={"choices": KL_ESTIMATORS, "help": "KL estimator of the reward."})
     kl_loss_coef: NotNegative = field(default=0.0, metadata={"help": "λ of the KL term in the loss; 0 turns it off."})
     kl_loss_estimator: str = field(
-        default="k3", metadata={"choices": KL_ESTIMATORS, "help": "KL estimator of the loss."}
-    )
-    kl_loss_straight_through: bool = field(
-        default=False, metadata={"help": "Give the KL in the loss the gradient of k2, which is unbiased on-policy."}
+        default="k3",
+        metadata={
+            "choices": KL_LOSS_ESTIMATORS,
+            "help": "KL estimator of the loss; with a + the gradient is that of k2, unbiased on-policy (verl).",
+        },
     )
 
     # Changes the result: advantages.
@@ -218,21 +220,16 @@ class PPOConfig(TrainingArguments):
             "and the policy loss weighted by π_old/π_rollout."
         },
     )
-    mismatch_level: Literal["token", "sequence"] = field(
-        default="token", metadata={"help": "With 'corrected': one weight per token, or their product per completion."}
-    )
-    mismatch_correction: Literal["truncate", "mask", "reject"] = field(
-        default="truncate",
+    vllm_importance_sampling_mode: str = field(
+        default="token_truncate",
         metadata={
-            "help": "With 'corrected': cap the weights (TIS), or set those outside the band to 0 (IcePop, "
-            "arXiv:2510.18855), or leave such tokens out of all losses."
+            "choices": MISMATCH_MODES,
+            "help": "With 'corrected', for any sampler: a weight per token, or one per completion; cap it (TIS), or "
+            "set it to 0 outside the band (IcePop, arXiv:2510.18855), or leave such tokens out of all losses (GRPO).",
         },
     )
-    mismatch_cap: Annotated[float, CAP] = field(
-        default=2.0, metadata={"help": "With 'corrected': the largest weight (TIS)."}
-    )
-    mismatch_floor: Annotated[float, FLOOR] = field(
-        default=0.5, metadata={"help": "With 'corrected': the smallest weight inside the band; not for truncate."}
+    vllm_importance_sampling_clip_max: Annotated[float, CLIP_MAX] = field(
+        default=2.0, metadata={"help": "With 'corrected': the largest weight; the band is [1/this, this] (GRPO)."}
     )
     cliprange: Annotated[float, CLIP] = field(
         default=0.2, metadata={"help": "ε of the policy clip (arXiv:1707.06347)."}
@@ -248,12 +245,8 @@ class PPOConfig(TrainingArguments):
     )
     entropy_coef: NotNegative = field(default=0.0, metadata={"help": "Weight of the entropy bonus; 0 turns it off."})
     positive_nll_coef: NotNegative = field(
-        default=0.0, metadata={"help": "Weight of the NLL on completions with full score (arXiv:2504.05118)."}
-    )
-    positive_score: float = field(default=1.0, metadata={"help": "The score from which `positive_nll_coef` counts."})
-    target_kl: Positive | None = field(
-        default=None,
-        metadata={"help": "Drop the rest of a rollout once `policy/approx_kl` of a mini-batch passes this."},
+        default=0.0,
+        metadata={"help": "Weight of the NLL on completions with full score, at least 1 (arXiv:2504.05118)."},
     )
 
     # Changes the result: the critic.
@@ -291,28 +284,19 @@ class PPOConfig(TrainingArguments):
             "computed once per rollout; None: all layers."
         },
     )
-    detach_shared_critic: bool = field(
-        default=False, metadata={"help": "With critic='shared': the value loss does not reach the actor's weights."}
-    )
 
     # Changes the result: evaluation and loading.
     eval_do_sample: bool = field(
         default=False, metadata={"help": "Evaluate with sampled completions instead of greedy ones."}
     )
     model_init_kwargs: dict[str, Any] | str | None = field(
-        default=None, metadata={"help": "Passed to `from_pretrained` when `model` or `ref_model` is an id or path."}
-    )
-    critic_init_kwargs: dict[str, Any] | str | None = field(
-        default=None, metadata={"help": "Passed to `from_pretrained` when `critic` is an id or path of a model."}
+        default=None,
+        metadata={"help": "Passed to `from_pretrained` for `model`, `ref_model` and `critic` given by id or path."},
     )
 
     # What is shown.
     log_completions: bool = field(
         default=False, metadata={"help": "Print some completions of each rollout with their scores (GRPO)."}
-    )
-    peak_tflops: Positive | None = field(
-        default=None,
-        metadata={"help": "The device's peak in 10¹² operations per second at the run's precision; logs the MFU."},
     )
 
     # Speed and memory only.
@@ -330,7 +314,6 @@ class PPOConfig(TrainingArguments):
     _VALID_DICT_FIELDS = [  # noqa: RUF012 (as upstream declares it)
         *TrainingArguments._VALID_DICT_FIELDS,
         "chat_template_kwargs",
-        "critic_init_kwargs",
         "generation_kwargs",
         "model_init_kwargs",
         "reward_model_init_kwargs",

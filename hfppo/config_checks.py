@@ -204,16 +204,16 @@ def check_combinations(args: Any) -> None:
             f"{args.gradient_accumulation_steps} × num_mini_batches={args.num_mini_batches}) cannot be divided "
             f"into groups of num_generations={args.num_generations}; choose sizes that divide"
         )
-    if args.kl_loss_coef and args.kl_loss_estimator == "k1" and not args.kl_loss_straight_through:
+    if args.kl_loss_coef and args.kl_loss_estimator == "k1":
         warnings.warn(
             "kl_loss_estimator='k1' has a gradient of zero mean as a loss: it adds noise and restrains nothing. "
-            "Use k2 or k3, or kl_loss_straight_through=True.",
+            "Use k2, k3 or k1+, whose gradient is that of k2.",
             stacklevel=5,  # where the configuration is made
         )
     if args.normalize_scores and args.positive_nll_coef:
         raise ValueError(
-            f"positive_nll_coef={args.positive_nll_coef} looks for scores from positive_score="
-            f"{args.positive_score}, and normalize_scores=True moves all scores; set one of them back"
+            f"positive_nll_coef={args.positive_nll_coef} looks for scores of at least 1, and normalize_scores=True "
+            "moves all scores; set one of them back"
         )
     if args.whiten_rewards and estimator_needs(args.advantage_estimator, "greedy_scores"):
         raise ValueError(
@@ -279,7 +279,7 @@ def check_critic(args: Any) -> None:
 
 def check_dtypes(args: Any) -> None:
     """Raise ValueError if torch does not have a dtype."""
-    for field in ("model_init_kwargs", "critic_init_kwargs", "reward_model_init_kwargs"):
+    for field in ("model_init_kwargs", "reward_model_init_kwargs"):
         for key in ("dtype", "torch_dtype"):
             dtype = (getattr(args, field) or {}).get(key, "auto")
             if isinstance(dtype, str) and dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):

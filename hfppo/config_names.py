@@ -16,20 +16,32 @@ TRL_NAMES = {
     "loss_type": "policy_loss and loss_reduction",
     "importance_sampling_level": "policy_loss",
     "steps_per_generation": "gradient_accumulation_steps × num_mini_batches",
-    "use_bias_correction_kl": "kl_loss_straight_through",
+    "use_bias_correction_kl": "kl_loss_estimator, with a + at the end",
     "vllm_server_host": "vllm_server_base_url",
     "vllm_server_port": "vllm_server_base_url",
     "vllm_max_model_length": "vllm_engine_kwargs",
     "vllm_tensor_parallel_size": "vllm_engine_kwargs",
     "vllm_model_impl": "vllm_engine_kwargs",
     "vllm_importance_sampling_correction": "policy_mode",
-    "vllm_importance_sampling_mode": "mismatch_level and mismatch_correction",
-    "vllm_importance_sampling_clip_max": "mismatch_cap",
-    "vllm_importance_sampling_clip_min": "mismatch_floor",
-    "vllm_importance_sampling_cap": "mismatch_cap",
+    "vllm_importance_sampling_clip_min": "1/vllm_importance_sampling_clip_max",
+    "vllm_importance_sampling_cap": "vllm_importance_sampling_clip_max",
     "trust_remote_code": "model_init_kwargs",
     "response_length": "max_completion_length",
     "num_sample_generations": "eval_strategy and eval_steps",
+}
+
+# Fields that PPOConfig had, with their replacement.
+FORMER_NAMES = {
+    "kl_loss_straight_through": "kl_loss_estimator, with a + at the end",
+    "mismatch_level": "vllm_importance_sampling_mode",
+    "mismatch_correction": "vllm_importance_sampling_mode",
+    "mismatch_cap": "vllm_importance_sampling_clip_max",
+    "mismatch_floor": "1/vllm_importance_sampling_clip_max",
+    "positive_score": "1, as positive_nll_coef counts; scale the reward by reward_weights",
+    "detach_shared_critic": "PPOTrainer's critic='shared_detached'",
+    "target_kl": "ClipMetricsCallback(target, by='approx_kl', then='stop')",
+    "peak_tflops": "time/update_tflops, to divide by your device's peak",
+    "critic_init_kwargs": "model_init_kwargs, or a loaded model as PPOTrainer's critic",
 }
 
 # TRL's fields that have no counterpart, by the reason.
@@ -68,9 +80,9 @@ def check_names(cls: type, names: Iterable[str]) -> None:
 
 
 def explain_name(name: str, known: list[str]) -> str:
-    """Return what an unknown field of TRL's is here, or the fields with a similar name, as the end of a line."""
-    if name in TRL_NAMES:
-        return f": here {TRL_NAMES[name]}"
+    """Return the replacement of a field of TRL's or of a former one, or similar names, as the end of a line."""
+    if (meaning := (TRL_NAMES | FORMER_NAMES).get(name)) is not None:
+        return f": here {meaning}"
     for reason, names in TRL_REASONS.items():
         if name in names.split():
             return f": {reason}"

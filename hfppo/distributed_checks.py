@@ -139,8 +139,8 @@ def check_deepspeed(config: dict[str, Any], args: PPOConfig) -> None:
         )
     if "optimizer" in config:
         raise ValueError(
-            "DeepSpeed's config has an optimizer, which knows neither critic_learning_rate nor target_kl; leave it "
-            "out, and choose by optim and learning_rate"
+            "DeepSpeed's config has an optimizer, which knows neither critic_learning_rate nor the callbacks' events; "
+            "leave it out, and choose by optim and learning_rate"
         )
     if not config.get("zero_optimization", {}).get("compute_grad_norm", True):
         raise ValueError(

@@ -15,6 +15,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from hfppo.config import PPOConfig
 from hfppo.data.prompts import RESERVED_COLUMNS, Prompts
 from hfppo.environments.loading import Agents
+from hfppo.models.critic import CRITIC_KINDS
 from hfppo.models.loading import positions_of
 from hfppo.rewards.contract import Private, bound_names, remove_wrappers, with_private
 from hfppo.rewards.functions import RewardFunctions
@@ -57,12 +58,10 @@ def check_arguments(model: Any, ref_model: Any, critic: Any, args: Any, callback
         )
     if not isinstance(callbacks, list | None):
         raise TypeError(f"callbacks is of type {type(callbacks).__name__}; give a list")
-    of_models = {"model_init_kwargs": args.model_init_kwargs, "quantization_config": quantization}
-    for name, value in of_models.items():
-        if value and not isinstance(model, str) and not isinstance(ref_model, str):
+    by_name = any(isinstance(x, str) and x not in CRITIC_KINDS for x in (model, ref_model, critic))
+    for name, value in {"model_init_kwargs": args.model_init_kwargs, "quantization_config": quantization}.items():
+        if value and not by_name:
             logger.warning("%s is for models given by name; those given are loaded already", name)
-    if args.critic_init_kwargs and (not isinstance(critic, str) or critic in ("adapter", "shared")):
-        logger.warning("critic_init_kwargs is for a critic given by id or path, and this one is not; leave it out")
 
 
 def check_output_folder(sources: list[tuple[str, Any]], args: PPOConfig) -> None:

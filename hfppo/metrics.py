@@ -110,7 +110,6 @@ METRICS: dict[str, tuple[str, str]] = {
     "time/rewards": ("mean", "Seconds of it spent in the reward functions."),
     "time/update": ("mean", "Seconds of the optimizer steps that follow a rollout: of one, times their number."),
     "time/update_tflops": ("mean", "10¹² floating-point operations per second of the update, on each process."),
-    "time/update_mfu": ("mean", "The same as a share of `peak_tflops`, the model FLOPs utilization."),
     "time/critic_pretraining": (
         "mean",
         "Seconds of an epoch of critic pretraining; in its first log, of collecting the completions.",

@@ -25,7 +25,7 @@ from hfppo.input_checks import (
     warn_of_ended_prompts,
 )
 from hfppo.models.actor_critic import ActorCritic
-from hfppo.models.critic import CriticSource, find_critic
+from hfppo.models.critic import CRITIC_KINDS, CriticSource, find_critic
 from hfppo.models.loading import (
     check_architecture,
     check_model,
@@ -78,7 +78,7 @@ class TrainerInputs:
         given = self.reward_funcs if isinstance(self.reward_funcs, list | tuple) else [self.reward_funcs]
         named: list[tuple[str, Any]] = [("reward_funcs", unwrap(func)) for func in given]
         named += [("model", self.model), ("the base's path", base_path), ("ref_model", self.ref_model)]
-        own = not self.args.needs_critic or self.critic in ("adapter", "shared")
+        own = not self.args.needs_critic or self.critic in CRITIC_KINDS
         return named + ([] if own else [("critic", self.critic)])
 
 
@@ -133,9 +133,7 @@ def load_parts(inputs: TrainerInputs) -> Parts:
             func.attach(actor.base)
     tokenizer.pad_token_id = padding
     return Parts(
-        model=ActorCritic(
-            actor.base, actor.peft_config, critic, reference, actor.start_adapter, args.detach_shared_critic
-        ),
+        model=ActorCritic(actor.base, actor.peft_config, critic, reference, actor.start_adapter),
         tokenizer=tokenizer,
         eos_ids=eos_ids,
         rewards=rewards,
@@ -191,8 +189,9 @@ def load_critic(
     args, critic = inputs.args, inputs.critic
     if not args.needs_critic:
         return None
-    found = find_critic(critic, **cast(dict[str, Any], args.critic_init_kwargs or {}))
-    source = found.with_layers(args.critic_layers, critic, base)
+    # A revision belongs to the repository that it was given for.
+    given = {name: value for name, value in inputs.init_kwargs.items() if name != "revision" or critic == inputs.model}
+    source = find_critic(critic, **given).with_layers(args.critic_layers, critic, base)
     if isinstance(source.model, PreTrainedModel):
         # Checkpoints of one tokenizer pad their vocabularies to different sizes.
         check_vocabulary("critic", source.model, max(tokenizer.get_vocab().values()) + 1)

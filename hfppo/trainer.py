@@ -92,8 +92,9 @@ class PPOTrainer(CrashSafeTrainer):
             a higher rank comes closest, `LoraConfig(r=256, target_modules="all-linear")`.
         ref_model: the reference; None: the base with the adapter disabled, or a frozen copy of the adapter that
             training starts from.
-        critic: "adapter" (its own LoRA on the same base), "shared" (a value head on the actor), a model or its id, or
-            a folder or repository with a saved critic; `args.critic_init_kwargs` are for a model's id.
+        critic: "adapter" (its own LoRA on the same base), "shared" (a value head on the actor), "shared_detached" (the
+            same, and the value loss does not reach the actor), a model or its id, or a folder or repository with a
+            saved critic. By id or path it is loaded with `args.model_init_kwargs`.
         callbacks: `PPOCallback`s see rollouts as well.
         compute_metrics: takes an EvalPrediction with `predictions` (completions), `label_ids` (the dataset's columns)
             and `inputs` (prompts).
@@ -104,7 +105,7 @@ class PPOTrainer(CrashSafeTrainer):
             factories by the value of the dataset's column "environment".
         optimizers: an optimizer over the parameters of a PeftModel given as `model`, and its LambdaLR or None. It
             trains the actor in that model's place, and the critic in one more group. Otherwise set `args.optim`.
-        quantization_config: of `model` and `ref_model` given by name; for a critic use `args.critic_init_kwargs`.
+        quantization_config: of models given by name.
 
     Raises:
         TypeError, ValueError: input that cannot be trained on; before anything is generated.
@@ -478,13 +479,11 @@ class PPOTrainer(CrashSafeTrainer):
             self._run.before_step(cast(Optimizer, self.optimizer), self._plan.moves_actor, factor)
 
     def _after_step(self) -> None:
-        """Tell the callbacks of the step, and end the rollout's use if one of them or `target_kl` asks for it."""
+        """Call the callbacks after an optimizer step, and end the rollout's use if one of them asks for it."""
         if self._run.pretraining is not None:
             return
         step = self._run.end_step(cast(Optimizer, self.optimizer), self.state.global_step - self.ppo_state.first_step)
-        control = self._call_callbacks("on_mini_batch_end", step=step)
-        limit = math.inf if self.args.target_kl is None else self.args.target_kl
-        if control.should_end_rollout or step.metrics.get("policy/approx_kl", 0.0) > limit:
+        if self._call_callbacks("on_mini_batch_end", step=step).should_end_rollout:
             state, last = self.ppo_state, self.state.global_step + 1
             if self.args.counts_completions:  # no other rollout makes up for the steps that are left out
                 skipped = min(state.last_step, self.state.max_steps) - last

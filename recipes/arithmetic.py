@@ -26,7 +26,9 @@ class ArithmeticArguments:
 
     train_file: str = field(default=str(FOLDER / "train.jsonl"), metadata={"help": "Rows with 'prompt' and 'answer'."})
     test_file: str = field(default=str(FOLDER / "test.jsonl"), metadata={"help": "Held-out rows of the same form."})
-    critic: str = field(default="adapter", metadata={"help": "'adapter', 'shared', or a model's id or path."})
+    critic: str = field(
+        default="adapter", metadata={"help": "'adapter', 'shared', 'shared_detached', an id or a path."}
+    )
     show_prompt: str = field(default="请问1+1=2？", metadata={"help": "The prompt whose token table is shown."})
     show_answer: str = field(default="是的，等于2！", metadata={"help": "Its right answer."})
 

@@ -27,7 +27,9 @@ from hfppo import GymnasiumEnvironment, PPOConfig, PPOTrainer
 class FrozenLakeArguments:
     """Arguments of this recipe."""
 
-    critic: str = field(default="adapter", metadata={"help": "'adapter', 'shared', or a model's id or path."})
+    critic: str = field(
+        default="adapter", metadata={"help": "'adapter', 'shared', 'shared_detached', an id or a path."}
+    )
     success_rate: float = field(default=1 / 3, metadata={"help": "Probability that a move goes ahead."})
     num_eval_games: int = field(default=512, metadata={"help": "Games that are played before and after training."})
 

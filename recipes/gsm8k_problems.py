@@ -31,7 +31,9 @@ class GSM8KArguments(DataArguments):
         default='Think step by step and end with the answer, a number, on a line of its own after "####".',
         metadata={"help": r"Follows the question; the answer may also stand in \boxed{}."},
     )
-    critic: str = field(default="adapter", metadata={"help": "'adapter', 'shared', or a model's id or path."})
+    critic: str = field(
+        default="adapter", metadata={"help": "'adapter', 'shared', 'shared_detached', an id or a path."}
+    )
 
 
 def make_conversations(dataset: Dataset, split: str, args: GSM8KArguments) -> Dataset:

@@ -27,7 +27,9 @@ FOLDER = Path(__file__).parent / "lake"
 class LakeArguments:
     """Arguments of this recipe."""
 
-    critic: str = field(default="adapter", metadata={"help": "'adapter', 'shared', or a model's id or path."})
+    critic: str = field(
+        default="adapter", metadata={"help": "'adapter', 'shared', 'shared_detached', an id or a path."}
+    )
     num_eval_games: int = field(default=512, metadata={"help": "Games that are played before and after training."})
 
 

@@ -23,7 +23,10 @@ class PPOArguments(RewardArguments):
     compute_metrics: str | None = field(
         default=None, metadata={"help": "Dotted path of a function from an EvalPrediction to metrics."}
     )
-    critic: str = field(default="adapter", metadata={"help": "'adapter', 'shared', a model's id, or a saved critic."})
+    critic: str = field(
+        default="adapter",
+        metadata={"help": "'adapter', 'shared', 'shared_detached', a model's id, or a saved critic."},
+    )
     ref_model: str | None = field(default=None, metadata={"help": "The reference; default: the start of training."})
 
 

@@ -68,7 +68,9 @@ class ReasoningArguments:
     )
     strict: bool = field(default=False, metadata={"help": "Reward right answers only, without partial scores."})
     num_shown: int = field(default=8, metadata={"help": "Test questions printed with their answers."})
-    critic: str = field(default="adapter", metadata={"help": "'adapter', 'shared', or a model's id or path."})
+    critic: str = field(
+        default="adapter", metadata={"help": "'adapter', 'shared', 'shared_detached', an id or a path."}
+    )
 
     def __post_init__(self) -> None:
         self.task_config = parse_config(self.task_config)

@@ -24,7 +24,9 @@ class SentimentArguments(RewardArguments):
         default_factory=list,
         metadata={"help": "Dotted paths of more reward functions; --reward_weights 1 0 only logs the second."},
     )
-    critic: str = field(default="adapter", metadata={"help": "'adapter', 'shared', or a model's id or path."})
+    critic: str = field(
+        default="adapter", metadata={"help": "'adapter', 'shared', 'shared_detached', an id or a path."}
+    )
 
 
 def cut_prompts(reviews: Dataset, tokenizer: PreTrainedTokenizerBase, args: SentimentArguments) -> Dataset:

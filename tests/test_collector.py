@@ -181,19 +181,18 @@ class OffBothWays(Off):
         return completions
 
 
-@pytest.mark.parametrize("level", ["token", "sequence"])
-@pytest.mark.parametrize("correction", ["truncate", "mask", "reject"])
-def test_weights_of_another_sampler_are_those_that_are_asked_for(make_trainer, level, correction):
-    wanted = {"mismatch_level": level, "mismatch_correction": correction, "mismatch_floor": 0.3, "mismatch_cap": 2.9}
+@pytest.mark.parametrize("mode", F.MISMATCH_MODES)
+def test_weights_of_another_sampler_are_those_that_are_asked_for(make_trainer, mode):
+    wanted = {"vllm_importance_sampling_mode": mode, "vllm_importance_sampling_clip_max": 2.9}
     trainer = make_trainer({"policy_mode": "corrected", "kl_coef": 0.0, **wanted}, model=ragged_model())
     trainer.collector = replace(trainer.collector, sampler=OffBothWays(trainer.collector.sampler))
     rollout = trainer.rollout(PROMPTS)
-    given = rollout.old_logprobs, rollout.rollout_logprobs, rollout.mask, level, correction
-    weights, kept = F.importance_weights(*given, 0.3, 2.9)
+    given = rollout.old_logprobs, rollout.rollout_logprobs, rollout.mask, mode
+    weights, kept = F.importance_weights(*given, 2.9)
     assert_close(rollout.weights, weights)
     assert torch.equal(rollout.loss_mask, kept)
-    if level == "token":
-        assert not torch.equal(weights, F.importance_weights(*given)[0])  # the defaults are others
+    if mode == "token_truncate":
+        assert not torch.equal(weights, F.importance_weights(*given)[0])  # the default limit is another
 
 
 def test_tokens_per_second(make_trainer, monkeypatch):

@@ -19,7 +19,7 @@ import hfppo
 from helpers.tiny import tiny_model
 from hfppo import PPOCallback, PPOConfig
 from hfppo.config_checks import LOADER_KEYS, UNUSABLE_FIELDS
-from hfppo.config_names import TRL_NAMES, TRL_REASONS
+from hfppo.config_names import FORMER_NAMES, TRL_NAMES, TRL_REASONS
 
 PACKAGE = Path(hfppo.__file__).parent
 OWN = sorted(PPOConfig.__annotations__.keys() - {"_VALID_DICT_FIELDS"})  # overridden defaults included
@@ -165,7 +165,7 @@ def test_nothing_that_was_set_is_changed(config):
     ("field", "value", "place"),
     [
         ("model_init_kwargs", {"token": "abcSECRET"}, "model_init_kwargs['token']"),
-        ("critic_init_kwargs", '{"use_auth_token": "abcSECRET"}', "critic_init_kwargs['use_auth_token']"),
+        ("model_init_kwargs", '{"use_auth_token": "abcSECRET"}', "model_init_kwargs['use_auth_token']"),
         ("vllm_engine_kwargs", {"hf_token": "abcSECRET"}, "vllm_engine_kwargs['hf_token']"),
         ("chat_template_kwargs", {"tools": [{"api_key": "abcSECRET"}]}, "chat_template_kwargs['tools'][0]['api_key']"),
         ("reward_model_init_kwargs", {"x": "http://me:abcSECRET@host"}, "reward_model_init_kwargs['x']"),
@@ -224,6 +224,15 @@ def test_every_field_of_grpo_that_is_missing_here_is_explained():
     missing = {f.name for f in fields(GRPOConfig)} - set(known)
     with_reason = {name for names in TRL_REASONS.values() for name in names.split()}
     assert [name for name in sorted(missing) if name not in {*TRL_NAMES, *with_reason}] == []
+
+
+def test_every_former_field_is_refused_with_its_replacement(config):
+    assert FORMER_NAMES.keys() & {f.name for f in fields(PPOConfig)} == set()
+    with pytest.raises(TypeError) as refused:
+        config(**dict.fromkeys(FORMER_NAMES))
+    assert [
+        line for name, word in FORMER_NAMES.items() if (line := f"{name!r}: here {word}") not in str(refused.value)
+    ] == []
 
 
 @pytest.mark.parametrize(
@@ -457,13 +466,11 @@ def test_the_config_survives_a_round_trip(config):
     assert {name: getattr(again, name) for name in NEW} == {name: getattr(args, name) for name in NEW}
 
 
-@pytest.mark.parametrize(("straight", "warns"), [(False, True), (True, False)])
-def test_k1_as_a_loss_is_warned_of(tmp_path, straight, warns):
+@pytest.mark.parametrize(("estimator", "warns"), [("k1", True), ("k1+", False)])
+def test_k1_as_a_loss_is_warned_of(tmp_path, estimator, warns):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        PPOConfig(
-            str(tmp_path), kl_loss_coef=0.1, kl_loss_estimator="k1", kl_loss_straight_through=straight, use_cpu=True
-        )
+        PPOConfig(str(tmp_path), kl_loss_coef=0.1, kl_loss_estimator=estimator, use_cpu=True)
     assert any("gradient of zero mean" in str(w.message) for w in caught) is warns
 
 

@@ -34,7 +34,8 @@ CHOICES = {
     f.name: get_args(f.type) for f in fields(PPOConfig) if f.name in STATED and get_origin(f.type) is Literal
 } | {
     "kl_estimator": tuple(F.KL_ESTIMATORS),
-    "kl_loss_estimator": tuple(F.KL_ESTIMATORS),
+    "vllm_importance_sampling_mode": F.MISMATCH_MODES,
+    "kl_loss_estimator": tuple(F.KL_LOSS_ESTIMATORS),
     "advantage_estimator": tuple(F.ADVANTAGE_ESTIMATORS),
     "policy_loss": tuple(F.POLICY_LOSSES),
     "loss_reduction": tuple(F.REDUCTIONS),

@@ -991,7 +991,7 @@ REAL = torch.tensor([[True, True, True, False], [True, True, False, False]])
     ],
 )
 def test_importance_weights_by_hand(level, correction, weights, dropped):
-    got, kept = importance_weights(OLD.clone().requires_grad_(), ROLLOUT, REAL, level, correction, 0.5, 2.0)
+    got, kept = importance_weights(OLD.clone().requires_grad_(), ROLLOUT, REAL, f"{level}_{correction}", 2.0)
     assert_close(got, torch.tensor(weights))
     assert not got.requires_grad
     expected = REAL.clone()
@@ -1002,14 +1002,14 @@ def test_importance_weights_by_hand(level, correction, weights, dropped):
 
 def test_importance_weights_stay_finite():
     far = torch.tensor([[400.0, -400.0]])
-    weights, _ = importance_weights(far, torch.zeros(1, 2), torch.ones(1, 2, dtype=torch.bool), cap=1e30)
+    weights, _ = importance_weights(far, torch.zeros(1, 2), torch.ones(1, 2, dtype=torch.bool), clip_max=1e30)
     assert weights.isfinite().all()
 
 
-@pytest.mark.parametrize("wrong", [{"level": "row"}, {"correction": "clip"}])
+@pytest.mark.parametrize("wrong", ["row_mask", "token_clip", "token"])
 def test_unknown_corrections_are_refused(wrong):
-    with pytest.raises(ValueError, match="unknown level="):
-        importance_weights(OLD, ROLLOUT, REAL, **wrong)
+    with pytest.raises(ValueError, match=f"unknown mode={wrong!r}"):
+        importance_weights(OLD, ROLLOUT, REAL, wrong)
 
 
 def test_effective_sample_size_by_hand():

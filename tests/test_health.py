@@ -16,10 +16,11 @@ import torch
 from transformers import TrainerState
 from trl import TrlParser
 
-from helpers.runs import count_digits
+from helpers.runs import count_digits, stops_at_kl
 from helpers.tiny import tiny_model
-from hfppo import AdaptiveKLCallback, HealthCallback, HealthWarning, PPOConfig
+from hfppo import AdaptiveKLCallback, ClipMetricsCallback, HealthCallback, HealthWarning, PPOConfig
 from hfppo.metrics import METRICS
+from hfppo.reporting.default_callbacks import with_default_callbacks
 from hfppo.reporting.health import CHECKS
 
 HEALTH = Path(arithmetic.__file__).parents[1] / "docs/health.md"
@@ -110,8 +111,8 @@ RUNS = {
         {"clip-fraction": "lower learning_rate (now 1.0)", "approximate-kl": "above 0.1: each"},
         {"learning_rate": 1.0, "max_steps": 16},
     ),
-    "target_kl that single steps pass": Case(
-        {"approximate-kl": "above 0.001: "}, {"target_kl": 1e-3, "max_steps": 12}
+    "a target for the KL that single steps pass": Case(
+        {"approximate-kl": "above 0.001: "}, {"max_steps": 12}, {"callbacks": [stops_at_kl(1e-3)]}
     ),
     "dropout": Case(
         {"first-ratio": "noise in the model, such as dropout", "sampler-mismatch": "mismatch/mean is 1."}, spoil=noisy
@@ -215,6 +216,20 @@ def test_the_target_of_adaptive_kl_is_the_limit(make_trainer):
     assert "kl-to-the-reference" not in warned(make_trainer(config))
     told = warned(make_trainer(config, callbacks=[AdaptiveKLCallback(target=0.01)]))
     assert "above 0.02: " in told["kl-to-the-reference"]
+
+
+@pytest.mark.parametrize(
+    ("callback", "limit"),
+    [
+        (ClipMetricsCallback(0.02, by="approx_kl", then="stop"), 0.02),
+        (ClipMetricsCallback(0.02, by="approx_kl"), 0.1),
+        (ClipMetricsCallback(0.02, then="stop"), 0.1),
+        (ClipMetricsCallback(by="approx_kl", then="stop"), 0.1),
+    ],
+)
+def test_the_target_at_which_rollouts_stop_is_the_limit(callback, limit):
+    health = [x for x in with_default_callbacks([callback], False) if isinstance(x, HealthCallback)]
+    assert [x.limits["approximate_kl"] for x in health] == [limit]
 
 
 def test_a_resumed_run_knows_since_when(make_trainer):

@@ -21,7 +21,7 @@ from transformers import (
     TrainerCallback,
 )
 
-from helpers.runs import count_digits, gradients, logged, trainable
+from helpers.runs import count_digits, gradients, logged, stops_at_kl, trainable
 from helpers.tiny import tiny_gpt2, tiny_model, tiny_of_type, tiny_opt, tiny_qwen3
 from hfppo import PPOCallback, Rollout
 
@@ -336,15 +336,15 @@ def test_actor_does_not_move_during_critic_warmup(make_trainer, critic):
     assert not torch.equal(head, trainer.model.critic.value_head.weight)
 
 
-def test_target_kl_ends_a_rollout_early(make_trainer):
+def test_a_target_for_the_kl_ends_a_rollout_early(make_trainer):
     keep, never = Keep(), Keep()
-    make_trainer({"target_kl": 1e-9}, callbacks=[keep]).train()
-    make_trainer({"target_kl": 1e9}, callbacks=[never]).train()
+    make_trainer(callbacks=[keep, stops_at_kl(1e-9)]).train()
+    make_trainer(callbacks=[never, stops_at_kl(1e9)]).train()
     assert len(never.rollouts) == 2
     assert len(keep.rollouts) == 4, "the first step of a rollout has KL 0, the second passes the limit"
 
 
-def test_target_kl_goes_by_the_logged_kl_of_a_mini_batch(make_trainer):
+def test_a_target_goes_by_the_logged_kl_of_a_mini_batch(make_trainer):
     """A rollout ends with the first step whose `policy/approx_kl` is above the limit, or when it is used up."""
 
     class Starts(PPOCallback):
@@ -354,13 +354,12 @@ def test_target_kl_goes_by_the_logged_kl_of_a_mini_batch(make_trainer):
     starts: list[int] = []
     limit = 1e-3
     config = {
-        "target_kl": limit,
         "num_ppo_epochs": 4,
         "learning_rate": 3e-3,
         "max_steps": 24,
         "gradient_accumulation_steps": 2,
     }
-    trainer = make_trainer(config, callbacks=[Starts()])
+    trainer = make_trainer(config, callbacks=[Starts(), stops_at_kl(limit)])
     trainer.train()
     logged = [entry["policy/approx_kl"] for entry in trainer.state.log_history if "policy/approx_kl" in entry]
     assert len(logged) == 24

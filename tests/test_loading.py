@@ -36,24 +36,20 @@ def test_a_merged_and_saved_model_is_what_plain_peft_loads(make_trainer, tmp_pat
         assert torch.equal(plain(input_ids=ids).logits, trainer.model(input_ids=ids).logits)
 
 
-def test_arguments_for_loading_are_for_models_given_by_name(seen, make_trainer):
-    make_trainer({"model_init_kwargs": {"revision": "v2"}})
+@pytest.mark.parametrize("critic", ["adapter", "shared", "loaded"])
+def test_arguments_for_loading_are_for_models_given_by_name(seen, make_trainer, critic):
+    make_trainer({"model_init_kwargs": {"revision": "v2"}}, critic=scorer() if critic == "loaded" else critic)
     assert "model_init_kwargs is for models given by name; those given are loaded already" in seen.messages
 
 
-@pytest.mark.parametrize("critic", ["adapter", "shared", "loaded"])
-def test_arguments_for_loading_a_critic_are_for_one_given_by_name(seen, make_trainer, critic):
-    make_trainer({"critic_init_kwargs": {"revision": "v2"}}, critic=scorer() if critic == "loaded" else critic)
-    assert "critic_init_kwargs is for a critic given by id or path, and this one is not; leave it out" in seen.messages
-
-
-def test_a_critic_is_loaded_with_arguments_of_its_own(make_trainer, tmp_path):
+def test_a_critic_by_its_path_is_loaded_with_the_arguments_of_models(seen, make_trainer, tmp_path):
     scorer().save_pretrained(tmp_path / "scorer")
-    fields = {"critic_init_kwargs": {"dtype": "bfloat16", "attn_implementation": "eager"}, "max_steps": 1}
+    fields = {"model_init_kwargs": {"dtype": "bfloat16", "attn_implementation": "eager"}, "max_steps": 1}
     trainer = make_trainer(fields, critic=str(tmp_path / "scorer"))
     base = trainer.model.critic.trunk.get_base_model()
     assert (base.dtype, base.config._attn_implementation) == (torch.bfloat16, "eager")
-    assert trainer.model.causal_lm.dtype == torch.float32
+    assert trainer.model.causal_lm.dtype == torch.float32  # it was loaded before
+    assert "model_init_kwargs is for" not in seen.text
     trainer.train()
     trainer.save_model()
     again = make_trainer(fields, critic=trainer.args.output_dir)  # a saved critic, whose base is the scorer
@@ -61,8 +57,9 @@ def test_a_critic_is_loaded_with_arguments_of_its_own(make_trainer, tmp_path):
     assert torch.equal(again.model.critic.value_head.weight, trainer.model.critic.value_head.weight)
 
 
-@pytest.mark.parametrize(("field", "name"), [("critic_init_kwargs", "dtype"), ("critic_init_kwargs", "torch_dtype")])
-def test_a_critics_dtype_that_torch_has_not_is_refused(make_trainer, field, name):
+@pytest.mark.parametrize("field", ["model_init_kwargs", "reward_model_init_kwargs"])
+@pytest.mark.parametrize("name", ["dtype", "torch_dtype"])
+def test_a_dtype_that_torch_has_not_is_refused(make_trainer, field, name):
     with pytest.raises(ValueError, match=f"{field} has {name}='float99', no dtype of torch"):
         make_trainer({field: {name: "float99"}})
 
@@ -125,18 +122,24 @@ def test_a_folder_without_a_tokenizer_is_not_looked_for_on_the_hub(make_trainer,
     assert hub == []
 
 
-def test_a_critic_is_looked_for_on_the_hub_with_its_revision(make_trainer, monkeypatch):
+@pytest.mark.parametrize(("model", "revision"), [("org/base", None), ("org/absent", "v2")])
+def test_a_critic_is_looked_for_on_the_hub_at_the_models_revision_if_it_has_its_id(
+    make_trainer, monkeypatch, model, revision
+):
     asked = []
 
     def download(name, file, **options):
-        asked.append((name, file, options["revision"]))
+        asked.append((name, file, options.get("revision"), options["cache_dir"]))
         raise OSError("no such repository")
 
     monkeypatch.setattr(hfppo.models.critic, "hf_hub_download", download)
-    fields = {"critic_init_kwargs": {"revision": "v2", "dtype": "bfloat16"}}
-    with pytest.raises(ValueError, match="critic='org/absent' is not 'adapter', 'shared'"):
-        make_trainer(fields, critic="org/absent")
-    assert asked == [("org/absent", "critic/critic_config.json", "v2")]
+    monkeypatch.setattr(hfppo.parts, "load_model", lambda name, **options: tiny_model())
+    fields = {"model_init_kwargs": {"cache_dir": "kept", "revision": "v2", "dtype": "bfloat16"}}
+    with pytest.raises(
+        ValueError, match="critic='org/absent' is not 'adapter', 'shared', 'shared_detached', a folder"
+    ):
+        make_trainer(fields, model=model, critic="org/absent")
+    assert asked == [("org/absent", "critic/critic_config.json", revision, "kept")]
 
 
 def test_what_is_no_folder_is_looked_for_on_the_hub(make_trainer, hub):

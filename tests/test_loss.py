@@ -36,7 +36,7 @@ def batch() -> Rollout:
         mask=mask,
         loss_mask=mask & (torch.arange(60) > 0) & (torch.arange(60) < torch.tensor([[58], [40]])),
         truncated=torch.tensor([False, True]),
-        scores=torch.tensor([0.5, 0.4]),
+        scores=torch.tensor([1.0, 0.9]),
         weights=torch.rand(2, 60),
         **{name: torch.randn(2, 60) for name in numbers},
     )
@@ -77,7 +77,7 @@ TERMS = {
         lambda o, b: F.token_kl(o.logprobs, b.ref_logprobs, "abs"),
     ),
     "straight-through kl": (
-        {"kl_loss_coef": 0.2, "kl_loss_estimator": "abs", "kl_loss_straight_through": True},
+        {"kl_loss_coef": 0.2, "kl_loss_estimator": "abs+"},
         "policy/kl_loss",
         0.2,
         lambda o, b: F.straight_through_kl(o.logprobs, b.ref_logprobs, "abs"),
@@ -112,7 +112,7 @@ def test_every_field_of_a_loss_reaches_it(make_trainer, batch, outputs, name):
     ],
 )
 def test_a_loss_is_its_terms_by_weight_and_the_nll_of_full_scores(make_trainer, batch, outputs, config, expected):
-    args = make_trainer({**config, "entropy_coef": 0.02, "positive_nll_coef": 0.7, "positive_score": 0.5}).args
+    args = make_trainer({**config, "entropy_coef": 0.02, "positive_nll_coef": 0.7}).args
     terms = ppo_terms(outputs, batch, args, clip_of(args))
     nll = -(outputs.logprobs * batch.loss_mask)[0].sum() / 10  # of the first completion alone
     whole = sum(term.coef * expected(term.per_token, batch.loss_mask) for term in terms) + 0.7 * nll

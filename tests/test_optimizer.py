@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import LambdaLR, StepLR
 from transformers import get_scheduler
 from trl import GRPOTrainer
 
-from helpers.runs import SMALL, count_digits, trained_state
+from helpers.runs import SMALL, count_digits, stops_at_kl, trained_state
 from helpers.tiny import LORA, tiny_model
 from hfppo import PPOCallback, PPOConfig, PPOTrainer
 from hfppo.learn.optimizer import critic_learning_rate
@@ -61,11 +61,11 @@ def test_the_actor_waits_for_the_critic(train_with_own):
     assert moved(trainer)
 
 
-def test_target_kl_ends_a_rollout_early(train_with_own):
+def test_a_target_for_the_kl_ends_a_rollout_early(train_with_own):
     rollouts = []
     callback = PPOCallback()
     callback.on_rollout_end = lambda *_, **__: rollouts.append(1)
-    train_with_own({"target_kl": 1e-9}, [callback])
+    train_with_own({}, [callback, stops_at_kl(1e-9)])
     assert len(rollouts) == 4  # in 8 steps: the first on a rollout has KL 0, the second passes the limit
 
 

@@ -63,7 +63,7 @@ def test_an_attention_that_wants_half_precision_runs_by_path(make_trainer, datas
     seen = register_attention("halves", lambda query: torch.is_autocast_enabled("cpu"))
     tiny_model().save_pretrained(tmp_path / "base")
     attention = {"attn_implementation": "halves"}
-    fields = {"bf16": True, "max_steps": 2, "model_init_kwargs": attention, "critic_init_kwargs": attention}
+    fields = {"bf16": True, "max_steps": 2, "model_init_kwargs": attention}
     critic = str(tmp_path / "base") if critic.startswith("a model") else critic
     trainer = make_trainer(fields, model=str(tmp_path / "base"), critic=critic, eval_dataset=dataset)
     assert seen == []

@@ -8,7 +8,7 @@ from peft import LoraConfig, get_peft_model
 from torch.testing import assert_close
 from transformers import BloomConfig, BloomForCausalLM, FalconConfig, FalconForCausalLM
 
-from helpers.runs import gradients, logged, trainable
+from helpers.runs import gradients, logged, stops_at_kl, trainable
 from helpers.tiny import tiny_gpt2, tiny_model, tiny_opt, tiny_qwen3
 from hfppo import ActorCritic
 from hfppo.models import output_head
@@ -340,17 +340,18 @@ def test_no_micro_batch_of_several_rows_exceeds_its_tokens():
 def test_a_token_budget_changes_no_run(make_trainer, max_tokens, pieces_per_step):
     """Up to a piece for each row, which is the most that another process can need."""
     config = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, "learning_rate": 1e-3}
-    config |= {"target_kl": 1e-4, "max_steps": 4, "include_num_input_tokens_seen": "non_padding"}
-    whole = make_trainer(config, model=tiny_model(seed=1))
+    config |= {"max_steps": 4, "include_num_input_tokens_seen": "non_padding"}
+    whole = make_trainer(config, model=tiny_model(seed=1), callbacks=[stops_at_kl(1e-4)])
     whole.train()
-    cut = make_trainer({**config, "max_tokens_per_micro_batch": max_tokens}, model=tiny_model(seed=1))
+    config |= {"max_tokens_per_micro_batch": max_tokens}
+    cut = make_trainer(config, model=tiny_model(seed=1), callbacks=[stops_at_kl(1e-4)])
     pieces = []
     step = cut.training_step
     cut.training_step = lambda model, inputs, *args: pieces.append(len(inputs["pieces"])) or step(model, inputs, *args)
     cut.train()
     assert min(pieces) * 2 >= pieces_per_step
     assert cut.state.num_input_tokens_seen == whole.state.num_input_tokens_seen > 0
-    assert cut.ppo_state.rollouts == whole.ppo_state.rollouts > 1, "target_kl saw another KL"
+    assert cut.ppo_state.rollouts == whole.ppo_state.rollouts > 1, "the callback saw another KL"
     for (name, a), b in zip(trainable(whole).items(), trainable(cut).values(), strict=True):
         assert_close(a, b, rtol=1e-3, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
     for name in ("loss", "policy/approx_kl", "value/loss", "policy/ratio"):

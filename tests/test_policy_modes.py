@@ -36,7 +36,9 @@ def test_decoupled_trusts_the_training_model_and_bypass_the_sampler(make_trainer
 )
 def test_corrected_bounds_the_weights_and_keeps_the_credit(make_trainer, correction, weight, counts):
     plain = off_trainer(make_trainer, "decoupled").rollout(PROMPTS)
-    rollout = off_trainer(make_trainer, "corrected", mismatch_correction=correction).rollout(PROMPTS)
+    rollout = off_trainer(make_trainer, "corrected", vllm_importance_sampling_mode=f"token_{correction}").rollout(
+        PROMPTS
+    )
     assert rollout.weights[:, 0].tolist() == pytest.approx([weight] * 4)
     assert_close(rollout.weights[:, 1:][rollout.mask[:, 1:]], torch.ones(int(rollout.mask[:, 1:].sum())))
     assert rollout.loss_mask[:, 0].tolist() == [counts] * 4
@@ -58,7 +60,7 @@ def test_weights_multiply_the_policy_loss_alone(make_trainer):
 
 
 def test_metrics_of_the_mismatch(make_trainer):
-    trainer = off_trainer(make_trainer, "corrected", mismatch_correction="mask", max_steps=1)
+    trainer = off_trainer(make_trainer, "corrected", vllm_importance_sampling_mode="token_mask", max_steps=1)
     trainer.train()
     logs = trainer.state.log_history[0]
     assert logs["mismatch/max"] == pytest.approx(math.log(3.0), rel=1e-4)

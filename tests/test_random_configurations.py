@@ -16,7 +16,7 @@ from build_arithmetic_base import character_tokenizer
 from datasets import Dataset
 from transformers import AutoConfig, AutoModelForCausalLM, set_seed
 
-from helpers.runs import SMALL, count_digits, final_state, logs, trained_state
+from helpers.runs import SMALL, count_digits, final_state, logs, stops_at_kl, trained_state
 from helpers.tiny import LORA
 from hfppo import AdaptiveKLCallback, PPOConfig, PPOTrainer
 from hfppo.functional import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES, REDUCTIONS
@@ -58,6 +58,8 @@ def seldom(*fields: dict[str, Any]) -> list[dict[str, Any]]:
     return [{}] * 2 * len(fields) + list(fields)
 
 
+# A band so narrow that rounding leaves it.
+NO_BAND = {"policy_mode": "corrected", "vllm_importance_sampling_clip_max": 1.0}
 # Of every line one entry.
 EVERY_RUN = [
     each("gradient_accumulation_steps", 1, 2),
@@ -75,20 +77,17 @@ EVERY_RUN = [
     each("logging_steps", 1, 3),
     [
         *each("policy_mode", "decoupled", "bypass", "corrected"),
-        # A band so narrow that rounding leaves it.
-        {"policy_mode": "corrected", "mismatch_correction": "mask", "mismatch_cap": 1.0, "mismatch_floor": 1.0},
-        {"policy_mode": "corrected", "mismatch_correction": "reject", "mismatch_cap": 1.0, "mismatch_floor": 1.0},
-        {"policy_mode": "corrected", "mismatch_level": "sequence"},
+        *({**NO_BAND, "vllm_importance_sampling_mode": mode} for mode in ("token_mask", "token_reject")),
+        {"policy_mode": "corrected", "vllm_importance_sampling_mode": "sequence_truncate"},
     ],
-    seldom({"kl_loss_coef": 0.1}, {"kl_loss_coef": 0.1, "kl_loss_straight_through": True}),
-    seldom({"normalize_scores": True}, {"positive_nll_coef": 0.1, "positive_score": 0.3}),
+    seldom({"kl_loss_coef": 0.1}, {"kl_loss_coef": 0.1, "kl_loss_estimator": "k3+"}),
+    seldom({"normalize_scores": True}, {"positive_nll_coef": 0.1}),
     seldom({"entropy_coef": 0.01}),
     seldom({"missing_eos_penalty": 1.0}),
     seldom({"reward_clip": 0.5}),
     seldom(*each("whiten_advantages", True, False)),
     seldom({"mask_truncated_completions": True}),
     seldom({"gamma": 0.9}),
-    seldom(*each("target_kl", 1e-4, 1e-2)),
     seldom({"cliprange_high": 0.28}),
     seldom({"dual_clip": 3.0}),
     seldom(*each("max_tokens_per_micro_batch", 16, 32)),
@@ -125,6 +124,7 @@ def drawn(number: int) -> tuple[dict[str, Any], dict[str, Any]]:
         "reward_funcs": draw.sample(functions, draw.choice([1, 2])),
         "callbacks": [AdaptiveKLCallback(target=0.01, horizon=100)] if adaptive else [],
     }
+    arguments["callbacks"] += draw.choice([[], [], [stops_at_kl(1e-4)], [stops_at_kl(1e-2)]])
     if arguments["critic"] == "adapter" and "advantage_estimator" not in fields and draw.random() < 0.5:
         fields["critic_layers"] = 1
     return fields, arguments

@@ -10,7 +10,7 @@ from datasets import Dataset
 from peft.utils import get_peft_model_state_dict
 from safetensors.torch import load_file
 
-from helpers.runs import count_digits, final_state, logs, read_log, trained_state
+from helpers.runs import count_digits, final_state, logs, read_log, stops_at_kl, trained_state
 from helpers.tiny import tiny_model
 from hfppo import AdaptiveKLCallback, PPOTrainer
 from hfppo.ppo_checkpoint import state_file
@@ -29,9 +29,12 @@ CONFIG = {
 ROWS = Dataset.from_list([{"prompt": f"请问{a}+{b}="} for a in range(2) for b in range(3, 9)])  # fewer than are needed
 STREAM = ROWS.to_iterable_dataset().shuffle(seed=1, buffer_size=4)
 VARIANTS = {
-    "adapter critic, adaptive KL, metrics not yet logged": ({}, {"critic": "adapter", "kl": True}),
+    "adapter critic, adaptive KL, metrics not yet logged": (
+        {},
+        {"critic": "adapter", "callbacks": lambda: [AdaptiveKLCallback(target=0.01, horizon=100)]},
+    ),
     "shared critic, warmup": ({"critic_warmup": 2}, {"critic": "shared"}),
-    "stopped by target_kl, bypass": ({"target_kl": 0.02, "policy_mode": "bypass"}, {}),
+    "stopped at a KL, bypass": ({"policy_mode": "bypass"}, {"callbacks": lambda: [stops_at_kl(0.02)]}),
     "normalised and clipped scores": ({"normalize_scores": True, "reward_clip": 1.0}, {}),
     "a stream, read again from its start": ({"max_prompt_length": 10}, {"train_dataset": STREAM}),
     "groups without a critic": ({"advantage_estimator": "grpo", "num_generations": 2}, {}),
@@ -49,11 +52,10 @@ FAST = (
 def test_resuming_equals_the_straight_run(make_trainer, tmp_path: Path, variant):
     config, kwargs = VARIANTS[variant]
     kwargs = dict(kwargs)
-    adaptive = kwargs.pop("kl", False)
+    callbacks = kwargs.pop("callbacks", list)
 
     def trainer(output_dir: str):
-        callbacks = [AdaptiveKLCallback(target=0.01, horizon=100)] if adaptive else None
-        return make_trainer({**CONFIG, **config, "output_dir": output_dir}, callbacks=callbacks, **kwargs)
+        return make_trainer({**CONFIG, **config, "output_dir": output_dir}, callbacks=callbacks(), **kwargs)
 
     straight = trainer(str(tmp_path / "straight"))
     straight.train()
@@ -88,15 +90,16 @@ def test_deepspeed_loads_the_best_critic_itself(make_trainer, tmp_path, monkeypa
 @pytest.mark.parametrize(
     "length", [{"total_episodes": 20}, {"num_train_epochs": 3}], ids=["total_episodes", "num_train_epochs"]
 )
-def test_target_kl_leaves_the_number_of_completions_as_it_is(make_trainer, tmp_path, length):
+def test_a_target_for_the_kl_leaves_the_number_of_completions_as_it_is(make_trainer, tmp_path, length):
     """Of each rollout's 4 steps it leaves out two, from the checkpoints on and in a second run as well."""
-    config = {**CONFIG, "max_steps": -1, "target_kl": 1e-9, **length}
+    config = {**CONFIG, "max_steps": -1, **length}
     made: list[int] = []
 
     def trainer(output_dir: Path):
         run = make_trainer(
             {**config, "output_dir": str(output_dir)},
             train_dataset=ROWS,
+            callbacks=[stops_at_kl(1e-9)],
             reward_funcs=lambda completions, **_: (made.append(len(completions)), count_digits(completions))[1],
         )
         made.clear()

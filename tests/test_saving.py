@@ -141,8 +141,8 @@ def test_a_reward_model_as_critic_starts_from_its_score(make_trainer, tmp_path):
 def test_detached_shared_critic_leaves_the_actor_to_the_policy_loss(make_trainer, detach):
     """With no policy gradient at all (advantages whitened to 0 by constant rewards, β 0), only the values pull."""
     trainer = make_trainer(
-        {"detach_shared_critic": detach, "kl_coef": 0.0, "advantage_estimator": "gae", "vf_coef": 1.0, "max_steps": 8},
-        critic="shared",
+        {"kl_coef": 0.0, "advantage_estimator": "gae", "vf_coef": 1.0, "max_steps": 8},
+        critic="shared_detached" if detach else "shared",
     )
     rollout = trainer.rollout(["1+2=", "3="])
     out = trainer.model(
@@ -161,6 +161,12 @@ def test_detached_shared_critic_leaves_the_actor_to_the_policy_loss(make_trainer
     reached = any(p.grad is not None and p.grad.abs().sum() > 0 for p in trainer.model.actor_parameters())
     assert reached is not detach
     assert trainer.model.critic.value_head.weight.grad.abs().sum() > 0
+
+
+def test_a_saved_critic_stays_detached(make_trainer, tmp_path):
+    make_trainer(critic="shared_detached").save_model(str(tmp_path / "saved"))
+    assert make_trainer(critic=str(tmp_path / "saved")).model.critic.detach
+    assert not make_trainer(critic="shared").model.critic.detach
 
 
 def test_critic_free_runs_have_no_critic_at_all(make_trainer, tmp_path):

@@ -128,10 +128,8 @@ def mismatch_weights(old_logprobs: Tensor, completions: Completions, args: PPOCo
         old_logprobs,
         completions.logprobs,
         completions.mask,
-        args.mismatch_level,
-        args.mismatch_correction,
-        args.mismatch_floor,
-        args.mismatch_cap,
+        args.vllm_importance_sampling_mode,
+        args.vllm_importance_sampling_clip_max,
     )
 
 

@@ -25,6 +25,7 @@ from hfppo.functional.advantages import (
 )
 from hfppo.functional.kl import (
     KL_ESTIMATORS,
+    KL_LOSS_ESTIMATORS,
     adaptive_kl_coef,
     straight_through_kl,
     token_kl,
@@ -46,8 +47,7 @@ from hfppo.functional.losses import (
     value_loss,
 )
 from hfppo.functional.mismatch_weights import (
-    MISMATCH_CORRECTIONS,
-    MISMATCH_LEVELS,
+    MISMATCH_MODES,
     effective_sample_size,
     importance_weights,
 )
@@ -55,8 +55,8 @@ from hfppo.functional.mismatch_weights import (
 __all__ = [
     "ADVANTAGE_ESTIMATORS",
     "KL_ESTIMATORS",
-    "MISMATCH_CORRECTIONS",
-    "MISMATCH_LEVELS",
+    "KL_LOSS_ESTIMATORS",
+    "MISMATCH_MODES",
     "POLICY_LOSSES",
     "REDUCTIONS",
     "Clip",

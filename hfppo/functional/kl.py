@@ -4,6 +4,7 @@ The estimators are those of J. Schulman's note "Approximating KL Divergence" (20
 """
 
 import math
+from collections import ChainMap
 from collections.abc import Callable
 
 import torch
@@ -34,6 +35,8 @@ KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
     "k2": lambda x: x.square() / 2,
     "k3": _k3,
 }
+# Names of the loss: a "+", as in verl, chooses `straight_through_kl`. A view, so that added estimators are in it.
+KL_LOSS_ESTIMATORS = ChainMap({f"{name}+": KL_ESTIMATORS[name] for name in ("k1", "abs", "k3")}, KL_ESTIMATORS)
 
 
 def token_kl(logprobs: Tensor, ref_logprobs: Tensor, estimator: str = "k1") -> Tensor:

@@ -6,24 +6,23 @@ from torch import Tensor
 from hfppo.functional.kl import clamp_log_ratio
 from hfppo.functional.shape_checks import require_same_shape
 
-MISMATCH_LEVELS = ("token", "sequence")
-MISMATCH_CORRECTIONS = ("truncate", "mask", "reject")
+MISMATCH_MODES = tuple(
+    f"{level}_{bound}" for level in ("token", "sequence") for bound in ("truncate", "mask", "reject")
+)
 
 
 def importance_weights(
     old_logprobs: Tensor,
     rollout_logprobs: Tensor,
     mask: Tensor,
-    level: str = "token",
-    correction: str = "truncate",
-    floor: float = 0.5,
-    cap: float = 2.0,
+    mode: str = "token_truncate",
+    clip_max: float = 2.0,
 ) -> tuple[Tensor, Tensor]:
     """Weights that turn an average over π_rollout's tokens into one over π_old's, with a bound on their variance.
 
         token: w_t = π_old(y_t) / π_rollout(y_t),   sequence: w_t = Π_k w_k, the same for all tokens of a completion
-        truncate: min(w, cap),   mask: w where floor ≤ w ≤ cap, else 0,   reject: the same, and the token counts
-        in no loss and in no count
+        truncate: min(w, c),   mask: w where 1/c ≤ w ≤ c, else 0,   reject: the same, and the token counts in no loss
+        and in no count
 
     Truncation: F. Yao et al. (2025), "Your efficient RL framework secretly brings you off-policy RL training"; the
     band: "IcePop", arXiv:2510.18855.
@@ -31,29 +30,26 @@ def importance_weights(
     Args:
         old_logprobs, rollout_logprobs: (B, T), nats.
         mask: (B, T) bool, True on real tokens.
-        level: one of `MISMATCH_LEVELS`.
-        correction: one of `MISMATCH_CORRECTIONS`.
-        floor, cap: the band; truncation has no floor.
+        mode: one of `MISMATCH_MODES`, level and bound.
+        clip_max: c, at least 1.
     Returns:
         weights: (B, T), without gradient, 0 where mask is False.
         kept: (B, T) bool, the tokens of mask that losses count.
     Raises:
-        ValueError: unknown level or correction, or shapes that differ.
+        ValueError: unknown mode, or shapes that differ.
     """
     require_same_shape(old_logprobs=old_logprobs, rollout_logprobs=rollout_logprobs, mask=mask)
-    if level not in MISMATCH_LEVELS or correction not in MISMATCH_CORRECTIONS:
-        raise ValueError(
-            f"unknown level={level!r} or correction={correction!r}; choose from {', '.join(MISMATCH_LEVELS)} and "
-            f"{', '.join(MISMATCH_CORRECTIONS)}"
-        )
+    if mode not in MISMATCH_MODES:
+        raise ValueError(f"unknown mode={mode!r}; choose from {', '.join(MISMATCH_MODES)}")
+    level, bound = mode.split("_")
     log_ratio = (old_logprobs - rollout_logprobs).detach().where(mask, 0.0)
     if level == "sequence":
         log_ratio = log_ratio.sum(dim=1, keepdim=True).expand_as(log_ratio)
     weights = clamp_log_ratio(log_ratio).exp().where(mask, 0.0)
-    if correction == "truncate":
-        return weights.clamp(max=cap), mask.clone()
-    inside = mask & (weights >= floor) & (weights <= cap)
-    return weights.where(inside, 0.0), inside if correction == "reject" else mask.clone()
+    if bound == "truncate":
+        return weights.clamp(max=clip_max), mask.clone()
+    inside = mask & (weights >= 1 / clip_max) & (weights <= clip_max)
+    return weights.where(inside, 0.0), inside if bound == "reject" else mask.clone()
 
 
 def effective_sample_size(weights: Tensor, mask: Tensor) -> float:

@@ -13,7 +13,6 @@ from typing import cast
 from torch import nn
 
 from hfppo.learn.step_plan import StepPlan
-from hfppo.metrics import Measures, parts_of
 from hfppo.models.actor_critic import ActorCritic
 from hfppo.models.lower_layers import find_layers
 from hfppo.models.packing import trunk_of
@@ -65,10 +64,3 @@ def num_weights(parameter: nn.Parameter) -> int:
     """Return the number of weights, which in four bits is not that of the tensor's entries."""
     quantized = getattr(parameter, "quant_state", None)
     return parameter.numel() if quantized is None else math.prod(quantized.shape)
-
-
-def measure_throughput(flops: int, seconds: float, peak_tflops: float | None) -> Measures:
-    """Measure the operations per second of an optimizer step, and their share of the device's peak."""
-    rate = flops / seconds / 1e12
-    measures = {"time/update_tflops": parts_of(rate)}
-    return measures if peak_tflops is None else measures | {"time/update_mfu": parts_of(rate / peak_tflops)}

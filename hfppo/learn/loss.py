@@ -12,6 +12,8 @@ from hfppo.metrics import METRICS, Measures, parts
 from hfppo.models.actor_critic import TokenOutputs
 from hfppo.rollout import Rollout
 
+FULL_SCORE = 1.0  # of a rule
+
 
 @dataclass(frozen=True)
 class LossTerm:
@@ -38,8 +40,8 @@ def ppo_terms(outputs: TokenOutputs, batch: Rollout, args: PPOConfig, clip: F.Cl
         loss = F.value_loss(outputs.values, batch.values, batch.returns, args.cliprange_value)
         terms.append(LossTerm("value/loss", args.vf_coef, loss, of_critic=True))
     if outputs.logprobs is not None and args.kl_loss_coef and batch.ref_logprobs is not None:
-        estimate = F.straight_through_kl if args.kl_loss_straight_through else F.token_kl
-        kl = estimate(outputs.logprobs, batch.ref_logprobs, args.kl_loss_estimator)
+        estimate = F.straight_through_kl if args.kl_loss_estimator.endswith("+") else F.token_kl
+        kl = estimate(outputs.logprobs, batch.ref_logprobs, args.kl_loss_estimator.removesuffix("+"))
         terms.append(LossTerm("policy/kl_loss", args.kl_loss_coef, kl))
     if outputs.entropy is not None:
         terms.append(LossTerm("policy/entropy", -args.entropy_coef, outputs.entropy))
@@ -102,7 +104,7 @@ def positive_nll(outputs: TokenOutputs, batch: Rollout, size: MiniBatchSize, arg
     Departure from the paper: it divides by the tokens of those completions alone, so that few of them weigh as much as
     many.
     """
-    full = batch.loss_mask & (batch.scores >= args.positive_score)[:, None]
+    full = batch.loss_mask & (batch.scores >= FULL_SCORE)[:, None]
     return F.reduce(-policy_logprobs(outputs), full, "token-mean", size.num_tokens)
 
 

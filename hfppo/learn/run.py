@@ -9,7 +9,6 @@ from torch.optim import Optimizer
 
 from hfppo.config import PPOConfig
 from hfppo.learn.critic_pretraining import CriticPretraining
-from hfppo.learn.flops import measure_throughput
 from hfppo.learn.nonfinite_guard import NonFiniteGuard
 from hfppo.learn.optimizer import ActorRate, GradientClipper
 from hfppo.metrics import Measures, Meter, StepSums, UpdateStep, merge_sums, parts_of, values_of
@@ -75,7 +74,7 @@ class Run:
         self._rate.restore(optimizer)
         seconds = time.perf_counter() - self._began
         self.log.update({"time/update": parts_of(self.args.updates_per_rollout * seconds)})
-        self.log.update(measure_throughput(self._flops, seconds, self.args.peak_tflops))
+        self.log.update({"time/update_tflops": parts_of(self._flops / seconds / 1e12)})
         epoch, mini_batch = divmod(number, self.args.num_mini_batches)
         self.steps.append(StepSums(epoch, mini_batch, self._step.gather()))
         return self.steps[-1].read()

@@ -47,10 +47,9 @@ class ActorCritic(PeftModelForCausalLM):
     Args:
         base: the causal language model; it is frozen, and its tensors are never written.
         peft_config: the actor's adapter.
-        critic: "adapter", "shared", a folder written by `save_pretrained`, a model or its id, or None for no critic.
+        critic: one of `CRITIC_KINDS`, a folder written by `save_pretrained`, a model or its id, or None for no critic.
         ref_model: the reference; None for the base with the adapter disabled.
         start_adapter: weights to start the actor from; unless `ref_model` is given, a frozen copy is the reference.
-        detach_critic: with a shared critic, keep the value loss from the actor's weights.
 
     Raises:
         ValueError: an adapter whose disabled state is not the base, or without trainable weights.
@@ -63,7 +62,6 @@ class ActorCritic(PeftModelForCausalLM):
         critic: str | PreTrainedModel | CriticSource | None = "adapter",
         ref_model: PreTrainedModel | PeftModel | None = None,
         start_adapter: dict[str, Tensor] | None = None,
-        detach_critic: bool = False,
     ):
         check_adapter(peft_config)
         keep_four_bits(base)
@@ -72,7 +70,7 @@ class ActorCritic(PeftModelForCausalLM):
             keep_four_bits(ref_model)
         source = None if critic is None else find_critic(critic)
         with unchanged(base, peft_config, "peft_config"):
-            critic_module = None if source is None else build_critic(source, base, peft_config, detach_critic)
+            critic_module = None if source is None else build_critic(source, base, peft_config)
             if start_adapter is not None and ref_model is None:
                 ref_model = frozen_adapter_copy(base, peft_config, start_adapter)
             super().__init__(base, fit_to_model(peft_config, base))  # a copy: PEFT resolves "all-linear" in place

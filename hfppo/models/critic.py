@@ -24,6 +24,8 @@ from hfppo.saving.compare_adapters import describe_adapter, find_differences
 CRITIC_FOLDER = "critic"
 CRITIC_WEIGHTS = "critic.safetensors"
 CRITIC_CONFIG = "critic_config.json"
+# LoRA on the actor's base; the actor's hidden states; the same without a gradient to the actor.
+CRITIC_KINDS = ("adapter", "shared", "shared_detached")
 
 
 class ValueHead(nn.Linear):
@@ -44,11 +46,10 @@ class Critic(nn.Module):
     """A value head, on a trunk of its own or on the actor's hidden states.
 
     Args:
-        kind: "adapter" (LoRA on the actor's base), "shared" (the actor's hidden states) or "model" (LoRA on another).
-        trunk: hidden states from token ids, or None for "shared".
+        kind: one of `CRITIC_KINDS`, or "model" (LoRA on another model).
+        trunk: hidden states from token ids, or None for the actor's.
         hidden_size: width of the hidden states.
         base: name of the separate model, kept in the saved folder.
-        detach: with "shared", keep the value loss from the actor's weights.
         layers: with "adapter", how many layers it adapts, the top ones; None: all.
     """
 
@@ -58,12 +59,12 @@ class Critic(nn.Module):
         trunk: nn.Module | None,
         hidden_size: int,
         base: str | None = None,
-        detach: bool = False,
         layers: int | None = None,
     ):
         super().__init__()
-        self.kind, self.base, self.detach, self.hidden_size = kind, base, detach, hidden_size
+        self.kind, self.base, self.hidden_size = kind, base, hidden_size
         self.layers = layers
+        self.detach = kind == "shared_detached"  # keeps the value loss from the actor's weights
         self.trunk = trunk
         self.value_head = ValueHead(hidden_size)
 
@@ -152,7 +153,7 @@ class Critic(nn.Module):
 class CriticSource:
     """What a critic is built from."""
 
-    model: str | PreTrainedModel  # "adapter", "shared" or a loaded model
+    model: str | PreTrainedModel  # one of CRITIC_KINDS, or a loaded model
     folder: Path | None = None  # of its trained weights
     layers: int | None = None  # of an adapter: how many layers it adapts; None: all
 
@@ -194,12 +195,12 @@ def find_critic(critic: str | PreTrainedModel | CriticSource, **init_kwargs: Any
     """
     if isinstance(critic, CriticSource):
         return critic
-    if isinstance(critic, PreTrainedModel) or critic in ("adapter", "shared"):
+    if isinstance(critic, PreTrainedModel) or critic in CRITIC_KINDS:
         return CriticSource(critic)
     if not isinstance(critic, str):
         raise TypeError(
-            f"critic is of type {type(critic).__name__}, not 'adapter', 'shared', a model, or the id or path of one; "
-            "of a model with an adapter save merge_and_unload(), and give the folder"
+            f"critic is of type {type(critic).__name__}, not {', '.join(map(repr, CRITIC_KINDS))}, a model, or the id "
+            "or path of one; of a model with an adapter save merge_and_unload(), and give the folder"
         )
     options = hub_options(init_kwargs)
     if (folder := find_saved_critic(critic, **options)) is not None:
@@ -220,8 +221,8 @@ def find_critic(critic: str | PreTrainedModel | CriticSource, **init_kwargs: Any
         )
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"critic={critic!r} is not 'adapter', 'shared', a folder or repository with a saved critic, or the id or "
-            f"path of a model: {error}"
+            f"critic={critic!r} is not {', '.join(map(repr, CRITIC_KINDS))}, a folder or repository with a saved "
+            f"critic, or the id or path of a model: {error}"
         ) from error
     if any(name.startswith("score") for name in info["missing_keys"]):
         nn.init.zeros_(model.score.weight)  # a causal language model has no such head; the new one would be random
@@ -247,15 +248,15 @@ def find_saved_critic(name: str, **options: Any) -> Path | None:
     return Path(config).parent
 
 
-def build_critic(source: CriticSource, base: PreTrainedModel, peft_config: PeftConfig, detach: bool) -> Critic:
+def build_critic(source: CriticSource, base: PreTrainedModel, peft_config: PeftConfig) -> Critic:
     """Build the critic, before an adapter is put on the base."""
     # Some models project their states to another width before the head.
     width = getattr(base.get_output_embeddings(), "in_features", base.config.get_text_config().hidden_size)
     if isinstance(source.model, PreTrainedModel):
         check_placement("critic", source.model)
         built = critic_from_model(source.model, peft_config)
-    elif source.model == "shared":
-        built = Critic("shared", None, width, detach=detach).to(base.device)
+    elif source.model != "adapter":
+        built = Critic(source.model, None, width).to(base.device)
     else:
         trunk = add_adapter(shared_copy(base), peft_config, source.layers)
         built = Critic("adapter", trunk, width, layers=source.layers)

@@ -3,6 +3,7 @@
 from transformers import TrainerCallback
 
 from hfppo.callbacks.adaptive_kl import AdaptiveKLCallback
+from hfppo.callbacks.clip_metrics import ClipMetricsCallback
 from hfppo.reporting.completions import PrintCompletionsCallback
 from hfppo.reporting.health import HealthCallback
 from hfppo.reporting.log_file import LogFileCallback
@@ -14,7 +15,19 @@ def with_default_callbacks(callbacks: list[TrainerCallback] | None, log_completi
     # Trainer takes classes as well.
     made = [callback() if isinstance(callback, type) else callback for callback in callbacks or []]
     if not any(isinstance(callback, HealthCallback) for callback in made):
-        targets = [callback.target for callback in made if isinstance(callback, AdaptiveKLCallback)]
-        made.append(HealthCallback(kl_to_the_reference=2 * targets[0]) if targets else HealthCallback())
+        made.append(HealthCallback(**limits_of_targets(made)))
     wanted = [LogFileCallback, PlotCallback, *([PrintCompletionsCallback] if log_completions else [])]
     return made + [kind() for kind in wanted if not any(isinstance(callback, kind) for callback in made)]
+
+
+def limits_of_targets(callbacks: list[TrainerCallback]) -> dict[str, float]:
+    """Return the limits of the health checks whose metric a callback steers to a target; the first such counts."""
+    limits: dict[str, float] = {}
+    for callback in reversed(callbacks):
+        if isinstance(callback, AdaptiveKLCallback):
+            limits["kl_to_the_reference"] = 2 * callback.target
+        if not isinstance(callback, ClipMetricsCallback) or callback.target is None:
+            continue
+        if (callback.metric, callback.then) == ("policy/approx_kl", "stop"):
+            limits["approximate_kl"] = callback.target
+    return limits

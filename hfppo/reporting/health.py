@@ -86,12 +86,12 @@ def clip_fraction(run: Run, limit: float = 0.3) -> str | None:
 
 
 def approximate_kl(run: Run, limit: float = 0.1) -> str | None:
-    """Nats per token that a rollout's updates may move the policy; `target_kl` takes the place of the limit."""
+    """Nats per token that a rollout's updates may move the policy."""
     return run.explain(
-        run.above("policy/approx_kl", limit if run.args.target_kl is None else run.args.target_kl),
+        run.above("policy/approx_kl", limit),
         "each rollout's updates move the policy far from the one that sampled",
         "steps that are too large; too many steps on one rollout",
-        "lower {learning_rate}, or {num_ppo_epochs}; or let {target_kl} end rollouts early",
+        "lower {learning_rate}, or {num_ppo_epochs}; or let a ClipMetricsCallback end rollouts early",
     )
 
 

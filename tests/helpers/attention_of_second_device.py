@@ -31,7 +31,6 @@ trainer = PPOTrainer(
         **{**SMALL, "use_cpu": False},
         output_dir=str(OUT / "out"),
         model_init_kwargs=attention,
-        critic_init_kwargs=attention,
     ),
     train_dataset=Dataset.from_list([{"prompt": f"{a}+{b}="} for a in range(4) for b in range(4)]),
     processing_class=character_tokenizer(),

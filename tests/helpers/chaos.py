@@ -34,7 +34,7 @@ from transformers import TrainerCallback
 
 from helpers.agents import Chatter, talking_trainer
 from helpers.processes import freeze_imports
-from helpers.runs import SMALL, count_digits, final_state, logs
+from helpers.runs import SMALL, count_digits, final_state, logs, stops_at_kl
 from helpers.tiny import LORA, tiny_model
 from hfppo import AdaptiveKLCallback, PPOConfig, PPOTrainer
 
@@ -50,7 +50,7 @@ VARIANTS = {
     "adapter": ({"normalize_scores": True}, "adapter"),
     "shared": ({"critic_warmup": 1, "save_total_limit": 2}, "shared"),
     "groups": (
-        {"advantage_estimator": "grpo", "num_generations": 2, "target_kl": 0.02, "save_steps": 2},
+        {"advantage_estimator": "grpo", "num_generations": 2, "save_steps": 2},
         "adapter",
     ),
     "pretraining": (
@@ -95,6 +95,7 @@ def make_trainer(out: str, variant: str, steps: int) -> PPOTrainer:
     config, critic = VARIANTS[variant]
     given = {**CONFIG, **config, "max_steps": steps}
     callbacks = [AdaptiveKLCallback(target=0.01, horizon=100), Tell()]
+    callbacks += [stops_at_kl(0.02)] if variant == "groups" else []
     if variant == "environment":
         return talking_trainer(out, given, environment_factory=lambda: MortalChatter(out), callbacks=callbacks)
     return PPOTrainer(

@@ -76,7 +76,7 @@ CALLS = {
     "clip_fractions": lambda x: clip_fractions(x.a, x.b, x.c, dual_clip=3.0),
     "value_loss": lambda x: value_loss(x.a, x.b, x.c),
     "value_clipped": lambda x: value_clipped(x.a, x.b, x.c),
-    "importance_weights": lambda x: importance_weights(x.a, x.b, x.mask, correction="mask"),
+    "importance_weights": lambda x: importance_weights(x.a, x.b, x.mask, "token_mask"),
     "effective_sample_size": lambda x: effective_sample_size(x.a, x.mask),
     "reduce": lambda x: tuple(reduce(x.b, x.mask, mode, max_length=3) for mode in REDUCTIONS),
 }

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hfppo import Rollout
+from hfppo import ClipMetricsCallback, Rollout
 from hfppo.learn.micro_batches import MiniBatchSize
 
 
@@ -20,6 +20,11 @@ def read_log(folder: str | Path) -> list[dict[str, Any]]:
 def count_digits(completions, **kwargs) -> list[float]:
     """A reward that a few steps can raise: the share of digits in the completion."""
     return [sum(c.isdigit() for c in text) / max(len(text), 1) for text in completions]
+
+
+def stops_at_kl(target: float) -> ClipMetricsCallback:
+    """Ends the use of a rollout with the first step whose KL exceeds the target."""
+    return ClipMetricsCallback(target, by="approx_kl", then="stop")
 
 
 SMALL = {

@@ -2,6 +2,7 @@
 
 import atexit
 import json
+import math
 import os
 import sys
 import time
@@ -14,7 +15,7 @@ from datasets import Dataset
 
 from helpers.agents import TALK, talking_trainer
 from helpers.processes import freeze_imports
-from helpers.runs import SMALL, count_digits
+from helpers.runs import SMALL, count_digits, stops_at_kl
 from helpers.tiny import LORA, ragged_model
 from hfppo import AdaptiveKLCallback, PPOConfig, PPOTrainer, TokenTraceCallback
 from hfppo.learn.micro_batches import MiniBatchSize
@@ -51,7 +52,7 @@ VARIANTS = [
         "critic_layers": 1,
         "whiten_rewards": True,
         "lam_critic": 1.0,
-        "target_kl": 1e-3,
+        "stop_at": 1e-3,
         "entropy_coef": 0.01,
     },
     {"talks": True, "gamma_turn": 0.9, "max_completion_length": 40, "max_tokens_per_micro_batch": 100},
@@ -59,8 +60,9 @@ VARIANTS = [
 DATASET = Dataset.from_list([{"prompt": f"请问{a}+{b}=", "answer": str(a + b)} for a in range(4) for b in range(3, 7)])
 
 
-def make(name: str, talks: bool = False, **config) -> PPOTrainer:
-    config, callbacks = {**CONFIG, **config}, [AdaptiveKLCallback(target=0.01, horizon=100)]
+def make(name: str, talks: bool = False, stop_at: float = math.inf, **config) -> PPOTrainer:
+    callbacks = [AdaptiveKLCallback(target=0.01, horizon=100), stops_at_kl(stop_at)]
+    config = {**CONFIG, **config}
     if talks:
         trainer = talking_trainer(OUT / name, config, eval_dataset=TALK.select(range(7)), callbacks=callbacks)
     else:
