@@ -269,11 +269,9 @@ class PPOConfig(TrainingArguments):
         default=0,
         metadata={"help": "Completions to whose returns the critic is fitted before PPO begins (arXiv:2503.01491)."},
     )
-    critic_pretraining_patience: Count = field(default=3, metadata={"help": "Epochs without gain that end the fit."})
     critic_pretraining_learning_rate: Positive | None = field(
         default=None, metadata={"help": "Learning rate of the pretraining at its beginning; None: the critic's."}
     )
-    critic_pretraining_epochs: Count = field(default=50, metadata={"help": "The most epochs of the pretraining."})
     critic_warmup: Annotated[int, AT_LEAST_0] = field(
         default=0, metadata={"help": "Rollouts at the start that train the critic only; the actor does not move."}
     )

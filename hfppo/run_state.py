@@ -39,34 +39,6 @@ class RunningMoments:
 
 
 @dataclass
-class PretrainingProgress:
-    """How far the critic's pretraining is."""
-
-    rollouts: int = 0  # of the run's prompts, taken for it so far
-    epoch: int = 0  # epochs finished
-    step: int = 0  # optimizer steps made in the epoch that is running
-    loss: float = 0.0  # the sum of their losses on this process
-    work: int = 0  # optimizer steps, with `updates_per_rollout` for each rollout; `save_steps` counts it
-    held_out: list[dict[str, float]] = field(default_factory=list)  # measured before the first epoch, and after each
-    completions: int = 0  # collected on all processes
-    done: bool = False
-
-    @property
-    def best_epoch(self) -> int:
-        """The epoch after which the critic explained most of the held-out part; 0: before the first."""
-        explained = [measured.get("r2", -math.inf) for measured in self.held_out]
-        return explained.index(max(explained))
-
-    def results(self) -> dict[str, float]:
-        """Return the measures of the critic that was kept, by the names in `all_results.json`; empty without any."""
-        if not self.held_out:
-            return {}
-        counts = {"critic_pretraining_completions": self.completions, "critic_pretraining_epochs": self.epoch}
-        kept = self.held_out[self.best_epoch]
-        return {**{f"critic_pretraining_{name}": value for name, value in kept.items()}, **counts}
-
-
-@dataclass
 class PPOState:
     """Where a run stands between two optimizer steps; part of every checkpoint. Only the trainer writes it.
 
@@ -84,12 +56,13 @@ class PPOState:
     last_step: int = 0  # global step at which the next one is due; a callback may bring it forward
     skipped_steps: int = 0  # of this run, left out at a rollout's end where completions count the run's length
     score_moments: RunningMoments = field(default_factory=RunningMoments)  # for `normalize_scores`
-    critic_pretraining: PretrainingProgress = field(default_factory=PretrainingProgress)
+    pretraining_rollouts: int = 0  # collected for the critic's pretraining
+    pretraining_results: dict[str, float] = field(default_factory=dict)  # by name in `all_results.json`; {} until done
 
     @property
     def next_rollout(self) -> int:
         """The number, from 0, of the next rollout's prompts and random draws; pretraining has taken the first ones."""
-        return self.critic_pretraining.rollouts + self.rollouts
+        return self.pretraining_rollouts + self.rollouts
 
     def state_dict(self) -> dict[str, Any]:
         """The fields as plain values."""
@@ -99,6 +72,5 @@ class PPOState:
     def from_state_dict(cls, state: dict[str, Any]) -> "PPOState":
         """Make the state that `state_dict` described."""
         moments = RunningMoments(**state["score_moments"])
-        progress = PretrainingProgress(**state.get("critic_pretraining", {}))  # earlier versions had none
         known = {f.name: state[f.name] for f in fields(cls) if f.name in state}  # earlier versions had others
-        return cls(**{**known, "score_moments": moments, "critic_pretraining": progress})
+        return cls(**{**known, "score_moments": moments})

@@ -5,6 +5,7 @@ the optimizer; the hooks below answer for PPO.
 """
 
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -16,7 +17,6 @@ from datasets import Dataset, IterableDataset
 from peft import PeftConfig, PeftModel
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 from transformers import (
     EvalPrediction,
@@ -42,7 +42,7 @@ from hfppo.functional import Clip
 from hfppo.generation import Sampler, make_sampler
 from hfppo.generation.sampler_check import check_sampler
 from hfppo.input_checks import check_arguments, check_output_folder
-from hfppo.learn.critic_pretraining import CriticPretraining
+from hfppo.learn.critic_pretraining import CriticPretraining, with_full_returns
 from hfppo.learn.flops import FlopCounter
 from hfppo.learn.loss import LossTerm, measure_update, ppo_loss, ppo_terms
 from hfppo.learn.micro_batches import MiniBatchSize, cut_mini_batch, join_sequences
@@ -211,7 +211,6 @@ class PPOTrainer(CrashSafeTrainer):
         """Forget the rollout and the metrics of an earlier run."""
         self.ppo_state.skipped_steps = 0
         self._run = Run(self.model, self.accelerator, self.args)
-        self._run.pretraining = self._begin_pretraining()
 
     def create_sampler(self, eos_ids: list[int]) -> Sampler:
         """Return the sampler that completes prompts; a subclass may return its own.
@@ -294,8 +293,7 @@ class PPOTrainer(CrashSafeTrainer):
         if self._just_in_time is not None and self._just_in_time.save_between_steps(self.control):
             return [], MiniBatchSize(0, 0)
         self._prepare_model()  # also where a checkpoint brings a rollout
-        if not self._pretrain_critic():
-            return [], MiniBatchSize(0, 0)
+        self._pretrain_critic()
         for _ in range(num_batches):
             next(epoch_iterator)
         mini_batch = self._next_mini_batch()
@@ -335,38 +333,21 @@ class PPOTrainer(CrashSafeTrainer):
             self.ppo_state.score_moments = collected.moments
         return collected
 
-    def _begin_pretraining(self) -> CriticPretraining | None:
-        """Return the pretraining that is due, from its beginning; None if it is done or PPO has begun."""
-        progress = self.ppo_state.critic_pretraining
-        if not self.args.critic_pretraining_completions or progress.done or self.ppo_state.rollouts:
-            return None
-        return CriticPretraining(self.collector, progress)
-
-    def _pretrain_critic(self) -> bool:
-        """Pretrain the critic if that is due; return False if a signal ended the run before it was done."""
-        if (pretraining := self._run.pretraining) is None:
-            return True
+    def _pretrain_critic(self) -> None:
+        """Pretrain the critic if that is asked for and was not done; callbacks see its logs only."""
+        state = self.ppo_state
+        if not self.args.critic_pretraining_completions or state.pretraining_results or state.rollouts:
+            return
+        began, collector = time.perf_counter(), with_full_returns(self.collector)
+        state.pretraining_rollouts, rollouts = 0, []
         with self._progress.phase("time/critic_pretraining"):
-            collect, show = self._collect_for_pretraining, self._progress.advance
-            for _ in pretraining.run(self.optimizer, collect, self.log, show):
-                if self._just_in_time is not None and self._just_in_time.save_if_asked(self.control):
-                    return False
-                if self.args.save_strategy == SaveStrategy.STEPS and pretraining.save_is_due(self.state.save_steps):
-                    self.save_checkpoint()
-        self._run.pretraining = None
-        scheduler = cast(LRScheduler, self.lr_scheduler)
-        for group, rate in zip(cast(Optimizer, self.optimizer).param_groups, scheduler.get_last_lr(), strict=True):
-            group["lr"] = rate
+            while state.pretraining_rollouts < self.args.critic_pretraining_rollouts:
+                rollouts.append(self._collect_next(collector).rollout)
+                state.pretraining_rollouts += 1
+            pretraining = CriticPretraining(self.model, self.accelerator, self.args, self.optimizer, self.log)
+            state.pretraining_results = pretraining.fit(rollouts, began)
         if self.args.save_strategy != SaveStrategy.NO:
             self.save_checkpoint()
-        return True
-
-    def _collect_for_pretraining(self) -> Rollout:
-        """Collect a rollout with λ = 1 returns, without firing callbacks."""
-        assert self._run.pretraining is not None
-        rollout = self._collect_next(self._run.pretraining.collector).rollout
-        self.ppo_state.critic_pretraining.rollouts += 1
-        return rollout
 
     def rollout(self, /, prompts: Sequence[str] | Sequence[list[dict[str, Any]]], **columns: Sequence[Any]) -> Rollout:
         """Collect a rollout for given prompts, on the CPU; training does not notice.
@@ -474,13 +455,13 @@ class PPOTrainer(CrashSafeTrainer):
         return super()._get_grad_norm(model, self._clip_gradients(math.inf) if grad_norm is None else grad_norm)
 
     def _before_step(self) -> None:
-        if self._run.pretraining is None:
+        if self._run.rollout is not None:
             factor = self.ppo_state.learning_rate_factor
             self._run.before_step(cast(Optimizer, self.optimizer), self._plan.moves_actor, factor)
 
     def _after_step(self) -> None:
         """Call the callbacks after an optimizer step, and end the rollout's use if one of them asks for it."""
-        if self._run.pretraining is not None:
+        if self._run.rollout is None:
             return
         step = self._run.end_step(cast(Optimizer, self.optimizer), self.state.global_step - self.ppo_state.first_step)
         if self._call_callbacks("on_mini_batch_end", step=step).should_end_rollout:
@@ -557,8 +538,6 @@ class PPOTrainer(CrashSafeTrainer):
         in_use = run.rollout if made < self.ppo_state.last_step else None
         steps = [] if in_use is None else run.steps
         self._checkpoint.save(folder, Standing(self.ppo_state, run.metrics_to_save(made), steps, in_use))
-        if run.pretraining is not None:
-            run.pretraining.save(folder)
 
     def load_run_state(self, folder: str) -> None:
         """Read where PPO stands, and the critic, which upstream does not load."""
@@ -568,9 +547,6 @@ class PPOTrainer(CrashSafeTrainer):
         self.state.max_steps -= self.ppo_state.skipped_steps
         if not self.is_deepspeed_enabled:  # its own checkpoint holds the critic
             self.model.load_critic(folder)
-        if (pretraining := self._begin_pretraining()) is not None:
-            pretraining.load(folder)
-        self._run.pretraining = pretraining
 
     # Logs, callbacks and the card
 

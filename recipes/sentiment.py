@@ -76,7 +76,7 @@ def main(script_args: SentimentArguments, args: PPOConfig, model_args: Sentiment
     result = trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     trainer.save_model()
     trainer.save_state()
-    metrics = result.metrics | trainer.ppo_state.critic_pretraining.results()
+    metrics = result.metrics | trainer.ppo_state.pretraining_results
     trainer.log_metrics("train", metrics)
     trainer.save_metrics("train", metrics)
     measure("after")

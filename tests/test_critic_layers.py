@@ -149,7 +149,7 @@ def test_a_half_precision_starts_from_states_of_its_own_dtype():
 nightly = pytest.mark.nightly
 RUNS = {
     "no reference, cut finely": {"kl_coef": 0.0, "max_tokens_per_micro_batch": 24, "gradient_accumulation_steps": 2},
-    "pretraining": {"critic_pretraining_completions": 16, "critic_pretraining_epochs": 2, "num_critic_epochs": 3},
+    "pretraining": {"critic_pretraining_completions": 16, "num_critic_epochs": 3},
     "shared prompts": {"num_generations": 4},
     "bypass, bootstrapped": {"policy_mode": "bypass", "bootstrap_truncated": True},
     "checkpointing": {"activation_checkpointing": True},
@@ -256,8 +256,8 @@ def trainable_of_trunk(model: ActorCritic) -> set[str]:
     return {name for name, p in model.critic.trunk.named_parameters() if p.requires_grad}
 
 
-def test_a_run_resumes_within_a_rollout_and_within_pretraining(make_trainer, tmp_path):
-    config = {"critic_layers": 2, "critic_pretraining_completions": 16, "critic_pretraining_epochs": 2}
+def test_a_run_resumes_within_a_rollout_and_after_pretraining(make_trainer, tmp_path):
+    config = {"critic_layers": 2, "critic_pretraining_completions": 16}
     config |= {"save_strategy": "steps", "save_steps": 1, "max_steps": 2}
     straight = make_trainer(config, model=deep())
     straight.train()

@@ -1,9 +1,7 @@
-"""The critic's pretraining: what it fits, what it leaves alone, when it stops, and that it resumes bit for bit."""
+"""The critic's pretraining: what it fits, what it leaves alone, when it stops, and what a kill leaves."""
 
 import math
-import shutil
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,22 +10,15 @@ from datasets import Dataset
 from helpers.agents import VOCAB_SIZE, Counting, calling_tokenizer
 from helpers.runs import final_state, untimed_logs
 from helpers.tiny import tiny_model
-from hfppo import PPOCallback
+from hfppo import PPOCallback, Rollout
 from hfppo.functional import turn_ends, turn_factors
-from hfppo.learn.critic_pretraining import (
-    join_rollouts,
-    r_squared,
-    rows_held_out,
-    sum_by_part,
-)
+from hfppo.learn.critic_pretraining import CriticPretraining, r_squared, rows_held_out, sum_by_part
 from hfppo.models.critic import CRITIC_FOLDER
-from hfppo.run_state import PretrainingProgress
+from hfppo.rollout import join_rollouts
 
 # Rollouts of 8, so 4 of them; an epoch makes 3 or 4 steps of a mini-batch of at least 8.
 CONFIG = {
     "critic_pretraining_completions": 26,
-    "critic_pretraining_patience": 2,
-    "critic_pretraining_epochs": 4,
     "num_mini_batches": 1,
     "per_device_train_batch_size": 4,
     "gradient_accumulation_steps": 2,
@@ -58,6 +49,18 @@ def pretrained(make_trainer, config=None, **kwargs):
     trainer = make_trainer({**CONFIG, **(config or {})}, train_dataset=PROMPTS, **kwargs)
     trainer.train()
     return trainer
+
+
+def collected(monkeypatch) -> list[Rollout]:
+    """Return a list that will hold the rollouts of the pretraining."""
+    kept, fit = [], CriticPretraining.fit
+
+    def keep(self, rollouts, *args):
+        kept.extend(rollouts)
+        return fit(self, rollouts, *args)
+
+    monkeypatch.setattr(CriticPretraining, "fit", keep)
+    return kept
 
 
 def logged_epochs(trainer) -> list[dict[str, float]]:
@@ -93,49 +96,63 @@ def test_the_weights_after_the_best_epoch_are_kept(make_trainer):
         assert all(torch.equal(tensor, weights[name]) for name, tensor in best_so_far.items()), epoch
     for name, tensor in watch.first.items():
         assert torch.equal(tensor, watch.epochs[best][name]), name
-    results = trainer.ppo_state.critic_pretraining.results()
+    results = trainer.ppo_state.pretraining_results
     assert results["critic_pretraining_r2"] == max(explained)
     assert results["critic_pretraining_completions"] == 32
     assert results["critic_pretraining_epochs"] == len(explained) - 1
 
 
 @pytest.mark.parametrize(
-    ("explained", "over"),
+    ("explained", "rates"),
     [
-        ([0.0], False),
-        ([0.0, 0.1, 0.05], False),
-        ([0.0, 0.1, 0.05, 0.1], True),  # equal is no rise
-        ([0.0, -0.1, -0.2], True),
-        ([0.0, 0.1, 0.2, 0.3, 0.4], True),  # the limit
+        ([0.0, 0.1, 0.2, 0.2, 0.1, 0.15], [0.8, 0.8, 0.8, 0.4, 0.2]),  # equal is no gain
+        ([0.0, -0.1, -0.2, -0.3], [0.8, 0.4, 0.2]),
+        ([0.0, -0.1, -0.2, 0.1, 0.0, 0.05, 0.1], [0.8, 0.4, 0.2, 0.2, 0.1, 0.05]),
+        ([None, None, None, None], [0.8, 0.4, 0.2]),  # returns that do not vary
+        ([None, 0.1, 0.1, 0.1, 0.1], [0.8, 0.8, 0.4, 0.2]),
     ],
 )
-def test_when_it_stops(make_trainer, explained, over):
-    trainer = make_trainer(CONFIG)
-    trainer._run.pretraining.progress.held_out = [{"r2": x} for x in explained]
-    trainer._run.pretraining.progress.epoch = len(explained) - 1
-    assert trainer._run.pretraining.is_over() == over
+def test_three_epochs_without_gain_end_it_and_each_halves_the_rate(make_trainer, monkeypatch, explained, rates):
+    measures = iter([{} if x is None else {"r2": x} for x in explained])
+    monkeypatch.setattr(CriticPretraining, "measure", lambda self, testing: next(measures))
+    used, train_epoch = [], CriticPretraining.train_epoch
+
+    def note(self, *args):
+        loss = train_epoch(self, *args)
+        used.append({group["lr"] for group in self.optimizer.param_groups})
+        return loss
+
+    monkeypatch.setattr(CriticPretraining, "train_epoch", note)
+    trainer = pretrained(make_trainer, {"critic_pretraining_learning_rate": 0.8, "max_steps": 1})
+    assert next(measures, "over") == "over"
+    assert used == [{rate} for rate in rates]
+    best = max((x for x in explained if x is not None), default=None)
+    assert trainer.ppo_state.pretraining_results.get("critic_pretraining_r2") == best
+
+
+def test_it_ends_after_the_most_epochs(make_trainer, monkeypatch):
+    monkeypatch.setattr("hfppo.learn.critic_pretraining.MAX_EPOCHS", 4)
+    rising = iter(range(9))
+    monkeypatch.setattr(CriticPretraining, "measure", lambda self, testing: {"r2": float(next(rising))})
+    trainer = pretrained(make_trainer, {"max_steps": 1})
+    assert trainer.ppo_state.pretraining_results["critic_pretraining_epochs"] == 4
 
 
 def test_returns_that_do_not_vary_end_it(make_trainer):
     trainer = pretrained(make_trainer, reward_funcs=lambda completions, **_: [1.0] * len(completions))
-    progress = trainer.ppo_state.critic_pretraining
-    assert progress.held_out == [{}] * 3
-    assert (progress.done, progress.best_epoch) == (True, 0)
+    assert [set(entry) & {"critic_pretraining/r2"} for entry in logged_epochs(trainer)] == [set()] * 4
+    assert trainer.ppo_state.pretraining_results == {
+        "critic_pretraining_completions": 32,
+        "critic_pretraining_epochs": 3,
+    }
 
 
-def test_it_is_fitted_to_all_rewards_that_follow(make_trainer):
+def test_it_is_fitted_to_all_rewards_that_follow(make_trainer, monkeypatch):
     """λ = 1 whatever PPO uses."""
-    trainer = make_trainer({**CONFIG, "lam": 0.5, "lam_critic": 0.3, "gamma": 0.9}, train_dataset=PROMPTS)
-    kept = []
-    pretraining_of = trainer._begin_pretraining
-
-    def begin():
-        kept.append(pretraining_of())
-        return kept[-1]
-
-    trainer._begin_pretraining = begin
-    trainer.train()
-    for rollout in kept[-1].rollouts:
+    rollouts = collected(monkeypatch)
+    pretrained(make_trainer, {"lam": 0.5, "lam_critic": 0.3, "gamma": 0.9})
+    assert len(rollouts) == 4
+    for rollout in rollouts:
         expected = torch.zeros(len(rollout))
         for t in reversed(range(rollout.mask.shape[1])):
             expected = torch.where(rollout.mask[:, t], rollout.rewards[:, t] + 0.9 * expected, expected)
@@ -145,10 +162,7 @@ def test_it_is_fitted_to_all_rewards_that_follow(make_trainer):
 
 def test_episodes_of_several_turns(make_trainer, monkeypatch):
     """Rewards of turns, context between them, and no λ between turns either."""
-    kept = []
-    monkeypatch.setattr(
-        "hfppo.learn.critic_pretraining.join_rollouts", lambda parts: kept.extend(parts) or join_rollouts(parts)
-    )
+    kept = collected(monkeypatch)
     config = {"lam_turn": 0.2, "gamma_turn": 0.9, "max_completion_length": 40, "max_tool_calling_iterations": 2}
     prompts = [{"prompt": [{"role": "user", "content": f"go {n}"}], "start": n} for n in range(9)]
     trainer = make_trainer(
@@ -168,8 +182,7 @@ def test_episodes_of_several_turns(make_trainer, monkeypatch):
             now = rollout.rewards[:, t] + gamma[:, t] * expected
             expected = torch.where(rollout.mask[:, t], now, expected)
             torch.testing.assert_close(rollout.returns[:, t], expected.where(rollout.mask[:, t], 0.0))
-    measured = trainer.ppo_state.critic_pretraining.held_out
-    assert {"r2", "r2_start"} <= measured[0].keys()
+    assert {"critic_pretraining/r2", "critic_pretraining/r2_start"} <= logged_epochs(trainer)[0].keys()
 
 
 def test_ppo_begins_with_its_moments_and_the_rates_of_the_schedule(make_trainer):
@@ -191,18 +204,6 @@ def test_ppo_begins_with_its_moments_and_the_rates_of_the_schedule(make_trainer)
     assert not any("time/update" in entry for entry in logged_epochs(trainer))
 
 
-@pytest.mark.parametrize(
-    ("explained", "rate"),
-    [([0.0], 0.8), ([0.0, 0.1], 0.8), ([0.0, 0.1, 0.1], 0.4), ([0.0, 0.1, 0.05, 0.2], 0.4), ([0.1, 0.0, 0.05], 0.2)],
-)
-def test_the_rate_is_halved_after_an_epoch_without_gain(make_trainer, explained, rate):
-    trainer = make_trainer({**CONFIG, "critic_pretraining_learning_rate": 0.8})
-    optimizer = trainer.create_optimizer()
-    trainer._run.pretraining.progress.held_out = [{"r2": x} for x in explained]
-    trainer._run.pretraining.set_learning_rate(optimizer)
-    assert {group["lr"] for group in optimizer.param_groups} == {rate}
-
-
 def test_its_prompts_come_first_and_count_as_episodes(make_trainer):
     watch = Watch()
     trainer = pretrained(make_trainer, {"max_steps": -1, "total_episodes": 48}, callbacks=[watch])
@@ -215,37 +216,41 @@ def test_its_prompts_come_first_and_count_as_episodes(make_trainer):
         make_trainer({**CONFIG, "total_episodes": 32})
 
 
-class CopyCheckpoints(PPOCallback):
-    """Copies checkpoint-0 each time it is written."""
-
-    def __init__(self, folder: Path):
-        self.folder, self.number = folder, 0
-
-    def on_save(self, args, state, control, **kwargs):
-        if state.global_step == 0:
-            shutil.copytree(Path(args.output_dir) / "checkpoint-0", self.folder / f"{self.number}" / "checkpoint-0")
-            self.number += 1
+class Killed(Exception):
+    """Ends a run as a kill does: nothing is saved after it."""
 
 
 @pytest.mark.parametrize("critic", ["adapter", pytest.param("shared", marks=pytest.mark.slow)])
-def test_resuming_it_equals_the_straight_run(make_trainer, tmp_path, critic):
-    """From each rollout, from within an epoch, from its end, and from the end of the pretraining."""
-    saving = {"save_strategy": "steps", "save_steps": 1, "normalize_scores": True}
-    copies = CopyCheckpoints(tmp_path / "copies")
-    straight = pretrained(make_trainer, saving, critic=critic, callbacks=[copies])
-    assert copies.number > 10
-    for number in (0, 3, 5, 8, copies.number - 1):
-        config = {**CONFIG, **saving, "output_dir": str(tmp_path / f"resumed-{number}")}
-        resumed = make_trainer(config, train_dataset=PROMPTS, critic=critic)
-        resumed.train(resume_from_checkpoint=str(tmp_path / "copies" / f"{number}" / "checkpoint-0"))
-        assert resumed.ppo_state == straight.ppo_state
-        expected, got = final_state(straight), final_state(resumed)
+def test_a_run_that_is_killed_in_it_begins_it_again_and_ends_in_the_same_bits(make_trainer, tmp_path, critic):
+    def run(name, **kwargs):
+        config = {**CONFIG, "output_dir": str(tmp_path / name), "save_strategy": "steps", "save_steps": 1}
+        return make_trainer({**config, "normalize_scores": True}, train_dataset=PROMPTS, critic=critic, **kwargs)
+
+    def kill(args, state, control, logs=None, **kwargs):
+        if logs.get("critic_pretraining/epoch") == 2:
+            raise Killed
+
+    straight = run("straight")
+    straight.train()
+    callback = PPOCallback()
+    callback.on_log = kill
+    with pytest.raises(Killed):
+        run("killed", callbacks=[callback]).train()
+    assert not list((tmp_path / "killed").glob("checkpoint-*"))
+    again = run("killed")
+    again.train()
+    after_it = run("resumed")
+    after_it.train(resume_from_checkpoint=str(tmp_path / "straight/checkpoint-0"))
+    expected = final_state(straight)
+    for other in (again, after_it):
+        assert other.ppo_state == straight.ppo_state
+        got = final_state(other)
         assert expected.keys() == got.keys()
-        assert [name for name in expected if not torch.equal(expected[name], got[name])] == [], number
-        assert untimed_logs(resumed)[:-1] == untimed_logs(straight)[:-1], number
+        assert [name for name in expected if not torch.equal(expected[name], got[name])] == []
+        assert untimed_logs(other)[:-1] == untimed_logs(straight)[:-1]
 
 
-def test_a_signal_ends_it_with_a_checkpoint(make_trainer, tmp_path):
+def test_a_signal_within_it_ends_the_run_with_a_checkpoint_after_it(make_trainer, tmp_path):
     """As upstream's signal handler asks for it, while an epoch is logged."""
     straight = pretrained(make_trainer)
     config = {"enable_jit_checkpoint": True, "output_dir": str(tmp_path / "told")}
@@ -259,7 +264,7 @@ def test_a_signal_ends_it_with_a_checkpoint(make_trainer, tmp_path):
     callback.on_log = on_log
     trainer.train()
     assert trainer.state.global_step == 0
-    assert trainer.ppo_state.critic_pretraining.epoch == 2
+    assert trainer.ppo_state.pretraining_results == straight.ppo_state.pretraining_results
     resumed = make_trainer({**CONFIG, **config}, train_dataset=PROMPTS)
     resumed.train(resume_from_checkpoint=True)
     expected, got = final_state(straight), final_state(resumed)
@@ -270,22 +275,24 @@ def test_the_saved_critic_is_where_the_next_run_begins(make_trainer, tmp_path):
     first = pretrained(make_trainer, {"save_strategy": "steps", "save_steps": 100})
     folder = tmp_path / "out/checkpoint-0"
     assert (folder / CRITIC_FOLDER).is_dir()
-    assert not list(folder.glob("critic_pretraining_*"))  # rollouts and optimizer are not needed any more
     second = pretrained(make_trainer, {"output_dir": str(tmp_path / "second")}, critic=str(folder))
-    best = first.ppo_state.critic_pretraining.results()["critic_pretraining_r2"]
+    best = first.ppo_state.pretraining_results["critic_pretraining_r2"]
     assert logged_epochs(second)[0]["critic_pretraining/r2"] == pytest.approx(best, abs=1e-5)
 
 
 def test_a_second_training_does_not_repeat_it(make_trainer):
     trainer = pretrained(make_trainer)
-    epochs = trainer.ppo_state.critic_pretraining.epoch
+    results = trainer.ppo_state.pretraining_results
     trainer.train()
-    assert trainer.ppo_state.critic_pretraining.epoch == epochs
+    assert trainer.ppo_state.pretraining_results is results
     assert logged_epochs(trainer) == []
 
 
 def test_an_optimizer_that_diverges_is_an_error(make_trainer):
-    with pytest.raises(FloatingPointError, match=r"not finite in epoch 1 of critic pretraining; lower"):
+    with pytest.raises(
+        FloatingPointError,
+        match=r"row \d+ of micro-batch 0 of step 1 .*not finite.* step of critic pretraining: lower",
+    ):
         pretrained(make_trainer, reward_funcs=lambda completions, **_: [1e25 * len(c) for c in completions])
 
 
@@ -344,9 +351,3 @@ def test_parts_are_thirds_of_each_completion(make_trainer):
     start, middle, end = [0, 1, 7, 14, 21], [3, 4, 8, 15], [5, 6, 9]
     for part, tokens in zip(sums, [start + middle + end, start, middle, end], strict=True):
         assert part.tolist() == [len(tokens), len(tokens), sum(tokens), sum(t * t for t in tokens)]
-
-
-def test_the_best_epoch_is_the_first_of_equals():
-    progress = PretrainingProgress(held_out=[{}, {"r2": 0.2}, {"r2": 0.2}])
-    assert progress.best_epoch == 1
-    assert PretrainingProgress().results() == {}

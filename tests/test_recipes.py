@@ -71,7 +71,7 @@ def test_help_shows_the_sizes_in_completions(tmp_path, monkeypatch, capsys, proc
 
 def test_arithmetic_leaves_what_trainers_examples_leave_and_resumes(tmp_path, few_rows, capsys):
     straight, resumed = str(tmp_path / "straight"), str(tmp_path / "resumed")
-    pretraining = ["--critic_pretraining_completions", "32", "--critic_pretraining_epochs", "2"]
+    pretraining = ["--critic_pretraining_completions", "32"]
     run_arithmetic(*few_rows, *pretraining, "--output_dir", straight)
     results = json.loads((tmp_path / "straight/all_results.json").read_text())
     for split in ("before", "after"):

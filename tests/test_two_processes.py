@@ -103,7 +103,7 @@ def test_several_processes_resume_bit_for_bit(several):
 
 
 def test_several_processes_hold_the_same_weights(several):
-    for name in ("straight", "straight_logs", "evaluation", "critic_first", "held_out"):
+    for name in ("straight", "straight_logs", "evaluation", "critic_first", "pretraining"):
         assert all(result[name] == several[0][name] for result in several)
 
 

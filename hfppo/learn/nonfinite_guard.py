@@ -25,6 +25,7 @@ class NonFiniteGuard:
     """Lets only finite steps through."""
 
     accelerator: Accelerator
+    remedy: str = "Lower learning_rate or raise the precision."  # ends the error
     micro_batches: list[MicroBatch] = field(default_factory=list)
 
     def record(self, batch: Rollout, loss: Tensor, terms: dict[str, Tensor]) -> None:
@@ -65,7 +66,7 @@ class NonFiniteGuard:
         )
         assert found is not None, "the processes disagree"
         made = "DeepSpeed has made the step" if deepspeed else "the step was not made"
-        raise NonFiniteError(f"{found.text}; {made}. Lower learning_rate or raise the precision.")
+        raise NonFiniteError(f"{found.text}; {made}. {self.remedy}")
 
 
 def measure_grad_norms(accelerator: Accelerator, parameters: dict[str, list[nn.Parameter]]) -> dict[str, Tensor]:

@@ -8,7 +8,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from hfppo.config import PPOConfig
-from hfppo.learn.critic_pretraining import CriticPretraining
 from hfppo.learn.nonfinite_guard import NonFiniteGuard
 from hfppo.learn.optimizer import ActorRate, GradientClipper
 from hfppo.metrics import Measures, Meter, StepSums, UpdateStep, merge_sums, parts_of, values_of
@@ -21,8 +20,7 @@ class Run:
 
     def __init__(self, model: ActorCritic, accelerator: Accelerator, args: PPOConfig):
         self.model, self.args = model, args
-        self.rollout: Rollout | None = None
-        self.pretraining: CriticPretraining | None = None  # while it is under way
+        self.rollout: Rollout | None = None  # None before the first one: in critic pretraining
         self.log = Meter()  # metrics until the next log
         self.steps: list[StepSums] = []  # of the steps on the rollout in use
         self.guard = NonFiniteGuard(accelerator)

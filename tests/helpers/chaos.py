@@ -53,10 +53,7 @@ VARIANTS = {
         {"advantage_estimator": "grpo", "num_generations": 2, "save_steps": 2},
         "adapter",
     ),
-    "pretraining": (
-        {"critic_pretraining_completions": 24, "critic_pretraining_epochs": 3, "save_steps": 2},
-        "adapter",
-    ),
+    "pretraining": ({"critic_pretraining_completions": 24, "save_steps": 2}, "adapter"),
     # Four steps per rollout: all checkpoints fall between the updates of one.
     "environment": ({"save_steps": 3, "gamma_turn": 0.9, "lam_turn": 0.7, "max_completion_length": 40}, "adapter"),
 }

@@ -136,7 +136,7 @@ result = {
     "resumed_logs": [logs(trainer) for trainer in resumed],
     "variants_logs": [logs(trainer) for trainer in variants],
     "critic_first": weights(critic_first),
-    "held_out": critic_first.ppo_state.critic_pretraining.held_out,
+    "pretraining": critic_first.ppo_state.pretraining_results,
     "gradients": gradients(probe),
     "evaluation": {k: v for k, v in probe.evaluate().items() if k.startswith(("eval_reward", "eval_completions"))},
     "traces": [trace.to_json() for trace in read_traces(trace_file(probe.args.output_dir, 1, "prompts"))],
