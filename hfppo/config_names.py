@@ -37,7 +37,7 @@ FORMER_NAMES = {
     "mismatch_correction": "vllm_importance_sampling_mode",
     "mismatch_cap": "vllm_importance_sampling_clip_max",
     "mismatch_floor": "1/vllm_importance_sampling_clip_max",
-    "positive_score": "1, as positive_nll_coef counts; scale the reward by reward_weights",
+    "positive_score": "always 1; scale the scores by reward_weights",
     "detach_shared_critic": "PPOTrainer's critic='shared_detached'",
     "target_kl": "ClipMetricsCallback(target, by='approx_kl', then='stop')",
     "peak_tflops": "time/update_tflops, to divide by your device's peak",
