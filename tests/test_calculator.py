@@ -15,7 +15,8 @@ from transformers import set_seed
 from helpers import fake_reasoning_gym
 from helpers.processes import ROOT
 from hfppo import PPOConfig
-from hfppo.environments.chat_format import make_chat_format
+from hfppo.environments.chat_format import make_chat_format, parse_turn
+from hfppo.environments.contract import tool_schema
 
 QUESTION = {"role": "user", "content": "Calculate 5 + 9."}
 
@@ -52,7 +53,7 @@ def test_template_and_parser_are_inverse(chatml):
         prefix = chat_format.render(before, add_generation_prompt=True)
         turn = chat_format.render([*before, message])[len(prefix) :]
         turn = turn[: turn.index(tokenizer.eos_token_id) + 1]
-        assert chat_format.parse(turn, prefix, [calculator_tool.calc]) == (message, False)
+        assert parse_turn(tokenizer, turn, prefix, [tool_schema("calc", calculator_tool.calc)]) == (message, False)
     text = tokenizer.decode(chat_format.reply_ids([{"role": "tool", "name": "calc", "content": "28"}]))
     assert text == "\n<|im_start|>tool\n28<|im_end|>\n<|im_start|>assistant\n"
 

@@ -200,6 +200,7 @@ def test_building_the_base_in_small(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.skipif("activation_checkpointing" not in PPOConfig.__dataclass_fields__, reason="transformers < 5.20")
 def test_the_road_from_demonstrations_to_ppo_in_small(tmp_path, few_rows, monkeypatch):
     """Three recipes of two steps each; the adapters of the first two feed the third."""
     monkeypatch.chdir(RECIPES.parent)
