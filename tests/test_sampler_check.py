@@ -6,6 +6,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText, set_seed
 
 from helpers.tiny import tiny_gpt2, tiny_model, tiny_of_type, tiny_opt, tiny_qwen3
 from hfppo.generation import TransformersSampler
+from hfppo.generation.key_values import CACHE
 from hfppo.generation.sampler_check import check_sampler
 from hfppo.models.actor_critic import ActorCritic
 from hfppo.models.loading import default_peft_config
@@ -77,12 +78,12 @@ class Stale(type(tiny_model())):
 
     rows: list[int]
 
-    def forward(self, input_ids, past_key_values=None, **kwargs):
-        if past_key_values is None or past_key_values.get_seq_length() == 0:
+    def forward(self, input_ids, **kwargs):
+        if kwargs.get(CACHE) is None or kwargs[CACHE].get_seq_length() == 0:
             self.rows = [len(input_ids)]
         elif [len(input_ids)] != self.rows:
             raise RuntimeError("The size of tensor a must match the size of tensor b")
-        return super().forward(input_ids=input_ids, past_key_values=past_key_values, **kwargs)
+        return super().forward(input_ids=input_ids, **kwargs)
 
 
 def test_a_model_that_keeps_the_rows_of_its_last_batch_does_not_continue():
