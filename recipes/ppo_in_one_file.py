@@ -132,16 +132,15 @@ def sample(actor, tokenizer, prompts: list[list[int]], length: int, seeds: list[
     """Complete each prompt up to its end of sequence or `length` tokens; without seeds, take the likeliest tokens."""
     # With padding on the left, all prompts end in one column, and the next tokens make up the column after it.
     padded = tokenizer.pad({"input_ids": prompts}, padding_side="left", return_tensors="pt")
-    ids, mask = padded["input_ids"], padded["attention_mask"]
-    new_name = "cache" in inspect.signature(actor.get_base_model().forward).parameters  # from transformers 5.24 on
-    cache = {"cache" if new_name else "past_key_values": DynamicCache()}
+    ids, mask, cache = padded["input_ids"], padded["attention_mask"], DynamicCache()
+    name = "cache" if "cache" in inspect.signature(actor.get_base_model().forward).parameters else "past_key_values"
     if seeds is not None:
         uniforms_BT = torch.stack([torch.rand(length, generator=generator(x), dtype=torch.float64) for x in seeds])
     completions: list[list[int]] = [[] for _ in prompts]
     for t in range(length):
         positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]  # padding does not count
         inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
-        logits_BV = actor(**inputs, **cache, use_cache=True).logits[:, -1]
+        logits_BV = actor(**inputs, **{name: cache}, use_cache=True).logits[:, -1]
         if seeds is None:
             ids = logits_BV.argmax(-1, keepdim=True)
         else:  # the first token at which the sum of probabilities exceeds the random number
