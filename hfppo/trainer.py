@@ -78,7 +78,7 @@ class PPOTrainer(CrashSafeTrainer):
 
     Args:
         model: a base, or an adapter to train further; loaded, or its id or path. A loaded one is changed: its dropouts
-            become 0, and a PeftModel is taken apart, so use `trainer.model` afterwards.
+            become 0, and a PeftModel is unloaded, so use `trainer.model` afterwards.
         reward_funcs: one or several functions after the contract of TRL's GRPOTrainer, see `hfppo.rewards.contract`;
             reward models, loaded or as an id or path, see `hfppo.rewards.model`; None where tools or an environment
             give the rewards.

@@ -28,7 +28,7 @@ def take_over(optimizers: Optimizers, names: dict[int, str], model: ActorCritic,
     schedule of the first group applies to it as well.
 
     Args:
-        names: as `names_of_parameters` returned them before the model was taken apart.
+        names: as `names_of_parameters` returned them before the model was unloaded.
         critic_lr: None: the first group's.
     Raises:
         ValueError: the optimizer holds other weights, or the scheduler cannot be used.
