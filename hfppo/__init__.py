@@ -1,12 +1,10 @@
 """PPO for language models on the Hugging Face Trainer."""
 
 from hfppo.best_of.value_ranker import ValueRanker
-from hfppo.callbacks.adaptive_kl import AdaptiveKLCallback
-from hfppo.callbacks.clip_metrics import ClipMetricsCallback
-from hfppo.callbacks.events import PPOCallback, PPOControl
+from hfppo.callbacks import AdaptiveKLCallback, ClipMetricsCallback, PPOCallback, PPOControl
 from hfppo.config import PPOConfig
 from hfppo.environments import GymnasiumEnvironment, Result, TextEnvironment
-from hfppo.generation.contract import Completions, Sampler
+from hfppo.generation.sampler import Completions, Sampler
 from hfppo.learn.loss import LossTerm
 from hfppo.models.actor_critic import ActorCritic
 from hfppo.reporting.completions import PrintCompletionsCallback
@@ -17,7 +15,7 @@ from hfppo.rewards.model import RewardModel
 from hfppo.rewards.server import RewardServer
 from hfppo.rewards.tolerant import TolerantReward
 from hfppo.rollout import Rollout, Transcript
-from hfppo.run_state import PPOState
+from hfppo.state import PPOState
 from hfppo.token_trace import TokenTable, TokenTraceCallback
 from hfppo.trainer import PPOTrainer
 

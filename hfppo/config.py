@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal, Self, cast
 
 from transformers import TrainingArguments
 
-from hfppo.config_checks import AT_LEAST_0, METRIC_SCHEDULERS, Requirement, check_config, check_fields
-from hfppo.config_names import check_names
+from hfppo.checks.config import AT_LEAST_0, METRIC_SCHEDULERS, Requirement, check_config, check_fields
+from hfppo.checks.names import check_names
 from hfppo.functional import (
     ADVANTAGE_ESTIMATORS,
     KL_ESTIMATORS,

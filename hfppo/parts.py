@@ -8,14 +8,7 @@ from datasets import Dataset, IterableDataset
 from peft import PeftConfig, PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hfppo.config import PPOConfig
-from hfppo.data.chat_template import CLOCK, RunDate
-from hfppo.data.prompts import Prompts
-from hfppo.environments.episodes import EpisodePlayer
-from hfppo.environments.loading import Agents, load_agents
-from hfppo.environments.pool import EnvironmentFactory
-from hfppo.generation import eos_token_ids
-from hfppo.input_checks import (
+from hfppo.checks.data import (
     END,
     STOPS,
     check_calls,
@@ -24,6 +17,13 @@ from hfppo.input_checks import (
     check_tokenizer,
     warn_of_ended_prompts,
 )
+from hfppo.config import PPOConfig
+from hfppo.data.chat_template import CLOCK, RunDate
+from hfppo.data.prompts import Prompts
+from hfppo.environments.agents import Agents, load_agents
+from hfppo.environments.episodes import EpisodePlayer
+from hfppo.environments.pool import EnvironmentFactory
+from hfppo.generation import eos_token_ids
 from hfppo.models.actor_critic import ActorCritic
 from hfppo.models.critic import CRITIC_KINDS, CriticSource, find_critic
 from hfppo.models.loading import (
@@ -38,10 +38,10 @@ from hfppo.models.loading import (
     with_quantization,
 )
 from hfppo.prompt_maker import DatasetPrompts, PromptMaker
-from hfppo.rewards.contract import plain_name, unwrap
 from hfppo.rewards.functions import RewardFunctions, check_weights
-from hfppo.rewards.loading import load_reward_funcs
+from hfppo.rewards.load_rewards import load_reward_funcs
 from hfppo.rewards.model import RewardAdapter, RewardModel
+from hfppo.rewards.reward_func import plain_name, unwrap
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from hfppo.config import PPOConfig
 from hfppo.data.chat_template import RunDate
 from hfppo.data.prompt_stream import PromptStream
 from hfppo.data.prompts import Prompts, datasets_by_name, is_stored, prepare_prompts
-from hfppo.environments.loading import Agents, dataset_for
+from hfppo.environments.agents import Agents, dataset_for
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from hfppo.seeds import stream_seed
+from hfppo.state import stream_seed
 
 
 @dataclass(frozen=True)

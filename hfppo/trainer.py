@@ -28,46 +28,44 @@ from transformers import (
 from transformers.trainer_utils import EvalLoopOutput, SaveStrategy
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from hfppo.callbacks.events import PPOControl, TrainerHooks, call_event
+from hfppo.callbacks import PPOControl, TrainerHooks, call_event
+from hfppo.checkpoint import PPOCheckpoint, Standing, describe_run, saved_run
+from hfppo.checks.data import check_arguments, check_output_folder
+from hfppo.checks.engine import check_engine, wait_at_exit
 from hfppo.collect.collector import Collected, Collector
+from hfppo.collect.evaluation import EvalPrompts, check_best_metric, evaluate_prompts
 from hfppo.collect.forward import autocast
 from hfppo.collect.rows import group_equal_rows
 from hfppo.config import PPOConfig
 from hfppo.data.prompts import Prompts, dataset_of
-from hfppo.distributed_checks import check_engine, wait_at_exit
-from hfppo.environments.loading import default_dataset
+from hfppo.environments.agents import default_dataset
 from hfppo.environments.pool import EnvironmentFactory
-from hfppo.evaluation import EvalPrompts, check_best_metric, evaluate_prompts, place_model
 from hfppo.functional import Clip
 from hfppo.generation import Sampler, make_sampler
 from hfppo.generation.sampler_check import check_sampler
-from hfppo.input_checks import check_arguments, check_output_folder
 from hfppo.learn.critic_pretraining import CriticPretraining, with_full_returns
 from hfppo.learn.flops import FlopCounter
 from hfppo.learn.loss import LossTerm, measure_update, ppo_loss, ppo_terms
 from hfppo.learn.micro_batches import MiniBatchSize, cut_mini_batch, join_sequences
 from hfppo.learn.optimizer import StepHooks, keep_own_settings, split_critic_groups
 from hfppo.learn.own_optimizer import Optimizers, names_of_parameters, take_over
-from hfppo.learn.run import Run
-from hfppo.learn.step_plan import StepPlan
+from hfppo.learn.run import Run, StepPlan
 from hfppo.metrics import Meter, parts, parts_of
 from hfppo.models.actor_critic import ActorCritic, TokenOutputs
-from hfppo.models.compilation import compile_layers
 from hfppo.models.critic import CRITIC_FOLDER
 from hfppo.models.loading import load_whole
+from hfppo.models.modes import compile_layers, place_model
 from hfppo.models.output_checks import check_outputs
 from hfppo.parts import TrainerInputs, load_later_dataset, load_parts
-from hfppo.ppo_checkpoint import PPOCheckpoint, Standing, describe_run, saved_run
 from hfppo.prompt_maker import DatasetPrompts
 from hfppo.reporting.card import write_card
 from hfppo.reporting.default_callbacks import with_default_callbacks
 from hfppo.reporting.progress import RunProgress
-from hfppo.rewards.contract import RewardFunc
+from hfppo.rewards.reward_func import RewardFunc
 from hfppo.rollout import Rollout
-from hfppo.run_state import PPOState
 from hfppo.saving.crash_safe import CrashSafeTrainer
 from hfppo.saving.folders import no_empty_folder
-from hfppo.seeds import SHUFFLE_STREAM
+from hfppo.state import SHUFFLE_STREAM, PPOState
 from hfppo.support.out_of_memory import explain_out_of_memory
 
 
@@ -79,7 +77,8 @@ class PPOTrainer(CrashSafeTrainer):
     Args:
         model: a base, or an adapter to train further; loaded, or its id or path. A loaded one is changed: its dropouts
             become 0, and a PeftModel is unloaded, so use `trainer.model` afterwards.
-        reward_funcs: one or several functions after the contract of TRL's GRPOTrainer, see `hfppo.rewards.contract`;
+        reward_funcs: one or several functions after the contract of TRL's GRPOTrainer, see
+            `hfppo.rewards.reward_func`;
             reward models, loaded or as an id or path, see `hfppo.rewards.model`; None where tools or an environment
             give the rewards.
         args: the configuration.
@@ -100,7 +99,8 @@ class PPOTrainer(CrashSafeTrainer):
             and `inputs` (prompts).
         reward_processing_classes: a tokenizer for each reward function, alone for a single one; None for functions and
             for a model's own.
-        tools: functions that the model may call, plain or async, as in GRPOTrainer; see `hfppo.environments.contract`.
+        tools: functions that the model may call, plain or async, as in GRPOTrainer; see
+            `hfppo.environments.environment`.
         environment_factory: makes the environment that a completion is played in, as in GRPOTrainer; or several
             factories by the value of the dataset's column "environment".
         optimizers: an optimizer over the parameters of a PeftModel given as `model`, and its LambdaLR or None. It

@@ -13,7 +13,7 @@ from datasets import Dataset
 from helpers.agents import EOS, PROMPTS, Counting, Doors, add, call, collect, count_messages
 from helpers.processes import ROOT
 from hfppo import Result
-from hfppo.rewards.contract import plain_name
+from hfppo.rewards.reward_func import plain_name
 
 
 def tool(body, name="use", asynchronous=False):

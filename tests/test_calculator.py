@@ -16,7 +16,7 @@ from helpers import fake_reasoning_gym
 from helpers.processes import ROOT
 from hfppo import PPOConfig
 from hfppo.environments.chat_format import make_chat_format, parse_turn
-from hfppo.environments.contract import tool_schema
+from hfppo.environments.environment import tool_schema
 
 QUESTION = {"role": "user", "content": "Calculate 5 + 9."}
 

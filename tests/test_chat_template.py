@@ -14,11 +14,11 @@ from helpers.agents import TEMPLATE
 from helpers.runs import final_state, logs
 from helpers.tiny import CHAT_TEMPLATE, other_tokenizer, scorer, tiny_model
 from hfppo import TextEnvironment, ValueRanker
+from hfppo.checkpoint import state_file
 from hfppo.data import chat_template
 from hfppo.data import prompts as prompts_module
 from hfppo.data.chat_template import RunDate, apply_chat_template
 from hfppo.data.prompts import prepare_prompts
-from hfppo.ppo_checkpoint import state_file
 from hfppo.rewards.model import RewardModel
 from hfppo.saving.manifest import seal
 from hfppo.token_trace.from_checkpoint import Question, trace_prompt

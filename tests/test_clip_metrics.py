@@ -5,7 +5,7 @@ import torch
 
 from helpers.runs import final_state, logged, logs, trained_state
 from hfppo import ClipMetricsCallback, PPOCallback, PPOControl
-from hfppo.callbacks.clip_metrics import clip_table
+from hfppo.callbacks import clip_table
 from hfppo.metrics import UpdateStep
 
 # 4 steps to a rollout: 2 epochs of 2 mini-batches.

@@ -18,8 +18,8 @@ from trl import GRPOConfig
 import hfppo
 from helpers.tiny import tiny_model
 from hfppo import PPOCallback, PPOConfig
-from hfppo.config_checks import LOADER_KEYS, UNUSABLE_FIELDS
-from hfppo.config_names import FORMER_NAMES, TRL_NAMES, TRL_REASONS
+from hfppo.checks.config import LOADER_KEYS, UNUSABLE_FIELDS
+from hfppo.checks.names import FORMER_NAMES, TRL_NAMES, TRL_REASONS
 
 PACKAGE = Path(hfppo.__file__).parent
 OWN = sorted(PPOConfig.__annotations__.keys() - {"_VALID_DICT_FIELDS"})  # overridden defaults included
@@ -352,7 +352,7 @@ def reads_of_config() -> set[str]:
 def test_every_field_is_read():
     read = reads_of_config()
     for path in PACKAGE.rglob("*.py"):
-        if path.name not in ("config.py", "config_checks.py", "config_names.py"):
+        if path.name not in ("config.py", "names.py"):
             read |= reads_of_args(path)
     assert [name for name in NEW if name not in read] == []
 

@@ -19,7 +19,7 @@ from trl import GRPOConfig
 import hfppo
 import hfppo.functional as F
 from hfppo import PPOConfig, PPOTrainer
-from hfppo.config_names import TRL_NAMES
+from hfppo.checks.names import TRL_NAMES
 from hfppo.metrics import METRICS
 from hfppo.reporting.progress import describe_sizes
 

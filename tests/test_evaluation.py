@@ -10,7 +10,7 @@ from datasets import Dataset
 from helpers.runs import count_digits
 from helpers.scripted import answering
 from hfppo import TolerantReward
-from hfppo.evaluation import SCORE_METRICS
+from hfppo.collect.evaluation import SCORE_METRICS
 
 EVERY_STEP = {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 1}
 

@@ -11,10 +11,10 @@ from transformers import BloomConfig, BloomForCausalLM, FalconConfig, FalconForC
 from helpers.runs import gradients, logged, stops_at_kl, trainable
 from helpers.tiny import tiny_gpt2, tiny_model, tiny_opt, tiny_qwen3
 from hfppo import ActorCritic
+from hfppo.models import layout as packing_module
 from hfppo.models import output_head
-from hfppo.models import packing as packing_module
+from hfppo.models.layout import Layout, can_pack, can_share_prompts, distinct_prompts, lay_out
 from hfppo.models.loading import default_peft_config
-from hfppo.models.packing import Layout, can_pack, can_share_prompts, distinct_prompts, lay_out
 from hfppo.rollout import balanced_sizes, sizes_within
 
 PROMPTS = torch.tensor([[0, 0, 5, 6], [3, 4, 5, 6], [0, 0, 0, 7]])

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from helpers.runs import count_digits, final_state, logs, read_log, stops_at_kl, trained_state
 from helpers.tiny import tiny_model
 from hfppo import AdaptiveKLCallback, PPOTrainer
-from hfppo.ppo_checkpoint import state_file
+from hfppo.checkpoint import state_file
 from hfppo.saving.manifest import seal
 
 # 2 mini-batches × 2 epochs = 4 steps per rollout: checkpoint 8 lies between two rollouts, the others within one.

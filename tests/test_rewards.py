@@ -20,7 +20,7 @@ from helpers.tiny import other_tokenizer, scorer, tiny_model
 from hfppo import PPOCallback, TolerantReward
 from hfppo.rewards.functions import RewardFunctions
 from hfppo.rewards.model import RewardModel
-from hfppo.run_state import RunningMoments
+from hfppo.state import RunningMoments
 
 NAN = float("nan")
 

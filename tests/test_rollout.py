@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hfppo.rollout import Rollout
-from hfppo.seeds import stream_seed
+from hfppo.state import stream_seed
 
 quick = settings(max_examples=50, deadline=None, database=None, derandomize=True)
 PROMPT = ("prompt_ids", "prompt_mask")

@@ -28,8 +28,8 @@ from transformers.utils.import_utils import is_mistral_common_available
 from helpers.runs import trained_state
 from helpers.tiny import LORA, scorer, tiny_model
 from hfppo import ActorCritic, PPOConfig, ValueRanker
+from hfppo.models.adapter_config import describe_adapter, find_differences
 from hfppo.models.critic import ValueHead
-from hfppo.saving.compare_adapters import describe_adapter, find_differences
 
 PROMPT = torch.tensor([[14, 15, 2, 12, 5, 13]])
 

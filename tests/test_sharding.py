@@ -19,7 +19,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, StateDictType
 from helpers.processes import HELPERS, TWO_PROCESSES, environment
 from helpers.tiny import tiny_model
 from hfppo import TolerantReward
-from hfppo.distributed_checks import check_engine
+from hfppo.checks.engine import check_engine
 from hfppo.rewards.model import RewardAdapter
 
 pytestmark = [pytest.mark.slow, pytest.mark.nightly]

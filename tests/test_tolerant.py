@@ -19,9 +19,8 @@ from helpers.runs import count_digits, final_state
 from helpers.scripted import score
 from hfppo import RewardServer, TolerantReward
 from hfppo.rewards.tolerant import RewardError
-from hfppo.support.coroutines import in_background, wait_for
+from hfppo.support.calls import call_within, in_background, wait_for
 from hfppo.support.http_client import ServerError
-from hfppo.support.time_limit import call_within
 
 TEXTS = ("1", "22", "bad", "4444")
 
@@ -246,7 +245,7 @@ import hashlib
 import sys
 
 sys.path.append(sys.argv[1])
-from time_limit import call_within  # without the package, whose import takes its time
+from calls import call_within  # without the package, whose import takes its time
 
 def keeps_the_lock():
     sum(range(3 * 10**7))

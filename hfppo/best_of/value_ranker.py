@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from hfppo.checkpoint import saved_run
 from hfppo.data.chat_template import CLOCK, RunDate
 from hfppo.data.prompts import dataset_of, pad_left, prepare_prompts
 from hfppo.generation import Completions, TransformersSampler, completion_ids, completions_from, eos_token_ids
 from hfppo.models.actor_critic import ActorCritic
 from hfppo.models.critic import find_critic, find_saved_critic
 from hfppo.models.loading import load_model, load_tokenizer, separate_adapter
-from hfppo.models.packing import eval_mode
-from hfppo.ppo_checkpoint import saved_run
-from hfppo.seeds import BEST_OF_STREAM, stream_seed
+from hfppo.models.modes import eval_mode
+from hfppo.state import BEST_OF_STREAM, stream_seed
 
 Prompt = str | list[dict[str, Any]]  # text, or a conversation
 

@@ -24,14 +24,13 @@ from hfppo.data.prompt_stream import PromptStream
 from hfppo.data.prompts import Prompts, Row, pad_left
 from hfppo.environments.chat_format import parse_turn
 from hfppo.environments.episodes import Episode, EpisodePlayer, completions_of
-from hfppo.generation.contract import Completions, Sampler
+from hfppo.generation.sampler import Completions, Sampler
 from hfppo.metrics import Measures, parts_of
 from hfppo.models.actor_critic import ActorCritic
-from hfppo.models.output_head import is_sharded
-from hfppo.models.packing import eval_mode
+from hfppo.models.modes import eval_mode, is_sharded
 from hfppo.rewards.functions import RewardFunctions, Scored
 from hfppo.rollout import Rollout, Transcript
-from hfppo.run_state import PPOState, RunningMoments
+from hfppo.state import PPOState, RunningMoments
 from hfppo.support.out_of_memory import explain_out_of_memory
 
 PhaseDisplay = Callable[[str], AbstractContextManager]  # shows a phase, by the name of its metric, while it lasts

@@ -11,9 +11,9 @@ from torch import Tensor
 from hfppo import functional as F
 from hfppo.collect.forward import Passes
 from hfppo.config import PPOConfig
-from hfppo.generation.contract import Completions
+from hfppo.generation.sampler import Completions
 from hfppo.rewards.functions import Scored
-from hfppo.run_state import RunningMoments
+from hfppo.state import RunningMoments
 
 
 @dataclass(frozen=True)

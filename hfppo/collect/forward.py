@@ -8,10 +8,10 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from hfppo.config import PPOConfig
-from hfppo.generation.contract import Completions
+from hfppo.generation.sampler import Completions
 from hfppo.models.actor_critic import ActorCritic, TokenOutputs
-from hfppo.models.output_head import is_sharded
-from hfppo.models.packing import rows_at_once
+from hfppo.models.layout import rows_at_once
+from hfppo.models.modes import is_sharded
 from hfppo.rollout import select_packed
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 from hfppo.config import PPOConfig
 from hfppo.data.prompt_stream import PromptStream
 from hfppo.data.prompts import Prompts, Row
-from hfppo.seeds import ENVIRONMENT_STREAM, EVAL_STREAM, SAMPLING_STREAM, stream_seed
+from hfppo.state import ENVIRONMENT_STREAM, EVAL_STREAM, SAMPLING_STREAM, stream_seed
 
 
 def training_rows(prompts: Prompts | PromptStream, first: int, args: PPOConfig) -> list[Row]:

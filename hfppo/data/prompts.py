@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hfppo.data import chat_template
 from hfppo.data.chat_template import TEMPLATE_COLUMNS, reads_time, render_all
-from hfppo.seeds import ORDER_STREAM, stream_seed
+from hfppo.state import ORDER_STREAM, stream_seed
 
 logger = logging.getLogger(__name__)
 

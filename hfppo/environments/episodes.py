@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 from hfppo.data.chat_template import render, template_options
 from hfppo.data.prompts import EMPTY_PROMPT, Row
 from hfppo.environments.chat_format import ChatFormat, Message, parse_turn, text_message
-from hfppo.environments.contract import (
+from hfppo.environments.environment import (
     Result,
     TextEnvironment,
     check_reward,
@@ -31,10 +31,9 @@ from hfppo.environments.contract import (
 )
 from hfppo.environments.pool import EnvironmentPool
 from hfppo.environments.tool_calls import TIMEOUT, Answer, run_calls
-from hfppo.generation.contract import Completions
-from hfppo.seeds import stream_seed
-from hfppo.support.coroutines import finish_within
-from hfppo.support.random_state import own_random_state
+from hfppo.generation.sampler import Completions
+from hfppo.state import stream_seed
+from hfppo.support.calls import finish_within, own_random_state
 
 # Completes (rows, prompts with what came after them) with a budget of tokens for each.
 TurnSampler = Callable[[list[list[int]], list[int] | None, list[int]], Completions]

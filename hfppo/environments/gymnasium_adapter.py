@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from hfppo.environments.contract import TextEnvironment
+from hfppo.environments.environment import TextEnvironment
 
 
 class GymnasiumEnvironment(TextEnvironment):

@@ -5,8 +5,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hfppo.environments.contract import check_environment
-from hfppo.support.coroutines import finish_within
+from hfppo.environments.environment import check_environment
+from hfppo.support.calls import finish_within
 
 EnvironmentFactory = Callable[[], Any]
 

@@ -6,10 +6,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from hfppo.environments.contract import Result, text_of
-from hfppo.support.coroutines import awaited_within, in_background
-from hfppo.support.random_state import own_random_state
-from hfppo.support.time_limit import call_within, require_main_thread
+from hfppo.environments.environment import Result, text_of
+from hfppo.support.calls import awaited_within, call_within, in_background, own_random_state, require_main_thread
 
 # Kinds of failures, as `tools/<kind>_frac` counts them.
 UNKNOWN, RAISED, TIMEOUT = "unknown", "raised", "timeout"

@@ -6,8 +6,8 @@ from accelerate import Accelerator
 from transformers import PreTrainedTokenizerBase
 
 from hfppo.config import PPOConfig
-from hfppo.generation.contract import Completions, Sampler, completion_ids, completions_from, eos_token_ids
 from hfppo.generation.generate import TransformersSampler
+from hfppo.generation.sampler import Completions, Sampler, completion_ids, completions_from, eos_token_ids
 from hfppo.generation.stop_strings import StopStrings
 from hfppo.models.actor_critic import ActorCritic
 

@@ -9,12 +9,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from transformers import DynamicCache, GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
 
-from hfppo.generation.contract import Completions, Sampler, completions_from, join_completions
 from hfppo.generation.key_values import CACHE, KeyValues, may_keep
+from hfppo.generation.sampler import Completions, Sampler, completions_from, join_completions
 from hfppo.generation.stop_strings import StopStringCriterion, StopStrings
 from hfppo.models.actor_critic import ActorCritic
-from hfppo.models.output_head import is_sharded
-from hfppo.seeds import stream_seed
+from hfppo.models.modes import is_sharded
+from hfppo.state import stream_seed
 
 BLOCK = 64  # tokens whose probabilities are summed in float32
 WORTHWHILE = 0.75  # of the tokens: reading shared prompts once costs another call of `generate`

@@ -9,7 +9,7 @@ from transformers.cache_utils import DynamicLayer
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from hfppo.models.actor_critic import ActorCritic
-from hfppo.models.output_head import is_sharded
+from hfppo.models.modes import is_sharded
 
 ATTENTION = ("eager", "sdpa")  # the implementations whose passes over a part of the columns are tested
 

@@ -5,10 +5,10 @@ from typing import cast
 
 import torch
 
-from hfppo.generation.contract import Completions, Sampler
 from hfppo.generation.generate import TransformersSampler
+from hfppo.generation.sampler import Completions, Sampler
+from hfppo.models.modes import eval_mode
 from hfppo.models.output_checks import logits_of_forward, precision
-from hfppo.models.packing import eval_mode
 
 SHORT, LONG, TOKENS = 2, 6, 3  # tokens of two prompts, and of each completion
 

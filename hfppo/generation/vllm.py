@@ -25,7 +25,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import set_seed
 
 from hfppo.config import PPOConfig
-from hfppo.generation.contract import Completions, Sampler
+from hfppo.generation.sampler import Completions, Sampler
 from hfppo.generation.stop_strings import StopStrings
 from hfppo.models.actor_critic import ActorCritic
 

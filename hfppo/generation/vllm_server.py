@@ -7,7 +7,7 @@ from tenacity import stop_after_delay
 
 from hfppo.generation.vllm import Adapter, Sampled, base_name, dtype_name, start_rank
 from hfppo.models.actor_critic import ActorCritic
-from hfppo.support.coroutines import wait_for
+from hfppo.support.calls import wait_for
 from hfppo.support.http_client import Endpoint, ServerError, Unavailable
 
 MAX_CONCURRENCY = 256  # simultaneous requests per process; the server batches them

@@ -26,9 +26,9 @@ from hfppo.learn.micro_batches import MiniBatchSize, cut_mini_batch, join_sequen
 from hfppo.learn.nonfinite_guard import NonFiniteGuard
 from hfppo.learn.optimizer import GradientClipper
 from hfppo.models.actor_critic import ActorCritic
-from hfppo.models.packing import rows_at_once
+from hfppo.models.layout import rows_at_once
 from hfppo.rollout import Rollout, join_rollouts
-from hfppo.seeds import HELD_OUT_STREAM, PRETRAINING_STREAM, stream_seed
+from hfppo.state import HELD_OUT_STREAM, PRETRAINING_STREAM, stream_seed
 
 HELD_OUT_SHARE = 8  # one prompt in so many is held out
 PATIENCE = 3  # epochs without gain that end the fit

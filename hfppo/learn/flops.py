@@ -12,10 +12,10 @@ from typing import cast
 
 from torch import nn
 
-from hfppo.learn.step_plan import StepPlan
+from hfppo.learn.run import StepPlan
 from hfppo.models.actor_critic import ActorCritic
+from hfppo.models.layout import trunk_of
 from hfppo.models.lower_layers import find_layers
-from hfppo.models.packing import trunk_of
 from hfppo.rollout import Rollout
 
 

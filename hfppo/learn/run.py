@@ -1,6 +1,7 @@
 """What belongs to one run of `PPOTrainer.train`."""
 
 import time
+from dataclasses import dataclass
 from typing import Any
 
 from accelerate import Accelerator
@@ -13,6 +14,7 @@ from hfppo.learn.optimizer import ActorRate, GradientClipper
 from hfppo.metrics import Measures, Meter, StepSums, UpdateStep, merge_sums, parts_of, values_of
 from hfppo.models.actor_critic import ActorCritic
 from hfppo.rollout import Rollout
+from hfppo.state import PPOState
 
 
 class Run:
@@ -84,3 +86,33 @@ class Run:
     def metrics_to_save(self, step: int) -> dict[str, Any]:
         """Return the metrics that are not logged yet, without those of an unfinished step after `step` others."""
         return self._start[1] if self._start is not None and self._start[0] == step else self.log.state_dict()
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """The passes that a step makes on the rollout in use, and the weights that it moves."""
+
+    epoch: int  # of the rollout's use, from 0
+    policy: bool  # whether the actor's losses are computed; in `critic_warmup` they have weight 0
+    values: bool  # whether the critic's losses are computed, and the critic moves
+    warms_up: bool  # whether the rollout belongs to `critic_warmup`, which the actor sits out
+
+    @classmethod
+    def of(cls, step: int, state: PPOState, args: PPOConfig) -> "StepPlan":
+        """Return the plan of the step after `step` others; during `critic_warmup` the critic moves in all of them.
+
+        After the last step on a rollout it is that of the next one's first.
+        """
+        epoch = (step - state.first_step) % args.updates_per_rollout // args.num_mini_batches
+        warms_up = state.rollouts <= args.critic_warmup
+        return cls(
+            epoch=epoch,
+            policy=epoch < args.num_ppo_epochs,
+            values=epoch < args.critic_epochs or warms_up,
+            warms_up=warms_up,
+        )
+
+    @property
+    def moves_actor(self) -> bool:
+        """Whether the actor's weights change."""
+        return self.policy and not self.warms_up

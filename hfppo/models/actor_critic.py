@@ -21,10 +21,10 @@ from transformers import PreTrainedModel
 from hfppo.models.adapter_card import update_card
 from hfppo.models.adapter_checks import unchanged
 from hfppo.models.critic import CRITIC_FOLDER, CriticSource, build_critic, find_critic, shared_copy
+from hfppo.models.layout import Layout, fits, hidden_states, lay_out, trunk_of
 from hfppo.models.loading import check_adapter, check_vocabulary, fit_to_model, keep_four_bits
 from hfppo.models.lower_layers import record_states
 from hfppo.models.output_head import Entropy, token_logprobs
-from hfppo.models.packing import Layout, fits, hidden_states, lay_out, trunk_of
 from hfppo.models.vocabulary import is_resized
 
 

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
+from hfppo.models.adapter_config import describe_adapter, find_differences
+from hfppo.models.layout import Layout, hidden_states, trunk_of
 from hfppo.models.loading import adapter_config, check_placement, fit_to_model, hub_options, keep_four_bits
 from hfppo.models.lower_layers import names_in_top_layers, start_from
-from hfppo.models.packing import Layout, hidden_states, trunk_of
 from hfppo.models.vocabulary import is_resized, saved_vocabulary
-from hfppo.saving.compare_adapters import describe_adapter, find_differences
 
 CRITIC_FOLDER = "critic"
 CRITIC_WEIGHTS = "critic.safetensors"

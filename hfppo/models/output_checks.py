@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hfppo.models.actor_critic import ActorCritic
 from hfppo.models.adapter_checks import check_noise
-from hfppo.models.packing import eval_mode
+from hfppo.models.modes import eval_mode
 
 logger = logging.getLogger(__name__)
 

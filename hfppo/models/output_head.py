@@ -5,9 +5,10 @@ from typing import Any, Literal, cast
 import torch
 from peft import PeftModel
 from torch import Tensor, distributed, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
+
+from hfppo.models.modes import is_sharded
 
 Entropy = Literal["none", "constant", "differentiable"]
 
@@ -83,11 +84,6 @@ def token_logprobs(
         parts = [checkpoint(head, *piece, use_reentrant=False) for piece in pieces]
         logprobs, *rest = (torch.cat(part) for part in zip(*parts, strict=True))
     return logprobs, rest[0] if rest else None
-
-
-def is_sharded(module: nn.Module) -> bool:
-    """Return whether FSDP2 or DeepSpeed shards the weights, so that a forward needs every process."""
-    return isinstance(module, FSDPModule) or any(hasattr(p, "ds_id") for p in module.parameters())
 
 
 def is_constant(head: nn.Module) -> bool:

@@ -12,7 +12,7 @@ from rich.text import Text
 from tqdm import tqdm
 from transformers import TrainingArguments
 
-from hfppo.callbacks.events import PPOCallback
+from hfppo.callbacks import PPOCallback
 from hfppo.support.files import ignore_write_errors
 from hfppo.support.printable import escape_control_characters
 

@@ -2,8 +2,7 @@
 
 from transformers import TrainerCallback
 
-from hfppo.callbacks.adaptive_kl import AdaptiveKLCallback
-from hfppo.callbacks.clip_metrics import ClipMetricsCallback
+from hfppo.callbacks import AdaptiveKLCallback, ClipMetricsCallback
 from hfppo.reporting.completions import PrintCompletionsCallback
 from hfppo.reporting.health import HealthCallback
 from hfppo.reporting.log_file import LogFileCallback

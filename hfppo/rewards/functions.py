@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hfppo.functional.kl import last_real_index
-from hfppo.rewards.contract import (
+from hfppo.rewards.reward_func import (
     Log,
     Private,
     RewardFunc,
@@ -26,7 +26,7 @@ from hfppo.rewards.contract import (
     unwrap,
     with_private,
 )
-from hfppo.support.coroutines import awaited, in_background
+from hfppo.support.calls import awaited, in_background
 
 
 @dataclass(frozen=True)

@@ -25,13 +25,13 @@ from hfppo.data.chat_template import (
 from hfppo.data.prompts import Prompts
 from hfppo.models.adapter_checks import unchanged
 from hfppo.models.critic import shared_copy
-from hfppo.models.packing import rows_at_once
+from hfppo.models.layout import rows_at_once
 from hfppo.models.vocabulary import saved_vocabulary
-from hfppo.rewards.contract import Private, unwrap
+from hfppo.rewards.reward_func import Private, unwrap
 
 
 class RewardModel:
-    """A sequence-classification model that follows the contract of `hfppo.rewards.contract`.
+    """A sequence-classification model that follows the contract of `hfppo.rewards.reward_func`.
 
     A conversation is rendered by the reward tokenizer's chat template, with the row's `tools` and
     `chat_template_kwargs`. A plain prompt is followed by its completion and EOS. TRL's RewardTrainer does the same.

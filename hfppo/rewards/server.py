@@ -11,14 +11,14 @@ from typing import Any
 
 from tenacity import stop_after_attempt
 
-from hfppo.rewards.contract import Private
-from hfppo.support.coroutines import wait_for
+from hfppo.rewards.reward_func import Private
+from hfppo.support.calls import wait_for
 from hfppo.support.http_client import Endpoint, ServerError
 from hfppo.support.secrets import hide_in_url
 
 
 class RewardServer:
-    """A server that follows the contract of `hfppo.rewards.contract`; it is waited for while the models compute.
+    """A server that follows the contract of `hfppo.rewards.reward_func`; it is waited for while the models compute.
 
     Args:
         url: its address, http:// or https://; requests go to exactly that.

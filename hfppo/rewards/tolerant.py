@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any, Literal
 
-from hfppo.rewards.contract import (
+from hfppo.rewards.reward_func import (
     Log,
     Private,
     RewardWrapper,
@@ -21,7 +21,7 @@ from hfppo.rewards.contract import (
     rows_of,
     with_private,
 )
-from hfppo.support.coroutines import awaited_within, finish_within
+from hfppo.support.calls import awaited_within, finish_within
 
 logger = logging.getLogger(__name__)
 

@@ -7,10 +7,10 @@ from typing import Any
 
 from datasets import Dataset
 
-from hfppo.callbacks.events import PPOCallback
+from hfppo.callbacks import PPOCallback
 from hfppo.collect.check_finite import NonFiniteError
 from hfppo.functional import Clip
-from hfppo.models.output_head import is_sharded
+from hfppo.models.modes import is_sharded
 from hfppo.reporting.completions import log_table
 from hfppo.support.files import ignore_write_errors
 from hfppo.token_trace.page import write_page

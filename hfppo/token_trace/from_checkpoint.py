@@ -19,15 +19,15 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel, TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 
+from hfppo.checkpoint import RunDescription, hash_frozen_weights, state_file
 from hfppo.collect.collector import Collector
 from hfppo.config import PPOConfig
 from hfppo.generation import Completions, Sampler, completion_ids, eos_token_ids, make_sampler
 from hfppo.models.loading import load_base_of
 from hfppo.parts import TrainerInputs, load_parts
-from hfppo.ppo_checkpoint import RunDescription, hash_frozen_weights, state_file
-from hfppo.run_state import PPOState
 from hfppo.saving.folders import list_checkpoints
 from hfppo.saving.manifest import find_damage
+from hfppo.state import PPOState
 from hfppo.token_trace.record import Trace
 from hfppo.token_trace.table import TokenTable
 

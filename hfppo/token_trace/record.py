@@ -15,7 +15,7 @@ from hfppo.data.prompts import pad_left
 from hfppo.functional import Clip, clip_fractions
 from hfppo.functional.kl import clamp_log_ratio
 from hfppo.models.actor_critic import ActorCritic
-from hfppo.models.packing import eval_mode
+from hfppo.models.modes import eval_mode
 from hfppo.rollout import Rollout
 from hfppo.support.files import write_atomically
 from hfppo.token_trace.table import TokenRow, TokenTable

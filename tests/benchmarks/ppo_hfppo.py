@@ -24,7 +24,7 @@ from ppo_workload import (
 from transformers import PreTrainedModel, TrainerCallback
 
 from hfppo import PPOConfig, PPOTrainer
-from hfppo.callbacks.events import PPOCallback
+from hfppo.callbacks import PPOCallback
 from hfppo.generation import TransformersSampler
 from hfppo.models.actor_critic import ActorCritic
 from hfppo.models.critic import Critic

@@ -90,7 +90,7 @@ def first_rollout(job: Job) -> Figures:
 
     from helpers.flash import flash_attention
     from helpers.runs import digest, frozen_tensors
-    from hfppo.models.packing import can_pack
+    from hfppo.models.layout import can_pack
 
     sizes = {"prompts": 32, "shortest_prompt": 32, "longest_prompt": 256, "new_tokens": 128}
     workload = workload_of(job, "qwen2.5-0.5b", **sizes)

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from helpers.tiny import LORA, tiny_model
 from hfppo import PPOConfig, PPOTrainer, Result, TextEnvironment
-from hfppo.generation.contract import Completions, Sampler, completions_from
+from hfppo.generation.sampler import Completions, Sampler, completions_from
 from hfppo.metrics import Meter
 
 PAD, EOS, USER, ASSISTANT, TOOL, CALL, END = "<pad>", "<eos>", "<user>", "<assistant>", "<tool>", "<call>", "</call>"

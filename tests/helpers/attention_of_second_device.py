@@ -14,13 +14,13 @@ from helpers.attention import register_attention
 from helpers.runs import SMALL, count_digits
 from helpers.tiny import LORA, ragged_model
 from hfppo import PPOConfig, PPOTrainer
-from hfppo.models import packing
+from hfppo.models import layout
 from hfppo.reporting.plot import PlotCallback
 
 OUT = Path(sys.argv[1])
 NAME = "second_only"
 
-packing.PACKING_ATTENTION = NAME  # packed rows are tried as well
+layout.PACKING_ATTENTION = NAME  # packed rows are tried as well
 seen = register_attention(NAME, lambda query: query.device.type == "second")
 ragged_model().save_pretrained(OUT / "base")
 attention = {"attn_implementation": NAME}
@@ -40,5 +40,5 @@ trainer = PPOTrainer(
 before = len(seen)
 trainer.remove_callback(PlotCallback)
 trainer.train()
-packed = {type(model).__name__: all(found.values()) for model, found in packing._packs.items()}
+packed = {type(model).__name__: all(found.values()) for model, found in layout._packs.items()}
 print(json.dumps({"before": before, "devices": sorted(set(seen)), "packed": packed}))

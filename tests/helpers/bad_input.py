@@ -37,7 +37,7 @@ from helpers.runs import count_digits
 from helpers.scripted import token_mask
 from helpers.tiny import LORA, tiny_model
 from hfppo import AdaptiveKLCallback, PPOConfig, PPOTrainer, RewardServer
-from hfppo.config_checks import check_config
+from hfppo.checks.config import check_config
 from hfppo.rewards.functions import RewardFunctions
 from hfppo.saving.manifest import seal
 from hfppo.token_trace import TokenTraceCallback

@@ -7,7 +7,7 @@ import torch
 from transformers import TrainerState
 
 from hfppo.collect.collector import Collected
-from hfppo.generation.contract import Completions, Sampler, completions_from
+from hfppo.generation.sampler import Completions, Sampler, completions_from
 from hfppo.rewards.functions import RewardFunctions, Scored
 from hfppo.rollout import Rollout
 

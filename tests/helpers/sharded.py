@@ -17,7 +17,7 @@ from helpers.processes import freeze_imports
 from helpers.runs import SMALL, count_digits
 from helpers.tiny import LORA, ragged_model
 from hfppo import PPOConfig, PPOTrainer, TokenTraceCallback
-from hfppo.models import output_head, packing
+from hfppo.models import layout, output_head
 from hfppo.reporting.plot import PlotCallback
 from hfppo.token_trace.record import read_traces, trace_file
 
@@ -69,7 +69,7 @@ def logs(trainer: PPOTrainer) -> list[dict[str, float]]:
 
 
 # Another number of forwards on each process, which a sharded model must not follow.
-packing.CPU_TOKENS = 12 * (1 + int(os.environ["RANK"]))
+layout.CPU_TOKENS = 12 * (1 + int(os.environ["RANK"]))
 output_head.tokens_at_once = lambda vocab_size, device: 3
 straight = make("straight")
 straight.evaluate()

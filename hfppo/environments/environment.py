@@ -19,7 +19,7 @@ from typing import Any, get_type_hints
 
 from transformers.utils import get_json_schema
 
-from hfppo.rewards.contract import unwrap
+from hfppo.rewards.reward_func import unwrap
 
 NOT_TOOLS = ("reset", "get_reward")
 

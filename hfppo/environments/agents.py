@@ -11,12 +11,12 @@ from transformers import PreTrainedTokenizerBase
 from hfppo.config import PPOConfig
 from hfppo.data.prompts import EMPTY_PROMPT
 from hfppo.environments.chat_format import ChatFormat, make_chat_format, prove
-from hfppo.environments.contract import TextEnvironment, tool_schema, tools_of
+from hfppo.environments.environment import TextEnvironment, tool_schema, tools_of
 from hfppo.environments.episodes import EpisodePlayer
 from hfppo.environments.pool import EnvironmentFactory, EnvironmentPool, label, pool_of
-from hfppo.environments.rewards import episode_reward
+from hfppo.environments.turn_rewards import episode_reward
 from hfppo.functional import estimator_needs
-from hfppo.rewards.contract import RewardFunc, plain_name
+from hfppo.rewards.reward_func import RewardFunc, plain_name
 
 COLUMN = "environment"  # of the dataset: names each row's environment where there are several
 

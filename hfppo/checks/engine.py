@@ -13,8 +13,8 @@ from torch.distributed.fsdp import StateDictType
 
 from hfppo.config import PPOConfig
 from hfppo.models.actor_critic import ActorCritic
-from hfppo.rewards.contract import unwrap
 from hfppo.rewards.model import RewardAdapter
+from hfppo.rewards.reward_func import unwrap
 
 ONE_ALONE = ("critic_warmup", "critic_pretraining_completions")
 

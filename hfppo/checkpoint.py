@@ -20,9 +20,9 @@ from hfppo.data.prompt_stream import PromptStream
 from hfppo.data.prompts import Prompts
 from hfppo.metrics import StepSums
 from hfppo.models.actor_critic import ActorCritic
+from hfppo.models.adapter_config import describe_adapter, find_differences
 from hfppo.rollout import Rollout
-from hfppo.run_state import PPOState
-from hfppo.saving.compare_adapters import describe_adapter, find_differences
+from hfppo.state import PPOState
 
 logger = logging.getLogger(__name__)
 

@@ -4,10 +4,10 @@ import inspect
 from collections.abc import Sequence
 from typing import Any
 
-from hfppo.environments.contract import check_reward
+from hfppo.environments.environment import check_reward
 from hfppo.environments.episodes import Episode
-from hfppo.rewards.contract import Private, RewardFunc
-from hfppo.support.coroutines import awaited
+from hfppo.rewards.reward_func import Private, RewardFunc
+from hfppo.support.calls import awaited
 
 
 def episode_reward(kind: type | None, alone: bool) -> RewardFunc:

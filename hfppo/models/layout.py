@@ -1,8 +1,7 @@
 """Lay rows of prompt and completion out for a forward pass: little padding, and a common prompt only once."""
 
 import inspect
-from collections.abc import Iterator, MutableMapping
-from contextlib import contextmanager
+from collections.abc import MutableMapping
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -226,17 +225,6 @@ def can_share_prompts(model: Any) -> bool:
 def rows_at_once(most: int, width: int, device: torch.device) -> int:
     """Return how many rows of `width` tokens to pass at once without gradient, at most `most`."""
     return most if device.type != "cpu" else min(most, max(1, CPU_TOKENS // max(1, width)))
-
-
-@contextmanager
-def eval_mode(model: nn.Module) -> Iterator[None]:
-    """Put the model into eval mode for the block."""
-    was_training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(was_training)
 
 
 def trunk_of(model: PreTrainedModel | PeftModel) -> nn.Module:

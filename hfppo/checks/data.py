@@ -14,12 +14,12 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from hfppo.config import PPOConfig
 from hfppo.data.prompts import RESERVED_COLUMNS, Prompts
-from hfppo.environments.loading import Agents
+from hfppo.environments.agents import Agents
 from hfppo.models.critic import CRITIC_KINDS
 from hfppo.models.loading import positions_of
-from hfppo.rewards.contract import Private, bound_names, remove_wrappers, with_private
 from hfppo.rewards.functions import RewardFunctions
 from hfppo.rewards.model import check_conversations
+from hfppo.rewards.reward_func import Private, bound_names, remove_wrappers, with_private
 from hfppo.rewards.server import RewardServer
 
 logger = logging.getLogger(__name__)

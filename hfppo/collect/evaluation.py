@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from accelerate.utils import gather_object
 from datasets import Dataset
-from torch import nn
 from transformers import EvalPrediction, TrainerState
 from transformers.trainer_utils import EvalLoopOutput, denumpify_detensorize
 
@@ -19,10 +18,9 @@ from hfppo.collect.rollout_metrics import measure_episodes, measure_scores
 from hfppo.config import PPOConfig
 from hfppo.data.prompts import EMPTY_PROMPT, Prompts
 from hfppo.metrics import Meter, parts
-from hfppo.models.output_head import is_sharded
-from hfppo.models.packing import eval_mode
-from hfppo.rewards.contract import RewardWrapper
+from hfppo.models.modes import eval_mode
 from hfppo.rewards.functions import RewardFunctions
+from hfppo.rewards.reward_func import RewardWrapper
 from hfppo.support.out_of_memory import explain_out_of_memory
 
 # Every evaluation has these metrics; each reward function adds its own.
@@ -170,13 +168,3 @@ class EvalPrompts:
         if name not in self.prompts:
             raise ValueError("eval_dataset is missing; pass one to PPOTrainer or to evaluate()")
         return self.prompts[name]
-
-
-def place_model(model: nn.Module, device: torch.device) -> None:
-    """Move the model to the device now; Trainer moves some of it only when training begins."""
-    if is_sharded(model):
-        return
-    for module in model.modules():
-        own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
-        if any(tensor.device != device for tensor in own):  # a quantized base is there, and must not be moved
-            module.to(device)

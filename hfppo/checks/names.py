@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import fields
 from difflib import get_close_matches
 
-from hfppo.config_checks import UNUSABLE_FIELDS
+from hfppo.checks.config import UNUSABLE_FIELDS
 
 # TRL's fields that have another name here.
 TRL_NAMES = {

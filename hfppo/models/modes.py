@@ -1,13 +1,43 @@
-"""Compile the layers of actor, reference and critic for `torch_compile`."""
+"""Modes of a model: in eval mode, sharded, placed, compiled."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DynamoBackend
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import TrainingArguments
 from transformers.modeling_layers import GradientCheckpointingLayer
+
+
+@contextmanager
+def eval_mode(model: nn.Module) -> Iterator[None]:
+    """Put the model into eval mode for the block."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Return whether FSDP2 or DeepSpeed shards the weights, so that a forward needs every process."""
+    return isinstance(module, FSDPModule) or any(hasattr(p, "ds_id") for p in module.parameters())
+
+
+def place_model(model: nn.Module, device: torch.device) -> None:
+    """Move the model to the device now; Trainer moves some of it only when training begins."""
+    if is_sharded(model):
+        return
+    for module in model.modules():
+        own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+        if any(tensor.device != device for tensor in own):  # a quantized base is there, and must not be moved
+            module.to(device)
+
 
 # Graphs of a layer: with gradient and without, adapter on and off, actor's and critic's.
 GRAPHS = 32

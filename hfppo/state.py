@@ -1,5 +1,6 @@
-"""`PPOState`: where a run stands beyond Trainer's state; part of every checkpoint."""
+"""`PPOState`: where a run stands beyond Trainer's state, part of every checkpoint; the seeds of its random draws."""
 
+import hashlib
 import math
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, ClassVar
@@ -74,3 +75,18 @@ class PPOState:
         moments = RunningMoments(**state["score_moments"])
         known = {f.name: state[f.name] for f in fields(cls) if f.name in state}  # earlier versions had others
         return cls(**{**known, "score_moments": moments})
+
+
+# Purposes of random draws; two purposes never share numbers.
+ORDER_STREAM, SAMPLING_STREAM, EVAL_STREAM, SHUFFLE_STREAM, ENVIRONMENT_STREAM = 1, 2, 3, 4, 5
+HELD_OUT_STREAM, PRETRAINING_STREAM, BEST_OF_STREAM = 6, 7, 8
+
+
+def stream_seed(*numbers: int) -> int:
+    """Return a 63-bit seed for a tuple of numbers; any other tuple gives an unrelated seed.
+
+    Random draws are named by (seed, purpose, rollout, row) instead of coming from one global stream, so a resumed run
+    draws the same numbers without saved state, and no draw disturbs another.
+    """
+    digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1

@@ -1,0 +1,271 @@
+"""The events of a PPO run, and the callbacks that steer one: adaptive KL and clip metrics."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+import rich
+from rich.table import Table
+from tqdm import tqdm
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import CallbackHandler
+
+from hfppo.functional import adaptive_kl_coef
+from hfppo.metrics import UpdateStep
+from hfppo.rollout import Rollout, Transcript
+from hfppo.state import PPOState
+
+PASSED = ("model", "processing_class", "optimizer", "lr_scheduler")  # to every event, as Trainer does
+
+
+@dataclass
+class PPOControl(TrainerControl):
+    """Trainer's flags, and the settings that a callback may change during a run; each is part of every checkpoint."""
+
+    kl_coef: float = 0.0  # β from the next rollout on
+    cliprange: float = 0.2  # ε of the policy clip below 1, from the next optimizer step on
+    cliprange_high: float = 0.2  # ε above 1, likewise
+    learning_rate_factor: float = 1.0  # multiplies the actor's scheduled learning rate, likewise
+    should_end_rollout: bool = False  # set in `on_mini_batch_end`: drop the remaining steps on the rollout
+    logs: dict[str, float] = field(default_factory=dict)  # numbers for the next log, by a name of METRICS
+
+    @classmethod
+    def of(cls, control: TrainerControl, state: PPOState) -> "PPOControl":
+        """Return the flags and settings as they are."""
+        flags = {f.name: getattr(control, f.name) for f in fields(TrainerControl)}
+        return cls(**flags, **{name: getattr(state, name) for name in PPOState.STEERED})
+
+    def flags(self) -> dict[str, bool]:
+        """Return Trainer's flags."""
+        return {f.name: getattr(self, f.name) for f in fields(TrainerControl)}
+
+
+class PPOCallback(TrainerCallback):
+    """A TrainerCallback with three more events.
+
+    Each event passes `model`, `processing_class`, `optimizer` and `lr_scheduler` as Trainer's events do, and further
+    arguments by keyword; take `**kwargs`. Trainer's next `on_step_begin` clears flags that `on_rollout_end` sets in
+    `control`; set them in the other events.
+    """
+
+    def on_rollout_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: PPOControl,
+        *,
+        rollout: Rollout,
+        transcript: Transcript,
+        metrics: dict[str, float],
+        ppo_state: PPOState,
+        **kwargs: Any,
+    ) -> TrainerControl | None:
+        """Called on every process after a rollout was collected, before its first update.
+
+        Args:
+            control: Trainer's flags and the settings of `PPOControl`; change them equally on every process.
+            rollout: this process's rows.
+            transcript: the same rows as text, with the scores of each reward function.
+            metrics: the rollout's metrics over all processes, by the names of `hfppo.metrics.METRICS`.
+            ppo_state: where the run stands.
+        """
+
+    def on_mini_batch_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: PPOControl,
+        *,
+        step: UpdateStep,
+        ppo_state: PPOState,
+        **kwargs: Any,
+    ) -> TrainerControl | None:
+        """Called on every process after each optimizer step.
+
+        Args:
+            step: its place and its metrics over all processes.
+        """
+
+    def on_update_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: PPOControl,
+        *,
+        rollout: Rollout,
+        metrics: dict[str, float],
+        steps: list[UpdateStep],
+        ppo_state: PPOState,
+        **kwargs: Any,
+    ) -> TrainerControl | None:
+        """Called on every process after the last optimizer step on a rollout, before that step is logged and saved.
+
+        Args:
+            rollout: this process's rows, as collected.
+            metrics: of the whole update over all processes.
+            steps: the same for each optimizer step on the rollout.
+            ppo_state: of the rollout that was just used up.
+        """
+
+
+def call_event(
+    handler: CallbackHandler,
+    event: str,
+    args: TrainingArguments,
+    state: TrainerState,
+    control: PPOControl,
+    ppo_state: PPOState,
+    **arguments: Any,
+) -> None:
+    """Call an event of every `PPOCallback`; what they return or change is in `control` afterwards.
+
+    Trainer's own `call_event` raises for events that a callback does not have.
+    """
+    given = {name: getattr(handler, name) for name in PASSED} | arguments
+    for callback in handler.callbacks:
+        if isinstance(callback, PPOCallback):
+            returned = getattr(callback, event)(args, state, control, ppo_state=ppo_state, **given)
+            if isinstance(returned, TrainerControl):
+                vars(control).update(vars(returned))
+
+
+class TrainerHooks(TrainerCallback):
+    """Calls the trainer's own functions when training begins and after each optimizer step."""
+
+    def __init__(self, train_begin: Callable[[], None], step_end: Callable[[], None]):
+        self.train_begin, self.step_end = train_begin, step_end
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.train_begin()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.step_end()
+
+
+class AdaptiveKLCallback(PPOCallback):
+    """Steers the KL to the reference by changing β. arXiv:1909.08593, section 2.2.
+
+    Its state is β itself, which is in the checkpoint.
+
+    Args:
+        target: KL per token to steer to, nats.
+        horizon: completions over which β moves by at most 20 %.
+    """
+
+    def __init__(self, target: float = 0.1, horizon: float = 10_000):
+        if not target > 0 or not horizon > 0:
+            raise ValueError(f"target={target} and horizon={horizon} must be above 0")
+        self.target, self.horizon = target, horizon
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        if args.kl_coef == 0:
+            raise ValueError("AdaptiveKLCallback multiplies kl_coef, and kl_coef=0 stays 0; start from 0.05, say")
+
+    def on_rollout_end(self, args, state, control, *, rollout, metrics, **kwargs):
+        completions = len(rollout) * args.world_size
+        kl = metrics.get("kl", math.nan)
+        control.kl_coef = adaptive_kl_coef(control.kl_coef, kl, self.target, self.horizon, completions)
+
+
+# Column of the table: the metric of a step, and its name under `clip/<part>/`.
+COLUMNS = {
+    "clipped": ("policy/clip_frac", "frac"),
+    "below": ("policy/clip_frac_low", "frac_low"),
+    "above": ("policy/clip_frac_high", "frac_high"),
+    "dual": ("policy/dual_clip_frac", "frac_dual"),
+    "value": ("value/clip_frac", "frac_value"),
+    "ratio": ("policy/ratio", "ratio"),
+    "KL": ("policy/approx_kl", "approx_kl"),
+}
+MOST_CHANGE = 0.2  # of the learning rate from one rollout to the next, as of β in AdaptiveKLCallback
+
+
+class ClipMetricsCallback(PPOCallback):
+    """Log how much of each PPO epoch's policy and value loss is clipped, and steer the update by it.
+
+    Clipped tokens teach nothing, so their share says whether the steps on a rollout are too large or too many. With a
+    `target` the callback acts on it:
+
+    - `then="learning_rate"`: after each rollout the actor's learning rate is multiplied by
+      1 + clip(1 − x/target, ±0.2), with x of the last PPO epoch; it never exceeds the scheduled rate.
+    - `then="stop"`: once x of a mini-batch exceeds the target, the remaining steps on the rollout are dropped.
+
+    Args:
+        target: share of tokens for "clip_frac", nats per token for "approx_kl"; None only logs.
+        by: what x is.
+        then: what to change.
+        per_mini_batch: log each mini-batch as well.
+        show: print a table after each rollout.
+
+    Raises:
+        ValueError: a target that is not above 0, or an unknown `by` or `then`.
+    """
+
+    def __init__(
+        self,
+        target: float | None = None,
+        by: Literal["clip_frac", "approx_kl"] = "clip_frac",
+        then: Literal["learning_rate", "stop"] = "learning_rate",
+        per_mini_batch: bool = False,
+        show: bool = False,
+    ):
+        if target is not None and not target > 0:
+            raise ValueError(f"target={target} must be above 0; leave it out to log only")
+        for name, given, known in (
+            ("by", by, ("clip_frac", "approx_kl")),
+            ("then", then, ("learning_rate", "stop")),
+        ):
+            if given not in known:
+                raise ValueError(f"{name}={given!r} must be one of {', '.join(map(repr, known))}")
+        self.target, self.metric, self.then = target, f"policy/{by}", then
+        self.per_mini_batch, self.show = per_mini_batch, show
+
+    def on_mini_batch_end(self, args, state, control, *, step, **kwargs):
+        if self.target is not None and self.then == "stop" and step.metrics.get(self.metric, 0.0) > self.target:
+            control.should_end_rollout = True
+
+    def on_update_end(self, args, state, control, *, steps, ppo_state, **kwargs):
+        epochs = {f"epoch_{n + 1}": [step for step in steps if step.epoch == n] for n in {s.epoch for s in steps}}
+        parts = {name: mean_metrics(some) for name, some in epochs.items()}
+        if self.per_mini_batch:
+            parts |= {f"epoch_{s.epoch + 1}_batch_{s.mini_batch + 1}": s.metrics for s in steps}
+        for part, metrics in parts.items():
+            for metric, name in COLUMNS.values():
+                if metric in metrics:
+                    control.logs[f"clip/{part}/{name}"] = metrics[metric]
+        last = parts.get(f"epoch_{args.num_ppo_epochs}", {})
+        if self.target is not None and self.then == "learning_rate" and self.metric in last:
+            change = max(-MOST_CHANGE, min(MOST_CHANGE, 1 - last[self.metric] / self.target))
+            control.learning_rate_factor = min(1.0, control.learning_rate_factor * (1 + change))
+        control.logs["clip/learning_rate_factor"] = control.learning_rate_factor
+        if self.show and state.is_world_process_zero:
+            with tqdm.external_write_mode():  # clears the progress bar meanwhile
+                rich.print(clip_table(f"clipped, rollout {ppo_state.rollouts}", parts))
+
+
+def mean_metrics(steps: list[UpdateStep]) -> dict[str, float]:
+    """Return the mean of each metric over the steps that have it."""
+    names = dict.fromkeys(name for step in steps for name in step.metrics)
+    found = {name: [step.metrics[name] for step in steps if name in step.metrics] for name in names}
+    return {name: sum(values) / len(values) for name, values in found.items()}
+
+
+def clip_table(title: str, parts: dict[str, dict[str, float]]) -> Table:
+    """Return a table with a row for each part of an update; shares in percent, the KL in nats per token."""
+    table = Table(title=title, title_justify="left")
+    table.add_column("part")
+    shown = {name: metric for name, (metric, _) in COLUMNS.items() if any(metric in m for m in parts.values())}
+    for name in shown:
+        table.add_column(name, justify="right")
+    for part, metrics in parts.items():
+        cells = [cell(metrics.get(metric), share=name not in ("ratio", "KL")) for name, metric in shown.items()]
+        table.add_row(part.replace("_", " "), *cells)
+    return table
+
+
+def cell(number: float | None, share: bool) -> str:
+    """Return a number as text."""
+    if number is None:
+        return "–"
+    return f"{number:.1%}" if share else f"{number:.4f}"
