@@ -23,7 +23,7 @@ from hfppo.data.prompts import Prompts
 from hfppo.environments.agents import Agents, load_agents
 from hfppo.environments.episodes import EpisodePlayer
 from hfppo.environments.pool import EnvironmentFactory
-from hfppo.generation import eos_token_ids
+from hfppo.generation.sampler import eos_token_ids
 from hfppo.models.actor_critic import ActorCritic
 from hfppo.models.critic import CRITIC_KINDS, CriticSource, find_critic
 from hfppo.models.loading import (
