@@ -26,8 +26,8 @@ CODES = [f"%{flag}{letter}" for letter in "aAbBcCdDeFfgGhHIjklmMnpPrRStTuUVwWxXy
 class RunDate:
     """The date that chat templates read in a run, at 00:00.
 
-    It is the day on which the run started, in every process. A resumed run takes over the checkpoint's date, so that
-    its prompts have the same tokens.
+    It is the day on which the run started, in every process. A resumed run has the checkpoint's date, so that its
+    prompts have the same tokens.
     """
 
     day: date
@@ -48,8 +48,7 @@ def apply_chat_template(
     """
     if strftime_now is not None and reads_time(tokenizer, options):
         template = tokenizer.get_chat_template(options.get("chat_template"), options.get("tools"))
-        formats = template + "".join(value for value in options.values() if isinstance(value, str))
-        options["chat_template"] = fixed_clock(strftime_now.day, formats) + template
+        options["chat_template"] = fixed_clock(strftime_now.day) + template
     return tokenizer.apply_chat_template(messages, **options)
 
 
@@ -59,15 +58,12 @@ def reads_time(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, object]
 
 
 @lru_cache
-def fixed_clock(day: date, formats: str) -> str:
+def fixed_clock(day: date) -> str:
     """Return the beginning of a chat template in which `strftime_now` is a macro for a fixed day.
 
     transformers passes no functions to a template, so it cannot be an argument.
-
-    Args:
-        formats: a text with all codes that the template asks for.
     """
-    texts = {"%%": "\0", **{code: day.strftime(code) for code in CODES if code in formats}, "\0": "%"}
+    texts = {"%%": "\0", **{code: day.strftime(code) for code in CODES}, "\0": "%"}
     replaced = "".join(f" | replace({code!r}, {text!r})" for code, text in texts.items())
     return f"{{% macro {CLOCK}(format) %}}{{{{ format{replaced} }}}}{{% endmacro %}}\n"  # the line feed is trimmed
 

@@ -13,8 +13,8 @@ CHUNK = 256  # rows that are read, checked and tokenized at once
 class PromptStream:
     """The prompts of a `datasets.IterableDataset` in its order, from its start again when it ends.
 
-    The prompt at a position depends on the dataset alone, so no state is saved: a resumed run reads up to its
-    position. Each process reads all rows and keeps its own.
+    The prompt at a position depends only on the dataset, so no state is saved: a resumed run reads up to its position.
+    Each process reads all rows and keeps its own.
 
     Args:
         dataset: the same in every process, shuffled by its own `shuffle(seed=...)`; each pass is an epoch of its

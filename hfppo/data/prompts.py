@@ -143,7 +143,7 @@ def prepare_prompts(
         dataset: other columns are kept for the reward functions, as plain values.
         chat_template_kwargs: of all prompts, for `hfppo.data.chat_template.apply_chat_template`.
         name: the dataset's name in errors.
-        tools: JSON schemas of the tools that each row's prompt shows; None: those of its column "tools".
+        tools: JSON schemas of the tools that each row's prompt shows; None: the row's column "tools".
         completed: whether an environment adds its text to each prompt, which may have no tokens before.
     Raises:
         TypeError: not a `datasets.Dataset`.
@@ -231,7 +231,7 @@ class PromptTokenizer:
     version: int = VERSION  # ids that another version has stored are not found
 
     def tokenize(self, dataset: Dataset, tools: Sequence[list[Schema]] | None) -> pa.LargeListArray:
-        """Return the token ids of all rows. Those of a large dataset on disk are stored in its cache and read again.
+        """Return the token ids of all rows. The ids of a large dataset on disk are stored in its cache and read again.
 
         Args:
             tools: JSON schemas for each row in place of its column "tools".

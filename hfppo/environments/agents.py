@@ -116,7 +116,7 @@ def load_agents(
     schemas: dict[str | None, list[Schema]] = {}
     for name, environment in examples.items():
         own = tools_of(environment)
-        check_tools_beside(by_name, own, environment, name)
+        check_tools_fit(by_name, own, environment, name)
         schemas[name] = [get_json_schema(tool) for tool in {**by_name, **own}.values()]
     if tokenizer.chat_template is None and "chat_template" not in options:
         raise ValueError("tools and environments need a chat template; set processing_class.chat_template")
@@ -141,7 +141,7 @@ def named_tools(tools: Sequence[Tool]) -> dict[str, Tool]:
     return by_name
 
 
-def check_tools_beside(
+def check_tools_fit(
     tools: Mapping[str, Tool], methods: Mapping[str, Tool], environment: Environment, name: str | None
 ) -> None:
     """Raise if tools and an environment do not fit together.

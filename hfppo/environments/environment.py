@@ -1,4 +1,4 @@
-"""The contract of tools and environments: that of TRL's GRPOTrainer, and rewards for single turns.
+"""The contract of tools and environments, which extends that of TRL's GRPOTrainer.
 
 A tool is a function with type hints and a Google-style docstring, plain or `async def`. An environment is an object
 with `reset(**row)`, called with the dataset's columns before each episode, which returns None or text that is appended

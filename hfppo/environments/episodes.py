@@ -92,8 +92,8 @@ class EpisodePlayer:
     """Plays episodes with the tools and environments of a run.
 
     Args:
-        tools: those of all rows, by name.
-        schemas: of a row's tools, by the name of its environment.
+        tools: the trainer's argument, by name.
+        schemas: JSON schemas of a row's tools, by the name of its environment.
         max_prompt: tokens of a prompt with the text of `reset`; None: any.
     """
 

@@ -13,7 +13,7 @@ Scores = list[list[float] | None]  # for each episode a reward for each token; N
 
 
 class EpisodeReward:
-    """Gives the rewards of each turn, and adds that of `get_reward` at the end of an episode.
+    """Gives the rewards of each turn, and adds the reward of `get_reward` at the end of an episode.
 
     An episode has no score if it is of another environment, if its environment's state is unknown, or if it got no
     reward.

@@ -30,13 +30,13 @@ class KeyValues:
 
     @classmethod
     def of(cls, cache: Cache | None, ids: Tensor, mask: Tensor) -> "KeyValues | None":
-        """Take over the cache of a batch; None if a layer holds anything but the key-values of all columns.
+        """Return the key-values in the cache of a batch; None if a layer has anything but those of all columns.
 
         Args:
             cache: of `generate`.
             ids, mask: (B, P + T), at least the columns of the cache.
         """
-        if type(cache) is not DynamicCache:  # a subclass may hold a recurrent state beside the layers
+        if type(cache) is not DynamicCache:  # a subclass may have a recurrent state, too
             return None
         layers = [layer for layer in cache.layers if type(layer) is DynamicLayer]
         widths = {layer.get_seq_length() for layer in layers}

@@ -60,7 +60,7 @@ class Sampler(Protocol):
     """Anything that can sample completions from the current policy."""
 
     def ready(self) -> AbstractContextManager[None]:
-        """Take over the current weights; the sampler may be called inside the block."""
+        """Load the current weights; the sampler may be called inside the block."""
         return nullcontext()
 
     def __call__(
@@ -116,7 +116,7 @@ def completions_from(
 
 
 def eos_token_ids(tokenizer: PreTrainedTokenizerBase, generation_config: GenerationConfig | None) -> list[int]:
-    """Return the ids that end a completion: the tokenizer's and those of the model's generation config.
+    """Return the ids that end a completion: of the tokenizer and of the model's generation config.
 
     Call it before training starts: Trainer then rewrites the generation config.
 

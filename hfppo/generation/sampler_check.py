@@ -68,7 +68,7 @@ class Trial:
         return self.sampler(ids, mask, list(range(len(prompts))), [TOKENS] * len(prompts))
 
     def gap(self, prompt: list[int], completions: Completions) -> float:
-        """Return the median distance of the first row's log-probs from those of a forward without padding.
+        """Return the median distance of the first row's log-probs from a forward without padding.
 
         A mean would include single tokens that are off because rounding made a router choose another expert.
         """

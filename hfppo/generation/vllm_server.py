@@ -39,7 +39,7 @@ class ServerEngine:
         self._check_logprobs(models["data"][0]["id"])
 
     def _check_logprobs(self, model: str) -> None:
-        """Raise if the server reports raw log-probs: with top_k=1 those of the sampling distribution are 0."""
+        """Raise if the server reports raw log-probs. With top_k=1 a processed log-prob is 0."""
         body = {"model": model, "prompt": [1, 2, 3, 4], "max_tokens": 1, "top_k": 1, "logprobs": 1}
         (answer,) = wait_for(lambda: self.endpoint.post_all("/v1/completions", [body]))
         if answer["choices"][0]["logprobs"]["token_logprobs"] != [0.0]:
