@@ -242,11 +242,11 @@ def test_an_environment_that_hangs_leaves_its_row_without_a_score(make_agent, ba
         environment_factory=environment(base, **{method: {"look": look, "step": step}[method], "reset": reset}),
         config=FAST,
     )
-    before = trainer.collector.player.pool.examples[None]
+    before = trainer.collector.player.agents.pool.examples[None]
     rollout, *_, metrics = collect(trainer, 2, training=True)
     assert rollout.loss_mask.any(dim=1).tolist() == [False, True]
     assert metrics["unscorable_frac"] == 0.5
-    assert trainer.collector.player.pool.examples[None] is not before
+    assert trainer.collector.player.agents.pool.examples[None] is not before
 
 
 def test_a_prompt_that_reset_makes_too_long_leaves_its_row_without_a_score(make_agent, caplog):
@@ -478,7 +478,7 @@ def test_tools_are_functions_of_every_kind(make_agent, kind, timeout):
     config = {"tool_timeout": timeout, "max_completion_length": 200}
     name = func.__name__
     trainer = make_agent([call(name, word="a b"), "a"], reward_funcs=count_messages, tools=[func], config=config)
-    (schema,) = trainer.collector.player.schemas[None]
+    (schema,) = trainer.collector.player.agents.schemas[None]
     assert schema["function"]["name"] == name
     assert list(schema["function"]["parameters"]["properties"]) == arguments
     assert schema["function"]["parameters"]["required"] == ["word"]

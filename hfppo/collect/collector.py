@@ -275,7 +275,7 @@ class Collector:
         columns = {name: [row.columns[name] for row in rows] for name in rows[0].columns}
         reserved = ("prompt", "completion", "completion_ids")
         others = {name: column for name, column in columns.items() if name not in reserved}
-        if self.player is not None and self.player.pool is not None:
+        if self.player is not None and self.player.agents.pool is not None:
             others["environments"] = [episode.environment for episode in episodes]
         given = columns["prompt"], completed.texts, unpad(completions), others, state, completions.mask, episodes
         continuations = self.continuations(completed) if self.rewards.read_continuations else None

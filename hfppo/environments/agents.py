@@ -1,8 +1,8 @@
-"""The arguments `tools` and `environment_factory` as an `EpisodePlayer`, checked before anything is generated."""
+"""The arguments `tools` and `environment_factory`, checked before anything is generated."""
 
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from datasets import Dataset
@@ -12,13 +12,10 @@ from transformers.utils import get_json_schema
 from hfppo.config import PPOConfig
 from hfppo.data.chat_template import Schema
 from hfppo.data.prompts import EMPTY_PROMPT
-from hfppo.environments.chat_format import ChatFormat, check_template, make_chat_format
+from hfppo.environments.chat_format import ChatFormat, make_chat_format
 from hfppo.environments.environment import Environment, TextEnvironment, Tool, tools_of
-from hfppo.environments.episodes import EpisodePlayer
 from hfppo.environments.pool import EnvironmentFactory, EnvironmentPool, factory_name, pool_of
-from hfppo.environments.turn_rewards import EpisodeReward
 from hfppo.functional import estimator_needs
-from hfppo.rewards.reward_func import RewardFunc
 
 COLUMN = "environment"  # of the dataset: names each row's environment where there are several
 
@@ -57,35 +54,6 @@ class Agents:
                 known = ", ".join(map(repr, self.schemas))
                 raise ValueError(f"{name} row {row}: {COLUMN}={of_row!r} is not among environment_factory's {known}")
         return [self.schemas[of_row] for of_row in names]
-
-    def reward_funcs(self, given: Sequence[RewardFunc]) -> list[RewardFunc]:
-        """Return the functions of the rewards that tools and environments give, one for each class."""
-        if self.pool is None:
-            return [EpisodeReward(None, not given)] if self.tools else []
-        classes = dict.fromkeys(type(instance) for instance in self.pool.examples.values())
-        return [EpisodeReward(environment_class, not given) for environment_class in classes]
-
-    def player(self, eos_ids: list[int], args: PPOConfig, positions: int | None) -> EpisodePlayer:
-        """Return the player.
-
-        Args:
-            eos_ids: tokens that end a turn.
-            positions: of the model; None: any number.
-        Raises:
-            ValueError: the chat template does not fit, see `check_template`.
-        """
-        chat_format = replace(self.chat_format, eos_ids=eos_ids)
-        check_template(chat_format, "tool" if any(self.schemas.values()) else "user")
-        limits = [args.max_prompt_length, positions and positions - args.max_completion_length]
-        return EpisodePlayer(
-            tools=self.tools,
-            schemas=self.schemas,
-            pool=self.pool,
-            chat_format=chat_format,
-            args=args,
-            max_prompt=min((limit for limit in limits if limit is not None), default=None),
-            by_column=self.by_column,
-        )
 
 
 def load_agents(

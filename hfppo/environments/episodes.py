@@ -19,7 +19,8 @@ import torch
 from hfppo.config import PPOConfig
 from hfppo.data.chat_template import Message, Schema, render_one, template_options
 from hfppo.data.prompts import EMPTY_PROMPT, Row
-from hfppo.environments.chat_format import ChatFormat, parse_turn, text_message
+from hfppo.environments.agents import Agents
+from hfppo.environments.chat_format import ChatFormat, check_template, parse_turn, text_message
 from hfppo.environments.environment import (
     Environment,
     TextEnvironment,
@@ -29,7 +30,6 @@ from hfppo.environments.environment import (
     text_of,
     tools_of,
 )
-from hfppo.environments.pool import EnvironmentPool
 from hfppo.environments.tool_calls import TIMEOUT, run_calls
 from hfppo.generation.sampler import Completions
 from hfppo.state import stream_seed
@@ -92,18 +92,14 @@ class EpisodePlayer:
     """Plays episodes with the tools and environments of a run.
 
     Args:
-        tools: the trainer's argument, by name.
-        schemas: JSON schemas of a row's tools, by the name of its environment.
+        chat_format: with the tokens that end a turn of this model.
         max_prompt: tokens of a prompt with the text of `reset`; None: any.
     """
 
-    tools: Mapping[str, Tool]
-    schemas: Mapping[str | None, list[Schema]]
-    pool: EnvironmentPool | None
+    agents: Agents
     chat_format: ChatFormat
     args: PPOConfig
     max_prompt: int | None
-    by_column: bool  # whether the column `environment` names a row's environment, as in TRL
 
     def play(
         self,
@@ -151,8 +147,8 @@ class EpisodePlayer:
 
     def begin(self, rows: Sequence[Row]) -> list[Episode]:
         """Reset an environment for each row, and complete the prompts by its text."""
-        names = [row.columns["environment"] if self.by_column else None for row in rows]
-        environments = [None] * len(rows) if self.pool is None else self.pool.take(names)
+        names = [row.columns["environment"] if self.agents.by_column else None for row in rows]
+        environments = [None] * len(rows) if self.agents.pool is None else self.agents.pool.take(names)
         return [self.open(*given) for given in zip(rows, names, environments, strict=True)]
 
     def open(self, row: Row, name: str | None, environment: Environment) -> Episode:
@@ -161,7 +157,7 @@ class EpisodePlayer:
         Args:
             name: of the environment.
         """
-        schemas = self.schemas[name]
+        schemas = self.agents.schemas[name]
         text = None if environment is None else self.reset(row, environment)
         row = self.complete_prompt(row, text, schemas)
         kind = type(environment).__name__
@@ -169,7 +165,7 @@ class EpisodePlayer:
             raise ValueError(
                 f"row {row.number}: the prompt and the text of {kind}.reset have no tokens; give some text"
             )
-        episode = Episode(row, environment, {**self.tools, **tools_of(environment)}, schemas)
+        episode = Episode(row, environment, {**self.agents.tools, **tools_of(environment)}, schemas)
         length = len(row.prompt_ids)
         if self.max_prompt is not None and length > self.max_prompt:
             episode.row = replace(row, prompt_ids=row.prompt_ids[-self.max_prompt :])
@@ -195,7 +191,7 @@ class EpisodePlayer:
     def reset(self, row: Row, environment: Environment) -> str | None:
         """Reset a row's environment, and return its text."""
         columns = dict(row.columns)
-        if self.by_column:
+        if self.agents.by_column:
             del columns["environment"]
         if "seed" not in columns and "seed" in inspect.signature(environment.reset).parameters:
             columns["seed"] = row.environment_seed
@@ -313,8 +309,23 @@ class EpisodePlayer:
         """End an episode without a score, and replace its environment, whose state is unknown."""
         episode.failed = True
         episode.end()
-        if self.pool is not None:
-            self.pool.discard(episode.environment)
+        if self.agents.pool is not None:
+            self.agents.pool.discard(episode.environment)
+
+
+def make_player(agents: Agents, eos_ids: list[int], args: PPOConfig, positions: int | None) -> EpisodePlayer:
+    """Return the player of a run.
+
+    Args:
+        eos_ids: tokens that end a turn.
+        positions: of the model; None: any number.
+    Raises:
+        ValueError: the chat template does not fit, see `check_template`.
+    """
+    chat_format = replace(agents.chat_format, eos_ids=eos_ids)
+    check_template(chat_format, "tool" if any(agents.schemas.values()) else "user")
+    limits = [args.max_prompt_length, positions and positions - args.max_completion_length]
+    return EpisodePlayer(agents, chat_format, args, min((x for x in limits if x is not None), default=None))
 
 
 def completions_of(episodes: Sequence[Episode], pad_id: int) -> Completions:

@@ -4,9 +4,10 @@ import inspect
 from collections.abc import Awaitable, Sequence
 from typing import Any
 
+from hfppo.environments.agents import Agents
 from hfppo.environments.environment import finite_reward
 from hfppo.environments.episodes import Episode
-from hfppo.rewards.reward_func import Private
+from hfppo.rewards.reward_func import Private, RewardFunc
 from hfppo.support.calls import awaited
 
 Scores = list[list[float] | None]  # for each episode a reward for each token; None: it has no score
@@ -63,3 +64,17 @@ class EpisodeReward:
             return None
         source = f"{type(episode.environment).__name__}.get_reward, row {episode.row.number},"
         return episode.token_rewards(0.0 if final is None else finite_reward(source, final))
+
+
+def episode_rewards(agents: Agents | None, given: Sequence[RewardFunc]) -> list[RewardFunc]:
+    """Return the functions of the rewards that tools and environments give, one for each class.
+
+    Args:
+        given: the run's other reward functions.
+    """
+    if agents is None:
+        return []
+    if agents.pool is None:
+        return [EpisodeReward(None, not given)]
+    classes = dict.fromkeys(type(instance) for instance in agents.pool.examples.values())
+    return [EpisodeReward(environment_class, not given) for environment_class in classes]
