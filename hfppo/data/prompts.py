@@ -150,7 +150,7 @@ def prepare_prompts(
         ValueError: no rows, no "prompt" column, a prompt of an unknown type, or one that the tokenizer cannot render.
     """
     check_columns(dataset, name)
-    if dataset.format["type"] != "custom":  # a transform
+    if dataset.format["type"] != "custom":  # without the format a transform would be lost
         dataset = dataset.with_format(None)
     conversational = isinstance(dataset["prompt"][0], list)
     if tools is not None and not conversational:
@@ -228,7 +228,7 @@ class PromptTokenizer:
     chat_template_kwargs: Mapping[str, object]
     name: str
     completed: bool = False  # a prompt may have no tokens before an environment completes it
-    version: int = VERSION  # ids that another version has stored are not found
+    version: int = VERSION  # part of the hash by which stored ids are found
 
     def tokenize(self, dataset: Dataset, tools: Sequence[list[Schema]] | None) -> pa.LargeListArray:
         """Return the token ids of all rows. The ids of a large dataset on disk are stored in its cache and read again.

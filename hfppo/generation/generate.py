@@ -87,7 +87,7 @@ class Batch:
 
 
 class TurnCache:
-    """The key-values of an episode's last turn, kept for its next turn as long as the weights stay the same."""
+    """Keeps the key-values of a turn of episodes for the next turn, while the weights stay the same."""
 
     def __init__(self) -> None:
         self.weights_stay = False
@@ -103,11 +103,11 @@ class TurnCache:
             self.weights_stay, self.kept = False, None
 
     def put(self, kept: KeyValues | None) -> None:
-        """Replace what is kept."""
+        """Keep key-values in place of earlier ones; None keeps nothing."""
         self.kept = kept
 
     def take(self, batch: Batch) -> DynamicCache | None:
-        """Return the key-values that the prompts begin with, or None. Nothing is kept after it."""
+        """Remove what is kept, and return the key-values that the prompts begin with, or None."""
         kept, self.kept = self.kept, None
         return None if kept is None else kept.continued_by(batch.prompt_ids, batch.prompt_mask)
 

@@ -30,7 +30,7 @@ class KeyValues:
 
     @classmethod
     def of(cls, cache: Cache | None, ids: Tensor, mask: Tensor) -> "KeyValues | None":
-        """Return the key-values in the cache of a batch; None if a layer has anything but those of all columns.
+        """Return the key-values in the cache of a batch; None if a layer has no key-values of all columns.
 
         Args:
             cache: of `generate`.
