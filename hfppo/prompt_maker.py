@@ -93,7 +93,6 @@ class PromptMaker:
                 completed,
                 self.tokenizer,
                 self.args.max_prompt_length,
-                self.args.overlong_prompts,
                 self.chat_template_kwargs,
                 name,
                 may_be_empty,

@@ -10,7 +10,6 @@ import pytest
 import torch
 from build_arithmetic_base import character_tokenizer
 from datasets import Dataset, load_from_disk
-from tokenizers.processors import TemplateProcessing
 
 from helpers.tiny import CHAT_TEMPLATE
 from hfppo import PPOConfig
@@ -142,10 +141,10 @@ def test_columns_for_a_template_mean_nothing_beside_text(tokenizer):
 def test_the_trainer_passes_its_fields_on(make_trainer, tokenizer):
     tokenizer.chat_template = "{% if think %}请{% endif %}" + CHAT_TEMPLATE
     dataset = Dataset.from_dict({"prompt": [[user("1")], [user("1+1+1+1=")]]})
-    fields = {"chat_template_kwargs": '{"think": true}', "max_prompt_length": 4, "overlong_prompts": "truncate"}
+    fields = {"chat_template_kwargs": '{"think": true}', "max_prompt_length": 4}
     trainer = make_trainer(fields, train_dataset=dataset)
     rows = trainer.collector.training_rows(trainer._train_prompts, 0)
-    assert {tuple(row.prompt_ids) for row in rows} == {tuple(ids_of("请1？，")), tuple(ids_of("1=？，"))}
+    assert {tuple(row.prompt_ids) for row in rows} == {tuple(ids_of("请1？，"))}
 
 
 LENGTHS = ["1+2=", "请问1", "1+2+3=", "1+", "2+3+1="]  # 4, 3, 6, 2 and 6 tokens
@@ -163,21 +162,10 @@ def test_longer_prompts_are_dropped_and_counted(tokenizer, caplog):
         assert part in record.getMessage()
 
 
-def test_longer_prompts_are_truncated_to_their_end_and_counted(tokenizer, caplog):
-    with caplog.at_level(logging.WARNING, "hfppo"):
-        prompts = prompts_of(tokenizer, LENGTHS, max_length=4, overlong="truncate")
-    assert prompts.ids.to_pylist() == [ids_of(text) for text in ("1+2=", "请问1", "2+3=", "1+", "3+1=")]
-    assert prompts[4][0] == {"prompt": "2+3+1=", "number": 4}  # reward functions see the whole prompt
-    (record,) = caplog.records
-    for part in ("2 of 5", "max_prompt_length=4", "lose their beginning"):
-        assert part in record.getMessage()
-
-
 @pytest.mark.parametrize("max_length", [6, 7, None])
-@pytest.mark.parametrize("overlong", ["drop", "truncate"])
-def test_prompts_that_fit_are_left_alone_without_a_word(tokenizer, caplog, max_length, overlong):
+def test_prompts_that_fit_are_left_alone_without_a_word(tokenizer, caplog, max_length):
     with caplog.at_level(logging.DEBUG, "hfppo"):
-        prompts = prompts_of(tokenizer, LENGTHS, max_length=max_length, overlong=overlong)
+        prompts = prompts_of(tokenizer, LENGTHS, max_length=max_length)
     assert prompts.ids.to_pylist() == [ids_of(text) for text in LENGTHS]
     assert caplog.records == []
 
@@ -188,9 +176,8 @@ def test_the_length_of_a_conversation_is_that_of_its_rendering(tokenizer):
 
 
 def test_no_prompt_short_enough(tokenizer):
-    with pytest.raises(ValueError, match=r"2 of 2 prompts in eval_dataset .*max_prompt_length=3.*overlong_prompts"):
+    with pytest.raises(ValueError, match=r"2 of 2 prompts in eval_dataset .*max_prompt_length=3"):
         prompts_of(tokenizer, ["1+2=", "2+2="], max_length=3, name="eval_dataset")
-    assert len(prompts_of(tokenizer, ["1+2=", "2+2="], max_length=3, overlong="truncate")) == 2
 
 
 def test_a_dropped_prompt_is_never_trained_on(make_trainer):
@@ -198,15 +185,6 @@ def test_a_dropped_prompt_is_never_trained_on(make_trainer):
     trainer = make_trainer({"max_prompt_length": 4}, train_dataset=dataset)
     rows = [row for i in range(6) for row in trainer.collector.training_rows(trainer._train_prompts, i)]
     assert {row.columns["prompt"] for row in rows} == {"1+2=", "请问1", "1+"}
-
-
-@pytest.mark.parametrize("appends", [False, True])
-def test_prompts_that_a_tokenizer_ends_are_warned_of(make_trainer, tokenizer, caplog, appends):
-    if appends:
-        ending = TemplateProcessing(single="$A <eos>", special_tokens=[("<eos>", tokenizer.eos_token_id)])
-        tokenizer.backend_tokenizer.post_processor = ending
-    make_trainer(processing_class=tokenizer)
-    assert ("every prompt of train_dataset ends with EOS" in caplog.text) == appends
 
 
 def test_prompts_are_tokenized_many_at_once(tokenizer, monkeypatch):

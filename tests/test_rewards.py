@@ -325,7 +325,7 @@ def test_an_unscorable_completion_does_not_shift_the_baseline_of_its_group(make_
         "advantage_estimator": estimator,
         "kl_coef": 0.0,
         "whiten_advantages": False,
-        "scale_rewards": False,
+        "scale_rewards": "none",
     }
     trainer = answering(make_trainer(config, reward_funcs=always(5.0, None, 7.0, None)), "12.")
     assert_close(first_rollout(trainer).advantages[::2, 0], torch.tensor(expected))

@@ -133,7 +133,7 @@ class ValueRanker:
     def _prompt_ids(self, prompts: Sequence[Prompt]) -> list[list[int]]:
         """Return the token ids of prompts."""
         options = {CLOCK: self.date}
-        prepared = prepare_prompts(dataset_of(prompts, {}), self.tokenizer, None, "drop", options, "prompts")
+        prepared = prepare_prompts(dataset_of(prompts, {}), self.tokenizer, None, options, "prompts")
         return [prepared[i][1] for i in range(len(prepared))]
 
     @torch.no_grad()

@@ -107,7 +107,6 @@ def prepare_prompts(
     dataset: Dataset,
     tokenizer: PreTrainedTokenizerBase,
     max_length: int | None = None,
-    overlong: str = "drop",
     chat_template_kwargs: Mapping[str, Any] | None = None,
     name: str = "train_dataset",
     may_be_empty: bool = False,
@@ -119,7 +118,7 @@ def prepare_prompts(
     Args:
         dataset: other columns are kept for the reward functions.
         chat_template_kwargs: of all prompts, for `hfppo.data.chat_template.apply_chat_template`.
-        max_length: tokens; longer prompts are dropped, or lose their beginning, as `overlong` says.
+        max_length: tokens; longer prompts are dropped.
         name: the dataset's name in errors.
         may_be_empty: allow that no prompt is short enough.
         tools: JSON schemas of the tools that each row's prompt shows; None: those of its column "tools".
@@ -147,14 +146,8 @@ def prepare_prompts(
         return prompts
     short = np.flatnonzero(prompts.lengths <= max_length)
     number = f"{len(prompts) - len(short)} of {len(prompts)} prompts in {name} are longer than"
-    if overlong == "truncate":
-        logger.warning("%s max_prompt_length=%s tokens and lose their beginning", number, max_length)
-        return replace(prompts, ids=last_tokens(prompts, max_length))
     if not (len(short) or may_be_empty):
-        raise ValueError(
-            f"{number} max_prompt_length={max_length} tokens: none is left; raise it, or set "
-            "overlong_prompts='truncate'"
-        )
+        raise ValueError(f"{number} max_prompt_length={max_length} tokens: none is left; raise it, or shorten them")
     logger.warning("%s max_prompt_length=%s tokens and are dropped", number, max_length)
     return replace(prompts, rows=dataset.select(short), ids=prompts.ids.take(pa.array(short)))
 
@@ -197,13 +190,6 @@ def with_plain_prompts(dataset: Dataset) -> Dataset:
     if form["type"] in TABLES or not arrays:
         return visible.with_format(None)
     return visible.with_format(form["type"], arrays, output_all_columns=True, **form["format_kwargs"])
-
-
-def last_tokens(prompts: Prompts, most: int) -> pa.LargeListArray:
-    """Return the last tokens of each prompt, at most `most`."""
-    from_end = np.repeat(prompts.ends, prompts.lengths) - np.arange(len(prompts.tokens))
-    offsets = np.concatenate([[0], np.minimum(prompts.lengths, most).cumsum()])
-    return pa.LargeListArray.from_arrays(offsets, prompts.tokens[from_end <= most])
 
 
 def dataset_of(prompts: Sequence[Any], columns: Mapping[str, Sequence[Any]]) -> Dataset:

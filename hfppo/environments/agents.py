@@ -83,7 +83,6 @@ class Agents:
             pool=self.pool,
             chat_format=chat_format,
             max_prompt=min((limit for limit in limits if limit is not None), default=None),
-            overlong=args.overlong_prompts,
             max_tokens=args.max_completion_length,
             max_turn=args.max_turn_length,
             max_rounds=args.max_tool_calling_iterations,

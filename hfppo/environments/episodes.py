@@ -91,8 +91,7 @@ class EpisodePlayer:
     Args:
         tools: those of all rows, by name.
         schemas: of a row's tools, by the name of its environment.
-        max_prompt: tokens of a prompt with the text of `reset`; None: any.
-        overlong: "truncate" lets a longer one lose its beginning; "drop" leaves its row without a score.
+        max_prompt: tokens of a prompt with the text of `reset`; None: any. A row with a longer one has no score.
         max_tokens: of an episode, context included.
         max_turn: tokens of a turn of the model; None: any.
         max_rounds: rounds of tool calls, or steps of an environment; None: any.
@@ -104,7 +103,6 @@ class EpisodePlayer:
     pool: EnvironmentPool | None
     chat_format: ChatFormat
     max_prompt: int | None
-    overlong: str
     max_tokens: int
     max_turn: int | None
     max_rounds: int | None
@@ -194,15 +192,14 @@ class EpisodePlayer:
         episode = Episode(row, environment, self.tools_for(environment), schemas)
         if self.max_prompt is not None and len(row.prompt_ids) > self.max_prompt:
             episode.row = replace(row, prompt_ids=row.prompt_ids[-self.max_prompt :])
-            episode.failed = self.overlong == "drop"
+            episode.failed = True
             logger.warning(
                 "row %d: with the text of %s.reset the prompt has %d tokens, and max_prompt_length or the model's "
-                "positions leave %d; it %s",
+                "positions leave %d; it has no score",
                 row.number,
                 type(environment).__name__,
                 len(row.prompt_ids),
                 self.max_prompt,
-                "has no score" if episode.failed else "loses its beginning",
             )
         return episode
 
