@@ -243,8 +243,8 @@ class PPOConfig(TrainingArguments):
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        if self.max_grad_norm is None:
-            self.max_grad_norm = 0.0  # as Trainer reads it: no clipping
+        if self.max_grad_norm in (None, math.inf):  # infinite in a copy, see below
+            self.max_grad_norm = 0.0  # no clipping
         check_fields(self)
         compares = self.load_best_model_at_end or self.save_strategy == "best"
         if self.metric_for_best_model is None and (compares or self.lr_scheduler_type in METRIC_SCHEDULERS):

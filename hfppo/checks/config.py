@@ -37,8 +37,6 @@ INHERITED_REQUIREMENTS = {
     "gradient_accumulation_steps": AT_LEAST_1,
     "learning_rate": AT_LEAST_0,
     "max_grad_norm": AT_LEAST_0,
-    "weight_decay": AT_LEAST_0,
-    "seed": AT_LEAST_0,
 }
 
 # The keys of `generation_kwargs`, with what their lists hold.
@@ -241,7 +239,7 @@ def check_generation_kwargs(kwargs: Mapping[str, object]) -> None:
 
 
 def check_inherited(args: TrainingArguments) -> None:
-    """Raise ValueError if a field of Trainer's has a value that PPO cannot use; warn of fields that PPO does not read."""
+    """Raise ValueError if an inherited field would break PPO, and warn of those that PPO does not read."""
     changed = {f.name: value for f in fields(args) if (value := getattr(args, f.name)) != default_of(f)}
     for name, reason in UNUSABLE_FIELDS.items():
         if name in changed:

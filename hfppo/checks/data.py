@@ -19,7 +19,7 @@ from hfppo.models.critic import CRITIC_KINDS
 from hfppo.models.loading import positions_of
 from hfppo.rewards.functions import RewardFunctions
 from hfppo.rewards.model import check_conversations
-from hfppo.rewards.reward_func import remove_wrappers
+from hfppo.rewards.reward_func import Private, remove_wrappers, with_private
 from hfppo.rewards.server import RewardServer
 
 logger = logging.getLogger(__name__)
@@ -79,15 +79,11 @@ def check_output_folder(sources: list[tuple[str, object]], args: PPOConfig) -> N
         if not isinstance(source, str) or not source or not Path(source).is_dir():
             continue
         folder = Path(source).resolve()
-        if folder == output_dir:
+        inside = output_dir in folder.parents and folder.relative_to(output_dir).parts[0]
+        if folder == output_dir or (inside and inside.startswith(PREFIX_CHECKPOINT_DIR)):
             raise ValueError(
-                f"{name} and output_dir are both {source!r}, which saving would overwrite; give another output_dir, "
-                "or, to resume the run in it, the model that the run started from"
-            )
-        if output_dir in folder.parents and folder.relative_to(output_dir).parts[0].startswith(PREFIX_CHECKPOINT_DIR):
-            raise ValueError(
-                f"{name}={source!r} is a checkpoint in output_dir={args.output_dir!r}, where this run may delete it; "
-                "give another output_dir"
+                f"{name}={source!r} is in output_dir={args.output_dir!r}, where saving may overwrite or delete it; "
+                "give another output_dir, or, to resume the run in it, the model that the run started from"
             )
 
 
@@ -108,11 +104,9 @@ def check_ids(model: PreTrainedModel | PeftModel, prompts: dict[str, Prompts], s
         suspects[f"{name} row {row}"] = some[row][1]
     for where, ids in suspects.items():
         if max(ids) >= size:
-            others = {END: "processing_class or model.generation_config", STOPS: STOPS}
-            culprit = others.get(where, "processing_class")
             raise ValueError(
-                f"{where} has token id {max(ids)}, and the model knows {size} tokens, from 0; {culprit} belongs to "
-                "another model: give the model's own, or resize_token_embeddings"
+                f"{where} has token id {max(ids)}, and the model knows {size} tokens, from 0; processing_class or "
+                "model.generation_config belongs to another model: give the model's own, or resize_token_embeddings"
             )
 
 
@@ -137,7 +131,7 @@ def check_calls(rewards: RewardFunctions, prompts: dict[str, Prompts], agents: A
                 "rename one of the dataset's, or leave it out"
             )
         try:
-            inspect.signature(called).bind(**dict.fromkeys(columns))
+            inspect.signature(with_private(called, Private())).bind(**dict.fromkeys(columns))
         except TypeError as error:
             raise TypeError(
                 f"reward function {name!r} cannot be called for {dataset}: {error}; it gets "
