@@ -9,7 +9,7 @@ from peft import PeftConfig, PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from hfppo.checks.data import END, STOPS, check_calls, check_ids, check_lengths, check_tokenizer
+from hfppo.checks.data import check_calls, check_ids, check_lengths, check_tokenizer
 from hfppo.config import PPOConfig
 from hfppo.data.chat_template import CLOCK, RunDate
 from hfppo.data.prompts import Prompts
@@ -114,7 +114,11 @@ def load_parts(inputs: TrainerInputs) -> Parts:
     check_lengths("the model", loaded, longest, args)
     eos_ids = eos_token_ids(tokenizer, loaded.generation_config)
     padding = eos_ids[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    special = {END: eos_ids, "the padding token": [padding], STOPS: args.stop_token_ids or eos_ids}
+    special = {
+        "the end of sequence": eos_ids,
+        "the padding token": [padding],
+        "generation_kwargs['stop_token_ids']": args.stop_token_ids or eos_ids,
+    }
     check_ids(loaded, prompts.known, special)
     player = None if agents is None else agents.player(eos_ids, args, positions_of(loaded)[0])
 

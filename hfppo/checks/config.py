@@ -81,7 +81,8 @@ UNUSABLE_FIELDS = {
     "would be noise; leave it out",
     "bf16_full_eval": FULL_EVAL,
     "fp16_full_eval": FULL_EVAL,
-    "ignore_data_skip": "a resumed run continues with its next prompts, and skips nothing; leave it out",
+    "ignore_data_skip": "Trainer would count a resumed epoch from its beginning; leave it out, since a resumed run "
+    "continues with its next prompts",
     "parallelism_config": "tensor, context and sequence parallelism are not supported; use DDP, FSDP2 or ZeRO, as "
     "docs/distributed.md says",
 }

@@ -24,9 +24,6 @@ from hfppo.rewards.server import RewardServer
 
 logger = logging.getLogger(__name__)
 
-END = "the end of sequence"  # the name in errors
-STOPS = "generation_kwargs['stop_token_ids']"
-
 
 def check_tokenizer(tokenizer: object) -> None:
     """Raise if it is no tokenizer, but a processor for example.
@@ -105,8 +102,8 @@ def check_ids(model: PreTrainedModel | PeftModel, prompts: dict[str, Prompts], s
     for where, ids in suspects.items():
         if max(ids) >= size:
             raise ValueError(
-                f"{where} has token id {max(ids)}, and the model knows {size} tokens, from 0; processing_class or "
-                "model.generation_config belongs to another model: give the model's own, or resize_token_embeddings"
+                f"{where} has token id {max(ids)}, and the model knows {size} tokens, from 0; give the model's own "
+                "processing_class, generation_config and stop_token_ids, or call resize_token_embeddings"
             )
 
 
