@@ -230,7 +230,7 @@ WITH_OPTIMIZER.state.deepspeed_plugin.deepspeed_config["optimizer"] = {"type": "
             "shared",
             [],
             {"critic_warmup": 1},
-            "critic_warmup=1 .*no checkpoint.*use DDP",
+            "critic_warmup=1 .*cannot load a checkpoint.*use DDP",
         ),
         (
             engine(DistributedType.FSDP, state_dict_type=StateDictType.SHARDED_STATE_DICT),
@@ -240,7 +240,7 @@ WITH_OPTIMIZER.state.deepspeed_plugin.deepspeed_config["optimizer"] = {"type": "
             engine(DistributedType.FSDP, activation_checkpointing=True),
             *("shared", [], {}, r"adapter would be empty; .* set activation_checkpointing=True"),
         ),
-        (engine(DistributedType.FSDP), "shared", [], {"vf_coef": 0.0}, "vf_coef=0 .*no checkpoint.*or DDP"),
+        (engine(DistributedType.FSDP), "shared", [], {"vf_coef": 0.0}, "vf_coef=0 .*cannot load a checkpoint.*or DDP"),
         (engine(DistributedType.FSDP), "shared", [], VLLM, "use_vllm=True needs whole weights, which FSDP2 shards"),
         (ZERO_2, "adapter", [], BUDGET, "max_tokens_per_micro_batch needs DDP"),
         (engine(DistributedType.FSDP), "shared", [], EPOCHS, "num_critic_epochs=8 .*set num_critic_epochs=4, or use"),
