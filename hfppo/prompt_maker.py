@@ -70,6 +70,8 @@ class PromptMaker:
         elif train_dataset is not None:
             train = self.of_dataset(train_dataset, "train_dataset")
         given = eval_dataset if isinstance(eval_dataset, dict) else {None: eval_dataset}
+        if unnamed := [name for name in given if not isinstance(name, str | None)]:
+            raise TypeError(f"eval_dataset names a dataset by {unnamed[0]!r}; name each by text")
         prompts = {n: self.of_dataset(some, label_eval(n)) for n, some in given.items() if some is not None}
         return DatasetPrompts(train, prompts)
 
@@ -98,7 +100,7 @@ class PromptMaker:
                 tools=None if agents is None else agents.schemas_of(completed, name),
                 completed=agents is not None and agents.pool is not None,
             )
-        prompts = prompts.limited(self.args.max_prompt_length, self.args.overlong_prompts, name, may_be_empty)
+        prompts = prompts.limited(self.args.max_prompt_length, name, may_be_empty)
         # `reset` gets the dataset's own columns.
         return prompts if completed is dataset else replace(prompts, rows=prompts.rows.remove_columns("prompt"))
 

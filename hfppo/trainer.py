@@ -72,7 +72,24 @@ from hfppo.support.out_of_memory import explain_out_of_memory
 class PPOTrainer(CrashSafeTrainer):
     """Proximal Policy Optimization of a LoRA actor, with the disabled adapter as its reference and a critic.
 
-    The first six arguments, which are GRPOTrainer's, may be given by position.
+    Example:
+
+        from datasets import Dataset
+        from hfppo import PPOConfig, PPOTrainer
+
+        def right_answer(completions, answer, **kwargs):
+            return [float(answer[i] in completion) for i, completion in enumerate(completions)]
+
+        trainer = PPOTrainer(
+            model="Qwen/Qwen2.5-0.5B",
+            reward_funcs=right_answer,
+            args=PPOConfig(output_dir="out", total_episodes=64, max_completion_length=16),
+            train_dataset=Dataset.from_dict({"prompt": ["1+1=", "2+3="], "answer": ["2", "5"]}),
+        )
+        trainer.train()
+        trainer.save_model()
+
+    The first six arguments are GRPOTrainer's, and may be given by position.
 
     Args:
         model: a base, or an adapter to train further; loaded, or its id or path. A loaded one is changed: its dropouts
@@ -195,7 +212,7 @@ class PPOTrainer(CrashSafeTrainer):
             self.ppo_state = self._first_state()
             self._train_prompts, self._prepared_train = parts.prompts.train, train_dataset
             self._eval_prompts = EvalPrompts(eval_dataset, parts.prompts.eval, self._prepare_prompts)
-            self._eval_sampling: bool | None = None
+            self._eval_sampling = False
             self._sources = parts.sources
             self._outputs_checked = False
             described = parts.prompts.train, parts.model, parts.peft_config, parts.rewards.names
@@ -485,7 +502,7 @@ class PPOTrainer(CrashSafeTrainer):
 
     @contextmanager
     def eval_sampling(self, do_sample: bool) -> Iterator[None]:
-        """Override `args.eval_do_sample` inside the block."""
+        """Sample in the evaluations inside the block, or decode greedily, as they do outside."""
         before, self._eval_sampling = self._eval_sampling, do_sample
         try:
             yield
@@ -504,12 +521,11 @@ class PPOTrainer(CrashSafeTrainer):
         self._prepare_model()
         prompts = cast(Prompts, dataloader.dataset)
         self.callback_handler.eval_dataloader = dataloader
-        do_sample = self.args.eval_do_sample if self._eval_sampling is None else self._eval_sampling
 
         def on_batch() -> None:
             self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
 
-        evaluated = evaluate_prompts(self.collector, prompts, self.state, do_sample, on_batch)
+        evaluated = evaluate_prompts(self.collector, prompts, self.state, self._eval_sampling, on_batch)
         return evaluated.output(prompts, self.compute_metrics, metric_key_prefix)
 
     # Checkpoints

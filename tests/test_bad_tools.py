@@ -271,20 +271,6 @@ def test_a_prompt_that_reset_makes_too_long_leaves_its_row_without_a_score(make_
     assert "more than 50; it has no score" in caplog.text
 
 
-def test_a_prompt_that_reset_makes_too_long_loses_its_beginning_with_truncate(make_agent):
-    class Talkative(Counting):
-        def reset(self, **row):
-            super().reset()
-            return "a" * 300 + "0"
-
-    config = {"max_prompt_length": 50, "overlong_prompts": "truncate"}
-    trainer = make_agent(["1", "2", "3"], environment_factory=Talkative, config=config)
-    rollout, _, metrics = collect(trainer, 1, training=True)
-    assert trainer.processing_class.decode(rollout.prompt_ids[0]) == "a" * 47 + "0<eos><assistant>"
-    assert rollout.scores.tolist() == [3.0]
-    assert metrics["unscorable_frac"] == 0.0
-
-
 def test_an_environment_that_never_ends_is_cut(make_agent):
     endless = environment(step=step_with("b", 0.1, False, False, {}))
     trainer = make_agent(["a"] * 40, environment_factory=endless)

@@ -91,7 +91,7 @@ def test_gamma_discounts_without_a_critic_as_well(make_trainer):
 
 
 def test_groups_are_divided_by_their_deviation_unless_told_not_to(make_trainer):
-    for scale, expected in ((True, 1 / (math.sqrt(2.0))), (False, 1.0)):
+    for scale, expected in (("group", 1 / (math.sqrt(2.0))), ("none", 1.0)):
         config = {"advantage_estimator": "grpo", "num_generations": 2, "kl_coef": 0.0, "scale_rewards": scale}
         trainer = answering(make_trainer(config, reward_funcs=always(5.0, 7.0)), "12.")
         assert trainer.rollout(["1=", "1="]).advantages[1].tolist() == pytest.approx([expected] * 3, rel=1e-5)

@@ -315,7 +315,7 @@ def test_a_critic_of_all_layers_is_saved_as_before(make_trainer, tmp_path):
         (
             {"critic_layers": 1, "advantage_estimator": "reinforce_plus_plus"},
             "adapter",
-            "critic_layers=1 has no critic to train",
+            "critic_layers=1 has no effect",
         ),
     ],
 )

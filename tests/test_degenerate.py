@@ -117,7 +117,7 @@ def test_prompts_of_one_token_and_at_the_limit(make_trainer):
     assert rollout.prompt_mask.sum(dim=1).tolist() == [1, 10]
     assert logs["completions/max_length"] <= 6
     assert moved["actor"] > 0
-    with pytest.raises(ValueError, match="more together than the model's 15 positions"):
+    with pytest.raises(ValueError, match="together exceed the model's 15 positions"):
         make_trainer(config, model=tiny_model(max_position_embeddings=15), train_dataset=trainer.train_dataset)
 
 

@@ -106,7 +106,7 @@ def test_prompts_that_come_later_are_checked_as_well(make_trainer):
     trainer = make_trainer()
     positions = trainer.model.config.max_position_embeddings
     long = ["1" * positions]
-    wanted = f"tokens and max_completion_length=6 are more together than .* {positions} positions"
+    wanted = f"tokens and max_completion_length=6 together exceed .* {positions} positions"
     with pytest.raises(ValueError, match=wanted):
         trainer.evaluate(Dataset.from_dict({"prompt": long}))
     with pytest.raises(ValueError, match=wanted):

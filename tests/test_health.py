@@ -128,7 +128,7 @@ RUNS = {
         {"reward-hacking": "eval_variety is "},
         ONE_STEP
         | {"max_steps": 16, "kl_coef": 0.0, "learning_rate": 3e-2}
-        | {"eval_strategy": "steps", "eval_steps": 4, "eval_do_sample": True, "metric_for_best_model": "variety"},
+        | {"eval_strategy": "steps", "eval_steps": 4, "metric_for_best_model": "variety"},
         {"compute_metrics": variety},
     ),
     "a reward without a scale": Case(

@@ -303,11 +303,9 @@ def test_same_seed_same_run_and_another_seed_another(make_trainer):
 def test_evaluation_changes_no_training(make_trainer, dataset, do_sample):
     plain = make_trainer()
     plain.train()
-    evaluated = make_trainer(
-        {"eval_strategy": "steps", "eval_steps": 1, "eval_do_sample": do_sample, "eval_on_start": True},
-        eval_dataset=dataset,
-    )
-    evaluated.train()
+    evaluated = make_trainer({"eval_strategy": "steps", "eval_steps": 1, "eval_on_start": True}, eval_dataset=dataset)
+    with evaluated.eval_sampling(do_sample):
+        evaluated.train()
     assert len(logged(evaluated, "eval_reward")) == 9
     after = trainable(evaluated)
     for name, weight in trainable(plain).items():

@@ -9,7 +9,6 @@ import pytest
 import torch
 from build_arithmetic_base import character_tokenizer
 from datasets import Dataset, load_from_disk
-from tokenizers.processors import TemplateProcessing
 
 from helpers.tiny import CHAT_TEMPLATE
 from hfppo import PPOConfig
@@ -39,10 +38,8 @@ def prompts_of(tokenizer, prompts: list, **kwargs) -> Prompts:
     return prepare_prompts(Dataset.from_dict(columns), tokenizer, **kwargs)
 
 
-def limited(
-    tokenizer, prompts: list, max_length: int | None, overlong: str = "drop", name: str = "my_dataset"
-) -> Prompts:
-    return prompts_of(tokenizer, prompts).limited(max_length, overlong, name)
+def limited(tokenizer, prompts: list, max_length: int | None, name: str = "my_dataset") -> Prompts:
+    return prompts_of(tokenizer, prompts).limited(max_length, name)
 
 
 def test_text_is_tokenised_as_it_stands(tokenizer):
@@ -141,10 +138,10 @@ def test_columns_for_a_template_mean_nothing_beside_text(tokenizer):
 def test_the_trainer_passes_its_fields_on(make_trainer, tokenizer):
     tokenizer.chat_template = "{% if think %}请{% endif %}" + CHAT_TEMPLATE
     dataset = Dataset.from_dict({"prompt": [[user("1")], [user("1+1+1+1=")]]})
-    fields = {"chat_template_kwargs": '{"think": true}', "max_prompt_length": 4, "overlong_prompts": "truncate"}
+    fields = {"chat_template_kwargs": '{"think": true}', "max_prompt_length": 4}
     trainer = make_trainer(fields, train_dataset=dataset)
     rows = trainer.collector.training_rows(trainer._train_prompts, 0)
-    assert {tuple(row.prompt_ids) for row in rows} == {tuple(ids_of("请1？，")), tuple(ids_of("1=？，"))}
+    assert {tuple(row.prompt_ids) for row in rows} == {tuple(ids_of("请1？，"))}
 
 
 LENGTHS = ["1+2=", "请问1", "1+2+3=", "1+", "2+3+1="]  # 4, 3, 6, 2 and 6 tokens
@@ -162,21 +159,10 @@ def test_longer_prompts_are_dropped_and_counted(tokenizer, caplog):
         assert part in record.getMessage()
 
 
-def test_longer_prompts_are_truncated_to_their_end_and_counted(tokenizer, caplog):
-    with caplog.at_level(logging.WARNING, "hfppo"):
-        prompts = limited(tokenizer, LENGTHS, 4, "truncate")
-    assert prompts.ids.to_pylist() == [ids_of(text) for text in ("1+2=", "请问1", "2+3=", "1+", "3+1=")]
-    assert prompts[4][0] == {"prompt": "2+3+1=", "number": 4}  # reward functions see the whole prompt
-    (record,) = caplog.records
-    for part in ("2 of 5", "max_prompt_length=4", "lose their beginning"):
-        assert part in record.getMessage()
-
-
 @pytest.mark.parametrize("max_length", [6, 7, None])
-@pytest.mark.parametrize("overlong", ["drop", "truncate"])
-def test_prompts_that_fit_are_left_alone_without_a_word(tokenizer, caplog, max_length, overlong):
+def test_prompts_that_fit_are_left_alone_without_a_word(tokenizer, caplog, max_length):
     with caplog.at_level(logging.DEBUG, "hfppo"):
-        prompts = limited(tokenizer, LENGTHS, max_length, overlong)
+        prompts = limited(tokenizer, LENGTHS, max_length)
     assert prompts.ids.to_pylist() == [ids_of(text) for text in LENGTHS]
     assert caplog.records == []
 
@@ -187,9 +173,8 @@ def test_the_length_of_a_conversation_is_that_of_its_rendering(tokenizer):
 
 
 def test_no_prompt_short_enough(tokenizer):
-    with pytest.raises(ValueError, match=r"2 of 2 prompts in eval_dataset .*max_prompt_length=3.*overlong_prompts"):
+    with pytest.raises(ValueError, match=r"2 of 2 prompts in eval_dataset .*max_prompt_length=3.*shorten"):
         limited(tokenizer, ["1+2=", "2+2="], 3, name="eval_dataset")
-    assert len(limited(tokenizer, ["1+2=", "2+2="], 3, "truncate")) == 2
 
 
 def test_a_dropped_prompt_is_never_trained_on(make_trainer):
@@ -197,15 +182,6 @@ def test_a_dropped_prompt_is_never_trained_on(make_trainer):
     trainer = make_trainer({"max_prompt_length": 4}, train_dataset=dataset)
     rows = [row for i in range(6) for row in trainer.collector.training_rows(trainer._train_prompts, i)]
     assert {row.columns["prompt"] for row in rows} == {"1+2=", "请问1", "1+"}
-
-
-@pytest.mark.parametrize("appends", [False, True])
-def test_prompts_that_a_tokenizer_ends_are_warned_of(make_trainer, tokenizer, caplog, appends):
-    if appends:
-        ending = TemplateProcessing(single="$A <eos>", special_tokens=[("<eos>", tokenizer.eos_token_id)])
-        tokenizer.backend_tokenizer.post_processor = ending
-    make_trainer(processing_class=tokenizer)
-    assert ("every prompt of train_dataset ends with EOS" in caplog.text) == appends
 
 
 def test_prompts_are_tokenized_many_at_once(tokenizer, monkeypatch):
@@ -243,9 +219,9 @@ def test_a_stream_may_have_a_format(tokenizer):
 
 
 @pytest.mark.parametrize(("column", "value"), [("tools", "calculator"), ("chat_template_kwargs", "{think")])
-def test_a_column_for_the_template_that_it_cannot_read_is_named_by_its_row(tokenizer, column, value):
+def test_a_column_for_the_template_that_it_cannot_read_is_named(tokenizer, column, value):
     dataset = Dataset.from_dict({"prompt": [TALKS[0]] * 3, column: ["", "", value]})
-    with pytest.raises(ValueError, match=r"train_dataset row 2: .*cannot render"):
+    with pytest.raises(ValueError, match=rf"train_dataset row 2: .*column '{column}' .*rename the column"):
         prepare_prompts(dataset, tokenizer)
 
 

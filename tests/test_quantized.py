@@ -105,7 +105,7 @@ def test_the_config_as_an_argument(tmp_path, caplog):
     assert trainer.model.ref_model.is_loaded_in_4bit
     caplog.clear()
     trainer_of(quantized("four"), tmp_path, quantization_config=config)
-    assert "quantization_config is for models given by name; those given are loaded already" in caplog.messages
+    assert "quantization_config is not used, because the models are loaded already" in caplog.messages
     twice = {"args": PPOConfig(output_dir=str(tmp_path), model_init_kwargs={"quantization_config": config})}
     with pytest.raises(ValueError, match="quantization_config is given as an argument and in model_init_kwargs"):
         PPOTrainer(base, arithmetic.right_answer, **twice, quantization_config=config)

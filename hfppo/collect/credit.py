@@ -172,7 +172,7 @@ def advantages_and_returns(
         "greedy_scores": None if greedy is None else greedy.scores,
         "gamma": factor_by_turn(args.gamma, args.gamma_turn, completions),
         "lam": factor_by_turn(lam, args.lam_turn, completions),
-        "scale": args.scale_rewards,
+        "scale": args.scale_rewards == "group",
     }
     rows = torch.ones_like(scorable)
     if F.estimator_needs(name, "groups"):

@@ -112,8 +112,24 @@ def template_options(*given: object) -> dict[str, Any]:
     Raises:
         ValueError: a text is not JSON.
     """
-    tools, options = (json.loads(x) if isinstance(x, str) and x.strip() else without_nones(x) for x in given)
+    tools, options = map(template_option, TEMPLATE_COLUMNS, given)
     return {**({"tools": tools} if tools else {}), **(options or {})}
+
+
+def template_option(column: str, value: object) -> Any:
+    """Return a row's value in a column for the chat template, which may be JSON.
+
+    Raises:
+        ValueError: a text is not JSON; names the column.
+    """
+    if not isinstance(value, str) or not value.strip():
+        return without_nones(value)
+    try:
+        return json.loads(value)
+    except ValueError as error:
+        raise ValueError(
+            f"column {column!r} is for the chat template, and {value!r} is not JSON; correct it, or rename the column"
+        ) from error
 
 
 def without_nones(value: Any) -> Any:

@@ -68,5 +68,5 @@ class PromptStream:
             if not found:
                 raise ValueError(
                     f"train_dataset gave {rows} rows and no prompt of at most {self.longest} tokens; give it some, "
-                    "raise max_prompt_length, or set overlong_prompts='truncate'"
+                    "or raise max_prompt_length"
                 )

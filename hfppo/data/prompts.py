@@ -74,11 +74,10 @@ class Prompts:
         """Number of tokens of the longest prompt."""
         return int(self.lengths.max(initial=0))
 
-    def limited(self, max_length: int | None, overlong: str, name: str, may_be_empty: bool = False) -> "Prompts":
-        """Return prompts of at most `max_length` tokens; None: any number.
+    def limited(self, max_length: int | None, name: str, may_be_empty: bool = False) -> "Prompts":
+        """Return the prompts of at most `max_length` tokens; None: any number.
 
         Args:
-            overlong: longer prompts are dropped ("drop"), or lose their beginning ("truncate").
             name: the dataset's name in errors.
             may_be_empty: allow that no prompt is short enough.
         Raises:
@@ -88,22 +87,12 @@ class Prompts:
             return self
         short = np.flatnonzero(self.lengths <= max_length)
         number = f"{len(self) - len(short)} of {len(self)} prompts in {name} are longer than"
-        if overlong == "truncate":
-            logger.warning("%s max_prompt_length=%s tokens and lose their beginning", number, max_length)
-            return replace(self, ids=self.last_tokens(max_length))
         if not (len(short) or may_be_empty):
             raise ValueError(
-                f"{number} max_prompt_length={max_length} tokens: none is left; raise it, or set "
-                "overlong_prompts='truncate'"
+                f"{number} max_prompt_length={max_length} tokens: none is left; raise it, or shorten them"
             )
         logger.warning("%s max_prompt_length=%s tokens and are dropped", number, max_length)
         return replace(self, rows=self.rows.select(short), ids=self.ids.take(pa.array(short)))
-
-    def last_tokens(self, most: int) -> pa.LargeListArray:
-        """Return the last tokens of each prompt, at most `most`."""
-        from_end = np.repeat(self.ends, self.lengths) - np.arange(len(self.tokens))
-        offsets = np.concatenate([[0], np.minimum(self.lengths, most).cumsum()])
-        return pa.LargeListArray.from_arrays(offsets, self.tokens[from_end <= most])
 
     def digest(self) -> str:
         """Return a hash of all token ids and of where the prompts end."""

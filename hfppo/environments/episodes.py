@@ -169,10 +169,11 @@ class EpisodePlayer:
         length = len(row.prompt_ids)
         if self.max_prompt is not None and length > self.max_prompt:
             episode.row = replace(row, prompt_ids=row.prompt_ids[-self.max_prompt :])
-            episode.failed = self.args.overlong_prompts == "drop"
-            outcome = "has no score" if episode.failed else "loses its beginning"
-            told = row.number, kind, length, self.max_prompt, outcome
-            logger.warning("row %d: with the text of %s.reset the prompt has %d tokens, more than %d; it %s", *told)
+            episode.failed = True
+            told = row.number, kind, length, self.max_prompt
+            logger.warning(
+                "row %d: with the text of %s.reset the prompt has %d tokens, more than %d; it has no score", *told
+            )
         return episode
 
     def complete_prompt(self, row: Row, text: str | None, schemas: list[Schema]) -> Row:

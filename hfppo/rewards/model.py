@@ -186,10 +186,8 @@ class RewardAdapter(RewardModel):
     Call `attach` with the base before scoring.
     """
 
-    def __init__(
-        self, path: str, config: PeftConfig, tokenizer: PreTrainedTokenizerBase, options: dict[str, Any] | None = None
-    ):
-        self.path, self.config, self.tokenizer, self.options = path, config, tokenizer, options or {}
+    def __init__(self, path: str, config: PeftConfig, tokenizer: PreTrainedTokenizerBase):
+        self.path, self.config, self.tokenizer = path, config, tokenizer
         self.__name__ = os.path.basename(path.rstrip("/"))
 
     def attach(self, base: PreTrainedModel) -> None:
@@ -200,13 +198,13 @@ class RewardAdapter(RewardModel):
             classifier: Any = AutoModelForSequenceClassification.from_config(config)
         trunk = shared_copy(base.base_model)
         setattr(classifier, classifier.base_model_prefix, trunk)
-        size = saved_vocabulary(classifier, load_peft_weights(self.path, device="cpu", **self.options))
+        size = saved_vocabulary(classifier, load_peft_weights(self.path, device="cpu"))
         if size is not None:  # loading them must not change the actor's
             trunk.set_input_embeddings(copy.deepcopy(trunk.get_input_embeddings()))
             classifier.resize_token_embeddings(size, mean_resizing=False)
         width = config.get_text_config().hidden_size
         classifier.score = nn.Linear(width, 1, bias=False, dtype=torch.float32, device=base.device)
         with unchanged(base, self.config, f"the reward adapter {self.path!r}"):
-            model = PeftModel.from_pretrained(classifier, self.path, **self.options)
+            model = PeftModel.from_pretrained(classifier, self.path)
         super().__init__(model, self.tokenizer)
         self.__name__ = os.path.basename(self.path.rstrip("/"))

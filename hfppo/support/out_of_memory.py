@@ -15,7 +15,7 @@ SMALLER_BATCHES = ("local_rollout_forward_batch_size", "max_completion_length", 
 SETTINGS = {
     "sampling": SMALLER_BATCHES,
     "sampling with vLLM": ("vllm_gpu_memory_utilization", "vllm_enable_sleep_mode", "max_completion_length"),
-    "the reward functions": ("reward_model_init_kwargs", "max_completion_length", "max_prompt_length"),
+    "the reward functions": ("max_completion_length", "max_prompt_length"),
     "the passes without gradient": SMALLER_BATCHES,
     "the update": (
         "max_tokens_per_micro_batch",
@@ -31,7 +31,6 @@ ADVICE = {
     "per_device_train_batch_size": "halve it",
     "gradient_accumulation_steps": "and double it, which changes no gradient, and the checkpoint still fits",
     "activation_checkpointing": "True computes activations again",
-    "reward_model_init_kwargs": "give a smaller dtype",
     "vllm_enable_sleep_mode": "True frees the engine's memory meanwhile",
 }
 
