@@ -124,7 +124,7 @@ def last_evaluations(state: TrainerState, args: PPOConfig) -> list[Evaluation]:
             continue  # the best weights have replaced these
         for name in (key.removesuffix(rate) for key in entry if key.endswith(rate) and not key.startswith("train_")):
             metrics = {key.removeprefix(f"{name}_"): x for key, x in entry.items() if key.startswith(f"{name}_")}
-            found[name] = Evaluation(name, entry["step"], {k: x for k, x in metrics.items() if k not in SPEED})
+            found[name] = Evaluation(name, int(entry["step"]), {k: x for k, x in metrics.items() if k not in SPEED})
     return list(found.values())
 
 

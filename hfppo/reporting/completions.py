@@ -3,7 +3,6 @@
 import io
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import rich
 from datasets import Dataset
@@ -57,7 +56,7 @@ class PrintCompletionsCallback(PPOCallback):
             rich.print(table)
 
 
-def cell_text(x: Any) -> str:
+def cell_text(x: object) -> str:
     """Return a cell of the printed table: the text of a conversation, with roles if it has several messages."""
     if isinstance(x, float):
         return f"{x:.4g}"
@@ -72,11 +71,7 @@ def save_table(table: Dataset, file: Path) -> None:
     """Write a Parquet file; a file that cannot be written is a warning."""
     with ignore_write_errors(file):
         file.parent.mkdir(parents=True, exist_ok=True)
-        try:  # no temporary file, since a push in the background would upload it from this subfolder
-            table.to_pandas().to_parquet(file)
-        except OSError:
-            file.unlink(missing_ok=True)  # half a table cannot be read
-            raise
+        table.to_pandas().to_parquet(file)  # no temporary file: a push in the background would upload it
 
 
 def log_table(args: TrainingArguments, name: str, rows: Dataset) -> None:

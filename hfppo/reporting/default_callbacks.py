@@ -14,6 +14,8 @@ def with_default_callbacks(callbacks: list[TrainerCallback] | None, log_completi
     # Trainer takes classes as well.
     made = [callback() if isinstance(callback, type) else callback for callback in callbacks or []]
     targets = [callback.target for callback in made if isinstance(callback, AdaptiveKLCallback)]
-    defaults = [HealthCallback(**({"kl_to_the_reference": 2 * targets[0]} if targets else {}))]
-    defaults += [LogFileCallback(), PlotCallback(), *([PrintCompletionsCallback()] if log_completions else [])]
+    health = HealthCallback(**({"kl_to_the_reference": 2 * targets[0]} if targets else {}))
+    defaults: list[TrainerCallback] = [health, LogFileCallback(), PlotCallback()]
+    if log_completions:
+        defaults.append(PrintCompletionsCallback())
     return made + [own for own in defaults if not any(isinstance(given, type(own)) for given in made)]

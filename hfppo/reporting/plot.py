@@ -3,9 +3,8 @@
 import math
 from fnmatch import filter as match_names
 from pathlib import Path
-from typing import Any
 
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback
 
 from hfppo.support.files import ignore_write_errors, write_atomically
 
@@ -37,13 +36,13 @@ PANELS = {
 class PlotCallback(TrainerCallback):
     """Draw the curves of the run into `curves.png` in the output folder when training ends. On by default."""
 
-    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
+    def on_train_end(self, args, state, control, **kwargs):
         """Draw the whole log history; no picture if no metric of a panel was logged."""
         panels = select_panels(state.log_history)
         if state.is_world_process_zero and panels:
-            file = Path(args.output_dir).absolute() / PICTURE
-            with ignore_write_errors(Path(args.output_dir) / PICTURE), write_atomically(file) as temporary:
-                draw_panels(panels, state.log_history, file.parent.name, temporary)
+            file = Path(args.output_dir) / PICTURE
+            with ignore_write_errors(file), write_atomically(file) as temporary:
+                draw_panels(panels, state.log_history, file.absolute().parent.name, temporary)
 
 
 def select_panels(history: list[dict[str, float]]) -> dict[str, list[str]]:

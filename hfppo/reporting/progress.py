@@ -4,7 +4,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Self
 
 from tqdm import tqdm
 from transformers import ProgressCallback, Trainer
@@ -33,23 +33,23 @@ class RunProgress(ProgressCallback):
     bar: with `disable_tqdm`, and on processes other than the first.
     """
 
-    training_bar: Any  # a tqdm bar, disabled where stderr is no terminal; None outside of training
+    training_bar: tqdm | None  # disabled where stderr is no terminal; None outside of training
 
     def __init__(self) -> None:
         super().__init__()
         self._phases: list[str] = []  # entered, outermost first
 
     @classmethod
-    def of(cls, trainer: Trainer) -> "RunProgress":
+    def of(cls, trainer: Trainer) -> Self:
         """Replace the trainer's own bar and return the new one; it is silent if the user has another bar, or none."""
         progress = cls()
         callbacks = trainer.callback_handler.callbacks
-        default = next((c for c in callbacks if type(c) is ProgressCallback), None)
+        # TRL's RichProgressCallback is no subclass of Trainer's.
+        bars = [c for c in callbacks if isinstance(c, ProgressCallback) or "ProgressCallback" in type(c).__name__]
+        default = next((bar for bar in bars if type(bar) is ProgressCallback), None)
         if default is not None:
             trainer.remove_callback(default)
-            # TRL's RichProgressCallback is no subclass of Trainer's.
-            own = [c for c in callbacks if isinstance(c, ProgressCallback) or "ProgressCallback" in type(c).__name__]
-            if not own:
+            if bars == [default]:
                 trainer.add_callback(progress)
         return progress
 
@@ -136,7 +136,7 @@ def describe_sizes(completions: int, processes: int, steps: int) -> str:
     return f"rollouts of {together} completions ({completions} per process), {steps} optimizer steps each"
 
 
-def short_line(step: int, logs: dict[str, Any]) -> str:
+def short_line(step: int, logs: dict[str, float]) -> str:
     """Return the most-read numbers of a log in one line."""
     shown = [f"{label} {logs[metric]:{form}}" for metric, label, form in SHORT if metric in logs]
     return "  ".join([f"step {step}", *shown])

@@ -61,20 +61,18 @@ def main(arguments: list[str] | None = None) -> None:
     options = vars(make_parser().parse_args(arguments))
     folder, html = options.pop("folder"), options.pop("html")
     try:
-        if html is not None and html.is_dir():  # refused before the work
-            raise ValueError(f"--html {html} is a folder; give a file in it, such as {html / 'traces.html'}")
         if options["prompt"] is None:
             print(write_page(folder, html))
             return
         question = Question(**options)
         trace, args = trace_prompt(folder, question)
+        rich.print(trace.table, *describe_trace(trace, args, question), sep="\n")
+        if html is not None:
+            html.parent.mkdir(parents=True, exist_ok=True)
+            html.write_text(render_page([trace]), encoding="utf-8")
+            print(html)
     except (OSError, ValueError) as error:
         sys.exit(f"error: {error}")
-    rich.print(trace.table, *describe_trace(trace, args, question), sep="\n")
-    if html is not None:
-        html.parent.mkdir(parents=True, exist_ok=True)
-        html.write_text(render_page([trace]), encoding="utf-8")
-        print(html)
 
 
 if __name__ == "__main__":
