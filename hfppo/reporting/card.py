@@ -50,8 +50,7 @@ def write_card(trainer: Trainer, reward_weights: dict[str, float], chat: bool, *
     Args:
         reward_weights: the reward functions' names and weights.
         chat: whether the prompts are lists of messages.
-        given: `language`, `license`, `tags`, `model_name`, `finetuned_from`, `tasks`, `dataset_tags`, `dataset` and
-            `dataset_args`, as `transformers.Trainer.create_model_card` takes them.
+        given: the keywords of `transformers.Trainer.create_model_card`, such as `tags` and `license`.
     """
     model, args, state = cast(PeftModel, trainer.model), cast(PPOConfig, trainer.args), trainer.state
     folder = Path(args.output_dir)
@@ -115,7 +114,7 @@ def build_metadata(before: ModelCard | None, name: str, given: dict[str, Any], b
 
 
 def last_evaluations(state: TrainerState, args: PPOConfig) -> list[Evaluation]:
-    """Return the last evaluation under each name, if it belongs to the saved weights."""
+    """Return the last evaluation of the saved weights under each name."""
     history, best, rate = state.log_history, best_step(state, args), "_samples_per_second"
     end = max((i for i, entry in enumerate(history) if "train_runtime" in entry), default=0)
     found: dict[str, Evaluation] = {}

@@ -11,7 +11,7 @@ from hfppo.reporting.plot import PlotCallback
 
 def with_default_callbacks(callbacks: list[TrainerCallback] | None, log_completions: bool) -> list[TrainerCallback]:
     """Return the user's callbacks, and a default one of each class that the user did not give."""
-    # Trainer takes classes as well.
+    # Trainer accepts classes too.
     made = [callback() if isinstance(callback, type) else callback for callback in callbacks or []]
     targets = [callback.target for callback in made if isinstance(callback, AdaptiveKLCallback)]
     health = HealthCallback(**({"kl_to_the_reference": 2 * targets[0]} if targets else {}))

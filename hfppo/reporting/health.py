@@ -22,7 +22,7 @@ class Run:
     """A run's metrics and its configuration. A metric that was not logged is a KeyError."""
 
     first: dict[str, float]  # the first value of each metric
-    now: dict[str, float]  # the mean over the logs of the last rollout: a single step tells little
+    now: dict[str, float]  # the mean over the logs of the last rollout, since single steps are noisy
     args: PPOConfig
 
     @classmethod

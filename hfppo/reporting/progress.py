@@ -13,7 +13,7 @@ LINE_EVERY = 30.0  # seconds between two lines where there is no terminal
 BAR = "{percentage:3.0f}%|{bar}| step {n_fmt}/{total_fmt}{postfix} [{elapsed}<{remaining}]"
 LINE = "step {n_fmt}/{total_fmt}{postfix} [{elapsed}<{remaining}]"
 
-# Metrics in the line of a log: metric, label, format.
+# The most-read metrics, in the line of a log: metric, label, format.
 SHORT = (
     ("reward", "reward", ".3f"),
     ("kl", "KL", ".4f"),
@@ -86,7 +86,8 @@ class RunProgress(ProgressCallback):
     def on_log(self, args, state, control, logs=None, **kwargs):
         """On a terminal, write one short line for a log of training steps; otherwise all numbers, as Trainer does."""
         if self.training_bar is not None and not self.training_bar.disable and "loss" in logs:
-            self.training_bar.write(short_line(state.global_step, logs))
+            shown = [f"{label} {logs[metric]:{form}}" for metric, label, form in SHORT if metric in logs]
+            self.training_bar.write("  ".join([f"step {state.global_step}", *shown]))
         else:
             super().on_log(args, state, control, logs=logs, **kwargs)
 
@@ -132,11 +133,5 @@ def describe_sizes(completions: int, processes: int, steps: int) -> str:
         completions: in a rollout, per process.
         steps: optimizer steps per rollout.
     """
-    together = completions * processes
-    return f"rollouts of {together} completions ({completions} per process), {steps} optimizer steps each"
-
-
-def short_line(step: int, logs: dict[str, float]) -> str:
-    """Return the most-read numbers of a log in one line."""
-    shown = [f"{label} {logs[metric]:{form}}" for metric, label, form in SHORT if metric in logs]
-    return "  ".join([f"step {step}", *shown])
+    total = completions * processes
+    return f"rollouts of {total} completions ({completions} per process), {steps} optimizer steps each"

@@ -1,7 +1,7 @@
 """Token tables from a checkpoint, for any prompt.
 
-A checkpoint may come from anyone. Only JSON and safetensors are read from it, so that nothing in it runs as code. Of
-the run's arguments for loading the base only the dtype is used, and the revision that the adapter names.
+A checkpoint may come from anyone, so only JSON and safetensors are read from it, and nothing in it runs as code. The
+base is loaded in the run's dtype, at the revision that the adapter names.
 """
 
 import json
@@ -113,7 +113,7 @@ def check_folder(folder: Path) -> None:
     """Raise if a folder is not a checkpoint of PPOTrainer, or if its files were changed since.
 
     Raises:
-        ValueError: says what is wrong, and which checkpoint to take.
+        ValueError: names the damage, and a checkpoint to use.
     """
     damage = find_damage(folder)
     if damage is None and not state_file(folder, 0).is_file():
@@ -146,7 +146,7 @@ def load_base(folder: Path, config: PeftConfig, run: RunDescription, question: Q
 
 
 def rebuild_settings(run: RunDescription, question: Question, written: list[int] | None) -> PPOConfig:
-    """Return those settings of a checkpoint's run that a rollout of one prompt depends on.
+    """Return the settings of a checkpoint's run that matter to a rollout of one prompt.
 
     Args:
         written: token ids of a given completion.
@@ -158,7 +158,7 @@ def rebuild_settings(run: RunDescription, question: Question, written: list[int]
         "policy_mode": "decoupled",  # log π_old is this model's, whatever sampled in the run
         "use_vllm": False,
         "reward_weights": None,  # the given score is the only reward
-        "total_episodes": None,  # depends on a batch size that is not taken over
+        "total_episodes": None,  # depends on the batch size, which is replaced
         "per_device_train_batch_size": values["num_generations"],  # divides into groups
         "max_completion_length": values["max_completion_length"] if written is None else len(written),
         "seed": values["seed"] if question.seed is None else question.seed,
