@@ -274,13 +274,6 @@ def test_numbers_of_a_run_that_diverged_are_read_back(tmp_path):
     assert (read.table.rows[1].token, read.table.rows[1].ratio) == ("nan", math.inf)
 
 
-def test_a_column_that_an_older_file_lacks_has_its_default(tmp_path):
-    trace = Trace(1, 0, 0.0, False, [1], [2], TokenTable("p", 1.0, [TokenRow("a", -1.0)]), 4)
-    content = trace.to_json()
-    del content["columns"]["counted"], content["updated_step"]
-    assert Trace.from_json(content) == replace(trace, updated_step=None)
-
-
 @pytest.mark.parametrize(
     ("options", "said"),
     [

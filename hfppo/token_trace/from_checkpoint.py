@@ -94,7 +94,7 @@ def trace_prompt(checkpoint: str | Path, question: Question) -> tuple[Trace, PPO
     parts = load_parts(inputs)
     parts.model.load_adapter(str(folder), "default", is_trainable=True)
     for part, found in hash_frozen_weights(parts.model).items():
-        if run.structure.get(part, found) != found:  # earlier versions wrote fewer
+        if run.structure[part] != found:
             logger.warning("%s is not the run's, unless that was quantised; give --base or --ref_model", part)
     model, accelerator = parts.model.to(args.device), Accelerator()
     sampler: Sampler = make_sampler(model, eos_ids, tokenizer.pad_token_id, args, accelerator, tokenizer)

@@ -66,7 +66,7 @@ class Trace:
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> Self:
-        """Return the trace that `to_json` was called on; columns that it lacks get their defaults."""
+        """Return the trace that `to_json` was called on."""
         prompt, score, columns = (content.pop(name) for name in ("prompt", "score", "columns"))
         tokens = zip(*columns.values(), strict=True)
         rows = [TokenRow(**dict(zip(columns, cells, strict=True))) for cells in tokens]
