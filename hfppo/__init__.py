@@ -1,6 +1,5 @@
 """PPO for language models on the Hugging Face Trainer."""
 
-from hfppo.best_of.value_ranker import ValueRanker
 from hfppo.callbacks import AdaptiveKLCallback, ClipMetricsCallback, PPOCallback, PPOControl
 from hfppo.config import PPOConfig
 from hfppo.environments.environment import Result, TextEnvironment
@@ -47,5 +46,4 @@ __all__ = [
     "TokenTraceCallback",
     "TolerantReward",
     "Transcript",
-    "ValueRanker",
 ]

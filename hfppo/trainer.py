@@ -589,6 +589,4 @@ class PPOTrainer(CrashSafeTrainer):
             rewards, prompts = self.collector.rewards, self._train_prompts
             weights = dict(zip(rewards.names, rewards.weights, strict=True))
             chat = prompts is not None and prompts.head.conversational
-            write_card(
-                str(self.args.output_dir), self.model, self.args, self.state, weights, self.hub_model_id, chat, **given
-            )
+            write_card(self, weights, chat, **given)

@@ -19,7 +19,7 @@ from transformers import (
 from helpers.agents import Doors, agent_trainer, call, collect
 from helpers.runs import final_state, logged, trainable, untimed_logs
 from helpers.tiny import scorer, tiny_gpt2, tiny_model, tiny_opt, tiny_qwen3
-from hfppo import ActorCritic, PPOConfig, ValueRanker
+from hfppo import ActorCritic, PPOConfig
 from hfppo.learn.micro_batches import join_sequences
 from hfppo.models import packing
 from hfppo.models.critic import CRITIC_CONFIG, CRITIC_FOLDER, CriticSource
@@ -286,8 +286,6 @@ def test_a_saved_critic_tells_its_layers(make_trainer, tmp_path):
     trainer.save_model()
     folder = trainer.args.output_dir
     rollout = trainer.rollout(["1+2="])
-    judged = ValueRanker.from_pretrained(folder).best_of("1+2=", n=2, max_completion_length=4)
-    assert len(judged) == 2
     again = make_trainer({"critic_layers": 1, "output_dir": str(tmp_path / "next")}, model=deep(), critic=folder)
     values = again.model(rollout.prompt_ids.new_ones(1, 9), torch.ones(1, 9), torch.ones(1, 4).bool()).values
     assert values.abs().max() > 0

@@ -52,7 +52,6 @@ ALLOWED = {
         "support",
     },
     "learn": {"collect", "config", "functional", "metrics", "models", "rollout", "state", "support"},
-    "best_of": {"checkpoint", "data", "generation", "models", "state", "support"},
     "reporting": {"callbacks", "config", "functional", "models", "support"},
     "token_trace": {
         "callbacks",

@@ -182,8 +182,9 @@ def test_resumed_run_neither_loses_nor_repeats_a_trace(make_trainer, tmp_path, k
     trainer("straight").train()
     with pytest.raises(KeyboardInterrupt):
         trainer("killed", Crash(killed_in)).train()
-    write_traces(trace_file(tmp_path / "killed", 3), traces(tmp_path / "straight")[1])
-    write_traces(trace_file(tmp_path / "killed", 7), traces(tmp_path / "straight")[1])
+    for stale in (3, 7):
+        kind = "prompts" if chosen else "rollout"
+        write_traces(trace_file(tmp_path / "killed", stale, kind), traces(tmp_path / "straight")[1])
     resumed = trainer("killed")
     resumed.train(resume_from_checkpoint=True)
     expected = [path.read_text() for path in list_trace_files(tmp_path / "straight")]
@@ -273,19 +274,13 @@ def test_numbers_of_a_run_that_diverged_are_read_back(tmp_path):
     assert (read.table.rows[1].token, read.table.rows[1].ratio) == ("nan", math.inf)
 
 
-def test_a_column_that_an_older_file_lacks_has_its_default(tmp_path):
-    trace = Trace(1, 0, 0.0, False, [1], [2], TokenTable("p", 1.0, [TokenRow("a", -1.0)]), 4)
-    content = trace.to_json()
-    del content["columns"]["counted"], content["updated_step"]
-    assert Trace.from_json(content) == replace(trace, updated_step=None)
-
-
 @pytest.mark.parametrize(
     ("options", "said"),
     [
         ({"every": 0}, "every=0"),
         ({"num_completions": 0}, "num_completions=0"),
         ({"prompts": ["x"]}, "TokenTraceCallback(trainer=trainer, prompts="),
+        ({"evry": 2}, "columns (evry) belong together"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(options, said):

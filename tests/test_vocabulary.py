@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from helpers.runs import SMALL, count_digits, digest
 from helpers.tiny import scorer, tiny_model
-from hfppo import PPOConfig, PPOTrainer, TokenTable, ValueRanker
+from hfppo import PPOConfig, PPOTrainer, TokenTable
 from hfppo.models.actor_critic import ActorCritic
 from hfppo.models.loading import load_model
 from hfppo.models.vocabulary import is_resized
@@ -147,11 +147,6 @@ def test_the_folder_as_critic(run, tmp_path):
     )
     before, now = (dict(x.model.critic.named_parameters()) for x in (run.trainer, again))
     assert all(torch.equal(before[name], now[name]) for name in run.trainer.model.critic.trained_names())
-
-
-def test_the_ranker(run):
-    ranker = ValueRanker.from_pretrained(run.folder)
-    assert_is_the_run(run, ranker.model)
 
 
 def test_a_trace(run):
