@@ -166,9 +166,10 @@ CASES: dict[str, tuple[Case, str, str]] = {
     "groups across batches": (trained(num_generations=3), "num_generations", "per_device_train_batch_size"),
     "no positions for completions": (trained(max_completion_length=123), "max_completion_length", "max_prompt_length"),
     "a metric that is none": (trained(metric_for_best_model="eval_loss"), "metric_for_best_model", "unscorable_frac"),
+    "an optimizer with two sets of weights": (trained(optim="schedule_free_adamw"), "optim=", "adamw_torch"),
+    "an evaluation that casts the base": (trained(bf16_full_eval=True), "bf16_full_eval", "model_init_kwargs"),
     "one of two processes": (one_of_two_processes, "output_dir", "use_cpu"),
     # Prompts
-    "no rows": (data(), "train_dataset", "prompt"),
     "no prompt column": (data("1+1=", column="question"), "train_dataset", "rename_column"),
     "a column that the trainer passes itself": (
         trained(lambda: {"train_dataset": Dataset.from_dict({"prompt": ["1"], "completions": ["2"]})}),
@@ -202,7 +203,6 @@ CASES: dict[str, tuple[Case, str, str]] = {
     ),
     "a model with a hidden adapter": (trained(lambda: {"model": adapter().get_base_model()}), "model", "adapter"),
     "an encoder-decoder": (trained(lambda: {"model": t5()}), "model", "AutoModelForCausalLM"),
-    "no such model": (trained(lambda: {"model": "org/none"}), "model", "org/none"),
     "another model's tokenizer": (
         trained(lambda: {"model": tiny_model(vocab_size=10)}),
         "train_dataset row 0",
@@ -247,9 +247,19 @@ CASES: dict[str, tuple[Case, str, str]] = {
         "peft_config",
         "LoRA",
     ),
+    "layers used twice": (
+        trained(lambda: {"peft_config": lora(layer_replication=[(0, 2), (0, 2)])}),
+        "layer_replication",
+        "adapter",
+    ),
+    "an adapter that some tokens switch on": (
+        trained(lambda: {"peft_config": lora(alora_invocation_tokens=[3])}),
+        "alora_invocation_tokens",
+        "peft_config",
+    ),
+    "trained biases": (trained(lambda: {"peft_config": lora(bias="all")}), "bias='all'", "peft_config"),
     "an adapter on an adapter": (trained(lambda: {"model": adapter()}), "model", "peft_config"),
     # Reward functions and callbacks
-    "no reward": (trained(lambda: {"reward_funcs": []}), "reward_funcs", "function"),
     "a language model as reward": (
         trained(lambda: {"reward_funcs": tiny_model()}),
         "reward_funcs",
