@@ -286,16 +286,17 @@ def test_a_prompt_that_reset_makes_too_long_leaves_its_row_without_a_score(make_
     assert "leave 50; it has no score" in caplog.text
 
 
-def test_a_prompt_that_reset_makes_too_long_loses_its_beginning_with_truncate(make_agent):
+@pytest.mark.parametrize(("longest", "room"), [(50, 50), (None, 256 - 120)], ids=["max_prompt_length", "positions"])
+def test_a_prompt_that_reset_makes_too_long_loses_its_beginning_with_truncate(make_agent, longest, room):
     class Talkative(Counting):
         def reset(self, **row):
             super().reset()
             return "a" * 300 + "0"
 
-    config = {"max_prompt_length": 50, "overlong_prompts": "truncate"}
+    config = {"max_prompt_length": longest, "overlong_prompts": "truncate"}
     trainer = make_agent(["1", "2", "3"], environment_factory=Talkative, config=config)
     rollout, _, metrics = collect(trainer, 1, training=True)
-    assert trainer.processing_class.decode(rollout.prompt_ids[0]) == "a" * 47 + "0<eos><assistant>"
+    assert trainer.processing_class.decode(rollout.prompt_ids[0]) == "a" * (room - 3) + "0<eos><assistant>"
     assert rollout.scores.tolist() == [3.0]
     assert metrics["unscorable_frac"] == 0.0
 
