@@ -442,17 +442,18 @@ def test_the_best_checkpoint_has_its_final_name(make_trainer, dataset, tmp_path,
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("processes", "kills", "variants"),
+    ("processes", "kills", "steps", "variants"),
     [
-        (1, 4, ["adapter", "shared", "groups", "pretraining"]),
-        (2, 3, ["environment"]),
-        pytest.param(1, 6, ["environment"], marks=pytest.mark.nightly),
-        pytest.param(2, 2, ["adapter"], marks=pytest.mark.nightly),
+        (2, 2, 6, ["adapter", "environment"]),
+        pytest.param(1, 4, 10, ["adapter", "shared", "groups", "pretraining"], marks=pytest.mark.nightly),
+        pytest.param(1, 6, 10, ["environment"], marks=pytest.mark.nightly),
+        pytest.param(2, 3, 10, ["environment"], marks=pytest.mark.nightly),
+        pytest.param(2, 2, 10, ["adapter"], marks=pytest.mark.nightly),
     ],
 )
-def test_killed_runs_come_back_bit_for_bit(processes, kills, variants):
+def test_killed_runs_come_back_bit_for_bit(processes, kills, steps, variants):
     """The short version of what docs/reliability.md tells of."""
-    flags = f"--seed 1 --kills {kills} --processes {processes}".split()
+    flags = f"--seed 1 --kills {kills} --steps {steps} --processes {processes}".split()
     found = subprocess.run(
         [sys.executable, str(HELPERS / "chaos.py"), *flags, "--variants", *variants],
         env=environment(),
