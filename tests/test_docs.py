@@ -231,6 +231,7 @@ def site(tmp_path_factory) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_the_reference_holds_what_the_code_has(site):
     html = (site / "reference.html").read_text().replace("<wbr>", "")
     for owner in (hfppo, F):
@@ -241,6 +242,7 @@ def test_the_reference_holds_what_the_code_has(site):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_built_pages_show_figures_and_load_nothing_from_elsewhere(site):
     pages = [page for page in site.rglob("*.html") if "_static" not in page.parts]
     assert {"zh/worked_example.html", "quickstart.html"} <= {str(page.relative_to(site)) for page in pages}
