@@ -88,7 +88,9 @@ def test_deepspeed_loads_the_best_critic_itself(make_trainer, tmp_path, monkeypa
 
 
 @pytest.mark.parametrize(
-    "length", [{"total_episodes": 20}, {"num_train_epochs": 3}], ids=["total_episodes", "num_train_epochs"]
+    "length",
+    [{"total_episodes": 20}, pytest.param({"num_train_epochs": 3}, marks=[pytest.mark.slow, pytest.mark.nightly])],
+    ids=["total_episodes", "num_train_epochs"],
 )
 def test_a_target_for_the_kl_leaves_the_number_of_completions_as_it_is(make_trainer, tmp_path, length):
     """Of each rollout's 4 steps it leaves out two, from the checkpoints on and in a second run as well."""

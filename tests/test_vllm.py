@@ -100,8 +100,7 @@ def make(make_trainer, base, one_engine, server, tmp_path) -> Callable:
     return trainer
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize("placement", ["colocate", "server"])
+@pytest.mark.parametrize(("placement", "temperature"), [("colocate", 0.7), ("server", 1.0)])
 def test_vllm_samples_from_the_training_models_policy(make, placement, temperature):
     """Log-probs agree before any update and after one and two rollouts of them; so do greedy completions."""
     rollouts = Rollouts()
