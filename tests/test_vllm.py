@@ -228,6 +228,7 @@ class Accident:
         monkeypatch.setattr(Endpoint, "_ask", watched)
 
 
+@pytest.mark.nightly
 def test_a_killed_server_ends_the_run_within_the_limit_and_the_checkpoint_resumes_it(make, server, monkeypatch):
     straight = make("colocate")
     straight.train()
@@ -246,6 +247,7 @@ def test_a_killed_server_ends_the_run_within_the_limit_and_the_checkpoint_resume
     assert_same_run(resumed, straight)
 
 
+@pytest.mark.nightly
 def test_a_run_goes_on_when_its_server_comes_back(make, server, monkeypatch):
     straight = make("colocate")
     straight.train()
