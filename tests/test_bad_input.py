@@ -28,7 +28,7 @@ from helpers.runs import PROMPTS, SMALL, count_digits
 from helpers.tiny import LORA, lora, tiny_model
 from hfppo import AdaptiveKLCallback, PPOConfig, PPOTrainer
 from hfppo.checks.config import check_config
-from hfppo.generation import TransformersSampler
+from hfppo.generation.generate import TransformersSampler
 from hfppo.saving.manifest import seal
 
 
@@ -189,7 +189,7 @@ CASES: dict[str, tuple[Case, str, str]] = {
         "row 0",
         "chat template",
     ),
-    "all prompts too long": (data("1+1=", "1+2=", max_prompt_length=3), "max_prompt_length", "truncate"),
+    "all prompts too long": (data("1+1=", "1+2=", max_prompt_length=3), "train_dataset", "max_prompt_length"),
     "a stream without an end": (
         trained(lambda: {"train_dataset": PROMPTS.to_iterable_dataset()}, max_steps=-1),
         "train_dataset",

@@ -264,7 +264,8 @@ def test_an_environment_that_hangs_leaves_its_row_without_a_score(make_agent, ba
     assert trainer.collector.player.pool.examples[None] is not before
 
 
-def test_a_prompt_that_reset_makes_too_long_leaves_its_row_without_a_score(make_agent, caplog):
+@pytest.mark.parametrize(("longest", "room"), [(50, 50), (None, 256 - 120)], ids=["max_prompt_length", "positions"])
+def test_a_prompt_that_reset_makes_too_long_leaves_its_row_without_a_score(make_agent, caplog, longest, room):
     class Talkative(Counting):
         def reset(self, start=0, **row):
             super().reset(start)
@@ -275,28 +276,27 @@ def test_a_prompt_that_reset_makes_too_long_leaves_its_row_without_a_score(make_
             assert self.next, "the row has no score"
             return 10.0
 
-    trainer = make_agent(["1"], ["2", "3"], environment_factory=Judged, config={"max_prompt_length": 50})
+    trainer = make_agent(["1"], ["2", "3"], environment_factory=Judged, config={"max_prompt_length": longest})
     rollout, _, metrics = collect(trainer, 2, training=True)
-    assert rollout.prompt_mask.sum(dim=1).tolist() == [50, 9]
+    assert rollout.prompt_mask.sum(dim=1).tolist() == [room, 9]
     assert rollout.mask.sum(dim=1).tolist() == [1, 4]  # one token for the place in the batch
     assert rollout.loss_mask.any(dim=1).tolist() == [False, True]
     assert rollout.scores.tolist() == [0.0, 12.0]
     assert metrics["unscorable_frac"] == 0.5
     assert "row 0: with the text of Judged.reset the prompt has 3" in caplog.text
-    assert "leave 50; it has no score" in caplog.text
+    assert f"leave {room}; it has no score" in caplog.text
 
 
-@pytest.mark.parametrize(("longest", "room"), [(50, 50), (None, 256 - 120)], ids=["max_prompt_length", "positions"])
-def test_a_prompt_that_reset_makes_too_long_loses_its_beginning_with_truncate(make_agent, longest, room):
+def test_a_prompt_that_reset_makes_too_long_loses_its_beginning_with_truncate(make_agent):
     class Talkative(Counting):
         def reset(self, **row):
             super().reset()
             return "a" * 300 + "0"
 
-    config = {"max_prompt_length": longest, "overlong_prompts": "truncate"}
+    config = {"max_prompt_length": 50, "overlong_prompts": "truncate"}
     trainer = make_agent(["1", "2", "3"], environment_factory=Talkative, config=config)
     rollout, _, metrics = collect(trainer, 1, training=True)
-    assert trainer.processing_class.decode(rollout.prompt_ids[0]) == "a" * (room - 3) + "0<eos><assistant>"
+    assert trainer.processing_class.decode(rollout.prompt_ids[0]) == "a" * 47 + "0<eos><assistant>"
     assert rollout.scores.tolist() == [3.0]
     assert metrics["unscorable_frac"] == 0.0
 
