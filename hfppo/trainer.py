@@ -40,7 +40,8 @@ from hfppo.data.prompts import Prompts, dataset_of
 from hfppo.environments.agents import default_dataset
 from hfppo.environments.pool import EnvironmentFactory
 from hfppo.functional import Clip
-from hfppo.generation import Sampler, make_sampler
+from hfppo.generation import configured_sampling, make_sampler
+from hfppo.generation.sampler import Sampler
 from hfppo.generation.sampler_check import check_sampler
 from hfppo.learn.critic_pretraining import CriticPretraining, with_full_returns
 from hfppo.learn.flops import FlopCounter
@@ -217,10 +218,8 @@ class PPOTrainer(CrashSafeTrainer):
         Args:
             eos_ids: tokens that end a completion.
         """
-        pad_id = cast(int, self.processing_class.pad_token_id)
-        return make_sampler(
-            self.model, eos_ids, pad_id, self.args, self.accelerator, self.processing_class, self._progress.advance
-        )
+        sampling = configured_sampling(self.args, self.processing_class, eos_ids)
+        return make_sampler(self.model, self.args, self.accelerator, sampling, self._progress.advance)
 
     def _prepare_model(self) -> None:
         """Move the model to its device, and check its outputs there before they are used for the first time."""
