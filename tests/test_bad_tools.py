@@ -249,7 +249,8 @@ def test_an_environment_that_hangs_leaves_its_row_without_a_score(make_agent, ba
     assert trainer.collector.player.agents.pool.examples[None] is not before
 
 
-def test_a_prompt_that_reset_makes_too_long_leaves_its_row_without_a_score(make_agent, caplog):
+@pytest.mark.parametrize(("longest", "room"), [(50, 50), (None, 256 - 120)], ids=["max_prompt_length", "positions"])
+def test_a_prompt_that_reset_makes_too_long_leaves_its_row_without_a_score(make_agent, caplog, longest, room):
     class Talkative(Counting):
         def reset(self, start=0, **row):
             super().reset(start)
@@ -260,15 +261,15 @@ def test_a_prompt_that_reset_makes_too_long_leaves_its_row_without_a_score(make_
             assert self.next, "the row has no score"
             return 10.0
 
-    trainer = make_agent(["1"], ["2", "3"], environment_factory=Judged, config={"max_prompt_length": 50})
+    trainer = make_agent(["1"], ["2", "3"], environment_factory=Judged, config={"max_prompt_length": longest})
     rollout, _, metrics = collect(trainer, 2, training=True)
-    assert rollout.prompt_mask.sum(dim=1).tolist() == [50, 9]
+    assert rollout.prompt_mask.sum(dim=1).tolist() == [room, 9]
     assert rollout.mask.sum(dim=1).tolist() == [1, 4]  # one token for the place in the batch
     assert rollout.loss_mask.any(dim=1).tolist() == [False, True]
     assert rollout.scores.tolist() == [0.0, 12.0]
     assert metrics["unscorable_frac"] == 0.5
     assert "row 0: with the text of Judged.reset the prompt has 3" in caplog.text
-    assert "more than 50; it has no score" in caplog.text
+    assert f"more than {room}; it has no score" in caplog.text
 
 
 def test_an_environment_that_never_ends_is_cut(make_agent):

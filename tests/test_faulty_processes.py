@@ -9,7 +9,7 @@ import pytest
 
 from helpers.processes import HELPERS, TWO_PROCESSES, environment
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 
 
 @pytest.fixture(scope="module")

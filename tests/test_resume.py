@@ -60,7 +60,7 @@ def test_resuming_equals_the_straight_run(make_trainer, tmp_path: Path, variant)
     straight = trainer(str(tmp_path / "straight"))
     straight.train()
     assert straight.state.global_step == 12
-    for step in (1, 7, 8, 10):
+    for step in (1, 7, 8, 10) if variant == FAST[0] else (7, 8):
         shutil.copytree(tmp_path / "straight" / f"checkpoint-{step}", tmp_path / f"from-{step}" / f"checkpoint-{step}")
         resumed = trainer(str(tmp_path / f"from-{step}"))
         resumed.train(resume_from_checkpoint=True)
@@ -88,7 +88,9 @@ def test_deepspeed_loads_the_best_critic_itself(make_trainer, tmp_path, monkeypa
 
 
 @pytest.mark.parametrize(
-    "length", [{"total_episodes": 20}, {"num_train_epochs": 3}], ids=["total_episodes", "num_train_epochs"]
+    "length",
+    [{"total_episodes": 20}, pytest.param({"num_train_epochs": 3}, marks=[pytest.mark.slow, pytest.mark.nightly])],
+    ids=["total_episodes", "num_train_epochs"],
 )
 def test_a_target_for_the_kl_leaves_the_number_of_completions_as_it_is(make_trainer, tmp_path, length):
     """Of each rollout's 4 steps it leaves out two, from the checkpoints on and in a second run as well."""
@@ -110,7 +112,7 @@ def test_a_target_for_the_kl_leaves_the_number_of_completions_as_it_is(make_trai
     assert made == [8, 8, 8]  # 20 rounded up to rollouts; one for an epoch of 12 prompts
     assert straight.state.global_step == straight.state.max_steps == 6
     assert (tmp_path / "straight" / "checkpoint-6").is_dir()
-    for step, left in ((1, 2), (2, 2), (3, 1), (6, 0)):
+    for step, left in ((1, 2), (3, 1), (6, 0)):
         shutil.copytree(tmp_path / "straight" / f"checkpoint-{step}", tmp_path / f"from-{step}" / f"checkpoint-{step}")
         resumed = trainer(tmp_path / f"from-{step}")
         resumed.train(resume_from_checkpoint=True)

@@ -179,6 +179,18 @@ def test_plain_peft_reads_what_a_sharded_run_saves(run_of, engine, fields, kind,
     assert max(float(p.detach().abs().max()) for p in trained) > 0
 
 
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+def test_a_run_ends_with_actor_and_critic_of_the_best_checkpoint(run_of, engine):
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "reward", "greater_is_better": False}
+    out, found = run_of(engine, {**PIECES, **best, "eval_steps": 1})
+    assert Path(found["best"]).name != "checkpoint-4"
+    end, expected, last = (
+        weights(folder) for folder in (out / "end", Path(found["best"]), out / "straight/checkpoint-4")
+    )
+    assert all(torch.equal(end[name], tensor) for name, tensor in expected.items())
+    assert any(not torch.equal(last[name], tensor) for name, tensor in expected.items())
+
+
 BUDGET, VLLM = {"max_tokens_per_micro_batch": 100}, {"use_vllm": True}
 EPOCHS = {"num_critic_epochs": 8, "critic_epochs": 8}
 PRETRAINING = {"critic_pretraining_completions": 512}

@@ -18,6 +18,7 @@ from hfppo.token_trace import TokenRow, TokenTable
 from hfppo.token_trace.record import Trace, list_trace_files, read_traces, trace_file, write_traces
 
 CONFIG = {"max_steps": 12, "kl_coef": 0.1}  # 3 rollouts of 4 steps
+NIGHTLY = [pytest.mark.slow, pytest.mark.nightly]
 PROMPTS = {"prompts": ["请问1+1=2？", "请问2+2="], "answer": ["2", "4"]}
 
 
@@ -161,7 +162,7 @@ class Crash(TrainerCallback):
 
 @pytest.mark.parametrize(
     ("killed_in", "chosen"),
-    [(9, False), (6, True), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((6, False), (8, True)))],
+    [(9, False), (6, True), *(pytest.param(*case, marks=NIGHTLY) for case in ((6, False), (8, True)))],
 )
 def test_resumed_run_neither_loses_nor_repeats_a_trace(make_trainer, tmp_path, killed_in, chosen):
     """Within a rollout, in its last step, and in the next one's first; older traces lie about.

@@ -119,6 +119,7 @@ def test_another_base_than_the_runs_is_warned_of(run, tmp_path, caplog):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_the_command_shows_its_table_and_its_own_warnings_alone(run, tmp_path):
     tiny_model(seed=7).save_pretrained(tmp_path / "other")
     command = [

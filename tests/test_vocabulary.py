@@ -88,7 +88,7 @@ class Run:
 
 @pytest.fixture(
     scope="module",
-    params=[("plain", False), ("plain", True), ("trainable tokens", True), ("modules_to_save", False)],
+    params=[("plain", False), ("trainable tokens", True), ("modules_to_save", False)],
     ids=str,
 )
 def run(request, tmp_path_factory) -> Run:
