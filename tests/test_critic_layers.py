@@ -21,7 +21,7 @@ from helpers.runs import final_state, logged, trainable, untimed_logs
 from helpers.tiny import scorer, tiny_gpt2, tiny_model, tiny_opt, tiny_qwen3
 from hfppo import ActorCritic, PPOConfig, ValueRanker
 from hfppo.learn.micro_batches import join_sequences
-from hfppo.models import packing
+from hfppo.models import layout
 from hfppo.models.critic import CRITIC_CONFIG, CRITIC_FOLDER, CriticSource
 from hfppo.models.loading import default_peft_config
 from hfppo.models.lower_layers import find_layers
@@ -89,8 +89,8 @@ def count_calls(layers) -> list[int]:
 @pytest.mark.parametrize("packed", [False, True])
 def test_values_and_gradients_are_those_of_the_whole_forward(monkeypatch, architecture, packed):
     if packed:
-        monkeypatch.setattr(packing, "PACKING_ATTENTION", "sdpa")
-        monkeypatch.setattr(packing, "_packs", {})
+        monkeypatch.setattr(layout, "PACKING_ATTENTION", "sdpa")
+        monkeypatch.setattr(layout, "_packs", {})
     model = actor(architecture()).eval()
     of_reference = reference_states(model)
     with torch.no_grad():
@@ -218,8 +218,8 @@ class Calls(TrainerCallback):
     """Counts the calls of the critic's layers in the first rollout's passes, and in its updates."""
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
-        self.calls = count_calls(find_layers(model.critic.trunk)[1])
-        self.of_base = count_calls(find_layers(model.causal_lm.base_model)[1])
+        self.calls = count_calls(find_layers(model.critic.trunk))
+        self.of_base = count_calls(find_layers(model.causal_lm.base_model))
 
     def on_step_begin(self, args, state, control, **kwargs):
         self.before = list(self.calls)
@@ -291,7 +291,7 @@ def test_a_saved_critic_tells_its_layers(make_trainer, tmp_path):
     again = make_trainer({"critic_layers": 1, "output_dir": str(tmp_path / "next")}, model=deep(), critic=folder)
     values = again.model(rollout.prompt_ids.new_ones(1, 9), torch.ones(1, 9), torch.ones(1, 4).bool()).values
     assert values.abs().max() > 0
-    with pytest.raises(ValueError, match=r"critic_layers=None, and the critic .* with critic_layers=1; set"):
+    with pytest.raises(ValueError, match="holds a critic of layers 1 that does not fit this run's None critic; use the critic, critic_layers"):
         make_trainer({"output_dir": str(tmp_path / "other")}, model=deep(), critic=folder)
 
 
@@ -333,7 +333,7 @@ def test_top_layers_that_the_adapter_leaves_out_are_refused(make_trainer):
 def test_upper_layers_that_need_the_lower_ones_are_refused(make_trainer):
     """As where keys and values of a lower layer are used again."""
     trainer = make_trainer({"critic_layers": 1})
-    layers = find_layers(trainer.model.critic.trunk)[1]
+    layers = find_layers(trainer.model.critic.trunk)
     notes = []
     layers[0].register_forward_hook(lambda *_: notes.append(1))
     layers[1].register_forward_pre_hook(lambda *_: notes.clear() if notes.pop() else None)

@@ -36,7 +36,7 @@ class FlopCounter:
         """Count the weights of a model that is not sharded yet."""
         trunk, layers = (None, None) if model.critic is None else (model.critic.trunk, model.critic.layers)
         if layers is not None:
-            trunk = find_layers(cast(nn.Module, trunk))[1][-layers:]
+            trunk = find_layers(cast(nn.Module, trunk))[-layers:]
         config = model.causal_lm.config.get_text_config()
         return cls(
             actor=flops_per_token(trunk_of(model.causal_lm)),

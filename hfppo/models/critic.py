@@ -2,7 +2,6 @@
 
 import copy
 import json
-import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -10,6 +9,9 @@ from typing import Any, cast
 import torch
 from huggingface_hub import hf_hub_download
 from peft import PeftConfig, PeftModel, get_peft_model
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils import ModulesToSaveWrapper
+from peft.utils.error import NoMatchingPeftModuleError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
@@ -18,7 +20,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel
 from hfppo.models.adapter_config import describe_adapter, find_differences
 from hfppo.models.layout import Layout, hidden_states, trunk_of
 from hfppo.models.loading import adapter_config, check_placement, fit_to_model, hub_options, keep_four_bits
-from hfppo.models.lower_layers import names_in_top_layers, start_from
+from hfppo.models.lower_layers import find_layers, replace_layers, start_from
 from hfppo.models.vocabulary import is_resized, saved_vocabulary
 
 CRITIC_FOLDER = "critic"
@@ -26,6 +28,11 @@ CRITIC_WEIGHTS = "critic.safetensors"
 CRITIC_CONFIG = "critic_config.json"
 # LoRA on the actor's base; the actor's hidden states; the same without a gradient to the actor.
 CRITIC_KINDS = ("adapter", "shared", "shared_detached")
+# Fields of an adapter's configuration that say where it is; a critic's weights say it by their names and shapes.
+PLACES = (
+    "target_modules", "target_parameters", "exclude_modules", "layers_to_transform", "layers_pattern",
+    "modules_to_save", "ensure_weight_tying", "rank_pattern",
+)  # fmt: skip
 
 
 class ValueHead(nn.Linear):
@@ -128,14 +135,13 @@ class Critic(nn.Module):
             raise ValueError(
                 f"{folder} has no {CRITIC_WEIGHTS}; it holds no critic, so take another folder or checkpoint"
             )
-        saved = json.loads((Path(folder) / CRITIC_CONFIG).read_text())
-        own = self.config()
-        for name in ("kind", "hidden_size", "peft_config"):
-            its, ours = find_differences(saved[name], own[name])
+        configs = json.loads((Path(folder) / CRITIC_CONFIG).read_text()), self.config()
+        for name in ("kind", "hidden_size", "layers", "peft_config"):
+            its, ours = find_differences(*(without_places(config.get(name)) for config in configs))
             if its != ours:
                 raise ValueError(
                     f"{folder} holds a critic of {name} {its!r} that does not fit this run's {ours!r} critic; use the "
-                    "critic and the peft_config it was trained with"
+                    "critic, critic_layers and peft_config it was trained with"
                 )
         weights: dict[str, Any] = load_file(Path(folder) / CRITIC_WEIGHTS)
         # Earlier versions wrote no embeddings.
@@ -147,6 +153,11 @@ class Critic(nn.Module):
         # Like load_state_dict, but each process takes its shards where the critic is sharded.
         options = StateDictOptions(full_state_dict=True, strict=False)  # frozen weights are not in the file
         set_model_state_dict(self, weights, options=options)
+
+
+def without_places(value: Any) -> Any:
+    """Return a description of an adapter without `PLACES`, and anything else as it is."""
+    return {name: x for name, x in value.items() if name not in PLACES} if isinstance(value, dict) else value
 
 
 @dataclass(frozen=True)
@@ -165,13 +176,8 @@ class CriticSource:
             critic: the argument of that name, for errors.
             model: the actor's.
         Raises:
-            ValueError: it is no adapter, a saved one adapts another number, or the model has not more layers.
+            ValueError: the critic is no adapter, or the model has not more layers.
         """
-        if self.folder is not None and self.layers != layers:
-            raise ValueError(
-                f"critic_layers={layers}, and the critic of critic={critic!r} was trained with critic_layers="
-                f"{self.layers}; set critic_layers={self.layers}"
-            )
         if layers is not None and self.model != "adapter":
             raise ValueError(
                 f"critic_layers={layers} is for critic='adapter', which shares the actor's base, and critic is "
@@ -258,7 +264,7 @@ def build_critic(source: CriticSource, base: PreTrainedModel, peft_config: PeftC
     elif source.model != "adapter":
         built = Critic(source.model, None, width).to(base.device)
     else:
-        trunk = add_adapter(shared_copy(base), peft_config, source.layers)
+        trunk = adapted_trunk(base, peft_config, source.layers)
         built = Critic("adapter", trunk, width, layers=source.layers)
     if source.folder is not None:
         built.load(source.folder)
@@ -266,9 +272,9 @@ def build_critic(source: CriticSource, base: PreTrainedModel, peft_config: PeftC
 
 
 def critic_from_model(model: PreTrainedModel, peft_config: PeftConfig) -> Critic:
-    """A critic on another model, for instance the reward model, whose score head the value head starts from."""
+    """Return a critic on another model, for instance the reward model, whose score head the value head starts from."""
     keep_four_bits(model)  # before its first forward
-    trunk = add_adapter(shared_copy(model), peft_config)  # the model itself may be the reward model as well
+    trunk = adapted_trunk(model, peft_config)
     score = getattr(model, "score", None)
     width = getattr(score, "in_features", model.config.get_text_config().hidden_size)
     built = Critic("model", trunk, width, base=model.config.name_or_path)
@@ -278,53 +284,46 @@ def critic_from_model(model: PreTrainedModel, peft_config: PeftConfig) -> Critic
     return built
 
 
-def add_adapter(model: PreTrainedModel, peft_config: PeftConfig, layers: int | None = None) -> PeftModel:
-    """Put an adapter like the actor's on a model's trunk.
+def adapted_trunk(model: PreTrainedModel, peft_config: PeftConfig, top: int | None = None) -> PeftModel:
+    """Return a trunk over a model's tensors with an adapter like the actor's.
+
+    `peft_config` names the modules of a whole model. So a copy without the output head gets the adapter, and its trunk
+    is taken out.
 
     Args:
-        layers: how many to adapt, the top ones and nothing else; None: all that the actor's adapts.
+        top: how many layers to adapt, the top ones and nothing else; None: all that the actor's adapts.
     """
     config: Any = fit_to_model(peft_config, model)
-    config.task_type = None
-    config.init_lora_weights = True  # others need the base's weights, and here only names are found
-    # PEFT resolves the target modules, also "all-linear" with experts.
-    tuner: Any = get_peft_model(shared_copy(model), config, low_cpu_mem_usage=True).base_model
-    config = copy.deepcopy(tuner.peft_config["default"])
-    config.init_lora_weights = getattr(peft_config, "init_lora_weights", True)
-    config.modules_to_save = config.base_model_name_or_path = None
-    # The trunk has no output head to tie to the embeddings; PEFT has put the names into attributes that are no fields.
-    config.ensure_weight_tying, config.modules_to_tie, config.target_modules_to_tie = False, None, None
-    config.inference_mode = False
-    modules = names_inside_trunk(model, tuner.targeted_module_names)
-    parameters = names_inside_trunk(model, tuner.targeted_parameter_names)
-    if layers is not None:
-        modules, parameters = (names_in_top_layers(names, trunk_of(model), layers) for names in (modules, parameters))
+    config.task_type = config.base_model_name_or_path = None
+    config.inference_mode = config.ensure_weight_tying = False
+    copied = shared_copy(model).requires_grad_(False)  # PEFT does not reach hidden layers
+    trunk = trunk_of(copied)
+    for name, module in list(copied.named_children()):
+        if trunk is not copied and trunk not in module.modules():
+            setattr(copied, name, None)
+    copied._tied_weights_keys = None  # they name the output head
+    layers = nn.ModuleList() if top is None else find_layers(trunk)
+    hidden = dict.fromkeys(range(len(layers) - (top or 0)), nn.Identity())
+    if top is not None:
         config.trainable_token_indices = None
-        if not modules and not parameters:
-            raise ValueError(
-                f"critic_layers={layers} leaves the critic no weight to train: peft_config adapts nothing in the top "
-                f"{layers} layers; raise critic_layers, or let peft_config adapt them"
-            )
-    config.target_modules = modules
-    if parameters:
-        config.target_parameters = sorted(parameters)
-    config.layers_to_transform = config.layers_pattern = config.exclude_modules = None  # the targets are by full names
-    trunk = re.compile(rf"^(\^?){re.escape(trunk_name(model) or model.base_model_prefix)}\\?\.")
-    for name in ("rank_pattern", "alpha_pattern"):
-        patterns = getattr(config, name, None) or {}
-        setattr(config, name, {trunk.sub(r"\1", pattern): value for pattern, value in patterns.items()})
-    return get_peft_model(cast(PreTrainedModel, trunk_of(model)), config, adapter_name="critic")
-
-
-def names_inside_trunk(model: PreTrainedModel, names: list[str]) -> list[str]:
-    """Return the names inside a model's trunk, relative to the trunk."""
-    trunk = f"{trunk_name(model)}.".lstrip(".")
-    return [name.removeprefix(trunk) for name in names if name.startswith(trunk)]
-
-
-def trunk_name(model: PreTrainedModel) -> str:
-    """Return the name of a model's trunk among its modules; empty for a trunk."""
-    return next(name for name, module in model.named_modules() if module is trunk_of(model))
+    try:
+        with replace_layers(layers, hidden):
+            adapted = get_peft_model(copied, config, adapter_name="critic")
+    except NoMatchingPeftModuleError as error:
+        if top is None:
+            raise
+        raise ValueError(
+            f"critic_layers={top} leaves the critic no weight to train, since peft_config adapts nothing in them; "
+            "raise critic_layers, or let peft_config adapt them"
+        ) from error
+    of_layers = set(layers.modules())
+    for name, module in list(trunk.named_modules()):
+        if isinstance(module, ModulesToSaveWrapper):
+            trunk.set_submodule(name, module.original_module)
+        elif top is not None and isinstance(module, BaseTunerLayer) and module not in of_layers:
+            trunk.set_submodule(name, module.get_base_layer())
+    adapted.base_model.model = trunk
+    return adapted
 
 
 def shared_copy(module: nn.Module) -> Any:
