@@ -28,14 +28,12 @@ from hfppo.models.actor_critic import ActorCritic
 from hfppo.models.critic import CRITIC_KINDS, CriticSource, find_critic
 from hfppo.models.loading import (
     check_architecture,
-    check_model,
+    check_trainable,
     check_vocabulary,
     load_model,
-    load_reference,
     load_tokenizer,
     positions_of,
     separate_adapter,
-    with_quantization,
 )
 from hfppo.prompt_maker import DatasetPrompts, PromptMaker
 from hfppo.rewards.functions import RewardFunctions, check_weights
@@ -66,7 +64,8 @@ class TrainerInputs:
     @property
     def init_kwargs(self) -> dict[str, Any]:
         """Arguments of `from_pretrained` for models given by name."""
-        return with_quantization(cast(dict[str, Any], self.args.model_init_kwargs or {}), self.quantization_config)
+        own = {} if self.quantization_config is None else {"quantization_config": self.quantization_config}
+        return dict(**cast(dict[str, Any], self.args.model_init_kwargs or {}), **own)
 
     @property
     def of_model(self) -> dict[str, Any]:
@@ -110,7 +109,7 @@ def load_parts(inputs: TrainerInputs) -> Parts:
     longest = max((some.longest for some in prompts.named.values()), default=0)
 
     loaded = load_model(inputs.model, **inputs.of_model)
-    check_model(loaded, inputs.peft_config)
+    check_trainable(loaded, inputs.peft_config)
     check_lengths("the model", loaded, longest, args)
     eos_ids = eos_token_ids(tokenizer, loaded.generation_config)
     padding = eos_ids[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id
@@ -119,8 +118,9 @@ def load_parts(inputs: TrainerInputs) -> Parts:
     warn_of_ended_prompts(prompts.known, eos_ids)
     player = None if agents is None else agents.player(eos_ids, args, positions_of(loaded)[0])
 
-    reference = load_reference(inputs.ref_model, **inputs.init_kwargs)
-    if reference is not None:
+    reference = None
+    if inputs.ref_model is not None:
+        reference = load_model(inputs.ref_model, "ref_model", **inputs.init_kwargs)
         check_lengths("ref_model", reference, longest, args)
     rewards = load_rewards(inputs, str(loaded.config.name_or_path or ""), agents)
     check_calls(rewards, prompts.known, agents)

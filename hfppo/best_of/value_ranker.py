@@ -16,7 +16,7 @@ from hfppo.checkpoint import saved_run
 from hfppo.data.chat_template import CLOCK, RunDate
 from hfppo.data.prompts import dataset_of, pad_left, prepare_prompts
 from hfppo.generation import Completions, TransformersSampler, completion_ids, completions_from, eos_token_ids
-from hfppo.models.actor_critic import ActorCritic
+from hfppo.models.actor_critic import ActorCritic, Want
 from hfppo.models.critic import find_critic, find_saved_critic
 from hfppo.models.loading import load_model, load_tokenizer, separate_adapter
 from hfppo.models.modes import eval_mode
@@ -148,7 +148,7 @@ class ValueRanker:
                     input_ids=torch.cat([prompt_ids, some.ids], dim=1).to(self.model.device),
                     attention_mask=torch.cat([prompt_mask, some.mask], dim=1).to(self.model.device),
                     completion_mask=some.mask.to(self.model.device),
-                    temperature=temperature,
+                    want=Want(temperature=temperature),
                 )
                 ranked += [
                     self._ranked(some, i, outputs.values.cpu(), outputs.logprobs.cpu()) for i in range(len(rows))

@@ -71,18 +71,24 @@ def load_model(
         argument: name of the argument that names the model, for errors.
     Raises:
         ValueError, RuntimeError: it cannot be loaded, or the adapter does not fit its base.
+        TypeError: it is no decoder-only language model.
     """
-    if not isinstance(model, str):
-        return model
+    loaded = load_named(model, argument, **init_kwargs) if isinstance(model, str) else model
+    check_architecture(argument, loaded)
+    return loaded
+
+
+def load_named(name: str, argument: str, **init_kwargs: Any) -> PreTrainedModel | PeftModel:
+    """Load a base or an adapter from an id or path."""
     options = hub_options(init_kwargs)
-    if (config := adapter_config(model, **options)) is None:
-        with name_in_errors(argument, model):
-            return AutoModelForCausalLM.from_pretrained(model, **init_kwargs)
+    if (config := adapter_config(name, **options)) is None:
+        with name_in_errors(argument, name):
+            return AutoModelForCausalLM.from_pretrained(name, **init_kwargs)
     base_name = str(config.base_model_name_or_path)
-    with name_in_errors(f"the base of the adapter {argument}={model!r}, base_model_name_or_path", base_name):
-        base = load_base_of(model, config, load_peft_weights(model, device="cpu", **options), **init_kwargs)
-    loaded = PeftModel.from_pretrained(base, model, **options)
-    loaded.active_peft_config.revision = base_revision(model, config, init_kwargs)
+    with name_in_errors(f"the base of the adapter {argument}={name!r}, base_model_name_or_path", base_name):
+        base = load_base_of(name, config, load_peft_weights(name, device="cpu", **options), **init_kwargs)
+    loaded = PeftModel.from_pretrained(base, name, **options)
+    loaded.active_peft_config.revision = base_revision(name, config, init_kwargs)
     return loaded
 
 
@@ -122,19 +128,6 @@ def count_tokens(name: str, init_kwargs: dict[str, Any]) -> int:
         return len(AutoTokenizer.from_pretrained(name, trust_remote_code=trusted, **hub_options(init_kwargs)))
     except (OSError, ValueError):
         return 0
-
-
-def with_quantization(init_kwargs: dict[str, Any], quantization_config: Any) -> dict[str, Any]:
-    """Return `model_init_kwargs` with the trainer's `quantization_config`, if there is one.
-
-    Raises:
-        ValueError: both have it.
-    """
-    if quantization_config is None:
-        return init_kwargs
-    if "quantization_config" in init_kwargs:
-        raise ValueError("quantization_config is given as an argument and in model_init_kwargs; leave one of them out")
-    return {**init_kwargs, "quantization_config": quantization_config}
 
 
 def hub_options(init_kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -180,27 +173,16 @@ def name_in_errors(argument: str, name: str) -> Iterator[None]:
         ) from error
 
 
-def load_reference(
-    ref_model: str | PreTrainedModel | PeftModel | None, **init_kwargs: Any
-) -> PreTrainedModel | PeftModel | None:
-    """Load a reference model or adapter from an id or path; return a loaded one, or None, as it is.
+def check_architecture(name: str, model: object) -> None:
+    """Raise if a model is no decoder-only language model, or if its layers are spread over devices.
 
-    Raises:
-        TypeError, ValueError: it cannot be loaded, or cannot be a reference.
-    """
-    if ref_model is None:
-        return None
-    ref_model = load_model(ref_model, "ref_model", **init_kwargs)
-    check_architecture("ref_model", ref_model)
-    check_placement("ref_model", ref_model)
-    return ref_model
+    Heads and adapters are created on one device.
 
-
-def check_architecture(name: str, model: Any) -> None:
-    """Refuse anything but a decoder-only language model.
-
+    Args:
+        name: of the argument, for errors.
     Raises:
         TypeError: names the class.
+        ValueError: names the devices.
     """
     inner = model.get_base_model() if isinstance(model, PeftModel) else model
     if not isinstance(inner, PreTrainedModel) or inner.config.is_encoder_decoder or not inner.can_generate():
@@ -208,46 +190,12 @@ def check_architecture(name: str, model: Any) -> None:
             f"{name} is of type {type(inner).__name__}, no decoder-only language model of transformers; give one "
             "loaded by AutoModelForCausalLM, or its id or path"
         )
+    check_placement(name, inner)
 
 
-def check_model(model: PreTrainedModel | PeftModel, peft_config: PeftConfig | None) -> None:
-    """Refuse a model or adapter that cannot be trained, before the model is changed.
+def check_placement(name: str, model: PreTrainedModel) -> None:
+    """Raise if a model's layers are spread over several devices.
 
-    Raises:
-        TypeError: the model is no decoder-only language model.
-        ValueError: the adapter has no reference, or a second one is asked for.
-    """
-    check_architecture("model", model)
-    check_placement("model", model)
-    if not isinstance(model, PeftModel):
-        check_bare(model)
-    elif peft_config is not None:
-        raise ValueError(
-            "model is already an adapter and peft_config asks for another; leave peft_config out to train the "
-            "adapter on, or merge it into its base, save that, and give its folder"
-        )
-    check_adapter(model.active_peft_config if isinstance(model, PeftModel) else peft_config or default_peft_config())
-
-
-def check_bare(model: PreTrainedModel) -> None:
-    """Refuse a base that contains an adapter's layers: they would act in every forward and not be saved.
-
-    Raises:
-        ValueError: names one.
-    """
-    for name, module in model.named_modules():
-        if isinstance(module, BaseTunerLayer):
-            raise ValueError(
-                f"model has an adapter in its layer {name}, of an earlier trainer, of get_peft_model, or because it "
-                "was loaded from an adapter's folder; load its base, or give the PeftModel or the name of that folder"
-            )
-
-
-def check_placement(name: str, model: PreTrainedModel | PeftModel) -> None:
-    """Refuse a model whose layers lie on several devices: heads and adapters are created on one.
-
-    Args:
-        name: of the model, for the error.
     Raises:
         ValueError: names the devices.
     """
@@ -257,6 +205,29 @@ def check_placement(name: str, model: PreTrainedModel | PeftModel) -> None:
             f"{name} is spread over {', '.join(devices)} by its device_map; leave device_map out, take a quantized "
             "base, or shard it by FSDP2 or ZeRO-3, as docs/distributed.md says"
         )
+
+
+def check_trainable(model: PreTrainedModel | PeftModel, peft_config: PeftConfig | None) -> None:
+    """Raise if an adapter of the model cannot be trained, before the model is changed.
+
+    Raises:
+        ValueError: the disabled adapter would not be the reference, or a second adapter is asked for.
+    """
+    if isinstance(model, PeftModel):
+        if peft_config is not None:
+            raise ValueError(
+                "model is already an adapter and peft_config asks for another; leave peft_config out to train the "
+                "adapter on, or merge it into its base, save that, and give its folder"
+            )
+        check_adapter(model.active_peft_config)
+        return
+    for name, module in model.named_modules():
+        if isinstance(module, BaseTunerLayer):  # it would act in every forward and not be saved
+            raise ValueError(
+                f"model has an adapter in its layer {name}, of an earlier trainer, of get_peft_model, or because it "
+                "was loaded from an adapter's folder; load its base, or give the PeftModel or the name of that folder"
+            )
+    check_adapter(peft_config or default_peft_config())
 
 
 def check_vocabulary(name: str, model: PreTrainedModel | PeftModel, needed: int) -> None:
@@ -313,7 +284,7 @@ def keep_four_bits(model: nn.Module) -> None:
 def separate_adapter(
     model: PreTrainedModel | PeftModel, peft_config: PeftConfig | None, revision: str | None = None
 ) -> ActorSource:
-    """Separate a model that passed `check_model` into base, adapter configuration and adapter weights.
+    """Separate a model that passed `check_trainable` into base, adapter configuration and adapter weights.
 
     Args:
         revision: of a base from the Hub; a new adapter's configuration records it.

@@ -1,6 +1,6 @@
 """The decoder layers below those that a critic adapts: they are the base's, so a rollout computes them once."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import cast
 
@@ -27,7 +27,7 @@ def find_layers(trunk: nn.Module) -> nn.ModuleList:
 
 
 @contextmanager
-def replace_layers(layers: nn.ModuleList, others: dict[int, nn.Module]) -> Iterator[None]:
+def replace_layers(layers: nn.ModuleList, others: Mapping[int, nn.Module]) -> Iterator[None]:
     """Put other modules into a list of layers for the block."""
     before = {i: layers[i] for i in others}
     try:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hfppo.models.actor_critic import ActorCritic
+from hfppo.models.actor_critic import ActorCritic, Want
 from hfppo.models.adapter_checks import check_noise
 from hfppo.models.modes import eval_mode
 
@@ -68,7 +68,7 @@ def check_logits(model: ActorCritic, device: torch.device) -> None:
     wanted = expected.log_softmax(dim=-1)[:-1].gather(1, ids[0, 1:, None]).squeeze(1)
     everything = torch.ones_like(ids)
     try:
-        got = model(ids, everything, everything[:, 1:].bool(), values=False).logprobs[0]
+        got = model(ids, everything, everything[:, 1:].bool(), Want(values=False)).logprobs[0]
     except torch.OutOfMemoryError:
         raise
     except (AttributeError, RuntimeError, TypeError) as error:
@@ -96,7 +96,7 @@ def try_layouts(model: ActorCritic, device: torch.device) -> None:
     model(*rows)
     if model.ref_model is not None:
         with model.reference():
-            model(*rows, values=False)
+            model(*rows, Want(values=False))
 
 
 def precision(values: Tensor) -> torch.dtype:
@@ -137,10 +137,11 @@ def check_start(model: ActorCritic, device: torch.device) -> None:
     """Refuse an architecture whose upper layers need more of the lower ones than their hidden states."""
     ids = ids_of(model, device)
     everything = torch.ones_like(ids)
-    kept = model(ids, everything, everything[:, 1:].bool(), policy=False, keep_base_states=True).base_states
+    want = Want(policy=False, base_states=True)
+    kept = model(ids, everything, everything[:, 1:].bool(), want).base_states
     whole = critic_states(model, ids)
     try:
-        started = critic_states(model, ids, base_states=kept)
+        started = critic_states(model, ids, kept)
         same = torch.allclose(started, whole, rtol=1e-2, atol=1e-2 * float(whole.abs().mean()))
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
         same = False
@@ -151,13 +152,13 @@ def check_start(model: ActorCritic, device: torch.device) -> None:
         )
 
 
-def critic_states(model: ActorCritic, ids: Tensor, **options: Any) -> Tensor:
+def critic_states(model: ActorCritic, ids: Tensor, base_states: Tensor | None = None) -> Tensor:
     """Return the last hidden states of the critic's trunk, float32, for rows of completions after one token."""
     found: list[Tensor] = []
     hook = model.critic.trunk.register_forward_hook(lambda _, __, outputs: found.append(outputs.last_hidden_state))
     try:
         everything = torch.ones_like(ids)
-        model(ids, everything, everything[:, 1:].bool(), policy=False, final_value=True, **options)
+        model(ids, everything, everything[:, 1:].bool(), Want(policy=False, final_value=True), base_states)
     finally:
         hook.remove()
     return found[-1].float()
