@@ -191,7 +191,7 @@ def load_critic(
         return None
     # A revision belongs to the repository that it was given for.
     given = {name: value for name, value in inputs.init_kwargs.items() if name != "revision" or critic == inputs.model}
-    source = find_critic(critic, **given).with_layers(args.critic_layers, critic, base)
+    source = find_critic(critic, **given).with_layers(args.critic_layers, base)
     if isinstance(source.model, PreTrainedModel):
         # Checkpoints of one tokenizer pad their vocabularies to different sizes.
         check_vocabulary("critic", source.model, max(tokenizer.get_vocab().values()) + 1)

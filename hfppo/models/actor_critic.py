@@ -18,13 +18,14 @@ from peft import PeftConfig, PeftModel, PeftModelForCausalLM
 from peft.utils import set_peft_model_state_dict
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
 
 from hfppo.models.adapter_card import update_card
 from hfppo.models.adapter_checks import unchanged
 from hfppo.models.critic import CRITIC_FOLDER, CriticSource, build_critic, find_critic, shared_copy
 from hfppo.models.layout import Layout, fits, hidden_states, lay_out, trunk_of
 from hfppo.models.loading import check_adapter, check_vocabulary, fit_to_model, keep_four_bits
-from hfppo.models.lower_layers import record_states
+from hfppo.models.lower_layers import RecordingLayer, record_states
 from hfppo.models.output_head import Entropy, token_logprobs
 from hfppo.models.vocabulary import is_resized
 
@@ -52,20 +53,6 @@ class Want:
 
 
 EVERYTHING = Want()
-
-
-@dataclass(frozen=True)
-class Rows:
-    """The arguments of `ActorCritic.forward` that it reads, and whether it reads the last tokens."""
-
-    input_ids: Tensor  # (B, P + T)
-    attention_mask: Tensor  # (B, P + T)
-    completion_mask: Tensor  # (B, T)
-    final: bool
-
-    def lay_out(self, model: nn.Module) -> Layout:
-        """Return the layout for a language model or trunk."""
-        return lay_out(model, self.input_ids, self.attention_mask, self.completion_mask.shape[1], self.final)
 
 
 class ActorCritic(PeftModelForCausalLM):
@@ -161,8 +148,8 @@ class ActorCritic(PeftModelForCausalLM):
         completion_mask: Tensor | None = None,
         want: Want = EVERYTHING,
         base_states: Tensor | None = None,
-        **kwargs: Any,
-    ) -> TokenOutputs | Any:
+        **kwargs: object,
+    ) -> TokenOutputs | ModelOutput:
         """Log-probs, entropy and values of completion tokens; without `completion_mask`, PEFT's own forward.
 
         Args:
@@ -175,17 +162,17 @@ class ActorCritic(PeftModelForCausalLM):
         if completion_mask is None:
             return super().forward(input_ids=input_ids, attention_mask=attention_mask, **kwargs)
         assert not kwargs, f"these belong into `want`: {sorted(kwargs)}"
-        rows = Rows(input_ids, attention_mask, completion_mask, want.final_value or want.base_states)
+        rows = (input_ids, attention_mask, completion_mask.shape[1], want.final_value or want.base_states)
         logprobs = entropy = values = layout = hidden = None
         with self._record_base_states(want) as recording:
             if want.policy or (want.values and self.critic_is_shared):
-                layout = rows.lay_out(self._language_model)
+                layout = lay_out(self._language_model, *rows)
                 hidden = hidden_states(trunk_of(self._language_model), layout)
             if want.policy:
-                logprobs, entropy = self._policy(rows, layout, hidden, want)
+                logprobs, entropy = self._policy(layout, hidden, input_ids, completion_mask, want)
             if want.values and self.critic is not None:
                 if layout is None or not (self.critic_is_shared or fits(layout, self.critic.trunk)):
-                    layout = rows.lay_out(self.critic.trunk)
+                    layout = lay_out(self.critic.trunk, *rows)
                 start = None if base_states is None else layout.place(base_states, attention_mask)
                 values = self.critic(hidden, layout, start)[layout.states]  # (B, T + 1)
         return TokenOutputs(
@@ -196,17 +183,22 @@ class ActorCritic(PeftModelForCausalLM):
             base_states=layout.take(recording.states, attention_mask) if want.base_states else None,
         )
 
-    def _policy(self, rows: Rows, layout: Layout, hidden: Tensor, want: Want) -> list[Tensor | None]:
-        """Return log-probs and entropies, (B, T) each, from the (N, H) hidden states of a layout."""
-        mask = rows.completion_mask
+    def _policy(
+        self, layout: Layout, hidden: Tensor, input_ids: Tensor, mask: Tensor, want: Want
+    ) -> list[Tensor | None]:
+        """Return log-probs and entropies, (B, T) each, from a layout's (N, H) hidden states.
+
+        Args:
+            mask: (B, T), the completion mask.
+        """
         real = mask.nonzero(as_tuple=True)  # once, since the device waits for it
         before = hidden[layout.states[:, :-1][real]]
-        tokens = rows.input_ids[:, -mask.shape[1] :][real]
+        tokens = input_ids[:, -mask.shape[1] :][real]
         found = token_logprobs(self._language_model, before, tokens, want.temperature, want.entropy)
         nothing = torch.zeros(mask.shape, dtype=torch.float32, device=hidden.device)
         return [None if x is None else nothing.masked_scatter(mask, x) for x in found]
 
-    def _record_base_states(self, want: Want) -> AbstractContextManager[Any]:
+    def _record_base_states(self, want: Want) -> AbstractContextManager[RecordingLayer | None]:
         """Record the states below the critic's layers in the block, in the critic's forward or in the base's."""
         if not want.base_states:
             return nullcontext()
@@ -220,9 +212,9 @@ class ActorCritic(PeftModelForCausalLM):
 
     def activation_checkpointing_enable(self, **kwargs: Any) -> None:
         """Turn activation checkpointing on in the actor and in the critic's trunk."""
-        trees: list[Any] = [self.causal_lm]
+        trees = [self.causal_lm]
         if self.critic is not None and isinstance(self.critic.trunk, PeftModel):
-            trees.append(self.critic.trunk.get_base_model())
+            trees.append(cast(PreTrainedModel, self.critic.trunk.get_base_model()))
         for tree in trees:
             tree.activation_checkpointing_enable(**kwargs)
             tree.enable_input_require_grads()
@@ -272,7 +264,9 @@ class ActorCritic(PeftModelForCausalLM):
     @contextmanager
     def _actor_alone(self) -> Iterator[None]:
         """Remove critic and reference from the submodules for the block; PEFT searches all submodules for adapters."""
-        aside: dict[str, Any] = {x: self._modules.pop(x) for x in ("critic", "ref_model") if x in self._modules}
+        aside: dict[str, nn.Module | None] = {
+            x: self._modules.pop(x) for x in ("critic", "ref_model") if x in self._modules
+        }
         try:
             yield
         finally:
@@ -292,7 +286,7 @@ def disable_noise(model: nn.Module) -> None:
     """Set every dropout and jitter to 0; their noise would enter the ratio of two passes over one token."""
     for module in model.modules():
         if "Dropout" in type(module).__name__ and hasattr(module, "p"):  # torch's, and PEFT's own
-            cast(Any, module).p = 0.0
+            cast(nn.Dropout, module).p = 0.0
         # Many architectures keep it as a number; a few, such as Falcon, read it from their configuration.
         for owner in [module, module.config] if isinstance(module, PreTrainedModel) else [module]:
             for name, value in vars(owner).items():

@@ -2,9 +2,10 @@
 
 import copy
 import json
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Unpack, cast
 
 import torch
 from huggingface_hub import hf_hub_download
@@ -19,7 +20,14 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from hfppo.models.adapter_config import describe_adapter, find_differences
 from hfppo.models.layout import Layout, hidden_states, trunk_of
-from hfppo.models.loading import adapter_config, check_placement, fit_to_model, hub_options, keep_four_bits
+from hfppo.models.loading import (
+    HubOptions,
+    adapter_config,
+    check_placement,
+    fit_to_model,
+    hub_options,
+    keep_four_bits,
+)
 from hfppo.models.lower_layers import find_layers, replace_layers, start_from
 from hfppo.models.vocabulary import is_resized, saved_vocabulary
 
@@ -63,7 +71,7 @@ class Critic(nn.Module):
     def __init__(
         self,
         kind: str,
-        trunk: nn.Module | None,
+        trunk: PeftModel | None,
         hidden_size: int,
         base: str | None = None,
         layers: int | None = None,
@@ -81,20 +89,15 @@ class Critic(nn.Module):
         Args:
             base_states: (…, L, H), the base's states below the layers that the critic adapts, to start from.
         """
-        if base_states is not None:
-            assert self.trunk is not None
-            assert self.layers is not None
-            with start_from(self.trunk, self.layers, base_states):
-                hidden = hidden_states(self.trunk, layout)
-        elif self.trunk is not None:
-            if self.kind == "model":  # its vocabulary may be padded less than the actor's
-                size = cast(Any, self.trunk).config.get_text_config().vocab_size
-                known = layout.inputs["input_ids"].clamp(max=size - 1)
-                layout = replace(layout, inputs={**layout.inputs, "input_ids": known})
-            hidden = hidden_states(self.trunk, layout)
-        else:
-            hidden = actor_hidden.detach() if self.detach else actor_hidden
-        return self.value_head(hidden)
+        if self.trunk is None:
+            return self.value_head(actor_hidden.detach() if self.detach else actor_hidden)
+        if self.kind == "model":  # its vocabulary may be padded less than the actor's
+            size = self.trunk.config.get_text_config().vocab_size
+            known = layout.inputs["input_ids"].clamp(max=size - 1)
+            layout = replace(layout, inputs={**layout.inputs, "input_ids": known})
+        started = nullcontext() if base_states is None else start_from(self.trunk, self.layers, base_states)
+        with started:
+            return self.value_head(hidden_states(self.trunk, layout))
 
     def save(self, folder: str | Path, state_dict: dict[str, Tensor]) -> None:
         """Write the trainable weights of this critic's state dict, and the configuration that they fit.
@@ -119,7 +122,7 @@ class Critic(nn.Module):
         embeddings = {id(parameter) for parameter in base.get_input_embeddings().parameters()}
         return {name for name, parameter in self.named_parameters() if id(parameter) in embeddings}
 
-    def config(self) -> dict[str, Any]:
+    def config(self) -> dict[str, object]:
         """Return the configuration that is saved beside the weights and compared when they are loaded."""
         adapter = describe_adapter(self.trunk.active_peft_config) if isinstance(self.trunk, PeftModel) else None
         own = {"kind": self.kind, "base": self.base, "hidden_size": self.hidden_size, "peft_config": adapter}
@@ -155,7 +158,7 @@ class Critic(nn.Module):
         set_model_state_dict(self, weights, options=options)
 
 
-def without_places(value: Any) -> Any:
+def without_places(value: object) -> object:
     """Return a description of an adapter without `PLACES`, and anything else as it is."""
     return {name: x for name, x in value.items() if name not in PLACES} if isinstance(value, dict) else value
 
@@ -168,22 +171,21 @@ class CriticSource:
     folder: Path | None = None  # of its trained weights
     layers: int | None = None  # of an adapter: how many layers it adapts; None: all
 
-    def with_layers(self, layers: int | None, critic: Any, model: PreTrainedModel | PeftModel) -> "CriticSource":
+    def with_layers(self, layers: int | None, actor: PreTrainedModel | PeftModel) -> "CriticSource":
         """Return the source of a critic that adapts this many layers.
 
         Args:
             layers: `critic_layers`.
-            critic: the argument of that name, for errors.
-            model: the actor's.
         Raises:
-            ValueError: the critic is no adapter, or the model has not more layers.
+            ValueError: the critic is no adapter, or the actor has not more layers.
         """
         if layers is not None and self.model != "adapter":
+            given = self.model if isinstance(self.model, str) else type(self.model).__name__
             raise ValueError(
                 f"critic_layers={layers} is for critic='adapter', which shares the actor's base, and critic is "
-                f"{critic if isinstance(critic, str) else type(critic).__name__!r}; leave critic_layers out"
+                f"{given!r}; leave critic_layers out"
             )
-        if layers is not None and layers >= (count := model.config.get_text_config().num_hidden_layers):
+        if layers is not None and layers >= (count := actor.config.get_text_config().num_hidden_layers):
             raise ValueError(
                 f"critic_layers={layers} are not fewer than the model's {count} layers; lower it, or leave it out, "
                 "which adapts all of them"
@@ -191,7 +193,7 @@ class CriticSource:
         return replace(self, layers=layers)
 
 
-def find_critic(critic: str | PreTrainedModel | CriticSource, **init_kwargs: Any) -> CriticSource:
+def find_critic(critic: str | PreTrainedModel | CriticSource, **init_kwargs: object) -> CriticSource:
     """Resolve the `critic` argument, and load the model if it names one.
 
     Args:
@@ -235,7 +237,7 @@ def find_critic(critic: str | PreTrainedModel | CriticSource, **init_kwargs: Any
     return CriticSource(model)
 
 
-def find_saved_critic(name: str, **options: Any) -> Path | None:
+def find_saved_critic(name: str, **options: Unpack[HubOptions]) -> Path | None:
     """Find a saved critic in this folder, in its `critic/`, or else in `critic/` of a repository of the Hub.
 
     Args:
@@ -321,7 +323,7 @@ def adapted_trunk(model: PreTrainedModel, peft_config: PeftConfig, top: int | No
         if isinstance(module, ModulesToSaveWrapper):
             trunk.set_submodule(name, module.original_module)
         elif top is not None and isinstance(module, BaseTunerLayer) and module not in of_layers:
-            trunk.set_submodule(name, module.get_base_layer())
+            trunk.set_submodule(name, cast(BaseTunerLayer, module).get_base_layer())
     adapted.base_model.model = trunk
     return adapted
 

@@ -26,6 +26,7 @@ from hfppo.data.prompts import Prompts
 from hfppo.models.adapter_checks import unchanged
 from hfppo.models.critic import shared_copy
 from hfppo.models.layout import rows_at_once
+from hfppo.models.loading import HubOptions
 from hfppo.models.vocabulary import saved_vocabulary
 from hfppo.rewards.reward_func import Private, unwrap
 
@@ -187,9 +188,10 @@ class RewardAdapter(RewardModel):
     """
 
     def __init__(
-        self, path: str, config: PeftConfig, tokenizer: PreTrainedTokenizerBase, options: dict[str, Any] | None = None
+        self, path: str, config: PeftConfig, tokenizer: PreTrainedTokenizerBase, options: HubOptions | None = None
     ):
-        self.path, self.config, self.tokenizer, self.options = path, config, tokenizer, options or {}
+        self.path, self.config, self.tokenizer = path, config, tokenizer
+        self.options = HubOptions() if options is None else options
         self.__name__ = os.path.basename(path.rstrip("/"))
 
     def attach(self, base: PreTrainedModel) -> None:
