@@ -257,32 +257,25 @@ def find_saved_critic(name: str, **options: Unpack[HubOptions]) -> Path | None:
 
 
 def build_critic(source: CriticSource, base: PreTrainedModel, peft_config: PeftConfig) -> Critic:
-    """Build the critic, before an adapter is put on the base."""
+    """Build the critic, before an adapter is put on the base.
+
+    On another model, for instance the reward model, the value head starts from the score head.
+    """
+    own = isinstance(source.model, PreTrainedModel)
+    model = cast(PreTrainedModel, source.model) if own else base
+    check_placement("critic", model)
     # Some models project their states to another width before the head.
-    width = getattr(base.get_output_embeddings(), "in_features", base.config.get_text_config().hidden_size)
-    if isinstance(source.model, PreTrainedModel):
-        check_placement("critic", source.model)
-        built = critic_from_model(source.model, peft_config)
-    elif source.model != "adapter":
-        built = Critic(source.model, None, width).to(base.device)
-    else:
-        trunk = adapted_trunk(base, peft_config, source.layers)
-        built = Critic("adapter", trunk, width, layers=source.layers)
+    head = getattr(model, "score", None) if own else model.get_output_embeddings()
+    width = getattr(head, "in_features", model.config.get_text_config().hidden_size)
+    kind = "model" if own else cast(str, source.model)
+    trunk = adapted_trunk(model, peft_config, source.layers) if kind in ("adapter", "model") else None
+    built = Critic(kind, trunk, width, base=model.config.name_or_path if own else None, layers=source.layers)
+    built.value_head.to(base.device)
+    if own and isinstance(head, nn.Linear) and head.out_features == 1:
+        with torch.no_grad():
+            built.value_head.weight.copy_(head.weight)
     if source.folder is not None:
         built.load(source.folder)
-    return built
-
-
-def critic_from_model(model: PreTrainedModel, peft_config: PeftConfig) -> Critic:
-    """Return a critic on another model, for instance the reward model, whose score head the value head starts from."""
-    keep_four_bits(model)  # before its first forward
-    trunk = adapted_trunk(model, peft_config)
-    score = getattr(model, "score", None)
-    width = getattr(score, "in_features", model.config.get_text_config().hidden_size)
-    built = Critic("model", trunk, width, base=model.config.name_or_path)
-    if isinstance(score, nn.Linear) and score.out_features == 1:
-        with torch.no_grad():
-            built.value_head.weight.copy_(score.weight)
     return built
 
 

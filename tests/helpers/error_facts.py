@@ -304,7 +304,7 @@ FACTS: dict[tuple[str, str], tuple[str, tuple[str, ...]]] = {
     ),
     ("Models and tokenizers", "a saved critic of other modules"): (
         "ValueError",
-        ("checkpoint", "critic", "peft_config", "'target_modules'"),
+        ("checkpoint", "critic", "peft_config"),
     ),
     ("Models and tokenizers", "a saved critic of another base"): (
         "ValueError",
