@@ -291,18 +291,18 @@ def adapted_trunk(model: PreTrainedModel, peft_config: PeftConfig, top: int | No
     config: Any = fit_to_model(peft_config, model)
     config.task_type = config.base_model_name_or_path = None
     config.inference_mode = config.ensure_weight_tying = False
-    copied = shared_copy(model).requires_grad_(False)  # PEFT does not reach hidden layers
+    copied = shared_copy(model).requires_grad_(False)  # PEFT freezes only the layers that it sees
     trunk = trunk_of(copied)
     for name, module in list(copied.named_children()):
         if trunk is not copied and trunk not in module.modules():
             setattr(copied, name, None)
     copied._tied_weights_keys = None  # they name the output head
     layers = nn.ModuleList() if top is None else find_layers(trunk)
-    hidden = dict.fromkeys(range(len(layers) - (top or 0)), nn.Identity())
+    below = dict.fromkeys(range(len(layers) - (top or 0)), nn.Identity())
     if top is not None:
         config.trainable_token_indices = None
     try:
-        with replace_layers(layers, hidden):
+        with replace_layers(layers, below):
             adapted = get_peft_model(copied, config, adapter_name="critic")
     except NoMatchingPeftModuleError as error:
         if top is None:
