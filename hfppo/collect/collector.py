@@ -21,7 +21,7 @@ from hfppo.collect.rollout_metrics import measure_episodes, measure_rollout, mea
 from hfppo.collect.rows import eval_rows, one_row_per_group, training_rows
 from hfppo.config import PPOConfig
 from hfppo.data.prompt_stream import PromptStream
-from hfppo.data.prompts import Prompts, Row, pad_left
+from hfppo.data.prompts import Prompts, Row
 from hfppo.environments.chat_format import parse_turn
 from hfppo.environments.episodes import Episode, EpisodePlayer, completions_of
 from hfppo.generation.sampler import Completions, Sampler
@@ -32,6 +32,7 @@ from hfppo.rewards.functions import RewardFunctions, Scored
 from hfppo.rollout import Rollout, Transcript
 from hfppo.state import PPOState, RunningMoments
 from hfppo.support.out_of_memory import explain_out_of_memory
+from hfppo.support.padding import pad_left
 
 PhaseDisplay = Callable[[str], AbstractContextManager]  # shows a phase, by the name of its metric, while it lasts
 
@@ -274,7 +275,7 @@ class Collector:
         columns = {name: [row.columns[name] for row in rows] for name in rows[0].columns}
         reserved = ("prompt", "completion", "completion_ids")
         others = {name: column for name, column in columns.items() if name not in reserved}
-        if self.player is not None and self.player.pool is not None:
+        if self.player is not None and self.player.agents.pool is not None:
             others["environments"] = [episode.environment for episode in episodes]
         given = columns["prompt"], completed.texts, unpad(completions), others, state, completions.mask, episodes
         continuations = self.continuations(completed) if self.rewards.read_continuations else None

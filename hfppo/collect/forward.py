@@ -43,7 +43,6 @@ def forward_passes(
     attention_mask = torch.cat([prompt_mask, completions.real], dim=1)
     input_ids = torch.cat([prompt_ids, completions.ids], dim=1)
     needs_old = args.policy_mode != "bypass"
-    sampled_values = None if needs_old else completions.values
     lengths = attention_mask.sum(dim=1)
     # Rows of similar length need little padding; those of one prompt, which stand together, share it.
     order = (lengths if args.num_generations == 1 else prompt_mask.sum(dim=1)).argsort(descending=True, stable=True)
@@ -69,7 +68,7 @@ def forward_passes(
                 parts = [model(**batch, want=want) for batch in batches]
             references = join_in_order(parts, order, lengths)
             base_states = [part.base_states for part in parts]
-        if needs_old or sampled_values is None:
+        if needs_old or model.critic is not None:
             final, keep = args.bootstrap_truncated and args.needs_critic, base_states[0] is None
             want = Want(args.temperature, needs_old, final_value=final, base_states=model.keeps_base_states and keep)
             parts = [
@@ -80,7 +79,7 @@ def forward_passes(
     return Passes(
         old_logprobs=outputs.logprobs,
         ref_logprobs=references.logprobs,
-        values=outputs.values if sampled_values is None else sampled_values,
+        values=outputs.values,
         final_value=outputs.final_value,
         base_states=outputs.base_states if references.base_states is None else references.base_states,
     )
