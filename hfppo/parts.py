@@ -22,14 +22,12 @@ from hfppo.models.actor_critic import ActorCritic
 from hfppo.models.critic import CRITIC_KINDS, CriticSource, find_critic
 from hfppo.models.loading import (
     check_architecture,
-    check_model,
+    check_trainable,
     check_vocabulary,
     load_model,
-    load_reference,
     load_tokenizer,
     positions_of,
     separate_adapter,
-    with_quantization,
 )
 from hfppo.prompt_maker import DatasetPrompts, PromptMaker
 from hfppo.rewards.functions import RewardFunctions, check_weights
@@ -63,7 +61,8 @@ class TrainerInputs:
     @property
     def init_kwargs(self) -> InitKwargs:
         """Arguments of `from_pretrained` for models given by name."""
-        return with_quantization(cast(InitKwargs, self.args.model_init_kwargs or {}), self.quantization_config)
+        own = {} if self.quantization_config is None else {"quantization_config": self.quantization_config}
+        return dict(**cast(InitKwargs, self.args.model_init_kwargs or {}), **own)
 
     @property
     def of_model(self) -> InitKwargs:
@@ -111,7 +110,7 @@ def load_parts(inputs: TrainerInputs) -> Parts:
     longest = max((some.longest for some in prompts.named.values()), default=0)
 
     loaded = load_model(inputs.model, **inputs.of_model)
-    check_model(loaded, inputs.peft_config)
+    check_trainable(loaded, inputs.peft_config)
     check_lengths("the model", loaded, longest, args)
     eos_ids = eos_token_ids(tokenizer, loaded.generation_config)
     padding = eos_ids[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id
@@ -123,7 +122,7 @@ def load_parts(inputs: TrainerInputs) -> Parts:
     check_ids(loaded, prompts.known, special)
     player = None if agents is None else make_player(agents, eos_ids, args, positions_of(loaded)[0])
 
-    reference = load_reference(inputs.ref_model, **inputs.init_kwargs)
+    reference = None if inputs.ref_model is None else load_model(inputs.ref_model, "ref_model", **inputs.init_kwargs)
     rewards = load_rewards(inputs, str(loaded.config.name_or_path or ""), agents)
     check_calls(rewards, prompts.known, agents)
     critic = load_critic(inputs, loaded, tokenizer)
@@ -186,7 +185,7 @@ def load_critic(
         return None
     # A revision belongs to the repository that it was given for.
     given = {name: value for name, value in inputs.init_kwargs.items() if name != "revision" or critic == inputs.model}
-    source = find_critic(critic, **given).with_layers(inputs.args.critic_layers, critic, base)
+    source = find_critic(critic, **given).with_layers(inputs.args.critic_layers, base)
     if isinstance(source.model, PreTrainedModel):
         # Checkpoints of one tokenizer pad their vocabularies to different sizes.
         check_vocabulary("critic", source.model, max(tokenizer.get_vocab().values()) + 1)

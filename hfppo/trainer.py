@@ -51,7 +51,7 @@ from hfppo.learn.optimizer import StepHooks, keep_own_settings, split_critic_gro
 from hfppo.learn.own_optimizer import Optimizers, names_of_parameters, take_over
 from hfppo.learn.run import Run, StepPlan
 from hfppo.metrics import Meter, parts, parts_of
-from hfppo.models.actor_critic import ActorCritic, TokenOutputs
+from hfppo.models.actor_critic import ActorCritic, TokenOutputs, Want
 from hfppo.models.critic import CRITIC_FOLDER
 from hfppo.models.loading import load_whole
 from hfppo.models.modes import compile_layers, place_model
@@ -416,10 +416,12 @@ class PPOTrainer(CrashSafeTrainer):
         outputs = model(
             **join_sequences(batch),
             completion_mask=batch.mask,
-            temperature=self.args.temperature,
-            policy=plan.policy,
-            values=plan.values,
-            entropy="differentiable" if self.args.entropy_coef else "constant",
+            want=Want(
+                temperature=self.args.temperature,
+                policy=plan.policy,
+                values=plan.values,
+                entropy="differentiable" if self.args.entropy_coef else "constant",
+            ),
             base_states=batch.base_states if plan.values else None,
         )
         terms = self.loss_terms(outputs, batch)

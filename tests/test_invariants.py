@@ -24,6 +24,7 @@ from transformers import (
 from helpers.runs import count_digits, gradients, logged, stops_at_kl, trainable
 from helpers.tiny import tiny_gpt2, tiny_model, tiny_of_type, tiny_opt, tiny_qwen3
 from hfppo import PPOCallback, Rollout
+from hfppo.models.actor_critic import Want
 
 SHAPE = {"vocab_size": 26, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "bos_token_id": None}
 SHAPE |= {"num_attention_heads": 2, "num_key_value_heads": 2, "eos_token_id": 1, "pad_token_id": 0}
@@ -156,8 +157,7 @@ def test_padding_changes_nothing(make_trainer, architecture):
                 ),
                 attention_mask=torch.cat([pad(rollout.prompt_mask, (left, 0), False), mask], dim=1),
                 completion_mask=mask,
-                entropy="constant",
-                final_value=final_value,
+                want=Want(entropy="constant", final_value=final_value),
             )
         width = rollout.mask.shape[1]
         assert not out.logprobs[:, width:].any()

@@ -106,5 +106,5 @@ def test_the_config_as_an_argument(tmp_path, caplog):
     trainer_of(quantized("four"), tmp_path, quantization_config=config)
     assert "quantization_config is not used, because the models are loaded already" in caplog.messages
     twice = {"args": PPOConfig(output_dir=str(tmp_path), model_init_kwargs={"quantization_config": config})}
-    with pytest.raises(ValueError, match="quantization_config is given as an argument and in model_init_kwargs"):
+    with pytest.raises(TypeError, match=r"multiple values for keyword argument .quantization_config."):
         PPOTrainer(base, arithmetic.right_answer, **twice, quantization_config=config)

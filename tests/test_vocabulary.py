@@ -264,4 +264,4 @@ def test_a_separate_critic_brings_its_own_embeddings(make_trainer, tmp_path):
 def critic_values(model: ActorCritic) -> torch.Tensor:
     everything = torch.ones_like(IDS)
     with torch.no_grad():
-        return model.eval()(IDS, everything, everything[:, 1:].bool(), policy=False).values
+        return model.eval()(IDS, everything, everything[:, 1:].bool()).values

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hfppo.config import PPOConfig
 from hfppo.generation.sampler import Completions
-from hfppo.models.actor_critic import ActorCritic, TokenOutputs
+from hfppo.models.actor_critic import ActorCritic, TokenOutputs, Want
 from hfppo.models.layout import rows_at_once
 from hfppo.models.modes import is_sharded
 from hfppo.rollout import select_packed
@@ -55,7 +55,6 @@ def forward_passes(
             "input_ids": input_ids[rows].to(device),
             "attention_mask": attention_mask[rows].to(device),
             "completion_mask": completions.mask[rows].to(device),
-            "temperature": args.temperature,
         }
         for rows in order.split(size)
     ]
@@ -63,16 +62,17 @@ def forward_passes(
     base_states: list[Tensor | None] = [None] * len(batches)
     with autocast(accelerator):  # not around the reward functions, which choose their own dtypes
         if args.needs_reference:
-            wanted = {"values": False, "keep_base_states": model.keeps_base_states and model.ref_model is None}
+            keep = model.keeps_base_states and model.ref_model is None
+            want = Want(args.temperature, values=False, base_states=keep)
             with model.reference():  # once, since PEFT visits all modules to disable an adapter
-                parts = [model(**batch, **wanted) for batch in batches]
+                parts = [model(**batch, want=want) for batch in batches]
             references = join_in_order(parts, order, lengths)
             base_states = [part.base_states for part in parts]
         if needs_old or model.critic is not None:
-            wanted = {"policy": needs_old, "final_value": args.bootstrap_truncated and args.needs_critic}
-            wanted["keep_base_states"] = model.keeps_base_states and base_states[0] is None
+            final, keep = args.bootstrap_truncated and args.needs_critic, base_states[0] is None
+            want = Want(args.temperature, needs_old, final_value=final, base_states=model.keeps_base_states and keep)
             parts = [
-                model(**batch, **wanted, base_states=states)
+                model(**batch, want=want, base_states=states)
                 for batch, states in zip(batches, base_states, strict=True)
             ]
             outputs = join_in_order(parts, order, lengths)

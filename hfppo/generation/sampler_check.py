@@ -7,6 +7,7 @@ import torch
 
 from hfppo.generation.generate import TransformersSampler
 from hfppo.generation.sampler import Completions, Sampler
+from hfppo.models.actor_critic import Want
 from hfppo.models.modes import eval_mode
 from hfppo.models.output_checks import logits_of_forward, precision
 from hfppo.support.padding import pad_left
@@ -75,9 +76,8 @@ class Trial:
         sampler = self.sampler
         ids = torch.cat([torch.tensor([prompt], device=self.device), completions.ids[:1]], dim=1)
         mask = completions.mask[:1]
-        outputs = sampler.model(
-            ids, torch.ones_like(ids), mask, temperature=sampler.sampling.temperature, values=False
-        )
+        want = Want(sampler.sampling.temperature, values=False)
+        outputs = sampler.model(ids, torch.ones_like(ids), mask, want)
         return float((outputs.logprobs - completions.logprobs[:1]).abs().median())
 
     def continues(self, first: Completions, limit: float) -> bool:

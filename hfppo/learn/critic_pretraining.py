@@ -25,7 +25,7 @@ from hfppo.config import PPOConfig
 from hfppo.learn.micro_batches import MiniBatchSize, cut_mini_batch, join_sequences
 from hfppo.learn.nonfinite_guard import NonFiniteGuard
 from hfppo.learn.optimizer import GradientClipper
-from hfppo.models.actor_critic import ActorCritic
+from hfppo.models.actor_critic import ActorCritic, Want
 from hfppo.models.layout import rows_at_once
 from hfppo.rollout import Rollout, join_rollouts
 from hfppo.state import HELD_OUT_STREAM, PRETRAINING_STREAM, stream_seed
@@ -152,7 +152,7 @@ class CriticPretraining:
         """Return V(s_t), (B, T), of rows on the device."""
         inputs = {**join_sequences(batch), "completion_mask": batch.mask, "base_states": batch.base_states}
         with autocast(self.accelerator):
-            return self.model(**inputs, policy=False).values
+            return self.model(**inputs, want=Want(policy=False)).values
 
     def sum_gradients(self) -> None:
         """Add up the gradients of all processes, in one tensor."""

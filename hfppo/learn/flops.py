@@ -8,7 +8,6 @@ one. Trainer's own count takes every weight for a trained one, and knows no crit
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
 
 from torch import nn
 
@@ -35,12 +34,10 @@ class FlopCounter:
     def of(cls, model: ActorCritic) -> "FlopCounter":
         """Count the weights of a model that is not sharded yet."""
         trunk, layers = (None, None) if model.critic is None else (model.critic.trunk, model.critic.layers)
-        if layers is not None:
-            trunk = find_layers(cast(nn.Module, trunk))[1][-layers:]
         config = model.causal_lm.config.get_text_config()
         return cls(
             actor=flops_per_token(trunk_of(model.causal_lm)),
-            critic=0 if trunk is None else flops_per_token(trunk),
+            critic=0 if trunk is None else flops_per_token(trunk if layers is None else find_layers(trunk)[-layers:]),
             head=4 * config.hidden_size * config.vocab_size,
             critic_is_shared=model.critic_is_shared,
         )

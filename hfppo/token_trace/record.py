@@ -11,7 +11,7 @@ import torch
 from hfppo.config import PPOConfig
 from hfppo.functional import Clip, clip_fractions
 from hfppo.functional.kl import clamp_log_ratio
-from hfppo.models.actor_critic import ActorCritic
+from hfppo.models.actor_critic import ActorCritic, Want
 from hfppo.models.modes import eval_mode
 from hfppo.rollout import Rollout
 from hfppo.support.files import write_atomically
@@ -90,8 +90,7 @@ def add_update(traces: list[Trace], model: ActorCritic, args: PPOConfig, clip: C
             input_ids=torch.cat([prompt_ids, ids], dim=1).to(args.device),
             attention_mask=torch.cat([prompt_mask, mask], dim=1).to(args.device),
             completion_mask=sampled.to(args.device),
-            temperature=args.temperature,
-            values=False,
+            want=Want(temperature=args.temperature, values=False),
         ).logprobs.cpu()
     ratio = clamp_log_ratio(new - old).exp()
     found = clip_fractions(new, old, advantages, *clip)

@@ -18,6 +18,7 @@ from torch import Tensor
 from value_maps import MoveCounter
 
 from hfppo import PPOTrainer, Rollout
+from hfppo.models.actor_critic import Want
 
 PARTS = ("start", "middle", "end")  # thirds of an episode
 
@@ -99,8 +100,7 @@ def answer_values(trainer: PPOTrainer, rollout: Rollout) -> Tensor:
         torch.cat([rollout.prompt_ids, right["input_ids"]], dim=1),
         torch.cat([rollout.prompt_mask, mask], dim=1),
         completion_mask=mask,
-        temperature=trainer.args.temperature,
-        values=False,
+        want=Want(trainer.args.temperature, values=False),
     ).logprobs
     remaining = logprobs.flip(1).cumsum(dim=1).flip(1).exp()
     width = max(mask.shape[1], rollout.mask.shape[1])
