@@ -3,6 +3,8 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
+from itertools import groupby
+from operator import attrgetter
 from typing import Any, Literal
 
 import rich
@@ -12,7 +14,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_callback import CallbackHandler
 
 from hfppo.functional import adaptive_kl_coef
-from hfppo.metrics import UpdateStep
+from hfppo.metrics import UpdateStep, metrics_of
 from hfppo.rollout import Rollout, Transcript
 from hfppo.state import PPOState
 
@@ -226,8 +228,8 @@ class ClipMetricsCallback(PPOCallback):
             control.should_end_rollout = True
 
     def on_update_end(self, args, state, control, *, steps, ppo_state, **kwargs):
-        epochs = {f"epoch_{n + 1}": [step for step in steps if step.epoch == n] for n in {s.epoch for s in steps}}
-        parts = {name: mean_metrics(some) for name, some in epochs.items()}
+        epochs = groupby(steps, key=attrgetter("epoch"))
+        parts = {f"epoch_{epoch + 1}": metrics_of(some) for epoch, some in epochs}
         if self.per_mini_batch:
             parts |= {f"epoch_{s.epoch + 1}_batch_{s.mini_batch + 1}": s.metrics for s in steps}
         for part, metrics in parts.items():
@@ -242,13 +244,6 @@ class ClipMetricsCallback(PPOCallback):
         if self.show and state.is_world_process_zero:
             with tqdm.external_write_mode():  # clears the progress bar meanwhile
                 rich.print(clip_table(f"clipped, rollout {ppo_state.rollouts}", parts))
-
-
-def mean_metrics(steps: list[UpdateStep]) -> dict[str, float]:
-    """Return the mean of each metric over the steps that have it."""
-    names = dict.fromkeys(name for step in steps for name in step.metrics)
-    found = {name: [step.metrics[name] for step in steps if name in step.metrics] for name in names}
-    return {name: sum(values) / len(values) for name, values in found.items()}
 
 
 def clip_table(title: str, parts: dict[str, dict[str, float]]) -> Table:

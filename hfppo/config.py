@@ -244,10 +244,6 @@ class PPOConfig(TrainingArguments):
         default="token-mean", metadata={"choices": REDUCTIONS, "help": "Reduces the losses of tokens to one number."}
     )
     entropy_coef: NotNegative = field(default=0.0, metadata={"help": "Weight of the entropy bonus; 0 turns it off."})
-    positive_nll_coef: NotNegative = field(
-        default=0.0,
-        metadata={"help": "Weight of the NLL on completions with full score, at least 1 (arXiv:2504.05118)."},
-    )
 
     # Changes the result: the critic.
     critic_learning_rate: NotNegative | None = field(
@@ -268,9 +264,6 @@ class PPOConfig(TrainingArguments):
     critic_pretraining_completions: Annotated[int, AT_LEAST_0] = field(
         default=0,
         metadata={"help": "Completions to whose returns the critic is fitted before PPO begins (arXiv:2503.01491)."},
-    )
-    critic_pretraining_learning_rate: Positive | None = field(
-        default=None, metadata={"help": "Learning rate of the pretraining at its beginning; None: the critic's."}
     )
     critic_warmup: Annotated[int, AT_LEAST_0] = field(
         default=0, metadata={"help": "Rollouts at the start that train the critic only; the actor does not move."}
@@ -360,8 +353,9 @@ class PPOConfig(TrainingArguments):
 
     @property
     def critic_pretraining_rollouts(self) -> int:
-        """Rollouts that the critic's pretraining collects."""
-        return self.rollouts_for(self.critic_pretraining_completions)
+        """Rollouts that the critic's pretraining collects: at least two, since one is held out; 0 without it."""
+        rollouts = self.rollouts_for(self.critic_pretraining_completions)
+        return max(rollouts, 2) if rollouts else 0
 
     @property
     def critic_lr(self) -> float:

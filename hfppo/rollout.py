@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from hfppo.state import stream_seed
 
@@ -110,19 +109,6 @@ class Rollout:
     def num_within(self, max_tokens: int) -> int:
         """Return the number of micro-batches, so that none of several rows exceeds `max_tokens`, padding included."""
         return len(sizes_within(self.lengths.sort(descending=True).values.tolist(), max_tokens))
-
-
-def join_rollouts(rollouts: list[Rollout]) -> Rollout:
-    """Return the rows of several rollouts in one, with prompts padded on the left and completions on the right."""
-    joined = {}
-    for name in rollouts[0].tensors():
-        parts = [getattr(rollout, name) for rollout in rollouts]
-        if parts[0].dim() == 1 or name == "base_states":
-            joined[name] = torch.cat(parts)
-        else:
-            side = "left" if name in ("prompt_ids", "prompt_mask") else "right"
-            joined[name] = pad_sequence([row for part in parts for row in part], batch_first=True, padding_side=side)
-    return Rollout(**joined)
 
 
 def select_packed(packed: Tensor, lengths: Tensor, rows: Tensor) -> Tensor:

@@ -5,7 +5,6 @@ the optimizer; the hooks below answer for PPO.
 """
 
 import math
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -31,7 +30,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from hfppo.callbacks import PPOControl, TrainerHooks, call_event
 from hfppo.checkpoint import PPOCheckpoint, Standing, describe_run, saved_run
 from hfppo.checks.data import check_arguments, check_output_folder
-from hfppo.checks.engine import check_engine, wait_at_exit
+from hfppo.checks.engine import check_engine
 from hfppo.collect.collector import Collected, Collector
 from hfppo.collect.evaluation import EvalPrompts, check_best_metric, evaluate_prompts
 from hfppo.collect.forward import autocast
@@ -50,7 +49,7 @@ from hfppo.learn.micro_batches import MiniBatchSize, cut_mini_batch, join_sequen
 from hfppo.learn.optimizer import StepHooks, keep_own_settings, split_critic_groups
 from hfppo.learn.own_optimizer import Optimizers, names_of_parameters, take_over
 from hfppo.learn.run import Run, StepPlan
-from hfppo.metrics import Meter, parts, parts_of
+from hfppo.metrics import Meter, metrics_of, parts, parts_of
 from hfppo.models.actor_critic import ActorCritic, TokenOutputs
 from hfppo.models.critic import CRITIC_FOLDER
 from hfppo.models.loading import load_whole
@@ -177,8 +176,6 @@ class PPOTrainer(CrashSafeTrainer):
                 optimizers=cast(Any, optimizers),
             )
             check_engine(self.accelerator, parts.model, parts.rewards.funcs, args)
-            if args.world_size > 1:
-                wait_at_exit()
             self._flop_counter = FlopCounter.of(parts.model)
             compile_layers(parts.model, self.accelerator, args)
             self._progress = RunProgress.of(self)
@@ -338,16 +335,20 @@ class PPOTrainer(CrashSafeTrainer):
         state = self.ppo_state
         if not self.args.critic_pretraining_completions or state.pretraining_results or state.rollouts:
             return
-        began, collector = time.perf_counter(), with_full_returns(self.collector)
-        state.pretraining_rollouts, rollouts = 0, []
-        with self._progress.phase("time/critic_pretraining"):
+        collector, rollouts = with_full_returns(self.collector), []
+        state.pretraining_rollouts = 0
+        with self._progress.phase("critic_pretraining"):
             while state.pretraining_rollouts < self.args.critic_pretraining_rollouts:
                 rollouts.append(self._collect_next(collector).rollout)
                 state.pretraining_rollouts += 1
-            pretraining = CriticPretraining(self.model, self.accelerator, self.args, self.optimizer, self.log)
-            state.pretraining_results = pretraining.fit(rollouts, began)
+            pretraining = CriticPretraining(self._run, cast(Optimizer, self.optimizer), self._backward, self.log)
+            state.pretraining_results = pretraining.fit(rollouts)
         if self.args.save_strategy != SaveStrategy.NO:
             self.save_checkpoint()
+
+    def _backward(self, pieces: list[Rollout], size: MiniBatchSize) -> Tensor:
+        """Add the gradient of a mini-batch, outside of Trainer's loop."""
+        return self.training_step(self.model_wrapped, {"pieces": pieces}, size)
 
     def rollout(self, /, prompts: Sequence[str] | Sequence[list[dict[str, Any]]], **columns: Sequence[Any]) -> Rollout:
         """Collect a rollout for given prompts, on the CPU; training does not notice.
@@ -455,13 +456,12 @@ class PPOTrainer(CrashSafeTrainer):
         return super()._get_grad_norm(model, self._clip_gradients(math.inf) if grad_norm is None else grad_norm)
 
     def _before_step(self) -> None:
-        if self._run.rollout is not None:
-            factor = self.ppo_state.learning_rate_factor
-            self._run.before_step(cast(Optimizer, self.optimizer), self._plan.moves_actor, factor)
+        factor = self.ppo_state.learning_rate_factor
+        self._run.before_step(cast(Optimizer, self.optimizer), self._plan.moves_actor, factor)
 
     def _after_step(self) -> None:
         """Call the callbacks after an optimizer step, and end the rollout's use if one of them asks for it."""
-        if self._run.rollout is None:
+        if self.ppo_state.rollouts == 0:  # in critic pretraining
             return
         step = self._run.end_step(cast(Optimizer, self.optimizer), self.state.global_step - self.ppo_state.first_step)
         if self._call_callbacks("on_mini_batch_end", step=step).should_end_rollout:
@@ -475,9 +475,8 @@ class PPOTrainer(CrashSafeTrainer):
     def _end_update(self) -> None:
         """Tell the callbacks after the last optimizer step on a rollout."""
         if self.state.global_step >= min(self.ppo_state.last_step, self.state.max_steps):
-            run = self._run
-            steps, metrics = [step.read() for step in run.steps], run.update_metrics()
-            self._call_callbacks("on_update_end", rollout=run.rollout, metrics=metrics, steps=steps)
+            steps = self._run.steps
+            self._call_callbacks("on_update_end", rollout=self._run.rollout, metrics=metrics_of(steps), steps=steps)
 
     # Evaluation
 

@@ -1,8 +1,5 @@
-"""Refuse settings that nn.DataParallel, FSDP2 or DeepSpeed cannot train with; let processes end without an abort."""
+"""Raise if nn.DataParallel, FSDP2 or DeepSpeed cannot train with the settings."""
 
-import atexit
-import functools
-import time
 from dataclasses import replace
 from typing import Any
 
@@ -57,10 +54,11 @@ def check_engine(accelerator: Accelerator, model: ActorCritic, reward_funcs: lis
             )
     if deepspeed is not None:
         check_deepspeed(deepspeed.deepspeed_config, args)
-    if args.critic_epochs != args.num_ppo_epochs and args.world_size > 1 and args.ddp_find_unused_parameters is False:
+    alone = {k: off for k, off in steps_of_one(args).items() if not k.startswith("critic_warmup")}  # it passes both
+    if alone and args.world_size > 1 and args.ddp_find_unused_parameters is False:
         raise ValueError(
-            f"num_critic_epochs={args.num_critic_epochs} with num_ppo_epochs={args.num_ppo_epochs} leaves weights "
-            "without gradients, which DDP waits for with ddp_find_unused_parameters=False; set it to True"
+            f"{next(iter(alone))} leaves weights without gradients, which DDP waits for with "
+            "ddp_find_unused_parameters=False; set it to True"
         )
 
 
@@ -153,13 +151,3 @@ def check_deepspeed(config: dict[str, Any], args: PPOConfig) -> None:
             "gradient_clipping out, or set both"
         )
     config["gradient_clipping"] = args.max_grad_norm
-
-
-@functools.cache  # one wait is enough, however many trainers there are
-def wait_at_exit() -> None:
-    """Let this process, one of several, sleep for half a second before the interpreter shuts down.
-
-    Gloo's threads may still hold an object of Python's from the last collective, also when the group is destroyed.
-    One that drops it during the shutdown aborts the process (https://github.com/pytorch/pytorch/issues/190489).
-    """
-    atexit.register(time.sleep, 0.5)

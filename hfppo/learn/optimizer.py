@@ -6,12 +6,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from accelerate import Accelerator
+from accelerate.utils import DistributedType
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from hfppo.learn.nonfinite_guard import NonFiniteGuard, measure_grad_norms
+from hfppo.learn.nonfinite_guard import NonFiniteGuard
 from hfppo.metrics import Measures, parts, parts_of
 from hfppo.models.actor_critic import ActorCritic
 
@@ -90,6 +93,22 @@ class GradientClipper:
         for name, norm in norms.items():
             nn.utils.clip_grads_with_norm_(parameters.get(name, []), max_norm, norm)
         return next(iter(norms.values())), measures
+
+
+def measure_grad_norms(accelerator: Accelerator, parameters: dict[str, list[nn.Parameter]]) -> dict[str, Tensor]:
+    """Return the gradient norm per owner (actor, critic) with gradients; DeepSpeed reports the joint norm only."""
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        norm = float(accelerator.clip_grad_norm_([], 0.0))  # it clips nothing here
+        return {"whole model": torch.tensor(norm, dtype=torch.float32, device=accelerator.device)}
+    some = {name: owned for name, owned in parameters.items() if owned}
+    moved = {name: owned for name, owned in some.items() if any(p.grad is not None for p in owned)}
+    return {name: measure_grad_norm(owned).to(accelerator.device) for name, owned in (moved or some).items()}
+
+
+def measure_grad_norm(parameters: list[nn.Parameter]) -> Tensor:
+    """Return the joint norm of all their gradients."""
+    norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm  # over all shards
 
 
 @dataclass

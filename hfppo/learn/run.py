@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from hfppo.config import PPOConfig
 from hfppo.learn.nonfinite_guard import NonFiniteGuard
 from hfppo.learn.optimizer import ActorRate, GradientClipper
-from hfppo.metrics import Measures, Meter, StepSums, UpdateStep, merge_sums, parts_of, values_of
+from hfppo.metrics import Measures, Meter, UpdateStep, parts_of
 from hfppo.models.actor_critic import ActorCritic
 from hfppo.rollout import Rollout
 from hfppo.state import PPOState
@@ -21,10 +21,10 @@ class Run:
     """The rollout in use, the optimizer step that is made, and the metrics that are not logged yet."""
 
     def __init__(self, model: ActorCritic, accelerator: Accelerator, args: PPOConfig):
-        self.model, self.args = model, args
-        self.rollout: Rollout | None = None  # None before the first one: in critic pretraining
+        self.model, self.accelerator, self.args = model, accelerator, args
+        self.rollout: Rollout | None = None  # None before the first one
         self.log = Meter()  # metrics until the next log
-        self.steps: list[StepSums] = []  # of the steps on the rollout in use
+        self.steps: list[UpdateStep] = []  # of the steps on the rollout in use
         self.guard = NonFiniteGuard(accelerator)
         self._clipper = GradientClipper(model, accelerator, self.guard)
         self._rate = ActorRate(model.actor_parameters())
@@ -76,12 +76,8 @@ class Run:
         self.log.update({"time/update": parts_of(self.args.updates_per_rollout * seconds)})
         self.log.update({"time/update_tflops": parts_of(self._flops / seconds / 1e12)})
         epoch, mini_batch = divmod(number, self.args.num_mini_batches)
-        self.steps.append(StepSums(epoch, mini_batch, self._step.gather()))
-        return self.steps[-1].read()
-
-    def update_metrics(self) -> dict[str, float]:
-        """Return the metrics of all steps on the rollout in use."""
-        return values_of(merge_sums(step.sums for step in self.steps))
+        self.steps.append(UpdateStep(epoch, mini_batch, self._step.gather()))
+        return self.steps[-1]
 
     def metrics_to_save(self, step: int) -> dict[str, Any]:
         """Return the metrics that are not logged yet, without those of an unfinished step after `step` others."""
@@ -93,7 +89,7 @@ class StepPlan:
     """The passes that a step makes on the rollout in use, and the weights that it moves."""
 
     epoch: int  # of the rollout's use, from 0
-    policy: bool  # whether the actor's losses are computed; in `critic_warmup` they have weight 0
+    policy: bool  # whether the actor's losses are computed: not before the first rollout, in critic pretraining
     values: bool  # whether the critic's losses are computed, and the critic moves
     warms_up: bool  # whether the rollout belongs to `critic_warmup`, which the actor sits out
 
@@ -107,7 +103,7 @@ class StepPlan:
         warms_up = state.rollouts <= args.critic_warmup
         return cls(
             epoch=epoch,
-            policy=epoch < args.num_ppo_epochs,
+            policy=epoch < args.num_ppo_epochs and state.rollouts > 0,
             values=epoch < args.critic_epochs or warms_up,
             warms_up=warms_up,
         )

@@ -286,7 +286,7 @@ TABLE: dict[str, dict[str, Case]] = {
         by_field(
             *({"gamma": 1.01}, {"gamma": -0.1}, {"gamma": NAN}, {"gamma": True}, {"lam": 1.5}, {"lam_critic": -1.0}),
             *({"kl_coef": -0.05}, {"kl_coef": INFINITY}, {"kl_coef": None}, {"kl_loss_coef": -0.05}),
-            *({"entropy_coef": -0.01}, {"positive_nll_coef": -0.1}, {"vf_coef": -0.1}, {"missing_eos_penalty": -1.0}),
+            *({"entropy_coef": -0.01}, {"vf_coef": -0.1}, {"missing_eos_penalty": -1.0}),
             *({"learning_rate": -1e-5}, {"learning_rate": "1e-5"}, {"critic_learning_rate": -1e-5}),
             *({"max_grad_norm": -1.0}, {"weight_decay": -0.1}, {"seed": -1}, {"seed": "3"}, {"critic_warmup": -1}),
             *({"temperature": 0.0}, {"temperature": None}, {"lam_alpha": 0.0}, {"target_kl": 0.1}),
@@ -313,7 +313,6 @@ TABLE: dict[str, dict[str, Case]] = {
             *({"advantage_estimator": name} for name in ("grpo", "rloo", "opo", "reinforce_plus_plus_baseline")),
             *({"num_generations": 3}, {"num_generations": 16}, {"auto_find_batch_size": True}),
             {"critic_warmup": 2, "advantage_estimator": "remax"},
-            {"normalize_scores": True, "positive_nll_coef": 0.1},
             *({"neftune_noise_alpha": 5.0}, {"optim": "schedule_free_adamw"}),
             {"whiten_rewards": True, "advantage_estimator": "remax"},
             {"model_init_kwargs": {"dtype": "bf16"}},

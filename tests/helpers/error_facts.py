@@ -12,7 +12,6 @@ FACTS: dict[tuple[str, str], tuple[str, tuple[str, ...]]] = {
     ("Fields", "kl_coef=None"): ("ValueError", ("kl_coef",)),
     ("Fields", "kl_loss_coef=-0.05"): ("ValueError", ("kl_loss_coef",)),
     ("Fields", "entropy_coef=-0.01"): ("ValueError", ("entropy_coef",)),
-    ("Fields", "positive_nll_coef=-0.1"): ("ValueError", ("positive_nll_coef",)),
     ("Fields", "vf_coef=-0.1"): ("ValueError", ("vf_coef",)),
     ("Fields", "missing_eos_penalty=-1.0"): ("ValueError", ("missing_eos_penalty",)),
     ("Fields", "learning_rate=-1e-05"): ("ValueError", ("learning_rate",)),
@@ -105,10 +104,6 @@ FACTS: dict[tuple[str, str], tuple[str, tuple[str, ...]]] = {
     ("Fields that contradict each other", "critic_warmup=2, advantage_estimator='remax'"): (
         "ValueError",
         ("critic_warmup", "advantage_estimator", "'remax'", "critic"),
-    ),
-    ("Fields that contradict each other", "normalize_scores=True, positive_nll_coef=0.1"): (
-        "ValueError",
-        ("positive_nll_coef", "normalize_scores"),
     ),
     ("Fields that contradict each other", "neftune_noise_alpha=5.0"): ("ValueError", ("neftune_noise_alpha",)),
     ("Fields that contradict each other", "optim='schedule_free_adamw'"): (
