@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from itertools import groupby
 from operator import attrgetter
-from typing import Any, Literal
+from typing import Literal
 
 import rich
 from rich.table import Table
@@ -61,7 +61,7 @@ class PPOCallback(TrainerCallback):
         transcript: Transcript,
         metrics: dict[str, float],
         ppo_state: PPOState,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> TrainerControl | None:
         """Called on every process after a rollout was collected, before its first update.
 
@@ -81,7 +81,7 @@ class PPOCallback(TrainerCallback):
         *,
         step: UpdateStep,
         ppo_state: PPOState,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> TrainerControl | None:
         """Called on every process after each optimizer step.
 
@@ -99,7 +99,7 @@ class PPOCallback(TrainerCallback):
         metrics: dict[str, float],
         steps: list[UpdateStep],
         ppo_state: PPOState,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> TrainerControl | None:
         """Called on every process after the last optimizer step on a rollout, before that step is logged and saved.
 
@@ -118,7 +118,7 @@ def call_event(
     state: TrainerState,
     control: PPOControl,
     ppo_state: PPOState,
-    **arguments: Any,
+    **arguments: object,
 ) -> None:
     """Call an event of every `PPOCallback`; what they return or change is in `control` afterwards.
 
@@ -214,12 +214,10 @@ class ClipMetricsCallback(PPOCallback):
     ):
         if target is not None and not target > 0:
             raise ValueError(f"target={target} must be above 0; leave it out to log only")
-        for name, given, known in (
-            ("by", by, ("clip_frac", "approx_kl")),
-            ("then", then, ("learning_rate", "stop")),
-        ):
-            if given not in known:
-                raise ValueError(f"{name}={given!r} must be one of {', '.join(map(repr, known))}")
+        if by not in ("clip_frac", "approx_kl"):
+            raise ValueError(f"by={by!r} must be 'clip_frac' or 'approx_kl'")
+        if then not in ("learning_rate", "stop"):
+            raise ValueError(f"then={then!r} must be 'learning_rate' or 'stop'")
         self.target, self.metric, self.then = target, f"policy/{by}", then
         self.per_mini_batch, self.show = per_mini_batch, show
 

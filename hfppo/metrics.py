@@ -4,7 +4,6 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import torch
 from accelerate.utils import gather_object
@@ -50,7 +49,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "value/explained_variance": ("mean", "1 − Var(R − V)/Var(R) over the rollout: 1 perfect, 0 as a constant."),
     "value/turn_explained_variance": ("mean", "The same over the first tokens of turns: the critic's view of states."),
     "value/loss": ("mean", "½·squared error of the value per token, clipped."),
-    "value/clip_frac": ("mean", "Share of tokens whose value is held by the clip."),
+    "value/clip_frac": ("mean", "Share of tokens whose value the clip bounds, so that it gets no gradient."),
     "value/grad_norm": ("mean", "Gradient norm of the critic before clipping."),
     "critic_learning_rate": ("last", "Learning rate of the critic."),
     "critic_pretraining/epoch": ("last", "Epochs of critic pretraining that are done."),
@@ -60,7 +59,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "policy/clip_frac": ("mean", "Share of tokens on which the policy clip is active."),
     "policy/clip_frac_low": ("mean", "Share of tokens with A < 0 and a ratio below 1 − ε_low."),
     "policy/clip_frac_high": ("mean", "Share of tokens with A > 0 and a ratio above 1 + ε_high."),
-    "policy/dual_clip_frac": ("mean", "Share of tokens on which the dual clip holds."),
+    "policy/dual_clip_frac": ("mean", "Share of tokens whose loss the dual clip bounds."),
     "policy/approx_kl": ("mean", "KL of π_old to π_θ per token by k3, nats: how far the update has moved."),
     "policy/ratio": ("mean", "π_θ/π_old per token."),
     "policy/ratio_max": ("max", "The largest π_θ/π_old."),
@@ -190,7 +189,7 @@ class Meter:
         self._sums.clear()
         return merge(sums_from_dict(state) for state in states)
 
-    def state_dict(self) -> dict[str, dict[str, object]]:
+    def state_dict(self) -> dict[str, dict]:
         """Return the metrics that are not read yet, as plain numbers."""
         for pending in self._pending.values():
             together = torch.stack([x for _, x in pending]).tolist()  # the one wait of a device
@@ -199,13 +198,13 @@ class Meter:
         self._pending.clear()
         return {name: asdict(sums) for name, sums in self._sums.items()}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, dict]) -> None:
         """Continue from the metrics that `state_dict` returned."""
         self._pending.clear()
         self._sums = sums_from_dict(state)
 
 
-def sums_from_dict(saved: dict[str, Any]) -> NamedSums:
+def sums_from_dict(saved: dict[str, dict]) -> NamedSums:
     """Make the sums that `dataclasses.asdict` described."""
     return {name: Sums(**fields) for name, fields in saved.items()}
 

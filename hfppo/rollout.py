@@ -2,7 +2,6 @@
 
 from bisect import bisect_left
 from dataclasses import dataclass, fields, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -153,7 +152,7 @@ def balanced_sizes(lengths: list[int], num_micro_batches: int) -> list[int]:
 class Transcript:
     """The same B completions as text, with the scores of each reward function."""
 
-    prompts: list[Any]  # text or conversations
-    completions: list[Any]  # text or messages
+    prompts: list[object]  # text or conversations
+    completions: list[object]  # text or messages
     scores: dict[str, list[float]]  # by reward function; NaN where it was left out
-    extra: dict[str, list[Any]]  # columns that reward functions passed to log_extra
+    extra: dict[str, list]  # columns that reward functions passed to log_extra

@@ -16,6 +16,7 @@ from datasets import Dataset, IterableDataset
 from peft import PeftConfig, PeftModel
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 from transformers import (
     EvalPrediction,
@@ -170,7 +171,7 @@ class PPOTrainer(CrashSafeTrainer):
                 processing_class=parts.tokenizer,
                 callbacks=[
                     *with_default_callbacks(callbacks, args.log_completions),
-                    TrainerHooks(lambda: self._step_hooks.attach(self.optimizer), self._end_update),
+                    TrainerHooks(lambda: self._step_hooks.attach(cast(Optimizer, self.optimizer)), self._end_update),
                 ],
                 compute_metrics=compute_metrics,
                 optimizers=cast(Any, optimizers),
@@ -442,7 +443,7 @@ class PPOTrainer(CrashSafeTrainer):
 
     def loading_optimizer(self) -> AbstractContextManager:
         """Keep this run's learning rates while a checkpoint's optimizer is loaded."""
-        return keep_own_settings(cast(Optimizer, self.optimizer), self.lr_scheduler)
+        return keep_own_settings(cast(Optimizer, self.optimizer), cast(LambdaLR, self.lr_scheduler))
 
     def _clip_gradients(self, max_norm: float) -> Tensor:
         return self._run.clip(max_norm, cast(Optimizer, self.optimizer), self.state.global_step + 1)
@@ -463,7 +464,7 @@ class PPOTrainer(CrashSafeTrainer):
         """Call the callbacks after an optimizer step, and end the rollout's use if one of them asks for it."""
         if self.ppo_state.rollouts == 0:  # in critic pretraining
             return
-        step = self._run.end_step(cast(Optimizer, self.optimizer), self.state.global_step - self.ppo_state.first_step)
+        step = self._run.end_step(self.state.global_step - self.ppo_state.first_step)
         if self._call_callbacks("on_mini_batch_end", step=step).should_end_rollout:
             state, last = self.ppo_state, self.state.global_step + 1
             if self.args.counts_completions:  # no other rollout makes up for the steps that are left out

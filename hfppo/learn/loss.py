@@ -25,7 +25,7 @@ class LossTerm:
 
 
 def ppo_terms(outputs: TokenOutputs, batch: Rollout, args: PPOConfig, clip: F.Clip) -> list[LossTerm]:
-    """Return the terms of the PPO loss: policy, value, KL and entropy; those of actor or critic alone in its steps.
+    """Return the terms of the PPO loss: policy, value, KL and entropy. Critic-only and actor-only steps have their own.
 
     Args:
         outputs: of π_θ, the policy being optimized.
@@ -73,8 +73,7 @@ def ppo_loss(
 
     Args:
         terms: from `PPOTrainer.loss_terms`.
-        critic_only: during `critic_warmup`; the actor's terms get weight 0, since DDP wants every parameter to take
-            part.
+        critic_only: during `critic_warmup`; the actor's terms get weight 0, so that DDP sees every parameter used.
     """
     total = batch.advantages.new_zeros(())
     for term in terms:
