@@ -138,8 +138,8 @@ def whiten(x: Tensor, mask: Tensor, shift_mean: bool = True, eps: float = 1e-8) 
 
         (x − mean) / √(var + eps),   var biased
 
-    The mean is taken in float64, where the mean of equal numbers is that number. Otherwise whitening would scale up the
-    rounding error, and Adam would make full-size steps of it.
+    The mean is taken in float64, where the mean of equal numbers is that number. Otherwise whitening would scale up
+    the rounding error, and Adam would make full-size steps of it.
 
     Args:
         x: (B, T).

@@ -25,7 +25,7 @@ class LossTerm:
 
 
 def ppo_terms(outputs: TokenOutputs, batch: Rollout, args: PPOConfig, clip: F.Clip) -> list[LossTerm]:
-    """Return the terms of the PPO loss: policy, value, KL and entropy. Critic-only and actor-only steps have their own.
+    """Return the terms of the PPO loss: policy, value, KL and entropy, as far as the step computes them.
 
     Args:
         outputs: of π_θ, the policy being optimized.

@@ -107,7 +107,7 @@ class StepPlan:
     """The passes that a step makes on the rollout in use, and the weights that it moves."""
 
     epoch: int  # of the rollout's use, from 0
-    policy: bool  # whether the actor's losses are computed: not before the first rollout, in critic pretraining
+    policy: bool  # whether the actor's losses are computed: never in critic pretraining
     values: bool  # whether the critic's losses are computed, and the critic moves
     warms_up: bool  # whether the rollout belongs to `critic_warmup`, in which the actor does not move
 
@@ -118,10 +118,11 @@ class StepPlan:
         After the last step on a rollout, this is the plan of the next rollout's first step.
         """
         epoch = (step - state.first_step) % args.updates_per_rollout // args.num_mini_batches
+        pretrains = state.rollouts == 0 and state.pretraining_rollouts > 0
         warms_up = state.rollouts <= args.critic_warmup
         return cls(
             epoch=epoch,
-            policy=epoch < args.num_ppo_epochs and state.rollouts > 0,
+            policy=epoch < args.num_ppo_epochs and not pretrains,
             values=epoch < args.critic_epochs or warms_up,
             warms_up=warms_up,
         )
