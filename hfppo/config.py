@@ -186,9 +186,6 @@ class PPOConfig(TrainingArguments):
     )
     loss_reduction: str = option("token-mean", "Reduces the losses of tokens to one number.", choices=REDUCTIONS)
     entropy_coef: NotNegative = option(0.0, "Weight of the entropy bonus; 0 turns it off (GRPO).")
-    positive_nll_coef: NotNegative = option(
-        0.0, "Weight of the NLL on completions with full score, at least 1 (arXiv:2504.05118)."
-    )
 
     # Changes the result: the critic.
     critic_learning_rate: NotNegative | None = option(None, "Learning rate of the critic; None: `learning_rate`.")
@@ -199,9 +196,6 @@ class PPOConfig(TrainingArguments):
     vf_coef: NotNegative = option(0.1, "Weight of the value loss; couples only through a shared trunk (TRL).")
     critic_pretraining_completions: Annotated[int, AT_LEAST_0] = option(
         0, "Completions to whose returns the critic is fitted before PPO begins (arXiv:2503.01491)."
-    )
-    critic_pretraining_learning_rate: Positive | None = option(
-        None, "Learning rate of the pretraining at its beginning; None: the critic's."
     )
     critic_warmup: Annotated[int, AT_LEAST_0] = option(
         0, "Rollouts at the start that train the critic only; the actor does not move."
@@ -280,8 +274,9 @@ class PPOConfig(TrainingArguments):
 
     @property
     def critic_pretraining_rollouts(self) -> int:
-        """Rollouts that the critic's pretraining collects."""
-        return self.rollouts_for(self.critic_pretraining_completions)
+        """Rollouts that the critic's pretraining collects: at least two, since one is held out; 0 without it."""
+        rollouts = self.rollouts_for(self.critic_pretraining_completions)
+        return max(rollouts, 2) if rollouts else 0
 
     @property
     def critic_lr(self) -> float:

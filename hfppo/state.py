@@ -79,7 +79,7 @@ class PPOState:
 
 # Purposes of random draws; two purposes never share numbers.
 ORDER_STREAM, SAMPLING_STREAM, EVAL_STREAM, SHUFFLE_STREAM, ENVIRONMENT_STREAM = 1, 2, 3, 4, 5
-HELD_OUT_STREAM, PRETRAINING_STREAM = 6, 7
+PRETRAINING_STREAM = 7
 
 
 def stream_seed(*numbers: int) -> int:

@@ -4,7 +4,6 @@ Nothing here loops over training steps. Trainer asks for the micro-batches of an
 the optimizer; the hooks below answer for PPO.
 """
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -16,6 +15,7 @@ from datasets import Dataset, IterableDataset
 from peft import PeftConfig, PeftModel
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 from transformers import (
     EvalPrediction,
@@ -50,7 +50,7 @@ from hfppo.learn.micro_batches import MiniBatchSize, cut_mini_batch, join_sequen
 from hfppo.learn.optimizer import StepHooks, keep_own_settings, split_critic_groups
 from hfppo.learn.own_optimizer import Optimizers, names_of_parameters, take_over
 from hfppo.learn.run import Run, StepPlan
-from hfppo.metrics import Meter, parts, parts_of
+from hfppo.metrics import Meter, metrics_of, parts, parts_of
 from hfppo.models.actor_critic import ActorCritic, TokenOutputs, Want
 from hfppo.models.critic import CRITIC_FOLDER
 from hfppo.models.loading import load_whole
@@ -188,7 +188,7 @@ class PPOTrainer(CrashSafeTrainer):
                 processing_class=parts.tokenizer,
                 callbacks=[
                     *with_default_callbacks(callbacks, args.log_completions),
-                    TrainerHooks(lambda: self._step_hooks.attach(self.optimizer), self._end_update),
+                    TrainerHooks(lambda: self._step_hooks.attach(cast(Optimizer, self.optimizer)), self._end_update),
                 ],
                 compute_metrics=compute_metrics,
                 optimizers=cast(Any, optimizers),
@@ -354,16 +354,20 @@ class PPOTrainer(CrashSafeTrainer):
         state = self.ppo_state
         if not self.args.critic_pretraining_completions or state.pretraining_results or state.rollouts:
             return
-        began, collector = time.perf_counter(), with_full_returns(self.collector)
-        state.pretraining_rollouts, rollouts = 0, []
-        with self._progress.phase("time/critic_pretraining"):
+        collector, rollouts = with_full_returns(self.collector), []
+        state.pretraining_rollouts = 0
+        with self._progress.phase("critic_pretraining"):
             while state.pretraining_rollouts < self.args.critic_pretraining_rollouts:
                 rollouts.append(self._collect_next(collector).rollout)
                 state.pretraining_rollouts += 1
-            pretraining = CriticPretraining(self.model, self.accelerator, self.args, self.optimizer, self.log)
-            state.pretraining_results = pretraining.fit(rollouts, began)
+            pretraining = CriticPretraining(self._run, cast(Optimizer, self.optimizer), self._backward, self.log)
+            state.pretraining_results = pretraining.fit(rollouts)
         if self.args.save_strategy != SaveStrategy.NO:
             self.save_checkpoint()
+
+    def _backward(self, pieces: list[Rollout], size: MiniBatchSize) -> Tensor:
+        """Add the gradient of a mini-batch, outside of Trainer's loop."""
+        return self.training_step(self.model_wrapped, {"pieces": pieces}, size)
 
     def rollout(self, /, prompts: Sequence[str] | Sequence[list[dict[str, Any]]], **columns: Sequence[Any]) -> Rollout:
         """Collect a rollout for given prompts, on the CPU, without changing the state of training.
@@ -459,22 +463,21 @@ class PPOTrainer(CrashSafeTrainer):
 
     def loading_optimizer(self) -> AbstractContextManager:
         """Keep this run's learning rates while a checkpoint's optimizer is loaded."""
-        return keep_own_settings(cast(Optimizer, self.optimizer), self.lr_scheduler)
+        return keep_own_settings(cast(Optimizer, self.optimizer), cast(LambdaLR, self.lr_scheduler))
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
         # Private upstream hook: the one place between backward and step where gradients are clipped.
         return self._run.clip(self.args.max_grad_norm, cast(Optimizer, self.optimizer), self.state.global_step + 1)
 
     def _before_step(self) -> None:
-        if self._run.rollout is not None:
-            factor = self.ppo_state.learning_rate_factor
-            self._run.before_step(cast(Optimizer, self.optimizer), self._plan.moves_actor, factor)
+        factor = self.ppo_state.learning_rate_factor
+        self._run.before_step(cast(Optimizer, self.optimizer), self._plan.moves_actor, factor)
 
     def _after_step(self) -> None:
         """Call the callbacks after an optimizer step, and end the rollout's use if one of them asks for it."""
-        if self._run.rollout is None:
+        if self.ppo_state.rollouts == 0:  # in critic pretraining
             return
-        step = self._run.end_step(cast(Optimizer, self.optimizer), self.state.global_step - self.ppo_state.first_step)
+        step = self._run.end_step(self.state.global_step - self.ppo_state.first_step)
         if self._call_callbacks("on_mini_batch_end", step=step).should_end_rollout:
             state, last = self.ppo_state, self.state.global_step + 1
             if self.args.counts_completions:  # no other rollout makes up for the steps that are left out
@@ -486,9 +489,8 @@ class PPOTrainer(CrashSafeTrainer):
     def _end_update(self) -> None:
         """Tell the callbacks after the last optimizer step on a rollout."""
         if self.state.global_step >= min(self.ppo_state.last_step, self.state.max_steps):
-            run = self._run
-            steps, metrics = [step.read() for step in run.steps], run.update_metrics()
-            self._call_callbacks("on_update_end", rollout=run.rollout, metrics=metrics, steps=steps)
+            steps = self._run.steps
+            self._call_callbacks("on_update_end", rollout=self._run.rollout, metrics=metrics_of(steps), steps=steps)
 
     # Evaluation
 

@@ -40,7 +40,7 @@ def test_both_processes_stop_and_name_the_one_that_found_it(died):
     results = died[1]
     assert results[0]["stop"] == results[1]["stop"]
     assert "values is not finite in row 1 of rollout 1 on process 1" in results[0]["stop"]["rollout"]
-    assert "policy/loss in row 0 of micro-batch 0 of step 2 on process 1" in results[0]["stop"]["step"]
+    assert "in step 2, on process 1, policy/loss in row 0 of micro-batch 0" in results[0]["stop"]["step"]
 
 
 def test_a_reward_function_that_hangs_on_one_process_ends_both_with_its_message(died):

@@ -194,7 +194,7 @@ def test_padding_with_eos_gives_the_same_run(make_trainer, tokenizer):
         {},
         {"loss_reduction": "seq-mean-token-sum"},
         {"loss_reduction": "seq-mean-token-mean", "kl_loss_coef": 0.5, "entropy_coef": 0.1},
-        {"loss_reduction": "seq-mean-token-sum-norm", "mask_truncated_completions": True, "positive_nll_coef": 0.5},
+        {"loss_reduction": "seq-mean-token-sum-norm", "mask_truncated_completions": True},
     ],
 )
 def test_cutting_a_mini_batch_changes_no_gradient(make_trainer, dataset, config):

@@ -81,7 +81,7 @@ EVERY_RUN = [
         {"policy_mode": "corrected", "vllm_importance_sampling_mode": "sequence_truncate"},
     ],
     seldom({"kl_loss_coef": 0.1}, {"kl_loss_coef": 0.1, "kl_loss_estimator": "k3+"}),
-    seldom({"normalize_scores": True}, {"positive_nll_coef": 0.1}),
+    seldom({"normalize_scores": True}),
     seldom({"entropy_coef": 0.01}),
     seldom({"missing_eos_penalty": 1.0}),
     seldom({"reward_clip": 0.5}),

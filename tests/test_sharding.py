@@ -150,7 +150,8 @@ def test_a_step_of_deepspeed_that_is_not_finite_ends_the_run(tmp_path):
     run = launch(tmp_path, "shared", "zero2", {"optim": "sgd", "learning_rate": 1e38, **UNCLIPPED})
     assert run.returncode != 0
     assert "NonFiniteError" in run.stderr
-    assert "step 2 on process 0 is not finite; DeepSpeed has made the step" in run.stderr
+    assert "in step 2, on process 0, " in run.stderr
+    assert "is not finite; DeepSpeed has made the step" in run.stderr
 
 
 def test_traces_of_a_sharded_run_lack_the_update(run_of):
@@ -263,6 +264,10 @@ WITH_OPTIMIZER.state.deepspeed_plugin.deepspeed_config["optimizer"] = {"type": "
         (
             engine(DistributedType.MULTI_GPU),
             *("adapter", [], EPOCHS | {"ddp_find_unused_parameters": False}, "num_critic_epochs=8 .*set it to True"),
+        ),
+        (
+            engine(DistributedType.MULTI_GPU),
+            *("adapter", [], PRETRAINING | {"ddp_find_unused_parameters": False}, "completions=512 .*set it to True"),
         ),
         (NO_NORM, "adapter", [], {}, "compute_grad_norm=False in DeepSpeed's config hides gradients"),
         (WITH_OPTIMIZER, "adapter", [], {}, "DeepSpeed's config has an optimizer, which has neither"),

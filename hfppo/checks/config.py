@@ -193,11 +193,6 @@ def check_combinations(args: Any) -> None:
             "Use k2, k3 or k1+, whose gradient is that of k2.",
             stacklevel=5,  # where the configuration is made
         )
-    if args.normalize_scores and args.positive_nll_coef:
-        raise ValueError(
-            f"positive_nll_coef={args.positive_nll_coef} looks for scores of at least 1, and normalize_scores=True "
-            "moves all scores; set one of them back"
-        )
     if args.whiten_rewards and estimator_needs(args.advantage_estimator, "greedy_scores"):
         raise ValueError(
             "whiten_rewards=True scales the rewards, and not the score of the greedy completion that "
@@ -216,7 +211,7 @@ def check_critic(args: Any) -> None:
     if args.total_episodes is not None and args.rollouts_for(args.total_episodes) <= args.critic_pretraining_rollouts:
         raise ValueError(
             f"total_episodes={args.total_episodes} are used up by critic_pretraining_completions="
-            f"{args.critic_pretraining_completions}, rounded up to rollouts; raise total_episodes"
+            f"{args.critic_pretraining_completions}, rounded up to rollouts, at least two; raise total_episodes"
         )
     if args.vf_coef == 0 and (args.critic_pretraining_completions or args.critic_epochs > args.num_ppo_epochs):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Refuse settings that nn.DataParallel, FSDP2 or DeepSpeed cannot train with; let processes end without an abort."""
+"""Raise if nn.DataParallel, FSDP2 or DeepSpeed cannot train with the settings."""
 
 import atexit
 import functools
@@ -43,10 +43,11 @@ def check_engine(
         check_whole("FSDP2" if deepspeed is None else "ZeRO-3", model, reward_funcs, args)
     if deepspeed is not None:
         check_deepspeed(deepspeed.deepspeed_config, args)
-    if args.critic_epochs != args.num_ppo_epochs and args.world_size > 1 and args.ddp_find_unused_parameters is False:
+    alone = {k: off for k, off in steps_of_one(args).items() if not k.startswith("critic_warmup")}  # it passes both
+    if alone and args.world_size > 1 and args.ddp_find_unused_parameters is False:
         raise ValueError(
-            f"num_critic_epochs={args.num_critic_epochs} with num_ppo_epochs={args.num_ppo_epochs} leaves weights "
-            "without gradients, which DDP waits for with ddp_find_unused_parameters=False; set it to True"
+            f"{next(iter(alone))} leaves weights without gradients, which DDP waits for with "
+            "ddp_find_unused_parameters=False; set it to True"
         )
 
 

@@ -120,7 +120,7 @@ def _columns(factor: float | Tensor, like: Tensor) -> Sequence[float | Tensor]:
 
 def _require_rewards_on_real_tokens(rewards: Tensor, mask: Tensor) -> None:
     if (rewards.ne(0) & ~mask).any():
-        raise ValueError("a reward other than 0 stands on a masked column, where it would be lost")
+        raise ValueError("a masked column has a reward other than 0, which would be lost")
 
 
 def length_adaptive_lam(mask: Tensor, alpha: float) -> Tensor:
@@ -138,8 +138,8 @@ def whiten(x: Tensor, mask: Tensor, shift_mean: bool = True, eps: float = 1e-8) 
 
         (x − mean) / √(var + eps),   var biased
 
-    The mean is taken in float64, where that of equal numbers is that number: what rounding leaves of it would be
-    scaled up, and Adam makes whole steps of it.
+    The mean is taken in float64, where the mean of equal numbers is that number. Otherwise whitening would scale up
+    the rounding error, and Adam would make full-size steps of it.
 
     Args:
         x: (B, T).

@@ -18,6 +18,7 @@ from torch import Tensor
 from value_maps import MoveCounter
 
 from hfppo import PPOTrainer, Rollout
+from hfppo.functional import explained_variance
 from hfppo.models.actor_critic import Want
 
 PARTS = ("start", "middle", "end")  # thirds of an episode
@@ -41,8 +42,8 @@ def measure_critic(trainer: PPOTrainer, task: str) -> dict[str, tuple[float, flo
     exact = EXACT[task](trainer, rollout) if task in EXACT else None
     return {
         part: (
-            explained_variance(values[third == i], returns[third == i]),
-            None if exact is None else explained_variance(exact[third == i], returns[third == i]),
+            explained_variance(values, returns, third == i),
+            None if exact is None else explained_variance(exact, returns, third == i),
         )
         for i, part in enumerate(PARTS)
     }
@@ -52,11 +53,6 @@ def first_tokens(rollout: Rollout) -> Tensor:
     """Return a mask, (B, T), of the first token of each turn."""
     before = torch.nn.functional.pad(rollout.mask, (1, 0))[:, :-1]
     return rollout.mask & ~before
-
-
-def explained_variance(values: Tensor, returns: Tensor) -> float:
-    """Return 1 − Var(R − V)/Var(R); NaN where the returns do not vary."""
-    return 1 - float((returns.double() - values.double()).var() / returns.double().var())
 
 
 def game_values(trainer: PPOTrainer, rollout: Rollout, past: bool) -> Tensor:

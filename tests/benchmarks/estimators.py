@@ -100,7 +100,7 @@ def measure(name: str, method_name: str, learning_rate: float, seed: int, args: 
         "save_strategy": "no",
         "use_cpu": True,
         "disable_tqdm": True,
-        **(task.pretraining if method.pretrained else {}),
+        **({"critic_pretraining_completions": task.pretraining} if method.pretrained else {}),
         **method.settings,
         **task.settings,
     }
