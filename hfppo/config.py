@@ -150,13 +150,6 @@ class PPOConfig(TrainingArguments):
     missing_eos_penalty: NotNegative | None = field(
         default=None, metadata={"help": "Subtracted from the score of a completion cut by the length limit (TRL)."}
     )
-    normalize_scores: bool = field(
-        default=False,
-        metadata={"help": "Shift and scale scores by the mean and deviation of all scores so far (arXiv:2307.04964)."},
-    )
-    reward_clip: Positive | None = field(
-        default=None, metadata={"help": "Scores are clipped to ± this, after they are normalized."}
-    )
     whiten_rewards: bool = field(
         default=False, metadata={"help": "Scale token rewards to unit variance, keeping their mean (TRL)."}
     )

@@ -33,7 +33,7 @@ from hfppo.checkpoint import PPOCheckpoint, Standing, describe_run, saved_run
 from hfppo.checks.data import check_arguments, check_output_folder
 from hfppo.checks.engine import check_engine, wait_at_exit
 from hfppo.collect.collector import Collected, Collector
-from hfppo.collect.evaluation import EvalPrompts, check_best_metric, evaluate_prompts
+from hfppo.collect.evaluation import EvalPrompts, evaluate_prompts
 from hfppo.collect.forward import autocast
 from hfppo.collect.rows import group_equal_rows
 from hfppo.config import PPOConfig
@@ -160,7 +160,6 @@ class PPOTrainer(CrashSafeTrainer):
             )
             parts = load_parts(inputs)
         take_over(optimizers, names, parts.model, args.critic_learning_rate)
-        check_best_metric(args, parts.prompts.eval, parts.rewards, compute_metrics)
         self._step_hooks = StepHooks(self._before_step, self._after_step)
         with no_empty_folder(str(args.output_dir)):
             super().__init__(
@@ -252,7 +251,7 @@ class PPOTrainer(CrashSafeTrainer):
         """
         check_output_folder(self._sources, self.args)
         self._begin_run()
-        with explain_out_of_memory("the update", self.args):
+        with explain_out_of_memory("update"):
             yield
         best = self.state.best_model_checkpoint if self.args.load_best_model_at_end else None
         if best is not None and Path(best).is_dir() and not self.is_deepspeed_enabled:  # which has loaded its own
@@ -328,10 +327,7 @@ class PPOTrainer(CrashSafeTrainer):
         """Collect a rollout for the next prompts."""
         assert self._train_prompts is not None
         rows = collector.training_rows(self._train_prompts, self.ppo_state.next_rollout)
-        collected = collector.collect(rows, self.ppo_state, self.state, show=self._progress.phase)
-        if collected.moments is not None:
-            self.ppo_state.score_moments = collected.moments
-        return collected
+        return collector.collect(rows, self.ppo_state, self.state, show=self._progress.phase)
 
     def _pretrain_critic(self) -> None:
         """Pretrain the critic if that is asked for and was not done; callbacks see its logs only."""

@@ -9,8 +9,6 @@ from datasets import Dataset
 
 from helpers.runs import count_digits
 from helpers.scripted import answering
-from hfppo import TolerantReward
-from hfppo.collect.evaluation import SCORE_METRICS
 
 EVERY_STEP = {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 1}
 
@@ -35,45 +33,6 @@ def test_models_are_compared_by_the_reward_also_where_there_is_none(make_trainer
     found = [entry["eval_reward"] for entry in trainer.state.log_history if "eval_reward" in entry]
     assert len(found) == 2
     assert all(math.isnan(x) if reward is None else x == reward for x in found)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", ["reward", "eval_rewards/count_digits/mean", *SCORE_METRICS, "custom/seen", "own", "eval_b_reward"]
-)
-def test_a_metric_that_is_let_through_is_there(make_trainer, dataset, name):
-    """One that is missing would end the run at its first evaluation."""
-
-    def counts(completions, log_metric, **kwargs):
-        log_metric("seen", 1.0)
-        return count_digits(completions)
-
-    counts.__name__ = "count_digits"
-    some = dataset.select(range(3))
-    trainer = make_trainer(
-        EVERY_STEP | {"metric_for_best_model": name, "save_strategy": "best"},
-        reward_funcs=counts,
-        eval_dataset={"a": some, "b": some} if name == "eval_b_reward" else some,
-        compute_metrics=(lambda given: {"own": 1.0}) if name == "own" else None,
-    )
-    trainer.train()
-    assert trainer.state.best_metric is not None
-
-
-def test_a_metric_that_is_there_is_let_through(make_trainer, dataset):
-    """But for the time that an evaluation takes, which says nothing about a model."""
-
-    def counts(completions, log_metric, **kwargs):
-        log_metric("seen", 1.0)
-        return count_digits(completions)
-
-    rewards = [TolerantReward(counts), count_digits]
-    trainer = make_trainer(reward_funcs=rewards, eval_dataset=dataset.select(range(3)))
-    of_time = {"eval_runtime", "eval_samples_per_second", "eval_steps_per_second", "eval_model_preparation_time"}
-    names = {name for name in trainer.evaluate() if name.startswith("eval_")} - of_time
-    assert {"eval_rewards/counts/failed", "eval_custom/seen", "eval_reward"} <= names
-    for name in sorted(names):
-        make_trainer({"metric_for_best_model": name}, reward_funcs=rewards, eval_dataset=dataset.select(range(3)))
 
 
 @pytest.mark.parametrize("number", [np.float32(1), np.int64(1), np.array([1.0]), np.array(1), torch.tensor(1.0)])

@@ -10,11 +10,11 @@ from datetime import datetime
 from pathlib import Path
 
 import pytest
-import torch
 
 from helpers.http_server import lengths
+from helpers.scripted import score
 from hfppo import RewardServer
-from hfppo.rewards.functions import RewardFunctions
+from hfppo.rewards.reward_func import RewardBatch
 from hfppo.support.http_client import ServerError
 
 
@@ -34,17 +34,10 @@ def test_scores_come_back_in_order_in_batches_with_the_columns_asked_for(serve):
     assert {headers["Authorization"] for headers in server.headers} == {"Bearer key"}
 
 
-def test_completions_continue_their_prompts(serve):
+def test_completions_continue_their_prompts(serve, monkeypatch):
     server = serve(lengths)
-    RewardFunctions(RewardServer(server.url))(
-        prompts=["the capital of"],
-        completions=["capital"],
-        completion_ids=[[4]],
-        columns={},
-        trainer_state=None,
-        mask=torch.ones(1, 1, dtype=torch.bool),
-        continuations=[" capital"],
-    )
+    monkeypatch.setattr(RewardBatch, "continuations", lambda batch: [f" {text}" for text in batch.completions])
+    score(RewardServer(server.url), texts=("capital",))
     assert [body["completions"] for body in server.asked] == [[" capital"]]
 
 

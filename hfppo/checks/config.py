@@ -210,16 +210,6 @@ def check_combinations(args: Any) -> None:
             "Use k2, k3 or k1+, whose gradient is that of k2.",
             stacklevel=5,  # where the configuration is made
         )
-    if args.normalize_scores and args.positive_nll_coef:
-        raise ValueError(
-            f"positive_nll_coef={args.positive_nll_coef} looks for scores of at least 1, and normalize_scores=True "
-            "moves all scores; set one of them back"
-        )
-    if args.whiten_rewards and estimator_needs(args.advantage_estimator, "greedy_scores"):
-        raise ValueError(
-            "whiten_rewards=True scales the rewards, and not the score of the greedy completion that "
-            f"advantage_estimator={args.advantage_estimator!r} subtracts; set whiten_rewards=False"
-        )
     for field, parameter in (("gamma_turn", "gamma"), ("lam_turn", "lam")):
         value = getattr(args, field)
         if value is not None and not estimator_needs(args.advantage_estimator, parameter):

@@ -2,8 +2,6 @@
 
 import inspect
 import logging
-from collections.abc import Callable, Iterable
-from itertools import product
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,7 +17,7 @@ from hfppo.models.critic import CRITIC_KINDS
 from hfppo.models.loading import positions_of
 from hfppo.rewards.functions import RewardFunctions
 from hfppo.rewards.model import check_conversations
-from hfppo.rewards.reward_func import Private, bound_names, remove_wrappers, with_private
+from hfppo.rewards.reward_func import RewardWrapper
 from hfppo.rewards.server import RewardServer
 
 logger = logging.getLogger(__name__)
@@ -131,8 +129,6 @@ def check_calls(rewards: RewardFunctions, prompts: dict[str, Prompts], agents: A
     """
     examples = {} if agents is None or agents.pool is None else agents.pool.examples
     from_episodes = {"environments"} if examples else set()
-    for environment, (dataset, some) in product(examples.values(), prompts.items()):
-        check_names(f"{type(environment).__name__}.reset", environment.reset, dataset, some.rows.column_names)
     for name, func in zip(rewards.names, rewards.funcs, strict=True):
         for dataset, some in prompts.items():
             if shadowed := sorted(from_episodes & set(some.rows.column_names)):
@@ -142,15 +138,16 @@ def check_calls(rewards: RewardFunctions, prompts: dict[str, Prompts], agents: A
             columns = {*RESERVED_COLUMNS, *from_episodes, "completion_ids", *some.rows[0]} - {"prompt", "completion"}
             given = sorted(columns)
             check_conversations(name, func, dataset, some)
-            called = remove_wrappers(func)
+            called = func.func if isinstance(func, RewardWrapper) else func
             if isinstance(called, RewardServer) and (missing := sorted(set(called.columns) - columns)):
                 raise ValueError(
                     f"columns={called.columns} of reward server {name!r}: {dataset} has no column {missing[0]!r}; "
                     "rename one of the dataset's, or leave it out"
                 )
-            check_names(f"reward function {name!r}", called, dataset, columns)
+            if hasattr(called, "score_batch"):  # of this package
+                continue
             try:
-                inspect.signature(with_private(called, Private())).bind(**dict.fromkeys(given))
+                inspect.signature(called).bind(**dict.fromkeys(given))
             except TypeError as error:
                 raise TypeError(
                     f"reward function {name!r} cannot be called for {dataset}: {error}; it is given "
@@ -158,19 +155,6 @@ def check_calls(rewards: RewardFunctions, prompts: dict[str, Prompts], agents: A
                 ) from error
             except ValueError:  # some builtins have no signature
                 continue
-
-
-def check_names(name: str, func: Callable[..., Any], dataset: str, columns: Iterable[str]) -> None:
-    """Refuse columns with the name of a parameter that has a value already, such as `self`.
-
-    Raises:
-        ValueError: names the dataset, the column and the function.
-    """
-    if taken := sorted(bound_names(func) & set(columns)):
-        raise ValueError(
-            f"{dataset} has a column {taken[0]!r}, and {name} has a value for that parameter already; rename the "
-            "column"
-        )
 
 
 def check_lengths(name: str, model: PreTrainedModel | PeftModel, longest: int, args: PPOConfig) -> None:

@@ -1,7 +1,7 @@
 """Complete a dataset's prompts and score the completions."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,29 +15,18 @@ from transformers.trainer_utils import EvalLoopOutput, denumpify_detensorize
 from hfppo.collect.collector import Collector
 from hfppo.collect.credit import final_scores
 from hfppo.collect.rollout_metrics import measure_episodes, measure_scores
-from hfppo.config import PPOConfig
 from hfppo.data.prompts import EMPTY_PROMPT, Prompts
 from hfppo.metrics import Meter, parts
 from hfppo.models.modes import eval_mode
-from hfppo.rewards.functions import RewardFunctions
-from hfppo.rewards.reward_func import RewardWrapper
+from hfppo.rewards.reward_func import Text
 from hfppo.support.out_of_memory import explain_out_of_memory
-
-# Every evaluation has these metrics; each reward function adds its own.
-SCORE_METRICS = (
-    "reward",
-    "reward_std",
-    "unscorable_frac",
-    "completions/mean_length",
-    "completions/truncated_frac",
-)
 
 
 @dataclass(frozen=True)
 class Evaluated:
     """The completions of a whole dataset, in its order, and their metrics."""
 
-    completions: list[Any]
+    completions: list[Text]
     metrics: dict[str, float]
 
     def output(
@@ -81,7 +70,7 @@ def evaluate_prompts(
     meter = Meter()
     done = []
     with (
-        explain_out_of_memory("an evaluation", collector.args),
+        explain_out_of_memory("evaluation"),
         eval_mode(collector.model),
         torch.no_grad(),
         collector.sampler.ready(),
@@ -94,8 +83,7 @@ def evaluate_prompts(
                 break
             completed = completed.first(len(batch))
             completions = completed.completions
-            with collector.scoring(completed, state) as result:
-                scored = result()
+            scored = collector.rewards(completed.reward_batch(collector.tokenizer, state))
             scores = final_scores(scored, completions, collector.args)
             meter.update(measure_scores(scores[scored.scorable], scored, collector.rewards.names))
             meter.update(measure_episodes(completed.episodes))
@@ -106,37 +94,6 @@ def evaluate_prompts(
     everywhere = sorted(gather_object(done), key=lambda numbered: numbered[0])
     # The best model is chosen by the reward; a missing metric would end the run.
     return Evaluated([text for _, text in everywhere], {"reward": math.nan, **meter.read()})
-
-
-def check_best_metric(
-    args: PPOConfig,
-    datasets: Iterable[str | None],
-    rewards: RewardFunctions,
-    compute_metrics: Callable[[EvalPrediction], dict[str, float]] | None,
-) -> None:
-    """Refuse a `metric_for_best_model` that no evaluation has: the first evaluation would end the run.
-
-    Args:
-        datasets: names of the evaluation datasets; None for an only one.
-    Raises:
-        ValueError: names the existing metrics.
-    """
-    wanted = args.metric_for_best_model
-    if wanted is None or compute_metrics is not None:
-        return
-    prefixes = [f"eval_{name}_" for name in datasets if name is not None] or ["eval_"]
-    metrics = list(SCORE_METRICS)
-    for name, func in zip(rewards.names, rewards.funcs, strict=True):
-        whats = ("mean", "std", "failed") if isinstance(func, RewardWrapper) else ("mean", "std")
-        metrics += [f"rewards/{name}/{what}" for what in whats]
-    full = wanted if wanted.startswith("eval_") else f"eval_{wanted}"  # as Trainer reads it
-    rests = [full.removeprefix(prefix) for prefix in prefixes if full.startswith(prefix)]
-    if not any(rest in metrics or rest.startswith("custom/") for rest in rests):
-        raise ValueError(
-            f"metric_for_best_model={wanted!r} is no metric of an evaluation; write "
-            f"{' or '.join(prefixes)} followed by {', '.join(metrics)}, or custom/<name> of log_metric; "
-            "compute_metrics adds others"
-        )
 
 
 @dataclass(frozen=True)

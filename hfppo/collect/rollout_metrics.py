@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hfppo import functional as F
-from hfppo.collect.credit import Credit
+from hfppo.collect.credit import Credited
 from hfppo.config import PPOConfig
 from hfppo.environments.episodes import CUT, DROPPED, UNFINISHED, Episode
 from hfppo.environments.tool_calls import RAISED, TIMEOUT, UNKNOWN
@@ -38,17 +38,16 @@ def measure_scores(scores: Tensor, scored: Scored, names: list[str]) -> Measures
 
 
 def measure_rollout(
-    rollout: Rollout, credit: Credit, kl_coef: float, args: PPOConfig, gather: Callable[[Tensor], Tensor]
+    credited: Credited, kl_coef: float, args: PPOConfig, gather: Callable[[Tensor], Tensor]
 ) -> Measures:
     """Measure a rollout.
 
     Args:
-        credit: of its completions.
         kl_coef: β of the rollout.
         gather: returns the rows of all processes, for metrics that are no mean over rows.
     """
-    mask, scorable = rollout.mask, credit.scorable_tokens
-    lengths, advantages = parts(mask.sum(dim=1)), parts(credit.raw_advantages, scorable)
+    rollout, mask, scorable = credited.rollout, credited.rollout.mask, credited.scorable_tokens
+    lengths, advantages = parts(mask.sum(dim=1)), parts(credited.raw_advantages, scorable)
     measures = {
         "completions/mean_length": lengths,
         "completions/max_length": lengths,

@@ -15,7 +15,6 @@ from hfppo.environments.environment import TextEnvironment, tool_schema, tools_o
 from hfppo.environments.episodes import EpisodePlayer
 from hfppo.environments.pool import EnvironmentFactory, EnvironmentPool, label, pool_of
 from hfppo.environments.turn_rewards import episode_reward
-from hfppo.functional import estimator_needs
 from hfppo.rewards.reward_func import RewardFunc, plain_name
 
 COLUMN = "environment"  # of the dataset: names each row's environment where there are several
@@ -115,11 +114,6 @@ def load_agents(
     if not tools and pool is None:
         check_unused(args)
         return None
-    if estimator_needs(args.advantage_estimator, "greedy_scores"):
-        raise ValueError(
-            f"advantage_estimator={args.advantage_estimator!r} compares with a greedy completion of the same prompt, "
-            "which meets other states after its first turn; choose another one for tools and environments"
-        )
     by_name = named_tools(tools or [])
     examples = {None: None} if pool is None else pool.examples
     schemas: dict[str | None, list[dict[str, Any]]] = {}

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from hfppo.environments.environment import Result, text_of
-from hfppo.support.calls import awaited_within, call_within, in_background, own_random_state, require_main_thread
+from hfppo.support.calls import awaited_within, call_within, own_random_state, require_main_thread, wait_for_all
 
 # Kinds of failures, as `tools/<kind>_frac` counts them.
 UNKNOWN, RAISED, TIMEOUT = "unknown", "raised", "timeout"
@@ -58,9 +58,8 @@ def run_calls(
                 later.append((i, partial(finish, answer, timeout)))
             else:
                 answers[i] = answer
-    with in_background([run for _, run in later]) as results:
-        for (i, _), answer in zip(later, results(), strict=True):
-            answers[i] = answer
+    for (i, _), answer in zip(later, wait_for_all([run for _, run in later]), strict=True):
+        answers[i] = answer
     return [answer for answer in answers if answer is not None]
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from hfppo.environments.environment import check_reward
 from hfppo.environments.episodes import Episode
-from hfppo.rewards.reward_func import Private, RewardFunc
+from hfppo.rewards.reward_func import Log, RewardBatch, RewardFunc
 from hfppo.support.calls import awaited
 
 
@@ -42,11 +42,11 @@ def episode_reward(kind: type | None, alone: bool) -> RewardFunc:
     async def scores_later(episodes: Sequence[Episode], finals: list[Any]) -> list[list[float] | None]:
         return scores(episodes, [await awaited(final) for final in finals])
 
-    def episode_scores(private: Private, /, **_: Any) -> Any:
-        finals = [final_of(e) if scored(e) else None for e in private.episodes]
-        return (scores_later if any(map(inspect.isawaitable, finals)) else scores)(private.episodes, finals)
+    def episode_scores(batch: RewardBatch, log: Log) -> Any:
+        finals = [final_of(e) if scored(e) else None for e in batch.episodes]
+        return (scores_later if any(map(inspect.isawaitable, finals)) else scores)(batch.episodes, finals)
 
     func: Any = episode_scores
     func.__name__ = "tools" if kind is None else kind.__name__
-    func.call_privately = episode_scores
+    func.score_batch = episode_scores
     return func

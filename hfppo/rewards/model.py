@@ -7,6 +7,7 @@ An adapter for the actor's base uses the base that is already in memory.
 
 import copy
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from hfppo.models.adapter_checks import unchanged
 from hfppo.models.critic import shared_copy
 from hfppo.models.layout import rows_at_once
 from hfppo.models.vocabulary import saved_vocabulary
-from hfppo.rewards.reward_func import Private, unwrap
+from hfppo.rewards.reward_func import Log, RewardBatch, unwrap
 
 
 class RewardModel:
@@ -47,7 +48,6 @@ class RewardModel:
         ValueError: a model with several labels and no `label`, or an unknown one.
     """
 
-    reads_continuations = True
     date: RunDate | None = None  # for the chat template; a trainer sets its own
 
     def __init__(
@@ -68,15 +68,12 @@ class RewardModel:
         self.max_length = max_length(model, tokenizer)
         self.label = find_label(model.config.num_labels, model.config.label2id or {}, label, name)
 
-    def __call__(self, /, prompts: list[Any], completions: list[Any], **kwargs: Any) -> list[float]:
-        """One score per completion."""
-        return self.call_privately(Private(), prompts, completions, **kwargs)
+    def score_batch(self, batch: RewardBatch, log: Log) -> list[float]:
+        """Score the completions as they continue their prompts."""
+        return self(batch.prompts, batch.continuations(), **batch.columns)
 
-    def call_privately(
-        self, private: Private, /, prompts: list[Any], completions: list[Any], **kwargs: Any
-    ) -> list[float]:
-        """See `Private` and `__call__`."""
-        completions = completions if private.continuations is None else list(private.continuations)
+    def __call__(self, /, prompts: Sequence[Any], completions: Sequence[Any], **kwargs: Any) -> list[float]:
+        """Return one score per completion."""
         if isinstance(prompts[0], str):
             eos = self.tokenizer.eos_token or ""
             texts = [prompt + completion + eos for prompt, completion in zip(prompts, completions, strict=True)]

@@ -11,7 +11,7 @@ from typing import Any
 
 from tenacity import stop_after_attempt
 
-from hfppo.rewards.reward_func import Private
+from hfppo.rewards.reward_func import Log, RewardBatch, Text
 from hfppo.support.calls import wait_for
 from hfppo.support.http_client import Endpoint, ServerError
 from hfppo.support.secrets import hide_in_url
@@ -50,9 +50,13 @@ class RewardServer:
         self.endpoint = Endpoint(url, timeout, stop_after_attempt(max_retries + 1), max_concurrency, headers)
         self.columns, self.batch_size, self.__name__ = list(columns), batch_size, name
 
-    reads_continuations = True
+    async def score_batch(self, batch: RewardBatch, log: Log) -> list[float | None]:
+        """Score the completions as they continue their prompts."""
+        return await self(batch.prompts, batch.continuations(), **batch.columns)
 
-    async def __call__(self, /, prompts: list[Any], completions: list[Any], **kwargs: Any) -> list[float | None]:
+    async def __call__(
+        self, /, prompts: Sequence[Text], completions: Sequence[Text], **kwargs: Any
+    ) -> list[float | None]:
         """Return one score per completion.
 
         Raises:
@@ -60,13 +64,6 @@ class RewardServer:
             KeyError: a column is missing from the dataset.
             TypeError, ValueError: JSON cannot hold a value.
         """
-        return await self.call_privately(Private(), prompts, completions, **kwargs)
-
-    async def call_privately(
-        self, private: Private, /, prompts: list[Any], completions: list[Any], **kwargs: Any
-    ) -> list[float | None]:
-        """See `Private` and `__call__`."""
-        completions = completions if private.continuations is None else list(private.continuations)
         sent = {"prompts": prompts, "completions": completions, **{column: kwargs[column] for column in self.columns}}
         starts = range(0, len(prompts), self.batch_size)
         bodies = [{key: rows[i : i + self.batch_size] for key, rows in sent.items()} for i in starts]

@@ -1,11 +1,9 @@
 """Calls of others' functions: coroutines from plain code, with time limits, with random numbers aside."""
 
 import asyncio
-import faulthandler
 import inspect
 import random
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,22 +14,20 @@ import torch
 from anyio.from_thread import start_blocking_portal
 
 
-@contextmanager
-def in_background(calls: Sequence[Callable[[], Any]]) -> Iterator[Callable[[], list[Any]]]:
-    """Run coroutine functions concurrently with the block; the yielded function waits for their results.
-
-    If the block raises, they are cancelled.
-    """
-    if not calls:
-        yield list
-        return
-
-    async def together() -> list[Any]:
-        return await asyncio.gather(*(awaited(call()) for call in calls))
-
+def wait_for(call: Callable[[], Any]) -> Any:
+    """Run a coroutine function and return its result."""
     # The event loop has a thread of its own, because a notebook already runs one in this thread.
     with start_blocking_portal() as portal:
-        yield portal.start_task_soon(together).result
+        return portal.call(awaited, call())
+
+
+def wait_for_all(calls: Sequence[Callable[[], Any]]) -> list[Any]:
+    """Run coroutine functions concurrently and return their results."""
+
+    async def together() -> list[Any]:
+        return await asyncio.gather(*(call() for call in calls))
+
+    return wait_for(together) if calls else []
 
 
 async def awaited(value: Any) -> Any:
@@ -62,12 +58,6 @@ async def awaited_within(seconds: float | None, message: str, value: Any) -> Any
         raise
 
 
-def wait_for(call: Callable[[], Any]) -> Any:
-    """Run one coroutine function and return its result."""
-    with in_background([call]) as results:
-        return results()[0]
-
-
 def finish_within(seconds: float | None, message: str, func: Callable[[], Any]) -> Any:
     """Return the result of a function, plain or async, each with the time limit of `call_within`.
 
@@ -78,15 +68,15 @@ def finish_within(seconds: float | None, message: str, func: Callable[[], Any]) 
     return wait_for(lambda: awaited_within(seconds, message, value)) if inspect.isawaitable(value) else value
 
 
-# Packages with signal timeouts raise an Exception, which `except Exception` in the function swallows. Worker processes
-# need functions and models that can be pickled, and an environment would change in the worker only. In a worker thread
-# a regular expression that backtracks keeps the interpreter's lock, and no other thread can stop it.
+# Why a signal: a worker process needs functions and models that can be pickled, and an environment would change in the
+# worker only. In a worker thread, a regular expression that backtracks keeps the interpreter's lock, and no other
+# thread can stop it. Packages with signal timeouts raise an Exception, which the function's own handlers swallow.
 class TimeUp(BaseException):
     """Raised inside the function; not an Exception, so that its own `except Exception` does not catch it."""
 
 
 def require_main_thread(seconds: float | None) -> None:
-    """Raise an error if plain code cannot have this time limit.
+    """Raise if plain code cannot have this time limit.
 
     Raises:
         RuntimeError: outside the main thread, where no signal arrives.
@@ -101,7 +91,7 @@ def call_within(seconds: float | None, message: str, func: Callable[[], Any]) ->
     """Return the function's result, or raise a TimeoutError after some seconds.
 
     A timer signal interrupts Python code, sleep, locks, sockets and regular expressions. Other compiled code cannot be
-    interrupted: the error is raised when it returns. After twice the time all threads' stacks are printed.
+    interrupted: the error is raised when it returns.
 
     Args:
         seconds: None for no limit.
@@ -125,10 +115,8 @@ def call_within(seconds: float | None, message: str, func: Callable[[], Any]) ->
         # The signal may arrive at any line up to the one after `func`. The next one is a whole limit away, so it does
         # not interrupt the restoring below.
         try:
-            faulthandler.dump_traceback_later(2 * seconds, file=sys.__stderr__ or 2)
-            timer = signal.setitimer(
-                signal.ITIMER_REAL, seconds, seconds
-            )  # repeated, for code that catches everything
+            # Repeated, for code that catches everything.
+            timer = signal.setitimer(signal.ITIMER_REAL, seconds, seconds)
             return func()
         finally:
             running = False
@@ -137,7 +125,6 @@ def call_within(seconds: float | None, message: str, func: Callable[[], Any]) ->
     finally:
         running = False
         signal.setitimer(signal.ITIMER_REAL, *timer)
-        faulthandler.cancel_dump_traceback_later()
         signal.signal(signal.SIGALRM, handler)
 
 
