@@ -416,12 +416,6 @@ def test_names(funcs, names):
     assert RewardFunctions(funcs).names == names
 
 
-def test_no_two_functions_share_a_name():
-    def count_1(**kwargs): ...
-
-    assert len(set(RewardFunctions([count, count, count_1]).names)) == 3
-
-
 def test_functions_are_called_in_the_calling_thread():
     """Some, such as math_verify, use signals, which only the main thread may."""
     threads = []

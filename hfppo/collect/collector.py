@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase, TrainerState
 from hfppo import functional as F
 from hfppo.collect.check_finite import check_rollout
 from hfppo.collect.completed import Completed
-from hfppo.collect.credit import CreditAssignment, final_scores
+from hfppo.collect.credit import CreditAssignment
 from hfppo.collect.forward import Passes, any_active, autocast, forward_passes
 from hfppo.collect.rollout_metrics import measure_episodes, measure_rollout, measure_scores
 from hfppo.collect.rows import eval_rows, training_rows
@@ -121,26 +121,26 @@ class Collector:
         """
         phase = Phases(self.args, show)
         with phase.timed("rollout"), eval_mode(self.model), torch.no_grad():
-            completed = self.sample(rows, phase)
+            # 1. Completions, in one turn or several.
+            with phase("generation"), self.sampler.ready():
+                completed = self.complete(rows, timed=partial(phase.timed, "environments"))
+            # 2. Scores, and the passes of actor, reference and critic.
             prompts = pad_left([row.prompt_ids for row in completed.rows], self.tokenizer.pad_token_id)
             scored, passes = self.score_and_forward(completed, prompts, state, phase)
+            # 3. Token rewards, advantages, whitening.
             assign_credit = CreditAssignment(self.args, ppo_state.kl_coef, self.whiten_globally if training else None)
             groups = torch.tensor([row.group for row in rows])
             credited = assign_credit(prompts, completed.completions, scored, passes, groups)
+        # 4. The rollout and its metrics.
+        rollout = credited.rollout
         name = f"rollout {ppo_state.next_rollout + 1}" if training else "the completions"
-        check_rollout(credited.rollout, name, self.accelerator.process_index)
-        measures = phase.measures(float(completed.completions.mask.sum()))
+        check_rollout(rollout, name, self.accelerator.process_index)
+        measures = phase.measures(float(rollout.mask.sum()))
         if training:
-            plain = final_scores(scored, completed.completions, self.args)
-            measures |= measure_scores(plain[scored.scorable], scored, self.rewards.names)
+            measures |= measure_scores(rollout.scores[scored.scorable], scored, self.rewards.names)
             measures |= measure_rollout(credited, ppo_state.kl_coef, self.args, self.gather)
             measures |= measure_episodes(completed.episodes)
-        return Collected(credited.rollout, self.transcript(completed, scored), measures)
-
-    def sample(self, rows: list[Row], phase: Phases) -> Completed:
-        """Complete the prompts."""
-        with phase("generation"), self.sampler.ready():
-            return self.complete(rows, timed=partial(phase.timed, "environments"))
+        return Collected(rollout, self.transcript(completed, scored), measures)
 
     def complete(
         self, rows: list[Row], greedy: bool = False, timed: Callable[[], AbstractContextManager] = nullcontext

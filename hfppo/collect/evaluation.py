@@ -5,7 +5,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from accelerate.utils import gather_object
 from datasets import Dataset
@@ -43,9 +42,7 @@ class Evaluated:
         if compute_metrics is not None:
             inputs = columns.get("prompt", [EMPTY_PROMPT] * len(prompts))
             given = compute_metrics(EvalPrediction(completions, columns, inputs=inputs))
-            numbers: dict[str, Any] = dict(given)
-            arrays = {name: x.item() for name, x in numbers.items() if isinstance(x, np.ndarray) and x.size == 1}
-            metrics.update(denumpify_detensorize(numbers | arrays))
+            metrics.update(denumpify_detensorize(dict(given)))
         prefixed = {
             key if key.startswith(f"{prefix}_") else f"{prefix}_{key}": value for key, value in metrics.items()
         }
@@ -113,15 +110,16 @@ class EvalPrompts:
         Raises:
             TypeError, ValueError: there are none of that name, or they do not fit; names them.
         """
-        dataset = current if requested is None else requested
-        if isinstance(dataset, str) and current is not self.given:
-            dataset = current[dataset]
-        if dataset is not None and dataset is not self.given and not isinstance(dataset, str):
-            return self.prepare(dataset, "eval_dataset")
-        name = dataset if isinstance(dataset, str) else None
-        if name is not None and name not in self.prompts:
-            known = ", ".join(str(other) for other in self.prompts if other is not None) or "no names"
-            raise ValueError(f"eval_dataset={name!r} is not among the trainer's datasets, which are: {known}")
-        if name not in self.prompts:
+        wanted = current if requested is None else requested
+        if isinstance(wanted, str):
+            if not isinstance(current, dict) or wanted not in current:
+                known = ", ".join(current) if isinstance(current, dict) else "no names"
+                raise ValueError(f"eval_dataset={wanted!r} is not among the trainer's datasets, which are: {known}")
+            wanted = current[wanted]
+        if wanted is None:
             raise ValueError("eval_dataset is missing; pass one to PPOTrainer or to evaluate()")
-        return self.prompts[name]
+        given = self.given if isinstance(self.given, dict) else {None: self.given}
+        for name, dataset in given.items():
+            if dataset is wanted:
+                return self.prompts[name]
+        return self.prepare(wanted, "eval_dataset")

@@ -1,7 +1,6 @@
 """Call reward functions, combine their scores, and place them on tokens."""
 
 import inspect
-import itertools
 import math
 from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
@@ -135,14 +134,8 @@ class PendingScores:
 
 
 def number_repeated_names(names: list[str]) -> list[str]:
-    """Number repeated names, without creating a name that exists already."""
-    taken = {name for name in names if names.count(name) == 1}
-    result = []
-    for name in names:
-        numbered = (f"{name}_{i}" for i in itertools.count(1))
-        result.append(name if name in taken and name not in result else next(n for n in numbered if n not in taken))
-        taken.add(result[-1])
-    return result
+    """Number the names that are not unique."""
+    return [name if names.count(name) == 1 else f"{name}_{names[: i + 1].count(name)}" for i, name in enumerate(names)]
 
 
 def check_weights(weights: Sequence[float] | None, names: list[str]) -> list[float]:

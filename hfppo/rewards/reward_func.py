@@ -192,8 +192,7 @@ def rows_of(name: str, output: Any, lengths: list[int]) -> list[Any]:
     if hasattr(output, "tolist"):  # a tensor, an array, a pandas Series
         # (B, 1) are the logits of a model with one label; for completions of one token both readings are the same.
         output = (output[:, 0] if getattr(output, "ndim", 1) == 2 and output.shape[1] == 1 else output).tolist()
-    is_list = isinstance(output, Sequence)
-    if not is_list or isinstance(output, str):
+    if not isinstance(output, Sequence) or isinstance(output, str):
         raise TypeError(f"reward function {name!r} returned {type(output).__name__}; return a list of numbers")
     values = list(output)
     if len(values) != len(lengths):

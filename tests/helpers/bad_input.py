@@ -28,7 +28,6 @@ from transformers import (
     PreTrainedModel,
     T5Config,
     T5ForConditionalGeneration,
-    TrainerState,
     TrainingArguments,
 )
 
@@ -39,6 +38,7 @@ from helpers.tiny import LORA, tiny_model
 from hfppo import AdaptiveKLCallback, PPOConfig, PPOTrainer, RewardServer
 from hfppo.checks.config import check_config
 from hfppo.rewards.functions import RewardFunctions
+from hfppo.rewards.reward_func import RewardBatch
 from hfppo.saving.manifest import seal
 from hfppo.token_trace import TokenTraceCallback
 
@@ -118,22 +118,15 @@ def returned(output: Callable[[list[list[int]]], Any], log: Callable[..., Any] =
         log(**kwargs)
         return output(completion_ids)
 
-    return lambda bench: RewardFunctions([count_digits, my_reward])(
-        prompts=["1+1="] * 8,
-        completions=["2", "12", "123"] * 2 + ["1", "2"],
-        completion_ids=[[4, 1], [3, 4, 1], [3, 4, 5, 1]] * 2 + [[3, 1], [4, 1]],
-        columns={},
-        trainer_state=TrainerState(),
-        mask=token_mask([[0] * n for n in (2, 3, 4, 2, 3, 4, 2, 2)]),
-    )
+    ids = [[4, 1], [3, 4, 1], [3, 4, 5, 1]] * 2 + [[3, 1], [4, 1]]
+    batch = RewardBatch(["1+1="] * 8, ["2", "12", "123"] * 2 + ["1", "2"], ids, token_mask(ids))
+    return lambda bench: RewardFunctions([count_digits, my_reward])(batch)
 
 
-def answered(status: int, content: bytes, limit: int | None = None, **options: Any) -> Case:
-    """A reward server that answers this, read up to a limit."""
+def answered(status: int, content: bytes, **options: Any) -> Case:
+    """A reward server that answers this."""
 
     def case(bench: Bench) -> None:
-        if limit is not None:
-            bench.monkeypatch.setattr("hfppo.support.http_client.MAX_ANSWER", limit)
         server = Server(lambda body: (status, content))
         try:
             bench.make_trainer(reward_funcs=RewardServer(server.url, max_retries=0, **options)).train()
@@ -506,7 +499,6 @@ TABLE: dict[str, dict[str, Case]] = {
         "no JSON": answered(200, b"<html>welcome</html>"),
         "no scores": answered(200, b'{"result": []}'),
         "too many scores": answered(200, b'{"scores": [1.0]}'),
-        "too long an answer": answered(200, b" " * 2000, limit=1000),
         "a column that the dataset lacks": answered(200, b'{"scores": []}', columns=["solution"]),
     },
     "Callbacks": {

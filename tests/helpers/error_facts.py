@@ -381,7 +381,6 @@ FACTS: dict[tuple[str, str], tuple[str, tuple[str, ...]]] = {
     ("Reward servers", "no JSON"): ("ServerError", ("'<html>welcome</html>'",)),
     ("Reward servers", "no scores"): ("ServerError", ("'result'",)),
     ("Reward servers", "too many scores"): ("ServerError", ("'scores'",)),
-    ("Reward servers", "too long an answer"): ("ServerError", ("score", "bytes")),
     ("Reward servers", "a column that the dataset lacks"): (
         "ValueError",
         ("columns", "'solution'", "'reward_server'", "train_dataset"),
