@@ -71,7 +71,7 @@ def test_completions_that_are_all_cut_and_masked_teach_nothing(make_trainer, est
 
 def test_cut_completions_that_end_with_the_critics_value(make_trainer):
     _, logs, _ = one_rollout(make_trainer, "123456", config={"bootstrap_truncated": True})
-    assert logs["reward"] == 0.5
+    assert logs["reward"] == 1.0
 
 
 def test_scores_that_are_all_equal(make_trainer):
