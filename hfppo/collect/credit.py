@@ -51,7 +51,9 @@ class CreditAssignment:
         old_logprobs = completions.logprobs if passes.old_logprobs is None else passes.old_logprobs
         weights, kept = mismatch_weights(old_logprobs, completions, args)
         scores = final_scores(scored, completions, args)
-        kl = kl_to_reference(old_logprobs, passes.ref_logprobs, args)
+        kl = torch.zeros_like(old_logprobs)
+        if passes.ref_logprobs is not None:
+            kl = F.token_kl(old_logprobs, passes.ref_logprobs, args.kl_estimator)
         rewards = F.token_rewards(place_scores(scored, scores, mask), kl, mask, self.kl_coef)
         scorable_tokens = mask & scored.scorable[:, None]
         if self.whiten is not None and args.whiten_rewards:
@@ -153,13 +155,6 @@ def mismatch_weights(old_logprobs: Tensor, completions: Completions, args: PPOCo
         args.vllm_importance_sampling_mode,
         args.vllm_importance_sampling_clip_max,
     )
-
-
-def kl_to_reference(logprobs: Tensor, ref_logprobs: Tensor | None, args: PPOConfig) -> Tensor:
-    """Return the KL per token for the reward, (B, T); 0 where nothing asks for a reference."""
-    if ref_logprobs is None:
-        return torch.zeros_like(logprobs)
-    return F.token_kl(logprobs, ref_logprobs, args.kl_estimator)
 
 
 def factor_by_turn(within: float | Tensor, between: float | None, completions: Completions) -> float | Tensor:

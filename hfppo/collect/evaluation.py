@@ -97,11 +97,11 @@ def evaluate_prompts(
 class EvalPrompts:
     """The prompts of the evaluation datasets, by name."""
 
-    given: Any  # the dataset, or datasets by name, that the trainer was made with
+    given: Dataset | dict[str, Dataset] | None  # the dataset, or datasets by name, that the trainer was made with
     prompts: dict[str | None, Prompts]  # the same, checked and tokenized; None names an only one
     prepare: Callable[[Dataset, str], Prompts]  # checks and tokenizes a dataset that comes later
 
-    def find(self, requested: str | Dataset | None, current: Any) -> Prompts:
+    def find(self, requested: str | Dataset | None, current: Dataset | dict[str, Dataset] | None) -> Prompts:
         """Return the prompts to evaluate on.
 
         Args:

@@ -14,6 +14,8 @@ from hfppo.models.layout import rows_at_once
 from hfppo.models.modes import is_sharded
 from hfppo.rollout import select_packed
 
+Batch = dict[str, Tensor]  # some rows, by the names of `ActorCritic.forward`
+
 
 @dataclass(frozen=True)
 class Passes:
@@ -24,19 +26,6 @@ class Passes:
     values: Tensor | None  # (B, T) V(s_t) before token t
     final_value: Tensor | None  # (B,) V after the last real token, for bootstrapping
     base_states: Tensor | None  # (N, H) of all real tokens, row after row, which the critic starts from
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Rows of a pass, by the names of `ActorCritic.forward`."""
-
-    input_ids: Tensor  # (b, P + T)
-    attention_mask: Tensor  # (b, P + T)
-    completion_mask: Tensor  # (b, T)
-
-    def to(self, device: torch.device) -> "Batch":
-        """Return a copy on the device."""
-        return Batch(*(x.to(device) for x in vars(self).values()))
 
 
 def forward_passes(
@@ -52,14 +41,17 @@ def forward_passes(
     Args:
         prompt_ids, prompt_mask: (B, P), padded on the left.
     """
-    input_ids = torch.cat([prompt_ids, completions.ids], dim=1)
-    attention_mask = torch.cat([prompt_mask, completions.real], dim=1)
-    lengths = attention_mask.sum(dim=1)
+    inputs = {
+        "input_ids": torch.cat([prompt_ids, completions.ids], dim=1),
+        "attention_mask": torch.cat([prompt_mask, completions.real], dim=1),
+        "completion_mask": completions.mask,
+    }
+    lengths = inputs["attention_mask"].sum(dim=1)
     # Rows of similar length need little padding. Those of one prompt share it; they are neighbours.
     sorted_by = lengths if args.num_generations == 1 else prompt_mask.sum(dim=1)
     order = sorted_by.argsort(descending=True, stable=True)
     batches = [
-        Batch(input_ids[rows], attention_mask[rows], completions.mask[rows]).to(accelerator.device)
+        {name: x[rows].to(accelerator.device) for name, x in inputs.items()}
         for rows in order.split(rows_per_batch(model, int(lengths.max()), accelerator, args))
     ]
     needs_policy = args.policy_mode != "bypass"
@@ -84,10 +76,7 @@ def reference_pass(model: ActorCritic, batches: list[Batch], args: PPOConfig) ->
     """Compute log π_ref, and the base's states if the critic starts from them."""
     keep = model.keeps_base_states and model.ref_model is None
     with model.reference():  # once, since PEFT visits all modules to disable an adapter
-        return [
-            model(**vars(batch), temperature=args.temperature, values=False, keep_base_states=keep)
-            for batch in batches
-        ]
+        return [model(**batch, temperature=args.temperature, values=False, keep_base_states=keep) for batch in batches]
 
 
 def policy_pass(
@@ -100,7 +89,7 @@ def policy_pass(
     """
     return [
         model(
-            **vars(batch),
+            **batch,
             temperature=args.temperature,
             policy=needs_policy,
             final_value=args.bootstrap_truncated and args.needs_critic,

@@ -36,7 +36,7 @@ class Scored:
     combined: Tensor  # (B,) float32, the weighted sum; 0 where no function scores
     per_token: Tensor | None  # (B, T) float32, where `combined` stands; None: on the last token
     scorable: Tensor  # (B,) bool, False where every function that counts is left out, or the episode failed
-    extra: dict[str, list[Any]] = field(default_factory=dict)  # columns from log_extra
+    extra: dict[str, list[object]] = field(default_factory=dict)  # columns from log_extra
     metrics: dict[str, list[float]] = field(default_factory=dict)  # numbers from log_metric
     failed: dict[str, list[bool]] = field(default_factory=dict)  # by function, of those that may fail
 
@@ -62,7 +62,7 @@ class RewardFunctions:
     def start(self, batch: RewardBatch) -> "PendingScores":
         """Call the functions. Plain ones return first; asynchronous ones continue in the background."""
         logs = [Log() for _ in self.funcs]
-        outputs: dict[int, Any] = {}
+        outputs: dict[int, object] = {}
         with ExitStack() as background:
             portal = None
             # Asynchronous functions begin first, to run beside the plain ones.
@@ -83,7 +83,7 @@ class RewardFunctions:
         with self.start(batch) as pending:
             return pending.result()
 
-    def combine(self, outputs: list[Any], batch: RewardBatch, logs: list[Log]) -> Scored:
+    def combine(self, outputs: list[object], batch: RewardBatch, logs: list[Log]) -> Scored:
         """Check and combine the outputs of the functions."""
         lengths = [len(ids) for ids in batch.completion_ids]
         rows = [check_output(name, out, lengths) for name, out in zip(self.names, outputs, strict=True)]
@@ -110,7 +110,7 @@ class PendingScores:
 
     rewards: RewardFunctions
     batch: RewardBatch
-    outputs: list[Any]  # a Future for each asynchronous function
+    outputs: list[object]  # a Future for each asynchronous function
     logs: list[Log]
     background: ExitStack  # ends their event loop
 

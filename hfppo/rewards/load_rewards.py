@@ -15,7 +15,7 @@ from hfppo.rewards.tolerant import TolerantReward
 
 
 def load_reward_funcs(
-    funcs: Any,
+    funcs: object,
     tokenizers: PreTrainedTokenizerBase | Sequence[PreTrainedTokenizerBase | None] | None,
     base_name: str,
     device: torch.device,
@@ -45,7 +45,7 @@ def load_reward_funcs(
 
 
 def load_reward_func(
-    func: Any, tokenizer: PreTrainedTokenizerBase | None, base_name: str, device: torch.device, **init_kwargs: Any
+    func: object, tokenizer: PreTrainedTokenizerBase | None, base_name: str, device: torch.device, **init_kwargs: Any
 ) -> Any:
     """Load one entry of `reward_funcs`; return a function as it is, and check that a server answers."""
     if isinstance(func, TolerantReward):

@@ -140,7 +140,7 @@ def conversation(prompt: list[dict[str, Any]], completion: list[dict[str, Any]])
     return [*before, {**last, "content": content}]
 
 
-def check_conversations(name: str, func: Any, dataset: str, prompts: Prompts) -> None:
+def check_conversations(name: str, func: object, dataset: str, prompts: Prompts) -> None:
     """Refuse conversations for a reward model without a chat template; other functions pass.
 
     Args:

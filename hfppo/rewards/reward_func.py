@@ -56,7 +56,7 @@ class RewardBatch:
     completions: Sequence[Text]
     completion_ids: list[list[int]]  # unpadded, EOS and the tokens of tools and environments included
     mask: Tensor  # (B, T) bool, True on sampled tokens
-    columns: Mapping[str, list[Any]] = field(default_factory=dict)  # the dataset's other columns, B entries each
+    columns: Mapping[str, list[object]] = field(default_factory=dict)  # the dataset's other columns, B entries each
     trainer_state: TrainerState | None = None
     episodes: Sequence[Any] = ()  # of tools and environments; () without them
     prompt_ids: Sequence[list[int]] = ()
@@ -68,7 +68,7 @@ class RewardBatch:
         lists = ("prompts", "completions", "completion_ids", "mask", "episodes", "prompt_ids")
         return replace(self, columns=columns, **{name: getattr(self, name)[some] for name in lists})
 
-    def arguments(self, log: Log) -> dict[str, Any]:
+    def arguments(self, log: Log) -> dict[str, object]:
         """Return the keywords of the contract, with copies of all that a function may change in place."""
         own = {"prompts": self.prompts, "completions": self.completions, "completion_ids": self.completion_ids}
         copies = {name: copy_values(values) for name, values in {**self.columns, **own}.items()}
@@ -135,7 +135,7 @@ def is_async(func: object) -> bool:
     return inspect.iscoroutinefunction(func) or inspect.iscoroutinefunction(getattr(func, "__call__", None))  # noqa: B004
 
 
-def copy_values(value: Any) -> Any:
+def copy_values(value: object) -> object:
     """Return a copy of lists, dictionaries, arrays and tensors at any depth; other objects are shared.
 
     A reward function may change its arguments in place, and no other function must see that.
@@ -147,7 +147,7 @@ def copy_values(value: Any) -> Any:
     return copy.deepcopy(value) if isinstance(value, np.ndarray | Tensor) else value
 
 
-def columns_of(logs: dict[str, Log], rows: int) -> dict[str, list[Any]]:
+def columns_of(logs: dict[str, Log], rows: int) -> dict[str, list[object]]:
     """Return the columns of all logs; where two functions use one name, the function's name is added.
 
     Raises:
@@ -166,16 +166,16 @@ def columns_of(logs: dict[str, Log], rows: int) -> dict[str, list[Any]]:
     return columns
 
 
-def merge_logs(logs: Iterable[dict[str, list[Any]]]) -> dict[str, list[Any]]:
+def merge_logs(logs: Iterable[dict[str, list[float]]]) -> dict[str, list[float]]:
     """Concatenate the lists of each name."""
-    result: dict[str, list[Any]] = {}
+    result: dict[str, list[float]] = {}
     for log in logs:
         for name, values in log.items():
             result.setdefault(name, []).extend(values)
     return result
 
 
-def check_output(name: str, output: Any, lengths: list[int]) -> list[float | list[float]]:
+def check_output(name: str, output: object, lengths: list[int]) -> list[float | list[float]]:
     """Return a reward function's output as floats or lists of floats, with NaN for None.
 
     Args:
@@ -218,7 +218,7 @@ def check_reward(name: str, row: int, value: Any, length: int) -> float | list[f
     return check_number(name, row, value)
 
 
-def check_number(name: str, row: int, value: Any) -> float:
+def check_number(name: str, row: int, value: object) -> float:
     """Return a number that is finite in float32, as a float."""
     if isinstance(value, Tensor | np.ndarray | np.generic) and math.prod(value.shape) == 1:
         value = value.item()

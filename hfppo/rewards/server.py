@@ -83,7 +83,7 @@ class RewardServer:
         body: dict[str, list] = {key: [] for key in ("prompts", "completions", *self.columns)}
         self._scores(wait_for(lambda: self.endpoint.post_all("", [body]))[0], 0)
 
-    def _scores(self, answer: Any, wanted: int) -> list[Any]:
+    def _scores(self, answer: object, wanted: int) -> list[float | None]:
         scores = answer.get("scores") if isinstance(answer, dict) else None
         if not isinstance(scores, list) or len(scores) != wanted:
             raise ServerError(

@@ -6,7 +6,7 @@ from collections.abc import Coroutine
 from dataclasses import dataclass
 from functools import partial
 from numbers import Real
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from hfppo.rewards.reward_func import (
     Log,
@@ -21,6 +21,8 @@ from hfppo.rewards.reward_func import (
 )
 from hfppo.support.calls import awaited_within, finish_within
 
+T = TypeVar("T")
+
 logger = logging.getLogger(__name__)
 
 
@@ -32,7 +34,7 @@ class RewardError(RuntimeError):
 class CallResult:
     """The outcome of one call: a reward or an exception for each row, and the log."""
 
-    rewards: list[Any]
+    rewards: list[object]
     log: Log
 
 
@@ -67,7 +69,7 @@ class TolerantReward(RewardWrapper):
         if not 0 <= self.max_failed <= 1:
             raise ValueError(f"max_failed={self.max_failed} must be in [0, 1]")
 
-    def score_batch(self, batch: RewardBatch, log: Log) -> Any:
+    def score_batch(self, batch: RewardBatch, log: Log) -> object:
         """Return the rewards, or a coroutine of them if the function is asynchronous.
 
         Raises:
@@ -76,7 +78,7 @@ class TolerantReward(RewardWrapper):
         scoring = self._score(batch, log)
         return scoring if is_async(self.func) else run_without_waiting(scoring)
 
-    async def _score(self, batch: RewardBatch, log: Log) -> list[Any]:
+    async def _score(self, batch: RewardBatch, log: Log) -> list[object]:
         # A plain function never suspends this coroutine, so `run_without_waiting` can run it to its end.
         try:
             found = await self._call(batch)
@@ -95,7 +97,7 @@ class TolerantReward(RewardWrapper):
     async def _row_by_row(self, batch: RewardBatch, error: Exception) -> CallResult:
         """Call the function for each row, until more rows have failed than may."""
         logger.warning("reward function %r failed and is called again for each row: %r", plain_name(self), error)
-        rewards: list[Any] = []
+        rewards: list[object] = []
         logs: list[Log] = []
         for row in range(len(batch.prompts)):
             try:
@@ -133,7 +135,7 @@ class TolerantReward(RewardWrapper):
                 rewards[row] = error
         return CallResult(rewards, log)
 
-    def _check_share(self, rewards: list[Any], rows: int) -> None:
+    def _check_share(self, rewards: list[object], rows: int) -> None:
         """Raise if more rows than allowed have failed so far."""
         failures = [reward for reward in rewards if isinstance(reward, Exception)]
         if len(failures) > (allowed := math.ceil(self.max_failed * rows)):
@@ -143,7 +145,7 @@ class TolerantReward(RewardWrapper):
             ) from failures[0]
 
 
-def run_without_waiting(coroutine: Coroutine[Any, Any, Any]) -> Any:
+def run_without_waiting(coroutine: Coroutine[object, None, T]) -> T:
     """Return the result of a coroutine that never suspends."""
     try:
         coroutine.send(None)

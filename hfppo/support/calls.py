@@ -5,32 +5,34 @@ import inspect
 import random
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from anyio.from_thread import start_blocking_portal
 
+T = TypeVar("T")
 
-def wait_for(call: Callable[[], Any]) -> Any:
+
+def wait_for(call: Callable[[], Awaitable[T]]) -> T:
     """Run a coroutine function and return its result."""
     # The event loop has a thread of its own, because a notebook already runs one in this thread.
     with start_blocking_portal() as portal:
-        return portal.call(awaited, call())
+        return portal.call(call)
 
 
-def wait_for_all(calls: Sequence[Callable[[], Any]]) -> list[Any]:
+def wait_for_all(calls: Sequence[Callable[[], Awaitable[T]]]) -> list[T]:
     """Run coroutine functions concurrently and return their results."""
 
-    async def together() -> list[Any]:
+    async def together() -> list[T]:
         return await asyncio.gather(*(call() for call in calls))
 
     return wait_for(together) if calls else []
 
 
-async def awaited(value: Any) -> Any:
+async def awaited(value: object) -> Any:
     """Return the value, or its result if it is awaitable.
 
     Only the value tells: decorators, partials and callable objects hide that a function is `async def`.
@@ -40,7 +42,7 @@ async def awaited(value: Any) -> Any:
     return value
 
 
-async def awaited_within(seconds: float | None, message: str, value: Any) -> Any:
+async def awaited_within(seconds: float | None, message: str, value: object) -> Any:
     """Return the result of an awaitable, or cancel it after some seconds.
 
     Args:
@@ -58,7 +60,7 @@ async def awaited_within(seconds: float | None, message: str, value: Any) -> Any
         raise
 
 
-def finish_within(seconds: float | None, message: str, func: Callable[[], Any]) -> Any:
+def finish_within(seconds: float | None, message: str, func: Callable[[], object]) -> Any:
     """Return the result of a function, plain or async, each with the time limit of `call_within`.
 
     Raises:
@@ -87,7 +89,7 @@ def require_main_thread(seconds: float | None) -> None:
         )
 
 
-def call_within(seconds: float | None, message: str, func: Callable[[], Any]) -> Any:
+def call_within(seconds: float | None, message: str, func: Callable[[], T]) -> T:
     """Return the function's result, or raise a TimeoutError after some seconds.
 
     A timer signal interrupts Python code, sleep, locks, sockets and regular expressions. Other compiled code cannot be

@@ -63,7 +63,7 @@ class Endpoint:
         self.url, self.timeout, self.stop = url, timeout, stop
         self.max_concurrency, self.headers, self.final_text = max_concurrency, dict(headers or {}), final_text
 
-    async def post_all(self, path: str, bodies: Sequence[Any]) -> list[Any]:
+    async def post_all(self, path: str, bodies: Sequence[object]) -> list[Any]:
         """Post each body as JSON and return the parsed answers in order.
 
         Raises:
@@ -79,21 +79,20 @@ class Endpoint:
         """
         return parse_json((await self.ask_all("GET", path, [None]))[0])
 
-    async def ask_all(self, method: str, path: str, bodies: Sequence[Any]) -> list[httpx2.Response]:
+    async def ask_all(self, method: str, path: str, bodies: Sequence[object]) -> list[httpx2.Response]:
         """Send each body as JSON and return the answers in order.
 
         Raises:
             ServerError: one could not be had; the requests under way are dropped.
         """
         limit = asyncio.Semaphore(self.max_concurrency)
-        settings: dict[str, Any] = {
-            "headers": self.headers,
-            "timeout": None,
-            "limits": httpx2.Limits(max_connections=self.max_concurrency),
-            "trust_env": False,  # no proxies and no .netrc
-            "verify": httpx2.create_ssl_context(),  # with the environment's certificates
-        }
-        async with httpx2.AsyncClient(**settings) as client:
+        async with httpx2.AsyncClient(
+            headers=self.headers,
+            timeout=None,
+            limits=httpx2.Limits(max_connections=self.max_concurrency),
+            trust_env=False,  # no proxies and no .netrc
+            verify=httpx2.create_ssl_context(),  # with the environment's certificates
+        ) as client:
 
             async def ask(body: object) -> httpx2.Response:
                 async with limit:
