@@ -1,4 +1,4 @@
-"""`PPOState`: where a run stands beyond Trainer's state, part of every checkpoint; the seeds of its random draws."""
+"""`PPOState`: the state of a run beyond Trainer's, part of every checkpoint; the seeds of its random draws."""
 
 import hashlib
 from dataclasses import asdict, dataclass, field, fields
@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 @dataclass
 class PPOState:
-    """Where a run stands between two optimizer steps; part of every checkpoint. Only the trainer writes it.
+    """The state of a run between two optimizer steps; part of every checkpoint. Only the trainer writes it.
 
     Callbacks change the steered fields through `PPOControl`.
     """

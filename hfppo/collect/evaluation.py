@@ -81,15 +81,15 @@ def evaluate_prompts(
             completed = completed.first(len(batch))
             completions = completed.completions
             scored = collector.rewards(completed.reward_batch(collector.tokenizer, state))
-            scores = final_scores(scored, completions, collector.args)
-            meter.update(measure_scores(scores[scored.scorable], scored, collector.rewards.names))
+            scores = final_scores(scored, completions, collector.args)[scored.scorable]
+            meter.update(measure_scores(scores, scored, collector.rewards.names))
             meter.update(measure_episodes(completed.episodes))
             lengths, cut = parts(completions.mask.sum(dim=1)), parts(completions.truncated)
             meter.update({"completions/mean_length": lengths, "completions/truncated_frac": cut})
             done += [(row.group, text) for row, text in zip(batch, completed.texts, strict=True)]
             on_batch()
     everywhere = sorted(gather_object(done), key=lambda numbered: numbered[0])
-    # The best model is chosen by the reward; a missing metric would end the run.
+    # The best model is chosen by the reward. Without any score it is NaN: a missing metric would end the run.
     return Evaluated([text for _, text in everywhere], {"reward": math.nan, **meter.read()})
 
 
@@ -98,7 +98,7 @@ class EvalPrompts:
     """The prompts of the evaluation datasets, by name."""
 
     given: Dataset | dict[str, Dataset] | None  # the dataset, or datasets by name, that the trainer was made with
-    prompts: dict[str | None, Prompts]  # the same, checked and tokenized; None names an only one
+    prompts: dict[str | None, Prompts]  # the same, checked and tokenized; by None without names
     prepare: Callable[[Dataset, str], Prompts]  # checks and tokenizes a dataset that comes later
 
     def find(self, requested: str | Dataset | None, current: Dataset | dict[str, Dataset] | None) -> Prompts:
@@ -108,7 +108,7 @@ class EvalPrompts:
             requested: a dataset, the name of one, or None for the trainer's.
             current: the trainer's `eval_dataset`, which may have been replaced since.
         Raises:
-            TypeError, ValueError: there are none of that name, or they do not fit; names them.
+            TypeError, ValueError: there is no dataset of that name, or its prompts do not fit; names them.
         """
         wanted = current if requested is None else requested
         if isinstance(wanted, str):

@@ -68,7 +68,7 @@ def measure_rollout(
 
 
 def measure_values(rollout: Rollout, gather: Callable[[Tensor], Tensor]) -> Measures:
-    """Measure the critic's values beside the returns; nothing without a critic."""
+    """Measure the critic's values and their returns; {} without a critic."""
     if rollout.values is None or rollout.returns is None:
         return {}
     fitted = rollout.loss_mask
@@ -84,12 +84,12 @@ def measure_values(rollout: Rollout, gather: Callable[[Tensor], Tensor]) -> Meas
 
 
 def finite(name: str, number: float) -> Measures:
-    """Return a number as a measure; nothing where it is not finite."""
+    """Return a number as a measure; {} if it is not finite."""
     return {name: parts_of(number)} if math.isfinite(number) else {}
 
 
 def measure_episodes(episodes: Sequence[Episode]) -> Measures:
-    """Measure turns and tools; nothing without episodes."""
+    """Measure turns and tools; {} without episodes."""
     if not episodes:
         return {}
     turns = torch.tensor([episode.turns for episode in episodes])

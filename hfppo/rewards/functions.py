@@ -34,7 +34,7 @@ class Scored:
 
     per_function: Tensor  # (B, F) float32, NaN where a function is left out
     combined: Tensor  # (B,) float32, the weighted sum; 0 where no function scores
-    per_token: Tensor | None  # (B, T) float32, where `combined` stands; None: on the last token
+    per_token: Tensor | None  # (B, T) float32, `combined` by token; None: it belongs to the last token
     scorable: Tensor  # (B,) bool, False where every function that counts is left out, or the episode failed
     extra: dict[str, list[object]] = field(default_factory=dict)  # columns from log_extra
     metrics: dict[str, list[float]] = field(default_factory=dict)  # numbers from log_metric
@@ -55,7 +55,7 @@ class RewardFunctions:
             raise ValueError("reward_funcs is empty; give at least one function")
         for func in self.funcs:
             if not callable(unwrap(func)):
-                raise TypeError(f"reward_funcs holds {func!r}, which is no function; give Python functions")
+                raise TypeError(f"reward_funcs has {func!r}, which is no function; give Python functions")
         self.names = number_repeated_names([plain_name(func) for func in self.funcs])  # as metrics and errors use them
         self.weights = check_weights(weights, self.names)
 
@@ -65,7 +65,7 @@ class RewardFunctions:
         outputs: dict[int, object] = {}
         with ExitStack() as background:
             portal = None
-            # Asynchronous functions begin first, to run beside the plain ones.
+            # Asynchronous functions are called first, so that they run during the plain ones.
             for i in sorted(range(len(self.funcs)), key=lambda i: not is_async(self.funcs[i])):
                 output = call_func(self.funcs[i], batch, logs[i])
                 if inspect.isawaitable(output):  # a decorator may hide that a function is asynchronous
@@ -106,7 +106,7 @@ class RewardFunctions:
 
 @dataclass(frozen=True)
 class PendingScores:
-    """Scores that asynchronous functions still compute. A block that raises cancels them."""
+    """Scores that asynchronous functions may still compute; leaving the `with` block by an error cancels them."""
 
     rewards: RewardFunctions
     batch: RewardBatch
@@ -159,7 +159,7 @@ def place_on_tokens(
     Args:
         mask: (B, T) bool, True on sampled tokens.
     Raises:
-        ValueError: a reward stands on a token that the policy did not sample; names function, row and position.
+        ValueError: a reward for a token that the policy did not sample; names function, row and position.
     """
     placed = torch.zeros(mask.shape, dtype=torch.float32)
     last = last_real_index(mask).tolist()
@@ -170,8 +170,8 @@ def place_on_tokens(
                 lost = (rewards.ne(0) & ~mask[row, : len(value)]).nonzero()
                 if len(lost):
                     raise ValueError(
-                        f"reward function {name!r}, row {row}: a reward stands on token {int(lost[0])}, which a tool "
-                        "or environment wrote, where it would be lost; put it on a token that the model wrote"
+                        f"reward function {name!r}, row {row}: a reward for token {int(lost[0])}, which a tool or "
+                        "environment wrote; give it to a token that the model wrote"
                     )
                 placed[row, : len(value)] += weight * rewards
             elif not math.isnan(value):

@@ -54,13 +54,13 @@ def load_reward_func(
         kind = type(func.get_base_model() if isinstance(func, PeftModel) else func).__name__
         if not kind.endswith("ForSequenceClassification"):
             raise TypeError(
-                f"reward_funcs holds {kind}, which gives no scores; give a function, or one made by "
+                f"reward_funcs has {kind}, which gives no scores; give a function, or one made by "
                 "AutoModelForSequenceClassification"
             )
         if tokenizer is None and not func.config.name_or_path:
             raise ValueError(
-                f"reward_funcs holds {kind} without a name to load its tokenizer by; give that "
-                "tokenizer in reward_processing_classes"
+                f"reward_funcs has {kind} without a name to load its tokenizer by; give the tokenizer in "
+                "reward_processing_classes"
             )
         tokenizer = tokenizer or AutoTokenizer.from_pretrained(func.config.name_or_path)
         return RewardModel(func, tokenizer, device=device if func.device.type == "cpu" else None)
@@ -89,7 +89,7 @@ def tokenizer_of(name: str, init_kwargs: dict[str, Any]) -> PreTrainedTokenizerB
 
 
 def load_classifier(name: str, **init_kwargs: Any) -> PreTrainedModel:
-    """Load a sequence-classification model; refuse files without a head, whose scores would be noise."""
+    """Load a sequence-classification model; raise if it has no trained head: its scores would be noise."""
     with name_in_errors("reward_funcs", name):
         model, info = AutoModelForSequenceClassification.from_pretrained(name, output_loading_info=True, **init_kwargs)
     if info["missing_keys"]:

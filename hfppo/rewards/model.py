@@ -42,7 +42,7 @@ class RewardModel:
         tokenizer: the model's own; its padding token and side are not changed.
         batch_size: texts at once.
         label: index or name of the label that is the score; None for a model with one label.
-        device: moved to before it scores; None leaves the model where it is.
+        device: the model is moved to it before it scores; None leaves the model where it is.
 
     Raises:
         ValueError: a model with several labels and no `label`, or an unknown one.
@@ -141,10 +141,10 @@ def conversation(prompt: list[dict[str, Any]], completion: list[dict[str, Any]])
 
 
 def check_conversations(name: str, func: object, dataset: str, prompts: Prompts) -> None:
-    """Refuse conversations for a reward model without a chat template; other functions pass.
+    """Raise if a reward model without a chat template gets conversations.
 
     Args:
-        name: of the function, for the error, as `dataset` is.
+        name, dataset: names of function and dataset, for the error.
     Raises:
         ValueError: the reward model's tokenizer has no chat template.
     """

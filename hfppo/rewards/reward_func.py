@@ -111,7 +111,7 @@ def call_func(func: RewardFunc, batch: RewardBatch, log: Log) -> Any:
 
 
 class RewardWrapper:
-    """A reward function around another one; it takes over that one's name, and is async if that one is."""
+    """A reward function around another, with the name of `func`; asynchronous if `func` is."""
 
     func: RewardFunc
 

@@ -18,7 +18,7 @@ from hfppo.support.secrets import hide_in_url
 
 
 class RewardServer:
-    """A server that follows the contract of `hfppo.rewards.reward_func`; it is waited for while the models compute.
+    """A server that follows the contract of `hfppo.rewards.reward_func`; it answers while the models compute.
 
     Args:
         url: its address, http:// or https://; requests go to exactly that.

@@ -147,12 +147,12 @@ def check_address(url: str) -> None:
     """Raise if a URL is no HTTP address.
 
     Raises:
-        ValueError: says what an address looks like.
+        ValueError: with the form of an address.
     """
     try:
         parsed = httpx2.URL(url)
     except httpx2.InvalidURL:
-        # A URL that cannot be parsed may hold a password anywhere, and httpx2's error shows parts of it.
+        # A URL that cannot be parsed may have a password anywhere, and httpx2's error shows parts of it.
         raise ValueError(
             "the given url cannot be parsed; write http://host:port/path, with a number as the port"
         ) from None

@@ -7,7 +7,7 @@ SECRET_NAME = re.compile(
     r"(?i)token|(?:.*[\W_])?(?:(?:access|api|auth|hf|hub|private|secret)[\W_]?(?:token|key)s?"
     r"|secrets?|passwords?|passwd|passphrase|credentials?|authorization|cookie)"
 )
-PLACEHOLDER = re.compile(r"<.*>|\[.*\]")  # `<think>`, or what TrainingArguments shows: `<HUB_TOKEN>`
+PLACEHOLDER = re.compile(r"<.*>|\[.*\]")  # `<think>`, or `<HUB_TOKEN>`, which TrainingArguments shows
 SECRET_TEXT = re.compile(r"\bhf_[A-Za-z0-9]{20,}|\w://[^/\s@\"']+@")  # a token of the Hub, the user in a URL
 
 
