@@ -1,7 +1,7 @@
 """From scores to advantages in the trainer: every field reaches them."""
 
 import math
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 import pytest
@@ -110,6 +110,28 @@ def test_the_penalty_is_that_of_the_estimator_and_of_beta_as_it_is_now(make_trai
     kl = F.token_kl(rollout.old_logprobs, rollout.ref_logprobs, estimator).where(rollout.mask, 0.0)
     assert kl.abs().max() > 0.1
     assert_close(rollout.rewards, -0.3 * kl)
+
+
+def test_the_phases_of_a_rollout(make_trainer):
+    trainer, phases = make_trainer(), []
+
+    class Noting(type(trainer.collector.sampler)):
+        @contextmanager
+        def ready(self):
+            phases.append("ready")
+            yield
+
+        def __call__(self, *args):
+            phases.append("sampler")
+            return super().__call__(*args)
+
+    trainer.collector.sampler.__class__ = Noting
+    rows = trainer.collector.training_rows(trainer._train_prompts, 0)
+    trainer.collector.collect(
+        rows, trainer.ppo_state, trainer.state, show=lambda name: nullcontext(phases.append(name))
+    )
+    sampling = ["time/generation", "ready", "sampler"]
+    assert phases == ["time/rollout", *sampling, "time/rewards", "time/passes", "time/rewards"]
 
 
 def test_a_look_compares_a_completion_with_no_other(make_trainer):

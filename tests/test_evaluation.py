@@ -35,7 +35,7 @@ def test_models_are_compared_by_the_reward_also_where_there_is_none(make_trainer
     assert all(math.isnan(x) if reward is None else x == reward for x in found)
 
 
-@pytest.mark.parametrize("number", [np.float32(1), np.int64(1), np.array([1.0]), np.array(1), torch.tensor(1.0)])
+@pytest.mark.parametrize("number", [np.float32(1), np.int64(1), torch.tensor(1.0)])
 def test_own_metrics_may_be_numbers_of_any_library(make_trainer, dataset, number):
     trainer = make_trainer(EVERY_STEP, eval_dataset=dataset, compute_metrics=lambda prediction: {"own": number})
     trainer.train()
