@@ -47,12 +47,12 @@ class RunDescription:
 
     structure: dict[str, Any]  # a resumed run must share these
     settings: dict[str, Any]  # a resumed run should share these; each change is logged
-    date: str | None = None  # of the chat templates, in ISO format; earlier versions wrote none
+    date: str  # of the chat templates, in ISO format
 
     @property
-    def run_date(self) -> RunDate | None:
+    def run_date(self) -> RunDate:
         """The same as an object."""
-        return None if self.date is None else RunDate(date.fromisoformat(self.date))
+        return RunDate(date.fromisoformat(self.date))
 
 
 def describe_run(
@@ -82,7 +82,6 @@ def describe_run(
             "num_critic_epochs": args.critic_epochs if args.needs_critic else None,
             "optim": values["optim"],
             "number of processes": args.world_size,
-            # Earlier versions hashed a text of the ids, under another name: their checkpoints go on unchecked.
             PROMPTS: None if prompts is None else prompts.head.digest(),
             **hash_frozen_weights(model),
             "tools": None if tools is None else {str(name): schemas for name, schemas in tools.items()},
@@ -151,10 +150,10 @@ class PPOCheckpoint:
     process: int
 
     def check(self, checkpoint: str | Path) -> None:
-        """Refuse a checkpoint that this run cannot continue from, and log each changed setting.
+        """Log each setting that has changed since the checkpoint.
 
         Raises:
-            ValueError: names the first difference, both values, and a remedy.
+            ValueError: this run cannot resume from it; names the first difference, both values, and a remedy.
         """
         if (saved := saved_run(checkpoint, self.process)) is None:
             missing = state_file(checkpoint, self.process).name
@@ -163,7 +162,7 @@ class PPOCheckpoint:
                 "save_only_model=True; to start anew from its weights, pass it as model"
             )
         for name, wanted in self.run.structure.items():
-            before, now = find_differences(saved.structure.get(name, wanted), wanted)  # earlier versions wrote less
+            before, now = find_differences(saved.structure.get(name), wanted)
             if before != now:
                 raise ValueError(
                     f"{checkpoint} was written with {name}={before!r}, this run has {now!r}, so it cannot resume; set "
@@ -203,7 +202,7 @@ class PPOCheckpoint:
         state = PPOState.from_state_dict(content["state"])
         before, now = content["run"]["settings"], self.run.settings
         settings = ("kl_coef", "cliprange", "cliprange_high")
-        changed = [name for name in settings if name not in content["state"] or now[name] != before[name]]
+        changed = [name for name in settings if now[name] != before[name]]
         state = replace(state, **{name: getattr(start, name) for name in changed})
-        steps = [StepSums.from_dict(step) for step in content.get("steps", [])]  # earlier versions had none
+        steps = [StepSums.from_dict(step) for step in content["steps"]]
         return Standing(state, content["metrics"], steps, rollout)

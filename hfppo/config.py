@@ -1,6 +1,7 @@
 """The configuration of a run, in the style of TrainingArguments."""
 
 import logging
+import math
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, Self, cast
 
@@ -326,6 +327,8 @@ class PPOConfig(TrainingArguments):
             self.metric_for_best_model = "eval_reward"  # Trainer would take eval_loss, which prompts do not have
         super().__post_init__()
         check_config(self)
+        if self.max_grad_norm == 0:
+            self.max_grad_norm = math.inf  # Trainer calls the hook that clips, which measures as well
         if self.total_episodes is not None:
             rollouts = self.rollouts_for(self.total_episodes) - self.critic_pretraining_rollouts
             steps = rollouts * self.updates_per_rollout

@@ -21,9 +21,10 @@ from hfppo.config import PPOConfig
 from hfppo.data.chat_template import CLOCK, RunDate
 from hfppo.data.prompts import Prompts
 from hfppo.environments.agents import Agents, load_agents
-from hfppo.environments.episodes import EpisodePlayer
+from hfppo.environments.episodes import EpisodePlayer, make_player
 from hfppo.environments.pool import EnvironmentFactory
-from hfppo.generation import eos_token_ids
+from hfppo.environments.turn_rewards import episode_rewards
+from hfppo.generation.sampler import eos_token_ids
 from hfppo.models.actor_critic import ActorCritic
 from hfppo.models.critic import CRITIC_KINDS, CriticSource, find_critic
 from hfppo.models.loading import (
@@ -117,7 +118,7 @@ def load_parts(inputs: TrainerInputs) -> Parts:
     special = {END: eos_ids, "the padding token": [padding], STOPS: args.stop_token_ids or eos_ids}
     check_ids(loaded, prompts.known, special)
     warn_of_ended_prompts(prompts.known, eos_ids)
-    player = None if agents is None else agents.player(eos_ids, args, positions_of(loaded)[0])
+    player = None if agents is None else make_player(agents, eos_ids, args, positions_of(loaded)[0])
 
     reference = load_reference(inputs.ref_model, **inputs.init_kwargs)
     if reference is not None:
@@ -171,7 +172,7 @@ def load_rewards(inputs: TrainerInputs, base_name: str, agents: Agents | None) -
     if inputs.reward_funcs is not None:
         init_kwargs = cast(dict[str, Any], args.reward_model_init_kwargs or {})
         given = load_reward_funcs(inputs.reward_funcs, inputs.reward_tokenizers, base_name, args.device, **init_kwargs)
-    own = [] if agents is None else agents.reward_funcs(given)
+    own = episode_rewards(agents, given)
     weights = args.reward_weights
     if own and weights is not None and len(weights) != len(given) + len(own):
         weights = [*check_weights(weights, [plain_name(func) for func in given]), *[1.0] * len(own)]

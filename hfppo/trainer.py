@@ -4,7 +4,6 @@ Nothing here loops over training steps. Trainer asks for the micro-batches of an
 the optimizer; the hooks below answer for PPO.
 """
 
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -41,7 +40,8 @@ from hfppo.data.prompts import Prompts, dataset_of
 from hfppo.environments.agents import default_dataset
 from hfppo.environments.pool import EnvironmentFactory
 from hfppo.functional import Clip
-from hfppo.generation import Sampler, make_sampler
+from hfppo.generation import configured_sampling, make_sampler
+from hfppo.generation.sampler import Sampler
 from hfppo.generation.sampler_check import check_sampler
 from hfppo.learn.critic_pretraining import CriticPretraining, with_full_returns
 from hfppo.learn.flops import FlopCounter
@@ -203,7 +203,7 @@ class PPOTrainer(CrashSafeTrainer):
             self._begin_run()
 
     def _first_state(self) -> PPOState:
-        """Return where a run stands that has not begun."""
+        """Return the state of a run before its first rollout."""
         return PPOState(self.args.kl_coef, self.args.cliprange, self.args.clip_high)
 
     def _begin_run(self) -> None:
@@ -217,10 +217,8 @@ class PPOTrainer(CrashSafeTrainer):
         Args:
             eos_ids: tokens that end a completion.
         """
-        pad_id = cast(int, self.processing_class.pad_token_id)
-        return make_sampler(
-            self.model, eos_ids, pad_id, self.args, self.accelerator, self.processing_class, self._progress.advance
-        )
+        sampling = configured_sampling(self.args, self.processing_class, eos_ids)
+        return make_sampler(self.model, self.args, self.accelerator, sampling, self._progress.advance)
 
     def _prepare_model(self) -> None:
         """Move the model to its device, and check its outputs there before they are used for the first time."""
@@ -240,9 +238,10 @@ class PPOTrainer(CrashSafeTrainer):
 
     @contextmanager
     def training_context(self) -> Iterator[None]:
-        """Begin from a new rollout unless a checkpoint brings one, and end with the best critic if asked.
+        """Start without a rollout, which a checkpoint may bring, and load the best critic at the end if asked.
 
-        A second call of `train` continues with `ppo_state`: the next prompts, the adapted β, and no second warmup.
+        A second call of `train` keeps `ppo_state`: it continues with the next prompts and the adapted β, without a
+        second warmup.
 
         Raises:
             ValueError: the output folder is one that training starts from.
@@ -346,7 +345,7 @@ class PPOTrainer(CrashSafeTrainer):
             self.save_checkpoint()
 
     def rollout(self, /, prompts: Sequence[str] | Sequence[list[dict[str, Any]]], **columns: Sequence[Any]) -> Rollout:
-        """Collect a rollout for given prompts, on the CPU; training does not notice.
+        """Collect a rollout for given prompts, on the CPU, without changing the state of training.
 
         Neither rewards nor advantages are whitened, so that they add up: with one λ, returns − values. An estimator
         that compares the completions of a prompt needs that prompt several times. A collective call: each process
@@ -439,16 +438,9 @@ class PPOTrainer(CrashSafeTrainer):
         """Keep this run's learning rates while a checkpoint's optimizer is loaded."""
         return keep_own_settings(cast(Optimizer, self.optimizer), self.lr_scheduler)
 
-    def _clip_gradients(self, max_norm: float) -> Tensor:
-        return self._run.clip(max_norm, cast(Optimizer, self.optimizer), self.state.global_step + 1)
-
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
         # Private upstream hook: the one place between backward and step where gradients are clipped.
-        return self._clip_gradients(self.args.max_grad_norm)
-
-    def _get_grad_norm(self, model: nn.Module, grad_norm: Tensor | float | None = None) -> Tensor | float:
-        # Private upstream hook: with max_grad_norm=0 Trainer calls it instead, to measure without clipping.
-        return super()._get_grad_norm(model, self._clip_gradients(math.inf) if grad_norm is None else grad_norm)
+        return self._run.clip(self.args.max_grad_norm, cast(Optimizer, self.optimizer), self.state.global_step + 1)
 
     def _before_step(self) -> None:
         if self._run.rollout is not None:
@@ -489,7 +481,7 @@ class PPOTrainer(CrashSafeTrainer):
 
     @contextmanager
     def eval_sampling(self, do_sample: bool) -> Iterator[None]:
-        """Let evaluations inside sample, or complete greedily, whatever `args.eval_do_sample` says."""
+        """Override `args.eval_do_sample` inside the block."""
         before, self._eval_sampling = self._eval_sampling, do_sample
         try:
             yield
@@ -519,9 +511,13 @@ class PPOTrainer(CrashSafeTrainer):
     # Checkpoints
 
     def check_resume(self, checkpoint: str) -> None:
-        """Take over the checkpoint's date, and refuse one of another base, dataset, critic or cut of the rollout."""
+        """Take over the date of the checkpoint's chat templates.
+
+        Raises:
+            ValueError: base, dataset, critic or batch layout differ.
+        """
         saved, maker = saved_run(checkpoint, self.args.process_index), self._prompt_maker
-        if saved is not None and saved.run_date not in (None, maker.date):
+        if saved is not None and saved.run_date != maker.date:
             prompts = DatasetPrompts(self._train_prompts, self._eval_prompts.prompts)
             prompts = maker.move_to(saved.run_date, prompts, self._prepared_train, self._eval_prompts.given)
             self._train_prompts, self._eval_prompts = prompts.train, replace(self._eval_prompts, prompts=prompts.eval)
@@ -529,14 +525,14 @@ class PPOTrainer(CrashSafeTrainer):
         self._checkpoint.check(checkpoint)
 
     def save_run_state(self, folder: str) -> None:
-        """Write where PPO stands, with the rollout in use and the metrics that are not logged yet."""
+        """Save PPO's state, the rollout in use and the metrics that are not logged yet."""
         run, made = self._run, self.state.global_step
         in_use = run.rollout if made < self.ppo_state.last_step else None
         steps = [] if in_use is None else run.steps
         self._checkpoint.save(folder, Standing(self.ppo_state, run.metrics_to_save(made), steps, in_use))
 
     def load_run_state(self, folder: str) -> None:
-        """Read where PPO stands, and the critic, which upstream does not load."""
+        """Load PPO's state, and the critic, which upstream does not load."""
         found = self._checkpoint.load(folder, self._first_state())
         self.ppo_state, self._run.steps, self._run.rollout = found.state, found.steps, found.rollout
         self._run.log.load_state_dict(found.metrics)

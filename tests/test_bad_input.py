@@ -16,7 +16,7 @@ from helpers.error_facts import FACTS
 from helpers.runs import SMALL, count_digits
 from helpers.tiny import tiny_model
 from hfppo import PPOConfig, PPOTrainer
-from hfppo.generation import TransformersSampler
+from hfppo.generation.generate import TransformersSampler
 
 CASES = [(heading, name) for heading, cases in TABLE.items() for name in cases]
 

@@ -2,6 +2,7 @@
 
 import ast
 import copy
+import math
 import pickle
 import re
 import warnings
@@ -150,7 +151,7 @@ def test_advantages_are_whitened_as_the_estimator_wants_unless_set(config, estim
 
 def test_none_is_no_clipping(config):
     """As Trainer reads it."""
-    assert config(max_grad_norm=None).max_grad_norm == 0.0
+    assert config(max_grad_norm=None).max_grad_norm == config(max_grad_norm=0.0).max_grad_norm == math.inf
 
 
 def test_nothing_that_was_set_is_changed(config):

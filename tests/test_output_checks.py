@@ -8,7 +8,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from helpers.attention import register_attention
 from helpers.tiny import tiny_model
 from hfppo import PPOTrainer
-from hfppo.generation import TransformersSampler
+from hfppo.generation.generate import TransformersSampler
 from hfppo.models import packing
 
 STARTS = {

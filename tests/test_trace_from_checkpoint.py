@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreT
 from helpers.runs import SMALL, count_digits
 from helpers.tiny import CHAT_TEMPLATE, LORA, tiny_model
 from hfppo import PPOConfig, PPOTrainer, TokenTable, TokenTraceCallback
-from hfppo.generation import completion_ids
+from hfppo.generation.sampler import completion_ids
 from hfppo.saving.manifest import seal
 from hfppo.token_trace.__main__ import main
 from hfppo.token_trace.from_checkpoint import Question, trace_prompt

@@ -22,12 +22,12 @@ from helpers.runs import final_state, logs
 from helpers.tiny import LORA
 from helpers.vllm_runs import ENGINE, PROMPTS, Server, save_base
 from hfppo import PPOCallback
-from hfppo.data.prompts import pad_left
-from hfppo.generation import completions_from
+from hfppo.generation.sampler import completions_from
 from hfppo.generation.vllm import RANKS
 from hfppo.generation.vllm_server import serve_command
 from hfppo.models.actor_critic import ActorCritic
 from hfppo.support.http_client import Endpoint, ServerError
+from hfppo.support.padding import pad_left
 
 pytestmark = [
     pytest.mark.vllm,

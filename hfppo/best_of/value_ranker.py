@@ -14,13 +14,15 @@ from transformers import PreTrainedTokenizerBase
 
 from hfppo.checkpoint import saved_run
 from hfppo.data.chat_template import CLOCK, RunDate
-from hfppo.data.prompts import dataset_of, pad_left, prepare_prompts
-from hfppo.generation import Completions, TransformersSampler, completion_ids, completions_from, eos_token_ids
+from hfppo.data.prompts import dataset_of, prepare_prompts
+from hfppo.generation.generate import TransformersSampler
+from hfppo.generation.sampler import Completions, Sampling, completion_ids, completions_from, eos_token_ids
 from hfppo.models.actor_critic import ActorCritic
 from hfppo.models.critic import find_critic, find_saved_critic
 from hfppo.models.loading import load_model, load_tokenizer, separate_adapter
 from hfppo.models.modes import eval_mode
 from hfppo.state import BEST_OF_STREAM, stream_seed
+from hfppo.support.padding import pad_left
 
 Prompt = str | list[dict[str, Any]]  # text, or a conversation
 
@@ -122,9 +124,8 @@ class ValueRanker:
         """
         (ids,) = self._prompt_ids([prompt])
         rows = [ids] * n
-        sampler = TransformersSampler(
-            self.model, self.eos_ids, self.pad_id, max_completion_length, temperature, self.batch_size
-        )
+        sampling = Sampling(temperature, max_completion_length, self.eos_ids, self.pad_id)
+        sampler = TransformersSampler(self.model, sampling, self.batch_size)
         prompt_ids, prompt_mask = (x.to(self.model.device) for x in pad_left(rows, self.pad_id))
         with eval_mode(self.model):
             sampled = sampler(prompt_ids, prompt_mask, [stream_seed(seed, BEST_OF_STREAM, i) for i in range(n)])
@@ -132,8 +133,7 @@ class ValueRanker:
 
     def _prompt_ids(self, prompts: Sequence[Prompt]) -> list[list[int]]:
         """Return the token ids of prompts."""
-        options = {CLOCK: self.date}
-        prepared = prepare_prompts(dataset_of(prompts, {}), self.tokenizer, None, "drop", options, "prompts")
+        prepared = prepare_prompts(dataset_of(prompts, {}), self.tokenizer, {CLOCK: self.date}, "prompts")
         return [prepared[i][1] for i in range(len(prepared))]
 
     @torch.no_grad()

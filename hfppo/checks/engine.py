@@ -2,6 +2,7 @@
 
 import atexit
 import functools
+import math
 import time
 from dataclasses import replace
 from typing import Any
@@ -147,12 +148,13 @@ def check_deepspeed(config: dict[str, Any], args: PPOConfig) -> None:
             "compute_grad_norm=False in DeepSpeed's config hides gradients that are not finite; leave it out"
         )
     clips_at = config.get("gradient_clipping", "auto")
-    if clips_at != "auto" and clips_at != args.max_grad_norm:
+    max_grad_norm = args.max_grad_norm if math.isfinite(args.max_grad_norm) else 0.0  # as DeepSpeed has it
+    if clips_at not in ("auto", max_grad_norm):
         raise ValueError(
-            f"DeepSpeed's gradient_clipping={clips_at} and max_grad_norm={args.max_grad_norm} are not the same; leave "
+            f"DeepSpeed's gradient_clipping={clips_at} and max_grad_norm={max_grad_norm} are not the same; leave "
             "gradient_clipping out, or set both"
         )
-    config["gradient_clipping"] = args.max_grad_norm
+    config["gradient_clipping"] = max_grad_norm
 
 
 @functools.cache  # one wait is enough, however many trainers there are

@@ -21,7 +21,7 @@ from hfppo.collect.rollout_metrics import measure_episodes, measure_rollout, mea
 from hfppo.collect.rows import eval_rows, training_rows
 from hfppo.config import PPOConfig
 from hfppo.data.prompt_stream import PromptStream
-from hfppo.data.prompts import Prompts, Row, pad_left
+from hfppo.data.prompts import Prompts, Row
 from hfppo.environments.episodes import EpisodePlayer
 from hfppo.generation.sampler import Completions, Sampler
 from hfppo.metrics import Measures, parts_of
@@ -31,6 +31,7 @@ from hfppo.rewards.functions import RewardFunctions, Scored
 from hfppo.rollout import Rollout, Transcript
 from hfppo.state import PPOState
 from hfppo.support.out_of_memory import explain_out_of_memory
+from hfppo.support.padding import pad_left
 
 PhaseDisplay = Callable[[str], AbstractContextManager]  # shows a phase, by the name of its metric, while it lasts
 

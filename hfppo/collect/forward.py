@@ -59,14 +59,14 @@ def forward_passes(
     with autocast(accelerator):  # not around the reward functions, which choose their own dtypes
         if args.needs_reference:
             references = reference_pass(model, batches, args)
-        if needs_policy or completions.values is None:
+        if needs_policy or model.critic is not None:
             base_states = [reference.base_states for reference in references]
             outputs = policy_pass(model, batches, base_states, needs_policy, args)
     reference, output = (join_in_order(parts, order, lengths) for parts in (references, outputs))
     return Passes(
         old_logprobs=output.logprobs,
         ref_logprobs=reference.logprobs,
-        values=output.values if needs_policy or completions.values is None else completions.values,
+        values=output.values,
         final_value=output.final_value,
         base_states=output.base_states if reference.base_states is None else reference.base_states,
     )

@@ -143,7 +143,7 @@ class CriticPretraining:
             total += float(loss.detach())
         self.sum_gradients()
         clipper = GradientClipper(self.model, self.accelerator, guard)
-        clipper.clip(args.max_grad_norm or math.inf, self.optimizer, number)
+        clipper.clip(args.max_grad_norm, self.optimizer, number)
         self.optimizer.step()
         self.optimizer.zero_grad()
         return total

@@ -1,5 +1,6 @@
 """Warn of a run that goes wrong: a function per problem, with its limit, and a section of docs/health.md for each."""
 
+import math
 import re
 import warnings
 from collections.abc import Callable
@@ -206,7 +207,7 @@ def explained_variance(run: Run, limit: float = -0.2) -> str | None:
 
 def gradient_norm(run: Run, limit: float = 20.0) -> str | None:
     """Multiple of `max_grad_norm`, or of 1 where nothing is clipped, for the actor and the critic."""
-    clip = run.args.max_grad_norm or 1.0
+    clip = run.args.max_grad_norm if math.isfinite(run.args.max_grad_norm) else 1.0
     facts = [run.above(name, limit * clip) for name in ("grad_norm", "value/grad_norm") if name in run.logs[-1]]
     return run.explain(
         next(filter(None, facts), None),

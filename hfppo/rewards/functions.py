@@ -16,14 +16,12 @@ from hfppo.functional.kl import last_real_index
 from hfppo.rewards.reward_func import (
     Log,
     RewardBatch,
-    RewardFunc,
     call_func,
     check_output,
     columns_of,
     is_async,
     merge_logs,
     plain_name,
-    unwrap,
 )
 from hfppo.support.calls import awaited
 
@@ -49,12 +47,12 @@ class RewardFunctions:
         ValueError: no function, or a number of weights that differs from theirs.
     """
 
-    def __init__(self, funcs: RewardFunc | Sequence[RewardFunc], weights: Sequence[float] | None = None):
-        self.funcs = list(funcs) if isinstance(funcs, Sequence) and not isinstance(funcs, str) else [funcs]
+    def __init__(self, funcs: object, weights: Sequence[float] | None = None):
+        self.funcs: list[Any] = list(funcs) if isinstance(funcs, Sequence) and not isinstance(funcs, str) else [funcs]
         if not self.funcs:
             raise ValueError("reward_funcs is empty; give at least one function")
         for func in self.funcs:
-            if not callable(unwrap(func)):
+            if not callable(func) and not hasattr(func, "score_batch"):
                 raise TypeError(f"reward_funcs has {func!r}, which is no function; give Python functions")
         self.names = number_repeated_names([plain_name(func) for func in self.funcs])  # as metrics and errors use them
         self.weights = check_weights(weights, self.names)

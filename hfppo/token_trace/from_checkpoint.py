@@ -22,7 +22,8 @@ from transformers.trainer import TRAINER_STATE_NAME
 from hfppo.checkpoint import RunDescription, hash_frozen_weights, state_file
 from hfppo.collect.collector import Collector
 from hfppo.config import PPOConfig
-from hfppo.generation import Completions, Sampler, completion_ids, eos_token_ids, make_sampler
+from hfppo.generation import configured_sampling, make_sampler
+from hfppo.generation.sampler import Completions, Sampler, completion_ids, eos_token_ids
 from hfppo.models.loading import load_base_of
 from hfppo.parts import TrainerInputs, load_parts
 from hfppo.saving.folders import list_checkpoints
@@ -101,7 +102,7 @@ def trace_prompt(checkpoint: str | Path, question: Question) -> tuple[Trace, PPO
         if run.structure.get(part, found) != found:  # earlier versions wrote fewer
             logger.warning("%s is not the run's, unless that was quantised; give --base or --ref_model", part)
     model, accelerator = parts.model.to(args.device), Accelerator()
-    sampler: Sampler = make_sampler(model, eos_ids, tokenizer.pad_token_id, args, accelerator, tokenizer)
+    sampler = make_sampler(model, args, accelerator, configured_sampling(args, tokenizer, eos_ids))
     if written is not None:
         sampler = FixedCompletion(written, eos_ids)
     collector = Collector(model, sampler, parts.rewards, tokenizer, accelerator, args)

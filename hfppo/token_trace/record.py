@@ -7,17 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from hfppo.config import PPOConfig
-from hfppo.data.prompts import pad_left
 from hfppo.functional import Clip, clip_fractions
 from hfppo.functional.kl import clamp_log_ratio
 from hfppo.models.actor_critic import ActorCritic
 from hfppo.models.modes import eval_mode
 from hfppo.rollout import Rollout
 from hfppo.support.files import write_atomically
+from hfppo.support.padding import pad_left, pad_right
 from hfppo.token_trace.table import TokenRow, TokenTable
 
 TRACES = "_traces"  # in the output folder; Trainer does not push folders whose name begins with "_"
@@ -107,12 +105,6 @@ def add_update(traces: list[Trace], model: ActorCritic, args: PPOConfig, clip: C
         ]
         updated.append(replace(trace, table=replace(trace.table, rows=rows), updated_step=step))
     return updated
-
-
-def pad_right(rows: list[list[Any]], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return the rows padded with 0 to (B, T), and a (B, T) bool mask that is True on real entries."""
-    padded = pad_sequence([torch.tensor(row, dtype=dtype) for row in rows], batch_first=True)
-    return padded, torch.arange(padded.shape[1]) < torch.tensor([len(row) for row in rows])[:, None]
 
 
 def trace_file(output_dir: str | Path, rollout: int, kind: str = "rollout") -> Path:

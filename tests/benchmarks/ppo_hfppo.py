@@ -25,7 +25,7 @@ from transformers import PreTrainedModel, TrainerCallback
 
 from hfppo import PPOConfig, PPOTrainer
 from hfppo.callbacks import PPOCallback
-from hfppo.generation import TransformersSampler
+from hfppo.generation.generate import TransformersSampler
 from hfppo.models.actor_critic import ActorCritic
 from hfppo.models.critic import Critic
 from hfppo.rewards.model import RewardModel
