@@ -120,10 +120,6 @@ class PPOConfig(TrainingArguments):
     missing_eos_penalty: NotNegative | None = option(
         None, "Subtracted from the score of a truncated completion (TRL)."
     )
-    normalize_scores: bool = option(
-        False, "Shift and scale scores by the mean and deviation of all scores so far (arXiv:2307.04964)."
-    )
-    reward_clip: Positive | None = option(None, "Scores are clipped to ± this, after they are normalized.")
     whiten_rewards: bool = option(False, "Scale token rewards to unit variance, keeping their mean (TRL).")
     mask_truncated_completions: bool = option(
         False, "Leave truncated completions out of the losses (GRPO; arXiv:2503.14476)."

@@ -1,6 +1,7 @@
 """`Rollout`: frozen data with a shape for each field, and its cuts into mini-batches and micro-batches."""
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -152,7 +153,7 @@ def balanced_sizes(lengths: list[int], num_micro_batches: int) -> list[int]:
 class Transcript:
     """The same B completions as text, with the scores of each reward function."""
 
-    prompts: list[object]  # text or conversations
-    completions: list[object]  # text or messages
+    prompts: Sequence[object]  # text or conversations
+    completions: Sequence[object]  # text or messages
     scores: dict[str, list[float]]  # by reward function; NaN where it was left out
     extra: dict[str, list]  # columns that reward functions passed to log_extra

@@ -268,7 +268,7 @@ class PPOTrainer(CrashSafeTrainer):
         """
         check_output_folder(self._sources, self.args)
         self._begin_run()
-        with explain_out_of_memory("the update", self.args):
+        with explain_out_of_memory("update"):
             yield
         best = self.state.best_model_checkpoint if self.args.load_best_model_at_end else None
         if best is not None and Path(best).is_dir() and not self.is_deepspeed_enabled:  # which has loaded its own
@@ -344,10 +344,7 @@ class PPOTrainer(CrashSafeTrainer):
         """Collect a rollout for the next prompts."""
         assert self._train_prompts is not None
         rows = collector.training_rows(self._train_prompts, self.ppo_state.next_rollout)
-        collected = collector.collect(rows, self.ppo_state, self.state, show=self._progress.phase)
-        if collected.moments is not None:
-            self.ppo_state.score_moments = collected.moments
-        return collected
+        return collector.collect(rows, self.ppo_state, self.state, show=self._progress.phase)
 
     def _pretrain_critic(self) -> None:
         """Pretrain the critic if that is asked for and was not done; callbacks see its logs only."""

@@ -343,7 +343,6 @@ REFUSED = {
         r"row 2: environment='b'",
     ),
     "no reward": ({"tools": None, "reward_funcs": None}, ValueError, "reward_funcs is empty"),
-    "remax": ({"tools": [add], "config": {"advantage_estimator": "remax"}}, ValueError, "remax"),
     "a discount by turn without turns": ({"config": {"gamma_turn": 0.9}}, ValueError, "gamma_turn=0.9"),
     "a column that the trainer fills": (
         {"environment_factory": Doors, "dataset": PROMPTS.add_column("environments", list("abcd"))},

@@ -127,7 +127,7 @@ def test_a_kl_term_needs_the_reference(config, kl_coef, kl_loss_coef, needed):
 def test_only_gae_needs_a_critic(config):
     needs = {
         name: config(advantage_estimator=name, num_generations=2).needs_critic
-        for name in ("gae", "grpo", "rloo", "opo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax")
+        for name in ("gae", "grpo", "rloo", "opo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
     }
     assert needs.pop("gae") is True
     assert set(needs.values()) == {False}
@@ -142,7 +142,6 @@ def test_only_gae_needs_a_critic(config):
         ("grpo", False),
         ("rloo", False),
         ("opo", False),
-        ("remax", False),
     ],
 )
 def test_advantages_are_whitened_as_the_estimator_wants_unless_set(config, estimator, habit):

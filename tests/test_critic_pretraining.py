@@ -216,7 +216,7 @@ class Killed(Exception):
 def test_a_run_that_is_killed_in_it_begins_it_again_and_ends_in_the_same_bits(make_trainer, tmp_path, critic):
     def run(name, **kwargs):
         config = {**CONFIG, "output_dir": str(tmp_path / name), "save_strategy": "steps", "save_steps": 1}
-        return make_trainer({**config, "normalize_scores": True}, train_dataset=PROMPTS, critic=critic, **kwargs)
+        return make_trainer(config, train_dataset=PROMPTS, critic=critic, **kwargs)
 
     def kill(args, state, control, logs=None, **kwargs):
         if logs.get("critic_pretraining/epoch") == 2:

@@ -274,7 +274,7 @@ def test_a_token_reward_on_context_is_an_error(make_agent):
         return [[1.0] * len(ids) for ids in completion_ids]
 
     trainer = make_agent([call("add", a=1, b=2), "3"], reward_funcs=everywhere, tools=[add])
-    with pytest.raises(ValueError, match=r"'everywhere', row 0: a reward stands on token 15"):
+    with pytest.raises(ValueError, match=r"'everywhere', row 0: a reward for token 15"):
         collect(trainer, 1)
 
 

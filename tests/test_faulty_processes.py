@@ -32,7 +32,6 @@ def test_what_one_process_leaves_out_both_leave_out(died):
     first, second = (result["skip"] for result in died[1])
     assert first == second
     assert first["ppo_state"]["rollouts"] == 2  # of 4 steps
-    assert first["ppo_state"]["score_moments"]["count"] == 2 * (4 + 4 - 1)
     assert first["failed"] == pytest.approx([1 / 8, 1 / 8])
 
 

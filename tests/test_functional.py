@@ -35,7 +35,6 @@ from hfppo.functional import (
     reduce,
     reinforce_plus_plus,
     reinforce_plus_plus_baseline,
-    remax,
     rloo,
     sapo_loss,
     straight_through_kl,
@@ -380,13 +379,8 @@ def test_reinforce_plus_plus_is_the_discounted_sum_over_real_tokens():
     assert_close(reinforce_plus_plus(GROUP_REWARDS, GROUP_MASK, gamma=0.5), expected)
 
 
-def test_remax_subtracts_the_score_of_the_greedy_completion():
-    expected = double(0.5, -1, 0, 1, -2)[:, None] * GROUP_MASK
-    assert_close(remax(GROUP_REWARDS, GROUP_MASK, double(0.5, 1, 2, 3, 8)), expected)
-
-
 def test_every_estimator_of_the_contract_has_its_name():
-    named = {"gae", "grpo", "rloo", "opo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax"}
+    named = {"gae", "grpo", "rloo", "opo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"}
     assert set(ADVANTAGE_ESTIMATORS) == named
 
 

@@ -157,9 +157,10 @@ def test_equal_prompts_that_are_looked_at_are_a_group(make_trainer, estimator):
 
 
 def test_equal_prompts_with_other_columns_are_no_group(make_trainer):
-    """The reward is the answer; that of the greedy completion is that of its own row."""
+    """In one group their advantages would be −4 and 4."""
     trainer = make_trainer(
-        {"advantage_estimator": "remax", "kl_coef": 0.0}, reward_funcs=lambda answer, **_: [float(x) for x in answer]
+        {"advantage_estimator": "rloo", "num_generations": 2, "kl_coef": 0.0},
+        reward_funcs=lambda answer, **_: [float(x) for x in answer],
     )
     assert not trainer.rollout(["1+1=", "1+1="], answer=["1", "5"]).advantages.any()
 

@@ -35,7 +35,6 @@ VARIANTS = {
     ),
     "shared critic, warmup": ({"critic_warmup": 2}, {"critic": "shared"}),
     "stopped at a KL, bypass": ({"policy_mode": "bypass"}, {"callbacks": lambda: [stops_at_kl(0.02)]}),
-    "normalised and clipped scores": ({"normalize_scores": True, "reward_clip": 1.0}, {}),
     "a stream, read again from its start": ({"max_prompt_length": 10}, {"train_dataset": STREAM}),
     "groups without a critic": ({"advantage_estimator": "grpo", "num_generations": 2}, {}),
 }

@@ -12,10 +12,10 @@ from helpers.runs import count_digits
 from helpers.scripted import answering
 from helpers.tiny import LORA, other_tokenizer, scorer, tiny_model
 from hfppo import TolerantReward
-from hfppo.collect.collector import continue_text
 from hfppo.data.prompts import Prompts
 from hfppo.rewards.load_rewards import load_reward_func, load_reward_funcs
 from hfppo.rewards.model import RewardAdapter, RewardModel, check_conversations, conversation
+from hfppo.rewards.reward_func import continue_text
 
 TEXTS = ["1+2=3", "10+20=", "5", "请问12+7=20？不对，等于19！"]
 

@@ -193,11 +193,6 @@ def check_combinations(args: Any) -> None:
             "Use k2, k3 or k1+, whose gradient is that of k2.",
             stacklevel=5,  # where the configuration is made
         )
-    if args.whiten_rewards and estimator_needs(args.advantage_estimator, "greedy_scores"):
-        raise ValueError(
-            "whiten_rewards=True scales the rewards, and not the score of the greedy completion that "
-            f"advantage_estimator={args.advantage_estimator!r} subtracts; set whiten_rewards=False"
-        )
     for field, needed in READ_FOR.items():
         if (value := getattr(args, field)) not in (None, 0) and not estimator_needs(args.advantage_estimator, needed):
             raise ValueError(

@@ -19,7 +19,7 @@ from hfppo.models.critic import CRITIC_KINDS
 from hfppo.models.loading import positions_of
 from hfppo.rewards.functions import RewardFunctions
 from hfppo.rewards.model import check_conversations
-from hfppo.rewards.reward_func import Private, remove_wrappers, with_private
+from hfppo.rewards.reward_func import RewardWrapper
 from hfppo.rewards.server import RewardServer
 
 logger = logging.getLogger(__name__)
@@ -121,14 +121,16 @@ def check_calls(rewards: RewardFunctions, prompts: dict[str, Prompts], agents: A
             )
         check_conversations(name, func, dataset, some)
         columns = {*RESERVED_COLUMNS, *from_episodes, "completion_ids", *some.rows[0]} - {"prompt", "completion"}
-        called = remove_wrappers(func)
+        called = func.func if isinstance(func, RewardWrapper) else func
         if isinstance(called, RewardServer) and (missing := sorted(set(called.columns) - columns)):
             raise ValueError(
                 f"columns={called.columns} of reward server {name!r}: {dataset} has no column {missing[0]!r}; "
                 "rename one of the dataset's, or leave it out"
             )
+        if hasattr(called, "score_batch"):  # of this package
+            continue
         try:
-            inspect.signature(with_private(called, Private())).bind(**dict.fromkeys(columns))
+            inspect.signature(called).bind(**dict.fromkeys(columns))
         except TypeError as error:
             raise TypeError(
                 f"reward function {name!r} cannot be called for {dataset}: {error}; it gets "

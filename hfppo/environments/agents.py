@@ -15,7 +15,6 @@ from hfppo.data.prompts import EMPTY_PROMPT
 from hfppo.environments.chat_format import ChatFormat, make_chat_format
 from hfppo.environments.environment import Environment, TextEnvironment, Tool, tools_of
 from hfppo.environments.pool import EnvironmentFactory, EnvironmentPool, factory_name, pool_of
-from hfppo.functional import estimator_needs
 
 COLUMN = "environment"  # of the dataset: names each row's environment where there are several
 
@@ -74,11 +73,6 @@ def load_agents(
     if not tools and pool is None:
         check_unused(args)
         return None
-    if estimator_needs(args.advantage_estimator, "greedy_scores"):
-        raise ValueError(
-            f"advantage_estimator={args.advantage_estimator!r} compares with a greedy completion of the same prompt, "
-            "which meets other states after its first turn; choose another one for tools and environments"
-        )
     by_name = named_tools(tools or [])
     examples = {None: None} if pool is None else pool.examples
     schemas: dict[str | None, list[Schema]] = {}

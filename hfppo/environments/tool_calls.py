@@ -8,7 +8,7 @@ from typing import Any
 
 from hfppo.data.chat_template import Message
 from hfppo.environments.environment import Result, Tool, text_of
-from hfppo.support.calls import awaited_within, call_within, in_background, own_random_state, require_main_thread
+from hfppo.support.calls import awaited_within, call_within, own_random_state, require_main_thread, wait_for_all
 
 # Kinds of failures, as `tools/<kind>_frac` counts them.
 UNKNOWN, RAISED, TIMEOUT = "unknown", "raised", "timeout"
@@ -47,9 +47,9 @@ def run_calls(
         with own_random_state(seed + i):
             outcomes.append(run_plain(call, tools.get(call["name"]), timeout))
     pending = [i for i, outcome in enumerate(outcomes) if inspect.isawaitable(outcome)]
-    with in_background([partial(finish, calls[i]["name"], outcomes[i], timeout) for i in pending]) as results:
-        for i, outcome in zip(pending, results(), strict=True):
-            outcomes[i] = outcome
+    finished = wait_for_all([partial(finish, calls[i]["name"], outcomes[i], timeout) for i in pending])
+    for i, outcome in zip(pending, finished, strict=True):
+        outcomes[i] = outcome
     return [answer_to(call["name"], tools, outcome) for call, outcome in zip(calls, outcomes, strict=True)]
 
 

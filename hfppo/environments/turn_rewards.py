@@ -2,12 +2,11 @@
 
 import inspect
 from collections.abc import Awaitable, Sequence
-from typing import Any
 
 from hfppo.environments.agents import Agents
 from hfppo.environments.environment import finite_reward
 from hfppo.environments.episodes import Episode
-from hfppo.rewards.reward_func import Private, RewardFunc
+from hfppo.rewards.reward_func import Log, RewardBatch
 from hfppo.support.calls import awaited
 
 Scores = list[list[float] | None]  # for each episode a reward for each token; None: it has no score
@@ -28,13 +27,9 @@ class EpisodeReward:
         self.environment_class, self.is_only = environment_class, is_only
         self.__name__ = "tools" if environment_class is None else environment_class.__name__
 
-    def __call__(self, /, **columns: Any) -> Scores | Awaitable[Scores]:
-        """Score no episodes; the trainer calls `call_privately`."""
-        return self.call_privately(Private(), **columns)
-
-    def call_privately(self, private: Private, /, **columns: Any) -> Scores | Awaitable[Scores]:
+    def score_batch(self, batch: RewardBatch, log: Log) -> Scores | Awaitable[Scores]:
         """Score the episodes; returns an awaitable if a `get_reward` is asynchronous."""
-        episodes = private.episodes
+        episodes = batch.episodes
         finals = [self.final_reward(episode) for episode in episodes]
         if any(map(inspect.isawaitable, finals)):
             return self.scores_later(episodes, finals)
@@ -66,7 +61,7 @@ class EpisodeReward:
         return episode.token_rewards(0.0 if final is None else finite_reward(source, final))
 
 
-def episode_rewards(agents: Agents | None, given: Sequence[RewardFunc]) -> list[RewardFunc]:
+def episode_rewards(agents: Agents | None, given: Sequence[object]) -> list[EpisodeReward]:
     """Return the functions of the rewards that tools and environments give, one for each class.
 
     Args:

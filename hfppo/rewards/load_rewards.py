@@ -15,7 +15,7 @@ from hfppo.rewards.tolerant import TolerantReward
 
 
 def load_reward_funcs(
-    funcs: Any,
+    funcs: object,
     tokenizers: PreTrainedTokenizerBase | Sequence[PreTrainedTokenizerBase | None] | None,
     base_name: str,
     device: torch.device,
@@ -42,7 +42,7 @@ def load_reward_funcs(
 
 
 def load_reward_func(
-    func: Any, tokenizer: PreTrainedTokenizerBase | None, base_name: str, device: torch.device
+    func: object, tokenizer: PreTrainedTokenizerBase | None, base_name: str, device: torch.device
 ) -> Any:
     """Load one entry of `reward_funcs`; return a function as it is, and check that a server answers."""
     if isinstance(func, TolerantReward):
@@ -51,13 +51,13 @@ def load_reward_func(
         kind = type(func.get_base_model() if isinstance(func, PeftModel) else func).__name__
         if not kind.endswith("ForSequenceClassification"):
             raise TypeError(
-                f"reward_funcs holds {kind}, which gives no scores; give a function, or one made by "
+                f"reward_funcs has {kind}, which gives no scores; give a function, or one made by "
                 "AutoModelForSequenceClassification"
             )
         if tokenizer is None and not func.config.name_or_path:
             raise ValueError(
-                f"reward_funcs holds {kind} without a name to load its tokenizer by; give that "
-                "tokenizer in reward_processing_classes"
+                f"reward_funcs has {kind} without a name to load its tokenizer by; give the tokenizer in "
+                "reward_processing_classes"
             )
         tokenizer = tokenizer or AutoTokenizer.from_pretrained(func.config.name_or_path)
         return RewardModel(func, tokenizer, device=device if func.device.type == "cpu" else None)
@@ -78,7 +78,7 @@ def load_reward_func(
 
 
 def load_classifier(name: str, device: torch.device) -> PreTrainedModel:
-    """Load a sequence-classification model; raise if the files have no head, since its scores would be noise."""
+    """Load a sequence-classification model; raise if it has no trained head: its scores would be noise."""
     with name_in_errors("reward_funcs", name):
         model, info = AutoModelForSequenceClassification.from_pretrained(
             name, output_loading_info=True, device_map=str(device)

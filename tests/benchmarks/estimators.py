@@ -60,7 +60,6 @@ METHODS = {
     **{estimator: Method(estimator, GROUPS) for estimator in ("rloo", "grpo", "opo")},
     "grpo_no_division": Method("grpo", GROUPS | {"scale_rewards": "none"}),
     "grpo_no_eos_penalty": Method("grpo", GROUPS | NO_EOS_PENALTY),
-    "remax": Method("remax"),  # not for games
     "gae_shared": Method("gae", critic="shared"),
     "gae_shared_no_eos_penalty": Method("gae", NO_EOS_PENALTY, critic="shared"),
     "gae_shared_entropy": Method("gae", {"entropy_coef": 0.03}, critic="shared"),

@@ -47,7 +47,7 @@ CONFIG = {
 }
 STEPS = 10  # two rollouts and a half
 VARIANTS = {
-    "adapter": ({"normalize_scores": True}, "adapter"),
+    "adapter": ({}, "adapter"),
     "shared": ({"critic_warmup": 1, "save_total_limit": 2}, "shared"),
     "groups": (
         {"advantage_estimator": "grpo", "num_generations": 2, "save_steps": 2},

@@ -33,7 +33,6 @@ CONFIG = {
     "save_strategy": "steps",
     "save_steps": 1,
     "max_steps": 5,
-    "normalize_scores": True,
     "eval_strategy": "steps",
     "eval_steps": 2,
     "max_tokens_per_micro_batch": 14,
@@ -45,7 +44,7 @@ VARIANTS = [
         "policy_mode": "corrected",
         "mask_truncated_completions": True,
     },
-    {"advantage_estimator": "remax", "kl_loss_coef": 0.1, "missing_eos_penalty": 1.0},
+    {"advantage_estimator": "reinforce_plus_plus", "kl_loss_coef": 0.1, "missing_eos_penalty": 1.0},
     {
         "policy_mode": "bypass",
         "bootstrap_truncated": True,
@@ -123,7 +122,7 @@ for trainer in variants:
     trainer.train()
 critic_first = make("critic-first", max_steps=3, critic_pretraining_completions=24, num_critic_epochs=3)
 critic_first.train()
-probe = make("probe", max_steps=1, learning_rate=0.0, normalize_scores=False)
+probe = make("probe", max_steps=1, learning_rate=0.0)
 probe.add_callback(TokenTraceCallback(trainer=probe, prompts=["1+1=", "请问2+3="]))
 probe.train()
 result = {
