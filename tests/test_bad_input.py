@@ -27,7 +27,6 @@ from transformers import (
 from helpers.runs import PROMPTS, SMALL, count_digits
 from helpers.tiny import LORA, lora, tiny_model
 from hfppo import AdaptiveKLCallback, PPOConfig, PPOTrainer
-from hfppo.checks.config import check_config
 from hfppo.generation.generate import TransformersSampler
 from hfppo.saving.manifest import seal
 
@@ -138,13 +137,6 @@ def remove_a_process(folder: Path) -> None:
     seal(folder)  # so that the file is not missed as damage
 
 
-def one_of_two_processes(bench: Bench) -> None:
-    """Two processes that Trainer has not joined."""
-    args = bench.make_trainer().args
-    bench.monkeypatch.setenv("WORLD_SIZE", "2")
-    check_config(args)
-
-
 def flags(*words: str) -> Case:
     return lambda bench: HfArgumentParser(PPOConfig).parse_args_into_dataclasses(
         ["--output_dir", str(bench.folder), *words]
@@ -168,7 +160,6 @@ CASES: dict[str, tuple[Case, str, str]] = {
     "a metric that is none": (trained(metric_for_best_model="eval_loss"), "metric_for_best_model", "unscorable_frac"),
     "an optimizer with two sets of weights": (trained(optim="schedule_free_adamw"), "optim=", "adamw_torch"),
     "an evaluation that casts the base": (trained(bf16_full_eval=True), "bf16_full_eval", "model_init_kwargs"),
-    "one of two processes": (one_of_two_processes, "output_dir", "use_cpu"),
     # Prompts
     "no prompt column": (data("1+1=", column="question"), "train_dataset", "rename_column"),
     "a column that the trainer passes itself": (

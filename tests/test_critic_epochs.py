@@ -5,6 +5,7 @@ import torch
 from transformers import TrainerCallback
 
 from helpers.runs import final_state, logged, untimed_logs
+from hfppo.models.actor_critic import EVERYTHING
 
 CONFIG = {"num_mini_batches": 1, "max_steps": 6, "weight_decay": 0.1, "per_device_train_batch_size": 8}
 OWNERS = {"actor": "actor_parameters", "critic": "critic_parameters"}
@@ -37,10 +38,10 @@ def train(make_trainer, config, critic="adapter", **kwargs):
     trainer = make_trainer({**CONFIG, **config}, critic=critic, callbacks=[moves], **kwargs)
     forward = trainer.model.forward
 
-    def watched(*args, policy=True, values=True, **inputs):
+    def watched(input_ids=None, attention_mask=None, completion_mask=None, want=EVERYTHING, **inputs):
         if torch.is_grad_enabled():
-            moves.passes.append((policy, values))
-        return forward(*args, policy=policy, values=values, **inputs)
+            moves.passes.append((want.policy, want.values))
+        return forward(input_ids, attention_mask, completion_mask, want, **inputs)
 
     trainer.model.forward = watched
     trainer.train()

@@ -7,6 +7,7 @@ from datasets import Dataset
 from helpers.runs import final_state, untimed_logs
 from hfppo import PPOCallback, Rollout
 from hfppo.learn.critic_pretraining import CriticPretraining
+from hfppo.models.actor_critic import Want
 from hfppo.models.critic import CRITIC_FOLDER
 
 # Rollouts of 8, so 4 of them: 3 to train on, and a step of a mini-batch of 8 for each in an epoch.
@@ -140,7 +141,9 @@ def test_r_squared_and_the_loss_are_those_of_the_formulas(make_trainer, monkeypa
     fits, measure = [], CriticPretraining.r_squared
 
     def keep(self, held_out):
-        fits.append((held_out, [self.run.model(**inputs_of(x), policy=False).values.detach() for x in held_out]))
+        fits.append(
+            (held_out, [self.run.model(**inputs_of(x), want=Want(policy=False)).values.detach() for x in held_out])
+        )
         return measure(self, held_out)
 
     monkeypatch.setattr(CriticPretraining, "r_squared", keep)
@@ -286,5 +289,5 @@ def test_an_optimizer_that_diverges_is_an_error(make_trainer):
 
 
 def test_without_a_critic_it_is_refused(make_trainer):
-    with pytest.raises(ValueError, match="critic_pretraining_completions=26 has no critic"):
+    with pytest.raises(ValueError, match="critic_pretraining_completions=26 has no effect with"):
         make_trainer({**CONFIG, "advantage_estimator": "reinforce_plus_plus"})

@@ -88,7 +88,9 @@ RUNS = {
         {"clip-fraction": "lower learning_rate (now 1.0)"},
         {"learning_rate": 1.0, "max_steps": 16},
     ),
-    "dropout": Case({"sampler-mismatch": "mismatch/mean is 1."}, spoil=noisy),
+    "dropout": Case(
+        {"first-ratio": "noise in the model, such as dropout", "sampler-mismatch": "mismatch/mean is 1."}, spoil=noisy
+    ),
     "a sampler that keeps the first adapter": Case(
         {"sampler-mismatch": "an old adapter"}, ONE_STEP | {"max_steps": 6}, spoil=stale
     ),

@@ -11,7 +11,7 @@ from hfppo.data.prompts import Prompts, prepare_prompts
 
 def prompts_of(dataset: IterableDataset | list[str], tokenizer, longest: int = 6) -> PromptStream:
     def prepare(rows: Dataset, name: str) -> Prompts:
-        return prepare_prompts(rows, tokenizer, name=name).limited(longest, "drop", name, may_be_empty=True)
+        return prepare_prompts(rows, tokenizer, name=name).limited(longest, name, may_be_empty=True)
 
     if isinstance(dataset, list):
         dataset = Dataset.from_dict({"prompt": dataset}).to_iterable_dataset()
