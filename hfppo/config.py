@@ -2,6 +2,7 @@
 
 import logging
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, Self, cast
 
@@ -229,7 +230,7 @@ class PPOConfig(TrainingArguments):
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         # Python's own error names only the first unknown field. A dataclass that inherits from this one has its own
         # `__init__`, and this method.
-        check_names(cls, kwargs)
+        cls.check_names(kwargs)
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
@@ -253,6 +254,17 @@ class PPOConfig(TrainingArguments):
     def __getstate__(self) -> dict[str, Any]:
         # Trainer pickles the configuration, with the token, into `training_args.bin`, and pushes that file.
         return vars(self) | {"hub_token": None}
+
+    @classmethod
+    def check_names(cls, names: Iterable[str], others: Iterable[str] = ()) -> None:
+        """Check that fields exist, for scripts that read them from a file or from flags.
+
+        Args:
+            others: names that exist elsewhere, such as other arguments of the script.
+        Raises:
+            TypeError: names all that do not exist, each with its name here, or a similar one.
+        """
+        check_names(cls, names, others)
 
     @property
     def rollout_size_per_process(self) -> int:

@@ -29,8 +29,9 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from hfppo.callbacks import PPOControl, TrainerHooks, call_event
 from hfppo.checkpoint import PPOCheckpoint, Standing, describe_run, saved_run
-from hfppo.checks.data import check_arguments, check_output_folder
+from hfppo.checks.data import check_arguments, check_output_folder, check_types
 from hfppo.checks.engine import check_engine, wait_at_exit
+from hfppo.checks.names import checks_keywords
 from hfppo.collect.collector import Collected, Collector
 from hfppo.collect.evaluation import EvalPrompts, check_best_metric, evaluate_prompts
 from hfppo.collect.forward import autocast
@@ -134,6 +135,7 @@ class PPOTrainer(CrashSafeTrainer):
     loss_is_scaled_for_ga = True  # `compute_loss` divides by the counts of the whole mini-batch
     pushed_folders = (CRITIC_FOLDER,)
 
+    @checks_keywords(PPOConfig)
     def __init__(
         self,
         model: str | PreTrainedModel | PeftModel,
@@ -155,7 +157,15 @@ class PPOTrainer(CrashSafeTrainer):
         quantization_config: QuantizationConfigMixin | dict[str, Any] | None = None,
     ):
         args = PPOConfig() if args is None else args
-        check_arguments(model, ref_model, critic, args, callbacks, quantization_config)
+        check_arguments(model, ref_model, critic, args, quantization_config)
+        check_types(
+            peft_config=peft_config,
+            callbacks=callbacks,
+            compute_metrics=compute_metrics,
+            reward_processing_classes=reward_processing_classes,
+            tools=tools,
+            quantization_config=quantization_config,
+        )
         names = names_of_parameters(model)
         train_dataset = default_dataset(environment_factory, args) if train_dataset is None else train_dataset
         set_seed(args.seed)  # the adapter is initialized here, before Trainer sets the seed

@@ -3,9 +3,12 @@
 import json
 import logging
 import math
+import re
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, fields
+from enum import Enum
+from os import PathLike
 from types import NoneType
 from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
 
@@ -68,6 +71,7 @@ TYPES: dict[object, tuple[Callable[[Any], bool], str]] = {
     bool: (lambda x: isinstance(x, bool), "must be True or False"),
     int: (lambda x: isinstance(x, int) and not isinstance(x, bool), "must be a whole number"),
     float: (is_number, "must be a finite number"),
+    str: (lambda x: isinstance(x, str | PathLike), "must be text"),
     list[float]: (lambda x: isinstance(x, list | tuple) and all(map(is_number, x)), "must be a list of numbers"),
     dict[str, Any] | str: (lambda x: isinstance(read_json(x), dict), "must be a dictionary, or JSON of one"),
 }
@@ -117,8 +121,8 @@ def check_fields(args: TrainingArguments) -> None:
         if value is None and (f.default is None or NoneType in get_args(kind)):
             continue
         check_type(f.name, value, kind)
-        choices = get_args(kind) if get_origin(kind) is Literal else f.metadata.get("choices")
-        if choices is not None and value not in choices:
+        choices = choices_of(kind) or f.metadata.get("choices")
+        if choices and value not in choices:
             raise ValueError(f"{f.name}={value!r} is unknown; choose from {', '.join(choices)}")
         for requirement in requirements(f.name, hints[f.name]):
             if not requirement.is_met(value):
@@ -129,9 +133,17 @@ def check_type(name: str, value: object, kind: object) -> None:
     """Raise ValueError if a value is not of a field's type."""
     for wanted, (is_met, demand) in TYPES.items():
         if kind in (wanted, wanted | None) and not is_met(value):  # type: ignore[operator]
-            text_in_yaml = wanted is float and isinstance(value, str)
-            hint = "; YAML wants 1.0e-5, and takes 1e-5 for text" if text_in_yaml else ""
+            is_number_in_text = wanted is float and re.fullmatch(r"[\d.+-]+e[+-]?\d+", str(value), re.IGNORECASE)
+            hint = "; YAML wants 1.0e-5, and takes 1e-5 for text" if is_number_in_text else ""
             raise ValueError(f"{name}={value!r} {demand}{hint}")
+
+
+def choices_of(kind: object) -> tuple[str, ...]:
+    """Return the values of a Literal, or of an Enum alone or in a Union; others have none."""
+    if get_origin(kind) is Literal:
+        return get_args(kind)
+    enums = [part for part in (kind, *get_args(kind)) if isinstance(part, type) and issubclass(part, Enum)]
+    return tuple(member.value for enum in enums for member in enum)
 
 
 def requirements(name: str, hint: object) -> list[Requirement]:

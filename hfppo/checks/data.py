@@ -2,15 +2,17 @@
 
 import inspect
 import logging
+from collections.abc import Callable, Iterable
 from itertools import product
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
-from peft import PeftModel
+from peft import PeftConfig, PeftModel
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from hfppo.config import PPOConfig
 from hfppo.data.prompts import RESERVED_COLUMNS, Prompts
@@ -38,9 +40,45 @@ def check_tokenizer(tokenizer: object) -> None:
         )
 
 
-def check_arguments(
-    model: object, ref_model: object, critic: object, args: object, callbacks: object, quantization: object
-) -> None:
+# What arguments of PPOTrainer must be, unless they are None, and what to give instead of something else.
+ARGUMENTS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "peft_config": (
+        lambda x: isinstance(x, PeftConfig),
+        "give a configuration of PEFT, such as LoraConfig(r=8, target_modules='all-linear')",
+    ),
+    "callbacks": (
+        lambda x: isinstance(x, list) and all(is_or_makes(each, TrainerCallback) for each in x),
+        "give a list of callbacks",
+    ),
+    "compute_metrics": (callable, "give a function from an EvalPrediction to a dictionary of metrics"),
+    "reward_processing_classes": (
+        lambda x: all(
+            isinstance(each, PreTrainedTokenizerBase | None) for each in (x if isinstance(x, list | tuple) else [x])
+        ),
+        "give a tokenizer, or a list with a tokenizer or None for each reward function",
+    ),
+    "tools": (lambda x: isinstance(x, Iterable) and not isinstance(x, str), "give a list of functions"),
+    "quantization_config": (
+        lambda x: isinstance(x, dict | QuantizationConfigMixin),
+        "give a configuration of transformers, such as BitsAndBytesConfig(load_in_4bit=True)",
+    ),
+}
+
+
+def check_types(**given: object) -> None:
+    """Raise TypeError for an argument of `ARGUMENTS` that is of another type; names its value and the right type."""
+    for name, value in given.items():
+        is_right, advice = ARGUMENTS[name]
+        if value is not None and not is_right(value):
+            raise TypeError(f"{name}={value!r} cannot be used; {advice}")
+
+
+def is_or_makes(x: object, kind: type) -> bool:
+    """Return whether x is an instance of a class, or a class of such instances."""
+    return isinstance(x, kind) or (isinstance(x, type) and issubclass(x, kind))
+
+
+def check_arguments(model: object, ref_model: object, critic: object, args: object, quantization: object) -> None:
     """Raise for a wrong type, or the model as its own reference; warn of `model_init_kwargs` that nothing uses.
 
     Raises:
@@ -55,8 +93,6 @@ def check_arguments(
             "ref_model is the model that is trained; leave it out: the reference is that model with its adapter "
             "disabled, or a copy of the adapter that it comes with"
         )
-    if not isinstance(callbacks, list | None):
-        raise TypeError(f"callbacks is of type {type(callbacks).__name__}; give a list")
     by_name = any(isinstance(x, str) and x not in CRITIC_KINDS for x in (model, ref_model, critic))
     for name, value in {"model_init_kwargs": args.model_init_kwargs, "quantization_config": quantization}.items():
         if value and not by_name:

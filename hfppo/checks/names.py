@@ -1,8 +1,11 @@
-"""The names of fields that other trainers have, and errors for unknown ones."""
+"""The names that other trainers have for fields and arguments, and errors for unknown ones."""
 
-from collections.abc import Iterable
+import inspect
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from difflib import get_close_matches
+from functools import wraps
+from typing import ParamSpec
 
 from hfppo.checks.config import UNREAD_FIELDS, UNUSABLE_FIELDS
 
@@ -55,14 +58,78 @@ TRL_REASONS = {
 }
 
 
-def check_names(cls: type, names: Iterable[str]) -> None:
-    """Raise TypeError if fields do not exist; it names them all, each with its name here or a similar one."""
-    known = [f.name for f in fields(cls)]
-    unknown = [f"{name!r}{explain_name(name, known)}" for name in names if name not in known]
+# Arguments of TRL's trainers and of Trainer that PPOTrainer lacks.
+ARGUMENTS = {
+    "reward_model": "here reward_funcs, which takes reward models as well as functions",
+    "reward_fn": "here reward_funcs",
+    "value_model": "here critic",
+    "tokenizer": "here processing_class",
+    "config": "here args",
+    "dataset": "here train_dataset",
+    "policy": "here model",
+    "ref_policy": "here ref_model",
+    "rollout_func": "here environment_factory, or a subclass with its own create_sampler",
+    "data_collator": "the rollouts are the batches",
+    "model_init": "give the model",
+    "compute_loss_func": "a subclass may add to the loss, see docs/extending.md",
+    "optimizer_cls_and_kwargs": "here optim and optim_args of PPOConfig, or optimizers",
+    "preprocess_logits_for_metrics": "compute_metrics gets completions, and no logits are kept",
+}
+
+Parameters = ParamSpec("Parameters")
+
+
+def check_names(cls: type, names: Iterable[str], others: Iterable[str] = ()) -> None:
+    """Raise TypeError if fields do not exist; it names them all, each with its name here or a similar one.
+
+    Args:
+        others: names that exist elsewhere.
+    """
+    known = [*(f.name for f in fields(cls)), *others]
+    unknown = {name: explain_name(name, known) for name in names if name not in known}
+    refuse(f"{cls.__name__} has no field", unknown, "lists the fields, docs/migrating.md those of TRL")
+
+
+def checks_keywords(config: type) -> Callable[[Callable[Parameters, None]], Callable[Parameters, None]]:
+    """Return a decorator after which an `__init__` explains unknown keywords, all of them at once.
+
+    Args:
+        config: the dataclass of the argument `args`, whose fields are often given as arguments.
+    """
+
+    def decorate(init: Callable[Parameters, None]) -> Callable[Parameters, None]:
+        known = list(inspect.signature(init).parameters)
+
+        @wraps(init)
+        def checked(*args: Parameters.args, **kwargs: Parameters.kwargs) -> None:
+            unknown = {name: explain_keyword(name, known, config) for name in kwargs if name not in known}
+            owner = init.__qualname__.partition(".")[0]
+            refuse(f"{owner} has no argument", unknown, "lists the fields of its args")
+            init(*args, **kwargs)
+
+        return checked
+
+    return decorate
+
+
+def refuse(subject: str, unknown: Mapping[str, str], lists: str) -> None:
+    """Raise TypeError if there are unknown names, each with the end of its line."""
     if unknown:
         gap = "\n  " if len(unknown) > 1 else " "
-        lines = ["has no field", *unknown, "(docs/configuration.md lists the fields, docs/migrating.md those of TRL)"]
-        raise TypeError(f"{cls.__name__} {gap.join(lines)}")
+        lines = [subject, *(f"{name!r}{end}" for name, end in unknown.items()), f"(docs/configuration.md {lists})"]
+        raise TypeError(gap.join(lines))
+
+
+def explain_keyword(name: str, known: list[str], config: type) -> str:
+    """Return what an argument is called here, or why it is missing, as the end of a line."""
+    names = [f.name for f in fields(config)]
+    if (meaning := ARGUMENTS.get(name)) is not None:
+        return f": {meaning}"
+    if name in names:
+        return f": a field, args={config.__name__}({name}=...)"
+    if name in TRL_NAMES:
+        return f": a field, {explain_name(name, names).removeprefix(': ')}"
+    return explain_name(name, known)
 
 
 def explain_name(name: str, known: list[str]) -> str:

@@ -30,8 +30,15 @@ def take_over(optimizers: Optimizers, names: dict[int, str], model: ActorCritic,
         names: as `names_of_parameters` returned them before the model was unloaded.
         critic_lr: None: the first group's.
     Raises:
+        TypeError: `optimizers` is not an optimizer and a scheduler.
         ValueError: the optimizer holds other weights, or the scheduler cannot be used.
     """
+    is_pair = isinstance(optimizers, tuple | list) and len(optimizers) == 2
+    if not is_pair or not isinstance(optimizers[0], Optimizer | None):
+        raise TypeError(
+            f"optimizers={optimizers!r} cannot be used; give an optimizer and its scheduler or None, or leave it out "
+            "and set optim, learning_rate and lr_scheduler_type"
+        )
     optimizer, scheduler = optimizers
     if scheduler is not None and (optimizer is None or scheduler.optimizer is not optimizer):
         raise ValueError(
