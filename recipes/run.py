@@ -1,13 +1,21 @@
 """The arguments that recipes share, and their parser."""
 
+import inspect
 import os
+import re
+from argparse import SUPPRESS, Action, ArgumentDefaultsHelpFormatter, ArgumentTypeError
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from typing import Any
+from functools import cache
+from typing import Any, NoReturn
 
 from peft import PeftConfig
 from transformers import TrainingArguments
 from transformers.utils import find_adapter_config_file
 from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
+from yaml import YAMLError
+
+from hfppo import PPOConfig
 
 
 @dataclass
@@ -19,37 +27,159 @@ class ActorArguments(ModelConfig):
     lora_target_modules: list[str] = field(default_factory=lambda: ["all-linear"], metadata={"help": "LoRA layers."})
 
 
-class RecipeParser(TrlParser):
-    """TRL's parser; flags need their whole name, and `--resume_from_checkpoint true` means the last checkpoint.
+class HelpFormatter(ArgumentDefaultsHelpFormatter):
+    """A flag on a line of its own, its help below."""
 
-    `--help` ends with the sizes that the defaults make, those of `--config` included.
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=6)
+
+    def _format_action_invocation(self, action: Action) -> str:
+        # A hook of argparse, whose own lines have each spelling, and the name once more after each.
+        return f"{action.option_strings[0]} {action.metavar or ''}".rstrip()
+
+
+class ShowHelp(Action):
+    """Print the help of this package's arguments, of those whose names contain a word, or of all."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        names = [action.dest for action in parser._actions]
+        wanted = [name for name in names if values and values in name]
+        if values and not wanted:
+            parser.error(f"no argument has {values!r} in its name")
+        parser.shown = names if option_string == "--help-all" else wanted
+        parser.print_help()
+        parser.exit()
+
+
+class RecipeParser(TrlParser):
+    """TRL's parser, with the errors of PPOConfig and a help that begins with this package's arguments.
+
+    Flags need their whole name, and `--resume_from_checkpoint true` means the last checkpoint. An error ends the
+    script with its reason and no traceback. The help shows the values of `--config` and the sizes that they make.
     """
 
     def __init__(self, dataclass_types: Any, **kwargs: Any) -> None:
-        super().__init__(dataclass_types, allow_abbrev=False, **kwargs)
+        super().__init__(dataclass_types, allow_abbrev=False, add_help=False, formatter_class=HelpFormatter, **kwargs)
+        self.in_file: list[str] = []  # the names that the YAML file sets
+        self.shown: list[str] = []  # the names that the help shows; if empty, our own and those of the file
+        of_config = {f.name for cls in self.dataclass_types if issubclass(cls, PPOConfig) for f in fields(cls)}
+        for action in self._actions:
+            if action.dest in of_config and action.type is not None:  # PPOConfig says what is wrong with a value
+                if action.choices is not None:
+                    action.metavar, action.choices = f"{{{','.join(map(str, action.choices))}}}", None
+                action.type = text_if_unfit(action.type)
+        hidden = {"action": ShowHelp, "dest": SUPPRESS, "default": SUPPRESS}  # not in the parsed arguments
+        self.add_argument("-h", "--help", nargs="?", const="", **hidden)
+        self.add_argument("--help-all", nargs=0, **hidden)
 
     def parse_args_and_config(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """Return an instance of each dataclass; `resume_from_checkpoint` is a path, True or None."""
-        parsed = super().parse_args_and_config(*args, **kwargs)
+        try:
+            parsed = super().parse_args_and_config(*args, **kwargs)
+        except IndexError:
+            self.error("--config needs the path of a YAML file")
+        except (OSError, TypeError, ValueError, YAMLError) as error:
+            self.error(str(error))
         for arguments in parsed:
             if isinstance(arguments, TrainingArguments):  # a flag gives text, a YAML file a bool
                 value = arguments.resume_from_checkpoint
                 arguments.resume_from_checkpoint = {"true": True, "false": None}.get(str(value).lower(), value)
         return parsed
 
+    def set_defaults_with_config(self, **kwargs: Any) -> list[str]:
+        """Take the defaults from a YAML file; `parse_known_args` refuses its unknown names."""
+        self.in_file = list(kwargs)
+        return super().set_defaults_with_config(**kwargs)
+
+    def parse_known_args(self, *args: Any, **kwargs: Any) -> tuple[Any, list[str]]:
+        """Parse the flags.
+
+        Raises:
+            TypeError, ValueError: names all unknown arguments of the YAML file and the command line.
+        """
+        namespace, rest = super().parse_known_args(*args, **kwargs)
+        known = [action.dest for action in self._actions]
+        flags = [word.partition("=")[0].strip("-").replace("-", "_") for word in rest if word.startswith("--")]
+        unknown = [name for name in self.in_file if name not in known] + flags
+        for cls in self.dataclass_types:
+            if issubclass(cls, PPOConfig):
+                cls.check_names(unknown, known)
+        if unknown or rest:
+            raise ValueError(f"there is no argument for {', '.join(unknown or rest)}")
+        return namespace, rest
+
+    def error(self, message: str) -> NoReturn:
+        """End the script with a reason; argparse would print all flags before it."""
+        self.exit(2, f"{self.prog}: error: {message}\n(--help lists the arguments, --help WORD some of them)\n")
+
     def format_help(self) -> str:
-        """Return the help, with sizes in completions for the number of processes that were launched."""
+        """Return the help: in the sections of config.py, and with sizes for the number of processes."""
+        sections: dict[str, list[Action]] = {}
+        for cls in self.dataclass_types:
+            for action in self._actions:
+                if action.dest in cls.__dataclass_fields__ and action.option_strings[0] == f"--{action.dest}":
+                    title, is_own = section_of(cls, action.dest)
+                    is_default = not self.shown and (is_own or action.dest in self.in_file)
+                    if is_default or action.dest in self.shown:
+                        sections.setdefault(title, []).append(action)
+        formatter = self._get_formatter()
+        formatter.add_text(f"usage: {self.prog} [--config FILE.yaml] [--NAME VALUE ...]")
+        for title, actions in sections.items():
+            formatter.start_section(title)
+            formatter.add_arguments(actions)
+            formatter.end_section()
+        formatter.add_text(self.describe_sizes())
+        formatter.add_text(
+            "--help-all shows the arguments of transformers and TRL as well, --help WORD those with WORD in their name"
+        )
+        return formatter.format_help()
+
+    def describe_sizes(self) -> str:
+        """Return the sizes of rollouts that the defaults make; empty without the arguments of PPO."""
         names = ("per_device_train_batch_size", "gradient_accumulation_steps", "num_mini_batches", "num_ppo_epochs")
         batch, accumulation, mini_batches, epochs = (self.get_default(name) for name in names)
-        if epochs is not None:  # the arguments of PPO, not of sft.py or reward_model.py
-            processes = int(os.environ.get("WORLD_SIZE", "1"))
-            completions = batch * accumulation * mini_batches
-            steps = max(epochs, self.get_default("num_critic_epochs") or 0) * mini_batches
-            self.epilog = (
-                f"sizes with these defaults and {processes} process(es): rollouts of {completions * processes} "
-                f"completions ({completions} per process), {steps} optimizer steps each"
-            )
-        return super().format_help()
+        if epochs is None:
+            return ""
+        processes = int(os.environ.get("WORLD_SIZE", "1"))
+        completions = batch * accumulation * mini_batches
+        steps = max(epochs, self.get_default("num_critic_epochs") or 0) * mini_batches
+        return (
+            f"sizes with these defaults and {processes} process(es): rollouts of {completions * processes} "
+            f"completions ({completions} per process), {steps} optimizer steps each"
+        )
+
+
+def text_if_unfit(convert: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Return the same conversion, which leaves a text that does not fit as it is."""
+
+    def read(text: str) -> Any:
+        try:
+            return convert(text)
+        except (ArgumentTypeError, TypeError, ValueError):
+            return text
+
+    return read
+
+
+def section_of(cls: type, name: str) -> tuple[str, bool]:
+    """Return the title of a field's section in the help, and whether this package or the recipe declares the field."""
+    owner = next(base for base in cls.__mro__ if name in vars(base).get("__annotations__", {}))
+    package = owner.__module__.partition(".")[0]
+    if owner is PPOConfig:
+        return sections_of_config()[name], True
+    if package in ("transformers", "trl"):
+        return f"{owner.__name__} of {package}", False
+    return inspect.getdoc(owner).partition("\n")[0].rstrip("."), True
+
+
+@cache
+def sections_of_config() -> dict[str, str]:
+    """Return the title of each field of PPOConfig: the comment above its group in the source."""
+    found, title = {}, ""
+    for comment, name in re.findall(r"^    (?:# (.*)\.|(\w+): .*)$", inspect.getsource(PPOConfig), re.MULTILINE):
+        title = comment.removeprefix("Changes the result: ") or title
+        found[name] = f"PPOConfig, {title[:1].lower()}{title[1:]}"
+    return found
 
 
 def init_kwargs(args: TrainingArguments, model_args: ModelConfig) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import copy
 import logging
 import os
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -13,7 +14,7 @@ import pytest
 import torch
 from build_arithmetic_base import character_tokenizer
 from datasets import Dataset
-from peft import PeftModel, PromptTuningConfig, get_peft_model
+from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
@@ -368,6 +369,49 @@ def test_every_field_of_a_type_refuses_what_is_of_another(tmp_path, kinds, value
     for name in names:
         with pytest.raises(ValueError, match=f"^{name}={value!r} must be "):
             PPOConfig(output_dir=str(tmp_path), **{name: value})
+
+
+WRONG: dict[str, list[Any]] = {
+    "peft_config": [{"r": 8}, "lora", True, LoraConfig],
+    "callbacks": [AdaptiveKLCallback(), ["x"]],
+    "compute_metrics": ["accuracy", {}],
+    "reward_processing_classes": ["x", ["x"]],
+    "tools": [len, "x"],
+    "optimizers": [None, "adamw", (None,), (torch.optim.AdamW, None)],
+    "quantization_config": ["4bit", True],
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in WRONG.items() for value in values])
+def test_an_argument_of_another_type_is_refused_with_the_right_one(make_trainer, name, value):
+    with pytest.raises(TypeError, match=rf"^{name}={re.escape(repr(value))} cannot be used; give a"):
+        make_trainer(**{name: value})
+
+
+def test_all_unknown_arguments_are_named_at_once_each_with_its_word_here(make_trainer):
+    unknown = dict.fromkeys(("reward_model", "tokenizer", "data_collator", "gamma", "beta", "ref_modell", "foo"))
+    with pytest.raises(TypeError) as refused:
+        make_trainer(**unknown)
+    first, *lines, last = str(refused.value).splitlines()
+    assert (first, last) == ("PPOTrainer has no argument", "  (docs/configuration.md lists the fields of its args)")
+    words = ["reward_funcs", "processing_class", "are the batches", "PPOConfig(gamma=...)", "kl_coef", "ref_model "]
+    assert [line.split(":")[0] for line in lines] == [f"  {name!r}" for name in unknown]
+    assert [word for word, line in zip(words, lines, strict=False) if word not in line] == []
+
+
+def test_a_subclass_may_have_arguments_of_its_own(make_trainer, monkeypatch):
+    class Mine(PPOTrainer):
+        def __init__(self, *args, **kwargs):
+            self.mine = kwargs.pop("mine")
+            super().__init__(*args, **kwargs)
+
+    given = {}
+    monkeypatch.setattr(PPOTrainer, "__init__", lambda self, *args, **kwargs: given.update(kwargs))
+    make_trainer()
+    monkeypatch.undo()
+    assert Mine(**given, mine=3).mine == 3
+    with pytest.raises(TypeError, match=r"^PPOTrainer has no argument 'value_model': here critic \("):
+        Mine(**given, mine=3, value_model=None)
 
 
 @pytest.mark.parametrize("name", ["metric_for_best_model", "run_name", "vllm_engine_kwargs"])

@@ -1,9 +1,11 @@
 """Each recipe runs for a few steps, resumes, and refuses a typo."""
 
+import inspect
 import json
+import re
 import runpy
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import arithmetic
@@ -97,9 +99,9 @@ def test_arithmetic_leaves_what_trainers_examples_leave_and_resumes(tmp_path, fe
 @pytest.mark.parametrize(
     ("flags", "wanted"),
     [
-        (["--learning_rte", "1"], "--learning_rte"),
-        (["--kl_estimator", "k7"], "--kl_estimator/--kl-estimator: invalid choice: 'k7' (choose from "),
-        (["--policy_mode", "sideways"], "invalid choice: 'sideways'"),
+        (["--learning_rte", "1"], "'learning_rte': did you mean learning_rate"),
+        (["--kl_estimator", "k7"], "kl_estimator='k7' is unknown; choose from k1, "),
+        (["--policy_mode", "sideways"], "policy_mode='sideways' is unknown; choose from "),
         (["--critic", "shred"], "critic='shred' is not 'adapter', 'shared'"),
         (["--model_name_or_path", "/no/such"], "model='/no/such' cannot be loaded"),
     ],
@@ -113,18 +115,71 @@ def test_typos_are_refused_by_name(tmp_path, capsys, flags, wanted):
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated")  # TRL's RewardConfig sets it
 @pytest.mark.parametrize("recipe", SEEDED)
-def test_a_flag_goes_by_its_whole_name_only(monkeypatch, recipe):
+def test_a_flag_goes_by_its_whole_name_only(monkeypatch, capsys, recipe):
     """argparse takes the beginning of a name for it."""
     monkeypatch.setattr(sys, "argv", [recipe, "--see", "x", "--use_cpu", "true"])
-    with pytest.raises(ValueError, match=r"not used.*--see"):
+    with pytest.raises((SystemExit, ValueError)) as error:
         runpy.run_path(str(RECIPES / f"{recipe}.py"), run_name="__main__")
+    assert re.search(r"not used.*--see|no field 'see'|no argument for see", str(error.value) + capsys.readouterr().err)
 
 
-def test_a_typo_in_the_yaml_is_refused_by_name(tmp_path):
-    (tmp_path / "typo.yaml").write_text(Path(YAML).read_text() + "kl_coeff: 0.1\n")
-    parser = RecipeParser((arithmetic.ArithmeticArguments, PPOConfig, arithmetic.ArithmeticActor))
-    with pytest.raises(ValueError, match="kl_coeff"):
-        parser.parse_args_and_config(["--config", str(tmp_path / "typo.yaml")])
+def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    """What the parser of arithmetic.py says of these arguments before it ends."""
+    parser = RecipeParser((arithmetic.ArithmeticArguments, PPOConfig, arithmetic.ArithmeticActor), prog="recipe")
+    with pytest.raises(SystemExit) as end:
+        parser.parse_args_and_config([*argv])
+    assert end.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith("recipe: error: ")
+    assert "usage" not in said
+    return said.removeprefix("recipe: error: ")
+
+
+def test_all_unknown_names_of_file_and_flags_are_refused_at_once(tmp_path, capsys):
+    (tmp_path / "typo.yaml").write_text("kl_coeff: 0.1\nbeta: 0.04\n")
+    said = refused(capsys, "--config", str(tmp_path / "typo.yaml"), "--lora-rr", "4", "--critc=shared", "--top_p", "1")
+    lines = [line.strip() for line in said.splitlines()]
+    assert lines[0] == "PPOConfig has no field"
+    wanted = {"kl_coeff": "kl_coef", "beta": "kl_loss_coef", "lora_rr": "lora_r", "critc": "critic", "top_p": "pure"}
+    assert [line.split(":")[0] for line in lines[1:6]] == [repr(name) for name in wanted]
+    assert [word for word, line in zip(wanted.values(), lines[1:], strict=False) if word not in line] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("num_ppo_epochs", "two", "num_ppo_epochs='two' must be a whole number"),
+        ("use_vllm", "maybe", "use_vllm='maybe' must be True or False"),
+        ("policy_mode", "sideways", "policy_mode='sideways' is unknown; choose from decoupled, bypass, corrected"),
+        ("kl_estimator", "k7", "kl_estimator='k7' is unknown; choose from k1, abs, k2, k3"),
+        ("eval_strategy", "sideways", "eval_strategy='sideways' is unknown; choose from no, steps, epoch"),
+        ("learning_rate", "fast", "learning_rate='fast' must be a finite number\n"),
+        ("chat_template_kwargs", "x", "chat_template_kwargs='x' must be a dictionary, or JSON of one"),
+        ("gamma", "1.5", "gamma=1.5 must be in [0, 1]"),
+    ],
+)
+def test_a_wrong_value_gives_the_sentence_of_pythons_error(tmp_path, capsys, name, value, words):
+    (tmp_path / "wrong.yaml").write_text(f"use_cpu: true\n{name}: {value}\n")
+    assert refused(capsys, "--use_cpu", "true", f"--{name}", value).startswith(words)
+    assert refused(capsys, "--config", str(tmp_path / "wrong.yaml")).startswith(words)
+    with pytest.raises(ValueError, match=re.escape(words.strip())):
+        PPOConfig(use_cpu=True, **{name: float(value) if name == "gamma" else value})
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (None, "No such file"),
+        ("a: [", "flow node"),
+        ("- a", "YAML mapping"),
+        ("lora_r: x", "--lora_r.* int value: 'x'"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_refused_in_a_sentence(tmp_path, capsys, text, words):
+    if text is not None:
+        (tmp_path / "run.yaml").write_text(text)
+    assert re.search(words, refused(capsys, "--config", str(tmp_path / "run.yaml")))
+    assert refused(capsys, "--config").startswith("--config needs the path")
 
 
 @pytest.mark.parametrize("arguments", [ppo.PPOArguments, sentiment.SentimentArguments])
@@ -164,8 +219,39 @@ def test_help_lists_the_fields(monkeypatch, capsys, recipe, flag):
     assert end.value.code == 0
     shown = capsys.readouterr().out
     assert flag in shown
-    assert "--lora_r" in shown
+    assert "--weight_decay" not in shown
     assert ("sizes with these defaults" in shown) == (recipe == "arithmetic"), "sizes of rollouts"
+
+
+def helped(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    """The help of arithmetic.py."""
+    with pytest.raises(SystemExit) as end:
+        RecipeParser((arithmetic.ArithmeticArguments, PPOConfig, arithmetic.ArithmeticActor)).parse_args_and_config(
+            [*argv]
+        )
+    assert not end.value.code
+    return capsys.readouterr().out
+
+
+def test_the_help_has_our_fields_in_sections_and_the_others_on_demand(tmp_path, capsys):
+    shown = helped(capsys, "--help")
+    own = [*inspect.get_annotations(PPOConfig), *inspect.get_annotations(arithmetic.ArithmeticArguments)]
+    assert [name for name in own if shown.count(f"--{name}\n") + shown.count(f"--{name} {{") != 1] == []
+    titles = ["Arguments of this recipe:", "PPOConfig, the rollout:", "PPOConfig, rewards:", "PPOConfig, the critic:"]
+    places = [shown.index(f"\n{title}\n") for title in titles]
+    assert places == sorted(places)
+    assert places[1] < shown.index("--num_mini_batches") < places[2] < shown.index("--reward_weights") < places[3]
+    assert "--weight_decay" not in shown
+    assert len(shown.splitlines()) < 250
+
+    (tmp_path / "run.yaml").write_text("weight_decay: 0.125\n")
+    assert "(default: 0.125)" in helped(capsys, "--config", str(tmp_path / "run.yaml"), "--help")
+    everything = helped(capsys, "--help-all")
+    named = {f.name for cls in (PPOConfig, arithmetic.ArithmeticActor) for f in fields(cls)}
+    assert [name for name in named if f"--{name}" not in everything] == []
+    some = helped(capsys, "--help", "learning_rate")
+    assert re.findall(r"^  (--\w+)", some, flags=re.MULTILINE) == ["--learning_rate", "--critic_learning_rate"]
+    assert refused(capsys, "--help", "learning_rte").startswith("no argument has 'learning_rte' in its name")
 
 
 def test_built_data_holds_no_test_pair_in_training(tmp_path):

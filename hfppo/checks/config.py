@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, fields
 from enum import Enum
-from os import PathLike
 from types import NoneType
 from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
 
@@ -71,7 +70,6 @@ TYPES: dict[object, tuple[Callable[[Any], bool], str]] = {
     bool: (lambda x: isinstance(x, bool), "must be True or False"),
     int: (lambda x: isinstance(x, int) and not isinstance(x, bool), "must be a whole number"),
     float: (is_number, "must be a finite number"),
-    str: (lambda x: isinstance(x, str | PathLike), "must be text"),
     list[float]: (lambda x: isinstance(x, list | tuple) and all(map(is_number, x)), "must be a list of numbers"),
     dict[str, Any] | str: (lambda x: isinstance(read_json(x), dict), "must be a dictionary, or JSON of one"),
 }

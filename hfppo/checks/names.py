@@ -85,7 +85,7 @@ def check_names(cls: type, names: Iterable[str], others: Iterable[str] = ()) -> 
     Args:
         others: names that exist elsewhere.
     """
-    known = [*(f.name for f in fields(cls)), *others]
+    known = list(dict.fromkeys([*(f.name for f in fields(cls)), *others]))
     unknown = {name: explain_name(name, known) for name in names if name not in known}
     refuse(f"{cls.__name__} has no field", unknown, "lists the fields, docs/migrating.md those of TRL")
 
