@@ -1,24 +1,55 @@
-"""PPO for language models on the Hugging Face Trainer."""
+"""PPO for language models on the Hugging Face Trainer.
 
-from hfppo.callbacks import AdaptiveKLCallback, ClipMetricsCallback, PPOCallback, PPOControl
-from hfppo.config import PPOConfig
-from hfppo.environments.environment import Result, TextEnvironment
-from hfppo.generation.sampler import Completions, Sampler
-from hfppo.learn.loss import LossTerm
-from hfppo.models.actor_critic import ActorCritic
-from hfppo.reporting.completions import PrintCompletionsCallback
-from hfppo.reporting.health import HealthCallback, HealthWarning
-from hfppo.reporting.log_file import LogFileCallback
-from hfppo.reporting.plot import PlotCallback
-from hfppo.rewards.model import RewardModel
-from hfppo.rewards.server import RewardServer
-from hfppo.rewards.tolerant import TolerantReward
-from hfppo.rollout import Rollout, Transcript
-from hfppo.state import PPOState
-from hfppo.token_trace import TokenTable, TokenTraceCallback
-from hfppo.trainer import PPOTrainer
+Public names are imported when they are first used, as in transformers: most of an import's seconds are torch's and
+transformers'.
+"""
+
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from hfppo.callbacks import AdaptiveKLCallback, ClipMetricsCallback, PPOCallback, PPOControl
+    from hfppo.config import PPOConfig
+    from hfppo.environments.environment import Result, TextEnvironment
+    from hfppo.generation.sampler import Completions, Sampler
+    from hfppo.learn.loss import LossTerm
+    from hfppo.models.actor_critic import ActorCritic
+    from hfppo.reporting.completions import PrintCompletionsCallback
+    from hfppo.reporting.health import HealthCallback, HealthWarning
+    from hfppo.reporting.log_file import LogFileCallback
+    from hfppo.reporting.plot import PlotCallback
+    from hfppo.rewards.model import RewardModel
+    from hfppo.rewards.server import RewardServer
+    from hfppo.rewards.tolerant import TolerantReward
+    from hfppo.rollout import Rollout, Transcript
+    from hfppo.state import PPOState
+    from hfppo.token_trace import TokenTable, TokenTraceCallback
+    from hfppo.trainer import PPOTrainer
 
 __version__ = "0.1.0"
+
+# The modules of the public names.
+_NAMES = {
+    "callbacks": "AdaptiveKLCallback ClipMetricsCallback PPOCallback PPOControl",
+    "config": "PPOConfig",
+    "environments.environment": "Result TextEnvironment",
+    "generation.sampler": "Completions Sampler",
+    "learn.loss": "LossTerm",
+    "models.actor_critic": "ActorCritic",
+    "reporting.completions": "PrintCompletionsCallback",
+    "reporting.health": "HealthCallback HealthWarning",
+    "reporting.log_file": "LogFileCallback",
+    "reporting.plot": "PlotCallback",
+    "rewards.model": "RewardModel",
+    "rewards.server": "RewardServer",
+    "rewards.tolerant": "TolerantReward",
+    "rollout": "Rollout Transcript",
+    "state": "PPOState",
+    "token_trace": "TokenTable TokenTraceCallback",
+    "trainer": "PPOTrainer",
+}
+_MODULES = {name: f"{__name__}.{module}" for module, names in _NAMES.items() for name in names.split()}
 
 __all__ = [
     "ActorCritic",
@@ -47,3 +78,19 @@ __all__ = [
     "TolerantReward",
     "Transcript",
 ]
+
+
+if not TYPE_CHECKING:  # a type checker would take every name for one of the module
+
+    def __getattr__(name: str) -> object:
+        """Import a public name, or a module of the package."""
+        if name in _MODULES:
+            globals()[name] = found = getattr(import_module(_MODULES[name]), name)
+            return found
+        if not name.startswith("_") and find_spec(f"{__name__}.{name}") is not None:
+            return import_module(f"{__name__}.{name}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -2,6 +2,8 @@
 
 import ast
 import inspect
+import subprocess
+import sys
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -143,6 +145,26 @@ def test_recipes_fit_on_one_screen_and_show_the_training():
             steps = ("Trainer(", "trainer.train(", "trainer.save_model(", "trainer.push_to_hub(")
             shown = [next(number for number, line in enumerate(lines) if step in line) for step in steps]
             assert shown == sorted(shown), path
+
+
+def test_public_names_are_imported_on_first_use_from_where_type_checkers_find_them():
+    tree = ast.parse(Path(hfppo.__file__).read_text())
+    (typed,) = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    stated = {alias.name: node.module for node in typed.body for alias in node.names}
+    assert stated == hfppo._MODULES
+    assert sorted(stated) == sorted(hfppo.__all__)
+    for name, module in stated.items():
+        assert getattr(hfppo, name) is getattr(sys.modules[module], name)
+    assert set(hfppo.__all__) <= set(dir(hfppo))
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        hfppo.nothing  # noqa: B018
+
+
+def test_the_import_alone_loads_neither_torch_nor_transformers():
+    code = "import sys, hfppo; print(hfppo.__version__, *{'torch', 'transformers', 'peft'} & {*sys.modules})"
+    code += "; print(hfppo.functional.gae.__name__)"
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert run.stdout.split() == [hfppo.__version__, "gae"]
 
 
 @pytest.mark.parametrize("owner", [hfppo, hfppo.functional], ids=["hfppo", "hfppo.functional"])
