@@ -5,7 +5,7 @@
 The same without the Hub:
 
     python recipes/build_smollm2.py
-    accelerate launch --cpu --num_processes 1 recipes/calculator.py --config recipes/calculator.yaml \\
+    torchrun --nproc_per_node 1 recipes/calculator.py --config recipes/calculator.yaml --use_cpu true \\
         --model_name_or_path out/smollm2
 
 reasoning-gym draws the questions and scores the last message of each completion. `--use_tool false` asks the same

@@ -5,7 +5,7 @@
 The same without the Hub:
 
     python recipes/build_smollm2.py
-    accelerate launch --cpu --num_processes 1 recipes/reasoning.py --config recipes/reasoning.yaml \\
+    torchrun --nproc_per_node 1 recipes/reasoning.py --config recipes/reasoning.yaml --use_cpu true \\
         --model_name_or_path out/smollm2
 
 docs/reasoning_gym.md explains the settings, and names the tasks whose scores execute the model's text.

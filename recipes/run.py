@@ -128,10 +128,10 @@ class RecipeParser(TrlParser):
             formatter.start_section(title)
             formatter.add_arguments(actions)
             formatter.end_section()
-        formatter.add_text(self.describe_sizes())
         formatter.add_text(
             "--help-all shows the arguments of transformers and TRL as well, --help WORD those with WORD in their name"
         )
+        formatter.add_text(self.describe_sizes())
         return formatter.format_help()
 
     def describe_sizes(self) -> str:

@@ -1,6 +1,7 @@
 """accelerate launch with the shipped configurations: a model by its id, two processes, a checkpoint and a resume."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -119,3 +120,17 @@ def test_two_processes_play_the_games_of_one(tmp_path):
     assert first_of_two["reward_std"] == pytest.approx(first["reward_std"])
     assert of_two["after_sampled_return"] != results["before_sampled_return"]
     assert (tmp_path / "two/lake.png").is_file()
+
+
+def test_the_line_of_the_readme_survives_two_in_place_of_one(tmp_path):
+    (line,) = re.findall(r"(torchrun .*)", (ROOT / "README.md").read_text())
+    rows = (ROOT / "recipes/arithmetic/test.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "few.jsonl").write_text("".join(rows[:8]))
+    command = [sys.executable, "-m", "torch.distributed.run", *line.split()[1:]]
+    command[command.index("--nproc_per_node") + 1] = "2"
+    flags = ["--output_dir", str(tmp_path / "out"), "--test_file", str(tmp_path / "few.jsonl"), "--max_steps", "4"]
+    flags += ["--per_device_train_batch_size", "4", "--save_steps", "4"]
+    run = subprocess.run([*command, *flags], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=600)
+    assert run.returncode == 0, run.stderr
+    assert "16 completions (8 per process)" in run.stdout + run.stderr
+    assert (tmp_path / "out/checkpoint-4/rng_state_1.pth").is_file()
