@@ -216,7 +216,7 @@ class PPOTrainer(CrashSafeTrainer):
             self._sources = parts.sources
             self._outputs_checked = False
             described = parts.prompts.train, parts.model, parts.peft_config, parts.rewards.names
-            run = describe_run(args, *described, parts.prompt_maker.date, parts.prompt_maker.schemas)
+            run = describe_run(*described, parts.prompt_maker)
             self._checkpoint = PPOCheckpoint(run, args.process_index)
             self._begin_run()
 
