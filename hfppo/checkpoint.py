@@ -47,7 +47,7 @@ class RunDescription:
 
     structure: dict[str, Any]  # a resumed run must share these
     settings: dict[str, Any]  # a resumed run should share these; each change is logged
-    date: str  # of the chat templates, in ISO format
+    date: str  # the date of the chat templates, in ISO format
 
     @property
     def run_date(self) -> RunDate:
@@ -133,8 +133,8 @@ class Standing:
 
     state: PPOState
     metrics: dict[str, Any]  # not logged yet, as `Meter.state_dict` gives them
-    steps: list[UpdateStep]  # of the steps made on the rollout in use
-    rollout: Rollout | None  # in use; None where the next one is due
+    steps: list[UpdateStep]  # those made on the rollout in use
+    rollout: Rollout | None  # the rollout in use; None if the next one is due
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ class PPOCheckpoint:
         """Log each setting that has changed since the checkpoint.
 
         Raises:
-            ValueError: this run cannot resume from it; names the first difference, both values, and a remedy.
+            ValueError: this run cannot resume from it.
         """
         if (saved := saved_run(checkpoint, self.process)) is None:
             missing = state_file(checkpoint, self.process).name

@@ -116,6 +116,6 @@ class ActorRate:
             group["lr"] *= factor
 
     def restore(self) -> None:
-        """Put the rates back."""
+        """Restore the learning rates."""
         for group, rate in self.scaled:
             group["lr"] = rate

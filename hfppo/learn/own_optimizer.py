@@ -27,16 +27,16 @@ def take_over(optimizers: Optimizers, names: dict[int, str], model: ActorCritic,
     group's schedule.
 
     Args:
-        names: as `names_of_parameters` returned them before the model was unloaded.
+        names: the result of `names_of_parameters` before the model was unloaded.
         critic_lr: None: the first group's.
     Raises:
-        ValueError: the optimizer holds other weights, or the scheduler cannot be used.
+        ValueError: the optimizer has none of the trained weights, or the scheduler cannot be used.
     """
     optimizer, scheduler = optimizers
     if scheduler is not None and (optimizer is None or scheduler.optimizer is not optimizer):
         raise ValueError(
-            "optimizers holds a scheduler whose optimizer it does not hold, so the scheduler would change nothing; "
-            "give both, or set lr_scheduler_type and lr_scheduler_kwargs"
+            "optimizers has a scheduler of another optimizer, so the scheduler would change nothing; "
+            "pass both, or set lr_scheduler_type and lr_scheduler_kwargs"
         )
     if optimizer is None:
         return
@@ -45,8 +45,8 @@ def take_over(optimizers: Optimizers, names: dict[int, str], model: ActorCritic,
     ours = {id(parameter): trained[name] for parameter in given if (name := names.get(id(parameter), "")) in trained}
     if not ours:
         raise ValueError(
-            "optimizers holds an optimizer over no weight that is trained, because the adapter is made in PPOTrainer; "
-            "give model as a PeftModel and the optimizer over its parameters, or set optim and optim_args, override "
+            "the optimizer in optimizers has none of the trained weights, because PPOTrainer makes the adapter; "
+            "pass model as a PeftModel and the optimizer over its parameters, or set optim and optim_args, override "
             "create_optimizer, or set trainer.optimizer to one over trainer.model's parameters"
         )
     for group in optimizer.param_groups:
@@ -72,8 +72,8 @@ def add_critic_group(optimizer: Optimizer, scheduler: LambdaLR | None, critic: l
         return
     if not isinstance(scheduler, LambdaLR):
         raise ValueError(
-            f"optimizers holds a {type(scheduler).__name__}, which cannot be extended to the critic's parameters; "
-            "give a LambdaLR, such as transformers.get_scheduler returns, or set lr_scheduler_type"
+            f"the scheduler in optimizers is a {type(scheduler).__name__}, which cannot include the critic; "
+            "pass a LambdaLR, such as transformers.get_scheduler returns, or set lr_scheduler_type"
         )
     schedule = scheduler.lr_lambdas[0]
     now = lr * schedule(scheduler.last_epoch)
