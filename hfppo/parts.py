@@ -123,7 +123,7 @@ def load_parts(inputs: TrainerInputs) -> Parts:
     player = None if agents is None else make_player(agents, eos_ids, args, positions_of(loaded)[0])
 
     reference = None if inputs.ref_model is None else load_model(inputs.ref_model, "ref_model", **inputs.init_kwargs)
-    rewards = load_rewards(inputs, str(loaded.config.name_or_path or ""), agents)
+    rewards = reward_functions(inputs, str(loaded.config.name_or_path or ""), agents)
     check_calls(rewards, prompts.known, agents)
     critic = load_critic(inputs, loaded, tokenizer)
     for name, model in {"ref_model": reference, "the critic": critic and critic.model}.items():
@@ -158,7 +158,7 @@ def load_prompt_maker(inputs: TrainerInputs) -> PromptMaker:
     return PromptMaker(tokenizer, inputs.args, agents, date, options)
 
 
-def load_rewards(inputs: TrainerInputs, base_name: str, agents: Agents | None) -> RewardFunctions:
+def reward_functions(inputs: TrainerInputs, base_name: str, agents: Agents | None) -> RewardFunctions:
     """Return the given reward functions, then those of tools and environments.
 
     `reward_weights` has an entry for each given function, or for all of them; by default, the latter have weight 1.

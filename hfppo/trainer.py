@@ -47,8 +47,14 @@ from hfppo.learn.critic_pretraining import CriticPretraining, with_full_returns
 from hfppo.learn.flops import FlopCounter
 from hfppo.learn.loss import LossTerm, measure_update, ppo_loss, ppo_terms
 from hfppo.learn.micro_batches import MiniBatchSize, cut_mini_batch, join_sequences
-from hfppo.learn.optimizer import StepHooks, keep_own_settings, split_critic_groups
-from hfppo.learn.own_optimizer import Optimizers, names_of_parameters, take_over
+from hfppo.learn.optimizer import (
+    Optimizers,
+    StepHooks,
+    keep_own_settings,
+    names_of_parameters,
+    split_critic_groups,
+    take_over,
+)
 from hfppo.learn.run import Run, StepPlan
 from hfppo.metrics import Meter, metrics_of, parts, parts_of
 from hfppo.models.actor_critic import ActorCritic, TokenOutputs, Want
