@@ -168,6 +168,11 @@ CASES: dict[str, tuple[Case, str, str]] = {
         "train_dataset",
         "rename",
     ),
+    "a column with the name of a method's own argument": (
+        trained(lambda: {"train_dataset": Dataset.from_dict({"prompt": ["1"], "self": ["2"]})}),
+        "train_dataset",
+        "rename",
+    ),
     "a text instead of a list of prompts": (lambda bench: bench.make_trainer().rollout("1+1="), "prompts", "list"),
     "a missing prompt": (data("1+1=", None), "row 1", "'role'"),
     "a message without content": (data([{"role": "user"}]), "row 0", "'content'"),
@@ -384,7 +389,7 @@ WRONG: dict[str, list[Any]] = {
 
 @pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in WRONG.items() for value in values])
 def test_an_argument_of_another_type_is_refused_with_the_right_one(make_trainer, name, value):
-    with pytest.raises(TypeError, match=rf"^{name}={re.escape(repr(value))} cannot be used; give a"):
+    with pytest.raises(TypeError, match=rf"^{name}={re.escape(repr(value))} cannot be used; pass a"):
         make_trainer(**{name: value})
 
 

@@ -70,9 +70,9 @@ ARGUMENTS = {
     "ref_policy": "here ref_model",
     "rollout_func": "here environment_factory, or a subclass with its own create_sampler",
     "data_collator": "the rollouts are the batches",
-    "model_init": "give the model",
+    "model_init": "here model",
     "compute_loss_func": "a subclass may add to the loss, see docs/extending.md",
-    "optimizer_cls_and_kwargs": "here optim and optim_args of PPOConfig, or optimizers",
+    "optimizer_cls_and_kwargs": "here optim and optim_args of args, or optimizers",
     "preprocess_logits_for_metrics": "compute_metrics gets completions, and no logits are kept",
 }
 
