@@ -148,12 +148,12 @@ def test_the_name_before_transformers_520_checkpoints_the_critic_too():
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     begun = {"actor": 0, "critic": 0}
 
-    def count(name: str, *_) -> None:  # before the layer, since its second forward stops early
+    def count(name: str, *_) -> None:
         begun[name] += 1
 
     for name, trunk in {"actor": model.causal_lm.base_model, "critic": model.critic.trunk}.items():
         for layer in find_layers(trunk):
-            layer.register_forward_pre_hook(partial(count, name))
+            layer.self_attn.register_forward_pre_hook(partial(count, name))
     out = model(*ROWS)
     (out.logprobs.sum() + out.values.sum()).backward()
     assert begun == {"actor": 8, "critic": 8}  # four layers, once more for the gradient
