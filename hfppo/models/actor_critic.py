@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from peft import PeftConfig, PeftModel, PeftModelForCausalLM
+from peft.tuners import lora
 from peft.utils import set_peft_model_state_dict
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -99,6 +100,7 @@ class ActorCritic(PeftModelForCausalLM):
         self.base_states_dtype: torch.dtype | None = None
         self._as_reference = False
         disable_noise(self)
+        cast_by_autocast(self)
         if not any(p.requires_grad for p in self.actor_parameters()):
             raise ValueError("the adapter has no trainable weight; check peft_config's target_modules")
 
@@ -310,6 +312,23 @@ def disable_noise(model: nn.Module) -> None:
                     setattr(owner, name, 0.0)
                 elif isinstance(value, dict):  # LoHa and LoKr have one for each adapter
                     value.update({adapter: 0.0 for adapter, rate in value.items() if isinstance(rate, float)})
+
+
+def cast_by_autocast(model: nn.Module) -> None:
+    """Let autocast cast the inputs of LoRA layers, where it is on.
+
+    PEFT casts them to the adapter's float32, and autocast back: the same numbers by two more kernels, and a copy in
+    float32 for the gradient. A hook decides at each call, since activation checkpointing calls a layer again later.
+    """
+    for module in model.modules():
+        if isinstance(module, lora.Linear):
+            module.register_forward_pre_hook(follow_autocast)
+
+
+def follow_autocast(layer: lora.Linear, _: object) -> None:
+    """Turn PEFT's cast of the layer's input off under autocast; variants, such as DoRA, compute more with it."""
+    autocast = torch.is_autocast_enabled(cast(Tensor, layer.weight).device.type)
+    layer.cast_input_dtype_enabled = bool(layer.lora_variant) or not autocast
 
 
 def frozen_adapter_copy(base: PreTrainedModel, peft_config: PeftConfig, weights: dict[str, Tensor]) -> PeftModel:

@@ -11,6 +11,8 @@ from transformers import PreTrainedModel
 from hfppo.models.modes import is_sharded
 
 Entropy = Literal["none", "constant", "differentiable"]
+FLOAT32_PRODUCTS = ("cuda",)  # devices with `product_in_float32`
+HALVES = (torch.bfloat16, torch.float16)
 
 
 def tokens_at_once(vocab_size: int, device: torch.device) -> int:
@@ -25,8 +27,37 @@ def tokens_at_once(vocab_size: int, device: torch.device) -> int:
 
 
 def logits_of(model: PreTrainedModel | PeftModel, hidden: Tensor) -> Tensor:
-    """Return (…, V) float32 logits of (…, H) hidden states, with the architecture's own scaling or capping."""
-    return adjust_logits(model, model.get_output_embeddings()(hidden).float())
+    """Return (N, V) float32 logits of (N, H) hidden states, with the architecture's own scaling or capping."""
+    head = model.get_output_embeddings()
+    device = hidden.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+    if device in FLOAT32_PRODUCTS and dtype in HALVES and type(head) is nn.Linear and is_constant(head):
+        with torch.autocast(device, enabled=False):
+            logits = Float32Product.apply(hidden.to(dtype), head.weight.to(dtype))
+            return adjust_logits(model, logits if head.bias is None else logits + head.bias.float())
+    return adjust_logits(model, head(hidden).float())
+
+
+class Float32Product(torch.autograd.Function):
+    """Y = X·Wᵀ in float32 for X and W in half precision: the sums are float32 anyway, and are not rounded.
+
+    In bfloat16, logits of 16 to 32 are multiples of 1/8. ∂/∂X = G·W, with G rounded as without this function.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(weight)
+        return product_in_float32(states, weight.t())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (weight,) = ctx.saved_tensors
+        return grad.to(weight.dtype) @ weight, None
+
+
+def product_in_float32(a: Tensor, b: Tensor) -> Tensor:
+    """Return a·b, whose factors are in half precision; CUDA's kernels alone can."""
+    return torch.mm(a, b, out_dtype=torch.float32)
 
 
 def adjust_logits(model: PreTrainedModel | PeftModel, logits: Tensor) -> Tensor:
