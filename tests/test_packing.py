@@ -19,6 +19,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from helpers.runs import gradients, logged, stops_at_kl, trainable
 from helpers.tiny import LORA, lora, tiny_gpt2, tiny_model, tiny_opt, tiny_qwen3
 from hfppo import ActorCritic
+from hfppo.generation.generate import TransformersSampler
+from hfppo.generation.sampler import Sampling
 from hfppo.models import actor_critic, output_head
 from hfppo.models import layout as packing_module
 from hfppo.models.actor_critic import Want
@@ -381,6 +383,20 @@ def test_a_half_precision_head_gives_logits_that_are_not_rounded(monkeypatch, by
     assert_close(gradient.float(), wanted, rtol=0.02, atol=0.02 * float(wanted.abs().max()))
     rounded, _ = outputs(())
     assert (rounded - expected).abs().mean() > 0.005
+
+
+def test_sampling_computes_the_same_logits(monkeypatch):
+    monkeypatch.setattr(output_head, "product_in_float32", lambda a, b: a.float() @ b.float())
+    monkeypatch.setattr(output_head, "FLOAT32_PRODUCTS", ("cpu",))
+    made = actor(tiny_model(seed=1).bfloat16(), critic=None)
+    sampler = TransformersSampler(made, Sampling(1.0, 4, [1], 0), batch_size=8)
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        found = sampler(PROMPTS, PROMPTS != 0, seeds=[1, 2, 3])
+        rows = torch.cat([PROMPTS, found.ids], dim=1), torch.cat([PROMPTS != 0, found.mask], dim=1)
+        seen = made.causal_lm(rows[0][:, :4]).logits
+        expected = made(*rows, found.mask).logprobs
+    assert_close(found.logprobs, expected)
+    assert seen.dtype == torch.bfloat16  # outside of sampling
 
 
 def test_the_gradient_of_a_product_in_float32_is_autograds(monkeypatch):

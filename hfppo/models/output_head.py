@@ -1,5 +1,7 @@
 """Log-probs and entropies from hidden states, without keeping logits."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Literal, cast
 
 import torch
@@ -27,15 +29,43 @@ def tokens_at_once(vocab_size: int, device: torch.device) -> int:
 
 
 def logits_of(model: PreTrainedModel | PeftModel, hidden: Tensor) -> Tensor:
-    """Return (N, V) float32 logits of (N, H) hidden states, with the architecture's own scaling or capping."""
+    """Return (…, V) float32 logits of (…, H) hidden states, with the architecture's own scaling or capping."""
     head = model.get_output_embeddings()
+    logits = outputs_in_float32(head, hidden)
+    return adjust_logits(model, head(hidden).float() if logits is None else logits)
+
+
+@contextmanager
+def float32_logits(model: PreTrainedModel) -> Iterator[None]:
+    """Let a model's own forward compute the logits of `logits_of` inside the block, as for `generate`."""
+    head = model.get_output_embeddings()
+    before = vars(head).get("forward")  # accelerate's hooks set it
+    forward = head.forward
+
+    def in_float32(hidden: Tensor) -> Tensor:
+        logits = outputs_in_float32(head, hidden)
+        return forward(hidden) if logits is None else logits
+
+    head.forward = in_float32
+    try:
+        yield
+    finally:
+        del head.forward
+        if before is not None:
+            head.forward = before
+
+
+def outputs_in_float32(head: nn.Module, hidden: Tensor) -> Tensor | None:
+    """Return (…, V) float32 outputs of a frozen head in half precision, or None if they cannot be had."""
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-    if device in FLOAT32_PRODUCTS and dtype in HALVES and type(head) is nn.Linear and is_constant(head):
-        with torch.autocast(device, enabled=False):
-            logits = Float32Product.apply(hidden.to(dtype), head.weight.to(dtype))
-            return adjust_logits(model, logits if head.bias is None else logits + head.bias.float())
-    return adjust_logits(model, head(hidden).float())
+    plain = type(head) is nn.Linear and is_constant(head) and head.weight.device == hidden.device
+    if not plain or device not in FLOAT32_PRODUCTS or dtype not in HALVES:
+        return None
+    with torch.autocast(device, enabled=False):
+        rows = hidden.to(dtype).flatten(0, -2)
+        outputs = Float32Product.apply(rows, head.weight.to(dtype)).unflatten(0, hidden.shape[:-1])
+        return outputs if head.bias is None else outputs + head.bias.float()
 
 
 class Float32Product(torch.autograd.Function):
