@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from hfppo.models.modes import is_sharded
 
 Entropy = Literal["none", "constant", "differentiable"]
-FLOAT32_PRODUCTS = ("cuda",)  # devices with `product_in_float32`
+FLOAT32_PRODUCTS = () if torch.version.hip else ("cuda",)  # devices with `product_in_float32`; untried on ROCm
 HALVES = (torch.bfloat16, torch.float16)
 
 
