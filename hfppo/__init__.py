@@ -1,9 +1,8 @@
 """PPO for language models on the Hugging Face Trainer."""
 
-from hfppo.best_of.value_ranker import ValueRanker
 from hfppo.callbacks import AdaptiveKLCallback, ClipMetricsCallback, PPOCallback, PPOControl
 from hfppo.config import PPOConfig
-from hfppo.environments import GymnasiumEnvironment, Result, TextEnvironment
+from hfppo.environments.environment import Result, TextEnvironment
 from hfppo.generation.sampler import Completions, Sampler
 from hfppo.learn.loss import LossTerm
 from hfppo.models.actor_critic import ActorCritic
@@ -26,7 +25,6 @@ __all__ = [
     "AdaptiveKLCallback",
     "ClipMetricsCallback",
     "Completions",
-    "GymnasiumEnvironment",
     "HealthCallback",
     "HealthWarning",
     "LogFileCallback",
@@ -48,5 +46,4 @@ __all__ = [
     "TokenTraceCallback",
     "TolerantReward",
     "Transcript",
-    "ValueRanker",
 ]

@@ -3,7 +3,9 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from itertools import groupby
+from operator import attrgetter
+from typing import Literal
 
 import rich
 from rich.table import Table
@@ -12,7 +14,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_callback import CallbackHandler
 
 from hfppo.functional import adaptive_kl_coef
-from hfppo.metrics import UpdateStep
+from hfppo.metrics import UpdateStep, metrics_of
 from hfppo.rollout import Rollout, Transcript
 from hfppo.state import PPOState
 
@@ -59,7 +61,7 @@ class PPOCallback(TrainerCallback):
         transcript: Transcript,
         metrics: dict[str, float],
         ppo_state: PPOState,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> TrainerControl | None:
         """Called on every process after a rollout was collected, before its first update.
 
@@ -79,7 +81,7 @@ class PPOCallback(TrainerCallback):
         *,
         step: UpdateStep,
         ppo_state: PPOState,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> TrainerControl | None:
         """Called on every process after each optimizer step.
 
@@ -97,7 +99,7 @@ class PPOCallback(TrainerCallback):
         metrics: dict[str, float],
         steps: list[UpdateStep],
         ppo_state: PPOState,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> TrainerControl | None:
         """Called on every process after the last optimizer step on a rollout, before that step is logged and saved.
 
@@ -116,7 +118,7 @@ def call_event(
     state: TrainerState,
     control: PPOControl,
     ppo_state: PPOState,
-    **arguments: Any,
+    **arguments: object,
 ) -> None:
     """Call an event of every `PPOCallback`; what they return or change is in `control` afterwards.
 
@@ -212,12 +214,10 @@ class ClipMetricsCallback(PPOCallback):
     ):
         if target is not None and not target > 0:
             raise ValueError(f"target={target} must be above 0; leave it out to log only")
-        for name, given, known in (
-            ("by", by, ("clip_frac", "approx_kl")),
-            ("then", then, ("learning_rate", "stop")),
-        ):
-            if given not in known:
-                raise ValueError(f"{name}={given!r} must be one of {', '.join(map(repr, known))}")
+        if by not in ("clip_frac", "approx_kl"):
+            raise ValueError(f"by={by!r} must be 'clip_frac' or 'approx_kl'")
+        if then not in ("learning_rate", "stop"):
+            raise ValueError(f"then={then!r} must be 'learning_rate' or 'stop'")
         self.target, self.metric, self.then = target, f"policy/{by}", then
         self.per_mini_batch, self.show = per_mini_batch, show
 
@@ -226,8 +226,8 @@ class ClipMetricsCallback(PPOCallback):
             control.should_end_rollout = True
 
     def on_update_end(self, args, state, control, *, steps, ppo_state, **kwargs):
-        epochs = {f"epoch_{n + 1}": [step for step in steps if step.epoch == n] for n in {s.epoch for s in steps}}
-        parts = {name: mean_metrics(some) for name, some in epochs.items()}
+        epochs = groupby(steps, key=attrgetter("epoch"))
+        parts = {f"epoch_{epoch + 1}": metrics_of(some) for epoch, some in epochs}
         if self.per_mini_batch:
             parts |= {f"epoch_{s.epoch + 1}_batch_{s.mini_batch + 1}": s.metrics for s in steps}
         for part, metrics in parts.items():
@@ -242,13 +242,6 @@ class ClipMetricsCallback(PPOCallback):
         if self.show and state.is_world_process_zero:
             with tqdm.external_write_mode():  # clears the progress bar meanwhile
                 rich.print(clip_table(f"clipped, rollout {ppo_state.rollouts}", parts))
-
-
-def mean_metrics(steps: list[UpdateStep]) -> dict[str, float]:
-    """Return the mean of each metric over the steps that have it."""
-    names = dict.fromkeys(name for step in steps for name in step.metrics)
-    found = {name: [step.metrics[name] for step in steps if name in step.metrics] for name in names}
-    return {name: sum(values) / len(values) for name, values in found.items()}
 
 
 def clip_table(title: str, parts: dict[str, dict[str, float]]) -> Table:

@@ -18,7 +18,7 @@ from hfppo.config import PPOConfig
 from hfppo.data.chat_template import RunDate
 from hfppo.data.prompt_stream import PromptStream
 from hfppo.data.prompts import Prompts
-from hfppo.metrics import StepSums
+from hfppo.metrics import UpdateStep, sums_from_dict
 from hfppo.models.actor_critic import ActorCritic
 from hfppo.models.adapter_config import describe_adapter, find_differences
 from hfppo.rollout import Rollout
@@ -138,7 +138,7 @@ class Standing:
 
     state: PPOState
     metrics: dict[str, Any]  # not logged yet, as `Meter.state_dict` gives them
-    steps: list[StepSums]  # of the steps made on the rollout in use
+    steps: list[UpdateStep]  # of the steps made on the rollout in use
     rollout: Rollout | None  # in use; None where the next one is due
 
 
@@ -204,5 +204,5 @@ class PPOCheckpoint:
         settings = ("kl_coef", "cliprange", "cliprange_high")
         changed = [name for name in settings if now[name] != before[name]]
         state = replace(state, **{name: getattr(start, name) for name in changed})
-        steps = [StepSums.from_dict(step) for step in content["steps"]]
+        steps = [UpdateStep(**{**step, "sums": sums_from_dict(step["sums"])}) for step in content["steps"]]
         return Standing(state, content["metrics"], steps, rollout)

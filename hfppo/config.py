@@ -22,7 +22,7 @@ from hfppo.functional import (
 
 logger = logging.getLogger(__name__)
 
-# What a field must be beside its type; `check_fields` reads it from the annotation, HfArgumentParser ignores it.
+# Requirements besides the type; `check_fields` reads them from annotations, HfArgumentParser ignores them.
 Count = Annotated[int, Requirement("at least 1", lambda x: x >= 1)]
 NotNegative = Annotated[float, AT_LEAST_0]
 Positive = Annotated[float, Requirement("above 0", lambda x: x > 0)]
@@ -33,281 +33,189 @@ DUAL_CLIP = Requirement("above 1: below, it would undo the clip at ratio 1", lam
 CLIP_MAX = Requirement("at least 1: below, it would shrink the weights of tokens without mismatch", lambda x: x >= 1)
 
 
+def option(default: object, help: str, **metadata: object) -> Any:
+    """Return a dataclass field with its text for `--help`."""
+    return field(default=default, metadata={"help": help, **metadata})
+
+
 @dataclass
 class PPOConfig(TrainingArguments):
-    """Configuration of `PPOTrainer`: `transformers.TrainingArguments` and the fields of PPO.
+    """Configuration of `PPOTrainer`: the fields of `transformers.TrainingArguments` and those of PPO.
+
+    Example:
+
+        from hfppo import PPOConfig
+
+        args = PPOConfig(output_dir="out", learning_rate=1e-4, num_mini_batches=4, kl_coef=0.02, total_episodes=1024)
+        print(args.rollout_size_per_process)  # 8 × 1 × 4 = 32 completions
+        print(args.updates_per_rollout)  # 2 × 4 = 8 optimizer steps
 
     A rollout has `per_device_train_batch_size × gradient_accumulation_steps × num_mini_batches` completions per
-    process and is used for `num_ppo_epochs × num_mini_batches` optimizer steps, or more with `num_critic_epochs`.
+    process. It is used for `num_ppo_epochs × num_mini_batches` optimizer steps, or more with `num_critic_epochs`.
 
     Raises:
         TypeError: fields that do not exist; the message names them all.
         ValueError: a field outside its range, or fields that contradict each other; the message names them.
     """
 
-    # Fields of TrainingArguments with defaults that fit PPO with a LoRA actor better, or with words that fit.
-    per_device_train_batch_size: int = field(
-        default=8, metadata={"help": "Completions per process in one forward and backward pass."}
-    )
-    gradient_accumulation_steps: int = field(
-        default=1, metadata={"help": "Such passes per optimizer step; the two together are a mini-batch."}
-    )
-    learning_rate: NotNegative = field(
-        default=5e-5,
-        metadata={"help": "Learning rate of the actor's LoRA; chosen by measurement on 135M, docs/decisions.md."},
-    )
-    logging_steps: float = field(default=10, metadata={"help": "Optimizer steps between logs."})
-    logging_nan_inf_filter: bool = field(
-        default=False, metadata={"help": "Hide non-finite losses from the log. Off: a broken run shows."}
-    )
-    remove_unused_columns: bool = field(
-        default=False, metadata={"help": "Unused here: all columns of the dataset reach the reward functions."}
-    )
-    ddp_find_unused_parameters: bool | None = field(
-        default=True,
-        metadata={
-            "help": "On: DDP sums gradients in one order from the first step on, so that resumed runs are exact with "
-            "any number of processes. Off: a little faster; exact with up to two."
-        },
+    # Fields of TrainingArguments with another default.
+    logging_steps: float = option(10, "Optimizer steps between logs.")
+    logging_nan_inf_filter: bool = option(False, "Hide non-finite losses from the log; False shows them.")
+    remove_unused_columns: bool = option(False, "Not used: all columns of the dataset reach the reward functions.")
+    ddp_find_unused_parameters: bool | None = option(
+        True,
+        "DDP sums gradients in the same order from the first step on, so that resumed runs are exact with any number "
+        "of processes. False is a little faster, and exact with one or two processes.",
     )
 
     # Changes the result: the rollout.
-    num_ppo_epochs: Count = field(
-        default=2,
-        metadata={"help": "Times that each rollout is gone through; chosen by measurement, docs/decisions.md."},
+    num_ppo_epochs: Count = option(2, "Number of passes over each rollout (TRL); see docs/decisions.md.")
+    num_mini_batches: Count = option(
+        8,
+        "Optimizer steps per PPO epoch (TRL). A rollout has this many mini-batches: by default 8 × 1 × 8 = 64 "
+        "completions per process; see docs/decisions.md.",
     )
-    num_mini_batches: Count = field(
-        default=8,
-        metadata={
-            "help": "Optimizer steps per PPO epoch. A rollout has this many mini-batches: by default 8 × 1 × 8 = 64 "
-            "completions per process. Chosen by measurement, docs/decisions.md."
-        },
+    total_episodes: Count | None = option(
+        None, "Total number of completions to train on, rounded up to rollouts; sets `max_steps` (TRL)."
     )
-    total_episodes: Count | None = field(
-        default=None, metadata={"help": "Completions to train on in all, rounded up to rollouts; sets `max_steps`."}
+    num_generations: Count = option(1, "Completions per prompt (GRPO).")
+    max_prompt_length: Count | None = option(512, "Longest prompt in tokens; longer ones are dropped. None: no limit.")
+    max_completion_length: Count = option(
+        256, "Longest completion in tokens, those of tools and environments included (GRPO)."
     )
-    num_generations: Count = field(default=1, metadata={"help": "Completions per prompt."})
-    max_prompt_length: Count | None = field(
-        default=512, metadata={"help": "Longest prompt in tokens, None for any; see `overlong_prompts`."}
+    max_turn_length: Count | None = option(
+        None, "Longest turn of the model in tokens, with tools or environments; None: no limit."
     )
-    overlong_prompts: Literal["drop", "truncate"] = field(
-        default="drop", metadata={"help": "Drop longer prompts, or cut their beginning off; the count is logged."}
+    max_tool_calling_iterations: Count | None = option(
+        None, "Rounds of tool calls, or steps of an environment, per completion; None: no limit (GRPO)."
     )
-    max_completion_length: Count = field(
-        default=256,
-        metadata={"help": "Longest completion in tokens, those of tools and environments included (GRPO)."},
+    tool_timeout: Positive | None = option(None, "Seconds for one call of a tool or an environment; None: no limit.")
+    temperature: Positive = option(1.0, "Divides the logits in every pass: sampling, old, reference, update (GRPO).")
+    chat_template_kwargs: dict[str, Any] | str | None = option(
+        None, "Passed to `apply_chat_template`, for example {'enable_thinking': false} (GRPO)."
     )
-    max_turn_length: Count | None = field(
-        default=None,
-        metadata={"help": "Longest turn of the model in tokens, with tools or environments; None: any."},
-    )
-    max_tool_calling_iterations: Count | None = field(
-        default=None,
-        metadata={"help": "Rounds of tool calls, or steps of an environment, per completion; None: any (GRPO)."},
-    )
-    tool_timeout: Positive | None = field(
-        default=None, metadata={"help": "Seconds for one call of a tool or an environment; None: any."}
-    )
-    temperature: Positive = field(
-        default=1.0, metadata={"help": "Logits are divided by it in every pass: sampling, old, reference, update."}
-    )
-    chat_template_kwargs: dict[str, Any] | str | None = field(
-        default=None, metadata={"help": "Passed to `apply_chat_template`, for example {'enable_thinking': false}."}
-    )
-    generation_kwargs: dict[str, Any] | str | None = field(
-        default=None,
-        metadata={"help": "What ends a completion beside EOS: lists `stop_strings` and `stop_token_ids` (GRPO)."},
+    generation_kwargs: dict[str, Any] | str | None = option(
+        None, "What ends a completion, besides EOS: lists `stop_strings` and `stop_token_ids` (GRPO)."
     )
 
-    # Changes the result: what samples (up to numerics, see `policy_mode`).
-    use_vllm: bool = field(default=False, metadata={"help": "Sample with vLLM instead of `generate` (GRPO)."})
-    vllm_mode: Literal["colocate", "server"] = field(
-        default="colocate", metadata={"help": "An engine in each training process, or a server by its address (GRPO)."}
+    # Changes the result: the sampler (in the last digits, see `policy_mode`).
+    use_vllm: bool = option(False, "Sample with vLLM instead of `generate` (GRPO).")
+    vllm_mode: Literal["colocate", "server"] = option(
+        "colocate", "An engine in each training process, or a server by its address (GRPO)."
     )
-    vllm_server_base_url: str = field(
-        default="http://127.0.0.1:8000", metadata={"help": "Address of the server that `vllm serve` started (GRPO)."}
+    vllm_server_base_url: str = option("http://127.0.0.1:8000", "Address of a server started by `vllm serve` (GRPO).")
+    vllm_server_timeout: Positive = option(240.0, "Seconds to wait for the server to start, and to answer (GRPO).")
+    vllm_gpu_memory_utilization: Annotated[float, GPU_SHARE] = option(
+        0.3, "Share of the GPU's memory for the colocated engine (GRPO)."
     )
-    vllm_server_timeout: Positive = field(
-        default=240.0, metadata={"help": "Seconds to wait for the server, at the start and for an answer (GRPO)."}
-    )
-    vllm_gpu_memory_utilization: Annotated[float, GPU_SHARE] = field(
-        default=0.3, metadata={"help": "Share of the GPU that the colocated engine takes (GRPO)."}
-    )
-    vllm_enable_sleep_mode: bool = field(
-        default=False, metadata={"help": "Free the colocated engine's memory between rollouts (GRPO)."}
-    )
-    vllm_engine_kwargs: dict[str, Any] | str | None = field(
-        default=None,
-        metadata={"help": "Passed to `vllm.LLM` with 'colocate': tensor_parallel_size, max_model_len, dtype."},
+    vllm_enable_sleep_mode: bool = option(False, "Free the colocated engine's memory between rollouts (GRPO).")
+    vllm_engine_kwargs: dict[str, Any] | str | None = option(
+        None, "Passed to `vllm.LLM` with 'colocate': tensor_parallel_size, max_model_len, dtype."
     )
 
     # Changes the result: rewards.
-    reward_weights: list[float] | None = field(
-        default=None, metadata={"help": "One weight per reward function, 0 to only log it; None: 1 each (GRPO)."}
+    reward_weights: list[float] | None = option(
+        None, "One weight per reward function; 0 only logs it. None: 1 each (GRPO)."
     )
-    reward_model_init_kwargs: dict[str, Any] | str | None = field(
-        default=None, metadata={"help": "Passed to `from_pretrained` for reward models given by id or path."}
+    missing_eos_penalty: NotNegative | None = option(
+        None, "Subtracted from the score of a truncated completion (TRL)."
     )
-    missing_eos_penalty: NotNegative | None = field(
-        default=None, metadata={"help": "Subtracted from the score of a completion cut by the length limit (TRL)."}
-    )
-    normalize_scores: bool = field(
-        default=False,
-        metadata={"help": "Shift and scale scores by the mean and deviation of all scores so far (arXiv:2307.04964)."},
-    )
-    reward_clip: Positive | None = field(
-        default=None, metadata={"help": "Scores are clipped to ± this, after they are normalized."}
-    )
-    whiten_rewards: bool = field(
-        default=False, metadata={"help": "Scale token rewards to unit variance, keeping their mean (TRL)."}
-    )
-    mask_truncated_completions: bool = field(
-        default=False,
-        metadata={"help": "Leave completions cut by the length limit out of the losses (arXiv:2503.14476)."},
+    whiten_rewards: bool = option(False, "Scale token rewards to unit variance, keeping their mean (TRL).")
+    mask_truncated_completions: bool = option(
+        False, "Leave truncated completions out of the losses (GRPO; arXiv:2503.14476)."
     )
 
     # Changes the result: KL to the reference.
-    kl_coef: NotNegative = field(default=0.05, metadata={"help": "β of the KL penalty in the reward (TRL); 0 is off."})
-    kl_estimator: str = field(default="k1", metadata={"choices": KL_ESTIMATORS, "help": "KL estimator of the reward."})
-    kl_loss_coef: NotNegative = field(default=0.0, metadata={"help": "λ of the KL term in the loss; 0 turns it off."})
-    kl_loss_estimator: str = field(
-        default="k3",
-        metadata={
-            "choices": KL_LOSS_ESTIMATORS,
-            "help": "KL estimator of the loss; with a + the gradient is that of k2, unbiased on-policy (verl).",
-        },
+    kl_coef: NotNegative = option(0.05, "β of the KL penalty in the reward; 0 turns it off (TRL).")
+    kl_estimator: str = option("k1", "KL estimator of the reward (TRL).", choices=KL_ESTIMATORS)
+    kl_loss_coef: NotNegative = option(0.0, "Coefficient of the KL term in the loss; 0 turns it off.")
+    kl_loss_estimator: str = option(
+        "k3", "KL estimator of the loss; a + gives it the gradient of k2 (verl).", choices=KL_LOSS_ESTIMATORS
     )
 
     # Changes the result: advantages.
-    advantage_estimator: str = field(
-        default="gae",
-        metadata={"choices": ADVANTAGE_ESTIMATORS, "help": "How advantages are estimated; only gae has a critic."},
+    advantage_estimator: str = option(
+        "gae", "Estimator of the advantages; only gae has a critic.", choices=ADVANTAGE_ESTIMATORS
     )
-    gamma: Share = field(default=1.0, metadata={"help": "Discount per token (TRL)."})
-    lam: Share = field(default=0.95, metadata={"help": "λ of GAE (TRL; arXiv:1506.02438)."})
-    gamma_turn: Share | None = field(
-        default=None, metadata={"help": "Discount from one turn of an episode to the next; None: `gamma`."}
+    gamma: Share = option(1.0, "Discount per token (TRL).")
+    lam: Share = option(0.95, "λ of GAE (TRL; arXiv:1506.02438).")
+    gamma_turn: Share | None = option(None, "Discount from one turn of an episode to the next; None: `gamma`.")
+    lam_turn: Share | None = option(None, "λ from one turn of an episode to the next; None: the λ within a turn.")
+    lam_critic: Share | None = option(
+        None, "λ of the returns, within and between turns; None: the advantages' λ (arXiv:2503.01491)."
     )
-    lam_turn: Share | None = field(
-        default=None, metadata={"help": "λ from one turn of an episode to the next; None: as within a turn."}
+    lam_alpha: Positive | None = option(
+        None, "α of the length-adaptive λ = 1 − 1/(α·length), in place of `lam` (arXiv:2504.05118)."
     )
-    lam_critic: Share | None = field(
-        default=None,
-        metadata={"help": "λ for the returns, within and between turns; None: the advantages' λ (arXiv:2503.01491)."},
+    whiten_advantages: bool | None = option(
+        None,
+        "Shift and scale advantages to mean 0 and variance 1 over the global rollout; None: with gae and the two "
+        "reinforce_plus_plus, as their papers do.",
     )
-    lam_alpha: Positive | None = field(
-        default=None, metadata={"help": "α of the length-adaptive λ = 1 − 1/(α·length) in place of `lam`."}
+    scale_rewards: Literal["group", "none"] = option(
+        "group", "With grpo: divide by the group's standard deviation, or do not (GRPO; arXiv:2503.20783)."
     )
-    whiten_advantages: bool | None = field(
-        default=None,
-        metadata={
-            "help": "Shift and scale advantages to mean 0, variance 1 over the global rollout; None: as the "
-            "estimator's paper does, so with gae and the two reinforce_plus_plus."
-        },
-    )
-    scale_rewards: bool = field(
-        default=True, metadata={"help": "Divide by the standard deviation of the group, with grpo (arXiv:2503.20783)."}
-    )
-    bootstrap_truncated: bool = field(
-        default=False, metadata={"help": "A completion cut by length ends with the critic's value instead of 0."}
-    )
+    bootstrap_truncated: bool = option(False, "A truncated completion ends with the critic's value instead of 0.")
 
     # Changes the result: the losses.
-    policy_loss: str = field(default="ppo", metadata={"choices": POLICY_LOSSES, "help": "The surrogate objective."})
-    policy_mode: Literal["decoupled", "bypass", "corrected"] = field(
-        default="decoupled",
-        metadata={
-            "help": "π_old: recomputed by the training model; or the sampler's log-probs as they are; or recomputed, "
-            "and the policy loss weighted by π_old/π_rollout."
-        },
+    policy_loss: str = option("ppo", "The surrogate objective.", choices=POLICY_LOSSES)
+    policy_mode: Literal["decoupled", "bypass", "corrected"] = option(
+        "decoupled",
+        "log π_old: 'decoupled' recomputes it with the training model, 'bypass' takes the sampler's log-probs, "
+        "'corrected' recomputes it and weights the policy loss by π_old/π_rollout.",
     )
-    vllm_importance_sampling_mode: str = field(
-        default="token_truncate",
-        metadata={
-            "choices": MISMATCH_MODES,
-            "help": "With 'corrected', for any sampler: a weight per token, or one per completion; cap it (TIS), or "
-            "set it to 0 outside the band (IcePop, arXiv:2510.18855), or leave such tokens out of all losses (GRPO).",
-        },
+    vllm_importance_sampling_mode: str = option(
+        "token_truncate",
+        "With 'corrected' and any sampler: one weight per token or per completion. Weights are capped (truncate), set "
+        "to 0 outside the band (mask; arXiv:2510.18855), or their tokens left out of all losses (reject) (GRPO).",
+        choices=MISMATCH_MODES,
     )
-    vllm_importance_sampling_clip_max: Annotated[float, CLIP_MAX] = field(
-        default=2.0, metadata={"help": "With 'corrected': the largest weight; the band is [1/this, this] (GRPO)."}
+    vllm_importance_sampling_clip_max: Annotated[float, CLIP_MAX] = option(
+        2.0, "With 'corrected': the largest weight c; the band is [1/c, c] (GRPO)."
     )
-    cliprange: Annotated[float, CLIP] = field(
-        default=0.2, metadata={"help": "ε of the policy clip (arXiv:1707.06347)."}
+    cliprange: Annotated[float, CLIP] = option(0.2, "ε of the policy clip (TRL; arXiv:1707.06347).")
+    cliprange_high: Positive | None = option(
+        None, "ε above 1; larger than `cliprange` is clip-higher. None: `cliprange` (arXiv:2503.14476)."
     )
-    cliprange_high: Positive | None = field(
-        default=None, metadata={"help": "ε above 1; None: `cliprange`. Larger is clip-higher (arXiv:2503.14476)."}
+    dual_clip: Annotated[float, DUAL_CLIP] | None = option(
+        None, "c > 1 bounds the loss of tokens with A < 0 (arXiv:1912.09729)."
     )
-    dual_clip: Annotated[float, DUAL_CLIP] | None = field(
-        default=None, metadata={"help": "c > 1 bounds the loss of tokens with A < 0 (arXiv:1912.09729)."}
-    )
-    loss_reduction: str = field(
-        default="token-mean", metadata={"choices": REDUCTIONS, "help": "Reduces the losses of tokens to one number."}
-    )
-    entropy_coef: NotNegative = field(default=0.0, metadata={"help": "Weight of the entropy bonus; 0 turns it off."})
-    positive_nll_coef: NotNegative = field(
-        default=0.0,
-        metadata={"help": "Weight of the NLL on completions with full score, at least 1 (arXiv:2504.05118)."},
-    )
+    loss_reduction: str = option("token-mean", "Reduces the losses of tokens to one number.", choices=REDUCTIONS)
+    entropy_coef: NotNegative = option(0.0, "Weight of the entropy bonus; 0 turns it off (GRPO).")
 
     # Changes the result: the critic.
-    critic_learning_rate: NotNegative | None = field(
-        default=None, metadata={"help": "Learning rate of the critic; None: `learning_rate`, see docs/decisions.md."}
+    critic_learning_rate: NotNegative | None = option(None, "Learning rate of the critic; None: `learning_rate`.")
+    num_critic_epochs: Count | None = option(
+        None, "Number of the critic's passes over each rollout; None: `num_ppo_epochs` (verl)."
     )
-    num_critic_epochs: Count | None = field(
-        default=None,
-        metadata={"help": "Times that the critic goes through each rollout (verl); None: `num_ppo_epochs`."},
+    cliprange_value: Positive | None = option(None, "ε of the value clip in units of the return; None turns it off.")
+    vf_coef: NotNegative = option(0.1, "Weight of the value loss; couples only through a shared trunk (TRL).")
+    critic_pretraining_completions: Annotated[int, AT_LEAST_0] = option(
+        0, "Completions to whose returns the critic is fitted before PPO begins (arXiv:2503.01491)."
     )
-    cliprange_value: Positive | None = field(
-        default=None,
-        metadata={"help": "ε of the value clip in units of the return; None, off: it only slows the critic down."},
+    critic_warmup: Annotated[int, AT_LEAST_0] = option(
+        0, "Rollouts at the start that train the critic only; the actor does not move."
     )
-    vf_coef: NotNegative = field(
-        default=0.1,
-        metadata={"help": "Weight of the value loss (TRL, measured); couples only through a shared trunk."},
-    )
-    critic_pretraining_completions: Annotated[int, AT_LEAST_0] = field(
-        default=0,
-        metadata={"help": "Completions to whose returns the critic is fitted before PPO begins (arXiv:2503.01491)."},
-    )
-    critic_pretraining_learning_rate: Positive | None = field(
-        default=None, metadata={"help": "Learning rate of the pretraining at its beginning; None: the critic's."}
-    )
-    critic_warmup: Annotated[int, AT_LEAST_0] = field(
-        default=0, metadata={"help": "Rollouts at the start that train the critic only; the actor does not move."}
-    )
-    critic_layers: Count | None = field(
-        default=None,
-        metadata={
-            "help": "With critic='adapter': it adapts the top layers only, so many, and the states below them are "
-            "computed once per rollout; None: all layers."
-        },
+    critic_layers: Count | None = option(
+        None,
+        "With critic='adapter': number of top layers that it adapts; the states below them are computed once per "
+        "rollout. None: all layers.",
     )
 
     # Changes the result: evaluation and loading.
-    eval_do_sample: bool = field(
-        default=False, metadata={"help": "Evaluate with sampled completions instead of greedy ones."}
-    )
-    model_init_kwargs: dict[str, Any] | str | None = field(
-        default=None,
-        metadata={"help": "Passed to `from_pretrained` for `model`, `ref_model` and `critic` given by id or path."},
+    model_init_kwargs: dict[str, Any] | str | None = option(
+        None, "Passed to `from_pretrained` for `model`, `ref_model` and `critic` given by id or path (GRPO)."
     )
 
-    # What is shown.
-    log_completions: bool = field(
-        default=False, metadata={"help": "Print some completions of each rollout with their scores (GRPO)."}
-    )
+    # Output only.
+    log_completions: bool = option(False, "Print some completions of each rollout with their scores (GRPO).")
 
     # Speed and memory only.
-    max_tokens_per_micro_batch: Count | None = field(
-        default=None,
-        metadata={
-            "help": "Cut micro-batches of the update further, to this many tokens of prompts and completions with "
-            "their padding; a single row may have more. None: `per_device_train_batch_size` rows on average."
-        },
+    max_tokens_per_micro_batch: Count | None = option(
+        None, "Most tokens, padding included, in one forward pass of the update; a longer row is computed alone."
     )
-    local_rollout_forward_batch_size: Count = field(
-        default=64, metadata={"help": "Rows per process that are sampled, or passed without gradient, at once (TRL)."}
+    local_rollout_forward_batch_size: Count = option(
+        64, "Rows per process in one call of the sampler, or one pass without gradient (TRL)."
     )
 
     _VALID_DICT_FIELDS = [  # noqa: RUF012 (as upstream declares it)
@@ -315,19 +223,18 @@ class PPOConfig(TrainingArguments):
         "chat_template_kwargs",
         "generation_kwargs",
         "model_init_kwargs",
-        "reward_model_init_kwargs",
         "vllm_engine_kwargs",
     ]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        # Python's own error names one unknown field, without its word here. Not in `__init__`: a subclass that is a
-        # dataclass has its own.
+        # Python's own error names only the first unknown field. A dataclass that inherits from this one has its own
+        # `__init__`, and this method.
         check_names(cls, kwargs)
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        if self.max_grad_norm is None:
-            self.max_grad_norm = 0.0  # as Trainer reads it: no clipping
+        if self.max_grad_norm in (None, math.inf):  # infinite in a copy, see below
+            self.max_grad_norm = 0.0  # no clipping
         check_fields(self)
         compares = self.load_best_model_at_end or self.save_strategy == "best"
         if self.metric_for_best_model is None and (compares or self.lr_scheduler_type in METRIC_SCHEDULERS):
@@ -344,7 +251,7 @@ class PPOConfig(TrainingArguments):
             self.max_steps = steps
 
     def __getstate__(self) -> dict[str, Any]:
-        # Trainer pickles the configuration into `training_args.bin` in two places, and pushes it with the token.
+        # Trainer pickles the configuration, with the token, into `training_args.bin`, and pushes that file.
         return vars(self) | {"hub_token": None}
 
     @property
@@ -353,7 +260,7 @@ class PPOConfig(TrainingArguments):
         return self.per_device_train_batch_size * self.gradient_accumulation_steps * self.num_mini_batches
 
     def rollouts_for(self, completions: int) -> int:
-        """Return the rollouts of all processes that hold so many completions."""
+        """Return the number of rollouts with at least this many completions of all processes."""
         return -(-completions // (self.rollout_size_per_process * self.world_size))
 
     @property
@@ -363,8 +270,9 @@ class PPOConfig(TrainingArguments):
 
     @property
     def critic_pretraining_rollouts(self) -> int:
-        """Rollouts that the critic's pretraining collects."""
-        return self.rollouts_for(self.critic_pretraining_completions)
+        """Rollouts that the critic's pretraining collects: at least two, since one is held out; 0 without it."""
+        rollouts = self.rollouts_for(self.critic_pretraining_completions)
+        return max(rollouts, 2) if rollouts else 0
 
     @property
     def critic_lr(self) -> float:
@@ -373,12 +281,12 @@ class PPOConfig(TrainingArguments):
 
     @property
     def updates_per_rollout(self) -> int:
-        """Optimizer steps per rollout, of the actor, the critic or both."""
+        """Optimizer steps per rollout that move actor, critic or both."""
         return max(self.num_ppo_epochs, self.critic_epochs) * self.num_mini_batches
 
     @property
     def critic_epochs(self) -> int:
-        """Times that the critic goes through a rollout: `num_critic_epochs`, or as often as the actor."""
+        """Number of the critic's passes over each rollout: `num_critic_epochs`, or `num_ppo_epochs`."""
         return self.num_ppo_epochs if self.num_critic_epochs is None else self.num_critic_epochs
 
     @property
@@ -388,7 +296,7 @@ class PPOConfig(TrainingArguments):
 
     @property
     def stop_token_ids(self) -> list[int]:
-        """Tokens that end a completion beside EOS."""
+        """Tokens other than EOS that end a completion."""
         return cast(dict[str, Any], self.generation_kwargs or {}).get("stop_token_ids", [])
 
     @property
@@ -398,17 +306,17 @@ class PPOConfig(TrainingArguments):
 
     @property
     def needs_critic(self) -> bool:
-        """False for the estimators that compare completions instead."""
+        """Whether the advantage estimator reads values."""
         return estimator_needs(self.advantage_estimator, "values")
 
     @property
     def whitens_advantages(self) -> bool:
-        """Whether advantages are whitened: `whiten_advantages`, or the estimator's own mark."""
+        """Whether advantages are whitened: `whiten_advantages`, or as the estimator's paper does."""
         if self.whiten_advantages is not None:
             return self.whiten_advantages
         return estimator_whitens(self.advantage_estimator)
 
     @property
     def needs_reference(self) -> bool:
-        """Whether a KL term asks for log π_ref."""
+        """Whether the reward or the loss has a KL term."""
         return self.kl_coef != 0 or self.kl_loss_coef != 0

@@ -1,11 +1,9 @@
 """Metrics: sums and counts over micro-batches and ranks, divided once. No metric averages over padding."""
 
 import math
-import re
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import asdict, dataclass
 
 import torch
 from accelerate.utils import gather_object
@@ -21,10 +19,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "rlhf_reward": ("mean", "Sum of a completion's token rewards, KL penalty included (TRL: objective/rlhf_reward)."),
     "rewards/{function}/mean": ("mean", "What one reward function gives, over the completions that it scores."),
     "rewards/{function}/std": ("std", "Standard deviation of the same."),
-    "frac_reward_zero_std": (
-        "mean",
-        "Share of prompts whose completions all score alike, or count in no loss; with num_generations above 1.",
-    ),
+    "frac_reward_zero_std": ("mean", "Share of prompts whose completions all score alike, or count in no loss."),
     "rewards/{function}/failed": ("mean", "Share of completions for which a TolerantReward failed."),
     "unscorable_frac": ("mean", "Share of completions for which every reward function with a weight returned None."),
     "completions/mean_length": ("mean", "Tokens of a completion, EOS included."),
@@ -35,14 +30,8 @@ METRICS: dict[str, tuple[str, str]] = {
     "turns/max": ("max", "Turns of the longest completion."),
     "turns/reward": ("mean", "Reward of a turn that got one from a tool or an environment."),
     "turns/cut_frac": ("mean", "Share of completions that max_completion_length cut within a turn."),
-    "turns/unfinished_frac": (
-        "mean",
-        "Share of completions that max_tool_calling_iterations or the environment cut after a turn.",
-    ),
-    "turns/dropped_result_frac": (
-        "mean",
-        "Share of completions that ended because an answer did not fit into max_completion_length.",
-    ),
+    "turns/unfinished_frac": ("mean", "Share that max_tool_calling_iterations or the environment cut after a turn."),
+    "turns/dropped_result_frac": ("mean", "Share that ended because an answer did not fit into the length limit."),
     "tools/call_frequency": ("mean", "Tool calls per completion (TRL)."),
     "tools/failure_frequency": ("mean", "Share of tool calls that failed (TRL)."),
     "tools/unknown_frac": ("mean", "Share of tool calls that name no tool."),
@@ -57,44 +46,26 @@ METRICS: dict[str, tuple[str, str]] = {
     "value/std": ("std", "Standard deviation of the same."),
     "value/return": ("mean", "The return per token that the values are fitted to."),
     "value/return_std": ("std", "Standard deviation of the same."),
-    "value/explained_variance": (
-        "mean",
-        "1 − Var(R − V)/Var(R) over the rollout: 1 perfect, 0 no better than constant.",
-    ),
+    "value/explained_variance": ("mean", "1 − Var(R − V)/Var(R) over the rollout: 1 perfect, 0 as a constant."),
     "value/turn_explained_variance": ("mean", "The same over the first tokens of turns: the critic's view of states."),
     "value/loss": ("mean", "½·squared error of the value per token, clipped."),
-    "value/clip_frac": ("mean", "Share of tokens whose value is held by the clip."),
+    "value/clip_frac": ("mean", "Share of tokens whose value the clip bounds, so that it gets no gradient."),
     "value/grad_norm": ("mean", "Gradient norm of the critic before clipping."),
     "critic_learning_rate": ("last", "Learning rate of the critic."),
     "critic_pretraining/epoch": ("last", "Epochs of critic pretraining that are done."),
-    "critic_pretraining/loss": (
-        "mean",
-        "½·squared error of the value per token, over an epoch of its pretraining.",
-    ),
-    "critic_pretraining/r2": (
-        "mean",
-        "R² = 1 − mean (V − R)²/Var(R) on the held-out completions of critic pretraining.",
-    ),
-    "critic_pretraining/r2_start": ("mean", "The same over the first third of each completion."),
-    "critic_pretraining/r2_middle": ("mean", "The same over the second third."),
-    "critic_pretraining/r2_end": ("mean", "The same over the last third."),
+    "critic_pretraining/loss": ("mean", "½·squared error of the value per token, over an epoch of its pretraining."),
+    "critic_pretraining/r2": ("mean", "R² = 1 − mean (V − R)²/Var(R) on the rollouts that pretraining holds out."),
     "policy/loss": ("mean", "The policy surrogate per token, without KL and entropy terms."),
     "policy/clip_frac": ("mean", "Share of tokens on which the policy clip is active."),
     "policy/clip_frac_low": ("mean", "Share of tokens with A < 0 and a ratio below 1 − ε_low."),
     "policy/clip_frac_high": ("mean", "Share of tokens with A > 0 and a ratio above 1 + ε_high."),
-    "policy/dual_clip_frac": ("mean", "Share of tokens on which the dual clip holds."),
+    "policy/dual_clip_frac": ("mean", "Share of tokens whose loss the dual clip bounds."),
     "policy/approx_kl": ("mean", "KL of π_old to π_θ per token by k3, nats: how far the update has moved."),
     "policy/ratio": ("mean", "π_θ/π_old per token."),
     "policy/ratio_max": ("max", "The largest π_θ/π_old."),
-    "policy/first_ratio_deviation": (
-        "max",
-        "Largest |π_θ/π_old − 1| on a rollout's first mini-batch; must be about 0.",
-    ),
+    "policy/first_ratio_deviation": ("max", "Largest |π_θ/π_old − 1| on a rollout's first mini-batch; about 0."),
     "policy/entropy": ("mean", "Entropy of π_θ per token at the sampling temperature, nats."),
-    "policy/kl_loss": (
-        "mean",
-        "KL of π_θ to the reference per token by `kl_loss_estimator`, nats; with kl_loss_coef.",
-    ),
+    "policy/kl_loss": ("mean", "KL of π_θ to the reference per token by `kl_loss_estimator`, nats."),
     "loss/{name}": ("mean", "A loss term that a subclass adds in `loss_terms`, per token."),
     "mismatch/mean": ("mean", "|log π_old − log π_rollout| per token, nats: sampler against training model."),
     "mismatch/max": ("max", "The largest of the same."),
@@ -110,10 +81,6 @@ METRICS: dict[str, tuple[str, str]] = {
     "time/rewards": ("mean", "Seconds of it spent in the reward functions."),
     "time/update": ("mean", "Seconds of the optimizer steps that follow a rollout: of one, times their number."),
     "time/update_tflops": ("mean", "10¹² floating-point operations per second of the update, on each process."),
-    "time/critic_pretraining": (
-        "mean",
-        "Seconds of an epoch of critic pretraining; in its first log, of collecting the completions.",
-    ),
     "time/tokens_per_second": ("mean", "Tokens sampled per second of generation on each process."),
     "clip/{part}/frac": ("last", "Share of clipped tokens in a PPO epoch or mini-batch, by ClipMetricsCallback."),
     "clip/{part}/frac_low": ("last", "The same of tokens with A < 0 and a ratio below 1 − ε_low."),
@@ -160,10 +127,10 @@ def reduction_of(name: str) -> str:
         KeyError: there is no such metric.
     """
     if name not in METRICS:
-        for pattern in METRICS:
-            before, brace, after = re.split(r"(\{\w+\})", pattern) if "{" in pattern else (name, "", "")
-            if brace and name.startswith(before) and name.endswith(after):
-                return METRICS[pattern][0]
+        for pattern, (reduction, _) in METRICS.items():
+            before, brace, after = pattern.partition("{")
+            if brace and name.startswith(before) and name.endswith(after.partition("}")[2]):
+                return reduction
     return METRICS[name][0]
 
 
@@ -178,78 +145,80 @@ class Sums:
     largest: float = -math.inf
 
     def add(self, other: "Sums") -> None:
-        """Take the parts of another place in."""
+        """Add the parts of another place; a "last" metric becomes the other's."""
+        if self.reduction == "last":
+            vars(self).update(vars(other))
+            return
         self.count += other.count
         self.total += other.total
         self.squares += other.squares
         self.largest = other.largest if math.isnan(other.largest) else max(self.largest, other.largest)
 
     def value(self) -> float:
-        """Return the metric by its reduction; NaN without any part."""
-        if not self.count:
-            return math.nan
+        """Return the metric by its reduction; at least one part is needed."""
         mean = self.total / self.count
         if self.reduction == "max":
             return self.largest
         return math.sqrt(max(self.squares / self.count - mean**2, 0.0)) if self.reduction == "std" else mean
 
 
+NamedSums = dict[str, Sums]
+
+
 class Meter:
     """Adds up the measures of one process until they are read, once, for all processes."""
 
     def __init__(self, measures: Measures | None = None) -> None:
-        self._sums: dict[str, Sums] = {}
-        self._pending: dict[torch.device, list[tuple[str, str, Tensor]]] = defaultdict(list)
+        self._sums: NamedSums = {}
+        self._pending: dict[torch.device, list[tuple[str, Tensor]]] = defaultdict(list)
         self.update(measures or {})
 
     def update(self, measures: Measures) -> None:
         """Add measures; they stay on their device until they are needed."""
         for name, x in measures.items():
-            self._pending[x.device].append((name, reduction_of(name), x))
+            reduction_of(name)  # an unknown name is an error where it is measured
+            self._pending[x.device].append((name, x))
 
     def read(self) -> dict[str, float]:
         """Return every metric over all processes, and start anew. A collective call: every process must make it."""
         return values_of(self.gather())
 
-    def gather(self) -> dict[str, Sums]:
+    def gather(self) -> NamedSums:
         """Return the parts of every metric over all processes, and start anew. A collective call."""
         states = gather_object([self.state_dict()])
         self._sums.clear()
-        return merge_sums({name: Sums(**saved) for name, saved in state.items()} for state in states)
+        return merge(sums_from_dict(state) for state in states)
 
     def state_dict(self) -> dict[str, dict]:
         """Return the metrics that are not read yet, as plain numbers."""
         for pending in self._pending.values():
-            together = torch.stack([x for *_, x in pending]).tolist()  # the one wait of a device
-            for (name, reduction, _), numbers in zip(pending, together, strict=True):
-                merge(self._sums, name, Sums(reduction, *numbers))
+            together = torch.stack([x for _, x in pending]).tolist()  # the one wait of a device
+            found = [{name: Sums(reduction_of(name), *x)} for (name, _), x in zip(pending, together, strict=True)]
+            self._sums = merge([self._sums, *found])
         self._pending.clear()
         return {name: asdict(sums) for name, sums in self._sums.items()}
 
     def load_state_dict(self, state: dict[str, dict]) -> None:
-        """Continue from what `state_dict` gave."""
+        """Continue from the metrics that `state_dict` returned."""
         self._pending.clear()
-        self._sums = {name: Sums(**saved) for name, saved in state.items()}
+        self._sums = sums_from_dict(state)
 
 
-def merge(into: dict[str, Sums], name: str, sums: Sums) -> None:
-    """Add the parts of a metric to those that are there."""
-    if name in into and sums.reduction != "last":
-        into[name].add(sums)
-    else:
-        into[name] = replace(sums)
+def sums_from_dict(saved: dict[str, dict]) -> NamedSums:
+    """Make the sums that `dataclasses.asdict` described."""
+    return {name: Sums(**fields) for name, fields in saved.items()}
 
 
-def merge_sums(places: Iterable[dict[str, Sums]]) -> dict[str, Sums]:
+def merge(places: Iterable[NamedSums]) -> NamedSums:
     """Return the parts of several places as one."""
-    merged: dict[str, Sums] = {}
+    merged: NamedSums = {}
     for place in places:
         for name, sums in place.items():
-            merge(merged, name, sums)
+            merged.setdefault(name, Sums(sums.reduction)).add(sums)
     return merged
 
 
-def values_of(sums: dict[str, Sums]) -> dict[str, float]:
+def values_of(sums: NamedSums) -> dict[str, float]:
     """Return the metrics that have a part, each by its reduction."""
     return {name: x.value() for name, x in sums.items() if x.count}
 
@@ -260,22 +229,14 @@ class UpdateStep:
 
     epoch: int  # PPO epoch, from 0
     mini_batch: int  # of the epoch, from 0
-    metrics: dict[str, float]  # over all processes, by the names of METRICS
+    sums: NamedSums  # over all processes; those of several steps add up
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The step's metrics over all processes, by the names of METRICS."""
+        return values_of(self.sums)
 
 
-@dataclass(frozen=True)
-class StepSums:
-    """The parts of a step's metrics, which add up to those of the update."""
-
-    epoch: int
-    mini_batch: int
-    sums: dict[str, Sums]
-
-    def read(self) -> UpdateStep:
-        """Return the step with its metrics as numbers."""
-        return UpdateStep(self.epoch, self.mini_batch, values_of(self.sums))
-
-    @classmethod
-    def from_dict(cls, saved: dict[str, Any]) -> "StepSums":
-        """Make the step that `dataclasses.asdict` described."""
-        return cls(saved["epoch"], saved["mini_batch"], {name: Sums(**x) for name, x in saved["sums"].items()})
+def metrics_of(steps: Iterable[UpdateStep]) -> dict[str, float]:
+    """Return the metrics of several steps together: each counts by its tokens."""
+    return values_of(merge(step.sums for step in steps))

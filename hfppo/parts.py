@@ -2,46 +2,41 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 from datasets import Dataset, IterableDataset
 from peft import PeftConfig, PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from hfppo.checks.data import (
-    END,
-    STOPS,
-    check_calls,
-    check_ids,
-    check_lengths,
-    check_tokenizer,
-    warn_of_ended_prompts,
-)
+from hfppo.checks.data import check_calls, check_ids, check_lengths, check_tokenizer
 from hfppo.config import PPOConfig
 from hfppo.data.chat_template import CLOCK, RunDate
 from hfppo.data.prompts import Prompts
 from hfppo.environments.agents import Agents, load_agents
-from hfppo.environments.episodes import EpisodePlayer
+from hfppo.environments.episodes import EpisodePlayer, make_player
 from hfppo.environments.pool import EnvironmentFactory
-from hfppo.generation import eos_token_ids
+from hfppo.environments.turn_rewards import episode_rewards
+from hfppo.generation.sampler import eos_token_ids
 from hfppo.models.actor_critic import ActorCritic
 from hfppo.models.critic import CRITIC_KINDS, CriticSource, find_critic
 from hfppo.models.loading import (
     check_architecture,
-    check_model,
+    check_trainable,
     check_vocabulary,
     load_model,
-    load_reference,
     load_tokenizer,
     positions_of,
     separate_adapter,
-    with_quantization,
 )
 from hfppo.prompt_maker import DatasetPrompts, PromptMaker
 from hfppo.rewards.functions import RewardFunctions, check_weights
 from hfppo.rewards.load_rewards import load_reward_funcs
 from hfppo.rewards.model import RewardAdapter, RewardModel
-from hfppo.rewards.reward_func import plain_name, unwrap
+from hfppo.rewards.reward_func import RewardFunc, plain_name, unwrap
+
+RewardSource: TypeAlias = RewardFunc | str | PreTrainedModel
+InitKwargs: TypeAlias = dict[str, Any]  # arguments of `from_pretrained`
 
 
 @dataclass(frozen=True)
@@ -50,7 +45,7 @@ class TrainerInputs:
 
     model: str | PreTrainedModel | PeftModel
     args: PPOConfig
-    reward_funcs: Any = None
+    reward_funcs: RewardSource | Sequence[RewardSource] | None = None
     train_dataset: Dataset | IterableDataset | None = None
     eval_dataset: Dataset | dict[str, Dataset] | None = None
     tokenizer: PreTrainedTokenizerBase | None = None
@@ -60,26 +55,31 @@ class TrainerInputs:
     reward_tokenizers: PreTrainedTokenizerBase | Sequence[PreTrainedTokenizerBase | None] | None = None
     tools: Sequence[Callable[..., Any]] | None = None
     environment_factory: EnvironmentFactory | Mapping[str, EnvironmentFactory] | None = None
-    quantization_config: Any = None
+    quantization_config: QuantizationConfigMixin | dict[str, Any] | None = None
     date: RunDate | None = None  # for chat templates; None: today
 
     @property
-    def init_kwargs(self) -> dict[str, Any]:
+    def init_kwargs(self) -> InitKwargs:
         """Arguments of `from_pretrained` for models given by name."""
-        return with_quantization(cast(dict[str, Any], self.args.model_init_kwargs or {}), self.quantization_config)
+        own = {} if self.quantization_config is None else {"quantization_config": self.quantization_config}
+        return dict(**cast(InitKwargs, self.args.model_init_kwargs or {}), **own)
 
     @property
-    def of_model(self) -> dict[str, Any]:
+    def of_model(self) -> InitKwargs:
         """The same for `model`; empty if it is loaded."""
         return self.init_kwargs if isinstance(self.model, str) else {}
 
-    def sources(self, base_path: str) -> list[tuple[str, Any]]:
+    def sources(self, base_path: str) -> list[tuple[str, object]]:
         """Return the models and reward functions, each after the name of its argument."""
         given = self.reward_funcs if isinstance(self.reward_funcs, list | tuple) else [self.reward_funcs]
-        named: list[tuple[str, Any]] = [("reward_funcs", unwrap(func)) for func in given]
-        named += [("model", self.model), ("the base's path", base_path), ("ref_model", self.ref_model)]
-        own = not self.args.needs_critic or self.critic in CRITIC_KINDS
-        return named + ([] if own else [("critic", self.critic)])
+        critic = self.critic if self.args.needs_critic and self.critic not in CRITIC_KINDS else None
+        return [
+            *[("reward_funcs", unwrap(cast(RewardFunc, func))) for func in given],
+            ("model", self.model),
+            ("the base's path", base_path),
+            ("ref_model", self.ref_model),
+            ("critic", critic),
+        ]
 
 
 @dataclass(frozen=True)
@@ -93,12 +93,12 @@ class Parts:
     peft_config: PeftConfig
     prompts: DatasetPrompts
     prompt_maker: PromptMaker  # for datasets that come later
-    sources: list[tuple[str, Any]]  # models and reward functions, each after its argument
+    sources: list[tuple[str, object]]  # models and reward functions, each after its argument
     player: EpisodePlayer | None  # plays with tools and environments
 
 
 def load_parts(inputs: TrainerInputs) -> Parts:
-    """Return the parts of `PPOTrainer`; quick checks come before slow loading.
+    """Return the parts of `PPOTrainer`; the prompts are checked before a model is loaded.
 
     Raises:
         TypeError, ValueError: names the input that cannot be used, and the remedy.
@@ -110,27 +110,27 @@ def load_parts(inputs: TrainerInputs) -> Parts:
     longest = max((some.longest for some in prompts.named.values()), default=0)
 
     loaded = load_model(inputs.model, **inputs.of_model)
-    check_model(loaded, inputs.peft_config)
+    check_trainable(loaded, inputs.peft_config)
     check_lengths("the model", loaded, longest, args)
     eos_ids = eos_token_ids(tokenizer, loaded.generation_config)
     padding = eos_ids[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    special = {END: eos_ids, "the padding token": [padding], STOPS: args.stop_token_ids or eos_ids}
+    special = {
+        "the end of sequence": eos_ids,
+        "the padding token": [padding],
+        "generation_kwargs['stop_token_ids']": args.stop_token_ids or eos_ids,
+    }
     check_ids(loaded, prompts.known, special)
-    warn_of_ended_prompts(prompts.known, eos_ids)
-    player = None if agents is None else agents.player(eos_ids, args, positions_of(loaded)[0])
+    player = None if agents is None else make_player(agents, eos_ids, args, positions_of(loaded)[0])
 
-    reference = load_reference(inputs.ref_model, **inputs.init_kwargs)
-    if reference is not None:
-        check_lengths("ref_model", reference, longest, args)
+    reference = None if inputs.ref_model is None else load_model(inputs.ref_model, "ref_model", **inputs.init_kwargs)
     rewards = load_rewards(inputs, str(loaded.config.name_or_path or ""), agents)
     check_calls(rewards, prompts.known, agents)
-    critic = load_critic(inputs, loaded, tokenizer, longest)
+    critic = load_critic(inputs, loaded, tokenizer)
+    for name, model in {"ref_model": reference, "the critic": critic and critic.model}.items():
+        if isinstance(model, PreTrainedModel):
+            check_lengths(name, model, longest, args)
     actor = separate_adapter(loaded, inputs.peft_config, inputs.of_model.get("revision"))
-    for func in map(unwrap, rewards.funcs):
-        if isinstance(func, RewardModel):
-            func.date = prompt_maker.date
-        if isinstance(func, RewardAdapter):
-            func.attach(actor.base)
+    prepare_reward_models(rewards, actor.base, prompt_maker.date)
     tokenizer.pad_token_id = padding
     return Parts(
         model=ActorCritic(actor.base, actor.peft_config, critic, reference, actor.start_adapter),
@@ -152,51 +152,53 @@ def load_prompt_maker(inputs: TrainerInputs) -> PromptMaker:
     tokenizer = load_tokenizer(inputs.model, **inputs.of_model) if inputs.tokenizer is None else inputs.tokenizer
     check_tokenizer(tokenizer)
     date = RunDate.today() if inputs.date is None else inputs.date
-    options = {CLOCK: date, **cast(dict[str, Any], inputs.args.chat_template_kwargs or {})}
+    options: dict[str, Any] = {CLOCK: date, **cast(dict[str, Any], inputs.args.chat_template_kwargs or {})}
     agents = load_agents(inputs.tools, inputs.environment_factory, tokenizer, inputs.args, options)
     options = options if agents is None else agents.chat_format.options
     return PromptMaker(tokenizer, inputs.args, agents, date, options)
 
 
 def load_rewards(inputs: TrainerInputs, base_name: str, agents: Agents | None) -> RewardFunctions:
-    """Return the reward functions, those of tools and environments last.
+    """Return the given reward functions, then those of tools and environments.
 
-    `reward_weights` has an entry for each given function, and may have one more for each of the others, which count 1
-    otherwise.
+    `reward_weights` has an entry for each given function, or for all of them; by default, the latter have weight 1.
 
     Raises:
         TypeError, ValueError: a reward function cannot be used, or there is none; names it.
     """
-    args, given = inputs.args, []
+    given: list[RewardFunc] = []
     if inputs.reward_funcs is not None:
-        init_kwargs = cast(dict[str, Any], args.reward_model_init_kwargs or {})
-        given = load_reward_funcs(inputs.reward_funcs, inputs.reward_tokenizers, base_name, args.device, **init_kwargs)
-    own = [] if agents is None else agents.reward_funcs(given)
-    weights = args.reward_weights
+        given = load_reward_funcs(inputs.reward_funcs, inputs.reward_tokenizers, base_name, inputs.args.device)
+    own = episode_rewards(agents, given)
+    weights = inputs.args.reward_weights
     if own and weights is not None and len(weights) != len(given) + len(own):
         weights = [*check_weights(weights, [plain_name(func) for func in given]), *[1.0] * len(own)]
     return RewardFunctions([*given, *own], weights)
 
 
 def load_critic(
-    inputs: TrainerInputs, base: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase, longest: int
+    inputs: TrainerInputs, base: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase
 ) -> CriticSource | None:
-    """Return the critic's source; None for estimators without a critic.
-
-    Args:
-        longest: tokens of the longest prompt.
-    """
-    args, critic = inputs.args, inputs.critic
-    if not args.needs_critic:
+    """Return the critic's source; None for estimators without a critic."""
+    critic = inputs.critic
+    if not inputs.args.needs_critic:
         return None
     # A revision belongs to the repository that it was given for.
     given = {name: value for name, value in inputs.init_kwargs.items() if name != "revision" or critic == inputs.model}
-    source = find_critic(critic, **given).with_layers(args.critic_layers, critic, base)
+    source = find_critic(critic, **given).with_layers(inputs.args.critic_layers, base)
     if isinstance(source.model, PreTrainedModel):
         # Checkpoints of one tokenizer pad their vocabularies to different sizes.
         check_vocabulary("critic", source.model, max(tokenizer.get_vocab().values()) + 1)
-        check_lengths("the critic", source.model, longest, args)
     return source
+
+
+def prepare_reward_models(rewards: RewardFunctions, base: PreTrainedModel, date: RunDate) -> None:
+    """Give reward models the run's date, and reward adapters the actor's base."""
+    for func in map(unwrap, rewards.funcs):
+        if isinstance(func, RewardModel):
+            func.date = date
+        if isinstance(func, RewardAdapter):
+            func.attach(base)
 
 
 def load_later_dataset(

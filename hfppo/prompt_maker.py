@@ -1,4 +1,4 @@
-"""Make prompts of the datasets of a run."""
+"""The prompts of the datasets of a run."""
 
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -8,9 +8,9 @@ from datasets import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerBase
 
 from hfppo.config import PPOConfig
-from hfppo.data.chat_template import RunDate
+from hfppo.data.chat_template import RunDate, Schema
 from hfppo.data.prompt_stream import PromptStream
-from hfppo.data.prompts import Prompts, datasets_by_name, is_stored, prepare_prompts
+from hfppo.data.prompts import Prompts, is_stored, prepare_prompts
 from hfppo.environments.agents import Agents, dataset_for
 
 
@@ -43,8 +43,8 @@ class PromptMaker:
     """Checks and tokenizes datasets for a run.
 
     Args:
-        date: read by chat templates in place of today's.
-        chat_template_kwargs: of all prompts, `date` among them.
+        date: the date that chat templates read.
+        chat_template_kwargs: of all prompts; the date is one of them.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -54,7 +54,7 @@ class PromptMaker:
     chat_template_kwargs: dict[str, Any]
 
     @property
-    def schemas(self) -> dict[str | None, list[dict[str, Any]]] | None:
+    def schemas(self) -> dict[str | None, list[Schema]] | None:
         """JSON schemas of the tools by environment; None without tools and environments."""
         return None if self.agents is None else self.agents.schemas
 
@@ -69,8 +69,11 @@ class PromptMaker:
             train = self.of_stream(train_dataset)
         elif train_dataset is not None:
             train = self.of_dataset(train_dataset, "train_dataset")
-        given = datasets_by_name(eval_dataset)
-        return DatasetPrompts(train, {name: self.of_dataset(some, label_eval(name)) for name, some in given.items()})
+        given = eval_dataset if isinstance(eval_dataset, dict) else {None: eval_dataset}
+        if unnamed := [name for name in given if not isinstance(name, str | None)]:
+            raise TypeError(f"eval_dataset names a dataset by {unnamed[0]!r}; name each by text")
+        prompts = {n: self.of_dataset(some, label_eval(n)) for n, some in given.items() if some is not None}
+        return DatasetPrompts(train, prompts)
 
     def move_to(
         self,
@@ -79,7 +82,7 @@ class PromptMaker:
         train_dataset: Dataset | IterableDataset | None,
         eval_dataset: Dataset | dict[str, Dataset] | None,
     ) -> DatasetPrompts:
-        """Change the date of the run, and return the prompts on it, made again if they may show the date."""
+        """Change the date of the run, and return its prompts, made again if their text may depend on the date."""
         self.date.day = date.day
         return self.of_datasets(train_dataset, eval_dataset) if prompts.dated else prompts
 
@@ -87,19 +90,17 @@ class PromptMaker:
         """Return the prompts of a dataset, which errors call `name`."""
         agents = self.agents
         completed = dataset_for(dataset, agents)
-        # One process of each machine tokenizes, the others find what it has stored.
+        # One process of each machine tokenizes, and the others read the ids that it has stored.
         with self.args.main_process_first() if is_stored(completed) else nullcontext():
             prompts = prepare_prompts(
                 completed,
                 self.tokenizer,
-                self.args.max_prompt_length,
-                self.args.overlong_prompts,
                 self.chat_template_kwargs,
                 name,
-                may_be_empty,
-                None if agents is None else agents.schemas_of(completed, name),
+                tools=None if agents is None else agents.schemas_of(completed, name),
                 completed=agents is not None and agents.pool is not None,
             )
+        prompts = prompts.limited(self.args.max_prompt_length, name, may_be_empty)
         # `reset` gets the dataset's own columns.
         return prompts if completed is dataset else replace(prompts, rows=prompts.rows.remove_columns("prompt"))
 
@@ -110,9 +111,9 @@ class PromptMaker:
             ValueError: neither max_steps nor total_episodes is set, or max_prompt_length is not.
         """
         if self.args.max_steps <= 0:
-            raise ValueError("train_dataset is a stream, whose length is not known; set max_steps or total_episodes")
+            raise ValueError("train_dataset is a stream of unknown length; set max_steps or total_episodes")
         if (longest := self.args.max_prompt_length) is None:
-            raise ValueError("train_dataset is a stream, whose longest prompt is not known; set max_prompt_length")
+            raise ValueError("train_dataset is a stream with prompts of unknown length; set max_prompt_length")
 
         def prepare(rows: Dataset, name: str) -> Prompts:
             return self.of_dataset(rows, name, may_be_empty=True)

@@ -1,12 +1,11 @@
 """`Rollout`: frozen data with a shape for each field, and its cuts into mini-batches and micro-batches."""
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from hfppo.state import stream_seed
 
@@ -112,19 +111,6 @@ class Rollout:
         return len(sizes_within(self.lengths.sort(descending=True).values.tolist(), max_tokens))
 
 
-def join_rollouts(rollouts: list[Rollout]) -> Rollout:
-    """Return the rows of several rollouts in one, with prompts padded on the left and completions on the right."""
-    joined = {}
-    for name in rollouts[0].tensors():
-        parts = [getattr(rollout, name) for rollout in rollouts]
-        if parts[0].dim() == 1 or name == "base_states":
-            joined[name] = torch.cat(parts)
-        else:
-            side = "left" if name in ("prompt_ids", "prompt_mask") else "right"
-            joined[name] = pad_sequence([row for part in parts for row in part], batch_first=True, padding_side=side)
-    return Rollout(**joined)
-
-
 def select_packed(packed: Tensor, lengths: Tensor, rows: Tensor) -> Tensor:
     """Return the entries of the given rows, from a tensor that holds rows of these lengths one after another."""
     parts = packed.split(lengths.tolist())
@@ -167,7 +153,7 @@ def balanced_sizes(lengths: list[int], num_micro_batches: int) -> list[int]:
 class Transcript:
     """The same B completions as text, with the scores of each reward function."""
 
-    prompts: list[Any]  # text or conversations
-    completions: list[Any]  # text or messages
+    prompts: Sequence[object]  # text or conversations
+    completions: Sequence[object]  # text or messages
     scores: dict[str, list[float]]  # by reward function; NaN where it was left out
-    extra: dict[str, list[Any]]  # columns that reward functions passed to log_extra
+    extra: dict[str, list]  # columns that reward functions passed to log_extra

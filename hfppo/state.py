@@ -1,47 +1,13 @@
-"""`PPOState`: where a run stands beyond Trainer's state, part of every checkpoint; the seeds of its random draws."""
+"""`PPOState`: the state of a run beyond Trainer's, part of every checkpoint; the seeds of its random draws."""
 
 import hashlib
-import math
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, ClassVar
-
-from torch import Tensor
-
-
-@dataclass(frozen=True)
-class RunningMoments:
-    """Mean and variance of all scores seen so far, merged rollout by rollout.
-
-    Chan, Golub, LeVeque (1979), "Updating formulae and a pairwise algorithm for computing sample variances", eq. 2.1.
-    """
-
-    count: int = 0
-    mean: float = 0.0
-    squares: float = 0.0  # the sum of squared deviations from the mean
-
-    @property
-    def std(self) -> float:
-        """Standard deviation (of the population); 1 while all scores are equal, so that it can divide."""
-        return math.sqrt(self.squares / self.count) if self.squares > 0 else 1.0
-
-    def with_scores(self, scores: Tensor) -> "RunningMoments":
-        """Return the moments with the scores of a rollout added."""
-        if not scores.numel():
-            return self
-        x = scores.double()
-        count = self.count + x.numel()
-        shift = float(x.mean()) - self.mean
-        added = float((x - x.mean()).square().sum()) + shift**2 * self.count * x.numel() / count
-        return RunningMoments(count, self.mean + shift * x.numel() / count, self.squares + added)
-
-    def normalize(self, scores: Tensor) -> Tensor:
-        """(score − mean) / std, of any shape."""
-        return (scores - self.mean) / self.std
 
 
 @dataclass
 class PPOState:
-    """Where a run stands between two optimizer steps; part of every checkpoint. Only the trainer writes it.
+    """The state of a run between two optimizer steps; part of every checkpoint. Only the trainer writes it.
 
     Callbacks change the steered fields through `PPOControl`.
     """
@@ -56,7 +22,6 @@ class PPOState:
     first_step: int = 0  # global step at which the rollout in use was collected
     last_step: int = 0  # global step at which the next one is due; a callback may bring it forward
     skipped_steps: int = 0  # of this run, left out at a rollout's end where completions count the run's length
-    score_moments: RunningMoments = field(default_factory=RunningMoments)  # for `normalize_scores`
     pretraining_rollouts: int = 0  # collected for the critic's pretraining
     pretraining_results: dict[str, float] = field(default_factory=dict)  # by name in `all_results.json`; {} until done
 
@@ -72,14 +37,12 @@ class PPOState:
     @classmethod
     def from_state_dict(cls, state: dict[str, Any]) -> "PPOState":
         """Make the state that `state_dict` described."""
-        moments = RunningMoments(**state["score_moments"])
-        known = {f.name: state[f.name] for f in fields(cls) if f.name in state}  # earlier versions had others
-        return cls(**{**known, "score_moments": moments})
+        return cls(**{f.name: state[f.name] for f in fields(cls) if f.name in state})  # earlier versions had others
 
 
 # Purposes of random draws; two purposes never share numbers.
 ORDER_STREAM, SAMPLING_STREAM, EVAL_STREAM, SHUFFLE_STREAM, ENVIRONMENT_STREAM = 1, 2, 3, 4, 5
-HELD_OUT_STREAM, PRETRAINING_STREAM, BEST_OF_STREAM = 6, 7, 8
+PRETRAINING_STREAM = 7
 
 
 def stream_seed(*numbers: int) -> int:

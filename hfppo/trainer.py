@@ -4,7 +4,6 @@ Nothing here loops over training steps. Trainer asks for the micro-batches of an
 the optimizer; the hooks below answer for PPO.
 """
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -16,6 +15,7 @@ from datasets import Dataset, IterableDataset
 from peft import PeftConfig, PeftModel
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 from transformers import (
     EvalPrediction,
@@ -40,7 +40,8 @@ from hfppo.data.prompts import Prompts, dataset_of
 from hfppo.environments.agents import default_dataset
 from hfppo.environments.pool import EnvironmentFactory
 from hfppo.functional import Clip
-from hfppo.generation import Sampler, make_sampler
+from hfppo.generation import configured_sampling, make_sampler
+from hfppo.generation.sampler import Sampler
 from hfppo.generation.sampler_check import check_sampler
 from hfppo.learn.critic_pretraining import CriticPretraining, with_full_returns
 from hfppo.learn.flops import FlopCounter
@@ -49,8 +50,8 @@ from hfppo.learn.micro_batches import MiniBatchSize, cut_mini_batch, join_sequen
 from hfppo.learn.optimizer import StepHooks, keep_own_settings, split_critic_groups
 from hfppo.learn.own_optimizer import Optimizers, names_of_parameters, take_over
 from hfppo.learn.run import Run, StepPlan
-from hfppo.metrics import Meter, parts, parts_of
-from hfppo.models.actor_critic import ActorCritic, TokenOutputs
+from hfppo.metrics import Meter, metrics_of, parts, parts_of
+from hfppo.models.actor_critic import ActorCritic, TokenOutputs, Want
 from hfppo.models.critic import CRITIC_FOLDER
 from hfppo.models.loading import load_whole
 from hfppo.models.modes import compile_layers, place_model
@@ -71,7 +72,24 @@ from hfppo.support.out_of_memory import explain_out_of_memory
 class PPOTrainer(CrashSafeTrainer):
     """Proximal Policy Optimization of a LoRA actor, with the disabled adapter as its reference and a critic.
 
-    The first six arguments, which are GRPOTrainer's, may be given by position.
+    Example:
+
+        from datasets import Dataset
+        from hfppo import PPOConfig, PPOTrainer
+
+        def right_answer(completions, answer, **kwargs):
+            return [float(answer[i] in completion) for i, completion in enumerate(completions)]
+
+        trainer = PPOTrainer(
+            model="Qwen/Qwen2.5-0.5B",
+            reward_funcs=right_answer,
+            args=PPOConfig(output_dir="out", total_episodes=64, max_completion_length=16),
+            train_dataset=Dataset.from_dict({"prompt": ["1+1=", "2+3="], "answer": ["2", "5"]}),
+        )
+        trainer.train()
+        trainer.save_model()
+
+    The first six arguments are GRPOTrainer's, and may be given by position.
 
     Args:
         model: a base, or an adapter to train further; loaded, or its id or path. A loaded one is changed: its dropouts
@@ -170,7 +188,7 @@ class PPOTrainer(CrashSafeTrainer):
                 processing_class=parts.tokenizer,
                 callbacks=[
                     *with_default_callbacks(callbacks, args.log_completions),
-                    TrainerHooks(lambda: self._step_hooks.attach(self.optimizer), self._end_update),
+                    TrainerHooks(lambda: self._step_hooks.attach(cast(Optimizer, self.optimizer)), self._end_update),
                 ],
                 compute_metrics=compute_metrics,
                 optimizers=cast(Any, optimizers),
@@ -194,7 +212,7 @@ class PPOTrainer(CrashSafeTrainer):
             self.ppo_state = self._first_state()
             self._train_prompts, self._prepared_train = parts.prompts.train, train_dataset
             self._eval_prompts = EvalPrompts(eval_dataset, parts.prompts.eval, self._prepare_prompts)
-            self._eval_sampling: bool | None = None
+            self._eval_sampling = False
             self._sources = parts.sources
             self._outputs_checked = False
             described = parts.prompts.train, parts.model, parts.peft_config, parts.rewards.names
@@ -217,10 +235,8 @@ class PPOTrainer(CrashSafeTrainer):
         Args:
             eos_ids: tokens that end a completion.
         """
-        pad_id = cast(int, self.processing_class.pad_token_id)
-        return make_sampler(
-            self.model, eos_ids, pad_id, self.args, self.accelerator, self.processing_class, self._progress.advance
-        )
+        sampling = configured_sampling(self.args, self.processing_class, eos_ids)
+        return make_sampler(self.model, self.args, self.accelerator, sampling, self._progress.advance)
 
     def _prepare_model(self) -> None:
         """Move the model to its device, and check its outputs there before they are used for the first time."""
@@ -252,7 +268,7 @@ class PPOTrainer(CrashSafeTrainer):
         """
         check_output_folder(self._sources, self.args)
         self._begin_run()
-        with explain_out_of_memory("the update", self.args):
+        with explain_out_of_memory("update"):
             yield
         best = self.state.best_model_checkpoint if self.args.load_best_model_at_end else None
         if best is not None and Path(best).is_dir() and not self.is_deepspeed_enabled:  # which has loaded its own
@@ -328,26 +344,27 @@ class PPOTrainer(CrashSafeTrainer):
         """Collect a rollout for the next prompts."""
         assert self._train_prompts is not None
         rows = collector.training_rows(self._train_prompts, self.ppo_state.next_rollout)
-        collected = collector.collect(rows, self.ppo_state, self.state, show=self._progress.phase)
-        if collected.moments is not None:
-            self.ppo_state.score_moments = collected.moments
-        return collected
+        return collector.collect(rows, self.ppo_state, self.state, show=self._progress.phase)
 
     def _pretrain_critic(self) -> None:
         """Pretrain the critic if that is asked for and was not done; callbacks see its logs only."""
         state = self.ppo_state
         if not self.args.critic_pretraining_completions or state.pretraining_results or state.rollouts:
             return
-        began, collector = time.perf_counter(), with_full_returns(self.collector)
-        state.pretraining_rollouts, rollouts = 0, []
-        with self._progress.phase("time/critic_pretraining"):
+        collector, rollouts = with_full_returns(self.collector), []
+        state.pretraining_rollouts = 0
+        with self._progress.phase("critic_pretraining"):
             while state.pretraining_rollouts < self.args.critic_pretraining_rollouts:
                 rollouts.append(self._collect_next(collector).rollout)
                 state.pretraining_rollouts += 1
-            pretraining = CriticPretraining(self.model, self.accelerator, self.args, self.optimizer, self.log)
-            state.pretraining_results = pretraining.fit(rollouts, began)
+            pretraining = CriticPretraining(self._run, cast(Optimizer, self.optimizer), self._backward, self.log)
+            state.pretraining_results = pretraining.fit(rollouts)
         if self.args.save_strategy != SaveStrategy.NO:
             self.save_checkpoint()
+
+    def _backward(self, pieces: list[Rollout], size: MiniBatchSize) -> Tensor:
+        """Add the gradient of a mini-batch, outside of Trainer's loop."""
+        return self.training_step(self.model_wrapped, {"pieces": pieces}, size)
 
     def rollout(self, /, prompts: Sequence[str] | Sequence[list[dict[str, Any]]], **columns: Sequence[Any]) -> Rollout:
         """Collect a rollout for given prompts, on the CPU, without changing the state of training.
@@ -400,10 +417,12 @@ class PPOTrainer(CrashSafeTrainer):
         outputs = model(
             **join_sequences(batch),
             completion_mask=batch.mask,
-            temperature=self.args.temperature,
-            policy=plan.policy,
-            values=plan.values,
-            entropy="differentiable" if self.args.entropy_coef else "constant",
+            want=Want(
+                temperature=self.args.temperature,
+                policy=plan.policy,
+                values=plan.values,
+                entropy="differentiable" if self.args.entropy_coef else "constant",
+            ),
             base_states=batch.base_states if plan.values else None,
         )
         terms = self.loss_terms(outputs, batch)
@@ -441,22 +460,21 @@ class PPOTrainer(CrashSafeTrainer):
 
     def loading_optimizer(self) -> AbstractContextManager:
         """Keep this run's learning rates while a checkpoint's optimizer is loaded."""
-        return keep_own_settings(cast(Optimizer, self.optimizer), self.lr_scheduler)
+        return keep_own_settings(cast(Optimizer, self.optimizer), cast(LambdaLR, self.lr_scheduler))
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
         # Private upstream hook: the one place between backward and step where gradients are clipped.
         return self._run.clip(self.args.max_grad_norm, cast(Optimizer, self.optimizer), self.state.global_step + 1)
 
     def _before_step(self) -> None:
-        if self._run.rollout is not None:
-            factor = self.ppo_state.learning_rate_factor
-            self._run.before_step(cast(Optimizer, self.optimizer), self._plan.moves_actor, factor)
+        factor = self.ppo_state.learning_rate_factor
+        self._run.before_step(cast(Optimizer, self.optimizer), self._plan.moves_actor, factor)
 
     def _after_step(self) -> None:
         """Call the callbacks after an optimizer step, and end the rollout's use if one of them asks for it."""
-        if self._run.rollout is None:
+        if self.ppo_state.rollouts == 0:  # in critic pretraining
             return
-        step = self._run.end_step(cast(Optimizer, self.optimizer), self.state.global_step - self.ppo_state.first_step)
+        step = self._run.end_step(self.state.global_step - self.ppo_state.first_step)
         if self._call_callbacks("on_mini_batch_end", step=step).should_end_rollout:
             state, last = self.ppo_state, self.state.global_step + 1
             if self.args.counts_completions:  # no other rollout makes up for the steps that are left out
@@ -468,9 +486,8 @@ class PPOTrainer(CrashSafeTrainer):
     def _end_update(self) -> None:
         """Tell the callbacks after the last optimizer step on a rollout."""
         if self.state.global_step >= min(self.ppo_state.last_step, self.state.max_steps):
-            run = self._run
-            steps, metrics = [step.read() for step in run.steps], run.update_metrics()
-            self._call_callbacks("on_update_end", rollout=run.rollout, metrics=metrics, steps=steps)
+            steps = self._run.steps
+            self._call_callbacks("on_update_end", rollout=self._run.rollout, metrics=metrics_of(steps), steps=steps)
 
     # Evaluation
 
@@ -486,7 +503,7 @@ class PPOTrainer(CrashSafeTrainer):
 
     @contextmanager
     def eval_sampling(self, do_sample: bool) -> Iterator[None]:
-        """Override `args.eval_do_sample` inside the block."""
+        """Sample in the evaluations inside the block, or decode greedily, as they do outside."""
         before, self._eval_sampling = self._eval_sampling, do_sample
         try:
             yield
@@ -505,12 +522,11 @@ class PPOTrainer(CrashSafeTrainer):
         self._prepare_model()
         prompts = cast(Prompts, dataloader.dataset)
         self.callback_handler.eval_dataloader = dataloader
-        do_sample = self.args.eval_do_sample if self._eval_sampling is None else self._eval_sampling
 
         def on_batch() -> None:
             self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
 
-        evaluated = evaluate_prompts(self.collector, prompts, self.state, do_sample, on_batch)
+        evaluated = evaluate_prompts(self.collector, prompts, self.state, self._eval_sampling, on_batch)
         return evaluated.output(prompts, self.compute_metrics, metric_key_prefix)
 
     # Checkpoints
@@ -574,6 +590,4 @@ class PPOTrainer(CrashSafeTrainer):
             rewards, prompts = self.collector.rewards, self._train_prompts
             weights = dict(zip(rewards.names, rewards.weights, strict=True))
             chat = prompts is not None and prompts.head.conversational
-            write_card(
-                str(self.args.output_dir), self.model, self.args, self.state, weights, self.hub_model_id, chat, **given
-            )
+            write_card(self, weights, chat, **given)

@@ -16,11 +16,12 @@ import torch
 from build_lake_base import PROMPT
 from datasets import Dataset
 from frozen_lake_maps import ACTIONS, MAP, SIZE, compare_with_value_iteration, describe, state_of
+from gymnasium_text import GymnasiumEnvironment
 from lake import LakeActor
 from run import RecipeParser, actor_config, init_kwargs
 from value_maps import MoveCounter
 
-from hfppo import GymnasiumEnvironment, PPOConfig, PPOTrainer
+from hfppo import PPOConfig, PPOTrainer
 
 
 @dataclass

@@ -61,7 +61,7 @@ def ask_critic(trainer: PPOTrainer, prompts: list[list[dict[str, Any]]]) -> np.n
     ids = torch.nn.functional.pad(rendered["input_ids"], (0, 1), value=tokenizer.pad_token_id)
     ids = ids.to(trainer.args.device)
     one = torch.ones_like(ids[:, :1], dtype=torch.bool)
-    return trainer.model(ids, torch.ones_like(ids), completion_mask=one, policy=False).values[:, 0].cpu().numpy()
+    return trainer.model(ids, torch.ones_like(ids), completion_mask=one).values[:, 0].cpu().numpy()
 
 
 def compare(values: np.ndarray, best: np.ndarray, own: np.ndarray) -> dict[str, float]:

@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from helpers.runs import digest
 from helpers.tiny import LORA, tiny_model
-from hfppo.generation import TransformersSampler
+from hfppo.generation.generate import TransformersSampler
 from hfppo.models.actor_critic import ActorCritic
 
 TARGETS = {"target_modules": ["q_proj", "v_proj", "down_proj"], "task_type": "CAUSAL_LM"}

@@ -9,11 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from datasets import Dataset
+from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
 
 from helpers.agents import EOS, PROMPTS, Counting, Doors, add, call, collect, count_messages
 from helpers.processes import ROOT
 from hfppo import Result
-from hfppo.rewards.reward_func import plain_name
 
 
 def tool(body, name="use", asynchronous=False):
@@ -190,25 +190,10 @@ ENDS = {
     "reset raises": (
         environment(reset=lambda self, **row: 1 / 0),
         RuntimeError,
-        r"Odd.reset failed for row 0.*division",
+        r"Odd.reset, row 0, failed",
     ),
-    "reset hangs": (environment(reset=hangs), RuntimeError, r"Odd.reset failed for row 0.*tool_timeout=0.2"),
-    "reset returns a number": (environment(reset=reset_with(3)), TypeError, r"Odd.reset returned int for row 0"),
-    "reset returns an image": (
-        environment(reset=reset_with([{"type": "image", "image": "a"}])),
-        TypeError,
-        r"Odd.reset returned list for row 0; return text, content blocks of text, or None",
-    ),
-    "step raises": (
-        environment(step=lambda self, text: 1 / 0),
-        RuntimeError,
-        r"Odd.step failed in turn 1 of row 0.*'a'",
-    ),
-    "step returns too little": (
-        environment(step=step_with("b", 0.0)),
-        TypeError,
-        r"Odd.step, row 0, gave \('b', 0\.0\); give observation, reward, terminated, truncated, info",
-    ),
+    "reset hangs": (environment(reset=hangs), TimeoutError, r"Odd.reset, row 0, took longer than tool_timeout=0.2"),
+    "step raises": (environment(step=lambda self, text: 1 / 0), RuntimeError, r"Odd.step, row 0, failed"),
     "a reward that is NaN": (
         environment(step=step_with("b", float("nan"), True, False, {})),
         ValueError,
@@ -257,14 +242,15 @@ def test_an_environment_that_hangs_leaves_its_row_without_a_score(make_agent, ba
         environment_factory=environment(base, **{method: {"look": look, "step": step}[method], "reset": reset}),
         config=FAST,
     )
-    before = trainer.collector.player.pool.examples[None]
+    before = trainer.collector.player.agents.pool.examples[None]
     rollout, *_, metrics = collect(trainer, 2, training=True)
     assert rollout.loss_mask.any(dim=1).tolist() == [False, True]
     assert metrics["unscorable_frac"] == 0.5
-    assert trainer.collector.player.pool.examples[None] is not before
+    assert trainer.collector.player.agents.pool.examples[None] is not before
 
 
-def test_a_prompt_that_reset_makes_too_long_leaves_its_row_without_a_score(make_agent, caplog):
+@pytest.mark.parametrize(("longest", "room"), [(50, 50), (None, 256 - 120)], ids=["max_prompt_length", "positions"])
+def test_a_prompt_that_reset_makes_too_long_leaves_its_row_without_a_score(make_agent, caplog, longest, room):
     class Talkative(Counting):
         def reset(self, start=0, **row):
             super().reset(start)
@@ -275,29 +261,15 @@ def test_a_prompt_that_reset_makes_too_long_leaves_its_row_without_a_score(make_
             assert self.next, "the row has no score"
             return 10.0
 
-    trainer = make_agent(["1"], ["2", "3"], environment_factory=Judged, config={"max_prompt_length": 50})
+    trainer = make_agent(["1"], ["2", "3"], environment_factory=Judged, config={"max_prompt_length": longest})
     rollout, _, metrics = collect(trainer, 2, training=True)
-    assert rollout.prompt_mask.sum(dim=1).tolist() == [50, 9]
+    assert rollout.prompt_mask.sum(dim=1).tolist() == [room, 9]
     assert rollout.mask.sum(dim=1).tolist() == [1, 4]  # one token for the place in the batch
     assert rollout.loss_mask.any(dim=1).tolist() == [False, True]
     assert rollout.scores.tolist() == [0.0, 12.0]
     assert metrics["unscorable_frac"] == 0.5
     assert "row 0: with the text of Judged.reset the prompt has 3" in caplog.text
-    assert "leave 50; it has no score" in caplog.text
-
-
-def test_a_prompt_that_reset_makes_too_long_loses_its_beginning_with_truncate(make_agent):
-    class Talkative(Counting):
-        def reset(self, **row):
-            super().reset()
-            return "a" * 300 + "0"
-
-    config = {"max_prompt_length": 50, "overlong_prompts": "truncate"}
-    trainer = make_agent(["1", "2", "3"], environment_factory=Talkative, config=config)
-    rollout, _, metrics = collect(trainer, 1, training=True)
-    assert trainer.processing_class.decode(rollout.prompt_ids[0]) == "a" * 47 + "0<eos><assistant>"
-    assert rollout.scores.tolist() == [3.0]
-    assert metrics["unscorable_frac"] == 0.0
+    assert f"more than {room}; it has no score" in caplog.text
 
 
 def test_an_environment_that_never_ends_is_cut(make_agent):
@@ -309,9 +281,8 @@ def test_an_environment_that_never_ends_is_cut(make_agent):
     assert metrics["turns/dropped_result_frac"] == 1
 
 
-@pytest.mark.parametrize("length", [200, 5_000_000])
-def test_an_answer_of_any_length_is_dropped_where_it_does_not_fit(make_agent, length):
-    trainer = make_agent([call("use", x=1)], reward_funcs=count_messages, tools=[tool(lambda x: "a" * length)])
+def test_an_answer_is_dropped_where_it_does_not_fit(make_agent):
+    trainer = make_agent([call("use", x=1)], reward_funcs=count_messages, tools=[tool(lambda x: "a" * 200)])
     rollout, transcript, metrics = collect(trainer, 1, training=True)
     assert len(transcript.completions[0]) == 1
     assert not rollout.context.any()
@@ -319,12 +290,13 @@ def test_an_answer_of_any_length_is_dropped_where_it_does_not_fit(make_agent, le
 
 
 def untyped(x):
+    """
+    Use it.
+
+    Args:
+        x: a number
+    """
     return x
-
-
-class Untyped:
-    def __call__(self, x):
-        """Use it."""
 
 
 def undocumented(x: int) -> str:
@@ -350,14 +322,9 @@ class Clash(Doors):
 
 NO_CHAT = Dataset.from_list([{"prompt": "go"}])
 REFUSED = {
-    "a tool without types": ({"tools": [untyped]}, ValueError, "'untyped'"),
-    "a tool without a docstring": ({"tools": [undocumented]}, ValueError, "'undocumented'"),
-    "a tool without types in a callable object": (
-        {"tools": [Untyped()]},
-        ValueError,
-        r"tool 'Untyped'.*give Untyped.__call__ type hints.*functools.wraps",
-    ),
-    "a class in place of a tool": ({"tools": [Untyped]}, TypeError, "the class Untyped; give an instance"),
+    "a tool without types": ({"tools": [untyped]}, TypeHintParsingException, "untyped"),
+    "a tool without a docstring": ({"tools": [undocumented]}, DocstringParsingException, "undocumented"),
+    "a class in place of a tool": ({"tools": [Doors]}, TypeError, "Doors.*give functions or methods"),
     "a tool that is no function": ({"tools": ["add"]}, TypeError, "'add'"),
     "two tools of one name": ({"tools": [add, add]}, ValueError, "'add'"),
     "prompts of text": ({"tools": [add], "dataset": NO_CHAT}, ValueError, "conversations"),
@@ -376,7 +343,6 @@ REFUSED = {
         r"row 2: environment='b'",
     ),
     "no reward": ({"tools": None, "reward_funcs": None}, ValueError, "reward_funcs is empty"),
-    "remax": ({"tools": [add], "config": {"advantage_estimator": "remax"}}, ValueError, "remax"),
     "a discount by turn without turns": ({"config": {"gamma_turn": 0.9}}, ValueError, "gamma_turn=0.9"),
     "a column that the trainer fills": (
         {"environment_factory": Doors, "dataset": PROMPTS.add_column("environments", list("abcd"))},
@@ -397,12 +363,12 @@ TEMPLATES = {
     "no template": (None, "chat_template"),
     "a template without results": (
         "{% for m in messages %}{{ m['content'] if m['role'] == 'user' }}<eos>{% endfor %}",
-        "leaves out names of tools, names of arguments, values of arguments, results",
+        "leaves out name_of_a_tool, name_of_an_argument, value_of_an_argument, text_of_a_reply",
     ),
     "a template without the names of arguments": (
         "{% for m in messages %}{{ m['content'] }}{% for c in m['tool_calls'] or [] %}{{ c['function']['name'] }}"
         "{{ c['function']['arguments'].values() | join }}{% endfor %}<eos>{% endfor %}",
-        "leaves out names of arguments;",
+        "leaves out name_of_an_argument;",
     ),
     "a template that raises": ("{{ raise_exception('no') }}", "cannot render"),
     "a template that rewrites earlier messages": (
@@ -471,18 +437,6 @@ async def in_two_steps(word: str) -> str:
 class Search:
     """A search engine with a connection."""
 
-    def __init__(self):
-        self.__name__ = "search"  # in letters of the tokenizer
-
-    async def __call__(self, word: str) -> str:
-        """
-        Look a word up.
-
-        Args:
-            word: the word
-        """
-        return await look_up(word)
-
     def now(self, word: str) -> str:
         """
         Look a word up.
@@ -499,33 +453,21 @@ CALLABLES = {
     "decorated": (decorated(look_up), ["word", "times"]),
     "an awaitable of an awaitable": (in_two_steps, ["word"]),
     "cached": (functools.lru_cache(Search().now), ["word"]),
-    "a partial": (functools.partial(look_up, times=1), ["word"]),
-    "a decorated partial": (functools.partial(decorated(look_up)), ["word", "times"]),
-    "a callable object": (Search(), ["word"]),
-    "a partial of a callable object": (functools.partial(Search()), ["word"]),
     "a bound method": (Search().now, ["word"]),
-    "a partial of a bound method": (functools.partial(Search().now), ["word"]),
 }
 
 
 @pytest.mark.parametrize("timeout", [None, 5.0])
 @pytest.mark.parametrize("kind", CALLABLES)
-def test_tools_are_callables_of_every_kind(make_agent, kind, timeout):
+def test_tools_are_functions_of_every_kind(make_agent, kind, timeout):
     func, arguments = CALLABLES[kind]
     config = {"tool_timeout": timeout, "max_completion_length": 200}
-    name = plain_name(func)
+    name = func.__name__
     trainer = make_agent([call(name, word="a b"), "a"], reward_funcs=count_messages, tools=[func], config=config)
-    (schema,) = trainer.collector.player.schemas[None]
+    (schema,) = trainer.collector.player.agents.schemas[None]
     assert schema["function"]["name"] == name
     assert list(schema["function"]["parameters"]["properties"]) == arguments
     assert schema["function"]["parameters"]["required"] == ["word"]
     _, transcript, metrics = collect(trainer, 1, training=True)
     assert transcript.completions[0][1] == {"role": "tool", "name": name, "content": "found a b"}
     assert metrics["tools/failure_frequency"] == 0.0
-
-
-def test_text_cannot_be_appended_to_an_image(make_agent):
-    prompt = [{"role": "user", "content": [{"type": "image", "url": "a"}]}]
-    trainer = make_agent(["1"], environment_factory=Counting, dataset=Dataset.from_list([{"prompt": prompt}] * 4))
-    with pytest.raises(TypeError, match=r"row 0: the prompt's last message has the content .*Counting\.reset"):
-        collect(trainer, 1)

@@ -4,18 +4,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import best_of as recipe
 import pytest
 import torch
 from torch.testing import assert_close
 
 from helpers.processes import environment
-from helpers.scripted import answering
 from helpers.tiny import tiny_model
-from hfppo import ValueRanker
-from hfppo.best_of import __main__ as command
-from hfppo.models.critic import CRITIC_FOLDER
 
-PROMPTS = ["请问1+2=", "3+4="]
+PROMPT = "请问1+2="
 
 
 @pytest.fixture
@@ -34,67 +31,55 @@ def trained(make_trainer, tmp_path):
 
 @pytest.mark.parametrize("critic", ["adapter", "shared"])
 def test_it_has_the_numbers_of_the_run(trained, critic):
-    """Values and log-probs of given completions are those of a rollout; the score is the value before the end."""
-    trainer = answering(trained(critic), "12.", "3？4.")
-    rollout = trainer.rollout(PROMPTS)
-    ranker = ValueRanker.from_pretrained(trainer.args.output_dir)
-    texts = ["12", "3？4"]
-    judged = ranker.judge(PROMPTS, texts)
-    for row, one in enumerate(judged):
-        mask = rollout.mask[row]
-        assert one.completion == texts[row]
-        assert one.tokens == [*texts[row], "<eos>"]
-        assert_close(torch.tensor(one.values), rollout.values[row][mask], rtol=1e-4, atol=1e-5)
-        assert_close(torch.tensor(one.logprobs), rollout.old_logprobs[row][mask], rtol=1e-4, atol=1e-5)
-        assert not one.truncated
-    assert ranker.score(PROMPTS, texts) == [one.values[-1] for one in judged]
+    trainer = trained(critic)
+    loaded = recipe.load_run(trainer.args.output_dir, max_completion_length=6, seed=trainer.args.seed, use_cpu=True)
+    rollout, expected = (made.rollout([PROMPT] * 3) for made in (loaded, trainer))
+    assert expected.values.abs().max() > 0.01
+    assert torch.equal(rollout.completion_ids, expected.completion_ids)
+    for name in ("values", "old_logprobs"):
+        assert_close(getattr(rollout, name), getattr(expected, name), rtol=1e-4, atol=1e-5)
 
 
 def test_the_best_comes_first_and_n_only_adds(trained):
-    ranker = ValueRanker.from_pretrained(trained().args.output_dir, batch_size=3)
-    ranked = ranker.best_of(PROMPTS[0], n=8, max_completion_length=6)
-    values = [one.value for one in ranked]
+    folder, settings = trained().args.output_dir, {"max_completion_length": 6, "use_cpu": True}
+    trainer = recipe.load_run(folder, **settings)
+    ranked = recipe.best_of(trainer, PROMPT, 8)
+    values = [table.rows[-1].value for table in ranked]
     assert values == sorted(values, reverse=True)
     assert len(set(values)) > 1
-    few = ranker.best_of(PROMPTS[0], n=2, max_completion_length=6)
-    assert {one.completion for one in few} <= {one.completion for one in ranked}
-    other = ranker.best_of(PROMPTS[0], n=8, max_completion_length=6, seed=1)
-    assert [one.completion for one in other] != [one.completion for one in ranked]
-
-
-def test_conversations_are_rendered(trained):
-    ranker = ValueRanker.from_pretrained(trained().args.output_dir)
-    rendered = ranker.tokenizer.apply_chat_template(
-        [{"role": "user", "content": "1+1="}], add_generation_prompt=True, tokenize=False
+    texts, few, other = (
+        [[row.token for row in table.rows] for table in tables]
+        for tables in (
+            ranked,
+            recipe.best_of(trainer, PROMPT, 2),
+            recipe.best_of(recipe.load_run(folder, seed=1, **settings), PROMPT, 8),
+        )
     )
-    (message,), (text,) = ([ranker.score([p], ["2"])] for p in ([{"role": "user", "content": "1+1="}], rendered))
-    assert message == text
+    assert [text in texts for text in few] == [True, True]
+    assert other != texts
 
 
-def test_what_it_refuses(trained, tmp_path):
-    trainer = trained(advantage_estimator="reinforce_plus_plus")
-    with pytest.raises(ValueError, match=f"holds no {CRITIC_FOLDER}/; give a folder"):
-        ValueRanker.from_pretrained(trainer.args.output_dir)
-    with pytest.raises(ValueError, match="2 prompts and 1 completions; give one for each prompt"):
-        ValueRanker(trainer.model, trainer.processing_class).judge(PROMPTS, ["1"])
+def test_a_critic_of_some_layers_and_a_conversation(trained, capsys):
+    folder = trained(critic_layers=1).args.output_dir
+    recipe.main([folder, "1+1=", "-n", "1", "--chat", "--critic_layers", "1", "--max_completion_length", "2"])
+    assert "log π per token" in capsys.readouterr().out
 
 
 def test_the_command_shows_each_completion_with_its_values(trained, capsys):
-    trainer = trained()
-    command.main([trainer.args.output_dir, PROMPTS[0], "-n", "3", "--max_completion_length", "4"])
+    folder = trained().args.output_dir
+    recipe.main([folder, PROMPT, "-n", "3", "--max_completion_length", "4"])
     shown = capsys.readouterr().out
-    ranked = ValueRanker.from_pretrained(trainer.args.output_dir).best_of(PROMPTS[0], 3, 4)
     place = 0
-    for one in ranked:  # each after the one before; index raises a ValueError
-        place = shown.index(f"{one.value:.3f}", place) + 1
-    with pytest.raises(SystemExit, match=r"error: .*no-such holds no critic/"):
-        command.main([str(Path(trainer.args.output_dir) / "no-such"), "1="])
+    for table in recipe.best_of(recipe.load_run(folder, max_completion_length=4, seed=0), PROMPT, 3):
+        place = shown.index(f"{table.rows[-1].value:.3f}", place) + 1  # after the one before, or a ValueError
+    with pytest.raises(ValueError, match="no-such"):
+        recipe.main([str(Path(folder) / "no-such"), "1="])
 
 
 @pytest.mark.slow
-def test_the_module_runs_without_a_warning(trained):
+def test_the_command_runs_without_a_warning(trained):
     run = subprocess.run(
-        [sys.executable, "-m", "hfppo.best_of", trained().args.output_dir, "1=", "-n", "2"],
+        [sys.executable, recipe.__file__, trained().args.output_dir, "1=", "-n", "2", "--max_completion_length", "4"],
         env=environment(),
         capture_output=True,
         text=True,

@@ -11,12 +11,12 @@ from build_arithmetic_base import small_llama
 from build_tiny_base import byte_tokenizer
 from run import RecipeParser
 from transformers import set_seed
+from transformers.utils import get_json_schema
 
 from helpers import fake_reasoning_gym
 from helpers.processes import ROOT
 from hfppo import PPOConfig
 from hfppo.environments.chat_format import make_chat_format, parse_turn
-from hfppo.environments.environment import tool_schema
 
 QUESTION = {"role": "user", "content": "Calculate 5 + 9."}
 
@@ -41,6 +41,10 @@ def chatml(tmp_path_factory) -> str:
     return folder
 
 
+def token_ids(chat_format, messages, **options):
+    return chat_format.rendered(messages, tokenize=True, return_dict=True, **options)["input_ids"]
+
+
 def test_template_and_parser_are_inverse(chatml):
     tokenizer = calculator_tool.load_tokenizer(chatml)
     chat_format = make_chat_format(tokenizer, [tokenizer.eos_token_id], {}, with_tools=True)
@@ -50,10 +54,10 @@ def test_template_and_parser_are_inverse(chatml):
         {"role": "assistant", "content": "", "tool_calls": [call]},
         {"role": "assistant", "content": "14"},
     ):
-        prefix = chat_format.render(before, add_generation_prompt=True)
-        turn = chat_format.render([*before, message])[len(prefix) :]
+        prefix = token_ids(chat_format, before, add_generation_prompt=True)
+        turn = token_ids(chat_format, [*before, message])[len(prefix) :]
         turn = turn[: turn.index(tokenizer.eos_token_id) + 1]
-        assert parse_turn(tokenizer, turn, prefix, [tool_schema("calc", calculator_tool.calc)]) == (message, False)
+        assert parse_turn(tokenizer, turn, prefix, [get_json_schema(calculator_tool.calc)]) == (message, False)
     text = tokenizer.decode(chat_format.reply_ids([{"role": "tool", "name": "calc", "content": "28"}]))
     assert text == "\n<|im_start|>tool\n28<|im_end|>\n<|im_start|>assistant\n"
 

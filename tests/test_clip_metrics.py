@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from helpers.runs import final_state, logged, logs, trained_state
+from helpers.tiny import ragged_model
 from hfppo import ClipMetricsCallback, PPOCallback, PPOControl
 from hfppo.callbacks import clip_table
-from hfppo.metrics import UpdateStep
+from hfppo.metrics import Sums, UpdateStep
 
 # 4 steps to a rollout: 2 epochs of 2 mini-batches.
 CONFIG = {"max_steps": 8, "learning_rate": 5e-2, "cliprange": 0.05, "dual_clip": 3.0, "cliprange_value": 0.05}
@@ -25,12 +26,15 @@ class Keep(PPOCallback):
         self.updates.append(kwargs)
 
 
-def test_each_epoch_is_logged_as_the_mean_of_its_mini_batches(make_trainer):
+def test_each_epoch_is_logged_as_its_mean_over_tokens(make_trainer):
     keep = Keep()
-    trainer = make_trainer(CONFIG, callbacks=[keep, ClipMetricsCallback(per_mini_batch=True)])
+    callbacks = [keep, ClipMetricsCallback(per_mini_batch=True)]
+    trainer = make_trainer(CONFIG, model=ragged_model(), callbacks=callbacks)
     trainer.train()
     assert [(step.epoch, step.mini_batch) for step in keep.steps] == [(0, 0), (0, 1), (1, 0), (1, 1)] * 2
     assert [update["steps"] for update in keep.updates] == [keep.steps[:4], keep.steps[4:]]
+    tokens = [step.sums["policy/ratio"].count for step in keep.steps]
+    assert tokens[2] != tokens[3]
     for name, metric in {
         "frac": "policy/clip_frac",
         "frac_value": "value/clip_frac",
@@ -38,24 +42,17 @@ def test_each_epoch_is_logged_as_the_mean_of_its_mini_batches(make_trainer):
     }.items():
         of_steps = [step.metrics[metric] for step in keep.steps]
         assert max(of_steps) > 0
-        assert logged(trainer, f"clip/epoch_2/{name}") == pytest.approx(
-            [sum(of_steps[2:4]) / 2, sum(of_steps[6:]) / 2]
-        )
+        means = [
+            sum(of_steps[i] * tokens[i] for i in both) / sum(tokens[i] for i in both) for both in ((2, 3), (6, 7))
+        ]
+        assert logged(trainer, f"clip/epoch_2/{name}") == pytest.approx(means)
         assert logged(trainer, f"clip/epoch_2_batch_1/{name}") == pytest.approx([of_steps[2], of_steps[6]])
     assert logged(trainer, "clip/epoch_1_batch_1/frac") == [0.0, 0.0]  # the ratio is still 1
     assert {"model", "processing_class", "optimizer", "lr_scheduler"} <= keep.updates[0].keys()
-
-
-def test_metrics_of_an_update_count_tokens_and_not_mini_batches(make_trainer):
-    keep = Keep()
-    trainer = make_trainer({**CONFIG, "max_steps": 4}, callbacks=[keep])
-    trainer.train()
-    (update,) = keep.updates
-    ratios = [step.metrics["policy/ratio_max"] for step in keep.steps]
-    assert update["metrics"]["policy/ratio_max"] == max(ratios)
-    # Both epochs see the same tokens, so each mini-batch counts by its share of them.
-    shares = {step.metrics["policy/ratio"] for step in keep.steps}
-    assert min(shares) <= update["metrics"]["policy/ratio"] <= max(shares)
+    first = keep.updates[0]["metrics"]
+    assert first["policy/ratio_max"] == max(step.metrics["policy/ratio_max"] for step in keep.steps[:4])
+    of_tokens = [step.metrics["policy/ratio"] * n for step, n in zip(keep.steps[:4], tokens[:4], strict=True)]
+    assert first["policy/ratio"] == pytest.approx(sum(of_tokens) / sum(tokens[:4]))
 
 
 def test_a_target_ends_the_use_of_a_rollout(make_trainer):
@@ -75,7 +72,9 @@ def test_the_learning_rate_moves_towards_the_target(make_trainer, found, factor,
     """Target 0.1: 0.15 asks for −0.5, bounded to −0.2; 0.11 for −0.1; 0 for +1, bounded to +0.2, and at most 1."""
     trainer = make_trainer()
     control = PPOControl(learning_rate_factor=factor)
-    steps = [UpdateStep(epoch, 0, {"policy/clip_frac": x}) for epoch, x in enumerate((0.9, found))]
+    steps = [
+        UpdateStep(epoch, 0, {"policy/clip_frac": Sums("mean", 4, 4 * x)}) for epoch, x in enumerate((0.9, found))
+    ]
     ClipMetricsCallback(target=0.1).on_update_end(trainer.args, trainer.state, control, steps=steps, ppo_state=None)
     assert control.learning_rate_factor == pytest.approx(expected)
     assert control.logs["clip/learning_rate_factor"] == pytest.approx(expected)

@@ -9,7 +9,7 @@ import torch
 from torch.testing import assert_close
 
 from helpers.runs import count_digits, logs, trained_state
-from helpers.scripted import PROMPTS, Off, always, answering, first_rollout, normalizing
+from helpers.scripted import PROMPTS, Off, always, answering, first_rollout
 from helpers.tiny import other_tokenizer, ragged_model, scorer, tiny_model
 from hfppo import PPOConfig
 from hfppo import functional as F
@@ -43,15 +43,11 @@ def own_with_groups(rewards, mask, groups):
     return groups[:, None].float().where(mask, 0.0)
 
 
-def own_with_greedy_scores(rewards, mask, greedy_scores):
-    return greedy_scores[:, None].where(mask, 0.0)
-
-
 def own_with_rewards(rewards, mask, gamma):
     return (gamma * rewards).where(mask, 0.0)
 
 
-@pytest.mark.parametrize("own", [own_with_values, own_with_groups, own_with_greedy_scores, own_with_rewards])
+@pytest.mark.parametrize("own", [own_with_values, own_with_groups, own_with_rewards])
 def test_an_estimator_of_a_users_own_gets_what_it_asks_for(make_trainer, monkeypatch, own):
     monkeypatch.setitem(F.ADVANTAGE_ESTIMATORS, "own", own)
     config = {"advantage_estimator": "own", "num_generations": 2, "gamma": 0.5, "whiten_advantages": False}
@@ -61,7 +57,6 @@ def test_an_estimator_of_a_users_own_gets_what_it_asks_for(make_trainer, monkeyp
     expected = {
         own_with_values: rollout.rewards,
         own_with_groups: group[:, None].expand_as(rollout.rewards).float(),
-        own_with_greedy_scores: torch.full_like(rollout.rewards, 3.0),
         own_with_rewards: 0.5 * rollout.rewards,
     }
     assert rollout.rewards.abs().sum() > 0
@@ -91,7 +86,7 @@ def test_gamma_discounts_without_a_critic_as_well(make_trainer):
 
 
 def test_groups_are_divided_by_their_deviation_unless_told_not_to(make_trainer):
-    for scale, expected in ((True, 1 / (math.sqrt(2.0))), (False, 1.0)):
+    for scale, expected in (("group", 1 / (math.sqrt(2.0))), ("none", 1.0)):
         config = {"advantage_estimator": "grpo", "num_generations": 2, "kl_coef": 0.0, "scale_rewards": scale}
         trainer = answering(make_trainer(config, reward_funcs=always(5.0, 7.0)), "12.")
         assert trainer.rollout(["1=", "1="]).advantages[1].tolist() == pytest.approx([expected] * 3, rel=1e-5)
@@ -117,33 +112,8 @@ def test_the_penalty_is_that_of_the_estimator_and_of_beta_as_it_is_now(make_trai
     assert_close(rollout.rewards, -0.3 * kl)
 
 
-def test_remax_compares_with_the_normalised_score_of_the_greedy_completion(make_trainer):
-    """Of the four scores the mean is 4 and the deviation 2; the greedy completions score 8."""
-    trainer = normalizing(make_trainer, (2.0, 2.0, 6.0, 6.0), advantage_estimator="remax", whiten_advantages=False)
-    given, asked = trainer.collector.sampler, []
-
-    def score(completions, **kwargs):
-        asked.append(1)
-        return [2.0, 2.0, 6.0, 6.0] if len(asked) == 1 else [8.0, 8.0, 8.0, None]
-
-    trainer.collector.rewards.funcs[0] = score
-    seeds = []
-    call = type(given).__call__
-
-    class Noting(type(given)):
-        def __call__(self, ids, mask, of_rows):
-            seeds.append(of_rows)
-            return call(self, ids, mask, of_rows)
-
-    trainer.collector = replace(trainer.collector, sampler=Noting("12."))
-    assert first_rollout(trainer).advantages[:, 0].tolist() == [0.0, -3.0, -1.0, -1.0]
-    assert seeds[0] is not None
-    assert seeds[1] is None
-
-
-def test_greedy_completions_belong_to_their_phases(make_trainer):
-    """They are sampled while the sampler is ready for the others, and what they take is of sampling and scoring."""
-    trainer, phases = make_trainer({"advantage_estimator": "remax"}), []
+def test_the_phases_of_a_rollout(make_trainer):
+    trainer, phases = make_trainer(), []
 
     class Noting(type(trainer.collector.sampler)):
         @contextmanager
@@ -160,8 +130,8 @@ def test_greedy_completions_belong_to_their_phases(make_trainer):
     trainer.collector.collect(
         rows, trainer.ppo_state, trainer.state, show=lambda name: nullcontext(phases.append(name))
     )
-    sampling = ["time/generation", "ready", "sampler", "sampler"]
-    assert phases == ["time/rollout", *sampling, "time/rewards", "time/passes", "time/rewards", "time/rewards"]
+    sampling = ["time/generation", "ready", "sampler"]
+    assert phases == ["time/rollout", *sampling, "time/rewards", "time/passes", "time/rewards"]
 
 
 def test_a_look_compares_a_completion_with_no_other(make_trainer):
@@ -219,8 +189,8 @@ def default_dtype(dtype: torch.dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 @pytest.mark.parametrize(
     "config",
-    [{"policy_loss": "sapo"}, {"normalize_scores": True, "missing_eos_penalty": 0.7, "whiten_rewards": True}],
-    ids=["sapo", "normalized and penalized"],
+    [{"policy_loss": "sapo"}, {"missing_eos_penalty": 0.7, "whiten_rewards": True}],
+    ids=["sapo", "penalized and whitened"],
 )
 def test_the_default_dtype_changes_nothing(make_trainer, config, dtype):
     def by_token(completion_ids, **kwargs):

@@ -205,6 +205,7 @@ def test_a_run_keeps_what_it_goes_on_from_and_makes_way_for_the_rest(make_traine
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_the_best_checkpoint_is_found_where_it_was_moved_to(make_trainer, dataset, tmp_path):
     straight = make_trainer(BEST, eval_dataset=dataset)
     straight.train()
@@ -234,6 +235,7 @@ def test_the_best_checkpoint_stays(make_trainer, dataset, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_the_best_checkpoint_is_not_that_of_another_run(make_trainer, dataset, tmp_path, caplog):
     straight = make_trainer(BEST, eval_dataset=dataset)
     straight.train()
@@ -249,6 +251,7 @@ def test_the_best_checkpoint_is_not_that_of_another_run(make_trainer, dataset, t
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_the_best_checkpoint_is_found_after_a_better_step_that_was_not_saved(make_trainer, dataset, tmp_path):
     scores = {2: 0.1, 4: 0.5, 6: 0.9, 8: 0.2, 10: 0.2, 12: 0.2}
     config = {**BEST, "eval_steps": 2, "save_steps": 4, "save_total_limit": 2, "lr_scheduler_type": "constant"}
@@ -273,6 +276,7 @@ def test_the_best_checkpoint_is_found_after_a_better_step_that_was_not_saved(mak
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_the_best_checkpoint_is_kept_under_another_spelling_of_its_path(make_trainer, dataset, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = {**BEST, "lr_scheduler_type": "constant"}
@@ -347,9 +351,7 @@ def test_a_checkpoint_that_the_run_stands_on_is_refused(make_trainer, tmp_path, 
     else:
         make_trainer().model.save_pretrained(folder)
     trainer = make_trainer(**{argument: str(folder)})
-    with pytest.raises(
-        ValueError, match=f"^{argument}='.*' is a checkpoint in output_dir=.*; give another output_dir"
-    ):
+    with pytest.raises(ValueError, match=f"^{argument}='.*' is in output_dir=.*; give another output_dir"):
         trainer.train()
 
 
@@ -363,7 +365,7 @@ def test_the_output_folder_is_not_what_the_run_is_made_of(make_trainer, tmp_path
         base.name_or_path = str(tmp_path / "out")
     what = {"model": base} if argument == "the base's path" else {argument: str(tmp_path / "out")}
     trainer = make_trainer(**what)
-    with pytest.raises(ValueError, match=f"^{argument} and output_dir are both '.*': saving would overwrite"):
+    with pytest.raises(ValueError, match=f"^{argument}='.*' is in output_dir=.*, where saving may overwrite"):
         trainer.train()
 
 
@@ -387,7 +389,9 @@ class FullDisk:
         return self.save(*args, **kwargs)
 
 
-@pytest.mark.parametrize("times", [9, *(pytest.param(times, marks=pytest.mark.slow) for times in (10, 11))])
+@pytest.mark.parametrize(
+    "times", [9, *(pytest.param(times, marks=[pytest.mark.slow, pytest.mark.nightly]) for times in (10, 11))]
+)
 def test_a_full_disk_leaves_what_was_saved_before(make_trainer, tmp_path, monkeypatch, times):
     """A checkpoint makes four calls, for arguments, optimiser, schedule and random state: the third is cut off."""
     straight = make_trainer({**CONFIG, "output_dir": str(tmp_path / "straight")})
@@ -442,17 +446,18 @@ def test_the_best_checkpoint_has_its_final_name(make_trainer, dataset, tmp_path,
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("processes", "kills", "variants"),
+    ("processes", "kills", "steps", "variants"),
     [
-        (1, 4, ["adapter", "shared", "groups", "pretraining"]),
-        (2, 3, ["environment"]),
-        pytest.param(1, 6, ["environment"], marks=pytest.mark.nightly),
-        pytest.param(2, 2, ["adapter"], marks=pytest.mark.nightly),
+        (2, 2, 6, ["adapter", "environment"]),
+        pytest.param(1, 4, 10, ["adapter", "shared", "groups", "pretraining"], marks=pytest.mark.nightly),
+        pytest.param(1, 6, 10, ["environment"], marks=pytest.mark.nightly),
+        pytest.param(2, 3, 10, ["environment"], marks=pytest.mark.nightly),
+        pytest.param(2, 2, 10, ["adapter"], marks=pytest.mark.nightly),
     ],
 )
-def test_killed_runs_come_back_bit_for_bit(processes, kills, variants):
+def test_killed_runs_come_back_bit_for_bit(processes, kills, steps, variants):
     """The short version of what docs/reliability.md tells of."""
-    flags = f"--seed 1 --kills {kills} --processes {processes}".split()
+    flags = f"--seed 1 --kills {kills} --steps {steps} --processes {processes}".split()
     found = subprocess.run(
         [sys.executable, str(HELPERS / "chaos.py"), *flags, "--variants", *variants],
         env=environment(),

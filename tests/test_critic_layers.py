@@ -19,9 +19,10 @@ from transformers import (
 from helpers.agents import Doors, agent_trainer, call, collect
 from helpers.runs import final_state, logged, trainable, untimed_logs
 from helpers.tiny import scorer, tiny_gpt2, tiny_model, tiny_opt, tiny_qwen3
-from hfppo import ActorCritic, PPOConfig, ValueRanker
+from hfppo import ActorCritic, PPOConfig
 from hfppo.learn.micro_batches import join_sequences
-from hfppo.models import packing
+from hfppo.models import layout
+from hfppo.models.actor_critic import Want
 from hfppo.models.critic import CRITIC_CONFIG, CRITIC_FOLDER, CriticSource
 from hfppo.models.loading import default_peft_config
 from hfppo.models.lower_layers import find_layers
@@ -32,6 +33,7 @@ COMPLETIONS = torch.tensor([[8, 9, 1, 0], [9, 8, 10, 11], [8, 12, 1, 0], [9, 12,
 REAL = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1], [1, 1, 1, 0], [1, 1, 1, 1]]).bool()
 SAMPLED = REAL & torch.tensor([[1, 1, 1, 1], [1, 1, 1, 1], [1, 0, 1, 1], [1, 0, 1, 1]]).bool()
 ROWS = torch.cat([PROMPTS, COMPLETIONS], dim=1), torch.cat([PROMPTS != 0, REAL], dim=1), SAMPLED
+OF_CRITIC = Want(policy=False, base_states=True)
 
 
 def tiny_bloom() -> BloomForCausalLM:
@@ -63,7 +65,7 @@ def actor(base, layers: int | None = 1) -> ActorCritic:
 
 def reference_states(model: ActorCritic) -> torch.Tensor:
     with model.reference(), torch.no_grad():
-        return model(*ROWS, values=False, keep_base_states=True).base_states
+        return model(*ROWS, Want(values=False, base_states=True)).base_states
 
 
 def count_calls(layers) -> list[int]:
@@ -89,18 +91,18 @@ def count_calls(layers) -> list[int]:
 @pytest.mark.parametrize("packed", [False, True])
 def test_values_and_gradients_are_those_of_the_whole_forward(monkeypatch, architecture, packed):
     if packed:
-        monkeypatch.setattr(packing, "PACKING_ATTENTION", "sdpa")
-        monkeypatch.setattr(packing, "_packs", {})
+        monkeypatch.setattr(layout, "PACKING_ATTENTION", "sdpa")
+        monkeypatch.setattr(layout, "_packs", {})
     model = actor(architecture()).eval()
     of_reference = reference_states(model)
     with torch.no_grad():
-        of_critic = model(*ROWS, policy=False, keep_base_states=True).base_states
+        of_critic = model(*ROWS, OF_CRITIC).base_states
     assert len(of_reference) == int(ROWS[1].sum())
     assert_close(of_critic, of_reference)
 
     def outputs(base_states):
         model.zero_grad()
-        out = model(*ROWS, base_states=base_states, final_value=True)
+        out = model(*ROWS, Want(final_value=True), base_states)
         (out.values * torch.arange(4.0)).sum().add(out.final_value.square().sum()).backward()
         return out.values, out.final_value, *(p.grad.clone() for p in model.critic_parameters())
 
@@ -185,7 +187,7 @@ def test_another_reference_changes_nothing(make_trainer, reference):
     for parameter in trainer.model.critic_parameters():
         torch.nn.init.normal_(parameter, std=0.1)
     rollout = trainer.rollout(["1+2=", "请问3+4="])
-    assert_close(rollout.base_states, trainer.model(**whole(rollout), policy=False, keep_base_states=True).base_states)
+    assert_close(rollout.base_states, trainer.model(**whole(rollout), want=OF_CRITIC).base_states)
     expected = trainer.model(**whole(rollout)).values
     assert expected.abs().max() > 0
     assert_close(trainer.model(**whole(rollout), base_states=rollout.base_states).values, expected)
@@ -218,8 +220,8 @@ class Calls(TrainerCallback):
     """Counts the calls of the critic's layers in the first rollout's passes, and in its updates."""
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
-        self.calls = count_calls(find_layers(model.critic.trunk)[1])
-        self.of_base = count_calls(find_layers(model.causal_lm.base_model)[1])
+        self.calls = count_calls(find_layers(model.critic.trunk))
+        self.of_base = count_calls(find_layers(model.causal_lm.base_model))
 
     def on_step_begin(self, args, state, control, **kwargs):
         self.before = list(self.calls)
@@ -286,12 +288,10 @@ def test_a_saved_critic_tells_its_layers(make_trainer, tmp_path):
     trainer.save_model()
     folder = trainer.args.output_dir
     rollout = trainer.rollout(["1+2="])
-    judged = ValueRanker.from_pretrained(folder).best_of("1+2=", n=2, max_completion_length=4)
-    assert len(judged) == 2
     again = make_trainer({"critic_layers": 1, "output_dir": str(tmp_path / "next")}, model=deep(), critic=folder)
     values = again.model(rollout.prompt_ids.new_ones(1, 9), torch.ones(1, 9), torch.ones(1, 4).bool()).values
     assert values.abs().max() > 0
-    with pytest.raises(ValueError, match=r"critic_layers=None, and the critic .* with critic_layers=1; set"):
+    with pytest.raises(ValueError, match="holds a critic of layers 1 that does not fit this run's None critic"):
         make_trainer({"output_dir": str(tmp_path / "other")}, model=deep(), critic=folder)
 
 
@@ -315,7 +315,7 @@ def test_a_critic_of_all_layers_is_saved_as_before(make_trainer, tmp_path):
         (
             {"critic_layers": 1, "advantage_estimator": "reinforce_plus_plus"},
             "adapter",
-            "critic_layers=1 has no critic to train",
+            "critic_layers=1 has no effect",
         ),
     ],
 )
@@ -333,7 +333,7 @@ def test_top_layers_that_the_adapter_leaves_out_are_refused(make_trainer):
 def test_upper_layers_that_need_the_lower_ones_are_refused(make_trainer):
     """As where keys and values of a lower layer are used again."""
     trainer = make_trainer({"critic_layers": 1})
-    layers = find_layers(trainer.model.critic.trunk)[1]
+    layers = find_layers(trainer.model.critic.trunk)
     notes = []
     layers[0].register_forward_hook(lambda *_: notes.append(1))
     layers[1].register_forward_pre_hook(lambda *_: notes.clear() if notes.pop() else None)

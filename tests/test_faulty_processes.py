@@ -9,7 +9,7 @@ import pytest
 
 from helpers.processes import HELPERS, TWO_PROCESSES, environment
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,6 @@ def test_what_one_process_leaves_out_both_leave_out(died):
     first, second = (result["skip"] for result in died[1])
     assert first == second
     assert first["ppo_state"]["rollouts"] == 2  # of 4 steps
-    assert first["ppo_state"]["score_moments"]["count"] == 2 * (4 + 4 - 1)
     assert first["failed"] == pytest.approx([1 / 8, 1 / 8])
 
 
@@ -40,7 +39,7 @@ def test_both_processes_stop_and_name_the_one_that_found_it(died):
     results = died[1]
     assert results[0]["stop"] == results[1]["stop"]
     assert "values is not finite in row 1 of rollout 1 on process 1" in results[0]["stop"]["rollout"]
-    assert "policy/loss in row 0 of micro-batch 0 of step 2 on process 1" in results[0]["stop"]["step"]
+    assert "in step 2, on process 1, policy/loss in row 0 of micro-batch 0" in results[0]["stop"]["step"]
 
 
 def test_a_reward_function_that_hangs_on_one_process_ends_both_with_its_message(died):

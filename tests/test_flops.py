@@ -2,12 +2,11 @@
 
 import pytest
 import torch
-from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from helpers.tiny import tiny_model
-from hfppo.learn.flops import FlopCounter, num_weights
+from hfppo.learn.flops import FlopCounter
 
 MATRIX_PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm)  # attention's own products are others
 
@@ -47,7 +46,7 @@ def test_a_step_of_one_alone_counts_what_it_computes(make_trainer):
     trainer = make_trainer({"max_steps": 1, "num_ppo_epochs": 1, "num_critic_epochs": 2})
     counter = FlopCounter.of(trainer.model)
     rollout = trainer.rollout(["请问1+1="])
-    trainer.ppo_state.first_step = 0
+    trainer.ppo_state.rollouts = 1
     both = trainer._plan
     trainer.state.global_step = trainer.args.num_mini_batches
     critic_alone = trainer._plan
@@ -58,9 +57,3 @@ def test_a_step_of_one_alone_counts_what_it_computes(make_trainer):
     assert counter.count([rollout], both) == (
         tokens * (counter.actor + counter.critic) + int(rollout.mask.sum()) * counter.head
     )
-
-
-def test_weights_of_four_bits_count_as_weights():
-    packed = nn.Parameter(torch.zeros(32, dtype=torch.uint8), requires_grad=False)
-    packed.quant_state = type("State", (), {"shape": (8, 8)})
-    assert num_weights(packed) == 64

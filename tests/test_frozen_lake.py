@@ -6,11 +6,12 @@ import gymnasium
 import numpy as np
 import pytest
 from frozen_lake import FrozenLakeArguments, main
-from frozen_lake_maps import ACTIONS, MAP, describe, value_iteration
+from frozen_lake_maps import ACTIONS, describe, value_iteration
+from gymnasium_text import GymnasiumEnvironment
 from lake import FOLDER, LakeActor
 from run import RecipeParser
 
-from hfppo import GymnasiumEnvironment, PPOConfig
+from hfppo import PPOConfig
 
 YAML = str(FOLDER.parent / "frozen_lake.yaml")
 
@@ -35,25 +36,6 @@ def test_a_text_that_is_no_action_changes_nothing(lake):
     lake.step("右")
     assert lake.step("右 右") == ("? 0,1 无", 0.0, False, False, {})
     assert lake.step("右")[0] == "0,2 无"
-
-
-def test_without_actions_the_text_itself_is_the_action():
-    class Echo(gymnasium.Env):
-        def reset(self, seed=None, options=None):
-            return seed, {}
-
-        def step(self, action):
-            return action, 0.5, False, True, {}
-
-    echo = GymnasiumEnvironment(Echo())
-    assert echo.reset(seed=7) == "7"
-    assert echo.step(" hello ") == ("hello", 0.5, False, True, {})
-
-
-def test_an_environment_is_made_by_its_id():
-    lake = GymnasiumEnvironment("FrozenLake-v1", actions=ACTIONS, desc=MAP, max_episode_steps=1)
-    assert lake.reset(seed=3) == lake.reset(seed=3)
-    assert lake.step("上")[3]  # truncated
 
 
 def test_value_iteration_by_hand():

@@ -12,10 +12,10 @@ from helpers.runs import SMALL, count_digits
 from helpers.scripted import first_rollout
 from helpers.tiny import tiny_model
 from hfppo import PPOConfig, PPOTrainer
-from hfppo.data.prompts import pad_left
-from hfppo.generation import Completions, completions_from, eos_token_ids
 from hfppo.generation.generate import BELOW_ONE, draw, row_uniforms
+from hfppo.generation.sampler import Completions, completions_from, eos_token_ids
 from hfppo.generation.stop_strings import StopStrings
+from hfppo.support.padding import pad_left
 from hfppo.token_trace.from_checkpoint import FixedCompletion
 
 
@@ -157,9 +157,10 @@ def test_equal_prompts_that_are_looked_at_are_a_group(make_trainer, estimator):
 
 
 def test_equal_prompts_with_other_columns_are_no_group(make_trainer):
-    """The reward is the answer; that of the greedy completion is that of its own row."""
+    """In one group their advantages would be −4 and 4."""
     trainer = make_trainer(
-        {"advantage_estimator": "remax", "kl_coef": 0.0}, reward_funcs=lambda answer, **_: [float(x) for x in answer]
+        {"advantage_estimator": "rloo", "num_generations": 2, "kl_coef": 0.0},
+        reward_funcs=lambda answer, **_: [float(x) for x in answer],
     )
     assert not trainer.rollout(["1+1=", "1+1="], answer=["1", "5"]).advantages.any()
 
@@ -178,9 +179,9 @@ def test_prompts_of_about_one_length_are_sampled_together(make_trainer, monkeypa
     """So that a long one makes no padding for all; each keeps its place and its numbers."""
     widths = []
 
-    def noting(sample, prompt_ids, *others):
-        widths.append(tuple(prompt_ids.shape))
-        return sample(prompt_ids, *others)
+    def noting(sample, batch, *others):
+        widths.append(tuple(batch.prompt_ids.shape))
+        return sample(batch, *others)
 
     prompts = ["1=", "12+34+56+78=", "2=", "3+4=", "12+34+56+7=", "5+6="]
     rollouts = []

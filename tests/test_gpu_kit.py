@@ -149,6 +149,7 @@ def test_wheels_are_installed_for_the_run(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_the_whole_kit_runs_in_small(tmp_path):
     run_kit(tmp_path / "out", "--small")
     found = read(tmp_path / "out")

@@ -16,11 +16,8 @@ import torch
 from transformers import TrainerState
 from trl import TrlParser
 
-from helpers.runs import count_digits, stops_at_kl
-from helpers.tiny import tiny_model
-from hfppo import AdaptiveKLCallback, ClipMetricsCallback, HealthCallback, HealthWarning, PPOConfig
+from hfppo import AdaptiveKLCallback, HealthCallback, HealthWarning, PPOConfig
 from hfppo.metrics import METRICS
-from hfppo.reporting.default_callbacks import with_default_callbacks
 from hfppo.reporting.health import CHECKS
 
 HEALTH = Path(arithmetic.__file__).parents[1] / "docs/health.md"
@@ -49,26 +46,13 @@ def relative(completions, **kwargs) -> list[float]:
     return [share - sum(shares) / len(shares) for share in shares]
 
 
-def length(completion_ids, **kwargs) -> list[float]:
-    return [float(len(ids)) for ids in completion_ids]
-
-
 def unreadable(completions, **kwargs) -> list[None]:
     return [None] * len(completions)
-
-
-def thousandfold(completions, **kwargs) -> list[float]:
-    return [1000.0 * score for score in count_digits(completions)]
 
 
 def by_prompt(prompts, **kwargs) -> list[float]:
     """Some prompts are right whatever is said, and some wrong."""
     return [float(random.Random(prompt).random() > 0.5) for prompt in prompts]
-
-
-def variety(prediction) -> dict[str, float]:
-    """What the digits were to stand for: answers that do not repeat themselves."""
-    return {"variety": sum(len(set(text)) / max(len(text), 1) for text in prediction.predictions)}
 
 
 def noisy(trainer) -> None:
@@ -89,13 +73,6 @@ def stale(trainer) -> None:
     sampler._sample = from_the_base
 
 
-def brief_model():
-    """A tiny model that ends its completions early."""
-    model = tiny_model()
-    model.lm_head.weight.data[1] *= 3
-    return model
-
-
 @dataclass(frozen=True)
 class Case:
     """A run with a problem: how it is made, and words of the warnings that it must give, by section of the docs."""
@@ -108,11 +85,8 @@ class Case:
 
 RUNS = {
     "learning rate × 100": Case(
-        {"clip-fraction": "lower learning_rate (now 1.0)", "approximate-kl": "above 0.1: each"},
+        {"clip-fraction": "lower learning_rate (now 1.0)"},
         {"learning_rate": 1.0, "max_steps": 16},
-    ),
-    "a target for the KL that single steps pass": Case(
-        {"approximate-kl": "above 0.001: "}, {"max_steps": 12}, {"callbacks": [stops_at_kl(1e-3)]}
     ),
     "dropout": Case(
         {"first-ratio": "noise in the model, such as dropout", "sampler-mismatch": "mismatch/mean is 1."}, spoil=noisy
@@ -124,13 +98,6 @@ RUNS = {
         {"kl-to-the-reference": "raise kl_coef (now 1e-06)"},
         ONE_STEP | {"max_steps": 8, "kl_coef": 1e-6, "learning_rate": 3e-2},
     ),
-    "no KL penalty and a reward that misses the point": Case(
-        {"reward-hacking": "eval_variety is "},
-        ONE_STEP
-        | {"max_steps": 16, "kl_coef": 0.0, "learning_rate": 3e-2}
-        | {"eval_strategy": "steps", "eval_steps": 4, "eval_do_sample": True, "metric_for_best_model": "variety"},
-        {"compute_metrics": variety},
-    ),
     "a reward without a scale": Case(
         {"entropy-collapse": "entropy_coef (now 0.0)"},
         ONE_STEP
@@ -138,12 +105,9 @@ RUNS = {
         | {"kl_coef": 0.0, "lr_scheduler_type": "constant", "advantage_estimator": "reinforce_plus_plus"},
         {"reward_funcs": relative},
     ),
-    "a reward of length": Case(
-        {"length-explosion": "above 34.3: ", "truncation": "raise max_completion_length (now 40)"},
-        ONE_STEP
-        | {"per_device_train_batch_size": 16, "max_completion_length": 40, "max_steps": 11}
-        | {"learning_rate": 2e-2, "kl_coef": 0.0, "lam": 1.0, "cliprange_value": None},
-        {"reward_funcs": length, "model": brief_model},
+    "a limit below the length of answers": Case(
+        {"truncation": "raise max_completion_length (now 2)"},
+        ONE_STEP | {"max_completion_length": 2, "max_steps": 3},
     ),
     "a constant reward": Case(
         {"no-signal": "reward_std is 0, at"}, ONE_STEP | {"max_steps": 3}, {"reward_funcs": constant}
@@ -156,19 +120,11 @@ RUNS = {
     "a reward that reads nothing": Case(
         {"unscorable": "unscorable_frac is 1, "}, ONE_STEP | {"max_steps": 3}, {"reward_funcs": unreadable}
     ),
-    "a critic that stands still": Case(
-        {"value-loss": "critic_learning_rate (now 0.0)"}, ONE_STEP | {"max_steps": 10, "critic_learning_rate": 0.0}
-    ),
     "a critic that jumps": Case(
         {"explained-variance": "since step 2, value/explained_variance is "},
         ONE_STEP
         | {"per_device_train_batch_size": 16, "max_steps": 12, "learning_rate": 1e-4}
         | {"critic_learning_rate": 1.0, "cliprange_value": None, "lr_scheduler_type": "constant"},
-    ),
-    "scores of a thousand": Case(
-        {"gradient-norm": "since step 1, grad_norm is "},
-        ONE_STEP | {"max_steps": 3, "whiten_advantages": False, "cliprange_value": None},
-        {"reward_funcs": thousandfold},
     ),
 }
 
@@ -179,8 +135,7 @@ def test_each_problem_is_warned_of(make_trainer, dataset, name, monkeypatch):
     # At the start it refuses some of these models.
     monkeypatch.setattr("hfppo.trainer.check_outputs", lambda *_, **__: None)
     case = RUNS[name]
-    made = {key: value() if key == "model" else value for key, value in case.kwargs.items()}
-    trainer = make_trainer(case.config, eval_dataset=dataset, **made)
+    trainer = make_trainer(case.config, eval_dataset=dataset, **case.kwargs)
     case.spoil(trainer)
     told = warned(trainer)
     assert [anchor for anchor, words in case.words.items() if words not in told.get(anchor, "")] == [], told
@@ -216,29 +171,6 @@ def test_the_target_of_adaptive_kl_is_the_limit(make_trainer):
     assert "kl-to-the-reference" not in warned(make_trainer(config))
     told = warned(make_trainer(config, callbacks=[AdaptiveKLCallback(target=0.01)]))
     assert "above 0.02: " in told["kl-to-the-reference"]
-
-
-@pytest.mark.parametrize(
-    ("callback", "limit"),
-    [
-        (ClipMetricsCallback(0.02, by="approx_kl", then="stop"), 0.02),
-        (ClipMetricsCallback(0.02, by="approx_kl"), 0.1),
-        (ClipMetricsCallback(0.02, then="stop"), 0.1),
-        (ClipMetricsCallback(by="approx_kl", then="stop"), 0.1),
-    ],
-)
-def test_the_target_at_which_rollouts_stop_is_the_limit(callback, limit):
-    health = [x for x in with_default_callbacks([callback], False) if isinstance(x, HealthCallback)]
-    assert [x.limits["approximate_kl"] for x in health] == [limit]
-
-
-def test_a_resumed_run_knows_since_when(make_trainer):
-    """Its warning is the straight run's, though it sees a single rollout; and a straight run warns once."""
-    config = ONE_STEP | {"save_strategy": "steps", "save_steps": 1}
-    straight = warned(make_trainer(config | {"max_steps": 3}, reward_funcs=constant))
-    resumed = make_trainer(config | {"max_steps": 4}, reward_funcs=constant)
-    assert warned(resumed, resume_from_checkpoint=True)["no-signal"] == straight["no-signal"]
-    assert "since step 1," in straight["no-signal"]
 
 
 class Log:
@@ -280,8 +212,8 @@ def test_a_problem_must_last_and_begins_after_the_last_good_log(make_trainer):
 
 
 def test_a_limit_replaces_the_default_or_turns_a_check_off(make_trainer):
-    log = Log(make_trainer(ONE_STEP), HealthCallback(clip_fraction=0.5, first_ratio=None))
-    assert not log(1, policy__clip_frac=0.45, policy__first_ratio_deviation=9.0)
+    log = Log(make_trainer(ONE_STEP), HealthCallback(clip_fraction=0.5, sampler_mismatch=None))
+    assert not log(1, policy__clip_frac=0.45, mismatch__mean=9.0)
     assert "above 0.5" in log(2, policy__clip_frac=0.55)[0]
     with pytest.raises(TypeError, match=r"no check max_kl; choose from .*kl_to_the_reference"):
         HealthCallback(max_kl=0.5)
@@ -324,28 +256,9 @@ def test_a_solved_task_is_no_problem(make_trainer):
         assert [message.rsplit("#", 1)[1] for message in lasting(log, reward=reward, **last)] == sections
 
 
-@pytest.mark.parametrize(
-    ("config", "name"),
-    [
-        ({}, "eval_reward"),
-        ({"metric_for_best_model": "accuracy"}, "eval_accuracy"),
-        ({"metric_for_best_model": "perplexity", "greater_is_better": False}, "eval_reward"),
-    ],
-)
-def test_how_far_the_evaluated_metric_may_fall(make_trainer, config, name):
-    trainer = make_trainer(ONE_STEP | config, compute_metrics=dict)
-    log = Log(trainer, HealthCallback())
-    falls = [0.5, 0.8, 0.75, 0.7, 0.65]
-    told = [log(step, reward=float(step)) + log(step, **{name: value}) for step, value in enumerate(falls)]
-    assert [bool(messages) for messages in told] == [False, False, False, False, True]
-    assert f"since step 4, {name} is 0.65, at or below 0.72:" in told[-1][0]
-    log = Log(trainer, HealthCallback())
-    assert not any(log(step, reward=-float(step), **{name: value}) for step, value in enumerate(falls))
-
-
 def test_checks_read_metrics_and_fields_that_exist(make_trainer):
     args, source = make_trainer().args, "".join(map(inspect.getsource, CHECKS))
-    metrics = re.findall(r'run\.(?:above|below|mean|first)\("([^"]+)"', source)
+    metrics = re.findall(r'(?:above\(|below\(|now\[|first\[)"([^"]+)"', source)
     assert len(metrics) > len(CHECKS)
     assert set(metrics) <= METRICS.keys()
     assert [name for name in re.findall(r"{(\w+)}", source) if not hasattr(args, name)] == []
@@ -359,13 +272,6 @@ def test_every_check_has_its_section_and_its_row_with_the_limit():
     assert {name: ast.literal_eval(limit) for name, limit in rows.items()} == HealthCallback().limits
 
 
-@pytest.mark.parametrize(("returns", "deviation", "fails"), [(10.0, 0.0, False), (0.1, 0.0, True), (0.1, 1.0, False)])
-def test_a_critic_of_returns_that_hardly_vary_may_miss_by_a_tenth(make_trainer, returns, deviation, fails):
-    log = Log(make_trainer(ONE_STEP), HealthCallback())
-    numbers = {"value/loss": 0.5, "value/return": returns, "value/return_std": deviation}
-    assert bool(lasting(log, **numbers)) is fails
-
-
 def test_a_critic_has_time(make_trainer):
     log = Log(make_trainer(ONE_STEP), HealthCallback())
     told = [step for step in range(1, 12) if log(step, value__explained_variance=-1.0)]
@@ -377,22 +283,3 @@ def test_prompts_without_a_signal_matter_to_estimators_that_compare_within_them(
     trainer = make_trainer(ONE_STEP | {"advantage_estimator": estimator, "num_generations": 2})
     log = Log(trainer, HealthCallback())
     assert bool(lasting(log, frac_reward_zero_std=1.0, reward=0.0, reward_std=1.0)) is fails
-
-
-@pytest.mark.parametrize("name", ["grad_norm", "value/grad_norm"])
-def test_without_a_clip_gradients_are_compared_with_1(make_trainer, name):
-    trainer = make_trainer(ONE_STEP | {"max_grad_norm": 0.0})
-    assert not lasting(Log(trainer, HealthCallback()), **{"grad_norm": 1.0, name: 19.0})
-    assert name in lasting(Log(trainer, HealthCallback()), **{"grad_norm": 1.0, name: 21.0})[0]
-
-
-def test_scores_below_zero(make_trainer):
-    """A mean of −1: 1e-4 is no spread, and −1.05 has hardly fallen from it."""
-    assert (
-        "reward_std is 0.0001"
-        in lasting(Log(make_trainer(ONE_STEP), HealthCallback()), reward=-1.0, reward_std=1e-4)[0]
-    )
-    log = Log(make_trainer(ONE_STEP), HealthCallback())
-    falls = [-1.0, -1.05, -1.05, -1.2, -1.2]
-    told = [bool(log(step, reward=float(step), eval_reward=x)) for step, x in enumerate(falls)]
-    assert told == [False, False, False, False, True]

@@ -24,6 +24,7 @@ from transformers import (
 from helpers.runs import count_digits, gradients, logged, stops_at_kl, trainable
 from helpers.tiny import tiny_gpt2, tiny_model, tiny_of_type, tiny_opt, tiny_qwen3
 from hfppo import PPOCallback, Rollout
+from hfppo.models.actor_critic import Want
 
 SHAPE = {"vocab_size": 26, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "bos_token_id": None}
 SHAPE |= {"num_attention_heads": 2, "num_key_value_heads": 2, "eos_token_id": 1, "pad_token_id": 0}
@@ -156,8 +157,7 @@ def test_padding_changes_nothing(make_trainer, architecture):
                 ),
                 attention_mask=torch.cat([pad(rollout.prompt_mask, (left, 0), False), mask], dim=1),
                 completion_mask=mask,
-                entropy="constant",
-                final_value=final_value,
+                want=Want(entropy="constant", final_value=final_value),
             )
         width = rollout.mask.shape[1]
         assert not out.logprobs[:, width:].any()
@@ -194,7 +194,7 @@ def test_padding_with_eos_gives_the_same_run(make_trainer, tokenizer):
         {},
         {"loss_reduction": "seq-mean-token-sum"},
         {"loss_reduction": "seq-mean-token-mean", "kl_loss_coef": 0.5, "entropy_coef": 0.1},
-        {"loss_reduction": "seq-mean-token-sum-norm", "mask_truncated_completions": True, "positive_nll_coef": 0.5},
+        {"loss_reduction": "seq-mean-token-sum-norm", "mask_truncated_completions": True},
     ],
 )
 def test_cutting_a_mini_batch_changes_no_gradient(make_trainer, dataset, config):
@@ -303,11 +303,9 @@ def test_same_seed_same_run_and_another_seed_another(make_trainer):
 def test_evaluation_changes_no_training(make_trainer, dataset, do_sample):
     plain = make_trainer()
     plain.train()
-    evaluated = make_trainer(
-        {"eval_strategy": "steps", "eval_steps": 1, "eval_do_sample": do_sample, "eval_on_start": True},
-        eval_dataset=dataset,
-    )
-    evaluated.train()
+    evaluated = make_trainer({"eval_strategy": "steps", "eval_steps": 1, "eval_on_start": True}, eval_dataset=dataset)
+    with evaluated.eval_sampling(do_sample):
+        evaluated.train()
     assert len(logged(evaluated, "eval_reward")) == 9
     after = trainable(evaluated)
     for name, weight in trainable(plain).items():

@@ -10,10 +10,11 @@ from torch.testing import assert_close
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, set_seed
 
 from helpers.tiny import LORA, tiny_gpt2, tiny_model, tiny_opt, tiny_qwen3
-from hfppo.data.prompts import pad_left
-from hfppo.generation import TransformersSampler
+from hfppo.generation.generate import TransformersSampler
 from hfppo.generation.key_values import find_continued
+from hfppo.generation.sampler import Sampling
 from hfppo.models.actor_critic import ActorCritic
+from hfppo.support.padding import pad_left
 
 EOS, VOCAB_SIZE = list(range(1, 6)), 26
 SHAPE = {
@@ -59,21 +60,21 @@ OTHER_CACHES = [
 ]
 
 
-def sampler_of(base, batch_size=64, with_values=False, lora=LORA):
+def sampler_of(base, batch_size=64, lora=LORA):
     """A sampler from a base with an adapter that changes it, and a list of its forwards' shapes."""
-    model = ActorCritic(base, lora, critic="shared" if with_values else None).eval()
+    model = ActorCritic(base, lora, critic=None).eval()
     set_seed(1)
     for name, parameter in model.named_parameters():
-        if "lora_" in name or "value_head" in name:
+        if "lora_" in name:
             torch.nn.init.normal_(parameter, std=0.1)
-    sampler = TransformersSampler(model, EOS, 0, 8, 1.0, batch_size, with_values)
+    sampler = TransformersSampler(model, Sampling(1.0, 8, EOS, 0), batch_size)
     shapes = []
     base.get_input_embeddings().register_forward_hook(lambda module, args, output: shapes.append(tuple(args[0].shape)))
     return sampler, shapes
 
 
 def play(sampler, keep, greedy=False, rows=6, turns=4):
-    """Return each row's tokens, and log-probs and values by row and start of a turn.
+    """Return each row's tokens, and log-probs by row and start of a turn.
 
     Rows leave after each turn; turns and answers have all lengths.
     """
@@ -82,7 +83,7 @@ def play(sampler, keep, greedy=False, rows=6, turns=4):
     def some(n):
         return torch.randint(6, VOCAB_SIZE, (n,), generator=random).tolist()
 
-    tokens, logprobs, values = [some(3 + 2 * row % 7) for row in range(rows)], {}, {}
+    tokens, logprobs = [some(3 + 2 * row % 7) for row in range(rows)], {}
     with sampler.ready() if keep else nullcontext():
         for turn in range(turns):
             playing = [row for row in range(rows) if row % turns >= turn]
@@ -92,10 +93,8 @@ def play(sampler, keep, greedy=False, rows=6, turns=4):
             for i, row in enumerate(playing):
                 mask = completions.mask[i]
                 logprobs[row, len(tokens[row])] = completions.logprobs[i][mask]
-                if completions.values is not None:
-                    values[row, len(tokens[row])] = completions.values[i][mask]
                 tokens[row] += completions.ids[i][mask].tolist() + some(1 + (row + 2 * turn) % 5)
-    return tokens, logprobs, values
+    return tokens, logprobs
 
 
 def read_tokens(shapes):
@@ -105,10 +104,9 @@ def read_tokens(shapes):
 
 def assert_same(played, expected):
     assert played[0] == expected[0]
-    for numbers, others in zip(played[1:], expected[1:], strict=True):
-        assert numbers.keys() == others.keys()
-        for key, told in numbers.items():
-            assert_close(told, others[key], rtol=0, atol=1e-5, msg=str(key))
+    assert played[1].keys() == expected[1].keys()
+    for key, told in played[1].items():
+        assert_close(told, expected[1][key], rtol=0, atol=1e-5, msg=str(key))
 
 
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
@@ -152,19 +150,6 @@ def test_rows_of_several_batches_are_kept_once_they_are_one(batch_size):
     assert play(sampler_of(tiny_model())[0], True)[0] == expected[0]
 
 
-@pytest.mark.parametrize("make", [tiny_model, tiny_gpt2])
-def test_values_of_the_shared_critic_are_those_of_a_pass(make):
-    sampler, _ = sampler_of(make(), with_values=True)
-    tokens, _, values = play(sampler, True)
-    model = sampler.model
-    assert len(values) > 10
-    for (row, start), told in values.items():
-        with torch.no_grad():
-            states = model.causal_lm.base_model(input_ids=torch.tensor([tokens[row]])).last_hidden_state[0]
-            expected = model.critic.value_head(states[start - 1 :][: len(told)])
-        assert_close(told, expected, rtol=0, atol=1e-5)
-
-
 def sample(sampler, prompts, budgets=(3,) * 10):
     return sampler(*pad_left(prompts, 0), list(range(len(prompts))), budgets and budgets[: len(prompts)])
 
@@ -191,12 +176,12 @@ def test_nothing_is_kept_for_single_turns_nor_after_sampling():
     sampler, _ = sampler_of(tiny_model())
     prompts = [[7, 8, 9, 10], [11, 12, 13]]
     sample(sampler, prompts)
-    assert sampler.kept is None
+    assert sampler.turn_cache.kept is None
     with sampler.ready():
         sampler(*pad_left(prompts, 0), [0, 1])
-        assert sampler.kept is None
+        assert sampler.turn_cache.kept is None
         sample(sampler, prompts)
-        cache = weakref.ref(sampler.kept.cache)
+        cache = weakref.ref(sampler.turn_cache.kept.cache)
         assert cache() is not None
     assert cache() is None
 
@@ -208,7 +193,7 @@ GROUPS = [[7, 8, 9, 10, 11]] * 4 + [[12, 13], [0, 0, 0, 12, 13]] + [[7, 8, 9, 14
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 @pytest.mark.parametrize("budgets", [None, (3, 1, 2, 3, 2, 1, 1, 2, 3, 3)], ids=["single", "turns"])
 def test_a_prompt_that_rows_share_is_read_once(make, budgets):
-    sampler, shapes = sampler_of(make(), with_values=True)
+    sampler, shapes = sampler_of(make())
     told = sample(sampler, GROUPS, budgets)
     assert shapes[:2] == [(4, 5), (10, 1)]
     shapes.clear()
@@ -219,8 +204,7 @@ def test_a_prompt_that_rows_share_is_read_once(make, budgets):
     assert shapes[0] == (10, 5)
     assert told.mask.equal(expected.mask)
     assert told.ids[told.mask].equal(expected.ids[told.mask])
-    for numbers, others in ((told.logprobs, expected.logprobs), (told.values, expected.values)):
-        assert_close(numbers[told.mask], others[told.mask], rtol=0, atol=1e-5)
+    assert_close(told.logprobs[told.mask], expected.logprobs[told.mask], rtol=0, atol=1e-5)
 
 
 def test_the_first_turn_of_a_group_is_read_once_and_kept():

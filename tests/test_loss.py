@@ -111,11 +111,10 @@ def test_every_field_of_a_loss_reaches_it(make_trainer, batch, outputs, name):
         ({"loss_reduction": "seq-mean-token-sum-norm", "max_completion_length": 9}, lambda x, m: (x * m).sum() / 36),
     ],
 )
-def test_a_loss_is_its_terms_by_weight_and_the_nll_of_full_scores(make_trainer, batch, outputs, config, expected):
-    args = make_trainer({**config, "entropy_coef": 0.02, "positive_nll_coef": 0.7}).args
+def test_a_loss_is_its_terms_by_weight(make_trainer, batch, outputs, config, expected):
+    args = make_trainer({**config, "entropy_coef": 0.02}).args
     terms = ppo_terms(outputs, batch, args, clip_of(args))
-    nll = -(outputs.logprobs * batch.loss_mask)[0].sum() / 10  # of the first completion alone
-    whole = sum(term.coef * expected(term.per_token, batch.loss_mask) for term in terms) + 0.7 * nll
+    whole = sum(term.coef * expected(term.per_token, batch.loss_mask) for term in terms)
     assert_close(ppo_loss(terms, outputs, batch, SIZE, args, critic_only=False), whole)
     (of_critic,) = (term for term in terms if term.name == "value/loss")
     value = expected(of_critic.per_token, batch.loss_mask) * args.vf_coef

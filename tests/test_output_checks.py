@@ -8,8 +8,8 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from helpers.attention import register_attention
 from helpers.tiny import tiny_model
 from hfppo import PPOTrainer
-from hfppo.generation import TransformersSampler
-from hfppo.models import packing
+from hfppo.generation.generate import TransformersSampler
+from hfppo.models import layout
 
 STARTS = {
     "train": lambda trainer: trainer.train(),
@@ -58,8 +58,8 @@ def test_the_rounding_of_a_precision_is_let_through(make_trainer, dtype):
 @pytest.mark.parametrize("critic", ["adapter", "shared", "a model by its path"])
 def test_an_attention_that_wants_half_precision_runs_by_path(make_trainer, dataset, tmp_path, monkeypatch, critic):
     """It raises in float32 without autocast, as flash attention does: so no forward may run outside of it."""
-    monkeypatch.setattr(packing, "PACKING_ATTENTION", "halves")
-    monkeypatch.setattr(packing, "_packs", {})
+    monkeypatch.setattr(layout, "PACKING_ATTENTION", "halves")
+    monkeypatch.setattr(layout, "_packs", {})
     seen = register_attention("halves", lambda query: torch.is_autocast_enabled("cpu"))
     tiny_model().save_pretrained(tmp_path / "base")
     attention = {"attn_implementation": "halves"}
@@ -71,7 +71,7 @@ def test_an_attention_that_wants_half_precision_runs_by_path(make_trainer, datas
     trainer.train()
     assert seen
     with trainer.accelerator.autocast():
-        assert packing.can_pack(trainer.model.causal_lm)
+        assert layout.can_pack(trainer.model.causal_lm)
 
 
 @pytest.mark.parametrize("critic", ["adapter", "shared"])
@@ -83,11 +83,11 @@ def test_layouts_are_tried_before_the_first_step_also_of_a_resumed_run(make_trai
     compute_loss = PPOTrainer.compute_loss
 
     def record(*args, **kwargs):
-        tried.append(set(packing._shares))
+        tried.append(set(layout._shares))
         return compute_loss(*args, **kwargs)
 
     monkeypatch.setattr(PPOTrainer, "compute_loss", record)
-    monkeypatch.setattr(packing, "_shares", {})
+    monkeypatch.setattr(layout, "_shares", {})
     make_trainer(fields, critic=critic).train(resume_from_checkpoint=str(tmp_path / "out/checkpoint-1"))
     assert len(tried[0]) == (2 if critic == "adapter" else 1)
     assert all(kinds == tried[0] for kinds in tried)

@@ -13,6 +13,7 @@ from helpers.tiny import tiny_gpt2, tiny_model, tiny_opt, tiny_qwen3
 from hfppo import ActorCritic
 from hfppo.models import layout as packing_module
 from hfppo.models import output_head
+from hfppo.models.actor_critic import Want
 from hfppo.models.layout import Layout, can_pack, can_share_prompts, distinct_prompts, lay_out
 from hfppo.models.loading import default_peft_config
 from hfppo.rollout import balanced_sizes, sizes_within
@@ -84,7 +85,7 @@ def test_packed_rows_give_what_padded_ones_give(request, architecture, critic):
 
     def outputs():
         made.zero_grad()
-        out = made(IDS, ATTENTION, MASK, entropy="constant", final_value=True)
+        out = made(IDS, ATTENTION, MASK, Want(entropy="constant", final_value=True))
         (out.logprobs.sum() + out.values.sum()).backward()
         grads = [p.grad.clone() for p in (*made.actor_parameters(), *made.critic_parameters())]
         return [out.logprobs, out.entropy, out.values, out.final_value, *grads]
@@ -164,7 +165,7 @@ def test_shared_prompts_give_what_rows_of_their_own_give(request, architecture, 
     def outputs():
         made.zero_grad()
         shapes.clear()
-        out = made(*SHARED_ROWS, entropy="constant", final_value=True)
+        out = made(*SHARED_ROWS, Want(entropy="constant", final_value=True))
         (
             out.logprobs * torch.arange(12.0).view(4, 3) + out.values.square() + out.final_value[:, None]
         ).sum().backward()

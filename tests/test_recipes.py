@@ -99,7 +99,7 @@ def test_arithmetic_leaves_what_trainers_examples_leave_and_resumes(tmp_path, fe
     [
         (["--learning_rte", "1"], "--learning_rte"),
         (["--kl_estimator", "k7"], "--kl_estimator/--kl-estimator: invalid choice: 'k7' (choose from "),
-        (["--overlong_prompts", "cut"], "invalid choice: 'cut'"),
+        (["--policy_mode", "sideways"], "invalid choice: 'sideways'"),
         (["--critic", "shred"], "critic='shred' is not 'adapter', 'shared'"),
         (["--model_name_or_path", "/no/such"], "model='/no/such' cannot be loaded"),
     ],

@@ -1,6 +1,5 @@
 """A run stopped at any step and resumed equals the straight run, bit for bit: weights, optimiser and logs."""
 
-import json
 import shutil
 from pathlib import Path
 
@@ -11,10 +10,7 @@ from peft.utils import get_peft_model_state_dict
 from safetensors.torch import load_file
 
 from helpers.runs import count_digits, final_state, logs, read_log, stops_at_kl, trained_state
-from helpers.tiny import tiny_model
 from hfppo import AdaptiveKLCallback, PPOTrainer
-from hfppo.checkpoint import state_file
-from hfppo.saving.manifest import seal
 
 # 2 mini-batches × 2 epochs = 4 steps per rollout: checkpoint 8 lies between two rollouts, the others within one.
 CONFIG = {
@@ -35,7 +31,6 @@ VARIANTS = {
     ),
     "shared critic, warmup": ({"critic_warmup": 2}, {"critic": "shared"}),
     "stopped at a KL, bypass": ({"policy_mode": "bypass"}, {"callbacks": lambda: [stops_at_kl(0.02)]}),
-    "normalised and clipped scores": ({"normalize_scores": True, "reward_clip": 1.0}, {}),
     "a stream, read again from its start": ({"max_prompt_length": 10}, {"train_dataset": STREAM}),
     "groups without a critic": ({"advantage_estimator": "grpo", "num_generations": 2}, {}),
 }
@@ -60,7 +55,7 @@ def test_resuming_equals_the_straight_run(make_trainer, tmp_path: Path, variant)
     straight = trainer(str(tmp_path / "straight"))
     straight.train()
     assert straight.state.global_step == 12
-    for step in (1, 7, 8, 10):
+    for step in (1, 7, 8, 10) if variant == FAST[0] else (7, 8):
         shutil.copytree(tmp_path / "straight" / f"checkpoint-{step}", tmp_path / f"from-{step}" / f"checkpoint-{step}")
         resumed = trainer(str(tmp_path / f"from-{step}"))
         resumed.train(resume_from_checkpoint=True)
@@ -88,7 +83,9 @@ def test_deepspeed_loads_the_best_critic_itself(make_trainer, tmp_path, monkeypa
 
 
 @pytest.mark.parametrize(
-    "length", [{"total_episodes": 20}, {"num_train_epochs": 3}], ids=["total_episodes", "num_train_epochs"]
+    "length",
+    [{"total_episodes": 20}, pytest.param({"num_train_epochs": 3}, marks=[pytest.mark.slow, pytest.mark.nightly])],
+    ids=["total_episodes", "num_train_epochs"],
 )
 def test_a_target_for_the_kl_leaves_the_number_of_completions_as_it_is(make_trainer, tmp_path, length):
     """Of each rollout's 4 steps it leaves out two, from the checkpoints on and in a second run as well."""
@@ -110,7 +107,7 @@ def test_a_target_for_the_kl_leaves_the_number_of_completions_as_it_is(make_trai
     assert made == [8, 8, 8]  # 20 rounded up to rollouts; one for an epoch of 12 prompts
     assert straight.state.global_step == straight.state.max_steps == 6
     assert (tmp_path / "straight" / "checkpoint-6").is_dir()
-    for step, left in ((1, 2), (2, 2), (3, 1), (6, 0)):
+    for step, left in ((1, 2), (3, 1), (6, 0)):
         shutil.copytree(tmp_path / "straight" / f"checkpoint-{step}", tmp_path / f"from-{step}" / f"checkpoint-{step}")
         resumed = trainer(tmp_path / f"from-{step}")
         resumed.train(resume_from_checkpoint=True)
@@ -189,19 +186,6 @@ def test_a_resumed_run_has_the_rates_that_it_is_given(make_trainer, schedule):
     assert {(group["betas"], group["eps"]) for group in trainer.optimizer.param_groups} == {((0.9, 0.999), 1e-6)}
 
 
-def test_a_checkpoint_of_an_earlier_version_that_wrote_less_is_gone_on_with(make_trainer, tmp_path):
-    saving = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
-    make_trainer(saving, ref_model=tiny_model(seed=5)).train()
-    folder = tmp_path / "out/checkpoint-1"
-    state = json.loads((folder / "ppo_state_0.json").read_text())
-    del state["run"]["structure"]["reference (SHA-256 of some of its weights)"]
-    (folder / "ppo_state_0.json").write_text(json.dumps(state))
-    seal(folder)
-    trainer = make_trainer(saving, ref_model=tiny_model(seed=5))
-    trainer.train(resume_from_checkpoint=str(folder))
-    assert trainer.state.global_step == 2
-
-
 def test_a_checkpoint_of_another_run_is_refused_before_anything_is_loaded(make_trainer, tmp_path, monkeypatch):
     """Whoever loads it: DeepSpeed does so by itself."""
     saving = {"max_steps": 1, "save_strategy": "steps", "save_steps": 1}
@@ -229,18 +213,3 @@ def test_a_beta_that_was_changed_since_holds(make_trainer, tmp_path):
     trainer = make_trainer(saving | {"kl_coef": 0.3, "max_steps": 8})
     trainer.train(resume_from_checkpoint=str(tmp_path / "out/checkpoint-4"))
     assert [log["kl_coef"] for log in trainer.state.log_history if "kl_coef" in log] == [0.05, 0.3]
-
-
-def test_a_checkpoint_with_the_earlier_hash_of_the_prompts_goes_on(make_trainer, tmp_path):
-    config = {"max_steps": 2, "save_strategy": "steps", "save_steps": 2}
-    make_trainer(config).train()
-    file = state_file(tmp_path / "out/checkpoint-2", 0)
-    content = json.loads(file.read_text())
-    structure = content["run"]["structure"]
-    del structure["prompts (SHA-256 of lengths and token ids)"]
-    structure["prompts (SHA-256 of their token ids)"] = "of a text of all ids"
-    file.write_text(json.dumps(content))
-    seal(file.parent)
-    resumed = make_trainer({**config, "max_steps": 4})
-    resumed.train(resume_from_checkpoint=str(file.parent))
-    assert resumed.state.global_step == 4

@@ -12,10 +12,10 @@ from helpers.runs import count_digits
 from helpers.scripted import answering
 from helpers.tiny import LORA, other_tokenizer, scorer, tiny_model
 from hfppo import TolerantReward
-from hfppo.collect.collector import continue_text
 from hfppo.data.prompts import Prompts
 from hfppo.rewards.load_rewards import load_reward_func, load_reward_funcs
 from hfppo.rewards.model import RewardAdapter, RewardModel, check_conversations, conversation
+from hfppo.rewards.reward_func import continue_text
 
 TEXTS = ["1+2=3", "10+20=", "5", "请问12+7=20？不对，等于19！"]
 
@@ -184,12 +184,10 @@ def test_a_reward_model_is_loaded_to_the_trainers_device(tmp_path):
     assert reward.model.device.type == "meta"
 
 
-def test_a_reward_model_that_was_asked_onto_the_cpu_stays_there(tmp_path):
-    scorer().save_pretrained(tmp_path)
-    tokenizer, trainers = other_tokenizer("right", "<void>"), torch.device("meta")
-    funcs = [str(tmp_path), RewardModel(scorer(), tokenizer)]
-    for reward in load_reward_funcs(funcs, [tokenizer, None], "base", trainers, device_map="cpu"):
-        assert len(reward.score(TEXTS)) == len(TEXTS)
+def test_a_reward_model_given_as_a_function_stays_where_it_is():
+    reward = RewardModel(scorer(), other_tokenizer("right", "<void>"))
+    (loaded,) = load_reward_funcs(reward, None, "base", torch.device("meta"))
+    assert len(loaded.score(TEXTS)) == len(TEXTS)
 
 
 def test_a_reward_model_that_accelerate_has_placed_stays_there():
@@ -207,7 +205,7 @@ def test_the_output_folder_is_not_the_reward_model(make_trainer, tmp_path, wrapp
     scorer().save_pretrained(tmp_path / "out")
     other_tokenizer("right", "<void>").save_pretrained(tmp_path / "out")
     trainer = make_trainer(reward_funcs=wrapper(str(tmp_path / "out")))
-    with pytest.raises(ValueError, match=r"^reward_funcs and output_dir are both"):
+    with pytest.raises(ValueError, match=r"^reward_funcs=.* is in output_dir="):
         trainer.train()
 
 

@@ -5,8 +5,9 @@ import torch
 from transformers import AutoConfig, AutoModelForImageTextToText, set_seed
 
 from helpers.tiny import tiny_gpt2, tiny_model, tiny_of_type, tiny_opt, tiny_qwen3
-from hfppo.generation import TransformersSampler
+from hfppo.generation.generate import TransformersSampler
 from hfppo.generation.key_values import CACHE
+from hfppo.generation.sampler import Sampling
 from hfppo.generation.sampler_check import check_sampler
 from hfppo.models.actor_critic import ActorCritic
 from hfppo.models.loading import default_peft_config
@@ -29,7 +30,7 @@ RIGHT = {
 
 def sampler_of(base, batch_size=64) -> TransformersSampler:
     model = ActorCritic(base, default_peft_config(), critic=None)
-    return TransformersSampler(model, [1], 0, 8, 1.0, batch_size)
+    return TransformersSampler(model, Sampling(1.0, 8, [1], 0), batch_size)
 
 
 def checked(base, batch_size=64) -> TransformersSampler:

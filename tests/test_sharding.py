@@ -150,7 +150,8 @@ def test_a_step_of_deepspeed_that_is_not_finite_ends_the_run(tmp_path):
     run = launch(tmp_path, "shared", "zero2", {"optim": "sgd", "learning_rate": 1e38, **UNCLIPPED})
     assert run.returncode != 0
     assert "NonFiniteError" in run.stderr
-    assert "step 2 on process 0 is not finite; DeepSpeed has made the step" in run.stderr
+    assert "in step 2, on process 0, " in run.stderr
+    assert "is not finite; DeepSpeed has made the step" in run.stderr
 
 
 def test_traces_of_a_sharded_run_lack_the_update(run_of):
@@ -177,6 +178,18 @@ def test_plain_peft_reads_what_a_sharded_run_saves(run_of, engine, fields, kind,
     )
     trained = [p for name, p in loaded.named_parameters() if "lora_B" in name]
     assert max(float(p.detach().abs().max()) for p in trained) > 0
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+def test_a_run_ends_with_actor_and_critic_of_the_best_checkpoint(run_of, engine):
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "reward", "greater_is_better": False}
+    out, found = run_of(engine, {**PIECES, **best, "eval_steps": 1})
+    assert Path(found["best"]).name != "checkpoint-4"
+    end, expected, last = (
+        weights(folder) for folder in (out / "end", Path(found["best"]), out / "straight/checkpoint-4")
+    )
+    assert all(torch.equal(end[name], tensor) for name, tensor in expected.items())
+    assert any(not torch.equal(last[name], tensor) for name, tensor in expected.items())
 
 
 BUDGET, VLLM = {"max_tokens_per_micro_batch": 100}, {"use_vllm": True}
@@ -215,8 +228,14 @@ WITH_OPTIMIZER.state.deepspeed_plugin.deepspeed_config["optimizer"] = {"type": "
     ("accelerator", "critic", "funcs", "args", "message"),
     [
         (engine(DistributedType.NO), "adapter", [], {"n_gpu": 2}, "sees 2 GPUs, .*--num_processes 2, or"),
-        (engine(DistributedType.FSDP), "adapter", [], {}, "FSDP2 cannot shard; use critic='shared'"),
-        (engine(DistributedType.DEEPSPEED, zero=3), "adapter", [], {}, "ZeRO-3 cannot shard; use critic='shared'"),
+        (engine(DistributedType.FSDP), "adapter", [], {}, "whole weights, which FSDP2 shards; use critic='shared'"),
+        (
+            engine(DistributedType.DEEPSPEED, zero=3),
+            "adapter",
+            [],
+            {},
+            "which ZeRO-3 shards; use critic='shared'",
+        ),
         (engine(DistributedType.FSDP), "shared", [RewardAdapter], {}, "a reward adapter .* merge it into its base"),
         (engine(DistributedType.FSDP, fsdp2=False), "shared", [], {}, "FSDP version 1 is not supported; set"),
         (
@@ -224,7 +243,7 @@ WITH_OPTIMIZER.state.deepspeed_plugin.deepspeed_config["optimizer"] = {"type": "
             "shared",
             [],
             {"critic_warmup": 1},
-            "critic_warmup=1 .*no checkpoint.*use DDP",
+            "critic_warmup=1 .*cannot load a checkpoint.*use DDP",
         ),
         (
             engine(DistributedType.FSDP, state_dict_type=StateDictType.SHARDED_STATE_DICT),
@@ -234,20 +253,24 @@ WITH_OPTIMIZER.state.deepspeed_plugin.deepspeed_config["optimizer"] = {"type": "
             engine(DistributedType.FSDP, activation_checkpointing=True),
             *("shared", [], {}, r"adapter would be empty; .* set activation_checkpointing=True"),
         ),
-        (engine(DistributedType.FSDP), "shared", [], {"vf_coef": 0.0}, "vf_coef=0 .*no checkpoint.*or DDP"),
-        (engine(DistributedType.FSDP), "shared", [], VLLM, "use_vllm sends the adapter whole, and FSDP2 keeps shards"),
+        (engine(DistributedType.FSDP), "shared", [], {"vf_coef": 0.0}, "vf_coef=0 .*cannot load a checkpoint.*or DDP"),
+        (engine(DistributedType.FSDP), "shared", [], VLLM, "use_vllm=True needs whole weights, which FSDP2 shards"),
         (ZERO_2, "adapter", [], BUDGET, "max_tokens_per_micro_batch needs DDP"),
         (engine(DistributedType.FSDP), "shared", [], EPOCHS, "num_critic_epochs=8 .*set num_critic_epochs=4, or use"),
         (engine(DistributedType.FSDP), "shared", [], PRETRAINING, "completions=512 .*set .*completions=0, or use DDP"),
-        (ZERO_2, "adapter", [], {"critic_warmup": 3}, "critic_warmup=3 moves actor or critic alone"),
-        (ZERO_2, "adapter", [], EPOCHS, "num_critic_epochs=8 moves actor or critic alone"),
-        (ZERO_2, "adapter", [], PRETRAINING, "completions=512 moves actor or critic alone"),
+        (ZERO_2, "adapter", [], {"critic_warmup": 3}, "critic_warmup=3 moves only the actor or the critic"),
+        (ZERO_2, "adapter", [], EPOCHS, "num_critic_epochs=8 moves only the actor or the critic"),
+        (ZERO_2, "adapter", [], PRETRAINING, "completions=512 moves only the actor or the critic"),
         (
             engine(DistributedType.MULTI_GPU),
             *("adapter", [], EPOCHS | {"ddp_find_unused_parameters": False}, "num_critic_epochs=8 .*set it to True"),
         ),
+        (
+            engine(DistributedType.MULTI_GPU),
+            *("adapter", [], PRETRAINING | {"ddp_find_unused_parameters": False}, "completions=512 .*set it to True"),
+        ),
         (NO_NORM, "adapter", [], {}, "compute_grad_norm=False in DeepSpeed's config hides gradients"),
-        (WITH_OPTIMIZER, "adapter", [], {}, "DeepSpeed's config has an optimizer, which knows neither"),
+        (WITH_OPTIMIZER, "adapter", [], {}, "DeepSpeed's config has an optimizer, which has neither"),
         (
             engine(DistributedType.DEEPSPEED, zero=2, clipping=0.5),
             *("adapter", [], {}, "gradient_clipping=0.5 and max_grad_norm=1.0 are not the same"),

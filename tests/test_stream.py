@@ -11,7 +11,7 @@ from hfppo.data.prompts import Prompts, prepare_prompts
 
 def prompts_of(dataset: IterableDataset | list[str], tokenizer, longest: int = 6) -> PromptStream:
     def prepare(rows: Dataset, name: str) -> Prompts:
-        return prepare_prompts(rows, tokenizer, longest, "drop", None, name, may_be_empty=True)
+        return prepare_prompts(rows, tokenizer, name=name).limited(longest, name, may_be_empty=True)
 
     if isinstance(dataset, list):
         dataset = Dataset.from_dict({"prompt": dataset}).to_iterable_dataset()
@@ -64,22 +64,6 @@ def test_a_bad_row_is_named_when_it_comes(make_trainer):
     )
     with pytest.raises(ValueError, match=r"train_dataset, from row 256, .*row 44"):
         trainer.collector.training_rows(trainer._train_prompts, 40)
-
-
-CONVERSATION = [{"role": "user", "content": "1"}]
-
-
-@pytest.mark.parametrize(
-    ("chunk", "rows", "message"),
-    [
-        (1, [{"prompt": "1+1="}, {"prompt": CONVERSATION}], "mixes prompts of text and of messages"),
-        (2, [{"prompt": "1+1=", "n": 1}, {"prompt": "1+1=", "n": "x"}], "from row 0, has a column of several types"),
-    ],
-)
-def test_rows_of_several_kinds_are_refused(monkeypatch, tokenizer, chunk, rows, message):
-    monkeypatch.setattr(prompt_stream, "CHUNK", chunk)
-    with pytest.raises(ValueError, match=message):
-        prompts_of(IterableDataset.from_generator(lambda: iter(rows)), tokenizer, 20).at(range(2), seed=0)
 
 
 def test_columns_of_a_stream_reach_the_reward_functions(make_trainer):

@@ -14,10 +14,12 @@ from transformers import TrainerCallback
 from helpers.runs import count_digits, stops_at_kl
 from hfppo import AdaptiveKLCallback, PPOCallback, PPOConfig, TokenTraceCallback
 from hfppo.learn.micro_batches import join_sequences
+from hfppo.models.actor_critic import Want
 from hfppo.token_trace import TokenRow, TokenTable
 from hfppo.token_trace.record import Trace, list_trace_files, read_traces, trace_file, write_traces
 
 CONFIG = {"max_steps": 12, "kl_coef": 0.1}  # 3 rollouts of 4 steps
+NIGHTLY = [pytest.mark.slow, pytest.mark.nightly]
 PROMPTS = {"prompts": ["请问1+1=2？", "请问2+2="], "answer": ["2", "4"]}
 
 
@@ -35,7 +37,7 @@ class Witness(PPOCallback):
         self.events.append(("update", ppo_state.rollouts, state.global_step))
         assert rollout is self.rollouts[ppo_state.rollouts]
         with torch.no_grad():
-            outputs = model(**join_sequences(rollout), completion_mask=rollout.mask, temperature=args.temperature)
+            outputs = model(**join_sequences(rollout), completion_mask=rollout.mask, want=Want(args.temperature))
         self.after[ppo_state.rollouts] = outputs.logprobs
 
 
@@ -161,7 +163,7 @@ class Crash(TrainerCallback):
 
 @pytest.mark.parametrize(
     ("killed_in", "chosen"),
-    [(9, False), (6, True), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((6, False), (8, True)))],
+    [(9, False), (6, True), *(pytest.param(*case, marks=NIGHTLY) for case in ((6, False), (8, True)))],
 )
 def test_resumed_run_neither_loses_nor_repeats_a_trace(make_trainer, tmp_path, killed_in, chosen):
     """Within a rollout, in its last step, and in the next one's first; older traces lie about.
@@ -182,8 +184,9 @@ def test_resumed_run_neither_loses_nor_repeats_a_trace(make_trainer, tmp_path, k
     trainer("straight").train()
     with pytest.raises(KeyboardInterrupt):
         trainer("killed", Crash(killed_in)).train()
-    write_traces(trace_file(tmp_path / "killed", 3), traces(tmp_path / "straight")[1])
-    write_traces(trace_file(tmp_path / "killed", 7), traces(tmp_path / "straight")[1])
+    for stale in (3, 7):
+        kind = "prompts" if chosen else "rollout"
+        write_traces(trace_file(tmp_path / "killed", stale, kind), traces(tmp_path / "straight")[1])
     resumed = trainer("killed")
     resumed.train(resume_from_checkpoint=True)
     expected = [path.read_text() for path in list_trace_files(tmp_path / "straight")]
@@ -273,19 +276,13 @@ def test_numbers_of_a_run_that_diverged_are_read_back(tmp_path):
     assert (read.table.rows[1].token, read.table.rows[1].ratio) == ("nan", math.inf)
 
 
-def test_a_column_that_an_older_file_lacks_has_its_default(tmp_path):
-    trace = Trace(1, 0, 0.0, False, [1], [2], TokenTable("p", 1.0, [TokenRow("a", -1.0)]), 4)
-    content = trace.to_json()
-    del content["columns"]["counted"], content["updated_step"]
-    assert Trace.from_json(content) == replace(trace, updated_step=None)
-
-
 @pytest.mark.parametrize(
     ("options", "said"),
     [
         ({"every": 0}, "every=0"),
         ({"num_completions": 0}, "num_completions=0"),
         ({"prompts": ["x"]}, "TokenTraceCallback(trainer=trainer, prompts="),
+        ({"evry": 2}, "columns (evry) belong together"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(options, said):

@@ -28,7 +28,7 @@ def train_on(processes: int, out: Path) -> list[dict]:
     """Return the results that tests/helpers/two_processes.py writes, one of each process."""
     # `accelerate launch --cpu` starts one process, or needs mpirun for several.
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
-    run(*launch, HELPERS / "two_processes.py", out)
+    run(*(launch if processes > 1 else []), HELPERS / "two_processes.py", out)
     results = [json.loads((out / f"result_{rank}.json").read_text()) for rank in range(processes)]
     assert results[0]["processes"] == processes
     return results
@@ -65,7 +65,7 @@ def on_second_device(second_device, tmp_path_factory) -> dict:
 
 
 def assert_resumed_exactly(result: dict) -> None:
-    assert len(result["resumed"]) == 3
+    assert len(result["resumed"]) == 2
     assert all(resumed == result["straight"] for resumed in result["resumed"])
     assert all(resumed == result["straight_logs"] for resumed in result["resumed_logs"])
 

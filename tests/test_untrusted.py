@@ -17,10 +17,9 @@ from rich.console import Console
 from safetensors import SafetensorError
 from transformers import TrainerState
 
-from helpers.bad_input import PROMPTS, lora
 from helpers.http_server import Server, lengths
-from helpers.runs import SMALL, count_digits
-from helpers.tiny import tiny_model
+from helpers.runs import PROMPTS, SMALL, count_digits
+from helpers.tiny import lora, tiny_model
 from hfppo import PPOConfig, PPOTrainer, PrintCompletionsCallback, RewardServer, TokenTable, Transcript
 from hfppo.models.loading import load_tokenizer
 from hfppo.saving.manifest import seal

@@ -22,12 +22,12 @@ from helpers.runs import final_state, logs
 from helpers.tiny import LORA
 from helpers.vllm_runs import ENGINE, PROMPTS, Server, save_base
 from hfppo import PPOCallback
-from hfppo.data.prompts import pad_left
-from hfppo.generation import completions_from
+from hfppo.generation.sampler import completions_from
 from hfppo.generation.vllm import RANKS
 from hfppo.generation.vllm_server import serve_command
 from hfppo.models.actor_critic import ActorCritic
 from hfppo.support.http_client import Endpoint, ServerError
+from hfppo.support.padding import pad_left
 
 pytestmark = [
     pytest.mark.vllm,
@@ -100,8 +100,7 @@ def make(make_trainer, base, one_engine, server, tmp_path) -> Callable:
     return trainer
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize("placement", ["colocate", "server"])
+@pytest.mark.parametrize(("placement", "temperature"), [("colocate", 0.7), ("server", 1.0)])
 def test_vllm_samples_from_the_training_models_policy(make, placement, temperature):
     """Log-probs agree before any update and after one and two rollouts of them; so do greedy completions."""
     rollouts = Rollouts()
@@ -229,6 +228,7 @@ class Accident:
         monkeypatch.setattr(Endpoint, "_ask", watched)
 
 
+@pytest.mark.nightly
 def test_a_killed_server_ends_the_run_within_the_limit_and_the_checkpoint_resumes_it(make, server, monkeypatch):
     straight = make("colocate")
     straight.train()
@@ -247,6 +247,7 @@ def test_a_killed_server_ends_the_run_within_the_limit_and_the_checkpoint_resume
     assert_same_run(resumed, straight)
 
 
+@pytest.mark.nightly
 def test_a_run_goes_on_when_its_server_comes_back(make, server, monkeypatch):
     straight = make("colocate")
     straight.train()

@@ -41,7 +41,7 @@ class Rollouts(PPOCallback):
         self.seen.append(rollout)
 
 
-@pytest.mark.parametrize("placement", ["colocate", "server"])
+@pytest.mark.parametrize("placement", ["colocate", pytest.param("server", marks=pytest.mark.nightly)])
 def test_each_turn_is_sampled_from_the_training_models_policy(base, tmp_path, placement):
     config = {"use_vllm": True, "vllm_mode": placement, "max_steps": 12}
     if placement == "server":

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from helpers.runs import SMALL, count_digits, digest
 from helpers.tiny import scorer, tiny_model
-from hfppo import PPOConfig, PPOTrainer, TokenTable, ValueRanker
+from hfppo import PPOConfig, PPOTrainer, TokenTable
 from hfppo.models.actor_critic import ActorCritic
 from hfppo.models.loading import load_model
 from hfppo.models.vocabulary import is_resized
@@ -88,7 +88,7 @@ class Run:
 
 @pytest.fixture(
     scope="module",
-    params=[("plain", False), ("plain", True), ("trainable tokens", True), ("modules_to_save", False)],
+    params=[("plain", False), ("trainable tokens", True), ("modules_to_save", False)],
     ids=str,
 )
 def run(request, tmp_path_factory) -> Run:
@@ -147,11 +147,6 @@ def test_the_folder_as_critic(run, tmp_path):
     )
     before, now = (dict(x.model.critic.named_parameters()) for x in (run.trainer, again))
     assert all(torch.equal(before[name], now[name]) for name in run.trainer.model.critic.trained_names())
-
-
-def test_the_ranker(run):
-    ranker = ValueRanker.from_pretrained(run.folder)
-    assert_is_the_run(run, ranker.model)
 
 
 def test_a_trace(run):
@@ -269,4 +264,4 @@ def test_a_separate_critic_brings_its_own_embeddings(make_trainer, tmp_path):
 def critic_values(model: ActorCritic) -> torch.Tensor:
     everything = torch.ones_like(IDS)
     with torch.no_grad():
-        return model.eval()(IDS, everything, everything[:, 1:].bool(), policy=False).values
+        return model.eval()(IDS, everything, everything[:, 1:].bool()).values

@@ -1,14 +1,14 @@
-"""Checks of what users pass to `PPOTrainer`: before anything is generated or written."""
+"""Checks of the arguments of `PPOTrainer`, before anything is generated or written."""
 
 import inspect
 import logging
-from collections.abc import Callable, Iterable
 from itertools import product
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 from peft import PeftModel
+from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
@@ -19,17 +19,14 @@ from hfppo.models.critic import CRITIC_KINDS
 from hfppo.models.loading import positions_of
 from hfppo.rewards.functions import RewardFunctions
 from hfppo.rewards.model import check_conversations
-from hfppo.rewards.reward_func import Private, bound_names, remove_wrappers, with_private
+from hfppo.rewards.reward_func import RewardWrapper
 from hfppo.rewards.server import RewardServer
 
 logger = logging.getLogger(__name__)
 
-END = "the end of sequence"  # the name in errors
-STOPS = "generation_kwargs['stop_token_ids']"
 
-
-def check_tokenizer(tokenizer: Any) -> None:
-    """Refuse anything but a tokenizer, such as a processor.
+def check_tokenizer(tokenizer: object) -> None:
+    """Raise if it is no tokenizer, but a processor for example.
 
     Raises:
         TypeError: names its type.
@@ -41,8 +38,10 @@ def check_tokenizer(tokenizer: Any) -> None:
         )
 
 
-def check_arguments(model: Any, ref_model: Any, critic: Any, args: Any, callbacks: Any, quantization: Any) -> None:
-    """Refuse a wrong type, or the model as its own reference; warn of init_kwargs that nothing uses.
+def check_arguments(
+    model: object, ref_model: object, critic: object, args: object, callbacks: object, quantization: object
+) -> None:
+    """Raise for a wrong type, or the model as its own reference; warn of `model_init_kwargs` that nothing uses.
 
     Raises:
         TypeError, ValueError: names the argument.
@@ -61,11 +60,11 @@ def check_arguments(model: Any, ref_model: Any, critic: Any, args: Any, callback
     by_name = any(isinstance(x, str) and x not in CRITIC_KINDS for x in (model, ref_model, critic))
     for name, value in {"model_init_kwargs": args.model_init_kwargs, "quantization_config": quantization}.items():
         if value and not by_name:
-            logger.warning("%s is for models given by name; those given are loaded already", name)
+            logger.warning("%s is not used, because the models are loaded already", name)
 
 
-def check_output_folder(sources: list[tuple[str, Any]], args: PPOConfig) -> None:
-    """Refuse an output folder that holds a model or reward function of the run.
+def check_output_folder(sources: list[tuple[str, object]], args: PPOConfig) -> None:
+    """Raise if the output folder holds a model or reward function of the run.
 
     Args:
         sources: as in `Parts`; only those that name a folder are checked.
@@ -77,27 +76,23 @@ def check_output_folder(sources: list[tuple[str, Any]], args: PPOConfig) -> None
         if not isinstance(source, str) or not source or not Path(source).is_dir():
             continue
         folder = Path(source).resolve()
-        if folder == output_dir:
+        inside = output_dir in folder.parents and folder.relative_to(output_dir).parts[0]
+        if folder == output_dir or (inside and inside.startswith(PREFIX_CHECKPOINT_DIR)):
             raise ValueError(
-                f"{name} and output_dir are both {source!r}: saving would overwrite it; give another "
-                "output_dir, or, to resume the run in it, the model that the run started from"
-            )
-        if output_dir in folder.parents and folder.relative_to(output_dir).parts[0].startswith(PREFIX_CHECKPOINT_DIR):
-            raise ValueError(
-                f"{name}={source!r} is a checkpoint in output_dir={args.output_dir!r}, where this run may delete it; "
-                "give another output_dir"
+                f"{name}={source!r} is in output_dir={args.output_dir!r}, where saving may overwrite or delete it; "
+                "give another output_dir, or, to resume the run in it, the model that the run started from"
             )
 
 
 def check_ids(model: PreTrainedModel | PeftModel, prompts: dict[str, Prompts], special: dict[str, list[int]]) -> None:
-    """Refuse token ids that the model does not have: the tokenizer belongs to another model.
+    """Raise if a prompt or the tokenizer has token ids that the model does not have.
 
     Args:
         special: further token ids by their purpose.
     Raises:
         ValueError: names the token id and its place.
     """
-    size = cast(Any, model.get_input_embeddings()).weight.shape[0]
+    size = cast(nn.Embedding, model.get_input_embeddings()).weight.shape[0]
     suspects = dict(special)
     for name, some in prompts.items():
         if not some.longest:  # environments write these prompts
@@ -106,78 +101,50 @@ def check_ids(model: PreTrainedModel | PeftModel, prompts: dict[str, Prompts], s
         suspects[f"{name} row {row}"] = some[row][1]
     for where, ids in suspects.items():
         if max(ids) >= size:
-            others = {END: "processing_class or model.generation_config", STOPS: STOPS}
-            culprit = others.get(where, "processing_class")
             raise ValueError(
-                f"{where} has token id {max(ids)}, and the model knows {size} tokens, from 0; {culprit} is another "
-                "model's: give the model's own, or resize_token_embeddings"
-            )
-
-
-def warn_of_ended_prompts(prompts: dict[str, Prompts], eos_ids: list[int]) -> None:
-    """Warn of a dataset whose prompts all end with EOS, for example from a tokenizer that appends it."""
-    for name, some in prompts.items():
-        if some.longest > 1 and ((some.lengths > 1) & np.isin(some.tokens[some.ends - 1], eos_ids)).all():
-            logger.warning(
-                "every prompt of %s ends with EOS; have the tokenizer, or the chat template, leave it out", name
+                f"{where} has token id {max(ids)}, and the model knows {size} tokens, from 0; give the model's own "
+                "processing_class, generation_config and stop_token_ids, or call resize_token_embeddings"
             )
 
 
 def check_calls(rewards: RewardFunctions, prompts: dict[str, Prompts], agents: Agents | None) -> None:
-    """Refuse reward functions whose parameters do not fit the columns of a dataset.
+    """Raise if a reward function cannot be called with the columns of a dataset.
 
     Raises:
         TypeError, ValueError: names the function, the dataset and the columns.
     """
-    examples = {} if agents is None or agents.pool is None else agents.pool.examples
-    from_episodes = {"environments"} if examples else set()
-    for environment, (dataset, some) in product(examples.values(), prompts.items()):
-        check_names(f"{type(environment).__name__}.reset", environment.reset, dataset, some.rows.column_names)
-    for name, func in zip(rewards.names, rewards.funcs, strict=True):
-        for dataset, some in prompts.items():
-            if shadowed := sorted(from_episodes & set(some.rows.column_names)):
-                raise ValueError(
-                    f"{dataset} has a column {shadowed[0]!r}, which reward functions get from the trainer; rename it"
-                )
-            columns = {*RESERVED_COLUMNS, *from_episodes, "completion_ids", *some.rows[0]} - {"prompt", "completion"}
-            given = sorted(columns)
-            check_conversations(name, func, dataset, some)
-            called = remove_wrappers(func)
-            if isinstance(called, RewardServer) and (missing := sorted(set(called.columns) - columns)):
-                raise ValueError(
-                    f"columns={called.columns} of reward server {name!r}: {dataset} has no column {missing[0]!r}; "
-                    "rename one of the dataset's, or leave it out"
-                )
-            check_names(f"reward function {name!r}", called, dataset, columns)
-            try:
-                inspect.signature(with_private(called, Private())).bind(**dict.fromkeys(given))
-            except TypeError as error:
-                raise TypeError(
-                    f"reward function {name!r} cannot be called for {dataset}: {error}; it is given "
-                    f"{', '.join(given)} by keyword: name those it needs, and take the others by **kwargs"
-                ) from error
-            except ValueError:  # some builtins have no signature
-                continue
-
-
-def check_names(name: str, func: Callable[..., Any], dataset: str, columns: Iterable[str]) -> None:
-    """Refuse columns with the name of a parameter that has a value already, such as `self`.
-
-    Raises:
-        ValueError: names the dataset, the column and the function.
-    """
-    if taken := sorted(bound_names(func) & set(columns)):
-        raise ValueError(
-            f"{dataset} has a column {taken[0]!r}, and {name} has a value for that parameter already; rename the "
-            "column"
-        )
+    from_episodes = {"environments"} if agents is not None and agents.pool is not None else set()
+    for (name, func), (dataset, some) in product(zip(rewards.names, rewards.funcs, strict=True), prompts.items()):
+        if shadowed := sorted(from_episodes & set(some.rows.column_names)):
+            raise ValueError(
+                f"{dataset} has a column {shadowed[0]!r}, which reward functions get from the trainer; rename it"
+            )
+        check_conversations(name, func, dataset, some)
+        columns = {*RESERVED_COLUMNS, *from_episodes, "completion_ids", *some.rows[0]} - {"prompt", "completion"}
+        called = func.func if isinstance(func, RewardWrapper) else func
+        if isinstance(called, RewardServer) and (missing := sorted(set(called.columns) - columns)):
+            raise ValueError(
+                f"columns={called.columns} of reward server {name!r}: {dataset} has no column {missing[0]!r}; "
+                "rename one of the dataset's, or leave it out"
+            )
+        if hasattr(called, "score_batch"):  # of this package
+            continue
+        try:
+            inspect.signature(called).bind(**dict.fromkeys(columns))
+        except TypeError as error:
+            raise TypeError(
+                f"reward function {name!r} cannot be called for {dataset}: {error}; it gets "
+                f"{', '.join(sorted(columns))} by keyword: name those it needs, and take the others by **kwargs"
+            ) from error
+        except ValueError:  # some builtins have no signature
+            continue
 
 
 def check_lengths(name: str, model: PreTrainedModel | PeftModel, longest: int, args: PPOConfig) -> None:
-    """Refuse prompts and completions that together need more positions than a model has.
+    """Raise if prompts and completions together need more positions than a model has.
 
-    With LongRoPE the positions before scaling count. Beyond them the whole batch is scaled differently, and a token's
-    log-prob would depend on the other rows.
+    With LongRoPE, only the positions before scaling count. Beyond them the whole batch is scaled differently, and a
+    token's log-prob would depend on the other rows.
 
     Args:
         name: of the model, for the error.
@@ -188,7 +155,7 @@ def check_lengths(name: str, model: PreTrainedModel | PeftModel, longest: int, a
     positions, scaled = positions_of(model)
     if positions is not None and longest + args.max_completion_length > positions:
         raise ValueError(
-            f"prompts of up to {longest} tokens and max_completion_length={args.max_completion_length} are more "
-            f"together than {name}'s {positions} positions{' before LongRoPE' if scaled else ''}; lower "
+            f"prompts of up to {longest} tokens and max_completion_length={args.max_completion_length} together "
+            f"exceed {name}'s {positions} positions{' before LongRoPE' if scaled else ''}; lower "
             "max_completion_length or max_prompt_length"
         )

@@ -1,4 +1,4 @@
-"""Refuse settings that nn.DataParallel, FSDP2 or DeepSpeed cannot train with; let processes end without an abort."""
+"""Raise if nn.DataParallel, FSDP2 or DeepSpeed cannot train with the settings."""
 
 import atexit
 import functools
@@ -15,17 +15,17 @@ from torch.distributed.fsdp import StateDictType
 from hfppo.config import PPOConfig
 from hfppo.models.actor_critic import ActorCritic
 from hfppo.rewards.model import RewardAdapter
-from hfppo.rewards.reward_func import unwrap
+from hfppo.rewards.reward_func import RewardFunc, unwrap
 
 ONE_ALONE = ("critic_warmup", "critic_pretraining_completions")
 
 
-def check_engine(accelerator: Accelerator, model: ActorCritic, reward_funcs: list[Any], args: PPOConfig) -> None:
-    """Refuse settings that the engine cannot train with, before anything is computed.
+def check_engine(
+    accelerator: Accelerator, model: ActorCritic, reward_funcs: list[RewardFunc], args: PPOConfig
+) -> None:
+    """Raise if the engine cannot train with the settings, before anything is computed.
 
-    FSDP2 and ZeRO-3 replace a module's tensors by shards with one owner each, so a second module tree cannot use the
-    same tensors. DeepSpeed counts backward passes itself, so a micro-batch cannot be cut further. With several GPUs in
-    one process Trainer uses nn.DataParallel, which returns tensors only.
+    With several GPUs in one process Trainer uses nn.DataParallel, which returns tensors only.
 
     Raises:
         ValueError: names the settings, and a supported combination.
@@ -35,38 +35,45 @@ def check_engine(accelerator: Accelerator, model: ActorCritic, reward_funcs: lis
             f"one process sees {args.n_gpu} GPUs, among which Trainer would split its batches; start a process for "
             f"each by accelerate launch --num_processes {args.n_gpu}, or show it one by CUDA_VISIBLE_DEVICES=0"
         )
-    kind, critic = accelerator.distributed_type, model.critic
+    kind = accelerator.distributed_type
     deepspeed = accelerator.state.deepspeed_plugin if kind == DistributedType.DEEPSPEED else None
     if kind == DistributedType.FSDP:
         check_fsdp(accelerator, model, args)
     if kind == DistributedType.FSDP or (deepspeed is not None and deepspeed.zero_stage == 3):
-        engine = "FSDP2" if deepspeed is None else "ZeRO-3"
-        if critic is not None and critic.kind == "adapter":
-            raise ValueError(
-                f"critic='adapter' is a second module tree over the base's tensors, which {engine} cannot shard; "
-                "use critic='shared' or a separate model, or DDP or ZeRO-2, which do not shard weights"
-            )
-        if any(isinstance(unwrap(func), RewardAdapter) for func in reward_funcs):
-            raise ValueError(
-                f"a reward adapter is a second module tree over the base's tensors, which {engine} cannot shard; "
-                "merge it into its base and give the merged model, or use DDP or ZeRO-2, which do not shard weights"
-            )
-        if args.use_vllm:
-            raise ValueError(
-                f"use_vllm sends the adapter whole, and {engine} keeps shards of it; set use_vllm=False, or use DDP "
-                "or ZeRO-2, which do not shard weights"
-            )
+        check_whole("FSDP2" if deepspeed is None else "ZeRO-3", model, reward_funcs, args)
     if deepspeed is not None:
         check_deepspeed(deepspeed.deepspeed_config, args)
-    if args.critic_epochs != args.num_ppo_epochs and args.world_size > 1 and args.ddp_find_unused_parameters is False:
+    alone = {k: off for k, off in steps_of_one(args).items() if not k.startswith("critic_warmup")}  # it passes both
+    if alone and args.world_size > 1 and args.ddp_find_unused_parameters is False:
         raise ValueError(
-            f"num_critic_epochs={args.num_critic_epochs} with num_ppo_epochs={args.num_ppo_epochs} leaves weights "
-            "without gradients, which DDP waits for with ddp_find_unused_parameters=False; set it to True"
+            f"{next(iter(alone))} leaves weights without gradients, which DDP waits for with "
+            "ddp_find_unused_parameters=False; set it to True"
         )
 
 
+def check_whole(engine: str, model: ActorCritic, reward_funcs: list[RewardFunc], args: PPOConfig) -> None:
+    """Raise for whatever needs whole weights, which FSDP2 and ZeRO-3 shard.
+
+    A shard has one owner, so a second module tree cannot use the same tensors.
+
+    Raises:
+        ValueError: names the setting, and a supported combination.
+    """
+    on_adapter = model.critic is not None and model.critic.kind == "adapter"
+    reward_adapter = any(isinstance(unwrap(func), RewardAdapter) for func in reward_funcs)
+    for is_used, name, remedy in (
+        (on_adapter, "critic='adapter'", "use critic='shared' or a separate model"),
+        (reward_adapter, "a reward adapter", "merge it into its base and give the merged model"),
+        (args.use_vllm, "use_vllm=True", "set use_vllm=False"),
+    ):
+        if is_used:
+            raise ValueError(
+                f"{name} needs whole weights, which {engine} shards; {remedy}, or use DDP or ZeRO-2, which do not"
+            )
+
+
 def check_fsdp(accelerator: Accelerator, model: ActorCritic, args: PPOConfig) -> None:
-    """Refuse version 1 and settings that break saving or resuming; keep log-probs and values in float32.
+    """Raise for version 1 and for settings that break saving or resuming; keep log-probs and values in float32.
 
     FSDP2 loads no optimizer that lacks the state of some weights, and weights without gradients have none.
 
@@ -92,20 +99,20 @@ def check_fsdp(accelerator: Accelerator, model: ActorCritic, args: PPOConfig) ->
         )
     for setting, off in steps_of_one(args).items():
         raise ValueError(
-            f"{setting} moves actor or critic alone, and FSDP2 could load no checkpoint from that time, since the "
-            f"optimizer has no state for the other; set {off}, or use DDP"
+            f"{setting} moves only the actor or the critic, and FSDP2 cannot load a checkpoint lacking the other's "
+            f"optimizer state; set {off}, or use DDP"
         )
     critic = model.critic
     if critic is not None and args.vf_coef == 0:
         raise ValueError(
-            "vf_coef=0 holds the critic still, and FSDP2 could load no checkpoint, since the optimizer has no "
-            "state for it; take an advantage_estimator without a critic, or DDP"
+            "vf_coef=0 freezes the critic, and FSDP2 cannot load a checkpoint lacking its optimizer state; use an "
+            "advantage_estimator without a critic, or DDP"
         )
     keep_float32(plugin)
 
 
 def steps_of_one(args: PPOConfig) -> dict[str, str]:
-    """Return the settings by which some steps move the actor or the critic alone, each with what turns it off."""
+    """Return the settings by which some steps move only the actor or the critic, each with what turns it off."""
     found = {f"{name}={getattr(args, name)}": f"{name}=0" for name in ONE_ALONE if getattr(args, name)}
     if args.critic_epochs != args.num_ppo_epochs:
         found[f"num_critic_epochs={args.num_critic_epochs}"] = f"num_critic_epochs={args.num_ppo_epochs}"
@@ -113,7 +120,7 @@ def steps_of_one(args: PPOConfig) -> dict[str, str]:
 
 
 def keep_float32(plugin: FullyShardedDataParallelPlugin) -> None:
-    """Keep the model's outputs and the sums of gradients in float32; accelerate's policy would round them."""
+    """Keep the model's outputs and the sums of gradients in float32, which accelerate's policy would round."""
     if plugin.mixed_precision_policy is not None:
         plugin.mixed_precision_policy = replace(
             plugin.mixed_precision_policy, output_dtype=None, reduce_dtype=torch.float32
@@ -121,7 +128,7 @@ def keep_float32(plugin: FullyShardedDataParallelPlugin) -> None:
 
 
 def check_deepspeed(config: dict[str, Any], args: PPOConfig) -> None:
-    """Refuse settings that need control of gradients and steps, which DeepSpeed keeps; set its clipping.
+    """Raise for settings that need control of gradients and steps, which DeepSpeed keeps; set its clipping.
 
     Args:
         config: DeepSpeed's; gradient_clipping is written into it.
@@ -135,13 +142,13 @@ def check_deepspeed(config: dict[str, Any], args: PPOConfig) -> None:
         )
     for setting, off in steps_of_one(args).items():
         raise ValueError(
-            f"{setting} moves actor or critic alone, and DeepSpeed's optimizer would move the other by weight decay "
-            f"and momentum; set {off}, or use DDP"
+            f"{setting} moves only the actor or the critic, and DeepSpeed's optimizer would move the other by weight "
+            f"decay and momentum; set {off}, or use DDP"
         )
     if "optimizer" in config:
         raise ValueError(
-            "DeepSpeed's config has an optimizer, which knows neither critic_learning_rate nor the callbacks' events; "
-            "leave it out, and choose by optim and learning_rate"
+            "DeepSpeed's config has an optimizer, which has neither critic_learning_rate nor the callbacks' events; "
+            "leave it out, and set optim and learning_rate"
         )
     if not config.get("zero_optimization", {}).get("compute_grad_norm", True):
         raise ValueError(

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import fields
 from difflib import get_close_matches
 
-from hfppo.checks.config import UNUSABLE_FIELDS
+from hfppo.checks.config import UNREAD_FIELDS, UNUSABLE_FIELDS
 
 # TRL's fields that have another name here.
 TRL_NAMES = {
@@ -28,20 +28,6 @@ TRL_NAMES = {
     "trust_remote_code": "model_init_kwargs",
     "response_length": "max_completion_length",
     "num_sample_generations": "eval_strategy and eval_steps",
-}
-
-# Fields that PPOConfig had, with their replacement.
-FORMER_NAMES = {
-    "kl_loss_straight_through": "kl_loss_estimator, with a + at the end",
-    "mismatch_level": "vllm_importance_sampling_mode",
-    "mismatch_correction": "vllm_importance_sampling_mode",
-    "mismatch_cap": "vllm_importance_sampling_clip_max",
-    "mismatch_floor": "1/vllm_importance_sampling_clip_max",
-    "positive_score": "always 1; scale the scores by reward_weights",
-    "detach_shared_critic": "PPOTrainer's critic='shared_detached'",
-    "target_kl": "ClipMetricsCallback(target, by='approx_kl', then='stop')",
-    "peak_tflops": "time/update_tflops, to divide by your device's peak",
-    "critic_init_kwargs": "model_init_kwargs, or a loaded model as PPOTrainer's critic",
 }
 
 # TRL's fields that have no counterpart, by the reason.
@@ -70,7 +56,7 @@ TRL_REASONS = {
 
 
 def check_names(cls: type, names: Iterable[str]) -> None:
-    """Raise TypeError if fields do not exist; it names them all, each with its word here or a similar name."""
+    """Raise TypeError if fields do not exist; it names them all, each with its name here or a similar one."""
     known = [f.name for f in fields(cls)]
     unknown = [f"{name!r}{explain_name(name, known)}" for name in names if name not in known]
     if unknown:
@@ -80,11 +66,11 @@ def check_names(cls: type, names: Iterable[str]) -> None:
 
 
 def explain_name(name: str, known: list[str]) -> str:
-    """Return the replacement of a field of TRL's or of a former one, or similar names, as the end of a line."""
-    if (meaning := (TRL_NAMES | FORMER_NAMES).get(name)) is not None:
+    """Return what TRL's field is called here, why it is missing, or similar names, as the end of a line."""
+    if (meaning := TRL_NAMES.get(name)) is not None:
         return f": here {meaning}"
     for reason, names in TRL_REASONS.items():
         if name in names.split():
             return f": {reason}"
-    meant = get_close_matches(name, [k for k in known if k not in UNUSABLE_FIELDS], cutoff=0.65)
+    meant = get_close_matches(name, [k for k in known if k not in (*UNUSABLE_FIELDS, *UNREAD_FIELDS)], cutoff=0.65)
     return f": did you mean {' or '.join(meant)}?" if meant else ""

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from accelerate.utils import gather_object
 from datasets import Dataset
@@ -20,7 +19,7 @@ from hfppo.data.prompts import EMPTY_PROMPT, Prompts
 from hfppo.metrics import Meter, parts
 from hfppo.models.modes import eval_mode
 from hfppo.rewards.functions import RewardFunctions
-from hfppo.rewards.reward_func import RewardWrapper
+from hfppo.rewards.reward_func import RewardWrapper, Text
 from hfppo.support.out_of_memory import explain_out_of_memory
 
 # Every evaluation has these metrics; each reward function adds its own.
@@ -37,7 +36,7 @@ SCORE_METRICS = (
 class Evaluated:
     """The completions of a whole dataset, in its order, and their metrics."""
 
-    completions: list[Any]
+    completions: list[Text]
     metrics: dict[str, float]
 
     def output(
@@ -54,9 +53,7 @@ class Evaluated:
         if compute_metrics is not None:
             inputs = columns.get("prompt", [EMPTY_PROMPT] * len(prompts))
             given = compute_metrics(EvalPrediction(completions, columns, inputs=inputs))
-            numbers: dict[str, Any] = dict(given)
-            arrays = {name: x.item() for name, x in numbers.items() if isinstance(x, np.ndarray) and x.size == 1}
-            metrics.update(denumpify_detensorize(numbers | arrays))
+            metrics.update(denumpify_detensorize(dict(given)))
         prefixed = {
             key if key.startswith(f"{prefix}_") else f"{prefix}_{key}": value for key, value in metrics.items()
         }
@@ -81,7 +78,7 @@ def evaluate_prompts(
     meter = Meter()
     done = []
     with (
-        explain_out_of_memory("an evaluation", collector.args),
+        explain_out_of_memory("evaluation"),
         eval_mode(collector.model),
         torch.no_grad(),
         collector.sampler.ready(),
@@ -94,17 +91,16 @@ def evaluate_prompts(
                 break
             completed = completed.first(len(batch))
             completions = completed.completions
-            with collector.scoring(completed, state) as result:
-                scored = result()
-            scores = final_scores(scored, completions, collector.args)
-            meter.update(measure_scores(scores[scored.scorable], scored, collector.rewards.names))
+            scored = collector.rewards(completed.reward_batch(collector.tokenizer, state))
+            scores = final_scores(scored, completions, collector.args)[scored.scorable]
+            meter.update(measure_scores(scores, scored, collector.rewards.names))
             meter.update(measure_episodes(completed.episodes))
             lengths, cut = parts(completions.mask.sum(dim=1)), parts(completions.truncated)
             meter.update({"completions/mean_length": lengths, "completions/truncated_frac": cut})
             done += [(row.group, text) for row, text in zip(batch, completed.texts, strict=True)]
             on_batch()
     everywhere = sorted(gather_object(done), key=lambda numbered: numbered[0])
-    # The best model is chosen by the reward; a missing metric would end the run.
+    # The best model is chosen by the reward. Without any score it is NaN: a missing metric would end the run.
     return Evaluated([text for _, text in everywhere], {"reward": math.nan, **meter.read()})
 
 
@@ -114,7 +110,7 @@ def check_best_metric(
     rewards: RewardFunctions,
     compute_metrics: Callable[[EvalPrediction], dict[str, float]] | None,
 ) -> None:
-    """Refuse a `metric_for_best_model` that no evaluation has: the first evaluation would end the run.
+    """Raise if no evaluation has `metric_for_best_model`: the first one would end the run.
 
     Args:
         datasets: names of the evaluation datasets; None for an only one.
@@ -143,28 +139,29 @@ def check_best_metric(
 class EvalPrompts:
     """The prompts of the evaluation datasets, by name."""
 
-    given: Any  # the dataset, or datasets by name, that the trainer was made with
-    prompts: dict[str | None, Prompts]  # the same, checked and tokenized; None names an only one
+    given: Dataset | dict[str, Dataset] | None  # the dataset, or datasets by name, that the trainer was made with
+    prompts: dict[str | None, Prompts]  # the same, checked and tokenized; by None without names
     prepare: Callable[[Dataset, str], Prompts]  # checks and tokenizes a dataset that comes later
 
-    def find(self, requested: str | Dataset | None, current: Any) -> Prompts:
+    def find(self, requested: str | Dataset | None, current: Dataset | dict[str, Dataset] | None) -> Prompts:
         """Return the prompts to evaluate on.
 
         Args:
             requested: a dataset, the name of one, or None for the trainer's.
             current: the trainer's `eval_dataset`, which may have been replaced since.
         Raises:
-            TypeError, ValueError: there are none of that name, or they do not fit; names them.
+            TypeError, ValueError: there is no dataset of that name, or its prompts do not fit; names them.
         """
-        dataset = current if requested is None else requested
-        if isinstance(dataset, str) and current is not self.given:
-            dataset = current[dataset]
-        if dataset is not None and dataset is not self.given and not isinstance(dataset, str):
-            return self.prepare(dataset, "eval_dataset")
-        name = dataset if isinstance(dataset, str) else None
-        if name is not None and name not in self.prompts:
-            known = ", ".join(str(other) for other in self.prompts if other is not None) or "no names"
-            raise ValueError(f"eval_dataset={name!r} is not among the trainer's datasets, which are: {known}")
-        if name not in self.prompts:
+        wanted = current if requested is None else requested
+        if isinstance(wanted, str):
+            if not isinstance(current, dict) or wanted not in current:
+                known = ", ".join(current) if isinstance(current, dict) else "no names"
+                raise ValueError(f"eval_dataset={wanted!r} is not among the trainer's datasets, which are: {known}")
+            wanted = current[wanted]
+        if wanted is None:
             raise ValueError("eval_dataset is missing; pass one to PPOTrainer or to evaluate()")
-        return self.prompts[name]
+        given = self.given if isinstance(self.given, dict) else {None: self.given}
+        for name, dataset in given.items():
+            if dataset is wanted:
+                return self.prompts[name]
+        return self.prepare(wanted, "eval_dataset")

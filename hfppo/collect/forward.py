@@ -9,10 +9,12 @@ from torch import Tensor
 
 from hfppo.config import PPOConfig
 from hfppo.generation.sampler import Completions
-from hfppo.models.actor_critic import ActorCritic, TokenOutputs
+from hfppo.models.actor_critic import ActorCritic, TokenOutputs, Want
 from hfppo.models.layout import rows_at_once
 from hfppo.models.modes import is_sharded
 from hfppo.rollout import select_packed
+
+Batch = dict[str, Tensor]  # some rows, by the names of `ActorCritic.forward`
 
 
 @dataclass(frozen=True)
@@ -39,51 +41,66 @@ def forward_passes(
     Args:
         prompt_ids, prompt_mask: (B, P), padded on the left.
     """
-    device = accelerator.device
-    attention_mask = torch.cat([prompt_mask, completions.real], dim=1)
-    input_ids = torch.cat([prompt_ids, completions.ids], dim=1)
-    needs_old = args.policy_mode != "bypass"
-    sampled_values = None if needs_old else completions.values
-    lengths = attention_mask.sum(dim=1)
-    # Rows of similar length need little padding; those of one prompt, which stand together, share it.
-    order = (lengths if args.num_generations == 1 else prompt_mask.sum(dim=1)).argsort(descending=True, stable=True)
-    size = args.local_rollout_forward_batch_size
-    if not is_sharded(model):  # a sharded model needs equally many forwards on every process
-        size = rows_at_once(size, int(lengths.max()), device)
-        size = max(size - size % args.num_generations, min(size, args.num_generations))
+    inputs = {
+        "input_ids": torch.cat([prompt_ids, completions.ids], dim=1),
+        "attention_mask": torch.cat([prompt_mask, completions.real], dim=1),
+        "completion_mask": completions.mask,
+    }
+    lengths = inputs["attention_mask"].sum(dim=1)
+    # Rows of similar length need little padding. Those of one prompt share it; they are neighbours.
+    sorted_by = lengths if args.num_generations == 1 else prompt_mask.sum(dim=1)
+    order = sorted_by.argsort(descending=True, stable=True)
     batches = [
-        {
-            "input_ids": input_ids[rows].to(device),
-            "attention_mask": attention_mask[rows].to(device),
-            "completion_mask": completions.mask[rows].to(device),
-            "temperature": args.temperature,
-        }
-        for rows in order.split(size)
+        {name: x[rows].to(accelerator.device) for name, x in inputs.items()}
+        for rows in order.split(rows_per_batch(model, int(lengths.max()), accelerator, args))
     ]
-    outputs = references = TokenOutputs()
-    base_states: list[Tensor | None] = [None] * len(batches)
+    needs_policy = args.policy_mode != "bypass"
+    references = outputs = [TokenOutputs()] * len(batches)
     with autocast(accelerator):  # not around the reward functions, which choose their own dtypes
         if args.needs_reference:
-            wanted = {"values": False, "keep_base_states": model.keeps_base_states and model.ref_model is None}
-            with model.reference():  # once, since PEFT visits all modules to disable an adapter
-                parts = [model(**batch, **wanted) for batch in batches]
-            references = join_in_order(parts, order, lengths)
-            base_states = [part.base_states for part in parts]
-        if needs_old or sampled_values is None:
-            wanted = {"policy": needs_old, "final_value": args.bootstrap_truncated and args.needs_critic}
-            wanted["keep_base_states"] = model.keeps_base_states and base_states[0] is None
-            parts = [
-                model(**batch, **wanted, base_states=states)
-                for batch, states in zip(batches, base_states, strict=True)
-            ]
-            outputs = join_in_order(parts, order, lengths)
+            references = reference_pass(model, batches, args)
+        if needs_policy or model.critic is not None:
+            base_states = [reference.base_states for reference in references]
+            outputs = policy_pass(model, batches, base_states, needs_policy, args)
+    reference, output = (join_in_order(parts, order, lengths) for parts in (references, outputs))
     return Passes(
-        old_logprobs=outputs.logprobs,
-        ref_logprobs=references.logprobs,
-        values=outputs.values if sampled_values is None else sampled_values,
-        final_value=outputs.final_value,
-        base_states=outputs.base_states if references.base_states is None else references.base_states,
+        old_logprobs=output.logprobs,
+        ref_logprobs=reference.logprobs,
+        values=output.values,
+        final_value=output.final_value,
+        base_states=output.base_states if reference.base_states is None else reference.base_states,
     )
+
+
+def reference_pass(model: ActorCritic, batches: list[Batch], args: PPOConfig) -> list[TokenOutputs]:
+    """Compute log π_ref, and the base's states if the critic starts from them."""
+    keep = model.keeps_base_states and model.ref_model is None
+    with model.reference():  # once, since PEFT visits all modules to disable an adapter
+        want = Want(args.temperature, values=False, base_states=keep)
+        return [model(**batch, want=want) for batch in batches]
+
+
+def policy_pass(
+    model: ActorCritic, batches: list[Batch], base_states: list[Tensor | None], needs_policy: bool, args: PPOConfig
+) -> list[TokenOutputs]:
+    """Compute values, and log π_old unless the sampler's log-probs are used.
+
+    Args:
+        base_states: from the reference pass, where the critic starts from them; None computes them.
+    """
+    keep = model.keeps_base_states and base_states[0] is None
+    final = args.bootstrap_truncated and args.needs_critic
+    want = Want(args.temperature, needs_policy, final_value=final, base_states=keep)
+    return [model(**batch, want=want, base_states=x) for batch, x in zip(batches, base_states, strict=True)]
+
+
+def rows_per_batch(model: ActorCritic, longest: int, accelerator: Accelerator, args: PPOConfig) -> int:
+    """Return how many rows to pass at once, whole groups if possible."""
+    size = args.local_rollout_forward_batch_size
+    if is_sharded(model):  # equally many forwards on every process
+        return size
+    size = rows_at_once(size, longest, accelerator.device)
+    return max(size - size % args.num_generations, min(size, args.num_generations))
 
 
 def join_in_order(parts: list[TokenOutputs], order: Tensor, lengths: Tensor) -> TokenOutputs:
@@ -107,3 +124,11 @@ def autocast(accelerator: Accelerator) -> AbstractContextManager:
     FSDP2 casts inside each layer; autocast on top would give other numbers than the update.
     """
     return nullcontext() if accelerator.is_fsdp2 else accelerator.autocast()
+
+
+def any_active(model: ActorCritic, accelerator: Accelerator, own: bool) -> bool:
+    """Return whether a row is active, on any process if the model is sharded: its processes compute together."""
+    if accelerator.num_processes == 1 or not is_sharded(model):
+        return own
+    active = torch.tensor([float(own)], dtype=torch.float32, device=accelerator.device)
+    return bool(accelerator.reduce(active, "sum") > 0)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hfppo import functional as F
-from hfppo.collect.credit import Credit
+from hfppo.collect.credit import Credited
 from hfppo.config import PPOConfig
 from hfppo.environments.episodes import CUT, DROPPED, UNFINISHED, Episode
 from hfppo.environments.tool_calls import RAISED, TIMEOUT, UNKNOWN
@@ -38,17 +38,16 @@ def measure_scores(scores: Tensor, scored: Scored, names: list[str]) -> Measures
 
 
 def measure_rollout(
-    rollout: Rollout, credit: Credit, kl_coef: float, args: PPOConfig, gather: Callable[[Tensor], Tensor]
+    credited: Credited, kl_coef: float, args: PPOConfig, gather: Callable[[Tensor], Tensor]
 ) -> Measures:
     """Measure a rollout.
 
     Args:
-        credit: of its completions.
         kl_coef: β of the rollout.
         gather: returns the rows of all processes, for metrics that are no mean over rows.
     """
-    mask, scorable = rollout.mask, credit.scorable_tokens
-    lengths, advantages = parts(mask.sum(dim=1)), parts(credit.raw_advantages, scorable)
+    rollout, mask, scorable = credited.rollout, credited.rollout.mask, credited.scorable_tokens
+    lengths, advantages = parts(mask.sum(dim=1)), parts(credited.raw_advantages, scorable)
     measures = {
         "completions/mean_length": lengths,
         "completions/max_length": lengths,
@@ -69,7 +68,7 @@ def measure_rollout(
 
 
 def measure_values(rollout: Rollout, gather: Callable[[Tensor], Tensor]) -> Measures:
-    """Measure the critic's values beside the returns; nothing without a critic."""
+    """Measure the critic's values and their returns; {} without a critic."""
     if rollout.values is None or rollout.returns is None:
         return {}
     fitted = rollout.loss_mask
@@ -85,12 +84,12 @@ def measure_values(rollout: Rollout, gather: Callable[[Tensor], Tensor]) -> Meas
 
 
 def finite(name: str, number: float) -> Measures:
-    """Return a number as a measure; nothing where it is not finite."""
+    """Return a number as a measure; {} if it is not finite."""
     return {name: parts_of(number)} if math.isfinite(number) else {}
 
 
 def measure_episodes(episodes: Sequence[Episode]) -> Measures:
-    """Measure turns and tools; nothing without episodes."""
+    """Measure turns and tools; {} without episodes."""
     if not episodes:
         return {}
     turns = torch.tensor([episode.turns for episode in episodes])

@@ -48,8 +48,3 @@ def group_equal_rows(rows: list[Row]) -> list[Row]:
     """Return the rows with equal ones in one group."""
     groups: dict[str, int] = {}
     return [replace(row, group=groups.setdefault(repr((row.prompt_ids, row.columns)), row.group)) for row in rows]
-
-
-def one_row_per_group(rows: list[Row]) -> list[Row]:
-    """Return the first row of each group."""
-    return list({row.group: row for row in reversed(rows)}.values())

@@ -11,7 +11,10 @@ from typing import Any
 from accelerate.utils import broadcast_object_list
 from transformers import PreTrainedTokenizerBase
 
-TEMPLATE_COLUMNS = ("tools", "chat_template_kwargs")  # what the chat template gets from a row beside its prompt
+TEMPLATE_COLUMNS = ("tools", "chat_template_kwargs")  # of a row, for the chat template
+
+Message = dict[str, Any]
+Schema = dict[str, Any]  # a tool's JSON schema
 
 CLOCK = "strftime_now"  # the function by which chat templates read the time
 
@@ -23,8 +26,8 @@ CODES = [f"%{flag}{letter}" for letter in "aAbBcCdDeFfgGhHIjklmMnpPrRStTuUVwWxXy
 class RunDate:
     """The date that chat templates read in a run, at 00:00.
 
-    It is the day that the run started on, in every process: rendered on another day, a prompt would have other
-    tokens. A resumed run takes over the checkpoint's.
+    It is the day on which the run started, in every process. A resumed run has the checkpoint's date, so that its
+    prompts have the same tokens.
     """
 
     day: date
@@ -45,32 +48,28 @@ def apply_chat_template(
     """
     if strftime_now is not None and reads_time(tokenizer, options):
         template = tokenizer.get_chat_template(options.get("chat_template"), options.get("tools"))
-        formats = template + "".join(value for value in options.values() if isinstance(value, str))
-        options["chat_template"] = fixed_clock(strftime_now.day, formats) + template
+        options["chat_template"] = fixed_clock(strftime_now.day) + template
     return tokenizer.apply_chat_template(messages, **options)
 
 
-def reads_time(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]) -> bool:
+def reads_time(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, object]) -> bool:
     """Return whether a chat template among the tokenizer's and the options' may read the time."""
     return CLOCK in f"{tokenizer.chat_template} {options.get('chat_template')}"
 
 
 @lru_cache
-def fixed_clock(day: date, formats: str) -> str:
+def fixed_clock(day: date) -> str:
     """Return the beginning of a chat template in which `strftime_now` is a macro for a fixed day.
 
     transformers passes no functions to a template, so it cannot be an argument.
-
-    Args:
-        formats: a text with all codes that the template asks for.
     """
-    texts = {"%%": "\0", **{code: day.strftime(code) for code in CODES if code in formats}, "\0": "%"}
+    texts = {"%%": "\0", **{code: day.strftime(code) for code in CODES}, "\0": "%"}
     replaced = "".join(f" | replace({code!r}, {text!r})" for code, text in texts.items())
     return f"{{% macro {CLOCK}(format) %}}{{{{ format{replaced} }}}}{{% endmacro %}}\n"  # the line feed is trimmed
 
 
-def render(
-    messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, chat_template_kwargs: Mapping[str, Any]
+def render_one(
+    messages: list[Message], tokenizer: PreTrainedTokenizerBase, chat_template_kwargs: Mapping[str, object]
 ) -> list[int]:
     """Return the token ids of one conversation, as `render_all` does."""
     (ids,) = render_all([messages], [(None, None)], tokenizer, chat_template_kwargs)
@@ -78,8 +77,8 @@ def render(
 
 
 def render_all(
-    conversations: list[list[dict[str, Any]]],
-    options: list[tuple[Any, ...]],
+    conversations: list[list[Message]],
+    options: list[tuple[object, ...]],
     tokenizer: PreTrainedTokenizerBase,
     chat_template_kwargs: Mapping[str, Any],
 ) -> list[list[int]]:
@@ -107,31 +106,30 @@ def render_all(
     return ids
 
 
-def template_options(*given: Any) -> dict[str, Any]:
+def template_options(*given: object) -> dict[str, Any]:
     """Return a row's arguments for the chat template from its `TEMPLATE_COLUMNS`, which may be JSON or empty.
 
-    Arrow gives every row the keys of all others, as None; those are left out.
+    Raises:
+        ValueError: a text is not JSON.
     """
-    tools, options = map(template_option, TEMPLATE_COLUMNS, (list, dict), given)
-    return {**({"tools": tools} if tools else {}), **options}
+    tools, options = map(template_option, TEMPLATE_COLUMNS, given)
+    return {**({"tools": tools} if tools else {}), **(options or {})}
 
 
-def template_option(column: str, kind: type, value: Any) -> Any:
-    """Return a row's value in a template column; empty without one.
+def template_option(column: str, value: object) -> Any:
+    """Return a row's value in a column for the chat template, which may be JSON.
 
     Raises:
-        ValueError: it is neither of this type nor JSON of it; names the column and the value.
+        ValueError: a text is not JSON; names the column.
     """
+    if not isinstance(value, str) or not value.strip():
+        return without_nones(value)
     try:
-        parsed = json.loads(value) if isinstance(value, str) and value.strip() else without_nones(value)
-    except ValueError:
-        parsed = value
-    if parsed and not isinstance(parsed, kind):
+        return json.loads(value)
+    except ValueError as error:
         raise ValueError(
-            f"column {column!r} is for the chat template, and {value!r} is neither a {kind.__name__} nor JSON of one; "
-            "correct it, or rename the column"
-        )
-    return parsed or kind()
+            f"column {column!r} is for the chat template, and {value!r} is not JSON; correct it, or rename the column"
+        ) from error
 
 
 def without_nones(value: Any) -> Any:

@@ -2,20 +2,19 @@
 
 from collections.abc import Callable, Iterator
 from itertools import count
-from typing import Any
 
 from datasets import Dataset, IterableDataset
 
-from hfppo.data.prompts import Prompts
+from hfppo.data.prompts import Columns, Prompts
 
-CHUNK = 256  # rows read, checked and tokenised at once
+CHUNK = 256  # rows that are read, checked and tokenized at once
 
 
 class PromptStream:
     """The prompts of a `datasets.IterableDataset` in its order, from its start again when it ends.
 
-    The prompt at a position depends on the dataset alone, so no state is saved: a resumed run reads up to its
-    position. Each process reads all rows and keeps its own.
+    The prompt at a position depends only on the dataset, so no state is saved: a resumed run reads up to its position.
+    Each process reads all rows and keeps its own.
 
     Args:
         dataset: the same in every process, shuffled by its own `shuffle(seed=...)`; each pass is an epoch of its
@@ -32,22 +31,20 @@ class PromptStream:
         self._restart()
         self.head = next(self._read())
 
-    def at(self, positions: range, seed: int) -> list[tuple[dict[str, Any], list[int]]]:
+    def at(self, positions: range, seed: int) -> list[tuple[Columns, list[int]]]:
         """Return rows and token ids at positions; `seed` is unused, since a stream shuffles itself."""
         if positions.start < self._passed:
             self._restart()
         while self._passed + len(self._held) < positions.stop:
             self._forget(positions.start)
             prompts = next(self._chunks)
-            if prompts.conversational != self.head.conversational:
-                raise ValueError("train_dataset mixes prompts of text and of messages; use one kind")
             self._held += [prompts[i] for i in range(len(prompts))]
         self._forget(positions.start)
         return self._held[: len(positions)]
 
     def _restart(self) -> None:
         self._chunks = self._read()
-        self._held: list[tuple[dict[str, Any], list[int]]] = []
+        self._held: list[tuple[Columns, list[int]]] = []
         self._passed = 0  # prompts before those that are held
 
     def _forget(self, start: int) -> None:
@@ -62,12 +59,8 @@ class PromptStream:
             self.dataset.set_epoch(epoch)
             rows = found = 0
             for batch in self.dataset.iter(CHUNK):
-                where = f"train_dataset, from row {rows},"
-                try:
-                    chunk = Dataset.from_dict(batch, features=self.dataset.features)
-                except (TypeError, ValueError) as error:  # pyarrow's
-                    raise ValueError(f"{where} has a column of several types: {error}; give it one") from error
-                prompts = self.prepare(chunk, where)
+                chunk = Dataset.from_dict(batch, features=self.dataset.features)
+                prompts = self.prepare(chunk, f"train_dataset, from row {rows},")
                 rows += len(next(iter(batch.values())))
                 found += len(prompts)
                 if len(prompts):
@@ -75,5 +68,5 @@ class PromptStream:
             if not found:
                 raise ValueError(
                     f"train_dataset gave {rows} rows and no prompt of at most {self.longest} tokens; give it some, "
-                    "raise max_prompt_length, or set overlong_prompts='truncate'"
+                    "or raise max_prompt_length"
                 )

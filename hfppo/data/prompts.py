@@ -5,7 +5,6 @@ import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,45 +12,41 @@ import pyarrow as pa
 import torch
 from datasets import Dataset, Features, LargeList, Value
 from jinja2 import TemplateError
-from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
-from hfppo.data import chat_template
-from hfppo.data.chat_template import TEMPLATE_COLUMNS, reads_time, render_all
+from hfppo.data.chat_template import CLOCK, TEMPLATE_COLUMNS, Schema, reads_time, render_all
 from hfppo.state import ORDER_STREAM, stream_seed
 
 logger = logging.getLogger(__name__)
 
-# What reward functions are called with beside the dataset's columns.
+Columns = dict[str, Any]  # of a row of a dataset
+
+# Arguments of reward functions that are no columns of the dataset.
 RESERVED_COLUMNS = {"prompts", "completions", "trainer_state", "log_extra", "log_metric"}
 
 EMPTY_PROMPT = [{"role": "user", "content": ""}]  # of a row without one, which an environment completes
 
-TABLES = ("arrow", "pandas", "polars")  # formats whose rows are tables
-
-ROWS_AT_ONCE = 1000  # are read and tokenized; a fast tokenizer shares them out among its threads
-STORED_FROM = 10_000  # rows, which take about a second
+ROWS_AT_ONCE = 1000  # rows per call of the tokenizer
+STORED_FROM = 10_000  # rows of a dataset whose token ids are stored; tokenizing them takes about a second
+VERSION = 1  # of the stored token ids; raise it when the code makes other ids
 
 
 @dataclass(frozen=True)
 class Prompts:
     """The rows of a dataset as prompts.
 
-    `rows` keeps the dataset's columns, "prompt" among them, for the reward functions; `ids[i]` are the token ids of
-    row i, in one Arrow array: lists of Python's integers would take ten times the memory; `conversational` says
-    whether the prompts are lists of messages, `dated` whether their text may depend on the date.
+    The token ids are one Arrow array, because lists of Python's integers need ten times the memory.
     """
 
-    rows: Dataset
-    ids: pa.LargeListArray
-    conversational: bool
-    dated: bool = False
+    rows: Dataset  # with the columns for the reward functions
+    ids: pa.LargeListArray  # ids[i] are the token ids of row i
+    conversational: bool  # whether the prompts are lists of messages
+    dated: bool = False  # whether their text may depend on the date
 
     def __len__(self) -> int:
         return len(self.ids)
 
-    def __getitem__(self, index: int) -> tuple[dict[str, Any], list[int]]:
+    def __getitem__(self, index: int) -> tuple[Columns, list[int]]:
         return self.rows[index], self.ids[index].as_py()
 
     @property
@@ -79,6 +74,26 @@ class Prompts:
         """Number of tokens of the longest prompt."""
         return int(self.lengths.max(initial=0))
 
+    def limited(self, max_length: int | None, name: str, may_be_empty: bool = False) -> "Prompts":
+        """Return the prompts of at most `max_length` tokens; None: any number.
+
+        Args:
+            name: the dataset's name in errors.
+            may_be_empty: allow that no prompt is short enough.
+        Raises:
+            ValueError: no prompt is short enough.
+        """
+        if max_length is None or self.longest <= max_length:
+            return self
+        short = np.flatnonzero(self.lengths <= max_length)
+        number = f"{len(self) - len(short)} of {len(self)} prompts in {name} are longer than"
+        if not (len(short) or may_be_empty):
+            raise ValueError(
+                f"{number} max_prompt_length={max_length} tokens: none is left; raise it, or shorten them"
+            )
+        logger.warning("%s max_prompt_length=%s tokens and are dropped", number, max_length)
+        return replace(self, rows=self.rows.select(short), ids=self.ids.take(pa.array(short)))
+
     def digest(self) -> str:
         """Return a hash of all token ids and of where the prompts end."""
         hashed = hashlib.sha256()
@@ -86,7 +101,7 @@ class Prompts:
         hashed.update(self.tokens.astype("<i4", copy=False).data)
         return hashed.hexdigest()
 
-    def at(self, positions: range, seed: int) -> list[tuple[dict[str, Any], list[int]]]:
+    def at(self, positions: range, seed: int) -> list[tuple[Columns, list[int]]]:
         """Return rows and token ids at positions of the endless stream of shuffled epochs."""
         return [self[index] for index in prompt_indices(positions, len(self), seed)]
 
@@ -95,7 +110,7 @@ class Prompts:
 class Row:
     """One completion to be made: a dataset row, its prompt's token ids, its group and its seeds."""
 
-    columns: dict[str, Any]
+    columns: Columns
     prompt_ids: list[int]
     number: int  # among all completions of the run, or of the evaluation
     group: int  # equal for the completions of one prompt
@@ -106,31 +121,26 @@ class Row:
 def prepare_prompts(
     dataset: Dataset,
     tokenizer: PreTrainedTokenizerBase,
-    max_length: int | None = None,
-    overlong: str = "drop",
-    chat_template_kwargs: Mapping[str, Any] | None = None,
+    chat_template_kwargs: Mapping[str, object] | None = None,
     name: str = "train_dataset",
-    may_be_empty: bool = False,
-    tools: Sequence[list[dict[str, Any]]] | None = None,
+    tools: Sequence[list[Schema]] | None = None,
     completed: bool = False,
 ) -> Prompts:
     """Check and tokenize a dataset with a "prompt" column of text or of messages.
 
     Args:
-        dataset: other columns are kept for the reward functions.
+        dataset: other columns are kept for the reward functions, as plain values.
         chat_template_kwargs: of all prompts, for `hfppo.data.chat_template.apply_chat_template`.
-        max_length: tokens; longer prompts are dropped, or lose their beginning, as `overlong` says.
         name: the dataset's name in errors.
-        may_be_empty: allow that no prompt is short enough.
-        tools: JSON schemas of the tools that each row's prompt shows; None: those of its column "tools".
+        tools: JSON schemas of the tools that each row's prompt shows; None: the row's column "tools".
         completed: whether an environment adds its text to each prompt, which may have no tokens before.
     Raises:
         TypeError: not a `datasets.Dataset`.
-        ValueError: no rows, no "prompt" column, a prompt of an unknown type, one that the tokenizer cannot render, or
-            none that is short enough.
+        ValueError: no rows, no "prompt" column, a prompt of an unknown type, or one that the tokenizer cannot render.
     """
     check_columns(dataset, name)
-    dataset = with_plain_prompts(dataset)
+    if dataset.format["type"] != "custom":  # without the format a transform would be lost
+        dataset = dataset.with_format(None)
     conversational = isinstance(dataset["prompt"][0], list)
     if tools is not None and not conversational:
         raise ValueError(
@@ -140,104 +150,43 @@ def prepare_prompts(
     options = dict(chat_template_kwargs or {})
     of_rows = "chat_template_kwargs" in dataset.column_names  # which may hold a template
     if not (dated := conversational and (of_rows or reads_time(tokenizer, options))):
-        options.pop("strftime_now", None)  # stored ids are found on other days too
+        options.pop(CLOCK, None)  # stored ids are found on other days too
     tokenization = PromptTokenizer(tokenizer, conversational, options, name, completed)
-    prompts = Prompts(dataset, tokenization.tokenize(dataset, tools), conversational, dated)
-    if max_length is None or prompts.longest <= max_length:
-        return prompts
-    short = np.flatnonzero(prompts.lengths <= max_length)
-    number = f"{len(prompts) - len(short)} of {len(prompts)} prompts in {name} are longer than"
-    if overlong == "truncate":
-        logger.warning("%s max_prompt_length=%s tokens and lose their beginning", number, max_length)
-        return replace(prompts, ids=last_tokens(prompts, max_length))
-    if not (len(short) or may_be_empty):
-        raise ValueError(
-            f"{number} max_prompt_length={max_length} tokens: none is left; raise it, or set "
-            "overlong_prompts='truncate'"
-        )
-    logger.warning("%s max_prompt_length=%s tokens and are dropped", number, max_length)
-    return replace(prompts, rows=dataset.select(short), ids=prompts.ids.take(pa.array(short)))
+    return Prompts(dataset, tokenization.tokenize(dataset, tools), conversational, dated)
 
 
 def check_columns(dataset: Dataset, name: str) -> None:
-    """Refuse anything but a dataset with rows and a "prompt" column, and without reserved columns."""
+    """Raise if it is not a dataset with rows and a "prompt" column, or if it has reserved columns."""
     if not isinstance(dataset, Dataset):
         raise TypeError(
-            f"{name} must be a datasets.Dataset, got {type(dataset).__name__}; take one split of several, or make one "
-            "with Dataset.from_list([{'prompt': ...}])"
+            f"{name} must be a datasets.Dataset, got {type(dataset).__name__}; choose one split of several, or make "
+            "one with Dataset.from_list([{'prompt': ...}])"
         )
     if len(dataset) == 0:
         raise ValueError(f"{name} has no rows; give it at least one prompt")
-    if "prompt" not in (columns := visible_columns(dataset)):
+    if "prompt" not in (columns := dataset.column_names):
         raise ValueError(
             f"{name} has no 'prompt' column, only {', '.join(columns)}; use dataset.rename_column('…', 'prompt')"
         )
-    if shadowed := sorted(RESERVED_COLUMNS & set(dataset.column_names)):
+    if shadowed := sorted(RESERVED_COLUMNS & set(columns)):
         raise ValueError(
             f"{name} has columns named {', '.join(shadowed)}, which reward functions get from the trainer; rename them"
         )
 
 
-def visible_columns(dataset: Dataset) -> list[str]:
-    """Return the columns of a row; a format may leave some out."""
-    form = dataset.format
-    return dataset.column_names if form["output_all_columns"] else form["columns"]
-
-
-def with_plain_prompts(dataset: Dataset) -> Dataset:
-    """Return a dataset whose prompts are text, lists and dictionaries, whatever its format.
-
-    Other columns stay arrays or tensors; a table's rows become plain values.
-    """
-    form = dataset.format
-    if form["type"] in (None, "custom"):
-        return dataset
-    visible = dataset.select_columns(visible_columns(dataset))
-    arrays = [column for column in form["columns"] if column not in ("prompt", *TEMPLATE_COLUMNS)]
-    if form["type"] in TABLES or not arrays:
-        return visible.with_format(None)
-    return visible.with_format(form["type"], arrays, output_all_columns=True, **form["format_kwargs"])
-
-
-def last_tokens(prompts: Prompts, most: int) -> pa.LargeListArray:
-    """Return the last tokens of each prompt, at most `most`."""
-    from_end = np.repeat(prompts.ends, prompts.lengths) - np.arange(len(prompts.tokens))
-    offsets = np.concatenate([[0], np.minimum(prompts.lengths, most).cumsum()])
-    return pa.LargeListArray.from_arrays(offsets, prompts.tokens[from_end <= most])
-
-
-def dataset_of(prompts: Sequence[Any], columns: Mapping[str, Sequence[Any]]) -> Dataset:
+def dataset_of(prompts: Sequence[object], columns: Mapping[str, Sequence[object]]) -> Dataset:
     """Make a dataset of prompts and their columns.
 
     Raises:
-        ValueError: a single prompt, a column of prompts, or columns of different lengths.
+        ValueError: a single prompt in place of a list.
     """
     if isinstance(prompts, str) or any(map(is_message, prompts)):
         raise ValueError(f"prompts={prompts!r} must be a list of prompts, and is a single one; put it into a list")
-    if "prompt" in columns:
-        raise ValueError("columns have the name 'prompt', which the prompts have; rename it")
-    return Dataset.from_dict({"prompt": list(prompts), **columns})
-
-
-def datasets_by_name(dataset: Dataset | dict[str, Dataset] | None) -> dict[str | None, Dataset]:
-    """Return datasets by name; a single one has the name None.
-
-    Raises:
-        TypeError: a name is no text.
-    """
-    if dataset is None:
-        return {}
-    if not isinstance(dataset, dict):
-        return {None: dataset}
-    if unnamed := [name for name in dataset if not isinstance(name, str)]:
-        raise TypeError(
-            f"eval_dataset names a dataset by {unnamed[0]!r}, a {type(unnamed[0]).__name__}; name each by text"
-        )
-    return dict(dataset)
+    return Dataset.from_dict({**columns, "prompt": list(prompts)})
 
 
 def check_kinds(prompts: list[Any], first: int, conversational: bool, name: str) -> None:
-    """Refuse a prompt that is not of the dataset's kind, text or messages; the error names its row.
+    """Raise if a prompt is not of the dataset's kind, text or messages; the error names its row.
 
     Args:
         first: the row of the first prompt.
@@ -250,7 +199,7 @@ def check_kinds(prompts: list[Any], first: int, conversational: bool, name: str)
             )
 
 
-def is_message(message: Any) -> bool:
+def is_message(message: object) -> bool:
     """Return whether it is a message: a role with text, parts, or tool calls."""
     return (
         isinstance(message, dict)
@@ -259,25 +208,19 @@ def is_message(message: Any) -> bool:
     )
 
 
-def hash_code() -> str:
-    """Return a hash of the code that makes token ids."""
-    files = (Path(__file__), Path(chat_template.__file__))
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
-
-
 @dataclass(frozen=True)
 class PromptTokenizer:
     """Tokenizes the prompts of a dataset, which errors call `name`."""
 
     tokenizer: PreTrainedTokenizerBase
     conversational: bool
-    chat_template_kwargs: Mapping[str, Any]
+    chat_template_kwargs: Mapping[str, object]
     name: str
     completed: bool = False  # a prompt may have no tokens before an environment completes it
-    code: str = hash_code()  # ids stored by other code are not found
+    version: int = VERSION  # part of the hash by which stored ids are found
 
-    def tokenize(self, dataset: Dataset, tools: Sequence[list[dict[str, Any]]] | None) -> pa.LargeListArray:
-        """Return the token ids of all rows; those of a large dataset on disk are stored beside it, and found again.
+    def tokenize(self, dataset: Dataset, tools: Sequence[list[Schema]] | None) -> pa.LargeListArray:
+        """Return the token ids of all rows. The ids of a large dataset on disk are stored in its cache and read again.
 
         Args:
             tools: JSON schemas for each row in place of its column "tools".
@@ -319,7 +262,7 @@ class PromptTokenizer:
                 raise ValueError(f"{self.name} row {row}: the prompt {prompt!r} has no tokens; remove the row")
         return {"ids": ids}
 
-    def token_ids(self, prompts: list[Any], options: list[tuple[Any, ...]], first: int) -> list[list[int]]:
+    def token_ids(self, prompts: list[Any], options: list[tuple[object, ...]], first: int) -> list[list[int]]:
         """Tokenize prompts at once, or one by one if that fails, so that the error names the row.
 
         Args:
@@ -329,7 +272,7 @@ class PromptTokenizer:
         try:
             if self.conversational:
                 return render_all(prompts, options, self.tokenizer, self.chat_template_kwargs)
-            # Lists of ones and zeros would cost a third of the time that tokenizing takes; some tokenizers know one.
+            # These lists of ones and zeros would take a third of the time; not all tokenizers make both.
             unwanted = {"token_type_ids", "attention_mask"} & set(self.tokenizer.model_input_names)
             return self.tokenizer(prompts, **{f"return_{name}": False for name in unwanted})["input_ids"]
         except (TemplateError, TypeError, ValueError) as error:
@@ -344,10 +287,11 @@ class PromptTokenizer:
         ]
 
 
-def is_stored(dataset: Any) -> bool:
-    """Return whether the token ids of a dataset are stored: it is large, lies on disk, and has no transform."""
-    on_disk = isinstance(dataset, Dataset) and dataset.cache_files and dataset.format["type"] != "custom"
-    return bool(on_disk) and len(dataset) >= STORED_FROM
+def is_stored(dataset: object) -> bool:
+    """Return whether the token ids of a dataset are stored: it is large, on disk, and has no transform."""
+    if not isinstance(dataset, Dataset) or dataset.format["type"] == "custom":
+        return False
+    return bool(dataset.cache_files) and len(dataset) >= STORED_FROM
 
 
 def prompt_indices(positions: range, num_prompts: int, seed: int) -> list[int]:
@@ -361,11 +305,3 @@ def prompt_indices(positions: range, num_prompts: int, seed: int) -> list[int]:
         generator = torch.Generator().manual_seed(stream_seed(seed, ORDER_STREAM, epoch))
         orders[epoch] = torch.randperm(num_prompts, generator=generator).tolist()
     return [orders[position // num_prompts][position % num_prompts] for position in positions]
-
-
-def pad_left(sequences: list[list[int]], pad_id: int) -> tuple[Tensor, Tensor]:
-    """Return (B, P) token ids padded on the left, and a (B, P) bool mask, True on real tokens."""
-    rows = [torch.tensor(tokens) for tokens in sequences]
-    lengths = torch.tensor([len(tokens) for tokens in sequences])
-    ids = pad_sequence(rows, batch_first=True, padding_value=pad_id, padding_side="left")
-    return ids, torch.arange(ids.shape[1]) >= ids.shape[1] - lengths[:, None]

@@ -1,41 +1,42 @@
-"""Episodes: several turns of the model, with what tools and an environment answer in between.
+"""Episodes: several turns of the model, and between them the answers of tools and an environment.
 
-All rows that are not done take a turn together, in one call of the sampler. A row's episode depends on its own seeds
-alone, and no process waits for another between turns, except with sharded models, whose processes compute together.
+All active rows take a turn together, in one call of the sampler. A row's episode depends only on its own seeds. No
+process waits for another between turns, except with sharded models, whose processes compute together.
 """
 
+import inspect
 import logging
+import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
-from hfppo.data.chat_template import render, template_options
+from hfppo.config import PPOConfig
+from hfppo.data.chat_template import Message, Schema, render_one, template_options
 from hfppo.data.prompts import EMPTY_PROMPT, Row
-from hfppo.environments.chat_format import ChatFormat, Message, parse_turn, text_message
+from hfppo.environments.agents import Agents
+from hfppo.environments.chat_format import ChatFormat, check_template, parse_turn, text_message
 from hfppo.environments.environment import (
-    Result,
+    Environment,
     TextEnvironment,
-    check_reward,
+    Tool,
+    finite_reward,
     joined,
-    plain_message,
     text_of,
     tools_of,
-    wants_seed,
 )
-from hfppo.environments.pool import EnvironmentPool
-from hfppo.environments.tool_calls import TIMEOUT, Answer, run_calls
+from hfppo.environments.tool_calls import TIMEOUT, run_calls
 from hfppo.generation.sampler import Completions
 from hfppo.state import stream_seed
 from hfppo.support.calls import finish_within, own_random_state
+from hfppo.support.padding import pad_right
 
-# Completes (rows, prompts with what came after them) with a budget of tokens for each.
+# Completes prompts, with a seed and the most tokens for each; no seeds: greedily.
 TurnSampler = Callable[[list[list[int]], list[int] | None, list[int]], Completions]
 
 logger = logging.getLogger(__name__)
@@ -48,14 +49,13 @@ class Episode:
     """One completion while it is played. Lists have an entry for each of its tokens so far."""
 
     row: Row  # with the prompt that the environment completed
-    environment: Any = None
-    tools: dict[str, Callable[..., Any]] = field(default_factory=dict)
-    schemas: list[dict[str, Any]] = field(default_factory=list)  # of the tools, as the prompt shows them
+    environment: Environment = None
+    tools: Mapping[str, Tool] = field(default_factory=dict)
+    schemas: list[Schema] = field(default_factory=list)  # of the tools, as the prompt shows them
     messages: list[Message] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)
     sampled: list[bool] = field(default_factory=list)  # False on context
     logprobs: list[float] = field(default_factory=list)
-    values: list[float] | None = None  # where the sampler tells them
     rewards: dict[int, float] = field(default_factory=dict)  # by the position of a turn's last token, if it has one
     turns: int = 0
     active: bool = True
@@ -65,13 +65,16 @@ class Episode:
     failed: bool = False  # whether it has no score: its environment's state is unknown, or its prompt too long
     counts: Counter[str] = field(default_factory=Counter)  # calls and their failures by kind
 
-    def append(self, ids: list[int], logprobs: list[float] | None, values: list[float] | None) -> None:
+    @property
+    def last_token(self) -> int:
+        """The position of the last token so far."""
+        return len(self.ids) - 1
+
+    def append(self, ids: list[int], logprobs: list[float] | None = None) -> None:
         """Append the tokens of a turn, or context, which has no log-probs."""
         self.ids += ids
         self.sampled += [logprobs is not None] * len(ids)
         self.logprobs += [0.0] * len(ids) if logprobs is None else logprobs
-        if self.values is not None or values is not None:
-            self.values = (self.values or [0.0] * (len(self.ids) - len(ids))) + (values or [0.0] * len(ids))
 
     def end(self, limit: str | None = None, truncated: bool = False, open_ended: bool = False) -> None:
         """End the episode."""
@@ -89,35 +92,14 @@ class EpisodePlayer:
     """Plays episodes with the tools and environments of a run.
 
     Args:
-        tools: those of all rows, by name.
-        schemas: of a row's tools, by the name of its environment.
+        chat_format: with the tokens that end a turn of this model.
         max_prompt: tokens of a prompt with the text of `reset`; None: any.
-        overlong: "truncate" lets a longer one lose its beginning; "drop" leaves its row without a score.
-        max_tokens: of an episode, context included.
-        max_turn: tokens of a turn of the model; None: any.
-        max_rounds: rounds of tool calls, or steps of an environment; None: any.
-        timeout: seconds for each call; None: any.
     """
 
-    tools: dict[str, Callable[..., Any]]
-    schemas: dict[str | None, list[dict[str, Any]]]
-    pool: EnvironmentPool | None
+    agents: Agents
     chat_format: ChatFormat
+    args: PPOConfig
     max_prompt: int | None
-    overlong: str
-    max_tokens: int
-    max_turn: int | None
-    max_rounds: int | None
-    timeout: float | None
-    by_column: bool  # whether the column `environment` names a row's environment
-
-    def environment_name(self, columns: dict[str, Any]) -> str | None:
-        """Return the name of a row's environment; None: the only one."""
-        return columns["environment"] if self.by_column else None
-
-    def tools_for(self, environment: Any) -> dict[str, Callable[..., Any]]:
-        """Return the tools of a row by name."""
-        return self.tools | tools_of(environment) if environment is not None else self.tools
 
     def play(
         self,
@@ -134,8 +116,9 @@ class EpisodePlayer:
             any_active: whether a row is active on any process that must compute together with this one.
             timed: measures the time of tools and environments.
         Raises:
-            RuntimeError: an environment cannot be reset; names the row.
-            ValueError: a prompt has no tokens, or a reward is no number.
+            RuntimeError: an environment fails; names the row.
+            TimeoutError: `reset` takes too long.
+            ValueError: a prompt has no tokens, or a reward is not a number.
         """
         with timed():
             episodes = self.begin(rows)
@@ -156,91 +139,97 @@ class EpisodePlayer:
     def budget(self, episode: Episode) -> int:
         """Return the most tokens of an episode's next turn."""
         if episode.failed:
-            return 1  # for the place in the batch
-        room = max(1, self.max_tokens - len(episode.ids))
-        return room if self.max_turn is None else min(room, self.max_turn)
+            return 1  # fills the row's place in the batch
+        room = max(1, self.args.max_completion_length - len(episode.ids))
+        return min(room, self.args.max_turn_length or room)
 
     # The beginning
 
     def begin(self, rows: Sequence[Row]) -> list[Episode]:
-        """Reset an environment for each row, and complete the prompts by what it says."""
-        names = [self.environment_name(row.columns) for row in rows]
-        environments = [None] * len(rows) if self.pool is None else self.pool.take(names)
-        return [self.open(row, environment) for row, environment in zip(rows, environments, strict=True)]
+        """Reset an environment for each row, and complete the prompts by its text."""
+        names = [row.columns["environment"] if self.agents.by_column else None for row in rows]
+        environments = [None] * len(rows) if self.agents.pool is None else self.agents.pool.take(names)
+        return [self.open(*given) for given in zip(rows, names, environments, strict=True)]
 
-    def open(self, row: Row, environment: Any) -> Episode:
-        """Return a new episode."""
-        schemas = self.schemas[self.environment_name(row.columns)]
-        said = None if environment is None else self.reset(row, environment)
-        given = row.columns.get("prompt", EMPTY_PROMPT)
-        prompt = list(map(plain_message, given))
-        if said is not None:
-            if not isinstance(content := prompt[-1].get("content"), str):
-                raise TypeError(
-                    f"row {row.number}: the prompt's last message has the content {content!r}, and the text of "
-                    f"{type(environment).__name__}.reset cannot be appended to it; give text, or blocks of text alone"
-                )
-            prompt[-1] = {**prompt[-1], "content": content + said}
-        row = replace(row, columns={**row.columns, "prompt": prompt})
-        if any(message is not before for message, before in zip(prompt, given, strict=True)):
-            own = template_options(schemas or row.columns.get("tools"), row.columns.get("chat_template_kwargs"))
-            options = {**self.chat_format.options, **own}
-            row = replace(row, prompt_ids=render(prompt, self.chat_format.tokenizer, options))
+    def open(self, row: Row, name: str | None, environment: Environment) -> Episode:
+        """Return a new episode.
+
+        Args:
+            name: of the environment.
+        """
+        schemas = self.agents.schemas[name]
+        text = None if environment is None else self.reset(row, environment)
+        row = self.complete_prompt(row, text, schemas)
+        kind = type(environment).__name__
         if not row.prompt_ids:
             raise ValueError(
-                f"row {row.number}: the prompt {prompt!r} has no tokens, and {type(environment).__name__}.reset gave "
-                "it no text; return some, or write some into the prompt"
+                f"row {row.number}: the prompt and the text of {kind}.reset have no tokens; give some text"
             )
-        episode = Episode(row, environment, self.tools_for(environment), schemas)
-        if self.max_prompt is not None and len(row.prompt_ids) > self.max_prompt:
+        episode = Episode(row, environment, {**self.agents.tools, **tools_of(environment)}, schemas)
+        length = len(row.prompt_ids)
+        if self.max_prompt is not None and length > self.max_prompt:
             episode.row = replace(row, prompt_ids=row.prompt_ids[-self.max_prompt :])
-            episode.failed = self.overlong == "drop"
+            episode.failed = True
+            told = row.number, kind, length, self.max_prompt
             logger.warning(
-                "row %d: with the text of %s.reset the prompt has %d tokens, and max_prompt_length or the model's "
-                "positions leave %d; it %s",
-                row.number,
-                type(environment).__name__,
-                len(row.prompt_ids),
-                self.max_prompt,
-                "has no score" if episode.failed else "loses its beginning",
+                "row %d: with the text of %s.reset the prompt has %d tokens, more than %d; it has no score", *told
             )
         return episode
 
-    def reset(self, row: Row, environment: Any) -> str | None:
-        """Reset a row's environment."""
+    def complete_prompt(self, row: Row, text: str | None, schemas: list[Schema]) -> Row:
+        """Return a row whose prompt ends with a text, in messages of plain text, which every chat template renders."""
+        given = row.columns.get("prompt", EMPTY_PROMPT)
+        prompt = [{**message, "content": joined(message.get("content"))} for message in given]
+        if text is not None:
+            prompt[-1] = {**prompt[-1], "content": prompt[-1]["content"] + text}
+        row = replace(row, columns={**row.columns, "prompt": prompt})
+        if prompt == given:
+            return row
+        own = template_options(schemas or row.columns.get("tools"), row.columns.get("chat_template_kwargs"))
+        options = {**self.chat_format.options, **own}
+        return replace(row, prompt_ids=render_one(prompt, self.chat_format.tokenizer, options))
+
+    def reset(self, row: Row, environment: Environment) -> str | None:
+        """Reset a row's environment, and return its text."""
         columns = dict(row.columns)
-        if self.by_column:  # it names the factory, as in TRL
+        if self.agents.by_column:
             del columns["environment"]
-        if "seed" not in columns and wants_seed(environment.reset):
+        if "seed" not in columns and "seed" in inspect.signature(environment.reset).parameters:
             columns["seed"] = row.environment_seed
-        name = type(environment).__name__
+        described = f"{type(environment).__name__}.reset, row {row.number},"
+        return joined(self.call(described, row.environment_seed, partial(environment.reset, **columns)))
+
+    def call(self, described: str, seed: int, method: Callable[[], Any]) -> Any:
+        """Call a method of an environment with random numbers of its own.
+
+        Args:
+            described: the method and the row, for errors.
+        Raises:
+            TimeoutError: it takes too long.
+            RuntimeError: it raises any other error.
+        """
+        late = f"{described} took longer than tool_timeout={self.args.tool_timeout} seconds"
         try:
-            with own_random_state(row.environment_seed):
-                late = f"it took longer than tool_timeout={self.timeout} seconds"
-                said = finish_within(self.timeout, late, partial(environment.reset, **columns))
+            with own_random_state(seed):
+                return finish_within(self.args.tool_timeout, late, method)
+        except TimeoutError:
+            raise
         except Exception as error:
-            raise RuntimeError(f"{name}.reset failed for row {row.number}: {error!r}") from error
-        said = joined(said)
-        if said is not None and not isinstance(said, str):
-            raise TypeError(
-                f"{name}.reset returned {type(said).__name__} for row {row.number}; return text, content blocks of "
-                "text, or None"
-            )
-        return said
+            raise RuntimeError(f"{described} failed: {error!r}") from error
 
     # A turn
 
     def take_turn(self, episode: Episode, completions: Completions, i: int) -> None:
-        """Append the turn that was sampled in row i, and what answers it."""
+        """Append the turn that was sampled in row i, and the answer to it."""
         mask = completions.mask[i]
         ids = completions.ids[i][mask].tolist()
-        values = None if completions.values is None else completions.values[i][mask].tolist()
         prefix = episode.row.prompt_ids + episode.ids
-        episode.append(ids, completions.logprobs[i][mask].tolist(), values)
+        episode.append(ids, completions.logprobs[i][mask].tolist())
         episode.turns += 1
         cut = bool(completions.truncated[i])
-        speaks_text = isinstance(episode.environment, TextEnvironment)
-        if speaks_text:
+        reads_text = isinstance(episode.environment, TextEnvironment)
+        is_full = len(episode.ids) >= self.args.max_completion_length
+        if reads_text:
             message, malformed = text_message(self.chat_format.tokenizer, ids), False
         else:
             message, malformed = parse_turn(self.chat_format.tokenizer, ids, prefix, episode.schemas)
@@ -248,9 +237,9 @@ class EpisodePlayer:
         episode.counts["malformed"] += malformed and not cut and bool(episode.schemas)
         if episode.failed:
             episode.end()
-        elif cut and not (speaks_text and len(episode.ids) < self.max_tokens):  # whatever it calls is not run
+        elif cut and (is_full or not reads_text):  # calls of a cut turn are not run
             episode.end(CUT, truncated=True, open_ended=True)
-        elif speaks_text:
+        elif reads_text:
             self.step(episode, message["content"])
         elif episode.schemas and (calls := message.get("tool_calls")):
             self.call_tools(episode, [call["function"] for call in calls])
@@ -259,105 +248,97 @@ class EpisodePlayer:
 
     def step(self, episode: Episode, text: str) -> None:
         """Let a text environment answer a turn."""
-        environment, end = episode.environment, len(episode.ids) - 1
-        name = f"{type(environment).__name__}.step"
+        environment, end = episode.environment, episode.last_token
+        described = f"{type(environment).__name__}.step, row {episode.row.number},"
         try:
-            with own_random_state(stream_seed(episode.row.seed, end)):
-                late = f"{name} took longer than tool_timeout={self.timeout} seconds"
-                taken = finish_within(self.timeout, late, partial(environment.step, text))
+            taken = self.call(described, stream_seed(episode.row.seed, end), partial(environment.step, text))
         except TimeoutError:
             episode.counts[TIMEOUT] += 1
             self.abandon(episode)
             return
-        except Exception as error:
-            raise RuntimeError(
-                f"{name} failed in turn {episode.turns} of row {episode.row.number}: {error!r}; the turn was {text!r}"
-            ) from error
-        if not isinstance(taken, tuple) or len(taken) != 5:
-            raise TypeError(
-                f"{name}, row {episode.row.number}, gave {taken!r}; "
-                "give observation, reward, terminated, truncated, info"
-            )
         observation, reward, terminated, truncated, _ = taken
-        episode.rewards[end] = check_reward(f"{name}, row {episode.row.number},", reward)
+        episode.rewards[end] = finite_reward(described, reward)
         if terminated:
             episode.end()
             return
-        last = truncated or self.is_last(episode)
-        self.reply(episode, [{"role": "user", "content": text_of(observation)}], last)
+        is_last = truncated or self.rounds_left(episode) <= 0
+        self.reply(episode, [{"role": "user", "content": text_of(observation)}], is_last)
 
-    def call_tools(self, episode: Episode, calls: list[dict[str, Any]]) -> None:
+    def call_tools(self, episode: Episode, calls: Sequence[Mapping[str, Any]]) -> None:
         """Let tools answer a turn."""
-        end = len(episode.ids) - 1
-        if self.max_rounds is not None and episode.turns > self.max_rounds:
-            episode.end(UNFINISHED, truncated=True)  # after a turn's end the critic was never asked
+        end = episode.last_token
+        if self.rounds_left(episode) < 0:
+            episode.end(UNFINISHED, truncated=True)  # the critic has no value for the state after a turn's end
             return
-        answers = run_calls(calls, episode.tools, stream_seed(episode.row.seed, end), self.timeout)
-        if any(isinstance(answer.value, Result) for answer in answers):
-            episode.rewards[end] = sum(answer.reward for answer in answers)
-        for answer in answers:
-            episode.counts["calls"] += 1
-            if answer.failure is not None:
-                episode.counts[answer.failure] += 1
+        answers = run_calls(calls, episode.tools, stream_seed(episode.row.seed, end), self.args.tool_timeout)
+        messages = [answer.message for answer in answers]
+        results = [answer.result for answer in answers if answer.result is not None]
+        failures = [answer.failure for answer in answers if answer.failure is not None]
+        episode.counts.update(calls=len(answers), **Counter(failures))
+        if results:
+            episode.rewards[end] = sum(result.reward for result in results)
         if any(answer.failure == TIMEOUT and answer.of_environment for answer in answers):
             self.abandon(episode)
-        elif any(answer.done for answer in answers):
-            episode.messages += map(tool_message, answers)
+        elif any(result.done for result in results):
+            episode.messages += messages
             episode.end()
         else:
-            self.reply(episode, list(map(tool_message, answers)), last=False)
+            self.reply(episode, messages, last=False)
+
+    def rounds_left(self, episode: Episode) -> float:
+        """Return how many rounds of tool calls, or steps of an environment, are allowed after this one."""
+        most = self.args.max_tool_calling_iterations
+        return math.inf if most is None else most - episode.turns
 
     def reply(self, episode: Episode, replies: list[Message], last: bool) -> None:
         """Append an answer as context, or end the episode where it does not fit.
 
         Args:
-            last: end the episode here; its last state is then the start of a turn that is not taken.
+            last: end the episode here, in the state in which another turn would start.
         """
-        room = self.max_tokens - len(episode.ids)
-        fits = self.chat_format.may_fit(replies, room)
-        closed = episode.ids[-1] in self.chat_format.eos_ids
-        ids = self.chat_format.reply_ids(replies, closed) if fits else []
-        if not fits or len(ids) >= room + last:
+        room = self.args.max_completion_length - len(episode.ids)
+        ids = self.chat_format.reply_ids(replies, closed=episode.ids[-1] in self.chat_format.eos_ids)
+        if len(ids) >= room + last:
             episode.end(DROPPED, truncated=True)
             return
         episode.messages += replies
-        episode.append(ids, None, None)
+        episode.append(ids)
         if last:
             episode.end(UNFINISHED, truncated=True, open_ended=True)
 
-    def is_last(self, episode: Episode) -> bool:
-        """Return whether an environment has made all the steps that the configuration allows."""
-        return self.max_rounds is not None and episode.turns >= self.max_rounds
-
     def abandon(self, episode: Episode) -> None:
-        """End an episode whose environment is in an unknown state: it has no score, and the environment goes."""
+        """End an episode without a score, and replace its environment, whose state is unknown."""
         episode.failed = True
         episode.end()
-        if self.pool is not None:
-            self.pool.discard(episode.environment)
+        if self.agents.pool is not None:
+            self.agents.pool.discard(episode.environment)
 
 
-def tool_message(answer: Answer) -> Message:
-    """Return the message for an answer, as TRL writes it."""
-    return {"role": "tool", "name": answer.name, "content": answer.text}
+def make_player(agents: Agents, eos_ids: list[int], args: PPOConfig, positions: int | None) -> EpisodePlayer:
+    """Return the player of a run.
+
+    Args:
+        eos_ids: tokens that end a turn.
+        positions: of the model; None: any number.
+    Raises:
+        ValueError: the chat template does not fit, see `check_template`.
+    """
+    chat_format = replace(agents.chat_format, eos_ids=eos_ids)
+    check_template(chat_format, "tool" if any(agents.schemas.values()) else "user")
+    limits = [args.max_prompt_length, positions and positions - args.max_completion_length]
+    return EpisodePlayer(agents, chat_format, args, min((x for x in limits if x is not None), default=None))
 
 
 def completions_of(episodes: Sequence[Episode], pad_id: int) -> Completions:
     """Return the episodes as tensors."""
-
-    def padded(rows: Sequence[Sequence[Any]], dtype: torch.dtype, padding: float) -> Tensor:
-        tensors = [torch.tensor(row, dtype=dtype) for row in rows]
-        return pad_sequence(tensors, batch_first=True, padding_value=padding)
-
-    mask = padded([e.sampled for e in episodes], torch.bool, False)
-    real = torch.arange(mask.shape[1]) < torch.tensor([len(e.ids) for e in episodes])[:, None]
-    values = [e.values for e in episodes if e.values is not None]
+    ids, real = pad_right([e.ids for e in episodes], torch.int64, pad_id)
+    mask, _ = pad_right([e.sampled for e in episodes], torch.bool)
+    logprobs, _ = pad_right([e.logprobs for e in episodes], torch.float32)
     return Completions(
-        ids=padded([e.ids for e in episodes], torch.int64, pad_id),
+        ids=ids,
         mask=mask,
         truncated=torch.tensor([e.truncated for e in episodes]),
-        logprobs=padded([e.logprobs for e in episodes], torch.float32, 0.0),
-        values=padded(values, torch.float32, 0.0) if values else None,
+        logprobs=logprobs,
         context=real & ~mask,
         open_ended=torch.tensor([e.open_ended for e in episodes]),
         cut=torch.tensor([e.limit == CUT for e in episodes]),

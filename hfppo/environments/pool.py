@@ -3,12 +3,11 @@
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-from hfppo.environments.environment import check_environment
+from hfppo.environments.environment import Environment
 from hfppo.support.calls import finish_within
 
-EnvironmentFactory = Callable[[], Any]
+EnvironmentFactory = Callable[[], Environment]
 
 
 @dataclass
@@ -23,30 +22,33 @@ class EnvironmentPool:
     """
 
     factories: dict[str | None, EnvironmentFactory]
-    instances: dict[str | None, list[Any]] = field(init=False)
+    instances: dict[str | None, list[Environment]] = field(init=False)
 
     def __post_init__(self) -> None:
-        for name, factory in self.factories.items():
-            if not callable(factory):
-                raise TypeError(
-                    f"environment_factory{label(name)} is a {type(factory).__name__}, which cannot be called; give "
-                    "the class, or a function that makes an environment"
-                )
         self.instances = {name: [self.make(name)] for name in self.factories}
-        for name, (instance,) in self.instances.items():
-            check_environment(label(name), instance)
 
-    def make(self, name: str | None) -> Any:
+    def make(self, name: str | None) -> Environment:
         """Return a new instance."""
-        return finish_within(None, "", self.factories[name])
+        factory = self.factories[name]
+        if not callable(factory):
+            raise TypeError(
+                f"{factory_name(name)} is a {type(factory).__name__}, which cannot be called; give the class, or a "
+                "function that makes an environment"
+            )
+        environment = finish_within(None, "", factory)
+        if not callable(getattr(environment, "reset", None)):
+            raise TypeError(
+                f"{factory_name(name)} made a {type(environment).__name__}, which has no method reset(**row)"
+            )
+        return environment
 
     @property
-    def examples(self) -> dict[str | None, Any]:
+    def examples(self) -> dict[str | None, Environment]:
         """An instance of each environment."""
         return {name: some[0] for name, some in self.instances.items()}
 
-    def take(self, names: Sequence[str | None]) -> list[Any]:
-        """Return an instance for each name, all different; they are valid until the next call."""
+    def take(self, names: Sequence[str | None]) -> list[Environment]:
+        """Return an instance for each name, all different. The next call may return them again."""
         used: Counter[str | None] = Counter()
         taken = []
         for name in names:
@@ -57,7 +59,7 @@ class EnvironmentPool:
             used[name] += 1
         return taken
 
-    def discard(self, environment: Any) -> None:
+    def discard(self, environment: Environment) -> None:
         """Replace an instance whose state is unknown."""
         for name, some in self.instances.items():
             for i, instance in enumerate(some):
@@ -65,9 +67,9 @@ class EnvironmentPool:
                     some[i] = self.make(name)
 
 
-def label(name: str | None) -> str:
-    """Return what an error adds to `environment_factory` to name one of several."""
-    return "" if name is None else f"[{name!r}]"
+def factory_name(name: str | None) -> str:
+    """Return the name of a factory in errors."""
+    return "environment_factory" if name is None else f"environment_factory[{name!r}]"
 
 
 def pool_of(factory: EnvironmentFactory | Mapping[str, EnvironmentFactory] | None) -> EnvironmentPool | None:

@@ -1,106 +1,92 @@
 """Run the tool calls of a turn; whatever goes wrong becomes text for the model, and is counted."""
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from hfppo.environments.environment import Result, text_of
-from hfppo.support.calls import awaited_within, call_within, in_background, own_random_state, require_main_thread
+from hfppo.data.chat_template import Message
+from hfppo.environments.environment import Result, Tool, text_of
+from hfppo.support.calls import awaited_within, call_within, own_random_state, require_main_thread, wait_for_all
 
 # Kinds of failures, as `tools/<kind>_frac` counts them.
 UNKNOWN, RAISED, TIMEOUT = "unknown", "raised", "timeout"
+
+
+class UnknownTool(LookupError):
+    """The model calls a tool that does not exist."""
+
+
+KINDS: dict[type[Exception], str] = {UnknownTool: UNKNOWN, TimeoutError: TIMEOUT}
 
 
 @dataclass(frozen=True)
 class Answer:
     """The answer to one tool call."""
 
-    name: str
-    value: Any  # what the tool returned, or a dictionary with the error
-    text: str  # the same for the model
+    message: Message
+    result: Result | None = None  # None: the tool returned anything else, or failed
     failure: str | None = None  # the kind of failure; None: the tool returned
     of_environment: bool = False  # whether the tool is a method of the environment
 
-    @property
-    def reward(self) -> float:
-        """The reward that the tool gave."""
-        return self.value.reward if isinstance(self.value, Result) else 0.0
-
-    @property
-    def done(self) -> bool:
-        """Whether the tool ended the episode."""
-        return isinstance(self.value, Result) and self.value.done
-
 
 def run_calls(
-    calls: Sequence[Mapping[str, Any]], tools: Mapping[str, Callable[..., Any]], seed: int, timeout: float | None
+    calls: Sequence[Mapping[str, Any]], tools: Mapping[str, Tool], seed: int, timeout: float | None
 ) -> list[Answer]:
-    """Run the calls of one turn in their order; what they return as awaitables is awaited together after that.
+    """Run the calls of one turn in their order. Awaitables that they return are awaited together after that.
 
     Args:
         calls: as in a message, {"name": …, "arguments": {…}} each.
         tools: by name; methods of an environment are bound.
-        seed: of the global random numbers, which plain tools may use; they are put back afterwards.
+        seed: of the global random numbers, which plain tools may use; their states are restored afterwards.
         timeout: seconds for each call; None: any.
     """
-    answers: list[Answer | None] = [None] * len(calls)
-    later: list[tuple[int, Callable[[], Any]]] = []
+    outcomes = []
     for i, call in enumerate(calls):
-        tool = tools.get(call["name"])
-        if tool is None:
-            answers[i] = failed(call["name"], f"Tool {call['name']} not found.", UNKNOWN)
-        else:
-            with own_random_state(seed + i):
-                answer = run_plain(call, tool, timeout)
-            if inspect.isawaitable(answer.value):
-                later.append((i, partial(finish, answer, timeout)))
-            else:
-                answers[i] = answer
-    with in_background([run for _, run in later]) as results:
-        for (i, _), answer in zip(later, results(), strict=True):
-            answers[i] = answer
-    return [answer for answer in answers if answer is not None]
+        with own_random_state(seed + i):
+            outcomes.append(run_plain(call, tools.get(call["name"]), timeout))
+    pending = [i for i, outcome in enumerate(outcomes) if inspect.isawaitable(outcome)]
+    finished = wait_for_all([partial(finish, calls[i]["name"], outcomes[i], timeout) for i in pending])
+    for i, outcome in zip(pending, finished, strict=True):
+        outcomes[i] = outcome
+    return [answer_to(call["name"], tools, outcome) for call, outcome in zip(calls, outcomes, strict=True)]
 
 
-def run_plain(call: Mapping[str, Any], tool: Callable[..., Any], timeout: float | None) -> Answer:
-    """Call a tool; the value of the answer is an awaitable if the tool is asynchronous."""
-    name, bound = call["name"], inspect.ismethod(tool)
+def run_plain(call: Mapping[str, Any], tool: Tool | None, timeout: float | None) -> object:
+    """Return the value or awaitable that a tool returns, or the error that it raises."""
+    if tool is None:
+        return UnknownTool(f"Tool {call['name']} not found.")
     limit = None if inspect.iscoroutinefunction(tool) else timeout  # only `finish` spends time then
     require_main_thread(limit)  # no error for the model
     try:
-        value = call_within(limit, too_late(name, timeout), partial(tool, **call["arguments"]))
-        return answered(name, value, bound)
+        return call_within(limit, too_late(call["name"], timeout), partial(tool, **call["arguments"]))
     except (Exception, SystemExit) as error:
-        return failed(name, str(error), kind_of(error), bound)
+        return error
 
 
-async def finish(answer: Answer, timeout: float | None) -> Answer:
-    """Return the answer of an asynchronous tool."""
-    name, bound = answer.name, answer.of_environment
+async def finish(name: str, value: object, timeout: float | None) -> object:
+    """Return the result of an awaitable, or the error that it raises."""
     try:
-        return answered(name, await awaited_within(timeout, too_late(name, timeout), answer.value), bound)
+        return await awaited_within(timeout, too_late(name, timeout), value)
     except (Exception, SystemExit) as error:
-        return failed(name, str(error), kind_of(error), bound)
-
-
-def answered(name: str, value: Any, of_environment: bool) -> Answer:
-    """Return the answer to a call that returned; an awaitable has no text yet."""
-    return Answer(name, value, "" if inspect.isawaitable(value) else text_of(value), None, of_environment)
+        return error
 
 
 def too_late(name: str, timeout: float | None) -> str:
-    """Return what the model reads when a call takes too long."""
+    """Return the text for the model when a call takes too long."""
     return f"{name} took longer than tool_timeout={timeout} seconds"
 
 
-def failed(name: str, error: str, kind: str, of_environment: bool = False) -> Answer:
-    """Return the answer to a call that failed."""
-    value = {"error": error}
-    return Answer(name, value, text_of(value), kind, of_environment)
-
-
-def kind_of(error: BaseException) -> str:
-    """Return the kind of a failure."""
-    return TIMEOUT if isinstance(error, TimeoutError) else RAISED
+def answer_to(name: str, tools: Mapping[str, Tool], outcome: object) -> Answer:
+    """Return the answer to a call from the value that it returned, or from the error that it raised."""
+    result, failure = outcome if isinstance(outcome, Result) else None, None
+    try:
+        if isinstance(outcome, BaseException):
+            raise outcome
+        text = text_of(outcome)
+    except (Exception, SystemExit) as error:  # also an error of the value's `__str__`
+        failure = next((kind for cause, kind in KINDS.items() if isinstance(error, cause)), RAISED)
+        text = text_of({"error": str(error)})
+    message = {"role": "tool", "name": name, "content": text}  # as TRL writes it
+    return Answer(message, result, failure, of_environment=inspect.ismethod(tools.get(name)))

@@ -120,7 +120,7 @@ def _columns(factor: float | Tensor, like: Tensor) -> Sequence[float | Tensor]:
 
 def _require_rewards_on_real_tokens(rewards: Tensor, mask: Tensor) -> None:
     if (rewards.ne(0) & ~mask).any():
-        raise ValueError("a reward other than 0 stands on a masked column, where it would be lost")
+        raise ValueError("a masked column has a reward other than 0, which would be lost")
 
 
 def length_adaptive_lam(mask: Tensor, alpha: float) -> Tensor:
@@ -138,8 +138,8 @@ def whiten(x: Tensor, mask: Tensor, shift_mean: bool = True, eps: float = 1e-8) 
 
         (x − mean) / √(var + eps),   var biased
 
-    The mean is taken in float64, where that of equal numbers is that number: what rounding leaves of it would be
-    scaled up, and Adam makes whole steps of it.
+    The mean is taken in float64, where the mean of equal numbers is that number. Otherwise whitening would scale up
+    the rounding error, and Adam would make full-size steps of it.
 
     Args:
         x: (B, T).
@@ -254,23 +254,9 @@ def reinforce_plus_plus(rewards: Tensor, mask: Tensor, gamma: float | Tensor = 1
     return gae(rewards, torch.zeros_like(rewards), mask, gamma, lam=1.0)[1]
 
 
-def remax(rewards: Tensor, mask: Tensor, greedy_scores: Tensor) -> Tensor:
-    """s minus the score of the greedy completion of the same prompt. arXiv:2310.10505.
-
-    Args:
-        rewards: (B, T) token rewards.
-        mask: (B, T) bool, True on real tokens.
-        greedy_scores: (B,) score of the greedy completion of each row's prompt.
-    Returns:
-        (B, T), the same number on each real token of a completion.
-    """
-    scores = _completion_rewards(rewards, mask, greedy_scores=greedy_scores)
-    return _spread(scores - greedy_scores, mask, rewards.dtype)
-
-
 # An estimator is called with exactly the parameters that its signature names, out of: rewards, mask, values,
-# final_value, gamma, lam, groups, scale, greedy_scores. `values` asks for a critic, `groups` for several completions
-# of a prompt, `greedy_scores` for a greedy completion of each prompt. With `values` it returns (advantages, returns).
+# final_value, gamma, lam, groups, scale. `values` asks for a critic, `groups` for several completions of a prompt.
+# With `values` it returns (advantages, returns).
 ADVANTAGE_ESTIMATORS: dict[str, Callable] = {
     "gae": gae,
     "grpo": grpo,
@@ -278,7 +264,6 @@ ADVANTAGE_ESTIMATORS: dict[str, Callable] = {
     "opo": opo,
     "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
     "reinforce_plus_plus": reinforce_plus_plus,
-    "remax": remax,
 }
 
 

@@ -18,8 +18,8 @@ MAX_LOG_RATIO = 20.0
 def clamp_log_ratio(x: Tensor) -> Tensor:
     """x clamped to ±20 so that its exponential stays finite, with the gradient of the identity.
 
-    A plain clamp has gradient 0 beyond its bounds: the tokens on which a policy has drifted most would stop pulling
-    it back. Here they keep pulling, with the slope the estimator has at the bound.
+    A plain clamp has gradient 0 beyond its bounds: the tokens on which a policy has drifted most would no longer pull
+    it back. Here they still pull, with the estimator's slope at the bound.
     """
     return x + (x.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO) - x).detach()
 
@@ -82,7 +82,7 @@ def token_rewards(scores: Tensor, kl: Tensor, mask: Tensor, kl_coef: float) -> T
     Returns:
         (B, T), 0 where `mask` is False.
     Raises:
-        ValueError: shapes that do not fit; a score has no real token to stand on, or stands on a masked one.
+        ValueError: shapes that do not fit; a score other than 0 on a masked token, or of a row without a real token.
     """
     require_same_shape(kl=kl, mask=mask)
     if scores.dim() == 1:
@@ -95,7 +95,7 @@ def token_rewards(scores: Tensor, kl: Tensor, mask: Tensor, kl_coef: float) -> T
     else:
         require_same_shape(scores=scores, mask=mask)
         if (scores.ne(0) & ~mask).any():
-            raise ValueError("a score other than 0 stands on a masked column, where it would be lost")
+            raise ValueError("a masked column has a score other than 0, which would be lost")
     return (scores - kl_coef * kl).where(mask, 0.0)
 
 

@@ -1,5 +1,6 @@
 """Policy and value losses per token, and the one place where they become a scalar."""
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -102,13 +103,14 @@ def gpg_loss(logprobs: Tensor, advantages: Tensor) -> Tensor:
     return -advantages * logprobs
 
 
-# Called as `loss(logprobs, old_logprobs, advantages, mask=mask, clip=clip)`; each takes the arguments that it needs.
+# A loss is called with exactly the parameters that its signature names, out of: logprobs, old_logprobs, advantages,
+# mask, clip.
 POLICY_LOSSES: dict[str, Callable[..., Tensor]] = {
-    "ppo": lambda logprobs, old, advantages, mask, clip: policy_loss(logprobs, old, advantages, *clip),
+    "ppo": lambda logprobs, old_logprobs, advantages, clip: policy_loss(logprobs, old_logprobs, advantages, *clip),
     "gspo": gspo_loss,
-    "cispo": lambda logprobs, old, advantages, mask, clip: cispo_loss(logprobs, old, advantages, clip),
-    "sapo": lambda logprobs, old, advantages, mask, clip: sapo_loss(logprobs, old, advantages),
-    "gpg": lambda logprobs, old, advantages, mask, clip: gpg_loss(logprobs, advantages),
+    "cispo": cispo_loss,
+    "sapo": sapo_loss,
+    "gpg": gpg_loss,
 }
 
 
@@ -134,11 +136,10 @@ def clip_fractions(
     """
     require_same_shape(logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages)
     ratio = clamp_log_ratio(logprobs - old_logprobs).exp()
-    dual = (
-        (advantages < 0) & (ratio > dual_clip) if dual_clip is not None else torch.zeros_like(ratio, dtype=torch.bool)
-    )
     return ClipFractions(
-        low=(advantages < 0) & (ratio < 1 - clip_low), high=(advantages > 0) & (ratio > 1 + clip_high), dual=dual
+        low=(advantages < 0) & (ratio < 1 - clip_low),
+        high=(advantages > 0) & (ratio > 1 + clip_high),
+        dual=(advantages < 0) & (ratio > (math.inf if dual_clip is None else dual_clip)),
     )
 
 

@@ -1,4 +1,4 @@
-"""Importance weights that correct for the other numerics of the engine that sampled the tokens."""
+"""Importance weights between the sampler's numerics and the training model's."""
 
 import torch
 from torch import Tensor

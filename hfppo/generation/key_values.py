@@ -1,4 +1,4 @@
-"""Key-values that `generate` leaves, for prompts that begin alike: those of a group, the next turns of episodes."""
+"""Key-values of `generate`, used again for prompts that begin alike: of a group, or of an episode's next turn."""
 
 from dataclasses import dataclass, fields
 
@@ -21,7 +21,7 @@ CACHE = "cache" if "cache" in {field.name for field in fields(GenerateDecoderOnl
 class KeyValues:
     """Key-values of C columns of B rows. The real tokens of a row follow each other.
 
-    Good for one use, and as long as the weights stay the same.
+    Single use; invalid once the weights change.
     """
 
     cache: DynamicCache
@@ -30,13 +30,13 @@ class KeyValues:
 
     @classmethod
     def of(cls, cache: Cache | None, ids: Tensor, mask: Tensor) -> "KeyValues | None":
-        """Take over the cache of a batch; None if a layer holds anything but the key-values of all columns.
+        """Return the key-values in the cache of a batch; None if a layer has no key-values of all columns.
 
         Args:
             cache: of `generate`.
             ids, mask: (B, P + T), at least the columns of the cache.
         """
-        if type(cache) is not DynamicCache:  # a subclass may hold a recurrent state beside the layers
+        if type(cache) is not DynamicCache:  # a subclass may have a recurrent state, too
             return None
         layers = [layer for layer in cache.layers if type(layer) is DynamicLayer]
         widths = {layer.get_seq_length() for layer in layers}
@@ -59,10 +59,10 @@ class KeyValues:
         return None if rows is None else self.lay_out(rows, prompt_ids, prompt_mask)
 
     def lay_out(self, rows: list[int], prompt_ids: Tensor, prompt_mask: Tensor) -> DynamicCache | None:
-        """Return the key-values of the first columns of prompts, or None if the prompts have but one.
+        """Return the key-values of the first columns of prompts, or None if the prompts have only one column.
 
-        The columns are laid out as the prompts are, so that `generate` meets nothing else than in a pass over all of
-        them. It reads the last columns, as many as the row with the most new tokens has.
+        The columns have the layout of the prompts, so that `generate` works as on whole prompts. It reads the last
+        columns, as many as the row with the most new tokens has.
 
         Args:
             rows: the A rows that the prompts begin with.
@@ -76,7 +76,7 @@ class KeyValues:
         columns = torch.arange(width, device=prompt_ids.device) + (first - padding)[:, None]
         columns = columns.clamp(min=0)  # the mask hides the keys on padding
         index = torch.tensor(rows, device=prompt_ids.device)[:, None]
-        for layer in self.cache.layers:  # one after another, so that never more than one of them is there twice
+        for layer in self.cache.layers:  # one layer at a time, so that at most one of them is in memory twice
             assert isinstance(layer, DynamicLayer)
             layer.keys = layer.keys[index, :, columns].transpose(1, 2)
             layer.values = layer.values[index, :, columns].transpose(1, 2)
@@ -85,11 +85,11 @@ class KeyValues:
 
 def find_continued(kept: list[list[int]], prompts: list[list[int]]) -> list[int] | None:
     """Return the row that each prompt begins with, or None if one begins with no later row than the prompt before."""
-    rows = iter(enumerate(kept))  # each prompt goes on where the search for the one before it ended
+    rows = iter(enumerate(kept))  # the search for a prompt continues after the row of the prompt before
     found = [next((row for row, ids in rows if prompt[: len(ids)] == ids), None) for prompt in prompts]
     return None if None in found else found
 
 
 def may_keep(model: ActorCritic) -> bool:
-    """Return whether passes over a part of the columns are known to be right with this model."""
+    """Return whether passes over some of the columns are known to be right with this model."""
     return not is_sharded(model) and model.causal_lm.config._attn_implementation in ATTENTION

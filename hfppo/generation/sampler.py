@@ -5,10 +5,23 @@ from dataclasses import dataclass, fields, replace
 from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from hfppo.functional.shape_checks import require_same_shape
+from hfppo.generation.stop_strings import StopStrings
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Settings that all samplers of this package share."""
+
+    temperature: float  # divides the logits
+    max_tokens: int  # of a completion
+    eos_ids: list[int]  # tokens that end a completion
+    pad_id: int  # fills completions up
+    stops: StopStrings | None = None  # texts that end a completion as well
 
 
 @dataclass(frozen=True)
@@ -17,9 +30,8 @@ class Completions:
 
     ids: Tensor  # (B, T) int64
     mask: Tensor  # (B, T) bool, True on sampled tokens, up to and including the first end of each turn
-    truncated: Tensor  # (B,) bool, True where a limit, not EOS, a stop or the environment, ended it
+    truncated: Tensor  # (B,) bool, True where a limit ended it, False for EOS, a stop or the environment
     logprobs: Tensor  # (B, T) float32, log π_rollout of each token at temperature, nats, 0 where none was sampled
-    values: Tensor | None = None  # (B, T) float32, V(s_t) before each token, 0 likewise, where sampling tells it too
     context: Tensor | None = None  # (B, T) bool, True on tokens of tools and environments; None: there are none
     cut: Tensor | None = None  # (B,) bool, True where a limit of tokens ended it within a turn; None: as `truncated`
     open_ended: Tensor | None = None  # (B,) bool, True where the critic knows the last state; None: as `truncated`
@@ -48,7 +60,7 @@ class Sampler(Protocol):
     """Anything that can sample completions from the current policy."""
 
     def ready(self) -> AbstractContextManager[None]:
-        """Hold the current weights for the block, so that the sampler can be called."""
+        """Load the current weights; the sampler may be called inside the block."""
         return nullcontext()
 
     def __call__(
@@ -59,30 +71,27 @@ class Sampler(Protocol):
         Args:
             prompt_ids: (B, P), padded on the left, on the trainer's device; the completions may be on any.
             prompt_mask: (B, P) bool, True on real tokens.
-            seeds: one per row; the completion of a row depends on its own seed alone. None: greedy.
-            budgets: one per row, the most tokens of its completion; given with tools or environments only. None: the
+            seeds: one per row; the completion of a row depends only on its own seed. None: greedy.
+            budgets: one per row, the most tokens of its completion; only given with tools or environments. None: the
                 configured limit.
         """
 
 
 def join_completions(parts: list[Completions], pad_id: int) -> Completions:
     """Concatenate completions, padded to the longest."""
-    width = max(part.ids.shape[1] for part in parts)
 
     def rows(name: str, padding: float) -> Tensor:
-        tensors = [getattr(part, name) for part in parts]
-        return torch.cat([nn.functional.pad(x, (0, width - x.shape[1]), value=padding) for x in tensors])
+        of_all = [row for part in parts for row in getattr(part, name)]
+        return pad_sequence(of_all, batch_first=True, padding_value=padding)
 
     truncated = torch.cat([part.truncated for part in parts])
-    values = None if parts[0].values is None else rows("values", 0.0)
-    return Completions(rows("ids", pad_id), rows("mask", False), truncated, rows("logprobs", 0.0), values)
+    return Completions(rows("ids", pad_id), rows("mask", False), truncated, rows("logprobs", 0.0))
 
 
 def completions_from(
     ids: Tensor,
     logprobs: Tensor,
     eos_ids: list[int],
-    values: Tensor | None = None,
     limits: Tensor | None = None,
     stops: Tensor | None = None,
 ) -> Completions:
@@ -90,7 +99,7 @@ def completions_from(
 
     Args:
         ids: (B, T), anything after the first end.
-        logprobs, values: (B, T).
+        logprobs: (B, T).
         eos_ids: tokens that end a completion.
         limits: (B,) the most tokens of each; None: T.
         stops: (B,) the number of tokens up to the one that completes a stop string, 0 without any.
@@ -103,14 +112,13 @@ def completions_from(
     if limits is not None:
         mask &= counts <= limits[:, None]
         is_end = is_end & mask
-    values = None if values is None else values.where(mask, 0.0)
-    return Completions(ids, mask, ~is_end.any(dim=1), logprobs.where(mask, 0.0), values)
+    return Completions(ids, mask, ~is_end.any(dim=1), logprobs.where(mask, 0.0))
 
 
 def eos_token_ids(tokenizer: PreTrainedTokenizerBase, generation_config: GenerationConfig | None) -> list[int]:
-    """Return the ids that end a completion: the tokenizer's and those of the model's generation config.
+    """Return the ids that end a completion: of the tokenizer and of the model's generation config.
 
-    To be resolved once, early: Trainer rewrites the generation config when training starts.
+    Call it before training starts: Trainer then rewrites the generation config.
 
     Raises:
         ValueError: there is none, so no completion would ever end.
@@ -120,7 +128,7 @@ def eos_token_ids(tokenizer: PreTrainedTokenizerBase, generation_config: Generat
     ids.discard(None)
     if not ids:
         raise ValueError(
-            "the tokenizer has no EOS token, and neither has the model's generation config: no completion would end; "
+            "neither the tokenizer nor the model's generation config has an EOS token, so no completion would end; "
             "set processing_class.eos_token"
         )
     return sorted(ids)
@@ -129,6 +137,6 @@ def eos_token_ids(tokenizer: PreTrainedTokenizerBase, generation_config: Generat
 def completion_ids(text: str, tokenizer: PreTrainedTokenizerBase, eos_ids: list[int]) -> list[int]:
     """Return the token ids of a written completion, with the end of sequence that the policy would add."""
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    # The tokenizer's EOS if it has one: chat models end their turns with it, and texts with another one.
+    # Chat models end their turns with the tokenizer's EOS; their generation config has other ends, too.
     eos_id = eos_ids[0] if tokenizer.eos_token_id is None else tokenizer.eos_token_id
     return ids if ids and ids[-1] in eos_ids else [*ids, eos_id]

@@ -1,23 +1,25 @@
 """Compare what the model's own sampler does with a forward over whole rows, before it is used."""
 
 import itertools
-from typing import cast
+from dataclasses import replace
 
 import torch
 
 from hfppo.generation.generate import TransformersSampler
 from hfppo.generation.sampler import Completions, Sampler
+from hfppo.models.actor_critic import Want
 from hfppo.models.modes import eval_mode
 from hfppo.models.output_checks import logits_of_forward, precision
+from hfppo.support.padding import pad_left
 
-SHORT, LONG, TOKENS = 2, 6, 3  # tokens of two prompts, and of each completion
+SHORT, LONG, TOKENS = 2, 6, 3  # lengths of two prompts, and of each completion
 
 
 @torch.no_grad()
 def check_sampler(sampler: Sampler, device: torch.device) -> None:
-    """Refuse an architecture whose `generate` reads padding, and find out whether key-values can be used again.
+    """Check that `generate` does not read padding, and find out whether key-values can be used again.
 
-    A collective call where the weights are sharded. Only `TransformersSampler` pads prompts, so no other is tried.
+    A collective call where the weights are sharded. Only `TransformersSampler` pads prompts, so only it is checked.
 
     Raises:
         ValueError: the log-probs of a prompt depend on the padding before it.
@@ -28,7 +30,7 @@ def check_sampler(sampler: Sampler, device: torch.device) -> None:
     trial = Trial(sampler, device)
     with eval_mode(sampler.model), eager, trial.sampler.ready():
         logits = logits_of_forward(sampler.model, device)
-        # More than rounding does. Of numbers that are not finite each comparison is False.
+        # Rounding stays below this limit. A comparison with NaN is False.
         limit = max(0.01, 2 * torch.finfo(precision(logits)).eps * float(logits.abs().max()))
         first = trial.sample([trial.short, trial.long])
         gap = trial.gap(trial.short, first)
@@ -43,44 +45,43 @@ def check_sampler(sampler: Sampler, device: torch.device) -> None:
 
 
 class Trial:
-    """A few tokens for two prompts; the shorter one is padded.
+    """Samples a few tokens for two prompts, of which the shorter one is padded.
 
     Args:
-        sampler: the trial's own sampler is like it; it stays as it is.
+        sampler: gives model and settings; it is not called.
         device: of the model.
     """
 
     def __init__(self, sampler: TransformersSampler, device: torch.device):
-        self.pad_id = cast(int, sampler.config.pad_token_id)
+        settings = sampler.sampling
+        self.pad_id = settings.pad_id
         vocab_size = sampler.model.config.get_text_config().vocab_size
         ids = (number % vocab_size for number in itertools.count(vocab_size // 2))
-        usual = (token for token in ids if token not in {self.pad_id, *sampler.config.eos_token_id})
+        usual = (token for token in ids if token not in {self.pad_id, *settings.eos_ids})
         self.short, self.long, self.answer = (list(itertools.islice(usual, n)) for n in (SHORT, LONG, 1))
-        no_end = [vocab_size]
-        self.sampler = TransformersSampler(sampler.model, no_end, self.pad_id, TOKENS, sampler.temperature, 2)
+        without_end = replace(settings, max_tokens=TOKENS, eos_ids=[vocab_size], stops=None)
+        self.sampler = TransformersSampler(sampler.model, without_end, batch_size=2)
         self.device = device
 
     def sample(self, prompts: list[list[int]]) -> Completions:
         """Sample a turn of some prompts together."""
-        padding = [max(map(len, prompts)) - len(prompt) for prompt in prompts]
-        padded = [[self.pad_id] * n + prompt for n, prompt in zip(padding, prompts, strict=True)]
-        ids = torch.tensor(padded, device=self.device)
-        mask = torch.arange(ids.shape[1], device=self.device) >= torch.tensor(padding, device=self.device)[:, None]
+        ids, mask = (x.to(self.device) for x in pad_left(prompts, self.pad_id))
         return self.sampler(ids, mask, list(range(len(prompts))), [TOKENS] * len(prompts))
 
     def gap(self, prompt: list[int], completions: Completions) -> float:
-        """Return the median distance of the first row's log-probs from those of a forward without padding.
+        """Return the median distance of the first row's log-probs from a forward without padding.
 
-        Not the mean: where rounding makes a router choose another expert, single tokens are off.
+        A mean would include single tokens that are off because rounding made a router choose another expert.
         """
         sampler = self.sampler
         ids = torch.cat([torch.tensor([prompt], device=self.device), completions.ids[:1]], dim=1)
         mask = completions.mask[:1]
-        outputs = sampler.model(ids, torch.ones_like(ids), mask, temperature=sampler.temperature, values=False)
+        want = Want(sampler.sampling.temperature, values=False)
+        outputs = sampler.model(ids, torch.ones_like(ids), mask, want)
         return float((outputs.logprobs - completions.logprobs[:1]).abs().median())
 
     def continues(self, first: Completions, limit: float) -> bool:
-        """Return whether a next turn of the shorter row is right, whose key-values then lie in other columns."""
+        """Return whether the shorter row's next turn is right, for which its key-values move to other columns."""
         prompt = [*self.short, *first.ids[0].tolist(), *self.answer]
         try:
             second = self.sample([prompt])

@@ -3,12 +3,11 @@
 vLLM loads the base itself and never changes it; before each rollout it is sent the adapter only.
 """
 
-import logging
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -21,24 +20,21 @@ from peft.utils import SAFETENSORS_WEIGHTS_NAME
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.functional import pad
-from torch.nn.utils.rnn import pad_sequence
 from transformers import set_seed
 
 from hfppo.config import PPOConfig
-from hfppo.generation.sampler import Completions, Sampler
-from hfppo.generation.stop_strings import StopStrings
+from hfppo.generation.sampler import Completions, Sampler, Sampling, completions_from
 from hfppo.models.actor_critic import ActorCritic
-
-logger = logging.getLogger(__name__)
+from hfppo.support.padding import pad_right
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the values that vLLM accepts for `max_lora_rank`
-# Fields of LoraConfig that vLLM does not support: it refuses such an adapter, or ignores a part of it.
+# Fields of LoraConfig that vLLM does not support: it rejects such an adapter, or ignores a part of it.
 UNSERVED = (
     "use_dora", "use_qalora", "use_bdlora", "lora_bias", "alora_invocation_tokens", "modules_to_save",
     "trainable_token_indices", "target_parameters", "layer_replication", "arrow_config", "kasa_config",
 )  # fmt: skip
 
-# With stop strings vLLM looks at the text of all tokens, and returns the token that completes one.
+# With these vLLM also finds stop strings in special tokens, and returns the token that completes one.
 WITH_STOP_STRINGS = {"include_stop_str_in_output": True, "skip_special_tokens": False}
 
 Sampled = tuple[list[int], list[float]]  # token ids, EOS included, and their log-probs
@@ -48,7 +44,7 @@ Sampled = tuple[list[int], list[float]]  # token ids, EOS included, and their lo
 class Adapter:
     """The policy's adapter, as vLLM loads it from a folder.
 
-    Every sync uses a new name and a new number. Under a known number vLLM keeps the old weights; under a known name it
+    Every sync uses a new name and a new number. For a known number vLLM keeps the old weights; for a known name it
     keeps the prefix cache computed with them.
     """
 
@@ -57,52 +53,23 @@ class Adapter:
     folder: str
 
 
-@dataclass(frozen=True)
-class Sampling:
-    """Every sampling setting, so that no default of vLLM or of the model's generation config applies."""
-
-    temperature: float
-    max_tokens: int
-    eos_ids: list[int]
-    stops: StopStrings | None = None
-
-    def params(self, seed: int | None, budget: int | None = None) -> dict[str, Any]:
-        """Return the fields of `vllm.SamplingParams`, which a server's requests share.
-
-        Args:
-            seed: of one completion; None: greedy.
-            budget: its most tokens; None: `max_tokens`.
-        """
-        return {
-            "temperature": 0.0 if seed is None else self.temperature,
-            "seed": seed,
-            "max_tokens": self.max_tokens if budget is None else budget,
-            "stop_token_ids": self.eos_ids,
-            "ignore_eos": True,  # `stop_token_ids` alone end a completion
-            "logprobs": 0,  # of the sampled token only
-            "top_p": 1.0,
-            "top_k": 0,
-            "min_p": 0.0,
-            "repetition_penalty": 1.0,
-            "presence_penalty": 0.0,
-            "frequency_penalty": 0.0,
-            **({} if self.stops is None else {"stop": list(self.stops.strings), **WITH_STOP_STRINGS}),
-        }
-
-
 class Engine(Protocol):
     """Interface to vLLM, in this process or on a server."""
 
     shared: bool  # whether all processes use the same engine
 
     def load(self, adapter: Adapter, old: Adapter | None) -> None:
-        """Load the new adapter and unload the old one; called by one process only if the engine is shared."""
+        """Load the new adapter and unload the old one. If the engine is shared, one process calls it for all."""
 
     def generate(self, prompts: list[list[int]], sampling: list[dict[str, Any]], adapter: Adapter) -> list[Sampled]:
-        """Return a completion for each prompt, in order; `sampling` has the fields of `Sampling.params` for each."""
+        """Return a completion for each prompt, in order.
 
-    def awake(self) -> Any:
-        """Return a context manager; inside it the engine has its weights and cache in memory."""
+        Args:
+            sampling: fields of `vllm.SamplingParams` for each prompt, see `sampling_fields`.
+        """
+
+    def awake(self) -> AbstractContextManager[None]:
+        """Keep the engine's weights and cache in memory inside the block."""
 
 
 class VLLMSampler(Sampler):
@@ -110,28 +77,17 @@ class VLLMSampler(Sampler):
 
     Args:
         engine: vLLM, in this process or on a server.
-        folder: adapters are written here for vLLM and removed when the run ends; a server on another machine must see
+        folder: adapters are written here for vLLM and removed when the run ends. A server on another machine must see
             this folder under the same path.
-        pad_id: the id that fills completions up.
-        sampling: the settings; its `eos_ids` and `stops` end a completion.
     """
 
-    def __init__(
-        self,
-        model: ActorCritic,
-        engine: Engine,
-        accelerator: Accelerator,
-        folder: str,
-        pad_id: int,
-        sampling: Sampling,
-    ):
-        self.model, self.engine, self.accelerator = model, engine, accelerator
-        self.pad_id, self.sampling = pad_id, sampling
+    def __init__(self, model: ActorCritic, engine: Engine, accelerator: Accelerator, folder: str, sampling: Sampling):
+        self.model, self.engine, self.accelerator, self.sampling = model, engine, accelerator, sampling
         if accelerator.is_main_process:
             os.makedirs(folder, exist_ok=True)
-            # Trainer leaves what begins with "_" out of what it pushes.
+            # Trainer does not push files whose names begin with "_".
             self._own = tempfile.TemporaryDirectory(prefix="_vllm-", dir=folder)
-        # The name differs between runs, because two may share a server; it is the same on all processes of one run.
+        # The processes of a run share the name. Two runs have different names, because they may share a server.
         self.folder = Path(broadcast_object_list([self._own.name if accelerator.is_main_process else None])[0])
         self.adapter: Adapter | None = None
 
@@ -150,12 +106,7 @@ class VLLMSampler(Sampler):
         new = Adapter(f"{self.folder.name}-{number}", number, str(folder))
         if self.accelerator.is_main_process:
             self.model.save_adapter(new.folder)
-            if has_patterns(self.model.peft_config["default"]):
-                write_one_factor(new.folder, self.model)
-            if old is None:
-                sent = sum(path.stat().st_size for path in Path(new.folder).iterdir())
-                whole = self.model.causal_lm.get_memory_footprint()
-                logger.info("each sync sends vLLM %.2f MB; the whole model has %.2f MB", sent / 1e6, whole / 1e6)
+            write_one_factor(new.folder, self.model)
         self.accelerator.wait_for_everyone()
         if self.accelerator.is_main_process or not self.engine.shared:
             self.engine.load(new, old)
@@ -171,27 +122,45 @@ class VLLMSampler(Sampler):
         assert self.adapter is not None, "call it inside `ready`"
         prompts = [ids[mask].tolist() for ids, mask in zip(prompt_ids.cpu(), prompt_mask.cpu(), strict=True)]
         nothing = [None] * len(prompts)
-        sampling = list(map(self.sampling.params, seeds or nothing, budgets or nothing))
-        sampled = self.engine.generate(prompts, sampling, self.adapter)
+        own = zip(seeds or nothing, budgets or nothing, strict=True)
+        fields = [sampling_fields(self.sampling, seed, budget) for seed, budget in own]
+        sampled = self.engine.generate(prompts, fields, self.adapter)
+        ids, mask = pad_right([row for row, _ in sampled], torch.int64, self.sampling.pad_id)
+        logprobs, _ = pad_right([row for _, row in sampled], torch.float32)
         stops = [0 if self.sampling.stops is None else self.sampling.stops.end(row) for row, _ in sampled]
-        sampled = [
-            (row[: stop or None], logprobs[: stop or None])
-            for (row, logprobs), stop in zip(sampled, stops, strict=True)
-        ]
-        tokens = [torch.tensor(row) for row, _ in sampled]
-        logprobs = [torch.tensor(row, dtype=torch.float32) for _, row in sampled]
-        ids = pad_sequence(tokens, batch_first=True, padding_value=self.pad_id)
-        mask = torch.arange(ids.shape[1]) < torch.tensor([len(row) for row in tokens])[:, None]
-        ended = [stop or int(row[-1]) in self.sampling.eos_ids for row, stop in zip(tokens, stops, strict=True)]
-        truncated = ~torch.tensor(ended, dtype=torch.bool)
-        return Completions(ids, mask, truncated, pad_sequence(logprobs, batch_first=True))
+        return completions_from(ids, logprobs, self.sampling.eos_ids, mask.sum(dim=1), torch.tensor(stops))
+
+
+def sampling_fields(sampling: Sampling, seed: int | None, budget: int | None = None) -> dict[str, Any]:
+    """Return fields of `vllm.SamplingParams`, which have the same names in requests to a server.
+
+    They are complete, so that no default of vLLM or of the model's generation config applies.
+
+    Args:
+        seed: of one completion; None: greedy.
+        budget: its most tokens; None: `max_tokens`.
+    """
+    return {
+        "temperature": 0.0 if seed is None else sampling.temperature,
+        "seed": seed,
+        "max_tokens": sampling.max_tokens if budget is None else budget,
+        "stop_token_ids": sampling.eos_ids,
+        "ignore_eos": True,  # only `stop_token_ids` end a completion
+        "logprobs": 0,  # of the sampled token only
+        "top_p": 1.0,
+        "top_k": 0,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        **({} if sampling.stops is None else {"stop": list(sampling.stops.strings), **WITH_STOP_STRINGS}),
+    }
 
 
 class ColocatedEngine:
     """A `vllm.LLM` in each training process.
 
     Raises:
-        ImportError: vLLM cannot be imported.
         ValueError: vLLM cannot serve the base or the adapter, or `tensor_parallel_size` is set with several processes.
     """
 
@@ -202,19 +171,14 @@ class ColocatedEngine:
         engine_kwargs = cast(dict[str, Any], args.vllm_engine_kwargs or {})
         if args.world_size > 1 and engine_kwargs.get("tensor_parallel_size", 1) > 1:
             raise ValueError(
-                f"vllm_engine_kwargs={engine_kwargs!r} with {args.world_size} processes: every process has its own "
-                "engine on its own GPU and cannot use a second one; leave tensor_parallel_size out, or set "
-                "vllm_mode='server'"
+                f"vllm_engine_kwargs={engine_kwargs!r} with {args.world_size} processes: each of them has an engine "
+                "on its own GPU; leave tensor_parallel_size out, or set vllm_mode='server'"
             )
         # In a separate process the engine would not see settings of the training process, such as the device.
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-        try:
-            import vllm
-            from vllm.lora.request import LoRARequest
-        except ImportError as error:
-            raise ImportError(
-                f"use_vllm=True needs vLLM, and importing it failed: {error}; pip install vllm, or use_vllm=False"
-            ) from error
+        import vllm
+        from vllm.lora.request import LoRARequest
+
         self._sleeps = args.vllm_enable_sleep_mode
         self._params, self._tokens, self._lora = vllm.SamplingParams, vllm.TokensPrompt, LoRARequest
         self.llm = vllm.LLM(
@@ -235,7 +199,7 @@ class ColocatedEngine:
                 **engine_kwargs,
             }
         )
-        set_seed(args.seed)  # creating the engine has reseeded the training process
+        set_seed(args.seed)  # vLLM has reseeded the training process
 
     def load(self, adapter: Adapter, old: Adapter | None) -> None:
         """Do nothing: `generate` names the adapter, and vLLM evicts the least recently used one."""
@@ -262,7 +226,7 @@ class ColocatedEngine:
         finally:
             self.llm.sleep(level=1)  # moves the base to CPU memory and drops the cache
 
-    def awake(self) -> Any:
+    def awake(self) -> AbstractContextManager[None]:
         """See `Engine`."""
         return self._waking() if self._sleeps else nullcontext()
 
@@ -292,19 +256,16 @@ def dtype_name(model: ActorCritic) -> str:
     return str(model.dtype).removeprefix("torch.")
 
 
-def has_patterns(peft_config: PeftConfig) -> bool:
-    """Return whether the layers of an adapter differ in rank or in alpha."""
-    return bool(getattr(peft_config, "rank_pattern", None) or getattr(peft_config, "alpha_pattern", None))
-
-
 def write_one_factor(folder: str, model: ActorCritic) -> None:
-    """Rewrite an adapter's files with one rank and the factor 1: vLLM multiplies every layer by one lora_alpha / r.
+    """Rewrite an adapter whose layers differ in rank or alpha: vLLM multiplies all layers by one lora_alpha / r.
 
-    Each layer's own factor goes into its B. Zeros fill A and B up to the largest rank. The products B·A stay the same.
+    Each layer's own factor goes into its B, and the common factor becomes 1. Zeros pad A and B to the largest rank.
     """
+    config = LoraConfig.from_pretrained(folder)
+    if not (config.rank_pattern or config.alpha_pattern):
+        return
     path = Path(folder) / SAFETENSORS_WEIGHTS_NAME
     weights = load_file(path)
-    config = LoraConfig.from_pretrained(folder)
     parts = {name: name.rpartition(".lora_") for name in weights if ".lora_" in name}  # layer, separator, factor
     config.r = config.lora_alpha = max(weights[name].shape[0] for name, part in parts.items() if "A" in part[2])
     config.rank_pattern, config.alpha_pattern, config.use_rslora = {}, {}, False
@@ -320,13 +281,13 @@ def write_one_factor(folder: str, model: ActorCritic) -> None:
 
 
 def start_rank(peft_config: PeftConfig) -> int:
-    """Return the `max_lora_rank` to start vLLM with: the smallest allowed value that holds every layer's rank.
+    """Return the `max_lora_rank` to start vLLM with: the smallest allowed value, at least every layer's rank.
 
     Raises:
-        ValueError: vLLM cannot serve the adapter and would crash.
+        ValueError: vLLM cannot serve the adapter.
     """
-    name = type(peft_config).__name__
     if not isinstance(peft_config, LoraConfig):
+        name = type(peft_config).__name__
         raise ValueError(f"use_vllm=True serves LoRA, not {name}; use peft.LoraConfig, or set use_vllm=False")
     for field in UNSERVED:
         if value := getattr(peft_config, field, None):

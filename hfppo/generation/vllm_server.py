@@ -1,6 +1,6 @@
 """An OpenAI-compatible vLLM server as the engine of `VLLMSampler`."""
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from tenacity import stop_after_delay
@@ -21,13 +21,13 @@ class ServerEngine:
         timeout: seconds to wait for the server, at the start and for each answer.
 
     Raises:
-        ServerError: the server does not answer, or lacks an option; the message has the right command.
+        ServerError: the server does not answer, or lacks an option; gives the right command.
     """
 
     shared = True
 
     def __init__(self, model: ActorCritic, url: str, timeout: float):
-        # A vLLM server started without LoRA, or for a lower rank, answers 500, and retrying would not help.
+        # A server that was started without LoRA, or for a lower rank, answers 500; a retry would not help.
         final = "Call to add_lora method failed"
         base = url.rstrip("/")  # each path begins with a slash
         self.endpoint = Endpoint(base, timeout, stop_after_delay(timeout), MAX_CONCURRENCY, final_text=final)
@@ -39,7 +39,7 @@ class ServerEngine:
         self._check_logprobs(models["data"][0]["id"])
 
     def _check_logprobs(self, model: str) -> None:
-        """Refuse a server that reports raw log-probs: those of the sampling distribution are 0 with top_k=1."""
+        """Raise if the server reports raw log-probs. With top_k=1 a processed log-prob is 0."""
         body = {"model": model, "prompt": [1, 2, 3, 4], "max_tokens": 1, "top_k": 1, "logprobs": 1}
         (answer,) = wait_for(lambda: self.endpoint.post_all("/v1/completions", [body]))
         if answer["choices"][0]["logprobs"]["token_logprobs"] != [0.0]:
@@ -61,7 +61,7 @@ class ServerEngine:
         Args:
             already: text of the error for an adapter that is loaded or unloaded already; it counts as success.
         Raises:
-            ServerError: any other error; the message has the command that starts the server.
+            ServerError: any other error; gives the command that starts the server.
         """
         try:
             wait_for(lambda: self.endpoint.ask_all("POST", path, [body]))
@@ -76,7 +76,7 @@ class ServerEngine:
                 ) from error
 
     def generate(self, prompts: list[list[int]], sampling: list[dict[str, Any]], adapter: Adapter) -> list[Sampled]:
-        """See `Engine`. If the server was restarted in between, load the adapter again first."""
+        """See `Engine`. The adapter is loaded again if the server was restarted since."""
         bodies = [
             {"model": adapter.name, "prompt": ids, "return_token_ids": True, **fields}
             for ids, fields in zip(prompts, sampling, strict=True)
@@ -91,13 +91,13 @@ class ServerEngine:
         choices = [answer["choices"][0] for answer in answers]
         return [(choice["token_ids"], choice["logprobs"]["token_logprobs"]) for choice in choices]
 
-    def awake(self) -> Any:
+    def awake(self) -> AbstractContextManager[None]:
         """See `Engine`; a server manages its own memory."""
         return nullcontext()
 
 
 def serve_command(model: ActorCritic) -> str:
-    """Return the shell command that starts a server for a model, with the GPU and the CPU builds of vLLM.
+    """Return the shell command that starts a server for a model, for the GPU and CPU builds of vLLM.
 
     Raises:
         ValueError: vLLM cannot serve the base or the adapter.

@@ -5,17 +5,16 @@ gradient of the weights if they are trained (arXiv:2001.08361, section 2.1): 6N 
 one. Trainer's own count takes every weight for a trained one, and knows no critic.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
 
 from torch import nn
+from transformers import PreTrainedModel
 
 from hfppo.learn.run import StepPlan
 from hfppo.models.actor_critic import ActorCritic
 from hfppo.models.layout import trunk_of
-from hfppo.models.lower_layers import find_layers
 from hfppo.rollout import Rollout
 
 
@@ -23,44 +22,33 @@ from hfppo.rollout import Rollout
 class FlopCounter:
     """Operations of forward and backward, in floating-point operations per token; attention's products are left out.
 
-    A mixture of experts counts all its experts, and a prompt counts for each of its completions.
+    A mixture of experts counts all its experts. A prompt counts for each of its completions. A shared critic counts as
+    part of the actor.
     """
 
-    actor: int  # of its trunk, per token of prompt and completion
-    critic: int  # of a trunk of its own, or its top layers, per token of prompt and completion; 0 if there is none
+    actor: int  # per token of prompt and completion
+    critic: int  # likewise; 0 without a trunk of its own
     head: int  # of the output head, per sampled token
-    critic_is_shared: bool
 
     @classmethod
     def of(cls, model: ActorCritic) -> "FlopCounter":
         """Count the weights of a model that is not sharded yet."""
-        trunk, layers = (None, None) if model.critic is None else (model.critic.trunk, model.critic.layers)
-        if layers is not None:
-            trunk = find_layers(cast(nn.Module, trunk))[1][-layers:]
-        config = model.causal_lm.config.get_text_config()
-        return cls(
-            actor=flops_per_token(trunk_of(model.causal_lm)),
-            critic=0 if trunk is None else flops_per_token(trunk),
-            head=4 * config.hidden_size * config.vocab_size,
-            critic_is_shared=model.critic_is_shared,
-        )
+        config, critic = model.causal_lm.config.get_text_config(), model.critic
+        of_critic = 0 if critic is None or critic.trunk is None else flops_per_token(critic.trunk)
+        if critic is not None and critic.layers is not None:
+            of_critic = of_critic * critic.layers // config.num_hidden_layers
+        head = 4 * config.hidden_size * config.vocab_size
+        return cls(flops_per_token(trunk_of(model.causal_lm)), of_critic, head)
 
     def count(self, pieces: Sequence[Rollout], plan: StepPlan) -> int:
         """Return the operations that a step's plan makes on some completions."""
         tokens = sum(int(piece.lengths.sum()) for piece in pieces)
         sampled = sum(int(piece.mask.sum()) for piece in pieces)
-        reads_actor = plan.policy or (plan.values and self.critic_is_shared)
-        return tokens * (reads_actor * self.actor + plan.values * self.critic) + sampled * plan.policy * self.head
+        return tokens * (plan.policy * self.actor + plan.values * self.critic) + sampled * plan.policy * self.head
 
 
 def flops_per_token(trunk: nn.Module) -> int:
     """Return the operations of forward and backward per token: 4 per frozen weight and 6 per trained one."""
-    looked_up = {id(module.weight) for module in trunk.modules() if isinstance(module, nn.Embedding)}
-    multiplied = [p for p in trunk.parameters() if id(p) not in looked_up]
-    return sum((6 if p.requires_grad else 4) * num_weights(p) for p in multiplied)
-
-
-def num_weights(parameter: nn.Parameter) -> int:
-    """Return the number of weights, which in four bits is not that of the tensor's entries."""
-    quantized = getattr(parameter, "quant_state", None)
-    return parameter.numel() if quantized is None else math.prod(quantized.shape)
+    model = cast(PreTrainedModel, trunk)  # a PeftModel has its base's methods
+    trained = model.num_parameters(only_trainable=True, exclude_embeddings=True)
+    return 4 * model.num_parameters(exclude_embeddings=True) + 2 * trained

@@ -1,6 +1,7 @@
 """The loss of one micro-batch, and the metrics of the update."""
 
 from dataclasses import dataclass
+from inspect import signature
 
 from torch import Tensor
 
@@ -11,8 +12,6 @@ from hfppo.learn.micro_batches import MiniBatchSize
 from hfppo.metrics import METRICS, Measures, parts
 from hfppo.models.actor_critic import TokenOutputs
 from hfppo.rollout import Rollout
-
-FULL_SCORE = 1.0  # of a rule
 
 
 @dataclass(frozen=True)
@@ -26,7 +25,7 @@ class LossTerm:
 
 
 def ppo_terms(outputs: TokenOutputs, batch: Rollout, args: PPOConfig, clip: F.Clip) -> list[LossTerm]:
-    """Return the terms of the PPO loss: policy, value, KL and entropy; those of actor or critic alone in its steps.
+    """Return the terms of the PPO loss: policy, value, KL and entropy, as far as the step computes them.
 
     Args:
         outputs: of π_θ, the policy being optimized.
@@ -35,7 +34,7 @@ def ppo_terms(outputs: TokenOutputs, batch: Rollout, args: PPOConfig, clip: F.Cl
     """
     terms = []
     if outputs.logprobs is not None:
-        terms.append(LossTerm("policy/loss", 1.0, surrogate(outputs, batch, args.policy_loss, clip)))
+        terms.append(LossTerm("policy/loss", 1.0, surrogate(outputs.logprobs, batch, args.policy_loss, clip)))
     if outputs.values is not None and batch.values is not None and batch.returns is not None:
         loss = F.value_loss(outputs.values, batch.values, batch.returns, args.cliprange_value)
         terms.append(LossTerm("value/loss", args.vf_coef, loss, of_critic=True))
@@ -48,21 +47,17 @@ def ppo_terms(outputs: TokenOutputs, batch: Rollout, args: PPOConfig, clip: F.Cl
     return terms
 
 
-def policy_logprobs(outputs: TokenOutputs) -> Tensor:
-    """Return log π_θ, (B, T), which every pass of a step that moves the actor computes."""
-    assert outputs.logprobs is not None
-    return outputs.logprobs
-
-
-def surrogate(outputs: TokenOutputs, batch: Rollout, name: str, clip: F.Clip) -> Tensor:
-    """Return the policy loss per token, (B, T)."""
-    loss = F.POLICY_LOSSES[name](
-        policy_logprobs(outputs),
-        batch.old_logprobs,
-        batch.advantages,
-        mask=batch.loss_mask,
-        clip=clip,
-    )
+def surrogate(logprobs: Tensor, batch: Rollout, name: str, clip: F.Clip) -> Tensor:
+    """Return the policy loss per token, (B, T). It is called with exactly the parameters that its signature names."""
+    available = {
+        "logprobs": logprobs,
+        "old_logprobs": batch.old_logprobs,
+        "advantages": batch.advantages,
+        "mask": batch.loss_mask,
+        "clip": clip,
+    }
+    policy_loss = F.POLICY_LOSSES[name]
+    loss = policy_loss(**{name: x for name, x in available.items() if name in signature(policy_loss).parameters})
     return loss if batch.weights is None else loss * batch.weights
 
 
@@ -78,8 +73,7 @@ def ppo_loss(
 
     Args:
         terms: from `PPOTrainer.loss_terms`.
-        critic_only: during `critic_warmup`; the actor's terms get weight 0, since DDP wants every parameter to take
-            part.
+        critic_only: during `critic_warmup`; the actor's terms get weight 0, so that DDP sees every parameter used.
     """
     total = batch.advantages.new_zeros(())
     for term in terms:
@@ -93,19 +87,7 @@ def ppo_loss(
                 args.max_completion_length,
             )
             total = total + (term.coef if term.of_critic or not critic_only else 0.0) * reduced
-    if args.positive_nll_coef and outputs.logprobs is not None and not critic_only:
-        total = total + args.positive_nll_coef * positive_nll(outputs, batch, size, args)
     return total
-
-
-def positive_nll(outputs: TokenOutputs, batch: Rollout, size: MiniBatchSize, args: PPOConfig) -> Tensor:
-    """Return −log π over the completions with full score, per token of the mini-batch. arXiv:2504.05118, eq. 10.
-
-    Departure from the paper: it divides by the tokens of those completions alone, so that few of them weigh as much as
-    many.
-    """
-    full = batch.loss_mask & (batch.scores >= FULL_SCORE)[:, None]
-    return F.reduce(-policy_logprobs(outputs), full, "token-mean", size.num_tokens)
 
 
 def measure_update(

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -28,7 +27,7 @@ class MiniBatchSize:
 
 def cut_mini_batch(
     mini_batch: Rollout, num_micro_batches: int, max_tokens: int | None, accelerator: Accelerator
-) -> list[dict[str, Any]]:
+) -> list[dict[str, Tensor | list[Rollout]]]:
     """Return Trainer's inputs for each micro-batch. A collective call.
 
     "pieces" holds the micro-batch, in several pieces where it has more than `max_tokens` tokens, padding included. The

@@ -6,7 +6,6 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from hfppo.collect.check_finite import NonFinite, NonFiniteError, find_earliest
 from hfppo.rollout import Rollout
@@ -22,10 +21,9 @@ class MicroBatch:
 
 @dataclass
 class NonFiniteGuard:
-    """Lets only finite steps through."""
+    """Records the losses of a step's micro-batches, and checks them with the gradients before the step."""
 
     accelerator: Accelerator
-    remedy: str = "Lower learning_rate or raise the precision."  # ends the error
     micro_batches: list[MicroBatch] = field(default_factory=list)
 
     def record(self, batch: Rollout, loss: Tensor, terms: dict[str, Tensor]) -> None:
@@ -46,7 +44,7 @@ class NonFiniteGuard:
 
         Args:
             norms: gradient norms by owner, equal on every process.
-            step: number of the step, for errors.
+            step: number of the step, for errors; 0 in critic pretraining.
         Raises:
             NonFiniteError: on every process; names the first term, row or parameter.
         """
@@ -56,68 +54,37 @@ class NonFiniteGuard:
         if self.accelerator.scaler is None and not (deepspeed and self.accelerator.mixed_precision == "fp16"):
             numbers += norms.values()
         bad = torch.stack([~x.isfinite() for x in numbers]).any().float()
-        if not float(self.accelerator.reduce(bad, "sum")):
-            return
-        process = self.accelerator.process_index
-        found = find_earliest(
-            find_in_losses(recorded, process, step)
-            or find_in_gradients(model, process, step)
-            or find_in_norms(norms, process, step, seen=not deepspeed)
-        )
-        assert found is not None, "the processes disagree"
-        made = "DeepSpeed has made the step" if deepspeed else "the step was not made"
-        raise NonFiniteError(f"{found.text}; {made}. {self.remedy}")
+        finite = float(self.accelerator.reduce(bad, "sum")) == 0
+        if not finite:
+            place = find_in_losses(recorded) or find_in_gradients(model) or find_in_norms(norms)
+            process = self.accelerator.process_index
+            found = find_earliest(None if place is None else NonFinite(place[0], process, place[1]))
+            assert found is not None, "the processes disagree"
+            made = "DeepSpeed has made the step" if deepspeed else "the step was not made"
+            raise NonFiniteError(
+                f"in step {step}, on process {found.process}, {found.text} is not finite; {made}. Lower learning_rate "
+                "or critic_learning_rate, scale the scores, or raise the precision"
+            )
 
 
-def measure_grad_norms(accelerator: Accelerator, parameters: dict[str, list[nn.Parameter]]) -> dict[str, Tensor]:
-    """Return the gradient norm per owner (actor, critic) with gradients; DeepSpeed reports the joint norm only."""
-    if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        norms = {
-            "whole model": torch.tensor(float(accelerator.clip_grad_norm_([], 0.0)), dtype=torch.float32)
-        }  # it clips nothing here
-    else:
-        some = {name: owned for name, owned in parameters.items() if owned}
-        moved = {name: owned for name, owned in some.items() if any(p.grad is not None for p in owned)}
-        norms = {name: measure_grad_norm(owned) for name, owned in (moved or some).items()}
-    return {name: norm.to(accelerator.device) for name, norm in norms.items()}  # without gradients it is on the CPU
-
-
-def measure_grad_norm(parameters: list[nn.Parameter]) -> Tensor:
-    """Return the joint norm of all their gradients."""
-    norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm  # over all shards
-
-
-def find_in_losses(recorded: list[MicroBatch], process: int, step: int) -> NonFinite | None:
-    """Return this process's first loss that is not finite."""
+def find_in_losses(recorded: list[MicroBatch]) -> tuple[int, str] | None:
+    """Return the first loss that is not finite, with its distance from the cause."""
     for i, micro in enumerate(recorded):
         if not micro.loss.isfinite():
             rows = {name: int(bad.nonzero()[0]) for name, bad in micro.bad_rows.items() if bad.any()}
             term = next((f"{name} in row {row}" for name, row in rows.items()), "the loss")
-            return NonFinite(
-                0, process, f"{term} of micro-batch {i} of step {step} on process {process} is not finite"
-            )
+            return 0, f"{term} of micro-batch {i}"
     return None
 
 
-def find_in_gradients(model: nn.Module, process: int, step: int) -> NonFinite | None:
+def find_in_gradients(model: nn.Module) -> tuple[int, str] | None:
     """Return the first gradient that is not finite, and count the others."""
     bad = [name for name, p in model.named_parameters() if p.grad is not None and not p.grad.isfinite().all()]
-    if not bad:
-        return None
-    which = f"the gradient of {bad[0]}" + (f" and {len(bad) - 1} more" if len(bad) > 1 else "")
-    return NonFinite(1, process, f"{which} in step {step} is not finite")
+    more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
+    return (1, f"the gradient of {bad[0]}{more}") if bad else None
 
 
-def find_in_norms(norms: dict[str, Tensor], process: int, step: int, seen: bool) -> NonFinite | None:
-    """Return the first norm that is not finite.
-
-    Args:
-        seen: whether the gradients were seen to be finite, so that only their squares can have overflowed.
-    """
-    reason = ": numbers above 1e19 have no square in float32" if seen else ""
-    for name, norm in norms.items():
-        if not norm.isfinite():
-            text = f"the norm of the {name}'s gradient in step {step} is not finite{reason}"
-            return NonFinite(2, process, text)
-    return None
+def find_in_norms(norms: dict[str, Tensor]) -> tuple[int, str] | None:
+    """Return the first norm that is not finite, though the gradients are: in float32 the square of 1e20 overflows."""
+    names = (name for name, norm in norms.items() if not norm.isfinite())
+    return next(((2, f"the norm of the {name}'s gradient") for name in names), None)

@@ -4,16 +4,15 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
+import torch
 from accelerate import Accelerator
+from accelerate.utils import DistributedType
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.hooks import RemovableHandle
-
-from hfppo.learn.nonfinite_guard import NonFiniteGuard, measure_grad_norms
-from hfppo.metrics import Measures, parts, parts_of
-from hfppo.models.actor_critic import ActorCritic
 
 # Settings of an optimizer's groups that no step or schedule changes.
 OWN_SETTINGS = ("weight_decay", "betas", "eps")
@@ -37,7 +36,7 @@ def critic_learning_rate(optimizer: Optimizer, critic: list[nn.Parameter]) -> fl
 
 
 @contextmanager
-def keep_own_settings(optimizer: Optimizer, scheduler: Any) -> Iterator[None]:
+def keep_own_settings(optimizer: Optimizer, scheduler: LRScheduler) -> Iterator[None]:
     """Keep this run's learning rates, weight decay, betas and eps while optimizer and scheduler state is loaded.
 
     Trainer would continue with the checkpoint's, whatever the configuration says now. Equal settings are not touched.
@@ -59,37 +58,20 @@ def keep_own_settings(optimizer: Optimizer, scheduler: Any) -> Iterator[None]:
         scheduler.load_state_dict(scheduler.state_dict() | now)
 
 
-@dataclass(frozen=True)
-class GradientClipper:
-    """Clips the gradients of actor and critic apart, so that a large one does not shrink the other's step."""
+def measure_grad_norms(accelerator: Accelerator, parameters: dict[str, list[nn.Parameter]]) -> dict[str, Tensor]:
+    """Return the gradient norm per owner (actor, critic) with gradients; DeepSpeed reports the joint norm only."""
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        norm = float(accelerator.clip_grad_norm_([], 0.0))  # it clips nothing here
+        return {"whole model": torch.tensor(norm, dtype=torch.float32, device=accelerator.device)}
+    some = {name: owned for name, owned in parameters.items() if owned}
+    moved = {name: owned for name, owned in some.items() if any(p.grad is not None for p in owned)}
+    return {name: measure_grad_norm(owned).to(accelerator.device) for name, owned in (moved or some).items()}
 
-    model: ActorCritic
-    accelerator: Accelerator
-    guard: NonFiniteGuard
 
-    def clip(self, max_norm: float, optimizer: Optimizer, step: int) -> tuple[Tensor, Measures]:
-        """Clip both gradients; return the actor's norm, the critic's in critic-only steps, and the critic's measures.
-
-        DeepSpeed has clipped both together before this call; then the joint norm is returned.
-
-        Args:
-            max_norm: inf measures without clipping.
-            step: number of the step, for errors.
-        Raises:
-            NonFiniteError: a loss or gradient is not finite on some process.
-        """
-        self.accelerator.unscale_gradients()
-        parameters = {"actor": self.model.actor_parameters(), "critic": self.model.critic_parameters()}
-        norms = measure_grad_norms(self.accelerator, parameters)
-        measures: Measures = {}
-        if parameters["critic"]:
-            measures["critic_learning_rate"] = parts_of(critic_learning_rate(optimizer, parameters["critic"]))
-        if "critic" in norms:
-            measures["value/grad_norm"] = parts(norms["critic"])
-        self.guard.check(norms, self.model, step)
-        for name, norm in norms.items():
-            nn.utils.clip_grads_with_norm_(parameters.get(name, []), max_norm, norm)
-        return next(iter(norms.values())), measures
+def measure_grad_norm(parameters: list[nn.Parameter]) -> Tensor:
+    """Return the joint norm of all their gradients."""
+    norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm  # over all shards
 
 
 @dataclass
@@ -103,10 +85,10 @@ class StepHooks:
     after: Callable[[], None]
     handles: list[RemovableHandle] = field(default_factory=list)
 
-    def attach(self, optimizer: Any) -> None:
+    def attach(self, optimizer: Optimizer) -> None:
         """Follow this optimizer, and no longer the one before."""
-        while hasattr(optimizer, "optimizer"):  # accelerate and DeepSpeed wrap it
-            optimizer = optimizer.optimizer
+        while (wrapped := getattr(optimizer, "optimizer", None)) is not None:  # accelerate and DeepSpeed wrap it
+            optimizer = wrapped
         for handle in self.handles:
             handle.remove()
         self.handles = [
@@ -119,25 +101,21 @@ class StepHooks:
 class ActorRate:
     """Scales the actor's learning rate for one optimizer step.
 
-    The schedule computes the next rate from the unscaled one, which is put back to the bit.
+    Afterwards the unscaled rate is restored to the bit, since the schedule computes the next rate from it.
     """
 
     parameters: list[nn.Parameter]
-    before: list[float] = field(default_factory=list)  # the rate of each of the actor's groups
-
-    def groups(self, optimizer: Optimizer) -> list[dict[str, Any]]:
-        """Return the groups with the actor's parameters."""
-        ids = {id(p) for p in self.parameters}
-        return [group for group in optimizer.param_groups if any(id(p) in ids for p in group["params"])]
+    scaled: list[tuple[dict[str, object], object]] = field(default_factory=list)  # groups, each with its own rate
 
     def scale(self, optimizer: Optimizer, factor: float) -> None:
-        """Multiply the rates."""
-        groups = [] if factor == 1.0 else self.groups(optimizer)
-        self.before = [group["lr"] for group in groups]
+        """Multiply the rates of the groups with the actor's parameters."""
+        ids = {id(p) for p in self.parameters}
+        groups = [group for group in optimizer.param_groups if any(id(p) in ids for p in group["params"])]
+        self.scaled = [] if factor == 1.0 else [(group, group["lr"]) for group in groups]
         for group in groups:
             group["lr"] *= factor
 
-    def restore(self, optimizer: Optimizer) -> None:
+    def restore(self) -> None:
         """Put the rates back."""
-        for group, rate in zip(self.groups(optimizer) if self.before else [], self.before, strict=True):
+        for group, rate in self.scaled:
             group["lr"] = rate

@@ -1,7 +1,6 @@
-"""An optimizer that a user has made over a PeftModel, which the trainer takes apart and builds anew."""
+"""An optimizer that a user has made over a PeftModel, which the trainer unloads and builds anew."""
 
 import re
-from typing import Any
 
 from peft import PeftModel
 from torch import nn
@@ -13,7 +12,7 @@ from hfppo.models.actor_critic import ActorCritic
 Optimizers = tuple[Optimizer | None, LambdaLR | None]
 
 
-def names_of_parameters(model: Any) -> dict[int, str]:
+def names_of_parameters(model: object) -> dict[int, str]:
     """Return the names of a PeftModel's parameters by their id, with its adapter called "default"; of others none."""
     if not isinstance(model, PeftModel):
         return {}
@@ -24,8 +23,8 @@ def names_of_parameters(model: Any) -> dict[int, str]:
 def take_over(optimizers: Optimizers, names: dict[int, str], model: ActorCritic, critic_lr: float | None) -> None:
     """Let a user's optimizer, made over a PeftModel, train the actor made from that model, and the critic.
 
-    The optimizer keeps its groups, without frozen weights. The critic's are a group of their own, the last one; the
-    schedule of the first group applies to it as well.
+    The optimizer keeps its groups, without frozen weights. The critic's weights become the last group, with the first
+    group's schedule.
 
     Args:
         names: as `names_of_parameters` returned them before the model was unloaded.
@@ -62,7 +61,7 @@ def take_over(optimizers: Optimizers, names: dict[int, str], model: ActorCritic,
         add_critic_group(optimizer, scheduler, critic, lr)
 
 
-def add_critic_group(optimizer: Optimizer, scheduler: Any, critic: list[nn.Parameter], lr: float) -> None:
+def add_critic_group(optimizer: Optimizer, scheduler: LambdaLR | None, critic: list[nn.Parameter], lr: float) -> None:
     """Add the critic's parameters to a user's optimizer, and to its schedule.
 
     Raises:
@@ -76,7 +75,7 @@ def add_critic_group(optimizer: Optimizer, scheduler: Any, critic: list[nn.Param
             f"optimizers holds a {type(scheduler).__name__}, which cannot be extended to the critic's parameters; "
             "give a LambdaLR, such as transformers.get_scheduler returns, or set lr_scheduler_type"
         )
-    schedule: Any = scheduler.lr_lambdas[0]
+    schedule = scheduler.lr_lambdas[0]
     now = lr * schedule(scheduler.last_epoch)
     optimizer.add_param_group({"params": critic, "lr": now, "initial_lr": lr})
     scheduler.lr_lambdas.append(schedule)

@@ -2,16 +2,15 @@
 
 import time
 from dataclasses import dataclass
-from typing import Any
 
 from accelerate import Accelerator
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hfppo.config import PPOConfig
 from hfppo.learn.nonfinite_guard import NonFiniteGuard
-from hfppo.learn.optimizer import ActorRate, GradientClipper
-from hfppo.metrics import Measures, Meter, StepSums, UpdateStep, merge_sums, parts_of, values_of
+from hfppo.learn.optimizer import ActorRate, critic_learning_rate, measure_grad_norms
+from hfppo.metrics import Measures, Meter, UpdateStep, parts, parts_of
 from hfppo.models.actor_critic import ActorCritic
 from hfppo.rollout import Rollout
 from hfppo.state import PPOState
@@ -21,16 +20,15 @@ class Run:
     """The rollout in use, the optimizer step that is made, and the metrics that are not logged yet."""
 
     def __init__(self, model: ActorCritic, accelerator: Accelerator, args: PPOConfig):
-        self.model, self.args = model, args
-        self.rollout: Rollout | None = None  # None before the first one: in critic pretraining
+        self.model, self.accelerator, self.args = model, accelerator, args
+        self.rollout: Rollout | None = None  # None before the first one
         self.log = Meter()  # metrics until the next log
-        self.steps: list[StepSums] = []  # of the steps on the rollout in use
+        self.steps: list[UpdateStep] = []  # of the steps on the rollout in use
         self.guard = NonFiniteGuard(accelerator)
-        self._clipper = GradientClipper(model, accelerator, self.guard)
         self._rate = ActorRate(model.actor_parameters())
         self._step = Meter()  # metrics of one step
         self._began, self._flops = 0.0, 0
-        self._start: tuple[int, dict[str, Any]] | None = None  # steps made, and metrics, when a step began
+        self._start: tuple[int, dict[str, dict]] | None = None  # steps made, and metrics, when a step began
 
     def begin_step(self, step: int, may_be_saved: bool) -> None:
         """Begin an optimizer step after `step` others.
@@ -53,10 +51,30 @@ class Run:
         self._flops += flops
 
     def clip(self, max_norm: float, optimizer: Optimizer, step: int) -> Tensor:
-        """Clip and measure the gradients; see `GradientClipper.clip`."""
-        norm, measures = self._clipper.clip(max_norm, optimizer, step)
-        self.measure(measures)
-        return norm
+        """Clip the gradients of actor and critic apart, so that a large one does not shrink the other's step.
+
+        DeepSpeed has clipped both together before this call; then the joint norm is returned.
+
+        Args:
+            max_norm: inf measures without clipping.
+            step: number of the step, for errors; 0 in critic pretraining.
+        Returns:
+            The norm of the actor's gradient; the critic's in critic-only steps.
+        Raises:
+            NonFiniteError: a loss or gradient is not finite on some process.
+        """
+        self.accelerator.unscale_gradients()
+        parameters = {"actor": self.model.actor_parameters(), "critic": self.model.critic_parameters()}
+        norms = measure_grad_norms(self.accelerator, parameters)
+        if parameters["critic"]:
+            rate = critic_learning_rate(optimizer, parameters["critic"])
+            self.measure({"critic_learning_rate": parts_of(rate)})
+        if "critic" in norms:
+            self.measure({"value/grad_norm": parts(norms["critic"])})
+        self.guard.check(norms, self.model, step)
+        for name, norm in norms.items():
+            nn.utils.clip_grads_with_norm_(parameters.get(name, []), max_norm, norm)
+        return next(iter(norms.values()))
 
     def before_step(self, optimizer: Optimizer, moves_actor: bool, rate_factor: float) -> None:
         """Freeze the actor in critic-only steps, and scale its learning rate."""
@@ -65,25 +83,21 @@ class Run:
                 parameter.grad = None
         self._rate.scale(optimizer, rate_factor)
 
-    def end_step(self, optimizer: Optimizer, number: int) -> UpdateStep:
+    def end_step(self, number: int) -> UpdateStep:
         """Restore the learning rate, and return the step with its metrics over all processes. A collective call.
 
         Args:
             number: of the step, from 0, on the rollout in use.
         """
-        self._rate.restore(optimizer)
+        self._rate.restore()
         seconds = time.perf_counter() - self._began
         self.log.update({"time/update": parts_of(self.args.updates_per_rollout * seconds)})
         self.log.update({"time/update_tflops": parts_of(self._flops / seconds / 1e12)})
         epoch, mini_batch = divmod(number, self.args.num_mini_batches)
-        self.steps.append(StepSums(epoch, mini_batch, self._step.gather()))
-        return self.steps[-1].read()
+        self.steps.append(UpdateStep(epoch, mini_batch, self._step.gather()))
+        return self.steps[-1]
 
-    def update_metrics(self) -> dict[str, float]:
-        """Return the metrics of all steps on the rollout in use."""
-        return values_of(merge_sums(step.sums for step in self.steps))
-
-    def metrics_to_save(self, step: int) -> dict[str, Any]:
+    def metrics_to_save(self, step: int) -> dict[str, dict]:
         """Return the metrics that are not logged yet, without those of an unfinished step after `step` others."""
         return self._start[1] if self._start is not None and self._start[0] == step else self.log.state_dict()
 
@@ -93,21 +107,22 @@ class StepPlan:
     """The passes that a step makes on the rollout in use, and the weights that it moves."""
 
     epoch: int  # of the rollout's use, from 0
-    policy: bool  # whether the actor's losses are computed; in `critic_warmup` they have weight 0
+    policy: bool  # whether the actor's losses are computed: never in critic pretraining
     values: bool  # whether the critic's losses are computed, and the critic moves
-    warms_up: bool  # whether the rollout belongs to `critic_warmup`, which the actor sits out
+    warms_up: bool  # whether the rollout belongs to `critic_warmup`, in which the actor does not move
 
     @classmethod
     def of(cls, step: int, state: PPOState, args: PPOConfig) -> "StepPlan":
         """Return the plan of the step after `step` others; during `critic_warmup` the critic moves in all of them.
 
-        After the last step on a rollout it is that of the next one's first.
+        After the last step on a rollout, this is the plan of the next rollout's first step.
         """
         epoch = (step - state.first_step) % args.updates_per_rollout // args.num_mini_batches
+        pretrains = state.rollouts == 0 and state.pretraining_rollouts > 0
         warms_up = state.rollouts <= args.critic_warmup
         return cls(
             epoch=epoch,
-            policy=epoch < args.num_ppo_epochs,
+            policy=epoch < args.num_ppo_epochs and not pretrains,
             values=epoch < args.critic_epochs or warms_up,
             warms_up=warms_up,
         )

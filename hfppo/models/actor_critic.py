@@ -8,6 +8,7 @@ switching between a forward and its backward silently gives zero gradients.
 import copy
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -17,13 +18,14 @@ from peft import PeftConfig, PeftModel, PeftModelForCausalLM
 from peft.utils import set_peft_model_state_dict
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
 
 from hfppo.models.adapter_card import update_card
 from hfppo.models.adapter_checks import unchanged
 from hfppo.models.critic import CRITIC_FOLDER, CriticSource, build_critic, find_critic, shared_copy
 from hfppo.models.layout import Layout, fits, hidden_states, lay_out, trunk_of
 from hfppo.models.loading import check_adapter, check_vocabulary, fit_to_model, keep_four_bits
-from hfppo.models.lower_layers import record_states
+from hfppo.models.lower_layers import RecordingLayer, record_states
 from hfppo.models.output_head import Entropy, token_logprobs
 from hfppo.models.vocabulary import is_resized
 
@@ -34,8 +36,23 @@ class TokenOutputs(NamedTuple):
     logprobs: Tensor | None = None  # (B, T) float32, log π(y_t | x, y_<t) at temperature, nats
     entropy: Tensor | None = None  # (B, T) float32, of the full distribution at temperature, nats
     values: Tensor | None = None  # (B, T) float32, V(s_t) before token t
-    final_value: Tensor | None = None  # (B,) float32, V after the last token, with `final_value`
-    base_states: Tensor | None = None  # (N, H) with `keep_base_states`, of all real tokens, row after row
+    final_value: Tensor | None = None  # (B,) float32, V after the last token
+    base_states: Tensor | None = None  # (N, H), the base's below the critic's layers, of all real tokens in turn
+
+
+@dataclass(frozen=True)
+class Want:
+    """Which outputs a forward returns."""
+
+    temperature: float = 1.0  # divides the logits
+    policy: bool = True  # log-probs, and the entropy
+    values: bool = True  # if there is a critic
+    entropy: Entropy = "none"  # "differentiable" costs as much again as the gradient of the log-probs
+    final_value: bool = False  # the value after the last token as well, which costs reading that token
+    base_states: bool = False  # of `critic_layers`; without `values` the adapter must be disabled
+
+
+EVERYTHING = Want()
 
 
 class ActorCritic(PeftModelForCausalLM):
@@ -129,86 +146,75 @@ class ActorCritic(PeftModelForCausalLM):
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         completion_mask: Tensor | None = None,
-        temperature: float = 1.0,
-        policy: bool = True,
-        values: bool = True,
-        entropy: Entropy = "none",
-        final_value: bool = False,
+        want: Want = EVERYTHING,
         base_states: Tensor | None = None,
-        keep_base_states: bool = False,
-        **kwargs: Any,
-    ) -> TokenOutputs | Any:
+        **kwargs: object,
+    ) -> TokenOutputs | ModelOutput:
         """Log-probs, entropy and values of completion tokens; without `completion_mask`, PEFT's own forward.
 
         Args:
             input_ids: (B, P + T), prompts padded on the left, completions on the right.
             attention_mask: (B, P + T), 1 on the tokens to attend to.
-            completion_mask: (B, T) bool, True on the completions' sampled tokens, which alone get numbers.
-            temperature: divides the logits.
-            policy: False leaves log-probs and entropy out.
-            values: False leaves the values out.
-            entropy: "differentiable" costs as much again as the gradient of the log-probs.
-            final_value: also return the value after the last token, which costs reading that token.
-            base_states: (N, H), which the values start from, as an earlier call has returned them for these rows.
-            keep_base_states: also return the base's states below the layers that the critic adapts. Without `values`
-                the adapter must be disabled.
+            completion_mask: (B, T) bool, True on the completions' sampled tokens; only they get numbers.
+            want: which outputs, and at which temperature.
+            base_states: (N, H), which the values start from, as an earlier call returned them for these rows.
         """
         if completion_mask is None:
             return super().forward(input_ids=input_ids, attention_mask=attention_mask, **kwargs)
-        values = values and self.critic is not None
-        shared = values and self.critic_is_shared
-        rows = (input_ids, attention_mask, completion_mask.shape[1], final_value or keep_base_states)
-        logprobs = entropies = state_values = value_after = hidden = layout = None
-        with self._record_base_states(keep_base_states, values) as recorded:
-            if policy or shared:
-                language_model = self.ref_model if self._as_reference else self.causal_lm
-                layout = lay_out(language_model, *rows)
-                hidden = hidden_states(trunk_of(language_model), layout)
-            if policy:
-                tokens = input_ids[:, -completion_mask.shape[1] :]
-                head = (language_model, hidden, layout)
-                logprobs, entropies = self._score_tokens(*head, tokens, completion_mask, temperature, entropy)
-            if values:
-                if layout is None or not (shared or fits(layout, self.critic.trunk)):
+        assert not kwargs, f"these belong into `want`: {sorted(kwargs)}"
+        rows = (input_ids, attention_mask, completion_mask.shape[1], want.final_value or want.base_states)
+        logprobs = entropy = values = layout = hidden = None
+        with self._record_base_states(want) as recording:
+            if want.policy or (want.values and self.critic_is_shared):
+                layout = lay_out(self._language_model, *rows)
+                hidden = hidden_states(trunk_of(self._language_model), layout)
+            if want.policy:
+                logprobs, entropy = self._policy(layout, hidden, input_ids, completion_mask, want)
+            if want.values and self.critic is not None:
+                if layout is None or not (self.critic_is_shared or fits(layout, self.critic.trunk)):
                     layout = lay_out(self.critic.trunk, *rows)
                 start = None if base_states is None else layout.place(base_states, attention_mask)
-                found_values = self.critic(hidden, layout, start)[layout.states]
-                state_values = found_values[:, :-1].where(completion_mask, 0.0)
-                value_after = found_values[:, -1] if final_value else None
-        kept = layout.take(recorded.states, attention_mask) if keep_base_states else None
-        return TokenOutputs(logprobs, entropies, state_values, value_after, kept)
+                values = self.critic(hidden, layout, start)[layout.states]  # (B, T + 1)
+        return TokenOutputs(
+            logprobs,
+            entropy,
+            values=None if values is None else values[:, :-1].where(completion_mask, 0.0),
+            final_value=None if values is None or not want.final_value else values[:, -1],
+            base_states=layout.take(recording.states, attention_mask) if want.base_states else None,
+        )
 
-    def _record_base_states(self, wanted: bool, of_critic: bool) -> AbstractContextManager[Any]:
-        """Record the base's states below the critic's layers, in a pass of the critic or of the disabled adapter."""
-        if not wanted:
-            return nullcontext()
-        assert self.critic is not None
-        assert self.critic.layers is not None
-        trunk = self.critic.trunk if of_critic else trunk_of(self.causal_lm)
-        return record_states(cast(nn.Module, trunk), self.critic.layers)
-
-    def _score_tokens(
-        self,
-        language_model: PreTrainedModel | PeftModel,
-        hidden: Tensor,
-        layout: Layout,
-        tokens: Tensor,
-        mask: Tensor,
-        temperature: float,
-        entropy: Entropy,
+    def _policy(
+        self, layout: Layout, hidden: Tensor, input_ids: Tensor, mask: Tensor, want: Want
     ) -> list[Tensor | None]:
-        """Return log-probs and entropies, (B, T) each, of the (B, T) tokens in the mask."""
+        """Return log-probs and entropies, (B, T) each, from a layout's (N, H) hidden states.
+
+        Args:
+            mask: (B, T), the completion mask.
+        """
         real = mask.nonzero(as_tuple=True)  # once, since the device waits for it
         before = hidden[layout.states[:, :-1][real]]
-        found = token_logprobs(language_model, before, tokens[real], temperature, entropy)
+        tokens = input_ids[:, -mask.shape[1] :][real]
+        found = token_logprobs(self._language_model, before, tokens, want.temperature, want.entropy)
         nothing = torch.zeros(mask.shape, dtype=torch.float32, device=hidden.device)
         return [None if x is None else nothing.masked_scatter(mask, x) for x in found]
 
+    def _record_base_states(self, want: Want) -> AbstractContextManager[RecordingLayer | None]:
+        """Record the states below the critic's layers in the block, in the critic's forward or in the base's."""
+        if not want.base_states:
+            return nullcontext()
+        trunk = self.critic.trunk if want.values else trunk_of(self.causal_lm)
+        return record_states(trunk, self.critic.layers)
+
+    @property
+    def _language_model(self) -> PreTrainedModel | PeftModel:
+        """The model of the policy: the actor, or inside `reference` a separate reference."""
+        return self.ref_model if self._as_reference else self.causal_lm
+
     def activation_checkpointing_enable(self, **kwargs: Any) -> None:
         """Turn activation checkpointing on in the actor and in the critic's trunk."""
-        trees: list[Any] = [self.causal_lm]
+        trees = [self.causal_lm]
         if self.critic is not None and isinstance(self.critic.trunk, PeftModel):
-            trees.append(self.critic.trunk.get_base_model())
+            trees.append(cast(PreTrainedModel, self.critic.trunk.get_base_model()))
         for tree in trees:
             tree.activation_checkpointing_enable(**kwargs)
             tree.enable_input_require_grads()
@@ -258,7 +264,9 @@ class ActorCritic(PeftModelForCausalLM):
     @contextmanager
     def _actor_alone(self) -> Iterator[None]:
         """Remove critic and reference from the submodules for the block; PEFT searches all submodules for adapters."""
-        aside: dict[str, Any] = {x: self._modules.pop(x) for x in ("critic", "ref_model") if x in self._modules}
+        aside: dict[str, nn.Module | None] = {
+            x: self._modules.pop(x) for x in ("critic", "ref_model") if x in self._modules
+        }
         try:
             yield
         finally:
@@ -278,7 +286,7 @@ def disable_noise(model: nn.Module) -> None:
     """Set every dropout and jitter to 0; their noise would enter the ratio of two passes over one token."""
     for module in model.modules():
         if "Dropout" in type(module).__name__ and hasattr(module, "p"):  # torch's, and PEFT's own
-            cast(Any, module).p = 0.0
+            cast(nn.Dropout, module).p = 0.0
         # Many architectures keep it as a number; a few, such as Falcon, read it from their configuration.
         for owner in [module, module.config] if isinstance(module, PreTrainedModel) else [module]:
             for name, value in vars(owner).items():

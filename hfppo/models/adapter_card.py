@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TypeGuard, cast
 
 from huggingface_hub import ModelCard, ModelCardData
 from huggingface_hub.utils import HFValidationError, validate_repo_id
@@ -11,7 +11,7 @@ from huggingface_hub.utils import HFValidationError, validate_repo_id
 CARD = "README.md"
 
 
-def read_card(folder: str | Path) -> Any:
+def read_card(folder: str | Path) -> ModelCard | None:
     """Return the card in a folder; None if there is none."""
     path = Path(folder) / CARD
     return ModelCard.load(path, ignore_metadata_errors=True) if path.is_file() else None
@@ -24,20 +24,20 @@ def update_card(folder: str | Path, update: Callable[[str], None]) -> None:
     """
     before = read_card(folder)
     update(str(folder))
-    card = read_card(folder)
-    base = card.data.base_model
-    kept = ModelCardData() if before is None else before.data
-    if not is_repository(base):
-        card.data.base_model = kept.base_model if is_repository(kept.base_model) else None
-    tags = [str(tag) for tag in (*as_list(card.data.tags), *as_list(kept.tags))]
+    card = cast(ModelCard, read_card(folder))
+    data = cast(ModelCardData, card.data)
+    kept = ModelCardData() if before is None else cast(ModelCardData, before.data)
+    if not is_repository(data.base_model):
+        data.base_model = kept.base_model if is_repository(kept.base_model) else None
+    tags = [str(tag) for tag in (*as_list(data.tags), *as_list(kept.tags))]
     tags = [tag for tag in tags if not tag.startswith("base_model:")]
-    if card.data.base_model:
-        tags.append(f"base_model:adapter:{card.data.base_model}")
-    card.data.tags = sorted(set(tags))
+    if data.base_model:
+        tags.append(f"base_model:adapter:{data.base_model}")
+    data.tags = sorted(set(tags))
     card.save(Path(folder) / CARD)
 
 
-def is_repository(name: Any) -> bool:
+def is_repository(name: object) -> TypeGuard[str]:
     """Return whether a name may be a Hub repository: it has the right form and is no local folder."""
     if not isinstance(name, str) or not name or os.path.isdir(name):
         return False
@@ -48,6 +48,6 @@ def is_repository(name: Any) -> bool:
     return True
 
 
-def as_list(value: Any) -> list[Any]:
+def as_list(value: str | list[str] | None) -> list[str]:
     """Return None as an empty list, a string as a list of one, and anything else as a list."""
     return [] if value is None else [value] if isinstance(value, str) else list(value)

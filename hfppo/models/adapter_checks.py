@@ -1,4 +1,4 @@
-"""Refuse adapters that write into the base or draw noise, whatever the method is called.
+"""Raise if an adapter writes into the base or draws noise.
 
 PEFT has some forty methods and adds more with each release, so they are tried, not listed.
 """
@@ -6,7 +6,6 @@ PEFT has some forty methods and adds more with each release, so they are tried, 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import MISSING, fields
-from typing import Any
 
 import torch
 from peft import PeftConfig
@@ -53,8 +52,8 @@ def sample(weight: Tensor) -> Tensor:
     return numbers[:: max(1, numbers.numel() // SAMPLED)].clone().view(torch.uint8)
 
 
-def check_noise(model: nn.Module, config: PeftConfig, forward: Callable[[], Any]) -> None:
-    """Refuse an adapter whose layers give two outputs for one input.
+def check_noise(model: nn.Module, config: PeftConfig, forward: Callable[[], Tensor]) -> None:
+    """Raise if an adapter's layer gives two outputs for one input.
 
     Each layer is called twice more within the forward, in train and in eval mode. Its trainable weights are away from
     their start meanwhile, where many a layer multiplies its noise by zero.
@@ -66,7 +65,7 @@ def check_noise(model: nn.Module, config: PeftConfig, forward: Callable[[], Any]
     """
     noisy: list[str] = []
 
-    def compare(layer: Any, args: Any, kwargs: Any, _: Any) -> None:
+    def compare(layer: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], _: object) -> None:
         if not noisy and draws_noise(layer, args, kwargs):
             noisy.append(type(layer).__name__)
 
@@ -85,7 +84,7 @@ def check_noise(model: nn.Module, config: PeftConfig, forward: Callable[[], Any]
         )
 
 
-def draws_noise(layer: Any, args: Any, kwargs: Any) -> bool:
+def draws_noise(layer: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> bool:
     """Return whether an adapter's layer gives two outputs for one input."""
     trained = [parameter for parameter in layer.parameters() if parameter.requires_grad]
     before = [parameter.detach().clone() for parameter in trained]

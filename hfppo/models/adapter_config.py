@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import MISSING, asdict, fields, is_dataclass
-from typing import Any, cast
 
 from peft import PeftConfig
 
@@ -19,7 +18,7 @@ ORIGIN_FIELDS = (
 )  # fmt: skip
 
 
-def describe_adapter(config: PeftConfig) -> dict[str, Any]:
+def describe_adapter(config: PeftConfig) -> dict[str, object]:
     """Return, as JSON values, the fields that decide whether an adapter's weights fit and mean the same.
 
     Beside the usual fields it holds those that are not at their default, so a field that PEFT adds later changes no
@@ -31,11 +30,11 @@ def describe_adapter(config: PeftConfig) -> dict[str, Any]:
         value = getattr(config, f.name)
         starts = f.name == "init_weights" and isinstance(value, bool)  # as text it may choose another forward
         if value != default and f.name not in ORIGIN_FIELDS and not f.name.endswith("dropout") and not starts:
-            described[f.name] = asdict(cast(Any, value)) if is_dataclass(value) else value
+            described[f.name] = asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
     return json.loads(json.dumps(described, default=lambda x: sorted(x) if isinstance(x, set) else str(x)))
 
 
-def find_differences(before: Any, now: Any) -> tuple[Any, Any]:
+def find_differences(before: object, now: object) -> tuple[object, object]:
     """Reduce two values to their differences: entries of dictionaries and lists; a missing entry is None."""
     if isinstance(before, list) and isinstance(now, list):
         return [x for x in before if x not in now], [x for x in now if x not in before]

@@ -2,14 +2,17 @@
 
 import copy
 import json
-import re
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Unpack, cast
 
 import torch
 from huggingface_hub import hf_hub_download
 from peft import PeftConfig, PeftModel, get_peft_model
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils import ModulesToSaveWrapper
+from peft.utils.error import NoMatchingPeftModuleError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
@@ -17,8 +20,15 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from hfppo.models.adapter_config import describe_adapter, find_differences
 from hfppo.models.layout import Layout, hidden_states, trunk_of
-from hfppo.models.loading import adapter_config, check_placement, fit_to_model, hub_options, keep_four_bits
-from hfppo.models.lower_layers import names_in_top_layers, start_from
+from hfppo.models.loading import (
+    HubOptions,
+    adapter_config,
+    check_placement,
+    fit_to_model,
+    hub_options,
+    keep_four_bits,
+)
+from hfppo.models.lower_layers import find_layers, replace_layers, start_from
 from hfppo.models.vocabulary import is_resized, saved_vocabulary
 
 CRITIC_FOLDER = "critic"
@@ -26,6 +36,11 @@ CRITIC_WEIGHTS = "critic.safetensors"
 CRITIC_CONFIG = "critic_config.json"
 # LoRA on the actor's base; the actor's hidden states; the same without a gradient to the actor.
 CRITIC_KINDS = ("adapter", "shared", "shared_detached")
+# Fields of an adapter's configuration that say where it is; a critic's weights say it by their names and shapes.
+PLACES = (
+    "target_modules", "target_parameters", "exclude_modules", "layers_to_transform", "layers_pattern",
+    "modules_to_save", "ensure_weight_tying", "rank_pattern",
+)  # fmt: skip
 
 
 class ValueHead(nn.Linear):
@@ -56,7 +71,7 @@ class Critic(nn.Module):
     def __init__(
         self,
         kind: str,
-        trunk: nn.Module | None,
+        trunk: PeftModel | None,
         hidden_size: int,
         base: str | None = None,
         layers: int | None = None,
@@ -74,20 +89,15 @@ class Critic(nn.Module):
         Args:
             base_states: (…, L, H), the base's states below the layers that the critic adapts, to start from.
         """
-        if base_states is not None:
-            assert self.trunk is not None
-            assert self.layers is not None
-            with start_from(self.trunk, self.layers, base_states):
-                hidden = hidden_states(self.trunk, layout)
-        elif self.trunk is not None:
-            if self.kind == "model":  # its vocabulary may be padded less than the actor's
-                size = cast(Any, self.trunk).config.get_text_config().vocab_size
-                known = layout.inputs["input_ids"].clamp(max=size - 1)
-                layout = replace(layout, inputs={**layout.inputs, "input_ids": known})
-            hidden = hidden_states(self.trunk, layout)
-        else:
-            hidden = actor_hidden.detach() if self.detach else actor_hidden
-        return self.value_head(hidden)
+        if self.trunk is None:
+            return self.value_head(actor_hidden.detach() if self.detach else actor_hidden)
+        if self.kind == "model":  # its vocabulary may be padded less than the actor's
+            size = self.trunk.config.get_text_config().vocab_size
+            known = layout.inputs["input_ids"].clamp(max=size - 1)
+            layout = replace(layout, inputs={**layout.inputs, "input_ids": known})
+        started = nullcontext() if base_states is None else start_from(self.trunk, self.layers, base_states)
+        with started:
+            return self.value_head(hidden_states(self.trunk, layout))
 
     def save(self, folder: str | Path, state_dict: dict[str, Tensor]) -> None:
         """Write the trainable weights of this critic's state dict, and the configuration that they fit.
@@ -112,7 +122,7 @@ class Critic(nn.Module):
         embeddings = {id(parameter) for parameter in base.get_input_embeddings().parameters()}
         return {name for name, parameter in self.named_parameters() if id(parameter) in embeddings}
 
-    def config(self) -> dict[str, Any]:
+    def config(self) -> dict[str, object]:
         """Return the configuration that is saved beside the weights and compared when they are loaded."""
         adapter = describe_adapter(self.trunk.active_peft_config) if isinstance(self.trunk, PeftModel) else None
         own = {"kind": self.kind, "base": self.base, "hidden_size": self.hidden_size, "peft_config": adapter}
@@ -128,14 +138,13 @@ class Critic(nn.Module):
             raise ValueError(
                 f"{folder} has no {CRITIC_WEIGHTS}; it holds no critic, so take another folder or checkpoint"
             )
-        saved = json.loads((Path(folder) / CRITIC_CONFIG).read_text())
-        own = self.config()
-        for name in ("kind", "hidden_size", "peft_config"):
-            its, ours = find_differences(saved[name], own[name])
+        configs = json.loads((Path(folder) / CRITIC_CONFIG).read_text()), self.config()
+        for name in ("kind", "hidden_size", "layers", "peft_config"):
+            its, ours = find_differences(*(without_places(config.get(name)) for config in configs))
             if its != ours:
                 raise ValueError(
                     f"{folder} holds a critic of {name} {its!r} that does not fit this run's {ours!r} critic; use the "
-                    "critic and the peft_config it was trained with"
+                    "critic, critic_layers and peft_config it was trained with"
                 )
         weights: dict[str, Any] = load_file(Path(folder) / CRITIC_WEIGHTS)
         # Earlier versions wrote no embeddings.
@@ -149,6 +158,11 @@ class Critic(nn.Module):
         set_model_state_dict(self, weights, options=options)
 
 
+def without_places(value: object) -> object:
+    """Return a description of an adapter without `PLACES`, and anything else as it is."""
+    return {name: x for name, x in value.items() if name not in PLACES} if isinstance(value, dict) else value
+
+
 @dataclass(frozen=True)
 class CriticSource:
     """What a critic is built from."""
@@ -157,27 +171,21 @@ class CriticSource:
     folder: Path | None = None  # of its trained weights
     layers: int | None = None  # of an adapter: how many layers it adapts; None: all
 
-    def with_layers(self, layers: int | None, critic: Any, model: PreTrainedModel | PeftModel) -> "CriticSource":
+    def with_layers(self, layers: int | None, actor: PreTrainedModel | PeftModel) -> "CriticSource":
         """Return the source of a critic that adapts this many layers.
 
         Args:
             layers: `critic_layers`.
-            critic: the argument of that name, for errors.
-            model: the actor's.
         Raises:
-            ValueError: it is no adapter, a saved one adapts another number, or the model has not more layers.
+            ValueError: the critic is no adapter, or the actor has not more layers.
         """
-        if self.folder is not None and self.layers != layers:
-            raise ValueError(
-                f"critic_layers={layers}, and the critic of critic={critic!r} was trained with critic_layers="
-                f"{self.layers}; set critic_layers={self.layers}"
-            )
         if layers is not None and self.model != "adapter":
+            given = self.model if isinstance(self.model, str) else type(self.model).__name__
             raise ValueError(
                 f"critic_layers={layers} is for critic='adapter', which shares the actor's base, and critic is "
-                f"{critic if isinstance(critic, str) else type(critic).__name__!r}; leave critic_layers out"
+                f"{given!r}; leave critic_layers out"
             )
-        if layers is not None and layers >= (count := model.config.get_text_config().num_hidden_layers):
+        if layers is not None and layers >= (count := actor.config.get_text_config().num_hidden_layers):
             raise ValueError(
                 f"critic_layers={layers} are not fewer than the model's {count} layers; lower it, or leave it out, "
                 "which adapts all of them"
@@ -185,7 +193,7 @@ class CriticSource:
         return replace(self, layers=layers)
 
 
-def find_critic(critic: str | PreTrainedModel | CriticSource, **init_kwargs: Any) -> CriticSource:
+def find_critic(critic: str | PreTrainedModel | CriticSource, **init_kwargs: object) -> CriticSource:
     """Resolve the `critic` argument, and load the model if it names one.
 
     Args:
@@ -229,7 +237,7 @@ def find_critic(critic: str | PreTrainedModel | CriticSource, **init_kwargs: Any
     return CriticSource(model)
 
 
-def find_saved_critic(name: str, **options: Any) -> Path | None:
+def find_saved_critic(name: str, **options: Unpack[HubOptions]) -> Path | None:
     """Find a saved critic in this folder, in its `critic/`, or else in `critic/` of a repository of the Hub.
 
     Args:
@@ -249,82 +257,68 @@ def find_saved_critic(name: str, **options: Any) -> Path | None:
 
 
 def build_critic(source: CriticSource, base: PreTrainedModel, peft_config: PeftConfig) -> Critic:
-    """Build the critic, before an adapter is put on the base."""
+    """Build the critic, before an adapter is put on the base.
+
+    On another model, for instance the reward model, the value head starts from the score head.
+    """
+    own = isinstance(source.model, PreTrainedModel)
+    model = cast(PreTrainedModel, source.model) if own else base
+    check_placement("critic", model)
     # Some models project their states to another width before the head.
-    width = getattr(base.get_output_embeddings(), "in_features", base.config.get_text_config().hidden_size)
-    if isinstance(source.model, PreTrainedModel):
-        check_placement("critic", source.model)
-        built = critic_from_model(source.model, peft_config)
-    elif source.model != "adapter":
-        built = Critic(source.model, None, width).to(base.device)
-    else:
-        trunk = add_adapter(shared_copy(base), peft_config, source.layers)
-        built = Critic("adapter", trunk, width, layers=source.layers)
+    head = getattr(model, "score", None) if own else model.get_output_embeddings()
+    width = getattr(head, "in_features", model.config.get_text_config().hidden_size)
+    kind = "model" if own else cast(str, source.model)
+    trunk = adapted_trunk(model, peft_config, source.layers) if kind in ("adapter", "model") else None
+    built = Critic(kind, trunk, width, base=model.config.name_or_path if own else None, layers=source.layers)
+    built.value_head.to(base.device)
+    if own and isinstance(head, nn.Linear) and head.out_features == 1:
+        with torch.no_grad():
+            built.value_head.weight.copy_(head.weight)
     if source.folder is not None:
         built.load(source.folder)
     return built
 
 
-def critic_from_model(model: PreTrainedModel, peft_config: PeftConfig) -> Critic:
-    """A critic on another model, for instance the reward model, whose score head the value head starts from."""
-    keep_four_bits(model)  # before its first forward
-    trunk = add_adapter(shared_copy(model), peft_config)  # the model itself may be the reward model as well
-    score = getattr(model, "score", None)
-    width = getattr(score, "in_features", model.config.get_text_config().hidden_size)
-    built = Critic("model", trunk, width, base=model.config.name_or_path)
-    if isinstance(score, nn.Linear) and score.out_features == 1:
-        with torch.no_grad():
-            built.value_head.weight.copy_(score.weight)
-    return built
+def adapted_trunk(model: PreTrainedModel, peft_config: PeftConfig, top: int | None = None) -> PeftModel:
+    """Return a trunk over a model's tensors with an adapter like the actor's.
 
-
-def add_adapter(model: PreTrainedModel, peft_config: PeftConfig, layers: int | None = None) -> PeftModel:
-    """Put an adapter like the actor's on a model's trunk.
+    `peft_config` names the modules of a whole model. So a copy without the output head gets the adapter, and its trunk
+    is taken out.
 
     Args:
-        layers: how many to adapt, the top ones and nothing else; None: all that the actor's adapts.
+        top: how many layers to adapt, the top ones and nothing else; None: all that the actor's adapts.
     """
     config: Any = fit_to_model(peft_config, model)
-    config.task_type = None
-    config.init_lora_weights = True  # others need the base's weights, and here only names are found
-    # PEFT resolves the target modules, also "all-linear" with experts.
-    tuner: Any = get_peft_model(shared_copy(model), config, low_cpu_mem_usage=True).base_model
-    config = copy.deepcopy(tuner.peft_config["default"])
-    config.init_lora_weights = getattr(peft_config, "init_lora_weights", True)
-    config.modules_to_save = config.base_model_name_or_path = None
-    # The trunk has no output head to tie to the embeddings; PEFT has put the names into attributes that are no fields.
-    config.ensure_weight_tying, config.modules_to_tie, config.target_modules_to_tie = False, None, None
-    config.inference_mode = False
-    modules = names_inside_trunk(model, tuner.targeted_module_names)
-    parameters = names_inside_trunk(model, tuner.targeted_parameter_names)
-    if layers is not None:
-        modules, parameters = (names_in_top_layers(names, trunk_of(model), layers) for names in (modules, parameters))
+    config.task_type = config.base_model_name_or_path = None
+    config.inference_mode = config.ensure_weight_tying = False
+    copied = shared_copy(model).requires_grad_(False)  # PEFT freezes only the layers that it sees
+    trunk = trunk_of(copied)
+    for name, module in list(copied.named_children()):
+        if trunk is not copied and trunk not in module.modules():
+            setattr(copied, name, None)
+    copied._tied_weights_keys = None  # they name the output head
+    layers = nn.ModuleList() if top is None else find_layers(trunk)
+    below = dict.fromkeys(range(len(layers) - (top or 0)), nn.Identity())
+    if top is not None:
         config.trainable_token_indices = None
-        if not modules and not parameters:
-            raise ValueError(
-                f"critic_layers={layers} leaves the critic no weight to train: peft_config adapts nothing in the top "
-                f"{layers} layers; raise critic_layers, or let peft_config adapt them"
-            )
-    config.target_modules = modules
-    if parameters:
-        config.target_parameters = sorted(parameters)
-    config.layers_to_transform = config.layers_pattern = config.exclude_modules = None  # the targets are by full names
-    trunk = re.compile(rf"^(\^?){re.escape(trunk_name(model) or model.base_model_prefix)}\\?\.")
-    for name in ("rank_pattern", "alpha_pattern"):
-        patterns = getattr(config, name, None) or {}
-        setattr(config, name, {trunk.sub(r"\1", pattern): value for pattern, value in patterns.items()})
-    return get_peft_model(cast(PreTrainedModel, trunk_of(model)), config, adapter_name="critic")
-
-
-def names_inside_trunk(model: PreTrainedModel, names: list[str]) -> list[str]:
-    """Return the names inside a model's trunk, relative to the trunk."""
-    trunk = f"{trunk_name(model)}.".lstrip(".")
-    return [name.removeprefix(trunk) for name in names if name.startswith(trunk)]
-
-
-def trunk_name(model: PreTrainedModel) -> str:
-    """Return the name of a model's trunk among its modules; empty for a trunk."""
-    return next(name for name, module in model.named_modules() if module is trunk_of(model))
+    try:
+        with replace_layers(layers, below):
+            adapted = get_peft_model(copied, config, adapter_name="critic")
+    except NoMatchingPeftModuleError as error:
+        if top is None:
+            raise
+        raise ValueError(
+            f"critic_layers={top} leaves the critic no weight to train, since peft_config adapts nothing in them; "
+            "raise critic_layers, or let peft_config adapt them"
+        ) from error
+    of_layers = set(layers.modules())
+    for name, module in list(trunk.named_modules()):
+        if isinstance(module, ModulesToSaveWrapper):
+            trunk.set_submodule(name, module.original_module)
+        elif top is not None and isinstance(module, BaseTunerLayer) and module not in of_layers:
+            trunk.set_submodule(name, cast(BaseTunerLayer, module).get_base_layer())
+    adapted.base_model.model = trunk
+    return adapted
 
 
 def shared_copy(module: nn.Module) -> Any:

@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import MutableMapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -151,7 +151,9 @@ def distinct_prompts(input_ids: Tensor, attention_mask: Tensor, width: int) -> t
     return input_ids[:, :-width].masked_fill(padding, -1).unique(dim=0, return_inverse=True)
 
 
-def lay_out(model: Any, input_ids: Tensor, attention_mask: Tensor, width: int, final: bool) -> Layout:
+def lay_out(
+    model: PreTrainedModel | PeftModel, input_ids: Tensor, attention_mask: Tensor, width: int, final: bool
+) -> Layout:
     """Return the layout with the least work that a model's attention can take.
 
     Args:
@@ -169,16 +171,16 @@ def lay_out(model: Any, input_ids: Tensor, attention_mask: Tensor, width: int, f
     return min(apart, shared, key=lambda layout: layout.cost(hidden_size))
 
 
-def fits(layout: Layout, model: Any) -> bool:
+def fits(layout: Layout, model: PreTrainedModel | PeftModel) -> bool:
     """Return whether a layout that was made for another model suits this one as well."""
     packed, masked = ("position_ids" in layout.inputs, "attention_mask" in layout.inputs)
     return can_share_prompts(model) if masked else can_pack(model) == packed
 
 
 @torch.no_grad()
-def can_pack(model: Any) -> bool:
+def can_pack(model: PreTrainedModel | PeftModel) -> bool:
     """Return whether a model's attention separates packed rows, which a trial with two rows confirms."""
-    model = model.get_base_model() if isinstance(model, PeftModel) else model
+    model = cast(PreTrainedModel, model.get_base_model()) if isinstance(model, PeftModel) else model
     implementation = str(getattr(model.config, "_attn_implementation", ""))
     if PACKING_ATTENTION not in implementation:
         return False
@@ -192,12 +194,12 @@ def can_pack(model: Any) -> bool:
 
 
 @torch.no_grad()
-def can_share_prompts(model: Any) -> bool:
+def can_share_prompts(model: PreTrainedModel | PeftModel) -> bool:
     """Return whether a model's attention takes a mask of any form, which a trial with two rows confirms.
 
     Layers that look back a limited number of positions count columns, which a shared prompt moves.
     """
-    model = model.get_base_model() if isinstance(model, PeftModel) else model
+    model = cast(PreTrainedModel, model.get_base_model()) if isinstance(model, PeftModel) else model
     config, trunk = model.config.get_text_config(), trunk_of(model)
     kinds = {"full_attention", *(getattr(config, "layer_types", None) or ())}
     if len(kinds) > 1 or getattr(config, "sliding_window", None) is not None:

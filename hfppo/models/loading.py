@@ -1,12 +1,11 @@
 """Models and tokenizers as users give them."""
 
 import copy
-import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import TypedDict, Unpack, cast
 
 import torch
 from peft import LoraConfig, PeftConfig, PeftModel, TaskType, load_peft_weights
@@ -23,8 +22,6 @@ from transformers import (
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled, unset_hf_deepspeed_config
 
 from hfppo.models.vocabulary import saved_vocabulary
-
-logger = logging.getLogger(__name__)
 
 # Fields of an adapter's configuration that cannot be set, and the reason.
 UNSUPPORTED = {
@@ -63,7 +60,7 @@ def load_whole(args: TrainingArguments) -> Iterator[None]:
 
 
 def load_model(
-    model: str | PreTrainedModel | PeftModel, argument: str = "model", **init_kwargs: Any
+    model: str | PreTrainedModel | PeftModel, argument: str = "model", **init_kwargs: object
 ) -> PreTrainedModel | PeftModel:
     """Load a base or an adapter from an id or path; return a loaded model as it is.
 
@@ -71,22 +68,30 @@ def load_model(
         argument: name of the argument that names the model, for errors.
     Raises:
         ValueError, RuntimeError: it cannot be loaded, or the adapter does not fit its base.
+        TypeError: it is no decoder-only language model.
     """
-    if not isinstance(model, str):
-        return model
-    options = hub_options(init_kwargs)
-    if (config := adapter_config(model, **options)) is None:
-        with name_in_errors(argument, model):
-            return AutoModelForCausalLM.from_pretrained(model, **init_kwargs)
-    base_name = str(config.base_model_name_or_path)
-    with name_in_errors(f"the base of the adapter {argument}={model!r}, base_model_name_or_path", base_name):
-        base = load_base_of(model, config, load_peft_weights(model, device="cpu", **options), **init_kwargs)
-    loaded = PeftModel.from_pretrained(base, model, **options)
-    loaded.active_peft_config.revision = base_revision(model, config, init_kwargs)
+    loaded = load_named(model, argument, **init_kwargs) if isinstance(model, str) else model
+    check_architecture(argument, loaded)
     return loaded
 
 
-def load_base_of(adapter: str, config: PeftConfig, weights: dict[str, Tensor], **init_kwargs: Any) -> PreTrainedModel:
+def load_named(name: str, argument: str, **init_kwargs: object) -> PreTrainedModel | PeftModel:
+    """Load a base or an adapter from an id or path."""
+    options = hub_options(init_kwargs)
+    if (config := adapter_config(name, **options)) is None:
+        with name_in_errors(argument, name):
+            return AutoModelForCausalLM.from_pretrained(name, **init_kwargs)
+    base_name = str(config.base_model_name_or_path)
+    with name_in_errors(f"the base of the adapter {argument}={name!r}, base_model_name_or_path", base_name):
+        base = load_base_of(name, config, load_peft_weights(name, device="cpu", **options), **init_kwargs)
+    loaded = PeftModel.from_pretrained(base, name, **options)
+    loaded.active_peft_config.revision = base_revision(name, config, init_kwargs)
+    return loaded
+
+
+def load_base_of(
+    adapter: str, config: PeftConfig, weights: dict[str, Tensor], **init_kwargs: object
+) -> PreTrainedModel:
     """Load the base of an adapter, resized to the vocabulary that the adapter was trained with.
 
     Args:
@@ -97,25 +102,20 @@ def load_base_of(adapter: str, config: PeftConfig, weights: dict[str, Tensor], *
     """
     of_base = {**init_kwargs, "revision": base_revision(adapter, config, init_kwargs)}
     base = AutoModelForCausalLM.from_pretrained(config.base_model_name_or_path, **of_base)
-    known = cast(Any, base.get_input_embeddings()).weight.shape[0]
-    size = saved_vocabulary(base, weights)
-    if size is not None and size != known:
-        base.resize_token_embeddings(size, mean_resizing=False)
+    known = cast(nn.Embedding, base.get_input_embeddings()).num_embeddings
+    if (size := saved_vocabulary(base, weights)) is not None:
+        if size != known:
+            base.resize_token_embeddings(size, mean_resizing=False)
+        return base
+    # The file has no embeddings: those of added tokens begin at the mean of the others, as transformers makes them.
     # A base may have fewer embeddings than its own tokenizer has tokens; then no token was added.
-    elif size is None and (
-        count_tokens(adapter, init_kwargs) > max(known, count_tokens(str(config.base_model_name_or_path), of_base))
-    ):
-        size = count_tokens(adapter, init_kwargs)
-        logger.warning(
-            "the tokenizer in %s has %d tokens and the base %d embeddings, and the adapter's file has no embeddings: "
-            "those of the added tokens begin at the mean of the others",
-            *(adapter, size, known),
-        )
+    size = count_tokens(adapter, init_kwargs)
+    if size > max(known, count_tokens(str(config.base_model_name_or_path), of_base)):
         base.resize_token_embeddings(size)
     return base
 
 
-def count_tokens(name: str, init_kwargs: dict[str, Any]) -> int:
+def count_tokens(name: str, init_kwargs: Mapping[str, object]) -> int:
     """Return the number of tokens of the tokenizer in a folder or repository; 0 without one."""
     try:
         trusted = init_kwargs.get("trust_remote_code")
@@ -124,35 +124,30 @@ def count_tokens(name: str, init_kwargs: dict[str, Any]) -> int:
         return 0
 
 
-def with_quantization(init_kwargs: dict[str, Any], quantization_config: Any) -> dict[str, Any]:
-    """Return `model_init_kwargs` with the trainer's `quantization_config`, if there is one.
+class HubOptions(TypedDict, total=False):
+    """The arguments of `from_pretrained` that a tokenizer or adapter takes as well."""
 
-    Raises:
-        ValueError: both have it.
-    """
-    if quantization_config is None:
-        return init_kwargs
-    if "quantization_config" in init_kwargs:
-        raise ValueError("quantization_config is given as an argument and in model_init_kwargs; leave one of them out")
-    return {**init_kwargs, "quantization_config": quantization_config}
+    revision: str | None
+    token: str | bool | None
+    cache_dir: str | None
 
 
-def hub_options(init_kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of `from_pretrained` that a tokenizer or adapter takes as well."""
-    return {name: init_kwargs[name] for name in ("revision", "token", "cache_dir") if name in init_kwargs}
+def hub_options(init_kwargs: Mapping[str, object]) -> HubOptions:
+    """Return the `HubOptions` among the arguments of `from_pretrained`."""
+    return cast(HubOptions, {name: init_kwargs[name] for name in HubOptions.__annotations__ if name in init_kwargs})
 
 
-def base_revision(adapter: str, config: PeftConfig, init_kwargs: dict[str, Any]) -> str | None:
+def base_revision(adapter: str, config: PeftConfig, init_kwargs: Mapping[str, object]) -> str | None:
     """Return the revision of an adapter's base: the adapter's entry, or the requested one for a local adapter.
 
     Of an adapter on the Hub `revision` is the adapter's own, as in PEFT's AutoPeftModel. A base in a folder has none.
     """
     if Path(config.base_model_name_or_path or "").is_dir():
         return None
-    return config.revision or (init_kwargs.get("revision") if Path(adapter).is_dir() else None)
+    return config.revision or (hub_options(init_kwargs).get("revision") if Path(adapter).is_dir() else None)
 
 
-def adapter_config(name: str, **options: Any) -> PeftConfig | None:
+def adapter_config(name: str, **options: Unpack[HubOptions]) -> PeftConfig | None:
     """Return the configuration of the adapter in a folder or, where there is no such folder, a repository of the Hub.
 
     None where it holds no adapter.
@@ -180,27 +175,16 @@ def name_in_errors(argument: str, name: str) -> Iterator[None]:
         ) from error
 
 
-def load_reference(
-    ref_model: str | PreTrainedModel | PeftModel | None, **init_kwargs: Any
-) -> PreTrainedModel | PeftModel | None:
-    """Load a reference model or adapter from an id or path; return a loaded one, or None, as it is.
+def check_architecture(name: str, model: object) -> None:
+    """Raise if a model is no decoder-only language model, or if its layers are spread over devices.
 
-    Raises:
-        TypeError, ValueError: it cannot be loaded, or cannot be a reference.
-    """
-    if ref_model is None:
-        return None
-    ref_model = load_model(ref_model, "ref_model", **init_kwargs)
-    check_architecture("ref_model", ref_model)
-    check_placement("ref_model", ref_model)
-    return ref_model
+    Heads and adapters are created on one device.
 
-
-def check_architecture(name: str, model: Any) -> None:
-    """Refuse anything but a decoder-only language model.
-
+    Args:
+        name: of the argument, for errors.
     Raises:
         TypeError: names the class.
+        ValueError: names the devices.
     """
     inner = model.get_base_model() if isinstance(model, PeftModel) else model
     if not isinstance(inner, PreTrainedModel) or inner.config.is_encoder_decoder or not inner.can_generate():
@@ -208,46 +192,12 @@ def check_architecture(name: str, model: Any) -> None:
             f"{name} is of type {type(inner).__name__}, no decoder-only language model of transformers; give one "
             "loaded by AutoModelForCausalLM, or its id or path"
         )
+    check_placement(name, inner)
 
 
-def check_model(model: PreTrainedModel | PeftModel, peft_config: PeftConfig | None) -> None:
-    """Refuse a model or adapter that cannot be trained, before the model is changed.
+def check_placement(name: str, model: PreTrainedModel) -> None:
+    """Raise if a model's layers are spread over several devices.
 
-    Raises:
-        TypeError: the model is no decoder-only language model.
-        ValueError: the adapter has no reference, or a second one is asked for.
-    """
-    check_architecture("model", model)
-    check_placement("model", model)
-    if not isinstance(model, PeftModel):
-        check_bare(model)
-    elif peft_config is not None:
-        raise ValueError(
-            "model is already an adapter and peft_config asks for another; leave peft_config out to train the "
-            "adapter on, or merge it into its base, save that, and give its folder"
-        )
-    check_adapter(model.active_peft_config if isinstance(model, PeftModel) else peft_config or default_peft_config())
-
-
-def check_bare(model: PreTrainedModel) -> None:
-    """Refuse a base that contains an adapter's layers: they would act in every forward and not be saved.
-
-    Raises:
-        ValueError: names one.
-    """
-    for name, module in model.named_modules():
-        if isinstance(module, BaseTunerLayer):
-            raise ValueError(
-                f"model has an adapter in its layer {name}, of an earlier trainer, of get_peft_model, or because it "
-                "was loaded from an adapter's folder; load its base, or give the PeftModel or the name of that folder"
-            )
-
-
-def check_placement(name: str, model: PreTrainedModel | PeftModel) -> None:
-    """Refuse a model whose layers lie on several devices: heads and adapters are created on one.
-
-    Args:
-        name: of the model, for the error.
     Raises:
         ValueError: names the devices.
     """
@@ -259,8 +209,31 @@ def check_placement(name: str, model: PreTrainedModel | PeftModel) -> None:
         )
 
 
+def check_trainable(model: PreTrainedModel | PeftModel, peft_config: PeftConfig | None) -> None:
+    """Raise if an adapter of the model cannot be trained, before the model is changed.
+
+    Raises:
+        ValueError: the disabled adapter would not be the reference, or a second adapter is asked for.
+    """
+    if isinstance(model, PeftModel):
+        if peft_config is not None:
+            raise ValueError(
+                "model is already an adapter and peft_config asks for another; leave peft_config out to train the "
+                "adapter on, or merge it into its base, save that, and give its folder"
+            )
+        check_adapter(model.active_peft_config)
+        return
+    for name, module in model.named_modules():
+        if isinstance(module, BaseTunerLayer):  # it would act in every forward and not be saved
+            raise ValueError(
+                f"model has an adapter in its layer {name}, of an earlier trainer, of get_peft_model, or because it "
+                "was loaded from an adapter's folder; load its base, or give the PeftModel or the name of that folder"
+            )
+    check_adapter(peft_config or default_peft_config())
+
+
 def check_vocabulary(name: str, model: PreTrainedModel | PeftModel, needed: int) -> None:
-    """Refuse a reference or critic that knows fewer tokens than needed.
+    """Raise if a reference or critic knows fewer tokens than needed.
 
     Raises:
         ValueError: gives both numbers.
@@ -275,14 +248,18 @@ def check_vocabulary(name: str, model: PreTrainedModel | PeftModel, needed: int)
 def positions_of(model: PreTrainedModel | PeftModel) -> tuple[int | None, bool]:
     """Return the number of positions of a model, None for any, and whether LongRoPE scales those beyond it."""
     config = model.config.get_text_config()
-    rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+    rope = getattr(config, "rope_parameters", None) or {}
     scaled = rope.get("rope_type") == "longrope"
     positions = rope.get("original_max_position_embeddings") if scaled else None
     return positions or getattr(config, "max_position_embeddings", None), scaled
 
 
 def check_adapter(config: PeftConfig) -> None:
-    """Refuse adapters that give no reference when they are disabled, or that cannot be saved as a policy's."""
+    """Raise if a disabled adapter is not the reference, or if it cannot be saved as a policy's.
+
+    Raises:
+        ValueError: names the field.
+    """
     for field, why in UNSUPPORTED.items():
         if (value := getattr(config, field, None)) not in (None, "none"):
             raise ValueError(f"{field}={value!r} {why}; leave it out of peft_config")
@@ -313,7 +290,7 @@ def keep_four_bits(model: nn.Module) -> None:
 def separate_adapter(
     model: PreTrainedModel | PeftModel, peft_config: PeftConfig | None, revision: str | None = None
 ) -> ActorSource:
-    """Separate a model that passed `check_model` into base, adapter configuration and adapter weights.
+    """Separate a model that passed `check_trainable` into base, adapter configuration and adapter weights.
 
     Args:
         revision: of a base from the Hub; a new adapter's configuration records it.
@@ -345,7 +322,7 @@ def fit_to_model(config: PeftConfig, model: PreTrainedModel) -> PeftConfig:
 
     PEFT takes every subclass of nn.Linear. An architecture's own may return something else than a product, such as a
     router's choice. The kernels of a state-space layer read all weights but the first projection's by themselves, past
-    an adapter; PEFT refuses some of them by name.
+    an adapter. PEFT rejects some of them by name.
     """
     config = copy.deepcopy(config)
     targets, excluded = (getattr(config, name, None) for name in ("target_modules", "exclude_modules"))
@@ -379,7 +356,7 @@ def is_product(layer: nn.Linear) -> bool:
     return isinstance(outputs, Tensor) and outputs.shape == expected.shape and torch.allclose(outputs, expected)
 
 
-def load_tokenizer(model: str | PreTrainedModel | PeftModel, **init_kwargs: Any) -> PreTrainedTokenizerBase:
+def load_tokenizer(model: str | PreTrainedModel | PeftModel, **init_kwargs: object) -> PreTrainedTokenizerBase:
     """Load a model's tokenizer, or that of its base if an adapter was saved without one.
 
     Args:

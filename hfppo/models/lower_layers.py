@@ -1,79 +1,33 @@
-"""The decoder layers below those that a critic adapts: their states are the base's, and need computing once only."""
+"""The decoder layers below those that a critic adapts: they are the base's, so a rollout computes them once."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import cast
 
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 _tuples: dict[type, bool] = {}  # whether decoder layers return tuples, by their class
 
 
-def find_layers(trunk: Any) -> tuple[str, nn.ModuleList]:
-    """Return the list of a trunk's decoder layers, with its name.
+def find_layers(trunk: nn.Module) -> nn.ModuleList:
+    """Return the list of a trunk's decoder layers.
 
     Raises:
         ValueError: there is no such list.
     """
-    count = trunk.config.get_text_config().num_hidden_layers
-    for name, module in trunk.named_modules():
+    count = cast(PreTrainedModel, trunk).config.get_text_config().num_hidden_layers
+    for module in trunk.modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:
-            return name, module
+            return module
     raise ValueError(
         f"critic_layers cannot be used with {type(trunk).__name__}, which has no list of its {count} decoder layers; "
         "leave critic_layers out"
     )
 
 
-def names_in_top_layers(names: list[str], trunk: Any, count: int) -> list[str]:
-    """Return those names of a trunk's modules or parameters that lie in its top `count` layers."""
-    of_list, layers = find_layers(trunk)
-    top = tuple(f"{of_list}.{i}." for i in range(len(layers) - count, len(layers)))
-    return [name for name in names if name.startswith(top)]
-
-
-class StandIn(nn.Module):
-    """Takes a layer's place in the list, with its attributes: a trunk may ask each layer for its kind of attention."""
-
-    def __init__(self, layer: nn.Module):
-        super().__init__()
-        self.layer = layer
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("layer"), name)
-
-
-class RecordedLayer(StandIn):
-    """Computes the layer, and keeps the hidden states that it returns."""
-
-    states: Tensor  # (B, L, H)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the layer's outputs."""
-        outputs = self.layer(*args, **kwargs)
-        _tuples[type(self.layer)] = isinstance(outputs, tuple)
-        self.states = outputs[0] if isinstance(outputs, tuple) else outputs
-        return outputs
-
-
-class SkippedLayer(StandIn):
-    """Returns given hidden states instead of computing the layer."""
-
-    def __init__(self, layer: nn.Module, states: Tensor, as_tuple: bool):
-        super().__init__(layer)
-        self.states, self.as_tuple = states, as_tuple
-
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor]:
-        """Return the states, with a gradient where reentrant checkpointing asks for one."""
-        states = self.states.detach().requires_grad_(hidden_states.requires_grad)
-        return (states,) if self.as_tuple else states
-
-
 @contextmanager
-def stand_in(layers: nn.ModuleList, others: dict[int, nn.Module]) -> Iterator[None]:
+def replace_layers(layers: nn.ModuleList, others: Mapping[int, nn.Module]) -> Iterator[None]:
     """Put other modules into a list of layers for the block."""
     before = {i: layers[i] for i in others}
     try:
@@ -85,24 +39,53 @@ def stand_in(layers: nn.ModuleList, others: dict[int, nn.Module]) -> Iterator[No
             layers[i] = module
 
 
+class RecordingLayer(nn.Module):
+    """Computes a layer in its place, and keeps the hidden states that it returns."""
+
+    states: Tensor  # (B, L, H)
+
+    def __init__(self, layer: nn.Module):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, *args: object, **kwargs: object) -> Tensor | tuple[Tensor, ...]:
+        """Return the layer's outputs."""
+        outputs = self.layer(*args, **kwargs)
+        _tuples[type(self.layer)] = isinstance(outputs, tuple)
+        self.states = outputs[0] if isinstance(outputs, tuple) else outputs
+        return outputs
+
+
+class GivenStates(nn.Module):
+    """Returns given hidden states in the place of a layer."""
+
+    def __init__(self, states: Tensor, as_tuple: bool):
+        super().__init__()
+        self.states, self.as_tuple = states, as_tuple
+
+    def forward(self, hidden_states: Tensor, *args: object, **kwargs: object) -> Tensor | tuple[Tensor]:
+        """Return the states, with a gradient where reentrant checkpointing asks for one."""
+        states = self.states.detach().requires_grad_(hidden_states.requires_grad)
+        return (states,) if self.as_tuple else states
+
+
 @contextmanager
-def record_states(trunk: nn.Module, top: int) -> Iterator[RecordedLayer]:
+def record_states(trunk: nn.Module, top: int) -> Iterator[RecordingLayer]:
     """Keep the hidden states below the top layers of a trunk's forward in the block."""
-    layers = find_layers(trunk)[1]
+    layers = find_layers(trunk)
     last = len(layers) - top - 1
-    recorded = RecordedLayer(layers[last])
-    with stand_in(layers, {last: recorded}):
-        yield recorded
+    recording = RecordingLayer(layers[last])
+    with replace_layers(layers, {last: recording}):
+        yield recording
 
 
 @contextmanager
 def start_from(trunk: nn.Module, top: int, states: Tensor) -> Iterator[None]:
-    """Let a trunk's forward in the block start from (B, L, H) hidden states below its top layers.
+    """Let a trunk's forward in the block run its top layers only, from (B, L, H) hidden states below them.
 
     The trunk computes embeddings, masks and positions as always, and each layer keeps its number.
     """
-    layers = find_layers(trunk)[1]
-    last = len(layers) - top - 1
-    as_tuple = _tuples.get(type(layers[last]), False)
-    with stand_in(layers, {i: SkippedLayer(layers[i], states, as_tuple) for i in range(last + 1)}):
+    layers = find_layers(trunk)
+    given = GivenStates(states, _tuples.get(type(layers[-top - 1]), False))
+    with replace_layers(layers, dict.fromkeys(range(len(layers) - top), given)):
         yield

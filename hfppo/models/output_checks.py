@@ -5,12 +5,13 @@ half precision. Every forward is one of `ActorCritic`, where FSDP2 and ZeRO-3 ga
 """
 
 import logging
-from typing import Any
+from typing import cast
 
 import torch
+from peft import PeftModel
 from torch import Tensor
 
-from hfppo.models.actor_critic import ActorCritic
+from hfppo.models.actor_critic import ActorCritic, Want
 from hfppo.models.adapter_checks import check_noise
 from hfppo.models.modes import eval_mode
 
@@ -21,7 +22,7 @@ LENGTH = 8  # tokens of a row
 
 @torch.no_grad()
 def check_outputs(model: ActorCritic, device: torch.device, is_new: bool) -> None:
-    """Refuse a model whose outputs this package reads wrongly; warn if a new adapter changes the base's.
+    """Raise if this package reads a model's outputs wrongly; warn if a new adapter changes the base's.
 
     A collective call where the weights are sharded.
 
@@ -51,6 +52,12 @@ def ids_of(model: ActorCritic, device: torch.device) -> Tensor:
     return ids % model.config.get_text_config().vocab_size
 
 
+def rows_of(ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the inputs of a forward whose rows are completions after their first token."""
+    everything = torch.ones_like(ids)
+    return ids, everything, everything[:, 1:].bool()
+
+
 def logits_of_forward(model: ActorCritic, device: torch.device) -> Tensor:
     """Return the (LENGTH, V) float32 logits of transformers' own forward."""
     ids = ids_of(model, device)[:1]
@@ -58,7 +65,7 @@ def logits_of_forward(model: ActorCritic, device: torch.device) -> Tensor:
 
 
 def check_logits(model: ActorCritic, device: torch.device) -> None:
-    """Refuse an architecture whose log-probs are not those of its own logits, up to their rounding.
+    """Raise if an architecture's log-probs are not those of its own logits, up to their rounding.
 
     Raises:
         ValueError: names it.
@@ -66,9 +73,8 @@ def check_logits(model: ActorCritic, device: torch.device) -> None:
     ids = ids_of(model, device)[:1]
     expected = logits_of_forward(model, device)
     wanted = expected.log_softmax(dim=-1)[:-1].gather(1, ids[0, 1:, None]).squeeze(1)
-    everything = torch.ones_like(ids)
     try:
-        got = model(ids, everything, everything[:, 1:].bool(), values=False).logprobs[0]
+        got = model(*rows_of(ids), Want(values=False)).logprobs[0]
     except torch.OutOfMemoryError:
         raise
     except (AttributeError, RuntimeError, TypeError) as error:
@@ -91,12 +97,11 @@ def try_layouts(model: ActorCritic, device: torch.device) -> None:
 
     Later one process alone may have such rows, and would wait for the others' part of sharded weights.
     """
-    ids = ids_of(model, device)
-    rows = (ids, torch.ones_like(ids), torch.ones_like(ids[:, -1:], dtype=torch.bool))
+    rows = rows_of(ids_of(model, device))
     model(*rows)
     if model.ref_model is not None:
         with model.reference():
-            model(*rows, values=False)
+            model(*rows, Want(values=False))
 
 
 def precision(values: Tensor) -> torch.dtype:
@@ -120,13 +125,12 @@ def warn_of_start(model: ActorCritic, device: torch.device) -> None:
 
 
 def check_causal(model: ActorCritic, device: torch.device) -> None:
-    """Refuse bidirectional critics: V(s_t) would depend on later tokens."""
-    trunk: Any = model.critic.trunk
+    """Raise if a critic is bidirectional: V(s_t) would depend on later tokens."""
     # Row by row, since together they might share their beginning.
     states = [critic_states(model, ids) for ids in ids_of(model, device).split(1)]
     first, second = (x.reshape(LENGTH, -1)[:-1].float() for x in states)
     if not torch.allclose(first, second, rtol=0.0, atol=1e-3 * float(first.abs().max())):
-        name = type(trunk.get_base_model()).__name__
+        name = type(cast(PeftModel, model.critic.trunk).get_base_model()).__name__
         raise ValueError(
             f"critic is built on {name}, whose states know the tokens that come later; give a decoder, or "
             "critic='adapter'"
@@ -134,13 +138,12 @@ def check_causal(model: ActorCritic, device: torch.device) -> None:
 
 
 def check_start(model: ActorCritic, device: torch.device) -> None:
-    """Refuse an architecture whose upper layers need more of the lower ones than their hidden states."""
+    """Raise if an architecture's upper layers need more of the lower ones than their hidden states."""
     ids = ids_of(model, device)
-    everything = torch.ones_like(ids)
-    kept = model(ids, everything, everything[:, 1:].bool(), policy=False, keep_base_states=True).base_states
+    kept = model(*rows_of(ids), Want(policy=False, base_states=True)).base_states
     whole = critic_states(model, ids)
     try:
-        started = critic_states(model, ids, base_states=kept)
+        started = critic_states(model, ids, kept)
         same = torch.allclose(started, whole, rtol=1e-2, atol=1e-2 * float(whole.abs().mean()))
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
         same = False
@@ -151,13 +154,12 @@ def check_start(model: ActorCritic, device: torch.device) -> None:
         )
 
 
-def critic_states(model: ActorCritic, ids: Tensor, **options: Any) -> Tensor:
+def critic_states(model: ActorCritic, ids: Tensor, base_states: Tensor | None = None) -> Tensor:
     """Return the last hidden states of the critic's trunk, float32, for rows of completions after one token."""
     found: list[Tensor] = []
     hook = model.critic.trunk.register_forward_hook(lambda _, __, outputs: found.append(outputs.last_hidden_state))
     try:
-        everything = torch.ones_like(ids)
-        model(ids, everything, everything[:, 1:].bool(), policy=False, final_value=True, **options)
+        model(*rows_of(ids), Want(policy=False, final_value=True), base_states)
     finally:
         hook.remove()
     return found[-1].float()

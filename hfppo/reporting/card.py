@@ -7,15 +7,15 @@ tag that was added by hand. PEFT adds library, base model, tags and its version.
 import html
 import json
 import re
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from huggingface_hub import ModelCard, ModelCardData
 from huggingface_hub.utils import yaml_dump
 from peft import PeftModel
-from transformers import TrainerState
+from transformers import Trainer, TrainerState
 from transformers.modelcard import TrainingSummary
 
 from hfppo.config import PPOConfig
@@ -44,51 +44,39 @@ class Evaluation:
     metrics: dict[str, float]
 
 
-def write_card(
-    folder: str | Path,
-    model: PeftModel,
-    args: PPOConfig,
-    state: TrainerState,
-    reward_weights: dict[str, float],
-    repo_id: str | None = None,
-    chat: bool = False,
-    **given: Any,
-) -> None:
-    """Write the model card of a run into a folder.
+def write_card(trainer: Trainer, reward_weights: dict[str, float], chat: bool, **given: Any) -> None:
+    """Write the model card of a run into its output folder.
 
     Args:
         reward_weights: the reward functions' names and weights.
-        repo_id: the repository that the folder is pushed to, for the code that loads it.
         chat: whether the prompts are lists of messages.
-        given: `language`, `license`, `tags`, `model_name`, `finetuned_from`, `tasks`, `dataset_tags`, `dataset` and
-            `dataset_args`, as `transformers.Trainer.create_model_card` takes them.
+        given: the keywords of `transformers.Trainer.create_model_card`, such as `tags` and `license`.
     """
-    folder = Path(folder)
-    name = given.pop("model_name", None) or Path(args.output_dir).absolute().name
+    model, args, state = cast(PeftModel, trainer.model), cast(PPOConfig, trainer.args), trainer.state
+    folder = Path(args.output_dir)
+    name = given.pop("model_name", None) or folder.absolute().name
     evaluations = last_evaluations(state, args)
     data = build_metadata(read_card(folder), name, given, model.config.name_or_path)
-    base = data.get("base_model")
-    settings = json.loads(json.dumps(args.to_dict(), default=str))
-    chat_options = {option: repr(value) for option, value in (settings["chat_template_kwargs"] or {}).items()}
-    configuration = yaml_dump(changed_settings(args, settings)).strip()
+    settings = changed_settings(args)
+    configuration = yaml_dump({name: x for name, x in settings.items() if not name.startswith(NOT_SHOWN)}).strip()
     card = ModelCard.from_template(
         data,
         template_path=str(TEMPLATE),
-        title=escape(name),
+        escape=escape,
+        title=name,
         adapter=model.active_peft_config.peft_type.value.replace("LORA", "LoRA"),
-        base=base if is_repository(base) else None,
-        architecture=escape(type(model.get_base_model()).__name__),
+        base=data.base_model if is_repository(data.base_model) else None,
+        architecture=type(model.get_base_model()).__name__,
         critic_folder=CRITIC_FOLDER if (folder / CRITIC_FOLDER).is_dir() else None,
-        source=json.dumps(repo_id or name, ensure_ascii=False),
-        chat_options=chat_options if chat else None,
-        max_new_tokens=args.max_completion_length,
-        evaluations=[replace(evaluation, name=escape(evaluation.name)) for evaluation in evaluations],
-        metrics={metric: escape(metric) for metric in sorted({m for e in evaluations for m in e.metrics})},
+        source=json.dumps(trainer.hub_model_id or name, ensure_ascii=False),
+        chat=chat,
+        chat_options={option: repr(x) for option, x in (settings.get("chat_template_kwargs") or {}).items()},
+        args=args,
+        evaluations=evaluations,
+        metrics=sorted({metric for evaluation in evaluations for metric in evaluation.metrics}),
         global_step=state.global_step,
-        world_size=args.world_size,
         best_step=best_step(state, args),
-        best_metric=escape(args.metric_for_best_model),
-        rewards=[(escape(function), weight) for function, weight in reward_weights.items()],
+        rewards=reward_weights,
         configuration=configuration,
         fence="`" * (3 + configuration.count("`")),  # longer than any fence inside
         versions={package: version(package) for package in PACKAGES},
@@ -98,53 +86,44 @@ def write_card(
     model.create_or_update_model_card(str(folder))
 
 
-def escape(text: Any) -> str:
+def escape(text: object) -> str:
     """Return text as one line without markup, for Markdown and its tables."""
     line = html.escape(" ".join(str(text).split()), quote=False)
     return re.sub(r"([\\`*_{}\[\]()#~|$])", r"\\\1", line)
 
 
-def changed_settings(args: PPOConfig, settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings that are not at their defaults and that can change the result."""
-    changed = (field for field in fields(args) if field.init and getattr(args, field.name) != field.default)
-    return {field.name: settings[field.name] for field in changed if not field.name.startswith(NOT_SHOWN)}
+def changed_settings(args: PPOConfig) -> dict[str, Any]:
+    """Return the settings that are not at their defaults, as plain values and without secrets."""
+    plain = json.loads(json.dumps(args.to_dict(), default=str))
+    return {f.name: plain[f.name] for f in fields(args) if f.init and getattr(args, f.name) != f.default}
 
 
-def build_metadata(before: Any, name: str, given: dict[str, Any], base: str | None) -> ModelCardData:
+def build_metadata(before: ModelCard | None, name: str, given: dict[str, Any], base: str | None) -> ModelCardData:
     """Return the metadata of the card, except for PEFT's."""
     kept = {} if before is None else before.data.to_dict()
-    kept.pop("model-index", None)
-    summary = TrainingSummary(  # asks the Hub for the license of the base
-        name,
-        **{
-            **given,
-            "license": given.get("license") or kept.get("license"),
-            "finetuned_from": given.get("finetuned_from") or (base if is_repository(base) else None),
-            "tags": [*as_list(given.get("tags")), *as_list(kept.get("tags")), *TAGS],
-        },
-    )
-    data = {**kept, **summary.create_metadata(), "library_name": "peft"}
+    given = {
+        **given,
+        "license": given.get("license") or kept.get("license"),
+        "finetuned_from": given.get("finetuned_from") or (base if is_repository(base) else None),
+        "tags": [*as_list(given.get("tags")), *as_list(kept.get("tags")), *TAGS],
+    }
+    made = TrainingSummary(name, **given).create_metadata()  # asks the Hub for the license of the base
+    data = {**kept, **made, "library_name": "peft"}
     del data["model-index"]  # made for metrics of classification
     return ModelCardData(**data, ignore_metadata_errors=True)
 
 
 def last_evaluations(state: TrainerState, args: PPOConfig) -> list[Evaluation]:
-    """Return the last evaluation under each name, if it belongs to the saved weights."""
-    history = state.log_history
-    end = max((i for i, entry in enumerate(history) if "train_runtime" in entry), default=None)
-    best = best_step(state, args)
+    """Return the last evaluation of the saved weights under each name."""
+    history, best, rate = state.log_history, best_step(state, args), "_samples_per_second"
+    end = max((i for i, entry in enumerate(history) if "train_runtime" in entry), default=0)
     found: dict[str, Evaluation] = {}
     for i, entry in enumerate(history):
         if best is not None and i < end and entry["step"] != best:
-            continue  # these weights were replaced by the best ones
-        for key in entry:
-            name = key.removesuffix("_samples_per_second")
-            if name == key or name == "train":
-                continue
-            metrics = {k.removeprefix(f"{name}_"): v for k, v in entry.items() if k.startswith(f"{name}_")}
-            numbers = {k: v for k, v in metrics.items() if k not in SPEED and isinstance(v, int | float)}
-            found.pop(name, None)  # so that the latest comes last
-            found[name] = Evaluation(name, int(entry["step"]), numbers)
+            continue  # the best weights have replaced these
+        for name in (key.removesuffix(rate) for key in entry if key.endswith(rate) and not key.startswith("train_")):
+            metrics = {key.removeprefix(f"{name}_"): x for key, x in entry.items() if key.startswith(f"{name}_")}
+            found[name] = Evaluation(name, int(entry["step"]), {k: x for k, x in metrics.items() if k not in SPEED})
     return list(found.values())
 
 

@@ -3,7 +3,6 @@
 import io
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import rich
 from datasets import Dataset
@@ -39,11 +38,12 @@ class PrintCompletionsCallback(PPOCallback):
                 name += "_"
             columns[name] = column
         self._print(f"step {state.global_step}", columns)
-        steps = {"step": [state.global_step] * len(rollout)}
-        table = Dataset.from_dict(
-            {n: make_column(c) for n, c in (steps | columns | {"score": rollout.scores.tolist()}).items()}
-        )
-        save_table(table, Path(args.output_dir) / "completions" / f"completions_{state.global_step:05d}.parquet")
+        columns = {"step": [state.global_step] * len(rollout), **columns, "score": rollout.scores.tolist()}
+        table = Dataset.from_dict({name: make_column(column) for name, column in columns.items()})
+        file = Path(args.output_dir) / "completions" / f"completions_{state.global_step:05d}.parquet"
+        with ignore_write_errors(file):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            table.to_pandas().to_parquet(file)  # no temporary file: a push in the background would upload it
         log_table(args, "completions", table)
 
     def _print(self, title: str, columns: dict[str, list]) -> None:
@@ -57,7 +57,7 @@ class PrintCompletionsCallback(PPOCallback):
             rich.print(table)
 
 
-def cell_text(x: Any) -> str:
+def cell_text(x: object) -> str:
     """Return a cell of the printed table: the text of a conversation, with roles if it has several messages."""
     if isinstance(x, float):
         return f"{x:.4g}"
@@ -66,17 +66,6 @@ def cell_text(x: Any) -> str:
     if len(x) == 1:
         return str(x[0]["content"])
     return "\n".join(f"{message.get('role')}: {message['content']}" for message in x)
-
-
-def save_table(table: Dataset, file: Path) -> None:
-    """Write a Parquet file; a file that cannot be written is a warning."""
-    with ignore_write_errors(file):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        try:  # no temporary file, since a push in the background would upload it from this subfolder
-            table.to_pandas().to_parquet(file)
-        except OSError:
-            file.unlink(missing_ok=True)  # half a table cannot be read
-            raise
 
 
 def log_table(args: TrainingArguments, name: str, rows: Dataset) -> None:
@@ -89,7 +78,7 @@ def log_table(args: TrainingArguments, name: str, rows: Dataset) -> None:
 def make_column(column: list) -> list:
     """Return the column, as text if Parquet cannot store it: mixed types, empty dictionaries, lone surrogates."""
     try:
-        Dataset.from_dict({"column": column}).to_pandas().to_parquet(io.BytesIO())  # Arrow holds more than Parquet
+        Dataset.from_dict({"column": column}).to_pandas().to_parquet(io.BytesIO())  # Arrow allows more than Parquet
     except (ValueError, TypeError, OverflowError, NotImplementedError):  # includes Arrow's own errors
         return [str(x).encode(errors="backslashreplace").decode() for x in column]
     return column

@@ -1,13 +1,9 @@
 """Warn of a run that goes wrong: a function per problem, with its limit, and a section of docs/health.md for each."""
 
-import math
 import re
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from inspect import signature
-from itertools import takewhile
 
 from transformers import TrainerCallback
 
@@ -23,55 +19,38 @@ class HealthWarning(UserWarning):
 
 @dataclass(frozen=True)
 class Run:
-    """The log of a run up to a step, and its configuration. A metric that was not logged is a KeyError."""
+    """A run's metrics and its configuration. A metric that was not logged is a KeyError."""
 
-    logs: list[dict[str, float]]
+    first: dict[str, float]  # the first value of each metric
+    now: dict[str, float]  # the mean over the logs of the last rollout, since single steps are noisy
     args: PPOConfig
 
-    @property
-    def step(self) -> int:
-        return int(self.logs[-1]["step"])
-
-    def mean(self, metric: str) -> float:
-        """Return the mean over the logs of the last rollout: a single step, such as the first, tells little."""
-        before = self.step - self.args.updates_per_rollout
-        recent = takewhile(lambda log: log["step"] > before, reversed(self.logs))
-        values = [log[metric] for log in recent if metric in log]
-        if not values:
-            raise KeyError(metric)
-        return sum(values) / len(values)
-
-    def now(self, metric: str) -> float:
-        """Return the mean of a metric that the last log has."""
-        if metric not in self.logs[-1]:
-            raise KeyError(metric)
-        return self.mean(metric)
-
-    def first(self, metric: str) -> float:
-        """Return the metric's first value."""
-        for log in self.logs:
-            if metric in log:
-                return log[metric]
-        raise KeyError(metric)
+    @classmethod
+    def of(cls, logs: list[dict[str, float]], args: PPOConfig) -> "Run":
+        """Read the log history."""
+        first = {name: value for log in reversed(logs) for name, value in log.items()}
+        recent = [log for log in logs if log["step"] > logs[-1]["step"] - args.updates_per_rollout]
+        values = {name: [log[name] for log in recent if name in log] for log in recent for name in log}
+        return cls(first, {name: sum(found) / len(found) for name, found in values.items()}, args)
 
     @property
     def improved(self) -> bool:
         """Whether the reward has risen by more than noise."""
-        return self.mean("reward") - self.first("reward") > IMPROVEMENT * self.first("reward_std")
+        return self.now["reward"] - self.first["reward"] > IMPROVEMENT * self.first["reward_std"]
 
     def above(self, metric: str, limit: float) -> str | None:
-        """Return as text that a metric of the last log is above a limit, or NaN; None if it is not."""
-        value = self.now(metric)
+        """Return as text that a metric is above a limit, or NaN; None if it is not."""
+        value = self.now[metric]
         return None if value <= limit else f"{metric} is {value:.3g}, above {limit:.3g}"
 
     def below(self, metric: str, limit: float) -> str | None:
-        """Return as text that a metric of the last log is at a limit, below it, or NaN; None if it is not."""
-        value = self.now(metric)
+        """Return as text that a metric is at a limit, below it, or NaN; None if it is not."""
+        value = self.now[metric]
         return None if value > limit else f"{metric} is {value:.3g}, at or below {limit:.3g}"
 
-    def explain(self, fact: str | None, meaning: str, causes: str, change: str, excuse: bool = False) -> str | None:
-        """Return the text of a warning, with the values of the fields in braces; None without a fact, or excused."""
-        if fact is None or excuse:
+    def explain(self, fact: str | None, meaning: str, causes: str, change: str) -> str | None:
+        """Return the text of a warning, with the values of the fields in braces; None without a fact."""
+        if fact is None:
             return None
         change = re.sub(r"{(\w+)}", lambda name: f"{name[1]} (now {getattr(self.args, name[1])})", change)
         return f"{fact}: {meaning}. Likely causes, in order: {causes}. To change: {change}"
@@ -83,16 +62,6 @@ def clip_fraction(run: Run, limit: float = 0.3) -> str | None:
         "many tokens are clipped and teach nothing",
         "steps that are too large; too many steps on one rollout",
         "lower {learning_rate}, or {num_ppo_epochs}",
-    )
-
-
-def approximate_kl(run: Run, limit: float = 0.1) -> str | None:
-    """Nats per token that a rollout's updates may move the policy."""
-    return run.explain(
-        run.above("policy/approx_kl", limit),
-        "each rollout's updates move the policy far from the one that sampled",
-        "steps that are too large; too many steps on one rollout",
-        "lower {learning_rate}, or {num_ppo_epochs}; or let a ClipMetricsCallback end rollouts early",
     )
 
 
@@ -125,23 +94,13 @@ def kl_to_the_reference(run: Run, limit: float = 0.3) -> str | None:
 
 
 def entropy_collapse(run: Run, limit: float = 0.1) -> str | None:
-    """Share of the first entropy. A better reward excuses it."""
+    """Share of the first entropy."""
+    fact = run.below("policy/entropy", limit * run.first["policy/entropy"])
     return run.explain(
-        run.below("policy/entropy", limit * run.first("policy/entropy")),
+        None if run.improved else fact,
         "the policy has stopped exploring, and the reward is no better than at the start",
         "steps that are too large; advantages that are noise; a reward that wants one answer to everything",
         "lower {learning_rate}; raise {entropy_coef}, {kl_coef} or {cliprange_high}",
-        excuse=run.improved,
-    )
-
-
-def length_explosion(run: Run, limit: float = 3.0) -> str | None:
-    """Multiple of the first mean length."""
-    return run.explain(
-        run.above("completions/mean_length", limit * run.first("completions/mean_length")),
-        "completions are several times as long as at the start",
-        "a reward that grows with length; a penalty per token that is smaller than a token's gain",
-        "fix the reward; set {missing_eos_penalty}; raise {kl_coef}; HealthCallback(length_explosion=None) allows it",
     )
 
 
@@ -155,24 +114,24 @@ def truncation(run: Run, limit: float = 0.5) -> str | None:
 
 
 def no_signal(run: Run, limit: float = 1e-3) -> str | None:
-    """Standard deviation of the scores as a share of their mean's size. A better reward excuses it."""
+    """Standard deviation of the scores as a share of their mean's size."""
+    fact = run.below("reward_std", limit * abs(run.now["reward"]))
     return run.explain(
-        run.below("reward_std", limit * abs(run.mean("reward"))),
+        None if run.improved else fact,
         "all completions score alike, so there is nothing to learn from",
         "a reward function that always gives the same; prompts that are all too hard or too easy; a collapsed policy",
         "check the reward function on a few completions; take other prompts; raise {temperature}, {num_mini_batches}",
-        excuse=run.improved,
     )
 
 
 def no_signal_within_prompts(run: Run, limit: float = 0.95) -> str | None:
-    """Share of prompts, for estimators that compare within a prompt. A better reward excuses it."""
+    """Share of prompts, for estimators that compare within a prompt."""
+    fact = run.above("frac_reward_zero_std", limit)
     return run.explain(
-        run.above("frac_reward_zero_std", limit),
+        fact if estimator_needs(run.args.advantage_estimator, "groups") and not run.improved else None,
         "the completions of nearly every prompt score alike, and this estimator compares nothing else",
         "too few completions per prompt; prompts that are too hard or too easy; a collapsed policy",
         "raise {num_generations} or {temperature}; take other prompts; set {advantage_estimator} to 'gae'",
-        excuse=run.improved or not estimator_needs(run.args.advantage_estimator, "groups"),
     )
 
 
@@ -185,17 +144,6 @@ def unscorable(run: Run, limit: float = 0.5) -> str | None:
     )
 
 
-def value_loss(run: Run, limit: float = 1.5) -> str | None:
-    """Multiple of the best constant's loss. Returns that hardly vary count as varying by a tenth of their mean."""
-    variance = max(run.mean("value/return_std") ** 2, (0.1 * run.mean("value/return")) ** 2)
-    return run.explain(
-        run.above("value/loss", limit / 2 * variance),
-        "the critic predicts worse than the returns' mean would",
-        "a value clip that is small compared with the scores; a critic that learns too slowly; one that diverges",
-        "set {cliprange_value} to None or scale the scores; change {critic_learning_rate}, None being the actor's",
-    )
-
-
 def explained_variance(run: Run, limit: float = -0.2) -> str | None:
     return run.explain(
         run.below("value/explained_variance", limit),
@@ -205,48 +153,16 @@ def explained_variance(run: Run, limit: float = -0.2) -> str | None:
     )
 
 
-def gradient_norm(run: Run, limit: float = 20.0) -> str | None:
-    """Multiple of `max_grad_norm`, or of 1 where nothing is clipped, for the actor and the critic."""
-    clip = run.args.max_grad_norm if math.isfinite(run.args.max_grad_norm) else 1.0
-    facts = [run.above(name, limit * clip) for name in ("grad_norm", "value/grad_norm") if name in run.logs[-1]]
-    return run.explain(
-        next(filter(None, facts), None),
-        "the gradient is far larger than its clip",
-        "scores far from ±1; a run that diverges; a loss term with a large weight",
-        "scale the scores, or set {whiten_advantages} to True; lower {learning_rate} or {vf_coef}",
-    )
-
-
-def reward_hacking(run: Run, limit: float = 0.1) -> str | None:
-    """Share of its best by which the evaluated metric may fall, in two evaluations, while the reward rises."""
-    metric = "eval_reward"
-    if run.args.metric_for_best_model and run.args.greater_is_better:
-        metric = f"eval_{run.args.metric_for_best_model.removeprefix('eval_')}"
-    values = {i: log[metric] for i, log in enumerate(run.logs) if metric in log}
-    best = max(values, key=lambda i: values[i], default=0)
-    lowest = run.logs[best][metric] - limit * abs(run.logs[best][metric])
-    rises = run.mean("reward") > replace(run, logs=run.logs[: best + 1]).mean("reward")
-    return run.explain(
-        run.below(metric, lowest),
-        "it falls while the reward rises, so the policy games the reward",
-        "a reward that misses part of the goal; a KL penalty that is small compared with the scores; long training",
-        "raise {kl_coef}; fix the reward; keep the best model with {metric_for_best_model}, {load_best_model_at_end}",
-        excuse=not rises or any(value > lowest for value in list(values.values())[-2:]),
-    )
-
-
-# For how many rollouts in a row a problem must last before the warning.
-AT_ONCE = (clip_fraction, first_ratio, sampler_mismatch, reward_hacking)
-COLLAPSES = (approximate_kl, kl_to_the_reference, entropy_collapse, length_explosion, truncation, gradient_norm)
-SCORES = (no_signal, no_signal_within_prompts, unscorable)
-CRITIC = (value_loss, explained_variance)  # a critic begins as a constant and needs time
-CHECKS = dict.fromkeys(AT_ONCE, 1) | dict.fromkeys(COLLAPSES + SCORES, 3) | dict.fromkeys(CRITIC, 10)
+# For how many rollouts in a row a problem must last before the warning. A critic begins as a constant and needs time.
+SIGNAL = (no_signal, no_signal_within_prompts, unscorable)
+LASTING = (kl_to_the_reference, entropy_collapse, truncation, *SIGNAL)
+CHECKS = {clip_fraction: 1, first_ratio: 1, sampler_mismatch: 1, **dict.fromkeys(LASTING, 3), explained_variance: 10}
 
 
 class HealthCallback(TrainerCallback):
     """Warn when the log shows a run that goes wrong: metric, since when, why, and what to change. On by default.
 
-    The main process warns once per problem. A resumed run judges by the log history of its checkpoint too.
+    The main process warns once per problem in a training.
 
     Args:
         limits: by the names of the checks in docs/health.md, such as `clip_fraction=0.5`; None turns a check off.
@@ -257,41 +173,32 @@ class HealthCallback(TrainerCallback):
         if unknown := sorted(limits.keys() - own.keys()):
             raise TypeError(f"HealthCallback has no check {', '.join(unknown)}; choose from {', '.join(own)}")
         self.limits = own | limits
+        self._since: dict[str, int] = {}  # the step at which a check began to fail
         self._warned: set[str] = set()  # names of checks
 
     def on_train_begin(self, args, state, control, **kwargs):
-        """Forget the warnings of an earlier training."""
+        """Forget an earlier training."""
+        self._since.clear()
         self._warned.clear()
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        """Judge the latest log."""
+        """Judge the last rollout."""
         if not state.is_world_process_zero:
             return
+        run, step = Run.of(state.log_history, args), state.log_history[-1]["step"]
         for check, patience in CHECKS.items():
             name = check.__name__
-            if name in self._warned or self.limits[name] is None:
+            limit = self.limits[name]
+            if name in self._warned or limit is None:
                 continue
-            message, since, passed = judge(partial(check, limit=self.limits[name]), state.log_history, args)
-            steps = state.log_history[-1]["step"] - passed
-            if message and -(-steps // args.updates_per_rollout) >= patience:  # a rollout that has begun counts
+            try:
+                message = check(run, limit)
+            except KeyError:  # no log of the rollout has the metric
+                continue
+            if message is None:
+                self._since.pop(name, None)
+            elif step - self._since.setdefault(name, step) >= (patience - 1) * args.updates_per_rollout:
                 self._warned.add(name)
-                message = f"since step {since}, {message}. See docs/health.md#{name.replace('_', '-')}"
+                message = f"since step {self._since[name]}, {message}. See docs/health.md#{name.replace('_', '-')}"
                 # `warnings.warn` would add a line of source, and drop equal words in a second run of the process.
                 warnings.warn_explicit(message, HealthWarning, "hfppo", 1)
-
-
-def judge(check: Callable[[Run], str | None], logs: list[dict[str, float]], args: PPOConfig) -> tuple[str, int, int]:
-    """Return the problem that the last log shows, "" for none, its first step, and the last step without it."""
-    message, since = "", 0
-    for end in range(len(logs), 0, -1):
-        run = Run(logs[:end], args)
-        try:
-            found = check(run)
-        except KeyError:  # a log without the metric
-            if not message:
-                break
-            continue
-        if found is None:
-            return message, since, run.step
-        message, since = message or found, run.step
-    return message, since, 0

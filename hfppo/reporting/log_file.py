@@ -2,9 +2,8 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback
 
 from hfppo.support.files import ignore_write_errors, write_atomically
 
@@ -19,38 +18,31 @@ class LogFileCallback(TrainerCallback):
     """
 
     def __init__(self) -> None:
-        self._path: Path | None = None
-        self._complete = True  # whether the file holds every entry so far
+        self._path: Path | None = None  # None before training, and except on the main process
+        self._complete = True  # whether the file has every entry so far
 
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
+    def on_train_begin(self, args, state, control, **kwargs):
         """Write the entries up to the checkpoint that is resumed; of a new run, empty an earlier run's file."""
         if state.is_world_process_zero:
             self._path = Path(args.output_dir) / LOG_FILE
             if state.log_history or self._path.exists():
-                self._rewrite(state.log_history)
+                self._write(self._path, state.log_history, append=False)
 
-    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
-        """Append the latest entry."""
-        if self._path is None:
-            return
-        if not self._complete:
-            self._rewrite(state.log_history)
-            return
+    def on_log(self, args, state, control, **kwargs):
+        """Append the latest entry; write all of them if an earlier one is missing."""
+        if self._path is not None:
+            entries = state.log_history[-1:] if self._complete else state.log_history
+            self._write(self._path, entries, append=self._complete)
+
+    def _write(self, path: Path, entries: list[dict[str, float]], append: bool) -> None:
+        """Append entries to the file, or replace it atomically."""
+        text = "".join(json.dumps(entry, sort_keys=True) + "\n" for entry in entries)  # as in `trainer_state.json`
         self._complete = False
-        with ignore_write_errors(self._path):
-            with self._path.open("a") as file:
-                file.write(format_entry(state.log_history[-1]))
+        with ignore_write_errors(path):
+            if append:
+                with path.open("a") as file:
+                    file.write(text)
+            else:
+                with write_atomically(path) as temporary:
+                    temporary.write_text(text)
             self._complete = True
-
-    def _rewrite(self, history: list[dict[str, float]]) -> None:
-        """Replace the file atomically."""
-        self._complete = False
-        with ignore_write_errors(self._path):
-            with write_atomically(self._path) as temporary:
-                temporary.write_text("".join(format_entry(entry) for entry in history))
-            self._complete = True
-
-
-def format_entry(entry: dict[str, float]) -> str:
-    """Return a line of JSON, with sorted keys as in a checkpoint's `trainer_state.json`."""
-    return json.dumps(entry, sort_keys=True) + "\n"

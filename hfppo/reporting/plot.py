@@ -3,9 +3,8 @@
 import math
 from fnmatch import filter as match_names
 from pathlib import Path
-from typing import Any
 
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback
 
 from hfppo.support.files import ignore_write_errors, write_atomically
 
@@ -37,13 +36,13 @@ PANELS = {
 class PlotCallback(TrainerCallback):
     """Draw the curves of the run into `curves.png` in the output folder when training ends. On by default."""
 
-    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
+    def on_train_end(self, args, state, control, **kwargs):
         """Draw the whole log history; no picture if no metric of a panel was logged."""
         panels = select_panels(state.log_history)
         if state.is_world_process_zero and panels:
-            file = Path(args.output_dir).absolute() / PICTURE
-            with ignore_write_errors(Path(args.output_dir) / PICTURE), write_atomically(file) as temporary:
-                draw_panels(panels, state.log_history, file.parent.name, temporary)
+            file = Path(args.output_dir) / PICTURE
+            with ignore_write_errors(file), write_atomically(file) as temporary:
+                draw_panels(panels, state.log_history, file.absolute().parent.name, temporary)
 
 
 def select_panels(history: list[dict[str, float]]) -> dict[str, list[str]]:
@@ -59,7 +58,7 @@ def draw_panels(panels: dict[str, list[str]], history: list[dict[str, float]], t
     Raises:
         OSError: the file cannot be written.
     """
-    # Imported late: it takes half a second. Not pyplot: it would choose a backend for the user's own figures.
+    # Imported late, because it needs half a second. pyplot would choose a backend for the user's own figures.
     from matplotlib import rc_context
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -69,7 +68,7 @@ def draw_panels(panels: dict[str, list[str]], history: list[dict[str, float]], t
     with rc_context({"text.parse_math": False, "font.size": 8}):  # a dollar in a name is a dollar
         figure = Figure(figsize=(4.2 * columns, 2.6 * rows + 0.6))
         FigureCanvasAgg(figure)
-        # Margins in inches over the size: a layout engine would measure every label, which takes longer than drawing.
+        # Margins in inches over the size. A layout engine would be slower: it measures every label.
         width, height = figure.get_size_inches()
         figure.subplots_adjust(0.6 / width, 0.5 / height, 1 - 0.15 / width, 1 - 0.7 / height, wspace=0.2, hspace=0.35)
         figure.suptitle(title, y=1 - 0.2 / height)

@@ -4,7 +4,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Self
 
 from tqdm import tqdm
 from transformers import ProgressCallback, Trainer
@@ -13,7 +13,7 @@ LINE_EVERY = 30.0  # seconds between two lines where there is no terminal
 BAR = "{percentage:3.0f}%|{bar}| step {n_fmt}/{total_fmt}{postfix} [{elapsed}<{remaining}]"
 LINE = "step {n_fmt}/{total_fmt}{postfix} [{elapsed}<{remaining}]"
 
-# Metrics in the line of a log: metric, label, format.
+# The most-read metrics, in the line of a log: metric, label, format.
 SHORT = (
     ("reward", "reward", ".3f"),
     ("kl", "KL", ".4f"),
@@ -33,23 +33,23 @@ class RunProgress(ProgressCallback):
     bar: with `disable_tqdm`, and on processes other than the first.
     """
 
-    training_bar: Any  # a tqdm bar, disabled where stderr is no terminal; None outside of training
+    training_bar: tqdm | None  # disabled where stderr is no terminal; None outside of training
 
     def __init__(self) -> None:
         super().__init__()
         self._phases: list[str] = []  # entered, outermost first
 
     @classmethod
-    def of(cls, trainer: Trainer) -> "RunProgress":
+    def of(cls, trainer: Trainer) -> Self:
         """Replace the trainer's own bar and return the new one; it is silent if the user has another bar, or none."""
         progress = cls()
         callbacks = trainer.callback_handler.callbacks
-        default = next((c for c in callbacks if type(c) is ProgressCallback), None)
+        # TRL's RichProgressCallback is no subclass of Trainer's.
+        bars = [c for c in callbacks if isinstance(c, ProgressCallback) or "ProgressCallback" in type(c).__name__]
+        default = next((bar for bar in bars if type(bar) is ProgressCallback), None)
         if default is not None:
             trainer.remove_callback(default)
-            # TRL's RichProgressCallback is no subclass of Trainer's.
-            own = [c for c in callbacks if isinstance(c, ProgressCallback) or "ProgressCallback" in type(c).__name__]
-            if not own:
+            if bars == [default]:
                 trainer.add_callback(progress)
         return progress
 
@@ -86,7 +86,8 @@ class RunProgress(ProgressCallback):
     def on_log(self, args, state, control, logs=None, **kwargs):
         """On a terminal, write one short line for a log of training steps; otherwise all numbers, as Trainer does."""
         if self.training_bar is not None and not self.training_bar.disable and "loss" in logs:
-            self.training_bar.write(short_line(state.global_step, logs))
+            shown = [f"{label} {logs[metric]:{form}}" for metric, label, form in SHORT if metric in logs]
+            self.training_bar.write("  ".join([f"step {state.global_step}", *shown]))
         else:
             super().on_log(args, state, control, logs=logs, **kwargs)
 
@@ -132,11 +133,5 @@ def describe_sizes(completions: int, processes: int, steps: int) -> str:
         completions: in a rollout, per process.
         steps: optimizer steps per rollout.
     """
-    together = completions * processes
-    return f"rollouts of {together} completions ({completions} per process), {steps} optimizer steps each"
-
-
-def short_line(step: int, logs: dict[str, Any]) -> str:
-    """Return the most-read numbers of a log in one line."""
-    shown = [f"{label} {logs[metric]:{form}}" for metric, label, form in SHORT if metric in logs]
-    return "  ".join([f"step {step}", *shown])
+    total = completions * processes
+    return f"rollouts of {total} completions ({completions} per process), {steps} optimizer steps each"

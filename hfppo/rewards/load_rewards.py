@@ -8,18 +8,17 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from hfppo.models.loading import adapter_config, hub_options, name_in_errors
+from hfppo.models.loading import adapter_config, name_in_errors
 from hfppo.rewards.model import RewardAdapter, RewardModel
 from hfppo.rewards.server import RewardServer
 from hfppo.rewards.tolerant import TolerantReward
 
 
 def load_reward_funcs(
-    funcs: Any,
+    funcs: object,
     tokenizers: PreTrainedTokenizerBase | Sequence[PreTrainedTokenizerBase | None] | None,
     base_name: str,
     device: torch.device,
-    **init_kwargs: Any,
 ) -> list[Any]:
     """Load the reward models, adapters and servers among `reward_funcs`.
 
@@ -28,7 +27,6 @@ def load_reward_funcs(
         tokenizers: one for each, or a single one for a single function; None for the model's own.
         base_name: name of the actor's base; adapters must have been trained on it.
         device: the trainer's; models are loaded to it, and loaded models are moved to it from the CPU.
-        init_kwargs: for `from_pretrained`; a `device_map` among them takes precedence over `device`.
     Raises:
         ValueError: a model cannot be loaded, has no score head, or is an adapter for another base.
     """
@@ -40,27 +38,26 @@ def load_reward_funcs(
             f"reward_processing_classes has {len(own)} entries for {len(listed)} reward functions; give one each, "
             "None for functions"
         )
-    init_kwargs = {"device_map": str(device), **init_kwargs}
-    return [load_reward_func(*pair, base_name, device, **init_kwargs) for pair in zip(listed, own, strict=True)]
+    return [load_reward_func(*pair, base_name, device) for pair in zip(listed, own, strict=True)]
 
 
 def load_reward_func(
-    func: Any, tokenizer: PreTrainedTokenizerBase | None, base_name: str, device: torch.device, **init_kwargs: Any
+    func: object, tokenizer: PreTrainedTokenizerBase | None, base_name: str, device: torch.device
 ) -> Any:
     """Load one entry of `reward_funcs`; return a function as it is, and check that a server answers."""
     if isinstance(func, TolerantReward):
-        return replace(func, func=load_reward_func(func.func, tokenizer, base_name, device, **init_kwargs))
+        return replace(func, func=load_reward_func(func.func, tokenizer, base_name, device))
     if isinstance(func, PreTrainedModel | PeftModel):
         kind = type(func.get_base_model() if isinstance(func, PeftModel) else func).__name__
         if not kind.endswith("ForSequenceClassification"):
             raise TypeError(
-                f"reward_funcs holds {kind}, which gives no scores; give a function, or one made by "
+                f"reward_funcs has {kind}, which gives no scores; give a function, or one made by "
                 "AutoModelForSequenceClassification"
             )
         if tokenizer is None and not func.config.name_or_path:
             raise ValueError(
-                f"reward_funcs holds {kind} without a name to load its tokenizer by; give that "
-                "tokenizer in reward_processing_classes"
+                f"reward_funcs has {kind} without a name to load its tokenizer by; give the tokenizer in "
+                "reward_processing_classes"
             )
         tokenizer = tokenizer or AutoTokenizer.from_pretrained(func.config.name_or_path)
         return RewardModel(func, tokenizer, device=device if func.device.type == "cpu" else None)
@@ -70,28 +67,22 @@ def load_reward_func(
         func.check()
     if not isinstance(func, str):
         return func
-    options = hub_options(init_kwargs)
-    if (config := adapter_config(func, **options)) is None:
-        classifier = load_classifier(func, **init_kwargs)
-        return RewardModel(classifier, tokenizer or tokenizer_of(func, init_kwargs))
+    if (config := adapter_config(func)) is None:
+        return RewardModel(load_classifier(func, device), tokenizer or AutoTokenizer.from_pretrained(func))
     if config.base_model_name_or_path != base_name:
         raise ValueError(
             f"reward_funcs: the adapter {func!r} was trained on {config.base_model_name_or_path!r}, the actor's base "
             f"is {base_name!r}; merge the adapter into its base and give the merged model"
         )
-    return RewardAdapter(func, config, tokenizer or tokenizer_of(func, init_kwargs), options)
+    return RewardAdapter(func, config, tokenizer or AutoTokenizer.from_pretrained(func))
 
 
-def tokenizer_of(name: str, init_kwargs: dict[str, Any]) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a reward model."""
-    trusted = init_kwargs.get("trust_remote_code")
-    return AutoTokenizer.from_pretrained(name, trust_remote_code=trusted, **hub_options(init_kwargs))
-
-
-def load_classifier(name: str, **init_kwargs: Any) -> PreTrainedModel:
-    """Load a sequence-classification model; refuse files without a head, whose scores would be noise."""
+def load_classifier(name: str, device: torch.device) -> PreTrainedModel:
+    """Load a sequence-classification model; raise if it has no trained head: its scores would be noise."""
     with name_in_errors("reward_funcs", name):
-        model, info = AutoModelForSequenceClassification.from_pretrained(name, output_loading_info=True, **init_kwargs)
+        model, info = AutoModelForSequenceClassification.from_pretrained(
+            name, output_loading_info=True, device_map=str(device)
+        )
     if info["missing_keys"]:
         raise ValueError(
             f"reward_funcs: {name!r} has no weights for {', '.join(sorted(info['missing_keys']))}: it is no reward "

@@ -7,6 +7,7 @@ An adapter for the actor's base uses the base that is already in memory.
 
 import copy
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from hfppo.models.adapter_checks import unchanged
 from hfppo.models.critic import shared_copy
 from hfppo.models.layout import rows_at_once
 from hfppo.models.vocabulary import saved_vocabulary
-from hfppo.rewards.reward_func import Private, unwrap
+from hfppo.rewards.reward_func import Log, RewardBatch, unwrap
 
 
 class RewardModel:
@@ -41,13 +42,12 @@ class RewardModel:
         tokenizer: the model's own; its padding token and side are not changed.
         batch_size: texts at once.
         label: index or name of the label that is the score; None for a model with one label.
-        device: moved to before it scores; None leaves the model where it is.
+        device: the model is moved to it before it scores; None leaves the model where it is.
 
     Raises:
         ValueError: a model with several labels and no `label`, or an unknown one.
     """
 
-    reads_continuations = True
     date: RunDate | None = None  # for the chat template; a trainer sets its own
 
     def __init__(
@@ -68,15 +68,12 @@ class RewardModel:
         self.max_length = max_length(model, tokenizer)
         self.label = find_label(model.config.num_labels, model.config.label2id or {}, label, name)
 
-    def __call__(self, /, prompts: list[Any], completions: list[Any], **kwargs: Any) -> list[float]:
-        """One score per completion."""
-        return self.call_privately(Private(), prompts, completions, **kwargs)
+    def score_batch(self, batch: RewardBatch, log: Log) -> list[float]:
+        """Score the completions as they continue their prompts."""
+        return self(batch.prompts, batch.continuations(), **batch.columns)
 
-    def call_privately(
-        self, private: Private, /, prompts: list[Any], completions: list[Any], **kwargs: Any
-    ) -> list[float]:
-        """See `Private` and `__call__`."""
-        completions = completions if private.continuations is None else list(private.continuations)
+    def __call__(self, /, prompts: Sequence[Any], completions: Sequence[Any], **kwargs: Any) -> list[float]:
+        """Return one score per completion."""
         if isinstance(prompts[0], str):
             eos = self.tokenizer.eos_token or ""
             texts = [prompt + completion + eos for prompt, completion in zip(prompts, completions, strict=True)]
@@ -143,11 +140,11 @@ def conversation(prompt: list[dict[str, Any]], completion: list[dict[str, Any]])
     return [*before, {**last, "content": content}]
 
 
-def check_conversations(name: str, func: Any, dataset: str, prompts: Prompts) -> None:
-    """Refuse conversations for a reward model without a chat template; other functions pass.
+def check_conversations(name: str, func: object, dataset: str, prompts: Prompts) -> None:
+    """Raise if a reward model without a chat template gets conversations.
 
     Args:
-        name: of the function, for the error, as `dataset` is.
+        name, dataset: names of function and dataset, for the error.
     Raises:
         ValueError: the reward model's tokenizer has no chat template.
     """
@@ -186,10 +183,8 @@ class RewardAdapter(RewardModel):
     Call `attach` with the base before scoring.
     """
 
-    def __init__(
-        self, path: str, config: PeftConfig, tokenizer: PreTrainedTokenizerBase, options: dict[str, Any] | None = None
-    ):
-        self.path, self.config, self.tokenizer, self.options = path, config, tokenizer, options or {}
+    def __init__(self, path: str, config: PeftConfig, tokenizer: PreTrainedTokenizerBase):
+        self.path, self.config, self.tokenizer = path, config, tokenizer
         self.__name__ = os.path.basename(path.rstrip("/"))
 
     def attach(self, base: PreTrainedModel) -> None:
@@ -200,13 +195,13 @@ class RewardAdapter(RewardModel):
             classifier: Any = AutoModelForSequenceClassification.from_config(config)
         trunk = shared_copy(base.base_model)
         setattr(classifier, classifier.base_model_prefix, trunk)
-        size = saved_vocabulary(classifier, load_peft_weights(self.path, device="cpu", **self.options))
+        size = saved_vocabulary(classifier, load_peft_weights(self.path, device="cpu"))
         if size is not None:  # loading them must not change the actor's
             trunk.set_input_embeddings(copy.deepcopy(trunk.get_input_embeddings()))
             classifier.resize_token_embeddings(size, mean_resizing=False)
         width = config.get_text_config().hidden_size
         classifier.score = nn.Linear(width, 1, bias=False, dtype=torch.float32, device=base.device)
         with unchanged(base, self.config, f"the reward adapter {self.path!r}"):
-            model = PeftModel.from_pretrained(classifier, self.path, **self.options)
+            model = PeftModel.from_pretrained(classifier, self.path)
         super().__init__(model, self.tokenizer)
         self.__name__ = os.path.basename(self.path.rstrip("/"))

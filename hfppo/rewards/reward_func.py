@@ -13,97 +13,129 @@ import functools
 import inspect
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase, TrainerState
 
 RewardFunc = Callable[..., Any]
+Text = str | list[dict[str, Any]]  # or a conversation
+
+
+@dataclass
+class Log:
+    """Values that one reward function logs. Each function has its own log, so the order does not depend on speed."""
+
+    columns: dict[str, list[object]] = field(default_factory=dict)
+    numbers: dict[str, list[float]] = field(default_factory=dict)
+    failed: list[bool] | None = None  # for each completion whether its reward is a fallback; None: it cannot be
+
+    def extra(self, column: str, values: Sequence[object]) -> None:
+        """Add a column of one value per completion; passed as `log_extra`."""
+        self.columns.setdefault(column, []).extend(values)
+
+    def metric(self, name: str, value: float) -> None:
+        """Add a number to a metric; passed as `log_metric`."""
+        self.numbers.setdefault(name, []).append(float(value))
 
 
 @dataclass(frozen=True)
-class Private:
-    """Data about a batch beyond the contract, for the package's own reward functions.
+class RewardBatch:
+    """B completions to score.
 
-    A function that uses it has a method `call_privately`, which gets it as its only positional argument: among the
-    keywords, a column of the dataset might have its name.
+    The package's own reward functions have a method `score_batch(batch, log)`, which gets more than the contract's
+    keywords, and cannot confuse them with columns of the dataset.
     """
 
-    continuations: Sequence[Any] | None = None  # the completions as they continue their prompts; None: as they are
-    episodes: Sequence[Any] = ()  # of tools and environments
-    log_failures: Callable[[list[bool]], None] | None = None  # takes whether each reward is a fallback
+    prompts: Sequence[Text]
+    completions: Sequence[Text]
+    completion_ids: list[list[int]]  # unpadded, EOS and the tokens of tools and environments included
+    mask: Tensor  # (B, T) bool, True on sampled tokens
+    columns: Mapping[str, list[object]] = field(default_factory=dict)  # the dataset's other columns, B entries each
+    trainer_state: TrainerState | None = None
+    episodes: Sequence[Any] = ()  # of tools and environments; () without them
+    prompt_ids: Sequence[list[int]] = ()
+    tokenizer: PreTrainedTokenizerBase | None = None  # of the policy
 
-    def rows(self, some: slice) -> "Private":
-        """Return the data about some of the rows, without `log_failures`."""
-        continuations = None if self.continuations is None else self.continuations[some]
-        return Private(continuations, self.episodes[some])
+    def rows(self, some: slice) -> "RewardBatch":
+        """Return some of the rows."""
+        columns = {name: values[some] for name, values in self.columns.items()}
+        lists = ("prompts", "completions", "completion_ids", "mask", "episodes", "prompt_ids")
+        return replace(self, columns=columns, **{name: getattr(self, name)[some] for name in lists})
+
+    def arguments(self, log: Log) -> dict[str, object]:
+        """Return the keywords of the contract, with copies of all that a function may change in place."""
+        own = {"prompts": self.prompts, "completions": self.completions, "completion_ids": self.completion_ids}
+        copies = {name: copy_values(values) for name, values in {**self.columns, **own}.items()}
+        return {**copies, "trainer_state": self.trainer_state, "log_extra": log.extra, "log_metric": log.metric}
+
+    def continuations(self) -> Sequence[Text]:
+        """Return the completions as they continue the text of their prompts.
+
+        Some tokenizers decode a completion without the space that it begins with. An assistant's message that the
+        prompt has begun is continued too; any other message is text of its own.
+        """
+        if self.tokenizer is None:
+            return self.completions
+        rows = zip(self.prompts, self.completions, self.prompt_ids, self.completion_ids, strict=True)
+        return [
+            continue_text(text, prompt_ids, ids, self.tokenizer)
+            if isinstance(prompt, str) or prompt[-1]["role"] == "assistant"
+            else text
+            for prompt, text, prompt_ids, ids in rows
+        ]
 
 
-def with_private(func: RewardFunc, private: Private) -> RewardFunc:
-    """Return a function that takes the contract's keywords only."""
-    call = getattr(func, "call_privately", None)
-    return func if call is None else functools.partial(call, private)
+def continue_text(completion: Text, prompt_ids: list[int], ids: list[int], tokenizer: PreTrainedTokenizerBase) -> Text:
+    """Return a completion with the text that its tokens add to the text of the prompt.
+
+    A message that is not the text of all tokens, such as one with parsed calls, stays as it is.
+    """
+    alone, before, whole = tokenizer.batch_decode([ids, prompt_ids, prompt_ids + ids], skip_special_tokens=True)
+    added = whole.removeprefix(before) if whole.startswith(before) else alone
+    if isinstance(completion, str):
+        return added
+    first, *others = completion
+    return [{**first, "content": added}, *others] if first["content"] == alone else completion
+
+
+def call_func(func: RewardFunc, batch: RewardBatch, log: Log) -> Any:
+    """Call a reward function; the result of an asynchronous one is awaitable."""
+    score_batch = getattr(func, "score_batch", None)
+    return func(**batch.arguments(log)) if score_batch is None else score_batch(batch, log)
 
 
 class RewardWrapper:
-    """A reward function around another one; it takes over that one's name, and is async if that one is."""
+    """A reward function around another, with the name of `func`; asynchronous if `func` is."""
 
     func: RewardFunc
 
 
-def unwrap(func: RewardFunc) -> RewardFunc:
+def unwrap(func: object) -> Any:
     """Return the innermost function of nested wrappers and `functools.partial` objects."""
     while isinstance(func, functools.partial | RewardWrapper):
         func = func.func
     return func
 
 
-def remove_wrappers(func: RewardFunc) -> RewardFunc:
-    """Return the function inside nested wrappers; a `functools.partial` is kept, with the arguments it binds."""
-    while isinstance(func, RewardWrapper):
-        func = func.func
-    return func
-
-
-def plain_name(func: RewardFunc) -> str:
+def plain_name(func: object) -> str:
     """Return a function's name, or the class name of a callable object."""
     func = unwrap(func)
     return getattr(func, "__name__", type(func).__name__)
 
 
-def is_async(func: RewardFunc) -> bool:
+def is_async(func: object) -> bool:
     """Return whether calling it gives a coroutine, also for objects with an async `__call__`."""
     func = unwrap(func)
     return inspect.iscoroutinefunction(func) or inspect.iscoroutinefunction(getattr(func, "__call__", None))  # noqa: B004
 
 
-def bound_names(func: RewardFunc) -> set[str]:
-    """Return the parameters that have a value already, such as `self`: a keyword of that name cannot be passed."""
-    if isinstance(func, functools.partial):
-        inner, given = func.func, len(func.args)
-    elif inspect.ismethod(func):
-        return first_parameters(func.__func__, 1)
-    elif inspect.isroutine(func) or inspect.isclass(func):
-        return set()
-    else:
-        return first_parameters(type(func).__call__, 1)
-    return bound_names(inner) | first_parameters(inner, given)
-
-
-def first_parameters(func: Callable[..., Any], count: int) -> set[str]:
-    """Return the names of the first parameters that may be passed by keyword."""
-    try:
-        parameters = list(inspect.signature(func).parameters.values())[:count]
-    except ValueError:  # some builtins have no signature
-        return set()
-    return {parameter.name for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD}
-
-
-def copy_values(value: Any) -> Any:
+def copy_values(value: object) -> object:
     """Return a copy of lists, dictionaries, arrays and tensors at any depth; other objects are shared.
 
     A reward function may change its arguments in place, and no other function must see that.
@@ -115,28 +147,7 @@ def copy_values(value: Any) -> Any:
     return copy.deepcopy(value) if isinstance(value, np.ndarray | Tensor) else value
 
 
-class Log:
-    """Values that one reward function logs. Each function has its own log, so the order does not depend on speed."""
-
-    def __init__(self) -> None:
-        self.columns: dict[str, list[Any]] = {}
-        self.numbers: dict[str, list[float]] = {}
-        self.failed: list[bool] | None = None
-
-    def extra(self, column: str, values: Sequence[Any]) -> None:
-        """Add a column of one value per completion; passed as `log_extra`."""
-        self.columns.setdefault(column, []).extend(values)
-
-    def metric(self, name: str, value: float) -> None:
-        """Add a number to a metric; passed as `log_metric`."""
-        self.numbers.setdefault(name, []).append(float(value))
-
-    def failures(self, failed: list[bool]) -> None:
-        """Note for each completion whether its reward is a fallback; for wrappers only."""
-        self.failed = failed
-
-
-def columns_of(logs: dict[str, Log], rows: int) -> dict[str, list[Any]]:
+def columns_of(logs: dict[str, Log], rows: int) -> dict[str, list[object]]:
     """Return the columns of all logs; where two functions use one name, the function's name is added.
 
     Raises:
@@ -155,16 +166,16 @@ def columns_of(logs: dict[str, Log], rows: int) -> dict[str, list[Any]]:
     return columns
 
 
-def merge_logs(logs: Iterable[dict[str, list[Any]]]) -> dict[str, list[Any]]:
+def merge_logs(logs: Iterable[dict[str, list[float]]]) -> dict[str, list[float]]:
     """Concatenate the lists of each name."""
-    result: dict[str, list[Any]] = {}
+    result: dict[str, list[float]] = {}
     for log in logs:
         for name, values in log.items():
             result.setdefault(name, []).extend(values)
     return result
 
 
-def check_output(name: str, output: Any, lengths: list[int]) -> list[float | list[float]]:
+def check_output(name: str, output: object, lengths: list[int]) -> list[float | list[float]]:
     """Return a reward function's output as floats or lists of floats, with NaN for None.
 
     Args:
@@ -181,8 +192,7 @@ def rows_of(name: str, output: Any, lengths: list[int]) -> list[Any]:
     if hasattr(output, "tolist"):  # a tensor, an array, a pandas Series
         # (B, 1) are the logits of a model with one label; for completions of one token both readings are the same.
         output = (output[:, 0] if getattr(output, "ndim", 1) == 2 and output.shape[1] == 1 else output).tolist()
-    is_list = isinstance(output, Sequence)
-    if not is_list or isinstance(output, str):
+    if not isinstance(output, Sequence) or isinstance(output, str):
         raise TypeError(f"reward function {name!r} returned {type(output).__name__}; return a list of numbers")
     values = list(output)
     if len(values) != len(lengths):
@@ -208,7 +218,7 @@ def check_reward(name: str, row: int, value: Any, length: int) -> float | list[f
     return check_number(name, row, value)
 
 
-def check_number(name: str, row: int, value: Any) -> float:
+def check_number(name: str, row: int, value: object) -> float:
     """Return a number that is finite in float32, as a float."""
     if isinstance(value, Tensor | np.ndarray | np.generic) and math.prod(value.shape) == 1:
         value = value.item()

@@ -11,14 +11,14 @@ from typing import Any
 
 from tenacity import stop_after_attempt
 
-from hfppo.rewards.reward_func import Private
+from hfppo.rewards.reward_func import Log, RewardBatch, Text
 from hfppo.support.calls import wait_for
 from hfppo.support.http_client import Endpoint, ServerError
 from hfppo.support.secrets import hide_in_url
 
 
 class RewardServer:
-    """A server that follows the contract of `hfppo.rewards.reward_func`; it is waited for while the models compute.
+    """A server that follows the contract of `hfppo.rewards.reward_func`; it answers while the models compute.
 
     Args:
         url: its address, http:// or https://; requests go to exactly that.
@@ -50,9 +50,13 @@ class RewardServer:
         self.endpoint = Endpoint(url, timeout, stop_after_attempt(max_retries + 1), max_concurrency, headers)
         self.columns, self.batch_size, self.__name__ = list(columns), batch_size, name
 
-    reads_continuations = True
+    async def score_batch(self, batch: RewardBatch, log: Log) -> list[float | None]:
+        """Score the completions as they continue their prompts."""
+        return await self(batch.prompts, batch.continuations(), **batch.columns)
 
-    async def __call__(self, /, prompts: list[Any], completions: list[Any], **kwargs: Any) -> list[float | None]:
+    async def __call__(
+        self, /, prompts: Sequence[Text], completions: Sequence[Text], **kwargs: Any
+    ) -> list[float | None]:
         """Return one score per completion.
 
         Raises:
@@ -60,13 +64,6 @@ class RewardServer:
             KeyError: a column is missing from the dataset.
             TypeError, ValueError: JSON cannot hold a value.
         """
-        return await self.call_privately(Private(), prompts, completions, **kwargs)
-
-    async def call_privately(
-        self, private: Private, /, prompts: list[Any], completions: list[Any], **kwargs: Any
-    ) -> list[float | None]:
-        """See `Private` and `__call__`."""
-        completions = completions if private.continuations is None else list(private.continuations)
         sent = {"prompts": prompts, "completions": completions, **{column: kwargs[column] for column in self.columns}}
         starts = range(0, len(prompts), self.batch_size)
         bodies = [{key: rows[i : i + self.batch_size] for key, rows in sent.items()} for i in starts]
@@ -86,7 +83,7 @@ class RewardServer:
         body: dict[str, list] = {key: [] for key in ("prompts", "completions", *self.columns)}
         self._scores(wait_for(lambda: self.endpoint.post_all("", [body]))[0], 0)
 
-    def _scores(self, answer: Any, wanted: int) -> list[Any]:
+    def _scores(self, answer: object, wanted: int) -> list[float | None]:
         scores = answer.get("scores") if isinstance(answer, dict) else None
         if not isinstance(scores, list) or len(scores) != wanted:
             raise ServerError(

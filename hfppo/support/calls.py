@@ -1,40 +1,38 @@
 """Calls of others' functions: coroutines from plain code, with time limits, with random numbers aside."""
 
 import asyncio
-import faulthandler
 import inspect
 import random
 import signal
-import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from anyio.from_thread import start_blocking_portal
 
+T = TypeVar("T")
 
-@contextmanager
-def in_background(calls: Sequence[Callable[[], Any]]) -> Iterator[Callable[[], list[Any]]]:
-    """Run coroutine functions concurrently with the block; the yielded function waits for their results.
 
-    If the block raises, they are cancelled.
-    """
-    if not calls:
-        yield list
-        return
-
-    async def together() -> list[Any]:
-        return await asyncio.gather(*(awaited(call()) for call in calls))
-
+def wait_for(call: Callable[[], Awaitable[T]]) -> T:
+    """Run a coroutine function and return its result."""
     # The event loop has a thread of its own, because a notebook already runs one in this thread.
     with start_blocking_portal() as portal:
-        yield portal.start_task_soon(together).result
+        return portal.call(call)
 
 
-async def awaited(value: Any) -> Any:
+def wait_for_all(calls: Sequence[Callable[[], Awaitable[T]]]) -> list[T]:
+    """Run coroutine functions concurrently and return their results."""
+
+    async def together() -> list[T]:
+        return await asyncio.gather(*(call() for call in calls))
+
+    return wait_for(together) if calls else []
+
+
+async def awaited(value: object) -> Any:
     """Return the value, or its result if it is awaitable.
 
     Only the value tells: decorators, partials and callable objects hide that a function is `async def`.
@@ -44,7 +42,7 @@ async def awaited(value: Any) -> Any:
     return value
 
 
-async def awaited_within(seconds: float | None, message: str, value: Any) -> Any:
+async def awaited_within(seconds: float | None, message: str, value: object) -> Any:
     """Return the result of an awaitable, or cancel it after some seconds.
 
     Args:
@@ -62,13 +60,7 @@ async def awaited_within(seconds: float | None, message: str, value: Any) -> Any
         raise
 
 
-def wait_for(call: Callable[[], Any]) -> Any:
-    """Run one coroutine function and return its result."""
-    with in_background([call]) as results:
-        return results()[0]
-
-
-def finish_within(seconds: float | None, message: str, func: Callable[[], Any]) -> Any:
+def finish_within(seconds: float | None, message: str, func: Callable[[], object]) -> Any:
     """Return the result of a function, plain or async, each with the time limit of `call_within`.
 
     Raises:
@@ -78,15 +70,15 @@ def finish_within(seconds: float | None, message: str, func: Callable[[], Any]) 
     return wait_for(lambda: awaited_within(seconds, message, value)) if inspect.isawaitable(value) else value
 
 
-# Packages with signal timeouts raise an Exception, which `except Exception` in the function swallows. Worker processes
-# need functions and models that can be pickled, and an environment would change in the worker only. In a worker thread
-# a regular expression that backtracks keeps the interpreter's lock, and no other thread can stop it.
+# Why a signal: a worker process needs functions and models that can be pickled, and an environment would change in the
+# worker only. In a worker thread, a regular expression that backtracks keeps the interpreter's lock, and no other
+# thread can stop it. Packages with signal timeouts raise an Exception, which the function's own handlers swallow.
 class TimeUp(BaseException):
     """Raised inside the function; not an Exception, so that its own `except Exception` does not catch it."""
 
 
 def require_main_thread(seconds: float | None) -> None:
-    """Raise an error if plain code cannot have this time limit.
+    """Raise if plain code cannot have this time limit.
 
     Raises:
         RuntimeError: outside the main thread, where no signal arrives.
@@ -97,11 +89,11 @@ def require_main_thread(seconds: float | None) -> None:
         )
 
 
-def call_within(seconds: float | None, message: str, func: Callable[[], Any]) -> Any:
+def call_within(seconds: float | None, message: str, func: Callable[[], T]) -> T:
     """Return the function's result, or raise a TimeoutError after some seconds.
 
     A timer signal interrupts Python code, sleep, locks, sockets and regular expressions. Other compiled code cannot be
-    interrupted: the error is raised when it returns. After twice the time all threads' stacks are printed.
+    interrupted: the error is raised when it returns.
 
     Args:
         seconds: None for no limit.
@@ -125,10 +117,8 @@ def call_within(seconds: float | None, message: str, func: Callable[[], Any]) ->
         # The signal may arrive at any line up to the one after `func`. The next one is a whole limit away, so it does
         # not interrupt the restoring below.
         try:
-            faulthandler.dump_traceback_later(2 * seconds, file=sys.__stderr__ or 2)
-            timer = signal.setitimer(
-                signal.ITIMER_REAL, seconds, seconds
-            )  # repeated, for code that catches everything
+            # Repeated, for code that catches everything.
+            timer = signal.setitimer(signal.ITIMER_REAL, seconds, seconds)
             return func()
         finally:
             running = False
@@ -137,7 +127,6 @@ def call_within(seconds: float | None, message: str, func: Callable[[], Any]) ->
     finally:
         running = False
         signal.setitimer(signal.ITIMER_REAL, *timer)
-        faulthandler.cancel_dump_traceback_later()
         signal.signal(signal.SIGALRM, handler)
 
 

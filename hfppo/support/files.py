@@ -1,4 +1,4 @@
-"""Write the files beside a run: log, picture, traces and completions."""
+"""Write files that training does not need: log, picture, traces and completions."""
 
 import logging
 import os

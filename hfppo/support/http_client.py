@@ -1,7 +1,6 @@
 """A client for JSON services over HTTP, such as reward servers and vLLM servers."""
 
 import asyncio
-import json
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,7 +11,6 @@ from tenacity.stop import stop_base
 
 from hfppo.support.secrets import hide_in_url
 
-MAX_ANSWER = 64 * 2**20  # bytes; an answer is numbers, and a longer one is not read to its end
 RETRY_STATUSES = (408, 425, 429, 500, 502, 503, 504)  # of HTTP; another attempt may succeed
 
 
@@ -65,13 +63,13 @@ class Endpoint:
         self.url, self.timeout, self.stop = url, timeout, stop
         self.max_concurrency, self.headers, self.final_text = max_concurrency, dict(headers or {}), final_text
 
-    async def post_all(self, path: str, bodies: Sequence[Any]) -> list[Any]:
+    async def post_all(self, path: str, bodies: Sequence[object]) -> list[Any]:
         """Post each body as JSON and return the parsed answers in order.
 
         Raises:
             ServerError: one could not be had; the requests under way are dropped.
         """
-        return [self._parsed(path, answer) for answer in await self.ask_all("POST", path, bodies)]
+        return [parse_json(answer) for answer in await self.ask_all("POST", path, bodies)]
 
     async def get(self, path: str) -> Any:
         """Return the parsed answer to a GET.
@@ -79,25 +77,24 @@ class Endpoint:
         Raises:
             ServerError: it could not be had.
         """
-        return self._parsed(path, (await self.ask_all("GET", path, [None]))[0])
+        return parse_json((await self.ask_all("GET", path, [None]))[0])
 
-    async def ask_all(self, method: str, path: str, bodies: Sequence[Any]) -> list[bytes]:
-        """Send each body as JSON and return the answers as bytes, in order.
+    async def ask_all(self, method: str, path: str, bodies: Sequence[object]) -> list[httpx2.Response]:
+        """Send each body as JSON and return the answers in order.
 
         Raises:
             ServerError: one could not be had; the requests under way are dropped.
         """
         limit = asyncio.Semaphore(self.max_concurrency)
-        settings: dict[str, Any] = {
-            "headers": self.headers,
-            "timeout": None,
-            "limits": httpx2.Limits(max_connections=self.max_concurrency),
-            "trust_env": False,  # no proxies and no .netrc
-            "verify": httpx2.create_ssl_context(),  # with the environment's certificates
-        }
-        async with httpx2.AsyncClient(**settings) as client:
+        async with httpx2.AsyncClient(
+            headers=self.headers,
+            timeout=None,
+            limits=httpx2.Limits(max_connections=self.max_concurrency),
+            trust_env=False,  # no proxies and no .netrc
+            verify=httpx2.create_ssl_context(),  # with the environment's certificates
+        ) as client:
 
-            async def ask(body: Any) -> bytes:
+            async def ask(body: object) -> httpx2.Response:
                 async with limit:
                     retrying = AsyncRetrying(
                         stop=self.stop,
@@ -109,59 +106,53 @@ class Endpoint:
 
             return await asyncio.gather(*(ask(body) for body in bodies))
 
-    async def _ask(self, client: httpx2.AsyncClient, method: str, url: str, body: Any) -> bytes:
+    async def _ask(self, client: httpx2.AsyncClient, method: str, url: str, body: object) -> httpx2.Response:
         """Make one attempt."""
         name = hide_in_url(url)
-        content = bytearray()
         try:
-            async with asyncio.timeout(self.timeout), client.stream(method, url, json=body) as response:
-                async for chunk in response.aiter_bytes():
-                    content += chunk
-                    if len(content) > MAX_ANSWER:
-                        raise ServerError(f"{name} answered more than {MAX_ANSWER} bytes; check the address")
+            async with asyncio.timeout(self.timeout):
+                response = await client.request(method, url, json=body)
         except TimeoutError as error:
             raise Unavailable(
                 f"{name} did not answer within {self.timeout:g} s, after all retries; raise the limit, send less at "
-                "once, or see what holds it up"
+                "once, or find out what delays it"
             ) from error
         except httpx2.TransportError as error:
-            if "CERTIFICATE_VERIFY_FAILED" in str(error):
-                raise ServerError(
-                    f"{name} has a certificate that is not trusted ({error}); set the environment variable "
-                    "SSL_CERT_FILE to a file with the certificate of its authority"
-                ) from error
             raise Unavailable(
                 f"{name} cannot be reached, after all retries ({error or type(error).__name__}); start the server or "
                 "correct the address"
             ) from error
-        said = content[:500].decode(errors="replace")
-        status = response.status_code
+        said, status = response.text[:500], response.status_code
         if status in RETRY_STATUSES and not (self.final_text and self.final_text in said):
             raise Unavailable(f"{name} answered {status}, after all retries: {said!r}; see its log", status)
         if not response.is_success:
             raise ServerError(f"{name} answered {status}: {said!r}; check address, headers and its log", status)
-        return bytes(content)
+        return response
 
-    def _parsed(self, path: str, answer: bytes) -> Any:
-        try:
-            return json.loads(answer)
-        except ValueError as error:
-            said = answer[:200].decode(errors="replace")
-            raise ServerError(
-                f"{hide_in_url(self.url + path)} answered {said!r}, which is not JSON; check the address"
-            ) from error
+
+def parse_json(response: httpx2.Response) -> Any:
+    """Return a parsed answer.
+
+    Raises:
+        ServerError: it is not JSON.
+    """
+    try:
+        return response.json()
+    except ValueError as error:
+        name, said = hide_in_url(str(response.url)), response.text[:200]
+        raise ServerError(f"{name} answered {said!r}, which is not JSON; check the address") from error
 
 
 def check_address(url: str) -> None:
-    """Refuse a URL that is no HTTP address.
+    """Raise if a URL is no HTTP address.
 
     Raises:
-        ValueError: says what an address looks like.
+        ValueError: with the form of an address.
     """
     try:
         parsed = httpx2.URL(url)
     except httpx2.InvalidURL:
-        # A URL that cannot be parsed may hold a password anywhere, and httpx2's error shows parts of it.
+        # A URL that cannot be parsed may have a password anywhere, and httpx2's error shows parts of it.
         raise ValueError(
             "the given url cannot be parsed; write http://host:port/path, with a number as the port"
         ) from None

@@ -2,7 +2,7 @@
 
     python -m hfppo.token_trace out/checkpoint-120 "请问1+1=2？" --score 1
     python -m hfppo.token_trace out/checkpoint-120 "请问1+1=2？" --completion "不对，等于3！" --score 0
-    python -m hfppo.token_trace out --html traces.html          the page of what TokenTraceCallback recorded
+    python -m hfppo.token_trace out --html traces.html          the page of the recorded traces
 
 docs/traces.md explains the columns.
 """
@@ -28,7 +28,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("folder", help="a checkpoint of PPOTrainer; without a prompt, the output folder of a run")
-    add("prompt", nargs="?", help="the prompt, as it would stand in the dataset")
+    add("prompt", nargs="?", help="the prompt, as in the dataset")
     add("--score", type=float, help="score of the completion; without it, reward, return and advantage are unknown")
     add("--completion", help="trace this completion instead of sampling one")
     add("--seed", type=int, help="sample another completion; by default the run's seed")
@@ -50,7 +50,7 @@ def describe_trace(trace: Trace, args: PPOConfig, question: Question) -> list[st
     if question.score is None:
         lines.append("reward, return and advantage need a score: add --score 1, say")
     if not args.needs_critic:
-        lines.append(f"{args.advantage_estimator} has no critic; one completion alone may have no advantage")
+        lines.append(f"{args.advantage_estimator} has no critic; a single completion may have no advantage")
     if trace.truncated:
         lines.append("the completion was cut by max_completion_length")
     return lines
@@ -61,24 +61,22 @@ def main(arguments: list[str] | None = None) -> None:
     options = vars(make_parser().parse_args(arguments))
     folder, html = options.pop("folder"), options.pop("html")
     try:
-        if html is not None and html.is_dir():  # refused before the work
-            raise ValueError(f"--html {html} is a folder; give a file in it, such as {html / 'traces.html'}")
         if options["prompt"] is None:
             print(write_page(folder, html))
             return
         question = Question(**options)
         trace, args = trace_prompt(folder, question)
+        rich.print(trace.table, *describe_trace(trace, args, question), sep="\n")
+        if html is not None:
+            html.parent.mkdir(parents=True, exist_ok=True)
+            html.write_text(render_page([trace]), encoding="utf-8")
+            print(html)
     except (OSError, ValueError) as error:
         sys.exit(f"error: {error}")
-    rich.print(trace.table, *describe_trace(trace, args, question), sep="\n")
-    if html is not None:
-        html.parent.mkdir(parents=True, exist_ok=True)
-        html.write_text(render_page([trace]), encoding="utf-8")
-        print(html)
 
 
 if __name__ == "__main__":
-    # Show only the table and this package's own warnings, not what loading a model prints.
+    # Show only the table and this package's own warnings, not the output of loading a model.
     set_verbosity_error()
     disable_progress_bar()
     logging.basicConfig(level=logging.ERROR, format="warning: %(message)s")

@@ -46,8 +46,7 @@ class TokenTraceCallback(PPOCallback):
         columns: further columns that the reward functions need, one entry per prompt each.
 
     Raises:
-        ValueError: a number below 1, or prompts without a trainer.
-        TypeError: columns without prompts.
+        ValueError: a number below 1, or only some of prompts, columns and trainer.
     """
 
     def __init__(
@@ -56,31 +55,26 @@ class TokenTraceCallback(PPOCallback):
         num_completions: int = 4,
         *,
         trainer: Any = None,
-        prompts: Sequence[Any] | None = None,
+        prompts: Sequence[str] | Sequence[list[dict[str, Any]]] | None = None,
         **columns: Sequence[Any],
     ):
         if every < 1 or num_completions < 1:
             raise ValueError(f"every={every} and num_completions={num_completions} must be at least 1")
-        if (prompts is None) != (trainer is None):
+        given = [trainer is not None, prompts is not None]
+        if any(given) != all(given) or (columns and not all(given)):
             raise ValueError(
-                "prompts and trainer belong together: the trainer completes the prompts; "
+                f"prompts, trainer and columns ({', '.join(columns) or 'none'}) belong together; use "
                 "trainer.add_callback(TokenTraceCallback(trainer=trainer, prompts=[...]))"
             )
-        if prompts is None and columns:
-            raise TypeError(f"{', '.join(columns)}: no such argument; columns belong to prompts, which are missing")
         self._kind = "rollout" if prompts is None else "prompts"
         self.every, self.num_completions = every, num_completions
         self.trainer, self.prompts, self.columns = trainer, prompts, columns
 
-    def on_train_begin(self, args, state, control, processing_class=None, **kwargs):
-        self._tokenizer = processing_class
-        self._earlier = {path: path.stat().st_mtime_ns for path in list_trace_files(args.output_dir)}
-
-    def on_rollout_end(self, args, state, control, *, rollout, metrics, ppo_state, **kwargs):
-        number = ppo_state.rollouts
+    def on_rollout_end(self, args, state, control, *, rollout, ppo_state, processing_class=None, **kwargs):
+        number, step = ppo_state.rollouts, state.global_step
         if state.is_world_process_zero:
-            self._remove_stale_files(number)
-        last = state.global_step + args.updates_per_rollout >= state.max_steps
+            self._remove_stale_files(args.output_dir, number)
+        last = step + args.updates_per_rollout >= state.max_steps
         if (number - 1) % self.every and not last:
             return
         if self.trainer is not None:
@@ -90,26 +84,19 @@ class TokenTraceCallback(PPOCallback):
                 logger.warning("the prompts are not traced at rollout %d: %s", number, error)
                 return
         if state.is_world_process_zero:
-            kl_coef, count = metrics.get("kl_coef", ppo_state.kl_coef), min(self.num_completions, len(rollout))
-            if self.trainer is not None:
-                kl_coef, count = ppo_state.kl_coef, len(rollout)
-            tables = [TokenTable.from_rollout(rollout, i, self._tokenizer, args.kl_estimator) for i in range(count)]
-            step = state.global_step
-            traces = [Trace.from_rollout(rollout, i, t, number, step, kl_coef) for i, t in enumerate(tables)]
+            count = min(self.num_completions, len(rollout)) if self.trainer is None else len(rollout)
+            tables = [TokenTable.from_rollout(rollout, i, processing_class, args.kl_estimator) for i in range(count)]
+            traces = [Trace.from_rollout(rollout, i, t, number, step, ppo_state.kl_coef) for i, t in enumerate(tables)]
             path = trace_file(args.output_dir, number, self._kind)
             with ignore_write_errors(path):
                 write_traces(path, traces)
 
-    def _remove_stale_files(self, number: int) -> None:
-        """Remove files from rollout `number` on that an earlier run wrote, or this one before it was resumed.
-
-        The modification time spares a file that another TokenTraceCallback has written since training began.
-        """
-        for path, written in self._earlier.items():
-            if rollout_number(path) >= number and path.exists() and path.stat().st_mtime_ns == written:
+    def _remove_stale_files(self, output_dir: str, number: int) -> None:
+        """Remove files from rollout `number` on: an earlier run wrote them, or this one before it was resumed."""
+        for path in list_trace_files(output_dir, [self._kind]):
+            if rollout_number(path) >= number:
                 with ignore_write_errors(path):
                     path.unlink()
-        self._earlier = {}
 
     def on_update_end(self, args, state, control, *, model, ppo_state, **kwargs):
         path = trace_file(args.output_dir, ppo_state.rollouts, self._kind)

@@ -1,7 +1,7 @@
 """Token tables from a checkpoint, for any prompt.
 
-A checkpoint may come from anyone. Only JSON and safetensors are read from it, so that nothing in it runs as code. Of
-the run's arguments for loading the base only the dtype is used, and the revision that the adapter names.
+A checkpoint may come from anyone, so only JSON and safetensors are read from it, and nothing in it runs as code. The
+base is loaded in the run's dtype, at the revision that the adapter names.
 """
 
 import json
@@ -16,14 +16,15 @@ from peft import PeftConfig
 from peft.utils import SAFETENSORS_WEIGHTS_NAME
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedModel, TrainerState, TrainingArguments
+from transformers import PreTrainedModel, TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 
 from hfppo.checkpoint import RunDescription, hash_frozen_weights, state_file
 from hfppo.collect.collector import Collector
 from hfppo.config import PPOConfig
-from hfppo.generation import Completions, Sampler, completion_ids, eos_token_ids, make_sampler
-from hfppo.models.loading import load_base_of
+from hfppo.generation import configured_sampling, make_sampler
+from hfppo.generation.sampler import Completions, Sampler, completion_ids, eos_token_ids
+from hfppo.models.loading import load_base_of, load_tokenizer
 from hfppo.parts import TrainerInputs, load_parts
 from hfppo.saving.folders import list_checkpoints
 from hfppo.saving.manifest import find_damage
@@ -74,12 +75,11 @@ def trace_prompt(checkpoint: str | Path, question: Question) -> tuple[Trace, PPO
     check_folder(folder)
     saved = json.loads(state_file(folder, 0).read_text())
     state, run = PPOState.from_state_dict(saved["state"]), RunDescription(**saved["run"])
-    step = json.loads((folder / TRAINER_STATE_NAME).read_text())["global_step"]
-    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left", trust_remote_code=False)
+    step = TrainerState.load_from_json(str(folder / TRAINER_STATE_NAME)).global_step
+    tokenizer = load_tokenizer(str(folder), trust_remote_code=False)
     peft_config = PeftConfig.from_pretrained(str(folder))
     peft_config.inference_mode = False
-    weights = load_file(folder / SAFETENSORS_WEIGHTS_NAME)
-    base = load_base(folder, peft_config, weights, run, question)
+    base = load_base(folder, peft_config, run, question)
     eos_ids = eos_token_ids(tokenizer, base.generation_config)
     written = None if question.completion is None else completion_ids(question.completion, tokenizer, eos_ids)
     args = rebuild_settings(run, question, written)
@@ -98,25 +98,26 @@ def trace_prompt(checkpoint: str | Path, question: Question) -> tuple[Trace, PPO
     parts = load_parts(inputs)
     parts.model.load_adapter(str(folder), "default", is_trainable=True)
     for part, found in hash_frozen_weights(parts.model).items():
-        if run.structure.get(part, found) != found:  # earlier versions wrote fewer
+        if run.structure[part] != found:
             logger.warning("%s is not the run's, unless that was quantised; give --base or --ref_model", part)
     model, accelerator = parts.model.to(args.device), Accelerator()
-    sampler: Sampler = make_sampler(model, eos_ids, tokenizer.pad_token_id, args, accelerator, tokenizer)
+    sampler = make_sampler(model, args, accelerator, configured_sampling(args, tokenizer, eos_ids))
     if written is not None:
         sampler = FixedCompletion(written, eos_ids)
     collector = Collector(model, sampler, parts.rewards, tokenizer, accelerator, args)
     rows = collector.eval_rows(parts.prompts.eval[None])
     rollout = collector.collect(rows, state, TrainerState(), training=False).rollout
     table = TokenTable.from_rollout(rollout, 0, tokenizer, args.kl_estimator)
-    table = table if question.score is not None else remove_score(table)
+    if question.score is None:
+        table = remove_score(table)
     return Trace.from_rollout(rollout, 0, table, state.rollouts, step, state.kl_coef), args
 
 
 def check_folder(folder: Path) -> None:
-    """Refuse a folder that is not a checkpoint of PPOTrainer, or whose files were changed since.
+    """Raise if a folder is not a checkpoint of PPOTrainer, or if its files were changed since.
 
     Raises:
-        ValueError: says what is wrong, and which checkpoint to take.
+        ValueError: names the damage, and a checkpoint to use.
     """
     damage = find_damage(folder)
     if damage is None and not state_file(folder, 0).is_file():
@@ -127,18 +128,17 @@ def check_folder(folder: Path) -> None:
         raise ValueError(f"{folder} is not a whole checkpoint of PPOTrainer: it {damage}; {remedy}")
 
 
-def load_base(
-    folder: Path, config: PeftConfig, weights: dict[str, Tensor], run: RunDescription, question: Question
-) -> PreTrainedModel:
+def load_base(folder: Path, config: PeftConfig, run: RunDescription, question: Question) -> PreTrainedModel:
     """Load the base of a checkpoint, in the dtype that the run asked for.
 
     Args:
-        config, weights: of the checkpoint's adapter.
+        config: of the checkpoint's adapter.
     Raises:
         ValueError: it cannot be loaded.
     """
     if question.base is not None:
         config = replace(config, base_model_name_or_path=question.base, revision=None)
+    weights = load_file(folder / SAFETENSORS_WEIGHTS_NAME)
     dtype = (run.settings["model_init_kwargs"] or {}).get("dtype", "auto")
     try:
         return load_base_of(str(folder), config, weights, dtype=dtype, trust_remote_code=False)
@@ -150,7 +150,7 @@ def load_base(
 
 
 def rebuild_settings(run: RunDescription, question: Question, written: list[int] | None) -> PPOConfig:
-    """Return those settings of a checkpoint's run that a rollout of one prompt depends on.
+    """Return the settings of a checkpoint's run that matter to a rollout of one prompt.
 
     Args:
         written: token ids of a given completion.
@@ -162,15 +162,13 @@ def rebuild_settings(run: RunDescription, question: Question, written: list[int]
         "policy_mode": "decoupled",  # log π_old is this model's, whatever sampled in the run
         "use_vllm": False,
         "reward_weights": None,  # the given score is the only reward
-        "total_episodes": None,  # depends on a batch size that is not taken over
+        "total_episodes": None,  # depends on the batch size, which is replaced
         "per_device_train_batch_size": values["num_generations"],  # divides into groups
+        "max_completion_length": values["max_completion_length"] if written is None else len(written),
+        "seed": values["seed"] if question.seed is None else question.seed,
         "output_dir": ".",
         "report_to": "none",
     }
-    if question.seed is not None:
-        values["seed"] = question.seed
-    if written is not None:
-        values["max_completion_length"] = len(written)
     return PPOConfig(**values)
 
 

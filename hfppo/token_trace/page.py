@@ -11,7 +11,7 @@ from hfppo.token_trace.record import TRACES, Trace, list_trace_files, read_trace
 
 
 def render_page(traces: Iterable[Trace]) -> str:
-    """Return the page that shows the traces. It loads nothing; texts are data in it, never markup."""
+    """Return the page that shows the traces. It loads nothing else. Texts are data, never markup."""
     template = files("hfppo.token_trace").joinpath("page.html").read_text(encoding="utf-8")
     environment = Environment()
     environment.policies["json.dumps_kwargs"] = {"ensure_ascii": False}

@@ -1,23 +1,21 @@
 """Traces on disk: one file per rollout, with one JSON line per completion."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
-from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from hfppo.config import PPOConfig
-from hfppo.data.prompts import pad_left
 from hfppo.functional import Clip, clip_fractions
 from hfppo.functional.kl import clamp_log_ratio
-from hfppo.models.actor_critic import ActorCritic
+from hfppo.models.actor_critic import ActorCritic, Want
 from hfppo.models.modes import eval_mode
 from hfppo.rollout import Rollout
 from hfppo.support.files import write_atomically
+from hfppo.support.padding import pad_left, pad_right
 from hfppo.token_trace.table import TokenRow, TokenTable
 
 TRACES = "_traces"  # in the output folder; Trainer does not push folders whose name begins with "_"
@@ -39,7 +37,7 @@ class Trace:
     @classmethod
     def from_rollout(
         cls, rollout: Rollout, index: int, table: TokenTable, number: int, step: int, kl_coef: float
-    ) -> "Trace":
+    ) -> Self:
         """Return the trace of the completion at `index`, with its table; `number` is the rollout's, from 1."""
         return cls(
             rollout=number,
@@ -51,7 +49,7 @@ class Trace:
             table=table,
         )
 
-    def token_rows(self) -> list[dict[str, Any]]:
+    def token_rows(self) -> list[dict[str, object]]:
         """Return a dictionary for each token, as a row of a table of many completions."""
         shared = {"rollout": self.rollout, "step": self.step, "prompt": self.table.prompt, "score": self.table.score}
         return [{**shared, **asdict(row)} for row in self.table.rows]
@@ -65,8 +63,8 @@ class Trace:
         return {**plain, "prompt": self.table.prompt, "score": self.table.score, "columns": columns}
 
     @classmethod
-    def from_json(cls, content: dict[str, Any]) -> "Trace":
-        """Return the trace that `to_json` was called on; columns that it lacks get their defaults."""
+    def from_json(cls, content: dict[str, Any]) -> Self:
+        """Return the trace that `to_json` was called on."""
         prompt, score, columns = (content.pop(name) for name in ("prompt", "score", "columns"))
         tokens = zip(*columns.values(), strict=True)
         rows = [TokenRow(**dict(zip(columns, cells, strict=True))) for cells in tokens]
@@ -82,17 +80,17 @@ def add_update(traces: list[Trace], model: ActorCritic, args: PPOConfig, clip: C
         step: optimizer steps made so far.
     """
     prompt_ids, prompt_mask = pad_left([trace.prompt_ids for trace in traces], 0)
+    rows = [trace.table.rows for trace in traces]
     ids, mask = pad_right([trace.completion_ids for trace in traces], torch.int64)
-    old, _ = pad_right([[row.logprob or 0.0 for row in trace.table.rows] for trace in traces], torch.float32)
-    advantages, _ = pad_right([[row.advantage or 0.0 for row in trace.table.rows] for trace in traces], torch.float32)
-    sampled, _ = pad_right([[row.logprob is not None for row in trace.table.rows] for trace in traces], torch.bool)
+    sampled, _ = pad_right([[row.logprob is not None for row in some] for some in rows], torch.bool)
+    old, _ = pad_right([[row.logprob or 0.0 for row in some] for some in rows], torch.float32)
+    advantages, _ = pad_right([[row.advantage or 0.0 for row in some] for some in rows], torch.float32)
     with eval_mode(model):
         new = model(
             input_ids=torch.cat([prompt_ids, ids], dim=1).to(args.device),
             attention_mask=torch.cat([prompt_mask, mask], dim=1).to(args.device),
             completion_mask=sampled.to(args.device),
-            temperature=args.temperature,
-            values=False,
+            want=Want(temperature=args.temperature, values=False),
         ).logprobs.cpu()
     ratio = clamp_log_ratio(new - old).exp()
     found = clip_fractions(new, old, advantages, *clip)
@@ -102,17 +100,11 @@ def add_update(traces: list[Trace], model: ActorCritic, args: PPOConfig, clip: C
     updated = []
     for trace, *columns in zip(traces, new.tolist(), ratio.tolist(), clipped, strict=True):
         numbers = zip(trace.table.rows, *columns, strict=False)  # the columns are padded
-        rows = [
+        after = [
             row if row.logprob is None else replace(row, new_logprob=n, ratio=r, clipped=c) for row, n, r, c in numbers
         ]
-        updated.append(replace(trace, table=replace(trace.table, rows=rows), updated_step=step))
+        updated.append(replace(trace, table=replace(trace.table, rows=after), updated_step=step))
     return updated
-
-
-def pad_right(rows: list[list[Any]], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return the rows padded with 0 to (B, T), and a (B, T) bool mask that is True on real entries."""
-    padded = pad_sequence([torch.tensor(row, dtype=dtype) for row in rows], batch_first=True)
-    return padded, torch.arange(padded.shape[1]) < torch.tensor([len(row) for row in rows])[:, None]
 
 
 def trace_file(output_dir: str | Path, rollout: int, kind: str = "rollout") -> Path:
@@ -143,10 +135,9 @@ def read_traces(path: Path) -> list[Trace]:
     return traces
 
 
-def list_trace_files(output_dir: str | Path) -> list[Path]:
+def list_trace_files(output_dir: str | Path, kinds: Sequence[str] = ("rollout", "prompts")) -> list[Path]:
     """Return the trace files of a run in the order of the rollouts."""
-    patterns = [f"{kind}-{'[0-9]' * 6}.jsonl" for kind in ("rollout", "prompts")]
-    found = [path for pattern in patterns for path in Path(output_dir, TRACES).glob(pattern)]
+    found = [path for kind in kinds for path in Path(output_dir, TRACES).glob(f"{kind}-{'[0-9]' * 6}.jsonl")]
     return sorted(found, key=rollout_number)
 
 

@@ -1,6 +1,7 @@
 """The token table: the numbers of actor, reference, reward and critic for each token of one completion."""
 
 from dataclasses import dataclass
+from typing import Self
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -62,15 +63,13 @@ class TokenTable:
     @classmethod
     def from_rollout(
         cls, rollout: Rollout, index: int, tokenizer: PreTrainedTokenizerBase, kl_estimator: str = "k1"
-    ) -> "TokenTable":
-        """Return the table of the completion at `index`; `kl_estimator` is that of the run's configuration."""
-        kl = None
-        if rollout.ref_logprobs is not None:
-            kl = token_kl(rollout.old_logprobs, rollout.ref_logprobs, kl_estimator)
+    ) -> Self:
+        """Return the table of the completion at `index`; `kl_estimator` is the run's."""
+        old, ref = rollout.old_logprobs, rollout.ref_logprobs
         tensors = {
-            "logprob": rollout.old_logprobs,
-            "ref_logprob": rollout.ref_logprobs,
-            "kl": kl,
+            "logprob": old,
+            "ref_logprob": ref,
+            "kl": None if ref is None else token_kl(old, ref, kl_estimator),
             "reward": rollout.rewards,
             "value": rollout.values,
             "return_": rollout.returns,
@@ -80,18 +79,13 @@ class TokenTable:
         }
         real = rollout.real[index]
         columns = {name: x[index][real].tolist() for name, x in tensors.items() if x is not None}
-        sampled = rollout.mask[index][real].tolist()
         texts = token_texts(rollout.completion_ids[index][real].tolist(), tokenizer)
-        return cls(
-            prompt=str(tokenizer.decode(rollout.prompt_ids[index][rollout.prompt_mask[index]])),
-            score=float(rollout.scores[index]),
-            rows=[
-                TokenRow(text, **{name: c[t] for name, c in columns.items()})
-                if sampled[t]
-                else TokenRow(text, counted=False)
-                for t, text in enumerate(texts)
-            ],
-        )
+        rows = []
+        for t, sampled in enumerate(rollout.mask[index][real].tolist()):
+            numbers = {name: column[t] for name, column in columns.items()} if sampled else {"counted": False}
+            rows.append(TokenRow(texts[t], **numbers))
+        prompt = tokenizer.decode(rollout.prompt_ids[index][rollout.prompt_mask[index]])
+        return cls(str(prompt), float(rollout.scores[index]), rows)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         score = "unknown" if self.score is None else f"{self.score:g}"

@@ -50,5 +50,5 @@ def decode_piece(piece: str) -> bytes | None:
 
 @cache
 def byte_level_alphabet() -> dict[str, int]:
-    """Return the byte that each letter stands for in byte-level BPE."""
+    """Return the byte of each letter in byte-level BPE."""
     return {letter: byte for byte, letter in bytes_to_unicode().items()}

@@ -11,19 +11,19 @@ import collections
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 import yaml
 from datasets import load_dataset
-from tqdm import tqdm
 
-from hfppo import ValueRanker
-from hfppo.best_of.value_ranker import Prompt, Ranked
+from hfppo import Rollout
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 sys.path.insert(0, str(RECIPES))
 COLUMNS = ("one sample", "critic", "log-probability", "majority", "any right")
+Prompt = str | list[dict[str, str]]  # text, or a conversation
 
 
 @dataclass
@@ -64,13 +64,35 @@ def reasoning_questions() -> list[Question]:
     ]
 
 
-def judge(question: Question, ranked: list[Ranked]) -> dict[str, float]:
+@dataclass
+class Ranked:
+    """A completion with its numbers."""
+
+    completion: str
+    value: float  # before the last token
+    mean_logprob: float  # per token, nats
+
+
+def read_rollout(rollout: Rollout, decode: Callable[[list[int]], str]) -> list[Ranked]:
+    """Return the completions of a rollout."""
+    ids, values, logprobs = (
+        [row[mask].tolist() for row, mask in zip(column, rollout.mask, strict=True)]
+        for column in (rollout.completion_ids, rollout.values, rollout.old_logprobs)
+    )
+    return [
+        Ranked(decode(tokens), of_critic[-1], sum(of_actor) / len(of_actor))
+        for tokens, of_critic, of_actor in zip(ids, values, logprobs, strict=True)
+    ]
+
+
+def judge(question: Question, found: list[Ranked]) -> dict[str, float]:
     """Return the score of what each way chooses from the completions."""
+    ranked = sorted(found, key=lambda one: -one.value)
     scores = {one.completion: float(question.score(one.completion) >= 1) for one in ranked}
     votes = collections.Counter(question.answer(one.completion) for one in ranked)
     most_common = votes.most_common(1)[0][0]
     chosen = {
-        "critic": max(ranked, key=lambda one: one.value),
+        "critic": ranked[0],
         "log-probability": max(ranked, key=lambda one: one.mean_logprob),
         "majority": next(one for one in ranked if question.answer(one.completion) == most_common),
     }
@@ -90,15 +112,13 @@ def main() -> None:
     parser.add_argument("-n", type=int, default=8, help="completions of each prompt (%(default)s)")
     parser.add_argument("--max_completion_length", type=int, default=12, help="in tokens (%(default)s)")
     options = parser.parse_args()
-    ranker = ValueRanker.from_pretrained(options.folder)
-    questions = tasks[options.task]()
-    rows = [
-        judge(
-            question,
-            ranker.best_of(question.prompt, options.n, options.max_completion_length, seed=number),
-        )
-        for number, question in enumerate(tqdm(questions, disable=None))
-    ]
+    from best_of import load_run  # the recipe
+
+    trainer = load_run(options.folder, max_completion_length=options.max_completion_length)
+    questions, n = tasks[options.task](), options.n
+    rollout = trainer.rollout([question.prompt for question in questions for _ in range(n)])
+    found = read_rollout(rollout, partial(trainer.processing_class.decode, skip_special_tokens=True))
+    rows = [judge(question, found[i * n : (i + 1) * n]) for i, question in enumerate(questions)]
     means = [sum(row[name] for row in rows) / len(rows) for name in COLUMNS]
     print(f"| {options.task} | {' | '.join(COLUMNS)} |")
     print(f"| {options.folder} | {' | '.join(f'{mean:.3f}' for mean in means)} |")

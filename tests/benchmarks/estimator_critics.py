@@ -18,6 +18,8 @@ from torch import Tensor
 from value_maps import MoveCounter
 
 from hfppo import PPOTrainer, Rollout
+from hfppo.functional import explained_variance
+from hfppo.models.actor_critic import Want
 
 PARTS = ("start", "middle", "end")  # thirds of an episode
 
@@ -40,8 +42,8 @@ def measure_critic(trainer: PPOTrainer, task: str) -> dict[str, tuple[float, flo
     exact = EXACT[task](trainer, rollout) if task in EXACT else None
     return {
         part: (
-            explained_variance(values[third == i], returns[third == i]),
-            None if exact is None else explained_variance(exact[third == i], returns[third == i]),
+            explained_variance(values, returns, third == i),
+            None if exact is None else explained_variance(exact, returns, third == i),
         )
         for i, part in enumerate(PARTS)
     }
@@ -51,11 +53,6 @@ def first_tokens(rollout: Rollout) -> Tensor:
     """Return a mask, (B, T), of the first token of each turn."""
     before = torch.nn.functional.pad(rollout.mask, (1, 0))[:, :-1]
     return rollout.mask & ~before
-
-
-def explained_variance(values: Tensor, returns: Tensor) -> float:
-    """Return 1 − Var(R − V)/Var(R); NaN where the returns do not vary."""
-    return 1 - float((returns.double() - values.double()).var() / returns.double().var())
 
 
 def game_values(trainer: PPOTrainer, rollout: Rollout, past: bool) -> Tensor:
@@ -99,8 +96,7 @@ def answer_values(trainer: PPOTrainer, rollout: Rollout) -> Tensor:
         torch.cat([rollout.prompt_ids, right["input_ids"]], dim=1),
         torch.cat([rollout.prompt_mask, mask], dim=1),
         completion_mask=mask,
-        temperature=trainer.args.temperature,
-        values=False,
+        want=Want(trainer.args.temperature, values=False),
     ).logprobs
     remaining = logprobs.flip(1).cumsum(dim=1).flip(1).exp()
     width = max(mask.shape[1], rollout.mask.shape[1])

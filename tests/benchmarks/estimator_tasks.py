@@ -111,7 +111,7 @@ class Task:
     recipe: str  # whose YAML file has the settings
     arguments: Callable[[int], dict[str, Any]]  # of the trainer, given the number of completions at the end
     completions: int  # of a run
-    pretraining: dict[str, Any]  # of the critic, where a method has it; its completions are some of those above
+    pretraining: int  # completions of the critic's pretraining, where a method has it; some of those above
     share: Callable[[float], float] = float  # of a mean reward, for the report
     unit: str = "mean reward"  # of that
     num_eval: int = 512  # completions at the end
@@ -119,22 +119,17 @@ class Task:
     settings: dict[str, Any] = field(default_factory=dict)  # for all methods, whatever recipe and method say
 
 
-def pretraining(completions: int, rate: float) -> dict[str, Any]:
-    """Return the settings of a critic's pretraining."""
-    return {"critic_pretraining_completions": completions, "critic_pretraining_learning_rate": rate}
-
-
 Game = functools.partial(
     Task,
     "lake",
     completions=3072,
-    pretraining=pretraining(512, 5e-3),
+    pretraining=512,
     share=share_of_way,
     unit="share of the way",
     num_critic_eval=256,  # one batch of the recipe: several would not keep their key-values, and take longer
 )
-Sums = functools.partial(Task, "arithmetic", judge_sums, completions=5120, pretraining=pretraining(1280, 5e-3))
-Questions = functools.partial(Task, "reasoning", completions=512, pretraining=pretraining(128, 1e-3), num_eval=96)
+Sums = functools.partial(Task, "arithmetic", judge_sums, completions=5120, pretraining=1280)
+Questions = functools.partial(Task, "reasoning", completions=512, pretraining=128, num_eval=96)
 NO_KL = {"kl_coef": 0.0}  # TRL's default
 # Groups of 4, since the prompts cost most of the time; rollouts of 32, half of the recipe's.
 FOURS = {"per_device_train_batch_size": 16, "num_generations": 4, **NO_KL}

@@ -13,6 +13,7 @@ import gc
 import itertools
 import json
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -57,9 +58,8 @@ METHODS = {
     "reinforce_plus_plus": Method("reinforce_plus_plus"),
     **{f"reinforce_plus_plus_gamma_{g}": Method("reinforce_plus_plus", {"gamma": g}) for g in (0.9, 0.95, 0.98)},
     **{estimator: Method(estimator, GROUPS) for estimator in ("rloo", "grpo", "opo")},
-    "grpo_no_division": Method("grpo", GROUPS | {"scale_rewards": False}),
+    "grpo_no_division": Method("grpo", GROUPS | {"scale_rewards": "none"}),
     "grpo_no_eos_penalty": Method("grpo", GROUPS | NO_EOS_PENALTY),
-    "remax": Method("remax"),  # not for games
     "gae_shared": Method("gae", critic="shared"),
     "gae_shared_no_eos_penalty": Method("gae", NO_EOS_PENALTY, critic="shared"),
     "gae_shared_entropy": Method("gae", {"entropy_coef": 0.03}, critic="shared"),
@@ -97,10 +97,9 @@ def measure(name: str, method_name: str, learning_rate: float, seed: int, args: 
         "total_episodes": task.completions,
         "max_steps": -1,
         "save_strategy": "no",
-        "eval_do_sample": True,
         "use_cpu": True,
         "disable_tqdm": True,
-        **(task.pretraining if method.pretrained else {}),
+        **({"critic_pretraining_completions": task.pretraining} if method.pretrained else {}),
         **method.settings,
         **task.settings,
     }
@@ -114,9 +113,10 @@ def measure(name: str, method_name: str, learning_rate: float, seed: int, args: 
         config.logging_steps = config.updates_per_rollout
         trainer = PPOTrainer(args=config, peft_config=lora, critic=method.critic, **arguments)
     clock, cpu_clock = time.perf_counter(), time.process_time()
-    trainer.train()
-    seconds, cpu_seconds = time.perf_counter() - clock, time.process_time() - cpu_clock
-    trainer.evaluate()
+    with nullcontext() if method.trainer == "TRL" else trainer.eval_sampling(True):
+        trainer.train()
+        seconds, cpu_seconds = time.perf_counter() - clock, time.process_time() - cpu_clock
+        trainer.evaluate()
     history = trainer.state.log_history
     critic = {"critic": measure_critic(trainer, name)} if method.estimator == "gae" else {}
     return {

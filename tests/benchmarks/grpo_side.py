@@ -9,7 +9,7 @@ import ppo_hfppo
 from ppo_workload import WORKLOADS, distinct_characters, load
 
 from hfppo.generation import key_values
-from hfppo.models import packing
+from hfppo.models import layout
 
 if __name__ == "__main__":
     workload_name, given, group, rollouts, models = sys.argv[1:]
@@ -22,7 +22,7 @@ if __name__ == "__main__":
         fields = json.loads(given)
         critic = fields.pop("critic", "adapter")
         if not fields.pop("share_prompts", True):
-            packing.SHARING_ATTENTION, key_values.ATTENTION = "none", ()
+            layout.SHARING_ATTENTION, key_values.ATTENTION = "none", ()
         fields["num_generations"] = num_generations
         measured = ppo_hfppo.measure(workload, folder, fields, *everything[2:4], critic, everything[4], True)
     print(json.dumps(measured))

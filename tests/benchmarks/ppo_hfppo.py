@@ -25,8 +25,8 @@ from transformers import PreTrainedModel, TrainerCallback
 
 from hfppo import PPOConfig, PPOTrainer
 from hfppo.callbacks import PPOCallback
-from hfppo.generation import TransformersSampler
-from hfppo.models.actor_critic import ActorCritic
+from hfppo.generation.generate import TransformersSampler
+from hfppo.models.actor_critic import EVERYTHING, ActorCritic
 from hfppo.models.critic import Critic
 from hfppo.rewards.model import RewardModel
 
@@ -43,10 +43,10 @@ def timed_phases(watch: Stopwatch) -> Iterator[None]:
     """Have the stopwatch follow the parts of a rollout and of the updates, for the block."""
     forward = ActorCritic.forward
 
-    def name(*args, policy=True, values=True, **kwargs) -> str:
+    def name(*args, want=EVERYTHING, **kwargs) -> str:
         if torch.is_grad_enabled():
             return "actor forward"
-        return "values" if not policy else "old log-probs" if values else "reference"
+        return "values" if not want.policy else "old log-probs" if want.values else "reference"
 
     def timed_forward(model, input_ids=None, attention_mask=None, completion_mask=None, **kwargs):
         inputs = (model, input_ids, attention_mask, completion_mask)

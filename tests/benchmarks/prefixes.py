@@ -23,7 +23,8 @@ from sampling import load_actor
 from torch import Tensor
 
 from hfppo import PPOConfig
-from hfppo.generation import Sampler, make_sampler
+from hfppo.generation import make_sampler
+from hfppo.generation.sampler import Sampler, Sampling
 
 
 class Clock:
@@ -65,7 +66,7 @@ def main(options: argparse.Namespace) -> None:
     model = load_actor(options.model)
     size = options.rows
     args = PPOConfig("out", max_completion_length=options.sampled, use_cpu=True, local_rollout_forward_batch_size=size)
-    sampler = make_sampler(model, [], 0, args, Accelerator(cpu=True))
+    sampler = make_sampler(model, args, Accelerator(cpu=True), Sampling(args.temperature, options.sampled, [], 0))
     vocab, clock = model.causal_lm.config.vocab_size, Clock(model.causal_lm)
     play(sampler, argparse.Namespace(**{**vars(options), "turns": 1}), vocab)  # warms up
     seconds: dict[bool, list[tuple[float, float]]] = {False: [], True: []}

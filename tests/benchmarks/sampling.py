@@ -20,9 +20,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
 
 from hfppo import ActorCritic, PPOConfig
-from hfppo.data.prompts import pad_left
-from hfppo.generation import Completions, make_sampler
+from hfppo.generation import make_sampler
+from hfppo.generation.sampler import Completions, Sampling
 from hfppo.models.loading import default_peft_config
+from hfppo.support.padding import pad_left
 
 EOS = 1
 
@@ -87,7 +88,9 @@ def compare(
     for name, config in placements.items():
         args = PPOConfig(tempfile.mkdtemp(), max_completion_length=new_tokens, use_cpu=cpu, **config)
         start = time.perf_counter()
-        samplers[name] = make_sampler(model, [EOS], 0, args, Accelerator(cpu=cpu))
+        samplers[name] = make_sampler(
+            model, args, Accelerator(cpu=cpu), Sampling(args.temperature, new_tokens, [EOS], 0)
+        )
         found[name] = {"start": time.perf_counter() - start, "sync": [], "seconds": [], "tokens": []}
     for turn in range(rounds + 1):  # in alternation, so that all see the machine's moods; the first warms up
         seeds = [len(prompts) * turn + n for n in range(len(prompts))]

@@ -20,7 +20,7 @@ from helpers.runs import count_digits, digest, final_state, frozen_tensors
 from helpers.tiny import other_tokenizer, scorer, tiny_model
 from helpers.vllm_runs import save_base
 from hfppo import ActorCritic
-from hfppo.models import packing
+from hfppo.models import layout
 from hfppo.models.loading import default_peft_config
 
 pytestmark = pytest.mark.gpu
@@ -85,7 +85,7 @@ def test_ratio_1_and_kl_0_at_the_start_and_the_base_stays(make_trainer, tmp_path
 @pytest.mark.parametrize("dtype", ["bfloat16", "nf4"])
 def test_the_same_with_flash_attention(make_trainer, tmp_path, flash, dtype):
     trainer = make_trainer(on_device(dtype), model=load(tmp_path / "base", dtype, flash))
-    assert packing.can_pack(trainer.model.causal_lm)
+    assert layout.can_pack(trainer.model.causal_lm)
     check_first_rollout(trainer, dtype)
 
 
@@ -104,7 +104,7 @@ def test_packed_rows_give_what_padded_ones_give(tmp_path, monkeypatch, flash):
         return [out.logprobs, out.values, *(p.grad.clone() for p in model.actor_parameters())]
 
     packed = outputs()
-    monkeypatch.setattr(packing, "PACKING_ATTENTION", "none")
+    monkeypatch.setattr(layout, "PACKING_ATTENTION", "none")
     for a, b in zip(packed, outputs(), strict=True):
         assert_close(a, b, rtol=0, atol=0.05 * max(1e-3, float(b.detach().abs().max())))
 

@@ -45,9 +45,9 @@ CONFIG = {
     **{"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "logging_steps": 3},
     **{"save_strategy": "steps", "save_steps": 1, "weight_decay": 0.01},
 }
-STEPS = 10
+STEPS = 10  # two rollouts and a half
 VARIANTS = {
-    "adapter": ({"normalize_scores": True}, "adapter"),
+    "adapter": ({}, "adapter"),
     "shared": ({"critic_warmup": 1, "save_total_limit": 2}, "shared"),
     "groups": (
         {"advantage_estimator": "grpo", "num_generations": 2, "save_steps": 2},
@@ -130,7 +130,9 @@ def count_moments(out: str, kill_at: tuple[str, int] | None) -> Counter[str]:
     return seen
 
 
-def child(rank: int, world: int, port: int, out: str, variant: str, kill_at: tuple[str, int] | None) -> None:
+def child(
+    rank: int, world: int, port: int, out: str, variant: str, steps: int, kill_at: tuple[str, int] | None
+) -> None:
     """One process of a run; leaves a file beside the folder when it gets to the end."""
     os.setpgid(0, 0)
     if world > 1:
@@ -143,13 +145,18 @@ def child(rank: int, world: int, port: int, out: str, variant: str, kill_at: tup
     os.dup2(quiet, 2)
     torch.set_num_threads(1)
     seen = count_moments(out, kill_at)
-    result = train(out, variant, STEPS)
+    result = train(out, variant, steps)
     Path(f"{out}.{rank}.json").write_text(json.dumps({"digest": result, "moments": seen}))
     os._exit(0)
 
 
 def run(
-    out: str, variant: str, world: int, kill_at: tuple[str, int] | None = None, seconds: float | None = None
+    out: str,
+    variant: str,
+    steps: int,
+    world: int,
+    kill_at: tuple[str, int] | None = None,
+    seconds: float | None = None,
 ) -> list | None:
     """What the processes of a run leave; None if it was killed, at a moment of one or after some seconds."""
     with socket.socket() as free:
@@ -160,7 +167,7 @@ def run(
     for rank in range(world):
         if (pid := os.fork()) == 0:
             try:
-                child(rank, world, port, out, variant, kill_at if rank == victim else None)
+                child(rank, world, port, out, variant, steps, kill_at if rank == victim else None)
             finally:
                 os._exit(1)
         pids.append(pid)
@@ -182,7 +189,7 @@ def run(
     return [json.loads(Path(f"{out}.{rank}.json").read_text()) for rank in range(world)]
 
 
-def chaos(kills: int, world: int, seed: int, chosen: list[str]) -> dict[str, int]:
+def chaos(kills: int, world: int, seed: int, chosen: list[str], steps: int) -> dict[str, int]:
     """Kill runs of the chosen variants until there were enough kills.
 
     Returns:
@@ -194,7 +201,7 @@ def chaos(kills: int, world: int, seed: int, chosen: list[str]) -> dict[str, int
     straight, length = {}, {}
     for variant in chosen:
         start = time.monotonic()
-        straight[variant] = run(f"{folder}/straight", variant, world)
+        straight[variant] = run(f"{folder}/straight", variant, steps, world)
         assert straight[variant], Path(f"{folder}/straight.0.log").read_text()[-3000:]
         length[variant] = time.monotonic() - start
         shutil.rmtree(f"{folder}/straight")
@@ -209,7 +216,7 @@ def chaos(kills: int, world: int, seed: int, chosen: list[str]) -> dict[str, int
                     kill_at = kind, random.randint(1, moments[kind])
                 elif attempt < 3:
                     seconds = random.uniform(0, length[variant])
-                if (result := run(out, variant, world, kill_at, seconds)) is not None:
+                if (result := run(out, variant, steps, world, kill_at, seconds)) is not None:
                     break
                 killed[kill_at[0] if kill_at else "at a point in time"] += 1
             digests = [process["digest"] for process in result]
@@ -232,12 +239,12 @@ if __name__ == "__main__":
     parser.add_argument(
         "--train", metavar="OUT", help="one run into this folder, or its end, for another tool to kill"
     )
-    parser.add_argument("--steps", type=int, default=STEPS, help="of the run that --train makes")
+    parser.add_argument("--steps", type=int, default=STEPS, help="of each run")
     options = parser.parse_args()
     if options.train:
         result = train(options.train, options.variants[0], options.steps)
         (Path(options.train) / f"digest.{os.environ.get('RANK', 0)}").write_text(result)
         sys.exit()
-    found = chaos(options.kills, options.processes, options.seed, options.variants)
+    found = chaos(options.kills, options.processes, options.seed, options.variants, options.steps)
     print(json.dumps(found))
     sys.exit(found["runs that differed"])

@@ -64,7 +64,7 @@ def weights(trainer: PPOTrainer) -> dict[str, torch.Tensor]:
 def values(trainer: PPOTrainer) -> torch.Tensor:
     mask = torch.ones(1, 3, dtype=torch.bool)
     ones = torch.ones_like(LOGIT_IDS)
-    return trainer.model(input_ids=LOGIT_IDS, attention_mask=ones, completion_mask=mask, policy=False).values
+    return trainer.model(input_ids=LOGIT_IDS, attention_mask=ones, completion_mask=mask).values
 
 
 @torch.no_grad()

@@ -7,9 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from datasets import Dataset
 
 from hfppo import ClipMetricsCallback, Rollout
 from hfppo.learn.micro_batches import MiniBatchSize
+
+PROMPTS = Dataset.from_dict({"prompt": [f"{a}+{b}=" for a in range(4) for b in range(4)]})
 
 
 def read_log(folder: str | Path) -> list[dict[str, Any]]:

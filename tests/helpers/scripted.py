@@ -9,6 +9,7 @@ from transformers import TrainerState
 from hfppo.collect.collector import Collected
 from hfppo.generation.sampler import Completions, Sampler, completions_from
 from hfppo.rewards.functions import RewardFunctions, Scored
+from hfppo.rewards.reward_func import RewardBatch
 from hfppo.rollout import Rollout
 
 SIGNS = {sign: i for i, sign in enumerate("0123456789+=请问？是的不对，等于！", start=2)} | {".": 1}  # "." is EOS
@@ -44,14 +45,8 @@ def answering(trainer, *completions):
 def score(funcs, weights=None, texts=("12", "3", ""), **columns) -> Scored:
     """Score completions that end with EOS."""
     ids = [[SIGNS.get(sign, 2) for sign in text + "."] for text in texts]  # of any text
-    return RewardFunctions(funcs, weights)(
-        prompts=["1+1="] * len(texts),
-        completions=list(texts),
-        completion_ids=ids,
-        columns=columns,
-        trainer_state=TrainerState(),
-        mask=token_mask(ids),
-    )
+    batch = RewardBatch(["1+1="] * len(texts), list(texts), ids, token_mask(ids), columns, TrainerState())
+    return RewardFunctions(funcs, weights)(batch)
 
 
 def always(*rewards):
@@ -70,11 +65,6 @@ def collect_first(trainer) -> Collected:
 
 def first_rollout(trainer) -> Rollout:
     return collect_first(trainer).rollout
-
-
-def normalizing(make_trainer, scores, **config):
-    config = {"num_mini_batches": 1, "kl_coef": 0.0, "normalize_scores": True, **config}
-    return answering(make_trainer(config, reward_funcs=always(*scores)), "12.")
 
 
 PROMPTS = [f"请问{n}+1=" for n in range(4)]

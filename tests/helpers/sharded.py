@@ -74,6 +74,7 @@ output_head.tokens_at_once = lambda vocab_size, device: 3
 straight = make("straight")
 straight.evaluate()
 straight.train()
+straight.save_model(str(OUT / "end"))
 resumed = make("resumed")
 resumed.train(resume_from_checkpoint=str(OUT / "straight" / "checkpoint-1"))
 traces = [trace.to_json() for trace in read_traces(trace_file(straight.args.output_dir, 2))]
@@ -82,6 +83,7 @@ result = {
     "straight": logs(straight),
     "resumed": logs(resumed),
     "traces": traces,
+    "best": straight.state.best_model_checkpoint,
 }
 (OUT / f"result_{straight.args.process_index}.json").write_text(json.dumps(result))
 straight.end()

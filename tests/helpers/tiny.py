@@ -53,7 +53,12 @@ def ragged_model() -> LlamaForCausalLM:
     return made
 
 
-LORA = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
+def lora(**changes) -> LoraConfig:
+    config = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+    return LoraConfig(**{**config, **changes})
+
+
+LORA = lora()
 
 
 def scorer(num_labels: int = 1, vocab_size: int = 26, **config) -> LlamaForSequenceClassification:

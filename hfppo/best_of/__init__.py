@@ -1,1 +1,0 @@
-"""Rank completions by the critic that a run has trained."""

@@ -1,0 +1,73 @@
+"""Prompts with their completions: as tensors for the models, as text for reward functions and callbacks."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from transformers import PreTrainedTokenizerBase, TrainerState
+
+from hfppo.data.prompts import Row
+from hfppo.environments.chat_format import parse_turn
+from hfppo.environments.episodes import Episode, completions_of
+from hfppo.generation.sampler import Completions
+from hfppo.rewards.reward_func import RewardBatch, Text
+
+RESERVED = ("prompt", "completion", "completion_ids")  # columns of a dataset that reward functions do not get
+
+
+@dataclass(frozen=True)
+class Completed:
+    """B rows with their completions. With an environment the prompts may be longer than the dataset's."""
+
+    rows: list[Row]
+    completions: Completions
+    texts: Sequence[Text]  # as reward functions get them
+    episodes: list[Episode]  # of several turns; [] without tools and environments
+
+    @classmethod
+    def in_one_turn(cls, rows: list[Row], completions: Completions, tokenizer: PreTrainedTokenizerBase) -> "Completed":
+        """Decode completions: as text, or as messages that answer conversations."""
+        ids = token_ids(completions)
+        if not isinstance(rows[0].columns["prompt"], list):
+            return cls(rows, completions, tokenizer.batch_decode(ids, skip_special_tokens=True), [])
+        turns = zip(ids, rows, strict=True)
+        messages = [[parse_turn(tokenizer, turn, row.prompt_ids, tools=[])[0]] for turn, row in turns]
+        return cls(rows, completions, messages, [])
+
+    @classmethod
+    def in_episodes(cls, episodes: list[Episode], pad_id: int) -> "Completed":
+        """Return episodes as completions."""
+        messages = [episode.messages for episode in episodes]
+        return cls([episode.row for episode in episodes], completions_of(episodes, pad_id), messages, episodes)
+
+    def first(self, count: int) -> "Completed":
+        """Return the first rows."""
+        some = slice(count)
+        return Completed(self.rows[some], self.completions.rows(some), self.texts[some], self.episodes[some])
+
+    @property
+    def prompts(self) -> list[Text]:
+        """The prompts as text or conversations."""
+        return [row.columns["prompt"] for row in self.rows]
+
+    def reward_batch(self, tokenizer: PreTrainedTokenizerBase, state: TrainerState) -> RewardBatch:
+        """Return what the reward functions are given."""
+        names = [name for name in self.rows[0].columns if name not in RESERVED]
+        columns = {name: [row.columns[name] for row in self.rows] for name in names}
+        if any(episode.environment is not None for episode in self.episodes):
+            columns["environments"] = [episode.environment for episode in self.episodes]
+        return RewardBatch(
+            prompts=self.prompts,
+            completions=self.texts,
+            completion_ids=token_ids(self.completions),
+            mask=self.completions.mask,
+            columns=columns,
+            trainer_state=state,
+            episodes=self.episodes,
+            prompt_ids=[row.prompt_ids for row in self.rows],
+            tokenizer=tokenizer,
+        )
+
+
+def token_ids(completions: Completions) -> list[list[int]]:
+    """Return the completions' token ids, EOS and the tokens of tools and environments included."""
+    return [row[real].tolist() for row, real in zip(completions.ids, completions.real, strict=True)]

@@ -1,0 +1,28 @@
+"""Rows of several lengths as one tensor."""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+
+def pad_left(rows: Sequence[Sequence[float]], padding: float) -> tuple[Tensor, Tensor]:
+    """Return (B, P) int64 rows padded on the left, and a (B, P) bool mask, True on real entries."""
+    return pad_rows(rows, torch.int64, padding, "left")
+
+
+def pad_right(rows: Sequence[Sequence[float]], dtype: torch.dtype, padding: float = 0) -> tuple[Tensor, Tensor]:
+    """Return (B, T) rows padded on the right, and a (B, T) bool mask, True on real entries."""
+    return pad_rows(rows, dtype, padding, "right")
+
+
+def pad_rows(
+    rows: Sequence[Sequence[float]], dtype: torch.dtype, padding: float, side: Literal["left", "right"]
+) -> tuple[Tensor, Tensor]:
+    """Return the rows padded on a side, and their mask."""
+    tensors = [torch.tensor(row, dtype=dtype) for row in rows]
+    real = [torch.ones(len(row), dtype=torch.bool) for row in rows]
+    padded = pad_sequence(tensors, batch_first=True, padding_value=padding, padding_side=side)
+    return padded, pad_sequence(real, batch_first=True, padding_side=side)
