@@ -2,40 +2,110 @@
 
     python -m hfppo.memory --model Qwen/Qwen2.5-1.5B --card 24
 
-The package's own `ActorCritic` runs a pass and an update on tensors without data (torch's FakeTensorMode), and a
-tracker adds up the bytes of all storages that live at once. Left out: CUDA's context, about 0.5 GB, and what the
-allocator loses to fragments.
+The package's own `ActorCritic` samples a token, runs a pass and an update on tensors without data (torch's
+FakeTensorMode), and a tracker adds up the bytes of all storages that live at once. It does so with two small numbers
+of layers and extrapolates. Layers are equal, so that the peak of each phase is linear in their number and the result
+is exact, in seconds. If the configuration names layers of several kinds (`layer_types`), all are computed. Not
+counted: CUDA's context, about 0.5 GB, the workspaces of kernels, and what the allocator loses to fragments.
 """
 
-import argparse
+import copy
+import math
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, cast
 
 import torch
+import yaml
 from peft import LoraConfig
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, HfArgumentParser, PreTrainedConfig
 
+from hfppo.generation.generate import SeededChoice
 from hfppo.models import output_head
-from hfppo.models.actor_critic import ActorCritic
+from hfppo.models.actor_critic import ActorCritic, TokenOutputs, Want
 from hfppo.models.critic import find_critic
 
-NF4_BYTES = 0.5 + 1 / 64 + 4 / 64 / 256  # per weight: four bits, and doubly quantized constants of blocks of 64
-USABLE = 0.9  # of a card; CUDA's context and fragments take the rest
+NF4_BYTES = 0.5 + 4 / 64  # per weight: four bits, and a float32 scale for each block of 64
+USABLE = 0.9  # of a card; CUDA's context, workspaces and fragments take the rest
+
+
+def setting(default: Any, help: str) -> Any:
+    """Return a dataclass field with its text for `--help`."""
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What decides the memory of a run on one device, by the names of PPOConfig, of `from_pretrained` and of TRL."""
+
+    max_prompt_length: int = setting(512, "Tokens of every prompt.")
+    max_completion_length: int = setting(256, "Tokens of every completion.")
+    per_device_train_batch_size: int = setting(8, "Completions in a micro-batch of the update.")
+    max_tokens_per_micro_batch: int | None = setting(None, "Most tokens in one forward pass of the update.")
+    local_rollout_forward_batch_size: int = setting(64, "Rows sampled, or passed without gradient, at once.")
+    activation_checkpointing: bool = setting(True, "Compute the layers again in the backward pass.")
+    bf16: bool = setting(True, "Autocast to bfloat16.")
+    dtype: Literal["bfloat16", "float32"] = setting("bfloat16", "Of the base.")
+    load_in_4bit: bool = setting(False, "The base in NF4.")
+    critic: Literal["adapter", "shared", "shared_detached", "none"] = setting("adapter", "Kind of the critic.")
+    critic_layers: int | None = setting(None, "Top layers that the adapter critic adapts; default: all.")
+    lora_r: int = setting(16, "Rank of LoRA on all linear layers.")
+
+    @property
+    def width(self) -> int:
+        """Tokens of a row."""
+        return self.max_prompt_length + self.max_completion_length
+
+    @property
+    def rows_of_update(self) -> int:
+        """Rows in one forward pass of the update."""
+        most = self.max_tokens_per_micro_batch or math.inf
+        return max(1, int(min(self.per_device_train_batch_size, most // self.width)))
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """Bytes by phase, on top of `weights`."""
+
+    weights: int  # of the base and the adapters, and AdamW's moments
+    phases: dict[str, int]
+
+    @property
+    def largest(self) -> str:
+        """Name of the phase with the highest peak."""
+        return max(self.phases, key=self.phases.__getitem__)
+
+    @property
+    def total(self) -> int:
+        """The most bytes at once."""
+        return self.weights + self.phases[self.largest]
+
+    def joined(self) -> "Peaks":
+        """Return the higher peak where a phase has two parts, named "phase, part"."""
+        phases: dict[str, int] = {}
+        for name, size in self.phases.items():
+            whole = name.partition(",")[0]
+            phases[whole] = max(size, phases.get(whole, 0))
+        return Peaks(self.weights, phases)
 
 
 class LiveStorages(TorchDispatchMode):
-    """Adds up the bytes of the storages of fake tensors that live at the same time."""
+    """Adds up the bytes of the storages that live at the same time, each once however many tensors share it.
 
-    def __init__(self) -> None:
+    Args:
+        kind: of the tensors that are counted.
+    """
+
+    def __init__(self, kind: type[Tensor] = FakeTensor) -> None:
         super().__init__()
         self.now = self.peak = 0
+        self.kind = kind
         self._known: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
 
     def add(self, tensor: Tensor) -> None:
@@ -56,99 +126,117 @@ class LiveStorages(TorchDispatchMode):
     ) -> Any:
         out = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
-            if isinstance(tensor, FakeTensor):
+            if isinstance(tensor, self.kind):
                 self.add(tensor)
         return out
 
-    def peak_of(self, run: Callable[[], object]) -> int:
-        """Return the most bytes that live during a call, on top of those before it."""
-        before = self.peak = self.now
+    def peak_of(self, run: Callable[[], object], before: int | None = None) -> int:
+        """Return the most bytes that live during a call, on top of `before`, by default of those that live now."""
+        before = self.now if before is None else before
+        self.peak = self.now
         with self:
             run()
         return self.peak - before
 
 
-@dataclass(frozen=True)
-class Workload:
-    """Sizes of a run on one device."""
-
-    prompt: int = 512  # tokens
-    completion: int = 512  # tokens
-    rows: int = 8  # of a micro-batch of the update
-    passes: int = 64  # rows sampled, or passed without gradient, at once
-    checkpointing: bool = False
-    dtype: str = "bfloat16"  # of the base; "nf4" and "float32" too
-    critic: str | None = "adapter"
-    critic_layers: int | None = None
-    rank: int = 16
-
-
-@dataclass(frozen=True)
-class Peaks:
-    """Bytes by phase on top of `weights`, and tokens that each phase passes at once."""
-
-    weights: int  # of the base and the adapters, and AdamW's moments
-    phases: dict[str, int]
-    tokens: dict[str, int]
-
-    @property
-    def peak(self) -> int:
-        """The most bytes at once."""
-        return self.weights + max(self.phases.values())
-
-    def scaled(self, load: Workload) -> "Peaks":
-        """Return the peaks with other numbers of rows."""
-        width = load.prompt + load.completion
-        tokens = {name: width * (load.rows if name == "update" else load.passes) for name in self.tokens}
-        phases = {name: size * tokens[name] // self.tokens[name] for name, size in self.phases.items()}
-        return Peaks(self.weights, phases, tokens)
-
-
-def estimate(config: PreTrainedConfig, load: Workload) -> Peaks:
-    """Return the peaks of sampling, of the passes without gradient and of an update.
+def estimate(config: PreTrainedConfig, setup: Setup) -> Peaks:
+    """Return the peaks of a run, from two measurements with few layers if all layers are equal.
 
     Args:
         config: of the base.
     """
-    model = without_data(make_model(config, load))
-    live = LiveStorages()
+    text = config.get_text_config()
+    depth, few = text.num_hidden_layers, max(2, 1 + (setup.critic_layers or 0))
+    if depth <= few + 2 or len(set(getattr(text, "layer_types", None) or ())) > 1:
+        return measure(config, setup).joined()
+    first, second = (measure(with_layers(config, count), setup) for count in (few, few + 2))
+
+    def extend(a: int, b: int) -> int:
+        return a + (b - a) * (depth - few) // 2
+
+    phases = {name: extend(size, second.phases[name]) for name, size in first.phases.items()}
+    return Peaks(extend(first.weights, second.weights), phases).joined()
+
+
+def with_layers(config: PreTrainedConfig, count: int) -> PreTrainedConfig:
+    """Return a copy of a configuration with another number of layers."""
+    config = copy.deepcopy(config)
+    text = config.get_text_config()
+    text.num_hidden_layers = count
+    if getattr(text, "layer_types", None):
+        text.layer_types = text.layer_types[:count]
+    return config
+
+
+def measure(config: PreTrainedConfig, setup: Setup) -> Peaks:
+    """Return the peaks of the parts of each phase, with all layers computed.
+
+    The parts are apart because a peak that changes from one to the other is not linear in the number of layers.
+    """
+    model, live = without_data(make_model(config, setup)), LiveStorages()
+    weights, unpacked = weigh(model, live, setup)
+    return Peaks(weights, {name: size + unpacked for name, size in measure_phases(model, live, setup).items()})
+
+
+def weigh(model: ActorCritic, live: LiveStorages, setup: Setup) -> tuple[int, int]:
+    """Return the bytes of a model with AdamW's moments, and those of the largest layer that NF4 unpacks.
+
+    bitsandbytes packs every frozen linear layer but the output head.
+    """
     for tensor in (*model.parameters(), *model.buffers()):
         live.add(tensor)
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    extra, saved = four_bits(model) if load.dtype == "nf4" else (0, 0)
-    weights = live.now - saved + 8 * trained
-    width = load.prompt + load.completion
-    phases = {}
-    autocast = torch.autocast("cpu", torch.bfloat16, enabled=load.dtype != "float32")
-    with chunks_of_a_gpu(), autocast, torch.no_grad():
-        phases["sampling"] = sampling(model, live, load)
-        batch = inputs(load, load.passes)
-
-        def reference() -> None:
-            with model.reference():
-                model(**batch, values=False)
-
-        phases["reference"] = live.peak_of(reference)
-        phases["old log-probs and values"] = live.peak_of(lambda: model(**batch))
-        with torch.enable_grad():
-            phases["update"] = update(model.train(), live, inputs(load, load.rows))
-    tokens = {name: (load.rows if name == "update" else load.passes) * width for name in phases}
-    return Peaks(weights, {name: size + extra for name, size in phases.items()}, tokens)
+    weights = live.now + 8 * sum(p.numel() for p in model.parameters() if p.requires_grad)
+    if not setup.load_in_4bit:
+        return weights, 0
+    head = model.get_output_embeddings()
+    linear = {m.weight for m in model.modules() if isinstance(m, nn.Linear) and m is not head}
+    packed = [(x.numel(), x.nbytes) for x in linear if not x.requires_grad]
+    return weights - int(sum(size - NF4_BYTES * number for number, size in packed)), max(size for _, size in packed)
 
 
-def make_model(config: PreTrainedConfig, load: Workload) -> ActorCritic:
-    """Return actor, reference and critic on the "meta" device."""
-    dtype = torch.float32 if load.dtype == "float32" else torch.bfloat16
-    with torch.device("meta"):
-        base = AutoModelForCausalLM.from_config(config, dtype=dtype)
-        adapter = LoraConfig(r=load.rank, target_modules="all-linear", task_type="CAUSAL_LM")
-        source = (
-            None
-            if load.critic is None
-            else find_critic(load.critic).with_layers(load.critic_layers, load.critic, base)
+def measure_phases(model: ActorCritic, live: LiveStorages, setup: Setup) -> dict[str, int]:
+    """Return the bytes of each phase or part of one, on top of those that live before the phase.
+
+    Args:
+        model: in eval mode; the update leaves it in training mode, with gradients.
+    """
+    passed, updated = (inputs(model, setup, x) for x in (setup.local_rollout_forward_batch_size, setup.rows_of_update))
+    keep = model.keeps_base_states
+    phases: dict[str, int] = {}
+    with chunks_of_a_gpu(), torch.autocast("cpu", torch.bfloat16, enabled=setup.bf16):
+        with torch.no_grad():
+            phases |= sampling(model, live, setup)
+
+            def reference() -> None:
+                with model.reference():
+                    model(**passed, want=Want(values=False, base_states=keep))
+
+            phases["reference"] = live.peak_of(reference)
+            states = base_states(model, passed)
+            phases["old log-probs and values"] = live.peak_of(lambda: model(**passed, base_states=states))
+            del states
+        before, states, outputs = live.now, base_states(model.train(), updated), []
+        phases["update, forward"] = live.peak_of(
+            lambda: outputs.append(model(**updated, want=Want(entropy="constant"), base_states=states)), before
         )
-        model = ActorCritic(base, adapter, source)
-    if load.checkpointing:
+        phases["update, backward"] = live.peak_of(lambda: loss_of(outputs.pop()).backward(), before)
+    return phases
+
+
+def loss_of(outputs: TokenOutputs) -> Tensor:
+    """Return a number with gradients to actor and critic."""
+    assert outputs.logprobs is not None
+    return outputs.logprobs.sum() if outputs.values is None else outputs.logprobs.sum() + outputs.values.sum()
+
+
+def make_model(config: PreTrainedConfig, setup: Setup) -> ActorCritic:
+    """Return actor, reference and critic on the "meta" device, in eval mode."""
+    with torch.device("meta"):
+        base = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, setup.dtype))
+        adapter = LoraConfig(r=setup.lora_r, target_modules="all-linear", task_type="CAUSAL_LM")
+        critic = None if setup.critic == "none" else find_critic(setup.critic).with_layers(setup.critic_layers, base)
+        model = ActorCritic(base, adapter, critic)
+    if setup.activation_checkpointing:
         model.activation_checkpointing_enable()
     return model.eval()
 
@@ -156,12 +244,13 @@ def make_model(config: PreTrainedConfig, load: Workload) -> ActorCritic:
 def without_data(model: ActorCritic) -> ActorCritic:
     """Put tensors of a CPU without data in the place of those of the "meta" device; shared ones stay shared.
 
-    Numbers that decide what is computed, such as masks, stay real: operations on them alone are run.
+    Token ids and masks are real tensors, since they decide what is computed; they are not counted.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     made: dict[Tensor, Tensor] = {}
     for module in model.modules():
-        for tensors in (module._parameters, module._buffers):
+        own: list[dict[str, Any]] = [module._parameters, module._buffers]
+        for tensors in own:
             for name, tensor in tensors.items():
                 if tensor is None:
                     continue
@@ -173,45 +262,48 @@ def without_data(model: ActorCritic) -> ActorCritic:
     return model
 
 
-def four_bits(model: ActorCritic) -> tuple[int, int]:
-    """Return the bytes of the largest layer that NF4 unpacks, and what it saves of the weights in bfloat16."""
-    head = model.get_output_embeddings()
-    frozen = {m.weight: m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear) and m is not head}
-    packed = [size for weight, size in frozen.items() if not weight.requires_grad]
-    return 2 * max(packed), int(sum(packed) * (2 - NF4_BYTES))
-
-
-def inputs(load: Workload, rows: int) -> dict[str, Any]:
-    """Return rows without padding."""
-    width = load.prompt + load.completion
+def inputs(model: ActorCritic, setup: Setup, rows: int) -> dict[str, Tensor]:
+    """Return rows without padding whose prompts differ."""
+    size = rows * setup.width
     return {
-        "input_ids": torch.zeros(rows, width, dtype=torch.int64),
-        "attention_mask": torch.ones(rows, width, dtype=torch.int64),
-        "completion_mask": torch.ones(rows, load.completion, dtype=torch.bool),
+        "input_ids": torch.arange(size).view(rows, setup.width) % model.config.get_text_config().vocab_size,
+        "attention_mask": torch.ones(rows, setup.width, dtype=torch.int64),
+        "completion_mask": torch.ones(rows, setup.max_completion_length, dtype=torch.bool),
     }
 
 
-def sampling(model: ActorCritic, live: LiveStorages, load: Workload) -> int:
-    """Return the peak of reading the prompts, or that of all key-values with a second copy of one layer's.
-
-    `DynamicCache` copies a layer's key-values to append those of a token.
-    """
-    ids = torch.zeros(load.passes, load.prompt, dtype=torch.int64)
-    before, kept = live.now, []
-    reading = live.peak_of(lambda: kept.append(model.causal_lm(ids, use_cache=True, logits_to_keep=1).past_key_values))
-    whole = (live.now - before) * (load.prompt + load.completion) // load.prompt
-    return max(reading, whole + whole // model.config.get_text_config().num_hidden_layers)
+def base_states(model: ActorCritic, batch: dict[str, Tensor]) -> Tensor | None:
+    """Return the states that `critic_layers` start from; None where the critic reads the tokens."""
+    if not model.keeps_base_states:
+        return None
+    weight = cast(nn.Embedding, model.get_input_embeddings()).weight
+    return weight.detach().new_empty(batch["input_ids"].numel(), weight.shape[1])
 
 
-def update(model: ActorCritic, live: LiveStorages, batch: dict[str, Any]) -> int:
-    """Return the peak of forward and backward, gradients included."""
+def sampling(model: ActorCritic, live: LiveStorages, setup: Setup) -> dict[str, int]:
+    """Return the peaks of reading the prompts and of sampling the last token, in rows of which one is shorter."""
+    rows, width, before = setup.local_rollout_forward_batch_size, setup.width, live.now
+    ids = torch.zeros(rows, setup.max_prompt_length, dtype=torch.int64)
+    mask = torch.ones(rows, width, dtype=torch.int64)
+    mask[0, 0] = 0
+    kept: list[Any] = []
 
-    def step() -> None:
-        out = model(**batch, entropy="constant")
-        loss = out.logprobs.sum()
-        (loss if out.values is None else loss + out.values.sum()).backward()
+    def read() -> None:
+        mask_of_prompts = mask[:, : setup.max_prompt_length]
+        out = model.causal_lm(ids, attention_mask=mask_of_prompts, use_cache=True, logits_to_keep=1)
+        kept.append(out.past_key_values)
 
-    return live.peak_of(step)
+    def sample() -> None:
+        out = model.causal_lm(ids[:, :1], attention_mask=mask, past_key_values=kept[0], logits_to_keep=1)
+        SeededChoice(torch.zeros(rows, 1, dtype=torch.float64), 1.0, lambda tokens: None)(ids, out.logits[:, -1])
+
+    phases = {"sampling, prompts": live.peak_of(read)}
+    with live:
+        for layer in kept[0].layers:  # a DynamicCache
+            missing = width - 1 - layer.keys.shape[-2]
+            layer.keys, layer.values = (nn.functional.pad(x, (0, 0, 0, missing)) for x in (layer.keys, layer.values))
+    phases["sampling, last token"] = live.peak_of(sample, before)
+    return phases
 
 
 @contextmanager
@@ -225,84 +317,83 @@ def chunks_of_a_gpu() -> Iterator[None]:
         output_head.tokens_at_once = before
 
 
-def fitting(config: PreTrainedConfig, load: Workload, card: float) -> tuple[Workload, Peaks] | None:
-    """Return the first workload that fits a card, with the fewest settings changed; None if none does.
-
-    The settings change in this order: activation checkpointing, rows at once without gradient, rows of a micro-batch,
-    a base in four bits. A phase's peak is proportional to its rows.
+def make_fit(config: PreTrainedConfig, setup: Setup, card: float) -> tuple[Setup, Peaks] | None:
+    """Return a setup that fits a card, with as few changes as possible, and its peaks; None if there is none.
 
     Args:
         card: GB.
     """
-    for dtype in dict.fromkeys((load.dtype, "nf4")):
-        for checkpointing in dict.fromkeys((load.checkpointing, True)):
-            peaks = estimate(config, tried := replace(load, dtype=dtype, checkpointing=checkpointing))
-            while True:
-                if peaks.peak <= USABLE * card * 1e9:
-                    return tried, peaks
-                if max(peaks.phases, key=peaks.phases.__getitem__) != "update" and tried.passes > 1:
-                    tried = replace(tried, passes=tried.passes // 2)
-                elif (checkpointing or dtype == "nf4") and tried.rows > 1:
-                    tried = replace(tried, rows=tried.rows // 2)
-                else:
-                    break
-                peaks = peaks.scaled(tried)
-    return None
+    while True:
+        peaks = estimate(config, setup)
+        room = int(USABLE * card * 1e9) - peaks.weights
+        if peaks.phases[peaks.largest] <= room:
+            return setup, peaks
+        if (smaller := shrink(setup, peaks, room)) is None:
+            return None
+        setup = smaller
 
 
-def report(peaks: Peaks) -> str:
+def shrink(setup: Setup, peaks: Peaks, room: int) -> Setup | None:
+    """Return a setup whose largest phase takes less, with the cheapest change first; None if there is none.
+
+    A peak falls at most in proportion to its rows.
+
+    Args:
+        room: bytes for each phase.
+    """
+    less: dict[str, Any] = {"dtype": "bfloat16", "bf16": True, "activation_checkpointing": True}
+    for name, value in less.items():
+        if getattr(setup, name) != value:
+            return replace(setup, **{name: value})
+    updates = peaks.largest.startswith("update")
+    rows = setup.rows_of_update if updates else setup.local_rollout_forward_batch_size
+    if room > 0 and rows > 1:
+        rows = max(1, rows >> math.ceil(math.log2(peaks.phases[peaks.largest] / room)))
+        if updates:
+            return replace(setup, max_tokens_per_micro_batch=rows * setup.width)
+        return replace(setup, local_rollout_forward_batch_size=rows)
+    return None if setup.load_in_4bit else replace(setup, load_in_4bit=True)
+
+
+def report(peaks: Peaks, setup: Setup) -> str:
     """Return a Markdown table of the phases."""
-    lines = ["| phase | tokens at once | GB | kB per token |", "|---|---|---|---|"]
-    lines.append(f"| weights and AdamW's moments | | {peaks.weights / 1e9:.1f} | |")
+    lines = ["| phase | tokens | GB | kB per token |", "|---|---|---|---|"]
+    lines.append(f"| weights, AdamW's moments | | {peaks.weights / 1e9:.1f} | |")
     for name, size in peaks.phases.items():
-        tokens = peaks.tokens[name]
-        lines.append(f"| {name} | {tokens} | {size / 1e9:.1f} | {size / tokens / 1e3:.0f} |")
-    return "\n".join([*lines, f"| **peak** | | {peaks.peak / 1e9:.1f} | |"])
-
-
-def describe(load: Workload, asked: Workload) -> str:
-    """Return the settings in which two workloads differ, as PPOConfig and `from_pretrained` call them."""
-    width = load.prompt + load.completion
-    settings = {
-        "activation_checkpointing=True": load.checkpointing != asked.checkpointing,
-        f"local_rollout_forward_batch_size={load.passes}": load.passes != asked.passes,
-        f"max_tokens_per_micro_batch={load.rows * width}": load.rows != asked.rows,
-        "a base in NF4 (quantization_config)": load.dtype != asked.dtype,
-    }
-    return ", ".join(name for name, changed in settings.items() if changed)
+        rows = setup.rows_of_update if name.startswith("update") else setup.local_rollout_forward_batch_size
+        tokens = rows * setup.width
+        lines.append(f"| {name} | {tokens:,} | {size / 1e9:.1f} | {size / tokens / 1e3:,.0f} |")
+    return "\n".join([*lines, f"| **peak** | | **{peaks.total / 1e9:.1f}** | |"])
 
 
 def main() -> None:
     """Print the peaks of a model, and what makes it fit a card."""
-    parser = argparse.ArgumentParser(
-        prog="python -m hfppo.memory", description="Estimate the memory of a run from a model's configuration."
+    parser = HfArgumentParser(
+        cast(Any, Setup),
+        prog="python -m hfppo.memory",
+        description="Estimate the memory of a run from a model's configuration.",
     )
-    parser.add_argument("--model", required=True, help="id or path; only its config.json is read")
+    parser.add_argument("--model", "--model_name_or_path", help="id or path; only its config.json is read")
     parser.add_argument("--card", type=float, help="memory of the GPU, GB: says what makes the run fit")
-    defaults = Workload()
-    parser.add_argument("--dtype", choices=["bfloat16", "float32", "nf4"], default=defaults.dtype, help="of the base")
-    parser.add_argument("--critic", choices=["adapter", "shared", "none"], default=defaults.critic)
-    parser.add_argument("--critic_layers", type=int, help="layers that the adapter critic adapts")
-    parser.add_argument("--rank", type=int, default=defaults.rank, help="of LoRA on all linear layers")
-    parser.add_argument("--prompt", type=int, default=defaults.prompt, help="tokens")
-    parser.add_argument("--completion", type=int, default=defaults.completion, help="tokens")
-    parser.add_argument("--rows", type=int, default=defaults.rows, help="of a micro-batch of the update")
-    parser.add_argument("--passes", type=int, default=defaults.passes, help="rows sampled or passed at once")
-    parser.add_argument("--checkpointing", action="store_true", help="of activations")
-    options = vars(parser.parse_args())
-    config = AutoConfig.from_pretrained(options.pop("model"))
-    card = options.pop("card")
-    load = Workload(**{**options, "critic": None if options["critic"] == "none" else options["critic"]})
-    print(report(estimate(config, load)))
-    if card is None:
-        return
-    found = fitting(config, load, card)
-    if found is None:
-        print(f"\nDoes not fit {card:g} GB; take shorter completions, critic='shared' or a smaller base.")
-    elif found[0] == load:
-        print(f"\nFits {card:g} GB.")
+    parser.add_argument("--config", help="a recipe's YAML file, whose values are the defaults")
+    names = {"model_name_or_path", *(f.name for f in fields(Setup))}
+    if (file := parser.parse_known_args()[0].config) is not None:
+        with open(file) as lines:
+            given = {name: value for name, value in yaml.safe_load(lines).items() if name in names}
+        parser.set_defaults(model=given.pop("model_name_or_path", None), **given)
+    setup, options = parser.parse_args_into_dataclasses()
+    if options.model is None:
+        parser.error("--model is missing: give the id or path of a model")
+    config = AutoConfig.from_pretrained(options.model)
+    if options.card is None:
+        print(report(estimate(config, setup), setup))
+    elif (found := make_fit(config, setup, options.card)) is None:
+        print(report(estimate(config, setup), setup))
+        print(f"\nDoes not fit {options.card:g} GB: take shorter completions, critic='shared' or a smaller base.")
     else:
-        print(f"\nFits {card:g} GB with {describe(found[0], load)}:\n\n{report(found[1])}")
+        changed = {name: x for name, x in vars(found[0]).items() if x != getattr(setup, name)}
+        settings = "".join(f" --{name} {value}" for name, value in changed.items())
+        print(f"{report(found[1], found[0])}\n\nFits {options.card:g} GB{' with' + settings if settings else ''}.")
 
 
 if __name__ == "__main__":

@@ -36,6 +36,7 @@ ALLOWED = {
     "checks.engine": {"config", "models", "rewards"},
     "parts": {"checks.data", "config", "data", "environments", "generation", "models", "prompt_maker", "rewards"},
     "checkpoint": {"config", "data", "metrics", "models", "rollout", "saving", "state"},
+    "memory": {"generation", "models"},
     "callbacks": {"functional", "metrics", "rollout", "state"},
     "collect": {
         "config",
