@@ -8,7 +8,7 @@ To try it without the Hub and a GPU, on the 50 shipped problems (the model is ra
     torchrun --nproc_per_node 1 recipes/gsm8k.py --config recipes/gsm8k.yaml --use_cpu true \\
         --model_name_or_path out/tiny --dtype float32 --dataset_name json --output_dir out/gsm8k-tiny \\
         --data_files '{"train": "recipes/gsm8k/problems.jsonl", "test": "recipes/gsm8k/test.jsonl"}' \\
-        --gradient_accumulation_steps 1 --max_completion_length 32 --max_steps 8
+        --bf16 false --gradient_accumulation_steps 1 --max_completion_length 32 --max_steps 8
 
 Rows hold "question" and "answer", the latter ending with the number after "####". docs/gsm8k.md explains the settings.
 """

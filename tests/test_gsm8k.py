@@ -54,9 +54,9 @@ WRONG = {
 }
 
 
-def parse(*flags: str):
+def parse(*flags: str, file: str = YAML):
     parser = RecipeParser((gsm8k.GSM8KArguments, PPOConfig, gsm8k.GSM8KActor))
-    return parser.parse_args_and_config(["--config", YAML, *flags])
+    return parser.parse_args_and_config(["--config", file, *flags])
 
 
 def value(calculation: str) -> Fraction:
@@ -188,9 +188,9 @@ def test_two_steps_on_the_shipped_problems(tmp_path, tiny, monkeypatch):
 
     monkeypatch.setattr(gsm8k, "is_right", has_an_a)
     out = tmp_path / "out"
-    flags = ["--model_name_or_path", tiny, "--dtype", "float32", "--output_dir", str(out)]
+    flags = ["--model_name_or_path", tiny, "--dtype", "float32", "--bf16", "false", "--output_dir", str(out)]
     flags += ["--dataset_name", "json", "--data_files", json.dumps(FILES)]
-    flags += ["--gradient_accumulation_steps", "1", "--num_mini_batches", "1", "--max_completion_length", "16"]
+    flags += ["--gradient_accumulation_steps", "1", "--num_mini_batches", "1", "--max_completion_length", "6"]
     flags += ["--max_steps", "2", "--eval_steps", "1", "--save_steps", "2", "--use_cpu", "true"]
     gsm8k.main(*parse(*flags, "--disable_tqdm", "true"))
     results = json.loads((out / "all_results.json").read_text())
@@ -203,16 +203,20 @@ def test_two_steps_on_the_shipped_problems(tmp_path, tiny, monkeypatch):
     assert (out / "checkpoint-2/trainer_state.json").is_file()
 
 
-def test_the_yaml_has_the_sizes_it_speaks_of():
-    script_args, args, model_args = parse("--use_cpu", "true")
+@pytest.mark.parametrize(("file", "rollouts"), [("gsm8k.yaml", 15 * 29), ("gsm8k_afternoon.yaml", 174)])
+def test_the_yaml_has_the_sizes_it_speaks_of(file, rollouts):
+    script_args, args, model_args = parse("--use_cpu", "true", file=str(RECIPES / file))
+    assert args.num_train_epochs * (7473 // args.rollout_size_per_process) == rollouts
     assert (script_args.dataset_name, script_args.dataset_config) == ("openai/gsm8k", "main")
     assert (script_args.train_split, script_args.test_split) == ("train", "test")
     assert args.rollout_size_per_process == 256
     assert args.per_device_train_batch_size * args.gradient_accumulation_steps == 64
     assert (args.num_mini_batches, args.num_ppo_epochs, args.updates_per_rollout) == (4, 2, 8)
-    assert (args.learning_rate, args.critic_learning_rate) == (1e-5, 5e-5)
-    assert (args.cliprange, args.gamma, args.lam, args.kl_coef) == (0.2, 0.99, 0.95, 0.001)
+    assert (args.learning_rate, args.critic_learning_rate) == (5e-5, None)
+    assert (args.cliprange, args.gamma, args.lam, args.kl_coef) == (0.2, 1.0, 1.0, 0.001)
     assert args.max_prompt_length == 512
+    assert args.max_tokens_per_micro_batch == 8 * (args.max_prompt_length + args.max_completion_length)
+    assert args.bf16
     assert args.eval_steps % args.updates_per_rollout == args.save_steps % args.updates_per_rollout == 0
     assert model_args.model_name_or_path == "Qwen/Qwen2.5-0.5B-Instruct"
     assert (model_args.use_peft, model_args.lora_dropout, model_args.lora_target_modules) == (True, 0.0, "all-linear")

@@ -38,6 +38,7 @@ ALLOWED = {
     "checks.engine": {"config", "models", "rewards"},
     "parts": {"checks.data", "config", "data", "environments", "generation", "models", "prompt_maker", "rewards"},
     "checkpoint": {"config", "data", "metrics", "models", "prompt_maker", "rollout", "saving", "state"},
+    "memory": {"generation", "models"},
     "callbacks": {"functional", "metrics", "rollout", "state"},
     "collect": {
         "config",

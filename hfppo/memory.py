@@ -1,0 +1,400 @@
+"""Peak memory of a run by phase, from a model's configuration: no weights, no GPU.
+
+    python -m hfppo.memory --model Qwen/Qwen2.5-1.5B --card 24
+
+The package's own `ActorCritic` samples a token, runs a pass and an update on tensors without data (torch's
+FakeTensorMode), and a tracker adds up the bytes of all storages that live at once. It does so with two small numbers
+of layers and extrapolates. Layers are equal, so that the peak of each phase is linear in their number and the result
+is exact, in seconds. If the configuration names layers of several kinds (`layer_types`), all are computed. Not
+counted: CUDA's context, about 0.5 GB, the workspaces of kernels, and what the allocator loses to fragments.
+"""
+
+import copy
+import math
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, cast
+
+import torch
+import yaml
+from peft import LoraConfig
+from torch import Tensor, nn
+from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoConfig, AutoModelForCausalLM, HfArgumentParser, PreTrainedConfig
+
+from hfppo.generation.generate import SeededChoice
+from hfppo.models import output_head
+from hfppo.models.actor_critic import ActorCritic, TokenOutputs, Want
+from hfppo.models.critic import find_critic
+
+NF4_BYTES = 0.5 + 4 / 64  # per weight: four bits, and a float32 scale for each block of 64
+USABLE = 0.9  # of a card; CUDA's context, workspaces and fragments take the rest
+
+
+def setting(default: Any, help: str) -> Any:
+    """Return a dataclass field with its text for `--help`."""
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What decides the memory of a run on one device, by the names of PPOConfig, of `from_pretrained` and of TRL."""
+
+    max_prompt_length: int = setting(512, "Tokens of every prompt.")
+    max_completion_length: int = setting(256, "Tokens of every completion.")
+    per_device_train_batch_size: int = setting(8, "Completions in a micro-batch of the update.")
+    max_tokens_per_micro_batch: int | None = setting(None, "Most tokens in one forward pass of the update.")
+    local_rollout_forward_batch_size: int = setting(64, "Rows sampled, or passed without gradient, at once.")
+    activation_checkpointing: bool = setting(True, "Compute the layers again in the backward pass.")
+    bf16: bool = setting(True, "Autocast to bfloat16.")
+    dtype: Literal["bfloat16", "float32"] = setting("bfloat16", "Of the base.")
+    load_in_4bit: bool = setting(False, "The base in NF4.")
+    critic: Literal["adapter", "shared", "shared_detached", "none"] = setting("adapter", "Kind of the critic.")
+    critic_layers: int | None = setting(None, "Top layers that the adapter critic adapts; default: all.")
+    lora_r: int = setting(16, "Rank of LoRA on all linear layers.")
+
+    @property
+    def width(self) -> int:
+        """Tokens of a row."""
+        return self.max_prompt_length + self.max_completion_length
+
+    @property
+    def rows_of_update(self) -> int:
+        """Rows in one forward pass of the update."""
+        most = self.max_tokens_per_micro_batch or math.inf
+        return max(1, int(min(self.per_device_train_batch_size, most // self.width)))
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """Bytes by phase, on top of `weights`."""
+
+    weights: int  # of the base and the adapters, and AdamW's moments
+    phases: dict[str, int]
+
+    @property
+    def largest(self) -> str:
+        """Name of the phase with the highest peak."""
+        return max(self.phases, key=self.phases.__getitem__)
+
+    @property
+    def total(self) -> int:
+        """The most bytes at once."""
+        return self.weights + self.phases[self.largest]
+
+    def joined(self) -> "Peaks":
+        """Return the higher peak where a phase has two parts, named "phase, part"."""
+        phases: dict[str, int] = {}
+        for name, size in self.phases.items():
+            whole = name.partition(",")[0]
+            phases[whole] = max(size, phases.get(whole, 0))
+        return Peaks(self.weights, phases)
+
+
+class LiveStorages(TorchDispatchMode):
+    """Adds up the bytes of the storages that live at the same time, each once however many tensors share it.
+
+    Args:
+        kind: of the tensors that are counted.
+    """
+
+    def __init__(self, kind: type[Tensor] = FakeTensor) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self.kind = kind
+        self._known: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+
+    def add(self, tensor: Tensor) -> None:
+        """Count a tensor's storage until it is freed."""
+        storage = tensor.untyped_storage()
+        if storage in self._known:
+            return
+        self._known.add(storage)
+        self.now += storage.nbytes()
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._remove, storage.nbytes())
+
+    def _remove(self, size: int) -> None:
+        self.now -= size
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, self.kind):
+                self.add(tensor)
+        return out
+
+    def peak_of(self, run: Callable[[], object], before: int | None = None) -> int:
+        """Return the most bytes that live during a call, on top of `before`, by default of those that live now."""
+        before = self.now if before is None else before
+        self.peak = self.now
+        with self:
+            run()
+        return self.peak - before
+
+
+def estimate(config: PreTrainedConfig, setup: Setup) -> Peaks:
+    """Return the peaks of a run, from two measurements with few layers if all layers are equal.
+
+    Args:
+        config: of the base.
+    """
+    text = config.get_text_config()
+    depth, few = text.num_hidden_layers, max(2, 1 + (setup.critic_layers or 0))
+    if depth <= few + 2 or len(set(getattr(text, "layer_types", None) or ())) > 1:
+        return measure(config, setup).joined()
+    first, second = (measure(with_layers(config, count), setup) for count in (few, few + 2))
+
+    def extend(a: int, b: int) -> int:
+        return a + (b - a) * (depth - few) // 2
+
+    phases = {name: extend(size, second.phases[name]) for name, size in first.phases.items()}
+    return Peaks(extend(first.weights, second.weights), phases).joined()
+
+
+def with_layers(config: PreTrainedConfig, count: int) -> PreTrainedConfig:
+    """Return a copy of a configuration with another number of layers."""
+    config = copy.deepcopy(config)
+    text = config.get_text_config()
+    text.num_hidden_layers = count
+    if getattr(text, "layer_types", None):
+        text.layer_types = text.layer_types[:count]
+    return config
+
+
+def measure(config: PreTrainedConfig, setup: Setup) -> Peaks:
+    """Return the peaks of the parts of each phase, with all layers computed.
+
+    The parts are apart because a peak that changes from one to the other is not linear in the number of layers.
+    """
+    model, live = without_data(make_model(config, setup)), LiveStorages()
+    weights, unpacked = weigh(model, live, setup)
+    return Peaks(weights, {name: size + unpacked for name, size in measure_phases(model, live, setup).items()})
+
+
+def weigh(model: ActorCritic, live: LiveStorages, setup: Setup) -> tuple[int, int]:
+    """Return the bytes of a model with AdamW's moments, and those of the largest layer that NF4 unpacks.
+
+    bitsandbytes packs every frozen linear layer but the output head.
+    """
+    for tensor in (*model.parameters(), *model.buffers()):
+        live.add(tensor)
+    weights = live.now + 8 * sum(p.numel() for p in model.parameters() if p.requires_grad)
+    if not setup.load_in_4bit:
+        return weights, 0
+    head = model.get_output_embeddings()
+    linear = {m.weight for m in model.modules() if isinstance(m, nn.Linear) and m is not head}
+    packed = [(x.numel(), x.nbytes) for x in linear if not x.requires_grad]
+    return weights - int(sum(size - NF4_BYTES * number for number, size in packed)), max(size for _, size in packed)
+
+
+def measure_phases(model: ActorCritic, live: LiveStorages, setup: Setup) -> dict[str, int]:
+    """Return the bytes of each phase or part of one, on top of those that live before the phase.
+
+    Args:
+        model: in eval mode; the update leaves it in training mode, with gradients.
+    """
+    passed, updated = (inputs(model, setup, x) for x in (setup.local_rollout_forward_batch_size, setup.rows_of_update))
+    keep = model.keeps_base_states
+    phases: dict[str, int] = {}
+    with chunks_of_a_gpu(), torch.autocast("cpu", torch.bfloat16, enabled=setup.bf16):
+        with torch.no_grad():
+            phases |= sampling(model, live, setup)
+
+            def reference() -> None:
+                with model.reference():
+                    model(**passed, want=Want(values=False, base_states=keep))
+
+            phases["reference"] = live.peak_of(reference)
+            states = base_states(model, passed)
+            phases["old log-probs and values"] = live.peak_of(lambda: model(**passed, base_states=states))
+            del states
+        before, states, outputs = live.now, base_states(model.train(), updated), []
+        phases["update, forward"] = live.peak_of(
+            lambda: outputs.append(model(**updated, want=Want(entropy="constant"), base_states=states)), before
+        )
+        phases["update, backward"] = live.peak_of(lambda: loss_of(outputs.pop()).backward(), before)
+    return phases
+
+
+def loss_of(outputs: TokenOutputs) -> Tensor:
+    """Return a number with gradients to actor and critic."""
+    assert outputs.logprobs is not None
+    return outputs.logprobs.sum() if outputs.values is None else outputs.logprobs.sum() + outputs.values.sum()
+
+
+def make_model(config: PreTrainedConfig, setup: Setup) -> ActorCritic:
+    """Return actor, reference and critic on the "meta" device, in eval mode."""
+    with torch.device("meta"):
+        base = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, setup.dtype))
+        adapter = LoraConfig(r=setup.lora_r, target_modules="all-linear", task_type="CAUSAL_LM")
+        critic = None if setup.critic == "none" else find_critic(setup.critic).with_layers(setup.critic_layers, base)
+        model = ActorCritic(base, adapter, critic)
+    if setup.activation_checkpointing:
+        model.activation_checkpointing_enable()
+    return model.eval()
+
+
+def without_data(model: ActorCritic) -> ActorCritic:
+    """Put tensors of a CPU without data in the place of those of the "meta" device; shared ones stay shared.
+
+    Token ids and masks are real tensors, since they decide what is computed; they are not counted.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    made: dict[Tensor, Tensor] = {}
+    for module in model.modules():
+        own: list[dict[str, Any]] = [module._parameters, module._buffers]
+        for tensors in own:
+            for name, tensor in tensors.items():
+                if tensor is None:
+                    continue
+                if tensor not in made:
+                    with mode:
+                        fake = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+                    made[tensor] = nn.Parameter(fake, tensor.requires_grad) if name in module._parameters else fake
+                tensors[name] = made[tensor]
+    return model
+
+
+def inputs(model: ActorCritic, setup: Setup, rows: int) -> dict[str, Tensor]:
+    """Return rows without padding whose prompts differ."""
+    size = rows * setup.width
+    return {
+        "input_ids": torch.arange(size).view(rows, setup.width) % model.config.get_text_config().vocab_size,
+        "attention_mask": torch.ones(rows, setup.width, dtype=torch.int64),
+        "completion_mask": torch.ones(rows, setup.max_completion_length, dtype=torch.bool),
+    }
+
+
+def base_states(model: ActorCritic, batch: dict[str, Tensor]) -> Tensor | None:
+    """Return the states that `critic_layers` start from; None where the critic reads the tokens."""
+    if not model.keeps_base_states:
+        return None
+    weight = cast(nn.Embedding, model.get_input_embeddings()).weight
+    return weight.detach().new_empty(batch["input_ids"].numel(), weight.shape[1])
+
+
+def sampling(model: ActorCritic, live: LiveStorages, setup: Setup) -> dict[str, int]:
+    """Return the peaks of reading the prompts and of sampling the last token, in rows of which one is shorter."""
+    rows, width, before = setup.local_rollout_forward_batch_size, setup.width, live.now
+    ids = torch.zeros(rows, setup.max_prompt_length, dtype=torch.int64)
+    mask = torch.ones(rows, width, dtype=torch.int64)
+    mask[0, 0] = 0
+    kept: list[Any] = []
+
+    def read() -> None:
+        mask_of_prompts = mask[:, : setup.max_prompt_length]
+        out = model.causal_lm(ids, attention_mask=mask_of_prompts, use_cache=True, logits_to_keep=1)
+        kept.append(out.past_key_values)
+
+    def sample() -> None:
+        out = model.causal_lm(ids[:, :1], attention_mask=mask, past_key_values=kept[0], logits_to_keep=1)
+        SeededChoice(torch.zeros(rows, 1, dtype=torch.float64), 1.0, lambda tokens: None)(ids, out.logits[:, -1])
+
+    phases = {"sampling, prompts": live.peak_of(read)}
+    with live:
+        for layer in kept[0].layers:  # a DynamicCache
+            missing = width - 1 - layer.keys.shape[-2]
+            layer.keys, layer.values = (nn.functional.pad(x, (0, 0, 0, missing)) for x in (layer.keys, layer.values))
+    phases["sampling, last token"] = live.peak_of(sample, before)
+    return phases
+
+
+@contextmanager
+def chunks_of_a_gpu() -> Iterator[None]:
+    """Compute the output head in the chunks of a GPU inside the block, though the tensors are a CPU's."""
+    before = output_head.tokens_at_once
+    output_head.tokens_at_once = lambda vocab_size, device: before(vocab_size, torch.device("cuda"))
+    try:
+        yield
+    finally:
+        output_head.tokens_at_once = before
+
+
+def make_fit(config: PreTrainedConfig, setup: Setup, card: float) -> tuple[Setup, Peaks] | None:
+    """Return a setup that fits a card, with as few changes as possible, and its peaks; None if there is none.
+
+    Args:
+        card: GB.
+    """
+    while True:
+        peaks = estimate(config, setup)
+        room = int(USABLE * card * 1e9) - peaks.weights
+        if peaks.phases[peaks.largest] <= room:
+            return setup, peaks
+        if (smaller := shrink(setup, peaks, room)) is None:
+            return None
+        setup = smaller
+
+
+def shrink(setup: Setup, peaks: Peaks, room: int) -> Setup | None:
+    """Return a setup whose largest phase takes less, with the cheapest change first; None if there is none.
+
+    A peak falls at most in proportion to its rows.
+
+    Args:
+        room: bytes for each phase.
+    """
+    less: dict[str, Any] = {"dtype": "bfloat16", "bf16": True, "activation_checkpointing": True}
+    for name, value in less.items():
+        if getattr(setup, name) != value:
+            return replace(setup, **{name: value})
+    updates = peaks.largest.startswith("update")
+    rows = setup.rows_of_update if updates else setup.local_rollout_forward_batch_size
+    if room > 0 and rows > 1:
+        rows = max(1, rows >> math.ceil(math.log2(peaks.phases[peaks.largest] / room)))
+        if updates:
+            return replace(setup, max_tokens_per_micro_batch=rows * setup.width)
+        return replace(setup, local_rollout_forward_batch_size=rows)
+    return None if setup.load_in_4bit else replace(setup, load_in_4bit=True)
+
+
+def report(peaks: Peaks, setup: Setup) -> str:
+    """Return a Markdown table of the phases."""
+    lines = ["| phase | tokens | GB | kB per token |", "|---|---|---|---|"]
+    lines.append(f"| weights, AdamW's moments | | {peaks.weights / 1e9:.1f} | |")
+    for name, size in peaks.phases.items():
+        rows = setup.rows_of_update if name.startswith("update") else setup.local_rollout_forward_batch_size
+        tokens = rows * setup.width
+        lines.append(f"| {name} | {tokens:,} | {size / 1e9:.1f} | {size / tokens / 1e3:,.0f} |")
+    return "\n".join([*lines, f"| **peak** | | **{peaks.total / 1e9:.1f}** | |"])
+
+
+def main() -> None:
+    """Print the peaks of a model, and what makes it fit a card."""
+    parser = HfArgumentParser(
+        cast(Any, Setup),
+        prog="python -m hfppo.memory",
+        description="Estimate the memory of a run from a model's configuration.",
+    )
+    parser.add_argument("--model", "--model_name_or_path", help="id or path; only its config.json is read")
+    parser.add_argument("--card", type=float, help="memory of the GPU, GB: says what makes the run fit")
+    parser.add_argument("--config", help="a recipe's YAML file, whose values are the defaults")
+    names = {"model_name_or_path", *(f.name for f in fields(Setup))}
+    if (file := parser.parse_known_args()[0].config) is not None:
+        with open(file) as lines:
+            given = {name: value for name, value in yaml.safe_load(lines).items() if name in names}
+        parser.set_defaults(model=given.pop("model_name_or_path", None), **given)
+    setup, options = parser.parse_args_into_dataclasses()
+    if options.model is None:
+        parser.error("--model is missing: give the id or path of a model")
+    config = AutoConfig.from_pretrained(options.model)
+    if options.card is None:
+        print(report(estimate(config, setup), setup))
+    elif (found := make_fit(config, setup, options.card)) is None:
+        print(report(estimate(config, setup), setup))
+        print(f"\nDoes not fit {options.card:g} GB: take shorter completions, critic='shared' or a smaller base.")
+    else:
+        changed = {name: x for name, x in vars(found[0]).items() if x != getattr(setup, name)}
+        settings = "".join(f" --{name} {value}" for name, value in changed.items())
+        print(f"{report(found[1], found[0])}\n\nFits {options.card:g} GB{' with' + settings if settings else ''}.")
+
+
+if __name__ == "__main__":
+    main()

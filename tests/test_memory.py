@@ -1,0 +1,252 @@
+"""Memory on paper is what torch's allocator hands out, sharing counts once, and the command needs a config only."""
+
+import json
+import sys
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedConfig, Qwen2Config
+
+from hfppo import ActorCritic, memory
+from hfppo.memory import NF4_BYTES, LiveStorages, Peaks, Setup, estimate, make_fit, measure, with_layers
+from hfppo.models import critic
+from hfppo.models.actor_critic import Want
+from hfppo.models.loading import default_peft_config
+
+RECIPES = Path(__file__).parent.parent / "recipes"
+
+LLAMA = LlamaConfig(
+    vocab_size=64, hidden_size=64, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4, use_cache=False
+)
+SHAPES = {
+    "llama": LLAMA,
+    "qwen2, grouped queries": Qwen2Config(
+        **{"vocab_size": 512, "hidden_size": 64, "intermediate_size": 320, "num_hidden_layers": 3},
+        **{"num_attention_heads": 4, "num_key_value_heads": 1, "tie_word_embeddings": True},
+    ),
+    "gpt2": GPT2Config(
+        vocab_size=1024, n_embd=64, n_layer=3, n_head=2, n_positions=128, bos_token_id=None, eos_token_id=1
+    ),
+}
+SMALL = Setup(
+    **{"max_prompt_length": 32, "max_completion_length": 48, "per_device_train_batch_size": 8, "lora_r": 4},
+    **{"local_rollout_forward_batch_size": 16},
+)
+
+
+def real_model(config: PreTrainedConfig, setup: Setup) -> ActorCritic:
+    base = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, setup.dtype))
+    adapter = default_peft_config()
+    adapter.r = setup.lora_r
+    source = critic.find_critic(setup.critic).with_layers(setup.critic_layers, base)
+    model = ActorCritic(base, adapter, source)
+    if setup.activation_checkpointing:
+        model.activation_checkpointing_enable()
+    return model
+
+
+def allocated(tmp_path: Path, run) -> int:
+    """The most bytes that torch's CPU allocator hands out during a call, by its own record."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+        run()
+    record.export_chrome_trace(str(tmp_path / "trace.json"))
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    most = now = 0
+    for event in sorted((e for e in events if e["name"] == "[memory]"), key=lambda e: e["args"]["Ev Idx"]):
+        now += event["args"]["Bytes"]
+        most = max(most, now)
+    return most
+
+
+def measured(config: PreTrainedConfig, setup: Setup, tmp_path: Path) -> dict[str, int]:
+    """Peaks of a real model with all its layers, by the allocator."""
+    model = real_model(config, setup).eval()
+    rows, keep = setup.local_rollout_forward_batch_size, model.keeps_base_states
+    ids = torch.randint(64, (rows, setup.width), generator=torch.Generator().manual_seed(0))  # prompts differ
+    batch = ids, torch.ones_like(ids), torch.ones(rows, setup.max_completion_length, dtype=torch.bool)
+    micro_batch = [x[: setup.rows_of_update] for x in batch]
+
+    def reference() -> Tensor | None:
+        with model.reference():
+            return model(*batch, want=Want(values=False, base_states=keep)).base_states
+
+    def update() -> None:
+        start = states if states is None else states[: micro_batch[0].numel()]
+        out = model(*micro_batch, want=Want(entropy="constant"), base_states=start)
+        (out.logprobs.sum() + out.values.sum()).backward()
+
+    with memory.chunks_of_a_gpu(), torch.autocast("cpu", torch.bfloat16, enabled=setup.bf16):
+        with torch.no_grad():
+            states = reference()
+            peaks = {
+                "reference": allocated(tmp_path, reference),
+                "old log-probs and values": allocated(tmp_path, lambda: model(*batch, base_states=states)),
+            }
+        model.train()
+        return peaks | {"update": allocated(tmp_path, update)}
+
+
+HALF = [  # each shape, critic and setting of checkpointing; the other half is slow
+    ("llama", "adapter", False), ("llama", "shared", True), ("qwen2, grouped queries", "adapter", True),
+    ("qwen2, grouped queries", "shared", False), ("gpt2", "adapter", False), ("gpt2", "shared", True),
+]  # fmt: skip
+ALL = [
+    pytest.param(*case, marks=[] if case in HALF else pytest.mark.slow)
+    for case in product(SHAPES, ("adapter", "shared"), (False, True))
+]
+
+
+@pytest.mark.parametrize(("shape", "kind", "checkpointing"), ALL)
+def test_a_peak_is_what_the_allocator_hands_out(shape, kind, checkpointing, tmp_path):
+    setup = replace(SMALL, critic=kind, activation_checkpointing=checkpointing)
+    found, real = estimate(SHAPES[shape], setup).phases, measured(SHAPES[shape], setup, tmp_path)
+    assert {name: found[name] for name in real} == {name: pytest.approx(size, rel=0.1) for name, size in real.items()}
+
+
+def test_the_critic_starts_from_the_base_states_of_the_reference_pass(tmp_path):
+    setup = replace(SMALL, critic_layers=1, activation_checkpointing=False, bf16=False, dtype="float32")
+    found, real = estimate(LLAMA, setup).phases, measured(LLAMA, setup, tmp_path)
+    assert {name: found[name] for name in real} == {name: pytest.approx(size, rel=0.1) for name, size in real.items()}
+
+
+def test_few_layers_give_the_peaks_of_all_layers():
+    deep = with_layers(LLAMA, 5)
+    assert estimate(deep, SMALL) == measure(deep, SMALL).joined()
+
+
+def test_layers_of_several_kinds_are_all_computed(monkeypatch):
+    depths = []
+
+    def depth(config, setup):
+        depths.append(config.num_hidden_layers)
+        return Peaks(0, {"update": config.num_hidden_layers})
+
+    monkeypatch.setattr(memory, "measure", depth)
+    mixed = Qwen2Config(num_hidden_layers=6, use_sliding_window=True, sliding_window=8, max_window_layers=3)
+    assert estimate(mixed, SMALL).phases == {"update": 6}
+    assert estimate(Qwen2Config(num_hidden_layers=6), SMALL).phases == {"update": 6}
+    assert depths == [6, 2, 4]
+
+
+def test_live_storages_by_hand():
+    live = LiveStorages(Tensor)
+    kept = []
+
+    def run():
+        first = torch.zeros(100)  # 400 bytes
+        second = first + 1  # 800
+        del first  # 400
+        kept.append(second.view(10, 10))  # the same storage
+        torch.zeros(50)  # 600, and 400 again
+
+    assert live.peak_of(run) == 800
+    assert live.now == 400
+    kept.clear()
+    assert live.now == 0
+
+
+def weigh_without_data(setup: Setup) -> int:
+    return memory.weigh(memory.without_data(memory.make_model(LLAMA, setup)), LiveStorages(), setup)[0]
+
+
+def test_what_two_trees_share_counts_once():
+    """The base in bfloat16; two adapters with AdamW's moments, 12 bytes per weight; buffers."""
+    layers, hidden, inner, rank = 3, 64, 256, SMALL.lora_r
+    base = 2 * 64 * hidden + layers * (4 * hidden**2 + 3 * hidden * inner + 2 * hidden) + hidden
+    adapter = layers * rank * (4 * 2 * hidden + 3 * (hidden + inner))
+    rotary = 4 * hidden // 4 // 2  # float32, one frequency for two numbers of a head
+    trained = {"adapter": 2 * adapter + hidden + 1, "shared": adapter + hidden + 1, "none": adapter}
+    for kind, weights in trained.items():
+        rest = weigh_without_data(replace(SMALL, critic=kind)) - 2 * base - 12 * weights
+        assert rest % rotary == 0, kind
+        assert rest <= 2 * 2 * rotary, kind
+
+
+def test_nf4_takes_the_bytes_of_bitsandbytes():
+    functional = pytest.importorskip("bitsandbytes.functional")
+    packed, state = functional.quantize_4bit(torch.randn(256, 512), quant_type="nf4")
+    assert packed.nbytes + state.absmax.nbytes == NF4_BYTES * 256 * 512
+
+
+def test_nf4_packs_the_linear_layers_of_the_base_only():
+    whole, packed = (weigh_without_data(replace(SMALL, load_in_4bit=bits)) for bits in (False, True))
+    assert whole - packed == (2 - NF4_BYTES) * 3 * (4 * 64**2 + 3 * 64 * 256)
+
+
+@pytest.mark.parametrize(
+    ("card", "changed"),
+    [
+        (100, {}),
+        (40, {"activation_checkpointing": True}),
+        (20, {"activation_checkpointing": True, "local_rollout_forward_batch_size": 32}),
+        (
+            12,
+            {
+                **{"activation_checkpointing": True, "local_rollout_forward_batch_size": 2},
+                **{"max_tokens_per_micro_batch": 160},
+            },
+        ),
+        (10, {"activation_checkpointing": True, "load_in_4bit": True, "local_rollout_forward_batch_size": 16}),
+        (1, None),
+    ],
+)
+def test_the_settings_that_make_a_run_fit(card, changed, monkeypatch):
+    """By hand: weights of 10 GB or 3; passes of 1/4 GB a row; an update of 4 GB a row, or 1/4 checkpointed."""
+
+    def by_hand(config, setup):
+        update = (0.25 if setup.activation_checkpointing else 4) * setup.rows_of_update
+        phases = {"reference": setup.local_rollout_forward_batch_size / 4, "update": update}
+        weights = 3 if setup.load_in_4bit else 10
+        return Peaks(weights * 10**9, {name: int(size * 1e9) for name, size in phases.items()})
+
+    monkeypatch.setattr(memory, "estimate", by_hand)
+    asked = replace(SMALL, activation_checkpointing=False, local_rollout_forward_batch_size=64)
+    found = make_fit(LLAMA, asked, card)
+    assert (found and found[0]) == (changed if changed is None else replace(asked, **changed))
+
+
+def test_the_command_reads_a_config_and_a_recipe(tmp_path, monkeypatch, capsys):
+    LLAMA.save_pretrained(tmp_path)
+    (tmp_path / "recipe.yaml").write_text(
+        f"model_name_or_path: {tmp_path}\nmax_prompt_length: 32\nmax_completion_length: 48\nlearning_rate: 1.0e-5\n"
+    )
+    flags = ["--config", str(tmp_path / "recipe.yaml"), "--per_device_train_batch_size", "2", "--card", "1"]
+    monkeypatch.setattr(sys, "argv", ["memory", *flags])
+    memory.main()
+    printed = capsys.readouterr().out
+    assert "| update | 160 |" in printed  # 2 × (32 + 48)
+    assert "| reference | 5,120 |" in printed  # 64 × (32 + 48)
+    assert "Fits 1 GB." in printed
+
+
+@pytest.mark.parametrize(
+    ("shape", "flags"),
+    [
+        ((1536, 8960, 28, 12, 2, 151936), ["--config", str(RECIPES / "gsm8k.yaml")]),
+        pytest.param((3584, 18944, 28, 28, 4, 152064), ["--load_in_4bit"], marks=pytest.mark.slow),
+    ],
+    ids=["the 1.5B with the recipe", "the 7B in NF4"],
+)
+def test_qwen_fits_a_card_of_24_gb(shape, flags, tmp_path, monkeypatch, capsys):
+    """Rows of 1,024 tokens, 8 in the update."""
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    sizes = dict(zip((*names, "vocab_size"), shape, strict=True))
+    Qwen2Config(**sizes, tie_word_embeddings=sizes["hidden_size"] < 3584).save_pretrained(tmp_path)
+    flags = [*flags, "--model", str(tmp_path), "--max_completion_length", "512", "--card", "24"]
+    monkeypatch.setattr(sys, "argv", ["memory", *flags])
+    memory.main()
+    printed = capsys.readouterr().out
+    assert "| update | 8,192 |" in printed
+    assert "Fits 24 GB." in printed
+
+
+def test_the_command_asks_for_a_model(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["memory", "--card", "24"])
+    with pytest.raises(SystemExit):
+        memory.main()
+    assert "--model is missing" in capsys.readouterr().err
