@@ -110,7 +110,7 @@ class PPOConfig(TrainingArguments):
     )
     vllm_enable_sleep_mode: bool = option(False, "Free the colocated engine's memory between rollouts (GRPO).")
     vllm_engine_kwargs: dict[str, Any] | str | None = option(
-        None, "Passed to `vllm.LLM` with 'colocate': tensor_parallel_size, max_model_len, dtype."
+        None, "Passed to `vllm.LLM` with 'colocate': max_model_len, dtype, quantization."
     )
 
     # Changes the result: rewards.
