@@ -91,7 +91,7 @@ class VLLMSampler(Sampler):
             # Trainer does not push files whose names begin with "_".
             self._own = tempfile.TemporaryDirectory(prefix="_vllm-", dir=folder)
             own = self._own.name
-        # Each process reads from the closest writer at or before it: launchers number the processes machine by machine.
+        # A process reads from the last writer up to itself: launchers number the processes machine by machine.
         # Two runs have different names, because they may share a server.
         folders = [found for found in gather_object([own])[: accelerator.process_index + 1] if found is not None]
         self.folder = Path(folders[-1])
