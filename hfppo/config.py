@@ -214,8 +214,10 @@ class PPOConfig(TrainingArguments):
     max_tokens_per_micro_batch: Count | None = option(
         None, "Most tokens, padding included, in one forward pass of the update; a longer row is computed alone."
     )
-    local_rollout_forward_batch_size: Count = option(
-        64, "Rows per process in one call of the sampler, or one pass without gradient (TRL)."
+    local_rollout_forward_batch_size: Count | None = option(
+        None,
+        "Rows per process in one call of the sampler, or one pass without gradient (TRL). None: by tokens and free "
+        "memory on a GPU; otherwise 64, and fewer long ones in a pass on a CPU.",
     )
 
     _VALID_DICT_FIELDS = [  # noqa: RUF012 (as upstream declares it)
