@@ -4,6 +4,7 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -109,8 +110,15 @@ def build(
         callbacks=list(callbacks),
         reward_processing_classes=[reward_tokenizer if isinstance(reward, PreTrainedModel) else None],
     )
-    trainer.collector.sampler.config.eos_token_id = [workload.vocab_size]  # never sampled: every completion is full
+    end_with(trainer, [workload.vocab_size])  # never sampled: every completion is full
     return trainer
+
+
+def end_with(trainer: PPOTrainer, eos_ids: list[int]) -> None:
+    """Let these tokens, and no others, end completions."""
+    sampler = trainer.collector.sampler
+    assert isinstance(sampler, TransformersSampler)
+    sampler.sampling = replace(sampler.sampling, eos_ids=eos_ids)
 
 
 def measure(
