@@ -298,8 +298,8 @@ class PPOConfig(TrainingArguments):
             return self
         chosen = object.__new__(type(self))  # copy.copy would leave out the token, as `__getstate__` does
         vars(chosen).update(vars(self) | dict.fromkeys(unset, dtype == torch.bfloat16))
-        if "bf16" in unset and (self.fp16 or not is_torch_bf16_gpu_available()):
-            chosen.bf16 = False
+        if "bf16" in unset and (self.mixed_precision != "no" or not is_torch_bf16_gpu_available()):
+            chosen.bf16 = False  # by `fp16` or the launcher, another precision is on
         if chosen.bf16:
             chosen.mixed_precision = "bf16"  # for which TrainingArguments has looked at `bf16` already
         return chosen

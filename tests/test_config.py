@@ -557,6 +557,14 @@ def test_a_configuration_serves_bases_of_both_kinds_on_cuda(on_cuda):
     assert replace(args).for_base(torch.bfloat16).activation_checkpointing, "a copy decides as well"
 
 
+@pytest.mark.parametrize("kind", ["fp16", "bf16"])
+def test_a_launcher_that_chose_the_precision_is_obeyed_on_cuda(on_cuda, monkeypatch, kind):
+    """As `accelerate launch --mixed_precision fp16` does."""
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", kind)
+    chosen = PPOConfig("out", use_cpu=True).for_base(torch.bfloat16)
+    assert (chosen.bf16, chosen.mixed_precision, chosen.activation_checkpointing) == (False, kind, True)
+
+
 def test_on_a_cpu_autocast_and_checkpointing_are_off(make_trainer):
     trainer = make_trainer(model=tiny_model().to(torch.bfloat16))
     assert switches(trainer) == (False, "no", False)

@@ -208,8 +208,7 @@ class ColocatedEngine:
                 **engine_kwargs,
             }
         )
-        # vLLM has changed both of the training process.
-        set_seed(args.seed)
+        set_seed(args.seed)  # vLLM has reseeded the training process, and left it a single thread
         torch.set_num_threads(threads)
 
     def load(self, adapter: Adapter, old: Adapter | None) -> None:
