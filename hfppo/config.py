@@ -2,11 +2,14 @@
 
 import logging
 import math
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, Self, cast
 
+import torch
 from transformers import TrainingArguments
+from transformers.utils import is_torch_bf16_gpu_available
 
 from hfppo.checks.config import AT_LEAST_0, METRIC_SCHEDULERS, Requirement, check_config, check_fields
 from hfppo.checks.names import check_names
@@ -32,6 +35,18 @@ GPU_SHARE = Requirement("in (0, 1]", lambda x: 0 < x <= 1)
 CLIP = Requirement("in (0, 1): the ratio is clipped to 1 − cliprange", lambda x: 0 < x < 1)
 DUAL_CLIP = Requirement("above 1: below, it would undo the clip at ratio 1", lambda x: x > 1)
 CLIP_MAX = Requirement("at least 1: below, it would shrink the weights of tokens without mismatch", lambda x: x >= 1)
+
+
+# The field's names: transformers 5.20 renamed it.
+CHECKPOINTING = [
+    name for name in ("activation_checkpointing", "gradient_checkpointing") if hasattr(TrainingArguments, name)
+]
+
+
+def follows_base(args: TrainingArguments) -> bool:
+    """Return whether unset autocast and checkpointing follow the base: on CUDA, without an engine's own settings."""
+    own_settings = args.deepspeed_plugin is not None or os.environ.get("ACCELERATE_USE_FSDP") == "true"
+    return args.device.type == "cuda" and not own_settings
 
 
 def option(default: object, help: str, **metadata: object) -> Any:
@@ -67,6 +82,18 @@ class PPOConfig(TrainingArguments):
         True,
         "DDP sums gradients in the same order from the first step on, so that resumed runs are exact with any number "
         "of processes. False is a little faster, and exact with one or two processes.",
+    )
+
+    # Unset, they follow the base: see `for_base`.
+    bf16: bool | None = option(
+        None,
+        "Autocast in bfloat16. None: on where a CUDA GPU trains a base in bfloat16 without fp16 (TRL); as is "
+        "activation_checkpointing unless it is set. FSDP and DeepSpeed take theirs from their own configuration.",
+        nargs="?",
+        const=True,
+    )
+    gradient_checkpointing: bool | None = option(
+        None, "Name of activation_checkpointing before transformers 5.20.", nargs="?", const=True
     )
 
     # Changes the result: the rollout.
@@ -111,7 +138,7 @@ class PPOConfig(TrainingArguments):
     )
     vllm_enable_sleep_mode: bool = option(False, "Free the colocated engine's memory between rollouts (GRPO).")
     vllm_engine_kwargs: dict[str, Any] | str | None = option(
-        None, "Passed to `vllm.LLM` with 'colocate': tensor_parallel_size, max_model_len, dtype."
+        None, "Passed to `vllm.LLM` with 'colocate': max_model_len, dtype, quantization."
     )
 
     # Changes the result: rewards.
@@ -215,8 +242,10 @@ class PPOConfig(TrainingArguments):
     max_tokens_per_micro_batch: Count | None = option(
         None, "Most tokens, padding included, in one forward pass of the update; a longer row is computed alone."
     )
-    local_rollout_forward_batch_size: Count = option(
-        64, "Rows per process in one call of the sampler, or one pass without gradient (TRL)."
+    local_rollout_forward_batch_size: Count | None = option(
+        None,
+        "Rows per process in one call of the sampler, or one pass without gradient (TRL). None: by tokens and free "
+        "memory on a GPU; otherwise 64, and fewer long ones in a pass on a CPU.",
     )
 
     _VALID_DICT_FIELDS = [  # noqa: RUF012 (as upstream declares it)
@@ -240,7 +269,12 @@ class PPOConfig(TrainingArguments):
         compares = self.load_best_model_at_end or self.save_strategy == "best"
         if self.metric_for_best_model is None and (compares or self.lr_scheduler_type in METRIC_SCHEDULERS):
             self.metric_for_best_model = "eval_reward"  # Trainer would take eval_loss, which prompts do not have
+        unset = [name for name in CHECKPOINTING if getattr(self, name) is None]
         super().__post_init__()
+        if not follows_base(self):
+            self.bf16 = bool(self.bf16)
+        elif len(unset) == len(CHECKPOINTING):
+            vars(self).update(dict.fromkeys(CHECKPOINTING))
         check_config(self)
         if self.max_grad_norm == 0:
             self.max_grad_norm = math.inf  # Trainer calls the hook that clips, which measures as well
@@ -265,6 +299,22 @@ class PPOConfig(TrainingArguments):
             TypeError: names all that do not exist, each with its name here, or a similar one.
         """
         check_names(cls, names, others)
+
+    def for_base(self, dtype: torch.dtype) -> Self:
+        """Return the configuration of a run with this base, in which autocast and checkpointing are on or off.
+
+        On a CUDA GPU those that are unset are on with a base in bfloat16, and off with any other.
+        """
+        unset = [name for name in ("bf16", *CHECKPOINTING) if getattr(self, name) is None]
+        if not unset:
+            return self
+        chosen = object.__new__(type(self))  # copy.copy would leave out the token, as `__getstate__` does
+        vars(chosen).update(vars(self) | dict.fromkeys(unset, dtype == torch.bfloat16))
+        if "bf16" in unset and (self.mixed_precision != "no" or not is_torch_bf16_gpu_available()):
+            chosen.bf16 = False  # by `fp16` or the launcher, another precision is on
+        if chosen.bf16:
+            chosen.mixed_precision = "bf16"  # for which TrainingArguments has looked at `bf16` already
+        return chosen
 
     @property
     def rollout_size_per_process(self) -> int:

@@ -192,6 +192,7 @@ class PPOTrainer(CrashSafeTrainer):
                 quantization_config=quantization_config,
             )
             parts = load_parts(inputs)
+        args = args.for_base(parts.model.dtype)
         take_over(optimizers, names, parts.model, args.critic_learning_rate)
         check_best_metric(args, parts.prompts.eval, parts.rewards, compute_metrics)
         self._step_hooks = StepHooks(self._before_step, self._after_step)

@@ -10,10 +10,13 @@ import textwrap
 import warnings
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from accelerate.parallelism_config import ParallelismConfig
+from accelerate.state import AcceleratorState
 from build_arithmetic_base import character_tokenizer
 from transformers import HfArgumentParser, TrainingArguments
 from trl import GRPOConfig
@@ -23,6 +26,7 @@ from helpers.tiny import tiny_model
 from hfppo import PPOCallback, PPOConfig, PPOTrainer
 from hfppo.checks.config import UNREAD_FIELDS, UNUSABLE_FIELDS
 from hfppo.checks.names import TRL_NAMES, TRL_REASONS
+from hfppo.config import follows_base
 
 PACKAGE = Path(hfppo.__file__).parent
 OWN = sorted(PPOConfig.__annotations__.keys() - {"_VALID_DICT_FIELDS"})  # overridden defaults included
@@ -507,3 +511,75 @@ def test_only_the_ends_of_completions_are_among_generation_kwargs(config, kwargs
     with pytest.raises(ValueError, match=re.escape(words)) as error:
         config(generation_kwargs=kwargs)
     assert f"generation_kwargs={kwargs!r}" in str(error.value)
+
+
+@pytest.fixture
+def on_cuda(monkeypatch):
+    """As if the CPU were a GPU, to what decides about autocast and checkpointing."""
+    monkeypatch.setattr("hfppo.config.follows_base", lambda args: True)
+    monkeypatch.setattr("hfppo.config.is_torch_bf16_gpu_available", lambda: True)
+
+
+def switches(trainer) -> tuple[bool, str, bool]:
+    found = trainer.args.bf16, trainer.accelerator.mixed_precision, trainer.args.activation_checkpointing
+    AcceleratorState._reset_state(reset_partial_state=False)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("dtype", "fields", "expected"),
+    [
+        ("bfloat16", {}, (True, "bf16", True)),
+        ("float32", {}, (False, "no", False)),
+        ("bfloat16", {"bf16": False}, (False, "no", True)),
+        ("bfloat16", {"activation_checkpointing": False}, (True, "bf16", False)),
+        ("float32", {"bf16": True, "activation_checkpointing": True}, (True, "bf16", True)),
+    ],
+)
+def test_on_cuda_a_base_in_bfloat16_brings_autocast_and_checkpointing(make_trainer, on_cuda, dtype, fields, expected):
+    """Whatever the user sets stays as it is, and the user's own object as well."""
+    AcceleratorState._reset_state(reset_partial_state=False)
+    trainer = make_trainer(
+        {"max_steps": 1, "hub_token": "hf_x", **fields}, model=tiny_model().to(getattr(torch, dtype))
+    )
+    assert trainer.args.hub_token == "hf_x"
+    trainer.train()
+    assert any(getattr(layer, "gradient_checkpointing", False) for layer in trainer.model.modules()) == expected[2]
+    assert switches(trainer) == expected
+
+
+def test_a_configuration_serves_bases_of_both_kinds_on_cuda(on_cuda):
+    args = PPOConfig("out", use_cpu=True)
+    assert args.for_base(torch.bfloat16).bf16
+    assert not args.for_base(torch.float32).bf16
+    assert not replace(args, fp16=True).for_base(torch.bfloat16).bf16
+    assert (args.bf16, args.activation_checkpointing) == (None, None)
+    assert replace(args).for_base(torch.bfloat16).activation_checkpointing, "a copy decides as well"
+
+
+@pytest.mark.parametrize("kind", ["fp16", "bf16"])
+def test_a_launcher_that_chose_the_precision_is_obeyed_on_cuda(on_cuda, monkeypatch, kind):
+    """As `accelerate launch --mixed_precision fp16` does."""
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", kind)
+    chosen = PPOConfig("out", use_cpu=True).for_base(torch.bfloat16)
+    assert (chosen.bf16, chosen.mixed_precision, chosen.activation_checkpointing) == (False, kind, True)
+
+
+def test_on_a_cpu_autocast_and_checkpointing_are_off(make_trainer):
+    trainer = make_trainer(model=tiny_model().to(torch.bfloat16))
+    assert switches(trainer) == (False, "no", False)
+
+
+def test_engines_with_settings_of_their_own_keep_them(monkeypatch):
+    args = SimpleNamespace(device=torch.device("cuda"), deepspeed_plugin=None)
+    assert follows_base(args)
+    assert not follows_base(SimpleNamespace(device=torch.device("cpu"), deepspeed_plugin=None))
+    assert not follows_base(SimpleNamespace(device=args.device, deepspeed_plugin=object()))
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    assert not follows_base(args)
+
+
+@pytest.mark.parametrize(("words", "expected"), [([], None), (["--bf16"], True), (["--bf16", "false"], False)])
+def test_autocast_is_a_flag_as_upstream(on_cuda, words, expected):
+    (args,) = HfArgumentParser(PPOConfig).parse_args_into_dataclasses(["--output_dir", "out", "--use_cpu", *words])
+    assert args.bf16 is expected

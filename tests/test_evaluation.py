@@ -7,9 +7,11 @@ import pytest
 import torch
 from datasets import Dataset
 
+from helpers.agents import Doors
 from helpers.runs import count_digits
 from helpers.scripted import answering
 from hfppo import TolerantReward
+from hfppo.collect.collector import Collector
 from hfppo.collect.evaluation import SCORE_METRICS
 
 EVERY_STEP = {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 1}
@@ -100,6 +102,55 @@ def test_what_functions_log_counts_once_for_each_completion(make_trainer, datase
 
     trainer = make_trainer({"per_device_eval_batch_size": 3}, reward_funcs=half_full)
     assert trainer.evaluate(dataset.select(range(4)))["eval_custom/full"] == pytest.approx((3 * 1 + 1 / 3) / 4)
+
+
+def ask_counting(trainer, monkeypatch) -> list[int]:
+    """Note how many prompts each call of the sampler gets."""
+    asked, ask = [], Collector.ask_sampler
+
+    def counting(self, prompts, *args):
+        asked.append(len(prompts))
+        return ask(self, prompts, *args)
+
+    monkeypatch.setattr(Collector, "ask_sampler", counting)
+    return asked
+
+
+def test_the_sampler_gets_all_prompts_at_once_and_the_rewards_get_batches(make_trainer, dataset, monkeypatch):
+    """So `generate` samples in its own batches, and vLLM fills its own; metrics and order are those of any batches."""
+    scored = []
+
+    def counts(completions, **kwargs):
+        scored.append(len(completions))
+        return count_digits(completions)
+
+    given = {}
+    for size in (1, 3, 16):
+        trainer = make_trainer({"per_device_eval_batch_size": size}, reward_funcs=counts)
+        asked = ask_counting(trainer, monkeypatch)
+        scored.clear()
+        given[size] = trainer.predict(dataset)
+        assert asked == [16]
+        assert scored == {1: [1] * 16, 3: [3] * 5 + [1], 16: [16]}[size]
+    for other in (given[1], given[3]):
+        assert other.predictions == given[16].predictions
+        assert other.metrics["test_reward"] == pytest.approx(given[16].metrics["test_reward"])
+
+
+def test_an_evaluation_plays_in_no_more_environments_than_a_rollout(make_agent):
+    """Here 4, of which each may hold a game, a browser or a sandbox."""
+    made = []
+
+    class Counted(Doors):
+        def __init__(self):
+            made.append(self)
+
+    rows = Dataset.from_dict({"prompt": [[{"role": "user", "content": f"{n}"}] for n in range(7)]})
+    config = {"per_device_eval_batch_size": 1, "max_completion_length": 8}
+    trainer = make_agent(environment_factory=Counted, dataset=rows, config=config)
+    assert trainer.args.rollout_size_per_process == 4
+    trainer.evaluate(rows)
+    assert len(made) == 4
 
 
 def test_prompts_that_come_later_are_checked_as_well(make_trainer):

@@ -10,11 +10,13 @@ from transformers import GenerationConfig
 
 from helpers.runs import SMALL, count_digits
 from helpers.scripted import first_rollout
-from helpers.tiny import tiny_model
+from helpers.tiny import LORA, tiny_model
 from hfppo import PPOConfig, PPOTrainer
 from hfppo.generation.generate import BELOW_ONE, draw, row_uniforms
 from hfppo.generation.sampler import Completions, completions_from, eos_token_ids
 from hfppo.generation.stop_strings import StopStrings
+from hfppo.models import batch_size
+from hfppo.models.actor_critic import ActorCritic
 from hfppo.support.padding import pad_left
 from hfppo.token_trace.from_checkpoint import FixedCompletion
 
@@ -173,6 +175,73 @@ def test_rows_at_once_do_not_change_the_rollout(make_trainer):
     assert torch.equal(rollouts[0].completion_ids, rollouts[1].completion_ids)
     assert_close(rollouts[0].old_logprobs, rollouts[1].old_logprobs, rtol=1e-5, atol=1e-5)
     assert_close(rollouts[0].advantages, rollouts[1].advantages, rtol=1e-4, atol=1e-4)
+
+
+@pytest.fixture
+def gpu_memory(monkeypatch):
+    """Set what torch finds free on a GPU, in bytes, beside 0.3 MB of its own with 0.1 MB in use."""
+
+    def free(size: int) -> None:
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (size, 2 * size))
+        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 300_000)
+        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 100_000)
+
+    return free
+
+
+GPU, CPU = torch.device("cuda"), torch.device("cpu")
+
+
+def test_rows_on_a_gpu_fill_half_of_the_free_memory(gpu_memory):
+    """Key-values: 2 · 2 layers · 16 · 2 bytes = 128 per token; reading: (8 · 32 + 4 · 48) · 2 bytes = 896."""
+    model = ActorCritic(tiny_model(num_key_value_heads=1).to(torch.bfloat16), LORA, critic=None)
+    gpu_memory(1_000_000)  # half of 1.2 MB is 600 kB; a row of 16 · 128 + 10 · 896 + 26 · 24 bytes has 11.6 kB
+    assert batch_size.sampler_rows(model, None, 10, 6, GPU) == 32
+    assert batch_size.pass_rows(model, None, 16, GPU) == 32  # of 14.3 kB
+    assert batch_size.sampler_rows(model, None, 10_000, 6, GPU) == 1  # of 10 MB
+    gpu_memory(80 * 10**9)
+    assert batch_size.pass_rows(model, None, 1000, GPU) == 65  # 65,536 tokens
+    assert batch_size.sampler_rows(model, None, 100, 60, GPU) == 2**18
+
+
+def test_a_given_number_of_rows_is_obeyed_and_elsewhere_the_default_is_64(gpu_memory):
+    gpu_memory(1)
+    model = ActorCritic(tiny_model(), LORA, critic=None)
+    for rows in (batch_size.sampler_rows(model, 7, 10, 6, GPU), batch_size.pass_rows(model, 7, 16, GPU)):
+        assert rows == 7
+    assert batch_size.sampler_rows(model, None, 4000, 6, CPU) == 64
+    assert batch_size.pass_rows(model, None, 4, CPU) == 64
+    assert batch_size.pass_rows(model, None, 100, CPU) == 10  # 1024 tokens
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert batch_size.sampler_rows(model, None, 10, 6, GPU) == 64
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_rows_chosen_by_memory_do_not_change_the_rollout(make_trainer, monkeypatch, gpu_memory):
+    rollouts, calls = [], []
+    for free in (None, 200_000):
+        trainer = make_trainer()
+        if free is not None:  # half of 400 kB; a row of 11 · 512 + 5 · 1,792 + 26 · 24 bytes has 15.2 kB
+            gpu_memory(free)
+            monkeypatch.setattr(batch_size, "by_memory", lambda model, device: True)
+        sampler = trainer.collector.sampler
+        monkeypatch.setattr(sampler, "_sample", noting(calls, sampler._sample))
+        rollouts.append(trainer.rollout([f"{n}+12=" for n in range(10)] * 5))
+    assert calls == [50, *[8] * 6, 2]
+    assert torch.equal(rollouts[0].completion_ids, rollouts[1].completion_ids)
+    assert_close(rollouts[0].old_logprobs, rollouts[1].old_logprobs, rtol=1e-5, atol=1e-5)
+
+
+def noting(calls: list[int], sample):
+    """Note the rows of each call."""
+
+    def wrapped(batch, *others):
+        calls.append(len(batch.limits))
+        return sample(batch, *others)
+
+    return wrapped
 
 
 def test_prompts_of_about_one_length_are_sampled_together(make_trainer, monkeypatch):

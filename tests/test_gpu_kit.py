@@ -13,6 +13,7 @@ from pathlib import Path
 import kit
 import pytest
 import rows
+from cases import CASES, DEFAULTS
 from sections import SECTIONS
 
 from helpers.processes import HELPERS, ROOT, environment
@@ -126,6 +127,24 @@ def test_the_whole_kit_takes_at_most_35_minutes():
     assert sum(section.minutes for section in SECTIONS.values()) <= 35
 
 
+@pytest.mark.parametrize(("given", "shown"), [(None, "0"), ("3,1", "3"), ("", "")])
+def test_sections_see_one_gpu_and_are_deterministic_from_their_first_product(monkeypatch, tmp_path, given, shown):
+    """cuBLAS reads its variable once, and nn.DataParallel would take every GPU."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if given is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
+    env = kit.environment_of(None, tmp_path)
+    assert (env["CUBLAS_WORKSPACE_CONFIG"], env["CUDA_VISIBLE_DEVICES"]) == (":4096:8", shown)
+
+
+def test_the_first_minutes_show_what_most_users_do():
+    """Tests, then the defaults in bfloat16 by phase, then an agent."""
+    assert list(SECTIONS)[:2] == ["tests", "first_rollout"]
+    assert list(CASES)[:2] == ["defaults", "agent"]
+    first = CASES["defaults"]
+    assert (first.dtype, first.attention, first.fields) == ("bfloat16", "sdpa", DEFAULTS)
+
+
 def test_an_unknown_section_is_refused(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["kit.py", "--out", "out", "--only", "ppo,speed"])
     with pytest.raises(SystemExit):
@@ -164,6 +183,10 @@ def test_the_whole_kit_runs_in_small(tmp_path):
     assert {case["outcome"] for case in found["tests"]["figures"].values()} == {"passed", "skipped"}
     assert found["first_rollout"]["figures"]["nf4, flash attention"] == {"reason": "needs CUDA and flash attention"}
     assert {case["base"] for case in found["first_rollout"]["figures"].values() if "base" in case} == {"unchanged"}
+    assert list(found["first_rollout"]["figures"]) == list(CASES)
+    phases = found["first_rollout"]["figures"]["defaults"]["phases"]
+    assert phases.keys() == {"sampling", "passes", "update"}
+    assert phases["sampling"]["tokens"] == phases["passes"]["tokens"] == 8 * (24 + 8)  # the longest prompt has 24
     assert {case["that differ"] for case in found["resume"]["figures"].values()} == {0}
 
 
@@ -182,11 +205,16 @@ def test_rows_show_figures_reasons_and_what_is_open(tmp_path, capsys):
     figures = {"critic='adapter'": {"s per rollout": 12.3456, "peak, GB": 40.0}, "critic='shared'": {"reason": "no"}}
     result = {"small": True, "date": "2026-01-02", "machine": {"device": "GPU", "torch": "2.11"}, "figures": figures}
     (tmp_path / "ppo.json").write_text(json.dumps({**result, "status": "running"}))
+    phases = {"defaults": {"phases": {"update": {"peak, GB": 3.5, "waits": 2}}}}
+    (tmp_path / "first_rollout.json").write_text(
+        json.dumps({"small": True, **result, "status": "done", "figures": phases})
+    )
     (tmp_path / "vllm.json").write_text(
         json.dumps({**result, "status": "not run", "reason": "needs vllm", "figures": {}})
     )
     rows.main(tmp_path)
     lines = capsys.readouterr().out.splitlines()
+    assert "- defaults, update: peak, GB 3.5, waits 2" in lines
     assert lines[0].startswith("SMALL RUN")
     assert lines[2] == "GPU: torch 2.11; 2026-01-02."
     at = next(i for i, line in enumerate(lines) if line.startswith("| PPO"))
@@ -195,7 +223,7 @@ def test_rows_show_figures_reasons_and_what_is_open(tmp_path, capsys):
     assert lines[at + 3].startswith("| critic='shared' (no) |")
     assert lines[at + 4].startswith("| cut |")
     assert any(line.startswith("| needs vllm |") for line in lines)
-    assert sum(line.startswith("| not run |") for line in lines) == len(SECTIONS) - 2
+    assert sum(line.startswith("| not run |") for line in lines) == len(SECTIONS) - 3
 
 
 def test_results_have_the_tables_of_the_rows(tmp_path, capsys):

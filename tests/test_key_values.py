@@ -154,6 +154,14 @@ def sample(sampler, prompts, budgets=(3,) * 10):
     return sampler(*pad_left(prompts, 0), list(range(len(prompts))), budgets and budgets[: len(prompts)])
 
 
+def test_turns_stay_in_one_batch_though_the_first_ones_key_values_fill_memory(monkeypatch):
+    """On a GPU that finds room for 8 rows before them, and for none beside them."""
+    expected = play(sampler_of(tiny_model())[0], keep=True)
+    room = iter([8])
+    monkeypatch.setattr("hfppo.generation.generate.sampler_rows", lambda *args: next(room))
+    assert_same(play(sampler_of(tiny_model(), batch_size=None)[0], keep=True), expected)
+
+
 def test_a_prompt_that_begins_otherwise_is_read_from_its_beginning():
     sampler, shapes = sampler_of(tiny_model())
     prompts = [[7, 8, 9, 10], [11, 12, 13]]

@@ -5,6 +5,7 @@ import re
 from types import SimpleNamespace
 
 import pytest
+import torch
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 from trl import RichProgressCallback
 
@@ -111,6 +112,15 @@ def test_a_run_begins_with_its_sizes(make_trainer, capfd):
     assert capfd.readouterr().err.startswith(wanted)
     wanted = "rollouts of 96 completions (12 per process), 4 optimizer steps each"
     assert progress.describe_sizes(completions=12, processes=8, steps=4) == wanted
+
+
+@pytest.mark.parametrize(("given", "rows"), [(None, "as free memory allows"), (32, "32")])
+def test_a_run_on_a_gpu_begins_with_what_followed_from_it(given, rows):
+    chosen = {"activation_checkpointing": True, "gradient_checkpointing": True, "mixed_precision": "bf16"}
+    args = SimpleNamespace(device=torch.device("cuda"), local_rollout_forward_batch_size=given, **chosen)
+    wanted = f"\nautocast: bf16, activation_checkpointing: True, rows sampled at once: {rows}"
+    assert progress.describe_gpu(args) == wanted
+    assert progress.describe_gpu(SimpleNamespace(device=torch.device("cpu"))) == ""
 
 
 def test_the_sampler_tells_how_much_is_done(make_trainer, terminal, every_step):

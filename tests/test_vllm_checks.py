@@ -364,9 +364,82 @@ def test_the_engine_of_each_process_takes_its_own_gpu(make_trainer, base, asked,
     assert asked.get("distributed_executor_backend") == {1: None, 2: "external_launcher"}[processes]
 
 
-def test_engines_of_several_processes_do_not_share_gpus(make_trainer, base, asked):
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("name", ["tensor_parallel_size", "pipeline_parallel_size"])
+def test_a_colocated_engine_has_one_gpu(make_trainer, base, asked, processes, name):
+    """Also with one process: if it sees several GPUs, Trainer would split its batches among them."""
     trainer = make_trainer(model=base)
-    given = {"world_size": 2, "vllm_engine_kwargs": {"tensor_parallel_size": 2}}
-    with pytest.raises(ValueError, match=r"with 2 processes: .* leave tensor_parallel_size out, or set vllm_mode"):
+    given = {"world_size": processes, "vllm_engine_kwargs": {name: 2}}
+    with pytest.raises(ValueError, match=rf"'{name}': 2.*one of {processes}; leave {name} out, or set vllm_mode"):
         ColocatedEngine(trainer.model, SimpleNamespace(**{**vars(trainer.args), **given}))
     assert not asked
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"max_prompt_length": 20, "max_completion_length": 12}, 32),
+        ({"max_prompt_length": 512, "max_completion_length": 12}, 512),  # the base has 512 positions
+        ({"max_prompt_length": None}, None),
+        ({"max_prompt_length": 20, "vllm_engine_kwargs": {"max_model_len": 99}}, 99),
+    ],
+)
+def test_the_engine_reserves_no_more_than_prompt_and_completion(make_trainer, base, asked, fields, expected):
+    trainer = make_trainer(fields, model=base)
+    ColocatedEngine(trainer.model, SimpleNamespace(**vars(trainer.args), world_size=1))
+    assert asked.get("max_model_len") == expected
+
+
+def test_the_engine_leaves_the_training_process_its_threads(make_trainer, base, asked, monkeypatch):
+    """vLLM sets one thread, and the rewards and passes of the training process run on the CPU as well."""
+    trainer = make_trainer(model=base)
+    before = torch.get_num_threads()
+    monkeypatch.setattr(sys.modules["vllm"], "LLM", lambda **kwargs: torch.set_num_threads(1))
+    torch.set_num_threads(3)
+    try:
+        ColocatedEngine(trainer.model, trainer.args)
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_sync_asks_no_hub(make_trainer, base, tmp_path, monkeypatch):
+    """PEFT by itself compares the vocabulary with the configuration on the Hub, and waits for it offline too."""
+    trainer = make_trainer(model=base)
+    trainer.model.peft_config["default"].base_model_name_or_path = "somebody/somewhere"
+    asked = []
+    monkeypatch.setattr("peft.utils.save_and_load.check_file_exists_on_hf_hub", lambda *x, **_: asked.append(x))
+    sampler = VLLMSampler(trainer.model, Deaf(), Accelerator(cpu=True), str(tmp_path), Sampling(1.0, 4, [1], 0))
+    with sampler.ready():
+        assert (Path(sampler.adapter.folder) / "adapter_config.json").is_file()
+    assert asked == []
+
+
+@pytest.mark.parametrize(("shared", "at"), [(False, [0, 0, 2, 2]), (True, [0, 0, 0, 0])])
+def test_each_machine_writes_the_adapter_for_its_own_engines(make_trainer, base, tmp_path, monkeypatch, shared, at):
+    """Two machines of two processes without a shared file system; a server reads from the first machine."""
+    model, folders = make_trainer(model=base).model, {}
+
+    def gather(own: list) -> list:
+        """As if all processes gathered; those before this one have done so."""
+        return [folders.get(i) for i in range(rank)] + own + [None] * (3 - rank)
+
+    monkeypatch.setattr("hfppo.generation.vllm.gather_object", gather)
+    samplers = []
+    for rank in range(4):
+        engine = Deaf()
+        engine.shared = shared
+        process = SimpleNamespace(
+            is_main_process=rank == 0,
+            is_local_main_process=rank % 2 == 0,
+            process_index=rank,
+            wait_for_everyone=lambda: None,
+        )
+        machine = tmp_path / f"machine-{rank // 2}"
+        sampler = VLLMSampler(model, engine, process, str(machine), Sampling(1.0, 4, [1], 0))
+        folders[rank] = sampler.folder if rank in at else None
+        samplers.append(sampler)
+        with sampler.ready():
+            assert Path(sampler.adapter.folder, "adapter_model.safetensors").is_file()
+    assert [s.folder for s in samplers] == [samplers[writer].folder for writer in at]
+    assert samplers[at[2]].folder.parent == tmp_path / f"machine-{at[2] // 2}"

@@ -1,6 +1,6 @@
 """Prompts with their completions: as tensors for the models, as text for reward functions and callbacks."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase, TrainerState
@@ -39,10 +39,11 @@ class Completed:
         messages = [episode.messages for episode in episodes]
         return cls([episode.row for episode in episodes], completions_of(episodes, pad_id), messages, episodes)
 
-    def first(self, count: int) -> "Completed":
-        """Return the first rows."""
-        some = slice(count)
-        return Completed(self.rows[some], self.completions.rows(some), self.texts[some], self.episodes[some])
+    def batches(self, count: int, size: int) -> Iterator["Completed"]:
+        """Yield the first `count` rows, at most `size` at a time."""
+        for start in range(0, count, size):
+            some = slice(start, min(start + size, count))
+            yield Completed(self.rows[some], self.completions.rows(some), self.texts[some], self.episodes[some])
 
     @property
     def prompts(self) -> list[Text]:

@@ -12,11 +12,12 @@ from transformers import EvalPrediction, TrainerState
 from transformers.trainer_utils import EvalLoopOutput, denumpify_detensorize
 
 from hfppo.collect.collector import Collector
+from hfppo.collect.completed import Completed
 from hfppo.collect.credit import final_scores
 from hfppo.collect.rollout_metrics import measure_episodes, measure_scores
 from hfppo.config import PPOConfig
 from hfppo.data.prompts import EMPTY_PROMPT, Prompts
-from hfppo.metrics import Meter, parts
+from hfppo.metrics import Measures, Meter, parts
 from hfppo.models.modes import eval_mode
 from hfppo.rewards.functions import RewardFunctions
 from hfppo.rewards.reward_func import RewardWrapper, Text
@@ -67,14 +68,16 @@ def evaluate_prompts(
 
     Args:
         do_sample: sample, with the same random numbers at every call; False completes greedily.
-        on_batch: called after each batch.
+        on_batch: called after each batch of `per_device_eval_batch_size` completions is scored.
     """
-    accelerator = collector.accelerator
-    size = collector.args.per_device_eval_batch_size
+    accelerator, args = collector.accelerator, collector.args
     everything = collector.eval_rows(prompts)
     rows = everything[accelerator.process_index :: accelerator.num_processes]
     most = -(-len(everything) // accelerator.num_processes)
     filled = rows + everything[: most - len(rows)]  # a sharded model needs equally many forwards on every process
+    together = max(most, 1)  # the sampler makes its own batches
+    if collector.player is not None:  # an environment for each episode, and no more than a rollout needs
+        together = max(args.rollout_size_per_process, args.per_device_eval_batch_size)
     meter = Meter()
     done = []
     with (
@@ -83,25 +86,28 @@ def evaluate_prompts(
         torch.no_grad(),
         collector.sampler.ready(),
     ):
-        for start in range(0, most, size):
-            batch = filled[start : start + size]
-            completed = collector.complete(batch, not do_sample)
-            batch = rows[start : start + size]
-            if not batch:
-                break
-            completed = completed.first(len(batch))
-            completions = completed.completions
-            scored = collector.rewards(completed.reward_batch(collector.tokenizer, state))
-            scores = final_scores(scored, completions, collector.args)[scored.scorable]
-            meter.update(measure_scores(scores, scored, collector.rewards.names))
-            meter.update(measure_episodes(completed.episodes))
-            lengths, cut = parts(completions.mask.sum(dim=1)), parts(completions.truncated)
-            meter.update({"completions/mean_length": lengths, "completions/truncated_frac": cut})
-            done += [(row.group, text) for row, text in zip(batch, completed.texts, strict=True)]
-            on_batch()
+        for start in range(0, most, together):
+            completed = collector.complete(filled[start : start + together], not do_sample)
+            for batch in completed.batches(len(rows[start : start + together]), args.per_device_eval_batch_size):
+                meter.update(measure_batch(collector, batch, state))
+                done += [(row.group, text) for row, text in zip(batch.rows, batch.texts, strict=True)]
+                on_batch()
     everywhere = sorted(gather_object(done), key=lambda numbered: numbered[0])
     # The best model is chosen by the reward. Without any score it is NaN: a missing metric would end the run.
     return Evaluated([text for _, text in everywhere], {"reward": math.nan, **meter.read()})
+
+
+def measure_batch(collector: Collector, completed: Completed, state: TrainerState) -> Measures:
+    """Score a batch of completions and return its measures."""
+    completions = completed.completions
+    scored = collector.rewards(completed.reward_batch(collector.tokenizer, state))
+    scores = final_scores(scored, completions, collector.args)[scored.scorable]
+    return {
+        **measure_scores(scores, scored, collector.rewards.names),
+        **measure_episodes(completed.episodes),
+        "completions/mean_length": parts(completions.mask.sum(dim=1)),
+        "completions/truncated_frac": parts(completions.truncated),
+    }
 
 
 def check_best_metric(

@@ -10,7 +10,7 @@ from torch import Tensor
 from hfppo.config import PPOConfig
 from hfppo.generation.sampler import Completions
 from hfppo.models.actor_critic import ActorCritic, TokenOutputs, Want
-from hfppo.models.layout import rows_at_once
+from hfppo.models.batch_size import ROWS, pass_rows
 from hfppo.models.modes import is_sharded
 from hfppo.rollout import select_packed
 
@@ -106,8 +106,8 @@ def rows_per_batch(model: ActorCritic, longest: int, accelerator: Accelerator, a
     """Return how many rows to pass at once, whole groups if possible."""
     size = args.local_rollout_forward_batch_size
     if is_sharded(model):  # equally many forwards on every process
-        return size
-    size = rows_at_once(size, longest, accelerator.device)
+        return size or ROWS
+    size = pass_rows(model, size, longest, accelerator.device)
     return max(size - size % args.num_generations, min(size, args.num_generations))
 
 

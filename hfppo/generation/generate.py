@@ -14,6 +14,7 @@ from hfppo.generation.key_values import CACHE, KeyValues, may_keep
 from hfppo.generation.sampler import Completions, Sampler, Sampling, completions_from, join_completions
 from hfppo.generation.stop_strings import StopStringCriterion
 from hfppo.models.actor_critic import ActorCritic
+from hfppo.models.batch_size import sampler_rows
 from hfppo.models.modes import is_sharded
 from hfppo.models.output_head import float32_logits
 from hfppo.state import stream_seed
@@ -124,6 +125,7 @@ class TransformersSampler(Sampler):
     batch. `key_values` has the conditions.
 
     Args:
+        batch_size: None: see `sampler_rows`.
         on_progress: called with the share of the tokens that is sampled, from 0 to 1.
     """
 
@@ -131,11 +133,12 @@ class TransformersSampler(Sampler):
         self,
         model: ActorCritic,
         sampling: Sampling,
-        batch_size: int,
+        batch_size: int | None,
         on_progress: Callable[[float], None] | None = None,
     ):
         self.model, self.sampling, self.batch_size = model, sampling, batch_size
         self.on_progress = on_progress or (lambda share: None)
+        self.rows = 0  # of the latest call
         self.turn_cache = TurnCache()
         self.may_reuse = True  # False if `check_sampler` finds that the model does not continue from key-values
         self.may_share = True  # False once a batch's key-values turn out to be of another kind
@@ -150,7 +153,10 @@ class TransformersSampler(Sampler):
         """See `Sampler`."""
         lengths = prompt_mask.sum(dim=1)
         by_length = lengths.argsort(descending=True, stable=True)  # rows of similar length need little padding
-        parts = [rows.sort().values for rows in by_length.split(self.batch_size)]
+        if self.turn_cache.kept is None:  # otherwise it fills some of the memory that was free in the first turn
+            size = int(lengths.max()), self.sampling.max_tokens
+            self.rows = sampler_rows(self.model, self.batch_size, *size, prompt_ids.device)
+        parts = [rows.sort().values for rows in by_length.split(self.rows)]
         keepable = self.may_reuse and may_keep(self.model)
         in_turns = budgets is not None and self.turn_cache.weights_stay and len(parts) == 1 and keepable
         if not in_turns:

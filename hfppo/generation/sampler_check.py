@@ -35,7 +35,7 @@ def check_sampler(sampler: Sampler, device: torch.device) -> None:
         first = trial.sample([trial.short, trial.long])
         gap = trial.gap(trial.short, first)
         sampler.may_reuse = trial.continues(first, limit)
-        if sampler.batch_size > 1 and gap > limit and gap > 3 * trial.gap(trial.short, trial.sample([trial.short])):
+        if sampler.batch_size != 1 and gap > limit and gap > 3 * trial.gap(trial.short, trial.sample([trial.short])):
             name = type(sampler.model.causal_lm).__name__
             raise ValueError(
                 f"{name} reads padding: `generate` gives other log-probs to a prompt that is padded on the left (by "

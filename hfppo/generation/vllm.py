@@ -14,7 +14,7 @@ from typing import Any, Protocol, cast
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import gather_object
 from peft import LoraConfig, PeftConfig
 from peft.utils import SAFETENSORS_WEIGHTS_NAME
 from safetensors.torch import load_file, save_file
@@ -25,6 +25,7 @@ from transformers import set_seed
 from hfppo.config import PPOConfig
 from hfppo.generation.sampler import Completions, Sampler, Sampling, completions_from
 from hfppo.models.actor_critic import ActorCritic
+from hfppo.models.loading import positions_of
 from hfppo.support.padding import pad_right
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the values that vLLM accepts for `max_lora_rank`
@@ -78,17 +79,22 @@ class VLLMSampler(Sampler):
     Args:
         engine: vLLM, in this process or on a server.
         folder: adapters are written here for vLLM and removed when the run ends. A server on another machine must see
-            this folder under the same path.
+            this folder under the same path. Of colocated engines each machine reads its own.
     """
 
     def __init__(self, model: ActorCritic, engine: Engine, accelerator: Accelerator, folder: str, sampling: Sampling):
         self.model, self.engine, self.accelerator, self.sampling = model, engine, accelerator, sampling
-        if accelerator.is_main_process:
+        self._writes = accelerator.is_main_process if engine.shared else accelerator.is_local_main_process
+        own = None
+        if self._writes:
             os.makedirs(folder, exist_ok=True)
             # Trainer does not push files whose names begin with "_".
             self._own = tempfile.TemporaryDirectory(prefix="_vllm-", dir=folder)
-        # The processes of a run share the name. Two runs have different names, because they may share a server.
-        self.folder = Path(broadcast_object_list([self._own.name if accelerator.is_main_process else None])[0])
+            own = self._own.name
+        # A process reads from the last writer up to itself: launchers number the processes machine by machine.
+        # Two runs have different names, because they may share a server.
+        folders = [found for found in gather_object([own])[: accelerator.process_index + 1] if found is not None]
+        self.folder = Path(folders[-1])
         self.adapter: Adapter | None = None
 
     @contextmanager
@@ -104,14 +110,14 @@ class VLLMSampler(Sampler):
         number = 1 if self.adapter is None else self.adapter.number + 1
         folder = self.folder.absolute() / f"policy-{number}"
         new = Adapter(f"{self.folder.name}-{number}", number, str(folder))
-        if self.accelerator.is_main_process:
+        if self._writes:
             self.model.save_adapter(new.folder)
             write_one_factor(new.folder, self.model)
         self.accelerator.wait_for_everyone()
         if self.accelerator.is_main_process or not self.engine.shared:
             self.engine.load(new, old)
         self.accelerator.wait_for_everyone()
-        if self.accelerator.is_main_process and old is not None:
+        if self._writes and old is not None:
             shutil.rmtree(old.folder)
         self.adapter = new
 
@@ -161,7 +167,7 @@ class ColocatedEngine:
     """A `vllm.LLM` in each training process.
 
     Raises:
-        ValueError: vLLM cannot serve the base or the adapter, or `tensor_parallel_size` is set with several processes.
+        ValueError: vLLM cannot serve the base or the adapter, or the engine would need several GPUs.
     """
 
     shared = False
@@ -169,11 +175,12 @@ class ColocatedEngine:
     def __init__(self, model: ActorCritic, args: PPOConfig):
         base, rank = base_name(model), start_rank(model.peft_config["default"])
         engine_kwargs = cast(dict[str, Any], args.vllm_engine_kwargs or {})
-        if args.world_size > 1 and engine_kwargs.get("tensor_parallel_size", 1) > 1:
-            raise ValueError(
-                f"vllm_engine_kwargs={engine_kwargs!r} with {args.world_size} processes: each of them has an engine "
-                "on its own GPU; leave tensor_parallel_size out, or set vllm_mode='server'"
-            )
+        for name, size in engine_kwargs.items():
+            if name.endswith("_parallel_size") and size > 1:
+                raise ValueError(
+                    f"vllm_engine_kwargs={engine_kwargs!r}: a colocated engine has only the GPU of its training "
+                    f"process, one of {args.world_size}; leave {name} out, or set vllm_mode='server'"
+                )
         # In a separate process the engine would not see settings of the training process, such as the device.
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         import vllm
@@ -181,6 +188,7 @@ class ColocatedEngine:
 
         self._sleeps = args.vllm_enable_sleep_mode
         self._params, self._tokens, self._lora = vllm.SamplingParams, vllm.TokensPrompt, LoRARequest
+        threads = torch.get_num_threads()
         self.llm = vllm.LLM(
             **{
                 "model": base,
@@ -194,12 +202,14 @@ class ColocatedEngine:
                 "enable_sleep_mode": self._sleeps,
                 "generation_config": "vllm",
                 "seed": args.seed,
+                **most_tokens(model, args),
                 # Without it the engine of every process would use the first GPU.
                 **({"distributed_executor_backend": "external_launcher"} if args.world_size > 1 else {}),
                 **engine_kwargs,
             }
         )
-        set_seed(args.seed)  # vLLM has reseeded the training process
+        set_seed(args.seed)  # vLLM has reseeded the training process, and left it a single thread
+        torch.set_num_threads(threads)
 
     def load(self, adapter: Adapter, old: Adapter | None) -> None:
         """Do nothing: `generate` names the adapter, and vLLM evicts the least recently used one."""
@@ -249,6 +259,18 @@ def base_name(model: ActorCritic) -> str:
             "model's; save the resized base and its tokenizer with save_pretrained, and give that folder as model"
         )
     return name
+
+
+def most_tokens(model: ActorCritic, args: PPOConfig) -> dict[str, int]:
+    """Return vLLM's `max_model_len`; empty where prompts may have any length.
+
+    By default vLLM reserves cache for a sequence of the base's full length, for which the GPU may be too small.
+    """
+    if args.max_prompt_length is None:
+        return {}
+    longest = args.max_prompt_length + args.max_completion_length
+    positions, _ = positions_of(model.causal_lm)
+    return {"max_model_len": longest if positions is None else min(longest, positions)}
 
 
 def dtype_name(model: ActorCritic) -> str:

@@ -20,7 +20,7 @@ from hfppo.learn.micro_batches import MiniBatchSize, cut_mini_batch, join_sequen
 from hfppo.learn.run import Run
 from hfppo.metrics import Meter, parts
 from hfppo.models.actor_critic import Want
-from hfppo.models.layout import rows_at_once
+from hfppo.models.batch_size import pass_rows
 from hfppo.rollout import Rollout
 from hfppo.state import PRETRAINING_STREAM
 
@@ -115,7 +115,7 @@ class CriticPretraining:
         """
         args, model, meter = self.run.args, self.run.model, Meter()
         for rollout in held_out:
-            size = rows_at_once(args.local_rollout_forward_batch_size, int(rollout.lengths.max()), args.device)
+            size = pass_rows(model, args.local_rollout_forward_batch_size, int(rollout.lengths.max()), args.device)
             for micro_batch in rollout.micro_batches(math.ceil(len(rollout) / size)):
                 batch = micro_batch.to(args.device)
                 inputs = {**join_sequences(batch), "completion_mask": batch.mask, "base_states": batch.base_states}

@@ -267,8 +267,8 @@ class ActorCritic(PeftModelForCausalLM):
                 is_main_process=is_main_process,
                 state_dict=of_actor,
                 selected_adapters=["default"],
-                # By itself PEFT misses a nested configuration's vocabulary, and a cached base's when it is offline.
-                save_embedding_layers=True if self.is_resized else "auto",
+                # By itself PEFT asks the Hub each time, and misses a nested configuration's vocabulary.
+                save_embedding_layers=self.is_resized,
                 **kwargs,
             )
 

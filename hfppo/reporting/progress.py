@@ -9,6 +9,8 @@ from typing import Self
 from tqdm import tqdm
 from transformers import ProgressCallback, Trainer
 
+from hfppo.config import CHECKPOINTING, PPOConfig
+
 LINE_EVERY = 30.0  # seconds between two lines where there is no terminal
 BAR = "{percentage:3.0f}%|{bar}| step {n_fmt}/{total_fmt}{postfix} [{elapsed}<{remaining}]"
 LINE = "step {n_fmt}/{total_fmt}{postfix} [{elapsed}<{remaining}]"
@@ -60,7 +62,7 @@ class RunProgress(ProgressCallback):
         if state.is_world_process_zero:
             rollouts = -(-state.max_steps // args.updates_per_rollout)
             sizes = describe_sizes(args.rollout_size_per_process, args.world_size, args.updates_per_rollout)
-            print(f"{rollouts} {sizes}", file=sys.stderr, flush=True)
+            print(f"{rollouts} {sizes}{describe_gpu(args)}", file=sys.stderr, flush=True)
             # `smoothing=0` averages over the whole run: rollouts and steps alternate, so the latest rate says little.
             self.training_bar = tqdm(
                 total=state.max_steps,
@@ -135,3 +137,14 @@ def describe_sizes(completions: int, processes: int, steps: int) -> str:
     """
     total = completions * processes
     return f"rollouts of {total} completions ({completions} per process), {steps} optimizer steps each"
+
+
+def describe_gpu(args: PPOConfig) -> str:
+    """Return a line with what may follow from base and GPU; on a CPU nothing does."""
+    if args.device.type != "cuda":
+        return ""
+    checkpointing = any(getattr(args, name) for name in CHECKPOINTING)
+    given = args.local_rollout_forward_batch_size
+    rows = "as free memory allows" if given is None else str(given)
+    switches = f"autocast: {args.mixed_precision}, activation_checkpointing: {checkpointing}"
+    return f"\n{switches}, rows sampled at once: {rows}"

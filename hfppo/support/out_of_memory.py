@@ -16,7 +16,7 @@ ADVICE = {
     "passes": SMALLER_BATCHES,
     "update": "max_tokens_per_micro_batch; activation_checkpointing=True; or half of per_device_train_batch_size with "
     "twice gradient_accumulation_steps, which changes no gradient and fits the checkpoint",
-    "evaluation": "a smaller per_device_eval_batch_size, max_completion_length or max_prompt_length",
+    "evaluation": f"{SMALLER_BATCHES}; or, of reward models, a smaller per_device_eval_batch_size",
 }
 
 # Errors other than torch.OutOfMemoryError: of CUDA and its libraries, which allocate memory of their own, of the CPU's

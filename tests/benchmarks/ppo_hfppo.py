@@ -4,6 +4,8 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -26,7 +28,7 @@ from transformers import PreTrainedModel, TrainerCallback
 from hfppo import PPOConfig, PPOTrainer
 from hfppo.callbacks import PPOCallback
 from hfppo.generation.generate import TransformersSampler
-from hfppo.models.actor_critic import EVERYTHING, ActorCritic
+from hfppo.models.actor_critic import EVERYTHING, ActorCritic, Want
 from hfppo.models.critic import Critic
 from hfppo.rewards.model import RewardModel
 
@@ -43,17 +45,19 @@ def timed_phases(watch: Stopwatch) -> Iterator[None]:
     """Have the stopwatch follow the parts of a rollout and of the updates, for the block."""
     forward = ActorCritic.forward
 
-    def name(*args, want=EVERYTHING, **kwargs) -> str:
+    def name(want: Want) -> str:
         if torch.is_grad_enabled():
             return "actor forward"
         return "values" if not want.policy else "old log-probs" if want.values else "reference"
 
-    def timed_forward(model, input_ids=None, attention_mask=None, completion_mask=None, **kwargs):
+    def timed_forward(
+        model, input_ids=None, attention_mask=None, completion_mask=None, want=EVERYTHING, *more, **kwargs
+    ):
         inputs = (model, input_ids, attention_mask, completion_mask)
         if completion_mask is None:  # a call by `generate`
-            return forward(*inputs, **kwargs)
-        outputs = watch.timed(forward, name)(*inputs, **kwargs)
-        if torch.is_grad_enabled():
+            return forward(*inputs, want, *more, **kwargs)
+        outputs = watch.timed(partial(forward, *inputs, want, *more), lambda **_: name(want))(**kwargs)
+        if torch.is_grad_enabled() and outputs.logprobs is not None:
             # Autograd takes the last operations first, so the critic's, which came after the log-probs.
             outputs.logprobs.register_hook(lambda grad: watch.rename("actor backward"))
         return outputs
@@ -65,7 +69,7 @@ def timed_phases(watch: Stopwatch) -> Iterator[None]:
         (PPOTrainer, "training_step", "loss"),  # with what follows inside it on clocks of its own
         (torch.Tensor, "backward", "critic backward"),
         (torch.optim.AdamW, "step", "optimizer"),
-        (PPOTrainer, "_clip_gradients", "optimizer"),
+        (PPOTrainer, "_clip_grad_norm", "optimizer"),
     ]
     with ExitStack() as stack:
         stack.enter_context(patch.object(ActorCritic, "forward", timed_forward))
@@ -109,8 +113,15 @@ def build(
         callbacks=list(callbacks),
         reward_processing_classes=[reward_tokenizer if isinstance(reward, PreTrainedModel) else None],
     )
-    trainer.collector.sampler.config.eos_token_id = [workload.vocab_size]  # never sampled: every completion is full
+    end_with(trainer, [workload.vocab_size])  # never sampled: every completion is full
     return trainer
+
+
+def end_with(trainer: PPOTrainer, eos_ids: list[int]) -> None:
+    """Let these tokens, and no others, end completions."""
+    sampler = trainer.collector.sampler
+    assert isinstance(sampler, TransformersSampler)
+    sampler.sampling = replace(sampler.sampling, eos_ids=eos_ids)
 
 
 def measure(

@@ -111,7 +111,7 @@ def run_group(names: list[str], command: list[str], environment: dict[str, str],
 
 
 def environment_of(wheels: str | None, folder: Path) -> dict[str, str]:
-    """Return the sections' environment: this repository on the path, and the wheels, installed into a folder."""
+    """Return the sections' environment: one GPU, this repository and the wheels, which are installed into a folder."""
     places = [ROOT, *(ROOT / name for name in ("tests", "recipes", "tests/benchmarks", "tests/gpu"))]
     if wheels is not None:
         files = sorted(map(str, Path(wheels).glob("*.whl")))
@@ -119,7 +119,11 @@ def environment_of(wheels: str | None, folder: Path) -> dict[str, str]:
         subprocess.run([*pip, "--target", str(folder), *files], check=True)
         places.insert(0, folder)
     path = os.pathsep.join([*map(str, places), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+    own = {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+    # cuBLAS reads this at a process's first product, which may come before Trainer sets it for deterministic kernels.
+    own["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    own["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    return {**os.environ, **own}
 
 
 def main(options: argparse.Namespace) -> int:

@@ -32,6 +32,16 @@ def table(section: Section, result: dict[str, Any]) -> list[str]:
     return lines + [f"| {case} | {' | '.join(shown)} |" for case, shown in rows.items()]
 
 
+def phases(result: dict[str, Any]) -> list[str]:
+    """Return a line for each phase that a section has measured by itself."""
+    return [
+        f"- {case}, {phase}: {', '.join(f'{name} {cell(value)}' for name, value in numbers.items())}"
+        for case, found in result.get("figures", {}).items()
+        for phase, numbers in found.get("phases", {}).items()
+        if isinstance(numbers, dict)
+    ]
+
+
 def main(folder: Path) -> None:
     """Print machine and tables; a section without JSON has a line that says so."""
     results = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
@@ -43,7 +53,8 @@ def main(folder: Path) -> None:
         device, *rest = (f"{name} {cell(value)}" if name != "device" else value for name, value in machine.items())
         print(f"{device}: {', '.join(rest)}; {day}.\n")
     for name, section in SECTIONS.items():
-        print("\n".join(table(section, results.get(name, {"status": "not run"}))), end="\n\n")
+        result = results.get(name, {"status": "not run"})
+        print("\n".join([*table(section, result), "", *phases(result)]), end="\n\n")
 
 
 if __name__ == "__main__":

@@ -84,46 +84,21 @@ def run_tests(job: Job) -> Figures:
 
 
 def first_rollout(job: Job) -> Figures:
-    """Train on one rollout for each dtype and attention, and read the first step's metrics."""
-    from ppo_hfppo import build
-    from ppo_workload import distinct_characters, load, write_models
+    """Train on one rollout: by the defaults, with an agent, and by settings, dtype and attention.
 
-    from helpers.flash import flash_attention
-    from helpers.runs import digest, frozen_tensors
-    from hfppo.models.layout import can_pack
+    The defaults come first, in bfloat16 for two rollouts and an evaluation, with the memory and work of each phase.
+    """
+    from cases import CASES
+    from first_rollouts import run_case
+    from ppo_workload import write_models
 
     sizes = {"prompts": 32, "shortest_prompt": 32, "longest_prompt": 256, "new_tokens": 128}
     workload = workload_of(job, "qwen2.5-0.5b", **sizes)
     write_models(workload, job.folder, ("policy",))
-    flash = flash_attention()
-    for dtype in ("float32", "bfloat16", "nf4"):
-        for attention in ["sdpa", *([flash or "flash attention"] if dtype != "float32" else [])]:
-            case = f"{dtype}, {attention}"
-            if attention == "flash attention":
-                yield {case: {"reason": "needs CUDA and flash attention"}}
-                continue
-            if dtype == "nf4" and importlib.util.find_spec("bitsandbytes") is None:
-                yield {case: {"reason": "needs bitsandbytes"}}
-                continue
-            forget_peak()
-            own = replace(workload, dtype="float32" if dtype == "float32" else "bfloat16")
-            options = {"attn_implementation": attention} | ({} if dtype == "nf4" else {"dtype": own.dtype})
-            model = load(own, job.folder, "policy", dtype == "nf4", **options)
-            trainer = build(own, job.folder, {"logging_steps": 1, "learning_rate": 1e-3}, model, distinct_characters)
-            before = digest(frozen_tensors(trainer.model))
-            trainer.train()
-            first = trainer.state.log_history[0]
-            yield {
-                case: {
-                    "first ratio − 1, largest": first["policy/first_ratio_deviation"],
-                    "KL to the reference, nats": first["kl"],
-                    "old log-probs − sampler's, mean, nats": first["mismatch/mean"],
-                    "largest, nats": first["mismatch/max"],
-                    "packed": "yes" if can_pack(trainer.model.causal_lm) else "no",
-                    "base": "unchanged" if digest(frozen_tensors(trainer.model)) == before else "CHANGED",
-                }
-            }
-            del model, trainer
+    for name, case in CASES.items():
+        forget_peak()
+        missing = case.missing()
+        yield {name: {"reason": f"needs {missing}"} if missing else run_case(case, workload, job.folder)}
 
 
 def resume(job: Job) -> Figures:
@@ -340,11 +315,11 @@ def grpo(job: Job) -> Figures:
 
 
 SECTIONS = {
-    "tests": Section(run_tests, "tests marked gpu", 4, ("outcome",)),
+    "tests": Section(run_tests, "tests marked gpu", 3, ("outcome",)),
     "first_rollout": Section(
         first_rollout,
         "first update, Qwen2.5-0.5B shape",
-        4,
+        6,
         (
             *("first ratio − 1, largest", "KL to the reference, nats", "old log-probs − sampler's, mean, nats"),
             *("largest, nats", "packed", "base"),
@@ -353,7 +328,7 @@ SECTIONS = {
     "resume": Section(
         resume,
         "compared with the straight run, Qwen2.5-0.5B shape",
-        4,
+        3,
         ("tensors", "that differ", "largest difference"),
     ),
     "vllm": Section(

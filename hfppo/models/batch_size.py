@@ -1,0 +1,74 @@
+"""How many rows a model reads at once without gradient: the given number, or on a GPU by tokens and free memory.
+
+Not where the choice would show: in the last digits with deterministic algorithms, and in the number of forwards of a
+sharded model, which must be equal on all processes.
+"""
+
+import torch
+from transformers import PretrainedConfig
+
+from hfppo.models.actor_critic import ActorCritic
+from hfppo.models.layout import rows_at_once
+from hfppo.models.modes import is_sharded
+
+ROWS = 64  # where memory does not decide (TRL)
+GPU_TOKENS = 2**16  # most tokens of a pass on a GPU; beyond them it is no faster
+SHARE = 0.5  # of the free memory to plan for: the estimates are rough, and the allocator leaves gaps
+OF_LOGITS = 6 * 4  # bytes per row and token of the vocabulary: what `SeededChoice` computes in float32
+
+
+def pass_rows(model: ActorCritic, given: int | None, width: int, device: torch.device) -> int:
+    """Return how many rows of `width` tokens to pass at once.
+
+    Args:
+        given: `local_rollout_forward_batch_size`.
+    """
+    if given is not None or not by_memory(model, device):
+        return rows_at_once(given or ROWS, width, device)
+    return max(1, min(GPU_TOKENS // width, rows_that_fit(width * bytes_per_token(model), device)))
+
+
+def sampler_rows(model: ActorCritic, given: int | None, prompt: int, completion: int, device: torch.device) -> int:
+    """Return how many rows to sample at once: their key-values fill the memory, and reading their prompts.
+
+    Args:
+        given: `local_rollout_forward_batch_size`.
+        prompt, completion: most tokens of each.
+    """
+    if given is not None or not by_memory(model, device):
+        return given or ROWS
+    key_values = (prompt + completion) * key_value_bytes(model)
+    logits = model.causal_lm.config.get_text_config().vocab_size * OF_LOGITS
+    return rows_that_fit(key_values + prompt * bytes_per_token(model) + logits, device)
+
+
+def by_memory(model: ActorCritic, device: torch.device) -> bool:
+    """Return whether the free memory decides."""
+    return device.type == "cuda" and not torch.are_deterministic_algorithms_enabled() and not is_sharded(model)
+
+
+def rows_that_fit(bytes_per_row: int, device: torch.device) -> int:
+    """Return the largest power of two of rows in the free memory, so that small differences do not change it; or 1."""
+    free, _ = torch.cuda.mem_get_info(device)
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # by torch's allocator
+    rows = int(SHARE * (free + unused) / bytes_per_row)
+    return 1 << max(0, rows.bit_length() - 1)
+
+
+def key_value_bytes(model: ActorCritic) -> int:
+    """Return the key-values of a token: 2 × layers × key-value width × bytes of a number."""
+    config = model.causal_lm.config.get_text_config()
+    heads = getattr(config, "num_attention_heads", 1)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    width = (getattr(config, "num_key_value_heads", None) or heads) * head_dim
+    return 2 * config.num_hidden_layers * width * model.dtype.itemsize
+
+
+def bytes_per_token(model: ActorCritic) -> int:
+    """Return what a token needs while the largest layer reads it: 8 hidden states and 4 states within the MLP.
+
+    Within a tenth of the peak of the live storages in passes of Qwen2.5 with 0.5, 1.5 and 7 billion weights.
+    """
+    config: PretrainedConfig = model.causal_lm.config.get_text_config()
+    inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    return (8 * config.hidden_size + 4 * inner) * model.dtype.itemsize

@@ -1,0 +1,120 @@
+"""Runs the cases of the kit's section `first_rollout`."""
+
+import tempfile
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from cases import Case
+from phases import by_phase
+from ppo_hfppo import build, end_with
+from ppo_workload import Workload, distinct_characters, load, training_device
+from transformers import PreTrainedModel
+
+from helpers.agents import PROMPTS, VOCAB_SIZE, Doors, calling_tokenizer
+from helpers.flash import flash_attention
+from helpers.runs import digest, frozen_tensors
+from hfppo import PPOCallback, PPOConfig, PPOTrainer
+from hfppo.models.layout import can_pack
+from hfppo.support.out_of_memory import OutOfMemory
+
+TOP_LOGIT = 25.0  # of trained models; random weights give about 1, and bfloat16 rounds in proportion
+MISMATCH = 0.1  # nats in the mean, from where docs/metrics.md calls sampler and training model two policies
+
+
+def run_case(case: Case, workload: Workload, folder: Path) -> dict[str, Any]:
+    """Train, and return the first step's metrics and what the kind of case adds."""
+    own = replace(workload, dtype="float32" if case.dtype == "float32" else "bfloat16")
+    trainer = make_trainer(case, own, folder)
+    if case.kind == "out of memory":
+        return run_out(trainer)
+    before, used = digest(frozen_tensors(trainer.model)), []
+    if case.kind == "leaks":
+        trainer.add_callback(MemoryCallback(used))
+    with by_phase() if case.kind == "phases" else nullcontext({}) as phases:
+        trainer.train()
+    first = trainer.state.log_history[0]
+    found = {
+        "first ratio − 1, largest": first["policy/first_ratio_deviation"],
+        "KL to the reference, nats": first["kl"],
+        "old log-probs − sampler's, mean, nats": first["mismatch/mean"],
+        "largest, nats": first["mismatch/max"],
+        "packed": "yes" if can_pack(trainer.model.causal_lm) else "no",
+        "base": "unchanged" if digest(frozen_tensors(trainer.model)) == before else "CHANGED",
+        "mean length": first["completions/mean_length"],
+    }
+    if case.kind == "phases":
+        found |= {"phases": phases, "bf16": trainer.args.bf16, **trainer.evaluate(trainer.train_dataset)}
+    if case.kind == "leaks":
+        found["growth after the second rollout, MB"] = (used[-1] - used[1]) / 1e6
+    if first["mismatch/mean"] > MISMATCH:
+        raise AssertionError(f"sampler and training model differ by {first['mismatch/mean']} nats in the mean")
+    return found
+
+
+def make_trainer(case: Case, workload: Workload, folder: Path) -> PPOTrainer:
+    """Return the trainer of a case."""
+    attention = "sdpa" if case.attention == "sdpa" else flash_attention()
+    options = {"attn_implementation": attention} | ({} if case.dtype == "nf4" else {"dtype": workload.dtype})
+    model = load(workload, folder, "policy", case.dtype == "nf4", **options)
+    fields = {"logging_steps": 1, "learning_rate": 1e-3, **case.fields}
+    if case.kind == "agent":
+        return make_agent(model, folder, fields)
+    if case.kind == "large logits":
+        enlarge_logits(model)
+    trainer = build(workload, folder, fields, model, distinct_characters, rollouts=case.rollouts)
+    if case.kind == "ragged":
+        end_with(trainer, list(range(1, workload.vocab_size, max(2, workload.new_tokens // 2))))
+    return trainer
+
+
+def make_agent(model: PreTrainedModel, folder: Path, fields: dict[str, Any]) -> PPOTrainer:
+    """Return a trainer with the environment and the tokenizer of the tests."""
+    model.resize_token_embeddings(VOCAB_SIZE, mean_resizing=False)
+    model.config.max_position_embeddings = 512
+    own = {"max_completion_length": 120, "per_device_train_batch_size": 4, "num_mini_batches": 1, "max_steps": 1}
+    own |= {"output_dir": tempfile.mkdtemp(dir=folder), "use_cpu": training_device().type == "cpu"}
+    return PPOTrainer(
+        model=model,
+        args=PPOConfig(**{**own, "save_strategy": "no", "report_to": "none", "disable_tqdm": True, **fields}),
+        train_dataset=PROMPTS,
+        processing_class=calling_tokenizer(),
+        environment_factory=Doors,
+    )
+
+
+@torch.no_grad()
+def enlarge_logits(model: PreTrainedModel) -> None:
+    """Scale the last norm so that the largest logit of a token is about TOP_LOGIT, as in trained models."""
+    ids = torch.randint(1, model.config.vocab_size, (4, 16), device=model.device)
+    top = float(model(ids).logits.float().amax(dim=-1).mean())
+    model.model.norm.weight.mul_(TOP_LOGIT / top)
+
+
+class MemoryCallback(PPOCallback):
+    """Notes the bytes in use on the GPU after each rollout."""
+
+    def __init__(self, used: list[int]):
+        self.used = used
+
+    def on_rollout_end(self, args, state, control, **kwargs):
+        self.used.append(torch.cuda.memory_allocated() if torch.cuda.is_available() else 0)
+
+
+def run_out(trainer: PPOTrainer) -> dict[str, Any]:
+    """Train with too little memory, and return the error's text.
+
+    Raises:
+        AssertionError: the run did not end with advice.
+    """
+    place = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_allocated() + 2e8) / place)
+    try:
+        trainer.train()
+    except OutOfMemory as error:
+        return {"message": str(error)}
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    raise AssertionError("a run with 0.2 GB beside its weights did not run out of memory")
