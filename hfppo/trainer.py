@@ -60,7 +60,7 @@ from hfppo.parts import TrainerInputs, load_later_dataset, load_parts
 from hfppo.prompt_maker import DatasetPrompts
 from hfppo.reporting.card import write_card
 from hfppo.reporting.default_callbacks import with_default_callbacks
-from hfppo.reporting.progress import RunProgress
+from hfppo.reporting.progress import show_progress
 from hfppo.rewards.reward_func import RewardFunc
 from hfppo.rollout import Rollout
 from hfppo.saving.crash_safe import CrashSafeTrainer
@@ -198,7 +198,7 @@ class PPOTrainer(CrashSafeTrainer):
                 wait_at_exit()
             self._flop_counter = FlopCounter.of(parts.model)
             compile_layers(parts.model, self.accelerator, args)
-            self._progress = RunProgress.of(self)
+            self._progress = show_progress(self)
             self.collector = Collector(
                 model=parts.model,
                 sampler=self.create_sampler(parts.eos_ids),
