@@ -36,7 +36,16 @@ def test_each_rollout_leaves_a_table_in_the_output_folder(make_trainer):
     folder = Path(trainer.args.output_dir) / "completions"
     assert sorted(p.name for p in folder.iterdir()) == ["completions_00000.parquet", "completions_00004.parquet"]
     second = pd.read_parquet(folder / "completions_00004.parquet")
-    assert list(second) == ["step", "prompt", "completion", "with_extras", "mixed", "mixed lists", "score", "advantage"]
+    assert list(second) == [
+        "step",
+        "prompt",
+        "completion",
+        "with_extras",
+        "mixed",
+        "mixed lists",
+        "score",
+        "advantage",
+    ]
     assert second["step"].tolist() == [4] * 8
     assert second["completion"].tolist() == keep.transcripts[1].completions
     assert second["prompt"].tolist() == keep.transcripts[1].prompts

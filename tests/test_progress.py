@@ -103,7 +103,7 @@ def test_a_log_file_gets_plain_lines(make_trainer, capfd, monkeypatch):
     assert re.search(r"step 2/4 \[00:\d\d<00:\d\d\]", err)
     lines = [line for line in out.splitlines() if line.startswith("step ")]
     assert [line.split("  ")[0] for line in lines] == ["step 1", "step 2", "step 3", "step 4"]
-    assert re.fullmatch(r"step 1  reward \S+  KL \S+ .* length 6\.0 .* rollout \d+\.\d s  update \d+\.\d s", lines[0])
+    assert re.fullmatch(r"step 1  reward \S+  KL \S+ .* length 6\.0 .* time \d+\.\d s", lines[0])
     assert "policy/ratio_max" not in out, "the rest of the log is in metrics.jsonl"
     assert "train_runtime" in out
 

@@ -14,11 +14,11 @@ from typing import Any, cast
 
 from huggingface_hub import ModelCard, ModelCardData
 from huggingface_hub.utils import yaml_dump
-from peft import PeftModel
 from transformers import Trainer, TrainerState
 from transformers.modelcard import TrainingSummary
 
 from hfppo.config import PPOConfig
+from hfppo.models.actor_critic import ActorCritic
 from hfppo.models.adapter_card import CARD, as_list, is_repository, read_card
 from hfppo.models.critic import CRITIC_FOLDER
 
@@ -55,7 +55,7 @@ def write_card(
         ask_hub: whether to ask the Hub for the license of the base.
         given: the keywords of `transformers.Trainer.create_model_card`, such as `tags` and `license`.
     """
-    model, args, state = cast(PeftModel, trainer.model), cast(PPOConfig, trainer.args), trainer.state
+    model, args, state = cast(ActorCritic, trainer.model), cast(PPOConfig, trainer.args), trainer.state
     name = given.pop("model_name", None) or Path(args.output_dir).absolute().name
     evaluations = last_evaluations(state, args)
     data = build_metadata(read_card(folder), name, given, model.config.name_or_path, ask_hub)
@@ -69,7 +69,7 @@ def write_card(
         adapter=model.active_peft_config.peft_type.value.replace("LORA", "LoRA"),
         base=data.base_model if is_repository(data.base_model) else None,
         architecture=type(model.get_base_model()).__name__,
-        critic_folder=CRITIC_FOLDER if trainer.model.critic_parameters() else None,
+        critic_folder=None if model.critic is None else CRITIC_FOLDER,
         source=json.dumps(trainer.hub_model_id or folder.absolute().name, ensure_ascii=False),
         chat=chat,
         chat_options={option: repr(x) for option, x in (settings.get("chat_template_kwargs") or {}).items()},

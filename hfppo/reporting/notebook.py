@@ -3,7 +3,7 @@
 import html
 import time
 
-from transformers.utils.notebook import NotebookProgressBar, NotebookProgressCallback, NotebookTrainingTracker
+from transformers.utils.notebook import NotebookProgressCallback, NotebookTrainingTracker
 
 from hfppo.reporting.progress import Phases, describe_run, short_cells
 
@@ -66,6 +66,8 @@ class NotebookProgress(Phases, NotebookProgressCallback):
             columns = table[0]
             cells = {html.escape(label): text for label, text in cells.items()}
             columns += [label for label in cells if label not in columns]
+            for line in table[1:]:
+                line += ["–"] * (len(columns) - len(line))
             before = table.pop() if table[-1][0] == step else []
             row = dict(zip(columns, before, strict=False)) | {"step": step} | cells
             table.append([row.get(column, "–") for column in columns])

@@ -25,8 +25,6 @@ SHORT = (
     ("policy/entropy", "entropy", "{:.3f}"),
     ("policy/clip_frac", "clipped", "{:.1%}"),
     ("value/explained_variance", "explained", "{:.2f}"),
-    ("time/rollout", "rollout", "{:.1f} s"),
-    ("time/update", "update", "{:.1f} s"),
 )
 
 
@@ -146,8 +144,11 @@ class RunProgress(Phases, ProgressCallback):
 
 
 def short_cells(logs: dict[str, float]) -> dict[str, str]:
-    """Return the most-read metrics of a log, formatted, by their labels."""
-    return {label: form.format(logs[metric]) for metric, label, form in SHORT if metric in logs}
+    """Return the most-read metrics of a log, formatted, by their labels, and the time of a rollout and its update."""
+    cells = {label: form.format(logs[metric]) for metric, label, form in SHORT if metric in logs}
+    if "time/rollout" in logs:
+        cells["time"] = f"{logs['time/rollout'] + logs.get('time/update', 0.0):.1f} s"
+    return cells
 
 
 def describe_run(args: PPOConfig, state: TrainerState) -> str:

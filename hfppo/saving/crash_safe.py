@@ -203,7 +203,7 @@ class CrashSafeTrainer(Trainer):
             rotate(output_dir, self.args.save_total_limit, final, self.state.best_model_checkpoint)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save model and tokenizer as Trainer does, with the run's card, to which PEFT adds, in place of PEFT's template.
+        """Save model and tokenizer as Trainer does, and the run's card in place of PEFT's template.
 
         AutoTokenizer gives a tokenizer of the same class: Mistral's own writes no `tokenizer_config.json`, which names
         it; others write theirs over this one.
