@@ -43,8 +43,9 @@ class PrintCompletionsCallback(PPOCallback):
             columns[name] = column
         counted = rollout.loss_mask
         advantages = (rollout.advantages * counted).sum(dim=1) / counted.sum(dim=1)  # NaN where none counts
-        unscored = [all(map(math.isnan, row)) for row in zip(*transcript.scores.values(), strict=True)]
-        scores = torch.where(torch.tensor(unscored), math.nan, rollout.scores)
+        by_function = torch.tensor([*transcript.scores.values()]).reshape(-1, len(rollout))
+        unscored = by_function.isnan().all(dim=0) & (len(by_function) > 0)
+        scores = torch.where(unscored, math.nan, rollout.scores)
         columns |= {"score": scores.tolist(), "advantage": advantages.tolist()}
         self._print(f"step {state.global_step}", columns)
         columns = {"step": [state.global_step] * len(rollout), **columns}
