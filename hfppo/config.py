@@ -75,7 +75,7 @@ class PPOConfig(TrainingArguments):
     """
 
     # Fields of TrainingArguments with another default.
-    logging_steps: float = option(10, "Optimizer steps between logs.")
+    logging_steps: float | None = option(None, "Optimizer steps between logs; None: one log per rollout.")
     logging_nan_inf_filter: bool = option(False, "Hide non-finite losses from the log; False shows them.")
     remove_unused_columns: bool = option(False, "Not used: all columns of the dataset reach the reward functions.")
     ddp_find_unused_parameters: bool | None = option(
@@ -269,6 +269,8 @@ class PPOConfig(TrainingArguments):
         compares = self.load_best_model_at_end or self.save_strategy == "best"
         if self.metric_for_best_model is None and (compares or self.lr_scheduler_type in METRIC_SCHEDULERS):
             self.metric_for_best_model = "eval_reward"  # Trainer would take eval_loss, which prompts do not have
+        if self.logging_steps is None:
+            self.logging_steps = self.updates_per_rollout
         unset = [name for name in CHECKPOINTING if getattr(self, name) is None]
         super().__post_init__()
         if not follows_base(self):

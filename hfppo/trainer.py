@@ -24,7 +24,7 @@ from transformers import (
     TrainerCallback,
     set_seed,
 )
-from transformers.trainer_utils import EvalLoopOutput, SaveStrategy
+from transformers.trainer_utils import EvalLoopOutput, IntervalStrategy, SaveStrategy
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from hfppo.callbacks import PPOControl, TrainerHooks, call_event
@@ -67,7 +67,7 @@ from hfppo.parts import TrainerInputs, load_later_dataset, load_parts
 from hfppo.prompt_maker import DatasetPrompts
 from hfppo.reporting.card import write_card
 from hfppo.reporting.default_callbacks import with_default_callbacks
-from hfppo.reporting.progress import RunProgress
+from hfppo.reporting.progress import show_progress
 from hfppo.rewards.reward_func import RewardFunc
 from hfppo.rollout import Rollout
 from hfppo.saving.crash_safe import CrashSafeTrainer
@@ -215,7 +215,7 @@ class PPOTrainer(CrashSafeTrainer):
                 wait_at_exit()
             self._flop_counter = FlopCounter.of(parts.model)
             compile_layers(parts.model, self.accelerator, args)
-            self._progress = RunProgress.of(self)
+            self._progress = show_progress(self)
             self.collector = Collector(
                 model=parts.model,
                 sampler=self.create_sampler(parts.eos_ids),
@@ -501,8 +501,14 @@ class PPOTrainer(CrashSafeTrainer):
             state.last_step = last
 
     def _end_update(self) -> None:
-        """Tell the callbacks after the last optimizer step on a rollout."""
-        if self.state.global_step >= min(self.ppo_state.last_step, self.state.max_steps):
+        """Tell the callbacks after the last optimizer step on a rollout, and log there if each rollout has its log."""
+        is_last = self.state.global_step >= min(self.ppo_state.last_step, self.state.max_steps)
+        if self.args.logging_strategy == IntervalStrategy.STEPS:
+            every = self.state.logging_steps
+            # A rollout may have fewer steps than the others: one that a callback ends, or the last of a run.
+            if every == self.args.updates_per_rollout and (is_last or self.state.global_step % every == 0):
+                self.control.should_log = is_last
+        if is_last:
             steps = self._run.steps
             self._call_callbacks("on_update_end", rollout=self._run.rollout, metrics=metrics_of(steps), steps=steps)
 
@@ -583,12 +589,11 @@ class PPOTrainer(CrashSafeTrainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add PPO's metrics to the logs of training steps.
 
-        Their loss replaces Trainer's, which forgets the steps between the last log and a checkpoint.
+        Their loss replaces Trainer's, which forgets the steps between the last log and a checkpoint; their learning
+        rate is the step's, where Trainer's is the scheduler's.
         """
         if "loss" in logs:
             logs.update(self._run.log.read())
-            if "learning_rate" in logs:
-                logs["learning_rate"] *= self.ppo_state.learning_rate_factor
         super().log(logs, start_time)
 
     def _call_callbacks(self, event: str, **arguments: Any) -> PPOControl:
@@ -604,7 +609,11 @@ class PPOTrainer(CrashSafeTrainer):
         """Write the model card into the output folder; takes the keywords of Trainer's."""
         # Not upstream's card: it reports supervised training and an eval_loss, which prompts do not have.
         if self.is_world_process_zero():
-            rewards, prompts = self.collector.rewards, self._train_prompts
-            weights = dict(zip(rewards.names, rewards.weights, strict=True))
-            chat = prompts is not None and prompts.head.conversational
-            write_card(self, weights, chat, **given)
+            self.save_card(str(self.args.output_dir), ask_hub=True, **given)
+
+    def save_card(self, folder: str, ask_hub: bool = False, **given: Any) -> None:
+        """Write the model card into a folder."""
+        rewards, prompts = self.collector.rewards, self._train_prompts
+        weights = dict(zip(rewards.names, rewards.weights, strict=True))
+        chat = prompts is not None and prompts.head.conversational
+        write_card(self, Path(folder), weights, chat, ask_hub, **given)

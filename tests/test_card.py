@@ -7,12 +7,13 @@ import pytest
 import yaml
 from huggingface_hub import ModelCard
 from markdown_it import MarkdownIt
-from transformers import TrainerState
+from transformers import TrainerState, modelcard
 
 from helpers.runs import SMALL, count_digits
 from helpers.tiny import tiny_model
 from hfppo import PPOConfig
 from hfppo.reporting.card import last_evaluations
+from hfppo.saving.manifest import find_damage
 
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 4}
 
@@ -108,6 +109,28 @@ def test_card_before_training_and_without_a_critic(make_trainer, tmp_path):
     assert "Evaluation" not in headings(card)
     assert "critic" not in card.text
     assert "0 optimizer steps" in card.text
+
+
+def test_every_save_has_the_card_of_the_run(make_trainer, tmp_path, monkeypatch):
+    """Without a request to the Hub, which may be out of reach."""
+    monkeypatch.setattr(modelcard, "is_offline_mode", lambda: False)
+    monkeypatch.setattr(modelcard, "hf_api", lambda: pytest.fail("asks the Hub"))
+    trainer = make_trainer({"save_strategy": "steps", "save_steps": 4})
+    trainer.model.config.name_or_path = "team/base"
+    trainer.train()
+    trainer.save_model()
+    trainer.save_model(str(tmp_path / "copy"))
+    for folder, step in (("out/checkpoint-4", 4), ("out/checkpoint-8", 8), ("out", 8), ("copy", 8)):
+        card = card_of(tmp_path / folder)
+        assert "More Information Needed" not in card.text
+        assert headings(card)[0] == "out"
+        assert f"{step} optimizer steps." in card.text
+        assert "The critic is in `critic/`" in card.text
+        assert tables(card) == [[["function", "weight"], ["count_digits", "1"]]]
+        assert f'from_pretrained("{Path(folder).name}")' in blocks(card)["python"]
+        assert {"lora", "ppo", "hfppo", "base_model:adapter:team/base"} <= set(card.data.tags)
+        assert (card.data.library_name, card.data.base_model) == ("peft", "team/base")
+    assert find_damage(tmp_path / "out/checkpoint-4") is None
 
 
 def test_conversations_are_loaded_with_the_options_of_their_template(make_trainer, dataset, tmp_path):

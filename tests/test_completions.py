@@ -36,7 +36,16 @@ def test_each_rollout_leaves_a_table_in_the_output_folder(make_trainer):
     folder = Path(trainer.args.output_dir) / "completions"
     assert sorted(p.name for p in folder.iterdir()) == ["completions_00000.parquet", "completions_00004.parquet"]
     second = pd.read_parquet(folder / "completions_00004.parquet")
-    assert list(second) == ["step", "prompt", "completion", "with_extras", "mixed", "mixed lists", "score"]
+    assert list(second) == [
+        "step",
+        "prompt",
+        "completion",
+        "with_extras",
+        "mixed",
+        "mixed lists",
+        "score",
+        "advantage",
+    ]
     assert second["step"].tolist() == [4] * 8
     assert second["completion"].tolist() == keep.transcripts[1].completions
     assert second["prompt"].tolist() == keep.transcripts[1].prompts
@@ -49,7 +58,33 @@ def test_each_rollout_leaves_a_table_in_the_output_folder(make_trainer):
 def test_as_many_completions_are_printed_as_were_asked_for(make_trainer, capsys, rows):
     callback = PrintCompletionsCallback(num_completions=rows)
     make_trainer({"max_steps": 1}, reward_funcs=lambda completions, **_: [0.25] * 8, callbacks=[callback]).train()
-    assert capsys.readouterr().out.count(" 0.25 ") == rows
+    assert capsys.readouterr().out.count(" 0.25 ") == 2 * rows  # the function's and the total
+
+
+def test_the_printed_table_has_score_and_advantage_and_a_dash_for_none(make_trainer, capsys, monkeypatch):
+    """With rloo an advantage is the score less the other completion's: 1 − 0.5, 0.5 − 1; 0 without another."""
+
+    def first(completions, **kwargs):
+        return [1.0, 0.5, None, 0.25, None, None, 0.0, 0.0]
+
+    def second(completions, **kwargs):
+        return [1.0, None, None, None, None, None, 3.0, 3.0]
+
+    monkeypatch.setenv("COLUMNS", "200")
+    config = {"max_steps": 1, "log_completions": True, "advantage_estimator": "rloo", "num_generations": 2}
+    config |= {"kl_coef": 0.0, "reward_weights": [1.0, 0.0]}
+    make_trainer(config, reward_funcs=[first, second]).train()
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in capsys.readouterr().out.splitlines()]
+    assert [row[2:] for row in rows if len(row) == 6 and row[-1]] == [
+        ["1", "1", "1", "0.5"],
+        ["0.5", "–", "0.5", "-0.5"],
+        ["–", "–", "–", "–"],
+        ["0.25", "–", "0.25", "0"],
+        ["–", "–", "–", "–"],
+        ["–", "–", "–", "–"],
+        ["0", "3", "0", "0"],
+        ["0", "3", "0", "0"],
+    ]
 
 
 def test_what_a_function_is_called_takes_no_column_from_another(make_trainer):
@@ -63,7 +98,7 @@ def test_what_a_function_is_called_takes_no_column_from_another(make_trainer):
     trainer = make_trainer(config, reward_funcs=score, callbacks=[keep])
     trainer.train()
     table = pd.read_parquet(Path(trainer.args.output_dir) / "completions/completions_00000.parquet")
-    assert list(table) == ["step", "prompt", "completion", "score_", "prompt_", "score__", "score"]
+    assert list(table) == ["step", "prompt", "completion", "score_", "prompt_", "score__", "score", "advantage"]
     assert table["score"].tolist() == keep.scores[0]
     assert table["score_"].tolist() == keep.transcripts[0].scores["score"]
     assert table["score_"].tolist() != table["score"].tolist()

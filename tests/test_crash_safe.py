@@ -5,13 +5,16 @@ import json
 import os
 import resource
 import shutil
+import signal
 import subprocess
 import sys
+import traceback
 from pathlib import Path
 
 import pytest
 import torch
 from build_arithmetic_base import character_tokenizer
+from transformers import TrainerCallback
 
 from helpers.processes import HELPERS, environment
 from helpers.runs import SMALL, count_digits, final_state, read_log
@@ -387,6 +390,18 @@ class FullDisk:
         if self.times < 0:
             raise OSError(errno.ENOSPC, "No space left on device")
         return self.save(*args, **kwargs)
+
+
+def test_ctrl_c_ends_with_the_way_back(make_trainer, tmp_path):
+    class CtrlC(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            if state.global_step == 2:
+                os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt) as pressed:
+        make_trainer(CONFIG, callbacks=[CtrlC()]).train()
+    note = f"The last checkpoint is {tmp_path}/out/checkpoint-2: resume with resume_from_checkpoint=True."
+    assert traceback.format_exception(pressed.value)[-1] == f"{note}\n"
 
 
 @pytest.mark.parametrize(

@@ -119,7 +119,9 @@ RUNS = {
         {"reward_funcs": by_prompt},
     ),
     "a reward that reads nothing": Case(
-        {"unscorable": "unscorable_frac is 1, "}, ONE_STEP | {"max_steps": 3}, {"reward_funcs": unreadable}
+        {"unscorable": "since step 1, unscorable_frac is 1, "},
+        ONE_STEP | {"max_steps": 1},
+        {"reward_funcs": unreadable},
     ),
     "a critic that jumps": Case(
         {"explained-variance": "since step 2, value/explained_variance is "},

@@ -6,8 +6,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from transformers import TrainerCallback
 
 from helpers.agents import EPISODE_METRICS
+from helpers.runs import logged
 from helpers.scripted import answering, off_trainer
 from helpers.tiny import tiny_model
 from hfppo import ClipMetricsCallback, PPOCallback, TolerantReward
@@ -89,7 +91,7 @@ def test_every_metric_of_the_table_appears_in_a_log_and_no_other(make_trainer, d
         for pattern, actual in names.items():
             name = name.replace(pattern, actual)
         expected.add(name)
-    assert seen - {"epoch", "step", "grad_norm", "learning_rate"} == expected
+    assert seen - {"epoch", "step", "grad_norm"} == expected
 
 
 def test_explained_variance_and_lengths_against_the_rollout(make_trainer):
@@ -176,10 +178,27 @@ def test_a_name_made_from_a_pattern_is_reduced_like_the_pattern():
     assert [reduction_of(name) for name in names] == ["std", "mean", "mean", "mean"]
 
 
-def test_the_learning_rate_of_the_critic_is_the_last(make_trainer):
+def test_learning_rates_are_those_of_the_last_step(make_trainer):
     trainer = make_trainer({"max_steps": 2, "logging_steps": 2, "critic_learning_rate": 2e-2})
     trainer.train()
+    assert trainer.state.log_history[0]["learning_rate"] == pytest.approx(5e-3)
     assert trainer.state.log_history[0]["critic_learning_rate"] == pytest.approx(1e-2)  # the second step's
+
+
+@pytest.mark.parametrize("event", ["on_step_begin", "on_pre_optimizer_step"])
+def test_the_rates_that_a_callback_sets_are_logged_as_they_are(make_trainer, event):
+    class Set(TrainerCallback):
+        pass
+
+    def choose(self, args, state, control, optimizer, **kwargs):
+        for group, rate in zip(optimizer.param_groups, (1e-4, 1e-4, 2e-4, 2e-4), strict=True):
+            group["lr"] = rate * (1 + state.global_step)
+
+    setattr(Set, event, choose)
+    trainer = make_trainer({"max_steps": 2}, callbacks=[Set()])
+    trainer.train()
+    assert logged(trainer, "learning_rate") == [1e-4, 2e-4]
+    assert logged(trainer, "critic_learning_rate") == [2e-4, 4e-4]
 
 
 def test_rewards_advantages_and_values_by_hand(make_trainer):

@@ -13,7 +13,7 @@ from trl import GRPOTrainer
 from helpers.runs import SMALL, count_digits, stops_at_kl, trained_state
 from helpers.tiny import LORA, tiny_model
 from hfppo import PPOCallback, PPOConfig, PPOTrainer
-from hfppo.learn.optimizer import critic_learning_rate
+from hfppo.learn.optimizer import present_rate
 
 
 def own_optimizer(model) -> torch.optim.Optimizer:
@@ -81,7 +81,7 @@ def test_hooks_are_not_doubled_by_a_second_run(make_trainer):
 def test_the_rate_of_an_optimizer_without_the_critics_own_tensors_is_that_of_the_last_group():
     first, last = (torch.nn.Parameter(torch.zeros(1)) for _ in range(2))
     optimizer = torch.optim.SGD([{"params": [first], "lr": 0.1}, {"params": [last], "lr": 0.2}])
-    assert critic_learning_rate(optimizer, [torch.nn.Parameter(torch.zeros(1))]) == 0.2
+    assert present_rate(optimizer, [torch.nn.Parameter(torch.zeros(1))], -1) == 0.2
 
 
 def adapter(name: str = "default"):

@@ -102,7 +102,11 @@ def test_a_log_file_gets_plain_lines(make_trainer, capfd, monkeypatch):
     assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", out + err)
     assert "step 0/4, rollout rewards [00:00<?]" in err
     assert re.search(r"step 2/4 \[00:\d\d<00:\d\d\]", err)
-    assert out.count("'policy/ratio_max': ") == 4  # the whole log, as Trainer prints it
+    lines = [line for line in out.splitlines() if line.startswith("step ")]
+    assert [line.split("  ")[0] for line in lines] == ["step 1", "step 2", "step 3", "step 4"]
+    assert re.fullmatch(r"step 1  reward \S+  KL \S+ .* length 6\.0 .* time \d+\.\d s", lines[0])
+    assert "policy/ratio_max" not in out, "the rest of the log is in metrics.jsonl"
+    assert "train_runtime" in out
 
 
 def test_a_run_begins_with_its_sizes(make_trainer, capfd):

@@ -220,20 +220,26 @@ def test_nothing_in_a_checkpoint_runs_as_code(run, tmp_path, monkeypatch):
     assert not (tmp_path / "exploded").exists()
 
 
+def test_an_output_folder_is_its_last_whole_checkpoint(run, tmp_path, caplog):
+    for step in (3, 20):
+        shutil.copytree(run.checkpoint, tmp_path / f"checkpoint-{step}")
+    (tmp_path / "checkpoint-20/adapter_model.safetensors").unlink()
+    os.utime(tmp_path / "checkpoint-3", (0, 0))
+    trace, _ = trace_prompt(tmp_path, Question(PROMPT, score=run.table.score))
+    assert_same(trace.table, run.table)
+    assert "checkpoint-20 is passed over: it lacks adapter_model.safetensors" in caplog.text
+
+
 def test_errors_say_what_to_do(run, tmp_path):
     out, gone = run.checkpoint.parent, tmp_path / "gone"
     shutil.copytree(run.checkpoint, tmp_path / "moved")
     config = json.loads((tmp_path / "moved/adapter_config.json").read_text())
     (tmp_path / "moved/adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": str(gone)}))
     seal(tmp_path / "moved")
-    older = tmp_path / "older"
-    for step in (20, 3):  # the later one was written first, as a clock that was set back would have it
-        (older / f"checkpoint-{step}").mkdir(parents=True)
-    os.utime(older / "checkpoint-20", (0, 0))
+    (tmp_path / "torn/checkpoint-20").mkdir(parents=True)
     for arguments, *said in (
-        ([str(older), PROMPT], "its last one is", "checkpoint-20"),
+        ([str(tmp_path / "torn"), PROMPT], "torn is not a whole checkpoint", "manifest.json", "out/checkpoint-120"),
         ([str(gone), PROMPT], "gone is not a whole checkpoint", "it is not a folder", "out/checkpoint-120"),
-        ([str(out), PROMPT], "not a whole checkpoint", "manifest.json", "its last one is", "checkpoint-4"),
         ([str(run.checkpoint)], "has no traces", "TokenTraceCallback", "a checkpoint and a prompt"),
         ([str(tmp_path / "moved"), PROMPT], "base", "cannot be loaded", "--base"),
     ):

@@ -4,8 +4,9 @@ import math
 
 import pytest
 import torch
+from transformers import TrainerCallback
 
-from helpers.runs import gradients, trained_state
+from helpers.runs import gradients, stops_at_kl, trained_state
 from helpers.tiny import ragged_model
 from hfppo import PPOCallback
 from hfppo.learn.loss import LossTerm
@@ -119,3 +120,39 @@ def test_seconds_of_an_update_are_those_of_all_its_steps(make_trainer, monkeypat
     trainer = make_trainer({"max_steps": 1})
     trainer.train()
     assert trainer.state.log_history[0]["time/update"] >= trainer.args.updates_per_rollout
+
+
+def logged_steps(trainer, metric: str) -> list[int]:
+    return [entry["step"] for entry in trainer.state.log_history if metric in entry]
+
+
+@pytest.mark.parametrize(
+    ("config", "callbacks", "steps"),
+    [
+        ({"max_steps": 8}, [], [4, 8]),
+        ({"max_steps": 6}, [], [4, 6]),  # the second rollout is cut
+        ({"max_steps": 6, "num_critic_epochs": 3}, [], [6]),
+        # Each rollout ends with its second step, the first whose ratio is not 1.
+        ({"max_steps": 6}, [stops_at_kl(1e-9)], [2, 4, 6]),
+        ({"max_steps": 6, "logging_steps": 4}, [stops_at_kl(1e-9)], [2, 4, 6]),
+        ({"max_steps": 8, "logging_steps": 3}, [], [3, 6]),
+        ({"max_steps": 4, "logging_steps": 1}, [], [1, 2, 3, 4]),
+        ({"max_steps": 4, "logging_strategy": "no"}, [], []),
+    ],
+)
+def test_each_rollout_has_one_log_unless_the_user_wants_others(make_trainer, config, callbacks, steps):
+    trainer = make_trainer({"logging_steps": None, **config}, callbacks=callbacks)
+    trainer.train()
+    assert logged_steps(trainer, "loss") == steps
+    if config.get("logging_steps") != 1:
+        assert logged_steps(trainer, "reward") == steps
+
+
+def test_a_callbacks_own_log_stays(make_trainer):
+    class Log(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            control.should_log = state.global_step in (1, 4)
+
+    trainer = make_trainer({"logging_steps": None, "max_steps": 4}, callbacks=[Log()])
+    trainer.train()
+    assert logged_steps(trainer, "loss") == [1, 4]

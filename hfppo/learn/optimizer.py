@@ -32,11 +32,15 @@ def split_critic_groups(optimizer: Optimizer, critic: list[nn.Parameter], lr: fl
             optimizer.add_param_group({**group, "params": of_critic, "lr": lr})
 
 
-def critic_learning_rate(optimizer: Optimizer, critic: list[nn.Parameter]) -> float:
-    """Return the critic's present learning rate, also from an optimizer that somebody else made."""
-    ids = {id(p) for p in critic}
+def present_rate(optimizer: Optimizer, parameters: list[nn.Parameter], otherwise: int) -> float:
+    """Return the present learning rate of parameters, also from an optimizer that somebody else made.
+
+    Args:
+        otherwise: index of their group where an engine has put other tensors into the groups.
+    """
+    ids = {id(p) for p in parameters}
     own = (group for group in optimizer.param_groups if any(id(p) in ids for p in group["params"]))
-    return next(own, optimizer.param_groups[-1])["lr"]  # engines may have put other tensors into the groups
+    return next(own, optimizer.param_groups[otherwise])["lr"]
 
 
 @contextmanager

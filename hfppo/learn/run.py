@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from hfppo.config import PPOConfig
 from hfppo.learn.nonfinite_guard import NonFiniteGuard
-from hfppo.learn.optimizer import ActorRate, critic_learning_rate, measure_grad_norms
+from hfppo.learn.optimizer import ActorRate, measure_grad_norms, present_rate
 from hfppo.metrics import Measures, Meter, UpdateStep, parts, parts_of
 from hfppo.models.actor_critic import ActorCritic
 from hfppo.rollout import Rollout
@@ -66,9 +66,6 @@ class Run:
         self.accelerator.unscale_gradients()
         parameters = {"actor": self.model.actor_parameters(), "critic": self.model.critic_parameters()}
         norms = measure_grad_norms(self.accelerator, parameters)
-        if parameters["critic"]:
-            rate = critic_learning_rate(optimizer, parameters["critic"])
-            self.measure({"critic_learning_rate": parts_of(rate)})
         if "critic" in norms:
             self.measure({"value/grad_norm": parts(norms["critic"])})
         self.guard.check(norms, self.model, step)
@@ -77,11 +74,17 @@ class Run:
         return next(iter(norms.values()))
 
     def before_step(self, optimizer: Optimizer, moves_actor: bool, rate_factor: float) -> None:
-        """Freeze the actor in critic-only steps, and scale its learning rate."""
+        """Freeze the actor in critic-only steps, scale its learning rate, and measure both rates as the step has them.
+
+        Callbacks may have changed the optimizer's rates, which its scheduler does not know.
+        """
         if not moves_actor:
             for parameter in self.model.actor_parameters():  # without gradient: no decay, no momentum, no changed bit
                 parameter.grad = None
         self._rate.scale(optimizer, rate_factor)
+        self.measure({"learning_rate": parts_of(present_rate(optimizer, self.model.actor_parameters(), 0))})
+        if critic := self.model.critic_parameters():
+            self.measure({"critic_learning_rate": parts_of(present_rate(optimizer, critic, -1))})
 
     def end_step(self, number: int) -> UpdateStep:
         """Restore the learning rate, and return the step with its metrics over all processes. A collective call.

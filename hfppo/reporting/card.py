@@ -14,11 +14,11 @@ from typing import Any, cast
 
 from huggingface_hub import ModelCard, ModelCardData
 from huggingface_hub.utils import yaml_dump
-from peft import PeftModel
 from transformers import Trainer, TrainerState
 from transformers.modelcard import TrainingSummary
 
 from hfppo.config import PPOConfig
+from hfppo.models.actor_critic import ActorCritic
 from hfppo.models.adapter_card import CARD, as_list, is_repository, read_card
 from hfppo.models.critic import CRITIC_FOLDER
 
@@ -44,19 +44,21 @@ class Evaluation:
     metrics: dict[str, float]
 
 
-def write_card(trainer: Trainer, reward_weights: dict[str, float], chat: bool, **given: Any) -> None:
-    """Write the model card of a run into its output folder.
+def write_card(
+    trainer: Trainer, folder: Path, reward_weights: dict[str, float], chat: bool, ask_hub: bool, **given: Any
+) -> None:
+    """Write the model card of a run into a folder.
 
     Args:
         reward_weights: the reward functions' names and weights.
         chat: whether the prompts are lists of messages.
+        ask_hub: whether to ask the Hub for the license of the base.
         given: the keywords of `transformers.Trainer.create_model_card`, such as `tags` and `license`.
     """
-    model, args, state = cast(PeftModel, trainer.model), cast(PPOConfig, trainer.args), trainer.state
-    folder = Path(args.output_dir)
-    name = given.pop("model_name", None) or folder.absolute().name
+    model, args, state = cast(ActorCritic, trainer.model), cast(PPOConfig, trainer.args), trainer.state
+    name = given.pop("model_name", None) or Path(args.output_dir).absolute().name
     evaluations = last_evaluations(state, args)
-    data = build_metadata(read_card(folder), name, given, model.config.name_or_path)
+    data = build_metadata(read_card(folder), name, given, model.config.name_or_path, ask_hub)
     settings = changed_settings(args)
     configuration = yaml_dump({name: x for name, x in settings.items() if not name.startswith(NOT_SHOWN)}).strip()
     card = ModelCard.from_template(
@@ -67,8 +69,8 @@ def write_card(trainer: Trainer, reward_weights: dict[str, float], chat: bool, *
         adapter=model.active_peft_config.peft_type.value.replace("LORA", "LoRA"),
         base=data.base_model if is_repository(data.base_model) else None,
         architecture=type(model.get_base_model()).__name__,
-        critic_folder=CRITIC_FOLDER if (folder / CRITIC_FOLDER).is_dir() else None,
-        source=json.dumps(trainer.hub_model_id or name, ensure_ascii=False),
+        critic_folder=None if model.critic is None else CRITIC_FOLDER,
+        source=json.dumps(trainer.hub_model_id or folder.absolute().name, ensure_ascii=False),
         chat=chat,
         chat_options={option: repr(x) for option, x in (settings.get("chat_template_kwargs") or {}).items()},
         args=args,
@@ -98,13 +100,18 @@ def changed_settings(args: PPOConfig) -> dict[str, Any]:
     return {f.name: plain[f.name] for f in fields(args) if f.init and getattr(args, f.name) != f.default}
 
 
-def build_metadata(before: ModelCard | None, name: str, given: dict[str, Any], base: str | None) -> ModelCardData:
+def build_metadata(
+    before: ModelCard | None, name: str, given: dict[str, Any], base: str | None, ask_hub: bool
+) -> ModelCardData:
     """Return the metadata of the card, except for PEFT's."""
     kept = {} if before is None else before.data.to_dict()
+    base = given.get("finetuned_from") or (base if is_repository(base) else None)
+    if base is not None:
+        kept["base_model"] = base
     given = {
         **given,
         "license": given.get("license") or kept.get("license"),
-        "finetuned_from": given.get("finetuned_from") or (base if is_repository(base) else None),
+        "finetuned_from": base if ask_hub else None,
         "tags": [*as_list(given.get("tags")), *as_list(kept.get("tags")), *TAGS],
     }
     made = TrainingSummary(name, **given).create_metadata()  # asks the Hub for the license of the base

@@ -1,10 +1,12 @@
 """Print the completions of each rollout, save them in a file, and log them to trackers."""
 
 import io
+import math
 from importlib import import_module
 from pathlib import Path
 
 import rich
+import torch
 from datasets import Dataset
 from rich.table import Table
 from rich.text import Text
@@ -17,7 +19,9 @@ from hfppo.support.printable import escape_control_characters
 
 
 class PrintCompletionsCallback(PPOCallback):
-    """Print some completions of each rollout with their scores. `log_completions=True` adds it.
+    """Print some completions of each rollout with their scores and advantages. `log_completions=True` adds it.
+
+    The advantage is the mean over the tokens that the losses count, as the update gets it.
 
     All completions of the first process are saved in `completions/completions_<step>.parquet` in the output folder,
     with TRL's names and columns, and logged as a table to W&B and trackio where `report_to` names them.
@@ -34,11 +38,17 @@ class PrintCompletionsCallback(PPOCallback):
             return
         columns = {"prompt": transcript.prompts, "completion": transcript.completions}
         for name, column in (*transcript.scores.items(), *transcript.extra.items()):
-            while name in (*columns, "step", "score"):  # "score" is the total's column in the file
+            while name in (*columns, "step", "score", "advantage"):  # "score" is the total
                 name += "_"
             columns[name] = column
+        counted = rollout.loss_mask
+        advantages = (rollout.advantages * counted).sum(dim=1) / counted.sum(dim=1)  # NaN where none counts
+        by_function = torch.tensor([*transcript.scores.values()]).reshape(-1, len(rollout))
+        unscored = by_function.isnan().all(dim=0) & (len(by_function) > 0)
+        scores = torch.where(unscored, math.nan, rollout.scores)
+        columns |= {"score": scores.tolist(), "advantage": advantages.tolist()}
         self._print(f"step {state.global_step}", columns)
-        columns = {"step": [state.global_step] * len(rollout), **columns, "score": rollout.scores.tolist()}
+        columns = {"step": [state.global_step] * len(rollout), **columns}
         table = Dataset.from_dict({name: make_column(column) for name, column in columns.items()})
         file = Path(args.output_dir) / "completions" / f"completions_{state.global_step:05d}.parquet"
         with ignore_write_errors(file):
@@ -58,9 +68,12 @@ class PrintCompletionsCallback(PPOCallback):
 
 
 def cell_text(x: object) -> str:
-    """Return a cell of the printed table: the text of a conversation, with roles if it has several messages."""
+    """Return a cell of the printed table: the text of a conversation, with roles if it has several messages.
+
+    A dash is a function's `None`.
+    """
     if isinstance(x, float):
-        return f"{x:.4g}"
+        return "–" if math.isnan(x) else f"{x:.4g}"
     if not (isinstance(x, list) and x and all(isinstance(part, dict) and "content" in part for part in x)):
         return str(x)
     if len(x) == 1:

@@ -162,9 +162,9 @@ def explained_variance(run: Run, limit: float = -0.2) -> str | None:
 
 
 # For how many rollouts in a row a problem must last before the warning. A critic begins as a constant and needs time.
-SIGNAL = (no_signal, no_signal_within_prompts, unscorable)
-LASTING = (kl_to_the_reference, entropy_collapse, truncation, *SIGNAL)
-CHECKS = {clip_fraction: 1, first_ratio: 1, sampler_mismatch: 1, **dict.fromkeys(LASTING, 3), explained_variance: 10}
+AT_ONCE = (clip_fraction, first_ratio, sampler_mismatch, unscorable)
+LASTING = (kl_to_the_reference, entropy_collapse, truncation, no_signal, no_signal_within_prompts)
+CHECKS = {**dict.fromkeys(AT_ONCE, 1), **dict.fromkeys(LASTING, 3), explained_variance: 10}
 
 
 class HealthCallback(TrainerCallback):

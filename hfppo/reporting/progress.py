@@ -1,13 +1,13 @@
-"""Show the progress of a run: a bar on a terminal, otherwise a plain line from time to time."""
+"""Show the progress of a run: a bar on a terminal, a table in a notebook, otherwise a plain line from time to time."""
 
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Self
 
 from tqdm import tqdm
-from transformers import ProgressCallback, Trainer
+from transformers import ProgressCallback, Trainer, TrainerCallback, TrainerState
+from transformers.trainer import DEFAULT_PROGRESS_CALLBACK  # another one in a notebook
 
 from hfppo.config import CHECKPOINTING, PPOConfig
 
@@ -17,52 +17,86 @@ LINE = "step {n_fmt}/{total_fmt}{postfix} [{elapsed}<{remaining}]"
 
 # The most-read metrics, in the line of a log: metric, label, format.
 SHORT = (
-    ("reward", "reward", ".3f"),
-    ("kl", "KL", ".4f"),
-    ("kl_coef", "β", ".3g"),
-    ("completions/mean_length", "length", ".1f"),
-    ("completions/truncated_frac", "cut", ".1%"),
-    ("policy/entropy", "entropy", ".3f"),
-    ("policy/clip_frac", "clipped", ".1%"),
-    ("value/explained_variance", "explained", ".2f"),
+    ("reward", "reward", "{:.3f}"),
+    ("kl", "KL", "{:.4f}"),
+    ("kl_coef", "β", "{:.3g}"),
+    ("completions/mean_length", "length", "{:.1f}"),
+    ("completions/truncated_frac", "cut", "{:.1%}"),
+    ("policy/entropy", "entropy", "{:.3f}"),
+    ("policy/clip_frac", "clipped", "{:.1%}"),
+    ("value/explained_variance", "explained", "{:.2f}"),
 )
 
 
-class RunProgress(ProgressCallback):
-    """Trainer's progress bar with the phase of the rollout that is collected, and one short line per log.
+class Phases(TrainerCallback):
+    """What every display of a run does: it shows the phase of the rollout that is collected.
 
     The trainer enters `phase` around each phase; the sampler calls `advance` with its share. Both do nothing without a
     bar: with `disable_tqdm`, and on processes other than the first.
     """
 
-    training_bar: tqdm | None  # disabled where stderr is no terminal; None outside of training
-
     def __init__(self) -> None:
         super().__init__()
         self._phases: list[str] = []  # entered, outermost first
 
-    @classmethod
-    def of(cls, trainer: Trainer) -> Self:
-        """Replace the trainer's own bar and return the new one; it is silent if the user has another bar, or none."""
-        progress = cls()
-        callbacks = trainer.callback_handler.callbacks
-        # TRL's RichProgressCallback is no subclass of Trainer's.
-        bars = [c for c in callbacks if isinstance(c, ProgressCallback) or "ProgressCallback" in type(c).__name__]
-        default = next((bar for bar in bars if type(bar) is ProgressCallback), None)
-        if default is not None:
-            trainer.remove_callback(default)
-            if bars == [default]:
-                trainer.add_callback(progress)
-        return progress
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Show a phase while the block runs; phases may be nested, as generation is in a rollout.
+
+        Args:
+            name: the metric that measures it, such as "time/generation".
+        """
+        self._phases.append(name.removeprefix("time/"))
+        self._show(redraw=True)
+        try:
+            yield
+        finally:
+            self._phases.pop()
+            self._show(redraw=True)
+
+    def advance(self, share: float) -> None:
+        """Show how much of the current phase is done, from 0 to 1."""
+        self._show(f"{share:.0%}")
+
+    def _doing(self, share: str) -> str:
+        """Return the phase and its share as text."""
+        return " ".join([*self._phases, share]).strip()
+
+    def _show(self, share: str = "", redraw: bool = False) -> None:
+        """Draw the display, at once if `redraw`, otherwise from time to time."""
+
+
+def show_progress(trainer: Trainer) -> Phases:
+    """Replace the trainer's own bar and return the new one; it is silent if the user has another bar, or none."""
+    progress: Phases
+    if DEFAULT_PROGRESS_CALLBACK is ProgressCallback:
+        progress = RunProgress()
+    else:
+        from hfppo.reporting.notebook import NotebookProgress  # needs IPython
+
+        progress = NotebookProgress()
+    callbacks = trainer.callback_handler.callbacks
+    # TRL's RichProgressCallback is no subclass of Trainer's.
+    bars = [c for c in callbacks if isinstance(c, ProgressCallback) or "ProgressCallback" in type(c).__name__]
+    default = next((bar for bar in bars if type(bar) is DEFAULT_PROGRESS_CALLBACK), None)
+    if default is not None:
+        trainer.remove_callback(default)
+        if bars == [default]:
+            trainer.add_callback(progress)
+    return progress
+
+
+class RunProgress(Phases, ProgressCallback):
+    """Trainer's progress bar with the phase of the rollout that is collected, and one short line per log."""
+
+    training_bar: tqdm | None  # disabled where stderr is no terminal; None outside of training
 
     def on_train_begin(self, args, state, control, **kwargs):
         """Print the sizes of the run, and start the bar at the step of the checkpoint that is resumed."""
         self._first = self.current_step = state.global_step
         self._began = self._last_line = time.monotonic()
         if state.is_world_process_zero:
-            rollouts = -(-state.max_steps // args.updates_per_rollout)
-            sizes = describe_sizes(args.rollout_size_per_process, args.world_size, args.updates_per_rollout)
-            print(f"{rollouts} {sizes}{describe_gpu(args)}", file=sys.stderr, flush=True)
+            print(describe_rollouts(args, state), file=sys.stderr, flush=True)
             # `smoothing=0` averages over the whole run: rollouts and steps alternate, so the latest rate says little.
             self.training_bar = tqdm(
                 total=state.max_steps,
@@ -86,38 +120,19 @@ class RunProgress(ProgressCallback):
             super().on_prediction_step(args, state, control, eval_dataloader=eval_dataloader, **kwargs)
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        """On a terminal, write one short line for a log of training steps; otherwise all numbers, as Trainer does."""
-        if self.training_bar is not None and not self.training_bar.disable and "loss" in logs:
-            shown = [f"{label} {logs[metric]:{form}}" for metric, label, form in SHORT if metric in logs]
+        """Write one short line for a log of training steps, and other logs as Trainer does."""
+        if self.training_bar is not None and "loss" in logs:
+            shown = [f"{label} {text}" for label, text in short_cells(logs).items()]
             self.training_bar.write("  ".join([f"step {state.global_step}", *shown]))
         else:
             super().on_log(args, state, control, logs=logs, **kwargs)
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Show a phase while the block runs; phases may be nested, as generation is in a rollout.
-
-        Args:
-            name: the metric that measures it, such as "time/generation".
-        """
-        self._phases.append(name.removeprefix("time/"))
-        self._show(redraw=True)
-        try:
-            yield
-        finally:
-            self._phases.pop()
-            self._show(redraw=True)
-
-    def advance(self, share: float) -> None:
-        """Show how much of the current phase is done, from 0 to 1."""
-        self._show(f"{share:.0%}")
 
     def _show(self, share: str = "", redraw: bool = False) -> None:
         """Draw the bar, at most every 0.1 s unless `redraw`; without a terminal print a line every 30 s."""
         bar, now = self.training_bar, time.monotonic()
         if bar is None:
             return
-        doing = " ".join([*self._phases, share]).strip()
+        doing = self._doing(share)
         if not bar.disable:
             bar.set_postfix_str(doing, refresh=redraw)
             bar.update(0)
@@ -126,6 +141,21 @@ class RunProgress(ProgressCallback):
             elapsed = now - self._began
             place = {"n": self.current_step, "total": bar.total, "initial": self._first, "elapsed": elapsed}
             print(tqdm.format_meter(**place, postfix=doing, bar_format=LINE), file=sys.stderr, flush=True)
+
+
+def short_cells(logs: dict[str, float]) -> dict[str, str]:
+    """Return the most-read metrics of a log, formatted, by their labels, and the time of a rollout and its update."""
+    cells = {label: form.format(logs[metric]) for metric, label, form in SHORT if metric in logs}
+    if "time/rollout" in logs:
+        cells["time"] = f"{logs['time/rollout'] + logs.get('time/update', 0.0):.1f} s"
+    return cells
+
+
+def describe_rollouts(args: PPOConfig, state: TrainerState) -> str:
+    """Return the number of rollouts in a run, their sizes, and on a GPU the choices that follow from it."""
+    rollouts = -(-state.max_steps // args.updates_per_rollout)
+    sizes = describe_sizes(args.rollout_size_per_process, args.world_size, args.updates_per_rollout)
+    return f"{rollouts} {sizes}{describe_gpu(args)}"
 
 
 def describe_sizes(completions: int, processes: int, steps: int) -> str:

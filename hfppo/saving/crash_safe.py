@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 class CrashSafeTrainer(Trainer):
     """A Trainer whose checkpoints appear whole, and which resumes from the last whole one.
 
-    A subclass that has state of its own overrides `check_resume`, `save_run_state`, `load_run_state` and
+    A subclass that has state of its own overrides `check_resume`, `save_run_state`, `load_run_state`, `save_card` and
     `training_context`, which do nothing here.
     """
 
@@ -71,6 +71,9 @@ class CrashSafeTrainer(Trainer):
 
     def load_run_state(self, folder: str) -> None:
         """Read what `save_run_state` wrote; called on every process after Trainer has loaded the weights."""
+
+    def save_card(self, folder: str) -> None:
+        """Write the model card into a folder before a model is saved there; called where `should_save` is True."""
 
     def loading_optimizer(self) -> AbstractContextManager:
         """Return a context around Trainer's loading of optimizer and scheduler."""
@@ -101,7 +104,7 @@ class CrashSafeTrainer(Trainer):
             try:
                 with self.training_context():
                     return super().train(checkpoint, *args, **kwargs)
-            except Exception as error:
+            except (Exception, KeyboardInterrupt) as error:
                 if (note := describe_last_checkpoint(self.args.output_dir)) is not None:
                     error.add_note(note)
                 raise
@@ -200,14 +203,18 @@ class CrashSafeTrainer(Trainer):
             rotate(output_dir, self.args.save_total_limit, final, self.state.best_model_checkpoint)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save model and tokenizer as Trainer does, so that AutoTokenizer gives a tokenizer of the same class.
+        """Save model and tokenizer as Trainer does, and the run's card in place of PEFT's template.
 
-        Mistral's own writes no `tokenizer_config.json`, which names the class; others write theirs over this one.
+        AutoTokenizer gives a tokenizer of the same class: Mistral's own writes no `tokenizer_config.json`, which names
+        it; others write theirs over this one.
         """
-        if self.args.should_save and self.processing_class is not None:
-            file = Path(output_dir or self.args.output_dir) / TOKENIZER_CONFIG_FILE
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(json.dumps({"tokenizer_class": type(self.processing_class).__name__}))
+        if self.args.should_save:
+            folder = Path(output_dir or self.args.output_dir)
+            folder.mkdir(parents=True, exist_ok=True)
+            self.save_card(str(folder))
+            if self.processing_class is not None:
+                of_class = json.dumps({"tokenizer_class": type(self.processing_class).__name__})
+                (folder / TOKENIZER_CONFIG_FILE).write_text(of_class)
         super().save_model(output_dir, _internal_call)
 
     def save_checkpoint(self) -> None:

@@ -2,9 +2,9 @@
 
 `TokenTable` shows one completion, `TokenTraceCallback` records some completions during a run, and
 
-    python -m hfppo.token_trace out/checkpoint-120 "请问1+1=2？"
+    python -m hfppo.token_trace out "请问1+1=2？"
 
-shows the numbers of a checkpoint for a prompt.
+shows the numbers of a run's last checkpoint for a prompt.
 """
 
 from hfppo.token_trace.callback import TokenTraceCallback

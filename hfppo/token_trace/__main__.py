@@ -1,6 +1,6 @@
 """Show the numbers of actor, reference, reward and critic for each token of a completion.
 
-    python -m hfppo.token_trace out/checkpoint-120 "请问1+1=2？" --score 1
+    python -m hfppo.token_trace out "请问1+1=2？" --score 1               the last checkpoint of a run
     python -m hfppo.token_trace out/checkpoint-120 "请问1+1=2？" --completion "不对，等于3！" --score 0
     python -m hfppo.token_trace out --html traces.html          the page of the recorded traces
 
@@ -27,7 +27,7 @@ def make_parser() -> argparse.ArgumentParser:
         "python -m hfppo.token_trace", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("folder", help="a checkpoint of PPOTrainer; without a prompt, the output folder of a run")
+    add("folder", help="the output folder of a run, or one of its checkpoints")
     add("prompt", nargs="?", help="the prompt, as in the dataset")
     add("--score", type=float, help="score of the completion; without it, reward, return and advantage are unknown")
     add("--completion", help="trace this completion instead of sampling one")

@@ -26,7 +26,7 @@ from hfppo.generation import configured_sampling, make_sampler
 from hfppo.generation.sampler import Completions, Sampler, completion_ids, eos_token_ids
 from hfppo.models.loading import load_base_of, load_tokenizer
 from hfppo.parts import TrainerInputs, load_parts
-from hfppo.saving.folders import list_checkpoints
+from hfppo.saving.folders import find_last_intact
 from hfppo.saving.manifest import find_damage
 from hfppo.state import PPOState
 from hfppo.token_trace.record import Trace
@@ -67,12 +67,13 @@ class FixedCompletion(Sampler):
 def trace_prompt(checkpoint: str | Path, question: Question) -> tuple[Trace, PPOConfig]:
     """Return the trace of a prompt by the models of a checkpoint, and the settings of its run.
 
+    Args:
+        checkpoint: a checkpoint, or the output folder of a run: its last one.
     Raises:
         ValueError: the folder is not a whole checkpoint of PPOTrainer, the base cannot be loaded, or prompt and
             completion are too long for a model.
     """
-    folder = Path(checkpoint)
-    check_folder(folder)
+    folder = find_checkpoint(Path(checkpoint))
     saved = json.loads(state_file(folder, 0).read_text())
     state, run = PPOState.from_state_dict(saved["state"]), RunDescription(**saved["run"])
     step = TrainerState.load_from_json(str(folder / TRAINER_STATE_NAME)).global_step
@@ -113,19 +114,22 @@ def trace_prompt(checkpoint: str | Path, question: Question) -> tuple[Trace, PPO
     return Trace.from_rollout(rollout, 0, table, state.rollouts, step, state.kl_coef), args
 
 
-def check_folder(folder: Path) -> None:
-    """Raise if a folder is not a checkpoint of PPOTrainer, or if its files were changed since.
+def find_checkpoint(folder: Path) -> Path:
+    """Return a checkpoint, or the last whole one of an output folder.
 
     Raises:
-        ValueError: names the damage, and a checkpoint to use.
+        ValueError: the folder is no whole checkpoint of PPOTrainer and holds none; names the damage.
     """
     damage = find_damage(folder)
     if damage is None and not state_file(folder, 0).is_file():
         damage = f"has no {state_file(folder, 0).name}"
-    if damage is not None:
-        found = list_checkpoints(folder)
-        remedy = f"its last one is {found[-1]}" if found else "give a whole one, such as out/checkpoint-120"
-        raise ValueError(f"{folder} is not a whole checkpoint of PPOTrainer: it {damage}; {remedy}")
+    if damage is None:
+        return folder
+    if (last := find_last_intact(folder)) is not None:
+        return find_checkpoint(Path(last))
+    raise ValueError(
+        f"{folder} is not a whole checkpoint of PPOTrainer: it {damage}; give a whole one, such as out/checkpoint-120"
+    )
 
 
 def load_base(folder: Path, config: PeftConfig, run: RunDescription, question: Question) -> PreTrainedModel:

@@ -1,0 +1,105 @@
+"""What a notebook shows of a run, in a real kernel."""
+
+import html
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from transformers import ProgressCallback
+
+from hfppo.reporting import progress
+
+RECIPES = Path(__file__).parents[1] / "recipes"
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Run cells in one kernel; returns the outputs of each code cell."""
+    nbformat = pytest.importorskip("nbformat")
+    nbclient = pytest.importorskip("nbclient")
+    pytest.importorskip("ipykernel")
+    (tmp_path / "arithmetic").symlink_to(RECIPES / "arithmetic")
+
+    def executed(notebook) -> list:
+        made = notebook if isinstance(notebook, nbformat.NotebookNode) else nbformat.read(notebook, as_version=4)
+        nbclient.NotebookClient(made, timeout=120, resources={"metadata": {"path": str(tmp_path)}}).execute()
+        return [cell.outputs for cell in made.cells if cell.cell_type == "code"]
+
+    return executed
+
+
+def html_of(outputs: list) -> str:
+    return "".join(output.data.get("text/html", "") for output in outputs if "data" in output)
+
+
+def rows(table: str) -> list[list[str]]:
+    """The cells of an HTML table."""
+    lines = re.findall(r"<tr.*?>(.*?)</tr>", table, flags=re.DOTALL)
+    return [[html.unescape(cell) for cell in re.findall(r"<t[hd]>(.*?)</t[hd]>", line)] for line in lines]
+
+
+@pytest.mark.slow
+def test_the_notebook_of_the_arithmetic_run(run, tmp_path):
+    outputs = run(RECIPES / "arithmetic.ipynb")
+    *_, before, training, after, table, _ = outputs
+    shown = html_of(training)
+    assert "16 rollouts of 64 completions (64 per process), 4 optimizer steps each" in shown
+    assert "[64/64 " in shown
+    heads, *logs = rows(shown)
+    assert heads[:4] == ["step", "reward", "KL", "β"]
+    assert {"length", "time"} <= set(heads)
+    assert [row[0] for row in logs] == [str(step) for step in range(4, 65, 4)]
+    assert all(re.fullmatch(r"[01]\.\d{3}", row[1]) for row in logs)
+    assert float(after[-1].data["text/plain"]) > float(before[-1].data["text/plain"]) + 0.2
+    heads, *tokens = rows(html_of(table))
+    assert heads[:2] == ["token", "log π_old"]
+    assert tokens[0][0] == "是"
+    assert (tmp_path / "out/notebook/adapter_model.safetensors").is_file()
+    assert not [output for cell in outputs for output in cell if output.output_type == "error"]
+
+
+@pytest.fixture
+def pictures(monkeypatch) -> list[str]:
+    """What a notebook's cell shows, one picture after another."""
+    notebook = pytest.importorskip("transformers.utils.notebook")
+    shown: list[str] = []
+
+    def display(made, display_id=None):
+        shown.append(made.data)
+        return SimpleNamespace(update=lambda made: shown.append(made.data))
+
+    monkeypatch.setattr(notebook.disp, "display", display)
+    monkeypatch.setattr(progress, "DEFAULT_PROGRESS_CALLBACK", notebook.NotebookProgressCallback)
+    # Trainer has chosen its bar when it was imported.
+    monkeypatch.setattr("transformers.trainer.DEFAULT_PROGRESS_CALLBACK", notebook.NotebookProgressCallback)
+    return shown
+
+
+def test_a_notebook_shows_phases_and_evaluations(make_trainer, dataset, pictures):
+    config = {"disable_tqdm": False, "max_steps": 8, "logging_steps": None, "eval_strategy": "steps", "eval_steps": 8}
+    trainer = make_trainer(
+        config, eval_dataset={"<b>": dataset}, compute_metrics=lambda prediction: {"even": 1 / 3, "a/b": 1.0}
+    )
+    trainer.train()
+    assert any(", rollout generation 100%]" in picture or ", rollout passes]" in picture for picture in pictures)
+    heads, *logs = rows(pictures[-1])
+    assert heads[0] == "step"
+    assert heads[-2:] == ["eval_<b>_reward", "eval_<b>_even"]
+    assert [row[0] for row in logs] == ["4", "8"]
+    assert [row[-1] for row in logs] == ["–", "0.333"]
+    assert "<b>" not in pictures[-1]
+    reward = next(entry for entry in trainer.state.log_history if "reward" in entry)["reward"]
+    assert logs[0][1] == f"{reward:.3f}"
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_users_own_bar_or_none_leaves_the_cell_alone(make_trainer, pictures, own):
+    class Bar(ProgressCallback):
+        def on_train_begin(self, args, state, control, **kwargs):
+            pass
+
+        on_step_end = on_log = on_train_end = on_train_begin
+
+    make_trainer({"disable_tqdm": not own, "max_steps": 2}, callbacks=[Bar()] if own else []).train()
+    assert pictures == []
