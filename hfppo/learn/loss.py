@@ -114,12 +114,14 @@ def measure_update(
     measures["policy/approx_kl"] = parts(F.token_kl(batch.old_logprobs, logprobs, "k3"), mask)
     if first:
         measures["policy/first_ratio_deviation"] = parts((ratio - 1).abs(), mask)
-    return measures | (measure_clip(logprobs, batch, clip) if args.policy_loss == "ppo" else {})
+    return measures | measure_clip(logprobs, batch, args.policy_loss, clip)
 
 
-def measure_clip(logprobs: Tensor, batch: Rollout, clip: F.Clip) -> Measures:
-    """Measure the shares of clipped tokens."""
-    found = F.clip_fractions(logprobs, batch.old_logprobs, batch.advantages, *clip)
+def measure_clip(logprobs: Tensor, batch: Rollout, name: str, clip: F.Clip) -> Measures:
+    """Measure the shares of tokens that a policy loss clips; {} if its clip is not measured."""
+    if name not in F.CLIP_FRACTIONS:
+        return {}
+    found = F.CLIP_FRACTIONS[name](logprobs, batch.old_logprobs, batch.advantages, clip)
     shares = {"clip_frac": found.low | found.high, "clip_frac_low": found.low, "clip_frac_high": found.high}
     if clip.dual is not None:
         shares["dual_clip_frac"] = found.dual
