@@ -11,6 +11,7 @@ from hfppo.reporting.health import HealthCallback, HealthWarning
 from hfppo.reporting.log_file import LogFileCallback
 from hfppo.reporting.plot import PlotCallback
 from hfppo.rewards.model import RewardModel
+from hfppo.rewards.process_model import ProcessRewardModel
 from hfppo.rewards.server import RewardServer
 from hfppo.rewards.tolerant import TolerantReward
 from hfppo.rollout import Rollout, Transcript
@@ -36,6 +37,7 @@ __all__ = [
     "PPOTrainer",
     "PlotCallback",
     "PrintCompletionsCallback",
+    "ProcessRewardModel",
     "Result",
     "RewardModel",
     "RewardServer",
