@@ -171,10 +171,17 @@ def load_rewards(inputs: TrainerInputs, base_name: str, agents: Agents | None) -
     if inputs.reward_funcs is not None:
         given = load_reward_funcs(inputs.reward_funcs, inputs.reward_tokenizers, base_name, inputs.args.device)
     own = episode_rewards(agents, given)
+    if inputs.reward_funcs is None and not own and inputs.ref_model is not None and inputs.args.needs_reference:
+        given = [no_reward]
     weights = inputs.args.reward_weights
     if own and weights is not None and len(weights) != len(given) + len(own):
         weights = [*check_weights(weights, [plain_name(func) for func in given]), *[1.0] * len(own)]
     return RewardFunctions([*given, *own], weights)
+
+
+def no_reward(completions: Sequence[object], **kwargs: object) -> list[float]:
+    """Return a score of 0 for each completion: only the reference teaches."""
+    return [0.0] * len(completions)
 
 
 def load_critic(
