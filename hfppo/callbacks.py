@@ -18,7 +18,7 @@ from hfppo.metrics import UpdateStep, metrics_of
 from hfppo.rollout import Rollout, Transcript
 from hfppo.state import PPOState
 
-PASSED = ("model", "processing_class", "optimizer", "lr_scheduler")  # to every event, as Trainer does
+PASSED = ("model", "processing_class", "optimizer", "lr_scheduler")  # passed to every event, like Trainer's own
 
 
 @dataclass
@@ -105,9 +105,9 @@ class PPOCallback(TrainerCallback):
 
         Args:
             rollout: this process's rows, as collected.
-            metrics: of the whole update over all processes.
+            metrics: metrics of the whole update over all processes.
             steps: the same for each optimizer step on the rollout.
-            ppo_state: of the rollout that was just used up.
+            ppo_state: the state on the rollout that was just used up.
         """
 
 
@@ -180,7 +180,7 @@ COLUMNS = {
     "ratio": ("policy/ratio", "ratio"),
     "KL": ("policy/approx_kl", "approx_kl"),
 }
-MOST_CHANGE = 0.2  # of the learning rate from one rollout to the next, as of β in AdaptiveKLCallback
+MOST_CHANGE = 0.2  # most relative change of the learning rate per rollout, as for β in AdaptiveKLCallback
 
 
 class ClipMetricsCallback(PPOCallback):

@@ -14,13 +14,13 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import TrainingArguments
 
-from hfppo.config import PPOConfig
 from hfppo.data.chat_template import RunDate
 from hfppo.data.prompt_stream import PromptStream
 from hfppo.data.prompts import Prompts
 from hfppo.metrics import UpdateStep, sums_from_dict
 from hfppo.models.actor_critic import ActorCritic
 from hfppo.models.adapter_config import describe_adapter, find_differences
+from hfppo.prompt_maker import PromptMaker
 from hfppo.rollout import Rollout
 from hfppo.state import PPOState
 
@@ -47,7 +47,7 @@ class RunDescription:
 
     structure: dict[str, Any]  # a resumed run must share these
     settings: dict[str, Any]  # a resumed run should share these; each change is logged
-    date: str  # of the chat templates, in ISO format
+    date: str  # the date of the chat templates, in ISO format
 
     @property
     def run_date(self) -> RunDate:
@@ -56,19 +56,14 @@ class RunDescription:
 
 
 def describe_run(
-    args: PPOConfig,
     prompts: Prompts | PromptStream | None,
     model: ActorCritic,
     peft_config: PeftConfig,
     reward_funcs: list[str],
-    run_date: RunDate,
-    tools: Any = None,
+    prompt_maker: PromptMaker,
 ) -> RunDescription:
-    """Describe the run: the values that a resumed run must share, and those it should share.
-
-    Args:
-        tools: JSON schemas of the tools by environment; None without tools and environments.
-    """
+    """Describe the run: the values that a resumed run must share, and those it should share."""
+    args, tools = prompt_maker.args, prompt_maker.schemas
     inherited = {f.name for f in fields(TrainingArguments)}
     values = json.loads(json.dumps(args.to_dict(), default=str))  # without secrets, and with dtypes as text
     own = [f.name for f in fields(args) if f.name not in {*inherited, *STRUCTURE, "num_critic_epochs"}]
@@ -89,7 +84,7 @@ def describe_run(
             "critic": None if model.critic is None else model.critic.kind,
         },
         settings={**{name: values[name] for name in (*own, *TRAINER_FIELDS)}, "reward_funcs": reward_funcs},
-        date=run_date.day.isoformat(),
+        date=prompt_maker.date.day.isoformat(),
     )
 
 
@@ -138,8 +133,8 @@ class Standing:
 
     state: PPOState
     metrics: dict[str, Any]  # not logged yet, as `Meter.state_dict` gives them
-    steps: list[UpdateStep]  # of the steps made on the rollout in use
-    rollout: Rollout | None  # in use; None where the next one is due
+    steps: list[UpdateStep]  # those made on the rollout in use
+    rollout: Rollout | None  # the rollout in use; None if the next one is due
 
 
 @dataclass(frozen=True)
@@ -153,7 +148,7 @@ class PPOCheckpoint:
         """Log each setting that has changed since the checkpoint.
 
         Raises:
-            ValueError: this run cannot resume from it; names the first difference, both values, and a remedy.
+            ValueError: this run cannot resume from it.
         """
         if (saved := saved_run(checkpoint, self.process)) is None:
             missing = state_file(checkpoint, self.process).name

@@ -228,7 +228,7 @@ class UpdateStep:
     """One optimizer step on a rollout."""
 
     epoch: int  # PPO epoch, from 0
-    mini_batch: int  # of the epoch, from 0
+    mini_batch: int  # number within the epoch, from 0
     sums: NamedSums  # over all processes; those of several steps add up
 
     @property

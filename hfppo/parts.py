@@ -57,7 +57,7 @@ class TrainerInputs:
     tools: Sequence[Callable[..., Any]] | None = None
     environment_factory: EnvironmentFactory | Mapping[str, EnvironmentFactory] | None = None
     quantization_config: QuantizationConfigMixin | dict[str, Any] | None = None
-    date: RunDate | None = None  # for chat templates; None: today
+    date: RunDate | None = None  # the date of the chat templates; None is today
 
     @property
     def init_kwargs(self) -> InitKwargs:
@@ -93,7 +93,7 @@ class Parts:
     rewards: RewardFunctions
     peft_config: PeftConfig
     prompts: DatasetPrompts
-    prompt_maker: PromptMaker  # for datasets that come later
+    prompt_maker: PromptMaker  # makes the prompts of later datasets
     sources: list[tuple[str, object]]  # models and reward functions, each after its argument
     player: EpisodePlayer | None  # plays with tools and environments
 
@@ -102,7 +102,7 @@ def load_parts(inputs: TrainerInputs) -> Parts:
     """Return the parts of `PPOTrainer`; the prompts are checked before a model is loaded.
 
     Raises:
-        TypeError, ValueError: names the input that cannot be used, and the remedy.
+        TypeError, ValueError: an input cannot be used.
     """
     args = inputs.args
     prompt_maker = load_prompt_maker(inputs)
@@ -124,7 +124,7 @@ def load_parts(inputs: TrainerInputs) -> Parts:
     player = None if agents is None else make_player(agents, eos_ids, args, positions_of(loaded)[0])
 
     reference = None if inputs.ref_model is None else load_model(inputs.ref_model, "ref_model", **inputs.init_kwargs)
-    rewards = load_rewards(inputs, str(loaded.config.name_or_path or ""), agents)
+    rewards = reward_functions(inputs, str(loaded.config.name_or_path or ""), agents)
     check_calls(rewards, prompts.known, agents)
     critic = load_critic(inputs, loaded, tokenizer)
     for name, model in {"ref_model": reference, "the critic": critic and critic.model}.items():
@@ -159,13 +159,13 @@ def load_prompt_maker(inputs: TrainerInputs) -> PromptMaker:
     return PromptMaker(tokenizer, inputs.args, agents, date, options)
 
 
-def load_rewards(inputs: TrainerInputs, base_name: str, agents: Agents | None) -> RewardFunctions:
+def reward_functions(inputs: TrainerInputs, base_name: str, agents: Agents | None) -> RewardFunctions:
     """Return the given reward functions, then those of tools and environments.
 
     `reward_weights` has an entry for each given function, or for all of them; by default, the latter have weight 1.
 
     Raises:
-        TypeError, ValueError: a reward function cannot be used, or there is none; names it.
+        TypeError, ValueError: a reward function cannot be used, or there is none.
     """
     given: list[RewardFunc] = []
     if inputs.reward_funcs is not None:
@@ -221,7 +221,7 @@ def load_later_dataset(
     """Return the checked prompts of a dataset that comes after construction; errors call it `name`.
 
     Raises:
-        TypeError, ValueError: names the prompts or columns that do not fit.
+        TypeError, ValueError: prompts or columns do not fit.
     """
     prompts = prompt_maker.of_dataset(dataset, name)
     check_lengths("the model", model.causal_lm, prompts.longest, prompt_maker.args)

@@ -19,7 +19,7 @@ class DatasetPrompts:
     """The prompts of all datasets."""
 
     train: Prompts | PromptStream | None
-    eval: dict[str | None, Prompts]  # by name; None: the only one
+    eval: dict[str | None, Prompts]  # keyed by name; None for a single dataset
 
     @property
     def named(self) -> dict[str, Prompts | PromptStream]:
@@ -44,7 +44,7 @@ class PromptMaker:
 
     Args:
         date: the date that chat templates read.
-        chat_template_kwargs: of all prompts; the date is one of them.
+        chat_template_kwargs: passed to the chat template for every prompt, the date among them.
     """
 
     tokenizer: PreTrainedTokenizerBase

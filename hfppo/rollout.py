@@ -112,7 +112,7 @@ class Rollout:
 
 
 def select_packed(packed: Tensor, lengths: Tensor, rows: Tensor) -> Tensor:
-    """Return the entries of the given rows, from a tensor that holds rows of these lengths one after another."""
+    """Return the entries of the given rows, from a tensor with rows of these lengths one after another."""
     parts = packed.split(lengths.tolist())
     return torch.cat([packed[:0], *(parts[row] for row in rows.tolist())])
 
@@ -155,5 +155,5 @@ class Transcript:
 
     prompts: Sequence[object]  # text or conversations
     completions: Sequence[object]  # text or messages
-    scores: dict[str, list[float]]  # by reward function; NaN where it was left out
+    scores: dict[str, list[float]]  # keyed by reward function; NaN where it returned None
     extra: dict[str, list]  # columns that reward functions passed to log_extra

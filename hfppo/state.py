@@ -21,9 +21,9 @@ class PPOState:
     rollouts: int = 0  # collected so far, the one in use included
     first_step: int = 0  # global step at which the rollout in use was collected
     last_step: int = 0  # global step at which the next one is due; a callback may bring it forward
-    skipped_steps: int = 0  # of this run, left out at a rollout's end where completions count the run's length
+    skipped_steps: int = 0  # steps left out at rollouts' ends in this run, if its length is in completions
     pretraining_rollouts: int = 0  # collected for the critic's pretraining
-    pretraining_results: dict[str, float] = field(default_factory=dict)  # by name in `all_results.json`; {} until done
+    pretraining_results: dict[str, float] = field(default_factory=dict)  # as in `all_results.json`; {} until done
 
     @property
     def next_rollout(self) -> int:

@@ -47,8 +47,14 @@ from hfppo.learn.critic_pretraining import CriticPretraining, with_full_returns
 from hfppo.learn.flops import FlopCounter
 from hfppo.learn.loss import LossTerm, measure_update, ppo_loss, ppo_terms
 from hfppo.learn.micro_batches import MiniBatchSize, cut_mini_batch, join_sequences
-from hfppo.learn.optimizer import StepHooks, keep_own_settings, split_critic_groups
-from hfppo.learn.own_optimizer import Optimizers, names_of_parameters, take_over
+from hfppo.learn.optimizer import (
+    Optimizers,
+    StepHooks,
+    keep_own_settings,
+    names_of_parameters,
+    split_critic_groups,
+    take_over,
+)
 from hfppo.learn.run import Run, StepPlan
 from hfppo.metrics import Meter, metrics_of, parts, parts_of
 from hfppo.models.actor_critic import ActorCritic, TokenOutputs, Want
@@ -216,7 +222,7 @@ class PPOTrainer(CrashSafeTrainer):
             self._sources = parts.sources
             self._outputs_checked = False
             described = parts.prompts.train, parts.model, parts.peft_config, parts.rewards.names
-            run = describe_run(args, *described, parts.prompt_maker.date, parts.prompt_maker.schemas)
+            run = describe_run(*described, parts.prompt_maker)
             self._checkpoint = PPOCheckpoint(run, args.process_index)
             self._begin_run()
 

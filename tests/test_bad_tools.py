@@ -324,7 +324,7 @@ NO_CHAT = Dataset.from_list([{"prompt": "go"}])
 REFUSED = {
     "a tool without types": ({"tools": [untyped]}, TypeHintParsingException, "untyped"),
     "a tool without a docstring": ({"tools": [undocumented]}, DocstringParsingException, "undocumented"),
-    "a class in place of a tool": ({"tools": [Doors]}, TypeError, "Doors.*give functions or methods"),
+    "a class in place of a tool": ({"tools": [Doors]}, TypeError, "Doors.*pass functions or methods"),
     "a tool that is no function": ({"tools": ["add"]}, TypeError, "'add'"),
     "two tools of one name": ({"tools": [add, add]}, ValueError, "'add'"),
     "prompts of text": ({"tools": [add], "dataset": NO_CHAT}, ValueError, "conversations"),

@@ -338,7 +338,7 @@ def test_a_prompt_that_stays_without_tokens_is_refused(make_agent, monkeypatch):
 
     monkeypatch.setattr("helpers.agents.TEMPLATE", BARE_TEMPLATE)
     trainer = make_agent(["1"], environment_factory=Silent, dataset=None)
-    with pytest.raises(ValueError, match=r"row 0: .*Silent\.reset have no tokens"):
+    with pytest.raises(ValueError, match=r"row 0: .*Silent\.reset are empty"):
         collect(trainer)
 
 

@@ -165,17 +165,17 @@ def of_another(optimizer) -> LambdaLR:
         (
             tiny_model,
             lambda model: (adamw(model), None),
-            "over no weight that is trained, because the adapter is made",
+            "none of the trained weights, because PPOTrainer makes the adapter",
         ),
-        (adapter, lambda model: (adamw(tiny_model()), None), "give model as a PeftModel and the optimizer over its"),
-        (adapter, lambda model: (None, of_another(model)), "a scheduler whose optimizer it does not hold"),
-        (adapter, lambda model: (adamw(model), of_another(model)), "a scheduler whose optimizer it does not hold"),
-        (adapter, lambda model: (x := adamw(model), StepLR(x, 2)), "a StepLR, .* give a LambdaLR"),
+        (adapter, lambda model: (adamw(tiny_model()), None), "pass model as a PeftModel"),
+        (adapter, lambda model: (None, of_another(model)), "a scheduler of another optimizer"),
+        (adapter, lambda model: (adamw(model), of_another(model)), "a scheduler of another optimizer"),
+        (adapter, lambda model: (x := adamw(model), StepLR(x, 2)), "a StepLR, .* pass a LambdaLR"),
     ],
     ids=["a base", "another model", "a schedule alone", "another's schedule", "another kind of schedule"],
 )
 def test_optimizers_that_cannot_train_are_refused(make_trainer, given, optimizers, message):
     model = given()
     peft_config = LORA if given is tiny_model else None
-    with pytest.raises(ValueError, match=f"optimizers holds .*{message}"):
+    with pytest.raises(ValueError, match=f"optimizers .*{message}"):
         make_trainer(model=model, peft_config=peft_config, optimizers=optimizers(model))

@@ -35,7 +35,7 @@ ALLOWED = {
     "checks.data": {"config", "data", "environments", "models", "rewards"},
     "checks.engine": {"config", "models", "rewards"},
     "parts": {"checks.data", "config", "data", "environments", "generation", "models", "prompt_maker", "rewards"},
-    "checkpoint": {"config", "data", "metrics", "models", "rollout", "saving", "state"},
+    "checkpoint": {"config", "data", "metrics", "models", "prompt_maker", "rollout", "saving", "state"},
     "callbacks": {"functional", "metrics", "rollout", "state"},
     "collect": {
         "config",

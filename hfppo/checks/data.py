@@ -26,14 +26,14 @@ logger = logging.getLogger(__name__)
 
 
 def check_tokenizer(tokenizer: object) -> None:
-    """Raise if it is no tokenizer, but a processor for example.
+    """Raise if it is not a tokenizer but, for example, a processor.
 
     Raises:
-        TypeError: names its type.
+        TypeError: it is something else.
     """
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
         raise TypeError(
-            f"processing_class is a {type(tokenizer).__name__} and no tokenizer; give one loaded by AutoTokenizer, or "
+            f"processing_class is a {type(tokenizer).__name__} and not a tokenizer; pass one of AutoTokenizer's, or "
             "a processor's tokenizer"
         )
 
@@ -44,19 +44,19 @@ def check_arguments(
     """Raise for a wrong type, or the model as its own reference; warn of `model_init_kwargs` that nothing uses.
 
     Raises:
-        TypeError, ValueError: names the argument.
+        TypeError, ValueError: an argument cannot be used.
     """
     if not isinstance(args, PPOConfig):
         raise TypeError(
-            f"args is a {type(args).__name__}; give a PPOConfig, which takes the fields of TrainingArguments"
+            f"args is a {type(args).__name__}; pass a PPOConfig, which takes the fields of TrainingArguments"
         )
     if ref_model is not None and ref_model is model and not isinstance(model, str):
         raise ValueError(
-            "ref_model is the model that is trained; leave it out: the reference is that model with its adapter "
-            "disabled, or a copy of the adapter that it comes with"
+            "ref_model and model are one object; leave ref_model out: the reference is the base with the adapter "
+            "disabled, or a frozen copy of the adapter that the model comes with"
         )
     if not isinstance(callbacks, list | None):
-        raise TypeError(f"callbacks is of type {type(callbacks).__name__}; give a list")
+        raise TypeError(f"callbacks is of type {type(callbacks).__name__}; pass a list")
     by_name = any(isinstance(x, str) and x not in CRITIC_KINDS for x in (model, ref_model, critic))
     for name, value in {"model_init_kwargs": args.model_init_kwargs, "quantization_config": quantization}.items():
         if value and not by_name:
@@ -64,12 +64,12 @@ def check_arguments(
 
 
 def check_output_folder(sources: list[tuple[str, object]], args: PPOConfig) -> None:
-    """Raise if the output folder holds a model or reward function of the run.
+    """Raise if the output folder contains a model or reward function of the run.
 
     Args:
-        sources: as in `Parts`; only those that name a folder are checked.
+        sources: those of `Parts`; only names of folders are checked.
     Raises:
-        ValueError: names the folder.
+        ValueError: it does.
     """
     output_dir = Path(str(args.output_dir)).resolve()
     for name, source in sources:
@@ -80,7 +80,7 @@ def check_output_folder(sources: list[tuple[str, object]], args: PPOConfig) -> N
         if folder == output_dir or (inside and inside.startswith(PREFIX_CHECKPOINT_DIR)):
             raise ValueError(
                 f"{name}={source!r} is in output_dir={args.output_dir!r}, where saving may overwrite or delete it; "
-                "give another output_dir, or, to resume the run in it, the model that the run started from"
+                "set another output_dir, or, to resume the run in it, pass the model that the run started from"
             )
 
 
@@ -88,16 +88,16 @@ def check_ids(model: PreTrainedModel | PeftModel, prompts: dict[str, Prompts], s
     """Raise if a prompt or the tokenizer has token ids that the model does not have.
 
     Args:
-        special: further token ids by their purpose.
+        special: other token ids to check, keyed by a description for the error.
     Raises:
-        ValueError: names the token id and its place.
+        ValueError: a token id is outside the model's vocabulary.
     """
     size = cast(nn.Embedding, model.get_input_embeddings()).weight.shape[0]
     suspects = dict(special)
     for name, some in prompts.items():
         if not some.longest:  # environments write these prompts
             continue
-        row = int(np.searchsorted(some.ends, some.tokens.argmax(), side="right"))  # of the largest id
+        row = int(np.searchsorted(some.ends, some.tokens.argmax(), side="right"))  # the row of the largest id
         suspects[f"{name} row {row}"] = some[row][1]
     for where, ids in suspects.items():
         if max(ids) >= size:
@@ -111,7 +111,7 @@ def check_calls(rewards: RewardFunctions, prompts: dict[str, Prompts], agents: A
     """Raise if a reward function cannot be called with the columns of a dataset.
 
     Raises:
-        TypeError, ValueError: names the function, the dataset and the columns.
+        TypeError, ValueError: a function cannot be called with a dataset's columns.
     """
     from_episodes = {"environments"} if agents is not None and agents.pool is not None else set()
     for (name, func), (dataset, some) in product(zip(rewards.names, rewards.funcs, strict=True), prompts.items()):
@@ -127,7 +127,7 @@ def check_calls(rewards: RewardFunctions, prompts: dict[str, Prompts], agents: A
                 f"columns={called.columns} of reward server {name!r}: {dataset} has no column {missing[0]!r}; "
                 "rename one of the dataset's, or leave it out"
             )
-        if hasattr(called, "score_batch"):  # of this package
+        if hasattr(called, "score_batch"):  # the package's own
             continue
         try:
             inspect.signature(called).bind(**dict.fromkeys(columns))
@@ -147,10 +147,10 @@ def check_lengths(name: str, model: PreTrainedModel | PeftModel, longest: int, a
     token's log-prob would depend on the other rows.
 
     Args:
-        name: of the model, for the error.
+        name: the model's name in the error.
         longest: tokens of the longest prompt.
     Raises:
-        ValueError: names the lengths and the fields.
+        ValueError: the longest prompt and `max_completion_length` exceed the model's positions.
     """
     positions, scaled = positions_of(model)
     if positions is not None and longest + args.max_completion_length > positions:

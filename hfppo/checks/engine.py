@@ -28,7 +28,7 @@ def check_engine(
     With several GPUs in one process Trainer uses nn.DataParallel, which returns tensors only.
 
     Raises:
-        ValueError: names the settings, and a supported combination.
+        ValueError: the engine does not support a setting.
     """
     if args.n_gpu > 1:
         raise ValueError(
@@ -57,7 +57,7 @@ def check_whole(engine: str, model: ActorCritic, reward_funcs: list[RewardFunc],
     A shard has one owner, so a second module tree cannot use the same tensors.
 
     Raises:
-        ValueError: names the setting, and a supported combination.
+        ValueError: a part would be sharded that cannot be.
     """
     on_adapter = model.critic is not None and model.critic.kind == "adapter"
     reward_adapter = any(isinstance(unwrap(func), RewardAdapter) for func in reward_funcs)
@@ -78,7 +78,7 @@ def check_fsdp(accelerator: Accelerator, model: ActorCritic, args: PPOConfig) ->
     FSDP2 loads no optimizer that lacks the state of some weights, and weights without gradients have none.
 
     Raises:
-        ValueError: names the field, and what to do instead.
+        ValueError: a setting breaks saving, resuming or the optimizer step.
     """
     if not accelerator.is_fsdp2:
         raise ValueError("FSDP version 1 is not supported; set fsdp_version: 2, as recipes/accelerate/fsdp2.yaml does")
@@ -133,7 +133,7 @@ def check_deepspeed(config: dict[str, Any], args: PPOConfig) -> None:
     Args:
         config: DeepSpeed's; gradient_clipping is written into it.
     Raises:
-        ValueError: names the field, and what to do instead.
+        ValueError: a setting breaks saving, resuming or the optimizer step.
     """
     if args.max_tokens_per_micro_batch is not None:
         raise ValueError(
@@ -155,7 +155,7 @@ def check_deepspeed(config: dict[str, Any], args: PPOConfig) -> None:
             "compute_grad_norm=False in DeepSpeed's config hides gradients that are not finite; leave it out"
         )
     clips_at = config.get("gradient_clipping", "auto")
-    max_grad_norm = args.max_grad_norm if math.isfinite(args.max_grad_norm) else 0.0  # as DeepSpeed has it
+    max_grad_norm = args.max_grad_norm if math.isfinite(args.max_grad_norm) else 0.0  # no clipping
     if clips_at not in ("auto", max_grad_norm):
         raise ValueError(
             f"DeepSpeed's gradient_clipping={clips_at} and max_grad_norm={max_grad_norm} are not the same; leave "
@@ -166,9 +166,9 @@ def check_deepspeed(config: dict[str, Any], args: PPOConfig) -> None:
 
 @functools.cache  # one wait is enough, however many trainers there are
 def wait_at_exit() -> None:
-    """Let this process, one of several, sleep for half a second before the interpreter shuts down.
+    """Sleep for half a second at the exit of the interpreter, in runs of several processes.
 
-    Gloo's threads may still hold an object of Python's from the last collective, also when the group is destroyed.
-    One that drops it during the shutdown aborts the process (https://github.com/pytorch/pytorch/issues/190489).
+    Gloo's threads may still reference a Python object of the last collective, even after the group is destroyed. If a
+    thread releases it during the shutdown, the process aborts (https://github.com/pytorch/pytorch/issues/190489).
     """
     atexit.register(time.sleep, 0.5)

@@ -43,9 +43,9 @@ def check_rollout(rollout: Rollout, name: str, process: int) -> None:
     """Raise if a rollout is not finite on some process. A collective call.
 
     Args:
-        name: of the rollout, for the error.
+        name: the rollout's name in the error.
     Raises:
-        NonFiniteError: on every process; names the first tensor and row.
+        NonFiniteError: a number is not finite on some process; raised on every process.
     """
     tensors = rollout.tensors()
     mine = None

@@ -38,7 +38,7 @@ PhaseDisplay = Callable[[str], AbstractContextManager]  # shows a phase, by the 
 
 @dataclass(frozen=True)
 class Collected:
-    """Everything that the collection of a rollout found."""
+    """Result of collecting one rollout."""
 
     rollout: Rollout
     transcript: Transcript
@@ -56,7 +56,7 @@ class Phases:
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
-        """Show and time the code inside as `time/<name>`."""
+        """Time the block as `time/<name>`, and show it as the current phase."""
         start = time.perf_counter()
         with self.show(f"time/{name}"):
             yield
@@ -89,7 +89,7 @@ class Collector:
     tokenizer: PreTrainedTokenizerBase
     accelerator: Accelerator
     args: PPOConfig
-    player: EpisodePlayer | None = None  # with tools or environments
+    player: EpisodePlayer | None = None  # None without tools and environments
 
     def training_rows(self, prompts: Prompts | PromptStream, rollout_index: int) -> list[Row]:
         """Return this process's rows of a rollout."""
@@ -208,7 +208,7 @@ class Collector:
             rollout.completion_ids, rollout.mask, rollout.truncated, rollout.rollout_logprobs, context=rollout.context
         )
         prompts = rollout.prompt_ids, rollout.prompt_mask
-        with eval_mode(self.model), torch.no_grad():  # by the same passes, whose other outputs are not needed
+        with eval_mode(self.model), torch.no_grad():  # the same passes as then; their other outputs are not needed
             passes = forward_passes(self.model, *prompts, completions, self.accelerator, self.args)
         return replace(rollout, base_states=passes.base_states)
 

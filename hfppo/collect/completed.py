@@ -20,8 +20,8 @@ class Completed:
 
     rows: list[Row]
     completions: Completions
-    texts: Sequence[Text]  # as reward functions get them
-    episodes: list[Episode]  # of several turns; [] without tools and environments
+    texts: Sequence[Text]  # the completions that reward functions get
+    episodes: list[Episode]  # one per row; [] without tools and environments
 
     @classmethod
     def in_one_turn(cls, rows: list[Row], completions: Completions, tokenizer: PreTrainedTokenizerBase) -> "Completed":

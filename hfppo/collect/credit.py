@@ -18,7 +18,7 @@ from hfppo.rollout import Rollout
 
 @dataclass(frozen=True)
 class Credited:
-    """A rollout, with numbers about its credit that metrics need."""
+    """A rollout, and the intermediate tensors of credit assignment that metrics use."""
 
     rollout: Rollout
     scorable_tokens: Tensor  # (B, T) bool, True on the tokens of completions that have a score

@@ -23,7 +23,7 @@ def measure_scores(scores: Tensor, scored: Scored, names: list[str]) -> Measures
     """Measure scores, of a rollout or of an evaluation.
 
     Args:
-        scores: of the rows that have one.
+        scores: one per row that has a score.
     """
     measures = {"reward": parts(scores), "reward_std": parts(scores), "unscorable_frac": parts(~scored.scorable)}
     for i, name in enumerate(names):
@@ -44,7 +44,7 @@ def measure_rollout(
 
     Args:
         kl_coef: β of the rollout.
-        gather: returns the rows of all processes, for metrics that are no mean over rows.
+        gather: returns the rows of all processes, for metrics that are not a mean over rows.
     """
     rollout, mask, scorable = credited.rollout, credited.rollout.mask, credited.scorable_tokens
     lengths, advantages = parts(mask.sum(dim=1)), parts(credited.raw_advantages, scorable)

@@ -11,7 +11,7 @@ from typing import Any
 from accelerate.utils import broadcast_object_list
 from transformers import PreTrainedTokenizerBase
 
-TEMPLATE_COLUMNS = ("tools", "chat_template_kwargs")  # of a row, for the chat template
+TEMPLATE_COLUMNS = ("tools", "chat_template_kwargs")  # columns passed to the chat template
 
 Message = dict[str, Any]
 Schema = dict[str, Any]  # a tool's JSON schema
@@ -24,10 +24,9 @@ CODES = [f"%{flag}{letter}" for letter in "aAbBcCdDeFfgGhHIjklmMnpPrRStTuUVwWxXy
 
 @dataclass
 class RunDate:
-    """The date that chat templates read in a run, at 00:00.
+    """The date that chat templates see, at 00:00: the day on which the run started, the same in every process.
 
-    It is the day on which the run started, in every process. A resumed run has the checkpoint's date, so that its
-    prompts have the same tokens.
+    A resumed run keeps the checkpoint's date, so its prompts have the same tokens.
     """
 
     day: date
@@ -120,7 +119,7 @@ def template_option(column: str, value: object) -> Any:
     """Return a row's value in a column for the chat template, which may be JSON.
 
     Raises:
-        ValueError: a text is not JSON; names the column.
+        ValueError: a text is not JSON.
     """
     if not isinstance(value, str) or not value.strip():
         return without_nones(value)

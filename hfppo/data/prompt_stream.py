@@ -67,6 +67,6 @@ class PromptStream:
                     yield prompts
             if not found:
                 raise ValueError(
-                    f"train_dataset gave {rows} rows and no prompt of at most {self.longest} tokens; give it some, "
-                    "or raise max_prompt_length"
+                    f"train_dataset yielded {rows} rows, and every prompt has more than {self.longest} tokens; add "
+                    "shorter prompts, or raise max_prompt_length"
                 )

@@ -19,16 +19,16 @@ from hfppo.state import ORDER_STREAM, stream_seed
 
 logger = logging.getLogger(__name__)
 
-Columns = dict[str, Any]  # of a row of a dataset
+Columns = dict[str, Any]  # a row of a dataset
 
-# Arguments of reward functions that are no columns of the dataset.
+# Arguments of reward functions that are not columns of the dataset.
 RESERVED_COLUMNS = {"prompts", "completions", "trainer_state", "log_extra", "log_metric"}
 
-EMPTY_PROMPT = [{"role": "user", "content": ""}]  # of a row without one, which an environment completes
+EMPTY_PROMPT = [{"role": "user", "content": ""}]  # the prompt of a row without one; an environment completes it
 
 ROWS_AT_ONCE = 1000  # rows per call of the tokenizer
 STORED_FROM = 10_000  # rows of a dataset whose token ids are stored; tokenizing them takes about a second
-VERSION = 1  # of the stored token ids; raise it when the code makes other ids
+VERSION = 1  # version of the stored token ids; raise it when the code makes other ids
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Prompts:
     The token ids are one Arrow array, because lists of Python's integers need ten times the memory.
     """
 
-    rows: Dataset  # with the columns for the reward functions
+    rows: Dataset  # all columns, for the reward functions
     ids: pa.LargeListArray  # ids[i] are the token ids of row i
     conversational: bool  # whether the prompts are lists of messages
     dated: bool = False  # whether their text may depend on the date
@@ -130,7 +130,7 @@ def prepare_prompts(
 
     Args:
         dataset: other columns are kept for the reward functions, as plain values.
-        chat_template_kwargs: of all prompts, for `hfppo.data.chat_template.apply_chat_template`.
+        chat_template_kwargs: passed to `hfppo.data.chat_template.apply_chat_template` for every prompt.
         name: the dataset's name in errors.
         tools: JSON schemas of the tools that each row's prompt shows; None: the row's column "tools".
         completed: whether an environment adds its text to each prompt, which may have no tokens before.
@@ -148,7 +148,7 @@ def prepare_prompts(
             "[{'role': 'user', 'content': ...}]"
         )
     options = dict(chat_template_kwargs or {})
-    of_rows = "chat_template_kwargs" in dataset.column_names  # which may hold a template
+    of_rows = "chat_template_kwargs" in dataset.column_names  # the column may contain a chat template
     if not (dated := conversational and (of_rows or reads_time(tokenizer, options))):
         options.pop(CLOCK, None)  # stored ids are found on other days too
     tokenization = PromptTokenizer(tokenizer, conversational, options, name, completed)
@@ -163,14 +163,15 @@ def check_columns(dataset: Dataset, name: str) -> None:
             "one with Dataset.from_list([{'prompt': ...}])"
         )
     if len(dataset) == 0:
-        raise ValueError(f"{name} has no rows; give it at least one prompt")
+        raise ValueError(f"{name} has no rows; add at least one prompt")
     if "prompt" not in (columns := dataset.column_names):
         raise ValueError(
             f"{name} has no 'prompt' column, only {', '.join(columns)}; use dataset.rename_column('…', 'prompt')"
         )
-    if shadowed := sorted(RESERVED_COLUMNS & set(columns)):
+    if shadowed := sorted((RESERVED_COLUMNS | {"self"}) & set(columns)):
         raise ValueError(
-            f"{name} has columns named {', '.join(shadowed)}, which reward functions get from the trainer; rename them"
+            f"{name} has columns named {', '.join(shadowed)}, which reward functions and methods get already; rename "
+            "them"
         )
 
 
@@ -225,7 +226,7 @@ class PromptTokenizer:
         Args:
             tools: JSON schemas for each row in place of its column "tools".
         Raises:
-            ValueError: names the row that has no tokens.
+            ValueError: a row has no tokens.
         """
         own = [column for column in TEMPLATE_COLUMNS if self.conversational and column in dataset.column_names]
         if is_stored(dataset) and tools is None:

@@ -27,15 +27,15 @@ class Agents:
     pool: EnvironmentPool | None
     chat_format: ChatFormat
     by_column: bool  # whether each row names its environment
-    schemas: dict[str | None, list[Schema]]  # of the tools, by environment
+    schemas: dict[str | None, list[Schema]]  # the tools' JSON schemas, keyed by environment
 
     def schemas_of(self, dataset: Dataset, name: str) -> list[list[Schema]]:
         """Return the tools that each row's prompt shows.
 
         Args:
-            name: of the dataset, for errors.
+            name: the dataset's name in errors.
         Raises:
-            ValueError: a row names no environment, or an unknown one; names dataset, row and value.
+            ValueError: a row has no environment, or an unknown one.
         """
         if "tools" in dataset.column_names and self.tools:
             raise ValueError(
@@ -45,7 +45,7 @@ class Agents:
             return [self.schemas[None]] * len(dataset)
         if COLUMN not in dataset.column_names:
             raise ValueError(
-                f"{name} has no column {COLUMN!r}, and environment_factory is a mapping; add it, or give one factory"
+                f"{name} has no column {COLUMN!r}, and environment_factory is a mapping; add it, or pass one factory"
             )
         names = list(dataset[COLUMN])
         for row, of_row in enumerate(names):
@@ -65,9 +65,9 @@ def load_agents(
     """Return the tools and environments of a run; None without any.
 
     Args:
-        options: for the chat template.
+        options: arguments of the chat template.
     Raises:
-        TypeError, ValueError: a tool, an environment, the chat template or a setting cannot be used; names it.
+        TypeError, ValueError: a tool, an environment, the chat template or a setting cannot be used.
     """
     pool = pool_of(environment_factory)
     if not tools and pool is None:
@@ -94,14 +94,14 @@ def named_tools(tools: Sequence[Tool]) -> dict[str, Tool]:
     """Return the tools by name.
 
     Raises:
-        TypeError, ValueError: one is no function, or two have one name.
+        TypeError, ValueError: one is not a function, or two have the same name.
     """
     by_name: dict[str, Tool] = {}
     for tool in tools:
         if not inspect.isroutine(tool):
-            raise TypeError(f"tools holds {tool!r}; give functions or methods, with type hints and a docstring")
+            raise TypeError(f"tools has {tool!r}; pass functions or methods, with type hints and a docstring")
         if tool.__name__ in by_name:
-            raise ValueError(f"tools holds two functions named {tool.__name__!r}; rename one")
+            raise ValueError(f"tools has two functions named {tool.__name__!r}; rename one")
         by_name[tool.__name__] = tool
     return by_name
 
@@ -112,7 +112,7 @@ def check_tools_fit(
     """Raise if tools and an environment do not fit together.
 
     Raises:
-        ValueError: the environment reads whole turns, or has a method with the name of a tool; names both.
+        ValueError: the environment reads whole turns, or has a method with the name of a tool.
     """
     described = f"{factory_name(name)}'s {type(environment).__name__}"
     if tools and isinstance(environment, TextEnvironment):
@@ -127,12 +127,12 @@ def check_unused(args: PPOConfig) -> None:
     """Raise if a setting needs tools or an environment.
 
     Raises:
-        ValueError: names the field and its value.
+        ValueError: a field is set that needs tools or an environment.
     """
     for field in ("gamma_turn", "lam_turn", "max_turn_length", "max_tool_calling_iterations", "tool_timeout"):
         if (value := getattr(args, field)) is not None:
             raise ValueError(
-                f"{field}={value!r} is for completions of several turns; give tools or environment_factory"
+                f"{field}={value!r} is for completions of several turns; pass tools or environment_factory"
             )
 
 

@@ -94,7 +94,7 @@ def parse_turn(
     A tokenizer with a `response_template` splits it into content, reasoning and calls, as for TRL's GRPOTrainer.
 
     Args:
-        ids: of the turn, its end included.
+        ids: the turn's token ids, its end included.
         prefix: all token ids before it.
         tools: those that the prompt offers.
     """
@@ -122,7 +122,7 @@ def messages_before(reply: Message, arguments: dict[str, str] | None = None) -> 
 
 
 def check_parsed_calls(calls: Sequence[Any]) -> None:
-    """Raise if a call has no name, or if its arguments are no dictionary.
+    """Raise if a call has no name, or if its arguments are not a dictionary.
 
     Raises:
         TypeError, ValueError: a call is malformed.
@@ -142,7 +142,7 @@ def make_chat_format(
     parser is added where the tokenizer cannot parse tool calls.
 
     Raises:
-        ValueError: the template cannot render tools or several turns, or calls cannot be parsed; names the remedy.
+        ValueError: the template cannot render tools or several turns, or calls cannot be parsed.
     """
     role = "tool" if with_tools else "user"
     if with_tools and getattr(tokenizer, "response_template", None) is None:
@@ -167,9 +167,9 @@ def check_template(chat_format: ChatFormat, role: str) -> None:
     """Raise if a template loses calls, arguments or replies, or rewrites earlier messages.
 
     Args:
-        role: of the replies, "tool" or "user".
+        role: the role of replies, "tool" or "user".
     Raises:
-        ValueError: names the fault.
+        ValueError: a turn is not rendered as it must be.
     """
     name, key, value, text = SENTINELS
     reply = {"role": role, "content": text, **({"name": name} if role == "tool" else {})}

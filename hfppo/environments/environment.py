@@ -48,7 +48,7 @@ class Result(str):
 class TextEnvironment(ABC):
     """An environment that reads the model's turns as text and answers in text, like a `gymnasium.Env`.
 
-    Its methods are no tools: each turn of the model is one step. Observations are rendered as messages of the user.
+    Its methods are not tools: each turn of the model is one step. Observations are rendered as messages of the user.
     """
 
     @abstractmethod
@@ -67,7 +67,7 @@ class TextEnvironment(ABC):
             text: the turn without special tokens.
         Returns:
             observation: the user's next message.
-            reward: of this turn.
+            reward: the reward of this turn.
             terminated: whether the episode has ended; the value after it is 0.
             truncated: whether a limit ends the episode here.
             info: unused.
@@ -91,10 +91,10 @@ def finite_reward(source: str, reward: object) -> float:
     """Return a reward as a float.
 
     Raises:
-        ValueError: it is not a finite number; names its source.
+        ValueError: it is not a finite number.
     """
     if not isinstance(reward, Real) or not math.isfinite(reward):
-        raise ValueError(f"{source} gave the reward {reward!r}; give a finite number")
+        raise ValueError(f"{source} gave the reward {reward!r}; return a finite number")
     return float(reward)
 
 

@@ -48,15 +48,15 @@ UNFINISHED, CUT, DROPPED = "unfinished", "cut", "dropped_result"  # the limits t
 class Episode:
     """One completion while it is played. Lists have an entry for each of its tokens so far."""
 
-    row: Row  # with the prompt that the environment completed
+    row: Row  # its prompt is the one that the environment completed
     environment: Environment = None
     tools: Mapping[str, Tool] = field(default_factory=dict)
-    schemas: list[Schema] = field(default_factory=list)  # of the tools, as the prompt shows them
+    schemas: list[Schema] = field(default_factory=list)  # the tools' JSON schemas that the prompt shows
     messages: list[Message] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)
     sampled: list[bool] = field(default_factory=list)  # False on context
     logprobs: list[float] = field(default_factory=list)
-    rewards: dict[int, float] = field(default_factory=dict)  # by the position of a turn's last token, if it has one
+    rewards: dict[int, float] = field(default_factory=dict)  # keyed by the position of a turn's last token
     turns: int = 0
     active: bool = True
     limit: str | None = None  # the limit that ended it; None: none
@@ -92,7 +92,7 @@ class EpisodePlayer:
     """Plays episodes with the tools and environments of a run.
 
     Args:
-        chat_format: with the tokens that end a turn of this model.
+        chat_format: its `eos_ids` end a turn of this model.
         max_prompt: tokens of a prompt with the text of `reset`; None: any.
     """
 
@@ -116,7 +116,7 @@ class EpisodePlayer:
             any_active: whether a row is active on any process that must compute together with this one.
             timed: measures the time of tools and environments.
         Raises:
-            RuntimeError: an environment fails; names the row.
+            RuntimeError: an environment fails.
             TimeoutError: `reset` takes too long.
             ValueError: a prompt has no tokens, or a reward is not a number.
         """
@@ -155,16 +155,14 @@ class EpisodePlayer:
         """Return a new episode.
 
         Args:
-            name: of the environment.
+            name: the environment's name.
         """
         schemas = self.agents.schemas[name]
         text = None if environment is None else self.reset(row, environment)
         row = self.complete_prompt(row, text, schemas)
         kind = type(environment).__name__
         if not row.prompt_ids:
-            raise ValueError(
-                f"row {row.number}: the prompt and the text of {kind}.reset have no tokens; give some text"
-            )
+            raise ValueError(f"row {row.number}: the prompt and the text of {kind}.reset are empty; write one of them")
         episode = Episode(row, environment, {**self.agents.tools, **tools_of(environment)}, schemas)
         length = len(row.prompt_ids)
         if self.max_prompt is not None and length > self.max_prompt:
@@ -319,7 +317,7 @@ def make_player(agents: Agents, eos_ids: list[int], args: PPOConfig, positions: 
 
     Args:
         eos_ids: tokens that end a turn.
-        positions: of the model; None: any number.
+        positions: the model's number of positions; None for any number.
     Raises:
         ValueError: the chat template does not fit, see `check_template`.
     """

@@ -15,7 +15,7 @@ class EnvironmentPool:
     """The environments of a run.
 
     Args:
-        factories: by the value of the dataset's column `environment`; None is the only one, for all rows.
+        factories: keyed by the value of the dataset's column `environment`; None is the key of a single one.
 
     Raises:
         TypeError: a factory cannot be called, or makes an object without `reset`.
@@ -32,7 +32,7 @@ class EnvironmentPool:
         factory = self.factories[name]
         if not callable(factory):
             raise TypeError(
-                f"{factory_name(name)} is a {type(factory).__name__}, which cannot be called; give the class, or a "
+                f"{factory_name(name)} is a {type(factory).__name__}, which cannot be called; pass the class, or a "
                 "function that makes an environment"
             )
         environment = finish_within(None, "", factory)

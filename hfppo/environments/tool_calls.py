@@ -37,9 +37,9 @@ def run_calls(
     """Run the calls of one turn in their order. Awaitables that they return are awaited together after that.
 
     Args:
-        calls: as in a message, {"name": …, "arguments": {…}} each.
-        tools: by name; methods of an environment are bound.
-        seed: of the global random numbers, which plain tools may use; their states are restored afterwards.
+        calls: entries of a message's `tool_calls`, {"name": …, "arguments": {…}} each.
+        tools: keyed by name; methods of an environment are bound.
+        seed: seeds the global random numbers for plain tools; their states are restored afterwards.
         timeout: seconds for each call; None: any.
     """
     outcomes = []
@@ -85,8 +85,8 @@ def answer_to(name: str, tools: Mapping[str, Tool], outcome: object) -> Answer:
         if isinstance(outcome, BaseException):
             raise outcome
         text = text_of(outcome)
-    except (Exception, SystemExit) as error:  # also an error of the value's `__str__`
+    except (Exception, SystemExit) as error:  # the value's `__str__` may raise, too
         failure = next((kind for cause, kind in KINDS.items() if isinstance(error, cause)), RAISED)
         text = text_of({"error": str(error)})
-    message = {"role": "tool", "name": name, "content": text}  # as TRL writes it
+    message = {"role": "tool", "name": name, "content": text}  # TRL's form
     return Answer(message, result, failure, of_environment=inspect.ismethod(tools.get(name)))

@@ -9,7 +9,7 @@ from hfppo.environments.episodes import Episode
 from hfppo.rewards.reward_func import Log, RewardBatch
 from hfppo.support.calls import awaited
 
-Scores = list[list[float] | None]  # for each episode a reward for each token; None: it has no score
+Scores = list[list[float] | None]  # a reward per token for each episode; None for an episode without a score
 
 
 class EpisodeReward:

@@ -61,7 +61,7 @@ def gspo_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: 
     Args:
         logprobs, old_logprobs, advantages: (B, T).
         mask: (B, T) bool, True on real tokens.
-        clip: of the ratio; the paper's ε are about 3e-4.
+        clip: the clip of the ratio; the paper's ε are about 3e-4.
     Returns:
         (B, T), not yet masked.
     Raises:

@@ -50,10 +50,10 @@ class CriticPretraining:
     log: Callable[[dict[str, float]], None]  # takes the metrics of an epoch
 
     def fit(self, rollouts: list[Rollout]) -> dict[str, float]:
-        """Fit the critic, keep the weights of the best epoch, and return its measures as in `all_results.json`.
+        """Fit the critic, restore the best epoch's weights, and return the metrics for `all_results.json`.
 
         Args:
-            rollouts: this process's rows, of at least two rollouts; the last ones are held out.
+            rollouts: at least two, with this process's rows; the last ones are held out.
         Raises:
             NonFiniteError: a loss or gradient is NaN or infinite.
         """

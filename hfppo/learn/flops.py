@@ -28,7 +28,7 @@ class FlopCounter:
 
     actor: int  # per token of prompt and completion
     critic: int  # likewise; 0 without a trunk of its own
-    head: int  # of the output head, per sampled token
+    head: int  # operations of the output head per sampled token
 
     @classmethod
     def of(cls, model: ActorCritic) -> "FlopCounter":

@@ -16,7 +16,7 @@ from hfppo.rollout import Rollout
 
 @dataclass(frozen=True)
 class LossTerm:
-    """One term of the loss; its mean per token is logged under its name, or `loss/<name>` if that is no metric."""
+    """One term of the loss; its mean per token is logged under its name, or `loss/<name>` if that is not a metric."""
 
     name: str
     coef: float  # its factor in the loss
@@ -28,9 +28,9 @@ def ppo_terms(outputs: TokenOutputs, batch: Rollout, args: PPOConfig, clip: F.Cl
     """Return the terms of the PPO loss: policy, value, KL and entropy, as far as the step computes them.
 
     Args:
-        outputs: of π_θ, the policy being optimized.
+        outputs: the outputs of π_θ, the policy being optimized.
         batch: the rollout's data about the same tokens.
-        clip: of the policy loss.
+        clip: the clip of the policy loss.
     """
     terms = []
     if outputs.logprobs is not None:
@@ -97,7 +97,7 @@ def measure_update(
 
     Args:
         terms: from `PPOTrainer.loss_terms`.
-        clip: of the policy loss.
+        clip: the clip of the policy loss.
         first: whether no optimizer step was made since the rollout, so that the ratio must be 1.
     """
     mask = batch.loss_mask

@@ -1,4 +1,4 @@
-"""Cut a mini-batch into the micro-batches of an optimizer step, and count what it holds."""
+"""Cut a mini-batch into the micro-batches of an optimizer step, and count its tokens and completions."""
 
 from dataclasses import dataclass
 from itertools import pairwise

@@ -28,7 +28,7 @@ def no_empty_folder(folder: str | Path) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        with suppress(OSError):  # it holds files, or another process has removed it
+        with suppress(OSError):  # the folder has files, or another process has removed it
             Path(folder).rmdir()
         raise
 
@@ -105,7 +105,7 @@ def move_others(output_dir: Path, start: Path | None, best: str | None) -> None:
     for folder in reversed(others):  # a kill in between leaves none that is later than a moved one
         folder.rename(earlier / folder.name)
     logger.warning(
-        "%s held checkpoints that this run does not continue from; they were moved to %s, the last is %s",
+        "%s had checkpoints of another run; they were moved to %s, the last one is %s",
         output_dir,
         earlier,
         earlier / others[-1].name,

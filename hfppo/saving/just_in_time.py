@@ -1,4 +1,4 @@
-"""Checkpoints at SIGTERM that hold everything the steps before them log."""
+"""Checkpoints at SIGTERM that contain all logs of the steps before them."""
 
 from typing import Any
 

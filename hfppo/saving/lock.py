@@ -25,7 +25,7 @@ class OutputLock:
         self._descriptor: int | None = None
 
     def acquire(self) -> str | None:
-        """Take the lock. Return the number and host of the process that holds it; None if it was taken."""
+        """Take the lock. Return None, or the id and host of the process that has it already."""
         if sys.platform == "win32":
             return None
         try:

@@ -47,7 +47,7 @@ async def awaited_within(seconds: float | None, message: str, value: object) -> 
 
     Args:
         seconds: None for no limit.
-        message: of the error.
+        message: the error's message.
     Raises:
         TimeoutError: the time is over.
     """
@@ -97,7 +97,7 @@ def call_within(seconds: float | None, message: str, func: Callable[[], T]) -> T
 
     Args:
         seconds: None for no limit.
-        message: of the error.
+        message: the error's message.
     Raises:
         TimeoutError: the time is over; the traceback of its cause shows the line that hung.
         RuntimeError: outside the main thread.

@@ -11,14 +11,14 @@ from tenacity.stop import stop_base
 
 from hfppo.support.secrets import hide_in_url
 
-RETRY_STATUSES = (408, 425, 429, 500, 502, 503, 504)  # of HTTP; another attempt may succeed
+RETRY_STATUSES = (408, 425, 429, 500, 502, 503, 504)  # HTTP statuses after which another attempt may succeed
 
 
 class ServerError(RuntimeError):
     """A server cannot be reached, or its answer is wrong; the message names the server and the remedy.
 
     Args:
-        status: of HTTP, where there was an answer.
+        status: the HTTP status; None without an answer.
     """
 
     def __init__(self, message: str, status: int | None = None):
@@ -31,17 +31,17 @@ class Unavailable(ServerError):
 
 
 class Endpoint:
-    """One server: a time limit, retries with growing pauses, and a limit on requests at once.
+    """A server endpoint with a timeout, retries with backoff, and limited concurrency.
 
-    Requests go to the given address only: redirects are not followed, and proxies of the environment are ignored.
-    Certificates are checked against the system's, or those in `SSL_CERT_FILE` or `SSL_CERT_DIR` of the environment.
+    Requests go to the given address only: redirects and the proxies of environment variables are ignored.
+    TLS uses the system's CA certificates, or those that `SSL_CERT_FILE` or `SSL_CERT_DIR` names.
 
     Args:
         url: http:// or https://; the paths of requests are appended to it.
         timeout: seconds until an answer must be complete.
         stop: when to stop retrying.
-        max_concurrency: requests at once.
-        headers: sent along, an Authorization for instance; never shown.
+        max_concurrency: most concurrent requests.
+        headers: extra request headers, such as Authorization; never logged.
         final_text: an answer that contains this text is not retried, whatever its status.
 
     Raises:
