@@ -118,6 +118,18 @@ def test_of_a_character_on_several_tokens_the_last_one_gets_the_reward():
     assert found == pytest.approx([expected.get(at, 0.0) for at in range(len(ids))], abs=1e-5)
 
 
+def test_bytes_that_are_no_characters_end_no_run():
+    """In Llama 2's tokens a later byte turns the bytes "ab" before it into signs for broken text."""
+    vocabulary = {**{f"<0x{byte:02X}>": byte for byte in range(256)}, "▁": 256, "1，": 257}
+    made = Tokenizer(models.BPE(vocabulary, merges=[], byte_fallback=True))
+    made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    policy, model = PreTrainedTokenizerFast(tokenizer_object=made), judge()
+    broken = [257, ord("a"), ord("b"), 0xD6, 257, 0xEF, 0xBC, 0x8C]  # the last three are a comma
+    assert policy.decode(broken) == "1，\ufffd\ufffd\ufffd1，，"
+    found = rewards_of(ProcessRewardModel(model, other_tokenizer("right", "<void>"), **COMMA), policy, broken)
+    assert [x > 0 for x in found] == [True, False, False, False, True, False, False, False]
+
+
 def test_a_conversation_is_rendered_by_its_own_chat_template(tokenizer):
     """The template writes tokens before the completion, and the tokens of the completion stay where they are."""
     model, own = judge(), other_tokenizer("right", "<void>")

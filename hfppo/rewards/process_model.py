@@ -6,7 +6,7 @@ A step is what it is for TRL's PRMTrainer: the model reads it with its separator
 """
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple, cast
 
@@ -173,10 +173,20 @@ def written(tokenizer: PreTrainedTokenizerFast, prompt_ids: list[int], ids: list
 
     The bytes of a character may be on several tokens; the last of them writes it.
     """
-    stream = DecodeStream(skip_special_tokens=True)
-    texts = [stream.step(tokenizer.backend_tokenizer, token) or "" for token in [*prompt_ids, *ids]]
-    added = texts[len(prompt_ids) :]
+    added = list(texts_of(tokenizer, [*prompt_ids, *ids]))[len(prompt_ids) :]
     return "".join(added), list(accumulate(map(len, added)))
+
+
+def texts_of(tokenizer: PreTrainedTokenizerFast, ids: list[int]) -> Iterator[str]:
+    """Yield the text that each token adds to the text of those before it."""
+    stream = DecodeStream(skip_special_tokens=True)
+    for token in ids:
+        try:
+            text = stream.step(tokenizer.backend_tokenizer, token)
+        except Exception:  # tokenizers has no class for it: with this token, earlier bytes are no characters after all
+            stream = DecodeStream(skip_special_tokens=True)
+            text = stream.step(tokenizer.backend_tokenizer, token)
+        yield text or ""
 
 
 def two_labels(model: PreTrainedModel | PeftModel) -> bool:
