@@ -82,11 +82,8 @@ class ProcessRewardModel(RewardModel):
                 f"reward model {self.__name__!r} rewards the steps of one turn, and completions with tools or an "
                 "environment have several; leave one of them out"
             )
-        readers = {
-            "processing_class": tokenizer,
-            **({"its tokenizer": self.tokenizer} if self.step_separator is None else {}),
-        }
-        for name, given in readers.items():
+        own = [("its tokenizer", self.tokenizer)] if self.step_separator is None else []
+        for name, given in [("processing_class", tokenizer), *own]:
             if not isinstance(given, PreTrainedTokenizerFast):
                 raise ValueError(
                     f"reward model {self.__name__!r} needs the text of each token, and {name}, a "
