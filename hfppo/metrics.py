@@ -64,6 +64,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "policy/ratio": ("mean", "π_θ/π_old per token."),
     "policy/ratio_max": ("max", "The largest π_θ/π_old."),
     "policy/first_ratio_deviation": ("max", "Largest |π_θ/π_old − 1| on a rollout's first mini-batch; about 0."),
+    "policy/first_ratio_deviation_mean": ("mean", "The mean of the same per token, by which HealthCallback judges."),
     "policy/entropy": ("mean", "Entropy of π_θ per token at the sampling temperature, nats."),
     "policy/kl_loss": ("mean", "KL of π_θ to the reference per token by `kl_loss_estimator`, nats."),
     "loss/{name}": ("mean", "A loss term that a subclass adds in `loss_terms`, per token."),

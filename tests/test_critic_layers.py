@@ -1,6 +1,7 @@
 """A critic that adapts the top layers only: exact wherever it starts, and the layers below are computed once."""
 
 import json
+import weakref
 from functools import partial
 
 import pytest
@@ -141,11 +142,65 @@ def test_checkpointing_changes_no_gradient(reentrant):
         assert_close(a, b)
 
 
+def test_the_name_before_transformers_520_checkpoints_the_critic_too():
+    model = actor(deep(), None).train()
+    model(*ROWS)  # tries its layouts
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    begun = {"actor": 0, "critic": 0}
+
+    def count(name: str, *_) -> None:
+        begun[name] += 1
+
+    for name, trunk in {"actor": model.causal_lm.base_model, "critic": model.critic.trunk}.items():
+        for layer in find_layers(trunk):
+            layer.self_attn.register_forward_pre_hook(partial(count, name))
+    out = model(*ROWS)
+    (out.logprobs.sum() + out.values.sum()).backward()
+    assert begun == {"actor": 8, "critic": 8}  # four layers, once more for the gradient
+
+
 def test_a_half_precision_starts_from_states_of_its_own_dtype():
     model = actor(deep().bfloat16(), 2).eval()
     states = reference_states(model)
     assert states.dtype == torch.bfloat16
     assert_close(model(*ROWS, base_states=states).values, model(*ROWS).values, rtol=0.05, atol=0.05)
+
+
+def test_a_run_in_half_precision_starts_from_the_numbers_of_the_base(make_trainer):
+    """The trained model's forward returns float32; enough layers that a start in float32 ends elsewhere."""
+    trainer = half_precision_trainer(make_trainer)
+    rollout = trainer.rollout(["1+2=", "请问3+4="])
+    assert rollout.base_states.dtype == torch.bfloat16
+    with torch.no_grad():
+        started = trainer.model(**whole(rollout), base_states=rollout.base_states).values
+        assert_close(started, trainer.model(**whole(rollout)).values)
+
+
+def half_precision_trainer(make_trainer):
+    base = deep(num_hidden_layers=8).bfloat16()
+    trainer = make_trainer({"critic_layers": 4, "bf16": True, "max_steps": 1}, model=base)
+    trainer.train()
+    return trainer
+
+
+@pytest.mark.parametrize("kl_coef", [0.05, 0.0])
+def test_passes_keep_no_states_where_they_are_computed(make_trainer, kl_coef):
+    """Here a copy in float32 stands for the device's memory."""
+    trainer = half_precision_trainer(make_trainer)
+    trainer.args.kl_coef, trainer.args.local_rollout_forward_batch_size = kl_coef, 1
+    forward, returned, alive = trainer.model.forward, [], []
+
+    def noting(*args, **kwargs):
+        alive.append(sum(ref() is not None for ref in returned))
+        out = forward(*args, **kwargs)
+        if getattr(out, "base_states", None) is not None:
+            returned.append(weakref.ref(out.base_states))
+        return out
+
+    trainer.model.forward = noting
+    assert trainer.rollout(["1+2="] * 4).base_states.dtype == torch.bfloat16
+    assert len(returned) == 4
+    assert max(alive) == 0
 
 
 nightly = pytest.mark.nightly

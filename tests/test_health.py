@@ -17,6 +17,7 @@ from datasets import Dataset
 from transformers import TrainerState
 from trl import TrlParser
 
+from helpers.tiny import tiny_model
 from hfppo import AdaptiveKLCallback, HealthCallback, HealthWarning, PPOConfig, TextEnvironment
 from hfppo.metrics import METRICS
 from hfppo.reporting.health import CHECKS
@@ -206,7 +207,7 @@ class Log:
         self.state.log_history[-1]["step"] = step
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            self.callback.on_log(self.trainer.args, self.state, self.trainer.control)
+            self.callback.on_log(self.trainer.args, self.state, self.trainer.control, model=self.trainer.model)
         return [str(w.message) for w in caught]
 
 
@@ -216,6 +217,25 @@ def test_a_problem_is_warned_of_once_in_a_training(make_trainer):
     assert [step for step in range(1, 14) if log(step, policy__clip_frac=0.9 if step in failing else 0.1)] == [1]
     log.callback.on_train_begin(log.trainer.args, log.state, log.trainer.control)
     assert log(14, policy__clip_frac=0.9)
+
+
+@pytest.mark.parametrize(
+    ("config", "dtype", "noise"),
+    [
+        ({}, torch.float32, 0.004),  # TF32
+        ({}, torch.float16, 0.004),
+        ({}, torch.bfloat16, 0.033),
+        ({"bf16": True}, torch.float32, 0.033),
+    ],
+)
+def test_a_first_ratio_is_judged_by_its_mean_and_dtype(make_trainer, config, dtype, noise):
+    """Rounding that moves log-probs by this in the mean, and one by 0.2, is no fault; three times as much is."""
+    trainer = make_trainer(ONE_STEP | config, model=tiny_model().to(dtype))
+    log = Log(trainer, HealthCallback())
+    largest = {"policy__first_ratio_deviation": 0.2}
+    assert not log(1, policy__first_ratio_deviation_mean=noise, **largest)
+    (message,) = log(2, policy__first_ratio_deviation_mean=3 * noise, **largest)
+    assert "policy/first_ratio_deviation_mean is 0." in message
 
 
 def test_a_problem_must_last_and_begins_after_the_last_good_log(make_trainer):

@@ -143,6 +143,7 @@ def test_metrics_of_an_update_by_hand(make_trainer, batch, outputs):
         "policy/ratio": ratio.mean(),
         "policy/ratio_max": ratio.max(),
         "policy/first_ratio_deviation": (ratio - 1).abs().max(),
+        "policy/first_ratio_deviation_mean": (ratio - 1).abs().mean(),
         "policy/approx_kl": (ratio - 1 - ratio.log()).mean(),
         "policy/clip_frac": (low | high).float().mean(),
         "policy/clip_frac_low": low.float().mean(),

@@ -1,6 +1,7 @@
 """NaN and infinity: found where they arise, and kept out of weights and β."""
 
 import math
+import weakref
 from dataclasses import asdict, replace
 from types import SimpleNamespace
 
@@ -191,6 +192,18 @@ def test_float16_overflows_are_left_to_the_scaler_and_losses_are_not(make_traine
         guard.record(rollout, torch.tensor(NAN), terms)
         with pytest.raises(NonFiniteError, match=r"in step 1, .*the loss of micro-batch 0 is not finite"):
             guard.check({"actor": torch.tensor(norm)}, model, 1)
+
+
+def test_the_guard_keeps_no_batch_until_the_step(make_trainer):
+    """Of a step's micro-batches, only the one that is computed is on the device."""
+    guard, rollout = NonFiniteGuard(SimpleNamespace()), make_trainer().rollout(["1+1="])
+    batch = replace(rollout, loss_mask=rollout.loss_mask.clone())
+    loss = torch.ones(batch.mask.shape, requires_grad=True) * 2.0
+    kept = [weakref.ref(batch), weakref.ref(batch.loss_mask), weakref.ref(loss)]
+    guard.record(batch, loss.sum(), {"policy/loss": loss})
+    del batch, loss
+    assert [ref() for ref in kept] == [None] * 3
+    assert len(guard.micro_batches) == 1
 
 
 def test_a_guard_is_not_confused_by_terms_without_weight(make_trainer, monkeypatch):

@@ -17,6 +17,8 @@ from hfppo.support.out_of_memory import ADVICE, OutOfMemory
 CONFIG = {"per_device_train_batch_size": 4, "save_strategy": "steps", "save_steps": 3, "max_steps": 8}
 CUDA = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 CPU = RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory")
+CUBLAS = RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
+DRIVER = torch.AcceleratorError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported")
 MPS = RuntimeError("MPS backend out of memory (MPS allocated: 17.9 GB, other allocations: 1.2 GB, max allowed: 18 GB)")
 
 
@@ -32,7 +34,9 @@ def fails_at(call: int, function, error):
     return failing
 
 
-@pytest.mark.parametrize("error", [CUDA, CPU, MPS, MemoryError()], ids=["CUDA", "CPU", "MPS", "Python"])
+@pytest.mark.parametrize(
+    "error", [CUDA, CUBLAS, DRIVER, CPU, MPS, MemoryError()], ids=["CUDA", "cuBLAS", "driver", "CPU", "MPS", "Python"]
+)
 def test_every_kind_is_explained(make_trainer, monkeypatch, tmp_path, error):
     trainer = make_trainer(CONFIG)
     sampler = trainer.collector.sampler
@@ -84,6 +88,7 @@ def test_an_evaluation_is_a_phase_of_its_own(make_trainer, monkeypatch, dataset)
     "error",
     [
         RuntimeError("a device-side assert"),
+        torch.AcceleratorError("CUDA error: device-side assert triggered"),
         RuntimeError("the sandbox ran out of memory"),
         RuntimeError("the judge said: CUDA out of memory. Tried to allocate 2.00 GiB"),
         ServerError("http://judge answered 500, after all retries: 'CUDA out of memory'; see its log", 500),

@@ -6,13 +6,23 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch.testing import assert_close
-from transformers import BloomConfig, BloomForCausalLM, FalconConfig, FalconForCausalLM
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    BloomConfig,
+    BloomForCausalLM,
+    FalconConfig,
+    FalconForCausalLM,
+)
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from helpers.runs import gradients, logged, stops_at_kl, trainable
-from helpers.tiny import tiny_gpt2, tiny_model, tiny_opt, tiny_qwen3
+from helpers.tiny import LORA, lora, tiny_gpt2, tiny_model, tiny_opt, tiny_qwen3
 from hfppo import ActorCritic
+from hfppo.generation.generate import TransformersSampler
+from hfppo.generation.sampler import Sampling
+from hfppo.models import actor_critic, output_head
 from hfppo.models import layout as packing_module
-from hfppo.models import output_head
 from hfppo.models.actor_critic import Want
 from hfppo.models.layout import Layout, can_pack, can_share_prompts, distinct_prompts, lay_out
 from hfppo.models.loading import default_peft_config
@@ -112,6 +122,37 @@ def test_a_run_packs_whose_reference_is_an_adapter_on_a_model(request, make_trai
     request.getfixturevalue("packing")
     assert_close(ref_logprobs(), padded)
     assert {"sdpa": True} in packing_module._packs.values()
+
+
+@pytest.mark.parametrize("critic", ["adapter", "shared"])
+def test_flash_attention_is_told_where_rows_begin(monkeypatch, critic):
+    """Flash attention would otherwise look for it in every layer, and wait for the device each time."""
+    told = []
+
+    def attend(module, query, key, value, mask, **kwargs):
+        told.append([kwargs.get(name) for name in ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")])
+        row = (kwargs["position_ids"][0] == 0).cumsum(dim=0)
+        mask = (row[:, None] == row).tril()
+        return sdpa_attention_forward(module, query, key, value, mask, **kwargs)
+
+    AttentionInterface.register("flash_stand_in", attend)
+    AttentionMaskInterface.register("flash_stand_in", lambda *_, **__: None)
+    base = tiny_model(seed=1)
+    expected = actor(base, critic=critic)(IDS, ATTENTION, MASK)
+    base = tiny_model(seed=1)
+    base.config._attn_implementation = "flash_stand_in"
+    made = actor(base, critic=critic)
+    monkeypatch.setattr(packing_module, "distinct_prompts", None)  # packed rows share no prompt
+    assert can_pack(made.causal_lm)
+    made(IDS, ATTENTION, MASK)
+    told.clear()
+    out = made(IDS, ATTENTION, MASK)
+    assert_close(out.logprobs, expected.logprobs, rtol=1e-4, atol=1e-5)
+    assert_close(out.values, expected.values, rtol=1e-4, atol=1e-5)
+    assert len(told) == (4 if critic == "adapter" else 2)
+    assert [told[0][0].tolist(), *told[0][2:]] == [[0, 4, 9, 14], 5, 5]
+    assert told[0][0].dtype == torch.int32
+    assert all(one[0] is told[0][0] for one in told)
 
 
 def test_an_architecture_that_mixes_packed_rows_is_not_packed(packing):
@@ -308,6 +349,62 @@ def test_chunked_head_has_the_gradients_of_plain_logits(monkeypatch, entropy, tr
         assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("by", ["base", "autocast"])
+@pytest.mark.parametrize("capped", [{}, {"logits_scaling": 2.0}])
+def test_a_half_precision_head_gives_logits_that_are_not_rounded(monkeypatch, by, capped):
+    """With a stand-in for CUDA's product, on logits of the size of a trained model's."""
+
+    def on_cpu(a, b):
+        assert a.dtype == b.dtype == torch.bfloat16
+        return a.float() @ b.float()
+
+    monkeypatch.setattr(output_head, "product_in_float32", on_cpu)
+    made = actor(critic=None)
+    made.causal_lm.config.update(capped)
+    if by == "base":
+        made.causal_lm.lm_head.bfloat16()
+    hidden = (5 * torch.randn(40, 32)).bfloat16().requires_grad_()
+    tokens, weights = torch.arange(40) % 26, torch.randn(40)
+
+    def outputs(devices: tuple[str, ...]) -> list[torch.Tensor]:
+        monkeypatch.setattr(output_head, "FLOAT32_PRODUCTS", devices)
+        with torch.autocast("cpu", torch.bfloat16, enabled=by == "autocast"):
+            logprobs, _ = output_head.token_logprobs(made.causal_lm, hidden, tokens, 1.0)
+        return [logprobs.detach(), *torch.autograd.grad((weights * logprobs).sum(), hidden)]
+
+    weight = made.causal_lm.lm_head.weight.detach().bfloat16().float()
+    leaf = hidden.detach().float().requires_grad_()
+    logits = leaf @ weight.T / capped.get("logits_scaling", 1.0)
+    assert logits.max() > 16 / capped.get("logits_scaling", 1.0)
+    expected = logits.log_softmax(dim=-1).gather(1, tokens[:, None]).squeeze(1)
+    (wanted,) = torch.autograd.grad((weights * expected).sum(), leaf)
+    logprobs, gradient = outputs(("cpu",))
+    assert_close(logprobs, expected.detach())
+    assert_close(gradient.float(), wanted, rtol=0.02, atol=0.02 * float(wanted.abs().max()))
+    rounded, _ = outputs(())
+    assert (rounded - expected).abs().mean() > 0.005
+
+
+def test_sampling_computes_the_same_logits(monkeypatch):
+    monkeypatch.setattr(output_head, "product_in_float32", lambda a, b: a.float() @ b.float())
+    monkeypatch.setattr(output_head, "FLOAT32_PRODUCTS", ("cpu",))
+    made = actor(tiny_model(seed=1).bfloat16(), critic=None)
+    sampler = TransformersSampler(made, Sampling(1.0, 4, [1], 0), batch_size=8)
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        found = sampler(PROMPTS, PROMPTS != 0, seeds=[1, 2, 3])
+        rows = torch.cat([PROMPTS, found.ids], dim=1), torch.cat([PROMPTS != 0, found.mask], dim=1)
+        seen = made.causal_lm(rows[0][:, :4]).logits
+        expected = made(*rows, found.mask).logprobs
+    assert_close(found.logprobs, expected)
+    assert seen.dtype == torch.bfloat16  # outside of sampling
+
+
+def test_the_gradient_of_a_product_in_float32_is_autograds(monkeypatch):
+    monkeypatch.setattr(output_head, "product_in_float32", torch.mm)
+    states, weight = torch.randn(5, 4, dtype=torch.float64, requires_grad=True), torch.randn(7, 4, dtype=torch.float64)
+    assert torch.autograd.gradcheck(output_head.Float32Product.apply, (states, weight))
+
+
 def test_a_head_that_trains_alone_has_a_gradient():
     """Its hidden states have none."""
     made = actor(peft_config=LoraConfig(r=4, target_modules=["lm_head"], task_type="CAUSAL_LM"), critic=None)
@@ -372,3 +469,56 @@ def test_a_token_budget_changes_no_run(make_trainer, max_tokens, pieces_per_step
 )
 def test_logits_at_once_fit_a_cpus_cache_and_fill_a_gpu(device, vocab_size, tokens):
     assert output_head.tokens_at_once(vocab_size, torch.device(device)) == tokens
+
+
+# Autocast
+
+
+def inputs_of_lora(model) -> list[torch.dtype]:
+    """Return the dtypes of what LoRA's first factors read, which go on being noted."""
+    seen: list[torch.dtype] = []
+    for name, module in model.named_modules():
+        if ".lora_A." in name:
+            module.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].dtype))
+    return seen
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_autocast_alone_casts_the_inputs_of_lora(monkeypatch, checkpointed):
+    """To the bit as with PEFT's cast to float32 and back, in both trees, and where a layer is computed again."""
+    rows = torch.arange(2, 14).view(2, 6), torch.ones(2, 6).long(), torch.ones(2, 3).bool()
+
+    def outputs() -> tuple[list[torch.Tensor], set[torch.dtype]]:
+        torch.manual_seed(0)
+        model = ActorCritic(tiny_model().bfloat16(), LORA).train()
+        for parameter in (*model.actor_parameters(), *model.critic_parameters()):
+            torch.nn.init.normal_(parameter, std=0.1)
+        if checkpointed:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        seen = inputs_of_lora(model)
+        with torch.autocast("cpu", torch.bfloat16):
+            out = model(*rows)
+            written = model.generate(rows[0], max_new_tokens=4, do_sample=False)
+        (out.logprobs.sum() + out.values.square().sum()).backward()
+        trained = (*model.actor_parameters(), *model.critic_parameters())
+        with_autocast = set(seen)
+        seen.clear()
+        model(*rows)  # as a base in bfloat16 needs it
+        assert set(seen) == {torch.float32}
+        return [out.logprobs, out.values, written, *(p.grad for p in trained)], with_autocast
+
+    found, dtypes = outputs()
+    monkeypatch.setattr(actor_critic, "follow_autocast", lambda *_: None)
+    expected, before = outputs()
+    assert (dtypes, before) == ({torch.bfloat16}, {torch.float32})
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert all(x.abs().max() > 0 for x in found)
+
+
+def test_a_variant_of_lora_keeps_pefts_cast():
+    """DoRA computes the norm of its weights in the dtype of its input."""
+    model = ActorCritic(tiny_model().bfloat16(), lora(use_dora=True))
+    seen = inputs_of_lora(model.base_model)
+    with torch.autocast("cpu", torch.bfloat16):
+        model(torch.arange(2, 8)[None])
+    assert set(seen) == {torch.float32}

@@ -16,6 +16,7 @@ from transformers import (
 
 from helpers.runs import digest, frozen_tensors
 from hfppo import PPOConfig, PPOTrainer
+from hfppo.models.critic import shared_copy
 from hfppo.models.loading import keep_four_bits
 
 pytest.importorskip("bitsandbytes")
@@ -60,6 +61,18 @@ def test_one_copy_serves_all_and_does_not_change(tmp_path, bits, critic):
     assert any(not torch.equal(p, q) for p, q in zip(trainer.model.actor_parameters(), start, strict=True))
     # LLM.int8() rounds activations too, with the scale of the batch they are in; NF4 computes in float32.
     assert trainer.state.log_history[0]["policy/first_ratio_deviation"] < {"four": 1e-4, "eight": 0.1}[bits]
+
+
+def test_a_second_tree_shares_the_scales():
+    """Which are kept beside the weights."""
+    model = quantized("four")
+    copied = shared_copy(model)
+    layers = [(a, b) for a, b in zip(model.modules(), copied.modules(), strict=True) if hasattr(a, "quant_state")]
+    assert layers
+    for one, other in layers:
+        assert other is not one
+        assert other.weight.quant_state.absmax is one.weight.quant_state.absmax
+        assert other.quant_state is one.quant_state
 
 
 @pytest.mark.slow

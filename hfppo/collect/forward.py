@@ -74,10 +74,10 @@ def forward_passes(
 
 def reference_pass(model: ActorCritic, batches: list[Batch], args: PPOConfig) -> list[TokenOutputs]:
     """Compute log π_ref, and the base's states if the critic starts from them."""
-    keep = model.keeps_base_states and model.ref_model is None
+    states = model.keeps_base_states and model.ref_model is None
     with model.reference():  # once, since PEFT visits all modules to disable an adapter
-        want = Want(args.temperature, values=False, base_states=keep)
-        return [model(**batch, want=want) for batch in batches]
+        want = Want(args.temperature, values=False, base_states=states)
+        return [keep(model, model(**batch, want=want)) for batch in batches]
 
 
 def policy_pass(
@@ -88,10 +88,18 @@ def policy_pass(
     Args:
         base_states: from the reference pass, where the critic starts from them; None computes them.
     """
-    keep = model.keeps_base_states and base_states[0] is None
+    states = model.keeps_base_states and base_states[0] is None
     final = args.bootstrap_truncated and args.needs_critic
-    want = Want(args.temperature, needs_policy, final_value=final, base_states=keep)
-    return [model(**batch, want=want, base_states=x) for batch, x in zip(batches, base_states, strict=True)]
+    want = Want(args.temperature, needs_policy, final_value=final, base_states=states)
+    started = zip(batches, base_states, strict=True)
+    return [keep(model, model(**batch, want=want, base_states=x)) for batch, x in started]
+
+
+def keep(model: ActorCritic, outputs: TokenOutputs) -> TokenOutputs:
+    """Return outputs whose base states, by far the largest, lie on the CPU in the dtype that their layer gave them."""
+    if outputs.base_states is None:
+        return outputs
+    return outputs._replace(base_states=outputs.base_states.to("cpu", model.base_states_dtype))
 
 
 def rows_per_batch(model: ActorCritic, longest: int, accelerator: Accelerator, args: PPOConfig) -> int:

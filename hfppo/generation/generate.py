@@ -15,6 +15,7 @@ from hfppo.generation.sampler import Completions, Sampler, Sampling, completions
 from hfppo.generation.stop_strings import StopStringCriterion
 from hfppo.models.actor_critic import ActorCritic
 from hfppo.models.modes import is_sharded
+from hfppo.models.output_head import float32_logits
 from hfppo.state import stream_seed
 
 BLOCK = 64  # tokens whose probabilities are summed in float32
@@ -225,6 +226,7 @@ class TransformersSampler(Sampler):
             # Compiled layers are for whole sequences: a graph for one token and its cache costs more than it saves.
             torch.compiler.set_stance("force_eager"),
             generation_config_of(self.model, config),
+            float32_logits(self.model.causal_lm),
             batch_state_reset(self.model),
         ):
             output = self.model.generate(

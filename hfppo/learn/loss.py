@@ -113,7 +113,8 @@ def measure_update(
     measures["policy/ratio"] = measures["policy/ratio_max"] = parts(ratio, mask)
     measures["policy/approx_kl"] = parts(F.token_kl(batch.old_logprobs, logprobs, "k3"), mask)
     if first:
-        measures["policy/first_ratio_deviation"] = parts((ratio - 1).abs(), mask)
+        deviation = parts((ratio - 1).abs(), mask)
+        measures["policy/first_ratio_deviation"] = measures["policy/first_ratio_deviation_mean"] = deviation
     return measures | measure_clip(logprobs, batch, args.policy_loss, clip)
 
 

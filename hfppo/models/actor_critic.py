@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from peft import PeftConfig, PeftModel, PeftModelForCausalLM
+from peft.tuners import lora
 from peft.utils import set_peft_model_state_dict
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -95,8 +96,11 @@ class ActorCritic(PeftModelForCausalLM):
                 set_peft_model_state_dict(self, start_adapter)
         self.critic = critic_module
         self.ref_model = ref_model.requires_grad_(False).eval() if ref_model is not None else None
+        # Of the kept base states, as their layer returned them; a prepared forward returns them in float32.
+        self.base_states_dtype: torch.dtype | None = None
         self._as_reference = False
         disable_noise(self)
+        cast_by_autocast(self)
         if not any(p.requires_grad for p in self.actor_parameters()):
             raise ValueError("the adapter has no trainable weight; check peft_config's target_modules")
 
@@ -157,7 +161,8 @@ class ActorCritic(PeftModelForCausalLM):
             attention_mask: (B, P + T), 1 on the tokens to attend to.
             completion_mask: (B, T) bool, True on the completions' sampled tokens; only they get numbers.
             want: which outputs, and at which temperature.
-            base_states: (N, H), which the values start from, as an earlier call returned them for these rows.
+            base_states: (N, H), which the values start from, as an earlier call returned them for these rows; on any
+                device.
         """
         if completion_mask is None:
             return super().forward(input_ids=input_ids, attention_mask=attention_mask, **kwargs)
@@ -173,8 +178,12 @@ class ActorCritic(PeftModelForCausalLM):
             if want.values and self.critic is not None:
                 if layout is None or not (self.critic_is_shared or fits(layout, self.critic.trunk)):
                     layout = lay_out(self.critic.trunk, *rows)
+                if base_states is not None:
+                    base_states = base_states.to(input_ids.device, self.base_states_dtype)
                 start = None if base_states is None else layout.place(base_states, attention_mask)
                 values = self.critic(hidden, layout, start)[layout.states]  # (B, T + 1)
+        if want.base_states:
+            self.base_states_dtype = recording.states.dtype
         return TokenOutputs(
             logprobs,
             entropy,
@@ -210,14 +219,21 @@ class ActorCritic(PeftModelForCausalLM):
         """The model of the policy: the actor, or inside `reference` a separate reference."""
         return self.ref_model if self._as_reference else self.causal_lm
 
-    def activation_checkpointing_enable(self, **kwargs: Any) -> None:
+    def activation_checkpointing_enable(
+        self, activation_checkpointing_kwargs: dict[str, Any] | None = None, **more: Any
+    ) -> None:
         """Turn activation checkpointing on in the actor and in the critic's trunk."""
         trees = [self.causal_lm]
         if self.critic is not None and isinstance(self.critic.trunk, PeftModel):
             trees.append(cast(PreTrainedModel, self.critic.trunk.get_base_model()))
         for tree in trees:
-            tree.activation_checkpointing_enable(**kwargs)
+            enable = getattr(tree, "activation_checkpointing_enable", None) or tree.gradient_checkpointing_enable
+            enable(activation_checkpointing_kwargs, **more)
             tree.enable_input_require_grads()
+
+    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, Any] | None = None) -> None:
+        """Do the same under the name that Trainer calls before transformers 5.20."""
+        self.activation_checkpointing_enable(gradient_checkpointing_kwargs)
 
     def save_pretrained(
         self,
@@ -296,6 +312,23 @@ def disable_noise(model: nn.Module) -> None:
                     setattr(owner, name, 0.0)
                 elif isinstance(value, dict):  # LoHa and LoKr have one for each adapter
                     value.update({adapter: 0.0 for adapter, rate in value.items() if isinstance(rate, float)})
+
+
+def cast_by_autocast(model: nn.Module) -> None:
+    """Let autocast cast the inputs of LoRA layers, where it is on.
+
+    PEFT casts them to the adapter's float32, and autocast back: the same numbers by two more kernels, and a copy in
+    float32 for the gradient. A hook decides at each call, since activation checkpointing calls a layer again later.
+    """
+    for module in model.modules():
+        if isinstance(module, lora.Linear):
+            module.register_forward_pre_hook(follow_autocast)
+
+
+def follow_autocast(layer: lora.Linear, _: object) -> None:
+    """Turn PEFT's cast of the layer's input off under autocast; variants, such as DoRA, compute more with it."""
+    autocast = torch.is_autocast_enabled(cast(Tensor, layer.weight).device.type)
+    layer.cast_input_dtype_enabled = bool(layer.lora_variant) or not autocast
 
 
 def frozen_adapter_copy(base: PreTrainedModel, peft_config: PeftConfig, weights: dict[str, Tensor]) -> PeftModel:

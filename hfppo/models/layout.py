@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
@@ -29,6 +29,8 @@ class Layout:
     inputs: dict[str, Tensor]
     states: Tensor  # (B, T + 1) int64: index of s_t in the flattened output; the last state's index is repeated
     tokens: Tensor  # (B, P + T) int64: index of each token in the flattened output; −1 where it is not read
+    # Keywords of flash attention: where packed rows begin and end, which it would look for in each layer.
+    bounds: dict[str, Tensor | int] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -65,12 +67,13 @@ class Layout:
         if packed:
             starts = lengths.cumsum(dim=0) - lengths
             inputs = {"input_ids": input_ids[real][None], "position_ids": columns[real][None]}
+            bounds = bounds_of(lengths)
         else:
             longest = int(lengths.max())
             starts = torch.arange(len(real), device=input_ids.device) * longest
             order = (~real).byte().argsort(dim=1, stable=True)[:, :longest]
-            inputs = {"input_ids": input_ids.gather(1, order)}
-        return cls(inputs, states + starts[:, None], (columns + starts[:, None]).where(real, -1))
+            inputs, bounds = {"input_ids": input_ids.gather(1, order)}, {}
+        return cls(inputs, states + starts[:, None], (columns + starts[:, None]).where(real, -1), bounds)
 
     @classmethod
     def sharing_prompts(
@@ -162,8 +165,10 @@ def lay_out(
     """
     packed = can_pack(model)
     apart = Layout.of(input_ids, attention_mask, width, packed, final)
+    if packed:
+        return apart
     prompts, place = distinct_prompts(input_ids, attention_mask, width)
-    if packed or len(prompts) == len(input_ids) or not can_share_prompts(model):
+    if len(prompts) == len(input_ids) or not can_share_prompts(model):
         return apart
     hidden_size = model.config.get_text_config().hidden_size
     completions = input_ids[:, -width:], attention_mask[:, -width:].bool()
@@ -250,4 +255,19 @@ def trunk_of(model: PreTrainedModel | PeftModel) -> nn.Module:
 
 def hidden_states(trunk: nn.Module, layout: Layout) -> Tensor:
     """Return the (N, H) hidden states of all positions of a layout, flattened."""
-    return trunk(**layout.inputs, use_cache=False).last_hidden_state.flatten(0, 1)
+    bounds = layout.bounds if takes_keywords(trunk) else {}
+    return trunk(**layout.inputs, **bounds, use_cache=False).last_hidden_state.flatten(0, 1)
+
+
+def bounds_of(lengths: Tensor) -> dict[str, Tensor | int]:
+    """Return where packed rows of (B,) lengths begin and end, as flash attention takes it."""
+    ends = nn.functional.pad(lengths.cumsum(dim=0), (1, 0)).to(torch.int32)
+    longest = int(lengths.max())
+    return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
+
+
+def takes_keywords(trunk: nn.Module) -> bool:
+    """Return whether a trunk passes keywords that it does not know on to its attention."""
+    inner = trunk.get_base_model() if isinstance(trunk, PeftModel) else trunk
+    parameters = inspect.signature(inner.forward).parameters.values()
+    return any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)

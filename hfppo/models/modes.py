@@ -41,6 +41,7 @@ def place_model(model: nn.Module, device: torch.device) -> None:
 
 # Graphs of a layer: with gradient and without, adapter on and off, actor's and critic's.
 GRAPHS = 32
+WITH_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")  # modes of torch.compile
 
 
 def compile_layers(model: nn.Module, accelerator: Accelerator, args: TrainingArguments) -> None:
@@ -51,7 +52,8 @@ def compile_layers(model: nn.Module, accelerator: Accelerator, args: TrainingArg
     their graphs and compile in less time.
 
     Raises:
-        ValueError: the architecture does not build its layers on GradientCheckpointingLayer.
+        ValueError: the architecture does not build its layers on GradientCheckpointingLayer, or a mode with CUDA
+            graphs, which are for fixed shapes.
     """
     plugin = accelerator.state.dynamo_plugin
     if args.torch_compile:  # all trainers of a process share the plugin, which is turned off below
@@ -60,6 +62,11 @@ def compile_layers(model: nn.Module, accelerator: Accelerator, args: TrainingArg
         options = plugin.to_kwargs()
     else:
         return
+    if (mode := options.get("mode")) in WITH_CUDA_GRAPHS:
+        raise ValueError(
+            f"torch_compile_mode={mode!r} records a CUDA graph for each shape, and the shapes of rollouts vary; it is "
+            "not measured here, so leave torch_compile_mode out, or set 'max-autotune-no-cudagraphs'"
+        )
     plugin.backend = DynamoBackend.NO
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:

@@ -1,5 +1,7 @@
 """Log-probs and entropies from hidden states, without keeping logits."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Literal, cast
 
 import torch
@@ -11,6 +13,8 @@ from transformers import PreTrainedModel
 from hfppo.models.modes import is_sharded
 
 Entropy = Literal["none", "constant", "differentiable"]
+FLOAT32_PRODUCTS = () if torch.version.hip else ("cuda",)  # devices with `product_in_float32`; untried on ROCm
+HALVES = (torch.bfloat16, torch.float16)
 
 
 def tokens_at_once(vocab_size: int, device: torch.device) -> int:
@@ -26,7 +30,64 @@ def tokens_at_once(vocab_size: int, device: torch.device) -> int:
 
 def logits_of(model: PreTrainedModel | PeftModel, hidden: Tensor) -> Tensor:
     """Return (…, V) float32 logits of (…, H) hidden states, with the architecture's own scaling or capping."""
-    return adjust_logits(model, model.get_output_embeddings()(hidden).float())
+    head = model.get_output_embeddings()
+    logits = outputs_in_float32(head, hidden)
+    return adjust_logits(model, head(hidden).float() if logits is None else logits)
+
+
+@contextmanager
+def float32_logits(model: PreTrainedModel) -> Iterator[None]:
+    """Let a model's own forward compute the logits of `logits_of` inside the block, as for `generate`."""
+    head = model.get_output_embeddings()
+    before = vars(head).get("forward")  # accelerate's hooks set it
+    forward = head.forward
+
+    def in_float32(hidden: Tensor) -> Tensor:
+        logits = outputs_in_float32(head, hidden)
+        return forward(hidden) if logits is None else logits
+
+    head.forward = in_float32
+    try:
+        yield
+    finally:
+        del head.forward
+        if before is not None:
+            head.forward = before
+
+
+def outputs_in_float32(head: nn.Module, hidden: Tensor) -> Tensor | None:
+    """Return (…, V) float32 outputs of a frozen head in half precision, or None if they cannot be had."""
+    device = hidden.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+    plain = type(head) is nn.Linear and is_constant(head) and head.weight.device == hidden.device
+    if not plain or device not in FLOAT32_PRODUCTS or dtype not in HALVES:
+        return None
+    with torch.autocast(device, enabled=False):
+        rows = hidden.to(dtype).flatten(0, -2)
+        outputs = Float32Product.apply(rows, head.weight.to(dtype)).unflatten(0, hidden.shape[:-1])
+        return outputs if head.bias is None else outputs + head.bias.float()
+
+
+class Float32Product(torch.autograd.Function):
+    """Y = X·Wᵀ in float32 for X and W in half precision: the sums are float32 anyway, and are not rounded.
+
+    In bfloat16, logits of 16 to 32 are multiples of 1/8. ∂/∂X = G·W, with G rounded as without this function.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(weight)
+        return product_in_float32(states, weight.t())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (weight,) = ctx.saved_tensors
+        return grad.to(weight.dtype) @ weight, None
+
+
+def product_in_float32(a: Tensor, b: Tensor) -> Tensor:
+    """Return a·b, whose factors are in half precision; CUDA's kernels alone can."""
+    return torch.mm(a, b, out_dtype=torch.float32)
 
 
 def adjust_logits(model: PreTrainedModel | PeftModel, logits: Tensor) -> Tensor:

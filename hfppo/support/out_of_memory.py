@@ -19,8 +19,12 @@ ADVICE = {
     "evaluation": "a smaller per_device_eval_batch_size, max_completion_length or max_prompt_length",
 }
 
-# Allocators that raise a RuntimeError; those of CUDA and XPU raise torch.OutOfMemoryError.
-ALLOCATOR = re.compile(r"(\[enforce fail at [^\]]*\].*)?DefaultCPUAllocator: |MPS backend out of memory")
+# Errors other than torch.OutOfMemoryError: of CUDA and its libraries, which allocate memory of their own, of the CPU's
+# allocator and of MPS's.
+ALLOCATOR = re.compile(
+    r"(CUDA|HIP|cuDNN) error: (out of memory|\w+_STATUS_ALLOC_FAILED)"
+    r"|(\[enforce fail at [^\]]*\].*)?DefaultCPUAllocator: |MPS backend out of memory"
+)
 
 
 class OutOfMemory(torch.OutOfMemoryError):
@@ -46,4 +50,4 @@ def is_out_of_memory(error: Exception) -> bool:
     """Return whether a memory allocator of this process raised the error."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    return type(error) is RuntimeError and ALLOCATOR.match(str(error)) is not None
+    return type(error) in (RuntimeError, torch.AcceleratorError) and ALLOCATOR.match(str(error)) is not None
