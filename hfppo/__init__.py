@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from hfppo.reporting.log_file import LogFileCallback
     from hfppo.reporting.plot import PlotCallback
     from hfppo.rewards.model import RewardModel
+    from hfppo.rewards.process_model import ProcessRewardModel
     from hfppo.rewards.server import RewardServer
     from hfppo.rewards.tolerant import TolerantReward
     from hfppo.rollout import Rollout, Transcript
@@ -42,6 +43,7 @@ _NAMES = {
     "reporting.log_file": "LogFileCallback",
     "reporting.plot": "PlotCallback",
     "rewards.model": "RewardModel",
+    "rewards.process_model": "ProcessRewardModel",
     "rewards.server": "RewardServer",
     "rewards.tolerant": "TolerantReward",
     "rollout": "Rollout Transcript",
@@ -67,6 +69,7 @@ __all__ = [
     "PPOTrainer",
     "PlotCallback",
     "PrintCompletionsCallback",
+    "ProcessRewardModel",
     "Result",
     "RewardModel",
     "RewardServer",

@@ -33,6 +33,7 @@ from hfppo.prompt_maker import DatasetPrompts, PromptMaker
 from hfppo.rewards.functions import RewardFunctions, check_weights
 from hfppo.rewards.load_rewards import load_reward_funcs
 from hfppo.rewards.model import RewardAdapter, RewardModel
+from hfppo.rewards.process_model import ProcessRewardModel
 from hfppo.rewards.reward_func import RewardFunc, plain_name, unwrap
 
 RewardSource: TypeAlias = RewardFunc | str | PreTrainedModel
@@ -130,7 +131,7 @@ def load_parts(inputs: TrainerInputs) -> Parts:
         if isinstance(model, PreTrainedModel):
             check_lengths(name, model, longest, args)
     actor = separate_adapter(loaded, inputs.peft_config, inputs.of_model.get("revision"))
-    prepare_reward_models(rewards, actor.base, prompt_maker.date)
+    prepare_reward_models(rewards, actor.base, prompt_maker)
     tokenizer.pad_token_id = padding
     return Parts(
         model=ActorCritic(actor.base, actor.peft_config, critic, reference, actor.start_adapter),
@@ -170,10 +171,17 @@ def reward_functions(inputs: TrainerInputs, base_name: str, agents: Agents | Non
     if inputs.reward_funcs is not None:
         given = load_reward_funcs(inputs.reward_funcs, inputs.reward_tokenizers, base_name, inputs.args.device)
     own = episode_rewards(agents, given)
+    if inputs.reward_funcs is None and not own and inputs.ref_model is not None and inputs.args.needs_reference:
+        given = [no_reward]
     weights = inputs.args.reward_weights
     if own and weights is not None and len(weights) != len(given) + len(own):
         weights = [*check_weights(weights, [plain_name(func) for func in given]), *[1.0] * len(own)]
     return RewardFunctions([*given, *own], weights)
+
+
+def no_reward(completions: Sequence[object], **kwargs: object) -> list[float]:
+    """Return a score of 0 for each completion: only the reference teaches."""
+    return [0.0] * len(completions)
 
 
 def load_critic(
@@ -192,11 +200,17 @@ def load_critic(
     return source
 
 
-def prepare_reward_models(rewards: RewardFunctions, base: PreTrainedModel, date: RunDate) -> None:
-    """Give reward models the run's date, and reward adapters the actor's base."""
+def prepare_reward_models(rewards: RewardFunctions, base: PreTrainedModel, prompt_maker: PromptMaker) -> None:
+    """Give reward models the run's date, and reward adapters the actor's base.
+
+    Raises:
+        ValueError: a process reward model cannot judge the run's completions.
+    """
     for func in map(unwrap, rewards.funcs):
         if isinstance(func, RewardModel):
-            func.date = date
+            func.date = prompt_maker.date
+        if isinstance(func, ProcessRewardModel):
+            func.check(prompt_maker.tokenizer, several_turns=prompt_maker.agents is not None)
         if isinstance(func, RewardAdapter):
             func.attach(base)
 

@@ -104,7 +104,7 @@ class PPOTrainer(CrashSafeTrainer):
         reward_funcs: one or several functions after the contract of TRL's GRPOTrainer, see
             `hfppo.rewards.reward_func`;
             reward models, loaded or as an id or path, see `hfppo.rewards.model`; None where tools or an environment
-            give the rewards.
+            give the rewards, or a teacher as `ref_model` takes their place.
         args: the configuration.
         train_dataset: a "prompt" column of text or messages; other columns reach the reward functions. With an
             environment the column may be missing, and with a single one and `max_steps` the dataset. The trainer's

@@ -382,13 +382,13 @@ TEMPLATES = {
 def test_templates_that_do_not_fit_are_refused(make_agent, kind, monkeypatch):
     template, words = TEMPLATES[kind]
     monkeypatch.setattr("helpers.agents.TEMPLATE", template)
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=rf"(?s){words}.*docs/calculator\.md"):
         make_agent(reward_funcs=count_messages, tools=[add])
 
 
 def test_a_tokenizer_that_cannot_parse_calls_is_refused(make_agent, monkeypatch):
     monkeypatch.setattr("helpers.agents.RESPONSE", None)
-    with pytest.raises(ValueError, match="response_template"):
+    with pytest.raises(ValueError, match=r"response_template.*docs/calculator\.md"):
         make_agent(reward_funcs=count_messages, tools=[add])
 
 

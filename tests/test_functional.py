@@ -22,10 +22,11 @@ from hfppo.functional import (
     adaptive_kl_coef,
     cispo_loss,
     clip_fractions,
+    dppo_clip_fractions,
+    dppo_loss,
     effective_sample_size,
     explained_variance,
     gae,
-    gpg_loss,
     grpo,
     gspo_loss,
     importance_weights,
@@ -772,14 +773,37 @@ def test_sapo_fades_where_ppo_cuts():
     assert (weight.diff() < 0).all()
 
 
-def test_gpg_is_the_plain_policy_gradient_whatever_the_old_policy():
-    logprobs, advantages = double([-2, -1]), double([0.5, -3])
-    assert_close(gpg_loss(logprobs, advantages), double([1, -3]))
-    assert_close(grad_of(lambda x: gpg_loss(x, advantages), logprobs), double([-0.5, 3]))
+@pytest.mark.parametrize(
+    ("old", "new", "advantage", "loss", "grad"),
+    [
+        (0.5, 0.75, 2, 0, 0),  # up by 0.25
+        (0.5, 0.6, 2, -2.4, -2.4),  # up by 0.1: ρ = 1.2
+        (0.9, 0.6, -1, 0, 0),  # down by 0.3
+        (0.9, 0.8, -1, 8 / 9, 8 / 9),
+        (0.001, 0.1, 2, -200, -200),  # a ratio of 100, and hardly any probability
+        (0.9, 0.6, 2, -4 / 3, -4 / 3),  # against the advantage: no clip
+        (0.5, 0.75, -1, 1.5, 1.5),
+        (0.5, 0.75, 0, 0, 0),
+    ],
+)
+def test_dppo_by_hand(old, new, advantage, loss, grad):
+    """−A·π/π_old, and nothing once the probability has moved by more than 0.2 in the wanted direction."""
+    logprobs, old_logprobs, advantages = double([new]).log(), double([old]).log(), double([advantage])
+    assert_close(dppo_loss(logprobs, old_logprobs, advantages, Clip()), double([loss]))
+    assert_close(grad_of(lambda x: dppo_loss(x, old_logprobs, advantages, Clip()), logprobs), double([grad]))
+    low, high, dual = dppo_clip_fractions(logprobs, old_logprobs, advantages, Clip(dual=3.0))
+    assert [low.item(), high.item(), dual.item()] == [(old, new) == (0.9, 0.6) and loss == 0, grad == 0 < advantage, 0]
+
+
+def test_dppo_takes_each_side_from_its_own_argument():
+    old_logprobs, logprobs = double([0.5, 0.5]).log(), double([0.65, 0.35]).log()
+    advantages = double([1, -1])
+    assert_close(dppo_loss(logprobs, old_logprobs, advantages, Clip(0.1, 0.3)), double([-1.3, 0]))
+    assert_close(dppo_loss(logprobs, old_logprobs, advantages, Clip(0.3, 0.1)), double([0, 0.7]))
 
 
 def test_every_loss_and_reduction_of_the_contract_has_its_name():
-    assert set(POLICY_LOSSES) == {"ppo", "gspo", "cispo", "sapo", "gpg"}
+    assert set(POLICY_LOSSES) == {"ppo", "gspo", "cispo", "sapo", "dppo"}
     assert set(REDUCTIONS) == {
         "token-mean",
         "seq-mean-token-sum",
@@ -906,7 +930,7 @@ def test_normalised_reduction_needs_max_length():
 # Contracts that hold for every function
 
 NUMBERS = ("explained_variance", "effective_sample_size")
-BOOLS = ("clip_fractions", "value_clipped", "importance_weights", "turn_ends", "turn_starts")
+BOOLS = ("clip_fractions", "dppo_clip_fractions", "value_clipped", "importance_weights", "turn_ends", "turn_starts")
 OTHER_DTYPES = {**dict.fromkeys(BOOLS, torch.bool), "turn_factors": torch.float64}  # products round once
 
 

@@ -14,7 +14,8 @@ from helpers.formulas import CALLS
 quick = settings(max_examples=15, deadline=None, database=None, derandomize=True)
 # Weights are not negative, and the variance of two numbers that are nearly equal has no digits left.
 NOT_ANY_NUMBER = ("effective_sample_size", "explained_variance")
-DECIDE = ("clip_fractions", "value_clipped", "importance_weights")  # at a threshold, where a rounding decides
+# At a threshold, where a rounding decides.
+DECIDE = ("clip_fractions", "dppo_loss", "dppo_clip_fractions", "value_clipped", "importance_weights")
 
 
 @st.composite

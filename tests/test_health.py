@@ -13,11 +13,12 @@ from pathlib import Path
 import arithmetic
 import pytest
 import torch
+from datasets import Dataset
 from transformers import TrainerState
 from trl import TrlParser
 
 from helpers.tiny import tiny_model
-from hfppo import AdaptiveKLCallback, HealthCallback, HealthWarning, PPOConfig
+from hfppo import AdaptiveKLCallback, HealthCallback, HealthWarning, PPOConfig, TextEnvironment
 from hfppo.metrics import METRICS
 from hfppo.reporting.health import CHECKS
 
@@ -74,6 +75,19 @@ def stale(trainer) -> None:
     sampler._sample = from_the_base
 
 
+class Talkative(TextEnvironment):
+    """Answers at a length that no turn leaves room for."""
+
+    def reset(self, **row) -> None:
+        return None
+
+    def step(self, text: str):
+        return "1" * 20, 0.0, False, False, {}
+
+
+TALKS = Dataset.from_dict({"prompt": [[{"role": "user", "content": "1+1="}]] * 8})
+
+
 @dataclass(frozen=True)
 class Case:
     """A run with a problem: how it is made, and words of the warnings that it must give, by section of the docs."""
@@ -110,6 +124,11 @@ RUNS = {
         {"truncation": "raise max_completion_length (now 2)"},
         ONE_STEP | {"max_completion_length": 2, "max_steps": 3},
     ),
+    "answers that do not fit": Case(
+        {"dropped-answers": "raise max_completion_length (now 6)"},
+        ONE_STEP | {"max_steps": 1, "max_turn_length": 2},
+        {"environment_factory": Talkative, "reward_funcs": None, "train_dataset": TALKS, "eval_dataset": TALKS},
+    ),
     "a constant reward": Case(
         {"no-signal": "reward_std is 0, at"}, ONE_STEP | {"max_steps": 3}, {"reward_funcs": constant}
     ),
@@ -138,7 +157,7 @@ def test_each_problem_is_warned_of(make_trainer, dataset, name, monkeypatch):
     # At the start it refuses some of these models.
     monkeypatch.setattr("hfppo.trainer.check_outputs", lambda *_, **__: None)
     case = RUNS[name]
-    trainer = make_trainer(case.config, eval_dataset=dataset, **case.kwargs)
+    trainer = make_trainer(case.config, **{"eval_dataset": dataset, **case.kwargs})
     case.spoil(trainer)
     told = warned(trainer)
     assert [anchor for anchor, words in case.words.items() if words not in told.get(anchor, "")] == [], told

@@ -158,6 +158,18 @@ def test_metrics_of_an_update_by_hand(make_trainer, batch, outputs):
     )
 
 
+def test_clip_metrics_of_dppo_count_by_probability(make_trainer, batch, outputs):
+    args = make_trainer({"policy_loss": "dppo", "cliprange": 0.1, "cliprange_high": 0.3}).args
+    counts = batch.loss_mask
+    new, old, advantages = (x[counts].detach() for x in (outputs.logprobs, batch.old_logprobs, batch.advantages))
+    low, high = (advantages < 0) & (new.exp() < old.exp() - 0.1), (advantages > 0) & (new.exp() > old.exp() + 0.3)
+    read = measure(outputs, batch, args).read()
+    assert 0 < low.float().mean() != high.float().mean() > 0
+    assert read["policy/clip_frac_low"] == pytest.approx(low.float().mean().item())
+    assert read["policy/clip_frac_high"] == pytest.approx(high.float().mean().item())
+    assert read["policy/clip_frac"] == pytest.approx((low | high).float().mean().item())
+
+
 def test_a_ratio_below_one_deviates_as_well(make_trainer, batch, outputs):
     args = make_trainer().args
     batch = replace(batch, old_logprobs=outputs.logprobs.detach() + 0.5)

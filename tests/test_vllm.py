@@ -128,6 +128,30 @@ def test_vllm_samples_from_the_training_models_policy(make, placement, temperatu
         assert ids[mask].tolist() == theirs[0, len(prompt) :].tolist()
 
 
+@pytest.mark.parametrize("placement", ["colocate", "server"])
+def test_a_stop_string_of_several_tokens_ends_a_completion_as_without_vllm(make, placement):
+    """The tokens up to the one that completes it, their log-probs, and no penalty for an end by length."""
+
+    def greedy(**kwargs):
+        trainer = make(placement, {"generation_kwargs": kwargs} if kwargs else None)
+        prompts = [trainer.processing_class(p)["input_ids"] for p in PROMPTS["prompt"]]
+        with trainer.collector.sampler.ready():
+            return trainer.collector.sampler(*pad_left(prompts, 0), None), trainer
+
+    whole, trainer = greedy()
+    rows = [ids[mask].tolist() for ids, mask in zip(whole.ids, whole.mask, strict=True)]
+    signs = [[trainer.processing_class.decode([token]) for token in row] for row in rows]
+    strings = ["".join(signs[0][3:5]), "".join(signs[1][6:9])]  # of two and of three tokens
+    stopped, _ = greedy(stop_strings=strings)
+    for row, texts in enumerate(signs):
+        ends = (n for n in range(1, len(texts) + 1) if any(s in "".join(texts[:n]) for s in strings))
+        end = next(ends, None)
+        assert row > 1 or end < len(texts)
+        assert stopped.ids[row][stopped.mask[row]].tolist() == rows[row][:end]
+        assert bool(stopped.truncated[row]) == (end is None and bool(whole.truncated[row]))
+        assert_close(stopped.logprobs[row, :end], whole.logprobs[row, :end], rtol=0, atol=1e-4)
+
+
 def digest(named) -> str:
     """Of tensors with their names, in order."""
     whole = hashlib.sha256()

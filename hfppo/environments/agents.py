@@ -81,7 +81,10 @@ def load_agents(
         check_tools_fit(by_name, own, environment, name)
         schemas[name] = [get_json_schema(tool) for tool in {**by_name, **own}.values()]
     if tokenizer.chat_template is None and "chat_template" not in options:
-        raise ValueError("tools and environments need a chat template; set processing_class.chat_template")
+        raise ValueError(
+            "tools and environments need a chat template; set processing_class.chat_template, for tools as "
+            "docs/calculator.md does"
+        )
     eos_ids = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     chat_format = make_chat_format(tokenizer, eos_ids, options, with_tools=any(schemas.values()))
     return Agents(by_name, pool, chat_format, isinstance(environment_factory, Mapping), schemas)

@@ -146,13 +146,16 @@ def make_chat_format(
     """
     role = "tool" if with_tools else "user"
     if with_tools and getattr(tokenizer, "response_template", None) is None:
-        remedy = "the tokenizer cannot parse tool calls; set processing_class.response_template"
+        remedy = (
+            "the tokenizer cannot parse tool calls; set processing_class.response_template, as docs/calculator.md does"
+        )
         tokenizer.response_template = from_trl("add_response_schema", tokenizer, remedy).response_template
     chat_format = ChatFormat(tokenizer, eos_ids, options)
     try:
         check_template(chat_format, role)
     except ValueError as error:
-        remedy = f"{error}; set processing_class.chat_template to a template that keeps earlier messages"
+        shown = ", as docs/calculator.md does for a model without tools" if with_tools else ""
+        remedy = f"{error}; set processing_class.chat_template to a template that keeps earlier messages{shown}"
         template = from_trl("get_training_chat_template", tokenizer, remedy)
         logger.warning("%s; TRL's chat template for training replaces it", error)
         chat_format = replace(chat_format, options={**options, "chat_template": template})

@@ -97,10 +97,25 @@ def sapo_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor) -> Ten
     return -(4.0 / tau) * torch.sigmoid(tau * (ratio - 1.0)) * advantages
 
 
-def gpg_loss(logprobs: Tensor, advantages: Tensor) -> Tensor:
-    """The plain policy gradient, −A·log π. arXiv:2504.02546. Args and returns as `policy_loss`."""
-    require_same_shape(logprobs=logprobs, advantages=advantages)
-    return -advantages * logprobs
+def dppo_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, clip: Clip) -> Tensor:
+    """The surrogate without the tokens whose probability has moved too far. arXiv:2602.04879, DPPO-Binary-TV.
+
+        L = −A·ρ, and 0 where A > 0 and π − π_old > δ_high, or A < 0 and π − π_old < −δ_low
+
+    |π − π_old| = π_old·|ρ − 1| is the total variation of "this token or another": a rare token may change by a large
+    ratio.
+
+    Args:
+        logprobs, old_logprobs, advantages: (B, T).
+        clip: its ε are the δ, in probability; there is no dual clip.
+    Returns:
+        (B, T), not yet masked.
+    Raises:
+        ValueError: shapes that differ.
+    """
+    outside = dppo_clip_fractions(logprobs, old_logprobs, advantages, clip)
+    surrogate = -advantages * clamp_log_ratio(logprobs - old_logprobs).exp()
+    return surrogate.masked_fill(outside.low | outside.high, 0.0)
 
 
 # A loss is called with exactly the parameters that its signature names, out of: logprobs, old_logprobs, advantages,
@@ -110,12 +125,12 @@ POLICY_LOSSES: dict[str, Callable[..., Tensor]] = {
     "gspo": gspo_loss,
     "cispo": cispo_loss,
     "sapo": sapo_loss,
-    "gpg": gpg_loss,
+    "dppo": dppo_loss,
 }
 
 
 class ClipFractions(NamedTuple):
-    """(B, T) bool each: where the clip of `policy_loss` is active."""
+    """(B, T) bool each: where the clip of a policy loss is active."""
 
     low: Tensor
     high: Tensor
@@ -141,6 +156,21 @@ def clip_fractions(
         high=(advantages > 0) & (ratio > 1 + clip_high),
         dual=(advantages < 0) & (ratio > (math.inf if dual_clip is None else dual_clip)),
     )
+
+
+def dppo_clip_fractions(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, clip: Clip) -> ClipFractions:
+    """Where `dppo_loss` is 0: below π_old − δ_low with A < 0, above π_old + δ_high with A > 0. Args as there."""
+    require_same_shape(logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages)
+    moved = logprobs.exp() - old_logprobs.exp()
+    low, high = (advantages < 0) & (moved < -clip.low), (advantages > 0) & (moved > clip.high)
+    return ClipFractions(low, high, dual=torch.zeros_like(low))
+
+
+# Where the clip of a loss is active; the other losses have none that is measured.
+CLIP_FRACTIONS: dict[str, Callable[[Tensor, Tensor, Tensor, Clip], ClipFractions]] = {
+    "ppo": lambda logprobs, old_logprobs, advantages, clip: clip_fractions(logprobs, old_logprobs, advantages, *clip),
+    "dppo": dppo_clip_fractions,
+}
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip_range: float | None = 0.2) -> Tensor:

@@ -115,12 +115,14 @@ def measure_update(
     if first:
         deviation = parts((ratio - 1).abs(), mask)
         measures["policy/first_ratio_deviation"] = measures["policy/first_ratio_deviation_mean"] = deviation
-    return measures | (measure_clip(logprobs, batch, clip) if args.policy_loss == "ppo" else {})
+    return measures | measure_clip(logprobs, batch, args.policy_loss, clip)
 
 
-def measure_clip(logprobs: Tensor, batch: Rollout, clip: F.Clip) -> Measures:
-    """Measure the shares of clipped tokens."""
-    found = F.clip_fractions(logprobs, batch.old_logprobs, batch.advantages, *clip)
+def measure_clip(logprobs: Tensor, batch: Rollout, name: str, clip: F.Clip) -> Measures:
+    """Measure the shares of tokens that a policy loss clips; {} if its clip is not measured."""
+    if name not in F.CLIP_FRACTIONS:
+        return {}
+    found = F.CLIP_FRACTIONS[name](logprobs, batch.old_logprobs, batch.advantages, clip)
     shares = {"clip_frac": found.low | found.high, "clip_frac_low": found.low, "clip_frac_high": found.high}
     if clip.dual is not None:
         shares["dual_clip_frac"] = found.dual

@@ -121,6 +121,15 @@ def truncation(run: Run, limit: float = 0.5) -> str | None:
     )
 
 
+def dropped_answers(run: Run, limit: float = 0.5) -> str | None:
+    return run.explain(
+        run.above("turns/dropped_result_frac", limit),
+        "most episodes end at an answer that has no room, which the model never reads",
+        "answers of tools or the environment that are long beside the limit; too many turns for it",
+        "shorten the answers; raise {max_completion_length}; lower {max_turn_length}, {max_tool_calling_iterations}",
+    )
+
+
 def no_signal(run: Run, limit: float = 1e-3) -> str | None:
     """Standard deviation of the scores as a share of their mean's size."""
     fact = run.below("reward_std", limit * abs(run.now["reward"]))
@@ -162,7 +171,7 @@ def explained_variance(run: Run, limit: float = -0.2) -> str | None:
 
 
 # For how many rollouts in a row a problem must last before the warning. A critic begins as a constant and needs time.
-AT_ONCE = (clip_fraction, first_ratio, sampler_mismatch, unscorable)
+AT_ONCE = (clip_fraction, first_ratio, sampler_mismatch, unscorable, dropped_answers)
 LASTING = (kl_to_the_reference, entropy_collapse, truncation, no_signal, no_signal_within_prompts)
 CHECKS = {**dict.fromkeys(AT_ONCE, 1), **dict.fromkeys(LASTING, 3), explained_variance: 10}
 

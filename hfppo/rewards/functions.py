@@ -50,7 +50,10 @@ class RewardFunctions:
     def __init__(self, funcs: object, weights: Sequence[float] | None = None):
         self.funcs: list[Any] = list(funcs) if isinstance(funcs, Sequence) and not isinstance(funcs, str) else [funcs]
         if not self.funcs:
-            raise ValueError("reward_funcs is empty; give at least one function")
+            raise ValueError(
+                "reward_funcs is empty; give at least one function. None is for tools, for environments, and for a "
+                "ref_model with a kl_coef or kl_loss_coef above 0: docs/distillation.md"
+            )
         for func in self.funcs:
             if not callable(func) and not hasattr(func, "score_batch"):
                 raise TypeError(f"reward_funcs has {func!r}, which is no function; give Python functions")

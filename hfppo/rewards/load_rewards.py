@@ -5,13 +5,27 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from peft import PeftModel
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from peft import PeftConfig, PeftModel
+from transformers import (
+    AutoConfig,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from hfppo.models.loading import adapter_config, name_in_errors
 from hfppo.rewards.model import RewardAdapter, RewardModel
+from hfppo.rewards.process_model import ProcessRewardModel
 from hfppo.rewards.server import RewardServer
 from hfppo.rewards.tolerant import TolerantReward
+
+# By the end of a class's name, how it is loaded and how it rewards.
+MODELS: dict[str, tuple[Any, type[RewardModel]]] = {
+    "ForSequenceClassification": (AutoModelForSequenceClassification, RewardModel),
+    "ForTokenClassification": (AutoModelForTokenClassification, ProcessRewardModel),
+}
 
 
 def load_reward_funcs(
@@ -48,19 +62,7 @@ def load_reward_func(
     if isinstance(func, TolerantReward):
         return replace(func, func=load_reward_func(func.func, tokenizer, base_name, device))
     if isinstance(func, PreTrainedModel | PeftModel):
-        kind = type(func.get_base_model() if isinstance(func, PeftModel) else func).__name__
-        if not kind.endswith("ForSequenceClassification"):
-            raise TypeError(
-                f"reward_funcs has {kind}, which gives no scores; give a function, or one made by "
-                "AutoModelForSequenceClassification"
-            )
-        if tokenizer is None and not func.config.name_or_path:
-            raise ValueError(
-                f"reward_funcs has {kind} without a name to load its tokenizer by; give the tokenizer in "
-                "reward_processing_classes"
-            )
-        tokenizer = tokenizer or AutoTokenizer.from_pretrained(func.config.name_or_path)
-        return RewardModel(func, tokenizer, device=device if func.device.type == "cpu" else None)
+        return wrap_loaded(func, tokenizer, device)
     if isinstance(func, str) and func.startswith(("http://", "https://")):
         func = RewardServer(func)
     if isinstance(func, RewardServer):
@@ -68,24 +70,57 @@ def load_reward_func(
     if not isinstance(func, str):
         return func
     if (config := adapter_config(func)) is None:
-        return RewardModel(load_classifier(func, device), tokenizer or AutoTokenizer.from_pretrained(func))
+        return load_classifier(func, tokenizer, device)
+    return load_adapter(func, config, tokenizer, base_name)
+
+
+def wrap_loaded(
+    model: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase | None, device: torch.device
+) -> RewardModel:
+    """Return a loaded model as a reward function; raise if it has no score head or no tokenizer."""
+    kind = type(model.get_base_model() if isinstance(model, PeftModel) else model).__name__
+    rewards = [rewards for end, (_, rewards) in MODELS.items() if kind.endswith(end)]
+    if not rewards:
+        raise TypeError(
+            f"reward_funcs has {kind}, which gives no scores; give a function, or a model made by "
+            f"{' or '.join(auto.__name__ for auto, _ in MODELS.values())}"
+        )
+    if tokenizer is None and not model.config.name_or_path:
+        raise ValueError(
+            f"reward_funcs has {kind} without a name to load its tokenizer by; give the tokenizer in "
+            "reward_processing_classes"
+        )
+    tokenizer = tokenizer or AutoTokenizer.from_pretrained(model.config.name_or_path)
+    return rewards[0](model, tokenizer, device=device if model.device.type == "cpu" else None)
+
+
+def load_adapter(
+    name: str, config: PeftConfig, tokenizer: PreTrainedTokenizerBase | None, base_name: str
+) -> RewardAdapter:
+    """Return an adapter for the actor's base; raise if it is for another one, or rewards tokens."""
+    if config.task_type == "TOKEN_CLS":
+        raise ValueError(
+            f"reward_funcs: the adapter {name!r} rewards tokens, which needs a model of its own; merge the adapter "
+            "into its base and give the merged model"
+        )
     if config.base_model_name_or_path != base_name:
         raise ValueError(
-            f"reward_funcs: the adapter {func!r} was trained on {config.base_model_name_or_path!r}, the actor's base "
+            f"reward_funcs: the adapter {name!r} was trained on {config.base_model_name_or_path!r}, the actor's base "
             f"is {base_name!r}; merge the adapter into its base and give the merged model"
         )
-    return RewardAdapter(func, config, tokenizer or AutoTokenizer.from_pretrained(func))
+    return RewardAdapter(name, config, tokenizer or AutoTokenizer.from_pretrained(name))
 
 
-def load_classifier(name: str, device: torch.device) -> PreTrainedModel:
-    """Load a sequence-classification model; raise if it has no trained head: its scores would be noise."""
+def load_classifier(name: str, tokenizer: PreTrainedTokenizerBase | None, device: torch.device) -> RewardModel:
+    """Load a classification model; raise if it has no trained head: its scores would be noise."""
     with name_in_errors("reward_funcs", name):
-        model, info = AutoModelForSequenceClassification.from_pretrained(
-            name, output_loading_info=True, device_map=str(device)
-        )
+        names = AutoConfig.from_pretrained(name).architectures or []
+        of_tokens = any(architecture.endswith("ForTokenClassification") for architecture in names)
+        auto, rewards = MODELS["ForTokenClassification" if of_tokens else "ForSequenceClassification"]
+        model, info = auto.from_pretrained(name, output_loading_info=True, device_map=str(device))
     if info["missing_keys"]:
         raise ValueError(
             f"reward_funcs: {name!r} has no weights for {', '.join(sorted(info['missing_keys']))}: it is no reward "
             "model; train one with recipes/reward_model.py"
         )
-    return model
+    return rewards(model, tokenizer or AutoTokenizer.from_pretrained(name))

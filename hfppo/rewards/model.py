@@ -92,42 +92,47 @@ class RewardModel:
         # A chat template writes the special tokens itself.
         return self.score(texts, add_special_tokens=isinstance(prompts[0], str))
 
-    @torch.no_grad()
     def score(self, texts: list[str], add_special_tokens: bool = True) -> list[float]:
         """Return the scores of texts; a text longer than the model's positions loses its beginning."""
+        options = {"truncation": self.max_length is not None, "max_length": self.max_length}
+        encoded = self.tokenizer(texts, add_special_tokens=add_special_tokens, **options)["input_ids"] if texts else []
+        ids = [torch.tensor(row) for row in encoded]
+        if empty := [text for text, row in zip(texts, ids, strict=True) if not len(row)]:
+            raise ValueError(f"reward model {self.__name__} cannot score {empty[0]!r}: the text has no tokens")
+        return [float(logits[self.label]) for logits in self.outputs(ids)]
+
+    @torch.no_grad()
+    def outputs(self, sequences: list[Tensor]) -> list[Tensor]:
+        """Return the logits of each sequence of token ids, float32 on the CPU; the rows are computed by length."""
         if not hasattr(self.model, "hf_device_map"):  # a device map may have spread it over several devices
             # Trainer has moved the tensors that it shares with actor or critic, but not its own.
             self.model.to(self.device or next(self.model.parameters()).device)
-        if not texts:
+        if not sequences:
             return []
-        encoded = self.tokenizer(
-            texts,
-            add_special_tokens=add_special_tokens,
-            truncation=self.max_length is not None,
-            max_length=self.max_length,
-        )
-        ids = [torch.tensor(row) for row in encoded["input_ids"]]
-        if empty := [text for text, row in zip(texts, ids, strict=True) if not len(row)]:
-            raise ValueError(f"reward model {self.__name__} cannot score {empty[0]!r}: the text has no tokens")
-        lengths = torch.tensor([len(row) for row in ids])
-        scores = torch.empty(len(ids), dtype=torch.float32)
+        lengths = torch.tensor([len(row) for row in sequences])
+        outputs = [torch.empty(0)] * len(sequences)
         size = rows_at_once(self.batch_size, int(lengths.max()), next(self.model.parameters()).device)
         for rows in lengths.argsort(descending=True).split(size):
-            scores[rows] = self.logits([ids[row] for row in rows])[:, self.label].float().cpu()
-        return scores.tolist()
+            for row, logits in zip(rows, self.logits([sequences[row] for row in rows]).float().cpu(), strict=True):
+                outputs[row] = logits
+        return outputs
 
-    def logits(self, sequences: list[Tensor]) -> Tensor:
-        """Return (B, labels) logits of token ids, for a decoder those at the last real token."""
+    def padded(self, sequences: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """Return token ids and their attention mask, (B, T) each, padded on the right."""
         device = next(self.model.parameters()).device
         ids = nn.utils.rnn.pad_sequence(sequences, batch_first=True).to(device)
         lengths = torch.tensor([len(sequence) for sequence in sequences], device=device)
-        mask = (torch.arange(ids.shape[1], device=device) < lengths[:, None]).long()
+        return ids, (torch.arange(ids.shape[1], device=device) < lengths[:, None]).long()
+
+    def logits(self, sequences: list[Tensor]) -> Tensor:
+        """Return (B, labels) logits of token ids, for a decoder those at the last real token."""
+        ids, mask = self.padded(sequences)
         model: Any = self.model.get_base_model() if isinstance(self.model, PeftModel) else self.model
         if not hasattr(model, "score"):  # an encoder with a pooling of its own
             return model(input_ids=ids, attention_mask=mask).logits
         # transformers finds the last token by `ids != pad`, which is wrong where EOS pads.
         hidden = model.base_model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
-        return model.score(hidden[torch.arange(len(ids), device=device), lengths - 1])
+        return model.score(hidden[torch.arange(len(ids), device=ids.device), mask.sum(dim=1) - 1])
 
 
 def conversation(prompt: list[dict[str, Any]], completion: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ from typing import Any, Self
 import torch
 
 from hfppo.config import PPOConfig
-from hfppo.functional import Clip, clip_fractions
+from hfppo.functional import CLIP_FRACTIONS, Clip
 from hfppo.functional.kl import clamp_log_ratio
 from hfppo.models.actor_critic import ActorCritic, Want
 from hfppo.models.modes import eval_mode
@@ -93,10 +93,10 @@ def add_update(traces: list[Trace], model: ActorCritic, args: PPOConfig, clip: C
             want=Want(temperature=args.temperature, values=False),
         ).logprobs.cpu()
     ratio = clamp_log_ratio(new - old).exp()
-    found = clip_fractions(new, old, advantages, *clip)
-    clipped = (found.low | found.high | found.dual).tolist()
-    if args.policy_loss != "ppo":  # other losses clip otherwise, or not at all
-        clipped = [[None] * len(row) for row in clipped]
+    clipped: list[list[bool]] | list[list[None]] = [[None] * len(row) for row in rows]
+    if args.policy_loss in CLIP_FRACTIONS:
+        found = CLIP_FRACTIONS[args.policy_loss](new, old, advantages, clip)
+        clipped = (found.low | found.high | found.dual).tolist()
     updated = []
     for trace, *columns in zip(traces, new.tolist(), ratio.tolist(), clipped, strict=True):
         numbers = zip(trace.table.rows, *columns, strict=False)  # the columns are padded
