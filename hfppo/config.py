@@ -56,7 +56,7 @@ def option(default: object, help: str, **metadata: object) -> Any:
 
 @dataclass
 class PPOConfig(TrainingArguments):
-    """Configuration of `PPOTrainer`: the fields of `transformers.TrainingArguments` and those of PPO.
+    """Configuration of `PPOTrainer`: the fields of `transformers.TrainingArguments` and PPO's own.
 
     Example:
 
@@ -70,8 +70,8 @@ class PPOConfig(TrainingArguments):
     process. It is used for `num_ppo_epochs × num_mini_batches` optimizer steps, or more with `num_critic_epochs`.
 
     Raises:
-        TypeError: fields that do not exist; the message names them all.
-        ValueError: a field outside its range, or fields that contradict each other; the message names them.
+        TypeError: fields that do not exist.
+        ValueError: a field outside its range, or fields that contradict each other.
     """
 
     # Fields of TrainingArguments with another default.
@@ -268,7 +268,7 @@ class PPOConfig(TrainingArguments):
         check_fields(self)
         compares = self.load_best_model_at_end or self.save_strategy == "best"
         if self.metric_for_best_model is None and (compares or self.lr_scheduler_type in METRIC_SCHEDULERS):
-            self.metric_for_best_model = "eval_reward"  # Trainer would take eval_loss, which prompts do not have
+            self.metric_for_best_model = "eval_reward"  # Trainer's default is eval_loss, which prompts do not have
         if self.logging_steps is None:
             self.logging_steps = self.updates_per_rollout
         unset = [name for name in CHECKPOINTING if getattr(self, name) is None]
@@ -298,7 +298,7 @@ class PPOConfig(TrainingArguments):
         Args:
             others: names that exist elsewhere, such as other arguments of the script.
         Raises:
-            TypeError: names all that do not exist, each with its name here, or a similar one.
+            TypeError: a name is neither a field nor in `others`.
         """
         check_names(cls, names, others)
 
@@ -310,12 +310,12 @@ class PPOConfig(TrainingArguments):
         unset = [name for name in ("bf16", *CHECKPOINTING) if getattr(self, name) is None]
         if not unset:
             return self
-        chosen = object.__new__(type(self))  # copy.copy would leave out the token, as `__getstate__` does
+        chosen = object.__new__(type(self))  # copy.copy leaves out the token, as `__getstate__` does
         vars(chosen).update(vars(self) | dict.fromkeys(unset, dtype == torch.bfloat16))
         if "bf16" in unset and (self.mixed_precision != "no" or not is_torch_bf16_gpu_available()):
-            chosen.bf16 = False  # by `fp16` or the launcher, another precision is on
+            chosen.bf16 = False  # `fp16` or the launcher has chosen another precision
         if chosen.bf16:
-            chosen.mixed_precision = "bf16"  # for which TrainingArguments has looked at `bf16` already
+            chosen.mixed_precision = "bf16"  # TrainingArguments has read `bf16` already
         return chosen
 
     @property

@@ -32,7 +32,7 @@ from hfppo.models.actor_critic import ActorCritic, TokenOutputs, Want
 from hfppo.models.critic import find_critic
 
 NF4_BYTES = 0.5 + 4 / 64  # per weight: four bits, and a float32 scale for each block of 64
-USABLE = 0.9  # of a card; CUDA's context, workspaces and fragments take the rest
+USABLE = 0.9  # share of a card; CUDA's context, workspaces and fragments take the rest
 
 
 def setting(default: Any, help: str) -> Any:
@@ -73,7 +73,7 @@ class Setup:
 class Peaks:
     """Bytes by phase, on top of `weights`."""
 
-    weights: int  # of the base and the adapters, and AdamW's moments
+    weights: int  # the base, the adapters and AdamW's moments
     phases: dict[str, int]
 
     @property
@@ -99,7 +99,7 @@ class LiveStorages(TorchDispatchMode):
     """Adds up the bytes of the storages that live at the same time, each once however many tensors share it.
 
     Args:
-        kind: of the tensors that are counted.
+        kind: the type of the tensors that are counted.
     """
 
     def __init__(self, kind: type[Tensor] = FakeTensor) -> None:
@@ -143,7 +143,7 @@ def estimate(config: PreTrainedConfig, setup: Setup) -> Peaks:
     """Return the peaks of a run, from two measurements with few layers if all layers are equal.
 
     Args:
-        config: of the base.
+        config: the base's configuration.
     """
     text = config.get_text_config()
     depth, few = text.num_hidden_layers, max(2, 1 + (setup.critic_layers or 0))
@@ -179,7 +179,7 @@ def measure(config: PreTrainedConfig, setup: Setup) -> Peaks:
 
 
 def weigh(model: ActorCritic, live: LiveStorages, setup: Setup) -> tuple[int, int]:
-    """Return the bytes of a model with AdamW's moments, and those of the largest layer that NF4 unpacks.
+    """Return the bytes of a model with AdamW's moments, and the bytes of the largest layer that NF4 unpacks.
 
     bitsandbytes packs every frozen linear layer but the output head.
     """
@@ -198,7 +198,7 @@ def measure_phases(model: ActorCritic, live: LiveStorages, setup: Setup) -> dict
     """Return the bytes of each phase or part of one, on top of those that live before the phase.
 
     Args:
-        model: in eval mode; the update leaves it in training mode, with gradients.
+        model: the model in eval mode; the update leaves it in training mode, with gradients.
     """
     passed, updated = (inputs(model, setup, x) for x in (setup.local_rollout_forward_batch_size, setup.rows_of_update))
     keep = model.keeps_base_states
@@ -242,7 +242,7 @@ def make_model(config: PreTrainedConfig, setup: Setup) -> ActorCritic:
 
 
 def without_data(model: ActorCritic) -> ActorCritic:
-    """Put tensors of a CPU without data in the place of those of the "meta" device; shared ones stay shared.
+    """Replace tensors on the "meta" device by CPU tensors without data; shared tensors stay shared.
 
     Token ids and masks are real tensors, since they decide what is computed; they are not counted.
     """

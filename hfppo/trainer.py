@@ -110,7 +110,7 @@ class PPOTrainer(CrashSafeTrainer):
             environment the column may be missing, and with a single one and `max_steps` the dataset. The trainer's
             attribute cannot be replaced later.
         eval_dataset: the same, or several of them by name.
-        processing_class: the tokenizer, no processor; None: the model's own. One without a padding token gets EOS.
+        processing_class: the tokenizer, not a processor; None: the model's own. One without a padding token gets EOS.
         peft_config: the actor's adapter; None: LoRA of rank 16 on all linear layers. The whole model is never trained;
             a higher rank comes closest, `LoraConfig(r=256, target_modules="all-linear")`.
         ref_model: the reference; None: the base with the adapter disabled, or a frozen copy of the adapter that
@@ -129,7 +129,7 @@ class PPOTrainer(CrashSafeTrainer):
             factories by the value of the dataset's column "environment".
         optimizers: an optimizer over the parameters of a PeftModel given as `model`, and its LambdaLR or None. It
             trains the actor in that model's place, and the critic in one more group. Otherwise set `args.optim`.
-        quantization_config: of models given by name.
+        quantization_config: quantization of models given by name.
 
     Raises:
         TypeError, ValueError: input that cannot be trained on; before anything is generated.
@@ -288,7 +288,7 @@ class PPOTrainer(CrashSafeTrainer):
         with explain_out_of_memory("update"):
             yield
         best = self.state.best_model_checkpoint if self.args.load_best_model_at_end else None
-        if best is not None and Path(best).is_dir() and not self.is_deepspeed_enabled:  # which has loaded its own
+        if best is not None and Path(best).is_dir() and not self.is_deepspeed_enabled:  # DeepSpeed loads its own
             self.model.load_critic(best)  # upstream has warned of a folder that is gone
 
     def get_train_dataloader(self) -> DataLoader:
@@ -306,7 +306,7 @@ class PPOTrainer(CrashSafeTrainer):
                 "train_dataset is missing; PPOTrainer.train needs prompts. With one environment, whose reset writes "
                 "them, set max_steps or total_episodes"
             )
-        steps = self.args.max_steps  # of a stream, whose length is unknown, one epoch is the whole run
+        steps = self.args.max_steps  # a stream's length is unknown, so one epoch is the whole run
         if isinstance(self._train_prompts, Prompts):
             completions = len(self._train_prompts) * self.args.num_generations
             rollouts = max(1, completions // (self.args.rollout_size_per_process * self.args.world_size))
@@ -320,12 +320,12 @@ class PPOTrainer(CrashSafeTrainer):
     ) -> tuple[list[dict[str, Any]], MiniBatchSize]:
         """Return the micro-batches of the next optimizer step, after a new rollout if one is due."""
         if self.state.global_step >= self.state.max_steps:
-            # A run resumed at its end would make one step more.
+            # Without this, resuming a finished run would make one extra step.
             self.control.should_training_stop = True
             return [], MiniBatchSize(0, 0)
         if self._just_in_time is not None and self._just_in_time.save_between_steps(self.control):
             return [], MiniBatchSize(0, 0)
-        self._prepare_model()  # also where a checkpoint brings a rollout
+        self._prepare_model()  # even if a checkpoint brings a rollout
         self._pretrain_critic()
         for _ in range(num_batches):
             next(epoch_iterator)
@@ -394,7 +394,7 @@ class PPOTrainer(CrashSafeTrainer):
             prompts: texts or conversations.
             columns: further columns for the reward functions, one entry per prompt each. Equal rows form a group.
         Raises:
-            TypeError, ValueError: prompts or columns that do not fit; names them.
+            TypeError, ValueError: prompts or columns that do not fit.
         """
         rows = self.collector.eval_rows(self._prepare_prompts(dataset_of(prompts, columns), "prompts"))
         self._prepare_model()
@@ -452,10 +452,10 @@ class PPOTrainer(CrashSafeTrainer):
         return (loss, outputs) if return_outputs else loss
 
     def loss_terms(self, outputs: TokenOutputs, batch: Rollout) -> list[LossTerm]:
-        """Return the terms of the loss; a subclass may add its own to those of `super().loss_terms`.
+        """Return the terms of the loss; a subclass may add its own to `super().loss_terms`.
 
         Args:
-            outputs: of π_θ, the policy being optimized; (B, T) tensors, None where a step moves only actor or critic.
+            outputs: (B, T) tensors of π_θ, the policy being optimized; None where a step moves only actor or critic.
             batch: the rollout's data about the same tokens.
         """
         return ppo_terms(outputs, batch, self.args, self._clip)
@@ -489,7 +489,7 @@ class PPOTrainer(CrashSafeTrainer):
 
     def _after_step(self) -> None:
         """Call the callbacks after an optimizer step, and end the rollout's use if one of them asks for it."""
-        if self.ppo_state.rollouts == 0:  # in critic pretraining
+        if self.ppo_state.rollouts == 0:  # critic pretraining
             return
         step = self._run.end_step(self.state.global_step - self.ppo_state.first_step)
         if self._call_callbacks("on_mini_batch_end", step=step).should_end_rollout:
@@ -581,7 +581,7 @@ class PPOTrainer(CrashSafeTrainer):
         self.ppo_state, self._run.steps, self._run.rollout = found.state, found.steps, found.rollout
         self._run.log.load_state_dict(found.metrics)
         self.state.max_steps -= self.ppo_state.skipped_steps
-        if not self.is_deepspeed_enabled:  # its own checkpoint holds the critic
+        if not self.is_deepspeed_enabled:  # DeepSpeed's checkpoint contains the critic
             self.model.load_critic(folder)
 
     # Logs, callbacks and the card

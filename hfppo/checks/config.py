@@ -41,7 +41,7 @@ INHERITED_REQUIREMENTS = {
     "max_grad_norm": AT_LEAST_0,
 }
 
-# The keys of `generation_kwargs`, with what their lists hold.
+# The keys of `generation_kwargs`, with the type, condition and description of their lists' entries.
 STOPS: dict[str, tuple[type, Callable[[Any], bool], str]] = {
     "stop_strings": (str, bool, "texts that are not empty"),
     "stop_token_ids": (int, lambda x: x >= 0, "token ids"),
@@ -74,7 +74,7 @@ TYPES: dict[object, tuple[Callable[[Any], bool], str]] = {
     dict[str, Any] | str: (lambda x: isinstance(read_json(x), dict), "must be a dictionary, or JSON of one"),
 }
 
-# Fields of TrainingArguments that would break PPO, with the reason and a remedy; only their defaults are allowed.
+# Fields of TrainingArguments that break PPO, with the reason and a remedy; only their defaults are allowed.
 FULL_EVAL = "it would cast the model that is trained; set model_init_kwargs={'dtype': 'bfloat16'} or float16 instead"
 UNUSABLE_FIELDS = {
     "auto_find_batch_size": "it would change the size of rollouts in the middle of a run; lower "
@@ -105,7 +105,7 @@ def check_fields(args: TrainingArguments) -> None:
     NumPy's scalars become Python's. The texts "None" and "null" become None where a command line has no other way.
 
     Raises:
-        ValueError: names the field, its value and the requirement.
+        ValueError: a value has the wrong type, is out of range, or is not among the choices.
     """
     hints = get_type_hints(type(args), include_extras=True)  # HfArgumentParser writes other types into the fields
     plain = get_type_hints(type(args))
@@ -162,7 +162,7 @@ def check_config(args: Any) -> None:
     """Check that the fields of a PPOConfig agree with each other, and that PPO can use them.
 
     Raises:
-        ValueError: names the fields, their values and the remedy.
+        ValueError: fields contradict each other, or PPO cannot use one.
     """
     check_secrets(args)
     check_combinations(args)
@@ -172,7 +172,7 @@ def check_config(args: Any) -> None:
 
 
 def check_secrets(args: TrainingArguments) -> None:
-    """Raise ValueError if a setting other than `hub_token`, which TrainingArguments hides, holds a secret."""
+    """Raise ValueError if a setting other than `hub_token`, which TrainingArguments hides, contains a secret."""
     settings = {f.name: getattr(args, f.name) for f in fields(args) if f.name != "hub_token"}
     for name, value in settings.items():
         if (place := name if is_secret(name, value) else find_secret(value, name)) is not None:
@@ -201,7 +201,7 @@ def check_combinations(args: Any) -> None:
         warnings.warn(
             "kl_loss_estimator='k1' has a gradient of zero mean as a loss: it adds noise and restrains nothing. "
             "Use k2, k3 or k1+, whose gradient is that of k2.",
-            stacklevel=5,  # where the configuration is made
+            stacklevel=5,  # the line that makes the configuration
         )
     for field, needed in READ_FOR.items():
         if (value := getattr(args, field)) not in (None, 0) and not estimator_needs(args.advantage_estimator, needed):
@@ -226,7 +226,7 @@ def check_critic(args: Any) -> None:
 
 
 def check_generation_kwargs(kwargs: Mapping[str, object]) -> None:
-    """Raise ValueError unless the keys are those of `STOPS`, each with a list of its kind."""
+    """Raise ValueError unless the keys are in `STOPS`, each with a list of its kind."""
     for name, value in kwargs.items():
         if name not in STOPS:
             raise ValueError(
@@ -240,7 +240,7 @@ def check_generation_kwargs(kwargs: Mapping[str, object]) -> None:
 
 
 def check_inherited(args: TrainingArguments) -> None:
-    """Raise ValueError if an inherited field would break PPO, and warn of those that PPO does not read."""
+    """Raise ValueError if an inherited field breaks PPO, and warn of fields that PPO does not read."""
     changed = {f.name: value for f in fields(args) if (value := getattr(args, f.name)) != default_of(f)}
     for name, reason in UNUSABLE_FIELDS.items():
         if name in changed:

@@ -80,7 +80,7 @@ Parameters = ParamSpec("Parameters")
 
 
 def check_names(cls: type, names: Iterable[str], others: Iterable[str] = ()) -> None:
-    """Raise TypeError if fields do not exist; it names them all, each with its name here or a similar one.
+    """Raise TypeError if fields do not exist.
 
     Args:
         others: names that exist elsewhere.

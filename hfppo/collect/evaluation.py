@@ -47,7 +47,7 @@ class Evaluated:
         prefix: str,
     ) -> EvalLoopOutput:
         """Return the output of Trainer's evaluation loop, with the user's own metrics and all names prefixed."""
-        rows = prompts.rows  # with the dataset's transform, as prompts and reward functions see them
+        rows = prompts.rows  # the dataset's transform applies, as for prompts and reward functions
         columns: Any = rows[:] if rows.format["type"] == "custom" else rows.to_dict()
         completions: Any = self.completions
         metrics = dict(self.metrics)
@@ -93,7 +93,7 @@ def evaluate_prompts(
                 done += [(row.group, text) for row, text in zip(batch.rows, batch.texts, strict=True)]
                 on_batch()
     everywhere = sorted(gather_object(done), key=lambda numbered: numbered[0])
-    # The best model is chosen by the reward. Without any score it is NaN: a missing metric would end the run.
+    # The best model is chosen by the reward. Without any score it is NaN: a missing metric ends the run.
     return Evaluated([text for _, text in everywhere], {"reward": math.nan, **meter.read()})
 
 
@@ -116,12 +116,12 @@ def check_best_metric(
     rewards: RewardFunctions,
     compute_metrics: Callable[[EvalPrediction], dict[str, float]] | None,
 ) -> None:
-    """Raise if no evaluation has `metric_for_best_model`: the first one would end the run.
+    """Raise if no evaluation has `metric_for_best_model`. Without this, the first evaluation ends the run.
 
     Args:
-        datasets: names of the evaluation datasets; None for an only one.
+        datasets: names of the evaluation datasets; None for a single one without a name.
     Raises:
-        ValueError: names the existing metrics.
+        ValueError: the metric is not among an evaluation's metrics.
     """
     wanted = args.metric_for_best_model
     if wanted is None or compute_metrics is not None:
@@ -146,7 +146,7 @@ class EvalPrompts:
     """The prompts of the evaluation datasets, by name."""
 
     given: Dataset | dict[str, Dataset] | None  # the dataset, or datasets by name, that the trainer was made with
-    prompts: dict[str | None, Prompts]  # the same, checked and tokenized; by None without names
+    prompts: dict[str | None, Prompts]  # the same, checked and tokenized; None is the key of a single one
     prepare: Callable[[Dataset, str], Prompts]  # checks and tokenizes a dataset that comes later
 
     def find(self, requested: str | Dataset | None, current: Dataset | dict[str, Dataset] | None) -> Prompts:
@@ -156,7 +156,7 @@ class EvalPrompts:
             requested: a dataset, the name of one, or None for the trainer's.
             current: the trainer's `eval_dataset`, which may have been replaced since.
         Raises:
-            TypeError, ValueError: there is no dataset of that name, or its prompts do not fit; names them.
+            TypeError, ValueError: there is no dataset of that name, or its prompts do not fit.
         """
         wanted = current if requested is None else requested
         if isinstance(wanted, str):

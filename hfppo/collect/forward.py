@@ -47,7 +47,7 @@ def forward_passes(
         "completion_mask": completions.mask,
     }
     lengths = inputs["attention_mask"].sum(dim=1)
-    # Rows of similar length need little padding. Those of one prompt share it; they are neighbours.
+    # Rows of similar length need little padding. Rows of one prompt share it; they are neighbours.
     sorted_by = lengths if args.num_generations == 1 else prompt_mask.sum(dim=1)
     order = sorted_by.argsort(descending=True, stable=True)
     batches = [
@@ -86,7 +86,7 @@ def policy_pass(
     """Compute values, and log π_old unless the sampler's log-probs are used.
 
     Args:
-        base_states: from the reference pass, where the critic starts from them; None computes them.
+        base_states: states from the reference pass, if the critic starts from them; None computes them.
     """
     states = model.keeps_base_states and base_states[0] is None
     final = args.bootstrap_truncated and args.needs_critic
@@ -129,7 +129,7 @@ def join_in_order(parts: list[TokenOutputs], order: Tensor, lengths: Tensor) -> 
 def autocast(accelerator: Accelerator) -> AbstractContextManager:
     """Return the update's mixed precision, for passes outside Trainer's loop.
 
-    FSDP2 casts inside each layer; autocast on top would give other numbers than the update.
+    FSDP2 casts inside each layer; autocast on top gives other numbers than the update.
     """
     return nullcontext() if accelerator.is_fsdp2 else accelerator.autocast()
 

@@ -89,7 +89,7 @@ class Batch:
 
 
 class TurnCache:
-    """Keeps the key-values of a turn of episodes for the next turn, while the weights stay the same."""
+    """Keeps the KV cache of a turn of episodes for the next turn, while the weights stay the same."""
 
     def __init__(self) -> None:
         self.weights_stay = False
@@ -97,7 +97,7 @@ class TurnCache:
 
     @contextmanager
     def while_weights_stay(self) -> Iterator[None]:
-        """Keep key-values within the block."""
+        """Keep the KV cache within the block."""
         self.weights_stay = True
         try:
             yield
@@ -105,11 +105,11 @@ class TurnCache:
             self.weights_stay, self.kept = False, None
 
     def put(self, kept: KeyValues | None) -> None:
-        """Keep key-values in place of earlier ones; None keeps nothing."""
+        """Replace the stored KV cache; None clears it."""
         self.kept = kept
 
     def take(self, batch: Batch) -> DynamicCache | None:
-        """Remove what is kept, and return the key-values that the prompts begin with, or None."""
+        """Remove the stored KV cache, and return the part that the prompts begin with, or None."""
         kept, self.kept = self.kept, None
         return None if kept is None else kept.continued_by(batch.prompt_ids, batch.prompt_mask)
 
@@ -121,7 +121,7 @@ class TransformersSampler(Sampler):
     π_rollout equals π_old up to rounding.
 
     A prompt that adjacent rows of a batch share, as in a group, is read once. A turn of an episode reads only what is
-    new since the turn before: within `ready` its key-values are kept for the next turn while the active rows fit one
+    new since the turn before: within `ready` its KV cache is kept for the next turn while the active rows fit one
     batch. `key_values` has the conditions.
 
     Args:
@@ -138,10 +138,10 @@ class TransformersSampler(Sampler):
     ):
         self.model, self.sampling, self.batch_size = model, sampling, batch_size
         self.on_progress = on_progress or (lambda share: None)
-        self.rows = 0  # of the latest call
+        self.rows = 0  # rows per batch in the latest call
         self.turn_cache = TurnCache()
-        self.may_reuse = True  # False if `check_sampler` finds that the model does not continue from key-values
-        self.may_share = True  # False once a batch's key-values turn out to be of another kind
+        self.may_reuse = True  # False if `check_sampler` finds that the model does not continue from a KV cache
+        self.may_share = True  # False once a batch's KV cache turns out to be of another kind
 
     def ready(self) -> AbstractContextManager[None]:
         """See `Sampler`."""
@@ -188,7 +188,7 @@ class TransformersSampler(Sampler):
         """Read a prompt once for the adjacent rows that share it.
 
         Returns:
-            Key-values of each row's first columns, or None: they cannot be laid out, or too little would be saved.
+            The KV cache of each row's first columns; None if it cannot be laid out, or if it saves too little.
         """
         prompt_ids, prompt_mask = batch.prompt_ids, batch.prompt_mask
         both = torch.cat([prompt_ids, prompt_mask.to(prompt_ids.dtype)], dim=1)
@@ -207,8 +207,8 @@ class TransformersSampler(Sampler):
         """Sample the completions of one batch.
 
         Args:
-            past: key-values of the prompts' first columns.
-            keep: also return the key-values of prompts and completions, if they are of a kind that can be kept.
+            past: the KV cache of the prompts' first columns.
+            keep: also return the KV cache of prompts and completions, if it is of a kind that can be kept.
         """
         settings, width, most = self.sampling, batch.prompt_ids.shape[1], max(batch.limits)
         device = batch.prompt_ids.device
@@ -281,7 +281,7 @@ def generation_config_of(model: ActorCritic, config: GenerationConfig) -> Iterat
 
 @contextmanager
 def batch_state_reset(model: ActorCritic) -> Iterator[None]:
-    """Restore the tensors that modules set in the block apart from key-values, such as `rope_deltas`.
+    """Restore the tensors that modules set in the block apart from the KV cache, such as `rope_deltas`.
 
     They have one row per row of the batch, and the next pass may have other rows.
     """

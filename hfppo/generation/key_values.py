@@ -1,4 +1,4 @@
-"""Key-values of `generate`, used again for prompts that begin alike: of a group, or of an episode's next turn."""
+"""The KV cache of `generate`, used again for prompts that begin alike: in a group, or in an episode's next turn."""
 
 from dataclasses import dataclass, fields
 
@@ -13,13 +13,13 @@ from hfppo.models.modes import is_sharded
 
 ATTENTION = ("eager", "sdpa")  # the implementations whose passes over a part of the columns are tested
 
-# The name of the key-values, among the arguments of `generate` and in its output; transformers 5.24 renamed them.
+# The name of the KV cache, among the arguments of `generate` and in its output; transformers 5.24 renamed it.
 CACHE = "cache" if "cache" in {field.name for field in fields(GenerateDecoderOnlyOutput)} else "past_key_values"
 
 
 @dataclass(frozen=True)
 class KeyValues:
-    """Key-values of C columns of B rows. The real tokens of a row follow each other.
+    """The KV cache of C columns of B rows. The real tokens of a row follow each other.
 
     Single use; invalid once the weights change.
     """
@@ -30,10 +30,10 @@ class KeyValues:
 
     @classmethod
     def of(cls, cache: Cache | None, ids: Tensor, mask: Tensor) -> "KeyValues | None":
-        """Return the key-values in the cache of a batch; None if a layer has no key-values of all columns.
+        """Return the KV cache of a batch; None if a layer does not cache all columns.
 
         Args:
-            cache: of `generate`.
+            cache: the output of `generate`.
             ids, mask: (B, P + T), at least the columns of the cache.
         """
         if type(cache) is not DynamicCache:  # a subclass may have a recurrent state, too
@@ -46,7 +46,7 @@ class KeyValues:
         return cls(cache, ids[:, :width], mask[:, :width])
 
     def continued_by(self, prompt_ids: Tensor, prompt_mask: Tensor) -> DynamicCache | None:
-        """Return the key-values of the first columns of prompts, or None if a prompt begins otherwise.
+        """Return the KV cache of the prompts' first columns, or None if a prompt begins otherwise.
 
         Args:
             prompt_ids, prompt_mask: (A, P), padded on the left: some of the rows, in their order, with more tokens.
@@ -59,7 +59,7 @@ class KeyValues:
         return None if rows is None else self.lay_out(rows, prompt_ids, prompt_mask)
 
     def lay_out(self, rows: list[int], prompt_ids: Tensor, prompt_mask: Tensor) -> DynamicCache | None:
-        """Return the key-values of the first columns of prompts, or None if the prompts have only one column.
+        """Return the KV cache of the prompts' first columns, or None if the prompts have only one column.
 
         The columns have the layout of the prompts, so that `generate` works as on whole prompts. It reads the last
         columns, as many as the row with the most new tokens has.

@@ -18,7 +18,7 @@ class Sampling:
     """Settings that all samplers of this package share."""
 
     temperature: float  # divides the logits
-    max_tokens: int  # of a completion
+    max_tokens: int  # most tokens of a completion
     eos_ids: list[int]  # tokens that end a completion
     pad_id: int  # fills completions up
     stops: StopStrings | None = None  # texts that end a completion as well
@@ -32,7 +32,7 @@ class Completions:
     mask: Tensor  # (B, T) bool, True on sampled tokens, up to and including the first end of each turn
     truncated: Tensor  # (B,) bool, True where a limit ended it, False for EOS, a stop or the environment
     logprobs: Tensor  # (B, T) float32, log π_rollout of each token at temperature, nats, 0 where none was sampled
-    context: Tensor | None = None  # (B, T) bool, True on tokens of tools and environments; None: there are none
+    context: Tensor | None = None  # (B, T) bool, True on tokens of tools and environments; None if there are none
     cut: Tensor | None = None  # (B,) bool, True where a limit of tokens ended it within a turn; None: as `truncated`
     open_ended: Tensor | None = None  # (B,) bool, True where the critic knows the last state; None: as `truncated`
 
@@ -121,7 +121,7 @@ def eos_token_ids(tokenizer: PreTrainedTokenizerBase, generation_config: Generat
     Call it before training starts: Trainer then rewrites the generation config.
 
     Raises:
-        ValueError: there is none, so no completion would ever end.
+        ValueError: there is none, so no completion ever ends.
     """
     configured = getattr(generation_config, "eos_token_id", None)
     ids = set(configured if isinstance(configured, list) else [configured]) | {tokenizer.eos_token_id}
@@ -135,7 +135,7 @@ def eos_token_ids(tokenizer: PreTrainedTokenizerBase, generation_config: Generat
 
 
 def completion_ids(text: str, tokenizer: PreTrainedTokenizerBase, eos_ids: list[int]) -> list[int]:
-    """Return the token ids of a written completion, with the end of sequence that the policy would add."""
+    """Return the token ids of a written completion, with an EOS token at its end as the policy writes it."""
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     # Chat models end their turns with the tokenizer's EOS; their generation config has other ends, too.
     eos_id = eos_ids[0] if tokenizer.eos_token_id is None else tokenizer.eos_token_id

@@ -17,7 +17,7 @@ SHORT, LONG, TOKENS = 2, 6, 3  # lengths of two prompts, and of each completion
 
 @torch.no_grad()
 def check_sampler(sampler: Sampler, device: torch.device) -> None:
-    """Check that `generate` does not read padding, and find out whether key-values can be used again.
+    """Check that `generate` does not read padding, and find out whether its KV cache can be used again.
 
     A collective call where the weights are sharded. Only `TransformersSampler` pads prompts, so only it is checked.
 
@@ -49,7 +49,7 @@ class Trial:
 
     Args:
         sampler: gives model and settings; it is not called.
-        device: of the model.
+        device: the model's device.
     """
 
     def __init__(self, sampler: TransformersSampler, device: torch.device):
@@ -71,7 +71,7 @@ class Trial:
     def gap(self, prompt: list[int], completions: Completions) -> float:
         """Return the median distance of the first row's log-probs from a forward without padding.
 
-        A mean would include single tokens that are off because rounding made a router choose another expert.
+        A mean includes single tokens that are off because rounding made a router choose another expert.
         """
         sampler = self.sampler
         ids = torch.cat([torch.tensor([prompt], device=self.device), completions.ids[:1]], dim=1)
@@ -81,7 +81,7 @@ class Trial:
         return float((outputs.logprobs - completions.logprobs[:1]).abs().median())
 
     def continues(self, first: Completions, limit: float) -> bool:
-        """Return whether the shorter row's next turn is right, for which its key-values move to other columns."""
+        """Return whether the shorter row's next turn is right, for which its KV cache moves to other columns."""
         prompt = [*self.short, *first.ids[0].tolist(), *self.answer]
         try:
             second = self.sample([prompt])

@@ -143,8 +143,8 @@ def sampling_fields(sampling: Sampling, seed: int | None, budget: int | None = N
     They are complete, so that no default of vLLM or of the model's generation config applies.
 
     Args:
-        seed: of one completion; None: greedy.
-        budget: its most tokens; None: `max_tokens`.
+        seed: the completion's seed; None: greedy.
+        budget: the completion's most tokens; None: `max_tokens`.
     """
     return {
         "temperature": 0.0 if seed is None else sampling.temperature,
@@ -152,7 +152,7 @@ def sampling_fields(sampling: Sampling, seed: int | None, budget: int | None = N
         "max_tokens": sampling.max_tokens if budget is None else budget,
         "stop_token_ids": sampling.eos_ids,
         "ignore_eos": True,  # only `stop_token_ids` end a completion
-        "logprobs": 0,  # of the sampled token only
+        "logprobs": 0,  # the sampled token only
         "top_p": 1.0,
         "top_k": 0,
         "min_p": 0.0,
@@ -167,7 +167,7 @@ class ColocatedEngine:
     """A `vllm.LLM` in each training process.
 
     Raises:
-        ValueError: vLLM cannot serve the base or the adapter, or the engine would need several GPUs.
+        ValueError: vLLM cannot serve the base or the adapter, or the engine needs several GPUs.
     """
 
     shared = False
@@ -181,7 +181,7 @@ class ColocatedEngine:
                     f"vllm_engine_kwargs={engine_kwargs!r}: a colocated engine has only the GPU of its training "
                     f"process, one of {args.world_size}; leave {name} out, or set vllm_mode='server'"
                 )
-        # In a separate process the engine would not see settings of the training process, such as the device.
+        # In a separate process the engine does not see settings of the training process, such as the device.
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         import vllm
         from vllm.lora.request import LoRARequest
@@ -203,7 +203,7 @@ class ColocatedEngine:
                 "generation_config": "vllm",
                 "seed": args.seed,
                 **most_tokens(model, args),
-                # Without it the engine of every process would use the first GPU.
+                # Without this, the engine of every process uses the first GPU.
                 **({"distributed_executor_backend": "external_launcher"} if args.world_size > 1 else {}),
                 **engine_kwargs,
             }
@@ -274,7 +274,7 @@ def most_tokens(model: ActorCritic, args: PPOConfig) -> dict[str, int]:
 
 
 def dtype_name(model: ActorCritic) -> str:
-    """Return the model's dtype by vLLM's name; by default vLLM would load a float32 model in bfloat16."""
+    """Return the model's dtype by vLLM's name; by default vLLM loads a float32 model in bfloat16."""
     return str(model.dtype).removeprefix("torch.")
 
 

@@ -21,13 +21,13 @@ class ServerEngine:
         timeout: seconds to wait for the server, at the start and for each answer.
 
     Raises:
-        ServerError: the server does not answer, or lacks an option; gives the right command.
+        ServerError: the server does not answer, or lacks an option.
     """
 
     shared = True
 
     def __init__(self, model: ActorCritic, url: str, timeout: float):
-        # A server that was started without LoRA, or for a lower rank, answers 500; a retry would not help.
+        # A server that was started without LoRA, or for a lower rank, answers 500; a retry does not help.
         final = "Call to add_lora method failed"
         base = url.rstrip("/")  # each path begins with a slash
         self.endpoint = Endpoint(base, timeout, stop_after_delay(timeout), MAX_CONCURRENCY, final_text=final)
@@ -61,7 +61,7 @@ class ServerEngine:
         Args:
             already: text of the error for an adapter that is loaded or unloaded already; it counts as success.
         Raises:
-            ServerError: any other error; gives the command that starts the server.
+            ServerError: any other error.
         """
         try:
             wait_for(lambda: self.endpoint.ask_all("POST", path, [body]))

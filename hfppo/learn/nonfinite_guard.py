@@ -16,12 +16,12 @@ class MicroBatch:
     """The loss of a micro-batch whose step is not made yet."""
 
     loss: Tensor
-    bad_rows: dict[str, Tensor]  # by term of the loss: (B,) bool
+    bad_rows: dict[str, Tensor]  # (B,) bool by term of the loss
 
 
 @dataclass
 class NonFiniteGuard:
-    """Records the losses of a step's micro-batches, and checks them with the gradients before the step."""
+    """Records micro-batch losses, then checks losses and gradients before the optimizer step."""
 
     accelerator: Accelerator
     micro_batches: list[MicroBatch] = field(default_factory=list)
@@ -46,7 +46,7 @@ class NonFiniteGuard:
             norms: gradient norms by owner, equal on every process.
             step: number of the step, for errors; 0 in critic pretraining.
         Raises:
-            NonFiniteError: on every process; names the first term, row or parameter.
+            NonFiniteError: a loss or gradient is not finite on some process; raised on every process.
         """
         recorded, self.micro_batches = self.micro_batches, []
         deepspeed = self.accelerator.distributed_type == DistributedType.DEEPSPEED

@@ -23,7 +23,7 @@ class Run:
         self.model, self.accelerator, self.args = model, accelerator, args
         self.rollout: Rollout | None = None  # None before the first one
         self.log = Meter()  # metrics until the next log
-        self.steps: list[UpdateStep] = []  # of the steps on the rollout in use
+        self.steps: list[UpdateStep] = []  # the steps on the rollout in use
         self.guard = NonFiniteGuard(accelerator)
         self._rate = ActorRate(model.actor_parameters())
         self._step = Meter()  # metrics of one step
@@ -42,7 +42,7 @@ class Run:
         self._began = time.perf_counter()
 
     def measure(self, measures: Measures) -> None:
-        """Add measures to those of the step and of the next log."""
+        """Add measures to the step and to the next log."""
         self.log.update(measures)
         self._step.update(measures)
 
@@ -90,7 +90,7 @@ class Run:
         """Restore the learning rate, and return the step with its metrics over all processes. A collective call.
 
         Args:
-            number: of the step, from 0, on the rollout in use.
+            number: the step's number on the rollout in use, from 0.
         """
         self._rate.restore()
         seconds = time.perf_counter() - self._began
@@ -101,7 +101,7 @@ class Run:
         return self.steps[-1]
 
     def metrics_to_save(self, step: int) -> dict[str, dict]:
-        """Return the metrics that are not logged yet, without those of an unfinished step after `step` others."""
+        """Return the metrics that are not logged yet, without an unfinished step after `step` others."""
         return self._start[1] if self._start is not None and self._start[0] == step else self.log.state_dict()
 
 
@@ -109,7 +109,7 @@ class Run:
 class StepPlan:
     """The passes that a step makes on the rollout in use, and the weights that it moves."""
 
-    epoch: int  # of the rollout's use, from 0
+    epoch: int  # number of the pass over the rollout, from 0
     policy: bool  # whether the actor's losses are computed: never in critic pretraining
     values: bool  # whether the critic's losses are computed, and the critic moves
     warms_up: bool  # whether the rollout belongs to `critic_warmup`, in which the actor does not move

@@ -1,7 +1,7 @@
 """Actor, reference and critic on one frozen base.
 
 The actor is the base with a LoRA adapter, the reference the base with that adapter disabled, the critic a second
-module tree over the same tensors with an adapter and a value head of its own. Two adapters on one tree would not do:
+module tree over the same tensors with an adapter and a value head of its own. Two adapters on one tree do not work:
 switching between a forward and its backward silently gives zero gradients.
 """
 
@@ -38,7 +38,7 @@ class TokenOutputs(NamedTuple):
     entropy: Tensor | None = None  # (B, T) float32, of the full distribution at temperature, nats
     values: Tensor | None = None  # (B, T) float32, V(s_t) before token t
     final_value: Tensor | None = None  # (B,) float32, V after the last token
-    base_states: Tensor | None = None  # (N, H), the base's below the critic's layers, of all real tokens in turn
+    base_states: Tensor | None = None  # (N, H) states below the critic's layers, of all real tokens, row after row
 
 
 @dataclass(frozen=True)
@@ -47,10 +47,11 @@ class Want:
 
     temperature: float = 1.0  # divides the logits
     policy: bool = True  # log-probs, and the entropy
-    values: bool = True  # if there is a critic
+    values: bool = True  # V(s_t), if there is a critic
     entropy: Entropy = "none"  # "differentiable" costs as much again as the gradient of the log-probs
     final_value: bool = False  # the value after the last token as well, which costs reading that token
-    base_states: bool = False  # of `critic_layers`; without `values` the adapter must be disabled
+    # The base's states below the critic's layers. Without `values` the adapter must be disabled.
+    base_states: bool = False
 
 
 EVERYTHING = Want()
@@ -299,7 +300,7 @@ class ActorCritic(PeftModelForCausalLM):
 
 
 def disable_noise(model: nn.Module) -> None:
-    """Set every dropout and jitter to 0; their noise would enter the ratio of two passes over one token."""
+    """Set every dropout and jitter to 0; otherwise their noise enters the ratio of two passes over one token."""
     for module in model.modules():
         if "Dropout" in type(module).__name__ and hasattr(module, "p"):  # torch's, and PEFT's own
             cast(nn.Dropout, module).p = 0.0

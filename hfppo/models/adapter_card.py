@@ -38,7 +38,7 @@ def update_card(folder: str | Path, update: Callable[[str], None]) -> None:
 
 
 def is_repository(name: object) -> TypeGuard[str]:
-    """Return whether a name may be a Hub repository: it has the right form and is no local folder."""
+    """Return whether a name may be a Hub repository: it has the right form and is not a local folder."""
     if not isinstance(name, str) or not name or os.path.isdir(name):
         return False
     try:

@@ -21,9 +21,9 @@ def unchanged(base: nn.Module, config: PeftConfig, name: str) -> Iterator[None]:
     """Compare the base's weights before and after the block, in which the adapter is put on it.
 
     Args:
-        name: of the configuration, for the error.
+        name: the configuration's name in the error.
     Raises:
-        ValueError: names the fields that choose the kind of adapter.
+        ValueError: making the adapter changes the base.
     """
     before = sample_weights(base)
     yield
@@ -61,7 +61,7 @@ def check_noise(model: nn.Module, config: PeftConfig, forward: Callable[[], Tens
     Args:
         forward: any forward of the model, which is in eval mode.
     Raises:
-        ValueError: names the layer, and the fields that choose the kind of adapter.
+        ValueError: an adapter's layer draws noise.
     """
     noisy: list[str] = []
 
@@ -106,7 +106,7 @@ def draws_noise(layer: nn.Module, args: tuple[object, ...], kwargs: dict[str, ob
 
 
 def describe_kind(config: PeftConfig) -> str:
-    """Return an adapter's type, and those of its fields that choose another kind of it."""
+    """Return an adapter's type, and its fields that choose another kind of it."""
     found = [str(getattr(config.peft_type, "value", config.peft_type))]
     for f in fields(config):
         default = f.default if f.default_factory is MISSING else f.default_factory()

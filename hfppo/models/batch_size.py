@@ -1,7 +1,7 @@
 """How many rows a model reads at once without gradient: the given number, or on a GPU by tokens and free memory.
 
-Not where the choice would show: in the last digits with deterministic algorithms, and in the number of forwards of a
-sharded model, which must be equal on all processes.
+Deterministic algorithms and sharded models never go by memory: the number of rows changes the last digits, and the
+number of forwards, which must be equal on all processes.
 """
 
 import torch
@@ -11,9 +11,9 @@ from hfppo.models.actor_critic import ActorCritic
 from hfppo.models.layout import rows_at_once
 from hfppo.models.modes import is_sharded
 
-ROWS = 64  # where memory does not decide (TRL)
-GPU_TOKENS = 2**16  # most tokens of a pass on a GPU; beyond them it is no faster
-SHARE = 0.5  # of the free memory to plan for: the estimates are rough, and the allocator leaves gaps
+ROWS = 64  # the number if memory does not decide (TRL)
+GPU_TOKENS = 2**16  # most tokens of a pass on a GPU; more tokens are not faster
+SHARE = 0.5  # share of the free memory to plan for: the estimates are rough, and the allocator leaves gaps
 OF_LOGITS = 6 * 4  # bytes per row and token of the vocabulary: what `SeededChoice` computes in float32
 
 
@@ -29,7 +29,7 @@ def pass_rows(model: ActorCritic, given: int | None, width: int, device: torch.d
 
 
 def sampler_rows(model: ActorCritic, given: int | None, prompt: int, completion: int, device: torch.device) -> int:
-    """Return how many rows to sample at once: their key-values fill the memory, and reading their prompts.
+    """Return how many rows to sample at once: their KV cache and the reading of their prompts fill the memory.
 
     Args:
         given: `local_rollout_forward_batch_size`.
@@ -50,13 +50,13 @@ def by_memory(model: ActorCritic, device: torch.device) -> bool:
 def rows_that_fit(bytes_per_row: int, device: torch.device) -> int:
     """Return the largest power of two of rows in the free memory, so that small differences do not change it; or 1."""
     free, _ = torch.cuda.mem_get_info(device)
-    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # by torch's allocator
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # torch's cached bytes
     rows = int(SHARE * (free + unused) / bytes_per_row)
     return 1 << max(0, rows.bit_length() - 1)
 
 
 def key_value_bytes(model: ActorCritic) -> int:
-    """Return the key-values of a token: 2 × layers × key-value width × bytes of a number."""
+    """Return the bytes of a token's KV cache: 2 × layers × key-value width × bytes of a number."""
     config = model.causal_lm.config.get_text_config()
     heads = getattr(config, "num_attention_heads", 1)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads

@@ -44,7 +44,7 @@ PLACES = (
 
 
 class ValueHead(nn.Linear):
-    """A linear head that computes values in float32, also where DeepSpeed or FSDP2 gives its weights in bfloat16."""
+    """A linear head that computes values in float32, even if DeepSpeed or FSDP2 gives its weights in bfloat16."""
 
     def __init__(self, hidden_size: int):
         super().__init__(hidden_size, 1, dtype=torch.float32)
@@ -65,7 +65,7 @@ class Critic(nn.Module):
         trunk: hidden states from token ids, or None for the actor's.
         hidden_size: width of the hidden states.
         base: name of the separate model, kept in the saved folder.
-        layers: with "adapter", how many layers it adapts, the top ones; None: all.
+        layers: number of top layers that an "adapter" critic adapts; None: all.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class Critic(nn.Module):
         """Read what `save` wrote.
 
         Raises:
-            ValueError: the folder holds no critic, or one of another kind, size or adapter.
+            ValueError: the folder contains no critic, or a critic of another kind, size or adapter.
         """
         if not (Path(folder) / CRITIC_WEIGHTS).is_file():
             raise ValueError(
@@ -168,8 +168,8 @@ class CriticSource:
     """What a critic is built from."""
 
     model: str | PreTrainedModel  # one of CRITIC_KINDS, or a loaded model
-    folder: Path | None = None  # of its trained weights
-    layers: int | None = None  # of an adapter: how many layers it adapts; None: all
+    folder: Path | None = None  # the folder of its trained weights
+    layers: int | None = None  # number of top layers that an "adapter" critic adapts; None: all
 
     def with_layers(self, layers: int | None, actor: PreTrainedModel | PeftModel) -> "CriticSource":
         """Return the source of a critic that adapts this many layers.
@@ -177,7 +177,7 @@ class CriticSource:
         Args:
             layers: `critic_layers`.
         Raises:
-            ValueError: the critic is no adapter, or the actor has not more layers.
+            ValueError: the critic is not an adapter, or `layers` is not below the actor's number of layers.
         """
         if layers is not None and self.model != "adapter":
             given = self.model if isinstance(self.model, str) else type(self.model).__name__
@@ -197,7 +197,7 @@ def find_critic(critic: str | PreTrainedModel | CriticSource, **init_kwargs: obj
     """Resolve the `critic` argument, and load the model if it names one.
 
     Args:
-        init_kwargs: of `from_pretrained`; a saved critic's base gets them without `revision`, which is the critic's.
+        init_kwargs: keywords of `from_pretrained`; `revision` is a saved critic's own, not its base's.
     Raises:
         TypeError, ValueError: `critic` is none of these, or cannot be loaded.
     """
@@ -233,7 +233,7 @@ def find_critic(critic: str | PreTrainedModel | CriticSource, **init_kwargs: obj
             f"critic, or the id or path of a model: {error}"
         ) from error
     if any(name.startswith("score") for name in info["missing_keys"]):
-        nn.init.zeros_(model.score.weight)  # a causal language model has no such head; the new one would be random
+        nn.init.zeros_(model.score.weight)  # a causal language model has no such head, and the new one is random
     return CriticSource(model)
 
 
@@ -241,7 +241,7 @@ def find_saved_critic(name: str, **options: Unpack[HubOptions]) -> Path | None:
     """Find a saved critic in this folder, in its `critic/`, or else in `critic/` of a repository of the Hub.
 
     Args:
-        options: as `hub_options` returns them.
+        options: the output of `hub_options`.
     """
     for folder in (Path(name), Path(name) / CRITIC_FOLDER):
         if (folder / CRITIC_CONFIG).is_file():
@@ -323,7 +323,7 @@ def adapted_trunk(model: PreTrainedModel, peft_config: PeftConfig, top: int | No
 
 def shared_copy(module: nn.Module) -> Any:
     """Copy a module tree but not its tensors, so that an adapter on one tree does not touch the other."""
-    keep_four_bits(module)  # or a forward of the copy would rewrite what the other computes with
+    keep_four_bits(module)  # without this, a forward of the copy rewrites the shared weights
     shared: list[object] = [*module.parameters(), *module.buffers()]
     # bitsandbytes keeps the scales of four bits beside the weights: 0.06 bytes per weight, unless quantized too.
     shared += [part.quant_state for part in module.modules() if hasattr(part, "quant_state")]

@@ -11,13 +11,13 @@ from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-# In the names of the attention implementations that separate packed rows by their position ids.
+# Part of the name of each attention implementation that separates packed rows by their position ids.
 PACKING_ATTENTION = "flash"
-CPU_TOKENS = 1024  # per forward on a CPU; beyond them activations leave the cache, and it takes 1.3 times as long
+CPU_TOKENS = 1024  # most tokens per forward on a CPU; more do not fit the cache and take 1.3 times as long
 SHARING_ATTENTION = "sdpa"  # the attention implementation that takes any mask
 # Results by model: two of one class may differ, for their configurations choose positions and layers.
-_packs: MutableMapping[nn.Module, dict[str, bool]] = WeakKeyDictionary()  # of `can_pack`, by attention implementation
-_shares: MutableMapping[nn.Module, bool] = WeakKeyDictionary()  # of `can_share_prompts`
+_packs: MutableMapping[nn.Module, dict[str, bool]] = WeakKeyDictionary()  # `can_pack`, by attention implementation
+_shares: MutableMapping[nn.Module, bool] = WeakKeyDictionary()  # `can_share_prompts`
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Layout:
     inputs: dict[str, Tensor]
     states: Tensor  # (B, T + 1) int64: index of s_t in the flattened output; the last state's index is repeated
     tokens: Tensor  # (B, P + T) int64: index of each token in the flattened output; −1 where it is not read
-    # Keywords of flash attention: where packed rows begin and end, which it would look for in each layer.
+    # Keywords of flash attention: where packed rows begin and end. Without them, each layer searches for it.
     bounds: dict[str, Tensor | int] = field(default_factory=dict)
 
     @classmethod
@@ -50,8 +50,9 @@ class Layout:
             input_ids: (B, P + T).
             attention_mask: (B, P + T), not 0 on real tokens.
             width: T, the columns of the completions.
-            packed: for attention that separates rows by their position ids.
-            final: include the state after the last token of a completion, which costs reading that token.
+            packed: whether the model's attention separates rows by their position ids.
+            final: also compute the state after the last completion token; this adds one token per row to the forward
+                pass.
         """
         real = attention_mask.bool()
         lengths = real.sum(dim=1)
@@ -88,7 +89,7 @@ class Layout:
             prompts, place: (G, P) and (B,), from `distinct_prompts`.
             completion_ids: (B, T).
             completed: (B, T) bool, True on the real tokens of the completions.
-            final: as in `of`.
+            final: see `of`.
         """
         device, (num_rows, size) = completion_ids.device, completion_ids.shape
         read = completed if final else nn.functional.pad(completed[:, 1:], (0, 1))
@@ -161,7 +162,7 @@ def lay_out(
 
     Args:
         model: the causal language model or trunk that the layout is for.
-        input_ids, attention_mask, width, final: as in `Layout.of`.
+        input_ids, attention_mask, width, final: see `Layout.of`.
     """
     packed = can_pack(model)
     apart = Layout.of(input_ids, attention_mask, width, packed, final)

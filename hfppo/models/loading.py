@@ -44,10 +44,10 @@ class ActorSource:
 
 @contextmanager
 def load_whole(args: TrainingArguments) -> Iterator[None]:
-    """Let `from_pretrained` load whole weights in the block, also under ZeRO-3, where it would keep shards of them.
+    """Make `from_pretrained` load complete weights in the block. Without this, it keeps shards under ZeRO-3.
 
     Adapters, heads and checks need the shapes and numbers. DeepSpeed shards the model when training begins, as FSDP2
-    does, and it never gathers what is no part of that model, such as a reward model.
+    does, and it never gathers models outside it, such as a reward model.
     """
     if not is_deepspeed_zero3_enabled():
         yield
@@ -68,7 +68,7 @@ def load_model(
         argument: name of the argument that names the model, for errors.
     Raises:
         ValueError, RuntimeError: it cannot be loaded, or the adapter does not fit its base.
-        TypeError: it is no decoder-only language model.
+        TypeError: it is not a decoder-only language model.
     """
     loaded = load_named(model, argument, **init_kwargs) if isinstance(model, str) else model
     check_architecture(argument, loaded)
@@ -98,7 +98,7 @@ def load_base_of(
         adapter: its folder or repository.
         config: the adapter's, which names the base.
         weights: the adapter's, by the names in its file; they replace the new rows.
-        init_kwargs: of the base's `from_pretrained`; `revision` is the adapter's own.
+        init_kwargs: keywords of the base's `from_pretrained`; `revision` is the adapter's own.
     """
     of_base = {**init_kwargs, "revision": base_revision(adapter, config, init_kwargs)}
     base = AutoModelForCausalLM.from_pretrained(config.base_model_name_or_path, **of_base)
@@ -107,7 +107,7 @@ def load_base_of(
         if size != known:
             base.resize_token_embeddings(size, mean_resizing=False)
         return base
-    # The file has no embeddings: those of added tokens begin at the mean of the others, as transformers makes them.
+    # The file has no embeddings, so added tokens begin at the mean of the others, as in transformers.
     # A base may have fewer embeddings than its own tokenizer has tokens; then no token was added.
     size = count_tokens(adapter, init_kwargs)
     if size > max(known, count_tokens(str(config.base_model_name_or_path), of_base)):
@@ -150,10 +150,10 @@ def base_revision(adapter: str, config: PeftConfig, init_kwargs: Mapping[str, ob
 def adapter_config(name: str, **options: Unpack[HubOptions]) -> PeftConfig | None:
     """Return the configuration of the adapter in a folder or, where there is no such folder, a repository of the Hub.
 
-    None where it holds no adapter.
+    None if there is no adapter.
     """
     if Path(name).is_dir() and not (Path(name) / CONFIG_NAME).is_file():
-        return None  # PEFT would ask the Hub for a repository of that name
+        return None  # without this, PEFT asks the Hub for a repository of that name
     try:
         return PeftConfig.from_pretrained(name, **options)
     except (ValueError, OSError):
@@ -176,15 +176,15 @@ def name_in_errors(argument: str, name: str) -> Iterator[None]:
 
 
 def check_architecture(name: str, model: object) -> None:
-    """Raise if a model is no decoder-only language model, or if its layers are spread over devices.
+    """Raise if a model is not a decoder-only language model, or if its layers are spread over devices.
 
     Heads and adapters are created on one device.
 
     Args:
-        name: of the argument, for errors.
+        name: the argument's name in errors.
     Raises:
-        TypeError: names the class.
-        ValueError: names the devices.
+        TypeError: it is not a decoder-only language model.
+        ValueError: its layers are on several devices.
     """
     inner = model.get_base_model() if isinstance(model, PeftModel) else model
     if not isinstance(inner, PreTrainedModel) or inner.config.is_encoder_decoder or not inner.can_generate():
@@ -199,7 +199,7 @@ def check_placement(name: str, model: PreTrainedModel) -> None:
     """Raise if a model's layers are spread over several devices.
 
     Raises:
-        ValueError: names the devices.
+        ValueError: the layers are on several devices.
     """
     devices = sorted({str(device) for device in getattr(model, "hf_device_map", {}).values()})
     if len(devices) > 1:
@@ -213,7 +213,7 @@ def check_trainable(model: PreTrainedModel | PeftModel, peft_config: PeftConfig 
     """Raise if an adapter of the model cannot be trained, before the model is changed.
 
     Raises:
-        ValueError: the disabled adapter would not be the reference, or a second adapter is asked for.
+        ValueError: the disabled adapter is not the reference, or a second adapter is asked for.
     """
     if isinstance(model, PeftModel):
         if peft_config is not None:
@@ -224,7 +224,7 @@ def check_trainable(model: PreTrainedModel | PeftModel, peft_config: PeftConfig 
         check_adapter(model.active_peft_config)
         return
     for name, module in model.named_modules():
-        if isinstance(module, BaseTunerLayer):  # it would act in every forward and not be saved
+        if isinstance(module, BaseTunerLayer):  # it acts in every forward and is not saved
             raise ValueError(
                 f"model has an adapter in its layer {name}, of an earlier trainer, of get_peft_model, or because it "
                 "was loaded from an adapter's folder; load its base, or give the PeftModel or the name of that folder"
@@ -236,7 +236,7 @@ def check_vocabulary(name: str, model: PreTrainedModel | PeftModel, needed: int)
     """Raise if a reference or critic knows fewer tokens than needed.
 
     Raises:
-        ValueError: gives both numbers.
+        ValueError: the vocabulary has fewer than `needed` tokens.
     """
     if (size := model.config.get_text_config().vocab_size) < needed:
         raise ValueError(
@@ -246,7 +246,7 @@ def check_vocabulary(name: str, model: PreTrainedModel | PeftModel, needed: int)
 
 
 def positions_of(model: PreTrainedModel | PeftModel) -> tuple[int | None, bool]:
-    """Return the number of positions of a model, None for any, and whether LongRoPE scales those beyond it."""
+    """Return a model's number of positions (None: unlimited), and whether LongRoPE scales positions beyond it."""
     config = model.config.get_text_config()
     rope = getattr(config, "rope_parameters", None) or {}
     scaled = rope.get("rope_type") == "longrope"
@@ -258,7 +258,7 @@ def check_adapter(config: PeftConfig) -> None:
     """Raise if a disabled adapter is not the reference, or if it cannot be saved as a policy's.
 
     Raises:
-        ValueError: names the field.
+        ValueError: a field that is not supported, another task type than CAUSAL_LM, or prompt learning.
     """
     for field, why in UNSUPPORTED.items():
         if (value := getattr(config, field, None)) not in (None, "none"):
@@ -279,8 +279,8 @@ def check_adapter(config: PeftConfig) -> None:
 def keep_four_bits(model: nn.Module) -> None:
     """Keep bitsandbytes from rewriting 4-bit weights; call it before the model's first forward.
 
-    On CPUs with AVX512-BF16 it rewrites them for inference, in place and with their scales in bfloat16: the bytes
-    would change, and passes with and without gradient, or of actor and reference, would disagree.
+    Without this, CPUs with AVX512-BF16 rewrite them for inference, in place and with their scales in bfloat16. The
+    bytes then change, and passes with and without gradient, or of actor and reference, disagree.
     """
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
@@ -293,7 +293,7 @@ def separate_adapter(
     """Separate a model that passed `check_trainable` into base, adapter configuration and adapter weights.
 
     Args:
-        revision: of a base from the Hub; a new adapter's configuration records it.
+        revision: a Hub base's commit or branch; a new adapter's configuration records it.
     """
     if not isinstance(model, PeftModel):
         config = copy.deepcopy(peft_config) or default_peft_config()
@@ -357,10 +357,10 @@ def is_product(layer: nn.Linear) -> bool:
 
 
 def load_tokenizer(model: str | PreTrainedModel | PeftModel, **init_kwargs: object) -> PreTrainedTokenizerBase:
-    """Load a model's tokenizer, or that of its base if an adapter was saved without one.
+    """Load a model's tokenizer, or its base's if an adapter was saved without one.
 
     Args:
-        init_kwargs: of the model's `from_pretrained`; location and `trust_remote_code` are used.
+        init_kwargs: keywords of the model's `from_pretrained`; location and `trust_remote_code` are used.
     Raises:
         ValueError: there is no tokenizer, or no such model.
     """

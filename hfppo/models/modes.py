@@ -47,9 +47,9 @@ WITH_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")  # modes of torch.compile
 def compile_layers(model: nn.Module, accelerator: Accelerator, args: TrainingArguments) -> None:
     """Compile the layers of actor, critic and reference in place, if Trainer or accelerate is asked to compile.
 
-    accelerate would wrap the whole model. The passes of a rollout do not go through that wrapper, and the output head,
-    which computes its gradient in the forward pass, cannot be traced. Layers share
-    their graphs and compile in less time.
+    Without this, accelerate wraps the whole model. The passes of a rollout do not go through that wrapper, and the
+    output head, which computes its gradient in the forward pass, cannot be traced. Layers share their graphs and
+    compile in less time.
 
     Raises:
         ValueError: the architecture does not build its layers on GradientCheckpointingLayer, or a mode with CUDA

@@ -30,7 +30,7 @@ def check_outputs(model: ActorCritic, device: torch.device, is_new: bool) -> Non
         is_new: whether the adapter is as it was made, and no checkpoint's.
     Raises:
         ValueError: logits that are not the output head's on the hidden states, an adapter that draws noise, or a
-            critic that is no decoder.
+            critic that is not a decoder.
     """
     eager = torch.compiler.set_stance("force_eager")  # no graphs for a few tokens
     with eval_mode(model), eager:
@@ -65,10 +65,10 @@ def logits_of_forward(model: ActorCritic, device: torch.device) -> Tensor:
 
 
 def check_logits(model: ActorCritic, device: torch.device) -> None:
-    """Raise if an architecture's log-probs are not those of its own logits, up to their rounding.
+    """Raise if an architecture's log-probs differ from its own logits' log-softmax by more than rounding.
 
     Raises:
-        ValueError: names it.
+        ValueError: the logits do not come from the output head on the trunk's states, or are changed after it.
     """
     ids = ids_of(model, device)[:1]
     expected = logits_of_forward(model, device)
@@ -95,7 +95,7 @@ def check_logits(model: ActorCritic, device: torch.device) -> None:
 def try_layouts(model: ActorCritic, device: torch.device) -> None:
     """Let each model try the layouts of rows that share a prompt.
 
-    Later one process alone may have such rows, and would wait for the others' part of sharded weights.
+    Without this, a process that later has such rows waits for the other processes' part of sharded weights.
     """
     rows = rows_of(ids_of(model, device))
     model(*rows)
@@ -125,7 +125,7 @@ def warn_of_start(model: ActorCritic, device: torch.device) -> None:
 
 
 def check_causal(model: ActorCritic, device: torch.device) -> None:
-    """Raise if a critic is bidirectional: V(s_t) would depend on later tokens."""
+    """Raise if a critic is bidirectional, so that V(s_t) depends on later tokens."""
     # Row by row, since together they might share their beginning.
     states = [critic_states(model, ids) for ids in ids_of(model, device).split(1)]
     first, second = (x.reshape(LENGTH, -1)[:-1].float() for x in states)

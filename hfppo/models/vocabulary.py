@@ -12,7 +12,7 @@ def saved_vocabulary(model: PreTrainedModel, weights: dict[str, Tensor]) -> int 
 
     Args:
         model: the adapter's base, or a classifier on it.
-        weights: of the file, by name.
+        weights: the file's tensors by name.
     """
     embeddings = [model.get_input_embeddings(), model.get_output_embeddings()]
     modules = {name for name, module in model.named_modules() if any(module is layer for layer in embeddings)}

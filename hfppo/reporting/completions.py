@@ -53,7 +53,7 @@ class PrintCompletionsCallback(PPOCallback):
         file = Path(args.output_dir) / "completions" / f"completions_{state.global_step:05d}.parquet"
         with ignore_write_errors(file):
             file.parent.mkdir(parents=True, exist_ok=True)
-            table.to_pandas().to_parquet(file)  # no temporary file: a push in the background would upload it
+            table.to_pandas().to_parquet(file)  # no temporary file, which a push in the background uploads
         log_table(args, "completions", table)
 
     def _print(self, title: str, columns: dict[str, list]) -> None:

@@ -25,7 +25,7 @@ class Run:
     first: dict[str, float]  # the first value of each metric
     now: dict[str, float]  # the mean over the logs of the last rollout, since single steps are noisy
     args: PPOConfig
-    dtype: torch.dtype = torch.float32  # in which the policy computes
+    dtype: torch.dtype = torch.float32  # the policy's dtype in its passes
 
     @classmethod
     def of(cls, logs: list[dict[str, float]], args: PPOConfig, of_base: torch.dtype) -> "Run":
@@ -52,7 +52,7 @@ class Run:
         return None if value > limit else f"{metric} is {value:.3g}, at or below {limit:.3g}"
 
     def explain(self, fact: str | None, meaning: str, causes: str, change: str) -> str | None:
-        """Return the text of a warning, with the values of the fields in braces; None without a fact."""
+        """Format a warning, adding the current value to each `{field}` in `change`; None if `fact` is None."""
         if fact is None:
             return None
         change = re.sub(r"{(\w+)}", lambda name: f"{name[1]} (now {getattr(self.args, name[1])})", change)
@@ -182,7 +182,7 @@ class HealthCallback(TrainerCallback):
     The main process warns once per problem in a training.
 
     Args:
-        limits: by the names of the checks in docs/health.md, such as `clip_fraction=0.5`; None turns a check off.
+        limits: a limit for each name of a check in docs/health.md, such as `clip_fraction=0.5`; None turns it off.
     """
 
     def __init__(self, **limits: float | None):
@@ -218,5 +218,5 @@ class HealthCallback(TrainerCallback):
             elif step - self._since.setdefault(name, step) >= (patience - 1) * args.updates_per_rollout:
                 self._warned.add(name)
                 message = f"since step {self._since[name]}, {message}. See docs/health.md#{name.replace('_', '-')}"
-                # `warnings.warn` would add a line of source, and drop equal words in a second run of the process.
+                # `warnings.warn` adds a line of source, and drops equal words in a second run of the process.
                 warnings.warn_explicit(message, HealthWarning, "hfppo", 1)

@@ -36,7 +36,7 @@ class LogFileCallback(TrainerCallback):
 
     def _write(self, path: Path, entries: list[dict[str, float]], append: bool) -> None:
         """Append entries to the file, or replace it atomically."""
-        text = "".join(json.dumps(entry, sort_keys=True) + "\n" for entry in entries)  # as in `trainer_state.json`
+        text = "".join(json.dumps(entry, sort_keys=True) + "\n" for entry in entries)  # `trainer_state.json` sorts too
         self._complete = False
         with ignore_write_errors(path):
             if append:

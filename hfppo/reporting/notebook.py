@@ -8,7 +8,8 @@ from transformers.utils.notebook import NotebookProgressCallback, NotebookTraini
 from hfppo.reporting.progress import Phases, describe_rollouts, short_cells
 
 DRAW_EVERY = 0.5  # seconds between two pictures of the same step
-NOT_SHOWN = ("_reward_std", "_unscorable_frac", "_runtime", "_per_second", "_preparation_time")  # of evaluations
+# Suffixes of an evaluation's metrics that the table leaves out.
+NOT_SHOWN = ("_reward_std", "_unscorable_frac", "_runtime", "_per_second", "_preparation_time")
 
 
 class NotebookProgress(Phases, NotebookProgressCallback):

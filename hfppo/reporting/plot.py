@@ -59,7 +59,7 @@ def draw_panels(panels: dict[str, list[str]], history: list[dict[str, float]], t
     Raises:
         OSError: the file cannot be written.
     """
-    # Imported late, because it needs half a second. pyplot would choose a backend for the user's own figures.
+    # Imported late, because it needs half a second. pyplot chooses a backend for the user's own figures.
     from matplotlib import rc_context
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -69,7 +69,7 @@ def draw_panels(panels: dict[str, list[str]], history: list[dict[str, float]], t
     with rc_context({"text.parse_math": False, "font.size": 8}):  # a dollar in a name is a dollar
         figure = Figure(figsize=(4.2 * columns, 2.6 * rows + 0.6))
         FigureCanvasAgg(figure)
-        # Margins in inches over the size. A layout engine would be slower: it measures every label.
+        # Margins in inches over the size. A layout engine is slower: it measures every label.
         width, height = figure.get_size_inches()
         figure.subplots_adjust(0.6 / width, 0.5 / height, 1 - 0.15 / width, 1 - 0.7 / height, wspace=0.2, hspace=0.35)
         figure.suptitle(title, y=1 - 0.2 / height)

@@ -76,7 +76,7 @@ def show_progress(trainer: Trainer) -> Phases:
 
         progress = NotebookProgress()
     callbacks = trainer.callback_handler.callbacks
-    # TRL's RichProgressCallback is no subclass of Trainer's.
+    # TRL's RichProgressCallback is not a subclass of Trainer's.
     bars = [c for c in callbacks if isinstance(c, ProgressCallback) or "ProgressCallback" in type(c).__name__]
     default = next((bar for bar in bars if type(bar) is DEFAULT_PROGRESS_CALLBACK), None)
     if default is not None:
@@ -89,7 +89,7 @@ def show_progress(trainer: Trainer) -> Phases:
 class RunProgress(Phases, ProgressCallback):
     """Trainer's progress bar with the phase of the rollout that is collected, and one short line per log."""
 
-    training_bar: tqdm | None  # disabled where stderr is no terminal; None outside of training
+    training_bar: tqdm | None  # disabled if stderr is not a terminal; None outside of training
 
     def on_train_begin(self, args, state, control, **kwargs):
         """Print the sizes of the run, and start the bar at the step of the checkpoint that is resumed."""
@@ -162,7 +162,7 @@ def describe_sizes(completions: int, processes: int, steps: int) -> str:
     """Return the sizes of rollouts in words.
 
     Args:
-        completions: in a rollout, per process.
+        completions: number per process in a rollout.
         steps: optimizer steps per rollout.
     """
     total = completions * processes

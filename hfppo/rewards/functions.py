@@ -36,7 +36,7 @@ class Scored:
     scorable: Tensor  # (B,) bool, False where every function that counts is left out, or the episode failed
     extra: dict[str, list[object]] = field(default_factory=dict)  # columns from log_extra
     metrics: dict[str, list[float]] = field(default_factory=dict)  # numbers from log_metric
-    failed: dict[str, list[bool]] = field(default_factory=dict)  # by function, of those that may fail
+    failed: dict[str, list[bool]] = field(default_factory=dict)  # failed rows, by each function that may fail
 
 
 class RewardFunctions:
@@ -57,7 +57,7 @@ class RewardFunctions:
         for func in self.funcs:
             if not callable(func) and not hasattr(func, "score_batch"):
                 raise TypeError(f"reward_funcs has {func!r}, which is no function; give Python functions")
-        self.names = number_repeated_names([plain_name(func) for func in self.funcs])  # as metrics and errors use them
+        self.names = number_repeated_names([plain_name(func) for func in self.funcs])  # names in metrics and errors
         self.weights = check_weights(weights, self.names)
 
     def start(self, batch: RewardBatch) -> "PendingScores":
@@ -79,7 +79,7 @@ class RewardFunctions:
         """Score a batch.
 
         Raises:
-            TypeError, ValueError: an output breaks the contract; names function and row.
+            TypeError, ValueError: an output breaks the contract.
         """
         with self.start(batch) as pending:
             return pending.result()
@@ -125,7 +125,7 @@ class PendingScores:
         """Wait for all functions and combine their scores; the first error is raised without waiting for the rest.
 
         Raises:
-            TypeError, ValueError: an output breaks the contract; names function and row.
+            TypeError, ValueError: an output breaks the contract.
         """
         running = [output for output in self.outputs if isinstance(output, Future)]
         for finished in wait(running, return_when=FIRST_EXCEPTION).done:
@@ -160,7 +160,7 @@ def place_on_tokens(
     Args:
         mask: (B, T) bool, True on sampled tokens.
     Raises:
-        ValueError: a reward for a token that the policy did not sample; names function, row and position.
+        ValueError: a reward for a token that the policy did not sample.
     """
     placed = torch.zeros(mask.shape, dtype=torch.float32)
     last = last_real_index(mask).tolist()

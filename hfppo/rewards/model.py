@@ -48,7 +48,7 @@ class RewardModel:
         ValueError: a model with several labels and no `label`, or an unknown one.
     """
 
-    date: RunDate | None = None  # for the chat template; a trainer sets its own
+    date: RunDate | None = None  # the chat template's date; a trainer sets its own
 
     def __init__(
         self,
@@ -195,7 +195,7 @@ class RewardAdapter(RewardModel):
     def attach(self, base: PreTrainedModel) -> None:
         """Put the adapter on a second module tree over the base's tensors, before the actor's adapter is added."""
         config = copy.deepcopy(base.config)
-        config.num_labels = 1  # not in the call: transformers would warn of two label names
+        config.num_labels = 1  # transformers warns of two label names if the call sets it
         with torch.device("meta"):  # the trunk is replaced below
             classifier: Any = AutoModelForSequenceClassification.from_config(config)
         trunk = shared_copy(base.base_model)

@@ -24,7 +24,7 @@ from hfppo.rewards.reward_func import Log, RewardBatch
 class Part(NamedTuple):
     """A part of a completion that the model judges at its last token."""
 
-    ids: list[int]  # as the reward model reads it
+    ids: list[int]  # the reward model's tokens
     token: int  # the completion token that gets the reward
 
 
@@ -40,7 +40,7 @@ class ProcessRewardModel(RewardModel):
         tokenizer: the model's own.
         batch_size: completions at once.
         label: index or name; None for a model with one label, or for 1 of two: TRL's label of right steps.
-        device: as for `RewardModel`.
+        device: see `RewardModel`.
         step_separator: the text that ends a step; None: each token is a step. Where the policy has another tokenizer,
             a token's reward goes to the token that writes its last character.
         step_token: a token that the model reads instead of the separator, such as "<extra_0>"; None: the separator.
@@ -73,7 +73,7 @@ class ProcessRewardModel(RewardModel):
         """Raise if the completions of a run cannot be judged.
 
         Args:
-            tokenizer: of the policy.
+            tokenizer: the policy's.
         Raises:
             ValueError: they have several turns, or a tokenizer does not say which text a token writes.
         """
@@ -123,7 +123,7 @@ class ProcessRewardModel(RewardModel):
         """Return the parts of one completion.
 
         Args:
-            ends: for each of its tokens the length of the text that is written with it.
+            ends: length of the text up to and including each of its tokens.
         """
         if self.step_separator is None:
             encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
@@ -175,12 +175,12 @@ def written(tokenizer: PreTrainedTokenizerFast, prompt_ids: list[int], ids: list
 
 
 def texts_of(tokenizer: PreTrainedTokenizerFast, ids: list[int]) -> Iterator[str]:
-    """Yield the text that each token adds to the text of those before it."""
+    """Yield the text that each token adds to the text of the tokens before it."""
     stream = DecodeStream(skip_special_tokens=True)
     for token in ids:
         try:
             text = stream.step(tokenizer.backend_tokenizer, token)
-        except Exception:  # tokenizers has no class for it: with this token, earlier bytes are no characters after all
+        except Exception:  # tokenizers has no class for it: this token shows that earlier bytes are not a character
             stream = DecodeStream(skip_special_tokens=True)
             text = stream.step(tokenizer.backend_tokenizer, token)
         yield text or ""

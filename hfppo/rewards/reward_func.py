@@ -1,4 +1,4 @@
-"""The contract of reward functions, that of TRL's GRPOTrainer.
+"""The contract of reward functions, the same as in TRL's GRPOTrainer.
 
     func(prompts=…, completions=…, completion_ids=…, **dataset_columns, trainer_state=…, log_extra=…, log_metric=…)
         -> list[float | None] | list[list[float]]
@@ -33,7 +33,7 @@ class Log:
 
     columns: dict[str, list[object]] = field(default_factory=dict)
     numbers: dict[str, list[float]] = field(default_factory=dict)
-    failed: list[bool] | None = None  # for each completion whether its reward is a fallback; None: it cannot be
+    failed: list[bool] | None = None  # whether each completion's reward is a fallback; None if it cannot be one
 
     def extra(self, column: str, values: Sequence[object]) -> None:
         """Add a column of one value per completion; passed as `log_extra`."""
@@ -58,9 +58,9 @@ class RewardBatch:
     mask: Tensor  # (B, T) bool, True on sampled tokens
     columns: Mapping[str, list[object]] = field(default_factory=dict)  # the dataset's other columns, B entries each
     trainer_state: TrainerState | None = None
-    episodes: Sequence[Any] = ()  # of tools and environments; () without them
+    episodes: Sequence[Any] = ()  # episodes with tools or environments; () if there are none
     prompt_ids: Sequence[list[int]] = ()
-    tokenizer: PreTrainedTokenizerBase | None = None  # of the policy
+    tokenizer: PreTrainedTokenizerBase | None = None  # the policy's
 
     def rows(self, some: slice) -> "RewardBatch":
         """Return some of the rows."""
@@ -151,7 +151,7 @@ def columns_of(logs: dict[str, Log], rows: int) -> dict[str, list[object]]:
     """Return the columns of all logs; where two functions use one name, the function's name is added.
 
     Raises:
-        ValueError: a column has more or fewer values than there are completions; names it and its function.
+        ValueError: a column has more or fewer values than there are completions.
     """
     uses = Counter(column for log in logs.values() for column in log.columns)
     columns = {}
@@ -182,7 +182,7 @@ def check_output(name: str, output: object, lengths: list[int]) -> list[float | 
         name: the function, for the error.
         lengths: tokens of each completion.
     Raises:
-        TypeError, ValueError: a wrong type or number of values, or a value that is not finite; names function and row.
+        TypeError, ValueError: a wrong type or number of values, or a value that is not finite.
     """
     return [check_reward(name, row, value, lengths[row]) for row, value in enumerate(rows_of(name, output, lengths))]
 
@@ -190,7 +190,8 @@ def check_output(name: str, output: object, lengths: list[int]) -> list[float | 
 def rows_of(name: str, output: Any, lengths: list[int]) -> list[Any]:
     """Return a reward function's output as a list with one entry per completion."""
     if hasattr(output, "tolist"):  # a tensor, an array, a pandas Series
-        # (B, 1) are the logits of a model with one label; for completions of one token both readings are the same.
+        # (B, 1) is read as one score per completion: a model with one label returns it. Token rewards have that shape
+        # only if every completion is one token, and both readings then agree.
         output = (output[:, 0] if getattr(output, "ndim", 1) == 2 and output.shape[1] == 1 else output).tolist()
     if not isinstance(output, Sequence) or isinstance(output, str):
         raise TypeError(f"reward function {name!r} returned {type(output).__name__}; return a list of numbers")

@@ -62,7 +62,7 @@ class RewardServer:
         Raises:
             ServerError: the server cannot be reached, or its answer breaks the protocol.
             KeyError: a column is missing from the dataset.
-            TypeError, ValueError: JSON cannot hold a value.
+            TypeError, ValueError: JSON cannot encode a value.
         """
         sent = {"prompts": prompts, "completions": completions, **{column: kwargs[column] for column in self.columns}}
         starts = range(0, len(prompts), self.batch_size)

@@ -1,4 +1,4 @@
-"""`CrashSafeTrainer`: checkpoints that are whole or not there, whatever kills the run in between.
+"""`CrashSafeTrainer`: checkpoints that are complete or absent, whatever kills the run in between.
 
 A checkpoint is written into a staging folder, flushed to disk, listed with hashes in a manifest and renamed, after
 every process has written its part. Checkpoints left half-written by a crash, or damaged since, are recognized and
@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 
 class CrashSafeTrainer(Trainer):
-    """A Trainer whose checkpoints appear whole, and which resumes from the last whole one.
+    """A Trainer whose checkpoints appear complete, and which resumes from the last complete one.
 
     A subclass that has state of its own overrides `check_resume`, `save_run_state`, `load_run_state`, `save_card` and
     `training_context`, which do nothing here.
@@ -64,7 +64,7 @@ class CrashSafeTrainer(Trainer):
             self.add_callback(self._just_in_time)
 
     def check_resume(self, checkpoint: str) -> None:
-        """Refuse a checkpoint that this run cannot continue from; called before anything of it is loaded."""
+        """Raise if this run cannot continue from a checkpoint; called before anything of it is loaded."""
 
     def save_run_state(self, folder: str) -> None:
         """Write this process's own state into a checkpoint; called on every process."""
@@ -88,7 +88,7 @@ class CrashSafeTrainer(Trainer):
     def train(
         self, resume_from_checkpoint: str | os.PathLike[str] | bool | None = None, *args: Any, **kwargs: Any
     ) -> Any:
-        """Train as Trainer does; True resumes from the last whole checkpoint.
+        """Train as Trainer does; True resumes from the last complete checkpoint.
 
         Raises:
             ValueError: the named checkpoint is damaged, there is none, or another run uses the output folder.
@@ -193,7 +193,7 @@ class CrashSafeTrainer(Trainer):
                 self.state.best_model_checkpoint = str(final)
             self.accelerator.wait_for_everyone()
             if self.args.should_save:
-                self.state.save_to_json(str(staging / final.name / TRAINER_STATE_NAME))  # with its final name
+                self.state.save_to_json(str(staging / final.name / TRAINER_STATE_NAME))  # names the final folder
                 seal(staging / final.name)
                 publish(staging / final.name, final)
             self.accelerator.wait_for_everyone()
@@ -224,7 +224,7 @@ class CrashSafeTrainer(Trainer):
 
     @contextmanager
     def _stage(self, output_dir: Path) -> Iterator[Path]:
-        """Redirect Trainer's output to a staging folder, and remove that folder afterwards, also on a full disk."""
+        """Redirect Trainer's output to a staging folder, and remove that folder afterwards, even on a full disk."""
         staging = output_dir / STAGING
         if self.args.should_save:
             shutil.rmtree(staging, ignore_errors=True)

@@ -19,8 +19,8 @@ ADVICE = {
     "evaluation": f"{SMALLER_BATCHES}; or, of reward models, a smaller per_device_eval_batch_size",
 }
 
-# Errors other than torch.OutOfMemoryError: of CUDA and its libraries, which allocate memory of their own, of the CPU's
-# allocator and of MPS's.
+# Errors other than torch.OutOfMemoryError: CUDA and its libraries, which allocate memory of their own, the CPU's
+# allocator, and MPS.
 ALLOCATOR = re.compile(
     r"(CUDA|HIP|cuDNN) error: (out of memory|\w+_STATUS_ALLOC_FAILED)"
     r"|(\[enforce fail at [^\]]*\].*)?DefaultCPUAllocator: |MPS backend out of memory"

@@ -103,7 +103,7 @@ class TokenTraceCallback(PPOCallback):
         if not (state.is_world_process_zero and path.exists()):
             return
         traces = read_traces(path)
-        if not is_sharded(model):  # a forward pass would need the other processes as well
+        if not is_sharded(model):  # a forward pass needs the other processes as well
             clip = Clip(ppo_state.cliprange, ppo_state.cliprange_high, args.dual_clip)
             traces = add_update(traces, model, args, clip, state.global_step)
             with ignore_write_errors(path):

@@ -70,7 +70,7 @@ def trace_prompt(checkpoint: str | Path, question: Question) -> tuple[Trace, PPO
     Args:
         checkpoint: a checkpoint, or the output folder of a run: its last one.
     Raises:
-        ValueError: the folder is not a whole checkpoint of PPOTrainer, the base cannot be loaded, or prompt and
+        ValueError: the folder is not a complete checkpoint of PPOTrainer, the base cannot be loaded, or prompt and
             completion are too long for a model.
     """
     folder = find_checkpoint(Path(checkpoint))
@@ -115,10 +115,10 @@ def trace_prompt(checkpoint: str | Path, question: Question) -> tuple[Trace, PPO
 
 
 def find_checkpoint(folder: Path) -> Path:
-    """Return a checkpoint, or the last whole one of an output folder.
+    """Return a checkpoint, or the last complete one of an output folder.
 
     Raises:
-        ValueError: the folder is no whole checkpoint of PPOTrainer and holds none; names the damage.
+        ValueError: the folder is not a complete checkpoint of PPOTrainer, and contains none.
     """
     damage = find_damage(folder)
     if damage is None and not state_file(folder, 0).is_file():
@@ -136,7 +136,7 @@ def load_base(folder: Path, config: PeftConfig, run: RunDescription, question: Q
     """Load the base of a checkpoint, in the dtype that the run asked for.
 
     Args:
-        config: of the checkpoint's adapter.
+        config: the configuration of the checkpoint's adapter.
     Raises:
         ValueError: it cannot be loaded.
     """

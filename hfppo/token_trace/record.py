@@ -76,7 +76,7 @@ def add_update(traces: list[Trace], model: ActorCritic, args: PPOConfig, clip: C
     """Return the traces with the policy's log-probs and ratios after the update, and the tokens that are clipped.
 
     Args:
-        clip: of the policy loss.
+        clip: the clip of the policy loss.
         step: optimizer steps made so far.
     """
     prompt_ids, prompt_mask = pad_left([trace.prompt_ids for trace in traces], 0)
@@ -124,7 +124,7 @@ def read_traces(path: Path) -> list[Trace]:
     """Read the traces of a file that `write_traces` wrote.
 
     Raises:
-        ValueError: a line is not a trace; names it.
+        ValueError: a line is not a trace.
     """
     traces = []
     for n, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):

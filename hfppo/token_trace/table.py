@@ -46,7 +46,7 @@ class TokenRow:
     value: float | None = None
     return_: float | None = None
     advantage: float | None = None
-    turn: int | None = None  # of the model, from 1, in a completion of several turns
+    turn: int | None = None  # the model's turn, from 1, in a completion of several turns
     counted: bool = True  # False: the losses leave this token out
     new_logprob: float | None = None  # log π after the last update on the rollout
     ratio: float | None = None  # π_new/π_old

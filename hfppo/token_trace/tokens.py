@@ -1,4 +1,4 @@
-"""Readable texts for tokens, also where one character is spread over several tokens."""
+"""Readable texts for tokens, even if one character is spread over several tokens."""
 
 import codecs
 import re
