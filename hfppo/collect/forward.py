@@ -14,7 +14,7 @@ from hfppo.models.batch_size import ROWS, pass_rows
 from hfppo.models.modes import is_sharded
 from hfppo.rollout import select_packed
 
-Batch = dict[str, Tensor]  # some rows, by the names of `ActorCritic.forward`
+Inputs = dict[str, Tensor]  # some rows, by the names of `ActorCritic.forward`
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def forward_passes(
     )
 
 
-def reference_pass(model: ActorCritic, batches: list[Batch], args: PPOConfig) -> list[TokenOutputs]:
+def reference_pass(model: ActorCritic, batches: list[Inputs], args: PPOConfig) -> list[TokenOutputs]:
     """Compute log π_ref, and the base's states if the critic starts from them."""
     states = model.keeps_base_states and model.ref_model is None
     with model.reference():  # once, since PEFT visits all modules to disable an adapter
@@ -81,7 +81,7 @@ def reference_pass(model: ActorCritic, batches: list[Batch], args: PPOConfig) ->
 
 
 def policy_pass(
-    model: ActorCritic, batches: list[Batch], base_states: list[Tensor | None], needs_policy: bool, args: PPOConfig
+    model: ActorCritic, batches: list[Inputs], base_states: list[Tensor | None], needs_policy: bool, args: PPOConfig
 ) -> list[TokenOutputs]:
     """Compute values, and log π_old unless the sampler's log-probs are used.
 

@@ -19,7 +19,7 @@ class HealthWarning(UserWarning):
 
 
 @dataclass(frozen=True)
-class Run:
+class RecentLogs:
     """A run's metrics and its configuration. A metric that was not logged is a KeyError."""
 
     first: dict[str, float]  # the first value of each metric
@@ -28,7 +28,7 @@ class Run:
     dtype: torch.dtype = torch.float32  # the policy's dtype in its passes
 
     @classmethod
-    def of(cls, logs: list[dict[str, float]], args: PPOConfig, of_base: torch.dtype) -> "Run":
+    def of(cls, logs: list[dict[str, float]], args: PPOConfig, of_base: torch.dtype) -> "RecentLogs":
         """Read the log history of a run on a base of this dtype."""
         first = {name: value for log in reversed(logs) for name, value in log.items()}
         recent = [log for log in logs if log["step"] > logs[-1]["step"] - args.updates_per_rollout]
@@ -59,7 +59,7 @@ class Run:
         return f"{fact}: {meaning}. Likely causes, in order: {causes}. To change: {change}"
 
 
-def clip_fraction(run: Run, limit: float = 0.3) -> str | None:
+def clip_fraction(run: RecentLogs, limit: float = 0.3) -> str | None:
     return run.explain(
         run.above("policy/clip_frac", limit),
         "many tokens are clipped and teach nothing",
@@ -68,7 +68,7 @@ def clip_fraction(run: Run, limit: float = 0.3) -> str | None:
     )
 
 
-def first_ratio(run: Run, limit: float = 0.05) -> str | None:
+def first_ratio(run: RecentLogs, limit: float = 0.05) -> str | None:
     """The limit is bfloat16's; in other dtypes it is a fifth.
 
     Logits of SmolLM2 rounded to bfloat16 move its log-probs by 0.023 nats in the mean and by up to 0.16, so two passes
@@ -82,7 +82,7 @@ def first_ratio(run: Run, limit: float = 0.05) -> str | None:
     )
 
 
-def sampler_mismatch(run: Run, limit: float = 0.1) -> str | None:
+def sampler_mismatch(run: RecentLogs, limit: float = 0.1) -> str | None:
     return run.explain(
         run.above("mismatch/mean", limit),
         "the completions were drawn from another policy than the one that scores them",
@@ -92,7 +92,7 @@ def sampler_mismatch(run: Run, limit: float = 0.1) -> str | None:
     )
 
 
-def kl_to_the_reference(run: Run, limit: float = 0.3) -> str | None:
+def kl_to_the_reference(run: RecentLogs, limit: float = 0.3) -> str | None:
     return run.explain(
         run.above("kl", limit),
         "the policy is far from its reference, where the reward may mean something else",
@@ -101,7 +101,7 @@ def kl_to_the_reference(run: Run, limit: float = 0.3) -> str | None:
     )
 
 
-def entropy_collapse(run: Run, limit: float = 0.1) -> str | None:
+def entropy_collapse(run: RecentLogs, limit: float = 0.1) -> str | None:
     """Share of the first entropy."""
     fact = run.below("policy/entropy", limit * run.first["policy/entropy"])
     return run.explain(
@@ -112,7 +112,7 @@ def entropy_collapse(run: Run, limit: float = 0.1) -> str | None:
     )
 
 
-def truncation(run: Run, limit: float = 0.5) -> str | None:
+def truncation(run: RecentLogs, limit: float = 0.5) -> str | None:
     return run.explain(
         run.above("completions/truncated_frac", limit),
         "the length limit ends most completions, so unfinished text is scored",
@@ -121,7 +121,7 @@ def truncation(run: Run, limit: float = 0.5) -> str | None:
     )
 
 
-def dropped_answers(run: Run, limit: float = 0.5) -> str | None:
+def dropped_answers(run: RecentLogs, limit: float = 0.5) -> str | None:
     return run.explain(
         run.above("turns/dropped_result_frac", limit),
         "most episodes end at an answer that has no room, which the model never reads",
@@ -130,7 +130,7 @@ def dropped_answers(run: Run, limit: float = 0.5) -> str | None:
     )
 
 
-def no_signal(run: Run, limit: float = 1e-3) -> str | None:
+def no_signal(run: RecentLogs, limit: float = 1e-3) -> str | None:
     """Standard deviation of the scores as a share of their mean's size."""
     fact = run.below("reward_std", limit * abs(run.now["reward"]))
     return run.explain(
@@ -141,7 +141,7 @@ def no_signal(run: Run, limit: float = 1e-3) -> str | None:
     )
 
 
-def no_signal_within_prompts(run: Run, limit: float = 0.95) -> str | None:
+def no_signal_within_prompts(run: RecentLogs, limit: float = 0.95) -> str | None:
     """Share of prompts, for estimators that compare within a prompt."""
     fact = run.above("frac_reward_zero_std", limit)
     return run.explain(
@@ -152,7 +152,7 @@ def no_signal_within_prompts(run: Run, limit: float = 0.95) -> str | None:
     )
 
 
-def unscorable(run: Run, limit: float = 0.5) -> str | None:
+def unscorable(run: RecentLogs, limit: float = 0.5) -> str | None:
     return run.explain(
         run.above("unscorable_frac", limit),
         "the reward functions return None for most completions, which are left out of training",
@@ -161,7 +161,7 @@ def unscorable(run: Run, limit: float = 0.5) -> str | None:
     )
 
 
-def explained_variance(run: Run, limit: float = -0.2) -> str | None:
+def explained_variance(run: RecentLogs, limit: float = -0.2) -> str | None:
     return run.explain(
         run.below("value/explained_variance", limit),
         "the critic is worse than a constant, so it adds noise to the advantages",
@@ -202,7 +202,7 @@ class HealthCallback(TrainerCallback):
         """Judge the last rollout."""
         if not state.is_world_process_zero:
             return
-        run = Run.of(state.log_history, args, getattr(model, "dtype", torch.float32))
+        run = RecentLogs.of(state.log_history, args, getattr(model, "dtype", torch.float32))
         step = state.log_history[-1]["step"]
         for check, patience in CHECKS.items():
             name = check.__name__
