@@ -33,7 +33,7 @@ class KeyValues:
         """Return the KV cache of a batch; None if a layer does not cache all columns.
 
         Args:
-            cache: the output of `generate`.
+            cache: the KV cache that `generate` returned.
             ids, mask: (B, P + T), at least the columns of the cache.
         """
         if type(cache) is not DynamicCache:  # a subclass may have a recurrent state, too

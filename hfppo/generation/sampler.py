@@ -135,7 +135,7 @@ def eos_token_ids(tokenizer: PreTrainedTokenizerBase, generation_config: Generat
 
 
 def completion_ids(text: str, tokenizer: PreTrainedTokenizerBase, eos_ids: list[int]) -> list[int]:
-    """Return the token ids of a written completion, with an EOS token at its end as the policy writes it."""
+    """Return the token ids of a written completion, ending in EOS as the policy's completions do."""
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     # Chat models end their turns with the tokenizer's EOS; their generation config has other ends, too.
     eos_id = eos_ids[0] if tokenizer.eos_token_id is None else tokenizer.eos_token_id

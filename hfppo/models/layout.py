@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 # Part of the name of each attention implementation that separates packed rows by their position ids.
 PACKING_ATTENTION = "flash"
-CPU_TOKENS = 1024  # most tokens per forward on a CPU; more do not fit the cache and take 1.3 times as long
+CPU_TOKENS = 1024  # most tokens per forward on a CPU; with more, activations exceed its cache: 1.3 times as long
 SHARING_ATTENTION = "sdpa"  # the attention implementation that takes any mask
 # Results by model: two of one class may differ, for their configurations choose positions and layers.
 _packs: MutableMapping[nn.Module, dict[str, bool]] = WeakKeyDictionary()  # `can_pack`, by attention implementation
@@ -50,7 +50,7 @@ class Layout:
             input_ids: (B, P + T).
             attention_mask: (B, P + T), not 0 on real tokens.
             width: T, the columns of the completions.
-            packed: whether the model's attention separates rows by their position ids.
+            packed: whether to pack the rows, for attention that separates them by their position ids.
             final: also compute the state after the last completion token; this adds one token per row to the forward
                 pass.
         """

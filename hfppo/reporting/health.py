@@ -182,7 +182,7 @@ class HealthCallback(TrainerCallback):
     The main process warns once per problem in a training.
 
     Args:
-        limits: a limit for each name of a check in docs/health.md, such as `clip_fraction=0.5`; None turns it off.
+        limits: one per check in docs/health.md, by its name, such as `clip_fraction=0.5`; None turns the check off.
     """
 
     def __init__(self, **limits: float | None):

@@ -36,7 +36,7 @@ class Scored:
     scorable: Tensor  # (B,) bool, False where every function that counts is left out, or the episode failed
     extra: dict[str, list[object]] = field(default_factory=dict)  # columns from log_extra
     metrics: dict[str, list[float]] = field(default_factory=dict)  # numbers from log_metric
-    failed: dict[str, list[bool]] = field(default_factory=dict)  # failed rows, by each function that may fail
+    failed: dict[str, list[bool]] = field(default_factory=dict)  # rows with a fallback reward, by function
 
 
 class RewardFunctions:

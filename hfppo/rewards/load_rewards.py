@@ -112,7 +112,7 @@ def load_adapter(
 
 
 def load_classifier(name: str, tokenizer: PreTrainedTokenizerBase | None, device: torch.device) -> RewardModel:
-    """Load a classification model; raise if it has no trained head, so that its scores are noise."""
+    """Load a classification model; raise if its head is untrained, since its scores are then noise."""
     with name_in_errors("reward_funcs", name):
         names = AutoConfig.from_pretrained(name).architectures or []
         of_tokens = any(architecture.endswith("ForTokenClassification") for architecture in names)
