@@ -168,11 +168,6 @@ CASES: dict[str, tuple[Case, str, str]] = {
         "train_dataset",
         "rename",
     ),
-    "a column with the name of a method's own argument": (
-        trained(lambda: {"train_dataset": Dataset.from_dict({"prompt": ["1"], "self": ["2"]})}),
-        "train_dataset",
-        "rename",
-    ),
     "a text instead of a list of prompts": (lambda bench: bench.make_trainer().rollout("1+1="), "prompts", "list"),
     "a missing prompt": (data("1+1=", None), "row 1", "'role'"),
     "a message without content": (data([{"role": "user"}]), "row 0", "'content'"),

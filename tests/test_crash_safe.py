@@ -183,7 +183,7 @@ def test_a_new_start_takes_nothing_of_an_earlier_run(make_trainer, tmp_path, cap
     first = {path.name: (path / MANIFEST).read_text() for path in (tmp_path / "out").glob("checkpoint-*")}
     again = make_trainer({**config, "max_steps": 2, "seed": 7})
     again.train()
-    assert "the last is " + str(tmp_path / "out/_earlier_1/checkpoint-3") in caplog.text
+    assert "the last one is " + str(tmp_path / "out/_earlier_1/checkpoint-3") in caplog.text
     kept = {path.name: path for path in (tmp_path / "out/_earlier_1").iterdir()}
     assert {name: (path / MANIFEST).read_text() for name, path in kept.items()} == first
     assert [find_damage(path) for path in kept.values()] == [None, None, None]
@@ -354,7 +354,7 @@ def test_a_checkpoint_that_the_run_stands_on_is_refused(make_trainer, tmp_path, 
     else:
         make_trainer().model.save_pretrained(folder)
     trainer = make_trainer(**{argument: str(folder)})
-    with pytest.raises(ValueError, match=f"^{argument}='.*' is in output_dir=.*; give another output_dir"):
+    with pytest.raises(ValueError, match=f"^{argument}='.*' is in output_dir=.*; set another output_dir"):
         trainer.train()
 
 

@@ -155,6 +155,8 @@ def check_calls(rewards: RewardFunctions, prompts: dict[str, Prompts], agents: A
             raise ValueError(
                 f"{dataset} has a column {shadowed[0]!r}, which reward functions get from the trainer; rename it"
             )
+        if from_episodes and "self" in some.rows.column_names:
+            raise ValueError(f"{dataset} has a column 'self', the name of an argument of reset; rename it")
         check_conversations(name, func, dataset, some)
         columns = {*RESERVED_COLUMNS, *from_episodes, "completion_ids", *some.rows[0]} - {"prompt", "completion"}
         called = func.func if isinstance(func, RewardWrapper) else func

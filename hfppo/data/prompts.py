@@ -168,10 +168,9 @@ def check_columns(dataset: Dataset, name: str) -> None:
         raise ValueError(
             f"{name} has no 'prompt' column, only {', '.join(columns)}; use dataset.rename_column('…', 'prompt')"
         )
-    if shadowed := sorted((RESERVED_COLUMNS | {"self"}) & set(columns)):
+    if shadowed := sorted(RESERVED_COLUMNS & set(columns)):
         raise ValueError(
-            f"{name} has columns named {', '.join(shadowed)}, which reward functions and methods get already; rename "
-            "them"
+            f"{name} has columns named {', '.join(shadowed)}, which reward functions get from the trainer; rename them"
         )
 
 
