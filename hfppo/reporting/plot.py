@@ -59,7 +59,7 @@ def draw_panels(panels: dict[str, list[str]], history: list[dict[str, float]], t
     Raises:
         OSError: the file cannot be written.
     """
-    # Imported late, because it needs half a second. pyplot chooses a backend for the user's own figures.
+    # Imported late, because it needs half a second; not pyplot, which chooses a backend for the user's own figures.
     from matplotlib import rc_context
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

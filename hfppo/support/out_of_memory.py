@@ -19,7 +19,7 @@ ADVICE = {
     "evaluation": f"{SMALLER_BATCHES}; or, of reward models, a smaller per_device_eval_batch_size",
 }
 
-# Errors other than torch.OutOfMemoryError: CUDA and its libraries, which allocate memory of their own, the CPU's
+# Errors other than torch.OutOfMemoryError, from CUDA and its libraries (they allocate memory of their own), the CPU's
 # allocator, and MPS.
 ALLOCATOR = re.compile(
     r"(CUDA|HIP|cuDNN) error: (out of memory|\w+_STATUS_ALLOC_FAILED)"
