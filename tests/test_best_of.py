@@ -76,6 +76,7 @@ def test_the_command_shows_each_completion_with_its_values(trained, capsys):
         recipe.main([str(Path(folder) / "no-such"), "1="])
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_the_command_runs(trained):
     run = subprocess.run(

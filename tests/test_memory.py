@@ -228,7 +228,9 @@ def test_the_command_reads_a_config_and_a_recipe(tmp_path, monkeypatch, capsys):
     ("shape", "flags"),
     [
         ((1536, 8960, 28, 12, 2, 151936), ["--config", str(RECIPES / "gsm8k.yaml")]),
-        pytest.param((3584, 18944, 28, 28, 4, 152064), ["--load_in_4bit"], marks=pytest.mark.slow),
+        pytest.param(
+            (3584, 18944, 28, 28, 4, 152064), ["--load_in_4bit"], marks=[pytest.mark.slow, pytest.mark.nightly]
+        ),
     ],
     ids=["the 1.5B with the recipe", "the 7B in NF4"],
 )

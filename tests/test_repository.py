@@ -61,6 +61,7 @@ ALLOWED = {
         "collect",
         "config",
         "data",
+        "environments",
         "functional",
         "generation",
         "learn",

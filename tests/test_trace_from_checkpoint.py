@@ -109,6 +109,18 @@ def test_what_the_run_was_told_about_training_does_not_matter(tmp_path, config, 
     assert caplog.messages == []
 
 
+def test_a_run_of_several_turns_is_asked_in_one(run, tmp_path):
+    copied = shutil.copytree(run.checkpoint, tmp_path / "checkpoint-4")
+    file = copied / "ppo_state_0.json"
+    state = json.loads(file.read_text())
+    state["run"]["settings"] |= {"gamma_turn": 0.9, "lam_turn": 0.5, "max_turn_length": 3}
+    file.write_text(json.dumps(state))
+    seal(copied)
+    trace, args = trace_prompt(copied, Question(PROMPT, score=run.table.score))
+    assert_same(trace.table, run.table)
+    assert args.max_turn_length is None
+
+
 def test_another_base_than_the_runs_is_warned_of(run, tmp_path, caplog):
     trace_prompt(run.checkpoint, Question(PROMPT))
     assert caplog.messages == []

@@ -11,12 +11,12 @@ from hfppo.checks.config import UNREAD_FIELDS, UNUSABLE_FIELDS
 
 # TRL's fields that have another name here.
 TRL_NAMES = {
-    "beta": "kl_loss_coef (GRPO's, in the loss) or kl_coef (RLOO's, in the reward)",
+    "beta": "kl_loss_coef with kl_coef=0 and advantage_estimator='grpo' (GRPO's), or kl_coef (RLOO's, in the reward)",
     "epsilon": "cliprange",
     "epsilon_high": "cliprange_high",
     "delta": "dual_clip",
     "num_iterations": "num_ppo_epochs",
-    "loss_type": "policy_loss and loss_reduction",
+    "loss_type": "policy_loss and loss_reduction; 'dapo' is loss_reduction='token-mean'",
     "importance_sampling_level": "policy_loss",
     "steps_per_generation": "gradient_accumulation_steps × num_mini_batches",
     "use_bias_correction_kl": "kl_loss_estimator, with a + at the end",

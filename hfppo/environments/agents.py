@@ -17,6 +17,8 @@ from hfppo.environments.environment import Environment, TextEnvironment, Tool, t
 from hfppo.environments.pool import EnvironmentFactory, EnvironmentPool, factory_name, pool_of
 
 COLUMN = "environment"  # of the dataset: names each row's environment where there are several
+# Fields of PPOConfig that need tools or an environment.
+OF_TURNS = ("gamma_turn", "lam_turn", "max_turn_length", "max_tool_calling_iterations", "tool_timeout")
 
 
 @dataclass(frozen=True)
@@ -129,7 +131,7 @@ def check_unused(args: PPOConfig) -> None:
     Raises:
         ValueError: a field is set that needs tools or an environment.
     """
-    for field in ("gamma_turn", "lam_turn", "max_turn_length", "max_tool_calling_iterations", "tool_timeout"):
+    for field in OF_TURNS:
         if (value := getattr(args, field)) is not None:
             raise ValueError(
                 f"{field}={value!r} is for completions of several turns; pass tools or environment_factory"

@@ -107,6 +107,8 @@ class CrashSafeTrainer(Trainer):
             except (Exception, KeyboardInterrupt) as error:
                 if (note := describe_last_checkpoint(self.args.output_dir)) is not None:
                     error.add_note(note)
+                elif self.state.global_step:
+                    error.add_note(f"No checkpoint was written: save_steps={self.args.save_steps}.")
                 raise
 
     @contextmanager

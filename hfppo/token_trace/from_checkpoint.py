@@ -22,6 +22,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from hfppo.checkpoint import RunDescription, hash_frozen_weights, state_file
 from hfppo.collect.collector import Collector
 from hfppo.config import PPOConfig
+from hfppo.environments.agents import OF_TURNS
 from hfppo.generation import configured_sampling, make_sampler
 from hfppo.generation.sampler import Completions, Sampler, completion_ids, eos_token_ids
 from hfppo.models.loading import load_base_of, load_tokenizer
@@ -161,6 +162,7 @@ def rebuild_settings(run: RunDescription, question: Question, written: list[int]
     """
     known = {f.name for f in fields(PPOConfig)} - {f.name for f in fields(TrainingArguments)} | {"seed"}
     values = {name: value for name, value in {**run.settings, **run.structure}.items() if name in known}
+    values |= dict.fromkeys(OF_TURNS)  # one turn, without tools and environments
     values |= {
         "model_init_kwargs": None,
         "policy_mode": "decoupled",  # log π_old is this model's, whatever sampled in the run
