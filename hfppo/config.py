@@ -275,6 +275,7 @@ class PPOConfig(TrainingArguments):
         super().__post_init__()
         if not follows_base(self):
             self.bf16 = bool(self.bf16)
+            vars(self).update({name: bool(getattr(self, name)) for name in CHECKPOINTING})
         elif len(unset) == len(CHECKPOINTING):
             vars(self).update(dict.fromkeys(CHECKPOINTING))
         check_config(self)

@@ -26,6 +26,7 @@ from helpers.tiny import tiny_model
 from hfppo import PPOCallback, PPOConfig, PPOTrainer
 from hfppo.checks.config import UNREAD_FIELDS, UNUSABLE_FIELDS
 from hfppo.checks.names import TRL_NAMES, TRL_REASONS
+from hfppo.config import CHECKPOINTING as NAMES_OF_CHECKPOINTING
 from hfppo.config import follows_base
 
 PACKAGE = Path(hfppo.__file__).parent
@@ -513,6 +514,9 @@ def test_only_the_ends_of_completions_are_among_generation_kwargs(config, kwargs
     assert f"generation_kwargs={kwargs!r}" in str(error.value)
 
 
+CHECKPOINTING = NAMES_OF_CHECKPOINTING[0]  # another name before transformers 5.20
+
+
 @pytest.fixture
 def on_cuda(monkeypatch):
     """As if the CPU were a GPU, to what decides about autocast and checkpointing."""
@@ -521,7 +525,7 @@ def on_cuda(monkeypatch):
 
 
 def switches(trainer) -> tuple[bool, str, bool]:
-    found = trainer.args.bf16, trainer.accelerator.mixed_precision, trainer.args.activation_checkpointing
+    found = trainer.args.bf16, trainer.accelerator.mixed_precision, getattr(trainer.args, CHECKPOINTING)
     AcceleratorState._reset_state(reset_partial_state=False)
     return found
 
@@ -532,8 +536,8 @@ def switches(trainer) -> tuple[bool, str, bool]:
         ("bfloat16", {}, (True, "bf16", True)),
         ("float32", {}, (False, "no", False)),
         ("bfloat16", {"bf16": False}, (False, "no", True)),
-        ("bfloat16", {"activation_checkpointing": False}, (True, "bf16", False)),
-        ("float32", {"bf16": True, "activation_checkpointing": True}, (True, "bf16", True)),
+        ("bfloat16", {CHECKPOINTING: False}, (True, "bf16", False)),
+        ("float32", {"bf16": True, CHECKPOINTING: True}, (True, "bf16", True)),
     ],
 )
 def test_on_cuda_a_base_in_bfloat16_brings_autocast_and_checkpointing(make_trainer, on_cuda, dtype, fields, expected):
@@ -553,8 +557,8 @@ def test_a_configuration_serves_bases_of_both_kinds_on_cuda(on_cuda):
     assert args.for_base(torch.bfloat16).bf16
     assert not args.for_base(torch.float32).bf16
     assert not replace(args, fp16=True).for_base(torch.bfloat16).bf16
-    assert (args.bf16, args.activation_checkpointing) == (None, None)
-    assert replace(args).for_base(torch.bfloat16).activation_checkpointing, "a copy decides as well"
+    assert (args.bf16, getattr(args, CHECKPOINTING)) == (None, None)
+    assert getattr(replace(args).for_base(torch.bfloat16), CHECKPOINTING), "a copy decides as well"
 
 
 @pytest.mark.parametrize("kind", ["fp16", "bf16"])
@@ -562,7 +566,7 @@ def test_a_launcher_that_chose_the_precision_is_obeyed_on_cuda(on_cuda, monkeypa
     """As `accelerate launch --mixed_precision fp16` does."""
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", kind)
     chosen = PPOConfig("out", use_cpu=True).for_base(torch.bfloat16)
-    assert (chosen.bf16, chosen.mixed_precision, chosen.activation_checkpointing) == (False, kind, True)
+    assert (chosen.bf16, chosen.mixed_precision, getattr(chosen, CHECKPOINTING)) == (False, kind, True)
 
 
 def test_on_a_cpu_autocast_and_checkpointing_are_off(make_trainer):

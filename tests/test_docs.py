@@ -24,7 +24,9 @@ README, QUICKSTART = ROOT / "README.md", DOCS / "quickstart.md"
 PAGES = sorted(page for page in DOCS.rglob("*.md") if "_build" not in page.parts)
 PAIRS = [(page, DOCS / page.relative_to(DOCS / "zh")) for page in PAGES if page.parent.name == "zh"]
 INHERITED = {f.name: f.default for f in fields(TrainingArguments)}
-STATED = {f.name: f.default for f in fields(PPOConfig) if INHERITED.get(f.name, f) != f.default}
+# Without the name that activation_checkpointing has before transformers 5.20.
+OTHERS = {f.name: f.default for f in fields(PPOConfig) if f.name != "gradient_checkpointing"}
+STATED = {name: default for name, default in OTHERS.items() if name not in INHERITED or INHERITED[name] != default}
 NUMBER = re.compile(r"[−-]?\d[\d,]*(?:\.\d+)?")
 
 sys.path.insert(0, str(DOCS))

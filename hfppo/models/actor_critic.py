@@ -232,9 +232,11 @@ class ActorCritic(PeftModelForCausalLM):
             enable(activation_checkpointing_kwargs, **more)
             tree.enable_input_require_grads()
 
-    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, Any] | None = None) -> None:
+    def gradient_checkpointing_enable(
+        self, gradient_checkpointing_kwargs: dict[str, Any] | None = None, **more: Any
+    ) -> None:
         """Do the same under the name that Trainer calls before transformers 5.20."""
-        self.activation_checkpointing_enable(gradient_checkpointing_kwargs)
+        self.activation_checkpointing_enable(gradient_checkpointing_kwargs, **more)
 
     def save_pretrained(
         self,
