@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, HfArgumentParser, PreTrainedConfig
 
 from hfppo.generation.generate import SeededChoice
+from hfppo.generation.key_values import CACHE
 from hfppo.models import output_head
 from hfppo.models.actor_critic import ActorCritic, TokenOutputs, Want
 from hfppo.models.critic import find_critic
@@ -291,10 +292,10 @@ def sampling(model: ActorCritic, live: LiveStorages, setup: Setup) -> dict[str, 
     def read() -> None:
         mask_of_prompts = mask[:, : setup.max_prompt_length]
         out = model.causal_lm(ids, attention_mask=mask_of_prompts, use_cache=True, logits_to_keep=1)
-        kept.append(out.past_key_values)
+        kept.append(out[CACHE])
 
     def sample() -> None:
-        out = model.causal_lm(ids[:, :1], attention_mask=mask, past_key_values=kept[0], logits_to_keep=1)
+        out = model.causal_lm(ids[:, :1], attention_mask=mask, **{CACHE: kept[0]}, logits_to_keep=1)
         SeededChoice(torch.zeros(rows, 1, dtype=torch.float64), 1.0, lambda tokens: None)(ids, out.logits[:, -1])
 
     phases = {"sampling, prompts": live.peak_of(read)}
