@@ -226,8 +226,7 @@ def measure_phases(model: ActorCritic, live: LiveStorages, setup: Setup) -> dict
 
 def loss_of(outputs: TokenOutputs) -> Tensor:
     """Return a number with gradients to actor and critic."""
-    assert outputs.logprobs is not None
-    return outputs.logprobs.sum() if outputs.values is None else outputs.logprobs.sum() + outputs.values.sum()
+    return torch.stack([x.sum() for x in (outputs.logprobs, outputs.values) if x is not None]).sum()
 
 
 def make_model(config: PreTrainedConfig, setup: Setup) -> ActorCritic:
