@@ -209,10 +209,10 @@ def test_it_is_given_by_id_or_loaded(make_trainer, tmp_path):
 
 def test_what_cannot_be_judged_is_refused_before_sampling(make_trainer, make_agent, tmp_path, tokenizer):
     own = other_tokenizer("right", "<void>")
-    with pytest.raises(ValueError, match=r"step_token='<extra_0>' is no token of"):
+    with pytest.raises(ValueError, match=r"step_token='<extra_0>' is not a token of"):
         ProcessRewardModel(judge(), own, step_token="<extra_0>")
     for wrong in ({"step_separator": ""}, {"step_separator": None, "step_token": "！"}):
-        with pytest.raises(ValueError, match=r"step_separator=.* give the text that ends a step"):
+        with pytest.raises(ValueError, match=r"step_separator=.* pass the text that ends a step"):
             ProcessRewardModel(judge(), own, **wrong)
     with pytest.raises(ValueError, match=r"3 labels .*label="):
         ProcessRewardModel(judge(3), own)
@@ -221,7 +221,7 @@ def test_what_cannot_be_judged_is_refused_before_sampling(make_trainer, make_age
         ValueError, match="rewards the steps of one turn, and completions with tools or an environment"
     ):
         make_agent(environment_factory=Doors, reward_funcs=reward)
-    with pytest.raises(ValueError, match="processing_class, a object, does not tell it"):
+    with pytest.raises(ValueError, match="processing_class, a object, does not have it"):
         reward.check(object(), several_turns=False)
     with pytest.raises(TypeError, match="rewards tokens, so it cannot be called"):
         reward(prompts=["1"], completions=["2"])

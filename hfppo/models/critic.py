@@ -308,8 +308,8 @@ def adapted_trunk(model: PreTrainedModel, peft_config: PeftConfig, top: int | No
         if top is None:
             raise
         raise ValueError(
-            f"critic_layers={top} leaves the critic no weight to train, since peft_config adapts nothing in them; "
-            "raise critic_layers, or let peft_config adapt them"
+            f"critic_layers={top} leaves the critic no weight to train, since peft_config adapts no module of these "
+            "layers; raise critic_layers, or add their modules to target_modules"
         ) from error
     of_layers = set(layers.modules())
     for name, module in list(trunk.named_modules()):

@@ -62,11 +62,11 @@ class ProcessRewardModel(RewardModel):
         super().__init__(model, tokenizer, batch_size, 1 if label is None and two_labels(model) else label, device)
         if step_separator == "" or (step_separator is None and step_token is not None):
             raise ValueError(
-                f"step_separator={step_separator!r} with step_token={step_token!r}: give the text that ends a step, "
+                f"step_separator={step_separator!r} with step_token={step_token!r}: pass the text that ends a step, "
                 "or None for both to reward each token"
             )
         if step_token is not None and step_token not in tokenizer.get_vocab():
-            raise ValueError(f"step_token={step_token!r} is no token of {self.__name__}'s tokenizer; give one")
+            raise ValueError(f"step_token={step_token!r} is not a token of {self.__name__}'s tokenizer; pass one that is")
         self.step_separator, self.step_token = step_separator, step_token
 
     def check(self, tokenizer: PreTrainedTokenizerBase, several_turns: bool) -> None:
@@ -87,13 +87,13 @@ class ProcessRewardModel(RewardModel):
             if not isinstance(given, PreTrainedTokenizerFast):
                 raise ValueError(
                     f"reward model {self.__name__!r} needs the text of each token, and {name}, a "
-                    f"{type(given).__name__}, does not tell it; give a PreTrainedTokenizerFast"
+                    f"{type(given).__name__}, does not have it; pass a PreTrainedTokenizerFast"
                 )
 
     def __call__(self, /, prompts: Sequence[Any], completions: Sequence[Any], **kwargs: Any) -> list[float]:
         """Raise TypeError: without the policy's tokenizer it is unknown which text a token writes."""
         raise TypeError(
-            f"reward model {self.__name__!r} rewards tokens, so it cannot be called; give it in reward_funcs"
+            f"reward model {self.__name__!r} rewards tokens, so it cannot be called; pass it in reward_funcs"
         )
 
     def score_batch(self, batch: RewardBatch, log: Log) -> list[list[float] | None]:  # type: ignore[override]
