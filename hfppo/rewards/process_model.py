@@ -66,7 +66,9 @@ class ProcessRewardModel(RewardModel):
                 "or None for both to reward each token"
             )
         if step_token is not None and step_token not in tokenizer.get_vocab():
-            raise ValueError(f"step_token={step_token!r} is not a token of {self.__name__}'s tokenizer; pass one that is")
+            raise ValueError(
+                f"step_token={step_token!r} is not a token of {self.__name__}'s tokenizer; pass one that is"
+            )
         self.step_separator, self.step_token = step_separator, step_token
 
     def check(self, tokenizer: PreTrainedTokenizerBase, several_turns: bool) -> None:
