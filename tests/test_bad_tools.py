@@ -14,6 +14,7 @@ from transformers.utils.chat_template_utils import DocstringParsingException, Ty
 from helpers.agents import EOS, PROMPTS, Counting, Doors, add, call, collect, count_messages
 from helpers.processes import ROOT
 from hfppo import Result
+from hfppo.rewards.reward_func import plain_name
 
 
 def tool(body, name="use", asynchronous=False):
@@ -442,6 +443,18 @@ async def in_two_steps(word: str) -> str:
 class Search:
     """A search engine with a connection."""
 
+    def __init__(self):
+        self.__name__ = "search"  # in letters of the tokenizer
+
+    async def __call__(self, word: str) -> str:
+        """
+        Look a word up.
+
+        Args:
+            word: the word
+        """
+        return await look_up(word)
+
     def now(self, word: str) -> str:
         """
         Look a word up.
@@ -458,16 +471,21 @@ CALLABLES = {
     "decorated": (decorated(look_up), ["word", "times"]),
     "an awaitable of an awaitable": (in_two_steps, ["word"]),
     "cached": (functools.lru_cache(Search().now), ["word"]),
+    "a partial": (functools.partial(look_up, times=1), ["word"]),
+    "a partial of a decorated function": (functools.partial(decorated(look_up)), ["word", "times"]),
+    "a callable object": (Search(), ["word"]),
+    "a partial of a callable object": (functools.partial(Search()), ["word"]),
+    "a partial of a bound method": (functools.partial(Search().now), ["word"]),
     "a bound method": (Search().now, ["word"]),
 }
 
 
 @pytest.mark.parametrize("timeout", [None, 5.0])
 @pytest.mark.parametrize("kind", CALLABLES)
-def test_tools_are_functions_of_every_kind(make_agent, kind, timeout):
+def test_tools_are_callables_of_every_kind(make_agent, kind, timeout):
     func, arguments = CALLABLES[kind]
     config = {"tool_timeout": timeout, "max_completion_length": 200}
-    name = func.__name__
+    name = plain_name(func)
     trainer = make_agent([call(name, word="a b"), "a"], reward_funcs=count_messages, tools=[func], config=config)
     (schema,) = trainer.collector.player.agents.schemas[None]
     assert schema["function"]["name"] == name

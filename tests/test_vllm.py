@@ -7,7 +7,6 @@ The environment is made by `tests/helpers/vllm_environment.sh`.
 import asyncio
 import hashlib
 import itertools
-import re
 import shutil
 import time
 from collections.abc import Callable
@@ -160,35 +159,31 @@ def digest(named) -> str:
     return whole.hexdigest()
 
 
-def test_fifty_syncs_send_the_adapter_and_leave_both_bases_alone(make, caplog):
-    with caplog.at_level("INFO", "hfppo"):
-        trainer = make("colocate")
-        sampler, model = trainer.collector.sampler, trainer.model
-        adapter = model.actor_parameters()
+def test_fifty_syncs_send_the_adapter_and_leave_both_bases_alone(make):
+    trainer = make("colocate")
+    sampler, model = trainer.collector.sampler, trainer.model
+    adapter = model.actor_parameters()
 
-        def bases() -> list[str]:
-            ours = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
-            assert sum(p.numel() for _, p in ours) > 50_000
-            return [digest(ours), *sampler.engine.llm.apply_model(lambda m: digest(m.named_parameters()))]
+    def bases() -> list[str]:
+        ours = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
+        assert sum(p.numel() for _, p in ours) > 50_000
+        return [digest(ours), *sampler.engine.llm.apply_model(lambda m: digest(m.named_parameters()))]
 
-        before, sampled, sizes = bases(), set(), set()
-        prompts = pad_left([[5, 6, 7]], 0)
-        for _ in range(50):
-            with sampler.ready():
-                sampled.add(sampler(*prompts, [1]).logprobs[0, 0].item())
-            (folder,) = sampler.folder.iterdir()  # the one before is gone
-            sizes.add(sum(path.stat().st_size for path in folder.iterdir()))
-            with torch.no_grad():
-                for p in adapter:
-                    p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(0)), alpha=1e-3)
+    before, sampled, sizes = bases(), set(), set()
+    prompts = pad_left([[5, 6, 7]], 0)
+    for _ in range(50):
+        with sampler.ready():
+            sampled.add(sampler(*prompts, [1]).logprobs[0, 0].item())
+        (folder,) = sampler.folder.iterdir()  # the one before is gone
+        sizes.add(sum(path.stat().st_size for path in folder.iterdir()))
+        with torch.no_grad():
+            for p in adapter:
+                p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(0)), alpha=1e-3)
     assert len(sampled) == 50, "each is sampled from"
     assert bases() == before
     (sent,) = sizes
     weights = sum(p.numel() * p.element_size() for p in adapter)
     assert weights <= sent <= 1.5 * weights
-    (message,) = [r.getMessage() for r in caplog.records if "each sync" in r.getMessage()]
-    said = [float(number) for number in re.findall(r"[\d.]+(?= MB)", message)]
-    assert said == [round(sent / 1e6, 2), round(model.causal_lm.get_memory_footprint() / 1e6, 2)]
 
 
 def test_resuming_equals_the_straight_run(make, tmp_path):

@@ -1,9 +1,9 @@
 """The arguments `tools` and `environment_factory`, checked before anything is generated."""
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_type_hints
 
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
@@ -15,6 +15,7 @@ from hfppo.data.prompts import EMPTY_PROMPT
 from hfppo.environments.chat_format import ChatFormat, make_chat_format
 from hfppo.environments.environment import Environment, TextEnvironment, Tool, tools_of
 from hfppo.environments.pool import EnvironmentFactory, EnvironmentPool, factory_name, pool_of
+from hfppo.rewards.reward_func import plain_name, unwrap
 
 COLUMN = "environment"  # of the dataset: names each row's environment where there are several
 # Fields of PPOConfig that need tools or an environment.
@@ -96,16 +97,36 @@ def named_tools(tools: Sequence[Tool]) -> dict[str, Tool]:
     """Return the tools by name.
 
     Raises:
-        TypeError, ValueError: one is not a function, or two have the same name.
+        TypeError, ValueError: one cannot be called as a tool, or two have the same name.
     """
     by_name: dict[str, Tool] = {}
     for tool in tools:
-        if not inspect.isroutine(tool):
+        if inspect.isclass(tool) or not callable(tool):
             raise TypeError(f"tools has {tool!r}; pass functions or methods, with type hints and a docstring")
-        if tool.__name__ in by_name:
-            raise ValueError(f"tools has two functions named {tool.__name__!r}; rename one")
-        by_name[tool.__name__] = tool
+        if (name := plain_name(tool)) in by_name:
+            raise ValueError(f"tools has two functions named {name!r}; rename one")
+        by_name[name] = tool if inspect.isroutine(tool) else as_function(tool)
     return by_name
+
+
+def as_function(tool: Callable[..., object]) -> Tool:
+    """Return a `functools.partial` or a callable object as a function: transformers makes schemas of functions only.
+
+    A keyword that a partial binds is not an argument of the tool.
+    """
+
+    def function(*args: object, **kwargs: object) -> object:
+        return tool(*args, **kwargs)
+
+    inner, bound = unwrap(tool), getattr(tool, "keywords", {})
+    documented = inner if inspect.isroutine(inner) else type(inner).__call__
+    signature = inspect.signature(tool)
+    free = {name: parameter for name, parameter in signature.parameters.items() if name not in bound}
+    hints = {name: hint for name, hint in get_type_hints(documented).items() if name in {*free, "return"}}
+    function.__name__, function.__doc__ = plain_name(tool), documented.__doc__
+    function.__signature__ = signature.replace(parameters=list(free.values()))  # type: ignore[attr-defined]
+    function.__annotations__ = hints
+    return function
 
 
 def check_tools_fit(

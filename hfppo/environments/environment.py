@@ -1,10 +1,10 @@
 """The contract of tools and environments, which extends that of TRL's GRPOTrainer.
 
-A tool is a function with type hints and a Google-style docstring, plain or `async def`. An environment is an object
-with `reset(**row)`, called with the dataset's columns before each episode, which returns None or text that is appended
-to the prompt's last message. Each public method but `reset` and `get_reward` is a tool. `get_reward()`, if there is
-one, scores the finished episode. An awaitable that one of them returns is awaited. Text may also be a list of content
-blocks of text, which are joined.
+A tool is a function, plain or `async def`, with type hints and a Google-style docstring; a `functools.partial` or an
+object with `__call__` may stand for one. An environment is an object with `reset(**row)`, called with the dataset's
+columns before each episode, which returns None or text that is appended to the prompt's last message. Each public
+method but `reset` and `get_reward` is a tool. `get_reward()`, if there is one, scores the finished episode. An
+awaitable that one of them returns is awaited. Text may also be a list of content blocks of text, which are joined.
 
 Beyond TRL, a tool may return a `Result` with a reward, and `reset` may name a parameter `seed`. Completions of one
 prompt get the same seed, different prompts get different seeds. After `reset` an environment must play like a new one.
