@@ -217,11 +217,21 @@ def measure_phases(model: ActorCritic, live: LiveStorages, setup: Setup) -> dict
             phases["old log-probs and values"] = live.peak_of(lambda: model(**passed, base_states=states))
             del states
         before, states, outputs = live.now, base_states(model.train(), updated), []
-        phases["update, forward"] = live.peak_of(
-            lambda: outputs.append(model(**updated, want=Want(entropy="constant"), base_states=states)), before
-        )
-        phases["update, backward"] = live.peak_of(lambda: loss_of(outputs.pop()).backward(), before)
+        for owner, want in passes_of_update(model).items():
+
+            def forward(want: Want = want) -> None:
+                outputs.append(model(**updated, want=want, base_states=states if want.values else None))
+
+            phases[f"update, forward of {owner}"] = live.peak_of(forward, before)
+            phases[f"update, backward of {owner}"] = live.peak_of(lambda: loss_of(outputs.pop()).backward(), before)
     return phases
+
+
+def passes_of_update(model: ActorCritic) -> dict[str, Want]:
+    """Return the passes of a micro-batch, as `PPOTrainer.training_step` makes them."""
+    if model.critic is None or model.critic_is_shared:
+        return {"both": Want(entropy="constant")}
+    return {"the actor": Want(entropy="constant", values=False), "the critic": Want(policy=False)}
 
 
 def loss_of(outputs: TokenOutputs) -> Tensor:

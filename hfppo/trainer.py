@@ -408,14 +408,19 @@ class PPOTrainer(CrashSafeTrainer):
         return StepPlan.of(self.state.global_step, self.ppo_state, self.args)
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
-        """Call Trainer's step for each piece of a micro-batch."""
-        *before, last = inputs["pieces"]
+        """Call Trainer's step for each piece of a micro-batch, for the actor's losses and then for the critic's.
+
+        Each graph is freed before the next one is built, so that memory holds the larger of the two. Where the critic
+        reads the actor's states there is one graph only.
+        """
+        plans = self._plan.apart() if self._run.has_two_graphs else [self._plan]
         self._run.count(self._flop_counter.count(inputs["pieces"], self._plan))
+        *before, last = ({"batch": piece, "plan": plan} for piece in inputs["pieces"] for plan in plans)
         loss = torch.zeros((), dtype=torch.float32, device=self.args.device)
-        for piece in before:
+        for one in before:
             with self.accelerator.no_sync(model):
-                loss += super().training_step(model, {"batch": piece}, num_items_in_batch)
-        loss += super().training_step(model, {"batch": last}, num_items_in_batch)
+                loss += super().training_step(model, one, num_items_in_batch)
+        loss += super().training_step(model, last, num_items_in_batch)
         whole = loss * self.args.gradient_accumulation_steps  # the micro-batches add up to a step's
         self._run.log.update({"loss": parts(whole)})
         return loss
@@ -429,7 +434,7 @@ class PPOTrainer(CrashSafeTrainer):
     ) -> Tensor | tuple[Tensor, Any]:
         """Return the PPO loss of a micro-batch, scaled so that DDP's mean over processes is the sum."""
         assert num_items_in_batch is not None
-        plan = self._plan
+        plan: StepPlan = inputs.get("plan", self._plan)
         batch: Rollout = inputs["batch"].to(self.args.device)
         outputs = model(
             **join_sequences(batch),
@@ -455,7 +460,8 @@ class PPOTrainer(CrashSafeTrainer):
         """Return the terms of the loss; a subclass may add its own to `super().loss_terms`.
 
         Args:
-            outputs: (B, T) tensors of π_θ, the policy being optimized; None where a step moves only actor or critic.
+            outputs: (B, T) tensors of π_θ, the policy being optimized. A critic with a trunk of its own has its losses
+                in a second call: then the first has no values, and the second values only.
             batch: the rollout's data about the same tokens.
         """
         return ppo_terms(outputs, batch, self.args, self._clip)

@@ -77,8 +77,11 @@ def measured(config: PreTrainedConfig, setup: Setup, tmp_path: Path) -> dict[str
 
     def update() -> None:
         start = states if states is None else states[: micro_batch[0].numel()]
-        out = model(*micro_batch, want=Want(entropy="constant"), base_states=start)
-        (out.logprobs.sum() + out.values.sum()).backward()
+        both = Want(entropy="constant")
+        wants = [both] if setup.critic == "shared" else [replace(both, values=False), replace(both, policy=False)]
+        for want in wants:
+            out = model(*micro_batch, want=want, base_states=start if want.values else None)
+            torch.stack([x.sum() for x in (out.logprobs, out.values) if x is not None]).sum().backward()
 
     with memory.chunks_of_a_gpu(), torch.autocast("cpu", torch.bfloat16, enabled=setup.bf16):
         with torch.no_grad():
@@ -224,13 +227,13 @@ def test_the_command_reads_a_config_and_a_recipe(tmp_path, monkeypatch, capsys):
     assert "Fits 1 GB." in printed
 
 
+@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("shape", "flags"),
     [
         ((1536, 8960, 28, 12, 2, 151936), ["--config", str(RECIPES / "gsm8k.yaml")]),
-        pytest.param(
-            (3584, 18944, 28, 28, 4, 152064), ["--load_in_4bit"], marks=[pytest.mark.slow, pytest.mark.nightly]
-        ),
+        ((3584, 18944, 28, 28, 4, 152064), ["--load_in_4bit"]),
     ],
     ids=["the 1.5B with the recipe", "the 7B in NF4"],
 )

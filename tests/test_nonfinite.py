@@ -43,12 +43,12 @@ def break_passes(monkeypatch, name: str, rollouts: set[int]) -> None:
 
 
 def break_loss(monkeypatch, name: str, calls: set[int], row: int = 1) -> None:
-    """NaN in a term of the loss of the given micro-batches, by the order of their passes."""
+    """NaN in a term of the loss of the given micro-batches, by the order of the passes that compute it."""
     terms_of, number = hfppo.trainer.ppo_terms, iter(range(100))
 
     def broken(*args):
         terms = terms_of(*args)
-        if next(number) not in calls:
+        if name not in {term.name for term in terms} or next(number) not in calls:
             return terms
         bad = torch.arange(len(terms[0].per_token))[:, None] == row
         return [

@@ -10,6 +10,8 @@ from helpers.runs import gradients, stops_at_kl, trained_state
 from helpers.tiny import ragged_model
 from hfppo import PPOCallback
 from hfppo.learn.loss import LossTerm
+from hfppo.learn.micro_batches import MiniBatchSize
+from hfppo.memory import LiveStorages
 from hfppo.metrics import Meter
 from hfppo.rollout import Rollout
 
@@ -96,8 +98,10 @@ def test_a_term_of_a_subclass_is_logged_and_adds_its_gradient(make_trainer, coef
 
     class Own(type(trainer)):
         def loss_terms(self, outputs, batch):
-            policy, *rest = super().loss_terms(outputs, batch)
-            return [policy, *rest, LossTerm("my_term", coef, policy.per_token)]
+            terms = super().loss_terms(outputs, batch)
+            if outputs.logprobs is None:  # the critic's
+                return terms
+            return [*terms, LossTerm("my_term", coef, terms[0].per_token)]
 
     trainer.__class__ = Own
     for name, gradient in gradients(trainer, rollout, 1).items():
@@ -112,6 +116,24 @@ def test_a_term_of_a_subclass_is_logged_and_adds_its_gradient(make_trainer, coef
     assert first["loss"] == pytest.approx(
         (1 + coef) * first["policy/loss"] + trainer.args.vf_coef * first["value/loss"], abs=1e-6
     )
+
+
+def test_actor_and_critic_have_one_graph_after_the_other(make_trainer, monkeypatch):
+    """With the gradients of one graph for both, to the bit, and less memory; a piece at a time."""
+    trainer = make_trainer({"max_steps": 2, "max_tokens_per_micro_batch": 64})
+    rollout = trainer.rollout([f"{a}+{b}=" for a in range(4) for b in range(4)])
+    size = MiniBatchSize.of(rollout, trainer.accelerator)
+    inputs = {"pieces": rollout.micro_batches(2)}
+    gradients, peaks = [], []
+    for apart in (True, False):
+        monkeypatch.setattr(type(trainer._run), "has_two_graphs", apart)
+        live = LiveStorages(torch.Tensor)
+        peaks.append(live.peak_of(lambda: trainer.training_step(trainer.model, inputs, size)))
+        gradients.append([p.grad.clone() for p in trainer.model.parameters() if p.requires_grad])
+        trainer.model.zero_grad()
+    assert all(torch.equal(*both) for both in zip(*gradients, strict=True))
+    assert all(gradient.any() for gradient in gradients[0][-2:])
+    assert peaks[0] < 0.75 * peaks[1]
 
 
 def test_seconds_of_an_update_are_those_of_all_its_steps(make_trainer, monkeypatch):

@@ -13,8 +13,9 @@ from hfppo.rollout import Rollout
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The loss of a micro-batch whose step is not made yet."""
+    """The loss of a micro-batch, or of its critic, whose step is not made yet."""
 
+    number: int  # of the micro-batch in its step, from 0
     loss: Tensor
     bad_rows: dict[str, Tensor]  # (B,) bool by term of the loss
 
@@ -34,7 +35,8 @@ class NonFiniteGuard:
             terms: (B, T) losses per token, by name.
         """
         bad = {name: (~x.detach().isfinite() & batch.loss_mask).any(dim=1) for name, x in terms.items()}
-        self.micro_batches.append(MicroBatch(loss.detach(), bad))
+        number = sum(before.bad_rows.keys() == bad.keys() for before in self.micro_batches)  # its critic's come apart
+        self.micro_batches.append(MicroBatch(number, loss.detach(), bad))
 
     def check(self, norms: dict[str, Tensor], model: nn.Module, step: int) -> None:
         """Raise if a loss or gradient is not finite on some process. A collective call, before the optimizer's step.
@@ -69,11 +71,11 @@ class NonFiniteGuard:
 
 def find_in_losses(recorded: list[MicroBatch]) -> tuple[int, str] | None:
     """Return the first loss that is not finite, with its distance from the cause."""
-    for i, micro in enumerate(recorded):
+    for micro in recorded:
         if not micro.loss.isfinite():
             rows = {name: int(bad.nonzero()[0]) for name, bad in micro.bad_rows.items() if bad.any()}
             term = next((f"{name} in row {row}" for name, row in rows.items()), "the loss")
-            return 0, f"{term} of micro-batch {i}"
+            return 0, f"{term} of micro-batch {micro.number}"
     return None
 
 

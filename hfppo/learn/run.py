@@ -1,9 +1,10 @@
 """What belongs to one run of `PPOTrainer.train`."""
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from accelerate import Accelerator
+from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -29,6 +30,14 @@ class Run:
         self._step = Meter()  # metrics of one step
         self._began, self._flops = 0.0, 0
         self._start: tuple[int, dict[str, dict]] | None = None  # steps made, and metrics, when a step began
+
+    @property
+    def has_two_graphs(self) -> bool:
+        """Whether actor and critic share no states, and the engine takes a backward pass that leaves weights out."""
+        critic, args = self.model.critic, self.args
+        if critic is None or critic.trunk is None or self.accelerator.distributed_type == DistributedType.DEEPSPEED:
+            return False
+        return args.world_size == 1 or args.ddp_find_unused_parameters is not False
 
     def begin_step(self, step: int, may_be_saved: bool) -> None:
         """Begin an optimizer step after `step` others.
@@ -134,3 +143,8 @@ class StepPlan:
     def moves_actor(self) -> bool:
         """Whether the actor's weights change."""
         return self.policy and not self.warms_up
+
+    def apart(self) -> list["StepPlan"]:
+        """Return the plans of two passes, of the actor's losses and of the critic's, or of one if only one is due."""
+        both = self.policy and self.values
+        return [replace(self, values=False), replace(self, policy=False)] if both else [self]
