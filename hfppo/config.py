@@ -81,7 +81,7 @@ class PPOConfig(TrainingArguments):
     ddp_find_unused_parameters: bool | None = option(
         True,
         "DDP sums gradients in the same order from the first step on, so that resumed runs are exact with any number "
-        "of processes. False is exact with one or two processes, and keeps actor's and critic's graphs in memory at once.",
+        "of processes. False is exact with one or two processes, and builds actor's and critic's graphs at once.",
     )
 
     # Unset, they follow the base: see `for_base`.

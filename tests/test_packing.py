@@ -24,7 +24,7 @@ from hfppo.generation.sampler import Sampling
 from hfppo.models import actor_critic, output_head
 from hfppo.models import layout as packing_module
 from hfppo.models.actor_critic import Want
-from hfppo.models.layout import Layout, can_pack, can_share_prompts, distinct_prompts, lay_out
+from hfppo.models.layout import Layout, Rows, can_pack, can_share, find_beginnings, lay_out
 from hfppo.models.loading import default_peft_config
 from hfppo.rollout import balanced_sizes, sizes_within
 
@@ -48,7 +48,7 @@ def actor(base=None, peft_config=None, critic="adapter") -> ActorCritic:
     ("packed", "final", "shape"), [(0, 0, (3, 5)), (0, 1, (3, 6)), (1, 0, (1, 14)), (1, 1, (1, 17))]
 )
 def test_states_stand_before_their_tokens(packed, final, shape):
-    rows = Layout.of(IDS, ATTENTION, MASK.shape[1], bool(packed), bool(final))
+    rows = Layout.of(Rows.of(IDS, ATTENTION, MASK.shape[1], bool(final)), bool(packed))
     at = rows.inputs["input_ids"].flatten()[rows.states]
     for row, (prompt, n) in enumerate(zip((6, 6, 7), (3, 2, 5), strict=True)):
         read = n if final else n - 1  # nothing follows the last token
@@ -59,7 +59,8 @@ def test_states_stand_before_their_tokens(packed, final, shape):
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_row_without_a_completion_keeps_its_prompt(packed):
-    rows = Layout.of(torch.tensor([[5, 0, 0], [5, 6, 7]]), torch.tensor([[1, 0, 0], [1, 1, 1]]), 2, packed, False)
+    ids, attended = torch.tensor([[5, 0, 0], [5, 6, 7]]), torch.tensor([[1, 0, 0], [1, 1, 1]])
+    rows = Layout.of(Rows.of(ids, attended, 2, final=False), packed)
     assert rows.inputs["input_ids"].flatten()[rows.states].tolist() == [[5, 5, 5], [5, 6, 6]]
 
 
@@ -142,7 +143,7 @@ def test_flash_attention_is_told_where_rows_begin(monkeypatch, critic):
     base = tiny_model(seed=1)
     base.config._attn_implementation = "flash_stand_in"
     made = actor(base, critic=critic)
-    monkeypatch.setattr(packing_module, "distinct_prompts", None)  # packed rows share no prompt
+    monkeypatch.setattr(packing_module, "find_beginnings", None)  # packed rows share no beginning
     assert can_pack(made.causal_lm)
     made(IDS, ATTENTION, MASK)
     told.clear()
@@ -160,9 +161,12 @@ def test_an_architecture_that_mixes_packed_rows_is_not_packed(packing):
     assert not can_pack(tiny_opt())
 
 
-# Two rows of one prompt, one of another with the same end, one of the first again, without a completion.
-SHARED_PROMPTS = torch.tensor([[0, 5, 6, 7], [0, 5, 6, 7], [4, 5, 6, 7], [0, 5, 6, 7]])
-SHARED_COMPLETIONS = torch.tensor([[8, 9, 1], [8, 1, 0], [9, 10, 11], [0, 0, 0]])
+# Two rows of one prompt; one that ends alike, but begins otherwise; one without a completion; one with another
+# prompt after a common beginning; one that is the first row again.
+SHARED_PROMPTS = torch.tensor(
+    [[0, 5, 6, 7, 3], [0, 5, 6, 7, 3], [4, 5, 6, 7, 3], [0, 5, 6, 7, 3], [0, 0, 5, 6, 8], [0, 5, 6, 7, 3]]
+)
+SHARED_COMPLETIONS = torch.tensor([[8, 9, 1], [8, 1, 0], [9, 10, 11], [0, 0, 0], [9, 9, 0], [8, 9, 1]])
 SHARED_MASK = SHARED_COMPLETIONS != 0
 SHARED_ROWS = (
     torch.cat([SHARED_PROMPTS, SHARED_COMPLETIONS], dim=1),
@@ -173,32 +177,41 @@ SHARED_ROWS = (
 
 @pytest.fixture
 def apart(monkeypatch):
-    """No attention takes a mask, so that every row has its own prompt."""
+    """No attention takes a mask, so that every row is computed by itself."""
     monkeypatch.setattr(packing_module, "SHARING_ATTENTION", "none")
     monkeypatch.setattr(packing_module, "_shares", {})
 
 
-@pytest.mark.parametrize(("final", "width"), [(False, 6), (True, 8)])
-def test_a_shared_prompt_stands_once_before_its_completions(final, width):
-    prompts, place = distinct_prompts(*SHARED_ROWS[:2], 3)
-    rows = Layout.sharing_prompts(prompts, place, SHARED_COMPLETIONS, SHARED_MASK, final)
-    ids, positions = rows.inputs["input_ids"], rows.inputs["position_ids"]
-    mask = rows.inputs["attention_mask"].squeeze(1)
-    assert ids.shape == positions.shape == (2, width)
-    for row, prompt in enumerate(([5, 6, 7], [5, 6, 7], [4, 5, 6, 7], [5, 6, 7])):
+# Tokens, each once: 5 6 7 3 | 8 9 1 | 1 (after 8) | 8 9 9 (after 5 6) | 4 5 6 7 3 9 10 11. The last token of a
+# completion is only read with `final`.
+@pytest.mark.parametrize(
+    ("final", "size", "shape"), [(True, 8, (1, 19)), (False, 8, (1, 15)), (True, 2, (3, 12)), (True, 4, (2, 16))]
+)
+def test_what_rows_have_in_common_stands_once(final, size, shape):
+    made = Rows.of(*SHARED_ROWS[:2], 3, final)
+    layout = Layout.as_trees(made, *find_beginnings(made), size)
+    ids, positions = layout.inputs["input_ids"], layout.inputs["position_ids"]
+    mask = layout.inputs["attention_mask"].squeeze(1)
+    assert ids.shape == positions.shape == shape
+    assert mask.any(dim=-1).all(), "attention over nothing is not finite"
+    for row, prompt in enumerate(SHARED_PROMPTS):
         n = int(SHARED_MASK[row].sum())
         read = SHARED_COMPLETIONS[row, : n if final else max(n - 1, 0)].tolist()
+        whole = [*prompt[prompt > 0].tolist(), *read]
         for step in range(4):
-            index = int(rows.states[row, step])
-            before = prompt + read[:step]
-            at = mask[index // width, index % width]
-            assert ids[index // width, at].tolist() == before, "a state sees its prompt and its completion so far"
-            assert positions[index // width, at].tolist() == list(range(len(before)))
+            index = int(layout.states[row, step])
+            before = whole[: len(whole) - len(read) + step]
+            at = mask[index // shape[1], index % shape[1]]
+            assert ids[index // shape[1], at].tolist() == before, "a state sees its own row so far"
+            assert positions[index // shape[1], at].tolist() == list(range(len(before)))
+        columns = layout.tokens[row]
+        assert ids.flatten()[columns[columns >= 0]].tolist() == whole
+        assert (columns >= 0).sum() == len(whole)
 
 
 @pytest.mark.parametrize("architecture", [tiny_model, tiny_gpt2, tiny_qwen3])
 @pytest.mark.parametrize("critic", ["adapter", "shared"])
-def test_shared_prompts_give_what_rows_of_their_own_give(request, architecture, critic):
+def test_trees_give_what_rows_of_their_own_give(request, architecture, critic):
     made = actor(architecture(), critic=critic).eval()
     shapes = []
     made.causal_lm.get_input_embeddings().register_forward_hook(lambda _, inputs, __: shapes.append(inputs[0].shape))
@@ -207,18 +220,17 @@ def test_shared_prompts_give_what_rows_of_their_own_give(request, architecture, 
         made.zero_grad()
         shapes.clear()
         out = made(*SHARED_ROWS, Want(entropy="constant", final_value=True))
-        (
-            out.logprobs * torch.arange(12.0).view(4, 3) + out.values.square() + out.final_value[:, None]
-        ).sum().backward()
+        weights = torch.arange(18.0).view(6, 3)
+        (out.logprobs * weights + out.values.square() + out.final_value[:, None]).sum().backward()
         grads = [p.grad.clone() for p in (*made.actor_parameters(), *made.critic_parameters())]
         return [out.logprobs, out.entropy, out.values, out.final_value, *grads]
 
     shared = outputs()
-    assert shapes[-1] == (2, 8)
+    assert shapes[-1] == (1, 19)
     request.getfixturevalue("apart")
     for a, b in zip(shared, outputs(), strict=True):
         assert float((a - b).detach().abs().max()) <= 1e-5 * max(1.0, float(b.detach().abs().max()))
-    assert shapes == [(4, 7)]
+    assert shapes == [(6, 8)]
 
 
 def test_a_critic_whose_attention_takes_no_mask_gets_rows_of_its_own(request):
@@ -226,8 +238,8 @@ def test_a_critic_whose_attention_takes_no_mask_gets_rows_of_its_own(request):
     other.config._attn_implementation = "eager"
     made = actor(critic=other.model).eval()
     shared = made(*SHARED_ROWS).values
-    assert can_share_prompts(made.causal_lm)
-    assert not can_share_prompts(made.critic.trunk)
+    assert can_share(made.causal_lm)
+    assert not can_share(made.critic.trunk)
     request.getfixturevalue("apart")
     assert_close(shared, made(*SHARED_ROWS).values)
 
@@ -243,10 +255,10 @@ def test_an_architecture_that_heeds_no_mask_or_position_gets_rows(monkeypatch, b
         given.pop(broken, None)
         return forward(input_ids, **given)
 
-    assert can_share_prompts(model)
+    assert can_share(model)
     packing_module._shares.clear()
     monkeypatch.setattr(model.model, "forward", careless)
-    assert not can_share_prompts(model)
+    assert not can_share(model)
 
 
 @pytest.mark.parametrize(
@@ -261,7 +273,7 @@ def test_attention_with_a_window_or_without_sdpa_gets_rows(changes):
     model = tiny_qwen3()
     for name, value in changes.items():
         setattr(model.config, name, value)
-    assert not can_share_prompts(model)
+    assert not can_share(model)
 
 
 def falcon(**config) -> FalconForCausalLM:
@@ -273,9 +285,9 @@ def falcon(**config) -> FalconForCausalLM:
 def test_models_of_one_class_are_tried_apart(packing, monkeypatch):
     """Falcon's configuration chooses between rotary positions, which a mask of any form leaves right, and ALiBi."""
     rotary, alibi = falcon(), falcon(alibi=True)
-    assert can_share_prompts(rotary)
-    assert not can_share_prompts(alibi)
-    assert can_share_prompts(rotary)
+    assert can_share(rotary)
+    assert not can_share(alibi)
+    assert can_share(rotary)
     plain, careless = tiny_model(), tiny_model()
     forward = careless.model.forward
     monkeypatch.setattr(careless.model, "forward", lambda input_ids, use_cache, **_: forward(input_ids))
@@ -286,18 +298,30 @@ def test_models_of_one_class_are_tried_apart(packing, monkeypatch):
 def test_an_architecture_that_refuses_such_a_mask_gets_rows():
     torch.manual_seed(0)
     bloom = BloomForCausalLM(BloomConfig(vocab_size=26, hidden_size=32, n_layer=2, n_head=2))
-    assert not can_share_prompts(bloom)
+    assert not can_share(bloom)
     made = actor(bloom, critic="shared")
-    assert made(*SHARED_ROWS).logprobs.shape == (4, 3)
+    assert made(*SHARED_ROWS).logprobs.shape == (6, 3)
 
 
 def test_long_completions_of_a_short_prompt_get_rows_of_their_own():
     """In one row they would attend over each other's columns."""
     model, steps = tiny_model(hidden_size=2, num_attention_heads=1), 40
-    ids = torch.ones(4, 1 + steps, dtype=torch.long)
-    assert lay_out(model, ids, ids, steps, True).inputs["input_ids"].shape == (4, 41)
-    ids = torch.ones(4, 60 + steps, dtype=torch.long)
-    assert lay_out(model, ids, ids, 2, True).inputs["input_ids"].shape == (1, 98 + 8)
+    own = torch.arange(4)[:, None].expand(4, steps) + 2
+
+    def shape(prompt: int) -> tuple[int, ...]:
+        ids = torch.cat([torch.ones(4, prompt, dtype=torch.long), own], dim=1)
+        return lay_out(model, ids, torch.ones_like(ids), steps, final=True).inputs["input_ids"].shape
+
+    assert shape(1) == (4, 41)
+    assert shape(30) == (4, 70)
+    assert shape(100) == (2, 100 + 2 * steps)  # a row of four completions would attend over 160 columns
+
+
+def test_few_tokens_in_common_are_computed_for_each_row():
+    model, own = tiny_model(), torch.arange(4)[:, None].expand(4, 12) + 2
+    for prompt, rows in ((3, 4), (9, 1)):
+        ids = torch.cat([torch.ones(4, prompt, dtype=torch.long), own], dim=1)
+        assert lay_out(model, ids, torch.ones_like(ids), 12, final=True).inputs["input_ids"].shape[0] == rows
 
 
 def test_a_run_with_shared_prompts_ends_where_one_without_ends(request, make_trainer):
@@ -308,7 +332,7 @@ def test_a_run_with_shared_prompts_ends_where_one_without_ends(request, make_tra
     embedding.register_forward_hook(lambda _, inputs, __: widths.append(inputs[0].shape))
     shared.train()
     rows = shared.args.per_device_train_batch_size
-    assert rows // 4 in {shape[0] for shape in widths if shape[1] > 1}
+    assert rows not in {shape[0] for shape in widths[-8:] if shape[1] > 1}
     request.getfixturevalue("apart")
     alone = make_trainer(config, model=tiny_model(seed=1))
     alone.train()

@@ -1,4 +1,4 @@
-"""Lay rows of prompt and completion out for a forward pass: little padding, and a common prompt only once."""
+"""Lay rows of prompt and completion out for a forward pass: little padding, and what rows have in common only once."""
 
 import inspect
 from collections.abc import MutableMapping
@@ -15,44 +15,31 @@ from transformers import PreTrainedModel
 PACKING_ATTENTION = "flash"
 CPU_TOKENS = 1024  # most tokens per forward on a CPU; with more, activations exceed its cache: 1.3 times as long
 SHARING_ATTENTION = "sdpa"  # the attention implementation that takes any mask
+WORTHWHILE = 0.25  # the least share of tokens in common for which trees are laid out: masks cost something, too
 # Results by model: two of one class may differ, for their configurations choose positions and layers.
 _packs: MutableMapping[nn.Module, dict[str, bool]] = WeakKeyDictionary()  # `can_pack`, by attention implementation
-_shares: MutableMapping[nn.Module, bool] = WeakKeyDictionary()  # `can_share_prompts`
+_shares: MutableMapping[nn.Module, bool] = WeakKeyDictionary()  # `can_share`
 
 
 @dataclass(frozen=True)
-class Layout:
-    """The inputs of a trunk, and the positions of the completions' states in its output."""
+class Rows:
+    """What a forward pass reads of B rows of prompt and completion."""
 
-    # (B, L) token ids; or packed (1, N) token ids and position ids; or, with G shared prompts, (G, L) token ids and
-    # position ids, and a (G, 1, L, L) mask.
-    inputs: dict[str, Tensor]
-    states: Tensor  # (B, T + 1) int64: index of s_t in the flattened output; the last state's index is repeated
-    tokens: Tensor  # (B, P + T) int64: index of each token in the flattened output; −1 where it is not read
-    # Keywords of flash attention: where packed rows begin and end. Without them, each layer searches for it.
-    bounds: dict[str, Tensor | int] = field(default_factory=dict)
+    ids: Tensor  # (B, P + T)
+    read: Tensor  # (B, P + T) bool
+    lengths: Tensor  # (B,) tokens that are read
+    columns: Tensor  # (B, P + T) number of each read token in its row
+    states: Tensor  # (B, T + 1) number of the token at which s_t is read; the last one is repeated
 
     @classmethod
-    def of(
-        cls,
-        input_ids: Tensor,
-        attention_mask: Tensor,
-        width: int,
-        packed: bool,
-        final: bool,
-    ) -> "Layout":
-        """Lay rows out without the gap between a left-padded prompt and a right-padded completion.
-
-        A causal model's real tokens never see what comes after them, so padding on the right needs no mask, and
-        attention can use its fastest kernel. Packed rows follow each other in one row without padding.
+    def of(cls, input_ids: Tensor, attention_mask: Tensor, width: int, final: bool) -> "Rows":
+        """Find the tokens that are read.
 
         Args:
             input_ids: (B, P + T).
             attention_mask: (B, P + T), not 0 on real tokens.
             width: T, the columns of the completions.
-            packed: whether to pack the rows, for attention that separates them by their position ids.
-            final: also compute the state after the last completion token; this adds one token per row to the forward
-                pass.
+            final: also read the last completion token, for the state after it; this adds one token per row.
         """
         real = attention_mask.bool()
         lengths = real.sum(dim=1)
@@ -64,62 +51,86 @@ class Layout:
             real = real & ~(from_last & completed.any(dim=1, keepdim=True))
             lengths = real.sum(dim=1)
         states = torch.minimum(first[:, None] + steps, lengths[:, None] - 1)
-        columns = real.long().cumsum(dim=1) - 1
-        if packed:
-            starts = lengths.cumsum(dim=0) - lengths
-            inputs = {"input_ids": input_ids[real][None], "position_ids": columns[real][None]}
-            bounds = bounds_of(lengths)
-        else:
-            longest = int(lengths.max())
-            starts = torch.arange(len(real), device=input_ids.device) * longest
-            order = (~real).byte().argsort(dim=1, stable=True)[:, :longest]
-            inputs, bounds = {"input_ids": input_ids.gather(1, order)}, {}
-        return cls(inputs, states + starts[:, None], (columns + starts[:, None]).where(real, -1), bounds)
+        return cls(input_ids, real, lengths, real.long().cumsum(dim=1) - 1, states)
+
+    def without_gap(self) -> Tensor:
+        """Return (B, L) token ids with the padding on the right."""
+        order = (~self.read).byte().argsort(dim=1, stable=True)[:, : int(self.lengths.max())]
+        return self.ids.gather(1, order)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The inputs of a trunk, and the positions of the completions' states in its output."""
+
+    # (B, L) token ids; or packed (1, N) token ids and position ids; or, as G trees, (G, L) token ids and position ids,
+    # and a (G, 1, L, L) mask.
+    inputs: dict[str, Tensor]
+    states: Tensor  # (B, T + 1) int64: index of s_t in the flattened output; the last state's index is repeated
+    tokens: Tensor  # (B, P + T) int64: index of each token in the flattened output; −1 where it is not read
+    # Keywords of flash attention: where packed rows begin and end. Without them, each layer searches for it.
+    bounds: dict[str, Tensor | int] = field(default_factory=dict)
 
     @classmethod
-    def sharing_prompts(
-        cls, prompts: Tensor, place: Tensor, completion_ids: Tensor, completed: Tensor, final: bool
-    ) -> "Layout":
-        """Lay each different prompt out once, and the completions of all its rows after it.
+    def of(cls, rows: "Rows", packed: bool) -> "Layout":
+        """Lay rows out without the gap between a left-padded prompt and a right-padded completion.
 
-        The mask shows each completion its prompt and itself, and its position ids go on from the prompt's: every token
-        is computed as in a row of its own.
+        A causal model's real tokens never see what comes after them, so padding on the right needs no mask, and
+        attention can use its fastest kernel.
 
         Args:
-            prompts, place: (G, P) and (B,), from `distinct_prompts`.
-            completion_ids: (B, T).
-            completed: (B, T) bool, True on the real tokens of the completions.
-            final: see `of`.
+            packed: whether rows follow each other in one row without padding, for attention that separates them by
+                their position ids.
         """
-        device, (num_rows, size) = completion_ids.device, completion_ids.shape
-        read = completed if final else nn.functional.pad(completed[:, 1:], (0, 1))
-        prompt_lengths, lengths = (prompts >= 0).sum(dim=1), read.sum(dim=1)
-        earlier = (place[:, None] == place).tril(-1)  # the rows that stand between a row and its prompt
-        starts = prompt_lengths[place] + (earlier * lengths).sum(dim=1)
-        width = int((starts + lengths).max())
-        ids, positions = torch.zeros(2, len(prompts), width, dtype=torch.long, device=device)
-        owners = torch.full_like(ids, -1)  # the row that a token belongs to; B for a prompt's, −1 for padding
+        if packed:
+            starts = rows.lengths.cumsum(dim=0) - rows.lengths
+            inputs = {"input_ids": rows.ids[rows.read][None], "position_ids": rows.columns[rows.read][None]}
+            bounds = bounds_of(rows.lengths)
+        else:
+            ids = rows.without_gap()
+            starts = torch.arange(len(ids), device=ids.device) * ids.shape[1]
+            inputs, bounds = {"input_ids": ids}, {}
+        tokens = (rows.columns + starts[:, None]).where(rows.read, -1)
+        return cls(inputs, rows.states + starts[:, None], tokens, bounds)
 
-        real = (prompts >= 0).nonzero(as_tuple=True)
-        in_prompt = ((prompts >= 0).cumsum(dim=1) - 1).where(prompts >= 0, -1)
-        columns = in_prompt[real]
-        ids[real[0], columns], positions[real[0], columns] = prompts[real], columns
-        owners[real[0], columns] = num_rows
-        rows, steps = read.nonzero(as_tuple=True)
-        at = (place[rows], starts[rows] + steps)
-        ids[at], positions[at] = completion_ids[rows, steps], prompt_lengths[place][rows] + steps
-        owners[at] = rows
+    @classmethod
+    def as_trees(cls, rows: "Rows", order: Tensor, shared: Tensor, size: int) -> "Layout":
+        """Lay rows out in trees, whose branches are what the rows do not have in common.
 
-        causal = torch.ones(width, width, dtype=torch.bool, device=device).tril()
-        seen = (owners[:, :, None] == owners[:, None]) | (owners[:, None] == num_rows)
-        mask = (causal & seen)[:, None]
-        taken = torch.arange(size + 1, device=device).minimum(lengths[:, None])  # completion tokens before each state
-        last = torch.where(taken > 0, starts[:, None] + taken, prompt_lengths[place][:, None]) - 1
-        in_completion = (starts[:, None] + torch.arange(size, device=device)).where(read, -1)
-        columns = torch.cat([in_prompt[place], in_completion], dim=1)
-        tokens = (place[:, None] * width + columns).where(columns >= 0, -1)
-        inputs = {"input_ids": ids, "position_ids": positions, "attention_mask": mask}
-        return cls(inputs, place[:, None] * width + last, tokens)
+        A tree is one row of tokens. The mask shows each token the tokens of its own row up to it, and its position id
+        is its place in that row: every token is computed as in a row of its own.
+
+        Args:
+            order, shared: from `find_beginnings`.
+            size: rows per tree, in that order.
+        """
+        device, ids = rows.ids.device, rows.without_gap()[order]
+        row, column = (torch.arange(n, device=device) for n in ids.shape)
+        tree = row // size
+        known = shared * (row % size > 0)  # tokens that an earlier row of the tree has
+        lengths = rows.lengths[order]
+        added = lengths - known
+        before = added.cumsum(dim=0) - added
+        starts = before - before[tree * size]
+        width = int((starts + added).max())
+        new = column >= known[:, None]
+        owner = (row[:, None] * new).cummax(dim=0).values  # the row whose token at this column is laid out
+        place = (tree * width + starts - known)[owner] + column
+
+        at = (new & (column < lengths[:, None])).nonzero(as_tuple=True)
+        shape = int(tree[-1]) + 1, width
+        laid, positions, owners = torch.zeros(3, shape[0] * width, dtype=torch.long, device=device)
+        laid[place[at]], positions[place[at]] = ids[at], at[1]
+        owners = owners.fill_(-1).index_put_((place[at],), at[0]).view(shape)
+        positions = positions.view(shape)
+        # Padding sees the first token of its tree: attention over nothing would not be finite.
+        reader = owners.where(owners >= 0, tree.unique_consecutive()[:, None] * size)
+        seen = owner.short()[reader[:, :, None], positions[:, None]] == owners[:, None]
+        mask = seen & (positions[:, None] <= positions[:, :, None])
+        inputs = {"input_ids": laid.view(shape), "position_ids": positions, "attention_mask": mask[:, None]}
+        place = place[order.argsort()]
+        tokens = place.gather(1, rows.columns.clamp(0, len(column) - 1)).where(rows.read, -1)
+        return cls(inputs, place.gather(1, rows.states), tokens)
 
     def take(self, hidden: Tensor, attention_mask: Tensor) -> Tensor:
         """Return the (N, H) states of all real tokens, row after row, from (…, H) states of all positions.
@@ -140,19 +151,14 @@ class Layout:
         source.scatter_reduce_(0, found % (rows * width + 1), number, "amin", include_self=False)
         return packed[source[:-1]].view(rows, width, -1)
 
-    def cost(self, hidden_size: int) -> int:
-        """Return a number in proportion to the multiplications of a layer.
 
-        With H the hidden size, linear layers take about 24·H² for a token, and attention 4·H for each pair in a row.
-        """
-        rows, width = self.inputs["input_ids"].shape
-        return rows * width * (6 * hidden_size + width)
-
-
-def distinct_prompts(input_ids: Tensor, attention_mask: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Return (G, P) different prompts, −1 on padding, and the (B,) index among them of each row's prompt."""
-    padding = ~attention_mask[:, :-width].bool()
-    return input_ids[:, :-width].masked_fill(padding, -1).unique(dim=0, return_inverse=True)
+def find_beginnings(rows: Rows) -> tuple[Tensor, Tensor]:
+    """Return an order in which rows that begin alike are neighbours, and how many tokens each shares with the last."""
+    ids, lengths = rows.without_gap(), rows.lengths
+    ids = ids.masked_fill(torch.arange(ids.shape[1], device=ids.device) >= lengths[:, None], -1)
+    order = ids.unique(dim=0, return_inverse=True)[1].argsort(stable=True)
+    alike = (ids[order][1:] == ids[order][:-1]).long().cumprod(dim=1).sum(dim=1)
+    return order, nn.functional.pad(alike, (1, 0)).minimum(lengths[order])
 
 
 def lay_out(
@@ -162,25 +168,40 @@ def lay_out(
 
     Args:
         model: the causal language model or trunk that the layout is for.
-        input_ids, attention_mask, width, final: see `Layout.of`.
+        input_ids, attention_mask, width, final: see `Rows.of`.
     """
-    packed = can_pack(model)
-    apart = Layout.of(input_ids, attention_mask, width, packed, final)
-    if packed:
+    packed, rows = can_pack(model), Rows.of(input_ids, attention_mask, width, final)
+    apart = Layout.of(rows, packed)
+    if packed or len(input_ids) == 1 or not can_share(model):
         return apart
-    prompts, place = distinct_prompts(input_ids, attention_mask, width)
-    if len(prompts) == len(input_ids) or not can_share_prompts(model):
-        return apart
+    order, shared = find_beginnings(rows)
+    lengths, known = rows.lengths[order].tolist(), shared.tolist()
     hidden_size = model.config.get_text_config().hidden_size
-    completions = input_ids[:, -width:], attention_mask[:, -width:].bool()
-    shared = Layout.sharing_prompts(prompts, place, *completions, final)
-    return min(apart, shared, key=lambda layout: layout.cost(hidden_size))
+    if sum(known) < WORTHWHILE * sum(lengths):
+        return apart
+
+    def cost_of_trees(size: int) -> int:
+        added = [length - known[i] * (i % size > 0) for i, length in enumerate(lengths)]
+        widths = [sum(added[i : i + size]) for i in range(0, len(added), size)]
+        return layer_cost(len(widths), max(widths), hidden_size)
+
+    size = min((2**k for k in range(1, len(lengths).bit_length() + 1)), key=cost_of_trees)
+    least = layer_cost(len(lengths), max(lengths), hidden_size)
+    return apart if least <= cost_of_trees(size) else Layout.as_trees(rows, order, shared, size)
+
+
+def layer_cost(rows: int, width: int, hidden_size: int) -> int:
+    """Return a number in proportion to the multiplications of a layer.
+
+    With H the hidden size, linear layers take about 24·H² for a token, and attention 4·H for each pair in a row.
+    """
+    return rows * width * (6 * hidden_size + width)
 
 
 def fits(layout: Layout, model: PreTrainedModel | PeftModel) -> bool:
     """Return whether a layout that was made for another model suits this one as well."""
     packed, masked = ("position_ids" in layout.inputs, "attention_mask" in layout.inputs)
-    return can_share_prompts(model) if masked else can_pack(model) == packed
+    return can_share(model) if masked else can_pack(model) == packed
 
 
 @torch.no_grad()
@@ -193,17 +214,18 @@ def can_pack(model: PreTrainedModel | PeftModel) -> bool:
     known = _packs.setdefault(model, {})
     if implementation not in known:
         ids = torch.arange(6, device=model.device).view(2, 3) % model.config.get_text_config().vocab_size
-        padded, packed = (Layout.of(ids, torch.ones_like(ids), 2, packed, True) for packed in (False, True))
+        rows = Rows.of(ids, torch.ones_like(ids), width=2, final=True)
+        padded, packed = (Layout.of(rows, packed) for packed in (False, True))
         apart, together = (hidden_states(trunk_of(model), layout).float() for layout in (padded, packed))
         known[implementation] = torch.allclose(apart, together, rtol=0.05, atol=0.05 * float(apart.abs().max()))
     return known[implementation]
 
 
 @torch.no_grad()
-def can_share_prompts(model: PreTrainedModel | PeftModel) -> bool:
+def can_share(model: PreTrainedModel | PeftModel) -> bool:
     """Return whether a model's attention takes a mask of any form, which a trial with two rows confirms.
 
-    Layers that look back a limited number of positions count columns, which a shared prompt moves.
+    Layers that look back a limited number of positions count columns, which a tree moves.
     """
     model = cast(PreTrainedModel, model.get_base_model()) if isinstance(model, PeftModel) else model
     config, trunk = model.config.get_text_config(), trunk_of(model)
@@ -215,13 +237,9 @@ def can_share_prompts(model: PreTrainedModel | PeftModel) -> bool:
         return False
     if model not in _shares:
         ids = torch.tensor([[0, 1, 2, 3], [0, 1, 4, 5]], device=model.device) % config.vocab_size
-        attended = torch.ones_like(ids)
-        both = attended[:, 2:].bool()
+        rows = Rows.of(ids, torch.ones_like(ids), width=2, final=True)
         try:
-            layouts = (
-                Layout.of(ids, attended, 2, False, True),
-                Layout.sharing_prompts(*distinct_prompts(ids, attended, 2), ids[:, 2:], both, True),
-            )
+            layouts = Layout.of(rows, packed=False), Layout.as_trees(rows, *find_beginnings(rows), size=2)
             apart, shared = (hidden_states(trunk, layout).float()[layout.states] for layout in layouts)
             # Measured by how much two completions differ: states may be large in places where all are alike.
             _shares[model] = bool((shared - apart).norm() < 0.1 * (apart[0] - apart[1]).norm())

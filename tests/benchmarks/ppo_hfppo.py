@@ -47,7 +47,7 @@ def timed_phases(watch: Stopwatch) -> Iterator[None]:
 
     def name(want: Want) -> str:
         if torch.is_grad_enabled():
-            return "actor forward"
+            return "actor forward" if want.policy else "critic forward"
         return "values" if not want.policy else "old log-probs" if want.values else "reference"
 
     def timed_forward(

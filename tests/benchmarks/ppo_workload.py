@@ -46,6 +46,7 @@ class Workload:
     longest_prompt: int
     new_tokens: int
     micro_batch: int
+    common: int = 0  # tokens that all prompts begin with, such as a system message
     epochs: int = 2
     mini_batches: int = 1
     rank: int = 16
@@ -92,7 +93,8 @@ WORKLOADS = {
     "A": Workload(**LLAMA, vocab_size=4096, prompts=64, new_tokens=48, micro_batch=16),
     "B": Workload(**LLAMA, vocab_size=32_768, prompts=16, new_tokens=256, micro_batch=16),
     "tiny": Workload(**{**LLAMA, **TINY}),  # shows that a benchmark runs
-    "smollm2": Workload(**SMOLLM2),  # SmolLM2-135M's shape, with lengths as in recipes/reasoning.yaml
+    "smollm2": Workload(**SMOLLM2, common=35),  # SmolLM2-135M's shape, with lengths as in recipes/reasoning.yaml
+    "smollm2-apart": Workload(**SMOLLM2),  # prompts that have nothing in common
     # For a GPU. Not run yet.
     "qwen2.5-0.5b": qwen(896, 4864, 24, 14, 2, checkpointing=False),
     "qwen2.5-1.5b": qwen(1536, 8960, 28, 12, 2),
@@ -179,7 +181,8 @@ def prompts_for(workload: Workload) -> list[list[int]]:
     generator = torch.Generator().manual_seed(0)
     longest = workload.longest_prompt + 1
     lengths = torch.randint(workload.shortest_prompt, longest, (workload.prompts,), generator=generator).tolist()
-    return [torch.randint(1, workload.vocab_size, (n,), generator=generator).tolist() for n in lengths]
+    prompts = [torch.randint(1, workload.vocab_size, (n,), generator=generator).tolist() for n in lengths]
+    return [prompts[0][: workload.common] + prompt[workload.common :] for prompt in prompts]
 
 
 def adapter_for(workload: Workload) -> LoraConfig:
