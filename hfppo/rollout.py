@@ -97,18 +97,15 @@ class Rollout:
         """(B,) real tokens of prompt and completion."""
         return self.prompt_mask.sum(dim=1) + self.real.sum(dim=1)
 
-    def micro_batches(self, num_micro_batches: int) -> list["Rollout"]:
-        """Cut the rows, longest first, so that the largest micro-batch has the fewest tokens, padding included.
+    def micro_batches(self, num_micro_batches: int, order: Tensor | None = None) -> list["Rollout"]:
+        """Cut the rows so that the largest micro-batch has the fewest tokens, padding included.
 
-        Rows of similar length need little padding, and the first micro-batch shows whether memory suffices.
+        Args:
+            order: (B,) rows in the order in which they are cut; None: the longest first.
         """
-        lengths, order = self.lengths.sort(descending=True, stable=True)
-        sizes = balanced_sizes(lengths.tolist(), num_micro_batches)
+        order = self.lengths.argsort(descending=True, stable=True) if order is None else order
+        sizes = balanced_sizes(self.lengths[order].tolist(), num_micro_batches)
         return [self.select(rows) for rows in order.split(sizes)]
-
-    def num_within(self, max_tokens: int) -> int:
-        """Return the number of micro-batches, so that none of several rows exceeds `max_tokens`, padding included."""
-        return len(sizes_within(self.lengths.sort(descending=True).values.tolist(), max_tokens))
 
 
 def select_packed(packed: Tensor, lengths: Tensor, rows: Tensor) -> Tensor:
@@ -121,11 +118,12 @@ def sizes_within(lengths: list[int], max_tokens: int) -> list[int]:
     """Return the rows of each micro-batch, as many as fit: rows × longest ≤ max_tokens, and at least one.
 
     Args:
-        lengths: tokens of each row, falling.
+        lengths: tokens of each row, in the order in which they are cut.
     """
     sizes: list[int] = []
     longest = 0
     for length in lengths:
+        longest = max(longest, length)
         if sizes and (sizes[-1] + 1) * longest <= max_tokens:
             sizes[-1] += 1
         else:
@@ -138,11 +136,12 @@ def balanced_sizes(lengths: list[int], num_micro_batches: int) -> list[int]:
     """Return the rows of each micro-batch, with the largest as small as possible.
 
     Args:
-        lengths: tokens of each row, falling; at least one row per micro-batch.
+        lengths: tokens of each row, in the order in which they are cut; at least one row per micro-batch.
     """
-    budgets = range(lengths[0], lengths[0] * len(lengths))
+    longest = max(lengths)
+    budgets = range(longest, longest * len(lengths))
     enough = bisect_left(budgets, True, key=lambda budget: len(sizes_within(lengths, budget)) <= num_micro_batches)
-    sizes = sizes_within(lengths, lengths[0] + enough)
+    sizes = sizes_within(lengths, longest + enough)
     while len(sizes) < num_micro_batches:
         largest = sizes.index(max(sizes))
         sizes[largest : largest + 1] = [sizes[largest] - sizes[largest] // 2, sizes[largest] // 2]

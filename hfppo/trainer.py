@@ -330,7 +330,8 @@ class PPOTrainer(CrashSafeTrainer):
         for _ in range(num_batches):
             next(epoch_iterator)
         mini_batch = self._next_mini_batch()
-        inputs = cut_mini_batch(mini_batch, num_batches, self.args.max_tokens_per_micro_batch, self.accelerator)
+        max_tokens = self.args.max_tokens_per_micro_batch
+        inputs = cut_mini_batch(self.model, mini_batch, num_batches, max_tokens, self.accelerator)
         self._run.begin_step(self.state.global_step, may_be_saved=self._just_in_time is not None)
         return inputs, MiniBatchSize.of(mini_batch, self.accelerator)
 

@@ -182,12 +182,18 @@ def apart(monkeypatch):
     monkeypatch.setattr(packing_module, "_shares", {})
 
 
+@pytest.fixture
+def short(monkeypatch):
+    """Beginnings of one token count."""
+    monkeypatch.setattr(packing_module, "SHORTEST", 1)
+
+
 # Tokens, each once: 5 6 7 3 | 8 9 1 | 1 (after 8) | 8 9 9 (after 5 6) | 4 5 6 7 3 9 10 11. The last token of a
 # completion is only read with `final`.
 @pytest.mark.parametrize(
     ("final", "size", "shape"), [(True, 8, (1, 19)), (False, 8, (1, 15)), (True, 2, (3, 12)), (True, 4, (2, 16))]
 )
-def test_what_rows_have_in_common_stands_once(final, size, shape):
+def test_what_rows_have_in_common_stands_once(short, final, size, shape):
     made = Rows.of(*SHARED_ROWS[:2], 3, final)
     layout = Layout.as_trees(made, *find_beginnings(made), size)
     ids, positions = layout.inputs["input_ids"], layout.inputs["position_ids"]
@@ -211,7 +217,7 @@ def test_what_rows_have_in_common_stands_once(final, size, shape):
 
 @pytest.mark.parametrize("architecture", [tiny_model, tiny_gpt2, tiny_qwen3])
 @pytest.mark.parametrize("critic", ["adapter", "shared"])
-def test_trees_give_what_rows_of_their_own_give(request, architecture, critic):
+def test_trees_give_what_rows_of_their_own_give(request, architecture, critic, short):
     made = actor(architecture(), critic=critic).eval()
     shapes = []
     made.causal_lm.get_input_embeddings().register_forward_hook(lambda _, inputs, __: shapes.append(inputs[0].shape))
@@ -233,7 +239,7 @@ def test_trees_give_what_rows_of_their_own_give(request, architecture, critic):
     assert shapes == [(6, 8)]
 
 
-def test_a_critic_whose_attention_takes_no_mask_gets_rows_of_its_own(request):
+def test_a_critic_whose_attention_takes_no_mask_gets_rows_of_its_own(request, short):
     other = tiny_model(seed=3)
     other.config._attn_implementation = "eager"
     made = actor(critic=other.model).eval()
@@ -318,13 +324,14 @@ def test_long_completions_of_a_short_prompt_get_rows_of_their_own():
 
 
 def test_few_tokens_in_common_are_computed_for_each_row():
-    model, own = tiny_model(), torch.arange(4)[:, None].expand(4, 12) + 2
-    for prompt, rows in ((3, 4), (9, 1)):
+    model = tiny_model()
+    for prompt, length, rows in ((15, 1, 4), (16, 4, 1), (16, 12, 1), (16, 80, 4)):
+        own = torch.arange(4)[:, None].expand(4, length) + 2
         ids = torch.cat([torch.ones(4, prompt, dtype=torch.long), own], dim=1)
-        assert lay_out(model, ids, torch.ones_like(ids), 12, final=True).inputs["input_ids"].shape[0] == rows
+        assert lay_out(model, ids, torch.ones_like(ids), 1, final=True).inputs["input_ids"].shape[0] == rows
 
 
-def test_a_run_with_shared_prompts_ends_where_one_without_ends(request, make_trainer):
+def test_a_run_with_shared_prompts_ends_where_one_without_ends(request, make_trainer, short):
     config = {"num_generations": 4, "learning_rate": 1e-3, "num_mini_batches": 2, "max_steps": 8}
     shared = make_trainer(config, model=tiny_model(seed=1))
     widths = []

@@ -11,6 +11,7 @@ from hfppo.config import PPOConfig
 from hfppo.generation.sampler import Completions
 from hfppo.models.actor_critic import ActorCritic, TokenOutputs, Want
 from hfppo.models.batch_size import ROWS, pass_rows
+from hfppo.models.layout import order_rows
 from hfppo.models.modes import is_sharded
 from hfppo.rollout import select_packed
 
@@ -47,9 +48,7 @@ def forward_passes(
         "completion_mask": completions.mask,
     }
     lengths = inputs["attention_mask"].sum(dim=1)
-    # Rows of similar length need little padding. Rows of one prompt share it; they are neighbours.
-    sorted_by = lengths if args.num_generations == 1 else prompt_mask.sum(dim=1)
-    order = sorted_by.argsort(descending=True, stable=True)
+    order = order_rows(model.causal_lm, inputs["input_ids"], inputs["attention_mask"])
     batches = [
         {name: x[rows].to(accelerator.device) for name, x in inputs.items()}
         for rows in order.split(rows_per_batch(model, int(lengths.max()), accelerator, args))
@@ -103,12 +102,11 @@ def keep(model: ActorCritic, outputs: TokenOutputs) -> TokenOutputs:
 
 
 def rows_per_batch(model: ActorCritic, longest: int, accelerator: Accelerator, args: PPOConfig) -> int:
-    """Return how many rows to pass at once, whole groups if possible."""
+    """Return how many rows to pass at once."""
     size = args.local_rollout_forward_batch_size
     if is_sharded(model):  # equally many forwards on every process
         return size or ROWS
-    size = pass_rows(model, size, longest, accelerator.device)
-    return max(size - size % args.num_generations, min(size, args.num_generations))
+    return pass_rows(model, size, longest, accelerator.device)
 
 
 def join_in_order(parts: list[TokenOutputs], order: Tensor, lengths: Tensor) -> TokenOutputs:

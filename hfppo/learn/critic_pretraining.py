@@ -99,7 +99,7 @@ class CriticPretraining:
         args, accelerator = self.run.args, self.run.accelerator
         self.run.begin_step(0, may_be_saved=False)
         cut = cut_mini_batch(
-            mini_batch, args.gradient_accumulation_steps, args.max_tokens_per_micro_batch, accelerator
+            self.run.model, mini_batch, args.gradient_accumulation_steps, args.max_tokens_per_micro_batch, accelerator
         )
         pieces = [piece for micro_batch in cut for piece in micro_batch["pieces"]]
         self.backward(pieces, MiniBatchSize.of(mini_batch, accelerator))

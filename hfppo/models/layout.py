@@ -15,7 +15,9 @@ from transformers import PreTrainedModel
 PACKING_ATTENTION = "flash"
 CPU_TOKENS = 1024  # most tokens per forward on a CPU; with more, activations exceed its cache: 1.3 times as long
 SHARING_ATTENTION = "sdpa"  # the attention implementation that takes any mask
-WORTHWHILE = 0.25  # the least share of tokens in common for which trees are laid out: masks cost something, too
+# Masks cost something, too, so rows are laid out in trees only for
+SHORTEST = 16  # common beginnings of as many tokens, which
+WORTHWHILE = 0.25  # are at least this share of all tokens.
 # Results by model: two of one class may differ, for their configurations choose positions and layers.
 _packs: MutableMapping[nn.Module, dict[str, bool]] = WeakKeyDictionary()  # `can_pack`, by attention implementation
 _shares: MutableMapping[nn.Module, bool] = WeakKeyDictionary()  # `can_share`
@@ -158,7 +160,21 @@ def find_beginnings(rows: Rows) -> tuple[Tensor, Tensor]:
     ids = ids.masked_fill(torch.arange(ids.shape[1], device=ids.device) >= lengths[:, None], -1)
     order = ids.unique(dim=0, return_inverse=True)[1].argsort(stable=True)
     alike = (ids[order][1:] == ids[order][:-1]).long().cumprod(dim=1).sum(dim=1)
-    return order, nn.functional.pad(alike, (1, 0)).minimum(lengths[order])
+    shared = nn.functional.pad(alike, (1, 0)).minimum(lengths[order])
+    return order, shared.where(shared >= SHORTEST, 0)
+
+
+def order_rows(model: PreTrainedModel | PeftModel, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+    """Return the order in which to cut rows into forward passes: those that begin alike together, or longest first.
+
+    Rows of similar length need little padding, and the first pass shows whether memory suffices.
+    """
+    rows = Rows.of(input_ids, attention_mask, width=1, final=True)
+    if len(input_ids) > 1 and not can_pack(model) and can_share(model):
+        order, shared = find_beginnings(rows)
+        if shared.sum() >= WORTHWHILE * rows.lengths.sum():
+            return order
+    return rows.lengths.argsort(descending=True, stable=True)
 
 
 def lay_out(
@@ -175,10 +191,10 @@ def lay_out(
     if packed or len(input_ids) == 1 or not can_share(model):
         return apart
     order, shared = find_beginnings(rows)
+    if shared.sum() < WORTHWHILE * rows.lengths.sum():
+        return apart
     lengths, known = rows.lengths[order].tolist(), shared.tolist()
     hidden_size = model.config.get_text_config().hidden_size
-    if sum(known) < WORTHWHILE * sum(lengths):
-        return apart
 
     def cost_of_trees(size: int) -> int:
         added = [length - known[i] * (i % size > 0) for i, length in enumerate(lengths)]
@@ -237,9 +253,10 @@ def can_share(model: PreTrainedModel | PeftModel) -> bool:
         return False
     if model not in _shares:
         ids = torch.tensor([[0, 1, 2, 3], [0, 1, 4, 5]], device=model.device) % config.vocab_size
+        beginnings = torch.tensor([[0, 1], [0, 2]], device=model.device)
         rows = Rows.of(ids, torch.ones_like(ids), width=2, final=True)
         try:
-            layouts = Layout.of(rows, packed=False), Layout.as_trees(rows, *find_beginnings(rows), size=2)
+            layouts = Layout.of(rows, packed=False), Layout.as_trees(rows, *beginnings, size=2)
             apart, shared = (hidden_states(trunk, layout).float()[layout.states] for layout in layouts)
             # Measured by how much two completions differ: states may be large in places where all are alike.
             _shares[model] = bool((shared - apart).norm() < 0.1 * (apart[0] - apart[1]).norm())
