@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hfppo.state import stream_seed
+from hfppo.support.devices import copy_to
 
 
 @dataclass(frozen=True)
@@ -76,10 +77,7 @@ class Rollout:
 
     def to(self, device: torch.device | str) -> "Rollout":
         """Return a copy on the device."""
-        # A GPU copy need not wait. MPS may copy memory that is freed by then: https://github.com/pytorch/pytorch/issues/189690
-        blocking = torch.device(device).type in ("cpu", "mps")
-        moved = {name: value.to(device, non_blocking=not blocking) for name, value in self.tensors().items()}
-        return replace(self, **moved)
+        return replace(self, **{name: copy_to(value, device) for name, value in self.tensors().items()})
 
     def mini_batch(self, index: int, num_mini_batches: int, seed: tuple[int, ...], group_size: int = 1) -> "Rollout":
         """Return mini-batch `index` of an epoch: the rows in the order that `seed` draws, cut evenly.

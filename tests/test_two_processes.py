@@ -136,7 +136,8 @@ def test_a_second_device_does_what_the_cpu_does(one, on_second_device):
 @pytest.mark.nightly
 def test_a_micro_batch_rarely_waits_for_the_device_whatever_its_rows(second_device, tmp_path):
     waits = json.loads(run(*second_device, HELPERS / "on_second_device.py", tmp_path).splitlines()[-1])
-    assert set(waits["2"]) == set(waits["8"]) == {5}
+    # Twice for each of the two passes, and twice for the actor's head. The first step tries the critic's attention.
+    assert set(waits["2"][1:]) == set(waits["8"][1:]) == {6}
 
 
 @pytest.mark.nightly

@@ -11,6 +11,8 @@ from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from hfppo.support.devices import copy_to
+
 # Part of the name of each attention implementation that separates packed rows by their position ids.
 PACKING_ATTENTION = "flash"
 CPU_TOKENS = 1024  # most tokens per forward on a CPU; with more, activations exceed its cache: 1.3 times as long
@@ -106,8 +108,8 @@ class Layout:
             order, shared: from `find_beginnings`.
             size: rows per tree, in that order.
         """
-        device, ids = rows.ids.device, rows.without_gap()[order]
-        row, column = (torch.arange(n, device=device) for n in ids.shape)
+        ids = rows.without_gap()[order]
+        row, column = (torch.arange(n, device=ids.device) for n in ids.shape)
         tree = row // size
         known = shared * (row % size > 0)  # tokens that an earlier row of the tree has
         lengths = rows.lengths[order]
@@ -121,7 +123,7 @@ class Layout:
 
         at = (new & (column < lengths[:, None])).nonzero(as_tuple=True)
         shape = int(tree[-1]) + 1, width
-        laid, positions, owners = torch.zeros(3, shape[0] * width, dtype=torch.long, device=device)
+        laid, positions, owners = ids.new_zeros(3, shape[0] * width)
         laid[place[at]], positions[place[at]] = ids[at], at[1]
         owners = owners.fill_(-1).index_put_((place[at],), at[0]).view(shape)
         positions = positions.view(shape)
@@ -133,6 +135,12 @@ class Layout:
         place = place[order.argsort()]
         tokens = place.gather(1, rows.columns.clamp(0, len(column) - 1)).where(rows.read, -1)
         return cls(inputs, place.gather(1, rows.states), tokens)
+
+    def to(self, device: torch.device) -> "Layout":
+        """Return a copy on the device."""
+        inputs = {name: copy_to(x, device) for name, x in self.inputs.items()}
+        bounds = {name: copy_to(x, device) if isinstance(x, Tensor) else x for name, x in self.bounds.items()}
+        return Layout(inputs, copy_to(self.states, device), copy_to(self.tokens, device), bounds)
 
     def take(self, hidden: Tensor, attention_mask: Tensor) -> Tensor:
         """Return the (N, H) states of all real tokens, row after row, from (…, H) states of all positions.
@@ -186,9 +194,16 @@ def lay_out(
         model: the causal language model or trunk that the layout is for.
         input_ids, attention_mask, width, final: see `Rows.of`.
     """
-    packed, rows = can_pack(model), Rows.of(input_ids, attention_mask, width, final)
+    packed = can_pack(model)
+    ids, attended = torch.stack([input_ids, attention_mask.to(input_ids.dtype)]).cpu()  # the device waits only here
+    rows = Rows.of(ids, attended, width, final)
+    return find_layout(model, rows, packed).to(input_ids.device)
+
+
+def find_layout(model: PreTrainedModel | PeftModel, rows: Rows, packed: bool) -> Layout:
+    """Return a layout in trees where that is less work, and another one otherwise."""
     apart = Layout.of(rows, packed)
-    if packed or len(input_ids) == 1 or not can_share(model):
+    if packed or len(rows.ids) == 1 or not can_share(model):
         return apart
     order, shared = find_beginnings(rows)
     if shared.sum() < WORTHWHILE * rows.lengths.sum():
@@ -253,10 +268,10 @@ def can_share(model: PreTrainedModel | PeftModel) -> bool:
         return False
     if model not in _shares:
         ids = torch.tensor([[0, 1, 2, 3], [0, 1, 4, 5]], device=model.device) % config.vocab_size
-        beginnings = torch.tensor([[0, 1], [0, 2]], device=model.device)
+        order, shared = torch.tensor([[0, 1], [0, 2]], device=model.device)
         rows = Rows.of(ids, torch.ones_like(ids), width=2, final=True)
         try:
-            layouts = Layout.of(rows, packed=False), Layout.as_trees(rows, *beginnings, size=2)
+            layouts = Layout.of(rows, packed=False), Layout.as_trees(rows, order, shared, size=2)
             apart, shared = (hidden_states(trunk, layout).float()[layout.states] for layout in layouts)
             # Measured by how much two completions differ: states may be large in places where all are alike.
             _shares[model] = bool((shared - apart).norm() < 0.1 * (apart[0] - apart[1]).norm())
