@@ -22,7 +22,7 @@ ALLOWED = {
     "functional": set(),
     "state": set(),
     "support": set(),
-    "rollout": {"state"},
+    "rollout": {"state", "support"},
     "metrics": {"functional"},
     "checks.config": {"functional", "support"},
     "checks.names": {"checks.config"},

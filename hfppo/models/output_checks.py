@@ -93,12 +93,14 @@ def check_logits(model: ActorCritic, device: torch.device) -> None:
 
 
 def try_layouts(model: ActorCritic, device: torch.device) -> None:
-    """Let each model try the layouts of rows that share a prompt.
+    """Let each model try the layouts of several rows.
 
-    Without this, a process that later has such rows waits for the other processes' part of sharded weights.
+    Without this, a process that later has several rows waits for the other processes' part of sharded weights.
     """
     rows = rows_of(ids_of(model, device))
     model(*rows)
+    if model.critic is not None and not model.critic_is_shared:
+        model(*rows, Want(policy=False))
     if model.ref_model is not None:
         with model.reference():
             model(*rows, Want(values=False))
