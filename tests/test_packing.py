@@ -215,7 +215,7 @@ def test_what_rows_have_in_common_stands_once(short, final, size, shape):
         assert (columns >= 0).sum() == len(whole)
 
 
-@pytest.mark.parametrize("architecture", [tiny_model, tiny_gpt2, tiny_qwen3])
+@pytest.mark.parametrize("architecture", [tiny_model, tiny_gpt2, tiny_opt, tiny_qwen3])
 @pytest.mark.parametrize("critic", ["adapter", "shared"])
 def test_trees_give_what_rows_of_their_own_give(request, architecture, critic, short):
     made = actor(architecture(), critic=critic).eval()
