@@ -17,7 +17,6 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hfppo import ActorCritic, memory
-from hfppo.models.actor_critic import Want
 from hfppo.models.loading import default_peft_config
 
 VOCABULARIES, TOKENS, WIDTH = (4096, 32_768, 131_072), (2048, 4096, 8192), 256
@@ -60,8 +59,8 @@ def measure(vocabulary: int, tokens: int, critic: str, checkpointing: bool) -> i
     mask = torch.ones(len(ids), WIDTH, dtype=torch.bool, device=model.device)
 
     def step(ids: torch.Tensor, mask: torch.Tensor) -> None:
-        out = model(ids, torch.ones_like(ids), mask, want=Want(entropy="constant"))
-        (out.logprobs.sum() + out.values.sum()).backward()
+        for want in memory.passes_of_update(model).values():
+            memory.loss_of(model(ids, torch.ones_like(ids), mask, want=want)).backward()
 
     step(ids[:1, :9], mask[:1, :8])  # what libraries allocate once
     before = peak()
