@@ -26,6 +26,11 @@ class ActorArguments(ModelConfig):
     lora_dropout: float = field(default=0.0, metadata={"help": "Dropout adds noise to the ratio."})
     lora_target_modules: list[str] = field(default_factory=lambda: ["all-linear"], metadata={"help": "LoRA layers."})
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if str(self.lora_target_modules or "").isidentifier():  # TRL takes a single name out of its list: a pattern
+            self.lora_target_modules = [self.lora_target_modules]
+
 
 class HelpFormatter(ArgumentDefaultsHelpFormatter):
     """A flag on a line of its own, its help below."""
