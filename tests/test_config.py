@@ -279,9 +279,32 @@ def test_numbers_of_numpy_have_ranges_too(config):
         config(gamma=np.float32(1.5))
 
 
+BEST = {"load_best_model_at_end": True, "eval_strategy": "steps"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "save_steps"),
+    [
+        ({}, 500),
+        ({"eval_strategy": "steps"}, 500),
+        ({"save_steps": 7}, 7),
+        (BEST, 16),
+        (BEST | {"eval_steps": 24}, 24),
+        (BEST | {"eval_steps": 0.25}, 0.25),
+        (BEST | {"logging_steps": 10}, 10),
+        (BEST | {"save_steps": 48}, 48),
+    ],
+)
+def test_a_checkpoint_is_saved_at_every_evaluation_if_the_best_is_kept(config, changes, save_steps):
+    args = config(**changes)
+    assert args.save_steps == replace(args, seed=3).save_steps == save_steps
+
+
 @pytest.mark.parametrize("name", ["wandbb", ["tensorboard", "none"]])
 def test_a_tracker_that_does_not_exist_is_refused_with_the_others(config, name):
-    with pytest.raises(ValueError, match=r"^report_to=\[.*\] is unknown; choose 'none', 'all', or some of .*, trackio, "):
+    with pytest.raises(
+        ValueError, match=r"^report_to=\[.*\] is unknown; choose 'none', 'all', or some of .*, trackio, "
+    ):
         config(report_to=name)
     assert config(report_to=["tensorboard"]).report_to == ["tensorboard"]
 

@@ -259,7 +259,9 @@ def test_the_help_has_our_fields_in_sections_and_the_others_on_demand(tmp_path, 
     assert re.findall(r"^  (--\w+)", some, flags=re.MULTILINE) == ["--learning_rate", "--critic_learning_rate"]
     meant = "PPOConfig has no field 'clip_range': did you mean cliprange or "
     assert refused(capsys, "--help", "clip_range").startswith(meant)
-    assert refused(capsys, "max_steps=3").startswith("PPOConfig has no field 'max_steps=3': did you mean max_steps or ")
+    assert refused(capsys, "max_steps=3").startswith(
+        "PPOConfig has no field 'max_steps=3': did you mean max_steps or "
+    )
 
 
 def test_built_data_holds_no_test_pair_in_training(tmp_path):
