@@ -76,6 +76,10 @@ class PPOConfig(TrainingArguments):
 
     # Fields of TrainingArguments with another default.
     logging_steps: float | None = option(None, "Optimizer steps between logs; None: one log per rollout.")
+    save_steps: float | None = option(
+        None,
+        "Optimizer steps between checkpoints; None: 500, and with load_best_model_at_end one at every evaluation.",
+    )
     logging_nan_inf_filter: bool = option(False, "Hide non-finite losses from the log; False shows them.")
     remove_unused_columns: bool = option(False, "Not used: all columns of the dataset reach the reward functions.")
     ddp_find_unused_parameters: bool | None = option(
@@ -271,6 +275,9 @@ class PPOConfig(TrainingArguments):
             self.metric_for_best_model = "eval_reward"  # Trainer's default is eval_loss, which prompts do not have
         if self.logging_steps is None:
             self.logging_steps = self.updates_per_rollout
+        if self.save_steps is None:  # the best evaluation counts only if its step is saved
+            every = self.eval_steps or self.logging_steps
+            self.save_steps = every if self.load_best_model_at_end else TrainingArguments.save_steps
         unset = [name for name in CHECKPOINTING if getattr(self, name) is None]
         super().__post_init__()
         if not follows_base(self):

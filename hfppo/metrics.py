@@ -29,7 +29,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "turns/mean": ("mean", "Turns of the model in a completion, with tools or environments."),
     "turns/max": ("max", "Turns of the longest completion."),
     "turns/reward": ("mean", "Reward of a turn that got one from a tool or an environment."),
-    "turns/cut_frac": ("mean", "Share of completions that max_completion_length cut within a turn."),
+    "turns/cut_frac": ("mean", "Share of completions that a length limit cut within a turn."),
     "turns/unfinished_frac": ("mean", "Share that max_tool_calling_iterations or the environment cut after a turn."),
     "turns/dropped_result_frac": ("mean", "Share that ended because an answer did not fit into the length limit."),
     "tools/call_frequency": ("mean", "Tool calls per completion (TRL)."),

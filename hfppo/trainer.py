@@ -67,7 +67,7 @@ from hfppo.parts import TrainerInputs, load_later_dataset, load_parts
 from hfppo.prompt_maker import DatasetPrompts
 from hfppo.reporting.card import write_card
 from hfppo.reporting.default_callbacks import with_default_callbacks
-from hfppo.reporting.progress import show_progress
+from hfppo.reporting.progress import show_progress, show_resume
 from hfppo.rewards.reward_func import RewardFunc
 from hfppo.rollout import Rollout
 from hfppo.saving.crash_safe import CrashSafeTrainer
@@ -590,6 +590,7 @@ class PPOTrainer(CrashSafeTrainer):
         self.state.max_steps -= self.ppo_state.skipped_steps
         if not self.is_deepspeed_enabled:  # DeepSpeed's checkpoint contains the critic
             self.model.load_critic(folder)
+        show_resume(folder, self.ppo_state.rollouts + (found.rollout is None), self.state)
 
     # Logs, callbacks and the card
 

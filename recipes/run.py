@@ -26,6 +26,11 @@ class ActorArguments(ModelConfig):
     lora_dropout: float = field(default=0.0, metadata={"help": "Dropout adds noise to the ratio."})
     lora_target_modules: list[str] = field(default_factory=lambda: ["all-linear"], metadata={"help": "LoRA layers."})
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if str(self.lora_target_modules or "").isidentifier():  # TRL takes a single name out of its list: a pattern
+            self.lora_target_modules = [self.lora_target_modules]
+
 
 class HelpFormatter(ArgumentDefaultsHelpFormatter):
     """A flag on a line of its own, its help below."""
@@ -45,7 +50,7 @@ class ShowHelp(Action):
         names = [action.dest for action in parser._actions]
         wanted = [name for name in names if values and values in name]
         if values and not wanted:
-            parser.error(f"no argument has {values!r} in its name")
+            parser.refuse([values])
         parser.shown = names if option_string == "--help-all" else wanted
         parser.print_help()
         parser.exit()
@@ -101,12 +106,16 @@ class RecipeParser(TrlParser):
         known = [action.dest for action in self._actions]
         flags = [word.partition("=")[0].strip("-").replace("-", "_") for word in rest if word.startswith("--")]
         unknown = [name for name in self.in_file if name not in known] + flags
+        if unknown or rest:
+            self.refuse(unknown or rest)
+        return namespace, rest
+
+    def refuse(self, unknown: list[str]) -> NoReturn:
+        """Raise TypeError or ValueError for unknown arguments, with the names that are most like theirs."""
         for cls in self.dataclass_types:
             if issubclass(cls, PPOConfig):
-                cls.check_names(unknown, known)
-        if unknown or rest:
-            raise ValueError(f"there is no argument for {', '.join(unknown or rest)}")
-        return namespace, rest
+                cls.check_names(unknown, [action.dest for action in self._actions])
+        raise ValueError(f"there is no argument for {', '.join(unknown)}")
 
     def error(self, message: str) -> NoReturn:
         """End the script with a reason; argparse would print all flags before it."""

@@ -70,6 +70,14 @@ def test_an_adapter_that_writes_into_the_base(kind, dtype, critic):
         ActorCritic(tiny_model().to(dtype), copy.deepcopy(config), critic)
 
 
+@pytest.mark.parametrize("critic", ["adapter", "shared"])
+@pytest.mark.parametrize("targets", [["q_prj"], "q_proj"], ids=["a typo", "a text"])
+def test_an_adapter_that_fits_no_layer(targets, critic):
+    layers = "down_proj, gate_proj, k_proj, lm_head, o_proj, q_proj, up_proj, v_proj"
+    with pytest.raises(ValueError, match=f"^peft_config: Target modules .* linear layers are {layers}; give a list"):
+        ActorCritic(tiny_model(), LoraConfig(target_modules=targets, task_type="CAUSAL_LM"), critic)
+
+
 def test_a_trained_adapter_that_wrote_into_its_base(make_trainer, tmp_path):
     """Loading it writes again, so its disabled state is no base of anybody."""
     tiny_model().save_pretrained(tmp_path / "base")

@@ -208,12 +208,14 @@ def test_a_pickle_and_the_settings_shown_lack_the_token_of_the_hub(config):
 
 def test_all_unknown_fields_are_named_at_once_each_with_its_word_here(config):
     unknown = {"epsilon": 0.2, "top_p": 0.9, "num_ppo_epoch": 3, "batch_size": 4, "disable_dropout": True, "foo": 1}
+    unknown |= {"warmup_ratio": 0.1, "callbacks": []}
     with pytest.raises(TypeError) as refused:
         config(seed=1, **unknown)
     lines = str(refused.value).splitlines()
     assert lines[0] == "PPOConfig has no field"
     assert [line.split(":")[0].strip(" '") for line in lines[1:-1]] == list(unknown)
     words = ["here cliprange", "sampling is pure", "num_ppo_epochs", "num_mini_batches", "always off", "foo"]
+    words += ["here warmup_steps", "an argument of PPOTrainer"]
     assert [word for word, line in zip(words, lines[1:-1], strict=True) if word not in line] == []
     assert "docs/migrating.md" in lines[-1]
 
@@ -233,6 +235,7 @@ def test_every_field_of_grpo_that_is_missing_here_is_explained():
     missing = {f.name for f in fields(GRPOConfig)} - set(known)
     with_reason = {name for names in TRL_REASONS.values() for name in names.split()}
     assert [name for name in sorted(missing) if name not in {*TRL_NAMES, *with_reason}] == []
+    assert [name for name in inspect.signature(PPOTrainer).parameters if name not in with_reason] == []
 
 
 @pytest.mark.parametrize(
@@ -274,6 +277,36 @@ def test_numbers_of_numpy_are_numbers(config, name, value):
 def test_numbers_of_numpy_have_ranges_too(config):
     with pytest.raises(ValueError, match=r"gamma=1\.5 must be in \[0, 1\]"):
         config(gamma=np.float32(1.5))
+
+
+BEST = {"load_best_model_at_end": True, "eval_strategy": "steps"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "save_steps"),
+    [
+        ({}, 500),
+        ({"eval_strategy": "steps"}, 500),
+        ({"save_steps": 7}, 7),
+        (BEST, 16),
+        (BEST | {"eval_steps": 24}, 24),
+        (BEST | {"eval_steps": 0.25}, 0.25),
+        (BEST | {"logging_steps": 10}, 10),
+        (BEST | {"save_steps": 48}, 48),
+    ],
+)
+def test_a_checkpoint_is_saved_at_every_evaluation_if_the_best_is_kept(config, changes, save_steps):
+    args = config(**changes)
+    assert args.save_steps == replace(args, seed=3).save_steps == save_steps
+
+
+@pytest.mark.parametrize("name", ["wandbb", ["tensorboard", "none"]])
+def test_a_tracker_that_does_not_exist_is_refused_with_the_others(config, name):
+    with pytest.raises(
+        ValueError, match=r"^report_to=\[.*\] is unknown; choose 'none', 'all', or some of .*, trackio, "
+    ):
+        config(report_to=name)
+    assert config(report_to=["tensorboard"]).report_to == ["tensorboard"]
 
 
 # Fields of TrainingArguments that mean here what they mean in Trainer, or that neither of them reads.

@@ -11,7 +11,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
-from transformers import TrainingArguments
+from transformers import AutoModelForCausalLM, TrainingArguments
 
 import hfppo
 import hfppo.functional as F
@@ -156,6 +156,37 @@ def test_readme_code_runs(tmp_path, monkeypatch):
     exec(compile(block.replace("10_000", "8"), "README.md", "exec"), {"__name__": "readme"})
     (load,) = re.findall(r"`(AutoPeftModelForCausalLM.*?)`", README.read_text())
     assert eval(load, {"AutoPeftModelForCausalLM": AutoPeftModelForCausalLM}).peft_config
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")  # TRL uses the old names
+def test_a_converted_script_has_the_sizes_of_trls(tmp_path, monkeypatch):
+    """Both run, with a small model under the name that the Hub knows a larger one by, short completions and no GPU."""
+    from build_tiny_base import build
+
+    monkeypatch.chdir(tmp_path)
+    rows = [{"question": f"{a} + {a}?", "answer": str(a + a)} for a in range(8)]
+    (tmp_path / "problems.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    runs = []
+    for block in blocks(DOCS / "migrating.md", "python"):
+        (model,) = re.findall(r'model="(.*?)"', block)
+        build(model)
+        AutoModelForCausalLM.from_pretrained(model, dtype="bfloat16").save_pretrained(model)
+        for there, here in (("bf16=True", "use_cpu=True"), ('"wandb"', '"none"'), ("length=256", "length=8")):
+            assert block.count(there) == 1
+            block = block.replace(there, here)
+        namespace: dict = {"__name__": "migrating"}
+        exec(compile(block.replace("GRPOConfig(", "GRPOConfig(bf16=False,"), "migrating.md", "exec"), namespace)
+        runs.append(namespace["trainer"])
+    of_trl, here = runs
+    size = here.args.rollout_size_per_process * here.args.world_size
+    assert of_trl.args.generation_batch_size == size == 32
+    assert of_trl.args.steps_per_generation == of_trl.args.gradient_accumulation_steps * here.args.num_mini_batches
+    assert of_trl.state.global_step == here.state.global_step == 2
+    assert of_trl.model.dtype == here.model.causal_lm.dtype
+    shared = ("learning_rate", "lr_scheduler_type", "warmup_steps", "optim", "weight_decay", "max_grad_norm")
+    shared += ("adam_beta2", "temperature", "num_generations", "max_completion_length", "seed", "save_steps")
+    assert [name for name in shared if getattr(of_trl.args, name) != getattr(here.args, name)] == []
 
 
 def commands() -> list[str]:

@@ -39,6 +39,20 @@ def test_models_are_compared_by_the_reward_also_where_there_is_none(make_trainer
     assert all(math.isnan(x) if reward is None else x == reward for x in found)
 
 
+def test_the_best_model_is_kept_without_a_word_on_steps(make_trainer, dataset):
+    """A rollout has 4 steps, and rewards fall from one call to the next."""
+    calls = iter(range(0, -100, -1))
+    trainer = make_trainer(
+        {"load_best_model_at_end": True, "eval_strategy": "steps", "save_strategy": "steps", "logging_steps": None},
+        eval_dataset=dataset.select(range(3)),
+        reward_funcs=lambda completions, **_: [float(next(calls))] * len(completions),
+    )
+    trainer.train()
+    found = [entry["step"] for entry in trainer.state.log_history if "eval_reward" in entry]
+    assert found == [4, 8]
+    assert trainer.state.best_model_checkpoint == f"{trainer.args.output_dir}/checkpoint-4"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["reward", "eval_rewards/count_digits/mean", *SCORE_METRICS, "custom/seen", "own", "eval_b_reward"]

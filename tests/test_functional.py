@@ -471,6 +471,18 @@ def test_straight_through_kl_has_the_gradient_of_k2(name):
     assert_close(grad_of(lambda p: straight_through_kl(p, torch.zeros_like(x), name), x), x)
 
 
+def test_straight_through_k3_has_the_gradient_of_trls_corrected_kl_in_a_first_step():
+    """GRPOTrainer multiplies k3 by the ratio, which is 1 there and has a gradient."""
+    ref_logprobs, logprobs = double([-1.5, -2.0, -0.5]), double([-1.0, -2.5, -3.5])
+
+    def corrected(p):
+        x = ref_logprobs - p
+        return (x.exp() - x - 1) * (p - p.detach()).exp()
+
+    by_trl = grad_of(corrected, logprobs)
+    assert_close(grad_of(lambda p: straight_through_kl(p, ref_logprobs, "k3"), logprobs), by_trl)
+
+
 @pytest.mark.parametrize("name", KL_ESTIMATORS)
 @pytest.mark.parametrize("through", [token_kl, straight_through_kl])
 def test_kl_of_a_policy_that_drifted_far_is_finite_and_still_pulls(name, through):

@@ -20,7 +20,7 @@ from trl import TrlParser
 from helpers.tiny import tiny_model
 from hfppo import AdaptiveKLCallback, HealthCallback, HealthWarning, PPOConfig, TextEnvironment
 from hfppo.metrics import METRICS
-from hfppo.reporting.health import CHECKS
+from hfppo.reporting.health import CHECKS, RecentLogs, truncation
 
 HEALTH = Path(arithmetic.__file__).parents[1] / "docs/health.md"
 ANCHORS = {check.__name__.replace("_", "-") for check in CHECKS}
@@ -238,6 +238,24 @@ def test_a_first_ratio_is_judged_by_its_mean_and_dtype(make_trainer, config, dty
     assert not log(1, policy__first_ratio_deviation_mean=noise, **largest)
     (message,) = log(2, policy__first_ratio_deviation_mean=3 * noise, **largest)
     assert "policy/first_ratio_deviation_mean is 0." in message
+
+
+@pytest.mark.parametrize(
+    ("config", "shares", "named"),
+    [
+        ({"max_turn_length": 3}, {"cut_frac": 0.9, "unfinished_frac": 0.0}, ["max_turn_length (now 3)"]),
+        ({"max_turn_length": 3}, {"cut_frac": 0.0, "unfinished_frac": 0.9}, []),
+        ({"max_tool_calling_iterations": 1}, {"unfinished_frac": 0.9}, ["max_tool_calling_iterations (now 1)"]),
+        ({}, {"cut_frac": 0.9, "unfinished_frac": 0.9}, []),
+        ({}, {}, []),
+    ],
+)
+def test_the_limits_that_cut_turns_are_named(tmp_path, config, shares, named):
+    args = PPOConfig(str(tmp_path), use_cpu=True, **config)
+    turns = {f"turns/{name}": share for name, share in shares.items()}
+    message = truncation(RecentLogs({}, {"completions/truncated_frac": 0.9, **turns}, args))
+    limits = " or ".join(["max_completion_length (now 256)", *named])
+    assert f"To change: raise {limits}; set missing_eos_penalty (now None)" in message
 
 
 def test_a_problem_must_last_and_begins_after_the_last_good_log(make_trainer):

@@ -110,7 +110,7 @@ def test_a_folder_of_a_reward_model_is_not_looked_for_on_the_hub(make_trainer, h
 
 def test_a_folder_without_a_tokenizer_is_not_looked_for_on_the_hub(make_trainer, hub):
     tiny_model().save_pretrained("org/base")
-    with pytest.raises(ValueError, match="the tokenizer of model='org/base' cannot be loaded"):
+    with pytest.raises(ValueError, match=r"tokenizer of model='org/base' cannot be loaded; .* in processing_class: "):
         make_trainer(model="org/base", processing_class=None)
     assert hub == []
 

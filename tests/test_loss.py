@@ -1,6 +1,7 @@
 """The loss of a micro-batch and its metrics: every field reaches them, and they are what the formulas say."""
 
 import math
+import re
 from dataclasses import replace
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from torch.testing import assert_close
 
 from hfppo import functional as F
-from hfppo.learn.loss import measure_update, ppo_loss, ppo_terms
+from hfppo.learn.loss import LossTerm, measure_update, ppo_loss, ppo_terms
 from hfppo.learn.micro_batches import MiniBatchSize
 from hfppo.metrics import Meter
 from hfppo.models.actor_critic import TokenOutputs
@@ -175,3 +176,12 @@ def test_a_ratio_below_one_deviates_as_well(make_trainer, batch, outputs):
     batch = replace(batch, old_logprobs=outputs.logprobs.detach() + 0.5)
     meter = measure(outputs, batch, args)
     assert meter.read()["policy/first_ratio_deviation"] == pytest.approx(1 - math.exp(-0.5), rel=1e-5)
+
+
+@pytest.mark.parametrize("coef", [1.0, 0.0])
+@pytest.mark.parametrize("shape", [(), (2,), (2, 59), (2, 60, 1), None], ids=str)
+def test_a_term_that_is_not_per_token_is_named_with_its_shape(outputs, batch, shape, coef):
+    term = LossTerm("pull", coef, 0.5 if shape is None else torch.ones(shape))
+    wanted = f"the loss term 'pull' has per_token of shape {shape or ()}; give a number per completion token, (2, 60),"
+    with pytest.raises(ValueError, match=re.escape(wanted)):
+        ppo_loss([term], outputs, batch, SIZE, args=None, critic_only=False)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import PrinterCallback, ProgressCallback, TrainerCallback
+from transformers import PrinterCallback, ProgressCallback, TrainerCallback, TrainerState
 from trl import RichProgressCallback
 
 from hfppo.reporting import progress
@@ -84,6 +84,30 @@ def test_a_resumed_bar_starts_where_the_run_is(make_trainer, terminal, every_ste
     steps = [int(n) for n in re.findall(r"step (\d)/8", terminal.getvalue())]
     assert min(steps) == 2
     assert max(steps) == 8
+
+
+@pytest.mark.parametrize("disabled", [False, True])
+@pytest.mark.parametrize(("step", "rollout"), [(2, 1), (4, 2), (6, 2)])
+def test_a_resumed_run_says_first_where_it_begins(make_trainer, terminal, step, rollout, disabled):
+    """A rollout has 4 steps."""
+    config = {"disable_tqdm": disabled, "max_steps": 7, "save_strategy": "steps", "save_steps": 2}
+    make_trainer(config).train()
+    assert "resumed" not in terminal.getvalue()
+    terminal.truncate(0)
+    terminal.seek(0)
+    resumed = make_trainer(config | {"max_steps": 8})
+    checkpoint = f"{resumed.args.output_dir}/checkpoint-{step}"
+    resumed.train(resume_from_checkpoint=checkpoint)
+    shown = terminal.getvalue().splitlines()
+    assert shown[0] == f"resumed from {checkpoint}, rollout {rollout}, step {step} of 8"
+    assert [line for line in shown[1:] if "resumed" in line] == []
+
+
+def test_only_the_main_process_says_where_a_run_begins(terminal):
+    for is_main in (False, True):
+        assert terminal.getvalue() == ""
+        progress.show_resume("out/checkpoint-2", 1, TrainerState(is_world_process_zero=is_main))
+    assert terminal.getvalue() == "resumed from out/checkpoint-2, rollout 1, step 0 of 0\n"
 
 
 def test_a_log_is_one_line_on_a_terminal(make_trainer, terminal, capsys):

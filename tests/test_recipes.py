@@ -206,6 +206,12 @@ def test_what_is_resumed_from_is_read_from_a_yaml_file_as_from_a_flag(tmp_path, 
     assert (args.resume_from_checkpoint, type(args.resume_from_checkpoint)) == (expected, type(expected))
 
 
+@pytest.mark.parametrize("given", [["q_proj"], "q_proj", ["all-linear"], ["q_proj", "k_proj"], r".*\.q_proj", None])
+def test_a_single_target_module_is_a_name_and_no_pattern(given):
+    names = ["q_proj"] if given == "q_proj" else "all-linear" if given == ["all-linear"] else given
+    assert ActorArguments(lora_target_modules=given).lora_target_modules == names
+
+
 def test_an_actor_without_an_adapter_is_refused():
     with pytest.raises(ValueError, match=r"use_peft=False: the actor is always an adapter.*leave use_peft out"):
         actor_config(ActorArguments(model_name_or_path=str(RECIPES / "arithmetic/base"), use_peft=False, lora_r=7))
@@ -251,7 +257,11 @@ def test_the_help_has_our_fields_in_sections_and_the_others_on_demand(tmp_path, 
     assert [name for name in named if f"--{name}" not in everything] == []
     some = helped(capsys, "--help", "learning_rate")
     assert re.findall(r"^  (--\w+)", some, flags=re.MULTILINE) == ["--learning_rate", "--critic_learning_rate"]
-    assert refused(capsys, "--help", "learning_rte").startswith("no argument has 'learning_rte' in its name")
+    meant = "PPOConfig has no field 'clip_range': did you mean cliprange or "
+    assert refused(capsys, "--help", "clip_range").startswith(meant)
+    assert refused(capsys, "max_steps=3").startswith(
+        "PPOConfig has no field 'max_steps=3': did you mean max_steps or "
+    )
 
 
 def test_built_data_holds_no_test_pair_in_training(tmp_path):

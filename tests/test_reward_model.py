@@ -278,6 +278,31 @@ def test_bad_reward_models(make_trainer, tmp_path, tokenizer):
         make_trainer(reward_processing_classes=[None, None])
 
 
+@pytest.mark.parametrize("given", ["id", "loaded", "tolerant"])
+def test_where_its_tokenizer_can_be_given_is_said(make_trainer, tmp_path, monkeypatch, tokenizer, given):
+    monkeypatch.chdir(tmp_path)
+    scorer().save_pretrained("org/reward")
+    loaded = AutoModelForSequenceClassification.from_pretrained("org/reward")
+    func = {"id": "org/reward", "loaded": loaded, "tolerant": TolerantReward("org/reward")}[given]
+    wanted = (
+        "the tokenizer of reward_funcs='org/reward' cannot be loaded; correct the id or path, save the tokenizer "
+        "there, or give it in reward_processing_classes: "
+    )
+    with pytest.raises(ValueError, match=wanted):
+        make_trainer(reward_funcs=func)
+    make_trainer(reward_funcs=func, reward_processing_classes=tokenizer)
+    with pytest.raises(ValueError, match=r"without a name .* give the tokenizer in reward_processing_classes"):
+        make_trainer(reward_funcs=scorer())
+
+
+def test_an_adapter_without_a_tokenizer_reads_its_bases(tmp_path, tokenizer):
+    tokenizer.save_pretrained(tmp_path / "base")
+    config = LoraConfig(task_type="SEQ_CLS", base_model_name_or_path=str(tmp_path / "base"))
+    config.save_pretrained(tmp_path / "adapter")
+    func = load_reward_func(str(tmp_path / "adapter"), None, str(tmp_path / "base"), torch.device("cpu"))
+    assert func.tokenizer.get_vocab() == tokenizer.get_vocab()
+
+
 def test_of_a_text_longer_than_its_positions_the_end_is_read():
     tokenizer = other_tokenizer("right", "<pad>")
     model = RewardModel(scorer(max_position_embeddings=8), tokenizer)

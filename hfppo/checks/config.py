@@ -13,6 +13,7 @@ from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
 
 import numpy as np
 from transformers import SchedulerType, TrainingArguments
+from transformers.integrations import INTEGRATION_TO_CALLBACK
 from transformers.training_args import OptimizerNames
 
 from hfppo.functional import estimator_needs
@@ -247,6 +248,9 @@ def check_inherited(args: TrainingArguments) -> None:
             raise ValueError(f"{name}={changed[name]!r} cannot be used with PPO: {reason}")
     if unread := [f"{name}={changed[name]!r}" for name in UNREAD_FIELDS if name in changed]:
         logger.warning("PPO does not read %s", ", ".join(unread))
+    if any(name not in INTEGRATION_TO_CALLBACK for name in args.report_to):
+        known = ", ".join(INTEGRATION_TO_CALLBACK)
+        raise ValueError(f"report_to={args.report_to!r} is unknown; choose 'none', 'all', or some of {known}")
     if args.optim.startswith("schedule_free"):
         raise ValueError(
             f"optim={OptimizerNames(args.optim).value!r} trains other weights than the averages that it is used for, "

@@ -48,7 +48,7 @@ ARGUMENTS: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "callbacks": (
         lambda x: isinstance(x, list) and all(is_or_makes(each, TrainerCallback) for each in x),
-        "pass a list of callbacks",
+        "pass a list of TrainerCallbacks",
     ),
     "compute_metrics": (callable, "pass a function from an EvalPrediction to a dictionary of metrics"),
     "reward_processing_classes": (

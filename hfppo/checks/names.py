@@ -31,9 +31,10 @@ TRL_NAMES = {
     "trust_remote_code": "model_init_kwargs",
     "response_length": "max_completion_length",
     "num_sample_generations": "eval_strategy and eval_steps",
+    "warmup_ratio": "warmup_steps, a share of the run below 1",
 }
 
-# TRL's fields that have no counterpart, by the reason.
+# Fields that have no counterpart, by the reason; most are TRL's.
 TRL_REASONS = {
     "sampling is pure, since PPO must know the probability of each token under the policy": "top_p top_k min_p "
     "repetition_penalty generation_kwargs",
@@ -49,6 +50,9 @@ TRL_REASONS = {
     "entropy_coef is constant": "use_adaptive_entropy entropy_coef_min entropy_coef_max entropy_coef_delta "
     "entropy_target top_entropy_quantile",
     "an argument of PrintCompletionsCallback": "num_completions_to_print",
+    "an argument of PPOTrainer": "model reward_funcs args train_dataset eval_dataset processing_class peft_config "
+    "ref_model critic callbacks compute_metrics reward_processing_classes tools environment_factory optimizers "
+    "quantization_config",
     "PPOTrainer has the model as an argument": "sft_model_path reward_model_path model_adapter_name ref_adapter_name",
     "not available": "cache_implementation dataset_num_proc ds3_gather_for_generation log_completions_hub_repo "
     "log_multimodal log_unique_prompts multi_objective_aggregation off_policy_mask_threshold pad_to_multiple_of "

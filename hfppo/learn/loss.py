@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from inspect import signature
 
+import torch
 from torch import Tensor
 
 from hfppo import functional as F
@@ -74,9 +75,16 @@ def ppo_loss(
     Args:
         terms: from `PPOTrainer.loss_terms`.
         critic_only: during `critic_warmup`; the actor's terms get weight 0, so that DDP sees every parameter used.
+    Raises:
+        ValueError: a term has not one number per completion token.
     """
-    total = batch.advantages.new_zeros(())
+    total, expected = batch.advantages.new_zeros(()), tuple(batch.loss_mask.shape)
     for term in terms:
+        if (shape := tuple(torch.as_tensor(term.per_token).shape)) != expected:
+            raise ValueError(
+                f"the loss term {term.name!r} has per_token of shape {shape}; give a number per completion token, "
+                f"{expected}, and leave the mean to the trainer"
+            )
         if term.coef:
             reduced = F.reduce(
                 term.per_token,

@@ -10,6 +10,7 @@ from dataclasses import MISSING, fields
 import torch
 from peft import PeftConfig
 from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.error import NoMatchingPeftModuleError
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
@@ -23,10 +24,17 @@ def unchanged(base: nn.Module, config: PeftConfig, name: str) -> Iterator[None]:
     Args:
         name: the configuration's name in the error.
     Raises:
-        ValueError: making the adapter changes the base.
+        ValueError: making the adapter changes the base, or it fits no layer.
     """
     before = sample_weights(base)
-    yield
+    try:
+        yield
+    except NoMatchingPeftModuleError as error:
+        layers = {path.rpartition(".")[2] for path, x in base.named_modules() if isinstance(x, nn.Linear | Conv1D)}
+        raise ValueError(
+            f"{name}: {error} The base's linear layers are {', '.join(sorted(layers))}; give a list of such names as "
+            "target_modules, since a text is a regular expression for whole paths"
+        ) from error
     for module, weights in before.items():
         for weight, numbers in weights.items():
             if not torch.equal(numbers, sample(getattr(module, weight))):

@@ -30,6 +30,9 @@ UNSUPPORTED = {
     "alora_invocation_tokens": "works in PEFT's whole forward only, and the passes here end before the output head",
 }
 
+# The arguments that name a model with a tokenizer of its own, and the argument that another tokenizer is given in.
+TOKENIZER_ARGUMENTS = {"model": "processing_class", "reward_funcs": "reward_processing_classes"}
+
 INSIDE_KERNEL = ("x_proj", "dt_proj", "out_proj")  # layers whose weights a state-space kernel reads by itself
 
 
@@ -161,7 +164,7 @@ def adapter_config(name: str, **options: Unpack[HubOptions]) -> PeftConfig | Non
 
 
 @contextmanager
-def name_in_errors(argument: str, name: str) -> Iterator[None]:
+def name_in_errors(argument: str, name: str, advice: str = "correct the id or path, or load it") -> Iterator[None]:
     """Name the argument and its value if loading fails; without a connection transformers' errors have no name.
 
     Raises:
@@ -170,9 +173,7 @@ def name_in_errors(argument: str, name: str) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError) as error:
-        raise ValueError(
-            f"{argument}={name!r} cannot be loaded; correct the id or path, or load it: {error}"
-        ) from error
+        raise ValueError(f"{argument}={name!r} cannot be loaded; {advice}: {error}") from error
 
 
 def check_architecture(name: str, model: object) -> None:
@@ -356,10 +357,13 @@ def is_product(layer: nn.Linear) -> bool:
     return isinstance(outputs, Tensor) and outputs.shape == expected.shape and torch.allclose(outputs, expected)
 
 
-def load_tokenizer(model: str | PreTrainedModel | PeftModel, **init_kwargs: object) -> PreTrainedTokenizerBase:
+def load_tokenizer(
+    model: str | PreTrainedModel | PeftModel, argument: str = "model", **init_kwargs: object
+) -> PreTrainedTokenizerBase:
     """Load a model's tokenizer, or its base's if an adapter was saved without one.
 
     Args:
+        argument: name of the argument that names the model, for errors; one of `TOKENIZER_ARGUMENTS`.
         init_kwargs: keywords of the model's `from_pretrained`; location and `trust_remote_code` are used.
     Raises:
         ValueError: there is no tokenizer, or no such model.
@@ -367,7 +371,8 @@ def load_tokenizer(model: str | PreTrainedModel | PeftModel, **init_kwargs: obje
     name = model if isinstance(model, str) else model.config.name_or_path
     options = hub_options(init_kwargs)
     trusted = {"padding_side": "left", "trust_remote_code": init_kwargs.get("trust_remote_code")}
-    with name_in_errors("the tokenizer of model", name):
+    advice = f"correct the id or path, save the tokenizer there, or give it in {TOKENIZER_ARGUMENTS[argument]}"
+    with name_in_errors(f"the tokenizer of {argument}", name, advice):
         try:
             return AutoTokenizer.from_pretrained(name, **options, **trusted)
         except (ValueError, OSError):

@@ -113,11 +113,14 @@ def entropy_collapse(run: RecentLogs, limit: float = 0.1) -> str | None:
 
 
 def truncation(run: RecentLogs, limit: float = 0.5) -> str | None:
+    of_turns = {"turns/cut_frac": "max_turn_length", "turns/unfinished_frac": "max_tool_calling_iterations"}
+    others = [name for metric, name in of_turns.items() if run.now.get(metric) and getattr(run.args, name)]
+    limits = " or ".join("{" + name + "}" for name in ("max_completion_length", *others))
     return run.explain(
         run.above("completions/truncated_frac", limit),
-        "the length limit ends most completions, so unfinished text is scored",
+        "a limit ends most completions, so unfinished text is scored",
         "an EOS that the policy never samples; a limit below the length of answers; a reward that grows with length",
-        "raise {max_completion_length}; set {missing_eos_penalty} or {mask_truncated_completions}; check the EOS",
+        "raise " + limits + "; set {missing_eos_penalty} or {mask_truncated_completions}; check the EOS",
     )
 
 

@@ -158,6 +158,17 @@ def describe_rollouts(args: PPOConfig, state: TrainerState) -> str:
     return f"{rollouts} {sizes}{describe_gpu(args)}"
 
 
+def show_resume(checkpoint: str, rollout: int, state: TrainerState) -> None:
+    """Print, on the main process, where a resumed run begins.
+
+    Args:
+        rollout: number of the rollout, from 1, that the next step belongs to.
+    """
+    if state.is_world_process_zero:
+        begin = f"rollout {rollout}, step {state.global_step} of {state.max_steps}"
+        print(f"resumed from {checkpoint}, {begin}", file=sys.stderr, flush=True)
+
+
 def describe_sizes(completions: int, processes: int, steps: int) -> str:
     """Return the sizes of rollouts in words.
 

@@ -10,12 +10,11 @@ from transformers import (
     AutoConfig,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
-    AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
-from hfppo.models.loading import adapter_config, name_in_errors
+from hfppo.models.loading import adapter_config, load_tokenizer, name_in_errors
 from hfppo.rewards.model import RewardAdapter, RewardModel
 from hfppo.rewards.process_model import ProcessRewardModel
 from hfppo.rewards.server import RewardServer
@@ -90,7 +89,7 @@ def wrap_loaded(
             f"reward_funcs has {kind} without a name to load its tokenizer by; give the tokenizer in "
             "reward_processing_classes"
         )
-    tokenizer = tokenizer or AutoTokenizer.from_pretrained(model.config.name_or_path)
+    tokenizer = tokenizer or load_tokenizer(model, "reward_funcs")
     return rewards[0](model, tokenizer, device=device if model.device.type == "cpu" else None)
 
 
@@ -108,7 +107,7 @@ def load_adapter(
             f"reward_funcs: the adapter {name!r} was trained on {config.base_model_name_or_path!r}, the actor's base "
             f"is {base_name!r}; merge the adapter into its base and give the merged model"
         )
-    return RewardAdapter(name, config, tokenizer or AutoTokenizer.from_pretrained(name))
+    return RewardAdapter(name, config, tokenizer or load_tokenizer(name, "reward_funcs"))
 
 
 def load_classifier(name: str, tokenizer: PreTrainedTokenizerBase | None, device: torch.device) -> RewardModel:
@@ -123,4 +122,4 @@ def load_classifier(name: str, tokenizer: PreTrainedTokenizerBase | None, device
             f"reward_funcs: {name!r} has no weights for {', '.join(sorted(info['missing_keys']))}: it is no reward "
             "model; train one with recipes/reward_model.py"
         )
-    return rewards(model, tokenizer or AutoTokenizer.from_pretrained(name))
+    return rewards(model, tokenizer or load_tokenizer(name, "reward_funcs"))
