@@ -238,7 +238,7 @@ def noting(calls: list[int], sample):
     """Note the rows of each call."""
 
     def wrapped(batch, *others):
-        calls.append(len(batch.limits))
+        calls.append(len(batch))
         return sample(batch, *others)
 
     return wrapped
@@ -249,7 +249,7 @@ def test_prompts_of_about_one_length_are_sampled_together(make_trainer, monkeypa
     widths = []
 
     def noting(sample, batch, *others):
-        widths.append(tuple(batch.prompt_ids.shape))
+        widths.append((len(batch), max(len(row.tokens) for row in batch)))
         return sample(batch, *others)
 
     prompts = ["1=", "12+34+56+78=", "2=", "3+4=", "12+34+56+7=", "5+6="]

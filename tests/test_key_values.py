@@ -1,8 +1,9 @@
-"""Key-values kept from turn to turn or shared in a group, against reading each prompt from its beginning."""
+"""KV caches continued in stretches and turns, or shared, against one call of `generate` from the beginning."""
 
 import weakref
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -10,9 +11,11 @@ from torch.testing import assert_close
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, set_seed
 
 from helpers.tiny import LORA, tiny_gpt2, tiny_model, tiny_opt, tiny_qwen3
+from hfppo.generation import generate, key_values
 from hfppo.generation.generate import TransformersSampler
-from hfppo.generation.key_values import find_continued
+from hfppo.generation.key_values import KeyValues, Row, continue_rows
 from hfppo.generation.sampler import Sampling
+from hfppo.memory import LiveStorages
 from hfppo.models.actor_critic import ActorCritic
 from hfppo.support.padding import pad_left
 
@@ -22,6 +25,12 @@ SHAPE = {
     **{"num_attention_heads": 2, "max_position_embeddings": 128, "initializer_range": 0.3},
     **{"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0},
 }
+
+
+@pytest.fixture(autouse=True)
+def calls_cost_nothing(monkeypatch):
+    """So that a few tokens are worth another call of `generate`."""
+    monkeypatch.setattr(key_values, "CALL", 0)
 
 
 def model_of(name, **config):
@@ -60,14 +69,14 @@ OTHER_CACHES = [
 ]
 
 
-def sampler_of(base, batch_size=64, lora=LORA):
+def sampler_of(base, batch_size=64, lora=LORA, max_tokens=8, eos_ids=EOS):
     """A sampler from a base with an adapter that changes it, and a list of its forwards' shapes."""
     model = ActorCritic(base, lora, critic=None).eval()
     set_seed(1)
     for name, parameter in model.named_parameters():
         if "lora_" in name:
             torch.nn.init.normal_(parameter, std=0.1)
-    sampler = TransformersSampler(model, Sampling(1.0, 8, EOS, 0), batch_size)
+    sampler = TransformersSampler(model, Sampling(1.0, max_tokens, eos_ids, 0), batch_size)
     shapes = []
     base.get_input_embeddings().register_forward_hook(lambda module, args, output: shapes.append(tuple(args[0].shape)))
     return sampler, shapes
@@ -109,10 +118,13 @@ def assert_same(played, expected):
         assert_close(told, expected[1][key], rtol=0, atol=1e-5, msg=str(key))
 
 
+@pytest.mark.parametrize("stretch", [32, 2])
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
-def test_turns_are_those_of_reading_from_the_beginning(make):
+def test_turns_are_those_of_reading_from_the_beginning(make, stretch, monkeypatch):
+    """In stretches of two tokens, rows of a turn end at different times, and all go on in the next turn."""
     sampler, shapes = sampler_of(make())
     expected = play(sampler, False)
+    monkeypatch.setattr(generate, "STRETCH", stretch)
     anew = read_tokens(shapes)
     shapes.clear()
     assert_same(play(sampler, True), expected)
@@ -154,6 +166,21 @@ def sample(sampler, prompts, budgets=(3,) * 10):
     return sampler(*pad_left(prompts, 0), list(range(len(prompts))), budgets and budgets[: len(prompts)])
 
 
+def in_one_call(sampler, *given):
+    """Completions of one call of `generate` for each batch, which reads all prompts from their beginnings."""
+    sampler.may_reuse = False
+    completions = sampler(*given)
+    sampler.may_reuse = True
+    return completions
+
+
+def assert_equal(told, expected):
+    assert told.mask.equal(expected.mask)
+    assert told.truncated.equal(expected.truncated)
+    assert told.ids[told.mask].equal(expected.ids[told.mask])
+    assert_close(told.logprobs, expected.logprobs, rtol=0, atol=1e-5)
+
+
 def test_turns_stay_in_one_batch_though_the_first_ones_key_values_fill_memory(monkeypatch):
     """On a GPU that finds room for 8 rows before them, and for none beside them."""
     expected = play(sampler_of(tiny_model())[0], keep=True)
@@ -184,12 +211,12 @@ def test_nothing_is_kept_for_single_turns_nor_after_sampling():
     sampler, _ = sampler_of(tiny_model())
     prompts = [[7, 8, 9, 10], [11, 12, 13]]
     sample(sampler, prompts)
-    assert sampler.turn_cache.kept is None
+    assert not sampler.rows
     with sampler.ready():
         sampler(*pad_left(prompts, 0), [0, 1])
-        assert sampler.turn_cache.kept is None
+        assert not sampler.rows
         sample(sampler, prompts)
-        cache = weakref.ref(sampler.turn_cache.kept.cache)
+        cache = weakref.ref(sampler.rows[0].key_values.cache)
         assert cache() is not None
     assert cache() is None
 
@@ -200,32 +227,78 @@ GROUPS = [[7, 8, 9, 10, 11]] * 4 + [[12, 13], [0, 0, 0, 12, 13]] + [[7, 8, 9, 14
 
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 @pytest.mark.parametrize("budgets", [None, (3, 1, 2, 3, 2, 1, 1, 2, 3, 3)], ids=["single", "turns"])
-def test_a_prompt_that_rows_share_is_read_once(make, budgets):
+def test_what_rows_begin_with_is_read_once(make, budgets):
+    """First three tokens of the groups together, then the rest of each group's prompt."""
     sampler, shapes = sampler_of(make())
     told = sample(sampler, GROUPS, budgets)
-    assert shapes[:2] == [(4, 5), (10, 1)]
+    assert shapes[:3] == [(3, 3), (4, 2), (10, 1)]
     shapes.clear()
-    apart = torch.tensor([0, 6, 1, 7, 2, 8, 3, 9, 4, 5])
-    ids, mask = pad_left(GROUPS, 0)
-    limits = None if budgets is None else [budgets[row] for row in apart]
-    expected = sampler(ids[apart], mask[apart], apart.tolist(), limits).rows(apart.argsort())
+    assert_equal(told, in_one_call(sampler, *pad_left(GROUPS, 0), list(range(10)), budgets))
     assert shapes[0] == (10, 5)
-    assert told.mask.equal(expected.mask)
-    assert told.ids[told.mask].equal(expected.ids[told.mask])
-    assert_close(told.logprobs[told.mask], expected.logprobs[told.mask], rtol=0, atol=1e-5)
+
+
+SYSTEMS = [list(range(6, 6 + n)) for n in (12, 7)]
+
+
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+def test_beginnings_of_several_kinds_are_each_read_once(make):
+    """Two instructions of other lengths; a prompt that is the longer one's beginning; one that begins as no other."""
+    prompts = [SYSTEMS[0] + [20 + n] * (2 + n) for n in range(3)] + [[*SYSTEMS[1], 19, 18 - n] for n in range(3)]
+    prompts += [SYSTEMS[0], SYSTEMS[0][:5], [25, 24]]
+    sampler, shapes = sampler_of(make())
+    told = sample(sampler, prompts)
+    read = sum(read_tokens(shapes))
+    shapes.clear()
+    assert_equal(told, in_one_call(sampler, *pad_left(prompts, 0), list(range(9)), [3] * 9))
+    assert read_tokens(shapes) == [9 * 16]
+    assert read < 0.8 * 9 * 16
+
+
+def rows_of(*prompts):
+    return [Row(list(ids), 1) for ids in prompts]
+
+
+def test_the_beginning_that_leaves_the_fewest_tokens_by_hand(monkeypatch):
+    common = range(100)
+    one_instruction = rows_of(*([*common, n, 7, 7, 7] for n in range(200, 210)))
+    assert key_values.shared_length(one_instruction) == 100  # 100 + 10 · 4 instead of 10 · 104
+    pairs = rows_of(*([n // 2, *common] for n in range(200, 210)))
+    assert key_values.shared_length(pairs) == 101  # 5 · 101 + 10
+    two_groups = rows_of(*([*common, n // 5, 7, 7, 7] for n in range(200, 210)))
+    assert key_values.shared_length(two_groups) == 100  # 100 + 10 · 4 instead of 2 · 104 + 10
+    for row in two_groups:
+        row.key_values = KeyValues(object(), 0, 100)
+    assert key_values.shared_length(two_groups) == 104  # 2 · 4 + 10 instead of 10 · 4
+    monkeypatch.setattr(key_values, "CALL", 22)
+    assert key_values.shared_length(two_groups) == 0
+    assert key_values.shared_length(rows_of(common)) == key_values.shared_length([]) == 0
+
+
+@pytest.fixture
+def calls_cost_as_measured(calls_cost_nothing, monkeypatch):
+    monkeypatch.undo()
+
+
+@pytest.mark.usefixtures("calls_cost_as_measured")
+@pytest.mark.parametrize("prompts", [[[7, 8, 9, 10]] * 64, [[*range(6, 26), n] for n in range(6, 18)]])
+def test_a_few_tokens_are_not_worth_another_call(prompts):
+    """Of 64 · 4 tokens 188 would be saved, of 12 · 21 tokens 220."""
+    sampler, shapes = sampler_of(tiny_model())
+    sample(sampler, prompts, None)
+    assert shapes[0] == (len(prompts), len(prompts[0]))
 
 
 def test_the_first_turn_of_a_group_is_read_once_and_kept():
     sampler, shapes = sampler_of(tiny_model())
     with sampler.ready():
         completions = sample(sampler, GROUPS)
-        assert read_tokens(shapes) == [4 * 5]
+        assert read_tokens(shapes) == [3 * 3, 4 * 2]
         prompts = [
             prompt + ids[mask].tolist() + [14]
             for prompt, ids, mask in zip(GROUPS, completions.ids, completions.mask, strict=True)
         ]
         told = sample(sampler, prompts)
-        assert max(read_tokens(shapes)[1:]) <= 2 * 10  # the last token of an answer, and the one after it
+        assert max(read_tokens(shapes)[2:]) <= 2 * 10  # the last token of an answer, and the one after it
     assert told.ids.equal(sample(sampler, prompts).ids)
 
 
@@ -249,8 +322,8 @@ def test_states_without_key_values_are_not_shared():
     assert read_tokens(shapes) == [6 * 5]
 
 
-@pytest.mark.parametrize("prompts", [[[7]] * 4, [[7, 8, 9], [7, 8, 9], [10, 11, 12], [13, 14, 15]]])
-def test_prompts_are_read_by_row_where_little_would_be_saved(prompts):
+@pytest.mark.parametrize("prompts", [[[7]] * 4, [[7, 8, 9], [8, 8, 9], [10, 11, 12], [13, 14, 15]]])
+def test_prompts_are_read_by_row_where_nothing_would_be_saved(prompts):
     sampler, shapes = sampler_of(tiny_model())
     sample(sampler, prompts)
     assert shapes[0] == (4, len(prompts[0]))
@@ -263,9 +336,7 @@ def test_a_group_may_be_cut_by_batches(seeds):
     prompts = pad_left([[7, 8, 9, 10]] * 6, 0)
     told = sampler(*prompts, seeds and list(seeds))
     assert [shape for shape in shapes if shape[1] > 1] == [(1, 4), (1, 4)]
-    expected = sampler_of(tiny_model(), 1)[0](*prompts, seeds and list(seeds))
-    assert told.mask.equal(expected.mask)
-    assert told.ids[told.mask].equal(expected.ids[told.mask])
+    assert_equal(told, in_one_call(sampler_of(tiny_model(), 1)[0], *prompts, seeds and list(seeds)))
 
 
 def test_a_later_turn_that_begins_otherwise_is_shared():
@@ -278,9 +349,86 @@ def test_a_later_turn_that_begins_otherwise_is_shared():
     assert told.ids.equal(sample(sampler, [[20, 21, 22, 23]] * 6).ids)
 
 
+RAGGED = [[6 + (3 * row + n) % 20 for n in range(2 + 5 * row % 8)] for row in range(12)]
+
+
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize("budgets", [None, [1 + 7 * row % 16 for row in range(12)]], ids=["one limit", "budgets"])
+def test_stretches_draw_what_one_call_draws(make, budgets, monkeypatch):
+    """Twelve rows in five places; no row is computed for more than the three tokens of a stretch after its end."""
+    sampler, shapes = sampler_of(make(), batch_size=5, max_tokens=16, eos_ids=[1, 2, 3])
+    given = *pad_left(RAGGED, 0), list(range(12)), budgets
+    expected = in_one_call(sampler, *given)
+    at_once = sum(rows for rows, width in shapes if width == 1)
+    shapes.clear()
+    monkeypatch.setattr(generate, "STRETCH", 3)
+    monkeypatch.setattr(key_values, "CALL", 1000)
+    assert_equal(sampler(*given), expected)
+    assert max(rows for rows, _ in shapes) == 5
+    lengths = expected.mask.sum(dim=1)
+    assert int(lengths.min()) + 6 < int(lengths.max())
+    computed = sum(rows for rows, width in shapes if width == 1)
+    assert int((lengths - 1).sum()) <= computed <= int((lengths + 2).sum())
+    assert computed < at_once
+
+
+def test_greedy_stretches_draw_what_one_call_draws(monkeypatch):
+    sampler, _ = sampler_of(tiny_model(), batch_size=5, max_tokens=16)
+    expected = in_one_call(sampler, *pad_left(RAGGED, 0), None)
+    monkeypatch.setattr(generate, "STRETCH", 3)
+    assert_equal(sampler(*pad_left(RAGGED, 0), None), expected)
+
+
+def test_a_free_place_is_taken_at_the_end_of_a_stretch(monkeypatch):
+    """Of three rows in two places, whose completions have 9, 2 and 5 tokens; stretches of four."""
+    sampler, shapes = sampler_of(tiny_model(), batch_size=2, max_tokens=9, eos_ids=[VOCAB_SIZE])
+    monkeypatch.setattr(generate, "STRETCH", 4)
+    monkeypatch.setattr(key_values, "CALL", 1000)
+    sampler(*pad_left([[7, 8, 9], [7, 8], [9]], 0), [0, 1, 2], [9, 2, 5])
+    first, join, second, last = [(2, 3)] + [(2, 1)] * 3, [(1, 1)], [(2, 1)] * 4, [(1, 1)]
+    assert shapes == first + join + second + last
+
+
+@pytest.mark.parametrize(("name", "config"), OTHER_CACHES)
+def test_other_caches_are_sampled_in_one_stretch_once_that_is_known(name, config, monkeypatch):
+    sampler, shapes = sampler_of(model_of(name, **config), batch_size=5, max_tokens=16)
+    given = *pad_left(RAGGED, 0), list(range(12))
+    expected = in_one_call(sampler, *given)
+    one_call = list(shapes)
+    monkeypatch.setattr(generate, "STRETCH", 3)
+    monkeypatch.setattr(key_values, "CALL", 1000)
+    for _ in range(2):
+        shapes.clear()
+        assert_equal(sampler(*given), expected)
+    assert shapes == one_call
+
+
+@pytest.mark.parametrize("in_turns", [False, True])
+@pytest.mark.parametrize("budgets", [[100] * 8, [100, 66] * 4, [100, *range(10, 80, 10)]])
+def test_stretches_need_no_more_memory_than_one_call(budgets, in_turns):
+    """Eight rows in four places, or in one turn; several layers, as models have. The token ids are there once more."""
+    base = tiny_model(num_hidden_layers=8, max_position_embeddings=512)
+    sampler, _ = sampler_of(base, 8 if in_turns else 4, eos_ids=[VOCAB_SIZE])
+    prompts = [[6 + (3 * row + n) % 20 for n in range(40 + row)] for row in range(8)]
+    given = *pad_left(prompts, 0), list(range(8)), budgets
+    peaks = []
+    for call in (partial(in_one_call, sampler), sampler):
+        with sampler.ready() if in_turns else nullcontext():
+            peaks.append(LiveStorages(torch.Tensor).peak_of(partial(call, *given)))
+    assert peaks[1] < 1.01 * peaks[0]
+
+
 def test_prompts_find_their_rows_in_order():
     kept = [[5, 6], [5], [7], [7]]
-    assert find_continued(kept, [[5, 6, 1], [5, 6, 2], [7, 3], [7, 3]]) == [0, 1, 2, 3]
-    assert find_continued(kept, [[5, 8], [7]]) == [1, 2]
-    assert find_continued(kept, [[7, 3], [5, 6, 1]]) is None
-    assert find_continued(kept, [[7], [7], [7]]) is None
+
+    def continued(prompts):
+        before = [Row([*ids, 20], 1, None, KeyValues(ids, count=len(ids))) for ids in kept]
+        rows = rows_of(*prompts)
+        continue_rows(before, rows)
+        found = [row.key_values.cache for row in rows]
+        return None if None in found else [next(n for n, ids in enumerate(kept) if ids is one) for one in found]
+
+    assert continued([[5, 6, 1], [5, 6, 2], [7, 3], [7, 3]]) == [0, 1, 2, 3]
+    assert continued([[5, 8], [7]]) == [1, 2]
+    assert continued([[7, 3], [5, 6, 1]]) is None
+    assert continued([[7], [7], [7]]) is None

@@ -1,26 +1,36 @@
 """Sampling with transformers' `generate`."""
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager
 from functools import partial
+from itertools import repeat
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
-from transformers import DynamicCache, GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
 
-from hfppo.generation.key_values import CACHE, KeyValues, may_keep
-from hfppo.generation.sampler import Completions, Sampler, Sampling, completions_from, join_completions
+from hfppo.generation.key_values import (
+    ATTENTION,
+    CACHE,
+    KeyValues,
+    Row,
+    can_lay_out,
+    continue_rows,
+    lay_out,
+    shared_length,
+)
+from hfppo.generation.sampler import Completions, Sampler, Sampling
 from hfppo.generation.stop_strings import StopStringCriterion
 from hfppo.models.actor_critic import ActorCritic
 from hfppo.models.batch_size import sampler_rows
 from hfppo.models.modes import is_sharded
 from hfppo.models.output_head import float32_logits
 from hfppo.state import stream_seed
+from hfppo.support.padding import pad_left, pad_right
 
 BLOCK = 64  # tokens whose probabilities are summed in float32
-WORTHWHILE = 0.75  # the largest share of tokens left to read for which another call of `generate` is worth it
+STRETCH = 32  # most tokens that a row samples in one call of `generate`
 BELOW_ONE = 1.0 - 2.0**-53  # the largest float64 below 1
 
 
@@ -78,51 +88,19 @@ def invert(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     return index, (1.0 - (ends - drawn) / lengths).clamp(0.0, BELOW_ONE)
 
 
-@dataclass(frozen=True)
-class Batch:
-    """B rows that are sampled together."""
-
-    prompt_ids: Tensor  # (B, P), padded on the left
-    prompt_mask: Tensor  # (B, P) bool
-    seeds: list[int] | None  # None: greedy
-    limits: list[int]  # the most tokens of each completion
-
-
-class TurnCache:
-    """Keeps the KV cache of a turn of episodes for the next turn, while the weights stay the same."""
-
-    def __init__(self) -> None:
-        self.weights_stay = False
-        self.kept: KeyValues | None = None
-
-    @contextmanager
-    def while_weights_stay(self) -> Iterator[None]:
-        """Keep the KV cache within the block."""
-        self.weights_stay = True
-        try:
-            yield
-        finally:
-            self.weights_stay, self.kept = False, None
-
-    def put(self, kept: KeyValues | None) -> None:
-        """Replace the stored KV cache; None clears it."""
-        self.kept = kept
-
-    def take(self, batch: Batch) -> DynamicCache | None:
-        """Remove the stored KV cache, and return the part that the prompts begin with, or None."""
-        kept, self.kept = self.kept, None
-        return None if kept is None else kept.continued_by(batch.prompt_ids, batch.prompt_mask)
-
-
 class TransformersSampler(Sampler):
-    """Sample from the actor itself, `batch_size` rows at a time.
+    """Sample from the actor itself, up to `batch_size` rows at a time.
 
     Tokens come from the whole distribution at the temperature; the model's own generation config is ignored. So
     π_rollout equals π_old up to rounding.
 
-    A prompt that adjacent rows of a batch share, as in a group, is read once. A turn of an episode reads only what is
-    new since the turn before: within `ready` its KV cache is kept for the next turn while the active rows fit one
-    batch. `key_values` has the conditions.
+    `generate` is called for a stretch of tokens at a time. Between two stretches, completions that have ended
+    leave the batch, and waiting prompts take their places. Tokens that several prompts begin with are read once. A
+    turn of an episode reads only what is new since the turn before: within `ready` its KV cache is kept for the next
+    turn while the active rows fit one batch.
+
+    That needs a model that is not sharded, has `ATTENTION`, and keeps the key-values of all columns in all layers, and
+    nothing else. Other models sample each batch in one call.
 
     Args:
         batch_size: None: see `sampler_rows`.
@@ -138,91 +116,96 @@ class TransformersSampler(Sampler):
     ):
         self.model, self.sampling, self.batch_size = model, sampling, batch_size
         self.on_progress = on_progress or (lambda share: None)
-        self.rows = 0  # rows per batch in the latest call
-        self.turn_cache = TurnCache()
-        self.may_reuse = True  # False if `check_sampler` finds that the model does not continue from a KV cache
-        self.may_share = True  # False once a batch's KV cache turns out to be of another kind
+        self.at_once = 0  # most rows of a batch in the latest call
+        self.rows: list[Row] = []  # of the latest call; between calls, of a turn that is kept for the next one
+        self.device = model.device  # of the latest call
+        self.weights_stay = False
+        self.may_reuse = True  # False once `generate` turns out not to continue from the KV cache; see `check_sampler`
 
-    def ready(self) -> AbstractContextManager[None]:
-        """See `Sampler`."""
-        return self.turn_cache.while_weights_stay()
+    @contextmanager
+    def ready(self) -> Iterator[None]:
+        """See `Sampler`. Within the block, the KV cache of turns is kept."""
+        self.weights_stay = True
+        try:
+            yield
+        finally:
+            self.weights_stay, self.rows = False, []
 
     def __call__(
         self, prompt_ids: Tensor, prompt_mask: Tensor, seeds: list[int] | None, budgets: list[int] | None = None
     ) -> Completions:
         """See `Sampler`."""
-        lengths = prompt_mask.sum(dim=1)
-        by_length = lengths.argsort(descending=True, stable=True)  # rows of similar length need little padding
-        if self.turn_cache.kept is None:  # otherwise it fills some of the memory that was free in the first turn
-            size = int(lengths.max()), self.sampling.max_tokens
-            self.rows = sampler_rows(self.model, self.batch_size, *size, prompt_ids.device)
-        parts = [rows.sort().values for rows in by_length.split(self.rows)]
-        keepable = self.may_reuse and may_keep(self.model)
-        in_turns = budgets is not None and self.turn_cache.weights_stay and len(parts) == 1 and keepable
-        if not in_turns:
-            self.turn_cache.put(None)
-        sampled: list[Completions] = []
-        for rows in parts:
-            width = int(lengths[rows].max())
-            batch = Batch(
-                prompt_ids[rows, -width:],
-                prompt_mask[rows, -width:],
-                seeds=None if seeds is None else [seeds[row] for row in rows.tolist()],
-                limits=[self.sampling.max_tokens if budgets is None else budgets[row] for row in rows.tolist()],
-            )
-            on_token = partial(self._report, batch, sum(len(part.ids) for part in sampled), len(prompt_ids))
-            past = self.turn_cache.take(batch)
-            if past is None and keepable and self.may_share:
-                past = self._read_shared(batch)
-            completions, key_values = self._sample(batch, on_token, past, in_turns)
-            self.turn_cache.put(key_values)
-            sampled.append(completions)
-        return join_completions(sampled, self.sampling.pad_id).rows(torch.cat(parts).argsort())
+        self.device, lengths = prompt_ids.device, prompt_mask.sum(dim=1).tolist()
+        if not self.rows:  # otherwise their KV cache fills some of the memory that was free in the first turn
+            size = max(lengths), self.sampling.max_tokens
+            self.at_once = sampler_rows(self.model, self.batch_size, *size, self.device)
+        attention = self.model.causal_lm.config._attn_implementation
+        self.may_reuse = self.may_reuse and not is_sharded(self.model) and attention in ATTENTION
+        prompts = [ids[-length:] for ids, length in zip(prompt_ids.tolist(), lengths, strict=True)]
+        limits = budgets or repeat(self.sampling.max_tokens)
+        rows = [Row(*given) for given in zip(prompts, limits, seeds or repeat(None), strict=False)]
+        in_turns = budgets is not None and self.weights_stay and len(rows) <= self.at_once
+        if in_turns:
+            continue_rows(self.rows, rows)
+        self.rows = rows
+        by_length = sorted(rows, key=lambda row: len(row.tokens), reverse=True)  # similar lengths need little padding
+        while batch := [row for row in by_length if not row.done][: self.at_once]:
+            old = [row for row in batch if row.key_values.cache]
+            new = [row for row in batch if not row.key_values.cache]
+            lay_out(old, [row for row in rows if row.done and row.key_values.cache])
+            self._read_shared(new)
+            if old and new:  # they differ in how much there is to read
+                self._sample(new, 1, in_turns)
+            self._sample([row for row in batch if not row.done], STRETCH, in_turns)
+        self.rows = [row for row in rows if row.key_values.cache]
+        ids, mask = pad_right([row.tokens[-len(row.logprobs) :] for row in rows], torch.int64, self.sampling.pad_id)
+        logprobs, _ = pad_right([row.logprobs for row in rows], torch.float32)
+        truncated = torch.tensor([not row.ended for row in rows])
+        return Completions(*(x.to(self.device) for x in (ids, mask, truncated, logprobs)))
 
-    def _report(self, batch: Batch, rows_before: int, all_rows: int, tokens: int) -> None:
+    def _report(self, batch: list[Row], tokens: int) -> None:
         """Report the progress after some tokens of a batch."""
-        share = len(batch.limits) * tokens / max(batch.limits)
-        self.on_progress((rows_before + share) / all_rows)
+        more = dict.fromkeys(batch, tokens)
+        shares = [row.done or min(1.0, (len(row.logprobs) + more.get(row, 0)) / row.limit) for row in self.rows]
+        self.on_progress(sum(shares) / len(shares))
 
-    def _read_shared(self, batch: Batch) -> DynamicCache | None:
-        """Read a prompt once for the adjacent rows that share it.
+    def _read_shared(self, rows: list[Row]) -> None:
+        """Read the tokens that several rows begin with once, if that saves enough."""
+        length = shared_length(rows) if self.may_reuse else 0
+        if length:
+            heads = {tuple(row.tokens[:length]): Row(row.tokens[:length], 1, None, row.key_values) for row in rows}
+            self._read_shared([*heads.values()])
+            self._sample([*heads.values()], 1, keep=True)
+            for row in rows:
+                row.key_values = heads[tuple(row.tokens[:length])].key_values
+            self._read_shared(rows)
 
-        Returns:
-            The KV cache of each row's first columns; None if it cannot be laid out, or if it saves too little.
-        """
-        prompt_ids, prompt_mask = batch.prompt_ids, batch.prompt_mask
-        both = torch.cat([prompt_ids, prompt_mask.to(prompt_ids.dtype)], dim=1)
-        distinct, row_of = both.unique_consecutive(dim=0, return_inverse=True)
-        ids, mask = distinct.chunk(2, dim=1)
-        if ids.numel() + len(prompt_ids) > WORTHWHILE * prompt_ids.numel():  # the last column is read for all rows
-            return None
-        once = Batch(ids, mask.bool(), seeds=None, limits=[1] * len(ids))
-        _, read = self._sample(once, on_token=lambda tokens: None, past=None, keep=True)
-        self.may_share = read is not None
-        return None if read is None else read.lay_out(row_of.tolist(), prompt_ids, prompt_mask)
-
-    def _sample(
-        self, batch: Batch, on_token: Callable[[int], None], past: DynamicCache | None, keep: bool
-    ) -> tuple[Completions, KeyValues | None]:
-        """Sample the completions of one batch.
+    def _sample(self, rows: list[Row], most: int, keep: bool) -> None:
+        """Read the tokens of a batch that are not in its KV cache, and sample the next ones.
 
         Args:
-            past: the KV cache of the prompts' first columns.
-            keep: also return the KV cache of prompts and completions, if it is of a kind that can be kept.
+            most: most tokens of a row, unless the KV cache cannot be kept.
+            keep: keep the KV cache of completions that are done, too.
         """
-        settings, width, most = self.sampling, batch.prompt_ids.shape[1], max(batch.limits)
-        device = batch.prompt_ids.device
+        settings, device = self.sampling, self.device
+        ids, mask = (x.to(device) for x in pad_left([row.tokens for row in rows], settings.pad_id))
+        width = ids.shape[1]
+        columns = max(len(row.tokens) + row.left for row in rows)  # no more, whenever the rows have joined the batch
+        most = min(most, columns - width) if self.may_reuse else max(row.left for row in rows)
+        numbers = [row_uniforms([row.seed], len(row.logprobs) + most) for row in rows if row.seed is not None]
         # MPS has no float64, and CUDA no deterministic cumulative sum.
         on_cpu = device.type == "mps" or torch.are_deterministic_algorithms_enabled()
-        uniforms = None if batch.seeds is None else row_uniforms(batch.seeds, most).to("cpu" if on_cpu else device)
-        choice = SeededChoice(uniforms, settings.temperature, on_token)
-        stops = None if settings.stops is None else StopStringCriterion(settings.stops, width, len(batch.limits))
+        uniforms = torch.cat([x[:, -most:] for x in numbers]).to("cpu" if on_cpu else device) if numbers else None
+        choice = SeededChoice(uniforms, settings.temperature, partial(self._report, rows))
+        starts = [width - len(row.logprobs) for row in rows]
+        stops = None if settings.stops is None else StopStringCriterion(settings.stops, starts)
+        lay_out([row for row in rows if row.key_values.cache])
         config = GenerationConfig(
             max_new_tokens=most,
             eos_token_id=settings.eos_ids,
             pad_token_id=settings.pad_id,
             use_cache=True,
-            return_dict_in_generate=keep,
+            return_dict_in_generate=True,
         )
         if isinstance(self.model, FSDPModule) and "generate" not in vars(self.model):
             # The shards of the root are gathered for it as well; Trainer asks for that in training only.
@@ -236,26 +219,22 @@ class TransformersSampler(Sampler):
             batch_state_reset(self.model),
         ):
             output = self.model.generate(
-                input_ids=batch.prompt_ids,
-                attention_mask=batch.prompt_mask.long(),
+                input_ids=ids,
+                attention_mask=mask.long(),
                 generation_config=config,
                 logits_processor=LogitsProcessorList([choice]),
-                stopping_criteria=StoppingCriteriaList([] if stops is None else [stops]),
+                stopping_criteria=StoppingCriteriaList([stops] if stops else []),
                 synced_gpus=is_sharded(self.model),
-                **({} if past is None else {CACHE: past}),
+                **{CACHE: rows[0].key_values.cache},
             )
-        sequences = output.sequences if keep else output
-        completions = completions_from(
-            sequences[:, width:],
-            torch.stack(choice.logprobs, dim=1),
-            settings.eos_ids,
-            torch.tensor(batch.limits, device=device),
-            None if stops is None else torch.tensor(stops.ends, device=device),
-        )
-        if not keep:
-            return completions, None
-        mask = torch.cat([batch.prompt_mask, completions.mask], dim=1)
-        return completions, KeyValues.of(output[CACHE], sequences, mask)
+        self.may_reuse = self.may_reuse and can_lay_out(output.get(CACHE))
+        sampled, logprobs = output.sequences[:, width:].tolist(), torch.stack(choice.logprobs, dim=1).tolist()
+        known = output.sequences.shape[1] - 1  # columns of the KV cache; the last token was not read
+        for number, row in enumerate(rows):
+            begin = width - len(row.tokens)
+            row.extend(sampled[number], logprobs[number], settings.eos_ids, stops.ends[number] if stops else 0)
+            place = KeyValues(output.get(CACHE), number * known + begin, min(len(row.tokens), known - begin))
+            row.key_values = place if self.may_reuse and (keep or not row.done) else KeyValues()
 
 
 def row_uniforms(seeds: list[int], width: int) -> Tensor:

@@ -1,17 +1,18 @@
-"""The KV cache of `generate`, used again for prompts that begin alike: in a group, or in an episode's next turn."""
+"""The KV cache of `generate`, used again for rows that begin with tokens that were read: their own, or shared ones."""
 
-from dataclasses import dataclass, fields
+from copy import copy
+from dataclasses import dataclass, field, fields
+from functools import reduce
+from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer
 from transformers.generation import GenerateDecoderOnlyOutput
 
-from hfppo.models.actor_critic import ActorCritic
-from hfppo.models.modes import is_sharded
-
 ATTENTION = ("eager", "sdpa")  # the implementations whose passes over a part of the columns are tested
+CALL = 256  # tokens that are read in the time of a call of `generate`: 50 to 80 on a CPU, more on a GPU
 
 # The name of the KV cache, among the arguments of `generate` and in its output; transformers 5.24 renamed it.
 CACHE = "cache" if "cache" in {field.name for field in fields(GenerateDecoderOnlyOutput)} else "past_key_values"
@@ -19,77 +20,110 @@ CACHE = "cache" if "cache" in {field.name for field in fields(GenerateDecoderOnl
 
 @dataclass(frozen=True)
 class KeyValues:
-    """The KV cache of C columns of B rows. The real tokens of a row follow each other.
+    """The key-values of a row's first tokens: some columns of a row of a KV cache. Invalid once the weights change."""
 
-    Single use; invalid once the weights change.
+    cache: Any = None  # a DynamicCache, if there is any token
+    start: int = 0  # row × columns + column of the first token
+    count: int = 0  # of the tokens
+
+
+@dataclass(eq=False)
+class Row:
+    """A prompt and its completion so far."""
+
+    tokens: list[int]
+    limit: int  # the most tokens of the completion
+    seed: int | None = None  # None: greedy
+    key_values: KeyValues = KeyValues()
+    logprobs: list[float] = field(default_factory=list)  # of the completion's tokens
+    ended: bool = False  # by EOS or a stop
+
+    @property
+    def left(self) -> int:
+        """The tokens up to the limit."""
+        return self.limit - len(self.logprobs)
+
+    @property
+    def done(self) -> bool:
+        """Whether the completion is as long as it gets."""
+        return self.ended or not self.left
+
+    def extend(self, tokens: list[int], logprobs: list[float], eos_ids: list[int], stop: int) -> None:
+        """Append sampled tokens up to the limit, the first of `eos_ids` or the `stop`-th token, if it is not 0."""
+        tokens = tokens[: self.left]
+        end = next((n for n, token in enumerate(tokens, 1) if token in eos_ids or n == stop), None)
+        self.ended = end is not None
+        self.tokens += tokens[:end]
+        self.logprobs += logprobs[: len(tokens[:end])]
+
+
+def can_lay_out(cache: Cache | None) -> bool:
+    """Return whether all layers cache all columns, and nothing else."""
+    if type(cache) is not DynamicCache:  # a subclass may have a recurrent state, too
+        return False
+    layers = [layer for layer in cache.layers if type(layer) is DynamicLayer]
+    return len(layers) == len(cache.layers) and len({layer.get_seq_length() for layer in layers}) == 1
+
+
+def lay_out(*batches: list[Row]) -> None:
+    """Move the key-values of each batch to a KV cache of its own, to the columns in which `pad_left` puts the tokens.
+
+    `generate` then works as on whole prompts. It reads the last columns, as many as the row with the most new tokens
+    has, and at least one. The old KV caches are emptied layer by layer, so that no more than one is in memory twice.
     """
-
-    cache: DynamicCache
-    ids: Tensor  # (B, C) int64
-    mask: Tensor  # (B, C) bool, True on real tokens
-
-    @classmethod
-    def of(cls, cache: Cache | None, ids: Tensor, mask: Tensor) -> "KeyValues | None":
-        """Return the KV cache of a batch; None if a layer does not cache all columns.
-
-        Args:
-            cache: the KV cache that `generate` returned.
-            ids, mask: (B, P + T), at least the columns of the cache.
-        """
-        if type(cache) is not DynamicCache:  # a subclass may have a recurrent state, too
-            return None
-        layers = [layer for layer in cache.layers if type(layer) is DynamicLayer]
-        widths = {layer.get_seq_length() for layer in layers}
-        if len(layers) < len(cache.layers) or len(widths) != 1:
-            return None
-        (width,) = widths
-        return cls(cache, ids[:, :width], mask[:, :width])
-
-    def continued_by(self, prompt_ids: Tensor, prompt_mask: Tensor) -> DynamicCache | None:
-        """Return the KV cache of the prompts' first columns, or None if a prompt begins otherwise.
-
-        Args:
-            prompt_ids, prompt_mask: (A, P), padded on the left: some of the rows, in their order, with more tokens.
-        """
-        prompts, kept = (
-            [ids[real].tolist() for ids, real in zip(*x, strict=True)]
-            for x in ((prompt_ids, prompt_mask), (self.ids, self.mask))
-        )
-        rows = find_continued(kept, prompts)
-        return None if rows is None else self.lay_out(rows, prompt_ids, prompt_mask)
-
-    def lay_out(self, rows: list[int], prompt_ids: Tensor, prompt_mask: Tensor) -> DynamicCache | None:
-        """Return the KV cache of the prompts' first columns, or None if the prompts have only one column.
-
-        The columns have the layout of the prompts, so that `generate` works as on whole prompts. It reads the last
-        columns, as many as the row with the most new tokens has.
-
-        Args:
-            rows: the A rows that the prompts begin with.
-            prompt_ids, prompt_mask: (A, P), padded on the left.
-        """
-        known, lengths = self.mask[rows].sum(dim=1), prompt_mask.sum(dim=1)
-        width = prompt_ids.shape[1] - max(1, int((lengths - known).max()))
-        if width <= 0:
-            return None
-        padding, first = prompt_ids.shape[1] - lengths, self.mask[rows].long().argmax(dim=1)
-        columns = torch.arange(width, device=prompt_ids.device) + (first - padding)[:, None]
-        columns = columns.clamp(min=0)  # the mask hides the keys on padding
-        index = torch.tensor(rows, device=prompt_ids.device)[:, None]
-        for layer in self.cache.layers:  # one layer at a time, so that at most one of them is in memory twice
-            assert isinstance(layer, DynamicLayer)
-            layer.keys = layer.keys[index, :, columns].transpose(1, 2)
-            layer.values = layer.values[index, :, columns].transpose(1, 2)
-        return self.cache
+    caches = list(dict.fromkeys(row.key_values.cache for rows in batches for row in rows))
+    sizes = [cache.layers[0].keys[:, 0, :, 0].numel() for cache in caches]
+    starts = dict(zip(caches, accumulate(sizes, initial=0), strict=False))
+    moves = []
+    for rows in filter(None, batches):
+        width = max(len(row.tokens) for row in rows)
+        count = width - max(1, *(len(row.tokens) - row.key_values.count for row in rows))
+        begins = [starts[row.key_values.cache] + row.key_values.start - width + len(row.tokens) for row in rows]
+        index = (torch.tensor(begins)[:, None] + torch.arange(count)).clamp(min=0)  # the mask hides the padding
+        if len(caches) == 1 and index.flatten().equal(torch.arange(sizes[0])):
+            return  # nothing moves
+        moved = copy(caches[0])
+        moved.layers = []
+        moves.append((moved, index.to(caches[0].layers[0].keys.device)))
+        for number, row in enumerate(rows):
+            padding = width - len(row.tokens)
+            row.key_values = KeyValues(moved, number * count + padding, count - padding)
+    for layers in zip(*(cache.layers for cache in caches), strict=True):
+        for moved, _ in moves:
+            moved.layers.append(copy(layers[0]))
+        for name in ("keys", "values"):
+            tokens = (getattr(layer, name).transpose(1, 2).flatten(0, 1) for layer in layers)
+            old = reduce(lambda *two: torch.cat(two), tokens)
+            for layer in (*layers, *(moved.layers[-1] for moved, _ in moves)):
+                setattr(layer, name, None)
+            for moved, index in moves:
+                setattr(moved.layers[-1], name, old[index].transpose(1, 2))
 
 
-def find_continued(kept: list[list[int]], prompts: list[list[int]]) -> list[int] | None:
-    """Return the row that each prompt begins with, or None if one begins with no later row than the prompt before."""
-    rows = iter(enumerate(kept))  # the search for a prompt continues after the row of the prompt before
-    found = [next((row for row, ids in rows if prompt[: len(ids)] == ids), None) for prompt in prompts]
-    return None if None in found else found
+def shared_length(rows: list[Row]) -> int:
+    """Return the length of the beginnings that are worth reading once each before the rows; 0 if none is."""
+    ordered = sorted(row.tokens for row in rows)
+    alike = [common_length(*pair) for pair in pairwise(ordered)]
+    longest = max(map(len, ordered), default=0)
+    known = max((row.key_values.count for row in rows), default=0)
+
+    def to_read(length: int) -> int:
+        different = 1 + sum(n < min(length, len(ids)) for n, ids in zip(alike, ordered[1:], strict=True))
+        return different * (length - known) + len(rows) * max(1, longest - length)
+
+    best = min((length for length in alike if length > known), key=to_read, default=known)
+    return best if to_read(known) - to_read(best) > CALL else 0
 
 
-def may_keep(model: ActorCritic) -> bool:
-    """Return whether passes over some of the columns are known to be right with this model."""
-    return not is_sharded(model) and model.causal_lm.config._attn_implementation in ATTENTION
+def common_length(one: list[int], other: list[int]) -> int:
+    """Return the number of tokens that both begin with."""
+    return next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+def continue_rows(before: list[Row], rows: list[Row]) -> None:
+    """Hand over the key-values of earlier rows, if each row begins with a later one than the row before it."""
+    ahead = ((row.tokens[: row.key_values.count], row.key_values) for row in before)
+    found = [next((known for ids, known in ahead if row.tokens[: len(ids)] == ids), None) for row in rows]
+    for row, known in zip(rows, found, strict=True):
+        if known and None not in found:
+            row.key_values = known

@@ -6,7 +6,6 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from hfppo.functional.shape_checks import require_same_shape
@@ -75,17 +74,6 @@ class Sampler(Protocol):
             budgets: one per row, the most tokens of its completion; only given with tools or environments. None: the
                 configured limit.
         """
-
-
-def join_completions(parts: list[Completions], pad_id: int) -> Completions:
-    """Concatenate completions, padded to the longest."""
-
-    def rows(name: str, padding: float) -> Tensor:
-        of_all = [row for part in parts for row in getattr(part, name)]
-        return pad_sequence(of_all, batch_first=True, padding_value=padding)
-
-    truncated = torch.cat([part.truncated for part in parts])
-    return Completions(rows("ids", pad_id), rows("mask", False), truncated, rows("logprobs", 0.0))
 
 
 def completions_from(

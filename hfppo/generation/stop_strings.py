@@ -41,17 +41,18 @@ class StopStringCriterion(StoppingCriteria):
     transformers' own criterion also finds a text that begins in the prompt.
 
     Args:
-        start: columns of the prompts.
+        starts: the column where each row's completion begins.
     """
 
-    def __init__(self, stops: StopStrings, start: int, rows: int):
-        self.stops, self.start = stops, start
-        self.ends = [0] * rows  # tokens up to the one that completes a text; 0: none does
+    def __init__(self, stops: StopStrings, starts: list[int]):
+        self.stops, self.starts, self.new_tokens = stops, starts, 0
+        self.ends = [0] * len(starts)  # new tokens up to the one that completes a text; 0: none does
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: object) -> Tensor:  # type: ignore[override]
         """Return (B,) bool, True for rows that are done."""
-        width = input_ids.shape[1]
-        for row, ids in enumerate(input_ids[:, max(self.start, width - self.stops.window) :].tolist()):
-            if not self.ends[row] and self.stops.found(ids):
-                self.ends[row] = width - self.start
+        self.new_tokens += 1
+        first = max(0, input_ids.shape[1] - self.stops.window)
+        for row, ids in enumerate(input_ids[:, first:].tolist()):
+            if not self.ends[row] and self.stops.found(ids[max(0, self.starts[row] - first) :]):
+                self.ends[row] = self.new_tokens
         return torch.tensor(self.ends, device=input_ids.device) > 0
