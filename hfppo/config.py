@@ -58,7 +58,7 @@ def option(default: object, help: str, **metadata: object) -> Any:
 class PPOConfig(TrainingArguments):
     """Configuration of `PPOTrainer`: the fields of `transformers.TrainingArguments` and PPO's own.
 
-    Example:
+    Example::
 
         from hfppo import PPOConfig
 

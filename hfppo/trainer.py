@@ -79,7 +79,7 @@ from hfppo.support.out_of_memory import explain_out_of_memory
 class PPOTrainer(CrashSafeTrainer):
     """Proximal Policy Optimization of a LoRA actor, with the disabled adapter as its reference and a critic.
 
-    Example:
+    Example::
 
         from datasets import Dataset
         from hfppo import PPOConfig, PPOTrainer

@@ -493,8 +493,8 @@ def test_a_bad_value_in_the_yaml_is_refused_by_name(tmp_path):
 
 
 def example_of(owner: type) -> str:
-    """The code after "Example:" in a docstring."""
-    _, after = inspect.getdoc(owner).split("Example:\n\n")
+    """The code after "Example::" in a docstring."""
+    _, after = inspect.getdoc(owner).split("Example::\n\n")
     return textwrap.dedent(re.match(r"(?:(?:    .*)?\n)+", after)[0])
 
 
