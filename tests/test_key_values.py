@@ -271,6 +271,9 @@ def test_the_beginning_that_leaves_the_fewest_tokens_by_hand(monkeypatch):
     assert key_values.shared_length(two_groups) == 104  # 2 · 4 + 10 instead of 10 · 4
     monkeypatch.setattr(key_values, "CALL", 22)
     assert key_values.shared_length(two_groups) == 0
+    monkeypatch.setattr(key_values, "CALL", 900)
+    two_lengths = rows_of(*([*common, n] for n in range(200, 206)), *[range(50, 100)] * 6)
+    assert key_values.shared_length(two_lengths) == 100  # 2 · 100 + 12 instead of 12 · 101
     assert key_values.shared_length(rows_of(common)) == key_values.shared_length([]) == 0
 
 
@@ -384,9 +387,23 @@ def test_a_free_place_is_taken_at_the_end_of_a_stretch(monkeypatch):
     sampler, shapes = sampler_of(tiny_model(), batch_size=2, max_tokens=9, eos_ids=[VOCAB_SIZE])
     monkeypatch.setattr(generate, "STRETCH", 4)
     monkeypatch.setattr(key_values, "CALL", 1000)
-    sampler(*pad_left([[7, 8, 9], [7, 8], [9]], 0), [0, 1, 2], [9, 2, 5])
+    completions = sampler(*pad_left([[7, 8, 9], [7, 8], [9]], 0), [0, 1, 2], [9, 2, 5])
+    assert completions.mask.sum(dim=1).tolist() == [9, 2, 5]
+    assert completions.truncated.all()
     first, join, second, last = [(2, 3)] + [(2, 1)] * 3, [(1, 1)], [(2, 1)] * 4, [(1, 1)]
     assert shapes == first + join + second + last
+
+
+def test_progress_counts_completions_that_have_ended_as_whole(monkeypatch):
+    sampler, shapes = sampler_of(tiny_model(), batch_size=5, max_tokens=16)
+    shares = []
+    sampler.on_progress = shares.append
+    monkeypatch.setattr(generate, "STRETCH", 3)
+    lengths = sampler(*pad_left(RAGGED, 0), list(range(12))).mask.sum(dim=1)
+    assert shares == sorted(shares)
+    at_the_end = shapes[-1][0]
+    assert (12 - at_the_end) / 12 < shares[-1] <= 1
+    assert int((lengths < 8).sum()) > at_the_end
 
 
 @pytest.mark.parametrize(("name", "config"), OTHER_CACHES)

@@ -80,7 +80,7 @@ def test_every_metric_of_the_table_appears_in_a_log_and_no_other(make_trainer, d
     given = trainer.loss_terms
     trainer.loss_terms = lambda outputs, batch: [
         *given(outputs, batch),
-        LossTerm("length", 0.0, torch.zeros_like(outputs.logprobs)),
+        LossTerm("length", 0.0, torch.zeros_like(batch.advantages)),
     ]
     trainer.train()
     seen = {name for entry in trainer.state.log_history if "loss" in entry for name in entry}

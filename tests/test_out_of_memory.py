@@ -106,7 +106,7 @@ def test_the_run_goes_on_bit_for_bit_and_in_smaller_pieces_up_to_rounding(make_t
     straight = make_trainer({**CONFIG, "save_strategy": "no"})
     straight.train()
     with monkeypatch.context() as patched:
-        patched.setattr(hfppo.trainer, "ppo_loss", fails_at(6, hfppo.trainer.ppo_loss, CUDA))
+        patched.setattr(hfppo.trainer, "ppo_loss", fails_at(11, hfppo.trainer.ppo_loss, CUDA))  # the actor's of step 6
         with pytest.raises(OutOfMemory):
             make_trainer(CONFIG).train()
     shutil.copytree(tmp_path / "out", tmp_path / "smaller")
