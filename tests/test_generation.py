@@ -12,6 +12,7 @@ from helpers.runs import SMALL, count_digits
 from helpers.scripted import first_rollout
 from helpers.tiny import LORA, tiny_model
 from hfppo import PPOConfig, PPOTrainer
+from hfppo.generation import generate
 from hfppo.generation.generate import BELOW_ONE, draw, row_uniforms
 from hfppo.generation.sampler import Completions, completions_from, eos_token_ids
 from hfppo.generation.stop_strings import StopStrings
@@ -367,7 +368,10 @@ def test_the_end_by_a_stop_string_by_hand(strings, ids, end):
 
 
 @pytest.mark.parametrize("greedy", [False, True])
-def test_a_stop_string_ends_a_completion_with_the_token_that_completes_it(make_trainer, greedy):
+@pytest.mark.parametrize("stretch", [32, 2])
+def test_a_stop_string_ends_a_completion_with_the_token_that_completes_it(make_trainer, greedy, stretch, monkeypatch):
+    """Also if it began in an earlier stretch."""
+    monkeypatch.setattr(generate, "STRETCH", stretch)
     prompts = ["1+2=", "请问10+20=", "3=", "4=", "5=", "6="]
     seeds = None if greedy else list(range(len(prompts)))
     free = make_trainer({"max_completion_length": 24})

@@ -1,9 +1,11 @@
-"""How much time `generate` saves by keeping key-values between turns and sharing them in groups, in processor seconds.
+"""How much time `generate` saves by continuing from its KV cache and reading shared tokens once, in processor seconds.
 
     PYTHONPATH=tests/benchmarks python tests/benchmarks/prefixes.py --model recipes/lake/base --rows 32 \\
         --prompt 4 --turns 32 --sampled 2 --answer 3
     PYTHONPATH=tests/benchmarks python tests/benchmarks/prefixes.py --model out/smollm2 --rows 32 --group 4 \\
         --prompt 80 --turns 1 --sampled 28 --answer 0
+    PYTHONPATH=tests/benchmarks python tests/benchmarks/prefixes.py --model out/smollm2 --rows 32 --instruction 40 \\
+        --prompt 20 --turns 1 --sampled 28 --answer 0
 
 Rows of random tokens are played turn by turn, each with the whole episode before it as its prompt, as `EpisodePlayer`
 does: anew, where each turn of each row is read from its beginning, and with key-values kept, by turns. A forward of
@@ -48,7 +50,8 @@ def play(sampler: Sampler, options: argparse.Namespace, vocab: int) -> Tensor:
     """Return the tokens of all episodes."""
     generator = torch.Generator().manual_seed(0)
     prompts = torch.randint(3, vocab, (options.rows // options.group, options.prompt), generator=generator)
-    ids = prompts.repeat_interleave(options.group, dim=0)
+    instruction = torch.randint(3, vocab, (1, options.instruction), generator=generator).expand(options.rows, -1)
+    ids = torch.cat([instruction, prompts.repeat_interleave(options.group, dim=0)], dim=1)
     for turn in range(options.turns):
         seeds = [options.rows * turn + row for row in range(options.rows)]
         mask, budgets = torch.ones_like(ids, dtype=torch.bool), [options.sampled] * options.rows
@@ -73,7 +76,7 @@ def main(options: argparse.Namespace) -> None:
     for _ in range(options.rounds):
         played = {}
         for keep in (False, True):
-            sampler.may_share = keep
+            sampler.may_reuse = keep
             clock.seconds, begin = 0.0, time.process_time()
             with sampler.ready() if keep else nullcontext():
                 played[keep] = play(sampler, options, vocab)
@@ -98,6 +101,9 @@ if __name__ == "__main__":
     parser.add_argument("--model", required=True, help="id or folder")
     parser.add_argument("--rounds", type=int, default=5, help="each way, by turns")
     parser.add_argument("--group", type=int, default=1, help="rows that share a prompt")
+    parser.add_argument(
+        "--instruction", type=int, default=0, help="tokens that all prompts begin with, before --prompt"
+    )
     for name, meaning in (
         ("rows", "of a batch"),
         ("prompt", "tokens before the first turn"),

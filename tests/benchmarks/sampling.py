@@ -1,14 +1,21 @@
 """Tokens per second of each sampler, on the same prompts, in one run.
 
     python tests/benchmarks/sampling.py [--rounds 5] [--new_tokens 128] [--vllm] [--server http://127.0.0.1:8000]
+    python tests/benchmarks/sampling.py --rounds 2 --prompts 128 --new_tokens 512 --mean_length 150
 
 Prints a Markdown table. `--vllm` adds an engine in this process, and needs vLLM; `--server` a server, which must have
 been started for the model that `--model_folder` holds (it is made there first by `--only_make_model`).
+
+With `--mean_length` a share of the vocabulary ends completions, whose lengths are then geometrically distributed, and
+`generate` is compared with itself without a KV cache to continue from: a call for each batch, until its last
+completion has ended.
 """
 
 import argparse
+import math
 import tempfile
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -22,10 +29,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 from hfppo import ActorCritic, PPOConfig
 from hfppo.generation import make_sampler
 from hfppo.generation.sampler import Completions, Sampling
+from hfppo.memory import LiveStorages
 from hfppo.models.loading import default_peft_config
 from hfppo.support.padding import pad_left
 
 EOS = 1
+GENERATE, ONE_CALL = "transformers generate", "generate, one call per batch"
 
 
 def make_model(folder: str) -> None:
@@ -72,31 +81,35 @@ def distances(model: ActorCritic, inputs: list[Tensor], completions: Completions
 
 
 def compare(
-    model: ActorCritic, prompts: list[list[int]], new_tokens: int, placements: dict[str, dict[str, Any]], rounds: int
+    model: ActorCritic,
+    prompts: list[list[int]],
+    settings: Sampling,
+    placements: dict[str, dict[str, Any]],
+    rounds: int,
 ) -> dict[str, dict[str, Any]]:
     """Measure samplers on the same prompts.
 
     Args:
         placements: fields of PPOConfig, by the sampler's name.
     Returns:
-        by sampler: "start", seconds; "sync" and "seconds" (both together), of each round; "tokens", of each round;
-        "distance", mean and maximum of |log π_rollout − log π| in nats.
+        by sampler: "start", seconds; "sync" and "seconds" (both together), and "processor" seconds, of each round;
+        "tokens", of each round; "distance", mean and maximum of |log π_rollout − log π| in nats; "peak", bytes of
+        the tensors of this process.
     """
     inputs = [x.to(model.device) for x in pad_left(prompts, 0)]
     cpu = model.device.type == "cpu"
     samplers, found = {}, {}
     for name, config in placements.items():
-        args = PPOConfig(tempfile.mkdtemp(), max_completion_length=new_tokens, use_cpu=cpu, **config)
+        args = PPOConfig(tempfile.mkdtemp(), max_completion_length=settings.max_tokens, use_cpu=cpu, **config)
         start = time.perf_counter()
-        samplers[name] = make_sampler(
-            model, args, Accelerator(cpu=cpu), Sampling(args.temperature, new_tokens, [EOS], 0)
-        )
-        found[name] = {"start": time.perf_counter() - start, "sync": [], "seconds": [], "tokens": []}
+        samplers[name] = make_sampler(model, args, Accelerator(cpu=cpu), settings)
+        samplers[name].may_reuse = name != ONE_CALL
+        found[name] = {"start": time.perf_counter() - start, "sync": [], "seconds": [], "processor": [], "tokens": []}
     for turn in range(rounds + 1):  # in alternation, so that all see the machine's moods; the first warms up
         seeds = [len(prompts) * turn + n for n in range(len(prompts))]
         for name, sampler in samplers.items():
-            start = time.perf_counter()
-            with sampler.ready():
+            start, processor, live = time.perf_counter(), time.process_time(), LiveStorages(Tensor)
+            with sampler.ready(), nullcontext() if turn else live:
                 ready = time.perf_counter()
                 completions = sampler(*inputs, seeds)
                 tokens = int(completions.mask.sum())  # waits for the device
@@ -104,8 +117,10 @@ def compare(
             if turn:
                 found[name]["sync"].append(ready - start)
                 found[name]["seconds"].append(end - start)
+                found[name]["processor"].append(time.process_time() - processor)
                 found[name]["tokens"].append(tokens)
             else:
+                found[name]["peak"] = live.peak
                 off = distances(model, inputs, completions)
                 found[name]["distance"] = (float(off.mean()), float(off.max()))
     return found
@@ -118,7 +133,7 @@ def main(options: argparse.Namespace) -> None:
     if options.only_make_model:
         return
     model = load_actor(folder)
-    placements: dict[str, dict[str, Any]] = {"transformers generate": {}}
+    placements: dict[str, dict[str, Any]] = {GENERATE: {}, **({ONE_CALL: {}} if options.mean_length else {})}
     if options.vllm:
         engine = {"enforce_eager": model.device.type == "cpu", "max_model_len": 24 + options.new_tokens}
         placements["vLLM colocate"] = {"use_vllm": True, "vllm_engine_kwargs": engine}
@@ -126,17 +141,24 @@ def main(options: argparse.Namespace) -> None:
         placements["vLLM server"] = {
             **{"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": options.server},
         }
-    found = compare(
-        model, random_prompts(options.prompts, 8, 24, 4096), options.new_tokens, placements, options.rounds
-    )
+    vocab_size = model.causal_lm.config.vocab_size
+    ends = math.ceil(vocab_size / options.mean_length) if options.mean_length else 1
+    settings = Sampling(1.0, options.new_tokens, list(range(EOS, EOS + ends)), 0)
+    prompts = random_prompts(options.prompts, 8, 24, vocab_size)
+    found = compare(model, prompts, settings, placements, options.rounds)
     rates = {name: [n / s for n, s in zip(own["tokens"], own["seconds"], strict=True)] for name, own in found.items()}
-    base = median(rates["transformers generate"])
-    print("| sampler | tokens per second, sync included | times `generate` | sync, s | start, s | log-probs off by |")
-    print("|---|---|---|---|---|---|")
+    base = median(rates[GENERATE])
+    print(
+        "| sampler | tokens | tokens per second, sync included | times `generate` | processor s | peak, MB | "
+        "sync, s | start, s | log-probs off by |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|")
     for name, each in rates.items():
         own = found[name]
+        processor = ", ".join(f"{seconds:.1f}" for seconds in own["processor"])
         print(
-            f"| {name} | {median(each):.0f} ({min(each):.0f}–{max(each):.0f}) | {median(each) / base:.2f} | "
+            f"| {name} | {median(own['tokens']):.0f} | {median(each):.0f} ({min(each):.0f}–{max(each):.0f}) | "
+            f"{median(each) / base:.2f} | {processor} | {own['peak'] / 1e6:.1f} | "
             f"{median(own['sync']):.2f} | {own['start']:.1f} | {own['distance'][1]:.1g} |"
         )
 
@@ -146,6 +168,7 @@ if __name__ == "__main__":
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--new_tokens", type=int, default=128)
+    parser.add_argument("--mean_length", type=int, help="of completions without a limit; none: they hardly ever end")
     parser.add_argument("--model_folder", help="where the model lies or is made; none: a temporary folder")
     parser.add_argument("--only_make_model", action="store_true", help="for a server to load")
     parser.add_argument("--vllm", action="store_true", help="with an engine in this process")
