@@ -78,7 +78,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "mismatch/kl": ("mean", "KL of π_rollout to π_old per token by k3, nats."),
     "time/rollout": ("mean", "Seconds to collect a rollout."),
     "time/generation": ("mean", "Seconds of it spent sampling."),
-    "time/environments": ("mean", "Seconds of it spent in tools and environments, which `time/generation` includes."),
+    "time/environments": ("mean", "Seconds of it spent waiting for tools and environments, within `time/generation`."),
     "time/passes": ("mean", "Seconds of it spent in the passes of actor, reference and critic."),
     "time/rewards": ("mean", "Seconds of it spent in the reward functions."),
     "time/update": ("mean", "Seconds of the optimizer steps that follow a rollout: of one, times their number."),

@@ -67,12 +67,12 @@ def word_tokenizer() -> PreTrainedTokenizerFast:
 
 def random_game(seed: int) -> list[dict[str, str]]:
     """Play random moves, and return the conversation."""
-    random.seed(f"game {seed}")
-    lake = Lake()
+    luck, lake = random.Random(f"game {seed}"), Lake()
     messages = [{"role": "user", "content": PROMPT[0]["content"] + lake.reset(seed=seed)}]
+    lake.luck = luck
     ended = False
     while not ended:
-        move = random.choice("".join(MOVES))
+        move = luck.choice("".join(MOVES))
         observation, _, ended, _, _ = lake.step(move)
         messages += [{"role": "assistant", "content": move}, {"role": "user", "content": observation}]
     return messages[:-1]  # nobody sees the last observation

@@ -53,9 +53,7 @@ def directions(move: str) -> list[tuple[float, tuple[int, int]]]:
 
 
 class Lake(TextEnvironment):
-    """The game. `seed` draws the start; slips and later starts come from Python's global random numbers.
-
-    A trainer seeds those anew for every completion, so that a group shares its start but not its luck.
+    """The game. `seed` draws the start, `episode_seed` slips and later starts: a group shares its start, not its luck.
 
     Args:
         turns: length of an episode.
@@ -64,9 +62,9 @@ class Lake(TextEnvironment):
     def __init__(self, turns: int = TURNS):
         self.turns = turns
 
-    def reset(self, seed: int | None = None, **row: Any) -> str:
+    def reset(self, seed: int | None = None, episode_seed: int | None = None, **row: Any) -> str:
         """Begin at a random start, and return the state as text."""
-        self.turn = 0
+        self.turn, self.luck = 0, random.Random(episode_seed)
         self.state = draw_start(random.Random(seed))
         return show(self.state)
 
@@ -76,17 +74,13 @@ class Lake(TextEnvironment):
         word, reward, state = ILLEGAL, STEP_REWARD, self.state
         if (move := text.strip()) in MOVES:
             chances, steps = zip(*directions(move), strict=True)
-            word, reward, state = slide(self.state, random.choices(steps, chances)[0])
-        self.state = draw_start(random) if state is None else state
+            word, reward, state = slide(self.state, self.luck.choices(steps, chances)[0])
+        self.state = draw_start(self.luck) if state is None else state
         return f"{word} {show(self.state)}", reward, self.turn == self.turns, False, {}
 
 
-def draw_start(luck: Any) -> State:
-    """Draw a cell that is neither hole nor chest; the key is in hand half of the time, and always on its cell.
-
-    Args:
-        luck: the module `random`, or a `random.Random`.
-    """
+def draw_start(luck: random.Random) -> State:
+    """Draw a cell that is neither hole nor chest; the key is in hand half of the time, and always on its cell."""
     cell = luck.choice(START_CELLS)
     return cell, luck.random() < 0.5 or cell == KEY
 

@@ -128,10 +128,11 @@ def test_the_model_is_told(make_agent, kind):
     assert metrics["tools/call_frequency"] == 1.0
 
 
-def test_a_time_limit_outside_the_main_thread_is_no_error_for_the_model(make_agent):
-    trainer = make_agent([call("add", a=1, b=2)], reward_funcs=count_messages, tools=[add], config=FAST)
-    with ThreadPoolExecutor(1) as threads, pytest.raises(RuntimeError, match="needs the main thread"):
-        threads.submit(collect, trainer, 1).result()
+def test_a_time_limit_works_outside_the_main_thread(make_agent):
+    trainer = make_agent([call("use", x=1), "a"], reward_funcs=count_messages, tools=[tool(forever)], config=FAST)
+    with ThreadPoolExecutor(1) as threads:
+        _, transcript, _ = threads.submit(collect, trainer, 1).result()
+    assert "longer than tool_timeout=0.2" in transcript.completions[0][1]["content"]
 
 
 # What the model writes, and the number of calls that are run and that fail, in one turn.
@@ -243,11 +244,12 @@ def test_an_environment_that_hangs_leaves_its_row_without_a_score(make_agent, ba
         environment_factory=environment(base, **{method: {"look": look, "step": step}[method], "reset": reset}),
         config=FAST,
     )
-    before = trainer.collector.player.agents.pool.examples[None]
+    (before,) = trainer.collector.player.agents.pool.idle[None]
     rollout, *_, metrics = collect(trainer, 2, training=True)
     assert rollout.loss_mask.any(dim=1).tolist() == [False, True]
     assert metrics["unscorable_frac"] == 0.5
-    assert trainer.collector.player.agents.pool.examples[None] is not before
+    assert [environment.start for environment in trainer.collector.player.agents.pool.idle[None]] == [1]
+    assert before.start == 0
 
 
 @pytest.mark.parametrize(("longest", "room"), [(50, 50), (None, 256 - 120)], ids=["max_prompt_length", "positions"])

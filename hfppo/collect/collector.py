@@ -156,8 +156,9 @@ class Collector:
             seeds = None if greedy else [row.seed for row in rows]
             completions = self.ask_sampler([row.prompt_ids for row in rows], seeds)
             return Completed.in_one_turn(rows, completions, self.tokenizer)
-        active = partial(any_active, self.model, self.accelerator)
-        episodes = self.player.play(rows, self.ask_sampler, greedy, active, timed)
+        at_once = self.args.use_vllm and self.args.vllm_mode == "server"
+        active = bool if at_once else partial(any_active, self.model, self.accelerator)
+        episodes = self.player.play(rows, self.ask_sampler, greedy, active, timed, at_once)
         return Completed.in_episodes(episodes, self.tokenizer.pad_token_id)
 
     def ask_sampler(

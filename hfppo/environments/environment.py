@@ -6,8 +6,12 @@ columns before each episode, which returns None or text that is appended to the 
 method but `reset` and `get_reward` is a tool. `get_reward()`, if there is one, scores the finished episode. An
 awaitable that one of them returns is awaited. Text may also be a list of content blocks of text, which are joined.
 
-Beyond TRL, a tool may return a `Result` with a reward, and `reset` may name a parameter `seed`. Completions of one
-prompt get the same seed, different prompts get different seeds. After `reset` an environment must play like a new one.
+Beyond TRL, a tool may return a `Result` with a reward, and `reset` may name the parameters `seed` and `episode_seed`.
+Completions of one prompt get the same `seed`, different prompts different ones; each completion has an `episode_seed`
+of its own. After `reset` an environment must play like a new one.
+
+Calls of different episodes run at once: plain ones in threads, awaitables in one event loop. The calls of one episode
+follow each other. Random numbers must come from the seeds, since the global generators are shared.
 """
 
 import inspect
@@ -56,7 +60,7 @@ class TextEnvironment(ABC):
         """Begin an episode; return text, or content blocks of text, to append to the prompt's last message.
 
         Args:
-            row: the dataset's columns, and `seed` if the method names it.
+            row: the dataset's columns, and `seed` or `episode_seed` if the method names them.
         """
 
     @abstractmethod

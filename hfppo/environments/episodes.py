@@ -1,18 +1,21 @@
 """Episodes: several turns of the model, and between them the answers of tools and an environment.
 
-All active rows take a turn together, in one call of the sampler. A row's episode depends only on its own seeds. No
-process waits for another between turns, except with sharded models, whose processes compute together.
+Each episode goes on when its own tools have answered: it joins the next batch of the sampler, which leaves out those
+that still wait. A row's episode depends only on its own seeds. No process waits for another between turns, except with
+sharded models, whose processes compute together.
 """
 
 import inspect
 import logging
 import math
+import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -30,14 +33,22 @@ from hfppo.environments.environment import (
     text_of,
     tools_of,
 )
-from hfppo.environments.tool_calls import TIMEOUT, run_calls
+from hfppo.environments.tool_calls import TIMEOUT, Answer, run_calls
 from hfppo.generation.sampler import Completions
 from hfppo.state import stream_seed
-from hfppo.support.calls import finish_within, own_random_state
+from hfppo.support.background import Background, Tasks
+from hfppo.support.calls import finish_in_thread
 from hfppo.support.padding import pad_right
 
 # Completes prompts, with a seed and the most tokens for each; no seeds: greedily.
 TurnSampler = Callable[[list[list[int]], list[int] | None, list[int]], Completions]
+
+T = TypeVar("T")
+# Steps of an episode. It yields calls of its tools and environment, and receives their Futures. It yields itself to
+# have its next turn sampled, and receives completions and its row in them.
+Steps = Generator[Any, Any, T]
+
+PATIENCE = 0.03  # least seconds that ready episodes wait for others; quick tools answer within, and batches stay whole
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +68,7 @@ class Episode:
     sampled: list[bool] = field(default_factory=list)  # False on context
     logprobs: list[float] = field(default_factory=list)
     rewards: dict[int, float] = field(default_factory=dict)  # keyed by the position of a turn's last token
+    final_reward: object = None  # the value of `get_reward`; None without one
     turns: int = 0
     active: bool = True
     limit: str | None = None  # the limit that ended it; None: none
@@ -79,6 +91,11 @@ class Episode:
     def end(self, limit: str | None = None, truncated: bool = False, open_ended: bool = False) -> None:
         """End the episode."""
         self.active, self.limit, self.truncated, self.open_ended = False, limit, truncated, open_ended
+
+    def abandon(self) -> None:
+        """End the episode without a score: the state of its environment is unknown."""
+        self.failed = True
+        self.end()
 
     def token_rewards(self, final: float) -> list[float]:
         """Return a reward for each token; `final` is added on the last sampled one."""
@@ -108,33 +125,60 @@ class EpisodePlayer:
         greedy: bool,
         any_active: Callable[[bool], bool],
         timed: Callable[[], AbstractContextManager],
+        at_once: bool = False,
     ) -> list[Episode]:
         """Play an episode for each row.
 
         Args:
             greedy: take the likeliest tokens instead of sampling.
             any_active: whether a row is active on any process that must compute together with this one.
-            timed: measures the time of tools and environments.
+            timed: measures the time of tools and environments while nothing is sampled.
+            at_once: whether several threads may call the sampler.
         Raises:
             RuntimeError: an environment fails.
             TimeoutError: `reset` takes too long.
             ValueError: a prompt has no tokens, or a reward is not a number.
         """
-        with timed():
-            episodes = self.begin(rows)
-        turn = 0
-        while any_active(any(episode.active for episode in episodes)):
-            active = [episode for episode in episodes if episode.active]
-            playing = active or episodes[:1]  # an idle process of a sharded model computes along
-            prompts = [episode.row.prompt_ids + episode.ids for episode in playing]
-            seeds = [stream_seed(e.row.seed, turn) if turn else e.row.seed for e in playing]
-            budgets = [self.budget(episode) for episode in playing]
-            completions = sample(prompts, None if greedy else seeds, budgets)
-            with timed():
-                for i, episode in enumerate(active):
-                    self.take_turn(episode, completions, i)
-            turn += 1
+        names = [row.columns["environment"] if self.agents.by_column else None for row in rows]
+        environments = [None] * len(rows) if self.agents.pool is None else self.agents.pool.take(names)
+        patience = math.inf  # the first batch has all rows
+        with Background(rows[0].seed) as background:
+            tasks = Tasks([self.steps(*given) for given in zip(rows, names, environments, strict=True)], background)
+            while any_active(tasks.wait(patience, timed)):
+                playing = tasks.take_ready()
+                # Without a ready row, an idle process of a sharded model computes along.
+                episodes = list(playing.values()) or list(tasks.results.values())[:1]
+                turns = partial(self.sample_turns, sample, episodes, greedy)
+                start = time.perf_counter()
+                if not at_once:
+                    tasks.give(playing, turns())
+                elif playing:
+                    tasks.give_later(playing, turns)
+                # Longer, the sampler would be idle; less, it would have many small batches, each about as slow.
+                patience = max(PATIENCE, (time.perf_counter() - start) / 2)
+        episodes = [tasks.results[i] for i in range(len(rows))]
+        for name, episode in zip(names, episodes, strict=True):
+            if self.agents.pool is not None and not episode.failed:
+                self.agents.pool.give_back(name, episode.environment)
         return episodes
+
+    def sample_turns(self, sample: TurnSampler, episodes: Sequence[Episode], greedy: bool) -> Completions:
+        """Sample the next turn of some episodes."""
+        prompts = [episode.row.prompt_ids + episode.ids for episode in episodes]
+        seeds = [stream_seed(e.row.seed, e.turns) if e.turns else e.row.seed for e in episodes]
+        return sample(prompts, None if greedy else seeds, [self.budget(episode) for episode in episodes])
+
+    def steps(self, row: Row, name: str | None, environment: Environment) -> Steps[Episode]:
+        """Play an episode; see `Steps`."""
+        episode = yield from self.open(row, name, environment)
+        while episode.active:
+            completions, i = yield episode
+            yield from self.take_turn(episode, completions, i)
+        get_reward = getattr(environment, "get_reward", None)
+        if get_reward is not None and not episode.failed:
+            called: Future = yield get_reward
+            episode.final_reward = called.result()
+        return episode
 
     def budget(self, episode: Episode) -> int:
         """Return the most tokens of an episode's next turn."""
@@ -145,20 +189,14 @@ class EpisodePlayer:
 
     # The beginning
 
-    def begin(self, rows: Sequence[Row]) -> list[Episode]:
-        """Reset an environment for each row, and complete the prompts by its text."""
-        names = [row.columns["environment"] if self.agents.by_column else None for row in rows]
-        environments = [None] * len(rows) if self.agents.pool is None else self.agents.pool.take(names)
-        return [self.open(*given) for given in zip(rows, names, environments, strict=True)]
-
-    def open(self, row: Row, name: str | None, environment: Environment) -> Episode:
-        """Return a new episode.
+    def open(self, row: Row, name: str | None, environment: Environment) -> Steps[Episode]:
+        """Reset the environment, and complete the prompt by its text.
 
         Args:
             name: the environment's name.
         """
         schemas = self.agents.schemas[name]
-        text = None if environment is None else self.reset(row, environment)
+        text = None if environment is None else (yield from self.reset(row, environment))
         row = self.complete_prompt(row, text, schemas)
         kind = type(environment).__name__
         if not row.prompt_ids:
@@ -187,18 +225,19 @@ class EpisodePlayer:
         options = {**self.chat_format.options, **own}
         return replace(row, prompt_ids=render_one(prompt, self.chat_format.tokenizer, options))
 
-    def reset(self, row: Row, environment: Environment) -> str | None:
+    def reset(self, row: Row, environment: Environment) -> Steps[str | None]:
         """Reset a row's environment, and return its text."""
         columns = dict(row.columns)
         if self.agents.by_column:
             del columns["environment"]
-        if "seed" not in columns and "seed" in inspect.signature(environment.reset).parameters:
-            columns["seed"] = row.environment_seed
+        parameters = inspect.signature(environment.reset).parameters
+        seeds = {"seed": row.environment_seed, "episode_seed": row.seed}
+        columns = {**{name: seed for name, seed in seeds.items() if name in parameters}, **columns}
         described = f"{type(environment).__name__}.reset, row {row.number},"
-        return joined(self.call(described, row.environment_seed, partial(environment.reset, **columns)))
+        return joined((yield from self.call(described, partial(environment.reset, **columns))))
 
-    def call(self, described: str, seed: int, method: Callable[[], Any]) -> Any:
-        """Call a method of an environment with random numbers of its own.
+    def call(self, described: str, method: Callable[[], Any]) -> Steps[Any]:
+        """Call a method of an environment.
 
         Args:
             described: the method and the row, for errors.
@@ -207,9 +246,9 @@ class EpisodePlayer:
             RuntimeError: it raises any other error.
         """
         late = f"{described} took longer than tool_timeout={self.args.tool_timeout} seconds"
+        called: Future = yield partial(finish_in_thread, self.args.tool_timeout, late, method)
         try:
-            with own_random_state(seed):
-                return finish_within(self.args.tool_timeout, late, method)
+            return called.result()
         except TimeoutError:
             raise
         except Exception as error:
@@ -217,7 +256,7 @@ class EpisodePlayer:
 
     # A turn
 
-    def take_turn(self, episode: Episode, completions: Completions, i: int) -> None:
+    def take_turn(self, episode: Episode, completions: Completions, i: int) -> Steps[None]:
         """Append the turn that was sampled in row i, and the answer to it."""
         mask = completions.mask[i]
         ids = completions.ids[i][mask].tolist()
@@ -238,21 +277,21 @@ class EpisodePlayer:
         elif cut and (is_full or not reads_text):  # calls of a cut turn are not run
             episode.end(CUT, truncated=True, open_ended=True)
         elif reads_text:
-            self.step(episode, message["content"])
+            yield from self.step(episode, message["content"])
         elif episode.schemas and (calls := message.get("tool_calls")):
-            self.call_tools(episode, [call["function"] for call in calls])
+            yield from self.call_tools(episode, [call["function"] for call in calls])
         else:
             episode.end()
 
-    def step(self, episode: Episode, text: str) -> None:
+    def step(self, episode: Episode, text: str) -> Steps[None]:
         """Let a text environment answer a turn."""
         environment, end = episode.environment, episode.last_token
         described = f"{type(environment).__name__}.step, row {episode.row.number},"
         try:
-            taken = self.call(described, stream_seed(episode.row.seed, end), partial(environment.step, text))
+            taken = yield from self.call(described, partial(environment.step, text))
         except TimeoutError:
             episode.counts[TIMEOUT] += 1
-            self.abandon(episode)
+            episode.abandon()
             return
         observation, reward, terminated, truncated, _ = taken
         episode.rewards[end] = finite_reward(described, reward)
@@ -262,13 +301,14 @@ class EpisodePlayer:
         is_last = truncated or self.rounds_left(episode) <= 0
         self.reply(episode, [{"role": "user", "content": text_of(observation)}], is_last)
 
-    def call_tools(self, episode: Episode, calls: Sequence[Mapping[str, Any]]) -> None:
+    def call_tools(self, episode: Episode, calls: Sequence[Mapping[str, Any]]) -> Steps[None]:
         """Let tools answer a turn."""
         end = episode.last_token
         if self.rounds_left(episode) < 0:
             episode.end(UNFINISHED, truncated=True)  # the critic has no value for the state after a turn's end
             return
-        answers = run_calls(calls, episode.tools, stream_seed(episode.row.seed, end), self.args.tool_timeout)
+        called: Future = yield partial(run_calls, calls, episode.tools, self.args.tool_timeout)
+        answers: list[Answer] = called.result()
         messages = [answer.message for answer in answers]
         results = [answer.result for answer in answers if answer.result is not None]
         failures = [answer.failure for answer in answers if answer.failure is not None]
@@ -276,7 +316,7 @@ class EpisodePlayer:
         if results:
             episode.rewards[end] = sum(result.reward for result in results)
         if any(answer.failure == TIMEOUT and answer.of_environment for answer in answers):
-            self.abandon(episode)
+            episode.abandon()
         elif any(result.done for result in results):
             episode.messages += messages
             episode.end()
@@ -303,13 +343,6 @@ class EpisodePlayer:
         episode.append(ids)
         if last:
             episode.end(UNFINISHED, truncated=True, open_ended=True)
-
-    def abandon(self, episode: Episode) -> None:
-        """End an episode without a score, and replace its environment, whose state is unknown."""
-        episode.failed = True
-        episode.end()
-        if self.agents.pool is not None:
-            self.agents.pool.discard(episode.environment)
 
 
 def make_player(agents: Agents, eos_ids: list[int], args: PPOConfig, positions: int | None) -> EpisodePlayer:

@@ -1,6 +1,5 @@
 """Instances of environments, made once and reset for each episode."""
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -22,10 +21,12 @@ class EnvironmentPool:
     """
 
     factories: dict[str | None, EnvironmentFactory]
-    instances: dict[str | None, list[Environment]] = field(init=False)
+    examples: dict[str | None, Environment] = field(init=False)  # an instance of each environment
+    idle: dict[str | None, list[Environment]] = field(init=False)  # instances that nobody uses
 
     def __post_init__(self) -> None:
-        self.instances = {name: [self.make(name)] for name in self.factories}
+        self.examples = {name: self.make(name) for name in self.factories}
+        self.idle = {name: [example] for name, example in self.examples.items()}
 
     def make(self, name: str | None) -> Environment:
         """Return a new instance."""
@@ -42,29 +43,13 @@ class EnvironmentPool:
             )
         return environment
 
-    @property
-    def examples(self) -> dict[str | None, Environment]:
-        """An instance of each environment."""
-        return {name: some[0] for name, some in self.instances.items()}
-
     def take(self, names: Sequence[str | None]) -> list[Environment]:
-        """Return an instance for each name, all different. The next call may return them again."""
-        used: Counter[str | None] = Counter()
-        taken = []
-        for name in names:
-            some = self.instances[name]
-            if used[name] == len(some):
-                some.append(self.make(name))
-            taken.append(some[used[name]])
-            used[name] += 1
-        return taken
+        """Return an instance for each name; nobody else gets them until they are given back."""
+        return [self.idle[name].pop(0) if self.idle[name] else self.make(name) for name in names]
 
-    def discard(self, environment: Environment) -> None:
-        """Replace an instance whose state is unknown."""
-        for name, some in self.instances.items():
-            for i, instance in enumerate(some):
-                if instance is environment:
-                    some[i] = self.make(name)
+    def give_back(self, name: str | None, environment: Environment) -> None:
+        """Return an instance to the pool, unless its state is unknown or a thread may still use it."""
+        self.idle[name].append(environment)
 
 
 def factory_name(name: str | None) -> str:

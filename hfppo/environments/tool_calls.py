@@ -1,14 +1,15 @@
 """Run the tool calls of a turn; whatever goes wrong becomes text for the model, and is counted."""
 
+import asyncio
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from hfppo.data.chat_template import Message
 from hfppo.environments.environment import Result, Tool, text_of
-from hfppo.support.calls import awaited_within, call_within, own_random_state, require_main_thread, wait_for_all
+from hfppo.support.calls import awaited_within, call_in_thread
 
 # Kinds of failures, as `tools/<kind>_frac` counts them.
 UNKNOWN, RAISED, TIMEOUT = "unknown", "raised", "timeout"
@@ -32,25 +33,30 @@ class Answer:
 
 
 def run_calls(
-    calls: Sequence[Mapping[str, Any]], tools: Mapping[str, Tool], seed: int, timeout: float | None
-) -> list[Answer]:
-    """Run the calls of one turn in their order. Awaitables that they return are awaited together after that.
+    calls: Sequence[Mapping[str, Any]], tools: Mapping[str, Tool], timeout: float | None
+) -> list[Answer] | Awaitable[list[Answer]]:
+    """Run the calls of one turn in their order; awaitables that they return are awaited together after that.
 
     Args:
         calls: entries of a message's `tool_calls`, {"name": …, "arguments": {…}} each.
         tools: keyed by name; methods of an environment are bound.
-        seed: seeds the global random numbers for plain tools; their states are restored afterwards.
         timeout: seconds for each call; None: any.
+    Returns:
+        the answers in the order of the calls; an awaitable of them if a call returned one.
     """
-    outcomes = []
-    for i, call in enumerate(calls):
-        with own_random_state(seed + i):
-            outcomes.append(run_plain(call, tools.get(call["name"]), timeout))
-    pending = [i for i, outcome in enumerate(outcomes) if inspect.isawaitable(outcome)]
-    finished = wait_for_all([partial(finish, calls[i]["name"], outcomes[i], timeout) for i in pending])
-    for i, outcome in zip(pending, finished, strict=True):
-        outcomes[i] = outcome
+    outcomes = [run_plain(call, tools.get(call["name"]), timeout) for call in calls]
+    if any(map(inspect.isawaitable, outcomes)):
+        return run_async(calls, tools, outcomes, timeout)
     return [answer_to(call["name"], tools, outcome) for call, outcome in zip(calls, outcomes, strict=True)]
+
+
+async def run_async(
+    calls: Sequence[Mapping[str, Any]], tools: Mapping[str, Tool], outcomes: list[object], timeout: float | None
+) -> list[Answer]:
+    """Await the outcomes of calls together, and return the answers."""
+    names = [call["name"] for call in calls]
+    finished = await asyncio.gather(*(finish(*pair, timeout) for pair in zip(names, outcomes, strict=True)))
+    return [answer_to(name, tools, outcome) for name, outcome in zip(names, finished, strict=True)]
 
 
 def run_plain(call: Mapping[str, Any], tool: Tool | None, timeout: float | None) -> object:
@@ -58,15 +64,14 @@ def run_plain(call: Mapping[str, Any], tool: Tool | None, timeout: float | None)
     if tool is None:
         return UnknownTool(f"Tool {call['name']} not found.")
     limit = None if inspect.iscoroutinefunction(tool) else timeout  # only `finish` spends time then
-    require_main_thread(limit)  # no error for the model
     try:
-        return call_within(limit, too_late(call["name"], timeout), partial(tool, **call["arguments"]))
+        return call_in_thread(limit, too_late(call["name"], timeout), partial(tool, **call["arguments"]))
     except (Exception, SystemExit) as error:
         return error
 
 
 async def finish(name: str, value: object, timeout: float | None) -> object:
-    """Return the result of an awaitable, or the error that it raises."""
+    """Return a value, the result of an awaitable, or the error that it raises."""
     try:
         return await awaited_within(timeout, too_late(name, timeout), value)
     except (Exception, SystemExit) as error:

@@ -1,15 +1,17 @@
-"""Calls of others' functions: coroutines from plain code, with time limits, with random numbers aside."""
+"""Calls of others' functions: coroutines from plain code, with time limits."""
 
 import asyncio
+import ctypes
 import inspect
-import random
 import signal
+import sys
 import threading
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+import traceback
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future, wait
+from contextlib import suppress
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 from anyio.from_thread import start_blocking_portal
 
@@ -21,15 +23,6 @@ def wait_for(call: Callable[[], Awaitable[T]]) -> T:
     # The event loop has a thread of its own, because a notebook already runs one in this thread.
     with start_blocking_portal() as portal:
         return portal.call(call)
-
-
-def wait_for_all(calls: Sequence[Callable[[], Awaitable[T]]]) -> list[T]:
-    """Run coroutine functions concurrently and return their results."""
-
-    async def together() -> list[T]:
-        return await asyncio.gather(*(call() for call in calls))
-
-    return wait_for(together) if calls else []
 
 
 async def awaited(value: object) -> Any:
@@ -130,16 +123,58 @@ def call_within(seconds: float | None, message: str, func: Callable[[], T]) -> T
         signal.signal(signal.SIGALRM, handler)
 
 
-@contextmanager
-def own_random_state(seed: int) -> Iterator[None]:
-    """Seed the global generators of Python, NumPy and torch (CPU) for the block, and put their states back."""
-    python, numpy = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=[]):
-        random.seed(seed)
-        np.random.seed(seed % 2**32)
-        torch.default_generator.manual_seed(seed)
-        try:
-            yield
-        finally:
-            random.setstate(python)
-            np.random.set_state(numpy)
+def interrupt(thread: threading.Thread) -> None:
+    """Raise `TimeUp` in a thread. A call that blocks outside of Python code is interrupted when it returns."""
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(TimeUp))
+
+
+def call_in_thread(seconds: float | None, message: str, func: Callable[[], T]) -> T:
+    """Return the function's result, or raise a TimeoutError after some seconds; for any thread, unlike `call_within`.
+
+    The function runs in a thread of its own, which is left to itself when the time is over: it ends as `interrupt`
+    says. Compiled code that keeps the interpreter's lock, such as a regular expression, stops all threads.
+
+    Args:
+        seconds: None for no limit; the function then runs in this thread.
+        message: the error's message.
+    Raises:
+        TimeoutError: the time is over; a note shows the line that hung.
+    """
+    if seconds is None:
+        return func()
+    answer: Future = Future()
+    may_leave = threading.Event()  # until then the interruption cannot reach the end of the thread
+
+    def run() -> None:
+        with suppress(TimeUp), torch.no_grad():
+            try:
+                answer.set_result(func())
+            except TimeUp:
+                raise
+            except BaseException as error:
+                answer.set_exception(error)
+            may_leave.wait()
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    try:
+        wait([answer], seconds)
+        if answer.done():
+            return answer.result()
+        late = TimeoutError(message)
+        late.add_note("It was at\n" + "".join(traceback.format_stack(sys._current_frames()[thread.ident])))
+        raise late
+    finally:
+        if not answer.done():
+            interrupt(thread)
+        may_leave.set()
+
+
+def finish_in_thread(seconds: float | None, message: str, func: Callable[[], object]) -> Any:
+    """Return the result of a function, or an awaitable of it; each has the time limit of `call_in_thread`.
+
+    Raises:
+        TimeoutError: the time is over.
+    """
+    value = call_in_thread(seconds, message, func)
+    return awaited_within(seconds, message, value) if inspect.isawaitable(value) else value

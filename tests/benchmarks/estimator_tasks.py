@@ -1,7 +1,6 @@
 """The tasks of `estimators.py`: forms of the lake game, the arithmetic recipe's sums, questions to a real model."""
 
 import functools
-import random
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
@@ -30,17 +29,17 @@ class ReplayedLake(Lake):
 
     def step(self, text: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         """Play one turn with luck from the seed and the number of the turn."""
-        random.seed(f"{self.seed} {self.turn}")
+        self.luck.seed(f"{self.seed} {self.turn}")
         return super().step(text)
 
 
 class FinalRewardLake(Lake):
     """The game with all rewards at its end."""
 
-    def reset(self, seed: int, **row: Any) -> str:
+    def reset(self, seed: int, episode_seed: int, **row: Any) -> str:
         """Begin; see `Lake`."""
         self.total = 0.0
-        return super().reset(seed=seed)
+        return super().reset(seed, episode_seed)
 
     def step(self, text: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         """Play one turn, and keep its reward until the last."""

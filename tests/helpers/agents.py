@@ -150,7 +150,7 @@ class Counting(TextEnvironment):
 PROMPTS = Dataset.from_list([{"prompt": [{"role": "user", "content": f"go {n} "}], "start": n % 3} for n in range(4)])
 
 
-def agent_trainer(output_dir, *turns, config=None, dataset=PROMPTS, **kwargs) -> PPOTrainer:
+def agent_trainer(output_dir, *turns, config=None, dataset=PROMPTS, positions=256, **kwargs) -> PPOTrainer:
     """A small trainer with tools or an environment, and a script in place of the sampler.
 
     Args:
@@ -166,7 +166,7 @@ def agent_trainer(output_dir, *turns, config=None, dataset=PROMPTS, **kwargs) ->
     }
     tokenizer = calling_tokenizer()
     trainer = PPOTrainer(
-        model=tiny_model(vocab_size=VOCAB_SIZE, max_position_embeddings=256),
+        model=tiny_model(vocab_size=VOCAB_SIZE, max_position_embeddings=positions),
         args=PPOConfig(**{**settings, **(config or {})}),
         train_dataset=dataset,
         processing_class=tokenizer,
