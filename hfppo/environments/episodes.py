@@ -48,7 +48,9 @@ T = TypeVar("T")
 # have its next turn sampled, and receives completions and its row in them.
 Steps = Generator[Any, Any, T]
 
-PATIENCE = 0.03  # least seconds that ready episodes wait for others; quick tools answer within, and batches stay whole
+# Least seconds that ready episodes wait for others. Quick tools answer within, on a busy machine as well: batches then
+# are whole, and a run with the same seeds is the same to the bit.
+PATIENCE = 0.25
 
 logger = logging.getLogger(__name__)
 
