@@ -10,16 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
 
-from hfppo.generation.key_values import (
-    ATTENTION,
-    CACHE,
-    KeyValues,
-    Row,
-    can_lay_out,
-    continue_rows,
-    lay_out,
-    shared_length,
-)
+from hfppo.generation.key_values import CACHE, KeyValues, Row, can_lay_out, continue_rows, lay_out, shared_length
 from hfppo.generation.sampler import Completions, Sampler, Sampling
 from hfppo.generation.stop_strings import StopStringCriterion
 from hfppo.models.actor_critic import ActorCritic
@@ -99,8 +90,8 @@ class TransformersSampler(Sampler):
     turn of an episode reads only what is new since the turn before: within `ready` its KV cache is kept for the next
     turn while the active rows fit one batch.
 
-    That needs a model that is not sharded, has `ATTENTION`, and keeps the key-values of all columns in all layers, and
-    nothing else. Other models sample each batch in one call.
+    That needs a model that is not sharded, with full attention in all layers, as `sdpa` or `eager`, and no state but
+    key-values. With other models, `generate` samples each batch in one call.
 
     Args:
         batch_size: None: see `sampler_rows`.
@@ -139,8 +130,7 @@ class TransformersSampler(Sampler):
         if not self.rows:  # otherwise their KV cache fills some of the memory that was free in the first turn
             size = max(lengths), self.sampling.max_tokens
             self.at_once = sampler_rows(self.model, self.batch_size, *size, self.device)
-        attention = self.model.causal_lm.config._attn_implementation
-        self.may_reuse = self.may_reuse and not is_sharded(self.model) and attention in ATTENTION
+        self.may_reuse = self.may_reuse and not is_sharded(self.model)
         prompts = [ids[-length:] for ids, length in zip(prompt_ids.tolist(), lengths, strict=True)]
         limits = budgets or repeat(self.sampling.max_tokens)
         rows = [Row(*given) for given in zip(prompts, limits, seeds or repeat(None), strict=False)]
@@ -227,7 +217,7 @@ class TransformersSampler(Sampler):
                 synced_gpus=is_sharded(self.model),
                 **{CACHE: rows[0].key_values.cache},
             )
-        self.may_reuse = self.may_reuse and can_lay_out(output.get(CACHE))
+        self.may_reuse = self.may_reuse and can_lay_out(output.get(CACHE), self.model.causal_lm.config)
         sampled, logprobs = output.sequences[:, width:].tolist(), torch.stack(choice.logprobs, dim=1).tolist()
         known = output.sequences.shape[1] - 1  # columns of the KV cache; the last token was not read
         for number, row in enumerate(rows):

@@ -7,7 +7,7 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
-from transformers import Cache, DynamicCache
+from transformers import Cache, DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer
 from transformers.generation import GenerateDecoderOnlyOutput
 
@@ -57,9 +57,10 @@ class Row:
         self.logprobs += logprobs[: len(tokens[:end])]
 
 
-def can_lay_out(cache: Cache | None) -> bool:
-    """Return whether all layers cache all columns, and nothing else."""
-    if type(cache) is not DynamicCache:  # a subclass may have a recurrent state, too
+def can_lay_out(cache: Cache | None, config: PreTrainedConfig) -> bool:
+    """Return whether all layers cache all columns, and nothing else, for a model of this configuration."""
+    # A subclass may have a recurrent state, too.
+    if type(cache) is not DynamicCache or config._attn_implementation not in ATTENTION:
         return False
     layers = [layer for layer in cache.layers if type(layer) is DynamicLayer]
     return len(layers) == len(cache.layers) and len({layer.get_seq_length() for layer in layers}) == 1
@@ -69,7 +70,7 @@ def lay_out(*batches: list[Row]) -> None:
     """Move the key-values of each batch to a KV cache of its own, to the columns in which `pad_left` puts the tokens.
 
     `generate` then works as on whole prompts. It reads the last columns, as many as the row with the most new tokens
-    has, and at least one. The old KV caches are emptied layer by layer, so that no more than one is in memory twice.
+    has, and at least one. The old KV caches are emptied layer by layer, so that only one layer is in memory twice.
     """
     caches = list(dict.fromkeys(row.key_values.cache for rows in batches for row in rows))
     sizes = [cache.layers[0].keys[:, 0, :, 0].numel() for cache in caches]
@@ -84,7 +85,7 @@ def lay_out(*batches: list[Row]) -> None:
             return  # nothing moves
         moved = copy(caches[0])
         moved.layers = []
-        moves.append((moved, index.to(caches[0].layers[0].keys.device)))
+        moves.append((moved, index))
         for number, row in enumerate(rows):
             padding = width - len(row.tokens)
             row.key_values = KeyValues(moved, number * count + padding, count - padding)
@@ -97,11 +98,11 @@ def lay_out(*batches: list[Row]) -> None:
             for layer in (*layers, *(moved.layers[-1] for moved, _ in moves)):
                 setattr(layer, name, None)
             for moved, index in moves:
-                setattr(moved.layers[-1], name, old[index].transpose(1, 2))
+                setattr(moved.layers[-1], name, old[index.to(old.device)].transpose(1, 2))
 
 
 def shared_length(rows: list[Row]) -> int:
-    """Return the length of the beginnings that are worth reading once each before the rows; 0 if none is."""
+    """Return the length of the beginnings that are worth reading once each, before the rows; 0 if none are."""
     ordered = sorted(row.tokens for row in rows)
     alike = [common_length(*pair) for pair in pairwise(ordered)]
     longest = max(map(len, ordered), default=0)
@@ -121,7 +122,7 @@ def common_length(one: list[int], other: list[int]) -> int:
 
 
 def continue_rows(before: list[Row], rows: list[Row]) -> None:
-    """Hand over the key-values of earlier rows, if each row begins with a later one than the row before it."""
+    """Give rows the key-values of the turn before, if each begins with one of that turn's rows, in their order."""
     ahead = ((row.tokens[: row.key_values.count], row.key_values) for row in before)
     found = [next((known for ids, known in ahead if row.tokens[: len(ids)] == ids), None) for row in rows]
     for row, known in zip(rows, found, strict=True):
