@@ -473,6 +473,23 @@ def test_a_time_limit_ends_python_code_in_any_thread_and_shows_its_line():
         call_in_thread(FAR, "late", raises_timeout)
 
 
+def test_a_time_limit_leaves_out_the_time_of_others_that_compute():
+    """Sixteen compute at once, each for less than the limit, and all together for longer."""
+    everybody = threading.Barrier(16)
+
+    def compute():
+        everybody.wait(FAR)
+        begin = time.thread_time()
+        while time.thread_time() - begin < 0.05:
+            pass
+
+    with Background(0) as calls:
+        for i in range(16):
+            calls.start(i, lambda: call_in_thread(0.3, "late", compute))
+        while calls.pending:
+            assert {called.result() for _, called in calls.finished()} <= {None}
+
+
 def raises_timeout():
     raise TimeoutError("its own")
 

@@ -6,6 +6,7 @@ import inspect
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future, wait
@@ -135,7 +136,8 @@ def call_in_thread(seconds: float | None, message: str, func: Callable[[], T]) -
     says. Compiled code that keeps the interpreter's lock, such as a regular expression, stops all threads.
 
     Args:
-        seconds: None for no limit; the function then runs in this thread.
+        seconds: those in which the function waits for threads that compute count less. None for no limit; the function
+            then runs in this thread.
         message: the error's message.
     Raises:
         TimeoutError: the time is over; a note shows the line that hung.
@@ -157,8 +159,14 @@ def call_in_thread(seconds: float | None, message: str, func: Callable[[], T]) -
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
+    left, look = seconds, seconds / 10
     try:
-        wait([answer], seconds)
+        while left > 0 and not answer.done():
+            start = time.monotonic()
+            wait([answer], look)
+            passed = time.monotonic() - start
+            # Threads that compute have turns of a switch interval each. Waiting for a turn shows how many they are.
+            left -= passed / max(1.0, (passed - look) / sys.getswitchinterval())
         if answer.done():
             return answer.result()
         late = TimeoutError(message)
