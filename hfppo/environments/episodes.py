@@ -48,9 +48,7 @@ T = TypeVar("T")
 # have its next turn sampled, and receives completions and its row in them.
 Steps = Generator[Any, Any, T]
 
-# Least seconds that ready episodes wait for others. Quick tools answer within, on a busy machine as well: batches then
-# are whole, and a run with the same seeds is the same to the bit.
-PATIENCE = 0.25
+PATIENCE = 0.03  # least seconds that ready episodes wait for others; quick tools answer within, and batches stay whole
 
 logger = logging.getLogger(__name__)
 
