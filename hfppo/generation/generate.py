@@ -130,13 +130,12 @@ class TransformersSampler(Sampler):
         if not self.rows:  # otherwise their KV cache fills some of the memory that was free in the first turn
             size = max(lengths), self.sampling.max_tokens
             self.at_once = sampler_rows(self.model, self.batch_size, *size, self.device)
-        self.may_reuse = self.may_reuse and not is_sharded(self.model)
+        self.may_reuse &= not is_sharded(self.model)
         prompts = [ids[-length:] for ids, length in zip(prompt_ids.tolist(), lengths, strict=True)]
         limits = budgets or repeat(self.sampling.max_tokens)
         rows = [Row(*given) for given in zip(prompts, limits, seeds or repeat(None), strict=False)]
         in_turns = budgets is not None and self.weights_stay and len(rows) <= self.at_once
-        if in_turns:
-            continue_rows(self.rows, rows)
+        continue_rows(self.rows if in_turns else [], rows)
         self.rows = rows
         by_length = sorted(rows, key=lambda row: len(row.tokens), reverse=True)  # similar lengths need little padding
         while batch := [row for row in by_length if not row.done][: self.at_once]:
@@ -217,12 +216,12 @@ class TransformersSampler(Sampler):
                 synced_gpus=is_sharded(self.model),
                 **{CACHE: rows[0].key_values.cache},
             )
-        self.may_reuse = self.may_reuse and can_lay_out(output.get(CACHE), self.model.causal_lm.config)
         sampled, logprobs = output.sequences[:, width:].tolist(), torch.stack(choice.logprobs, dim=1).tolist()
         known = output.sequences.shape[1] - 1  # columns of the KV cache; the last token was not read
+        self.may_reuse &= can_lay_out(output.get(CACHE), known, self.model.causal_lm.config._attn_implementation)
         for number, row in enumerate(rows):
             begin = width - len(row.tokens)
-            row.extend(sampled[number], logprobs[number], settings.eos_ids, stops.ends[number] if stops else 0)
+            row.extend(sampled[number], logprobs[number], settings.eos_ids, stops.ends[number] - width if stops else 0)
             place = KeyValues(output.get(CACHE), number * known + begin, min(len(row.tokens), known - begin))
             row.key_values = place if self.may_reuse and (keep or not row.done) else KeyValues()
 

@@ -7,7 +7,7 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
-from transformers import Cache, DynamicCache, PreTrainedConfig
+from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer
 from transformers.generation import GenerateDecoderOnlyOutput
 
@@ -49,7 +49,7 @@ class Row:
         return self.ended or not self.left
 
     def extend(self, tokens: list[int], logprobs: list[float], eos_ids: list[int], stop: int) -> None:
-        """Append sampled tokens up to the limit, the first of `eos_ids` or the `stop`-th token, if it is not 0."""
+        """Append sampled tokens up to the limit, the first of `eos_ids` or the `stop`-th token, if it is positive."""
         tokens = tokens[: self.left]
         end = next((n for n, token in enumerate(tokens, 1) if token in eos_ids or n == stop), None)
         self.ended = end is not None
@@ -57,13 +57,11 @@ class Row:
         self.logprobs += logprobs[: len(tokens[:end])]
 
 
-def can_lay_out(cache: Cache | None, config: PreTrainedConfig) -> bool:
-    """Return whether all layers cache all columns, and nothing else, for a model of this configuration."""
-    # A subclass may have a recurrent state, too.
-    if type(cache) is not DynamicCache or config._attn_implementation not in ATTENTION:
+def can_lay_out(cache: Cache | None, columns: int, attention: str) -> bool:
+    """Return whether all layers cache all columns, and nothing else, and passes over some of them are tested."""
+    if type(cache) is not DynamicCache or attention not in ATTENTION:  # a subclass may have a recurrent state, too
         return False
-    layers = [layer for layer in cache.layers if type(layer) is DynamicLayer]
-    return len(layers) == len(cache.layers) and len({layer.get_seq_length() for layer in layers}) == 1
+    return all(type(layer) is DynamicLayer and layer.get_seq_length() == columns for layer in cache.layers)
 
 
 def lay_out(*batches: list[Row]) -> None:

@@ -45,14 +45,13 @@ class StopStringCriterion(StoppingCriteria):
     """
 
     def __init__(self, stops: StopStrings, starts: list[int]):
-        self.stops, self.starts, self.new_tokens = stops, starts, 0
-        self.ends = [0] * len(starts)  # new tokens up to the one that completes a text; 0: none does
+        self.stops, self.starts = stops, starts
+        self.ends = [0] * len(starts)  # columns up to the token that completes a text; 0: none does
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: object) -> Tensor:  # type: ignore[override]
         """Return (B,) bool, True for rows that are done."""
-        self.new_tokens += 1
         first = max(0, input_ids.shape[1] - self.stops.window)
         for row, ids in enumerate(input_ids[:, first:].tolist()):
             if not self.ends[row] and self.stops.found(ids[max(0, self.starts[row] - first) :]):
-                self.ends[row] = self.new_tokens
+                self.ends[row] = input_ids.shape[1]
         return torch.tensor(self.ends, device=input_ids.device) > 0
