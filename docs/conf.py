@@ -31,9 +31,17 @@ html_show_sphinx = False
 
 
 def finish_page(app, page, template, context, doctree):
-    """Name the language of Chinese pages, and let long names in code break after _, /, = and dots alone."""
-    if page.startswith("zh/"):
+    """Name the language of Chinese pages, and let long names in code break after _, /, = and dots alone.
+
+    The sidebar of a page lists the pages of its language.
+    """
+    chinese = page.startswith("zh/")
+    if chinese:
         context["language"] = "zh-CN"
+    if "furo_navigation_tree" in context:
+        sections = re.split(r'(?=<p class="caption")', context["furo_navigation_tree"])
+        listed = [section for section in sections if ("zh/" in section or 'href="#"' in section) == chinese]
+        context["furo_navigation_tree"] = "".join(sections if not chinese else listed)
     if "body" in context:
         context["body"] = re.sub(
             r'(?<=<span class="pre">)[^<]{13,}',

@@ -101,11 +101,11 @@ class PPOConfig(TrainingArguments):
     )
 
     # Changes the result: the rollout.
-    num_ppo_epochs: Count = option(2, "Number of passes over each rollout (TRL); see docs/decisions.md.")
+    num_ppo_epochs: Count = option(2, "Number of passes over each rollout (TRL); see docs/notes/decisions.md.")
     num_mini_batches: Count = option(
         8,
         "Optimizer steps per PPO epoch (TRL). A rollout has this many mini-batches: by default 8 × 1 × 8 = 64 "
-        "completions per process; see docs/decisions.md.",
+        "completions per process; see docs/notes/decisions.md.",
     )
     total_episodes: Count | None = option(
         None, "Total number of completions to train on, rounded up to rollouts; sets `max_steps` (TRL)."

@@ -401,7 +401,7 @@ def test_a_tokenizer_that_cannot_parse_calls_is_refused(make_agent, monkeypatch)
 
 
 def test_each_kind_has_its_outcome_in_the_page():
-    page = (ROOT / "docs/bad_tools.md").read_text()
+    page = (ROOT / "docs/notes/bad_tools.md").read_text()
     rows = dict(re.findall(r"^\| ([^|]+) \| (.+) \|$", page, flags=re.MULTILINE))
     kinds = {*TOLD, *CALLS, *ENDS, *REFUSED, *TEMPLATES}
     assert not kinds - rows.keys()

@@ -217,7 +217,7 @@ def test_all_unknown_fields_are_named_at_once_each_with_its_word_here(config):
     words = ["here cliprange", "sampling is pure", "num_ppo_epochs", "num_mini_batches", "always off", "foo"]
     words += ["here warmup_steps", "an argument of PPOTrainer"]
     assert [word for word, line in zip(words, lines[1:-1], strict=True) if word not in line] == []
-    assert "docs/migrating.md" in lines[-1]
+    assert "docs/from_trl.md" in lines[-1]
 
 
 def test_a_single_unknown_field_is_one_line(config):

@@ -11,6 +11,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+from datasets import Dataset, load_dataset
 from transformers import AutoModelForCausalLM, TrainingArguments
 
 import hfppo
@@ -96,7 +97,8 @@ def test_both_languages_have_the_same_code_and_link_to_each_other(chinese, engli
         assert blocks(chinese, language) == blocks(english, language)
     assert f"\n[English](../{english.name})\n" in chinese.read_text()
     assert f"\n[中文](zh/{chinese.name})\n" in english.read_text()
-    assert f"\nzh/{chinese.stem}\n" in (DOCS / "index.md").read_text()
+    contents = "index.md" if chinese.stem == "index" else "zh/index.md"
+    assert re.search(rf"^(zh/)?{chinese.stem}$", (DOCS / contents).read_text(), flags=re.MULTILINE)
 
 
 @pytest.mark.slow
@@ -168,15 +170,15 @@ def test_a_converted_script_has_the_sizes_of_trls(tmp_path, monkeypatch):
     rows = [{"question": f"{a} + {a}?", "answer": str(a + a)} for a in range(8)]
     (tmp_path / "problems.jsonl").write_text("\n".join(map(json.dumps, rows)))
     runs = []
-    for block in blocks(DOCS / "migrating.md", "python"):
+    for block in blocks(DOCS / "from_trl.md", "python"):
         (model,) = re.findall(r'model="(.*?)"', block)
         build(model)
         AutoModelForCausalLM.from_pretrained(model, dtype="bfloat16").save_pretrained(model)
         for there, here in (("bf16=True", "use_cpu=True"), ('"wandb"', '"none"'), ("length=256", "length=8")):
             assert block.count(there) == 1
             block = block.replace(there, here)
-        namespace: dict = {"__name__": "migrating"}
-        exec(compile(block.replace("GRPOConfig(", "GRPOConfig(bf16=False,"), "migrating.md", "exec"), namespace)
+        namespace: dict = {"__name__": "from_trl"}
+        exec(compile(block.replace("GRPOConfig(", "GRPOConfig(bf16=False,"), "from_trl.md", "exec"), namespace)
         runs.append(namespace["trainer"])
     of_trl, here = runs
     size = here.args.rollout_size_per_process * here.args.world_size
@@ -187,6 +189,39 @@ def test_a_converted_script_has_the_sizes_of_trls(tmp_path, monkeypatch):
     shared = ("learning_rate", "lr_scheduler_type", "warmup_steps", "optim", "weight_decay", "max_grad_norm")
     shared += ("adam_beta2", "temperature", "num_generations", "max_completion_length", "seed", "save_steps")
     assert [name for name in shared if getattr(of_trl.args, name) != getattr(here.args, name)] == []
+
+
+def test_reward_functions_and_parquet_files_of_verl_work_as_the_page_says(tmp_path, tokenizer, make_trainer):
+    """Rows in verl's columns; the score may be a dictionary, as verl allows."""
+    (block,) = blocks(DOCS / "from_verl.md", "python")
+    namespace: dict = {}
+    exec(block, namespace)
+    seen = []
+
+    def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+        seen.append((data_source, solution_str, ground_truth, extra_info["index"]))
+        return {"score": float(ground_truth)} if extra_info["index"] else float(ground_truth)
+
+    rows = [
+        {
+            "data_source": "sums",
+            "prompt": [{"role": "user", "content": f"{index}+1="}],
+            "ability": "math",
+            "reward_model": {"style": "rule", "ground_truth": str(index + 1)},
+            "extra_info": {"split": "train", "index": index},
+        }
+        for index in range(2)
+    ]
+    Dataset.from_list(rows).to_parquet(tmp_path / "train.parquet")
+    data = load_dataset("parquet", data_files=str(tmp_path / "train.parquet"), split="train", cache_dir=str(tmp_path))
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    trainer = make_trainer(
+        {"max_completion_length": 4}, reward_funcs=namespace["from_verl"](compute_score), train_dataset=data
+    )
+    columns = {name: data[name] for name in ("data_source", "reward_model", "extra_info")}
+    assert trainer.rollout(data["prompt"], **columns).scores.tolist() == [1.0, 2.0]
+    assert [(source, truth, index) for source, _, truth, index in seen] == [("sums", "1", 0), ("sums", "2", 1)]
+    assert all(isinstance(text, str) for _, text, _, _ in seen)
 
 
 def commands() -> list[str]:

@@ -91,7 +91,7 @@ def check_names(cls: type, names: Iterable[str], others: Iterable[str] = ()) -> 
     """
     known = list(dict.fromkeys([*(f.name for f in fields(cls)), *others]))
     unknown = {name: explain_name(name, known) for name in names if name not in known}
-    refuse(f"{cls.__name__} has no field", unknown, "lists the fields, docs/migrating.md those of TRL")
+    refuse(f"{cls.__name__} has no field", unknown, "lists the fields, docs/from_trl.md those of TRL")
 
 
 def checks_keywords(config: type) -> Callable[[Callable[Parameters, None]], Callable[Parameters, None]]:
