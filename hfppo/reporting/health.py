@@ -1,4 +1,4 @@
-"""Warn of a run that goes wrong: a function per problem, with its limit, and a section of docs/troubleshooting.md for each."""
+"""Warn of a run that goes wrong: per problem a function, with its limit, and a section of docs/troubleshooting.md."""
 
 import re
 import warnings
@@ -185,7 +185,7 @@ class HealthCallback(TrainerCallback):
     The main process warns once per problem in a training.
 
     Args:
-        limits: one per check in docs/troubleshooting.md, by its name, such as `clip_fraction=0.5`; None turns the check off.
+        limits: one per check in docs/troubleshooting.md, by its name, such as `clip_fraction=0.5`; None turns it off.
     """
 
     def __init__(self, **limits: float | None):
@@ -220,6 +220,8 @@ class HealthCallback(TrainerCallback):
                 self._since.pop(name, None)
             elif step - self._since.setdefault(name, step) >= (patience - 1) * args.updates_per_rollout:
                 self._warned.add(name)
-                message = f"since step {self._since[name]}, {message}. See docs/troubleshooting.md#{name.replace('_', '-')}"
+                message = (
+                    f"since step {self._since[name]}, {message}. See docs/troubleshooting.md#{name.replace('_', '-')}"
+                )
                 # `warnings.warn` adds a line of source, and drops equal words in a second run of the process.
                 warnings.warn_explicit(message, HealthWarning, "hfppo", 1)
