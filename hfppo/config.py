@@ -260,7 +260,7 @@ class PPOConfig(TrainingArguments):
         "vllm_engine_kwargs",
     ]
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+    def __new__(cls, *args: object, **kwargs: object) -> Self:
         # Python's own error names only the first unknown field. A dataclass that inherits from this one has its own
         # `__init__`, and this method.
         cls.check_names(kwargs)
@@ -295,7 +295,7 @@ class PPOConfig(TrainingArguments):
                 logger.warning("total_episodes makes max_steps=%s; %s is not used", steps, self.max_steps)
             self.max_steps = steps
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         # Trainer pickles the configuration, with the token, into `training_args.bin`, and pushes that file.
         return vars(self) | {"hub_token": None}
 

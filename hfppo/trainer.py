@@ -37,8 +37,10 @@ from hfppo.collect.evaluation import EvalPrompts, check_best_metric, evaluate_pr
 from hfppo.collect.forward import autocast
 from hfppo.collect.rows import group_equal_rows
 from hfppo.config import PPOConfig
+from hfppo.data.chat_template import Message
 from hfppo.data.prompts import Prompts, dataset_of
 from hfppo.environments.agents import default_dataset
+from hfppo.environments.environment import Tool
 from hfppo.environments.pool import EnvironmentFactory
 from hfppo.functional import Clip
 from hfppo.generation import configured_sampling, make_sampler
@@ -157,7 +159,7 @@ class PPOTrainer(CrashSafeTrainer):
         callbacks: list[TrainerCallback] | None = None,
         compute_metrics: Callable[[EvalPrediction], dict[str, float]] | None = None,
         reward_processing_classes: PreTrainedTokenizerBase | Sequence[PreTrainedTokenizerBase | None] | None = None,
-        tools: Sequence[Callable[..., Any]] | None = None,
+        tools: Sequence[Tool] | None = None,
         environment_factory: EnvironmentFactory | Mapping[str, EnvironmentFactory] | None = None,
         optimizers: Optimizers = (None, None),
         quantization_config: QuantizationConfigMixin | dict[str, Any] | None = None,
@@ -208,7 +210,7 @@ class PPOTrainer(CrashSafeTrainer):
                     TrainerHooks(lambda: self._step_hooks.attach(cast(Optimizer, self.optimizer)), self._end_update),
                 ],
                 compute_metrics=compute_metrics,
-                optimizers=cast(Any, optimizers),
+                optimizers=optimizers,
             )
             check_engine(self.accelerator, parts.model, parts.rewards.funcs, args)
             if args.world_size > 1:
@@ -313,11 +315,11 @@ class PPOTrainer(CrashSafeTrainer):
             steps = rollouts * self.args.updates_per_rollout
         size = self.args.per_device_train_batch_size * self.args.world_size  # Trainer counts samples by it
         ticks = range(steps * self.args.gradient_accumulation_steps * size)
-        return DataLoader(cast(Any, ticks), batch_size=size)
+        return DataLoader(ticks, batch_size=size)  # type: ignore[arg-type]  # torch takes any sequence
 
     def get_batch_samples(
         self, epoch_iterator: Iterator, num_batches: int, device: torch.device
-    ) -> tuple[list[dict[str, Any]], MiniBatchSize]:
+    ) -> tuple[list[dict[str, Tensor | list[Rollout]]], MiniBatchSize]:
         """Return the micro-batches of the next optimizer step, after a new rollout if one is due."""
         if self.state.global_step >= self.state.max_steps:
             # Without this, resuming a finished run would make one extra step.
@@ -384,7 +386,7 @@ class PPOTrainer(CrashSafeTrainer):
         """Add the gradient of a mini-batch, outside of Trainer's loop."""
         return self.training_step(self.model_wrapped, {"pieces": pieces}, size)
 
-    def rollout(self, /, prompts: Sequence[str] | Sequence[list[dict[str, Any]]], **columns: Sequence[Any]) -> Rollout:
+    def rollout(self, /, prompts: Sequence[str] | Sequence[list[Message]], **columns: Sequence[object]) -> Rollout:
         """Collect a rollout for given prompts, on the CPU, without changing the state of training.
 
         Neither rewards nor advantages are whitened, so that they add up: with one λ, returns − values. An estimator
@@ -408,7 +410,9 @@ class PPOTrainer(CrashSafeTrainer):
         """What the present step computes and moves."""
         return StepPlan.of(self.state.global_step, self.ppo_state, self.args)
 
-    def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: MiniBatchSize | None = None
+    ) -> Tensor:
         """Call Trainer's step for each piece of a micro-batch, for the actor's losses and then for the critic's.
 
         Each graph is freed before the next one is built, so that memory holds the larger of the two. Where the critic
@@ -432,7 +436,7 @@ class PPOTrainer(CrashSafeTrainer):
         inputs: dict[str, Any],
         return_outputs: bool = False,
         num_items_in_batch: MiniBatchSize | None = None,
-    ) -> Tensor | tuple[Tensor, Any]:
+    ) -> Tensor | tuple[Tensor, TokenOutputs]:
         """Return the PPO loss of a micro-batch, scaled so that DDP's mean over processes is the sum."""
         assert num_items_in_batch is not None
         plan: StepPlan = inputs.get("plan", self._plan)
@@ -525,7 +529,7 @@ class PPOTrainer(CrashSafeTrainer):
         """Return the prompts of an evaluation; `evaluation_loop` shares them out among the processes."""
         prompts = self._eval_prompts.find(eval_dataset, self.eval_dataset)
         size = self.args.eval_batch_size * self.args.world_size
-        return DataLoader(cast(Any, prompts), batch_size=size, collate_fn=list)
+        return DataLoader(prompts, batch_size=size, collate_fn=list)  # type: ignore[arg-type]
 
     def get_test_dataloader(self, test_dataset: Dataset) -> DataLoader:
         """Return the prompts of `predict`."""
@@ -604,7 +608,7 @@ class PPOTrainer(CrashSafeTrainer):
             logs.update(self._run.log.read())
         super().log(logs, start_time)
 
-    def _call_callbacks(self, event: str, **arguments: Any) -> PPOControl:
+    def _call_callbacks(self, event: str, **arguments: object) -> PPOControl:
         """Call an event of every `PPOCallback`, and take over what they changed in `control`."""
         control = PPOControl.of(self.control, self.ppo_state)
         call_event(self.callback_handler, event, self.args, self.state, control, self.ppo_state, **arguments)
@@ -613,13 +617,13 @@ class PPOTrainer(CrashSafeTrainer):
         self._run.log.update({name: parts_of(number) for name, number in control.logs.items()})
         return control
 
-    def create_model_card(self, **given: Any) -> None:
+    def create_model_card(self, **given: object) -> None:
         """Write the model card into the output folder; takes the keywords of Trainer's."""
         # Not upstream's card: it reports supervised training and an eval_loss, which prompts do not have.
         if self.is_world_process_zero():
             self.save_card(str(self.args.output_dir), ask_hub=True, **given)
 
-    def save_card(self, folder: str, ask_hub: bool = False, **given: Any) -> None:
+    def save_card(self, folder: str, ask_hub: bool = False, **given: object) -> None:
         """Write the model card into a folder."""
         rewards, prompts = self.collector.rewards, self._train_prompts
         weights = dict(zip(rewards.names, rewards.weights, strict=True))

@@ -5,7 +5,6 @@ import functools
 import math
 import time
 from dataclasses import replace
-from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -127,7 +126,7 @@ def keep_float32(plugin: FullyShardedDataParallelPlugin) -> None:
         )
 
 
-def check_deepspeed(config: dict[str, Any], args: PPOConfig) -> None:
+def check_deepspeed(config: dict, args: PPOConfig) -> None:
     """Raise for settings that need control of gradients and steps, which DeepSpeed keeps; set its clipping.
 
     Args:

@@ -176,11 +176,11 @@ class CrashSafeTrainer(Trainer):
 
     # Saving
 
-    def _get_output_dir(self, trial: Any) -> str:
+    def _get_output_dir(self, trial: object) -> str:
         # Private upstream hook: the only place that says where a checkpoint is written.
         return super()._get_output_dir(trial) if self._staging is None else self._staging
 
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+    def _save_checkpoint(self, model: nn.Module, trial: object) -> None:
         # Private upstream hook: upstream writes in place, and one process may finish before another has begun.
         output_dir = Path(self._get_output_dir(trial))
         final = output_dir / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"

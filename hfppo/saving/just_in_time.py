@@ -1,7 +1,5 @@
 """Checkpoints at SIGTERM that contain all logs of the steps before them."""
 
-from typing import Any
-
 from transformers import TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
@@ -18,7 +16,7 @@ class JustInTimeCallback(JITCheckpointCallback):
         self.trainer, self.jit_manager = upstream.trainer, upstream.jit_manager
         self._stepped = self._saved = False
 
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object):
         """Begin a run."""
         self._stepped = self._saved = False
 
@@ -27,21 +25,21 @@ class JustInTimeCallback(JITCheckpointCallback):
         # Before the first step of a resumed run the checkpoint's random state is not loaded yet.
         return self._stepped and self.save_if_asked(control)
 
-    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object):
         """Save before a step if asked."""
         self.save_if_asked(control)
 
     def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ):
         """Save within a step if asked; the resumed run makes that step from its beginning."""
         self.save_if_asked(control)
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object):
         """Wait: the step is logged and evaluated after this event."""
         self._stepped = True
 
-    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
+    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object):
         """Save the run's last step once it is logged; log nothing more where the run was ended."""
         if self._saved:
             control.should_log = control.should_evaluate = control.should_save = False
