@@ -70,7 +70,7 @@ class PPOCallback(TrainerCallback):
             rollout: this process's rows.
             transcript: the same rows as text, with the scores of each reward function.
             metrics: the rollout's metrics over all processes, by the names of `hfppo.metrics.METRICS`.
-            ppo_state: where the run stands.
+            ppo_state: PPO's state; read it only.
         """
 
     def on_mini_batch_end(
@@ -107,7 +107,7 @@ class PPOCallback(TrainerCallback):
             rollout: this process's rows, as collected.
             metrics: metrics of the whole update over all processes.
             steps: the same for each optimizer step on the rollout.
-            ppo_state: the state on the rollout that was just used up.
+            ppo_state: PPO's state on this rollout.
         """
 
 

@@ -16,7 +16,6 @@ from hfppo.checks.names import check_names
 from hfppo.functional import (
     ADVANTAGE_ESTIMATORS,
     KL_ESTIMATORS,
-    KL_LOSS_ESTIMATORS,
     MISMATCH_MODES,
     POLICY_LOSSES,
     REDUCTIONS,
@@ -31,7 +30,6 @@ Count = Annotated[int, Requirement("at least 1", lambda x: x >= 1)]
 NotNegative = Annotated[float, AT_LEAST_0]
 Positive = Annotated[float, Requirement("above 0", lambda x: x > 0)]
 Share = Annotated[float, Requirement("in [0, 1]", lambda x: 0 <= x <= 1)]
-GPU_SHARE = Requirement("in (0, 1]", lambda x: 0 < x <= 1)
 CLIP = Requirement("in (0, 1): the ratio is clipped to 1 − cliprange", lambda x: 0 < x < 1)
 DUAL_CLIP = Requirement("above 1: below, it would undo the clip at ratio 1", lambda x: x > 1)
 CLIP_MAX = Requirement("at least 1: below, it would shrink the weights of tokens without mismatch", lambda x: x >= 1)
@@ -137,12 +135,10 @@ class PPOConfig(TrainingArguments):
     )
     vllm_server_base_url: str = option("http://127.0.0.1:8000", "Address of a server started by `vllm serve` (GRPO).")
     vllm_server_timeout: Positive = option(240.0, "Seconds to wait for the server to start, and to answer (GRPO).")
-    vllm_gpu_memory_utilization: Annotated[float, GPU_SHARE] = option(
-        0.3, "Share of the GPU's memory for the colocated engine (GRPO)."
-    )
-    vllm_enable_sleep_mode: bool = option(False, "Free the colocated engine's memory between rollouts (GRPO).")
     vllm_engine_kwargs: dict[str, Any] | str | None = option(
-        None, "Passed to `vllm.LLM` with 'colocate': max_model_len, dtype, quantization."
+        None,
+        "Passed to `vllm.LLM` with 'colocate': gpu_memory_utilization (0.3 unless given), enable_sleep_mode, "
+        "max_model_len, dtype, quantization.",
     )
 
     # Changes the result: rewards.
@@ -159,10 +155,11 @@ class PPOConfig(TrainingArguments):
 
     # Changes the result: KL to the reference.
     kl_coef: NotNegative = option(0.05, "β of the KL penalty in the reward; 0 turns it off (TRL).")
-    kl_estimator: str = option("k1", "KL estimator of the reward (TRL).", choices=KL_ESTIMATORS)
     kl_loss_coef: NotNegative = option(0.0, "Coefficient of the KL term in the loss; 0 turns it off.")
-    kl_loss_estimator: str = option(
-        "k3", "KL estimator of the loss; a + gives it the gradient of k2 (verl).", choices=KL_LOSS_ESTIMATORS
+    kl_estimator: str | None = option(
+        None,
+        "KL estimator (TRL); None: k1 in the reward, k3 in the loss. There a + gives it the gradient of k2 (verl).",
+        choices=KL_ESTIMATORS,
     )
 
     # Changes the result: advantages.
@@ -191,19 +188,16 @@ class PPOConfig(TrainingArguments):
 
     # Changes the result: the losses.
     policy_loss: str = option("ppo", "The surrogate objective.", choices=POLICY_LOSSES)
-    policy_mode: Literal["decoupled", "bypass", "corrected"] = option(
+    policy_mode: str = option(
         "decoupled",
-        "log π_old: 'decoupled' recomputes it with the training model, 'bypass' takes the sampler's log-probs, "
-        "'corrected' recomputes it and weights the policy loss by π_old/π_rollout.",
-    )
-    vllm_importance_sampling_mode: str = option(
-        "token_truncate",
-        "With 'corrected' and any sampler: one weight per token or per completion. Weights are capped (truncate), set "
-        "to 0 outside the band (mask; arXiv:2510.18855), or their tokens left out of all losses (reject) (GRPO).",
-        choices=MISMATCH_MODES,
+        "log π_old: 'decoupled' recomputes it with the training model, 'bypass' takes the sampler's log-probs. The "
+        "others recompute it and weight the policy loss by π_old/π_rollout, per token or per completion: weights are "
+        "capped (truncate), set to 0 outside the band (mask; arXiv:2510.18855), or their tokens left out of all "
+        "losses (reject).",
+        choices=("decoupled", "bypass", *MISMATCH_MODES),
     )
     vllm_importance_sampling_clip_max: Annotated[float, CLIP_MAX] = option(
-        2.0, "With 'corrected': the largest weight c; the band is [1/c, c] (GRPO)."
+        2.0, "The largest weight c of `policy_mode`, with any sampler; the band is [1/c, c] (GRPO)."
     )
     cliprange: Annotated[float, CLIP] = option(0.2, "ε of the policy clip (TRL; arXiv:1707.06347).")
     cliprange_high: Positive | None = option(
@@ -387,6 +381,11 @@ class PPOConfig(TrainingArguments):
         if self.whiten_advantages is not None:
             return self.whiten_advantages
         return estimator_whitens(self.advantage_estimator)
+
+    @property
+    def reward_kl_estimator(self) -> str:
+        """KL estimator of the reward, and of the metric `kl`: `kl_estimator`, or k1."""
+        return self.kl_estimator or "k1"
 
     @property
     def needs_reference(self) -> bool:

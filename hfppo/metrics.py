@@ -67,7 +67,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "policy/first_ratio_deviation": ("max", "Largest |π_θ/π_old − 1| on a rollout's first mini-batch; about 0."),
     "policy/first_ratio_deviation_mean": ("mean", "The mean of the same per token, by which HealthCallback judges."),
     "policy/entropy": ("mean", "Entropy of π_θ per token at the sampling temperature, nats."),
-    "policy/kl_loss": ("mean", "KL of π_θ to the reference per token by `kl_loss_estimator`, nats."),
+    "policy/kl_loss": ("mean", "KL of π_θ to the reference per token by `kl_estimator`, nats."),
     "loss/{name}": ("mean", "A loss term that a subclass adds in `loss_terms`, per token."),
     "mismatch/mean": ("mean", "|log π_old − log π_rollout| per token, nats: sampler against training model."),
     "mismatch/max": ("max", "The largest of the same."),
@@ -81,7 +81,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "time/environments": ("mean", "Seconds of it spent waiting for tools and environments, within `time/generation`."),
     "time/passes": ("mean", "Seconds of it spent in the passes of actor, reference and critic."),
     "time/rewards": ("mean", "Seconds of it spent in the reward functions."),
-    "time/update": ("mean", "Seconds of the optimizer steps that follow a rollout: of one, times their number."),
+    "time/update": ("mean", "Seconds of the optimizer steps on a rollout: seconds of one step, times their number."),
     "time/update_tflops": ("mean", "10¹² floating-point operations per second of the update, on each process."),
     "time/tokens_per_second": ("mean", "Tokens sampled per second of generation on each process."),
     "clip/{part}/frac": ("last", "Share of clipped tokens in a PPO epoch or mini-batch, by ClipMetricsCallback."),
@@ -95,7 +95,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "custom/{name}": ("mean", "What a reward function passed to log_metric."),
 }
 
-# What functions measure: by the name of each metric its parts, (4,) float64 as `parts` returns them.
+# Parts by the name of the metric, each (4,) float64 as `parts` returns them.
 Measures = dict[str, Tensor]
 
 
@@ -138,7 +138,7 @@ def reduction_of(name: str) -> str:
 
 @dataclass
 class Sums:
-    """Parts of one metric; those of two places add up to those of both."""
+    """Parts of one metric; the parts of several processes or steps add up."""
 
     reduction: str
     count: float = 0.0
@@ -147,7 +147,7 @@ class Sums:
     largest: float = -math.inf
 
     def add(self, other: "Sums") -> None:
-        """Add the parts of another place; a "last" metric becomes the other's."""
+        """Add the parts of another process or step; a "last" metric takes the other's value."""
         if self.reduction == "last":
             vars(self).update(vars(other))
             return
@@ -211,11 +211,11 @@ def sums_from_dict(saved: dict[str, dict]) -> NamedSums:
     return {name: Sums(**fields) for name, fields in saved.items()}
 
 
-def merge(places: Iterable[NamedSums]) -> NamedSums:
-    """Return the parts of several places as one."""
+def merge(each: Iterable[NamedSums]) -> NamedSums:
+    """Return the sums of the parts of several processes or steps."""
     merged: NamedSums = {}
-    for place in places:
-        for name, sums in place.items():
+    for named in each:
+        for name, sums in named.items():
             merged.setdefault(name, Sums(sums.reduction)).add(sums)
     return merged
 
@@ -231,7 +231,7 @@ class UpdateStep:
 
     epoch: int  # PPO epoch, from 0
     mini_batch: int  # number within the epoch, from 0
-    sums: NamedSums  # over all processes; those of several steps add up
+    sums: NamedSums  # over all processes
 
     @property
     def metrics(self) -> dict[str, float]:

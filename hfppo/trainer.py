@@ -410,9 +410,7 @@ class PPOTrainer(CrashSafeTrainer):
         """What the present step computes and moves."""
         return StepPlan.of(self.state.global_step, self.ppo_state, self.args)
 
-    def training_step(
-        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: MiniBatchSize | None = None
-    ) -> Tensor:
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         """Call Trainer's step for each piece of a micro-batch, for the actor's losses and then for the critic's.
 
         Each graph is freed before the next one is built, so that memory holds the larger of the two. Where the critic
@@ -453,7 +451,7 @@ class PPOTrainer(CrashSafeTrainer):
             base_states=batch.base_states if plan.values else None,
         )
         terms = self.loss_terms(outputs, batch)
-        loss = ppo_loss(terms, outputs, batch, num_items_in_batch, self.args, plan.warms_up)
+        loss = ppo_loss(terms, batch, num_items_in_batch, self.args, plan.warms_up)
         with torch.no_grad():
             self._run.guard.record(batch, loss, {term.name: term.per_token for term in terms})
             first = self.state.global_step == self.ppo_state.first_step
@@ -492,7 +490,7 @@ class PPOTrainer(CrashSafeTrainer):
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
         # Private upstream hook: the one place between backward and step where gradients are clipped.
-        return self._run.clip(self.args.max_grad_norm, cast(Optimizer, self.optimizer), self.state.global_step + 1)
+        return self._run.clip(self.args.max_grad_norm, self.state.global_step + 1)
 
     def _before_step(self) -> None:
         factor = self.ppo_state.learning_rate_factor

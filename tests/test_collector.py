@@ -153,8 +153,8 @@ class OffBothWays(Off):
 
 @pytest.mark.parametrize("mode", F.MISMATCH_MODES)
 def test_weights_of_another_sampler_are_those_that_are_asked_for(make_trainer, mode):
-    wanted = {"vllm_importance_sampling_mode": mode, "vllm_importance_sampling_clip_max": 2.9}
-    trainer = make_trainer({"policy_mode": "corrected", "kl_coef": 0.0, **wanted}, model=ragged_model())
+    wanted = {"policy_mode": mode, "vllm_importance_sampling_clip_max": 2.9}
+    trainer = make_trainer({"kl_coef": 0.0, **wanted}, model=ragged_model())
     trainer.collector = replace(trainer.collector, sampler=OffBothWays(trainer.collector.sampler))
     rollout = trainer.rollout(PROMPTS)
     given = rollout.old_logprobs, rollout.rollout_logprobs, rollout.mask, mode

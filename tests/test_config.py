@@ -524,7 +524,7 @@ def test_the_config_survives_a_round_trip(config):
 def test_k1_as_a_loss_is_warned_of(tmp_path, estimator, warns):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        PPOConfig(str(tmp_path), kl_loss_coef=0.1, kl_loss_estimator=estimator, use_cpu=True)
+        PPOConfig(str(tmp_path), kl_loss_coef=0.1, kl_estimator=estimator, use_cpu=True)
     assert any("gradient of zero mean" in str(w.message) for w in caught) is warns
 
 

@@ -38,7 +38,6 @@ from hfppo.functional import (
     reinforce_plus_plus_baseline,
     rloo,
     sapo_loss,
-    straight_through_kl,
     token_kl,
     token_rewards,
     value_clipped,
@@ -387,6 +386,13 @@ def test_every_estimator_of_the_contract_has_its_name():
 
 # KL
 
+PLUS = [name for name in KL_ESTIMATORS if name.endswith("+")]
+
+
+def plus(name: str) -> str:
+    """The estimator of the same value with the gradient of k2; k2 is its own."""
+    return name if name == "k2" else f"{name}+"
+
 
 @pytest.mark.parametrize(
     ("name", "expected"),
@@ -401,13 +407,7 @@ def test_kl_estimators_by_hand(name, expected):
     ref_logprobs = double([-1.5, -2.0, -2.0, -1.0, -0.7])
     logprobs = ref_logprobs + double([0.5, -0.5, math.log(2), -math.log(2), 0])
     assert_close(token_kl(logprobs, ref_logprobs, name), double(expected))
-    assert_close(straight_through_kl(logprobs, ref_logprobs, name), double(expected))
-
-
-def test_defaults_are_k1_in_the_reward_and_k3_in_the_loss():
-    logprobs, ref_logprobs = double([-1.0]), double([-1.5])
-    assert_close(token_kl(logprobs, ref_logprobs), double([0.5]))
-    assert_close(straight_through_kl(logprobs, ref_logprobs), double([0.1065306597]))
+    assert_close(token_kl(logprobs, ref_logprobs, plus(name)), double(expected))
 
 
 @pytest.mark.parametrize("name", ["abs", "k2", "k3"])
@@ -445,8 +445,8 @@ def test_expectations_and_gradients_under_exact_enumeration(seed):
         categorical = torch.distributions.Categorical
         return torch.distributions.kl_divergence(categorical(logits=x), categorical(logits=ref_logits))
 
-    def grad_of_expected(name, through=token_kl):
-        return grad_of(lambda x: expected_kl(x, ref_logits, lambda p, q: through(p, q, name)), logits)
+    def grad_of_expected(name):
+        return grad_of(lambda x: expected_kl(x, ref_logits, lambda p, q: token_kl(p, q, name)), logits)
 
     for name in ("k1", "k3"):
         estimate = expected_kl(logits, ref_logits, lambda p, q, name=name: token_kl(p, q, name))
@@ -455,8 +455,8 @@ def test_expectations_and_gradients_under_exact_enumeration(seed):
     assert true_grad.abs().max() > 1e-2
     assert_close(grad_of_expected("k1"), torch.zeros_like(logits))
     assert_close(grad_of_expected("k2"), true_grad)
-    for name in KL_ESTIMATORS:
-        assert_close(grad_of_expected(name, straight_through_kl), true_grad)
+    for name in PLUS:
+        assert_close(grad_of_expected(name), true_grad)
 
 
 def test_gradient_of_expected_k2_by_hand():
@@ -465,13 +465,13 @@ def test_gradient_of_expected_k2_by_hand():
     assert_close(grad, double([0.375, -0.0625, -0.3125]) * math.log(2))
 
 
-@pytest.mark.parametrize("name", KL_ESTIMATORS)
-def test_straight_through_kl_has_the_gradient_of_k2(name):
+@pytest.mark.parametrize("name", ["k2", *PLUS])
+def test_estimators_with_a_plus_have_the_gradient_of_k2(name):
     x = double([0.5, -0.5, 3, -3])
-    assert_close(grad_of(lambda p: straight_through_kl(p, torch.zeros_like(x), name), x), x)
+    assert_close(grad_of(lambda p: token_kl(p, torch.zeros_like(x), name), x), x)
 
 
-def test_straight_through_k3_has_the_gradient_of_trls_corrected_kl_in_a_first_step():
+def test_k3_plus_has_the_gradient_of_trls_corrected_kl_in_a_first_step():
     """GRPOTrainer multiplies k3 by the ratio, which is 1 there and has a gradient."""
     ref_logprobs, logprobs = double([-1.5, -2.0, -0.5]), double([-1.0, -2.5, -3.5])
 
@@ -480,18 +480,17 @@ def test_straight_through_k3_has_the_gradient_of_trls_corrected_kl_in_a_first_st
         return (x.exp() - x - 1) * (p - p.detach()).exp()
 
     by_trl = grad_of(corrected, logprobs)
-    assert_close(grad_of(lambda p: straight_through_kl(p, ref_logprobs, "k3"), logprobs), by_trl)
+    assert_close(grad_of(lambda p: token_kl(p, ref_logprobs, "k3+"), logprobs), by_trl)
 
 
 @pytest.mark.parametrize("name", KL_ESTIMATORS)
-@pytest.mark.parametrize("through", [token_kl, straight_through_kl])
-def test_kl_of_a_policy_that_drifted_far_is_finite_and_still_pulls(name, through):
+def test_kl_of_a_policy_that_drifted_far_is_finite_and_still_pulls(name):
     x = torch.tensor([[50.0, -50.0, 200.0, -200.0]])  # exp(200) is no float32
-    grad = grad_of(lambda p: through(p, torch.zeros_like(x), name), x)
-    assert through(x, torch.zeros_like(x), name).isfinite().all()
+    grad = grad_of(lambda p: token_kl(p, torch.zeros_like(x), name), x)
+    assert token_kl(x, torch.zeros_like(x), name).isfinite().all()
     assert grad.isfinite().all()
     assert (grad.abs() > 0.5).all()
-    if name != "k1" or through is straight_through_kl:  # descent leads back to the reference
+    if name != "k1":  # descent leads back to the reference
         assert_close(grad.sign(), x.sign())
 
 
@@ -507,10 +506,9 @@ def test_clamp_log_ratio_has_the_gradient_of_the_identity():
     assert_close(grad_of(clamp_log_ratio, x), torch.ones_like(x))
 
 
-@pytest.mark.parametrize("function", [token_kl, straight_through_kl])
-def test_unknown_kl_estimator_raises_with_the_choices(function):
+def test_unknown_kl_estimator_raises_with_the_choices():
     with pytest.raises(ValueError, match=r"k4.*k1, abs, k2, k3"):
-        function(torch.zeros(1, 1), torch.zeros(1, 1), "k4")
+        token_kl(torch.zeros(1, 1), torch.zeros(1, 1), "k4")
 
 
 # Rewards
@@ -604,19 +602,19 @@ def at_ratio(*ratios: float) -> tuple[Tensor, Tensor]:
 
 def test_clip_worked_example():
     logprobs, old_logprobs = double([-1.5]), double([-2.0])
-    assert_close(policy_loss(logprobs, old_logprobs, double([0.5])), double([-0.6]))
-    unclipped = policy_loss(logprobs, old_logprobs, double([0.5]), clip_high=1.0)
+    assert_close(policy_loss(logprobs, old_logprobs, double([0.5]), Clip()), double([-0.6]))
+    unclipped = policy_loss(logprobs, old_logprobs, double([0.5]), Clip(high=1.0))
     assert_close(unclipped, double([-0.8244]), rtol=0, atol=5e-5)
-    assert_close(policy_loss(logprobs, old_logprobs, double([-0.5])), double([0.8244]), rtol=0, atol=5e-5)
+    assert_close(policy_loss(logprobs, old_logprobs, double([-0.5]), Clip()), double([0.8244]), rtol=0, atol=5e-5)
     logprobs, old_logprobs = at_ratio(20)
-    assert_close(policy_loss(logprobs, old_logprobs, double([-0.5]), dual_clip=3.0), double([1.5]))
+    assert_close(policy_loss(logprobs, old_logprobs, double([-0.5]), Clip(dual=3.0)), double([1.5]))
 
 
 def test_first_update_of_a_rollout_worked_example():
     """π is π_old: the ratio is exactly 1 and the surrogate is the mean advantage."""
     logprobs = torch.tensor([[-0.12, -0.08, -0.15, -0.10, -0.05, -0.02]])
     advantages = torch.tensor([[0.13, 0.10, 0.08, 0.05, 0.03, 0.05]])
-    per_token = policy_loss(logprobs, logprobs.clone(), advantages)
+    per_token = policy_loss(logprobs, logprobs.clone(), advantages, Clip())
     assert_close(per_token, -advantages, rtol=0, atol=0)
     assert_close(reduce(per_token, bits("111111")), torch.tensor(-0.0733333333))
 
@@ -630,22 +628,22 @@ def test_first_update_of_a_rollout_worked_example():
         (0.5, -1, {}, 0.8, 0),
         (1.1, 2, {}, -2.2, -2.2),
         (0.9, -2, {}, 1.8, 1.8),
-        (1.4, 1, {"clip_low": 0.1, "clip_high": 0.5}, -1.4, -1.4),
-        (1.6, 1, {"clip_low": 0.1, "clip_high": 0.5}, -1.5, 0),
-        (0.85, -1, {"clip_low": 0.1, "clip_high": 0.5}, 0.9, 0),
-        (0.95, -1, {"clip_low": 0.1, "clip_high": 0.5}, 0.95, 0.95),
-        (5.0, -1, {"dual_clip": 3.0}, 3, 0),
-        (2.5, -1, {"dual_clip": 3.0}, 2.5, 2.5),
-        (0.5, -1, {"dual_clip": 3.0}, 0.8, 0),
-        (5.0, 1, {"dual_clip": 3.0}, -1.2, 0),
-        (1.1, 1, {"dual_clip": 3.0}, -1.1, -1.1),
+        (1.4, 1, {"low": 0.1, "high": 0.5}, -1.4, -1.4),
+        (1.6, 1, {"low": 0.1, "high": 0.5}, -1.5, 0),
+        (0.85, -1, {"low": 0.1, "high": 0.5}, 0.9, 0),
+        (0.95, -1, {"low": 0.1, "high": 0.5}, 0.95, 0.95),
+        (5.0, -1, {"dual": 3.0}, 3, 0),
+        (2.5, -1, {"dual": 3.0}, 2.5, 2.5),
+        (0.5, -1, {"dual": 3.0}, 0.8, 0),
+        (5.0, 1, {"dual": 3.0}, -1.2, 0),
+        (1.1, 1, {"dual": 3.0}, -1.1, -1.1),
     ],
 )
 def test_policy_loss_and_its_gradient_by_hand(ratio, advantage, options, loss, grad):
     logprobs, old_logprobs = at_ratio(ratio)
     advantages = double([advantage])
-    assert_close(policy_loss(logprobs, old_logprobs, advantages, **options), double([loss]))
-    found = grad_of(lambda x: policy_loss(x, old_logprobs, advantages, **options), logprobs)
+    assert_close(policy_loss(logprobs, old_logprobs, advantages, Clip(**options)), double([loss]))
+    found = grad_of(lambda x: policy_loss(x, old_logprobs, advantages, Clip(**options)), logprobs)
     assert_close(found, double([grad]))
 
 
@@ -653,16 +651,16 @@ def test_clip_fractions_by_hand():
     ratios = (1.5, 1.5, 0.5, 0.5, 1.1, 5.0, 5.0, 5.0, 0.5)
     logprobs, old_logprobs = at_ratio(*ratios)
     advantages = double([1, -1, 1, -1, 1, -1, 1, 0, 0])
-    low, high, dual = clip_fractions(logprobs, old_logprobs, advantages, dual_clip=3.0)
+    low, high, dual = clip_fractions(logprobs, old_logprobs, advantages, Clip(dual=3.0))
     assert low.equal(bits("000100000"))
     assert high.equal(bits("100000100"))
     assert dual.equal(bits("000001000"))
-    assert not clip_fractions(logprobs, old_logprobs, advantages).dual.any()
+    assert not clip_fractions(logprobs, old_logprobs, advantages, Clip()).dual.any()
 
 
 def test_clip_fractions_keep_the_two_sides_apart():
     logprobs, old_logprobs = at_ratio(1.4, 1.6, 0.85, 0.95)
-    low, high, _ = clip_fractions(logprobs, old_logprobs, double([1, 1, -1, -1]), clip_low=0.1, clip_high=0.5)
+    low, high, _ = clip_fractions(logprobs, old_logprobs, double([1, 1, -1, -1]), Clip(0.1, 0.5))
     assert high.equal(bits("0100"))
     assert low.equal(bits("0010"))
 
@@ -676,8 +674,8 @@ def test_clip_fractions_mark_the_tokens_without_gradient(tokens, dual_clip):
     logprobs = double([x for x, _, _ in tokens])
     advantages = double([a if positive else -a for _, a, positive in tokens])
     old_logprobs = torch.zeros_like(logprobs)
-    grad = grad_of(lambda x: policy_loss(x, old_logprobs, advantages, 0.2, 0.3, dual_clip), logprobs)
-    low, high, dual = clip_fractions(logprobs, old_logprobs, advantages, 0.2, 0.3, dual_clip)
+    grad = grad_of(lambda x: policy_loss(x, old_logprobs, advantages, Clip(0.2, 0.3, dual_clip)), logprobs)
+    low, high, dual = clip_fractions(logprobs, old_logprobs, advantages, Clip(0.2, 0.3, dual_clip))
     assert (low | high | dual).equal(grad == 0)
     assert not (low & high).any()
 
@@ -758,7 +756,7 @@ def test_cispo_weights_the_policy_gradient_by_the_clipped_ratio(ratio, advantage
 def test_the_clip_stops_the_gradient_of_ppo_but_not_of_cispo():
     logprobs, old_logprobs = at_ratio(1.5, 0.5)
     advantages = double([1, -1])
-    assert_close(grad_of(lambda x: policy_loss(x, old_logprobs, advantages), logprobs), double([0, 0]))
+    assert_close(grad_of(lambda x: policy_loss(x, old_logprobs, advantages, Clip()), logprobs), double([0, 0]))
     assert_close(grad_of(lambda x: cispo_loss(x, old_logprobs, advantages, Clip()), logprobs), double([-1.2, 0.8]))
 
 
@@ -779,7 +777,7 @@ def test_sapo_by_hand():
 def test_sapo_fades_where_ppo_cuts():
     logprobs, old_logprobs = at_ratio(1.5, 2.0, 4.0)
     advantages = double([1, 1, 1])
-    assert_close(grad_of(lambda x: policy_loss(x, old_logprobs, advantages), logprobs), double([0, 0, 0]))
+    assert_close(grad_of(lambda x: policy_loss(x, old_logprobs, advantages, Clip()), logprobs), double([0, 0, 0]))
     weight = -grad_of(lambda x: sapo_loss(x, old_logprobs, advantages), logprobs) / double([1.5, 2.0, 4.0])
     assert ((weight > 0) & (weight < 1)).all()
     assert (weight.diff() < 0).all()

@@ -55,7 +55,7 @@ TERMS = {
         CLIP,
         "policy/loss",
         1.0,
-        lambda o, b: b.weights * F.policy_loss(o.logprobs, b.old_logprobs, b.advantages, 0.1, 0.6, 1.5),
+        lambda o, b: b.weights * F.policy_loss(o.logprobs, b.old_logprobs, b.advantages, F.Clip(0.1, 0.6, 1.5)),
     ),
     "gspo": (
         CLIP | {"policy_loss": "gspo"},
@@ -72,16 +72,16 @@ TERMS = {
         lambda o, b: F.value_loss(o.values, b.values, b.returns, 0.05),
     ),
     "kl": (
-        {"kl_loss_coef": 0.2, "kl_loss_estimator": "abs"},
+        {"kl_loss_coef": 0.2, "kl_estimator": "abs"},
         "policy/kl_loss",
         0.2,
         lambda o, b: F.token_kl(o.logprobs, b.ref_logprobs, "abs"),
     ),
     "straight-through kl": (
-        {"kl_loss_coef": 0.2, "kl_loss_estimator": "abs+"},
+        {"kl_loss_coef": 0.2, "kl_estimator": "abs+"},
         "policy/kl_loss",
         0.2,
-        lambda o, b: F.straight_through_kl(o.logprobs, b.ref_logprobs, "abs"),
+        lambda o, b: F.token_kl(o.logprobs, b.ref_logprobs, "abs+"),
     ),
     "entropy": ({"entropy_coef": 0.02}, "policy/entropy", -0.02, lambda o, b: o.entropy),
 }
@@ -116,10 +116,10 @@ def test_a_loss_is_its_terms_by_weight(make_trainer, batch, outputs, config, exp
     args = make_trainer({**config, "entropy_coef": 0.02}).args
     terms = ppo_terms(outputs, batch, args, clip_of(args))
     whole = sum(term.coef * expected(term.per_token, batch.loss_mask) for term in terms)
-    assert_close(ppo_loss(terms, outputs, batch, SIZE, args, critic_only=False), whole)
+    assert_close(ppo_loss(terms, batch, SIZE, args, critic_only=False), whole)
     (of_critic,) = (term for term in terms if term.name == "value/loss")
     value = expected(of_critic.per_token, batch.loss_mask) * args.vf_coef
-    assert_close(ppo_loss(terms, outputs, batch, SIZE, args, critic_only=True), value)
+    assert_close(ppo_loss(terms, batch, SIZE, args, critic_only=True), value)
 
 
 def measure(outputs, batch, args) -> Meter:
@@ -184,4 +184,4 @@ def test_a_term_that_is_not_per_token_is_named_with_its_shape(outputs, batch, sh
     term = LossTerm("pull", coef, 0.5 if shape is None else torch.ones(shape))
     wanted = f"the loss term 'pull' has per_token of shape {shape or ()}; give a number per completion token, (2, 60),"
     with pytest.raises(ValueError, match=re.escape(wanted)):
-        ppo_loss([term], outputs, batch, SIZE, args=None, critic_only=False)
+        ppo_loss([term], batch, SIZE, args=None, critic_only=False)

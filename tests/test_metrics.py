@@ -73,7 +73,7 @@ def test_every_metric_of_the_table_appears_in_a_log_and_no_other(make_trainer, d
         log_metric("length", sum(map(len, completions)))
         return [float(len(text)) for text in completions]
 
-    config = {"kl_loss_coef": 0.1, "dual_clip": 3.0, "policy_mode": "corrected"}
+    config = {"kl_loss_coef": 0.1, "dual_clip": 3.0, "policy_mode": "token_truncate"}
     config |= {"num_generations": 2, "max_steps": 4}
     config |= {"cliprange_value": 0.2}
     trainer = make_trainer(config, reward_funcs=TolerantReward(scores), callbacks=[ClipMetricsCallback()])
@@ -233,7 +233,7 @@ def test_kl_and_mismatch_by_hand(make_trainer, estimator):
         lambda fields: make_trainer(
             fields, ref_model=tiny_model(seed=7), model=tiny_model(seed=1), callbacks=[Keep()]
         ),
-        "corrected",
+        "token_truncate",
         **config,
     )
     trainer.train()

@@ -31,8 +31,8 @@ def expected(completion: dict, settings: dict[str, float]) -> dict[str, torch.Te
     rewards = F.token_rewards(torch.tensor([settings["score"]], dtype=torch.float64), kl, mask, settings["beta"])
     advantages, returns = F.gae(rewards, values, mask, settings["gamma"], settings["lam"])
     now = old + settings["update"] * (new - old)
-    loss = F.policy_loss(now, old, advantages, settings["clip"], settings["clip"])
-    clipped = F.clip_fractions(now, old, advantages, settings["clip"], settings["clip"])
+    loss = F.policy_loss(now, old, advantages, F.Clip(settings["clip"], settings["clip"]))
+    clipped = F.clip_fractions(now, old, advantages, F.Clip(settings["clip"], settings["clip"]))
     columns = {"kl": kl, "reward": rewards, "advantage": advantages, "returns": returns, "loss": loss}
     columns |= {"ratio": (now - old).exp(), "clipped": clipped.low | clipped.high}
     return {name: column[0] for name, column in columns.items()}

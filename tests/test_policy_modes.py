@@ -33,11 +33,9 @@ def test_decoupled_trusts_the_training_model_and_bypass_the_sampler(make_trainer
 @pytest.mark.parametrize(
     ("correction", "weight", "counts"), [("truncate", 2.0, True), ("mask", 0.0, True), ("reject", 0.0, False)]
 )
-def test_corrected_bounds_the_weights_and_keeps_the_credit(make_trainer, correction, weight, counts):
+def test_correction_bounds_the_weights_and_keeps_the_credit(make_trainer, correction, weight, counts):
     plain = off_trainer(make_trainer, "decoupled").rollout(PROMPTS)
-    rollout = off_trainer(make_trainer, "corrected", vllm_importance_sampling_mode=f"token_{correction}").rollout(
-        PROMPTS
-    )
+    rollout = off_trainer(make_trainer, f"token_{correction}").rollout(PROMPTS)
     assert rollout.weights[:, 0].tolist() == pytest.approx([weight] * 4)
     assert_close(rollout.weights[:, 1:][rollout.mask[:, 1:]], torch.ones(int(rollout.mask[:, 1:].sum())))
     assert rollout.loss_mask[:, 0].tolist() == [counts] * 4
@@ -48,7 +46,7 @@ def test_corrected_bounds_the_weights_and_keeps_the_credit(make_trainer, correct
 
 def test_weights_multiply_the_policy_loss_alone(make_trainer):
     """At ratio 1 the policy loss of a token is −A, or −w·A; the value loss is the same."""
-    trainer = off_trainer(make_trainer, "corrected")
+    trainer = off_trainer(make_trainer, "token_truncate")
     trainer.ppo_state.rollouts = 1  # before the first, the critic alone would learn
     rollout = trainer.rollout(PROMPTS)
     expected = -(rollout.advantages * (rollout.weights - 1))[rollout.mask].sum() / rollout.mask.sum()
@@ -59,7 +57,7 @@ def test_weights_multiply_the_policy_loss_alone(make_trainer):
 
 
 def test_metrics_of_the_mismatch(make_trainer):
-    trainer = off_trainer(make_trainer, "corrected", vllm_importance_sampling_mode="token_mask", max_steps=1)
+    trainer = off_trainer(make_trainer, "token_mask", max_steps=1)
     trainer.train()
     logs = trainer.state.log_history[0]
     assert logs["mismatch/max"] == pytest.approx(math.log(3.0), rel=1e-4)
@@ -70,7 +68,7 @@ def test_metrics_of_the_mismatch(make_trainer):
 
 def test_without_mismatch_all_modes_train_alike(make_trainer):
     weights = []
-    for mode in ("decoupled", "bypass", "corrected"):
+    for mode in ("decoupled", "bypass", "token_truncate"):
         trainer = make_trainer({"policy_mode": mode, "max_steps": 4})
         trainer.train()
         weights.append(torch.cat([p.detach().flatten() for p in trainer.model.actor_parameters()]))

@@ -59,7 +59,7 @@ def seldom(*fields: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 # A band so narrow that rounding leaves it.
-NO_BAND = {"policy_mode": "corrected", "vllm_importance_sampling_clip_max": 1.0}
+NO_BAND = {"vllm_importance_sampling_clip_max": 1.0}
 # Of every line one entry.
 EVERY_RUN = [
     each("gradient_accumulation_steps", 1, 2),
@@ -76,11 +76,10 @@ EVERY_RUN = [
     each("lr_scheduler_type", "linear", "cosine"),
     each("logging_steps", 1, 3),
     [
-        *each("policy_mode", "decoupled", "bypass", "corrected"),
-        *({**NO_BAND, "vllm_importance_sampling_mode": mode} for mode in ("token_mask", "token_reject")),
-        {"policy_mode": "corrected", "vllm_importance_sampling_mode": "sequence_truncate"},
+        *each("policy_mode", "decoupled", "bypass", "token_truncate", "sequence_truncate"),
+        *({**NO_BAND, "policy_mode": mode} for mode in ("token_mask", "token_reject")),
     ],
-    seldom({"kl_loss_coef": 0.1}, {"kl_loss_coef": 0.1, "kl_loss_estimator": "k3+"}),
+    seldom({"kl_loss_coef": 0.1}),
     seldom({"entropy_coef": 0.01}),
     seldom({"missing_eos_penalty": 1.0}),
     seldom(*each("whiten_advantages", True, False)),

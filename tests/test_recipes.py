@@ -150,7 +150,11 @@ def test_all_unknown_names_of_file_and_flags_are_refused_at_once(tmp_path, capsy
     [
         ("num_ppo_epochs", "two", "num_ppo_epochs='two' must be a whole number"),
         ("use_vllm", "maybe", "use_vllm='maybe' must be True or False"),
-        ("policy_mode", "sideways", "policy_mode='sideways' is unknown; choose from decoupled, bypass, corrected"),
+        (
+            "policy_mode",
+            "sideways",
+            "policy_mode='sideways' is unknown; choose from decoupled, bypass, token_truncate",
+        ),
         ("kl_estimator", "k7", "kl_estimator='k7' is unknown; choose from k1, abs, k2, k3"),
         ("eval_strategy", "sideways", "eval_strategy='sideways' is unknown; choose from no, steps, epoch"),
         ("learning_rate", "fast", "learning_rate='fast' must be a finite number\n"),

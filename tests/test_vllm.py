@@ -206,17 +206,17 @@ def assert_same_run(trainer, expected) -> None:
 
 
 def test_policy_modes_agree_where_the_mismatch_is_none(make):
-    modes = ("decoupled", "bypass", "corrected")
+    modes = ("decoupled", "bypass", "token_truncate")
     runs = {mode: make("colocate", {"policy_mode": mode, "learning_rate": 1e-3}) for mode in modes}
     for trainer in runs.values():
         trainer.train()
-    for mode in ("bypass", "corrected"):
+    for mode in ("bypass", "token_truncate"):
         for p, q in zip(runs[mode].model.parameters(), runs["decoupled"].model.parameters(), strict=True):
             assert_close(p, q, rtol=0, atol=1e-4)
     measured = {mode: {k for e in logs(t) for k in e if k.startswith("mismatch/")} for mode, t in runs.items()}
     assert measured["bypass"] == set()
     assert measured["decoupled"] == {"mismatch/mean", "mismatch/max", "mismatch/kl"}
-    assert measured["corrected"] - measured["decoupled"] == {
+    assert measured["token_truncate"] - measured["decoupled"] == {
         *("mismatch/weight_mean", "mismatch/weight_max", "mismatch/rejected_frac", "mismatch/ess")
     }
 

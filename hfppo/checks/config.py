@@ -171,7 +171,7 @@ def check_config(args: "PPOConfig") -> None:
     check_secrets(args)
     check_combinations(args)
     check_critic(args)
-    check_generation_kwargs(args.generation_kwargs or {})
+    check_generation_kwargs(cast(dict, args.generation_kwargs or {}))
     check_inherited(args)
 
 
@@ -201,9 +201,9 @@ def check_combinations(args: "PPOConfig") -> None:
             f"{args.gradient_accumulation_steps} × num_mini_batches={args.num_mini_batches}) cannot be divided "
             f"into groups of num_generations={args.num_generations}; choose sizes that divide"
         )
-    if args.kl_loss_coef and args.kl_loss_estimator == "k1":
+    if args.kl_loss_coef and args.kl_estimator == "k1":
         warnings.warn(
-            "kl_loss_estimator='k1' has a gradient of zero mean as a loss: it adds noise and restrains nothing. "
+            "kl_estimator='k1' has a gradient of zero mean as a loss: it adds noise and restrains nothing. "
             "Use k2, k3 or k1+, whose gradient is that of k2.",
             stacklevel=5,  # the line that makes the configuration
         )
@@ -256,9 +256,9 @@ def check_inherited(args: TrainingArguments) -> None:
         raise ValueError(f"report_to={args.report_to!r} is unknown; choose 'none', 'all', or some of {known}")
     if args.optim.startswith("schedule_free"):
         raise ValueError(
-            f"optim={OptimizerNames(args.optim).value!r} trains other weights than the averages that it is used for, "
-            "and completions, evaluations and checkpoints would use the former; set optim='adamw_torch', and "
-            "lr_scheduler_type='constant' for a run without a schedule"
+            f"optim={OptimizerNames(args.optim).value!r} trains weights of which only the average is meant for use, "
+            "and completions, evaluations and checkpoints would use the weights themselves; set "
+            "optim='adamw_torch', and lr_scheduler_type='constant' for a run without a schedule"
         )
     by_reward = args.lr_scheduler_type in METRIC_SCHEDULERS and args.greater_is_better
     if by_reward and cast(dict[str, object], args.lr_scheduler_kwargs or {}).get("mode") != "max":

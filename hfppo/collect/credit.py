@@ -53,7 +53,7 @@ class CreditAssignment:
         scores = final_scores(scored, completions, args)
         kl = torch.zeros_like(old_logprobs)
         if passes.ref_logprobs is not None:
-            kl = F.token_kl(old_logprobs, passes.ref_logprobs, args.kl_estimator)
+            kl = F.token_kl(old_logprobs, passes.ref_logprobs, args.reward_kl_estimator)
         rewards = F.token_rewards(place_scores(scored, scores, mask), kl, mask, self.kl_coef)
         scorable_tokens = mask & scored.scorable[:, None]
         if self.whiten is not None and args.whiten_rewards:
@@ -146,13 +146,13 @@ def counted_tokens(scored: Scored, completions: Completions, args: PPOConfig) ->
 
 def mismatch_weights(old_logprobs: Tensor, completions: Completions, args: PPOConfig) -> tuple[Tensor | None, Tensor]:
     """Return weights of the policy loss, (B, T) or None without correction, and the (B, T) mask of kept tokens."""
-    if args.policy_mode != "corrected":
+    if args.policy_mode not in F.MISMATCH_MODES:
         return None, completions.mask
     return F.importance_weights(
         old_logprobs,
         completions.logprobs,
         completions.mask,
-        args.vllm_importance_sampling_mode,
+        args.policy_mode,
         args.vllm_importance_sampling_clip_max,
     )
 

@@ -60,7 +60,7 @@ def measure_rollout(
         measures["frac_reward_zero_std"] = parts(prompts_without_signal(rollout, scorable, args.num_generations))
     if rollout.ref_logprobs is not None:
         measures["kl_coef"] = parts_of(kl_coef)
-        for name, estimator in (("kl", args.kl_estimator), ("kl_k3", "k3")):
+        for name, estimator in (("kl", args.reward_kl_estimator), ("kl_k3", "k3")):
             measures[name] = parts(F.token_kl(rollout.old_logprobs, rollout.ref_logprobs, estimator), mask)
     if args.policy_mode != "bypass":
         measures |= measure_mismatch(rollout, gather)

@@ -24,9 +24,7 @@ from hfppo.functional.advantages import (
 )
 from hfppo.functional.kl import (
     KL_ESTIMATORS,
-    KL_LOSS_ESTIMATORS,
     adaptive_kl_coef,
-    straight_through_kl,
     token_kl,
     token_rewards,
 )
@@ -57,7 +55,6 @@ __all__ = [
     "ADVANTAGE_ESTIMATORS",
     "CLIP_FRACTIONS",
     "KL_ESTIMATORS",
-    "KL_LOSS_ESTIMATORS",
     "MISMATCH_MODES",
     "POLICY_LOSSES",
     "REDUCTIONS",
@@ -84,7 +81,6 @@ __all__ = [
     "reinforce_plus_plus_baseline",
     "rloo",
     "sapo_loss",
-    "straight_through_kl",
     "token_kl",
     "token_rewards",
     "turn_ends",

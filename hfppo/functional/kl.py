@@ -4,7 +4,6 @@ The estimators are those of J. Schulman's note "Approximating KL Divergence" (20
 """
 
 import math
-from collections import ChainMap
 from collections.abc import Callable
 
 import torch
@@ -29,20 +28,29 @@ def _k3(x: Tensor) -> Tensor:
     return torch.expm1(-x) + x
 
 
+def _with_gradient_of_k2(estimator: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    def estimate(x: Tensor) -> Tensor:
+        k2 = x.square() / 2
+        return k2 - k2.detach() + estimator(x).detach()
+
+    return estimate
+
+
 KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
     "k1": lambda x: x,
     "abs": torch.abs,
     "k2": lambda x: x.square() / 2,
     "k3": _k3,
 }
-# Names of the loss: a "+", as in verl, chooses `straight_through_kl`. A view, so that added estimators are in it.
-KL_LOSS_ESTIMATORS = ChainMap({f"{name}+": KL_ESTIMATORS[name] for name in ("k1", "abs", "k3")}, KL_ESTIMATORS)
+# A "+", as in verl, gives an estimator the gradient of k2.
+KL_ESTIMATORS |= {f"{name}+": _with_gradient_of_k2(KL_ESTIMATORS[name]) for name in ("k1", "abs", "k3")}
 
 
 def token_kl(logprobs: Tensor, ref_logprobs: Tensor, estimator: str = "k1") -> Tensor:
     """Estimate KL(π, π_ref) at each sampled token.
 
         x = log π − log π_ref;   k1: x,   abs: |x|,   k2: x²/2,   k3: e^(−x) − 1 + x
+        k1+, abs+, k3+: k2 − sg(k2) + sg(k), the same value with the gradient of k2, which is unbiased on-policy
 
     Args:
         logprobs, ref_logprobs: (B, T), nats.
@@ -56,17 +64,6 @@ def token_kl(logprobs: Tensor, ref_logprobs: Tensor, estimator: str = "k1") -> T
     if estimator not in KL_ESTIMATORS:
         raise ValueError(f"unknown KL estimator {estimator!r}; choose from {', '.join(KL_ESTIMATORS)}")
     return KL_ESTIMATORS[estimator](logprobs - ref_logprobs)
-
-
-def straight_through_kl(logprobs: Tensor, ref_logprobs: Tensor, estimator: str = "k3") -> Tensor:
-    """The value of one estimator with the gradient of k2, which is unbiased on-policy.
-
-        k2 − sg(k2) + sg(k)
-
-    Args and returns as `token_kl`.
-    """
-    k2 = token_kl(logprobs, ref_logprobs, "k2")
-    return k2 - k2.detach() + token_kl(logprobs, ref_logprobs, estimator).detach()
 
 
 def token_rewards(scores: Tensor, kl: Tensor, mask: Tensor, kl_coef: float) -> Tensor:

@@ -11,14 +11,15 @@ from hfppo.functional.kl import clamp_log_ratio
 from hfppo.functional.shape_checks import require_same_shape
 
 
-def policy_loss(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    dual_clip: float | None = None,
-) -> Tensor:
+class Clip(NamedTuple):
+    """The clip of a policy loss."""
+
+    low: float = 0.2  # ε below 1
+    high: float = 0.2  # ε above 1; a larger one is the clip-higher of arXiv:2503.14476
+    dual: float | None = None  # c > 1, or None for none
+
+
+def policy_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, clip: Clip) -> Tensor:
     """The clipped surrogate of PPO, per token. arXiv:1707.06347, eq. 7; dual clip arXiv:1912.09729, eq. 5.
 
         ρ = exp(log π − log π_old),   L1 = −A·ρ,   L2 = −A·clip(ρ, 1 − ε_low, 1 + ε_high),   L = max(L1, L2)
@@ -26,23 +27,14 @@ def policy_loss(
 
     Args:
         logprobs, old_logprobs, advantages: (B, T).
-        clip_low, clip_high: ε below and above 1; a larger ε above is the clip-higher of arXiv:2503.14476.
-        dual_clip: c > 1, or None for none.
+        clip: the clip of the ratio.
     Returns:
         (B, T), not yet masked.
     Raises:
         ValueError: shapes that differ.
     """
     require_same_shape(logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages)
-    return _clipped_surrogate(logprobs - old_logprobs, advantages, Clip(clip_low, clip_high, dual_clip))
-
-
-class Clip(NamedTuple):
-    """The clips of `policy_loss`."""
-
-    low: float = 0.2
-    high: float = 0.2
-    dual: float | None = None
+    return _clipped_surrogate(logprobs - old_logprobs, advantages, clip)
 
 
 def _clipped_surrogate(log_ratio: Tensor, advantages: Tensor, clip: Clip) -> Tensor:
@@ -121,7 +113,7 @@ def dppo_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, clip: 
 # A loss is called with exactly the parameters that its signature names, out of: logprobs, old_logprobs, advantages,
 # mask, clip.
 POLICY_LOSSES: dict[str, Callable[..., Tensor]] = {
-    "ppo": lambda logprobs, old_logprobs, advantages, clip: policy_loss(logprobs, old_logprobs, advantages, *clip),
+    "ppo": policy_loss,
     "gspo": gspo_loss,
     "cispo": cispo_loss,
     "sapo": sapo_loss,
@@ -137,14 +129,7 @@ class ClipFractions(NamedTuple):
     dual: Tensor
 
 
-def clip_fractions(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    dual_clip: float | None = None,
-) -> ClipFractions:
+def clip_fractions(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, clip: Clip) -> ClipFractions:
     """Where L2 > L1: below 1 − ε_low with A < 0, above 1 + ε_high with A > 0; ρ > c with A < 0.
 
     Args as `policy_loss`.
@@ -152,9 +137,9 @@ def clip_fractions(
     require_same_shape(logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages)
     ratio = clamp_log_ratio(logprobs - old_logprobs).exp()
     return ClipFractions(
-        low=(advantages < 0) & (ratio < 1 - clip_low),
-        high=(advantages > 0) & (ratio > 1 + clip_high),
-        dual=(advantages < 0) & (ratio > (math.inf if dual_clip is None else dual_clip)),
+        low=(advantages < 0) & (ratio < 1 - clip.low),
+        high=(advantages > 0) & (ratio > 1 + clip.high),
+        dual=(advantages < 0) & (ratio > (math.inf if clip.dual is None else clip.dual)),
     )
 
 
@@ -168,7 +153,7 @@ def dppo_clip_fractions(logprobs: Tensor, old_logprobs: Tensor, advantages: Tens
 
 # Where the clip of a loss is active; the other losses have none that is measured.
 CLIP_FRACTIONS: dict[str, Callable[[Tensor, Tensor, Tensor, Clip], ClipFractions]] = {
-    "ppo": lambda logprobs, old_logprobs, advantages, clip: clip_fractions(logprobs, old_logprobs, advantages, *clip),
+    "ppo": clip_fractions,
     "dppo": dppo_clip_fractions,
 }
 

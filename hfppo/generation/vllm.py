@@ -186,7 +186,7 @@ class ColocatedEngine:
         import vllm
         from vllm.lora.request import LoRARequest
 
-        self._sleeps = args.vllm_enable_sleep_mode
+        self._sleeps = engine_kwargs.get("enable_sleep_mode", False)
         self._params, self._tokens, self._lora = vllm.SamplingParams, vllm.TokensPrompt, LoRARequest
         threads = torch.get_num_threads()
         self.llm = vllm.LLM(
@@ -198,8 +198,7 @@ class ColocatedEngine:
                 "max_lora_rank": rank,
                 "max_loras": 1,
                 "logprobs_mode": "processed_logprobs",  # after temperature, as in every other pass
-                "gpu_memory_utilization": args.vllm_gpu_memory_utilization,
-                "enable_sleep_mode": self._sleeps,
+                "gpu_memory_utilization": 0.3,
                 "generation_config": "vllm",
                 "seed": args.seed,
                 **most_tokens(model, args),

@@ -103,7 +103,7 @@ class CriticPretraining:
         )
         pieces = [piece for micro_batch in cut for piece in micro_batch["pieces"]]
         self.backward(pieces, MiniBatchSize.of(mini_batch, accelerator))
-        self.run.clip(args.max_grad_norm or math.inf, self.optimizer, 0)
+        self.run.clip(args.max_grad_norm, 0)
         self.optimizer.step()
         self.optimizer.zero_grad()
 

@@ -40,8 +40,7 @@ def ppo_terms(outputs: TokenOutputs, batch: Rollout, args: PPOConfig, clip: F.Cl
         loss = F.value_loss(outputs.values, batch.values, batch.returns, args.cliprange_value)
         terms.append(LossTerm("value/loss", args.vf_coef, loss, of_critic=True))
     if outputs.logprobs is not None and args.kl_loss_coef and batch.ref_logprobs is not None:
-        estimate = F.straight_through_kl if args.kl_loss_estimator.endswith("+") else F.token_kl
-        kl = estimate(outputs.logprobs, batch.ref_logprobs, args.kl_loss_estimator.removesuffix("+"))
+        kl = F.token_kl(outputs.logprobs, batch.ref_logprobs, args.kl_estimator or "k3")
         terms.append(LossTerm("policy/kl_loss", args.kl_loss_coef, kl))
     if outputs.entropy is not None:
         terms.append(LossTerm("policy/entropy", -args.entropy_coef, outputs.entropy))
@@ -62,14 +61,7 @@ def surrogate(logprobs: Tensor, batch: Rollout, name: str, clip: F.Clip) -> Tens
     return loss if batch.weights is None else loss * batch.weights
 
 
-def ppo_loss(
-    terms: list[LossTerm],
-    outputs: TokenOutputs,
-    batch: Rollout,
-    size: MiniBatchSize,
-    args: PPOConfig,
-    critic_only: bool,
-) -> Tensor:
+def ppo_loss(terms: list[LossTerm], batch: Rollout, size: MiniBatchSize, args: PPOConfig, critic_only: bool) -> Tensor:
     """Return the scalar to minimize; the scalars of a mini-batch's micro-batches add up to its loss.
 
     Args:

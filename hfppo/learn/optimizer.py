@@ -33,10 +33,10 @@ def split_critic_groups(optimizer: Optimizer, critic: list[nn.Parameter], lr: fl
 
 
 def present_rate(optimizer: Optimizer, parameters: list[nn.Parameter], otherwise: int) -> float:
-    """Return the present learning rate of parameters, also from an optimizer that somebody else made.
+    """Return the present learning rate of parameters, also from a user's optimizer.
 
     Args:
-        otherwise: index of their group where an engine has put other tensors into the groups.
+        otherwise: index of their group if the groups have an engine's tensors in place of the parameters.
     """
     ids = {id(p) for p in parameters}
     own = (group for group in optimizer.param_groups if any(id(p) in ids for p in group["params"]))
@@ -94,7 +94,7 @@ class StepHooks:
     handles: list[RemovableHandle] = field(default_factory=list)
 
     def attach(self, optimizer: Optimizer) -> None:
-        """Follow this optimizer, and no longer the one before."""
+        """Follow this optimizer in place of the one before."""
         while (wrapped := getattr(optimizer, "optimizer", None)) is not None:  # accelerate and DeepSpeed wrap it
             optimizer = wrapped
         for handle in self.handles:

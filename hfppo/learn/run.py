@@ -33,7 +33,7 @@ class Run:
 
     @property
     def has_two_graphs(self) -> bool:
-        """Whether actor and critic share no states, and the engine takes a backward pass that leaves weights out."""
+        """Whether actor and critic share no states, and the engine allows a backward pass without some weights."""
         critic, args = self.model.critic, self.args
         if critic is None or critic.trunk is None or self.accelerator.distributed_type == DistributedType.DEEPSPEED:
             return False
@@ -59,7 +59,7 @@ class Run:
         """Count the floating-point operations of a micro-batch."""
         self._flops += flops
 
-    def clip(self, max_norm: float, optimizer: Optimizer, step: int) -> Tensor:
+    def clip(self, max_norm: float, step: int) -> Tensor:
         """Clip the gradients of actor and critic apart, so that a large one does not shrink the other's step.
 
         DeepSpeed has clipped both together before this call; then the joint norm is returned.

@@ -88,7 +88,7 @@ def sampler_mismatch(run: RecentLogs, limit: float = 0.1) -> str | None:
         "the completions were drawn from another policy than the one that scores them",
         "with vLLM another dtype or quantization, or an old adapter on the server; without it noise in the model, or "
         "an architecture that computes otherwise with a cache",
-        "give vLLM the base's dtype; take the noise out; set {policy_mode} to 'corrected'",
+        "give vLLM the base's dtype; take the noise out; set {policy_mode} to 'token_truncate'",
     )
 
 

@@ -10,8 +10,8 @@ SMALLER_BATCHES = "a smaller local_rollout_forward_batch_size, max_completion_le
 
 ADVICE = {
     "generation": SMALLER_BATCHES,
-    "generation with vLLM": "a smaller vllm_gpu_memory_utilization or max_completion_length, or "
-    "vllm_enable_sleep_mode=True, which frees the engine's memory between rollouts",
+    "generation with vLLM": "a smaller max_completion_length; in vllm_engine_kwargs a smaller "
+    "gpu_memory_utilization, or enable_sleep_mode, which frees the engine's memory between rollouts",
     "rewards": "a reward model in a smaller dtype, or a smaller max_completion_length or max_prompt_length",
     "passes": SMALLER_BATCHES,
     "update": "max_tokens_per_micro_batch; activation_checkpointing=True; or half of per_device_train_batch_size with "

@@ -85,7 +85,8 @@ class TokenTraceCallback(PPOCallback):
                 return
         if state.is_world_process_zero:
             count = min(self.num_completions, len(rollout)) if self.trainer is None else len(rollout)
-            tables = [TokenTable.from_rollout(rollout, i, processing_class, args.kl_estimator) for i in range(count)]
+            kl = args.reward_kl_estimator
+            tables = [TokenTable.from_rollout(rollout, i, processing_class, kl) for i in range(count)]
             traces = [Trace.from_rollout(rollout, i, t, number, step, ppo_state.kl_coef) for i, t in enumerate(tables)]
             path = trace_file(args.output_dir, number, self._kind)
             with ignore_write_errors(path):

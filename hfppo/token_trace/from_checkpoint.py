@@ -109,7 +109,7 @@ def trace_prompt(checkpoint: str | Path, question: Question) -> tuple[Trace, PPO
     collector = Collector(model, sampler, parts.rewards, tokenizer, accelerator, args)
     rows = collector.eval_rows(parts.prompts.eval[None])
     rollout = collector.collect(rows, state, TrainerState(), training=False).rollout
-    table = TokenTable.from_rollout(rollout, 0, tokenizer, args.kl_estimator)
+    table = TokenTable.from_rollout(rollout, 0, tokenizer, args.reward_kl_estimator)
     if question.score is None:
         table = remove_score(table)
     return Trace.from_rollout(rollout, 0, table, state.rollouts, step, state.kl_coef), args

@@ -41,7 +41,7 @@ VARIANTS = [
     {
         "advantage_estimator": "grpo",
         "num_generations": 2,
-        "policy_mode": "corrected",
+        "policy_mode": "token_truncate",
         "mask_truncated_completions": True,
     },
     {"advantage_estimator": "reinforce_plus_plus", "kl_loss_coef": 0.1, "missing_eos_penalty": 1.0},
