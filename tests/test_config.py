@@ -251,6 +251,10 @@ def test_a_value_of_another_kind_is_refused_in_words(config, value, words):
         config(**value)
 
 
+def test_the_settings_of_fsdp_may_be_a_file_as_in_trainer(config):
+    assert config(fsdp_config="fsdp.json").fsdp_config == "fsdp.json"
+
+
 def test_a_deep_copy_shares_nothing(config):
     args = config(model_init_kwargs={"dtype": "float32"})
     copy.deepcopy(args).model_init_kwargs["dtype"] = "bfloat16"

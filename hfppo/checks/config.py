@@ -122,7 +122,8 @@ def check_fields(args: TrainingArguments) -> None:
         setattr(args, f.name, value)
         if value is None and (f.default is None or NoneType in get_args(kind)):
             continue
-        check_type(f.name, value, kind)
+        if f.name != "fsdp_config":  # may be the path of a file
+            check_type(f.name, value, kind)
         choices = choices_of(kind) or f.metadata.get("choices")
         if choices and value not in choices:
             raise ValueError(f"{f.name}={value!r} is unknown; choose from {', '.join(choices)}")
