@@ -62,7 +62,6 @@ READ_FOR = {
 }
 
 METRIC_SCHEDULERS = ("reduce_lr_on_plateau", "greedy")  # schedulers that read an evaluation's metric
-TEXT_OR_NONE = (str | None, dict | str | None, dict[str, Any] | str | None)
 
 
 def is_number(x: object) -> bool:
@@ -106,7 +105,7 @@ UNREAD_FIELDS = (
 def check_fields(args: TrainingArguments) -> None:
     """Check types, ranges and choices before TrainingArguments uses the values.
 
-    NumPy's scalars become Python's. The texts "None" and "null" become None where a command line has no other way.
+    NumPy's scalars become Python's.
 
     Raises:
         ValueError: a value has the wrong type, is out of range, or is not among the choices.
@@ -117,8 +116,6 @@ def check_fields(args: TrainingArguments) -> None:
         value, kind = getattr(args, f.name), plain[f.name]
         if isinstance(value, np.generic):
             value = value.item()
-        if kind in TEXT_OR_NONE and value in ("None", "none", "null"):
-            value = None
         setattr(args, f.name, value)
         if value is None and (f.default is None or NoneType in get_args(kind)):
             continue
