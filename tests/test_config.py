@@ -113,10 +113,6 @@ def test_max_steps_beside_total_episodes_is_warned_of(config, caplog, given, war
     assert ("total_episodes makes max_steps=2; 5 is not used" in caplog.text) == warned
 
 
-def test_without_total_episodes_max_steps_stays(config):
-    assert config(max_steps=7).max_steps == 7
-
-
 def test_clip_high_is_cliprange_unless_set(config):
     assert config(cliprange=0.3).clip_high == 0.3
     assert config(cliprange=0.3, cliprange_high=0.4).clip_high == 0.4
@@ -436,11 +432,6 @@ def test_wrong_flags_are_refused(tmp_path, capsys, flag, value):
     assert value in message
 
 
-def test_the_help_page_names_every_field():
-    text = HfArgumentParser(PPOConfig).format_help()
-    assert [name for name in OWN if f"--{name}" not in text] == []
-
-
 @pytest.mark.parametrize("field", ["chat_template_kwargs", "model_init_kwargs"])
 def test_dictionaries_can_be_json(config, field):
     value = {"enable_thinking": False, "depth": 2, "name": "x", "nested": {"a": [1, None]}}
@@ -480,20 +471,6 @@ def test_yaml(tmp_path):
     assert (args.kl_coef, args.temperature, args.cliprange_value, args.whiten_rewards) == (0.001, 0.7, None, True)
     assert (args.advantage_estimator, args.num_generations, args.reward_weights) == ("rloo", 4, [1.0, 0.0])
     assert (args.chat_template_kwargs, args.learning_rate) == ({"enable_thinking": False}, 2e-4)
-
-
-def test_an_unknown_key_in_the_yaml_is_refused_by_name(tmp_path):
-    trl = pytest.importorskip("trl")
-    (tmp_path / "run.yaml").write_text("num_mini_batches: 3\nnum_minibatches: 5\n")
-    with pytest.raises(ValueError, match="num_minibatches"):
-        trl.TrlParser(PPOConfig).parse_args_and_config([*flags(tmp_path), "--config", str(tmp_path / "run.yaml")])
-
-
-def test_a_bad_value_in_the_yaml_is_refused_by_name(tmp_path):
-    trl = pytest.importorskip("trl")
-    (tmp_path / "run.yaml").write_text("gamma: 1.5\n")
-    with pytest.raises(ValueError, match=r"gamma=1\.5 must be in \[0, 1\]"):
-        trl.TrlParser(PPOConfig).parse_args_and_config([*flags(tmp_path), "--config", str(tmp_path / "run.yaml")])
 
 
 def example_of(owner: type) -> str:
