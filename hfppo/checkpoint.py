@@ -132,7 +132,7 @@ class Standing:
     """Where a run stands, beside what Trainer saves."""
 
     state: PPOState
-    metrics: dict[str, Any]  # not logged yet, as `Meter.state_dict` gives them
+    metrics: dict[str, dict]  # not logged yet, as `Meter.state_dict` gives them
     steps: list[UpdateStep]  # those made on the rollout in use
     rollout: Rollout | None  # the rollout in use; None if the next one is due
 

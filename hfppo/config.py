@@ -358,12 +358,12 @@ class PPOConfig(TrainingArguments):
     @property
     def stop_strings(self) -> list[str]:
         """Texts that end a completion."""
-        return cast(dict[str, Any], self.generation_kwargs or {}).get("stop_strings", [])
+        return cast(dict, self.generation_kwargs or {}).get("stop_strings", [])
 
     @property
     def stop_token_ids(self) -> list[int]:
         """Tokens other than EOS that end a completion."""
-        return cast(dict[str, Any], self.generation_kwargs or {}).get("stop_token_ids", [])
+        return cast(dict, self.generation_kwargs or {}).get("stop_token_ids", [])
 
     @property
     def clip_high(self) -> float:

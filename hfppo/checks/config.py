@@ -46,7 +46,7 @@ INHERITED_REQUIREMENTS = {
 }
 
 # The keys of `generation_kwargs`, with the type, condition and description of their lists' entries.
-STOPS: dict[str, tuple[type, Callable[[Any], bool], str]] = {
+STOPS: dict[str, tuple[type, Callable[..., bool], str]] = {
     "stop_strings": (str, bool, "texts that are not empty"),
     "stop_token_ids": (int, lambda x: x >= 0, "token ids"),
 }
@@ -69,7 +69,7 @@ def is_number(x: object) -> bool:
     return isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x)
 
 
-TYPES: dict[object, tuple[Callable[[Any], bool], str]] = {
+TYPES: dict[object, tuple[Callable[..., bool], str]] = {
     bool: (lambda x: isinstance(x, bool), "must be True or False"),
     int: (lambda x: isinstance(x, int) and not isinstance(x, bool), "must be a whole number"),
     float: (is_number, "must be a finite number"),
@@ -271,6 +271,6 @@ def check_inherited(args: TrainingArguments) -> None:
         )
 
 
-def default_of(field: "Field[Any]") -> object:
+def default_of(field: Field) -> object:
     """Return the default of a dataclass field."""
     return field.default if field.default_factory is MISSING else field.default_factory()
