@@ -11,29 +11,82 @@ import hfppo
 from hfppo import functional as F
 
 PAGE = Path(hfppo.__file__).parent.parent / "docs/play.html"
-COMPLETIONS = json.loads(re.search(r"const completions = (.*?);\n", PAGE.read_text(encoding="utf-8"))[1])
-COLUMNS = {"advantage": "advantage", "return": "returns", "ratio": "ratio", "loss": "loss"}  # by their heads
+OF_THE_RUN = json.loads(re.search(r"const completions = (.*?);\n", PAGE.read_text(encoding="utf-8"))[1])
+BY_HAND = {  # the six tokens of docs/worked_example.md
+    "logprob": [-0.12, -0.08, -0.15, -0.10, -0.05, -0.02],
+    "ref_logprob": [-0.15, -0.10, -0.18, -0.12, -0.08, -0.03],
+    "new_logprob": [-0.04, -0.06, -0.08, -0.02, -0.04, -0.02],
+    "value": [0.85, 0.88, 0.90, 0.93, 0.96, 0.99],
+    "new_value": [0.87, 0.89, 0.92, 0.94, 0.97, 0.99],
+}
+COMPLETIONS = [BY_HAND, *({**of_run, "new_value": of_run["value"]} for of_run in OF_THE_RUN)]
+VERY_WRONG = {**BY_HAND, "logprob": [-4.0] * 6}  # tokens that have become far more likely
+COLUMNS = {
+    "δ": "delta",
+    "advantage": "advantage",
+    "return": "returns",
+    "ratio": "ratio",
+    "loss": "loss",
+}  # by their heads
+COLUMNS |= {"KL": "kl", "reward": "reward", "value loss": "value_loss"}
+OFF = {"whiten": False, "dual": False, "value_clip": False, "grpo": False, "others": "0, 0, 1"}
 SETTINGS = [
-    {"score": 1.0, "beta": 0.02, "gamma": 1.0, "lam": 0.95, "clip": 0.2, "update": 1.0},
-    {"score": 0.0, "beta": 1.0, "gamma": 0.9, "lam": 0.0, "clip": 0.05, "update": 3.0},
-    {"score": 0.3, "beta": 0.5, "gamma": 0.55, "lam": 1.0, "clip": 0.5, "update": 0.0},
+    {**OFF, "score": 1.0, "beta": 0.01, "gamma": 0.99, "lam": 0.95, "clip": 0.2, "update": 1.0},
+    {**OFF, "score": 0.0, "beta": 1.0, "gamma": 0.9, "lam": 0.0, "clip": 0.05, "update": 3.0},
+    {**OFF, "score": 0.3, "beta": 0.5, "gamma": 0.55, "lam": 1.0, "clip": 0.5, "update": 0.0},
+    {
+        **OFF,
+        "score": 1.0,
+        "beta": 0.1,
+        "gamma": 1.0,
+        "lam": 0.5,
+        "clip": 0.05,
+        "update": 2.0,
+        "whiten": True,
+        "dual": True,
+    },
+    {
+        **OFF,
+        "score": 0.0,
+        "beta": 0.0,
+        "gamma": 1.0,
+        "lam": 0.95,
+        "clip": 0.2,
+        "update": 3.0,
+        "grpo": True,
+        "dual": True,
+    },
+    {**OFF, "score": 0.5, "beta": 0.0, "gamma": 1.0, "lam": 0.5, "clip": 0.1, "update": 3.0, "value_clip": True},
 ]
 
 
-def expected(completion: dict, settings: dict[str, float]) -> dict[str, torch.Tensor]:
+def expected(completion: dict, settings: dict) -> dict[str, torch.Tensor]:
     """The same columns, (T,) each, by the package."""
-    old, ref, new, values = (
+    old, ref, new, values, new_values = (
         torch.tensor([completion[name]], dtype=torch.float64)
-        for name in ("logprob", "ref_logprob", "new_logprob", "value")
+        for name in ("logprob", "ref_logprob", "new_logprob", "value", "new_value")
     )
     mask = torch.ones(old.shape, dtype=torch.bool)
+    gamma, clip = settings["gamma"], settings["clip"]
     kl = F.token_kl(old, ref, "k1")
     rewards = F.token_rewards(torch.tensor([settings["score"]], dtype=torch.float64), kl, mask, settings["beta"])
-    advantages, returns = F.gae(rewards, values, mask, settings["gamma"], settings["lam"])
-    now = old + settings["update"] * (new - old)
-    loss = F.policy_loss(now, old, advantages, F.Clip(settings["clip"], settings["clip"]))
-    clipped = F.clip_fractions(now, old, advantages, F.Clip(settings["clip"], settings["clip"]))
+    advantages, returns = F.gae(rewards, values, mask, gamma, settings["lam"])
+    following = torch.cat([values[:, 1:], torch.zeros(1, 1)], dim=1)
+    if settings["grpo"]:
+        others = [float(score) for score in settings["others"].split(",")]
+        group = torch.zeros(1 + len(others), old.shape[1], dtype=torch.float64)
+        group[0], group[1:, -1] = rewards[0], torch.tensor(others, dtype=torch.float64)
+        same = torch.zeros(len(group), dtype=torch.long)
+        advantages = F.grpo(group, torch.ones_like(group, dtype=torch.bool), same)[:1]
+    if settings["whiten"]:
+        advantages = F.whiten(advantages, mask)
+    now = (old + settings["update"] * (new - old)).clamp(max=0)
+    loss = F.policy_loss(now, old, advantages, F.Clip(clip, clip, 3.0 if settings["dual"] else None))
+    clipped = F.clip_fractions(now, old, advantages, F.Clip(clip, clip))
+    predicted = values + settings["update"] * (new_values - values)
+    value_loss = F.value_loss(predicted, values, returns, 0.2 if settings["value_clip"] else None)
     columns = {"kl": kl, "reward": rewards, "advantage": advantages, "returns": returns, "loss": loss}
+    columns |= {"delta": rewards + gamma * following - values, "value_loss": value_loss}
     columns |= {"ratio": (now - old).exp(), "clipped": clipped.low | clipped.high}
     return {name: column[0] for name, column in columns.items()}
 
@@ -44,12 +97,14 @@ def test_the_page_names_no_address():
 
 def test_some_tokens_are_clipped_with_the_settings_of_this_test():
     assert any(expected(completion, SETTINGS[1])["clipped"].any() for completion in COMPLETIONS)
+    limited, free = (expected(VERY_WRONG, {**SETTINGS[4], "dual": dual})["loss"] for dual in (True, False))
+    assert (limited < free).any()
 
 
 @pytest.mark.browser
 def test_the_page_computes_what_the_package_computes(open_page):
     view = open_page(PAGE)
-    cases = [[completion, settings] for completion in COMPLETIONS for settings in SETTINGS]
+    cases = [[completion, settings] for completion in (*COMPLETIONS, VERY_WRONG) for settings in SETTINGS]
     found = view.evaluate("cases => cases.map(([completion, settings]) => compute(completion, settings))", cases)
     for case, columns in zip(cases, found, strict=True):
         for name, column in expected(*case).items():
@@ -58,9 +113,17 @@ def test_the_page_computes_what_the_package_computes(open_page):
 
 def table(view) -> dict[str, list[str]]:
     """The cells of each column by its head, and the class of each row."""
-    cells = "[row.className, ...[...row.children].map(cell => cell.textContent)]"
+    cells = "[row.className, ...[...row.children].map(cell => cell.querySelector('input')?.value ?? cell.textContent)]"
     rows = view.evaluate(f"[...document.querySelectorAll('tr')].map(row => {cells})")
     return {name or "class": list(cells) for name, *cells in zip(*rows, strict=True)}
+
+
+def compare(view, columns: dict[str, torch.Tensor], heads: dict[str, str] = COLUMNS) -> None:
+    shown = table(view)
+    for head, name in heads.items():
+        numbers = [float(cell.replace("−", "-")) for cell in shown[head]]
+        assert numbers == pytest.approx(columns[name].tolist(), abs=6e-5), head
+    assert ["clipped" in name for name in shown["class"]] == columns["clipped"].tolist()
 
 
 @pytest.mark.browser
@@ -68,20 +131,68 @@ def test_sliders_change_the_table(open_page):
     """At the width of a phone, which the page fits."""
     view = open_page(PAGE, viewport={"width": 360, "height": 800})
     assert view.evaluate("document.documentElement.scrollWidth") <= 360
-    right, wrong = COMPLETIONS
-    assert table(view)["token"] == right["token"]
-    view.locator("#completion").select_option("1")
-    start = SETTINGS[0] | {"score": wrong["score"]}
+    compare(view, expected(BY_HAND, SETTINGS[0]))
+    view.locator("#completion").select_option("2")
+    start = SETTINGS[0] | {"score": 0.0, "beta": 0.02, "gamma": 1.0}
     for settings in (start, SETTINGS[1], start):
-        shown, columns = table(view), expected(wrong, settings)
-        for head, name in COLUMNS.items():
-            numbers = [float(cell.replace("−", "-")) for cell in shown[head]]
-            assert numbers == pytest.approx(columns[name].tolist(), abs=6e-5)
-        assert [bool(name) for name in shown["class"]] == columns["clipped"].tolist()
+        compare(view, expected(COMPLETIONS[2], settings))
         if settings is not start:
             view.locator("#reset").click()
         else:
             for name, value in SETTINGS[1].items():
-                view.locator(f"#{name}").fill(f"{value:g}")
+                if name not in OFF:
+                    view.locator(f"#{name}").fill(f"{value:g}")
     view.locator("#language").select_option("zh")
     assert view.locator("h1").text_content() == "动手试试 PPO"
+    assert view.evaluate("document.documentElement.scrollWidth") <= 360
+
+
+@pytest.mark.browser
+def test_toggles_and_typed_numbers_change_the_table(open_page):
+    view = open_page(PAGE)
+    for name in ("whiten", "dual", "value_clip"):
+        view.locator(f"#{name}").check()
+    view.locator('input[name="logprob.3"]').fill("-2")
+    view.locator('input[name="new_logprob.3"]').fill("−1.5")
+    view.locator('input[name="new_value.0"]').fill("1.5")
+    view.locator('input[name="new_value.0"]').press("Tab")
+    typed = {name: list(column) for name, column in BY_HAND.items()}
+    typed["logprob"][3], typed["new_logprob"][3], typed["new_value"][0] = -2.0, -1.5, 1.5
+    settings = SETTINGS[0] | dict.fromkeys(("whiten", "dual", "value_clip"), True)
+    compare(view, expected(typed, settings))
+    assert table(view)["ratio"][3] == "1.6487"
+    view.locator("#grpo").check()
+    view.locator("#others").fill("1, 1, 0, 0")
+    without_critic = {head: COLUMNS[head] for head in ("KL", "reward", "advantage", "ratio", "loss")}
+    compare(view, expected(typed, settings | {"grpo": True, "others": "1, 1, 0, 0"}), without_critic)
+    assert "value" not in table(view)
+
+
+@pytest.mark.browser
+def test_the_address_holds_what_was_changed(open_page):
+    view = open_page(PAGE)
+    view.locator("#lam").fill("0.5")
+    view.locator("#whiten").check()
+    view.locator('input[name="value.1"]').fill("0.5")
+    view.locator('input[name="value.1"]').press("Tab")
+    shown, address = table(view), view.evaluate("location.hash")
+    assert all(part in address for part in ("lam=0.5", "whiten=true", "value.1=0.5"))
+    view.reload()
+    without_marks = {"class": None}
+    assert table(view) | without_marks == shown | without_marks
+    view.locator("#reset").click()
+    assert view.evaluate("location.hash") == ""
+    compare(view, expected(BY_HAND, SETTINGS[0]))
+
+
+@pytest.mark.browser
+def test_a_chosen_token_has_its_formulas_and_its_dot(open_page):
+    view = open_page(PAGE)
+    view.locator("tbody tr").nth(0).locator("td").nth(0).click()
+    columns = expected(BY_HAND, SETTINGS[0])
+    formulas = view.locator("#formulas").text_content().replace("−", "-")
+    for line, name in (("δ ", "delta"), ("ρ ", "ratio"), ("L ", "loss"), ("R ", "returns"), ("L_V", "value_loss")):
+        (found,) = [text for text in formulas.splitlines() if text.startswith(line)]
+        assert float(found.rpartition("= ")[2]) == pytest.approx(float(columns[name][0]), abs=6e-5)
+    assert view.locator("#surrogate .dot").count() == 1
+    assert view.locator("#lines path.a, #lines path.b, #lines path.c").count() == 3

@@ -116,9 +116,8 @@ def test_the_code_of_the_page_draws_the_mean_over_seeds(tmp_path, monkeypatch):
         (folder / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in [*log, {"step": 4, "eval_kl": 1}]))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MPLBACKEND", "agg")
-    (code,) = re.findall(
-        r"^```python\n(.*?)^```$", (DOCS / "monitoring.md").read_text(), flags=re.DOTALL | re.MULTILINE
-    )
+    page = (DOCS / "monitoring.md").read_text()
+    (code,) = re.findall(r"^```python\n(.*?)^```$", page, flags=re.DOTALL | re.MULTILINE)
     namespace: dict = {}
     exec(code.replace('"kl", "policy/entropy", "value/explained_variance"', '"kl"'), namespace)
     assert (tmp_path / "comparison.png").read_bytes().startswith(PNG)
