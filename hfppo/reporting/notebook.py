@@ -9,7 +9,7 @@ from hfppo.reporting.progress import Phases, describe_rollouts, short_cells
 
 DRAW_EVERY = 0.5  # seconds between two pictures of the same step
 # Suffixes of an evaluation's metrics that the table leaves out.
-NOT_SHOWN = ("_reward_std", "_unscorable_frac", "_runtime", "_per_second", "_preparation_time")
+NOT_SHOWN = ("_reward_std", "_unscorable_frac", "_runtime", "_per_second", "_preparation_time", "epoch")
 
 
 class NotebookProgress(Phases, NotebookProgressCallback):
@@ -34,11 +34,6 @@ class NotebookProgress(Phases, NotebookProgressCallback):
         self._step = state.global_step
         self._show()
 
-    def on_prediction_step(self, args, state, control, eval_dataloader=None, **kwargs):
-        """Show Trainer's bar for evaluations."""
-        if state.is_world_process_zero:
-            super().on_prediction_step(args, state, control, eval_dataloader=eval_dataloader, **kwargs)
-
     def on_log(self, args, state, control, logs=None, **kwargs):
         """Add a row for a log of training steps."""
         if "loss" in logs:
@@ -46,14 +41,11 @@ class NotebookProgress(Phases, NotebookProgressCallback):
 
     def on_evaluate(self, args, state, control, metrics=None, **kwargs):
         """Add the rewards and the user's metrics to the row of the step; outside of training, only remove the bar."""
-        if self.prediction_bar is not None:
-            self.prediction_bar.close()
-        self.prediction_bar = None
+        self.on_predict(args, state, control)
         if self.training_tracker is not None:
-            self.training_tracker.child_bar = None
-            shown = {name: x for name, x in metrics.items() if "_" in name and "/" not in name}
-            cells = {name: f"{x:.3f}" for name, x in shown.items() if not name.endswith(NOT_SHOWN)}
-            self._add_row(state.global_step, cells)
+            shown = {name: x for name, x in metrics.items() if "/" not in name and not name.endswith(NOT_SHOWN)}
+            self._add_row(state.global_step, {name: f"{x:.3f}" for name, x in shown.items()})
+            self.training_tracker.remove_child()
 
     def on_train_end(self, args, state, control, **kwargs):
         """Draw the bar a last time."""
@@ -62,16 +54,9 @@ class NotebookProgress(Phases, NotebookProgressCallback):
 
     def _add_row(self, step: int, cells: dict[str, str]) -> None:
         """Add cells to the row of a step, and draw the table."""
-        if (tracker := self.training_tracker) is not None:
-            table = tracker.inner_table = tracker.inner_table or [["step"]]
-            columns = table[0]
-            cells = {html.escape(label): text for label, text in cells.items()}
-            columns += [label for label in cells if label not in columns]
-            for line in table[1:]:
-                line += ["–"] * (len(columns) - len(line))
-            before = table.pop() if table[-1][0] == step else []
-            row = dict(zip(columns, before, strict=False)) | {"step": step} | cells
-            table.append([row.get(column, "–") for column in columns])
+        if self.training_tracker is not None:
+            row = {html.escape(label): text for label, text in cells.items()}
+            self.training_tracker.write_line({"step": step, **row})
             self._show(redraw=True)
 
     def _show(self, share: str = "", redraw: bool = False) -> None:

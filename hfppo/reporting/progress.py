@@ -152,10 +152,16 @@ def short_cells(logs: dict[str, float]) -> dict[str, str]:
 
 
 def describe_rollouts(args: PPOConfig, state: TrainerState) -> str:
-    """Return the number of rollouts in a run, their sizes, and on a GPU the choices that follow from it."""
-    rollouts = -(-state.max_steps // args.updates_per_rollout)
-    sizes = describe_sizes(args.rollout_size_per_process, args.world_size, args.updates_per_rollout)
-    return f"{rollouts} {sizes}{describe_gpu(args)}"
+    """Return the number of rollouts in a run, their sizes, and on a GPU the settings that follow from base and GPU."""
+    rollouts, size = -(-state.max_steps // args.updates_per_rollout), args.rollout_size_per_process
+    total = f"{rollouts} rollouts of {size * args.world_size} completions ({size} per process)"
+    sizes = f"{total}, {args.updates_per_rollout} optimizer steps each"
+    if args.device.type != "cuda":
+        return sizes
+    checkpointing = any(getattr(args, name) for name in CHECKPOINTING)
+    rows = args.local_rollout_forward_batch_size or "as free memory allows"
+    switches = f"autocast: {args.mixed_precision}, activation_checkpointing: {checkpointing}"
+    return f"{sizes}\n{switches}, rows sampled at once: {rows}"
 
 
 def show_resume(checkpoint: str, rollout: int, state: TrainerState) -> None:
@@ -167,25 +173,3 @@ def show_resume(checkpoint: str, rollout: int, state: TrainerState) -> None:
     if state.is_world_process_zero:
         begin = f"rollout {rollout}, step {state.global_step} of {state.max_steps}"
         print(f"resumed from {checkpoint}, {begin}", file=sys.stderr, flush=True)
-
-
-def describe_sizes(completions: int, processes: int, steps: int) -> str:
-    """Return the sizes of rollouts in words.
-
-    Args:
-        completions: number per process in a rollout.
-        steps: optimizer steps per rollout.
-    """
-    total = completions * processes
-    return f"rollouts of {total} completions ({completions} per process), {steps} optimizer steps each"
-
-
-def describe_gpu(args: PPOConfig) -> str:
-    """Return a line with what may follow from base and GPU; on a CPU nothing does."""
-    if args.device.type != "cuda":
-        return ""
-    checkpointing = any(getattr(args, name) for name in CHECKPOINTING)
-    given = args.local_rollout_forward_batch_size
-    rows = "as free memory allows" if given is None else str(given)
-    switches = f"autocast: {args.mixed_precision}, activation_checkpointing: {checkpointing}"
-    return f"\n{switches}, rows sampled at once: {rows}"
