@@ -63,7 +63,7 @@ def describe_run(
     prompt_maker: PromptMaker,
 ) -> RunDescription:
     """Describe the run: the values that a resumed run must share, and those it should share."""
-    args, tools = prompt_maker.args, prompt_maker.schemas
+    args, agents = prompt_maker.args, prompt_maker.agents
     inherited = {f.name for f in fields(TrainingArguments)}
     values = json.loads(json.dumps(args.to_dict(), default=str))  # without secrets, and with dtypes as text
     own = [f.name for f in fields(args) if f.name not in {*inherited, *STRUCTURE, "num_critic_epochs"}]
@@ -79,7 +79,7 @@ def describe_run(
             "number of processes": args.world_size,
             PROMPTS: None if prompts is None else prompts.head.digest(),
             **hash_frozen_weights(model),
-            "tools": None if tools is None else {str(name): schemas for name, schemas in tools.items()},
+            "tools": None if agents is None else {str(name): schemas for name, schemas in agents.schemas.items()},
             "peft_config": describe_adapter(peft_config),
             "critic": None if model.critic is None else model.critic.kind,
         },

@@ -1,6 +1,7 @@
 """From the arguments of `PPOTrainer` to its checked and loaded parts; nothing is generated or written here."""
 
-from collections.abc import Callable, Mapping, Sequence
+import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
 
@@ -9,11 +10,12 @@ from peft import PeftConfig, PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from hfppo.checks.data import check_calls, check_ids, check_lengths, check_tokenizer
+from hfppo.checks.data import check_calls, check_ids, check_lengths
 from hfppo.config import PPOConfig
 from hfppo.data.chat_template import CLOCK, RunDate
 from hfppo.data.prompts import Prompts
 from hfppo.environments.agents import Agents, load_agents
+from hfppo.environments.environment import Tool
 from hfppo.environments.episodes import EpisodePlayer, make_player
 from hfppo.environments.pool import EnvironmentFactory
 from hfppo.environments.turn_rewards import episode_rewards
@@ -36,6 +38,8 @@ from hfppo.rewards.model import RewardAdapter, RewardModel
 from hfppo.rewards.process_model import ProcessRewardModel
 from hfppo.rewards.reward_func import RewardFunc, plain_name, unwrap
 
+logger = logging.getLogger(__name__)
+
 RewardSource: TypeAlias = RewardFunc | str | PreTrainedModel
 InitKwargs: TypeAlias = dict[str, Any]  # arguments of `from_pretrained`
 
@@ -49,14 +53,14 @@ class TrainerInputs:
     reward_funcs: RewardSource | Sequence[RewardSource] | None = None
     train_dataset: Dataset | IterableDataset | None = None
     eval_dataset: Dataset | dict[str, Dataset] | None = None
-    tokenizer: PreTrainedTokenizerBase | None = None
+    processing_class: PreTrainedTokenizerBase | None = None
     peft_config: PeftConfig | None = None
     ref_model: str | PreTrainedModel | None = None
     critic: str | PreTrainedModel = "adapter"
-    reward_tokenizers: PreTrainedTokenizerBase | Sequence[PreTrainedTokenizerBase | None] | None = None
-    tools: Sequence[Callable[..., Any]] | None = None
+    reward_processing_classes: PreTrainedTokenizerBase | Sequence[PreTrainedTokenizerBase | None] | None = None
+    tools: Sequence[Tool] | None = None
     environment_factory: EnvironmentFactory | Mapping[str, EnvironmentFactory] | None = None
-    quantization_config: QuantizationConfigMixin | dict[str, Any] | None = None
+    quantization_config: QuantizationConfigMixin | InitKwargs | None = None
     date: RunDate | None = None  # the date of the chat templates; None is today
 
     @property
@@ -105,6 +109,9 @@ def load_parts(inputs: TrainerInputs) -> Parts:
         TypeError, ValueError: an input cannot be used.
     """
     args = inputs.args
+    by_name = (isinstance(x, str) and x not in CRITIC_KINDS for x in (inputs.model, inputs.ref_model, inputs.critic))
+    if inputs.init_kwargs and not any(by_name):
+        logger.warning("model_init_kwargs and quantization_config are not used, because the models are loaded already")
     prompt_maker = load_prompt_maker(inputs)
     tokenizer, agents = prompt_maker.tokenizer, prompt_maker.agents
     prompts = prompt_maker.of_datasets(inputs.train_dataset, inputs.eval_dataset)
@@ -150,8 +157,7 @@ def load_prompt_maker(inputs: TrainerInputs) -> PromptMaker:
     """Return what makes prompts of datasets, with tokenizer, tools and environments."""
     if not isinstance(inputs.model, str):
         check_architecture("model", inputs.model)
-    tokenizer = load_tokenizer(inputs.model, **inputs.of_model) if inputs.tokenizer is None else inputs.tokenizer
-    check_tokenizer(tokenizer)
+    tokenizer = inputs.processing_class or load_tokenizer(inputs.model, **inputs.of_model)
     date = RunDate.today() if inputs.date is None else inputs.date
     options: dict[str, Any] = {CLOCK: date, **cast(dict[str, Any], inputs.args.chat_template_kwargs or {})}
     agents = load_agents(inputs.tools, inputs.environment_factory, tokenizer, inputs.args, options)
@@ -169,7 +175,7 @@ def reward_functions(inputs: TrainerInputs, base_name: str, agents: Agents | Non
     """
     given: list[RewardFunc] = []
     if inputs.reward_funcs is not None:
-        given = load_reward_funcs(inputs.reward_funcs, inputs.reward_tokenizers, base_name, inputs.args.device)
+        given = load_reward_funcs(inputs.reward_funcs, inputs.reward_processing_classes, base_name, inputs.args.device)
     own = episode_rewards(agents, given)
     if inputs.reward_funcs is None and not own and inputs.ref_model is not None and inputs.args.needs_reference:
         given = [no_reward]

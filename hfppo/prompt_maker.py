@@ -2,13 +2,14 @@
 
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from datasets import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerBase
 
 from hfppo.config import PPOConfig
-from hfppo.data.chat_template import RunDate, Schema
+from hfppo.data.chat_template import RunDate
 from hfppo.data.prompt_stream import PromptStream
 from hfppo.data.prompts import Prompts, is_stored, prepare_prompts
 from hfppo.environments.agents import Agents, dataset_for
@@ -53,11 +54,6 @@ class PromptMaker:
     date: RunDate
     chat_template_kwargs: dict[str, Any]
 
-    @property
-    def schemas(self) -> dict[str | None, list[Schema]] | None:
-        """JSON schemas of the tools by environment; None without tools and environments."""
-        return None if self.agents is None else self.agents.schemas
-
     def of_datasets(
         self,
         train_dataset: Dataset | IterableDataset | None,
@@ -98,7 +94,7 @@ class PromptMaker:
                 self.chat_template_kwargs,
                 name,
                 tools=None if agents is None else agents.schemas_of(completed, name),
-                completed=agents is not None and agents.pool is not None,
+                completed=agents is not None and agents.has_environments,
             )
         prompts = prompts.limited(self.args.max_prompt_length, name, may_be_empty)
         # `reset` gets the dataset's own columns.
@@ -114,11 +110,7 @@ class PromptMaker:
             raise ValueError("train_dataset is a stream of unknown length; set max_steps or total_episodes")
         if (longest := self.args.max_prompt_length) is None:
             raise ValueError("train_dataset is a stream with prompts of unknown length; set max_prompt_length")
-
-        def prepare(rows: Dataset, name: str) -> Prompts:
-            return self.of_dataset(rows, name, may_be_empty=True)
-
-        return PromptStream(dataset, prepare, longest)
+        return PromptStream(dataset, partial(self.of_dataset, may_be_empty=True), longest)
 
 
 def label_eval(name: str | None) -> str:

@@ -29,7 +29,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from hfppo.callbacks import PPOControl, TrainerHooks, call_event
 from hfppo.checkpoint import PPOCheckpoint, Standing, describe_run, saved_run
-from hfppo.checks.data import check_arguments, check_output_folder, check_types
+from hfppo.checks.data import check_output_folder, check_types
 from hfppo.checks.engine import check_engine, wait_at_exit
 from hfppo.checks.names import checks_keywords
 from hfppo.collect.collector import Collected, Collector
@@ -165,34 +165,26 @@ class PPOTrainer(CrashSafeTrainer):
         quantization_config: QuantizationConfigMixin | dict[str, Any] | None = None,
     ):
         args = PPOConfig() if args is None else args
-        check_arguments(model, ref_model, critic, args, quantization_config)
-        check_types(
+        train_dataset = default_dataset(environment_factory, args) if train_dataset is None else train_dataset
+        inputs = TrainerInputs(
+            model=model,
+            args=args,
+            reward_funcs=reward_funcs,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
             peft_config=peft_config,
-            callbacks=callbacks,
-            compute_metrics=compute_metrics,
+            ref_model=None if ref_model == model else ref_model,  # the reference is then the model before training
+            critic=critic,
             reward_processing_classes=reward_processing_classes,
             tools=tools,
+            environment_factory=environment_factory,
             quantization_config=quantization_config,
         )
+        check_types(callbacks=callbacks, compute_metrics=compute_metrics, **vars(inputs))
         names = names_of_parameters(model)
-        train_dataset = default_dataset(environment_factory, args) if train_dataset is None else train_dataset
         set_seed(args.seed)  # the adapter is initialized here, before Trainer sets the seed
         with load_whole(args):
-            inputs = TrainerInputs(
-                model=model,
-                args=args,
-                reward_funcs=reward_funcs,
-                train_dataset=train_dataset,
-                eval_dataset=eval_dataset,
-                tokenizer=processing_class,
-                peft_config=peft_config,
-                ref_model=ref_model,
-                critic=critic,
-                reward_tokenizers=reward_processing_classes,
-                tools=tools,
-                environment_factory=environment_factory,
-                quantization_config=quantization_config,
-            )
             parts = load_parts(inputs)
         args = args.for_base(parts.model.dtype)
         take_over(optimizers, names, parts.model, args.critic_learning_rate)

@@ -9,7 +9,7 @@ from peft import AutoPeftModelForCausalLM, FourierFTConfig, LoraConfig, get_peft
 from transformers import AutoModelForCausalLM
 
 import hfppo.models.critic
-from helpers.tiny import LORA, scorer, tiny_model, tiny_of_type
+from helpers.tiny import LORA, lora, scorer, tiny_model, tiny_of_type
 from hfppo.models.actor_critic import ActorCritic
 from hfppo.models.loading import default_peft_config
 
@@ -39,7 +39,7 @@ def test_a_merged_and_saved_model_is_what_plain_peft_loads(make_trainer, tmp_pat
 @pytest.mark.parametrize("critic", ["adapter", "shared", "loaded"])
 def test_arguments_for_loading_are_for_models_given_by_name(seen, make_trainer, critic):
     make_trainer({"model_init_kwargs": {"revision": "v2"}}, critic=scorer() if critic == "loaded" else critic)
-    assert "model_init_kwargs is not used, because the models are loaded already" in seen.messages
+    assert "are not used, because the models are loaded already" in seen.text
 
 
 def test_a_critic_by_its_path_is_loaded_with_the_arguments_of_models(seen, make_trainer, tmp_path):
@@ -49,7 +49,7 @@ def test_a_critic_by_its_path_is_loaded_with_the_arguments_of_models(seen, make_
     base = trainer.model.critic.trunk.get_base_model()
     assert (base.dtype, base.config._attn_implementation) == (torch.bfloat16, "eager")
     assert trainer.model.causal_lm.dtype == torch.float32  # it was loaded before
-    assert "model_init_kwargs is not used" not in seen.text
+    assert "are not used" not in seen.text
     trainer.train()
     trainer.save_model()
     again = make_trainer(fields, critic=trainer.args.output_dir)  # a saved critic, whose base is the scorer
@@ -147,6 +147,24 @@ def test_a_critic_whose_vocabulary_is_padded_less_than_the_actors_reads_the_comp
     rollout = trainer.rollout(["1+2="] * 8)
     assert (rollout.completion_ids >= 30).any()
     assert rollout.values.isfinite().all()
+
+
+@pytest.mark.parametrize("kind", ["a base", "an adapter"])
+def test_the_model_as_its_own_reference_is_the_model_before_training(make_trainer, kind):
+    def rollout(**given):
+        model = tiny_model()
+        if kind == "an adapter":
+            torch.manual_seed(1)
+            model, given = get_peft_model(model, lora(init_lora_weights=False)), {"peft_config": None, **given}
+        if "ref_model" in given:
+            given["ref_model"] = model
+        trainer = make_trainer({"learning_rate": 0.1}, model=model, **given)
+        trainer.train()
+        return trainer.rollout(["1+1="])
+
+    own, left_out = rollout(ref_model=None), rollout()
+    assert own.ref_logprobs.ne(own.old_logprobs).any()
+    assert torch.equal(own.ref_logprobs, left_out.ref_logprobs)
 
 
 def test_a_critic_needs_the_tokenizers_ids_and_a_reference_all_of_the_actors(make_trainer, tokenizer):

@@ -223,8 +223,6 @@ def test_what_cannot_be_judged_is_refused_before_sampling(make_trainer, make_age
         make_agent(environment_factory=Doors, reward_funcs=reward)
     with pytest.raises(ValueError, match="processing_class, a object, does not have it"):
         reward.check(object(), several_turns=False)
-    with pytest.raises(TypeError, match="rewards tokens, so it cannot be called"):
-        reward(prompts=["1"], completions=["2"])
     tiny_model().save_pretrained(tmp_path / "base")
     base = LlamaForTokenClassification.from_pretrained(tmp_path / "base", num_labels=2)
     config = LoraConfig(r=2, target_modules=["q_proj"], task_type="TOKEN_CLS")

@@ -357,7 +357,7 @@ def test_a_caller_that_fails_meanwhile_cancels_them():
             raise
 
     def fail(batch):
-        with RewardFunctions(forever).start(batch):
+        with RewardFunctions([forever]).start(batch):
             time.sleep(0.1)
             raise KeyError("mine")
 

@@ -1,13 +1,11 @@
 """Checks of the arguments of `PPOTrainer`, before anything is generated or written."""
 
 import inspect
-import logging
 from collections.abc import Callable, Iterable
 from itertools import product
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
-import numpy as np
 from peft import PeftConfig, PeftModel
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
@@ -17,31 +15,19 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from hfppo.config import PPOConfig
 from hfppo.data.prompts import RESERVED_COLUMNS, Prompts
 from hfppo.environments.agents import Agents
-from hfppo.models.critic import CRITIC_KINDS
 from hfppo.models.loading import positions_of
 from hfppo.rewards.functions import RewardFunctions
 from hfppo.rewards.model import check_conversations
 from hfppo.rewards.reward_func import RewardWrapper
 from hfppo.rewards.server import RewardServer
 
-logger = logging.getLogger(__name__)
-
-
-def check_tokenizer(tokenizer: object) -> None:
-    """Raise if it is not a tokenizer but, for example, a processor.
-
-    Raises:
-        TypeError: it is something else.
-    """
-    if not isinstance(tokenizer, PreTrainedTokenizerBase):
-        raise TypeError(
-            f"processing_class is a {type(tokenizer).__name__} and not a tokenizer; pass one of AutoTokenizer's, or "
-            "a processor's tokenizer"
-        )
-
-
 # What arguments of PPOTrainer must be, unless they are None, and the remedy.
-ARGUMENTS: dict[str, tuple[Callable[[Any], bool], str]] = {
+ARGUMENTS: dict[str, tuple[Callable[[object], bool], str]] = {
+    "args": (lambda x: isinstance(x, PPOConfig), "pass a PPOConfig, which takes the fields of TrainingArguments"),
+    "processing_class": (
+        lambda x: isinstance(x, PreTrainedTokenizerBase),
+        "pass one of AutoTokenizer's, or a processor's tokenizer",
+    ),
     "peft_config": (
         lambda x: isinstance(x, PeftConfig),
         "pass a configuration of PEFT, such as LoraConfig(r=8, target_modules='all-linear')",
@@ -67,36 +53,15 @@ ARGUMENTS: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 def check_types(**given: object) -> None:
     """Raise TypeError for an argument of `ARGUMENTS` that is of another type; names its value and the right type."""
-    for name, value in given.items():
-        is_right, advice = ARGUMENTS[name]
+    for name, (is_right, advice) in ARGUMENTS.items():
+        value = given[name]
         if value is not None and not is_right(value):
-            raise TypeError(f"{name}={value!r} cannot be used; {advice}")
+            raise TypeError(f"{name}={value!r:.200} cannot be used; {advice}")
 
 
 def is_or_makes(x: object, kind: type) -> bool:
     """Return whether x is an instance of a class, or a class of such instances."""
     return isinstance(x, kind) or (isinstance(x, type) and issubclass(x, kind))
-
-
-def check_arguments(model: object, ref_model: object, critic: object, args: object, quantization: object) -> None:
-    """Raise for a wrong type, or the model as its own reference; warn of `model_init_kwargs` that nothing uses.
-
-    Raises:
-        TypeError, ValueError: an argument cannot be used.
-    """
-    if not isinstance(args, PPOConfig):
-        raise TypeError(
-            f"args is a {type(args).__name__}; pass a PPOConfig, which takes the fields of TrainingArguments"
-        )
-    if ref_model is not None and ref_model is model and not isinstance(model, str):
-        raise ValueError(
-            "ref_model and model are one object; leave ref_model out: the reference is the base with the adapter "
-            "disabled, or a frozen copy of the adapter that the model comes with"
-        )
-    by_name = any(isinstance(x, str) and x not in CRITIC_KINDS for x in (model, ref_model, critic))
-    for name, value in {"model_init_kwargs": args.model_init_kwargs, "quantization_config": quantization}.items():
-        if value and not by_name:
-            logger.warning("%s is not used, because the models are loaded already", name)
 
 
 def check_output_folder(sources: list[tuple[str, object]], args: PPOConfig) -> None:
@@ -105,7 +70,7 @@ def check_output_folder(sources: list[tuple[str, object]], args: PPOConfig) -> N
     Args:
         sources: those of `Parts`; only names of folders are checked.
     Raises:
-        ValueError: it does.
+        ValueError: the output folder contains one.
     """
     output_dir = Path(str(args.output_dir)).resolve()
     for name, source in sources:
@@ -133,8 +98,7 @@ def check_ids(model: PreTrainedModel | PeftModel, prompts: dict[str, Prompts], s
     for name, some in prompts.items():
         if not some.longest:  # environments write these prompts
             continue
-        row = int(np.searchsorted(some.ends, some.tokens.argmax(), side="right"))  # the row of the largest id
-        suspects[f"{name} row {row}"] = some[row][1]
+        suspects[name] = [int(some.tokens.max())]
     for where, ids in suspects.items():
         if max(ids) >= size:
             raise ValueError(
@@ -149,7 +113,7 @@ def check_calls(rewards: RewardFunctions, prompts: dict[str, Prompts], agents: A
     Raises:
         TypeError, ValueError: a function cannot be called with a dataset's columns.
     """
-    from_episodes = {"environments"} if agents is not None and agents.pool is not None else set()
+    from_episodes = {"environments"} if agents is not None and agents.has_environments else set()
     for (name, func), (dataset, some) in product(zip(rewards.names, rewards.funcs, strict=True), prompts.items()):
         if shadowed := sorted(from_episodes & set(some.rows.column_names)):
             raise ValueError(

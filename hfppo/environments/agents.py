@@ -14,7 +14,7 @@ from hfppo.data.chat_template import Schema
 from hfppo.data.prompts import EMPTY_PROMPT
 from hfppo.environments.chat_format import ChatFormat, make_chat_format
 from hfppo.environments.environment import Environment, TextEnvironment, Tool, tools_of
-from hfppo.environments.pool import EnvironmentFactory, EnvironmentPool, factory_name, pool_of
+from hfppo.environments.pool import EnvironmentFactory, EnvironmentPool, factory_name
 from hfppo.rewards.reward_func import plain_name, unwrap
 
 COLUMN = "environment"  # of the dataset: names each row's environment where there are several
@@ -27,10 +27,15 @@ class Agents:
     """The tools and environments of a run."""
 
     tools: dict[str, Tool]
-    pool: EnvironmentPool | None
+    pool: EnvironmentPool
     chat_format: ChatFormat
     by_column: bool  # whether each row names its environment
     schemas: dict[str | None, list[Schema]]  # the tools' JSON schemas, keyed by environment
+
+    @property
+    def has_environments(self) -> bool:
+        """Whether there are environments, and not only tools."""
+        return self.pool.factories != {None: None}
 
     def schemas_of(self, dataset: Dataset, name: str) -> list[list[Schema]]:
         """Return the tools that each row's prompt shows.
@@ -72,14 +77,14 @@ def load_agents(
     Raises:
         TypeError, ValueError: a tool, an environment, the chat template or a setting cannot be used.
     """
-    pool = pool_of(environment_factory)
-    if not tools and pool is None:
+    if not tools and environment_factory is None:
         check_unused(args)
         return None
+    by_column = isinstance(environment_factory, Mapping)
+    pool = EnvironmentPool(dict(environment_factory) if by_column else {None: environment_factory})
     by_name = named_tools(tools or [])
-    examples = {None: None} if pool is None else pool.examples
     schemas: dict[str | None, list[Schema]] = {}
-    for name, environment in examples.items():
+    for name, environment in pool.examples.items():
         own = tools_of(environment)
         check_tools_fit(by_name, own, environment, name)
         schemas[name] = [get_json_schema(tool) for tool in {**by_name, **own}.values()]
@@ -90,7 +95,7 @@ def load_agents(
         )
     eos_ids = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     chat_format = make_chat_format(tokenizer, eos_ids, options, with_tools=any(schemas.values()))
-    return Agents(by_name, pool, chat_format, isinstance(environment_factory, Mapping), schemas)
+    return Agents(by_name, pool, chat_format, by_column, schemas)
 
 
 def named_tools(tools: Sequence[Tool]) -> dict[str, Tool]:
@@ -164,7 +169,7 @@ def dataset_for(dataset: Dataset, agents: Agents | None) -> Dataset:
 
     The added column is for tokenizing only: `reset` gets the dataset's own columns.
     """
-    completed = agents is not None and agents.pool is not None and isinstance(dataset, Dataset)
+    completed = agents is not None and agents.has_environments and isinstance(dataset, Dataset)
     if completed and "prompt" not in dataset.column_names and len(dataset):
         return dataset.add_column("prompt", [EMPTY_PROMPT] * len(dataset))
     return dataset

@@ -1,14 +1,15 @@
 """Messages between the model's turns as token ids, and the model's turns as messages.
 
-Sampled tokens are never tokenized again. What answers a turn is appended as the difference of two renderings of a
-short conversation, with and without the answer; both end the assistant's turn with the same token.
+Sampled tokens are never tokenized again. An answer to a turn is appended as the difference of two renderings of a
+short conversation, with and without the answer. Both end the assistant's turn with the same token.
 """
 
 import logging
 import re
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from typing import Any
 
 from jinja2 import TemplateError
@@ -17,8 +18,6 @@ from transformers import PreTrainedTokenizerBase
 from hfppo.data.chat_template import CLOCK, Message, Schema, apply_chat_template, without_nones
 
 logger = logging.getLogger(__name__)
-
-MOST_KNOWN = 4096  # replies whose tokens are kept
 
 # Texts in a trial conversation that a template must keep.
 SENTINELS = ("name_of_a_tool", "name_of_an_argument", "value_of_an_argument", "text_of_a_reply")
@@ -32,9 +31,6 @@ class ChatFormat:
     eos_ids: list[int]  # tokens that end a turn
     options: dict[str, Any]  # passed to `apply_chat_template`
 
-    # Token ids of replies rendered before: many environments give the same few answers.
-    _known: dict[Hashable, list[int]] = field(default_factory=dict, init=False, repr=False, compare=False)
-
     def reply_ids(self, replies: Sequence[Message], closed: bool = True) -> list[int]:
         """Return the tokens from the end of the model's turn to the beginning of its next one.
 
@@ -45,20 +41,18 @@ class ChatFormat:
             ValueError: the template renders earlier messages differently when the replies follow.
         """
         day = getattr(self.options.get(CLOCK), "day", None)
-        key = (closed, day, *(tuple(message.items()) for message in replies))
-        if key not in self._known:
-            if len(self._known) >= MOST_KNOWN:
-                self._known.clear()
-            self._known[key] = self._reply_ids(replies, closed)
-        return self._known[key]
+        return self._cached(day, closed, *(tuple(message.items()) for message in replies))
 
-    def _reply_ids(self, replies: Sequence[Message], closed: bool) -> list[int]:
+    @cached_property
+    def _cached(self) -> Callable[..., list[int]]:
+        return lru_cache(maxsize=4096)(self._reply_ids)  # many environments give the same few answers
+
+    def _reply_ids(self, _: object, closed: bool, *items: tuple[tuple[str, Any], ...]) -> list[int]:
+        replies = list(map(dict, items))
         before = messages_before(replies[0])
         safe = [{**message, "content": self.neutralize(message["content"])} for message in replies]
-        shorter = self.rendered(before, tokenize=True, return_dict=True)["input_ids"]
-        longer = self.rendered([*before, *safe], tokenize=True, return_dict=True, add_generation_prompt=True)[
-            "input_ids"
-        ]
+        shorter = self.rendered(before, return_dict=True)["input_ids"]
+        longer = self.rendered([*before, *safe], return_dict=True, add_generation_prompt=True)["input_ids"]
         ends = [i for i, token in enumerate(shorter) if token in self.eos_ids]
         begin = ends[-1] + closed if ends else len(shorter)  # some templates write a line feed after the end of a turn
         if longer[:begin] != shorter[:begin]:
@@ -188,16 +182,13 @@ def from_trl(function: str, tokenizer: PreTrainedTokenizerBase, remedy: str) -> 
     """Return what a function of TRL's chat templates finds for a tokenizer.
 
     Raises:
-        ValueError: TRL is not installed, or does not know the template; begins with the remedy.
+        ValueError: it finds nothing; begins with the remedy.
     """
-    try:
+    found = None
+    with suppress(ImportError, ValueError):  # not installed, or it does not know the template
         from trl import chat_template_utils
 
         found = getattr(chat_template_utils, function)(tokenizer)
-    except ImportError as error:
-        raise ValueError(f"{remedy}, or install trl, which has some for many models") from error
-    except ValueError as error:
-        raise ValueError(f"{remedy}; TRL has none for this chat template") from error
     if found is None:
-        raise ValueError(f"{remedy}; TRL has none for this model")
+        raise ValueError(f"{remedy}; trl, which has some for many models, is not installed or has none for this one")
     return found

@@ -1,8 +1,8 @@
 """Episodes: several turns of the model, and between them the answers of tools and an environment.
 
-Each episode goes on when its own tools have answered: it joins the next batch of the sampler, which leaves out those
-that still wait. A row's episode depends only on its own seeds. No process waits for another between turns, except with
-sharded models, whose processes compute together.
+An episode continues as soon as its own tools have answered: it joins the sampler's next batch, without the episodes
+that still wait. A row's episode depends only on its own seeds. Processes do not wait for each other between turns,
+except with sharded models, whose processes compute together.
 """
 
 import inspect
@@ -33,7 +33,7 @@ from hfppo.environments.environment import (
     text_of,
     tools_of,
 )
-from hfppo.environments.tool_calls import TIMEOUT, Answer, run_calls
+from hfppo.environments.tool_calls import TIMEOUT, Answer, ToolCall, run_calls
 from hfppo.generation.sampler import Completions
 from hfppo.state import stream_seed
 from hfppo.support.background import Background, Tasks
@@ -48,7 +48,7 @@ T = TypeVar("T")
 # have its next turn sampled, and receives completions and its row in them.
 Steps = Generator[Any, Any, T]
 
-PATIENCE = 0.03  # least seconds that ready episodes wait for others; quick tools answer within, and batches stay whole
+PATIENCE = 0.03  # seconds that ready episodes wait for others at least, so that quick tools keep batches whole
 
 logger = logging.getLogger(__name__)
 
@@ -76,11 +76,6 @@ class Episode:
     open_ended: bool = False  # whether the critic knows its last state
     failed: bool = False  # whether it has no score: its environment's state is unknown, or its prompt too long
     counts: Counter[str] = field(default_factory=Counter)  # calls and their failures by kind
-
-    @property
-    def last_token(self) -> int:
-        """The position of the last token so far."""
-        return len(self.ids) - 1
 
     def append(self, ids: list[int], logprobs: list[float] | None = None) -> None:
         """Append the tokens of a turn, or context, which has no log-probs."""
@@ -140,7 +135,7 @@ class EpisodePlayer:
             ValueError: a prompt has no tokens, or a reward is not a number.
         """
         names = [row.columns["environment"] if self.agents.by_column else None for row in rows]
-        environments = [None] * len(rows) if self.agents.pool is None else self.agents.pool.take(names)
+        environments = self.agents.pool.take(names)
         patience = math.inf  # the first batch has all rows
         with Background(rows[0].seed) as background:
             tasks = Tasks([self.steps(*given) for given in zip(rows, names, environments, strict=True)], background)
@@ -154,11 +149,11 @@ class EpisodePlayer:
                     tasks.give(playing, turns())
                 elif playing:
                     tasks.give_later(playing, turns)
-                # Longer, the sampler would be idle; less, it would have many small batches, each about as slow.
+                # A longer wait leaves the sampler idle; a shorter one makes many small batches, each about as slow.
                 patience = max(PATIENCE, (time.perf_counter() - start) / 2)
         episodes = [tasks.results[i] for i in range(len(rows))]
         for name, episode in zip(names, episodes, strict=True):
-            if self.agents.pool is not None and not episode.failed:
+            if not episode.failed:
                 self.agents.pool.give_back(name, episode.environment)
         return episodes
 
@@ -285,7 +280,7 @@ class EpisodePlayer:
 
     def step(self, episode: Episode, text: str) -> Steps[None]:
         """Let a text environment answer a turn."""
-        environment, end = episode.environment, episode.last_token
+        environment, end = episode.environment, len(episode.ids) - 1
         described = f"{type(environment).__name__}.step, row {episode.row.number},"
         try:
             taken = yield from self.call(described, partial(environment.step, text))
@@ -301,9 +296,9 @@ class EpisodePlayer:
         is_last = truncated or self.rounds_left(episode) <= 0
         self.reply(episode, [{"role": "user", "content": text_of(observation)}], is_last)
 
-    def call_tools(self, episode: Episode, calls: Sequence[Mapping[str, Any]]) -> Steps[None]:
+    def call_tools(self, episode: Episode, calls: Sequence[ToolCall]) -> Steps[None]:
         """Let tools answer a turn."""
-        end = episode.last_token
+        end = len(episode.ids) - 1
         if self.rounds_left(episode) < 0:
             episode.end(UNFINISHED, truncated=True)  # the critic has no value for the state after a turn's end
             return

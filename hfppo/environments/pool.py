@@ -1,6 +1,6 @@
 """Instances of environments, made once and reset for each episode."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from hfppo.environments.environment import Environment
@@ -14,15 +14,16 @@ class EnvironmentPool:
     """The environments of a run.
 
     Args:
-        factories: keyed by the value of the dataset's column `environment`; None is the key of a single one.
+        factories: keyed by the value of the dataset's column `environment`; None is the key of a single one. A factory
+            that is None makes no environment, for runs with tools only.
 
     Raises:
         TypeError: a factory cannot be called, or makes an object without `reset`.
     """
 
-    factories: dict[str | None, EnvironmentFactory]
+    factories: dict[str | None, EnvironmentFactory | None]
     examples: dict[str | None, Environment] = field(init=False)  # an instance of each environment
-    idle: dict[str | None, list[Environment]] = field(init=False)  # instances that nobody uses
+    idle: dict[str | None, list[Environment]] = field(init=False)  # instances that no episode uses
 
     def __post_init__(self) -> None:
         self.examples = {name: self.make(name) for name in self.factories}
@@ -31,6 +32,8 @@ class EnvironmentPool:
     def make(self, name: str | None) -> Environment:
         """Return a new instance."""
         factory = self.factories[name]
+        if factory is None:
+            return None
         if not callable(factory):
             raise TypeError(
                 f"{factory_name(name)} is a {type(factory).__name__}, which cannot be called; pass the class, or a "
@@ -44,21 +47,14 @@ class EnvironmentPool:
         return environment
 
     def take(self, names: Sequence[str | None]) -> list[Environment]:
-        """Return an instance for each name; nobody else gets them until they are given back."""
+        """Return an instance for each name; no other episode gets them until they are given back."""
         return [self.idle[name].pop(0) if self.idle[name] else self.make(name) for name in names]
 
     def give_back(self, name: str | None, environment: Environment) -> None:
-        """Return an instance to the pool, unless its state is unknown or a thread may still use it."""
+        """Return an instance to the pool. Its state must be known, and no thread may still use it."""
         self.idle[name].append(environment)
 
 
 def factory_name(name: str | None) -> str:
     """Return the name of a factory in errors."""
     return "environment_factory" if name is None else f"environment_factory[{name!r}]"
-
-
-def pool_of(factory: EnvironmentFactory | Mapping[str, EnvironmentFactory] | None) -> EnvironmentPool | None:
-    """Return the environments of the argument `environment_factory`."""
-    if factory is None:
-        return None
-    return EnvironmentPool(dict(factory) if isinstance(factory, Mapping) else {None: factory})

@@ -14,12 +14,7 @@ from hfppo.support.calls import awaited_within, call_in_thread
 # Kinds of failures, as `tools/<kind>_frac` counts them.
 UNKNOWN, RAISED, TIMEOUT = "unknown", "raised", "timeout"
 
-
-class UnknownTool(LookupError):
-    """The model calls a tool that does not exist."""
-
-
-KINDS: dict[type[Exception], str] = {UnknownTool: UNKNOWN, TimeoutError: TIMEOUT}
+ToolCall = Mapping[str, Any]  # {"name": …, "arguments": {…}}
 
 
 @dataclass(frozen=True)
@@ -32,37 +27,32 @@ class Answer:
     of_environment: bool = False  # whether the tool is a method of the environment
 
 
-def run_calls(
-    calls: Sequence[Mapping[str, Any]], tools: Mapping[str, Tool], timeout: float | None
-) -> list[Answer] | Awaitable[list[Answer]]:
+def run_calls(calls: Sequence[ToolCall], tools: Mapping[str, Tool], timeout: float | None) -> Awaitable[list[Answer]]:
     """Run the calls of one turn in their order; awaitables that they return are awaited together after that.
 
     Args:
-        calls: entries of a message's `tool_calls`, {"name": …, "arguments": {…}} each.
+        calls: functions of a message's `tool_calls`.
         tools: keyed by name; methods of an environment are bound.
         timeout: seconds for each call; None: any.
     Returns:
-        the answers in the order of the calls; an awaitable of them if a call returned one.
+        the answers in the order of the calls.
     """
     outcomes = [run_plain(call, tools.get(call["name"]), timeout) for call in calls]
-    if any(map(inspect.isawaitable, outcomes)):
-        return run_async(calls, tools, outcomes, timeout)
-    return [answer_to(call["name"], tools, outcome) for call, outcome in zip(calls, outcomes, strict=True)]
+    return finish_all([call["name"] for call in calls], tools, outcomes, timeout)
 
 
-async def run_async(
-    calls: Sequence[Mapping[str, Any]], tools: Mapping[str, Tool], outcomes: list[object], timeout: float | None
+async def finish_all(
+    names: list[str], tools: Mapping[str, Tool], outcomes: list[object], timeout: float | None
 ) -> list[Answer]:
     """Await the outcomes of calls together, and return the answers."""
-    names = [call["name"] for call in calls]
     finished = await asyncio.gather(*(finish(*pair, timeout) for pair in zip(names, outcomes, strict=True)))
     return [answer_to(name, tools, outcome) for name, outcome in zip(names, finished, strict=True)]
 
 
-def run_plain(call: Mapping[str, Any], tool: Tool | None, timeout: float | None) -> object:
+def run_plain(call: ToolCall, tool: Tool | None, timeout: float | None) -> object:
     """Return the value or awaitable that a tool returns, or the error that it raises."""
     if tool is None:
-        return UnknownTool(f"Tool {call['name']} not found.")
+        return LookupError(f"Tool {call['name']} not found.")
     limit = None if inspect.iscoroutinefunction(tool) else timeout  # only `finish` spends time then
     try:
         return call_in_thread(limit, too_late(call["name"], timeout), partial(tool, **call["arguments"]))
@@ -91,7 +81,7 @@ def answer_to(name: str, tools: Mapping[str, Tool], outcome: object) -> Answer:
             raise outcome
         text = text_of(outcome)
     except (Exception, SystemExit) as error:  # the value's `__str__` may raise, too
-        failure = next((kind for cause, kind in KINDS.items() if isinstance(error, cause)), RAISED)
+        failure = UNKNOWN if name not in tools else TIMEOUT if isinstance(error, TimeoutError) else RAISED
         text = text_of({"error": str(error)})
     message = {"role": "tool", "name": name, "content": text}  # TRL's form
     return Answer(message, result, failure, of_environment=inspect.ismethod(tools.get(name)))

@@ -1,6 +1,7 @@
 """The rewards that tools and environments give, as one more reward function."""
 
 from collections.abc import Sequence
+from types import NoneType
 
 from hfppo.environments.agents import Agents
 from hfppo.environments.environment import finite_reward
@@ -15,13 +16,13 @@ class EpisodeReward:
     reward.
 
     Args:
-        environment_class: None for tools without an environment.
+        environment_class: NoneType for tools without an environment.
         is_only: whether the run has no other reward function. An episode without a reward then has the score 0.
     """
 
-    def __init__(self, environment_class: type | None, is_only: bool):
+    def __init__(self, environment_class: type, is_only: bool):
         self.environment_class, self.is_only = environment_class, is_only
-        self.__name__ = "tools" if environment_class is None else environment_class.__name__
+        self.__name__ = "tools" if environment_class is NoneType else environment_class.__name__
 
     def score_batch(self, batch: RewardBatch, log: Log) -> list[list[float] | None]:
         """Return a reward per token for each episode; None for an episode without a score."""
@@ -29,7 +30,7 @@ class EpisodeReward:
 
     def score(self, episode: Episode) -> list[float] | None:
         """Return the score of an episode."""
-        own = self.environment_class is None or type(episode.environment) is self.environment_class
+        own = type(episode.environment) is self.environment_class
         final = episode.final_reward
         if not own or episode.failed or (final is None and not (episode.rewards or self.is_only)):
             return None
@@ -45,7 +46,5 @@ def episode_rewards(agents: Agents | None, given: Sequence[object]) -> list[Epis
     """
     if agents is None:
         return []
-    if agents.pool is None:
-        return [EpisodeReward(None, not given)]
     classes = dict.fromkeys(type(instance) for instance in agents.pool.examples.values())
     return [EpisodeReward(environment_class, not given) for environment_class in classes]

@@ -15,7 +15,7 @@ NOT_SHOWN = ("_reward_std", "_unscorable_frac", "_runtime", "_per_second", "_pre
 class NotebookProgress(Phases, NotebookProgressCallback):
     """Trainer's bar for notebooks, with the sizes of the run, the phase of the rollout, and a table of its own.
 
-    Trainer's table has the loss, which says nothing in PPO. Here a row has the numbers of a terminal's line, and the
+    Trainer's table has the loss, which means little in PPO. Here a row has the numbers of a terminal's line, and the
     rewards and the user's metrics of an evaluation.
     """
 

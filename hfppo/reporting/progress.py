@@ -29,10 +29,10 @@ SHORT = (
 
 
 class Phases(TrainerCallback):
-    """What every display of a run does: it shows the phase of the rollout that is collected.
+    """The base of the displays: knows the phase of the rollout that is collected.
 
-    The trainer enters `phase` around each phase; the sampler calls `advance` with its share. Both do nothing without a
-    bar: with `disable_tqdm`, and on processes other than the first.
+    The trainer enters `phase` around each phase; the sampler calls `advance` with the share that is done. Both do
+    nothing without a bar: with `disable_tqdm`, and on processes other than the first.
     """
 
     def __init__(self) -> None:

@@ -47,8 +47,8 @@ class RewardFunctions:
         ValueError: no function, or a number of weights that differs from theirs.
     """
 
-    def __init__(self, funcs: object, weights: Sequence[float] | None = None):
-        self.funcs: list[Any] = list(funcs) if isinstance(funcs, Sequence) and not isinstance(funcs, str) else [funcs]
+    def __init__(self, funcs: Sequence[Any], weights: Sequence[float] | None = None):
+        self.funcs = list(funcs)
         if not self.funcs:
             raise ValueError(
                 "reward_funcs is empty; give at least one function. None is for tools, for environments, and for a "

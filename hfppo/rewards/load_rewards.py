@@ -76,18 +76,13 @@ def load_reward_func(
 def wrap_loaded(
     model: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase | None, device: torch.device
 ) -> RewardModel:
-    """Return a loaded model as a reward function; raise if it has no score head or no tokenizer."""
+    """Return a loaded model as a reward function; raise if it has no score head."""
     kind = type(model.get_base_model() if isinstance(model, PeftModel) else model).__name__
     rewards = [rewards for end, (_, rewards) in MODELS.items() if kind.endswith(end)]
     if not rewards:
         raise TypeError(
             f"reward_funcs has {kind}, which gives no scores; give a function, or a model made by "
             f"{' or '.join(auto.__name__ for auto, _ in MODELS.values())}"
-        )
-    if tokenizer is None and not model.config.name_or_path:
-        raise ValueError(
-            f"reward_funcs has {kind} without a name to load its tokenizer by; give the tokenizer in "
-            "reward_processing_classes"
         )
     tokenizer = tokenizer or load_tokenizer(model, "reward_funcs")
     return rewards[0](model, tokenizer, device=device if model.device.type == "cpu" else None)

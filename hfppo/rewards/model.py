@@ -7,7 +7,7 @@ An adapter for the actor's base uses the base that is already in memory.
 
 import copy
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
 from hfppo.data.chat_template import (
     TEMPLATE_COLUMNS,
+    Message,
     RunDate,
     apply_chat_template,
     template_options,
@@ -29,6 +30,7 @@ from hfppo.models.critic import shared_copy
 from hfppo.models.layout import rows_at_once
 from hfppo.models.vocabulary import saved_vocabulary
 from hfppo.rewards.reward_func import Log, RewardBatch, unwrap
+from hfppo.support.padding import pad_right
 
 
 class RewardModel:
@@ -78,31 +80,29 @@ class RewardModel:
             eos = self.tokenizer.eos_token or ""
             texts = [prompt + completion + eos for prompt, completion in zip(prompts, completions, strict=True)]
         else:
-            columns = (kwargs.get(name) or [None] * len(prompts) for name in TEMPLATE_COLUMNS)
-            texts = [
-                apply_chat_template(
-                    self.tokenizer,
-                    without_nones(conversation(prompt, completion)),
-                    self.date,
-                    tokenize=False,
-                    **template_options(*options),
-                )
-                for prompt, completion, *options in zip(prompts, completions, *columns, strict=True)
-            ]
+            talks = map(conversation, prompts, completions)
+            texts = [self.rendered(talk, kwargs, row) for row, talk in enumerate(talks)]
         # A chat template writes the special tokens itself.
         return self.score(texts, add_special_tokens=isinstance(prompts[0], str))
+
+    def rendered(
+        self, messages: list[Message], columns: Mapping[str, Sequence[object]], row: int, **options: bool
+    ) -> str:
+        """Return a conversation as the chat template renders it, with the options that a row's columns give."""
+        given = (columns[name][row] if columns.get(name) else None for name in TEMPLATE_COLUMNS)
+        options = template_options(*given) | options
+        return apply_chat_template(self.tokenizer, without_nones(messages), self.date, tokenize=False, **options)
 
     def score(self, texts: list[str], add_special_tokens: bool = True) -> list[float]:
         """Return the scores of texts; a text longer than the model's positions loses its beginning."""
         options = {"truncation": self.max_length is not None, "max_length": self.max_length}
         encoded = self.tokenizer(texts, add_special_tokens=add_special_tokens, **options)["input_ids"] if texts else []
-        ids = [torch.tensor(row) for row in encoded]
-        if empty := [text for text, row in zip(texts, ids, strict=True) if not len(row)]:
+        if empty := [text for text, row in zip(texts, encoded, strict=True) if not row]:
             raise ValueError(f"reward model {self.__name__} cannot score {empty[0]!r}: the text has no tokens")
-        return [float(logits[self.label]) for logits in self.outputs(ids)]
+        return [float(logits[self.label]) for logits in self.outputs(encoded)]
 
     @torch.no_grad()
-    def outputs(self, sequences: list[Tensor]) -> list[Tensor]:
+    def outputs(self, sequences: list[list[int]]) -> list[Tensor]:
         """Return the logits of each sequence of token ids, float32 on the CPU; the rows are computed by length."""
         if not hasattr(self.model, "hf_device_map"):  # a device map may have spread it over several devices
             # Trainer has moved the tensors that it shares with actor or critic, but not its own.
@@ -111,22 +111,16 @@ class RewardModel:
             return []
         lengths = torch.tensor([len(row) for row in sequences])
         outputs = [torch.empty(0)] * len(sequences)
-        size = rows_at_once(self.batch_size, int(lengths.max()), next(self.model.parameters()).device)
-        for rows in lengths.argsort(descending=True).split(size):
-            for row, logits in zip(rows, self.logits([sequences[row] for row in rows]).float().cpu(), strict=True):
+        device = next(self.model.parameters()).device
+        for rows in lengths.argsort(descending=True).split(rows_at_once(self.batch_size, int(lengths.max()), device)):
+            ids, mask = pad_right([sequences[row] for row in rows], torch.int64)
+            computed = self.logits(ids.to(device), mask.long().to(device)).float().cpu()
+            for row, logits in zip(rows, computed, strict=True):
                 outputs[row] = logits
         return outputs
 
-    def padded(self, sequences: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """Return token ids and their attention mask, (B, T) each, padded on the right."""
-        device = next(self.model.parameters()).device
-        ids = nn.utils.rnn.pad_sequence(sequences, batch_first=True).to(device)
-        lengths = torch.tensor([len(sequence) for sequence in sequences], device=device)
-        return ids, (torch.arange(ids.shape[1], device=device) < lengths[:, None]).long()
-
-    def logits(self, sequences: list[Tensor]) -> Tensor:
-        """Return (B, labels) logits of token ids, for a decoder those at the last real token."""
-        ids, mask = self.padded(sequences)
+    def logits(self, ids: Tensor, mask: Tensor) -> Tensor:
+        """Return (B, labels) logits of (B, T) token ids, for a decoder those at the last real token."""
         model: Any = self.model.get_base_model() if isinstance(self.model, PeftModel) else self.model
         if not hasattr(model, "score"):  # an encoder with a pooling of its own
             return model(input_ids=ids, attention_mask=mask).logits
@@ -135,7 +129,7 @@ class RewardModel:
         return model.score(hidden[torch.arange(len(ids), device=ids.device), mask.sum(dim=1) - 1])
 
 
-def conversation(prompt: list[dict[str, Any]], completion: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def conversation(prompt: list[Message], completion: list[Message]) -> list[Message]:
     """Join a prompt and its completion, in one turn if the prompt ends with an unfinished assistant's."""
     *before, last = prompt
     if last["role"] != "assistant":

@@ -2,13 +2,13 @@
 
     reward_funcs=[right_answer, "org/process-reward-model"]
 
-A step is what it is for TRL's PRMTrainer: the model reads it with its separator, and judges at the last token of both.
+Steps are those of TRL's PRMTrainer: the model reads a step with its separator, and judges at the last token of both.
 """
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import accumulate
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 from peft import PeftModel
@@ -16,7 +16,6 @@ from tokenizers.decoders import DecodeStream
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from hfppo.data.chat_template import TEMPLATE_COLUMNS, apply_chat_template, template_options, without_nones
 from hfppo.rewards.model import RewardModel
 from hfppo.rewards.reward_func import Log, RewardBatch
 
@@ -92,12 +91,6 @@ class ProcessRewardModel(RewardModel):
                     f"{type(given).__name__}, does not have it; pass a PreTrainedTokenizerFast"
                 )
 
-    def __call__(self, /, prompts: Sequence[Any], completions: Sequence[Any], **kwargs: Any) -> list[float]:
-        """Raise TypeError: without the policy's tokenizer it is unknown which text a token writes."""
-        raise TypeError(
-            f"reward model {self.__name__!r} rewards tokens, so it cannot be called; pass it in reward_funcs"
-        )
-
     def score_batch(self, batch: RewardBatch, log: Log) -> list[list[float] | None]:  # type: ignore[override]
         """Return a reward for each token; None for a completion that is longer than the model's positions."""
         parts = self.parts_of(batch)
@@ -106,7 +99,7 @@ class ProcessRewardModel(RewardModel):
         rewards = [[0.0] * len(ids) for ids in batch.completion_ids]
         rows = [row for row, ids in enumerate(read) if ids and fits[row]]
         whole = [self.prompt_of(batch, row) + read[row] for row in rows]
-        sequences = [torch.tensor(ids if self.max_length is None else ids[-self.max_length :]) for ids in whole]
+        sequences = [ids if self.max_length is None else ids[-self.max_length :] for ids in whole]
         for row, ids, logits in zip(rows, sequences, self.outputs(sequences), strict=True):
             judged = self.judged(logits[: len(ids)])[-len(read[row]) :].tolist()  # without the padding
             for end, part in zip(accumulate(len(part.ids) for part in parts[row]), parts[row], strict=True):
@@ -144,14 +137,9 @@ class ProcessRewardModel(RewardModel):
         if isinstance(prompt, str):
             start = self.tokenizer.bos_token_id
             return ([] if start is None else [start]) + self.ids_of(prompt)
-        options = template_options(
-            *(batch.columns[name][row] if name in batch.columns else None for name in TEMPLATE_COLUMNS)
-        )
         begun = prompt[-1]["role"] == "assistant"
-        options |= {"add_generation_prompt": not begun, "continue_final_message": begun}
-        return self.ids_of(
-            apply_chat_template(self.tokenizer, without_nones(prompt), self.date, tokenize=False, **options)
-        )
+        options = {"add_generation_prompt": not begun, "continue_final_message": begun}
+        return self.ids_of(self.rendered(prompt, batch.columns, row, **options))
 
     def ids_of(self, text: str) -> list[int]:
         """Return the tokens of a text."""
@@ -161,9 +149,8 @@ class ProcessRewardModel(RewardModel):
         """Return the reward at each position, (T,), from (T, labels) logits."""
         return logits[:, 0] if logits.shape[1] == 1 else logits.softmax(dim=1)[:, self.label]
 
-    def logits(self, sequences: list[Tensor]) -> Tensor:
-        """Return (B, T, labels) logits of token ids."""
-        ids, mask = self.padded(sequences)
+    def logits(self, ids: Tensor, mask: Tensor) -> Tensor:
+        """Return (B, T, labels) logits of (B, T) token ids."""
         return self.model(input_ids=ids, attention_mask=mask).logits
 
 

@@ -23,8 +23,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, TrainerState
 
+from hfppo.data.chat_template import Message
+
 RewardFunc = Callable[..., Any]
-Text = str | list[dict[str, Any]]  # or a conversation
+Text = str | list[Message]  # or a conversation
 
 
 @dataclass

@@ -2,8 +2,8 @@
 
     reward_funcs=[right_answer, RewardServer("http://127.0.0.1:8100/score", columns=["answer"])]
 
-It is asked by POST with JSON, {"prompts": […], "completions": […], "answer": […]}, and answers {"scores": […]}, one
-number per completion, null to leave the row out.
+The server gets JSON by POST, {"prompts": […], "completions": […], "answer": […]}, and answers {"scores": […]}: a
+number for each completion, or null to leave the row out.
 """
 
 from collections.abc import Mapping, Sequence

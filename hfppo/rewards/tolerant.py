@@ -31,14 +31,6 @@ class RewardError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class CallResult:
-    """The outcome of one call: a reward or an exception for each row, and the log."""
-
-    rewards: list[object]
-    log: Log
-
-
-@dataclass(frozen=True)
 class TolerantReward(RewardWrapper):
     """A reward function that may fail for some rows.
 
@@ -80,46 +72,47 @@ class TolerantReward(RewardWrapper):
 
     async def _score(self, batch: RewardBatch, log: Log) -> list[object]:
         # A plain function never suspends this coroutine, so `run_without_waiting` can run it to its end.
+        own = Log()  # of the whole call, which may fail
         try:
-            found = await self._call(batch)
+            rewards = await self._call(batch, own)
+            log.columns, log.numbers = own.columns, own.numbers
         except Exception as error:
-            found = await self._row_by_row(batch, error)
-        self._check_share(found.rewards, len(batch.prompts))
-        log.columns, log.numbers = found.log.columns, found.log.numbers
-        log.failed = [isinstance(reward, Exception) for reward in found.rewards]
+            rewards = await self._row_by_row(batch, log, error)
+        self._check_share(rewards, len(batch.prompts))
+        log.failed = [isinstance(reward, Exception) for reward in rewards]
         if any(log.failed):
             count, first = sum(log.failed), log.failed.index(True)
             where = f"failed for {count} of {len(log.failed)} completions; the first is row {first}"
-            logger.warning("reward function %r %s: %r", plain_name(self), where, found.rewards[first])
+            logger.warning("reward function %r %s: %r", plain_name(self), where, rewards[first])
         fallback = None if self.on_error == "skip" else self.on_error
-        return [fallback if lost else reward for lost, reward in zip(log.failed, found.rewards, strict=True)]
+        return [fallback if lost else reward for lost, reward in zip(log.failed, rewards, strict=True)]
 
-    async def _row_by_row(self, batch: RewardBatch, error: Exception) -> CallResult:
+    async def _row_by_row(self, batch: RewardBatch, log: Log, error: Exception) -> list[object]:
         """Call the function for each row, until more rows have failed than may."""
         logger.warning("reward function %r failed and is called again for each row: %r", plain_name(self), error)
         rewards: list[object] = []
         logs: list[Log] = []
         for row in range(len(batch.prompts)):
+            own = Log()
             try:
-                found = await self._call(batch.rows(slice(row, row + 1)), row)
+                rewards += await self._call(batch.rows(slice(row, row + 1)), own, row)
             except Exception as failure:
-                found = CallResult([failure], Log())
-            rewards += found.rewards
-            logs.append(found.log)
+                rewards, own = [*rewards, failure], Log()
+            logs.append(own)
             self._check_share(rewards, len(batch.prompts))
-        log = Log(numbers=merge_logs(one.numbers for one in logs))
+        log.numbers = merge_logs(one.numbers for one in logs)
         for column in dict.fromkeys(name for one in logs for name in one.columns):
             for one in logs:
                 log.extra(column, one.columns.get(column, [None]))
-        return CallResult(rewards, log)
+        return rewards
 
-    async def _call(self, batch: RewardBatch, first: int = 0) -> CallResult:
-        """Call the function once; errors number the rows from `first`.
+    async def _call(self, batch: RewardBatch, log: Log, first: int = 0) -> list[object]:
+        """Call the function once, and return a reward or an error for each row; errors number the rows from `first`.
 
         Raises:
             TimeoutError: it took longer than `timeout`.
         """
-        name, log = plain_name(self), Log()
+        name = plain_name(self)
         late = f"reward function {name!r} gave no answer within {self.timeout} s; raise timeout, or correct it"
         call = partial(call_func, self.func, batch, log)
         if is_async(self.func):
@@ -133,7 +126,7 @@ class TolerantReward(RewardWrapper):
                 check_reward(name, first + row, reward, length)
             except (TypeError, ValueError) as error:
                 rewards[row] = error
-        return CallResult(rewards, log)
+        return rewards
 
     def _check_share(self, rewards: list[object], rows: int) -> None:
         """Raise if more rows than allowed have failed so far."""

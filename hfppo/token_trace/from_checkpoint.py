@@ -91,7 +91,7 @@ def trace_prompt(checkpoint: str | Path, question: Question) -> tuple[Trace, PPO
         reward_funcs=lambda completions, **_: [question.score] * len(completions),
         args=args,
         eval_dataset=Dataset.from_dict({"prompt": [prompt]}),
-        tokenizer=tokenizer,
+        processing_class=tokenizer,
         peft_config=peft_config,
         ref_model=question.ref_model,
         critic=str(folder),
