@@ -206,12 +206,10 @@ def test_evaluations_are_those_of_the_saved_weights():
         use_cpu=True, report_to="none", load_best_model_at_end=True, eval_strategy="steps", eval_steps=500
     )
 
-    def found(args):
-        return [(e.name, e.step, e.metrics) for e in last_evaluations(state, args)]
-
-    assert found(last) == [("eval", 4, {"reward": 0.1}), ("test", 4, {"reward": 0.8})]
-    assert found(best) == [("eval", 2, {"reward": 0.9}), ("test", 4, {"reward": 0.8})]
+    ended = {"eval": {"step": 4, "reward": 0.1}, "test": {"step": 4, "reward": 0.8}}
+    assert last_evaluations(state, last) == ended
+    assert last_evaluations(state, best) == {**ended, "eval": {"step": 2, "reward": 0.9}}
     state.best_model_checkpoint = None
-    assert found(best) == found(last)
+    assert last_evaluations(state, best) == ended
     state.log_history = history[:3]  # training goes on
-    assert found(best) == [("eval", 4, {"reward": 0.1})]
+    assert last_evaluations(state, best) == {"eval": {"step": 4, "reward": 0.1}}

@@ -78,7 +78,7 @@ def test_names_and_numbers_of_any_kind_are_drawn(tmp_path, drawn):
     assert dict(matplotlib.rcParams) == before, "the user's own figures look as they did"
 
 
-@pytest.mark.parametrize("number", [2, 3, 6, 9])
+@pytest.mark.parametrize("number", [2, 9])
 def test_no_legend_covers_a_curve(tmp_path, monkeypatch, number):
     """Curves that fill their panels to every corner."""
     names = ["policy/approx_kl", *(f"clip/epoch_{i}/approx_kl" for i in range(1, number))]

@@ -7,7 +7,7 @@ tag that was added by hand. PEFT adds library, base model, tags and its version.
 import html
 import json
 import re
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, cast
@@ -33,15 +33,6 @@ NOT_SHOWN = (
     "dataloader_", "ddp_", "gradient_checkpointing", "activation_checkpointing", "include_for_metrics",
 )  # fmt: skip
 SPEED = ("runtime", "samples_per_second", "steps_per_second", "model_preparation_time")
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """The metrics of one evaluation."""
-
-    name: str  # Trainer's `metric_key_prefix`
-    step: int
-    metrics: dict[str, float]
 
 
 def write_card(
@@ -75,7 +66,7 @@ def write_card(
         chat_options={option: repr(x) for option, x in (settings.get("chat_template_kwargs") or {}).items()},
         args=args,
         evaluations=evaluations,
-        metrics=sorted({metric for evaluation in evaluations for metric in evaluation.metrics}),
+        metrics=sorted({metric for evaluation in evaluations.values() for metric in evaluation} - {"step"}),
         global_step=state.global_step,
         best_step=best_step(state, args),
         rewards=reward_weights,
@@ -120,18 +111,18 @@ def build_metadata(
     return ModelCardData(**data, ignore_metadata_errors=True)
 
 
-def last_evaluations(state: TrainerState, args: PPOConfig) -> list[Evaluation]:
-    """Return the last evaluation of the saved weights under each name."""
+def last_evaluations(state: TrainerState, args: PPOConfig) -> dict[str, dict[str, float]]:
+    """Return step and metrics of the last evaluation of the saved weights, by Trainer's `metric_key_prefix`."""
     history, best, rate = state.log_history, best_step(state, args), "_samples_per_second"
     end = max((i for i, entry in enumerate(history) if "train_runtime" in entry), default=0)
-    found: dict[str, Evaluation] = {}
+    found: dict[str, dict[str, float]] = {}
     for i, entry in enumerate(history):
         if best is not None and i < end and entry["step"] != best:
             continue  # the best weights have replaced these
         for name in (key.removesuffix(rate) for key in entry if key.endswith(rate) and not key.startswith("train_")):
             metrics = {key.removeprefix(f"{name}_"): x for key, x in entry.items() if key.startswith(f"{name}_")}
-            found[name] = Evaluation(name, int(entry["step"]), {k: x for k, x in metrics.items() if k not in SPEED})
-    return list(found.values())
+            found[name] = {"step": entry["step"], **{k: x for k, x in metrics.items() if k not in SPEED}}
+    return found
 
 
 def best_step(state: TrainerState, args: PPOConfig) -> int | None:
