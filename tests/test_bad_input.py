@@ -367,7 +367,6 @@ def test_every_field_of_a_type_refuses_what_is_of_another(tmp_path, kinds, value
 
 
 WRONG: dict[str, list[Any]] = {
-    "args": [{"gamma": 1.0}],
     "processing_class": [len],
     "peft_config": [{"r": 8}, "lora", True, LoraConfig],
     "callbacks": [AdaptiveKLCallback(), ["x"]],

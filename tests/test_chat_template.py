@@ -164,7 +164,7 @@ def test_prompts_and_replies_of_an_environment_do_not_change_at_midnight(make_ag
     seen = []
     for day in (7, 8):
         clock(day)
-        trainer.collector.player.chat_format._known.clear()  # what was rendered on the day before
+        trainer.collector.player.chat_format._cached.cache_clear()  # what was rendered on the day before
         rollout = trainer.rollout([TALKS[0]])
         seen.append(trainer.processing_class.decode(torch.cat([rollout.prompt_ids, rollout.completion_ids], dim=1)[0]))
     assert seen[0] == seen[1]

@@ -26,7 +26,7 @@ ARGUMENTS: dict[str, tuple[Callable[[object], bool], str]] = {
     "args": (lambda x: isinstance(x, PPOConfig), "pass a PPOConfig, which takes the fields of TrainingArguments"),
     "processing_class": (
         lambda x: isinstance(x, PreTrainedTokenizerBase),
-        "pass one of AutoTokenizer's, or a processor's tokenizer",
+        "pass a tokenizer, such as AutoTokenizer's or a processor's",
     ),
     "peft_config": (
         lambda x: isinstance(x, PeftConfig),

@@ -80,8 +80,8 @@ def load_agents(
     if not tools and environment_factory is None:
         check_unused(args)
         return None
-    by_column = isinstance(environment_factory, Mapping)
-    pool = EnvironmentPool(dict(environment_factory) if by_column else {None: environment_factory})
+    factory = environment_factory
+    pool = EnvironmentPool(dict(factory) if isinstance(factory, Mapping) else {None: factory})
     by_name = named_tools(tools or [])
     schemas: dict[str | None, list[Schema]] = {}
     for name, environment in pool.examples.items():
@@ -95,7 +95,7 @@ def load_agents(
         )
     eos_ids = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     chat_format = make_chat_format(tokenizer, eos_ids, options, with_tools=any(schemas.values()))
-    return Agents(by_name, pool, chat_format, by_column, schemas)
+    return Agents(by_name, pool, chat_format, isinstance(factory, Mapping), schemas)
 
 
 def named_tools(tools: Sequence[Tool]) -> dict[str, Tool]:

@@ -46,7 +46,7 @@ def score(funcs, weights=None, texts=("12", "3", ""), **columns) -> Scored:
     """Score completions that end with EOS."""
     ids = [[SIGNS.get(sign, 2) for sign in text + "."] for text in texts]  # of any text
     batch = RewardBatch(["1+1="] * len(texts), list(texts), ids, token_mask(ids), columns, TrainerState())
-    return RewardFunctions(funcs if isinstance(funcs, list) else [funcs], weights)(batch)
+    return RewardFunctions(funcs if isinstance(funcs, list | tuple) else [funcs], weights)(batch)
 
 
 def always(*rewards):
