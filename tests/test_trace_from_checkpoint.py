@@ -54,7 +54,8 @@ class Run:
         self.trainer.train()
         self.checkpoint = folder / "out/checkpoint-4"
         rollout = self.trainer.rollout([PROMPT])
-        self.table = TokenTable.from_rollout(rollout, 0, self.trainer.processing_class, self.trainer.args.kl_estimator)
+        kl = self.trainer.args.reward_kl_estimator
+        self.table = TokenTable.from_rollout(rollout, 0, self.trainer.processing_class, kl)
 
 
 @pytest.fixture(scope="module")

@@ -390,6 +390,17 @@ def test_the_engine_reserves_no_more_than_prompt_and_completion(make_trainer, ba
     assert asked.get("max_model_len") == expected
 
 
+@pytest.mark.parametrize(
+    ("given", "share", "sleeps"),
+    [({}, 0.3, False), ({"gpu_memory_utilization": 0.5, "enable_sleep_mode": True}, 0.5, True)],
+)
+def test_the_engines_memory_is_set_in_vllms_own_words(make_trainer, base, asked, given, share, sleeps):
+    trainer = make_trainer({"vllm_engine_kwargs": given}, model=base)
+    engine = ColocatedEngine(trainer.model, trainer.args)
+    assert asked["gpu_memory_utilization"] == share
+    assert isinstance(engine.awake(), nullcontext) is not sleeps
+
+
 def test_the_engine_leaves_the_training_process_its_threads(make_trainer, base, asked, monkeypatch):
     """vLLM sets one thread, and the rewards and passes of the training process run on the CPU as well."""
     trainer = make_trainer(model=base)
