@@ -108,10 +108,11 @@ def check_fields(args: TrainingArguments) -> None:
     NumPy's scalars become Python's.
 
     Raises:
-        ValueError: a value has the wrong type, is out of range, or is not among the choices.
+        ValueError: values have the wrong type, are out of range, or are not among the choices; names all of them.
     """
     hints = get_type_hints(type(args), include_extras=True)  # HfArgumentParser writes other types into the fields
     plain = get_type_hints(type(args))
+    wrong: list[str] = []
     for f in fields(args):
         value, kind = getattr(args, f.name), plain[f.name]
         if isinstance(value, np.generic):
@@ -119,23 +120,28 @@ def check_fields(args: TrainingArguments) -> None:
         setattr(args, f.name, value)
         if value is None and (f.default is None or NoneType in get_args(kind)):
             continue
-        if f.name != "fsdp_config":  # may be the path of a file
-            check_type(f.name, value, kind)
-        choices = choices_of(kind) or f.metadata.get("choices")
-        if choices and value not in choices:
-            raise ValueError(f"{f.name}={value!r} is unknown; choose from {', '.join(choices)}")
-        for requirement in requirements(f.name, hints[f.name]):
-            if not requirement.is_met(value):
-                raise ValueError(f"{f.name}={value!r} must be {requirement.text}")
+        if f.name == "fsdp_config":  # may be the path of a file
+            continue
+        if (fault := find_fault(f, value, kind, hints[f.name])) is not None:
+            wrong.append(fault)
+    if wrong:
+        raise ValueError("\n  ".join(wrong if len(wrong) == 1 else [f"{len(wrong)} fields have wrong values", *wrong]))
 
 
-def check_type(name: str, value: object, kind: object) -> None:
-    """Raise ValueError if a value is not of a field's type."""
+def find_fault(f: Field[Any], value: object, kind: object, hint: object) -> str | None:
+    """Return the error for a field's value; None for a right one."""
     for wanted, (is_met, demand) in TYPES.items():
         if kind in (wanted, wanted | None) and not is_met(value):  # type: ignore[operator]
             is_number_in_text = wanted is float and re.fullmatch(r"[\d.+-]+e[+-]?\d+", str(value), re.IGNORECASE)
-            hint = "; YAML wants 1.0e-5, and takes 1e-5 for text" if is_number_in_text else ""
-            raise ValueError(f"{name}={value!r} {demand}{hint}")
+            advice = "; YAML wants 1.0e-5, and takes 1e-5 for text" if is_number_in_text else ""
+            return f"{f.name}={value!r} {demand}{advice}"
+    choices = choices_of(kind) or f.metadata.get("choices")
+    if choices and value not in choices:
+        return f"{f.name}={value!r} is unknown; choose from {', '.join(choices)}"
+    for requirement in requirements(f.name, hint):
+        if not requirement.is_met(cast(float, value)):
+            return f"{f.name}={value!r} must be {requirement.text}"
+    return None
 
 
 def choices_of(kind: object) -> tuple[str, ...]:
