@@ -86,7 +86,7 @@ class PPOConfig(TrainingArguments):
         "of processes. False is exact with one or two processes, and builds actor's and critic's graphs at once.",
     )
 
-    # Unset, they follow the base: see `for_base`.
+    # Chosen by the dtype of the base if you leave them out.
     bf16: bool | None = option(
         None,
         "Autocast in bfloat16. None: on where a CUDA GPU trains a base in bfloat16 without fp16 (TRL); as is "
@@ -128,7 +128,7 @@ class PPOConfig(TrainingArguments):
         None, "What ends a completion, besides EOS: lists `stop_strings` and `stop_token_ids` (GRPO)."
     )
 
-    # Changes the result: the sampler (in the last digits, see `policy_mode`).
+    # Changes the last digits of the result, see `policy_mode`: the sampler.
     use_vllm: bool = option(False, "Sample with vLLM instead of `generate` (GRPO).")
     vllm_mode: Literal["colocate", "server"] = option(
         "colocate", "An engine in each training process, or a server by its address (GRPO)."

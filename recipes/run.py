@@ -186,8 +186,8 @@ def sections_of_config() -> dict[str, str]:
     """Return the title of each field of PPOConfig: the comment above its group in the source."""
     found, title = {}, ""
     for comment, name in re.findall(r"^    (?:# (.*)\.|(\w+): .*)$", inspect.getsource(PPOConfig), re.MULTILINE):
-        title = comment.removeprefix("Changes the result: ") or title
-        found[name] = f"PPOConfig, {title[:1].lower()}{title[1:]}"
+        title = comment.rpartition(": ")[2] or title
+        found[name] = f"PPOConfig: {title}"
     return found
 
 

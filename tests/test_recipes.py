@@ -170,6 +170,18 @@ def test_a_wrong_value_gives_the_sentence_of_pythons_error(tmp_path, capsys, nam
         PPOConfig(use_cpu=True, **{name: float(value) if name == "gamma" else value})
 
 
+def test_all_wrong_values_of_file_and_flags_are_named_at_once(tmp_path, capsys):
+    (tmp_path / "wrong.yaml").write_text("use_cpu: true\nnum_mini_batches: 2.5\nmax_steps: many\n")
+    said = refused(capsys, "--config", str(tmp_path / "wrong.yaml"), "--kl_estimator", "k7", "--gamma", "1.5")
+    assert [line.partition("=")[0] for line in said.splitlines()[:5]] == [
+        "4 fields have wrong values",
+        "  max_steps",
+        "  num_mini_batches",
+        "  kl_estimator",
+        "  gamma",
+    ]
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -247,10 +259,15 @@ def test_the_help_has_our_fields_in_sections_and_the_others_on_demand(tmp_path, 
     shown = helped(capsys, "--help")
     own = [*inspect.get_annotations(PPOConfig), *inspect.get_annotations(arithmetic.ArithmeticArguments)]
     assert [name for name in own if shown.count(f"--{name}\n") + shown.count(f"--{name} {{") != 1] == []
-    titles = ["Arguments of this recipe:", "PPOConfig, the rollout:", "PPOConfig, rewards:", "PPOConfig, the critic:"]
+    titles = [
+        "Arguments of this recipe:",
+        "PPOConfig: the rollout:",
+        "PPOConfig: KL to the reference:",
+        "PPOConfig: the critic:",
+    ]
     places = [shown.index(f"\n{title}\n") for title in titles]
     assert places == sorted(places)
-    assert places[1] < shown.index("--num_mini_batches") < places[2] < shown.index("--reward_weights") < places[3]
+    assert places[1] < shown.index("--num_mini_batches") < places[2] < shown.index("--kl_coef") < places[3]
     assert "--weight_decay" not in shown
     assert len(shown.splitlines()) < 250
 
