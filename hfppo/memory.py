@@ -391,7 +391,9 @@ def main() -> None:
         with open(file) as lines:
             given = {name: value for name, value in yaml.safe_load(lines).items() if name in names}
         parser.set_defaults(model=given.pop("model_name_or_path", None), **given)
-    setup, options = parser.parse_args_into_dataclasses()
+    setup, options, unknown = parser.parse_args_into_dataclasses(return_remaining_strings=True)
+    if unknown:
+        parser.error(f"unknown arguments: {' '.join(unknown)}")
     if options.model is None:
         parser.error("--model is missing: give the id or path of a model")
     config = AutoConfig.from_pretrained(options.model)

@@ -255,3 +255,10 @@ def test_the_command_asks_for_a_model(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         memory.main()
     assert "--model is missing" in capsys.readouterr().err
+
+
+def test_the_command_names_unknown_arguments(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["memory", "Qwen/Qwen3-0.6B", "--modle", "x"])
+    with pytest.raises(SystemExit):
+        memory.main()
+    assert "error: unknown arguments: Qwen/Qwen3-0.6B --modle x" in capsys.readouterr().err
