@@ -47,6 +47,7 @@ class RewardModel:
         device: the model is moved to it before it scores; None leaves the model where it is.
 
     Raises:
+        TypeError: a model or tokenizer that is not loaded.
         ValueError: a model with several labels and no `label`, or an unknown one.
     """
 
@@ -60,6 +61,7 @@ class RewardModel:
         label: int | str | None = None,
         device: torch.device | None = None,
     ):
+        check_loaded(model, tokenizer)
         self.model = model.eval().requires_grad_(False)
         self.batch_size = batch_size
         self.device = device
@@ -162,16 +164,23 @@ def max_length(model: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenize
     return getattr(model.config, "max_position_embeddings", None)
 
 
+def check_loaded(model: object, tokenizer: object) -> None:
+    """Raise TypeError for a model or a tokenizer given by its id or path."""
+    for name, value in (("model", model), ("tokenizer", tokenizer)):
+        if isinstance(value, str):
+            raise TypeError(f"{name}={value!r} is an id or a path; load the {name} with from_pretrained")
+
+
 def find_label(num_labels: int, label2id: Any, label: int | str | None, name: str) -> int:
     """Return the index of the label that is the score."""
     if label is None and num_labels == 1:
         return 0
     index = label2id.get(label, -1) if isinstance(label, str) else -1 if label is None else label
     if not 0 <= index < num_labels:
+        problem = "" if label is None else f" and label={label!r} is none of them"
         raise ValueError(
-            f"reward model {name} has {num_labels} labels ({', '.join(map(str, label2id))}) and label={label!r} is "
-            "none of them; say which one is the score with RewardModel(model, tokenizer, label=...), or use a model "
-            "with num_labels=1"
+            f"reward model {name} has {num_labels} labels ({', '.join(map(str, label2id))}){problem}; say which is "
+            "the score with RewardModel(model, tokenizer, label=...), or use a model with num_labels=1"
         )
     return index
 
