@@ -196,6 +196,11 @@ ENDS = {
     ),
     "reset hangs": (environment(reset=hangs), TimeoutError, r"Odd.reset, row 0, took longer than tool_timeout=0.2"),
     "step raises": (environment(step=lambda self, text: 1 / 0), RuntimeError, r"Odd.step, row 0, failed"),
+    "step returns three values": (
+        environment(step=step_with("b", 1.0, True)),
+        ValueError,
+        r"Odd.step, row 0, returned \('b', 1.0, True\); return observation, reward, terminated, truncated, info",
+    ),
     "a reward that is NaN": (
         environment(step=step_with("b", float("nan"), True, False, {})),
         ValueError,
@@ -398,6 +403,21 @@ def test_a_tokenizer_that_cannot_parse_calls_is_refused(make_agent, monkeypatch)
     monkeypatch.setattr("helpers.agents.RESPONSE", None)
     with pytest.raises(ValueError, match=r"response_template.*docs/calculator\.md"):
         make_agent(reward_funcs=count_messages, tools=[add])
+
+
+def test_an_environment_with_a_plain_step_is_told_of_text_environments(make_agent):
+    class Plain:
+        def reset(self, **row):
+            return "go"
+
+        def step(self, text):
+            return "b", 0.0, True, False, {}
+
+    with pytest.raises(DocstringParsingException, match="step") as refused:
+        make_agent(environment_factory=Plain)
+    assert refused.value.__notes__ == [
+        "Plain.step is a tool; to read whole turns as text, derive Plain from TextEnvironment."
+    ]
 
 
 def test_each_kind_has_its_outcome_in_the_page():

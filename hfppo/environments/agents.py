@@ -8,6 +8,7 @@ from typing import Any, get_type_hints
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import get_json_schema
+from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
 
 from hfppo.config import PPOConfig
 from hfppo.data.chat_template import Schema
@@ -87,7 +88,15 @@ def load_agents(
     for name, environment in pool.examples.items():
         own = tools_of(environment)
         check_tools_fit(by_name, own, environment, name)
-        schemas[name] = [get_json_schema(tool) for tool in {**by_name, **own}.values()]
+        try:
+            schemas[name] = [get_json_schema(tool) for tool in {**by_name, **own}.values()]
+        except (DocstringParsingException, TypeHintParsingException) as error:
+            if "step" in own:
+                kind = type(environment).__name__
+                error.add_note(
+                    f"{kind}.step is a tool; to read whole turns as text, derive {kind} from TextEnvironment."
+                )
+            raise
     if tokenizer.chat_template is None and "chat_template" not in options:
         raise ValueError(
             "tools and environments need a chat template; set processing_class.chat_template, for tools as "

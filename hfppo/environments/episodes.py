@@ -288,6 +288,10 @@ class EpisodePlayer:
             episode.counts[TIMEOUT] += 1
             episode.abandon()
             return
+        if not isinstance(taken, tuple | list) or len(taken) != 5:
+            raise ValueError(
+                f"{described} returned {taken!r:.200}; return observation, reward, terminated, truncated, info"
+            )
         observation, reward, terminated, truncated, _ = taken
         episode.rewards[end] = finite_reward(described, reward)
         if terminated:
