@@ -1,6 +1,8 @@
 """Models as users name them: what is loaded, and what is warned of."""
 
+import importlib
 import logging
+import warnings
 
 import peft.config
 import pytest
@@ -8,6 +10,7 @@ import torch
 from peft import AutoPeftModelForCausalLM, FourierFTConfig, LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
+import hfppo.models
 import hfppo.models.critic
 from helpers.tiny import LORA, lora, scorer, tiny_model, tiny_of_type
 from hfppo.models.actor_critic import ActorCritic
@@ -201,3 +204,11 @@ def test_own_exclusions_are_kept_beside_those_of_the_architecture():
     targets = {name.rpartition(".")[2] for name in model.base_model.targeted_module_names}
     assert targets == {"in_proj", "q_proj", "k_proj", "v_proj"}
     assert config.exclude_modules == {"o_proj"}
+
+
+def test_the_warning_that_every_wrapped_model_would_give_is_not_shown():
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        importlib.reload(hfppo.models)  # pytest has replaced the filters of its first import
+        get_peft_model(tiny_model(), LORA)
+    assert [str(each.message) for each in shown if each.category is FutureWarning] == []
