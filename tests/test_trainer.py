@@ -178,3 +178,10 @@ def test_a_callbacks_own_log_stays(make_trainer):
     trainer = make_trainer({"logging_steps": None, "max_steps": 4}, callbacks=[Log()])
     trainer.train()
     assert logged_steps(trainer, "loss") == [1, 4]
+
+
+def test_processes_that_trainer_does_not_connect_are_named(make_trainer, monkeypatch):
+    monkeypatch.setattr("hfppo.checks.engine.is_initialized", lambda: True)
+    monkeypatch.setattr("hfppo.checks.engine.get_world_size", lambda: 2)
+    with pytest.raises(ValueError, match="started 2 processes, of which Trainer connects 1; on CPUs set use_cpu=True"):
+        make_trainer()

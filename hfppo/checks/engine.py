@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from torch.distributed import get_world_size, is_initialized
 from torch.distributed.fsdp import StateDictType
 
 from hfppo.config import PPOConfig
@@ -33,6 +34,11 @@ def check_engine(
         raise ValueError(
             f"one process sees {args.n_gpu} GPUs, among which Trainer would split its batches; start a process for "
             f"each by accelerate launch --num_processes {args.n_gpu}, or show it one by CUDA_VISIBLE_DEVICES=0"
+        )
+    if is_initialized() and (started := get_world_size()) > args.world_size:
+        raise ValueError(
+            f"the launcher started {started} processes, of which Trainer connects {args.world_size}; on CPUs set "
+            "use_cpu=True"
         )
     kind = accelerator.distributed_type
     deepspeed = accelerator.state.deepspeed_plugin if kind == DistributedType.DEEPSPEED else None
