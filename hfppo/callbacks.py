@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from itertools import groupby
 from operator import attrgetter
-from typing import Literal
+from typing import Any, Literal
 
 import rich
 from rich.table import Table
@@ -14,7 +14,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_callback import CallbackHandler
 
 from hfppo.functional import adaptive_kl_coef
-from hfppo.metrics import UpdateStep, metrics_of
+from hfppo.metrics import UpdateStep, is_metric, metrics_of
 from hfppo.rollout import Rollout, Transcript
 from hfppo.state import PPOState
 
@@ -41,6 +41,40 @@ class PPOControl(TrainerControl):
     def flags(self) -> dict[str, bool]:
         """Return Trainer's flags."""
         return {f.name: getattr(self, f.name) for f in fields(TrainerControl)}
+
+    def check(self, source: str) -> None:
+        """Turn settings and logs into floats.
+
+        Args:
+            source: the event that has changed them, for errors.
+        Raises:
+            AttributeError: the event has set an attribute that is no field.
+            ValueError: a value is no number, or a setting is negative or not finite, or a log is no metric.
+        """
+        names = [f.name for f in fields(self)]
+        for name in vars(self).keys() - set(names):
+            raise AttributeError(f"{source} set control.{name}, which nothing reads; it may set {', '.join(names)}")
+        for name in PPOState.STEERED:
+            number = to_float(f"{source} set control.{name}", getattr(self, name))
+            if not 0 <= number < math.inf:
+                raise ValueError(f"{source} set control.{name}={number}; set a finite number of at least 0")
+            setattr(self, name, number)
+        for name, value in self.logs.items():
+            self.logs[name] = to_float(f"{source} set control.logs[{name!r}]", value)
+            if not is_metric(name):
+                raise ValueError(f"{source} set control.logs[{name!r}], which is no metric; use 'custom/{name}'")
+
+
+def to_float(source: str, value: Any) -> float:
+    """Return a number as a float.
+
+    Raises:
+        ValueError: it is no number.
+    """
+    try:
+        return float(value)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{source}={value!r}; set a number") from error
 
 
 class PPOCallback(TrainerCallback):
@@ -130,6 +164,7 @@ def call_event(
             returned = getattr(callback, event)(args, state, control, ppo_state=ppo_state, **given)
             if isinstance(returned, TrainerControl):
                 vars(control).update(vars(returned))
+            control.check(f"{type(callback).__name__}.{event}")
 
 
 class TrainerHooks(TrainerCallback):

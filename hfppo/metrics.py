@@ -136,6 +136,14 @@ def reduction_of(name: str) -> str:
     return METRICS[name][0]
 
 
+def is_metric(name: str) -> bool:
+    """Return whether `METRICS` has this metric."""
+    try:
+        return bool(reduction_of(name))
+    except KeyError:
+        return False
+
+
 @dataclass
 class Sums:
     """Parts of one metric; the parts of several processes or steps add up."""

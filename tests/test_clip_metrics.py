@@ -85,6 +85,30 @@ class Halve(PPOCallback):
         control.learning_rate_factor = 0.5
 
 
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        (
+            {"beta": 0.5},
+            AttributeError,
+            "Odd.on_rollout_end set control.beta, which nothing reads; it may set .*kl_coef",
+        ),
+        ({"kl_coef": None}, ValueError, "Odd.on_rollout_end set control.kl_coef=None; set a number"),
+        ({"learning_rate_factor": -1}, ValueError, "learning_rate_factor=-1.0; set a finite number of at least 0"),
+        ({"cliprange": float("nan")}, ValueError, "control.cliprange=nan; set a finite number of at least 0"),
+        ({"logs": {"custom/mine": "text"}}, ValueError, r"control.logs\['custom/mine'\]='text'; set a number"),
+        ({"logs": {"mine": 1.0}}, ValueError, r"control.logs\['mine'\], which is no metric; use 'custom/mine'"),
+    ],
+)
+def test_a_callback_that_sets_what_it_cannot_is_named(make_trainer, changes, error, words):
+    class Odd(PPOCallback):
+        def on_rollout_end(self, args, state, control, **kwargs):
+            vars(control).update(changes)
+
+    with pytest.raises(error, match=words):
+        make_trainer({"max_steps": 1}, callbacks=[Odd()]).train()
+
+
 def test_half_the_factor_is_half_the_actors_rate_and_not_the_critics(make_trainer):
     config = {"max_steps": 6, "critic_learning_rate": 2e-2, "learning_rate": 1e-2}
     scaled = make_trainer(config, callbacks=[Halve()])
