@@ -16,8 +16,9 @@ TRL_NAMES = {
     "epsilon_high": "cliprange_high",
     "delta": "dual_clip",
     "num_iterations": "num_ppo_epochs",
-    "loss_type": "policy_loss and loss_reduction; 'dapo' is loss_reduction='token-mean'",
-    "importance_sampling_level": "policy_loss",
+    "loss_type": "policy_loss and loss_reduction; as loss_reduction 'dapo' is 'token-mean', 'grpo' is "
+    "'seq-mean-token-mean', 'dr_grpo' is 'seq-mean-token-sum-norm'",
+    "importance_sampling_level": "policy_loss; 'sequence' is policy_loss='gspo'",
     "steps_per_generation": "gradient_accumulation_steps × num_mini_batches",
     "use_bias_correction_kl": "kl_estimator='k3+'",
     "vllm_server_host": "vllm_server_base_url",
