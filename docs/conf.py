@@ -10,6 +10,9 @@ import sys
 from importlib.metadata import version as installed_version
 from pathlib import Path
 
+from docutils import nodes
+from latex2mathml.converter import convert
+
 sys.path.insert(0, str(Path(__file__).parent))  # where `figures` is
 
 project = "hfppo"
@@ -17,9 +20,11 @@ release = installed_version("hfppo")
 language = "en"
 smartquotes = False  # critic='adapter' in a table is code
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "figures"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton", "figures"]
 exclude_patterns = ["_build"]
 myst_heading_anchors = 3  # links may point at headings
+myst_enable_extensions = ["dollarmath"]
+html_math_renderer = "mathml"  # by the browser itself: MathJax would come from a network
 
 html_theme = "furo"
 html_static_path = ["_static"]
@@ -50,5 +55,13 @@ def finish_page(app, page, template, context, doctree):
         )
 
 
+def show_math(translator, node):
+    """Write a formula as MathML."""
+    display = "block" if isinstance(node, nodes.math_block) else "inline"
+    translator.body.append(convert(node.astext(), display=display))
+    raise nodes.SkipNode
+
+
 def setup(app):
-    app.connect("html-page-context", finish_page)
+    app.add_html_math_renderer("mathml", inline_renderers=(show_math, None), block_renderers=(show_math, None))
+    app.connect("html-page-context", finish_page, priority=900)  # after the theme
