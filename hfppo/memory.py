@@ -11,6 +11,7 @@ counted: CUDA's context, about 0.5 GB, the workspaces of kernels, and what the a
 
 import copy
 import math
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -387,16 +388,19 @@ def main() -> None:
     parser.add_argument("--card", type=float, help="memory of the GPU, GB: says what makes the run fit")
     parser.add_argument("--config", help="a recipe's YAML file, whose values are the defaults")
     names = {"model_name_or_path", *(f.name for f in fields(Setup))}
-    if (file := parser.parse_known_args()[0].config) is not None:
-        with open(file) as lines:
-            given = {name: value for name, value in yaml.safe_load(lines).items() if name in names}
-        parser.set_defaults(model=given.pop("model_name_or_path", None), **given)
-    setup, options, unknown = parser.parse_args_into_dataclasses(return_remaining_strings=True)
-    if unknown:
-        parser.error(f"unknown arguments: {' '.join(unknown)}")
-    if options.model is None:
-        parser.error("--model is missing: give the id or path of a model")
-    config = AutoConfig.from_pretrained(options.model)
+    try:
+        if (file := parser.parse_known_args()[0].config) is not None:
+            with open(file) as lines:
+                given = {name: value for name, value in yaml.safe_load(lines).items() if name in names}
+            parser.set_defaults(model=given.pop("model_name_or_path", None), **given)
+        setup, options, unknown = parser.parse_args_into_dataclasses(return_remaining_strings=True)
+        if unknown:
+            parser.error(f"unknown arguments: {' '.join(unknown)}")
+        if options.model is None:
+            parser.error("--model is missing: give the id or path of a model")
+        config = AutoConfig.from_pretrained(options.model)
+    except (OSError, ValueError) as error:
+        parser.error(f"{' '.join(sys.argv[1:])}: {error}")
     if options.card is None:
         print(report(estimate(config, setup), setup))
     elif (found := make_fit(config, setup, options.card)) is None:

@@ -120,7 +120,7 @@ def test_a_dry_run_lists_the_sections_and_writes_nothing(tmp_path):
     assert [line.split()[0] for line in lines] == list(SECTIONS)
     assert not (tmp_path / "out").exists()
     missing = [line for line in lines if "needs vllm" in line]
-    assert [line.split()[0] for line in missing] in (["vllm"], [])
+    assert [line.split()[0] for line in missing] in (["vllm_tests"], [])
 
 
 def test_the_whole_kit_takes_at_most_35_minutes():
@@ -173,7 +173,7 @@ def test_the_whole_kit_runs_in_small(tmp_path):
     run_kit(tmp_path / "out", "--small")
     found = read(tmp_path / "out")
     assert found.keys() == SECTIONS.keys()
-    expected = dict.fromkeys(SECTIONS, "done") | ({"vllm": "not run"} if "reason" in found["vllm"] else {})
+    expected = dict.fromkeys(SECTIONS, "done") | ({"vllm_tests": "not run"} if "reason" in found["vllm_tests"] else {})
     assert {name: result["status"] for name, result in found.items()} == expected
     for name, result in found.items():
         cases = [case for case in result.get("figures", {}).values() if "reason" not in case]
@@ -186,6 +186,7 @@ def test_the_whole_kit_runs_in_small(tmp_path):
     assert list(found["first_rollout"]["figures"]) == list(CASES)
     phases = found["first_rollout"]["figures"]["defaults"]["phases"]
     assert phases.keys() == {"sampling", "passes", "update"}
+    assert all(phase["estimate, kB per token"] > 0 for phase in phases.values())
     assert phases["sampling"]["tokens"] == phases["passes"]["tokens"] == 8 * (24 + 8)  # the longest prompt has 24
     assert {case["that differ"] for case in found["resume"]["figures"].values()} == {0}
 

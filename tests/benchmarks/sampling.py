@@ -94,7 +94,7 @@ def compare(
     Returns:
         by sampler: "start", seconds; "sync" and "seconds" (both together), and "processor" seconds, of each round;
         "tokens", of each round; "distance", mean and maximum of |log π_rollout − log π| in nats; "peak", bytes of
-        the tensors of this process.
+        the tensors of this process, without vLLM.
     """
     inputs = [x.to(model.device) for x in pad_left(prompts, 0)]
     cpu = model.device.type == "cpu"
@@ -109,7 +109,7 @@ def compare(
         seeds = [len(prompts) * turn + n for n in range(len(prompts))]
         for name, sampler in samplers.items():
             start, processor, live = time.perf_counter(), time.process_time(), LiveStorages(Tensor)
-            with sampler.ready(), nullcontext() if turn else live:
+            with sampler.ready(), nullcontext() if turn or placements[name].get("use_vllm") else live:
                 ready = time.perf_counter()
                 completions = sampler(*inputs, seeds)
                 tokens = int(completions.mask.sum())  # waits for the device

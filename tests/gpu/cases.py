@@ -53,4 +53,5 @@ CASES = {
     "bfloat16, flash attention": Case(attention="flash"),
     "nf4, sdpa": Case("nf4", needs=("bitsandbytes",)),
     "nf4, flash attention": Case("nf4", attention="flash", needs=("bitsandbytes",)),
+    "compiled": Case(fields={"torch_compile": True}, needs=("CUDA",)),
 }

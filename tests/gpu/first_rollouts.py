@@ -16,7 +16,8 @@ from transformers import PreTrainedModel
 from helpers.agents import PROMPTS, VOCAB_SIZE, Doors, calling_tokenizer
 from helpers.flash import flash_attention
 from helpers.runs import digest, frozen_tensors
-from hfppo import PPOCallback, PPOConfig, PPOTrainer
+from hfppo import PPOCallback, PPOConfig, PPOTrainer, memory
+from hfppo.config import CHECKPOINTING
 from hfppo.models.layout import can_pack
 from hfppo.support.out_of_memory import OutOfMemory
 
@@ -46,12 +47,32 @@ def run_case(case: Case, workload: Workload, folder: Path) -> dict[str, Any]:
         "mean length": first["completions/mean_length"],
     }
     if case.kind == "phases":
+        for name, kilobytes in on_paper(trainer, own).items():
+            phases[name]["estimate, kB per token"] = kilobytes
         found |= {"phases": phases, "bf16": trainer.args.bf16, **trainer.evaluate(trainer.train_dataset)}
     if case.kind == "leaks":
         found["growth after the second rollout, MB"] = (used[-1] - used[1]) / 1e6
     if first["mismatch/mean"] > MISMATCH:
         raise AssertionError(f"sampler and training model differ by {first['mismatch/mean']} nats in the mean")
     return found
+
+
+def on_paper(trainer: PPOTrainer, workload: Workload) -> dict[str, float]:
+    """Return the estimate of `hfppo.memory` for each phase, in kB per token."""
+    setup = memory.Setup(
+        max_prompt_length=workload.longest_prompt,
+        max_completion_length=workload.new_tokens,
+        per_device_train_batch_size=workload.micro_batch,
+        local_rollout_forward_batch_size=workload.prompts,
+        activation_checkpointing=any(getattr(trainer.args, name) for name in CHECKPOINTING),
+        bf16=trainer.args.bf16,
+        dtype=workload.dtype,
+        lora_r=workload.rank,
+    )
+    found = memory.estimate(trainer.model.causal_lm.config, setup).phases
+    found["passes"] = max(found.pop("reference"), found.pop("old log-probs and values"))
+    rows = dict.fromkeys(found, workload.prompts) | {"update": setup.rows_of_update}
+    return {name: size / (rows[name] * setup.width) / 1e3 for name, size in found.items()}
 
 
 def make_trainer(case: Case, workload: Workload, folder: Path) -> PPOTrainer:

@@ -64,13 +64,13 @@ def workload_of(job: Job, name: str, **sizes: int) -> Any:
     return WORKLOADS["tiny"] if job.small else replace(WORKLOADS[name], **sizes)
 
 
-def run_tests(job: Job) -> Figures:
-    """Run the tests marked `gpu`."""
+def run_tests(job: Job, marked: str = "gpu and not vllm") -> Figures:
+    """Run the tests marked `gpu` that do without vLLM."""
     import pytest
 
     report = job.folder / "report.xml"
     # Without the repository's options: they want pytest-xdist, and warnings of other versions are no failures here.
-    options = ["-o", "addopts=", "-m", "gpu", "-W", "ignore", "-p", "no:cacheprovider", f"--junitxml={report}"]
+    options = ["-o", "addopts=", "-m", marked, "-W", "ignore", "-p", "no:cacheprovider", f"--junitxml={report}"]
     pytest.main([*options, "-q", "--rootdir", str(HERE.parents[1]), str(HERE)])
     failed = 0
     for case in ElementTree.parse(report).iter("testcase"):
@@ -81,6 +81,11 @@ def run_tests(job: Job) -> Figures:
         yield {case.get("name", ""): {"outcome": outcome, **reason}}
     if failed:
         raise AssertionError(f"{failed} tests failed")
+
+
+def tests_with_vllm(job: Job) -> Figures:
+    """Run the tests marked `gpu` and `vllm`: each placement of vLLM."""
+    return run_tests(job, "gpu and vllm")
 
 
 def first_rollout(job: Job) -> Figures:
@@ -137,9 +142,11 @@ def resume(job: Job) -> Figures:
 
 
 def samplers(job: Job) -> Figures:
-    """Compare the colocated vLLM with `generate`."""
+    """Compare the colocated vLLM, where it is installed, with `generate`."""
     from ppo_workload import tokenizer_for, write_models
-    from sampling import compare, load_actor, random_prompts
+    from sampling import EOS, compare, load_actor, random_prompts
+
+    from hfppo.generation.sampler import Sampling
 
     workload = workload_of(job, "qwen2.5-0.5b")
     write_models(workload, job.folder, ("policy",))
@@ -148,9 +155,13 @@ def samplers(job: Job) -> Figures:
     model = load_actor(str(folder))
     prompts = random_prompts(workload.prompts, workload.shortest_prompt, workload.longest_prompt, workload.vocab_size)
     engine = {"enforce_eager": job.small, "max_model_len": workload.longest_prompt + workload.new_tokens}
-    rows = {"local_rollout_forward_batch_size": workload.prompts}
-    placements = {"generate": rows, "vLLM, colocated": {"use_vllm": True, "vllm_engine_kwargs": engine}}
-    found = compare(model, prompts, workload.new_tokens, placements, rounds=1 if job.small else 2)
+    placements = {"generate": {"local_rollout_forward_batch_size": workload.prompts}}
+    if importlib.util.find_spec("vllm") is None:
+        yield {"vLLM, colocated": {"reason": "needs vllm"}}
+    else:
+        placements["vLLM, colocated"] = {"use_vllm": True, "vllm_engine_kwargs": engine}
+    settings = Sampling(1.0, workload.new_tokens, [EOS], 0)
+    found = compare(model, prompts, settings, placements, rounds=1 if job.small else 2)
     speeds = {name: median(own["tokens"]) / median(own["seconds"]) for name, own in found.items()}
     for name, own in found.items():
         yield {
@@ -307,9 +318,9 @@ def grpo(job: Job) -> Figures:
         forget_peak()
         model, reward = (load(workload, job.folder, role, False) for role in ("policy", "reward"))
         if name == "hfppo":
-            measured = measure(workload, job.folder, fields, model, reward, "adapter", rollouts=3)
+            measured = measure(workload, job.folder, fields, model, reward, "adapter", rollouts=2)
         else:
-            measured = ppo_grpo.measure(workload, job.folder, model, reward, 3, group)
+            measured = ppo_grpo.measure(workload, job.folder, model, reward, 2, group)
         yield {name: summarize(measured)}
         del model, reward
 
@@ -325,6 +336,7 @@ SECTIONS = {
             *("largest, nats", "packed", "base"),
         ),
     ),
+    "vllm_tests": Section(tests_with_vllm, "tests of vLLM's placements", 3, ("outcome",), ("vllm",)),
     "resume": Section(
         resume,
         "compared with the straight run, Qwen2.5-0.5B shape",
@@ -339,7 +351,6 @@ SECTIONS = {
             *("tokens per second, sync included", "times generate", "sync, s", "start, s"),
             *("log-probs − training model's, mean, nats", "largest, nats"),
         ),
-        ("vllm",),
     ),
     "ppo": Section(ppo, "PPO, 256 × (≤ 1024 + 512) tokens", 6, (*ROLLOUT, "TFLOP/s", "MFU of the update", "peak, GB")),
     "memory": Section(
@@ -352,8 +363,8 @@ SECTIONS = {
     "chunks": Section(
         chunks,
         "head, tokens at once",
-        2,
+        1,
         ("without gradient, ms", "with gradient, ms", "peak above the start, MB", "default"),
     ),
-    "grpo": Section(grpo, "GRPO, 256 × (≤ 1024 + 512) tokens", 6, (*ROLLOUT, "peak, GB"), ("trl",)),
+    "grpo": Section(grpo, "GRPO, 256 × (≤ 1024 + 512) tokens", 4, (*ROLLOUT, "peak, GB"), ("trl",)),
 }

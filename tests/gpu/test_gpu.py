@@ -5,7 +5,9 @@ is, so that they are known to work before a GPU is at hand.
 """
 
 import shutil
-from importlib.util import find_spec
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +15,15 @@ import pytest
 import torch
 from accelerate import PartialState
 from torch.testing import assert_close
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 
 from helpers.flash import flash_attention
+from helpers.processes import ROOT, environment
 from helpers.runs import count_digits, digest, final_state, frozen_tensors
-from helpers.tiny import other_tokenizer, scorer, tiny_model
-from helpers.vllm_runs import save_base
+from helpers.tiny import LORA, other_tokenizer, scorer, tiny_model
+from helpers.vllm_runs import Server, save_base
 from hfppo import ActorCritic
+from hfppo.generation.vllm_server import serve_command
 from hfppo.models import layout
 from hfppo.models.loading import default_peft_config
 
@@ -42,14 +46,18 @@ def flash() -> str:
     return name
 
 
-def load(folder: Path, dtype: str, attention: str = "sdpa"):
-    """A base whose heads are wide enough for flash attention and vLLM, on accelerate's device."""
-    tiny_model(hidden_size=128, intermediate_size=128).save_pretrained(folder)
-    options = {"attn_implementation": attention}
+def load(folder: str | Path, dtype: str, attention: str = "sdpa") -> PreTrainedModel:
+    """A base on accelerate's device; made, unless it is there, with heads wide enough for flash attention and vLLM."""
+    if not Path(folder, "config.json").is_file():
+        tiny_model(hidden_size=128, intermediate_size=128).save_pretrained(folder)
+    options: dict[str, Any] = {"attn_implementation": attention}
     if dtype == "nf4":
         pytest.importorskip("bitsandbytes")
         options["quantization_config"] = BitsAndBytesConfig(
-            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,  # as vLLM does
+            bnb_4bit_compute_dtype=torch.bfloat16,
         )
         return AutoModelForCausalLM.from_pretrained(folder, **options, device_map=PartialState().device)
     return AutoModelForCausalLM.from_pretrained(folder, **options, dtype=dtype).to(PartialState().device)
@@ -141,13 +149,55 @@ def test_resuming_equals_the_straight_run(make_trainer, tmp_path, dtype):
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.skipif(find_spec("vllm") is None, reason="needs vllm")
-def test_vllm_samples_from_the_training_models_policy(make_trainer, tmp_path):
+def test_readmes_command_is_a_world_of_one_process(tmp_path):
+    """As torchrun starts it, the model is one of DDP."""
+    pytest.importorskip("trl")
+    cpu = ["--use_cpu", "true"] if PartialState().device.type == "cpu" else []
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "1"]
+    command += [ROOT / "recipes/arithmetic.py", "--config", ROOT / "recipes/arithmetic.yaml", "--max_steps", "4", *cpu]
+    subprocess.run([*command, "--output_dir", tmp_path], check=True, env=environment(), cwd=ROOT)
+    assert (tmp_path / "adapter_model.safetensors").is_file()
+
+
+ENGINE_OF_A_TEST = {"max_model_len": 256, "enforce_eager": True}
+PLACEMENTS: dict[str, dict[str, Any]] = {
+    "colocate": {},
+    "asleep between rollouts": {"vllm_enable_sleep_mode": True},
+    "nf4": {"vllm_engine_kwargs": {**ENGINE_OF_A_TEST, "quantization": "bitsandbytes"}},
+    "server": {"vllm_mode": "server"},
+}
+
+
+@pytest.fixture
+def server_of(tmp_path) -> Iterator[Callable[[PreTrainedModel], str]]:
+    """Starts a server for a base, and returns its address."""
+    started = []
+
+    def serve(base: PreTrainedModel) -> str:
+        command = serve_command(ActorCritic(base, LORA, critic=None)) + " --gpu-memory-utilization 0.2"
+        started.append(Server(command, tmp_path / "log"))
+        started[0].start()
+        started[0].wait()
+        return started[0].url
+
+    yield serve
+    for server in started:
+        server.kill()
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_vllm_samples_from_the_training_models_policy(make_trainer, tmp_path, server_of, placement):
     """Before any update, and after those of one rollout."""
+    if placement not in ("colocate", "server") and not torch.cuda.is_available():
+        pytest.skip("needs CUDA")
     base = save_base(str(tmp_path / "base"))
-    of_vllm = {"use_vllm": True, "vllm_engine_kwargs": {"max_model_len": 256, "enforce_eager": True}}
-    config = on_device("bfloat16", max_steps=8, model_init_kwargs={"dtype": "bfloat16"}, **of_vllm)
-    trainer = make_trainer(config, model=base)
+    model = load(base, "nf4" if placement == "nf4" else "bfloat16")
+    fields = {"use_vllm": True, "vllm_engine_kwargs": ENGINE_OF_A_TEST, "vllm_gpu_memory_utilization": 0.2}
+    fields |= PLACEMENTS[placement]
+    if placement == "server":
+        fields["vllm_server_base_url"] = server_of(load(base, "bfloat16"))
+    trainer = make_trainer(on_device("bfloat16", max_steps=8, **fields), model=model)
     trainer.train()
     mismatch = [entry["mismatch/mean"] for entry in trainer.state.log_history if "mismatch/mean" in entry]
     assert len(mismatch) == 2
