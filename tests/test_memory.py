@@ -14,6 +14,8 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedConfig, Qwen2Config
 
 from hfppo import ActorCritic, memory
+from hfppo.generation.generate import TransformersSampler
+from hfppo.generation.sampler import Sampling
 from hfppo.memory import NF4_BYTES, LiveStorages, Peaks, Setup, estimate, make_fit, measure, with_layers
 from hfppo.models import critic
 from hfppo.models.actor_critic import Want
@@ -110,6 +112,21 @@ def test_a_peak_is_what_the_allocator_hands_out(shape, kind, checkpointing, tmp_
     setup = replace(SMALL, critic=kind, activation_checkpointing=checkpointing)
     found, real = estimate(SHAPES[shape], setup).phases, measured(SHAPES[shape], setup, tmp_path)
     assert {name: found[name] for name in real} == {name: pytest.approx(size, rel=0.1) for name, size in real.items()}
+
+
+@pytest.mark.parametrize(("shape", "prompt", "new"), [("llama", 4, 120), ("llama", 32, 48), ("gpt2", 32, 48)])
+def test_the_peak_of_sampling_is_the_samplers(shape, prompt, new):
+    """With more key-values than states of the prompts, or fewer; its stretches included."""
+    setup = replace(SMALL, max_prompt_length=prompt, max_completion_length=new)
+    model, live = real_model(SHAPES[shape], setup).eval(), LiveStorages(Tensor)
+    rows = setup.local_rollout_forward_batch_size
+    for tensor in (*model.parameters(), *model.buffers()):
+        live.add(tensor)
+    ids = torch.randint(64, (rows, prompt), generator=torch.Generator().manual_seed(0))
+    sampler = TransformersSampler(model, Sampling(1.0, new, [10**6], 0), rows)
+    with torch.autocast("cpu", torch.bfloat16):
+        peak = live.peak_of(lambda: sampler(ids, torch.ones_like(ids).bool(), list(range(rows))))
+    assert estimate(SHAPES[shape], setup).phases["sampling"] == pytest.approx(peak, rel=0.1)
 
 
 def test_the_critic_starts_from_the_base_states_of_the_reference_pass(tmp_path):
