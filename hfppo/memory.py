@@ -3,13 +3,10 @@
     python -m hfppo.memory --model Qwen/Qwen2.5-1.5B --card 24
 
 The package's own `ActorCritic` samples a token, runs a pass and an update on tensors without data (torch's
-FakeTensorMode), and a tracker adds up the bytes of all storages that live at once. It does so with two small numbers
-of layers and extrapolates. Layers are equal, so that the peak of each phase is linear in their number and the result
-is exact, in seconds. If the configuration names layers of several kinds (`layer_types`), all are computed. Not
-counted: CUDA's context, about 0.5 GB, the workspaces of kernels, and what the allocator loses to fragments.
+FakeTensorMode), and a tracker adds up the bytes of all storages that live at once. Not counted: CUDA's context, about
+0.5 GB, the workspaces of kernels, and what the allocator loses to fragments.
 """
 
-import copy
 import math
 import sys
 import weakref
@@ -30,7 +27,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, HfArgumentParser, Pre
 from hfppo.generation.generate import SeededChoice
 from hfppo.generation.key_values import CACHE
 from hfppo.models import output_head
-from hfppo.models.actor_critic import ActorCritic, TokenOutputs, Want
+from hfppo.models.actor_critic import ActorCritic, Want
 from hfppo.models.critic import find_critic
 
 NF4_BYTES = 0.5 + 4 / 64  # per weight: four bits, and a float32 scale for each block of 64
@@ -53,7 +50,7 @@ class Setup:
     local_rollout_forward_batch_size: int = setting(64, "Rows sampled, or passed without gradient, at once.")
     activation_checkpointing: bool = setting(True, "Compute the layers again in the backward pass.")
     bf16: bool = setting(True, "Autocast to bfloat16.")
-    dtype: Literal["bfloat16", "float32"] = setting("bfloat16", "Of the base.")
+    dtype: Literal["bfloat16", "float32"] = setting("bfloat16", "Dtype of the base.")
     load_in_4bit: bool = setting(False, "The base in NF4.")
     critic: Literal["adapter", "shared", "shared_detached", "none"] = setting("adapter", "Kind of the critic.")
     critic_layers: int | None = setting(None, "Top layers that the adapter critic adapts; default: all.")
@@ -88,14 +85,6 @@ class Peaks:
         """The most bytes at once."""
         return self.weights + self.phases[self.largest]
 
-    def joined(self) -> "Peaks":
-        """Return the higher peak where a phase has two parts, named "phase, part"."""
-        phases: dict[str, int] = {}
-        for name, size in self.phases.items():
-            whole = name.partition(",")[0]
-            phases[whole] = max(size, phases.get(whole, 0))
-        return Peaks(self.weights, phases)
-
 
 class LiveStorages(TorchDispatchMode):
     """Adds up the bytes of the storages that live at the same time, each once however many tensors share it.
@@ -124,56 +113,31 @@ class LiveStorages(TorchDispatchMode):
         self.now -= size
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         out = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
             if isinstance(tensor, self.kind):
                 self.add(tensor)
         return out
 
-    def peak_of(self, run: Callable[[], object], before: int | None = None) -> int:
-        """Return the most bytes that live during a call, on top of `before`, by default of those that live now."""
-        before = self.now if before is None else before
-        self.peak = self.now
+    def peak_of(self, run: Callable[[], object]) -> int:
+        """Return the most bytes that live during a call, on top of those that live before it."""
+        before = self.peak = self.now
         with self:
             run()
         return self.peak - before
 
 
 def estimate(config: PreTrainedConfig, setup: Setup) -> Peaks:
-    """Return the peaks of a run, from two measurements with few layers if all layers are equal.
+    """Return the peaks of a run.
 
     Args:
         config: the base's configuration.
-    """
-    text = config.get_text_config()
-    depth, few = text.num_hidden_layers, max(2, 1 + (setup.critic_layers or 0))
-    if depth <= few + 2 or len(set(getattr(text, "layer_types", None) or ())) > 1:
-        return measure(config, setup).joined()
-    first, second = (measure(with_layers(config, count), setup) for count in (few, few + 2))
-
-    def extend(a: int, b: int) -> int:
-        return a + (b - a) * (depth - few) // 2
-
-    phases = {name: extend(size, second.phases[name]) for name, size in first.phases.items()}
-    return Peaks(extend(first.weights, second.weights), phases).joined()
-
-
-def with_layers(config: PreTrainedConfig, count: int) -> PreTrainedConfig:
-    """Return a copy of a configuration with another number of layers."""
-    config = copy.deepcopy(config)
-    text = config.get_text_config()
-    text.num_hidden_layers = count
-    if getattr(text, "layer_types", None):
-        text.layer_types = text.layer_types[:count]
-    return config
-
-
-def measure(config: PreTrainedConfig, setup: Setup) -> Peaks:
-    """Return the peaks of the parts of each phase, with all layers computed.
-
-    The parts are apart because a peak that changes from one to the other is not linear in the number of layers.
     """
     model, live = without_data(make_model(config, setup)), LiveStorages()
     weights, unpacked = weigh(model, live, setup)
@@ -197,47 +161,36 @@ def weigh(model: ActorCritic, live: LiveStorages, setup: Setup) -> tuple[int, in
 
 
 def measure_phases(model: ActorCritic, live: LiveStorages, setup: Setup) -> dict[str, int]:
-    """Return the bytes of each phase or part of one, on top of those that live before the phase.
+    """Return the bytes of each phase, on top of those that live before it.
 
     Args:
         model: the model in eval mode; the update leaves it in training mode, with gradients.
     """
     passed, updated = (inputs(model, setup, x) for x in (setup.local_rollout_forward_batch_size, setup.rows_of_update))
-    keep = model.keeps_base_states
-    phases: dict[str, int] = {}
+
+    def reference() -> None:
+        with model.reference():
+            model(**passed, want=Want(values=False, base_states=model.keeps_base_states))
+
+    def update() -> None:
+        for want in passes_of_update(model):
+            outputs = model(**updated, want=want, base_states=states if want.values else None)
+            torch.stack([x.sum() for x in (outputs.logprobs, outputs.values) if x is not None]).sum().backward()
+
     with chunks_of_a_gpu(), torch.autocast("cpu", torch.bfloat16, enabled=setup.bf16):
         with torch.no_grad():
-            phases |= sampling(model, live, setup)
-
-            def reference() -> None:
-                with model.reference():
-                    model(**passed, want=Want(values=False, base_states=keep))
-
-            phases["reference"] = live.peak_of(reference)
+            phases = {"sampling": live.peak_of(lambda: sample(model, setup)), "reference": live.peak_of(reference)}
             states = base_states(model, passed)
             phases["old log-probs and values"] = live.peak_of(lambda: model(**passed, base_states=states))
-            del states
-        before, states, outputs = live.now, base_states(model.train(), updated), []
-        for owner, want in passes_of_update(model).items():
-
-            def forward(want: Want = want) -> None:
-                outputs.append(model(**updated, want=want, base_states=states if want.values else None))
-
-            phases[f"update, forward of {owner}"] = live.peak_of(forward, before)
-            phases[f"update, backward of {owner}"] = live.peak_of(lambda: loss_of(outputs.pop()).backward(), before)
-    return phases
+        states = base_states(model.train(), updated)
+        return {**phases, "update": live.peak_of(update)}
 
 
-def passes_of_update(model: ActorCritic) -> dict[str, Want]:
+def passes_of_update(model: ActorCritic) -> list[Want]:
     """Return the passes of a micro-batch, as `PPOTrainer.training_step` makes them."""
-    if model.critic is None or model.critic_is_shared:
-        return {"both": Want(entropy="constant")}
-    return {"the actor": Want(entropy="constant", values=False), "the critic": Want(policy=False)}
-
-
-def loss_of(outputs: TokenOutputs) -> Tensor:
-    """Return a number with gradients to actor and critic."""
-    return torch.stack([x.sum() for x in (outputs.logprobs, outputs.values) if x is not None]).sum()
+    both = Want(entropy="constant")
+    together = model.critic is None or model.critic_is_shared
+    return [both] if together else [replace(both, values=False), replace(both, policy=False)]
 
 
 def make_model(config: PreTrainedConfig, setup: Setup) -> ActorCritic:
@@ -291,30 +244,19 @@ def base_states(model: ActorCritic, batch: dict[str, Tensor]) -> Tensor | None:
     return weight.detach().new_empty(batch["input_ids"].numel(), weight.shape[1])
 
 
-def sampling(model: ActorCritic, live: LiveStorages, setup: Setup) -> dict[str, int]:
-    """Return the peaks of reading the prompts and of sampling the last token, in rows of which one is shorter."""
-    rows, width, before = setup.local_rollout_forward_batch_size, setup.width, live.now
+def sample(model: ActorCritic, setup: Setup) -> None:
+    """Read the prompts and sample the last token, in rows of which one is shorter."""
+    rows, width = setup.local_rollout_forward_batch_size, setup.width
     ids = torch.zeros(rows, setup.max_prompt_length, dtype=torch.int64)
     mask = torch.ones(rows, width, dtype=torch.int64)
     mask[0, 0] = 0
-    kept: list[Any] = []
-
-    def read() -> None:
-        mask_of_prompts = mask[:, : setup.max_prompt_length]
-        out = model.causal_lm(ids, attention_mask=mask_of_prompts, use_cache=True, logits_to_keep=1)
-        kept.append(out[CACHE])
-
-    def sample() -> None:
-        out = model.causal_lm(ids[:, :1], attention_mask=mask, **{CACHE: kept[0]}, logits_to_keep=1)
-        SeededChoice(torch.zeros(rows, 1, dtype=torch.float64), 1.0, lambda tokens: None)(ids, out.logits[:, -1])
-
-    phases = {"sampling, prompts": live.peak_of(read)}
-    with live:
-        for layer in kept[0].layers:  # a DynamicCache
-            missing = width - 1 - layer.keys.shape[-2]
-            layer.keys, layer.values = (nn.functional.pad(x, (0, 0, 0, missing)) for x in (layer.keys, layer.values))
-    phases["sampling, last token"] = live.peak_of(sample, before)
-    return phases
+    mask_of_prompts = mask[:, : setup.max_prompt_length]
+    cache = model.causal_lm(ids, attention_mask=mask_of_prompts, use_cache=True, logits_to_keep=1)[CACHE]
+    for layer in cache.layers:  # a DynamicCache
+        missing = width - 1 - layer.keys.shape[-2]
+        layer.keys, layer.values = (nn.functional.pad(x, (0, 0, 0, missing)) for x in (layer.keys, layer.values))
+    out = model.causal_lm(ids[:, :1], attention_mask=mask, **{CACHE: cache}, logits_to_keep=1)
+    SeededChoice(torch.zeros(rows, 1, dtype=torch.float64), 1.0, lambda tokens: None)(ids, out.logits[:, -1])
 
 
 @contextmanager
@@ -352,11 +294,11 @@ def shrink(setup: Setup, peaks: Peaks, room: int) -> Setup | None:
     Args:
         room: bytes for each phase.
     """
-    less: dict[str, Any] = {"dtype": "bfloat16", "bf16": True, "activation_checkpointing": True}
+    less: dict[str, object] = {"dtype": "bfloat16", "bf16": True, "activation_checkpointing": True}
     for name, value in less.items():
         if getattr(setup, name) != value:
             return replace(setup, **{name: value})
-    updates = peaks.largest.startswith("update")
+    updates = peaks.largest == "update"
     rows = setup.rows_of_update if updates else setup.local_rollout_forward_batch_size
     if room > 0 and rows > 1:
         rows = max(1, rows >> math.ceil(math.log2(peaks.phases[peaks.largest] / room)))
@@ -371,7 +313,7 @@ def report(peaks: Peaks, setup: Setup) -> str:
     lines = ["| phase | tokens | GB | kB per token |", "|---|---|---|---|"]
     lines.append(f"| weights, AdamW's moments | | {peaks.weights / 1e9:.1f} | |")
     for name, size in peaks.phases.items():
-        rows = setup.rows_of_update if name.startswith("update") else setup.local_rollout_forward_batch_size
+        rows = setup.rows_of_update if name == "update" else setup.local_rollout_forward_batch_size
         tokens = rows * setup.width
         lines.append(f"| {name} | {tokens:,} | {size / 1e9:.1f} | {size / tokens / 1e3:,.0f} |")
     return "\n".join([*lines, f"| **peak** | | **{peaks.total / 1e9:.1f}** | |"])

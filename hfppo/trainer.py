@@ -73,7 +73,6 @@ from hfppo.reporting.progress import show_progress, show_resume
 from hfppo.rewards.reward_func import RewardFunc
 from hfppo.rollout import Rollout
 from hfppo.saving.crash_safe import CrashSafeTrainer
-from hfppo.saving.folders import no_empty_folder
 from hfppo.state import SHUFFLE_STREAM, PPOState
 from hfppo.support.out_of_memory import explain_out_of_memory
 
@@ -190,46 +189,45 @@ class PPOTrainer(CrashSafeTrainer):
         take_over(optimizers, names, parts.model, args.critic_learning_rate)
         check_best_metric(args, parts.prompts.eval, parts.rewards, compute_metrics)
         self._step_hooks = StepHooks(self._before_step, self._after_step)
-        with no_empty_folder(str(args.output_dir)):
-            super().__init__(
-                model=parts.model,
-                args=args,
-                train_dataset=train_dataset,
-                eval_dataset=eval_dataset,
-                processing_class=parts.tokenizer,
-                callbacks=[
-                    *with_default_callbacks(callbacks, args.log_completions),
-                    TrainerHooks(lambda: self._step_hooks.attach(cast(Optimizer, self.optimizer)), self._end_update),
-                ],
-                compute_metrics=compute_metrics,
-                optimizers=optimizers,
-            )
-            check_engine(self.accelerator, parts.model, parts.rewards.funcs, args)
-            if args.world_size > 1:
-                wait_at_exit()
-            self._flop_counter = FlopCounter.of(parts.model)
-            compile_layers(parts.model, self.accelerator, args)
-            self._progress = show_progress(self)
-            self.collector = Collector(
-                model=parts.model,
-                sampler=self.create_sampler(parts.eos_ids),
-                rewards=parts.rewards,
-                tokenizer=parts.tokenizer,
-                accelerator=self.accelerator,
-                args=args,
-                player=parts.player,
-            )
-            self._prompt_maker = parts.prompt_maker
-            self.ppo_state = self._first_state()
-            self._train_prompts, self._prepared_train = parts.prompts.train, train_dataset
-            self._eval_prompts = EvalPrompts(eval_dataset, parts.prompts.eval, self._prepare_prompts)
-            self._eval_sampling = False
-            self._sources = parts.sources
-            self._outputs_checked = False
-            described = parts.prompts.train, parts.model, parts.peft_config, parts.rewards.names
-            run = describe_run(*described, parts.prompt_maker)
-            self._checkpoint = PPOCheckpoint(run, args.process_index)
-            self._begin_run()
+        super().__init__(
+            model=parts.model,
+            args=args,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=parts.tokenizer,
+            callbacks=[
+                *with_default_callbacks(callbacks, args.log_completions),
+                TrainerHooks(lambda: self._step_hooks.attach(cast(Optimizer, self.optimizer)), self._end_update),
+            ],
+            compute_metrics=compute_metrics,
+            optimizers=optimizers,
+        )
+        check_engine(self.accelerator, parts.model, parts.rewards.funcs, args)
+        if args.world_size > 1:
+            wait_at_exit()
+        self._flop_counter = FlopCounter.of(parts.model)
+        compile_layers(parts.model, self.accelerator, args)
+        self._progress = show_progress(self)
+        self.collector = Collector(
+            model=parts.model,
+            sampler=self.create_sampler(parts.eos_ids),
+            rewards=parts.rewards,
+            tokenizer=parts.tokenizer,
+            accelerator=self.accelerator,
+            args=args,
+            player=parts.player,
+        )
+        self._prompt_maker = parts.prompt_maker
+        self.ppo_state = self._first_state()
+        self._train_prompts, self._prepared_train = parts.prompts.train, train_dataset
+        self._eval_prompts = EvalPrompts(eval_dataset, parts.prompts.eval, self._prepare_prompts)
+        self._eval_sampling = False
+        self._sources = parts.sources
+        self._outputs_checked = False
+        described = parts.prompts.train, parts.model, parts.peft_config, parts.rewards.names
+        run = describe_run(*described, parts.prompt_maker)
+        self._checkpoint = PPOCheckpoint(run, args.process_index)
+        self._begin_run()
 
     def _first_state(self) -> PPOState:
         """Return the state of a run before its first rollout."""

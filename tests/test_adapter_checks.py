@@ -32,13 +32,13 @@ from hfppo.models.actor_critic import ActorCritic
 
 TARGETS = {"target_modules": ["q_proj", "v_proj", "down_proj"], "task_type": "CAUSAL_LM"}
 WRITES = {
-    "KaSA": (LoraConfig(kasa_config=KasaConfig(), **TARGETS), r"LORA, kasa_config=KasaConfig\(.*\)"),
-    "PiSSA": (LoraConfig(init_lora_weights="pissa", **TARGETS), "LORA, init_lora_weights='pissa'"),
-    "OLoRA": (LoraConfig(init_lora_weights="olora", **TARGETS), "LORA, init_lora_weights='olora'"),
+    "KaSA": LoraConfig(kasa_config=KasaConfig(), **TARGETS),
+    "PiSSA": LoraConfig(init_lora_weights="pissa", **TARGETS),
+    "OLoRA": LoraConfig(init_lora_weights="olora", **TARGETS),
 }
 NOISY = {
-    "MonteCLoRA": (LoraConfig(monteclora_config=MontecloraConfig(), **TARGETS), "LORA, monteclora_config="),
-    "PVeRA": (PveraConfig(**TARGETS), "PVERA"),
+    "MonteCLoRA": LoraConfig(monteclora_config=MontecloraConfig(), **TARGETS),
+    "PVeRA": PveraConfig(**TARGETS),
 }
 QUIET = {
     "LoRA": LORA,
@@ -65,9 +65,8 @@ QUIET = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", WRITES)
 def test_an_adapter_that_writes_into_the_base(kind, dtype, critic):
-    config, named = WRITES[kind]
-    with pytest.raises(ValueError, match=rf"peft_config \({named}\) changes the base .* use init_lora_weights=True"):
-        ActorCritic(tiny_model().to(dtype), copy.deepcopy(config), critic)
+    with pytest.raises(ValueError, match=r"peft_config changes the base .* use init_lora_weights=True"):
+        ActorCritic(tiny_model().to(dtype), copy.deepcopy(WRITES[kind]), critic)
 
 
 @pytest.mark.parametrize("critic", ["adapter", "shared"])
@@ -82,8 +81,8 @@ def test_a_trained_adapter_that_wrote_into_its_base(make_trainer, tmp_path):
     """Loading it writes again, so its disabled state is no base of anybody."""
     tiny_model().save_pretrained(tmp_path / "base")
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    get_peft_model(base, copy.deepcopy(WRITES["KaSA"][0])).save_pretrained(tmp_path / "adapter")
-    with pytest.raises(ValueError, match=r"kasa_config=.* changes the base"):
+    get_peft_model(base, copy.deepcopy(WRITES["KaSA"])).save_pretrained(tmp_path / "adapter")
+    with pytest.raises(ValueError, match="peft_config changes the base"):
         make_trainer(model=str(tmp_path / "adapter"), peft_config=None)
 
 
@@ -94,7 +93,7 @@ def test_a_reward_adapter_that_writes_into_the_actors_base(make_trainer, tmp_pat
     classifier = AutoModelForSequenceClassification.from_pretrained(base, num_labels=1)
     get_peft_model(classifier, config).save_pretrained(tmp_path / "reward")
     tokenizer.save_pretrained(tmp_path / "reward")
-    with pytest.raises(ValueError, match=r"the reward adapter '.*reward' \(LORA, kasa_config=.*\) changes the base"):
+    with pytest.raises(ValueError, match=r"the reward adapter '.*reward' changes the base"):
         make_trainer(model=base, reward_funcs=str(tmp_path / "reward"))
 
 
@@ -102,10 +101,9 @@ def test_a_reward_adapter_that_writes_into_the_actors_base(make_trainer, tmp_pat
 @pytest.mark.parametrize("kind", NOISY)
 def test_an_adapter_that_draws_noise_is_refused_before_it_samples(make_trainer, monkeypatch, kind, dtype):
     """Where a new adapter multiplies the noise by zero, the first steps of training would bring it out."""
-    config, named = NOISY[kind]
-    trainer = make_trainer(model=tiny_model().to(dtype), peft_config=copy.deepcopy(config))
+    trainer = make_trainer(model=tiny_model().to(dtype), peft_config=copy.deepcopy(NOISY[kind]))
     monkeypatch.setattr(TransformersSampler, "__call__", lambda *_: pytest.fail("completions were sampled"))
-    with pytest.raises(ValueError, match=rf"peft_config \({named}.*\) draws noise in its layers \(.*Linear\)"):
+    with pytest.raises(ValueError, match=r"peft_config draws noise in its layers \(.*Linear\)"):
         trainer.train()
 
 

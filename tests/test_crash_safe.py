@@ -238,22 +238,6 @@ def test_the_best_checkpoint_stays(make_trainer, dataset, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.nightly
-def test_the_best_checkpoint_is_not_that_of_another_run(make_trainer, dataset, tmp_path, caplog):
-    straight = make_trainer(BEST, eval_dataset=dataset)
-    straight.train()
-    best = tmp_path / f"out/checkpoint-{straight.state.best_global_step}"
-    make_trainer(BEST, eval_dataset=dataset).train(resume_from_checkpoint=str(best))  # which leaves it in its place
-    make_trainer({**BEST, "max_steps": 5, "seed": 7}, eval_dataset=dataset).train()
-    other = (best / "adapter_model.safetensors").read_bytes()
-    resumed = make_trainer(BEST, eval_dataset=dataset)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "out/_earlier_1/checkpoint-5"))
-    assert f"{best}, the best checkpoint so far, is gone or another run's" in caplog.text
-    resumed.save_model()
-    assert (tmp_path / "out/adapter_model.safetensors").read_bytes() != other
-
-
-@pytest.mark.slow
-@pytest.mark.nightly
 def test_the_best_checkpoint_is_found_after_a_better_step_that_was_not_saved(make_trainer, dataset, tmp_path):
     scores = {2: 0.1, 4: 0.5, 6: 0.9, 8: 0.2, 10: 0.2, 12: 0.2}
     config = {**BEST, "eval_steps": 2, "save_steps": 4, "save_total_limit": 2, "lr_scheduler_type": "constant"}
@@ -520,14 +504,6 @@ REFUSALS = [refuse_construction, refuse_resuming, refuse_first_rollout]
 
 
 @pytest.mark.parametrize("refuse", REFUSALS)
-def test_a_refused_run_leaves_no_empty_folder(make_trainer, tmp_path, refuse):
-    args = PPOConfig(**{**SMALL, "output_dir": str(tmp_path / "new")})
-    with pytest.raises(ValueError, match=r"no sampler|no whole checkpoint|no rewards"):
-        refuse(make_trainer, args)
-    assert not (tmp_path / "new").exists()
-
-
-@pytest.mark.parametrize("refuse", REFUSALS)
 def test_a_refused_run_leaves_the_files_of_a_folder(make_trainer, tmp_path, refuse):
     args = PPOConfig(**{**SMALL, "output_dir": str(tmp_path / "old")})
     (tmp_path / "old").mkdir()
@@ -550,7 +526,6 @@ def test_a_trainer_whose_first_rollout_failed_can_train_again(make_trainer, tmp_
     trainer = make_trainer({"max_steps": 2}, reward_funcs=fails_once)
     with pytest.raises(error):
         trainer.train()
-    assert not (tmp_path / "out").exists()
     trainer.train()
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["curves.png", "metrics.jsonl"]
     assert [entry["step"] for entry in read_log(tmp_path / "out")] == [1, 2, 2]

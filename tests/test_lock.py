@@ -40,23 +40,6 @@ def test_a_folder_that_another_run_has_is_refused_until_that_one_has_ended(make_
     assert not (tmp_path / "out" / lock.LOCK).exists()
 
 
-def test_a_lock_on_a_file_that_was_deleted_meanwhile_is_none(tmp_path, monkeypatch):
-    """By a run that ended after the file was opened and before it was locked."""
-    take, deleted = lock.fcntl.lockf, []
-
-    def delete_first(*given):
-        if not deleted:
-            (tmp_path / lock.LOCK).unlink()
-            deleted.append(True)
-        return take(*given)
-
-    monkeypatch.setattr(lock.fcntl, "lockf", delete_first)
-    held = lock.OutputLock(tmp_path)
-    assert held.acquire() is None
-    assert (tmp_path / lock.LOCK).read_text().startswith("process ")
-    held.release()
-
-
 def test_the_lock_is_given_back_when_training_fails(make_trainer, tmp_path):
     trainer = make_trainer()
     with pytest.raises(ValueError, match="is not a folder"):

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrain
 from hfppo import ActorCritic, memory
 from hfppo.generation.generate import TransformersSampler
 from hfppo.generation.sampler import Sampling
-from hfppo.memory import NF4_BYTES, LiveStorages, Peaks, Setup, estimate, make_fit, measure, with_layers
+from hfppo.memory import NF4_BYTES, LiveStorages, Peaks, Setup, estimate, make_fit
 from hfppo.models import critic
 from hfppo.models.actor_critic import Want
 from hfppo.models.loading import default_peft_config
@@ -133,25 +133,6 @@ def test_the_critic_starts_from_the_base_states_of_the_reference_pass(tmp_path):
     setup = replace(SMALL, critic_layers=1, activation_checkpointing=False, bf16=False, dtype="float32")
     found, real = estimate(LLAMA, setup).phases, measured(LLAMA, setup, tmp_path)
     assert {name: found[name] for name in real} == {name: pytest.approx(size, rel=0.1) for name, size in real.items()}
-
-
-def test_few_layers_give_the_peaks_of_all_layers():
-    deep = with_layers(LLAMA, 5)
-    assert estimate(deep, SMALL) == measure(deep, SMALL).joined()
-
-
-def test_layers_of_several_kinds_are_all_computed(monkeypatch):
-    depths = []
-
-    def depth(config, setup):
-        depths.append(config.num_hidden_layers)
-        return Peaks(0, {"update": config.num_hidden_layers})
-
-    monkeypatch.setattr(memory, "measure", depth)
-    mixed = Qwen2Config(num_hidden_layers=6, use_sliding_window=True, sliding_window=8, max_window_layers=3)
-    assert estimate(mixed, SMALL).phases == {"update": 6}
-    assert estimate(Qwen2Config(num_hidden_layers=6), SMALL).phases == {"update": 6}
-    assert depths == [6, 2, 4]
 
 
 def test_live_storages_by_hand():

@@ -91,7 +91,7 @@ def test_conversations_that_it_cannot_render_are_refused(kind, wrapped):
     texts, conversations = (Prompts(Dataset.from_dict({}), [], conversational) for conversational in (False, True))
 
     def check(prompts: Prompts) -> None:
-        func = RewardModel(scorer(), tokenizer) if kind is RewardModel else RewardAdapter("path", LORA, tokenizer)
+        func = RewardModel(scorer(), tokenizer) if kind is RewardModel else RewardAdapter("path", tokenizer)
         check_conversations("judge", wrapped(func), "train_dataset", prompts)
 
     check(conversations)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from build_arithmetic_base import character_tokenizer
 from datasets import Dataset
-from peft import AutoPeftModelForCausalLM, AutoPeftModelForSequenceClassification, LoraConfig, get_peft_model
+from peft import AutoPeftModelForSequenceClassification, LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, Qwen2VLConfig
 
@@ -168,37 +168,6 @@ def test_a_resumed_run_whose_new_rows_begin_elsewhere(run, tmp_path):
     assert all(torch.equal(before[name], now[name]) for name in before)
 
 
-def test_an_adapter_of_somebody_else(make_trainer, tmp_path):
-    """Without the embeddings, as PEFT saves them offline; the tokenizer beside it tells of the added tokens."""
-    base = str(tmp_path / "base")
-    tiny_model(vocab_size=25).save_pretrained(base)
-    model = get_peft_model(resized(base, 27), LoraConfig(**CAUSAL, init_lora_weights=False))
-    model.save_pretrained(tmp_path / "sft", save_embedding_layers=False)
-    adding_tokenizer().save_pretrained(tmp_path / "sft")
-    sft = str(tmp_path / "sft")
-    torch.manual_seed(0)
-    plain = AutoPeftModelForCausalLM.from_pretrained(sft)
-    torch.manual_seed(0)
-    loaded = load_model(sft)
-    assert torch.equal(logits(loaded), logits(plain))
-    trainer = make_trainer({"max_steps": 2}, model=sft, peft_config=None, processing_class=None)
-    trainer.train()
-    trainer.save_model()
-    assert torch.equal(
-        logits(AutoPeftModelForCausalLM.from_pretrained(trainer.args.output_dir)), logits(trainer.model)
-    )
-
-
-def test_a_base_with_fewer_embeddings_than_its_tokenizer_has_tokens_is_not_resized(tmp_path):
-    """As Llama 2 with a padding token that only its tokenizer knows."""
-    base = str(tmp_path / "base")
-    tiny_model(vocab_size=25).save_pretrained(base)
-    for folder in (base, tmp_path / "sft"):
-        adding_tokenizer().save_pretrained(folder)
-    get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(**CAUSAL)).save_pretrained(tmp_path / "sft")
-    assert load_model(str(tmp_path / "sft")).get_input_embeddings().weight.shape[0] == 25
-
-
 def test_rows_of_a_cached_base_are_saved_offline(tmp_path, monkeypatch):
     """PEFT takes such a vocabulary for unchanged, because it may not ask the Hub."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
@@ -245,23 +214,12 @@ def test_a_reward_adapter_brings_its_own_embeddings(make_trainer, tmp_path):
         assert digest(tensors) == before
 
 
-def test_a_separate_critic_brings_its_own_embeddings(make_trainer, tmp_path):
+def test_a_separate_critic_whose_embeddings_were_resized(make_trainer, tmp_path):
     scorer(vocab_size=25).save_pretrained(tmp_path / "critic")
     critic = AutoModelForSequenceClassification.from_pretrained(tmp_path / "critic", num_labels=1)
     critic.resize_token_embeddings(27)
-    torch.nn.init.normal_(critic.get_input_embeddings().weight.data[25:], std=2.0)
     given = {"model": tiny_model(vocab_size=27), "processing_class": adding_tokenizer()}
-    trainer = make_trainer({"max_steps": 2}, **given, critic=critic)
-    trainer.train()
-    trainer.save_model()
-    again = make_trainer(**{**given, "model": tiny_model(vocab_size=27)}, critic=trainer.args.output_dir)
-    embeddings = [x.model.critic.trunk.get_base_model().get_input_embeddings().weight for x in (trainer, again)]
-    assert torch.equal(*embeddings)
-    values = [critic_values(x.model) for x in (trainer, again)]
-    assert torch.equal(*values)
-
-
-def critic_values(model: ActorCritic) -> torch.Tensor:
-    everything = torch.ones_like(IDS)
-    with torch.no_grad():
-        return model.eval()(IDS, everything, everything[:, 1:].bool()).values
+    with pytest.raises(ValueError, match=r"critic has another vocabulary than .*critic'.*; save it with"):
+        make_trainer(**given, critic=critic)
+    critic.save_pretrained(tmp_path / "critic")
+    make_trainer(**given, critic=str(tmp_path / "critic"))

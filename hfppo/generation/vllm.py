@@ -16,10 +16,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from peft import LoraConfig, PeftConfig
-from peft.utils import SAFETENSORS_WEIGHTS_NAME
-from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.nn.functional import pad
 from transformers import set_seed
 
 from hfppo.config import PPOConfig
@@ -33,6 +30,7 @@ RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the values that vLLM accepts f
 UNSERVED = (
     "use_dora", "use_qalora", "use_bdlora", "lora_bias", "alora_invocation_tokens", "modules_to_save",
     "trainable_token_indices", "target_parameters", "layer_replication", "arrow_config", "kasa_config",
+    "rank_pattern", "alpha_pattern",
 )  # fmt: skip
 
 # With these vLLM also finds stop strings in special tokens, and returns the token that completes one.
@@ -62,7 +60,7 @@ class Engine(Protocol):
     def load(self, adapter: Adapter, old: Adapter | None) -> None:
         """Load the new adapter and unload the old one. If the engine is shared, one process calls it for all."""
 
-    def generate(self, prompts: list[list[int]], sampling: list[dict[str, Any]], adapter: Adapter) -> list[Sampled]:
+    def generate(self, prompts: list[list[int]], sampling: list[dict[str, object]], adapter: Adapter) -> list[Sampled]:
         """Return a completion for each prompt, in order.
 
         Args:
@@ -79,7 +77,7 @@ class VLLMSampler(Sampler):
     Args:
         engine: vLLM, in this process or on a server.
         folder: adapters are written here for vLLM and removed when the run ends. A server on another machine must see
-            this folder under the same path. Of colocated engines each machine reads its own.
+            this folder under the same path. With colocated engines each machine reads its own folder.
     """
 
     def __init__(self, model: ActorCritic, engine: Engine, accelerator: Accelerator, folder: str, sampling: Sampling):
@@ -112,7 +110,6 @@ class VLLMSampler(Sampler):
         new = Adapter(f"{self.folder.name}-{number}", number, str(folder))
         if self._writes:
             self.model.save_adapter(new.folder)
-            write_one_factor(new.folder, self.model)
         self.accelerator.wait_for_everyone()
         if self.accelerator.is_main_process or not self.engine.shared:
             self.engine.load(new, old)
@@ -137,7 +134,7 @@ class VLLMSampler(Sampler):
         return completions_from(ids, logprobs, self.sampling.eos_ids, mask.sum(dim=1), torch.tensor(stops))
 
 
-def sampling_fields(sampling: Sampling, seed: int | None, budget: int | None = None) -> dict[str, Any]:
+def sampling_fields(sampling: Sampling, seed: int | None, budget: int | None = None) -> dict[str, object]:
     """Return fields of `vllm.SamplingParams`, which have the same names in requests to a server.
 
     They are complete, so that no default of vLLM or of the model's generation config applies.
@@ -213,7 +210,7 @@ class ColocatedEngine:
     def load(self, adapter: Adapter, old: Adapter | None) -> None:
         """Do nothing: `generate` names the adapter, and vLLM evicts the least recently used one."""
 
-    def generate(self, prompts: list[list[int]], sampling: list[dict[str, Any]], adapter: Adapter) -> list[Sampled]:
+    def generate(self, prompts: list[list[int]], sampling: list[dict[str, object]], adapter: Adapter) -> list[Sampled]:
         """See `Engine`."""
         outputs = self.llm.generate(
             [self._tokens(prompt_token_ids=ids) for ids in prompts],
@@ -277,32 +274,8 @@ def dtype_name(model: ActorCritic) -> str:
     return str(model.dtype).removeprefix("torch.")
 
 
-def write_one_factor(folder: str, model: ActorCritic) -> None:
-    """Rewrite an adapter whose layers differ in rank or alpha: vLLM multiplies all layers by one lora_alpha / r.
-
-    Each layer's own factor goes into its B, and the common factor becomes 1. Zeros pad A and B to the largest rank.
-    """
-    config = LoraConfig.from_pretrained(folder)
-    if not (config.rank_pattern or config.alpha_pattern):
-        return
-    path = Path(folder) / SAFETENSORS_WEIGHTS_NAME
-    weights = load_file(path)
-    parts = {name: name.rpartition(".lora_") for name in weights if ".lora_" in name}  # layer, separator, factor
-    config.r = config.lora_alpha = max(weights[name].shape[0] for name, part in parts.items() if "A" in part[2])
-    config.rank_pattern, config.alpha_pattern, config.use_rslora = {}, {}, False
-    for name, (layer, _, factor) in parts.items():
-        weight = weights[name]
-        if "A" in factor:
-            weights[name] = pad(weight, (0, 0, 0, config.r - weight.shape[0]))
-        else:
-            scaled = weight * cast(Any, model.get_submodule(layer)).scaling["default"]
-            weights[name] = pad(scaled, (0, config.r - weight.shape[1]))
-    save_file(weights, path, metadata={"format": "pt"})
-    config.save_pretrained(folder)
-
-
 def start_rank(peft_config: PeftConfig) -> int:
-    """Return the `max_lora_rank` to start vLLM with: the smallest allowed value, at least every layer's rank.
+    """Return the `max_lora_rank` to start vLLM with: the smallest allowed value, at least the adapter's rank.
 
     Raises:
         ValueError: vLLM cannot serve the adapter.
@@ -316,7 +289,6 @@ def start_rank(peft_config: PeftConfig) -> int:
                 f"vLLM cannot serve an adapter with {field}={value!r}; leave it out of peft_config, or set "
                 "use_vllm=False"
             )
-    rank = max([peft_config.r, *peft_config.rank_pattern.values()])
-    if rank > RANKS[-1]:
-        raise ValueError(f"vLLM serves ranks up to {RANKS[-1]}, the adapter has r={rank}; lower it")
-    return next(possible for possible in RANKS if possible >= rank)
+    if peft_config.r > RANKS[-1]:
+        raise ValueError(f"vLLM serves ranks up to {RANKS[-1]}, the adapter has r={peft_config.r}; lower it")
+    return next(possible for possible in RANKS if possible >= peft_config.r)

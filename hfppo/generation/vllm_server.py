@@ -1,7 +1,6 @@
 """An OpenAI-compatible vLLM server as the engine of `VLLMSampler`."""
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 from tenacity import stop_after_delay
 
@@ -55,7 +54,7 @@ class ServerEngine:
             already="already been loaded",
         )
 
-    def _post_adapter(self, path: str, body: dict[str, Any], already: str) -> None:
+    def _post_adapter(self, path: str, body: dict[str, object], already: str) -> None:
         """Load or unload an adapter.
 
         Args:
@@ -75,7 +74,7 @@ class ServerEngine:
                     error.status,
                 ) from error
 
-    def generate(self, prompts: list[list[int]], sampling: list[dict[str, Any]], adapter: Adapter) -> list[Sampled]:
+    def generate(self, prompts: list[list[int]], sampling: list[dict[str, object]], adapter: Adapter) -> list[Sampled]:
         """See `Engine`. The adapter is loaded again if the server was restarted since."""
         bodies = [
             {"model": adapter.name, "prompt": ids, "return_token_ids": True, **fields}

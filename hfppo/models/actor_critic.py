@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
+from huggingface_hub.constants import REPOCARD_NAME
 from peft import PeftConfig, PeftModel, PeftModelForCausalLM
 from peft.tuners import lora
 from peft.utils import set_peft_model_state_dict
@@ -21,7 +22,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
-from hfppo.models.adapter_card import update_card
 from hfppo.models.adapter_checks import unchanged
 from hfppo.models.critic import CRITIC_FOLDER, CriticSource, build_critic, find_critic, shared_copy
 from hfppo.models.layout import Layout, fits, hidden_states, lay_out, trunk_of
@@ -88,7 +88,7 @@ class ActorCritic(PeftModelForCausalLM):
             check_vocabulary("ref_model", ref_model, base.config.get_text_config().vocab_size)
             keep_four_bits(ref_model)
         source = None if critic is None else find_critic(critic)
-        with unchanged(base, peft_config, "peft_config"):
+        with unchanged(base, "peft_config"):
             critic_module = None if source is None else build_critic(source, base, peft_config)
             if start_adapter is not None and ref_model is None:
                 ref_model = frozen_adapter_copy(base, peft_config, start_adapter)
@@ -221,7 +221,7 @@ class ActorCritic(PeftModelForCausalLM):
         return self.ref_model if self._as_reference else self.causal_lm
 
     def activation_checkpointing_enable(
-        self, activation_checkpointing_kwargs: dict[str, Any] | None = None, **more: Any
+        self, activation_checkpointing_kwargs: dict[str, Any] | None = None, **more: object
     ) -> None:
         """Turn activation checkpointing on in the actor and in the critic's trunk."""
         trees = [self.causal_lm]
@@ -233,7 +233,7 @@ class ActorCritic(PeftModelForCausalLM):
             tree.enable_input_require_grads()
 
     def gradient_checkpointing_enable(
-        self, gradient_checkpointing_kwargs: dict[str, Any] | None = None, **more: Any
+        self, gradient_checkpointing_kwargs: dict[str, Any] | None = None, **more: object
     ) -> None:
         """Do the same under the name that Trainer calls before transformers 5.20."""
         self.activation_checkpointing_enable(gradient_checkpointing_kwargs, **more)
@@ -292,8 +292,9 @@ class ActorCritic(PeftModelForCausalLM):
             self._modules.update(aside)
 
     def create_or_update_model_card(self, output_dir: str) -> None:
-        """Write PEFT's model card, with the tags of an existing card kept, and valid for the Hub."""
-        update_card(output_dir, super().create_or_update_model_card)
+        """Write PEFT's model card where there is none; the trainer's has PEFT's metadata, valid for the Hub."""
+        if not (Path(output_dir) / REPOCARD_NAME).is_file():
+            super().create_or_update_model_card(output_dir)
 
     def load_critic(self, folder: str) -> None:
         """Load the critic, if the model has one, from a folder that `save_pretrained` wrote."""

@@ -5,10 +5,8 @@ PEFT has some forty methods and adds more with each release, so they are tried, 
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import MISSING, fields
 
 import torch
-from peft import PeftConfig
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.error import NoMatchingPeftModuleError
 from torch import Tensor, nn
@@ -18,7 +16,7 @@ SAMPLED = 4096  # numbers of a weight that are compared; what writes into a weig
 
 
 @contextmanager
-def unchanged(base: nn.Module, config: PeftConfig, name: str) -> Iterator[None]:
+def unchanged(base: nn.Module, name: str) -> Iterator[None]:
     """Compare the base's weights before and after the block, in which the adapter is put on it.
 
     Args:
@@ -39,8 +37,8 @@ def unchanged(base: nn.Module, config: PeftConfig, name: str) -> Iterator[None]:
         for weight, numbers in weights.items():
             if not torch.equal(numbers, sample(getattr(module, weight))):
                 raise ValueError(
-                    f"{name} ({describe_kind(config)}) changes the base when its adapter is made, so the disabled "
-                    "adapter is not the reference policy; use init_lora_weights=True, 'gaussian' or 'orthogonal', "
+                    f"{name} changes the base when its adapter is made, so the disabled adapter is not the reference "
+                    "policy; use init_lora_weights=True, 'gaussian' or 'orthogonal', "
                     "and no variant that rewrites weights"
                 )
 
@@ -60,11 +58,11 @@ def sample(weight: Tensor) -> Tensor:
     return numbers[:: max(1, numbers.numel() // SAMPLED)].clone().view(torch.uint8)
 
 
-def check_noise(model: nn.Module, config: PeftConfig, forward: Callable[[], Tensor]) -> None:
+def check_noise(model: nn.Module, forward: Callable[[], Tensor]) -> None:
     """Raise if an adapter's layer gives two outputs for one input.
 
-    Each layer is called twice more within the forward, in train and in eval mode. Its trainable weights are away from
-    their start meanwhile, where many a layer multiplies its noise by zero.
+    Each layer is called twice more within the forward, in train and in eval mode. Its trainable weights are moved
+    meanwhile, because many new layers multiply their noise by zero.
 
     Args:
         forward: any forward of the model, which is in eval mode.
@@ -87,8 +85,8 @@ def check_noise(model: nn.Module, config: PeftConfig, forward: Callable[[], Tens
             handle.remove()
     if noisy:
         raise ValueError(
-            f"peft_config ({describe_kind(config)}) draws noise in its layers ({noisy[0]}), so two passes over one "
-            "token disagree and the ratio of new and old policy is off; leave the noise out, or use plain LoRA"
+            f"peft_config draws noise in its layers ({noisy[0]}), so two passes over one token disagree and the ratio "
+            "of new and old policy is off; leave the noise out, or use plain LoRA"
         )
 
 
@@ -111,14 +109,3 @@ def draws_noise(layer: nn.Module, args: tuple[object, ...], kwargs: dict[str, ob
         layer.eval()
         for parameter, values in zip(trained, before, strict=True):
             parameter.copy_(values)
-
-
-def describe_kind(config: PeftConfig) -> str:
-    """Return an adapter's type, and its fields that choose another kind of it."""
-    found = [str(getattr(config.peft_type, "value", config.peft_type))]
-    for f in fields(config):
-        default = f.default if f.default_factory is MISSING else f.default_factory()
-        value = getattr(config, f.name)
-        if (f.name.startswith(("init_", "use_")) or f.name.endswith("_config")) and value != default:
-            found.append(f"{f.name}={value!r}")
-    return ", ".join(found)

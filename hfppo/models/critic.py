@@ -29,7 +29,7 @@ from hfppo.models.loading import (
     keep_four_bits,
 )
 from hfppo.models.lower_layers import find_layers, replace_layers, start_from
-from hfppo.models.vocabulary import is_resized, saved_vocabulary
+from hfppo.models.vocabulary import is_resized
 
 CRITIC_FOLDER = "critic"
 CRITIC_WEIGHTS = "critic.safetensors"
@@ -100,27 +100,16 @@ class Critic(nn.Module):
             return self.value_head(hidden_states(self.trunk, layout))
 
     def save(self, folder: str | Path, state_dict: dict[str, Tensor]) -> None:
-        """Write the trainable weights of this critic's state dict, and the configuration that they fit.
-
-        Resized embeddings of a separate model are written too, because its own folder has others.
-        """
+        """Write the trainable weights of this critic's state dict, and the configuration that they fit."""
         Path(folder).mkdir(parents=True, exist_ok=True)
-        saved = self.trained_names() | self.resized_names()
-        weights = {name: tensor.contiguous() for name, tensor in state_dict.items() if name in saved}
+        trained = self.trained_names()
+        weights = {name: tensor.contiguous() for name, tensor in state_dict.items() if name in trained}
         save_file(weights, Path(folder) / CRITIC_WEIGHTS)
         (Path(folder) / CRITIC_CONFIG).write_text(json.dumps(self.config(), indent=2) + "\n")
 
     def trained_names(self) -> set[str]:
         """Return the names of the trainable parameters, which are saved."""
         return {name for name, parameter in self.named_parameters() if parameter.requires_grad}
-
-    def resized_names(self) -> set[str]:
-        """Return the names of a separate model's frozen embeddings if they were resized after it was loaded."""
-        base: Any = self.trunk.get_base_model() if isinstance(self.trunk, PeftModel) else None
-        if self.kind != "model" or not is_resized(base, None):
-            return set()
-        embeddings = {id(parameter) for parameter in base.get_input_embeddings().parameters()}
-        return {name for name, parameter in self.named_parameters() if id(parameter) in embeddings}
 
     def config(self) -> dict[str, object]:
         """Return the configuration that is saved beside the weights and compared when they are loaded."""
@@ -147,8 +136,7 @@ class Critic(nn.Module):
                     "critic, critic_layers and peft_config it was trained with"
                 )
         weights: dict[str, Any] = load_file(Path(folder) / CRITIC_WEIGHTS)
-        # Earlier versions wrote no embeddings.
-        if other := sorted((weights.keys() ^ self.trained_names()) - self.resized_names()):
+        if other := sorted(weights.keys() ^ self.trained_names()):
             raise ValueError(
                 f"{folder} holds a critic of other layers than this run's: {other[0]} is only in one of them; use the "
                 "base, the critic and the peft_config it was trained with"
@@ -208,19 +196,14 @@ def find_critic(critic: str | PreTrainedModel | CriticSource, **init_kwargs: obj
     if not isinstance(critic, str):
         raise TypeError(
             f"critic is of type {type(critic).__name__}, not {', '.join(map(repr, CRITIC_KINDS))}, a model, or the id "
-            "or path of one; of a model with an adapter save merge_and_unload(), and give the folder"
+            "or path of one; save a PeftModel's merge_and_unload(), and give the folder"
         )
     options = hub_options(init_kwargs)
     if (folder := find_saved_critic(critic, **options)) is not None:
         saved = json.loads((folder / CRITIC_CONFIG).read_text())
         of_base = {name: value for name, value in init_kwargs.items() if name != "revision"}
         base = saved["base"] if saved["kind"] == "model" else saved["kind"]
-        model = find_critic(base, **of_base).model
-        if isinstance(model, PreTrainedModel):
-            weights = {name.removeprefix("trunk."): x for name, x in load_file(folder / CRITIC_WEIGHTS).items()}
-            if (size := saved_vocabulary(cast(PreTrainedModel, model.base_model), weights)) is not None:
-                model.resize_token_embeddings(size, mean_resizing=False)
-        return CriticSource(model, folder, saved.get("layers"))
+        return CriticSource(find_critic(base, **of_base).model, folder, saved.get("layers"))
     if adapter_config(critic, **options) is not None:
         raise ValueError(f"critic={critic!r} is an adapter; merge it into its base, save that, and give its folder")
     try:
@@ -260,10 +243,18 @@ def build_critic(source: CriticSource, base: PreTrainedModel, peft_config: PeftC
     """Build the critic, before an adapter is put on the base.
 
     On another model, for instance the reward model, the value head starts from the score head.
+
+    Raises:
+        ValueError: another model's layers are spread over devices, or its embeddings were resized.
     """
     own = isinstance(source.model, PreTrainedModel)
     model = cast(PreTrainedModel, source.model) if own else base
     check_placement("critic", model)
+    if own and is_resized(model, None):
+        raise ValueError(
+            f"critic has another vocabulary than {model.config.name_or_path!r}, from which it would be loaded again; "
+            "save it with save_pretrained, and give that folder"
+        )
     # Some models project their states to another width before the head.
     head = getattr(model, "score", None) if own else model.get_output_embeddings()
     width = getattr(head, "in_features", model.config.get_text_config().hidden_size)

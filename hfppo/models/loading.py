@@ -105,26 +105,9 @@ def load_base_of(
     """
     of_base = {**init_kwargs, "revision": base_revision(adapter, config, init_kwargs)}
     base = AutoModelForCausalLM.from_pretrained(config.base_model_name_or_path, **of_base)
-    known = cast(nn.Embedding, base.get_input_embeddings()).num_embeddings
     if (size := saved_vocabulary(base, weights)) is not None:
-        if size != known:
-            base.resize_token_embeddings(size, mean_resizing=False)
-        return base
-    # The file has no embeddings, so added tokens begin at the mean of the others, as in transformers.
-    # A base may have fewer embeddings than its own tokenizer has tokens; then no token was added.
-    size = count_tokens(adapter, init_kwargs)
-    if size > max(known, count_tokens(str(config.base_model_name_or_path), of_base)):
-        base.resize_token_embeddings(size)
+        base.resize_token_embeddings(size, mean_resizing=False)
     return base
-
-
-def count_tokens(name: str, init_kwargs: Mapping[str, object]) -> int:
-    """Return the number of tokens of the tokenizer in a folder or repository; 0 without one."""
-    try:
-        trusted = init_kwargs.get("trust_remote_code")
-        return len(AutoTokenizer.from_pretrained(name, trust_remote_code=trusted, **hub_options(init_kwargs)))
-    except (OSError, ValueError):
-        return 0
 
 
 class HubOptions(TypedDict, total=False):
@@ -143,7 +126,8 @@ def hub_options(init_kwargs: Mapping[str, object]) -> HubOptions:
 def base_revision(adapter: str, config: PeftConfig, init_kwargs: Mapping[str, object]) -> str | None:
     """Return the revision of an adapter's base: the adapter's entry, or the requested one for a local adapter.
 
-    Of an adapter on the Hub `revision` is the adapter's own, as in PEFT's AutoPeftModel. A base in a folder has none.
+    For an adapter on the Hub, `revision` is the adapter's own revision, as in PEFT's AutoPeftModel. A base in a folder
+    has no revision.
     """
     if Path(config.base_model_name_or_path or "").is_dir():
         return None

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -57,7 +56,7 @@ def compile_layers(model: nn.Module, accelerator: Accelerator, args: TrainingArg
     """
     plugin = accelerator.state.dynamo_plugin
     if args.torch_compile:  # all trainers of a process share the plugin, which is turned off below
-        options: dict[str, Any] = {"backend": args.torch_compile_backend, "mode": args.torch_compile_mode}
+        options: dict[str, object] = {"backend": args.torch_compile_backend, "mode": args.torch_compile_mode}
     elif plugin.backend != DynamoBackend.NO:  # accelerate launch --dynamo_backend
         options = plugin.to_kwargs()
     else:

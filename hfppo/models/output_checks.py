@@ -36,7 +36,7 @@ def check_outputs(model: ActorCritic, device: torch.device, is_new: bool) -> Non
     with eval_mode(model), eager:
         check_logits(model, device)
         try_layouts(model, device)
-        check_noise(model.base_model, model.peft_config["default"], lambda: logits_of_forward(model, device))
+        check_noise(model.base_model, lambda: logits_of_forward(model, device))
         if is_new and model.ref_model is None:
             warn_of_start(model, device)
         if model.critic is not None and model.critic.kind == "model":

@@ -1,6 +1,6 @@
 """Log-probs and entropies from hidden states, without keeping logits."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, cast
 
@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from hfppo.models.modes import is_sharded
 
 Entropy = Literal["none", "constant", "differentiable"]
+Head = Callable[[Tensor, Tensor], tuple[Tensor, ...]]  # log-probs, and entropies, of tokens after hidden states
 FLOAT32_PRODUCTS = () if torch.version.hip else ("cuda",)  # devices with `product_in_float32`; untried on ROCm
 HALVES = (torch.bfloat16, torch.float16)
 
@@ -75,12 +76,12 @@ class Float32Product(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, states: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: torch.autograd.Function, states: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(weight)
         return product_in_float32(states, weight.t())
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: torch.autograd.Function, grad: Tensor) -> tuple[Tensor, None]:
         (weight,) = ctx.saved_tensors
         return grad.to(weight.dtype) @ weight, None
 
@@ -162,7 +163,7 @@ class GradientAhead(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, head: Any, size: int, entropy: Entropy, states: Tensor, targets: Tensor
+        ctx: Any, head: Head, size: int, entropy: Entropy, states: Tensor, targets: Tensor
     ) -> tuple[Tensor, ...]:
         kinds = 1 if entropy == "none" else 2
         differentiable = (2 if entropy == "differentiable" else 1) if ctx.needs_input_grad[3] else 0
@@ -182,7 +183,7 @@ class GradientAhead(torch.autograd.Function):
         return outputs
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None, Tensor, None]:
+    def backward(ctx: torch.autograd.Function, *grads: Tensor) -> tuple[None, None, None, Tensor, None]:
         gradients = ctx.saved_tensors
         total = sum(grad[:, None].to(own.dtype) * own for grad, own in zip(grads, gradients, strict=False))
         return None, None, None, cast(Tensor, total), None

@@ -1,7 +1,7 @@
 """Write the model card of a run, the README.md of the saved and pushed folder.
 
 The text comes from `card_template.md` and is written anew each time. Other metadata are kept, such as a license or a
-tag that was added by hand. PEFT adds library, base model, tags and its version.
+tag that was added by hand.
 """
 
 import html
@@ -10,21 +10,21 @@ import re
 from dataclasses import fields
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 
 from huggingface_hub import ModelCard, ModelCardData
-from huggingface_hub.utils import yaml_dump
+from huggingface_hub.constants import REPOCARD_NAME
+from huggingface_hub.utils import HFValidationError, validate_repo_id, yaml_dump
 from transformers import Trainer, TrainerState
 from transformers.modelcard import TrainingSummary
 
 from hfppo.config import PPOConfig
 from hfppo.models.actor_critic import ActorCritic
-from hfppo.models.adapter_card import CARD, as_list, is_repository, read_card
 from hfppo.models.critic import CRITIC_FOLDER
 
 TEMPLATE = Path(__file__).with_name("card_template.md")
-TAGS = ("ppo", "hfppo", "reinforcement-learning", "generated_from_trainer")
-PACKAGES = ("hfppo", "transformers", "torch", "datasets")  # PEFT adds itself
+TAGS = ("ppo", "hfppo", "reinforcement-learning", "generated_from_trainer", "transformers")
+PACKAGES = ("hfppo", "transformers", "peft", "torch", "datasets")
 
 # Prefixes of fields that do not change the result.
 NOT_SHOWN = (
@@ -49,7 +49,9 @@ def write_card(
     model, args, state = cast(ActorCritic, trainer.model), cast(PPOConfig, trainer.args), trainer.state
     name = given.pop("model_name", None) or Path(args.output_dir).absolute().name
     evaluations = last_evaluations(state, args)
-    data = build_metadata(read_card(folder), name, given, model.config.name_or_path, ask_hub)
+    path, method = folder / REPOCARD_NAME, model.active_peft_config.peft_type.value
+    before = ModelCard.load(path, ignore_metadata_errors=True).data.to_dict() if path.is_file() else {}
+    data = build_metadata(before, name, method, given, model.config.name_or_path, ask_hub)
     settings = changed_settings(args)
     configuration = yaml_dump({name: x for name, x in settings.items() if not name.startswith(NOT_SHOWN)}).strip()
     card = ModelCard.from_template(
@@ -57,8 +59,8 @@ def write_card(
         template_path=str(TEMPLATE),
         escape=escape,
         title=name,
-        adapter=model.active_peft_config.peft_type.value.replace("LORA", "LoRA"),
-        base=data.base_model if is_repository(data.base_model) else None,
+        adapter=method.replace("LORA", "LoRA"),
+        base=data.base_model,
         architecture=type(model.get_base_model()).__name__,
         critic_folder=None if model.critic is None else CRITIC_FOLDER,
         source=json.dumps(trainer.hub_model_id or folder.absolute().name, ensure_ascii=False),
@@ -75,8 +77,7 @@ def write_card(
         versions={package: version(package) for package in PACKAGES},
     )
     folder.mkdir(parents=True, exist_ok=True)
-    card.save(folder / CARD)
-    model.create_or_update_model_card(str(folder))
+    card.save(path)
 
 
 def escape(text: object) -> str:
@@ -92,23 +93,46 @@ def changed_settings(args: PPOConfig) -> dict[str, Any]:
 
 
 def build_metadata(
-    before: ModelCard | None, name: str, given: dict[str, Any], base: str | None, ask_hub: bool
+    kept: dict[str, Any], name: str, method: str, given: dict[str, Any], base: str | None, ask_hub: bool
 ) -> ModelCardData:
-    """Return the metadata of the card, except for PEFT's."""
-    kept = {} if before is None else before.data.to_dict()
-    base = given.get("finetuned_from") or (base if is_repository(base) else None)
-    if base is not None:
-        kept["base_model"] = base
+    """Return the metadata of the card.
+
+    The Hub refuses a base model that is not one of its repositories (huggingface/transformers#33922).
+
+    Args:
+        kept: the metadata of the card before.
+        method: PEFT's name of the adapter's method.
+    """
+    bases = (given.get("finetuned_from"), base, kept.pop("base_model", None))
+    base = next(filter(is_repository, bases), None)
+    tags = [*as_list(given.get("tags")), *as_list(kept.get("tags")), *TAGS, method.lower()]
+    tags = [tag for tag in tags if not tag.startswith("base_model:")]
     given = {
         **given,
         "license": given.get("license") or kept.get("license"),
         "finetuned_from": base if ask_hub else None,
-        "tags": [*as_list(given.get("tags")), *as_list(kept.get("tags")), *TAGS],
+        "tags": sorted({*tags, *([] if base is None else [f"base_model:adapter:{base}"])}),
     }
     made = TrainingSummary(name, **given).create_metadata()  # asks the Hub for the license of the base
-    data = {**kept, **made, "library_name": "peft"}
+    data = {**kept, **made, "base_model": base, "library_name": "peft", "pipeline_tag": "text-generation"}
     del data["model-index"]  # made for metrics of classification
     return ModelCardData(**data, ignore_metadata_errors=True)
+
+
+def is_repository(name: object) -> TypeGuard[str]:
+    """Return whether a name may be a Hub repository: it has the right form and is not a local folder."""
+    if not isinstance(name, str) or not name or Path(name).is_dir():
+        return False
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return True
+
+
+def as_list(value: str | list[str] | None) -> list[str]:
+    """Return None as an empty list, and a string as a list of one."""
+    return [] if value is None else [value] if isinstance(value, str) else value
 
 
 def last_evaluations(state: TrainerState, args: PPOConfig) -> dict[str, dict[str, float]]:

@@ -102,7 +102,7 @@ def load_adapter(
             f"reward_funcs: the adapter {name!r} was trained on {config.base_model_name_or_path!r}, the actor's base "
             f"is {base_name!r}; merge the adapter into its base and give the merged model"
         )
-    return RewardAdapter(name, config, tokenizer or load_tokenizer(name, "reward_funcs"))
+    return RewardAdapter(name, tokenizer or load_tokenizer(name, "reward_funcs"))
 
 
 def load_classifier(name: str, tokenizer: PreTrainedTokenizerBase | None, device: torch.device) -> RewardModel:

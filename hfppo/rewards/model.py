@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from peft import PeftConfig, PeftModel, load_peft_weights
+from peft import PeftModel, load_peft_weights
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
@@ -191,8 +191,8 @@ class RewardAdapter(RewardModel):
     Call `attach` with the base before scoring.
     """
 
-    def __init__(self, path: str, config: PeftConfig, tokenizer: PreTrainedTokenizerBase):
-        self.path, self.config, self.tokenizer = path, config, tokenizer
+    def __init__(self, path: str, tokenizer: PreTrainedTokenizerBase):
+        self.path, self.tokenizer = path, tokenizer
         self.__name__ = os.path.basename(path.rstrip("/"))
 
     def attach(self, base: PreTrainedModel) -> None:
@@ -209,7 +209,7 @@ class RewardAdapter(RewardModel):
             classifier.resize_token_embeddings(size, mean_resizing=False)
         width = config.get_text_config().hidden_size
         classifier.score = nn.Linear(width, 1, bias=False, dtype=torch.float32, device=base.device)
-        with unchanged(base, self.config, f"the reward adapter {self.path!r}"):
+        with unchanged(base, f"the reward adapter {self.path!r}"):
             model = PeftModel.from_pretrained(classifier, self.path)
         super().__init__(model, self.tokenizer)
         self.__name__ = os.path.basename(self.path.rstrip("/"))

@@ -21,7 +21,7 @@ from transformers import Trainer, TrainerState
 from transformers.tokenization_utils_base import TOKENIZER_CONFIG_FILE
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, TrainOutput
 
 from hfppo.saving.folders import (
     EARLIER,
@@ -29,12 +29,9 @@ from hfppo.saving.folders import (
     describe_last_checkpoint,
     find_last_intact,
     finish_renames,
-    free_space,
     move_others,
-    no_empty_folder,
     publish,
     rotate,
-    was_best_of,
 )
 from hfppo.saving.just_in_time import JustInTimeCallback
 from hfppo.saving.lock import OutputLock
@@ -87,7 +84,7 @@ class CrashSafeTrainer(Trainer):
 
     def train(
         self, resume_from_checkpoint: str | os.PathLike[str] | bool | None = None, *args: Any, **kwargs: Any
-    ) -> Any:
+    ) -> TrainOutput:
         """Train as Trainer does; True resumes from the last complete checkpoint.
 
         Raises:
@@ -95,7 +92,7 @@ class CrashSafeTrainer(Trainer):
         """
         if isinstance(resume_from_checkpoint, os.PathLike):
             resume_from_checkpoint = os.fspath(resume_from_checkpoint)
-        with no_empty_folder(str(self.args.output_dir)), self._lock_output_dir():
+        with self._lock_output_dir():
             checkpoint = self._find_checkpoint(resume_from_checkpoint)
             if checkpoint is not None:
                 self.check_resume(checkpoint)
@@ -155,24 +152,11 @@ class CrashSafeTrainer(Trainer):
             self.load_run_state(checkpoint)
         with self.loading_optimizer():
             super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is not None and self.state.best_global_step:
-            self.state.best_model_checkpoint = self._find_best(Path(checkpoint))
-
-    def _find_best(self, checkpoint: Path) -> str | None:
-        """Return where this run's best checkpoint lies now; None if it is gone.
-
-        The folder may have been moved, and another run's checkpoint may have taken its place. A better evaluation may
-        have followed at a step that was not saved.
-        """
-        saved = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
-        recorded = saved.best_model_checkpoint  # upstream forgets a checkpoint that was moved
-        if recorded is None:
-            return None
-        places = [checkpoint.with_name(Path(recorded).name), Path(recorded)]
-        found = next((str(place) for place in places if was_best_of(self.state, place)), None)
-        if found is None:
-            logger.warning("%s, the best checkpoint so far, is gone or another run's; it is not loaded", recorded)
-        return found
+        if checkpoint is not None:
+            # Upstream forgets a best checkpoint that was moved, as a whole output folder may be.
+            saved = TrainerState.load_from_json(os.path.join(checkpoint, TRAINER_STATE_NAME)).best_model_checkpoint
+            if saved and (moved := Path(checkpoint).with_name(Path(saved).name)).is_dir():
+                self.state.best_model_checkpoint = str(moved)
 
     # Saving
 
@@ -235,9 +219,10 @@ class CrashSafeTrainer(Trainer):
         try:
             yield staging
         except Exception as error:  # torch and safetensors raise their own types on a full disk, some without a reason
+            free = shutil.disk_usage(output_dir).free / 2**20
             error.add_note(
-                f"The checkpoint at step {self.state.global_step} could not be written; {free_space(output_dir)}. "
-                "Earlier checkpoints are untouched: fix the cause, and resume with resume_from_checkpoint=True."
+                f"The checkpoint at step {self.state.global_step} could not be written; its disk has {free:.0f} MiB "
+                "left. Earlier checkpoints are untouched: fix the cause, and resume with resume_from_checkpoint=True."
             )
             raise
         finally:

@@ -1,16 +1,11 @@
 """The checkpoints in an output folder: find, publish, move and delete them."""
 
-import json
 import logging
 import re
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 
-from transformers import TrainerState
-from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from hfppo.saving.manifest import find_damage, flush
@@ -20,17 +15,6 @@ logger = logging.getLogger(__name__)
 CHECKPOINT = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(?P<step>\d+)")
 UNFINISHED = "checkpoint-is-incomplete.txt"  # upstream's marker while `enable_jit_checkpoint` saves
 STAGING, EARLIER = "_saving", "_earlier"  # Trainer pushes no file or folder whose name begins with "_"
-
-
-@contextmanager
-def no_empty_folder(folder: str | Path) -> Iterator[None]:
-    """Remove a folder that an error leaves empty: Trainer makes it before it knows whether the run can begin."""
-    try:
-        yield
-    except BaseException:
-        with suppress(OSError):  # the folder has files, or another process has removed it
-            Path(folder).rmdir()
-        raise
 
 
 def list_checkpoints(output_dir: str | Path) -> list[Path]:
@@ -117,26 +101,7 @@ def holds_files(folder: Path) -> bool:
     return any(path.name != UNFINISHED for path in folder.iterdir())
 
 
-def was_best_of(state: TrainerState, checkpoint: Path) -> bool:
-    """Return whether a checkpoint was this run's best when it was saved: its log is the beginning of the run's."""
-    try:
-        own = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
-    except (OSError, ValueError, TypeError):
-        return False
-    log = state.log_history[: len(own.log_history)]
-    # Compared as text, since NaN does not equal itself.
-    return own.best_global_step == own.global_step and json.dumps(own.log_history) == json.dumps(log)
-
-
 def describe_last_checkpoint(output_dir: str | Path) -> str | None:
     """Return a sentence for an error that names the last checkpoint; None if there is none."""
     found = list_checkpoints(output_dir)
     return f"The last checkpoint is {found[-1]}: resume with resume_from_checkpoint=True." if found else None
-
-
-def free_space(folder: Path) -> str:
-    """Return the room left on a folder's disk, as text for an error."""
-    try:
-        return f"its disk has {shutil.disk_usage(folder).free / 2**20:.0f} MiB left"
-    except OSError as error:
-        return f"its folder cannot be read ({error})"

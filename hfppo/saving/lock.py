@@ -38,20 +38,11 @@ class OutputLock:
             owner = os.read(descriptor, 1000).decode(errors="replace")
             os.close(descriptor)
             return owner if isinstance(error, BlockingIOError | PermissionError) else None
-        if not self._still_names(descriptor):  # another run ended and deleted it in between
-            os.close(descriptor)
-            return self.acquire()
         self._descriptor = descriptor
         with suppress(OSError):  # a full disk
             os.truncate(descriptor, 0)
             os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())
         return None
-
-    def _still_names(self, descriptor: int) -> bool:
-        """Return whether an open file still has its name."""
-        with suppress(FileNotFoundError):
-            return os.path.samestat(os.fstat(descriptor), self._path.stat())
-        return False
 
     def release(self) -> None:
         """Release the lock, if it was taken."""

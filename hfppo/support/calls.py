@@ -1,4 +1,4 @@
-"""Calls of others' functions: coroutines from plain code, with time limits."""
+"""Call functions of users, plain or async, with time limits."""
 
 import asyncio
 import ctypes
@@ -71,18 +71,6 @@ class TimeUp(BaseException):
     """Raised inside the function; not an Exception, so that its own `except Exception` does not catch it."""
 
 
-def require_main_thread(seconds: float | None) -> None:
-    """Raise if plain code cannot have this time limit.
-
-    Raises:
-        RuntimeError: outside the main thread, where no signal arrives.
-    """
-    if seconds is not None and threading.current_thread() is not threading.main_thread():
-        raise RuntimeError(
-            "a time limit for plain code needs the main thread; leave timeout out, or write the function as async def"
-        )
-
-
 def call_within(seconds: float | None, message: str, func: Callable[[], T]) -> T:
     """Return the function's result, or raise a TimeoutError after some seconds.
 
@@ -94,11 +82,14 @@ def call_within(seconds: float | None, message: str, func: Callable[[], T]) -> T
         message: the error's message.
     Raises:
         TimeoutError: the time is over; the traceback of its cause shows the line that hung.
-        RuntimeError: outside the main thread.
+        RuntimeError: outside the main thread, where no signal arrives.
     """
     if seconds is None:
         return func()
-    require_main_thread(seconds)
+    if threading.current_thread() is not threading.main_thread():
+        raise RuntimeError(
+            "a time limit for plain code needs the main thread; leave timeout out, or write the function as async def"
+        )
     running = True
 
     def stop(*_: object) -> None:
@@ -136,8 +127,8 @@ def call_in_thread(seconds: float | None, message: str, func: Callable[[], T]) -
     says. Compiled code that keeps the interpreter's lock, such as a regular expression, stops all threads.
 
     Args:
-        seconds: those in which the function waits for threads that compute count less. None for no limit; the function
-            then runs in this thread.
+        seconds: time in which the function waits for other computing threads counts less. None for no limit; the
+            function then runs in this thread.
         message: the error's message.
     Raises:
         TimeoutError: the time is over; a note shows the line that hung.

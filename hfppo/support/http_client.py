@@ -67,7 +67,7 @@ class Endpoint:
         """Post each body as JSON and return the parsed answers in order.
 
         Raises:
-            ServerError: one could not be had; the requests under way are dropped.
+            ServerError: an answer is missing or wrong; pending requests are dropped.
         """
         return [parse_json(answer) for answer in await self.ask_all("POST", path, bodies)]
 
@@ -75,7 +75,7 @@ class Endpoint:
         """Return the parsed answer to a GET.
 
         Raises:
-            ServerError: it could not be had.
+            ServerError: the answer is missing or wrong.
         """
         return parse_json((await self.ask_all("GET", path, [None]))[0])
 
@@ -83,7 +83,7 @@ class Endpoint:
         """Send each body as JSON and return the answers in order.
 
         Raises:
-            ServerError: one could not be had; the requests under way are dropped.
+            ServerError: an answer is missing or wrong; pending requests are dropped.
         """
         limit = asyncio.Semaphore(self.max_concurrency)
         async with httpx2.AsyncClient(

@@ -56,7 +56,7 @@ class TokenTraceCallback(PPOCallback):
         *,
         trainer: Any = None,
         prompts: Sequence[str] | Sequence[list[dict[str, Any]]] | None = None,
-        **columns: Sequence[Any],
+        **columns: Sequence[object],
     ):
         if every < 1 or num_completions < 1:
             raise ValueError(f"every={every} and num_completions={num_completions} must be at least 1")

@@ -54,7 +54,7 @@ class Trace:
         shared = {"rollout": self.rollout, "step": self.step, "prompt": self.table.prompt, "score": self.table.score}
         return [{**shared, **asdict(row)} for row in self.table.rows]
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return plain values, the table by columns."""
         plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "table"}
         columns = {f.name: [getattr(row, f.name) for row in self.table.rows] for f in fields(TokenRow)}

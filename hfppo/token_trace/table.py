@@ -1,11 +1,11 @@
 """The token table: the numbers of actor, reference, reward and critic for each token of one completion."""
 
 from dataclasses import dataclass
-from html import escape
 from typing import Self
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, ConsoleOptions, RenderResult
+from rich.jupyter import JupyterMixin
 from rich.table import Table
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
@@ -54,7 +54,7 @@ class TokenRow:
 
 
 @dataclass(frozen=True)
-class TokenTable:
+class TokenTable(JupyterMixin):
     """One completion of a rollout as a table: `rich.print` prints it, and a notebook shows it."""
 
     prompt: str
@@ -89,33 +89,17 @@ class TokenTable:
         return cls(str(prompt), float(rollout.scores[index]), rows)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        title, (_, *heads), cells = self._texts()
-        table = Table(title=Text(title), title_justify="left", box=SIMPLE_HEAD, collapse_padding=True)
-        table.add_column("token")
-        for head in heads:
-            table.add_column(head, justify="right")
-        for row, (token, *numbers) in zip(self.rows, cells, strict=True):
-            table.add_row(Text(token), *numbers, style="" if row.counted else "dim")
-        yield table
-
-    def _repr_html_(self) -> str:
-        title, heads, cells = self._texts()
-        lines = [f"<caption>{escape(title)}</caption>", f"<tr><th>{'</th><th>'.join(heads)}</th></tr>"]
-        for row, texts in zip(self.rows, cells, strict=True):
-            style = "" if row.counted else " style='opacity: 0.5'"
-            lines.append(f"<tr{style}><td>{'</td><td>'.join(map(escape, texts))}</td></tr>")
-        return "\n".join(["<table>", *lines, "</table>"])
-
-    def _texts(self) -> tuple[str, list[str], list[list[str]]]:
-        """Return title, headings, and the cells of each token as printable text; without columns that no token has."""
         score = "unknown" if self.score is None else f"{self.score:g}"
-        title = f"{escape_control_characters(self.prompt)}   score {score}"
+        title = Text(f"{escape_control_characters(self.prompt)}   score {score}")
+        table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, collapse_padding=True)
+        table.add_column("token")
         shown = [name for name in COLUMNS if any(getattr(row, name) is not None for row in self.rows)]
-        cells = [
-            [escape_control_characters(row.token), *(format_cell(getattr(row, name)) for name in shown)]
-            for row in self.rows
-        ]
-        return title, ["token", *(COLUMNS[name] for name in shown)], cells
+        for name in shown:
+            table.add_column(COLUMNS[name], justify="right")
+        for row in self.rows:
+            cells = [format_cell(getattr(row, name)) for name in shown]
+            table.add_row(Text(escape_control_characters(row.token)), *cells, style="" if row.counted else "dim")
+        yield table
 
 
 def format_cell(value: float | bool | None) -> str:
