@@ -172,25 +172,27 @@ def measure_phases(model: ActorCritic, live: LiveStorages, setup: Setup) -> dict
         with model.reference():
             model(**passed, want=Want(values=False, base_states=model.keeps_base_states))
 
-    def update() -> None:
-        for want in passes_of_update(model):
-            outputs = model(**updated, want=want, base_states=states if want.values else None)
-            torch.stack([x.sum() for x in (outputs.logprobs, outputs.values) if x is not None]).sum().backward()
-
     with chunks_of_a_gpu(), torch.autocast("cpu", torch.bfloat16, enabled=setup.bf16):
         with torch.no_grad():
             phases = {"sampling": live.peak_of(lambda: sample(model, setup)), "reference": live.peak_of(reference)}
             states = base_states(model, passed)
             phases["old log-probs and values"] = live.peak_of(lambda: model(**passed, base_states=states))
         states = base_states(model.train(), updated)
-        return {**phases, "update": live.peak_of(update)}
+        return {**phases, "update": live.peak_of(lambda: update(model, updated, states))}
 
 
-def passes_of_update(model: ActorCritic) -> list[Want]:
-    """Return the passes of a micro-batch, as `PPOTrainer.training_step` makes them."""
+def update(model: ActorCritic, batch: dict[str, Tensor], states: Tensor | None = None) -> None:
+    """Make the passes of a micro-batch, forward and backward, as `PPOTrainer.training_step` makes them.
+
+    Args:
+        batch: `input_ids`, `attention_mask` and `completion_mask`.
+        states: the base's states that the critic starts from, if it has `critic_layers`.
+    """
     both = Want(entropy="constant")
     together = model.critic is None or model.critic_is_shared
-    return [both] if together else [replace(both, values=False), replace(both, policy=False)]
+    for want in [both] if together else [replace(both, values=False), replace(both, policy=False)]:
+        outputs = model(**batch, want=want, base_states=states if want.values else None)
+        torch.stack([x.sum() for x in (outputs.logprobs, outputs.values) if x is not None]).sum().backward()
 
 
 def make_model(config: PreTrainedConfig, setup: Setup) -> ActorCritic:

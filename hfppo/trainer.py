@@ -252,7 +252,7 @@ class PPOTrainer(CrashSafeTrainer):
         place_model(self.model, self.args.device)
         if not self._outputs_checked:
             with autocast(self.accelerator):
-                check_outputs(self.model, self.args.device, is_new=self.state.global_step == 0)
+                check_outputs(self.model, self.args.device)
                 check_sampler(self.collector.sampler, self.args.device)
             self._outputs_checked = True
 

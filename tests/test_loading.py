@@ -7,12 +7,12 @@ import warnings
 import peft.config
 import pytest
 import torch
-from peft import AutoPeftModelForCausalLM, FourierFTConfig, LoraConfig, get_peft_model
+from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 import hfppo.models
 import hfppo.models.critic
-from helpers.tiny import LORA, lora, scorer, tiny_model, tiny_of_type
+from helpers.tiny import lora, scorer, tiny_model, tiny_of_type
 from hfppo.models.actor_critic import ActorCritic
 from hfppo.models.loading import default_peft_config
 
@@ -58,23 +58,6 @@ def test_a_critic_by_its_path_is_loaded_with_the_arguments_of_models(seen, make_
     again = make_trainer(fields, critic=trainer.args.output_dir)  # a saved critic, whose base is the scorer
     assert again.model.critic.trunk.get_base_model().dtype == torch.bfloat16
     assert torch.equal(again.model.critic.value_head.weight, trainer.model.critic.value_head.weight)
-
-
-@pytest.mark.parametrize(
-    ("peft_config", "dtype", "changes"),
-    [
-        (LORA, torch.float32, False),
-        (LoraConfig(r=4, use_dora=True, target_modules="all-linear"), torch.bfloat16, False),
-        (LoraConfig(r=4, init_lora_weights=False), torch.float32, True),
-        (LoraConfig(r=4, init_lora_weights=False), torch.bfloat16, True),
-        (FourierFTConfig(n_frequency=100, target_modules=["q_proj"]), torch.float32, True),
-    ],
-)
-def test_an_adapter_that_does_not_begin_at_the_base_is_warned_of(seen, make_trainer, peft_config, dtype, changes):
-    trainer = make_trainer({"kl_estimator": "k3"}, model=tiny_model().to(dtype), peft_config=peft_config)
-    rollout = trainer.rollout(["1+1="])
-    assert any("begins with weights that change the model" in m for m in seen.messages) == changes
-    assert ((rollout.old_logprobs - rollout.ref_logprobs).abs().max() > 0.2) == changes
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -225,16 +225,15 @@ class ColocatedEngine:
         ]
 
     @contextmanager
-    def _waking(self) -> Iterator[None]:
-        self.llm.wake_up()
+    def awake(self) -> Iterator[None]:
+        """See `Engine`."""
+        if self._sleeps:
+            self.llm.wake_up()
         try:
             yield
         finally:
-            self.llm.sleep(level=1)  # moves the base to CPU memory and drops the cache
-
-    def awake(self) -> AbstractContextManager[None]:
-        """See `Engine`."""
-        return self._waking() if self._sleeps else nullcontext()
+            if self._sleeps:
+                self.llm.sleep(level=1)  # moves the base to CPU memory and drops the cache
 
 
 def base_name(model: ActorCritic) -> str:

@@ -27,6 +27,7 @@ from hfppo.models.vocabulary import saved_vocabulary
 UNSUPPORTED = {
     "bias": "trains biases of the base, so the disabled adapter is not the reference policy",
     "layer_replication": "gives the model more layers, so the disabled adapter is not the reference policy",
+    "monteclora_config": "draws noise, so two passes over one token disagree",
     "alora_invocation_tokens": "works in PEFT's whole forward only, and the passes here end before the output head",
 }
 
@@ -240,10 +241,10 @@ def positions_of(model: PreTrainedModel | PeftModel) -> tuple[int | None, bool]:
 
 
 def check_adapter(config: PeftConfig) -> None:
-    """Raise if a disabled adapter is not the reference, or if it cannot be saved as a policy's.
+    """Raise if a disabled adapter is not the reference, if it draws noise, or if it cannot be saved as a policy's.
 
     Raises:
-        ValueError: a field that is not supported, another task type than CAUSAL_LM, or prompt learning.
+        ValueError: a field or type that is not supported, another task type than CAUSAL_LM, or prompt learning.
     """
     for field, why in UNSUPPORTED.items():
         if (value := getattr(config, field, None)) not in (None, "none"):
@@ -254,6 +255,8 @@ def check_adapter(config: PeftConfig) -> None:
             f"task_type={kind!r} of peft_config would be saved, and the adapter not be loaded as a language model's; "
             "use task_type='CAUSAL_LM'"
         )
+    if config.peft_type == "PVERA":
+        raise ValueError("PVeRA draws noise, so two passes over one token disagree; use VeRA or LoRA")
     if config.is_prompt_learning:
         raise ValueError(
             f"the model's or peft_config's type {getattr(config.peft_type, 'value', config.peft_type)} is prompt "

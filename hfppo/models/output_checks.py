@@ -4,7 +4,6 @@ These checks need a forward, and none runs while a model is built: an attention 
 half precision. Every forward is one of `ActorCritic`, where FSDP2 and ZeRO-3 gather the weights.
 """
 
-import logging
 from typing import cast
 
 import torch
@@ -12,33 +11,24 @@ from peft import PeftModel
 from torch import Tensor
 
 from hfppo.models.actor_critic import ActorCritic, Want
-from hfppo.models.adapter_checks import check_noise
 from hfppo.models.modes import eval_mode
-
-logger = logging.getLogger(__name__)
 
 LENGTH = 8  # tokens of a row
 
 
 @torch.no_grad()
-def check_outputs(model: ActorCritic, device: torch.device, is_new: bool) -> None:
-    """Raise if this package reads a model's outputs wrongly; warn if a new adapter changes the base's.
+def check_outputs(model: ActorCritic, device: torch.device) -> None:
+    """Raise if this package reads a model's outputs wrongly.
 
     A collective call where the weights are sharded.
 
-    Args:
-        is_new: whether the adapter is as it was made, and no checkpoint's.
     Raises:
-        ValueError: logits that are not the output head's on the hidden states, an adapter that draws noise, or a
-            critic that is not a decoder.
+        ValueError: logits that are not the output head's on the hidden states, or a critic that is not a decoder.
     """
     eager = torch.compiler.set_stance("force_eager")  # no graphs for a few tokens
     with eval_mode(model), eager:
         check_logits(model, device)
         try_layouts(model, device)
-        check_noise(model.base_model, lambda: logits_of_forward(model, device))
-        if is_new and model.ref_model is None:
-            warn_of_start(model, device)
         if model.critic is not None and model.critic.kind == "model":
             check_causal(model, device)
         if model.keeps_base_states:
@@ -110,20 +100,6 @@ def precision(values: Tensor) -> torch.dtype:
     """Return the dtype that float32 values were rounded to before."""
     halves = (torch.bfloat16, torch.float16)
     return next((dtype for dtype in halves if torch.equal(values, values.to(dtype).float())), torch.float32)
-
-
-def warn_of_start(model: ActorCritic, device: torch.device) -> None:
-    """Warn if a new adapter changes the base's logits before training."""
-    actor = logits_of_forward(model, device)
-    with model.disable_adapter():
-        base = logits_of_forward(model, device)
-    tolerance = 0.2 if precision(base) == torch.bfloat16 else 0.01  # DoRA rounds its norms
-    if (actor - base).abs().max() > tolerance * base.abs().max():
-        logger.warning(
-            "peft_config begins with weights that change the model (its logits by up to %.3g), so training begins "
-            "away from the reference, at a KL above 0; take an initialization that begins at the base",
-            (actor - base).abs().max(),
-        )
 
 
 def check_causal(model: ActorCritic, device: torch.device) -> None:
