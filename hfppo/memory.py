@@ -296,7 +296,7 @@ def shrink(setup: Setup, peaks: Peaks, room: int) -> Setup | None:
     Args:
         room: bytes for each phase.
     """
-    less: dict[str, object] = {"dtype": "bfloat16", "bf16": True, "activation_checkpointing": True}
+    less: dict[str, Any] = {"dtype": "bfloat16", "bf16": True, "activation_checkpointing": True}
     for name, value in less.items():
         if getattr(setup, name) != value:
             return replace(setup, **{name: value})
