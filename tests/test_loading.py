@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 import hfppo.models
 import hfppo.models.critic
-from helpers.tiny import lora, scorer, tiny_model, tiny_of_type
+from helpers.tiny import LORA, lora, scorer, tiny_model, tiny_of_type
 from hfppo.models.actor_critic import ActorCritic
 from hfppo.models.loading import default_peft_config
 

@@ -1,4 +1,4 @@
-"""Call functions of users in parallel, with their own random numbers."""
+"""Others' functions at once, with random numbers of their own."""
 
 import inspect
 import logging
@@ -28,8 +28,8 @@ logger = logging.getLogger(__name__)
 class Background:
     """Runs functions at once within its block: plain code in threads, awaitables that they return in an event loop.
 
-    The block seeds the global generators at its beginning and restores their states at its end. An error leaves the
-    block without waiting for plain code: its threads are interrupted, and end when they can.
+    The global generators are the block's own: seeded at its beginning, their states restored at its end. An error
+    leaves the block without waiting for plain code: its threads are interrupted, and end when they can.
 
     Args:
         seed: of the global generators.
