@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, fields
 from enum import Enum
 from types import NoneType
-from typing import TYPE_CHECKING, Any, Literal, cast, get_args, get_origin, get_type_hints
+from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
 
 import numpy as np
 from transformers import SchedulerType, TrainingArguments
@@ -18,9 +18,6 @@ from transformers.training_args import OptimizerNames
 
 from hfppo.functional import estimator_needs
 from hfppo.support.secrets import find_secret, is_secret
-
-if TYPE_CHECKING:
-    from hfppo.config import PPOConfig
 
 logger = logging.getLogger(__name__)
 
@@ -166,7 +163,7 @@ def read_json(value: object) -> object:
         return value
 
 
-def check_config(args: "PPOConfig") -> None:
+def check_config(args: Any) -> None:
     """Check that the fields of a PPOConfig agree with each other, and that PPO can use them.
 
     Raises:
@@ -191,7 +188,7 @@ def check_secrets(args: TrainingArguments) -> None:
             )
 
 
-def check_combinations(args: "PPOConfig") -> None:
+def check_combinations(args: Any) -> None:
     """Raise ValueError if fields contradict each other, or have no effect."""
     if estimator_needs(args.advantage_estimator, "groups") and args.num_generations < 2:
         raise ValueError(
@@ -219,7 +216,7 @@ def check_combinations(args: "PPOConfig") -> None:
             )
 
 
-def check_critic(args: "PPOConfig") -> None:
+def check_critic(args: Any) -> None:
     """Raise ValueError if the critic is trained without a weight, or takes all completions for its pretraining."""
     if args.total_episodes is not None and args.rollouts_for(args.total_episodes) <= args.critic_pretraining_rollouts:
         raise ValueError(
