@@ -159,10 +159,10 @@ def test_readmes_command_is_a_world_of_one_process(tmp_path):
     assert (tmp_path / "adapter_model.safetensors").is_file()
 
 
-ENGINE_OF_A_TEST = {"max_model_len": 256, "enforce_eager": True}
+ENGINE_OF_A_TEST = {"max_model_len": 256, "enforce_eager": True, "gpu_memory_utilization": 0.2}
 PLACEMENTS: dict[str, dict[str, Any]] = {
     "colocate": {},
-    "asleep between rollouts": {"vllm_enable_sleep_mode": True},
+    "asleep between rollouts": {"vllm_engine_kwargs": {**ENGINE_OF_A_TEST, "enable_sleep_mode": True}},
     "nf4": {"vllm_engine_kwargs": {**ENGINE_OF_A_TEST, "quantization": "bitsandbytes"}},
     "server": {"vllm_mode": "server"},
 }
@@ -193,7 +193,7 @@ def test_vllm_samples_from_the_training_models_policy(make_trainer, tmp_path, se
         pytest.skip("needs CUDA")
     base = save_base(str(tmp_path / "base"))
     model = load(base, "nf4" if placement == "nf4" else "bfloat16")
-    fields = {"use_vllm": True, "vllm_engine_kwargs": ENGINE_OF_A_TEST, "vllm_gpu_memory_utilization": 0.2}
+    fields = {"use_vllm": True, "vllm_engine_kwargs": ENGINE_OF_A_TEST}
     fields |= PLACEMENTS[placement]
     if placement == "server":
         fields["vllm_server_base_url"] = server_of(load(base, "bfloat16"))
