@@ -82,6 +82,7 @@ def test_card_tells_the_run(make_trainer, dataset, tmp_path):
     assert changes.items() <= changed.items()
     assert changed["num_mini_batches"] == SMALL["num_mini_batches"]
     assert not {"output_dir", "use_cpu", "logging_steps", "save_strategy", "report_to"} & changed.keys()
+    assert not {"bf16", "activation_checkpointing", "gradient_checkpointing"} & changed.keys()  # None became False
     assert [text in card.text for text in ("8 optimizer steps.", "The critic is in `critic/`")] == [True, True]
     compile(blocks(card)["python"], "card", "exec")
 

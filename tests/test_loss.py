@@ -185,3 +185,8 @@ def test_a_term_that_is_not_per_token_is_named_with_its_shape(outputs, batch, sh
     wanted = f"the loss term 'pull' has per_token of shape {shape or ()}; give a number per completion token, (2, 60),"
     with pytest.raises(ValueError, match=re.escape(wanted)):
         ppo_loss([term], batch, SIZE, args=None, critic_only=False)
+
+
+def test_terms_that_were_not_returned_are_named(batch):
+    with pytest.raises(TypeError, match="loss_terms returned None"):
+        ppo_loss(None, batch, SIZE, args=None, critic_only=False)

@@ -68,8 +68,11 @@ def ppo_loss(terms: list[LossTerm], batch: Rollout, size: MiniBatchSize, args: P
         terms: from `PPOTrainer.loss_terms`.
         critic_only: during `critic_warmup`; the actor's terms get weight 0, so that DDP sees every parameter used.
     Raises:
+        TypeError: `terms` is None, as from a method without `return`.
         ValueError: a term has not one number per completion token.
     """
+    if terms is None:
+        raise TypeError("loss_terms returned None; return the list of LossTerm")
     total, expected = batch.advantages.new_zeros(()), tuple(batch.loss_mask.shape)
     for term in terms:
         if (shape := tuple(torch.as_tensor(term.per_token).shape)) != expected:

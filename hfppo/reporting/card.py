@@ -89,7 +89,9 @@ def escape(text: object) -> str:
 def changed_settings(args: PPOConfig) -> dict[str, Any]:
     """Return the settings that are not at their defaults, as plain values and without secrets."""
     plain = json.loads(json.dumps(args.to_dict(), default=str))
-    return {f.name: plain[f.name] for f in fields(args) if f.init and getattr(args, f.name) != f.default}
+    given = {f.name: getattr(args, f.name) for f in fields(args) if f.init and getattr(args, f.name) != f.default}
+    unset = {f.name for f in fields(args) if f.default is None and given.get(f.name) is False}  # None became False
+    return {name: plain[name] for name in given if name not in unset}
 
 
 def build_metadata(
