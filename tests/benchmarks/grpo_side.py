@@ -8,21 +8,15 @@ import ppo_grpo
 import ppo_hfppo
 from ppo_workload import WORKLOADS, distinct_characters, load
 
-from hfppo.generation import key_values
-from hfppo.models import layout
-
 if __name__ == "__main__":
-    workload_name, given, group, rollouts, models = sys.argv[1:]
-    workload, folder, num_generations = WORKLOADS[workload_name], Path(models), int(group)
+    workload_name, side, given, rollouts, models = sys.argv[1:]
+    workload, folder, fields = WORKLOADS[workload_name], Path(models), json.loads(given)
     policy = load(workload, folder, "policy", False)
-    everything = (workload, folder, policy, distinct_characters, int(rollouts))
-    if given == "TRL":
-        measured = ppo_grpo.measure(*everything, num_generations, takes_turns=True)
+    if side == "TRL":
+        work = (workload, folder, policy, distinct_characters, int(rollouts))
+        measured = ppo_grpo.measure(*work, fields["num_generations"], takes_turns=True)
     else:
-        fields = json.loads(given)
-        critic = fields.pop("critic", "adapter")
-        if not fields.pop("share_prompts", True):
-            layout.SHARING_ATTENTION, key_values.ATTENTION = "none", ()
-        fields["num_generations"] = num_generations
-        measured = ppo_hfppo.measure(workload, folder, fields, *everything[2:4], critic, everything[4], True)
+        critic = fields.pop("critic") or "adapter"  # which `grpo` does not build
+        work = (workload, folder, fields, policy, distinct_characters, critic, int(rollouts))
+        measured = ppo_hfppo.measure(*work, takes_turns=True)
     print(json.dumps(measured))

@@ -1,9 +1,12 @@
 """The least time that the matrix products of a rollout and its updates could take on this machine."""
 
 import time
+from itertools import pairwise
 
 import torch
 from ppo_workload import Workload, prompts_for
+
+from hfppo.generation.key_values import common_length
 
 
 def operations(
@@ -11,14 +14,14 @@ def operations(
     critic: str | None,
     policy_mode: str,
     group: int = 1,
-    shared: bool = False,
     critic_layers: int | None = None,
 ) -> dict[str, float]:
     """Floating-point operations by phase: a product of (m, k) and (k, n) has 2·m·k·n, nothing else counts.
 
     With N real tokens in all rows (prompts and completions, no padding), C of them completions, P weights in the
     linear layers of the trunk, L in their adapters, H in the output head, and A for attention: two products in each
-    layer, over n²/2 pairs of tokens and the whole width, in all 2·layers·width·n² for a row of n tokens:
+    layer, over n²/2 pairs of tokens and the whole width, in all 2·layers·width·n² for a row of n tokens. Tokens that
+    rows begin with in common count once, as do their pairs:
 
         sampling, with a KV cache   2·(P + L)·N + 2·H·C + A
         old log-probs               the same, once more, unless the sampler's are taken (bypass)
@@ -29,9 +32,7 @@ def operations(
         update, backward            2·P·N + 4·L·N + 2·H·C + 2·A: frozen weights pass the gradient on and get none
                                     themselves; trained ones, the adapters, get one of their own
 
-    Groups of `group` rows have one prompt. With `shared` it counts once for each group. Except in sampling, the
-    attention is then that of one row of all completions, of which a mask leaves some pairs out. With `critic_layers`
-    the critic counts as that share of the layers.
+    Groups of `group` rows have one prompt. With `critic_layers` the critic counts as that share of the layers.
 
     What is computed again to save memory does not count, and what other programs train besides does not either.
     """
@@ -42,22 +43,19 @@ def operations(
     shapes += [(w.hidden_size, w.intermediate_size)] * 3  # gate, up, down
     trunk = w.num_hidden_layers * sum(a * b for a, b in shapes)
     adapters = w.num_hidden_layers * w.rank * sum(a + b for a, b in shapes)
-    prompts = [len(prompt) for prompt in prompts_for(w)[: w.prompts // group]]
-    alone = [length + w.new_tokens for length in prompts for _ in range(group)]
-    lengths = [length + group * w.new_tokens for length in prompts] if shared else alone
     head = 2 * w.hidden_size * w.vocab_size * w.new_in_all
-
-    def attention_over(lengths: list[int]) -> int:
-        return 2 * w.num_hidden_layers * w.hidden_size * sum(n * n for n in lengths)
-
-    tokens, attention = sum(lengths), attention_over(lengths)
-    sampling_attention = attention_over(alone) - shared * (group - 1) * attention_over(prompts)
+    prompts = prompts_for(w)[: w.prompts // group]
+    read = [(common_length(before, prompt), len(prompt)) for before, prompt in pairwise([[], *sorted(prompts)])]
+    for prompt, length in zip(prompts, w.completion_lengths, strict=False):
+        read += [(len(prompt), len(prompt) + length)] * group
+    tokens = sum(end - start for start, end in read)
+    attention = 2 * w.num_hidden_layers * w.hidden_size * sum(end**2 - start**2 for start, end in read)
     frozen, adapted = 2 * trunk * tokens + attention, 2 * (trunk + adapters) * tokens + attention
     backward = 2 * (trunk + 2 * adapters) * tokens + 2 * attention
     share = 1 if critic_layers is None else critic_layers / w.num_hidden_layers
     own_trunk, old = share * (critic not in ("shared", None)), policy_mode != "bypass"
     return {
-        "sampling": 2 * (trunk + adapters) * tokens + sampling_attention + head,
+        "sampling": adapted + head,
         "reward model": frozen,
         "old log-probs": old * (adapted + head),
         "reference": frozen + head,
@@ -94,7 +92,7 @@ def rate(rows: int, inner: int, columns: int, dtype: str, repeats: int = 50) -> 
 
 def rates(workload: Workload) -> tuple[float, float]:
     """The rate of one token per row, for sampling, and that of a micro-batch, both into the MLP."""
-    mean_length = sum(len(prompt) for prompt in prompts_for(workload)) / workload.prompts + workload.new_tokens
+    mean_length = (sum(map(len, prompts_for(workload))) + workload.new_in_all) / workload.prompts
     mlp = (workload.hidden_size, workload.intermediate_size, workload.dtype)
     return rate(workload.prompts, *mlp), rate(int(workload.micro_batch * mean_length), *mlp)
 
@@ -106,9 +104,8 @@ def floor(
     sampling: float,
     passes: float,
     group: int = 1,
-    shared: bool = False,
     critic_layers: int | None = None,
 ) -> dict[str, float]:
     """Seconds by phase: the operations at the rate for sampling, or for all else."""
-    counted = operations(workload, critic, policy_mode, group, shared, critic_layers)
+    counted = operations(workload, critic, policy_mode, group, critic_layers)
     return {name: number / (sampling if name == "sampling" else passes) for name, number in counted.items()}

@@ -8,7 +8,16 @@ from unittest.mock import patch
 
 import torch
 from datasets import Dataset
-from ppo_workload import Clock, Stopwatch, Workload, adapter_for, common_config, prompts_for, tokenizer_for
+from ppo_workload import (
+    Clock,
+    Stopwatch,
+    Workload,
+    adapter_for,
+    common_config,
+    prompts_for,
+    scripted_ends,
+    tokenizer_for,
+)
 from transformers import GenerationMixin, PreTrainedModel
 from trl import GRPOConfig, GRPOTrainer
 
@@ -73,6 +82,6 @@ def measure(
         peft_config=adapter_for(workload),
         callbacks=[clock],
     )
-    with timed_phases(watch):
+    with timed_phases(watch), scripted_ends(workload):
         trainer.train()
     return clock.measured()

@@ -21,6 +21,7 @@ from ppo_workload import (
     common_config,
     load,
     prompts_for,
+    scripted_ends,
     tokenizer_for,
 )
 from transformers import PreTrainedModel, TrainerCallback
@@ -113,7 +114,7 @@ def build(
         callbacks=list(callbacks),
         reward_processing_classes=[reward_tokenizer if isinstance(reward, PreTrainedModel) else None],
     )
-    end_with(trainer, [workload.vocab_size])  # never sampled: every completion is full
+    end_with(trainer, [0 if workload.ragged else workload.vocab_size])  # never sampled: every completion is full
     return trainer
 
 
@@ -137,7 +138,7 @@ def measure(
     """Train for some rollouts, and return what the clock measured after the first."""
     watch = Stopwatch()
     clock = RolloutClock(watch, workload.steps, takes_turns)
-    with timed_phases(watch):
+    with timed_phases(watch), scripted_ends(workload):
         build(workload, folder, fields, model, reward, critic, rollouts, [clock]).train()
     return clock.measured()
 

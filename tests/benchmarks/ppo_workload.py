@@ -5,11 +5,12 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from accelerate import PartialState
@@ -20,6 +21,9 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     BitsAndBytesConfig,
+    GenerationMixin,
+    LogitsProcessor,
+    LogitsProcessorList,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     TrainerCallback,
@@ -46,6 +50,7 @@ class Workload:
     longest_prompt: int
     new_tokens: int
     micro_batch: int
+    ragged: bool = False  # a prompt's completions end with EOS at one to four quarters of `new_tokens`
     common: int = 0  # tokens that all prompts begin with, such as a system message
     epochs: int = 2
     mini_batches: int = 1
@@ -68,9 +73,14 @@ class Workload:
         return self.epochs * self.mini_batches
 
     @property
+    def completion_lengths(self) -> list[int]:
+        """The tokens of a completion, by the number of its prompt."""
+        return [self.new_tokens * (n % 4 + 1) // 4 if self.ragged else self.new_tokens for n in range(self.prompts)]
+
+    @property
     def new_in_all(self) -> int:
-        """Completion tokens of a rollout."""
-        return self.prompts * self.new_tokens
+        """Completion tokens of a rollout, also in groups of up to a quarter of the prompts."""
+        return sum(self.completion_lengths)
 
 
 LLAMA = {"architecture": "llama", "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 6}
@@ -79,7 +89,7 @@ TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "nu
 TINY |= {"num_key_value_heads": 1, "vocab_size": 512, "prompts": 8, "new_tokens": 8, "micro_batch": 4}
 SMOLLM2 = {"architecture": "llama", "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30}
 SMOLLM2 |= {"num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 49_152, "tied": True, "prompts": 32}
-SMOLLM2 |= {"shortest_prompt": 54, "longest_prompt": 60, "new_tokens": 10, "micro_batch": 16, "mini_batches": 2}
+SMOLLM2 |= {"shortest_prompt": 52, "longest_prompt": 58, "new_tokens": 12, "micro_batch": 16, "mini_batches": 2}
 QWEN = {"architecture": "qwen2", "vocab_size": 151_936, "dtype": "bfloat16", "tied": True, "checkpointing": True}
 QWEN |= {"prompts": 256, "shortest_prompt": 256, "longest_prompt": 1024, "new_tokens": 512, "micro_batch": 8}
 
@@ -95,6 +105,9 @@ WORKLOADS = {
     "tiny": Workload(**{**LLAMA, **TINY}),  # shows that a benchmark runs
     "smollm2": Workload(**SMOLLM2, common=35),  # SmolLM2-135M's shape, with lengths as in recipes/reasoning.yaml
     "smollm2-apart": Workload(**SMOLLM2),  # prompts that have nothing in common
+    "smollm2-long": Workload(
+        **{**SMOLLM2, "prompts": 16, "new_tokens": 256, "micro_batch": 8}, ragged=True, common=35
+    ),
     # For a GPU. Not run yet.
     "qwen2.5-0.5b": qwen(896, 4864, 24, 14, 2, checkpointing=False),
     "qwen2.5-1.5b": qwen(1536, 8960, 28, 12, 2),
@@ -164,6 +177,8 @@ def distinct_characters(completions: list[str], **kwargs: Any) -> list[float]:
 def tokenizer_for(workload: Workload, pad_beyond: bool) -> PreTrainedTokenizerFast:
     """One token per character. EOS lies beyond the model's vocabulary: it is never sampled, every completion is full.
 
+    A ragged workload has the first token as EOS.
+
     Args:
         pad_beyond: pad with EOS, for code that finds padding by its id; otherwise with the first token of the model.
     """
@@ -172,8 +187,8 @@ def tokenizer_for(workload: Workload, pad_beyond: bool) -> PreTrainedTokenizerFa
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=characters[0]))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
-    pad = "</s>" if pad_beyond else characters[0]
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=pad, eos_token="</s>", padding_side="left")
+    pad, eos = ("</s>" if beyond else characters[0] for beyond in (pad_beyond, not workload.ragged))
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=pad, eos_token=eos, padding_side="left")
 
 
 def prompts_for(workload: Workload) -> list[list[int]]:
@@ -181,8 +196,38 @@ def prompts_for(workload: Workload) -> list[list[int]]:
     generator = torch.Generator().manual_seed(0)
     longest = workload.longest_prompt + 1
     lengths = torch.randint(workload.shortest_prompt, longest, (workload.prompts,), generator=generator).tolist()
-    prompts = [torch.randint(1, workload.vocab_size, (n,), generator=generator).tolist() for n in lengths]
-    return [prompts[0][: workload.common] + prompt[workload.common :] for prompt in prompts]
+    smallest = workload.prompts + 1  # below are EOS and the last token of each prompt, its number
+    prompts = [torch.randint(smallest, workload.vocab_size, (n,), generator=generator).tolist() for n in lengths]
+    return [prompts[0][: workload.common] + own[workload.common : -1] + [n] for n, own in enumerate(prompts, 1)]
+
+
+class ScriptedEnds(LogitsProcessor):
+    """Ends completions at the lengths of a workload, which their prompts tell: there EOS, token 0, is certain."""
+
+    def __init__(self, workload: Workload):
+        self.prompts, self.lengths = workload.prompts, torch.tensor(workload.completion_lengths)
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        numbers = (input_ids > 0) & (input_ids <= self.prompts)
+        place = numbers.int().argmax(dim=1, keepdim=True)  # of the first, the end of the prompt
+        number = input_ids.gather(1, place).squeeze(1) - 1
+        length = self.lengths.to(number.device)[number.clamp(0, self.prompts - 1)]
+        ends = numbers.any(dim=1) & (input_ids.shape[1] - place.squeeze(1) >= length)
+        certain = torch.full_like(scores, -torch.inf).index_fill(1, torch.zeros_like(number[:1]), 0.0)
+        return certain.where(ends[:, None], scores)
+
+
+@contextmanager
+def scripted_ends(workload: Workload) -> Iterator[None]:
+    """Have `generate` end completions at the lengths of a ragged workload, for the block."""
+    generate = GenerationMixin.generate
+
+    def ending(model: Any, *args: Any, logits_processor: Sequence[LogitsProcessor] = (), **kwargs: Any) -> Any:
+        scripted = [ScriptedEnds(workload)] if workload.ragged else []
+        return generate(model, *args, logits_processor=LogitsProcessorList([*scripted, *logits_processor]), **kwargs)
+
+    with patch.object(GenerationMixin, "generate", ending):
+        yield
 
 
 def adapter_for(workload: Workload) -> LoraConfig:
