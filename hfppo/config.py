@@ -238,7 +238,9 @@ class PPOConfig(TrainingArguments):
 
     # Speed and memory only.
     max_tokens_per_micro_batch: Count | None = option(
-        None, "Most tokens, padding included, in one forward pass of the update; a longer row is computed alone."
+        None,
+        "Most tokens in one forward pass of the update, padding included, common beginnings once; a longer row "
+        "is computed alone.",
     )
     local_rollout_forward_batch_size: Count | None = option(
         None,

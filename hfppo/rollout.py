@@ -95,14 +95,18 @@ class Rollout:
         """(B,) real tokens of prompt and completion."""
         return self.prompt_mask.sum(dim=1) + self.real.sum(dim=1)
 
-    def micro_batches(self, num_micro_batches: int, order: Tensor | None = None) -> list["Rollout"]:
-        """Cut the rows so that the largest micro-batch has the fewest tokens, padding included.
+    def micro_batches(
+        self, num_micro_batches: int, order: Tensor | None = None, shared: Tensor | None = None
+    ) -> list["Rollout"]:
+        """Cut the rows so that the largest micro-batch has the fewest tokens, as `sizes_within` counts them.
 
         Args:
             order: (B,) rows in the order in which they are cut; None: the longest first.
+            shared: (B,) tokens that each row of that order has in common with the one before; None: none.
         """
         order = self.lengths.argsort(descending=True, stable=True) if order is None else order
-        sizes = balanced_sizes(self.lengths[order].tolist(), num_micro_batches)
+        shared = torch.zeros_like(order) if shared is None else shared
+        sizes = balanced_sizes(self.lengths[order].tolist(), shared.tolist(), num_micro_batches)
         return [self.select(rows) for rows in order.split(sizes)]
 
 
@@ -112,34 +116,39 @@ def select_packed(packed: Tensor, lengths: Tensor, rows: Tensor) -> Tensor:
     return torch.cat([packed[:0], *(parts[row] for row in rows.tolist())])
 
 
-def sizes_within(lengths: list[int], max_tokens: int) -> list[int]:
-    """Return the rows of each micro-batch, as many as fit: rows × longest ≤ max_tokens, and at least one.
+def sizes_within(lengths: list[int], shared: list[int], max_tokens: int) -> list[int]:
+    """Return the rows of each micro-batch: as many as have at most `max_tokens` tokens, and at least one.
+
+    Rows with a common beginning have each token once and no padding; others are padded to the longest.
 
     Args:
         lengths: tokens of each row, in the order in which they are cut.
+        shared: tokens of each row that the row before begins with, too.
     """
     sizes: list[int] = []
-    longest = 0
-    for length in lengths:
-        longest = max(longest, length)
-        if sizes and (sizes[-1] + 1) * longest <= max_tokens:
+    longest = own = alike = 0
+    for length, known in zip(lengths, shared, strict=True):
+        longest, own, alike = max(longest, length), own + length - known, alike + known
+        if sizes and (own if alike else (sizes[-1] + 1) * longest) <= max_tokens:
             sizes[-1] += 1
         else:
             sizes.append(1)
-            longest = length
+            longest, own, alike = length, length, 0
     return sizes
 
 
-def balanced_sizes(lengths: list[int], num_micro_batches: int) -> list[int]:
+def balanced_sizes(lengths: list[int], shared: list[int], num_micro_batches: int) -> list[int]:
     """Return the rows of each micro-batch, with the largest as small as possible.
 
     Args:
-        lengths: tokens of each row, in the order in which they are cut; at least one row per micro-batch.
+        lengths, shared: see `sizes_within`; at least one row per micro-batch.
     """
     longest = max(lengths)
     budgets = range(longest, longest * len(lengths))
-    enough = bisect_left(budgets, True, key=lambda budget: len(sizes_within(lengths, budget)) <= num_micro_batches)
-    sizes = sizes_within(lengths, longest + enough)
+    enough = bisect_left(
+        budgets, True, key=lambda budget: len(sizes_within(lengths, shared, budget)) <= num_micro_batches
+    )
+    sizes = sizes_within(lengths, shared, longest + enough)
     while len(sizes) < num_micro_batches:
         largest = sizes.index(max(sizes))
         sizes[largest : largest + 1] = [sizes[largest] - sizes[largest] // 2, sizes[largest] // 2]

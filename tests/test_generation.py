@@ -198,21 +198,24 @@ def test_rows_on_a_gpu_fill_half_of_the_free_memory(gpu_memory):
     model = ActorCritic(tiny_model(num_key_value_heads=1).to(torch.bfloat16), LORA, critic=None)
     gpu_memory(1_000_000)  # half of 1.2 MB is 600 kB; a row of 16 · 128 + 10 · 896 + 26 · 24 bytes has 11.6 kB
     assert batch_size.sampler_rows(model, None, 10, 6, GPU) == 32
-    assert batch_size.pass_rows(model, None, 16, GPU) == 32  # of 14.3 kB
+    assert batch_size.pass_rows(model, None, torch.tensor([16]), GPU) == 32  # of 14.3 kB
     assert batch_size.sampler_rows(model, None, 10_000, 6, GPU) == 1  # of 10 MB
     gpu_memory(80 * 10**9)
-    assert batch_size.pass_rows(model, None, 1000, GPU) == 65  # 65,536 tokens
+    assert batch_size.pass_rows(model, None, torch.tensor([1000]), GPU) == 65  # 65,536 tokens
     assert batch_size.sampler_rows(model, None, 100, 60, GPU) == 2**18
 
 
 def test_a_given_number_of_rows_is_obeyed_and_elsewhere_the_default_is_64(gpu_memory):
     gpu_memory(1)
     model = ActorCritic(tiny_model(), LORA, critic=None)
-    for rows in (batch_size.sampler_rows(model, 7, 10, 6, GPU), batch_size.pass_rows(model, 7, 16, GPU)):
-        assert rows == 7
+    assert batch_size.sampler_rows(model, 7, 10, 6, GPU) == 7
+    assert batch_size.pass_rows(model, 7, torch.tensor([16]), GPU) == 7
     assert batch_size.sampler_rows(model, None, 4000, 6, CPU) == 64
-    assert batch_size.pass_rows(model, None, 4, CPU) == 64
-    assert batch_size.pass_rows(model, None, 100, CPU) == 10  # 1024 tokens
+    assert batch_size.pass_rows(model, None, torch.tensor([4]), CPU) == 64
+    assert batch_size.pass_rows(model, None, torch.tensor([100]), CPU) == 10  # 1024 tokens
+    alike = torch.tensor([500, 400]), CPU, torch.tensor([0, 300])  # 300 of their own in the mean
+    assert batch_size.pass_rows(model, None, *alike) == 13  # 4096 tokens
+    assert batch_size.pass_rows(model, 7, *alike) == 7
     torch.use_deterministic_algorithms(True)
     try:
         assert batch_size.sampler_rows(model, None, 10, 6, GPU) == 64

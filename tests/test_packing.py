@@ -9,22 +9,18 @@ from torch.testing import assert_close
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
-    BloomConfig,
-    BloomForCausalLM,
-    FalconConfig,
-    FalconForCausalLM,
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from helpers.runs import gradients, logged, stops_at_kl, trainable
-from helpers.tiny import LORA, lora, tiny_gpt2, tiny_model, tiny_opt, tiny_qwen3
+from helpers.tiny import LORA, lora, tiny_gpt2, tiny_model, tiny_of_type, tiny_opt, tiny_qwen3
 from hfppo import ActorCritic
 from hfppo.generation.generate import TransformersSampler
 from hfppo.generation.sampler import Sampling
 from hfppo.models import actor_critic, output_head
 from hfppo.models import layout as packing_module
 from hfppo.models.actor_critic import Want
-from hfppo.models.layout import Layout, Rows, can_pack, can_share, find_beginnings, lay_out
+from hfppo.models.layout import Layout, Rows, can_pack, can_share, find_beginnings, first_column, lay_out
 from hfppo.models.loading import default_peft_config
 from hfppo.rollout import balanced_sizes, sizes_within
 
@@ -177,7 +173,7 @@ SHARED_ROWS = (
 
 @pytest.fixture
 def apart(monkeypatch):
-    """No attention takes a mask, so that every row is computed by itself."""
+    """No attention is computed by rows of a tree, so that every row is computed by itself."""
     monkeypatch.setattr(packing_module, "SHARING_ATTENTION", "none")
     monkeypatch.setattr(packing_module, "_shares", {})
 
@@ -191,41 +187,47 @@ def short(monkeypatch):
 # Tokens, each once: 5 6 7 3 | 8 9 1 | 1 (after 8) | 8 9 9 (after 5 6) | 4 5 6 7 3 9 10 11. The last token of a
 # completion is only read with `final`.
 @pytest.mark.parametrize(
-    ("final", "size", "shape"), [(True, 8, (1, 19)), (False, 8, (1, 15)), (True, 2, (3, 12)), (True, 4, (2, 16))]
+    ("final", "start", "count", "whole"), [(True, 4, 19, 3), (False, 4, 15, 3), (True, 2, 19, 2), (True, 7, 19, 5)]
 )
-def test_what_rows_have_in_common_stands_once(short, final, size, shape):
+def test_what_rows_have_in_common_stands_once(short, final, start, count, whole):
     made = Rows.of(*SHARED_ROWS[:2], 3, final)
-    layout = Layout.as_trees(made, *find_beginnings(made), size)
-    ids, positions = layout.inputs["input_ids"], layout.inputs["position_ids"]
-    mask = layout.inputs["attention_mask"].squeeze(1)
-    assert ids.shape == positions.shape == shape
-    assert mask.any(dim=-1).all(), "attention over nothing is not finite"
+    layout = Layout.as_tree(made, *find_beginnings(made), start)
+    ids, positions = layout.inputs["input_ids"].squeeze(0), layout.inputs["position_ids"].squeeze(0)
+    read, at = layout.keywords["row_tokens"], layout.keywords["row_outputs"]
+    assert len(ids) == len(positions) == len(at) == len(at.unique()) == count
+    assert (layout.keywords["whole_rows"], layout.keywords["row_start"]) == (whole, start)
+    width = read.shape[1]
+    computed = [(i, column) for i in range(len(read)) for column in range(0 if i < whole else start, width)]
     for row, prompt in enumerate(SHARED_PROMPTS):
         n = int(SHARED_MASK[row].sum())
-        read = SHARED_COMPLETIONS[row, : n if final else max(n - 1, 0)].tolist()
-        whole = [*prompt[prompt > 0].tolist(), *read]
+        tokens = SHARED_COMPLETIONS[row, : n if final else max(n - 1, 0)].tolist()
+        sequence = [*prompt[prompt > 0].tolist(), *tokens]
         for step in range(4):
-            index = int(layout.states[row, step])
-            before = whole[: len(whole) - len(read) + step]
-            at = mask[index // shape[1], index % shape[1]]
-            assert ids[index // shape[1], at].tolist() == before, "a state sees its own row so far"
-            assert positions[index // shape[1], at].tolist() == list(range(len(before)))
+            before = sequence[: len(sequence) - len(tokens) + step]
+            i, column = computed[at[layout.states[row, step]]]
+            seen = read[i, : column + 1]
+            assert ids[seen].tolist() == before, "a state sees its own row so far"
+            assert positions[seen].tolist() == list(range(len(before)))
         columns = layout.tokens[row]
-        assert ids.flatten()[columns[columns >= 0]].tolist() == whole
-        assert (columns >= 0).sum() == len(whole)
+        assert ids[columns[columns >= 0]].tolist() == sequence
 
 
 @pytest.mark.parametrize("architecture", [tiny_model, tiny_gpt2, tiny_opt, tiny_qwen3])
 @pytest.mark.parametrize("critic", ["adapter", "shared"])
-def test_trees_give_what_rows_of_their_own_give(request, architecture, critic, short):
-    made = actor(architecture(), critic=critic).eval()
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_trees_give_what_rows_of_their_own_give(request, architecture, critic, checkpointed, short):
+    made = actor(architecture(), critic=critic)
+    if checkpointed:
+        made.gradient_checkpointing_enable({"use_reentrant": False})
     shapes = []
     made.causal_lm.get_input_embeddings().register_forward_hook(lambda _, inputs, __: shapes.append(inputs[0].shape))
+    context = torch.tensor([True, False, True])  # between two turns
+    rows = (*SHARED_ROWS[:2], SHARED_MASK & context)
 
     def outputs():
         made.zero_grad()
         shapes.clear()
-        out = made(*SHARED_ROWS, Want(entropy="constant", final_value=True))
+        out = made(*rows, Want(0.7, entropy="constant", final_value=True))
         weights = torch.arange(18.0).view(6, 3)
         (out.logprobs * weights + out.values.square() + out.final_value[:, None]).sum().backward()
         grads = [p.grad.clone() for p in (*made.actor_parameters(), *made.critic_parameters())]
@@ -239,7 +241,30 @@ def test_trees_give_what_rows_of_their_own_give(request, architecture, critic, s
     assert shapes == [(6, 8)]
 
 
-def test_a_critic_whose_attention_takes_no_mask_gets_rows_of_its_own(request, short):
+def test_bfloat16_changes_trees_as_it_changes_rows(request, short):
+    """Both are as far from float32."""
+    base = tiny_model(seed=1)
+    exact = actor(base).eval()
+    rounded = actor(tiny_model(seed=1).bfloat16()).eval()
+
+    def distance() -> tuple[float, float]:
+        outputs = []
+        for made in (exact, rounded):
+            made.zero_grad()
+            out = made(*SHARED_ROWS)
+            (out.logprobs * torch.arange(18.0).view(6, 3) + out.values.square()).sum().backward()
+            grads = [p.grad.flatten().float() for p in (*made.actor_parameters(), *made.critic_parameters())]
+            outputs.append((out.logprobs.detach(), torch.cat(grads)))
+        return tuple(float((a - b).norm() / a.norm()) for a, b in zip(*outputs, strict=True))
+
+    in_trees = distance()
+    request.getfixturevalue("apart")
+    for tree, row in zip(in_trees, distance(), strict=True):
+        print(tree, row)
+        assert 0.5 * row < tree < 1.5 * row
+
+
+def test_a_critic_whose_attention_is_another_gets_rows_of_its_own(request, short):
     other = tiny_model(seed=3)
     other.config._attn_implementation = "eager"
     made = actor(critic=other.model).eval()
@@ -250,8 +275,8 @@ def test_a_critic_whose_attention_takes_no_mask_gets_rows_of_its_own(request, sh
     assert_close(shared, made(*SHARED_ROWS).values)
 
 
-@pytest.mark.parametrize("broken", ["attention_mask", "position_ids"])
-def test_an_architecture_that_heeds_no_mask_or_position_gets_rows(monkeypatch, broken):
+@pytest.mark.parametrize("broken", ["row_tokens", "position_ids"])
+def test_an_architecture_that_heeds_no_row_or_position_gets_rows(monkeypatch, broken):
     monkeypatch.setattr(packing_module, "_shares", {})
     model = tiny_model()
     forward = model.model.forward
@@ -282,52 +307,44 @@ def test_attention_with_a_window_or_without_sdpa_gets_rows(changes):
     assert not can_share(model)
 
 
-def falcon(**config) -> FalconForCausalLM:
-    torch.manual_seed(0)
-    shape = {"vocab_size": 26, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    return FalconForCausalLM(FalconConfig(**shape, **config))
-
-
 def test_models_of_one_class_are_tried_apart(packing, monkeypatch):
-    """Falcon's configuration chooses between rotary positions, which a mask of any form leaves right, and ALiBi."""
-    rotary, alibi = falcon(), falcon(alibi=True)
-    assert can_share(rotary)
-    assert not can_share(alibi)
-    assert can_share(rotary)
     plain, careless = tiny_model(), tiny_model()
     forward = careless.model.forward
     monkeypatch.setattr(careless.model, "forward", lambda input_ids, use_cache, **_: forward(input_ids))
-    assert can_pack(plain)
-    assert not can_pack(careless)
+    for can in (can_pack, can_share):
+        assert can(plain)
+        assert not can(careless)
 
 
-def test_an_architecture_that_refuses_such_a_mask_gets_rows():
-    torch.manual_seed(0)
-    bloom = BloomForCausalLM(BloomConfig(vocab_size=26, hidden_size=32, n_layer=2, n_head=2))
-    assert not can_share(bloom)
-    made = actor(bloom, critic="shared")
+@pytest.mark.parametrize("name", ["falcon", "bloom", "mpt"])
+def test_an_architecture_with_an_attention_of_its_own_gets_rows(name):
+    model = tiny_of_type(name)
+    assert not can_share(model)
+    made = actor(model, critic="shared")
     assert made(*SHARED_ROWS).logprobs.shape == (6, 3)
 
 
-def test_long_completions_of_a_short_prompt_get_rows_of_their_own():
-    """In one row they would attend over each other's columns."""
-    model, steps = tiny_model(hidden_size=2, num_attention_heads=1), 40
-    own = torch.arange(4)[:, None].expand(4, steps) + 2
+def test_attention_without_a_tree_is_transformers(monkeypatch):
+    """Also for models of other code, and in `generate`."""
+    query, mask = torch.randn(2, 2, 3, 4), torch.ones(3, 3, dtype=torch.bool).tril()[None, None]
+    found = AttentionInterface()["sdpa"](torch.nn.Module(), query, query, query, mask, scaling=0.3)
+    assert torch.equal(found[0], sdpa_attention_forward(torch.nn.Module(), query, query, query, mask, scaling=0.3)[0])
 
-    def shape(prompt: int) -> tuple[int, ...]:
-        ids = torch.cat([torch.ones(4, prompt, dtype=torch.long), own], dim=1)
-        return lay_out(model, ids, torch.ones_like(ids), steps, final=True).inputs["input_ids"].shape
 
-    assert shape(1) == (4, 41)
-    assert shape(30) == (4, 70)
-    assert shape(100) == (2, 100 + 2 * steps)  # a row of four completions would attend over 160 columns
+def test_attention_begins_where_it_has_the_fewest_pairs():
+    for shared, width, start in (
+        ([0, 6, 6, 6], 10, 6),
+        ([0, 4, 8, 8], 10, 8),  # 2 · 10 · 5 and 2 · 2 · 10, instead of 10 · 5 and 3 · 6 · 10
+        ([0, 2, 2, 2], 10, 11),  # a mask over 8 columns costs more than half of 10
+        ([0, 10, 10], 10, 9),
+    ):
+        assert first_column(torch.tensor(shared), width) == start
 
 
 def test_few_tokens_in_common_are_computed_for_each_row():
     model = tiny_model()
-    for prompt, length, rows in ((15, 1, 4), (16, 4, 1), (16, 12, 1), (16, 80, 4)):
-        own = torch.arange(4)[:, None].expand(4, length) + 2
-        ids = torch.cat([torch.ones(4, prompt, dtype=torch.long), own], dim=1)
+    for prompt, rows in ((15, 4), (16, 1)):
+        ids = torch.cat([torch.ones(4, prompt, dtype=torch.long), torch.arange(4)[:, None] + 2], dim=1)
         assert lay_out(model, ids, torch.ones_like(ids), 1, final=True).inputs["input_ids"].shape[0] == rows
 
 
@@ -446,7 +463,7 @@ def test_a_head_that_trains_alone_has_a_gradient():
 @pytest.mark.parametrize("lengths", [[9, 9, 8, 3, 2, 1, 1], [5], [4, 4, 4, 4], [100, 1, 1, 1, 1, 1]])
 def test_the_largest_micro_batch_is_as_small_as_can_be(lengths):
     for num in range(1, len(lengths) + 1):
-        sizes = balanced_sizes(lengths, num)
+        sizes = balanced_sizes(lengths, [0] * len(lengths), num)
         assert len(sizes) == num
         assert sum(sizes) == len(lengths)
         assert min(sizes) >= 1
@@ -460,9 +477,16 @@ def test_the_largest_micro_batch_is_as_small_as_can_be(lengths):
 
 def test_no_micro_batch_of_several_rows_exceeds_its_tokens():
     lengths = [30, 12, 10, 10, 3, 2]
-    assert sizes_within(lengths, 20) == [1, 1, 2, 2]
-    assert sizes_within(lengths, 1) == [1] * 6
-    assert sizes_within(lengths, 1000) == [6]
+    for max_tokens, sizes in ((20, [1, 1, 2, 2]), (1, [1] * 6), (1000, [6])):
+        assert sizes_within(lengths, [0] * 6, max_tokens) == sizes
+
+
+def test_tokens_that_rows_share_count_once_in_a_micro_batch():
+    lengths, shared = [10, 12, 11, 9, 5, 30, 30], [0, 8, 8, 8, 0, 0, 29]
+    assert sizes_within(lengths, shared, 16) == [2, 2, 1, 1, 1]
+    assert sizes_within(lengths, shared, 18) == [4, 1, 1, 1]
+    assert sizes_within(lengths, shared, 31) == [5, 2]
+    assert balanced_sizes(lengths, shared, 2) == [5, 2]
 
 
 @pytest.mark.parametrize(("max_tokens", "pieces_per_step"), [(20, 4), (1, 16)])

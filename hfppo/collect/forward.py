@@ -48,10 +48,10 @@ def forward_passes(
         "completion_mask": completions.mask,
     }
     lengths = inputs["attention_mask"].sum(dim=1)
-    order = order_rows(model.causal_lm, inputs["input_ids"], inputs["attention_mask"])
+    order, shared = order_rows(model.causal_lm, inputs["input_ids"], inputs["attention_mask"])
     batches = [
         {name: x[rows].to(accelerator.device) for name, x in inputs.items()}
-        for rows in order.split(rows_per_batch(model, int(lengths.max()), accelerator, args))
+        for rows in order.split(rows_per_batch(model, lengths, shared, accelerator, args))
     ]
     needs_policy = args.policy_mode != "bypass"
     references = outputs = [TokenOutputs()] * len(batches)
@@ -101,12 +101,18 @@ def keep(model: ActorCritic, outputs: TokenOutputs) -> TokenOutputs:
     return outputs._replace(base_states=outputs.base_states.to("cpu", model.base_states_dtype))
 
 
-def rows_per_batch(model: ActorCritic, longest: int, accelerator: Accelerator, args: PPOConfig) -> int:
-    """Return how many rows to pass at once."""
+def rows_per_batch(
+    model: ActorCritic, lengths: Tensor, shared: Tensor, accelerator: Accelerator, args: PPOConfig
+) -> int:
+    """Return how many rows to pass at once.
+
+    Args:
+        lengths, shared: see `pass_rows`.
+    """
     size = args.local_rollout_forward_batch_size
     if is_sharded(model):  # equally many forwards on every process
         return size or ROWS
-    return pass_rows(model, size, longest, accelerator.device)
+    return pass_rows(model, size, lengths, accelerator.device, shared)
 
 
 def join_in_order(parts: list[TokenOutputs], order: Tensor, lengths: Tensor) -> TokenOutputs:

@@ -115,7 +115,7 @@ class CriticPretraining:
         """
         args, model, meter = self.run.args, self.run.model, Meter()
         for rollout in held_out:
-            size = pass_rows(model, args.local_rollout_forward_batch_size, int(rollout.lengths.max()), args.device)
+            size = pass_rows(model, args.local_rollout_forward_batch_size, rollout.lengths, args.device)
             for micro_batch in rollout.micro_batches(math.ceil(len(rollout) / size)):
                 batch = micro_batch.to(args.device)
                 inputs = {**join_sequences(batch), "completion_mask": batch.mask, "base_states": batch.base_states}

@@ -32,16 +32,16 @@ def cut_mini_batch(
 ) -> list[dict[str, Tensor | list[Rollout]]]:
     """Return Trainer's inputs for each micro-batch. A collective call.
 
-    "pieces" holds the micro-batch, in several pieces where it has more than `max_tokens` tokens, padding included. The
-    other entries are flat token ids and masks, by which Trainer counts tokens and floating-point operations.
+    "pieces" holds the micro-batch, in several pieces where it has more than `max_tokens` tokens in a forward.
+    The other entries are flat token ids and masks, by which Trainer counts tokens and floating-point operations.
     """
-    order = order_rows(model.causal_lm, **join_sequences(mini_batch))
+    order, shared = order_rows(model.causal_lm, **join_sequences(mini_batch))
     num_pieces = num_micro_batches
     if max_tokens is not None:  # the same number on all processes: sharded models compute together
-        sizes = sizes_within(mini_batch.lengths[order].tolist(), max_tokens)
+        sizes = sizes_within(mini_batch.lengths[order].tolist(), shared.tolist(), max_tokens)
         own = torch.tensor([len(sizes)], device=accelerator.device)
         num_pieces = max(num_micro_batches, int(accelerator.gather(own).max()))
-    pieces = mini_batch.micro_batches(num_pieces, order)
+    pieces = mini_batch.micro_batches(num_pieces, order, shared)
     cuts = [i * len(pieces) // num_micro_batches for i in range(num_micro_batches + 1)]
     return [{**flatten_sequences(some), "pieces": some} for some in (pieces[a:b] for a, b in pairwise(cuts))]
 

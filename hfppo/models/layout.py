@@ -11,13 +11,14 @@ from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from hfppo.models.tree_attention import SDPA
 from hfppo.support.devices import copy_to
 
 # Part of the name of each attention implementation that separates packed rows by their position ids.
 PACKING_ATTENTION = "flash"
 CPU_TOKENS = 1024  # most tokens per forward on a CPU; with more, activations exceed its cache: 1.3 times as long
-SHARING_ATTENTION = "sdpa"  # the attention implementation that takes any mask
-# Masks cost something, too, so rows are laid out in trees only for
+SHARING_ATTENTION = SDPA
+# Rows are gathered in every layer, so they are laid out in a tree only for
 SHORTEST = 16  # common beginnings of as many tokens, which
 WORTHWHILE = 0.25  # are at least this share of all tokens.
 # Results by model: two of one class may differ, for their configurations choose positions and layers.
@@ -67,13 +68,12 @@ class Rows:
 class Layout:
     """The inputs of a trunk, and the positions of the completions' states in its output."""
 
-    # (B, L) token ids; or packed (1, N) token ids and position ids; or, as G trees, (G, L) token ids and position ids,
-    # and a (G, 1, L, L) mask.
+    # (B, L) token ids; or packed (1, N) token ids and position ids, and as a tree a (1, 1, 1, 1) mask
     inputs: dict[str, Tensor]
     states: Tensor  # (B, T + 1) int64: index of s_t in the flattened output; the last state's index is repeated
     tokens: Tensor  # (B, P + T) int64: index of each token in the flattened output; −1 where it is not read
-    # Keywords of flash attention: where packed rows begin and end. Without them, each layer searches for it.
-    bounds: dict[str, Tensor | int] = field(default_factory=dict)
+    # Keywords of attention, such as flash attention's: where packed rows begin and end, which each layer would search.
+    keywords: dict[str, Tensor | int] = field(default_factory=dict)
 
     @classmethod
     def of(cls, rows: "Rows", packed: bool) -> "Layout":
@@ -89,58 +89,53 @@ class Layout:
         if packed:
             starts = rows.lengths.cumsum(dim=0) - rows.lengths
             inputs = {"input_ids": rows.ids[rows.read][None], "position_ids": rows.columns[rows.read][None]}
-            bounds = bounds_of(rows.lengths)
+            keywords = bounds_of(rows.lengths)
         else:
             ids = rows.without_gap()
             starts = torch.arange(len(ids), device=ids.device) * ids.shape[1]
-            inputs, bounds = {"input_ids": ids}, {}
+            inputs, keywords = {"input_ids": ids}, {}
         tokens = (rows.columns + starts[:, None]).where(rows.read, -1)
-        return cls(inputs, rows.states + starts[:, None], tokens, bounds)
+        return cls(inputs, rows.states + starts[:, None], tokens, keywords)
 
     @classmethod
-    def as_trees(cls, rows: "Rows", order: Tensor, shared: Tensor, size: int) -> "Layout":
-        """Lay rows out in trees, whose branches are what the rows do not have in common.
+    def as_tree(cls, rows: "Rows", order: Tensor, shared: Tensor, start: int) -> "Layout":
+        """Lay out, one after another, the tokens that no row before has at the same place after the same tokens.
 
-        A tree is one row of tokens. The mask shows each token the tokens of its own row up to it, and its position id
-        is its place in that row: every token is computed as in a row of its own.
+        A token's position id is its place in its row. Keywords tell attention which tokens a row reads.
 
         Args:
             order, shared: from `find_beginnings`.
-            size: rows per tree, in that order.
+            start: column from which on attention is computed for rows that share as many tokens.
         """
-        ids = rows.without_gap()[order]
+        ids, lengths = rows.without_gap()[order], rows.lengths[order]
         row, column = (torch.arange(n, device=ids.device) for n in ids.shape)
-        tree = row // size
-        known = shared * (row % size > 0)  # tokens that an earlier row of the tree has
-        lengths = rows.lengths[order]
-        added = lengths - known
-        before = added.cumsum(dim=0) - added
-        starts = before - before[tree * size]
-        width = int((starts + added).max())
-        new = column >= known[:, None]
+        added = lengths - shared
+        new = column >= shared[:, None]
         owner = (row[:, None] * new).cummax(dim=0).values  # the row whose token at this column is laid out
-        place = (tree * width + starts - known)[owner] + column
-
+        place = (added.cumsum(dim=0) - lengths)[owner] + column  # row i begins its own tokens after those before it
         at = (new & (column < lengths[:, None])).nonzero(as_tuple=True)
-        shape = int(tree[-1]) + 1, width
-        laid, positions, owners = ids.new_zeros(3, shape[0] * width)
-        laid[place[at]], positions[place[at]] = ids[at], at[1]
-        owners = owners.fill_(-1).index_put_((place[at],), at[0]).view(shape)
-        positions = positions.view(shape)
-        # Padding sees the first token of its tree: attention over nothing would not be finite.
-        reader = owners.where(owners >= 0, tree.unique_consecutive()[:, None] * size)
-        seen = owner.short()[reader[:, :, None], positions[:, None]] == owners[:, None]
-        mask = seen & (positions[:, None] <= positions[:, :, None])
-        inputs = {"input_ids": laid.view(shape), "position_ids": positions, "attention_mask": mask[:, None]}
+        inputs = {"input_ids": ids[at][None], "position_ids": at[1][None]}
+        # transformers hands a mask of four dimensions on, and would build one from the positions otherwise.
+        inputs["attention_mask"] = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=ids.device)
+
+        width, whole = len(column), shared < start
+        first = (~whole).byte().argsort(stable=True)  # whole rows come first
+        ends = (width - start * ~whole)[first].cumsum(dim=0)
+        keywords: dict[str, Tensor | int] = {
+            "row_tokens": place.where(column < lengths[:, None], 0)[first],
+            "row_outputs": (ends - width)[first.argsort()][at[0]] + at[1],
+            "whole_rows": int(whole.sum()),
+            "row_start": start,
+        }
         place = place[order.argsort()]
-        tokens = place.gather(1, rows.columns.clamp(0, len(column) - 1)).where(rows.read, -1)
-        return cls(inputs, place.gather(1, rows.states), tokens)
+        tokens = place.gather(1, rows.columns.clamp(0, width - 1)).where(rows.read, -1)
+        return cls(inputs, place.gather(1, rows.states), tokens, keywords)
 
     def to(self, device: torch.device) -> "Layout":
         """Return a copy on the device."""
         inputs = {name: copy_to(x, device) for name, x in self.inputs.items()}
-        bounds = {name: copy_to(x, device) if isinstance(x, Tensor) else x for name, x in self.bounds.items()}
-        return Layout(inputs, copy_to(self.states, device), copy_to(self.tokens, device), bounds)
+        keywords = {name: copy_to(x, device) if isinstance(x, Tensor) else x for name, x in self.keywords.items()}
+        return Layout(inputs, copy_to(self.states, device), copy_to(self.tokens, device), keywords)
 
     def take(self, hidden: Tensor, attention_mask: Tensor) -> Tensor:
         """Return the (N, H) states of all real tokens, row after row, from (…, H) states of all positions.
@@ -172,17 +167,18 @@ def find_beginnings(rows: Rows) -> tuple[Tensor, Tensor]:
     return order, shared.where(shared >= SHORTEST, 0)
 
 
-def order_rows(model: PreTrainedModel | PeftModel, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+def order_rows(model: PreTrainedModel | PeftModel, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
     """Return the order in which to cut rows into forward passes: those that begin alike together, or longest first.
 
-    Rows of similar length need little padding, and the first pass shows whether memory suffices.
+    Rows of similar length need little padding, and the first pass shows whether memory suffices. Also return how many
+    tokens each row shares with the last, in the first of these orders.
     """
     rows = Rows.of(input_ids, attention_mask, width=1, final=True)
     if len(input_ids) > 1 and not can_pack(model) and can_share(model):
         order, shared = find_beginnings(rows)
         if shared.sum() >= WORTHWHILE * rows.lengths.sum():
-            return order
-    return rows.lengths.argsort(descending=True, stable=True)
+            return order, shared
+    return rows.lengths.argsort(descending=True, stable=True), torch.zeros_like(rows.lengths)
 
 
 def lay_out(
@@ -201,32 +197,28 @@ def lay_out(
 
 
 def find_layout(model: PreTrainedModel | PeftModel, rows: Rows, packed: bool) -> Layout:
-    """Return a layout in trees where that is less work, and another one otherwise."""
+    """Return a tree where rows begin alike, and another layout otherwise."""
     apart = Layout.of(rows, packed)
     if packed or len(rows.ids) == 1 or not can_share(model):
         return apart
     order, shared = find_beginnings(rows)
-    if shared.sum() < WORTHWHILE * rows.lengths.sum():
+    if not shared.any():
         return apart
-    lengths, known = rows.lengths[order].tolist(), shared.tolist()
-    hidden_size = model.config.get_text_config().hidden_size
-
-    def cost_of_trees(size: int) -> int:
-        added = [length - known[i] * (i % size > 0) for i, length in enumerate(lengths)]
-        widths = [sum(added[i : i + size]) for i in range(0, len(added), size)]
-        return layer_cost(len(widths), max(widths), hidden_size)
-
-    size = min((2**k for k in range(1, len(lengths).bit_length() + 1)), key=cost_of_trees)
-    least = layer_cost(len(lengths), max(lengths), hidden_size)
-    return apart if least <= cost_of_trees(size) else Layout.as_trees(rows, order, shared, size)
+    return Layout.as_tree(rows, order, shared, first_column(shared, int(rows.lengths.max())))
 
 
-def layer_cost(rows: int, width: int, hidden_size: int) -> int:
-    """Return a number in proportion to the multiplications of a layer.
+def first_column(shared: Tensor, width: int) -> int:
+    """Return the column from which attention is computed for rows that share as many tokens: with the fewest pairs.
 
-    With H the hidden size, linear layers take about 24·H² for a token, and attention 4·H for each pair in a row.
+    Attention over whole rows is causal and skips half of its pairs; the rest needs a mask and skips none.
     """
-    return rows * width * (6 * hidden_size + width)
+
+    def pairs(start: int) -> int:
+        whole = int((shared < start).sum())
+        return whole * width // 2 + (len(shared) - whole) * (width - start)
+
+    starts = shared[shared > 0].clamp(max=width - 1).unique().tolist()
+    return min((*starts, width + 1), key=pairs)
 
 
 def fits(layout: Layout, model: PreTrainedModel | PeftModel) -> bool:
@@ -254,9 +246,9 @@ def can_pack(model: PreTrainedModel | PeftModel) -> bool:
 
 @torch.no_grad()
 def can_share(model: PreTrainedModel | PeftModel) -> bool:
-    """Return whether a model's attention takes a mask of any form, which a trial with two rows confirms.
+    """Return whether a model's attention is computed by rows of a tree, which a trial with two rows confirms.
 
-    Layers that look back a limited number of positions count columns, which a tree moves.
+    Layers that look back a limited number of positions would need another mask.
     """
     model = cast(PreTrainedModel, model.get_base_model()) if isinstance(model, PeftModel) else model
     config, trunk = model.config.get_text_config(), trunk_of(model)
@@ -264,18 +256,18 @@ def can_share(model: PreTrainedModel | PeftModel) -> bool:
     if len(kinds) > 1 or getattr(config, "sliding_window", None) is not None:
         return False
     implementation = str(getattr(model.config, "_attn_implementation", ""))
-    if implementation != SHARING_ATTENTION or "position_ids" not in inspect.signature(trunk.forward).parameters:
+    if implementation != SHARING_ATTENTION or not takes_keywords(trunk):
         return False
     if model not in _shares:
         ids = torch.tensor([[0, 1, 2, 3], [0, 1, 4, 5]], device=model.device) % config.vocab_size
         order, shared = torch.tensor([[0, 1], [0, 2]], device=model.device)
         rows = Rows.of(ids, torch.ones_like(ids), width=2, final=True)
         try:
-            layouts = Layout.of(rows, packed=False), Layout.as_trees(rows, order, shared, size=2)
+            layouts = Layout.of(rows, packed=False), Layout.as_tree(rows, order, shared, start=2)
             apart, shared = (hidden_states(trunk, layout).float()[layout.states] for layout in layouts)
             # Measured by how much two completions differ: states may be large in places where all are alike.
             _shares[model] = bool((shared - apart).norm() < 0.1 * (apart[0] - apart[1]).norm())
-        except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):  # it reads the mask as a flat one
+        except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):  # it reads the mask
             _shares[model] = False
     return _shares[model]
 
@@ -306,8 +298,8 @@ def trunk_of(model: PreTrainedModel | PeftModel) -> nn.Module:
 
 def hidden_states(trunk: nn.Module, layout: Layout) -> Tensor:
     """Return the (N, H) hidden states of all positions of a layout, flattened."""
-    bounds = layout.bounds if takes_keywords(trunk) else {}
-    return trunk(**layout.inputs, **bounds, use_cache=False).last_hidden_state.flatten(0, 1)
+    keywords = layout.keywords if takes_keywords(trunk) else {}
+    return trunk(**layout.inputs, **keywords, use_cache=False).last_hidden_state.flatten(0, 1)
 
 
 def bounds_of(lengths: Tensor) -> dict[str, Tensor | int]:
