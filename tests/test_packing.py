@@ -260,7 +260,6 @@ def test_bfloat16_changes_trees_as_it_changes_rows(request, short):
     in_trees = distance()
     request.getfixturevalue("apart")
     for tree, row in zip(in_trees, distance(), strict=True):
-        print(tree, row)
         assert 0.5 * row < tree < 1.5 * row
 
 
@@ -314,6 +313,13 @@ def test_models_of_one_class_are_tried_apart(packing, monkeypatch):
     for can in (can_pack, can_share):
         assert can(plain)
         assert not can(careless)
+
+
+def test_an_architecture_that_takes_no_positions_gets_rows(monkeypatch):
+    model = tiny_model()
+    forward = model.model.forward
+    monkeypatch.setattr(model.model, "forward", lambda input_ids, use_cache: forward(input_ids))
+    assert not can_share(model)
 
 
 @pytest.mark.parametrize("name", ["falcon", "bloom", "mpt"])

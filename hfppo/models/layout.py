@@ -256,7 +256,7 @@ def can_share(model: PreTrainedModel | PeftModel) -> bool:
     if len(kinds) > 1 or getattr(config, "sliding_window", None) is not None:
         return False
     implementation = str(getattr(model.config, "_attn_implementation", ""))
-    if implementation != SHARING_ATTENTION or not takes_keywords(trunk):
+    if implementation != SHARING_ATTENTION:
         return False
     if model not in _shares:
         ids = torch.tensor([[0, 1, 2, 3], [0, 1, 4, 5]], device=model.device) % config.vocab_size
