@@ -371,6 +371,16 @@ def test_a_run_with_shared_prompts_ends_where_one_without_ends(request, make_tra
     assert logged(shared, "reward") == logged(alone, "reward")
 
 
+def test_rows_that_begin_alike_are_passed_together(make_trainer, monkeypatch, short):
+    monkeypatch.setattr(packing_module, "CPU_TOKENS", 16)
+    trainer = make_trainer()
+    widths = []
+    embedding = trainer.model.causal_lm.get_input_embeddings()
+    embedding.register_forward_hook(lambda _, inputs, __: widths.append(inputs[0].shape[1]))
+    rollout = trainer.rollout(["请问1+2="] * 4)
+    assert max(widths) > int(rollout.lengths.max()), "a pass of 16 tokens has one row, and a tree has more"
+
+
 @pytest.mark.parametrize("entropy", ["none", "constant", "differentiable"])
 @pytest.mark.parametrize("trainable_head", [False, True])
 @pytest.mark.parametrize("at_once", [1, 3, 8])
