@@ -186,6 +186,7 @@ def server_of(tmp_path) -> Iterator[Callable[[PreTrainedModel], str]]:
 
 
 @pytest.mark.vllm
+@pytest.mark.filterwarnings("ignore:`torch.distributed.reduce_op` is deprecated:FutureWarning")  # vLLM's look at it
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_vllm_samples_from_the_training_models_policy(make_trainer, tmp_path, server_of, placement):
     """Before any update, and after those of one rollout."""
