@@ -1,7 +1,7 @@
 """PPO for language models on the Hugging Face Trainer.
 
-Public names are imported when they are first used, as in transformers: most of an import's seconds are torch's and
-transformers'.
+Public names are imported when they are first used, as in transformers, because importing torch and transformers takes
+seconds.
 """
 
 from importlib import import_module
@@ -83,7 +83,7 @@ __all__ = [
 ]
 
 
-if not TYPE_CHECKING:  # a type checker would take every name for one of the module
+if not TYPE_CHECKING:  # otherwise a type checker accepts any name
 
     def __getattr__(name: str) -> object:
         """Import a public name, or a module of the package."""

@@ -1,4 +1,4 @@
-"""The events of a PPO run, and the callbacks that steer one: adaptive KL and clip metrics."""
+"""The events of a PPO run, and callbacks that steer it: adaptive KL and clip metrics."""
 
 import math
 from collections.abc import Callable
@@ -34,12 +34,12 @@ class PPOControl(TrainerControl):
 
     @classmethod
     def of(cls, control: TrainerControl, state: PPOState) -> "PPOControl":
-        """Return the flags and settings as they are."""
+        """Return Trainer's current flags and the settings in PPO's state."""
         flags = {f.name: getattr(control, f.name) for f in fields(TrainerControl)}
         return cls(**flags, **{name: getattr(state, name) for name in PPOState.STEERED})
 
     def flags(self) -> dict[str, bool]:
-        """Return Trainer's flags."""
+        """Return Trainer's flags by name, without PPO's settings."""
         return {f.name: getattr(self, f.name) for f in fields(TrainerControl)}
 
     def check(self, source: str) -> None:
@@ -48,8 +48,8 @@ class PPOControl(TrainerControl):
         Args:
             source: the event that has changed them, for errors.
         Raises:
-            AttributeError: the event has set an attribute that is no field.
-            ValueError: a value is no number, or a setting is negative or not finite, or a log is no metric.
+            AttributeError: the event has set an attribute that is not a field.
+            ValueError: a value is not a number, a setting is negative or not finite, or a log is not a metric.
         """
         names = [f.name for f in fields(self)]
         for name in vars(self).keys() - set(names):
@@ -69,7 +69,7 @@ def to_float(source: str, value: Any) -> float:
     """Return a number as a float.
 
     Raises:
-        ValueError: it is no number.
+        ValueError: the value is not a number.
     """
     try:
         return float(value)

@@ -1,4 +1,4 @@
-"""The state of PPO in a checkpoint, one file per process beside Trainer's own."""
+"""PPO's state in a checkpoint: one file per process, next to Trainer's own files."""
 
 import hashlib
 import json
@@ -51,7 +51,7 @@ class RunDescription:
 
     @property
     def run_date(self) -> RunDate:
-        """The same as an object."""
+        """`date` as a RunDate."""
         return RunDate(date.fromisoformat(self.date))
 
 
@@ -69,7 +69,7 @@ def describe_run(
     own = [f.name for f in fields(args) if f.name not in {*inherited, *STRUCTURE, "num_critic_epochs"}]
     return RunDescription(
         structure={
-            # The product alone, so that a run that is short of memory can resume in smaller pieces.
+            # Only the product: a run that is short of memory can resume with smaller micro-batches.
             "per_device_train_batch_size × gradient_accumulation_steps": (
                 args.per_device_train_batch_size * args.gradient_accumulation_steps
             ),
@@ -108,13 +108,13 @@ def fingerprint(base: nn.Module) -> str:
 
 
 def saved_run(checkpoint: str | Path, process: int = 0) -> RunDescription | None:
-    """Return the description of the run that wrote a checkpoint; None if it was no PPOTrainer's."""
+    """Return the description of the run that wrote a checkpoint; None if it was not a PPOTrainer."""
     path = state_file(checkpoint, process)
     return RunDescription(**json.loads(path.read_text())["run"]) if path.is_file() else None
 
 
 def state_file(checkpoint: str | Path, process: int) -> Path:
-    """Return the path of a process's JSON file; the rollout's tensors lie beside it as safetensors."""
+    """Return the path of a process's JSON file; the rollout's safetensors file is next to it."""
     return Path(checkpoint) / f"ppo_state_{process}.json"
 
 
@@ -129,11 +129,11 @@ def save_rollout(path: Path, rollout: Rollout) -> None:
 
 @dataclass(frozen=True)
 class Standing:
-    """Where a run stands, beside what Trainer saves."""
+    """The part of a run's state that Trainer does not save."""
 
     state: PPOState
     metrics: dict[str, dict]  # not logged yet, as `Meter.state_dict` gives them
-    steps: list[UpdateStep]  # those made on the rollout in use
+    steps: list[UpdateStep]  # steps made on the rollout in use
     rollout: Rollout | None  # the rollout in use; None if the next one is due
 
 
@@ -169,13 +169,13 @@ class PPOCheckpoint:
                 logger.warning("resuming with %s=%r, the checkpoint was written with %r", name, now, before)
 
     def moved_to(self, run_date: RunDate, prompts: Prompts | PromptStream | None) -> "PPOCheckpoint":
-        """Return the same for prompts that were made on another date."""
+        """Return a copy for prompts that were rendered with another date."""
         digest = None if prompts is None else prompts.head.digest()
         structure = {**self.run.structure, PROMPTS: digest}
         return replace(self, run=replace(self.run, structure=structure, date=run_date.day.isoformat()))
 
     def save(self, checkpoint: str | Path, standing: Standing) -> None:
-        """Write where the run stands."""
+        """Write the run's state."""
         rollout = standing.rollout
         path = state_file(checkpoint, self.process)
         if rollout is not None:

@@ -283,7 +283,7 @@ class PPOConfig(TrainingArguments):
             vars(self).update(dict.fromkeys(CHECKPOINTING))
         check_config(self)
         if self.max_grad_norm == 0:
-            self.max_grad_norm = math.inf  # Trainer calls the hook that clips, which measures as well
+            self.max_grad_norm = math.inf  # Trainer calls the clipping hook, which also measures the norm
         if self.total_episodes is not None:
             rollouts = self.rollouts_for(self.total_episodes) - self.critic_pretraining_rollouts
             steps = rollouts * self.updates_per_rollout
@@ -307,9 +307,9 @@ class PPOConfig(TrainingArguments):
         check_names(cls, names, others)
 
     def for_base(self, dtype: torch.dtype) -> Self:
-        """Return the configuration of a run with this base, in which autocast and checkpointing are on or off.
+        """Return the configuration of a run with this base, with autocast and checkpointing set.
 
-        On a CUDA GPU those that are unset are on with a base in bfloat16, and off with any other.
+        If unset, both are on for a bfloat16 base on a CUDA GPU, and otherwise off.
         """
         unset = [name for name in ("bf16", *CHECKPOINTING) if getattr(self, name) is None]
         if not unset:

@@ -126,7 +126,7 @@ class LiveStorages(TorchDispatchMode):
         return out
 
     def peak_of(self, run: Callable[[], object]) -> int:
-        """Return the most bytes that live during a call, on top of those that live before it."""
+        """Return the peak of live bytes during a call, minus the bytes that were live before it."""
         before = self.peak = self.now
         with self:
             run()
@@ -161,7 +161,7 @@ def weigh(model: ActorCritic, live: LiveStorages, setup: Setup) -> tuple[int, in
 
 
 def measure_phases(model: ActorCritic, live: LiveStorages, setup: Setup) -> dict[str, int]:
-    """Return the bytes of each phase, on top of those that live before it.
+    """Return the peak bytes of each phase, minus the bytes that were live before it.
 
     Args:
         model: the model in eval mode; the update leaves it in training mode, with gradients.
@@ -247,7 +247,7 @@ def base_states(model: ActorCritic, batch: dict[str, Tensor]) -> Tensor | None:
 
 
 def sample(model: ActorCritic, setup: Setup) -> None:
-    """Read the prompts and sample the last token, in rows of which one is shorter."""
+    """Read the prompts and sample the last token; one row is shorter than the others."""
     rows, width = setup.local_rollout_forward_batch_size, setup.width
     ids = torch.zeros(rows, setup.max_prompt_length, dtype=torch.int64)
     mask = torch.ones(rows, width, dtype=torch.int64)
@@ -263,7 +263,7 @@ def sample(model: ActorCritic, setup: Setup) -> None:
 
 @contextmanager
 def chunks_of_a_gpu() -> Iterator[None]:
-    """Compute the output head in the chunks of a GPU inside the block, though the tensors are a CPU's."""
+    """Compute the output head in the chunks of a GPU inside the block, though the tensors are on the CPU."""
     before = output_head.tokens_at_once
     output_head.tokens_at_once = lambda vocab_size, device: before(vocab_size, torch.device("cuda"))
     try:

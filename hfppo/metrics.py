@@ -190,11 +190,11 @@ class Meter:
             self._pending[x.device].append((name, x))
 
     def read(self) -> dict[str, float]:
-        """Return every metric over all processes, and start anew. A collective call: every process must make it."""
+        """Return every metric over all processes, and reset. A collective call: every process must make it."""
         return values_of(self.gather())
 
     def gather(self) -> NamedSums:
-        """Return the parts of every metric over all processes, and start anew. A collective call."""
+        """Return the parts of every metric over all processes, and reset. A collective call."""
         states = gather_object([self.state_dict()])
         self._sums.clear()
         return merge(sums_from_dict(state) for state in states)
@@ -215,7 +215,7 @@ class Meter:
 
 
 def sums_from_dict(saved: dict[str, dict]) -> NamedSums:
-    """Make the sums that `dataclasses.asdict` described."""
+    """Make the sums from what `dataclasses.asdict` returned."""
     return {name: Sums(**fields) for name, fields in saved.items()}
 
 

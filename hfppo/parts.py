@@ -71,11 +71,11 @@ class TrainerInputs:
 
     @property
     def of_model(self) -> InitKwargs:
-        """The same for `model`; empty if it is loaded."""
+        """Arguments of `from_pretrained` for `model`; empty if it is already loaded."""
         return self.init_kwargs if isinstance(self.model, str) else {}
 
     def sources(self, base_path: str) -> list[tuple[str, object]]:
-        """Return the models and reward functions, each after the name of its argument."""
+        """Return the models and reward functions, each with the name of its argument."""
         given = self.reward_funcs if isinstance(self.reward_funcs, list | tuple) else [self.reward_funcs]
         critic = self.critic if self.args.needs_critic and self.critic not in CRITIC_KINDS else None
         return [
@@ -98,8 +98,8 @@ class Parts:
     peft_config: PeftConfig
     prompts: DatasetPrompts
     prompt_maker: PromptMaker  # makes the prompts of later datasets
-    sources: list[tuple[str, object]]  # models and reward functions, each after its argument
-    player: EpisodePlayer | None  # plays with tools and environments
+    sources: list[tuple[str, object]]  # models and reward functions, each with the name of its argument
+    player: EpisodePlayer | None  # plays episodes with tools and environments
 
 
 def load_parts(inputs: TrainerInputs) -> Parts:
@@ -154,7 +154,7 @@ def load_parts(inputs: TrainerInputs) -> Parts:
 
 
 def load_prompt_maker(inputs: TrainerInputs) -> PromptMaker:
-    """Return what makes prompts of datasets, with tokenizer, tools and environments."""
+    """Return the maker of prompts, with tokenizer, tools and environments."""
     if not isinstance(inputs.model, str):
         check_architecture("model", inputs.model)
     tokenizer = inputs.processing_class or load_tokenizer(inputs.model, **inputs.of_model)
@@ -166,7 +166,7 @@ def load_prompt_maker(inputs: TrainerInputs) -> PromptMaker:
 
 
 def reward_functions(inputs: TrainerInputs, base_name: str, agents: Agents | None) -> RewardFunctions:
-    """Return the given reward functions, then those of tools and environments.
+    """Return the given reward functions, then the reward functions of tools and environments.
 
     `reward_weights` has an entry for each given function, or for all of them; by default, the latter have weight 1.
 
@@ -186,7 +186,7 @@ def reward_functions(inputs: TrainerInputs, base_name: str, agents: Agents | Non
 
 
 def no_reward(completions: Sequence[object], **kwargs: object) -> list[float]:
-    """Return a score of 0 for each completion: only the reference teaches."""
+    """Return a score of 0 for each completion: the reference is the only teacher."""
     return [0.0] * len(completions)
 
 
@@ -224,7 +224,7 @@ def prepare_reward_models(rewards: RewardFunctions, base: PreTrainedModel, promp
 def load_later_dataset(
     dataset: Dataset, name: str, model: ActorCritic, rewards: RewardFunctions, prompt_maker: PromptMaker
 ) -> Prompts:
-    """Return the checked prompts of a dataset that comes after construction; errors call it `name`.
+    """Return the checked prompts of a dataset given after construction; `name` is the dataset's name in errors.
 
     Raises:
         TypeError, ValueError: prompts or columns do not fit.

@@ -24,13 +24,13 @@ class DatasetPrompts:
 
     @property
     def named(self) -> dict[str, Prompts | PromptStream]:
-        """The same by the names that errors use."""
+        """The prompts by the names of the datasets in errors."""
         of_train = {} if self.train is None else {"train_dataset": self.train}
         return {**of_train, **{label_eval(name): some for name, some in self.eval.items()}}
 
     @property
     def known(self) -> dict[str, Prompts]:
-        """The prompts that are known before the run, by the same names."""
+        """The prompts that are known before the run, by the names in errors."""
         return {name: some.head for name, some in self.named.items()}
 
     @property
@@ -83,7 +83,7 @@ class PromptMaker:
         return self.of_datasets(train_dataset, eval_dataset) if prompts.dated else prompts
 
     def of_dataset(self, dataset: Dataset, name: str, may_be_empty: bool = False) -> Prompts:
-        """Return the prompts of a dataset, which errors call `name`."""
+        """Return the prompts of a dataset; `name` is the dataset's name in errors."""
         agents = self.agents
         completed = dataset_for(dataset, agents)
         # One process of each machine tokenizes, and the others read the ids that it has stored.

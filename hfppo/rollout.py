@@ -35,7 +35,7 @@ class Rollout:
     ref_logprobs: Tensor | None = None  # (B, T) log π_ref; None when nothing needs it
     values: Tensor | None = None  # (B, T) V(s_t) before token t; None without a critic
     weights: Tensor | None = None  # (B, T) π_old/π_rollout, bounded, for the policy loss; None: not corrected
-    returns: Tensor | None = None  # (B, T) the values are fitted to them; None without a critic
+    returns: Tensor | None = None  # (B, T) the targets of the values; None without a critic
     context: Tensor | None = None  # (B, T) bool, True on tokens of tools and environments: attended to, never credited
     # (N, H) states of the base below the critic's layers, of all rows' real tokens, row after row; None: not kept.
     base_states: Tensor | None = None
@@ -66,7 +66,7 @@ class Rollout:
     def trim(self) -> "Rollout":
         """Remove the prompt and completion columns that are padding in every row; at least one of each stays."""
         first = min(int(self.prompt_mask.any(dim=0).int().argmax()), self.prompt_mask.shape[1] - 1)
-        width = max([1, *self.real.sum(dim=1).tolist()])  # a process may hold no row of a mini-batch
+        width = max([1, *self.real.sum(dim=1).tolist()])  # a process may have no row of a mini-batch
         prompt = {"prompt_ids": self.prompt_ids[:, first:], "prompt_mask": self.prompt_mask[:, first:]}
         per_token = {
             name: value[:, :width]

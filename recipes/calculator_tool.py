@@ -82,7 +82,7 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     """Return a tokenizer of ChatML with the template and the parser of this recipe.
 
     Raises:
-        ValueError: the model's own template is no ChatML.
+        ValueError: the model's own template is not ChatML.
     """
     tokenizer = AutoTokenizer.from_pretrained(path)
     if "<|im_start|>" not in tokenizer.get_vocab():

@@ -11,7 +11,7 @@ from typing import Any
 
 from datasets import Dataset, DatasetDict, load_dataset
 
-FILES = ("arrow", "csv", "json", "parquet", "text")  # formats that may stand for a dataset's name
+FILES = ("arrow", "csv", "json", "parquet", "text")  # formats that may be given in place of a dataset's name
 
 
 @dataclass
@@ -44,7 +44,7 @@ class RewardArguments(DataArguments):
 def load(args: DataArguments) -> tuple[Dataset, Dataset | None]:
     """Return the rows to train on, and the rows to evaluate on or None."""
     files = args.data_files
-    if args.dataset_name in FILES and not files:  # datasets would read whatever lies in the working folder
+    if args.dataset_name in FILES and not files:  # datasets would read all files of the working folder
         raise ValueError(
             f"data_files is missing, and dataset_name={args.dataset_name!r} only says what kind they are; give them, "
             "or a dataset's id or path as dataset_name"

@@ -1,10 +1,10 @@
-"""Play gymnasium's FrozenLake in text, and compare the critic's values with those of value iteration.
+"""Play gymnasium's FrozenLake in text, and compare the critic's values with value iteration.
 
     accelerate launch recipes/frozen_lake.py --config recipes/frozen_lake.yaml
 
-The ice is slippery: a move goes ahead with probability `success_rate`, else to either side. Reaching the goal pays 1
-and ends the game, a hole ends it with nothing. Games begin anywhere, are cut after some turns, and the future is
-discounted by `gamma_turn`; a cut game ends with the critic's value. Needs `pip install -e ".[games]"`.
+The ice is slippery: a move goes ahead with probability `success_rate`, else to either side. The reward is 1 at the
+goal and 0 in a hole; both end the game. Games begin anywhere, are cut after some turns, and the future is discounted
+by `gamma_turn`; a cut game ends with the critic's value. Needs `pip install -e ".[games]"`.
 """
 
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""FrozenLake in words, its exact values by value iteration, and a picture of them beside the critic's."""
+"""FrozenLake in words, its exact values by value iteration, and a picture of them and of the critic's values."""
 
 from pathlib import Path
 from typing import Any

@@ -10,7 +10,7 @@ To try it without the Hub and a GPU, on the 50 shipped problems (the model is ra
         --data_files '{"train": "recipes/gsm8k/problems.jsonl", "test": "recipes/gsm8k/test.jsonl"}' \\
         --bf16 false --gradient_accumulation_steps 1 --max_completion_length 32 --max_steps 8
 
-Rows hold "question" and "answer", the latter ending with the number after "####". docs/gsm8k.md explains the settings.
+Rows have "question" and "answer", the latter ending with the number after "####". docs/gsm8k.md explains the settings.
 """
 
 from dataclasses import dataclass, field

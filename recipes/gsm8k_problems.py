@@ -1,6 +1,6 @@
 """GSM8K's problems as conversations, and the comparison of answers.
 
-Rows hold "question" and "answer", the latter ending with the number after "####".
+Rows have "question" and "answer", the latter ending with the number after "####".
 """
 
 import re

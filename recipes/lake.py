@@ -2,8 +2,9 @@
 
     accelerate launch recipes/lake.py --config recipes/lake.yaml
 
-The base in `recipes/lake/base` knows the moves and plays each with the same probability. The game pays after every
-turn, and its exact values are known: `lake.png` shows how near the policy comes to the best one, and the critic's
+The base in `recipes/lake/base` knows the moves and plays each with the same probability. The game gives a reward after
+every turn, and its exact values are known: `lake.png` shows how near the policy comes to the best one, and the
+    critic's
 values beside the exact ones.
 """
 

@@ -6,9 +6,9 @@
     . # . . .      走 2,3 无. The answer is one word: 上 up, 下 down, 左 left, 右 right.
     . . . . G
 
-A move slips to either side with probability 0.1 each; walls hold. Each turn costs 0.02. Reaching the chest with the
-key pays 1, and a hole costs 0.5; both end at a new random start, from where the game goes on. It ends after exactly 32
-turns.
+A move slips to either side with probability 0.1 each; a move into a wall stays in place. Each turn costs 0.02. The
+reward is 1 for reaching the chest with the key and −0.5 for a hole; after both the game continues from a new random
+start. It ends after exactly 32 turns.
 """
 
 import random

@@ -32,7 +32,7 @@ class Maps:
 
 
 def draw(trainer: PPOTrainer, maps: Maps, file: Path) -> None:
-    """Write a picture of the learning curve, and of the critic's values beside the exact ones."""
+    """Write a picture of the learning curve, of the critic's values and of the exact values."""
     figure = Figure(figsize=(13, 4.6), layout="constrained")
     left, right = figure.subfigures(1, 2, width_ratios=(1, 1.7))
     lines = {"optimum": expected_return(), "uniform play": expected_return(uniform_policy())}

@@ -4,7 +4,7 @@
     accelerate launch recipes/ppo.py --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct --dataset_name org/prompts \\
         --reward_funcs org/reward-model trl.rewards.think_format_reward --output_dir out/ppo
 
-Rows hold "prompt", as text or messages; other columns reach the reward functions. docs/rlhf.md has all three steps.
+Rows have "prompt", as text or messages; other columns reach the reward functions. docs/rlhf.md has all three steps.
 """
 
 from dataclasses import dataclass, field

@@ -241,7 +241,7 @@ def train(s: Settings, tokenizer, actor, critic, rows: list[dict]) -> Iterator[R
         #    that is far from the one that made them.
         losses = []
         for epoch in range(s.num_epochs):
-            name = (s.seed, SHUFFLE, number, epoch, 0)  # the last number is that of the process, of which there is one
+            name = (s.seed, SHUFFLE, number, epoch, 0)  # the last number is the process's; there is one process
             order_B = torch.randperm(s.rollout_size, generator=generator(*name))
             for b in order_B.split(s.mini_batch_size):
                 mask_bS, advantages_bS = mask_BS[b], advantages_BS[b]

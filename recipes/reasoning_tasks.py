@@ -31,7 +31,7 @@ def parse_config(given: dict[str, Any] | str | None) -> dict[str, Any]:
     """Return a task's parameters, from a flag's JSON or a YAML file's mapping.
 
     Raises:
-        ValueError: it is no mapping.
+        ValueError: they are not a mapping.
     """
     try:
         config = json.loads(given) if isinstance(given, str) else given or {}
@@ -108,7 +108,7 @@ class ReasoningActor(ActorArguments):
 
 
 def create_task(name: str, config: dict[str, Any], size: int, seed: int) -> ProceduralDataset:
-    """Return a task of reasoning-gym; its questions are drawn from the seed and their number alone.
+    """Return a task of reasoning-gym; its questions depend only on the seed and their number.
 
     Raises:
         ValueError: there is no such task, or its parameters do not fit; names them.

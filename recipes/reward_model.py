@@ -2,7 +2,7 @@
 
     accelerate launch recipes/reward_model.py --config recipes/reward_model.yaml
 
-Rows hold "prompt", "chosen" and "rejected". An adapter trained on PPO's base shares that base in memory.
+Rows have "prompt", "chosen" and "rejected". An adapter trained on PPO's base shares that base in memory.
 docs/rlhf.md describes the three steps.
 """
 

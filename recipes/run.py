@@ -39,7 +39,7 @@ class HelpFormatter(ArgumentDefaultsHelpFormatter):
         super().__init__(prog, max_help_position=6)
 
     def _format_action_invocation(self, action: Action) -> str:
-        # A hook of argparse, whose own lines have each spelling, and the name once more after each.
+        # A hook of argparse, which would print each spelling followed by the name in capitals.
         return f"{action.option_strings[0]} {action.metavar or ''}".rstrip()
 
 

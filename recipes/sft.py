@@ -2,7 +2,7 @@
 
     accelerate launch recipes/sft.py --config recipes/sft.yaml
 
-Rows hold "prompt" and "completion", or "messages", as for `trl.SFTTrainer`. docs/rlhf.md describes the three steps.
+Rows have "prompt" and "completion", or "messages", as for `trl.SFTTrainer`. docs/rlhf.md describes the three steps.
 """
 
 from dataset import DataArguments, load

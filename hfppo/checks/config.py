@@ -62,7 +62,7 @@ METRIC_SCHEDULERS = ("reduce_lr_on_plateau", "greedy")  # schedulers that read a
 
 
 def is_number(x: object) -> bool:
-    """Return whether x is a finite number; a bool is none."""
+    """Return whether x is a finite number; False for a bool."""
     return isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x)
 
 
@@ -217,7 +217,7 @@ def check_combinations(args: Any) -> None:
 
 
 def check_critic(args: Any) -> None:
-    """Raise ValueError if the critic is trained without a weight, or takes all completions for its pretraining."""
+    """Raise ValueError if the critic's loss has weight 0, or if its pretraining uses up all completions."""
     if args.total_episodes is not None and args.rollouts_for(args.total_episodes) <= args.critic_pretraining_rollouts:
         raise ValueError(
             f"total_episodes={args.total_episodes} are used up by critic_pretraining_completions="

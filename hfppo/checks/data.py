@@ -52,7 +52,7 @@ ARGUMENTS: dict[str, tuple[Callable[[object], bool], str]] = {
 
 
 def check_types(**given: object) -> None:
-    """Raise TypeError for an argument of `ARGUMENTS` that is of another type; names its value and the right type."""
+    """Raise TypeError if an argument has the wrong type; the error shows its value and the right type."""
     for name, (is_right, advice) in ARGUMENTS.items():
         value = given[name]
         if value is not None and not is_right(value):
@@ -68,7 +68,7 @@ def check_output_folder(sources: list[tuple[str, object]], args: PPOConfig) -> N
     """Raise if the output folder contains a model or reward function of the run.
 
     Args:
-        sources: those of `Parts`; only names of folders are checked.
+        sources: as in `Parts`; only folder names are checked.
     Raises:
         ValueError: the output folder contains one.
     """

@@ -57,12 +57,12 @@ def check_engine(
 
 
 def check_whole(engine: str, model: ActorCritic, reward_funcs: list[RewardFunc], args: PPOConfig) -> None:
-    """Raise for whatever needs whole weights, which FSDP2 and ZeRO-3 shard.
+    """Raise if a part needs whole weights but FSDP2 or ZeRO-3 shards them.
 
     A shard has one owner, so a second module tree cannot use the same tensors.
 
     Raises:
-        ValueError: a part would be sharded that cannot be.
+        ValueError: a part that cannot be sharded would be.
     """
     on_adapter = model.critic is not None and model.critic.kind == "adapter"
     reward_adapter = any(isinstance(unwrap(func), RewardAdapter) for func in reward_funcs)
@@ -80,7 +80,7 @@ def check_whole(engine: str, model: ActorCritic, reward_funcs: list[RewardFunc],
 def check_fsdp(accelerator: Accelerator, model: ActorCritic, args: PPOConfig) -> None:
     """Raise for version 1 and for settings that break saving or resuming; keep log-probs and values in float32.
 
-    FSDP2 loads no optimizer that lacks the state of some weights, and weights without gradients have none.
+    FSDP2 cannot load an optimizer that lacks the state of some weights, and weights without gradients have no state.
 
     Raises:
         ValueError: a setting breaks saving, resuming or the optimizer step.
@@ -117,7 +117,7 @@ def check_fsdp(accelerator: Accelerator, model: ActorCritic, args: PPOConfig) ->
 
 
 def steps_of_one(args: PPOConfig) -> dict[str, str]:
-    """Return the settings by which some steps move only the actor or the critic, each with what turns it off."""
+    """Return the settings that make some steps train only the actor or only the critic, each with its remedy."""
     found = {f"{name}={getattr(args, name)}": f"{name}=0" for name in ONE_ALONE if getattr(args, name)}
     if args.critic_epochs != args.num_ppo_epochs:
         found[f"num_critic_epochs={args.num_critic_epochs}"] = f"num_critic_epochs={args.num_ppo_epochs}"
@@ -133,7 +133,7 @@ def keep_float32(plugin: FullyShardedDataParallelPlugin) -> None:
 
 
 def check_deepspeed(config: dict, args: PPOConfig) -> None:
-    """Raise for settings that need control of gradients and steps, which DeepSpeed keeps; set its clipping.
+    """Raise if a setting needs control of gradients or steps, which DeepSpeed does not give; set its clipping.
 
     Args:
         config: DeepSpeed's; gradient_clipping is written into it.

@@ -99,10 +99,10 @@ def check_names(cls: type, names: Iterable[str], others: Iterable[str] = ()) -> 
 
 
 def checks_keywords(config: type) -> Callable[[Callable[Parameters, None]], Callable[Parameters, None]]:
-    """Return a decorator after which an `__init__` explains unknown keywords, all of them at once.
+    """Return a decorator for `__init__` that raises one error for all unknown keywords, each with an explanation.
 
     Args:
-        config: the dataclass of the argument `args`, whose fields are often given as arguments.
+        config: the dataclass of the argument `args`; its fields are often passed as arguments by mistake.
     """
 
     def decorate(init: Callable[Parameters, None]) -> Callable[Parameters, None]:
@@ -121,7 +121,7 @@ def checks_keywords(config: type) -> Callable[[Callable[Parameters, None]], Call
 
 
 def refuse(subject: str, unknown: Mapping[str, str], lists: str) -> None:
-    """Raise TypeError if there are unknown names, each with the end of its line."""
+    """Raise TypeError if there are unknown names; the error has a line for each name, with its explanation."""
     if unknown:
         gap = "\n  " if len(unknown) > 1 else " "
         lines = [subject, *(f"{name!r}{end}" for name, end in unknown.items()), f"(docs/configuration.md {lists})"]
@@ -129,7 +129,7 @@ def refuse(subject: str, unknown: Mapping[str, str], lists: str) -> None:
 
 
 def explain_keyword(name: str, known: list[str], config: type) -> str:
-    """Return what an argument is called here, or why it is missing, as the end of a line."""
+    """Return an argument's name here, or why it is missing, as the end of a line."""
     names = [f.name for f in fields(config)]
     if (meaning := ARGUMENTS.get(name)) is not None:
         return f": {meaning}"
@@ -141,7 +141,7 @@ def explain_keyword(name: str, known: list[str], config: type) -> str:
 
 
 def explain_name(name: str, known: list[str]) -> str:
-    """Return what TRL's field is called here, why it is missing, or similar names, as the end of a line."""
+    """Return the name of TRL's field here, why it is missing, or similar names, as the end of a line."""
     if (meaning := TRL_NAMES.get(name)) is not None:
         return f": here {meaning}"
     for reason, names in TRL_REASONS.items():

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from hfppo.rollout import Rollout
 
-# Rollout tensors in the order in which each follows from the others: the first non-finite one is the cause.
+# Rollout tensors in the order in which they are computed: the first non-finite one is the cause.
 CAUSES = (
     "rollout_logprobs", "old_logprobs", "ref_logprobs", "values", "scores", "weights", "rewards", "advantages",
     "returns",
@@ -20,7 +20,7 @@ class NonFiniteError(FloatingPointError):
 
 @dataclass(frozen=True, order=True)
 class NonFinite:
-    """A non-finite number on one process; the smaller of two, in the order of the fields, is closer to the cause."""
+    """A non-finite number on one process. Numbers are ordered by field: the smallest is closest to the cause."""
 
     depth: int
     process: int
@@ -28,7 +28,7 @@ class NonFinite:
 
 
 def find_earliest(found: NonFinite | None) -> NonFinite | None:
-    """Return the one of all processes that is closest to the cause. A collective call."""
+    """Return the non-finite number of any process that is closest to the cause. A collective call."""
     return min((other for other in gather_object([found]) if other is not None), default=None)
 
 

@@ -74,14 +74,14 @@ class Phases:
             yield
 
     def measures(self, tokens: float) -> Measures:
-        """Return the seconds by phase, and the rate of sampling so many tokens."""
+        """Return the seconds of each phase, and the sampling rate for a number of tokens."""
         rate = tokens / self.seconds["time/generation"]
         return {name: parts_of(x) for name, x in {**self.seconds, "time/tokens_per_second": rate}.items()}
 
 
 @dataclass(frozen=True)
 class Collector:
-    """Collects rollouts; it keeps no state of its own."""
+    """Collects rollouts. It has no state."""
 
     model: ActorCritic
     sampler: Sampler
@@ -97,7 +97,7 @@ class Collector:
         return training_rows(prompts, number * self.args.rollout_size_per_process, self.args)
 
     def eval_rows(self, prompts: Prompts) -> list[Row]:
-        """Return a row for each prompt, with the same seed every time."""
+        """Return a row for each prompt, with the same seeds in every evaluation."""
         return eval_rows(prompts, self.args.seed)
 
     def collect(
@@ -108,13 +108,13 @@ class Collector:
         training: bool = True,
         show: PhaseDisplay = nullcontext,
     ) -> Collected:
-        """Collect a rollout; nothing that is passed in is changed.
+        """Collect a rollout. The arguments are not changed.
 
         Args:
             rows: the completions to make.
             ppo_state: gives β.
             state: passed to the reward functions.
-            training: False whitens neither rewards nor advantages, which would compare these rows with each other.
+            training: False leaves out whitening of rewards and advantages, by which rows affect each other.
             show: shows each phase.
         Raises:
             NonFiniteError: a number is not finite on some process.
@@ -169,7 +169,7 @@ class Collector:
         Args:
             prompts: token ids.
             seeds: one for each row; None completes greedily.
-            budgets: one for each row, the most tokens; None: the configured limit.
+            budgets: the maximum number of tokens of each row; None: the configured limit.
         """
         prompt_ids, prompt_mask = (
             x.to(self.accelerator.device) for x in pad_left(prompts, self.tokenizer.pad_token_id)
@@ -187,7 +187,7 @@ class Collector:
     def score_and_forward(
         self, completed: Completed, prompts: tuple[Tensor, Tensor], state: TrainerState, phase: Phases
     ) -> tuple[Scored, Passes]:
-        """Score the completions and run the passes; asynchronous reward functions wait while the models compute."""
+        """Score the completions and run the passes; asynchronous reward functions run during the passes."""
         with phase("rewards"):
             pending = self.rewards.start(completed.reward_batch(self.tokenizer, state))
         with pending:
@@ -202,14 +202,14 @@ class Collector:
         return Transcript(completed.prompts, list(completed.texts), scores, scored.extra)
 
     def restore_base_states(self, rollout: Rollout) -> Rollout:
-        """Return a rollout of a checkpoint with the `base_states` that it was collected with, to the bit."""
+        """Recompute the `base_states` of a loaded rollout, which checkpoints omit, to the bit."""
         if not self.model.keeps_base_states or rollout.base_states is not None:
             return rollout
         completions = Completions(
             rollout.completion_ids, rollout.mask, rollout.truncated, rollout.rollout_logprobs, context=rollout.context
         )
         prompts = rollout.prompt_ids, rollout.prompt_mask
-        with eval_mode(self.model), torch.no_grad():  # the same passes as then; their other outputs are not needed
+        with eval_mode(self.model), torch.no_grad():  # the passes of the collection; only their base states are used
             passes = forward_passes(self.model, *prompts, completions, self.accelerator, self.args)
         return replace(rollout, base_states=passes.base_states)
 

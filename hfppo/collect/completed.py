@@ -16,7 +16,7 @@ RESERVED = ("prompt", "completion", "completion_ids")  # columns of a dataset th
 
 @dataclass(frozen=True)
 class Completed:
-    """B rows with their completions. With an environment the prompts may be longer than the dataset's."""
+    """B rows with their completions. An environment may have added text to the dataset's prompts."""
 
     rows: list[Row]
     completions: Completions

@@ -31,7 +31,7 @@ class CreditAssignment:
 
     args: PPOConfig
     kl_coef: float  # β
-    whiten: Callable[..., Tensor] | None  # `functional.whiten` over all processes; None leaves everything as it is
+    whiten: Callable[..., Tensor] | None  # `functional.whiten` over all processes; None: no whitening
 
     def __call__(
         self,
@@ -86,9 +86,9 @@ class CreditAssignment:
     ) -> tuple[Tensor, Tensor | None]:
         """Return advantages before whitening, (B, T), and returns, (B, T), where the estimator gives them.
 
-        The estimator is called with exactly the parameters that its signature names, from one mapping. One that
-        compares the completions of a prompt gets the rows with a score and another scored row in their group; the
-        advantage of the others is 0.
+        The estimator is called with exactly the parameters that its signature names, from one mapping. An
+        estimator that compares the completions of a prompt gets only scored rows whose group has another scored row;
+        the advantages of other rows are 0.
 
         Args:
             rewards: (B, T).
@@ -158,7 +158,7 @@ def mismatch_weights(old_logprobs: Tensor, completions: Completions, args: PPOCo
 
 
 def factor_by_turn(within: float | Tensor, between: float | None, completions: Completions) -> float | Tensor:
-    """Return γ or λ of GAE: `within`, or (B, T) with `between` from one turn to the next where that is set."""
+    """Return γ or λ of GAE: `within`; if `between` is set, (B, T) factors that are `between` at the end of a turn."""
     if between is None or completions.context is None:
         return within
     return F.turn_factors(within, between, F.turn_ends(completions.mask, completions.context))
@@ -167,7 +167,7 @@ def factor_by_turn(within: float | Tensor, between: float | None, completions: C
 def call_estimator(
     estimator: Callable[..., Tensor | tuple[Tensor, Tensor]], available: dict[str, Any], rows: Tensor
 ) -> tuple[Tensor, Tensor | None]:
-    """Call an estimator on some rows with the parameters it names; the other rows are 0.
+    """Call an estimator on some rows with the parameters it names; its result is 0 on the other rows.
 
     Args:
         available: values by parameter name; tensors are per row.

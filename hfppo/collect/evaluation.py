@@ -146,14 +146,14 @@ class EvalPrompts:
     """The prompts of the evaluation datasets, by name."""
 
     given: Dataset | dict[str, Dataset] | None  # the dataset, or datasets by name, that the trainer was made with
-    prompts: dict[str | None, Prompts]  # the same, checked and tokenized; None is the key of a single one
+    prompts: dict[str | None, Prompts]  # their prompts, checked and tokenized; None is the key of a single dataset
     prepare: Callable[[Dataset, str], Prompts]  # checks and tokenizes a dataset that comes later
 
     def find(self, requested: str | Dataset | None, current: Dataset | dict[str, Dataset] | None) -> Prompts:
         """Return the prompts to evaluate on.
 
         Args:
-            requested: a dataset, the name of one, or None for the trainer's.
+            requested: a dataset or its name; None: the trainer's.
             current: the trainer's `eval_dataset`, which may have been replaced since.
         Raises:
             TypeError, ValueError: there is no dataset of that name, or its prompts do not fit.

@@ -95,7 +95,7 @@ def policy_pass(
 
 
 def keep(model: ActorCritic, outputs: TokenOutputs) -> TokenOutputs:
-    """Return outputs whose base states, by far the largest, lie on the CPU in the dtype that their layer gave them."""
+    """Return outputs with the base states, by far the largest, on the CPU in their layer's dtype."""
     if outputs.base_states is None:
         return outputs
     return outputs._replace(base_states=outputs.base_states.to("cpu", model.base_states_dtype))
@@ -139,7 +139,7 @@ def autocast(accelerator: Accelerator) -> AbstractContextManager:
 
 
 def any_active(model: ActorCritic, accelerator: Accelerator, own: bool) -> bool:
-    """Return whether a row is active, on any process if the model is sharded: its processes compute together."""
+    """Return whether a row is active: here, or on any process if the model is sharded and all compute together."""
     if accelerator.num_processes == 1 or not is_sharded(model):
         return own
     active = torch.tensor([float(own)], dtype=torch.float32, device=accelerator.device)

@@ -20,7 +20,7 @@ LIMITS = (UNFINISHED, CUT, DROPPED)
 
 
 def measure_scores(scores: Tensor, scored: Scored, names: list[str]) -> Measures:
-    """Measure scores, of a rollout or of an evaluation.
+    """Measure the scores of a rollout or an evaluation.
 
     Args:
         scores: one per row that has a score.
@@ -84,7 +84,7 @@ def measure_values(rollout: Rollout, gather: Callable[[Tensor], Tensor]) -> Meas
 
 
 def finite(name: str, number: float) -> Measures:
-    """Return a number as a measure; {} if it is not finite."""
+    """Return a finite number as a measure; {} if it is not finite."""
     return {name: parts_of(number)} if math.isfinite(number) else {}
 
 
@@ -113,12 +113,12 @@ def measure_episodes(episodes: Sequence[Episode]) -> Measures:
 
 
 def share(part: int, whole: int) -> Tensor:
-    """Return a vector of ones and zeros whose mean is part of the whole."""
+    """Return a bool vector whose mean is part/whole."""
     return torch.arange(whole) < part
 
 
 def prompts_without_signal(rollout: Rollout, scorable_tokens: Tensor, num_generations: int) -> Tensor:
-    """Return a mask, (groups,), of the prompts whose scored completions all score alike, or count in no loss."""
+    """Return a mask, (groups,), of the prompts whose scored completions have equal scores, or count in no loss."""
     scorable, counts = (tokens.any(dim=1).view(-1, num_generations) for tokens in (scorable_tokens, rollout.loss_mask))
     scores = rollout.scores.view(-1, num_generations)
     alike = scores.where(scorable, -math.inf).amax(dim=1) <= scores.where(scorable, math.inf).amin(dim=1)

@@ -31,7 +31,7 @@ def training_rows(prompts: Prompts | PromptStream, first: int, args: PPOConfig) 
 
 
 def eval_rows(prompts: Prompts, seed: int) -> list[Row]:
-    """Return a row for each prompt, with the same seed every time."""
+    """Return a row for each prompt, with the same seeds in every evaluation."""
     return [
         Row(
             *prompts[n],
@@ -45,6 +45,6 @@ def eval_rows(prompts: Prompts, seed: int) -> list[Row]:
 
 
 def group_equal_rows(rows: list[Row]) -> list[Row]:
-    """Return the rows with equal ones in one group."""
+    """Return the rows in groups of equal rows."""
     groups: dict[str, int] = {}
     return [replace(row, group=groups.setdefault(repr((row.prompt_ids, row.columns)), row.group)) for row in rows]

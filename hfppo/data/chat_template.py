@@ -52,7 +52,7 @@ def apply_chat_template(
 
 
 def reads_time(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, object]) -> bool:
-    """Return whether a chat template among the tokenizer's and the options' may read the time."""
+    """Return whether a chat template, of the tokenizer or in the options, may read the time."""
     return CLOCK in f"{tokenizer.chat_template} {options.get('chat_template')}"
 
 

@@ -23,7 +23,7 @@ class PromptStream:
         longest: the maximum number of tokens of a prompt.
 
     Raises:
-        ValueError: of `prepare`, or a pass without a prompt.
+        ValueError: raised by `prepare`, or a pass over the dataset yields no prompt.
     """
 
     def __init__(self, dataset: IterableDataset, prepare: Callable[[Dataset, str], Prompts], longest: int):
@@ -45,7 +45,7 @@ class PromptStream:
     def _restart(self) -> None:
         self._chunks = self._read()
         self._held: list[tuple[Columns, list[int]]] = []
-        self._passed = 0  # prompts before those that are held
+        self._passed = 0  # prompts before those in `_held`
 
     def _forget(self, start: int) -> None:
         """Drop the prompts before a position."""

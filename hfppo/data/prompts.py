@@ -51,7 +51,7 @@ class Prompts:
 
     @property
     def head(self) -> "Prompts":
-        """The prompts that are known before the run: all."""
+        """The prompts that are known before the run: all of them."""
         return self
 
     @property
@@ -200,7 +200,7 @@ def check_kinds(prompts: list[Any], first: int, conversational: bool, name: str)
 
 
 def is_message(message: object) -> bool:
-    """Return whether it is a message: a role with text, parts, or tool calls."""
+    """Return whether x is a message: a role with text, parts, or tool calls."""
     return (
         isinstance(message, dict)
         and isinstance(message.get("role"), str)
@@ -210,7 +210,7 @@ def is_message(message: object) -> bool:
 
 @dataclass(frozen=True)
 class PromptTokenizer:
-    """Tokenizes the prompts of a dataset, which errors call `name`."""
+    """Tokenizes the prompts of a dataset; `name` is the dataset's name in errors."""
 
     tokenizer: PreTrainedTokenizerBase
     conversational: bool
@@ -252,7 +252,7 @@ class PromptTokenizer:
         return pa.concat_arrays(chunks)
 
     def __call__(self, batch: dict[str, list[Any]], rows: list[int]) -> dict[str, list[list[int]]]:
-        """Return the token ids of consecutive rows as a column, as `Dataset.map` wants it."""
+        """Return the token ids of consecutive rows as a column, as `Dataset.map` expects."""
         prompts = batch["prompt"]
         check_kinds(prompts, rows[0], self.conversational, self.name)
         columns = [batch.get(column, [None] * len(prompts)) for column in TEMPLATE_COLUMNS]

@@ -18,7 +18,7 @@ from hfppo.environments.environment import Environment, TextEnvironment, Tool, t
 from hfppo.environments.pool import EnvironmentFactory, EnvironmentPool, factory_name
 from hfppo.rewards.reward_func import plain_name, unwrap
 
-COLUMN = "environment"  # of the dataset: names each row's environment where there are several
+COLUMN = "environment"  # the dataset's column with each row's environment, if there are several
 # Fields of PPOConfig that need tools or an environment.
 OF_TURNS = ("gamma_turn", "lam_turn", "max_turn_length", "max_tool_calling_iterations", "tool_timeout")
 
@@ -187,7 +187,7 @@ def dataset_for(dataset: Dataset, agents: Agents | None) -> Dataset:
 def default_dataset(
     environment_factory: EnvironmentFactory | Mapping[str, EnvironmentFactory] | None, args: PPOConfig
 ) -> Dataset | None:
-    """Return the training set of a single environment that writes its own prompts: one empty message of the user.
+    """Return the training set of a single environment that writes its own prompts: one empty user message.
 
     None without such an environment, or if the number of steps is not set.
     """

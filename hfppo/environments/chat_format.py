@@ -35,7 +35,7 @@ class ChatFormat:
         """Return the tokens from the end of the model's turn to the beginning of its next one.
 
         Args:
-            replies: messages of tools, or one of the user.
+            replies: tool messages, or one user message.
             closed: whether the model has ended its turn; if not, the token that ends it comes first.
         Raises:
             ValueError: the template renders earlier messages differently when the replies follow.
@@ -90,7 +90,7 @@ def parse_turn(
     Args:
         ids: the turn's token ids, its end included.
         prefix: all token ids before it.
-        tools: those that the prompt offers.
+        tools: the tools that the prompt offers.
     """
     if getattr(tokenizer, "response_template", None) is None:
         return text_message(tokenizer, ids), False

@@ -1,14 +1,14 @@
 """The contract of tools and environments, which extends that of TRL's GRPOTrainer.
 
-A tool is a function, plain or `async def`, with type hints and a Google-style docstring; a `functools.partial` or an
-object with `__call__` may stand for one. An environment is an object with `reset(**row)`, called with the dataset's
+A tool is a function, plain or `async def`, with type hints and a Google-style docstring; a `functools.partial` or
+an object with `__call__` also works. An environment is an object with `reset(**row)`, called with the dataset's
 columns before each episode, which returns None or text that is appended to the prompt's last message. Each public
 method but `reset` and `get_reward` is a tool. `get_reward()`, if there is one, scores the finished episode. An
 awaitable that one of them returns is awaited. Text may also be a list of content blocks of text, which are joined.
 
 Beyond TRL, a tool may return a `Result` with a reward, and `reset` may name the parameters `seed` and `episode_seed`.
 Completions of one prompt get the same `seed`, different prompts different ones; each completion has an `episode_seed`
-of its own. After `reset` an environment must play like a new one.
+of its own. After `reset` an environment must behave like a new one.
 
 Calls of different episodes run at once: plain ones in threads, awaitables in one event loop. The calls of one episode
 follow each other. Random numbers must come from the seeds, since the global generators are shared.
@@ -52,7 +52,7 @@ class Result(str):
 class TextEnvironment(ABC):
     """An environment that reads the model's turns as text and answers in text, like a `gymnasium.Env`.
 
-    Its methods are not tools: each turn of the model is one step. Observations are rendered as messages of the user.
+    Its methods are not tools: each turn of the model is one step. Observations are rendered as user messages.
     """
 
     @abstractmethod

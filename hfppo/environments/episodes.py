@@ -40,7 +40,7 @@ from hfppo.support.background import Background, Tasks
 from hfppo.support.calls import finish_in_thread
 from hfppo.support.padding import pad_right
 
-# Completes prompts, with a seed and the most tokens for each; no seeds: greedily.
+# Completes prompts, each with its seed and its maximum number of tokens; greedily without seeds.
 TurnSampler = Callable[[list[list[int]], list[int] | None, list[int]], Completions]
 
 T = TypeVar("T")
@@ -71,7 +71,7 @@ class Episode:
     final_reward: object = None  # the value of `get_reward`; None without one
     turns: int = 0
     active: bool = True
-    limit: str | None = None  # the limit that ended it; None: none
+    limit: str | None = None  # the limit that ended it; None: no limit
     truncated: bool = False
     open_ended: bool = False  # whether the critic knows its last state
     failed: bool = False  # whether it has no score: its environment's state is unknown, or its prompt too long
@@ -105,7 +105,7 @@ class EpisodePlayer:
 
     Args:
         chat_format: its `eos_ids` end a turn of this model.
-        max_prompt: tokens of a prompt with the text of `reset`; None: any.
+        max_prompt: maximum number of tokens of a prompt with the text of `reset`; None: no limit.
     """
 
     agents: Agents
@@ -141,7 +141,7 @@ class EpisodePlayer:
             tasks = Tasks([self.steps(*given) for given in zip(rows, names, environments, strict=True)], background)
             while any_active(tasks.wait(patience, timed)):
                 playing = tasks.take_ready()
-                # Without a ready row, an idle process of a sharded model computes along.
+                # Without a ready row, a process of a sharded model still joins the others' forward passes.
                 episodes = list(playing.values()) or list(tasks.results.values())[:1]
                 turns = partial(self.sample_turns, sample, episodes, greedy)
                 start = time.perf_counter()
@@ -176,7 +176,7 @@ class EpisodePlayer:
         return episode
 
     def budget(self, episode: Episode) -> int:
-        """Return the most tokens of an episode's next turn."""
+        """Return the maximum number of tokens of an episode's next turn."""
         if episode.failed:
             return 1  # fills the row's place in the batch
         room = max(1, self.args.max_completion_length - len(episode.ids))
@@ -185,7 +185,7 @@ class EpisodePlayer:
     # The beginning
 
     def open(self, row: Row, name: str | None, environment: Environment) -> Steps[Episode]:
-        """Reset the environment, and complete the prompt by its text.
+        """Reset the environment, and append its text to the prompt.
 
         Args:
             name: the environment's name.
@@ -328,7 +328,7 @@ class EpisodePlayer:
         return math.inf if most is None else most - episode.turns
 
     def reply(self, episode: Episode, replies: list[Message], last: bool) -> None:
-        """Append an answer as context, or end the episode where it does not fit.
+        """Append an answer as context, or end the episode if it does not fit.
 
         Args:
             last: end the episode here, in the state in which another turn would start.

@@ -33,7 +33,7 @@ def run_calls(calls: Sequence[ToolCall], tools: Mapping[str, Tool], timeout: flo
     Args:
         calls: functions of a message's `tool_calls`.
         tools: keyed by name; methods of an environment are bound.
-        timeout: seconds for each call; None: any.
+        timeout: seconds for each call; None: no limit.
     Returns:
         the answers in the order of the calls.
     """

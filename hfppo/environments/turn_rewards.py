@@ -12,8 +12,8 @@ from hfppo.rewards.reward_func import Log, RewardBatch
 class EpisodeReward:
     """Gives the rewards of each turn, and adds the reward of `get_reward` at the end of an episode.
 
-    An episode has no score if it is of another environment, if its environment's state is unknown, or if it got no
-    reward.
+    An episode has no score if it belongs to another environment, if its environment's state is unknown, or if it got
+    no reward.
 
     Args:
         environment_class: NoneType for tools without an environment.

@@ -173,7 +173,7 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
 
 
 def _completion_rewards(rewards: Tensor, mask: Tensor, **per_row: Tensor) -> Tensor:
-    """(B,) float64 sum of the token rewards of each completion; equal ones differ from their float32 mean."""
+    """(B,) float64 sum of each completion's token rewards: in float32, equal rewards would differ from their mean."""
     require_same_shape(rewards=rewards, mask=mask)
     require_rows(rewards, **per_row)
     _require_rewards_on_real_tokens(rewards, mask)
@@ -218,14 +218,14 @@ def grpo(rewards: Tensor, mask: Tensor, groups: Tensor, scale: bool = True) -> T
 
 
 def rloo(rewards: Tensor, mask: Tensor, groups: Tensor) -> Tensor:
-    """s − mean of the others of its group. arXiv:2402.14740. Args and returns as `grpo`."""
+    """s − mean s of the other completions of its group. arXiv:2402.14740. Args and returns as in `grpo`."""
     scores = _completion_rewards(rewards, mask, groups=groups)
     index, size = _group_index(groups, "rloo")
     return _spread(scores - (_group_sum(scores, index) - scores) / (size - 1), mask, rewards.dtype)
 
 
 def opo(rewards: Tensor, mask: Tensor, groups: Tensor) -> Tensor:
-    """s − its group's mean weighted by length. arXiv:2505.23585. Args and returns as `grpo`."""
+    """s − length-weighted mean s of its group. arXiv:2505.23585. Args and returns as in `grpo`."""
     scores = _completion_rewards(rewards, mask, groups=groups)
     lengths = mask.sum(dim=1)
     index, _ = _group_index(groups, "opo")
@@ -234,7 +234,7 @@ def opo(rewards: Tensor, mask: Tensor, groups: Tensor) -> Tensor:
 
 @whitened
 def reinforce_plus_plus_baseline(rewards: Tensor, mask: Tensor, groups: Tensor) -> Tensor:
-    """s − mean of its group, to be whitened over the whole rollout. arXiv:2501.03262. Args and returns as `grpo`."""
+    """s − mean s of its group, to be whitened over the rollout. arXiv:2501.03262. Args and returns as in `grpo`."""
     scores = _completion_rewards(rewards, mask, groups=groups)
     index, size = _group_index(groups, "reinforce_plus_plus_baseline")
     return _spread(scores - _group_sum(scores, index) / size, mask, rewards.dtype)

@@ -1,6 +1,6 @@
 """KL estimators, the rewards they go into, and the adaptive coefficient.
 
-The estimators are those of J. Schulman's note "Approximating KL Divergence" (2020), for tokens that π sampled.
+The estimators come from J. Schulman's note "Approximating KL Divergence" (2020), for tokens that π sampled.
 """
 
 import math

@@ -69,7 +69,7 @@ def cispo_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, clip:
 
         L = −sg(clip(ρ, 1 − ε_low, 1 + ε_high))·A·log π
 
-    Args and returns as `policy_loss`; there is no dual clip.
+    Args and returns as in `policy_loss`; there is no dual clip.
     """
     require_same_shape(logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages)
     ratio = clamp_log_ratio(logprobs - old_logprobs).exp()
@@ -77,11 +77,11 @@ def cispo_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, clip:
 
 
 def sapo_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor) -> Tensor:
-    """A smooth gate in place of the clip. arXiv:2511.20347, eq. 6, with its temperatures.
+    """A smooth gate in place of the clip, with the paper's temperatures. arXiv:2511.20347, eq. 6.
 
         L = −(4/τ)·sigmoid(τ·(ρ − 1))·A,   τ = 1 for A > 0 and 1.05 otherwise
 
-    Args and returns as `policy_loss`.
+    Args and returns as in `policy_loss`.
     """
     require_same_shape(logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages)
     ratio = clamp_log_ratio(logprobs - old_logprobs).exp()
@@ -132,7 +132,7 @@ class ClipFractions(NamedTuple):
 def clip_fractions(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, clip: Clip) -> ClipFractions:
     """Where L2 > L1: below 1 − ε_low with A < 0, above 1 + ε_high with A > 0; ρ > c with A < 0.
 
-    Args as `policy_loss`.
+    Args as in `policy_loss`.
     """
     require_same_shape(logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages)
     ratio = clamp_log_ratio(logprobs - old_logprobs).exp()
@@ -144,7 +144,10 @@ def clip_fractions(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, c
 
 
 def dppo_clip_fractions(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, clip: Clip) -> ClipFractions:
-    """Where `dppo_loss` is 0: below π_old − δ_low with A < 0, above π_old + δ_high with A > 0. Args as there."""
+    """Where `dppo_loss` is 0: below π_old − δ_low with A < 0, above π_old + δ_high with A > 0.
+
+    Args as in `dppo_loss`.
+    """
     require_same_shape(logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages)
     moved = logprobs.exp() - old_logprobs.exp()
     low, high = (advantages < 0) & (moved < -clip.low), (advantages > 0) & (moved > clip.high)

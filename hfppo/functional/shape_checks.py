@@ -1,4 +1,4 @@
-"""The checks every function here makes first."""
+"""Shape checks: the first lines of every function in this folder."""
 
 from torch import Tensor
 
@@ -11,7 +11,7 @@ def require_same_shape(**tensors: Tensor) -> None:
 
 
 def require_rows(of: Tensor, **tensors: Tensor) -> None:
-    """Raise a ValueError that names the tensor unless each is (B,), a number for each row of the (B, T) one."""
+    """Raise a ValueError that names the tensor unless each is (B,): one number per row of the (B, T) tensor `of`."""
     for name, tensor in tensors.items():
         if tensor.shape != of.shape[:1]:
             raise ValueError(f"{name} must have shape {tuple(of.shape[:1])}, one per row, got {tuple(tensor.shape)}")

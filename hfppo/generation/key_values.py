@@ -32,7 +32,7 @@ class Row:
     """A prompt and its completion so far."""
 
     tokens: list[int]
-    limit: int  # the most tokens of the completion
+    limit: int  # maximum number of tokens of the completion
     seed: int | None = None  # None: greedy
     key_values: KeyValues = KeyValues()
     logprobs: list[float] = field(default_factory=list)  # of the completion's tokens
@@ -115,7 +115,7 @@ def shared_length(rows: list[Row]) -> int:
 
 
 def common_length(one: list[int], other: list[int]) -> int:
-    """Return the number of tokens that both begin with."""
+    """Return the length of the common beginning of two rows."""
     return next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 

@@ -17,9 +17,9 @@ class Sampling:
     """Settings that all samplers of this package share."""
 
     temperature: float  # divides the logits
-    max_tokens: int  # most tokens of a completion
+    max_tokens: int  # maximum number of tokens of a completion
     eos_ids: list[int]  # tokens that end a completion
-    pad_id: int  # fills completions up
+    pad_id: int  # pads completions
     stops: StopStrings | None = None  # texts that end a completion as well
 
 
@@ -71,7 +71,7 @@ class Sampler(Protocol):
             prompt_ids: (B, P), padded on the left, on the trainer's device; the completions may be on any.
             prompt_mask: (B, P) bool, True on real tokens.
             seeds: one per row; the completion of a row depends only on its own seed. None: greedy.
-            budgets: one per row, the most tokens of its completion; only given with tools or environments. None: the
+            budgets: the maximum number of tokens of each row; only given with tools or environments. None: the
                 configured limit.
         """
 
@@ -83,13 +83,13 @@ def completions_from(
     limits: Tensor | None = None,
     stops: Tensor | None = None,
 ) -> Completions:
-    """Find where completions end. The mask comes from the first end, never from padding, which may be EOS too.
+    """Find where completions end: at the first EOS or stop. Padding is not read, because it may be EOS too.
 
     Args:
         ids: (B, T), anything after the first end.
         logprobs: (B, T).
         eos_ids: tokens that end a completion.
-        limits: (B,) the most tokens of each; None: T.
+        limits: (B,) the maximum number of tokens of each; None: T.
         stops: (B,) the number of tokens up to the one that completes a stop string, 0 without any.
     """
     is_end = torch.isin(ids, torch.tensor(eos_ids, device=ids.device))

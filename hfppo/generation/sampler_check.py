@@ -1,4 +1,4 @@
-"""Compare what the model's own sampler does with a forward over whole rows, before it is used."""
+"""Compare `generate` with a forward over whole rows, before the first rollout."""
 
 import itertools
 from dataclasses import replace

@@ -20,7 +20,7 @@ class StopStrings:
 
     @property
     def window(self) -> int:
-        """The most tokens of a text and of a character's beginning before it, at one byte per token."""
+        """Maximum number of tokens of a text, and of the part of a character before it, at one byte per token."""
         return 4 * max(map(len, self.strings)) + 4
 
     def found(self, ids: list[int]) -> bool:

@@ -58,7 +58,7 @@ class Engine(Protocol):
     shared: bool  # whether all processes use the same engine
 
     def load(self, adapter: Adapter, old: Adapter | None) -> None:
-        """Load the new adapter and unload the old one. If the engine is shared, one process calls it for all."""
+        """Load the new adapter and unload the old one. If processes share the engine, only one of them calls this."""
 
     def generate(self, prompts: list[list[int]], sampling: list[dict[str, object]], adapter: Adapter) -> list[Sampled]:
         """Return a completion for each prompt, in order.
@@ -141,7 +141,7 @@ def sampling_fields(sampling: Sampling, seed: int | None, budget: int | None = N
 
     Args:
         seed: the completion's seed; None: greedy.
-        budget: the completion's most tokens; None: `max_tokens`.
+        budget: the maximum number of tokens of the completion; None: `max_tokens`.
     """
     return {
         "temperature": 0.0 if seed is None else sampling.temperature,

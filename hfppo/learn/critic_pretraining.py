@@ -24,7 +24,7 @@ from hfppo.models.batch_size import pass_rows
 from hfppo.rollout import Rollout
 from hfppo.state import PRETRAINING_STREAM
 
-HELD_OUT_SHARE = 8  # one rollout in so many is held out
+HELD_OUT_SHARE = 8  # one rollout in this many is held out
 PATIENCE = 3  # epochs without gain that end the fit
 MAX_EPOCHS = 50
 

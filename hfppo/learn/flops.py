@@ -1,8 +1,8 @@
 """Floating-point operations of an update, from its weights and tokens.
 
-Of a matrix with N weights a token costs 2N in the forward pass, 2N for the gradient of its input, and 2N for the
+For a matrix with N weights a token costs 2N in the forward pass, 2N for the gradient of its input, and 2N for the
 gradient of the weights if they are trained (arXiv:2001.08361, section 2.1): 6N for a trained matrix, 4N for a frozen
-one. Trainer's own count takes every weight for a trained one, and knows no critic.
+one. Trainer's own count treats every weight as trained and leaves out the critic.
 """
 
 from collections.abc import Sequence

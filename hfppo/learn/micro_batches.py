@@ -32,7 +32,7 @@ def cut_mini_batch(
 ) -> list[dict[str, Tensor | list[Rollout]]]:
     """Return Trainer's inputs for each micro-batch. A collective call.
 
-    "pieces" holds the micro-batch, in several pieces where it has more than `max_tokens` tokens in a forward.
+    "pieces" has the micro-batch, in several pieces if it has more than `max_tokens` tokens in a forward.
     The other entries are flat token ids and masks, by which Trainer counts tokens and floating-point operations.
     """
     order, shared = order_rows(model.causal_lm, **join_sequences(mini_batch))

@@ -13,7 +13,7 @@ from hfppo.rollout import Rollout
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The loss of a micro-batch, or of its critic, whose step is not made yet."""
+    """The loss of a micro-batch, or its critic's loss, before the optimizer step."""
 
     number: int  # of the micro-batch in its step, from 0
     loss: Tensor
@@ -35,7 +35,7 @@ class NonFiniteGuard:
             terms: (B, T) losses per token, by name.
         """
         bad = {name: (~x.detach().isfinite() & batch.loss_mask).any(dim=1) for name, x in terms.items()}
-        number = sum(before.bad_rows.keys() == bad.keys() for before in self.micro_batches)  # its critic's come apart
+        number = sum(before.bad_rows.keys() == bad.keys() for before in self.micro_batches)  # actor and critic apart
         self.micro_batches.append(MicroBatch(number, loss.detach(), bad))
 
     def check(self, norms: dict[str, Tensor], model: nn.Module, step: int) -> None:
@@ -87,6 +87,6 @@ def find_in_gradients(model: nn.Module) -> tuple[int, str] | None:
 
 
 def find_in_norms(norms: dict[str, Tensor]) -> tuple[int, str] | None:
-    """Return the first norm that is not finite, though the gradients are: in float32 the square of 1e20 overflows."""
+    """Return the first norm that is not finite. Gradients may be finite: in float32 the square of 1e20 overflows."""
     names = (name for name, norm in norms.items() if not norm.isfinite())
     return next(((2, f"the norm of the {name}'s gradient") for name in names), None)

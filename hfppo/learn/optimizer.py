@@ -47,7 +47,7 @@ def present_rate(optimizer: Optimizer, parameters: list[nn.Parameter], otherwise
 def keep_own_settings(optimizer: Optimizer, scheduler: LRScheduler) -> Iterator[None]:
     """Keep this run's learning rates, weight decay, betas and eps while optimizer and scheduler state is loaded.
 
-    Trainer would continue with the checkpoint's, whatever the configuration says now. Equal settings are not touched.
+    Trainer would continue with the checkpoint's settings, not this run's. Equal settings are not changed.
     """
     given = [{name: group[name] for name in OWN_SETTINGS if name in group} for group in optimizer.param_groups]
     rates = [group.get("initial_lr") for group in optimizer.param_groups]
@@ -94,7 +94,7 @@ class StepHooks:
     handles: list[RemovableHandle] = field(default_factory=list)
 
     def attach(self, optimizer: Optimizer) -> None:
-        """Follow this optimizer in place of the one before."""
+        """Attach to this optimizer, and detach from the previous one."""
         while (wrapped := getattr(optimizer, "optimizer", None)) is not None:  # accelerate and DeepSpeed wrap it
             optimizer = wrapped
         for handle in self.handles:
@@ -133,7 +133,7 @@ Optimizers = tuple[Optimizer | None, LambdaLR | None]
 
 
 def names_of_parameters(model: object) -> dict[int, str]:
-    """Return the names of a PeftModel's parameters by their id, with its adapter called "default"; of others none."""
+    """Return a PeftModel's parameter names by id, with its adapter called "default"; {} for other models."""
     if not isinstance(model, PeftModel):
         return {}
     adapter = re.compile(rf"\.{re.escape(model.active_adapter)}(?=\.|$)")
@@ -150,7 +150,7 @@ def take_over(optimizers: Optimizers, names: dict[int, str], model: ActorCritic,
         names: the result of `names_of_parameters` before the model was unloaded.
         critic_lr: None: the first group's.
     Raises:
-        TypeError: `optimizers` is no pair, or has no optimizer.
+        TypeError: `optimizers` is not a pair, or has no optimizer.
         ValueError: the optimizer has none of the trained weights, or the scheduler cannot be used.
     """
     is_pair = isinstance(optimizers, tuple | list) and len(optimizers) == 2
@@ -192,7 +192,7 @@ def add_critic_group(optimizer: Optimizer, scheduler: LambdaLR | None, critic: l
     """Add the critic's parameters to a user's optimizer, and to its schedule.
 
     Raises:
-        ValueError: the scheduler is no LambdaLR.
+        ValueError: the scheduler is not a LambdaLR.
     """
     if scheduler is None:
         optimizer.add_param_group({"params": critic, "lr": lr})

@@ -1,4 +1,4 @@
-"""What belongs to one run of `PPOTrainer.train`."""
+"""The data of one run of `PPOTrainer.train`."""
 
 import time
 from dataclasses import dataclass, replace
@@ -60,7 +60,7 @@ class Run:
         self._flops += flops
 
     def clip(self, max_norm: float, step: int) -> Tensor:
-        """Clip the gradients of actor and critic apart, so that a large one does not shrink the other's step.
+        """Clip the gradients of actor and critic separately, so that a large one does not shrink the other's step.
 
         DeepSpeed has clipped both together before this call; then the joint norm is returned.
 
@@ -83,7 +83,7 @@ class Run:
         return next(iter(norms.values()))
 
     def before_step(self, optimizer: Optimizer, moves_actor: bool, rate_factor: float) -> None:
-        """Freeze the actor in critic-only steps, scale its learning rate, and measure both rates as the step has them.
+        """Freeze the actor in critic-only steps, scale its learning rate, and measure both rates that the step uses.
 
         Callbacks may have changed the optimizer's rates, which its scheduler does not know.
         """
@@ -145,6 +145,6 @@ class StepPlan:
         return self.policy and not self.warms_up
 
     def apart(self) -> list["StepPlan"]:
-        """Return the plans of two passes, of the actor's losses and of the critic's, or of one if only one is due."""
+        """Return a plan for the actor's losses and a plan for the critic's; only one if the other has no losses."""
         both = self.policy and self.values
         return [replace(self, values=False), replace(self, policy=False)] if both else [self]

@@ -61,7 +61,7 @@ class ActorCritic(PeftModelForCausalLM):
     """A PEFT model with a critic and a reference.
 
     For PEFT and transformers it is a plain adapter model: `generate`, `save_pretrained`, `disable_adapter` and a
-    forward without `completion_mask` do what they always do.
+    forward without `completion_mask` work as in PEFT.
 
     Args:
         base: the causal language model; it is frozen, and its tensors are never written.
@@ -107,7 +107,7 @@ class ActorCritic(PeftModelForCausalLM):
 
     @property
     def causal_lm(self) -> PreTrainedModel:
-        """The base with the actor's adapter in it, whose forward gives logits."""
+        """The base with the actor's adapter in it; its forward returns logits."""
         return cast(PreTrainedModel, self.get_base_model())
 
     def actor_parameters(self) -> list[nn.Parameter]:
@@ -245,7 +245,7 @@ class ActorCritic(PeftModelForCausalLM):
         state_dict: dict[str, Tensor] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Write a plain PEFT adapter, and the critic into `critic/` beside it."""
+        """Write a plain PEFT adapter, and the critic into the subfolder `critic/`."""
         state_dict = self.state_dict() if state_dict is None else state_dict
         self.save_adapter(save_directory, is_main_process, state_dict, **kwargs)
         if self.critic is not None and is_main_process:

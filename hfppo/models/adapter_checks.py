@@ -11,7 +11,7 @@ from peft.utils.error import NoMatchingPeftModuleError
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-SAMPLED = 4096  # numbers of a weight that are compared; what writes into a weight changes nearly all of them
+SAMPLED = 4096  # numbers compared per weight; an adapter that writes into a weight changes nearly all of them
 
 
 @contextmanager

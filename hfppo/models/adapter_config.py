@@ -28,7 +28,7 @@ def describe_adapter(config: PeftConfig) -> dict[str, object]:
     for f in fields(config):
         default = f.default if f.default_factory is MISSING else f.default_factory()
         value = getattr(config, f.name)
-        starts = f.name == "init_weights" and isinstance(value, bool)  # a text may choose another forward
+        starts = f.name == "init_weights" and isinstance(value, bool)  # a string may change the forward
         if value != default and f.name not in ORIGIN_FIELDS and not f.name.endswith("dropout") and not starts:
             described[f.name] = asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
     return json.loads(json.dumps(described, default=lambda x: sorted(x) if isinstance(x, set) else str(x)))

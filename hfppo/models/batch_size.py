@@ -13,7 +13,7 @@ from hfppo.models.layout import rows_at_once
 from hfppo.models.modes import is_sharded
 
 ROWS = 64  # the number if memory does not decide (TRL)
-GPU_TOKENS = 2**16  # most tokens of a pass on a GPU; more tokens are not faster
+GPU_TOKENS = 2**16  # maximum number of tokens of a pass on a GPU; more tokens are not faster
 SHARE = 0.5  # share of the free memory to plan for: the estimates are rough, and the allocator leaves gaps
 LARGER = 4  # times as many tokens in a pass on a CPU if rows share some: up to 4608 were as fast, and more are shared
 OF_LOGITS = 6 * 4  # bytes per row and token of the vocabulary: what `SeededChoice` computes in float32
@@ -42,7 +42,7 @@ def sampler_rows(model: ActorCritic, given: int | None, prompt: int, completion:
 
     Args:
         given: `local_rollout_forward_batch_size`.
-        prompt, completion: most tokens of each.
+        prompt, completion: the maximum number of tokens of each.
     """
     if given is not None or not by_memory(model, device):
         return given or ROWS
@@ -74,9 +74,9 @@ def key_value_bytes(model: ActorCritic) -> int:
 
 
 def bytes_per_token(model: ActorCritic) -> int:
-    """Return what a token needs while the largest layer reads it: 8 hidden states and 4 states within the MLP.
+    """Return the bytes of a token in the largest layer: 8 hidden states and 4 states of the MLP.
 
-    Within a tenth of the peak of the live storages in passes of Qwen2.5 with 0.5, 1.5 and 7 billion weights.
+    The estimate is within a tenth of the measured peak for Qwen2.5 with 0.5, 1.5 and 7 billion weights.
     """
     config: PretrainedConfig = model.causal_lm.config.get_text_config()
     inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size

@@ -36,7 +36,7 @@ CRITIC_WEIGHTS = "critic.safetensors"
 CRITIC_CONFIG = "critic_config.json"
 # LoRA on the actor's base; the actor's hidden states; the same without a gradient to the actor.
 CRITIC_KINDS = ("adapter", "shared", "shared_detached")
-# Fields of an adapter's configuration that say where it is; a critic's weights say it by their names and shapes.
+# Fields that say which layers an adapter is on. Names and shapes of a critic's weights say it too.
 PLACES = (
     "target_modules", "target_parameters", "exclude_modules", "layers_to_transform", "layers_pattern",
     "modules_to_save", "ensure_weight_tying", "rank_pattern",
@@ -112,7 +112,7 @@ class Critic(nn.Module):
         return {name for name, parameter in self.named_parameters() if parameter.requires_grad}
 
     def config(self) -> dict[str, object]:
-        """Return the configuration that is saved beside the weights and compared when they are loaded."""
+        """Return the configuration that is saved next to the weights and compared when they are loaded."""
         adapter = describe_adapter(self.trunk.active_peft_config) if isinstance(self.trunk, PeftModel) else None
         own = {"kind": self.kind, "base": self.base, "hidden_size": self.hidden_size, "peft_config": adapter}
         return own if self.layers is None else {**own, "layers": self.layers}
@@ -147,7 +147,7 @@ class Critic(nn.Module):
 
 
 def without_places(value: object) -> object:
-    """Return a description of an adapter without `PLACES`, and anything else as it is."""
+    """Remove the fields in `PLACES` from an adapter's description; return any other value unchanged."""
     return {name: x for name, x in value.items() if name not in PLACES} if isinstance(value, dict) else value
 
 
@@ -316,6 +316,6 @@ def shared_copy(module: nn.Module) -> Any:
     """Copy a module tree but not its tensors, so that an adapter on one tree does not touch the other."""
     keep_four_bits(module)  # without this, a forward of the copy rewrites the shared weights
     shared: list[object] = [*module.parameters(), *module.buffers()]
-    # bitsandbytes keeps the scales of four bits beside the weights: 0.06 bytes per weight, unless quantized too.
+    # bitsandbytes keeps the scales of 4-bit weights as separate tensors: 0.06 bytes per weight, unless quantized too.
     shared += [part.quant_state for part in module.modules() if hasattr(part, "quant_state")]
     return copy.deepcopy(module, memo={id(x): x for x in shared})

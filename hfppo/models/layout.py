@@ -1,4 +1,4 @@
-"""Lay rows of prompt and completion out for a forward pass: little padding, and what rows have in common only once."""
+"""Lay out rows of prompt and completion for a forward pass, with little padding and common beginnings only once."""
 
 import inspect
 from collections.abc import MutableMapping
@@ -310,7 +310,7 @@ def bounds_of(lengths: Tensor) -> dict[str, Tensor | int]:
 
 
 def takes_keywords(trunk: nn.Module) -> bool:
-    """Return whether a trunk passes keywords that it does not know on to its attention."""
+    """Return whether a trunk passes unknown keywords to its attention."""
     inner = trunk.get_base_model() if isinstance(trunk, PeftModel) else trunk
     parameters = inspect.signature(inner.forward).parameters.values()
     return any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)

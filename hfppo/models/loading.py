@@ -31,7 +31,7 @@ UNSUPPORTED = {
     "alora_invocation_tokens": "works in PEFT's whole forward only, and the passes here end before the output head",
 }
 
-# The arguments that name a model with a tokenizer of its own, and the argument that another tokenizer is given in.
+# Arguments that name a model with its own tokenizer, each with the argument for another tokenizer.
 TOKENIZER_ARGUMENTS = {"model": "processing_class", "reward_funcs": "reward_processing_classes"}
 
 INSIDE_KERNEL = ("x_proj", "dt_proj", "out_proj")  # layers whose weights a state-space kernel reads by itself
@@ -150,7 +150,7 @@ def adapter_config(name: str, **options: Unpack[HubOptions]) -> PeftConfig | Non
 
 @contextmanager
 def name_in_errors(argument: str, name: str, advice: str = "correct the id or path, or load it") -> Iterator[None]:
-    """Name the argument and its value if loading fails; without a connection transformers' errors have no name.
+    """Name the argument and its value if loading fails; offline, transformers' errors leave it out.
 
     Raises:
         ValueError: in place of an OSError or ValueError.

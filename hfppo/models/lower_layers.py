@@ -1,4 +1,4 @@
-"""The decoder layers below those that a critic adapts: they are the base's, so a rollout computes them once."""
+"""The decoder layers below the critic's adapted layers: they equal the base's, so a rollout computes them once."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -40,7 +40,7 @@ def replace_layers(layers: nn.ModuleList, others: Mapping[int, nn.Module]) -> It
 
 
 class RecordingLayer(nn.Module):
-    """Computes a layer in its place, and keeps the hidden states that it returns."""
+    """Stands in for a layer: computes it, and keeps the hidden states that it returns."""
 
     states: Tensor  # (B, L, H)
 

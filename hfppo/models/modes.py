@@ -1,4 +1,4 @@
-"""Modes of a model: in eval mode, sharded, placed, compiled."""
+"""Eval mode, sharding, placement and compilation of a model."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

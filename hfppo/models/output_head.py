@@ -57,7 +57,7 @@ def float32_logits(model: PreTrainedModel) -> Iterator[None]:
 
 
 def outputs_in_float32(head: nn.Module, hidden: Tensor) -> Tensor | None:
-    """Return (…, V) float32 outputs of a frozen head in half precision, or None if they cannot be had."""
+    """Return (…, V) float32 outputs of a frozen head in half precision, or None where that is not supported."""
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
     plain = type(head) is nn.Linear and is_constant(head) and head.weight.device == hidden.device
@@ -87,7 +87,7 @@ class Float32Product(torch.autograd.Function):
 
 
 def product_in_float32(a: Tensor, b: Tensor) -> Tensor:
-    """Return a·b, whose factors are in half precision; CUDA's kernels alone can."""
+    """Return a·b in float32, with factors in half precision; only CUDA's kernels can."""
     return torch.mm(a, b, out_dtype=torch.float32)
 
 

@@ -1,4 +1,4 @@
-"""The size of a model's vocabulary, which tokens that are added later change.
+"""The size of a model's vocabulary, which added tokens change.
 
 PEFT writes resized embeddings into the adapter's file; the base in its own folder keeps the old size.
 """

@@ -70,7 +70,7 @@ class PrintCompletionsCallback(PPOCallback):
 def cell_text(x: object) -> str:
     """Return a cell of the printed table: the text of a conversation, with roles if it has several messages.
 
-    A dash is a function's `None`.
+    A dash shows that a function returned None.
     """
     if isinstance(x, float):
         return "–" if math.isnan(x) else f"{x:.4g}"

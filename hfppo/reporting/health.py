@@ -42,12 +42,12 @@ class RecentLogs:
         return self.now["reward"] - self.first["reward"] > IMPROVEMENT * self.first["reward_std"]
 
     def above(self, metric: str, limit: float) -> str | None:
-        """Return as text that a metric is above a limit, or NaN; None if it is not."""
+        """Return a statement if a metric is above a limit or NaN, else None."""
         value = self.now[metric]
         return None if value <= limit else f"{metric} is {value:.3g}, above {limit:.3g}"
 
     def below(self, metric: str, limit: float) -> str | None:
-        """Return as text that a metric is at a limit, below it, or NaN; None if it is not."""
+        """Return a statement if a metric is at a limit, below it, or NaN, else None."""
         value = self.now[metric]
         return None if value > limit else f"{metric} is {value:.3g}, at or below {limit:.3g}"
 
@@ -102,7 +102,7 @@ def kl_to_the_reference(run: RecentLogs, limit: float = 0.3) -> str | None:
 
 
 def entropy_collapse(run: RecentLogs, limit: float = 0.1) -> str | None:
-    """Share of the first entropy."""
+    """The limit is a share of the first entropy."""
     fact = run.below("policy/entropy", limit * run.first["policy/entropy"])
     return run.explain(
         None if run.improved else fact,
@@ -134,7 +134,7 @@ def dropped_answers(run: RecentLogs, limit: float = 0.5) -> str | None:
 
 
 def no_signal(run: RecentLogs, limit: float = 1e-3) -> str | None:
-    """Standard deviation of the scores as a share of their mean's size."""
+    """The limit is for the standard deviation of the scores, as a share of their mean's size."""
     fact = run.below("reward_std", limit * abs(run.now["reward"]))
     return run.explain(
         None if run.improved else fact,
@@ -145,7 +145,7 @@ def no_signal(run: RecentLogs, limit: float = 1e-3) -> str | None:
 
 
 def no_signal_within_prompts(run: RecentLogs, limit: float = 0.95) -> str | None:
-    """Share of prompts, for estimators that compare within a prompt."""
+    """The limit is a share of the prompts, for estimators that compare the completions of a prompt."""
     fact = run.above("frac_reward_zero_std", limit)
     return run.explain(
         fact if estimator_needs(run.args.advantage_estimator, "groups") and not run.improved else None,

@@ -18,11 +18,11 @@ class LogFileCallback(TrainerCallback):
     """
 
     def __init__(self) -> None:
-        self._path: Path | None = None  # None before training, and except on the main process
+        self._path: Path | None = None  # None before training and on other processes
         self._complete = True  # whether the file has every entry so far
 
     def on_train_begin(self, args, state, control, **kwargs):
-        """Write the entries up to the checkpoint that is resumed; of a new run, empty an earlier run's file."""
+        """Write the entries up to the checkpoint that is resumed; in a new run, empty an earlier run's file."""
         if state.is_world_process_zero:
             self._path = Path(args.output_dir) / LOG_FILE
             if state.log_history or self._path.exists():

@@ -43,7 +43,7 @@ class RewardFunctions:
     """Several reward functions and their weights.
 
     Raises:
-        TypeError: something that cannot be called.
+        TypeError: a function cannot be called.
         ValueError: no function, or a number of weights that differs from theirs.
     """
 

@@ -73,7 +73,7 @@ class RewardModel:
         self.label = find_label(model.config.num_labels, model.config.label2id or {}, label, name)
 
     def score_batch(self, batch: RewardBatch, log: Log) -> list[float]:
-        """Score the completions as they continue their prompts."""
+        """Score the completions as continuations of their prompts."""
         return self(batch.prompts, batch.continuations(), **batch.columns)
 
     def __call__(self, /, prompts: Sequence[Any], completions: Sequence[Any], **kwargs: Any) -> list[float]:

@@ -77,7 +77,7 @@ class RewardBatch:
         return {**copies, "trainer_state": self.trainer_state, "log_extra": log.extra, "log_metric": log.metric}
 
     def continuations(self) -> Sequence[Text]:
-        """Return the completions as they continue the text of their prompts.
+        """Return the completions as continuations of their prompts' text.
 
         Some tokenizers decode a completion without the space that it begins with. An assistant's message that the
         prompt has begun is continued too; any other message is text of its own.

@@ -22,12 +22,12 @@ class RewardServer:
 
     Args:
         url: its address, http:// or https://; requests go to exactly that.
-        columns: columns of the dataset that it is sent too.
+        columns: further columns of the dataset to send.
         batch_size: completions per request.
         timeout: seconds until an answer must be complete.
         max_retries: further attempts after the first; pauses grow from 0.2 to 5 seconds.
-        max_concurrency: requests at once, per process.
-        headers: sent along, an Authorization for instance; never logged or saved.
+        max_concurrency: concurrent requests per process.
+        headers: request headers, such as Authorization; never logged or saved.
         name: its name in metrics.
 
     Raises:
@@ -51,7 +51,7 @@ class RewardServer:
         self.columns, self.batch_size, self.__name__ = list(columns), batch_size, name
 
     async def score_batch(self, batch: RewardBatch, log: Log) -> list[float | None]:
-        """Score the completions as they continue their prompts."""
+        """Score the completions as continuations of their prompts."""
         return await self(batch.prompts, batch.continuations(), **batch.columns)
 
     async def __call__(

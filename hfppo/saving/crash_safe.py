@@ -2,7 +2,7 @@
 
 A checkpoint is written into a staging folder, flushed to disk, listed with hashes in a manifest and renamed, after
 every process has written its part. Checkpoints left half-written by a crash, or damaged since, are recognized and
-passed over.
+skipped.
 """
 
 import json
@@ -47,7 +47,7 @@ class CrashSafeTrainer(Trainer):
     `training_context`, which do nothing here.
     """
 
-    pushed_folders: tuple[str, ...] = ()  # folders of a checkpoint that a push takes along, beside Trainer's own files
+    pushed_folders: tuple[str, ...] = ()  # folders of a checkpoint that a push includes, besides Trainer's own files
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -61,7 +61,7 @@ class CrashSafeTrainer(Trainer):
             self.add_callback(self._just_in_time)
 
     def check_resume(self, checkpoint: str) -> None:
-        """Raise if this run cannot continue from a checkpoint; called before anything of it is loaded."""
+        """Raise if this run cannot continue from a checkpoint; called before the checkpoint is loaded."""
 
     def save_run_state(self, folder: str) -> None:
         """Write this process's own state into a checkpoint; called on every process."""
@@ -234,7 +234,7 @@ class CrashSafeTrainer(Trainer):
     # The Hub
 
     def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
-        """Push as Trainer does; an error says where the model lies."""
+        """Push as Trainer does; an error names the local folder of the model."""
         if not self.args.push_to_hub:  # upstream creates the repository first, and saves nothing if that fails
             self.save_model(_internal_call=True)
         try:

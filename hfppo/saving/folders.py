@@ -25,7 +25,7 @@ def list_checkpoints(output_dir: str | Path) -> list[Path]:
 
 
 def find_last_intact(output_dir: str | Path) -> str | None:
-    """Return the latest whole checkpoint, and warn of each damaged one after it; None if there is none."""
+    """Return the latest complete checkpoint, and warn of each damaged one after it; None if there is none."""
     for folder in reversed(list_checkpoints(output_dir)):
         if (damage := find_damage(folder)) is None:
             return str(folder)
@@ -71,8 +71,8 @@ def rotate(output_dir: Path, limit: int | None, last: Path, best: str | None) ->
 def move_others(output_dir: Path, start: Path | None, best: str | None) -> None:
     """Move the checkpoints that a run does not continue from into `_earlier_<n>`, so that none of them is lost.
 
-    The run would overwrite those of its own steps and delete others for `save_total_limit`; after a kill it would
-    resume from the last of them.
+    The run would overwrite checkpoints of equal steps and delete others for `save_total_limit`. After a kill it would
+    resume from the last of the old ones.
 
     Args:
         start: the checkpoint that the run continues from, resolved; those before it belong to the run.

@@ -36,7 +36,7 @@ def flush(path: Path) -> None:
 
 
 def find_damage(folder: str | Path) -> str | None:
-    """Return the first difference between a checkpoint and its manifest, as text; None if it is whole."""
+    """Return the first difference between a checkpoint and its manifest, as text; None without a difference."""
     folder = Path(folder)
     if not folder.is_dir():
         return "is not a folder"

@@ -1,4 +1,4 @@
-"""Others' functions at once, with random numbers of their own."""
+"""Run users' functions concurrently, with their own random numbers."""
 
 import inspect
 import logging
@@ -19,20 +19,20 @@ from anyio.from_thread import start_blocking_portal
 
 from hfppo.support.calls import TimeUp, awaited, interrupt
 
-MOST_THREADS = 64  # most plain calls that run at once
+MOST_THREADS = 64  # maximum number of concurrent plain calls
 MOMENT = 0.005  # seconds; Python handles a Ctrl-C that comes just before a wait only after it
 
 logger = logging.getLogger(__name__)
 
 
 class Background:
-    """Runs functions at once within its block: plain code in threads, awaitables that they return in an event loop.
+    """Runs functions concurrently in its block: plain code in threads, awaitables that they return in an event loop.
 
     The global generators are the block's own: seeded at its beginning, their states restored at its end. An error
     leaves the block without waiting for plain code: its threads are interrupted, and end when they can.
 
     Args:
-        seed: of the global generators.
+        seed: seeds the global generators.
     """
 
     def __init__(self, seed: int):
@@ -163,9 +163,9 @@ class Tasks:
 
 @contextmanager
 def own_random_state(seed: int) -> Iterator[None]:
-    """Seed the global generators of Python, NumPy and torch (CPU) for the block, and put their states back.
+    """Seed the global generators of Python, NumPy and torch (CPU) for the block, and restore their states.
 
-    Warns once if the block draws from them: in no fixed order where calls run at once.
+    Warns once if the block draws from them, because concurrent calls draw in no fixed order.
     """
 
     def draw() -> tuple[float, float, float]:

@@ -144,10 +144,10 @@ def parse_json(response: httpx2.Response) -> Any:
 
 
 def check_address(url: str) -> None:
-    """Raise if a URL is no HTTP address.
+    """Raise if a URL is not an HTTP address.
 
     Raises:
-        ValueError: with the form of an address.
+        ValueError: the URL is not an address; the error shows the right form.
     """
     try:
         parsed = httpx2.URL(url)

@@ -32,10 +32,10 @@ logger = logging.getLogger(__name__)
 class TokenTraceCallback(PPOCallback):
     """Records the numbers of actor, reference, reward and critic for some completions, before and after the update.
 
-    Each traced rollout has a file of JSON lines in `output_dir/_traces`. When training ends, `index.html` beside them
-    shows them all; `python -m hfppo.token_trace OUTPUT_DIR` writes that page at any time. After the update the rows
-    also go as a table to W&B and trackio if `report_to` names them. Only the main process writes. If FSDP2 or ZeRO-3
-    shard the model, the numbers after the update are left out.
+    Each traced rollout has a file of JSON lines in `output_dir/_traces`. When training ends, `index.html` in that
+    folder shows them all; `python -m hfppo.token_trace OUTPUT_DIR` writes that page at any time. After the update the
+    rows also go as a table to W&B and trackio if `report_to` names them. Only the main process writes. If FSDP2 or
+    ZeRO-3 shard the model, the numbers after the update are left out.
 
     Args:
         every: trace every n-th rollout; the first and the last are always traced.

@@ -19,7 +19,7 @@ def render_page(traces: Iterable[Trace]) -> str:
 
 
 def write_page(output_dir: str | Path, path: str | Path | None = None) -> Path:
-    """Write the page of a run's recorded traces and return its path, by default `index.html` beside the traces.
+    """Write the page of a run's recorded traces and return its path, by default `index.html` next to the traces.
 
     Raises:
         FileNotFoundError: the run has no traces.
