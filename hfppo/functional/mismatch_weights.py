@@ -21,8 +21,7 @@ def importance_weights(
     """Weights that turn an average over π_rollout's tokens into one over π_old's, with a bound on their variance.
 
         token: w_t = π_old(y_t) / π_rollout(y_t),   sequence: w_t = Π_k w_k, the same for all tokens of a completion
-        truncate: min(w, c),   mask: w where 1/c ≤ w ≤ c, else 0,   reject: as mask, and neither the losses nor their
-            counts include the token
+        truncate: min(w, c),   mask: w where 1/c ≤ w ≤ c, else 0,   reject: mask, and no loss counts the token
 
     Truncation: F. Yao et al. (2025), "Your efficient RL framework secretly brings you off-policy RL training"; the
     band: "IcePop", arXiv:2510.18855.
