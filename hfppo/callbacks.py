@@ -62,7 +62,7 @@ class PPOControl(TrainerControl):
         for name, value in self.logs.items():
             self.logs[name] = to_float(f"{source} set control.logs[{name!r}]", value)
             if not is_metric(name):
-                raise ValueError(f"{source} set control.logs[{name!r}], which is no metric; use 'custom/{name}'")
+                raise ValueError(f"{source} set control.logs[{name!r}], which is not a metric; use 'custom/{name}'")
 
 
 def to_float(source: str, value: Any) -> float:
@@ -221,8 +221,8 @@ MOST_CHANGE = 0.2  # most relative change of the learning rate per rollout, as f
 class ClipMetricsCallback(PPOCallback):
     """Log how much of each PPO epoch's policy and value loss is clipped, and steer the update by it.
 
-    Clipped tokens teach nothing, so their share says whether the steps on a rollout are too large or too many. With a
-    `target` the callback acts on it:
+    Clipped tokens have no gradient, so their share shows whether the steps on a rollout are too large or too many.
+    With a `target` the callback acts on it:
 
     - `then="learning_rate"`: after each rollout the actor's learning rate is multiplied by
       1 + clip(1 − x/target, ±0.2), with x of the last PPO epoch; it never exceeds the scheduled rate.

@@ -62,7 +62,7 @@ def describe_run(
     reward_funcs: list[str],
     prompt_maker: PromptMaker,
 ) -> RunDescription:
-    """Describe the run: the values that a resumed run must share, and those it should share."""
+    """Describe the run: the values that a resumed run must share, and the values it should share."""
     args, agents = prompt_maker.args, prompt_maker.agents
     inherited = {f.name for f in fields(TrainingArguments)}
     values = json.loads(json.dumps(args.to_dict(), default=str))  # without secrets, and with dtypes as text

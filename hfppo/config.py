@@ -12,7 +12,7 @@ from transformers import TrainingArguments
 from transformers.utils import is_torch_bf16_gpu_available
 
 from hfppo.checks.config import AT_LEAST_0, METRIC_SCHEDULERS, Requirement, check_config, check_fields
-from hfppo.checks.names import check_names
+from hfppo.checks.unknown_names import check_names
 from hfppo.functional import (
     ADVANTAGE_ESTIMATORS,
     KL_ESTIMATORS,

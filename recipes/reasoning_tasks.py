@@ -36,7 +36,7 @@ def parse_config(given: dict[str, Any] | str | None) -> dict[str, Any]:
     try:
         config = json.loads(given) if isinstance(given, str) else given or {}
     except json.JSONDecodeError as error:
-        raise ValueError(f"task_config={given!r} is no JSON: {error}") from error
+        raise ValueError(f"task_config={given!r} is not JSON: {error}") from error
     if not isinstance(config, dict):
         raise ValueError(f'task_config={given!r} must map names to values, as {{"min_terms": 2}} does')
     return config
@@ -79,7 +79,7 @@ class ReasoningArguments:
                 re.compile(self.answer_pattern)
             except re.error as error:
                 raise ValueError(
-                    f"answer_pattern={self.answer_pattern!r} is no regular expression: {error}"
+                    f"answer_pattern={self.answer_pattern!r} is not a regular expression: {error}"
                 ) from error
         mixed = self.task_config.get("datasets", [])
         configs = [self.task_config, *(part.get("config", {}) for part in mixed)]
@@ -116,7 +116,7 @@ def create_task(name: str, config: dict[str, Any], size: int, seed: int) -> Proc
     if name not in reasoning_gym.factory.DATASETS:
         close = difflib.get_close_matches(name, reasoning_gym.factory.DATASETS, n=3, cutoff=0.5)
         raise ValueError(
-            f"task={name!r} is no task of reasoning-gym{'; it has ' + ', '.join(close) if close else ''}; "
+            f"task={name!r} is not a task of reasoning-gym{'; it has ' + ', '.join(close) if close else ''}; "
             "docs/reasoning_gym.md shows how to list all"
         )
     given = dict(config)

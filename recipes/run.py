@@ -213,7 +213,7 @@ def actor_config(model_args: ActorArguments) -> PeftConfig | None:
     """
     if not model_args.use_peft:
         raise ValueError(
-            "use_peft=False: the actor is always an adapter, so its other flags would go unread; leave use_peft out"
+            "use_peft=False: the actor is always an adapter, and the other flags describe it; leave use_peft out"
         )
     try:
         adapter = find_adapter_config_file(model_args.model_name_or_path, revision=model_args.model_revision)

@@ -37,7 +37,7 @@ def cut_prompts(reviews: Dataset, tokenizer: PreTrainedTokenizerBase, args: Sent
     """
     if args.text_column not in reviews.column_names:
         raise ValueError(
-            f"text_column={args.text_column!r} is no column of {args.dataset_name}, which has "
+            f"text_column={args.text_column!r} is not a column of {args.dataset_name}, which has "
             f"{', '.join(reviews.column_names)}; set --text_column to the column with the reviews"
         )
 

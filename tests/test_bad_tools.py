@@ -171,18 +171,6 @@ def divide(self, *args, **row):
     return 1 / 0
 
 
-def ends_with(reward):
-    return environment(step=step_with("b", reward, True, False, {}))
-
-
-def reset_with(value):
-    def reset(self, **row):
-        self.next = 0
-        return value
-
-    return reset
-
-
 def step_with(*result):
     return lambda self, text: result
 

@@ -25,7 +25,7 @@ import hfppo
 from helpers.tiny import tiny_model
 from hfppo import PPOCallback, PPOConfig, PPOTrainer
 from hfppo.checks.config import UNREAD_FIELDS, UNUSABLE_FIELDS
-from hfppo.checks.names import TRL_NAMES, TRL_REASONS
+from hfppo.checks.unknown_names import TRL_NAMES, TRL_REASONS
 from hfppo.config import CHECKPOINTING as NAMES_OF_CHECKPOINTING
 from hfppo.config import follows_base
 
@@ -179,7 +179,7 @@ def test_nothing_that_was_set_is_changed(config):
     ],
 )
 def test_a_secret_in_a_setting_is_refused_and_not_repeated(config, field, value, place):
-    with pytest.raises(ValueError, match=rf"^{re.escape(place)} holds a secret, .*HF_TOKEN") as refused:
+    with pytest.raises(ValueError, match=rf"^{re.escape(place)} contains a secret, .*HF_TOKEN") as refused:
         config(**{field: value})
     assert "SECRET" not in str(refused.value)
 
@@ -190,7 +190,7 @@ def test_a_field_of_a_subclass_that_is_a_secret_is_refused(tmp_path):
         judge_api_key: str | None = None
 
     JudgeConfig(str(tmp_path), use_cpu=True, hub_token="hf_" + "a" * 34)
-    with pytest.raises(ValueError, match=r"^judge_api_key holds a secret"):
+    with pytest.raises(ValueError, match=r"^judge_api_key contains a secret"):
         JudgeConfig(str(tmp_path), use_cpu=True, judge_api_key="abc")
 
 

@@ -19,7 +19,7 @@ from helpers.processes import HELPERS, environment
 from helpers.runs import SMALL, count_digits, final_state, read_log
 from helpers.tiny import tiny_model
 from hfppo import AdaptiveKLCallback, PPOCallback, PPOConfig, PPOTrainer
-from hfppo.saving.folders import find_last_intact, finish_renames, publish, rotate
+from hfppo.saving.checkpoint_folders import find_last_intact, finish_renames, publish, rotate
 from hfppo.saving.manifest import MANIFEST, find_damage, seal
 
 CONFIG = {**SMALL, "max_steps": 6, "save_strategy": "steps", "save_steps": 1}

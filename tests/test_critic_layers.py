@@ -346,7 +346,7 @@ def test_a_saved_critic_tells_its_layers(make_trainer, tmp_path):
     again = make_trainer({"critic_layers": 1, "output_dir": str(tmp_path / "next")}, model=deep(), critic=folder)
     values = again.model(rollout.prompt_ids.new_ones(1, 9), torch.ones(1, 9), torch.ones(1, 4).bool()).values
     assert values.abs().max() > 0
-    with pytest.raises(ValueError, match="holds a critic of layers 1 that does not fit this run's None critic"):
+    with pytest.raises(ValueError, match="contains a critic with layers=1, but this run's critic has None"):
         make_trainer({"output_dir": str(tmp_path / "other")}, model=deep(), critic=folder)
 
 
@@ -365,7 +365,7 @@ def test_a_critic_of_all_layers_is_saved_as_before(make_trainer, tmp_path):
     [
         ({"critic_layers": 1}, "shared", "critic_layers=1 is for critic='adapter'.* critic is 'shared'; leave"),
         ({"critic_layers": 1}, scorer, "critic is 'LlamaForSequenceClassification'; leave critic_layers out"),
-        ({"critic_layers": 2}, "adapter", "critic_layers=2 are not fewer than the model's 2 layers; lower it"),
+        ({"critic_layers": 2}, "adapter", "critic_layers=2 must be below the model's 2 layers; lower it"),
         ({"critic_layers": 0}, "adapter", "critic_layers=0 must be at least 1"),
         (
             {"critic_layers": 1, "advantage_estimator": "reinforce_plus_plus"},

@@ -318,7 +318,7 @@ def test_a_prompt_that_stays_without_tokens_is_refused(make_agent, monkeypatch):
 
 def test_a_single_conversation_is_no_list_of_prompts(make_agent):
     trainer = make_agent(["1"], environment_factory=Counting)
-    with pytest.raises(ValueError, match=r"prompts=\[\{'role.* is a single one; put it into a list"):
+    with pytest.raises(ValueError, match=r"prompts=\[\{'role.* is a single prompt; pass a list of prompts"):
         trainer.rollout([{"role": "user", "content": "0"}])
 
 

@@ -208,7 +208,7 @@ def test_a_hub_that_is_down(runs, hub, loaded):
     assert hub.messages("someone/down") == ["initial commit"]
     log = (runs.parent / "load.log").read_text()
     assert "A push to someone/down failed" in log
-    assert f"The push to someone/down failed. The model lies in {runs / 'down'}" in loaded["error"]
+    assert f"The push to someone/down failed. The model is in {runs / 'down'}" in loaded["error"]
     found = {str(path.relative_to(runs / "down")) for path in (runs / "down").rglob("*") if path.is_file()}
     assert {name for name in found if not name.startswith("checkpoint-")} == MODEL | CURVES | {"curves.png"}
     assert "4 optimizer steps." in (runs / "down/README.md").read_text()
@@ -256,6 +256,6 @@ def test_a_push_without_a_repository_leaves_the_model_on_the_disk(make_trainer, 
     monkeypatch.setattr(Trainer, "init_hf_repo", fails)
     with pytest.raises(OSError, match="no route") as error:
         trainer.push_to_hub()
-    assert error.value.__notes__[0].startswith(f"The push to the Hub failed. The model lies in {tmp_path / 'out'}")
+    assert error.value.__notes__[0].startswith(f"The push to the Hub failed. The model is in {tmp_path / 'out'}")
     assert (tmp_path / "out/adapter_model.safetensors").is_file()
     assert (tmp_path / "out/critic/critic.safetensors").is_file()

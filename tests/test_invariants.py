@@ -1,6 +1,5 @@
 """What holds, always: the base's bytes, the first ratio, KL 0 at the start, padding, cuts, counts, warmup, seeds."""
 
-import hashlib
 import itertools
 from dataclasses import replace
 
@@ -46,16 +45,6 @@ UNUSUAL = {
     "the trunk has another name": lambda: tiny_of_type("mllama_text_model"),
 }
 ARCHITECTURES = [tiny_model, tiny_gpt2, tiny_qwen3, tiny_opt]
-
-
-def bytes_of(model) -> str:
-    """A hash of the frozen tensors, names left out: adapters rename them."""
-    digest = hashlib.sha256()
-    for tensor in sorted(
-        (p for p in model.parameters() if not p.requires_grad), key=lambda p: (p.shape, p.sum().item())
-    ):
-        digest.update(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
 
 
 class Keep(PPOCallback):

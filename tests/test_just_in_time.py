@@ -9,7 +9,7 @@ import torch
 
 from helpers.runs import SMALL, final_state
 from hfppo import PPOCallback
-from hfppo.saving.folders import find_last_intact
+from hfppo.saving.checkpoint_folders import find_last_intact
 from hfppo.saving.just_in_time import JustInTimeCallback
 
 CONFIG = {**SMALL, "max_steps": 6, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}

@@ -156,9 +156,11 @@ def test_the_model_as_its_own_reference_is_the_model_before_training(make_traine
 def test_a_critic_needs_the_tokenizers_ids_and_a_reference_all_of_the_actors(make_trainer, tokenizer):
     needed = max(tokenizer.get_vocab().values()) + 1
     make_trainer(critic=scorer(vocab_size=needed))
-    with pytest.raises(ValueError, match=f"critic knows {needed - 1} tokens and has to read {needed}"):
+    with pytest.raises(
+        ValueError, match=f"critic has a vocabulary of {needed - 1} tokens, but the completions need {needed}"
+    ):
         make_trainer(critic=scorer(vocab_size=needed - 1))
-    with pytest.raises(ValueError, match="ref_model knows 26 tokens and has to read 30"):
+    with pytest.raises(ValueError, match="ref_model has a vocabulary of 26 tokens, but the completions need 30"):
         make_trainer(model=tiny_model(vocab_size=30), ref_model=tiny_model(vocab_size=26))
 
 

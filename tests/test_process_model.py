@@ -218,7 +218,7 @@ def test_what_cannot_be_judged_is_refused_before_sampling(make_trainer, make_age
         ProcessRewardModel(judge(3), own)
     reward = ProcessRewardModel(judge(), own)
     with pytest.raises(
-        ValueError, match="rewards the steps of one turn, and completions with tools or an environment"
+        ValueError, match="rewards the steps of one turn, but completions with tools or an environment"
     ):
         make_agent(environment_factory=Doors, reward_funcs=reward)
     with pytest.raises(ValueError, match="processing_class, a object, does not have it"):

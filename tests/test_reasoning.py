@@ -167,10 +167,10 @@ def test_the_table_cannot_be_broken_by_what_the_model_writes(tmp_path, tasks):
 @pytest.mark.parametrize(
     ("given", "wanted"),
     [
-        ({"task": "sum"}, "task='sum' is no task of reasoning-gym; it has sums; "),
+        ({"task": "sum"}, "task='sum' is not a task of reasoning-gym; it has sums; "),
         ({"task_config": '{"largst": 3}'}, "task='sums' cannot be made with task_config={'largst': 3}: .*largst"),
         ({"task_config": {"largest": 0}}, "task_config={'largest': 0}: largest must be positive"),
-        ({"task_config": '{"largest": '}, "task_config='{\"largest\": ' is no JSON"),
+        ({"task_config": '{"largest": '}, "task_config='{\"largest\": ' is not JSON"),
         ({"task_config": "[3]"}, r"task_config='\[3\]' must map names to values"),
         (
             {"task_config": '{"seed": 3}'},
@@ -186,7 +186,7 @@ def test_the_table_cannot_be_broken_by_what_the_model_writes(tmp_path, tasks):
             "task='composite' cannot be made with .*nam",
         ),
         ({"test_seed": 2048}, "train_seed=0 and test_seed=2048 would draw the same questions; set them at least 2049"),
-        ({"answer_pattern": "(7"}, r"answer_pattern='\(7' is no regular expression: missing \)"),
+        ({"answer_pattern": "(7"}, r"answer_pattern='\(7' is not a regular expression: missing \)"),
         ({"task_config": {"largest": 1}}, "num_test_questions=96 holds out every question that task='sums' has drawn"),
     ],
 )

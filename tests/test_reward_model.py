@@ -98,7 +98,7 @@ def test_conversations_that_it_cannot_render_are_refused(kind, wrapped):
     tokenizer.chat_template = None
     check(texts)
     check_conversations("count_digits", count_digits, "train_dataset", conversations)
-    message = "'judge': the prompts of train_dataset are conversations, and its own tokenizer has no chat_template"
+    message = "'judge': the prompts of train_dataset are conversations, but its own tokenizer has no chat_template"
     with pytest.raises(ValueError, match=message):
         check(conversations)
 
@@ -267,7 +267,7 @@ def test_bad_reward_models(make_trainer, tmp_path, tokenizer):
         make_trainer(reward_funcs="nowhere")
     tiny_model().save_pretrained(tmp_path / "causal")
     tokenizer.save_pretrained(tmp_path / "causal")
-    with pytest.raises(ValueError, match=r"no weights for score.weight: it is no reward model"):
+    with pytest.raises(ValueError, match=r"no weights for score.weight: it is not a reward model"):
         make_trainer(reward_funcs=str(tmp_path / "causal"))
     config = LoraConfig(r=2, target_modules=["q_proj"], task_type="SEQ_CLS")
     other = AutoModelForSequenceClassification.from_pretrained(tmp_path / "causal", num_labels=1)

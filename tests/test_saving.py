@@ -316,10 +316,12 @@ def test_users_peft_config_is_left_as_it_was(make_trainer):
 
 
 def test_models_that_cannot_read_the_actors_tokens_are_refused(make_trainer):
-    with pytest.raises(ValueError, match=r"ref_model knows 10 tokens and has to read 26.*same tokenizer"):
+    with pytest.raises(
+        ValueError, match=r"ref_model has a vocabulary of 10 tokens, but the completions need 26.*same tokenizer"
+    ):
         make_trainer(ref_model=tiny_model(vocab_size=10))
     small = LlamaForSequenceClassification(LlamaConfig(**{**tiny_model().config.to_dict(), "vocab_size": 10}))
-    with pytest.raises(ValueError, match="critic knows 10 tokens"):
+    with pytest.raises(ValueError, match="critic has a vocabulary of 10 tokens"):
         make_trainer(critic=small)
 
 
@@ -327,7 +329,7 @@ def test_models_that_cannot_read_the_actors_tokens_are_refused(make_trainer):
 def test_a_critic_of_another_depth_is_refused(tmp_path, layers):
     """With so many layers PEFT writes the adapter's targets without their numbers, and the configurations agree."""
     ActorCritic(tiny_model(num_hidden_layers=4), LORA).save_pretrained(tmp_path / "saved")
-    with pytest.raises(ValueError, match=r"holds a critic of other layers than this run's: trunk.*layers"):
+    with pytest.raises(ValueError, match=r"contains a critic of other layers: .* differ in trunk.*layers"):
         ActorCritic(tiny_model(num_hidden_layers=layers), LORA, critic=str(tmp_path / "saved"))
 
 

@@ -129,7 +129,7 @@ def test_another_file_is_refused_by_its_hash(tmp_path, wheel):
 
 
 def test_a_wheel_that_is_not_there_is_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"no.whl' is no file; leave --wheel out"):
+    with pytest.raises(FileNotFoundError, match=r"no.whl' is not a file; leave --wheel out"):
         main(BuildArguments(output_dir=str(tmp_path / "out"), wheel="no.whl"))
 
 

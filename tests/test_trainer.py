@@ -183,5 +183,5 @@ def test_a_callbacks_own_log_stays(make_trainer):
 def test_processes_that_trainer_does_not_connect_are_named(make_trainer, monkeypatch):
     monkeypatch.setattr("hfppo.checks.engine.is_initialized", lambda: True)
     monkeypatch.setattr("hfppo.checks.engine.get_world_size", lambda: 2)
-    with pytest.raises(ValueError, match="started 2 processes, of which Trainer connects 1; on CPUs set use_cpu=True"):
+    with pytest.raises(ValueError, match="started 2 processes, but Trainer connects only 1; on CPUs set use_cpu=True"):
         make_trainer()

@@ -182,7 +182,7 @@ def check_secrets(args: TrainingArguments) -> None:
     for name, value in settings.items():
         if (place := name if is_secret(name, value) else find_secret(value, name)) is not None:
             raise ValueError(
-                f"{place} holds a secret, which checkpoints, the model card and trackers would show; leave it out. "
+                f"{place} contains a secret, which checkpoints, the model card and trackers would show; leave it out. "
                 "Downloads use the token of `hf auth login` or HF_TOKEN, pushes use hub_token; a reward function can "
                 "read other keys from the environment"
             )
@@ -220,13 +220,13 @@ def check_critic(args: Any) -> None:
     """Raise ValueError if the critic's loss has weight 0, or if its pretraining uses up all completions."""
     if args.total_episodes is not None and args.rollouts_for(args.total_episodes) <= args.critic_pretraining_rollouts:
         raise ValueError(
-            f"total_episodes={args.total_episodes} are used up by critic_pretraining_completions="
-            f"{args.critic_pretraining_completions}, rounded up to rollouts, at least two; raise total_episodes"
+            f"critic_pretraining_completions={args.critic_pretraining_completions}, rounded up to at least two whole "
+            f"rollouts, uses up total_episodes={args.total_episodes}; raise total_episodes"
         )
     if args.vf_coef == 0 and (args.critic_pretraining_completions or args.critic_epochs > args.num_ppo_epochs):
         raise ValueError(
             f"critic_pretraining_completions={args.critic_pretraining_completions} and num_critic_epochs="
-            f"{args.num_critic_epochs} train the critic, and vf_coef=0 gives its loss no weight; raise vf_coef"
+            f"{args.num_critic_epochs} train the critic, but vf_coef=0 gives its loss no weight; raise vf_coef"
         )
 
 
@@ -257,20 +257,20 @@ def check_inherited(args: TrainingArguments) -> None:
         raise ValueError(f"report_to={args.report_to!r} is unknown; choose 'none', 'all', or some of {known}")
     if args.optim.startswith("schedule_free"):
         raise ValueError(
-            f"optim={OptimizerNames(args.optim).value!r} trains weights of which only the average is meant for use, "
-            "and completions, evaluations and checkpoints would use the weights themselves; set "
+            f"optim={OptimizerNames(args.optim).value!r} trains weights whose average is the result, but "
+            "completions, evaluations and checkpoints would use the weights before averaging; set "
             "optim='adamw_torch', and lr_scheduler_type='constant' for a run without a schedule"
         )
     by_reward = args.lr_scheduler_type in METRIC_SCHEDULERS and args.greater_is_better
     if by_reward and cast(dict[str, object], args.lr_scheduler_kwargs or {}).get("mode") != "max":
         raise ValueError(
             f"lr_scheduler_type={SchedulerType(args.lr_scheduler_type).value!r} lowers the learning rate unless "
-            f"{args.metric_for_best_model} falls, and more of it is better; set lr_scheduler_kwargs={{'mode': 'max'}}"
+            f"{args.metric_for_best_model} falls, but it should rise; set lr_scheduler_kwargs={{'mode': 'max'}}"
         )
     if args.enable_jit_checkpoint and args.world_size > 1:
         raise ValueError(
-            f"enable_jit_checkpoint=True saves when a process is told to end, and {args.world_size} processes are not "
-            "told at the same step, so they would wait for each other; set it to False, and save often"
+            f"enable_jit_checkpoint=True saves when a process gets SIGTERM, but {args.world_size} processes get it in "
+            "different steps and would wait for each other; set it to False, and save often"
         )
 
 

@@ -102,7 +102,7 @@ def check_ids(model: PreTrainedModel | PeftModel, prompts: dict[str, Prompts], s
     for where, ids in suspects.items():
         if max(ids) >= size:
             raise ValueError(
-                f"{where} has token id {max(ids)}, and the model knows {size} tokens, from 0; give the model's own "
+                f"{where} has token id {max(ids)}, but the model's {size} token ids end at {size - 1}; give its own "
                 "processing_class, generation_config and stop_token_ids, or call resize_token_embeddings"
             )
 
@@ -136,7 +136,7 @@ def check_calls(rewards: RewardFunctions, prompts: dict[str, Prompts], agents: A
         except TypeError as error:
             raise TypeError(
                 f"reward function {name!r} cannot be called for {dataset}: {error}; it gets "
-                f"{', '.join(sorted(columns))} by keyword: name those it needs, and take the others by **kwargs"
+                f"{', '.join(sorted(columns))} by keyword: name the ones it needs, and accept **kwargs"
             ) from error
         except ValueError:  # some builtins have no signature
             continue

@@ -32,12 +32,12 @@ def check_engine(
     """
     if args.n_gpu > 1:
         raise ValueError(
-            f"one process sees {args.n_gpu} GPUs, among which Trainer would split its batches; start a process for "
-            f"each by accelerate launch --num_processes {args.n_gpu}, or show it one by CUDA_VISIBLE_DEVICES=0"
+            f"one process sees {args.n_gpu} GPUs, and Trainer would split its batches among them; start a process per "
+            f"GPU with accelerate launch --num_processes {args.n_gpu}, or use one GPU with CUDA_VISIBLE_DEVICES=0"
         )
     if is_initialized() and (started := get_world_size()) > args.world_size:
         raise ValueError(
-            f"the launcher started {started} processes, of which Trainer connects {args.world_size}; on CPUs set "
+            f"the launcher started {started} processes, but Trainer connects only {args.world_size}; on CPUs set "
             "use_cpu=True"
         )
     kind = accelerator.distributed_type
@@ -51,8 +51,8 @@ def check_engine(
     alone = {k: off for k, off in steps_of_one(args).items() if not k.startswith("critic_warmup")}  # it passes both
     if alone and args.world_size > 1 and args.ddp_find_unused_parameters is False:
         raise ValueError(
-            f"{next(iter(alone))} leaves weights without gradients, which DDP waits for with "
-            "ddp_find_unused_parameters=False; set it to True"
+            f"{next(iter(alone))} leaves some weights without gradients, and DDP waits for them with "
+            "ddp_find_unused_parameters=False; set ddp_find_unused_parameters=True"
         )
 
 
@@ -73,7 +73,8 @@ def check_whole(engine: str, model: ActorCritic, reward_funcs: list[RewardFunc],
     ):
         if is_used:
             raise ValueError(
-                f"{name} needs whole weights, which {engine} shards; {remedy}, or use DDP or ZeRO-2, which do not"
+                f"{name} needs whole weights, which {engine} shards; {remedy}, or use DDP or ZeRO-2, which keep them "
+                "whole"
             )
 
 
@@ -104,13 +105,13 @@ def check_fsdp(accelerator: Accelerator, model: ActorCritic, args: PPOConfig) ->
         )
     for setting, off in steps_of_one(args).items():
         raise ValueError(
-            f"{setting} moves only the actor or the critic, and FSDP2 cannot load a checkpoint lacking the other's "
-            f"optimizer state; set {off}, or use DDP"
+            f"{setting} makes steps of only the actor or only the critic, but FSDP2 cannot load a checkpoint lacking "
+            f"the other's optimizer state; set {off}, or use DDP"
         )
     critic = model.critic
     if critic is not None and args.vf_coef == 0:
         raise ValueError(
-            "vf_coef=0 freezes the critic, and FSDP2 cannot load a checkpoint lacking its optimizer state; use an "
+            "vf_coef=0 freezes the critic, but FSDP2 cannot load a checkpoint lacking its optimizer state; use an "
             "advantage_estimator without a critic, or DDP"
         )
     keep_float32(plugin)
@@ -147,12 +148,12 @@ def check_deepspeed(config: dict, args: PPOConfig) -> None:
         )
     for setting, off in steps_of_one(args).items():
         raise ValueError(
-            f"{setting} moves only the actor or the critic, and DeepSpeed's optimizer would move the other by weight "
-            f"decay and momentum; set {off}, or use DDP"
+            f"{setting} makes steps of only the actor or only the critic, but DeepSpeed's optimizer would change the "
+            f"other's weights by weight decay and momentum; set {off}, or use DDP"
         )
     if "optimizer" in config:
         raise ValueError(
-            "DeepSpeed's config has an optimizer, which has neither critic_learning_rate nor the callbacks' events; "
+            "DeepSpeed's config has an optimizer, which ignores critic_learning_rate and the callbacks' events; "
             "leave it out, and set optim and learning_rate"
         )
     if not config.get("zero_optimization", {}).get("compute_grad_norm", True):

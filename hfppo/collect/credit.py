@@ -126,7 +126,7 @@ def final_scores(scored: Scored, completions: Completions, args: PPOConfig) -> T
 
 
 def place_scores(scored: Scored, scores: Tensor, mask: Tensor) -> Tensor:
-    """Return final scores for the last token, (B,), or token rewards, (B, T), where a function gives them.
+    """Return final scores, (B,), which belong to the last token; (B, T) token rewards if a function gives some.
 
     The penalty of a completion is on its last token.
     """

@@ -135,8 +135,8 @@ def check_best_metric(
     rests = [full.removeprefix(prefix) for prefix in prefixes if full.startswith(prefix)]
     if not any(rest in metrics or rest.startswith("custom/") for rest in rests):
         raise ValueError(
-            f"metric_for_best_model={wanted!r} is no metric of an evaluation; write "
-            f"{' or '.join(prefixes)} followed by {', '.join(metrics)}, or custom/<name> of log_metric; "
+            f"metric_for_best_model={wanted!r} is not an evaluation metric; write "
+            f"{' or '.join(prefixes)} followed by one of {', '.join(metrics)}, or by custom/<name> of log_metric; "
             "compute_metrics adds others"
         )
 

@@ -24,7 +24,7 @@ Columns = dict[str, Any]  # a row of a dataset
 # Arguments of reward functions that are not columns of the dataset.
 RESERVED_COLUMNS = {"prompts", "completions", "trainer_state", "log_extra", "log_metric"}
 
-EMPTY_PROMPT = [{"role": "user", "content": ""}]  # the prompt of a row without one; an environment completes it
+EMPTY_PROMPT = [{"role": "user", "content": ""}]  # the prompt of a row without a prompt; an environment adds its text
 
 ROWS_AT_ONCE = 1000  # rows per call of the tokenizer
 STORED_FROM = 10_000  # rows of a dataset whose token ids are stored; tokenizing them takes about a second
@@ -89,7 +89,7 @@ class Prompts:
         number = f"{len(self) - len(short)} of {len(self)} prompts in {name} are longer than"
         if not (len(short) or may_be_empty):
             raise ValueError(
-                f"{number} max_prompt_length={max_length} tokens: none is left; raise it, or shorten them"
+                f"{number} max_prompt_length={max_length} tokens: no prompt is left; raise it, or shorten the prompts"
             )
         logger.warning("%s max_prompt_length=%s tokens and are dropped", number, max_length)
         return replace(self, rows=self.rows.select(short), ids=self.ids.take(pa.array(short)))
@@ -144,7 +144,7 @@ def prepare_prompts(
     conversational = isinstance(dataset["prompt"][0], list)
     if tools is not None and not conversational:
         raise ValueError(
-            f"{name} has prompts of text, and tools and environments need conversations; write each as "
+            f"{name} has text prompts, but tools and environments need conversations; write each as "
             "[{'role': 'user', 'content': ...}]"
         )
     options = dict(chat_template_kwargs or {})
@@ -181,7 +181,7 @@ def dataset_of(prompts: Sequence[object], columns: Mapping[str, Sequence[object]
         ValueError: a single prompt in place of a list.
     """
     if isinstance(prompts, str) or any(map(is_message, prompts)):
-        raise ValueError(f"prompts={prompts!r} must be a list of prompts, and is a single one; put it into a list")
+        raise ValueError(f"prompts={prompts!r} is a single prompt; pass a list of prompts")
     return Dataset.from_dict({**columns, "prompt": list(prompts)})
 
 
@@ -195,7 +195,7 @@ def check_kinds(prompts: list[Any], first: int, conversational: bool, name: str)
         if not (prompt and all(map(is_message, prompt)) if conversational else isinstance(prompt, str)):
             raise ValueError(
                 f"{name} row {row}: prompt={prompt!r} is neither text nor a list of messages like "
-                "[{'role': 'user', 'content': ...}], or not of the kind of row 0; use one kind"
+                "[{'role': 'user', 'content': ...}], or is not of row 0's kind; use text or messages in all rows"
             )
 
 
@@ -297,8 +297,8 @@ def is_stored(dataset: object) -> bool:
 def prompt_indices(positions: range, num_prompts: int, seed: int) -> list[int]:
     """Return the indices of the prompts at positions of the endless stream of shuffled epochs.
 
-    Every epoch is a new permutation, and a rollout may span two of them: no prompt is left out, and the order follows
-    from (seed, position) alone.
+    Every epoch is a new permutation, and a rollout may span two of them: no prompt is left out, and the order
+    depends only on seed and position.
     """
     orders = {}
     for epoch in {position // num_prompts for position in positions}:

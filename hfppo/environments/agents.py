@@ -48,13 +48,14 @@ class Agents:
         """
         if "tools" in dataset.column_names and self.tools:
             raise ValueError(
-                f"{name} has a column 'tools', and the trainer has an argument tools; leave one of them out"
+                f"{name} has a column 'tools', but the trainer has an argument tools; leave one of them out"
             )
         if not self.by_column:
             return [self.schemas[None]] * len(dataset)
         if COLUMN not in dataset.column_names:
             raise ValueError(
-                f"{name} has no column {COLUMN!r}, and environment_factory is a mapping; add it, or pass one factory"
+                f"{name} has no column {COLUMN!r}, but environment_factory is a mapping; add the column, or pass one "
+                "factory"
             )
         names = list(dataset[COLUMN])
         for row, of_row in enumerate(names):
@@ -71,7 +72,7 @@ def load_agents(
     args: PPOConfig,
     options: dict[str, Any],
 ) -> Agents | None:
-    """Return the tools and environments of a run; None without any.
+    """Return the tools and environments of a run; None if there are none.
 
     Args:
         options: arguments of the chat template.

@@ -185,7 +185,7 @@ def from_trl(function: str, tokenizer: PreTrainedTokenizerBase, remedy: str) -> 
         ValueError: it finds nothing; begins with the remedy.
     """
     found = None
-    with suppress(ImportError, ValueError):  # not installed, or it does not know the template
+    with suppress(ImportError, ValueError):  # trl is not installed, or has no such template
         from trl import chat_template_utils
 
         found = getattr(chat_template_utils, function)(tokenizer)

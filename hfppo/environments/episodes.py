@@ -59,7 +59,7 @@ UNFINISHED, CUT, DROPPED = "unfinished", "cut", "dropped_result"  # the limits t
 class Episode:
     """One completion while it is played. Lists have an entry for each of its tokens so far."""
 
-    row: Row  # its prompt is the one that the environment completed
+    row: Row  # with the prompt that the environment completed
     environment: Environment = None
     tools: Mapping[str, Tool] = field(default_factory=dict)
     schemas: list[Schema] = field(default_factory=list)  # the tools' JSON schemas that the prompt shows
@@ -68,12 +68,12 @@ class Episode:
     sampled: list[bool] = field(default_factory=list)  # False on context
     logprobs: list[float] = field(default_factory=list)
     rewards: dict[int, float] = field(default_factory=dict)  # keyed by the position of a turn's last token
-    final_reward: object = None  # the value of `get_reward`; None without one
+    final_reward: object = None  # the value of `get_reward`; None if there is no such method
     turns: int = 0
     active: bool = True
     limit: str | None = None  # the limit that ended it; None: no limit
     truncated: bool = False
-    open_ended: bool = False  # whether the critic knows its last state
+    open_ended: bool = False  # whether the critic values its last state
     failed: bool = False  # whether it has no score: its environment's state is unknown, or its prompt too long
     counts: Counter[str] = field(default_factory=Counter)  # calls and their failures by kind
 

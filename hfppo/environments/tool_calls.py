@@ -1,4 +1,4 @@
-"""Run the tool calls of a turn; whatever goes wrong becomes text for the model, and is counted."""
+"""Run the tool calls of a turn. Every failure becomes text for the model, and is counted."""
 
 import asyncio
 import inspect

@@ -33,7 +33,7 @@ class Completions:
     logprobs: Tensor  # (B, T) float32, log π_rollout of each token at temperature, nats, 0 where none was sampled
     context: Tensor | None = None  # (B, T) bool, True on tokens of tools and environments; None if there are none
     cut: Tensor | None = None  # (B,) bool, True where a limit of tokens ended it within a turn; None: as `truncated`
-    open_ended: Tensor | None = None  # (B,) bool, True where the critic knows the last state; None: as `truncated`
+    open_ended: Tensor | None = None  # (B,) bool, True where the critic values the last state; None: as `truncated`
 
     def __post_init__(self) -> None:
         require_same_shape(ids=self.ids, mask=self.mask, logprobs=self.logprobs)
@@ -90,7 +90,7 @@ def completions_from(
         logprobs: (B, T).
         eos_ids: tokens that end a completion.
         limits: (B,) the maximum number of tokens of each; None: T.
-        stops: (B,) the number of tokens up to the one that completes a stop string, 0 without any.
+        stops: (B,) the number of tokens up to the end of the first stop string; 0 if there is none.
     """
     is_end = torch.isin(ids, torch.tensor(eos_ids, device=ids.device))
     counts = torch.arange(1, ids.shape[1] + 1, device=ids.device)

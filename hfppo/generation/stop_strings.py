@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase, StoppingCriteria
 
 @dataclass(frozen=True)
 class StopStrings:
-    """Texts that end a completion with the token that completes the first of them.
+    """Texts that end a completion. Its last token completes the first of them.
 
     That token stays in the completion, with all its characters: the policy has sampled it.
     """
@@ -29,7 +29,7 @@ class StopStrings:
         return any(string in text for string in self.strings)
 
     def end(self, ids: list[int]) -> int:
-        """Return the number of tokens up to the one that completes the first text; 0 without any."""
+        """Return the number of tokens up to the end of the first stop string; 0 if there is none."""
         if not self.found(ids):
             return 0
         return bisect_left(range(1, len(ids)), True, key=lambda count: self.found(ids[:count])) + 1

@@ -1,4 +1,4 @@
-"""Critic pretraining: fit the critic to the returns of the fixed starting policy, until that no longer helps.
+"""Critic pretraining: fit the critic to the returns of the fixed starting policy, as long as it improves.
 
 VC-PPO, arXiv:2503.01491. Departures from the paper: some rollouts are held out, the number of epochs follows from
 them, and the best weights are kept.
@@ -67,7 +67,7 @@ class CriticPretraining:
             loss, r2 = self.train_epoch(training, epoch, rate), self.r_squared(held_out)
             if r2 > best:
                 best, best_epoch, weights = r2, epoch, copies(parameters)
-            else:  # at a rate that is too high, an epoch may lose what those before it learned
+            else:  # at a rate that is too high, an epoch may undo the epochs before it
                 restore(parameters, weights)
                 rate /= 2
             measured = {"epoch": epoch, "loss": loss, "r2": r2}

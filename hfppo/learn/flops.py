@@ -27,7 +27,7 @@ class FlopCounter:
     """
 
     actor: int  # per token of prompt and completion
-    critic: int  # likewise; 0 without a trunk of its own
+    critic: int  # likewise; 0 if the critic has no trunk
     head: int  # operations of the output head per sampled token
 
     @classmethod
@@ -41,7 +41,7 @@ class FlopCounter:
         return cls(flops_per_token(trunk_of(model.causal_lm)), of_critic, head)
 
     def count(self, pieces: Sequence[Rollout], plan: StepPlan) -> int:
-        """Return the operations that a step's plan makes on some completions."""
+        """Return the operations of a step with this plan on some completions."""
         tokens = sum(int(piece.lengths.sum()) for piece in pieces)
         sampled = sum(int(piece.mask.sum()) for piece in pieces)
         return tokens * (plan.policy * self.actor + plan.values * self.critic) + sampled * plan.policy * self.head

@@ -36,7 +36,7 @@ def present_rate(optimizer: Optimizer, parameters: list[nn.Parameter], otherwise
     """Return the present learning rate of parameters, also from a user's optimizer.
 
     Args:
-        otherwise: index of their group if the groups have an engine's tensors in place of the parameters.
+        otherwise: index of the parameters' group, if an engine has replaced the parameters by its own tensors.
     """
     ids = {id(p) for p in parameters}
     own = (group for group in optimizer.param_groups if any(id(p) in ids for p in group["params"]))

@@ -85,7 +85,7 @@ class Run:
     def before_step(self, optimizer: Optimizer, moves_actor: bool, rate_factor: float) -> None:
         """Freeze the actor in critic-only steps, scale its learning rate, and measure both rates that the step uses.
 
-        Callbacks may have changed the optimizer's rates, which its scheduler does not know.
+        Callbacks may have changed the optimizer's rates; its scheduler does not see that.
         """
         if not moves_actor:
             for parameter in self.model.actor_parameters():  # without gradient: no decay, no momentum, no changed bit

@@ -115,7 +115,7 @@ class ActorCritic(PeftModelForCausalLM):
         return [p for p in self.base_model.parameters() if p.requires_grad]
 
     def critic_parameters(self) -> list[nn.Parameter]:
-        """The trainable parameters of the critic; empty without one."""
+        """The trainable parameters of the critic; empty without a critic."""
         return [] if self.critic is None else [p for p in self.critic.parameters() if p.requires_grad]
 
     @property
@@ -330,7 +330,7 @@ def cast_by_autocast(model: nn.Module) -> None:
 
 
 def follow_autocast(layer: lora.Linear, _: object) -> None:
-    """Turn PEFT's cast of the layer's input off under autocast; variants, such as DoRA, compute more with it."""
+    """Turn off PEFT's cast of a layer's input under autocast. Variants such as DoRA use the input elsewhere, too."""
     autocast = torch.is_autocast_enabled(cast(Tensor, layer.weight).device.type)
     layer.cast_input_dtype_enabled = bool(layer.lora_variant) or not autocast
 

@@ -35,7 +35,7 @@ def unchanged(base: nn.Module, name: str) -> Iterator[None]:
         layers = {path.rpartition(".")[2] for path, x in base.named_modules() if isinstance(x, nn.Linear | Conv1D)}
         raise ValueError(
             f"{name}: {error} The base's linear layers are {', '.join(sorted(layers))}; give a list of such names as "
-            "target_modules, since a text is a regular expression for whole paths"
+            "target_modules, since a string is a regular expression for whole paths"
         ) from error
     if not all(torch.equal(numbers, sample(getattr(module, weight))) for module, weight, numbers in before):
         raise ValueError(

@@ -125,21 +125,21 @@ class Critic(nn.Module):
         """
         if not (Path(folder) / CRITIC_WEIGHTS).is_file():
             raise ValueError(
-                f"{folder} has no {CRITIC_WEIGHTS}; it holds no critic, so take another folder or checkpoint"
+                f"{folder} has no {CRITIC_WEIGHTS}, so it contains no critic; choose another folder or checkpoint"
             )
         configs = json.loads((Path(folder) / CRITIC_CONFIG).read_text()), self.config()
         for name in ("kind", "hidden_size", "layers", "peft_config"):
             its, ours = find_differences(*(without_places(config.get(name)) for config in configs))
             if its != ours:
                 raise ValueError(
-                    f"{folder} holds a critic of {name} {its!r} that does not fit this run's {ours!r} critic; use the "
+                    f"{folder} contains a critic with {name}={its!r}, but this run's critic has {ours!r}; use the "
                     "critic, critic_layers and peft_config it was trained with"
                 )
         weights: dict[str, Any] = load_file(Path(folder) / CRITIC_WEIGHTS)
         if other := sorted(weights.keys() ^ self.trained_names()):
             raise ValueError(
-                f"{folder} holds a critic of other layers than this run's: {other[0]} is only in one of them; use the "
-                "base, the critic and the peft_config it was trained with"
+                f"{folder} contains a critic of other layers: this run's and the saved one differ in {other[0]}; "
+                "use the base, the critic and the peft_config it was trained with"
             )
         # Like load_state_dict, but each process takes its shards where the critic is sharded.
         options = StateDictOptions(full_state_dict=True, strict=False)  # frozen weights are not in the file
@@ -170,13 +170,13 @@ class CriticSource:
         if layers is not None and self.model != "adapter":
             given = self.model if isinstance(self.model, str) else type(self.model).__name__
             raise ValueError(
-                f"critic_layers={layers} is for critic='adapter', which shares the actor's base, and critic is "
+                f"critic_layers={layers} is for critic='adapter', which shares the actor's base, but critic is "
                 f"{given!r}; leave critic_layers out"
             )
         if layers is not None and layers >= (count := actor.config.get_text_config().num_hidden_layers):
             raise ValueError(
-                f"critic_layers={layers} are not fewer than the model's {count} layers; lower it, or leave it out, "
-                "which adapts all of them"
+                f"critic_layers={layers} must be below the model's {count} layers; lower it, or leave it out to adapt "
+                "all of them"
             )
         return replace(self, layers=layers)
 

@@ -184,7 +184,7 @@ def order_rows(model: PreTrainedModel | PeftModel, input_ids: Tensor, attention_
 def lay_out(
     model: PreTrainedModel | PeftModel, input_ids: Tensor, attention_mask: Tensor, width: int, final: bool
 ) -> Layout:
-    """Return the layout with the least work that a model's attention can take.
+    """Return the cheapest layout that a model's attention supports.
 
     Args:
         model: the causal language model or trunk that the layout is for.

@@ -175,7 +175,7 @@ def check_architecture(name: str, model: object) -> None:
     inner = model.get_base_model() if isinstance(model, PeftModel) else model
     if not isinstance(inner, PreTrainedModel) or inner.config.is_encoder_decoder or not inner.can_generate():
         raise TypeError(
-            f"{name} is of type {type(inner).__name__}, no decoder-only language model of transformers; give one "
+            f"{name} is of type {type(inner).__name__}, not a decoder-only language model of transformers; give one "
             "loaded by AutoModelForCausalLM, or its id or path"
         )
     check_placement(name, inner)
@@ -204,30 +204,30 @@ def check_trainable(model: PreTrainedModel | PeftModel, peft_config: PeftConfig 
     if isinstance(model, PeftModel):
         if peft_config is not None:
             raise ValueError(
-                "model is already an adapter and peft_config asks for another; leave peft_config out to train the "
-                "adapter on, or merge it into its base, save that, and give its folder"
+                "model is already an adapter, but peft_config asks for another; leave peft_config out to train this "
+                "adapter further, or merge it into its base, save that, and give its folder"
             )
         check_adapter(model.active_peft_config)
         return
     for name, module in model.named_modules():
         if isinstance(module, BaseTunerLayer):  # it acts in every forward and is not saved
             raise ValueError(
-                f"model has an adapter in its layer {name}, of an earlier trainer, of get_peft_model, or because it "
-                "was loaded from an adapter's folder; load its base, or give the PeftModel or the name of that folder"
+                f"model has an adapter in its layer {name}, from an earlier trainer, get_peft_model or an adapter's "
+                "folder; load its base, or give the PeftModel or the name of that folder"
             )
     check_adapter(peft_config or default_peft_config())
 
 
 def check_vocabulary(name: str, model: PreTrainedModel | PeftModel, needed: int) -> None:
-    """Raise if a reference or critic knows fewer tokens than needed.
+    """Raise if the vocabulary of a reference or critic is too small.
 
     Raises:
         ValueError: the vocabulary has fewer than `needed` tokens.
     """
     if (size := model.config.get_text_config().vocab_size) < needed:
         raise ValueError(
-            f"{name} knows {size} tokens and has to read {needed}: it cannot read the completions; give a model with "
-            "the same tokenizer"
+            f"{name} has a vocabulary of {size} tokens, but the completions need {needed}; give a model with the same "
+            "tokenizer"
         )
 
 
@@ -252,7 +252,7 @@ def check_adapter(config: PeftConfig) -> None:
     if config.task_type not in (None, TaskType.CAUSAL_LM):
         kind = str(getattr(config.task_type, "value", config.task_type))
         raise ValueError(
-            f"task_type={kind!r} of peft_config would be saved, and the adapter not be loaded as a language model's; "
+            f"with task_type={kind!r} of peft_config, the saved adapter could not be loaded into a language model; "
             "use task_type='CAUSAL_LM'"
         )
     if config.peft_type == "PVERA":

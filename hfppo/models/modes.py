@@ -29,7 +29,7 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 def place_model(model: nn.Module, device: torch.device) -> None:
-    """Move the model to the device now; Trainer moves some of it only when training begins."""
+    """Move the whole model to the device now; Trainer moves some of it only when training begins."""
     if is_sharded(model):
         return
     for module in model.modules():
@@ -63,8 +63,8 @@ def compile_layers(model: nn.Module, accelerator: Accelerator, args: TrainingArg
         return
     if (mode := options.get("mode")) in WITH_CUDA_GRAPHS:
         raise ValueError(
-            f"torch_compile_mode={mode!r} records a CUDA graph for each shape, and the shapes of rollouts vary; it is "
-            "not measured here, so leave torch_compile_mode out, or set 'max-autotune-no-cudagraphs'"
+            f"torch_compile_mode={mode!r} records a CUDA graph for each shape, but the shapes of rollouts vary; "
+            "leave torch_compile_mode out, or set 'max-autotune-no-cudagraphs'"
         )
     plugin.backend = DynamoBackend.NO
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]

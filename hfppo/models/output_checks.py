@@ -69,8 +69,8 @@ def check_logits(model: ActorCritic, device: torch.device) -> None:
         raise
     except (AttributeError, RuntimeError, TypeError) as error:
         raise ValueError(
-            f"{type(model.causal_lm).__name__} does not compute its logits from its trunk's last hidden states by its "
-            f"output head alone, as this package does ({error}); use another architecture"
+            f"{type(model.causal_lm).__name__} needs more than its output head to compute logits from its trunk's "
+            f"last hidden states, but this package uses only the head ({error}); use another architecture"
         ) from error
     tolerance = max(1e-3, 4 * torch.finfo(precision(expected)).eps * float(expected.abs().max()))
     if not expected.isfinite().all():
@@ -110,7 +110,7 @@ def check_causal(model: ActorCritic, device: torch.device) -> None:
     if not torch.allclose(first, second, rtol=0.0, atol=1e-3 * float(first.abs().max())):
         name = type(cast(PeftModel, model.critic.trunk).get_base_model()).__name__
         raise ValueError(
-            f"critic is built on {name}, whose states know the tokens that come later; give a decoder, or "
+            f"critic is built on {name}, whose hidden states depend on later tokens; give a decoder, or "
             "critic='adapter'"
         )
 
@@ -128,7 +128,7 @@ def check_start(model: ActorCritic, device: torch.device) -> None:
     if not same:
         raise ValueError(
             f"critic_layers={model.critic.layers} cannot be used with {type(model.causal_lm).__name__}, whose upper "
-            "layers need more of the lower ones than their hidden states; leave critic_layers out"
+            "layers need more from the lower layers than hidden states; leave critic_layers out"
         )
 
 

@@ -1,7 +1,7 @@
 """Write the model card of a run, the README.md of the saved and pushed folder.
 
-The text comes from `card_template.md` and is written anew each time. Other metadata are kept, such as a license or a
-tag that was added by hand.
+The text comes from `card_template.md` and is rewritten each time. Other metadata are kept, such as a license or a tag
+that was added by hand.
 """
 
 import html

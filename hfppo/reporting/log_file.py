@@ -1,4 +1,4 @@
-"""Keep the log of a run on disk, in `metrics.jsonl`."""
+"""Write the log of a run to disk, in `metrics.jsonl`."""
 
 import json
 from pathlib import Path

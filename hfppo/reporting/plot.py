@@ -47,7 +47,7 @@ class PlotCallback(TrainerCallback):
 
 
 def select_panels(history: list[dict[str, float]]) -> dict[str, list[str]]:
-    """Return the logged metrics of each panel, by its title; panels without any are left out."""
+    """Return the logged metrics of each panel, by its title; empty panels are left out."""
     logged = list(dict.fromkeys(name for entry in history for name in entry))
     found = {title: [n for p in patterns for n in match_names(logged, p)] for title, patterns in PANELS.items()}
     return {title: names for title, names in found.items() if names}

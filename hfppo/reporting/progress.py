@@ -29,7 +29,7 @@ SHORT = (
 
 
 class Phases(TrainerCallback):
-    """The base of the displays: knows the phase of the rollout that is collected.
+    """The base of the displays: it tracks the current phase of a rollout.
 
     The trainer enters `phase` around each phase; the sampler calls `advance` with the share that is done. Both do
     nothing without a bar: with `disable_tqdm`, and on processes other than the first.
@@ -67,7 +67,7 @@ class Phases(TrainerCallback):
 
 
 def show_progress(trainer: Trainer) -> Phases:
-    """Replace the trainer's own bar and return the new one; it is silent if the user has another bar, or none."""
+    """Replace the trainer's own bar and return the new one; it is silent if the user has another or no bar."""
     progress: Phases
     if DEFAULT_PROGRESS_CALLBACK is ProgressCallback:
         progress = RunProgress()

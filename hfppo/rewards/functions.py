@@ -56,7 +56,7 @@ class RewardFunctions:
             )
         for func in self.funcs:
             if not callable(func) and not hasattr(func, "score_batch"):
-                raise TypeError(f"reward_funcs has {func!r}, which is no function; give Python functions")
+                raise TypeError(f"reward_funcs has {func!r}, which is not a function; give Python functions")
         self.names = number_repeated_names([plain_name(func) for func in self.funcs])  # names in metrics and errors
         self.weights = check_weights(weights, self.names)
 

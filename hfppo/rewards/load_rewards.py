@@ -99,8 +99,8 @@ def load_adapter(
         )
     if config.base_model_name_or_path != base_name:
         raise ValueError(
-            f"reward_funcs: the adapter {name!r} was trained on {config.base_model_name_or_path!r}, the actor's base "
-            f"is {base_name!r}; merge the adapter into its base and give the merged model"
+            f"reward_funcs: the adapter {name!r} was trained on {config.base_model_name_or_path!r}, but the actor's "
+            f"base is {base_name!r}; merge the adapter into its base and give the merged model"
         )
     return RewardAdapter(name, tokenizer or load_tokenizer(name, "reward_funcs"))
 
@@ -114,7 +114,7 @@ def load_classifier(name: str, tokenizer: PreTrainedTokenizerBase | None, device
         model, info = auto.from_pretrained(name, output_loading_info=True, device_map=str(device))
     if info["missing_keys"]:
         raise ValueError(
-            f"reward_funcs: {name!r} has no weights for {', '.join(sorted(info['missing_keys']))}: it is no reward "
-            "model; train one with recipes/reward_model.py"
+            f"reward_funcs: {name!r} has no weights for {', '.join(sorted(info['missing_keys']))}: it is not a "
+            "reward model; train one with recipes/reward_model.py"
         )
     return rewards(model, tokenizer or load_tokenizer(name, "reward_funcs"))

@@ -122,9 +122,9 @@ class RewardModel:
         return outputs
 
     def logits(self, ids: Tensor, mask: Tensor) -> Tensor:
-        """Return (B, labels) logits of (B, T) token ids, for a decoder those at the last real token."""
+        """Return (B, labels) logits of (B, T) token ids, for a decoder the logits at the last real token."""
         model: Any = self.model.get_base_model() if isinstance(self.model, PeftModel) else self.model
-        if not hasattr(model, "score"):  # an encoder with a pooling of its own
+        if not hasattr(model, "score"):  # an encoder, which pools by itself
             return model(input_ids=ids, attention_mask=mask).logits
         # transformers finds the last token by `ids != pad`, which is wrong where EOS pads.
         hidden = model.base_model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
@@ -152,8 +152,8 @@ def check_conversations(name: str, func: object, dataset: str, prompts: Prompts)
     model = unwrap(func)
     if prompts.conversational and isinstance(model, RewardModel) and not model.tokenizer.chat_template:
         raise ValueError(
-            f"reward model {name!r}: the prompts of {dataset} are conversations, and its own tokenizer has no "
-            "chat_template to render them with; set it, or give another tokenizer in reward_processing_classes"
+            f"reward model {name!r}: the prompts of {dataset} are conversations, but its own tokenizer has no "
+            "chat_template; set one, or give another tokenizer in reward_processing_classes"
         )
 
 

@@ -82,14 +82,14 @@ class ProcessRewardModel(RewardModel):
         """
         if several_turns:
             raise ValueError(
-                f"reward model {self.__name__!r} rewards the steps of one turn, and completions with tools or an "
-                "environment have several; leave one of them out"
+                f"reward model {self.__name__!r} rewards the steps of one turn, but completions with tools or an "
+                "environment have several turns; leave the model, or tools and environment, out"
             )
         own = [("its tokenizer", self.tokenizer)] if self.step_separator is None else []
         for name, given in [("processing_class", tokenizer), *own]:
             if not isinstance(given, PreTrainedTokenizerFast):
                 raise ValueError(
-                    f"reward model {self.__name__!r} needs the text of each token, and {name}, a "
+                    f"reward model {self.__name__!r} needs the text of each token, but {name}, a "
                     f"{type(given).__name__}, does not have it; pass a PreTrainedTokenizerFast"
                 )
 

@@ -23,7 +23,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, TrainOutput
 
-from hfppo.saving.folders import (
+from hfppo.saving.checkpoint_folders import (
     EARLIER,
     STAGING,
     describe_last_checkpoint,
@@ -241,7 +241,7 @@ class CrashSafeTrainer(Trainer):
             return super().push_to_hub(*args, **kwargs)
         except Exception as error:
             error.add_note(
-                f"The push to {self.hub_model_id or 'the Hub'} failed. The model lies in {self.args.output_dir}; "
+                f"The push to {self.hub_model_id or 'the Hub'} failed. The model is in {self.args.output_dir}; "
                 "call trainer.push_to_hub() to try again."
             )
             raise

@@ -36,11 +36,11 @@ class JustInTimeCallback(JITCheckpointCallback):
         self.save_if_asked(control)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object):
-        """Wait: the step is logged and evaluated after this event."""
+        """Only note the step: it is logged and evaluated after this event."""
         self._stepped = True
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object):
-        """Save the run's last step once it is logged; log nothing more where the run was ended."""
+        """Save the run's last step once it is logged; log nothing more if a signal ended the run."""
         if self._saved:
             control.should_log = control.should_evaluate = control.should_save = False
         elif control.should_training_stop and self.jit_manager.is_checkpoint_requested:

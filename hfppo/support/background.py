@@ -99,7 +99,7 @@ class Tasks:
     """Advances generators, each at its own pace.
 
     A generator yields functions, which are called in the background, and receives their Futures. Anything else that it
-    yields is `ready`, until something is given to it.
+    yields is `ready`, until `give` answers it.
     """
 
     def __init__(self, tasks: Sequence[Generator[Any, Any, Any]], background: Background):
@@ -135,7 +135,7 @@ class Tasks:
                 left = min(left, patience) if self.ready else left
                 start = time.monotonic()
                 found = self.background.finished()
-                # A busy machine makes a moment longer, but the calls then need longer, too.
+                # On a busy machine the wait is longer, and so are the calls.
                 left -= min(time.monotonic() - start, MOMENT)
                 for key, called in found:
                     if isinstance(key, tuple):

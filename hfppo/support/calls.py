@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 def wait_for(call: Callable[[], Awaitable[T]]) -> T:
     """Run a coroutine function and return its result."""
-    # The event loop has a thread of its own, because a notebook already runs one in this thread.
+    # The event loop runs in another thread, because a notebook already runs one in this thread.
     with start_blocking_portal() as portal:
         return portal.call(call)
 
@@ -123,8 +123,8 @@ def interrupt(thread: threading.Thread) -> None:
 def call_in_thread(seconds: float | None, message: str, func: Callable[[], T]) -> T:
     """Return the function's result, or raise a TimeoutError after some seconds; for any thread, unlike `call_within`.
 
-    The function runs in a thread of its own, which is left to itself when the time is over: it ends as `interrupt`
-    says. Compiled code that keeps the interpreter's lock, such as a regular expression, stops all threads.
+    The function runs in a thread of its own, which is abandoned when the time is over; `interrupt` then ends it.
+    Compiled code that keeps the interpreter's lock, such as a regular expression, stops all threads.
 
     Args:
         seconds: time in which the function waits for other computing threads counts less. None for no limit; the

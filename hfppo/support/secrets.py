@@ -12,7 +12,7 @@ SECRET_TEXT = re.compile(r"\bhf_[A-Za-z0-9]{20,}|\w://[^/\s@\"']+@")  # a token 
 
 
 def find_secret(value: object, place: str) -> str | None:
-    """Return where a setting has a secret, at any depth, such as "model_init_kwargs['token']"; None without one."""
+    """Return where a setting has a secret, at any depth, such as "model_init_kwargs['token']", or None."""
     if isinstance(value, str):
         return place if SECRET_TEXT.search(value) else None
     inner: list[tuple[str, str, object]] = []  # name, place, value

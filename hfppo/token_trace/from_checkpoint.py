@@ -27,7 +27,7 @@ from hfppo.generation import configured_sampling, make_sampler
 from hfppo.generation.sampler import Completions, Sampler, completion_ids, eos_token_ids
 from hfppo.models.loading import load_base_of, load_tokenizer
 from hfppo.parts import TrainerInputs, load_parts
-from hfppo.saving.folders import find_last_intact
+from hfppo.saving.checkpoint_folders import find_last_intact
 from hfppo.saving.manifest import find_damage
 from hfppo.state import PPOState
 from hfppo.token_trace.record import Trace
@@ -45,7 +45,7 @@ class Question:
     score: float | None = None  # score of the completion; None: unknown
     seed: int | None = None  # seed of the sampled completion; None: the run's
     chat: bool = False  # whether the prompt is a user's message
-    base: str | None = None  # id or path of the base; None: the one that the adapter names
+    base: str | None = None  # id or path of the base; None: the base that the adapter names
     ref_model: str | None = None  # id or path of the reference; None: the base
 
 
@@ -165,7 +165,7 @@ def rebuild_settings(run: RunDescription, question: Question, written: list[int]
     values |= dict.fromkeys(OF_TURNS)  # one turn, without tools and environments
     values |= {
         "model_init_kwargs": None,
-        "policy_mode": "decoupled",  # log π_old is this model's, whatever sampled in the run
+        "policy_mode": "decoupled",  # log π_old is this model's, whichever sampler the run had
         "use_vllm": False,
         "reward_weights": None,  # the given score is the only reward
         "total_episodes": None,  # depends on the batch size, which is replaced
