@@ -35,6 +35,7 @@ class Rollout:
     ref_logprobs: Tensor | None = None  # (B, T) log π_ref; None when nothing needs it
     values: Tensor | None = None  # (B, T) V(s_t) before token t; None without a critic
     weights: Tensor | None = None  # (B, T) π_old/π_rollout, bounded, for the policy loss; None: not corrected
+    td_errors: Tensor | None = None  # (B, T) δ_t = r_t + γ·V(s_{t+1}) − V(s_t); None without a critic
     returns: Tensor | None = None  # (B, T) the targets of the values; None without a critic
     context: Tensor | None = None  # (B, T) bool, True on tokens of tools and environments: attended to, never credited
     # (N, H) states of the base below the critic's layers, of all rows' real tokens, row after row; None: not kept.

@@ -32,6 +32,8 @@ def test_bootstrapping_and_the_critics_own_lam(make_trainer):
     given = rollout.rewards, rollout.values, rollout.mask, 0.9
     assert_close(rollout.advantages, F.gae(*given, 0.5, final)[0])
     assert_close(rollout.returns, F.gae(*given, 0.8, final)[1])
+    ended, cut = rollout.td_errors.tolist()  # V is 2: 0.9 · 2 − 2 = −0.2 within, 1 − 2 = −1 at the end, 0.8 if cut
+    assert (ended, cut) == (pytest.approx([-0.2, -0.2, -1.0]), pytest.approx([-0.2, -0.2, 0.8]))
 
 
 def own_with_values(rewards, values, mask, gamma, lam, final_value):

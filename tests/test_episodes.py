@@ -135,6 +135,7 @@ def test_the_turn_limit_of_a_text_environment_ends_at_the_start_of_a_turn(make_a
     assert metrics["turns/unfinished_frac"] == 1
     last = int(rollout.mask[0].nonzero().max())
     assert float(rollout.returns[0, last]) == pytest.approx(-0.5 + 0.5 * 3.0)
+    assert float(rollout.td_errors[0, last]) == pytest.approx(-0.5 + 0.5 * 3.0 - 3.0)
 
 
 def test_a_text_environment_reads_a_turn_that_max_turn_length_cut(make_agent):

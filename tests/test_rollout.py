@@ -11,7 +11,7 @@ from hfppo.state import stream_seed
 
 quick = settings(max_examples=50, deadline=None, database=None, derandomize=True)
 PROMPT = ("prompt_ids", "prompt_mask")
-OPTIONAL = ("ref_logprobs", "values", "weights", "returns")
+OPTIONAL = ("ref_logprobs", "values", "weights", "td_errors", "returns")
 EXTREMES = torch.tensor([0.0, -0.0, 1e-38, -1e38, 3e38, float("-inf"), float("inf"), float("nan"), 1.0])
 
 

@@ -101,6 +101,7 @@ def test_traces_hold_the_trainers_own_numbers_before_and_after_the_update(make_t
                 "kl": rollout.old_logprobs - rollout.ref_logprobs,
                 "reward": rollout.rewards,
                 "value": rollout.values,
+                "td_error": rollout.td_errors,
                 "return_": rollout.returns,
                 "advantage": rollout.advantages,
                 "counted": rollout.loss_mask,
@@ -135,7 +136,8 @@ def test_numbers_of_a_trace_add_up(make_trainer, tmp_path):
             assert row.kl == pytest.approx(row.logprob - row.ref_logprob, abs=1e-6)
             earned = trace.table.score if t == len(rows) - 1 else 0.0
             assert row.reward == pytest.approx(earned - 0.1 * row.kl, abs=1e-6)
-            advantage = row.reward + 0.99 * value - row.value + 0.99 * 0.9 * advantage  # arXiv:1506.02438, eq. 16
+            assert row.td_error == pytest.approx(row.reward + 0.99 * value - row.value, abs=1e-6)
+            advantage = row.td_error + 0.99 * 0.9 * advantage  # arXiv:1506.02438, eq. 16
             value = row.value
             assert row.advantage == pytest.approx(advantage, abs=1e-5)
             assert row.return_ == pytest.approx(row.value + row.advantage, abs=1e-6)
@@ -209,6 +211,7 @@ def test_a_run_may_trace_its_own_completions_and_chosen_prompts(make_trainer, tm
         **{"rollout-000001": own, "rollout-000002": own, "rollout-000003": own},
         **{"prompts-000001": chosen, "prompts-000003": chosen},
     }
+    assert all({trace.kind for trace in read} == {name.split("-")[0]} for name, read in found.items())
     assert all(row.new_logprob is not None for read in found.values() for trace in read for row in trace.table.rows)
 
 
@@ -249,12 +252,12 @@ def test_traces_without_reference_critic_and_clip(make_trainer, tmp_path):
     config = {"kl_coef": 0.0, "advantage_estimator": "grpo", "num_generations": 2, "policy_loss": "gspo"}
     make_trainer(config, callbacks=[TokenTraceCallback()]).train()
     rows = [row for trace in traces(tmp_path / "out")[1] for row in trace.table.rows]
-    assert {(r.ref_logprob, r.kl, r.value, r.return_, r.clipped) for r in rows} == {(None,) * 5}
+    assert {(r.ref_logprob, r.kl, r.value, r.td_error, r.return_, r.clipped) for r in rows} == {(None,) * 6}
     assert all(r.ratio is not None for r in rows)
 
 
 def test_only_the_main_process_writes(tmp_path):
-    row = TokenRow("a", -1.0, None, None, 0.0, None, None, 0.5)
+    row = TokenRow("a", logprob=-1.0, reward=0.0, advantage=0.5)
     written = trace_file(tmp_path, 1)
     write_traces(written, [Trace(1, 0, 0.0, False, [1], [2], TokenTable("p", 1.0, [row]))])
     before, callback = written.read_text(), TokenTraceCallback()
@@ -268,7 +271,7 @@ def test_only_the_main_process_writes(tmp_path):
 
 
 def test_numbers_of_a_run_that_diverged_are_read_back(tmp_path):
-    row = TokenRow("a", -1.0, None, None, 0.0, None, None, 0.5, new_logprob=math.nan, ratio=math.inf, clipped=True)
+    row = TokenRow("a", logprob=-1.0, reward=0.0, advantage=0.5, new_logprob=math.nan, ratio=math.inf, clipped=True)
     trace = Trace(1, 0, 0.0, False, [1], [2], TokenTable("p", 1.0, [row, replace(row, token="nan")]), 4)
     write_traces(trace_file(tmp_path, 1), [trace])
     (read,) = read_traces(trace_file(tmp_path, 1))

@@ -180,7 +180,7 @@ def test_another_seed_draws_another_completion(run):
 def test_without_a_score_what_rests_on_it_is_unknown(run, capsys):
     trace, _ = trace_prompt(run.checkpoint, Question(PROMPT))
     assert trace.table.score is None
-    assert {(row.reward, row.return_, row.advantage) for row in trace.table.rows} == {(None,) * 3}
+    assert {(row.reward, row.td_error, row.return_, row.advantage) for row in trace.table.rows} == {(None,) * 4}
     assert [row.value for row in trace.table.rows] == pytest.approx([row.value for row in run.table.rows], abs=1e-5)
     main([str(run.checkpoint), PROMPT])
     assert "add --score 1" in capsys.readouterr().out

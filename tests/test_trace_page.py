@@ -24,6 +24,7 @@ def trace(rollout: int, prompt: str, shift: float) -> Trace:
             kl=0.25,
             reward=-0.025,
             value=0.1 * t + shift,
+            td_error=0.01 * t - 0.02,
             return_=0.9,
             advantage=(-1) ** t * (t + 1) * 0.25 + shift,
             counted=t != 4,
@@ -79,7 +80,14 @@ def test_tokens_and_all_their_numbers_are_shown(open_page, page_file):
     tokens(view, 1).nth(0).hover()
     assert detail(view) == {
         **{"log π_old": "−0.5000", "log π_ref": "−0.7500", "KL": "0.2500", "reward": "−0.0250", "value": "0.1250"},
-        **{"return": "0.9000", "advantage": "0.3750", "log π_new": "−0.4000", "ratio": "1.3500", "clipped": "yes"},
+        **{
+            "δ": "−0.0200",
+            "return": "0.9000",
+            "advantage": "0.3750",
+            "log π_new": "−0.4000",
+            "ratio": "1.3500",
+            "clipped": "yes",
+        },
     }
     tokens(view, 1).nth(1).focus()
     assert detail(view)["log π_old"] == "−1.5000"
@@ -103,11 +111,31 @@ def test_colours_diverge_around_the_columns_turning_point(open_page, page_file):
     assert blue[2] > blue[0]
     assert orange[0] > orange[2]
     assert colours()[4][3] > colours()[2][3] > colours()[0][3]  # 1.375, 0.875, 0.375: the further, the stronger
-    assert view.locator("#ends span").all_text_contents() == ["−1.88", "0.00", "1.88"]
+    assert view.locator(".ends span").all_text_contents() == ["−1.88", "0.00", "1.88"]
     view.locator("#column").select_option("ratio")
-    assert view.locator("#ends span").all_text_contents() == ["0.65", "1.00", "1.35"]
+    assert view.locator(".ends span").all_text_contents() == ["0.65", "1.00", "1.35"]
     assert colours()[0][3] > colours()[1][3] > 0
     assert [i for i, token in enumerate(tokens(view).all()) if "clipped" in token.get_attribute("class")] == [0]
+
+
+@pytest.mark.browser
+def test_each_kind_of_trace_has_its_own_labelled_scale(open_page, traces, tmp_path):
+    """Own completions are whitened, chosen prompts are not: the same colour means another number."""
+    rows = [replace(row, advantage=row.advantage * 2) for row in traces[0].table.rows]
+    own = replace(traces[0], kind="rollout", table=replace(traces[0].table, rows=rows))
+    (tmp_path / "both.html").write_text(render_page([own, traces[0]]), encoding="utf-8")
+    view = open_page(tmp_path / "both.html")
+    shown = [scale.inner_text().split() for scale in view.locator(".scale").all()]
+    assert shown == [
+        ["own", "completions", "−2.75", "0.00", "2.75"],
+        ["chosen", "prompts", "−1.38", "0.00", "1.38"],
+    ]
+    strongest = [tokens(view, i).nth(4).evaluate("x => getComputedStyle(x).backgroundColor") for i in (0, 1)]
+    assert strongest[0] == strongest[1]
+    assert [text.split(" · ")[0] for text in view.locator(".facts").all_text_contents()] == [
+        "own completions",
+        "chosen prompts",
+    ]
 
 
 @pytest.mark.browser
@@ -178,7 +206,10 @@ def test_phone_has_no_sideways_scroll_and_covers_nothing(open_page, page_file, l
 
 @pytest.mark.browser
 def test_page_of_one_trace_without_reward_has_no_slider_and_no_empty_columns(open_page, traces, tmp_path):
-    rows = [replace(row, reward=None, return_=None, advantage=None, clipped=None) for row in traces[0].table.rows]
+    rows = [
+        replace(row, reward=None, td_error=None, return_=None, advantage=None, clipped=None)
+        for row in traces[0].table.rows
+    ]
     rows = [replace(row, new_logprob=None, ratio=None, value=float("nan")) for row in rows]
     alone = replace(traces[0], updated_step=None, table=TokenTable("x", None, rows))
     (tmp_path / "one.html").write_text(render_page([alone]), encoding="utf-8")

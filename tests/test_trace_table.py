@@ -14,6 +14,7 @@ from hfppo.token_trace import TokenTable
 TOKENS = "请问1+1=2？", "是的等于2！"  # without the comma, so that 6 rewards stand on 6 tokens
 REWARDS = torch.tensor([[-0.01, -0.01, -0.01, -0.01, -0.01, 0.99]])
 VALUES = torch.tensor([[0.85, 0.88, 0.90, 0.93, 0.96, 0.99]])
+TD_ERRORS = [0.0112, 0.0010, 0.0107, 0.0104, 0.0101, 0.0000]  # −0.01 + 0.99 · 0.88 − 0.85 = 0.0112
 
 
 @pytest.fixture
@@ -22,6 +23,7 @@ def rollout(tokenizer) -> Rollout:
     prompt, completion = (torch.tensor([tokenizer(text)["input_ids"]]) for text in TOKENS)
     mask = torch.ones(1, 6, dtype=torch.bool)
     advantages, returns = gae(REWARDS, VALUES, mask, gamma=0.99, lam=0.95)
+    td_errors = torch.tensor([TD_ERRORS])
     logprobs = torch.tensor([[-0.12, -0.08, -0.15, -0.10, -0.05, -0.02]])
     ref = torch.tensor([[-0.15, -0.10, -0.18, -0.12, -0.08, -0.03]])
 
@@ -42,6 +44,7 @@ def rollout(tokenizer) -> Rollout:
         advantages=right(advantages),
         ref_logprobs=right(ref),
         values=right(VALUES),
+        td_errors=right(td_errors),
         returns=right(returns),
     )
 
@@ -52,6 +55,7 @@ def test_token_table_of_the_worked_example(rollout, tokenizer):
     assert "".join(row.token for row in table.rows) == "是的等于2！"
     assert [row.kl for row in table.rows] == pytest.approx([0.03, 0.02, 0.03, 0.02, 0.03, 0.01], abs=1e-6)
     advantages = [0.03816, 0.02866, 0.02942, 0.01990, 0.01010, 0.0]
+    assert [row.td_error for row in table.rows] == pytest.approx(TD_ERRORS, abs=1e-6)
     assert [row.advantage for row in table.rows] == pytest.approx(advantages, abs=6e-6)
     for row in table.rows:
         assert row.return_ == pytest.approx(row.value + row.advantage, abs=1e-6)
@@ -59,12 +63,13 @@ def test_token_table_of_the_worked_example(rollout, tokenizer):
 
 def test_table_in_a_terminal_of_80_columns(rollout, tokenizer):
     console = Console(file=io.StringIO(), width=80)
-    console.print(TokenTable.from_rollout(rollout, 0, tokenizer))
+    table = TokenTable.from_rollout(rollout, 0, tokenizer)
+    console.print(replace(table, rows=[replace(row, kl=-row.kl) for row in table.rows]))
     text = console.file.getvalue()
     assert "请问1+1=2？" in text
     assert "score 1" in text
     first = next(line for line in text.splitlines() if line.strip().startswith("是"))
-    assert first.split() == ["是", "-0.1200", "-0.1500", "0.0300", "-0.0100", "0.8500", "0.8882", "0.0382"]
+    assert first.split() == ["是", "-0.1200", "-0.1500", "-0.0300", "-0.0100", "0.8500", "0.0112", "0.8882", "0.0382"]
     assert "…" not in text
 
 
@@ -79,9 +84,9 @@ def test_table_in_a_notebook(rollout, tokenizer):
 
 
 def test_table_without_reference_and_critic(rollout, tokenizer):
-    bare = replace(rollout, ref_logprobs=None, values=None, returns=None)
+    bare = replace(rollout, ref_logprobs=None, values=None, td_errors=None, returns=None)
     rows = TokenTable.from_rollout(bare, 0, tokenizer).rows
-    assert {(row.ref_logprob, row.kl, row.value, row.return_) for row in rows} == {(None,) * 4}
+    assert {(row.ref_logprob, row.kl, row.value, row.td_error, row.return_) for row in rows} == {(None,) * 5}
 
 
 def test_trainers_rollout_is_what_training_would_see_and_does_not_disturb_it(make_trainer):

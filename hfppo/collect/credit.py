@@ -75,6 +75,7 @@ class CreditAssignment:
             ref_logprobs=passes.ref_logprobs,
             values=passes.values,
             weights=weights,
+            td_errors=self.td_errors(rewards, completions, passes),
             returns=returns,
             context=completions.context,
             base_states=passes.base_states,
@@ -96,13 +97,12 @@ class CreditAssignment:
             groups: (B,) prompt number.
         """
         args = self.args
-        open_ended = completions.truncated if completions.open_ended is None else completions.open_ended
         lam = args.lam if args.lam_alpha is None else F.length_adaptive_lam(completions.mask, args.lam_alpha)
         available: dict[str, Any] = {
             "rewards": rewards,
             "mask": completions.mask,
             "values": passes.values,
-            "final_value": None if passes.final_value is None else passes.final_value * open_ended,
+            "final_value": value_after_end(completions, passes),
             "groups": groups,
             "gamma": factor_by_turn(args.gamma, args.gamma_turn, completions),
             "lam": factor_by_turn(lam, args.lam_turn, completions),
@@ -115,6 +115,20 @@ class CreditAssignment:
         if returns is not None and args.lam_critic is not None:
             returns = call_estimator(estimator, {**available, "lam": args.lam_critic}, rows)[1]
         return advantages, returns
+
+    def td_errors(self, rewards: Tensor, completions: Completions, passes: Passes) -> Tensor | None:
+        """Return δ of each token, (B, T), which is its advantage at λ = 0; None without a critic."""
+        if passes.values is None:
+            return None
+        gamma = factor_by_turn(self.args.gamma, self.args.gamma_turn, completions)
+        final_value = value_after_end(completions, passes)
+        return F.gae(rewards, passes.values, completions.mask, gamma, lam=0.0, final_value=final_value)[0]
+
+
+def value_after_end(completions: Completions, passes: Passes) -> Tensor | None:
+    """Return V of the state after the last token, (B,), 0 where the completion has ended; None: 0 for all."""
+    open_ended = completions.truncated if completions.open_ended is None else completions.open_ended
+    return None if passes.final_value is None else passes.final_value * open_ended
 
 
 def final_scores(scored: Scored, completions: Completions, args: PPOConfig) -> Tensor:

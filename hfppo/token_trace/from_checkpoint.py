@@ -180,5 +180,5 @@ def rebuild_settings(run: RunDescription, question: Question, written: list[int]
 
 def remove_score(table: TokenTable) -> TokenTable:
     """Return a copy of a table without the score and the numbers computed from it."""
-    rows = [replace(row, reward=None, return_=None, advantage=None, counted=True) for row in table.rows]
+    rows = [replace(row, reward=None, td_error=None, return_=None, advantage=None, counted=True) for row in table.rows]
     return replace(table, score=None, rows=rows)

@@ -33,10 +33,18 @@ class Trace:
     completion_ids: list[int]
     table: TokenTable
     updated_step: int | None = None  # optimizer steps at the end of the update on this rollout; None until then
+    kind: str = "prompts"  # "rollout": one of the run's own completions; "prompts": of a chosen prompt, not whitened
 
     @classmethod
     def from_rollout(
-        cls, rollout: Rollout, index: int, table: TokenTable, number: int, step: int, kl_coef: float
+        cls,
+        rollout: Rollout,
+        index: int,
+        table: TokenTable,
+        number: int,
+        step: int,
+        kl_coef: float,
+        kind: str = "prompts",
     ) -> Self:
         """Return the trace of the completion at `index`, with its table; `number` is the rollout's, from 1."""
         return cls(
@@ -47,6 +55,7 @@ class Trace:
             prompt_ids=rollout.prompt_ids[index][rollout.prompt_mask[index]].tolist(),
             completion_ids=rollout.completion_ids[index][rollout.real[index]].tolist(),
             table=table,
+            kind=kind,
         )
 
     def token_rows(self) -> list[dict[str, object]]:

@@ -23,6 +23,7 @@ COLUMNS = {
     "kl": "KL",
     "reward": "reward",
     "value": "value",
+    "td_error": "δ",
     "return_": "return",
     "advantage": "advantage",
     "new_logprob": "log π_new",
@@ -44,6 +45,7 @@ class TokenRow:
     kl: float | None = None
     reward: float | None = None
     value: float | None = None
+    td_error: float | None = None  # δ = reward + γ·V(s_{t+1}) − value
     return_: float | None = None
     advantage: float | None = None
     turn: int | None = None  # the model's turn, from 1, in a completion of several turns
@@ -73,6 +75,7 @@ class TokenTable(JupyterMixin):
             "kl": None if ref is None else token_kl(old, ref, kl_estimator),
             "reward": rollout.rewards,
             "value": rollout.values,
+            "td_error": rollout.td_errors,
             "return_": rollout.returns,
             "advantage": rollout.advantages,
             "counted": rollout.loss_mask,
@@ -91,11 +94,12 @@ class TokenTable(JupyterMixin):
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         score = "unknown" if self.score is None else f"{self.score:g}"
         title = Text(f"{escape_control_characters(self.prompt)}   score {score}")
-        table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, collapse_padding=True)
+        table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
         table.add_column("token")
         shown = [name for name in COLUMNS if any(getattr(row, name) is not None for row in self.rows)]
         for name in shown:
-            table.add_column(COLUMNS[name], justify="right")
+            heading = COLUMNS[name]
+            table.add_column(heading, justify="right", no_wrap=" " not in heading)  # fits in 80 columns
         for row in self.rows:
             cells = [format_cell(getattr(row, name)) for name in shown]
             table.add_row(Text(escape_control_characters(row.token)), *cells, style="" if row.counted else "dim")
