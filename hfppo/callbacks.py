@@ -154,7 +154,7 @@ def call_event(
     ppo_state: PPOState,
     **arguments: object,
 ) -> None:
-    """Call an event of every `PPOCallback`; what they return or change is in `control` afterwards.
+    """Call an event of every `PPOCallback`; `control` then has what they return or change.
 
     Trainer's own `call_event` raises for events that a callback does not have.
     """
@@ -183,7 +183,7 @@ class TrainerHooks(TrainerCallback):
 class AdaptiveKLCallback(PPOCallback):
     """Steers the KL to the reference by changing β. arXiv:1909.08593, section 2.2.
 
-    Its state is β itself, which is in the checkpoint.
+    Its only state is β, which every checkpoint has.
 
     Args:
         target: KL per token to steer to, nats.

@@ -322,7 +322,7 @@ def report(peaks: Peaks, setup: Setup) -> str:
 
 
 def main() -> None:
-    """Print the peaks of a model, and what makes it fit a card."""
+    """Print the peaks of a model, and the settings with which it fits a card."""
     parser = HfArgumentParser(
         cast(Any, Setup),
         prog="python -m hfppo.memory",

@@ -124,7 +124,7 @@ def reduction_of(name: str) -> str:
     """Return how the parts of a metric become one number.
 
     Args:
-        name: a key of `METRICS`, or one with a name in place of its braces.
+        name: a key of `METRICS`, with a name for the part in braces, if any.
     Raises:
         KeyError: there is no such metric.
     """

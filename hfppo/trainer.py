@@ -597,7 +597,7 @@ class PPOTrainer(CrashSafeTrainer):
         super().log(logs, start_time)
 
     def _call_callbacks(self, event: str, **arguments: object) -> PPOControl:
-        """Call an event of every `PPOCallback`, and take over what they changed in `control`."""
+        """Call an event of every `PPOCallback`, and apply their changes to `control`."""
         control = PPOControl.of(self.control, self.ppo_state)
         call_event(self.callback_handler, event, self.args, self.state, control, self.ppo_state, **arguments)
         vars(self.control).update(control.flags())  # Trainer's handler keeps this object

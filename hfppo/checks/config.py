@@ -130,7 +130,7 @@ def find_fault(f: Field[Any], value: object, kind: object, hint: object) -> str 
     for wanted, (is_met, demand) in TYPES.items():
         if kind in (wanted, wanted | None) and not is_met(value):  # type: ignore[operator]
             is_number_in_text = wanted is float and re.fullmatch(r"[\d.+-]+e[+-]?\d+", str(value), re.IGNORECASE)
-            advice = "; YAML wants 1.0e-5, and takes 1e-5 for text" if is_number_in_text else ""
+            advice = "; YAML reads 1e-5 as text, so write 1.0e-5" if is_number_in_text else ""
             return f"{f.name}={value!r} {demand}{advice}"
     choices = choices_of(kind) or f.metadata.get("choices")
     if choices and value not in choices:
@@ -142,7 +142,7 @@ def find_fault(f: Field[Any], value: object, kind: object, hint: object) -> str 
 
 
 def choices_of(kind: object) -> tuple[str, ...]:
-    """Return the values of a Literal, or of an Enum alone or in a Union; others have none."""
+    """Return the values of a Literal, an Enum, or an Enum in a Union; nothing for other types."""
     if get_origin(kind) is Literal:
         return get_args(kind)
     enums = [part for part in (kind, *get_args(kind)) if isinstance(part, type) and issubclass(part, Enum)]
@@ -265,7 +265,7 @@ def check_inherited(args: TrainingArguments) -> None:
     if by_reward and cast(dict[str, object], args.lr_scheduler_kwargs or {}).get("mode") != "max":
         raise ValueError(
             f"lr_scheduler_type={SchedulerType(args.lr_scheduler_type).value!r} lowers the learning rate unless "
-            f"{args.metric_for_best_model} falls, but it should rise; set lr_scheduler_kwargs={{'mode': 'max'}}"
+            f"{args.metric_for_best_model} falls, but higher is better; set lr_scheduler_kwargs={{'mode': 'max'}}"
         )
     if args.enable_jit_checkpoint and args.world_size > 1:
         raise ValueError(

@@ -139,7 +139,7 @@ def autocast(accelerator: Accelerator) -> AbstractContextManager:
 
 
 def any_active(model: ActorCritic, accelerator: Accelerator, own: bool) -> bool:
-    """Return whether a row is active: here, or on any process if the model is sharded and all compute together."""
+    """Return whether a row is active here; on any process if the model is sharded, because all compute together."""
     if accelerator.num_processes == 1 or not is_sharded(model):
         return own
     active = torch.tensor([float(own)], dtype=torch.float32, device=accelerator.device)

@@ -178,7 +178,7 @@ def dataset_of(prompts: Sequence[object], columns: Mapping[str, Sequence[object]
     """Make a dataset of prompts and their columns.
 
     Raises:
-        ValueError: a single prompt in place of a list.
+        ValueError: a single prompt is given, not a list.
     """
     if isinstance(prompts, str) or any(map(is_message, prompts)):
         raise ValueError(f"prompts={prompts!r} is a single prompt; pass a list of prompts")

@@ -179,7 +179,7 @@ def check_template(chat_format: ChatFormat, role: str) -> None:
 
 
 def from_trl(function: str, tokenizer: PreTrainedTokenizerBase, remedy: str) -> Any:
-    """Return what a function of TRL's chat templates finds for a tokenizer.
+    """Return the result of a function of TRL's chat templates for a tokenizer.
 
     Raises:
         ValueError: it finds nothing; begins with the remedy.

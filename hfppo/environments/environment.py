@@ -1,4 +1,4 @@
-"""The contract of tools and environments, which extends that of TRL's GRPOTrainer.
+"""The contract of tools and environments, an extension of TRL's GRPOTrainer's.
 
 A tool is a function, plain or `async def`, with type hints and a Google-style docstring; a `functools.partial` or
 an object with `__call__` also works. An environment is an object with `reset(**row)`, called with the dataset's

@@ -143,7 +143,7 @@ class TransformersSampler(Sampler):
             new = [row for row in batch if not row.key_values.cache]
             lay_out(old, [row for row in rows if row.done and row.key_values.cache])
             self._read_shared(new)
-            if old and new:  # they differ in how much there is to read
+            if old and new:  # new rows have more tokens to read
                 self._sample(new, 1, in_turns)
             self._sample([row for row in batch if not row.done], STRETCH, in_turns)
         self.rows = [row for row in rows if row.key_values.cache]
@@ -159,7 +159,7 @@ class TransformersSampler(Sampler):
         self.on_progress(sum(shares) / len(shares))
 
     def _read_shared(self, rows: list[Row]) -> None:
-        """Read the tokens that several rows begin with once, if that saves enough."""
+        """Read the common beginning of several rows only once, if that saves enough."""
         length = shared_length(rows) if self.may_reuse else 0
         if length:
             heads = {tuple(row.tokens[:length]): Row(row.tokens[:length], 1, None, row.key_values) for row in rows}
@@ -173,13 +173,13 @@ class TransformersSampler(Sampler):
         """Read the tokens of a batch that are not in its KV cache, and sample the next ones.
 
         Args:
-            most: most tokens of a row, unless the KV cache cannot be kept.
-            keep: keep the KV cache of completions that are done, too.
+            most: maximum number of new tokens of a row; ignored if the KV cache cannot be kept.
+            keep: also keep the KV cache of finished completions.
         """
         settings, device = self.sampling, self.device
         ids, mask = (x.to(device) for x in pad_left([row.tokens for row in rows], settings.pad_id))
         width = ids.shape[1]
-        columns = max(len(row.tokens) + row.left for row in rows)  # no more, whenever the rows have joined the batch
+        columns = max(len(row.tokens) + row.left for row in rows)  # the same, whenever a row joined the batch
         most = min(most, columns - width) if self.may_reuse else max(row.left for row in rows)
         numbers = [row_uniforms([row.seed], len(row.logprobs) + most) for row in rows if row.seed is not None]
         # MPS has no float64, and CUDA no deterministic cumulative sum.

@@ -1,4 +1,4 @@
-"""The KV cache of `generate`, used again for rows that begin with tokens that were read: their own, or shared ones."""
+"""Reuse of the KV cache of `generate`, for rows whose first tokens were read already: by them, or by other rows."""
 
 from copy import copy
 from dataclasses import dataclass, field, fields

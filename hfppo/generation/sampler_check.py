@@ -45,7 +45,7 @@ def check_sampler(sampler: Sampler, device: torch.device) -> None:
 
 
 class Trial:
-    """Samples a few tokens for two prompts, of which the shorter one is padded.
+    """Samples a few tokens for two prompts; the shorter one is padded.
 
     Args:
         sampler: gives model and settings; it is not called.
@@ -81,7 +81,7 @@ class Trial:
         return float((outputs.logprobs - completions.logprobs[:1]).abs().median())
 
     def continues(self, first: Completions, limit: float) -> bool:
-        """Return whether the shorter row's next turn is right, for which its KV cache moves to other columns."""
+        """Return whether the shorter row's next turn is right after its KV cache has moved to other columns."""
         prompt = [*self.short, *first.ids[0].tolist(), *self.answer]
         try:
             second = self.sample([prompt])

@@ -68,8 +68,8 @@ def ppo_loss(terms: list[LossTerm], batch: Rollout, size: MiniBatchSize, args: P
         terms: from `PPOTrainer.loss_terms`.
         critic_only: during `critic_warmup`; the actor's terms get weight 0, so that DDP sees every parameter used.
     Raises:
-        TypeError: `terms` is None, as from a method without `return`.
-        ValueError: a term has not one number per completion token.
+        TypeError: `terms` is None, as a method without `return` gives.
+        ValueError: a term does not have one number per completion token.
     """
     if terms is None:
         raise TypeError("loss_terms returned None; return the list of LossTerm")

@@ -97,7 +97,7 @@ class ActorCritic(PeftModelForCausalLM):
                 set_peft_model_state_dict(self, start_adapter)
         self.critic = critic_module
         self.ref_model = ref_model.requires_grad_(False).eval() if ref_model is not None else None
-        # Of the kept base states, as their layer returned them; a prepared forward returns them in float32.
+        # The dtype in which a layer returned the kept base states; a prepared forward returns them in float32.
         self.base_states_dtype: torch.dtype | None = None
         self._as_reference = False
         disable_noise(self)

@@ -287,7 +287,7 @@ def adapted_trunk(model: PreTrainedModel, peft_config: PeftConfig, top: int | No
     for name, module in list(copied.named_children()):
         if trunk is not copied and trunk not in module.modules():
             setattr(copied, name, None)
-    copied._tied_weights_keys = None  # they name the output head
+    copied._tied_weights_keys = None  # the copy has no output head to tie
     layers = nn.ModuleList() if top is None else find_layers(trunk)
     below = dict.fromkeys(range(len(layers) - (top or 0)), nn.Identity())
     if top is not None:

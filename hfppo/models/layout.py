@@ -158,7 +158,7 @@ class Layout:
 
 
 def find_beginnings(rows: Rows) -> tuple[Tensor, Tensor]:
-    """Return an order in which rows that begin alike are neighbours, and how many tokens each shares with the last."""
+    """Return an order with equal beginnings together, and how many tokens each row shares with the row before it."""
     ids, lengths = rows.without_gap(), rows.lengths
     ids = ids.masked_fill(torch.arange(ids.shape[1], device=ids.device) >= lengths[:, None], -1)
     order = ids.unique(dim=0, return_inverse=True)[1].argsort(stable=True)
@@ -168,10 +168,10 @@ def find_beginnings(rows: Rows) -> tuple[Tensor, Tensor]:
 
 
 def order_rows(model: PreTrainedModel | PeftModel, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the order in which to cut rows into forward passes: those that begin alike together, or longest first.
+    """Return the order in which to cut rows into forward passes: equal beginnings together, or longest first.
 
-    Rows of similar length need little padding, and the first pass shows whether memory suffices. Also return how many
-    tokens each row shares with the last, in the first of these orders.
+    Rows of similar length need little padding, and the first pass shows whether memory suffices. Also return how
+    many tokens each row shares with the row before it, in the first of these orders.
     """
     rows = Rows.of(input_ids, attention_mask, width=1, final=True)
     if len(input_ids) > 1 and not can_pack(model) and can_share(model):
@@ -197,7 +197,7 @@ def lay_out(
 
 
 def find_layout(model: PreTrainedModel | PeftModel, rows: Rows, packed: bool) -> Layout:
-    """Return a tree where rows begin alike, and another layout otherwise."""
+    """Return a tree if rows have common beginnings, otherwise another layout."""
     apart = Layout.of(rows, packed)
     if packed or len(rows.ids) == 1 or not can_share(model):
         return apart

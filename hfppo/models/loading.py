@@ -153,7 +153,7 @@ def name_in_errors(argument: str, name: str, advice: str = "correct the id or pa
     """Name the argument and its value if loading fails; offline, transformers' errors leave it out.
 
     Raises:
-        ValueError: in place of an OSError or ValueError.
+        ValueError: replaces an OSError or ValueError.
     """
     try:
         yield
@@ -241,7 +241,7 @@ def positions_of(model: PreTrainedModel | PeftModel) -> tuple[int | None, bool]:
 
 
 def check_adapter(config: PeftConfig) -> None:
-    """Raise if a disabled adapter is not the reference, if it draws noise, or if it cannot be saved as a policy's.
+    """Raise if an adapter draws noise, cannot be saved for a language model, or, disabled, is not the reference.
 
     Raises:
         ValueError: a field or type that is not supported, another task type than CAUSAL_LM, or prompt learning.

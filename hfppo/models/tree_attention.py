@@ -1,6 +1,6 @@
-"""Attention for inputs in which tokens that several rows begin with stand once: each layer gathers the rows' keys.
+"""Attention for inputs that have the common beginnings of rows only once: each layer gathers the rows' keys.
 
-It takes the place of transformers' `sdpa`, and does the same unless a forward has its keywords. So models keep their
+It replaces transformers' `sdpa`, and does the same unless a forward has its keywords. So models keep their
 configuration, and a layer that activation checkpointing computes again does what it did before.
 """
 
@@ -29,7 +29,7 @@ def tree_attention(
 ) -> tuple[Tensor, None]:
     """Return attention of (1, H, N, D) tokens in their rows, (1, N, H, D); without `row_tokens`, what `sdpa` returns.
 
-    The first rows are computed whole, and the others from a column on, where they have a token of their own.
+    The first rows are computed whole, the others from the first column in which they have a token of their own.
 
     Args:
         row_tokens: (B, W) numbers of the rows' tokens, padded on the right.

@@ -128,7 +128,7 @@ def dropped_answers(run: RecentLogs, limit: float = 0.5) -> str | None:
     return run.explain(
         run.above("turns/dropped_result_frac", limit),
         "most episodes end at an answer that has no room, which the model never reads",
-        "answers of tools or the environment that are long beside the limit; too many turns for it",
+        "answers of tools or the environment that are long compared with the limit; too many turns for it",
         "shorten the answers; raise {max_completion_length}; lower {max_turn_length}, {max_tool_calling_iterations}",
     )
 

@@ -78,7 +78,7 @@ class ProcessRewardModel(RewardModel):
         Args:
             tokenizer: the policy's.
         Raises:
-            ValueError: they have several turns, or a tokenizer does not say which text a token writes.
+            ValueError: completions have several turns, or a tokenizer does not say which text a token writes.
         """
         if several_turns:
             raise ValueError(

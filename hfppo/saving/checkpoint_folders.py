@@ -57,7 +57,7 @@ def publish(staged: Path, final: Path) -> None:
 def rotate(output_dir: Path, limit: int | None, last: Path, best: str | None) -> None:
     """Delete the checkpoints beyond `save_total_limit`, but never the one just saved nor the best.
 
-    Unlike upstream, the oldest checkpoint is the one of the lowest step: clocks may be set back.
+    Unlike upstream, the oldest checkpoint has the lowest step: clocks may be set back.
     """
     if limit is None or limit <= 0:
         return

@@ -13,7 +13,7 @@ LOCK = "_running"  # Trainer pushes no file whose name begins with "_"
 
 
 class OutputLock:
-    """A POSIX advisory lock on an output folder, held by one process of a run.
+    """A POSIX advisory lock on an output folder, taken by one process of a run.
 
     The OS releases it when the process dies; child processes do not inherit it; it is released early if this process
     opens and closes the file elsewhere. Nothing is locked on Windows, in read-only folders and on file systems without

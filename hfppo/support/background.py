@@ -146,7 +146,7 @@ class Tasks:
         return len(self.results) < len(self.tasks)
 
     def take_ready(self) -> dict[int, Any]:
-        """Return what is ready, in the order of the tasks; they wait until something is given to them."""
+        """Return what is ready, in the order of the tasks, which wait until `give` answers them."""
         taken, self.ready = dict(sorted(self.ready.items())), {}
         return taken
 
