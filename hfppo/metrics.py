@@ -146,7 +146,7 @@ def is_metric(name: str) -> bool:
 
 @dataclass
 class Sums:
-    """Parts of one metric; the parts of several processes or steps add up."""
+    """Parts of one metric; add the parts of several processes or steps to combine them."""
 
     reduction: str
     count: float = 0.0

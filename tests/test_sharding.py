@@ -263,10 +263,10 @@ WITH_OPTIMIZER.state.deepspeed_plugin.deepspeed_config["optimizer"] = {"type": "
             "adapter",
             [],
             {"critic_warmup": 3},
-            "critic_warmup=3 makes steps of only the actor or only the critic",
+            "critic_warmup=3 some steps train only the actor or the critic",
         ),
-        (ZERO_2, "adapter", [], EPOCHS, "num_critic_epochs=8 makes steps of only the actor or only the critic"),
-        (ZERO_2, "adapter", [], PRETRAINING, "completions=512 makes steps of only the actor or only the critic"),
+        (ZERO_2, "adapter", [], EPOCHS, "num_critic_epochs=8 some steps train only the actor or the critic"),
+        (ZERO_2, "adapter", [], PRETRAINING, "completions=512 some steps train only the actor or the critic"),
         (
             engine(DistributedType.MULTI_GPU),
             *(

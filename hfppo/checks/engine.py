@@ -105,8 +105,8 @@ def check_fsdp(accelerator: Accelerator, model: ActorCritic, args: PPOConfig) ->
         )
     for setting, off in steps_of_one(args).items():
         raise ValueError(
-            f"{setting} makes steps of only the actor or only the critic, but FSDP2 cannot load a checkpoint lacking "
-            f"the other's optimizer state; set {off}, or use DDP"
+            f"with {setting} some steps train only the actor or the critic, but FSDP2 cannot load a checkpoint "
+            f"lacking the other's optimizer state; set {off}, or use DDP"
         )
     critic = model.critic
     if critic is not None and args.vf_coef == 0:
@@ -148,8 +148,8 @@ def check_deepspeed(config: dict, args: PPOConfig) -> None:
         )
     for setting, off in steps_of_one(args).items():
         raise ValueError(
-            f"{setting} makes steps of only the actor or only the critic, but DeepSpeed's optimizer would change the "
-            f"other's weights by weight decay and momentum; set {off}, or use DDP"
+            f"with {setting} some steps train only the actor or the critic, but DeepSpeed's optimizer would change "
+            f"the other's weights by weight decay and momentum; set {off}, or use DDP"
         )
     if "optimizer" in config:
         raise ValueError(

@@ -182,7 +182,7 @@ def from_trl(function: str, tokenizer: PreTrainedTokenizerBase, remedy: str) -> 
     """Return the result of a function of TRL's chat templates for a tokenizer.
 
     Raises:
-        ValueError: it finds nothing; begins with the remedy.
+        ValueError: the function finds nothing; the error begins with the remedy.
     """
     found = None
     with suppress(ImportError, ValueError):  # trl is not installed, or has no such template
@@ -190,5 +190,7 @@ def from_trl(function: str, tokenizer: PreTrainedTokenizerBase, remedy: str) -> 
 
         found = getattr(chat_template_utils, function)(tokenizer)
     if found is None:
-        raise ValueError(f"{remedy}; trl, which has some for many models, is not installed or has none for this one")
+        raise ValueError(
+            f"{remedy}; trl, which has templates for many models, is not installed or has none for this model"
+        )
     return found

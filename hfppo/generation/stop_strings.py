@@ -24,7 +24,7 @@ class StopStrings:
         return 4 * max(map(len, self.strings)) + 4
 
     def found(self, ids: list[int]) -> bool:
-        """Return whether one of the texts occurs."""
+        """Return whether the text has one of the stop strings."""
         text = self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
         return any(string in text for string in self.strings)
 

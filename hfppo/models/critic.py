@@ -252,7 +252,7 @@ def build_critic(source: CriticSource, base: PreTrainedModel, peft_config: PeftC
     check_placement("critic", model)
     if own and is_resized(model, None):
         raise ValueError(
-            f"critic has another vocabulary than {model.config.name_or_path!r}, from which it would be loaded again; "
+            f"critic has another vocabulary than {model.config.name_or_path!r}, but a saved run loads it from there; "
             "save it with save_pretrained, and give that folder"
         )
     # Some models project their states to another width before the head.

@@ -28,7 +28,7 @@ _shares: MutableMapping[nn.Module, bool] = WeakKeyDictionary()  # `can_share`
 
 @dataclass(frozen=True)
 class Rows:
-    """What a forward pass reads of B rows of prompt and completion."""
+    """B rows of prompt and completion, and which of their tokens a forward pass reads."""
 
     ids: Tensor  # (B, P + T)
     read: Tensor  # (B, P + T) bool

@@ -241,7 +241,7 @@ def positions_of(model: PreTrainedModel | PeftModel) -> tuple[int | None, bool]:
 
 
 def check_adapter(config: PeftConfig) -> None:
-    """Raise if an adapter draws noise, cannot be saved for a language model, or, disabled, is not the reference.
+    """Raise if an adapter draws noise, cannot be disabled, or cannot be saved for a language model.
 
     Raises:
         ValueError: a field or type that is not supported, another task type than CAUSAL_LM, or prompt learning.

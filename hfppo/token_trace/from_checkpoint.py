@@ -149,8 +149,8 @@ def load_base(folder: Path, config: PeftConfig, run: RunDescription, question: Q
         return load_base_of(str(folder), config, weights, dtype=dtype, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"the base {config.base_model_name_or_path!r} of {folder} cannot be loaded; start where that path leads "
-            f"to it, or give --base ({error})"
+            f"the base {config.base_model_name_or_path!r} of {folder} cannot be loaded; start in the folder that "
+            f"the path is relative to, or give --base ({error})"
         ) from error
 
 
