@@ -229,7 +229,7 @@ def without_data(model: ActorCritic) -> ActorCritic:
 
 
 def inputs(model: ActorCritic, setup: Setup, rows: int) -> dict[str, Tensor]:
-    """Return rows without padding whose prompts differ."""
+    """Return rows with different prompts, without padding."""
     size = rows * setup.width
     return {
         "input_ids": torch.arange(size).view(rows, setup.width) % model.config.get_text_config().vocab_size,

@@ -487,7 +487,7 @@ class PPOTrainer(CrashSafeTrainer):
         self._run.before_step(cast(Optimizer, self.optimizer), self._plan.moves_actor, factor)
 
     def _after_step(self) -> None:
-        """Call the callbacks after an optimizer step, and end the rollout's use if one of them asks for it."""
+        """Call the callbacks after an optimizer step; drop the remaining steps on the rollout if one asks for it."""
         if self.ppo_state.rollouts == 0:  # critic pretraining
             return
         step = self._run.end_step(self.state.global_step - self.ppo_state.first_step)
