@@ -59,6 +59,7 @@ READ_FOR = {
 }
 
 METRIC_SCHEDULERS = ("reduce_lr_on_plateau", "greedy")  # schedulers that read an evaluation's metric
+TEXT_OR_NONE = (str | None, dict | str | None, dict[str, Any] | str | None)
 
 
 def is_number(x: object) -> bool:
@@ -102,7 +103,7 @@ UNREAD_FIELDS = (
 def check_fields(args: TrainingArguments) -> None:
     """Check types, ranges and choices before TrainingArguments uses the values.
 
-    NumPy's scalars become Python's.
+    NumPy's scalars become Python's. The texts "None" and "null" become None where a command line has no other way.
 
     Raises:
         ValueError: values have the wrong type, are out of range, or are not among the choices; names all of them.
@@ -114,6 +115,8 @@ def check_fields(args: TrainingArguments) -> None:
         value, kind = getattr(args, f.name), plain[f.name]
         if isinstance(value, np.generic):
             value = value.item()
+        if kind in TEXT_OR_NONE and value in ("None", "none", "null"):
+            value = None
         setattr(args, f.name, value)
         if value is None and (f.default is None or NoneType in get_args(kind)):
             continue
