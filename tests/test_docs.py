@@ -237,7 +237,7 @@ def commands() -> list[str]:
 
 def test_commands_for_cpus_start_as_many_processes_as_they_say():
     """accelerate starts one process on CPUs, whatever the number; torchrun's are connected with --use_cpu alone."""
-    records = DOCS / "results.md"  # commands as they were run
+    records = DOCS / "notes/results.md"  # commands as they were run
     pages = [README, *(page for page in PAGES if page != records), *(ROOT / "recipes").glob("*.py")]
     lines = [line for page in pages for line in page.read_text().replace("\\\n", " ").splitlines()]
     launched = [line for line in lines if re.search(r"(torchrun|accelerate launch) .*recipes/\w+\.py", line)]

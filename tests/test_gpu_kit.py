@@ -225,11 +225,3 @@ def test_rows_show_figures_reasons_and_what_is_open(tmp_path, capsys):
     assert lines[at + 4].startswith("| cut |")
     assert any(line.startswith("| needs vllm |") for line in lines)
     assert sum(line.startswith("| not run |") for line in lines) == len(SECTIONS) - 3
-
-
-def test_results_have_the_tables_of_the_rows(tmp_path, capsys):
-    rows.main(tmp_path)
-    heads = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")][::2]
-    assert len(heads) == len(SECTIONS)
-    text = (ROOT / "docs/results.md").read_text()
-    assert [head for head in heads if head not in text] == []

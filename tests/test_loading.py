@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 import hfppo.models
 import hfppo.models.critic
-from helpers.tiny import LORA, lora, scorer, tiny_model, tiny_of_type
+from helpers.tiny import lora, scorer, tiny_model, tiny_of_type
 from hfppo.models.actor_critic import ActorCritic
 from hfppo.models.loading import default_peft_config
 
@@ -195,5 +195,5 @@ def test_the_warning_that_every_wrapped_model_would_give_is_not_shown():
     with warnings.catch_warnings(record=True) as shown:
         warnings.simplefilter("always")
         importlib.reload(hfppo.models)  # pytest has replaced the filters of its first import
-        get_peft_model(tiny_model(), LORA)
+        get_peft_model(tiny_model(), lora())
     assert [str(each.message) for each in shown if each.category is FutureWarning] == []

@@ -44,7 +44,7 @@ def test_an_architecture_with_more_than_a_head_after_its_trunk_is_refused(make_t
     shape = {"vocab_size": 26, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     shape |= {"num_attention_heads": 2, "input_embedding_size": 16, "output_embedding_size": 24, "is_decoder": True}
     model = RemBertForCausalLM(RemBertConfig(**shape, bos_token_id=1, eos_token_id=1, pad_token_id=0))
-    with pytest.raises(ValueError, match=r"RemBertForCausalLM does not compute .* use another architecture"):
+    with pytest.raises(ValueError, match=r"RemBertForCausalLM needs more .* use another architecture"):
         make_trainer(model=model, critic="shared").rollout(["1+1="])
 
 

@@ -13,7 +13,7 @@ from transformers import (
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from helpers.runs import gradients, logged, stops_at_kl, trainable
-from helpers.tiny import LORA, lora, tiny_gpt2, tiny_model, tiny_of_type, tiny_opt, tiny_qwen3
+from helpers.tiny import lora, tiny_gpt2, tiny_model, tiny_of_type, tiny_opt, tiny_qwen3
 from hfppo import ActorCritic
 from hfppo.generation.generate import TransformersSampler
 from hfppo.generation.sampler import Sampling
@@ -561,7 +561,7 @@ def test_autocast_alone_casts_the_inputs_of_lora(monkeypatch, checkpointed):
 
     def outputs() -> tuple[list[torch.Tensor], set[torch.dtype]]:
         torch.manual_seed(0)
-        model = ActorCritic(tiny_model().bfloat16(), LORA).train()
+        model = ActorCritic(tiny_model().bfloat16(), lora()).train()
         for parameter in (*model.actor_parameters(), *model.critic_parameters()):
             torch.nn.init.normal_(parameter, std=0.1)
         if checkpointed:

@@ -26,7 +26,7 @@ from transformers.tokenization_mistral_common import MistralCommonBackend
 from transformers.utils.import_utils import is_mistral_common_available
 
 from helpers.runs import trained_state
-from helpers.tiny import LORA, scorer, tiny_model
+from helpers.tiny import LORA, lora, scorer, tiny_model
 from hfppo import ActorCritic, PPOConfig
 from hfppo.models.adapter_config import describe_adapter, find_differences
 from hfppo.models.critic import ValueHead
@@ -328,7 +328,7 @@ def test_models_that_cannot_read_the_actors_tokens_are_refused(make_trainer):
 @pytest.mark.parametrize("layers", [3, 5])
 def test_a_critic_of_another_depth_is_refused(tmp_path, layers):
     """With so many layers PEFT writes the adapter's targets without their numbers, and the configurations agree."""
-    ActorCritic(tiny_model(num_hidden_layers=4), LORA).save_pretrained(tmp_path / "saved")
+    ActorCritic(tiny_model(num_hidden_layers=4), lora()).save_pretrained(tmp_path / "saved")
     with pytest.raises(ValueError, match=r"contains a critic of other layers: .* differ in trunk.*layers"):
         ActorCritic(tiny_model(num_hidden_layers=layers), LORA, critic=str(tmp_path / "saved"))
 

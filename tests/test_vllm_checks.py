@@ -363,7 +363,11 @@ def test_the_engines_memory_is_set_in_vllms_own_words(make_trainer, base, asked,
     trainer = make_trainer({"vllm_engine_kwargs": given}, model=base)
     engine = ColocatedEngine(trainer.model, trainer.args)
     assert asked["gpu_memory_utilization"] == share
-    assert isinstance(engine.awake(), nullcontext) is not sleeps
+    calls = []
+    engine.llm = SimpleNamespace(wake_up=lambda: calls.append("wake_up"), sleep=lambda level: calls.append("sleep"))
+    with engine.awake():
+        calls.append("awake")
+    assert calls == (["wake_up", "awake", "sleep"] if sleeps else ["awake"])
 
 
 def test_the_engine_leaves_the_training_process_its_threads(make_trainer, base, asked, monkeypatch):

@@ -1,7 +1,7 @@
 """Measure hfppo on a machine with one GPU, in at most 35 minutes.
 
     python tests/gpu/kit.py --out DIR [--only tests,vllm] [--wheels WHEELS] [--peak_tflops 989]
-    python tests/gpu/rows.py DIR          # the rows of docs/results.md
+    python tests/gpu/rows.py DIR          # tables of what it measured
     python tests/gpu/kit.py --out DIR --dry-run
     python tests/gpu/kit.py --out DIR --small          # on a CPU: shows that the kit runs
 

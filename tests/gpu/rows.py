@@ -1,4 +1,4 @@
-"""Print what `kit.py` measured as the tables of docs/results.md.
+"""Print what `kit.py` measured as tables.
 
 python tests/gpu/rows.py DIR
 """
