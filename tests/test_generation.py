@@ -409,7 +409,7 @@ def test_a_stop_token_ends_a_completion(make_trainer):
     assert stopped.truncated.tolist() == expected.truncated.tolist()
     assert not stopped.truncated[0]
     with pytest.raises(
-        ValueError, match=r"generation_kwargs\['stop_token_ids'\] has token id 1000, and the model knows 26"
+        ValueError, match=r"generation_kwargs\['stop_token_ids'\] has token id 1000, but the model's 26 token ids"
     ):
         make_trainer({"generation_kwargs": {"stop_token_ids": [1000]}})
 

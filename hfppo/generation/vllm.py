@@ -175,8 +175,8 @@ class ColocatedEngine:
         for name, size in engine_kwargs.items():
             if name.endswith("_parallel_size") and size > 1:
                 raise ValueError(
-                    f"vllm_engine_kwargs={engine_kwargs!r}: each of the {args.world_size} training processes has "
-                    f"an engine on its own GPU only; leave {name} out, or set vllm_mode='server'"
+                    f"vllm_engine_kwargs={engine_kwargs!r}: a colocated engine has only its training process's "
+                    f"GPU, and the process is one of {args.world_size}; leave {name} out, or set vllm_mode='server'"
                 )
         # In a separate process the engine does not see settings of the training process, such as the device.
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
