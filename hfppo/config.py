@@ -109,6 +109,11 @@ class PPOConfig(TrainingArguments):
         None, "Total number of completions to train on, rounded up to rollouts; sets `max_steps` (TRL)."
     )
     num_generations: Count = option(1, "Completions per prompt (GRPO).")
+    prompt_candidates: Count = option(
+        1,
+        "Prompts looked at for each one of a rollout; those with most to learn from are taken. 1: the next ones "
+        "(arXiv:2510.01135).",
+    )
     max_prompt_length: Count | None = option(512, "Longest prompt in tokens; longer ones are dropped. None: no limit.")
     max_completion_length: Count = option(
         256, "Longest completion in tokens, those of tools and environments included (GRPO)."
@@ -327,6 +332,11 @@ class PPOConfig(TrainingArguments):
         """Completions per process in a rollout."""
         return self.per_device_train_batch_size * self.gradient_accumulation_steps * self.num_mini_batches
 
+    @property
+    def prompts_per_process(self) -> int:
+        """Prompts per process in a rollout."""
+        return self.rollout_size_per_process // self.num_generations
+
     def rollouts_for(self, completions: int) -> int:
         """Return the number of rollouts with at least this many completions of all processes."""
         return -(-completions // (self.rollout_size_per_process * self.world_size))
@@ -376,6 +386,11 @@ class PPOConfig(TrainingArguments):
     def needs_critic(self) -> bool:
         """Whether the advantage estimator reads values."""
         return estimator_needs(self.advantage_estimator, "values")
+
+    @property
+    def selects_groups(self) -> bool:
+        """Whether more groups are sampled than a rollout has, and those with spread are kept."""
+        return self.prompt_candidates > 1 and not self.needs_critic
 
     @property
     def whitens_advantages(self) -> bool:

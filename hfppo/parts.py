@@ -10,7 +10,7 @@ from peft import PeftConfig, PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from hfppo.checks.data import check_calls, check_ids, check_lengths
+from hfppo.checks.data import check_calls, check_candidates, check_ids, check_lengths
 from hfppo.config import PPOConfig
 from hfppo.data.chat_template import CLOCK, RunDate
 from hfppo.data.prompts import Prompts
@@ -115,6 +115,7 @@ def load_parts(inputs: TrainerInputs) -> Parts:
     prompt_maker = load_prompt_maker(inputs)
     tokenizer, agents = prompt_maker.tokenizer, prompt_maker.agents
     prompts = prompt_maker.of_datasets(inputs.train_dataset, inputs.eval_dataset)
+    check_candidates(prompts.train, args, agents)
     longest = max((some.longest for some in prompts.named.values()), default=0)
 
     loaded = load_model(inputs.model, **inputs.of_model)

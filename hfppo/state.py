@@ -23,6 +23,10 @@ class PPOState:
     last_step: int = 0  # global step at which the next one is due; a callback may bring it forward
     skipped_steps: int = 0  # steps left out at rollouts' ends in this run, if its length is in completions
     pretraining_rollouts: int = 0  # collected for the critic's pretraining
+    passed_over: int = 0  # prompts that `prompt_candidates` has passed over
+    # V(s₀) and score of the last completions whose prompts were drawn uniformly, by which the critic is judged.
+    uniform_scores: list[list[float]] = field(default_factory=list)
+    spread: float = 1.0  # share of the last rollout's groups whose scores differed
     pretraining_results: dict[str, float] = field(default_factory=dict)  # as in `all_results.json`; {} until done
 
     @property
@@ -42,7 +46,7 @@ class PPOState:
 
 # Purposes of random draws; two purposes never share numbers.
 ORDER_STREAM, SAMPLING_STREAM, EVAL_STREAM, SHUFFLE_STREAM, ENVIRONMENT_STREAM = 1, 2, 3, 4, 5
-PRETRAINING_STREAM = 7
+PRETRAINING_STREAM, CHOICE_STREAM = 7, 8
 
 
 def stream_seed(*numbers: int) -> int:

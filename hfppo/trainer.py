@@ -32,6 +32,7 @@ from hfppo.checkpoint import PPOCheckpoint, Standing, describe_run, saved_run
 from hfppo.checks.data import check_output_folder, check_types
 from hfppo.checks.engine import check_engine, wait_at_exit
 from hfppo.checks.unknown_names import checks_keywords
+from hfppo.collect.candidates import Choice, judge
 from hfppo.collect.collector import Collected, Collector
 from hfppo.collect.evaluation import EvalPrompts, check_best_metric, evaluate_prompts
 from hfppo.collect.forward import autocast
@@ -339,22 +340,28 @@ class PPOTrainer(CrashSafeTrainer):
 
     def _collect_rollout(self) -> Rollout:
         """Collect the next rollout and tell the callbacks."""
-        collected = self._collect_next(self.collector)
         state = self.ppo_state
+        choice, collected = self._collect_next(self.collector)
+        rollout, measures = collected.rollout, collected.measures
+        if self.args.prompt_candidates > 1:
+            state.uniform_scores, of_choice = judge(state, choice, rollout, self.collector.gather)
+            measures |= of_choice
+        metrics = Meter(measures).read()
+        state.passed_over += choice.passed_over
+        state.spread = metrics.get("candidates/spread", 1.0)
         state.rollouts += 1
         state.first_step = self.state.global_step
         state.last_step = state.first_step + self.args.updates_per_rollout
         self._run.steps = []
-        self._run.log.update(collected.measures)
-        rollout, metrics = collected.rollout, Meter(collected.measures).read()
+        self._run.log.update(measures)
         self._call_callbacks("on_rollout_end", rollout=rollout, transcript=collected.transcript, metrics=metrics)
         return rollout
 
-    def _collect_next(self, collector: Collector) -> Collected:
+    def _collect_next(self, collector: Collector) -> tuple[Choice, Collected]:
         """Collect a rollout for the next prompts."""
         assert self._train_prompts is not None
-        rows = collector.training_rows(self._train_prompts, self.ppo_state.next_rollout)
-        return collector.collect(rows, self.ppo_state, self.state, show=self._progress.phase)
+        choice = collector.choose_rows(self._train_prompts, self.ppo_state)
+        return choice, collector.collect(choice.rows, self.ppo_state, self.state, show=self._progress.phase)
 
     def _pretrain_critic(self) -> None:
         """Pretrain the critic if that is asked for and was not done; callbacks see its logs only."""
@@ -365,7 +372,7 @@ class PPOTrainer(CrashSafeTrainer):
         state.pretraining_rollouts = 0
         with self._progress.phase("critic_pretraining"):
             while state.pretraining_rollouts < self.args.critic_pretraining_rollouts:
-                rollouts.append(self._collect_next(collector).rollout)
+                rollouts.append(self._collect_next(collector)[1].rollout)
                 state.pretraining_rollouts += 1
             pretraining = CriticPretraining(self._run, cast(Optimizer, self.optimizer), self._backward, self.log)
             state.pretraining_results = pretraining.fit(rollouts)

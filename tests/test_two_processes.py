@@ -68,6 +68,8 @@ def assert_resumed_exactly(result: dict) -> None:
     assert len(result["resumed"]) == 2
     assert all(resumed == result["straight"] for resumed in result["resumed"])
     assert all(resumed == result["straight_logs"] for resumed in result["resumed_logs"])
+    assert result["chosen"][0] == result["chosen"][1]
+    assert result["chosen_logs"][0] == result["chosen_logs"][1]
 
 
 def assert_like_one(result: dict, one: dict) -> None:
@@ -77,7 +79,9 @@ def assert_like_one(result: dict, one: dict) -> None:
         assert_close(torch.tensor(gradient), torch.tensor(one["gradients"][name]), rtol=1e-4, atol=1e-6, msg=name)
     for entry, expected in zip(result["straight_logs"], one["straight_logs"], strict=True):
         assert entry == pytest.approx(expected, rel=1e-5, abs=1e-5)
-    for found, expected in zip(result["variants_logs"], one["variants_logs"], strict=True):
+    assert sum("candidates/chosen" in entry for entry in one["chosen_logs"][0]) > 1
+    of_variants = [[*results["variants_logs"], results["chosen_logs"][0]] for results in (result, one)]
+    for found, expected in zip(*of_variants, strict=True):
         assert len(found) == len(expected) > 3
         for entry, of_one in zip(found, expected, strict=True):
             assert entry == pytest.approx(of_one, rel=1e-4, abs=1e-5)
@@ -103,7 +107,7 @@ def test_several_processes_resume_bit_for_bit(several):
 
 
 def test_several_processes_hold_the_same_weights(several):
-    for name in ("straight", "straight_logs", "evaluation", "critic_first", "pretraining"):
+    for name in ("straight", "straight_logs", "evaluation", "chosen", "chosen_logs", "critic_first", "pretraining"):
         assert all(result[name] == several[0][name] for result in several)
 
 

@@ -211,6 +211,13 @@ def check_combinations(args: Any) -> None:
             "Use k2, k3 or k1+, whose gradient is that of k2.",
             stacklevel=5,  # the line that makes the configuration
         )
+    needs = [estimator_needs(args.advantage_estimator, needed) for needed in ("values", "groups")]
+    if args.prompt_candidates > 1 and not any(needs):
+        raise ValueError(
+            f"prompt_candidates={args.prompt_candidates} chooses by the critic or by the scores of a group, and "
+            f"advantage_estimator={args.advantage_estimator!r} has neither; leave it out, or set "
+            "advantage_estimator='gae' or 'grpo'"
+        )
     for field, needed in READ_FOR.items():
         if (value := getattr(args, field)) not in (None, 0) and not estimator_needs(args.advantage_estimator, needed):
             raise ValueError(

@@ -64,6 +64,21 @@ def is_or_makes(x: object, kind: type) -> bool:
     return isinstance(x, kind) or (isinstance(x, type) and issubclass(x, kind))
 
 
+def check_candidates(prompts: object, args: PPOConfig, agents: Agents | None) -> None:
+    """Raise if a dataset has fewer prompts than a rollout looks at; an environment makes new ones of each.
+
+    Raises:
+        ValueError: it has.
+    """
+    looked_at = args.prompt_candidates * args.prompts_per_process * args.world_size
+    resets = agents is not None and agents.has_environments
+    if args.prompt_candidates > 1 and isinstance(prompts, Prompts) and not resets and looked_at > len(prompts):
+        raise ValueError(
+            f"prompt_candidates={args.prompt_candidates} looks at {looked_at} prompts for a rollout, and "
+            f"train_dataset has {len(prompts)}; lower it, make rollouts smaller, or add prompts"
+        )
+
+
 def check_output_folder(sources: list[tuple[str, object]], args: PPOConfig) -> None:
     """Raise if the output folder contains a model or reward function of the run.
 

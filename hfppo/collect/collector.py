@@ -13,23 +13,24 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase, TrainerState
 
 from hfppo import functional as F
+from hfppo.collect.candidates import Choice, ScoreLine, choose, measure_choice, num_candidates
 from hfppo.collect.check_finite import check_rollout
 from hfppo.collect.completed import Completed
-from hfppo.collect.credit import CreditAssignment
-from hfppo.collect.forward import Passes, any_active, autocast, forward_passes
-from hfppo.collect.rollout_metrics import measure_episodes, measure_rollout, measure_scores
-from hfppo.collect.rows import eval_rows, training_rows
+from hfppo.collect.credit import CreditAssignment, counted_tokens, final_scores
+from hfppo.collect.forward import Passes, any_active, autocast, forward_passes, prompt_values
+from hfppo.collect.rollout_metrics import measure_episodes, measure_rollout, measure_scores, scores_alike
+from hfppo.collect.rows import all_completions, eval_rows, prompt_rows
 from hfppo.config import PPOConfig
 from hfppo.data.prompt_stream import PromptStream
 from hfppo.data.prompts import Prompts, Row
 from hfppo.environments.episodes import EpisodePlayer
 from hfppo.generation.sampler import Completions, Sampler
-from hfppo.metrics import Measures, parts_of
+from hfppo.metrics import Measures, parts, parts_of
 from hfppo.models.actor_critic import ActorCritic
 from hfppo.models.modes import eval_mode
 from hfppo.rewards.functions import RewardFunctions, Scored
 from hfppo.rollout import Rollout, Transcript
-from hfppo.state import PPOState
+from hfppo.state import CHOICE_STREAM, PPOState
 from hfppo.support.out_of_memory import explain_out_of_memory
 from hfppo.support.padding import pad_left
 
@@ -92,9 +93,41 @@ class Collector:
     player: EpisodePlayer | None = None  # None without tools and environments
 
     def training_rows(self, prompts: Prompts | PromptStream, rollout_index: int) -> list[Row]:
-        """Return this process's rows of a rollout."""
-        number = rollout_index * self.accelerator.num_processes + self.accelerator.process_index
-        return training_rows(prompts, number * self.args.rollout_size_per_process, self.args)
+        """Return this process's rows of a rollout with the next prompts of the order."""
+        return self.choose_rows(prompts, PPOState(kl_coef=0.0, rollouts=rollout_index)).rows
+
+    def choose_rows(self, prompts: Prompts | PromptStream, state: PPOState) -> Choice:
+        """Return this process's rows of the next rollout.
+
+        They have the prompts that the critic chooses, or the next ones. There may be more groups than a rollout has.
+        """
+        line, args, processes = ScoreLine.fit(state.uniform_scores), self.args, self.accelerator.num_processes
+        count = args.prompts_per_process * processes
+        first = state.next_rollout * count + state.passed_over
+        window = range(first, first + num_candidates(line, state.spread, args) * processes)
+        if not line.may_choose:
+            rows = prompt_rows(prompts, window[self.own_part(len(window))], args)
+            return Choice(all_completions(rows, args), torch.ones(len(rows), dtype=torch.bool), len(window) - count)
+        candidates = prompt_rows(prompts, window, args)
+        values = self.gather(self.prompt_values(candidates[self.own_part(len(window))])[:, None])[:, 0]
+        expected = line.expected(values, values.mean())
+        taken, uniform = choose(line.distances(expected), count, (args.seed, CHOICE_STREAM, first))
+        own = self.own_part(count)
+        rows = [candidates[i] for i in taken[own].tolist()]
+        measures = measure_choice(expected, taken, uniform)
+        return Choice(all_completions(rows, args), uniform[own], len(window) - count, measures)
+
+    def own_part(self, count: int) -> slice:
+        """Return this process's part of so many rows of all processes."""
+        size = count // self.accelerator.num_processes
+        return slice(self.accelerator.process_index * size, (self.accelerator.process_index + 1) * size)
+
+    def prompt_values(self, rows: list[Row]) -> Tensor:
+        """Return V(s₀) of rows, (B,), with the texts of their environments."""
+        rows = rows if self.player is None else self.player.complete_prompts(rows)
+        prompts = pad_left([row.prompt_ids for row in rows], self.tokenizer.pad_token_id)
+        with eval_mode(self.model), torch.no_grad():
+            return prompt_values(self.model, *prompts, self.accelerator, self.args)
 
     def eval_rows(self, prompts: Prompts) -> list[Row]:
         """Return a row for each prompt, with the same seeds in every evaluation."""
@@ -126,11 +159,17 @@ class Collector:
             with phase("generation"), self.sampler.ready():
                 completed = self.complete(rows, timed=partial(phase.timed, "environments"))
             # 2. Scores, and the passes of actor, reference and critic.
+            selection: Measures = {}
+            if selects := training and self.args.selects_groups:
+                completed, scored, selection = self.select_groups(completed, state, phase)
             prompts = pad_left([row.prompt_ids for row in completed.rows], self.tokenizer.pad_token_id)
-            scored, passes = self.score_and_forward(completed, prompts, state, phase)
+            if selects:
+                passes = self.forward(completed, prompts, phase)
+            else:
+                scored, passes = self.score_and_forward(completed, prompts, state, phase)
             # 3. Token rewards, advantages, whitening.
             assign_credit = CreditAssignment(self.args, ppo_state.kl_coef, self.whiten_globally if training else None)
-            groups = torch.tensor([row.group for row in rows])
+            groups = torch.tensor([row.group for row in completed.rows])
             credited = assign_credit(prompts, completed.completions, scored, passes, groups)
         # 4. The rollout and its metrics.
         rollout = credited.rollout
@@ -140,7 +179,7 @@ class Collector:
         if training:
             measures |= measure_scores(rollout.scores[scored.scorable], scored, self.rewards.names)
             measures |= measure_rollout(credited, ppo_state.kl_coef, self.args, self.gather)
-            measures |= measure_episodes(completed.episodes)
+            measures |= measure_episodes(completed.episodes) | selection
         return Collected(rollout, self.transcript(completed, scored), measures)
 
     def complete(
@@ -184,6 +223,26 @@ class Collector:
             )
         return completions
 
+    def select_groups(
+        self, completed: Completed, state: TrainerState, phase: Phases
+    ) -> tuple[Completed, Scored, Measures]:
+        """Score groups and keep as many as a rollout has, those whose scores differ first."""
+        with phase("rewards"):
+            scored = self.rewards(completed.reward_batch(self.tokenizer, state))
+        scores = final_scores(scored, completed.completions, self.args)
+        counts = counted_tokens(scored, completed.completions, self.args).any(dim=1)
+        alike = scores_alike(scores, scored.scorable, counts, self.args.num_generations)
+        groups = alike.int().argsort(stable=True)[: self.args.prompts_per_process]
+        rows = torch.arange(len(scores)).view(len(alike), -1)[groups].flatten()
+        return (
+            completed.at(rows),
+            scored.at(rows),
+            {
+                "candidates/spread": parts(~alike),
+                "candidates/completions": parts_of(len(scores) * self.accelerator.num_processes),
+            },
+        )
+
     def score_and_forward(
         self, completed: Completed, prompts: tuple[Tensor, Tensor], state: TrainerState, phase: Phases
     ) -> tuple[Scored, Passes]:
@@ -191,10 +250,14 @@ class Collector:
         with phase("rewards"):
             pending = self.rewards.start(completed.reward_batch(self.tokenizer, state))
         with pending:
-            with phase("passes"):
-                passes = forward_passes(self.model, *prompts, completed.completions, self.accelerator, self.args)
+            passes = self.forward(completed, prompts, phase)
             with phase("rewards"):
                 return pending.result(), passes
+
+    def forward(self, completed: Completed, prompts: tuple[Tensor, Tensor], phase: Phases) -> Passes:
+        """Run the passes of actor, reference and critic."""
+        with phase("passes"):
+            return forward_passes(self.model, *prompts, completed.completions, self.accelerator, self.args)
 
     def transcript(self, completed: Completed, scored: Scored) -> Transcript:
         """Return the rows as text, with their scores by function."""

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase, TrainerState
 
 from hfppo.data.prompts import Row
@@ -44,6 +45,15 @@ class Completed:
         for start in range(0, count, size):
             some = slice(start, min(start + size, count))
             yield Completed(self.rows[some], self.completions.rows(some), self.texts[some], self.episodes[some])
+
+    def at(self, rows: Tensor) -> "Completed":
+        """Return some rows, (N,)."""
+        return Completed(
+            [self.rows[i] for i in rows.tolist()],
+            self.completions.rows(rows),
+            [self.texts[i] for i in rows.tolist()],
+            [self.episodes[i] for i in rows.tolist() if self.episodes],
+        )
 
     @property
     def prompts(self) -> list[Text]:

@@ -48,11 +48,7 @@ def forward_passes(
         "completion_mask": completions.mask,
     }
     lengths = inputs["attention_mask"].sum(dim=1)
-    order, shared = order_rows(model.causal_lm, inputs["input_ids"], inputs["attention_mask"])
-    batches = [
-        {name: x[rows].to(accelerator.device) for name, x in inputs.items()}
-        for rows in order.split(rows_per_batch(model, lengths, shared, accelerator, args))
-    ]
+    order, batches = batches_of(model, inputs, lengths, accelerator, args)
     needs_policy = args.policy_mode != "bypass"
     references = outputs = [TokenOutputs()] * len(batches)
     with autocast(accelerator):  # not around the reward functions, which choose their own dtypes
@@ -69,6 +65,42 @@ def forward_passes(
         final_value=output.final_value,
         base_states=output.base_states if reference.base_states is None else reference.base_states,
     )
+
+
+def prompt_values(
+    model: ActorCritic, prompt_ids: Tensor, prompt_mask: Tensor, accelerator: Accelerator, args: PPOConfig
+) -> Tensor:
+    """Return V(s₀) of prompts, (B,), some rows at a time, without gradient.
+
+    Args:
+        prompt_ids, prompt_mask: (B, P), padded on the left.
+    """
+    one = torch.ones_like(prompt_mask[:, :1])  # a completion of one token, which no pass reads
+    inputs = {
+        "input_ids": torch.cat([prompt_ids, prompt_ids[:, -1:]], dim=1),
+        "attention_mask": torch.cat([prompt_mask, one], dim=1),
+        "completion_mask": one,
+    }
+    lengths = inputs["attention_mask"].sum(dim=1)
+    order, batches = batches_of(model, inputs, lengths, accelerator, args)
+    with autocast(accelerator):
+        outputs = [model(**batch, want=Want(policy=False)) for batch in batches]
+    values = join_in_order(outputs, order, lengths).values
+    assert values is not None
+    return values[:, 0]
+
+
+def batches_of(
+    model: ActorCritic, inputs: Inputs, lengths: Tensor, accelerator: Accelerator, args: PPOConfig
+) -> tuple[Tensor, list[Inputs]]:
+    """Return the rows in the order of the passes, (B,), and their batches on the device.
+
+    Args:
+        lengths: (B,) real tokens of each row.
+    """
+    order, shared = order_rows(model.causal_lm, inputs["input_ids"], inputs["attention_mask"])
+    sizes = rows_per_batch(model, lengths, shared, accelerator, args)
+    return order, [{name: x[rows].to(accelerator.device) for name, x in inputs.items()} for rows in order.split(sizes)]
 
 
 def reference_pass(model: ActorCritic, batches: list[Inputs], args: PPOConfig) -> list[TokenOutputs]:

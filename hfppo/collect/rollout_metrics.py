@@ -119,8 +119,13 @@ def share(part: int, whole: int) -> Tensor:
 
 def prompts_without_signal(rollout: Rollout, scorable_tokens: Tensor, num_generations: int) -> Tensor:
     """Return a mask, (groups,), of the prompts whose scored completions have equal scores, or count in no loss."""
-    scorable, counts = (tokens.any(dim=1).view(-1, num_generations) for tokens in (scorable_tokens, rollout.loss_mask))
-    scores = rollout.scores.view(-1, num_generations)
+    counts = rollout.loss_mask.any(dim=1)
+    return scores_alike(rollout.scores, scorable_tokens.any(dim=1), counts, num_generations)
+
+
+def scores_alike(scores: Tensor, scorable: Tensor, counts: Tensor, num_generations: int) -> Tensor:
+    """Return the same mask from scores, a mask of those that exist, and one of completions in the loss, (B,) each."""
+    scores, scorable, counts = (x.view(-1, num_generations) for x in (scores, scorable, counts))
     alike = scores.where(scorable, -math.inf).amax(dim=1) <= scores.where(scorable, math.inf).amin(dim=1)
     return alike | ~counts.any(dim=1)
 

@@ -1,5 +1,6 @@
 """The rows of a rollout or evaluation: each with its prompt, its group and its seeds."""
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from hfppo.config import PPOConfig
@@ -8,25 +9,27 @@ from hfppo.data.prompts import Prompts, Row
 from hfppo.state import ENVIRONMENT_STREAM, EVAL_STREAM, SAMPLING_STREAM, stream_seed
 
 
-def training_rows(prompts: Prompts | PromptStream, first: int, args: PPOConfig) -> list[Row]:
-    """Return one process's rows of a rollout, a function of the seed and of their numbers.
-
-    Args:
-        first: number of the first row among all completions of the run.
-    """
-    numbers = range(first, first + args.rollout_size_per_process)
-    groups = range(first // args.num_generations, numbers.stop // args.num_generations)
-    prompts_by_group = dict(zip(groups, prompts.at(groups, args.seed), strict=True))
+def prompt_rows(prompts: Prompts | PromptStream, positions: range, args: PPOConfig) -> list[Row]:
+    """Return the first completion of each prompt at positions of the order, a function of seed and position."""
+    numbers = [position * args.num_generations for position in positions]
     return [
         Row(
-            *prompts_by_group[group],
+            *prompt,
             number=number,
-            group=group,
+            group=position,
             seed=stream_seed(args.seed, SAMPLING_STREAM, number),
-            environment_seed=stream_seed(args.seed, ENVIRONMENT_STREAM, group) % 2**32,
+            environment_seed=stream_seed(args.seed, ENVIRONMENT_STREAM, position) % 2**32,
         )
-        for number in numbers
-        for group in [number // args.num_generations]
+        for number, position, prompt in zip(numbers, positions, prompts.at(positions, args.seed), strict=True)
+    ]
+
+
+def all_completions(rows: Iterable[Row], args: PPOConfig) -> list[Row]:
+    """Return all completions of prompts, given the first one of each."""
+    return [
+        replace(row, number=number, seed=stream_seed(args.seed, SAMPLING_STREAM, number))
+        for row in rows
+        for number in range(row.number, row.number + args.num_generations)
     ]
 
 

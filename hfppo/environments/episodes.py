@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -134,8 +134,7 @@ class EpisodePlayer:
             TimeoutError: `reset` takes too long.
             ValueError: a prompt has no tokens, or a reward is not a number.
         """
-        names = [row.columns["environment"] if self.agents.by_column else None for row in rows]
-        environments = self.agents.pool.take(names)
+        names, environments = self.take_environments(rows)
         patience = math.inf  # the first batch has all rows
         with Background(rows[0].seed) as background:
             tasks = Tasks([self.steps(*given) for given in zip(rows, names, environments, strict=True)], background)
@@ -151,7 +150,23 @@ class EpisodePlayer:
                     tasks.give_later(playing, turns)
                 # A longer wait leaves the sampler idle; a shorter one makes many small batches, each about as slow.
                 patience = max(PATIENCE, (time.perf_counter() - start) / 2)
-        episodes = [tasks.results[i] for i in range(len(rows))]
+        return self.give_back(names, [tasks.results[i] for i in range(len(rows))])
+
+    def complete_prompts(self, rows: Sequence[Row]) -> list[Row]:
+        """Return the rows with the prompts that their environments complete; their episodes are not played."""
+        names, environments = self.take_environments(rows)
+        with Background(rows[0].seed) as background:
+            tasks = Tasks([self.open(*given) for given in zip(rows, names, environments, strict=True)], background)
+            tasks.wait(math.inf, nullcontext)
+        return [episode.row for episode in self.give_back(names, [tasks.results[i] for i in range(len(rows))])]
+
+    def take_environments(self, rows: Sequence[Row]) -> tuple[list[str | None], list[Environment]]:
+        """Return the name and an instance of each row's environment."""
+        names = [row.columns["environment"] if self.agents.by_column else None for row in rows]
+        return names, self.agents.pool.take(names)
+
+    def give_back(self, names: Sequence[str | None], episodes: list[Episode]) -> list[Episode]:
+        """Return the environments of episodes to the pool, and the episodes."""
         for name, episode in zip(names, episodes, strict=True):
             if not episode.failed:
                 self.agents.pool.give_back(name, episode.environment)

@@ -38,6 +38,18 @@ class Scored:
     metrics: dict[str, list[float]] = field(default_factory=dict)  # numbers from log_metric
     failed: dict[str, list[bool]] = field(default_factory=dict)  # rows with a fallback reward, by function
 
+    def at(self, rows: Tensor) -> "Scored":
+        """Return some rows, (N,); `metrics` stay those of all."""
+        return Scored(
+            self.per_function[rows],
+            self.combined[rows],
+            None if self.per_token is None else self.per_token[rows],
+            self.scorable[rows],
+            {name: [column[i] for i in rows.tolist()] for name, column in self.extra.items()},
+            self.metrics,
+            {name: [column[i] for i in rows.tolist()] for name, column in self.failed.items()},
+        )
+
 
 class RewardFunctions:
     """Several reward functions and their weights.

@@ -37,6 +37,7 @@ from helpers.processes import freeze_imports
 from helpers.runs import SMALL, count_digits, final_state, logs, stops_at_kl
 from helpers.tiny import LORA, tiny_model
 from hfppo import AdaptiveKLCallback, PPOConfig, PPOTrainer
+from hfppo.collect import candidates
 
 disable_progress_bars()
 freeze_imports()  # before a process is forked
@@ -54,12 +55,18 @@ VARIANTS = {
         "adapter",
     ),
     "pretraining": ({"critic_pretraining_completions": 24, "save_steps": 2}, "adapter"),
+    "chosen": ({"prompt_candidates": 3}, "adapter"),
+    "chosen groups": (
+        {"advantage_estimator": "grpo", "num_generations": 2, "prompt_candidates": 3, "save_steps": 2},
+        "adapter",
+    ),
     # Four steps per rollout: all checkpoints fall between the updates of one.
     "environment": ({"save_steps": 3, "gamma_turn": 0.9, "lam_turn": 0.7, "max_completion_length": 40}, "adapter"),
 }
+candidates.EXPLAINED = 0.0  # the critic chooses whatever little it knows
 OPERATIONS = ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "shutil.rmtree")
 MOMENTS = {"turn": "in an episode", "backward": "in an update"} | dict.fromkeys(OPERATIONS, "at an operation")
-DATASET = Dataset.from_list([{"prompt": f"请问{a}+{b}="} for a in range(4) for b in range(3, 7)])
+DATASET = Dataset.from_list([{"prompt": f"请问{a}+{b}="} for a in range(10) for b in range(3, 9)])
 
 
 class Tell(TrainerCallback):

@@ -18,6 +18,7 @@ from helpers.processes import freeze_imports
 from helpers.runs import SMALL, count_digits, stops_at_kl
 from helpers.tiny import LORA, ragged_model
 from hfppo import AdaptiveKLCallback, PPOConfig, PPOTrainer, TokenTraceCallback
+from hfppo.collect import candidates
 from hfppo.learn.micro_batches import MiniBatchSize
 from hfppo.reporting.plot import PlotCallback
 from hfppo.token_trace.record import read_traces, trace_file
@@ -120,6 +121,11 @@ for trainer, step in zip(resumed, (3, 4), strict=True):
 variants = [make(f"variant-{i}", max_steps=3, **fields) for i, fields in enumerate(VARIANTS)]
 for trainer in variants:
     trainer.train()
+candidates.EXPLAINED = 0.0  # the critic chooses whatever little it knows
+CHOSEN = {"prompt_candidates": 2, "num_ppo_epochs": 1, "max_steps": 8}
+chosen = [make(f"chosen-{i}", **CHOSEN) for i in range(2)]
+chosen[0].train()
+chosen[1].train(resume_from_checkpoint=str(OUT / "chosen-0" / "checkpoint-4"))
 critic_first = make("critic-first", max_steps=3, critic_pretraining_completions=24, num_critic_epochs=3)
 critic_first.train()
 probe = make("probe", max_steps=1, learning_rate=0.0)
@@ -134,6 +140,8 @@ result = {
     "resumed": [weights(trainer) for trainer in resumed],
     "resumed_logs": [logs(trainer) for trainer in resumed],
     "variants_logs": [logs(trainer) for trainer in variants],
+    "chosen": [weights(trainer) for trainer in chosen],
+    "chosen_logs": [logs(trainer) for trainer in chosen],
     "critic_first": weights(critic_first),
     "pretraining": critic_first.ppo_state.pretraining_results,
     "gradients": gradients(probe),
