@@ -1,6 +1,7 @@
 """The model card, as people and as the Hub read it."""
 
 import ast
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
@@ -214,3 +215,16 @@ def test_evaluations_are_those_of_the_saved_weights():
     assert last_evaluations(state, best) == ended
     state.log_history = history[:3]  # training goes on
     assert last_evaluations(state, best) == {"eval": {"step": 4, "reward": 0.1}}
+
+
+def test_a_checkout_that_is_not_installed_saves_its_card(make_trainer, tmp_path, monkeypatch):
+    def version(package):
+        if package == "hfppo":
+            raise PackageNotFoundError(package)
+        return "1.2.3"
+
+    monkeypatch.setattr("hfppo.reporting.card.version", version)
+    make_trainer().save_model()
+    text = card_of(tmp_path / "out").text
+    assert "torch 1.2.3" in text
+    assert "hfppo 1.2.3" not in text

@@ -7,8 +7,9 @@ that was added by hand.
 import html
 import json
 import re
+from contextlib import suppress
 from dataclasses import fields
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TypeGuard, cast
 
@@ -74,10 +75,19 @@ def write_card(
         rewards=reward_weights,
         configuration=configuration,
         fence="`" * (3 + configuration.count("`")),  # longer than any fence inside
-        versions={package: version(package) for package in PACKAGES},
+        versions=installed_versions(),
     )
     folder.mkdir(parents=True, exist_ok=True)
     card.save(path)
+
+
+def installed_versions() -> dict[str, str]:
+    """Return the versions of `PACKAGES`, without hfppo's own if a checkout runs that is not installed."""
+    found = {}
+    for package in PACKAGES:
+        with suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found
 
 
 def escape(text: object) -> str:
