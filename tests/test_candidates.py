@@ -175,6 +175,19 @@ def test_only_prompts_drawn_uniformly_judge_the_critic(make_trainer):
     assert metrics["candidates/explained"] == pytest.approx(ScoreLine.fit(judging).explained)
 
 
+def test_a_rollout_without_uniformly_drawn_rows_in_the_loss_judges_nothing(make_trainer):
+    trainer = make_trainer(EIGHT)
+    rows = trainer.collector.training_rows(trainer._train_prompts, 0)
+    rollout = trainer.collector.collect(rows, trainer.ppo_state, trainer.state).rollout
+    counted = torch.arange(8)[:, None] >= 2
+    rollout = replace(rollout, loss_mask=rollout.mask & counted)
+    choice = Choice(rows, torch.tensor([True] * 2 + [False] * 6))
+    state = PPOState(0.05, uniform_scores=[[-0.5, 0.0], [0.5, 0.6]])
+    judging, measures = judge(state, choice, rollout, trainer.collector.gather)
+    assert judging == state.uniform_scores
+    assert set(Meter(measures).read()) == {"candidates/explained"}, "no mean of V(s₀) to expect scores from"
+
+
 def test_the_last_completions_judge_the_critic(make_trainer, monkeypatch):
     monkeypatch.setattr(candidates, "MEMORY", 12)
     trainer = make_trainer({**EIGHT, "prompt_candidates": 2, "max_steps": 4, "num_ppo_epochs": 1}, train_dataset=SUMS)

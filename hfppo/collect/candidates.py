@@ -137,7 +137,7 @@ def judge(
     judging[:, 0] -= mean
     kept = [*state.uniform_scores, *judging.tolist()][-MEMORY:]
     measures = {**choice.measures, "candidates/explained": parts_of(ScoreLine.fit(kept).explained)}
-    if line.high > line.low:
+    if len(judging) and line.high > line.low:
         expected, span = line.expected(values, mean), line.high - line.low
         teaches = (scores - expected).abs() > SIGNAL * span
         measures["candidates/signal_chosen"] = parts(teaches, counts & ~drawn)

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, TrainerState
 
@@ -43,8 +44,7 @@ class Completed:
     def batches(self, count: int, size: int) -> Iterator["Completed"]:
         """Yield the first `count` rows, at most `size` at a time."""
         for start in range(0, count, size):
-            some = slice(start, min(start + size, count))
-            yield Completed(self.rows[some], self.completions.rows(some), self.texts[some], self.episodes[some])
+            yield self.at(torch.arange(start, min(start + size, count)))
 
     def at(self, rows: Tensor) -> "Completed":
         """Return some rows, (N,)."""

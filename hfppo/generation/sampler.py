@@ -49,8 +49,8 @@ class Completions:
         moved = {f.name: value.cpu() for f in fields(self) if (value := getattr(self, f.name)) is not None}
         return replace(self, **moved)
 
-    def rows(self, which: slice | Tensor) -> "Completions":
-        """Return some of the rows."""
+    def rows(self, which: Tensor) -> "Completions":
+        """Return some rows, (N,)."""
         given = {f.name: value[which] for f in fields(self) if (value := getattr(self, f.name)) is not None}
         return replace(self, **given)
 
