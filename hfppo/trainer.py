@@ -219,7 +219,7 @@ class PPOTrainer(CrashSafeTrainer):
             player=parts.player,
         )
         self._prompt_maker = parts.prompt_maker
-        self.ppo_state = self._first_state()
+        self.ppo_state, self._given = self._first_state(), self._first_state()
         self._train_prompts, self._prepared_train = parts.prompts.train, train_dataset
         self._eval_prompts = EvalPrompts(eval_dataset, parts.prompts.eval, self._prepare_prompts)
         self._eval_sampling = False
@@ -604,7 +604,17 @@ class PPOTrainer(CrashSafeTrainer):
         super().log(logs, start_time)
 
     def _call_callbacks(self, event: str, **arguments: object) -> PPOControl:
-        """Call an event of every `PPOCallback`, and apply their changes to `control`."""
+        """Call an event of every `PPOCallback`, and apply their changes to `control`.
+
+        Raises:
+            AttributeError: a callback has changed `args` where only `control` has an effect.
+        """
+        for name in PPOState.STEERED:
+            if getattr(self._first_state(), name) != getattr(self._given, name):
+                raise AttributeError(
+                    f"args.{name} was changed after the trainer was made, which nothing reads; set control.{name} in "
+                    "a PPOCallback, see docs/callbacks.md"
+                )
         control = PPOControl.of(self.control, self.ppo_state)
         call_event(self.callback_handler, event, self.args, self.state, control, self.ppo_state, **arguments)
         vars(self.control).update(control.flags())  # Trainer's handler keeps this object
