@@ -60,7 +60,7 @@ class PPOConfig(TrainingArguments):
 
         from hfppo import PPOConfig
 
-        args = PPOConfig(output_dir="out", learning_rate=1e-4, num_mini_batches=4, kl_coef=0.02, total_episodes=1024)
+        args = PPOConfig(output_dir="out", learning_rate=1e-4, num_mini_batches=4, kl_coef=0.02)
         print(args.rollout_size_per_process)  # 8 × 1 × 4 = 32 completions
         print(args.updates_per_rollout)  # 2 × 4 = 8 optimizer steps
 
