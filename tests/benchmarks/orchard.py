@@ -132,7 +132,9 @@ def measure_untrained(args: BenchmarkArguments) -> float:
     """Return the expected return of the untrained model; it is measured once and kept in a file."""
     file = Path(args.output_dir) / "untrained.txt"
     if not file.exists():
-        trainer = make_trainer(build("grpo", 1e-4, 0, args), Probe())
+        built = build("grpo", 1e-4, 0, args)
+        built["settings"]["local_rollout_forward_batch_size"] = args.untrained_games  # one batch keeps its key-values
+        trainer = make_trainer(built, Probe())
         file.write_text(f"{expected_return(trainer, trainer.rollout([PROMPT] * args.untrained_games))}\n")
     return float(file.read_text())
 
@@ -201,9 +203,9 @@ def main(args: BenchmarkArguments) -> None:
     torch.set_num_threads(1)
     folder = Path(args.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    start = measure_untrained(args)
     if args.report:
-        report([json.loads(file.read_text()) for file in folder.glob("*.json")], start, folder / "orchard.png")
+        runs = [json.loads(file.read_text()) for file in folder.glob("*.json")]
+        report(runs, measure_untrained(args), folder / "orchard.png")
         return
     for seed, rate, method in product(args.seeds, args.learning_rates, args.methods):
         file = folder / f"{method}_{rate:g}_{seed}.json"
