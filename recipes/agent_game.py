@@ -39,7 +39,7 @@ REMINDER = "\npick or sell!"
 
 
 class Orchard(TextEnvironment):
-    """The game. `episode_seed` draws prices and apples.
+    """The game. `seed` draws the first price, `episode_seed` apples and later prices: a group shares only its start.
 
     Args:
         days: turns of a game.
@@ -48,10 +48,10 @@ class Orchard(TextEnvironment):
     def __init__(self, days: int = DAYS):
         self.days = days
 
-    def reset(self, episode_seed: int | None = None, **row: Any) -> str:
+    def reset(self, seed: int | None = None, episode_seed: int | None = None, **row: Any) -> str:
         """Begin with an empty basket, and return the first day as text."""
         self.left, self.apples, self.luck = self.days, 0, random.Random(episode_seed)
-        self.price = self.luck.choice(PRICES)
+        self.price = random.Random(seed).choice(PRICES)
         return show(self.left, self.price, self.apples)
 
     def step(self, text: str) -> tuple[str, float, bool, bool, dict[str, Any]]:

@@ -52,10 +52,10 @@ def test_rules_by_hand():
     assert game.step("")[1:4] == (0.0, True, False)
 
 
-def play(choose, seed):
+def play(choose, seed, start=0):
     """Return a game's text after the first day, and its return."""
     game, text, total = Orchard(), "", 0.0
-    observation, done = game.reset(episode_seed=seed), False
+    observation, done = game.reset(seed=start, episode_seed=seed, other=1), False
     while not done:
         action = choose(*turns_of(observation)[-1][:3])
         observation, reward, done, *_ = game.step(action)
@@ -63,9 +63,12 @@ def play(choose, seed):
     return text, total
 
 
-def test_an_episode_seed_is_the_luck():
+def test_a_seed_is_the_first_price_and_that_of_the_episode_the_luck():
     always_pick = [play(lambda *state: "pick", seed)[0] for seed in (3, 3, 4)]
     assert always_pick[0] == always_pick[1] != always_pick[2]
+    assert play(lambda *state: "pick", 3, start=1)[0] == always_pick[0]
+    assert Orchard().reset(seed=0, episode_seed=1) == Orchard().reset(seed=0, episode_seed=2)
+    assert len({Orchard().reset(seed=seed) for seed in range(50)}) == 9
 
 
 def test_best_values_by_hand():

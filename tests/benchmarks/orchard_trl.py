@@ -94,8 +94,13 @@ def make_trl_trainer(
         nonlocal clock
         seconds, clock = time.process_time() - clock, time.process_time()
         games = [Orchard() for _ in prompts]
-        seeds = np.random.SeedSequence([settings["seed"], len(points)]).generate_state(len(games))
-        first = [game.reset(episode_seed=int(seed)) for game, seed in zip(games, seeds, strict=True)]
+        seeds = np.random.SeedSequence([settings["seed"], len(points)]).generate_state(2 * len(games)).tolist()
+        groups = range(0, len(games), settings["num_generations"])
+        starts = [seed for seed in seeds[: len(groups)] for _ in range(settings["num_generations"])]
+        first = [
+            game.reset(seed=start, episode_seed=luck)
+            for game, start, luck in zip(games, starts, seeds[len(games) :], strict=True)
+        ]
         played = play_games(trainer.accelerator.unwrap_model(trainer.model), processing_class, games, first)
         texts = processing_class.batch_decode(played["completion_ids"], skip_special_tokens=True)
         points.append(
