@@ -240,7 +240,15 @@ RESUMED = {
 }
 
 
-@pytest.mark.parametrize("variant", RESUMED)
+@pytest.mark.parametrize(
+    "variant",
+    [
+        "adapter critic",
+        pytest.param("groups without a critic", marks=pytest.mark.slow),
+        pytest.param("critic of some layers, pretrained", marks=pytest.mark.nightly),
+        pytest.param("shared critic, groups, a stream", marks=pytest.mark.nightly),
+    ],
+)
 def test_resuming_equals_the_straight_run(make_trainer, tmp_path, monkeypatch, variant):
     monkeypatch.setattr(candidates, "EXPLAINED", 0.0)
     config, kwargs = RESUMED[variant]
