@@ -73,7 +73,6 @@ class Probe(PPOCallback):
             "expected_return": expected_return(self.trainer, rollout),
             "reward": float(rollout.scores.mean()),
             "explained_variance": metrics.get("value/turn_explained_variance"),
-            "entropy": metrics.get("policy/entropy"),
             "cpu_seconds": seconds,  # since the rollout before, the update on it included
         }
         self.points.append(point)
