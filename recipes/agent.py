@@ -38,7 +38,8 @@ class AgentActor(ActorArguments):
     """Arguments of the actor."""
 
     model_name_or_path: str = field(
-        default="HuggingFaceTB/SmolLM2-135M-Instruct", metadata={"help": "Id or path of any causal language model."}
+        default="HuggingFaceTB/SmolLM2-135M-Instruct",
+        metadata={"help": "Id or path of a model with ' pick' and ' sell' as tokens."},
     )
 
 
