@@ -10,6 +10,7 @@ from rich.console import Console
 from hfppo import Rollout
 from hfppo.functional import gae
 from hfppo.token_trace import TokenTable
+from hfppo.token_trace.table import TokenRow
 
 TOKENS = "请问1+1=2？", "是的等于2！"  # without the comma, so that 6 rewards stand on 6 tokens
 REWARDS = torch.tensor([[-0.01, -0.01, -0.01, -0.01, -0.01, 0.99]])
@@ -71,6 +72,17 @@ def test_table_in_a_terminal_of_80_columns(rollout, tokenizer):
     first = next(line for line in text.splitlines() if line.strip().startswith("是"))
     assert first.split() == ["是", "-0.1200", "-0.1500", "-0.0300", "-0.0100", "0.8500", "0.0112", "0.8882", "0.0382"]
     assert "…" not in text
+
+
+def test_turns_in_a_terminal_of_80_columns():
+    numbers = {"logprob": -4.5123, "ref_logprob": -14.5, "kl": -0.0321, "reward": -0.0003, "value": -0.5123}
+    numbers |= {"td_error": -0.2345, "return_": -1.2345, "advantage": -0.3345}
+    turns = [TokenRow("<|im_end|>", turn=turn, **numbers) for turn in (1, 1, 2)]
+    console = Console(file=io.StringIO(), width=80)
+    console.print(TokenTable("Play.", 1.0, [*turns[:2], TokenRow("see", counted=False), turns[2]]))
+    lines = [line.split() for line in console.file.getvalue().splitlines()]
+    row = ["<|im_end|>", "-4.5123", "-14.5000", "-0.0321", "-0.0003", "-0.5123", "-0.2345", "-1.2345", "-0.3345"]
+    assert lines[-6:] == [row, row, ["see", *"––––––––"], [], row, []]
 
 
 def test_table_in_a_notebook(rollout, tokenizer):

@@ -6,6 +6,7 @@ from typing import Self
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.jupyter import JupyterMixin
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
@@ -17,7 +18,6 @@ from hfppo.token_trace.tokens import token_texts
 
 # Fields of a row by their column headings, in the order of the columns.
 COLUMNS = {
-    "turn": "turn",
     "logprob": "log π_old",
     "ref_logprob": "log π_ref",
     "kl": "KL",
@@ -57,7 +57,10 @@ class TokenRow:
 
 @dataclass(frozen=True)
 class TokenTable(JupyterMixin):
-    """One completion of a rollout as a table: `rich.print` prints it, and a notebook shows it."""
+    """One completion of a rollout as a table: `rich.print` prints it, and a notebook shows it.
+
+    A line separates the model's turns. The columns fit in 80 characters.
+    """
 
     prompt: str
     score: float | None  # None: unknown
@@ -95,14 +98,21 @@ class TokenTable(JupyterMixin):
         score = "unknown" if self.score is None else f"{self.score:g}"
         title = Text(f"{escape_control_characters(self.prompt)}   score {score}")
         table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
-        table.add_column("token")
-        shown = [name for name in COLUMNS if any(getattr(row, name) is not None for row in self.rows)]
-        for name in shown:
-            heading = COLUMNS[name]
-            table.add_column(heading, justify="right", no_wrap=" " not in heading)  # fits in 80 columns
-        for row in self.rows:
-            cells = [format_cell(getattr(row, name)) for name in shown]
-            table.add_row(Text(escape_control_characters(row.token)), *cells, style="" if row.counted else "dim")
+        tokens = [Text(escape_control_characters(row.token)) for row in self.rows]
+        table.add_column("token", min_width=min(max((token.cell_len for token in tokens), default=0), 12))
+        columns = {name: [getattr(row, name) for row in self.rows] for name in COLUMNS}
+        shown = {name: list(map(format_cell, x)) for name, x in columns.items() if any(y is not None for y in x)}
+        for name, cells in shown.items():
+            wraps = " " in COLUMNS[name]
+            table.add_column(COLUMNS[name], justify="right", no_wrap=not wraps, min_width=max(map(len, cells)))
+        turn = 1
+        for row, *cells in zip(self.rows, tokens, *shown.values(), strict=True):
+            if row.turn is not None and row.turn > turn:
+                table.add_section()
+                turn = row.turn
+            table.add_row(*cells, style="" if row.counted else "dim")
+        if Measurement.get(console, options.update(max_width=1000), table).maximum > options.max_width:
+            table.padding = 0
         yield table
 
 
@@ -112,4 +122,4 @@ def format_cell(value: float | bool | None) -> str:
         return "–"
     if isinstance(value, bool):
         return "yes" if value else "no"
-    return f"{value}" if isinstance(value, int) else f"{value:.4f}"
+    return f"{value:.4f}"
