@@ -111,7 +111,7 @@ class TokenTable(JupyterMixin):
                 table.add_section()
                 turn = row.turn
             table.add_row(*cells, style="" if row.counted else "dim")
-        if Measurement.get(console, options.update(max_width=1000), table).maximum > options.max_width:
+        if Measurement.get(console, options.update(max_width=1000), table).minimum > options.max_width:
             table.padding = 0
         yield table
 
