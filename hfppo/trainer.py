@@ -607,13 +607,13 @@ class PPOTrainer(CrashSafeTrainer):
         """Call an event of every `PPOCallback`, and apply their changes to `control`.
 
         Raises:
-            AttributeError: a callback has changed `args` where only `control` has an effect.
+            AttributeError: `args` has been changed where only `control` has an effect.
         """
         for name in PPOState.STEERED:
             if getattr(self._first_state(), name) != getattr(self._given, name):
                 raise AttributeError(
-                    f"args.{name} was changed after the trainer was made, which nothing reads; set control.{name} in "
-                    "a PPOCallback, see docs/callbacks.md"
+                    f"args.{name} was changed after the trainer was made, and the change has no effect; set "
+                    f"control.{name} in a PPOCallback, see docs/callbacks.md"
                 )
         control = PPOControl.of(self.control, self.ppo_state)
         call_event(self.callback_handler, event, self.args, self.state, control, self.ppo_state, **arguments)

@@ -10,6 +10,7 @@ from torch.testing import assert_close
 
 from helpers.agents import Chatter, talking_trainer
 from helpers.runs import final_state, logged, logs, untimed_logs
+from helpers.scripted import training_rows
 from helpers.tiny import scorer
 from hfppo import PPOConfig
 from hfppo.collect import candidates
@@ -114,7 +115,7 @@ def test_seeds_of_a_row_are_those_of_its_place_in_the_order(make_trainer, num_ge
     state = PPOState(0.05, uniform_scores=JUDGED)
     choice = trainer.collector.choose_rows(trainer._train_prompts, state)
     plain = make_trainer({**EIGHT, "num_generations": num_generations}, train_dataset=SUMS)
-    uniform = {row.number: row for i in range(3) for row in plain.collector.training_rows(plain._train_prompts, i)}
+    uniform = {row.number: row for i in range(3) for row in training_rows(plain.collector, plain._train_prompts, i)}
     assert len(choice.rows) == 8
     assert [uniform[row.number] for row in choice.rows] == choice.rows
     assert len({row.group for row in choice.rows}) == 8 // num_generations == len(choice.uniform)
@@ -134,7 +135,7 @@ def test_values_of_prompts_are_those_of_their_rollout(make_trainer, critic, conf
     critic = critic() if callable(critic) else critic
     trainer = make_trainer({**config, "max_steps": 4}, critic=critic)
     trainer.train()  # V(s₀) differs by prompt
-    rows = trainer.collector.training_rows(trainer._train_prompts, 3)
+    rows = training_rows(trainer.collector, trainer._train_prompts, 3)
     rollout = trainer.collector.collect(rows, trainer.ppo_state, trainer.state).rollout
     found = trainer.collector.prompt_values(rows)
     assert found.std() > 1e-3
@@ -144,7 +145,7 @@ def test_values_of_prompts_are_those_of_their_rollout(make_trainer, critic, conf
 def test_an_environment_completes_the_candidates(tmp_path):
     trainer = talking_trainer(tmp_path / "out", {"max_steps": 4, "prompt_candidates": 2})
     trainer.train()
-    rows = trainer.collector.training_rows(trainer._train_prompts, 3)
+    rows = training_rows(trainer.collector, trainer._train_prompts, 3)
     rollout = trainer.collector.collect(rows, trainer.ppo_state, trainer.state).rollout
     before = Chatter.resets
     found = trainer.collector.prompt_values(rows)
@@ -155,7 +156,7 @@ def test_an_environment_completes_the_candidates(tmp_path):
 
 def test_only_prompts_drawn_uniformly_judge_the_critic(make_trainer):
     trainer = make_trainer(EIGHT)
-    rows = trainer.collector.training_rows(trainer._train_prompts, 0)
+    rows = training_rows(trainer.collector, trainer._train_prompts, 0)
     rollout = trainer.collector.collect(rows, trainer.ppo_state, trainer.state).rollout
     values, scores = torch.zeros(rollout.mask.shape), torch.tensor([0.0, 1.0, 0.0, 1.0, 9.0, 9.0, 1.0, 0.0])
     values[:, 0] = torch.tensor([1.0, 2.0, 1.0, 2.0, 9.0, 9.0, 2.0, 1.0])
@@ -177,7 +178,7 @@ def test_only_prompts_drawn_uniformly_judge_the_critic(make_trainer):
 
 def test_a_rollout_without_uniformly_drawn_rows_in_the_loss_judges_nothing(make_trainer):
     trainer = make_trainer(EIGHT)
-    rows = trainer.collector.training_rows(trainer._train_prompts, 0)
+    rows = training_rows(trainer.collector, trainer._train_prompts, 0)
     rollout = trainer.collector.collect(rows, trainer.ppo_state, trainer.state).rollout
     counted = torch.arange(8)[:, None] >= 2
     rollout = replace(rollout, loss_mask=rollout.mask & counted)

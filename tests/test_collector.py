@@ -9,7 +9,7 @@ import torch
 from torch.testing import assert_close
 
 from helpers.runs import count_digits, logs, trained_state
-from helpers.scripted import PROMPTS, Off, always, answering, first_rollout
+from helpers.scripted import PROMPTS, Off, always, answering, first_rollout, training_rows
 from helpers.tiny import other_tokenizer, ragged_model, scorer, tiny_model
 from hfppo import PPOConfig
 from hfppo import functional as F
@@ -128,7 +128,7 @@ def test_the_phases_of_a_rollout(make_trainer):
             return super().__call__(*args)
 
     trainer.collector.sampler.__class__ = Noting
-    rows = trainer.collector.training_rows(trainer._train_prompts, 0)
+    rows = training_rows(trainer.collector, trainer._train_prompts, 0)
     trainer.collector.collect(
         rows, trainer.ppo_state, trainer.state, show=lambda name: nullcontext(phases.append(name))
     )

@@ -22,6 +22,7 @@ from helpers.agents import (
     count_messages,
     text_of,
 )
+from helpers.scripted import training_rows
 from hfppo import Result
 
 
@@ -214,7 +215,7 @@ def test_an_environment_gets_one_seed_per_group(make_agent):
 
     config = {"num_generations": 2, "per_device_train_batch_size": 4}
     trainer = make_agent(["a"], environment_factory=Seeded, config=config)
-    rows = trainer.collector.training_rows(trainer._train_prompts, 0)
+    rows = training_rows(trainer.collector, trainer._train_prompts, 0)
     assert [row.environment_seed for row in rows][::2] == [row.environment_seed for row in rows][1::2]
     assert len({row.environment_seed for row in rows}) == 2
     collect(trainer)

@@ -32,6 +32,7 @@ from helpers.agents import (
     talking_trainer,
 )
 from helpers.processes import HELPERS, TWO_PROCESSES, environment
+from helpers.scripted import training_rows
 from hfppo import TextEnvironment
 from hfppo.environments import episodes
 from hfppo.generation.sampler import Sampler
@@ -534,7 +535,7 @@ def test_each_completion_has_a_seed_of_its_own(make_agent):
 
     config = {"num_generations": 2, "per_device_train_batch_size": 4}
     trainer = make_agent(["a"], environment_factory=Lucky, config=config)
-    rows = trainer.collector.training_rows(trainer._train_prompts, 0)
+    rows = training_rows(trainer.collector, trainer._train_prompts, 0)
     trainer.collector.complete(rows)
     assert sorted(seen) == sorted((row.environment_seed, row.seed, ["prompt"]) for row in rows)
     assert len({seed for seed, *_ in seen}) == 2

@@ -10,6 +10,7 @@ import torch
 from build_arithmetic_base import character_tokenizer
 from datasets import Dataset, load_from_disk
 
+from helpers.scripted import training_rows
 from helpers.tiny import CHAT_TEMPLATE
 from hfppo import PPOConfig
 from hfppo.collect.collector import Collector
@@ -140,7 +141,7 @@ def test_the_trainer_passes_its_fields_on(make_trainer, tokenizer):
     dataset = Dataset.from_dict({"prompt": [[user("1")], [user("1+1+1+1=")]]})
     fields = {"chat_template_kwargs": '{"think": true}', "max_prompt_length": 4}
     trainer = make_trainer(fields, train_dataset=dataset)
-    rows = trainer.collector.training_rows(trainer._train_prompts, 0)
+    rows = training_rows(trainer.collector, trainer._train_prompts, 0)
     assert {tuple(row.prompt_ids) for row in rows} == {tuple(ids_of("请1？，"))}
 
 
@@ -180,7 +181,7 @@ def test_no_prompt_short_enough(tokenizer):
 def test_a_dropped_prompt_is_never_trained_on(make_trainer):
     dataset = Dataset.from_dict({"prompt": LENGTHS})
     trainer = make_trainer({"max_prompt_length": 4}, train_dataset=dataset)
-    rows = [row for i in range(6) for row in trainer.collector.training_rows(trainer._train_prompts, i)]
+    rows = [row for i in range(6) for row in training_rows(trainer.collector, trainer._train_prompts, i)]
     assert {row.columns["prompt"] for row in rows} == {"1+2=", "请问1", "1+"}
 
 
@@ -370,7 +371,7 @@ def rows_of(tokenizer, tmp_path, processes: int, process: int, batch_size: int, 
     place = SimpleNamespace(num_processes=processes, process_index=process)
     collector = Collector(model=None, sampler=None, rewards=None, tokenizer=tokenizer, accelerator=place, args=args)
     prompts = prompts_of(tokenizer, ["1", "2", "3", "1+", "2+", "3+", "1="])
-    return [(row.columns["prompt"], row.group, row.seed) for row in collector.training_rows(prompts, rollout)]
+    return [(row.columns["prompt"], row.group, row.seed) for row in training_rows(collector, prompts, rollout)]
 
 
 @pytest.mark.parametrize("num_generations", [1, 2])

@@ -4,6 +4,7 @@ import pytest
 from datasets import Dataset, IterableDataset
 
 from helpers.runs import count_digits
+from helpers.scripted import training_rows
 from hfppo.data import prompt_stream
 from hfppo.data.prompt_stream import PromptStream
 from hfppo.data.prompts import Prompts, prepare_prompts
@@ -63,7 +64,7 @@ def test_a_bad_row_is_named_when_it_comes(make_trainer):
         {"max_steps": 400, "max_prompt_length": 10}, train_dataset=IterableDataset.from_generator(rows)
     )
     with pytest.raises(ValueError, match=r"train_dataset, from row 256, .*row 44"):
-        trainer.collector.training_rows(trainer._train_prompts, 40)
+        training_rows(trainer.collector, trainer._train_prompts, 40)
 
 
 def test_columns_of_a_stream_reach_the_reward_functions(make_trainer):

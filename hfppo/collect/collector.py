@@ -92,10 +92,6 @@ class Collector:
     args: PPOConfig
     player: EpisodePlayer | None = None  # None without tools and environments
 
-    def training_rows(self, prompts: Prompts | PromptStream, rollout_index: int) -> list[Row]:
-        """Return this process's rows of a rollout with the next prompts of the order."""
-        return self.choose_rows(prompts, PPOState(kl_coef=0.0, rollouts=rollout_index)).rows
-
     def choose_rows(self, prompts: Prompts | PromptStream, state: PPOState) -> Choice:
         """Return this process's rows of the next rollout.
 

@@ -59,7 +59,8 @@ class TokenRow:
 class TokenTable(JupyterMixin):
     """One completion of a rollout as a table: `rich.print` prints it, and a notebook shows it.
 
-    A line separates the model's turns. The columns fit in 80 characters.
+    An empty line separates the model's turns. The numbers of a rollout fit in 80 characters; with the numbers after
+    the update, the table needs about 100.
     """
 
     prompt: str
@@ -100,17 +101,18 @@ class TokenTable(JupyterMixin):
         table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
         tokens = [Text(escape_control_characters(row.token)) for row in self.rows]
         table.add_column("token", min_width=min(max((token.cell_len for token in tokens), default=0), 12))
-        columns = {name: [getattr(row, name) for row in self.rows] for name in COLUMNS}
-        shown = {name: list(map(format_cell, x)) for name, x in columns.items() if any(y is not None for y in x)}
-        for name, cells in shown.items():
-            wraps = " " in COLUMNS[name]
-            table.add_column(COLUMNS[name], justify="right", no_wrap=not wraps, min_width=max(map(len, cells)))
+        shown = [name for name in COLUMNS if any(getattr(row, name) is not None for row in self.rows)]
+        for name in shown:
+            heading = COLUMNS[name]
+            table.add_column(heading, justify="right", no_wrap=" " not in heading)
         turn = 1
-        for row, *cells in zip(self.rows, tokens, *shown.values(), strict=True):
+        for row, token in zip(self.rows, tokens, strict=True):
             if row.turn is not None and row.turn > turn:
                 table.add_section()
                 turn = row.turn
-            table.add_row(*cells, style="" if row.counted else "dim")
+            cells = [format_cell(getattr(row, name)) for name in shown]
+            table.add_row(token, *cells, style="" if row.counted else "dim")
+        # Measured in a wide terminal, since a measured width never exceeds the terminal's.
         if Measurement.get(console, options.update(max_width=1000), table).minimum > options.max_width:
             table.padding = 0
         yield table

@@ -7,10 +7,12 @@ import torch
 from transformers import TrainerState
 
 from hfppo.collect.collector import Collected
+from hfppo.data.prompts import Row
 from hfppo.generation.sampler import Completions, Sampler, completions_from
 from hfppo.rewards.functions import RewardFunctions, Scored
 from hfppo.rewards.reward_func import RewardBatch
 from hfppo.rollout import Rollout
+from hfppo.state import PPOState
 
 SIGNS = {sign: i for i, sign in enumerate("0123456789+=请问？是的不对，等于！", start=2)} | {".": 1}  # "." is EOS
 
@@ -58,8 +60,13 @@ def always(*rewards):
     return constant
 
 
+def training_rows(collector, prompts, rollout: int) -> list[Row]:
+    """Return a process's rows of a rollout, by its number, with the next prompts of the order."""
+    return collector.choose_rows(prompts, PPOState(kl_coef=0.0, rollouts=rollout)).rows
+
+
 def collect_first(trainer) -> Collected:
-    rows = trainer.collector.training_rows(trainer._train_prompts, 0)
+    rows = training_rows(trainer.collector, trainer._train_prompts, 0)
     return trainer.collector.collect(rows, trainer.ppo_state, trainer.state)
 
 
