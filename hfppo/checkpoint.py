@@ -3,6 +3,7 @@
 import hashlib
 import json
 import logging
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import date
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from peft import PeftConfig
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
 from transformers import TrainingArguments
 
 from hfppo.data.chat_template import RunDate
@@ -29,8 +30,10 @@ logger = logging.getLogger(__name__)
 # A resumed run must share these fields: they determine a rollout's rows and how they are split.
 STRUCTURE = (
     "num_mini_batches", "num_ppo_epochs", "num_generations", "advantage_estimator", "policy_mode", "temperature",
-    "seed", "critic_layers",
+    "seed", "critic_layers", "rollouts_ahead",
 )  # fmt: skip
+
+AHEAD = ".ahead.safetensors"  # suffix of the file with the adapter that samples ahead
 
 PROMPTS = "prompts (SHA-256 of lengths and token ids)"
 
@@ -135,6 +138,8 @@ class Standing:
     metrics: dict[str, dict]  # not logged yet, as `Meter.state_dict` gives them
     steps: list[UpdateStep]  # steps made on the rollout in use
     rollout: Rollout | None  # the rollout in use; None if the next one is due
+    # The rollout that is sampled ahead, as plain values, and the weights that sample it; None if there is none.
+    ahead: tuple[dict[str, Any], Mapping[str, Tensor]] | None
 
 
 @dataclass(frozen=True)
@@ -180,12 +185,17 @@ class PPOCheckpoint:
         path = state_file(checkpoint, self.process)
         if rollout is not None:
             save_rollout(path.with_suffix(".safetensors"), rollout)
+        ahead = None
+        if standing.ahead is not None:
+            ahead, weights = standing.ahead
+            save_file(dict(weights), path.with_suffix(AHEAD))
         content = {
             "run": asdict(self.run),
             "state": standing.state.state_dict(),
             "metrics": standing.metrics,
             "steps": [asdict(step) for step in standing.steps],
             "rollout": rollout is not None,
+            "ahead": ahead,
         }
         path.write_text(json.dumps(content))
 
@@ -194,10 +204,12 @@ class PPOCheckpoint:
         path = state_file(checkpoint, self.process)
         content = json.loads(path.read_text())
         rollout = Rollout(**load_file(path.with_suffix(".safetensors"))) if content["rollout"] else None
+        found = content.get("ahead")  # earlier versions had none
+        ahead = None if found is None else (found, load_file(path.with_suffix(AHEAD)))
         state = PPOState.from_state_dict(content["state"])
         before, now = content["run"]["settings"], self.run.settings
         settings = ("kl_coef", "cliprange", "cliprange_high")
         changed = [name for name in settings if now[name] != before[name]]
         state = replace(state, **{name: getattr(start, name) for name in changed})
         steps = [UpdateStep(**{**step, "sums": sums_from_dict(step["sums"])}) for step in content["steps"]]
-        return Standing(state, content["metrics"], steps, rollout)
+        return Standing(state, content["metrics"], steps, rollout, ahead)

@@ -31,6 +31,7 @@ NotNegative = Annotated[float, AT_LEAST_0]
 Positive = Annotated[float, Requirement("above 0", lambda x: x > 0)]
 Share = Annotated[float, Requirement("in [0, 1]", lambda x: 0 <= x <= 1)]
 CLIP = Requirement("in (0, 1): the ratio is clipped to 1 − cliprange", lambda x: 0 < x < 1)
+ZERO_OR_ONE = Requirement("0 or 1", lambda x: x in (0, 1))
 DUAL_CLIP = Requirement("above 1: below, it would undo the clip at ratio 1", lambda x: x > 1)
 CLIP_MAX = Requirement("at least 1: below, it would shrink the weights of tokens without mismatch", lambda x: x >= 1)
 
@@ -146,6 +147,11 @@ class PPOConfig(TrainingArguments):
         "max_model_len, dtype, quantization.",
     )
 
+    # Changes the result: which policy samples.
+    rollouts_ahead: Annotated[int, ZERO_OR_ONE] = option(
+        0, "1: sample the next rollout during the update, with the policy from before it (arXiv:2410.18252)."
+    )
+
     # Changes the result: rewards.
     reward_weights: list[float] | None = option(
         None, "One weight per reward function; 0 only logs it. None: 1 each (GRPO)."
@@ -193,12 +199,12 @@ class PPOConfig(TrainingArguments):
 
     # Changes the result: the losses.
     policy_loss: str = option("ppo", "The surrogate objective.", choices=POLICY_LOSSES)
-    policy_mode: str = option(
-        "decoupled",
+    policy_mode: str | None = option(
+        None,
         "log π_old: 'decoupled' recomputes it with the training model, 'bypass' takes the sampler's log-probs. The "
         "others recompute it and weight the policy loss by π_old/π_rollout, per token or per completion: weights are "
         "capped (truncate), set to 0 outside the band (mask; arXiv:2510.18855), or their tokens left out of all "
-        "losses (reject).",
+        "losses (reject). None: decoupled, and token_truncate with `rollouts_ahead`.",
         choices=("decoupled", "bypass", *MISMATCH_MODES),
     )
     vllm_importance_sampling_clip_max: Annotated[float, CLIP_MAX] = option(
@@ -271,14 +277,7 @@ class PPOConfig(TrainingArguments):
         if self.max_grad_norm in (None, math.inf):  # infinite in a copy, see below
             self.max_grad_norm = 0.0  # no clipping
         check_fields(self)
-        compares = self.load_best_model_at_end or self.save_strategy == "best"
-        if self.metric_for_best_model is None and (compares or self.lr_scheduler_type in METRIC_SCHEDULERS):
-            self.metric_for_best_model = "eval_reward"  # Trainer's default is eval_loss, which prompts do not have
-        if self.logging_steps is None:
-            self.logging_steps = self.updates_per_rollout
-        if self.save_steps is None:  # the best evaluation counts only if its step is saved
-            every = self.eval_steps or self.logging_steps
-            self.save_steps = every if self.load_best_model_at_end else TrainingArguments.save_steps
+        self._fill_in()
         unset = [name for name in CHECKPOINTING if getattr(self, name) is None]
         super().__post_init__()
         if not follows_base(self):
@@ -295,6 +294,19 @@ class PPOConfig(TrainingArguments):
             if self.max_steps not in (-1, steps):
                 logger.warning("total_episodes makes max_steps=%s; %s is not used", steps, self.max_steps)
             self.max_steps = steps
+
+    def _fill_in(self) -> None:
+        """Set the fields whose default follows from other fields."""
+        compares = self.load_best_model_at_end or self.save_strategy == "best"
+        if self.metric_for_best_model is None and (compares or self.lr_scheduler_type in METRIC_SCHEDULERS):
+            self.metric_for_best_model = "eval_reward"  # Trainer's default is eval_loss, which prompts do not have
+        if self.policy_mode is None:
+            self.policy_mode = "token_truncate" if self.rollouts_ahead else "decoupled"
+        if self.logging_steps is None:
+            self.logging_steps = self.updates_per_rollout
+        if self.save_steps is None:  # the best evaluation counts only if its step is saved
+            every = self.eval_steps or self.logging_steps
+            self.save_steps = every if self.load_best_model_at_end else TrainingArguments.save_steps
 
     def __getstate__(self) -> dict[str, object]:
         # Trainer pickles the configuration, with the token, into `training_args.bin`, and pushes that file.

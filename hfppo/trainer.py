@@ -32,6 +32,7 @@ from hfppo.checkpoint import PPOCheckpoint, Standing, describe_run, saved_run
 from hfppo.checks.data import check_output_folder, check_types
 from hfppo.checks.engine import check_engine, wait_at_exit
 from hfppo.checks.unknown_names import checks_keywords
+from hfppo.collect.ahead import Order, RolloutAhead
 from hfppo.collect.candidates import Choice, judge
 from hfppo.collect.collector import Collected, Collector
 from hfppo.collect.evaluation import EvalPrompts, check_best_metric, evaluate_prompts
@@ -39,6 +40,7 @@ from hfppo.collect.forward import autocast
 from hfppo.collect.rows import group_equal_rows
 from hfppo.config import PPOConfig
 from hfppo.data.chat_template import Message
+from hfppo.data.prompt_stream import PromptStream
 from hfppo.data.prompts import Prompts, dataset_of
 from hfppo.environments.agents import default_dataset
 from hfppo.environments.environment import Tool
@@ -218,6 +220,7 @@ class PPOTrainer(CrashSafeTrainer):
             args=args,
             player=parts.player,
         )
+        self._ahead = RolloutAhead(self.collector) if args.rollouts_ahead else None
         self._prompt_maker = parts.prompt_maker
         self.ppo_state, self._given = self._first_state(), self._first_state()
         self._train_prompts, self._prepared_train = parts.prompts.train, train_dataset
@@ -255,6 +258,8 @@ class PPOTrainer(CrashSafeTrainer):
             with autocast(self.accelerator):
                 check_outputs(self.model, self.args.device)
                 check_sampler(self.collector.sampler, self.args.device)
+                if self._ahead is not None:
+                    check_sampler(self._ahead.sampler, self.args.device)
             self._outputs_checked = True
 
     def _prepare_prompts(self, dataset: Dataset, name: str) -> Prompts:
@@ -278,8 +283,12 @@ class PPOTrainer(CrashSafeTrainer):
         """
         check_output_folder(self._sources, self.args)
         self._begin_run()
-        with explain_out_of_memory("update"):
-            yield
+        try:
+            with explain_out_of_memory("update"):
+                yield
+        finally:
+            if self._ahead is not None:
+                self._ahead.close()
         best = self.state.best_model_checkpoint if self.args.load_best_model_at_end else None
         if best is not None and Path(best).is_dir() and not self.is_deepspeed_enabled:  # DeepSpeed loads its own
             self.model.load_critic(best)  # upstream has warned of a folder that is gone
@@ -331,6 +340,8 @@ class PPOTrainer(CrashSafeTrainer):
     def _next_mini_batch(self) -> Rollout:
         """Return this process's rows for the next optimizer step, from a new rollout if one is due."""
         state, args, run = self.ppo_state, self.args, self._run
+        if self._ahead is not None:
+            self._ahead.resume(cast(Prompts | PromptStream, self._train_prompts))
         if run.rollout is None or self.state.global_step >= state.last_step:
             run.rollout = self._collect_rollout()
         run.rollout = self.collector.restore_base_states(run.rollout)
@@ -341,7 +352,8 @@ class PPOTrainer(CrashSafeTrainer):
     def _collect_rollout(self) -> Rollout:
         """Collect the next rollout and tell the callbacks."""
         state = self.ppo_state
-        choice, collected = self._collect_next(self.collector)
+        ahead = self._ahead
+        choice, collected = self._collect_next(self.collector) if ahead is None else self._collect_ahead(ahead)
         rollout, measures = collected.rollout, collected.measures
         if self.args.prompt_candidates > 1:
             state.uniform_scores, of_choice = judge(state, choice, rollout, self.collector.gather)
@@ -360,8 +372,27 @@ class PPOTrainer(CrashSafeTrainer):
     def _collect_next(self, collector: Collector) -> tuple[Choice, Collected]:
         """Collect a rollout for the next prompts."""
         assert self._train_prompts is not None
-        choice = collector.choose_rows(self._train_prompts, self.ppo_state)
-        return choice, collector.collect(choice.rows, self.ppo_state, self.state, show=self._progress.phase)
+        choice = collector.choose_prompts(self._train_prompts, self.ppo_state)
+        rows = collector.rows_of(choice, self._train_prompts)
+        return choice, collector.collect(rows, self.ppo_state, self.state, show=self._progress.phase)
+
+    def _collect_ahead(self, ahead: RolloutAhead) -> tuple[Choice, Collected]:
+        """Finish the rollout that was sampled ahead, after the next one has begun."""
+        state, step, prompts = self.ppo_state, self.state.global_step, self._train_prompts
+        assert prompts is not None
+        if ahead.order is None:  # the first rollout, or one that a callback has made necessary
+            ahead.begin(self.collector.choose_prompts(prompts, state), prompts, self.state)
+        order, sampled = ahead.take(step, self._progress.phase)
+        if step + self.args.updates_per_rollout < self.state.max_steps:
+            passed_over = state.passed_over + order.choice.passed_over
+            later = replace(state, rollouts=state.rollouts + 1, passed_over=passed_over)
+            ahead.begin(self.collector.choose_prompts(prompts, later), prompts, self.state)
+        return order.choice, self.collector.finish(sampled, state)
+
+    def _wait_for_ahead(self) -> None:
+        """Wait until nothing is sampled ahead; sampler, environments and rewards serve one caller at a time."""
+        if self._ahead is not None:
+            self._ahead.wait()
 
     def _pretrain_critic(self) -> None:
         """Pretrain the critic if that is asked for and was not done; callbacks see its logs only."""
@@ -398,6 +429,7 @@ class PPOTrainer(CrashSafeTrainer):
         """
         rows = self.collector.eval_rows(self._prepare_prompts(dataset_of(prompts, columns), "prompts"))
         self._prepare_model()
+        self._wait_for_ahead()
         return self.collector.collect(group_equal_rows(rows), self.ppo_state, self.state, training=False).rollout
 
     # The loss
@@ -549,6 +581,7 @@ class PPOTrainer(CrashSafeTrainer):
     ) -> EvalLoopOutput:
         """Complete and score the prompts; Trainer's loop computes losses on labels, which prompts do not have."""
         self._prepare_model()
+        self._wait_for_ahead()
         prompts = cast(Prompts, dataloader.dataset)
         self.callback_handler.eval_dataloader = dataloader
 
@@ -579,13 +612,17 @@ class PPOTrainer(CrashSafeTrainer):
         run, made = self._run, self.state.global_step
         in_use = run.rollout if made < self.ppo_state.last_step else None
         steps = [] if in_use is None else run.steps
-        self._checkpoint.save(folder, Standing(self.ppo_state, run.metrics_to_save(made), steps, in_use))
+        order = None if self._ahead is None else self._ahead.order
+        ahead = None if order is None else order.split()
+        self._checkpoint.save(folder, Standing(self.ppo_state, run.metrics_to_save(made), steps, in_use, ahead))
 
     def load_run_state(self, folder: str) -> None:
         """Load PPO's state, and the critic, which upstream does not load."""
         found = self._checkpoint.load(folder, self._first_state())
         self.ppo_state, self._run.steps, self._run.rollout = found.state, found.steps, found.rollout
         self._run.log.load_state_dict(found.metrics)
+        if self._ahead is not None and found.ahead is not None:
+            self._ahead.order = Order.join(*found.ahead)
         self.state.max_steps -= self.ppo_state.skipped_steps
         if not self.is_deepspeed_enabled:  # DeepSpeed's checkpoint contains the critic
             self.model.load_critic(folder)

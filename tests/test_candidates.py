@@ -24,8 +24,8 @@ SUMS = Dataset.from_list([{"prompt": f"{a}+{b}="} for a in range(10) for b in ra
 EIGHT = {"per_device_train_batch_size": 8, "num_mini_batches": 1}
 
 
-def texts(choice: Choice) -> list[str]:
-    return [row.columns["prompt"] for row in choice.rows]
+def texts(trainer, choice: Choice) -> list[str]:
+    return [row.columns["prompt"] for row in trainer.collector.rows_of(choice, trainer._train_prompts)]
 
 
 def valued(trainer, value):
@@ -92,18 +92,20 @@ def test_the_critic_chooses_prompts_and_the_next_rollout_comes_after_them(make_t
     prompts, collector = trainer._train_prompts, trainer.collector
     state = PPOState(0.05, rollouts=2, passed_over=5)
     order = [row["prompt"] for row, _ in prompts.at(range(21, 21 + 24), trainer.args.seed)]
-    assert texts(collector.choose_rows(prompts, state)) == order[:8], "uniform as long as nothing judges the critic"
+    first = texts(trainer, collector.choose_prompts(prompts, state))
+    assert first == order[:8], "uniform as long as nothing judges the critic"
 
-    choice = collector.choose_rows(prompts, replace(state, uniform_scores=JUDGED))
+    choice = collector.choose_prompts(prompts, replace(state, uniform_scores=JUDGED))
+    chosen = texts(trainer, choice)
     assert choice.passed_over == 16
-    assert [order.index(text) for text in texts(choice)] == sorted(order.index(text) for text in texts(choice))
+    assert [order.index(text) for text in chosen] == sorted(order.index(text) for text in chosen)
     assert choice.uniform.sum() == 2
-    drawn = [text for text, uniform in zip(texts(choice), choice.uniform, strict=True) if uniform]
+    drawn = [text for text, uniform in zip(chosen, choice.uniform, strict=True) if uniform]
     mean = sum(map(first_digit, order)) / 24
     # 1/4 + 1/2·(V − mean) is the middle, 1/2, where V = mean + 1/2.
     nearest = sorted((t for t in order if t not in drawn), key=lambda t: abs(first_digit(t) - mean - 0.5))
-    assert {first_digit(t) for t in texts(choice)} - set(map(first_digit, drawn)) <= set(map(first_digit, nearest[:6]))
-    assert sorted(abs(first_digit(t) - mean - 0.5) for t in texts(choice) if t not in drawn) == pytest.approx(
+    assert {first_digit(t) for t in chosen} - set(map(first_digit, drawn)) <= set(map(first_digit, nearest[:6]))
+    assert sorted(abs(first_digit(t) - mean - 0.5) for t in chosen if t not in drawn) == pytest.approx(
         [abs(first_digit(t) - mean - 0.5) for t in nearest[:6]]
     )
 
@@ -113,12 +115,13 @@ def test_seeds_of_a_row_are_those_of_its_place_in_the_order(make_trainer, num_ge
     config = {**EIGHT, "prompt_candidates": 3, "num_generations": num_generations}
     trainer = valued(make_trainer(config, train_dataset=SUMS, critic=critic), first_digit)
     state = PPOState(0.05, uniform_scores=JUDGED)
-    choice = trainer.collector.choose_rows(trainer._train_prompts, state)
+    choice = trainer.collector.choose_prompts(trainer._train_prompts, state)
     plain = make_trainer({**EIGHT, "num_generations": num_generations}, train_dataset=SUMS)
     uniform = {row.number: row for i in range(3) for row in training_rows(plain.collector, plain._train_prompts, i)}
-    assert len(choice.rows) == 8
-    assert [uniform[row.number] for row in choice.rows] == choice.rows
-    assert len({row.group for row in choice.rows}) == 8 // num_generations == len(choice.uniform)
+    rows = trainer.collector.rows_of(choice, trainer._train_prompts)
+    assert len(rows) == 8
+    assert [uniform[row.number] for row in rows] == rows
+    assert len({row.group for row in rows}) == 8 // num_generations == len(choice.uniform)
 
 
 @pytest.mark.parametrize(
@@ -162,7 +165,7 @@ def test_only_prompts_drawn_uniformly_judge_the_critic(make_trainer):
     values[:, 0] = torch.tensor([1.0, 2.0, 1.0, 2.0, 9.0, 9.0, 2.0, 1.0])
     left_out = torch.arange(8)[:, None] < 6
     rollout = replace(rollout, values=values, scores=scores, loss_mask=rollout.mask & left_out)
-    choice = Choice(rows, torch.tensor([True] * 4 + [False] * 2 + [True] * 2))
+    choice = Choice(range(8), [*range(8)], torch.tensor([True] * 4 + [False] * 2 + [True] * 2))
     state = PPOState(0.05, uniform_scores=[[-0.5, 0.0], [0.5, 0.6]])
     judging, measures = judge(state, choice, rollout, trainer.collector.gather)
     assert judging == [*state.uniform_scores, [-0.5, 0.0], [0.5, 1.0], [-0.5, 0.0], [0.5, 1.0]]
@@ -182,7 +185,7 @@ def test_a_rollout_without_uniformly_drawn_rows_in_the_loss_judges_nothing(make_
     rollout = trainer.collector.collect(rows, trainer.ppo_state, trainer.state).rollout
     counted = torch.arange(8)[:, None] >= 2
     rollout = replace(rollout, loss_mask=rollout.mask & counted)
-    choice = Choice(rows, torch.tensor([True] * 2 + [False] * 6))
+    choice = Choice(range(8), [*range(8)], torch.tensor([True] * 2 + [False] * 6))
     state = PPOState(0.05, uniform_scores=[[-0.5, 0.0], [0.5, 0.6]])
     judging, measures = judge(state, choice, rollout, trainer.collector.gather)
     assert judging == state.uniform_scores
@@ -311,10 +314,11 @@ def test_groups_with_spread_are_kept(make_trainer):
     trainer = make_trainer({**GROUPS, "max_steps": 4}, train_dataset=SUMS, reward_funcs=spread_where_even)
     state = PPOState(0.05, rollouts=1, passed_over=3, spread=0.4)
     order = [row["prompt"] for row, _ in trainer._train_prompts.at(range(7, 7 + 10), trainer.args.seed)]
-    choice = trainer.collector.choose_rows(trainer._train_prompts, state)
-    assert texts(choice)[::2] == texts(choice)[1::2] == order  # ten groups, of which 0.4 are four
+    choice = trainer.collector.choose_prompts(trainer._train_prompts, state)
+    assert texts(trainer, choice)[::2] == texts(trainer, choice)[1::2] == order  # ten groups, of which 0.4 are four
     assert choice.passed_over == 6
-    collected = trainer.collector.collect(choice.rows, state, trainer.state)
+    rows = trainer.collector.rows_of(choice, trainer._train_prompts)
+    collected = trainer.collector.collect(rows, state, trainer.state)
     even = [text for text in order if int(text[0]) % 2 == 0]
     kept = collected.transcript.prompts[::2]
     assert len(collected.rollout) == 8
@@ -336,8 +340,8 @@ def test_groups_with_spread_are_kept(make_trainer):
 @pytest.mark.parametrize(("spread", "expected"), [(1.0, 4), (0.8, 5), (0.5, 8), (0.1, 12), (0.0, 12)])
 def test_as_many_groups_as_the_last_share_asks_for_within_the_limit(make_trainer, spread, expected):
     trainer = make_trainer({**GROUPS, "max_steps": 4}, train_dataset=SUMS)
-    choice = trainer.collector.choose_rows(trainer._train_prompts, PPOState(0.05, spread=spread))
-    assert len(choice.rows) == 2 * expected
+    choice = trainer.collector.choose_prompts(trainer._train_prompts, PPOState(0.05, spread=spread))
+    assert len(trainer.collector.rows_of(choice, trainer._train_prompts)) == 2 * expected
 
 
 def test_groups_without_spread_fill_the_rollout(make_trainer):

@@ -133,7 +133,7 @@ def test_the_phases_of_a_rollout(make_trainer):
         rows, trainer.ppo_state, trainer.state, show=lambda name: nullcontext(phases.append(name))
     )
     sampling = ["time/generation", "ready", "sampler"]
-    assert phases == ["time/rollout", *sampling, "time/rewards", "time/passes", "time/rewards"]
+    assert phases == ["time/rollout", *sampling, "time/rewards", "time/rollout", "time/passes", "time/rewards"]
 
 
 def test_a_look_compares_a_completion_with_no_other(make_trainer):

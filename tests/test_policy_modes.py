@@ -61,8 +61,8 @@ def test_metrics_of_the_mismatch(make_trainer):
     trainer.train()
     logs = trainer.state.log_history[0]
     assert logs["mismatch/max"] == pytest.approx(math.log(3.0), rel=1e-4)
-    assert 0 < logs["mismatch/rejected_frac"] == pytest.approx(1 / logs["completions/mean_length"])
-    assert logs["mismatch/ess"] == pytest.approx(1 - logs["mismatch/rejected_frac"], abs=1e-5)
+    assert 0 < logs["mismatch/cut_frac"] == pytest.approx(1 / logs["completions/mean_length"])
+    assert logs["mismatch/ess"] == pytest.approx(1 - logs["mismatch/cut_frac"], abs=1e-5)
     assert logs["mismatch/weight_max"] == pytest.approx(1.0, abs=1e-4)
 
 

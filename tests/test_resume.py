@@ -33,11 +33,17 @@ VARIANTS = {
     "stopped at a KL, bypass": ({"policy_mode": "bypass"}, {"callbacks": lambda: [stops_at_kl(0.02)]}),
     "a stream, read again from its start": ({"max_prompt_length": 10}, {"train_dataset": STREAM}),
     "groups without a critic": ({"advantage_estimator": "grpo", "num_generations": 2}, {}),
+    "a rollout ahead": ({"rollouts_ahead": 1}, {}),
+    "groups ahead, stopped at a KL": (
+        {"rollouts_ahead": 1, "advantage_estimator": "grpo", "num_generations": 2, "prompt_candidates": 2},
+        {"callbacks": lambda: [stops_at_kl(0.02)]},
+    ),
 }
 FAST = (
     "adapter critic, adaptive KL, metrics not yet logged",
     "shared critic, warmup",
     "a stream, read again from its start",
+    "a rollout ahead",
 )
 
 

@@ -217,7 +217,7 @@ def test_policy_modes_agree_where_the_mismatch_is_none(make):
     assert measured["bypass"] == set()
     assert measured["decoupled"] == {"mismatch/mean", "mismatch/max", "mismatch/kl"}
     assert measured["token_truncate"] - measured["decoupled"] == {
-        *("mismatch/weight_mean", "mismatch/weight_max", "mismatch/rejected_frac", "mismatch/ess")
+        *("mismatch/weight_mean", "mismatch/weight_max", "mismatch/cut_frac", "mismatch/ess")
     }
 
 

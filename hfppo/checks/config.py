@@ -218,6 +218,11 @@ def check_combinations(args: Any) -> None:
             f"advantage_estimator={args.advantage_estimator!r} has neither; leave it out, or set "
             "advantage_estimator='gae' or 'grpo'"
         )
+    if args.rollouts_ahead and args.use_vllm and args.vllm_mode == "colocate":
+        raise ValueError(
+            "rollouts_ahead=1 samples during the update, but with vllm_mode='colocate' vLLM computes in the training "
+            "process; set vllm_mode='server', use_vllm=False or rollouts_ahead=0"
+        )
     for field, needed in READ_FOR.items():
         if (value := getattr(args, field)) not in (None, 0) and not estimator_needs(args.advantage_estimator, needed):
             raise ValueError(

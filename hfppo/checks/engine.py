@@ -70,6 +70,7 @@ def check_whole(engine: str, model: ActorCritic, reward_funcs: list[RewardFunc],
         (on_adapter, "critic='adapter'", "use critic='shared' or a separate model"),
         (reward_adapter, "a reward adapter", "merge it into its base and give the merged model"),
         (args.use_vllm, "use_vllm=True", "set use_vllm=False"),
+        (args.rollouts_ahead, "rollouts_ahead=1", "set rollouts_ahead=0"),
     ):
         if is_used:
             raise ValueError(

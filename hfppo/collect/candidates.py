@@ -11,12 +11,12 @@ Departure from the paper: one batch instead of several, as large as the last rol
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hfppo.config import PPOConfig
-from hfppo.data.prompts import Row
 from hfppo.metrics import Measures, parts, parts_of
 from hfppo.rollout import Rollout
 from hfppo.state import PPOState, stream_seed
@@ -68,12 +68,29 @@ class ScoreLine:
 
 @dataclass(frozen=True)
 class Choice:
-    """One process's rows of a rollout, and how their prompts were chosen."""
+    """One process's prompts of a rollout, and how they were chosen."""
 
-    rows: list[Row]
+    positions: range  # of the prompts that it was chosen from, in the order of prompts
+    taken: list[int]  # indices of `positions`
     uniform: Tensor  # (prompts,) bool, True where the prompt was drawn uniformly
     passed_over: int = 0  # prompts of all processes
     measures: Measures = field(default_factory=dict)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the fields as plain values."""
+        return {
+            **vars(self),
+            "positions": [self.positions.start, self.positions.stop],
+            "uniform": self.uniform.tolist(),
+            "measures": {name: x.tolist() for name, x in self.measures.items()},
+        }
+
+    @classmethod
+    def from_state_dict(cls, state: dict[str, Any]) -> "Choice":
+        """Make a choice from what `state_dict` returned."""
+        measures = {name: torch.tensor(x, dtype=torch.float64) for name, x in state["measures"].items()}
+        positions, uniform = range(*state["positions"]), torch.tensor(state["uniform"])
+        return cls(**{**state, "positions": positions, "uniform": uniform, "measures": measures})
 
 
 def num_candidates(line: ScoreLine, spread: float, args: PPOConfig) -> int:

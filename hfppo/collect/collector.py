@@ -3,7 +3,7 @@
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -17,7 +17,7 @@ from hfppo.collect.candidates import Choice, ScoreLine, choose, measure_choice, 
 from hfppo.collect.check_finite import check_rollout
 from hfppo.collect.completed import Completed
 from hfppo.collect.credit import CreditAssignment, counted_tokens, final_scores
-from hfppo.collect.forward import Passes, any_active, autocast, forward_passes, prompt_values
+from hfppo.collect.forward import any_active, autocast, forward_passes, prompt_values
 from hfppo.collect.rollout_metrics import measure_episodes, measure_rollout, measure_scores, scores_alike
 from hfppo.collect.rows import all_completions, eval_rows, prompt_rows
 from hfppo.config import PPOConfig
@@ -81,6 +81,16 @@ class Phases:
 
 
 @dataclass(frozen=True)
+class Sampled:
+    """Completions with their scores, before the passes."""
+
+    completed: Completed
+    scores: Callable[[], Scored]  # waits for asynchronous reward functions
+    phase: Phases  # times so far
+    measures: Measures = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Collector:
     """Collects rollouts. It has no state."""
 
@@ -92,26 +102,30 @@ class Collector:
     args: PPOConfig
     player: EpisodePlayer | None = None  # None without tools and environments
 
-    def choose_rows(self, prompts: Prompts | PromptStream, state: PPOState) -> Choice:
-        """Return this process's rows of the next rollout.
+    def choose_prompts(self, prompts: Prompts | PromptStream, state: PPOState) -> Choice:
+        """Return this process's prompts of the next rollout: those that the critic chooses, or the next ones.
 
-        They have the prompts that the critic chooses, or the next ones. There may be more groups than a rollout has.
+        There may be more than a rollout has groups.
         """
         line, args, processes = ScoreLine.fit(state.uniform_scores), self.args, self.accelerator.num_processes
         count = args.prompts_per_process * processes
         first = state.next_rollout * count + state.passed_over
         window = range(first, first + num_candidates(line, state.spread, args) * processes)
         if not line.may_choose:
-            rows = prompt_rows(prompts, window[self.own_part(len(window))], args)
-            return Choice(all_completions(rows, args), torch.ones(len(rows), dtype=torch.bool), len(window) - count)
+            own = window[self.own_part(len(window))]
+            return Choice(own, [*range(len(own))], torch.ones(len(own), dtype=torch.bool), len(window) - count)
         candidates = prompt_rows(prompts, window, args)
         values = self.gather(self.prompt_values(candidates[self.own_part(len(window))])[:, None])[:, 0]
         expected = line.expected(values, values.mean())
         taken, uniform = choose(line.distances(expected), count, (args.seed, CHOICE_STREAM, first))
-        own = self.own_part(count)
-        rows = [candidates[i] for i in taken[own].tolist()]
+        part = self.own_part(count)
         measures = measure_choice(expected, taken, uniform)
-        return Choice(all_completions(rows, args), uniform[own], len(window) - count, measures)
+        return Choice(window, taken[part].tolist(), uniform[part], len(window) - count, measures)
+
+    def rows_of(self, choice: Choice, prompts: Prompts | PromptStream) -> list[Row]:
+        """Return the completions to make for chosen prompts."""
+        rows = prompt_rows(prompts, choice.positions, self.args)
+        return all_completions((rows[i] for i in choice.taken), self.args)
 
     def own_part(self, count: int) -> slice:
         """Return this process's part of so many rows of all processes."""
@@ -150,32 +164,63 @@ class Collector:
             OutOfMemory: with the settings that help.
         """
         phase = Phases(self.args, show)
-        with phase.timed("rollout"), eval_mode(self.model), torch.no_grad():
-            # 1. Completions, in one turn or several.
-            with phase("generation"), self.sampler.ready():
-                completed = self.complete(rows, timed=partial(phase.timed, "environments"))
-            # 2. Scores, and the passes of actor, reference and critic.
-            selection: Measures = {}
-            if selects := training and self.args.selects_groups:
-                completed, scored, selection = self.select_groups(completed, state, phase)
+        sampling = self.sample(rows, state, phase, self.sampler.ready(), training)
+        with eval_mode(self.model), sampling as sampled:
+            return self.finish(sampled, ppo_state, training)
+
+    @contextmanager
+    @torch.no_grad()
+    def sample(
+        self,
+        rows: list[Row],
+        state: TrainerState,
+        phase: Phases,
+        ready: AbstractContextManager,
+        training: bool = True,
+    ) -> Iterator[Sampled]:
+        """Complete rows, and score them; asynchronous reward functions run during the block.
+
+        Args:
+            state, training: see `collect`.
+            phase: times the phases.
+            ready: the sampler's block.
+        """
+        with ExitStack() as running:
+            with phase.timed("rollout"):
+                with phase("generation"), ready:
+                    completed = self.complete(rows, timed=partial(phase.timed, "environments"))
+                with phase("rewards"):
+                    pending = running.enter_context(self.rewards.start(completed.reward_batch(self.tokenizer, state)))
+                    sampled = Sampled(completed, pending.result, phase)
+                    if training and self.args.selects_groups:
+                        sampled = self.select_groups(sampled)
+            yield sampled
+
+    @torch.no_grad()
+    def finish(self, sampled: Sampled, ppo_state: PPOState, training: bool = True) -> Collected:
+        """Make the rollout of sampled completions: the passes, the credit, the metrics.
+
+        Args:
+            ppo_state, training: see `collect`.
+        """
+        completed, phase = sampled.completed, sampled.phase
+        with phase.timed("rollout"), eval_mode(self.model):
             prompts = pad_left([row.prompt_ids for row in completed.rows], self.tokenizer.pad_token_id)
-            if selects:
-                passes = self.forward(completed, prompts, phase)
-            else:
-                scored, passes = self.score_and_forward(completed, prompts, state, phase)
-            # 3. Token rewards, advantages, whitening.
+            with phase("passes"):
+                passes = forward_passes(self.model, *prompts, completed.completions, self.accelerator, self.args)
+            with phase("rewards"):
+                scored = sampled.scores()
             assign_credit = CreditAssignment(self.args, ppo_state.kl_coef, self.whiten_globally if training else None)
             groups = torch.tensor([row.group for row in completed.rows])
             credited = assign_credit(prompts, completed.completions, scored, passes, groups)
-        # 4. The rollout and its metrics.
         rollout = credited.rollout
         name = f"rollout {ppo_state.next_rollout + 1}" if training else "the completions"
         check_rollout(rollout, name, self.accelerator.process_index)
-        measures = phase.measures(float(rollout.mask.sum()))
+        measures = phase.measures(float(rollout.mask.sum())) | sampled.measures
         if training:
             measures |= measure_scores(rollout.scores[scored.scorable], scored, self.rewards.names)
             measures |= measure_rollout(credited, ppo_state.kl_coef, self.args, self.gather)
-            measures |= measure_episodes(completed.episodes) | selection
+            measures |= measure_episodes(completed.episodes)
         return Collected(rollout, self.transcript(completed, scored), measures)
 
     def complete(
@@ -219,41 +264,19 @@ class Collector:
             )
         return completions
 
-    def select_groups(
-        self, completed: Completed, state: TrainerState, phase: Phases
-    ) -> tuple[Completed, Scored, Measures]:
-        """Score groups and keep as many as a rollout has, those whose scores differ first."""
-        with phase("rewards"):
-            scored = self.rewards(completed.reward_batch(self.tokenizer, state))
+    def select_groups(self, sampled: Sampled) -> Sampled:
+        """Return as many groups as a rollout has, those whose scores differ first."""
+        completed, scored = sampled.completed, sampled.scores()
         scores = final_scores(scored, completed.completions, self.args)
         counts = counted_tokens(scored, completed.completions, self.args).any(dim=1)
         alike = scores_alike(scores, scored.scorable, counts, self.args.num_generations)
         groups = alike.int().argsort(stable=True)[: self.args.prompts_per_process]
         rows = torch.arange(len(scores)).view(len(alike), -1)[groups].flatten()
-        return (
-            completed.at(rows),
-            scored.at(rows),
-            {
-                "candidates/spread": parts(~alike),
-                "candidates/completions": parts_of(len(scores) * self.accelerator.num_processes),
-            },
-        )
-
-    def score_and_forward(
-        self, completed: Completed, prompts: tuple[Tensor, Tensor], state: TrainerState, phase: Phases
-    ) -> tuple[Scored, Passes]:
-        """Score the completions and run the passes; asynchronous reward functions run during the passes."""
-        with phase("rewards"):
-            pending = self.rewards.start(completed.reward_batch(self.tokenizer, state))
-        with pending:
-            passes = self.forward(completed, prompts, phase)
-            with phase("rewards"):
-                return pending.result(), passes
-
-    def forward(self, completed: Completed, prompts: tuple[Tensor, Tensor], phase: Phases) -> Passes:
-        """Run the passes of actor, reference and critic."""
-        with phase("passes"):
-            return forward_passes(self.model, *prompts, completed.completions, self.accelerator, self.args)
+        measures = {
+            "candidates/spread": parts(~alike),
+            "candidates/completions": parts_of(len(scores) * self.accelerator.num_processes),
+        }
+        return Sampled(completed.at(rows), lambda: scored.at(rows), sampled.phase, measures)
 
     def transcript(self, completed: Completed, scored: Scored) -> Transcript:
         """Return the rows as text, with their scores by function."""

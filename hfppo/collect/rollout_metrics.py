@@ -63,7 +63,7 @@ def measure_rollout(
         for name, estimator in (("kl", args.reward_kl_estimator), ("kl_k3", "k3")):
             measures[name] = parts(F.token_kl(rollout.old_logprobs, rollout.ref_logprobs, estimator), mask)
     if args.policy_mode != "bypass":
-        measures |= measure_mismatch(rollout, gather)
+        measures |= measure_mismatch(rollout, args, gather)
     return measures | measure_values(rollout, gather)
 
 
@@ -130,7 +130,7 @@ def scores_alike(scores: Tensor, scorable: Tensor, counts: Tensor, num_generatio
     return alike | ~counts.any(dim=1)
 
 
-def measure_mismatch(rollout: Rollout, gather: Callable[[Tensor], Tensor]) -> Measures:
+def measure_mismatch(rollout: Rollout, args: PPOConfig, gather: Callable[[Tensor], Tensor]) -> Measures:
     """Measure the distance between the log-probs of sampler and training model, and the weights that correct it."""
     mask = rollout.mask
     difference = parts((rollout.old_logprobs - rollout.rollout_logprobs).abs(), mask)
@@ -139,10 +139,11 @@ def measure_mismatch(rollout: Rollout, gather: Callable[[Tensor], Tensor]) -> Me
     if rollout.weights is None:
         return measures
     weights = parts(rollout.weights, mask)
+    cut = (rollout.weights == 0) | (rollout.weights == args.vllm_importance_sampling_clip_max)
     return {
         **measures,
         "mismatch/weight_mean": weights,
         "mismatch/weight_max": weights,
-        "mismatch/rejected_frac": parts(rollout.weights == 0, mask),
+        "mismatch/cut_frac": parts(cut, mask),
         **finite("mismatch/ess", F.effective_sample_size(gather(rollout.weights), gather(mask))),
     }

@@ -106,12 +106,14 @@ class EpisodePlayer:
     Args:
         chat_format: its `eos_ids` end a turn of this model.
         max_prompt: maximum number of tokens of a prompt with the text of `reset`; None: no limit.
+        alone: whether the process does nothing else during the episodes.
     """
 
     agents: Agents
     chat_format: ChatFormat
     args: PPOConfig
     max_prompt: int | None
+    alone: bool = True
 
     def play(
         self,
@@ -136,7 +138,7 @@ class EpisodePlayer:
         """
         names, environments = self.take_environments(rows)
         patience = math.inf  # the first batch has all rows
-        with Background(rows[0].seed) as background:
+        with Background(rows[0].seed if self.alone else None) as background:
             tasks = Tasks([self.steps(*given) for given in zip(rows, names, environments, strict=True)], background)
             while any_active(tasks.wait(patience, timed)):
                 playing = tasks.take_ready()

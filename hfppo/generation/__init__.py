@@ -6,7 +6,7 @@ from accelerate import Accelerator
 from transformers import PreTrainedTokenizerBase
 
 from hfppo.config import PPOConfig
-from hfppo.generation.generate import TransformersSampler
+from hfppo.generation.generate import SnapshotSampler, TransformersSampler
 from hfppo.generation.sampler import Sampler, Sampling
 from hfppo.generation.stop_strings import StopStrings
 from hfppo.models.actor_critic import ActorCritic
@@ -48,3 +48,19 @@ def make_sampler(
     else:
         engine = ColocatedEngine(model, args)
     return VLLMSampler(model, engine, accelerator, args.output_dir, sampling)
+
+
+def keeping_policy(sampler: Sampler) -> Sampler:
+    """Return a sampler that keeps its policy within `ready`, while another thread trains.
+
+    Raises:
+        ValueError: the sampler cannot do that.
+    """
+    if sampler.keeps_policy:
+        return sampler
+    if type(sampler) is TransformersSampler:
+        return SnapshotSampler(sampler)
+    raise ValueError(
+        f"rollouts_ahead=1 samples while the actor is trained, and {type(sampler).__name__} may read the weights that "
+        "change; copy them in `ready` and set its attribute keeps_policy=True, or set rollouts_ahead=0"
+    )

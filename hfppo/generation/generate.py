@@ -226,6 +226,27 @@ class TransformersSampler(Sampler):
             row.key_values = place if self.may_reuse and (keep or not row.done) else KeyValues()
 
 
+class SnapshotSampler(TransformersSampler):
+    """Samples from a copy of the actor, with the adapter's weights of the time when `ready` was entered.
+
+    Args:
+        sampler: gives the actor and the settings.
+    """
+
+    keeps_policy = True
+
+    def __init__(self, sampler: TransformersSampler):
+        super().__init__(sampler.model.copy_actor(), sampler.sampling, sampler.batch_size)
+        self.actor = sampler.model
+
+    @contextmanager
+    def ready(self) -> Iterator[None]:
+        """See `Sampler`."""
+        self.model.load_actor_weights(self.actor.actor_weights())
+        with super().ready():
+            yield
+
+
 def row_uniforms(seeds: list[int], width: int) -> Tensor:
     """Return (B, T) float64 numbers in [0, 1), each row from its own seed."""
     generators = [torch.Generator().manual_seed(stream_seed(seed)) for seed in seeds]

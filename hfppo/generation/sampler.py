@@ -58,6 +58,9 @@ class Completions:
 class Sampler(Protocol):
     """Anything that can sample completions from the current policy."""
 
+    # Whether within `ready` it samples from the weights of the block's beginning, even if they are trained meanwhile.
+    keeps_policy: bool = False
+
     def ready(self) -> AbstractContextManager[None]:
         """Load the current weights; the sampler may be called inside the block."""
         return nullcontext()

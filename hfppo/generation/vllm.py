@@ -82,6 +82,7 @@ class VLLMSampler(Sampler):
 
     def __init__(self, model: ActorCritic, engine: Engine, accelerator: Accelerator, folder: str, sampling: Sampling):
         self.model, self.engine, self.accelerator, self.sampling = model, engine, accelerator, sampling
+        self.keeps_policy = True  # of the adapter that `ready` publishes
         self._writes = accelerator.is_main_process if engine.shared else accelerator.is_local_main_process
         own = None
         if self._writes:

@@ -6,7 +6,7 @@ switching between a forward and its backward silently gives zero gradients.
 """
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -117,6 +117,24 @@ class ActorCritic(PeftModelForCausalLM):
     def critic_parameters(self) -> list[nn.Parameter]:
         """The trainable parameters of the critic; empty without a critic."""
         return [] if self.critic is None else [p for p in self.critic.parameters() if p.requires_grad]
+
+    def copy_actor(self) -> "ActorCritic":
+        """Return the actor alone in eval mode, with weights of its own in the adapter, and the same base tensors."""
+        with self._actor_alone():
+            copied: ActorCritic = shared_copy(self, self.actor_parameters())
+        copied.critic = copied.ref_model = None
+        return copied.eval()
+
+    def actor_weights(self) -> dict[str, Tensor]:
+        """Return copies of the policy's trainable weights on the CPU, by name."""
+        named = self.base_model.named_parameters()
+        return {name: p.detach().to("cpu", copy=True) for name, p in named if p.requires_grad}
+
+    @torch.no_grad()
+    def load_actor_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Take over what `actor_weights` returned."""
+        for name, weight in weights.items():
+            self.base_model.get_parameter(name).copy_(weight)
 
     @property
     def critic_is_shared(self) -> bool:

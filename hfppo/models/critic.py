@@ -2,6 +2,7 @@
 
 import copy
 import json
+from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -312,10 +313,15 @@ def adapted_trunk(model: PreTrainedModel, peft_config: PeftConfig, top: int | No
     return adapted
 
 
-def shared_copy(module: nn.Module) -> Any:
-    """Copy a module tree but not its tensors, so that an adapter on one tree does not touch the other."""
+def shared_copy(module: nn.Module, own: Iterable[nn.Parameter] = ()) -> Any:
+    """Copy a module tree but not its tensors, so that an adapter on one tree does not touch the other.
+
+    Args:
+        own: parameters that the copy gets copies of.
+    """
     keep_four_bits(module)  # without this, a forward of the copy rewrites the shared weights
-    shared: list[object] = [*module.parameters(), *module.buffers()]
+    copied = set(own)
+    shared: list[object] = [*(x for x in module.parameters() if x not in copied), *module.buffers()]
     # bitsandbytes keeps the scales of 4-bit weights as separate tensors: 0.06 bytes per weight, unless quantized too.
     shared += [part.quant_state for part in module.modules() if hasattr(part, "quant_state")]
     return copy.deepcopy(module, memo={id(x): x for x in shared})

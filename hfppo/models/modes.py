@@ -8,8 +8,9 @@ from accelerate import Accelerator
 from accelerate.utils import DynamoBackend
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from transformers import TrainingArguments
 from transformers.modeling_layers import GradientCheckpointingLayer
+
+from hfppo.config import PPOConfig
 
 
 @contextmanager
@@ -43,7 +44,7 @@ GRAPHS = 32
 WITH_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")  # modes of torch.compile
 
 
-def compile_layers(model: nn.Module, accelerator: Accelerator, args: TrainingArguments) -> None:
+def compile_layers(model: nn.Module, accelerator: Accelerator, args: PPOConfig) -> None:
     """Compile the layers of actor, critic and reference in place, if Trainer or accelerate is asked to compile.
 
     Without this, accelerate wraps the whole model. The passes of a rollout do not go through that wrapper, and the
@@ -51,8 +52,8 @@ def compile_layers(model: nn.Module, accelerator: Accelerator, args: TrainingArg
     compile in less time.
 
     Raises:
-        ValueError: the architecture does not build its layers on GradientCheckpointingLayer, or a mode with CUDA
-            graphs, which are for fixed shapes.
+        ValueError: the architecture does not build its layers on GradientCheckpointingLayer; a mode with CUDA graphs,
+            which are for fixed shapes; sampling in a second thread.
     """
     plugin = accelerator.state.dynamo_plugin
     if args.torch_compile:  # all trainers of a process share the plugin, which is turned off below
@@ -65,6 +66,11 @@ def compile_layers(model: nn.Module, accelerator: Accelerator, args: TrainingArg
         raise ValueError(
             f"torch_compile_mode={mode!r} records a CUDA graph for each shape, but the shapes of rollouts vary; "
             "leave torch_compile_mode out, or set 'max-autotune-no-cudagraphs'"
+        )
+    if args.rollouts_ahead:
+        raise ValueError(
+            "rollouts_ahead=1 samples in a thread of its own without compiled layers, but torch_compile=True compiles "
+            "for all threads; turn one of them off"
         )
     plugin.backend = DynamoBackend.NO
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]

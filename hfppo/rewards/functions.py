@@ -3,7 +3,7 @@
 import inspect
 import math
 from collections.abc import Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,7 +23,7 @@ from hfppo.rewards.reward_func import (
     merge_logs,
     plain_name,
 )
-from hfppo.support.calls import awaited
+from hfppo.support.calls import awaited, wait_briefly
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ class PendingScores:
             TypeError, ValueError: an output breaks the contract.
         """
         running = [output for output in self.outputs if isinstance(output, Future)]
-        for finished in wait(running, return_when=FIRST_EXCEPTION).done:
+        for finished in wait_briefly(running):
             finished.result()
         outputs = [output.result() if isinstance(output, Future) else output for output in self.outputs]
         return self.rewards.combine(outputs, self.batch, self.logs)

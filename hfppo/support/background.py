@@ -32,10 +32,10 @@ class Background:
     leaves the block without waiting for plain code: its threads are interrupted, and end when they can.
 
     Args:
-        seed: seeds the global generators.
+        seed: seeds the global generators. None leaves them alone, because other code runs during the block.
     """
 
-    def __init__(self, seed: int):
+    def __init__(self, seed: int | None):
         self.pending = 0  # calls whose Futures `finished` has not returned
         self._seed, self._block = seed, ExitStack()
         self._threads: list[threading.Thread] = []
@@ -43,7 +43,8 @@ class Background:
         self._done: SimpleQueue = SimpleQueue()
 
     def __enter__(self) -> "Background":
-        self._block.enter_context(own_random_state(self._seed))
+        state = watched_random_state() if self._seed is None else own_random_state(self._seed)
+        self._block.enter_context(state)
         self._portal = self._block.enter_context(start_blocking_portal())
         return self
 
@@ -188,6 +189,21 @@ def own_random_state(seed: int) -> Iterator[None]:
                 warn_of_global_draws()
             random.setstate(python)
             np.random.set_state(numpy)
+
+
+@contextmanager
+def watched_random_state() -> Iterator[None]:
+    """Warn once if something has drawn from the global generators of Python or NumPy during the block."""
+
+    def states() -> str:
+        return repr((random.getstate(), np.random.get_state(legacy=False)))
+
+    first = states()
+    try:
+        yield
+    finally:
+        if states() != first:
+            warn_of_global_draws()
 
 
 @cache

@@ -8,8 +8,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Awaitable, Callable
-from concurrent.futures import Future, wait
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -17,13 +17,24 @@ import torch
 from anyio.from_thread import start_blocking_portal
 
 T = TypeVar("T")
+MOMENT = 0.05  # seconds
 
 
 def wait_for(call: Callable[[], Awaitable[T]]) -> T:
     """Run a coroutine function and return its result."""
     # The event loop runs in another thread, because a notebook already runs one in this thread.
     with start_blocking_portal() as portal:
-        return portal.call(call)
+        future = portal.start_task_soon(call)
+        wait_briefly([future])
+        return future.result()
+
+
+def wait_briefly(futures: Sequence[Future]) -> set[Future]:
+    """Wait for all Futures or for an error, and return the finished ones; Ctrl-C and `interrupt` end the wait."""
+    while True:  # what arrives during a wait, Python raises only after it
+        found = wait(futures, MOMENT, FIRST_EXCEPTION)
+        if not found.not_done or any(future.exception() for future in found.done):
+            return found.done
 
 
 async def awaited(value: object) -> Any:
@@ -55,12 +66,13 @@ async def awaited_within(seconds: float | None, message: str, value: object) -> 
 
 
 def finish_within(seconds: float | None, message: str, func: Callable[[], object]) -> Any:
-    """Return the result of a function, plain or async, each with the time limit of `call_within`.
+    """Return the result of a function, plain or async, each with a time limit.
 
     Raises:
         TimeoutError: the time is over.
     """
-    value = call_within(seconds, message, func)
+    in_main = threading.current_thread() is threading.main_thread()
+    value = (call_within if in_main else call_in_thread)(seconds, message, func)
     return wait_for(lambda: awaited_within(seconds, message, value)) if inspect.isawaitable(value) else value
 
 
@@ -72,7 +84,7 @@ class TimeUp(BaseException):
 
 
 def call_within(seconds: float | None, message: str, func: Callable[[], T]) -> T:
-    """Return the function's result, or raise a TimeoutError after some seconds.
+    """Return the function's result, or raise a TimeoutError after some seconds; for the main thread.
 
     A timer signal interrupts Python code, sleep, locks, sockets and regular expressions. Other compiled code cannot be
     interrupted: the error is raised when it returns.
@@ -82,14 +94,9 @@ def call_within(seconds: float | None, message: str, func: Callable[[], T]) -> T
         message: the error's message.
     Raises:
         TimeoutError: the time is over; the traceback of its cause shows the line that hung.
-        RuntimeError: outside the main thread, where no signal arrives.
     """
     if seconds is None:
         return func()
-    if threading.current_thread() is not threading.main_thread():
-        raise RuntimeError(
-            "a time limit for plain code needs the main thread; leave timeout out, or write the function as async def"
-        )
     running = True
 
     def stop(*_: object) -> None:

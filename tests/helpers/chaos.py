@@ -60,8 +60,11 @@ VARIANTS = {
         {"advantage_estimator": "grpo", "num_generations": 2, "prompt_candidates": 3, "save_steps": 2},
         "adapter",
     ),
+    "ahead": ({"rollouts_ahead": 1}, "adapter"),
+    "chosen ahead": ({"rollouts_ahead": 1, "prompt_candidates": 3}, "adapter"),
     # Four steps per rollout: all checkpoints fall between the updates of one.
     "environment": ({"save_steps": 3, "gamma_turn": 0.9, "lam_turn": 0.7, "max_completion_length": 40}, "adapter"),
+    "environment ahead": ({"rollouts_ahead": 1, "save_steps": 3, "max_completion_length": 40}, "adapter"),
 }
 candidates.EXPLAINED = 0.0  # the critic chooses whatever little it knows
 OPERATIONS = ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "shutil.rmtree")
@@ -100,7 +103,7 @@ def make_trainer(out: str, variant: str, steps: int) -> PPOTrainer:
     given = {**CONFIG, **config, "max_steps": steps}
     callbacks = [AdaptiveKLCallback(target=0.01, horizon=100), Tell()]
     callbacks += [stops_at_kl(0.02)] if variant == "groups" else []
-    if variant == "environment":
+    if variant.startswith("environment"):
         return talking_trainer(out, given, environment_factory=lambda: MortalChatter(out), callbacks=callbacks)
     return PPOTrainer(
         model=tiny_model(),

@@ -62,7 +62,7 @@ def always(*rewards):
 
 def training_rows(collector, prompts, rollout: int) -> list[Row]:
     """Return a process's rows of a rollout, by its number, with the next prompts of the order."""
-    return collector.choose_rows(prompts, PPOState(kl_coef=0.0, rollouts=rollout)).rows
+    return collector.rows_of(collector.choose_prompts(prompts, PPOState(kl_coef=0.0, rollouts=rollout)), prompts)
 
 
 def collect_first(trainer) -> Collected:

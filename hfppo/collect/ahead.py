@@ -1,0 +1,146 @@
+"""Sample and score the next rollout in a thread, while the trainer learns from the one before.
+
+What is sampled follows from the number of the rollout, never from the clock: rollout r + 1 is begun when rollout r is
+taken, with the policy that has learned from the rollouts before r. A checkpoint has that policy's adapter and the
+prompts, and a resumed run samples them again.
+"""
+
+import copy
+import threading
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future
+from contextlib import ExitStack, nullcontext, suppress
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import TrainerState
+
+from hfppo.collect.candidates import Choice
+from hfppo.collect.collector import Collector, PhaseDisplay, Phases, Sampled
+from hfppo.data.prompt_stream import PromptStream
+from hfppo.data.prompts import Prompts, Row
+from hfppo.generation import keeping_policy
+from hfppo.generation.sampler import Sampler
+from hfppo.metrics import parts_of
+from hfppo.support.calls import TimeUp, interrupt, wait_briefly
+
+PATIENCE = 5.0  # seconds that an interrupted thread gets to end
+
+
+@dataclass(frozen=True)
+class Order:
+    """A rollout to be sampled ahead; part of a checkpoint."""
+
+    choice: Choice  # its prompts
+    weights: Mapping[str, Tensor]  # of the adapter that samples
+    state: TrainerState  # of the step at which it was begun; reward functions see it
+
+    def split(self) -> tuple[dict[str, Any], Mapping[str, Tensor]]:
+        """Return plain values, and the weights."""
+        return {"choice": self.choice.state_dict(), "state": asdict(self.state)}, self.weights
+
+    @classmethod
+    def join(cls, state: dict[str, Any], weights: Mapping[str, Tensor]) -> "Order":
+        """Make an order from what `split` returned."""
+        return cls(Choice.from_state_dict(state["choice"]), weights, TrainerState(**state["state"]))
+
+
+class RolloutAhead:
+    """The rollout that is sampled ahead.
+
+    Args:
+        collector: collects rollouts in the trainer's own thread.
+
+    Raises:
+        ValueError: the sampler reads weights that are trained meanwhile.
+    """
+
+    def __init__(self, collector: Collector):
+        player = collector.player and replace(collector.player, alone=False)
+        self.collector = replace(collector, sampler=keeping_policy(collector.sampler), player=player)
+        self.order: Order | None = None  # None: nothing is sampled ahead
+        self._thread: threading.Thread | None = None  # None: the order has not begun
+        self._sampled: Future[Sampled] = Future()
+        self._ended = 0.0  # when the thread ended, by time.monotonic
+
+    @property
+    def sampler(self) -> Sampler:
+        """Samples within the thread, from the weights of the order."""
+        return self.collector.sampler
+
+    def begin(self, choice: Choice, prompts: Prompts | PromptStream, state: TrainerState) -> None:
+        """Begin to sample chosen prompts with the present policy."""
+        self.order = Order(choice, self.collector.model.actor_weights(), copy.deepcopy(state))
+        self.resume(prompts)
+
+    def resume(self, prompts: Prompts | PromptStream) -> None:
+        """Begin to sample the order, if there is one and it has not begun, as after a checkpoint is loaded."""
+        if self.order is None or self._thread is not None:
+            return
+        model, ready = self.collector.model, ExitStack()
+        trained = model.actor_weights()
+        model.load_actor_weights(self.order.weights)  # a resumed run has trained on since
+        try:
+            ready.enter_context(self.sampler.ready())
+        finally:
+            model.load_actor_weights(trained)
+        self._sampled = Future()
+        rows = self.collector.rows_of(self.order.choice, prompts)
+        self._thread = threading.Thread(target=self._run, args=(rows, self.order.state, ready), daemon=True)
+        self._thread.start()
+
+    def _run(self, rows: list[Row], state: TrainerState, ready: ExitStack) -> None:
+        """Sample and score rows, in the thread."""
+        collector, sampled = self.collector, self._sampled
+        phase = Phases(collector.args, nullcontext)
+        device = collector.accelerator.device
+        if device.index is not None:
+            torch.accelerator.set_device_index(device.index)  # each thread begins with the first device
+        with suppress(TimeUp):
+            try:
+                with collector.sample(rows, state, phase, ready) as found:
+                    scored = found.scores()
+                self._ended = time.monotonic()
+                sampled.set_result(replace(found, scores=lambda: scored))
+            except TimeUp:
+                raise
+            except BaseException as error:
+                sampled.set_exception(error)
+
+    def take(self, step: int, show: PhaseDisplay) -> tuple[Order, Sampled]:
+        """Wait for the rollout, and return it; the next one may then begin.
+
+        Args:
+            step: the global step, for the rollout's age.
+            show: shows the waiting.
+        Raises:
+            Exception: of sampler, environment or reward function, with its own traceback.
+        """
+        order, start = self.order, time.monotonic()
+        assert order is not None
+        with show("waiting"):
+            self.wait()
+        self.order = self._thread = None
+        sampled = self._sampled.result()
+        measures = {
+            "ahead/age": parts_of(step - order.state.global_step),
+            "time/trainer_waited": parts_of(max(0.0, self._ended - start)),
+            "time/sampler_waited": parts_of(max(0.0, start - self._ended)),
+        }
+        measures |= sampled.measures
+        return order, replace(sampled, phase=replace(sampled.phase, show=show), measures=measures)
+
+    def wait(self) -> None:
+        """Wait until nothing is sampled; an error is kept until `take`."""
+        if self._thread is not None:
+            wait_briefly([self._sampled])
+
+    def close(self) -> None:
+        """Interrupt the sampling, and forget the order."""
+        thread, self._thread, self.order = self._thread, None, None
+        if thread is not None and thread.is_alive():
+            interrupt(thread)
+            thread.join(PATIENCE)

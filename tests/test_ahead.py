@@ -1,0 +1,290 @@
+"""Rollouts that are sampled during the update on the one before: by which policy, how errors and the end come through.
+
+What waits for a step of the update would never return if the update did not go on meanwhile.
+"""
+
+import asyncio
+import random
+import threading
+import time
+import traceback
+
+import pytest
+import torch
+from transformers import TrainerCallback
+
+from helpers.agents import Chatter, talking_trainer
+from helpers.runs import PROMPTS, SMALL, count_digits, stops_at_kl, untimed_logs
+from helpers.scripted import training_rows
+from helpers.tiny import tiny_model
+from hfppo import PPOCallback, PPOConfig, PPOTrainer, TextEnvironment
+from hfppo.generation.generate import TransformersSampler
+from hfppo.support import background
+
+AHEAD = {"rollouts_ahead": 1, "max_steps": 16}
+FAR = 60  # seconds that no test waits
+
+
+class Rollouts(PPOCallback):
+    """Keeps rollouts, and the actor's weights when each was taken."""
+
+    def __init__(self):
+        self.rollouts, self.weights = [], []
+
+    def on_rollout_end(self, args, state, control, *, rollout, model, **kwargs):
+        self.rollouts.append(rollout)
+        self.weights.append(model.actor_weights())
+
+
+class Steps(TrainerCallback):
+    """Tells of each step that has been made."""
+
+    def __init__(self):
+        self.made = [threading.Event() for _ in range(AHEAD["max_steps"])]
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.made[state.global_step - 1].set()
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left():
+    before = set(threading.enumerate())
+    yield
+    left = [thread for thread in threading.enumerate() if thread not in before and "tqdm" not in thread.name]
+    for thread in left:
+        thread.join(FAR)
+    assert not any(thread.is_alive() for thread in left)
+
+
+def test_a_rollout_is_sampled_by_the_policy_of_one_rollout_before(make_trainer):
+    seen = Rollouts()
+    trainer = make_trainer(AHEAD, callbacks=[seen])
+    trainer.train()
+    assert len(seen.rollouts) == 4
+    plain = make_trainer({})
+    for number, rollout in enumerate(seen.rollouts):
+        plain.model.load_actor_weights(seen.weights[max(0, number - 1)])
+        rows = training_rows(plain.collector, plain._train_prompts, number)
+        again = plain.collector.collect(rows, plain.ppo_state, plain.state).rollout
+        assert torch.equal(again.completion_ids, rollout.completion_ids)
+        assert torch.equal(again.rollout_logprobs, rollout.rollout_logprobs)
+        plain.model.load_actor_weights(seen.weights[number])
+        now = plain.collector.collect(rows, plain.ppo_state, plain.state).rollout
+        assert number == 0 or not torch.equal(now.rollout_logprobs, rollout.rollout_logprobs)
+        if torch.equal(now.completion_ids, rollout.completion_ids):
+            assert torch.equal(now.old_logprobs, rollout.old_logprobs), "today's model recomputes them"
+    logs = [log for log in untimed_logs(trainer) if "ahead/age" in log]
+    assert [log["ahead/age"] for log in logs] == [0, 4, 4, 4]
+    assert all(0 <= log["mismatch/cut_frac"] < 1 for log in logs)
+
+
+def test_the_next_rollout_is_scored_during_the_update(make_trainer):
+    steps, calls = Steps(), []
+
+    def slow(completions, trainer_state, **kwargs):
+        calls.append(trainer_state.global_step)
+        if len(calls) > 1:
+            assert steps.made[4 * len(calls) - 6].wait(FAR)  # the third step on the rollout before
+        return count_digits(completions)
+
+    make_trainer(AHEAD, callbacks=[steps], reward_funcs=slow).train()
+    assert calls == [0, 0, 4, 8], "the step at which it began"
+
+
+def test_environments_play_during_the_update(tmp_path):
+    steps, begun = Steps(), []
+
+    class Slow(Chatter):
+        def reset(self, **row):
+            begun.append(threading.current_thread())
+            return super().reset(**row)
+
+        def step(self, text):
+            assert len(begun) <= 8 or steps.made[0].wait(FAR)
+            return super().step(text)
+
+    config = {**SMALL, **AHEAD, "max_steps": 8, "max_completion_length": 40}
+    talking_trainer(tmp_path, config, environment_factory=Slow, callbacks=[steps]).train()
+    assert len(begun) == 16
+    assert threading.main_thread() not in begun
+
+
+def test_an_error_comes_at_its_use_with_its_own_traceback(make_trainer):
+    calls = []
+
+    def fails_later(completions, **kwargs):
+        calls.append(None)
+        if len(calls) == 3:
+            raise LookupError("the judge is gone")
+        return count_digits(completions)
+
+    trainer = make_trainer(AHEAD, reward_funcs=fails_later)
+    with pytest.raises(LookupError, match="the judge is gone") as found:
+        trainer.train()
+    assert trainer.state.global_step == 8, "both rollouts before it are learned from"
+    assert "fails_later" in "".join(traceback.format_tb(found.tb))
+    assert len(calls) == 3
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
+def test_an_interrupt_ends_the_sampling(make_trainer, error):
+    asleep = threading.Event()
+
+    class Stops(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            assert asleep.wait(FAR)
+            raise error
+
+    def sleeps(completions, **kwargs):
+        if calls:
+            asleep.set()
+            for _ in range(FAR * 100):
+                time.sleep(0.01)
+            calls.append("woke by itself")
+        calls.append("called")
+        return count_digits(completions)
+
+    calls = []
+    trainer = make_trainer(AHEAD, reward_funcs=sleeps, callbacks=[Stops()])
+    with pytest.raises(error):
+        trainer.train()
+    assert calls == ["called"]
+
+
+def test_an_asynchronous_reward_is_cancelled(make_trainer):
+    asleep, outcome = threading.Event(), []
+
+    class Stops(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            assert asleep.wait(FAR)
+            raise KeyboardInterrupt
+
+    async def sleeps(completions, **kwargs):
+        if outcome:
+            asleep.set()
+            try:
+                await asyncio.sleep(FAR)
+            except asyncio.CancelledError:
+                outcome.append("cancelled")
+                raise
+        outcome.append("scored")
+        return count_digits(completions)
+
+    with pytest.raises(KeyboardInterrupt):
+        make_trainer(AHEAD, reward_funcs=sleeps, callbacks=[Stops()]).train()
+    assert outcome == ["scored", "cancelled"]
+
+
+def test_nothing_is_sampled_that_is_not_used(make_trainer):
+    calls = []
+
+    def count(completions, **kwargs):
+        calls.append(len(completions))
+        return count_digits(completions)
+
+    make_trainer({**AHEAD, "max_steps": 12}, reward_funcs=count).train()
+    assert calls == [8, 8, 8]
+
+
+def test_a_rollout_that_ends_early_makes_one_more_necessary(make_trainer):
+    seen = Rollouts()
+    trainer = make_trainer({**AHEAD, "max_steps": 6}, callbacks=[seen, stops_at_kl(1e-9)])
+    trainer.train()
+    assert trainer.state.global_step == 6
+    ages = [log["ahead/age"] for log in untimed_logs(trainer) if "ahead/age" in log]
+    assert len(seen.rollouts) == len(ages) > 2
+    assert ages[0] == 0
+    assert max(ages) < 4
+
+
+def test_evaluations_and_looks_change_nothing(make_trainer):
+    class Looks(PPOCallback):
+        def on_rollout_end(self, args, state, control, **kwargs):
+            if len(trainers) == 2:
+                trainers[1].rollout(["1+1="])
+
+    trainers = []
+    for evaluates in ({}, {"eval_strategy": "steps", "eval_steps": 3}):
+        dataset = PROMPTS.select(range(4))
+        trainers.append(make_trainer({**AHEAD, **evaluates}, eval_dataset=dataset, callbacks=[Looks()]))
+        trainers[-1].train()
+    logs = [[log for log in untimed_logs(trainer) if "loss" in log] for trainer in trainers]
+    assert logs[0] == logs[1]
+
+
+def test_one_caller_at_a_time(make_trainer):
+    """An evaluation that begins while a reward function scores the rollout ahead waits for it."""
+    busy, began = threading.Lock(), threading.Event()
+
+    class Evaluates(PPOCallback):
+        def on_rollout_end(self, args, state, control, **kwargs):
+            assert began.wait(FAR)
+            trainer.evaluate()
+
+    def alone(completions, **kwargs):
+        assert busy.acquire(blocking=False), "called twice at once"
+        if len(completions) == 8:
+            began.set()
+            time.sleep(0.3)
+        busy.release()
+        return count_digits(completions)
+
+    dataset = PROMPTS.select(range(2))
+    trainer = make_trainer(
+        {**AHEAD, "max_steps": 8}, eval_dataset=dataset, reward_funcs=alone, callbacks=[Evaluates()]
+    )
+    trainer.train()
+
+
+def test_global_random_numbers_are_the_update_s_too(tmp_path, monkeypatch):
+    class Draws(TextEnvironment):
+        def reset(self, **row):
+            return ""
+
+        def step(self, text):
+            return str(random.random()), 1.0, True, False, {}
+
+    warned = []
+    monkeypatch.setattr(background, "warn_of_global_draws", lambda: warned.append(None))
+    config = {**SMALL, **AHEAD, "max_steps": 4}
+    torch.manual_seed(5)
+    trainer = talking_trainer(tmp_path, config, environment_factory=Draws)
+    trainer.train()
+    assert warned
+
+
+def test_samplers_that_read_trained_weights_are_refused(tmp_path, tokenizer):
+    class Own(TransformersSampler):
+        pass
+
+    class Trainer(PPOTrainer):
+        def create_sampler(self, eos_ids):
+            return Own(self.model, super().create_sampler(eos_ids).sampling, None)
+
+    with pytest.raises(ValueError, match="rollouts_ahead=1 samples while the actor is trained, and Own may read"):
+        Trainer(
+            model=tiny_model(),
+            reward_funcs=count_digits,
+            args=PPOConfig(str(tmp_path), **SMALL, rollouts_ahead=1),
+            train_dataset=PROMPTS,
+            processing_class=tokenizer,
+        )
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"rollouts_ahead": 2}, "rollouts_ahead=2 must be 0 or 1"),
+        ({"rollouts_ahead": 1, "use_vllm": True}, "rollouts_ahead=1 .* set vllm_mode='server'"),
+        ({"rollouts_ahead": 1, "torch_compile": True}, "rollouts_ahead=1 .* torch_compile=True"),
+    ],
+)
+def test_settings_it_does_not_go_with(make_trainer, config, message):
+    with pytest.raises(ValueError, match=message):
+        make_trainer(config)
+
+
+@pytest.mark.parametrize(("ahead", "mode"), [(0, "decoupled"), (1, "token_truncate")])
+def test_the_policy_loss_is_weighted_unless_told_otherwise(make_trainer, ahead, mode):
+    assert make_trainer({"rollouts_ahead": ahead}).args.policy_mode == mode
+    assert make_trainer({"rollouts_ahead": ahead, "policy_mode": "bypass"}).args.policy_mode == "bypass"
