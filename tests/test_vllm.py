@@ -186,13 +186,16 @@ def test_fifty_syncs_send_the_adapter_and_leave_both_bases_alone(make):
     assert weights <= sent <= 1.5 * weights
 
 
-def test_resuming_equals_the_straight_run(make, tmp_path):
-    """From within a rollout, and from between two."""
-    straight = make("colocate", SAVING)
+@pytest.mark.parametrize(("placement", "ahead"), [("colocate", 0), ("server", 1)])
+def test_resuming_equals_the_straight_run(make, tmp_path, placement, ahead):
+    """From within a rollout, and from between two; evaluations publish adapters of their own."""
+    config = {**SAVING, "rollouts_ahead": ahead, "eval_strategy": "steps", "eval_steps": 2}
+    evaluated = {"eval_dataset": PROMPTS.select(range(1))}
+    straight = make(placement, config, **evaluated)
     straight.train()
     for step in (3, 4):
-        shutil.copytree(tmp_path / f"colocate/checkpoint-{step}", tmp_path / f"from-{step}/checkpoint-{step}")
-        resumed = make("colocate", {"output_dir": str(tmp_path / f"from-{step}")})
+        shutil.copytree(tmp_path / f"{placement}/checkpoint-{step}", tmp_path / f"from-{step}/checkpoint-{step}")
+        resumed = make(placement, {**config, "output_dir": str(tmp_path / f"from-{step}")}, **evaluated)
         resumed.train(resume_from_checkpoint=True)
         assert_same_run(resumed, straight)
 
