@@ -18,6 +18,7 @@ from helpers.runs import PROMPTS, SMALL, count_digits, stops_at_kl, untimed_logs
 from helpers.scripted import training_rows
 from helpers.tiny import tiny_model
 from hfppo import PPOCallback, PPOConfig, PPOTrainer, TextEnvironment
+from hfppo.collect.collector import Collector
 from hfppo.generation.generate import TransformersSampler
 from hfppo.support import background
 
@@ -37,12 +38,14 @@ class Rollouts(PPOCallback):
 
 
 class Steps(TrainerCallback):
-    """Tells of each step that has been made."""
+    """Tells of each step that has been made, and keeps the state of Python's generator in it."""
 
     def __init__(self):
         self.made = [threading.Event() for _ in range(AHEAD["max_steps"])]
+        self.luck: list[tuple] = []
 
     def on_step_end(self, args, state, control, **kwargs):
+        self.luck.append(random.getstate())
         self.made[state.global_step - 1].set()
 
 
@@ -104,8 +107,11 @@ def test_environments_play_during_the_update(tmp_path):
             return super().step(text)
 
     config = {**SMALL, **AHEAD, "max_steps": 8, "max_completion_length": 40}
-    talking_trainer(tmp_path, config, environment_factory=Slow, callbacks=[steps]).train()
+    trainer = talking_trainer(tmp_path, config, environment_factory=Slow, callbacks=[steps])
+    steps.luck = [random.getstate()]
+    trainer.train()
     assert len(begun) == 16
+    assert all(state == steps.luck[0] for state in steps.luck), "the update's generators are left alone"
     assert threading.main_thread() not in begun
 
 
@@ -184,6 +190,22 @@ def test_nothing_is_sampled_that_is_not_used(make_trainer):
 
     make_trainer({**AHEAD, "max_steps": 12}, reward_funcs=count).train()
     assert calls == [8, 8, 8]
+
+
+def test_prompts_are_chosen_after_those_of_the_rollout_in_use(make_trainer, monkeypatch):
+    windows, choose = [], Collector.choose_prompts
+
+    def spy(self, *args):
+        windows.append(choose(self, *args).positions)
+        return choose(self, *args)
+
+    monkeypatch.setattr(Collector, "choose_prompts", spy)
+    groups = {"advantage_estimator": "grpo", "num_generations": 2, "prompt_candidates": 3}
+    hard = {"reward_funcs": lambda prompts, **_: [float(i % 2 and text[0] == "1") for i, text in enumerate(prompts)]}
+    make_trainer({**AHEAD, **groups}, **hard).train()
+    assert len(windows) == 4
+    assert max(map(len, windows)) > 4, "more than a rollout has"
+    assert [window.start for window in windows] == [0, *(window.stop for window in windows[:-1])]
 
 
 def test_a_rollout_that_ends_early_makes_one_more_necessary(make_trainer):
