@@ -85,6 +85,13 @@ def test_links_between_pages_resolve():
                 assert not anchor or anchor in anchors(linked), f"{page}: {target}"
 
 
+def test_no_line_of_a_paragraph_is_a_comment_or_a_bullet_by_its_first_character():
+    """MyST drops lines that begin with %, and Markdown makes a list of those that begin with + and a space."""
+    for page in (README, *PAGES):
+        text = re.sub(r"^```.*?^```$|^<!-- python.*?^-->$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+        assert re.findall(r"^\s*(?:%|\+ ).*", text, flags=re.MULTILINE) == [], name_of(page)
+
+
 def test_python_blocks_are_python():
     for page in (README, *PAGES):
         for block in blocks(page, "python"):
@@ -318,6 +325,7 @@ def test_the_reference_holds_what_the_code_has(site):
         assert [name for name in documented if f'id="{owner.__name__}.{name}"' not in html] == []
     names = set(re.findall(r'<span class="pre">([^<]*)</span>', html))
     assert (STATED.keys() | METRICS.keys()) - names == set()
+    assert " at 0x" not in re.sub(r"<[^>]*>", "", html)  # what an object is, not where
 
 
 @pytest.mark.slow
