@@ -4,11 +4,13 @@ What waits for a step of the update would never return if the update did not go 
 """
 
 import asyncio
+import gc
 import random
 import threading
 import time
 import traceback
 
+import psutil
 import pytest
 import torch
 from transformers import TrainerCallback
@@ -310,3 +312,23 @@ def test_settings_it_does_not_go_with(make_trainer, config, message):
 def test_the_policy_loss_is_weighted_unless_told_otherwise(make_trainer, ahead, mode):
     assert make_trainer({"rollouts_ahead": ahead}).args.policy_mode == mode
     assert make_trainer({"rollouts_ahead": ahead, "policy_mode": "bypass"}).args.policy_mode == "bypass"
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+def test_a_thousand_rollouts_leave_nothing_behind(make_trainer):
+    process, seen = psutil.Process(), []
+
+    class Looks(PPOCallback):
+        def on_rollout_end(self, args, state, control, **kwargs):
+            if state.global_step % 100 == 0:
+                gc.collect()
+                seen.append((threading.active_count(), process.num_fds(), process.memory_info().rss / 2**20))
+
+    steps = {"num_mini_batches": 1, "num_ppo_epochs": 1, "logging_steps": 100, "max_steps": 1001}
+    make_trainer({**AHEAD, **steps}, callbacks=[Looks()]).train()
+    threads, files, memory = zip(*seen[1:], strict=True)
+    assert len(threads) == 10
+    assert max(threads) <= threads[0] + 1
+    assert max(files) <= files[0] + 1
+    assert memory[-1] - memory[1] < 8, memory

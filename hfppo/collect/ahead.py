@@ -95,13 +95,12 @@ class RolloutAhead:
     def _run(self, rows: list[Row], state: TrainerState, ready: ExitStack) -> None:
         """Sample and score rows, in the thread."""
         collector, sampled = self.collector, self._sampled
-        phase = Phases(collector.args, nullcontext)
-        device = collector.accelerator.device
-        if device.index is not None:
-            torch.accelerator.set_device_index(device.index)  # each thread begins with the first device
+        phase, device = Phases(collector.args, nullcontext), collector.accelerator.device
         with suppress(TimeUp):
             try:
-                with collector.sample(rows, state, phase, ready) as found:
+                if device.type != "cpu":
+                    torch.accelerator.set_device_index(device.index or 0)  # each thread begins with the first device
+                with collector.sample(rows, state, phase, ready) as found, phase.timed("rollout"), phase("rewards"):
                     scored = found.scores()
                 self._ended = time.monotonic()
                 sampled.set_result(replace(found, scores=lambda: scored))

@@ -45,7 +45,12 @@ VARIANTS = [
         "policy_mode": "token_truncate",
         "mask_truncated_completions": True,
     },
-    {"advantage_estimator": "reinforce_plus_plus", "kl_loss_coef": 0.1, "missing_eos_penalty": 1.0},
+    {
+        "rollouts_ahead": 1,
+        "advantage_estimator": "reinforce_plus_plus",
+        "kl_loss_coef": 0.1,
+        "missing_eos_penalty": 1.0,
+    },
     {
         "policy_mode": "bypass",
         "bootstrap_truncated": True,
