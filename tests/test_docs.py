@@ -85,11 +85,15 @@ def test_links_between_pages_resolve():
                 assert not anchor or anchor in anchors(linked), f"{page}: {target}"
 
 
-def test_no_line_of_a_paragraph_is_a_comment_or_a_bullet_by_its_first_character():
-    """MyST drops lines that begin with %, and Markdown makes a list of those that begin with + and a space."""
+def test_no_line_is_lost_or_something_else_by_its_first_character():
+    """MyST drops lines that begin with %, Markdown makes a list of those that begin with + and a space.
+
+    A row after an empty line begins a table, which needs a header.
+    """
     for page in (README, *PAGES):
         text = re.sub(r"^```.*?^```$|^<!-- python.*?^-->$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
         assert re.findall(r"^\s*(?:%|\+ ).*", text, flags=re.MULTILINE) == [], name_of(page)
+        assert re.findall(r"\n\n(\|.*)\n(?!\|[-|]+\|\n)", text) == [], name_of(page)
 
 
 def test_python_blocks_are_python():
