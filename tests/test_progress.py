@@ -132,6 +132,15 @@ def test_a_log_file_gets_plain_lines(make_trainer, capfd, monkeypatch):
     assert "train_runtime" in out
 
 
+def test_the_line_has_no_penalty_of_zero_and_the_time_that_passes():
+    log = {"reward": 1.0, "kl_coef": 0.0, "time/rollout": 5.0, "time/passes": 1.0, "time/update": 2.0}
+    assert progress.short_cells(log) == {"reward": "1.000", "time": "7.0 s"}
+    assert progress.short_cells({**log, "kl_coef": 0.05})["β"] == "0.05"
+    assert (
+        progress.short_cells({**log, "time/trainer_waited": 0.5})["time"] == "3.5 s"
+    )  # the rest passed in the update
+
+
 def test_a_run_begins_with_its_sizes(make_trainer, capfd):
     sizes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3, "num_mini_batches": 2}
     make_trainer({**FOUR_STEPS, **sizes, "num_ppo_epochs": 2, "max_steps": 5}).train()  # the second rollout is cut
@@ -144,6 +153,7 @@ def test_a_run_on_a_gpu_begins_with_what_followed_from_it(given, rows):
     chosen = {"activation_checkpointing": True, "gradient_checkpointing": True, "mixed_precision": "bf16"}
     sizes = {"rollout_size_per_process": 12, "world_size": 8, "updates_per_rollout": 4}
     args = SimpleNamespace(device=torch.device("cuda"), local_rollout_forward_batch_size=given, **chosen, **sizes)
+    assert progress.describe_rollouts(args, TrainerState(max_steps=4)).startswith("1 rollout of 96 completions")
     assert progress.describe_rollouts(args, TrainerState(max_steps=5)).splitlines() == [
         "2 rollouts of 96 completions (12 per process), 4 optimizer steps each",
         f"autocast: bf16, activation_checkpointing: True, rows sampled at once: {rows}",

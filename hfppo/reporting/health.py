@@ -87,8 +87,9 @@ def sampler_mismatch(run: RecentLogs, limit: float = 0.1) -> str | None:
         run.above("mismatch/mean", limit),
         "the completions were drawn from another policy than the one that scores them",
         "with vLLM another dtype or quantization, or an old adapter on the server; without it noise in the model, or "
-        "an architecture that computes otherwise with a cache",
-        "give vLLM the base's dtype; take the noise out; set {policy_mode} to 'token_truncate'",
+        "an architecture that computes otherwise with a cache; with rollouts_ahead updates that move the policy far",
+        "give vLLM the base's dtype; take the noise out; set {policy_mode} to 'token_truncate'; with rollouts_ahead "
+        "lower {learning_rate}",
     )
 
 

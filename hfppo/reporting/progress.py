@@ -145,16 +145,19 @@ class RunProgress(Phases, ProgressCallback):
 
 def short_cells(logs: dict[str, float]) -> dict[str, str]:
     """Return the most-read metrics of a log, formatted, by their labels, and the time of a rollout and its update."""
-    cells = {label: form.format(logs[metric]) for metric, label, form in SHORT if metric in logs}
+    shown = {metric: x for metric, x in logs.items() if metric != "kl_coef" or x}  # without a penalty, no β
+    cells = {label: form.format(shown[metric]) for metric, label, form in SHORT if metric in shown}
     if "time/rollout" in logs:
-        cells["time"] = f"{logs['time/rollout'] + logs.get('time/update', 0.0):.1f} s"
+        ahead = "time/trainer_waited" in logs  # then it was sampled during an update
+        rollout = logs["time/trainer_waited"] + logs["time/passes"] if ahead else logs["time/rollout"]
+        cells["time"] = f"{rollout + logs.get('time/update', 0.0):.1f} s"
     return cells
 
 
 def describe_rollouts(args: PPOConfig, state: TrainerState) -> str:
     """Return the number of rollouts in a run, their sizes, and on a GPU the settings that follow from base and GPU."""
     rollouts, size = -(-state.max_steps // args.updates_per_rollout), args.rollout_size_per_process
-    total = f"{rollouts} rollouts of {size * args.world_size} completions ({size} per process)"
+    total = f"{rollouts} rollout{'s' * (rollouts != 1)} of {size * args.world_size} completions ({size} per process)"
     sizes = f"{total}, {args.updates_per_rollout} optimizer steps each"
     if args.device.type != "cuda":
         return sizes
