@@ -1,6 +1,7 @@
 """docs/play.html computes an update again, in the browser, as `hfppo.functional` does."""
 
 import json
+import math
 import re
 from pathlib import Path
 
@@ -82,12 +83,12 @@ def expected(completion: dict, settings: dict) -> dict[str, torch.Tensor]:
         advantages = F.whiten(advantages, mask)
     now = (old + settings["update"] * (new - old)).clamp(max=0)
     loss = F.policy_loss(now, old, advantages, F.Clip(clip, clip, 3.0 if settings["dual"] else None))
-    clipped = F.clip_fractions(now, old, advantages, F.Clip(clip, clip))
+    clipped = F.clip_fractions(now, old, advantages, F.Clip(clip, clip, 3.0 if settings["dual"] else None))
     predicted = values + settings["update"] * (new_values - values)
     value_loss = F.value_loss(predicted, values, returns, 0.2 if settings["value_clip"] else None)
     columns = {"kl": kl, "reward": rewards, "advantage": advantages, "returns": returns, "loss": loss}
     columns |= {"delta": rewards + gamma * following - values, "value_loss": value_loss}
-    columns |= {"ratio": (now - old).exp(), "clipped": clipped.low | clipped.high}
+    columns |= {"ratio": (now - old).exp(), "clipped": clipped.low | clipped.high | clipped.dual}
     return {name: column[0] for name, column in columns.items()}
 
 
@@ -161,6 +162,9 @@ def test_toggles_and_typed_numbers_change_the_table(open_page):
     settings = SETTINGS[0] | dict.fromkeys(("whiten", "dual", "value_clip"), True)
     compare(view, expected(typed, settings))
     assert table(view)["ratio"][3] == "1.6487"
+    view.locator("#whiten").uncheck()
+    assert view.locator("td.changed").count() == 12  # advantage and loss of each token
+    view.locator("#whiten").check()
     view.locator("#grpo").check()
     view.locator("#others").fill("1, 1, 0, 0")
     without_critic = {head: COLUMNS[head] for head in ("KL", "reward", "advantage", "ratio", "loss")}
@@ -175,14 +179,19 @@ def test_the_address_holds_what_was_changed(open_page):
     view.locator("#whiten").check()
     view.locator('input[name="value.1"]').fill("0.5")
     view.locator('input[name="value.1"]').press("Tab")
+    view.locator("#language").select_option("zh")
+    assert view.locator("tbody tr").nth(1).get_attribute("class") == "chosen"  # by the focus of its cell
     shown, address = table(view), view.evaluate("location.hash")
-    assert all(part in address for part in ("lam=0.5", "whiten=true", "value.1=0.5"))
+    assert all(part in address for part in ("lam=0.5", "whiten=true", "value.1=0.5", "chosen=1", "language=zh"))
     view.reload()
-    without_marks = {"class": None}
-    assert table(view) | without_marks == shown | without_marks
+    assert table(view) == shown
+    view.locator("#language").select_option("en")
     view.locator("#reset").click()
     assert view.evaluate("location.hash") == ""
     compare(view, expected(BY_HAND, SETTINGS[0]))
+    view.evaluate("address => { location.hash = address }", address)  # a link pasted into the open page
+    view.locator("h1", has_text="动手试试 PPO").wait_for()
+    assert table(view) == shown
 
 
 @pytest.mark.browser
@@ -196,3 +205,23 @@ def test_a_chosen_token_has_its_formulas_and_its_dot(open_page):
         assert float(found.rpartition("= ")[2]) == pytest.approx(float(columns[name][0]), abs=6e-5)
     assert view.locator("#surrogate .dot").count() == 1
     assert view.locator("#lines path.a, #lines path.b, #lines path.c").count() == 3
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("toggles", [(), ("dual", "value_clip"), ("whiten",)], ids=" ".join)
+def test_formulas_give_what_they_say(open_page, toggles):
+    """For a bad token that is far more likely now, whose value has moved too far towards its return."""
+    view = open_page(PAGE)
+    for name in toggles:
+        view.locator(f"#{name}").check()
+    view.locator("#score").fill("0")
+    for cell, number in (("logprob", "-2.5"), ("new_logprob", "-0.5"), ("new_value", "0.3")):
+        view.locator(f'input[name="{cell}.2"]').fill(number)
+    view.locator('input[name="new_value.2"]').press("Enter")
+    text = view.locator("#formulas").text_content()
+    for sign, operator in (("−", "-"), ("·", "*"), ("½", "0.5"), ("²", "**2")):
+        text = text.replace(sign, operator)
+    lines = [line.split(" = ") for line in text.splitlines() if " = " in line and not line.startswith("R ")]
+    assert len(lines) == 7
+    for *_, formula, result in lines:
+        assert eval(formula, {"exp": math.exp}) == pytest.approx(float(result), abs=5e-4), formula
