@@ -180,7 +180,7 @@ def test_a_converted_script_has_the_sizes_of_trls(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     rows = [{"question": f"{a} + {a}?", "answer": str(a + a)} for a in range(8)]
     (tmp_path / "problems.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    runs = []
+    runs, namespace = [], {"__name__": "from_trl"}
     for block in blocks(DOCS / "from_trl.md", "python"):
         (model,) = re.findall(r'model="(.*?)"', block)
         build(model)
@@ -188,7 +188,6 @@ def test_a_converted_script_has_the_sizes_of_trls(tmp_path, monkeypatch):
         for there, here in (("bf16=True", "use_cpu=True"), ('"wandb"', '"none"'), ("length=256", "length=8")):
             assert block.count(there) == 1
             block = block.replace(there, here)
-        namespace: dict = {"__name__": "from_trl"}
         exec(compile(block.replace("GRPOConfig(", "GRPOConfig(bf16=False,"), "from_trl.md", "exec"), namespace)
         runs.append(namespace["trainer"])
     of_trl, here = runs
