@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import TrainingArguments
 
+from hfppo.config import PPOConfig
 from hfppo.data.chat_template import RunDate
 from hfppo.data.prompt_stream import PromptStream
 from hfppo.data.prompts import Prompts
@@ -29,8 +30,8 @@ logger = logging.getLogger(__name__)
 
 # A resumed run must share these fields: they determine a rollout's rows and how they are split.
 STRUCTURE = (
-    "num_mini_batches", "num_ppo_epochs", "num_generations", "advantage_estimator", "policy_mode", "temperature",
-    "seed", "critic_layers", "rollouts_ahead",
+    "num_mini_batches", "num_ppo_epochs", "num_generations", "advantage_estimator", "rollouts_ahead", "policy_mode",
+    "temperature", "seed", "critic_layers",
 )  # fmt: skip
 
 AHEAD = ".ahead.safetensors"  # suffix of the file with the adapter that samples ahead
@@ -162,7 +163,8 @@ class PPOCheckpoint:
                 "save_only_model=True; to start anew from its weights, pass it as model"
             )
         for name, wanted in self.run.structure.items():
-            before, now = find_differences(saved.structure.get(name), wanted)
+            default = getattr(PPOConfig, name, None)  # of a field that is newer than the checkpoint
+            before, now = find_differences(saved.structure.get(name, default), wanted)
             if before != now:
                 raise ValueError(
                     f"{checkpoint} was written with {name}={before!r}, this run has {now!r}, so it cannot resume; set "

@@ -1,5 +1,6 @@
 """A run stopped at any step and resumed equals the straight run, bit for bit: weights, optimiser and logs."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from safetensors.torch import load_file
 
 from helpers.runs import count_digits, final_state, logs, read_log, stops_at_kl, trained_state
 from hfppo import AdaptiveKLCallback, PPOTrainer
+from hfppo.saving.manifest import seal
 
 # 2 mini-batches × 2 epochs = 4 steps per rollout: checkpoint 8 lies between two rollouts, the others within one.
 CONFIG = {
@@ -199,6 +201,21 @@ def test_a_checkpoint_of_another_run_is_refused_before_anything_is_loaded(make_t
     monkeypatch.setattr(PPOTrainer, "_load_from_checkpoint", lambda *_: None)
     with pytest.raises(ValueError, match="was written with num_ppo_epochs=2, this run has 3"):
         make_trainer({**saving, "num_ppo_epochs": 3}).train(resume_from_checkpoint=True)
+
+
+def test_a_field_that_is_newer_than_the_checkpoint_had_its_default(make_trainer, tmp_path):
+    config = {"max_steps": 3, "save_strategy": "steps", "save_steps": 1}
+    make_trainer(config).train()
+    folder = tmp_path / "out/checkpoint-2"
+    content = json.loads((folder / "ppo_state_0.json").read_text())
+    del content["run"]["structure"]["rollouts_ahead"], content["ahead"]
+    (folder / "ppo_state_0.json").write_text(json.dumps(content))
+    seal(folder)
+    with pytest.raises(ValueError, match="was written with rollouts_ahead=0, this run has 1"):
+        make_trainer({**config, "rollouts_ahead": 1}).train(resume_from_checkpoint=str(folder))
+    resumed = make_trainer(config)
+    resumed.train(resume_from_checkpoint=str(folder))
+    assert resumed.state.global_step == 3
 
 
 def test_resuming_a_finished_run_makes_no_further_step(make_trainer):
