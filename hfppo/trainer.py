@@ -259,7 +259,7 @@ class PPOTrainer(CrashSafeTrainer):
                 check_outputs(self.model, self.args.device)
                 check_sampler(self.collector.sampler, self.args.device)
                 if self._ahead is not None:
-                    check_sampler(self._ahead.sampler, self.args.device)
+                    self._ahead.prepare(self.args.device)
             self._outputs_checked = True
 
     def _prepare_prompts(self, dataset: Dataset, name: str) -> Prompts:

@@ -9,11 +9,12 @@ import random
 import threading
 import time
 import traceback
+from collections import defaultdict
 
 import psutil
 import pytest
 import torch
-from transformers import TrainerCallback
+from transformers import PreTrainedTokenizerFast, TrainerCallback
 
 from helpers.agents import Chatter, talking_trainer
 from helpers.runs import PROMPTS, SMALL, count_digits, stops_at_kl, untimed_logs
@@ -115,6 +116,20 @@ def test_environments_play_during_the_update(tmp_path):
     assert len(begun) == 16
     assert all(state == steps.luck[0] for state in steps.luck), "the update's generators are left alone"
     assert threading.main_thread() not in begun
+
+
+def test_the_two_threads_share_no_tokenizer(tmp_path, monkeypatch):
+    """A call with truncation, as in a callback, would change another thread's call."""
+    in_main, encode = defaultdict(set), PreTrainedTokenizerFast._encode_plus
+
+    def spy(self, *args, **kwargs):
+        in_main[id(self)].add(threading.current_thread() is threading.main_thread())
+        return encode(self, *args, **kwargs)
+
+    monkeypatch.setattr(PreTrainedTokenizerFast, "_encode_plus", spy)
+    config = {**SMALL, **AHEAD, "max_steps": 8, "max_completion_length": 40}
+    talking_trainer(tmp_path, config, environment_factory=Chatter).train()
+    assert list(in_main.values()) == [{True}, {False}]
 
 
 def test_an_error_comes_at_its_use_with_its_own_traceback(make_trainer):

@@ -145,6 +145,12 @@ def test_a_micro_batch_rarely_waits_for_the_device_whatever_its_rows(second_devi
 
 
 @pytest.mark.nightly
+def test_a_rollout_ahead_where_the_model_is_placed_late(second_device, tmp_path):
+    rewards = json.loads(run(*second_device, HELPERS / "ahead_on_second_device.py", tmp_path).splitlines()[-1])
+    assert len(rewards) == 2
+
+
+@pytest.mark.nightly
 def test_an_attention_of_the_device_alone_runs_by_path(second_device, tmp_path):
     """As flash attention does on a GPU: neither checks nor the trial of packed rows run on the CPU."""
     found = json.loads(run(*second_device, HELPERS / "attention_of_second_device.py", tmp_path).splitlines()[-1])

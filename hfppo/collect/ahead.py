@@ -23,8 +23,11 @@ from hfppo.collect.collector import Collector, PhaseDisplay, Phases, Sampled
 from hfppo.data.prompt_stream import PromptStream
 from hfppo.data.prompts import Prompts, Row
 from hfppo.generation import keeping_policy
+from hfppo.generation.generate import SnapshotSampler
 from hfppo.generation.sampler import Sampler
+from hfppo.generation.sampler_check import check_sampler
 from hfppo.metrics import parts_of
+from hfppo.models.modes import place_model
 from hfppo.support.calls import TimeUp, interrupt, wait_briefly
 
 PATIENCE = 5.0  # seconds that an interrupted thread gets to end
@@ -59,8 +62,12 @@ class RolloutAhead:
     """
 
     def __init__(self, collector: Collector):
-        player = collector.player and replace(collector.player, alone=False)
-        self.collector = replace(collector, sampler=keeping_policy(collector.sampler), player=player)
+        # A tokenizer keeps truncation and padding of its latest call, so a callback's call would change the thread's.
+        tokenizer, player = copy.deepcopy(collector.tokenizer), collector.player
+        if player is not None:
+            player = replace(player, alone=False, chat_format=replace(player.chat_format, tokenizer=tokenizer))
+        sampler = keeping_policy(collector.sampler)
+        self.collector = replace(collector, sampler=sampler, tokenizer=tokenizer, player=player)
         self.order: Order | None = None  # None: nothing is sampled ahead
         self._thread: threading.Thread | None = None  # None: the order has not begun
         self._sampled: Future[Sampled] = Future()
@@ -70,6 +77,12 @@ class RolloutAhead:
     def sampler(self) -> Sampler:
         """Samples within the thread, from the weights of the order."""
         return self.collector.sampler
+
+    def prepare(self, device: torch.device) -> None:
+        """Move the sampler's copy of the actor to its device, and check the sampler there."""
+        if isinstance(self.sampler, SnapshotSampler):
+            place_model(self.sampler.model, device)
+        check_sampler(self.sampler, device)
 
     def begin(self, choice: Choice, prompts: Prompts | PromptStream, state: TrainerState) -> None:
         """Begin to sample chosen prompts with the present policy."""
