@@ -61,9 +61,9 @@ class PPOConfig(TrainingArguments):
 
         from hfppo import PPOConfig
 
-        args = PPOConfig(output_dir="out", learning_rate=1e-4, num_mini_batches=4, kl_coef=0.02)
+        args = PPOConfig(output_dir="out", learning_rate=5e-5, num_mini_batches=4, kl_coef=0.02)
         print(args.rollout_size_per_process)  # 8 × 1 × 4 = 32 completions
-        print(args.updates_per_rollout)  # 2 × 4 = 8 optimizer steps
+        print(args.updates_per_rollout)  # 1 × 4 = 4 optimizer steps
 
     A rollout has `per_device_train_batch_size × gradient_accumulation_steps × num_mini_batches` completions per
     process. It is used for `num_ppo_epochs × num_mini_batches` optimizer steps, or more with `num_critic_epochs`.
@@ -74,6 +74,7 @@ class PPOConfig(TrainingArguments):
     """
 
     # Fields of TrainingArguments with another default.
+    learning_rate: float = option(1e-4, "Learning rate of the actor, and of the critic unless it has its own.")
     logging_steps: float | None = option(None, "Optimizer steps between logs; None: one log per rollout.")
     save_steps: float | None = option(
         None,
@@ -100,7 +101,7 @@ class PPOConfig(TrainingArguments):
     )
 
     # Changes the result: the rollout.
-    num_ppo_epochs: Count = option(2, "Number of passes over each rollout (TRL); see docs/notes/decisions.md.")
+    num_ppo_epochs: Count = option(1, "Number of passes over each rollout (TRL); see docs/notes/decisions.md.")
     num_mini_batches: Count = option(
         8,
         "Optimizer steps per PPO epoch (TRL). A rollout has this many mini-batches: by default 8 × 1 × 8 = 64 "

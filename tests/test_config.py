@@ -288,7 +288,7 @@ BEST = {"load_best_model_at_end": True, "eval_strategy": "steps"}
         ({}, 500),
         ({"eval_strategy": "steps"}, 500),
         ({"save_steps": 7}, 7),
-        (BEST, 16),
+        (BEST, 8),
         (BEST | {"eval_steps": 24}, 24),
         (BEST | {"eval_steps": 0.25}, 0.25),
         (BEST | {"logging_steps": 10}, 10),
@@ -483,14 +483,14 @@ def test_the_examples_in_the_docstrings_run(tmp_path, monkeypatch, capsys):
     """With a tiny model in place of the one on the Hub."""
     monkeypatch.chdir(tmp_path)
     exec(example_of(PPOConfig), {})
-    assert capsys.readouterr().out == "32\n8\n"
+    assert capsys.readouterr().out == "32\n4\n"
     tiny_model().save_pretrained("tiny")
     character_tokenizer().save_pretrained("tiny")
     code, names = example_of(PPOTrainer), {}
     hub_id = "Qwen/Qwen2.5-0.5B"
     assert hub_id in code
     exec(code.replace(hub_id, "tiny"), names)
-    assert names["trainer"].state.global_step == 16
+    assert names["trainer"].state.global_step == 8
     assert Path("out/adapter_model.safetensors").is_file()
 
 

@@ -191,7 +191,7 @@ def test_two_steps_on_the_shipped_problems(tmp_path, tiny, monkeypatch):
     flags = ["--model_name_or_path", tiny, "--dtype", "float32", "--bf16", "false", "--output_dir", str(out)]
     flags += ["--dataset_name", "json", "--data_files", json.dumps(FILES)]
     flags += ["--gradient_accumulation_steps", "1", "--num_mini_batches", "1", "--max_completion_length", "6"]
-    flags += ["--max_steps", "2", "--eval_steps", "1", "--save_steps", "2", "--use_cpu", "true"]
+    flags += ["--num_ppo_epochs", "2", "--max_steps", "2", "--eval_steps", "1", "--save_steps", "2", "--use_cpu", "true"]
     gsm8k.main(*parse(*flags, "--disable_tqdm", "true"))
     results = json.loads((out / "all_results.json").read_text())
     assert {"before_accuracy", "before_answered", "after_accuracy", "after_reward", "train_loss"} <= results.keys()
@@ -211,8 +211,8 @@ def test_the_yaml_has_the_sizes_it_speaks_of(file, rollouts):
     assert (script_args.train_split, script_args.test_split) == ("train", "test")
     assert args.rollout_size_per_process == 256
     assert args.per_device_train_batch_size * args.gradient_accumulation_steps == 64
-    assert (args.num_mini_batches, args.num_ppo_epochs, args.updates_per_rollout) == (4, 2, 8)
-    assert (args.learning_rate, args.critic_learning_rate) == (5e-5, None)
+    assert (args.num_mini_batches, args.num_ppo_epochs, args.updates_per_rollout) == (4, 1, 4)
+    assert (args.learning_rate, args.critic_learning_rate) == (1e-4, None)
     assert (args.cliprange, args.gamma, args.lam, args.kl_coef) == (0.2, 1.0, 1.0, 0.001)
     assert args.max_prompt_length == 512
     assert args.max_tokens_per_micro_batch == 8 * (args.max_prompt_length + args.max_completion_length)

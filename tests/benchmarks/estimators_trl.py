@@ -60,7 +60,7 @@ def grpo_trainer(
     rollout = settings["per_device_train_batch_size"] * mini_batches
     prompts = settings["total_episodes"] // settings["num_generations"]
     args = GRPOConfig(
-        **{name: settings[name] for name in SAME},
+        **{name: settings[name] for name in SAME if name in settings},
         steps_per_generation=mini_batches,
         num_iterations=epochs,
         num_generations_eval=1,

@@ -115,7 +115,7 @@ def make_trl_trainer(
         return played
 
     args = GRPOConfig(
-        **{name: settings[name] for name in SAME},
+        **{name: settings[name] for name in SAME if name in settings},
         steps_per_generation=mini_batches,
         num_iterations=epochs,
         max_steps=settings["total_episodes"] // rollout * mini_batches * epochs,
