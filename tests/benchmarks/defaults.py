@@ -1,11 +1,13 @@
 """What the default settings learn on three tasks of a real model: sums, a style, a format.
 
     python recipes/build_smollm2.py
-    python tests/benchmarks/defaults.py --task style [--seed 1] [--rollouts 6] [--fields '{"learning_rate": 1e-4}']
+    python tests/benchmarks/defaults.py --task style [--seed 1] [--fields '{"learning_rate": 5e-5}'] > FILE
+    python tests/benchmarks/defaults.py --draw FILE … --picture out/defaults.png
 
 `sums` are one-digit sums and differences, right or wrong. `style` wants sentences that VADER finds positive and needs
 vaderSentiment. `format` wants a numbered list of two words. Held-out prompts are completed before and after, sampled
-and greedily. `--fields` replaces defaults of PPOConfig. Prints Markdown; seconds are the processor's.
+and greedily. `--fields` replaces defaults of PPOConfig. Prints Markdown; seconds are the processor's. The second
+command draws the rewards of such runs, a line for each.
 """
 
 import argparse
@@ -17,8 +19,10 @@ import tempfile
 import time
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
+import matplotlib.pyplot as plt
 import torch
 from datasets import Dataset
 
@@ -135,12 +139,41 @@ def main(options: argparse.Namespace) -> None:
         print(f"| {name} | {' | '.join(f'{log[name]:.3f}' for log in logs)} |")
 
 
+def draw(files: list[Path], picture: Path) -> None:
+    """Draw the rewards of runs over their rollouts, a panel for each task."""
+    figure, panels = plt.subplots(1, len(TASKS), figsize=(12, 3.6), layout="constrained")
+    shown = dict(zip(TASKS, panels, strict=True))
+    for file in sorted(files):
+        text = file.read_text()
+        task, seed = re.search(r"--task (\w+)", text)[1], re.search(r"--seed (\d)", text)
+        fields = json.loads((re.search(r"--fields ({.*})", text) or ["", "{}"])[1])
+        label = ", ".join(f"{name}={value:g}" for name, value in fields.items()) or "defaults"
+        *_, row = re.findall(r"^\| reward \|(.*)\|$", text, re.MULTILINE)  # the first is of the evaluations
+        rewards = [float(cell) for cell in row.split("|")]
+        shown[task].plot(
+            range(1, len(rewards) + 1), rewards, marker=".", label=f"{label}, seed {seed[1] if seed else 0}"
+        )
+    for task, axes in shown.items():
+        axes.set(title=task, xlabel="rollout", ylabel="reward")
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize="x-small")
+    figure.savefig(picture, dpi=110)
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--task", choices=TASKS, required=True)
+    parser.add_argument("--task", choices=TASKS)
     parser.add_argument("--model", default="out/smollm2", help="id or folder")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rollouts", type=int, default=6)
     parser.add_argument("--held_out", type=int, default=64, help="prompts of an evaluation")
     parser.add_argument("--fields", type=json.loads, default={}, help="other fields of PPOConfig, as JSON")
-    main(parser.parse_args())
+    parser.add_argument("--draw", type=Path, nargs="+", default=[], help="outputs of runs; draws instead of measuring")
+    parser.add_argument("--picture", type=Path, default="out/defaults.png")
+    options = parser.parse_args()
+    if options.draw:
+        draw(options.draw, options.picture)
+    elif options.task is None:
+        parser.error("--task or --draw")
+    else:
+        main(options)
