@@ -61,7 +61,7 @@ class PPOConfig(TrainingArguments):
 
         from hfppo import PPOConfig
 
-        args = PPOConfig(output_dir="out", learning_rate=5e-5, num_mini_batches=4, kl_coef=0.02)
+        args = PPOConfig(output_dir="out", learning_rate=1e-4, num_mini_batches=4, kl_coef=0.02)
         print(args.rollout_size_per_process)  # 8 × 1 × 4 = 32 completions
         print(args.updates_per_rollout)  # 1 × 4 = 4 optimizer steps
 
@@ -74,7 +74,7 @@ class PPOConfig(TrainingArguments):
     """
 
     # Fields of TrainingArguments with another default.
-    learning_rate: float = option(1e-4, "Learning rate of the actor, and of the critic unless it has its own.")
+    learning_rate: float = option(2e-4, "Learning rate of the actor, and of the critic unless it has its own.")
     logging_steps: float | None = option(None, "Optimizer steps between logs; None: one log per rollout.")
     save_steps: float | None = option(
         None,

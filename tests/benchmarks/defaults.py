@@ -25,6 +25,7 @@ from typing import Any
 import matplotlib.pyplot as plt
 import torch
 from datasets import Dataset
+from matplotlib.lines import Line2D
 
 from hfppo import PPOConfig, PPOTrainer
 
@@ -141,22 +142,24 @@ def main(options: argparse.Namespace) -> None:
 
 def draw(files: list[Path], picture: Path) -> None:
     """Draw the rewards of runs over their rollouts, a panel for each task."""
-    figure, panels = plt.subplots(1, len(TASKS), figsize=(12, 3.6), layout="constrained")
-    shown = dict(zip(TASKS, panels, strict=True))
+    figure, panels = plt.subplots(1, len(TASKS), figsize=(12, 4), layout="constrained")
+    shown, lines = dict(zip(TASKS, panels, strict=True)), {}  # panels by task, colors by name
     for file in sorted(files):
         text = file.read_text()
         task, seed = re.search(r"--task (\w+)", text)[1], re.search(r"--seed (\d)", text)
         fields = json.loads((re.search(r"--fields ({.*})", text) or ["", "{}"])[1])
-        label = ", ".join(f"{name}={value:g}" for name, value in fields.items()) or "defaults"
+        settings = ", ".join(f"{name}={value:g}" for name, value in fields.items()) or "defaults"
+        name = f"{settings}, seed {seed[1] if seed else 0}"
         *_, row = re.findall(r"^\| reward \|(.*)\|$", text, re.MULTILINE)  # the first is of the evaluations
         rewards = [float(cell) for cell in row.split("|")]
-        shown[task].plot(
-            range(1, len(rewards) + 1), rewards, marker=".", label=f"{label}, seed {seed[1] if seed else 0}"
-        )
+        lines[name] = lines.get(name) or f"C{len(lines)}"
+        shown[task].plot(range(1, len(rewards) + 1), rewards, marker=".", color=lines[name])
     for task, axes in shown.items():
         axes.set(title=task, xlabel="rollout", ylabel="reward")
         axes.grid(alpha=0.3)
-        axes.legend(fontsize="x-small")
+    figure.legend(
+        [Line2D([], [], color=color) for color in lines.values()], lines, loc="outside lower center", ncols=2
+    )
     figure.savefig(picture, dpi=110)
 
 
