@@ -96,7 +96,8 @@ def skip() -> dict:
 def stop() -> dict:
     """What each process says when one has found something."""
     said = {}
-    for name, inject in (("rollout", lambda: nan_in_rollout(0, 1)), ("step", lambda: nan_in_loss(1, 1))):
+    # The third loss is the policy's in step 2: each step has one of the policy, and one of the critic.
+    for name, inject in (("rollout", lambda: nan_in_rollout(0, 1)), ("step", lambda: nan_in_loss(2, 1))):
         hfppo.collect.collector.forward_passes, hfppo.trainer.ppo_terms = PASSES, TERMS
         inject()
         try:
