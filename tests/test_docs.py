@@ -165,8 +165,8 @@ def test_readme_code_runs(tmp_path, monkeypatch):
     (block,) = blocks(README, "python")
     (model,) = re.findall(r'model="(.*?)"', block)
     build(model)
-    assert block.count("total_episodes=10_000") == 1
-    exec(compile(block.replace("10_000", "8"), "README.md", "exec"), {"__name__": "readme"})
+    assert block.count("total_episodes=2_560") == 1
+    exec(compile(block.replace("2_560", "8"), "README.md", "exec"), {"__name__": "readme"})
     (load,) = re.findall(r"`(AutoPeftModelForCausalLM.*?)`", README.read_text())
     assert eval(load, {"AutoPeftModelForCausalLM": AutoPeftModelForCausalLM}).peft_config
 
