@@ -447,7 +447,7 @@ def test_the_best_checkpoint_has_its_final_name(make_trainer, dataset, tmp_path,
     ("processes", "kills", "steps", "variants"),
     [
         (2, 2, 6, ["adapter", "environment"]),
-        (1, 3, 12, ["chosen"]),
+        pytest.param(1, 3, 12, ["chosen"], marks=pytest.mark.nightly),
         pytest.param(2, 3, 12, ["chosen", "chosen groups"], marks=pytest.mark.nightly),
         pytest.param(1, 4, 10, ["adapter", "shared", "groups", "pretraining"], marks=pytest.mark.nightly),
         pytest.param(1, 6, 10, ["environment"], marks=pytest.mark.nightly),

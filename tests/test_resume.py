@@ -49,8 +49,15 @@ FAST = (
 )
 
 
+RARE = [pytest.mark.slow, pytest.mark.nightly]
+
+
 @pytest.mark.parametrize(
-    "variant", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in VARIANTS]
+    "variant",
+    [
+        name if name in FAST else pytest.param(name, marks=RARE if "ahead" in name else pytest.mark.slow)
+        for name in VARIANTS
+    ],
 )
 def test_resuming_equals_the_straight_run(make_trainer, tmp_path: Path, variant):
     config, kwargs = VARIANTS[variant]
