@@ -191,18 +191,8 @@ def test_two_steps_on_the_shipped_problems(tmp_path, tiny, monkeypatch):
     flags = ["--model_name_or_path", tiny, "--dtype", "float32", "--bf16", "false", "--output_dir", str(out)]
     flags += ["--dataset_name", "json", "--data_files", json.dumps(FILES)]
     flags += ["--gradient_accumulation_steps", "1", "--num_mini_batches", "1", "--max_completion_length", "6"]
-    flags += [
-        "--num_ppo_epochs",
-        "2",
-        "--max_steps",
-        "2",
-        "--eval_steps",
-        "1",
-        "--save_steps",
-        "2",
-        "--use_cpu",
-        "true",
-    ]
+    flags += ["--num_ppo_epochs", "2", "--max_steps", "2", "--eval_steps", "1", "--save_steps", "2"]
+    flags += ["--use_cpu", "true"]
     gsm8k.main(*parse(*flags, "--disable_tqdm", "true"))
     results = json.loads((out / "all_results.json").read_text())
     assert {"before_accuracy", "before_answered", "after_accuracy", "after_reward", "train_loss"} <= results.keys()

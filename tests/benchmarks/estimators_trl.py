@@ -22,7 +22,6 @@ SAME = (
     "max_completion_length",
     "num_generations",
     "learning_rate",
-    "lr_scheduler_type",
     "seed",
     "save_strategy",
     "report_to",
@@ -60,7 +59,8 @@ def grpo_trainer(
     rollout = settings["per_device_train_batch_size"] * mini_batches
     prompts = settings["total_episodes"] // settings["num_generations"]
     args = GRPOConfig(
-        **{name: settings[name] for name in SAME if name in settings},
+        **{name: settings[name] for name in SAME},
+        lr_scheduler_type=settings.get("lr_scheduler_type", "linear"),  # the default of both trainers
         steps_per_generation=mini_batches,
         num_iterations=epochs,
         num_generations_eval=1,

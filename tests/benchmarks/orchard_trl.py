@@ -115,7 +115,8 @@ def make_trl_trainer(
         return played
 
     args = GRPOConfig(
-        **{name: settings[name] for name in SAME if name in settings},
+        **{name: settings[name] for name in SAME},
+        lr_scheduler_type=settings.get("lr_scheduler_type", "linear"),  # the default of both trainers
         steps_per_generation=mini_batches,
         num_iterations=epochs,
         max_steps=settings["total_episodes"] // rollout * mini_batches * epochs,
