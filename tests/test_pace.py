@@ -13,8 +13,10 @@ import sys
 import threading
 import time
 import traceback
+from concurrent.futures import wait
 from contextlib import nullcontext, suppress
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -474,21 +476,26 @@ def test_a_time_limit_ends_python_code_in_any_thread_and_shows_its_line():
         call_in_thread(FAR, "late", raises_timeout)
 
 
-def test_a_time_limit_leaves_out_the_time_of_others_that_compute():
-    """Sixteen compute at once, each for less than the limit, and all together for longer."""
-    everybody = threading.Barrier(16)
+@pytest.mark.parametrize(("computing", "ends"), [(16, True), (0, False)])
+def test_a_time_limit_leaves_out_the_time_of_others_that_compute(monkeypatch, computing, ends):
+    """Of sixteen that compute at once, each needs less than the limit of one second, and all together need three."""
+    now, done = 0.0, threading.Event()
 
-    def compute():
-        everybody.wait(FAR)
-        begin = time.thread_time()
-        while time.thread_time() - begin < 0.17:
-            pass
+    def wait_for_turns(futures, seconds):
+        nonlocal now
+        now += seconds + computing * sys.getswitchinterval()
+        if now > 3.0:
+            done.set()
+            wait(futures)
 
-    with Background(0) as calls:
-        for i in range(16):
-            calls.start(i, lambda: call_in_thread(1.0, "late", compute))
-        while calls.pending:
-            assert {called.result() for _, called in calls.finished()} <= {None}
+    monkeypatch.setattr("hfppo.support.calls.time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr("hfppo.support.calls.wait", wait_for_turns)
+    try:
+        with nullcontext() if ends else pytest.raises(TimeoutError, match="late"):
+            assert call_in_thread(1.0, "late", lambda: done.wait(FAR))
+        assert now == pytest.approx(3.0 if ends else 1.0, abs=0.2)
+    finally:
+        done.set()
 
 
 def raises_timeout():

@@ -157,14 +157,15 @@ def call_in_thread(seconds: float | None, message: str, func: Callable[[], T]) -
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    left, look = seconds, seconds / 10
+    begin, looks, look = time.monotonic(), 0, seconds / 10
+    counted = 0.0
     try:
-        while left > 0 and not answer.done():
-            start = time.monotonic()
+        while counted < seconds and not answer.done():
             wait([answer], look)
-            passed = time.monotonic() - start
-            # Threads that compute have turns of a switch interval each. Waiting for a turn shows how many they are.
-            left -= passed / max(1.0, (passed - look) / sys.getswitchinterval())
+            looks, passed = looks + 1, time.monotonic() - begin
+            # Threads that compute have turns of a switch interval each. How late a look ends, on average, shows how
+            # many they are.
+            counted = passed / max(1.0, (passed / looks - look) / sys.getswitchinterval())
         if answer.done():
             return answer.result()
         late = TimeoutError(message)
