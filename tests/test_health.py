@@ -23,6 +23,7 @@ from hfppo.metrics import METRICS
 from hfppo.reporting.health import CHECKS, RecentLogs, truncation
 
 PAGE = Path(arithmetic.__file__).parents[1] / "docs/troubleshooting.md"
+CHINESE = PAGE.parent / "zh/troubleshooting.md"  # headings name the English section in brackets
 ANCHORS = {check.__name__.replace("_", "-") for check in CHECKS}
 ONE_STEP = {"num_mini_batches": 1, "num_ppo_epochs": 1, "per_device_train_batch_size": 8}  # per rollout
 
@@ -323,9 +324,10 @@ def test_checks_read_metrics_and_fields_that_exist(make_trainer):
     assert [name for name in re.findall(r"{(\w+)}", source) if not hasattr(args, name)] == []
 
 
-def test_every_check_has_its_section_and_its_row_with_the_limit():
-    text = PAGE.read_text()
-    headings = re.findall(r"^### (.*)$", text, flags=re.MULTILINE)  # those of the other problems have two marks
+@pytest.mark.parametrize(("page", "name"), [(PAGE, "(.*)"), (CHINESE, ".*（(.*)）")], ids=["English", "Chinese"])
+def test_every_check_has_its_section_and_its_row_with_the_limit(page, name):
+    text = page.read_text()
+    headings = re.findall(rf"^### {name}$", text, flags=re.MULTILINE)  # those of the other problems have two marks
     assert {heading.lower().replace(" ", "-") for heading in headings} == ANCHORS
     rows = dict(re.findall(r"^\| `(\w+)` \| `([^`]+)` \|", text, flags=re.MULTILINE))
     assert {name: ast.literal_eval(limit) for name, limit in rows.items()} == HealthCallback().limits
