@@ -7,7 +7,10 @@ The environment is made by `tests/helpers/vllm_environment.sh`.
 import asyncio
 import hashlib
 import itertools
+import json
 import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from typing import get_args
@@ -17,6 +20,7 @@ import torch
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
+from helpers.processes import HELPERS, environment
 from helpers.runs import final_state, logs
 from helpers.tiny import LORA
 from helpers.vllm_runs import ENGINE, PROMPTS, Server, save_base
@@ -37,6 +41,7 @@ pytestmark = [
 # 4 steps per rollout of 8. Completions are long enough to be interrupted.
 CONFIG = {"use_vllm": True, "max_completion_length": 48}
 SAVING = {"save_strategy": "steps", "save_steps": 1}
+AHEAD = pytest.mark.parametrize(("placement", "ahead"), [("colocate", 0), ("server", 1)])
 
 
 class Rollouts(PPOCallback):
@@ -186,7 +191,7 @@ def test_fifty_syncs_send_the_adapter_and_leave_both_bases_alone(make):
     assert weights <= sent <= 1.5 * weights
 
 
-@pytest.mark.parametrize(("placement", "ahead"), [("colocate", 0), ("server", 1)])
+@AHEAD
 def test_resuming_equals_the_straight_run(make, tmp_path, placement, ahead):
     """From within a rollout, and from between two; evaluations publish adapters of their own."""
     config = {**SAVING, "rollouts_ahead": ahead, "eval_strategy": "steps", "eval_steps": 2}
@@ -251,12 +256,15 @@ class Accident:
 
 
 @pytest.mark.nightly
-def test_a_killed_server_ends_the_run_within_the_limit_and_the_checkpoint_resumes_it(make, server, monkeypatch):
-    straight = make("colocate")
+@AHEAD
+def test_a_killed_server_ends_the_run_within_the_limit_and_the_checkpoint_resumes_it(
+    make, server, monkeypatch, tmp_path, placement, ahead
+):
+    straight = make(placement, {"rollouts_ahead": ahead, "output_dir": str(tmp_path / "straight")})
     straight.train()
     with monkeypatch.context() as patch:
         accident = Accident(patch, server)
-        trainer = make("server", {**SAVING, "vllm_server_timeout": 3})
+        trainer = make("server", {**SAVING, "vllm_server_timeout": 3, "rollouts_ahead": ahead})
         begin = time.monotonic()
         with pytest.raises(ServerError, match=rf"{server.url}/v1/completions cannot be reached, after all retries"):
             trainer.train()
@@ -264,20 +272,33 @@ def test_a_killed_server_ends_the_run_within_the_limit_and_the_checkpoint_resume
     assert accident.at_once > 0
     assert trainer.state.global_step == 4
     server.start()
-    resumed = make("server")
+    resumed = make("server", {"rollouts_ahead": ahead})
     resumed.train(resume_from_checkpoint=True)
     assert_same_run(resumed, straight)
 
 
 @pytest.mark.nightly
-def test_a_run_goes_on_when_its_server_comes_back(make, server, monkeypatch):
-    straight = make("colocate")
+@AHEAD
+def test_a_run_goes_on_when_its_server_comes_back(make, server, monkeypatch, tmp_path, placement, ahead):
+    straight = make(placement, {"rollouts_ahead": ahead, "output_dir": str(tmp_path / "straight")})
     straight.train()
     accident = Accident(monkeypatch, server, afterwards=server.start)
-    trainer = make("server")
+    trainer = make("server", {"rollouts_ahead": ahead})
     trainer.train()
     assert accident.at_once > 0
     assert_same_run(trainer, straight)
+
+
+@pytest.mark.nightly
+def test_runs_killed_while_a_server_samples_ahead_come_back_bit_for_bit():
+    """Kills of the trainer right after it has sent an adapter, at any other moment, and with the server."""
+    options = ["--seed", "3", "--kills", "5", "--variants", "server ahead"]
+    chaos = [sys.executable, str(HELPERS / "chaos.py"), *options]
+    found = subprocess.run(chaos, env=environment(), capture_output=True, text=True, timeout=500)
+    assert found.returncode == 0, found.stdout + found.stderr[-3000:]
+    counts = json.loads(found.stdout)
+    assert counts["kills after publishing"] > 0
+    assert counts["kills of the server as well"] > 0
 
 
 def test_ranks_are_those_that_vllm_takes():

@@ -4,10 +4,12 @@
     PYTHONPATH=tests:recipes python tests/helpers/chaos.py --train OUT --steps 2
 
 Every operation on the output folder that Python knows of (opening, renaming, removing, making a folder) is a
-moment to be killed at, by SIGKILL, and so are each step of an environment, each backward pass, and any point in
-time. A run that was killed goes on, and may be killed again.
+moment to be killed at, by SIGKILL, and so are each step of an environment, each backward pass, each adapter just sent
+to a vLLM server, and any point in time. A run that was killed goes on, and may be killed again. One kill in four of a
+run with a server is followed by one of the server, which is started again.
 In the end its weights, optimiser and logs must equal the undisturbed run's, bit for bit. The second command is one
-such run, or what is left of it, for another tool to kill: it leaves the digest of all that came of it in OUT.
+such run, or what is left of it, for another tool to kill: it leaves the digest of all that came of it in OUT. The
+variant "server ahead" needs vLLM's environment, see tests/test_vllm.py, and is not among those that run unasked.
 """
 
 import argparse
@@ -21,7 +23,10 @@ import socket
 import sys
 import tempfile
 import time
+import traceback
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -30,14 +35,18 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 from build_arithmetic_base import character_tokenizer
 from datasets import Dataset, disable_progress_bars
-from transformers import TrainerCallback
+from transformers import AutoModelForCausalLM, TrainerCallback
 
 from helpers.agents import Chatter, talking_trainer
 from helpers.processes import freeze_imports
 from helpers.runs import SMALL, count_digits, final_state, logs, stops_at_kl
 from helpers.tiny import LORA, tiny_model
+from helpers.vllm_runs import Server, save_base
 from hfppo import AdaptiveKLCallback, PPOConfig, PPOTrainer
 from hfppo.collect import candidates
+from hfppo.generation.vllm import Adapter
+from hfppo.generation.vllm_server import ServerEngine, serve_command
+from hfppo.models.actor_critic import ActorCritic
 
 disable_progress_bars()
 freeze_imports()  # before a process is forked
@@ -65,10 +74,14 @@ VARIANTS = {
     # Four steps per rollout: all checkpoints fall between the updates of one.
     "environment": ({"save_steps": 3, "gamma_turn": 0.9, "lam_turn": 0.7, "max_completion_length": 40}, "adapter"),
     "environment ahead": ({"rollouts_ahead": 1, "save_steps": 3, "max_completion_length": 40}, "adapter"),
+    "server ahead": ({"rollouts_ahead": 1, "use_vllm": True, "max_completion_length": 24}, "adapter"),
 }
 candidates.EXPLAINED = 0.0  # the critic chooses whatever little it knows
 OPERATIONS = ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "shutil.rmtree")
-MOMENTS = {"turn": "in an episode", "backward": "in an update"} | dict.fromkeys(OPERATIONS, "at an operation")
+MOMENTS = {"turn": "in an episode", "backward": "in an update", "published": "after publishing"} | dict.fromkeys(
+    OPERATIONS, "at an operation"
+)
+SERVER: dict[str, str] = {}  # the model and the address of a vLLM server
 DATASET = Dataset.from_list([{"prompt": f"请问{a}+{b}="} for a in range(10) for b in range(3, 9)])
 
 
@@ -97,6 +110,32 @@ class MortalChatter(Chatter):
         return answer
 
 
+def tell_of_publishing(out: str) -> None:
+    """Tell the audit hook of each adapter that the server has loaded."""
+    load = ServerEngine.load
+
+    def told(engine: ServerEngine, new: Adapter, old: Adapter | None) -> None:
+        load(engine, new, old)
+        sys.audit("published", out)
+
+    ServerEngine.load = told
+
+
+@contextmanager
+def serving(folder: str) -> Iterator[Server]:
+    """A vLLM server for the runs inside the block."""
+    base = save_base(f"{folder}/base")
+    actor = ActorCritic(AutoModelForCausalLM.from_pretrained(base), LORA, critic=None)
+    server = Server(serve_command(actor), Path(folder) / "server.log")
+    SERVER.update(base=base, url=server.url)
+    server.start()
+    try:
+        server.wait()
+        yield server
+    finally:
+        server.kill()
+
+
 def make_trainer(out: str, variant: str, steps: int) -> PPOTrainer:
     """The trainer of a variant."""
     config, critic = VARIANTS[variant]
@@ -105,8 +144,11 @@ def make_trainer(out: str, variant: str, steps: int) -> PPOTrainer:
     callbacks += [stops_at_kl(0.02)] if variant == "groups" else []
     if variant.startswith("environment"):
         return talking_trainer(out, given, environment_factory=lambda: MortalChatter(out), callbacks=callbacks)
+    if variant == "server ahead":
+        given |= {"vllm_mode": "server", "vllm_server_base_url": SERVER["url"]}
+        tell_of_publishing(out)
     return PPOTrainer(
-        model=tiny_model(),
+        model=SERVER["base"] if variant == "server ahead" else tiny_model(),
         reward_funcs=count_digits,
         args=PPOConfig(output_dir=out, **given),
         train_dataset=DATASET,
@@ -155,9 +197,13 @@ def child(
     os.dup2(quiet, 2)
     torch.set_num_threads(1)
     seen = count_moments(out, kill_at)
-    result = train(out, variant, steps)
-    Path(f"{out}.{rank}.json").write_text(json.dumps({"digest": result, "moments": seen}))
-    os._exit(0)
+    try:
+        result = train(out, variant, steps)
+        Path(f"{out}.{rank}.json").write_text(json.dumps({"digest": result, "moments": seen}))
+        os._exit(0)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
 
 
 def run(
@@ -176,10 +222,7 @@ def run(
     pids = []
     for rank in range(world):
         if (pid := os.fork()) == 0:
-            try:
-                child(rank, world, port, out, variant, steps, kill_at if rank == victim else None)
-            finally:
-                os._exit(1)
+            child(rank, world, port, out, variant, steps, kill_at if rank == victim else None)
         pids.append(pid)
     start, codes = time.monotonic(), {}
     while len(codes) < world:
@@ -199,7 +242,9 @@ def run(
     return [json.loads(Path(f"{out}.{rank}.json").read_text()) for rank in range(world)]
 
 
-def chaos(kills: int, world: int, seed: int, chosen: list[str], steps: int) -> dict[str, int]:
+def chaos(
+    kills: int, world: int, seed: int, chosen: list[str], steps: int, folder: str, server: Server | None
+) -> dict[str, int]:
     """Kill runs of the chosen variants until there were enough kills.
 
     Returns:
@@ -207,7 +252,6 @@ def chaos(kills: int, world: int, seed: int, chosen: list[str], steps: int) -> d
     """
     random.seed(seed)
     killed, compared, differed = Counter(), 0, 0
-    folder = tempfile.mkdtemp()
     straight, length = {}, {}
     for variant in chosen:
         start = time.monotonic()
@@ -229,11 +273,15 @@ def chaos(kills: int, world: int, seed: int, chosen: list[str], steps: int) -> d
                 if (result := run(out, variant, steps, world, kill_at, seconds)) is not None:
                     break
                 killed[kill_at[0] if kill_at else "at a point in time"] += 1
+                if server is not None and killed.total() % 4 == 3:
+                    server.kill()
+                    server.start()
+                    server.wait()
+                    killed["of the server as well"] += 1
             digests = [process["digest"] for process in result]
             compared += 1
             differed += digests != [process["digest"] for process in straight[variant]]
             shutil.rmtree(out)
-    shutil.rmtree(folder)
     return {f"kills {kind}": count for kind, count in killed.items()} | {
         "runs compared": compared,
         "runs that differed": differed,
@@ -245,7 +293,7 @@ if __name__ == "__main__":
     parser.add_argument("--kills", type=int, default=40)
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), metavar="NAME")
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS)[:-1], metavar="NAME")
     parser.add_argument(
         "--train", metavar="OUT", help="one run into this folder, or its end, for another tool to kill"
     )
@@ -255,6 +303,9 @@ if __name__ == "__main__":
         result = train(options.train, options.variants[0], options.steps)
         (Path(options.train) / f"digest.{os.environ.get('RANK', 0)}").write_text(result)
         sys.exit()
-    found = chaos(options.kills, options.processes, options.seed, options.variants, options.steps)
+    with ExitStack() as around:
+        folder = around.enter_context(tempfile.TemporaryDirectory())
+        server = around.enter_context(serving(folder)) if "server ahead" in options.variants else None
+        found = chaos(options.kills, options.processes, options.seed, options.variants, options.steps, folder, server)
     print(json.dumps(found))
     sys.exit(found["runs that differed"])
