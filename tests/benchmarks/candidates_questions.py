@@ -1,0 +1,181 @@
+"""Prompts chosen by `prompt_candidates` against the next ones, with SmolLM2 on sums of mixed difficulty.
+
+    python tests/benchmarks/candidates_questions.py --model out/smollm2 --seeds 0 1 2
+    python tests/benchmarks/candidates_questions.py --report
+
+Of the questions, two in five are sums of two digits, three in ten of two numbers with two digits, and three in ten of
+four numbers with three digits, which the model never solves. Held-out questions of the first two kinds are answered,
+sampled, after every few rollouts; nothing filters them. All completions count, those of the pretraining included. Each
+run writes its result as JSON when it ends; a result that exists is not measured again.
+"""
+
+import json
+import sys
+import time
+from dataclasses import dataclass, field
+from itertools import groupby, product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from datasets import concatenate_datasets
+from peft import LoraConfig
+from transformers import EvalPrediction, HfArgumentParser
+
+from hfppo import PPOCallback, PPOConfig, PPOTrainer
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+sys.path.insert(0, str(RECIPES))
+from reasoning_tasks import ReasoningArguments, draw_questions, make_reward, make_rows  # noqa: E402
+
+KINDS = {  # share of the questions, number of terms, digits of each
+    "easy": (0.4, 2, 1),
+    "middle": (0.3, 2, 2),
+    "hopeless": (0.3, 4, 3),
+}
+TESTED = ("easy", "middle")
+PER_EVALUATION = 4  # rollouts
+COMMON = {
+    "per_device_train_batch_size": 32,
+    "num_mini_batches": 2,  # 64 completions per rollout
+    "num_ppo_epochs": 1,
+    "max_completion_length": 12,
+    "missing_eos_penalty": 0.2,
+    "learning_rate": 2e-4,
+    "lr_scheduler_type": "constant",
+    "kl_coef": 0.01,
+    "critic_layers": 10,
+    # A critic that has to know prompts, not only the last tokens of answers.
+    "critic_learning_rate": 1e-3,
+    "lam_critic": 1.0,
+    "num_critic_epochs": 2,
+}
+PRETRAINED = {"critic_pretraining_completions": 192}  # three rollouts
+METHODS: dict[str, dict[str, Any]] = {
+    "uniform": {},
+    "uniform_pretrained": PRETRAINED,
+    "chosen": PRETRAINED | {"prompt_candidates": 4},
+}
+
+
+@dataclass
+class BenchmarkArguments:
+    """Arguments of this benchmark."""
+
+    model: str = field(default="out/smollm2", metadata={"help": "Id or path of the model."})
+    output_dir: str = field(default="out/candidates_questions", metadata={"help": "Folder of the results."})
+    methods: list[str] = field(default_factory=lambda: ["uniform", "chosen"], metadata={"help": "Names in METHODS."})
+    seeds: list[int] = field(default_factory=lambda: [0], metadata={"help": "Seeds of the runs."})
+    completions: int = field(default=1536, metadata={"help": "Completions of a run."})
+    num_test: int = field(default=64, metadata={"help": "Held-out questions of each kind that is tested."})
+    report: bool = field(default=False, metadata={"help": "Print the results as a table instead of measuring."})
+
+
+class Probe(PPOCallback):
+    """Answers held-out questions every few rollouts, and counts the kinds of questions trained on."""
+
+    def __init__(self, kinds: dict[str, str], pretraining: int):
+        self.kinds, self.sampled = kinds, pretraining
+        self.points: list[dict[str, Any]] = []
+        self.shares: list[dict[str, float]] = []
+        self.trainer: PPOTrainer | None = None
+
+    def on_update_end(self, args, state, control, *, rollout, **kwargs):
+        self.sampled += len(rollout)
+        texts = self.trainer.processing_class.batch_decode(rollout.prompt_ids, skip_special_tokens=True)
+        found = [next(kind for question, kind in self.kinds.items() if question in text) for text in texts]
+        self.shares.append({kind: found.count(kind) / len(found) for kind in KINDS})
+        if len(self.shares) % PER_EVALUATION == 0:
+            self.measure()
+
+    def measure(self):
+        """Answer the held-out questions."""
+        with self.trainer.eval_sampling(True):
+            metrics = self.trainer.evaluate()
+        point = {"completions": self.sampled} | {kind: metrics[f"eval_{kind}"] for kind in TESTED}
+        self.points.append(point)
+        print(json.dumps(point), flush=True)
+
+
+def measure(method: str, seed: int, args: BenchmarkArguments) -> dict[str, Any]:
+    """Train once, and return the result."""
+    trained, tested, drawn, kinds = [], [], [], {}
+    for kind, (share, terms, digits) in KINDS.items():
+        config = {"min_terms": terms, "max_terms": terms, "min_digits": digits, "max_digits": digits}
+        questions = ReasoningArguments(
+            task_config=config,
+            num_train_questions=int(8192 * share),
+            num_test_questions=args.num_test,
+            answer_pattern=r"-?\d+",
+            strict=True,
+        )
+        for found, rows in zip(draw_questions(questions), (trained, tested), strict=True):
+            if rows is trained or kind in TESTED:
+                rows.append(make_rows(found, len(drawn), questions))
+                drawn += found
+                kinds |= {entry["question"]: kind for _, entry in found}
+    reward = make_reward(drawn, questions)
+
+    def by_kind(prediction: EvalPrediction) -> dict[str, float]:
+        scores = np.array(reward(prediction.predictions, prediction.label_ids["entry"]))
+        of = np.array([kinds[drawn[number][1]["question"]] for number in prediction.label_ids["entry"]])
+        return {kind: float(scores[of == kind].mean()) for kind in TESTED}
+
+    config = PPOConfig(
+        f"{args.output_dir}/run_{method}_{seed}", total_episodes=args.completions, seed=seed, save_strategy="no",
+        report_to="none", use_cpu=True, disable_tqdm=True, local_rollout_forward_batch_size=32,
+        per_device_eval_batch_size=64, **COMMON | METHODS[method],
+    )  # fmt: skip
+    probe = Probe(kinds, config.critic_pretraining_rollouts * config.rollout_size_per_process)
+    trainer = PPOTrainer(
+        model=args.model,
+        reward_funcs=reward,
+        args=config,
+        train_dataset=concatenate_datasets(trained),
+        eval_dataset=concatenate_datasets(tested),
+        peft_config=LoraConfig(r=16, lora_alpha=32, target_modules="all-linear"),
+        compute_metrics=by_kind,
+        callbacks=[probe],
+    )
+    probe.trainer = trainer
+    clock = time.process_time()
+    trainer.train()
+    return {
+        "method": method,
+        "seed": seed,
+        "points": probe.points,
+        "shares": probe.shares,
+        "cpu_seconds": time.process_time() - clock,
+        "log": [entry for entry in trainer.state.log_history if "reward" in entry],
+    }
+
+
+def report(runs: list[dict[str, Any]]) -> None:
+    """Print a line for each method: the accuracies at each evaluation, mean of the seeds."""
+    runs = sorted(runs, key=lambda run: (run["method"], run["seed"]))
+    for method, group in groupby(runs, key=lambda run: run["method"]):
+        some = list(group)
+        print(
+            f"{method}, seeds {[run['seed'] for run in some]}, {np.mean([r['cpu_seconds'] for r in some]):.0f} CPU s"
+        )
+        for points in zip(*(run["points"] for run in some), strict=True):
+            cells = [f"{kind} {np.mean(x):.3f} {x}" for kind in TESTED if (x := [point[kind] for point in points])]
+            print(f"  {points[0]['completions']} completions: {'; '.join(cells)}")
+        shares = {kind: np.mean([share[kind] for run in some for share in run["shares"]]) for kind in KINDS}
+        print("  trained on:", ", ".join(f"{kind} {share:.2f}" for kind, share in shares.items()))
+
+
+def main(args: BenchmarkArguments) -> None:
+    folder = Path(args.output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    if args.report:
+        report([json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))])
+        return
+    for seed, method in product(args.seeds, args.methods):
+        file = folder / f"{method}_{seed}.json"
+        if not file.exists():
+            file.write_text(json.dumps(measure(method, seed, args)))
+
+
+if __name__ == "__main__":
+    main(HfArgumentParser(BenchmarkArguments, allow_abbrev=False).parse_args_into_dataclasses()[0])
