@@ -85,7 +85,7 @@ def first_ratio(run: RecentLogs, limit: float = 0.05) -> str | None:
 def sampler_mismatch(run: RecentLogs, limit: float = 0.1) -> str | None:
     return run.explain(
         run.above("mismatch/mean", limit),
-        "the completions were drawn from another policy than the one that scores them",
+        "sampler and training model give the same tokens different log-probs",
         "with vLLM another dtype or quantization, or an old adapter on the server; without it noise in the model, or "
         "an architecture that computes otherwise with a cache; with rollouts_ahead updates that move the policy far",
         "give vLLM the base's dtype; take the noise out; set {policy_mode} to 'token_truncate'; with rollouts_ahead "
