@@ -53,8 +53,8 @@ COMMON = {
 PRETRAINED = {"critic_pretraining_completions": 192}  # three rollouts
 METHODS: dict[str, dict[str, Any]] = {
     "uniform": {},
-    "uniform_pretrained": PRETRAINED,
-    "chosen": PRETRAINED | {"prompt_candidates": 4},
+    "chosen": {"prompt_candidates": 4},
+    "chosen_pretrained": PRETRAINED | {"prompt_candidates": 4},
 }
 
 
