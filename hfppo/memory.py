@@ -342,9 +342,15 @@ def main() -> None:
             parser.error(f"unknown arguments: {' '.join(unknown)}")
         if options.model is None:
             parser.error("--model is missing: give the id or path of a model")
-        config = AutoConfig.from_pretrained(options.model)
     except (OSError, ValueError) as error:
         parser.error(f"{' '.join(sys.argv[1:])}: {error}")
+    try:
+        config = AutoConfig.from_pretrained(options.model)
+    except (OSError, ValueError) as error:
+        parser.exit(
+            2,
+            f"--model {options.model} cannot be read; without the Hub, give a folder with its config.json: {error}\n",
+        )
     if options.card is None:
         print(report(estimate(config, setup), setup))
     elif (found := make_fit(config, setup, options.card)) is None:

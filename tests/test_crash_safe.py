@@ -383,7 +383,8 @@ def test_ctrl_c_ends_with_the_way_back(make_trainer, tmp_path):
 
     with pytest.raises(KeyboardInterrupt) as pressed:
         make_trainer(CONFIG, callbacks=[CtrlC()]).train()
-    note = f"The last checkpoint is {tmp_path}/out/checkpoint-2: resume with resume_from_checkpoint=True."
+    how = "resume_from_checkpoint=True, or a recipe with --resume_from_checkpoint true"
+    note = f"The last checkpoint is {tmp_path}/out/checkpoint-2: resume with {how}."
     assert traceback.format_exception(pressed.value)[-1] == f"{note}\n"
 
 

@@ -58,6 +58,22 @@ def test_the_wheel_is_imported_from_a_new_environment(built, tmp_path):
     assert Path(found.stdout.split()[-1]).is_relative_to(tmp_path / "venv")
 
 
+@pytest.mark.nightly
+@pytest.mark.slow
+def test_an_editable_clone_is_imported_by_a_script_beside_it(built, tmp_path):
+    """The clone's folder, which has the package's name, is no package."""
+    clone = shutil.copytree(built.parent, tmp_path / "hfppo")
+    subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "venv")], check=True)
+    python = tmp_path / "venv/bin/python"
+    environment = {"PYTHONPATH": sysconfig.get_path("purelib"), "PATH": "/usr/bin:/bin"}
+    install = ["-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--no-build-isolation", "-e", str(clone)]
+    subprocess.run([python, *install], check=True, env=environment)
+    code = "import hfppo; print(hfppo.PPOConfig.__module__, hfppo.__file__)"
+    found = subprocess.run([python, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.split() == ["hfppo.config", str(clone / "hfppo/__init__.py")]
+
+
 def test_pre_commit_runs_the_pinned_ruff():
     (hooks,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]

@@ -104,4 +104,5 @@ def holds_files(folder: Path) -> bool:
 def describe_last_checkpoint(output_dir: str | Path) -> str | None:
     """Return a sentence for an error that names the last checkpoint; None if there is none."""
     found = list_checkpoints(output_dir)
-    return f"The last checkpoint is {found[-1]}: resume with resume_from_checkpoint=True." if found else None
+    how = "resume_from_checkpoint=True, or a recipe with --resume_from_checkpoint true"
+    return f"The last checkpoint is {found[-1]}: resume with {how}." if found else None
