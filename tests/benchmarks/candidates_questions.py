@@ -3,10 +3,10 @@
     python tests/benchmarks/candidates_questions.py --model out/smollm2 --seeds 0 1 2
     python tests/benchmarks/candidates_questions.py --report
 
-Of the questions, two in five are sums of two digits, three in ten of two numbers with two digits, and three in ten of
-four numbers with three digits, which the model never solves. Held-out questions of the first two kinds are answered,
-sampled, after every few rollouts; nothing filters them. All completions count, those of the pretraining included. Each
-run writes its result as JSON when it ends; a result that exists is not measured again.
+Two questions in five are sums of two numbers with one digit, three in ten of two numbers with two digits, three in ten
+of four numbers with three digits. The model never solves the last kind. Held-out questions of the first two kinds are
+answered, sampled, after every few rollouts; nothing filters them. All completions count, those of the pretraining
+included. Each run writes its result as JSON when it ends; a result that exists is not measured again.
 """
 
 import json

@@ -76,6 +76,7 @@ VARIANTS = {
     "environment ahead": ({"rollouts_ahead": 1, "save_steps": 3, "max_completion_length": 40}, "adapter"),
     "server ahead": ({"rollouts_ahead": 1, "use_vllm": True, "max_completion_length": 24}, "adapter"),
 }
+UNASKED = [name for name in VARIANTS if name != "server ahead"]  # those that need no vLLM
 candidates.EXPLAINED = 0.0  # the critic chooses whatever little it knows
 OPERATIONS = ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "shutil.rmtree")
 MOMENTS = {"turn": "in an episode", "backward": "in an update", "published": "after publishing"} | dict.fromkeys(
@@ -293,7 +294,7 @@ if __name__ == "__main__":
     parser.add_argument("--kills", type=int, default=40)
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS)[:-1], metavar="NAME")
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=UNASKED, metavar="NAME")
     parser.add_argument(
         "--train", metavar="OUT", help="one run into this folder, or its end, for another tool to kill"
     )
