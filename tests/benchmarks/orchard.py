@@ -34,14 +34,18 @@ from agent_game import CHAT_TEMPLATE, OPTIMUM, PROMPT, Orchard, regret  # noqa: 
 WINDOW = 5  # rollouts
 LEVELS = (0.5, 0.7)
 PLAIN = {"advantage_estimator": "reinforce_plus_plus"}
-GROUPS = {"advantage_estimator": "grpo", "num_generations": 8}
+GROUPS = {"advantage_estimator": "grpo", "num_generations": 4}
+FOUR_BATCHES = {"per_device_train_batch_size": 8, "num_mini_batches": 4}  # groups of 8 do not fit into smaller ones
 METHODS: dict[str, dict[str, Any]] = {
     "ppo": {},
     **{f"ppo_lam_{lam}": {"lam": lam} for lam in (0.5, 0.9, 1.0)},
-    "ppo_layers": {"critic": "adapter", "critic_layers": 10},
+    "ppo_epochs_2": {"num_ppo_epochs": 2},
+    "ppo_four_batches": FOUR_BATCHES | {"vf_coef": 1.0},
+    "ppo_value_weight_1": {"vf_coef": 1.0},
     "reinforce_plus_plus": PLAIN,
     **{f"reinforce_plus_plus_gamma_{gamma}": PLAIN | {"gamma": gamma} for gamma in (0.9, 0.7)},
     "grpo": GROUPS,
+    "grpo_8_epochs_3": GROUPS | FOUR_BATCHES | {"num_generations": 8, "num_ppo_epochs": 3},
     "trl_grpo": GROUPS,
 }
 
@@ -55,7 +59,7 @@ class BenchmarkArguments:
     methods: list[str] = field(default_factory=lambda: ["ppo", "grpo"], metadata={"help": "Names in METHODS."})
     learning_rates: list[float] = field(default_factory=lambda: [3e-4], metadata={"help": "Of all adapters."})
     seeds: list[int] = field(default_factory=lambda: [0], metadata={"help": "Seeds of the runs."})
-    games: int = field(default=960, metadata={"help": "Games of a run."})
+    games: int = field(default=320, metadata={"help": "Games of a run."})
     untrained_games: int = field(default=256, metadata={"help": "Games of the untrained model."})
     report: bool = field(default=False, metadata={"help": "Print the results as tables instead of measuring."})
 
