@@ -59,7 +59,7 @@ class BenchmarkArguments:
     methods: list[str] = field(default_factory=lambda: ["ppo", "grpo"], metadata={"help": "Names in METHODS."})
     learning_rates: list[float] = field(default_factory=lambda: [3e-4], metadata={"help": "Of all adapters."})
     seeds: list[int] = field(default_factory=lambda: [0], metadata={"help": "Seeds of the runs."})
-    games: int = field(default=320, metadata={"help": "Games of a run."})
+    games: int = field(default=320, metadata={"help": "Games of a run, or that the report counts."})
     untrained_games: int = field(default=256, metadata={"help": "Games of the untrained model."})
     report: bool = field(default=False, metadata={"help": "Print the results as tables instead of measuring."})
 
@@ -172,8 +172,12 @@ def shares(run: dict[str, Any], start: float) -> tuple[np.ndarray, np.ndarray]:
     return per_rollout * np.arange(WINDOW, WINDOW + len(means)), (means - start) / (OPTIMUM - start)
 
 
-def report(runs: list[dict[str, Any]], start: float, file: Path) -> None:
-    """Print a line for each method and learning rate, with all seeds, and draw the curves."""
+def report(runs: list[dict[str, Any]], start: float, most: int, file: Path) -> None:
+    """Print a line for each method and learning rate, with all seeds, and draw the curves.
+
+    Args:
+        most: games after which the share of the way is printed; a longer run counts for the levels as a whole.
+    """
     print(f"untrained: {start:.3f}, best play: {OPTIMUM:.3f}\n")
     to = " | ".join(f"games to {level:.0%}" for level in LEVELS)
     print(f"| method | rate | share of the way, by seed | mean | {to} | explained variance | CPU s per rollout |")
@@ -183,7 +187,7 @@ def report(runs: list[dict[str, Any]], start: float, file: Path) -> None:
     for (method, rate), group in groupby(runs, key=lambda run: (run["method"], run["learning_rate"])):
         some = list(group)
         curves = [shares(run, start) for run in some]
-        ends = [means[-1] for _, means in curves]
+        ends = [means[games <= most][-1] for games, means in curves]
         cells = []
         for level in LEVELS:
             reached = [games[means >= level] for games, means in curves]
@@ -208,7 +212,7 @@ def main(args: BenchmarkArguments) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     if args.report:
         runs = [json.loads(file.read_text()) for file in folder.glob("*.json")]
-        report(runs, measure_untrained(args), folder / "orchard.png")
+        report(runs, measure_untrained(args), args.games, folder / "orchard.png")
         return
     for seed, rate, method in product(args.seeds, args.learning_rates, args.methods):
         file = folder / f"{method}_{rate:g}_{seed}.json"
