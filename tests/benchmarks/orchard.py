@@ -182,7 +182,7 @@ def report(runs: list[dict[str, Any]], start: float, most: int, file: Path) -> N
     to = " | ".join(f"games to {level:.0%}" for level in LEVELS)
     print(f"| method | rate | share of the way, by seed | mean | {to} | explained variance | CPU s per rollout |")
     print("|" + "---|" * (6 + len(LEVELS)))
-    figure, axes = plt.subplots(figsize=(9, 4.5), layout="constrained")
+    figure, axes = plt.subplots(figsize=(11, 4.5), layout="constrained")
     runs = sorted(runs, key=lambda run: (run["method"], run["learning_rate"], run["seed"]))
     for (method, rate), group in groupby(runs, key=lambda run: (run["method"], run["learning_rate"])):
         some = list(group)
@@ -202,7 +202,7 @@ def report(runs: list[dict[str, Any]], start: float, most: int, file: Path) -> N
             axes.plot(games, means, color=color, label=None if i else f"{method}, {rate:g} ({len(some)})")
     axes.set(xlabel="games", ylabel="share of the way")
     axes.grid(alpha=0.3)
-    axes.legend(fontsize="small")
+    figure.legend(loc="outside right upper", fontsize="small")
     figure.savefig(file, dpi=110)
 
 
