@@ -31,11 +31,13 @@ RECIPES = Path(__file__).parents[2] / "recipes"
 sys.path.insert(0, str(RECIPES))
 from agent_game import CHAT_TEMPLATE, OPTIMUM, PROMPT, Orchard, regret  # noqa: E402
 
+ROLLOUT = 32  # games
 WINDOW = 5  # rollouts
 LEVELS = (0.5, 0.7)
 PLAIN = {"advantage_estimator": "reinforce_plus_plus"}
 GROUPS = {"advantage_estimator": "grpo", "num_generations": 4}
-FOUR_BATCHES = {"per_device_train_batch_size": 8, "num_mini_batches": 4}  # groups of 8 do not fit into smaller ones
+GROUPS_OF_8 = GROUPS | {"num_generations": 8}
+FOUR_BATCHES = {"per_device_train_batch_size": 8, "num_mini_batches": 4}  # of 8 games: a group of 8 stays together
 METHODS: dict[str, dict[str, Any]] = {
     "ppo": {},
     **{f"ppo_lam_{lam}": {"lam": lam} for lam in (0.5, 0.9, 1.0)},
@@ -45,7 +47,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "reinforce_plus_plus": PLAIN,
     **{f"reinforce_plus_plus_gamma_{gamma}": PLAIN | {"gamma": gamma} for gamma in (0.9, 0.7)},
     "grpo": GROUPS,
-    "grpo_8_epochs_3": GROUPS | FOUR_BATCHES | {"num_generations": 8, "num_ppo_epochs": 3},
+    "grpo_8_epochs_3": GROUPS_OF_8 | FOUR_BATCHES | {"num_ppo_epochs": 3},
     "trl_grpo": GROUPS,
 }
 
@@ -59,7 +61,7 @@ class BenchmarkArguments:
     methods: list[str] = field(default_factory=lambda: ["ppo", "grpo"], metadata={"help": "Names in METHODS."})
     learning_rates: list[float] = field(default_factory=lambda: [3e-4], metadata={"help": "Of all adapters."})
     seeds: list[int] = field(default_factory=lambda: [0], metadata={"help": "Seeds of the runs."})
-    games: int = field(default=320, metadata={"help": "Games of a run, or that the report counts."})
+    games: int = field(default=320, metadata={"help": "Games of a run; the report has the share after them."})
     untrained_games: int = field(default=256, metadata={"help": "Games of the untrained model."})
     report: bool = field(default=False, metadata={"help": "Print the results as tables instead of measuring."})
 
@@ -113,9 +115,7 @@ def build(method: str, learning_rate: float, seed: int, args: BenchmarkArguments
 
 def make_trainer(built: dict[str, Any], probe: Probe) -> PPOTrainer:
     """Return hfppo's trainer."""
-    settings = dict(built["settings"])
-    critic = settings.pop("critic", "shared")
-    config = PPOConfig(**settings)
+    config = PPOConfig(**built["settings"])
     config.logging_steps = config.updates_per_rollout
     trainer = PPOTrainer(
         model=built["model"],
@@ -124,7 +124,7 @@ def make_trainer(built: dict[str, Any], probe: Probe) -> PPOTrainer:
         train_dataset=Dataset.from_dict({"prompt": [PROMPT]}),
         processing_class=built["processing_class"],
         peft_config=built["peft_config"],
-        critic=critic,
+        critic="shared",
         callbacks=[probe],
     )
     probe.trainer = trainer
@@ -168,8 +168,7 @@ def shares(run: dict[str, Any], start: float) -> tuple[np.ndarray, np.ndarray]:
     """Return games so far, and the share of the way that the last `WINDOW` rollouts show."""
     returns = [point["expected_return"] for point in run["points"]]
     means = np.convolve(returns, np.ones(WINDOW) / WINDOW, mode="valid")
-    per_rollout = run["games"] / len(returns)
-    return per_rollout * np.arange(WINDOW, WINDOW + len(means)), (means - start) / (OPTIMUM - start)
+    return ROLLOUT * np.arange(WINDOW, WINDOW + len(means)), (means - start) / (OPTIMUM - start)
 
 
 def report(runs: list[dict[str, Any]], start: float, most: int, file: Path) -> None:
@@ -192,7 +191,7 @@ def report(runs: list[dict[str, Any]], start: float, most: int, file: Path) -> N
         for level in LEVELS:
             reached = [games[means >= level] for games, means in curves]
             cells.append(", ".join(f"{found[0]:.0f}" if len(found) else "–" for found in reached))
-        explained = [run["points"][-1]["explained_variance"] for run in some]
+        explained = [run["points"][most // ROLLOUT - 1]["explained_variance"] for run in some]
         cells.append("–" if explained[0] is None else ", ".join(f"{value:.2f}" for value in explained))
         seconds = np.mean([point["cpu_seconds"] for run in some for point in run["points"][1:]])
         by_seed = ", ".join(f"{share:.2f}" for share in ends)
