@@ -41,7 +41,6 @@ COMMON = {
     "num_ppo_epochs": 1,
     "max_completion_length": 12,
     "missing_eos_penalty": 0.2,
-    "learning_rate": 2e-4,
     "lr_scheduler_type": "constant",
     "kl_coef": 0.01,
     "critic_layers": 10,
@@ -65,6 +64,7 @@ class BenchmarkArguments:
     model: str = field(default="out/smollm2", metadata={"help": "Id or path of the model."})
     output_dir: str = field(default="out/candidates_questions", metadata={"help": "Folder of the results."})
     methods: list[str] = field(default_factory=lambda: ["uniform", "chosen"], metadata={"help": "Names in METHODS."})
+    learning_rates: list[float] = field(default_factory=lambda: [2e-4], metadata={"help": "Of the actor."})
     seeds: list[int] = field(default_factory=lambda: [0], metadata={"help": "Seeds of the runs."})
     completions: int = field(default=1536, metadata={"help": "Completions of a run."})
     num_test: int = field(default=64, metadata={"help": "Held-out questions of each kind that is tested."})
@@ -97,7 +97,7 @@ class Probe(PPOCallback):
         print(json.dumps(point), flush=True)
 
 
-def measure(method: str, seed: int, args: BenchmarkArguments) -> dict[str, Any]:
+def measure(method: str, learning_rate: float, seed: int, args: BenchmarkArguments) -> dict[str, Any]:
     """Train once, and return the result."""
     trained, tested, drawn, kinds = [], [], [], {}
     for kind, (share, terms, digits) in KINDS.items():
@@ -122,9 +122,9 @@ def measure(method: str, seed: int, args: BenchmarkArguments) -> dict[str, Any]:
         return {kind: float(scores[of == kind].mean()) for kind in TESTED}
 
     config = PPOConfig(
-        f"{args.output_dir}/run_{method}_{seed}", total_episodes=args.completions, seed=seed, save_strategy="no",
-        report_to="none", use_cpu=True, disable_tqdm=True, local_rollout_forward_batch_size=32,
-        per_device_eval_batch_size=64, **COMMON | METHODS[method],
+        f"{args.output_dir}/run_{method}_{learning_rate:g}_{seed}", total_episodes=args.completions, seed=seed,
+        learning_rate=learning_rate, save_strategy="no", report_to="none", use_cpu=True, disable_tqdm=True,
+        local_rollout_forward_batch_size=32, per_device_eval_batch_size=64, **COMMON | METHODS[method],
     )  # fmt: skip
     probe = Probe(kinds, config.critic_pretraining_rollouts * config.rollout_size_per_process)
     trainer = PPOTrainer(
@@ -142,6 +142,7 @@ def measure(method: str, seed: int, args: BenchmarkArguments) -> dict[str, Any]:
     trainer.train()
     return {
         "method": method,
+        "learning_rate": learning_rate,
         "seed": seed,
         "points": probe.points,
         "shares": probe.shares,
@@ -151,13 +152,12 @@ def measure(method: str, seed: int, args: BenchmarkArguments) -> dict[str, Any]:
 
 
 def report(runs: list[dict[str, Any]]) -> None:
-    """Print a line for each method: the accuracies at each evaluation, mean of the seeds."""
-    runs = sorted(runs, key=lambda run: (run["method"], run["seed"]))
-    for method, group in groupby(runs, key=lambda run: run["method"]):
+    """Print a line for each method and learning rate: the accuracies at each evaluation, mean of the seeds."""
+    runs = sorted(runs, key=lambda run: (run["method"], run["learning_rate"], run["seed"]))
+    for (method, rate), group in groupby(runs, key=lambda run: (run["method"], run["learning_rate"])):
         some = list(group)
-        print(
-            f"{method}, seeds {[run['seed'] for run in some]}, {np.mean([r['cpu_seconds'] for r in some]):.0f} CPU s"
-        )
+        seeds, seconds = [run["seed"] for run in some], np.mean([run["cpu_seconds"] for run in some])
+        print(f"{method}, {rate:g}, seeds {seeds}, {seconds:.0f} CPU s")
         for points in zip(*(run["points"] for run in some), strict=True):
             cells = [f"{kind} {np.mean(x):.3f} {x}" for kind in TESTED if (x := [point[kind] for point in points])]
             print(f"  {points[0]['completions']} completions: {'; '.join(cells)}")
@@ -171,10 +171,10 @@ def main(args: BenchmarkArguments) -> None:
     if args.report:
         report([json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))])
         return
-    for seed, method in product(args.seeds, args.methods):
-        file = folder / f"{method}_{seed}.json"
+    for seed, rate, method in product(args.seeds, args.learning_rates, args.methods):
+        file = folder / f"{method}_{rate:g}_{seed}.json"
         if not file.exists():
-            file.write_text(json.dumps(measure(method, seed, args)))
+            file.write_text(json.dumps(measure(method, rate, seed, args)))
 
 
 if __name__ == "__main__":
