@@ -34,6 +34,7 @@ KINDS = {  # share of the questions, number of terms, digits of each
     "hopeless": (0.3, 4, 3),
 }
 TESTED = ("easy", "middle")
+LEVELS = (0.4, 0.45)  # of the accuracy, mean of these kinds
 PER_EVALUATION = 4  # rollouts
 COMMON = {
     "per_device_train_batch_size": 32,
@@ -151,8 +152,18 @@ def measure(method: str, learning_rate: float, seed: int, args: BenchmarkArgumen
     }
 
 
+def completions_to(level: float, points: list[dict[str, Any]]) -> float:
+    """Return the completions until a level of accuracy, on straight lines between evaluations; inf if never."""
+    x = [point["completions"] for point in points]
+    y = [np.mean([point[kind] for kind in TESTED]) for point in points]
+    above = next((i for i, accuracy in enumerate(y) if accuracy >= level), None)
+    if above is None:
+        return np.inf
+    return float(np.interp(level, y[above - 1 : above + 1], x[above - 1 : above + 1])) if above else x[0]
+
+
 def report(runs: list[dict[str, Any]]) -> None:
-    """Print a line for each method and learning rate: the accuracies at each evaluation, mean of the seeds."""
+    """Print for each method and learning rate the accuracies at each evaluation, and the completions to `LEVELS`."""
     runs = sorted(runs, key=lambda run: (run["method"], run["learning_rate"], run["seed"]))
     for (method, rate), group in groupby(runs, key=lambda run: (run["method"], run["learning_rate"])):
         some = list(group)
@@ -161,6 +172,9 @@ def report(runs: list[dict[str, Any]]) -> None:
         for points in zip(*(run["points"] for run in some), strict=True):
             cells = [f"{kind} {np.mean(x):.3f} {x}" for kind in TESTED if (x := [point[kind] for point in points])]
             print(f"  {points[0]['completions']} completions: {'; '.join(cells)}")
+        for level in LEVELS:
+            reached = ", ".join(f"{completions_to(level, run['points']):.0f}" for run in some)
+            print(f"  completions to {level:g}: {reached}")
         shares = {kind: np.mean([share[kind] for run in some for share in run["shares"]]) for kind in KINDS}
         print("  trained on:", ", ".join(f"{kind} {share:.2f}" for kind, share in shares.items()))
 
