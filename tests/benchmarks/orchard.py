@@ -12,6 +12,7 @@ import gc
 import json
 import sys
 import time
+from collections import Counter
 from dataclasses import dataclass, field, fields
 from itertools import groupby, product
 from pathlib import Path
@@ -172,7 +173,7 @@ def shares(run: dict[str, Any], start: float) -> tuple[np.ndarray, np.ndarray]:
 
 
 def report(runs: list[dict[str, Any]], start: float, most: int, file: Path) -> None:
-    """Print a line for each method and learning rate, with all seeds, and draw the curves.
+    """Print a line for each method and learning rate, with all seeds, and draw curves: thin ones of runs, thick means.
 
     Args:
         most: games after which the share of the way is printed; a longer run counts for the levels as a whole.
@@ -183,6 +184,9 @@ def report(runs: list[dict[str, Any]], start: float, most: int, file: Path) -> N
     print("|" + "---|" * (6 + len(LEVELS)))
     figure, axes = plt.subplots(figsize=(11, 4.5), layout="constrained")
     runs = sorted(runs, key=lambda run: (run["method"], run["learning_rate"], run["seed"]))
+    drawn: dict[str, float] = {}  # the rate with most seeds of each method, or there are too many lines
+    for (method, rate), _ in Counter((run["method"], run["learning_rate"]) for run in runs).most_common():
+        drawn.setdefault(method, rate)
     for (method, rate), group in groupby(runs, key=lambda run: (run["method"], run["learning_rate"])):
         some = list(group)
         curves = [shares(run, start) for run in some]
@@ -196,9 +200,12 @@ def report(runs: list[dict[str, Any]], start: float, most: int, file: Path) -> N
         seconds = np.mean([point["cpu_seconds"] for run in some for point in run["points"][1:]])
         by_seed = ", ".join(f"{share:.2f}" for share in ends)
         print(f"| {method} | {rate:g} | {by_seed} | {np.mean(ends):.2f} | {' | '.join(cells)} | {seconds:.0f} |")
-        for i, (games, means) in enumerate(curves):
-            color = axes.lines[-1].get_color() if i else None
-            axes.plot(games, means, color=color, label=None if i else f"{method}, {rate:g} ({len(some)})")
+        if drawn[method] == rate:
+            games = min((games for games, _ in curves), key=len)
+            mean = np.mean([means[: len(games)] for _, means in curves], axis=0)
+            (line,) = axes.plot(games, mean, linewidth=2.5, label=f"{method}, {rate:g} ({len(some)})")
+            for games, means in curves:
+                axes.plot(games, means, color=line.get_color(), alpha=0.35, linewidth=1)
     axes.set(xlabel="games", ylabel="share of the way")
     axes.grid(alpha=0.3)
     figure.legend(loc="outside right upper", fontsize="small")
