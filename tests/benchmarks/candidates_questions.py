@@ -173,8 +173,10 @@ def report(runs: list[dict[str, Any]]) -> None:
             cells = [f"{kind} {np.mean(x):.3f} {x}" for kind in TESTED if (x := [point[kind] for point in points])]
             print(f"  {points[0]['completions']} completions: {'; '.join(cells)}")
         for level in LEVELS:
-            reached = ", ".join(f"{completions_to(level, run['points']):.0f}" for run in some)
-            print(f"  completions to {level:g}: {reached}")
+            reached = [completions_to(level, run["points"]) for run in some]
+            mean = np.mean([min(x, run["points"][-1]["completions"]) for x, run in zip(reached, some, strict=True)])
+            by_seed = ", ".join(f"{x:.0f}" for x in reached)
+            print(f"  completions to {level:g}: {by_seed}; mean {mean:.0f}{', at least' * (np.inf in reached)}")
         shares = {kind: np.mean([share[kind] for run in some for share in run["shares"]]) for kind in KINDS}
         print("  trained on:", ", ".join(f"{kind} {share:.2f}" for kind, share in shares.items()))
 

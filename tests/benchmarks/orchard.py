@@ -4,8 +4,9 @@
     python tests/benchmarks/orchard.py --report
 
 Settings are those of `recipes/agent.yaml` where the method says nothing else. Each run writes its result as JSON when
-it ends; a result that exists is not measured again. The report counts the way from the untrained model, measured once,
-to the best play. Start and curves are expected returns: the optimum minus the mean regret of the games, see `regret`.
+it ends; a result that exists, of as many games, is not measured again. The report counts the way from the untrained
+model, measured once, to the best play. Start and curves are expected returns: the optimum minus the mean regret of the
+games, see `regret`.
 """
 
 import gc
@@ -184,7 +185,7 @@ def report(runs: list[dict[str, Any]], start: float, most: int, file: Path) -> N
     print("|" + "---|" * (6 + len(LEVELS)))
     figure, axes = plt.subplots(figsize=(11, 4.5), layout="constrained")
     runs = sorted(runs, key=lambda run: (run["method"], run["learning_rate"], run["seed"]))
-    drawn: dict[str, float] = {}  # the rate with most seeds of each method, or there are too many lines
+    drawn: dict[str, float] = {}  # each method's rate with most seeds; all rates are too many lines
     for (method, rate), _ in Counter((run["method"], run["learning_rate"]) for run in runs).most_common():
         drawn.setdefault(method, rate)
     for (method, rate), group in groupby(runs, key=lambda run: (run["method"], run["learning_rate"])):
@@ -201,9 +202,9 @@ def report(runs: list[dict[str, Any]], start: float, most: int, file: Path) -> N
         by_seed = ", ".join(f"{share:.2f}" for share in ends)
         print(f"| {method} | {rate:g} | {by_seed} | {np.mean(ends):.2f} | {' | '.join(cells)} | {seconds:.0f} |")
         if drawn[method] == rate:
-            games = min((games for games, _ in curves), key=len)
-            mean = np.mean([means[: len(games)] for _, means in curves], axis=0)
-            (line,) = axes.plot(games, mean, linewidth=2.5, label=f"{method}, {rate:g} ({len(some)})")
+            shortest = min((games for games, _ in curves), key=len)
+            mean = np.mean([means[: len(shortest)] for _, means in curves], axis=0)
+            (line,) = axes.plot(shortest, mean, linewidth=2.5, label=f"{method}, {rate:g} ({len(some)})")
             for games, means in curves:
                 axes.plot(games, means, color=line.get_color(), alpha=0.35, linewidth=1)
     axes.set(xlabel="games", ylabel="share of the way")
@@ -222,7 +223,7 @@ def main(args: BenchmarkArguments) -> None:
         return
     for seed, rate, method in product(args.seeds, args.learning_rates, args.methods):
         file = folder / f"{method}_{rate:g}_{seed}.json"
-        if not file.exists():
+        if not file.exists() or json.loads(file.read_text())["games"] < args.games:
             file.write_text(json.dumps(measure(method, rate, seed, args)))
             gc.collect()
 
