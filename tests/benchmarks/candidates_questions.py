@@ -176,7 +176,8 @@ def report(runs: list[dict[str, Any]]) -> None:
             reached = [completions_to(level, run["points"]) for run in some]
             mean = np.mean([min(x, run["points"][-1]["completions"]) for x, run in zip(reached, some, strict=True)])
             by_seed = ", ".join(f"{x:.0f}" for x in reached)
-            print(f"  completions to {level:g}: {by_seed}; mean {mean:.0f}{', at least' * (np.inf in reached)}")
+            least = "at least " if np.inf in reached else ""
+            print(f"  completions to {level:g}: {by_seed}; mean {least}{mean:.0f}")
         shares = {kind: np.mean([share[kind] for run in some for share in run["shares"]]) for kind in KINDS}
         print("  trained on:", ", ".join(f"{kind} {share:.2f}" for kind, share in shares.items()))
 

@@ -38,7 +38,6 @@ WINDOW = 5  # rollouts
 LEVELS = (0.5, 0.7)
 PLAIN = {"advantage_estimator": "reinforce_plus_plus"}
 GROUPS = {"advantage_estimator": "grpo", "num_generations": 4}
-GROUPS_OF_8 = GROUPS | {"num_generations": 8}
 FOUR_BATCHES = {"per_device_train_batch_size": 8, "num_mini_batches": 4}  # of 8 games: a group of 8 stays together
 METHODS: dict[str, dict[str, Any]] = {
     "ppo": {},
@@ -49,7 +48,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "reinforce_plus_plus": PLAIN,
     **{f"reinforce_plus_plus_gamma_{gamma}": PLAIN | {"gamma": gamma} for gamma in (0.9, 0.7)},
     "grpo": GROUPS,
-    "grpo_8_epochs_3": GROUPS_OF_8 | FOUR_BATCHES | {"num_ppo_epochs": 3},
+    "grpo_8_epochs_3": GROUPS | FOUR_BATCHES | {"num_generations": 8, "num_ppo_epochs": 3},
     "trl_grpo": GROUPS,
 }
 
