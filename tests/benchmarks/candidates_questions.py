@@ -5,8 +5,9 @@
 
 Two questions in five are sums of two numbers with one digit, three in ten of two numbers with two digits, three in ten
 of four numbers with three digits. The model never solves the last kind. Held-out questions of the first two kinds are
-answered, sampled, after every few rollouts; nothing filters them. All completions count, those of the pretraining
-included. Each run writes its result as JSON when it ends; a result that exists is not measured again.
+answered, sampled, after every few rollouts; nothing filters them. All sampled completions count, also those of the
+pretraining and of groups that are left out. Each run writes its result as JSON when it ends; a result that exists is
+not measured again.
 """
 
 import json
@@ -35,7 +36,7 @@ KINDS = {  # share of the questions, number of terms, digits of each
 }
 TESTED = ("easy", "middle")
 LEVELS = (0.4, 0.45)  # of the accuracy, mean of these kinds
-PER_EVALUATION = 4  # rollouts
+PER_EVALUATION = 256  # completions, at least
 COMMON = {
     "per_device_train_batch_size": 32,
     "num_mini_batches": 2,  # 64 completions per rollout
@@ -44,17 +45,21 @@ COMMON = {
     "missing_eos_penalty": 0.2,
     "lr_scheduler_type": "constant",
     "kl_coef": 0.01,
+}
+CRITIC = {  # that has to know prompts, not only the last tokens of answers
     "critic_layers": 10,
-    # A critic that has to know prompts, not only the last tokens of answers.
     "critic_learning_rate": 1e-3,
     "lam_critic": 1.0,
     "num_critic_epochs": 2,
 }
-PRETRAINED = {"critic_pretraining_completions": 192}  # three rollouts
+PRETRAINED = CRITIC | {"critic_pretraining_completions": 192}  # three rollouts
+GROUPS = {"advantage_estimator": "grpo", "num_generations": 8}
 METHODS: dict[str, dict[str, Any]] = {
-    "uniform": {},
-    "chosen": {"prompt_candidates": 4},
+    "uniform": CRITIC,
+    "chosen": CRITIC | {"prompt_candidates": 4},
     "chosen_pretrained": PRETRAINED | {"prompt_candidates": 4},
+    "grpo": GROUPS,
+    "grpo_4": GROUPS | {"prompt_candidates": 4},
 }
 
 
@@ -67,7 +72,7 @@ class BenchmarkArguments:
     methods: list[str] = field(default_factory=lambda: ["uniform", "chosen"], metadata={"help": "Names in METHODS."})
     learning_rates: list[float] = field(default_factory=lambda: [2e-4], metadata={"help": "Of the actor."})
     seeds: list[int] = field(default_factory=lambda: [0], metadata={"help": "Seeds of the runs."})
-    completions: int = field(default=1536, metadata={"help": "Completions of a run."})
+    completions: int = field(default=1536, metadata={"help": "Completions of a run, groups left out included."})
     num_test: int = field(default=64, metadata={"help": "Held-out questions of each kind that is tested."})
     report: bool = field(default=False, metadata={"help": "Print the results as a table instead of measuring."})
 
@@ -75,24 +80,28 @@ class BenchmarkArguments:
 class Probe(PPOCallback):
     """Answers held-out questions every few rollouts, and counts the kinds of questions trained on."""
 
-    def __init__(self, kinds: dict[str, str], pretraining: int):
-        self.kinds, self.sampled = kinds, pretraining
+    def __init__(self, kinds: dict[str, str], pretraining: int, most: int):
+        self.kinds, self.sampled, self.tested, self.most = kinds, pretraining, pretraining, most
         self.points: list[dict[str, Any]] = []
         self.shares: list[dict[str, float]] = []
         self.trainer: PPOTrainer | None = None
 
+    def on_rollout_end(self, args, state, control, *, rollout, metrics, **kwargs):
+        self.sampled += int(metrics.get("candidates/completions", len(rollout)))
+
     def on_update_end(self, args, state, control, *, rollout, **kwargs):
-        self.sampled += len(rollout)
         texts = self.trainer.processing_class.batch_decode(rollout.prompt_ids, skip_special_tokens=True)
         found = [next(kind for question, kind in self.kinds.items() if question in text) for text in texts]
         self.shares.append({kind: found.count(kind) / len(found) for kind in KINDS})
-        if len(self.shares) % PER_EVALUATION == 0:
+        control.should_training_stop = self.sampled >= self.most
+        if self.sampled - self.tested >= PER_EVALUATION:
             self.measure()
 
     def measure(self):
         """Answer the held-out questions."""
         with self.trainer.eval_sampling(True):
             metrics = self.trainer.evaluate()
+        self.tested = self.sampled
         point = {"completions": self.sampled} | {kind: metrics[f"eval_{kind}"] for kind in TESTED}
         self.points.append(point)
         print(json.dumps(point), flush=True)
@@ -127,7 +136,8 @@ def measure(method: str, learning_rate: float, seed: int, args: BenchmarkArgumen
         learning_rate=learning_rate, save_strategy="no", report_to="none", use_cpu=True, disable_tqdm=True,
         local_rollout_forward_batch_size=32, per_device_eval_batch_size=64, **COMMON | METHODS[method],
     )  # fmt: skip
-    probe = Probe(kinds, config.critic_pretraining_rollouts * config.rollout_size_per_process)
+    pretraining = config.critic_pretraining_rollouts * config.rollout_size_per_process
+    probe = Probe(kinds, pretraining, args.completions)
     trainer = PPOTrainer(
         model=args.model,
         reward_funcs=reward,
@@ -169,9 +179,10 @@ def report(runs: list[dict[str, Any]]) -> None:
         some = list(group)
         seeds, seconds = [run["seed"] for run in some], np.mean([run["cpu_seconds"] for run in some])
         print(f"{method}, {rate:g}, seeds {seeds}, {seconds:.0f} CPU s")
-        for points in zip(*(run["points"] for run in some), strict=True):
-            cells = [f"{kind} {np.mean(x):.3f} {x}" for kind in TESTED if (x := [point[kind] for point in points])]
-            print(f"  {points[0]['completions']} completions: {'; '.join(cells)}")
+        for run in some:
+            for point in run["points"]:
+                accuracies = ", ".join(f"{kind} {point[kind]:.2f}" for kind in TESTED)
+                print(f"  seed {run['seed']}, {point['completions']} completions: {accuracies}")
         for level in LEVELS:
             reached = [completions_to(level, run["points"]) for run in some]
             mean = np.mean([min(x, run["points"][-1]["completions"]) for x, run in zip(reached, some, strict=True)])
