@@ -56,6 +56,7 @@ PRETRAINED = CRITIC | {"critic_pretraining_completions": 192}  # three rollouts
 GROUPS = {"advantage_estimator": "grpo", "num_generations": 8}
 METHODS: dict[str, dict[str, Any]] = {
     "uniform": CRITIC,
+    "uniform_pretrained": PRETRAINED,
     "chosen": CRITIC | {"prompt_candidates": 4},
     "chosen_pretrained": PRETRAINED | {"prompt_candidates": 4},
     "grpo": GROUPS,
