@@ -53,14 +53,12 @@ CRITIC = {  # that has to know prompts, not only the last tokens of answers
     "num_critic_epochs": 2,
 }
 PRETRAINED = CRITIC | {"critic_pretraining_completions": 192}  # three rollouts
-GROUPS = {"advantage_estimator": "grpo", "num_generations": 8}
 METHODS: dict[str, dict[str, Any]] = {
     "uniform": CRITIC,
     "uniform_pretrained": PRETRAINED,
     "chosen": CRITIC | {"prompt_candidates": 4},
     "chosen_pretrained": PRETRAINED | {"prompt_candidates": 4},
-    "grpo": GROUPS,
-    "grpo_4": GROUPS | {"prompt_candidates": 4},
+    "grpo_4": {"advantage_estimator": "grpo", "num_generations": 8, "prompt_candidates": 4},
 }
 
 
