@@ -372,21 +372,22 @@ class PPOTrainer(CrashSafeTrainer):
     def _collect_next(self, collector: Collector) -> tuple[Choice, Collected]:
         """Collect a rollout for the next prompts."""
         assert self._train_prompts is not None
-        choice = collector.choose_prompts(self._train_prompts, self.ppo_state)
+        choice = collector.choose_prompts(self._train_prompts, self.ppo_state, self._progress.phase)
         rows = collector.rows_of(choice, self._train_prompts)
         return choice, collector.collect(rows, self.ppo_state, self.state, show=self._progress.phase)
 
     def _collect_ahead(self, ahead: RolloutAhead) -> tuple[Choice, Collected]:
         """Finish the rollout that was sampled ahead, after the next one has begun."""
         state, step, prompts = self.ppo_state, self.state.global_step, self._train_prompts
+        show = self._progress.phase
         assert prompts is not None
         if ahead.order is None:  # the first rollout, or one that a callback has made necessary
-            ahead.begin(self.collector.choose_prompts(prompts, state), prompts, self.state)
-        order, sampled = ahead.take(step, self._progress.phase)
+            ahead.begin(self.collector.choose_prompts(prompts, state, show), prompts, self.state)
+        order, sampled = ahead.take(step, show)
         if step + self.args.updates_per_rollout < self.state.max_steps:
             passed_over = state.passed_over + order.choice.passed_over
             later = replace(state, rollouts=state.rollouts + 1, passed_over=passed_over)
-            ahead.begin(self.collector.choose_prompts(prompts, later), prompts, self.state)
+            ahead.begin(self.collector.choose_prompts(prompts, later, show), prompts, self.state)
         return order.choice, self.collector.finish(sampled, state)
 
     def _wait_for_ahead(self) -> None:

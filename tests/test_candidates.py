@@ -1,7 +1,9 @@
 """Prompts chosen by the critic, and groups with spread out of more than a rollout needs."""
 
 import re
+from contextlib import nullcontext
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from hfppo.collect import candidates
 from hfppo.collect.candidates import Choice, ScoreLine, choose, judge
 from hfppo.metrics import METRICS, Meter
 from hfppo.state import PPOState
+from hfppo.support.out_of_memory import OutOfMemory
 
 # V(s₀) − its mean, and score: the line is 0.25 + 0.5·(V − mean).
 JUDGED = [[-0.5, 0.0], [-0.5, 0.0], [0.5, 1.0], [0.5, 0.0]]
@@ -298,8 +301,20 @@ def test_every_metric_of_candidates_is_logged(make_trainer, always):
     for run in runs:
         run.train()
     names = {name for run in runs for entry in run.state.log_history for name in entry}
-    found = {re.sub(r"[1-5]$", "{fifth}", name) for name in names if name.startswith("candidates/")}
-    assert found == {name for name in METRICS if name.startswith("candidates/")}
+    found = {re.sub(r"[1-5]$", "{fifth}", name) for name in names if "candidates" in name}
+    assert found == {name for name in METRICS if "candidates" in name}
+
+
+@pytest.mark.parametrize("rollouts_ahead", [0, 1])
+def test_reading_the_candidates_is_a_phase_of_its_own(make_trainer, always, monkeypatch, rollouts_ahead):
+    error = RuntimeError("CUDA error: out of memory")
+    monkeypatch.setattr("hfppo.collect.collector.prompt_values", Mock(side_effect=error))
+    config = {**EIGHT, "prompt_candidates": 3, "max_steps": 8, "rollouts_ahead": rollouts_ahead}
+    trainer, phases = make_trainer(config, train_dataset=SUMS), []
+    monkeypatch.setattr(trainer._progress, "phase", lambda name: nullcontext(phases.append(name)))
+    with pytest.raises(OutOfMemory, match=r"during the phase 'candidates'. .* max_prompt_length"):
+        trainer.train()
+    assert "time/candidates" in phases
 
 
 # Groups without a critic

@@ -136,6 +136,7 @@ def test_the_line_has_no_penalty_of_zero_and_the_time_that_passes():
     log = {"reward": 1.0, "kl_coef": 0.0, "time/rollout": 5.0, "time/passes": 1.0, "time/update": 2.0}
     assert progress.short_cells(log) == {"reward": "1.000", "time": "7.0 s"}
     assert progress.short_cells({**log, "kl_coef": 0.05})["β"] == "0.05"
+    assert progress.short_cells({**log, "time/candidates": 0.5})["time"] == "7.5 s"
     assert (
         progress.short_cells({**log, "time/trainer_waited": 0.5})["time"] == "3.5 s"
     )  # the rest passed in the update

@@ -77,7 +77,11 @@ class Phases:
     def measures(self, tokens: float) -> Measures:
         """Return the seconds of each phase, and the sampling rate for a number of tokens."""
         rate = tokens / self.seconds["time/generation"]
-        return {name: parts_of(x) for name, x in {**self.seconds, "time/tokens_per_second": rate}.items()}
+        return {**self.times(), "time/tokens_per_second": parts_of(rate)}
+
+    def times(self) -> Measures:
+        """Return the seconds of each phase."""
+        return {name: parts_of(x) for name, x in self.seconds.items()}
 
 
 @dataclass(frozen=True)
@@ -102,10 +106,17 @@ class Collector:
     args: PPOConfig
     player: EpisodePlayer | None = None  # None without tools and environments
 
-    def choose_prompts(self, prompts: Prompts | PromptStream, state: PPOState) -> Choice:
+    def choose_prompts(
+        self, prompts: Prompts | PromptStream, state: PPOState, show: PhaseDisplay = nullcontext
+    ) -> Choice:
         """Return this process's prompts of the next rollout: those that the critic chooses, or the next ones.
 
         There may be more than a rollout has groups.
+
+        Args:
+            show: shows that the critic reads.
+        Raises:
+            OutOfMemory: with the settings that help.
         """
         line, args, processes = ScoreLine.fit(state.uniform_scores), self.args, self.accelerator.num_processes
         count = args.prompts_per_process * processes
@@ -114,12 +125,14 @@ class Collector:
         if not line.may_choose:
             own = window[self.own_part(len(window))]
             return Choice(own, [*range(len(own))], torch.ones(len(own), dtype=torch.bool), len(window) - count)
-        candidates = prompt_rows(prompts, window, args)
-        values = self.gather(self.prompt_values(candidates[self.own_part(len(window))])[:, None])[:, 0]
+        phase = Phases(args, show)
+        with phase("candidates"):
+            candidates = prompt_rows(prompts, window, args)
+            values = self.gather(self.prompt_values(candidates[self.own_part(len(window))])[:, None])[:, 0]
         expected = line.expected(values, values.mean())
         taken, uniform = choose(line.distances(expected), count, (args.seed, CHOICE_STREAM, first))
         part = self.own_part(count)
-        measures = measure_choice(expected, taken, uniform)
+        measures = measure_choice(expected, taken, uniform) | phase.times()
         return Choice(window, taken[part].tolist(), uniform[part], len(window) - count, measures)
 
     def rows_of(self, choice: Choice, prompts: Prompts | PromptStream) -> list[Row]:

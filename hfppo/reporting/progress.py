@@ -150,7 +150,8 @@ def short_cells(logs: dict[str, float]) -> dict[str, str]:
     if "time/rollout" in logs:
         ahead = "time/trainer_waited" in logs  # then it was sampled during an update
         rollout = logs["time/trainer_waited"] + logs["time/passes"] if ahead else logs["time/rollout"]
-        cells["time"] = f"{rollout + logs.get('time/update', 0.0):.1f} s"
+        others = logs.get("time/candidates", 0.0) + logs.get("time/update", 0.0)
+        cells["time"] = f"{rollout + others:.1f} s"
     return cells
 
 

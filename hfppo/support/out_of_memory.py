@@ -9,6 +9,7 @@ import torch
 SMALLER_BATCHES = "a smaller local_rollout_forward_batch_size, max_completion_length or max_prompt_length"
 
 ADVICE = {
+    "candidates": "a smaller local_rollout_forward_batch_size or max_prompt_length",
     "generation": SMALLER_BATCHES,
     "generation with vLLM": "a smaller max_completion_length; in vllm_engine_kwargs a smaller "
     "gpu_memory_utilization, or enable_sleep_mode, which frees the engine's memory between rollouts",
