@@ -106,7 +106,7 @@ def record(task: str, seed: int, folder: Path) -> tuple[PPOConfig, LoraConfig, s
     lora = LoraConfig(r=recipe["lora_r"], lora_alpha=recipe["lora_alpha"], target_modules="all-linear")
     known = {f.name for f in fields(PPOConfig)}
     config = {name: value for name, value in recipe.items() if name in known} | {
-        "output_dir": str(folder / "run"),
+        "output_dir": str(folder / f"run_{task}_{seed}"),
         "total_episodes": COMPLETIONS[task],
         "max_steps": -1,
         "seed": seed,
