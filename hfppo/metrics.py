@@ -87,7 +87,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "ahead/age": ("mean", "Optimizer steps between the policy that sampled the rollout ahead and its use."),
     "time/trainer_waited": ("mean", "Seconds that training waited for the rollout ahead."),
     "time/sampler_waited": ("mean", "Seconds that the finished rollout ahead waited for training."),
-    "time/candidates": ("mean", "Seconds in which the critic reads the candidates, before the rollout."),
+    "time/candidates": ("mean", "Seconds of the critic's pass over the candidates, before the rollout."),
     "time/rollout": ("mean", "Seconds to collect a rollout."),
     "time/generation": ("mean", "Seconds of it spent sampling."),
     "time/environments": ("mean", "Seconds of it spent waiting for tools and environments, within `time/generation`."),

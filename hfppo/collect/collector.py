@@ -114,7 +114,7 @@ class Collector:
         There may be more than a rollout has groups.
 
         Args:
-            show: shows that the critic reads.
+            show: shows the critic's pass over the candidates.
         Raises:
             OutOfMemory: with the settings that help.
         """

@@ -32,8 +32,9 @@ PANELS = {
     "Gradient norm": ("grad_norm", "value/grad_norm"),
     "Learning rate": ("learning_rate", "critic_learning_rate"),
     "Throughput [tokens per second]": ("time/tokens_per_second",),
-    "Time [seconds per rollout]": tuple(
-        f"time/{phase}" for phase in ("rollout", "generation", "passes", "rewards", "update", "candidates")
+    "Time [seconds per rollout]": (
+        *("time/rollout", "time/generation", "time/passes", "time/rewards"),
+        *("time/update", "time/candidates"),
     ),
 }
 LEGEND_LINE = 0.11  # share of a panel's height

@@ -16,16 +16,15 @@ import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from itertools import groupby, product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import yaml
 from datasets import Dataset
-from peft import LoraConfig
+from estimator_tasks import recipe_settings
 from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser, set_seed
 
 from hfppo import PPOCallback, PPOConfig, PPOTrainer
@@ -158,18 +157,14 @@ def measure(method: str, learning_rate: float, seed: int, args: BenchmarkArgumen
     train_pairs, test_pairs = split_pairs(BuildArguments.largest, BuildArguments.held_out, BuildArguments.seed)
     if not (folder / "base").exists():
         build_base(folder / "base", train_pairs)
-    recipe = yaml.safe_load((RECIPES / "arithmetic.yaml").read_text())
-    config = {name: recipe[name] for name in (f.name for f in fields(PPOConfig)) if name in recipe} | {
+    config, lora = recipe_settings("arithmetic")
+    config |= {
         "output_dir": str(folder / f"run_{method}_{learning_rate:g}_{seed}"),
         "per_device_train_batch_size": 32,  # rollouts of 64 completions
         "learning_rate": learning_rate,
         "lr_scheduler_type": "constant",
         "total_episodes": args.completions,
-        "max_steps": -1,
         "seed": seed,
-        "save_strategy": "no",
-        "use_cpu": True,
-        "disable_tqdm": True,
         **METHODS[method],
     }
     settings = PPOConfig(**config)
@@ -181,7 +176,7 @@ def measure(method: str, learning_rate: float, seed: int, args: BenchmarkArgumen
         reward_funcs=right_answer,
         args=settings,
         train_dataset=Dataset.from_list(draw_rows(train_pairs, 8192, seed=1)),
-        peft_config=LoraConfig(r=recipe["lora_r"], lora_alpha=recipe["lora_alpha"], target_modules="all-linear"),
+        peft_config=lora,
         callbacks=[probe],
     )
     probe.trainer = trainer

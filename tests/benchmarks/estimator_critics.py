@@ -37,7 +37,7 @@ def measure_critic(trainer: PPOTrainer, task: str) -> dict[str, tuple[float, flo
     rollout = trainer.rollout(columns.pop("prompt"), **columns)
     asked = rollout.mask if rollout.context is None else first_tokens(rollout)
     third = (3 * (asked.cumsum(dim=1) - 1) // asked.sum(dim=1, keepdim=True))[asked]
-    returns = rollout.rewards.flip(1).cumsum(dim=1).flip(1)[asked]
+    returns = sum_later_rewards(rollout)[asked]
     values = rollout.values[asked]
     exact = EXACT[task](trainer, rollout) if task in EXACT else None
     return {
@@ -47,6 +47,11 @@ def measure_critic(trainer: PPOTrainer, task: str) -> dict[str, tuple[float, flo
         )
         for i, part in enumerate(PARTS)
     }
+
+
+def sum_later_rewards(rollout: Rollout) -> Tensor:
+    """Return the sum of the rewards from each token on, (B, T)."""
+    return rollout.rewards.flip(1).cumsum(dim=1).flip(1)
 
 
 def first_tokens(rollout: Rollout) -> Tensor:

@@ -9,6 +9,9 @@ from typing import Any
 
 import yaml
 from datasets import Dataset, load_dataset
+from peft import LoraConfig
+
+from hfppo import PPOConfig
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 sys.path.insert(0, str(RECIPES))
@@ -17,6 +20,14 @@ from arithmetic import right_answer  # noqa: E402
 from build_lake_base import PROMPT  # noqa: E402
 from lake_game import STATES, Lake, expected_return, state_of, uniform_policy  # noqa: E402
 from value_maps import MoveCounter  # noqa: E402
+
+
+def recipe_settings(name: str) -> tuple[dict[str, Any], LoraConfig]:
+    """Return the `PPOConfig` fields of a recipe's YAML file, for a run that saves nothing, and its LoRA."""
+    recipe = yaml.safe_load((RECIPES / f"{name}.yaml").read_text())
+    settings = {f.name: recipe[f.name] for f in fields(PPOConfig) if f.name in recipe}
+    settings |= {"max_steps": -1, "save_strategy": "no", "use_cpu": True, "disable_tqdm": True}
+    return settings, LoraConfig(r=recipe["lora_r"], lora_alpha=recipe["lora_alpha"], target_modules="all-linear")
 
 
 class ReplayedLake(Lake):

@@ -14,17 +14,15 @@ import itertools
 import json
 import time
 from contextlib import nullcontext
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
-import yaml
 from estimator_critics import PARTS, measure_critic
-from estimator_tasks import RECIPES, TASKS
-from peft import LoraConfig
+from estimator_tasks import RECIPES, TASKS, recipe_settings
 from transformers import HfArgumentParser
 
 from hfppo import PPOConfig, PPOTrainer
@@ -87,18 +85,12 @@ class BenchmarkArguments:
 def measure(name: str, method_name: str, learning_rate: float, seed: int, args: BenchmarkArguments) -> dict[str, Any]:
     """Train once, and return the result."""
     task, method = TASKS[name], METHODS[method_name]
-    recipe = yaml.safe_load((RECIPES / f"{task.recipe}.yaml").read_text())
-    lora = LoraConfig(r=recipe["lora_r"], lora_alpha=recipe["lora_alpha"], target_modules="all-linear")
-    config_fields = {f.name for f in fields(PPOConfig)}
-    settings = {key: value for key, value in recipe.items() if key in config_fields} | {
+    settings, lora = recipe_settings(task.recipe)
+    settings |= {
         "output_dir": f"{args.output_dir}/run",
         "learning_rate": learning_rate,
         "seed": seed,
         "total_episodes": task.completions,
-        "max_steps": -1,
-        "save_strategy": "no",
-        "use_cpu": True,
-        "disable_tqdm": True,
         **({"critic_pretraining_completions": task.pretraining} if method.pretrained else {}),
         **method.settings,
         **task.settings,

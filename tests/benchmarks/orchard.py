@@ -14,7 +14,7 @@ import json
 import sys
 import time
 from collections import Counter
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from itertools import groupby, product
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,8 @@ from typing import Any
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
-import yaml
 from datasets import Dataset
-from peft import LoraConfig
+from estimator_tasks import recipe_settings
 from transformers import AutoTokenizer, HfArgumentParser
 
 from hfppo import PPOCallback, PPOConfig, PPOTrainer, Rollout
@@ -95,22 +94,16 @@ def expected_return(trainer: PPOTrainer, rollout: Rollout) -> float:
 
 def build(method: str, learning_rate: float, seed: int, args: BenchmarkArguments) -> dict[str, Any]:
     """Return the trainers' arguments for a method."""
-    recipe = yaml.safe_load((RECIPES / "agent.yaml").read_text())
-    known = {f.name for f in fields(PPOConfig)}
-    settings = {name: value for name, value in recipe.items() if name in known} | {
+    settings, lora = recipe_settings("agent")
+    settings |= {
         "output_dir": f"{args.output_dir}/run_{method}_{learning_rate:g}_{seed}",
         "learning_rate": learning_rate,
         "seed": seed,
         "total_episodes": args.games,
-        "max_steps": -1,
-        "save_strategy": "no",
-        "use_cpu": True,
-        "disable_tqdm": True,
         **METHODS[method],
     }
     tokenizer = AutoTokenizer.from_pretrained(args.model, padding_side="left")
     tokenizer.chat_template = CHAT_TEMPLATE
-    lora = LoraConfig(r=recipe["lora_r"], lora_alpha=recipe["lora_alpha"], target_modules="all-linear")
     return {"settings": settings, "model": args.model, "processing_class": tokenizer, "peft_config": lora}
 
 

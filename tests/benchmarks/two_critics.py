@@ -1,28 +1,29 @@
-"""Two critics on disjoint halves of the rows beside one critic on all of them, on the same rollouts of PPO.
+"""Compare two critics on disjoint halves of the rows with one critic on all rows, on the same rollouts of PPO.
 
     python tests/benchmarks/two_critics.py --tasks lake sums --seeds 0 1 2
     python tests/benchmarks/two_critics.py --report
 
 AsyPPO (arXiv:2510.01656) averages critics that learn from disjoint prompts. Here PPO runs once, and its rollouts are
-kept. Then every critic goes through them in their order: it gives the values of a rollout, and learns from it after
-that, in as many steps as PPO's own. So explained variance is always that of rows that no critic has learned from.
-Returns are the sums of later rewards, which depend on no critic. Sums are those of `candidates.py`, each prompt once.
-The lake has one prompt, so its halves are of games. PPO's own critic learned from λ-returns, and is shown beside.
+kept. Then each critic reads the rollouts in their order: it predicts a rollout's values first, and learns from the
+rollout afterwards, in as many steps as PPO's own critic. So a critic is judged by rows that it has not learned from.
+Returns are the sums of later rewards, which depend on no critic. The sums are those of `candidates.py`, each prompt
+once. The lake has one prompt, so its halves are halves of the games. The report also has PPO's own critic, which
+learned λ-returns on the lake.
 """
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from itertools import groupby, product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import yaml
 from candidates import CRITIC, BuildArguments, build_base, draw_rows, right_answer, split_pairs
 from datasets import Dataset
-from estimator_tasks import RECIPES, TASKS
+from estimator_critics import sum_later_rewards
+from estimator_tasks import TASKS, recipe_settings
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import AutoModel, HfArgumentParser, get_scheduler, set_seed
@@ -80,11 +81,6 @@ class LoraCritic(nn.Module):
         return self.head(states[:, rollout.prompt_ids.shape[1] - 1 : -1])
 
 
-def returns_of(rollout: Rollout) -> Tensor:
-    """Return the sums of later rewards, (B, T)."""
-    return rollout.rewards.flip(1).cumsum(dim=1).flip(1)
-
-
 def arguments_of(task: str, folder: Path) -> tuple[str, dict[str, Any], dict[str, Any]]:
     """Return a task's recipe, its settings where they are not the recipe's, and the trainer's arguments."""
     if task == "lake":
@@ -102,17 +98,11 @@ def arguments_of(task: str, folder: Path) -> tuple[str, dict[str, Any], dict[str
 def record(task: str, seed: int, folder: Path) -> tuple[PPOConfig, LoraConfig, str, list[Rollout]]:
     """Train once with PPO, and return its settings, its adapter's, its base and its rollouts."""
     name, settings, arguments = arguments_of(task, folder)
-    recipe = yaml.safe_load((RECIPES / f"{name}.yaml").read_text())
-    lora = LoraConfig(r=recipe["lora_r"], lora_alpha=recipe["lora_alpha"], target_modules="all-linear")
-    known = {f.name for f in fields(PPOConfig)}
-    config = {name: value for name, value in recipe.items() if name in known} | {
+    config, lora = recipe_settings(name)
+    config |= {
         "output_dir": str(folder / f"run_{task}_{seed}"),
         "total_episodes": COMPLETIONS[task],
-        "max_steps": -1,
         "seed": seed,
-        "save_strategy": "no",
-        "use_cpu": True,
-        "disable_tqdm": True,
         **settings,
     }
     keeper, args = Keeper(), PPOConfig(**config)
@@ -134,7 +124,7 @@ def learn(critic: LoraCritic, rows: slice, config: PPOConfig, rollouts: Sequence
         for step in range(steps):
             epoch, index = divmod(step, config.num_mini_batches)
             batch = own.mini_batch(index, config.num_mini_batches, (config.seed, number, epoch))
-            errors = (critic(batch) - returns_of(batch))[batch.mask]
+            errors = (critic(batch) - sum_later_rewards(batch))[batch.mask]
             (errors.square().mean() / 2).backward()
             nn.utils.clip_grad_norm_(parameters, config.max_grad_norm)
             optimizer.step()
@@ -156,7 +146,7 @@ def measure(task: str, seed: int, folder: Path) -> dict[str, Any]:
         for form, names in FORMS.items()
     }
     forms["PPO's own critic"] = [rollout.values for rollout in rollouts]
-    returns = [returns_of(rollout)[rollout.mask] for rollout in rollouts]
+    returns = [sum_later_rewards(rollout)[rollout.mask] for rollout in rollouts]
     errors = {
         form: [float((r - v[rollout.mask]).var()) for v, r, rollout in zip(of, returns, rollouts, strict=True)]
         for form, of in forms.items()
