@@ -1,0 +1,187 @@
+"""From scores to advantages, worked by hand: where rewards are placed, who is credited, what the losses count."""
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from hfppo import PPOConfig
+from hfppo import functional as F
+from hfppo.collect.credit import CreditAssignment, Credited
+from hfppo.collect.forward import Passes
+from hfppo.generation.sampler import Completions
+from hfppo.rewards.functions import RewardFunctions
+from hfppo.rewards.reward_func import Log
+
+BETA = 0.1
+
+
+@dataclass
+class Completion:
+    """One completion: an entry per token, and its scores by function."""
+
+    scores: list[float | list[float] | None]
+    kl: list[float]  # log π_old − log π_ref; 0 on tokens that the model did not write
+    values: list[float] = field(default_factory=list)
+    written: str = ""  # "s" for a sampled token, "c" for one of a tool or an environment; "": all are sampled
+    truncated: bool = False
+    final_value: float = 0.0
+    group: int = 0
+    failed: bool = False
+
+
+def padded(rows: list[list[float]]) -> Tensor:
+    width = max(map(len, rows))
+    return torch.tensor([row + [0.0] * (width - len(row)) for row in rows])
+
+
+def credit(completions: list[Completion], weights: list[float] | None = None, **config) -> Credited:
+    """Return the credit of the completions as rows of one rollout, each with a prompt of one token."""
+    args = PPOConfig(output_dir="unused", use_cpu=True, **{"kl_coef": BETA, "whiten_advantages": False, **config})
+    written = [one.written or "s" * len(one.kl) for one in completions]
+    mask = padded([[float(x == "s") for x in row] for row in written]).bool()
+    context = padded([[float(x == "c") for x in row] for row in written]).bool()
+    kl = padded([one.kl for one in completions])
+    sampled = Completions(
+        ids=torch.ones(mask.shape, dtype=torch.int64),
+        mask=mask,
+        truncated=torch.tensor([one.truncated for one in completions]),
+        logprobs=kl - 1.0,
+        context=context if context.any() else None,
+    )
+    functions = RewardFunctions([lambda **_: None] * len(completions[0].scores), weights)
+    batch = SimpleNamespace(
+        completion_ids=[[1] * len(one.kl) for one in completions],
+        mask=mask,
+        episodes=[SimpleNamespace(failed=one.failed) for one in completions],
+    )
+    outputs = [list(column) for column in zip(*(one.scores for one in completions), strict=True)]
+    scored = functions.combine(outputs, batch, [Log() for _ in outputs])
+    with_critic = args.needs_critic
+    passes = Passes(
+        old_logprobs=kl - 1.0,
+        ref_logprobs=torch.full(kl.shape, -1.0),
+        values=padded([one.values or [0.0] * len(one.kl) for one in completions]) if with_critic else None,
+        final_value=torch.tensor([one.final_value for one in completions]) if args.bootstrap_truncated else None,
+        base_states=None,
+    )
+    prompts = torch.ones((len(completions), 1), dtype=torch.int64), torch.ones((len(completions), 1), dtype=torch.bool)
+    groups = torch.tensor([one.group for one in completions])
+    return CreditAssignment(args, args.kl_coef, F.whiten)(prompts, sampled, scored, passes, groups)
+
+
+def test_a_score_is_on_the_last_token_and_the_kl_on_each():
+    rollout = credit([Completion([1.0], [0.3, 0.2, 0.1], [0.2, 0.4, 0.6])], lam=0.5).rollout
+    assert_close(rollout.rewards, torch.tensor([[-0.03, -0.02, 0.99]]))
+    # δ = (−0.03 + 0.4 − 0.2, −0.02 + 0.6 − 0.4, 0.99 − 0.6) = (0.17, 0.18, 0.39), A_t = δ_t + 0.5·A_{t+1}
+    assert_close(rollout.td_errors, torch.tensor([[0.17, 0.18, 0.39]]))
+    assert_close(rollout.advantages, torch.tensor([[0.3575, 0.375, 0.39]]))
+    assert_close(rollout.returns, torch.tensor([[0.5575, 0.775, 0.99]]))
+
+
+def test_completions_end_where_they_end_and_not_with_the_padding():
+    rows = [Completion([1.0], [0.1], [0.5]), Completion([2.0], [0.0, 0.2], [0.5, 0.5])]
+    rollout = credit(rows, lam=1.0).rollout
+    assert_close(rollout.rewards, torch.tensor([[0.99, 0.0], [0.0, 1.98]]))
+    assert_close(rollout.advantages, torch.tensor([[0.49, 0.0], [1.48, 1.48]]))
+
+
+def test_functions_are_weighted_and_token_rewards_stay_on_their_tokens():
+    rows = [Completion([1.0, [0.5, 0.0, -0.25], None], [0.0, 0.0, 0.0]), Completion([1.0, 0.5, 1.0], [0.0])]
+    rollout = credit(rows, weights=[1.0, 2.0, 4.0], missing_eos_penalty=0.5).rollout
+    assert_close(rollout.rewards, torch.tensor([[1.0, 0.0, 0.5], [6.0, 0.0, 0.0]]))
+    assert_close(rollout.scores, torch.tensor([1.5, 6.0]))
+
+
+def test_the_penalty_of_a_cut_completion_is_on_its_last_token():
+    rows = [Completion([1.0], [0.0, 0.0], truncated=True), Completion([1.0], [0.0, 0.0])]
+    of_scores = credit(rows, missing_eos_penalty=0.5).rollout
+    assert_close(of_scores.rewards, torch.tensor([[0.0, 0.5], [0.0, 1.0]]))
+    assert_close(of_scores.scores, torch.tensor([0.5, 1.0]))
+    by_token = [Completion([[0.5, 0.5]], [0.0, 0.0], truncated=True)]
+    assert_close(credit(by_token, missing_eos_penalty=0.5).rollout.rewards, torch.tensor([[0.5, 0.0]]))
+
+
+def test_a_cut_completion_ends_with_0_or_with_the_value_after_it():
+    rows = [Completion([1.0], [0.0], [0.5], truncated=True, final_value=0.75)]
+    rows.append(Completion([1.0], [0.0], [0.5], final_value=0.75))
+    assert_close(credit(rows).rollout.advantages, torch.tensor([[0.5], [0.5]]))
+    assert_close(credit(rows, bootstrap_truncated=True).rollout.advantages, torch.tensor([[1.25], [0.5]]))
+
+
+def test_cut_completions_are_left_out_of_the_losses_and_keep_their_credit():
+    rows = [Completion([1.0], [0.0, 0.0], truncated=True), Completion([2.0], [0.0, 0.0])]
+    rollout = credit(rows, mask_truncated_completions=True).rollout
+    assert rollout.loss_mask.tolist() == [[False, False], [True, True]]
+    assert_close(rollout.rewards, torch.tensor([[0.0, 1.0], [0.0, 2.0]]))
+
+
+@pytest.mark.parametrize("without", [{"scores": [None, None]}, {"scores": [3.0, 1.0], "failed": True}])
+def test_a_completion_without_score_counts_nowhere(without):
+    rows = [Completion(kl=[0.5, 0.5], **without), Completion([1.0, 0.0], [0.0, 0.0]), Completion([3.0, 0.0], [0.0])]
+    credited = credit(rows, whiten_advantages=True, lam=1.0)
+    assert credited.rollout.loss_mask.tolist() == [[False, False], [True, True], [True, False]]
+    assert credited.scorable_tokens.tolist() == credited.rollout.loss_mask.tolist()
+    # raw advantages of the counted tokens: 1, 1, 3; mean 5/3, biased variance 8/9
+    third = (8 / 9) ** 0.5
+    expected = torch.tensor([[0.0, 0.0], [-2 / 3 / third, -2 / 3 / third], [4 / 3 / third, 0.0]])
+    assert_close(credited.rollout.advantages, expected)
+
+
+def test_a_completion_with_one_of_two_scores_counts():
+    rows = [Completion([None, 1.0], [0.0]), Completion([1.0, 0.5], [0.0])]
+    rollout = credit(rows, weights=[2.0, 1.0]).rollout
+    assert_close(rollout.scores, torch.tensor([1.0, 2.5]))
+    assert rollout.loss_mask.all()
+
+
+def test_groups_compare_the_scored_completions_of_a_prompt():
+    rows = [
+        Completion([1.0], [0.0, 0.0], group=7),
+        Completion([0.0], [0.0], group=7),
+        Completion([5.0], [0.0], group=8),
+        Completion([None], [0.0], group=8),
+        Completion([2.0], [0.0], group=9),
+        Completion([None], [0.0], group=9),
+        Completion([4.0], [0.0], group=9),
+    ]
+    grpo = credit(rows, advantage_estimator="grpo", num_generations=2, kl_coef=0.0).rollout
+    half = 0.5 / (0.5**0.5 + 1e-6)  # (1 − 0.5) / (s + 1e-6), s = √(0.5² + 0.5²)
+    one = 1 / (2**0.5 + 1e-6)  # (4 − 3) / (s + 1e-6), s = √(1² + 1²)
+    expected = [[half, half], [-half, 0.0], *[[0.0, 0.0]] * 2, [-one, 0.0], [0.0, 0.0], [one, 0.0]]
+    assert_close(grpo.advantages, torch.tensor(expected))
+    rloo = credit(rows, advantage_estimator="rloo", num_generations=2, kl_coef=0.0).rollout
+    expected = [[1.0, 1.0], [-1.0, 0.0], *[[0.0, 0.0]] * 2, [-2.0, 0.0], [0.0, 0.0], [2.0, 0.0]]
+    assert_close(rloo.advantages, torch.tensor(expected))
+    assert grpo.returns is None
+    assert grpo.values is None
+
+
+def test_turns_are_joined_by_their_own_factors_over_the_context():
+    one = Completion([1.0], [0.0] * 5, [0.1, 0.2, 9.0, 9.0, 0.4], written="ssccs")
+    rollout = credit([one], kl_coef=0.0, gamma=1.0, lam=1.0, gamma_turn=0.5, lam_turn=0.5).rollout
+    # δ_4 = 1 − 0.4; δ_1 = 0.5·0.4 − 0.2, A_1 = δ_1 + 0.25·A_4; δ_0 = 0.2 − 0.1, A_0 = δ_0 + A_1
+    assert_close(rollout.rewards, torch.tensor([[0.0, 0.0, 0.0, 0.0, 1.0]]))
+    assert_close(rollout.advantages, torch.tensor([[0.25, 0.15, 0.0, 0.0, 0.6]]))
+    assert rollout.mask.tolist() == [[True, True, False, False, True]]
+
+
+def test_a_context_at_the_end_leaves_the_score_on_the_last_sampled_token():
+    rollout = credit([Completion([1.0], [0.2, 0.0, 0.0], [0.5, 7.0, 7.0], written="scc")]).rollout
+    assert_close(rollout.rewards, torch.tensor([[0.98, 0.0, 0.0]]))
+    assert_close(rollout.advantages, torch.tensor([[0.48, 0.0, 0.0]]))
+
+
+def test_a_reward_for_a_token_of_the_context_is_refused():
+    with pytest.raises(ValueError, match=r"row 0.*token 1"):
+        credit([Completion([[1.0, 0.5, 0.0]], [0.0] * 3, written="scs")])
+
+
+def test_the_critic_has_a_lambda_of_its_own():
+    rows = [Completion([1.0], [0.0, 0.0], [0.2, 0.6])]
+    rollout = credit(rows, lam=0.0, lam_critic=1.0).rollout
+    assert_close(rollout.advantages, torch.tensor([[0.4, 0.4]]))  # one step: 0.6 − 0.2, 1 − 0.6
+    assert_close(rollout.returns, torch.tensor([[1.0, 1.0]]))
