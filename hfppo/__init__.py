@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from hfppo.callbacks import AdaptiveKLCallback, ClipMetricsCallback, PPOCallback, PPOControl
     from hfppo.config import PPOConfig
     from hfppo.environments.environment import Result, TextEnvironment
-    from hfppo.generation.sampler import Completions, Sampler
+    from hfppo.generation.sampler import Sampler
     from hfppo.learn.loss import LossTerm
     from hfppo.models.actor_critic import ActorCritic
     from hfppo.reporting.completions import PrintCompletionsCallback
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from hfppo.rewards.server import RewardServer
     from hfppo.rewards.tolerant import TolerantReward
     from hfppo.rollout import Rollout, Transcript
+    from hfppo.sample import Sample, Turn
     from hfppo.state import PPOState
     from hfppo.token_trace import TokenTable, TokenTraceCallback
     from hfppo.trainer import PPOTrainer
@@ -35,7 +36,7 @@ _NAMES = {
     "callbacks": "AdaptiveKLCallback ClipMetricsCallback PPOCallback PPOControl",
     "config": "PPOConfig",
     "environments.environment": "Result TextEnvironment",
-    "generation.sampler": "Completions Sampler",
+    "generation.sampler": "Sampler",
     "learn.loss": "LossTerm",
     "models.actor_critic": "ActorCritic",
     "reporting.completions": "PrintCompletionsCallback",
@@ -47,6 +48,7 @@ _NAMES = {
     "rewards.server": "RewardServer",
     "rewards.tolerant": "TolerantReward",
     "rollout": "Rollout Transcript",
+    "sample": "Sample Turn",
     "state": "PPOState",
     "token_trace": "TokenTable TokenTraceCallback",
     "trainer": "PPOTrainer",
@@ -57,7 +59,6 @@ __all__ = [
     "ActorCritic",
     "AdaptiveKLCallback",
     "ClipMetricsCallback",
-    "Completions",
     "HealthCallback",
     "HealthWarning",
     "LogFileCallback",
@@ -74,12 +75,14 @@ __all__ = [
     "RewardModel",
     "RewardServer",
     "Rollout",
+    "Sample",
     "Sampler",
     "TextEnvironment",
     "TokenTable",
     "TokenTraceCallback",
     "TolerantReward",
     "Transcript",
+    "Turn",
 ]
 
 

@@ -183,7 +183,7 @@ def reward_functions(inputs: TrainerInputs, base_name: str, agents: Agents | Non
     weights = inputs.args.reward_weights
     if own and weights is not None and len(weights) != len(given) + len(own):
         weights = [*check_weights(weights, [plain_name(func) for func in given]), *[1.0] * len(own)]
-    return RewardFunctions([*given, *own], weights)
+    return RewardFunctions([*given, *own], weights, inputs.args.missing_eos_penalty)
 
 
 def no_reward(completions: Sequence[object], **kwargs: object) -> list[float]:

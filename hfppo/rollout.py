@@ -11,11 +11,9 @@ from hfppo.state import stream_seed
 from hfppo.support.devices import copy_to
 
 
-@dataclass(frozen=True)
-class Rollout:
-    """B completions of one process with everything the update needs. P prompt tokens, T completion tokens.
-
-    It stays on the CPU; the update moves its pieces to the device.
+@dataclass(frozen=True, kw_only=True)
+class Sequences:
+    """B prompts with their completions. P prompt tokens, T completion tokens.
 
     Index t of every (B, T) field is about completion token t. Log-probabilities are in nats, at the sampling
     temperature, float32.
@@ -25,21 +23,9 @@ class Rollout:
     prompt_mask: Tensor  # (B, P) bool, True on real tokens
     completion_ids: Tensor  # (B, T) int64, padded on the right
     mask: Tensor  # (B, T) bool, True on sampled tokens, the EOS of each turn included: where credit flows
-    loss_mask: Tensor  # (B, T) bool, the tokens of `mask` that the losses count
     truncated: Tensor  # (B,) bool, True where a limit, not EOS or the environment, ended the completion
-    scores: Tensor  # (B,) float32, weighted sum of the reward functions, penalties included
     rollout_logprobs: Tensor  # (B, T) log π_rollout, as the sampler reported it
-    old_logprobs: Tensor  # (B, T) log π_old, the proximal anchor of the update
-    rewards: Tensor  # (B, T) the reward of each token
-    advantages: Tensor  # (B, T)
-    ref_logprobs: Tensor | None = None  # (B, T) log π_ref; None when nothing needs it
-    values: Tensor | None = None  # (B, T) V(s_t) before token t; None without a critic
-    weights: Tensor | None = None  # (B, T) π_old/π_rollout, bounded, for the policy loss; None: not corrected
-    td_errors: Tensor | None = None  # (B, T) δ_t = r_t + γ·V(s_{t+1}) − V(s_t); None without a critic
-    returns: Tensor | None = None  # (B, T) the targets of the values; None without a critic
     context: Tensor | None = None  # (B, T) bool, True on tokens of tools and environments: attended to, never credited
-    # (N, H) states of the base below the critic's layers, of all rows' real tokens, row after row; None: not kept.
-    base_states: Tensor | None = None
 
     def __len__(self) -> int:
         return self.prompt_ids.shape[0]
@@ -48,6 +34,39 @@ class Rollout:
     def real(self) -> Tensor:
         """(B, T) bool, True on all tokens of the completions, sampled ones and context; padding is at the end."""
         return self.mask if self.context is None else self.mask | self.context
+
+    @property
+    def lengths(self) -> Tensor:
+        """(B,) real tokens of prompt and completion."""
+        return self.prompt_mask.sum(dim=1) + self.real.sum(dim=1)
+
+    def joined(self) -> dict[str, Tensor]:
+        """Return token ids and attention mask of prompts and completions, (B, P + T) each."""
+        return {
+            "input_ids": torch.cat([self.prompt_ids, self.completion_ids], dim=1),
+            "attention_mask": torch.cat([self.prompt_mask, self.real], dim=1),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rollout(Sequences):
+    """B completions of one process with everything the update needs.
+
+    It stays on the CPU; the update moves its pieces to the device.
+    """
+
+    loss_mask: Tensor  # (B, T) bool, the tokens of `mask` that the losses count
+    scores: Tensor  # (B,) float32, weighted sum of the reward functions, penalties included
+    old_logprobs: Tensor  # (B, T) log π_old, the proximal anchor of the update
+    rewards: Tensor  # (B, T) the reward of each token
+    advantages: Tensor  # (B, T)
+    ref_logprobs: Tensor | None = None  # (B, T) log π_ref; None when nothing needs it
+    values: Tensor | None = None  # (B, T) V(s_t) before token t; None without a critic
+    weights: Tensor | None = None  # (B, T) π_old/π_rollout, bounded, for the policy loss; None: not corrected
+    td_errors: Tensor | None = None  # (B, T) δ_t = r_t + γ·V(s_{t+1}) − V(s_t); None without a critic
+    returns: Tensor | None = None  # (B, T) the targets of the values; None without a critic
+    # (N, H) states of the base below the critic's layers, of all rows' real tokens, row after row; None: not kept.
+    base_states: Tensor | None = None
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the fields that are set, by name."""
@@ -90,11 +109,6 @@ class Rollout:
         groups = torch.randperm(len(self) // group_size, generator=generator)
         order = (groups[:, None] * group_size + torch.arange(group_size)).flatten()
         return self.select(order.tensor_split(num_mini_batches)[index])
-
-    @property
-    def lengths(self) -> Tensor:
-        """(B,) real tokens of prompt and completion."""
-        return self.prompt_mask.sum(dim=1) + self.real.sum(dim=1)
 
     def micro_batches(
         self, num_micro_batches: int, order: Tensor | None = None, shared: Tensor | None = None

@@ -52,7 +52,7 @@ from hfppo.generation.sampler_check import check_sampler
 from hfppo.learn.critic_pretraining import CriticPretraining, with_full_returns
 from hfppo.learn.flops import FlopCounter
 from hfppo.learn.loss import LossTerm, measure_update, ppo_loss, ppo_terms
-from hfppo.learn.micro_batches import MiniBatchSize, cut_mini_batch, join_sequences
+from hfppo.learn.micro_batches import MiniBatchSize, cut_mini_batch
 from hfppo.learn.optimizer import (
     Optimizers,
     StepHooks,
@@ -470,7 +470,7 @@ class PPOTrainer(CrashSafeTrainer):
         plan: StepPlan = inputs.get("plan", self._plan)
         batch: Rollout = inputs["batch"].to(self.args.device)
         outputs = model(
-            **join_sequences(batch),
+            **batch.joined(),
             completion_mask=batch.mask,
             want=Want(
                 temperature=self.args.temperature,

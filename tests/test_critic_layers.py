@@ -21,7 +21,6 @@ from helpers.agents import Doors, agent_trainer, call, collect
 from helpers.runs import final_state, logged, trainable, untimed_logs
 from helpers.tiny import scorer, tiny_gpt2, tiny_model, tiny_opt, tiny_qwen3
 from hfppo import ActorCritic, PPOConfig
-from hfppo.learn.micro_batches import join_sequences
 from hfppo.models import layout
 from hfppo.models.actor_critic import Want
 from hfppo.models.critic import CRITIC_CONFIG, CRITIC_FOLDER, CriticSource
@@ -249,7 +248,7 @@ def test_another_reference_changes_nothing(make_trainer, reference):
 
 
 def whole(rollout) -> dict[str, torch.Tensor]:
-    return {**join_sequences(rollout), "completion_mask": rollout.mask}
+    return {**rollout.joined(), "completion_mask": rollout.mask}
 
 
 @pytest.mark.nightly

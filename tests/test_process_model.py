@@ -51,9 +51,8 @@ def policy_of(*tokens: str) -> PreTrainedTokenizerFast:
 
 def rewards_of(reward, policy, ids: list[int], prompt="", before: tuple[int, ...] = (), **columns):
     """The rewards of one completion's tokens."""
-    mask = torch.ones(1, len(ids), dtype=torch.bool)
-    given = {"prompt_ids": [list(before)], "tokenizer": policy, "columns": columns}
-    (found,) = reward.score_batch(RewardBatch([prompt], [""], [ids], mask, **given), Log())
+    sample = finished(prompt, "", ids, before, **{name: values[0] for name, values in columns.items()})
+    (found,) = reward.score_batch(RewardBatch([sample], policy), Log())
     return found
 
 
@@ -179,7 +178,8 @@ def test_rows_of_several_lengths_are_judged_as_alone(tokenizer, batch_size):
     reward = ProcessRewardModel(model, other_tokenizer("left", "<end>"), batch_size, **COMMA)
     texts = ["1+1，2", "", "3", "等于3，4，5"]
     ids = [ids_of(text + ".") for text in texts]
-    batch = RewardBatch([""] * 4, texts, ids, torch.ones(4, 8), prompt_ids=[[]] * 4, tokenizer=tokenizer)
+    samples = [finished("", text, own) for text, own in zip(texts, ids, strict=True)]
+    batch = RewardBatch(samples, tokenizer)
     found = reward.score_batch(batch, Log())
     for row, some in enumerate(ids):
         assert found[row] == pytest.approx(rewards_of(reward, tokenizer, some), abs=1e-5)

@@ -152,43 +152,43 @@ def test_a_column_of_another_length_is_named():
 
 def test_one_function_needs_no_list():
     scored = score(always(1.0, -2.0, 0.5))
-    assert scored.combined.tolist() == [1.0, -2.0, 0.5]
+    assert scored.of("score") == [1.0, -2.0, 0.5]
     assert scored.per_function.tolist() == [[1.0], [-2.0], [0.5]]
-    assert scored.scorable.tolist() == [True, True, True]
+    assert scored.of("scored") == [True, True, True]
     assert scored.per_token is None
 
 
 @pytest.mark.parametrize("container", [list, tuple])
 def test_several_functions_add_up(container):
     scored = score(container([always(1, 2, 3), always(10, 20, 30)]))
-    assert scored.combined.tolist() == [11.0, 22.0, 33.0]
+    assert scored.of("score") == [11.0, 22.0, 33.0]
     assert scored.per_function.tolist() == [[1.0, 10.0], [2.0, 20.0], [3.0, 30.0]]
 
 
 def test_weights():
     scored = score([always(1, 2, 3), always(10, 20, 30)], [2.0, -0.5])
-    assert scored.combined.tolist() == [-3.0, -6.0, -9.0]  # 2·1 − 0.5·10, …
+    assert scored.of("score") == [-3.0, -6.0, -9.0]  # 2·1 − 0.5·10, …
     assert scored.per_function.tolist() == [[1.0, 10.0], [2.0, 20.0], [3.0, 30.0]]  # unweighted
 
 
 def test_weight_0_only_logs():
     scored = score([always(1, 2, 3), always(10, 20, 30)], [1.0, 0.0])
-    assert scored.combined.tolist() == [1.0, 2.0, 3.0]
+    assert scored.of("score") == [1.0, 2.0, 3.0]
     assert scored.per_function[:, 1].tolist() == [10.0, 20.0, 30.0]
 
 
 def test_none_leaves_a_function_out_for_that_row():
     scored = score([always(1, None, None), always(10, 20, None)], [3.0, 1.0])
-    assert scored.combined.tolist() == [13.0, 20.0, 0.0]
+    assert scored.of("score") == [13.0, 20.0, 0.0]
     assert_close(scored.per_function, torch.tensor([[1.0, 10.0], [NAN, 20.0], [NAN, NAN]]), equal_nan=True)
-    assert scored.scorable.tolist() == [True, True, False]
+    assert scored.of("scored") == [True, True, False]
 
 
 def test_a_weight_0_function_scores_no_completion():
     """One that is logged beside the reward changes nothing of what is trained on."""
     scored = score([always(1, None, None), always(10, 20, None)], [3.0, 0.0])
-    assert scored.combined.tolist() == [3.0, 0.0, 0.0]
-    assert scored.scorable.tolist() == [True, False, False]
+    assert scored.of("score") == [3.0, 0.0, 0.0]
+    assert scored.of("scored") == [True, False, False]
 
 
 @pytest.mark.parametrize(
@@ -212,7 +212,7 @@ def test_a_weight_0_function_scores_no_completion():
     ],
 )
 def test_kinds_of_numbers(output):
-    assert score(lambda **kwargs: output).combined.tolist() == [0.5, 1.0, 1.0]
+    assert score(lambda **kwargs: output).of("score") == [0.5, 1.0, 1.0]
 
 
 @pytest.mark.parametrize(
@@ -495,7 +495,7 @@ def decorated(func):
     ],
 )
 def test_kinds_of_asynchronous_functions(func, expected):
-    assert score(func).combined.tolist() == expected
+    assert score(func).of("score") == expected
 
 
 def test_each_output_stays_with_its_function():

@@ -94,15 +94,15 @@ FAILING = [picky, async_picky, sleepy, async_sleepy, busy, backtracks, miscounts
 def test_only_the_failing_row_is_lost(func):
     tolerant = TolerantReward(func, timeout=0.2 if func in (sleepy, async_sleepy, busy, backtracks) else None)
     scored = score(tolerant, texts=TEXTS)
-    assert scored.combined.tolist() == [1.0, 2.0, 0.0, 4.0]
-    assert scored.scorable.tolist() == [True, True, False, True]
+    assert scored.of("score") == [1.0, 2.0, 0.0, 4.0]
+    assert scored.of("scored") == [True, True, False, True]
     assert scored.failed == {func.__name__: [False, False, True, False]}
 
 
 @pytest.mark.parametrize("func", [picky, async_picky, one_nan], ids=lambda func: func.__name__)
 def test_a_fallback_takes_the_place_of_the_reward(func):
     scored = score(TolerantReward(func, on_error=-1.5), texts=TEXTS)
-    assert scored.combined.tolist() == [1.0, 2.0, -1.5, 4.0]
+    assert scored.of("score") == [1.0, 2.0, -1.5, 4.0]
     assert scored.scorable.all()
     assert scored.failed == {func.__name__: [False, False, True, False]}
 
@@ -110,8 +110,8 @@ def test_a_fallback_takes_the_place_of_the_reward(func):
 def test_token_rewards_of_one_row_are_lost_alone():
     texts = ["12", "bad", "3"]
     scored = score(TolerantReward(wrong_tokens), texts=texts)
-    assert scored.per_token.tolist() == [[1.0] * 3 + [0.0], [0.0] * 4, [1.0] * 2 + [0.0] * 2]
-    assert scored.scorable.tolist() == [True, False, True]
+    assert scored.of("token_rewards") == [[1.0] * 3, [0.0] * 4, [1.0] * 2]
+    assert scored.of("scored") == [True, False, True]
 
 
 def test_each_row_has_its_own_columns_and_logs_row_by_row():
@@ -139,7 +139,7 @@ def test_more_failures_than_allowed_end_the_run(func, max_failed, bad, ends):
     texts = ["bad"] * bad + ["1"] * (10 - bad)
     tolerant = TolerantReward(func, max_failed=max_failed)
     if not ends:
-        assert score(tolerant, texts=texts).scorable.tolist() == [False] * bad + [True] * (10 - bad)
+        assert score(tolerant, texts=texts).of("scored") == [False] * bad + [True] * (10 - bad)
         return
     allowed = {0.0: 0, 0.1: 1, 0.5: 5}[max_failed]
     message = rf"'{func.__name__}' failed for more than {allowed} of 10 .* max_failed={max_failed} allows; the first: "
@@ -363,7 +363,7 @@ def test_a_caller_that_fails_meanwhile_cancels_them():
             raise KeyError("mine")
 
     with pytest.raises(KeyError, match="mine"):
-        fail(RewardBatch(["1="], ["2"], [[4, 1]], torch.ones(1, 2, dtype=torch.bool)))
+        fail(reward_batch(["2"]))
     assert cancelled == [True]
 
 
@@ -406,4 +406,4 @@ def test_failures_are_told(caplog):
 
 
 def test_the_share_that_may_fail_is_rounded_up():
-    assert score(TolerantReward(picky, max_failed=0.3), texts=("bad", "bad", "1", "2")).scorable.sum() == 2
+    assert score(TolerantReward(picky, max_failed=0.3), texts=("bad", "bad", "1", "2")).of("scored").count(True) == 2

@@ -13,7 +13,6 @@ from transformers import TrainerCallback
 
 from helpers.runs import count_digits, stops_at_kl
 from hfppo import AdaptiveKLCallback, PPOCallback, PPOConfig, TokenTraceCallback
-from hfppo.learn.micro_batches import join_sequences
 from hfppo.models.actor_critic import Want
 from hfppo.token_trace import TokenRow, TokenTable
 from hfppo.token_trace.record import Trace, list_trace_files, read_traces, trace_file, write_traces
@@ -37,7 +36,7 @@ class Witness(PPOCallback):
         self.events.append(("update", ppo_state.rollouts, state.global_step))
         assert rollout is self.rollouts[ppo_state.rollouts]
         with torch.no_grad():
-            outputs = model(**join_sequences(rollout), completion_mask=rollout.mask, want=Want(args.temperature))
+            outputs = model(**rollout.joined(), completion_mask=rollout.mask, want=Want(args.temperature))
         self.after[ppo_state.rollouts] = outputs.logprobs
 
 

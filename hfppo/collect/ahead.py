@@ -116,9 +116,9 @@ class RolloutAhead:
                 if device.type != "cpu":
                     torch.accelerator.set_device_index(device.index or 0)  # each thread begins with the first device
                 with collector.sample(rows, state, phase, ready) as found, phase.timed("rollout"), phase("rewards"):
-                    scored = found.scores()
+                    found.pending.result()
                 self._ended = time.monotonic()
-                sampled.set_result(replace(found, scores=lambda: scored))
+                sampled.set_result(found)
             except TimeUp:
                 raise
             except BaseException as error:

@@ -2,7 +2,7 @@
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -15,21 +15,23 @@ from transformers import PreTrainedTokenizerBase, TrainerState
 from hfppo import functional as F
 from hfppo.collect.candidates import Choice, ScoreLine, choose, measure_choice, num_candidates
 from hfppo.collect.check_finite import check_rollout
-from hfppo.collect.completed import Completed
-from hfppo.collect.credit import CreditAssignment, counted_tokens, final_scores
+from hfppo.collect.credit import CreditAssignment, counts_in_loss
 from hfppo.collect.forward import any_active, autocast, forward_passes, prompt_values
 from hfppo.collect.rollout_metrics import measure_episodes, measure_rollout, measure_scores, scores_alike
 from hfppo.collect.rows import all_completions, eval_rows, prompt_rows
 from hfppo.config import PPOConfig
 from hfppo.data.prompt_stream import PromptStream
 from hfppo.data.prompts import Prompts, Row
+from hfppo.environments.chat_format import parse_turn
 from hfppo.environments.episodes import EpisodePlayer
-from hfppo.generation.sampler import Completions, Sampler
+from hfppo.generation.sampler import Sampler
 from hfppo.metrics import Measures, parts, parts_of
 from hfppo.models.actor_critic import ActorCritic
 from hfppo.models.modes import eval_mode
-from hfppo.rewards.functions import RewardFunctions, Scored
+from hfppo.rewards.functions import PendingScores, RewardFunctions, score_table
+from hfppo.rewards.reward_func import Numbers, RewardBatch
 from hfppo.rollout import Rollout, Transcript
+from hfppo.sample import Ended, Sample, Text, Turn, pad
 from hfppo.state import CHOICE_STREAM, PPOState
 from hfppo.support.out_of_memory import explain_out_of_memory
 from hfppo.support.padding import pad_left
@@ -86,10 +88,10 @@ class Phases:
 
 @dataclass(frozen=True)
 class Sampled:
-    """Completions with their scores, before the passes."""
+    """Samples before the passes, and the scores that asynchronous reward functions may still compute."""
 
-    completed: Completed
-    scores: Callable[[], Scored]  # waits for asynchronous reward functions
+    samples: Sequence[Sample]
+    pending: PendingScores  # `result` waits for the scores, and writes them on the samples
     phase: Phases  # times so far
     measures: Measures = field(default_factory=dict)
 
@@ -201,10 +203,10 @@ class Collector:
         with ExitStack() as running:
             with phase.timed("rollout"):
                 with phase("generation"), ready:
-                    completed = self.complete(rows, timed=partial(phase.timed, "environments"))
+                    samples = self.complete(rows, timed=partial(phase.timed, "environments"))
                 with phase("rewards"):
-                    pending = running.enter_context(self.rewards.start(completed.reward_batch(self.tokenizer, state)))
-                    sampled = Sampled(completed, pending.result, phase)
+                    pending = running.enter_context(self.rewards.start(self.reward_batch(samples, state)))
+                    sampled = Sampled(samples, pending, phase)
                     if training and self.args.selects_groups:
                         sampled = self.select_groups(sampled)
             yield sampled
@@ -216,29 +218,32 @@ class Collector:
         Args:
             ppo_state, training: see `collect`.
         """
-        completed, phase = sampled.completed, sampled.phase
+        samples, phase = sampled.samples, sampled.phase
         with phase.timed("rollout"), eval_mode(self.model):
-            prompts = pad_left([row.prompt_ids for row in completed.rows], self.tokenizer.pad_token_id)
+            sequences = pad(samples, self.tokenizer.pad_token_id, several_turns=self.player is not None)
             with phase("passes"):
-                passes = forward_passes(self.model, *prompts, completed.completions, self.accelerator, self.args)
+                passes = forward_passes(self.model, sequences, self.accelerator, self.args)
             with phase("rewards"):
-                scored = sampled.scores()
+                numbers = sampled.pending.result()
             assign_credit = CreditAssignment(self.args, ppo_state.kl_coef, self.whiten_globally if training else None)
-            groups = torch.tensor([row.group for row in completed.rows])
-            credited = assign_credit(prompts, completed.completions, scored, passes, groups)
+            credited = assign_credit(samples, sequences, passes)
         rollout = credited.rollout
         name = f"rollout {ppo_state.next_rollout + 1}" if training else "the completions"
         check_rollout(rollout, name, self.accelerator.process_index)
         measures = phase.measures(float(rollout.mask.sum())) | sampled.measures
         if training:
-            measures |= measure_scores(rollout.scores[scored.scorable], scored, self.rewards.names)
+            measures |= self.measure_samples(samples, numbers)
             measures |= measure_rollout(credited, ppo_state.kl_coef, self.args, self.gather)
-            measures |= measure_episodes(completed.episodes)
-        return Collected(rollout, self.transcript(completed, scored), measures)
+        return Collected(rollout, transcript_of(samples), measures)
+
+    def measure_samples(self, samples: Sequence[Sample], numbers: Numbers) -> Measures:
+        """Measure scores, turns and tools."""
+        of_turns = {} if self.player is None else measure_episodes(samples)
+        return measure_scores(samples, numbers) | of_turns
 
     def complete(
         self, rows: list[Row], greedy: bool = False, timed: Callable[[], AbstractContextManager] = nullcontext
-    ) -> Completed:
+    ) -> Sequence[Sample]:
         """Complete the prompts, in one turn or with tools and environments in several; the sampler must be ready.
 
         Args:
@@ -246,66 +251,51 @@ class Collector:
             timed: measures the time of tools and environments.
         """
         if self.player is None:
-            seeds = None if greedy else [row.seed for row in rows]
-            completions = self.ask_sampler([row.prompt_ids for row in rows], seeds)
-            return Completed.in_one_turn(rows, completions, self.tokenizer)
+            turns = self.ask_sampler([row.prompt_ids for row in rows], None if greedy else [row.seed for row in rows])
+            return answers(rows, turns, self.tokenizer)
         at_once = self.args.use_vllm and self.args.vllm_mode == "server"
         active = bool if at_once else partial(any_active, self.model, self.accelerator)
-        episodes = self.player.play(rows, self.ask_sampler, greedy, active, timed, at_once)
-        return Completed.in_episodes(episodes, self.tokenizer.pad_token_id)
+        return self.player.play(rows, self.ask_sampler, greedy, active, timed, at_once)
 
     def ask_sampler(
         self, prompts: list[list[int]], seeds: list[int] | None, budgets: list[int] | None = None
-    ) -> Completions:
-        """Return the completions on the CPU; the sampler must be ready.
-
-        Args:
-            prompts: token ids.
-            seeds: one for each row; None completes greedily.
-            budgets: the maximum number of tokens of each row; None: the configured limit.
-        """
-        prompt_ids, prompt_mask = (
-            x.to(self.accelerator.device) for x in pad_left(prompts, self.tokenizer.pad_token_id)
-        )
+    ) -> list[Turn]:
+        """Return a turn for each prompt; the sampler must be ready. See `Sampler`."""
         limits = {} if budgets is None else {"budgets": budgets}
         with autocast(self.accelerator):
-            completions = self.sampler(prompt_ids, prompt_mask, seeds, **limits).cpu()
-        if len(completions.ids) != len(prompt_ids):
+            turns = self.sampler(prompts, seeds, **limits)
+        if len(turns) != len(prompts):
             raise ValueError(
-                f"sampler {type(self.sampler).__name__} returned {len(completions.ids)} completions for "
-                f"{len(prompt_ids)} prompts; it must return one for each, in their order"
+                f"sampler {type(self.sampler).__name__} returned {len(turns)} turns for {len(prompts)} prompts; it "
+                "must return one for each, in their order"
             )
-        return completions
+        return turns
+
+    def reward_batch(self, samples: Sequence[Sample], state: TrainerState) -> RewardBatch:
+        """Return samples as the reward functions get them."""
+        return RewardBatch(samples, self.tokenizer, state)
 
     def select_groups(self, sampled: Sampled) -> Sampled:
         """Return as many groups as a rollout has, those whose scores differ first."""
-        completed, scored = sampled.completed, sampled.scores()
-        scores = final_scores(scored, completed.completions, self.args)
-        counts = counted_tokens(scored, completed.completions, self.args).any(dim=1)
-        alike = scores_alike(scores, scored.scorable, counts, self.args.num_generations)
-        groups = alike.int().argsort(stable=True)[: self.args.prompts_per_process]
-        rows = torch.arange(len(scores)).view(len(alike), -1)[groups].flatten()
+        samples, size = sampled.samples, self.args.num_generations
+        sampled.pending.result()
+        scores, scored = (torch.tensor([getattr(one, name) for one in samples]) for name in ("score", "scored"))
+        counts = torch.tensor([counts_in_loss(sample, self.args) for sample in samples])
+        alike = scores_alike(scores, scored, counts, size)
+        groups = alike.int().argsort(stable=True)[: self.args.prompts_per_process].tolist()
         measures = {
             "candidates/spread": parts(~alike),
             "candidates/completions": parts_of(len(scores) * self.accelerator.num_processes),
         }
-        return Sampled(completed.at(rows), lambda: scored.at(rows), sampled.phase, measures)
-
-    def transcript(self, completed: Completed, scored: Scored) -> Transcript:
-        """Return the rows as text, with their scores by function."""
-        scores = dict(zip(self.rewards.names, scored.per_function.T.tolist(), strict=True))
-        return Transcript(completed.prompts, list(completed.texts), scores, scored.extra)
+        kept = [sample for group in groups for sample in samples[group * size : (group + 1) * size]]
+        return replace(sampled, samples=kept, measures=measures)
 
     def restore_base_states(self, rollout: Rollout) -> Rollout:
         """Recompute the `base_states` of a loaded rollout, which checkpoints omit, to the bit."""
         if not self.model.keeps_base_states or rollout.base_states is not None:
             return rollout
-        completions = Completions(
-            rollout.completion_ids, rollout.mask, rollout.truncated, rollout.rollout_logprobs, context=rollout.context
-        )
-        prompts = rollout.prompt_ids, rollout.prompt_mask
         with eval_mode(self.model), torch.no_grad():  # the passes of the collection; only their base states are used
-            passes = forward_passes(self.model, *prompts, completions, self.accelerator, self.args)
+            passes = forward_passes(self.model, rollout, self.accelerator, self.args)
         return replace(rollout, base_states=passes.base_states)
 
     def whiten_globally(self, x: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
@@ -318,3 +308,27 @@ class Collector:
         """Return the (processes·B, T) rows of all processes, in their order, padded to the longest."""
         padded = self.accelerator.pad_across_processes(x.to(self.accelerator.device), dim=1)
         return self.accelerator.gather(padded.to(x.dtype)).cpu()  # padding turns bool into int64
+
+
+def answers(rows: list[Row], turns: list[Turn], tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
+    """Return completions of one turn: as text, or as messages that answer conversations."""
+    if isinstance(rows[0].columns["prompt"], list):
+        texts: Sequence[Text] = [
+            [parse_turn(tokenizer, turn.ids, row.prompt_ids, tools=[])[0]]
+            for row, turn in zip(rows, turns, strict=True)
+        ]
+    else:
+        texts = tokenizer.batch_decode([turn.ids for turn in turns], skip_special_tokens=True)
+    samples = [Sample(row, text=text, turns=1) for row, text in zip(rows, texts, strict=True)]
+    for sample, turn in zip(samples, turns, strict=True):
+        sample.append(turn.ids, turn.logprobs)
+        sample.ended = Ended.CUT if turn.truncated else Ended.STOPPED
+    return samples
+
+
+def transcript_of(samples: Sequence[Sample]) -> Transcript:
+    """Return the samples as text, with their scores by function."""
+    scores = dict(zip(samples[0].scores, score_table(samples).T.tolist(), strict=True))
+    extra = {name: [sample.extra[name] for sample in samples] for name in samples[0].extra}
+    prompts = [sample.row.columns["prompt"] for sample in samples]
+    return Transcript(prompts, [sample.text for sample in samples], scores, extra)

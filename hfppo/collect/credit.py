@@ -1,6 +1,6 @@
-"""From scores to advantages: the credit of each token."""
+"""From rewards to advantages: the credit of each token."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from inspect import signature
 from typing import Any
@@ -11,9 +11,9 @@ from torch import Tensor
 from hfppo import functional as F
 from hfppo.collect.forward import Passes
 from hfppo.config import PPOConfig
-from hfppo.generation.sampler import Completions
-from hfppo.rewards.functions import Scored
-from hfppo.rollout import Rollout
+from hfppo.rollout import Rollout, Sequences
+from hfppo.sample import Sample
+from hfppo.support.padding import pad_right
 
 
 @dataclass(frozen=True)
@@ -21,69 +21,63 @@ class Credited:
     """A rollout, and the intermediate tensors of credit assignment that metrics use."""
 
     rollout: Rollout
-    scorable_tokens: Tensor  # (B, T) bool, True on the tokens of completions that have a score
+    scored_tokens: Tensor  # (B, T) bool, True on the tokens of completions that have a score
     raw_advantages: Tensor  # (B, T) before whitening
 
 
 @dataclass(frozen=True)
 class CreditAssignment:
-    """From scores to advantages, in the order of docs/algorithm.md."""
+    """From rewards to advantages, in the order of docs/algorithm.md."""
 
     args: PPOConfig
     kl_coef: float  # β
     whiten: Callable[..., Tensor] | None  # `functional.whiten` over all processes; None: no whitening
 
-    def __call__(
-        self,
-        prompts: tuple[Tensor, Tensor],
-        completions: Completions,
-        scored: Scored,
-        passes: Passes,
-        groups: Tensor,
-    ) -> Credited:
-        """Turn scores into advantages.
+    def __call__(self, samples: Sequence[Sample], sequences: Sequences, passes: Passes) -> Credited:
+        """Turn rewards into advantages.
 
         Args:
-            prompts: (B, P) token ids and their mask, padded on the left.
-            groups: (B,) prompt number.
+            sequences: the samples as tensors.
         """
-        args, mask = self.args, completions.mask
-        old_logprobs = completions.logprobs if passes.old_logprobs is None else passes.old_logprobs
-        weights, kept = mismatch_weights(old_logprobs, completions, args)
-        scores = final_scores(scored, completions, args)
+        args, mask = self.args, sequences.mask
+        old_logprobs = sequences.rollout_logprobs if passes.old_logprobs is None else passes.old_logprobs
+        weights, kept = mismatch_weights(old_logprobs, sequences, args)
         kl = torch.zeros_like(old_logprobs)
         if passes.ref_logprobs is not None:
             kl = F.token_kl(old_logprobs, passes.ref_logprobs, args.reward_kl_estimator)
-        rewards = F.token_rewards(place_scores(scored, scores, mask), kl, mask, self.kl_coef)
-        scorable_tokens = mask & scored.scorable[:, None]
+        placed, _ = pad_right([sample.token_rewards for sample in samples], torch.float32)
+        rewards = F.token_rewards(placed, kl, mask, self.kl_coef)
+        scored = torch.tensor([sample.scored for sample in samples])
+        counted = torch.tensor([counts_in_loss(sample, args) for sample in samples])
+        scored_tokens = mask & scored[:, None]
         if self.whiten is not None and args.whiten_rewards:
-            rewards = self.whiten(rewards, scorable_tokens, shift_mean=False)
-        raw, returns = self.advantages_and_returns(rewards, scored.scorable, completions, passes, groups)
-        advantages = raw if self.whiten is None or not args.whitens_advantages else self.whiten(raw, scorable_tokens)
+            rewards = self.whiten(rewards, scored_tokens, shift_mean=False)
+        final_value = value_after_end(samples, passes)
+        raw, returns = self.advantages_and_returns(rewards, samples, sequences, passes, final_value)
+        advantages = raw if self.whiten is None or not args.whitens_advantages else self.whiten(raw, scored_tokens)
         rollout = Rollout(
-            prompt_ids=prompts[0],
-            prompt_mask=prompts[1],
-            completion_ids=completions.ids,
-            mask=mask,
-            loss_mask=counted_tokens(scored, completions, args) & kept,
-            truncated=completions.truncated,
-            scores=scores,
-            rollout_logprobs=completions.logprobs,
+            **vars(sequences),
+            loss_mask=mask & counted[:, None] & kept,
+            scores=torch.tensor([sample.score for sample in samples], dtype=torch.float32),
             old_logprobs=old_logprobs,
             rewards=rewards,
             advantages=advantages,
             ref_logprobs=passes.ref_logprobs,
             values=passes.values,
             weights=weights,
-            td_errors=self.td_errors(rewards, completions, passes),
+            td_errors=self.td_errors(rewards, sequences, passes, final_value),
             returns=returns,
-            context=completions.context,
             base_states=passes.base_states,
         )
-        return Credited(rollout, scorable_tokens, raw)
+        return Credited(rollout, scored_tokens, raw)
 
     def advantages_and_returns(
-        self, rewards: Tensor, scorable: Tensor, completions: Completions, passes: Passes, groups: Tensor
+        self,
+        rewards: Tensor,
+        samples: Sequence[Sample],
+        sequences: Sequences,
+        passes: Passes,
+        final_value: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
         """Return advantages before whitening, (B, T), and returns, (B, T), where the estimator gives them.
 
@@ -93,89 +87,68 @@ class CreditAssignment:
 
         Args:
             rewards: (B, T).
-            scorable: (B,) bool, True where a completion has a score.
-            groups: (B,) prompt number.
+            final_value: (B,) V after the last token; None: 0.
         """
-        args = self.args
-        lam = args.lam if args.lam_alpha is None else F.length_adaptive_lam(completions.mask, args.lam_alpha)
+        args, groups = self.args, torch.tensor([sample.row.group for sample in samples])
+        scored = torch.tensor([sample.scored for sample in samples])
+        lam = args.lam if args.lam_alpha is None else F.length_adaptive_lam(sequences.mask, args.lam_alpha)
         available: dict[str, Any] = {
             "rewards": rewards,
-            "mask": completions.mask,
+            "mask": sequences.mask,
             "values": passes.values,
-            "final_value": value_after_end(completions, passes),
+            "final_value": final_value,
             "groups": groups,
-            "gamma": factor_by_turn(args.gamma, args.gamma_turn, completions),
-            "lam": factor_by_turn(lam, args.lam_turn, completions),
+            "gamma": factor_by_turn(args.gamma, args.gamma_turn, sequences),
+            "lam": factor_by_turn(lam, args.lam_turn, sequences),
             "scale": args.scale_rewards == "group",
         }
         compares = F.estimator_needs(args.advantage_estimator, "groups")
-        rows = comparable_rows(scorable, groups) if compares else torch.ones_like(scorable)
+        rows = comparable_rows(scored, groups) if compares else torch.ones_like(scored)
         estimator = F.ADVANTAGE_ESTIMATORS[args.advantage_estimator]
         advantages, returns = call_estimator(estimator, available, rows)
         if returns is not None and args.lam_critic is not None:
             returns = call_estimator(estimator, {**available, "lam": args.lam_critic}, rows)[1]
         return advantages, returns
 
-    def td_errors(self, rewards: Tensor, completions: Completions, passes: Passes) -> Tensor | None:
+    def td_errors(
+        self, rewards: Tensor, sequences: Sequences, passes: Passes, final_value: Tensor | None
+    ) -> Tensor | None:
         """Return δ of each token, (B, T), which is its advantage at λ = 0; None without a critic."""
         if passes.values is None:
             return None
-        gamma = factor_by_turn(self.args.gamma, self.args.gamma_turn, completions)
-        final_value = value_after_end(completions, passes)
-        return F.gae(rewards, passes.values, completions.mask, gamma, lam=0.0, final_value=final_value)[0]
+        gamma = factor_by_turn(self.args.gamma, self.args.gamma_turn, sequences)
+        return F.gae(rewards, passes.values, sequences.mask, gamma, lam=0.0, final_value=final_value)[0]
 
 
-def value_after_end(completions: Completions, passes: Passes) -> Tensor | None:
+def value_after_end(samples: Sequence[Sample], passes: Passes) -> Tensor | None:
     """Return V of the state after the last token, (B,), 0 where the completion has ended; None: 0 for all."""
-    open_ended = completions.truncated if completions.open_ended is None else completions.open_ended
+    open_ended = torch.tensor([sample.open_ended for sample in samples])
     return None if passes.final_value is None else passes.final_value * open_ended
 
 
-def final_scores(scored: Scored, completions: Completions, args: PPOConfig) -> Tensor:
-    """Return the scores after the penalty, (B,)."""
-    if args.missing_eos_penalty is None:
-        return scored.combined
-    cut = completions.truncated if completions.cut is None else completions.cut
-    return scored.combined - args.missing_eos_penalty * cut.to(scored.combined.dtype)
+def counts_in_loss(sample: Sample, args: PPOConfig) -> bool:
+    """Return whether the losses count the tokens of a sample."""
+    return sample.scored and not (args.mask_truncated_completions and sample.truncated)
 
 
-def place_scores(scored: Scored, scores: Tensor, mask: Tensor) -> Tensor:
-    """Return final scores, (B,), which belong to the last token; (B, T) token rewards if a function gives some.
-
-    The penalty of a completion is on its last token.
-    """
-    if scored.per_token is None:
-        return scores
-    penalty = F.token_rewards(scores - scored.combined, torch.zeros(mask.shape, dtype=torch.float32), mask, 0.0)
-    return scored.per_token + penalty
-
-
-def counted_tokens(scored: Scored, completions: Completions, args: PPOConfig) -> Tensor:
-    """Return a mask, (B, T), of the tokens that the losses count."""
-    counted = scored.scorable
-    if args.mask_truncated_completions:
-        counted = counted & ~completions.truncated
-    return completions.mask & counted[:, None]
-
-
-def mismatch_weights(old_logprobs: Tensor, completions: Completions, args: PPOConfig) -> tuple[Tensor | None, Tensor]:
+def mismatch_weights(old_logprobs: Tensor, sequences: Sequences, args: PPOConfig) -> tuple[Tensor | None, Tensor]:
     """Return weights of the policy loss, (B, T) or None without correction, and the (B, T) mask of kept tokens."""
     if args.policy_mode not in F.MISMATCH_MODES:
-        return None, completions.mask
+        return None, sequences.mask
     return F.importance_weights(
         old_logprobs,
-        completions.logprobs,
-        completions.mask,
+        sequences.rollout_logprobs,
+        sequences.mask,
         args.policy_mode,
         args.vllm_importance_sampling_clip_max,
     )
 
 
-def factor_by_turn(within: float | Tensor, between: float | None, completions: Completions) -> float | Tensor:
+def factor_by_turn(within: float | Tensor, between: float | None, sequences: Sequences) -> float | Tensor:
     """Return γ or λ of GAE: `within`; if `between` is set, (B, T) factors that are `between` at the end of a turn."""
-    if between is None or completions.context is None:
+    if between is None or sequences.context is None:
         return within
-    return F.turn_factors(within, between, F.turn_ends(completions.mask, completions.context))
+    return F.turn_factors(within, between, F.turn_ends(sequences.mask, sequences.context))
 
 
 def call_estimator(
@@ -201,7 +174,7 @@ def call_estimator(
     return outputs[0], outputs[1] if len(outputs) > 1 else None
 
 
-def comparable_rows(scorable: Tensor, groups: Tensor) -> Tensor:
+def comparable_rows(scored: Tensor, groups: Tensor) -> Tensor:
     """Return a mask, (B,), of the rows that have a score and another scored row in their group."""
     _, index = groups.unique(return_inverse=True)
-    return scorable & (torch.bincount(index[scorable], minlength=len(groups))[index] > 1)
+    return scored & (torch.bincount(index[scored], minlength=len(groups))[index] > 1)

@@ -1,7 +1,7 @@
 """Complete a dataset's prompts and score the completions."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,15 +12,13 @@ from transformers import EvalPrediction, TrainerState
 from transformers.trainer_utils import EvalLoopOutput, denumpify_detensorize
 
 from hfppo.collect.collector import Collector
-from hfppo.collect.completed import Completed
-from hfppo.collect.credit import final_scores
-from hfppo.collect.rollout_metrics import measure_episodes, measure_scores
 from hfppo.config import PPOConfig
 from hfppo.data.prompts import EMPTY_PROMPT, Prompts
 from hfppo.metrics import Measures, Meter, parts
 from hfppo.models.modes import eval_mode
 from hfppo.rewards.functions import RewardFunctions
-from hfppo.rewards.reward_func import RewardWrapper, Text
+from hfppo.rewards.reward_func import RewardWrapper
+from hfppo.sample import Sample, Text
 from hfppo.support.out_of_memory import explain_out_of_memory
 
 # Every evaluation has these metrics; each reward function adds its own.
@@ -87,26 +85,25 @@ def evaluate_prompts(
         collector.sampler.ready(),
     ):
         for start in range(0, most, together):
-            completed = collector.complete(filled[start : start + together], not do_sample)
-            for batch in completed.batches(len(rows[start : start + together]), args.per_device_eval_batch_size):
+            samples = collector.complete(filled[start : start + together], not do_sample)
+            own, size = samples[: len(rows) - start], args.per_device_eval_batch_size
+            for first in range(0, len(own), size):
+                batch = own[first : first + size]
                 meter.update(measure_batch(collector, batch, state))
-                done += [(row.group, text) for row, text in zip(batch.rows, batch.texts, strict=True)]
+                done += [(sample.row.group, sample.text) for sample in batch]
                 on_batch()
     everywhere = sorted(gather_object(done), key=lambda numbered: numbered[0])
     # The best model is chosen by the reward. Without any score it is NaN: a missing metric ends the run.
     return Evaluated([text for _, text in everywhere], {"reward": math.nan, **meter.read()})
 
 
-def measure_batch(collector: Collector, completed: Completed, state: TrainerState) -> Measures:
+def measure_batch(collector: Collector, samples: Sequence[Sample], state: TrainerState) -> Measures:
     """Score a batch of completions and return its measures."""
-    completions = completed.completions
-    scored = collector.rewards(completed.reward_batch(collector.tokenizer, state))
-    scores = final_scores(scored, completions, collector.args)[scored.scorable]
+    numbers = collector.rewards(collector.reward_batch(samples, state))
     return {
-        **measure_scores(scores, scored, collector.rewards.names),
-        **measure_episodes(completed.episodes),
-        "completions/mean_length": parts(completions.mask.sum(dim=1)),
-        "completions/truncated_frac": parts(completions.truncated),
+        **collector.measure_samples(samples, numbers),
+        "completions/mean_length": parts(torch.tensor([sum(sample.sampled) for sample in samples])),
+        "completions/truncated_frac": parts(torch.tensor([sample.truncated for sample in samples])),
     }
 
 

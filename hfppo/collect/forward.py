@@ -8,12 +8,11 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from hfppo.config import PPOConfig
-from hfppo.generation.sampler import Completions
 from hfppo.models.actor_critic import ActorCritic, TokenOutputs, Want
 from hfppo.models.batch_size import ROWS, pass_rows
 from hfppo.models.layout import order_rows
 from hfppo.models.modes import is_sharded
-from hfppo.rollout import select_packed
+from hfppo.rollout import Sequences, select_packed
 
 Inputs = dict[str, Tensor]  # some rows, by the names of `ActorCritic.forward`
 
@@ -29,24 +28,9 @@ class Passes:
     base_states: Tensor | None  # (N, H) of all real tokens, row after row, which the critic starts from
 
 
-def forward_passes(
-    model: ActorCritic,
-    prompt_ids: Tensor,
-    prompt_mask: Tensor,
-    completions: Completions,
-    accelerator: Accelerator,
-    args: PPOConfig,
-) -> Passes:
-    """Run the passes that something needs, some rows at a time, without gradient.
-
-    Args:
-        prompt_ids, prompt_mask: (B, P), padded on the left.
-    """
-    inputs = {
-        "input_ids": torch.cat([prompt_ids, completions.ids], dim=1),
-        "attention_mask": torch.cat([prompt_mask, completions.real], dim=1),
-        "completion_mask": completions.mask,
-    }
+def forward_passes(model: ActorCritic, sequences: Sequences, accelerator: Accelerator, args: PPOConfig) -> Passes:
+    """Run the passes that something needs, some rows at a time, without gradient."""
+    inputs = {**sequences.joined(), "completion_mask": sequences.mask}
     lengths = inputs["attention_mask"].sum(dim=1)
     order, batches = batches_of(model, inputs, lengths, accelerator, args)
     needs_policy = args.policy_mode != "bypass"

@@ -10,29 +10,31 @@ from torch import Tensor
 from hfppo import functional as F
 from hfppo.collect.credit import Credited
 from hfppo.config import PPOConfig
-from hfppo.environments.episodes import CUT, DROPPED, UNFINISHED, Episode
 from hfppo.environments.tool_calls import RAISED, TIMEOUT, UNKNOWN
 from hfppo.metrics import Measures, parts, parts_of
-from hfppo.rewards.functions import Scored
+from hfppo.rewards.functions import score_table
+from hfppo.rewards.reward_func import Numbers
 from hfppo.rollout import Rollout
+from hfppo.sample import Ended, Sample
 
-LIMITS = (UNFINISHED, CUT, DROPPED)
+LIMITS = [ended for ended in Ended if ended is not Ended.STOPPED]
 
 
-def measure_scores(scores: Tensor, scored: Scored, names: list[str]) -> Measures:
+def measure_scores(samples: Sequence[Sample], numbers: Numbers) -> Measures:
     """Measure the scores of a rollout or an evaluation.
 
     Args:
-        scores: one per row that has a score.
+        numbers: of log_metric, by name.
     """
-    measures = {"reward": parts(scores), "reward_std": parts(scores), "unscorable_frac": parts(~scored.scorable)}
-    for i, name in enumerate(names):
-        given = scored.per_function[:, i]
+    scores, scored = torch.tensor([[s.score, s.scored] for s in samples]).unbind(dim=1)
+    of_scored = parts(scores[scored.bool()])
+    measures = {"reward": of_scored, "reward_std": of_scored, "unscorable_frac": parts(~scored.bool())}
+    for name, given in zip(samples[0].scores, score_table(samples).T, strict=True):
         measures |= dict.fromkeys((f"rewards/{name}/mean", f"rewards/{name}/std"), parts(given, ~given.isnan()))
-    for name, failed in scored.failed.items():
-        measures[f"rewards/{name}/failed"] = parts(torch.tensor(failed))
-    for name, numbers in scored.metrics.items():  # weighted by the number of their completions
-        everywhere = torch.tensor(numbers, dtype=torch.float64).mean().expand(len(scored.scorable))
+    for name in samples[0].fallbacks:
+        measures[f"rewards/{name}/failed"] = parts(torch.tensor([sample.fallbacks[name] for sample in samples]))
+    for name, values in numbers.items():  # weighted by the number of their completions
+        everywhere = torch.tensor(values, dtype=torch.float64).mean().expand(len(samples))
         measures[f"custom/{name}"] = parts(everywhere)
     return measures
 
@@ -46,18 +48,18 @@ def measure_rollout(
         kl_coef: β of the rollout.
         gather: returns the rows of all processes, for metrics that are not a mean over rows.
     """
-    rollout, mask, scorable = credited.rollout, credited.rollout.mask, credited.scorable_tokens
-    lengths, advantages = parts(mask.sum(dim=1)), parts(credited.raw_advantages, scorable)
+    rollout, mask, scored = credited.rollout, credited.rollout.mask, credited.scored_tokens
+    lengths, advantages = parts(mask.sum(dim=1)), parts(credited.raw_advantages, scored)
     measures = {
         "completions/mean_length": lengths,
         "completions/max_length": lengths,
         "completions/truncated_frac": parts(rollout.truncated),
-        "rlhf_reward": parts(rollout.rewards.sum(dim=1), scorable.any(dim=1)),
+        "rlhf_reward": parts(rollout.rewards.sum(dim=1), scored.any(dim=1)),
         "advantage_mean": advantages,
         "advantage_std": advantages,
     }
     if args.num_generations > 1:
-        measures["frac_reward_zero_std"] = parts(prompts_without_signal(rollout, scorable, args.num_generations))
+        measures["frac_reward_zero_std"] = parts(prompts_without_signal(rollout, scored, args.num_generations))
     if rollout.ref_logprobs is not None:
         measures["kl_coef"] = parts_of(kl_coef)
         for name, estimator in (("kl", args.reward_kl_estimator), ("kl_k3", "k3")):
@@ -88,26 +90,25 @@ def finite(name: str, number: float) -> Measures:
     return {name: parts_of(number)} if math.isfinite(number) else {}
 
 
-def measure_episodes(episodes: Sequence[Episode]) -> Measures:
-    """Measure turns and tools; {} without episodes."""
-    if not episodes:
-        return {}
-    turns = torch.tensor([episode.turns for episode in episodes])
-    counts = sum((episode.counts for episode in episodes), Counter())
+def measure_episodes(samples: Sequence[Sample]) -> Measures:
+    """Measure turns and tools."""
+    turns = torch.tensor([sample.turns for sample in samples])
+    counts = sum((sample.counts for sample in samples), Counter())
     shares = {
         "failure_frequency": counts[UNKNOWN] + counts[RAISED] + counts[TIMEOUT],
         "unknown_frac": counts[UNKNOWN],
         "timeout_frac": counts[TIMEOUT],
     }
-    limits = {limit: torch.tensor([episode.limit == limit for episode in episodes]) for limit in LIMITS}
+    limits = {limit: torch.tensor([sample.ended is limit for sample in samples]) for limit in LIMITS}
+    rewards = [reward for sample in samples for reward in sample.turn_rewards.values()]
     return {
         "turns/mean": parts(turns),
         "turns/max": parts(turns),
         **{f"turns/{limit}_frac": parts(reached) for limit, reached in limits.items()},
-        "turns/reward": parts(torch.tensor([r for e in episodes for r in e.rewards.values()], dtype=torch.float32)),
-        "completions/mean_context_length": parts(torch.tensor([e.sampled.count(False) for e in episodes])),
+        "turns/reward": parts(torch.tensor(rewards, dtype=torch.float32)),
+        "completions/mean_context_length": parts(torch.tensor([s.sampled.count(False) for s in samples])),
         "tools/malformed_frac": parts(share(counts["malformed"], int(turns.sum()))),
-        "tools/call_frequency": parts(torch.tensor([episode.counts["calls"] for episode in episodes])),
+        "tools/call_frequency": parts(torch.tensor([sample.counts["calls"] for sample in samples])),
         **{f"tools/{name}": parts(share(number, counts["calls"])) for name, number in shares.items()},
     }
 
@@ -117,16 +118,16 @@ def share(part: int, whole: int) -> Tensor:
     return torch.arange(whole) < part
 
 
-def prompts_without_signal(rollout: Rollout, scorable_tokens: Tensor, num_generations: int) -> Tensor:
+def prompts_without_signal(rollout: Rollout, scored_tokens: Tensor, num_generations: int) -> Tensor:
     """Return a mask, (groups,), of the prompts whose scored completions have equal scores, or count in no loss."""
     counts = rollout.loss_mask.any(dim=1)
-    return scores_alike(rollout.scores, scorable_tokens.any(dim=1), counts, num_generations)
+    return scores_alike(rollout.scores, scored_tokens.any(dim=1), counts, num_generations)
 
 
-def scores_alike(scores: Tensor, scorable: Tensor, counts: Tensor, num_generations: int) -> Tensor:
+def scores_alike(scores: Tensor, scored: Tensor, counts: Tensor, num_generations: int) -> Tensor:
     """Return the same mask from scores, a mask of those that exist, and one of completions in the loss, (B,) each."""
-    scores, scorable, counts = (x.view(-1, num_generations) for x in (scores, scorable, counts))
-    alike = scores.where(scorable, -math.inf).amax(dim=1) <= scores.where(scorable, math.inf).amin(dim=1)
+    scores, scored, counts = (x.view(-1, num_generations) for x in (scores, scored, counts))
+    alike = scores.where(scored, -math.inf).amax(dim=1) <= scores.where(scored, math.inf).amin(dim=1)
     return alike | ~counts.any(dim=1)
 
 

@@ -17,8 +17,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
-import torch
-
 from hfppo.config import PPOConfig
 from hfppo.data.chat_template import Message, Schema, render_one, template_options
 from hfppo.data.prompts import EMPTY_PROMPT, Row
@@ -34,69 +32,40 @@ from hfppo.environments.environment import (
     tools_of,
 )
 from hfppo.environments.tool_calls import TIMEOUT, Answer, ToolCall, run_calls
-from hfppo.generation.sampler import Completions
+from hfppo.sample import Ended, Sample, Turn
 from hfppo.state import stream_seed
 from hfppo.support.background import Background, Tasks
 from hfppo.support.calls import finish_in_thread
-from hfppo.support.padding import pad_right
 
 # Completes prompts, each with its seed and its maximum number of tokens; greedily without seeds.
-TurnSampler = Callable[[list[list[int]], list[int] | None, list[int]], Completions]
+TurnSampler = Callable[[list[list[int]], list[int] | None, list[int]], list[Turn]]
 
 T = TypeVar("T")
 # Steps of an episode. It yields calls of its tools and environment, and receives their Futures. It yields itself to
-# have its next turn sampled, and receives completions and its row in them.
+# have its next turn sampled, and receives the turns of several episodes and its place among them.
 Steps = Generator[Any, Any, T]
 
 PATIENCE = 0.03  # seconds that ready episodes wait for others at least, so that quick tools keep batches whole
 
 logger = logging.getLogger(__name__)
 
-UNFINISHED, CUT, DROPPED = "unfinished", "cut", "dropped_result"  # the limits that end an episode
-
 
 @dataclass
-class Episode:
-    """One completion while it is played. Lists have an entry for each of its tokens so far."""
+class Episode(Sample):
+    """A completion while it is played."""
 
-    row: Row  # with the prompt that the environment completed
-    environment: Environment = None
     tools: Mapping[str, Tool] = field(default_factory=dict)
     schemas: list[Schema] = field(default_factory=list)  # the tools' JSON schemas that the prompt shows
-    messages: list[Message] = field(default_factory=list)
-    ids: list[int] = field(default_factory=list)
-    sampled: list[bool] = field(default_factory=list)  # False on context
-    logprobs: list[float] = field(default_factory=list)
-    rewards: dict[int, float] = field(default_factory=dict)  # keyed by the position of a turn's last token
-    final_reward: object = None  # the value of `get_reward`; None if there is no such method
-    turns: int = 0
-    active: bool = True
-    limit: str | None = None  # the limit that ended it; None: no limit
-    truncated: bool = False
-    open_ended: bool = False  # whether the critic values its last state
-    failed: bool = False  # whether it has no score: its environment's state is unknown, or its prompt too long
-    counts: Counter[str] = field(default_factory=Counter)  # calls and their failures by kind
+    messages: list[Message] = field(default_factory=list)  # turns and answers; `text` in the end
 
-    def append(self, ids: list[int], logprobs: list[float] | None = None) -> None:
-        """Append the tokens of a turn, or context, which has no log-probs."""
-        self.ids += ids
-        self.sampled += [logprobs is not None] * len(ids)
-        self.logprobs += [0.0] * len(ids) if logprobs is None else logprobs
-
-    def end(self, limit: str | None = None, truncated: bool = False, open_ended: bool = False) -> None:
+    def end(self, ended: Ended = Ended.STOPPED) -> None:
         """End the episode."""
-        self.active, self.limit, self.truncated, self.open_ended = False, limit, truncated, open_ended
+        self.ended = ended
 
     def abandon(self) -> None:
         """End the episode without a score: the state of its environment is unknown."""
         self.failed = True
         self.end()
-
-    def token_rewards(self, final: float) -> list[float]:
-        """Return a reward for each token; `final` is added on the last sampled one."""
-        rewards = [self.rewards.get(position, 0.0) for position in range(len(self.ids))]
-        rewards[len(self.sampled) - 1 - self.sampled[::-1].index(True)] += final
-        return rewards
 
 
 @dataclass(frozen=True)
@@ -174,7 +143,7 @@ class EpisodePlayer:
                 self.agents.pool.give_back(name, episode.environment)
         return episodes
 
-    def sample_turns(self, sample: TurnSampler, episodes: Sequence[Episode], greedy: bool) -> Completions:
+    def sample_turns(self, sample: TurnSampler, episodes: Sequence[Episode], greedy: bool) -> list[Turn]:
         """Sample the next turn of some episodes."""
         prompts = [episode.row.prompt_ids + episode.ids for episode in episodes]
         seeds = [stream_seed(e.row.seed, e.turns) if e.turns else e.row.seed for e in episodes]
@@ -183,13 +152,14 @@ class EpisodePlayer:
     def steps(self, row: Row, name: str | None, environment: Environment) -> Steps[Episode]:
         """Play an episode; see `Steps`."""
         episode = yield from self.open(row, name, environment)
-        while episode.active:
-            completions, i = yield episode
-            yield from self.take_turn(episode, completions, i)
+        while episode.ended is None:
+            turns, i = yield episode
+            yield from self.take_turn(episode, turns[i])
         get_reward = getattr(environment, "get_reward", None)
         if get_reward is not None and not episode.failed:
             called: Future = yield get_reward
             episode.final_reward = called.result()
+        episode.text = episode.messages
         return episode
 
     def budget(self, episode: Episode) -> int:
@@ -213,7 +183,8 @@ class EpisodePlayer:
         kind = type(environment).__name__
         if not row.prompt_ids:
             raise ValueError(f"row {row.number}: the prompt and the text of {kind}.reset are empty; write one of them")
-        episode = Episode(row, environment, {**self.agents.tools, **tools_of(environment)}, schemas)
+        tools = {**self.agents.tools, **tools_of(environment)}
+        episode = Episode(row, environment=environment, tools=tools, schemas=schemas)
         length = len(row.prompt_ids)
         if self.max_prompt is not None and length > self.max_prompt:
             episode.row = replace(row, prompt_ids=row.prompt_ids[-self.max_prompt :])
@@ -268,26 +239,23 @@ class EpisodePlayer:
 
     # A turn
 
-    def take_turn(self, episode: Episode, completions: Completions, i: int) -> Steps[None]:
-        """Append the turn that was sampled in row i, and the answer to it."""
-        mask = completions.mask[i]
-        ids = completions.ids[i][mask].tolist()
+    def take_turn(self, episode: Episode, turn: Turn) -> Steps[None]:
+        """Append a turn of the model, and the answer to it."""
         prefix = episode.row.prompt_ids + episode.ids
-        episode.append(ids, completions.logprobs[i][mask].tolist())
+        episode.append(turn.ids, turn.logprobs)
         episode.turns += 1
-        cut = bool(completions.truncated[i])
         reads_text = isinstance(episode.environment, TextEnvironment)
         is_full = len(episode.ids) >= self.args.max_completion_length
         if reads_text:
-            message, malformed = text_message(self.chat_format.tokenizer, ids), False
+            message, malformed = text_message(self.chat_format.tokenizer, turn.ids), False
         else:
-            message, malformed = parse_turn(self.chat_format.tokenizer, ids, prefix, episode.schemas)
+            message, malformed = parse_turn(self.chat_format.tokenizer, turn.ids, prefix, episode.schemas)
         episode.messages.append(message)
-        episode.counts["malformed"] += malformed and not cut and bool(episode.schemas)
+        episode.counts["malformed"] += malformed and not turn.truncated and bool(episode.schemas)
         if episode.failed:
             episode.end()
-        elif cut and (is_full or not reads_text):  # calls of a cut turn are not run
-            episode.end(CUT, truncated=True, open_ended=True)
+        elif turn.truncated and (is_full or not reads_text):  # calls of a cut turn are not run
+            episode.end(Ended.CUT)
         elif reads_text:
             yield from self.step(episode, message["content"])
         elif episode.schemas and (calls := message.get("tool_calls")):
@@ -310,7 +278,7 @@ class EpisodePlayer:
                 f"{described} returned {taken!r:.200}; return observation, reward, terminated, truncated, info"
             )
         observation, reward, terminated, truncated, _ = taken
-        episode.rewards[end] = finite_reward(described, reward)
+        episode.turn_rewards[end] = finite_reward(described, reward)
         if terminated:
             episode.end()
             return
@@ -321,7 +289,7 @@ class EpisodePlayer:
         """Let tools answer a turn."""
         end = len(episode.ids) - 1
         if self.rounds_left(episode) < 0:
-            episode.end(UNFINISHED, truncated=True)  # the critic has no value for the state after a turn's end
+            episode.end(Ended.UNFINISHED)
             return
         called: Future = yield partial(run_calls, calls, episode.tools, self.args.tool_timeout)
         answers: list[Answer] = called.result()
@@ -330,7 +298,7 @@ class EpisodePlayer:
         failures = [answer.failure for answer in answers if answer.failure is not None]
         episode.counts.update(calls=len(answers), **Counter(failures))
         if results:
-            episode.rewards[end] = sum(result.reward for result in results)
+            episode.turn_rewards[end] = sum(result.reward for result in results)
         if any(answer.failure == TIMEOUT and answer.of_environment for answer in answers):
             episode.abandon()
         elif any(result.done for result in results):
@@ -353,12 +321,12 @@ class EpisodePlayer:
         room = self.args.max_completion_length - len(episode.ids)
         ids = self.chat_format.reply_ids(replies, closed=episode.ids[-1] in self.chat_format.eos_ids)
         if len(ids) >= room + last:
-            episode.end(DROPPED, truncated=True)
+            episode.end(Ended.DROPPED)
             return
         episode.messages += replies
         episode.append(ids)
         if last:
-            episode.end(UNFINISHED, truncated=True, open_ended=True)
+            episode.end(Ended.UNFINISHED)
 
 
 def make_player(agents: Agents, eos_ids: list[int], args: PPOConfig, positions: int | None) -> EpisodePlayer:
@@ -374,19 +342,3 @@ def make_player(agents: Agents, eos_ids: list[int], args: PPOConfig, positions: 
     check_template(chat_format, "tool" if any(agents.schemas.values()) else "user")
     limits = [args.max_prompt_length, positions and positions - args.max_completion_length]
     return EpisodePlayer(agents, chat_format, args, min((x for x in limits if x is not None), default=None))
-
-
-def completions_of(episodes: Sequence[Episode], pad_id: int) -> Completions:
-    """Return the episodes as tensors."""
-    ids, real = pad_right([e.ids for e in episodes], torch.int64, pad_id)
-    mask, _ = pad_right([e.sampled for e in episodes], torch.bool)
-    logprobs, _ = pad_right([e.logprobs for e in episodes], torch.float32)
-    return Completions(
-        ids=ids,
-        mask=mask,
-        truncated=torch.tensor([e.truncated for e in episodes]),
-        logprobs=logprobs,
-        context=real & ~mask,
-        open_ended=torch.tensor([e.open_ended for e in episodes]),
-        cut=torch.tensor([e.limit == CUT for e in episodes]),
-    )

@@ -5,8 +5,8 @@ from types import NoneType
 
 from hfppo.environments.agents import Agents
 from hfppo.environments.environment import finite_reward
-from hfppo.environments.episodes import Episode
 from hfppo.rewards.reward_func import Log, RewardBatch
+from hfppo.sample import Sample
 
 
 class EpisodeReward:
@@ -26,16 +26,19 @@ class EpisodeReward:
 
     def score_batch(self, batch: RewardBatch, log: Log) -> list[list[float] | None]:
         """Return a reward per token for each episode; None for an episode without a score."""
-        return [self.score(episode) for episode in batch.episodes]
+        return [self.score(sample) for sample in batch.samples]
 
-    def score(self, episode: Episode) -> list[float] | None:
-        """Return the score of an episode."""
+    def score(self, episode: Sample) -> list[float] | None:
+        """Return the rewards of an episode, by token."""
         own = type(episode.environment) is self.environment_class
         final = episode.final_reward
-        if not own or episode.failed or (final is None and not (episode.rewards or self.is_only)):
+        if not own or episode.failed or (final is None and not (episode.turn_rewards or self.is_only)):
             return None
-        source = f"{type(episode.environment).__name__}.get_reward, row {episode.row.number},"
-        return episode.token_rewards(0.0 if final is None else finite_reward(source, final))
+        rewards = [episode.turn_rewards.get(position, 0.0) for position in range(len(episode.ids))]
+        if final is not None:
+            source = f"{type(episode.environment).__name__}.get_reward, row {episode.row.number},"
+            rewards[episode.last_sampled] += finite_reward(source, final)
+        return rewards
 
 
 def episode_rewards(agents: Agents | None, given: Sequence[object]) -> list[EpisodeReward]:

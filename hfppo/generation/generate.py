@@ -11,14 +11,15 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
 
 from hfppo.generation.key_values import CACHE, KeyValues, Row, can_lay_out, continue_rows, lay_out, shared_length
-from hfppo.generation.sampler import Completions, Sampler, Sampling
+from hfppo.generation.sampler import Sampler, Sampling
 from hfppo.generation.stop_strings import StopStringCriterion
 from hfppo.models.actor_critic import ActorCritic
 from hfppo.models.batch_size import sampler_rows
 from hfppo.models.modes import is_sharded
 from hfppo.models.output_head import float32_logits
+from hfppo.sample import Turn
 from hfppo.state import stream_seed
-from hfppo.support.padding import pad_left, pad_right
+from hfppo.support.padding import pad_left
 
 BLOCK = 64  # tokens whose probabilities are summed in float32
 STRETCH = 32  # most tokens that a row samples in one call of `generate`
@@ -109,7 +110,6 @@ class TransformersSampler(Sampler):
         self.on_progress = on_progress or (lambda share: None)
         self.at_once = 0  # most rows of a batch in the latest call
         self.rows: list[Row] = []  # of the latest call; between calls, of a turn that is kept for the next one
-        self.device = model.device  # of the latest call
         self.weights_stay = False
         self.may_reuse = True  # False once `generate` turns out not to continue from the KV cache; see `check_sampler`
 
@@ -123,17 +123,16 @@ class TransformersSampler(Sampler):
             self.weights_stay, self.rows = False, []
 
     def __call__(
-        self, prompt_ids: Tensor, prompt_mask: Tensor, seeds: list[int] | None, budgets: list[int] | None = None
-    ) -> Completions:
+        self, prompts: list[list[int]], seeds: list[int] | None, budgets: list[int] | None = None
+    ) -> list[Turn]:
         """See `Sampler`."""
-        self.device, lengths = prompt_ids.device, prompt_mask.sum(dim=1).tolist()
         if not self.rows:  # otherwise their KV cache fills some of the memory that was free in the first turn
-            size = max(lengths), self.sampling.max_tokens
-            self.at_once = sampler_rows(self.model, self.batch_size, *size, self.device)
+            size = max(map(len, prompts)), self.sampling.max_tokens
+            self.at_once = sampler_rows(self.model, self.batch_size, *size, self.model.device)
         self.may_reuse &= not is_sharded(self.model)
-        prompts = [ids[-length:] for ids, length in zip(prompt_ids.tolist(), lengths, strict=True)]
         limits = budgets or repeat(self.sampling.max_tokens)
-        rows = [Row(*given) for given in zip(prompts, limits, seeds or repeat(None), strict=False)]
+        given = zip(prompts, limits, seeds or repeat(None), strict=False)
+        rows = [Row([*prompt], limit, seed) for prompt, limit, seed in given]
         in_turns = budgets is not None and self.weights_stay and len(rows) <= self.at_once
         continue_rows(self.rows if in_turns else [], rows)
         self.rows = rows
@@ -147,10 +146,7 @@ class TransformersSampler(Sampler):
                 self._sample(new, 1, in_turns)
             self._sample([row for row in batch if not row.done], STRETCH, in_turns)
         self.rows = [row for row in rows if row.key_values.cache]
-        ids, mask = pad_right([row.tokens[-len(row.logprobs) :] for row in rows], torch.int64, self.sampling.pad_id)
-        logprobs, _ = pad_right([row.logprobs for row in rows], torch.float32)
-        truncated = torch.tensor([not row.ended for row in rows])
-        return Completions(*(x.to(self.device) for x in (ids, mask, truncated, logprobs)))
+        return [Turn(row.tokens[-len(row.logprobs) :], row.logprobs, not row.ended) for row in rows]
 
     def _report(self, batch: list[Row], tokens: int) -> None:
         """Report the progress after some tokens of a batch."""
@@ -176,7 +172,7 @@ class TransformersSampler(Sampler):
             most: maximum number of new tokens of a row; ignored if the KV cache cannot be kept.
             keep: also keep the KV cache of finished completions.
         """
-        settings, device = self.sampling, self.device
+        settings, device = self.sampling, self.model.device
         ids, mask = (x.to(device) for x in pad_left([row.tokens for row in rows], settings.pad_id))
         width = ids.shape[1]
         columns = max(len(row.tokens) + row.left for row in rows)  # the same, whenever a row joined the batch

@@ -11,6 +11,8 @@ from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer
 from transformers.generation import GenerateDecoderOnlyOutput
 
+from hfppo.sample import Turn
+
 ATTENTION = ("eager", "sdpa")  # the implementations whose passes over a part of the columns are tested
 CALL = 256  # tokens that are read in the time of a call of `generate`: 50 to 80 on a CPU, more on a GPU
 
@@ -50,11 +52,10 @@ class Row:
 
     def extend(self, tokens: list[int], logprobs: list[float], eos_ids: list[int], stop: int) -> None:
         """Append sampled tokens up to the limit, the first of `eos_ids` or the `stop`-th token, if it is positive."""
-        tokens = tokens[: self.left]
-        end = next((n for n, token in enumerate(tokens, 1) if token in eos_ids or n == stop), None)
-        self.ended = end is not None
-        self.tokens += tokens[:end]
-        self.logprobs += logprobs[: len(tokens[:end])]
+        turn = Turn.up_to_end(tokens[: self.left], logprobs[: self.left], eos_ids, stop)
+        self.ended = not turn.truncated
+        self.tokens += turn.ids
+        self.logprobs += turn.logprobs
 
 
 def can_lay_out(cache: Cache | None, columns: int, attention: str) -> bool:

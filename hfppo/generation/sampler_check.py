@@ -6,11 +6,11 @@ from dataclasses import replace
 import torch
 
 from hfppo.generation.generate import TransformersSampler
-from hfppo.generation.sampler import Completions, Sampler
+from hfppo.generation.sampler import Sampler
 from hfppo.models.actor_critic import Want
 from hfppo.models.modes import eval_mode
 from hfppo.models.output_checks import logits_of_forward, precision
-from hfppo.support.padding import pad_left
+from hfppo.sample import Turn
 
 SHORT, LONG, TOKENS = 2, 6, 3  # lengths of two prompts, and of each completion
 
@@ -32,10 +32,10 @@ def check_sampler(sampler: Sampler, device: torch.device) -> None:
         logits = logits_of_forward(sampler.model, device)
         # Rounding stays below this limit. A comparison with NaN is False.
         limit = max(0.01, 2 * torch.finfo(precision(logits)).eps * float(logits.abs().max()))
-        first = trial.sample([trial.short, trial.long])
+        first = trial.sample(trial.short, trial.long)
         gap = trial.gap(trial.short, first)
         sampler.may_reuse = trial.continues(first, limit)
-        if sampler.batch_size != 1 and gap > limit and gap > 3 * trial.gap(trial.short, trial.sample([trial.short])):
+        if sampler.batch_size != 1 and gap > limit and gap > 3 * trial.gap(trial.short, trial.sample(trial.short)):
             name = type(sampler.model.causal_lm).__name__
             raise ValueError(
                 f"{name} reads padding: `generate` gives other log-probs to a prompt that is padded on the left (by "
@@ -63,28 +63,27 @@ class Trial:
         self.sampler = TransformersSampler(sampler.model, without_end, batch_size=2)
         self.device = device
 
-    def sample(self, prompts: list[list[int]]) -> Completions:
-        """Sample a turn of some prompts together."""
-        ids, mask = (x.to(self.device) for x in pad_left(prompts, self.pad_id))
-        return self.sampler(ids, mask, list(range(len(prompts))), [TOKENS] * len(prompts))
+    def sample(self, *prompts: list[int]) -> Turn:
+        """Sample a turn of each prompt together, and return the first one."""
+        return self.sampler([*prompts], list(range(len(prompts))), [TOKENS] * len(prompts))[0]
 
-    def gap(self, prompt: list[int], completions: Completions) -> float:
-        """Return the median distance of the first row's log-probs from a forward without padding.
+    def gap(self, prompt: list[int], turn: Turn) -> float:
+        """Return the median distance of a turn's log-probs from a forward without padding.
 
         A mean includes single tokens that are off because rounding made a router choose another expert.
         """
         sampler = self.sampler
-        ids = torch.cat([torch.tensor([prompt], device=self.device), completions.ids[:1]], dim=1)
-        mask = completions.mask[:1]
+        ids = torch.tensor([prompt + turn.ids], device=self.device)
+        mask = torch.ones((1, len(turn.ids)), dtype=torch.bool, device=self.device)
         want = Want(sampler.sampling.temperature, values=False)
         outputs = sampler.model(ids, torch.ones_like(ids), mask, want)
-        return float((outputs.logprobs - completions.logprobs[:1]).abs().median())
+        return float((outputs.logprobs.cpu() - torch.tensor([turn.logprobs])).abs().median())
 
-    def continues(self, first: Completions, limit: float) -> bool:
+    def continues(self, first: Turn, limit: float) -> bool:
         """Return whether the shorter row's next turn is right after its KV cache has moved to other columns."""
-        prompt = [*self.short, *first.ids[0].tolist(), *self.answer]
+        prompt = [*self.short, *first.ids, *self.answer]
         try:
-            second = self.sample([prompt])
+            second = self.sample(prompt)
         except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):  # the model keeps a state of its own
             return False
         return not self.gap(prompt, second) > limit

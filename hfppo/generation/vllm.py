@@ -16,14 +16,13 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from peft import LoraConfig, PeftConfig
-from torch import Tensor
 from transformers import set_seed
 
 from hfppo.config import PPOConfig
-from hfppo.generation.sampler import Completions, Sampler, Sampling, completions_from
+from hfppo.generation.sampler import Sampler, Sampling
 from hfppo.models.actor_critic import ActorCritic
 from hfppo.models.loading import positions_of
-from hfppo.support.padding import pad_right
+from hfppo.sample import Turn
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the values that vLLM accepts for `max_lora_rank`
 # Fields of LoraConfig that vLLM does not support: it rejects such an adapter, or ignores a part of it.
@@ -120,19 +119,16 @@ class VLLMSampler(Sampler):
         self.adapter = new
 
     def __call__(
-        self, prompt_ids: Tensor, prompt_mask: Tensor, seeds: list[int] | None, budgets: list[int] | None = None
-    ) -> Completions:
+        self, prompts: list[list[int]], seeds: list[int] | None, budgets: list[int] | None = None
+    ) -> list[Turn]:
         """See `Sampler`."""
         assert self.adapter is not None, "call it inside `ready`"
-        prompts = [ids[mask].tolist() for ids, mask in zip(prompt_ids.cpu(), prompt_mask.cpu(), strict=True)]
         nothing = [None] * len(prompts)
         own = zip(seeds or nothing, budgets or nothing, strict=True)
         fields = [sampling_fields(self.sampling, seed, budget) for seed, budget in own]
+        stops, eos_ids = self.sampling.stops, self.sampling.eos_ids
         sampled = self.engine.generate(prompts, fields, self.adapter)
-        ids, mask = pad_right([row for row, _ in sampled], torch.int64, self.sampling.pad_id)
-        logprobs, _ = pad_right([row for _, row in sampled], torch.float32)
-        stops = [0 if self.sampling.stops is None else self.sampling.stops.end(row) for row, _ in sampled]
-        return completions_from(ids, logprobs, self.sampling.eos_ids, mask.sum(dim=1), torch.tensor(stops))
+        return [Turn.up_to_end(ids, logprobs, eos_ids, stops.end(ids) if stops else 0) for ids, logprobs in sampled]
 
 
 def sampling_fields(sampling: Sampling, seed: int | None, budget: int | None = None) -> dict[str, object]:

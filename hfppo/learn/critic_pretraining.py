@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from hfppo import functional as F
 from hfppo.collect.collector import Collector
 from hfppo.collect.forward import autocast
-from hfppo.learn.micro_batches import MiniBatchSize, cut_mini_batch, join_sequences
+from hfppo.learn.micro_batches import MiniBatchSize, cut_mini_batch
 from hfppo.learn.run import Run
 from hfppo.metrics import Meter, parts
 from hfppo.models.actor_critic import Want
@@ -118,7 +118,7 @@ class CriticPretraining:
             size = pass_rows(model, args.local_rollout_forward_batch_size, rollout.lengths, args.device)
             for micro_batch in rollout.micro_batches(math.ceil(len(rollout) / size)):
                 batch = micro_batch.to(args.device)
-                inputs = {**join_sequences(batch), "completion_mask": batch.mask, "base_states": batch.base_states}
+                inputs = {**batch.joined(), "completion_mask": batch.mask, "base_states": batch.base_states}
                 with autocast(self.run.accelerator):
                     values = model(**inputs, want=Want(policy=False)).values
                 assert batch.returns is not None

@@ -35,7 +35,7 @@ def cut_mini_batch(
     "pieces" has the micro-batch, in several pieces if it has more than `max_tokens` tokens in a forward.
     The other entries are flat token ids and masks, by which Trainer counts tokens and floating-point operations.
     """
-    order, shared = order_rows(model.causal_lm, **join_sequences(mini_batch))
+    order, shared = order_rows(model.causal_lm, **mini_batch.joined())
     num_pieces = num_micro_batches
     if max_tokens is not None:  # the same number on all processes: sharded models compute together
         sizes = sizes_within(mini_batch.lengths[order].tolist(), shared.tolist(), max_tokens)
@@ -46,15 +46,7 @@ def cut_mini_batch(
     return [{**flatten_sequences(some), "pieces": some} for some in (pieces[a:b] for a, b in pairwise(cuts))]
 
 
-def join_sequences(batch: Rollout) -> dict[str, Tensor]:
-    """Return token ids and attention mask of prompts and completions, (B, P + T) each."""
-    return {
-        "input_ids": torch.cat([batch.prompt_ids, batch.completion_ids], dim=1),
-        "attention_mask": torch.cat([batch.prompt_mask, batch.real], dim=1),
-    }
-
-
 def flatten_sequences(batches: list[Rollout]) -> dict[str, Tensor]:
     """Return the joined sequences of several batches, (N,) each."""
-    each = [join_sequences(batch) for batch in batches]
+    each = [batch.joined() for batch in batches]
     return {name: torch.cat([tensors[name].flatten() for tensors in each]) for name in each[0]}

@@ -5,16 +5,17 @@ import math
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from math import isnan
 from typing import Any
 
 import torch
 from anyio.from_thread import start_blocking_portal
 from torch import Tensor
 
-from hfppo.functional.kl import last_real_index
 from hfppo.rewards.reward_func import (
     Log,
+    Numbers,
     RewardBatch,
     call_func,
     check_output,
@@ -23,44 +24,22 @@ from hfppo.rewards.reward_func import (
     merge_logs,
     plain_name,
 )
+from hfppo.sample import Ended, Sample
 from hfppo.support.calls import awaited, wait_briefly
-
-
-@dataclass(frozen=True)
-class Scored:
-    """Scores of B completions by F reward functions."""
-
-    per_function: Tensor  # (B, F) float32, NaN where a function is left out
-    combined: Tensor  # (B,) float32, the weighted sum; 0 where no function scores
-    per_token: Tensor | None  # (B, T) float32, `combined` by token; None: it belongs to the last token
-    scorable: Tensor  # (B,) bool, False where every function that counts is left out, or the episode failed
-    extra: dict[str, list[object]] = field(default_factory=dict)  # columns from log_extra
-    metrics: dict[str, list[float]] = field(default_factory=dict)  # numbers from log_metric
-    failed: dict[str, list[bool]] = field(default_factory=dict)  # rows with a fallback reward, by function
-
-    def at(self, rows: Tensor) -> "Scored":
-        """Return some rows, (N,); `metrics` stay those of all."""
-        return Scored(
-            self.per_function[rows],
-            self.combined[rows],
-            None if self.per_token is None else self.per_token[rows],
-            self.scorable[rows],
-            {name: [column[i] for i in rows.tolist()] for name, column in self.extra.items()},
-            self.metrics,
-            {name: [column[i] for i in rows.tolist()] for name, column in self.failed.items()},
-        )
 
 
 class RewardFunctions:
     """Several reward functions and their weights.
 
+    Args:
+        penalty: subtracted from the score of a completion that a limit of tokens ended.
     Raises:
         TypeError: a function cannot be called.
         ValueError: no function, or a number of weights that differs from theirs.
     """
 
-    def __init__(self, funcs: Sequence[Any], weights: Sequence[float] | None = None):
-        self.funcs = list(funcs)
+    def __init__(self, funcs: Sequence[Any], weights: Sequence[float] | None = None, penalty: float | None = None):
+        self.funcs, self.penalty = list(funcs), penalty or 0.0
         if not self.funcs:
             raise ValueError(
                 "reward_funcs is empty; give at least one function. None is for tools, for environments, and for a "
@@ -87,34 +66,55 @@ class RewardFunctions:
                 outputs[i] = output
             return PendingScores(self, batch, [outputs[i] for i in range(len(outputs))], logs, background.pop_all())
 
-    def __call__(self, batch: RewardBatch) -> Scored:
-        """Score a batch.
-
-        Raises:
-            TypeError, ValueError: an output breaks the contract.
-        """
+    def __call__(self, batch: RewardBatch) -> Numbers:
+        """Score a batch; see `PendingScores.result`."""
         with self.start(batch) as pending:
             return pending.result()
 
-    def combine(self, outputs: list[object], batch: RewardBatch, logs: list[Log]) -> Scored:
-        """Check and combine the outputs of the functions."""
+    def write(self, outputs: list[object], batch: RewardBatch, logs: list[Log]) -> Numbers:
+        """Check the outputs of the functions, and write scores and rewards on the samples."""
         lengths = [len(ids) for ids in batch.completion_ids]
-        rows = [check_output(name, out, lengths) for name, out in zip(self.names, outputs, strict=True)]
-        scores = torch.tensor(
-            [[math.fsum(x) if isinstance(x, list) else x for x in row] for row in rows], dtype=torch.float32
-        ).T
-        weights = torch.tensor(self.weights, dtype=torch.float32)
-        per_token = any(isinstance(value, list) for row in rows for value in row)
-        failed = torch.tensor([episode.failed for episode in batch.episodes] or [False])
-        return Scored(
-            per_function=scores,
-            combined=(scores.nan_to_num(0.0) * weights).sum(dim=1),
-            per_token=place_on_tokens(rows, self.names, self.weights, batch.mask) if per_token else None,
-            scorable=(~scores.isnan() & (weights != 0)).any(dim=1) & ~failed,
-            extra=columns_of(dict(zip(self.names, logs, strict=True)), len(lengths)),
-            metrics=merge_logs(log.numbers for log in logs),
-            failed={n: log.failed for n, log in zip(self.names, logs, strict=True) if log.failed is not None},
-        )
+        columns = columns_of(dict(zip(self.names, logs, strict=True)), len(lengths))
+        by_function = [check_output(*given, lengths) for given in zip(self.names, outputs, strict=True)]
+        for i, sample in enumerate(batch.samples):
+            sample.scores = {name: rewards[i] for name, rewards in zip(self.names, by_function, strict=True)}
+            sample.extra = {name: column[i] for name, column in columns.items()}
+            failed = zip(self.names, (log.failed for log in logs), strict=True)
+            sample.fallbacks = {name: of_function[i] for name, of_function in failed if of_function is not None}
+        weights, scores = torch.tensor(self.weights, dtype=torch.float32), score_table(batch.samples)
+        cut = torch.tensor([sample.ended is Ended.CUT for sample in batch.samples], dtype=torch.float32)
+        totals = (scores.nan_to_num(0.0) * weights).sum(dim=1) - self.penalty * cut
+        scored = (~scores.isnan() & (weights != 0)).any(dim=1)
+        for row, sample in enumerate(batch.samples):
+            sample.score, sample.scored = float(totals[row]), bool(scored[row]) and not sample.failed
+            sample.token_rewards = self.place(sample, row)
+        return merge_logs(log.numbers for log in logs)
+
+    def place(self, sample: Sample, row: int) -> list[float]:
+        """Return the rewards of a sample by token: token rewards on their tokens, everything else on the last.
+
+        Args:
+            row: the sample's place in its batch, for errors.
+        Raises:
+            ValueError: a reward for a token that the policy did not sample.
+        """
+        rewards = [0.0] * len(sample.ids)
+        by_token = {name: values for name, values in sample.scores.items() if isinstance(values, list)}
+        if not by_token:
+            rewards[sample.last_sampled] = sample.score
+            return rewards
+        weights = dict(zip(self.names, self.weights, strict=True))
+        for name, values in by_token.items():
+            lost = next((t for t, x in enumerate(values) if x and not sample.sampled[t]), None)
+            if lost is not None:
+                raise ValueError(
+                    f"reward function {name!r}, row {row}: a reward for token {lost}, which a tool or environment "
+                    "wrote; give it to a token that the model wrote"
+                )
+            rewards = [reward + weights[name] * x for reward, x in zip(rewards, values, strict=True)]
+        others = (weights[name] * x for name, x in sample.scores.items() if not isinstance(x, list) and not isnan(x))
+        rewards[sample.last_sampled] += sum(others) - self.penalty * (sample.ended is Ended.CUT)
+        return rewards
 
 
 @dataclass(frozen=True)
@@ -133,8 +133,10 @@ class PendingScores:
     def __exit__(self, *error: Any) -> None:
         self.background.__exit__(*error)
 
-    def result(self) -> Scored:
-        """Wait for all functions and combine their scores; the first error is raised without waiting for the rest.
+    def result(self) -> Numbers:
+        """Wait for all functions, write their scores on the samples, and return the numbers of log_metric by name.
+
+        The first error is raised without waiting for the other functions.
 
         Raises:
             TypeError, ValueError: an output breaks the contract.
@@ -143,7 +145,7 @@ class PendingScores:
         for finished in wait_briefly(running):
             finished.result()
         outputs = [output.result() if isinstance(output, Future) else output for output in self.outputs]
-        return self.rewards.combine(outputs, self.batch, self.logs)
+        return self.rewards.write(outputs, self.batch, self.logs)
 
 
 def number_repeated_names(names: list[str]) -> list[str]:
@@ -164,29 +166,7 @@ def check_weights(weights: Sequence[float] | None, names: list[str]) -> list[flo
     return weights
 
 
-def place_on_tokens(
-    rows: list[list[float | list[float]]], names: list[str], weights: list[float], mask: Tensor
-) -> Tensor:
-    """Return (B, T) weighted rewards: token rewards on their tokens, scores on the last sampled token.
-
-    Args:
-        mask: (B, T) bool, True on sampled tokens.
-    Raises:
-        ValueError: a reward for a token that the policy did not sample.
-    """
-    placed = torch.zeros(mask.shape, dtype=torch.float32)
-    last = last_real_index(mask).tolist()
-    for values, name, weight in zip(rows, names, weights, strict=True):
-        for row, value in enumerate(values):
-            if isinstance(value, list):
-                rewards = torch.tensor(value, dtype=torch.float32)
-                lost = (rewards.ne(0) & ~mask[row, : len(value)]).nonzero()
-                if len(lost):
-                    raise ValueError(
-                        f"reward function {name!r}, row {row}: a reward for token {int(lost[0])}, which a tool or "
-                        "environment wrote; give it to a token that the model wrote"
-                    )
-                placed[row, : len(value)] += weight * rewards
-            elif not math.isnan(value):
-                placed[row, last[row]] += weight * value
-    return placed
+def score_table(samples: Sequence[Sample]) -> Tensor:
+    """Return the scores of B samples by F functions, (B, F) float32; NaN where a function is left out."""
+    rows = [[math.fsum(x) if isinstance(x, list) else x for x in sample.scores.values()] for sample in samples]
+    return torch.tensor(rows, dtype=torch.float32)

@@ -113,8 +113,7 @@ class ProcessRewardModel(RewardModel):
         policy = cast(PreTrainedTokenizerFast, batch.tokenizer)
         if self.step_separator is None and policy.get_vocab() == self.tokenizer.get_vocab():
             return [[Part([token], at) for at, token in enumerate(ids)] for ids in batch.completion_ids]
-        rows = zip(batch.prompt_ids, batch.completion_ids, strict=True)
-        return [self.parts_of_text(*written(policy, *row)) for row in rows]
+        return [self.parts_of_text(*written(policy, one.row.prompt_ids, one.ids)) for one in batch.samples]
 
     def parts_of_text(self, text: str, ends: list[int]) -> list[Part]:
         """Return the parts of one completion.

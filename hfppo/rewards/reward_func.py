@@ -13,7 +13,7 @@ import functools
 import inspect
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import Any
@@ -23,10 +23,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, TrainerState
 
-from hfppo.data.chat_template import Message
+from hfppo.sample import Sample, Text
 
 RewardFunc = Callable[..., Any]
-Text = str | list[Message]  # or a conversation
+Numbers = dict[str, list[float]]  # by name
+
+OWN_COLUMNS = ("prompt", "completion", "completion_ids")  # columns of a dataset that reward functions do not get
 
 
 @dataclass
@@ -34,7 +36,7 @@ class Log:
     """Values that one reward function logs. Each function has its own log, so the order does not depend on speed."""
 
     columns: dict[str, list[object]] = field(default_factory=dict)
-    numbers: dict[str, list[float]] = field(default_factory=dict)
+    numbers: Numbers = field(default_factory=dict)
     failed: list[bool] | None = None  # whether each completion's reward is a fallback; None if it cannot be one
 
     def extra(self, column: str, values: Sequence[object]) -> None:
@@ -54,21 +56,37 @@ class RewardBatch:
     keywords, and cannot confuse them with columns of the dataset.
     """
 
-    prompts: Sequence[Text]
-    completions: Sequence[Text]
-    completion_ids: list[list[int]]  # unpadded, EOS and the tokens of tools and environments included
-    mask: Tensor  # (B, T) bool, True on sampled tokens
-    columns: Mapping[str, list[object]] = field(default_factory=dict)  # the dataset's other columns, B entries each
-    trainer_state: TrainerState | None = None
-    episodes: Sequence[Any] = ()  # episodes with tools or environments; () if there are none
-    prompt_ids: Sequence[list[int]] = ()
+    samples: Sequence[Sample]
     tokenizer: PreTrainedTokenizerBase | None = None  # the policy's
+    trainer_state: TrainerState | None = None
+
+    @property
+    def prompts(self) -> list[Text]:
+        """The prompts as text or conversations."""
+        return [sample.row.columns["prompt"] for sample in self.samples]
+
+    @property
+    def completions(self) -> list[Text]:
+        """The completions as text or messages."""
+        return [sample.text for sample in self.samples]
+
+    @property
+    def completion_ids(self) -> list[list[int]]:
+        """The completions' token ids, EOS and the tokens of tools and environments included."""
+        return [sample.ids for sample in self.samples]
+
+    @property
+    def columns(self) -> dict[str, list[object]]:
+        """The dataset's other columns, and the environments."""
+        names = [name for name in self.samples[0].row.columns if name not in OWN_COLUMNS]
+        columns = {name: [sample.row.columns[name] for sample in self.samples] for name in names}
+        if any(sample.environment is not None for sample in self.samples):
+            columns["environments"] = [sample.environment for sample in self.samples]
+        return columns
 
     def rows(self, some: slice) -> "RewardBatch":
         """Return some of the rows."""
-        columns = {name: values[some] for name, values in self.columns.items()}
-        lists = ("prompts", "completions", "completion_ids", "mask", "episodes", "prompt_ids")
-        return replace(self, columns=columns, **{name: getattr(self, name)[some] for name in lists})
+        return replace(self, samples=self.samples[some])
 
     def arguments(self, log: Log) -> dict[str, object]:
         """Return the keywords of the contract, with copies of all that a function may change in place."""
@@ -84,12 +102,11 @@ class RewardBatch:
         """
         if self.tokenizer is None:
             return self.completions
-        rows = zip(self.prompts, self.completions, self.prompt_ids, self.completion_ids, strict=True)
         return [
-            continue_text(text, prompt_ids, ids, self.tokenizer)
+            continue_text(sample.text, sample.row.prompt_ids, sample.ids, self.tokenizer)
             if isinstance(prompt, str) or prompt[-1]["role"] == "assistant"
-            else text
-            for prompt, text, prompt_ids, ids in rows
+            else sample.text
+            for prompt, sample in zip(self.prompts, self.samples, strict=True)
         ]
 
 
@@ -168,9 +185,9 @@ def columns_of(logs: dict[str, Log], rows: int) -> dict[str, list[object]]:
     return columns
 
 
-def merge_logs(logs: Iterable[dict[str, list[float]]]) -> dict[str, list[float]]:
+def merge_logs(logs: Iterable[Numbers]) -> Numbers:
     """Concatenate the lists of each name."""
-    result: dict[str, list[float]] = {}
+    result: Numbers = {}
     for log in logs:
         for name, values in log.items():
             result.setdefault(name, []).extend(values)

@@ -9,13 +9,11 @@ import logging
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-import torch
 from accelerate import Accelerator
 from datasets import Dataset
 from peft import PeftConfig
 from peft.utils import SAFETENSORS_WEIGHTS_NAME
 from safetensors.torch import load_file
-from torch import Tensor
 from transformers import PreTrainedModel, TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 
@@ -24,9 +22,10 @@ from hfppo.collect.collector import Collector
 from hfppo.config import PPOConfig
 from hfppo.environments.agents import OF_TURNS
 from hfppo.generation import configured_sampling, make_sampler
-from hfppo.generation.sampler import Completions, Sampler, completion_ids, eos_token_ids
+from hfppo.generation.sampler import Sampler, completion_ids, eos_token_ids
 from hfppo.models.loading import load_base_of, load_tokenizer
 from hfppo.parts import TrainerInputs, load_parts
+from hfppo.sample import Turn
 from hfppo.saving.checkpoint_folders import find_last_intact
 from hfppo.saving.manifest import find_damage
 from hfppo.state import PPOState
@@ -56,13 +55,12 @@ class FixedCompletion(Sampler):
     ids: list[int]
     eos_ids: list[int]
 
-    def __call__(self, prompt_ids: Tensor, prompt_mask: Tensor, seeds: list[int] | None) -> Completions:
+    def __call__(
+        self, prompts: list[list[int]], seeds: list[int] | None, budgets: list[int] | None = None
+    ) -> list[Turn]:
         """See `Sampler`; the log-probs are 0, because nothing was sampled."""
-        ids = torch.tensor([self.ids])
-        truncated = torch.tensor([self.ids[-1] not in self.eos_ids])
-        return Completions(
-            ids, torch.ones_like(ids, dtype=torch.bool), truncated, torch.zeros(ids.shape, dtype=torch.float32)
-        )
+        turn = Turn(self.ids, [0.0] * len(self.ids), truncated=self.ids[-1] not in self.eos_ids)
+        return [turn] * len(prompts)
 
 
 def trace_prompt(checkpoint: str | Path, question: Question) -> tuple[Trace, PPOConfig]:

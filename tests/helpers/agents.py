@@ -3,14 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-import torch
 from datasets import Dataset
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from helpers.tiny import LORA, tiny_model
-from hfppo import PPOConfig, PPOTrainer, Result, TextEnvironment
-from hfppo.generation.sampler import Completions, Sampler, completions_from
+from hfppo import PPOConfig, PPOTrainer, Result, Sampler, TextEnvironment, Turn
 from hfppo.metrics import Meter
 
 PAD, EOS, USER, ASSISTANT, TOOL, CALL, END = "<pad>", "<eos>", "<user>", "<assistant>", "<tool>", "<call>", "</call>"
@@ -87,8 +85,7 @@ class Script(Sampler):
         self.prompts: list[list[int]] = []
         self.calls: list[int] = []  # rows of each call
 
-    def __call__(self, prompt_ids, prompt_mask, seeds, budgets=None) -> Completions:
-        given = [ids[mask].tolist() for ids, mask in zip(prompt_ids, prompt_mask, strict=True)]
+    def __call__(self, given, seeds, budgets=None) -> list[Turn]:
         self.calls.append(len(given))
         if len(self.calls) == 1:
             self.prompts, self.taken = given, [0] * len(given)
@@ -99,11 +96,8 @@ class Script(Sampler):
             self.taken[row] += 1
             end = "" if text.endswith("…") else EOS
             rows.append(self.tokenizer(text.removesuffix("…") + end, add_special_tokens=False)["input_ids"][:budget])
-        width = max(map(len, rows))
-        ids = torch.tensor([row + [0] * (width - len(row)) for row in rows])
-        lengths = torch.tensor(list(map(len, rows)))
         eos = self.tokenizer.eos_token_id
-        return completions_from(ids, torch.full(ids.shape, -0.5), [eos], limits=lengths)
+        return [Turn.up_to_end(ids, [-0.5] * len(ids), [eos]) for ids in rows]
 
     def left(self, row: int) -> bool:
         return self.taken[row] < len(self.turns[row % len(self.turns)])

@@ -1,17 +1,18 @@
 """Samplers and reward functions that answer from a script."""
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-import torch
+from torch import Tensor
 from transformers import TrainerState
 
 from hfppo.collect.collector import Collected
 from hfppo.data.prompts import Row
-from hfppo.generation.sampler import Completions, Sampler, completions_from
-from hfppo.rewards.functions import RewardFunctions, Scored
-from hfppo.rewards.reward_func import RewardBatch
+from hfppo.generation.sampler import Sampler
+from hfppo.rewards.functions import RewardFunctions, score_table
+from hfppo.rewards.reward_func import Numbers, RewardBatch
 from hfppo.rollout import Rollout
+from hfppo.sample import Ended, Sample, Turn
 from hfppo.state import PPOState
 
 SIGNS = {sign: i for i, sign in enumerate("0123456789+=请问？是的不对，等于！", start=2)} | {".": 1}  # "." is EOS
@@ -28,14 +29,11 @@ class Scripted(Sampler):
         self.completions = [ids_of(c) if isinstance(c, str) else c for c in completions]
         self.asked = 0
 
-    def __call__(self, prompt_ids, prompt_mask, seeds) -> Completions:
-        numbers = range(self.asked, self.asked + len(prompt_ids))
-        self.asked += len(prompt_ids)
+    def __call__(self, prompts, seeds) -> list[Turn]:
+        numbers = range(self.asked, self.asked + len(prompts))
+        self.asked += len(prompts)
         chosen = [self.completions[n % len(self.completions)] for n in numbers]
-        width = max(len(ids) for ids in chosen)
-        assert all(ids[-1] == 1 or len(ids) == width for ids in chosen), "only the longest can be cut"
-        ids = torch.tensor([ids + [0] * (width - len(ids)) for ids in chosen])
-        return completions_from(ids, torch.zeros(ids.shape), [1])
+        return [Turn.up_to_end(ids, [0.0] * len(ids), [1]) for ids in chosen]
 
 
 def answering(trainer, *completions):
@@ -44,11 +42,48 @@ def answering(trainer, *completions):
     return trainer
 
 
+@dataclass(frozen=True)
+class Scored:
+    """What reward functions have written on samples."""
+
+    samples: list[Sample]
+    metrics: Numbers
+
+    def of(self, name: str) -> list:
+        return [getattr(sample, name) for sample in self.samples]
+
+    @property
+    def per_function(self) -> Tensor:
+        return score_table(self.samples)
+
+    @property
+    def extra(self) -> dict[str, list]:
+        return {name: [sample.extra[name] for sample in self.samples] for name in self.samples[0].extra}
+
+    @property
+    def failed(self) -> dict[str, list[bool]]:
+        return {name: [sample.fallbacks[name] for sample in self.samples] for name in self.samples[0].fallbacks}
+
+
+def finished(prompt, text, ids: list[int], prompt_ids: tuple[int, ...] = (), **columns) -> Sample:
+    """A completion of one turn that ends with EOS."""
+    row = Row({"prompt": prompt, **columns}, list(prompt_ids), number=0, group=0, seed=0)
+    return Sample(row, ids, [True] * len(ids), [0.0] * len(ids), text, turns=1, ended=Ended.STOPPED)
+
+
+def reward_batch(texts, tokenizer=None, **columns) -> RewardBatch:
+    """Completions of 1+1= that end with EOS."""
+    ids = [[SIGNS.get(sign, 2) for sign in text + "."] for text in texts]  # of any text
+    rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+    given = zip(texts, ids, rows or [{}] * len(texts), strict=True)
+    return RewardBatch([finished("1+1=", text, own, **row) for text, own, row in given], tokenizer, TrainerState())
+
+
 def score(funcs, weights=None, texts=("12", "3", ""), **columns) -> Scored:
     """Score completions that end with EOS."""
-    ids = [[SIGNS.get(sign, 2) for sign in text + "."] for text in texts]  # of any text
-    batch = RewardBatch(["1+1="] * len(texts), list(texts), ids, token_mask(ids), columns, TrainerState())
-    return RewardFunctions(funcs if isinstance(funcs, list | tuple) else [funcs], weights)(batch)
+    batch = reward_batch(texts, **columns)
+    numbers = RewardFunctions(funcs if isinstance(funcs, list | tuple) else [funcs], weights)(batch)
+    return Scored(list(batch.samples), numbers)
 
 
 def always(*rewards):
@@ -83,20 +118,12 @@ class Off(Sampler):
     def __init__(self, sampler: Sampler):
         self.sampler = sampler
 
-    def __call__(self, *args) -> Completions:
-        completions = self.sampler(*args)
-        off = completions.logprobs.clone()
-        off[:, 0] -= math.log(3.0)
-        return replace(completions, logprobs=off)
+    def __call__(self, *args) -> list[Turn]:
+        turns = self.sampler(*args)
+        return [replace(t, logprobs=[t.logprobs[0] - math.log(3.0), *t.logprobs[1:]]) for t in turns]
 
 
 def off_trainer(make_trainer, mode, **config):
     trainer = make_trainer({"policy_mode": mode, "kl_coef": 0.0, **config})
     trainer.collector = replace(trainer.collector, sampler=Off(trainer.collector.sampler))
     return trainer
-
-
-def token_mask(ids):
-    """The (B, T) mask of lists of token ids."""
-    lengths = torch.tensor([len(row) for row in ids])
-    return torch.arange(int(lengths.max())) < lengths[:, None]
