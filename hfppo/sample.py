@@ -33,6 +33,13 @@ class Turn:
     logprobs: list[float]  # log π_rollout of each token at the sampling temperature, nats
     truncated: bool = False  # whether a limit ended the turn, not EOS or a stop
 
+    def __post_init__(self) -> None:
+        if not self.ids or len(self.ids) != len(self.logprobs):
+            raise ValueError(
+                f"a turn of {len(self.ids)} tokens has {len(self.logprobs)} log-probs; a sampler returns at least one "
+                "token, and a log-prob for each"
+            )
+
     @classmethod
     def up_to_end(cls, ids: Sequence[int], logprobs: Sequence[float], eos_ids: Sequence[int], stop: int = 0) -> "Turn":
         """Return the tokens up to the first EOS or the `stop`-th token; a turn without either is truncated.

@@ -1,20 +1,22 @@
 """From scores to advantages, worked by hand: where rewards are placed, who is credited, what the losses count."""
 
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 from torch.testing import assert_close
 
+from helpers.scripted import always
 from hfppo import PPOConfig
 from hfppo import functional as F
 from hfppo.collect.credit import CreditAssignment, Credited
 from hfppo.collect.forward import Passes
-from hfppo.generation.sampler import Completions
+from hfppo.data.prompts import Row
 from hfppo.rewards.functions import RewardFunctions
-from hfppo.rewards.reward_func import Log
+from hfppo.rewards.reward_func import RewardBatch
+from hfppo.sample import Ended, Sample, pad
+from hfppo.support.padding import pad_right
 
 BETA = 0.1
 
@@ -32,45 +34,35 @@ class Completion:
     group: int = 0
     failed: bool = False
 
+    def sample(self) -> Sample:
+        row = Row({"prompt": "1"}, [1], number=0, group=self.group, seed=0)
+        made = Sample(row, turns=1, ended=Ended.CUT if self.truncated else Ended.STOPPED, failed=self.failed)
+        for written, kl in zip(self.written or "s" * len(self.kl), self.kl, strict=True):
+            made.append([1], [kl - 1.0] if written == "s" else None)
+        return made
+
 
 def padded(rows: list[list[float]]) -> Tensor:
-    width = max(map(len, rows))
-    return torch.tensor([row + [0.0] * (width - len(row)) for row in rows])
+    return pad_right(rows, torch.float32)[0]
 
 
 def credit(completions: list[Completion], weights: list[float] | None = None, **config) -> Credited:
     """Return the credit of the completions as rows of one rollout, each with a prompt of one token."""
     args = PPOConfig(output_dir="unused", use_cpu=True, **{"kl_coef": BETA, "whiten_advantages": False, **config})
-    written = [one.written or "s" * len(one.kl) for one in completions]
-    mask = padded([[float(x == "s") for x in row] for row in written]).bool()
-    context = padded([[float(x == "c") for x in row] for row in written]).bool()
-    kl = padded([one.kl for one in completions])
-    sampled = Completions(
-        ids=torch.ones(mask.shape, dtype=torch.int64),
-        mask=mask,
-        truncated=torch.tensor([one.truncated for one in completions]),
-        logprobs=kl - 1.0,
-        context=context if context.any() else None,
-    )
-    functions = RewardFunctions([lambda **_: None] * len(completions[0].scores), weights)
-    batch = SimpleNamespace(
-        completion_ids=[[1] * len(one.kl) for one in completions],
-        mask=mask,
-        episodes=[SimpleNamespace(failed=one.failed) for one in completions],
-    )
+    samples = [one.sample() for one in completions]
     outputs = [list(column) for column in zip(*(one.scores for one in completions), strict=True)]
-    scored = functions.combine(outputs, batch, [Log() for _ in outputs])
-    with_critic = args.needs_critic
+    functions = RewardFunctions([always(*output) for output in outputs], weights, args.missing_eos_penalty)
+    functions(RewardBatch(samples))
+    kl = padded([one.kl for one in completions])
     passes = Passes(
         old_logprobs=kl - 1.0,
         ref_logprobs=torch.full(kl.shape, -1.0),
-        values=padded([one.values or [0.0] * len(one.kl) for one in completions]) if with_critic else None,
+        values=padded([one.values or [0.0] * len(one.kl) for one in completions]) if args.needs_critic else None,
         final_value=torch.tensor([one.final_value for one in completions]) if args.bootstrap_truncated else None,
         base_states=None,
     )
-    prompts = torch.ones((len(completions), 1), dtype=torch.int64), torch.ones((len(completions), 1), dtype=torch.bool)
-    groups = torch.tensor([one.group for one in completions])
-    return CreditAssignment(args, args.kl_coef, F.whiten)(prompts, sampled, scored, passes, groups)
+    sequences = pad(samples, 0, several_turns=any("c" in one.written for one in completions))
+    return CreditAssignment(args, args.kl_coef, F.whiten)(samples, sequences, passes)
 
 
 def test_a_score_is_on_the_last_token_and_the_kl_on_each():
@@ -124,7 +116,7 @@ def test_a_completion_without_score_counts_nowhere(without):
     rows = [Completion(kl=[0.5, 0.5], **without), Completion([1.0, 0.0], [0.0, 0.0]), Completion([3.0, 0.0], [0.0])]
     credited = credit(rows, whiten_advantages=True, lam=1.0)
     assert credited.rollout.loss_mask.tolist() == [[False, False], [True, True], [True, False]]
-    assert credited.scorable_tokens.tolist() == credited.rollout.loss_mask.tolist()
+    assert credited.scored_tokens.tolist() == credited.rollout.loss_mask.tolist()
     # raw advantages of the counted tokens: 1, 1, 3; mean 5/3, biased variance 8/9
     third = (8 / 9) ** 0.5
     expected = torch.tensor([[0.0, 0.0], [-2 / 3 / third, -2 / 3 / third], [4 / 3 / third, 0.0]])

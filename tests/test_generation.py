@@ -9,23 +9,23 @@ from torch.testing import assert_close
 from transformers import GenerationConfig
 
 from helpers.runs import SMALL, count_digits
-from helpers.scripted import first_rollout
+from helpers.scripted import first_rollout, padded_turns
 from helpers.tiny import LORA, tiny_model
 from hfppo import PPOConfig, PPOTrainer
 from hfppo.generation import generate
 from hfppo.generation.generate import BELOW_ONE, draw, row_uniforms
-from hfppo.generation.sampler import Completions, completions_from, eos_token_ids
+from hfppo.generation.sampler import eos_token_ids
 from hfppo.generation.stop_strings import StopStrings
 from hfppo.models import batch_size
 from hfppo.models.actor_critic import ActorCritic
-from hfppo.support.padding import pad_left
+from hfppo.sample import Turn
 from hfppo.token_trace.from_checkpoint import FixedCompletion
 
 
 def sample(trainer, prompts, seeds):
     ids = [trainer.processing_class(p)["input_ids"] for p in prompts]
     trainer.model.eval()
-    return trainer.collector.sampler(*pad_left(ids, trainer.processing_class.pad_token_id), seeds)
+    return padded_turns(trainer.collector.sampler(ids, seeds))
 
 
 def test_a_completion_depends_on_its_own_seed_alone(make_trainer):
@@ -78,7 +78,7 @@ def test_the_models_generation_config_does_not_leak_in(make_trainer):
 
 def test_end_of_completions():
     ids = torch.tensor([[5, 1, 1, 1], [5, 6, 7, 8], [1, 5, 1, 0], [5, 6, 7, 2]])
-    found = completions_from(ids, torch.ones(4, 4), eos_ids=[1, 2])
+    found = padded_turns([Turn.up_to_end(row, [1.0] * 4, eos_ids=[1, 2]) for row in ids.tolist()])
     assert found.mask.tolist() == [
         [True, True, False, False],
         [True, True, True, True],
@@ -273,21 +273,13 @@ def test_prompts_of_about_one_length_are_sampled_together(make_trainer, monkeypa
 
 
 class FirstDigits(PPOTrainer):
-    """Completes every prompt with the same two tokens; lacks some rows or columns on request."""
+    """Completes every prompt with the same two tokens; lacks some rows on request."""
 
-    rows, columns = slice(None), slice(None)
+    rows = slice(None)
 
     def create_sampler(self, eos_ids):
-        def sample(prompt_ids, prompt_mask, seeds):
-            ids = torch.tensor([[5, eos_ids[0]]]).expand(len(prompt_ids), 2)
-            logprobs = torch.full(ids.shape, -1.0)
-            completions = completions_from(ids, logprobs, eos_ids)
-            return Completions(
-                completions.ids[self.rows],
-                completions.mask[self.rows, self.columns],
-                completions.truncated[self.rows],
-                completions.logprobs[self.rows],
-            )
+        def sample(prompts, seeds):
+            return [Turn([5, eos_ids[0]], [-1.0, -1.0])] * len(prompts[self.rows])
 
         sample.ready = nullcontext
         return sample
@@ -336,9 +328,12 @@ def test_a_sampler_that_breaks_its_contract_is_told(first_digits):
     first_digits.rows = slice(1, None)
     with pytest.raises(ValueError, match="sampler function returned 1 completions for 2 prompts"):
         first_digits.rollout(["1+1=", "2+2="])
-    first_digits.rows, first_digits.columns = slice(None), slice(1, None)
-    with pytest.raises(ValueError, match=r"shapes must be equal, got {'ids': \(2, 2\), 'mask': \(2, 1\)"):
-        first_digits.rollout(["1+1=", "2+2="])
+
+
+@pytest.mark.parametrize(("ids", "logprobs"), [([], []), ([5, 6], [-1.0])])
+def test_a_turn_has_tokens_and_a_logprob_for_each(ids, logprobs):
+    with pytest.raises(ValueError, match=f"a turn of {len(ids)} tokens has {len(logprobs)} log-probs"):
+        Turn(ids, logprobs)
 
 
 class Pieces:
@@ -404,9 +399,10 @@ def test_a_stop_token_ends_a_completion(make_trainer):
     stop = int(whole.ids[0, 4])
     trainer = make_trainer({"max_completion_length": 16, "generation_kwargs": {"stop_token_ids": [stop]}})
     stopped = sample(trainer, prompts, seeds)
-    expected = completions_from(whole.ids, whole.logprobs, [1, stop])
-    assert stopped.mask.sum(dim=1).tolist() == expected.mask.sum(dim=1).tolist()
-    assert stopped.truncated.tolist() == expected.truncated.tolist()
+    rows = [ids[mask].tolist() for ids, mask in zip(whole.ids, whole.mask, strict=True)]
+    expected = [Turn.up_to_end(ids, [0.0] * len(ids), [1, stop]) for ids in rows]
+    assert stopped.mask.sum(dim=1).tolist() == [len(turn.ids) for turn in expected]
+    assert stopped.truncated.tolist() == [turn.truncated for turn in expected]
     assert not stopped.truncated[0]
     with pytest.raises(
         ValueError, match=r"generation_kwargs\['stop_token_ids'\] has token id 1000, but the model's 26 token ids"

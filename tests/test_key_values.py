@@ -10,6 +10,7 @@ import torch
 from torch.testing import assert_close
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, set_seed
 
+from helpers.scripted import padded_turns
 from helpers.tiny import LORA, tiny_gpt2, tiny_model, tiny_opt, tiny_qwen3
 from hfppo.generation import generate, key_values
 from hfppo.generation.generate import TransformersSampler
@@ -17,7 +18,6 @@ from hfppo.generation.key_values import KeyValues, Row, continue_rows
 from hfppo.generation.sampler import Sampling
 from hfppo.memory import LiveStorages
 from hfppo.models.actor_critic import ActorCritic
-from hfppo.support.padding import pad_left
 
 EOS, VOCAB_SIZE = list(range(1, 6)), 26
 SHAPE = {
@@ -98,11 +98,10 @@ def play(sampler, keep, greedy=False, rows=6, turns=4):
             playing = [row for row in range(rows) if row % turns >= turn]
             budgets = [1 + (row + turn) % 8 for row in playing]
             seeds = None if greedy else [10 * turn + row for row in playing]
-            completions = sampler(*pad_left([tokens[row] for row in playing], 0), seeds, budgets)
-            for i, row in enumerate(playing):
-                mask = completions.mask[i]
-                logprobs[row, len(tokens[row])] = completions.logprobs[i][mask]
-                tokens[row] += completions.ids[i][mask].tolist() + some(1 + (row + 2 * turn) % 5)
+            turns_of = sampler([tokens[row] for row in playing], seeds, budgets)
+            for row, taken in zip(playing, turns_of, strict=True):
+                logprobs[row, len(tokens[row])] = torch.tensor(taken.logprobs)
+                tokens[row] += taken.ids + some(1 + (row + 2 * turn) % 5)
     return tokens, logprobs
 
 
@@ -163,15 +162,15 @@ def test_rows_of_several_batches_are_kept_once_they_are_one(batch_size):
 
 
 def sample(sampler, prompts, budgets=(3,) * 10):
-    return sampler(*pad_left(prompts, 0), list(range(len(prompts))), budgets and budgets[: len(prompts)])
+    return padded_turns(sampler(prompts, list(range(len(prompts))), budgets and budgets[: len(prompts)]))
 
 
 def in_one_call(sampler, *given):
     """Completions of one call of `generate` for each batch, which reads all prompts from their beginnings."""
     sampler.may_reuse = False
-    completions = sampler(*given)
+    turns = sampler(*given)
     sampler.may_reuse = True
-    return completions
+    return padded_turns(turns)
 
 
 def assert_equal(told, expected):
@@ -213,7 +212,7 @@ def test_nothing_is_kept_for_single_turns_nor_after_sampling():
     sample(sampler, prompts)
     assert not sampler.rows
     with sampler.ready():
-        sampler(*pad_left(prompts, 0), [0, 1])
+        sampler(prompts, [0, 1])
         assert not sampler.rows
         sample(sampler, prompts)
         cache = weakref.ref(sampler.rows[0].key_values.cache)
@@ -233,7 +232,7 @@ def test_what_rows_begin_with_is_read_once(make, budgets):
     told = sample(sampler, GROUPS, budgets)
     assert shapes[:3] == [(3, 3), (4, 2), (10, 1)]
     shapes.clear()
-    assert_equal(told, in_one_call(sampler, *pad_left(GROUPS, 0), list(range(10)), budgets))
+    assert_equal(told, in_one_call(sampler, GROUPS, list(range(10)), budgets))
     assert shapes[0] == (10, 5)
 
 
@@ -249,7 +248,7 @@ def test_beginnings_of_several_kinds_are_each_read_once(make):
     told = sample(sampler, prompts)
     read = sum(read_tokens(shapes))
     shapes.clear()
-    assert_equal(told, in_one_call(sampler, *pad_left(prompts, 0), list(range(9)), [3] * 9))
+    assert_equal(told, in_one_call(sampler, prompts, list(range(9)), [3] * 9))
     assert read_tokens(shapes) == [9 * 16]
     assert read < 0.8 * 9 * 16
 
@@ -336,10 +335,10 @@ def test_prompts_are_read_by_row_where_nothing_would_be_saved(prompts):
 def test_a_group_may_be_cut_by_batches(seeds):
     """Of six rows that share a prompt, in batches of four and two."""
     sampler, shapes = sampler_of(tiny_model(), 4)
-    prompts = pad_left([[7, 8, 9, 10]] * 6, 0)
-    told = sampler(*prompts, seeds and list(seeds))
+    prompts = [[7, 8, 9, 10]] * 6
+    told = padded_turns(sampler(prompts, seeds and list(seeds)))
     assert [shape for shape in shapes if shape[1] > 1] == [(1, 4), (1, 4)]
-    assert_equal(told, in_one_call(sampler_of(tiny_model(), 1)[0], *prompts, seeds and list(seeds)))
+    assert_equal(told, in_one_call(sampler_of(tiny_model(), 1)[0], prompts, seeds and list(seeds)))
 
 
 def test_a_later_turn_that_begins_otherwise_is_shared():
@@ -360,13 +359,13 @@ RAGGED = [[6 + (3 * row + n) % 20 for n in range(2 + 5 * row % 8)] for row in ra
 def test_stretches_draw_what_one_call_draws(make, budgets, monkeypatch):
     """Twelve rows in five places; no row is computed for more than the three tokens of a stretch after its end."""
     sampler, shapes = sampler_of(make(), batch_size=5, max_tokens=16, eos_ids=[1, 2, 3])
-    given = *pad_left(RAGGED, 0), list(range(12)), budgets
+    given = RAGGED, list(range(12)), budgets
     expected = in_one_call(sampler, *given)
     at_once = sum(rows for rows, width in shapes if width == 1)
     shapes.clear()
     monkeypatch.setattr(generate, "STRETCH", 3)
     monkeypatch.setattr(key_values, "CALL", 1000)
-    assert_equal(sampler(*given), expected)
+    assert_equal(padded_turns(sampler(*given)), expected)
     assert max(rows for rows, _ in shapes) == 5
     lengths = expected.mask.sum(dim=1)
     assert int(lengths.min()) + 6 < int(lengths.max())
@@ -377,9 +376,9 @@ def test_stretches_draw_what_one_call_draws(make, budgets, monkeypatch):
 
 def test_greedy_stretches_draw_what_one_call_draws(monkeypatch):
     sampler, _ = sampler_of(tiny_model(), batch_size=5, max_tokens=16)
-    expected = in_one_call(sampler, *pad_left(RAGGED, 0), None)
+    expected = in_one_call(sampler, RAGGED, None)
     monkeypatch.setattr(generate, "STRETCH", 3)
-    assert_equal(sampler(*pad_left(RAGGED, 0), None), expected)
+    assert_equal(padded_turns(sampler(RAGGED, None)), expected)
 
 
 def test_a_free_place_is_taken_at_the_end_of_a_stretch(monkeypatch):
@@ -387,9 +386,9 @@ def test_a_free_place_is_taken_at_the_end_of_a_stretch(monkeypatch):
     sampler, shapes = sampler_of(tiny_model(), batch_size=2, max_tokens=9, eos_ids=[VOCAB_SIZE])
     monkeypatch.setattr(generate, "STRETCH", 4)
     monkeypatch.setattr(key_values, "CALL", 1000)
-    completions = sampler(*pad_left([[7, 8, 9], [7, 8], [9]], 0), [0, 1, 2], [9, 2, 5])
-    assert completions.mask.sum(dim=1).tolist() == [9, 2, 5]
-    assert completions.truncated.all()
+    turns = sampler([[7, 8, 9], [7, 8], [9]], [0, 1, 2], [9, 2, 5])
+    assert [len(turn.ids) for turn in turns] == [9, 2, 5]
+    assert all(turn.truncated for turn in turns)
     first, join, second, last = [(2, 3)] + [(2, 1)] * 3, [(1, 1)], [(2, 1)] * 4, [(1, 1)]
     assert shapes == first + join + second + last
 
@@ -399,24 +398,24 @@ def test_progress_counts_completions_that_have_ended_as_whole(monkeypatch):
     shares = []
     sampler.on_progress = shares.append
     monkeypatch.setattr(generate, "STRETCH", 3)
-    lengths = sampler(*pad_left(RAGGED, 0), list(range(12))).mask.sum(dim=1)
+    lengths = [len(turn.ids) for turn in sampler(RAGGED, list(range(12)))]
     assert shares == sorted(shares)
     at_the_end = shapes[-1][0]
     assert (12 - at_the_end) / 12 < shares[-1] <= 1
-    assert int((lengths < 8).sum()) > at_the_end
+    assert sum(length < 8 for length in lengths) > at_the_end
 
 
 @pytest.mark.parametrize(("name", "config"), OTHER_CACHES)
 def test_other_caches_are_sampled_in_one_stretch_once_that_is_known(name, config, monkeypatch):
     sampler, shapes = sampler_of(model_of(name, **config), batch_size=5, max_tokens=16)
-    given = *pad_left(RAGGED, 0), list(range(12))
+    given = RAGGED, list(range(12))
     expected = in_one_call(sampler, *given)
     one_call = list(shapes)
     monkeypatch.setattr(generate, "STRETCH", 3)
     monkeypatch.setattr(key_values, "CALL", 1000)
     for _ in range(2):
         shapes.clear()
-        assert_equal(sampler(*given), expected)
+        assert_equal(padded_turns(sampler(*given)), expected)
     assert shapes == one_call
 
 
@@ -431,7 +430,7 @@ def test_stretches_need_no_more_memory_than_one_call(short, in_turns, monkeypatc
     lora = replace(LORA, target_modules=["q_proj"])
     sampler, _ = sampler_of(base, 8 if in_turns else 4, lora, eos_ids=[VOCAB_SIZE])
     monkeypatch.setattr(generate, "STRETCH", 16)
-    given = *pad_left([[row + 6] * (row + 3) for row in range(8)], 0), list(range(8)), [40, short] * 4
+    given = [[row + 6] * (row + 3) for row in range(8)], list(range(8)), [40, short] * 4
     peaks = []
     for call in (partial(in_one_call, sampler), sampler):
         with sampler.ready() if in_turns else nullcontext():

@@ -230,9 +230,9 @@ class Counted(Sampler):
     def __init__(self, sampler):
         self.sampler, self.ready, self.calls = sampler, sampler.ready, []
 
-    def __call__(self, prompt_ids, *args, **kwargs):
-        self.calls.append(len(prompt_ids))
-        return self.sampler(prompt_ids, *args, **kwargs)
+    def __call__(self, prompts, *args, **kwargs):
+        self.calls.append(len(prompts))
+        return self.sampler(prompts, *args, **kwargs)
 
 
 def test_slow_steps_change_no_episode(make_agent, monkeypatch):

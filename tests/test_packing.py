@@ -13,6 +13,7 @@ from transformers import (
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from helpers.runs import gradients, logged, stops_at_kl, trainable
+from helpers.scripted import padded_turns
 from helpers.tiny import lora, tiny_gpt2, tiny_model, tiny_of_type, tiny_opt, tiny_qwen3
 from hfppo import ActorCritic
 from hfppo.generation.generate import TransformersSampler
@@ -455,7 +456,7 @@ def test_sampling_computes_the_same_logits(monkeypatch):
     made = actor(tiny_model(seed=1).bfloat16(), critic=None)
     sampler = TransformersSampler(made, Sampling(1.0, 4, [1], 0), batch_size=8)
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
-        found = sampler(PROMPTS, PROMPTS != 0, seeds=[1, 2, 3])
+        found = padded_turns(sampler([row[row != 0].tolist() for row in PROMPTS], seeds=[1, 2, 3]))
         rows = torch.cat([PROMPTS, found.ids], dim=1), torch.cat([PROMPTS != 0, found.mask], dim=1)
         seen = made.causal_lm(rows[0][:, :4]).logits
         expected = made(*rows, found.mask).logprobs

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForTokenClassification, PreTrainedTokenizerFast, set_seed
 
 from helpers.agents import Doors
-from helpers.scripted import answering, ids_of
+from helpers.scripted import answering, finished, ids_of
 from helpers.tiny import other_tokenizer, tiny_model
 from hfppo import ProcessRewardModel, RewardModel, TokenTable, TolerantReward
 from hfppo.rewards.reward_func import Log, RewardBatch

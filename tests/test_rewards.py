@@ -155,7 +155,7 @@ def test_one_function_needs_no_list():
     assert scored.of("score") == [1.0, -2.0, 0.5]
     assert scored.per_function.tolist() == [[1.0], [-2.0], [0.5]]
     assert scored.of("scored") == [True, True, True]
-    assert scored.per_token is None
+    assert scored.of("token_rewards") == [[0.0, 0.0, 1.0], [0.0, -2.0], [0.5]]
 
 
 @pytest.mark.parametrize("container", [list, tuple])

@@ -15,10 +15,9 @@ import torch
 import hfppo
 from helpers.http_server import lengths
 from helpers.runs import count_digits, final_state
-from helpers.scripted import score
+from helpers.scripted import reward_batch, score
 from hfppo import RewardServer, TolerantReward
 from hfppo.rewards.functions import RewardFunctions
-from hfppo.rewards.reward_func import RewardBatch
 from hfppo.rewards.tolerant import RewardError
 from hfppo.support.calls import call_within, wait_for
 from hfppo.support.http_client import ServerError
@@ -103,7 +102,7 @@ def test_only_the_failing_row_is_lost(func):
 def test_a_fallback_takes_the_place_of_the_reward(func):
     scored = score(TolerantReward(func, on_error=-1.5), texts=TEXTS)
     assert scored.of("score") == [1.0, 2.0, -1.5, 4.0]
-    assert scored.scorable.all()
+    assert all(scored.of("scored"))
     assert scored.failed == {func.__name__: [False, False, True, False]}
 
 

@@ -22,15 +22,15 @@ from transformers import AutoModelForCausalLM
 
 from helpers.processes import HELPERS, environment
 from helpers.runs import final_state, logs
+from helpers.scripted import padded_turns
 from helpers.tiny import LORA
 from helpers.vllm_runs import ENGINE, PROMPTS, Server, save_base
 from hfppo import PPOCallback
-from hfppo.generation.sampler import completions_from
 from hfppo.generation.vllm import RANKS
 from hfppo.generation.vllm_server import serve_command
 from hfppo.models.actor_critic import ActorCritic
+from hfppo.sample import Turn
 from hfppo.support.http_client import Endpoint, ServerError
-from hfppo.support.padding import pad_left
 
 pytestmark = [
     pytest.mark.vllm,
@@ -114,22 +114,22 @@ def test_vllm_samples_from_the_training_models_policy(make, placement, temperatu
     for rollout in rollouts.seen:
         assert rollout.prompt_mask.sum(dim=1).max() > 128
         assert_close(rollout.rollout_logprobs, rollout.old_logprobs, rtol=0, atol=1e-4)
-        ends = completions_from(rollout.completion_ids, rollout.rollout_logprobs, [1])
-        assert torch.equal(rollout.mask, ends.mask)
-        assert torch.equal(rollout.truncated, ends.truncated)
+        ends = [Turn.up_to_end(ids, [0.0] * len(ids), [1]) for ids in rollout.completion_ids.tolist()]
+        assert rollout.mask.sum(dim=1).tolist() == [len(turn.ids) for turn in ends]
+        assert rollout.truncated.tolist() == [turn.truncated for turn in ends]
     for rollout in rollouts.seen[1:]:
         assert (rollout.old_logprobs - rollout.ref_logprobs).abs().max() > 0.5, "a stale adapter would show little"
 
     prompts = [trainer.processing_class(p)["input_ids"] for p in PROMPTS["prompt"]]
     with trainer.collector.sampler.ready():
-        greedy = trainer.collector.sampler(*pad_left(prompts, 0), None)
-    for ids, mask, prompt in zip(greedy.ids, greedy.mask, prompts, strict=True):
+        greedy = trainer.collector.sampler(prompts, None)
+    for turn, prompt in zip(greedy, prompts, strict=True):
         theirs = trainer.model.generate(
             input_ids=torch.tensor([prompt]),
             **{"do_sample": False, "max_new_tokens": 48, "eos_token_id": 1, "pad_token_id": 0},
             **{"top_k": 0, "repetition_penalty": 1.0},
         )
-        assert ids[mask].tolist() == theirs[0, len(prompt) :].tolist()
+        assert turn.ids == theirs[0, len(prompt) :].tolist()
 
 
 @pytest.mark.parametrize("placement", ["colocate", "server"])
@@ -140,7 +140,7 @@ def test_a_stop_string_of_several_tokens_ends_a_completion_as_without_vllm(make,
         trainer = make(placement, {"generation_kwargs": kwargs} if kwargs else None)
         prompts = [trainer.processing_class(p)["input_ids"] for p in PROMPTS["prompt"]]
         with trainer.collector.sampler.ready():
-            return trainer.collector.sampler(*pad_left(prompts, 0), None), trainer
+            return padded_turns(trainer.collector.sampler(prompts, None)), trainer
 
     whole, trainer = greedy()
     rows = [ids[mask].tolist() for ids, mask in zip(whole.ids, whole.mask, strict=True)]
@@ -175,10 +175,9 @@ def test_fifty_syncs_send_the_adapter_and_leave_both_bases_alone(make):
         return [digest(ours), *sampler.engine.llm.apply_model(lambda m: digest(m.named_parameters()))]
 
     before, sampled, sizes = bases(), set(), set()
-    prompts = pad_left([[5, 6, 7]], 0)
     for _ in range(50):
         with sampler.ready():
-            sampled.add(sampler(*prompts, [1]).logprobs[0, 0].item())
+            sampled.add(sampler([[5, 6, 7]], [1])[0].logprobs[0])
         (folder,) = sampler.folder.iterdir()  # the one before is gone
         sizes.add(sum(path.stat().st_size for path in folder.iterdir()))
         with torch.no_grad():

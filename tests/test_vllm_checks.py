@@ -166,12 +166,11 @@ def test_a_completion_of_vllm_ends_with_its_stop_string(make_trainer, tmp_path):
     trainer = make_trainer()
     sampling = Sampling(1.0, 5, [25], 0, StopStrings(Signs(), ("ab", "c")))
     sampler = VLLMSampler(trainer.model, GoesOn(), trainer.accelerator, str(tmp_path), sampling)
-    ids = torch.tensor([[5], [5], [5]])
     with sampler.ready():
-        found = sampler(ids, ids > 0, [1, 2, 3])
-    assert found.mask.tolist() == [[True, True, False, False], [True] * 4, [True, True, False, False]]
-    assert found.truncated.tolist() == [False, True, False]
-    assert found.logprobs.tolist()[0] == [0.0, -1.0, 0.0, 0.0]
+        found = sampler([[5], [5], [5]], [1, 2, 3])
+    assert [len(turn.ids) for turn in found] == [2, 4, 2]
+    assert [turn.truncated for turn in found] == [False, True, False]
+    assert found[0].logprobs == [0.0, -1.0]
 
 
 SUCCESS = (200, "Success: LoRA adapter 'a' added successfully.")

@@ -19,7 +19,7 @@ from typing import Any
 from datasets import Dataset
 
 from helpers.agents import Script, TextEnvironment, agent_trainer, call, count_messages
-from hfppo.collect.completed import Completed
+from hfppo import Sample
 
 
 def draw_sleeps(rows: int, turns: int, scale: float) -> list[list[float]]:
@@ -81,7 +81,7 @@ def arguments_of(kind: str, sleeps: list[list[float]]) -> dict[str, Any]:
     return {"tools": [tool], "reward_funcs": count_messages}
 
 
-def play(kind: str, sleeps: list[list[float]], sampling: float) -> tuple[Completed, float, int]:
+def play(kind: str, sleeps: list[list[float]], sampling: float) -> tuple[list[Sample], float, int]:
     """Return the episodes, their seconds, and the number of batches."""
     rows, turns = len(sleeps), len(sleeps[0])
     prompts = [{"prompt": [{"role": "user", "content": f"go {row:03d} "}], "start": row} for row in range(rows)]
@@ -100,8 +100,8 @@ def play(kind: str, sleeps: list[list[float]], sampling: float) -> tuple[Complet
         collector = trainer.collector.__class__(**{**vars(trainer.collector), "sampler": sampler})
         given = collector.eval_rows(trainer._train_prompts)
         start = time.perf_counter()
-        completed = collector.complete(given)
-        return completed, time.perf_counter() - start, len(sampler.calls)
+        episodes = collector.complete(given)
+        return episodes, time.perf_counter() - start, len(sampler.calls)
 
 
 def main(options: argparse.Namespace) -> None:
@@ -116,8 +116,8 @@ def main(options: argparse.Namespace) -> None:
         expected, overhead, _ = play(kind, awake, 0.0)
         found, seconds, batches = play(kind, sleeps, options.sampling)
         same = all(
-            (a.ids, a.sampled, a.messages, a.rewards) == (b.ids, b.sampled, b.messages, b.rewards)
-            for a, b in zip(found.episodes, expected.episodes, strict=True)
+            (a.ids, a.sampled, a.text, a.turn_rewards) == (b.ids, b.sampled, b.text, b.turn_rewards)
+            for a, b in zip(found, expected, strict=True)
         )
         print(f"| {kind} | {seconds:.2f} | {seconds / in_step:.2f} | {batches} | {overhead:.2f} | {same} |")
 

@@ -54,10 +54,9 @@ def play(sampler: Sampler, options: argparse.Namespace, vocab: int) -> Tensor:
     ids = torch.cat([instruction, prompts.repeat_interleave(options.group, dim=0)], dim=1)
     for turn in range(options.turns):
         seeds = [options.rows * turn + row for row in range(options.rows)]
-        mask, budgets = torch.ones_like(ids, dtype=torch.bool), [options.sampled] * options.rows
-        completions = sampler(ids, mask, seeds, budgets)
+        turns = sampler(ids.tolist(), seeds, [options.sampled] * options.rows)
         answers = torch.randint(3, vocab, (options.rows, options.answer), generator=generator)
-        ids = torch.cat([ids, completions.ids, answers], dim=1)
+        ids = torch.cat([ids, torch.tensor([one.ids for one in turns]), answers], dim=1)
     return ids
 
 

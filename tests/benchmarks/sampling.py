@@ -28,10 +28,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 
 from hfppo import ActorCritic, PPOConfig
 from hfppo.generation import make_sampler
-from hfppo.generation.sampler import Completions, Sampling
+from hfppo.generation.sampler import Sampling
 from hfppo.memory import LiveStorages
 from hfppo.models.loading import default_peft_config
-from hfppo.support.padding import pad_left
+from hfppo.sample import Turn
+from hfppo.support.padding import pad_left, pad_right
 
 EOS = 1
 GENERATE, ONE_CALL = "transformers generate", "generate, one call per batch"
@@ -68,15 +69,16 @@ def random_prompts(number: int, shortest: int, longest: int, vocab_size: int) ->
 
 
 @torch.no_grad()
-def distances(model: ActorCritic, inputs: list[Tensor], completions: Completions, at_once: int = 16) -> Tensor:
+def distances(model: ActorCritic, prompts: list[list[int]], turns: list[Turn], at_once: int = 16) -> Tensor:
     """Return |log π_rollout − log π of the training model| of the tokens, (N,) nats."""
     found = []
-    for rows in torch.arange(len(completions.ids)).split(at_once):
-        ids, mask = (x[rows.to(x.device)] for x in inputs)
-        some = completions.rows(rows.to(completions.ids.device))
-        own, real = some.ids.to(ids.device), some.mask.to(ids.device)
+    for first in range(0, len(turns), at_once):
+        some = turns[first : first + at_once]
+        inputs = *pad_left(prompts[first : first + at_once], 0), *pad_right([turn.ids for turn in some], torch.int64)
+        ids, mask, own, real = (x.to(model.device) for x in inputs)
         out = model(torch.cat([ids, own], dim=1), torch.cat([mask, real], dim=1), completion_mask=real)
-        found.append((out.logprobs.cpu() - some.logprobs.cpu())[some.mask.cpu()].abs())
+        sampled, _ = pad_right([turn.logprobs for turn in some], torch.float32)
+        found.append((out.logprobs.cpu() - sampled)[real.cpu()].abs())
     return torch.cat(found)
 
 
@@ -96,7 +98,6 @@ def compare(
         "tokens", of each round; "distance", mean and maximum of |log π_rollout − log π| in nats; "peak", bytes of
         the tensors of this process, without vLLM.
     """
-    inputs = [x.to(model.device) for x in pad_left(prompts, 0)]
     cpu = model.device.type == "cpu"
     samplers, found = {}, {}
     for name, config in placements.items():
@@ -111,8 +112,8 @@ def compare(
             start, processor, live = time.perf_counter(), time.process_time(), LiveStorages(Tensor)
             with sampler.ready(), nullcontext() if turn or placements[name].get("use_vllm") else live:
                 ready = time.perf_counter()
-                completions = sampler(*inputs, seeds)
-                tokens = int(completions.mask.sum())  # waits for the device
+                turns = sampler(prompts, seeds)
+                tokens = sum(len(one.ids) for one in turns)
             end = time.perf_counter()
             if turn:
                 found[name]["sync"].append(ready - start)
@@ -121,7 +122,7 @@ def compare(
                 found[name]["tokens"].append(tokens)
             else:
                 found[name]["peak"] = live.peak
-                off = distances(model, inputs, completions)
+                off = distances(model, prompts, turns)
                 found[name]["distance"] = (float(off.mean()), float(off.max()))
     return found
 

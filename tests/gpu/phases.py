@@ -76,8 +76,8 @@ def by_phase() -> Iterator[dict[str, dict[str, Any]]]:
     def sampled(collects, prompts, *args):
         return len(prompts) * (max(map(len, prompts)) + collects.args.max_completion_length)
 
-    def passed(model, prompt_ids, prompt_mask, completions, *args):
-        return prompt_ids.numel() + completions.ids.numel()
+    def passed(model, sequences, *args):
+        return sequences.prompt_ids.numel() + sequences.completion_ids.numel()
 
     def trained(trainer, model, inputs, *args):
         return max(len(piece) * int(piece.lengths.max()) for piece in inputs["pieces"])

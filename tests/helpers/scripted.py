@@ -2,7 +2,9 @@
 
 import math
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 from transformers import TrainerState
 
@@ -14,6 +16,7 @@ from hfppo.rewards.reward_func import Numbers, RewardBatch
 from hfppo.rollout import Rollout
 from hfppo.sample import Ended, Sample, Turn
 from hfppo.state import PPOState
+from hfppo.support.padding import pad_right
 
 SIGNS = {sign: i for i, sign in enumerate("0123456789+=请问？是的不对，等于！", start=2)} | {".": 1}  # "." is EOS
 
@@ -34,6 +37,22 @@ class Scripted(Sampler):
         self.asked += len(prompts)
         chosen = [self.completions[n % len(self.completions)] for n in numbers]
         return [Turn.up_to_end(ids, [0.0] * len(ids), [1]) for ids in chosen]
+
+
+class Padded(NamedTuple):
+    """Turns as tensors, (B, T) each but `truncated`, (B,)."""
+
+    ids: Tensor
+    mask: Tensor
+    logprobs: Tensor
+    truncated: Tensor
+
+
+def padded_turns(turns: list[Turn]) -> Padded:
+    """Turns as tensors, padded with 0."""
+    ids, mask = pad_right([turn.ids for turn in turns], torch.int64)
+    logprobs, _ = pad_right([turn.logprobs for turn in turns], torch.float32)
+    return Padded(ids, mask, logprobs, torch.tensor([turn.truncated for turn in turns]))
 
 
 def answering(trainer, *completions):
