@@ -53,14 +53,7 @@ from hfppo.learn.critic_pretraining import CriticPretraining, with_full_returns
 from hfppo.learn.flops import FlopCounter
 from hfppo.learn.loss import LossTerm, measure_update, ppo_loss, ppo_terms
 from hfppo.learn.micro_batches import MiniBatchSize, cut_mini_batch
-from hfppo.learn.optimizer import (
-    Optimizers,
-    StepHooks,
-    keep_own_settings,
-    names_of_parameters,
-    split_critic_groups,
-    take_over,
-)
+from hfppo.learn.optimizer import StepHooks, keep_own_settings, split_critic_groups
 from hfppo.learn.run import Run, StepPlan
 from hfppo.metrics import Meter, metrics_of, parts, parts_of
 from hfppo.models.actor_critic import ActorCritic, TokenOutputs, Want
@@ -131,8 +124,6 @@ class PPOTrainer(CrashSafeTrainer):
             `hfppo.environments.environment`.
         environment_factory: makes the environment that a completion is played in, as in GRPOTrainer; or several
             factories by the value of the dataset's column "environment".
-        optimizers: an optimizer over the parameters of a PeftModel given as `model`, and its LambdaLR or None. It
-            trains the actor in that model's place, and the critic in one more group. Otherwise set `args.optim`.
         quantization_config: quantization of models given by name.
 
     Raises:
@@ -163,7 +154,6 @@ class PPOTrainer(CrashSafeTrainer):
         reward_processing_classes: PreTrainedTokenizerBase | Sequence[PreTrainedTokenizerBase | None] | None = None,
         tools: Sequence[Tool] | None = None,
         environment_factory: EnvironmentFactory | Mapping[str, EnvironmentFactory] | None = None,
-        optimizers: Optimizers = (None, None),
         quantization_config: QuantizationConfigMixin | dict[str, Any] | None = None,
     ):
         args = PPOConfig() if args is None else args
@@ -184,12 +174,10 @@ class PPOTrainer(CrashSafeTrainer):
             quantization_config=quantization_config,
         )
         check_types(callbacks=callbacks, compute_metrics=compute_metrics, **vars(inputs))
-        names = names_of_parameters(model)
         set_seed(args.seed)  # the adapter is initialized here, before Trainer sets the seed
         with load_whole(args):
             parts = load_parts(inputs)
         args = args.for_base(parts.model.dtype)
-        take_over(optimizers, names, parts.model, args.critic_learning_rate)
         check_best_metric(args, parts.prompts.eval, parts.rewards, compute_metrics)
         self._step_hooks = StepHooks(self._before_step, self._after_step)
         super().__init__(
@@ -203,7 +191,6 @@ class PPOTrainer(CrashSafeTrainer):
                 TrainerHooks(lambda: self._step_hooks.attach(cast(Optimizer, self.optimizer)), self._end_update),
             ],
             compute_metrics=compute_metrics,
-            optimizers=optimizers,
         )
         check_engine(self.accelerator, parts.model, parts.rewards.funcs, args)
         if args.world_size > 1:

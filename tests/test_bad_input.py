@@ -373,7 +373,6 @@ WRONG: dict[str, list[Any]] = {
     "compute_metrics": ["accuracy", {}],
     "reward_processing_classes": ["x", ["x"]],
     "tools": [len, "x"],
-    "optimizers": [None, "adamw", (None,), (torch.optim.AdamW, None)],
     "quantization_config": ["4bit", True],
 }
 

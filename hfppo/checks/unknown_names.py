@@ -55,7 +55,7 @@ TRL_REASONS = {
     "entropy_target top_entropy_quantile",
     "an argument of PrintCompletionsCallback": "num_completions_to_print",
     "an argument of PPOTrainer": "model reward_funcs args train_dataset eval_dataset processing_class peft_config "
-    "ref_model critic callbacks compute_metrics reward_processing_classes tools environment_factory optimizers "
+    "ref_model critic callbacks compute_metrics reward_processing_classes tools environment_factory "
     "quantization_config",
     "PPOTrainer has the model as an argument": "sft_model_path reward_model_path model_adapter_name ref_adapter_name",
     "not available": "cache_implementation dataset_num_proc ds3_gather_for_generation log_completions_hub_repo "
@@ -80,7 +80,8 @@ ARGUMENTS = {
     "data_collator": "the rollouts are the batches",
     "model_init": "here model",
     "compute_loss_func": "a subclass may add to the loss, see docs/extending.md",
-    "optimizer_cls_and_kwargs": "here optim and optim_args of args, or optimizers",
+    "optimizer_cls_and_kwargs": "here optim and optim_args of args",
+    "optimizers": "here optim and optim_args of args; a subclass may override create_optimizer",
     "preprocess_logits_for_metrics": "compute_metrics gets completions, and no logits are kept",
 }
 

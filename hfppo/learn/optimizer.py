@@ -1,7 +1,6 @@
-"""The optimizer: groups, learning rates and gradient norms of actor and critic, and an optimizer that users bring."""
+"""The optimizer: groups, learning rates and gradient norms of actor and critic."""
 
 import math
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -9,14 +8,11 @@ from dataclasses import dataclass, field
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
-from peft import PeftModel
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.hooks import RemovableHandle
-
-from hfppo.models.actor_critic import ActorCritic
 
 # Settings of an optimizer's groups that no step or schedule changes.
 OWN_SETTINGS = ("weight_decay", "betas", "eps")
@@ -127,84 +123,3 @@ class ActorRate:
         """Restore the learning rates."""
         for group, rate in self.scaled:
             group["lr"] = rate
-
-
-Optimizers = tuple[Optimizer | None, LambdaLR | None]
-
-
-def names_of_parameters(model: object) -> dict[int, str]:
-    """Return a PeftModel's parameter names by id, with its adapter called "default"; {} for other models."""
-    if not isinstance(model, PeftModel):
-        return {}
-    adapter = re.compile(rf"\.{re.escape(model.active_adapter)}(?=\.|$)")
-    return {id(parameter): adapter.sub(".default", name) for name, parameter in model.named_parameters()}
-
-
-def take_over(optimizers: Optimizers, names: dict[int, str], model: ActorCritic, critic_lr: float | None) -> None:
-    """Let a user's optimizer, made over a PeftModel, train the actor made from that model, and the critic.
-
-    The optimizer keeps its groups, without frozen weights. The critic's weights become the last group, with the first
-    group's schedule.
-
-    Args:
-        names: the result of `names_of_parameters` before the model was unloaded.
-        critic_lr: None: the first group's.
-    Raises:
-        TypeError: `optimizers` is not a pair, or has no optimizer.
-        ValueError: the optimizer has none of the trained weights, or the scheduler cannot be used.
-    """
-    is_pair = isinstance(optimizers, tuple | list) and len(optimizers) == 2
-    if not is_pair or not isinstance(optimizers[0], Optimizer | None):
-        raise TypeError(
-            f"optimizers={optimizers!r} cannot be used; pass an optimizer with its scheduler or None, or leave it out "
-            "and set optim, learning_rate and lr_scheduler_type"
-        )
-    optimizer, scheduler = optimizers
-    if scheduler is not None and (optimizer is None or scheduler.optimizer is not optimizer):
-        raise ValueError(
-            "optimizers has a scheduler of another optimizer, so the scheduler would change nothing; "
-            "pass both, or set lr_scheduler_type and lr_scheduler_kwargs"
-        )
-    if optimizer is None:
-        return
-    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    ours = {id(parameter): trained[name] for parameter in given if (name := names.get(id(parameter), "")) in trained}
-    if not ours:
-        raise ValueError(
-            "the optimizer in optimizers has none of the trained weights, because PPOTrainer makes the adapter; "
-            "pass model as a PeftModel and the optimizer over its parameters, or set optim and optim_args, override "
-            "create_optimizer, or set trainer.optimizer to one over trainer.model's parameters"
-        )
-    for group in optimizer.param_groups:
-        group["params"] = [ours[id(parameter)] for parameter in group["params"] if id(parameter) in ours]
-    for parameter in given:
-        state = optimizer.state.pop(parameter, None)
-        if state and id(parameter) in ours:
-            optimizer.state[ours[id(parameter)]] = state
-    if critic := model.critic_parameters():
-        first = optimizer.param_groups[0]
-        lr = first.get("initial_lr", first["lr"]) if critic_lr is None else critic_lr
-        add_critic_group(optimizer, scheduler, critic, lr)
-
-
-def add_critic_group(optimizer: Optimizer, scheduler: LambdaLR | None, critic: list[nn.Parameter], lr: float) -> None:
-    """Add the critic's parameters to a user's optimizer, and to its schedule.
-
-    Raises:
-        ValueError: the scheduler is not a LambdaLR.
-    """
-    if scheduler is None:
-        optimizer.add_param_group({"params": critic, "lr": lr})
-        return
-    if not isinstance(scheduler, LambdaLR):
-        raise ValueError(
-            f"the scheduler in optimizers is a {type(scheduler).__name__}, which cannot include the critic; "
-            "pass a LambdaLR, such as transformers.get_scheduler returns, or set lr_scheduler_type"
-        )
-    schedule = scheduler.lr_lambdas[0]
-    now = lr * schedule(scheduler.last_epoch)
-    optimizer.add_param_group({"params": critic, "lr": now, "initial_lr": lr})
-    scheduler.lr_lambdas.append(schedule)
-    scheduler.base_lrs.append(lr)
-    scheduler.load_state_dict(scheduler.state_dict() | {"_last_lr": [*scheduler.get_last_lr(), now]})
