@@ -4,12 +4,10 @@ import inspect
 import math
 from collections.abc import Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from anyio.from_thread import start_blocking_portal
 from torch import Tensor
 
 from hfppo.functional.kl import last_real_index
@@ -23,7 +21,7 @@ from hfppo.rewards.reward_func import (
     merge_logs,
     plain_name,
 )
-from hfppo.support.calls import awaited, wait_briefly
+from hfppo.support.calls import schedule, wait_briefly
 
 
 @dataclass(frozen=True)
@@ -74,18 +72,17 @@ class RewardFunctions:
 
     def start(self, batch: RewardBatch) -> "PendingScores":
         """Call the functions. Plain ones return first; asynchronous ones continue in the background."""
-        logs = [Log() for _ in self.funcs]
-        outputs: dict[int, object] = {}
-        with ExitStack() as background:
-            portal = None
+        pending = PendingScores(self, batch, [None] * len(self.funcs), [Log() for _ in self.funcs])
+        try:
             # Asynchronous functions are called first, so that they run during the plain ones.
             for i in sorted(range(len(self.funcs)), key=lambda i: not is_async(self.funcs[i])):
-                output = call_func(self.funcs[i], batch, logs[i])
-                if inspect.isawaitable(output):  # a decorator may hide that a function is asynchronous
-                    portal = portal or background.enter_context(start_blocking_portal())
-                    output = portal.start_task_soon(awaited, output)
-                outputs[i] = output
-            return PendingScores(self, batch, [outputs[i] for i in range(len(outputs))], logs, background.pop_all())
+                output = call_func(self.funcs[i], batch, pending.logs[i])
+                # A decorator may hide that a function is asynchronous.
+                pending.outputs[i] = schedule(output) if inspect.isawaitable(output) else output
+        except BaseException:
+            pending.__exit__()
+            raise
+        return pending
 
     def __call__(self, batch: RewardBatch) -> Scored:
         """Score a batch.
@@ -125,13 +122,14 @@ class PendingScores:
     batch: RewardBatch
     outputs: list[object]  # a Future for each asynchronous function
     logs: list[Log]
-    background: ExitStack  # ends their event loop
 
     def __enter__(self) -> "PendingScores":
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self.background.__exit__(*error)
+        for output in self.outputs:
+            if isinstance(output, Future):
+                output.cancel()
 
     def result(self) -> Scored:
         """Wait for all functions and combine their scores; the first error is raised without waiting for the rest.
