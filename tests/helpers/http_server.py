@@ -16,10 +16,16 @@ class Server:
         self.asked: list[dict] = []
         self.paths: list[str] = []
         self.headers: list[dict] = []
-        self.at_once = self.most_at_once = 0
+        self.connections = self.at_once = self.most_at_once = 0
         outer, lock = self, threading.Lock()
 
         class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"  # which keeps connections open
+
+            def setup(self):
+                super().setup()
+                outer.connections += 1
+
             def do_POST(self):
                 body = json.loads(self.rfile.read(int(self.headers["content-length"])))
                 with lock:
@@ -35,6 +41,7 @@ class Server:
                 if status == 302:
                     self.send_header("location", "http://127.0.0.1:9/elsewhere")
                 self.send_header("content-length", str(len(content)))
+                self.send_header("set-cookie", "backend=3")
                 self.end_headers()
                 self.wfile.write(content)
 
