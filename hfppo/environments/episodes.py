@@ -15,6 +15,7 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
+from types import NoneType
 from typing import Any, TypeVar
 
 import torch
@@ -30,6 +31,7 @@ from hfppo.environments.environment import (
     Tool,
     finite_reward,
     joined,
+    replace_halves,
     text_of,
     tools_of,
 )
@@ -61,6 +63,7 @@ class Episode:
 
     row: Row  # with the prompt that the environment completed
     environment: Environment = None
+    kind: type = NoneType  # the class of the first environment of its factory, which may make several
     tools: Mapping[str, Tool] = field(default_factory=dict)
     schemas: list[Schema] = field(default_factory=list)  # the tools' JSON schemas that the prompt shows
     messages: list[Message] = field(default_factory=list)
@@ -74,7 +77,8 @@ class Episode:
     limit: str | None = None  # the limit that ended it; None: no limit
     truncated: bool = False
     open_ended: bool = False  # whether the critic values its last state
-    failed: bool = False  # whether it has no score: its environment's state is unknown, or its prompt too long
+    failed: bool = False  # whether it has no score: its environment is lost, or its prompt too long
+    lost: bool = False  # whether the environment's state is unknown, so that no other episode may use it
     counts: Counter[str] = field(default_factory=Counter)  # calls and their failures by kind
 
     def append(self, ids: list[int], logprobs: list[float] | None = None) -> None:
@@ -89,7 +93,7 @@ class Episode:
 
     def abandon(self) -> None:
         """End the episode without a score: the state of its environment is unknown."""
-        self.failed = True
+        self.failed = self.lost = True
         self.end()
 
     def token_rewards(self, final: float) -> list[float]:
@@ -170,7 +174,7 @@ class EpisodePlayer:
     def give_back(self, names: Sequence[str | None], episodes: list[Episode]) -> list[Episode]:
         """Return the environments of episodes to the pool, and the episodes."""
         for name, episode in zip(names, episodes, strict=True):
-            if not episode.failed:
+            if not episode.lost:
                 self.agents.pool.give_back(name, episode.environment)
         return episodes
 
@@ -213,7 +217,8 @@ class EpisodePlayer:
         kind = type(environment).__name__
         if not row.prompt_ids:
             raise ValueError(f"row {row.number}: the prompt and the text of {kind}.reset are empty; write one of them")
-        episode = Episode(row, environment, {**self.agents.tools, **tools_of(environment)}, schemas)
+        tools = {**self.agents.tools, **tools_of(environment)}
+        episode = Episode(row, environment, type(self.agents.pool.examples[name]), tools, schemas)
         length = len(row.prompt_ids)
         if self.max_prompt is not None and length > self.max_prompt:
             episode.row = replace(row, prompt_ids=row.prompt_ids[-self.max_prompt :])
@@ -246,7 +251,7 @@ class EpisodePlayer:
         seeds = {"seed": row.environment_seed, "episode_seed": row.seed}
         columns = {**{name: seed for name, seed in seeds.items() if name in parameters}, **columns}
         described = f"{type(environment).__name__}.reset, row {row.number},"
-        return joined((yield from self.call(described, partial(environment.reset, **columns))))
+        return replace_halves(joined((yield from self.call(described, partial(environment.reset, **columns)))))
 
     def call(self, described: str, method: Callable[[], Any]) -> Steps[Any]:
         """Call a method of an environment.

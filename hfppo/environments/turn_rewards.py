@@ -30,8 +30,7 @@ class EpisodeReward:
 
     def score(self, episode: Episode) -> list[float] | None:
         """Return the score of an episode."""
-        own = type(episode.environment) is self.environment_class
-        final = episode.final_reward
+        own, final = episode.kind is self.environment_class, episode.final_reward
         if not own or episode.failed or (final is None and not (episode.rewards or self.is_only)):
             return None
         source = f"{type(episode.environment).__name__}.get_reward, row {episode.row.number},"
