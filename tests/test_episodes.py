@@ -305,6 +305,11 @@ class Eager(Counting):
     pass
 
 
+class More(Doors):
+    def close(self):
+        """Close the door."""
+
+
 @pytest.mark.parametrize(
     ("make", "scores"),
     [
@@ -324,9 +329,10 @@ def test_a_factory_may_make_objects_of_several_classes(make_agent, make, scores,
     assert scores in transcript.scores.values()
 
 
-@pytest.mark.parametrize("classes", [(Doors, Counting), (Counting, Doors), (Doors, type("More", (Doors,), {"a": add}))])
+@pytest.mark.parametrize("classes", [(Doors, Counting), (Counting, Doors), (Doors, More)])
 def test_a_factory_of_objects_with_other_tools_is_refused(make_agent, classes):
-    trainer = make_agent(["1"], environment_factory=lambda made=cycle(classes): next(made)())
+    made = cycle(classes)
+    trainer = make_agent(["1"], environment_factory=lambda: next(made)())
     with pytest.raises(TypeError, match=f"{classes[1].__name__}.*{classes[0].__name__}"):
         collect(trainer)
 

@@ -51,7 +51,7 @@ def test_all_batches_share_a_connection_and_no_cookie(serve, call):
     for _ in range(3):
         call(func)
     assert len(server.asked) == 3
-    assert server.connections == 1
+    assert len(server.connections) == 1
     assert not any("Cookie" in headers for headers in server.headers)
 
 

@@ -92,7 +92,7 @@ def text_of(value: object) -> str:
 
 
 def replace_halves(value: Any) -> Any:
-    """Return a value with "?" for each lone surrogate, at any depth: tokenizers and files take whole characters only."""
+    """Return a value with "?" for each lone surrogate, at any depth: tokenizers and files take none."""
     if isinstance(value, dict):
         return {replace_halves(key): replace_halves(inner) for key, inner in value.items()}
     if isinstance(value, list):

@@ -6,10 +6,10 @@ from types import NoneType
 from hfppo.environments.agents import Agents
 from hfppo.environments.environment import finite_reward
 from hfppo.environments.episodes import Episode
-from hfppo.rewards.reward_func import Log, RewardBatch
+from hfppo.rewards.reward_func import BatchReward, Log, RewardBatch
 
 
-class EpisodeReward:
+class EpisodeReward(BatchReward):
     """Gives the rewards of each turn, and adds the reward of `get_reward` at the end of an episode.
 
     An episode has no score if it belongs to another environment, if its environment's state is unknown, or if it got

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hfppo.functional.kl import last_real_index
 from hfppo.rewards.reward_func import (
+    BatchReward,
     Log,
     RewardBatch,
     call_func,
@@ -65,7 +66,7 @@ class RewardFunctions:
                 "ref_model with a kl_coef or kl_loss_coef above 0: docs/distillation.md"
             )
         for func in self.funcs:
-            if not callable(func) and not hasattr(func, "score_batch"):
+            if not callable(func) and not isinstance(func, BatchReward):
                 raise TypeError(f"reward_funcs has {func!r}, which is not a function; give Python functions")
         self.names = number_repeated_names([plain_name(func) for func in self.funcs])  # names in metrics and errors
         self.weights = check_weights(weights, self.names)
