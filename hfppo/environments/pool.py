@@ -49,8 +49,8 @@ class EnvironmentPool:
         first = self.examples.get(name, environment)
         if offered_by(environment) != offered_by(first):
             raise TypeError(
-                f"{factory_name(name)} made a {type(environment).__name__} with {offered_by(environment)}, but its first "
-                f"{type(first).__name__} has {offered_by(first)}, as the prompts say; pass a mapping with a factory for each"
+                f"{factory_name(name)} made a {type(environment).__name__} with {offered_by(environment)} after a "
+                f"{type(first).__name__} with {offered_by(first)}; pass a mapping with a factory for each"
             )
         return environment
 
