@@ -10,9 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import rich
-import torch
 from datasets import load_dataset
-from run import ActorArguments, RecipeParser, actor_config, init_kwargs
+from run import ActorArguments, RecipeParser, actor_config, init_kwargs, use_one_thread_if_small
 from transformers import EvalPrediction
 
 from hfppo import PPOConfig, PPOTrainer, TokenTable
@@ -52,8 +51,6 @@ def accuracy(prediction: EvalPrediction) -> dict[str, float]:
 
 
 def main(script_args: ArithmeticArguments, args: PPOConfig, model_args: ArithmeticActor) -> None:
-    if args.device.type == "cpu":
-        torch.set_num_threads(1)  # more threads cost such a small model more than they save
     dataset = load_dataset("json", data_files={"train": script_args.train_file, "test": script_args.test_file})
     args.model_init_kwargs = init_kwargs(args, model_args)
     trainer = PPOTrainer(
@@ -66,6 +63,7 @@ def main(script_args: ArithmeticArguments, args: PPOConfig, model_args: Arithmet
         critic=script_args.critic,
         compute_metrics=accuracy,
     )
+    use_one_thread_if_small(trainer.model)
 
     def measure(when: str) -> None:
         for mode, do_sample in (("sampled", True), ("greedy", False)):

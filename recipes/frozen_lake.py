@@ -12,13 +12,12 @@ from functools import partial
 from pathlib import Path
 
 import gymnasium
-import torch
 from build_lake_base import PROMPT
 from datasets import Dataset
 from frozen_lake_maps import ACTIONS, MAP, SIZE, compare_with_value_iteration, describe, state_of
 from gymnasium_text import GymnasiumEnvironment
 from lake import LakeActor
-from run import RecipeParser, actor_config, init_kwargs
+from run import RecipeParser, actor_config, init_kwargs, use_one_thread_if_small
 from value_maps import MoveCounter
 
 from hfppo import PPOConfig, PPOTrainer
@@ -36,8 +35,6 @@ class FrozenLakeArguments:
 
 
 def main(script_args: FrozenLakeArguments, args: PPOConfig, model_args: LakeActor) -> None:
-    if args.device.type == "cpu":
-        torch.set_num_threads(1)  # more threads cost such a small model more than they save
     args.model_init_kwargs = init_kwargs(args, model_args)
     lake = partial(gymnasium.make, "FrozenLake-v1", desc=MAP, success_rate=script_args.success_rate)
     moves = MoveCounter(state_of, SIZE**2)
@@ -51,6 +48,7 @@ def main(script_args: FrozenLakeArguments, args: PPOConfig, model_args: LakeActo
         critic=script_args.critic,
         compute_metrics=moves,
     )
+    use_one_thread_if_small(trainer.model)
 
     def measure(when: str) -> None:
         with trainer.eval_sampling(True):

@@ -11,12 +11,11 @@ values beside the exact ones.
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
 from build_lake_base import PROMPT
 from datasets import Dataset
 from lake_game import STATES, Lake, expected_return, state_of, uniform_policy
 from lake_maps import compare_with_exact_values
-from run import ActorArguments, RecipeParser, actor_config, init_kwargs
+from run import ActorArguments, RecipeParser, actor_config, init_kwargs, use_one_thread_if_small
 from value_maps import MoveCounter
 
 from hfppo import PPOConfig, PPOTrainer
@@ -42,8 +41,6 @@ class LakeActor(ActorArguments):
 
 
 def main(script_args: LakeArguments, args: PPOConfig, model_args: LakeActor) -> None:
-    if args.device.type == "cpu":
-        torch.set_num_threads(1)  # more threads cost such a small model more than they save
     args.model_init_kwargs = init_kwargs(args, model_args)
     moves = MoveCounter(state_of, len(STATES))
     trainer = PPOTrainer(
@@ -56,6 +53,7 @@ def main(script_args: LakeArguments, args: PPOConfig, model_args: LakeActor) -> 
         critic=script_args.critic,
         compute_metrics=moves,
     )
+    use_one_thread_if_small(trainer.model)
 
     def measure(when: str) -> None:
         with trainer.eval_sampling(True):

@@ -9,9 +9,8 @@ Rows have "prompt", as text or messages; other columns reach the reward function
 
 from dataclasses import dataclass, field
 
-import torch
 from dataset import RewardArguments, import_function, load, load_reward_func
-from run import ActorArguments, RecipeParser, actor_config, init_kwargs
+from run import ActorArguments, RecipeParser, actor_config, init_kwargs, use_one_thread_if_small
 
 from hfppo import PPOConfig, PPOTrainer
 
@@ -31,8 +30,6 @@ class PPOArguments(RewardArguments):
 
 
 def main(script_args: PPOArguments, args: PPOConfig, model_args: ActorArguments) -> None:
-    if args.device.type == "cpu":
-        torch.set_num_threads(1)  # more threads cost such small models more than they save
     train, test = load(script_args)
     args.model_init_kwargs = init_kwargs(args, model_args)
     trainer = PPOTrainer(
@@ -46,6 +43,7 @@ def main(script_args: PPOArguments, args: PPOConfig, model_args: ActorArguments)
         critic=script_args.critic,
         compute_metrics=import_function(script_args.compute_metrics) if script_args.compute_metrics else None,
     )
+    use_one_thread_if_small(trainer.model)
 
     def measure(when: str) -> None:
         if test is None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields
 from functools import cache
 from typing import Any, NoReturn
 
+import torch
 from peft import PeftConfig
 from transformers import TrainingArguments
 from transformers.utils import find_adapter_config_file
@@ -16,6 +17,8 @@ from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
 from yaml import YAMLError
 
 from hfppo import PPOConfig
+
+SMALL = 10_000_000  # parameters; the bases in this folder have up to 400,000
 
 
 @dataclass
@@ -189,6 +192,13 @@ def sections_of_config() -> dict[str, str]:
         title = comment.rpartition(": ")[2] or title
         found[name] = f"PPOConfig: {title}"
     return found
+
+
+def use_one_thread_if_small(model: torch.nn.Module) -> None:
+    """Let torch compute in one thread if a model on a CPU is so small that more threads cost more than they save."""
+    weights = list(model.parameters())
+    if weights[0].device.type == "cpu" and sum(weight.numel() for weight in weights) < SMALL:
+        torch.set_num_threads(1)
 
 
 def init_kwargs(args: TrainingArguments, model_args: ModelConfig) -> dict[str, Any]:

@@ -11,9 +11,8 @@ its probability would saturate. docs/sentiment.md has the results.
 
 from dataclasses import dataclass, field
 
-import torch
 from dataset import import_function, load
-from run import ActorArguments, RecipeParser, actor_config, init_kwargs
+from run import ActorArguments, RecipeParser, actor_config, init_kwargs, use_one_thread_if_small
 from sentiment_reviews import SentimentArguments, cut_prompts, make_label_share
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -28,8 +27,6 @@ class SentimentActor(ActorArguments):
 
 
 def main(script_args: SentimentArguments, args: PPOConfig, model_args: SentimentActor) -> None:
-    if args.device.type == "cpu":
-        torch.set_num_threads(1)  # more threads cost such small models more than they save
     train, test = load(script_args)
     args.model_init_kwargs = init_kwargs(args, model_args)
     tokenizer = AutoTokenizer.from_pretrained(
@@ -55,6 +52,7 @@ def main(script_args: SentimentArguments, args: PPOConfig, model_args: Sentiment
         critic=script_args.critic,
         compute_metrics=make_label_share(script_args.label, reward),
     )
+    use_one_thread_if_small(trainer.model)
 
     def measure(when: str) -> None:
         if test is None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import json
 import re
 import sys
 import time
@@ -159,6 +160,43 @@ def test_what_the_model_writes_wrongly(make_agent, kind):
         assert "error" in transcript.completions[0][1]["content"]
 
 
+HALF = "a\ud800"  # JSON can write half a character, which neither tokenizers nor UTF-8 take
+PARSED = {
+    "a name": {"name": HALF, "arguments": {}},
+    "an argument": {"name": "use", "arguments": {"x": [HALF]}},
+    "the name of an argument": {"name": "use", "arguments": {HALF: 1}},
+    "the text": {"name": "use", "arguments": {"x": 1}},
+}
+
+
+@pytest.mark.parametrize("kind", PARSED)
+def test_half_a_character_that_the_model_writes_is_replaced(make_agent, monkeypatch, kind):
+    seen = []
+    call = {"role": "assistant", "content": HALF, "tool_calls": [{"type": "function", "function": PARSED[kind]}]}
+    trainer = make_agent(["b", "a"], reward_funcs=count_messages, tools=[tool(lambda x: seen.append(x) or x)])
+    parse = type(trainer.processing_class).parse_response
+    monkeypatch.setattr(
+        type(trainer.processing_class),
+        "parse_response",
+        lambda self, ids, **given: call if "b" in self.decode(ids) else parse(self, ids, **given),
+    )
+    _, transcript, _ = collect(trainer, 1)
+    assert [message["role"] for message in transcript.completions[0]] == ["assistant", "tool", "assistant"]
+    json.dumps([transcript.completions, seen], ensure_ascii=False).encode()
+    assert "a?" in repr(transcript.completions)
+
+
+@pytest.mark.parametrize("base", [Counting, Doors])
+def test_half_a_character_in_the_text_of_reset_is_replaced(make_agent, base):
+    def reset(self, **row):
+        base.reset(self)
+        return HALF
+
+    trainer = make_agent(["1", "2", "3"], environment_factory=environment(base, reset=reset))
+    _, transcript, _ = collect(trainer, 1)
+    assert transcript.prompts[0][-1]["content"] == "go 0 a?"
+
+
 def environment(base=Counting, **methods):
     return type("Odd", (base,), methods)
 
@@ -264,6 +302,7 @@ def test_a_prompt_that_reset_makes_too_long_leaves_its_row_without_a_score(make_
     assert rollout.loss_mask.any(dim=1).tolist() == [False, True]
     assert rollout.scores.tolist() == [0.0, 12.0]
     assert metrics["unscorable_frac"] == 0.5
+    assert len(trainer.collector.player.agents.pool.idle[None]) == 2
     assert "row 0: with the text of Judged.reset the prompt has 3" in caplog.text
     assert f"more than {room}; it has no score" in caplog.text
 

@@ -3,6 +3,7 @@
 import asyncio
 import functools
 from dataclasses import replace
+from itertools import cycle
 
 import pytest
 import torch
@@ -288,6 +289,52 @@ def test_an_environment_per_row(make_agent):
     rollout, transcript, _ = collect(trainer)
     assert rollout.scores.tolist() == [1.0, 2.0, 0.0, 3.0]
     assert [str(x) for x in transcript.scores["Doors"]] == ["1.0", "nan", "0.0", "nan"]
+
+
+class Easy(Doors):
+    def get_reward(self):
+        return 10.0
+
+
+class Hard(Easy):
+    def get_reward(self):
+        return 20.0
+
+
+class Eager(Counting):
+    pass
+
+
+class More(Doors):
+    def close(self):
+        """Close the door."""
+
+
+@pytest.mark.parametrize(
+    ("make", "scores"),
+    [
+        (cycle([Easy, Hard]).__next__, [10.0, 20.0, 10.0, 20.0]),
+        (cycle([Hard, Easy]).__next__, [20.0, 10.0, 20.0, 10.0]),
+        (lambda: type("Hard", (Hard,), {}), [20.0] * 4),
+        (cycle([Counting, Eager]).__next__, [1.0, -0.5, -0.5, 1.0]),
+    ],
+    ids=["two classes", "the other way round", "a class for each instance", "text environments"],
+)
+@pytest.mark.parametrize("funcs", [None, lambda completions, **_: [0.0] * len(completions)], ids=["alone", "beside"])
+def test_a_factory_may_make_objects_of_several_classes(make_agent, make, scores, funcs):
+    config = {"max_tool_calling_iterations": 1}
+    trainer = make_agent(["1"], environment_factory=lambda: make()(), reward_funcs=funcs, config=config)
+    rollout, transcript, _ = collect(trainer)
+    assert rollout.scores.tolist() == scores
+    assert scores in transcript.scores.values()
+
+
+@pytest.mark.parametrize("classes", [(Doors, Counting), (Counting, Doors), (Doors, More)])
+def test_a_factory_of_objects_with_other_tools_is_refused(make_agent, classes):
+    made = cycle(classes)
+    trainer = make_agent(["1"], environment_factory=lambda: next(made)())
+    with pytest.raises(TypeError, match=f"{classes[1].__name__}.*{classes[0].__name__}"):
+        collect(trainer)
 
 
 def test_no_dataset_is_needed_where_the_environment_brings_the_text(make_agent):

@@ -16,7 +16,7 @@ import sentiment
 import sft
 import torch
 from dataset import DataArguments, load, load_reward_func
-from run import ActorArguments, RecipeParser, actor_config, init_kwargs
+from run import ActorArguments, RecipeParser, actor_config, init_kwargs, use_one_thread_if_small
 from safetensors.torch import load_file
 from trl import ModelConfig, RewardConfig, SFTConfig
 
@@ -196,6 +196,23 @@ def test_a_file_that_cannot_be_read_is_refused_in_a_sentence(tmp_path, capsys, t
         (tmp_path / "run.yaml").write_text(text)
     assert re.search(words, refused(capsys, "--config", str(tmp_path / "run.yaml")))
     assert refused(capsys, "--config").startswith("--config needs the path")
+
+
+@pytest.mark.parametrize(("width", "threads"), [(1_000, 1), (4_000, 3)])
+def test_only_small_models_on_a_cpu_have_one_thread(width, threads):
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        use_one_thread_if_small(torch.nn.Linear(width, width))
+        assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_no_recipe_for_any_model_sets_one_thread_whatever_its_size():
+    for path in Path(ppo.__file__).parent.glob("*.py"):
+        text = path.read_text()
+        assert path.stem == "run" or "actor_config(" not in text or "set_num_threads" not in text, path
 
 
 @pytest.mark.parametrize("arguments", [ppo.PPOArguments, sentiment.SentimentArguments])

@@ -13,9 +13,9 @@ import pytest
 
 from helpers.http_server import lengths
 from helpers.scripted import score
-from hfppo import RewardServer
+from hfppo import RewardServer, TolerantReward
 from hfppo.rewards.reward_func import RewardBatch
-from hfppo.support.http_client import ServerError
+from hfppo.support.http_client import ServerError, client_in
 
 
 def ask(server: RewardServer, completions: list[str], **columns) -> list:
@@ -32,6 +32,40 @@ def test_scores_come_back_in_order_in_batches_with_the_columns_asked_for(serve):
     first = next(body for body in server.asked if body["completions"][0] == "a")
     assert first == {"prompts": ["p", "p"], "completions": ["a", "bb"], "answer": ["1", "2"]}
     assert {headers["Authorization"] for headers in server.headers} == {"Bearer key"}
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda func: ask(func, ["a"]),
+        lambda func: score(func, texts=("a",)),
+        lambda func: score(TolerantReward(func, timeout=30), texts=("a",)),
+        lambda func: func.check(),
+    ],
+    ids=["awaited", "reward", "tolerant", "check"],
+)
+def test_all_batches_share_a_connection_and_no_cookie(serve, call):
+    """Cookies of a load balancer would send all requests to one of its servers."""
+    server = serve(lengths)
+    func = RewardServer(server.url)
+    for _ in range(3):
+        call(func)
+    assert len(server.asked) == 3
+    assert len(server.connections) == 1
+    assert not any("Cookie" in headers for headers in server.headers)
+
+
+def test_requests_that_wait_are_dropped_when_another_fails(serve):
+    def answer(body):
+        return (404, b"") if body["completions"] == ["bad"] else (503, b"busy")
+
+    server = serve(answer)
+    with pytest.raises(ServerError, match="404"):
+        ask(RewardServer(server.url, batch_size=1), ["a", "bad", "c"])
+    time.sleep(0.05)
+    asked = len(server.asked)
+    time.sleep(0.5)  # retries begin after 0.2 s
+    assert len(server.asked) == asked
 
 
 def test_completions_continue_their_prompts(serve, monkeypatch):
@@ -102,6 +136,7 @@ def test_a_private_authority_is_trusted_where_the_environment_names_it(serve, tm
     reward = RewardServer(serve(lengths, context).url, max_retries=0)
     with pytest.raises(ServerError, match="CERTIFICATE_VERIFY_FAILED"):
         ask(reward, ["12"])
+    client_in.cache_clear()
     monkeypatch.setenv("SSL_CERT_FILE", certificate)
     monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:9")  # still not used
     assert ask(reward, ["12"]) == [2]

@@ -394,6 +394,27 @@ def count(completions, of, **kwargs):
     return [float(text.count(of)) for text in completions]
 
 
+class OwnBatches(Length):
+    """A user's class, with a method of a name that the package uses."""
+
+    def score_batch(self, texts, batch_size=8):
+        raise AssertionError("not part of the contract")
+
+
+@pytest.mark.parametrize("wrap", [lambda func: func, functools.partial, TolerantReward])
+def test_a_users_method_score_batch_is_not_called(make_trainer, wrap):
+    func = wrap(OwnBatches())
+    assert score(func).combined.tolist() == [2.0, 1.0, 0.0]
+    assert make_trainer(reward_funcs=func).collector.rewards.names == ["OwnBatches"]
+
+
+@pytest.mark.parametrize("wrap", [lambda func: func, TolerantReward])
+def test_an_object_with_a_method_score_batch_alone_is_refused(make_trainer, wrap):
+    func = type("Judge", (), {"score_batch": OwnBatches.score_batch})()
+    with pytest.raises(TypeError, match="Judge"):
+        make_trainer(reward_funcs=wrap(func))
+
+
 def test_callable_objects_and_partials():
     funcs = [Length(), functools.partial(count, of="1")]
     assert score(funcs, texts=("12", "1", "")).per_function.tolist() == [[2.0, 1.0], [1.0, 1.0], [0.0, 0.0]]

@@ -341,7 +341,8 @@ def test_where_no_event_loop_can_be_made_its_own_error_comes_through(monkeypatch
     async def at_once():
         return 1
 
-    monkeypatch.setattr(asyncio.events, "new_event_loop", refuse)
+    monkeypatch.setattr("hfppo.support.calls.LOOPS", {})
+    monkeypatch.setattr(asyncio, "new_event_loop", refuse)
     with pytest.raises(OSError, match="Too many open files"):
         wait_for(at_once)
 
@@ -363,6 +364,7 @@ def test_a_caller_that_fails_meanwhile_cancels_them():
 
     with pytest.raises(KeyError, match="mine"):
         fail(reward_batch(["2"]))
+    wait_for(lambda: asyncio.sleep(0))
     assert cancelled == [True]
 
 

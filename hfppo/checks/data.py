@@ -18,7 +18,7 @@ from hfppo.environments.agents import Agents
 from hfppo.models.loading import positions_of
 from hfppo.rewards.functions import RewardFunctions
 from hfppo.rewards.model import check_conversations
-from hfppo.rewards.reward_func import RewardWrapper
+from hfppo.rewards.reward_func import BatchReward, RewardWrapper
 from hfppo.rewards.server import RewardServer
 
 # What arguments of PPOTrainer must be, unless they are None, and the remedy.
@@ -144,7 +144,7 @@ def check_calls(rewards: RewardFunctions, prompts: dict[str, Prompts], agents: A
                 f"columns={called.columns} of reward server {name!r}: {dataset} has no column {missing[0]!r}; "
                 "rename one of the dataset's, or leave it out"
             )
-        if hasattr(called, "score_batch"):  # the package's own
+        if isinstance(called, BatchReward):
             continue
         try:
             inspect.signature(called).bind(**dict.fromkeys(columns))

@@ -16,6 +16,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from hfppo.data.chat_template import CLOCK, Message, Schema, apply_chat_template, without_nones
+from hfppo.environments.environment import replace_halves
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +96,7 @@ def parse_turn(
     if getattr(tokenizer, "response_template", None) is None:
         return text_message(tokenizer, ids), False
     try:
-        message = dict(tokenizer.parse_response(ids, prefix=prefix, tools=list(tools)))
+        message = replace_halves(dict(tokenizer.parse_response(ids, prefix=prefix, tools=list(tools))))
         content = message.get("content")
         if isinstance(content, str) and tokenizer.eos_token:
             content = content.removesuffix(tokenizer.eos_token)

@@ -87,8 +87,17 @@ def joined(content: Any) -> Any:
 
 
 def text_of(value: object) -> str:
-    """Return the answer of a tool or environment as text without lone surrogates, which no tokenizer accepts."""
-    return str(joined(value)).encode(errors="replace").decode()
+    """Return the answer of a tool or environment as text."""
+    return replace_halves(str(joined(value)))
+
+
+def replace_halves(value: Any) -> Any:
+    """Return a value with "?" for each lone surrogate, at any depth: tokenizers and files take none."""
+    if isinstance(value, dict):
+        return {replace_halves(key): replace_halves(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [replace_halves(inner) for inner in value]
+    return value.encode(errors="replace").decode() if isinstance(value, str) else value
 
 
 def finite_reward(source: str, reward: object) -> float:

@@ -15,6 +15,7 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
+from types import NoneType
 from typing import Any, TypeVar
 
 from hfppo.config import PPOConfig
@@ -28,6 +29,7 @@ from hfppo.environments.environment import (
     Tool,
     finite_reward,
     joined,
+    replace_halves,
     text_of,
     tools_of,
 )
@@ -54,9 +56,11 @@ logger = logging.getLogger(__name__)
 class Episode(Sample):
     """A completion while it is played."""
 
+    kind: type = NoneType  # the class of the first environment of its factory, which may make several
     tools: Mapping[str, Tool] = field(default_factory=dict)
     schemas: list[Schema] = field(default_factory=list)  # the tools' JSON schemas that the prompt shows
     messages: list[Message] = field(default_factory=list)  # turns and answers; `text` in the end
+    lost: bool = False  # whether the environment's state is unknown, so that no other episode may use it
 
     def end(self, ended: Ended = Ended.STOPPED) -> None:
         """End the episode."""
@@ -64,7 +68,7 @@ class Episode(Sample):
 
     def abandon(self) -> None:
         """End the episode without a score: the state of its environment is unknown."""
-        self.failed = True
+        self.failed = self.lost = True
         self.end()
 
 
@@ -139,7 +143,7 @@ class EpisodePlayer:
     def give_back(self, names: Sequence[str | None], episodes: list[Episode]) -> list[Episode]:
         """Return the environments of episodes to the pool, and the episodes."""
         for name, episode in zip(names, episodes, strict=True):
-            if not episode.failed:
+            if not episode.lost:
                 self.agents.pool.give_back(name, episode.environment)
         return episodes
 
@@ -184,7 +188,8 @@ class EpisodePlayer:
         if not row.prompt_ids:
             raise ValueError(f"row {row.number}: the prompt and the text of {kind}.reset are empty; write one of them")
         tools = {**self.agents.tools, **tools_of(environment)}
-        episode = Episode(row, environment=environment, tools=tools, schemas=schemas)
+        factory = type(self.agents.pool.examples[name])
+        episode = Episode(row, environment=environment, kind=factory, tools=tools, schemas=schemas)
         length = len(row.prompt_ids)
         if self.max_prompt is not None and length > self.max_prompt:
             episode.row = replace(row, prompt_ids=row.prompt_ids[-self.max_prompt :])
@@ -217,7 +222,7 @@ class EpisodePlayer:
         seeds = {"seed": row.environment_seed, "episode_seed": row.seed}
         columns = {**{name: seed for name, seed in seeds.items() if name in parameters}, **columns}
         described = f"{type(environment).__name__}.reset, row {row.number},"
-        return joined((yield from self.call(described, partial(environment.reset, **columns))))
+        return replace_halves(joined((yield from self.call(described, partial(environment.reset, **columns)))))
 
     def call(self, described: str, method: Callable[[], Any]) -> Steps[Any]:
         """Call a method of an environment.

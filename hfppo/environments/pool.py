@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from hfppo.environments.environment import Environment
+from hfppo.environments.environment import Environment, TextEnvironment, tools_of
 from hfppo.support.calls import finish_within
 
 EnvironmentFactory = Callable[[], Environment]
@@ -18,15 +18,17 @@ class EnvironmentPool:
             that is None makes no environment, for runs with tools only.
 
     Raises:
-        TypeError: a factory cannot be called, or makes an object without `reset`.
+        TypeError: a factory cannot be called, or makes an object without `reset` or with other tools than its first.
     """
 
     factories: dict[str | None, EnvironmentFactory | None]
-    examples: dict[str | None, Environment] = field(init=False)  # an instance of each environment
+    examples: dict[str | None, Environment] = field(init=False)  # the first instance of each environment
     idle: dict[str | None, list[Environment]] = field(init=False)  # instances that no episode uses
 
     def __post_init__(self) -> None:
-        self.examples = {name: self.make(name) for name in self.factories}
+        self.examples = {}
+        for name in self.factories:
+            self.examples[name] = self.make(name)
         self.idle = {name: [example] for name, example in self.examples.items()}
 
     def make(self, name: str | None) -> Environment:
@@ -44,6 +46,12 @@ class EnvironmentPool:
             raise TypeError(
                 f"{factory_name(name)} made a {type(environment).__name__}, which has no method reset(**row)"
             )
+        first = self.examples.get(name, environment)
+        if offered_by(environment) != offered_by(first):
+            raise TypeError(
+                f"{factory_name(name)} made a {type(environment).__name__} with {offered_by(environment)} after a "
+                f"{type(first).__name__} with {offered_by(first)}; pass a mapping with a factory for each"
+            )
         return environment
 
     def take(self, names: Sequence[str | None]) -> list[Environment]:
@@ -53,6 +61,11 @@ class EnvironmentPool:
     def give_back(self, name: str | None, environment: Environment) -> None:
         """Return an instance to the pool. Its state must be known, and no thread may still use it."""
         self.idle[name].append(environment)
+
+
+def offered_by(environment: Environment) -> str:
+    """Return what an environment offers to the model, in words."""
+    return "whole turns" if isinstance(environment, TextEnvironment) else f"tools {[*tools_of(environment)]}"
 
 
 def factory_name(name: str | None) -> str:

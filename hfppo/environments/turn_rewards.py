@@ -2,14 +2,15 @@
 
 from collections.abc import Sequence
 from types import NoneType
+from typing import cast
 
 from hfppo.environments.agents import Agents
 from hfppo.environments.environment import finite_reward
-from hfppo.rewards.reward_func import Log, RewardBatch
-from hfppo.sample import Sample
+from hfppo.environments.episodes import Episode
+from hfppo.rewards.reward_func import BatchReward, Log, RewardBatch
 
 
-class EpisodeReward:
+class EpisodeReward(BatchReward):
     """Gives the rewards of each turn, and adds the reward of `get_reward` at the end of an episode.
 
     An episode has no score if it belongs to another environment, if its environment's state is unknown, or if it got
@@ -26,12 +27,11 @@ class EpisodeReward:
 
     def score_batch(self, batch: RewardBatch, log: Log) -> list[list[float] | None]:
         """Return a reward per token for each episode; None for an episode without a score."""
-        return [self.score(sample) for sample in batch.samples]
+        return [self.score(cast(Episode, sample)) for sample in batch.samples]
 
-    def score(self, episode: Sample) -> list[float] | None:
+    def score(self, episode: Episode) -> list[float] | None:
         """Return the rewards of an episode, by token."""
-        own = type(episode.environment) is self.environment_class
-        final = episode.final_reward
+        own, final = episode.kind is self.environment_class, episode.final_reward
         if not own or episode.failed or (final is None and not (episode.turn_rewards or self.is_only)):
             return None
         rewards = [episode.turn_rewards.get(position, 0.0) for position in range(len(episode.ids))]

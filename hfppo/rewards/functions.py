@@ -4,16 +4,15 @@ import inspect
 import math
 from collections.abc import Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack
 from dataclasses import dataclass
 from math import isnan
 from typing import Any
 
 import torch
-from anyio.from_thread import start_blocking_portal
 from torch import Tensor
 
 from hfppo.rewards.reward_func import (
+    BatchReward,
     Log,
     Numbers,
     RewardBatch,
@@ -25,7 +24,7 @@ from hfppo.rewards.reward_func import (
     plain_name,
 )
 from hfppo.sample import Ended, Sample
-from hfppo.support.calls import awaited, wait_briefly
+from hfppo.support.calls import schedule, wait_briefly
 
 
 class RewardFunctions:
@@ -46,25 +45,24 @@ class RewardFunctions:
                 "ref_model with a kl_coef or kl_loss_coef above 0: docs/distillation.md"
             )
         for func in self.funcs:
-            if not callable(func) and not hasattr(func, "score_batch"):
+            if not callable(func) and not isinstance(func, BatchReward):
                 raise TypeError(f"reward_funcs has {func!r}, which is not a function; give Python functions")
         self.names = number_repeated_names([plain_name(func) for func in self.funcs])  # names in metrics and errors
         self.weights = check_weights(weights, self.names)
 
     def start(self, batch: RewardBatch) -> "PendingScores":
         """Call the functions. Plain ones return first; asynchronous ones continue in the background."""
-        logs = [Log() for _ in self.funcs]
-        outputs: dict[int, object] = {}
-        with ExitStack() as background:
-            portal = None
+        pending = PendingScores(self, batch, [None] * len(self.funcs), [Log() for _ in self.funcs])
+        try:
             # Asynchronous functions are called first, so that they run during the plain ones.
             for i in sorted(range(len(self.funcs)), key=lambda i: not is_async(self.funcs[i])):
-                output = call_func(self.funcs[i], batch, logs[i])
-                if inspect.isawaitable(output):  # a decorator may hide that a function is asynchronous
-                    portal = portal or background.enter_context(start_blocking_portal())
-                    output = portal.start_task_soon(awaited, output)
-                outputs[i] = output
-            return PendingScores(self, batch, [outputs[i] for i in range(len(outputs))], logs, background.pop_all())
+                output = call_func(self.funcs[i], batch, pending.logs[i])
+                # A decorator may hide that a function is asynchronous.
+                pending.outputs[i] = schedule(output) if inspect.isawaitable(output) else output
+        except BaseException:
+            pending.__exit__()
+            raise
+        return pending
 
     def __call__(self, batch: RewardBatch) -> Numbers:
         """Score a batch; see `PendingScores.result`."""
@@ -125,13 +123,14 @@ class PendingScores:
     batch: RewardBatch
     outputs: list[object]  # a Future for each asynchronous function
     logs: list[Log]
-    background: ExitStack  # ends their event loop
 
     def __enter__(self) -> "PendingScores":
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self.background.__exit__(*error)
+        for output in self.outputs:
+            if isinstance(output, Future):
+                output.cancel()
 
     def result(self) -> Numbers:
         """Wait for all functions, write their scores on the samples, and return the numbers of log_metric by name.

@@ -29,11 +29,11 @@ from hfppo.models.adapter_checks import unchanged
 from hfppo.models.critic import shared_copy
 from hfppo.models.layout import rows_at_once
 from hfppo.models.vocabulary import saved_vocabulary
-from hfppo.rewards.reward_func import Log, RewardBatch, unwrap
+from hfppo.rewards.reward_func import BatchReward, Log, RewardBatch, unwrap
 from hfppo.support.padding import pad_right
 
 
-class RewardModel:
+class RewardModel(BatchReward):
     """A sequence-classification model that follows the contract of `hfppo.rewards.reward_func`.
 
     A conversation is rendered by the reward tokenizer's chat template, with the row's `tools` and

@@ -12,6 +12,7 @@ import copy
 import functools
 import inspect
 import math
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -50,11 +51,7 @@ class Log:
 
 @dataclass(frozen=True)
 class RewardBatch:
-    """B completions to score.
-
-    The package's own reward functions have a method `score_batch(batch, log)`, which gets more than the contract's
-    keywords, and cannot confuse them with columns of the dataset.
-    """
+    """B completions to score."""
 
     samples: Sequence[Sample]
     tokenizer: PreTrainedTokenizerBase | None = None  # the policy's
@@ -125,11 +122,18 @@ def continue_text(completion: Text, prompt_ids: list[int], ids: list[int], token
 
 def call_func(func: RewardFunc, batch: RewardBatch, log: Log) -> Any:
     """Call a reward function; the result of an asynchronous one is awaitable."""
-    score_batch = getattr(func, "score_batch", None)
-    return func(**batch.arguments(log)) if score_batch is None else score_batch(batch, log)
+    return func.score_batch(batch, log) if isinstance(func, BatchReward) else func(**batch.arguments(log))
 
 
-class RewardWrapper:
+class BatchReward(ABC):
+    """A reward function of this package: it gets more than the contract's keywords, apart from dataset columns."""
+
+    @abstractmethod
+    def score_batch(self, batch: RewardBatch, log: Log) -> Any:
+        """Return a reward for each completion, or an awaitable of the rewards."""
+
+
+class RewardWrapper(BatchReward):
     """A reward function around another, with the name of `func`; asynchronous if `func` is."""
 
     func: RewardFunc

@@ -11,13 +11,13 @@ from typing import Any
 
 from tenacity import stop_after_attempt
 
-from hfppo.rewards.reward_func import Log, RewardBatch, Text
+from hfppo.rewards.reward_func import BatchReward, Log, RewardBatch, Text
 from hfppo.support.calls import wait_for
 from hfppo.support.http_client import Endpoint, ServerError
 from hfppo.support.secrets import hide_in_url
 
 
-class RewardServer:
+class RewardServer(BatchReward):
     """A server that follows the contract of `hfppo.rewards.reward_func`; it answers while the models compute.
 
     Args:

@@ -8,16 +8,15 @@ import threading
 import time
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import cache, partial
 from queue import Empty, SimpleQueue
 from typing import Any
 
 import numpy as np
 import torch
-from anyio.from_thread import start_blocking_portal
 
-from hfppo.support.calls import TimeUp, awaited, interrupt
+from hfppo.support.calls import TimeUp, interrupt, schedule
 
 MOST_THREADS = 64  # maximum number of concurrent plain calls
 MOMENT = 0.005  # seconds; Python handles a Ctrl-C that comes just before a wait only after it
@@ -26,10 +25,10 @@ logger = logging.getLogger(__name__)
 
 
 class Background:
-    """Runs functions concurrently in its block: plain code in threads, awaitables that they return in an event loop.
+    """Runs functions concurrently in its block: plain code in threads, awaitables that they return in the event loop.
 
     The global generators are the block's own: seeded at its beginning, their states restored at its end. An error
-    leaves the block without waiting for plain code: its threads are interrupted, and end when they can.
+    leaves the block without waiting: awaitables are cancelled, and threads are interrupted and end when they can.
 
     Args:
         seed: seeds the global generators. None leaves them alone, because other code runs during the block.
@@ -37,24 +36,25 @@ class Background:
 
     def __init__(self, seed: int | None):
         self.pending = 0  # calls whose Futures `finished` has not returned
-        self._seed, self._block = seed, ExitStack()
+        self._random_state = watched_random_state() if seed is None else own_random_state(seed)
         self._threads: list[threading.Thread] = []
         self._jobs: SimpleQueue = SimpleQueue()
         self._done: SimpleQueue = SimpleQueue()
+        self._awaited: set[Future] = set()
 
     def __enter__(self) -> "Background":
-        state = watched_random_state() if self._seed is None else own_random_state(self._seed)
-        self._block.enter_context(state)
-        self._portal = self._block.enter_context(start_blocking_portal())
+        self._random_state.__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         if self.pending:
             for thread in self._threads:
                 interrupt(thread)
+            for future in [*self._awaited]:
+                future.cancel()
         for _ in self._threads:
             self._jobs.put(None)
-        self._block.__exit__(*error)
+        self._random_state.__exit__(*error)
 
     def start(self, key: Hashable, func: Callable[[], object]) -> None:
         """Call a function, and await what it returns if that is awaitable."""
@@ -83,7 +83,8 @@ class Background:
                 try:
                     value = func()
                     if inspect.isawaitable(value):
-                        future = self._portal.start_task_soon(awaited, value)
+                        future = schedule(value)
+                        self._awaited.add(future)
                     else:
                         future.set_result(value)
                 except TimeUp:
@@ -93,6 +94,7 @@ class Background:
                 future.add_done_callback(partial(self._put, key))
 
     def _put(self, key: Hashable, future: Future) -> None:
+        self._awaited.discard(future)
         self._done.put((key, future))
 
 

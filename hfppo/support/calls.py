@@ -3,6 +3,8 @@
 import asyncio
 import ctypes
 import inspect
+import math
+import os
 import signal
 import sys
 import threading
@@ -14,26 +16,60 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 import torch
-from anyio.from_thread import start_blocking_portal
 
 T = TypeVar("T")
 MOMENT = 0.05  # seconds
+LOCK = threading.Lock()
+LOOPS: dict[int, asyncio.AbstractEventLoop] = {}  # by process, because a fork does not copy the loop's thread
+
+
+def event_loop() -> asyncio.AbstractEventLoop:
+    """Return this process's event loop, which runs in a thread of its own until the process ends.
+
+    Clients of users' functions belong to the loop of their first use, so all calls of all rollouts share one.
+    A notebook already runs another loop in the main thread.
+    """
+    with LOCK:
+        process = os.getpid()
+        if process not in LOOPS:
+            loop = asyncio.new_event_loop()
+            threading.Thread(target=keep_running, args=[loop], daemon=True).start()
+            LOOPS[process] = loop
+        return LOOPS[process]
+
+
+def keep_running(loop: asyncio.AbstractEventLoop) -> None:
+    """Run a loop forever; an exit in a coroutine ends that coroutine only."""
+    while True:
+        with suppress(SystemExit, KeyboardInterrupt):
+            loop.run_forever()
+
+
+def schedule(value: Awaitable[T]) -> Future[T]:
+    """Await a value in the process's event loop; cancelling the Future cancels it."""
+    return asyncio.run_coroutine_threadsafe(awaited(value), event_loop())
 
 
 def wait_for(call: Callable[[], Awaitable[T]]) -> T:
     """Run a coroutine function and return its result."""
-    # The event loop runs in another thread, because a notebook already runs one in this thread.
-    with start_blocking_portal() as portal:
-        future = portal.start_task_soon(call)
+    future = schedule(call())
+    try:
         wait_briefly([future])
         return future.result()
+    finally:
+        future.cancel()  # no effect unless Ctrl-C or `interrupt` ended the wait
 
 
-def wait_briefly(futures: Sequence[Future]) -> set[Future]:
-    """Wait for all Futures or for an error, and return the finished ones; Ctrl-C and `interrupt` end the wait."""
-    while True:  # what arrives during a wait, Python raises only after it
-        found = wait(futures, MOMENT, FIRST_EXCEPTION)
-        if not found.not_done or any(future.exception() for future in found.done):
+def wait_briefly(futures: Sequence[Future], seconds: float = math.inf) -> set[Future]:
+    """Wait for all Futures, an error or a time limit, and return the finished Futures.
+
+    Ctrl-C and `interrupt` end the wait: Python raises them only between waits, so each wait is short.
+    """
+    end = time.monotonic() + seconds
+    while True:
+        found = wait(futures, min(MOMENT, seconds), FIRST_EXCEPTION)
+        failed = any(future.exception() for future in found.done)
+        if failed or not found.not_done or time.monotonic() >= end:
             return found.done
 
 
@@ -134,8 +170,7 @@ def call_in_thread(seconds: float | None, message: str, func: Callable[[], T]) -
     Compiled code that keeps the interpreter's lock, such as a regular expression, stops all threads.
 
     Args:
-        seconds: time in which the function waits for other computing threads counts less. None for no limit; the
-            function then runs in this thread.
+        seconds: None for no limit; the function then runs in this thread.
         message: the error's message.
     Raises:
         TimeoutError: the time is over; a note shows the line that hung.
@@ -157,16 +192,8 @@ def call_in_thread(seconds: float | None, message: str, func: Callable[[], T]) -
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    begin, looks, look = time.monotonic(), 0, seconds / 10
-    counted = 0.0
     try:
-        while counted < seconds and not answer.done():
-            wait([answer], look)
-            looks, passed = looks + 1, time.monotonic() - begin
-            # Threads that compute have turns of a switch interval each. How late a look ends, on average, shows how
-            # many they are.
-            counted = passed / max(1.0, (passed / looks - look) / sys.getswitchinterval())
-        if answer.done():
+        if wait_briefly([answer], seconds):
             return answer.result()
         late = TimeoutError(message)
         late.add_note("It was at\n" + "".join(traceback.format_stack(sys._current_frames()[thread.ident])))

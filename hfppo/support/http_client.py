@@ -3,12 +3,15 @@
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
+from functools import cache
+from http.cookiejar import CookieJar, DefaultCookiePolicy
 from typing import Any
 
 import httpx2
 from tenacity import AsyncRetrying, retry_if_exception_type, wait_exponential_jitter
 from tenacity.stop import stop_base
 
+from hfppo.support.calls import schedule
 from hfppo.support.secrets import hide_in_url
 
 RETRY_STATUSES = (408, 425, 429, 500, 502, 503, 504)  # HTTP statuses after which another attempt may succeed
@@ -85,33 +88,35 @@ class Endpoint:
         Raises:
             ServerError: an answer is missing or wrong; pending requests are dropped.
         """
-        limit = asyncio.Semaphore(self.max_concurrency)
-        async with httpx2.AsyncClient(
-            headers=self.headers,
-            timeout=None,
-            limits=httpx2.Limits(max_connections=self.max_concurrency),
-            trust_env=False,  # no proxies and no .netrc
-            verify=httpx2.create_ssl_context(),  # with the environment's certificates
-        ) as client:
+        return await asyncio.wrap_future(schedule(self._ask_all(method, path, bodies)))
 
-            async def ask(body: object) -> httpx2.Response:
-                async with limit:
-                    retrying = AsyncRetrying(
-                        stop=self.stop,
-                        wait=wait_exponential_jitter(multiplier=0.2, max=5.0),
-                        retry=retry_if_exception_type(Unavailable),
-                        reraise=True,
-                    )
-                    return await retrying(self._ask, client, method, self.url + path, body)
+    async def _ask_all(self, method: str, path: str, bodies: Sequence[object]) -> list[httpx2.Response]:
+        """Ask in the process's event loop, to which the client belongs."""
+        limit, client = asyncio.Semaphore(self.max_concurrency), client_in(asyncio.get_running_loop())
 
-            return await asyncio.gather(*(ask(body) for body in bodies))
+        async def ask(body: object) -> httpx2.Response:
+            async with limit:
+                retrying = AsyncRetrying(
+                    stop=self.stop,
+                    wait=wait_exponential_jitter(multiplier=0.2, max=5.0),
+                    retry=retry_if_exception_type(Unavailable),
+                    reraise=True,
+                )
+                return await retrying(self._ask, client, method, self.url + path, body)
+
+        requests = [asyncio.ensure_future(ask(body)) for body in bodies]
+        try:
+            return await asyncio.gather(*requests)
+        finally:
+            for request in requests:
+                request.cancel()
 
     async def _ask(self, client: httpx2.AsyncClient, method: str, url: str, body: object) -> httpx2.Response:
         """Make one attempt."""
         name = hide_in_url(url)
         try:
             async with asyncio.timeout(self.timeout):
-                response = await client.request(method, url, json=body)
+                response = await client.request(method, url, json=body, headers=self.headers)
         except TimeoutError as error:
             raise Unavailable(
                 f"{name} did not answer within {self.timeout:g} s, after all retries; raise the limit, send less at "
@@ -128,6 +133,18 @@ class Endpoint:
         if not response.is_success:
             raise ServerError(f"{name} answered {status}: {said!r}; check address, headers and its log", status)
         return response
+
+
+@cache
+def client_in(loop: asyncio.AbstractEventLoop) -> httpx2.AsyncClient:
+    """Return the client of an event loop. It keeps connections open, and reads the CA certificates once."""
+    return httpx2.AsyncClient(
+        timeout=None,  # `_ask` has its own
+        limits=httpx2.Limits(),
+        trust_env=False,  # no proxies and no .netrc
+        verify=httpx2.create_ssl_context(),  # with the environment's certificates
+        cookies=CookieJar(DefaultCookiePolicy(allowed_domains=[])),
+    )
 
 
 def parse_json(response: httpx2.Response) -> Any:

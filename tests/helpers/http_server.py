@@ -1,9 +1,11 @@
 """An HTTP server on loopback that stands for a reward server."""
 
 import json
+import socket
 import ssl
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 Answer = Callable[[dict], tuple[int, bytes]]
@@ -16,10 +18,17 @@ class Server:
         self.asked: list[dict] = []
         self.paths: list[str] = []
         self.headers: list[dict] = []
+        self.connections: list[socket.socket] = []
         self.at_once = self.most_at_once = 0
         outer, lock = self, threading.Lock()
 
         class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"  # which keeps connections open
+
+            def setup(self):
+                super().setup()
+                outer.connections.append(self.connection)
+
             def do_POST(self):
                 body = json.loads(self.rfile.read(int(self.headers["content-length"])))
                 with lock:
@@ -35,6 +44,7 @@ class Server:
                 if status == 302:
                     self.send_header("location", "http://127.0.0.1:9/elsewhere")
                 self.send_header("content-length", str(len(content)))
+                self.send_header("set-cookie", "backend=3")
                 self.end_headers()
                 self.wfile.write(content)
 
@@ -51,6 +61,9 @@ class Server:
     def stop(self) -> None:
         self.http.shutdown()
         self.http.server_close()
+        for connection in self.connections:
+            with suppress(OSError):  # it is closed already
+                connection.shutdown(socket.SHUT_RDWR)
 
 
 def lengths(body: dict) -> tuple[int, bytes]:

@@ -1,0 +1,140 @@
+"""Calls of users' functions: one event loop for the whole process, and time limits in seconds of the clock."""
+
+import asyncio
+import os
+import sys
+from concurrent.futures import Future, wait
+from types import SimpleNamespace
+
+import pytest
+
+from helpers.agents import Doors, call, collect, count_messages
+from helpers.scripted import score
+from hfppo import TextEnvironment, TolerantReward
+from hfppo.support.calls import call_in_thread, wait_for
+
+
+class Client:
+    """Belongs to the event loop of its first use, as the clients of httpx and openai do."""
+
+    def __init__(self):
+        self.loop = None
+
+    async def get(self):
+        self.loop = self.loop or asyncio.get_running_loop()
+        assert asyncio.get_running_loop() is self.loop
+        return "found"
+
+
+def async_tool():
+    client = Client()
+
+    async def use() -> str:
+        """Use it."""
+        return await client.get()
+
+    return {"tools": [use], "reward_funcs": count_messages}
+
+
+def async_environment():
+    client = Client()
+
+    class Online(Doors):
+        async def reset(self, **row):
+            return await client.get()
+
+        async def use(self) -> str:
+            """Use it."""
+            return await client.get()
+
+        async def get_reward(self):
+            return float(await client.get() == "found")
+
+    return {"environment_factory": Online}
+
+
+def async_text_environment():
+    client = Client()
+
+    class Online(TextEnvironment):
+        async def reset(self, **row):
+            return await client.get()
+
+        async def step(self, text):
+            return await client.get(), 1.0, text == "a", False, {}
+
+    return {"environment_factory": Online}
+
+
+def async_factory():
+    class Online(Doors):
+        async def use(self) -> str:
+            """Use it."""
+            return await self.client.get()
+
+    async def connect():
+        made = Online()
+        made.client = Client()
+        await made.client.get()
+        return made
+
+    return {"environment_factory": connect, "reward_funcs": count_messages}
+
+
+@pytest.mark.parametrize("kind", [async_tool, async_environment, async_text_environment, async_factory])
+def test_what_belongs_to_an_event_loop_serves_every_rollout(make_agent, kind):
+    trainer = make_agent(*[[call("use"), "a"] * 2] * 4, **kind())
+    for _ in range(2):
+        _, transcript, _ = collect(trainer)
+        assert [messages[1]["content"] for messages in transcript.completions] == ["found"] * 4
+
+
+@pytest.mark.parametrize("wrapped", [lambda func: func, TolerantReward, lambda func: lambda **given: func(**given)])
+def test_a_client_of_a_reward_function_serves_every_batch(wrapped):
+    client = Client()
+
+    async def judge(completions, **_):
+        return [float(await client.get() == "found") for _ in completions]
+
+    for _ in range(2):
+        assert score(wrapped(judge), texts=("1", "2")).combined.tolist() == [1.0, 1.0]
+
+
+async def at_once():
+    return 7
+
+
+def test_an_exit_in_a_coroutine_reaches_the_caller_and_leaves_the_loop_running():
+    async def leave():
+        sys.exit(3)
+
+    with pytest.raises(SystemExit):
+        wait_for(leave)
+    assert wait_for(at_once) == 7
+
+
+def test_a_forked_process_has_an_event_loop_of_its_own():
+    wait_for(at_once)
+    if not (child := os.fork()):
+        os._exit(wait_for(at_once))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+
+@pytest.mark.parametrize("computing", [0, 16])
+def test_a_time_limit_is_in_seconds_of_the_clock_whatever_else_computes(monkeypatch, computing):
+    """Beside threads that compute, each wait is longer than asked for."""
+    now, hangs = 0.0, Future()
+
+    def late(futures, seconds, *when):
+        nonlocal now
+        now += seconds + computing * sys.getswitchinterval()
+        return wait(futures, 0, *when)
+
+    monkeypatch.setattr("hfppo.support.calls.time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr("hfppo.support.calls.wait", late)
+    try:
+        with pytest.raises(TimeoutError, match="late"):
+            call_in_thread(1.0, "late", hangs.result)
+        assert now == pytest.approx(1.0, abs=0.2)
+    finally:
+        hangs.set_result(None)
