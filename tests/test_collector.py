@@ -148,9 +148,10 @@ class OffBothWays(Off):
     """The first token is three times as likely for the training model as for the sampler, the second the reverse."""
 
     def __call__(self, *args):
-        completions = super().__call__(*args)
-        completions.logprobs[:, 1] += math.log(3.0)
-        return completions
+        off = [(turn, [*turn.logprobs]) for turn in super().__call__(*args)]
+        for _, logprobs in off:
+            logprobs[1:2] = [x + math.log(3.0) for x in logprobs[1:2]]
+        return [replace(turn, logprobs=logprobs) for turn, logprobs in off]
 
 
 @pytest.mark.parametrize("mode", F.MISMATCH_MODES)

@@ -326,7 +326,7 @@ def test_a_wrapped_sampler_still_tells_how_much_is_done(make_trainer, monkeypatc
 
 def test_a_sampler_that_breaks_its_contract_is_told(first_digits):
     first_digits.rows = slice(1, None)
-    with pytest.raises(ValueError, match="sampler function returned 1 completions for 2 prompts"):
+    with pytest.raises(ValueError, match="sampler function returned 1 turns for 2 prompts"):
         first_digits.rollout(["1+1=", "2+2="])
 
 

@@ -39,7 +39,6 @@ from hfppo.generation.sampler import Sampler
 from hfppo.support import background
 from hfppo.support.background import Background
 from hfppo.support.calls import call_in_thread, event_loop
-from hfppo.support.padding import pad_left
 
 FAR = 60  # seconds that no test waits
 
@@ -298,7 +297,7 @@ class Engine(Script):
         return nullcontext()
 
     def generate(self, prompts, sampling, adapter):
-        completions = self(*pad_left(prompts, 0), None, [fields["max_tokens"] for fields in sampling])
+        turns = self(prompts, None, [fields["max_tokens"] for fields in sampling])
         if self.taken[1] == 2:
             self.second.set()
         if self.taken[1] == 4:
@@ -306,8 +305,7 @@ class Engine(Script):
         if len(prompts) == 1 and prompts[0][: len(self.prompts[0])] == self.prompts[0]:
             self.asked.set()
             self.waited.append(self.fourth.wait(FAR))
-        rows = zip(completions.ids, completions.logprobs, completions.mask, strict=True)
-        return [(ids[mask].tolist(), logprobs[mask].tolist()) for ids, logprobs, mask in rows]
+        return [(turn.ids, turn.logprobs) for turn in turns]
 
 
 def test_a_server_samples_what_is_ready_whatever_else_it_samples(make_agent, monkeypatch):

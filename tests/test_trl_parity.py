@@ -4,7 +4,6 @@ import copy
 import random
 
 import pytest
-import torch
 from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
 
@@ -221,11 +220,7 @@ def by_trl(out, scripts, rounds=None, most=100, rows=ROWS, **kwargs):
 
     class Scripted(GRPOTrainer):
         def _generate_single_turn(self, prompt_ids, *args, **kwargs):
-            width = max(map(len, prompt_ids))
-            ids = torch.tensor([[0] * (width - len(row)) + row for row in prompt_ids])
-            mask = torch.tensor([[False] * (width - len(row)) + [True] * len(row) for row in prompt_ids])
-            found = script(ids, mask, None, [most] * len(prompt_ids))
-            return [row[m].tolist() for row, m in zip(found.ids, found.mask, strict=True)], None
+            return [turn.ids for turn in script(prompt_ids, None, [most] * len(prompt_ids))], None
 
     args = GRPOConfig(
         output_dir=str(out), per_device_train_batch_size=4, num_generations=2, max_completion_length=most,

@@ -279,7 +279,8 @@ class Collector:
         """Return as many groups as a rollout has, those whose scores differ first."""
         samples, size = sampled.samples, self.args.num_generations
         sampled.pending.result()
-        scores, scored = (torch.tensor([getattr(one, name) for one in samples]) for name in ("score", "scored"))
+        scores = torch.tensor([sample.score for sample in samples], dtype=torch.float32)
+        scored = torch.tensor([sample.scored for sample in samples])
         counts = torch.tensor([counts_in_loss(sample, self.args) for sample in samples])
         alike = scores_alike(scores, scored, counts, size)
         groups = alike.int().argsort(stable=True)[: self.args.prompts_per_process].tolist()

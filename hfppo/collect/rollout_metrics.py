@@ -26,9 +26,9 @@ def measure_scores(samples: Sequence[Sample], numbers: Numbers) -> Measures:
     Args:
         numbers: of log_metric, by name.
     """
-    scores, scored = torch.tensor([[s.score, s.scored] for s in samples]).unbind(dim=1)
-    of_scored = parts(scores[scored.bool()])
-    measures = {"reward": of_scored, "reward_std": of_scored, "unscorable_frac": parts(~scored.bool())}
+    scored = torch.tensor([sample.scored for sample in samples])
+    of_scored = parts(torch.tensor([sample.score for sample in samples], dtype=torch.float32)[scored])
+    measures = {"reward": of_scored, "reward_std": of_scored, "unscorable_frac": parts(~scored)}
     for name, given in zip(samples[0].scores, score_table(samples).T, strict=True):
         measures |= dict.fromkeys((f"rewards/{name}/mean", f"rewards/{name}/std"), parts(given, ~given.isnan()))
     for name in samples[0].fallbacks:
