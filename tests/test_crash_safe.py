@@ -290,7 +290,7 @@ def test_a_reward_may_change_the_working_folder(make_trainer, dataset, tmp_path,
         return [float(len(text)) for text in completions]
 
     monkeypatch.chdir(tmp_path)
-    config = {**BEST, "output_dir": "out", "lr_scheduler_type": "constant", "save_total_limit": 1}
+    config = {**BEST, "output_dir": "out", "lr_scheduler_type": "constant", "save_total_limit": 2}
     make_trainer({**config, "max_steps": 2}, reward_funcs=moving, eval_dataset=dataset).train()
     monkeypatch.chdir(tmp_path)
     trainer = make_trainer(config, reward_funcs=moving, eval_dataset=dataset)
