@@ -137,7 +137,7 @@ def check_calls(rewards: RewardFunctions, prompts: dict[str, Prompts], agents: A
         if from_episodes and "self" in some.rows.column_names:
             raise ValueError(f"{dataset} has a column 'self', the name of an argument of reset; rename it")
         check_conversations(name, func, dataset, some)
-        columns = {*RESERVED_COLUMNS, *from_episodes, "completion_ids", *some.rows[0]} - {"prompt", "completion"}
+        columns = {*RESERVED_COLUMNS, *from_episodes, "completion_ids", *some[0][0]} - {"prompt", "completion"}
         called = func.func if isinstance(func, RewardWrapper) else func
         if isinstance(called, RewardServer) and (missing := sorted(set(called.columns) - columns)):
             raise ValueError(
