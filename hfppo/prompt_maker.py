@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from hfppo.config import PPOConfig
 from hfppo.data.chat_template import RunDate
 from hfppo.data.prompt_stream import EvalDataset, PromptStream, read_all
-from hfppo.data.prompts import Prompts, describe_rows, has_transform, is_stored, media_columns, prepare_prompts
+from hfppo.data.prompts import Prompts, describe_rows, is_stored, media_columns, prepare_prompts
 from hfppo.environments.agents import Agents, dataset_for
 from hfppo.support.processes import check_alike
 
@@ -135,9 +135,11 @@ class PromptMaker:
 
         A transform sees all columns.
         """
-        if not isinstance(dataset, Dataset | IterableDataset) or has_transform(dataset):
+        if not (media := media_columns(dataset)):
             return dataset
-        return dataset.remove_columns([name for name in media_columns(dataset) if name not in self.reads])
+        if isinstance(dataset, IterableDataset) and self.reads.isdisjoint(media):
+            dataset = dataset.decode(False)  # it would decode before it removes
+        return dataset.remove_columns([name for name in media if name not in self.reads])
 
 
 def label_eval(name: str | None) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import torch
-from datasets import Dataset, Features, IterableDataset, LargeList, Value
+from datasets import Dataset, Features, LargeList, Value
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
@@ -184,7 +184,7 @@ def read_row(rows: Dataset, index: int) -> Columns:
     try:
         return rows[index]
     except Exception as error:
-        if has_transform(rows) or not (media := media_columns(rows)):
+        if not (media := media_columns(rows)):
             raise
         known = rows.remove_columns(media)[index]
         raise ValueError(
@@ -206,15 +206,18 @@ def describe_rows(dataset: object) -> dict[str, object]:
     return {
         "number of rows": len(dataset),
         "columns": dataset.column_names,
-        "rows (SHA-256)": hashed.hexdigest(),
+        "rows (SHA-256)": hashed.hexdigest()[:16],
         "rows on disk": is_stored(dataset),
     }
 
 
-def media_columns(dataset: Dataset | IterableDataset) -> list[str]:
-    """Return the columns with images, audio or other files, which are decoded when a row is read."""
-    # Only the features of files have this field, and lists and dictionaries of them show it.
-    return [name for name, feature in (dataset.features or {}).items() if "decode=True" in repr(feature)]
+def media_columns(dataset: object) -> list[str]:
+    """Return the columns with images, audio or other files that are decoded when a row is read; a transform has none.
+
+    Only the features of files have the field `decode`, and lists and dictionaries of them show it.
+    """
+    features = {} if has_transform(dataset) else getattr(dataset, "features", None) or {}
+    return [name for name, feature in features.items() if "decode=True" in repr(feature)]
 
 
 def dataset_of(prompts: Sequence[object], columns: Mapping[str, Sequence[object]]) -> Dataset:
