@@ -12,9 +12,9 @@ from peft import PeftConfig, PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from hfppo.checks.data import check_calls, check_candidates, check_ids, check_lengths
+from hfppo.checks.data import check_calls, check_candidates, check_ends, check_ids, check_lengths
 from hfppo.config import PPOConfig
-from hfppo.data.chat_template import CLOCK, RunDate
+from hfppo.data.chat_template import CLOCK, RunDate, find_turn_end
 from hfppo.data.prompt_stream import EvalDataset
 from hfppo.data.prompts import Prompts
 from hfppo.environments.agents import Agents, load_agents
@@ -124,7 +124,7 @@ def load_parts(inputs: TrainerInputs) -> Parts:
     loaded = load_model(inputs.model, **inputs.of_model)
     check_trainable(loaded, inputs.peft_config)
     check_lengths("the model", loaded, longest, args)
-    eos_ids = eos_token_ids(tokenizer, loaded.generation_config)
+    eos_ids = with_turn_end(eos_token_ids(tokenizer, loaded.generation_config), prompts, prompt_maker)
     padding = eos_ids[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     special = {
         "the end of sequence": eos_ids,
@@ -132,6 +132,7 @@ def load_parts(inputs: TrainerInputs) -> Parts:
         "generation_kwargs['stop_token_ids']": args.stop_token_ids or eos_ids,
     }
     check_ids(loaded, prompts.known, special)
+    check_ends(prompts.known, tokenizer)
     player = None if agents is None else make_player(agents, eos_ids, args, positions_of(loaded)[0])
 
     reference = None if inputs.ref_model is None else load_model(inputs.ref_model, "ref_model", **inputs.init_kwargs)
@@ -155,6 +156,20 @@ def load_parts(inputs: TrainerInputs) -> Parts:
         sources=inputs.sources(actor.base.name_or_path),
         player=player,
     )
+
+
+def with_turn_end(eos_ids: list[int], prompts: DatasetPrompts, prompt_maker: PromptMaker) -> list[int]:
+    """Return the ids that end a completion, with the token that ends the chat template's turns.
+
+    The EOS of many a base ends a document: a conversation would continue with turns that the model writes itself.
+    """
+    tokenizer = prompt_maker.tokenizer
+    end = find_turn_end(tokenizer, prompt_maker.chat_template_kwargs) if prompts.conversational else None
+    if end is None or end in eos_ids:
+        return eos_ids
+    told = tokenizer.convert_ids_to_tokens(end), tokenizer.eos_token
+    logger.warning("%r ends a completion, as it ends turns in the chat template; the tokenizer's EOS is %r", *told)
+    return [*eos_ids, end]
 
 
 def load_prompt_maker(inputs: TrainerInputs) -> PromptMaker:
@@ -254,5 +269,6 @@ def load_later_dataset(
     prompts = prompt_maker.of_dataset(dataset, name, alike=alike)
     check_lengths("the model", model.causal_lm, prompts.longest, prompt_maker.args)
     check_ids(model.causal_lm, {name: prompts}, {})
+    check_ends({name: prompts}, prompt_maker.tokenizer)
     check_calls(rewards, {name: prompts}, prompt_maker.agents)
     return prompts

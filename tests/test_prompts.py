@@ -11,6 +11,7 @@ import pytest
 import torch
 from build_arithmetic_base import character_tokenizer
 from datasets import Dataset, Features, Image, List, load_from_disk
+from tokenizers.processors import TemplateProcessing
 
 from helpers.scripted import training_rows
 from helpers.tiny import CHAT_TEMPLATE
@@ -439,3 +440,34 @@ def test_a_column_of_files_that_a_function_names_is_decoded(make_trainer, datase
     data = dataset.add_column("image", images).cast_column("image", Image())
     make_trainer({"max_steps": 4}, reward_funcs=reward, train_dataset=data).train()
     assert {one.size for one in seen} == {(4, 2)}
+
+
+def encloses(tokenizer, start: str = "", end: str = ""):
+    """Let a tokenizer add special tokens to what it encodes, as add_bos_token and add_eos_token do."""
+    special = [(token, tokenizer.convert_tokens_to_ids(token)) for token in (start, end) if token]
+    template = " ".join(part for part in (start, "$A", end) if part)
+    tokenizer._tokenizer.post_processor = TemplateProcessing(single=template, special_tokens=special)
+    return tokenizer
+
+
+def test_a_tokenizer_that_ends_prompts_is_refused(make_trainer, tokenizer, dataset):
+    ending = encloses(tokenizer, end="<eos>")
+    with pytest.raises(ValueError, match=r"train_dataset.*'<eos>'.*add_eos_token"):
+        make_trainer(processing_class=ending)
+    own = dataset.map(lambda row: {"prompt": row["prompt"] + "<eos>"})
+    make_trainer(processing_class=ending, train_dataset=own)  # the text itself ends so
+    chat = dataset.map(lambda row: {"prompt": [user(row["prompt"])]})
+    trainer = make_trainer(processing_class=ending, train_dataset=chat)
+    with pytest.raises(ValueError, match=r"eval_dataset.*add_eos_token"):
+        trainer.evaluate(dataset)
+
+
+def test_two_tokens_at_the_start_of_prompts_are_warned_of(make_trainer, tokenizer, dataset, caplog):
+    tokenizer.bos_token = "！"
+    starting = encloses(tokenizer, start="！")
+    make_trainer(processing_class=starting)
+    assert "two" not in caplog.text
+    rendered = dataset.map(lambda row: {"prompt": "！" + row["prompt"]})
+    make_trainer(processing_class=starting, train_dataset=rendered)
+    assert "two" in caplog.text
+    assert "add_bos_token" in caplog.text

@@ -1,7 +1,9 @@
 """Prompts with their completions: as tensors for the models, as text for reward functions and callbacks."""
 
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -12,6 +14,8 @@ from hfppo.environments.chat_format import parse_turn
 from hfppo.environments.episodes import Episode, completions_of
 from hfppo.generation.sampler import Completions
 from hfppo.rewards.reward_func import RewardBatch, Text
+
+logger = logging.getLogger(__name__)
 
 RESERVED = ("prompt", "completion", "completion_ids")  # columns of a dataset that reward functions do not get
 
@@ -62,6 +66,7 @@ class Completed:
 
     def reward_batch(self, tokenizer: PreTrainedTokenizerBase, state: TrainerState) -> RewardBatch:
         """Return what the reward functions are given."""
+        warn_of_hidden(self.completions, str(self.texts), tokenizer)
         names = [name for name in self.rows[0].columns if name not in RESERVED]
         columns = {name: [row.columns[name] for row in self.rows] for name in names}
         if any(episode.environment is not None for episode in self.episodes):
@@ -77,6 +82,29 @@ class Completed:
             prompt_ids=[row.prompt_ids for row in self.rows],
             tokenizer=tokenizer,
         )
+
+
+def warn_of_hidden(completions: Completions, text: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Warn if the policy samples special tokens that the text leaves out, other than EOS and the like.
+
+    Args:
+        text: contains the text of all completions.
+    """
+    mask, usual = completions.mask, set(map(str, tokenizer.special_tokens_map.values()))
+    inside = set(completions.ids[:, :-1][mask[:, :-1] & mask[:, 1:]].tolist())  # a turn's last token may end it
+    for number, token in tokenizer.added_tokens_decoder.items():
+        if number in inside and token.special and str(token) not in usual and str(token) not in text:
+            warn_of_token(str(token))
+
+
+@cache  # once is enough
+def warn_of_token(token: str) -> None:
+    """Warn of a special token that reward functions do not see."""
+    logger.warning(
+        "the policy samples %r, which the text for reward functions leaves out because it is a special token of the "
+        "tokenizer; look for it in completion_ids",
+        token,
+    )
 
 
 def token_ids(completions: Completions) -> list[list[int]]:
