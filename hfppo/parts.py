@@ -163,8 +163,8 @@ def with_turn_end(eos_ids: list[int], prompts: DatasetPrompts, prompt_maker: Pro
 
     The EOS of many a base ends a document: a conversation would continue with turns that the model writes itself.
     """
-    tokenizer = prompt_maker.tokenizer
-    end = find_turn_end(tokenizer, prompt_maker.chat_template_kwargs) if prompts.conversational else None
+    tokenizer, chats = prompt_maker.tokenizer, any(some.conversational for some in prompts.known.values())
+    end = find_turn_end(tokenizer, prompt_maker.chat_template_kwargs) if chats else None
     if end is None or end in eos_ids:
         return eos_ids
     told = tokenizer.convert_ids_to_tokens(end), tokenizer.eos_token

@@ -35,11 +35,6 @@ class DatasetPrompts:
         return {name: some.head for name, some in self.named.items()}
 
     @property
-    def conversational(self) -> bool:
-        """Whether some prompts are lists of messages."""
-        return any(some.conversational for some in self.known.values())
-
-    @property
     def dated(self) -> bool:
         """Whether the text of some prompts may depend on the date."""
         return any(some.dated for some in self.known.values())

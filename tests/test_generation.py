@@ -351,8 +351,8 @@ class Pieces:
     def __call__(self, text, **_):
         return {"input_ids": []}
 
-    def decode(self, ids, **_):
-        return b"".join(self.tokens[i] for i in ids).decode(errors="replace")
+    def batch_decode(self, rows, **_):
+        return [b"".join(self.tokens[i] for i in ids).decode(errors="replace") for ids in rows]
 
 
 TOKENS = Pieces(b"ab", b"cd", b"e", "é".encode()[:1], "é".encode()[1:], b"")

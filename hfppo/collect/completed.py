@@ -1,13 +1,12 @@
 """Prompts with their completions: as tensors for the models, as text for reward functions and callbacks."""
 
-import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, TrainerState
+from transformers.utils.logging import get_logger
 
 from hfppo.data.prompts import Row
 from hfppo.environments.chat_format import parse_turn
@@ -15,7 +14,7 @@ from hfppo.environments.episodes import Episode, completions_of
 from hfppo.generation.sampler import Completions
 from hfppo.rewards.reward_func import RewardBatch, Text
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 RESERVED = ("prompt", "completion", "completion_ids")  # columns of a dataset that reward functions do not get
 
@@ -94,17 +93,11 @@ def warn_of_hidden(completions: Completions, text: str, tokenizer: PreTrainedTok
     inside = set(completions.ids[:, :-1][mask[:, :-1] & mask[:, 1:]].tolist())  # a turn's last token may end it
     for number, token in tokenizer.added_tokens_decoder.items():
         if number in inside and token.special and str(token) not in usual and str(token) not in text:
-            warn_of_token(str(token))
-
-
-@cache  # once is enough
-def warn_of_token(token: str) -> None:
-    """Warn of a special token that reward functions do not see."""
-    logger.warning(
-        "the policy samples %r, which the text for reward functions leaves out because it is a special token of the "
-        "tokenizer; look for it in completion_ids",
-        token,
-    )
+            logger.warning_once(
+                "the policy samples %r, which the text for reward functions leaves out because it is a special token "
+                "of the tokenizer; look for it in completion_ids",
+                str(token),
+            )
 
 
 def token_ids(completions: Completions) -> list[list[int]]:

@@ -227,14 +227,9 @@ class EpisodePlayer:
     def complete_prompt(self, row: Row, text: str | None, schemas: list[Schema]) -> Row:
         """Return a row whose prompt ends with a text, in messages of plain text, which every chat template renders."""
         given = row.columns.get("prompt", EMPTY_PROMPT)
-        prompt = [{**message, "content": joined(message.get("content"))} for message in given]
-        shown = prompt
-        if text is not None:
-            *before, last = prompt
-            prompt, shown = (
-                [*before, {**last, "content": last["content"] + added}]
-                for added in (text, self.chat_format.neutralize(text))
-            )
+        *before, last = ({**message, "content": joined(message.get("content"))} for message in given)
+        texts = text or "", self.chat_format.neutralize(text or "")
+        prompt, shown = ([*before, {**last, "content": last["content"] + added}] for added in texts)
         row = replace(row, columns={**row.columns, "prompt": prompt})
         if shown == given:
             return row

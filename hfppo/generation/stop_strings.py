@@ -3,7 +3,6 @@
 from bisect import bisect_left
 from dataclasses import dataclass
 from functools import cached_property
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -32,11 +31,8 @@ class StopStrings:
 
     def found(self, ids: list[int]) -> bool:
         """Return whether the text has one of the stop strings."""
-        lead, text = map(self._decode, (self.lead, self.lead + ids))
+        lead, text = self.tokenizer.batch_decode([self.lead, self.lead + ids], clean_up_tokenization_spaces=False)
         return any(string in text.removeprefix(lead) for string in self.strings)
-
-    def _decode(self, ids: list[int]) -> str:
-        return cast(str, self.tokenizer.decode(ids, clean_up_tokenization_spaces=False))
 
     def end(self, ids: list[int]) -> int:
         """Return the number of tokens up to the end of the first stop string; 0 if there is none."""
