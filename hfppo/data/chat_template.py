@@ -79,7 +79,7 @@ def find_turn_end(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]
     """
     user, text = {"role": "user", "content": "dummy"}, "text_of_a_reply"
     dialogue, after = [user, {"role": "assistant", "content": text}, user], []
-    with suppress(TemplateError, TypeError, ValueError):
+    with suppress(AttributeError, LookupError, TemplateError, TypeError, ValueError):
         for messages in (dialogue[:2], dialogue):
             rendered = apply_chat_template(tokenizer, messages, tokenize=False, **options)
             rest = rendered.partition(text)[2].lstrip()

@@ -20,5 +20,5 @@ def check_alike(facts: Mapping[str, object]) -> None:
             if (here := first.get(name)) != (there := found.get(name)):
                 raise ValueError(
                     f"{name} is {here!r:.300} on process 0 ({host}), but {there!r:.300} on process {process} "
-                    f"({other}); give every process the same, since the trainer itself shares the rows out"
+                    f"({other}); give all processes the same: the trainer itself shares the rows out among them"
                 )
