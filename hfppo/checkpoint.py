@@ -3,7 +3,7 @@
 import hashlib
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import date
 from pathlib import Path
@@ -94,20 +94,24 @@ def describe_run(
 
 def hash_frozen_weights(model: ActorCritic) -> dict[str, str | None]:
     """Return a hash of the base, and one of the reference; None: the reference is the base."""
-    reference = None if model.ref_model is None else fingerprint(model.ref_model)
+    reference = None if model.ref_model is None else fingerprint(frozen(model.ref_model))
     return {
-        "base (SHA-256 of some of its weights)": fingerprint(model.base_model),
+        "base (SHA-256 of some of its weights)": fingerprint(frozen(model.base_model)),
         "reference (SHA-256 of some of its weights)": reference,
     }
 
 
-def fingerprint(base: nn.Module) -> str:
-    """Return a hash of the first numbers of each frozen weight; float32 and bfloat16 copies of a base share it."""
+def frozen(model: nn.Module) -> Iterator[Tensor]:
+    """Yield the weights that are not trained."""
+    return (parameter for parameter in model.parameters() if not parameter.requires_grad)
+
+
+def fingerprint(weights: Iterable[Tensor]) -> str:
+    """Return a hash of the first numbers of each weight; float32 and bfloat16 copies of a base share it."""
     hashed = hashlib.sha256()
-    for parameter in base.parameters():
-        if not parameter.requires_grad:
-            first = parameter.detach().flatten()[:16].cpu().bfloat16()
-            hashed.update(first.view(torch.int16).numpy().tobytes())
+    for weight in weights:
+        first = weight.detach().flatten()[:16].cpu().bfloat16()
+        hashed.update(first.view(torch.int16).numpy().tobytes())
     return hashed.hexdigest()
 
 

@@ -281,6 +281,7 @@ class PPOConfig(TrainingArguments):
         self._fill_in()
         unset = [name for name in CHECKPOINTING if getattr(self, name) is None]
         super().__post_init__()
+        self.output_dir = os.path.abspath(cast(str, self.output_dir))  # a reward function may change the folder
         if not follows_base(self):
             self.bf16 = bool(self.bf16)
             vars(self).update({name: bool(getattr(self, name)) for name in CHECKPOINTING})

@@ -1,7 +1,9 @@
 """From the arguments of `PPOTrainer` to its checked and loaded parts; nothing is generated or written here."""
 
+import inspect
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
 
@@ -10,9 +12,10 @@ from peft import PeftConfig, PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from hfppo.checks.data import check_calls, check_candidates, check_ids, check_lengths
+from hfppo.checks.data import check_calls, check_candidates, check_ends, check_ids, check_lengths
 from hfppo.config import PPOConfig
-from hfppo.data.chat_template import CLOCK, RunDate
+from hfppo.data.chat_template import CLOCK, RunDate, find_turn_end
+from hfppo.data.prompt_stream import EvalDataset
 from hfppo.data.prompts import Prompts
 from hfppo.environments.agents import Agents, load_agents
 from hfppo.environments.environment import Tool
@@ -52,7 +55,7 @@ class TrainerInputs:
     args: PPOConfig
     reward_funcs: RewardSource | Sequence[RewardSource] | None = None
     train_dataset: Dataset | IterableDataset | None = None
-    eval_dataset: Dataset | dict[str, Dataset] | None = None
+    eval_dataset: EvalDataset = None
     processing_class: PreTrainedTokenizerBase | None = None
     peft_config: PeftConfig | None = None
     ref_model: str | PreTrainedModel | None = None
@@ -121,7 +124,7 @@ def load_parts(inputs: TrainerInputs) -> Parts:
     loaded = load_model(inputs.model, **inputs.of_model)
     check_trainable(loaded, inputs.peft_config)
     check_lengths("the model", loaded, longest, args)
-    eos_ids = eos_token_ids(tokenizer, loaded.generation_config)
+    eos_ids = with_turn_end(eos_token_ids(tokenizer, loaded.generation_config), prompts, prompt_maker)
     padding = eos_ids[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     special = {
         "the end of sequence": eos_ids,
@@ -129,6 +132,7 @@ def load_parts(inputs: TrainerInputs) -> Parts:
         "generation_kwargs['stop_token_ids']": args.stop_token_ids or eos_ids,
     }
     check_ids(loaded, prompts.known, special)
+    check_ends(prompts.known, tokenizer)
     player = None if agents is None else make_player(agents, eos_ids, args, positions_of(loaded)[0])
 
     reference = None if inputs.ref_model is None else load_model(inputs.ref_model, "ref_model", **inputs.init_kwargs)
@@ -154,6 +158,20 @@ def load_parts(inputs: TrainerInputs) -> Parts:
     )
 
 
+def with_turn_end(eos_ids: list[int], prompts: DatasetPrompts, prompt_maker: PromptMaker) -> list[int]:
+    """Return the ids that end a completion, with the token that ends the chat template's turns.
+
+    The EOS of many a base ends a document: a conversation would continue with turns that the model writes itself.
+    """
+    tokenizer, chats = prompt_maker.tokenizer, any(some.conversational for some in prompts.known.values())
+    end = find_turn_end(tokenizer, prompt_maker.chat_template_kwargs) if chats else None
+    if end is None or end in eos_ids:
+        return eos_ids
+    told = tokenizer.convert_ids_to_tokens(end), tokenizer.eos_token
+    logger.warning("%r ends a completion, as it ends turns in the chat template; the tokenizer's EOS is %r", *told)
+    return [*eos_ids, end]
+
+
 def load_prompt_maker(inputs: TrainerInputs) -> PromptMaker:
     """Return the maker of prompts, with tokenizer, tools and environments."""
     if not isinstance(inputs.model, str):
@@ -163,7 +181,18 @@ def load_prompt_maker(inputs: TrainerInputs) -> PromptMaker:
     options: dict[str, Any] = {CLOCK: date, **cast(dict[str, Any], inputs.args.chat_template_kwargs or {})}
     agents = load_agents(inputs.tools, inputs.environment_factory, tokenizer, inputs.args, options)
     options = options if agents is None else agents.chat_format.options
-    return PromptMaker(tokenizer, inputs.args, agents, date, options)
+    return PromptMaker(tokenizer, inputs.args, agents, date, options, columns_read(inputs.reward_funcs, agents))
+
+
+def columns_read(reward_funcs: object, agents: Agents | None) -> frozenset[str]:
+    """Return the parameters of reward functions and of `reset`, some of which are columns."""
+    given = reward_funcs if isinstance(reward_funcs, list | tuple) else [reward_funcs]
+    environments = [] if agents is None else agents.pool.examples.values()
+    names: set[str] = set()
+    for func in [*map(unwrap, given), *(one.reset for one in environments if one is not None)]:
+        with suppress(TypeError, ValueError):  # the name of a model, or a builtin without a signature
+            names |= set(inspect.signature(func).parameters)
+    return frozenset(names)
 
 
 def reward_functions(inputs: TrainerInputs, base_name: str, agents: Agents | None) -> RewardFunctions:
@@ -223,15 +252,23 @@ def prepare_reward_models(rewards: RewardFunctions, base: PreTrainedModel, promp
 
 
 def load_later_dataset(
-    dataset: Dataset, name: str, model: ActorCritic, rewards: RewardFunctions, prompt_maker: PromptMaker
+    dataset: Dataset | IterableDataset,
+    name: str,
+    model: ActorCritic,
+    rewards: RewardFunctions,
+    prompt_maker: PromptMaker,
+    alike: bool = True,
 ) -> Prompts:
     """Return the checked prompts of a dataset given after construction; `name` is the dataset's name in errors.
 
+    Args:
+        alike: see `PromptMaker.of_dataset`.
     Raises:
-        TypeError, ValueError: prompts or columns do not fit.
+        TypeError, ValueError: prompts or columns do not fit, or differ between processes.
     """
-    prompts = prompt_maker.of_dataset(dataset, name)
+    prompts = prompt_maker.of_dataset(dataset, name, alike=alike)
     check_lengths("the model", model.causal_lm, prompts.longest, prompt_maker.args)
     check_ids(model.causal_lm, {name: prompts}, {})
+    check_ends({name: prompts}, prompt_maker.tokenizer)
     check_calls(rewards, {name: prompts}, prompt_maker.agents)
     return prompts

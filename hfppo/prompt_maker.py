@@ -10,9 +10,10 @@ from transformers import PreTrainedTokenizerBase
 
 from hfppo.config import PPOConfig
 from hfppo.data.chat_template import RunDate
-from hfppo.data.prompt_stream import PromptStream
-from hfppo.data.prompts import Prompts, is_stored, prepare_prompts
+from hfppo.data.prompt_stream import EvalDataset, PromptStream, read_all
+from hfppo.data.prompts import Prompts, describe_rows, is_stored, media_columns, prepare_prompts
 from hfppo.environments.agents import Agents, dataset_for
+from hfppo.support.processes import check_alike
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class DatasetPrompts:
     @property
     def dated(self) -> bool:
         """Whether the text of some prompts may depend on the date."""
-        return any(some.head.dated for some in self.named.values())
+        return any(some.dated for some in self.known.values())
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ class PromptMaker:
     Args:
         date: the date that chat templates read.
         chat_template_kwargs: passed to the chat template for every prompt, the date among them.
+        reads: the columns that reward functions and environments have as parameters.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -53,11 +55,12 @@ class PromptMaker:
     agents: Agents | None
     date: RunDate
     chat_template_kwargs: dict[str, Any]
+    reads: frozenset[str] = frozenset()
 
     def of_datasets(
         self,
         train_dataset: Dataset | IterableDataset | None,
-        eval_dataset: Dataset | dict[str, Dataset] | None,
+        eval_dataset: EvalDataset,
     ) -> DatasetPrompts:
         """Return the prompts of all datasets."""
         train: Prompts | PromptStream | None = None
@@ -76,15 +79,29 @@ class PromptMaker:
         date: RunDate,
         prompts: DatasetPrompts,
         train_dataset: Dataset | IterableDataset | None,
-        eval_dataset: Dataset | dict[str, Dataset] | None,
+        eval_dataset: EvalDataset,
     ) -> DatasetPrompts:
         """Change the date of the run, and return its prompts, made again if their text may depend on the date."""
         self.date.day = date.day
         return self.of_datasets(train_dataset, eval_dataset) if prompts.dated else prompts
 
-    def of_dataset(self, dataset: Dataset, name: str, may_be_empty: bool = False) -> Prompts:
-        """Return the prompts of a dataset; `name` is the dataset's name in errors."""
+    def of_dataset(
+        self, dataset: Dataset | IterableDataset, name: str, may_be_empty: bool = False, alike: bool = True
+    ) -> Prompts:
+        """Return the prompts of a dataset, or of a whole stream.
+
+        Args:
+            name: the dataset's name in errors.
+            alike: whether all processes are given the same rows, and make this call.
+        Raises:
+            TypeError, ValueError: the rows cannot be used, or differ between processes.
+        """
         agents = self.agents
+        dataset = self.without_media(dataset)
+        if isinstance(dataset, IterableDataset):
+            dataset = read_all(dataset)
+        if alike and self.args.world_size > 1:  # before the processes wait for each other to tokenize
+            check_alike({f"{name}: {fact}": value for fact, value in describe_rows(dataset).items()})
         completed = dataset_for(dataset, agents)
         # One process of each machine tokenizes, and the others read the ids that it has stored.
         with self.args.main_process_first() if is_stored(completed) else nullcontext():
@@ -110,7 +127,19 @@ class PromptMaker:
             raise ValueError("train_dataset is a stream of unknown length; set max_steps or total_episodes")
         if (longest := self.args.max_prompt_length) is None:
             raise ValueError("train_dataset is a stream with prompts of unknown length; set max_prompt_length")
-        return PromptStream(dataset, partial(self.of_dataset, may_be_empty=True), longest)
+        prepare = partial(self.of_dataset, may_be_empty=True, alike=False)  # processes read at different times
+        return PromptStream(self.without_media(dataset), prepare, longest)
+
+    def without_media(self, dataset: Any) -> Any:
+        """Return a dataset without the columns of images, audio or other files that no function names.
+
+        A transform sees all columns.
+        """
+        if not (media := media_columns(dataset)):
+            return dataset
+        if isinstance(dataset, IterableDataset) and self.reads.isdisjoint(media):
+            dataset = dataset.decode(False)  # it would decode before it removes
+        return dataset.remove_columns([name for name in media if name not in self.reads])
 
 
 def label_eval(name: str | None) -> str:

@@ -31,6 +31,7 @@ from hfppo.callbacks import PPOControl, TrainerHooks, call_event
 from hfppo.checkpoint import PPOCheckpoint, Standing, describe_run, saved_run
 from hfppo.checks.data import check_output_folder, check_types
 from hfppo.checks.engine import check_engine, wait_at_exit
+from hfppo.checks.processes import check_processes
 from hfppo.checks.unknown_names import checks_keywords
 from hfppo.collect.ahead import Order, RolloutAhead
 from hfppo.collect.candidates import Choice, judge
@@ -40,7 +41,7 @@ from hfppo.collect.forward import autocast
 from hfppo.collect.rows import group_equal_rows
 from hfppo.config import PPOConfig
 from hfppo.data.chat_template import Message
-from hfppo.data.prompt_stream import PromptStream
+from hfppo.data.prompt_stream import EvalDataset, PromptStream
 from hfppo.data.prompts import Prompts, dataset_of
 from hfppo.environments.agents import default_dataset
 from hfppo.environments.environment import Tool
@@ -71,6 +72,7 @@ from hfppo.rollout import Rollout
 from hfppo.saving.crash_safe import CrashSafeTrainer
 from hfppo.state import SHUFFLE_STREAM, PPOState
 from hfppo.support.out_of_memory import explain_out_of_memory
+from hfppo.support.processes import check_alike
 
 
 class PPOTrainer(CrashSafeTrainer):
@@ -143,7 +145,7 @@ class PPOTrainer(CrashSafeTrainer):
         reward_funcs: RewardFunc | str | PreTrainedModel | Sequence[RewardFunc | str | PreTrainedModel] | None = None,
         args: PPOConfig | None = None,
         train_dataset: Dataset | IterableDataset | None = None,
-        eval_dataset: Dataset | dict[str, Dataset] | None = None,
+        eval_dataset: EvalDataset = None,
         processing_class: PreTrainedTokenizerBase | None = None,
         *,
         peft_config: PeftConfig | None = None,
@@ -217,6 +219,7 @@ class PPOTrainer(CrashSafeTrainer):
         self._outputs_checked = False
         described = parts.prompts.train, parts.model, parts.peft_config, parts.rewards.names
         run = describe_run(*described, parts.prompt_maker)
+        check_processes(run, parts.model, parts.prompts, args)
         self._checkpoint = PPOCheckpoint(run, args.process_index)
         self._begin_run()
 
@@ -249,10 +252,10 @@ class PPOTrainer(CrashSafeTrainer):
                     self._ahead.prepare(self.args.device)
             self._outputs_checked = True
 
-    def _prepare_prompts(self, dataset: Dataset, name: str) -> Prompts:
-        """Check and tokenize a dataset given after construction; `name` is the dataset's name in errors."""
+    def _prepare_prompts(self, dataset: Dataset | IterableDataset, name: str, alike: bool = True) -> Prompts:
+        """Check and tokenize a dataset given after construction; see `load_later_dataset`."""
         rewards = self.collector.rewards
-        return load_later_dataset(dataset, name, self.model, rewards, self._prompt_maker)
+        return load_later_dataset(dataset, name, self.model, rewards, self._prompt_maker, alike)
 
     # Training: a rollout, then mini-batches of it
 
@@ -415,10 +418,12 @@ class PPOTrainer(CrashSafeTrainer):
         Raises:
             TypeError, ValueError: prompts or columns that do not fit.
         """
-        rows = self.collector.eval_rows(self._prepare_prompts(dataset_of(prompts, columns), "prompts"))
+        given = self._prepare_prompts(dataset_of(prompts, columns), "prompts", alike=False)
+        rows = group_equal_rows(self.collector.eval_rows(given))
+        check_alike({"number of prompts": len(rows), "number of different ones": len({row.group for row in rows})})
         self._prepare_model()
         self._wait_for_ahead()
-        return self.collector.collect(group_equal_rows(rows), self.ppo_state, self.state, training=False).rollout
+        return self.collector.collect(rows, self.ppo_state, self.state, training=False).rollout
 
     # The loss
 
@@ -540,13 +545,13 @@ class PPOTrainer(CrashSafeTrainer):
 
     # Evaluation
 
-    def get_eval_dataloader(self, eval_dataset: str | Dataset | None = None) -> DataLoader:
+    def get_eval_dataloader(self, eval_dataset: str | Dataset | IterableDataset | None = None) -> DataLoader:
         """Return the prompts of an evaluation; `evaluation_loop` shares them out among the processes."""
         prompts = self._eval_prompts.find(eval_dataset, self.eval_dataset)
         size = self.args.eval_batch_size * self.args.world_size
         return DataLoader(prompts, batch_size=size, collate_fn=list)  # type: ignore[arg-type]
 
-    def get_test_dataloader(self, test_dataset: Dataset) -> DataLoader:
+    def get_test_dataloader(self, test_dataset: Dataset | IterableDataset) -> DataLoader:
         """Return the prompts of `predict`."""
         return self.get_eval_dataloader(test_dataset)
 

@@ -3,15 +3,18 @@
 import datetime
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
 from build_arithmetic_base import character_tokenizer
 from datasets import Dataset, load_from_disk
+from transformers import AddedToken
 from transformers.utils import chat_template_utils
 
 from helpers.agents import TEMPLATE
 from helpers.runs import final_state, logs
+from helpers.scripted import Scripted
 from helpers.tiny import CHAT_TEMPLATE, other_tokenizer, scorer, tiny_model
 from hfppo import TextEnvironment
 from hfppo.checkpoint import state_file
@@ -187,3 +190,58 @@ def test_stored_ids_of_another_day_are_not_found_and_those_without_a_date_are(tm
     plain = ids(CHAT_TEMPLATE, 7)
     monkeypatch.setattr(prompts_module, "render_all", None)
     assert ids(CHAT_TEMPLATE, 8) == plain
+
+
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + m['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>{% endif %}"
+)
+
+
+@pytest.fixture
+def chat(make_trainer, tokenizer):
+    """Build a trainer whose tokenizer ends texts with <eos>, and whose template may end turns with another token."""
+
+    def make(template: str, **kwargs):
+        tokenizer.add_tokens([AddedToken(token, special=True) for token in ("<|im_start|>", "<|im_end|>", "<think>")])
+        tokenizer.chat_template = template
+        data = Dataset.from_dict({"prompt": TALKS})
+        return make_trainer(model=tiny_model(vocab_size=32), **{"train_dataset": data, **kwargs})
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("template", "ends"),
+    [
+        (CHATML, True),
+        (CHATML.replace("\n' }}", "' }}"), True),
+        (CHATML.replace("<|im_end|>", "<eos>"), False),  # EOS already
+        (CHAT_TEMPLATE, False),  # nothing ends a turn
+        (CHATML.replace("<|im_end|>", "！"), False),  # no token of its own
+        ("{% for m in messages %}{{ m['content'] }}{% endfor %}<|im_start|>", False),  # begins the next one
+        ("{% if messages | length > 1 %}{{ raise_exception('one turn') }}{% endif %}" + CHATML, False),
+    ],
+)
+def test_the_token_that_ends_the_templates_turns_ends_completions(chat, caplog, template, ends):
+    trainer = chat(template)
+    end = trainer.processing_class.convert_tokens_to_ids("<|im_end|>")
+    assert trainer.collector.sampler.sampling.eos_ids == ([1, end] if ends else [1])
+    assert ("<|im_end|>" in caplog.text) == ends
+
+
+def test_a_template_that_no_prompt_needs_ends_nothing(chat):
+    trainer = chat(CHATML, train_dataset=Dataset.from_dict({"prompt": ["1+1=", "1+2="]}))
+    assert trainer.collector.sampler.sampling.eos_ids == [1]
+
+
+@pytest.mark.parametrize(("inside", "warned"), [("<think>", True), ("<eos>", False), ("1", False)])
+def test_special_tokens_that_rewards_do_not_see_are_warned_of(chat, caplog, inside, warned):
+    """Ends of turns and the tokenizer's usual tokens are no news."""
+    trainer = chat(CHATML)
+    ids = trainer.processing_class.convert_tokens_to_ids(["2", inside, "3", "<|im_end|>"])
+    trainer.collector = replace(trainer.collector, sampler=Scripted(ids))
+    rows = trainer.collector.eval_rows(trainer._train_prompts)[:2]
+    for _ in range(2):
+        trainer.collector.reward_batch(trainer.collector.complete(rows), trainer.state)
+    assert caplog.text.count("'<think>'") == warned

@@ -274,6 +274,20 @@ def test_numbers_of_numpy_are_numbers(config, name, value):
     assert type(stored) in (int, float)
 
 
+@pytest.mark.parametrize("seed", [-1, 2**32])
+def test_a_seed_that_numpy_does_not_take_is_refused(config, seed):
+    with pytest.raises(ValueError, match=rf"^seed={seed} must be in \[0, "):
+        config(seed=seed)
+
+
+def test_a_relative_output_folder_is_where_the_run_started(config, monkeypatch, tmp_path):
+    """A reward function may change the working folder."""
+    monkeypatch.chdir(tmp_path)
+    args = config(output_dir="out")
+    monkeypatch.chdir("/")
+    assert args.output_dir == replace(args, seed=3).output_dir == str(tmp_path / "out")
+
+
 def test_numbers_of_numpy_have_ranges_too(config):
     with pytest.raises(ValueError, match=r"gamma=1\.5 must be in \[0, 1\]"):
         config(gamma=np.float32(1.5))

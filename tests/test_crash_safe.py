@@ -281,6 +281,25 @@ def test_the_best_checkpoint_is_kept_under_another_spelling_of_its_path(make_tra
     assert [name for name in expected if not torch.equal(expected[name], got[name])] == []
 
 
+def test_a_reward_may_change_the_working_folder(make_trainer, dataset, tmp_path, monkeypatch):
+    """A relative output folder and a relative checkpoint stay where the run began."""
+    (tmp_path / "other").mkdir()
+
+    def moving(completions, **kwargs):
+        monkeypatch.chdir(tmp_path / "other")
+        return [float(len(text)) for text in completions]
+
+    monkeypatch.chdir(tmp_path)
+    config = {**BEST, "output_dir": "out", "lr_scheduler_type": "constant", "save_total_limit": 2}
+    make_trainer({**config, "max_steps": 2}, reward_funcs=moving, eval_dataset=dataset).train()
+    monkeypatch.chdir(tmp_path)
+    trainer = make_trainer(config, reward_funcs=moving, eval_dataset=dataset)
+    trainer.train(resume_from_checkpoint="out/checkpoint-2")
+    assert Path(trainer.state.best_model_checkpoint).is_absolute()
+    assert find_damage(trainer.state.best_model_checkpoint) is None
+    assert list((tmp_path / "other").iterdir()) == []
+
+
 def test_the_best_checkpoint_may_be_deleted_while_a_run_goes_on(make_trainer, dataset):
     callback = PPOCallback()
     callback.on_save = lambda args, state, control, **_: (

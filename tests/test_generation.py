@@ -5,8 +5,9 @@ from functools import partial
 
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models, normalizers
 from torch.testing import assert_close
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from helpers.runs import SMALL, count_digits
 from helpers.scripted import first_rollout, padded_turns
@@ -342,8 +343,11 @@ class Pieces:
     def __init__(self, *tokens: bytes):
         self.tokens = tokens
 
-    def decode(self, ids, **_):
-        return b"".join(self.tokens[i] for i in ids).decode(errors="replace")
+    def __call__(self, text, **_):
+        return {"input_ids": []}
+
+    def batch_decode(self, rows, **_):
+        return [b"".join(self.tokens[i] for i in ids).decode(errors="replace") for ids in rows]
 
 
 TOKENS = Pieces(b"ab", b"cd", b"e", "é".encode()[:1], "é".encode()[1:], b"")
@@ -363,6 +367,21 @@ TOKENS = Pieces(b"ab", b"cd", b"e", "é".encode()[:1], "é".encode()[1:], b"")
 )
 def test_the_end_by_a_stop_string_by_hand(strings, ids, end):
     assert StopStrings(TOKENS, strings).end(ids) == end
+
+
+@pytest.mark.parametrize(
+    ("string", "end"), [(" 12", 2), ("12", 2), (" 1", 1), ("  1", 0), ("2 1", 3), ("你", 6), ("1你", 6)]
+)
+def test_a_stop_string_may_begin_with_the_space_that_a_decoder_strips(string, end):
+    """As Llama 2's strips it at the start of a text."""
+    characters = {f"<0x{byte:02X}>": 4 + i for i, byte in enumerate("你".encode())}
+    vocabulary = {"<unk>": 0, "▁": 1, "1": 2, "▁1": 3, **characters, "2": 7}
+    made = Tokenizer(models.BPE(vocabulary, [("▁", "1")], unk_token="<unk>", byte_fallback=True))
+    made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    made.decoder = decoders.Sequence(steps)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>")
+    assert StopStrings(tokenizer, (string,)).end([3, 7, 3, 4, 5, 6]) == end
 
 
 @pytest.mark.parametrize("greedy", [False, True])

@@ -1,14 +1,17 @@
 """Prompts: what the tokenizer is given, which prompts are left, and the order they come in."""
 
+import io
 import itertools
 import json
 import logging
 from types import SimpleNamespace
 
+import PIL.Image
 import pytest
 import torch
 from build_arithmetic_base import character_tokenizer
-from datasets import Dataset, load_from_disk
+from datasets import Dataset, Features, Image, List, load_from_disk
+from tokenizers.processors import TemplateProcessing
 
 from helpers.scripted import training_rows
 from helpers.tiny import CHAT_TEMPLATE
@@ -393,3 +396,78 @@ def test_rollouts_go_through_the_prompts_without_gap_or_repetition(tokenizer, tm
     groups = [group for _, group, _ in rows]
     assert groups == [i // 2 for i in range(28)]
     assert len({seed for _, _, seed in rows}) == 28  # each completion its own random numbers
+
+
+BROKEN = {"bytes": b"no image", "path": None}
+
+
+def with_images(dataset: Dataset, column: str = "image", nested: bool = False) -> Dataset:
+    """Files that cannot be decoded."""
+    feature = List(Image()) if nested else Image()
+    values = [[BROKEN] if nested else BROKEN] * len(dataset)
+    return Dataset.from_dict({**dataset.to_dict(), column: values}, Features({**dataset.features, column: feature}))
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_column_of_files_that_no_function_names_is_not_decoded(make_trainer, dataset, nested, streams):
+    data = with_images(dataset, nested=nested)
+    train = data.to_iterable_dataset() if streams else data
+    trainer = make_trainer({"max_steps": 4, "max_prompt_length": 20}, train_dataset=train, eval_dataset=data)
+    trainer.train()
+    trainer.evaluate()
+    trainer.predict(with_images(dataset))
+
+
+def test_a_file_that_cannot_be_decoded_is_named(make_trainer, dataset):
+    def reward(completions, image, **kwargs):
+        return [0.0] * len(image)
+
+    with pytest.raises(ValueError, match=r"请问0\+3=.*column image cannot be decoded"):
+        make_trainer(reward_funcs=reward, train_dataset=with_images(dataset))
+
+
+def test_a_column_of_files_that_a_function_names_is_decoded(make_trainer, dataset):
+    seen = []
+
+    def reward(completions, image, **kwargs):
+        seen.extend(image)
+        return [0.0] * len(image)
+
+    picture = io.BytesIO()
+    PIL.Image.new("RGB", (4, 2)).save(picture, "PNG")
+    images = [{"bytes": picture.getvalue(), "path": None}] * len(dataset)
+    data = dataset.add_column("image", images).cast_column("image", Image())
+    make_trainer({"max_steps": 4}, reward_funcs=reward, train_dataset=data).train()
+    assert {one.size for one in seen} == {(4, 2)}
+
+
+def encloses(tokenizer, start: str = "", end: str = ""):
+    """Let a tokenizer add special tokens to what it encodes, as add_bos_token and add_eos_token do."""
+    special = [(token, tokenizer.convert_tokens_to_ids(token)) for token in (start, end) if token]
+    template = " ".join(part for part in (start, "$A", end) if part)
+    tokenizer._tokenizer.post_processor = TemplateProcessing(single=template, special_tokens=special)
+    return tokenizer
+
+
+def test_a_tokenizer_that_ends_prompts_is_refused(make_trainer, tokenizer, dataset):
+    ending = encloses(tokenizer, end="<eos>")
+    with pytest.raises(ValueError, match=r"train_dataset.*'<eos>'.*add_eos_token"):
+        make_trainer(processing_class=ending)
+    own = dataset.map(lambda row: {"prompt": row["prompt"] + "<eos>"})
+    make_trainer(processing_class=ending, train_dataset=own)  # the text itself ends so
+    chat = dataset.map(lambda row: {"prompt": [user(row["prompt"])]})
+    trainer = make_trainer(processing_class=ending, train_dataset=chat)
+    with pytest.raises(ValueError, match=r"eval_dataset.*add_eos_token"):
+        trainer.evaluate(dataset)
+
+
+def test_two_tokens_at_the_start_of_prompts_are_warned_of(make_trainer, tokenizer, dataset, caplog):
+    tokenizer.bos_token = "！"
+    starting = encloses(tokenizer, start="！")
+    make_trainer(processing_class=starting)
+    assert "two" not in caplog.text
+    rendered = dataset.map(lambda row: {"prompt": "！" + row["prompt"]})
+    make_trainer(processing_class=starting, train_dataset=rendered)
+    assert "two" in caplog.text
+    assert "add_bos_token" in caplog.text

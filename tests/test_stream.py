@@ -79,3 +79,14 @@ def test_columns_of_a_stream_reach_the_reward_functions(make_trainer):
     trainer.train()
     assert seen == ["1", "2", "3", "4"] * 2
     assert trainer.state.epoch == 1.0
+
+
+def test_an_evaluation_set_may_be_a_stream_that_ends(make_trainer, dataset):
+    """It is read whole; a later one too."""
+    rows = dataset.select(range(6))
+    trainer = make_trainer(eval_dataset={"stream": rows.to_iterable_dataset(), "rows": rows})
+    metrics = trainer.evaluate()
+    assert metrics["eval_stream_reward"] == metrics["eval_rows_reward"]
+    again = trainer.predict(rows.to_iterable_dataset())
+    assert len(again.predictions) == 6
+    assert again.label_ids["answer"] == rows["answer"]

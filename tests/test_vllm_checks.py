@@ -142,8 +142,11 @@ def test_stop_strings_stay_in_what_vllm_returns():
 class Signs:
     """A tokenizer of letters: "a" is token 0."""
 
-    def decode(self, ids, **_):
-        return "".join(chr(ord("a") + i) for i in ids)
+    def __call__(self, text, **_):
+        return {"input_ids": []}
+
+    def batch_decode(self, rows, **_):
+        return ["".join(chr(ord("a") + i) for i in ids) for ids in rows]
 
 
 class GoesOn:

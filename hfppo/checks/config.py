@@ -32,6 +32,7 @@ class Requirement:
 
 AT_LEAST_0 = Requirement("at least 0", lambda x: x >= 0)
 AT_LEAST_1 = Requirement("at least 1", lambda x: x >= 1)
+SEED = Requirement("in [0, 2**32 − 1], NumPy's seeds", lambda x: 0 <= x < 2**32)
 
 # Requirements on fields of TrainingArguments; PPOConfig's own are in its annotations.
 INHERITED_REQUIREMENTS = {
@@ -40,6 +41,7 @@ INHERITED_REQUIREMENTS = {
     "gradient_accumulation_steps": AT_LEAST_1,
     "learning_rate": AT_LEAST_0,
     "max_grad_norm": AT_LEAST_0,
+    "seed": SEED,
 }
 
 # The keys of `generation_kwargs`, with the type, condition and description of their lists' entries.

@@ -1,6 +1,7 @@
 """Checks of the arguments of `PPOTrainer`, before anything is generated or written."""
 
 import inspect
+import logging
 from collections.abc import Callable, Iterable
 from itertools import product
 from pathlib import Path
@@ -20,6 +21,8 @@ from hfppo.rewards.functions import RewardFunctions
 from hfppo.rewards.model import check_conversations
 from hfppo.rewards.reward_func import BatchReward, RewardWrapper
 from hfppo.rewards.server import RewardServer
+
+logger = logging.getLogger(__name__)
 
 # What arguments of PPOTrainer must be, unless they are None, and the remedy.
 ARGUMENTS: dict[str, tuple[Callable[[object], bool], str]] = {
@@ -122,6 +125,30 @@ def check_ids(model: PreTrainedModel | PeftModel, prompts: dict[str, Prompts], s
             )
 
 
+def check_ends(prompts: dict[str, Prompts], tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise if the tokenizer adds EOS to text prompts, and warn if it begins prompts with BOS twice; reads the first.
+
+    Raises:
+        ValueError: the completions would begin after EOS.
+    """
+    for name, some in prompts.items():
+        if not (ids := some.ids[0].as_py()):  # an environment writes the prompt
+            continue
+        if ids[:2] == [tokenizer.bos_token_id] * 2:
+            logger.warning(
+                "%s: prompts begin with two %r, the text's and the tokenizer's; take it out of the text, or set "
+                "processing_class.add_bos_token=False",
+                *(name, tokenizer.bos_token),
+            )
+        last = tokenizer.convert_ids_to_tokens(ids[-1])
+        is_end = last in (tokenizer.eos_token, tokenizer.sep_token)
+        if is_end and not some.conversational and not some[0][0]["prompt"].endswith(last):
+            raise ValueError(
+                f"{name}: the tokenizer ends each prompt with {last!r}, after which no completion follows; set "
+                "processing_class.add_eos_token=False"
+            )
+
+
 def check_calls(rewards: RewardFunctions, prompts: dict[str, Prompts], agents: Agents | None) -> None:
     """Raise if a reward function cannot be called with the columns of a dataset.
 
@@ -137,7 +164,7 @@ def check_calls(rewards: RewardFunctions, prompts: dict[str, Prompts], agents: A
         if from_episodes and "self" in some.rows.column_names:
             raise ValueError(f"{dataset} has a column 'self', the name of an argument of reset; rename it")
         check_conversations(name, func, dataset, some)
-        columns = {*RESERVED_COLUMNS, *from_episodes, "completion_ids", *some.rows[0]} - {"prompt", "completion"}
+        columns = {*RESERVED_COLUMNS, *from_episodes, "completion_ids", *some[0][0]} - {"prompt", "completion"}
         called = func.func if isinstance(func, RewardWrapper) else func
         if isinstance(called, RewardServer) and (missing := sorted(set(called.columns) - columns)):
             raise ValueError(

@@ -11,6 +11,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, TrainerState
+from transformers.utils.logging import get_logger
 
 from hfppo import functional as F
 from hfppo.collect.candidates import Choice, ScoreLine, choose, measure_choice, num_candidates
@@ -35,6 +36,8 @@ from hfppo.sample import Ended, Sample, Text, Turn, pad
 from hfppo.state import CHOICE_STREAM, PPOState
 from hfppo.support.out_of_memory import explain_out_of_memory
 from hfppo.support.padding import pad_left
+
+logger = get_logger(__name__)
 
 PhaseDisplay = Callable[[str], AbstractContextManager]  # shows a phase, by the name of its metric, while it lasts
 
@@ -273,6 +276,7 @@ class Collector:
 
     def reward_batch(self, samples: Sequence[Sample], state: TrainerState) -> RewardBatch:
         """Return samples as the reward functions get them."""
+        warn_of_hidden(samples, self.tokenizer)
         return RewardBatch(samples, self.tokenizer, state)
 
     def select_groups(self, sampled: Sampled) -> Sampled:
@@ -325,6 +329,23 @@ def answers(rows: list[Row], turns: list[Turn], tokenizer: PreTrainedTokenizerBa
         sample.append(turn.ids, turn.logprobs)
         sample.ended = Ended.CUT if turn.truncated else Ended.STOPPED
     return samples
+
+
+def warn_of_hidden(samples: Sequence[Sample], tokenizer: PreTrainedTokenizerBase) -> None:
+    """Warn if the policy samples special tokens that its text leaves out, other than EOS and the like."""
+    text, usual = str([sample.text for sample in samples]), set(map(str, tokenizer.special_tokens_map.values()))
+    inside: set[int] = set()  # a turn's last token may end it
+    for sample in samples:
+        inside |= {
+            one for one, *both in zip(sample.ids, sample.sampled, sample.sampled[1:], strict=False) if all(both)
+        }
+    for number, token in tokenizer.added_tokens_decoder.items():
+        if number in inside and token.special and str(token) not in usual and str(token) not in text:
+            logger.warning_once(
+                "the policy samples %r, which the text for reward functions leaves out because it is a special token "
+                "of the tokenizer; look for it in completion_ids",
+                str(token),
+            )
 
 
 def transcript_of(samples: Sequence[Sample]) -> Transcript:

@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 from accelerate.utils import gather_object
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from transformers import EvalPrediction, TrainerState
 from transformers.trainer_utils import EvalLoopOutput, denumpify_detensorize
 
 from hfppo.collect.collector import Collector
 from hfppo.config import PPOConfig
+from hfppo.data.prompt_stream import EvalDataset
 from hfppo.data.prompts import EMPTY_PROMPT, Prompts
 from hfppo.metrics import Measures, Meter, parts
 from hfppo.models.modes import eval_mode
@@ -20,6 +21,7 @@ from hfppo.rewards.functions import RewardFunctions
 from hfppo.rewards.reward_func import RewardWrapper
 from hfppo.sample import Sample, Text
 from hfppo.support.out_of_memory import explain_out_of_memory
+from hfppo.support.processes import check_alike
 
 # Every evaluation has these metrics; each reward function adds its own.
 SCORE_METRICS = (
@@ -142,18 +144,19 @@ def check_best_metric(
 class EvalPrompts:
     """The prompts of the evaluation datasets, by name."""
 
-    given: Dataset | dict[str, Dataset] | None  # the dataset, or datasets by name, that the trainer was made with
+    given: EvalDataset  # the dataset, or datasets by name, that the trainer was made with
     prompts: dict[str | None, Prompts]  # their prompts, checked and tokenized; None is the key of a single dataset
-    prepare: Callable[[Dataset, str], Prompts]  # checks and tokenizes a dataset that comes later
+    prepare: Callable[[Dataset | IterableDataset, str], Prompts]  # checks and tokenizes a dataset that comes later
 
-    def find(self, requested: str | Dataset | None, current: Dataset | dict[str, Dataset] | None) -> Prompts:
-        """Return the prompts to evaluate on.
+    def find(self, requested: str | Dataset | IterableDataset | None, current: EvalDataset) -> Prompts:
+        """Return the prompts to evaluate on; a collective call.
 
         Args:
             requested: a dataset or its name; None: the trainer's.
             current: the trainer's `eval_dataset`, which may have been replaced since.
         Raises:
-            TypeError, ValueError: there is no dataset of that name, or its prompts do not fit.
+            TypeError, ValueError: there is no dataset of that name, its prompts do not fit, or the processes have
+                different ones.
         """
         wanted = current if requested is None else requested
         if isinstance(wanted, str):
@@ -166,5 +169,6 @@ class EvalPrompts:
         given = self.given if isinstance(self.given, dict) else {None: self.given}
         for name, dataset in given.items():
             if dataset is wanted:
+                check_alike({"the name of the evaluated dataset": name})
                 return self.prompts[name]
         return self.prepare(wanted, "eval_dataset")

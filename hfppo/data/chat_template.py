@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import date
 from functools import lru_cache
@@ -9,6 +10,7 @@ from itertools import groupby
 from typing import Any
 
 from accelerate.utils import broadcast_object_list
+from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 TEMPLATE_COLUMNS = ("tools", "chat_template_kwargs")  # columns passed to the chat template
@@ -65,6 +67,26 @@ def fixed_clock(day: date) -> str:
     texts = {"%%": "\0", **{code: day.strftime(code) for code in CODES}, "\0": "%"}
     replaced = "".join(f" | replace({code!r}, {text!r})" for code, text in texts.items())
     return f"{{% macro {CLOCK}(format) %}}{{{{ format{replaced} }}}}{{% endmacro %}}\n"  # the line feed is trimmed
+
+
+def find_turn_end(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]) -> int | None:
+    """Return the added token that a chat template writes after an assistant's message; None if there is none.
+
+    It must be there after the last message and before another one: some templates begin the next turn in any case.
+
+    Args:
+        options: passed to `apply_chat_template`.
+    """
+    user, text = {"role": "user", "content": "dummy"}, "text_of_a_reply"
+    dialogue, after = [user, {"role": "assistant", "content": text}, user], []
+    with suppress(AttributeError, LookupError, TemplateError, TypeError, ValueError):
+        for messages in (dialogue[:2], dialogue):
+            rendered = apply_chat_template(tokenizer, messages, tokenize=False, **options)
+            rest = rendered.partition(text)[2].lstrip()
+            after.append(tokenizer(rest, add_special_tokens=False)["input_ids"][:1])
+        if after[0] == after[1] and {*after[0]} <= {*tokenizer.get_added_vocab().values()}:
+            return next(iter(after[0]), None)
+    return None
 
 
 def render_one(

@@ -2,12 +2,21 @@
 
 from collections.abc import Callable, Iterator
 from itertools import count
+from typing import TypeAlias
 
 from datasets import Dataset, IterableDataset
 
 from hfppo.data.prompts import Columns, Prompts
 
+# Evaluation datasets as PPOTrainer takes them; a stream is read whole.
+EvalDataset: TypeAlias = Dataset | IterableDataset | dict[str, Dataset | IterableDataset] | None
+
 CHUNK = 256  # rows that are read, checked and tokenized at once
+
+
+def read_all(stream: IterableDataset) -> Dataset:
+    """Return all rows of a stream that ends."""
+    return Dataset.from_list(list(stream), features=stream.features)
 
 
 class PromptStream:

@@ -27,6 +27,7 @@ RESERVED_COLUMNS = {"prompts", "completions", "trainer_state", "log_extra", "log
 EMPTY_PROMPT = [{"role": "user", "content": ""}]  # the prompt of a row without a prompt; an environment adds its text
 
 ROWS_AT_ONCE = 1000  # rows per call of the tokenizer
+HASHED = 10_000  # rows that processes compare at most, in about a second
 STORED_FROM = 10_000  # rows of a dataset whose token ids are stored; tokenizing them takes about a second
 VERSION = 1  # version of the stored token ids; raise it when the code makes other ids
 
@@ -47,7 +48,7 @@ class Prompts:
         return len(self.ids)
 
     def __getitem__(self, index: int) -> tuple[Columns, list[int]]:
-        return self.rows[index], self.ids[index].as_py()
+        return read_row(self.rows, index), self.ids[index].as_py()
 
     @property
     def head(self) -> "Prompts":
@@ -139,7 +140,7 @@ def prepare_prompts(
         ValueError: no rows, no "prompt" column, a prompt of an unknown type, or one that the tokenizer cannot render.
     """
     check_columns(dataset, name)
-    if dataset.format["type"] != "custom":  # without the format a transform would be lost
+    if not has_transform(dataset):  # without the format a transform would be lost
         dataset = dataset.with_format(None)
     conversational = isinstance(dataset["prompt"][0], list)
     if tools is not None and not conversational:
@@ -172,6 +173,51 @@ def check_columns(dataset: Dataset, name: str) -> None:
         raise ValueError(
             f"{name} has columns named {', '.join(shadowed)}, which reward functions get from the trainer; rename them"
         )
+
+
+def read_row(rows: Dataset, index: int) -> Columns:
+    """Return a row of a dataset.
+
+    Raises:
+        ValueError: a file of the row cannot be decoded.
+    """
+    try:
+        return rows[index]
+    except Exception as error:
+        if not (media := media_columns(rows)):
+            raise
+        known = rows.remove_columns(media)[index]
+        raise ValueError(
+            f"row {known!r:.200}: column {', '.join(media)} cannot be decoded ({error!r}); correct the file, install "
+            "what decodes it, or remove the row or the column"
+        ) from error
+
+
+def describe_rows(dataset: object) -> dict[str, object]:
+    """Return what processes with the same dataset have alike; the hash reads at most `HASHED` rows, evenly spread.
+
+    Images and other files are left out, because the paths of two hosts may differ.
+    """
+    if not isinstance(dataset, Dataset):
+        return {"type": type(dataset).__name__}
+    plain = dataset.with_format("arrow").remove_columns(media_columns(dataset))
+    some: Any = plain[range(0, len(plain), len(plain) // HASHED + 1)]
+    hashed = hashlib.sha256(repr(some.to_pylist()).encode("utf-8", "surrogatepass"))
+    return {
+        "number of rows": len(dataset),
+        "columns": dataset.column_names,
+        "rows (SHA-256)": hashed.hexdigest()[:16],
+        "rows on disk": is_stored(dataset),
+    }
+
+
+def media_columns(dataset: object) -> list[str]:
+    """Return the columns with images, audio or other files that are decoded when a row is read; a transform has none.
+
+    Only the features of files have the field `decode`, and lists and dictionaries of them show it.
+    """
+    features = {} if has_transform(dataset) else getattr(dataset, "features", None) or {}
+    return [name for name, feature in features.items() if "decode=True" in repr(feature)]
 
 
 def dataset_of(prompts: Sequence[object], columns: Mapping[str, Sequence[object]]) -> Dataset:
@@ -289,9 +335,14 @@ class PromptTokenizer:
 
 def is_stored(dataset: object) -> bool:
     """Return whether the token ids of a dataset are stored: it is large, on disk, and has no transform."""
-    if not isinstance(dataset, Dataset) or dataset.format["type"] == "custom":
+    if not isinstance(dataset, Dataset) or has_transform(dataset):
         return False
     return bool(dataset.cache_files) and len(dataset) >= STORED_FROM
+
+
+def has_transform(dataset: object) -> bool:
+    """Return whether a dataset's rows are made by a function of the user, as `set_transform` sets it."""
+    return isinstance(dataset, Dataset) and dataset.format["type"] == "custom"
 
 
 def prompt_indices(positions: range, num_prompts: int, seed: int) -> list[int]:

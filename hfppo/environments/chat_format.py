@@ -4,9 +4,10 @@ Sampled tokens are never tokenized again. An answer to a turn is appended as the
 short conversation, with and without the answer. Both end the assistant's turn with the same token.
 """
 
+import json
 import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -32,28 +33,31 @@ class ChatFormat:
     eos_ids: list[int]  # tokens that end a turn
     options: dict[str, Any]  # passed to `apply_chat_template`
 
-    def reply_ids(self, replies: Sequence[Message], closed: bool = True) -> list[int]:
+    def reply_ids(
+        self, replies: Sequence[Message], closed: bool = True, own: Mapping[str, object] | None = None
+    ) -> list[int]:
         """Return the tokens from the end of the model's turn to the beginning of its next one.
 
         Args:
             replies: tool messages, or one user message.
             closed: whether the model has ended its turn; if not, the token that ends it comes first.
+            own: a row's arguments for the chat template, as JSON values.
         Raises:
             ValueError: the template renders earlier messages differently when the replies follow.
         """
         day = getattr(self.options.get(CLOCK), "day", None)
-        return self._cached(day, closed, *(tuple(message.items()) for message in replies))
+        return self._cached(day, closed, json.dumps(own or {}), *(tuple(message.items()) for message in replies))
 
     @cached_property
     def _cached(self) -> Callable[..., list[int]]:
         return lru_cache(maxsize=4096)(self._reply_ids)  # many environments give the same few answers
 
-    def _reply_ids(self, _: object, closed: bool, *items: tuple[tuple[str, Any], ...]) -> list[int]:
-        replies = list(map(dict, items))
+    def _reply_ids(self, _: object, closed: bool, own: str, *items: tuple[tuple[str, Any], ...]) -> list[int]:
+        replies, options = list(map(dict, items)), {"return_dict": True, **json.loads(own)}
         before = messages_before(replies[0])
         safe = [{**message, "content": self.neutralize(message["content"])} for message in replies]
-        shorter = self.rendered(before, return_dict=True)["input_ids"]
-        longer = self.rendered([*before, *safe], return_dict=True, add_generation_prompt=True)["input_ids"]
+        shorter = self.rendered(before, **options)["input_ids"]
+        longer = self.rendered([*before, *safe], add_generation_prompt=True, **options)["input_ids"]
         ends = [i for i, token in enumerate(shorter) if token in self.eos_ids]
         begin = ends[-1] + closed if ends else len(shorter)  # some templates write a line feed after the end of a turn
         if longer[:begin] != shorter[:begin]:
@@ -62,7 +66,7 @@ class ChatFormat:
 
     def rendered(self, messages: Sequence[Message], **options: Any) -> Any:
         """Return a conversation as the chat template renders it."""
-        return apply_chat_template(self.tokenizer, without_nones(list(messages)), **options, **self.options)
+        return apply_chat_template(self.tokenizer, without_nones(list(messages)), **{**self.options, **options})
 
     def neutralize(self, text: str) -> str:
         """Escape the template's control tokens by inserting a space after their first character."""

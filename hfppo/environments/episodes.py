@@ -203,15 +203,15 @@ class EpisodePlayer:
     def complete_prompt(self, row: Row, text: str | None, schemas: list[Schema]) -> Row:
         """Return a row whose prompt ends with a text, in messages of plain text, which every chat template renders."""
         given = row.columns.get("prompt", EMPTY_PROMPT)
-        prompt = [{**message, "content": joined(message.get("content"))} for message in given]
-        if text is not None:
-            prompt[-1] = {**prompt[-1], "content": prompt[-1]["content"] + text}
+        *before, last = ({**message, "content": joined(message.get("content"))} for message in given)
+        texts = text or "", self.chat_format.neutralize(text or "")
+        prompt, shown = ([*before, {**last, "content": last["content"] + added}] for added in texts)
         row = replace(row, columns={**row.columns, "prompt": prompt})
-        if prompt == given:
+        if shown == given:
             return row
         own = template_options(schemas or row.columns.get("tools"), row.columns.get("chat_template_kwargs"))
         options = {**self.chat_format.options, **own}
-        return replace(row, prompt_ids=render_one(prompt, self.chat_format.tokenizer, options))
+        return replace(row, prompt_ids=render_one(shown, self.chat_format.tokenizer, options))
 
     def reset(self, row: Row, environment: Environment) -> Steps[str | None]:
         """Reset a row's environment, and return its text."""
@@ -324,7 +324,8 @@ class EpisodePlayer:
             last: end the episode here, in the state in which another turn would start.
         """
         room = self.args.max_completion_length - len(episode.ids)
-        ids = self.chat_format.reply_ids(replies, closed=episode.ids[-1] in self.chat_format.eos_ids)
+        own = template_options(None, episode.row.columns.get("chat_template_kwargs"))
+        ids = self.chat_format.reply_ids(replies, episode.ids[-1] in self.chat_format.eos_ids, own)
         if len(ids) >= room + last:
             episode.end(Ended.DROPPED)
             return

@@ -2,6 +2,7 @@
 
 from bisect import bisect_left
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -23,10 +24,15 @@ class StopStrings:
         """Maximum number of tokens of a text, and of the part of a character before it, at one byte per token."""
         return 4 * max(map(len, self.strings)) + 4
 
+    @cached_property
+    def lead(self) -> list[int]:
+        """A token to decode before a completion: some decoders strip the space at the start of a text."""
+        return self.tokenizer("1", add_special_tokens=False)["input_ids"][-1:]
+
     def found(self, ids: list[int]) -> bool:
         """Return whether the text has one of the stop strings."""
-        text = self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
-        return any(string in text for string in self.strings)
+        lead, text = self.tokenizer.batch_decode([self.lead, self.lead + ids], clean_up_tokenization_spaces=False)
+        return any(string in text.removeprefix(lead) for string in self.strings)
 
     def end(self, ids: list[int]) -> int:
         """Return the number of tokens up to the end of the first stop string; 0 if there is none."""

@@ -25,7 +25,7 @@ from hfppo.models.critic import CRITIC_FOLDER
 
 TEMPLATE = Path(__file__).with_name("card_template.md")
 TAGS = ("ppo", "hfppo", "reinforcement-learning", "generated_from_trainer", "transformers")
-PACKAGES = ("hfppo", "transformers", "peft", "torch", "datasets")
+PACKAGES = ("hfppo", "transformers", "peft", "accelerate", "torch", "datasets")
 
 # Prefixes of fields that do not change the result.
 NOT_SHOWN = (

@@ -155,7 +155,7 @@ class CrashSafeTrainer(Trainer):
         if checkpoint is not None:
             # Upstream forgets a best checkpoint that was moved, as a whole output folder may be.
             saved = TrainerState.load_from_json(os.path.join(checkpoint, TRAINER_STATE_NAME)).best_model_checkpoint
-            if saved and (moved := Path(checkpoint).with_name(Path(saved).name)).is_dir():
+            if saved and (moved := Path(checkpoint).absolute().with_name(Path(saved).name)).is_dir():
                 self.state.best_model_checkpoint = str(moved)
 
     # Saving

@@ -101,9 +101,9 @@ def trace_prompt(checkpoint: str | Path, question: Question) -> tuple[Trace, PPO
         if run.structure[part] != found:
             logger.warning("%s is not the run's, unless that was quantised; give --base or --ref_model", part)
     model, accelerator = parts.model.to(args.device), Accelerator()
-    sampler = make_sampler(model, args, accelerator, configured_sampling(args, tokenizer, eos_ids))
+    sampler = make_sampler(model, args, accelerator, configured_sampling(args, tokenizer, parts.eos_ids))
     if written is not None:
-        sampler = FixedCompletion(written, eos_ids)
+        sampler = FixedCompletion(written, parts.eos_ids)
     collector = Collector(model, sampler, parts.rewards, tokenizer, accelerator, args)
     rows = collector.eval_rows(parts.prompts.eval[None])
     rollout = collector.collect(rows, state, TrainerState(), training=False).rollout

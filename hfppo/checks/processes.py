@@ -1,0 +1,46 @@
+"""Raise if the processes of a run have been given different inputs."""
+
+from torch import nn
+
+from hfppo.checkpoint import RunDescription, fingerprint
+from hfppo.config import PPOConfig
+from hfppo.models.actor_critic import ActorCritic
+from hfppo.prompt_maker import DatasetPrompts
+from hfppo.reporting.card import installed_versions
+from hfppo.support.processes import check_alike
+
+# Prefixes of settings that may differ: they are about a host, its device, or what one process writes.
+OWN = (
+    "output_dir", "run_name", "report_to", "project", "trackio_", "log_", "disable_tqdm", "debug", "hub_",
+    "push_to_hub", "deepspeed", "fsdp", "ddp_timeout", "dataloader_", "local_r", "resume_from_checkpoint",
+    "model_init_kwargs", "vllm_",
+    "reference",  # with an adapter it has weights that `is_given` leaves out
+)  # fmt: skip
+
+
+def check_processes(run: RunDescription, model: ActorCritic, prompts: DatasetPrompts, args: PPOConfig) -> None:
+    """Raise if the processes differ in prompts, settings, weights, reward functions, tools or versions.
+
+    Raises:
+        ValueError: they differ.
+    """
+    if args.world_size == 1:
+        return
+    given = (parameter for name, parameter in model.named_parameters() if is_given(name, parameter))
+    facts = {
+        **installed_versions(),
+        **{f"{name} (SHA-256 of its prompts)": some.digest() for name, some in prompts.known.items()},
+        **run.structure,
+        **args.to_dict(),
+        "reward_funcs": run.settings["reward_funcs"],
+        "model, ref_model or critic (SHA-256 of some weights)": fingerprint(given),
+    }
+    check_alike({name: value for name, value in facts.items() if not name.startswith(OWN)})
+
+
+def is_given(name: str, parameter: nn.Parameter) -> bool:
+    """Return whether a weight is a base's, or one of LoRA's that are 0 before they are trained.
+
+    The others may be drawn by each process: they change no output before DDP broadcasts them.
+    """
+    return ".lora_B." in name or ".lora_embedding_B." in name or not (parameter.requires_grad or ".lora_" in name)
