@@ -9,7 +9,7 @@ from typing import Any
 
 from hfppo.data.chat_template import Message
 from hfppo.environments.environment import Result, Tool, text_of
-from hfppo.support.calls import awaited_within, call_in_thread
+from hfppo.support.calls import awaited, finish_in_thread
 
 # Kinds of failures, as `tools/<kind>_frac` counts them.
 UNKNOWN, RAISED, TIMEOUT = "unknown", "raised", "timeout"
@@ -37,40 +37,24 @@ def run_calls(calls: Sequence[ToolCall], tools: Mapping[str, Tool], timeout: flo
     Returns:
         the answers in the order of the calls.
     """
-    outcomes = [run_plain(call, tools.get(call["name"]), timeout) for call in calls]
-    return finish_all([call["name"] for call in calls], tools, outcomes, timeout)
+    started = [start_call(call, tools.get(call["name"]), timeout) for call in calls]
+
+    async def finish() -> list[Answer]:
+        outcomes = await asyncio.gather(*map(awaited, started), return_exceptions=True)
+        return [answer_to(call["name"], tools, outcome) for call, outcome in zip(calls, outcomes, strict=True)]
+
+    return finish()
 
 
-async def finish_all(
-    names: list[str], tools: Mapping[str, Tool], outcomes: list[object], timeout: float | None
-) -> list[Answer]:
-    """Await the outcomes of calls together, and return the answers."""
-    finished = await asyncio.gather(*(finish(*pair, timeout) for pair in zip(names, outcomes, strict=True)))
-    return [answer_to(name, tools, outcome) for name, outcome in zip(names, finished, strict=True)]
-
-
-def run_plain(call: ToolCall, tool: Tool | None, timeout: float | None) -> object:
+def start_call(call: ToolCall, tool: Tool | None, timeout: float | None) -> object:
     """Return the value or awaitable that a tool returns, or the error that it raises."""
     if tool is None:
         return LookupError(f"Tool {call['name']} not found.")
-    limit = None if inspect.iscoroutinefunction(tool) else timeout  # only `finish` spends time then
+    late = f"{call['name']} took longer than tool_timeout={timeout} seconds"
     try:
-        return call_in_thread(limit, too_late(call["name"], timeout), partial(tool, **call["arguments"]))
+        return finish_in_thread(timeout, late, partial(tool, **call["arguments"]))
     except (Exception, SystemExit) as error:
         return error
-
-
-async def finish(name: str, value: object, timeout: float | None) -> object:
-    """Return a value, the result of an awaitable, or the error that it raises."""
-    try:
-        return await awaited_within(timeout, too_late(name, timeout), value)
-    except (Exception, SystemExit) as error:
-        return error
-
-
-def too_late(name: str, timeout: float | None) -> str:
-    """Return the text for the model when a call takes too long."""
-    return f"{name} took longer than tool_timeout={timeout} seconds"
 
 
 def answer_to(name: str, tools: Mapping[str, Tool], outcome: object) -> Answer:

@@ -12,7 +12,6 @@ import copy
 import functools
 import inspect
 import math
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -125,12 +124,10 @@ def call_func(func: RewardFunc, batch: RewardBatch, log: Log) -> Any:
     return func.score_batch(batch, log) if isinstance(func, BatchReward) else func(**batch.arguments(log))
 
 
-class BatchReward(ABC):
+class BatchReward:
     """A reward function of this package: it gets more than the contract's keywords, apart from dataset columns."""
 
-    @abstractmethod
-    def score_batch(self, batch: RewardBatch, log: Log) -> Any:
-        """Return a reward for each completion, or an awaitable of the rewards."""
+    score_batch: Callable[..., Any]  # from a batch and a log to a reward for each completion, or an awaitable of them
 
 
 class RewardWrapper(BatchReward):

@@ -36,7 +36,7 @@ class Background:
 
     def __init__(self, seed: int | None):
         self.pending = 0  # calls whose Futures `finished` has not returned
-        self._random_state = watched_random_state() if seed is None else own_random_state(seed)
+        self._random_state = global_random_numbers(seed)
         self._threads: list[threading.Thread] = []
         self._jobs: SimpleQueue = SimpleQueue()
         self._done: SimpleQueue = SimpleQueue()
@@ -165,47 +165,34 @@ class Tasks:
 
 
 @contextmanager
-def own_random_state(seed: int) -> Iterator[None]:
+def global_random_numbers(seed: int | None) -> Iterator[None]:
     """Seed the global generators of Python, NumPy and torch (CPU) for the block, and restore their states.
 
     Warns once if the block draws from them, because concurrent calls draw in no fixed order.
+
+    Args:
+        seed: None leaves the generators alone, and watches Python's and NumPy's only.
     """
 
-    def draw() -> tuple[float, float, float]:
-        return random.random(), np.random.random(), float(torch.rand(()))
-
-    def set_seeds() -> None:
-        random.seed(seed)
-        np.random.seed(seed % 2**32)
-        torch.default_generator.manual_seed(seed)
+    def states() -> str:
+        torchs = [] if seed is None else torch.get_rng_state().tolist()
+        return repr((random.getstate(), np.random.get_state(legacy=False), torchs))
 
     python, numpy = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=[]):
-        set_seeds()
-        first = draw()
-        set_seeds()
+    with torch.random.fork_rng(devices=[], enabled=seed is not None):
+        if seed is not None:
+            random.seed(seed)
+            np.random.seed(seed % 2**32)
+            torch.default_generator.manual_seed(seed)
+        first = states()
         try:
             yield
         finally:
-            if draw() != first:
+            if states() != first:
                 warn_of_global_draws()
-            random.setstate(python)
-            np.random.set_state(numpy)
-
-
-@contextmanager
-def watched_random_state() -> Iterator[None]:
-    """Warn once if something has drawn from the global generators of Python or NumPy during the block."""
-
-    def states() -> str:
-        return repr((random.getstate(), np.random.get_state(legacy=False)))
-
-    first = states()
-    try:
-        yield
-    finally:
-        if states() != first:
-            warn_of_global_draws()
+            if seed is not None:
+                random.setstate(python)
+                np.random.set_state(numpy)
 
 
 @cache

@@ -93,16 +93,12 @@ class Endpoint:
     async def _ask_all(self, method: str, path: str, bodies: Sequence[object]) -> list[httpx2.Response]:
         """Ask in the process's event loop, to which the client belongs."""
         limit, client = asyncio.Semaphore(self.max_concurrency), client_in(asyncio.get_running_loop())
+        wait, unavailable = wait_exponential_jitter(multiplier=0.2, max=5.0), retry_if_exception_type(Unavailable)
+        ask_again = AsyncRetrying(stop=self.stop, wait=wait, retry=unavailable, reraise=True).wraps(self._ask)
 
         async def ask(body: object) -> httpx2.Response:
             async with limit:
-                retrying = AsyncRetrying(
-                    stop=self.stop,
-                    wait=wait_exponential_jitter(multiplier=0.2, max=5.0),
-                    retry=retry_if_exception_type(Unavailable),
-                    reraise=True,
-                )
-                return await retrying(self._ask, client, method, self.url + path, body)
+                return await ask_again(client, method, self.url + path, body)
 
         requests = [asyncio.ensure_future(ask(body)) for body in bodies]
         try:

@@ -1,6 +1,7 @@
 """Rows of several lengths as one tensor."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Literal
 
 import torch
@@ -23,6 +24,5 @@ def pad_rows(
 ) -> tuple[Tensor, Tensor]:
     """Return the rows padded on a side, and their mask."""
     tensors = [torch.tensor(row, dtype=dtype) for row in rows]
-    real = [torch.ones(len(row), dtype=torch.bool) for row in rows]
-    padded = pad_sequence(tensors, batch_first=True, padding_value=padding, padding_side=side)
-    return padded, pad_sequence(real, batch_first=True, padding_side=side)
+    pad = partial(pad_sequence, batch_first=True, padding_side=side)
+    return pad(tensors, padding_value=padding), pad([torch.ones_like(row, dtype=torch.bool) for row in tensors])
