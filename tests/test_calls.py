@@ -3,15 +3,13 @@
 import asyncio
 import os
 import sys
-from concurrent.futures import Future, wait
-from types import SimpleNamespace
 
 import pytest
 
 from helpers.agents import Doors, call, collect, count_messages
 from helpers.scripted import score
 from hfppo import TextEnvironment, TolerantReward
-from hfppo.support.calls import call_in_thread, wait_for
+from hfppo.support.calls import wait_for
 
 
 class Client:
@@ -97,7 +95,7 @@ def test_a_client_of_a_reward_function_serves_every_batch(wrapped):
         return [float(await client.get() == "found") for _ in completions]
 
     for _ in range(2):
-        assert score(wrapped(judge), texts=("1", "2")).combined.tolist() == [1.0, 1.0]
+        assert score(wrapped(judge), texts=("1", "2")).of("score") == [1.0, 1.0]
 
 
 async def at_once():
@@ -118,23 +116,3 @@ def test_a_forked_process_has_an_event_loop_of_its_own():
     if not (child := os.fork()):
         os._exit(wait_for(at_once))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-
-
-@pytest.mark.parametrize("computing", [0, 16])
-def test_a_time_limit_is_in_seconds_of_the_clock_whatever_else_computes(monkeypatch, computing):
-    """Beside threads that compute, each wait is longer than asked for."""
-    now, hangs = 0.0, Future()
-
-    def late(futures, seconds, *when):
-        nonlocal now
-        now += seconds + computing * sys.getswitchinterval()
-        return wait(futures, 0, *when)
-
-    monkeypatch.setattr("hfppo.support.calls.time", SimpleNamespace(monotonic=lambda: now))
-    monkeypatch.setattr("hfppo.support.calls.wait", late)
-    try:
-        with pytest.raises(TimeoutError, match="late"):
-            call_in_thread(1.0, "late", hangs.result)
-        assert now == pytest.approx(1.0, abs=0.2)
-    finally:
-        hangs.set_result(None)

@@ -15,6 +15,7 @@ import time
 import traceback
 from contextlib import nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -36,9 +37,8 @@ from helpers.scripted import training_rows
 from hfppo import TextEnvironment
 from hfppo.environments import episodes
 from hfppo.generation.sampler import Sampler
-from hfppo.support import background
-from hfppo.support.background import Background
-from hfppo.support.calls import call_in_thread, event_loop
+from hfppo.support import background, calls
+from hfppo.support.calls import Threads, call_once, event_loop, finish_within, wait_for
 
 FAR = 60  # seconds that no test waits
 
@@ -164,7 +164,7 @@ def test_calls_of_a_turn_follow_each_other_and_an_instance_has_one_thread_at_a_t
 
 
 def test_more_calls_than_threads_wait_for_one(monkeypatch):
-    monkeypatch.setattr(background, "MOST_THREADS", 2)
+    monkeypatch.setattr(calls, "MOST_THREADS", 2)
     running, most = [], []
 
     def count():
@@ -173,11 +173,12 @@ def test_more_calls_than_threads_wait_for_one(monkeypatch):
         time.sleep(0.002)
         running.pop()
 
-    with Background(0) as calls:
-        for i in range(8):
-            calls.start(i, count)
-        while calls.pending:
-            calls.finished()
+    async def count_all():
+        with Threads() as threads:
+            await asyncio.gather(*(threads.call(count, None, "") for _ in range(8)))
+
+    wait_for(count_all)
+    assert len(most) == 8
     assert max(most) == 2
 
 
@@ -461,20 +462,25 @@ def test_a_time_limit_ends_python_code_in_any_thread_and_shows_its_line():
 
     def limited():
         with pytest.raises(TimeoutError, match="late") as error:
-            call_in_thread(0.05, "late", loop)
+            finish_within(0.05, "late", loop)
         found.extend(error.value.__notes__)
 
     thread = threading.Thread(target=limited)
     thread.start()
     thread.join(FAR)
     assert "in loop" in found[0]
-    assert call_in_thread(FAR, "late", lambda: 7) == 7
-    with pytest.raises(TimeoutError, match="its own"):
-        call_in_thread(FAR, "late", raises_timeout)
 
 
-def raises_timeout():
-    raise TimeoutError("its own")
+@pytest.mark.parametrize("seconds", [FAR, None])
+def test_a_call_from_a_coroutine_gives_its_value_or_its_own_error(seconds):
+    assert wait_for(partial(call_once, lambda: 7, seconds, "late")) == 7
+    for error in (TimeoutError("its own"), KeyError("its own"), SystemExit("its own")):
+        with pytest.raises(type(error), match="its own"):
+            wait_for(partial(call_once, partial(fail, error), seconds, "late"))
+
+
+def fail(error):
+    raise error
 
 
 # Random numbers

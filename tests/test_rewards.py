@@ -404,7 +404,7 @@ class OwnBatches(Length):
 @pytest.mark.parametrize("wrap", [lambda func: func, functools.partial, TolerantReward])
 def test_a_users_method_score_batch_is_not_called(make_trainer, wrap):
     func = wrap(OwnBatches())
-    assert score(func).combined.tolist() == [2.0, 1.0, 0.0]
+    assert score(func).of("score") == [2.0, 1.0, 0.0]
     assert make_trainer(reward_funcs=func).collector.rewards.names == ["OwnBatches"]
 
 

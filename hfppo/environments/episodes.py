@@ -10,13 +10,12 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Mapping, Sequence
-from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import NoneType
-from typing import Any, TypeVar
+from typing import Any
 
 from hfppo.config import PPOConfig
 from hfppo.data.chat_template import Message, Schema, render_one, template_options
@@ -33,19 +32,16 @@ from hfppo.environments.environment import (
     text_of,
     tools_of,
 )
-from hfppo.environments.tool_calls import TIMEOUT, Answer, ToolCall, run_calls
+from hfppo.environments.tool_calls import TIMEOUT, ToolCall, run_calls
 from hfppo.sample import Ended, Sample, Turn
 from hfppo.state import stream_seed
-from hfppo.support.background import Background, Tasks
-from hfppo.support.calls import finish_in_thread
+from hfppo.support.background import Questions, global_random_numbers
+from hfppo.support.calls import Threads
 
 # Completes prompts, each with its seed and its maximum number of tokens; greedily without seeds.
 TurnSampler = Callable[[list[list[int]], list[int] | None, list[int]], list[Turn]]
 
-T = TypeVar("T")
-# Steps of an episode. It yields calls of its tools and environment, and receives their Futures. It yields itself to
-# have its next turn sampled, and receives the turns of several episodes and its place among them.
-Steps = Generator[Any, Any, T]
+Ask = Callable[["Episode"], Coroutine[Any, Any, Turn]]  # samples the next turn of an episode
 
 PATIENCE = 0.03  # seconds that ready episodes wait for others at least, so that quick tools keep batches whole
 
@@ -87,6 +83,7 @@ class EpisodePlayer:
     args: PPOConfig
     max_prompt: int | None
     alone: bool = True
+    threads: Threads = field(default_factory=Threads, init=False)
 
     def play(
         self,
@@ -111,29 +108,32 @@ class EpisodePlayer:
         """
         names, environments = self.take_environments(rows)
         patience = math.inf  # the first batch has all rows
-        with Background(rows[0].seed if self.alone else None) as background:
-            tasks = Tasks([self.steps(*given) for given in zip(rows, names, environments, strict=True)], background)
-            while any_active(tasks.wait(patience, timed)):
-                playing = tasks.take_ready()
+        given = zip(rows, names, environments, strict=True)
+        episodes = [partial(self.play_one, *of_row) for of_row in given]
+        random_numbers = global_random_numbers(rows[0].seed if self.alone else None)
+        with random_numbers, self.threads, Questions(episodes) as questions:
+            while any_active(questions.wait(patience, timed)):
+                asked = questions.take()
                 # Without a ready row, a process of a sharded model still joins the others' forward passes.
-                episodes = list(playing.values()) or list(tasks.results.values())[:1]
-                turns = partial(self.sample_turns, sample, episodes, greedy)
+                waiting = [one.question for one in asked] or questions.results()[:1]
+                turns = partial(self.sample_turns, sample, waiting, greedy)
                 start = time.perf_counter()
-                if not at_once:
-                    tasks.give(playing, turns())
-                elif playing:
-                    tasks.give_later(playing, turns)
+                if at_once:
+                    questions.answer_later(asked, turns)
+                else:
+                    questions.answer(asked, turns())
                 # A longer wait leaves the sampler idle; a shorter one makes many small batches, each about as slow.
                 patience = max(PATIENCE, (time.perf_counter() - start) / 2)
-        return self.give_back(names, [tasks.results[i] for i in range(len(rows))])
+        return self.give_back(names, questions.results())
 
     def complete_prompts(self, rows: Sequence[Row]) -> list[Row]:
         """Return the rows with the prompts that their environments complete; their episodes are not played."""
         names, environments = self.take_environments(rows)
-        with Background(rows[0].seed) as background:
-            tasks = Tasks([self.open(*given) for given in zip(rows, names, environments, strict=True)], background)
-            tasks.wait(math.inf, nullcontext)
-        return [episode.row for episode in self.give_back(names, [tasks.results[i] for i in range(len(rows))])]
+        given = zip(rows, names, environments, strict=True)
+        opened = [lambda _, of_row=of_row: self.open(*of_row) for of_row in given]
+        with global_random_numbers(rows[0].seed), self.threads, Questions(opened) as questions:
+            questions.wait()
+        return [episode.row for episode in self.give_back(names, questions.results())]
 
     def take_environments(self, rows: Sequence[Row]) -> tuple[list[str | None], list[Environment]]:
         """Return the name and an instance of each row's environment."""
@@ -153,16 +153,14 @@ class EpisodePlayer:
         seeds = [stream_seed(e.row.seed, e.turns) if e.turns else e.row.seed for e in episodes]
         return sample(prompts, None if greedy else seeds, [self.budget(episode) for episode in episodes])
 
-    def steps(self, row: Row, name: str | None, environment: Environment) -> Steps[Episode]:
-        """Play an episode; see `Steps`."""
-        episode = yield from self.open(row, name, environment)
+    async def play_one(self, row: Row, name: str | None, environment: Environment, ask: Ask) -> Episode:
+        """Play the episode of a row, from the reset of its environment to its final reward."""
+        episode = await self.open(row, name, environment)
         while episode.ended is None:
-            turns, i = yield episode
-            yield from self.take_turn(episode, turns[i])
+            await self.take_turn(episode, await ask(episode))
         get_reward = getattr(environment, "get_reward", None)
         if get_reward is not None and not episode.failed:
-            called: Future = yield get_reward
-            episode.final_reward = called.result()
+            episode.final_reward = await self.threads.call(get_reward, None, "")
         episode.text = episode.messages
         return episode
 
@@ -175,14 +173,14 @@ class EpisodePlayer:
 
     # The beginning
 
-    def open(self, row: Row, name: str | None, environment: Environment) -> Steps[Episode]:
+    async def open(self, row: Row, name: str | None, environment: Environment) -> Episode:
         """Reset the environment, and append its text to the prompt.
 
         Args:
             name: the environment's name.
         """
         schemas = self.agents.schemas[name]
-        text = None if environment is None else (yield from self.reset(row, environment))
+        text = None if environment is None else await self.reset(row, environment)
         row = self.complete_prompt(row, text, schemas)
         kind = type(environment).__name__
         if not row.prompt_ids:
@@ -213,7 +211,7 @@ class EpisodePlayer:
         options = {**self.chat_format.options, **own}
         return replace(row, prompt_ids=render_one(shown, self.chat_format.tokenizer, options))
 
-    def reset(self, row: Row, environment: Environment) -> Steps[str | None]:
+    async def reset(self, row: Row, environment: Environment) -> str | None:
         """Reset a row's environment, and return its text."""
         columns = dict(row.columns)
         if self.agents.by_column:
@@ -222,9 +220,9 @@ class EpisodePlayer:
         seeds = {"seed": row.environment_seed, "episode_seed": row.seed}
         columns = {**{name: seed for name, seed in seeds.items() if name in parameters}, **columns}
         described = f"{type(environment).__name__}.reset, row {row.number},"
-        return replace_halves(joined((yield from self.call(described, partial(environment.reset, **columns)))))
+        return replace_halves(joined(await self.call(described, partial(environment.reset, **columns))))
 
-    def call(self, described: str, method: Callable[[], Any]) -> Steps[Any]:
+    async def call(self, described: str, method: Callable[[], Any]) -> Any:
         """Call a method of an environment.
 
         Args:
@@ -234,9 +232,8 @@ class EpisodePlayer:
             RuntimeError: it raises any other error.
         """
         late = f"{described} took longer than tool_timeout={self.args.tool_timeout} seconds"
-        called: Future = yield partial(finish_in_thread, self.args.tool_timeout, late, method)
         try:
-            return called.result()
+            return await self.threads.call(method, self.args.tool_timeout, late)
         except TimeoutError:
             raise
         except Exception as error:
@@ -244,7 +241,7 @@ class EpisodePlayer:
 
     # A turn
 
-    def take_turn(self, episode: Episode, turn: Turn) -> Steps[None]:
+    async def take_turn(self, episode: Episode, turn: Turn) -> None:
         """Append a turn of the model, and the answer to it."""
         prefix = episode.row.prompt_ids + episode.ids
         episode.append(turn.ids, turn.logprobs)
@@ -262,18 +259,18 @@ class EpisodePlayer:
         elif turn.truncated and (is_full or not reads_text):  # calls of a cut turn are not run
             episode.end(Ended.CUT)
         elif reads_text:
-            yield from self.step(episode, message["content"])
+            await self.step(episode, message["content"])
         elif episode.schemas and (calls := message.get("tool_calls")):
-            yield from self.call_tools(episode, [call["function"] for call in calls])
+            await self.call_tools(episode, [call["function"] for call in calls])
         else:
             episode.end()
 
-    def step(self, episode: Episode, text: str) -> Steps[None]:
+    async def step(self, episode: Episode, text: str) -> None:
         """Let a text environment answer a turn."""
         environment, end = episode.environment, len(episode.ids) - 1
         described = f"{type(environment).__name__}.step, row {episode.row.number},"
         try:
-            taken = yield from self.call(described, partial(environment.step, text))
+            taken = await self.call(described, partial(environment.step, text))
         except TimeoutError:
             episode.counts[TIMEOUT] += 1
             episode.abandon()
@@ -290,14 +287,13 @@ class EpisodePlayer:
         is_last = truncated or self.rounds_left(episode) <= 0
         self.reply(episode, [{"role": "user", "content": text_of(observation)}], is_last)
 
-    def call_tools(self, episode: Episode, calls: Sequence[ToolCall]) -> Steps[None]:
+    async def call_tools(self, episode: Episode, calls: Sequence[ToolCall]) -> None:
         """Let tools answer a turn."""
         end = len(episode.ids) - 1
         if self.rounds_left(episode) < 0:
             episode.end(Ended.UNFINISHED)
             return
-        called: Future = yield partial(run_calls, calls, episode.tools, self.args.tool_timeout)
-        answers: list[Answer] = called.result()
+        answers = await run_calls(calls, episode.tools, self.args.tool_timeout, self.threads)
         messages = [answer.message for answer in answers]
         results = [answer.result for answer in answers if answer.result is not None]
         failures = [answer.failure for answer in answers if answer.failure is not None]

@@ -2,14 +2,14 @@
 
 import asyncio
 import inspect
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from hfppo.data.chat_template import Message
 from hfppo.environments.environment import Result, Tool, text_of
-from hfppo.support.calls import awaited, finish_in_thread
+from hfppo.support.calls import Threads, awaited, awaited_within
 
 # Kinds of failures, as `tools/<kind>_frac` counts them.
 UNKNOWN, RAISED, TIMEOUT = "unknown", "raised", "timeout"
@@ -27,7 +27,9 @@ class Answer:
     of_environment: bool = False  # whether the tool is a method of the environment
 
 
-def run_calls(calls: Sequence[ToolCall], tools: Mapping[str, Tool], timeout: float | None) -> Awaitable[list[Answer]]:
+async def run_calls(
+    calls: Sequence[ToolCall], tools: Mapping[str, Tool], timeout: float | None, threads: Threads
+) -> list[Answer]:
     """Run the calls of one turn in their order; awaitables that they return are awaited together after that.
 
     Args:
@@ -37,24 +39,18 @@ def run_calls(calls: Sequence[ToolCall], tools: Mapping[str, Tool], timeout: flo
     Returns:
         the answers in the order of the calls.
     """
-    started = [start_call(call, tools.get(call["name"]), timeout) for call in calls]
-
-    async def finish() -> list[Answer]:
-        outcomes = await asyncio.gather(*map(awaited, started), return_exceptions=True)
-        return [answer_to(call["name"], tools, outcome) for call, outcome in zip(calls, outcomes, strict=True)]
-
-    return finish()
-
-
-def start_call(call: ToolCall, tool: Tool | None, timeout: float | None) -> object:
-    """Return the value or awaitable that a tool returns, or the error that it raises."""
-    if tool is None:
-        return LookupError(f"Tool {call['name']} not found.")
-    late = f"{call['name']} took longer than tool_timeout={timeout} seconds"
-    try:
-        return finish_in_thread(timeout, late, partial(tool, **call["arguments"]))
-    except (Exception, SystemExit) as error:
-        return error
+    started: list[object] = []
+    for call in calls:
+        late = f"{call['name']} took longer than tool_timeout={timeout} seconds"
+        try:
+            if (tool := tools.get(call["name"])) is None:
+                raise LookupError(f"Tool {call['name']} not found.")
+            value = await threads.start(partial(tool, **call["arguments"]), timeout, late)
+            started.append(awaited_within(timeout, late, value))
+        except (Exception, SystemExit) as error:
+            started.append(error)
+    outcomes = await asyncio.gather(*map(awaited, started), return_exceptions=True)
+    return [answer_to(call["name"], tools, outcome) for call, outcome in zip(calls, outcomes, strict=True)]
 
 
 def answer_to(name: str, tools: Mapping[str, Tool], outcome: object) -> Answer:

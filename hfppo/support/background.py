@@ -1,167 +1,126 @@
-"""Run users' functions concurrently, with their own random numbers."""
+"""Coroutines that run in the background and ask for something now and then."""
 
-import inspect
+import asyncio
 import logging
 import math
 import random
 import threading
 import time
-from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import cache, partial
-from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
 
-from hfppo.support.calls import TimeUp, interrupt, schedule
+from hfppo.support.calls import call_once, event_loop, schedule, settle
 
-MOST_THREADS = 64  # maximum number of concurrent plain calls
 MOMENT = 0.005  # seconds; Python handles a Ctrl-C that comes just before a wait only after it
+
+Q = TypeVar("Q")
 
 logger = logging.getLogger(__name__)
 
 
-class Background:
-    """Runs functions concurrently in its block: plain code in threads, awaitables that they return in the event loop.
+@dataclass(frozen=True)
+class Asked(Generic[Q]):
+    """What a coroutine asks for; it waits until the Future has the answer."""
 
-    The global generators are the block's own: seeded at its beginning, their states restored at its end. An error
-    leaves the block without waiting: awaitables are cancelled, and threads are interrupted and end when they can.
+    question: Q
+    answer: asyncio.Future
+
+
+class Questions(Generic[Q]):
+    """Coroutines run in the event loop and ask, each at its own pace; the thread that runs this block answers.
+
+    An error of a coroutine is raised by the next `wait`. At the end of the block all coroutines are cancelled.
 
     Args:
-        seed: seeds the global generators. None leaves them alone, because other code runs during the block.
+        coroutines: each gets a coroutine function to ask with.
     """
 
-    def __init__(self, seed: int | None):
-        self.pending = 0  # calls whose Futures `finished` has not returned
-        self._random_state = global_random_numbers(seed)
-        self._threads: list[threading.Thread] = []
-        self._jobs: SimpleQueue = SimpleQueue()
-        self._done: SimpleQueue = SimpleQueue()
-        self._awaited: set[Future] = set()
+    def __init__(self, coroutines: Sequence[Callable[[Callable[[Q], Coroutine[Any, Any, Any]]], Coroutine]]):
+        self._changed = threading.Condition()
+        self._asked: dict[int, Asked[Q]] = {}
+        self._busy = len(coroutines)  # coroutines that neither wait for an answer nor have ended
+        self._promised = 0  # calls of `answer_later` that run
+        self._running = [schedule(coroutine(partial(self._ask, i))) for i, coroutine in enumerate(coroutines)]
+        self._later: list[Future] = []
+        for future in self._running:
+            future.add_done_callback(lambda _: self._count(-1))
 
-    def __enter__(self) -> "Background":
-        self._random_state.__enter__()
+    def __enter__(self) -> "Questions[Q]":
         return self
 
-    def __exit__(self, *error: Any) -> None:
-        if self.pending:
-            for thread in self._threads:
-                interrupt(thread)
-            for future in [*self._awaited]:
-                future.cancel()
-        for _ in self._threads:
-            self._jobs.put(None)
-        self._random_state.__exit__(*error)
+    def __exit__(self, *error: object) -> None:
+        for future in [*self._running, *self._later]:
+            future.cancel()
 
-    def start(self, key: Hashable, func: Callable[[], object]) -> None:
-        """Call a function, and await what it returns if that is awaitable."""
-        self.pending += 1
-        if len(self._threads) < min(self.pending, MOST_THREADS):
-            self._threads.append(threading.Thread(target=self._work, daemon=True))
-            self._threads[-1].start()
-        self._jobs.put((key, func))
+    async def _ask(self, i: int, question: Q) -> Any:
+        asked = Asked(question, asyncio.get_running_loop().create_future())
+        self._asked[i] = asked
+        self._count(-1)
+        return await asked.answer
 
-    def finished(self) -> list[tuple[Any, Future]]:
-        """Wait a moment for a call, and return the keys and Futures of all that have finished."""
-        found = []
-        with suppress(Empty):
-            found.append(self._done.get(timeout=MOMENT))
-            while True:
-                found.append(self._done.get_nowait())
-        self.pending -= len(found)
-        return found
+    def _count(self, busy: int, promised: int = 0) -> None:
+        with self._changed:
+            self._busy, self._promised = self._busy + busy, self._promised + promised
+            self._changed.notify()
 
-    def _work(self) -> None:
-        """Run calls, in a thread."""
-        with suppress(TimeUp), torch.no_grad():
-            while (job := self._jobs.get()) is not None:
-                key, func = job
-                future: Future = Future()
-                try:
-                    value = func()
-                    if inspect.isawaitable(value):
-                        future = schedule(value)
-                        self._awaited.add(future)
-                    else:
-                        future.set_result(value)
-                except TimeUp:
-                    raise
-                except BaseException as error:
-                    future.set_exception(error)
-                future.add_done_callback(partial(self._put, key))
-
-    def _put(self, key: Hashable, future: Future) -> None:
-        self._awaited.discard(future)
-        self._done.put((key, future))
-
-
-class Tasks:
-    """Advances generators, each at its own pace.
-
-    A generator yields functions, which are called in the background, and receives their Futures. Anything else that it
-    yields is `ready`, until `give` answers it.
-    """
-
-    def __init__(self, tasks: Sequence[Generator[Any, Any, Any]], background: Background):
-        self.tasks, self.background = tasks, background
-        self.ready: dict[int, Any] = {}
-        self.results: dict[int, Any] = {}
-        self.promised: set[tuple[int, ...]] = set()  # the tasks of each call of `give_later` that has not finished
-        for i in range(len(tasks)):
-            self._advance(i, None)
-
-    def _advance(self, i: int, received: object) -> None:
-        try:
-            wanted = self.tasks[i].send(received)
-        except StopIteration as end:
-            self.results[i] = end.value
-            return
-        if callable(wanted):
-            self.background.start(i, wanted)
-        else:
-            self.ready[i] = wanted
-
-    def wait(self, patience: float, timed: Callable[[], AbstractContextManager]) -> bool:
-        """Advance tasks whose calls finish, until no call runs, or for some seconds after a task is ready.
+    def wait(self, patience: float = math.inf, timed: Callable[[], AbstractContextManager] = nullcontext) -> bool:
+        """Wait until no coroutine is busy, or for some seconds after one has asked.
 
         Args:
-            timed: measures the waiting, unless a call of `give_later` runs; the waiting ends when the last one does.
+            timed: measures the waiting, unless a call of `answer_later` runs; the waiting ends when the last one does.
         Returns:
-            whether a task has no result.
+            whether a coroutine has no result.
         """
-        promised, left = bool(self.promised), math.inf
-        with nullcontext() if promised else timed():
-            while self.background.pending and bool(self.promised) == promised and left > 0:
-                left = min(left, patience) if self.ready else left
+        promised, left = self._promised > 0, math.inf
+        with nullcontext() if promised else timed(), self._changed:
+            while self._busy + self._promised and (self._promised > 0) == promised and left > 0:
+                left = min(left, patience) if self._asked else left
                 start = time.monotonic()
-                found = self.background.finished()
+                self._changed.wait(MOMENT)
                 # On a busy machine the wait is longer, and so are the calls.
                 left -= min(time.monotonic() - start, MOMENT)
-                for key, called in found:
-                    if isinstance(key, tuple):
-                        self.promised.discard(key)
-                        self.give(key, called.result())
-                    else:
-                        self._advance(key, called)
-        return len(self.results) < len(self.tasks)
+                self.results()
+        return len(self.results()) < len(self._running)
 
-    def take_ready(self) -> dict[int, Any]:
-        """Return what is ready, in the order of the tasks, which wait until `give` answers them."""
-        taken, self.ready = dict(sorted(self.ready.items())), {}
+    def results(self) -> list[Any]:
+        """Return the results of the coroutines that have ended, in their order; raise the error of one that failed."""
+        for future in self._later:
+            if future.done():
+                future.result()
+        return [future.result() for future in self._running if future.done()]
+
+    def take(self) -> list[Asked[Q]]:
+        """Return what is asked, in the order of the coroutines."""
+        with self._changed:
+            taken, self._asked = [self._asked[i] for i in sorted(self._asked)], {}
         return taken
 
-    def give(self, tasks: Iterable[int], value: object) -> None:
-        """Advance tasks, each with the value and its number among them."""
-        for number, i in enumerate(tasks):
-            self._advance(i, (value, number))
+    def answer(self, asked: Sequence[Asked[Q]], answers: Sequence[object]) -> None:
+        """Answer some coroutines."""
+        self._count(len(asked))
+        for one, answer in zip(asked, answers if asked else [], strict=True):
+            event_loop().call_soon_threadsafe(settle, one.answer, answer)
 
-    def give_later(self, tasks: Iterable[int], func: Callable[[], object]) -> None:
-        """Give tasks the value of a function that is called in the background."""
-        self.promised.add(tuple(tasks))
-        self.background.start(tuple(tasks), func)
+    def answer_later(self, asked: Sequence[Asked[Q]], answers: Callable[[], Sequence[object]]) -> None:
+        """Answer some coroutines with the values of a function that is called in a thread."""
+        if not asked:
+            return
+
+        async def answer() -> None:
+            try:
+                self.answer(asked, await call_once(answers))
+            finally:
+                self._count(0, promised=-1)
+
+        self._count(0, promised=1)
+        self._later.append(schedule(answer()))
 
 
 @contextmanager

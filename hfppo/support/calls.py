@@ -13,12 +13,15 @@ import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import suppress
-from typing import Any, TypeVar
+from functools import partial
+from queue import SimpleQueue
+from typing import Any, TypeVar, cast
 
 import torch
 
 T = TypeVar("T")
 MOMENT = 0.05  # seconds
+MOST_THREADS = 64  # maximum number of concurrent plain calls
 LOCK = threading.Lock()
 LOOPS: dict[int, asyncio.AbstractEventLoop] = {}  # by process, because a fork does not copy the loop's thread
 
@@ -107,8 +110,9 @@ def finish_within(seconds: float | None, message: str, func: Callable[[], object
     Raises:
         TimeoutError: the time is over.
     """
-    in_main = threading.current_thread() is threading.main_thread()
-    value = (call_within if in_main else call_in_thread)(seconds, message, func)
+    if seconds is not None and threading.current_thread() is not threading.main_thread():
+        return wait_for(partial(call_once, func, seconds, message))
+    value = call_within(seconds, message, func)
     return wait_for(lambda: awaited_within(seconds, message, value)) if inspect.isawaitable(value) else value
 
 
@@ -158,57 +162,108 @@ def call_within(seconds: float | None, message: str, func: Callable[[], T]) -> T
         signal.signal(signal.SIGALRM, handler)
 
 
+async def call_once(func: Callable[[], Any], seconds: float | None = None, message: str = "") -> Any:
+    """Call a function in a thread of its own; see `Threads.call`."""
+    with Threads() as threads:
+        return await threads.call(func, seconds, message)
+
+
 def interrupt(thread: threading.Thread) -> None:
     """Raise `TimeUp` in a thread. A call that blocks outside of Python code is interrupted when it returns."""
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(TimeUp))
 
 
-def call_in_thread(seconds: float | None, message: str, func: Callable[[], T]) -> T:
-    """Return the function's result, or raise a TimeoutError after some seconds; for any thread, unlike `call_within`.
+def settle(answer: asyncio.Future, value: object) -> None:
+    """Set the value of a Future, unless it was cancelled; in the event loop."""
+    if not answer.done():
+        answer.set_result(value)
 
-    The function runs in a thread of its own, which is abandoned when the time is over; `interrupt` then ends it.
-    Compiled code that keeps the interpreter's lock, such as a regular expression, stops all threads.
 
-    Args:
-        seconds: None for no limit; the function then runs in this thread.
-        message: the error's message.
-    Raises:
-        TimeoutError: the time is over; a note shows the line that hung.
-    """
-    if seconds is None:
-        return func()
-    answer: Future = Future()
-    may_leave = threading.Event()  # until then the interruption cannot reach the end of the thread
+class TooLate(TimeoutError):
+    """A time limit is over. From an event loop, asyncio passes TimeoutError itself on without its notes."""
 
-    def run() -> None:
+
+class Worker(threading.Thread):
+    """A daemon thread that calls functions, one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.loop, self.jobs = (
+            asyncio.get_running_loop(),
+            SimpleQueue[tuple[Callable[[], Any], asyncio.Future] | None](),
+        )
+        self.start()
+
+    def run(self) -> None:
+        """Call functions until there is None."""
         with suppress(TimeUp), torch.no_grad():
+            while (job := self.jobs.get()) is not None:
+                func, answer = job
+                try:
+                    outcome: tuple[Any, BaseException | None] = func(), None
+                except TimeUp:
+                    raise
+                except BaseException as error:
+                    outcome = None, error
+                self.loop.call_soon_threadsafe(settle, answer, outcome)
+
+    def abandon(self) -> None:
+        """Interrupt the call; the thread ends when it can."""
+        interrupt(self)
+        self.jobs.put(None)
+
+
+class Threads:
+    """Threads for plain functions that coroutines call; at most `MOST_THREADS` calls run at once."""
+
+    def __init__(self) -> None:
+        self._room, self._idle = asyncio.Semaphore(MOST_THREADS), list[Worker]()
+
+    async def call(self, func: Callable[[], Any], seconds: float | None, message: str) -> Any:
+        """Return the result of a function, plain or async, each with a time limit.
+
+        A plain function that takes too long is interrupted. Compiled code that keeps the interpreter's lock, such as a
+        regular expression, stops all threads.
+
+        Args:
+            seconds: None for no limit.
+            message: the error's message.
+        Raises:
+            TooLate: the time is over; a note shows the line that hung.
+        """
+        return await awaited_within(seconds, message, await self.start(func, seconds, message))
+
+    async def start(self, func: Callable[[], Any], seconds: float | None, message: str) -> Any:
+        """Return what a function returns, which of an async one is awaitable; see `call`."""
+        if inspect.iscoroutinefunction(func):
+            return func()
+        async with self._room:
+            worker = self._idle.pop() if self._idle else Worker()
+            answer = asyncio.get_running_loop().create_future()
+            worker.jobs.put((func, answer))
             try:
-                answer.set_result(func())
-            except TimeUp:
-                raise
-            except BaseException as error:
-                answer.set_exception(error)
-            may_leave.wait()
+                async with asyncio.timeout(seconds) as limit:
+                    value, error = await answer
+            except BaseException as stopped:
+                stack = traceback.format_stack(sys._current_frames().get(cast(int, worker.ident)))
+                worker.abandon()
+                if not limit.expired():
+                    raise
+                late = TooLate(message)
+                late.add_note("It was at\n" + "".join(stack))
+                raise late from stopped
+            self._idle.append(worker)
+        if error is not None:
+            raise error
+        return value
 
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    try:
-        if wait_briefly([answer], seconds):
-            return answer.result()
-        late = TimeoutError(message)
-        late.add_note("It was at\n" + "".join(traceback.format_stack(sys._current_frames()[thread.ident])))
-        raise late
-    finally:
-        if not answer.done():
-            interrupt(thread)
-        may_leave.set()
+    def __enter__(self) -> "Threads":
+        return self
 
+    def __exit__(self, *error: object) -> None:
+        event_loop().call_soon_threadsafe(self._close)
 
-def finish_in_thread(seconds: float | None, message: str, func: Callable[[], object]) -> Any:
-    """Return the result of a function, or an awaitable of it; each has the time limit of `call_in_thread`.
-
-    Raises:
-        TimeoutError: the time is over.
-    """
-    value = call_in_thread(seconds, message, func)
-    return awaited_within(seconds, message, value) if inspect.isawaitable(value) else value
+    def _close(self) -> None:
+        """End the threads that have no call."""
+        while self._idle:
+            self._idle.pop().jobs.put(None)
