@@ -13,6 +13,12 @@ from torch import Tensor
 
 from hfppo.functional.shape_checks import require_rows, require_same_shape
 
+__all__ = [
+    "ADVANTAGE_ESTIMATORS", "estimator_needs", "estimator_whitens", "explained_variance", "gae", "grpo",
+    "length_adaptive_lam", "opo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "rloo", "turn_ends",
+    "turn_factors", "turn_starts", "whiten", "whitened",
+]  # fmt: skip
+
 Estimator = TypeVar("Estimator", bound=Callable)
 
 
@@ -152,8 +158,8 @@ def whiten(x: Tensor, mask: Tensor, shift_mean: bool = True, eps: float = 1e-8) 
     count = mask.sum().clamp(min=1)
     mean = x.double().where(mask, 0.0).sum() / count
     var = (x - mean).square().where(mask, 0.0).sum() / count
-    whitened = (x - mean) * torch.rsqrt(var + eps)
-    return (whitened if shift_mean else whitened + mean).where(mask, 0.0)
+    scaled = (x - mean) * torch.rsqrt(var + eps)
+    return (scaled if shift_mean else scaled + mean).where(mask, 0.0)
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:

@@ -10,6 +10,12 @@ from torch import Tensor
 from hfppo.functional.kl import clamp_log_ratio
 from hfppo.functional.shape_checks import require_same_shape
 
+__all__ = [
+    "CLIP_FRACTIONS", "POLICY_LOSSES", "REDUCTIONS", "Clip", "ClipFractions", "cispo_loss", "clip_fractions",
+    "dppo_clip_fractions", "dppo_loss", "gspo_loss", "policy_loss", "reduce", "sapo_loss", "value_clipped",
+    "value_loss",
+]  # fmt: skip
+
 
 class Clip(NamedTuple):
     """The clip of a policy loss."""
