@@ -199,7 +199,7 @@ class PPOTrainer(CrashSafeTrainer):
             eval_dataset=eval_dataset,
             processing_class=parts.tokenizer,
             callbacks=[
-                *with_default_callbacks(callbacks, args.log_completions),
+                *with_default_callbacks(callbacks, args),
                 TrainerHooks(lambda: self._step_hooks.attach(cast(Optimizer, self.optimizer)), self._end_update),
             ],
             compute_metrics=compute_metrics,

@@ -223,7 +223,8 @@ class Collector:
                 passes = forward_passes(self.model, *prompts, completed.completions, self.accelerator, self.args)
             with phase("rewards"):
                 scored = sampled.scores()
-            assign_credit = CreditAssignment(self.args, ppo_state.kl_coef, self.whiten_globally if training else None)
+            whiten = self.whiten_globally if training else None
+            assign_credit = CreditAssignment(self.args, ppo_state.kl_coef, whiten, self.rewards.weights)
             groups = torch.tensor([row.group for row in completed.rows])
             credited = assign_credit(prompts, completed.completions, scored, passes, groups)
         rollout = credited.rollout
@@ -308,9 +309,9 @@ class Collector:
             passes = forward_passes(self.model, *prompts, completions, self.accelerator, self.args)
         return replace(rollout, base_states=passes.base_states)
 
-    def whiten_globally(self, x: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
+    def whiten_globally(self, x: Tensor, mask: Tensor, shift_mean: bool = True, correction: int = 0) -> Tensor:
         """Whiten over the rows of all processes, and return this process's rows."""
-        whitened = F.whiten(self.gather(x), self.gather(mask), shift_mean)
+        whitened = F.whiten(self.gather(x), self.gather(mask), shift_mean, correction)
         first = self.accelerator.process_index * len(x)
         return whitened[first : first + len(x), : x.shape[1]]
 

@@ -1,6 +1,6 @@
 """From scores to advantages: the credit of each token."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from inspect import signature
 from typing import Any
@@ -32,14 +32,10 @@ class CreditAssignment:
     args: PPOConfig
     kl_coef: float  # β
     whiten: Callable[..., Tensor] | None  # `functional.whiten` over all processes; None: no whitening
+    reward_weights: Sequence[float]  # of the reward functions
 
     def __call__(
-        self,
-        prompts: tuple[Tensor, Tensor],
-        completions: Completions,
-        scored: Scored,
-        passes: Passes,
-        groups: Tensor,
+        self, prompts: tuple[Tensor, Tensor], completions: Completions, scored: Scored, passes: Passes, groups: Tensor
     ) -> Credited:
         """Turn scores into advantages.
 
@@ -54,12 +50,20 @@ class CreditAssignment:
         kl = torch.zeros_like(old_logprobs)
         if passes.ref_logprobs is not None:
             kl = F.token_kl(old_logprobs, passes.ref_logprobs, args.reward_kl_estimator)
-        rewards = F.token_rewards(place_scores(scored, scores, mask), kl, mask, self.kl_coef)
+        placed = place_scores(scored, scores, mask)
+        if args.multi_objective_aggregation == "normalize_then_sum":
+            placed = scores - scored.combined + normalized_sum(scored, self.reward_weights, groups)
+        rewards = F.token_rewards(placed, kl, mask, self.kl_coef)
         scorable_tokens = mask & scored.scorable[:, None]
         if self.whiten is not None and args.whiten_rewards:
             rewards = self.whiten(rewards, scorable_tokens, shift_mean=False)
-        raw, returns = self.advantages_and_returns(rewards, scored.scorable, completions, passes, groups)
-        advantages = raw if self.whiten is None or not args.whitens_advantages else self.whiten(raw, scorable_tokens)
+        compares = F.estimator_needs(args.advantage_estimator, "groups")
+        rows = comparable_rows(scored.scorable, groups) if compares else torch.ones_like(scored.scorable)
+        scaled = self.scale_by_batch(rewards, scored.scorable, mask)
+        raw, returns, td_errors = self.estimate(scaled, rows, completions, passes, groups)
+        advantages = raw
+        if self.whiten is not None and args.whitens_advantages:
+            advantages = self.whiten(raw, scorable_tokens & rows[:, None])
         rollout = Rollout(
             prompt_ids=prompts[0],
             prompt_mask=prompts[1],
@@ -75,25 +79,24 @@ class CreditAssignment:
             ref_logprobs=passes.ref_logprobs,
             values=passes.values,
             weights=weights,
-            td_errors=self.td_errors(rewards, completions, passes),
+            td_errors=td_errors,
             returns=returns,
             context=completions.context,
             base_states=passes.base_states,
         )
         return Credited(rollout, scorable_tokens, raw)
 
-    def advantages_and_returns(
-        self, rewards: Tensor, scorable: Tensor, completions: Completions, passes: Passes, groups: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return advantages before whitening, (B, T), and returns, (B, T), where the estimator gives them.
+    def estimate(
+        self, rewards: Tensor, rows: Tensor, completions: Completions, passes: Passes, groups: Tensor
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Return advantages before whitening, (B, T), returns where the estimator gives them, and δ with a critic.
 
-        The estimator is called with exactly the parameters that its signature names, from one mapping. An
-        estimator that compares the completions of a prompt gets only scored rows whose group has another scored row;
-        the advantages of other rows are 0.
+        The estimator is called with exactly the parameters that its signature names, from one mapping. δ is the
+        advantage of GAE at λ = 0.
 
         Args:
             rewards: (B, T).
-            scorable: (B,) bool, True where a completion has a score.
+            rows: (B,) bool, the completions that the estimator gets; the advantages of others are 0.
             groups: (B,) prompt number.
         """
         args = self.args
@@ -106,23 +109,24 @@ class CreditAssignment:
             "groups": groups,
             "gamma": factor_by_turn(args.gamma, args.gamma_turn, completions),
             "lam": factor_by_turn(lam, args.lam_turn, completions),
-            "scale": args.scale_rewards == "group",
+            "scale": args.reward_scale == "group",
         }
-        compares = F.estimator_needs(args.advantage_estimator, "groups")
-        rows = comparable_rows(scorable, groups) if compares else torch.ones_like(scorable)
         estimator = F.ADVANTAGE_ESTIMATORS[args.advantage_estimator]
         advantages, returns = call_estimator(estimator, available, rows)
         if returns is not None and args.lam_critic is not None:
             returns = call_estimator(estimator, {**available, "lam": args.lam_critic}, rows)[1]
-        return advantages, returns
+        deltas = None
+        if passes.values is not None:
+            deltas = call_estimator(F.gae, {**available, "lam": 0.0}, torch.ones_like(rows))[0]
+        return advantages, returns, deltas
 
-    def td_errors(self, rewards: Tensor, completions: Completions, passes: Passes) -> Tensor | None:
-        """Return δ of each token, (B, T), which is its advantage at λ = 0; None without a critic."""
-        if passes.values is None:
-            return None
-        gamma = factor_by_turn(self.args.gamma, self.args.gamma_turn, completions)
-        final_value = value_after_end(completions, passes)
-        return F.gae(rewards, passes.values, completions.mask, gamma, lam=0.0, final_value=final_value)[0]
+    def scale_by_batch(self, rewards: Tensor, scorable: Tensor, mask: Tensor) -> Tensor:
+        """Return rewards, (B, T), whose sums per completion have deviation 1 over all processes, if that is set."""
+        scales = F.estimator_needs(self.args.advantage_estimator, "scale") and self.args.reward_scale == "batch"
+        if self.whiten is None or not scales:
+            return rewards
+        totals = self.whiten(rewards.double().sum(dim=1, keepdim=True), scorable[:, None], correction=1)
+        return F.token_rewards(totals[:, 0], torch.zeros_like(rewards), mask, 0.0)
 
 
 def value_after_end(completions: Completions, passes: Passes) -> Tensor | None:
@@ -150,6 +154,19 @@ def place_scores(scored: Scored, scores: Tensor, mask: Tensor) -> Tensor:
     return scored.per_token + penalty
 
 
+def normalized_sum(scored: Scored, weights: Sequence[float], groups: Tensor) -> Tensor:
+    """Return the weighted sum of the functions' scores, (B,), each normalized within its group. arXiv:2601.05242.
+
+    A score without another one of its function in the group counts as 0.
+    """
+    total = torch.zeros_like(scored.combined)
+    for scores, weight in zip(scored.per_function.T, weights, strict=True):
+        is_given = scored.scorable & ~scores.isnan()
+        available = {"rewards": scores[:, None], "mask": is_given[:, None], "groups": groups}  # completions of a token
+        total += weight * call_estimator(F.grpo, available, comparable_rows(is_given, groups))[0][:, 0]
+    return total
+
+
 def counted_tokens(scored: Scored, completions: Completions, args: PPOConfig) -> Tensor:
     """Return a mask, (B, T), of the tokens that the losses count."""
     counted = scored.scorable
@@ -162,13 +179,8 @@ def mismatch_weights(old_logprobs: Tensor, completions: Completions, args: PPOCo
     """Return weights of the policy loss, (B, T) or None without correction, and the (B, T) mask of kept tokens."""
     if args.policy_mode not in F.MISMATCH_MODES:
         return None, completions.mask
-    return F.importance_weights(
-        old_logprobs,
-        completions.logprobs,
-        completions.mask,
-        args.policy_mode,
-        args.vllm_importance_sampling_clip_max,
-    )
+    mode, cap = args.policy_mode, args.vllm_importance_sampling_clip_max
+    return F.importance_weights(old_logprobs, completions.logprobs, completions.mask, mode, cap)
 
 
 def factor_by_turn(within: float | Tensor, between: float | None, completions: Completions) -> float | Tensor:
@@ -187,14 +199,10 @@ def call_estimator(
         available: values by parameter name; tensors are per row.
         rows: (B,) bool.
     """
-    names = [name for name in signature(estimator).parameters if name in available]
-    arguments = {name: available[name] for name in names}
-    if bool(rows.all()):
-        result = estimator(**arguments)
-        return result if isinstance(result, tuple) else (result, None)
-    outputs = tuple(torch.zeros_like(available["rewards"]) for _ in range(2 if "values" in names else 1))
+    names = signature(estimator).parameters.keys() & available.keys()
+    outputs = [torch.zeros_like(available["rewards"]) for _ in range(2 if "values" in names else 1)]
     if rows.any():
-        some = {name: x[rows] if isinstance(x, Tensor) else x for name, x in arguments.items()}
+        some = {name: x[rows] if isinstance(x := available[name], Tensor) else x for name in names}
         result = estimator(**some)
         for output, part in zip(outputs, result if isinstance(result, tuple) else (result,), strict=False):
             output[rows] = part
