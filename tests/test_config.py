@@ -298,6 +298,7 @@ def test_fields_of_trl_with_one_meaning_are_translated(config, given, here):
             {"vllm_engine_kwargs": {"gpu_memory_utilization": 0.4}, "vllm_gpu_memory_utilization": 0.5},
             ["vllm_gpu_memory_utilization=0.5", "vllm_engine_kwargs", "0.4"],
         ),
+        ({"vllm_engine_kwargs": "x", "vllm_gpu_memory_utilization": 0.5}, ["vllm_engine_kwargs", "'x'"]),
     ],
     ids=str,
 )
@@ -328,6 +329,25 @@ def test_a_value_of_trls_without_a_counterpart_is_refused(config, given, word):
         TypeError, match=f"^PPOConfig has no field '{list(given)[0 if len(given) < 3 else -1]}': .*{word}"
     ):
         config(**given)
+
+
+def test_a_size_of_all_processes_is_divided_among_them(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    given = {"per_device_train_batch_size": 4, "generation_batch_size": 24}
+    assert PPOConfig.translate_names(given) == {"per_device_train_batch_size": 4, "num_mini_batches": 3}
+    given["per_device_train_batch_size"] = 0
+    with pytest.raises(TypeError, match="generation_batch_size"):
+        PPOConfig.translate_names(given)
+
+
+def test_what_grpo_config_holds_after_its_own_checks_is_accepted(tmp_path):
+    """Both of its sizes are set then."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # TRL still passes transformers' old name on
+        of_trl = GRPOConfig(str(tmp_path), use_cpu=True, bf16=False, disable_dropout=True, steps_per_generation=3)
+        args = PPOConfig(**{name: getattr(of_trl, name) for name in OF_GRPO}, advantage_estimator="grpo")
+    assert args.rollout_size_per_process == of_trl.generation_batch_size == 24
+    assert args.learning_rate == of_trl.learning_rate == 1e-6
 
 
 def test_a_dataclass_that_inherits_takes_names_of_trl_too(tmp_path):

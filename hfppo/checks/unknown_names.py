@@ -33,7 +33,7 @@ REASONS = {
     "sampling is pure: PPO needs each token's probability": "top_p=1.0 top_k=0 min_p repetition_penalty=1.0",
     "every EOS of tokenizer and generation config ends a completion": "stop_token=eos stop_token_id",
     "per_device_train_batch_size, gradient_accumulation_steps and num_mini_batches make a rollout": "batch_size "
-    "local_batch_size mini_batch_size local_mini_batch_size micro_batch_size num_total_batches",
+    "local_batch_size mini_batch_size local_mini_batch_size micro_batch_size num_total_batches world_size",
     "dropout is always off": "disable_dropout=true",
     "the log-softmax is always float32": "cast_lm_head_to_fp32=*",
     "prompts are always shuffled": "shuffle_dataset=true",
@@ -179,7 +179,7 @@ def translate_names(cls: type, given: Fields, others: Iterable[str] = ()) -> dic
     for name, here in found.items():
         for target, value in here.items():
             before: Any = read_json(result.get(target))
-            if isinstance(value, dict):
+            if isinstance(value, dict) and isinstance(before or {}, dict):
                 before, value = {**value, **(before or {})}, {**(before or {}), **value}
             if before not in (None, value):
                 raise ValueError(
@@ -202,7 +202,7 @@ def fields_here(name: str, value: object, given: Fields) -> Fields | None:
         return {} if WITHOUT[name][1] in ("*", value) else None
     try:
         return TRANSLATED[name][1](value, given)
-    except (KeyError, TypeError, AttributeError):  # an unknown name, or a value of another type
+    except (KeyError, TypeError, AttributeError, ArithmeticError):  # an unknown name, or a value that does not fit
         return None
 
 
