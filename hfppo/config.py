@@ -3,7 +3,7 @@
 import logging
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, Self, cast
 
@@ -12,7 +12,7 @@ from transformers import TrainingArguments
 from transformers.utils import is_torch_bf16_gpu_available
 
 from hfppo.checks.config import AT_LEAST_0, METRIC_SCHEDULERS, Requirement, check_config, check_fields
-from hfppo.checks.unknown_names import check_names
+from hfppo.checks.unknown_names import translate_names
 from hfppo.functional import (
     ADVANTAGE_ESTIMATORS,
     KL_ESTIMATORS,
@@ -53,8 +53,18 @@ def option(default: object, help: str, **metadata: object) -> Any:
     return field(default=default, metadata={"help": help, **metadata})
 
 
+class TranslatesNames(type):
+    """Class of a configuration that may be called with TRL's names.
+
+    A dataclass that inherits from the configuration has an `__init__` of its own, and this method.
+    """
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        return super().__call__(*args, **translate_names(cls, kwargs))
+
+
 @dataclass
-class PPOConfig(TrainingArguments):
+class PPOConfig(TrainingArguments, metaclass=TranslatesNames):
     """Configuration of `PPOTrainer`: the fields of `transformers.TrainingArguments` and PPO's own.
 
     Example::
@@ -68,8 +78,10 @@ class PPOConfig(TrainingArguments):
     A rollout has `per_device_train_batch_size × gradient_accumulation_steps × num_mini_batches` completions per
     process. It is used for `num_ppo_epochs × num_mini_batches` optimizer steps, or more with `num_critic_epochs`.
 
+    Fields by TRL's names are translated, and one line in the log names them.
+
     Raises:
-        TypeError: fields that do not exist.
+        TypeError: fields that do not exist, or values of TRL's fields that have no counterpart.
         ValueError: a field outside its range, or fields that contradict each other.
     """
 
@@ -140,7 +152,7 @@ class PPOConfig(TrainingArguments):
     vllm_mode: Literal["colocate", "server"] = option(
         "colocate", "An engine in each training process, or a server by its address (GRPO)."
     )
-    vllm_server_base_url: str = option("http://127.0.0.1:8000", "Address of a server started by `vllm serve` (GRPO).")
+    vllm_server_base_url: str | None = option(None, "Address of a `vllm serve`; None: http://127.0.0.1:8000 (GRPO).")
     vllm_server_timeout: Positive = option(240.0, "Seconds to wait for the server to start, and to answer (GRPO).")
     vllm_engine_kwargs: dict[str, Any] | str | None = option(
         None,
@@ -193,8 +205,12 @@ class PPOConfig(TrainingArguments):
         "Shift and scale advantages to mean 0 and variance 1 over the global rollout; None: with gae and the two "
         "reinforce_plus_plus, as their papers do.",
     )
-    scale_rewards: Literal["group", "none"] = option(
-        "group", "With grpo: divide by the group's standard deviation, or do not (GRPO; arXiv:2503.20783)."
+    scale_rewards: Literal["group", "batch", "none"] = option(
+        "group", "With grpo: divide by the deviation of the group, of the rollout, or not (GRPO; arXiv:2503.20783)."
+    )
+    multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = option(
+        "sum_then_normalize",
+        "With grpo: scale the sum of rewards, or each reward by its group and their sum by the rollout (GRPO).",
     )
     bootstrap_truncated: bool = option(False, "A truncated completion ends with the critic's value instead of 0.")
 
@@ -247,6 +263,7 @@ class PPOConfig(TrainingArguments):
 
     # Output only.
     log_completions: bool = option(False, "Print some completions of each rollout with their scores (GRPO).")
+    num_completions_to_print: Count | None = option(8, "Completions that it prints; None: all (GRPO).")
 
     # Speed and memory only.
     max_tokens_per_micro_batch: Count | None = option(
@@ -267,12 +284,6 @@ class PPOConfig(TrainingArguments):
         "model_init_kwargs",
         "vllm_engine_kwargs",
     ]
-
-    def __new__(cls, *args: object, **kwargs: object) -> Self:
-        # Python's own error names only the first unknown field. A dataclass that inherits from this one has its own
-        # `__init__`, and this method.
-        cls.check_names(kwargs)
-        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         if self.max_grad_norm in (None, math.inf):  # infinite in a copy, see below
@@ -315,15 +326,17 @@ class PPOConfig(TrainingArguments):
         return vars(self) | {"hub_token": None}
 
     @classmethod
-    def check_names(cls, names: Iterable[str], others: Iterable[str] = ()) -> None:
-        """Check that fields exist, for scripts that read them from a file or from flags.
+    def translate_names(cls, given: Mapping[str, Any], others: Iterable[str] = ()) -> dict[str, Any]:
+        """Return fields by their names here, for scripts that read them from a file or from flags.
 
         Args:
+            given: fields by their names here or in TRL.
             others: names that exist elsewhere, such as other arguments of the script.
         Raises:
-            TypeError: a name is neither a field nor in `others`.
+            TypeError: a name is neither a field nor in `others`, or a value of TRL's has no counterpart.
+            ValueError: two names give a field different values.
         """
-        check_names(cls, names, others)
+        return translate_names(cls, given, others)
 
     def for_base(self, dtype: torch.dtype) -> Self:
         """Return the configuration of a run with this base, with autocast and checkpointing set.
@@ -409,9 +422,13 @@ class PPOConfig(TrainingArguments):
     @property
     def whitens_advantages(self) -> bool:
         """Whether advantages are whitened: `whiten_advantages`, or as the estimator's paper does."""
-        if self.whiten_advantages is not None:
-            return self.whiten_advantages
-        return estimator_whitens(self.advantage_estimator)
+        habit = estimator_whitens(self.advantage_estimator)
+        return habit if self.whiten_advantages is None else self.whiten_advantages
+
+    @property
+    def reward_scale(self) -> str:
+        """What `grpo` divides by: `scale_rewards`; the rollout's deviation if scores are normalized by function."""
+        return self.scale_rewards if self.multi_objective_aggregation == "sum_then_normalize" else "batch"
 
     @property
     def reward_kl_estimator(self) -> str:

@@ -111,7 +111,7 @@ class PPOTrainer(CrashSafeTrainer):
         eval_dataset: the same, or several of them by name.
         processing_class: the tokenizer, not a processor; None: the model's own. Without a padding token EOS pads.
         peft_config: the actor's adapter; None: LoRA of rank 16 on all linear layers. The whole model is never trained;
-            a higher rank comes closest, `LoraConfig(r=256, target_modules="all-linear")`.
+            in RL, ranks of 1 to 32 suffice.
         ref_model: the reference; None: the base with the adapter disabled, or a frozen copy of the adapter that
             training starts from.
         critic: "adapter" (its own LoRA on the same base), "shared" (a value head on the actor), "shared_detached" (the
@@ -189,7 +189,7 @@ class PPOTrainer(CrashSafeTrainer):
             eval_dataset=eval_dataset,
             processing_class=parts.tokenizer,
             callbacks=[
-                *with_default_callbacks(callbacks, args.log_completions),
+                *with_default_callbacks(callbacks, args),
                 TrainerHooks(lambda: self._step_hooks.attach(cast(Optimizer, self.optimizer)), self._end_update),
             ],
             compute_metrics=compute_metrics,

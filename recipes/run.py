@@ -1,8 +1,10 @@
 """The arguments that recipes share, and their parser."""
 
 import inspect
+import json
 import os
 import re
+import sys
 from argparse import SUPPRESS, Action, ArgumentDefaultsHelpFormatter, ArgumentTypeError
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
@@ -68,9 +70,10 @@ class RecipeParser(TrlParser):
 
     def __init__(self, dataclass_types: Any, **kwargs: Any) -> None:
         super().__init__(dataclass_types, allow_abbrev=False, add_help=False, formatter_class=HelpFormatter, **kwargs)
-        self.in_file: list[str] = []  # the names that the YAML file sets
+        self.in_file: dict[str, Any] = {}  # what the YAML file sets
         self.shown: list[str] = []  # the names that the help shows; if empty, our own and those of the file
-        of_config = {f.name for cls in self.dataclass_types if issubclass(cls, PPOConfig) for f in fields(cls)}
+        self.config = next((cls for cls in self.dataclass_types if issubclass(cls, PPOConfig)), None)
+        of_config = {f.name for f in fields(self.config)} if self.config else set()
         for action in self._actions:
             if action.dest in of_config and action.type is not None:  # PPOConfig says what is wrong with a value
                 if action.choices is not None:
@@ -95,29 +98,32 @@ class RecipeParser(TrlParser):
         return parsed
 
     def set_defaults_with_config(self, **kwargs: Any) -> list[str]:
-        """Take the defaults from a YAML file; `parse_known_args` refuses its unknown names."""
-        self.in_file = list(kwargs)
-        return super().set_defaults_with_config(**kwargs)
+        """Take the defaults from a YAML file; `parse_known_args` translates or refuses its unknown names."""
+        self.in_file = kwargs
+        super().set_defaults_with_config(**kwargs)
+        return []
 
-    def parse_known_args(self, *args: Any, **kwargs: Any) -> tuple[Any, list[str]]:
-        """Parse the flags.
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """Parse the flags. Arguments of the YAML file and flags that have TRL's names are translated.
 
         Raises:
-            TypeError, ValueError: names all unknown arguments of the YAML file and the command line.
+            TypeError, ValueError: names all unknown arguments.
         """
-        namespace, rest = super().parse_known_args(*args, **kwargs)
+        words = sys.argv[1:] if args is None else list(args)
+        namespace, rest = super().parse_known_args(words, namespace)
         known = [action.dest for action in self._actions]
-        flags = [word.partition("=")[0].strip("-").replace("-", "_") for word in rest if word.startswith("--")]
-        unknown = [name for name in self.in_file if name not in known] + flags
-        if unknown or rest:
-            self.refuse(unknown or rest)
-        return namespace, rest
+        unknown = {name: x for name, x in self.in_file.items() if name not in known} | read_flags(rest)
+        if (rest and not rest[0].startswith("--")) or (unknown and not self.config):
+            self.refuse(list(unknown) or rest)
+        if unknown:
+            given = {name: getattr(namespace, name) for name in {*self.in_file, *read_flags(words)} - unknown.keys()}
+            vars(namespace).update(self.config.translate_names(given | unknown, known))
+        return namespace, []
 
     def refuse(self, unknown: list[str]) -> NoReturn:
         """Raise TypeError or ValueError for unknown arguments, with the names that are most like theirs."""
-        for cls in self.dataclass_types:
-            if issubclass(cls, PPOConfig):
-                cls.check_names(unknown, [action.dest for action in self._actions])
+        if self.config:
+            self.config.translate_names(dict.fromkeys(unknown), [action.dest for action in self._actions])
         raise ValueError(f"there is no argument for {', '.join(unknown)}")
 
     def error(self, message: str) -> NoReturn:
@@ -159,6 +165,29 @@ class RecipeParser(TrlParser):
             f"sizes with these defaults and {processes} process(es): rollouts of {completions * processes} "
             f"completions ({completions} per process), {steps} optimizer steps each"
         )
+
+
+def read_flags(words: list[str]) -> dict[str, Any]:
+    """Return flags by name, with the JSON value of their last word, or its text; True for a flag without a word."""
+    flags: dict[str, Any] = {}
+    name = ""
+    for word in words:
+        if word.startswith("--"):
+            name, _, text = word.strip("-").partition("=")
+            name = name.replace("-", "_")
+        else:
+            text = word
+        if name:
+            flags[name] = read_value(text) if text else True
+    return flags
+
+
+def read_value(text: str) -> Any:
+    """Return the value of a text in JSON, where Python's words count too, and other texts unchanged."""
+    try:
+        return json.loads({"True": "true", "False": "false", "None": "null"}.get(text, text))
+    except ValueError:
+        return text
 
 
 def text_if_unfit(convert: Callable[[str], Any]) -> Callable[[str], Any]:

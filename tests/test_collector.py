@@ -94,6 +94,33 @@ def test_groups_are_divided_by_their_deviation_unless_told_not_to(make_trainer):
         assert trainer.rollout(["1=", "1="]).advantages[1].tolist() == pytest.approx([expected] * 3, rel=1e-5)
 
 
+def grpo_of_four(make_trainer, *scores, **config):
+    """The first token's advantages of two groups of two completions."""
+    config = {"advantage_estimator": "grpo", "num_generations": 2, "kl_coef": 0.0, "num_mini_batches": 1, **config}
+    trainer = answering(make_trainer(config, reward_funcs=[always(*column) for column in scores]), "1.", "123.")
+    return first_rollout(trainer).advantages[:, 0].tolist()
+
+
+def test_advantages_can_be_divided_by_the_deviation_of_the_rollout(make_trainer):
+    """Deviations from the mean of 5.5: −0.5, 1.5, −4.5, 3.5; unbiased variance 35/3."""
+    found = grpo_of_four(make_trainer, [5.0, 7.0, 1.0, 9.0], scale_rewards="batch")
+    assert found == pytest.approx([x / math.sqrt(35 / 3) for x in (-1, 1, -4, 4)])
+    assert grpo_of_four(make_trainer, [2.0] * 4, scale_rewards="batch") == [0.0] * 4
+
+
+@pytest.mark.parametrize(
+    ("first", "sums", "variance"),
+    [
+        ([0.0, 1.0, 0.0, 0.0], [-3, 3, -2, 2], 26 / 3),  # weight 1: ±1, then 0; weight 2: ±2
+        ([None, 1.0, 0.0, 0.0], [-2, 2, -2, 2], 16 / 3),  # a single score of a function in its group counts as 0
+    ],
+)
+def test_each_functions_scores_can_be_normalized_before_their_sum(make_trainer, first, sums, variance):
+    config = {"multi_objective_aggregation": "normalize_then_sum", "reward_weights": [1.0, 2.0]}
+    found = grpo_of_four(make_trainer, first, [10.0, 30.0, 5.0, 7.0], **config)
+    assert found == pytest.approx([x / math.sqrt(variance) for x in sums], rel=1e-4)
+
+
 def test_rewards_are_whitened_over_what_is_scored_and_keep_their_mean(make_trainer):
     """0, 0, 5, 0, 0, 7: mean 2, variance 74/6 − 4."""
     config = {"per_device_train_batch_size": 4, "num_mini_batches": 1, "kl_coef": 0.0, "whiten_rewards": True}

@@ -25,7 +25,7 @@ import hfppo
 from helpers.tiny import tiny_model
 from hfppo import PPOCallback, PPOConfig, PPOTrainer
 from hfppo.checks.config import UNREAD_FIELDS, UNUSABLE_FIELDS
-from hfppo.checks.unknown_names import TRL_NAMES, TRL_REASONS
+from hfppo.checks.unknown_names import WITHOUT
 from hfppo.config import CHECKPOINTING as NAMES_OF_CHECKPOINTING
 from hfppo.config import follows_base
 
@@ -203,17 +203,161 @@ def test_a_pickle_and_the_settings_shown_lack_the_token_of_the_hub(config):
 
 
 def test_all_unknown_fields_are_named_at_once_each_with_its_word_here(config):
-    unknown = {"epsilon": 0.2, "top_p": 0.9, "num_ppo_epoch": 3, "batch_size": 4, "disable_dropout": True, "foo": 1}
-    unknown |= {"warmup_ratio": 0.1, "callbacks": []}
+    unknown = {"top_p": 0.9, "num_ppo_epoch": 3, "batch_size": 4, "disable_dropout": False, "foo": 1, "callbacks": []}
+    unknown |= {"warmup_ratio": 1.5, "beta": 0.1, "loss_type": "vespo", "steps_per_generation": "many"}
     with pytest.raises(TypeError) as refused:
-        config(seed=1, **unknown)
+        config(seed=1, epsilon=0.2, **unknown)
     lines = str(refused.value).splitlines()
     assert lines[0] == "PPOConfig has no field"
     assert [line.split(":")[0].strip(" '") for line in lines[1:-1]] == list(unknown)
-    words = ["here cliprange", "sampling is pure", "num_ppo_epochs", "num_mini_batches", "always off", "foo"]
-    words += ["here warmup_steps", "an argument of PPOTrainer"]
+    words = ["1.0 is accepted", "num_ppo_epochs", "num_mini_batches", "always off", "foo", "an argument of PPOTrainer"]
+    words += ["here warmup_steps", "kl_coef (RLOO's", "here policy_loss", "whole number"]
     assert [word for word, line in zip(words, lines[1:-1], strict=True) if word not in line] == []
     assert "docs/from_trl.md" in lines[-1]
+
+
+OF_GRPO = {f.name: f.default for f in fields(GRPOConfig)}
+INHERITED = {f.name for f in fields(TrainingArguments)}
+
+
+def test_the_defaults_of_grpo_config_are_accepted_but_for_those_that_contradict_ppo(config, caplog):
+    defaults = {name: x for name, x in OF_GRPO.items() if name not in INHERITED}
+    with pytest.raises(TypeError, match=r"^PPOConfig has no field 'disable_dropout': dropout is always off"):
+        config(advantage_estimator="grpo", **defaults)
+    args = config(advantage_estimator="grpo", **defaults | {"disable_dropout": True})
+    assert (args.num_generations, args.kl_coef, args.kl_loss_coef, args.vllm_server_base_url) == (
+        *(8, 0.0, 0.0),
+        "http://0.0.0.0:8000",
+    )
+    (line,) = [text for text in caplog.messages if text.startswith("fields of TRL: ")]
+    assert [name for name in defaults if name not in NEW and name not in line] == []
+    caplog.clear()
+    config(advantage_estimator="grpo", num_generations=8, scale_rewards="group", kl_estimator="k3")
+    assert "TRL" not in caplog.text  # nothing was translated
+
+
+VLLM = {"use_vllm": True, "vllm_mode": "server"}
+
+
+@pytest.mark.parametrize(
+    ("given", "here"),
+    [
+        (
+            {"epsilon": 0.3, "epsilon_high": 0.4, "delta": 2.0},
+            {"cliprange": 0.3, "cliprange_high": 0.4, "dual_clip": 2},
+        ),
+        ({"num_iterations": 3, "response_length": 9}, {"num_ppo_epochs": 3, "max_completion_length": 9}),
+        (
+            {"num_completions_to_print": None, "warmup_ratio": 0.1},
+            {"num_completions_to_print": None, "warmup_steps": 0.1},
+        ),
+        ({"beta": 0.1}, {"kl_loss_coef": 0.1, "kl_coef": 0.0, "kl_estimator": None}),
+        ({"beta": 0.1, "advantage_estimator": "rloo"}, {"kl_loss_coef": 0.0, "kl_coef": 0.1}),
+        ({"beta": 0.1, "use_bias_correction_kl": True}, {"kl_estimator": "k3+"}),
+        ({"beta": 0.1, "use_bias_correction_kl": False}, {"kl_estimator": "k3"}),
+        ({"use_bias_correction_kl": True}, {"kl_estimator": None}),
+        ({"steps_per_generation": 6, "gradient_accumulation_steps": 2}, {"num_mini_batches": 3}),
+        ({"generation_batch_size": 48, "gradient_accumulation_steps": 2}, {"num_mini_batches": 3}),
+        ({"scale_rewards": True}, {"scale_rewards": "group"}),
+        ({"scale_rewards": False}, {"scale_rewards": "none"}),
+        ({"loss_type": "grpo"}, {"policy_loss": "ppo", "loss_reduction": "seq-mean-token-mean"}),
+        ({"loss_type": "dr_grpo"}, {"loss_reduction": "seq-mean-token-sum-norm"}),
+        ({"loss_type": "cispo", "epsilon_high": 5.0}, {"policy_loss": "cispo", "cliprange_high": 5.0}),
+        ({"loss_type": "sapo"}, {"policy_loss": "sapo", "loss_reduction": "seq-mean-token-mean"}),
+        ({"loss_type": "grpo", "importance_sampling_level": "sequence"}, {"policy_loss": "gspo"}),
+        ({"vllm_server_host": "gpu1", "vllm_server_port": 80}, {"vllm_server_base_url": "http://gpu1:80"}),
+        ({"vllm_server_host": "gpu1", "vllm_server_base_url": "http://a"}, {"vllm_server_base_url": "http://a"}),
+        ({"vllm_server_base_url": None}, {"vllm_server_base_url": None}),
+        (
+            {"vllm_gpu_memory_utilization": 0.5, "vllm_engine_kwargs": '{"dtype": "auto"}'},
+            {"vllm_engine_kwargs": {"dtype": "auto", "gpu_memory_utilization": 0.5}},
+        ),
+        ({"trust_remote_code": True}, {"model_init_kwargs": {"trust_remote_code": True}}),
+        ({"vllm_importance_sampling_mode": "token_mask"}, {"policy_mode": "decoupled"}),  # without vLLM
+        (VLLM | {"vllm_importance_sampling_mode": "token_truncate"}, {"policy_mode": "token_truncate"}),
+        (VLLM | {"vllm_importance_sampling_correction": False}, {"policy_mode": "decoupled"}),
+        (
+            VLLM | {"vllm_importance_sampling_mode": "token_mask", "vllm_importance_sampling_clip_min": 0.5},
+            {"policy_mode": "token_mask"},
+        ),
+    ],
+    ids=str,
+)
+def test_fields_of_trl_with_one_meaning_are_translated(config, given, here):
+    args = config(**{"advantage_estimator": "grpo", "num_generations": 2, **given})
+    assert {name: getattr(args, name) for name in here} == here
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"epsilon": 0.3, "cliprange": 0.2}, ["epsilon=0.3", "cliprange", "0.2"]),
+        ({"beta": 0.1, "kl_coef": 0.05}, ["beta=0.1", "kl_coef", "0.05"]),
+        ({"loss_type": "cispo", "importance_sampling_level": "sequence"}, ["policy_loss", "gspo", "cispo"]),
+        (
+            {"vllm_engine_kwargs": {"gpu_memory_utilization": 0.4}, "vllm_gpu_memory_utilization": 0.5},
+            ["vllm_gpu_memory_utilization=0.5", "vllm_engine_kwargs", "0.4"],
+        ),
+        ({"vllm_engine_kwargs": "x", "vllm_gpu_memory_utilization": 0.5}, ["vllm_engine_kwargs", "'x'"]),
+    ],
+    ids=str,
+)
+def test_two_names_with_different_values_are_both_named(config, given, words):
+    with pytest.raises(ValueError, match="leave one out") as refused:
+        config(**{"advantage_estimator": "grpo", "num_generations": 2, **given})
+    assert [word for word in words if word not in str(refused.value)] == []
+    config(advantage_estimator="grpo", num_generations=2, epsilon=0.2, cliprange=0.2)
+
+
+@pytest.mark.parametrize(
+    ("given", "word"),
+    [
+        ({"steps_per_generation": 5, "gradient_accumulation_steps": 2}, "num_mini_batches"),
+        ({"generation_batch_size": 20}, "num_mini_batches"),
+        ({"loss_type": "bnpo"}, "policy_loss"),
+        ({"top_entropy_quantile": 0.2}, "every token"),
+        ({"reward_clip_range": (-1, 1)}, "clip their own scores"),
+        ({"sapo_temperature_neg": 2.0}, "paper"),
+        ({"router_aux_loss_coef": 0.1}, "model_init_kwargs"),
+        (VLLM | {"vllm_importance_sampling_mode": "token_mask"}, "band"),
+        (VLLM | {"vllm_importance_sampling_correction": True}, "band"),
+    ],
+    ids=str,
+)
+def test_a_value_of_trls_without_a_counterpart_is_refused(config, given, word):
+    with pytest.raises(
+        TypeError, match=f"^PPOConfig has no field '{list(given)[0 if len(given) < 3 else -1]}': .*{word}"
+    ):
+        config(**given)
+
+
+def test_a_size_of_all_processes_is_divided_among_them(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    given = {"per_device_train_batch_size": 4, "generation_batch_size": 24}
+    assert PPOConfig.translate_names(given) == {"per_device_train_batch_size": 4, "num_mini_batches": 3}
+    given["per_device_train_batch_size"] = 0
+    with pytest.raises(TypeError, match="generation_batch_size"):
+        PPOConfig.translate_names(given)
+
+
+def test_what_grpo_config_holds_after_its_own_checks_is_accepted(tmp_path):
+    """Both of its sizes are set then."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # TRL still passes transformers' old name on
+        of_trl = GRPOConfig(str(tmp_path), use_cpu=True, bf16=False, disable_dropout=True, steps_per_generation=3)
+        args = PPOConfig(**{name: getattr(of_trl, name) for name in OF_GRPO}, advantage_estimator="grpo")
+    assert args.rollout_size_per_process == of_trl.generation_batch_size == 24
+    assert args.learning_rate == of_trl.learning_rate == 1e-6
+
+
+def test_a_dataclass_that_inherits_takes_names_of_trl_too(tmp_path):
+    @dataclass
+    class Own(PPOConfig):
+        more: int = 1
+
+    args = Own(str(tmp_path), epsilon=0.3, more=2, use_cpu=True)
+    assert (args.cliprange, args.more, replace(args, seed=5).cliprange) == (0.3, 2, 0.3)
+    assert pickle.loads(pickle.dumps(PPOConfig(str(tmp_path), epsilon=0.3, use_cpu=True))).cliprange == 0.3
 
 
 def test_a_single_unknown_field_is_one_line(config):
@@ -226,12 +370,9 @@ def test_a_field_that_ppo_refuses_is_not_suggested(config):
         config(auto_find_batch_sizes=True)
 
 
-def test_every_field_of_grpo_that_is_missing_here_is_explained():
-    known = [f.name for f in fields(PPOConfig)]
-    missing = {f.name for f in fields(GRPOConfig)} - set(known)
-    with_reason = {name for names in TRL_REASONS.values() for name in names.split()}
-    assert [name for name in sorted(missing) if name not in {*TRL_NAMES, *with_reason}] == []
-    assert [name for name in inspect.signature(PPOTrainer).parameters if name not in with_reason] == []
+def test_every_argument_of_the_trainer_is_explained():
+    arguments = [name for name, (reason, _) in WITHOUT.items() if reason == "an argument of PPOTrainer"]
+    assert arguments == [*inspect.signature(PPOTrainer).parameters]
 
 
 @pytest.mark.parametrize(
@@ -239,12 +380,34 @@ def test_every_field_of_grpo_that_is_missing_here_is_explained():
     [
         ({"reward_weights": "1,2"}, "reward_weights='1,2' must be a list of numbers"),
         ({"reward_weights": [1, "2"]}, "reward_weights=[1, '2'] must be a list of numbers"),
-        ({"scale_rewards": "batch"}, "scale_rewards='batch' is unknown; choose from group, none"),
+        ({"scale_rewards": "row"}, "scale_rewards='row' is unknown; choose from group, batch, none"),
     ],
 )
 def test_a_value_of_another_kind_is_refused_in_words(config, value, words):
     with pytest.raises(ValueError, match=f"^{re.escape(words)}$"):
         config(**value)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"policy_loss": "cispo"}, "cliprange_high=None"),
+        ({"policy_loss": "cispo", "cliprange_high": 0.28}, "cliprange_high=0.28"),
+        ({"scale_rewards": "batch"}, "scale_rewards='batch'"),
+        ({"multi_objective_aggregation": "normalize_then_sum"}, "normalize_then_sum"),
+    ],
+)
+def test_a_cap_or_a_scale_that_does_not_fit_is_refused(config, given, words):
+    with pytest.raises(ValueError, match=words):
+        config(**given)
+
+
+@pytest.mark.parametrize("loss", ["gspo", "sapo"])
+def test_a_mean_of_tokens_is_warned_of_where_the_paper_takes_one_per_completion(config, caplog, loss):
+    config(policy_loss=loss, loss_reduction="seq-mean-token-mean")
+    assert loss not in caplog.text
+    config(policy_loss=loss)
+    assert f"policy_loss='{loss}'" in caplog.text
 
 
 def test_the_settings_of_fsdp_may_be_a_file_as_in_trainer(config):

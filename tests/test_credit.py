@@ -62,7 +62,7 @@ def credit(completions: list[Completion], weights: list[float] | None = None, **
         base_states=None,
     )
     sequences = pad(samples, 0, several_turns=any("c" in one.written for one in completions))
-    return CreditAssignment(args, args.kl_coef, F.whiten)(samples, sequences, passes)
+    return CreditAssignment(args, args.kl_coef, F.whiten, functions.weights)(samples, sequences, passes)
 
 
 def test_a_score_is_on_the_last_token_and_the_kl_on_each():

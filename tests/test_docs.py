@@ -181,14 +181,18 @@ def test_a_converted_script_has_the_sizes_of_trls(tmp_path, monkeypatch):
     rows = [{"question": f"{a} + {a}?", "answer": str(a + a)} for a in range(8)]
     (tmp_path / "problems.jsonl").write_text("\n".join(map(json.dumps, rows)))
     runs, namespace = [], {"__name__": "from_trl"}
-    for block in blocks(DOCS / "from_trl.md", "python"):
+    script, changes = blocks(DOCS / "from_trl.md", "python")
+    classes, _, fields = changes.partition("args = GRPOConfig(")
+    changed = script.replace("from trl import GRPOConfig, GRPOTrainer", classes).replace("out/grpo", "out/hfppo")
+    for block in (script, changed.replace("GRPOConfig(\n", f"GRPOConfig({fields.rstrip().removesuffix(')')}")):
         (model,) = re.findall(r'model="(.*?)"', block)
         build(model)
         AutoModelForCausalLM.from_pretrained(model, dtype="bfloat16").save_pretrained(model)
         for there, here in (("bf16=True", "use_cpu=True"), ('"wandb"', '"none"'), ("length=256", "length=8")):
             assert block.count(there) == 1
             block = block.replace(there, here)
-        exec(compile(block.replace("GRPOConfig(", "GRPOConfig(bf16=False,"), "from_trl.md", "exec"), namespace)
+        block = block.replace("GRPOConfig(", "GRPOConfig(bf16=False," if block is script else "GRPOConfig(")
+        exec(compile(block, "from_trl.md", "exec"), namespace)
         runs.append(namespace["trainer"])
     of_trl, here = runs
     size = here.args.rollout_size_per_process * here.args.world_size

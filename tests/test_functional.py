@@ -264,6 +264,11 @@ def test_whiten_without_real_tokens_is_zero():
     assert_close(whiten(double([1, 2]), bits("00")), double([0, 0]))
 
 
+def test_whiten_can_take_the_unbiased_variance():
+    assert_close(whiten(double([-1, 1, 9]), bits("110"), correction=1), double([-1, 1, 0]) / 2**0.5)
+    assert whiten(double([3.0]), bits("1"), correction=1).tolist() == [[0.0]]
+
+
 def test_whiten_eps_stands_under_the_root():
     assert_close(whiten(double([-1, 1]), bits("11"), eps=3.0), double([-0.5, 0.5]))
 
@@ -707,7 +712,8 @@ def test_gradient_lives_where_the_policy_drifted_most_against_the_advantage(name
 @pytest.mark.parametrize("dual_clip", [None, 3.0])
 def test_on_policy_every_loss_is_the_plain_policy_gradient(name, dual_clip):
     logprobs, advantages = double([-0.3, -2.0, -1.0, -0.1]), double([0.5, 2.0, -1.5, 0.0])
-    grad = grad_of(lambda x: call_loss(name, x, logprobs, advantages, clip=Clip(dual=dual_clip)), logprobs)
+    clip = Clip(high=1.0, dual=dual_clip)  # the smallest cap of cispo
+    grad = grad_of(lambda x: call_loss(name, x, logprobs, advantages, clip=clip), logprobs)
     assert_close(grad, double([-0.5, -2.0, 1.5, 0.0]))
 
 
@@ -744,26 +750,21 @@ def test_gspo_has_the_gradient_of_its_sequence_form(batch):
 
 
 @pytest.mark.parametrize(
-    ("ratio", "advantage", "grad"), [(1.5, 1, -1.2), (1.5, -2, 2.4), (0.5, -1, 0.8), (0.5, 2, -1.6), (1.1, 1, -1.1)]
+    ("ratio", "advantage", "grad"), [(0.5, 1, -0.5), (1, -2, 2), (10, 1, -5), (10, -1, 5), (0.001, 2, -0.002)]
 )
-def test_cispo_weights_the_policy_gradient_by_the_clipped_ratio(ratio, advantage, grad):
+def test_cispo_weights_the_policy_gradient_by_the_ratio_up_to_the_cap(ratio, advantage, grad):
+    """As TRL's weights at epsilon_high=5: 0.5, 1 and 5 for ratios 0.5, 1 and 10, with no lower bound."""
     logprobs, old_logprobs = at_ratio(ratio)
-    advantages = double([advantage])
-    assert_close(grad_of(lambda x: cispo_loss(x, old_logprobs, advantages, Clip()), logprobs), double([grad]))
-    assert_close(cispo_loss(logprobs, old_logprobs, advantages, Clip()), grad * logprobs)
+    advantages, clip = double([advantage]), Clip(0.2, 5.0)
+    assert_close(grad_of(lambda x: cispo_loss(x, old_logprobs, advantages, clip), logprobs), double([grad]))
+    assert_close(cispo_loss(logprobs, old_logprobs, advantages, clip), grad * logprobs)
 
 
 def test_the_clip_stops_the_gradient_of_ppo_but_not_of_cispo():
     logprobs, old_logprobs = at_ratio(1.5, 0.5)
-    advantages = double([1, -1])
+    advantages, clip = double([1, -1]), Clip(0.2, 1.2)
     assert_close(grad_of(lambda x: policy_loss(x, old_logprobs, advantages, Clip()), logprobs), double([0, 0]))
-    assert_close(grad_of(lambda x: cispo_loss(x, old_logprobs, advantages, Clip()), logprobs), double([-1.2, 0.8]))
-
-
-def test_cispo_takes_each_side_of_the_clip_from_its_own_argument():
-    logprobs, old_logprobs = at_ratio(2.0, 0.5)
-    grad = grad_of(lambda x: cispo_loss(x, old_logprobs, double([1, 1]), Clip(0.1, 0.4)), logprobs)
-    assert_close(grad, double([-1.4, -0.9]))
+    assert_close(grad_of(lambda x: cispo_loss(x, old_logprobs, advantages, clip), logprobs), double([-1.2, 0.5]))
 
 
 def test_sapo_by_hand():

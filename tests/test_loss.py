@@ -115,7 +115,9 @@ def test_every_field_of_a_loss_reaches_it(make_trainer, batch, outputs, name):
 def test_a_loss_is_its_terms_by_weight(make_trainer, batch, outputs, config, expected):
     args = make_trainer({**config, "entropy_coef": 0.02}).args
     terms = ppo_terms(outputs, batch, args, clip_of(args))
-    whole = sum(term.coef * expected(term.per_token, batch.loss_mask) for term in terms)
+    *others, entropy = terms
+    whole = sum(term.coef * expected(term.per_token, batch.loss_mask) for term in others)
+    whole -= 0.02 * (entropy.per_token * batch.loss_mask).sum() / 10  # a token mean with every reduction, as in TRL
     assert_close(ppo_loss(terms, batch, SIZE, args, critic_only=False), whole)
     (of_critic,) = (term for term in terms if term.name == "value/loss")
     value = expected(of_critic.per_token, batch.loss_mask) * args.vf_coef

@@ -136,13 +136,27 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
 
 
 def test_all_unknown_names_of_file_and_flags_are_refused_at_once(tmp_path, capsys):
-    (tmp_path / "typo.yaml").write_text("kl_coeff: 0.1\nbeta: 0.04\n")
-    said = refused(capsys, "--config", str(tmp_path / "typo.yaml"), "--lora-rr", "4", "--critc=shared", "--top_p", "1")
+    (tmp_path / "typo.yaml").write_text("kl_coeff: 0.1\nbeta: 0.04\nepsilon: 0.3\n")
+    flags = ["--lora-rr", "4", "--critc=shared", "--top_p", "0.9", "--response_length", "53"]
+    said = refused(capsys, "--config", str(tmp_path / "typo.yaml"), *flags)
     lines = [line.strip() for line in said.splitlines()]
     assert lines[0] == "PPOConfig has no field"
     wanted = {"kl_coeff": "kl_coef", "beta": "kl_loss_coef", "lora_rr": "lora_r", "critc": "critic", "top_p": "pure"}
     assert [line.split(":")[0] for line in lines[1:6]] == [repr(name) for name in wanted]
     assert [word for word, line in zip(wanted.values(), lines[1:], strict=False) if word not in line] == []
+
+
+def test_names_of_trl_in_file_and_flags_are_translated(tmp_path, capsys):
+    text = "use_cpu: true\nadvantage_estimator: grpo\nnum_generations: 4\nbeta: 0.04\ntop_k: 0\nscale_rewards: false\n"
+    (tmp_path / "grpo.yaml").write_text(text)
+    parser = RecipeParser((arithmetic.ArithmeticArguments, PPOConfig, arithmetic.ArithmeticActor))
+    flags = ["--epsilon", "2e-1", "--num_iterations=2", "--response_length", "53", "--disable_dropout"]
+    _, args, _ = parser.parse_args_and_config(["--config", str(tmp_path / "grpo.yaml"), *flags, "--top_p", "1.0"])
+    assert (args.kl_loss_coef, args.kl_coef, args.cliprange, args.num_ppo_epochs) == (0.04, 0.0, 0.2, 2)
+    assert (args.max_completion_length, args.scale_rewards) == (53, "none")
+    said = refused(capsys, "--config", str(tmp_path / "grpo.yaml"), "--epsilon", "0.3", "--cliprange", "0.2")
+    assert "epsilon=0.3" in said
+    assert "cliprange" in said
 
 
 @pytest.mark.parametrize(
@@ -286,7 +300,7 @@ def test_the_help_has_our_fields_in_sections_and_the_others_on_demand(tmp_path, 
     assert places == sorted(places)
     assert places[1] < shown.index("--num_mini_batches") < places[2] < shown.index("--kl_coef") < places[3]
     assert "--weight_decay" not in shown
-    assert len(shown.splitlines()) < 250
+    assert len(shown.splitlines()) < 260
 
     (tmp_path / "run.yaml").write_text("weight_decay: 0.125\n")
     assert "(default: 0.125)" in helped(capsys, "--config", str(tmp_path / "run.yaml"), "--help")

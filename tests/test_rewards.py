@@ -329,6 +329,19 @@ def test_an_unscorable_completion_does_not_shift_the_baseline_of_its_group(make_
     assert_close(first_rollout(trainer).advantages[::2, 0], torch.tensor(expected))
 
 
+@pytest.mark.parametrize("estimator", ["reinforce_plus_plus_baseline", "grpo", "rloo", "opo"])
+def test_whitening_leaves_a_completion_without_a_scored_partner_at_zero(make_trainer, estimator):
+    config = {
+        **{"per_device_train_batch_size": 8, "num_mini_batches": 1, "num_generations": 2, "kl_coef": 0.0},
+        **{"advantage_estimator": estimator, "whiten_advantages": True},
+    }
+    scores = [9.0, None, 1.0, 2.0, 1.0, 4.0, 1.0, 2.0]
+    rollout = first_rollout(answering(make_trainer(config, reward_funcs=always(*scores)), "1.", "2.", "3.", "123."))
+    assert rollout.advantages[:2].count_nonzero() == 0
+    others = rollout.advantages[2:][rollout.mask[2:]]
+    assert (others.mean().item(), others.square().mean().item()) == (pytest.approx(0, abs=1e-6), pytest.approx(1))
+
+
 def test_a_score_stands_on_the_last_token(make_trainer):
     trainer = answering(make_trainer({"kl_coef": 0.0}, reward_funcs=always(2.0, 3.0)), "1.", "123.")
     rollout = trainer.rollout(["1=", "2="])

@@ -176,6 +176,7 @@ def check_config(args: Any) -> None:
     """
     check_secrets(args)
     check_combinations(args)
+    check_losses(args)
     check_critic(args)
     check_generation_kwargs(cast(dict, args.generation_kwargs or {}))
     check_inherited(args)
@@ -231,6 +232,23 @@ def check_combinations(args: Any) -> None:
                 f"{field}={value!r} has no effect with advantage_estimator={args.advantage_estimator!r}; leave it "
                 "out, or set advantage_estimator='gae'"
             )
+
+
+def check_losses(args: Any) -> None:
+    """Raise ValueError if a scale does not fit the estimator, or a cap the loss; warn of an unusual reduction."""
+    if args.reward_scale == "batch" and not estimator_needs(args.advantage_estimator, "scale"):
+        raise ValueError(
+            f"scale_rewards={args.scale_rewards!r} with multi_objective_aggregation="
+            f"{args.multi_objective_aggregation!r} needs advantage_estimator='grpo'; leave both out"
+        )
+    if args.policy_loss == "cispo" and args.clip_high < 1:
+        raise ValueError(
+            f"policy_loss='cispo' caps the ratio at cliprange_high={args.cliprange_high} itself, and a cap below 1 "
+            "shrinks all weights; set cliprange_high=5.0 (arXiv:2510.13786)"
+        )
+    if args.policy_loss in ("gspo", "sapo") and args.loss_reduction == "token-mean":
+        reduction = "a mean per completion; set loss_reduction='seq-mean-token-mean'"
+        logger.warning("the paper of policy_loss=%r has %s", args.policy_loss, reduction)
 
 
 def check_critic(args: Any) -> None:

@@ -228,7 +228,8 @@ class Collector:
                 passes = forward_passes(self.model, sequences, self.accelerator, self.args)
             with phase("rewards"):
                 numbers = sampled.pending.result()
-            assign_credit = CreditAssignment(self.args, ppo_state.kl_coef, self.whiten_globally if training else None)
+            whiten = self.whiten_globally if training else None
+            assign_credit = CreditAssignment(self.args, ppo_state.kl_coef, whiten, self.rewards.weights)
             credited = assign_credit(samples, sequences, passes)
         rollout = credited.rollout
         name = f"rollout {ppo_state.next_rollout + 1}" if training else "the completions"
@@ -303,9 +304,9 @@ class Collector:
             passes = forward_passes(self.model, rollout, self.accelerator, self.args)
         return replace(rollout, base_states=passes.base_states)
 
-    def whiten_globally(self, x: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
+    def whiten_globally(self, x: Tensor, mask: Tensor, shift_mean: bool = True, correction: int = 0) -> Tensor:
         """Whiten over the rows of all processes, and return this process's rows."""
-        whitened = F.whiten(self.gather(x), self.gather(mask), shift_mean)
+        whitened = F.whiten(self.gather(x), self.gather(mask), shift_mean, correction)
         first = self.accelerator.process_index * len(x)
         return whitened[first : first + len(x), : x.shape[1]]
 

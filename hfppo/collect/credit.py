@@ -11,8 +11,9 @@ from torch import Tensor
 from hfppo import functional as F
 from hfppo.collect.forward import Passes
 from hfppo.config import PPOConfig
+from hfppo.rewards.functions import score_table
 from hfppo.rollout import Rollout, Sequences
-from hfppo.sample import Sample
+from hfppo.sample import Ended, Sample
 from hfppo.support.padding import pad_right
 
 
@@ -32,6 +33,7 @@ class CreditAssignment:
     args: PPOConfig
     kl_coef: float  # β
     whiten: Callable[..., Tensor] | None  # `functional.whiten` over all processes; None: no whitening
+    reward_weights: Sequence[float]  # of the reward functions
 
     def __call__(self, samples: Sequence[Sample], sequences: Sequences, passes: Passes) -> Credited:
         """Turn rewards into advantages.
@@ -46,15 +48,24 @@ class CreditAssignment:
         if passes.ref_logprobs is not None:
             kl = F.token_kl(old_logprobs, passes.ref_logprobs, args.reward_kl_estimator)
         placed, _ = pad_right([sample.token_rewards for sample in samples], torch.float32)
-        rewards = F.token_rewards(placed, kl, mask, self.kl_coef)
         scored = torch.tensor([sample.scored for sample in samples])
         counted = torch.tensor([counts_in_loss(sample, args) for sample in samples])
+        groups = torch.tensor([sample.row.group for sample in samples])
+        if args.multi_objective_aggregation == "normalize_then_sum":
+            cut = torch.tensor([sample.ended is Ended.CUT for sample in samples])
+            placed = normalized_sum(samples, self.reward_weights, groups) - (args.missing_eos_penalty or 0.0) * cut
+        rewards = F.token_rewards(placed, kl, mask, self.kl_coef)
         scored_tokens = mask & scored[:, None]
         if self.whiten is not None and args.whiten_rewards:
             rewards = self.whiten(rewards, scored_tokens, shift_mean=False)
+        compares = F.estimator_needs(args.advantage_estimator, "groups")
+        rows = comparable_rows(scored, groups) if compares else torch.ones_like(scored)
+        scaled = self.scale_by_batch(rewards, scored, mask)
         final_value = value_after_end(samples, passes)
-        raw, returns = self.advantages_and_returns(rewards, samples, sequences, passes, final_value)
-        advantages = raw if self.whiten is None or not args.whitens_advantages else self.whiten(raw, scored_tokens)
+        raw, returns, td_errors = self.estimate(scaled, rows, sequences, passes, groups, final_value)
+        advantages = raw
+        if self.whiten is not None and args.whitens_advantages:
+            advantages = self.whiten(raw, scored_tokens & rows[:, None])
         rollout = Rollout(
             **vars(sequences),
             loss_mask=mask & counted[:, None] & kept,
@@ -65,32 +76,32 @@ class CreditAssignment:
             ref_logprobs=passes.ref_logprobs,
             values=passes.values,
             weights=weights,
-            td_errors=self.td_errors(rewards, sequences, passes, final_value),
+            td_errors=td_errors,
             returns=returns,
             base_states=passes.base_states,
         )
         return Credited(rollout, scored_tokens, raw)
 
-    def advantages_and_returns(
+    def estimate(
         self,
         rewards: Tensor,
-        samples: Sequence[Sample],
+        rows: Tensor,
         sequences: Sequences,
         passes: Passes,
+        groups: Tensor,
         final_value: Tensor | None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return advantages before whitening, (B, T), and returns, (B, T), where the estimator gives them.
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Return advantages before whitening, (B, T), returns where the estimator gives them, and δ with a critic.
 
-        The estimator is called with exactly the parameters that its signature names, from one mapping. An
-        estimator that compares the completions of a prompt gets only scored rows whose group has another scored row;
-        the advantages of other rows are 0.
+        Each estimator gets the arguments that it declares. δ is the advantage of GAE at λ = 0.
 
         Args:
             rewards: (B, T).
+            rows: (B,) bool, the completions that the estimator gets; the advantages of others are 0.
+            groups: (B,) prompt number.
             final_value: (B,) V after the last token; None: 0.
         """
-        args, groups = self.args, torch.tensor([sample.row.group for sample in samples])
-        scored = torch.tensor([sample.scored for sample in samples])
+        args = self.args
         lam = args.lam if args.lam_alpha is None else F.length_adaptive_lam(sequences.mask, args.lam_alpha)
         available: dict[str, Any] = {
             "rewards": rewards,
@@ -100,30 +111,43 @@ class CreditAssignment:
             "groups": groups,
             "gamma": factor_by_turn(args.gamma, args.gamma_turn, sequences),
             "lam": factor_by_turn(lam, args.lam_turn, sequences),
-            "scale": args.scale_rewards == "group",
+            "scale": args.reward_scale == "group",
         }
-        compares = F.estimator_needs(args.advantage_estimator, "groups")
-        rows = comparable_rows(scored, groups) if compares else torch.ones_like(scored)
         estimator = F.ADVANTAGE_ESTIMATORS[args.advantage_estimator]
         advantages, returns = call_estimator(estimator, available, rows)
         if returns is not None and args.lam_critic is not None:
             returns = call_estimator(estimator, {**available, "lam": args.lam_critic}, rows)[1]
-        return advantages, returns
+        deltas = None
+        if passes.values is not None:
+            deltas = call_estimator(F.gae, {**available, "lam": 0.0}, torch.ones_like(rows))[0]
+        return advantages, returns, deltas
 
-    def td_errors(
-        self, rewards: Tensor, sequences: Sequences, passes: Passes, final_value: Tensor | None
-    ) -> Tensor | None:
-        """Return δ of each token, (B, T), which is its advantage at λ = 0; None without a critic."""
-        if passes.values is None:
-            return None
-        gamma = factor_by_turn(self.args.gamma, self.args.gamma_turn, sequences)
-        return F.gae(rewards, passes.values, sequences.mask, gamma, lam=0.0, final_value=final_value)[0]
+    def scale_by_batch(self, rewards: Tensor, scored: Tensor, mask: Tensor) -> Tensor:
+        """Return rewards, (B, T), whose sums per completion have deviation 1 over all processes, if that is set."""
+        scales = F.estimator_needs(self.args.advantage_estimator, "scale") and self.args.reward_scale == "batch"
+        if self.whiten is None or not scales:
+            return rewards
+        totals = self.whiten(rewards.double().sum(dim=1, keepdim=True), scored[:, None], correction=1)
+        return F.token_rewards(totals[:, 0], torch.zeros_like(rewards), mask, 0.0)
 
 
 def value_after_end(samples: Sequence[Sample], passes: Passes) -> Tensor | None:
     """Return V of the state after the last token, (B,), 0 where the completion has ended; None: 0 for all."""
     open_ended = torch.tensor([sample.open_ended for sample in samples])
     return None if passes.final_value is None else passes.final_value * open_ended
+
+
+def normalized_sum(samples: Sequence[Sample], weights: Sequence[float], groups: Tensor) -> Tensor:
+    """Return the weighted sum of the functions' scores, (B,), each normalized within its group. arXiv:2601.05242.
+
+    A score without another one of its function in the group counts as 0.
+    """
+    total, scored = torch.zeros(len(samples)), torch.tensor([sample.scored for sample in samples])
+    for scores, weight in zip(score_table(samples).T, weights, strict=True):
+        is_given = scored & ~scores.isnan()
+        available = {"rewards": scores[:, None], "mask": is_given[:, None], "groups": groups}  # completions of a token
+        total += weight * call_estimator(F.grpo, available, comparable_rows(is_given, groups))[0][:, 0]
+    return total
 
 
 def counts_in_loss(sample: Sample, args: PPOConfig) -> bool:
@@ -135,13 +159,8 @@ def mismatch_weights(old_logprobs: Tensor, sequences: Sequences, args: PPOConfig
     """Return weights of the policy loss, (B, T) or None without correction, and the (B, T) mask of kept tokens."""
     if args.policy_mode not in F.MISMATCH_MODES:
         return None, sequences.mask
-    return F.importance_weights(
-        old_logprobs,
-        sequences.rollout_logprobs,
-        sequences.mask,
-        args.policy_mode,
-        args.vllm_importance_sampling_clip_max,
-    )
+    mode, cap = args.policy_mode, args.vllm_importance_sampling_clip_max
+    return F.importance_weights(old_logprobs, sequences.rollout_logprobs, sequences.mask, mode, cap)
 
 
 def factor_by_turn(within: float | Tensor, between: float | None, sequences: Sequences) -> float | Tensor:
@@ -160,14 +179,10 @@ def call_estimator(
         available: values by parameter name; tensors are per row.
         rows: (B,) bool.
     """
-    names = [name for name in signature(estimator).parameters if name in available]
-    arguments = {name: available[name] for name in names}
-    if bool(rows.all()):
-        result = estimator(**arguments)
-        return result if isinstance(result, tuple) else (result, None)
-    outputs = tuple(torch.zeros_like(available["rewards"]) for _ in range(2 if "values" in names else 1))
+    names = signature(estimator).parameters.keys() & available.keys()
+    outputs = [torch.zeros_like(available["rewards"]) for _ in range(2 if "values" in names else 1)]
     if rows.any():
-        some = {name: x[rows] if isinstance(x, Tensor) else x for name, x in arguments.items()}
+        some = {name: x[rows] if isinstance(x := available[name], Tensor) else x for name in names}
         result = estimator(**some)
         for output, part in zip(outputs, result if isinstance(result, tuple) else (result,), strict=False):
             output[rows] = part

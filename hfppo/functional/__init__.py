@@ -4,90 +4,10 @@ Index `t` of every `(B, T)` tensor is about completion token `t`: `values[:, t]`
 token and `rewards[:, t]` is what the token earns. Log-probabilities, KL and entropy are in nats.
 """
 
-from hfppo.functional.advantages import (
-    ADVANTAGE_ESTIMATORS,
-    estimator_needs,
-    estimator_whitens,
-    explained_variance,
-    gae,
-    grpo,
-    length_adaptive_lam,
-    opo,
-    reinforce_plus_plus,
-    reinforce_plus_plus_baseline,
-    rloo,
-    turn_ends,
-    turn_factors,
-    turn_starts,
-    whiten,
-    whitened,
-)
-from hfppo.functional.kl import (
-    KL_ESTIMATORS,
-    adaptive_kl_coef,
-    token_kl,
-    token_rewards,
-)
-from hfppo.functional.losses import (
-    CLIP_FRACTIONS,
-    POLICY_LOSSES,
-    REDUCTIONS,
-    Clip,
-    ClipFractions,
-    cispo_loss,
-    clip_fractions,
-    dppo_clip_fractions,
-    dppo_loss,
-    gspo_loss,
-    policy_loss,
-    reduce,
-    sapo_loss,
-    value_clipped,
-    value_loss,
-)
-from hfppo.functional.mismatch_weights import (
-    MISMATCH_MODES,
-    effective_sample_size,
-    importance_weights,
-)
+from hfppo.functional import advantages, kl, losses, mismatch_weights
+from hfppo.functional.advantages import *
+from hfppo.functional.kl import *
+from hfppo.functional.losses import *
+from hfppo.functional.mismatch_weights import *
 
-__all__ = [
-    "ADVANTAGE_ESTIMATORS",
-    "CLIP_FRACTIONS",
-    "KL_ESTIMATORS",
-    "MISMATCH_MODES",
-    "POLICY_LOSSES",
-    "REDUCTIONS",
-    "Clip",
-    "ClipFractions",
-    "adaptive_kl_coef",
-    "cispo_loss",
-    "clip_fractions",
-    "dppo_clip_fractions",
-    "dppo_loss",
-    "effective_sample_size",
-    "estimator_needs",
-    "estimator_whitens",
-    "explained_variance",
-    "gae",
-    "grpo",
-    "gspo_loss",
-    "importance_weights",
-    "length_adaptive_lam",
-    "opo",
-    "policy_loss",
-    "reduce",
-    "reinforce_plus_plus",
-    "reinforce_plus_plus_baseline",
-    "rloo",
-    "sapo_loss",
-    "token_kl",
-    "token_rewards",
-    "turn_ends",
-    "turn_factors",
-    "turn_starts",
-    "value_clipped",
-    "value_loss",
-    "whiten",
-    "whitened",
-]
+__all__ = [*advantages.__all__, *kl.__all__, *losses.__all__, *mismatch_weights.__all__]

@@ -13,6 +13,12 @@ from torch import Tensor
 
 from hfppo.functional.shape_checks import require_rows, require_same_shape
 
+__all__ = [
+    "ADVANTAGE_ESTIMATORS", "estimator_needs", "estimator_whitens", "explained_variance", "gae", "grpo",
+    "length_adaptive_lam", "opo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "rloo", "turn_ends",
+    "turn_factors", "turn_starts", "whiten", "whitened",
+]  # fmt: skip
+
 Estimator = TypeVar("Estimator", bound=Callable)
 
 
@@ -133,10 +139,10 @@ def length_adaptive_lam(mask: Tensor, alpha: float) -> Tensor:
     return (1.0 - 1.0 / (alpha * mask.sum(dim=1).clamp(min=1))).clamp(min=0.0)
 
 
-def whiten(x: Tensor, mask: Tensor, shift_mean: bool = True, eps: float = 1e-8) -> Tensor:
+def whiten(x: Tensor, mask: Tensor, shift_mean: bool = True, correction: int = 0, eps: float = 1e-8) -> Tensor:
     """Scale to unit variance, and shift to mean 0, over the real tokens of all rows.
 
-        (x − mean) / √(var + eps),   var biased
+        (x − mean) / √(var + eps),   var = Σ (x − mean)² / (count − correction)
 
     The mean is taken in float64, where the mean of equal numbers is that number. Otherwise whitening would scale up
     the rounding error, and Adam would make full-size steps of it.
@@ -145,15 +151,16 @@ def whiten(x: Tensor, mask: Tensor, shift_mean: bool = True, eps: float = 1e-8) 
         x: (B, T).
         mask: (B, T) bool, True on real tokens.
         shift_mean: False keeps the mean (reward whitening).
+        correction: 1 takes the unbiased variance.
     Returns:
         (B, T), 0 where mask is False; finite also for one single real token.
     """
     require_same_shape(x=x, mask=mask)
     count = mask.sum().clamp(min=1)
     mean = x.double().where(mask, 0.0).sum() / count
-    var = (x - mean).square().where(mask, 0.0).sum() / count
-    whitened = (x - mean) * torch.rsqrt(var + eps)
-    return (whitened if shift_mean else whitened + mean).where(mask, 0.0)
+    var = (x - mean).square().where(mask, 0.0).sum() / (count - correction).clamp(min=1)
+    scaled = (x - mean) * torch.rsqrt(var + eps)
+    return (scaled if shift_mean else scaled + mean).where(mask, 0.0)
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from hfppo.functional.shape_checks import require_rows, require_same_shape
 
+__all__ = ["KL_ESTIMATORS", "adaptive_kl_coef", "token_kl", "token_rewards"]
+
 MAX_LOG_RATIO = 20.0
 
 

@@ -10,6 +10,12 @@ from torch import Tensor
 from hfppo.functional.kl import clamp_log_ratio
 from hfppo.functional.shape_checks import require_same_shape
 
+__all__ = [
+    "CLIP_FRACTIONS", "POLICY_LOSSES", "REDUCTIONS", "Clip", "ClipFractions", "cispo_loss", "clip_fractions",
+    "dppo_clip_fractions", "dppo_loss", "gspo_loss", "policy_loss", "reduce", "sapo_loss", "value_clipped",
+    "value_loss",
+]  # fmt: skip
+
 
 class Clip(NamedTuple):
     """The clip of a policy loss."""
@@ -65,15 +71,17 @@ def gspo_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: 
 
 
 def cispo_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, clip: Clip) -> Tensor:
-    """REINFORCE with a clipped, detached importance weight: no token loses its gradient. arXiv:2506.13585, eq. 4.
+    """REINFORCE with a capped, detached importance weight: no token loses its gradient. arXiv:2506.13585, eq. 4.
 
-        L = −sg(clip(ρ, 1 − ε_low, 1 + ε_high))·A·log π
+        L = −sg(min(ρ, ε_max))·A·log π
 
-    Args and returns as in `policy_loss`; there is no dual clip.
+    The paper sets no lower bound either. Its cap is written as 1 + ε_high.
+
+    Args and returns as in `policy_loss`, but `clip.high` is ε_max itself, as in TRL and arXiv:2510.13786.
     """
     require_same_shape(logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages)
     ratio = clamp_log_ratio(logprobs - old_logprobs).exp()
-    return -ratio.clamp(1 - clip.low, 1 + clip.high).detach() * advantages * logprobs
+    return -ratio.clamp(max=clip.high).detach() * advantages * logprobs
 
 
 def sapo_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor) -> Tensor:

@@ -6,6 +6,8 @@ from torch import Tensor
 from hfppo.functional.kl import clamp_log_ratio
 from hfppo.functional.shape_checks import require_same_shape
 
+__all__ = ["MISMATCH_MODES", "effective_sample_size", "importance_weights"]
+
 MISMATCH_MODES = tuple(
     f"{level}_{bound}" for level in ("token", "sequence") for bound in ("truncate", "mask", "reject")
 )

@@ -44,7 +44,7 @@ def make_sampler(
 
     engine: Engine
     if args.vllm_mode == "server":
-        engine = ServerEngine(model, args.vllm_server_base_url, args.vllm_server_timeout)
+        engine = ServerEngine(model, args.vllm_server_base_url or "http://127.0.0.1:8000", args.vllm_server_timeout)
     else:
         engine = ColocatedEngine(model, args)
     return VLLMSampler(model, engine, accelerator, args.output_dir, sampling)

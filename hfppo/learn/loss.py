@@ -23,6 +23,7 @@ class LossTerm:
     coef: float  # its factor in the loss
     per_token: Tensor  # (B, T)
     of_critic: bool = False
+    reduction: str | None = None  # one of `REDUCTIONS`; None: `loss_reduction`
 
 
 def ppo_terms(outputs: TokenOutputs, batch: Rollout, args: PPOConfig, clip: F.Clip) -> list[LossTerm]:
@@ -43,7 +44,8 @@ def ppo_terms(outputs: TokenOutputs, batch: Rollout, args: PPOConfig, clip: F.Cl
         kl = F.token_kl(outputs.logprobs, batch.ref_logprobs, args.kl_estimator or "k3")
         terms.append(LossTerm("policy/kl_loss", args.kl_loss_coef, kl))
     if outputs.entropy is not None:
-        terms.append(LossTerm("policy/entropy", -args.entropy_coef, outputs.entropy))
+        # A token mean with every `loss_reduction`, so that one coefficient always means the same (TRL).
+        terms.append(LossTerm("policy/entropy", -args.entropy_coef, outputs.entropy, reduction="token-mean"))
     return terms
 
 
@@ -81,14 +83,8 @@ def ppo_loss(terms: list[LossTerm], batch: Rollout, size: MiniBatchSize, args: P
                 f"{expected}, and leave the mean to the trainer"
             )
         if term.coef:
-            reduced = F.reduce(
-                term.per_token,
-                batch.loss_mask,
-                args.loss_reduction,
-                size.num_tokens,
-                size.num_completions,
-                args.max_completion_length,
-            )
+            mode, counts = term.reduction or args.loss_reduction, (size.num_tokens, size.num_completions)
+            reduced = F.reduce(term.per_token, batch.loss_mask, mode, *counts, args.max_completion_length)
             total = total + (term.coef if term.of_critic or not critic_only else 0.0) * reduced
     return total
 

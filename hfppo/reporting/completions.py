@@ -27,10 +27,10 @@ class PrintCompletionsCallback(PPOCallback):
     with TRL's names and columns, and logged as a table to W&B and trackio where `report_to` names them.
 
     Args:
-        num_completions: rows to print.
+        num_completions: rows to print; None: all.
     """
 
-    def __init__(self, num_completions: int = 8):
+    def __init__(self, num_completions: int | None = 8):
         self.num_completions = num_completions
 
     def on_rollout_end(self, args, state, control, *, rollout, transcript, **kwargs):
