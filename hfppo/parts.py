@@ -21,6 +21,7 @@ from hfppo.environments.pool import EnvironmentFactory
 from hfppo.environments.turn_rewards import episode_rewards
 from hfppo.generation.sampler import eos_token_ids
 from hfppo.models.actor_critic import ActorCritic
+from hfppo.models.adapter_checks import check_same_policy, policy_of
 from hfppo.models.critic import CRITIC_KINDS, CriticSource, find_critic
 from hfppo.models.loading import (
     check_architecture,
@@ -135,14 +136,21 @@ def load_parts(inputs: TrainerInputs) -> Parts:
     rewards = reward_functions(inputs, str(loaded.config.name_or_path or ""), agents)
     check_calls(rewards, prompts.known, agents)
     critic = load_critic(inputs, loaded, tokenizer)
-    for name, model in {"ref_model": reference, "the critic": critic and critic.model}.items():
-        if isinstance(model, PreTrainedModel):
-            check_lengths(name, model, longest, args)
+    for name, other in {"ref_model": reference, "the critic": critic and critic.model}.items():
+        if isinstance(other, PreTrainedModel):
+            check_lengths(name, other, longest, args)
+    policy = None
+    if isinstance(inputs.model, PeftModel):
+        inputs.model.enable_adapter_layers()
+        policy = policy_of(inputs.model)
     actor = separate_adapter(loaded, inputs.peft_config, inputs.of_model.get("revision"))
     prepare_reward_models(rewards, actor.base, prompt_maker)
     tokenizer.pad_token_id = padding
+    model = ActorCritic(actor.base, actor.peft_config, critic, reference, actor.start_adapter)
+    if policy is not None:
+        check_same_policy(model, policy, actor.start_adapter)
     return Parts(
-        model=ActorCritic(actor.base, actor.peft_config, critic, reference, actor.start_adapter),
+        model=model,
         tokenizer=tokenizer,
         eos_ids=eos_ids,
         rewards=rewards,

@@ -34,6 +34,8 @@ UNSUPPORTED = {
 # Arguments that name a model with its own tokenizer, each with the argument for another tokenizer.
 TOKENIZER_ARGUMENTS = {"model": "processing_class", "reward_funcs": "reward_processing_classes"}
 
+SCALED_BY_LENGTH = ("dynamic", "longrope")  # kinds of RoPE scaling that depend on the longest row
+
 INSIDE_KERNEL = ("x_proj", "dt_proj", "out_proj")  # layers whose weights a state-space kernel reads by itself
 
 
@@ -199,7 +201,8 @@ def check_trainable(model: PreTrainedModel | PeftModel, peft_config: PeftConfig 
     """Raise if an adapter of the model cannot be trained, before the model is changed.
 
     Raises:
-        ValueError: the disabled adapter is not the reference, or a second adapter is asked for.
+        ValueError: the disabled adapter is not the reference, also because the adapter is merged into a base that
+            unmerging would round; or a second adapter is asked for.
     """
     if isinstance(model, PeftModel):
         if peft_config is not None:
@@ -208,6 +211,12 @@ def check_trainable(model: PreTrainedModel | PeftModel, peft_config: PeftConfig 
                 "adapter further, or merge it into its base, save that, and give its folder"
             )
         check_adapter(model.active_peft_config)
+        rounded = [p.dtype for p in model.get_base_model().parameters() if p.dtype != torch.float32]
+        if rounded and merged_layers(model):
+            raise ValueError(
+                f"model has its adapter merged into a base in {str(rounded[0]).removeprefix('torch.')}, and unmerging "
+                "would round the base; load the adapter again without merge_adapter"
+            )
         return
     for name, module in model.named_modules():
         if isinstance(module, BaseTunerLayer):  # it acts in every forward and is not saved
@@ -216,6 +225,11 @@ def check_trainable(model: PreTrainedModel | PeftModel, peft_config: PeftConfig 
                 "folder; load its base, or give the PeftModel or the name of that folder"
             )
     check_adapter(peft_config or default_peft_config())
+
+
+def merged_layers(model: PeftModel) -> list[BaseTunerLayer]:
+    """Return the layers whose adapters are merged into the base."""
+    return [module for module in model.modules() if isinstance(module, BaseTunerLayer) and module.merged]
 
 
 def check_vocabulary(name: str, model: PreTrainedModel | PeftModel, needed: int) -> None:
@@ -231,13 +245,18 @@ def check_vocabulary(name: str, model: PreTrainedModel | PeftModel, needed: int)
         )
 
 
-def positions_of(model: PreTrainedModel | PeftModel) -> tuple[int | None, bool]:
-    """Return a model's number of positions (None: unlimited), and whether LongRoPE scales positions beyond it."""
+def positions_of(model: PreTrainedModel | PeftModel) -> tuple[int | None, str | None]:
+    """Return a model's number of positions (None: unlimited), and the kind of scaling beyond them that is not used.
+
+    A scaling that depends on the longest row is not used: a token's log-prob would depend on the other rows.
+    """
     config = model.config.get_text_config()
+    own = getattr(config, "max_position_embeddings", None)
     rope = getattr(config, "rope_parameters", None) or {}
-    scaled = rope.get("rope_type") == "longrope"
-    positions = rope.get("original_max_position_embeddings") if scaled else None
-    return positions or getattr(config, "max_position_embeddings", None), scaled
+    trained = rope.get("original_max_position_embeddings") or own
+    if (kind := rope.get("rope_type")) in SCALED_BY_LENGTH:
+        return trained, kind
+    return own and max(own, int(trained * (rope.get("factor") or 1.0))), None
 
 
 def check_adapter(config: PeftConfig) -> None:
@@ -280,6 +299,8 @@ def separate_adapter(
 ) -> ActorSource:
     """Separate a model that passed `check_trainable` into base, adapter configuration and adapter weights.
 
+    A merged adapter is unmerged. Only the active one is kept, at the scale of its configuration.
+
     Args:
         revision: a Hub base's commit or branch; a new adapter's configuration records it.
     """
@@ -290,6 +311,8 @@ def separate_adapter(
         return ActorSource(model, config, None)
     config = copy.deepcopy(model.active_peft_config)
     config.inference_mode = False
+    for layer in merged_layers(model):
+        layer.unmerge()
     weights = get_peft_model_state_dict(model, adapter_name=model.active_adapter)
     start = {name: tensor.clone() for name, tensor in weights.items()}
     wrapped = model.get_base_model().named_modules()
