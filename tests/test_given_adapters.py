@@ -108,6 +108,6 @@ def test_a_merged_adapter_in_half_precision_is_refused_unchanged(make_trainer):
     model = given(torch.bfloat16)
     model.merge_adapter()
     policy = logprobs(model)
-    with pytest.raises(ValueError, match="merged .* bfloat16"):
+    with pytest.raises(ValueError, match=r"merged .* bfloat16"):
         make_trainer(model=model, peft_config=None)
     assert torch.equal(logprobs(model), policy)

@@ -11,6 +11,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch.distributed import get_world_size, is_initialized
 from torch.distributed.fsdp import StateDictType
+from transformers.debug_utils import DebugOption
 
 from hfppo.config import PPOConfig
 from hfppo.models.actor_critic import ActorCritic
@@ -48,12 +49,44 @@ def check_engine(
         check_whole("FSDP2" if deepspeed is None else "ZeRO-3", model, reward_funcs, args)
     if deepspeed is not None:
         check_deepspeed(deepspeed.deepspeed_config, args)
+    check_torch(args, is_ddp=args.world_size > 1 and kind not in (DistributedType.FSDP, DistributedType.DEEPSPEED))
+
+
+def check_torch(args: PPOConfig, is_ddp: bool) -> None:
+    """Raise for settings of torch with which training fails after the first rollout, or trains nothing.
+
+    Raises:
+        ValueError: there is one.
+    """
     alone = {k: off for k, off in steps_of_one(args).items() if not k.startswith("critic_warmup")}  # it passes both
-    if alone and args.world_size > 1 and args.ddp_find_unused_parameters is False:
-        raise ValueError(
-            f"{next(iter(alone))} leaves some weights without gradients, and DDP waits for them with "
-            "ddp_find_unused_parameters=False; set ddp_find_unused_parameters=True"
-        )
+    reentrant = (args.gradient_checkpointing_kwargs or {}).get("use_reentrant")
+    for is_used, problem, remedy in (
+        (
+            alone and args.world_size > 1 and args.ddp_find_unused_parameters is False,
+            f"{next(iter(alone), None)} leaves some weights without gradients, and DDP waits for them with "
+            "ddp_find_unused_parameters=False",
+            "set ddp_find_unused_parameters=True",
+        ),
+        (
+            is_ddp and reentrant,
+            "activation_checkpointing_kwargs={'use_reentrant': True} computes gradients in several backward passes, "
+            "and DDP takes one",
+            "set use_reentrant to False",
+        ),
+        (
+            DebugOption.UNDERFLOW_OVERFLOW in args.debug,
+            "debug='underflow_overflow' cannot read the masks, which are bool",
+            "leave it out: a NonFiniteError names what is not finite, and its row",
+        ),
+        (
+            torch.__future__.get_overwrite_module_params_on_conversion(),
+            "torch.__future__.set_overwrite_module_params_on_conversion(True) replaces the weights when the model is "
+            "moved, so that the optimizer has others, and actor and critic do not share the base",
+            "set it to False",
+        ),
+    ):
+        if is_used:
+            raise ValueError(f"{problem}; {remedy}")
 
 
 def check_whole(engine: str, model: ActorCritic, reward_funcs: list[RewardFunc], args: PPOConfig) -> None:
