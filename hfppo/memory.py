@@ -29,6 +29,7 @@ from hfppo.generation.key_values import CACHE
 from hfppo.models import output_head
 from hfppo.models.actor_critic import ActorCritic, Want
 from hfppo.models.critic import find_critic
+from hfppo.models.loading import NO_CODE
 
 NF4_BYTES = 0.5 + 4 / 64  # per weight: four bits, and a float32 scale for each block of 64
 USABLE = 0.9  # share of a card; CUDA's context, workspaces and fragments take the rest
@@ -345,7 +346,7 @@ def main() -> None:
     except (OSError, ValueError) as error:
         parser.error(f"{' '.join(sys.argv[1:])}: {error}")
     try:
-        config = AutoConfig.from_pretrained(options.model)
+        config = AutoConfig.from_pretrained(options.model, **NO_CODE)
     except (OSError, ValueError) as error:
         parser.exit(
             2,

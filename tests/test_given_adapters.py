@@ -62,6 +62,7 @@ REFUSED = {
     "scaled, in half precision": (lambda: given(torch.bfloat16), set_scale),
     "another is merged": (with_second, lambda model: model.merge_adapter(["sft", "other"])),
     "changed configuration": (given, lambda model: setattr(model.peft_config["sft"], "lora_alpha", 1)),
+    "merged in half precision": (lambda: given(torch.bfloat16), lambda model: model.merge_adapter()),
     "a hook": (given, lambda model: model.base_model.register_forward_pre_hook(lambda *_: set_scale(model))),
 }
 
@@ -102,12 +103,3 @@ def test_what_one_adapter_cannot_give_is_refused(make_trainer, name):
     change(model)
     with pytest.raises(ValueError, match=r"model is a PeftModel .* add_weighted_adapter"):
         make_trainer(model=model, peft_config=None)
-
-
-def test_a_merged_adapter_in_half_precision_is_refused_unchanged(make_trainer):
-    model = given(torch.bfloat16)
-    model.merge_adapter()
-    policy = logprobs(model)
-    with pytest.raises(ValueError, match=r"merged .* bfloat16"):
-        make_trainer(model=model, peft_config=None)
-    assert torch.equal(logprobs(model), policy)

@@ -5,6 +5,7 @@ import functools
 import math
 import time
 from dataclasses import replace
+from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
@@ -49,44 +50,28 @@ def check_engine(
         check_whole("FSDP2" if deepspeed is None else "ZeRO-3", model, reward_funcs, args)
     if deepspeed is not None:
         check_deepspeed(deepspeed.deepspeed_config, args)
-    check_torch(args, is_ddp=args.world_size > 1 and kind not in (DistributedType.FSDP, DistributedType.DEEPSPEED))
+    is_ddp = args.world_size > 1 and kind not in (DistributedType.FSDP, DistributedType.DEEPSPEED)
+    for problem, is_there in problems_of_torch(args, is_ddp).items():
+        if is_there:
+            raise ValueError(problem)
 
 
-def check_torch(args: PPOConfig, is_ddp: bool) -> None:
-    """Raise for settings of torch with which training fails after the first rollout, or trains nothing.
-
-    Raises:
-        ValueError: there is one.
-    """
-    alone = {k: off for k, off in steps_of_one(args).items() if not k.startswith("critic_warmup")}  # it passes both
-    reentrant = (args.gradient_checkpointing_kwargs or {}).get("use_reentrant")
-    for is_used, problem, remedy in (
-        (
-            alone and args.world_size > 1 and args.ddp_find_unused_parameters is False,
-            f"{next(iter(alone), None)} leaves some weights without gradients, and DDP waits for them with "
-            "ddp_find_unused_parameters=False",
-            "set ddp_find_unused_parameters=True",
-        ),
-        (
-            is_ddp and reentrant,
-            "activation_checkpointing_kwargs={'use_reentrant': True} computes gradients in several backward passes, "
-            "and DDP takes one",
-            "set use_reentrant to False",
-        ),
-        (
-            DebugOption.UNDERFLOW_OVERFLOW in args.debug,
-            "debug='underflow_overflow' cannot read the masks, which are bool",
-            "leave it out: a NonFiniteError names what is not finite, and its row",
-        ),
-        (
-            torch.__future__.get_overwrite_module_params_on_conversion(),
-            "torch.__future__.set_overwrite_module_params_on_conversion(True) replaces the weights when the model is "
-            "moved, so that the optimizer has others, and actor and critic do not share the base",
-            "set it to False",
-        ),
-    ):
-        if is_used:
-            raise ValueError(f"{problem}; {remedy}")
+def problems_of_torch(args: PPOConfig, is_ddp: bool) -> dict[str, bool]:
+    """Return settings with which torch fails after the first rollout or trains nothing, and whether they are made."""
+    alone = [name for name in steps_of_one(args) if not name.startswith("critic_warmup")]  # it passes both
+    waits = is_ddp and args.ddp_find_unused_parameters is False
+    searches = is_ddp and args.ddp_find_unused_parameters is not False
+    checkpointing = cast(dict[str, Any], args.gradient_checkpointing_kwargs or {})
+    reads_masks = DebugOption.UNDERFLOW_OVERFLOW in args.debug
+    return {
+        f"{[*alone, ''][0]} leaves some weights without gradients, and DDP waits for them with "
+        "ddp_find_unused_parameters=False; set ddp_find_unused_parameters=True": waits and bool(alone),
+        "use_reentrant=True of activation_checkpointing_kwargs computes a gradient in several backward passes, and "
+        "DDP takes one; set it to False": searches and bool(checkpointing.get("use_reentrant")),
+        "debug='underflow_overflow' cannot read masks; leave it out: a NonFiniteError names the row": reads_masks,
+        "torch.__future__.set_overwrite_module_params_on_conversion(True) replaces weights that the optimizer and "
+        "the critic share; set it to False": torch.__future__.get_overwrite_module_params_on_conversion(),
+    }
 
 
 def check_whole(engine: str, model: ActorCritic, reward_funcs: list[RewardFunc], args: PPOConfig) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from hfppo.models.loading import keep_four_bits
-from hfppo.models.modes import eval_mode, is_sharded
+from hfppo.models.modes import eval_mode
 
 SAMPLED = 4096  # numbers compared per weight; an adapter that writes into a weight changes nearly all of them
 TOKENS = 8  # tokens of the text that two policies are compared on
@@ -62,21 +62,19 @@ def sample(weight: Tensor) -> Tensor:
 def policy_of(model: PeftModel) -> Tensor | None:
     """Return a model's (TOKENS, V) float32 log-probs of a short text, as its own forward computes them.
 
-    None where that needs all processes or another device, as some kernels of attention do.
+    A disabled adapter is enabled before. None where a forward needs all processes or another device, as some kernels
+    of attention do.
     """
-    if is_sharded(model) or any(p.is_meta for p in model.parameters()):
-        return None
     keep_four_bits(model)
+    model.enable_adapter_layers()
     size = model.config.get_text_config().vocab_size
     ids = torch.arange(TOKENS, device=model.device)[None] * size // TOKENS
-    with eval_mode(model):
-        try:
+    try:
+        with eval_mode(model):
             return model(input_ids=ids, use_cache=False).logits[0].float().log_softmax(dim=-1)
-        except (ImportError, NotImplementedError, RuntimeError, ValueError) as error:
-            logger.warning(
-                "model cannot run where it is, so it is not compared with the policy in training: %s", error
-            )
-            return None
+    except (ImportError, NotImplementedError, RuntimeError, ValueError) as error:
+        logger.warning("model is not compared with the policy in training, because it cannot run here: %s", error)
+        return None
 
 
 def check_same_policy(model: PeftModel, before: Tensor, adapter: dict[str, Tensor]) -> None:
@@ -84,19 +82,19 @@ def check_same_policy(model: PeftModel, before: Tensor, adapter: dict[str, Tenso
 
     Args:
         before: from `policy_of`, for the loaded model.
-        adapter: the loaded adapter's weights. PEFT makes them float32, and rounds otherwise.
+        adapter: the loaded adapter's weights, to whose precision log-probs may be rounded.
     Raises:
         ValueError: the log-probs of a short text differ.
     """
     now = policy_of(model)
+    eps = max(torch.finfo(weight.dtype).eps for weight in adapter.values())
     if now is None or not now.isfinite().all():
         return
     off = float((now - before).abs().max())
-    eps = max(torch.finfo(weight.dtype).eps for weight in adapter.values())
     if not off <= max(1e-3, 4 * eps * float(now.abs().max())):
         raise ValueError(
             f"model is a PeftModel whose log-probs of a short text differ by up to {off:.3g} nats from its active "
-            "adapter's with the adapter's configuration: several adapters are active or merged, a scale was set at "
-            "run time, the configuration was changed, or a hook acts; load the model again and merge all into the "
-            "base, or make them one adapter with add_weighted_adapter and set_adapter"
+            "adapter's: several adapters are active or merged, the base is merged in half precision, a scale or the "
+            "configuration was changed, or a hook acts; load it again, without merge_adapter, and make its adapters "
+            "one with add_weighted_adapter"
         )

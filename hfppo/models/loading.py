@@ -1,11 +1,12 @@
 """Models and tokenizers as users give them."""
 
 import copy
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypedDict, Unpack, cast
+from typing import Any, TypedDict, Unpack, cast
 
 import torch
 from peft import LoraConfig, PeftConfig, PeftModel, TaskType, load_peft_weights
@@ -34,6 +35,8 @@ UNSUPPORTED = {
 # Arguments that name a model with its own tokenizer, each with the argument for another tokenizer.
 TOKENIZER_ARGUMENTS = {"model": "processing_class", "reward_funcs": "reward_processing_classes"}
 
+NO_CODE = {"trust_remote_code": False}  # by default transformers asks on the standard input
+
 SCALED_BY_LENGTH = ("dynamic", "longrope")  # kinds of RoPE scaling that depend on the longest row
 
 INSIDE_KERNEL = ("x_proj", "dt_proj", "out_proj")  # layers whose weights a state-space kernel reads by itself
@@ -46,6 +49,11 @@ class ActorSource:
     base: PreTrainedModel
     peft_config: PeftConfig
     start_adapter: dict[str, Tensor] | None  # None: a new adapter
+
+
+def as_name(given: Any) -> Any:
+    """Return a path as text, with the home folder in the place of "~"; anything else as it is."""
+    return os.path.expanduser(given) if isinstance(given, str | os.PathLike) else given
 
 
 @contextmanager
@@ -86,7 +94,7 @@ def load_named(name: str, argument: str, **init_kwargs: object) -> PreTrainedMod
     options = hub_options(init_kwargs)
     if (config := adapter_config(name, **options)) is None:
         with name_in_errors(argument, name):
-            return AutoModelForCausalLM.from_pretrained(name, **init_kwargs)
+            return AutoModelForCausalLM.from_pretrained(name, **{**NO_CODE, **init_kwargs})
     base_name = str(config.base_model_name_or_path)
     with name_in_errors(f"the base of the adapter {argument}={name!r}, base_model_name_or_path", base_name):
         base = load_base_of(name, config, load_peft_weights(name, device="cpu", **options), **init_kwargs)
@@ -106,7 +114,7 @@ def load_base_of(
         weights: the adapter's, by the names in its file; they replace the new rows.
         init_kwargs: keywords of the base's `from_pretrained`; `revision` is the adapter's own.
     """
-    of_base = {**init_kwargs, "revision": base_revision(adapter, config, init_kwargs)}
+    of_base = {**NO_CODE, **init_kwargs, "revision": base_revision(adapter, config, init_kwargs)}
     base = AutoModelForCausalLM.from_pretrained(config.base_model_name_or_path, **of_base)
     if (size := saved_vocabulary(base, weights)) is not None:
         base.resize_token_embeddings(size, mean_resizing=False)
@@ -201,8 +209,7 @@ def check_trainable(model: PreTrainedModel | PeftModel, peft_config: PeftConfig 
     """Raise if an adapter of the model cannot be trained, before the model is changed.
 
     Raises:
-        ValueError: the disabled adapter is not the reference, also because the adapter is merged into a base that
-            unmerging would round; or a second adapter is asked for.
+        ValueError: the disabled adapter is not the reference, or a second adapter is asked for.
     """
     if isinstance(model, PeftModel):
         if peft_config is not None:
@@ -211,12 +218,6 @@ def check_trainable(model: PreTrainedModel | PeftModel, peft_config: PeftConfig 
                 "adapter further, or merge it into its base, save that, and give its folder"
             )
         check_adapter(model.active_peft_config)
-        rounded = [p.dtype for p in model.get_base_model().parameters() if p.dtype != torch.float32]
-        if rounded and merged_layers(model):
-            raise ValueError(
-                f"model has its adapter merged into a base in {str(rounded[0]).removeprefix('torch.')}, and unmerging "
-                "would round the base; load the adapter again without merge_adapter"
-            )
         return
     for name, module in model.named_modules():
         if isinstance(module, BaseTunerLayer):  # it acts in every forward and is not saved
@@ -225,11 +226,6 @@ def check_trainable(model: PreTrainedModel | PeftModel, peft_config: PeftConfig 
                 "folder; load its base, or give the PeftModel or the name of that folder"
             )
     check_adapter(peft_config or default_peft_config())
-
-
-def merged_layers(model: PeftModel) -> list[BaseTunerLayer]:
-    """Return the layers whose adapters are merged into the base."""
-    return [module for module in model.modules() if isinstance(module, BaseTunerLayer) and module.merged]
 
 
 def check_vocabulary(name: str, model: PreTrainedModel | PeftModel, needed: int) -> None:
@@ -311,8 +307,9 @@ def separate_adapter(
         return ActorSource(model, config, None)
     config = copy.deepcopy(model.active_peft_config)
     config.inference_mode = False
-    for layer in merged_layers(model):
-        layer.unmerge()
+    for layer in model.modules():
+        if isinstance(layer, BaseTunerLayer) and layer.merged:
+            layer.unmerge()
     weights = get_peft_model_state_dict(model, adapter_name=model.active_adapter)
     start = {name: tensor.clone() for name, tensor in weights.items()}
     wrapped = model.get_base_model().named_modules()
@@ -380,7 +377,7 @@ def load_tokenizer(
     """
     name = model if isinstance(model, str) else model.config.name_or_path
     options = hub_options(init_kwargs)
-    trusted = {"padding_side": "left", "trust_remote_code": init_kwargs.get("trust_remote_code")}
+    trusted = {"padding_side": "left", "trust_remote_code": bool(init_kwargs.get("trust_remote_code"))}
     advice = f"correct the id or path, save the tokenizer there, or give it in {TOKENIZER_ARGUMENTS[argument]}"
     with name_in_errors(f"the tokenizer of {argument}", name, advice):
         try:
