@@ -174,9 +174,7 @@ class PPOTrainer(CrashSafeTrainer):
             eval_dataset=eval_dataset,
             processing_class=processing_class,
             peft_config=peft_config,
-            ref_model=None
-            if ref_model == model
-            else as_name(ref_model),  # the reference is then the model before training
+            ref_model=None if ref_model == model else as_name(ref_model),  # None: the model before training
             critic=as_name(critic),
             reward_processing_classes=reward_processing_classes,
             tools=tools,
@@ -468,7 +466,8 @@ class PPOTrainer(CrashSafeTrainer):
         """Return the PPO loss of a micro-batch, scaled so that DDP's mean over processes is the sum."""
         assert num_items_in_batch is not None
         plan: StepPlan = inputs.get("plan", self._plan)
-        batch: Rollout = inputs["batch"].to(self.args.device)
+        batch: Rollout = inputs["batch"]
+        batch = (batch if plan.values else replace(batch, base_states=None)).to(self.args.device)
         outputs = model(
             **join_sequences(batch),
             completion_mask=batch.mask,
@@ -478,7 +477,7 @@ class PPOTrainer(CrashSafeTrainer):
                 values=plan.values,
                 entropy="differentiable" if self.args.entropy_coef else "constant",
             ),
-            base_states=batch.base_states if plan.values else None,
+            base_states=batch.base_states,
         )
         terms = self.loss_terms(outputs, batch)
         loss = ppo_loss(terms, batch, num_items_in_batch, self.args, plan.warms_up)

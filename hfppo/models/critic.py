@@ -252,6 +252,7 @@ def build_critic(source: CriticSource, base: PreTrainedModel, peft_config: PeftC
     own = isinstance(source.model, PreTrainedModel)
     model = cast(PreTrainedModel, source.model) if own else base
     check_placement("critic", model)
+    model.config.return_dict = True  # outputs are read by name
     if own and is_resized(model, None):
         raise ValueError(
             f"critic has another vocabulary than {model.config.name_or_path!r}, but a saved run loads it from there; "

@@ -76,7 +76,7 @@ def load_whole(args: TrainingArguments) -> Iterator[None]:
 def load_model(
     model: str | PreTrainedModel | PeftModel, argument: str = "model", **init_kwargs: object
 ) -> PreTrainedModel | PeftModel:
-    """Load a base or an adapter from an id or path; return a loaded model as it is.
+    """Load a base or an adapter from an id or path; a loaded model is returned, with named outputs.
 
     Args:
         argument: name of the argument that names the model, for errors.
@@ -86,6 +86,7 @@ def load_model(
     """
     loaded = load_named(model, argument, **init_kwargs) if isinstance(model, str) else model
     check_architecture(argument, loaded)
+    loaded.config.return_dict = True  # outputs are read by name
     return loaded
 
 

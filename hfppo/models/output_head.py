@@ -121,6 +121,7 @@ def token_logprobs(
     Returns:
         logprobs, entropy: (N,) float32, nats; entropy is None for "none".
     """
+    has_bias = getattr(model.get_output_embeddings(), "bias", None) is not None
 
     def head(states: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
         logits = logits_of(model, states)
@@ -130,6 +131,8 @@ def token_logprobs(
         logprobs = distribution.gather(-1, targets[:, None]).squeeze(-1)
         if entropy == "none":
             return (logprobs,)
+        if has_bias:
+            distribution = distribution.clamp(min=torch.finfo(torch.float32).min)  # 0·(−∞) is not a number
         with torch.set_grad_enabled(torch.is_grad_enabled() and entropy == "differentiable"):
             return logprobs, -(distribution.exp() * distribution).sum(dim=-1)
 

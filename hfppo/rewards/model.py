@@ -64,6 +64,7 @@ class RewardModel:
     ):
         check_loaded(model, tokenizer)
         self.model = model.eval().requires_grad_(False)
+        self.model.config.return_dict = True  # outputs are read by name
         self.batch_size = batch_size
         self.device = device
         self.tokenizer = copy.deepcopy(tokenizer)
