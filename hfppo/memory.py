@@ -189,7 +189,7 @@ def update(model: ActorCritic, batch: dict[str, Tensor], states: Tensor | None =
         batch: `input_ids`, `attention_mask` and `completion_mask`.
         states: the base's states that the critic starts from, if it has `critic_layers`.
     """
-    both = Want(entropy="constant")
+    both = Want(entropy="constant", router_loss=True)
     together = model.critic is None or model.critic_is_shared
     for want in [both] if together else [replace(both, values=False), replace(both, policy=False)]:
         outputs = model(**batch, want=want, base_states=states if want.values else None)

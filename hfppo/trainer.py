@@ -476,6 +476,7 @@ class PPOTrainer(CrashSafeTrainer):
                 policy=plan.policy,
                 values=plan.values,
                 entropy="differentiable" if self.args.entropy_coef else "constant",
+                router_loss=True,
             ),
             base_states=batch.base_states,
         )

@@ -23,6 +23,7 @@ class LossTerm:
     coef: float  # its factor in the loss
     per_token: Tensor  # (B, T)
     of_critic: bool = False
+    reduction: str | None = None  # one of `REDUCTIONS`; None: `loss_reduction`
 
 
 def ppo_terms(outputs: TokenOutputs, batch: Rollout, args: PPOConfig, clip: F.Clip) -> list[LossTerm]:
@@ -36,6 +37,9 @@ def ppo_terms(outputs: TokenOutputs, batch: Rollout, args: PPOConfig, clip: F.Cl
     terms = []
     if outputs.logprobs is not None:
         terms.append(LossTerm("policy/loss", 1.0, surrogate(outputs.logprobs, batch, args.policy_loss, clip)))
+    if outputs.router_loss is not None:
+        per_token = outputs.router_loss.expand(batch.loss_mask.shape)  # adds up to a mean weighted by tokens
+        terms.append(LossTerm("aux", 1.0, per_token, reduction="token-mean"))
     if outputs.values is not None and batch.values is not None and batch.returns is not None:
         loss = F.value_loss(outputs.values, batch.values, batch.returns, args.cliprange_value)
         terms.append(LossTerm("value/loss", args.vf_coef, loss, of_critic=True))
@@ -81,14 +85,8 @@ def ppo_loss(terms: list[LossTerm], batch: Rollout, size: MiniBatchSize, args: P
                 f"{expected}, and leave the mean to the trainer"
             )
         if term.coef:
-            reduced = F.reduce(
-                term.per_token,
-                batch.loss_mask,
-                args.loss_reduction,
-                size.num_tokens,
-                size.num_completions,
-                args.max_completion_length,
-            )
+            mode, counts = term.reduction or args.loss_reduction, (size.num_tokens, size.num_completions)
+            reduced = F.reduce(term.per_token, batch.loss_mask, mode, *counts, args.max_completion_length)
             total = total + (term.coef if term.of_critic or not critic_only else 0.0) * reduced
     return total
 

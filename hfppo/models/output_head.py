@@ -38,8 +38,12 @@ def logits_of(model: PreTrainedModel | PeftModel, hidden: Tensor) -> Tensor:
 
 @contextmanager
 def float32_logits(model: PreTrainedModel) -> Iterator[None]:
-    """Let a model's own forward compute the logits of `logits_of` inside the block, as for `generate`."""
-    head = model.get_output_embeddings()
+    """Let a model's own forward compute the logits of `logits_of` inside the block, as for `generate`.
+
+    A mixture of experts computes no load-balancing loss: with a KV cache, the mask and the router's tokens differ.
+    """
+    head, config = model.get_output_embeddings(), model.config.get_text_config()
+    routed = getattr(config, "output_router_logits", False)
     before = vars(head).get("forward")  # accelerate's hooks set it
     forward = head.forward
 
@@ -48,10 +52,14 @@ def float32_logits(model: PreTrainedModel) -> Iterator[None]:
         return forward(hidden) if logits is None else logits
 
     head.forward = in_float32
+    if routed:
+        config.output_router_logits = False
     try:
         yield
     finally:
         del head.forward
+        if routed:
+            config.output_router_logits = True
         if before is not None:
             head.forward = before
 
