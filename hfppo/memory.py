@@ -32,6 +32,7 @@ from hfppo.models.critic import find_critic
 from hfppo.models.loading import NO_CODE
 
 NF4_BYTES = 0.5 + 4 / 64  # per weight: four bits, and a float32 scale for each block of 64
+ROWS = "local_rollout_forward_batch_size"  # a run on a GPU that leaves it out fills half of the free memory
 USABLE = 0.9  # share of a card; CUDA's context, workspaces and fragments take the rest
 
 
@@ -48,7 +49,7 @@ class Setup:
     max_completion_length: int = setting(256, "Tokens of every completion.")
     per_device_train_batch_size: int = setting(8, "Completions in a micro-batch of the update.")
     max_tokens_per_micro_batch: int | None = setting(None, "Most tokens in one forward pass of the update.")
-    local_rollout_forward_batch_size: int = setting(64, "Rows sampled, or passed without gradient, at once.")
+    local_rollout_forward_batch_size: int = setting(64, "Rows sampled, or passed without gradient, at once; set it.")
     activation_checkpointing: bool = setting(True, "Compute the layers again in the backward pass.")
     bf16: bool = setting(True, "Autocast to bfloat16.")
     dtype: Literal["bfloat16", "float32"] = setting("bfloat16", "Dtype of the base.")
@@ -174,7 +175,7 @@ def measure_phases(model: ActorCritic, live: LiveStorages, setup: Setup) -> dict
             model(**passed, want=Want(values=False, base_states=model.keeps_base_states))
 
     with chunks_of_a_gpu(), torch.autocast("cpu", torch.bfloat16, enabled=setup.bf16):
-        with torch.no_grad():
+        with torch.no_grad(), output_head.float32_logits(model.causal_lm):
             phases = {"sampling": live.peak_of(lambda: sample(model, setup)), "reference": live.peak_of(reference)}
             states = base_states(model, passed)
             phases["old log-probs and values"] = live.peak_of(lambda: model(**passed, base_states=states))
@@ -358,9 +359,9 @@ def main() -> None:
         print(report(estimate(config, setup), setup))
         print(f"\nDoes not fit {options.card:g} GB: take shorter completions, critic='shared' or a smaller base.")
     else:
-        changed = {name: x for name, x in vars(found[0]).items() if x != getattr(setup, name)}
+        changed = {name: x for name, x in vars(found[0]).items() if x != getattr(setup, name) or name == ROWS}
         settings = "".join(f" --{name} {value}" for name, value in changed.items())
-        print(f"{report(found[1], found[0])}\n\nFits {options.card:g} GB{' with' + settings if settings else ''}.")
+        print(f"{report(found[1], found[0])}\n\nFits {options.card:g} GB with{settings}.")
 
 
 if __name__ == "__main__":

@@ -59,15 +59,14 @@ def check_engine(
 def problems_of_torch(args: PPOConfig, is_ddp: bool) -> dict[str, bool]:
     """Return settings with which torch fails after the first rollout or trains nothing, and whether they are made."""
     alone = [name for name in steps_of_one(args) if not name.startswith("critic_warmup")]  # it passes both
-    waits = is_ddp and args.ddp_find_unused_parameters is False
-    searches = is_ddp and args.ddp_find_unused_parameters is not False
+    finds = args.ddp_find_unused_parameters is not False
     checkpointing = cast(dict[str, Any], args.gradient_checkpointing_kwargs or {})
     reads_masks = DebugOption.UNDERFLOW_OVERFLOW in args.debug
     return {
         f"{[*alone, ''][0]} leaves some weights without gradients, and DDP waits for them with "
-        "ddp_find_unused_parameters=False; set ddp_find_unused_parameters=True": waits and bool(alone),
+        "ddp_find_unused_parameters=False; set ddp_find_unused_parameters=True": is_ddp and bool(alone) and not finds,
         "use_reentrant=True of activation_checkpointing_kwargs computes a gradient in several backward passes, and "
-        "DDP takes one; set it to False": searches and bool(checkpointing.get("use_reentrant")),
+        "DDP takes one; set it to False": is_ddp and finds and bool(checkpointing.get("use_reentrant")),
         "debug='underflow_overflow' cannot read masks; leave it out: a NonFiniteError names the row": reads_masks,
         "torch.__future__.set_overwrite_module_params_on_conversion(True) replaces weights that the optimizer and "
         "the critic share; set it to False": torch.__future__.get_overwrite_module_params_on_conversion(),

@@ -93,8 +93,7 @@ def check_same_policy(model: PeftModel, before: Tensor, adapter: dict[str, Tenso
     off = float((now - before).abs().max())
     if not off <= max(1e-3, 4 * eps * float(now.abs().max())):
         raise ValueError(
-            f"model is a PeftModel whose log-probs of a short text differ by up to {off:.3g} nats from its active "
-            "adapter's: several adapters are active or merged, the base is merged in half precision, a scale or the "
-            "configuration was changed, or a hook acts; load it again, without merge_adapter, and make its adapters "
-            "one with add_weighted_adapter"
+            f"model is a PeftModel whose log-probs are up to {off:.3g} nats off those of its active adapter: several "
+            "are active or merged, an adapter was merged in half precision, its scale or configuration was changed, "
+            "or a hook acts; load it again, and make several adapters one with add_weighted_adapter"
         )

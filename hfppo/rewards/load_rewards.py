@@ -99,17 +99,12 @@ def load_adapter(
             f"reward_funcs: the adapter {name!r} rewards tokens, which needs a model of its own; merge the adapter "
             "into its base and give the merged model"
         )
-    if not names_one(str(config.base_model_name_or_path), base_name):
+    if os.path.realpath(str(config.base_model_name_or_path)) != os.path.realpath(base_name):  # or two ids
         raise ValueError(
             f"reward_funcs: the adapter {name!r} was trained on {config.base_model_name_or_path!r}, but the actor's "
             f"base is {base_name!r}; merge the adapter into its base and give the merged model"
         )
     return RewardAdapter(name, tokenizer or load_tokenizer(name, "reward_funcs"))
-
-
-def names_one(one: str, other: str) -> bool:
-    """Return whether two names are equal, or name one folder."""
-    return one == other or (os.path.isdir(one) and os.path.realpath(one) == os.path.realpath(other))
 
 
 def load_classifier(name: str, tokenizer: PreTrainedTokenizerBase | None, device: torch.device) -> RewardModel:
