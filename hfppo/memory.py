@@ -29,8 +29,10 @@ from hfppo.generation.key_values import CACHE
 from hfppo.models import output_head
 from hfppo.models.actor_critic import ActorCritic, Want
 from hfppo.models.critic import find_critic
+from hfppo.models.loading import NO_CODE
 
 NF4_BYTES = 0.5 + 4 / 64  # per weight: four bits, and a float32 scale for each block of 64
+ROWS = "local_rollout_forward_batch_size"  # a run on a GPU that leaves it out fills half of the free memory
 USABLE = 0.9  # share of a card; CUDA's context, workspaces and fragments take the rest
 
 
@@ -47,7 +49,7 @@ class Setup:
     max_completion_length: int = setting(256, "Tokens of every completion.")
     per_device_train_batch_size: int = setting(8, "Completions in a micro-batch of the update.")
     max_tokens_per_micro_batch: int | None = setting(None, "Most tokens in one forward pass of the update.")
-    local_rollout_forward_batch_size: int = setting(64, "Rows sampled, or passed without gradient, at once.")
+    local_rollout_forward_batch_size: int = setting(64, "Rows sampled, or passed without gradient, at once; set it.")
     activation_checkpointing: bool = setting(True, "Compute the layers again in the backward pass.")
     bf16: bool = setting(True, "Autocast to bfloat16.")
     dtype: Literal["bfloat16", "float32"] = setting("bfloat16", "Dtype of the base.")
@@ -173,7 +175,7 @@ def measure_phases(model: ActorCritic, live: LiveStorages, setup: Setup) -> dict
             model(**passed, want=Want(values=False, base_states=model.keeps_base_states))
 
     with chunks_of_a_gpu(), torch.autocast("cpu", torch.bfloat16, enabled=setup.bf16):
-        with torch.no_grad():
+        with torch.no_grad(), output_head.float32_logits(model.causal_lm):
             phases = {"sampling": live.peak_of(lambda: sample(model, setup)), "reference": live.peak_of(reference)}
             states = base_states(model, passed)
             phases["old log-probs and values"] = live.peak_of(lambda: model(**passed, base_states=states))
@@ -188,7 +190,7 @@ def update(model: ActorCritic, batch: dict[str, Tensor], states: Tensor | None =
         batch: `input_ids`, `attention_mask` and `completion_mask`.
         states: the base's states that the critic starts from, if it has `critic_layers`.
     """
-    both = Want(entropy="constant")
+    both = Want(entropy="constant", router_loss=True)
     together = model.critic is None or model.critic_is_shared
     for want in [both] if together else [replace(both, values=False), replace(both, policy=False)]:
         outputs = model(**batch, want=want, base_states=states if want.values else None)
@@ -345,7 +347,7 @@ def main() -> None:
     except (OSError, ValueError) as error:
         parser.error(f"{' '.join(sys.argv[1:])}: {error}")
     try:
-        config = AutoConfig.from_pretrained(options.model)
+        config = AutoConfig.from_pretrained(options.model, **NO_CODE)
     except (OSError, ValueError) as error:
         parser.exit(
             2,
@@ -357,9 +359,9 @@ def main() -> None:
         print(report(estimate(config, setup), setup))
         print(f"\nDoes not fit {options.card:g} GB: take shorter completions, critic='shared' or a smaller base.")
     else:
-        changed = {name: x for name, x in vars(found[0]).items() if x != getattr(setup, name)}
+        changed = {name: x for name, x in vars(found[0]).items() if x != getattr(setup, name) or name == ROWS}
         settings = "".join(f" --{name} {value}" for name, value in changed.items())
-        print(f"{report(found[1], found[0])}\n\nFits {options.card:g} GB{' with' + settings if settings else ''}.")
+        print(f"{report(found[1], found[0])}\n\nFits {options.card:g} GB with{settings}.")
 
 
 if __name__ == "__main__":

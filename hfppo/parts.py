@@ -5,6 +5,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from os import PathLike
 from typing import Any, TypeAlias, cast
 
 from datasets import Dataset, IterableDataset
@@ -24,8 +25,10 @@ from hfppo.environments.pool import EnvironmentFactory
 from hfppo.environments.turn_rewards import episode_rewards
 from hfppo.generation.sampler import eos_token_ids
 from hfppo.models.actor_critic import ActorCritic
+from hfppo.models.adapter_checks import check_same_policy, policy_of
 from hfppo.models.critic import CRITIC_KINDS, CriticSource, find_critic
 from hfppo.models.loading import (
+    as_name,
     check_architecture,
     check_trainable,
     check_vocabulary,
@@ -43,7 +46,8 @@ from hfppo.rewards.reward_func import RewardFunc, plain_name, unwrap
 
 logger = logging.getLogger(__name__)
 
-RewardSource: TypeAlias = RewardFunc | str | PreTrainedModel
+ModelSource: TypeAlias = str | PathLike[str] | PreTrainedModel  # or its id or path
+RewardSource: TypeAlias = RewardFunc | ModelSource
 InitKwargs: TypeAlias = dict[str, Any]  # arguments of `from_pretrained`
 
 
@@ -82,7 +86,7 @@ class TrainerInputs:
         given = self.reward_funcs if isinstance(self.reward_funcs, list | tuple) else [self.reward_funcs]
         critic = self.critic if self.args.needs_critic and self.critic not in CRITIC_KINDS else None
         return [
-            *[("reward_funcs", unwrap(cast(RewardFunc, func))) for func in given],
+            *[("reward_funcs", as_name(unwrap(cast(RewardFunc, func)))) for func in given],
             ("model", self.model),
             ("the base's path", base_path),
             ("ref_model", self.ref_model),
@@ -139,14 +143,18 @@ def load_parts(inputs: TrainerInputs) -> Parts:
     rewards = reward_functions(inputs, str(loaded.config.name_or_path or ""), agents)
     check_calls(rewards, prompts.known, agents)
     critic = load_critic(inputs, loaded, tokenizer)
-    for name, model in {"ref_model": reference, "the critic": critic and critic.model}.items():
-        if isinstance(model, PreTrainedModel):
-            check_lengths(name, model, longest, args)
+    for name, other in {"ref_model": reference, "the critic": critic and critic.model}.items():
+        if isinstance(other, PreTrainedModel):
+            check_lengths(name, other, longest, args)
+    policy = policy_of(inputs.model) if isinstance(inputs.model, PeftModel) else None
     actor = separate_adapter(loaded, inputs.peft_config, inputs.of_model.get("revision"))
     prepare_reward_models(rewards, actor.base, prompt_maker)
     tokenizer.pad_token_id = padding
+    model = ActorCritic(actor.base, actor.peft_config, critic, reference, actor.start_adapter)
+    if policy is not None and actor.start_adapter is not None:
+        check_same_policy(model, policy, actor.start_adapter)
     return Parts(
-        model=ActorCritic(actor.base, actor.peft_config, critic, reference, actor.start_adapter),
+        model=model,
         tokenizer=tokenizer,
         eos_ids=eos_ids,
         rewards=rewards,

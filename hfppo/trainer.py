@@ -19,7 +19,6 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 from transformers import (
     EvalPrediction,
-    PreTrainedModel,
     PreTrainedTokenizerBase,
     TrainerCallback,
     set_seed,
@@ -59,15 +58,14 @@ from hfppo.learn.run import Run, StepPlan
 from hfppo.metrics import Meter, metrics_of, parts, parts_of
 from hfppo.models.actor_critic import ActorCritic, TokenOutputs, Want
 from hfppo.models.critic import CRITIC_FOLDER
-from hfppo.models.loading import load_whole
+from hfppo.models.loading import as_name, load_whole
 from hfppo.models.modes import compile_layers, place_model
 from hfppo.models.output_checks import check_outputs
-from hfppo.parts import TrainerInputs, load_later_dataset, load_parts
+from hfppo.parts import ModelSource, RewardSource, TrainerInputs, load_later_dataset, load_parts
 from hfppo.prompt_maker import DatasetPrompts
 from hfppo.reporting.card import write_card
 from hfppo.reporting.default_callbacks import with_default_callbacks
 from hfppo.reporting.progress import show_progress, show_resume
-from hfppo.rewards.reward_func import RewardFunc
 from hfppo.rollout import Rollout
 from hfppo.saving.crash_safe import CrashSafeTrainer
 from hfppo.state import SHUFFLE_STREAM, PPOState
@@ -141,16 +139,16 @@ class PPOTrainer(CrashSafeTrainer):
     @checks_keywords(PPOConfig)
     def __init__(
         self,
-        model: str | PreTrainedModel | PeftModel,
-        reward_funcs: RewardFunc | str | PreTrainedModel | Sequence[RewardFunc | str | PreTrainedModel] | None = None,
+        model: ModelSource | PeftModel,
+        reward_funcs: RewardSource | Sequence[RewardSource] | None = None,
         args: PPOConfig | None = None,
         train_dataset: Dataset | IterableDataset | None = None,
         eval_dataset: EvalDataset = None,
         processing_class: PreTrainedTokenizerBase | None = None,
         *,
         peft_config: PeftConfig | None = None,
-        ref_model: str | PreTrainedModel | None = None,
-        critic: str | PreTrainedModel = "adapter",
+        ref_model: ModelSource | None = None,
+        critic: ModelSource = "adapter",
         callbacks: list[TrainerCallback] | None = None,
         compute_metrics: Callable[[EvalPrediction], dict[str, float]] | None = None,
         reward_processing_classes: PreTrainedTokenizerBase | Sequence[PreTrainedTokenizerBase | None] | None = None,
@@ -161,15 +159,15 @@ class PPOTrainer(CrashSafeTrainer):
         args = PPOConfig() if args is None else args
         train_dataset = default_dataset(environment_factory, args) if train_dataset is None else train_dataset
         inputs = TrainerInputs(
-            model=model,
+            model=as_name(model),
             args=args,
             reward_funcs=reward_funcs,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             processing_class=processing_class,
             peft_config=peft_config,
-            ref_model=None if ref_model == model else ref_model,  # the reference is then the model before training
-            critic=critic,
+            ref_model=None if ref_model == model else as_name(ref_model),  # None: the model before training
+            critic=as_name(critic),
             reward_processing_classes=reward_processing_classes,
             tools=tools,
             environment_factory=environment_factory,
@@ -460,7 +458,8 @@ class PPOTrainer(CrashSafeTrainer):
         """Return the PPO loss of a micro-batch, scaled so that DDP's mean over processes is the sum."""
         assert num_items_in_batch is not None
         plan: StepPlan = inputs.get("plan", self._plan)
-        batch: Rollout = inputs["batch"].to(self.args.device)
+        batch: Rollout = inputs["batch"]
+        batch = (batch if plan.values else replace(batch, base_states=None)).to(self.args.device)
         outputs = model(
             **batch.joined(),
             completion_mask=batch.mask,
@@ -469,8 +468,9 @@ class PPOTrainer(CrashSafeTrainer):
                 policy=plan.policy,
                 values=plan.values,
                 entropy="differentiable" if self.args.entropy_coef else "constant",
+                router_loss=True,
             ),
-            base_states=batch.base_states if plan.values else None,
+            base_states=batch.base_states,
         )
         terms = self.loss_terms(outputs, batch)
         loss = ppo_loss(terms, batch, num_items_in_batch, self.args, plan.warms_up)

@@ -144,6 +144,8 @@ def flags(*words: str) -> Case:
     )
 
 
+OVERWRITES = "get_overwrite_module_params_on_conversion"
+
 # Each case: the bad input, what the error names, a word of its remedy. Each guards another way of being wrong.
 CASES: dict[str, tuple[Case, str, str]] = {
     # Fields
@@ -161,6 +163,12 @@ CASES: dict[str, tuple[Case, str, str]] = {
     "a metric that is none": (trained(metric_for_best_model="eval_loss"), "metric_for_best_model", "unscorable_frac"),
     "an optimizer with two sets of weights": (trained(optim="schedule_free_adamw"), "optim=", "adamw_torch"),
     "an evaluation that casts the base": (trained(bf16_full_eval=True), "bf16_full_eval", "model_init_kwargs"),
+    "a debugger that reads all inputs": (trained(debug="underflow_overflow"), "debug=", "NonFiniteError"),
+    "weights that moving replaces": (
+        lambda bench: [bench.monkeypatch.setattr(torch.__future__, OVERWRITES, lambda: True), bench.make_trainer()],
+        "set_overwrite_module_params_on_conversion",
+        "False",
+    ),
     # Prompts
     "no prompt column": (data("1+1=", column="question"), "train_dataset", "rename_column"),
     "a column that the trainer passes itself": (

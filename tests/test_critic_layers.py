@@ -20,7 +20,7 @@ from transformers import (
 from helpers.agents import Doors, agent_trainer, call, collect
 from helpers.runs import final_state, logged, trainable, untimed_logs
 from helpers.tiny import scorer, tiny_gpt2, tiny_model, tiny_opt, tiny_qwen3
-from hfppo import ActorCritic, PPOConfig
+from hfppo import ActorCritic, PPOConfig, PPOTrainer
 from hfppo.models import layout
 from hfppo.models.actor_critic import Want
 from hfppo.models.critic import CRITIC_CONFIG, CRITIC_FOLDER, CriticSource
@@ -49,6 +49,21 @@ def tiny_gemma3() -> Gemma3ForCausalLM:
     kinds = ["sliding_attention", "full_attention", "sliding_attention"]
     more = {"num_key_value_heads": 1, "head_dim": 16, "sliding_window": 3, "layer_types": kinds}
     return Gemma3ForCausalLM(Gemma3TextConfig(vocab_size=26, **shape, **more, initializer_range=0.3))
+
+
+class States(PPOTrainer):
+    """Remembers which losses read the base's states."""
+
+    def loss_terms(self, outputs, batch):
+        vars(self).setdefault("read", []).append((outputs.values is not None, batch.base_states is not None))
+        return super().loss_terms(outputs, batch)
+
+
+def test_the_actors_loss_does_not_load_the_states_that_it_does_not_read(make_trainer, monkeypatch):
+    made = make_trainer({"critic_layers": 1, "max_steps": 1})
+    made.__class__ = States
+    made.train()
+    assert set(made.read) == {(False, False), (True, True)}
 
 
 deep = partial(tiny_model, num_hidden_layers=4)

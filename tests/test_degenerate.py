@@ -1,6 +1,7 @@
 """Rollouts at the edge of what there is: a step is made, and every number it gives is finite and makes sense."""
 
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -113,6 +114,36 @@ def test_prompts_of_one_token_and_at_the_limit(make_trainer):
     assert moved["actor"] > 0
     with pytest.raises(ValueError, match="together exceed the model's 15 positions"):
         make_trainer(config, model=tiny_model(max_position_embeddings=15), train_dataset=trainer.train_dataset)
+
+
+ROPE = {"factor": 2.0, "rope_theta": 1e4}
+SCALED = {"yarn": {**ROPE, "original_max_position_embeddings": 16}, "linear": ROPE}
+SCALED["llama3"] = {**SCALED["yarn"], "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+@pytest.mark.parametrize("kind", SCALED)
+def test_scaled_positions_count(make_trainer, kind):
+    rope = {"rope_type": kind, **SCALED[kind]}
+
+    def trainer_of(length: int):
+        model = tiny_model(max_position_embeddings=16, rope_parameters=rope)
+        return make_trainer(model=model, train_dataset=Dataset.from_dict({"prompt": ["1" * length]}))
+
+    trainer = trainer_of(26)  # and 6 tokens of the completion: 2·16
+    rollout = trainer.rollout(["1" * 26, "2"])
+    assert torch.allclose(rollout.old_logprobs, rollout.rollout_logprobs, atol=1e-4)
+    with pytest.raises(ValueError, match="exceed the model's 32 positions"):
+        trainer_of(27)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_positions_count_before_a_scaling_by_the_longest_row(make_trainer, kind):
+    factors = {"long_factor": [4.0] * 8, "short_factor": [1.0] * 8, "original_max_position_embeddings": 16}
+    rope = {"rope_type": kind, **ROPE, **(factors if kind == "longrope" else {})}
+    for length, allowed in ((10, nullcontext()), (11, pytest.raises(ValueError, match=f"16 positions before {kind}"))):
+        model = tiny_model(max_position_embeddings=16, rope_parameters=rope)
+        with allowed:
+            make_trainer(model=model, train_dataset=Dataset.from_dict({"prompt": ["1" * length]}))
 
 
 def test_a_dataset_smaller_than_a_rollout(make_trainer):

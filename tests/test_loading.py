@@ -3,12 +3,13 @@
 import importlib
 import logging
 import warnings
+from pathlib import Path
 
 import peft.config
 import pytest
 import torch
 from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import hfppo.models
 import hfppo.models.critic
@@ -73,6 +74,42 @@ def hub(monkeypatch, tmp_path):
     monkeypatch.setattr(peft.config, "hf_hub_download", download)
     monkeypatch.setattr(hfppo.models.critic, "hf_hub_download", download)
     return asked
+
+
+@pytest.mark.parametrize("spell", [Path, lambda name: f"~/{name}", lambda name: Path("~") / name], ids=str)
+def test_folders_are_found_by_every_spelling(make_trainer, hub, tokenizer, tmp_path, monkeypatch, spell):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    tiny_model().save_pretrained("base")
+    for name in ("critic", "reward"):
+        scorer().save_pretrained(name)
+    tokenizer.save_pretrained("reward")
+    tokenizer.save_pretrained("base")
+    save = {"max_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    given = {"model": spell("base"), "ref_model": spell("base"), "critic": spell("critic")}
+    given |= {"reward_funcs": spell("reward"), "processing_class": None}
+    trainer = make_trainer(save, **given)
+    assert trainer.model.ref_model is None  # the model is its own reference
+    trainer.train()
+    make_trainer({**save, "max_steps": 2}, **given).train(resume_from_checkpoint=spell("out/checkpoint-1"))
+    adapter = spell("out/checkpoint-2")
+    again = make_trainer(model=adapter, reward_funcs=[spell("reward")], critic=adapter, peft_config=None)
+    assert again.model.ref_model is not None
+    with pytest.raises(ValueError, match="output_dir"):
+        again.train()
+
+
+@pytest.mark.parametrize("name", ["base", "./base", "{}/base", "../{}/base"])
+def test_a_reward_adapter_knows_its_base_by_every_spelling(make_trainer, tokenizer, tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    tiny_model().save_pretrained("base")
+    name = name.format(tmp_path.name if name[0] == "." else tmp_path)
+    classifier = AutoModelForSequenceClassification.from_pretrained(name, num_labels=1)
+    get_peft_model(classifier, LoraConfig(target_modules=["q_proj"], task_type="SEQ_CLS")).save_pretrained("reward")
+    tokenizer.save_pretrained("reward")
+    make_trainer(model="base", reward_funcs="reward")
+    tiny_model().save_pretrained("other")
+    with pytest.raises(ValueError, match="trained on"):
+        make_trainer(model="other", reward_funcs="reward")
 
 
 def test_a_folder_of_a_model_is_not_looked_for_on_the_hub(make_trainer, hub):

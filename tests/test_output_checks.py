@@ -2,11 +2,13 @@
 
 import pytest
 import torch
+from peft import get_peft_model
 from transformers import LlamaForCausalLM, RemBertConfig, RemBertForCausalLM
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from helpers.attention import register_attention
-from helpers.tiny import tiny_model
+from helpers.runs import untimed_logs
+from helpers.tiny import lora, scorer, tiny_model
 from hfppo import PPOTrainer
 from hfppo.generation.generate import TransformersSampler
 from hfppo.models import layout
@@ -46,6 +48,37 @@ def test_an_architecture_with_more_than_a_head_after_its_trunk_is_refused(make_t
     model = RemBertForCausalLM(RemBertConfig(**shape, bos_token_id=1, eos_token_id=1, pad_token_id=0))
     with pytest.raises(ValueError, match=r"RemBertForCausalLM needs more .* use another architecture"):
         make_trainer(model=model, critic="shared").rollout(["1+1="])
+
+
+@pytest.mark.parametrize("given", ["model", "adapter", "ref_model", "critic", "reward_funcs"])
+def test_a_model_whose_configuration_asks_for_tuples(make_trainer, tokenizer, given):
+    def plain(name: str):
+        made = scorer() if name in ("critic", "reward_funcs") else tiny_model()
+        made = get_peft_model(made, lora()) if name == "adapter" else made
+        made.config.return_dict = name != given
+        return made
+
+    def rollout(given: dict):
+        peft_config = None if "adapter" in given else lora()
+        models = {name.replace("adapter", "model"): model for name, model in given.items()}
+        own = tokenizer if "reward_funcs" in given else None
+        return make_trainer({"max_steps": 1}, **models, peft_config=peft_config, reward_processing_classes=own)
+
+    trainer = rollout({name: plain(name) for name in {"ref_model", "critic", given}})
+    trainer.train()
+    assert trainer.rollout(["1+1="]).values.isfinite().all()
+
+
+@pytest.mark.parametrize("fields", [{}, {"entropy_coef": 0.1}, {"temperature": 0.5}])
+def test_a_head_that_never_writes_a_token(make_trainer, fields):
+    model = tiny_model()
+    model.lm_head.bias = torch.nn.Parameter(torch.zeros(26).index_fill_(0, torch.arange(20, 26), -torch.inf))
+    without = tiny_model()
+    without.lm_head.bias = torch.nn.Parameter(torch.zeros(26).index_fill_(0, torch.arange(20, 26), -1e30))
+    runs = [make_trainer({"max_steps": 2, **fields}, model=each) for each in (model, without)]
+    for trainer in runs:
+        trainer.train()
+    assert untimed_logs(runs[0]) == untimed_logs(runs[1])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

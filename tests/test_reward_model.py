@@ -117,6 +117,19 @@ def test_a_conversation_is_rendered_as_the_policys_prompt_is():
     assert RewardModel(model, tokenizer)(prompts, answers, **columns) == pytest.approx(expected, abs=1e-5)
 
 
+@pytest.mark.parametrize("end", [True, False])
+def test_the_end_token_that_its_tokenizer_adds_is_not_added_again(end):
+    """As RoBERTa, DeBERTa and ALBERT, or a tokenizer with add_eos_token=True."""
+    model, tokenizer = scorer().eval(), other_tokenizer("right", "<void>")
+    around = {
+        "single": "<end> $A <end>" if end else "<end> $A",
+        "special_tokens": [("<end>", 0)],
+    }  # OPT's BOS is its EOS
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(**around)
+    expected = alone(model, tokenizer, "1+2=3" + ("" if end else "<end>"))
+    assert RewardModel(model, tokenizer)(["1+2="], ["3"]) == pytest.approx([expected], abs=1e-5)
+
+
 def test_special_tokens_are_added_to_texts_and_not_to_conversations():
     """A chat template has written them; a second BOS would be another text."""
     model, tokenizer = scorer().eval(), other_tokenizer("right", "<void>")

@@ -194,14 +194,15 @@ def test_a_run_ends_with_actor_and_critic_of_the_best_checkpoint(run_of, engine)
 
 BUDGET, VLLM = {"max_tokens_per_micro_batch": 100}, {"use_vllm": True}
 EPOCHS = {"num_critic_epochs": 8, "critic_epochs": 8}
+REENTRANT = {"gradient_checkpointing_kwargs": {"use_reentrant": True}}
 PRETRAINING = {"critic_pretraining_completions": 512}
 
 
 def config(args: dict) -> SimpleNamespace:
     """The fields that `check_engine` asks."""
-    fields = {"max_tokens_per_micro_batch": None, "use_vllm": False, "critic_warmup": 0}
+    fields = {"max_tokens_per_micro_batch": None, "use_vllm": False, "rollouts_ahead": 0, "critic_warmup": 0}
     fields |= {"critic_pretraining_completions": 0, "critic_epochs": 4, "num_ppo_epochs": 4, "num_critic_epochs": None}
-    fields |= {"world_size": 2, "ddp_find_unused_parameters": True}
+    fields |= {"world_size": 2, "ddp_find_unused_parameters": True, "debug": [], "gradient_checkpointing_kwargs": None}
     return SimpleNamespace(**{**fields, "vf_coef": 0.1, "max_grad_norm": 1.0, "n_gpu": 1, **args})
 
 
@@ -285,6 +286,13 @@ WITH_OPTIMIZER.state.deepspeed_plugin.deepspeed_config["optimizer"] = {"type": "
                 "completions=512 .*set ddp_find_unused_parameters=True",
             ),
         ),
+        (
+            engine(DistributedType.MULTI_CPU),
+            "shared",
+            [],
+            REENTRANT,
+            "use_reentrant.* DDP .*to False",
+        ),
         (NO_NORM, "adapter", [], {}, "compute_grad_norm=False in DeepSpeed's config hides gradients"),
         (WITH_OPTIMIZER, "adapter", [], {}, "DeepSpeed's config has an optimizer, which ignores"),
         (
@@ -324,6 +332,7 @@ def test_fsdp2_leaves_outputs_and_sums_of_gradients_in_float32():
         (engine(DistributedType.DEEPSPEED, zero=2, clipping=1.0), "adapter", [], {}),
         (engine(DistributedType.MULTI_GPU), "adapter", [], {"critic_warmup": 3}),
         (engine(DistributedType.MULTI_GPU), "adapter", [], EPOCHS | PRETRAINING),
+        (engine(DistributedType.NO), "adapter", [], REENTRANT | {"world_size": 1}),
     ],
 )
 def test_what_an_engine_can_do_is_not(accelerator, critic, funcs, args):

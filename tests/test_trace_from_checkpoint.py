@@ -93,14 +93,22 @@ def test_table_of_a_run_whose_groups_do_not_divide_the_usual_batch(tmp_path):
     assert_same(trace.table, run.table)
 
 
+@pytest.mark.parametrize("settings", [{"bf16": True}, {"bf16": True, "model_init_kwargs": {"dtype": "bfloat16"}}])
+def test_table_of_a_run_with_autocast(tmp_path, caplog, settings):
+    run = Run(tmp_path, **settings)
+    caplog.clear()
+    trace, _ = trace_prompt(run.checkpoint, Question(PROMPT, score=run.table.score))
+    assert_same(trace.table, run.table)
+    assert caplog.messages == []
+
+
 @pytest.mark.parametrize(
     "config",
     [
-        {"bf16": True, "use_cpu": True},
         PLATEAU,
         {"total_episodes": 32, "per_device_train_batch_size": 8},
     ],
-    ids=["bf16", "a schedule that follows evaluations", "a number of episodes"],
+    ids=["a schedule that follows evaluations", "a number of episodes"],
 )
 def test_what_the_run_was_told_about_training_does_not_matter(tmp_path, config, caplog):
     run = Run(tmp_path, **config)

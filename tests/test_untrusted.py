@@ -15,13 +15,16 @@ import torch
 from build_arithmetic_base import character_tokenizer
 from rich.console import Console
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 from transformers import TrainerState
 
 from helpers.http_server import Server, lengths
 from helpers.runs import PROMPTS, SMALL, count_digits
 from helpers.tiny import lora, tiny_model
 from hfppo import PPOConfig, PPOTrainer, PrintCompletionsCallback, RewardServer, TokenTable, Transcript
-from hfppo.models.loading import load_tokenizer
+from hfppo.models.critic import find_critic
+from hfppo.models.loading import load_model, load_tokenizer
+from hfppo.rewards.load_rewards import load_reward_func
 from hfppo.saving.manifest import seal
 
 SECRET = "s3cr3t-Zf9kQ2"
@@ -139,6 +142,37 @@ def test_code_that_comes_with_a_model_runs_only_if_asked_for(tmp_path, mark, mon
     with pytest.raises((ValueError, AttributeError), match="" if asked else "trust_remote_code"):
         trainer(tmp_path / "out", model=str(folder), **kwargs)
     assert mark.exists() == asked
+
+
+@pytest.mark.parametrize("named", ["model", "adapter", "critic", "saved critic", "reward", "tokenizer"])
+def test_an_answer_that_is_piped_in_runs_no_code(tmp_path, mark, monkeypatch, named):
+    """Transformers asks whether to run the code that comes with a model, on the standard input."""
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr("builtins.input", lambda prompt: "y")
+    code, folder = tmp_path / "code", tmp_path / "named"
+    tiny_model().save_pretrained(code)
+    autos = ("AutoConfig", "AutoModelForCausalLM", "AutoModelForSequenceClassification")
+    own = {"model_type": "its_own", "auto_map": dict.fromkeys(autos, "code.Its")}
+    (code / "config.json").write_text(json.dumps(json.loads((code / "config.json").read_text()) | own))
+    (code / "tokenizer_config.json").write_text(json.dumps({"auto_map": {"AutoTokenizer": ["code.Its", None]}}))
+    (code / "code.py").write_text(f"import os\nos.mkdir({str(mark)!r})\n")
+    folder.mkdir()
+    (folder / "critic_config.json").write_text(json.dumps({"kind": "model", "base": str(code)}))
+    adapter = {"peft_type": "LORA", "base_model_name_or_path": str(code), "task_type": "CAUSAL_LM"}
+    save_file({}, folder / "adapter_model.safetensors")
+    load = {
+        "model": lambda: load_model(str(code)),
+        "adapter": lambda: load_model(str(folder)),
+        "critic": lambda: find_critic(str(code)),
+        "saved critic": lambda: find_critic(str(folder)),
+        "reward": lambda: load_reward_func(str(code), None, "", torch.device("cpu")),
+        "tokenizer": lambda: load_tokenizer(str(code)),
+    }[named]
+    if named == "adapter":
+        (folder / "adapter_config.json").write_text(json.dumps(adapter))
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        load()
+    assert not mark.exists()
 
 
 @pytest.mark.parametrize("asked", [False, True], ids=["not asked for", "asked for"])

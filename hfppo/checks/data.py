@@ -187,19 +187,16 @@ def check_calls(rewards: RewardFunctions, prompts: dict[str, Prompts], agents: A
 def check_lengths(name: str, model: PreTrainedModel | PeftModel, longest: int, args: PPOConfig) -> None:
     """Raise if prompts and completions together need more positions than a model has.
 
-    With LongRoPE, only the positions before scaling count. Beyond them the whole batch is scaled differently, and a
-    token's log-prob would depend on the other rows.
-
     Args:
         name: the model's name in the error.
         longest: tokens of the longest prompt.
     Raises:
         ValueError: the longest prompt and `max_completion_length` exceed the model's positions.
     """
-    positions, scaled = positions_of(model)
+    positions, scaling = positions_of(model)
     if positions is not None and longest + args.max_completion_length > positions:
         raise ValueError(
             f"prompts of up to {longest} tokens and max_completion_length={args.max_completion_length} together "
-            f"exceed {name}'s {positions} positions{' before LongRoPE' if scaled else ''}; lower "
+            f"exceed {name}'s {positions} positions{f' before {scaling} scaling' if scaling else ''}; lower "
             "max_completion_length or max_prompt_length"
         )

@@ -5,12 +5,14 @@ import functools
 import math
 import time
 from dataclasses import replace
+from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch.distributed import get_world_size, is_initialized
 from torch.distributed.fsdp import StateDictType
+from transformers.debug_utils import DebugOption
 
 from hfppo.config import PPOConfig
 from hfppo.models.actor_critic import ActorCritic
@@ -48,12 +50,27 @@ def check_engine(
         check_whole("FSDP2" if deepspeed is None else "ZeRO-3", model, reward_funcs, args)
     if deepspeed is not None:
         check_deepspeed(deepspeed.deepspeed_config, args)
-    alone = {k: off for k, off in steps_of_one(args).items() if not k.startswith("critic_warmup")}  # it passes both
-    if alone and args.world_size > 1 and args.ddp_find_unused_parameters is False:
-        raise ValueError(
-            f"{next(iter(alone))} leaves some weights without gradients, and DDP waits for them with "
-            "ddp_find_unused_parameters=False; set ddp_find_unused_parameters=True"
-        )
+    is_ddp = args.world_size > 1 and kind not in (DistributedType.FSDP, DistributedType.DEEPSPEED)
+    for problem, is_there in problems_of_torch(args, is_ddp).items():
+        if is_there:
+            raise ValueError(problem)
+
+
+def problems_of_torch(args: PPOConfig, is_ddp: bool) -> dict[str, bool]:
+    """Return settings with which torch fails after the first rollout or trains nothing, and whether they are made."""
+    alone = [name for name in steps_of_one(args) if not name.startswith("critic_warmup")]  # it passes both
+    finds = args.ddp_find_unused_parameters is not False
+    checkpointing = cast(dict[str, Any], args.gradient_checkpointing_kwargs or {})
+    reads_masks = DebugOption.UNDERFLOW_OVERFLOW in args.debug
+    return {
+        f"{[*alone, ''][0]} leaves some weights without gradients, and DDP waits for them with "
+        "ddp_find_unused_parameters=False; set ddp_find_unused_parameters=True": is_ddp and bool(alone) and not finds,
+        "use_reentrant=True of activation_checkpointing_kwargs computes a gradient in several backward passes, and "
+        "DDP takes one; set it to False": is_ddp and finds and bool(checkpointing.get("use_reentrant")),
+        "debug='underflow_overflow' cannot read masks; leave it out: a NonFiniteError names the row": reads_masks,
+        "torch.__future__.set_overwrite_module_params_on_conversion(True) replaces weights that the optimizer and "
+        "the critic share; set it to False": torch.__future__.get_overwrite_module_params_on_conversion(),
+    }
 
 
 def check_whole(engine: str, model: ActorCritic, reward_funcs: list[RewardFunc], args: PPOConfig) -> None:

@@ -37,6 +37,9 @@ def ppo_terms(outputs: TokenOutputs, batch: Rollout, args: PPOConfig, clip: F.Cl
     terms = []
     if outputs.logprobs is not None:
         terms.append(LossTerm("policy/loss", 1.0, surrogate(outputs.logprobs, batch, args.policy_loss, clip)))
+    if outputs.router_loss is not None:
+        per_token = outputs.router_loss.expand(batch.loss_mask.shape)  # adds up to a mean weighted by tokens
+        terms.append(LossTerm("aux", 1.0, per_token, reduction="token-mean"))
     if outputs.values is not None and batch.values is not None and batch.returns is not None:
         loss = F.value_loss(outputs.values, batch.values, batch.returns, args.cliprange_value)
         terms.append(LossTerm("value/loss", args.vf_coef, loss, of_critic=True))

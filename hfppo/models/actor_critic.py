@@ -24,10 +24,11 @@ from transformers.utils import ModelOutput
 
 from hfppo.models.adapter_checks import unchanged
 from hfppo.models.critic import CRITIC_FOLDER, CriticSource, build_critic, find_critic, shared_copy
-from hfppo.models.layout import Layout, fits, hidden_states, lay_out, trunk_of
+from hfppo.models.layout import Layout, fits, lay_out, run_trunk, trunk_of
 from hfppo.models.loading import check_adapter, check_vocabulary, fit_to_model, keep_four_bits
 from hfppo.models.lower_layers import RecordingLayer, record_states
 from hfppo.models.output_head import Entropy, token_logprobs
+from hfppo.models.router_loss import router_coef, router_loss
 from hfppo.models.vocabulary import is_resized
 
 
@@ -39,6 +40,7 @@ class TokenOutputs(NamedTuple):
     values: Tensor | None = None  # (B, T) float32, V(s_t) before token t
     final_value: Tensor | None = None  # (B,) float32, V after the last token
     base_states: Tensor | None = None  # (N, H) states below the critic's layers, of all real tokens, row after row
+    router_loss: Tensor | None = None  # () float32, see `hfppo.models.router_loss`
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,7 @@ class Want:
     final_value: bool = False  # the value after the last token as well, which costs reading that token
     # The base's states below the critic's layers. Without `values` the adapter must be disabled.
     base_states: bool = False
+    router_loss: bool = False  # the load-balancing loss, if the base has one; it reads the last token as well
 
 
 EVERYTHING = Want()
@@ -186,12 +189,16 @@ class ActorCritic(PeftModelForCausalLM):
         if completion_mask is None:
             return super().forward(input_ids=input_ids, attention_mask=attention_mask, **kwargs)
         assert not kwargs, f"these belong into `want`: {sorted(kwargs)}"
-        rows = (input_ids, attention_mask, completion_mask.shape[1], want.final_value or want.base_states)
-        logprobs = entropy = values = layout = hidden = None
+        routed = want.policy and want.router_loss and router_coef(self.causal_lm) != 0
+        final = want.final_value or want.base_states or routed
+        rows = (input_ids, attention_mask, completion_mask.shape[1], final)
+        logprobs = entropy = values = layout = hidden = balance = None
         with self._record_base_states(want) as recording:
             if want.policy or (want.values and self.critic_is_shared):
                 layout = lay_out(self._language_model, *rows)
-                hidden = hidden_states(trunk_of(self._language_model), layout)
+                outputs = run_trunk(trunk_of(self._language_model), layout)
+                hidden = outputs.last_hidden_state.flatten(0, 1)
+                balance = router_loss(self.causal_lm, outputs, layout.tokens) if routed else None
             if want.policy:
                 logprobs, entropy = self._policy(layout, hidden, input_ids, completion_mask, want)
             if want.values and self.critic is not None:
@@ -209,6 +216,7 @@ class ActorCritic(PeftModelForCausalLM):
             values=None if values is None else values[:, :-1].where(completion_mask, 0.0),
             final_value=None if values is None or not want.final_value else values[:, -1],
             base_states=layout.take(recording.states, attention_mask) if want.base_states else None,
+            router_loss=balance,
         )
 
     def _policy(

@@ -1,17 +1,25 @@
-"""Raise if an adapter writes into the base when it is made.
+"""Raise if an adapter writes into the base when it is made, or if a loaded one becomes another policy.
 
 PEFT has some forty methods and adds more with each release, so they are tried, not listed.
 """
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from peft import PeftModel
 from peft.utils.error import NoMatchingPeftModuleError
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from hfppo.models.loading import keep_four_bits
+from hfppo.models.modes import eval_mode
+
 SAMPLED = 4096  # numbers compared per weight; an adapter that writes into a weight changes nearly all of them
+TOKENS = 8  # tokens of the text that two policies are compared on
+
+logger = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -48,3 +56,44 @@ def sample(weight: Tensor) -> Tensor:
     """Return the bytes of up to `SAMPLED` numbers of a tensor, evenly spread."""
     numbers = weight.detach().flatten()
     return numbers[:: max(1, numbers.numel() // SAMPLED)].clone().view(torch.uint8)
+
+
+@torch.no_grad()
+def policy_of(model: PeftModel) -> Tensor | None:
+    """Return a model's (TOKENS, V) float32 log-probs of a short text, as its own forward computes them.
+
+    A disabled adapter is enabled before. None where a forward needs all processes or another device, as some kernels
+    of attention do.
+    """
+    keep_four_bits(model)
+    model.enable_adapter_layers()
+    size = model.config.get_text_config().vocab_size
+    ids = torch.arange(TOKENS, device=model.device)[None] * size // TOKENS
+    try:
+        with eval_mode(model):
+            return model(input_ids=ids, use_cache=False).logits[0].float().log_softmax(dim=-1)
+    except (ImportError, NotImplementedError, RuntimeError, ValueError) as error:
+        logger.warning("model is not compared with the policy in training, because it cannot run here: %s", error)
+        return None
+
+
+def check_same_policy(model: PeftModel, before: Tensor, adapter: dict[str, Tensor]) -> None:
+    """Raise if a model that was built from a loaded PeftModel is another policy.
+
+    Args:
+        before: from `policy_of`, for the loaded model.
+        adapter: the loaded adapter's weights, to whose precision log-probs may be rounded.
+    Raises:
+        ValueError: the log-probs of a short text differ.
+    """
+    now = policy_of(model)
+    eps = max(torch.finfo(weight.dtype).eps for weight in adapter.values())
+    if now is None or not now.isfinite().all():
+        return
+    off = float((now - before).abs().max())
+    if not off <= max(1e-3, 4 * eps * float(now.abs().max())):
+        raise ValueError(
+            f"model is a PeftModel whose log-probs are up to {off:.3g} nats off those of its active adapter: several "
+            "are active or merged, an adapter was merged in half precision, its scale or configuration was changed, "
+            "or a hook acts; load it again, and make several adapters one with add_weighted_adapter"
+        )

@@ -22,6 +22,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel
 from hfppo.models.adapter_config import describe_adapter, find_differences
 from hfppo.models.layout import Layout, hidden_states, trunk_of
 from hfppo.models.loading import (
+    NO_CODE,
     HubOptions,
     adapter_config,
     check_placement,
@@ -209,7 +210,7 @@ def find_critic(critic: str | PreTrainedModel | CriticSource, **init_kwargs: obj
         raise ValueError(f"critic={critic!r} is an adapter; merge it into its base, save that, and give its folder")
     try:
         model, info = AutoModelForSequenceClassification.from_pretrained(
-            critic, **{"num_labels": 1, **init_kwargs}, output_loading_info=True
+            critic, **{"num_labels": 1, **NO_CODE, **init_kwargs}, output_loading_info=True
         )
     except (OSError, ValueError) as error:
         raise ValueError(
@@ -251,6 +252,7 @@ def build_critic(source: CriticSource, base: PreTrainedModel, peft_config: PeftC
     own = isinstance(source.model, PreTrainedModel)
     model = cast(PreTrainedModel, source.model) if own else base
     check_placement("critic", model)
+    model.config.return_dict = True  # outputs are read by name
     if own and is_resized(model, None):
         raise ValueError(
             f"critic has another vocabulary than {model.config.name_or_path!r}, but a saved run loads it from there; "

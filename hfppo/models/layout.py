@@ -298,8 +298,13 @@ def trunk_of(model: PreTrainedModel | PeftModel) -> nn.Module:
 
 def hidden_states(trunk: nn.Module, layout: Layout) -> Tensor:
     """Return the (N, H) hidden states of all positions of a layout, flattened."""
+    return run_trunk(trunk, layout).last_hidden_state.flatten(0, 1)
+
+
+def run_trunk(trunk: nn.Module, layout: Layout) -> Any:
+    """Return a trunk's outputs for a layout."""
     keywords = layout.keywords if takes_keywords(trunk) else {}
-    return trunk(**layout.inputs, **keywords, use_cache=False).last_hidden_state.flatten(0, 1)
+    return trunk(**layout.inputs, **keywords, use_cache=False)
 
 
 def bounds_of(lengths: Tensor) -> dict[str, Tensor | int]:

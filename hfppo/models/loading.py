@@ -1,11 +1,12 @@
 """Models and tokenizers as users give them."""
 
 import copy
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypedDict, Unpack, cast
+from typing import Any, TypedDict, Unpack, cast
 
 import torch
 from peft import LoraConfig, PeftConfig, PeftModel, TaskType, load_peft_weights
@@ -34,6 +35,10 @@ UNSUPPORTED = {
 # Arguments that name a model with its own tokenizer, each with the argument for another tokenizer.
 TOKENIZER_ARGUMENTS = {"model": "processing_class", "reward_funcs": "reward_processing_classes"}
 
+NO_CODE = {"trust_remote_code": False}  # by default transformers asks on the standard input
+
+SCALED_BY_LENGTH = ("dynamic", "longrope")  # kinds of RoPE scaling that depend on the longest row
+
 INSIDE_KERNEL = ("x_proj", "dt_proj", "out_proj")  # layers whose weights a state-space kernel reads by itself
 
 
@@ -44,6 +49,11 @@ class ActorSource:
     base: PreTrainedModel
     peft_config: PeftConfig
     start_adapter: dict[str, Tensor] | None  # None: a new adapter
+
+
+def as_name(given: Any) -> Any:
+    """Return a path as text, with the home folder in the place of "~"; anything else as it is."""
+    return os.path.expanduser(given) if isinstance(given, str | os.PathLike) else given
 
 
 @contextmanager
@@ -66,7 +76,7 @@ def load_whole(args: TrainingArguments) -> Iterator[None]:
 def load_model(
     model: str | PreTrainedModel | PeftModel, argument: str = "model", **init_kwargs: object
 ) -> PreTrainedModel | PeftModel:
-    """Load a base or an adapter from an id or path; return a loaded model as it is.
+    """Load a base or an adapter from an id or path; a loaded model is returned, with named outputs.
 
     Args:
         argument: name of the argument that names the model, for errors.
@@ -76,6 +86,7 @@ def load_model(
     """
     loaded = load_named(model, argument, **init_kwargs) if isinstance(model, str) else model
     check_architecture(argument, loaded)
+    loaded.config.return_dict = True  # outputs are read by name
     return loaded
 
 
@@ -84,7 +95,7 @@ def load_named(name: str, argument: str, **init_kwargs: object) -> PreTrainedMod
     options = hub_options(init_kwargs)
     if (config := adapter_config(name, **options)) is None:
         with name_in_errors(argument, name):
-            return AutoModelForCausalLM.from_pretrained(name, **init_kwargs)
+            return AutoModelForCausalLM.from_pretrained(name, **{**NO_CODE, **init_kwargs})
     base_name = str(config.base_model_name_or_path)
     with name_in_errors(f"the base of the adapter {argument}={name!r}, base_model_name_or_path", base_name):
         base = load_base_of(name, config, load_peft_weights(name, device="cpu", **options), **init_kwargs)
@@ -104,7 +115,7 @@ def load_base_of(
         weights: the adapter's, by the names in its file; they replace the new rows.
         init_kwargs: keywords of the base's `from_pretrained`; `revision` is the adapter's own.
     """
-    of_base = {**init_kwargs, "revision": base_revision(adapter, config, init_kwargs)}
+    of_base = {**NO_CODE, **init_kwargs, "revision": base_revision(adapter, config, init_kwargs)}
     base = AutoModelForCausalLM.from_pretrained(config.base_model_name_or_path, **of_base)
     if (size := saved_vocabulary(base, weights)) is not None:
         base.resize_token_embeddings(size, mean_resizing=False)
@@ -231,13 +242,18 @@ def check_vocabulary(name: str, model: PreTrainedModel | PeftModel, needed: int)
         )
 
 
-def positions_of(model: PreTrainedModel | PeftModel) -> tuple[int | None, bool]:
-    """Return a model's number of positions (None: unlimited), and whether LongRoPE scales positions beyond it."""
+def positions_of(model: PreTrainedModel | PeftModel) -> tuple[int | None, str | None]:
+    """Return a model's number of positions (None: unlimited), and the kind of scaling beyond them that is not used.
+
+    A scaling that depends on the longest row is not used: a token's log-prob would depend on the other rows.
+    """
     config = model.config.get_text_config()
+    own = getattr(config, "max_position_embeddings", None)
     rope = getattr(config, "rope_parameters", None) or {}
-    scaled = rope.get("rope_type") == "longrope"
-    positions = rope.get("original_max_position_embeddings") if scaled else None
-    return positions or getattr(config, "max_position_embeddings", None), scaled
+    trained = rope.get("original_max_position_embeddings") or own
+    if (kind := rope.get("rope_type")) in SCALED_BY_LENGTH:
+        return trained, kind
+    return own and max(own, int(trained * (rope.get("factor") or 1.0))), None
 
 
 def check_adapter(config: PeftConfig) -> None:
@@ -280,6 +296,8 @@ def separate_adapter(
 ) -> ActorSource:
     """Separate a model that passed `check_trainable` into base, adapter configuration and adapter weights.
 
+    A merged adapter is unmerged. Only the active one is kept, at the scale of its configuration.
+
     Args:
         revision: a Hub base's commit or branch; a new adapter's configuration records it.
     """
@@ -290,6 +308,9 @@ def separate_adapter(
         return ActorSource(model, config, None)
     config = copy.deepcopy(model.active_peft_config)
     config.inference_mode = False
+    for layer in model.modules():
+        if isinstance(layer, BaseTunerLayer) and layer.merged:
+            layer.unmerge()
     weights = get_peft_model_state_dict(model, adapter_name=model.active_adapter)
     start = {name: tensor.clone() for name, tensor in weights.items()}
     wrapped = model.get_base_model().named_modules()
@@ -357,7 +378,7 @@ def load_tokenizer(
     """
     name = model if isinstance(model, str) else model.config.name_or_path
     options = hub_options(init_kwargs)
-    trusted = {"padding_side": "left", "trust_remote_code": init_kwargs.get("trust_remote_code")}
+    trusted = {"padding_side": "left", "trust_remote_code": bool(init_kwargs.get("trust_remote_code"))}
     advice = f"correct the id or path, save the tokenizer there, or give it in {TOKENIZER_ARGUMENTS[argument]}"
     with name_in_errors(f"the tokenizer of {argument}", name, advice):
         try:

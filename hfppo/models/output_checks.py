@@ -64,7 +64,7 @@ def check_logits(model: ActorCritic, device: torch.device) -> None:
     expected = logits_of_forward(model, device)
     wanted = expected.log_softmax(dim=-1)[:-1].gather(1, ids[0, 1:, None]).squeeze(1)
     try:
-        got = model(*rows_of(ids), Want(values=False)).logprobs[0]
+        got = model(*rows_of(ids), Want(values=False, router_loss=True)).logprobs[0]
     except torch.OutOfMemoryError:
         raise
     except (AttributeError, RuntimeError, TypeError) as error:

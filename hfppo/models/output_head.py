@@ -38,8 +38,12 @@ def logits_of(model: PreTrainedModel | PeftModel, hidden: Tensor) -> Tensor:
 
 @contextmanager
 def float32_logits(model: PreTrainedModel) -> Iterator[None]:
-    """Let a model's own forward compute the logits of `logits_of` inside the block, as for `generate`."""
-    head = model.get_output_embeddings()
+    """Let a model's own forward compute the logits of `logits_of` inside the block, as for `generate`.
+
+    A mixture of experts computes no load-balancing loss: with a KV cache, the mask and the router's tokens differ.
+    """
+    head, config = model.get_output_embeddings(), model.config.get_text_config()
+    routed = getattr(config, "output_router_logits", False)
     before = vars(head).get("forward")  # accelerate's hooks set it
     forward = head.forward
 
@@ -48,10 +52,14 @@ def float32_logits(model: PreTrainedModel) -> Iterator[None]:
         return forward(hidden) if logits is None else logits
 
     head.forward = in_float32
+    if routed:
+        config.output_router_logits = False
     try:
         yield
     finally:
         del head.forward
+        if routed:
+            config.output_router_logits = True
         if before is not None:
             head.forward = before
 
@@ -121,6 +129,7 @@ def token_logprobs(
     Returns:
         logprobs, entropy: (N,) float32, nats; entropy is None for "none".
     """
+    has_bias = getattr(model.get_output_embeddings(), "bias", None) is not None
 
     def head(states: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
         logits = logits_of(model, states)
@@ -130,6 +139,8 @@ def token_logprobs(
         logprobs = distribution.gather(-1, targets[:, None]).squeeze(-1)
         if entropy == "none":
             return (logprobs,)
+        if has_bias:
+            distribution = distribution.clamp(min=torch.finfo(torch.float32).min)  # 0·(−∞) is not a number
         with torch.set_grad_enabled(torch.is_grad_enabled() and entropy == "differentiable"):
             return logprobs, -(distribution.exp() * distribution).sum(dim=-1)
 

@@ -1,5 +1,6 @@
 """Load reward functions, models, adapters and servers as users name them."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,7 +15,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from hfppo.models.loading import adapter_config, load_tokenizer, name_in_errors
+from hfppo.models.loading import NO_CODE, adapter_config, as_name, load_tokenizer, name_in_errors
 from hfppo.rewards.model import RewardAdapter, RewardModel
 from hfppo.rewards.process_model import ProcessRewardModel
 from hfppo.rewards.server import RewardServer
@@ -58,6 +59,7 @@ def load_reward_func(
     func: object, tokenizer: PreTrainedTokenizerBase | None, base_name: str, device: torch.device
 ) -> Any:
     """Load one entry of `reward_funcs`; return a function as it is, and check that a server answers."""
+    func = as_name(func)
     if isinstance(func, TolerantReward):
         return replace(func, func=load_reward_func(func.func, tokenizer, base_name, device))
     if isinstance(func, PreTrainedModel | PeftModel):
@@ -97,7 +99,7 @@ def load_adapter(
             f"reward_funcs: the adapter {name!r} rewards tokens, which needs a model of its own; merge the adapter "
             "into its base and give the merged model"
         )
-    if config.base_model_name_or_path != base_name:
+    if os.path.realpath(str(config.base_model_name_or_path)) != os.path.realpath(base_name):  # or two ids
         raise ValueError(
             f"reward_funcs: the adapter {name!r} was trained on {config.base_model_name_or_path!r}, but the actor's "
             f"base is {base_name!r}; merge the adapter into its base and give the merged model"
@@ -108,10 +110,10 @@ def load_adapter(
 def load_classifier(name: str, tokenizer: PreTrainedTokenizerBase | None, device: torch.device) -> RewardModel:
     """Load a classification model; raise if its head is untrained, since its scores are then noise."""
     with name_in_errors("reward_funcs", name):
-        names = AutoConfig.from_pretrained(name).architectures or []
+        names = AutoConfig.from_pretrained(name, **NO_CODE).architectures or []
         of_tokens = any(architecture.endswith("ForTokenClassification") for architecture in names)
         auto, rewards = MODELS["ForTokenClassification" if of_tokens else "ForSequenceClassification"]
-        model, info = auto.from_pretrained(name, output_loading_info=True, device_map=str(device))
+        model, info = auto.from_pretrained(name, output_loading_info=True, device_map=str(device), **NO_CODE)
     if info["missing_keys"]:
         raise ValueError(
             f"reward_funcs: {name!r} has no weights for {', '.join(sorted(info['missing_keys']))}: it is not a "

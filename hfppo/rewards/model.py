@@ -38,6 +38,7 @@ class RewardModel(BatchReward):
 
     A conversation is rendered by the reward tokenizer's chat template, with the row's `tools` and
     `chat_template_kwargs`. A plain prompt is followed by its completion and EOS. TRL's RewardTrainer does the same.
+    EOS is not written where the tokenizer adds it anyway, as those of RoBERTa and DeBERTa do.
 
     Args:
         model: its head gives one number, or `label` says which one counts.
@@ -63,6 +64,7 @@ class RewardModel(BatchReward):
     ):
         check_loaded(model, tokenizer)
         self.model = model.eval().requires_grad_(False)
+        self.model.config.return_dict = True  # outputs are read by name
         self.batch_size = batch_size
         self.device = device
         self.tokenizer = copy.deepcopy(tokenizer)
@@ -79,7 +81,7 @@ class RewardModel(BatchReward):
     def __call__(self, /, prompts: Sequence[Any], completions: Sequence[Any], **kwargs: Any) -> list[float]:
         """Return one score per completion."""
         if isinstance(prompts[0], str):
-            eos = self.tokenizer.eos_token or ""
+            eos = "" if adds_eos(self.tokenizer) else self.tokenizer.eos_token or ""
             texts = [prompt + completion + eos for prompt, completion in zip(prompts, completions, strict=True)]
         else:
             talks = map(conversation, prompts, completions)
@@ -129,6 +131,13 @@ class RewardModel(BatchReward):
         # transformers finds the last token by `ids != pad`, which is wrong where EOS pads.
         hidden = model.base_model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
         return model.score(hidden[torch.arange(len(ids), device=ids.device), mask.sum(dim=1) - 1])
+
+
+def adds_eos(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return whether a tokenizer ends a text with EOS."""
+    with_special, without = (tokenizer(".", add_special_tokens=added)["input_ids"] for added in (True, False))
+    eos = tokenizer.eos_token_id
+    return with_special[-1:] == [eos] != without[-1:]
 
 
 def conversation(prompt: list[Message], completion: list[Message]) -> list[Message]:

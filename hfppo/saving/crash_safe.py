@@ -90,8 +90,8 @@ class CrashSafeTrainer(Trainer):
         Raises:
             ValueError: the named checkpoint is damaged, there is none, or another run uses the output folder.
         """
-        if isinstance(resume_from_checkpoint, os.PathLike):
-            resume_from_checkpoint = os.fspath(resume_from_checkpoint)
+        if isinstance(resume_from_checkpoint, str | os.PathLike):
+            resume_from_checkpoint = os.path.expanduser(resume_from_checkpoint)
         with self._lock_output_dir():
             checkpoint = self._find_checkpoint(resume_from_checkpoint)
             if checkpoint is not None:

@@ -100,7 +100,7 @@ def trace_prompt(checkpoint: str | Path, question: Question) -> tuple[Trace, PPO
     for part, found in hash_frozen_weights(parts.model).items():
         if run.structure[part] != found:
             logger.warning("%s is not the run's, unless that was quantised; give --base or --ref_model", part)
-    model, accelerator = parts.model.to(args.device), Accelerator()
+    model, accelerator = parts.model.to(args.device), Accelerator(mixed_precision=mixed_precision(run))
     sampler = make_sampler(model, args, accelerator, configured_sampling(args, tokenizer, parts.eos_ids))
     if written is not None:
         sampler = FixedCompletion(written, parts.eos_ids)
@@ -150,6 +150,13 @@ def load_base(folder: Path, config: PeftConfig, run: RunDescription, question: Q
             f"the base {config.base_model_name_or_path!r} of {folder} cannot be loaded; start in the folder that "
             f"the path is relative to, or give --base ({error})"
         ) from error
+
+
+def mixed_precision(run: RunDescription) -> str:
+    """Return the autocast of a run; on a CPU, which has none in float16, "no" in its place."""
+    if run.settings["bf16"]:
+        return "bf16"
+    return "fp16" if run.settings["fp16"] and torch.cuda.is_available() else "no"
 
 
 def rebuild_settings(run: RunDescription, question: Question, written: list[int] | None) -> PPOConfig:
