@@ -77,6 +77,7 @@ from hfppo.rewards.reward_func import RewardFunc
 from hfppo.rollout import Rollout
 from hfppo.saving.crash_safe import CrashSafeTrainer
 from hfppo.state import SHUFFLE_STREAM, PPOState
+from hfppo.support.log_entries import plain_entry
 from hfppo.support.out_of_memory import explain_out_of_memory
 
 
@@ -639,7 +640,9 @@ class PPOTrainer(CrashSafeTrainer):
         """
         if "loss" in logs:
             logs.update(self._run.log.read())
+        place = len(self.state.log_history)
         super().log(logs, start_time)
+        self.state.log_history[place] = plain_entry(self.state.log_history[place])  # checkpoints write it as JSON
 
     def _call_callbacks(self, event: str, **arguments: object) -> PPOControl:
         """Call an event of every `PPOCallback`, and apply their changes to `control`.

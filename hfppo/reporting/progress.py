@@ -10,6 +10,7 @@ from transformers import ProgressCallback, Trainer, TrainerCallback, TrainerStat
 from transformers.trainer import DEFAULT_PROGRESS_CALLBACK  # another one in a notebook
 
 from hfppo.config import CHECKPOINTING, PPOConfig
+from hfppo.support.log_entries import numbers_of
 
 LINE_EVERY = 30.0  # seconds between two lines where there is no terminal
 BAR = "{percentage:3.0f}%|{bar}| step {n_fmt}/{total_fmt}{postfix} [{elapsed}<{remaining}]"
@@ -145,6 +146,7 @@ class RunProgress(Phases, ProgressCallback):
 
 def short_cells(logs: dict[str, float]) -> dict[str, str]:
     """Return the most-read metrics of a log, formatted, by their labels, and the time of a rollout and its update."""
+    logs = numbers_of(logs)
     shown = {metric: x for metric, x in logs.items() if metric != "kl_coef" or x}  # without a penalty, no β
     cells = {label: form.format(shown[metric]) for metric, label, form in SHORT if metric in shown}
     if "time/rollout" in logs:
