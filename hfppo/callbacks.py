@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 import rich
 from rich.table import Table
-from tqdm import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import CallbackHandler
 
@@ -17,6 +16,7 @@ from hfppo.functional import adaptive_kl_coef
 from hfppo.metrics import UpdateStep, is_metric, metrics_of
 from hfppo.rollout import Rollout, Transcript
 from hfppo.state import PPOState
+from hfppo.support.printing import show
 
 PASSED = ("model", "processing_class", "optimizer", "lr_scheduler")  # passed to every event, like Trainer's own
 
@@ -275,8 +275,7 @@ class ClipMetricsCallback(PPOCallback):
             control.learning_rate_factor = min(1.0, control.learning_rate_factor * (1 + change))
         control.logs["clip/learning_rate_factor"] = control.learning_rate_factor
         if self.show and state.is_world_process_zero:
-            with tqdm.external_write_mode():  # clears the progress bar meanwhile
-                rich.print(clip_table(f"clipped, rollout {ppo_state.rollouts}", parts))
+            show(rich.print, clip_table(f"clipped, rollout {ppo_state.rollouts}", parts))
 
 
 def clip_table(title: str, parts: dict[str, dict[str, float]]) -> Table:

@@ -114,7 +114,7 @@ def fingerprint(base: nn.Module) -> str:
 def saved_run(checkpoint: str | Path, process: int = 0) -> RunDescription | None:
     """Return the description of the run that wrote a checkpoint; None if it was not a PPOTrainer."""
     path = state_file(checkpoint, process)
-    return RunDescription(**json.loads(path.read_text())["run"]) if path.is_file() else None
+    return RunDescription(**json.loads(path.read_text(encoding="utf-8"))["run"]) if path.is_file() else None
 
 
 def state_file(checkpoint: str | Path, process: int) -> Path:
@@ -199,12 +199,12 @@ class PPOCheckpoint:
             "rollout": rollout is not None,
             "ahead": ahead,
         }
-        path.write_text(json.dumps(content))
+        path.write_text(json.dumps(content), encoding="utf-8")
 
     def load(self, checkpoint: str | Path, start: PPOState) -> Standing:
         """Read what `save` wrote; β and clips of `start` replace the saved ones where their settings have changed."""
         path = state_file(checkpoint, self.process)
-        content = json.loads(path.read_text())
+        content = json.loads(path.read_text(encoding="utf-8"))
         rollout = Rollout(**load_file(path.with_suffix(".safetensors"))) if content["rollout"] else None
         found = content.get("ahead")  # earlier versions had none
         ahead = None if found is None else (found, load_file(path.with_suffix(AHEAD)))

@@ -30,6 +30,7 @@ The letters at the end of a tensor's name are its dimensions:
 import hashlib
 import inspect
 import json
+import sys
 import time
 from collections.abc import Iterator
 from copy import deepcopy
@@ -281,7 +282,7 @@ def print_tokens(r: Rollout, tokenizer) -> None:
 def main() -> None:
     (s,) = HfArgumentParser(Settings).parse_args_into_dataclasses()
     torch.set_num_threads(1)  # more threads cost such a small model more than they save
-    files = (Path(s.folder, f"{name}.jsonl").read_text().splitlines() for name in ("train", "test"))
+    files = (Path(s.folder, f"{name}.jsonl").read_text(encoding="utf-8").splitlines() for name in ("train", "test"))
     train_rows, test_rows = ([json.loads(line) for line in lines] for lines in files)
     tokenizer, actor, critic = load(s)
     began = time.perf_counter()
@@ -296,4 +297,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    sys.stdout.reconfigure(errors="replace")  # characters that the terminal lacks
     main()

@@ -1,8 +1,10 @@
 """The arguments that recipes share, and their parser."""
 
 import inspect
+import io
 import os
 import re
+import sys
 from argparse import SUPPRESS, Action, ArgumentDefaultsHelpFormatter, ArgumentTypeError
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
@@ -64,6 +66,8 @@ class RecipeParser(TrlParser):
     """
 
     def __init__(self, dataclass_types: Any, **kwargs: Any) -> None:
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="replace")  # help and completions have characters that a terminal may lack
         super().__init__(dataclass_types, allow_abbrev=False, add_help=False, formatter_class=HelpFormatter, **kwargs)
         self.in_file: list[str] = []  # the names that the YAML file sets
         self.shown: list[str] = []  # the names that the help shows; if empty, our own and those of the file

@@ -40,7 +40,7 @@ class Log:
     def extra(self, column: str, values: Sequence[object]) -> None:
         """Add a column of one value per completion; passed as `log_extra`."""
         if isinstance(values, str) or not isinstance(values, Iterable):
-            raise TypeError(f"a reward function passed {values!r} to log_extra as {column!r}; pass a list, one value each")
+            raise TypeError(f"a reward function passed {values!r} to log_extra as {column!r}; pass one value each")
         self.columns.setdefault(str(column), []).extend(values)
 
     def metric(self, name: str, value: float) -> None:
