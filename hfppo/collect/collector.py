@@ -220,7 +220,9 @@ class Collector:
         with phase.timed("rollout"), eval_mode(self.model):
             prompts = pad_left([row.prompt_ids for row in completed.rows], self.tokenizer.pad_token_id)
             with phase("passes"):
-                passes = forward_passes(self.model, *prompts, completed.completions, self.accelerator, self.args)
+                needs_reference = self.args.needs_reference or ppo_state.kl_coef != 0  # a callback may raise β from 0
+                inputs = (*prompts, completed.completions, self.accelerator, self.args)
+                passes = forward_passes(self.model, *inputs, needs_reference)
             with phase("rewards"):
                 scored = sampled.scores()
             assign_credit = CreditAssignment(self.args, ppo_state.kl_coef, self.whiten_globally if training else None)
@@ -305,7 +307,8 @@ class Collector:
         )
         prompts = rollout.prompt_ids, rollout.prompt_mask
         with eval_mode(self.model), torch.no_grad():  # the passes of the collection; only their base states are used
-            passes = forward_passes(self.model, *prompts, completions, self.accelerator, self.args)
+            inputs = (*prompts, completions, self.accelerator, self.args)
+            passes = forward_passes(self.model, *inputs, rollout.ref_logprobs is not None)
         return replace(rollout, base_states=passes.base_states)
 
     def whiten_globally(self, x: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:

@@ -36,11 +36,13 @@ def forward_passes(
     completions: Completions,
     accelerator: Accelerator,
     args: PPOConfig,
+    needs_reference: bool,
 ) -> Passes:
     """Run the passes that something needs, some rows at a time, without gradient.
 
     Args:
         prompt_ids, prompt_mask: (B, P), padded on the left.
+        needs_reference: whether log π_ref is needed.
     """
     inputs = {
         "input_ids": torch.cat([prompt_ids, completions.ids], dim=1),
@@ -52,7 +54,7 @@ def forward_passes(
     needs_policy = args.policy_mode != "bypass"
     references = outputs = [TokenOutputs()] * len(batches)
     with autocast(accelerator):  # not around the reward functions, which choose their own dtypes
-        if args.needs_reference:
+        if needs_reference:
             references = reference_pass(model, batches, args)
         if needs_policy or model.critic is not None:
             base_states = [reference.base_states for reference in references]
