@@ -620,7 +620,7 @@ class PPOTrainer(CrashSafeTrainer):
 
     def load_run_state(self, folder: str) -> None:
         """Load PPO's state, and the critic, which upstream does not load."""
-        found = self._checkpoint.load(folder, self._first_state())
+        found = self._checkpoint.load(folder)
         self.ppo_state, self._run.steps, self._run.rollout = found.state, found.steps, found.rollout
         self._run.log.load_state_dict(found.metrics)
         if self._ahead is not None and found.ahead is not None:

@@ -148,6 +148,13 @@ def logged_steps(trainer, metric: str) -> list[int]:
     return [entry["step"] for entry in trainer.state.log_history if metric in entry]
 
 
+class Stop(TrainerCallback):
+    """Stops a run after a step that is not logged otherwise."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop = state.global_step == 5
+
+
 @pytest.mark.parametrize(
     ("config", "callbacks", "steps"),
     [
@@ -157,7 +164,10 @@ def logged_steps(trainer, metric: str) -> list[int]:
         # Each rollout ends with its second step, the first whose ratio is not 1.
         ({"max_steps": 6}, [stops_at_kl(1e-9)], [2, 4, 6]),
         ({"max_steps": 6, "logging_steps": 4}, [stops_at_kl(1e-9)], [2, 4, 6]),
-        ({"max_steps": 8, "logging_steps": 3}, [], [3, 6]),
+        ({"max_steps": 8, "logging_steps": 3}, [], [3, 6, 8]),  # the last steps too
+        ({"max_steps": 3, "logging_steps": 10}, [], [3]),
+        ({"max_steps": 8, "logging_steps": 10}, [Stop], [5]),
+        ({"max_steps": 4, "logging_strategy": "epoch"}, [], [4]),
         ({"max_steps": 4, "logging_steps": 1}, [], [1, 2, 3, 4]),
         ({"max_steps": 4, "logging_strategy": "no"}, [], []),
     ],
@@ -166,8 +176,20 @@ def test_each_rollout_has_one_log_unless_the_user_wants_others(make_trainer, con
     trainer = make_trainer({"logging_steps": None, **config}, callbacks=callbacks)
     trainer.train()
     assert logged_steps(trainer, "loss") == steps
-    if config.get("logging_steps") != 1:
+    if config.get("logging_steps") is None:
         assert logged_steps(trainer, "reward") == steps
+
+
+@pytest.mark.parametrize("length", [{"max_steps": 3}, {"max_steps": 8, "save_strategy": "steps", "save_steps": 2}])
+def test_the_loss_of_a_run_is_the_mean_over_its_steps(make_trainer, length):
+    """Steps that a log of ten leaves over count as those of a log of one."""
+    results = []
+    for logging_steps in (1, 10):
+        trainer = make_trainer(length | {"logging_steps": logging_steps})
+        results.append(trainer.train())
+        losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
+    assert results[0].training_loss == pytest.approx(results[1].training_loss)
+    assert losses == pytest.approx([results[1].training_loss])
 
 
 def test_a_callbacks_own_log_stays(make_trainer):
