@@ -117,7 +117,7 @@ def saved_run(checkpoint: str | Path, process: int = 0) -> RunDescription | None
     return RunDescription(**json.loads(path.read_text(encoding="utf-8"))["run"]) if path.is_file() else None
 
 
-def starting_values(settings: dict[str, Any]) -> dict[str, float]:
+def starting_values(settings: dict[str, Any]) -> dict[str, Any]:
     """Return β and clips with which a run of these settings begins."""
     low, high = settings["cliprange"], settings["cliprange_high"]
     return {"kl_coef": settings["kl_coef"], "cliprange": low, "cliprange_high": low if high is None else high}

@@ -483,6 +483,7 @@ class PPOTrainer(CrashSafeTrainer):
         )
         terms = self.loss_terms(outputs, batch)
         loss = ppo_loss(terms, batch, num_items_in_batch, self.args, plan.warms_up)
+        loss = self._run.connect(loss, outputs, num_items_in_batch, plan)
         with torch.no_grad():
             self._run.guard.record(batch, loss, {term.name: term.per_token for term in terms})
             first = self.state.global_step == self.ppo_state.first_step
@@ -524,8 +525,7 @@ class PPOTrainer(CrashSafeTrainer):
         return self._run.clip(self.args.max_grad_norm, self.state.global_step + 1)
 
     def _before_step(self) -> None:
-        factor = self.ppo_state.learning_rate_factor
-        self._run.before_step(cast(Optimizer, self.optimizer), self._plan.moves_actor, factor)
+        self._run.before_step(cast(Optimizer, self.optimizer), self.ppo_state.learning_rate_factor)
 
     def _after_step(self) -> None:
         """Call the callbacks after an optimizer step; drop the remaining steps on the rollout if one asks for it."""
