@@ -58,12 +58,14 @@ class Run:
         self._step.update(measures)
 
     def connect(self, loss: Tensor, outputs: TokenOutputs, size: MiniBatchSize, plan: "StepPlan") -> Tensor:
-        """Note what a loss moves, and return the loss with a graph, which backward passes and DDP need.
+        """Note what a loss moves, and return the loss with a graph for its backward pass.
 
         A loss without a term of a weight above 0, or without a token that counts, moves nothing.
         """
-        if loss.requires_grad:
-            self._moved |= plan.moved if size.num_tokens else set()
+        if loss.requires_grad and size.num_tokens:
+            self._moved |= plan.moved
+        needs_all = self.args.world_size > 1 and self.args.ddp_find_unused_parameters is False
+        if loss.requires_grad and not needs_all:
             return loss
         return loss + sum(0.0 * x.sum() for x in outputs if x is not None and x.requires_grad)
 
