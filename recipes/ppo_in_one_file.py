@@ -6,8 +6,7 @@ It leaves out everything that PPO works without: several processes, GPUs, gradie
 the values, an adaptive KL penalty, reward models, tools, vLLM. hfppo has these. This file does not import hfppo, and
 tests/test_ppo_in_one_file.py shows that both compute the same numbers.
 
-The task: a small model reads 请问1+1=2？ and should answer 是的，等于2！ or, if the claim is wrong, 不对，等于…！
-It can add, but it answers sloppily.
+The task: a small, sloppy model reads 请问1+1=2？ and should answer 是的，等于2！ or, if that is wrong, 不对，等于…！
 
 The method: let the model answer, and score each answer as a whole. A critic predicts the score after each token. Where
 a token makes the outcome better than predicted, it becomes likelier, otherwise less likely, in small steps.
