@@ -9,14 +9,15 @@ from typing import Any, Literal
 
 import rich
 from rich.table import Table
-from tqdm import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import CallbackHandler
+from transformers.trainer_utils import IntervalStrategy
 
 from hfppo.functional import adaptive_kl_coef
 from hfppo.metrics import UpdateStep, is_metric, metrics_of
 from hfppo.rollout import Rollout, Transcript
 from hfppo.state import PPOState
+from hfppo.support.printing import show
 
 PASSED = ("model", "processing_class", "optimizer", "lr_scheduler")  # passed to every event, like Trainer's own
 
@@ -168,7 +169,7 @@ def call_event(
 
 
 class TrainerHooks(TrainerCallback):
-    """Calls the trainer's own functions when training begins and after each optimizer step."""
+    """Calls the trainer's own functions when training begins and after each optimizer step; logs the last steps."""
 
     def __init__(self, train_begin: Callable[[], None], step_end: Callable[[], None]):
         self.train_begin, self.step_end = train_begin, step_end
@@ -179,6 +180,10 @@ class TrainerHooks(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         self.step_end()
 
+    def on_epoch_end(self, args, state, control, **kwargs):
+        if control.should_training_stop and args.logging_strategy == IntervalStrategy.STEPS:
+            control.should_log = True  # Trainer logs only steps that are not logged yet
+
 
 class AdaptiveKLCallback(PPOCallback):
     """Steers the KL to the reference by changing β. arXiv:1909.08593, section 2.2.
@@ -187,7 +192,7 @@ class AdaptiveKLCallback(PPOCallback):
 
     Args:
         target: KL per token to steer to, nats.
-        horizon: completions over which β moves by at most 20 %.
+        horizon: completions over which β moves by at most 20 %; more than a fifth of a rollout.
     """
 
     def __init__(self, target: float = 0.1, horizon: float = 10_000):
@@ -198,6 +203,12 @@ class AdaptiveKLCallback(PPOCallback):
     def on_train_begin(self, args, state, control, **kwargs):
         if args.kl_coef == 0:
             raise ValueError("AdaptiveKLCallback multiplies kl_coef, and kl_coef=0 stays 0; start from 0.05, say")
+        completions = args.rollout_size_per_process * args.world_size
+        if completions >= 5 * self.horizon:
+            raise ValueError(
+                f"horizon={self.horizon} of AdaptiveKLCallback is at most a fifth of a rollout's {completions} "
+                f"completions, so a single step could make β 0 or negative; set horizon={completions} or more"
+            )
 
     def on_rollout_end(self, args, state, control, *, rollout, metrics, **kwargs):
         completions = len(rollout) * args.world_size
@@ -275,8 +286,7 @@ class ClipMetricsCallback(PPOCallback):
             control.learning_rate_factor = min(1.0, control.learning_rate_factor * (1 + change))
         control.logs["clip/learning_rate_factor"] = control.learning_rate_factor
         if self.show and state.is_world_process_zero:
-            with tqdm.external_write_mode():  # clears the progress bar meanwhile
-                rich.print(clip_table(f"clipped, rollout {ppo_state.rollouts}", parts))
+            show(rich.print, clip_table(f"clipped, rollout {ppo_state.rollouts}", parts))
 
 
 def clip_table(title: str, parts: dict[str, dict[str, float]]) -> Table:

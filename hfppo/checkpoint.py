@@ -118,7 +118,13 @@ def fingerprint(weights: Iterable[Tensor]) -> str:
 def saved_run(checkpoint: str | Path, process: int = 0) -> RunDescription | None:
     """Return the description of the run that wrote a checkpoint; None if it was not a PPOTrainer."""
     path = state_file(checkpoint, process)
-    return RunDescription(**json.loads(path.read_text())["run"]) if path.is_file() else None
+    return RunDescription(**json.loads(path.read_text(encoding="utf-8"))["run"]) if path.is_file() else None
+
+
+def starting_values(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return β and clips with which a run of these settings begins."""
+    low, high = settings["cliprange"], settings["cliprange_high"]
+    return {"kl_coef": settings["kl_coef"], "cliprange": low, "cliprange_high": low if high is None else high}
 
 
 def state_file(checkpoint: str | Path, process: int) -> Path:
@@ -203,19 +209,17 @@ class PPOCheckpoint:
             "rollout": rollout is not None,
             "ahead": ahead,
         }
-        path.write_text(json.dumps(content))
+        path.write_text(json.dumps(content), encoding="utf-8")
 
-    def load(self, checkpoint: str | Path, start: PPOState) -> Standing:
-        """Read what `save` wrote; β and clips of `start` replace the saved ones where their settings have changed."""
+    def load(self, checkpoint: str | Path) -> Standing:
+        """Read what `save` wrote; this run's β and clips replace the saved ones where their settings have changed."""
         path = state_file(checkpoint, self.process)
-        content = json.loads(path.read_text())
+        content = json.loads(path.read_text(encoding="utf-8"))
         rollout = Rollout(**load_file(path.with_suffix(".safetensors"))) if content["rollout"] else None
         found = content.get("ahead")  # earlier versions had none
         ahead = None if found is None else (found, load_file(path.with_suffix(AHEAD)))
         state = PPOState.from_state_dict(content["state"])
-        before, now = content["run"]["settings"], self.run.settings
-        settings = ("kl_coef", "cliprange", "cliprange_high")
-        changed = [name for name in settings if now[name] != before[name]]
-        state = replace(state, **{name: getattr(start, name) for name in changed})
+        before, now = (starting_values(settings) for settings in (content["run"]["settings"], self.run.settings))
+        state = replace(state, **{name: value for name, value in now.items() if value != before[name]})
         steps = [UpdateStep(**{**step, "sums": sums_from_dict(step["sums"])}) for step in content["steps"]]
         return Standing(state, content["metrics"], steps, rollout, ahead)

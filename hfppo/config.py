@@ -42,6 +42,22 @@ CHECKPOINTING = [
 ]
 
 
+class DerivedInt(int):
+    """A number that follows from other fields: a copy by `dataclasses.replace` derives it again."""
+
+
+class DerivedText(str):
+    """A text that follows from other fields, likewise."""
+
+
+MARKS: dict[type, type] = {int: DerivedInt, str: DerivedText}
+# Fields that are derived if they are left out, with the value that leaves them out.
+DERIVED = {
+    **dict.fromkeys(("logging_steps", "save_steps", "eval_steps", "policy_mode", "metric_for_best_model"), None),
+    "max_steps": -1,
+}
+
+
 def follows_base(args: TrainingArguments) -> bool:
     """Return whether unset autocast and checkpointing follow the base: on CUDA, without an engine's own settings."""
     own_settings = args.deepspeed_plugin is not None or os.environ.get("ACCELERATE_USE_FSDP") == "true"
@@ -288,7 +304,11 @@ class PPOConfig(TrainingArguments, metaclass=TranslatesNames):
     def __post_init__(self) -> None:
         if self.max_grad_norm in (None, math.inf):  # infinite in a copy, see below
             self.max_grad_norm = 0.0  # no clipping
+        vars(self).update(
+            {name: x for name, x in DERIVED.items() if isinstance(getattr(self, name), DerivedInt | DerivedText)}
+        )
         check_fields(self)
+        derived = [name for name, unset in DERIVED.items() if getattr(self, name) == unset]
         self._fill_in()
         unset = [name for name in CHECKPOINTING if getattr(self, name) is None]
         super().__post_init__()
@@ -307,6 +327,9 @@ class PPOConfig(TrainingArguments, metaclass=TranslatesNames):
             if self.max_steps not in (-1, steps):
                 logger.warning("total_episodes makes max_steps=%s; %s is not used", steps, self.max_steps)
             self.max_steps = steps
+        for name in derived:
+            value = getattr(self, name)
+            setattr(self, name, MARKS[type(value)](value) if type(value) in MARKS else value)
 
     def _fill_in(self) -> None:
         """Set the fields whose default follows from other fields."""
@@ -320,6 +343,11 @@ class PPOConfig(TrainingArguments, metaclass=TranslatesNames):
         if self.save_steps is None:  # the best evaluation counts only if its step is saved
             every = self.eval_steps or self.logging_steps
             self.save_steps = every if self.load_best_model_at_end else TrainingArguments.save_steps
+
+    def to_dict(self) -> dict[str, Any]:
+        # Trackers take no subclasses of int and str.
+        plain = {mark: kind for kind, mark in MARKS.items()}
+        return {name: plain[type(x)](x) if type(x) in plain else x for name, x in super().to_dict().items()}
 
     def __getstate__(self) -> dict[str, object]:
         # Trainer pickles the configuration, with the token, into `training_args.bin`, and pushes that file.

@@ -336,7 +336,7 @@ def main() -> None:
     names = {"model_name_or_path", *(f.name for f in fields(Setup))}
     try:
         if (file := parser.parse_known_args()[0].config) is not None:
-            with open(file) as lines:
+            with open(file, encoding="utf-8") as lines:
                 given = {name: value for name, value in yaml.safe_load(lines).items() if name in names}
             parser.set_defaults(model=given.pop("model_name_or_path", None), **given)
         setup, options, unknown = parser.parse_args_into_dataclasses(return_remaining_strings=True)

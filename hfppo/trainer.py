@@ -69,6 +69,7 @@ from hfppo.reporting.progress import show_progress, show_resume
 from hfppo.rollout import Rollout
 from hfppo.saving.crash_safe import CrashSafeTrainer
 from hfppo.state import SHUFFLE_STREAM, PPOState
+from hfppo.support.log_entries import plain_entry
 from hfppo.support.out_of_memory import explain_out_of_memory
 from hfppo.support.processes import check_alike
 
@@ -474,6 +475,7 @@ class PPOTrainer(CrashSafeTrainer):
         )
         terms = self.loss_terms(outputs, batch)
         loss = ppo_loss(terms, batch, num_items_in_batch, self.args, plan.warms_up)
+        loss = self._run.connect(loss, outputs, num_items_in_batch, plan)
         with torch.no_grad():
             self._run.guard.record(batch, loss, {term.name: term.per_token for term in terms})
             first = self.state.global_step == self.ppo_state.first_step
@@ -515,8 +517,7 @@ class PPOTrainer(CrashSafeTrainer):
         return self._run.clip(self.args.max_grad_norm, self.state.global_step + 1)
 
     def _before_step(self) -> None:
-        factor = self.ppo_state.learning_rate_factor
-        self._run.before_step(cast(Optimizer, self.optimizer), self._plan.moves_actor, factor)
+        self._run.before_step(cast(Optimizer, self.optimizer), self.ppo_state.learning_rate_factor)
 
     def _after_step(self) -> None:
         """Call the callbacks after an optimizer step; drop the remaining steps on the rollout if one asks for it."""
@@ -611,7 +612,7 @@ class PPOTrainer(CrashSafeTrainer):
 
     def load_run_state(self, folder: str) -> None:
         """Load PPO's state, and the critic, which upstream does not load."""
-        found = self._checkpoint.load(folder, self._first_state())
+        found = self._checkpoint.load(folder)
         self.ppo_state, self._run.steps, self._run.rollout = found.state, found.steps, found.rollout
         self._run.log.load_state_dict(found.metrics)
         if self._ahead is not None and found.ahead is not None:
@@ -631,7 +632,9 @@ class PPOTrainer(CrashSafeTrainer):
         """
         if "loss" in logs:
             logs.update(self._run.log.read())
+        place = len(self.state.log_history)
         super().log(logs, start_time)
+        self.state.log_history[place] = plain_entry(self.state.log_history[place])  # checkpoints write it as JSON
 
     def _call_callbacks(self, event: str, **arguments: object) -> PPOControl:
         """Call an event of every `PPOCallback`, and apply their changes to `control`.

@@ -8,6 +8,7 @@ docs/critic.md says when ranking by it helps. PPO-MCTS, arXiv:2309.15028, uses t
 """
 
 import argparse
+import sys
 import tempfile
 from typing import Any
 
@@ -74,4 +75,5 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    sys.stdout.reconfigure(errors="replace")  # characters that the terminal lacks
     main()

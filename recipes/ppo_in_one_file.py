@@ -6,8 +6,7 @@ It leaves out everything that PPO works without: several processes, GPUs, gradie
 the values, an adaptive KL penalty, reward models, tools, vLLM. hfppo has these. This file does not import hfppo, and
 tests/test_ppo_in_one_file.py shows that both compute the same numbers.
 
-The task: a small model reads 请问1+1=2？ and should answer 是的，等于2！ or, if the claim is wrong, 不对，等于…！
-It can add, but it answers sloppily.
+The task: a small, sloppy model reads 请问1+1=2？ and should answer 是的，等于2！ or, if that is wrong, 不对，等于…！
 
 The method: let the model answer, and score each answer as a whole. A critic predicts the score after each token. Where
 a token makes the outcome better than predicted, it becomes likelier, otherwise less likely, in small steps.
@@ -30,6 +29,7 @@ The letters at the end of a tensor's name are its dimensions:
 import hashlib
 import inspect
 import json
+import sys
 import time
 from collections.abc import Iterator
 from copy import deepcopy
@@ -281,7 +281,7 @@ def print_tokens(r: Rollout, tokenizer) -> None:
 def main() -> None:
     (s,) = HfArgumentParser(Settings).parse_args_into_dataclasses()
     torch.set_num_threads(1)  # more threads cost such a small model more than they save
-    files = (Path(s.folder, f"{name}.jsonl").read_text().splitlines() for name in ("train", "test"))
+    files = (Path(s.folder, f"{name}.jsonl").read_text(encoding="utf-8").splitlines() for name in ("train", "test"))
     train_rows, test_rows = ([json.loads(line) for line in lines] for lines in files)
     tokenizer, actor, critic = load(s)
     began = time.perf_counter()
@@ -296,4 +296,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    sys.stdout.reconfigure(errors="replace")  # characters that the terminal lacks
     main()

@@ -1,6 +1,7 @@
 """The arguments that recipes share, and their parser."""
 
 import inspect
+import io
 import json
 import os
 import re
@@ -69,6 +70,8 @@ class RecipeParser(TrlParser):
     """
 
     def __init__(self, dataclass_types: Any, **kwargs: Any) -> None:
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="replace")  # help and completions have characters that a terminal may lack
         super().__init__(dataclass_types, allow_abbrev=False, add_help=False, formatter_class=HelpFormatter, **kwargs)
         self.in_file: dict[str, Any] = {}  # what the YAML file sets
         self.shown: list[str] = []  # the names that the help shows; if empty, our own and those of the file

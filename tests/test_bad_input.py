@@ -272,6 +272,11 @@ CASES: dict[str, tuple[Case, str, str]] = {
         "AdaptiveKLCallback",
         "kl_coef",
     ),
+    "an adaptive KL whose β would become negative": (
+        trained(lambda: {"callbacks": [AdaptiveKLCallback(horizon=1.5)]}),  # a rollout has 8 completions
+        "horizon=1.5",
+        "8 completions",
+    ),
     # Resuming
     "another cut of the rollout": (resumed(num_mini_batches=4), "num_mini_batches", "resume"),
     "another order of prompts": (resumed(seed=4), "seed", "resume"),

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-from helpers.runs import final_state, logged, logs, trained_state
+from helpers.runs import final_state, logged, logs, trained_state, untimed_logs
 from helpers.tiny import ragged_model
 from hfppo import ClipMetricsCallback, PPOCallback, PPOControl
 from hfppo.callbacks import clip_table
@@ -131,6 +131,30 @@ def test_half_the_factor_is_half_the_actors_rate_and_not_the_critics(make_traine
     ] == []
     assert logged(scaled, "learning_rate") == logged(plain, "learning_rate")
     assert logged(scaled, "critic_learning_rate") == logged(plain, "critic_learning_rate")
+
+
+class Raise(PPOCallback):
+    """Raises β after the first rollout."""
+
+    def on_rollout_end(self, args, state, control, **kwargs):
+        control.kl_coef = 5.0
+
+
+@pytest.mark.parametrize("more", [{}, {"critic_layers": 1}])
+def test_a_callback_can_raise_beta_from_0(make_trainer, more):
+    """From the second rollout on the reference is computed, and the KL counts in the rewards."""
+    saving = {"max_steps": 12, "kl_coef": 0.0, "save_strategy": "steps", "save_steps": 6} | more
+    trainer = make_trainer(saving, callbacks=[Raise()])
+    trainer.train()
+    assert logged(trainer, "kl_coef") == [5.0, 5.0]
+    assert min(map(abs, logged(trainer, "kl"))) > 0
+    first, *others = [log for log in trainer.state.log_history if "reward" in log]
+    assert first["rlhf_reward"] == pytest.approx(first["reward"])
+    for log in others:
+        assert log["rlhf_reward"] == pytest.approx(log["reward"] - 5 * log["kl"] * log["completions/mean_length"])
+    resumed = make_trainer(saving, callbacks=[Raise()])  # in the middle of the second rollout
+    resumed.train(resume_from_checkpoint=f"{resumed.args.output_dir}/checkpoint-6")
+    assert untimed_logs(resumed) == untimed_logs(trainer)
 
 
 class Narrow(PPOCallback):

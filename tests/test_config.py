@@ -477,6 +477,32 @@ def test_a_checkpoint_is_saved_at_every_evaluation_if_the_best_is_kept(config, c
     assert args.save_steps == replace(args, seed=3).save_steps == save_steps
 
 
+@pytest.mark.parametrize(
+    ("given", "changes", "derived"),
+    [
+        ({}, {"num_mini_batches": 2}, {"logging_steps": 2}),
+        ({"logging_steps": 8}, {"num_mini_batches": 2}, {"logging_steps": 8}),
+        ({}, {"logging_steps": 3}, {"logging_steps": 3}),
+        ({"eval_strategy": "steps"}, {"num_mini_batches": 2}, {"eval_steps": 2, "logging_steps": 2}),
+        ({"eval_strategy": "steps"}, BEST, {"save_steps": 8, "metric_for_best_model": "eval_reward"}),
+        (BEST, {"load_best_model_at_end": False}, {"save_steps": 500, "metric_for_best_model": None}),
+        ({}, {"rollouts_ahead": 1}, {"policy_mode": "token_truncate"}),
+        ({"rollouts_ahead": 1}, {"rollouts_ahead": 0}, {"policy_mode": "decoupled"}),
+        ({"policy_mode": "bypass"}, {"rollouts_ahead": 1}, {"policy_mode": "bypass"}),
+        ({"total_episodes": 640}, {"num_mini_batches": 2}, {"max_steps": 80}),  # rollouts of 16 completions
+        ({"total_episodes": 640}, {"total_episodes": None}, {"max_steps": -1}),
+        ({"max_grad_norm": 0.0}, {"seed": 1}, {"max_grad_norm": math.inf}),
+    ],
+)
+def test_a_copy_derives_again_what_was_not_set(config, caplog, given, changes, derived):
+    copied = replace(replace(config(**given), seed=3), **changes)
+    assert {name: getattr(copied, name) for name in derived} == derived
+    assert caplog.text == ""
+    assert {type(x) for x in copied.to_sanitized_dict().values()} <= {bool, int, float, str}
+    assert copied.to_sanitized_dict()["logging_steps"] == copied.logging_steps
+    assert copy.deepcopy(copied) == pickle.loads(pickle.dumps(copied)) == copied
+
+
 @pytest.mark.parametrize("name", ["wandbb", ["tensorboard", "none"]])
 def test_a_tracker_that_does_not_exist_is_refused_with_the_others(config, name):
     with pytest.raises(

@@ -1,5 +1,6 @@
 """Two runs in one output folder."""
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -45,6 +46,15 @@ def test_the_lock_is_given_back_when_training_fails(make_trainer, tmp_path):
     with pytest.raises(ValueError, match="is not a folder"):
         trainer.train(resume_from_checkpoint="nowhere")
     assert not (tmp_path / "out" / lock.LOCK).exists()
+
+
+def test_a_lock_on_a_file_that_was_removed_meanwhile_is_no_lock(tmp_path, monkeypatch, other_run):
+    """Two runs open the file of a third, which ends; a fourth has locked a new file by then."""
+    removed, real = os.open(tmp_path / "old", os.O_RDWR | os.O_CREAT), os.open
+    (tmp_path / "old").unlink()
+    opened = iter([removed])
+    monkeypatch.setattr(lock.os, "open", lambda *given: next(opened, None) or real(*given))
+    assert f"process {other_run.pid}" in lock.OutputLock(tmp_path / "out").acquire()
 
 
 def test_a_folder_that_cannot_be_locked_is_trained_into(tmp_path, monkeypatch):

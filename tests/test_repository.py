@@ -41,7 +41,7 @@ ALLOWED = {
     "parts": {"checks.data", "config", "data", "environments", "generation", "models", "prompt_maker", "rewards"},
     "checkpoint": {"config", "data", "metrics", "models", "prompt_maker", "rollout", "saving", "state"},
     "memory": {"generation", "models"},
-    "callbacks": {"functional", "metrics", "rollout", "state"},
+    "callbacks": {"functional", "metrics", "rollout", "state", "support"},
     "collect": {
         "config",
         "data",

@@ -11,7 +11,7 @@ from peft.utils import get_peft_model_state_dict
 from safetensors.torch import load_file
 
 from helpers.runs import count_digits, final_state, logs, read_log, stops_at_kl, trained_state
-from hfppo import AdaptiveKLCallback, PPOTrainer
+from hfppo import AdaptiveKLCallback, PPOCallback, PPOTrainer
 from hfppo.saving.manifest import seal
 
 # 2 mini-batches × 2 epochs = 4 steps per rollout: checkpoint 8 lies between two rollouts, the others within one.
@@ -235,6 +235,27 @@ def test_resuming_a_finished_run_makes_no_further_step(make_trainer):
     assert again.state.global_step == 4
     assert expected.keys() == got.keys()
     assert [name for name in expected if not torch.equal(expected[name], got[name])] == []
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "clips"),
+    [
+        ({"cliprange": 0.3}, {"cliprange": 0.05}, (0.05, 0.05)),
+        ({"cliprange": 0.3}, {"cliprange": 0.3, "cliprange_high": 0.4}, (0.1, 0.4)),
+        ({"cliprange": 0.3, "cliprange_high": 0.4}, {"cliprange": 0.3}, (0.1, 0.3)),
+        ({"cliprange": 0.3}, {"cliprange": 0.3, "cliprange_high": 0.3}, (0.1, 0.15)),  # nothing has changed
+    ],
+)
+def test_a_resumed_run_has_the_clips_that_it_is_given(make_trainer, before, now, clips):
+    class Narrow(PPOCallback):
+        def on_update_end(self, args, state, control, **kwargs):
+            control.cliprange, control.cliprange_high = 0.1, 0.15
+
+    saving = {"max_steps": 4, "save_strategy": "steps", "save_steps": 4}
+    make_trainer(saving | before, callbacks=[Narrow()]).train()
+    resumed = make_trainer(saving | now | {"max_steps": 5})
+    resumed.train(resume_from_checkpoint=True)
+    assert (resumed.ppo_state.cliprange, resumed.ppo_state.cliprange_high) == clips
 
 
 def test_a_beta_that_was_changed_since_holds(make_trainer, tmp_path):

@@ -150,6 +150,18 @@ def test_a_column_of_another_length_is_named():
         score(scores)
 
 
+@pytest.mark.parametrize(
+    ("called", "value"), [("log_metric", None), ("log_metric", "a"), ("log_extra", None), ("log_extra", "abc")]
+)
+def test_a_logged_value_of_another_kind_is_named(called, value):
+    def scores(completions, **kwargs):
+        kwargs[called]("share", value)
+        return [0.0] * len(completions)
+
+    with pytest.raises(TypeError, match=f"passed {value!r} to {called} as 'share'"):
+        score(scores)
+
+
 def test_one_function_needs_no_list():
     scored = score(always(1.0, -2.0, 0.5))
     assert scored.of("score") == [1.0, -2.0, 0.5]

@@ -1,14 +1,15 @@
 """The steps of a run: what a mini-batch counts, how gradients are clipped, and what is logged."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from transformers import TrainerCallback
 
-from helpers.runs import gradients, stops_at_kl, trained_state
-from helpers.tiny import ragged_model
-from hfppo import PPOCallback
+from helpers.runs import count_digits, gradients, logged, stops_at_kl, trainable, trained_state
+from helpers.tiny import ragged_model, tiny_model
+from hfppo import PPOCallback, PPOTrainer
 from hfppo.learn.loss import LossTerm
 from hfppo.learn.micro_batches import MiniBatchSize
 from hfppo.memory import LiveStorages
@@ -32,10 +33,10 @@ def test_every_epoch_of_every_rollout_has_an_order_of_its_own(make_trainer, monk
 
 
 def test_a_second_run_begins_with_empty_metrics(make_trainer):
-    """Nothing is logged at the last step of the first."""
+    """The first logs nothing."""
     found, callback = [], PPOCallback()
     callback.on_train_begin = lambda *_, **__: found.append(trainer._run.log.read())
-    trainer = make_trainer({"max_steps": 3, "logging_steps": 2}, callbacks=[callback])
+    trainer = make_trainer({"max_steps": 3, "logging_strategy": "no"}, callbacks=[callback])
     trainer.train()
     assert trainer._run.log.state_dict() != Meter().state_dict()
     trainer.train()
@@ -118,6 +119,68 @@ def test_a_term_of_a_subclass_is_logged_and_adds_its_gradient(make_trainer, coef
     )
 
 
+def kept(*names):
+    """A trainer whose loss has only some terms, with weight 1."""
+
+    class Only(PPOTrainer):
+        def loss_terms(self, outputs, batch):
+            return [replace(term, coef=1.0) for term in super().loss_terms(outputs, batch) if term.name in names]
+
+    return Only
+
+
+def moved_by(trainer) -> set[str]:
+    """Which of actor and critic a run moves."""
+    before = trainable(trainer)
+    trainer.train()
+    moved = [name for name, x in trainable(trainer).items() if not torch.equal(x, before[name])]
+    return {"critic" if name.startswith("critic") else "actor" for name in moved}
+
+
+@pytest.mark.parametrize("more", [{}, {"gradient_accumulation_steps": 2}, {"weight_decay": 0.1}, {"critic_warmup": 1}])
+@pytest.mark.parametrize("critic", ["adapter", "shared", "shared_detached", "model"])
+def test_a_critic_whose_loss_has_no_weight_stays(make_trainer, critic, more):
+    trainer = make_trainer({"vf_coef": 0.0} | more, critic=tiny_model() if critic == "model" else critic)
+    assert moved_by(trainer) == {"actor"}
+
+
+@pytest.mark.parametrize(
+    ("terms", "config", "moved"),
+    [
+        ([], {}, set()),
+        (["policy/loss"], {}, {"actor"}),
+        (["policy/entropy"], {"entropy_coef": 0.1}, {"actor"}),
+        (["policy/entropy"], {}, set()),  # measured without a gradient
+        (["policy/kl_loss"], {"kl_loss_coef": 0.1}, {"actor"}),
+        (["value/loss"], {"num_critic_epochs": 3}, {"critic"}),
+    ],
+)
+@pytest.mark.parametrize("critic", ["adapter", "shared_detached"])
+def test_a_loss_moves_what_its_terms_reach(make_trainer, monkeypatch, terms, config, moved, critic):
+    trainer = make_trainer({"max_steps": 8, "weight_decay": 0.1, "learning_rate": 1e-3} | config, critic=critic)
+    trainer.__class__ = kept(*terms)
+    assert moved_by(trainer) == moved
+
+
+def test_rollouts_without_a_score_move_nothing(make_trainer):
+    """Neither do Adam's momentum and weight decay; steps and schedule go on."""
+    rollouts = []
+
+    def first_only(completions, trainer_state, **kwargs):
+        return [None] * len(completions) if trainer_state.global_step else count_digits(completions)
+
+    class Keep(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            rollouts.append(trainable(trainer))
+
+    config = {"max_steps": 12, "weight_decay": 0.1}
+    trainer = make_trainer(config, reward_funcs=first_only, callbacks=[Keep()])
+    trainer.train()
+    first, *others = rollouts[3:]
+    assert all(torch.equal(first[name], later[name]) for later in others for name in first)
+    assert logged(trainer, "learning_rate")[-1] < logged(trainer, "learning_rate")[4]
+
+
 def test_actor_and_critic_have_one_graph_after_the_other(make_trainer, monkeypatch):
     """With the gradients of one graph for both, to the bit, and less memory; a piece at a time."""
     trainer = make_trainer({"max_steps": 2, "max_tokens_per_micro_batch": 64})
@@ -148,6 +211,13 @@ def logged_steps(trainer, metric: str) -> list[int]:
     return [entry["step"] for entry in trainer.state.log_history if metric in entry]
 
 
+class Stop(TrainerCallback):
+    """Stops a run after a step that is not logged otherwise."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop = state.global_step == 5
+
+
 @pytest.mark.parametrize(
     ("config", "callbacks", "steps"),
     [
@@ -157,7 +227,10 @@ def logged_steps(trainer, metric: str) -> list[int]:
         # Each rollout ends with its second step, the first whose ratio is not 1.
         ({"max_steps": 6}, [stops_at_kl(1e-9)], [2, 4, 6]),
         ({"max_steps": 6, "logging_steps": 4}, [stops_at_kl(1e-9)], [2, 4, 6]),
-        ({"max_steps": 8, "logging_steps": 3}, [], [3, 6]),
+        ({"max_steps": 8, "logging_steps": 3}, [], [3, 6, 8]),  # the last steps too
+        ({"max_steps": 3, "logging_steps": 10}, [], [3]),
+        ({"max_steps": 8, "logging_steps": 10}, [Stop], [5]),
+        ({"max_steps": 4, "logging_strategy": "epoch"}, [], [4]),
         ({"max_steps": 4, "logging_steps": 1}, [], [1, 2, 3, 4]),
         ({"max_steps": 4, "logging_strategy": "no"}, [], []),
     ],
@@ -166,8 +239,20 @@ def test_each_rollout_has_one_log_unless_the_user_wants_others(make_trainer, con
     trainer = make_trainer({"logging_steps": None, **config}, callbacks=callbacks)
     trainer.train()
     assert logged_steps(trainer, "loss") == steps
-    if config.get("logging_steps") != 1:
+    if config.get("logging_steps") is None:
         assert logged_steps(trainer, "reward") == steps
+
+
+@pytest.mark.parametrize("length", [{"max_steps": 3}, {"max_steps": 8, "save_strategy": "steps", "save_steps": 2}])
+def test_the_loss_of_a_run_is_the_mean_over_its_steps(make_trainer, length):
+    """Steps that a log of ten leaves over count as those of a log of one."""
+    results = []
+    for logging_steps in (1, 10):
+        trainer = make_trainer(length | {"logging_steps": logging_steps})
+        results.append(trainer.train())
+        losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
+    assert results[0].training_loss == pytest.approx(results[1].training_loss)
+    assert losses == pytest.approx([results[1].training_loss])
 
 
 def test_a_callbacks_own_log_stays(make_trainer):

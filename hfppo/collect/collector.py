@@ -225,7 +225,8 @@ class Collector:
         with phase.timed("rollout"), eval_mode(self.model):
             sequences = pad(samples, self.tokenizer.pad_token_id, several_turns=self.player is not None)
             with phase("passes"):
-                passes = forward_passes(self.model, sequences, self.accelerator, self.args)
+                needs_reference = self.args.needs_reference or ppo_state.kl_coef != 0  # a callback may raise β from 0
+                passes = forward_passes(self.model, sequences, self.accelerator, self.args, needs_reference)
             with phase("rewards"):
                 numbers = sampled.pending.result()
             whiten = self.whiten_globally if training else None
@@ -301,7 +302,8 @@ class Collector:
         if not self.model.keeps_base_states or rollout.base_states is not None:
             return rollout
         with eval_mode(self.model), torch.no_grad():  # the passes of the collection; only their base states are used
-            passes = forward_passes(self.model, rollout, self.accelerator, self.args)
+            needs_reference = rollout.ref_logprobs is not None
+            passes = forward_passes(self.model, rollout, self.accelerator, self.args, needs_reference)
         return replace(rollout, base_states=passes.base_states)
 
     def whiten_globally(self, x: Tensor, mask: Tensor, shift_mean: bool = True, correction: int = 0) -> Tensor:

@@ -56,7 +56,7 @@ class Evaluated:
             given = compute_metrics(EvalPrediction(completions, columns, inputs=inputs))
             metrics.update(denumpify_detensorize(dict(given)))
         prefixed = {
-            key if key.startswith(f"{prefix}_") else f"{prefix}_{key}": value for key, value in metrics.items()
+            key if str(key).startswith(f"{prefix}_") else f"{prefix}_{key}": value for key, value in metrics.items()
         }
         return EvalLoopOutput(completions, columns, prefixed, len(prompts))
 

@@ -28,15 +28,21 @@ class Passes:
     base_states: Tensor | None  # (N, H) of all real tokens, row after row, which the critic starts from
 
 
-def forward_passes(model: ActorCritic, sequences: Sequences, accelerator: Accelerator, args: PPOConfig) -> Passes:
-    """Run the passes that something needs, some rows at a time, without gradient."""
+def forward_passes(
+    model: ActorCritic, sequences: Sequences, accelerator: Accelerator, args: PPOConfig, needs_reference: bool
+) -> Passes:
+    """Run the passes that something needs, some rows at a time, without gradient.
+
+    Args:
+        needs_reference: whether log π_ref is needed.
+    """
     inputs = {**sequences.joined(), "completion_mask": sequences.mask}
     lengths = inputs["attention_mask"].sum(dim=1)
     order, batches = batches_of(model, inputs, lengths, accelerator, args)
     needs_policy = args.policy_mode != "bypass"
     references = outputs = [TokenOutputs()] * len(batches)
     with autocast(accelerator):  # not around the reward functions, which choose their own dtypes
-        if args.needs_reference:
+        if needs_reference:
             references = reference_pass(model, batches, args)
         if needs_policy or model.critic is not None:
             base_states = [reference.base_states for reference in references]

@@ -112,7 +112,7 @@ def adaptive_kl_coef(kl_coef: float, kl: float, target: float, horizon: float, n
         kl_coef: β of the rollout.
         kl: masked mean of the KL per token over the rollout of all ranks, nats.
         target: KL per token to steer to, nats.
-        horizon: completions over which β moves by at most 20 %.
+        horizon: completions over which β moves by at most 20 %; above n/5, or β may become 0 or negative.
         num_completions: n, completions in the rollout of all ranks.
     Returns:
         The next β; β itself when `kl` is not finite.

@@ -9,10 +9,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hfppo.config import PPOConfig
+from hfppo.learn.micro_batches import MiniBatchSize
 from hfppo.learn.nonfinite_guard import NonFiniteGuard
 from hfppo.learn.optimizer import ActorRate, measure_grad_norms, present_rate
 from hfppo.metrics import Measures, Meter, UpdateStep, parts, parts_of
-from hfppo.models.actor_critic import ActorCritic
+from hfppo.models.actor_critic import ActorCritic, TokenOutputs
 from hfppo.rollout import Rollout
 from hfppo.state import PPOState
 
@@ -28,6 +29,7 @@ class Run:
         self.guard = NonFiniteGuard(accelerator)
         self._rate = ActorRate(model.actor_parameters())
         self._step = Meter()  # metrics of one step
+        self._moved: set[str] = set()  # of actor and critic, those that a loss moves in this step
         self._began, self._flops = 0.0, 0
         self._start: tuple[int, dict[str, dict]] | None = None  # steps made, and metrics, when a step began
 
@@ -46,7 +48,7 @@ class Run:
             may_be_saved: whether a checkpoint may be written within it; the resumed run makes the step from its
                 beginning.
         """
-        self._step, self._flops = Meter(), 0
+        self._step, self._flops, self._moved = Meter(), 0, set()
         self._start = (step, self.log.state_dict()) if may_be_saved else None
         self._began = time.perf_counter()
 
@@ -54,6 +56,18 @@ class Run:
         """Add measures to the step and to the next log."""
         self.log.update(measures)
         self._step.update(measures)
+
+    def connect(self, loss: Tensor, outputs: TokenOutputs, size: MiniBatchSize, plan: "StepPlan") -> Tensor:
+        """Note what a loss moves, and return the loss with a graph for its backward pass.
+
+        A loss without a term of a weight above 0, or without a token that counts, moves nothing.
+        """
+        if loss.requires_grad and size.num_tokens:
+            self._moved |= plan.moved
+        needs_all = self.args.world_size > 1 and self.args.ddp_find_unused_parameters is False
+        if loss.requires_grad and not needs_all:
+            return loss
+        return loss + sum(0.0 * x.sum() for x in outputs if x is not None and x.requires_grad)
 
     def count(self, flops: int) -> None:
         """Count the floating-point operations of a micro-batch."""
@@ -82,13 +96,14 @@ class Run:
             nn.utils.clip_grads_with_norm_(parameters.get(name, []), max_norm, norm)
         return next(iter(norms.values()))
 
-    def before_step(self, optimizer: Optimizer, moves_actor: bool, rate_factor: float) -> None:
-        """Freeze the actor in critic-only steps, scale its learning rate, and measure both rates that the step uses.
+    def before_step(self, optimizer: Optimizer, rate_factor: float) -> None:
+        """Freeze weights that no loss moves, scale the actor's learning rate, and measure both rates of the step.
 
         Callbacks may have changed the optimizer's rates; its scheduler does not see that.
         """
-        if not moves_actor:
-            for parameter in self.model.actor_parameters():  # without gradient: no decay, no momentum, no changed bit
+        parameters = {"actor": self.model.actor_parameters(), "critic": self.model.critic_parameters()}
+        for name in parameters.keys() - self._moved:
+            for parameter in parameters[name]:  # without gradient: no decay, no momentum, no changed bit
                 parameter.grad = None
         self._rate.scale(optimizer, rate_factor)
         self.measure({"learning_rate": parts_of(present_rate(optimizer, self.model.actor_parameters(), 0))})
@@ -140,9 +155,10 @@ class StepPlan:
         )
 
     @property
-    def moves_actor(self) -> bool:
-        """Whether the actor's weights change."""
-        return self.policy and not self.warms_up
+    def moved(self) -> set[str]:
+        """Of actor and critic, those whose weights change."""
+        moves = {"actor": self.policy and not self.warms_up, "critic": self.values}
+        return {name for name, moved in moves.items() if moved}
 
     def apart(self) -> list["StepPlan"]:
         """Return a plan for the actor's losses and a plan for the critic's; only one if the other has no losses."""

@@ -107,7 +107,7 @@ class Critic(nn.Module):
         trained = self.trained_names()
         weights = {name: tensor.contiguous() for name, tensor in state_dict.items() if name in trained}
         save_file(weights, Path(folder) / CRITIC_WEIGHTS)
-        (Path(folder) / CRITIC_CONFIG).write_text(json.dumps(self.config(), indent=2) + "\n")
+        (Path(folder) / CRITIC_CONFIG).write_text(json.dumps(self.config(), indent=2) + "\n", encoding="utf-8")
 
     def trained_names(self) -> set[str]:
         """Return the names of the trainable parameters, which are saved."""
@@ -129,7 +129,7 @@ class Critic(nn.Module):
             raise ValueError(
                 f"{folder} has no {CRITIC_WEIGHTS}, so it contains no critic; choose another folder or checkpoint"
             )
-        configs = json.loads((Path(folder) / CRITIC_CONFIG).read_text()), self.config()
+        configs = json.loads((Path(folder) / CRITIC_CONFIG).read_text(encoding="utf-8")), self.config()
         for name in ("kind", "hidden_size", "layers", "peft_config"):
             its, ours = find_differences(*(without_places(config.get(name)) for config in configs))
             if its != ours:
@@ -202,7 +202,7 @@ def find_critic(critic: str | PreTrainedModel | CriticSource, **init_kwargs: obj
         )
     options = hub_options(init_kwargs)
     if (folder := find_saved_critic(critic, **options)) is not None:
-        saved = json.loads((folder / CRITIC_CONFIG).read_text())
+        saved = json.loads((folder / CRITIC_CONFIG).read_text(encoding="utf-8"))
         of_base = {name: value for name, value in init_kwargs.items() if name != "revision"}
         base = saved["base"] if saved["kind"] == "model" else saved["kind"]
         return CriticSource(find_critic(base, **of_base).model, folder, saved.get("layers"))

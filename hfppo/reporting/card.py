@@ -22,6 +22,7 @@ from transformers.modelcard import TrainingSummary
 from hfppo.config import PPOConfig
 from hfppo.models.actor_critic import ActorCritic
 from hfppo.models.critic import CRITIC_FOLDER
+from hfppo.support.log_entries import numbers_of
 
 TEMPLATE = Path(__file__).with_name("card_template.md")
 TAGS = ("ppo", "hfppo", "reinforcement-learning", "generated_from_trainer", "transformers")
@@ -156,7 +157,8 @@ def last_evaluations(state: TrainerState, args: PPOConfig) -> dict[str, dict[str
         if best is not None and i < end and entry["step"] != best:
             continue  # the best weights have replaced these
         for name in (key.removesuffix(rate) for key in entry if key.endswith(rate) and not key.startswith("train_")):
-            metrics = {key.removeprefix(f"{name}_"): x for key, x in entry.items() if key.startswith(f"{name}_")}
+            numbers = numbers_of(entry)
+            metrics = {key.removeprefix(f"{name}_"): x for key, x in numbers.items() if key.startswith(f"{name}_")}
             found[name] = {"step": entry["step"], **{k: x for k, x in metrics.items() if k not in SPEED}}
     return found
 

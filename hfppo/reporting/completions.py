@@ -10,12 +10,12 @@ import torch
 from datasets import Dataset
 from rich.table import Table
 from rich.text import Text
-from tqdm import tqdm
 from transformers import TrainingArguments
 
 from hfppo.callbacks import PPOCallback
 from hfppo.support.files import ignore_write_errors
 from hfppo.support.printable import escape_control_characters
+from hfppo.support.printing import show
 
 
 class PrintCompletionsCallback(PPOCallback):
@@ -63,8 +63,7 @@ class PrintCompletionsCallback(PPOCallback):
             table.add_column(Text(escape_control_characters(name)))
         for row in list(zip(*columns.values(), strict=False))[: self.num_completions]:
             table.add_row(*(Text(escape_control_characters(cell_text(x))) for x in row))
-        with tqdm.external_write_mode():  # clears the progress bar meanwhile
-            rich.print(table)
+        show(rich.print, table)
 
 
 def cell_text(x: object) -> str:

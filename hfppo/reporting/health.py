@@ -10,6 +10,7 @@ from transformers import TrainerCallback
 
 from hfppo.config import PPOConfig
 from hfppo.functional import estimator_needs
+from hfppo.support.log_entries import numbers_of
 
 IMPROVEMENT = 0.2  # gain over the first reward that is more than noise, in standard deviations of the first scores
 
@@ -26,15 +27,6 @@ class RecentLogs:
     now: dict[str, float]  # the mean over the logs of the last rollout, since single steps are noisy
     args: PPOConfig
     dtype: torch.dtype = torch.float32  # the policy's dtype in its passes
-
-    @classmethod
-    def of(cls, logs: list[dict[str, float]], args: PPOConfig, of_base: torch.dtype) -> "RecentLogs":
-        """Read the log history of a run on a base of this dtype."""
-        first = {name: value for log in reversed(logs) for name, value in log.items()}
-        recent = [log for log in logs if log["step"] > logs[-1]["step"] - args.updates_per_rollout]
-        values = {name: [log[name] for log in recent if name in log] for log in recent for name in log}
-        dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else of_base
-        return cls(first, {name: sum(found) / len(found) for name, found in values.items()}, args, dtype)
 
     @property
     def improved(self) -> bool:
@@ -194,19 +186,37 @@ class HealthCallback(TrainerCallback):
         if unknown := sorted(limits.keys() - own.keys()):
             raise TypeError(f"HealthCallback has no check {', '.join(unknown)}; choose from {', '.join(own)}")
         self.limits = own | limits
+        self._forget()
+
+    def _forget(self) -> None:
+        """Forget an earlier training."""
         self._since: dict[str, int] = {}  # the step at which a check began to fail
         self._warned: set[str] = set()  # names of checks
+        self._first: dict[str, float] = {}  # the first value of each metric
+        self._recent: list[dict[str, float]] = []  # the logs of the last rollout
+        self._num_read = 0  # entries of the log history
 
     def on_train_begin(self, args, state, control, **kwargs):
         """Forget an earlier training."""
-        self._since.clear()
-        self._warned.clear()
+        self._forget()
+
+    def _read(self, logs: list[dict[str, float]], args: PPOConfig, of_base: torch.dtype) -> RecentLogs:
+        """Read the entries that are new in the log history of a run on a base of this dtype."""
+        for log in map(numbers_of, logs[self._num_read :]):
+            self._first = log | self._first
+            self._recent.append(log)
+        self._num_read = len(logs)
+        recent = [log for log in self._recent if log["step"] > logs[-1]["step"] - args.updates_per_rollout]
+        values = {name: [log[name] for log in recent if name in log] for log in recent for name in log}
+        dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else of_base
+        self._recent = recent
+        return RecentLogs(self._first, {name: sum(x) / len(x) for name, x in values.items()}, args, dtype)
 
     def on_log(self, args, state, control, logs=None, model=None, **kwargs):
         """Judge the last rollout."""
         if not state.is_world_process_zero:
             return
-        run = RecentLogs.of(state.log_history, args, getattr(model, "dtype", torch.float32))
+        run = self._read(state.log_history, args, getattr(model, "dtype", torch.float32))
         step = state.log_history[-1]["step"]
         for check, patience in CHECKS.items():
             name = check.__name__

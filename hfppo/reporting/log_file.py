@@ -6,6 +6,7 @@ from pathlib import Path
 from transformers import TrainerCallback
 
 from hfppo.support.files import ignore_write_errors, write_atomically
+from hfppo.support.log_entries import plain_entry
 
 LOG_FILE = "metrics.jsonl"
 
@@ -19,30 +20,30 @@ class LogFileCallback(TrainerCallback):
 
     def __init__(self) -> None:
         self._path: Path | None = None  # None before training and on other processes
-        self._complete = True  # whether the file has every entry so far
+        self._num_written = 0  # entries of the log history; 0 also after an error, which may have cut a line
 
     def on_train_begin(self, args, state, control, **kwargs):
         """Write the entries up to the checkpoint that is resumed; in a new run, empty an earlier run's file."""
         if state.is_world_process_zero:
             self._path = Path(args.output_dir) / LOG_FILE
             if state.log_history or self._path.exists():
-                self._write(self._path, state.log_history, append=False)
+                self._num_written = 0
+                self._write(self._path, state.log_history)
 
     def on_log(self, args, state, control, **kwargs):
-        """Append the latest entry; write all of them if an earlier one is missing."""
+        """Append the entries that the file lacks."""
         if self._path is not None:
-            entries = state.log_history[-1:] if self._complete else state.log_history
-            self._write(self._path, entries, append=self._complete)
+            self._write(self._path, state.log_history)
 
-    def _write(self, path: Path, entries: list[dict[str, float]], append: bool) -> None:
-        """Append entries to the file, or replace it atomically."""
-        text = "".join(json.dumps(entry, sort_keys=True) + "\n" for entry in entries)  # `trainer_state.json` sorts too
-        self._complete = False
+    def _write(self, path: Path, history: list[dict[str, float]]) -> None:
+        """Append to the file, or replace it atomically where it has no entry of this history."""
+        written, self._num_written = self._num_written, 0
+        lines = [json.dumps(plain_entry(entry), sort_keys=True) + "\n" for entry in history[written:]]
         with ignore_write_errors(path):
-            if append:
-                with path.open("a") as file:
-                    file.write(text)
+            if written:
+                with path.open("a", encoding="utf-8") as file:
+                    file.writelines(lines)
             else:
                 with write_atomically(path) as temporary:
-                    temporary.write_text(text)
-            self._complete = True
+                    temporary.write_text("".join(lines), encoding="utf-8")
+            self._num_written = len(history)

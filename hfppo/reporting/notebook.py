@@ -6,6 +6,7 @@ import time
 from transformers.utils.notebook import NotebookProgressCallback, NotebookTrainingTracker
 
 from hfppo.reporting.progress import Phases, describe_rollouts, short_cells
+from hfppo.support.log_entries import numbers_of
 
 DRAW_EVERY = 0.5  # seconds between two pictures of the same step
 # Suffixes of an evaluation's metrics that the table leaves out.
@@ -43,8 +44,9 @@ class NotebookProgress(Phases, NotebookProgressCallback):
         """Add the rewards and the user's metrics to the row of the step; outside of training, only remove the bar."""
         self.on_predict(args, state, control)
         if self.training_tracker is not None:
-            shown = {name: x for name, x in metrics.items() if "/" not in name and not name.endswith(NOT_SHOWN)}
-            self._add_row(state.global_step, {name: f"{x:.3f}" for name, x in shown.items()})
+            numbers = numbers_of(metrics)
+            shown = [name for name in numbers if "/" not in name and not name.endswith(NOT_SHOWN)]
+            self._add_row(state.global_step, {name: f"{numbers[name]:.3f}" for name in shown})
             self.training_tracker.remove_child()
 
     def on_train_end(self, args, state, control, **kwargs):

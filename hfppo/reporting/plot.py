@@ -7,6 +7,7 @@ from pathlib import Path
 from transformers import TrainerCallback
 
 from hfppo.support.files import ignore_write_errors, write_atomically
+from hfppo.support.log_entries import numbers_of
 
 PICTURE = "curves.png"
 
@@ -45,11 +46,12 @@ class PlotCallback(TrainerCallback):
 
     def on_train_end(self, args, state, control, **kwargs):
         """Draw the whole log history; no picture if no metric of a panel was logged."""
-        panels = select_panels(state.log_history)
+        history = [numbers_of(entry) for entry in state.log_history]
+        panels = select_panels(history)
         if state.is_world_process_zero and panels:
             file = Path(args.output_dir) / PICTURE
             with ignore_write_errors(file), write_atomically(file) as temporary:
-                draw_panels(panels, state.log_history, file.absolute().parent.name, temporary)
+                draw_panels(panels, history, file.absolute().parent.name, temporary)
 
 
 def select_panels(history: list[dict[str, float]]) -> dict[str, list[str]]:

@@ -10,6 +10,8 @@ from transformers import ProgressCallback, Trainer, TrainerCallback, TrainerStat
 from transformers.trainer import DEFAULT_PROGRESS_CALLBACK  # another one in a notebook
 
 from hfppo.config import CHECKPOINTING, PPOConfig
+from hfppo.support.log_entries import numbers_of
+from hfppo.support.printing import is_terminal, show
 
 LINE_EVERY = 30.0  # seconds between two lines where there is no terminal
 BAR = "{percentage:3.0f}%|{bar}| step {n_fmt}/{total_fmt}{postfix} [{elapsed}<{remaining}]"
@@ -96,7 +98,7 @@ class RunProgress(Phases, ProgressCallback):
         self._first = self.current_step = state.global_step
         self._began = self._last_line = time.monotonic()
         if state.is_world_process_zero:
-            print(describe_rollouts(args, state), file=sys.stderr, flush=True)
+            show(print, describe_rollouts(args, state), file=sys.stderr, flush=True)
             # `smoothing=0` averages over the whole run: rollouts and steps alternate, so the latest rate says little.
             self.training_bar = tqdm(
                 total=state.max_steps,
@@ -106,7 +108,7 @@ class RunProgress(Phases, ProgressCallback):
                 smoothing=0,
                 miniters=0,
                 file=sys.stderr,
-                disable=not sys.stderr.isatty(),
+                disable=not is_terminal(sys.stderr),
             )
 
     def on_step_end(self, args, state, control, **kwargs):
@@ -116,16 +118,16 @@ class RunProgress(Phases, ProgressCallback):
 
     def on_prediction_step(self, args, state, control, eval_dataloader=None, **kwargs):
         """Show Trainer's bar for evaluations, on a terminal."""
-        if sys.stderr.isatty():
+        if is_terminal(sys.stderr):
             super().on_prediction_step(args, state, control, eval_dataloader=eval_dataloader, **kwargs)
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         """Write one short line for a log of training steps, and other logs as Trainer does."""
         if self.training_bar is not None and "loss" in logs:
-            shown = [f"{label} {text}" for label, text in short_cells(logs).items()]
-            self.training_bar.write("  ".join([f"step {state.global_step}", *shown]))
+            cells = [f"{label} {text}" for label, text in short_cells(logs).items()]
+            show(print, f"step {state.global_step}", *cells, sep="  ")
         else:
-            super().on_log(args, state, control, logs=logs, **kwargs)
+            show(super().on_log, args, state, control, logs=logs, **kwargs)
 
     def _show(self, share: str = "", redraw: bool = False) -> None:
         """Draw the bar, at most every 0.1 s unless `redraw`; without a terminal print a line every 30 s."""
@@ -140,11 +142,12 @@ class RunProgress(Phases, ProgressCallback):
             self._last_line = now
             elapsed = now - self._began
             place = {"n": self.current_step, "total": bar.total, "initial": self._first, "elapsed": elapsed}
-            print(tqdm.format_meter(**place, postfix=doing, bar_format=LINE), file=sys.stderr, flush=True)
+            show(print, tqdm.format_meter(**place, postfix=doing, bar_format=LINE), file=sys.stderr, flush=True)
 
 
 def short_cells(logs: dict[str, float]) -> dict[str, str]:
     """Return the most-read metrics of a log, formatted, by their labels, and the time of a rollout and its update."""
+    logs = numbers_of(logs)
     shown = {metric: x for metric, x in logs.items() if metric != "kl_coef" or x}  # without a penalty, no β
     cells = {label: form.format(shown[metric]) for metric, label, form in SHORT if metric in shown}
     if "time/rollout" in logs:
@@ -176,4 +179,4 @@ def show_resume(checkpoint: str, rollout: int, state: TrainerState) -> None:
     """
     if state.is_world_process_zero:
         begin = f"rollout {rollout}, step {state.global_step} of {state.max_steps}"
-        print(f"resumed from {checkpoint}, {begin}", file=sys.stderr, flush=True)
+        show(print, f"resumed from {checkpoint}, {begin}", file=sys.stderr, flush=True)

@@ -41,11 +41,17 @@ class Log:
 
     def extra(self, column: str, values: Sequence[object]) -> None:
         """Add a column of one value per completion; passed as `log_extra`."""
-        self.columns.setdefault(column, []).extend(values)
+        if isinstance(values, str) or not isinstance(values, Iterable):
+            raise TypeError(f"a reward function passed {values!r} to log_extra as {column!r}; pass one value each")
+        self.columns.setdefault(str(column), []).extend(values)
 
     def metric(self, name: str, value: float) -> None:
         """Add a number to a metric; passed as `log_metric`."""
-        self.numbers.setdefault(name, []).append(float(value))
+        try:
+            number = float(value)
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"a reward function passed {value!r} to log_metric as {name!r}; pass a number") from error
+        self.numbers.setdefault(name, []).append(number)
 
 
 @dataclass(frozen=True)

@@ -200,7 +200,7 @@ class CrashSafeTrainer(Trainer):
             self.save_card(str(folder))
             if self.processing_class is not None:
                 of_class = json.dumps({"tokenizer_class": type(self.processing_class).__name__})
-                (folder / TOKENIZER_CONFIG_FILE).write_text(of_class)
+                (folder / TOKENIZER_CONFIG_FILE).write_text(of_class, encoding="utf-8")
         super().save_model(output_dir, _internal_call)
 
     def save_checkpoint(self) -> None:

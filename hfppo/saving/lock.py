@@ -24,8 +24,12 @@ class OutputLock:
         self._path = Path(output_dir) / LOCK
         self._descriptor: int | None = None
 
-    def acquire(self) -> str | None:
-        """Take the lock. Return None, or the id and host of the process that has it already."""
+    def acquire(self, again: bool = True) -> str | None:
+        """Take the lock. Return None, or the id and host of the process that has it already.
+
+        Args:
+            again: try a second time if the run before removes the file meanwhile.
+        """
         if sys.platform == "win32":
             return None
         try:
@@ -38,6 +42,9 @@ class OutputLock:
             owner = os.read(descriptor, 1000).decode(errors="replace")
             os.close(descriptor)
             return owner if isinstance(error, BlockingIOError | PermissionError) else None
+        if again and os.fstat(descriptor).st_nlink == 0:  # removed since it was opened: another run may lock a new one
+            os.close(descriptor)
+            return self.acquire(again=False)
         self._descriptor = descriptor
         with suppress(OSError):  # a full disk
             os.truncate(descriptor, 0)

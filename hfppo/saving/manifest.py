@@ -14,7 +14,7 @@ def seal(folder: Path) -> None:
     hashes = {str(path.relative_to(folder)): hash_file(path) for path in sorted(folder.rglob("*")) if path.is_file()}
     for name in hashes:
         flush(folder / name)
-    (folder / MANIFEST).write_text(json.dumps(hashes, indent=1))
+    (folder / MANIFEST).write_text(json.dumps(hashes, indent=1), encoding="utf-8")
     flush(folder / MANIFEST)
     for path in [folder, *(p for p in folder.rglob("*") if p.is_dir())]:
         flush(path)
@@ -41,7 +41,7 @@ def find_damage(folder: str | Path) -> str | None:
     if not folder.is_dir():
         return "is not a folder"
     try:
-        hashes = json.loads((folder / MANIFEST).read_text())
+        hashes = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         hashes = None
     if not isinstance(hashes, dict) or not hashes:

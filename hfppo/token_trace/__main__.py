@@ -76,6 +76,8 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    if sys.stdout is not None:
+        sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]  # characters that the terminal lacks
     # Show only the table and this package's own warnings, not the output of loading a model.
     set_verbosity_error()
     disable_progress_bar()

@@ -9,6 +9,7 @@ import logging
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
+import torch
 from accelerate import Accelerator
 from datasets import Dataset
 from peft import PeftConfig
@@ -73,7 +74,7 @@ def trace_prompt(checkpoint: str | Path, question: Question) -> tuple[Trace, PPO
             completion are too long for a model.
     """
     folder = find_checkpoint(Path(checkpoint))
-    saved = json.loads(state_file(folder, 0).read_text())
+    saved = json.loads(state_file(folder, 0).read_text(encoding="utf-8"))
     state, run = PPOState.from_state_dict(saved["state"]), RunDescription(**saved["run"])
     step = TrainerState.load_from_json(str(folder / TRAINER_STATE_NAME)).global_step
     tokenizer = load_tokenizer(str(folder), trust_remote_code=False)

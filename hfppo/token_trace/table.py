@@ -115,7 +115,8 @@ class TokenTable(JupyterMixin):
         # Measured in a wide terminal, since a measured width never exceeds the terminal's.
         if Measurement.get(console, options.update(max_width=1000), table).minimum > options.max_width:
             table.padding = 0
-        yield table
+        for segment in console.render(table, options):  # without characters that the terminal cannot show
+            yield segment._replace(text=segment.text.encode(options.encoding, "replace").decode(options.encoding))
 
 
 def format_cell(value: float | bool | None) -> str:

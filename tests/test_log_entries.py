@@ -1,0 +1,116 @@
+"""Values of any kind among the logs: a report takes the numbers, and ends no run."""
+
+import json
+import math
+from collections import UserDict
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from transformers import TrainerCallback
+
+from helpers.runs import read_log
+from hfppo import HealthCallback, PlotCallback
+from hfppo.reporting.progress import short_cells
+from hfppo.support.log_entries import numbers_of, plain_entry
+
+ODD = {
+    "text": "好",
+    "list": [1, np.float32(0.5)],
+    "dict": {"a": torch.ones(2)},
+    "none": None,
+    "object": UserDict(),
+    "array": np.ones(3),
+    0: "an integer key",
+    ("a", 1): 2.0,
+    np.int64(7): 0.25,
+    "flag": True,
+    "numpy": np.float64(0.5),
+    "whole": np.int32(3),
+    "tensor": torch.tensor(1.5),
+    "nan": math.nan,
+}
+NUMBERS = {
+    "('a', 1)": 2.0,
+    "7": 0.25,
+    "flag": True,
+    "numpy": 0.5,
+    "whole": 3,
+    "tensor": 1.5,
+    "nan": pytest.approx(math.nan, nan_ok=True),
+}
+
+
+def test_numbers_are_those_of_numpy_and_torch_too():
+    assert numbers_of(ODD) == NUMBERS
+    assert numbers_of({}) == {}
+
+
+def test_a_plain_entry_is_json():
+    plain = plain_entry(ODD)
+    assert json.loads(json.dumps(plain, sort_keys=True)).keys() == {str(name) for name in ODD}
+    assert plain["list"] == [1, 0.5]
+    assert plain["none"] is None
+
+
+class Logs(TrainerCallback):
+    """Logs odd values within another log, as some callbacks do."""
+
+    trainer = None
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        logs["of_callback"] = "text"
+        if "policy/entropy" in logs and state.global_step == 2 and "text" not in logs:
+            self.trainer.log({**ODD, "kl": None, "policy/clip_frac": "text"})
+
+
+@pytest.mark.parametrize("shown", ["line", "card and plot", "notebook"])
+def test_odd_values_of_metrics_and_logs_end_no_run(make_trainer, dataset, monkeypatch, shown):
+    config = {"max_steps": 3, "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 1}
+    if shown == "notebook":
+        notebook = pytest.importorskip("transformers.utils.notebook")
+        monkeypatch.setattr(notebook.disp, "display", lambda *_, **__: SimpleNamespace(update=lambda _: None))
+        monkeypatch.setattr("hfppo.reporting.progress.DEFAULT_PROGRESS_CALLBACK", notebook.NotebookProgressCallback)
+        monkeypatch.setattr("transformers.trainer.DEFAULT_PROGRESS_CALLBACK", notebook.NotebookProgressCallback)
+    callback = Logs()
+    trainer = make_trainer(
+        config | {"disable_tqdm": shown == "card and plot"},
+        eval_dataset=dataset.select(range(2)),
+        compute_metrics=lambda prediction: ODD,
+        callbacks=[callback, PlotCallback()],
+    )
+    callback.trainer = trainer
+    trainer.train()
+    trainer.create_model_card()
+    history = read_log(trainer.args.output_dir)
+    assert json.dumps(history, sort_keys=True) == json.dumps(trainer.state.log_history, sort_keys=True)  # has NaN
+    assert [entry["step"] for entry in history if "text" in entry] == [2]
+    evaluation = next(entry for entry in history if "eval_text" in entry)
+    assert evaluation["eval_7"] == 0.25
+    assert evaluation["eval_0"] == "an integer key"
+
+
+def test_each_log_is_read_once_however_long_the_run(make_trainer):
+    """A run of n logs reads n entries, not n²/2; a resumed one begins with the first value of its history."""
+    trainer = make_trainer()
+
+    class Counted(dict):
+        reads = 0
+
+        def items(self):
+            Counted.reads += 1
+            return super().items()
+
+    callback, state = HealthCallback(), trainer.state
+    state.log_history = [Counted(step=step, kl=float(step)) for step in range(1, 5)]
+    callback.on_train_begin(trainer.args, state, trainer.control)
+    for step in range(5, 205):
+        state.log_history.append(Counted(step=step, kl=0.1, new="text"))
+        callback.on_log(trainer.args, state, trainer.control)
+    assert Counted.reads == len(state.log_history)
+    assert callback._first["kl"] == 1.0
+
+
+def test_the_line_of_a_log_has_its_numbers():
+    assert short_cells({"reward": "text", "kl": None, "policy/entropy": np.float32(0.5)}) == {"entropy": "0.500"}

@@ -1,0 +1,120 @@
+"""Terminals and locales of any kind: a report is printed with replacements, and ends no run."""
+
+import io
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import rich
+
+from hfppo import TokenTable
+from hfppo.support.printing import is_terminal, show
+from hfppo.token_trace.table import TokenRow
+
+ROOT = Path(__file__).parents[1]
+
+RUN = """
+import sys
+from datasets import Dataset
+from helpers.runs import SMALL, count_digits
+from build_arithmetic_base import character_tokenizer
+from helpers.tiny import tiny_model
+from hfppo import ClipMetricsCallback, PPOConfig, PPOTrainer, TokenTraceCallback
+import hfppo.reporting.progress as progress
+
+class Tee:
+    def __init__(self, stream):
+        self.stream = stream
+    def write(self, text):
+        self.stream.write(text)
+    def flush(self):
+        self.stream.flush()
+
+progress.LINE_EVERY = 0.0
+real, mode = sys.__stdout__, sys.argv[1]
+if mode == "tee":
+    sys.stdout, sys.stderr = Tee(sys.stdout), Tee(sys.stderr)
+if mode == "none":
+    sys.stdout = sys.stderr = None
+data = Dataset.from_dict({"prompt": ["请问1+1=？"] * 8})
+config = SMALL | {"output_dir": sys.argv[2], "disable_tqdm": False, "log_completions": True, "max_steps": 2}
+config |= {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
+trainer = PPOTrainer(
+    tiny_model(), count_digits, PPOConfig(**config), data, data.select(range(2)), character_tokenizer(),
+    callbacks=[ClipMetricsCallback(show=True), TokenTraceCallback()], compute_metrics=lambda p: {"好": "字"},
+)
+trainer.train()
+real.write("TRAINED\\n")
+"""
+ASCII = {"PYTHONIOENCODING": "ascii"}
+LOCALE = {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C"}  # files too
+
+
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
+    path = {"PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "tests", ROOT / "recipes")))}
+    command = [sys.executable, *arguments]
+    given = os.environ | path | {"HF_HUB_OFFLINE": "1"} | environment
+    return subprocess.run(command, env=given, capture_output=True, encoding="utf-8", errors="replace")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mode", "environment"), [("plain", ASCII | LOCALE), ("tee", {}), ("tee", ASCII), ("none", {})]
+)
+def test_a_run_ends_whatever_it_prints_to(tmp_path, mode, environment):
+    (tmp_path / "run.py").write_text(RUN, encoding="utf-8")
+    done = run(str(tmp_path / "run.py"), mode, str(tmp_path / "out"), **environment)
+    assert done.stdout.endswith("TRAINED\n"), done.stderr[-2000:]
+    if mode == "plain":
+        assert "step 1  reward" in done.stdout
+        assert "??1+1=?" in done.stdout  # a prompt of the printed completions
+
+
+@pytest.mark.slow
+def test_the_help_of_recipes_and_of_traces_is_printed_in_ascii():
+    for script in (["recipes/arithmetic.py"], ["-m", "hfppo.token_trace"]):
+        done = run(*script, "--help", **ASCII)
+        assert done.returncode == 0, done.stderr
+
+
+class Ascii(io.TextIOWrapper):
+    def __init__(self):
+        super().__init__(io.BytesIO(), encoding="ascii")
+
+    def text(self) -> str:
+        self.flush()
+        return self.buffer.getvalue().decode()
+
+
+def test_a_token_table_replaces_what_a_terminal_cannot_show(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", Ascii())
+    rich.print(TokenTable("请问", 1.0, [TokenRow("好", logprob=-0.5, ref_logprob=-0.5)]))
+    assert "-0.5000" in sys.stdout.text()
+    assert "??   score 1" in sys.stdout.text()
+
+
+def test_a_stream_is_left_as_it_was(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", Ascii())
+    show(print, "β")
+    assert sys.stdout.text() == "?\n"
+    assert sys.stdout.errors == "strict"
+
+
+class Broken(io.StringIO):
+    def write(self, text):
+        raise BrokenPipeError("nobody reads")
+
+
+@pytest.mark.parametrize("stream", [Broken(), None])
+def test_a_stream_that_takes_nothing_is_a_warning_at_most(monkeypatch, caplog, stream):
+    monkeypatch.setattr(sys, "stdout", stream)
+    show(print, "text")
+    assert ("nobody reads" in caplog.text) == (stream is not None)
+
+
+def test_streams_without_isatty_or_closed_are_no_terminals():
+    closed = io.StringIO()
+    closed.close()
+    assert not any(map(is_terminal, (None, object(), closed, io.StringIO())))
