@@ -76,7 +76,9 @@ def hub(monkeypatch, tmp_path):
     return asked
 
 
-@pytest.mark.parametrize("spell", [Path, lambda name: f"~/{name}", lambda name: Path("~") / name], ids=str)
+@pytest.mark.parametrize(
+    "spell", [Path, lambda name: f"~/{name}", lambda name: Path("~") / name], ids=["Path", "~", "Path of ~"]
+)
 def test_folders_are_found_by_every_spelling(make_trainer, hub, tokenizer, tmp_path, monkeypatch, spell):
     monkeypatch.setenv("HOME", str(tmp_path))
     tiny_model().save_pretrained("base")
