@@ -528,7 +528,7 @@ USABLE = re.findall(
     hub_token hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision load_best_model_at_end
     metric_for_best_model greater_is_better restore_callback_states_from_checkpoint full_determinism seed use_cpu
     accelerator_config dataloader_pin_memory ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers
-    ddp_static_graph ddp_backend ddp_timeout fsdp fsdp_config deepspeed debug skip_memory_metrics do_train do_eval
+    ddp_backend ddp_timeout fsdp fsdp_config deepspeed debug skip_memory_metrics do_train do_eval
     do_predict include_num_input_tokens_seen resume_from_checkpoint local_rank
     """,
 )
@@ -545,6 +545,7 @@ def test_every_field_of_trainer_is_either_usable_or_not():
 BREAKING = {
     "auto_find_batch_size": True,
     "neftune_noise_alpha": 0.5,
+    "ddp_static_graph": True,
     "bf16_full_eval": True,
     "fp16_full_eval": True,
     "ignore_data_skip": True,

@@ -84,6 +84,7 @@ UNUSABLE_FIELDS = {
     "per_device_train_batch_size and raise gradient_accumulation_steps by the same factor, which changes no gradient",
     "neftune_noise_alpha": "it would add noise to the update's pass and not to the rollout's, so that their ratio "
     "would be noise; leave it out",
+    "ddp_static_graph": "a step has the actor's graph and the critic's, and some steps have one of them; leave it out",
     "bf16_full_eval": FULL_EVAL,
     "fp16_full_eval": FULL_EVAL,
     "ignore_data_skip": "Trainer would count a resumed epoch from its beginning; leave it out, since a resumed run "
