@@ -141,7 +141,7 @@ def check_ends(prompts: dict[str, Prompts], tokenizer: PreTrainedTokenizerBase) 
                 *(name, tokenizer.bos_token),
             )
         last = tokenizer.convert_ids_to_tokens(ids[-1])
-        is_end = last in (tokenizer.eos_token, tokenizer.sep_token)
+        is_end = last in (tokenizer.eos_token, getattr(tokenizer, "sep_token", None))
         if is_end and not some.conversational and not some[0][0]["prompt"].endswith(last):
             raise ValueError(
                 f"{name}: the tokenizer ends each prompt with {last!r}, after which no completion follows; set "

@@ -339,15 +339,14 @@ def warn_of_hidden(samples: Sequence[Sample], tokenizer: PreTrainedTokenizerBase
     text, usual = str([sample.text for sample in samples]), set(map(str, tokenizer.special_tokens_map.values()))
     inside: set[int] = set()  # a turn's last token may end it
     for sample in samples:
-        inside |= {
-            one for one, *both in zip(sample.ids, sample.sampled, sample.sampled[1:], strict=False) if all(both)
-        }
-    for number, token in tokenizer.added_tokens_decoder.items():
-        if number in inside and token.special and str(token) not in usual and str(token) not in text:
+        within = zip(sample.ids, sample.sampled, sample.sampled[1:], strict=False)
+        inside |= {token for token, sampled, goes_on in within if sampled and goes_on}
+    for token in tokenizer.convert_ids_to_tokens(sorted(inside.intersection(tokenizer.all_special_ids))):
+        if token not in usual and token not in text:
             logger.warning_once(
                 "the policy samples %r, which the text for reward functions leaves out because it is a special token "
                 "of the tokenizer; look for it in completion_ids",
-                str(token),
+                token,
             )
 
 
