@@ -30,8 +30,8 @@ def imported_rooms(path: Path) -> set[str]:
     found = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == PACKAGE.name:
-            names = [alias.name for alias in node.names] if node.module == PACKAGE.name else [node.module.split(".")[1]]
-            found.update(names)
+            _, *room = node.module.split(".")
+            found.update(room[:1] or [alias.name for alias in node.names])
     return found
 
 
