@@ -107,8 +107,9 @@ def test_table_of_a_run_with_autocast(tmp_path, caplog, settings):
     [
         PLATEAU,
         {"total_episodes": 32, "per_device_train_batch_size": 8},
+        {"rollouts_ahead": 1},
     ],
-    ids=["a schedule that follows evaluations", "a number of episodes"],
+    ids=["a schedule that follows evaluations", "a number of episodes", "rollouts ahead"],
 )
 def test_what_the_run_was_told_about_training_does_not_matter(tmp_path, config, caplog):
     run = Run(tmp_path, **config)
@@ -128,6 +129,14 @@ def test_a_run_of_several_turns_is_asked_in_one(run, tmp_path):
     trace, args = trace_prompt(copied, Question(PROMPT, score=run.table.score))
     assert_same(trace.table, run.table)
     assert args.max_turn_length is None
+
+
+def test_a_trace_writes_no_file_and_uses_one_gpu_of_several(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(PPOConfig, "n_gpu", 2)
+    before = sorted(run.checkpoint.parent.rglob("*"))
+    trace_prompt(run.checkpoint, Question(PROMPT))
+    assert (sorted(run.checkpoint.parent.rglob("*")), list(tmp_path.iterdir())) == (before, [])
 
 
 def test_another_base_than_the_runs_is_warned_of(run, tmp_path, caplog):
