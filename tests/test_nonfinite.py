@@ -14,8 +14,7 @@ import hfppo.collect.collector
 import hfppo.trainer
 from helpers.runs import count_digits, final_state, logs, trained_state
 from hfppo import TokenTraceCallback
-from hfppo.collect.check_finite import NonFiniteError
-from hfppo.learn.nonfinite_guard import NonFiniteGuard
+from hfppo.collect.check_finite import NonFiniteError, NonFiniteGuard
 from hfppo.token_trace.record import list_trace_files
 
 NAN = float("nan")
@@ -182,7 +181,7 @@ def test_float16_overflows_are_left_to_the_scaler_and_losses_are_not(make_traine
     trained = [p for p in model.parameters() if p.requires_grad]
     for p in trained:
         p.grad = torch.full_like(p, math.inf)
-    accelerator = SimpleNamespace(**scaler, mixed_precision="fp16", process_index=0, reduce=lambda x, _: x)
+    accelerator = SimpleNamespace(**scaler, mixed_precision="fp16", reduce=lambda x, _: x)
     guard = NonFiniteGuard(accelerator)
     terms = {"policy/loss": torch.zeros(rollout.mask.shape)}
     guard.record(rollout, torch.tensor(0.0), terms)

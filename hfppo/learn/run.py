@@ -8,9 +8,9 @@ from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hfppo.collect.check_finite import NonFiniteGuard
 from hfppo.config import PPOConfig
 from hfppo.learn.micro_batches import MiniBatchSize
-from hfppo.learn.nonfinite_guard import NonFiniteGuard
 from hfppo.learn.optimizer import ActorRate, measure_grad_norms, present_rate
 from hfppo.metrics import Measures, Meter, UpdateStep, parts, parts_of
 from hfppo.models.actor_critic import ActorCritic, TokenOutputs

@@ -107,7 +107,7 @@ class TokenTraceCallback(PPOCallback):
         traces = read_traces(path)
         if not is_sharded(model):  # a forward pass needs the other processes as well
             clip = Clip(ppo_state.cliprange, ppo_state.cliprange_high, args.dual_clip)
-            traces = add_update(traces, model, args, clip, state.global_step)
+            traces = [add_update(trace, model, args, clip, state.global_step) for trace in traces]
             with ignore_write_errors(path):
                 write_traces(path, traces)
         log_table(args, "traces", Dataset.from_list([row for trace in traces for row in trace.token_rows()]))
