@@ -14,7 +14,7 @@ from transformers.trainer_callback import CallbackHandler
 from transformers.trainer_utils import IntervalStrategy
 
 from hfppo.functional import adaptive_kl_coef
-from hfppo.metrics import UpdateStep, is_metric, metrics_of
+from hfppo.metrics import UpdateStep, metrics_of
 from hfppo.rollout import Rollout, Transcript
 from hfppo.state import PPOState
 from hfppo.support.printing import show
@@ -50,7 +50,7 @@ class PPOControl(TrainerControl):
             source: the event that has changed them, for errors.
         Raises:
             AttributeError: the event has set an attribute that is not a field.
-            ValueError: a value is not a number, a setting is negative or not finite, or a log is not a metric.
+            ValueError: a value is not a number, or a setting is negative or not finite.
         """
         names = [f.name for f in fields(self)]
         for name in vars(self).keys() - set(names):
@@ -62,8 +62,6 @@ class PPOControl(TrainerControl):
             setattr(self, name, number)
         for name, value in self.logs.items():
             self.logs[name] = to_float(f"{source} set control.logs[{name!r}]", value)
-            if not is_metric(name):
-                raise ValueError(f"{source} set control.logs[{name!r}], which is not a metric; use 'custom/{name}'")
 
 
 def to_float(source: str, value: Any) -> float:

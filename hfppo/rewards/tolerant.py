@@ -2,7 +2,7 @@
 
 import logging
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from numbers import Real
 from typing import Any, Literal
@@ -91,7 +91,7 @@ class TolerantReward(RewardWrapper):
         for row in range(len(batch.prompts)):
             own = Log()
             try:
-                rewards += self._call(batch.rows(slice(row, row + 1)), own, row)
+                rewards += self._call(replace(batch, samples=batch.samples[row : row + 1]), own, row)
             except Exception as failure:
                 rewards, own = [*rewards, failure], Log()
             logs.append(own)

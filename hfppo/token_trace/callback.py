@@ -87,8 +87,8 @@ class TokenTraceCallback(PPOCallback):
             count = min(self.num_completions, len(rollout)) if self.trainer is None else len(rollout)
             kl = args.reward_kl_estimator
             tables = [TokenTable.from_rollout(rollout, i, processing_class, kl) for i in range(count)]
-            place = number, step, ppo_state.kl_coef, self._kind
-            traces = [Trace.from_rollout(rollout, i, table, *place) for i, table in enumerate(tables)]
+            place = {"rollout": number, "step": step, "kl_coef": ppo_state.kl_coef, "kind": self._kind}
+            traces = [Trace.from_rollout(rollout, i, table, **place) for i, table in enumerate(tables)]
             path = trace_file(args.output_dir, number, self._kind)
             with ignore_write_errors(path):
                 write_traces(path, traces)

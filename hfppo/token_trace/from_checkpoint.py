@@ -112,7 +112,8 @@ def trace_prompt(checkpoint: str | Path, question: Question) -> tuple[Trace, PPO
     table = TokenTable.from_rollout(rollout, 0, tokenizer, args.reward_kl_estimator)
     if question.score is None:
         table = remove_score(table)
-    return Trace.from_rollout(rollout, 0, table, state.rollouts, step, state.kl_coef), args
+    place = {"rollout": state.rollouts, "step": step, "kl_coef": state.kl_coef}
+    return Trace.from_rollout(rollout, 0, table, **place), args
 
 
 def find_checkpoint(folder: Path) -> Path:

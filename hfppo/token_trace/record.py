@@ -35,26 +35,14 @@ class Trace:
     kind: str = "prompts"  # "rollout": one of the run's own completions; "prompts": of a chosen prompt, not whitened
 
     @classmethod
-    def from_rollout(
-        cls,
-        rollout: Rollout,
-        index: int,
-        table: TokenTable,
-        number: int,
-        step: int,
-        kl_coef: float,
-        kind: str = "prompts",
-    ) -> Self:
-        """Return the trace of the completion at `index`, with its table; `number` is the rollout's, from 1."""
+    def from_rollout(cls, rollout: Rollout, index: int, table: TokenTable, /, **place: Any) -> Self:
+        """Return the trace of the completion at `index`, with its table; `place` has the other fields."""
         return cls(
-            rollout=number,
-            step=step,
-            kl_coef=kl_coef,
             truncated=bool(rollout.truncated[index]),
             prompt_ids=rollout.prompt_ids[index][rollout.prompt_mask[index]].tolist(),
             completion_ids=rollout.completion_ids[index][rollout.real[index]].tolist(),
             table=table,
-            kind=kind,
+            **place,
         )
 
     def token_rows(self) -> list[dict[str, object]]:
