@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import rich
 from rich.table import Table
+from torch.utils.hooks import RemovableHandle
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import CallbackHandler
 from transformers.trainer_utils import IntervalStrategy
@@ -167,13 +168,24 @@ def call_event(
 
 
 class TrainerHooks(TrainerCallback):
-    """Calls the trainer's own functions when training begins and after each optimizer step; logs the last steps."""
+    """Calls the trainer's own functions around the optimizer's step, and at Trainer's end of it; logs the last steps.
 
-    def __init__(self, train_begin: Callable[[], None], step_end: Callable[[], None]):
-        self.train_begin, self.step_end = train_begin, step_end
+    Trainer's events come too late for DeepSpeed, which has made its step by then; so torch's hooks are used.
+    """
 
-    def on_train_begin(self, args, state, control, **kwargs):
-        self.train_begin()
+    def __init__(self, before: Callable[[], None], after: Callable[[], None], step_end: Callable[[], None]):
+        self.before, self.after, self.step_end = before, after, step_end
+        self.handles: list[RemovableHandle] = []
+
+    def on_train_begin(self, args, state, control, *, optimizer, **kwargs):
+        while (wrapped := getattr(optimizer, "optimizer", None)) is not None:  # accelerate and DeepSpeed wrap it
+            optimizer = wrapped
+        for handle in self.handles:  # of an earlier run
+            handle.remove()
+        self.handles = [
+            optimizer.register_step_pre_hook(lambda *_: self.before()),
+            optimizer.register_step_post_hook(lambda *_: self.after()),
+        ]
 
     def on_step_end(self, args, state, control, **kwargs):
         self.step_end()

@@ -53,7 +53,7 @@ from hfppo.learn.critic_pretraining import CriticPretraining, with_full_returns
 from hfppo.learn.flops import FlopCounter
 from hfppo.learn.loss import LossTerm, measure_update, ppo_loss, ppo_terms
 from hfppo.learn.micro_batches import MiniBatchSize, cut_mini_batch
-from hfppo.learn.optimizer import StepHooks, keep_own_settings, split_critic_groups
+from hfppo.learn.optimizer import keep_own_settings, split_critic_groups
 from hfppo.learn.run import Run, StepPlan
 from hfppo.metrics import Meter, metrics_of, parts, parts_of
 from hfppo.models.actor_critic import ActorCritic, TokenOutputs, Want
@@ -180,7 +180,6 @@ class PPOTrainer(CrashSafeTrainer):
             parts = load_parts(inputs)
         args = args.for_base(parts.model.dtype)
         check_best_metric(args, parts.prompts.eval, parts.rewards, compute_metrics)
-        self._step_hooks = StepHooks(self._before_step, self._after_step)
         super().__init__(
             model=parts.model,
             args=args,
@@ -189,7 +188,7 @@ class PPOTrainer(CrashSafeTrainer):
             processing_class=parts.tokenizer,
             callbacks=[
                 *with_default_callbacks(callbacks, args),
-                TrainerHooks(lambda: self._step_hooks.attach(cast(Optimizer, self.optimizer)), self._end_update),
+                TrainerHooks(self._before_step, self._after_step, self._end_update),
             ],
             compute_metrics=compute_metrics,
         )
