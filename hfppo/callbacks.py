@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from itertools import groupby
 from operator import attrgetter
 from typing import Any, Literal
@@ -37,8 +37,7 @@ class PPOControl(TrainerControl):
     @classmethod
     def of(cls, control: TrainerControl, state: PPOState) -> "PPOControl":
         """Return Trainer's current flags and the settings in PPO's state."""
-        flags = {f.name: getattr(control, f.name) for f in fields(TrainerControl)}
-        return cls(**flags, **{name: getattr(state, name) for name in PPOState.STEERED})
+        return cls(**asdict(control), **{name: getattr(state, name) for name in PPOState.STEERED})
 
     def flags(self) -> dict[str, bool]:
         """Return Trainer's flags by name, without PPO's settings."""

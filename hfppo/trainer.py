@@ -437,7 +437,7 @@ class PPOTrainer(CrashSafeTrainer):
         reads the actor's states there is one graph only.
         """
         plans = self._plan.apart() if self._run.has_two_graphs else [self._plan]
-        self._run.count(self._flop_counter.count(inputs["pieces"], self._plan))
+        self._run.flops += self._flop_counter.count(inputs["pieces"], self._plan)
         *before, last = ({"batch": piece, "plan": plan} for piece in inputs["pieces"] for plan in plans)
         loss = torch.zeros((), dtype=torch.float32, device=self.args.device)
         for one in before:
