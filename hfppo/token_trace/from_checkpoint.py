@@ -122,9 +122,8 @@ def find_checkpoint(folder: Path) -> Path:
     Raises:
         ValueError: the folder is not a complete checkpoint of PPOTrainer, and contains none.
     """
-    damage = find_damage(folder)
-    if damage is None and not state_file(folder, 0).is_file():
-        damage = f"has no {state_file(folder, 0).name}"
+    state = state_file(folder, 0)
+    damage = find_damage(folder) or (None if state.is_file() else f"has no {state.name}")
     if damage is None:
         return folder
     if (last := find_last_intact(folder)) is not None:
