@@ -171,7 +171,7 @@ def rebuild_settings(
     inherited = {f.name for f in fields(TrainingArguments)} - {"bf16", "fp16", "seed"}
     saved = {**run.settings, **run.structure}
     values = {f.name: saved[f.name] for f in fields(PPOConfig) if f.name in saved.keys() - inherited - LEFT_OUT}
-    values["chat_template_kwargs"] = {CLOCK: run.run_date, **(values["chat_template_kwargs"] or {})}
+    values["chat_template_kwargs"] = {CLOCK: run.run_date, **(values.get("chat_template_kwargs") or {})}
     values["fp16"] = values["fp16"] and torch.cuda.is_available()  # a CPU has no autocast in float16
     values["use_cpu"] = not torch.accelerator.is_available()  # Trainer asks for it with bf16
     values["per_device_train_batch_size"] = values["num_generations"]  # divides into groups
