@@ -2,19 +2,20 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from itertools import groupby
 from operator import attrgetter
 from typing import Any, Literal
 
 import rich
 from rich.table import Table
+from torch.utils.hooks import RemovableHandle
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import CallbackHandler
 from transformers.trainer_utils import IntervalStrategy
 
 from hfppo.functional import adaptive_kl_coef
-from hfppo.metrics import UpdateStep, is_metric, metrics_of
+from hfppo.metrics import UpdateStep, metrics_of
 from hfppo.rollout import Rollout, Transcript
 from hfppo.state import PPOState
 from hfppo.support.printing import show
@@ -36,8 +37,7 @@ class PPOControl(TrainerControl):
     @classmethod
     def of(cls, control: TrainerControl, state: PPOState) -> "PPOControl":
         """Return Trainer's current flags and the settings in PPO's state."""
-        flags = {f.name: getattr(control, f.name) for f in fields(TrainerControl)}
-        return cls(**flags, **{name: getattr(state, name) for name in PPOState.STEERED})
+        return cls(**asdict(control), **{name: getattr(state, name) for name in PPOState.STEERED})
 
     def flags(self) -> dict[str, bool]:
         """Return Trainer's flags by name, without PPO's settings."""
@@ -50,7 +50,7 @@ class PPOControl(TrainerControl):
             source: the event that has changed them, for errors.
         Raises:
             AttributeError: the event has set an attribute that is not a field.
-            ValueError: a value is not a number, a setting is negative or not finite, or a log is not a metric.
+            ValueError: a value is not a number, or a setting is negative or not finite.
         """
         names = [f.name for f in fields(self)]
         for name in vars(self).keys() - set(names):
@@ -62,8 +62,6 @@ class PPOControl(TrainerControl):
             setattr(self, name, number)
         for name, value in self.logs.items():
             self.logs[name] = to_float(f"{source} set control.logs[{name!r}]", value)
-            if not is_metric(name):
-                raise ValueError(f"{source} set control.logs[{name!r}], which is not a metric; use 'custom/{name}'")
 
 
 def to_float(source: str, value: Any) -> float:
@@ -169,13 +167,24 @@ def call_event(
 
 
 class TrainerHooks(TrainerCallback):
-    """Calls the trainer's own functions when training begins and after each optimizer step; logs the last steps."""
+    """Calls the trainer's own functions around the optimizer's step, and at Trainer's end of it; logs the last steps.
 
-    def __init__(self, train_begin: Callable[[], None], step_end: Callable[[], None]):
-        self.train_begin, self.step_end = train_begin, step_end
+    Trainer's events come too late for DeepSpeed, which has made its step by then; so torch's hooks are used.
+    """
 
-    def on_train_begin(self, args, state, control, **kwargs):
-        self.train_begin()
+    def __init__(self, before: Callable[[], None], after: Callable[[], None], step_end: Callable[[], None]):
+        self.before, self.after, self.step_end = before, after, step_end
+        self.handles: list[RemovableHandle] = []
+
+    def on_train_begin(self, args, state, control, *, optimizer, **kwargs):
+        while (wrapped := getattr(optimizer, "optimizer", None)) is not None:  # accelerate and DeepSpeed wrap it
+            optimizer = wrapped
+        for handle in self.handles:  # of an earlier run
+            handle.remove()
+        self.handles = [
+            optimizer.register_step_pre_hook(lambda *_: self.before()),
+            optimizer.register_step_post_hook(lambda *_: self.after()),
+        ]
 
     def on_step_end(self, args, state, control, **kwargs):
         self.step_end()

@@ -138,22 +138,15 @@ def reduction_of(name: str) -> str:
     Args:
         name: a key of `METRICS`, with a name for the part in braces, if any.
     Raises:
-        KeyError: there is no such metric.
+        ValueError: there is no such metric.
     """
-    if name not in METRICS:
-        for pattern, (reduction, _) in METRICS.items():
-            before, brace, after = pattern.partition("{")
-            if brace and name.startswith(before) and name.endswith(after.partition("}")[2]):
-                return reduction
-    return METRICS[name][0]
-
-
-def is_metric(name: str) -> bool:
-    """Return whether `METRICS` has this metric."""
-    try:
-        return bool(reduction_of(name))
-    except KeyError:
-        return False
+    if name in METRICS:
+        return METRICS[name][0]
+    for pattern, (reduction, _) in METRICS.items():
+        before, brace, after = pattern.partition("{")
+        if brace and name.startswith(before) and name.endswith(after.partition("}")[2]):
+            return reduction
+    raise ValueError(f"{name!r} is not a metric; use 'custom/{name}'")
 
 
 @dataclass

@@ -27,7 +27,7 @@ from transformers.trainer_utils import EvalLoopOutput, IntervalStrategy, SaveStr
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from hfppo.callbacks import PPOControl, TrainerHooks, call_event
-from hfppo.checkpoint import PPOCheckpoint, Standing, describe_run, saved_run
+from hfppo.checkpoint import PPOCheckpoint, Standing, describe_run, saved_run, starting_values
 from hfppo.checks.data import check_output_folder, check_types
 from hfppo.checks.engine import check_engine, wait_at_exit
 from hfppo.checks.processes import check_processes
@@ -53,7 +53,7 @@ from hfppo.learn.critic_pretraining import CriticPretraining, with_full_returns
 from hfppo.learn.flops import FlopCounter
 from hfppo.learn.loss import LossTerm, measure_update, ppo_loss, ppo_terms
 from hfppo.learn.micro_batches import MiniBatchSize, cut_mini_batch
-from hfppo.learn.optimizer import StepHooks, keep_own_settings, split_critic_groups
+from hfppo.learn.optimizer import keep_own_settings, split_critic_groups
 from hfppo.learn.run import Run, StepPlan
 from hfppo.metrics import Meter, metrics_of, parts, parts_of
 from hfppo.models.actor_critic import ActorCritic, TokenOutputs, Want
@@ -180,7 +180,6 @@ class PPOTrainer(CrashSafeTrainer):
             parts = load_parts(inputs)
         args = args.for_base(parts.model.dtype)
         check_best_metric(args, parts.prompts.eval, parts.rewards, compute_metrics)
-        self._step_hooks = StepHooks(self._before_step, self._after_step)
         super().__init__(
             model=parts.model,
             args=args,
@@ -189,7 +188,7 @@ class PPOTrainer(CrashSafeTrainer):
             processing_class=parts.tokenizer,
             callbacks=[
                 *with_default_callbacks(callbacks, args),
-                TrainerHooks(lambda: self._step_hooks.attach(cast(Optimizer, self.optimizer)), self._end_update),
+                TrainerHooks(self._before_step, self._after_step, self._end_update),
             ],
             compute_metrics=compute_metrics,
         )
@@ -210,7 +209,7 @@ class PPOTrainer(CrashSafeTrainer):
         )
         self._ahead = RolloutAhead(self.collector) if args.rollouts_ahead else None
         self._prompt_maker = parts.prompt_maker
-        self.ppo_state, self._given = self._first_state(), self._first_state()
+        self.ppo_state = PPOState(**starting_values(vars(args)))
         self._train_prompts, self._prepared_train = parts.prompts.train, train_dataset
         self._eval_prompts = EvalPrompts(eval_dataset, parts.prompts.eval, self._prepare_prompts)
         self._eval_sampling = False
@@ -221,10 +220,6 @@ class PPOTrainer(CrashSafeTrainer):
         check_processes(run, parts.model, parts.prompts, args)
         self._checkpoint = PPOCheckpoint(run, args.process_index)
         self._begin_run()
-
-    def _first_state(self) -> PPOState:
-        """Return the state of a run before its first rollout."""
-        return PPOState(self.args.kl_coef, self.args.cliprange, self.args.clip_high)
 
     def _begin_run(self) -> None:
         """Forget the rollout and the metrics of an earlier run."""
@@ -438,7 +433,7 @@ class PPOTrainer(CrashSafeTrainer):
         reads the actor's states there is one graph only.
         """
         plans = self._plan.apart() if self._run.has_two_graphs else [self._plan]
-        self._run.count(self._flop_counter.count(inputs["pieces"], self._plan))
+        self._run.flops += self._flop_counter.count(inputs["pieces"], self._plan)
         *before, last = ({"batch": piece, "plan": plan} for piece in inputs["pieces"] for plan in plans)
         loss = torch.zeros((), dtype=torch.float32, device=self.args.device)
         for one in before:
@@ -642,8 +637,8 @@ class PPOTrainer(CrashSafeTrainer):
         Raises:
             AttributeError: `args` has been changed where only `control` has an effect.
         """
-        for name in PPOState.STEERED:
-            if getattr(self._first_state(), name) != getattr(self._given, name):
+        for name, given in starting_values(self._checkpoint.run.settings).items():
+            if starting_values(vars(self.args))[name] != given:
                 raise AttributeError(
                     f"args.{name} was changed after the trainer was made, and the change has no effect; set "
                     f"control.{name} in a PPOCallback, see docs/callbacks.md"

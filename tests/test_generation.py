@@ -301,7 +301,7 @@ def test_a_sampler_of_a_users_own_completes_the_prompts(first_digits):
 
 
 def test_a_sampler_that_cannot_be_changed_completes_the_prompts(make_trainer, monkeypatch):
-    fixed = FixedCompletion([5, 2], [2])
+    fixed = FixedCompletion([5, 2])
     monkeypatch.setattr(PPOTrainer, "create_sampler", lambda trainer, eos_ids: fixed)
     assert make_trainer().rollout(["1+1="]).completion_ids.tolist() == [[5, 2]]
 

@@ -64,7 +64,7 @@ def test_state_goes_on_where_it_was_saved():
 
 
 def test_names_must_be_in_the_table():
-    with pytest.raises(KeyError, match="typo"):
+    with pytest.raises(ValueError, match="typo"):
         Meter({"typo": torch.zeros(4)})
 
 

@@ -9,6 +9,7 @@ from trl import GRPOTrainer
 from helpers.runs import SMALL, count_digits, stops_at_kl
 from helpers.tiny import LORA, tiny_model
 from hfppo import PPOCallback, PPOConfig, PPOTrainer
+from hfppo.callbacks import TrainerHooks
 from hfppo.learn.optimizer import present_rate
 
 
@@ -68,7 +69,8 @@ def test_a_target_for_the_kl_ends_a_rollout_early(train_with_own):
 def test_hooks_are_not_doubled_by_a_second_run(make_trainer):
     steps = []
     trainer = make_trainer({"max_steps": 2})
-    trainer._step_hooks.after = lambda: steps.append(1)
+    (hooks,) = [c for c in trainer.callback_handler.callbacks if isinstance(c, TrainerHooks)]
+    hooks.after = lambda: steps.append(1)
     trainer.train()
     trainer.train()
     assert len(steps) == 4

@@ -67,17 +67,14 @@ ALLOWED = {
         "environments",
         "functional",
         "generation",
-        "learn",
-        "metrics",
         "models",
-        "parts",
         "reporting",
-        "rewards",
         "rollout",
         "sample",
         "saving",
         "state",
         "support",
+        "trainer",
     },
 }
 ANYTHING = {"trainer", "__init__", "checks.__init__"}

@@ -107,8 +107,9 @@ def test_table_of_a_run_with_autocast(tmp_path, caplog, settings):
     [
         PLATEAU,
         {"total_episodes": 32, "per_device_train_batch_size": 8},
+        {"rollouts_ahead": 1},
     ],
-    ids=["a schedule that follows evaluations", "a number of episodes"],
+    ids=["a schedule that follows evaluations", "a number of episodes", "rollouts ahead"],
 )
 def test_what_the_run_was_told_about_training_does_not_matter(tmp_path, config, caplog):
     run = Run(tmp_path, **config)
@@ -128,6 +129,14 @@ def test_a_run_of_several_turns_is_asked_in_one(run, tmp_path):
     trace, args = trace_prompt(copied, Question(PROMPT, score=run.table.score))
     assert_same(trace.table, run.table)
     assert args.max_turn_length is None
+
+
+def test_a_trace_writes_no_file_and_uses_one_gpu_of_several(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(PPOConfig, "n_gpu", 2)
+    before = sorted(run.checkpoint.parent.rglob("*"))
+    trace_prompt(run.checkpoint, Question(PROMPT))
+    assert (sorted(run.checkpoint.parent.rglob("*")), list(tmp_path.iterdir())) == (before, [])
 
 
 def test_another_base_than_the_runs_is_warned_of(run, tmp_path, caplog):
@@ -327,10 +336,3 @@ def test_a_reference_with_fewer_positions_is_named(run, tmp_path):
     tiny_model(max_position_embeddings=8).save_pretrained(tmp_path / "short")
     with pytest.raises(ValueError, match="ref_model's 8 positions"):
         trace_prompt(run.checkpoint, Question(PROMPT, ref_model=str(tmp_path / "short")))
-
-
-def test_help_lists_the_options_and_says_where_the_columns_are_explained(capsys):
-    with pytest.raises(SystemExit):
-        main(["--help"])
-    shown = capsys.readouterr().out
-    assert [word for word in ("--score", "--html", "docs/traces.md", "checkpoint-120") if word not in shown] == []

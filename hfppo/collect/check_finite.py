@@ -1,9 +1,11 @@
-"""Find NaN and infinity in a rollout."""
+"""Find NaN and infinity: in a rollout, and in each optimizer step before it changes the weights."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from accelerate.utils import gather_object
-from torch import Tensor
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType, gather_object
+from torch import Tensor, nn
 
 from hfppo.rollout import Rollout
 
@@ -13,33 +15,23 @@ CAUSES = (
     "returns",
 )  # fmt: skip
 
+Place = tuple[int, str]  # a non-finite number: its distance from the cause, and its name
+
 
 class NonFiniteError(FloatingPointError):
     """A number is NaN or infinite; the message names it and its place."""
 
 
-@dataclass(frozen=True, order=True)
-class NonFinite:
-    """A non-finite number on one process. Numbers are ordered by field: the smallest is closest to the cause."""
+def find_earliest(place: Place | None) -> tuple[int, int, str] | None:
+    """Return the non-finite number of any process that is closest to the cause: distance, process and name.
 
-    depth: int
-    process: int
-    text: str
-
-
-def find_earliest(found: NonFinite | None) -> NonFinite | None:
-    """Return the non-finite number of any process that is closest to the cause. A collective call."""
-    return min((other for other in gather_object([found]) if other is not None), default=None)
+    A collective call.
+    """
+    each = enumerate(gather_object([place]))
+    return min(((one[0], process, one[1]) for process, one in each if one is not None), default=None)
 
 
-def find_bad_row(x: Tensor) -> int | None:
-    """Return the first row of a (B,) or (B, …) tensor that is not finite; None if all are."""
-    bad = ~x.isfinite()
-    rows = bad if bad.dim() == 1 else bad.flatten(1).any(dim=1)
-    return int(rows.nonzero()[0]) if rows.any() else None
-
-
-def check_rollout(rollout: Rollout, name: str, process: int) -> None:
+def check_rollout(rollout: Rollout, name: str) -> None:
     """Raise if a rollout is not finite on some process. A collective call.
 
     Args:
@@ -47,11 +39,90 @@ def check_rollout(rollout: Rollout, name: str, process: int) -> None:
     Raises:
         NonFiniteError: a number is not finite on some process; raised on every process.
     """
-    tensors = rollout.tensors()
-    mine = None
+    tensors, place = rollout.tensors(), None
     for depth, cause in enumerate(CAUSES):
-        if cause in tensors and (row := find_bad_row(tensors[cause])) is not None:
-            mine = NonFinite(depth, process, f"{cause} is not finite in row {row} of {name} on process {process}")
+        if cause in tensors and not (finite := tensors[cause].isfinite()).all():
+            place = depth, f"{cause} is not finite in row {int((~finite).nonzero()[0, 0])} of {name}"
             break
-    if (found := find_earliest(mine)) is not None:
-        raise NonFiniteError(found.text)
+    if (found := find_earliest(place)) is not None:
+        raise NonFiniteError(f"{found[2]} on process {found[1]}")
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """The loss of a micro-batch, or its critic's loss, before the optimizer step."""
+
+    number: int  # of the micro-batch in its step, from 0
+    loss: Tensor
+    bad_rows: dict[str, Tensor]  # (B,) bool by term of the loss
+
+
+@dataclass
+class NonFiniteGuard:
+    """Records micro-batch losses, then checks losses and gradients before the optimizer step."""
+
+    accelerator: Accelerator
+    micro_batches: list[MicroBatch] = field(default_factory=list)
+
+    def record(self, batch: Rollout, loss: Tensor, terms: dict[str, Tensor]) -> None:
+        """Record a micro-batch, without making the device wait.
+
+        Args:
+            loss: the micro-batch's share of the mini-batch's loss.
+            terms: (B, T) losses per token, by name.
+        """
+        bad = {name: (~x.detach().isfinite() & batch.loss_mask).any(dim=1) for name, x in terms.items()}
+        number = sum(before.bad_rows.keys() == bad.keys() for before in self.micro_batches)  # actor and critic apart
+        self.micro_batches.append(MicroBatch(number, loss.detach(), bad))
+
+    def check(self, norms: dict[str, Tensor], model: nn.Module, step: int) -> None:
+        """Raise if a loss or gradient is not finite on some process. A collective call, before the optimizer's step.
+
+        float16 overflows now and then: its scaler then drops the step, so only the losses count. DeepSpeed has made
+        its step before this call, and shows no gradients.
+
+        Args:
+            norms: gradient norms by owner, equal on every process.
+            step: number of the step, for errors; 0 in critic pretraining.
+        Raises:
+            NonFiniteError: a loss or gradient is not finite on some process; raised on every process.
+        """
+        recorded, self.micro_batches = self.micro_batches, []
+        deepspeed = self.accelerator.distributed_type == DistributedType.DEEPSPEED
+        numbers = [micro.loss for micro in recorded]
+        if self.accelerator.scaler is None and not (deepspeed and self.accelerator.mixed_precision == "fp16"):
+            numbers += norms.values()
+        bad = torch.stack([~x.isfinite() for x in numbers]).any().float()
+        finite = float(self.accelerator.reduce(bad, "sum")) == 0
+        if not finite:
+            place = find_in_losses(recorded) or find_in_gradients(model) or find_in_norms(norms)
+            found = find_earliest(place)
+            assert found is not None, "the processes disagree"
+            made = "DeepSpeed has made the step" if deepspeed else "the step was not made"
+            raise NonFiniteError(
+                f"in step {step}, on process {found[1]}, {found[2]} is not finite; {made}. Lower learning_rate "
+                "or critic_learning_rate, scale the scores, or raise the precision"
+            )
+
+
+def find_in_losses(recorded: list[MicroBatch]) -> Place | None:
+    """Return the first loss that is not finite, with its distance from the cause."""
+    for micro in recorded:
+        if not micro.loss.isfinite():
+            rows = {name: int(bad.nonzero()[0]) for name, bad in micro.bad_rows.items() if bad.any()}
+            term = next((f"{name} in row {row}" for name, row in rows.items()), "the loss")
+            return 0, f"{term} of micro-batch {micro.number}"
+    return None
+
+
+def find_in_gradients(model: nn.Module) -> Place | None:
+    """Return the first gradient that is not finite, and count the others."""
+    bad = [name for name, p in model.named_parameters() if p.grad is not None and not p.grad.isfinite().all()]
+    more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
+    return (1, f"the gradient of {bad[0]}{more}") if bad else None
+
+
+def find_in_norms(norms: dict[str, Tensor]) -> Place | None:
+    """Return the first norm that is not finite. Gradients may be finite: in float32 the square of 1e20 overflows."""
+    names = (name for name, norm in norms.items() if not norm.isfinite())
+    return next(((2, f"the norm of the {name}'s gradient") for name in names), None)

@@ -234,7 +234,7 @@ class Collector:
             credited = assign_credit(samples, sequences, passes)
         rollout = credited.rollout
         name = f"rollout {ppo_state.next_rollout + 1}" if training else "the completions"
-        check_rollout(rollout, name, self.accelerator.process_index)
+        check_rollout(rollout, name)
         measures = phase.measures(float(rollout.mask.sum())) | sampled.measures
         if training:
             measures |= self.measure_samples(samples, numbers)

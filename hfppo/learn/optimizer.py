@@ -1,7 +1,7 @@
 """The optimizer: groups, learning rates and gradient norms of actor and critic."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.hooks import RemovableHandle
 
 # Settings of an optimizer's groups that no step or schedule changes.
 OWN_SETTINGS = ("weight_decay", "betas", "eps")
@@ -76,29 +75,6 @@ def measure_grad_norm(parameters: list[nn.Parameter]) -> Tensor:
     """Return the joint norm of all their gradients."""
     norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
     return norm.full_tensor() if isinstance(norm, DTensor) else norm  # over all shards
-
-
-@dataclass
-class StepHooks:
-    """Calls functions before and after each optimizer step.
-
-    Trainer's events come too late for DeepSpeed, which has made its step by then.
-    """
-
-    before: Callable[[], None]
-    after: Callable[[], None]
-    handles: list[RemovableHandle] = field(default_factory=list)
-
-    def attach(self, optimizer: Optimizer) -> None:
-        """Attach to this optimizer, and detach from the previous one."""
-        while (wrapped := getattr(optimizer, "optimizer", None)) is not None:  # accelerate and DeepSpeed wrap it
-            optimizer = wrapped
-        for handle in self.handles:
-            handle.remove()
-        self.handles = [
-            optimizer.register_step_pre_hook(lambda *_: self.before()),
-            optimizer.register_step_post_hook(lambda *_: self.after()),
-        ]
 
 
 @dataclass

@@ -8,9 +8,9 @@ from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hfppo.collect.check_finite import NonFiniteGuard
 from hfppo.config import PPOConfig
 from hfppo.learn.micro_batches import MiniBatchSize
-from hfppo.learn.nonfinite_guard import NonFiniteGuard
 from hfppo.learn.optimizer import ActorRate, measure_grad_norms, present_rate
 from hfppo.metrics import Measures, Meter, UpdateStep, parts, parts_of
 from hfppo.models.actor_critic import ActorCritic, TokenOutputs
@@ -30,7 +30,8 @@ class Run:
         self._rate = ActorRate(model.actor_parameters())
         self._step = Meter()  # metrics of one step
         self._moved: set[str] = set()  # of actor and critic, those that a loss moves in this step
-        self._began, self._flops = 0.0, 0
+        self.flops = 0  # floating-point operations of the step
+        self._began = 0.0
         self._start: tuple[int, dict[str, dict]] | None = None  # steps made, and metrics, when a step began
 
     @property
@@ -48,7 +49,7 @@ class Run:
             may_be_saved: whether a checkpoint may be written within it; the resumed run makes the step from its
                 beginning.
         """
-        self._step, self._flops, self._moved = Meter(), 0, set()
+        self._step, self.flops, self._moved = Meter(), 0, set()
         self._start = (step, self.log.state_dict()) if may_be_saved else None
         self._began = time.perf_counter()
 
@@ -68,10 +69,6 @@ class Run:
         if loss.requires_grad and not needs_all:
             return loss
         return loss + sum(0.0 * x.sum() for x in outputs if x is not None and x.requires_grad)
-
-    def count(self, flops: int) -> None:
-        """Count the floating-point operations of a micro-batch."""
-        self._flops += flops
 
     def clip(self, max_norm: float, step: int) -> Tensor:
         """Clip the gradients of actor and critic separately, so that a large one does not shrink the other's step.
@@ -119,7 +116,7 @@ class Run:
         self._rate.restore()
         seconds = time.perf_counter() - self._began
         self.log.update({"time/update": parts_of(self.args.updates_per_rollout * seconds)})
-        self.log.update({"time/update_tflops": parts_of(self._flops / seconds / 1e12)})
+        self.log.update({"time/update_tflops": parts_of(self.flops / seconds / 1e12)})
         epoch, mini_batch = divmod(number, self.args.num_mini_batches)
         self.steps.append(UpdateStep(epoch, mini_batch, self._step.gather()))
         return self.steps[-1]

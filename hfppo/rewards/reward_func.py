@@ -14,7 +14,7 @@ import inspect
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any
 
@@ -85,10 +85,6 @@ class RewardBatch:
         if any(sample.environment is not None for sample in self.samples):
             columns["environments"] = [sample.environment for sample in self.samples]
         return columns
-
-    def rows(self, some: slice) -> "RewardBatch":
-        """Return some of the rows."""
-        return replace(self, samples=self.samples[some])
 
     def arguments(self, log: Log) -> dict[str, object]:
         """Return the keywords of the contract, with copies of all that a function may change in place."""

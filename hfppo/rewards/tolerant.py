@@ -2,11 +2,10 @@
 
 import logging
 import math
-from collections.abc import Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from numbers import Real
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from hfppo.rewards.reward_func import (
     Log,
@@ -19,9 +18,7 @@ from hfppo.rewards.reward_func import (
     plain_name,
     rows_of,
 )
-from hfppo.support.calls import awaited_within, finish_within
-
-T = TypeVar("T")
+from hfppo.support.calls import call_once, finish_within
 
 logger = logging.getLogger(__name__)
 
@@ -67,17 +64,16 @@ class TolerantReward(RewardWrapper):
         Raises:
             RewardError: more rows failed than `max_failed` allows.
         """
-        scoring = self._score(batch, log)
-        return scoring if is_async(self.func) else run_without_waiting(scoring)
+        score = partial(self._score, batch, log)
+        return call_once(score) if is_async(self.func) else score()
 
-    async def _score(self, batch: RewardBatch, log: Log) -> list[object]:
-        # A plain function never suspends this coroutine, so `run_without_waiting` can run it to its end.
+    def _score(self, batch: RewardBatch, log: Log) -> list[object]:
         own = Log()  # of the whole call, which may fail
         try:
-            rewards = await self._call(batch, own)
+            rewards = self._call(batch, own)
             log.columns, log.numbers = own.columns, own.numbers
         except Exception as error:
-            rewards = await self._row_by_row(batch, log, error)
+            rewards = self._row_by_row(batch, log, error)
         self._check_share(rewards, len(batch.prompts))
         log.failed = [isinstance(reward, Exception) for reward in rewards]
         if any(log.failed):
@@ -87,7 +83,7 @@ class TolerantReward(RewardWrapper):
         fallback = None if self.on_error == "skip" else self.on_error
         return [fallback if lost else reward for lost, reward in zip(log.failed, rewards, strict=True)]
 
-    async def _row_by_row(self, batch: RewardBatch, log: Log, error: Exception) -> list[object]:
+    def _row_by_row(self, batch: RewardBatch, log: Log, error: Exception) -> list[object]:
         """Call the function for each row, until more rows have failed than may."""
         logger.warning("reward function %r failed and is called again for each row: %r", plain_name(self), error)
         rewards: list[object] = []
@@ -95,7 +91,7 @@ class TolerantReward(RewardWrapper):
         for row in range(len(batch.prompts)):
             own = Log()
             try:
-                rewards += await self._call(batch.rows(slice(row, row + 1)), own, row)
+                rewards += self._call(replace(batch, samples=batch.samples[row : row + 1]), own, row)
             except Exception as failure:
                 rewards, own = [*rewards, failure], Log()
             logs.append(own)
@@ -106,7 +102,7 @@ class TolerantReward(RewardWrapper):
                 log.extra(column, one.columns.get(column, [None]))
         return rewards
 
-    async def _call(self, batch: RewardBatch, log: Log, first: int = 0) -> list[object]:
+    def _call(self, batch: RewardBatch, log: Log, first: int = 0) -> list[object]:
         """Call the function once, and return a reward or an error for each row; errors number the rows from `first`.
 
         Raises:
@@ -114,11 +110,7 @@ class TolerantReward(RewardWrapper):
         """
         name = plain_name(self)
         late = f"reward function {name!r} gave no answer within {self.timeout} s; raise timeout, or correct it"
-        call = partial(call_func, self.func, batch, log)
-        if is_async(self.func):
-            output = await awaited_within(self.timeout, late, call())
-        else:
-            output = finish_within(self.timeout, late, call)
+        output = finish_within(self.timeout, late, partial(call_func, self.func, batch, log))
         lengths = [len(ids) for ids in batch.completion_ids]
         rewards = rows_of(name, output, lengths)
         for row, (reward, length) in enumerate(zip(rewards, lengths, strict=True)):
@@ -136,12 +128,3 @@ class TolerantReward(RewardWrapper):
                 f"reward function {plain_name(self)!r} failed for more than {allowed} of {rows} completions, which is "
                 f"what max_failed={self.max_failed} allows; the first: {failures[0]!r}"
             ) from failures[0]
-
-
-def run_without_waiting(coroutine: Coroutine[object, None, T]) -> T:
-    """Return the result of a coroutine that never suspends."""
-    try:
-        coroutine.send(None)
-    except StopIteration as end:
-        return end.value
-    raise RuntimeError("a plain reward function returned an awaitable; write it as async def")

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from http.cookiejar import CookieJar, DefaultCookiePolicy
 from typing import Any
@@ -33,6 +34,7 @@ class Unavailable(ServerError):
     """A failure after which another attempt may succeed."""
 
 
+@dataclass(frozen=True)
 class Endpoint:
     """A server endpoint with a timeout, retries with backoff, and limited concurrency.
 
@@ -51,20 +53,19 @@ class Endpoint:
         ValueError: an argument outside its range.
     """
 
-    def __init__(
-        self,
-        url: str,
-        timeout: float,
-        stop: stop_base,
-        max_concurrency: int,
-        headers: Mapping[str, str] | None = None,
-        final_text: str | None = None,
-    ):
-        check_address(url)
-        if not timeout > 0 or max_concurrency < 1:
-            raise ValueError(f"timeout={timeout} must be above 0, max_concurrency={max_concurrency} 1 or more")
-        self.url, self.timeout, self.stop = url, timeout, stop
-        self.max_concurrency, self.headers, self.final_text = max_concurrency, dict(headers or {}), final_text
+    url: str
+    timeout: float
+    stop: stop_base
+    max_concurrency: int
+    headers: Mapping[str, str] | None = field(default=None, repr=False)
+    final_text: str | None = None
+
+    def __post_init__(self) -> None:
+        check_address(self.url)
+        if not self.timeout > 0 or self.max_concurrency < 1:
+            raise ValueError(
+                f"timeout={self.timeout} must be above 0, max_concurrency={self.max_concurrency} 1 or more"
+            )
 
     async def post_all(self, path: str, bodies: Sequence[object]) -> list[Any]:
         """Post each body as JSON and return the parsed answers in order.

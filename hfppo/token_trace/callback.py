@@ -87,8 +87,8 @@ class TokenTraceCallback(PPOCallback):
             count = min(self.num_completions, len(rollout)) if self.trainer is None else len(rollout)
             kl = args.reward_kl_estimator
             tables = [TokenTable.from_rollout(rollout, i, processing_class, kl) for i in range(count)]
-            place = number, step, ppo_state.kl_coef, self._kind
-            traces = [Trace.from_rollout(rollout, i, table, *place) for i, table in enumerate(tables)]
+            place = {"rollout": number, "step": step, "kl_coef": ppo_state.kl_coef, "kind": self._kind}
+            traces = [Trace.from_rollout(rollout, i, table, **place) for i, table in enumerate(tables)]
             path = trace_file(args.output_dir, number, self._kind)
             with ignore_write_errors(path):
                 write_traces(path, traces)
@@ -107,7 +107,7 @@ class TokenTraceCallback(PPOCallback):
         traces = read_traces(path)
         if not is_sharded(model):  # a forward pass needs the other processes as well
             clip = Clip(ppo_state.cliprange, ppo_state.cliprange_high, args.dual_clip)
-            traces = add_update(traces, model, args, clip, state.global_step)
+            traces = [add_update(trace, model, args, clip, state.global_step) for trace in traces]
             with ignore_write_errors(path):
                 write_traces(path, traces)
         log_table(args, "traces", Dataset.from_list([row for trace in traces for row in trace.token_rows()]))

@@ -8,9 +8,10 @@ import json
 import logging
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
-from accelerate import Accelerator
 from datasets import Dataset
 from peft import PeftConfig
 from peft.utils import SAFETENSORS_WEIGHTS_NAME
@@ -19,21 +20,26 @@ from transformers import PreTrainedModel, TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 
 from hfppo.checkpoint import RunDescription, hash_frozen_weights, state_file
-from hfppo.collect.collector import Collector
 from hfppo.config import PPOConfig
+from hfppo.data.chat_template import CLOCK
 from hfppo.environments.agents import OF_TURNS
-from hfppo.generation import configured_sampling, make_sampler
 from hfppo.generation.sampler import Sampler, completion_ids, eos_token_ids
 from hfppo.models.loading import load_base_of, load_tokenizer
-from hfppo.parts import TrainerInputs, load_parts
 from hfppo.sample import Turn
 from hfppo.saving.checkpoint_folders import find_last_intact
 from hfppo.saving.manifest import find_damage
 from hfppo.state import PPOState
 from hfppo.token_trace.record import Trace
 from hfppo.token_trace.table import TokenTable
+from hfppo.trainer import PPOTrainer
 
 logger = logging.getLogger(__name__)
+
+# Settings that a trace does not have. It has one turn of `generate`, log π_old is this model's, and the given score is
+# the only reward. Models are loaded already. A run's length depends on its batch size.
+LEFT_OUT = {
+    *OF_TURNS, "use_vllm", "rollouts_ahead", "policy_mode", "reward_weights", "model_init_kwargs", "total_episodes",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -53,15 +59,13 @@ class Question:
 class FixedCompletion(Sampler):
     """A sampler that always returns the same completion."""
 
-    ids: list[int]
-    eos_ids: list[int]
+    ids: list[int]  # EOS included
 
     def __call__(
         self, prompts: list[list[int]], seeds: list[int] | None, budgets: list[int] | None = None
     ) -> list[Turn]:
         """See `Sampler`; the log-probs are 0, because nothing was sampled."""
-        turn = Turn(self.ids, [0.0] * len(self.ids), truncated=self.ids[-1] not in self.eos_ids)
-        return [turn] * len(prompts)
+        return [Turn(self.ids, [0.0] * len(self.ids))] * len(prompts)
 
 
 def trace_prompt(checkpoint: str | Path, question: Question) -> tuple[Trace, PPOConfig]:
@@ -81,37 +85,35 @@ def trace_prompt(checkpoint: str | Path, question: Question) -> tuple[Trace, PPO
     peft_config = PeftConfig.from_pretrained(str(folder))
     peft_config.inference_mode = False
     base = load_base(folder, peft_config, run, question)
-    eos_ids = eos_token_ids(tokenizer, base.generation_config)
-    written = None if question.completion is None else completion_ids(question.completion, tokenizer, eos_ids)
-    args = rebuild_settings(run, question, written)
-    prompt = [{"role": "user", "content": question.prompt}] if question.chat else question.prompt
-    inputs = TrainerInputs(
-        model=base,
-        reward_funcs=lambda completions, **_: [question.score] * len(completions),
-        args=args,
-        eval_dataset=Dataset.from_dict({"prompt": [prompt]}),
-        processing_class=tokenizer,
-        peft_config=peft_config,
-        ref_model=question.ref_model,
-        critic=str(folder),
-        date=run.run_date,
-    )
-    parts = load_parts(inputs)
-    parts.model.load_adapter(str(folder), "default", is_trainable=True)
-    for part, found in hash_frozen_weights(parts.model).items():
-        if run.structure[part] != found:
-            logger.warning("%s is not the run's, unless that was quantised; give --base or --ref_model", part)
-    model, accelerator = parts.model.to(args.device), Accelerator(mixed_precision=mixed_precision(run))
-    sampler = make_sampler(model, args, accelerator, configured_sampling(args, tokenizer, parts.eos_ids))
-    if written is not None:
-        sampler = FixedCompletion(written, parts.eos_ids)
-    collector = Collector(model, sampler, parts.rewards, tokenizer, accelerator, args)
-    rows = collector.eval_rows(parts.prompts.eval[None])
-    rollout = collector.collect(rows, state, TrainerState(), training=False).rollout
+    written = None
+    if question.completion is not None:
+        written = completion_ids(question.completion, tokenizer, eos_token_ids(tokenizer, base.generation_config))
+    prompt: Any = [{"role": "user", "content": question.prompt}] if question.chat else question.prompt
+    with TemporaryDirectory() as output_dir:  # nothing is written into it, but Trainer makes the folder
+        args = rebuild_settings(run, question, written, output_dir)
+        trainer = PPOTrainer(
+            model=base,
+            reward_funcs=lambda completions, **_: [question.score] * len(completions),
+            args=args,
+            eval_dataset=Dataset.from_dict({"prompt": [prompt]}),
+            processing_class=tokenizer,
+            peft_config=peft_config,
+            ref_model=question.ref_model,
+            critic=str(folder),
+        )
+        trainer.ppo_state = state
+        trainer.model.load_adapter(str(folder), "default", is_trainable=True)
+        for part, found in hash_frozen_weights(trainer.model).items():
+            if run.structure[part] != found:
+                logger.warning("%s is not the run's, unless that was quantised; give --base or --ref_model", part)
+        if written is not None:
+            trainer.collector = replace(trainer.collector, sampler=FixedCompletion(written))
+        rollout = trainer.rollout([prompt])
     table = TokenTable.from_rollout(rollout, 0, tokenizer, args.reward_kl_estimator)
     if question.score is None:
         table = remove_score(table)
-    return Trace.from_rollout(rollout, 0, table, state.rollouts, step, state.kl_coef), args
+    place = {"rollout": state.rollouts, "step": step, "kl_coef": state.kl_coef}
+    return Trace.from_rollout(rollout, 0, table, **place), args
 
 
 def find_checkpoint(folder: Path) -> Path:
@@ -120,9 +122,8 @@ def find_checkpoint(folder: Path) -> Path:
     Raises:
         ValueError: the folder is not a complete checkpoint of PPOTrainer, and contains none.
     """
-    damage = find_damage(folder)
-    if damage is None and not state_file(folder, 0).is_file():
-        damage = f"has no {state_file(folder, 0).name}"
+    state = state_file(folder, 0)
+    damage = find_damage(folder) or (None if state.is_file() else f"has no {state.name}")
     if damage is None:
         return folder
     if (last := find_last_intact(folder)) is not None:
@@ -153,35 +154,32 @@ def load_base(folder: Path, config: PeftConfig, run: RunDescription, question: Q
         ) from error
 
 
-def mixed_precision(run: RunDescription) -> str:
-    """Return the autocast of a run; on a CPU, which has none in float16, "no" in its place."""
-    if run.settings["bf16"]:
-        return "bf16"
-    return "fp16" if run.settings["fp16"] and torch.cuda.is_available() else "no"
+class TraceConfig(PPOConfig):
+    """The settings of a trace, which uses one GPU, however many there are."""
+
+    n_gpu = 1
 
 
-def rebuild_settings(run: RunDescription, question: Question, written: list[int] | None) -> PPOConfig:
+def rebuild_settings(
+    run: RunDescription, question: Question, written: list[int] | None, output_dir: str
+) -> TraceConfig:
     """Return the settings of a checkpoint's run that matter to a rollout of one prompt.
 
     Args:
         written: token ids of a given completion.
     """
-    known = {f.name for f in fields(PPOConfig)} - {f.name for f in fields(TrainingArguments)} | {"seed"}
-    values = {name: value for name, value in {**run.settings, **run.structure}.items() if name in known}
-    values |= dict.fromkeys(OF_TURNS)  # one turn, without tools and environments
-    values |= {
-        "model_init_kwargs": None,
-        "policy_mode": "decoupled",  # log π_old is this model's, whichever sampler the run had
-        "use_vllm": False,
-        "reward_weights": None,  # the given score is the only reward
-        "total_episodes": None,  # depends on the batch size, which is replaced
-        "per_device_train_batch_size": values["num_generations"],  # divides into groups
-        "max_completion_length": values["max_completion_length"] if written is None else len(written),
-        "seed": values["seed"] if question.seed is None else question.seed,
-        "output_dir": ".",
-        "report_to": "none",
-    }
-    return PPOConfig(**values)
+    inherited = {f.name for f in fields(TrainingArguments)} - {"bf16", "fp16", "seed"}
+    saved = {**run.settings, **run.structure}
+    values = {f.name: saved[f.name] for f in fields(PPOConfig) if f.name in saved.keys() - inherited - LEFT_OUT}
+    values["chat_template_kwargs"] = {CLOCK: run.run_date, **(values.get("chat_template_kwargs") or {})}
+    values["fp16"] = values["fp16"] and torch.cuda.is_available()  # a CPU has no autocast in float16
+    values["use_cpu"] = not torch.accelerator.is_available()  # Trainer asks for it with bf16
+    values["per_device_train_batch_size"] = values["num_generations"]  # divides into groups
+    if written is not None:
+        values["max_completion_length"] = len(written)
+    if question.seed is not None:
+        values["seed"] = question.seed
+    return TraceConfig(output_dir=output_dir, **values)
 
 
 def remove_score(table: TokenTable) -> TokenTable:

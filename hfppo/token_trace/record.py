@@ -15,7 +15,6 @@ from hfppo.models.actor_critic import ActorCritic, Want
 from hfppo.models.modes import eval_mode
 from hfppo.rollout import Rollout
 from hfppo.support.files import write_atomically
-from hfppo.support.padding import pad_left, pad_right
 from hfppo.token_trace.table import TokenRow, TokenTable
 
 TRACES = "_traces"  # in the output folder; Trainer does not push folders whose name begins with "_"
@@ -36,26 +35,14 @@ class Trace:
     kind: str = "prompts"  # "rollout": one of the run's own completions; "prompts": of a chosen prompt, not whitened
 
     @classmethod
-    def from_rollout(
-        cls,
-        rollout: Rollout,
-        index: int,
-        table: TokenTable,
-        number: int,
-        step: int,
-        kl_coef: float,
-        kind: str = "prompts",
-    ) -> Self:
-        """Return the trace of the completion at `index`, with its table; `number` is the rollout's, from 1."""
+    def from_rollout(cls, rollout: Rollout, index: int, table: TokenTable, /, **place: Any) -> Self:
+        """Return the trace of the completion at `index`, with its table; `place` has the other fields."""
         return cls(
-            rollout=number,
-            step=step,
-            kl_coef=kl_coef,
             truncated=bool(rollout.truncated[index]),
             prompt_ids=rollout.prompt_ids[index][rollout.prompt_mask[index]].tolist(),
             completion_ids=rollout.completion_ids[index][rollout.real[index]].tolist(),
             table=table,
-            kind=kind,
+            **place,
         )
 
     def token_rows(self) -> list[dict[str, object]]:
@@ -81,39 +68,30 @@ class Trace:
 
 
 @torch.no_grad()
-def add_update(traces: list[Trace], model: ActorCritic, args: PPOConfig, clip: Clip, step: int) -> list[Trace]:
-    """Return the traces with the policy's log-probs and ratios after the update, and the tokens that are clipped.
+def add_update(trace: Trace, model: ActorCritic, args: PPOConfig, clip: Clip, step: int) -> Trace:
+    """Return a trace with the policy's log-probs and ratios after the update, and the tokens that are clipped.
 
     Args:
         clip: the clip of the policy loss.
         step: optimizer steps made so far.
     """
-    prompt_ids, prompt_mask = pad_left([trace.prompt_ids for trace in traces], 0)
-    rows = [trace.table.rows for trace in traces]
-    ids, mask = pad_right([trace.completion_ids for trace in traces], torch.int64)
-    sampled, _ = pad_right([[row.logprob is not None for row in some] for some in rows], torch.bool)
-    old, _ = pad_right([[row.logprob or 0.0 for row in some] for some in rows], torch.float32)
-    advantages, _ = pad_right([[row.advantage or 0.0 for row in some] for some in rows], torch.float32)
+    rows = trace.table.rows
+    ids = torch.tensor([trace.prompt_ids + trace.completion_ids], device=args.device)
+    sampled = torch.tensor([[row.logprob is not None for row in rows]], device=args.device)
     with eval_mode(model):
-        new = model(
-            input_ids=torch.cat([prompt_ids, ids], dim=1).to(args.device),
-            attention_mask=torch.cat([prompt_mask, mask], dim=1).to(args.device),
-            completion_mask=sampled.to(args.device),
-            want=Want(temperature=args.temperature, values=False),
-        ).logprobs.cpu()
-    ratio = clamp_log_ratio(new - old).exp()
-    clipped: list[list[bool]] | list[list[None]] = [[None] * len(row) for row in rows]
+        want = Want(temperature=args.temperature, values=False)
+        new = model(ids, torch.ones_like(ids), sampled, want).logprobs.cpu()
+    old, advantages = (torch.tensor([[getattr(row, x) or 0.0 for row in rows]]) for x in ("logprob", "advantage"))
+    after = {"new_logprob": new, "ratio": clamp_log_ratio(new - old).exp()}
     if args.policy_loss in CLIP_FRACTIONS:
         found = CLIP_FRACTIONS[args.policy_loss](new, old, advantages, clip)
-        clipped = (found.low | found.high | found.dual).tolist()
-    updated = []
-    for trace, *columns in zip(traces, new.tolist(), ratio.tolist(), clipped, strict=True):
-        numbers = zip(trace.table.rows, *columns, strict=False)  # the columns are padded
-        after = [
-            row if row.logprob is None else replace(row, new_logprob=n, ratio=r, clipped=c) for row, n, r, c in numbers
-        ]
-        updated.append(replace(trace, table=replace(trace.table, rows=after), updated_step=step))
-    return updated
+        after["clipped"] = found.low | found.high | found.dual
+    columns = {name: numbers[0].tolist() for name, numbers in after.items()}
+    rows = [
+        row if row.logprob is None else replace(row, **{name: column[t] for name, column in columns.items()})
+        for t, row in enumerate(rows)
+    ]
+    return replace(trace, table=replace(trace.table, rows=rows), updated_step=step)
 
 
 def trace_file(output_dir: str | Path, rollout: int, kind: str = "rollout") -> Path:
