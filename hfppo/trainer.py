@@ -31,7 +31,6 @@ from hfppo.checkpoint import PPOCheckpoint, Standing, describe_run, saved_run
 from hfppo.checks.data import check_output_folder, check_types
 from hfppo.checks.engine import check_engine, wait_at_exit
 from hfppo.checks.processes import check_processes
-from hfppo.checks.unknown_names import checks_keywords
 from hfppo.collect.ahead import Order, RolloutAhead
 from hfppo.collect.candidates import Choice, judge
 from hfppo.collect.collector import Collected, Collector
@@ -72,6 +71,7 @@ from hfppo.state import SHUFFLE_STREAM, PPOState
 from hfppo.support.log_entries import plain_entry
 from hfppo.support.out_of_memory import explain_out_of_memory
 from hfppo.support.processes import check_alike
+from hfppo.trl_names import checks_keywords
 
 
 class PPOTrainer(CrashSafeTrainer):

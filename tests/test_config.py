@@ -24,10 +24,10 @@ from trl import GRPOConfig
 import hfppo
 from helpers.tiny import tiny_model
 from hfppo import PPOCallback, PPOConfig, PPOTrainer
-from hfppo.checks.config import UNREAD_FIELDS, UNUSABLE_FIELDS
-from hfppo.checks.unknown_names import WITHOUT
 from hfppo.config import CHECKPOINTING as NAMES_OF_CHECKPOINTING
 from hfppo.config import follows_base
+from hfppo.config_checks import UNREAD_FIELDS, UNUSABLE_FIELDS
+from hfppo.trl_names import WITHOUT
 
 PACKAGE = Path(hfppo.__file__).parent
 OWN = sorted(PPOConfig.__annotations__.keys() - {"_VALID_DICT_FIELDS"})  # overridden defaults included
@@ -591,7 +591,7 @@ def reads_of_config() -> set[str]:
 def test_every_field_is_read():
     read = reads_of_config()
     for path in PACKAGE.rglob("*.py"):
-        if path.name not in ("config.py", "names.py"):
+        if path.name not in ("config.py", "config_checks.py"):
             read |= reads_of_args(path)
     assert [name for name in NEW if name not in read] == []
 

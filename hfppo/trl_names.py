@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from functools import wraps
 from typing import Any, ParamSpec
 
-from hfppo.checks.config import UNREAD_FIELDS, UNUSABLE_FIELDS, default_of, read_json
+from hfppo.config_checks import UNREAD_FIELDS, UNUSABLE_FIELDS, default_of, read_json
 
 logger = logging.getLogger(__name__)
 
