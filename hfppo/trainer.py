@@ -28,7 +28,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from hfppo.callbacks import PPOControl, TrainerHooks, call_event
 from hfppo.checkpoint import PPOCheckpoint, Standing, describe_run, saved_run
-from hfppo.checks.data import check_output_folder, check_types
+from hfppo.checks.data import check_output_folder, check_types, checks_keywords
 from hfppo.checks.engine import check_engine, wait_at_exit
 from hfppo.checks.processes import check_processes
 from hfppo.collect.ahead import Order, RolloutAhead
@@ -71,7 +71,6 @@ from hfppo.state import SHUFFLE_STREAM, PPOState
 from hfppo.support.log_entries import plain_entry
 from hfppo.support.out_of_memory import explain_out_of_memory
 from hfppo.support.processes import check_alike
-from hfppo.trl_names import checks_keywords
 
 
 class PPOTrainer(CrashSafeTrainer):
@@ -137,7 +136,7 @@ class PPOTrainer(CrashSafeTrainer):
     loss_is_scaled_for_ga = True  # `compute_loss` divides by the counts of the whole mini-batch
     pushed_folders = (CRITIC_FOLDER,)
 
-    @checks_keywords(PPOConfig)
+    @checks_keywords
     def __init__(
         self,
         model: ModelSource | PeftModel,
@@ -174,7 +173,7 @@ class PPOTrainer(CrashSafeTrainer):
             environment_factory=environment_factory,
             quantization_config=quantization_config,
         )
-        check_types(callbacks=callbacks, compute_metrics=compute_metrics, **vars(inputs))
+        check_types(**vars(inputs))
         set_seed(args.seed)  # the adapter is initialized here, before Trainer sets the seed
         with load_whole(args):
             parts = load_parts(inputs)
@@ -210,7 +209,7 @@ class PPOTrainer(CrashSafeTrainer):
         )
         self._ahead = RolloutAhead(self.collector) if args.rollouts_ahead else None
         self._prompt_maker = parts.prompt_maker
-        self.ppo_state, self._given = self._first_state(), self._first_state()
+        self.ppo_state = PPOState(args.kl_coef, args.cliprange, args.clip_high)
         self._train_prompts, self._prepared_train = parts.prompts.train, train_dataset
         self._eval_prompts = EvalPrompts(eval_dataset, parts.prompts.eval, self._prepare_prompts)
         self._eval_sampling = False
@@ -221,10 +220,6 @@ class PPOTrainer(CrashSafeTrainer):
         check_processes(run, parts.model, parts.prompts, args)
         self._checkpoint = PPOCheckpoint(run, args.process_index)
         self._begin_run()
-
-    def _first_state(self) -> PPOState:
-        """Return the state of a run before its first rollout."""
-        return PPOState(self.args.kl_coef, self.args.cliprange, self.args.clip_high)
 
     def _begin_run(self) -> None:
         """Forget the rollout and the metrics of an earlier run."""
@@ -637,17 +632,7 @@ class PPOTrainer(CrashSafeTrainer):
         self.state.log_history[place] = plain_entry(self.state.log_history[place])  # checkpoints write it as JSON
 
     def _call_callbacks(self, event: str, **arguments: object) -> PPOControl:
-        """Call an event of every `PPOCallback`, and apply their changes to `control`.
-
-        Raises:
-            AttributeError: `args` has been changed where only `control` has an effect.
-        """
-        for name in PPOState.STEERED:
-            if getattr(self._first_state(), name) != getattr(self._given, name):
-                raise AttributeError(
-                    f"args.{name} was changed after the trainer was made, and the change has no effect; set "
-                    f"control.{name} in a PPOCallback, see docs/callbacks.md"
-                )
+        """Call an event of every `PPOCallback`, and apply their changes to `control`."""
         control = PPOControl.of(self.control, self.ppo_state)
         call_event(self.callback_handler, event, self.args, self.state, control, self.ppo_state, **arguments)
         vars(self.control).update(control.flags())  # Trainer's handler keeps this object

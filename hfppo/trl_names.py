@@ -1,13 +1,11 @@
 """The names that other trainers have for fields and arguments: translated, or explained in one error."""
 
-import inspect
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from difflib import get_close_matches
-from functools import wraps
-from typing import Any, ParamSpec
+from typing import Any
 
 from hfppo.config_checks import UNREAD_FIELDS, UNUSABLE_FIELDS, default_of, read_json
 
@@ -158,8 +156,6 @@ ARGUMENTS = {
     "preprocess_logits_for_metrics": "compute_metrics gets completions, and no logits are kept",
 }
 
-Parameters = ParamSpec("Parameters")
-
 
 def translate_names(cls: type, given: Fields, others: Iterable[str] = ()) -> dict[str, Any]:
     """Return fields by their names here; one line in the log says what TRL's fields among them are.
@@ -205,28 +201,6 @@ def fields_here(name: str, value: object, given: Fields) -> Fields | None:
         return TRANSLATED[name][1](value, given)
     except (KeyError, TypeError, AttributeError, ArithmeticError):  # an unknown name, or a value that does not fit
         return None
-
-
-def checks_keywords(config: type) -> Callable[[Callable[Parameters, None]], Callable[Parameters, None]]:
-    """Return a decorator for `__init__` that raises one error for all unknown keywords, each with an explanation.
-
-    Args:
-        config: the dataclass of the argument `args`; its fields are often passed as arguments by mistake.
-    """
-
-    def decorate(init: Callable[Parameters, None]) -> Callable[Parameters, None]:
-        known = list(inspect.signature(init).parameters)
-
-        @wraps(init)
-        def checked(*args: Parameters.args, **kwargs: Parameters.kwargs) -> None:
-            unknown = {name: explain_keyword(name, known, config) for name in kwargs if name not in known}
-            owner = init.__qualname__.partition(".")[0]
-            refuse(f"{owner} has no argument", unknown, "lists the fields of its args")
-            init(*args, **kwargs)
-
-        return checked
-
-    return decorate
 
 
 def refuse(subject: str, unknown: Mapping[str, str], lists: str) -> None:
