@@ -137,23 +137,16 @@ TRANSLATED: dict[str, tuple[str, Callable[[Any, Fields], Fields | None]]] = {
 }
 
 
-# Arguments of TRL's trainers and of Trainer that PPOTrainer lacks.
+# Arguments of TRL's trainers and of Trainer that people pass and PPOTrainer lacks.
 ARGUMENTS = {
     "reward_model": "here reward_funcs, which takes reward models as well as functions",
-    "reward_fn": "here reward_funcs",
     "value_model": "here critic",
     "tokenizer": "here processing_class",
-    "config": "here args",
-    "dataset": "here train_dataset",
-    "policy": "here model",
-    "ref_policy": "here ref_model",
     "rollout_func": "here environment_factory, or a subclass with its own create_sampler",
     "data_collator": "the rollouts are the batches",
     "model_init": "here model",
     "compute_loss_func": "a subclass may add to the loss, see docs/extending.md",
-    "optimizer_cls_and_kwargs": "here optim and optim_args of args",
     "optimizers": "here optim and optim_args of args; a subclass may override create_optimizer",
-    "preprocess_logits_for_metrics": "compute_metrics gets completions, and no logits are kept",
 }
 
 

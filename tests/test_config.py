@@ -503,15 +503,6 @@ def test_a_copy_derives_again_what_was_not_set(config, caplog, given, changes, d
     assert copy.deepcopy(copied) == pickle.loads(pickle.dumps(copied)) == copied
 
 
-@pytest.mark.parametrize("name", ["wandbb", ["tensorboard", "none"]])
-def test_a_tracker_that_does_not_exist_is_refused_with_the_others(config, name):
-    with pytest.raises(
-        ValueError, match=r"^report_to=\[.*\] is unknown; choose 'none', 'all', or some of .*, trackio, "
-    ):
-        config(report_to=name)
-    assert config(report_to=["tensorboard"]).report_to == ["tensorboard"]
-
-
 # Fields of TrainingArguments that mean here what they mean in Trainer, or that neither of them reads.
 USABLE = re.findall(
     r"\w+",
@@ -705,11 +696,9 @@ def test_the_config_survives_a_round_trip(config):
 
 
 @pytest.mark.parametrize(("estimator", "warns"), [("k1", True), ("k1+", False)])
-def test_k1_as_a_loss_is_warned_of(tmp_path, estimator, warns):
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        PPOConfig(str(tmp_path), kl_loss_coef=0.1, kl_estimator=estimator, use_cpu=True)
-    assert any("gradient of zero mean" in str(w.message) for w in caught) is warns
+def test_k1_as_a_loss_is_warned_of(config, caplog, estimator, warns):
+    config(kl_loss_coef=0.1, kl_estimator=estimator)
+    assert ("gradient of zero mean" in caplog.text) is warns
 
 
 @pytest.mark.parametrize(
@@ -717,18 +706,13 @@ def test_k1_as_a_loss_is_warned_of(tmp_path, estimator, warns):
     [
         ({"top_p": 0.9}, "top_p cannot be set, since completions are sampled from the policy's own distribution"),
         ({"repetition_penalty": 1.1, "stop_strings": ["a"]}, "repetition_penalty cannot be set"),
-        ({"stop_strings": "a"}, "stop_strings must be a list of texts that are not empty, at least one"),
-        ({"stop_strings": []}, "stop_strings must be a list"),
-        ({"stop_strings": [""]}, "stop_strings must be a list"),
-        ({"stop_token_ids": [1, -1]}, "stop_token_ids must be a list of token ids"),
-        ({"stop_token_ids": [True]}, "stop_token_ids must be a list of token ids"),
-        ({"stop_token_ids": ["a"]}, "stop_token_ids must be a list of token ids"),
+        ({"stop_strings": "a"}, "generation_kwargs['stop_strings']"),
+        ({"stop_token_ids": [1, "a"]}, "generation_kwargs['stop_token_ids']"),
     ],
 )
 def test_only_the_ends_of_completions_are_among_generation_kwargs(config, kwargs, words):
-    with pytest.raises(ValueError, match=re.escape(words)) as error:
+    with pytest.raises((TypeError, ValueError), match=re.escape(words)):
         config(generation_kwargs=kwargs)
-    assert f"generation_kwargs={kwargs!r}" in str(error.value)
 
 
 CHECKPOINTING = NAMES_OF_CHECKPOINTING[0]  # another name before transformers 5.20

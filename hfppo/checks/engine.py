@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from accelerate.utils import DistributedType
 from torch.distributed import get_world_size, is_initialized
 from torch.distributed.fsdp import StateDictType
 from transformers.debug_utils import DebugOption
@@ -129,7 +129,9 @@ def check_fsdp(accelerator: Accelerator, model: ActorCritic, args: PPOConfig) ->
             "advantage_estimator without a critic, or DDP"
         )
     check_steps(args, "FSDP2 cannot load a checkpoint lacking the other's optimizer state")
-    keep_float32(plugin)
+    if plugin.mixed_precision_policy is not None:  # accelerate's rounds the outputs and the sums of gradients
+        policy = replace(plugin.mixed_precision_policy, output_dtype=None, reduce_dtype=torch.float32)
+        plugin.mixed_precision_policy = policy
 
 
 def check_steps(args: PPOConfig, problem: str) -> None:
@@ -144,14 +146,6 @@ def steps_of_one(args: PPOConfig) -> list[str]:
     """Return the settings that make some steps train only the actor or only the critic."""
     names = ONE_ALONE if args.critic_epochs != args.num_ppo_epochs else ONE_ALONE[:2]
     return [f"{name}={getattr(args, name)}" for name in names if getattr(args, name)]
-
-
-def keep_float32(plugin: FullyShardedDataParallelPlugin) -> None:
-    """Keep the model's outputs and the sums of gradients in float32, which accelerate's policy would round."""
-    if plugin.mixed_precision_policy is not None:
-        plugin.mixed_precision_policy = replace(
-            plugin.mixed_precision_policy, output_dtype=None, reduce_dtype=torch.float32
-        )
 
 
 def check_deepspeed(config: dict, args: PPOConfig) -> None:
