@@ -84,9 +84,7 @@ def check_fields(args: TrainingArguments, inherited: Mapping[str, object]) -> No
     Raises:
         ValueError: values have the wrong type, are out of range, or are not among the choices; names all of them.
     """
-    hints = get_type_hints(type(args), include_extras=True) | dict(
-        inherited
-    )  # HfArgumentParser changes the fields' types
+    hints = {**get_type_hints(type(args), include_extras=True), **inherited}  # HfArgumentParser changes `f.type`
     plain = get_type_hints(type(args))
     wrong: list[str] = []
     for f in fields(args):

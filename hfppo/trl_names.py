@@ -155,7 +155,7 @@ def translate_names(cls: type, given: Fields, others: Iterable[str] = ()) -> dic
 
     Args:
         given: fields by their names here or in TRL.
-        others: names that exist elsewhere.
+        others: names that exist elsewhere, such as other arguments of a script.
     Raises:
         TypeError: fields that do not exist, or values of TRL's fields without a counterpart; names all of them.
         ValueError: two names give a field different values.

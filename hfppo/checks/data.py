@@ -102,12 +102,9 @@ def check_ids(model: PreTrainedModel | PeftModel, prompts: dict[str, Prompts], s
         ValueError: a token id is outside the model's vocabulary.
     """
     size = cast(nn.Embedding, model.get_input_embeddings()).weight.shape[0]
-    suspects = dict(special)
-    for name, some in prompts.items():
-        if not some.longest:  # environments write these prompts
-            continue
-        suspects[name] = [int(some.tokens.max())]
-    for where, ids in suspects.items():
+    # Where environments write the prompts, the dataset has no tokens.
+    of_prompts = {name: [int(some.tokens.max())] for name, some in prompts.items() if some.longest}
+    for where, ids in {**special, **of_prompts}.items():
         if max(ids) >= size:
             raise ValueError(
                 f"{where} has token id {max(ids)}, but the model's {size} token ids end at {size - 1}; give its own "

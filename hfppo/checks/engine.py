@@ -12,7 +12,6 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch.distributed import get_world_size, is_initialized
 from torch.distributed.fsdp import StateDictType
-from transformers.debug_utils import DebugOption
 
 from hfppo.config import PPOConfig
 from hfppo.models.actor_critic import ActorCritic
@@ -43,19 +42,18 @@ def check_engine(
             f"the launcher started {started} processes, but Trainer connects only {args.world_size}; on CPUs set "
             "use_cpu=True"
         )
-    kind = accelerator.distributed_type
-    deepspeed = accelerator.state.deepspeed_plugin if kind == DistributedType.DEEPSPEED else None
-    if kind == DistributedType.FSDP:
+    if "underflow_overflow" in args.debug:
+        raise ValueError("debug='underflow_overflow' cannot read masks; leave it out: NonFiniteError names the row")
+    if accelerator.distributed_type == DistributedType.FSDP:
         check_fsdp(accelerator, model, args)
-    if kind == DistributedType.FSDP or (deepspeed is not None and deepspeed.zero_stage == 3):
-        check_whole("FSDP2" if deepspeed is None else "ZeRO-3", model, reward_funcs, args)
-    if deepspeed is not None:
-        check_deepspeed(deepspeed.deepspeed_config, args)
-    is_ddp = args.world_size > 1 and kind not in (DistributedType.FSDP, DistributedType.DEEPSPEED)
-    if is_ddp:
+        check_whole("FSDP2", model, reward_funcs, args)
+    elif accelerator.distributed_type == DistributedType.DEEPSPEED:
+        plugin = accelerator.state.deepspeed_plugin
+        if plugin.zero_stage == 3:
+            check_whole("ZeRO-3", model, reward_funcs, args)
+        check_deepspeed(plugin.deepspeed_config, args)
+    elif args.world_size > 1:
         check_ddp(args)
-    if DebugOption.UNDERFLOW_OVERFLOW in args.debug:
-        raise ValueError("debug='underflow_overflow' cannot read masks; leave it out: a NonFiniteError names the row")
 
 
 def check_ddp(args: PPOConfig) -> None:
