@@ -60,6 +60,7 @@ class DerivedText(str):
     """A text that follows from other fields, likewise."""
 
 
+Derived = DerivedInt | DerivedText
 MARKS: dict[type, type] = {int: DerivedInt, str: DerivedText}
 # Fields that are derived if they are left out, with the value that leaves them out.
 DERIVED = {
@@ -312,9 +313,7 @@ class PPOConfig(TrainingArguments, metaclass=TranslatesNames):
     def __post_init__(self) -> None:
         if self.max_grad_norm in (None, math.inf):  # infinite in a copy, see below
             self.max_grad_norm = 0.0  # no clipping
-        vars(self).update(
-            {name: x for name, x in DERIVED.items() if isinstance(getattr(self, name), DerivedInt | DerivedText)}
-        )
+        vars(self).update({name: x for name, x in DERIVED.items() if isinstance(getattr(self, name), Derived)})
         check_fields(self, INHERITED)
         derived = [name for name, unset in DERIVED.items() if getattr(self, name) == unset]
         self._fill_in()
@@ -354,8 +353,7 @@ class PPOConfig(TrainingArguments, metaclass=TranslatesNames):
 
     def to_dict(self) -> dict[str, Any]:
         # Trackers take no subclasses of int and str.
-        plain = {mark: kind for kind, mark in MARKS.items()}
-        return {name: plain[type(x)](x) if type(x) in plain else x for name, x in super().to_dict().items()}
+        return {name: type(x).__base__(x) if isinstance(x, Derived) else x for name, x in super().to_dict().items()}
 
     def __getstate__(self) -> dict[str, object]:
         # Trainer pickles the configuration, with the token, into `training_args.bin`, and pushes that file.

@@ -173,7 +173,7 @@ class PPOTrainer(CrashSafeTrainer):
             environment_factory=environment_factory,
             quantization_config=quantization_config,
         )
-        check_types(**vars(inputs))
+        check_types(compute_metrics=compute_metrics, **vars(inputs))
         set_seed(args.seed)  # the adapter is initialized here, before Trainer sets the seed
         with load_whole(args):
             parts = load_parts(inputs)

@@ -370,6 +370,7 @@ WRONG: dict[str, list[Any]] = {
     "processing_class": [len],
     "peft_config": [{"r": 8}, "lora", True, LoraConfig],
     "tools": [len],
+    "compute_metrics": ["accuracy"],
 }
 
 

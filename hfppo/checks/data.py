@@ -7,7 +7,7 @@ from functools import wraps
 from itertools import product
 from pathlib import Path
 from types import NoneType
-from typing import ParamSpec, cast
+from typing import Any, ParamSpec, cast
 
 from peft import PeftConfig, PeftModel
 from torch import nn
@@ -27,11 +27,12 @@ from hfppo.trl_names import explain_keyword, refuse
 logger = logging.getLogger(__name__)
 
 # What arguments of PPOTrainer must be, unless they are None, and the remedy.
-ARGUMENTS: dict[str, tuple[type, str]] = {
+ARGUMENTS: dict[str, tuple[Any, str]] = {
     "args": (PPOConfig, "pass a PPOConfig, which takes the fields of TrainingArguments"),
     "processing_class": (PreTrainedTokenizerBase, "pass a tokenizer, such as AutoTokenizer's or a processor's"),
     "peft_config": (PeftConfig, "pass a configuration of PEFT, such as LoraConfig(target_modules='all-linear')"),
     "tools": (Iterable, "pass a list of functions"),
+    "compute_metrics": (Callable, "pass a function from an EvalPrediction to a dictionary of metrics"),
 }
 
 Parameters = ParamSpec("Parameters")
@@ -81,9 +82,7 @@ def check_output_folder(sources: list[tuple[str, object]], args: PPOConfig) -> N
         ValueError: the output folder contains one.
     """
     output_dir = Path(str(args.output_dir)).resolve()
-    for name, source in sources:
-        if not isinstance(source, str) or not source or not Path(source).is_dir():
-            continue
+    for name, source in [(name, x) for name, x in sources if isinstance(x, str) and x and Path(x).is_dir()]:
         folder = Path(source).resolve()
         inside = output_dir in folder.parents and folder.relative_to(output_dir).parts[0]
         if folder == output_dir or (inside and inside.startswith(PREFIX_CHECKPOINT_DIR)):
