@@ -11,8 +11,7 @@ import torch
 from transformers import TrainingArguments
 from transformers.utils import is_torch_bf16_gpu_available
 
-from hfppo.checks.config import AT_LEAST_0, METRIC_SCHEDULERS, Requirement, check_config, check_fields
-from hfppo.checks.unknown_names import translate_names
+from hfppo.config_checks import METRIC_SCHEDULERS, check_config, check_fields
 from hfppo.functional import (
     ADVANTAGE_ESTIMATORS,
     KL_ESTIMATORS,
@@ -22,19 +21,30 @@ from hfppo.functional import (
     estimator_needs,
     estimator_whitens,
 )
+from hfppo.trl_names import translate_names
 
 logger = logging.getLogger(__name__)
 
-# Requirements besides the type; `check_fields` reads them from annotations, HfArgumentParser ignores them.
-Count = Annotated[int, Requirement("at least 1", lambda x: x >= 1)]
-NotNegative = Annotated[float, AT_LEAST_0]
-Positive = Annotated[float, Requirement("above 0", lambda x: x > 0)]
-Share = Annotated[float, Requirement("in [0, 1]", lambda x: 0 <= x <= 1)]
-CLIP = Requirement("in (0, 1): the ratio is clipped to 1 − cliprange", lambda x: 0 < x < 1)
-ZERO_OR_ONE = Requirement("0 or 1", lambda x: x in (0, 1))
-DUAL_CLIP = Requirement("above 1: below, it would undo the clip at ratio 1", lambda x: x > 1)
-CLIP_MAX = Requirement("at least 1: below, it would shrink the weights of tokens without mismatch", lambda x: x >= 1)
+# Types with a range and its words; `check_fields` reads them from annotations, HfArgumentParser ignores them.
+Count = Annotated[int, "at least 1", lambda x: x >= 1]
+NotNegativeInt = Annotated[int, "at least 0", lambda x: x >= 0]
+ZeroOrOne = Annotated[int, "0 or 1", lambda x: x in (0, 1)]
+Seed = Annotated[int, "in [0, 2**32 − 1], NumPy's seeds", lambda x: 0 <= x < 2**32]
+NotNegative = Annotated[float, "at least 0", lambda x: x >= 0]
+Positive = Annotated[float, "above 0", lambda x: x > 0]
+Share = Annotated[float, "in [0, 1]", lambda x: 0 <= x <= 1]
+ClipRange = Annotated[float, "in (0, 1): the ratio is clipped to 1 − cliprange", lambda x: 0 < x < 1]
+DualClip = Annotated[float, "above 1: below, it would undo the clip at ratio 1", lambda x: x > 1]
+WeightCap = Annotated[float, "at least 1: below, it would shrink weights of tokens without mismatch", lambda x: x >= 1]
 
+# For fields of TrainingArguments; the others have theirs below.
+INHERITED = {
+    "per_device_train_batch_size": Count,
+    "per_device_eval_batch_size": Count,
+    "gradient_accumulation_steps": Count,
+    "max_grad_norm": NotNegative,
+    "seed": Seed,
+}
 
 # The field's names: transformers 5.20 renamed it.
 CHECKPOINTING = [
@@ -50,6 +60,7 @@ class DerivedText(str):
     """A text that follows from other fields, likewise."""
 
 
+Derived = DerivedInt | DerivedText
 MARKS: dict[type, type] = {int: DerivedInt, str: DerivedText}
 # Fields that are derived if they are left out, with the value that leaves them out.
 DERIVED = {
@@ -102,7 +113,7 @@ class PPOConfig(TrainingArguments, metaclass=TranslatesNames):
     """
 
     # Fields of TrainingArguments with another default.
-    learning_rate: float = option(2e-4, "Learning rate of the actor, and of the critic unless it has its own.")
+    learning_rate: NotNegative = option(2e-4, "Learning rate of the actor, and of the critic unless it has its own.")
     logging_steps: float | None = option(None, "Optimizer steps between logs; None: one log per rollout.")
     save_steps: float | None = option(
         None,
@@ -177,7 +188,7 @@ class PPOConfig(TrainingArguments, metaclass=TranslatesNames):
     )
 
     # Changes the result: which policy samples.
-    rollouts_ahead: Annotated[int, ZERO_OR_ONE] = option(
+    rollouts_ahead: ZeroOrOne = option(
         0, "1: sample the next rollout during the update, with the policy from before it (arXiv:2410.18252)."
     )
 
@@ -240,16 +251,14 @@ class PPOConfig(TrainingArguments, metaclass=TranslatesNames):
         "losses (reject). None: decoupled, and token_truncate with `rollouts_ahead`.",
         choices=("decoupled", "bypass", *MISMATCH_MODES),
     )
-    vllm_importance_sampling_clip_max: Annotated[float, CLIP_MAX] = option(
+    vllm_importance_sampling_clip_max: WeightCap = option(
         2.0, "The largest weight c of `policy_mode`, with any sampler; the band is [1/c, c] (GRPO)."
     )
-    cliprange: Annotated[float, CLIP] = option(0.2, "ε of the policy clip (TRL; arXiv:1707.06347).")
+    cliprange: ClipRange = option(0.2, "ε of the policy clip (TRL; arXiv:1707.06347).")
     cliprange_high: Positive | None = option(
         None, "ε above 1; larger than `cliprange` is clip-higher. None: `cliprange` (arXiv:2503.14476)."
     )
-    dual_clip: Annotated[float, DUAL_CLIP] | None = option(
-        None, "c > 1 bounds the loss of tokens with A < 0 (arXiv:1912.09729)."
-    )
+    dual_clip: DualClip | None = option(None, "c > 1 bounds the loss of tokens with A < 0 (arXiv:1912.09729).")
     loss_reduction: str = option("token-mean", "Reduces the losses of tokens to one number.", choices=REDUCTIONS)
     entropy_coef: NotNegative = option(0.0, "Weight of the entropy bonus; 0 turns it off (GRPO).")
 
@@ -260,10 +269,10 @@ class PPOConfig(TrainingArguments, metaclass=TranslatesNames):
     )
     cliprange_value: Positive | None = option(None, "ε of the value clip in units of the return; None turns it off.")
     vf_coef: NotNegative = option(0.1, "Weight of the value loss; couples only through a shared trunk (TRL).")
-    critic_pretraining_completions: Annotated[int, AT_LEAST_0] = option(
+    critic_pretraining_completions: NotNegativeInt = option(
         0, "Completions to whose returns the critic is fitted before PPO begins (arXiv:2503.01491)."
     )
-    critic_warmup: Annotated[int, AT_LEAST_0] = option(
+    critic_warmup: NotNegativeInt = option(
         0, "Rollouts at the start that train the critic only; the actor does not move."
     )
     critic_layers: Count | None = option(
@@ -304,10 +313,8 @@ class PPOConfig(TrainingArguments, metaclass=TranslatesNames):
     def __post_init__(self) -> None:
         if self.max_grad_norm in (None, math.inf):  # infinite in a copy, see below
             self.max_grad_norm = 0.0  # no clipping
-        vars(self).update(
-            {name: x for name, x in DERIVED.items() if isinstance(getattr(self, name), DerivedInt | DerivedText)}
-        )
-        check_fields(self)
+        vars(self).update({name: x for name, x in DERIVED.items() if isinstance(getattr(self, name), Derived)})
+        check_fields(self, INHERITED)
         derived = [name for name, unset in DERIVED.items() if getattr(self, name) == unset]
         self._fill_in()
         unset = [name for name in CHECKPOINTING if getattr(self, name) is None]
@@ -346,8 +353,7 @@ class PPOConfig(TrainingArguments, metaclass=TranslatesNames):
 
     def to_dict(self) -> dict[str, Any]:
         # Trackers take no subclasses of int and str.
-        plain = {mark: kind for kind, mark in MARKS.items()}
-        return {name: plain[type(x)](x) if type(x) in plain else x for name, x in super().to_dict().items()}
+        return {name: type(x).__base__(x) if isinstance(x, Derived) else x for name, x in super().to_dict().items()}
 
     def __getstate__(self) -> dict[str, object]:
         # Trainer pickles the configuration, with the token, into `training_args.bin`, and pushes that file.

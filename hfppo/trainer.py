@@ -28,10 +28,9 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from hfppo.callbacks import PPOControl, TrainerHooks, call_event
 from hfppo.checkpoint import PPOCheckpoint, Standing, describe_run, saved_run, starting_values
-from hfppo.checks.data import check_output_folder, check_types
+from hfppo.checks.data import check_output_folder, check_types, checks_keywords
 from hfppo.checks.engine import check_engine, wait_at_exit
 from hfppo.checks.processes import check_processes
-from hfppo.checks.unknown_names import checks_keywords
 from hfppo.collect.ahead import Order, RolloutAhead
 from hfppo.collect.candidates import Choice, judge
 from hfppo.collect.collector import Collected, Collector
@@ -137,7 +136,7 @@ class PPOTrainer(CrashSafeTrainer):
     loss_is_scaled_for_ga = True  # `compute_loss` divides by the counts of the whole mini-batch
     pushed_folders = (CRITIC_FOLDER,)
 
-    @checks_keywords(PPOConfig)
+    @checks_keywords
     def __init__(
         self,
         model: ModelSource | PeftModel,

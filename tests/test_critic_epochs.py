@@ -107,5 +107,8 @@ def test_a_checkpoint_of_other_epochs_is_refused(make_trainer):
 def test_epochs_of_a_critic_that_learns_nothing_are_refused(make_trainer):
     with pytest.raises(ValueError, match="num_critic_epochs=4 train the critic, but vf_coef=0"):
         make_trainer({"num_critic_epochs": 4, "vf_coef": 0.0})
+
+
+def test_epochs_without_a_critic_are_refused(make_trainer):
     with pytest.raises(ValueError, match="num_critic_epochs=4 has no effect"):
         make_trainer({"num_critic_epochs": 4, "advantage_estimator": "reinforce_plus_plus"})

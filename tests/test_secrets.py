@@ -24,12 +24,11 @@ SECRETS = {
 }
 OTHERS = [
     {"tokenizer": "org/tok", "tokenizer_mode": "slow"},
-    {"thinking_token": "think", "token": "<t>"},
+    {"thinking_token": "think"},
     {"pad_token": "[PAD]", "eos_token_id": 3, "stop_tokens": ["</s>"]},
     {"max_tokens": 8, "max_num_batched_tokens": "auto"},
     {"token": True},
     {"token": None, "api_key": ""},
-    {"token": "<TOKEN>"},
     {"keyboard": "qwerty", "monkey": "a", "key_order": "b", "secretary": "c", "passwordless": "d", "sort_key": "e"},
     {"url": "http://host/a@b"},
 ]
@@ -37,12 +36,12 @@ OTHERS = [
 
 @pytest.mark.parametrize("place", SECRETS)
 def test_a_secret_is_found_where_it_lies(place):
-    assert find_secret(SECRETS[place], "x") == f"x{place}"
+    assert find_secret("x", SECRETS[place], "x") == f"x{place}"
 
 
 @pytest.mark.parametrize("settings", OTHERS, ids=str)
 def test_nothing_else_is_a_secret(settings):
-    assert find_secret(settings, "x") is None
+    assert find_secret("x", settings, "x") is None
 
 
 @pytest.mark.parametrize(

@@ -3,15 +3,16 @@
 import inspect
 import logging
 from collections.abc import Callable, Iterable
+from functools import wraps
 from itertools import product
 from pathlib import Path
-from typing import cast
+from types import NoneType
+from typing import Any, ParamSpec, cast
 
 from peft import PeftConfig, PeftModel
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
-from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from hfppo.config import PPOConfig
 from hfppo.data.prompts import RESERVED_COLUMNS, Prompts
@@ -21,57 +22,49 @@ from hfppo.rewards.functions import RewardFunctions
 from hfppo.rewards.model import check_conversations
 from hfppo.rewards.reward_func import BatchReward, RewardWrapper
 from hfppo.rewards.server import RewardServer
+from hfppo.trl_names import explain_keyword, refuse
 
 logger = logging.getLogger(__name__)
 
 # What arguments of PPOTrainer must be, unless they are None, and the remedy.
-ARGUMENTS: dict[str, tuple[Callable[[object], bool], str]] = {
-    "args": (lambda x: isinstance(x, PPOConfig), "pass a PPOConfig, which takes the fields of TrainingArguments"),
-    "processing_class": (
-        lambda x: isinstance(x, PreTrainedTokenizerBase),
-        "pass a tokenizer, such as AutoTokenizer's or a processor's",
-    ),
-    "peft_config": (
-        lambda x: isinstance(x, PeftConfig),
-        "pass a configuration of PEFT, such as LoraConfig(r=8, target_modules='all-linear')",
-    ),
-    "callbacks": (
-        lambda x: isinstance(x, list) and all(is_or_makes(each, TrainerCallback) for each in x),
-        "pass a list of TrainerCallbacks",
-    ),
-    "compute_metrics": (callable, "pass a function from an EvalPrediction to a dictionary of metrics"),
-    "reward_processing_classes": (
-        lambda x: all(
-            isinstance(each, PreTrainedTokenizerBase | None) for each in (x if isinstance(x, list | tuple) else [x])
-        ),
-        "pass a tokenizer, or a list with a tokenizer or None for each reward function",
-    ),
-    "tools": (lambda x: isinstance(x, Iterable) and not isinstance(x, str), "pass a list of functions"),
-    "quantization_config": (
-        lambda x: isinstance(x, dict | QuantizationConfigMixin),
-        "pass a configuration of transformers, such as BitsAndBytesConfig(load_in_4bit=True)",
-    ),
+ARGUMENTS: dict[str, tuple[Any, str]] = {
+    "args": (PPOConfig, "pass a PPOConfig, which takes the fields of TrainingArguments"),
+    "processing_class": (PreTrainedTokenizerBase, "pass a tokenizer, such as AutoTokenizer's or a processor's"),
+    "peft_config": (PeftConfig, "pass a configuration of PEFT, such as LoraConfig(target_modules='all-linear')"),
+    "callbacks": (list, "pass a list of TrainerCallbacks"),
+    "tools": (Iterable, "pass a list of functions"),
+    "reward_processing_classes": (PreTrainedTokenizerBase | list | tuple, "pass a tokenizer, or a list of them"),
+    "compute_metrics": (Callable, "pass a function from an EvalPrediction to a dictionary of metrics"),
 }
+
+Parameters = ParamSpec("Parameters")
 
 
 def check_types(**given: object) -> None:
     """Raise TypeError if an argument has the wrong type; the error shows its value and the right type."""
-    for name, (is_right, advice) in ARGUMENTS.items():
-        value = given[name]
-        if value is not None and not is_right(value):
-            raise TypeError(f"{name}={value!r:.200} cannot be used; {advice}")
+    for name, (kind, advice) in ARGUMENTS.items():
+        if not isinstance(given[name], (kind, NoneType)):
+            raise TypeError(f"{name}={given[name]!r:.200} cannot be used; {advice}")
 
 
-def is_or_makes(x: object, kind: type) -> bool:
-    """Return whether x is an instance of a class, or a class of such instances."""
-    return isinstance(x, kind) or (isinstance(x, type) and issubclass(x, kind))
+def checks_keywords(init: Callable[Parameters, None]) -> Callable[Parameters, None]:
+    """Decorate `__init__` of a trainer: one error names all unknown keywords, each with an explanation."""
+    known = list(inspect.signature(init).parameters)
+
+    @wraps(init)
+    def checked(*args: Parameters.args, **kwargs: Parameters.kwargs) -> None:
+        unknown = {name: explain_keyword(name, known, PPOConfig) for name in kwargs if name not in known}
+        owner = init.__qualname__.partition(".")[0]
+        refuse(f"{owner} has no argument", unknown, "lists the fields of its args")
+        init(*args, **kwargs)
+
+    return checked
 
 
 def check_candidates(prompts: object, args: PPOConfig, agents: Agents | None) -> None:
-    """Raise if a dataset has fewer prompts than a rollout looks at; an environment makes new ones of each.
+    """Raise ValueError if the dataset has fewer prompts than one rollout considers.
 
-    Raises:
-        ValueError: it has.
+    Environments make new prompts of each, so they are exempt.
     """
     looked_at = args.prompt_candidates * args.prompts_per_process * args.world_size
     resets = agents is not None and agents.has_environments
@@ -91,9 +84,7 @@ def check_output_folder(sources: list[tuple[str, object]], args: PPOConfig) -> N
         ValueError: the output folder contains one.
     """
     output_dir = Path(str(args.output_dir)).resolve()
-    for name, source in sources:
-        if not isinstance(source, str) or not source or not Path(source).is_dir():
-            continue
+    for name, source in [(name, x) for name, x in sources if isinstance(x, str) and x and Path(x).is_dir()]:
         folder = Path(source).resolve()
         inside = output_dir in folder.parents and folder.relative_to(output_dir).parts[0]
         if folder == output_dir or (inside and inside.startswith(PREFIX_CHECKPOINT_DIR)):
@@ -112,12 +103,9 @@ def check_ids(model: PreTrainedModel | PeftModel, prompts: dict[str, Prompts], s
         ValueError: a token id is outside the model's vocabulary.
     """
     size = cast(nn.Embedding, model.get_input_embeddings()).weight.shape[0]
-    suspects = dict(special)
-    for name, some in prompts.items():
-        if not some.longest:  # environments write these prompts
-            continue
-        suspects[name] = [int(some.tokens.max())]
-    for where, ids in suspects.items():
+    # Where environments write the prompts, the dataset has no tokens.
+    of_prompts = {name: [int(some.tokens.max())] for name, some in prompts.items() if some.longest}
+    for where, ids in {**special, **of_prompts}.items():
         if max(ids) >= size:
             raise ValueError(
                 f"{where} has token id {max(ids)}, but the model's {size} token ids end at {size - 1}; give its own "
@@ -161,8 +149,6 @@ def check_calls(rewards: RewardFunctions, prompts: dict[str, Prompts], agents: A
             raise ValueError(
                 f"{dataset} has a column {shadowed[0]!r}, which reward functions get from the trainer; rename it"
             )
-        if from_episodes and "self" in some.rows.column_names:
-            raise ValueError(f"{dataset} has a column 'self', the name of an argument of reset; rename it")
         check_conversations(name, func, dataset, some)
         columns = {*RESERVED_COLUMNS, *from_episodes, "completion_ids", *some[0][0]} - {"prompt", "completion"}
         called = func.func if isinstance(func, RewardWrapper) else func
@@ -180,8 +166,6 @@ def check_calls(rewards: RewardFunctions, prompts: dict[str, Prompts], agents: A
                 f"reward function {name!r} cannot be called for {dataset}: {error}; it gets "
                 f"{', '.join(sorted(columns))} by keyword: name the ones it needs, and accept **kwargs"
             ) from error
-        except ValueError:  # some builtins have no signature
-            continue
 
 
 def check_lengths(name: str, model: PreTrainedModel | PeftModel, longest: int, args: PPOConfig) -> None:

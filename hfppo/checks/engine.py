@@ -9,17 +9,17 @@ from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from accelerate.utils import DistributedType
 from torch.distributed import get_world_size, is_initialized
 from torch.distributed.fsdp import StateDictType
-from transformers.debug_utils import DebugOption
 
 from hfppo.config import PPOConfig
 from hfppo.models.actor_critic import ActorCritic
 from hfppo.rewards.model import RewardAdapter
 from hfppo.rewards.reward_func import RewardFunc, unwrap
 
-ONE_ALONE = ("critic_warmup", "critic_pretraining_completions")
+# With these some steps train only the actor or only the critic.
+ONE_ALONE = ("critic_warmup", "critic_pretraining_completions", "num_critic_epochs")
 
 
 def check_engine(
@@ -42,35 +42,40 @@ def check_engine(
             f"the launcher started {started} processes, but Trainer connects only {args.world_size}; on CPUs set "
             "use_cpu=True"
         )
-    kind = accelerator.distributed_type
-    deepspeed = accelerator.state.deepspeed_plugin if kind == DistributedType.DEEPSPEED else None
-    if kind == DistributedType.FSDP:
+    if "underflow_overflow" in args.debug:
+        raise ValueError("debug='underflow_overflow' cannot read masks; leave it out: NonFiniteError names the row")
+    if torch.__future__.get_overwrite_module_params_on_conversion():
+        raise ValueError(
+            "torch.__future__.set_overwrite_module_params_on_conversion(True) replaces weights that the optimizer and "
+            "the critic share; set it to False"
+        )
+    if accelerator.distributed_type == DistributedType.FSDP:
         check_fsdp(accelerator, model, args)
-    if kind == DistributedType.FSDP or (deepspeed is not None and deepspeed.zero_stage == 3):
-        check_whole("FSDP2" if deepspeed is None else "ZeRO-3", model, reward_funcs, args)
-    if deepspeed is not None:
-        check_deepspeed(deepspeed.deepspeed_config, args)
-    is_ddp = args.world_size > 1 and kind not in (DistributedType.FSDP, DistributedType.DEEPSPEED)
-    for problem, is_there in problems_of_torch(args, is_ddp).items():
-        if is_there:
-            raise ValueError(problem)
+        check_whole("FSDP2", model, reward_funcs, args)
+    elif accelerator.distributed_type == DistributedType.DEEPSPEED:
+        plugin = accelerator.state.deepspeed_plugin
+        if plugin.zero_stage == 3:
+            check_whole("ZeRO-3", model, reward_funcs, args)
+        check_deepspeed(plugin.deepspeed_config, args)
+    elif args.world_size > 1:
+        check_ddp(args)
 
 
-def problems_of_torch(args: PPOConfig, is_ddp: bool) -> dict[str, bool]:
-    """Return settings with which torch fails after the first rollout or trains nothing, and whether they are made."""
-    alone = [name for name in steps_of_one(args) if not name.startswith("critic_warmup")]  # it passes both
+def check_ddp(args: PPOConfig) -> None:
+    """Raise ValueError for settings with which DDP fails after the first rollout."""
+    # During the warmup the actor's loss has weight 0, so DDP still sees its gradients.
+    alone = [name for name in steps_of_one(args) if not name.startswith("critic_warmup")]
     finds = args.ddp_find_unused_parameters is not False
-    checkpointing = cast(dict[str, Any], args.gradient_checkpointing_kwargs or {})
-    reads_masks = DebugOption.UNDERFLOW_OVERFLOW in args.debug
-    return {
-        f"{[*alone, ''][0]} leaves some weights without gradients, and DDP waits for them with "
-        "ddp_find_unused_parameters=False; set ddp_find_unused_parameters=True": is_ddp and bool(alone) and not finds,
-        "use_reentrant=True of activation_checkpointing_kwargs computes a gradient in several backward passes, and "
-        "DDP takes one; set it to False": is_ddp and finds and bool(checkpointing.get("use_reentrant")),
-        "debug='underflow_overflow' cannot read masks; leave it out: a NonFiniteError names the row": reads_masks,
-        "torch.__future__.set_overwrite_module_params_on_conversion(True) replaces weights that the optimizer and "
-        "the critic share; set it to False": torch.__future__.get_overwrite_module_params_on_conversion(),
-    }
+    if alone and not finds:
+        raise ValueError(
+            f"{alone[0]} leaves some weights without gradients, and DDP waits for them with "
+            "ddp_find_unused_parameters=False; set ddp_find_unused_parameters=True"
+        )
+    if finds and cast(dict[str, Any], args.gradient_checkpointing_kwargs or {}).get("use_reentrant"):
+        raise ValueError(
+            "use_reentrant=True of activation_checkpointing_kwargs computes a gradient in several backward passes, "
+            "and DDP takes one; set it to False"
+        )
 
 
 def check_whole(engine: str, model: ActorCritic, reward_funcs: list[RewardFunc], args: PPOConfig) -> None:
@@ -121,34 +126,29 @@ def check_fsdp(accelerator: Accelerator, model: ActorCritic, args: PPOConfig) ->
         raise ValueError(
             "FSDP2 cannot shard trainable_token_indices; leave it out of peft_config, or use DDP or ZeRO-2"
         )
-    for setting, off in steps_of_one(args).items():
-        raise ValueError(
-            f"with {setting} some steps train only the actor or the critic, but FSDP2 cannot load a checkpoint "
-            f"lacking the other's optimizer state; set {off}, or use DDP"
-        )
-    critic = model.critic
-    if critic is not None and args.vf_coef == 0:
+    if model.critic is not None and args.vf_coef == 0:
         raise ValueError(
             "vf_coef=0 freezes the critic, but FSDP2 cannot load a checkpoint lacking its optimizer state; use an "
             "advantage_estimator without a critic, or DDP"
         )
-    keep_float32(plugin)
+    check_steps(args, "FSDP2 cannot load a checkpoint lacking the other's optimizer state")
+    if plugin.mixed_precision_policy is not None:  # accelerate's rounds the outputs and the sums of gradients
+        policy = replace(plugin.mixed_precision_policy, output_dtype=None, reduce_dtype=torch.float32)
+        plugin.mixed_precision_policy = policy
 
 
-def steps_of_one(args: PPOConfig) -> dict[str, str]:
-    """Return the settings that make some steps train only the actor or only the critic, each with its remedy."""
-    found = {f"{name}={getattr(args, name)}": f"{name}=0" for name in ONE_ALONE if getattr(args, name)}
-    if args.critic_epochs != args.num_ppo_epochs:
-        found[f"num_critic_epochs={args.num_critic_epochs}"] = f"num_critic_epochs={args.num_ppo_epochs}"
-    return found
-
-
-def keep_float32(plugin: FullyShardedDataParallelPlugin) -> None:
-    """Keep the model's outputs and the sums of gradients in float32, which accelerate's policy would round."""
-    if plugin.mixed_precision_policy is not None:
-        plugin.mixed_precision_policy = replace(
-            plugin.mixed_precision_policy, output_dtype=None, reduce_dtype=torch.float32
+def check_steps(args: PPOConfig, problem: str) -> None:
+    """Raise ValueError if some steps train only the actor or only the critic, which is a problem of the engine."""
+    if alone := steps_of_one(args):
+        raise ValueError(
+            f"with {alone[0]} some steps train only the actor or the critic, but {problem}; leave it out, or use DDP"
         )
+
+
+def steps_of_one(args: PPOConfig) -> list[str]:
+    """Return the settings that make some steps train only the actor or only the critic."""
+    names = ONE_ALONE if args.critic_epochs != args.num_ppo_epochs else ONE_ALONE[:2]
+    return [f"{name}={getattr(args, name)}" for name in names if getattr(args, name)]
 
 
 def check_deepspeed(config: dict, args: PPOConfig) -> None:
@@ -164,19 +164,11 @@ def check_deepspeed(config: dict, args: PPOConfig) -> None:
             "max_tokens_per_micro_batch needs DDP or FSDP2; with DeepSpeed, lower per_device_train_batch_size and "
             "raise gradient_accumulation_steps instead"
         )
-    for setting, off in steps_of_one(args).items():
-        raise ValueError(
-            f"with {setting} some steps train only the actor or the critic, but DeepSpeed's optimizer would change "
-            f"the other's weights by weight decay and momentum; set {off}, or use DDP"
-        )
+    check_steps(args, "DeepSpeed's optimizer would change the other's weights by weight decay and momentum")
     if "optimizer" in config:
         raise ValueError(
             "DeepSpeed's config has an optimizer, which ignores critic_learning_rate and the callbacks' events; "
             "leave it out, and set optim and learning_rate"
-        )
-    if not config.get("zero_optimization", {}).get("compute_grad_norm", True):
-        raise ValueError(
-            "compute_grad_norm=False in DeepSpeed's config hides gradients that are not finite; leave it out"
         )
     clips_at = config.get("gradient_clipping", "auto")
     max_grad_norm = args.max_grad_norm if math.isfinite(args.max_grad_norm) else 0.0  # no clipping

@@ -341,9 +341,10 @@ def warn_of_hidden(samples: Sequence[Sample], tokenizer: PreTrainedTokenizerBase
     for sample in samples:
         within = zip(sample.ids, sample.sampled, sample.sampled[1:], strict=False)
         inside |= {token for token, sampled, goes_on in within if sampled and goes_on}
-    ids = sorted(inside)
-    for number, shown in zip(ids, tokenizer.batch_decode([[n] for n in ids], skip_special_tokens=True), strict=True):
-        if not shown and (token := str(tokenizer.decode([number]))) and token not in usual and token not in text:
+    for number in sorted(inside):
+        if tokenizer.decode([number], skip_special_tokens=True):
+            continue
+        if (token := str(tokenizer.decode([number]))) and token not in usual and token not in text:
             logger.warning_once(
                 "the policy samples %r, which the text for reward functions leaves out because it is a special token "
                 "of the tokenizer; look for it in completion_ids",

@@ -3,46 +3,20 @@
 import json
 import logging
 import math
-import re
-import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, Field, dataclass, fields
+from dataclasses import MISSING, Field, fields
 from enum import Enum
 from types import NoneType
-from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import numpy as np
-from transformers import SchedulerType, TrainingArguments
-from transformers.integrations import INTEGRATION_TO_CALLBACK
-from transformers.training_args import OptimizerNames
+from transformers import TrainingArguments
 
 from hfppo.functional import estimator_needs
-from hfppo.support.secrets import find_secret, is_secret
+from hfppo.support.secrets import find_secret
 
 logger = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True)
-class Requirement:
-    """A condition on a number and its error text; NaN is rejected earlier."""
-
-    text: str
-    is_met: Callable[[float], bool]
-
-
-AT_LEAST_0 = Requirement("at least 0", lambda x: x >= 0)
-AT_LEAST_1 = Requirement("at least 1", lambda x: x >= 1)
-SEED = Requirement("in [0, 2**32 − 1], NumPy's seeds", lambda x: 0 <= x < 2**32)
-
-# Requirements on fields of TrainingArguments; PPOConfig's own are in its annotations.
-INHERITED_REQUIREMENTS = {
-    "per_device_train_batch_size": AT_LEAST_1,
-    "per_device_eval_batch_size": AT_LEAST_1,
-    "gradient_accumulation_steps": AT_LEAST_1,
-    "learning_rate": AT_LEAST_0,
-    "max_grad_norm": AT_LEAST_0,
-    "seed": SEED,
-}
 
 # The keys of `generation_kwargs`, with the type, condition and description of their lists' entries.
 STOPS: dict[str, tuple[type, Callable[..., bool], str]] = {
@@ -69,12 +43,13 @@ def is_number(x: object) -> bool:
     return isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x)
 
 
-TYPES: dict[object, tuple[Callable[..., bool], str]] = {
-    bool: (lambda x: isinstance(x, bool), "must be True or False"),
-    int: (lambda x: isinstance(x, int) and not isinstance(x, bool), "must be a whole number"),
-    float: (is_number, "must be a finite number"),
-    list[float]: (lambda x: isinstance(x, list | tuple) and all(map(is_number, x)), "must be a list of numbers"),
-    dict[str, Any] | str: (lambda x: isinstance(read_json(x), dict), "must be a dictionary, or JSON of one"),
+# What values of a type must be, and how the error says so.
+TYPES: dict[object, tuple[Callable[[Any], bool], str]] = {
+    bool: (lambda x: isinstance(x, bool), "True or False"),
+    int: (lambda x: isinstance(x, int) and not isinstance(x, bool), "a whole number"),
+    float: (is_number, "a finite number"),
+    list[float]: (lambda x: isinstance(x, list | tuple) and all(map(is_number, x)), "a list of numbers"),
+    dict[str, Any] | str: (lambda x: isinstance(read_json(x), dict), "a dictionary, or JSON of one"),
 }
 
 # Fields of TrainingArguments that break PPO, with the reason and a remedy; only their defaults are allowed.
@@ -103,15 +78,17 @@ UNREAD_FIELDS = (
 )  # fmt: skip
 
 
-def check_fields(args: TrainingArguments) -> None:
+def check_fields(args: TrainingArguments, inherited: Mapping[str, object]) -> None:
     """Check types, ranges and choices before TrainingArguments uses the values.
 
     NumPy's scalars become Python's. The texts "None" and "null" become None where a command line has no other way.
 
+    Args:
+        inherited: types with ranges for fields of TrainingArguments.
     Raises:
         ValueError: values have the wrong type, are out of range, or are not among the choices; names all of them.
     """
-    hints = get_type_hints(type(args), include_extras=True)  # HfArgumentParser writes other types into the fields
+    hints = {**get_type_hints(type(args), include_extras=True), **inherited}  # HfArgumentParser changes `f.type`
     plain = get_type_hints(type(args))
     wrong: list[str] = []
     for f in fields(args):
@@ -121,44 +98,32 @@ def check_fields(args: TrainingArguments) -> None:
         if kind in TEXT_OR_NONE and value in ("None", "none", "null"):
             value = None
         setattr(args, f.name, value)
-        if value is None and (f.default is None or NoneType in get_args(kind)):
-            continue
-        if f.name == "fsdp_config":  # may be the path of a file
-            continue
-        if (fault := find_fault(f, value, kind, hints[f.name])) is not None:
-            wrong.append(fault)
+        is_unset = value is None and (f.default is None or NoneType in get_args(kind))
+        if not is_unset and f.name != "fsdp_config":  # which may be the path of a file
+            wrong += find_fault(f, value, kind, hints[f.name])
     if wrong:
         raise ValueError("\n  ".join(wrong if len(wrong) == 1 else [f"{len(wrong)} fields have wrong values", *wrong]))
 
 
-def find_fault(f: Field[Any], value: object, kind: object, hint: object) -> str | None:
-    """Return the error for a field's value; None for a right one."""
+def find_fault(f: Field[Any], value: Any, kind: object, hint: object) -> list[str]:
+    """Return a line for a field's value unless it is right: its type, then its choices, then its range."""
     for wanted, (is_met, demand) in TYPES.items():
         if kind in (wanted, wanted | None) and not is_met(value):  # type: ignore[operator]
-            is_number_in_text = wanted is float and re.fullmatch(r"[\d.+-]+e[+-]?\d+", str(value), re.IGNORECASE)
+            is_number_in_text = wanted is float and isinstance(value, str) and value[:1].isdigit()
             advice = "; YAML reads 1e-5 as text, so write 1.0e-5" if is_number_in_text else ""
-            return f"{f.name}={value!r} {demand}{advice}"
-    choices = choices_of(kind) or f.metadata.get("choices")
-    if choices and value not in choices:
-        return f"{f.name}={value!r} is unknown; choose from {', '.join(choices)}"
-    for requirement in requirements(f.name, hint):
-        if not requirement.is_met(cast(float, value)):
-            return f"{f.name}={value!r} must be {requirement.text}"
-    return None
+            return [f"{f.name}={value!r} must be {demand}{advice}"]
+    if (choices := choices_of(kind) or f.metadata.get("choices")) and value not in choices:
+        return [f"{f.name}={value!r} is unknown; choose from {', '.join(choices)}"]
+    ranges = [part.__metadata__ for part in (hint, *get_args(hint)) if get_origin(part) is Annotated]
+    return [f"{f.name}={value!r} must be {text}" for text, is_met in ranges if not is_met(value)]
 
 
 def choices_of(kind: object) -> tuple[str, ...]:
-    """Return the values of a Literal, an Enum, or an Enum in a Union; nothing for other types."""
+    """Return the values of a Literal, or of an Enum in a Union; nothing for other types."""
     if get_origin(kind) is Literal:
         return get_args(kind)
-    enums = [part for part in (kind, *get_args(kind)) if isinstance(part, type) and issubclass(part, Enum)]
+    enums = [part for part in get_args(kind) if isinstance(part, type) and issubclass(part, Enum)]
     return tuple(member.value for enum in enums for member in enum)
-
-
-def requirements(name: str, hint: object) -> list[Requirement]:
-    """Return the requirements on a field, from its annotation or from INHERITED_REQUIREMENTS."""
-    annotated = [extra for part in (hint, *get_args(hint)) for extra in getattr(part, "__metadata__", ())]
-    return [*annotated, INHERITED_REQUIREMENTS[name]] if name in INHERITED_REQUIREMENTS else annotated
 
 
 def read_json(value: object) -> object:
@@ -179,15 +144,14 @@ def check_config(args: Any) -> None:
     check_combinations(args)
     check_losses(args)
     check_critic(args)
-    check_generation_kwargs(cast(dict, args.generation_kwargs or {}))
+    check_generation_kwargs(args.generation_kwargs or {})
     check_inherited(args)
 
 
 def check_secrets(args: TrainingArguments) -> None:
     """Raise ValueError if a setting other than `hub_token`, which TrainingArguments hides, contains a secret."""
-    settings = {f.name: getattr(args, f.name) for f in fields(args) if f.name != "hub_token"}
-    for name, value in settings.items():
-        if (place := name if is_secret(name, value) else find_secret(value, name)) is not None:
+    for name in [f.name for f in fields(args) if f.name != "hub_token"]:
+        if place := find_secret(name, getattr(args, name), name):
             raise ValueError(
                 f"{place} contains a secret, which checkpoints, the model card and trackers would show; leave it out. "
                 "Downloads use the token of `hf auth login` or HF_TOKEN, pushes use hub_token; a reward function can "
@@ -210,10 +174,9 @@ def check_combinations(args: Any) -> None:
             f"into groups of num_generations={args.num_generations}; choose sizes that divide"
         )
     if args.kl_loss_coef and args.kl_estimator == "k1":
-        warnings.warn(
+        logger.warning(
             "kl_estimator='k1' has a gradient of zero mean as a loss: it adds noise and restrains nothing. "
-            "Use k2, k3 or k1+, whose gradient is that of k2.",
-            stacklevel=5,  # the line that makes the configuration
+            "Use k2, k3 or k1+, whose gradient is that of k2."
         )
     needs = [estimator_needs(args.advantage_estimator, needed) for needed in ("values", "groups")]
     if args.prompt_candidates > 1 and not any(needs):
@@ -280,7 +243,7 @@ def check_generation_kwargs(kwargs: Mapping[str, object]) -> None:
             raise ValueError(f"generation_kwargs={kwargs!r}: {name} must be a list of {described}, at least one")
 
 
-def check_inherited(args: TrainingArguments) -> None:
+def check_inherited(args: Any) -> None:
     """Raise ValueError if an inherited field breaks PPO, and warn of fields that PPO does not read."""
     changed = {f.name: value for f in fields(args) if (value := getattr(args, f.name)) != default_of(f)}
     for name, reason in UNUSABLE_FIELDS.items():
@@ -288,19 +251,16 @@ def check_inherited(args: TrainingArguments) -> None:
             raise ValueError(f"{name}={changed[name]!r} cannot be used with PPO: {reason}")
     if unread := [f"{name}={changed[name]!r}" for name in UNREAD_FIELDS if name in changed]:
         logger.warning("PPO does not read %s", ", ".join(unread))
-    if any(name not in INTEGRATION_TO_CALLBACK for name in args.report_to):
-        known = ", ".join(INTEGRATION_TO_CALLBACK)
-        raise ValueError(f"report_to={args.report_to!r} is unknown; choose 'none', 'all', or some of {known}")
     if args.optim.startswith("schedule_free"):
         raise ValueError(
-            f"optim={OptimizerNames(args.optim).value!r} trains weights whose average is the result, but "
+            f"optim={args.optim.value!r} trains weights whose average is the result, but "
             "completions, evaluations and checkpoints would use the weights before averaging; set "
             "optim='adamw_torch', and lr_scheduler_type='constant' for a run without a schedule"
         )
     by_reward = args.lr_scheduler_type in METRIC_SCHEDULERS and args.greater_is_better
-    if by_reward and cast(dict[str, object], args.lr_scheduler_kwargs or {}).get("mode") != "max":
+    if by_reward and (args.lr_scheduler_kwargs or {}).get("mode") != "max":
         raise ValueError(
-            f"lr_scheduler_type={SchedulerType(args.lr_scheduler_type).value!r} lowers the learning rate unless "
+            f"lr_scheduler_type={args.lr_scheduler_type.value!r} lowers the learning rate unless "
             f"{args.metric_for_best_model} falls, but higher is better; set lr_scheduler_kwargs={{'mode': 'max'}}"
         )
     if args.enable_jit_checkpoint and args.world_size > 1:

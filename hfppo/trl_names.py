@@ -1,15 +1,13 @@
 """The names that other trainers have for fields and arguments: translated, or explained in one error."""
 
-import inspect
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from difflib import get_close_matches
-from functools import wraps
-from typing import Any, ParamSpec
+from typing import Any
 
-from hfppo.checks.config import UNREAD_FIELDS, UNUSABLE_FIELDS, default_of, read_json
+from hfppo.config_checks import UNREAD_FIELDS, UNUSABLE_FIELDS, default_of, read_json
 
 logger = logging.getLogger(__name__)
 
@@ -139,26 +137,17 @@ TRANSLATED: dict[str, tuple[str, Callable[[Any, Fields], Fields | None]]] = {
 }
 
 
-# Arguments of TRL's trainers and of Trainer that PPOTrainer lacks.
+# Arguments of TRL's trainers and of Trainer that people pass and PPOTrainer lacks.
 ARGUMENTS = {
     "reward_model": "here reward_funcs, which takes reward models as well as functions",
-    "reward_fn": "here reward_funcs",
     "value_model": "here critic",
     "tokenizer": "here processing_class",
-    "config": "here args",
-    "dataset": "here train_dataset",
-    "policy": "here model",
-    "ref_policy": "here ref_model",
     "rollout_func": "here environment_factory, or a subclass with its own create_sampler",
     "data_collator": "the rollouts are the batches",
     "model_init": "here model",
     "compute_loss_func": "a subclass may add to the loss, see docs/extending.md",
-    "optimizer_cls_and_kwargs": "here optim and optim_args of args",
     "optimizers": "here optim and optim_args of args; a subclass may override create_optimizer",
-    "preprocess_logits_for_metrics": "compute_metrics gets completions, and no logits are kept",
 }
-
-Parameters = ParamSpec("Parameters")
 
 
 def translate_names(cls: type, given: Fields, others: Iterable[str] = ()) -> dict[str, Any]:
@@ -166,7 +155,7 @@ def translate_names(cls: type, given: Fields, others: Iterable[str] = ()) -> dic
 
     Args:
         given: fields by their names here or in TRL.
-        others: names that exist elsewhere.
+        others: names that exist elsewhere, such as other arguments of a script.
     Raises:
         TypeError: fields that do not exist, or values of TRL's fields without a counterpart; names all of them.
         ValueError: two names give a field different values.
@@ -205,28 +194,6 @@ def fields_here(name: str, value: object, given: Fields) -> Fields | None:
         return TRANSLATED[name][1](value, given)
     except (KeyError, TypeError, AttributeError, ArithmeticError):  # an unknown name, or a value that does not fit
         return None
-
-
-def checks_keywords(config: type) -> Callable[[Callable[Parameters, None]], Callable[Parameters, None]]:
-    """Return a decorator for `__init__` that raises one error for all unknown keywords, each with an explanation.
-
-    Args:
-        config: the dataclass of the argument `args`; its fields are often passed as arguments by mistake.
-    """
-
-    def decorate(init: Callable[Parameters, None]) -> Callable[Parameters, None]:
-        known = list(inspect.signature(init).parameters)
-
-        @wraps(init)
-        def checked(*args: Parameters.args, **kwargs: Parameters.kwargs) -> None:
-            unknown = {name: explain_keyword(name, known, config) for name in kwargs if name not in known}
-            owner = init.__qualname__.partition(".")[0]
-            refuse(f"{owner} has no argument", unknown, "lists the fields of its args")
-            init(*args, **kwargs)
-
-        return checked
-
-    return decorate
 
 
 def refuse(subject: str, unknown: Mapping[str, str], lists: str) -> None:
