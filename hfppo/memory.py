@@ -339,29 +339,21 @@ def main() -> None:
             with open(file, encoding="utf-8") as lines:
                 given = {name: value for name, value in yaml.safe_load(lines).items() if name in names}
             parser.set_defaults(model=given.pop("model_name_or_path", None), **given)
-        setup, options, unknown = parser.parse_args_into_dataclasses(return_remaining_strings=True)
-        if unknown:
-            parser.error(f"unknown arguments: {' '.join(unknown)}")
+        setup, options = parser.parse_args_into_dataclasses()
         if options.model is None:
             parser.error("--model is missing: give the id or path of a model")
-    except (OSError, ValueError) as error:
-        parser.error(f"{' '.join(sys.argv[1:])}: {error}")
-    try:
         config = AutoConfig.from_pretrained(options.model, **NO_CODE)
     except (OSError, ValueError) as error:
-        parser.exit(
-            2,
-            f"--model {options.model} cannot be read; without the Hub, give a folder with its config.json: {error}\n",
-        )
-    if options.card is None:
-        print(report(estimate(config, setup), setup))
-    elif (found := make_fit(config, setup, options.card)) is None:
-        print(report(estimate(config, setup), setup))
-        print(f"\nDoes not fit {options.card:g} GB: take shorter completions, critic='shared' or a smaller base.")
-    else:
-        changed = {name: x for name, x in vars(found[0]).items() if x != getattr(setup, name) or name == ROWS}
+        parser.error(f"{' '.join(sys.argv[1:])}: {error}")
+    found = None if options.card is None else make_fit(config, setup, options.card)
+    fitting, peaks = found or (setup, estimate(config, setup))
+    print(report(peaks, fitting))
+    if found is not None:
+        changed = {name: x for name, x in vars(fitting).items() if x != getattr(setup, name) or name == ROWS}
         settings = "".join(f" --{name} {value}" for name, value in changed.items())
-        print(f"{report(found[1], found[0])}\n\nFits {options.card:g} GB with{settings}.")
+        print(f"\nFits {options.card:g} GB with{settings}.")
+    elif options.card is not None:
+        print(f"\nDoes not fit {options.card:g} GB: take shorter completions, critic='shared' or a smaller base.")
 
 
 if __name__ == "__main__":

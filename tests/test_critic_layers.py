@@ -360,7 +360,7 @@ def test_a_saved_critic_tells_its_layers(make_trainer, tmp_path):
     again = make_trainer({"critic_layers": 1, "output_dir": str(tmp_path / "next")}, model=deep(), critic=folder)
     values = again.model(rollout.prompt_ids.new_ones(1, 9), torch.ones(1, 9), torch.ones(1, 4).bool()).values
     assert values.abs().max() > 0
-    with pytest.raises(ValueError, match="contains a critic with layers=1, but this run's critic has None"):
+    with pytest.raises(ValueError, match=r"contains a critic with .*layers"):
         make_trainer({"output_dir": str(tmp_path / "other")}, model=deep(), critic=folder)
 
 

@@ -262,11 +262,8 @@ def test_qwen_fits_a_card_of_24_gb(shape, flags, tmp_path, monkeypatch, capsys):
     ("flags", "message"),
     [
         (["--card", "24"], "--model is missing"),
-        (
-            ["--model", "out/no-such-folder"],
-            "^--model out/no-such-folder cannot be read; .* a folder with its config.json: ",
-        ),
-        (["Qwen/Qwen3-0.6B", "--modle", "x"], "error: unknown arguments: Qwen/Qwen3-0.6B --modle x"),
+        (["--model", "out/no-such-folder"], "error: --model out/no-such-folder: "),
+        (["--model", "x", "--modle", "y"], "error: .*--modle"),
         (["--config", "no-such-file.yaml"], "error: .*no-such-file.yaml"),
     ],
 )

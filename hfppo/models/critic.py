@@ -113,7 +113,7 @@ class Critic(nn.Module):
         """Return the names of the trainable parameters, which are saved."""
         return {name for name, parameter in self.named_parameters() if parameter.requires_grad}
 
-    def config(self) -> dict[str, object]:
+    def config(self) -> dict[str, Any]:
         """Return the configuration that is saved next to the weights and compared when they are loaded."""
         adapter = describe_adapter(self.trunk.active_peft_config) if isinstance(self.trunk, PeftModel) else None
         own = {"kind": self.kind, "base": self.base, "hidden_size": self.hidden_size, "peft_config": adapter}
@@ -129,14 +129,13 @@ class Critic(nn.Module):
             raise ValueError(
                 f"{folder} has no {CRITIC_WEIGHTS}, so it contains no critic; choose another folder or checkpoint"
             )
-        configs = json.loads((Path(folder) / CRITIC_CONFIG).read_text(encoding="utf-8")), self.config()
-        for name in ("kind", "hidden_size", "layers", "peft_config"):
-            its, ours = find_differences(*(without_places(config.get(name)) for config in configs))
-            if its != ours:
-                raise ValueError(
-                    f"{folder} contains a critic with {name}={its!r}, but this run's critic has {ours!r}; use the "
-                    "critic, critic_layers and peft_config it was trained with"
-                )
+        saved = json.loads((Path(folder) / CRITIC_CONFIG).read_text(encoding="utf-8"))
+        its, ours = find_differences(comparable(saved), comparable(self.config()))
+        if its != ours:
+            raise ValueError(
+                f"{folder} contains a critic with {its}, but this run's critic has {ours}; use the critic, "
+                "critic_layers and peft_config it was trained with"
+            )
         weights: dict[str, Any] = load_file(Path(folder) / CRITIC_WEIGHTS)
         if other := sorted(weights.keys() ^ self.trained_names()):
             raise ValueError(
@@ -148,9 +147,10 @@ class Critic(nn.Module):
         set_model_state_dict(self, weights, options=options)
 
 
-def without_places(value: object) -> object:
-    """Remove the fields in `PLACES` from an adapter's description; return any other value unchanged."""
-    return {name: x for name, x in value.items() if name not in PLACES} if isinstance(value, dict) else value
+def comparable(config: dict[str, Any]) -> dict[str, object]:
+    """Return a critic's configuration without its base's name and without the adapter's `PLACES`."""
+    adapter = config["peft_config"] or {}
+    return {**config, "base": None, "peft_config": {name: x for name, x in adapter.items() if name not in PLACES}}
 
 
 @dataclass(frozen=True)
