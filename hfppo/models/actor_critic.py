@@ -265,35 +265,24 @@ class ActorCritic(PeftModelForCausalLM):
         self.activation_checkpointing_enable(gradient_checkpointing_kwargs, **more)
 
     def save_pretrained(
-        self,
-        save_directory: str,
-        is_main_process: bool = True,
-        state_dict: dict[str, Tensor] | None = None,
-        **kwargs: Any,
+        self, save_directory: str, is_main_process: bool = True, state_dict: Any = None, **kwargs: Any
     ) -> None:
         """Write a plain PEFT adapter, and the critic into the subfolder `critic/`."""
         state_dict = self.state_dict() if state_dict is None else state_dict
-        self.save_adapter(save_directory, is_main_process, state_dict, **kwargs)
+        self.save_adapter(save_directory, state_dict, is_main_process=is_main_process, **kwargs)
         if self.critic is not None and is_main_process:
             of_critic = {
                 name.removeprefix("critic."): x for name, x in state_dict.items() if name.startswith("critic.")
             }
             self.critic.save(Path(save_directory) / CRITIC_FOLDER, of_critic)
 
-    def save_adapter(
-        self,
-        folder: str,
-        is_main_process: bool = True,
-        state_dict: dict[str, Tensor] | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def save_adapter(self, folder: str, state_dict: dict[str, Tensor] | None = None, **kwargs: Any) -> None:
         """Write the actor as a plain PEFT adapter."""
         state_dict = self.state_dict() if state_dict is None else state_dict
         of_actor = {name: tensor for name, tensor in state_dict.items() if name.startswith("base_model.")}
         with self._actor_alone():
             super().save_pretrained(
                 folder,
-                is_main_process=is_main_process,
                 state_dict=of_actor,
                 selected_adapters=["default"],
                 # By itself PEFT asks the Hub each time, and misses a nested configuration's vocabulary.

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Unpack, cast
+from typing import Any, cast
 
 import torch
 from huggingface_hub import hf_hub_download
@@ -23,7 +23,6 @@ from hfppo.models.adapter_config import describe_adapter, find_differences
 from hfppo.models.layout import Layout, hidden_states, trunk_of
 from hfppo.models.loading import (
     NO_CODE,
-    HubOptions,
     adapter_config,
     check_placement,
     fit_to_model,
@@ -222,7 +221,7 @@ def find_critic(critic: str | PreTrainedModel | CriticSource, **init_kwargs: obj
     return CriticSource(model)
 
 
-def find_saved_critic(name: str, **options: Unpack[HubOptions]) -> Path | None:
+def find_saved_critic(name: str, **options: Any) -> Path | None:
     """Find a saved critic in this folder, in its `critic/`, or else in `critic/` of a repository of the Hub.
 
     Args:

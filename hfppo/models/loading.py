@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypedDict, Unpack, cast
+from typing import Any
 
 from peft import LoraConfig, PeftConfig, PeftModel, TaskType, load_peft_weights
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -123,17 +123,9 @@ def load_base_of(
     return base
 
 
-class HubOptions(TypedDict, total=False):
-    """The arguments of `from_pretrained` that a tokenizer or adapter takes as well."""
-
-    revision: str | None
-    token: str | bool | None
-    cache_dir: str | None
-
-
-def hub_options(init_kwargs: Mapping[str, object]) -> HubOptions:
-    """Return the `HubOptions` among the arguments of `from_pretrained`."""
-    return cast(HubOptions, {name: init_kwargs[name] for name in HubOptions.__annotations__ if name in init_kwargs})
+def hub_options(init_kwargs: Mapping[str, object]) -> dict[str, Any]:
+    """Return the arguments of `from_pretrained` that a tokenizer or adapter takes as well."""
+    return {name: x for name, x in init_kwargs.items() if name in ("revision", "token", "cache_dir")}
 
 
 def base_revision(adapter: str, config: PeftConfig, init_kwargs: Mapping[str, object]) -> str | None:
@@ -147,7 +139,7 @@ def base_revision(adapter: str, config: PeftConfig, init_kwargs: Mapping[str, ob
     return config.revision or (hub_options(init_kwargs).get("revision") if Path(adapter).is_dir() else None)
 
 
-def adapter_config(name: str, **options: Unpack[HubOptions]) -> PeftConfig | None:
+def adapter_config(name: str, **options: Any) -> PeftConfig | None:
     """Return the configuration of the adapter in a folder or, where there is no such folder, a repository of the Hub.
 
     None if there is no adapter.

@@ -62,7 +62,7 @@ def write_card(
         critic_folder=None if model.critic is None else CRITIC_FOLDER,
         source=trainer.hub_model_id or folder.absolute().name,
         chat=chat,
-        chat_options={option: repr(x) for option, x in (args.chat_template_kwargs or {}).items()},
+        chat_options={option: repr(x) for option, x in cast(dict, args.chat_template_kwargs or {}).items()},
         args=args,
         evaluations=evaluations,
         metrics=sorted({metric for evaluation in evaluations.values() for metric in evaluation} - {"step"}),
