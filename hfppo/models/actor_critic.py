@@ -27,6 +27,7 @@ from hfppo.models.critic import CRITIC_FOLDER, CriticSource, build_critic, find_
 from hfppo.models.layout import Layout, fits, lay_out, run_trunk, trunk_of
 from hfppo.models.loading import check_adapter, check_vocabulary, fit_to_model, keep_four_bits
 from hfppo.models.lower_layers import RecordingLayer, record_states
+from hfppo.models.modes import attributes
 from hfppo.models.output_head import Entropy, token_logprobs
 from hfppo.models.router_loss import router_coef, router_loss
 from hfppo.models.vocabulary import is_resized
@@ -154,18 +155,9 @@ class ActorCritic(PeftModelForCausalLM):
         """Whether the base's vocabulary has another size than in the base's folder or repository."""
         return is_resized(self.causal_lm, self.peft_config["default"].revision)
 
-    @contextmanager
-    def reference(self) -> Iterator[None]:
+    def reference(self) -> AbstractContextManager[None]:
         """Make `forward` compute log-probs of the reference policy inside the block."""
-        if self.ref_model is None:
-            with self.disable_adapter():
-                yield
-            return
-        self._as_reference = True
-        try:
-            yield
-        finally:
-            self._as_reference = False
+        return self.disable_adapter() if self.ref_model is None else attributes(self, _as_reference=True)
 
     def forward(
         self,
