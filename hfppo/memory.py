@@ -10,9 +10,10 @@ FakeTensorMode), and a tracker adds up the bytes of all storages that live at on
 import math
 import sys
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields, replace
+from functools import cache
 from typing import Any, Literal, cast
 
 import torch
@@ -30,6 +31,7 @@ from hfppo.models import output_head
 from hfppo.models.actor_critic import ActorCritic, Want
 from hfppo.models.critic import find_critic
 from hfppo.models.loading import NO_CODE
+from hfppo.models.modes import attributes
 
 NF4_BYTES = 0.5 + 4 / 64  # per weight: four bits, and a float32 scale for each block of 64
 ROWS = "local_rollout_forward_batch_size"  # a run on a GPU that leaves it out fills half of the free memory
@@ -215,18 +217,17 @@ def without_data(model: ActorCritic) -> ActorCritic:
     Token ids and masks are real tensors, since they decide what is computed; they are not counted.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    made: dict[Tensor, Tensor] = {}
+
+    @cache
+    def fake(tensor: Tensor) -> Tensor:
+        with mode:
+            made = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+        return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+
     for module in model.modules():
         own: list[dict[str, Any]] = [module._parameters, module._buffers]
         for tensors in own:
-            for name, tensor in tensors.items():
-                if tensor is None:
-                    continue
-                if tensor not in made:
-                    with mode:
-                        fake = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-                    made[tensor] = nn.Parameter(fake, tensor.requires_grad) if name in module._parameters else fake
-                tensors[name] = made[tensor]
+            tensors.update({name: fake(x) for name, x in tensors.items() if x is not None})
     return model
 
 
@@ -263,15 +264,10 @@ def sample(model: ActorCritic, setup: Setup) -> None:
     SeededChoice(torch.zeros(rows, 1, dtype=torch.float64), 1.0, lambda tokens: None)(ids, out.logits[:, -1])
 
 
-@contextmanager
-def chunks_of_a_gpu() -> Iterator[None]:
+def chunks_of_a_gpu() -> AbstractContextManager[None]:
     """Compute the output head in the chunks of a GPU inside the block, though the tensors are on the CPU."""
     before = output_head.tokens_at_once
-    output_head.tokens_at_once = lambda vocab_size, device: before(vocab_size, torch.device("cuda"))
-    try:
-        yield
-    finally:
-        output_head.tokens_at_once = before
+    return attributes(output_head, tokens_at_once=lambda vocab_size, _: before(vocab_size, torch.device("cuda")))
 
 
 def make_fit(config: PreTrainedConfig, setup: Setup, card: float) -> tuple[Setup, Peaks] | None:
@@ -339,29 +335,21 @@ def main() -> None:
             with open(file, encoding="utf-8") as lines:
                 given = {name: value for name, value in yaml.safe_load(lines).items() if name in names}
             parser.set_defaults(model=given.pop("model_name_or_path", None), **given)
-        setup, options, unknown = parser.parse_args_into_dataclasses(return_remaining_strings=True)
-        if unknown:
-            parser.error(f"unknown arguments: {' '.join(unknown)}")
+        setup, options = parser.parse_args_into_dataclasses()
         if options.model is None:
             parser.error("--model is missing: give the id or path of a model")
-    except (OSError, ValueError) as error:
-        parser.error(f"{' '.join(sys.argv[1:])}: {error}")
-    try:
         config = AutoConfig.from_pretrained(options.model, **NO_CODE)
     except (OSError, ValueError) as error:
-        parser.exit(
-            2,
-            f"--model {options.model} cannot be read; without the Hub, give a folder with its config.json: {error}\n",
-        )
-    if options.card is None:
-        print(report(estimate(config, setup), setup))
-    elif (found := make_fit(config, setup, options.card)) is None:
-        print(report(estimate(config, setup), setup))
-        print(f"\nDoes not fit {options.card:g} GB: take shorter completions, critic='shared' or a smaller base.")
-    else:
-        changed = {name: x for name, x in vars(found[0]).items() if x != getattr(setup, name) or name == ROWS}
+        parser.error(f"{' '.join(sys.argv[1:])}: {error}")
+    found = None if options.card is None else make_fit(config, setup, options.card)
+    fitting, peaks = found or (setup, estimate(config, setup))
+    print(report(peaks, fitting))
+    if found is not None:
+        changed = {name: x for name, x in vars(fitting).items() if x != getattr(setup, name) or name == ROWS}
         settings = "".join(f" --{name} {value}" for name, value in changed.items())
-        print(f"{report(found[1], found[0])}\n\nFits {options.card:g} GB with{settings}.")
+        print(f"\nFits {options.card:g} GB with{settings}.")
+    elif options.card is not None:
+        print(f"\nDoes not fit {options.card:g} GB: take shorter completions, critic='shared' or a smaller base.")
 
 
 if __name__ == "__main__":

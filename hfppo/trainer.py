@@ -63,8 +63,8 @@ from hfppo.models.output_checks import check_outputs
 from hfppo.parts import ModelSource, RewardSource, TrainerInputs, load_later_dataset, load_parts
 from hfppo.prompt_maker import DatasetPrompts
 from hfppo.reporting.card import write_card
-from hfppo.reporting.default_callbacks import with_default_callbacks
-from hfppo.reporting.progress import show_progress, show_resume
+from hfppo.reporting.default_callbacks import show_progress, with_default_callbacks
+from hfppo.reporting.progress import show_resume
 from hfppo.rollout import Rollout
 from hfppo.saving.crash_safe import CrashSafeTrainer
 from hfppo.state import SHUFFLE_STREAM, PPOState

@@ -360,7 +360,7 @@ def test_a_saved_critic_tells_its_layers(make_trainer, tmp_path):
     again = make_trainer({"critic_layers": 1, "output_dir": str(tmp_path / "next")}, model=deep(), critic=folder)
     values = again.model(rollout.prompt_ids.new_ones(1, 9), torch.ones(1, 9), torch.ones(1, 4).bool()).values
     assert values.abs().max() > 0
-    with pytest.raises(ValueError, match="contains a critic with layers=1, but this run's critic has None"):
+    with pytest.raises(ValueError, match=r"contains a critic with .*layers"):
         make_trainer({"output_dir": str(tmp_path / "other")}, model=deep(), critic=folder)
 
 
@@ -395,7 +395,7 @@ def test_what_cannot_start_from_the_base_is_refused(make_trainer, config, critic
 
 def test_top_layers_that_the_adapter_leaves_out_are_refused(make_trainer):
     config = LoraConfig(target_modules=["q_proj"], layers_to_transform=[0], task_type="CAUSAL_LM")
-    with pytest.raises(ValueError, match="critic_layers=1 leaves the critic no weight to train"):
+    with pytest.raises(ValueError, match="layers_to_transform"):
         make_trainer({"critic_layers": 1}, peft_config=config)
 
 

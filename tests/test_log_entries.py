@@ -71,7 +71,6 @@ def test_odd_values_of_metrics_and_logs_end_no_run(make_trainer, dataset, monkey
     if shown == "notebook":
         notebook = pytest.importorskip("transformers.utils.notebook")
         monkeypatch.setattr(notebook.disp, "display", lambda *_, **__: SimpleNamespace(update=lambda _: None))
-        monkeypatch.setattr("hfppo.reporting.progress.DEFAULT_PROGRESS_CALLBACK", notebook.NotebookProgressCallback)
         monkeypatch.setattr("transformers.trainer.DEFAULT_PROGRESS_CALLBACK", notebook.NotebookProgressCallback)
     callback = Logs()
     trainer = make_trainer(

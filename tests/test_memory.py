@@ -4,7 +4,6 @@ import json
 import re
 import sys
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 
 import pytest
@@ -97,17 +96,13 @@ def measured(config: PreTrainedConfig, setup: Setup, tmp_path: Path) -> dict[str
         return peaks | {"update": allocated(tmp_path, update)}
 
 
-HALF = [  # each shape, critic and setting of checkpointing; the other half is slow
+CASES = [  # each shape, critic and setting of checkpointing
     ("llama", "adapter", False), ("llama", "shared", True), ("qwen2, grouped queries", "adapter", True),
     ("qwen2, grouped queries", "shared", False), ("gpt2", "adapter", False), ("gpt2", "shared", True),
 ]  # fmt: skip
-ALL = [
-    pytest.param(*case, marks=[] if case in HALF else pytest.mark.slow)
-    for case in product(SHAPES, ("adapter", "shared"), (False, True))
-]
 
 
-@pytest.mark.parametrize(("shape", "kind", "checkpointing"), ALL)
+@pytest.mark.parametrize(("shape", "kind", "checkpointing"), CASES)
 def test_a_peak_is_what_the_allocator_hands_out(shape, kind, checkpointing, tmp_path):
     setup = replace(SMALL, critic=kind, activation_checkpointing=checkpointing)
     found, real = estimate(SHAPES[shape], setup).phases, measured(SHAPES[shape], setup, tmp_path)
@@ -262,11 +257,8 @@ def test_qwen_fits_a_card_of_24_gb(shape, flags, tmp_path, monkeypatch, capsys):
     ("flags", "message"),
     [
         (["--card", "24"], "--model is missing"),
-        (
-            ["--model", "out/no-such-folder"],
-            "^--model out/no-such-folder cannot be read; .* a folder with its config.json: ",
-        ),
-        (["Qwen/Qwen3-0.6B", "--modle", "x"], "error: unknown arguments: Qwen/Qwen3-0.6B --modle x"),
+        (["--model", "out/no-such-folder"], "error: --model out/no-such-folder: "),
+        (["--model", "x", "--modle", "y"], "error: .*--modle"),
         (["--config", "no-such-file.yaml"], "error: .*no-such-file.yaml"),
     ],
 )

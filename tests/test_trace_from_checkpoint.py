@@ -257,7 +257,7 @@ def test_an_output_folder_is_its_last_whole_checkpoint(run, tmp_path, caplog):
     os.utime(tmp_path / "checkpoint-3", (0, 0))
     trace, _ = trace_prompt(tmp_path, Question(PROMPT, score=run.table.score))
     assert_same(trace.table, run.table)
-    assert "checkpoint-20 is passed over: it lacks adapter_model.safetensors" in caplog.text
+    assert "checkpoint-20 is passed over: it lacks a readable adapter_model.safetensors" in caplog.text
 
 
 def test_errors_say_what_to_do(run, tmp_path):

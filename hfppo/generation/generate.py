@@ -15,7 +15,7 @@ from hfppo.generation.sampler import Sampler, Sampling
 from hfppo.generation.stop_strings import StopStringCriterion
 from hfppo.models.actor_critic import ActorCritic
 from hfppo.models.batch_size import sampler_rows
-from hfppo.models.modes import is_sharded
+from hfppo.models.modes import attributes, is_sharded
 from hfppo.models.output_head import float32_logits
 from hfppo.sample import Turn
 from hfppo.state import stream_seed
@@ -199,7 +199,8 @@ class TransformersSampler(Sampler):
             torch.no_grad(),
             # Compiled layers are for whole sequences: a graph for one token and its cache costs more than it saves.
             torch.compiler.set_stance("force_eager"),
-            generation_config_of(self.model, config),
+            # `generate` fills unset fields of a passed config, such as a repetition penalty, from the model's own.
+            attributes(self.model.causal_lm, generation_config=config),
             float32_logits(self.model.causal_lm),
             batch_state_reset(self.model),
         ):
@@ -247,21 +248,6 @@ def row_uniforms(seeds: list[int], width: int) -> Tensor:
     """Return (B, T) float64 numbers in [0, 1), each row from its own seed."""
     generators = [torch.Generator().manual_seed(stream_seed(seed)) for seed in seeds]
     return torch.stack([torch.rand(width, generator=g, dtype=torch.float64) for g in generators])
-
-
-@contextmanager
-def generation_config_of(model: ActorCritic, config: GenerationConfig) -> Iterator[None]:
-    """Give the model this generation config for the block.
-
-    `generate` fills unset fields of a passed config, such as a repetition penalty, from the model's own.
-    """
-    base = model.causal_lm
-    before = base.generation_config
-    base.generation_config = config
-    try:
-        yield
-    finally:
-        base.generation_config = before
 
 
 @contextmanager

@@ -27,6 +27,7 @@ from hfppo.models.critic import CRITIC_FOLDER, CriticSource, build_critic, find_
 from hfppo.models.layout import Layout, fits, lay_out, run_trunk, trunk_of
 from hfppo.models.loading import check_adapter, check_vocabulary, fit_to_model, keep_four_bits
 from hfppo.models.lower_layers import RecordingLayer, record_states
+from hfppo.models.modes import attributes
 from hfppo.models.output_head import Entropy, token_logprobs
 from hfppo.models.router_loss import router_coef, router_loss
 from hfppo.models.vocabulary import is_resized
@@ -154,18 +155,9 @@ class ActorCritic(PeftModelForCausalLM):
         """Whether the base's vocabulary has another size than in the base's folder or repository."""
         return is_resized(self.causal_lm, self.peft_config["default"].revision)
 
-    @contextmanager
-    def reference(self) -> Iterator[None]:
+    def reference(self) -> AbstractContextManager[None]:
         """Make `forward` compute log-probs of the reference policy inside the block."""
-        if self.ref_model is None:
-            with self.disable_adapter():
-                yield
-            return
-        self._as_reference = True
-        try:
-            yield
-        finally:
-            self._as_reference = False
+        return self.disable_adapter() if self.ref_model is None else attributes(self, _as_reference=True)
 
     def forward(
         self,
@@ -265,35 +257,24 @@ class ActorCritic(PeftModelForCausalLM):
         self.activation_checkpointing_enable(gradient_checkpointing_kwargs, **more)
 
     def save_pretrained(
-        self,
-        save_directory: str,
-        is_main_process: bool = True,
-        state_dict: dict[str, Tensor] | None = None,
-        **kwargs: Any,
+        self, save_directory: str, is_main_process: bool = True, state_dict: Any = None, **kwargs: Any
     ) -> None:
         """Write a plain PEFT adapter, and the critic into the subfolder `critic/`."""
         state_dict = self.state_dict() if state_dict is None else state_dict
-        self.save_adapter(save_directory, is_main_process, state_dict, **kwargs)
+        self.save_adapter(save_directory, state_dict, is_main_process=is_main_process, **kwargs)
         if self.critic is not None and is_main_process:
             of_critic = {
                 name.removeprefix("critic."): x for name, x in state_dict.items() if name.startswith("critic.")
             }
             self.critic.save(Path(save_directory) / CRITIC_FOLDER, of_critic)
 
-    def save_adapter(
-        self,
-        folder: str,
-        is_main_process: bool = True,
-        state_dict: dict[str, Tensor] | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def save_adapter(self, folder: str, state_dict: dict[str, Tensor] | None = None, **kwargs: Any) -> None:
         """Write the actor as a plain PEFT adapter."""
         state_dict = self.state_dict() if state_dict is None else state_dict
         of_actor = {name: tensor for name, tensor in state_dict.items() if name.startswith("base_model.")}
         with self._actor_alone():
             super().save_pretrained(
                 folder,
-                is_main_process=is_main_process,
                 state_dict=of_actor,
                 selected_adapters=["default"],
                 # By itself PEFT asks the Hub each time, and misses a nested configuration's vocabulary.

@@ -6,14 +6,13 @@ from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Unpack, cast
+from typing import Any, cast
 
 import torch
 from huggingface_hub import hf_hub_download
 from peft import PeftConfig, PeftModel, get_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import ModulesToSaveWrapper
-from peft.utils.error import NoMatchingPeftModuleError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
@@ -23,7 +22,6 @@ from hfppo.models.adapter_config import describe_adapter, find_differences
 from hfppo.models.layout import Layout, hidden_states, trunk_of
 from hfppo.models.loading import (
     NO_CODE,
-    HubOptions,
     adapter_config,
     check_placement,
     fit_to_model,
@@ -113,7 +111,7 @@ class Critic(nn.Module):
         """Return the names of the trainable parameters, which are saved."""
         return {name for name, parameter in self.named_parameters() if parameter.requires_grad}
 
-    def config(self) -> dict[str, object]:
+    def config(self) -> dict[str, Any]:
         """Return the configuration that is saved next to the weights and compared when they are loaded."""
         adapter = describe_adapter(self.trunk.active_peft_config) if isinstance(self.trunk, PeftModel) else None
         own = {"kind": self.kind, "base": self.base, "hidden_size": self.hidden_size, "peft_config": adapter}
@@ -129,14 +127,13 @@ class Critic(nn.Module):
             raise ValueError(
                 f"{folder} has no {CRITIC_WEIGHTS}, so it contains no critic; choose another folder or checkpoint"
             )
-        configs = json.loads((Path(folder) / CRITIC_CONFIG).read_text(encoding="utf-8")), self.config()
-        for name in ("kind", "hidden_size", "layers", "peft_config"):
-            its, ours = find_differences(*(without_places(config.get(name)) for config in configs))
-            if its != ours:
-                raise ValueError(
-                    f"{folder} contains a critic with {name}={its!r}, but this run's critic has {ours!r}; use the "
-                    "critic, critic_layers and peft_config it was trained with"
-                )
+        saved = json.loads((Path(folder) / CRITIC_CONFIG).read_text(encoding="utf-8"))
+        its, ours = find_differences(comparable(saved), comparable(self.config()))
+        if its != ours:
+            raise ValueError(
+                f"{folder} contains a critic with {its}, but this run's critic has {ours}; use the critic, "
+                "critic_layers and peft_config it was trained with"
+            )
         weights: dict[str, Any] = load_file(Path(folder) / CRITIC_WEIGHTS)
         if other := sorted(weights.keys() ^ self.trained_names()):
             raise ValueError(
@@ -148,9 +145,10 @@ class Critic(nn.Module):
         set_model_state_dict(self, weights, options=options)
 
 
-def without_places(value: object) -> object:
-    """Remove the fields in `PLACES` from an adapter's description; return any other value unchanged."""
-    return {name: x for name, x in value.items() if name not in PLACES} if isinstance(value, dict) else value
+def comparable(config: dict[str, Any]) -> dict[str, object]:
+    """Return a critic's configuration without its base's name and without the adapter's `PLACES`."""
+    adapter = config["peft_config"] or {}
+    return {**config, "base": None, "peft_config": {name: x for name, x in adapter.items() if name not in PLACES}}
 
 
 @dataclass(frozen=True)
@@ -222,7 +220,7 @@ def find_critic(critic: str | PreTrainedModel | CriticSource, **init_kwargs: obj
     return CriticSource(model)
 
 
-def find_saved_critic(name: str, **options: Unpack[HubOptions]) -> Path | None:
+def find_saved_critic(name: str, **options: Any) -> Path | None:
     """Find a saved critic in this folder, in its `critic/`, or else in `critic/` of a repository of the Hub.
 
     Args:
@@ -295,16 +293,8 @@ def adapted_trunk(model: PreTrainedModel, peft_config: PeftConfig, top: int | No
     below = dict.fromkeys(range(len(layers) - (top or 0)), nn.Identity())
     if top is not None:
         config.trainable_token_indices = None
-    try:
-        with replace_layers(layers, below):
-            adapted = get_peft_model(copied, config, adapter_name="critic")
-    except NoMatchingPeftModuleError as error:
-        if top is None:
-            raise
-        raise ValueError(
-            f"critic_layers={top} leaves the critic no weight to train, since peft_config adapts no module of these "
-            "layers; raise critic_layers, or add their modules to target_modules"
-        ) from error
+    with replace_layers(layers, below):
+        adapted = get_peft_model(copied, config, adapter_name="critic")
     of_layers = set(layers.modules())
     for name, module in list(trunk.named_modules()):
         if isinstance(module, ModulesToSaveWrapper):

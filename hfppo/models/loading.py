@@ -6,9 +6,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypedDict, Unpack, cast
+from typing import Any
 
-import torch
 from peft import LoraConfig, PeftConfig, PeftModel, TaskType, load_peft_weights
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import CONFIG_NAME, INCLUDE_LINEAR_LAYERS_SHORTHAND, ModulesToSaveWrapper, get_peft_model_state_dict
@@ -40,6 +39,8 @@ NO_CODE = {"trust_remote_code": False}  # by default transformers asks on the st
 SCALED_BY_LENGTH = ("dynamic", "longrope")  # kinds of RoPE scaling that depend on the longest row
 
 INSIDE_KERNEL = ("x_proj", "dt_proj", "out_proj")  # layers whose weights a state-space kernel reads by itself
+
+NO_PRODUCT = ("Router", "Grouped")  # parts of the names of subclasses of nn.Linear that compute something else
 
 
 @dataclass(frozen=True)
@@ -122,17 +123,9 @@ def load_base_of(
     return base
 
 
-class HubOptions(TypedDict, total=False):
-    """The arguments of `from_pretrained` that a tokenizer or adapter takes as well."""
-
-    revision: str | None
-    token: str | bool | None
-    cache_dir: str | None
-
-
-def hub_options(init_kwargs: Mapping[str, object]) -> HubOptions:
-    """Return the `HubOptions` among the arguments of `from_pretrained`."""
-    return cast(HubOptions, {name: init_kwargs[name] for name in HubOptions.__annotations__ if name in init_kwargs})
+def hub_options(init_kwargs: Mapping[str, object]) -> dict[str, Any]:
+    """Return the arguments of `from_pretrained` that a tokenizer or adapter takes as well."""
+    return {name: x for name, x in init_kwargs.items() if name in ("revision", "token", "cache_dir")}
 
 
 def base_revision(adapter: str, config: PeftConfig, init_kwargs: Mapping[str, object]) -> str | None:
@@ -146,7 +139,7 @@ def base_revision(adapter: str, config: PeftConfig, init_kwargs: Mapping[str, ob
     return config.revision or (hub_options(init_kwargs).get("revision") if Path(adapter).is_dir() else None)
 
 
-def adapter_config(name: str, **options: Unpack[HubOptions]) -> PeftConfig | None:
+def adapter_config(name: str, **options: Any) -> PeftConfig | None:
     """Return the configuration of the adapter in a folder or, where there is no such folder, a repository of the Hub.
 
     None if there is no adapter.
@@ -329,9 +322,9 @@ def default_peft_config() -> LoraConfig:
 def fit_to_model(config: PeftConfig, model: PreTrainedModel) -> PeftConfig:
     """Return a copy of an adapter's configuration whose "all-linear" leaves out layers that no adapter can act on.
 
-    PEFT takes every subclass of nn.Linear. An architecture's own may return something else than a product, such as a
-    router's choice. The kernels of a state-space layer read all weights but the first projection's by themselves, past
-    an adapter. PEFT rejects some of them by name.
+    PEFT takes every subclass of nn.Linear. Routers return a choice, and grouped layers multiply by blocks: Llama 4,
+    Phi-MoE, DeepSeek V4. The kernels of a state-space layer read all weights but the first projection's by themselves,
+    past an adapter. PEFT rejects some of them by name.
     """
     config = copy.deepcopy(config)
     targets, excluded = (getattr(config, name, None) for name in ("target_modules", "exclude_modules"))
@@ -342,7 +335,7 @@ def fit_to_model(config: PeftConfig, model: PreTrainedModel) -> PeftConfig:
         if isinstance(module, nn.Linear) and "." in name:
             parent, child = name.split(".")[-2:]
             inside_kernel = child in INSIDE_KERNEL and is_state_space(model.get_submodule(name.rpartition(".")[0]))
-            if inside_kernel or (type(module).__module__ == type(model).__module__ and not is_product(module)):
+            if inside_kernel or any(part in type(module).__name__ for part in NO_PRODUCT):
                 unfit.add(f"{parent}.{child}")
     config.exclude_modules = sorted(unfit) or None  # type: ignore[attr-defined]
     return config
@@ -351,18 +344,6 @@ def fit_to_model(config: PeftConfig, model: PreTrainedModel) -> PeftConfig:
 def is_state_space(module: nn.Module) -> bool:
     """Return whether a module is a selective state space, as Mamba's and Mamba 2's layers are."""
     return hasattr(module, "A_log") and hasattr(module, "D")
-
-
-@torch.no_grad()
-def is_product(layer: nn.Linear) -> bool:
-    """Return whether a subclass of nn.Linear computes its product."""
-    inputs = torch.eye(1, layer.in_features, dtype=layer.weight.dtype, device=layer.weight.device)
-    try:
-        outputs = layer(inputs)
-    except (IndexError, RuntimeError, TypeError, ValueError):
-        return False
-    expected = nn.functional.linear(inputs, layer.weight, layer.bias)
-    return isinstance(outputs, Tensor) and outputs.shape == expected.shape and torch.allclose(outputs, expected)
 
 
 def load_tokenizer(

@@ -1,7 +1,8 @@
-"""Eval mode, sharding, placement and compilation of a model."""
+"""Eval mode and other temporary attributes, sharding, placement and compilation of a model."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -22,6 +23,19 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         model.train(was_training)
+
+
+@contextmanager
+def attributes(owner: Any, **values: Any) -> Iterator[None]:
+    """Replace attributes of an object for the block."""
+    before = {name: getattr(owner, name) for name in values}
+    try:
+        for name, value in values.items():
+            setattr(owner, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)
 
 
 def is_sharded(module: nn.Module) -> bool:

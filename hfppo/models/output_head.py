@@ -1,7 +1,7 @@
 """Log-probs and entropies from hidden states, without keeping logits."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Literal, cast
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor, distributed, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from hfppo.models.modes import is_sharded
+from hfppo.models.modes import attributes, is_sharded
 
 Entropy = Literal["none", "constant", "differentiable"]
 Head = Callable[[Tensor, Tensor], tuple[Tensor, ...]]  # log-probs, and entropies, of tokens after hidden states
@@ -52,14 +52,11 @@ def float32_logits(model: PreTrainedModel) -> Iterator[None]:
         return forward(hidden) if logits is None else logits
 
     head.forward = in_float32
-    if routed:
-        config.output_router_logits = False
     try:
-        yield
+        with attributes(config, output_router_logits=False) if routed else nullcontext():
+            yield
     finally:
         del head.forward
-        if routed:
-            config.output_router_logits = True
         if before is not None:
             head.forward = before
 

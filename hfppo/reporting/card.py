@@ -4,21 +4,19 @@ The text comes from `card_template.md` and is rewritten each time. Other metadat
 that was added by hand.
 """
 
-import html
 import json
-import re
-from contextlib import suppress
 from dataclasses import fields
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any, TypeGuard, cast
+from typing import Any, cast
 
 from huggingface_hub import ModelCard, ModelCardData
 from huggingface_hub.constants import REPOCARD_NAME
-from huggingface_hub.utils import HFValidationError, validate_repo_id, yaml_dump
+from huggingface_hub.utils import yaml_dump
 from transformers import Trainer, TrainerState
 from transformers.modelcard import TrainingSummary
 
+import hfppo
 from hfppo.config import PPOConfig
 from hfppo.models.actor_critic import ActorCritic
 from hfppo.models.critic import CRITIC_FOLDER
@@ -26,7 +24,7 @@ from hfppo.support.log_entries import numbers_of
 
 TEMPLATE = Path(__file__).with_name("card_template.md")
 TAGS = ("ppo", "hfppo", "reinforcement-learning", "generated_from_trainer", "transformers")
-PACKAGES = ("hfppo", "transformers", "peft", "accelerate", "torch", "datasets")
+PACKAGES = ("transformers", "peft", "accelerate", "torch", "datasets")
 
 # Prefixes of fields that do not change the result.
 NOT_SHOWN = (
@@ -54,28 +52,24 @@ def write_card(
     path, method = folder / REPOCARD_NAME, model.active_peft_config.peft_type.value
     before = ModelCard.load(path, ignore_metadata_errors=True).data.to_dict() if path.is_file() else {}
     data = build_metadata(before, name, method, given, model.config.name_or_path, ask_hub)
-    settings = changed_settings(args)
-    configuration = yaml_dump({name: x for name, x in settings.items() if not name.startswith(NOT_SHOWN)}).strip()
     card = ModelCard.from_template(
         data,
         template_path=str(TEMPLATE),
-        escape=escape,
         title=name,
         adapter=method.replace("LORA", "LoRA"),
         base=data.base_model,
         architecture=type(model.get_base_model()).__name__,
         critic_folder=None if model.critic is None else CRITIC_FOLDER,
-        source=json.dumps(trainer.hub_model_id or folder.absolute().name, ensure_ascii=False),
+        source=trainer.hub_model_id or folder.absolute().name,
         chat=chat,
-        chat_options={option: repr(x) for option, x in (settings.get("chat_template_kwargs") or {}).items()},
+        chat_options={option: repr(x) for option, x in cast(dict, args.chat_template_kwargs or {}).items()},
         args=args,
         evaluations=evaluations,
         metrics=sorted({metric for evaluation in evaluations.values() for metric in evaluation} - {"step"}),
         global_step=state.global_step,
         best_step=best_step(state, args),
         rewards=reward_weights,
-        configuration=configuration,
-        fence="`" * (3 + configuration.count("`")),  # longer than any fence inside
+        configuration=yaml_dump(changed_settings(args)).strip(),
         versions=installed_versions(),
     )
     folder.mkdir(parents=True, exist_ok=True)
@@ -83,26 +77,16 @@ def write_card(
 
 
 def installed_versions() -> dict[str, str]:
-    """Return the versions of `PACKAGES`, without hfppo's own if a checkout runs that is not installed."""
-    found = {}
-    for package in PACKAGES:
-        with suppress(PackageNotFoundError):
-            found[package] = version(package)
-    return found
-
-
-def escape(text: object) -> str:
-    """Return text as one line without markup, for Markdown and its tables."""
-    line = html.escape(" ".join(str(text).split()), quote=False)
-    return re.sub(r"([\\`*_{}\[\]()#~|$])", r"\\\1", line)
+    """Return the versions of hfppo and of `PACKAGES`."""
+    return {"hfppo": hfppo.__version__, **{package: version(package) for package in PACKAGES}}
 
 
 def changed_settings(args: PPOConfig) -> dict[str, Any]:
-    """Return the settings that are not at their defaults, as plain values and without secrets."""
+    """Return the settings that change the result and are not at their defaults, as plain values without secrets."""
     plain = json.loads(json.dumps(args.to_dict(), default=str))
-    given = {f.name: getattr(args, f.name) for f in fields(args) if f.init and getattr(args, f.name) != f.default}
-    unset = {f.name for f in fields(args) if f.default is None and given.get(f.name) is False}  # None became False
-    return {name: plain[name] for name in given if name not in unset}
+    changed = [f for f in fields(args) if f.init and getattr(args, f.name) != f.default]
+    unset = {f.name for f in changed if f.default is None and plain[f.name] is False}  # None became False
+    return {f.name: plain[f.name] for f in changed if f.name not in unset and not f.name.startswith(NOT_SHOWN)}
 
 
 def build_metadata(
@@ -110,42 +94,27 @@ def build_metadata(
 ) -> ModelCardData:
     """Return the metadata of the card.
 
-    The Hub refuses a base model that is not one of its repositories (huggingface/transformers#33922).
+    The Hub refuses a base model that is a local folder (huggingface/transformers#33922).
 
     Args:
         kept: the metadata of the card before.
         method: PEFT's name of the adapter's method.
     """
     bases = (given.get("finetuned_from"), base, kept.pop("base_model", None))
-    base = next(filter(is_repository, bases), None)
-    tags = [*as_list(given.get("tags")), *as_list(kept.get("tags")), *TAGS, method.lower()]
-    tags = [tag for tag in tags if not tag.startswith("base_model:")]
+    base = next((x for x in bases if x and not Path(x).is_dir()), None)
+    more = given.get("tags") or []
+    tags = {*TAGS, method.lower(), *kept.get("tags", []), *([more] if isinstance(more, str) else more)}
+    tags = {tag for tag in tags if not tag.startswith("base_model:")}
     given = {
         **given,
         "license": given.get("license") or kept.get("license"),
         "finetuned_from": base if ask_hub else None,
-        "tags": sorted({*tags, *([] if base is None else [f"base_model:adapter:{base}"])}),
+        "tags": sorted(tags if base is None else {*tags, f"base_model:adapter:{base}"}),
     }
     made = TrainingSummary(name, **given).create_metadata()  # asks the Hub for the license of the base
     data = {**kept, **made, "base_model": base, "library_name": "peft", "pipeline_tag": "text-generation"}
     del data["model-index"]  # made for metrics of classification
     return ModelCardData(**data, ignore_metadata_errors=True)
-
-
-def is_repository(name: object) -> TypeGuard[str]:
-    """Return whether a name may be a Hub repository: it has the right form and is not a local folder."""
-    if not isinstance(name, str) or not name or Path(name).is_dir():
-        return False
-    try:
-        validate_repo_id(name)
-    except HFValidationError:
-        return False
-    return True
-
-
-def as_list(value: str | list[str] | None) -> list[str]:
-    """Return None as an empty list, and a string as a list of one."""
-    return [] if value is None else [value] if isinstance(value, str) else value
 
 
 def last_evaluations(state: TrainerState, args: PPOConfig) -> dict[str, dict[str, float]]:

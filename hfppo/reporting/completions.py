@@ -57,10 +57,10 @@ class PrintCompletionsCallback(PPOCallback):
         log_table(args, "completions", table)
 
     def _print(self, title: str, columns: dict[str, list]) -> None:
-        """Print the first rows, with markup and control characters made visible."""
+        """Print the first rows, with markup as it is and control characters made visible."""
         table = Table(title=title, title_justify="left", show_lines=True)
         for name in columns:
-            table.add_column(Text(escape_control_characters(name)))
+            table.add_column(Text(name))
         for row in list(zip(*columns.values(), strict=False))[: self.num_completions]:
             table.add_row(*(Text(escape_control_characters(cell_text(x))) for x in row))
         show(rich.print, table)

@@ -1,6 +1,7 @@
 """Callbacks that are on by default."""
 
-from transformers import TrainerCallback
+from transformers import ProgressCallback, Trainer, TrainerCallback
+from transformers import trainer as upstream
 
 from hfppo.callbacks import AdaptiveKLCallback
 from hfppo.config import PPOConfig
@@ -8,6 +9,7 @@ from hfppo.reporting.completions import PrintCompletionsCallback
 from hfppo.reporting.health import HealthCallback
 from hfppo.reporting.log_file import LogFileCallback
 from hfppo.reporting.plot import PlotCallback
+from hfppo.reporting.progress import Phases, RunProgress
 
 
 def with_default_callbacks(callbacks: list[TrainerCallback] | None, args: PPOConfig) -> list[TrainerCallback]:
@@ -20,3 +22,23 @@ def with_default_callbacks(callbacks: list[TrainerCallback] | None, args: PPOCon
     if args.log_completions:
         defaults.append(PrintCompletionsCallback(args.num_completions_to_print))
     return made + [own for own in defaults if not any(isinstance(given, type(own)) for given in made)]
+
+
+def show_progress(trainer: Trainer) -> Phases:
+    """Replace the trainer's own bar and return the new one; it is silent if the user has another or no bar."""
+    progress: Phases
+    if upstream.DEFAULT_PROGRESS_CALLBACK is ProgressCallback:
+        progress = RunProgress()
+    else:
+        from hfppo.reporting.notebook import NotebookProgress  # needs IPython
+
+        progress = NotebookProgress()
+    callbacks = trainer.callback_handler.callbacks
+    # TRL's RichProgressCallback is not a subclass of Trainer's.
+    bars = [c for c in callbacks if isinstance(c, ProgressCallback) or "ProgressCallback" in type(c).__name__]
+    default = next((bar for bar in bars if type(bar) is upstream.DEFAULT_PROGRESS_CALLBACK), None)
+    if default is not None:
+        trainer.remove_callback(default)
+        if bars == [default]:
+            trainer.add_callback(progress)
+    return progress

@@ -1,6 +1,5 @@
 """Show the progress of a run in a notebook: a bar, and a table with a row per log."""
 
-import html
 import time
 
 from transformers.utils.notebook import NotebookProgressCallback, NotebookTrainingTracker
@@ -57,8 +56,7 @@ class NotebookProgress(Phases, NotebookProgressCallback):
     def _add_row(self, step: int, cells: dict[str, str]) -> None:
         """Add cells to the row of a step, and draw the table."""
         if self.training_tracker is not None:
-            row = {html.escape(label): text for label, text in cells.items()}
-            self.training_tracker.write_line({"step": step, **row})
+            self.training_tracker.write_line({"step": step, **cells})
             self._show(redraw=True)
 
     def _show(self, share: str = "", redraw: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""Show the progress of a run: a bar on a terminal, a table in a notebook, otherwise a plain line from time to time."""
+"""Show the progress of a run: a bar on a terminal, or a plain line from time to time. `notebook` has a table."""
 
 import sys
 import time
@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from tqdm import tqdm
-from transformers import ProgressCallback, Trainer, TrainerCallback, TrainerState
-from transformers.trainer import DEFAULT_PROGRESS_CALLBACK  # another one in a notebook
+from transformers import ProgressCallback, TrainerCallback, TrainerState
 
 from hfppo.config import CHECKPOINTING, PPOConfig
 from hfppo.support.log_entries import numbers_of
@@ -66,26 +65,6 @@ class Phases(TrainerCallback):
 
     def _show(self, share: str = "", redraw: bool = False) -> None:
         """Draw the display, at once if `redraw`, otherwise from time to time."""
-
-
-def show_progress(trainer: Trainer) -> Phases:
-    """Replace the trainer's own bar and return the new one; it is silent if the user has another or no bar."""
-    progress: Phases
-    if DEFAULT_PROGRESS_CALLBACK is ProgressCallback:
-        progress = RunProgress()
-    else:
-        from hfppo.reporting.notebook import NotebookProgress  # needs IPython
-
-        progress = NotebookProgress()
-    callbacks = trainer.callback_handler.callbacks
-    # TRL's RichProgressCallback is not a subclass of Trainer's.
-    bars = [c for c in callbacks if isinstance(c, ProgressCallback) or "ProgressCallback" in type(c).__name__]
-    default = next((bar for bar in bars if type(bar) is DEFAULT_PROGRESS_CALLBACK), None)
-    if default is not None:
-        trainer.remove_callback(default)
-        if bars == [default]:
-            trainer.add_callback(progress)
-    return progress
 
 
 class RunProgress(Phases, ProgressCallback):

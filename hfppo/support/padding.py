@@ -1,7 +1,6 @@
 """Rows of several lengths as one tensor."""
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Literal
 
 import torch
@@ -24,5 +23,5 @@ def pad_rows(
 ) -> tuple[Tensor, Tensor]:
     """Return the rows padded on a side, and their mask."""
     tensors = [torch.tensor(row, dtype=dtype) for row in rows]
-    pad = partial(pad_sequence, batch_first=True, padding_side=side)
-    return pad(tensors, padding_value=padding), pad([torch.ones_like(row, dtype=torch.bool) for row in tensors])
+    masks = [torch.ones_like(row, dtype=torch.bool) for row in tensors]
+    return pad_sequence(tensors, True, padding, side), pad_sequence(masks, True, False, side)

@@ -13,11 +13,8 @@ logger = logging.getLogger(__name__)
 
 
 def is_terminal(stream: TextIO | None) -> bool:
-    """Return whether a stream is a terminal; a script may have replaced or closed it."""
-    try:
-        return stream is not None and stream.isatty()
-    except (AttributeError, ValueError):
-        return False
+    """Return whether a stream is a terminal; a script may have replaced it by an object without `isatty`."""
+    return getattr(stream, "isatty", bool)()
 
 
 def show(prints: Callable[..., object], *args: Any, **kwargs: Any) -> None:

@@ -1,0 +1,29 @@
+"""The public names of the package. `import X as X` tells type checkers that a name is exported."""
+
+from hfppo.callbacks import AdaptiveKLCallback as AdaptiveKLCallback
+from hfppo.callbacks import ClipMetricsCallback as ClipMetricsCallback
+from hfppo.callbacks import PPOCallback as PPOCallback
+from hfppo.callbacks import PPOControl as PPOControl
+from hfppo.config import PPOConfig as PPOConfig
+from hfppo.environments.environment import Result as Result
+from hfppo.environments.environment import TextEnvironment as TextEnvironment
+from hfppo.generation.sampler import Sampler as Sampler
+from hfppo.learn.loss import LossTerm as LossTerm
+from hfppo.models.actor_critic import ActorCritic as ActorCritic
+from hfppo.reporting.completions import PrintCompletionsCallback as PrintCompletionsCallback
+from hfppo.reporting.health import HealthCallback as HealthCallback
+from hfppo.reporting.health import HealthWarning as HealthWarning
+from hfppo.reporting.log_file import LogFileCallback as LogFileCallback
+from hfppo.reporting.plot import PlotCallback as PlotCallback
+from hfppo.rewards.model import RewardModel as RewardModel
+from hfppo.rewards.process_model import ProcessRewardModel as ProcessRewardModel
+from hfppo.rewards.server import RewardServer as RewardServer
+from hfppo.rewards.tolerant import TolerantReward as TolerantReward
+from hfppo.rollout import Rollout as Rollout
+from hfppo.rollout import Transcript as Transcript
+from hfppo.sample import Sample as Sample
+from hfppo.sample import Turn as Turn
+from hfppo.state import PPOState as PPOState
+from hfppo.token_trace import TokenTable as TokenTable
+from hfppo.token_trace import TokenTraceCallback as TokenTraceCallback
+from hfppo.trainer import PPOTrainer as PPOTrainer
