@@ -143,7 +143,7 @@ def save_rollout(path: Path, rollout: Rollout) -> None:
 
 @dataclass(frozen=True)
 class Standing:
-    """The part of a run's state that Trainer does not save."""
+    """What a checkpoint of the run has beyond Trainer's files."""
 
     state: PPOState
     metrics: dict[str, dict]  # not logged yet, as `Meter.state_dict` gives them

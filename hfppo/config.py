@@ -152,15 +152,14 @@ class PPOConfig(TrainingArguments, metaclass=TranslatesNames):
     num_generations: Count = option(1, "Completions per prompt (GRPO).")
     prompt_candidates: Count = option(
         1,
-        "Prompts looked at for each one of a rollout; those with most to learn from are taken. 1: the next ones "
-        "(arXiv:2510.01135).",
+        "Candidates per prompt of a rollout; the most informative are kept. 1: the next ones (arXiv:2510.01135).",
     )
     max_prompt_length: Count | None = option(512, "Longest prompt in tokens; longer ones are dropped. None: no limit.")
     max_completion_length: Count = option(
-        256, "Longest completion in tokens, those of tools and environments included (GRPO)."
+        256, "Maximum tokens of a completion, those of tools and environments included (GRPO)."
     )
     max_turn_length: Count | None = option(
-        None, "Longest turn of the model in tokens, with tools or environments; None: no limit."
+        None, "Maximum tokens of a turn of the model, with tools or environments; None: no limit."
     )
     max_tool_calling_iterations: Count | None = option(
         None, "Rounds of tool calls, or steps of an environment, per completion; None: no limit (GRPO)."

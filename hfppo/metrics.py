@@ -19,7 +19,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "rlhf_reward": ("mean", "Sum of a completion's token rewards, KL penalty included (TRL: objective/rlhf_reward)."),
     "rewards/{function}/mean": ("mean", "What one reward function gives, over the completions that it scores."),
     "rewards/{function}/std": ("std", "Standard deviation of the same."),
-    "frac_reward_zero_std": ("mean", "Share of prompts whose completions all score alike, or count in no loss."),
+    "frac_reward_zero_std": ("mean", "Share of prompts whose completions have equal scores, or are in no loss."),
     "rewards/{function}/failed": ("mean", "Share of completions for which a TolerantReward failed."),
     "unscorable_frac": ("mean", "Share of completions for which every reward function with a weight returned None."),
     "completions/mean_length": ("mean", "Tokens of a completion, EOS included."),

@@ -1,4 +1,4 @@
-"""From the arguments of `PPOTrainer` to its checked and loaded parts; nothing is generated or written here."""
+"""Load and check the arguments of `PPOTrainer`. Nothing is sampled or saved here."""
 
 import inspect
 import logging

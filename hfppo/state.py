@@ -1,4 +1,4 @@
-"""`PPOState`: the state of a run beyond Trainer's, part of every checkpoint; the seeds of its random draws."""
+"""`PPOState`: the state that a checkpoint needs beyond Trainer's; the seeds of all random draws."""
 
 import hashlib
 from dataclasses import asdict, dataclass, field, fields

@@ -1,7 +1,6 @@
 """PPO on the loop of `transformers.Trainer`.
 
-Nothing here loops over training steps. Trainer asks for the micro-batches of an optimizer step, for their loss and for
-the optimizer; the hooks below answer for PPO.
+Trainer's loop is unchanged. The hooks below supply PPO's micro-batches, loss and optimizer.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -552,7 +551,7 @@ class PPOTrainer(CrashSafeTrainer):
 
     @contextmanager
     def eval_sampling(self, do_sample: bool) -> Iterator[None]:
-        """Let evaluations in the block sample, or decode greedily; outside the block the setting is as before."""
+        """Make evaluations in the block sample, or decode greedily."""
         before, self._eval_sampling = self._eval_sampling, do_sample
         try:
             yield

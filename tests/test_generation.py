@@ -388,7 +388,7 @@ def test_a_stop_string_may_begin_with_the_space_that_a_decoder_strips(string, en
 @pytest.mark.parametrize("stretch", [32, 2])
 def test_a_stop_string_ends_a_completion_with_the_token_that_completes_it(make_trainer, greedy, stretch, monkeypatch):
     """Also if it began in an earlier stretch."""
-    monkeypatch.setattr(generate, "STRETCH", stretch)
+    monkeypatch.setattr(generate, "CHUNK", stretch)
     prompts = ["1+2=", "请问10+20=", "3=", "4=", "5=", "6="]
     seeds = None if greedy else list(range(len(prompts)))
     free = make_trainer({"max_completion_length": 24})

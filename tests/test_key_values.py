@@ -123,7 +123,7 @@ def test_turns_are_those_of_reading_from_the_beginning(make, stretch, monkeypatc
     """In stretches of two tokens, rows of a turn end at different times, and all go on in the next turn."""
     sampler, shapes = sampler_of(make())
     expected = play(sampler, False)
-    monkeypatch.setattr(generate, "STRETCH", stretch)
+    monkeypatch.setattr(generate, "CHUNK", stretch)
     anew = read_tokens(shapes)
     shapes.clear()
     assert_same(play(sampler, True), expected)
@@ -363,7 +363,7 @@ def test_stretches_draw_what_one_call_draws(make, budgets, monkeypatch):
     expected = in_one_call(sampler, *given)
     at_once = sum(rows for rows, width in shapes if width == 1)
     shapes.clear()
-    monkeypatch.setattr(generate, "STRETCH", 3)
+    monkeypatch.setattr(generate, "CHUNK", 3)
     monkeypatch.setattr(key_values, "CALL", 1000)
     assert_equal(padded_turns(sampler(*given)), expected)
     assert max(rows for rows, _ in shapes) == 5
@@ -377,14 +377,14 @@ def test_stretches_draw_what_one_call_draws(make, budgets, monkeypatch):
 def test_greedy_stretches_draw_what_one_call_draws(monkeypatch):
     sampler, _ = sampler_of(tiny_model(), batch_size=5, max_tokens=16)
     expected = in_one_call(sampler, RAGGED, None)
-    monkeypatch.setattr(generate, "STRETCH", 3)
+    monkeypatch.setattr(generate, "CHUNK", 3)
     assert_equal(padded_turns(sampler(RAGGED, None)), expected)
 
 
 def test_a_free_place_is_taken_at_the_end_of_a_stretch(monkeypatch):
     """Of three rows in two places, whose completions have 9, 2 and 5 tokens; stretches of four."""
     sampler, shapes = sampler_of(tiny_model(), batch_size=2, max_tokens=9, eos_ids=[VOCAB_SIZE])
-    monkeypatch.setattr(generate, "STRETCH", 4)
+    monkeypatch.setattr(generate, "CHUNK", 4)
     monkeypatch.setattr(key_values, "CALL", 1000)
     turns = sampler([[7, 8, 9], [7, 8], [9]], [0, 1, 2], [9, 2, 5])
     assert [len(turn.ids) for turn in turns] == [9, 2, 5]
@@ -397,7 +397,7 @@ def test_progress_counts_completions_that_have_ended_as_whole(monkeypatch):
     sampler, shapes = sampler_of(tiny_model(), batch_size=5, max_tokens=16)
     shares = []
     sampler.on_progress = shares.append
-    monkeypatch.setattr(generate, "STRETCH", 3)
+    monkeypatch.setattr(generate, "CHUNK", 3)
     lengths = [len(turn.ids) for turn in sampler(RAGGED, list(range(12)))]
     assert shares == sorted(shares)
     at_the_end = shapes[-1][0]
@@ -411,7 +411,7 @@ def test_other_caches_are_sampled_in_one_stretch_once_that_is_known(name, config
     given = RAGGED, list(range(12))
     expected = in_one_call(sampler, *given)
     one_call = list(shapes)
-    monkeypatch.setattr(generate, "STRETCH", 3)
+    monkeypatch.setattr(generate, "CHUNK", 3)
     monkeypatch.setattr(key_values, "CALL", 1000)
     for _ in range(2):
         shapes.clear()
@@ -429,7 +429,7 @@ def test_stretches_need_no_more_memory_than_one_call(short, in_turns, monkeypatc
     base = tiny_model(num_hidden_layers=12)
     lora = replace(LORA, target_modules=["q_proj"])
     sampler, _ = sampler_of(base, 8 if in_turns else 4, lora, eos_ids=[VOCAB_SIZE])
-    monkeypatch.setattr(generate, "STRETCH", 16)
+    monkeypatch.setattr(generate, "CHUNK", 16)
     given = [[row + 6] * (row + 3) for row in range(8)], list(range(8)), [40, short] * 4
     peaks = []
     for call in (partial(in_one_call, sampler), sampler):

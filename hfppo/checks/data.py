@@ -66,11 +66,11 @@ def check_candidates(prompts: object, args: PPOConfig, agents: Agents | None) ->
 
     Environments make new prompts of each, so they are exempt.
     """
-    looked_at = args.prompt_candidates * args.prompts_per_process * args.world_size
+    candidates = args.prompt_candidates * args.prompts_per_process * args.world_size
     resets = agents is not None and agents.has_environments
-    if args.prompt_candidates > 1 and isinstance(prompts, Prompts) and not resets and looked_at > len(prompts):
+    if args.prompt_candidates > 1 and isinstance(prompts, Prompts) and not resets and candidates > len(prompts):
         raise ValueError(
-            f"prompt_candidates={args.prompt_candidates} looks at {looked_at} prompts for a rollout, and "
+            f"prompt_candidates={args.prompt_candidates} needs {candidates} candidates for a rollout, and "
             f"train_dataset has {len(prompts)}; lower it, make rollouts smaller, or add prompts"
         )
 

@@ -1,8 +1,8 @@
 """Sample and score the next rollout in a thread, while the trainer learns from the one before.
 
-What is sampled follows from the number of the rollout, never from the clock: rollout r + 1 is begun when rollout r is
-taken, with the policy that has learned from the rollouts before r. A checkpoint has that policy's adapter and the
-prompts, and a resumed run samples them again.
+The schedule depends on rollout numbers only, never on the clock: when the update on rollout r begins, rollout r + 1 is
+sampled with the weights of that moment. A checkpoint has these weights and the prompts, so a resumed run samples the
+same rollout again.
 """
 
 import copy

@@ -94,7 +94,7 @@ class Choice:
 
 
 def num_candidates(line: ScoreLine, spread: float, args: PPOConfig) -> int:
-    """Return how many prompts of the order a process looks at for its part of a rollout.
+    """Return the number of a process's candidates for its part of a rollout.
 
     Args:
         spread: share of groups whose scores differ.
@@ -138,7 +138,7 @@ def measure_choice(expected: Tensor, taken: Tensor, uniform: Tensor) -> Measures
 def judge(
     state: PPOState, choice: Choice, rollout: Rollout, gather: Callable[[Tensor], Tensor]
 ) -> tuple[list[list[float]], Measures]:
-    """Return what judges the critic after this rollout, as `ScoreLine.fit` takes it, and measures of the choice.
+    """Return the updated pairs of V(s₀) and score for `ScoreLine.fit`, and metrics of the choice.
 
     Args:
         gather: returns the rows of all processes.

@@ -22,7 +22,7 @@ from hfppo.state import stream_seed
 from hfppo.support.padding import pad_left
 
 BLOCK = 64  # tokens whose probabilities are summed in float32
-STRETCH = 32  # most tokens that a row samples in one call of `generate`
+CHUNK = 32  # most tokens of a sequence in one call of `generate`
 BELOW_ONE = 1.0 - 2.0**-53  # the largest float64 below 1
 
 
@@ -86,10 +86,9 @@ class TransformersSampler(Sampler):
     Tokens come from the whole distribution at the temperature; the model's own generation config is ignored. So
     π_rollout equals π_old up to rounding.
 
-    `generate` is called for a stretch of tokens at a time. Between two stretches, completions that have ended
-    leave the batch, and waiting prompts take their places. Tokens that several prompts begin with are read once. A
-    turn of an episode reads only what is new since the turn before: within `ready` its KV cache is kept for the next
-    turn while the active rows fit one batch.
+    `generate` is called for a chunk of tokens at a time. Between chunks, finished sequences leave the batch and
+    waiting prompts join it. A prefix that several prompts share is prefilled once. A turn of an episode prefills only
+    its new tokens: within `ready` its KV cache is kept for the next turn while the active sequences fit one batch.
 
     That needs a model that is not sharded, with full attention in all layers, as `sdpa` or `eager`, and no state but
     key-values. With other models, `generate` samples each batch in one call.
@@ -144,7 +143,7 @@ class TransformersSampler(Sampler):
             self._read_shared(new)
             if old and new:  # new rows have more tokens to read
                 self._sample(new, 1, in_turns)
-            self._sample([row for row in batch if not row.done], STRETCH, in_turns)
+            self._sample([row for row in batch if not row.done], CHUNK, in_turns)
         self.rows = [row for row in rows if row.key_values.cache]
         return [Turn(row.tokens[-len(row.logprobs) :], row.logprobs, not row.ended) for row in rows]
 
@@ -155,7 +154,7 @@ class TransformersSampler(Sampler):
         self.on_progress(sum(shares) / len(shares))
 
     def _read_shared(self, rows: list[Row]) -> None:
-        """Read the common beginning of several rows only once, if that saves enough."""
+        """Prefill a prefix that several sequences share once, if that saves enough."""
         length = shared_length(rows) if self.may_reuse else 0
         if length:
             heads = {tuple(row.tokens[:length]): Row(row.tokens[:length], 1, None, row.key_values) for row in rows}
@@ -166,7 +165,7 @@ class TransformersSampler(Sampler):
             self._read_shared(rows)
 
     def _sample(self, rows: list[Row], most: int, keep: bool) -> None:
-        """Read the tokens of a batch that are not in its KV cache, and sample the next ones.
+        """Prefill the tokens of a batch that are not in its KV cache, and sample the next ones.
 
         Args:
             most: maximum number of new tokens of a row; ignored if the KV cache cannot be kept.

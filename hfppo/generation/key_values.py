@@ -1,4 +1,4 @@
-"""Reuse of the KV cache of `generate`, for rows whose first tokens were read already: by them, or by other rows."""
+"""Reuse of the KV cache of `generate` for sequences with a prefix that was prefilled already."""
 
 from copy import copy
 from dataclasses import dataclass, field, fields
@@ -22,7 +22,7 @@ CACHE = "cache" if "cache" in {field.name for field in fields(GenerateDecoderOnl
 
 @dataclass(frozen=True)
 class KeyValues:
-    """The key-values of a row's first tokens: some columns of a row of a KV cache. Invalid once the weights change."""
+    """The KV cache of a sequence's first tokens: some columns of a row. Invalid once the weights change."""
 
     cache: Any = None  # a DynamicCache, if there is any token
     start: int = 0  # row × columns + column of the first token
@@ -101,7 +101,7 @@ def lay_out(*batches: list[Row]) -> None:
 
 
 def shared_length(rows: list[Row]) -> int:
-    """Return the length of the beginnings that are worth reading once each, before the rows; 0 if none are."""
+    """Return the length of the shared prefixes that are worth prefilling once; 0 if none are."""
     ordered = sorted(row.tokens for row in rows)
     alike = [common_length(*pair) for pair in pairwise(ordered)]
     longest = max(map(len, ordered), default=0)
@@ -116,7 +116,7 @@ def shared_length(rows: list[Row]) -> int:
 
 
 def common_length(one: list[int], other: list[int]) -> int:
-    """Return the length of the common beginning of two rows."""
+    """Return the length of the common prefix of two sequences."""
     return next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 

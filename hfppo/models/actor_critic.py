@@ -227,7 +227,7 @@ class ActorCritic(PeftModelForCausalLM):
         return [None if x is None else nothing.masked_scatter(mask, x) for x in found]
 
     def _record_base_states(self, want: Want) -> AbstractContextManager[RecordingLayer | None]:
-        """Record the states below the critic's layers in the block, in the critic's forward or in the base's."""
+        """Record the states below the critic's layers in the forwards of the block, the critic's or the base's."""
         if not want.base_states:
             return nullcontext()
         trunk = self.critic.trunk if want.values else trunk_of(self.causal_lm)

@@ -12,7 +12,7 @@ from hfppo.models.actor_critic import ActorCritic
 from hfppo.models.layout import rows_at_once
 from hfppo.models.modes import is_sharded
 
-ROWS = 64  # the number if memory does not decide (TRL)
+ROWS = 64  # default batch size (TRL)
 GPU_TOKENS = 2**16  # maximum number of tokens of a pass on a GPU; more tokens are not faster
 SHARE = 0.5  # share of the free memory to plan for: the estimates are rough, and the allocator leaves gaps
 LARGER = 4  # times as many tokens in a pass on a CPU if rows share some: up to 4608 were as fast, and more are shared

@@ -18,9 +18,9 @@ from hfppo.support.devices import copy_to
 PACKING_ATTENTION = "flash"
 CPU_TOKENS = 1024  # most tokens per forward on a CPU; with more, activations exceed its cache: 1.3 times as long
 SHARING_ATTENTION = SDPA
-# Rows are gathered in every layer, so they are laid out in a tree only for
-SHORTEST = 16  # common beginnings of as many tokens, which
-WORTHWHILE = 0.25  # are at least this share of all tokens.
+# A tree costs a gather in every layer, so it must save enough.
+SHORTEST = 16  # tokens of a shared prefix, at least
+WORTHWHILE = 0.25  # share of all tokens that are shared, at least
 # Results by model: two of one class may differ, for their configurations choose positions and layers.
 _packs: MutableMapping[nn.Module, dict[str, bool]] = WeakKeyDictionary()  # `can_pack`, by attention implementation
 _shares: MutableMapping[nn.Module, bool] = WeakKeyDictionary()  # `can_share`

@@ -166,7 +166,7 @@ def explained_variance(run: RecentLogs, limit: float = -0.2) -> str | None:
     )
 
 
-# For how many rollouts in a row a problem must last before the warning. A critic begins as a constant and needs time.
+# Consecutive rollouts with a problem before its warning. A critic starts as a constant, so it gets ten.
 AT_ONCE = (clip_fraction, first_ratio, sampler_mismatch, unscorable, dropped_answers)
 LASTING = (kl_to_the_reference, entropy_collapse, truncation, no_signal, no_signal_within_prompts)
 CHECKS = {**dict.fromkeys(AT_ONCE, 1), **dict.fromkeys(LASTING, 3), explained_variance: 10}

@@ -4,8 +4,8 @@
         -> list[float | None] | list[list[float]]
 
 All arguments are passed by keyword. For text prompts the completions are strings, for conversations lists of one
-message. One number per completion is its score; None leaves the function out for that row. A list of numbers per
-completion, as long as its `completion_ids`, rewards each token. `async def` functions run concurrently.
+message. One number per completion is its score; with None the completion has no score of this function. A list of
+numbers per completion, as long as its `completion_ids`, rewards each token. `async def` functions run concurrently.
 """
 
 import copy

@@ -86,7 +86,7 @@ def move_others(output_dir: Path, start: Path | None, best: str | None) -> None:
         return
     earlier = next(path for n in count(1) if not (path := output_dir / f"{EARLIER}_{n}").exists())
     earlier.mkdir()
-    for folder in reversed(others):  # a kill in between leaves none that is later than a moved one
+    for folder in reversed(others):  # newest first, so a kill leaves no later checkpoint behind
         folder.rename(earlier / folder.name)
     logger.warning(
         "%s had checkpoints of another run; they were moved to %s, the last one is %s",

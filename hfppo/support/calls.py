@@ -146,8 +146,8 @@ def call_within(seconds: float | None, message: str, func: Callable[[], T]) -> T
     handler = signal.signal(signal.SIGALRM, stop)
     timer = (0.0, 0.0)
     try:
-        # The signal may arrive at any line up to the one after `func`. The next one is a whole limit away, so it does
-        # not interrupt the restoring below.
+        # The signal can arrive until `running` is False. The next one is a whole limit away, so it cannot interrupt
+        # the clean-up below.
         try:
             # Repeated, for code that catches everything.
             timer = signal.setitimer(signal.ITIMER_REAL, seconds, seconds)
