@@ -35,7 +35,7 @@ from hfppo.checks.unknown_names import checks_keywords
 from hfppo.collect.ahead import Order, RolloutAhead
 from hfppo.collect.candidates import Choice, judge
 from hfppo.collect.collector import Collected, Collector
-from hfppo.collect.evaluation import EvalPrompts, check_best_metric, evaluate_prompts
+from hfppo.collect.evaluation import check_best_metric, choose_dataset, evaluate_prompts
 from hfppo.collect.forward import autocast
 from hfppo.collect.rows import group_equal_rows
 from hfppo.config import PPOConfig
@@ -61,8 +61,8 @@ from hfppo.models.critic import CRITIC_FOLDER
 from hfppo.models.loading import as_name, load_whole
 from hfppo.models.modes import compile_layers, place_model
 from hfppo.models.output_checks import check_outputs
-from hfppo.parts import ModelSource, RewardSource, TrainerInputs, load_later_dataset, load_parts
-from hfppo.prompt_maker import DatasetPrompts
+from hfppo.parts import ModelSource, RewardSource, TrainerInputs, check_prompts, load_parts
+from hfppo.prompt_maker import EVAL, TRAIN
 from hfppo.reporting.card import write_card
 from hfppo.reporting.default_callbacks import with_default_callbacks
 from hfppo.reporting.progress import show_progress, show_resume
@@ -179,7 +179,7 @@ class PPOTrainer(CrashSafeTrainer):
         with load_whole(args):
             parts = load_parts(inputs)
         args = args.for_base(parts.model.dtype)
-        check_best_metric(args, parts.prompts.eval, parts.rewards, compute_metrics)
+        check_best_metric(args, eval_dataset, parts.rewards, compute_metrics)
         self._step_hooks = StepHooks(self._before_step, self._after_step)
         super().__init__(
             model=parts.model,
@@ -211,14 +211,11 @@ class PPOTrainer(CrashSafeTrainer):
         self._ahead = RolloutAhead(self.collector) if args.rollouts_ahead else None
         self._prompt_maker = parts.prompt_maker
         self.ppo_state, self._given = self._first_state(), self._first_state()
-        self._train_prompts, self._prepared_train = parts.prompts.train, train_dataset
-        self._eval_prompts = EvalPrompts(eval_dataset, parts.prompts.eval, self._prepare_prompts)
         self._eval_sampling = False
         self._sources = parts.sources
         self._outputs_checked = False
-        described = parts.prompts.train, parts.model, parts.peft_config, parts.rewards.names
-        run = describe_run(*described, parts.prompt_maker)
-        check_processes(run, parts.model, parts.prompts, args)
+        run = describe_run(parts.model, parts.peft_config, parts.rewards.names, parts.prompt_maker)
+        check_processes(run, parts.model, parts.prompt_maker.prompts, args)
         self._checkpoint = PPOCheckpoint(run, args.process_index)
         self._begin_run()
 
@@ -251,10 +248,17 @@ class PPOTrainer(CrashSafeTrainer):
                     self._ahead.prepare(self.args.device)
             self._outputs_checked = True
 
-    def _prepare_prompts(self, dataset: Dataset | IterableDataset, name: str, alike: bool = True) -> Prompts:
-        """Check and tokenize a dataset given after construction; see `load_later_dataset`."""
-        rewards = self.collector.rewards
-        return load_later_dataset(dataset, name, self.model, rewards, self._prompt_maker, alike)
+    @property
+    def _train_prompts(self) -> Prompts | PromptStream | None:
+        return self._prompt_maker.prompts.get(TRAIN)
+
+    def _prompts_of(self, dataset: Dataset | IterableDataset, name: str, alike: bool = True) -> Prompts:
+        """Return the checked prompts of a dataset, made before or now; see `PromptMaker.of_dataset`."""
+        maker = self._prompt_maker
+        if (prompts := maker.find(dataset)) is None:
+            prompts = maker.of_dataset(dataset, name, alike=alike)
+            check_prompts({name: prompts}, {"the model": self.model.causal_lm}, self.collector.rewards, maker)
+        return prompts
 
     # Training: a rollout, then mini-batches of it
 
@@ -287,7 +291,7 @@ class PPOTrainer(CrashSafeTrainer):
 
         The data come from `ppo_state`, so there is no sampler state to save.
         """
-        if self.train_dataset is not self._prepared_train:
+        if self.train_dataset is not self._prompt_maker.datasets.get(TRAIN):
             raise ValueError(
                 "trainer.train_dataset was replaced after construction; make a new trainer with the new dataset, and "
                 "with the folder that save_model wrote as model"
@@ -417,7 +421,7 @@ class PPOTrainer(CrashSafeTrainer):
         Raises:
             TypeError, ValueError: prompts or columns that do not fit.
         """
-        given = self._prepare_prompts(dataset_of(prompts, columns), "prompts", alike=False)
+        given = self._prompts_of(dataset_of(prompts, columns), "prompts", alike=False)
         rows = group_equal_rows(self.collector.eval_rows(given))
         check_alike({"number of prompts": len(rows), "number of different ones": len({row.group for row in rows})})
         self._prepare_model()
@@ -548,7 +552,7 @@ class PPOTrainer(CrashSafeTrainer):
 
     def get_eval_dataloader(self, eval_dataset: str | Dataset | IterableDataset | None = None) -> DataLoader:
         """Return the prompts of an evaluation; `evaluation_loop` shares them out among the processes."""
-        prompts = self._eval_prompts.find(eval_dataset, self.eval_dataset)
+        prompts = self._prompts_of(choose_dataset(eval_dataset, self.eval_dataset), EVAL)
         size = self.args.eval_batch_size * self.args.world_size
         return DataLoader(prompts, batch_size=size, collate_fn=list)  # type: ignore[arg-type]
 
@@ -595,10 +599,8 @@ class PPOTrainer(CrashSafeTrainer):
         """
         saved, maker = saved_run(checkpoint, self.args.process_index), self._prompt_maker
         if saved is not None and saved.run_date != maker.date:
-            prompts = DatasetPrompts(self._train_prompts, self._eval_prompts.prompts)
-            prompts = maker.move_to(saved.run_date, prompts, self._prepared_train, self._eval_prompts.given)
-            self._train_prompts, self._eval_prompts = prompts.train, replace(self._eval_prompts, prompts=prompts.eval)
-            self._checkpoint = self._checkpoint.moved_to(maker.date, prompts.train)
+            maker.move_to(saved.run_date)
+            self._checkpoint = self._checkpoint.moved_to(maker)
         self._checkpoint.check(checkpoint)
 
     def save_run_state(self, folder: str) -> None:

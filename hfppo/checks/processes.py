@@ -1,11 +1,14 @@
 """Raise if the processes of a run have been given different inputs."""
 
+from collections.abc import Mapping
+
 from torch import nn
 
 from hfppo.checkpoint import RunDescription, fingerprint
 from hfppo.config import PPOConfig
+from hfppo.data.prompt_stream import PromptStream
+from hfppo.data.prompts import Prompts
 from hfppo.models.actor_critic import ActorCritic
-from hfppo.prompt_maker import DatasetPrompts
 from hfppo.reporting.card import installed_versions
 from hfppo.support.processes import check_alike
 
@@ -18,7 +21,9 @@ OWN = (
 )  # fmt: skip
 
 
-def check_processes(run: RunDescription, model: ActorCritic, prompts: DatasetPrompts, args: PPOConfig) -> None:
+def check_processes(
+    run: RunDescription, model: ActorCritic, prompts: Mapping[str, Prompts | PromptStream], args: PPOConfig
+) -> None:
     """Raise if the processes differ in prompts, settings, weights, reward functions, tools or versions.
 
     Raises:
@@ -29,7 +34,7 @@ def check_processes(run: RunDescription, model: ActorCritic, prompts: DatasetPro
     given = (parameter for name, parameter in model.named_parameters() if is_given(name, parameter))
     facts = {
         **installed_versions(),
-        **{f"{name} (SHA-256 of its prompts)": some.digest() for name, some in prompts.known.items()},
+        **{f"{name} (SHA-256 of its prompts)": some.head.digest() for name, some in prompts.items()},
         **run.structure,
         **args.to_dict(),
         "reward_funcs": run.settings["reward_funcs"],

@@ -1,7 +1,7 @@
 """Complete a dataset's prompts and score the completions."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,6 @@ from hfppo.rewards.functions import RewardFunctions
 from hfppo.rewards.reward_func import RewardWrapper
 from hfppo.sample import Sample, Text
 from hfppo.support.out_of_memory import explain_out_of_memory
-from hfppo.support.processes import check_alike
 
 # Every evaluation has these metrics; each reward function adds its own.
 SCORE_METRICS = (
@@ -111,64 +110,49 @@ def measure_batch(collector: Collector, samples: Sequence[Sample], state: Traine
 
 def check_best_metric(
     args: PPOConfig,
-    datasets: Iterable[str | None],
+    eval_dataset: EvalDataset,
     rewards: RewardFunctions,
     compute_metrics: Callable[[EvalPrediction], dict[str, float]] | None,
 ) -> None:
     """Raise if no evaluation has `metric_for_best_model`. Without this, the first evaluation ends the run.
 
-    Args:
-        datasets: names of the evaluation datasets; None for a single one without a name.
     Raises:
         ValueError: the metric is not among an evaluation's metrics.
     """
     wanted = args.metric_for_best_model
     if wanted is None or compute_metrics is not None:
         return
-    prefixes = [f"eval_{name}_" for name in datasets if name is not None] or ["eval_"]
-    metrics = list(SCORE_METRICS)
+    prefixes = [f"eval_{name}_" for name in eval_dataset] if isinstance(eval_dataset, dict) else ["eval_"]
+    metrics = [*SCORE_METRICS, "custom/<name> of log_metric"]
     for name, func in zip(rewards.names, rewards.funcs, strict=True):
         whats = ("mean", "std", "failed") if isinstance(func, RewardWrapper) else ("mean", "std")
         metrics += [f"rewards/{name}/{what}" for what in whats]
     full = wanted if wanted.startswith("eval_") else f"eval_{wanted}"  # as Trainer reads it
-    rests = [full.removeprefix(prefix) for prefix in prefixes if full.startswith(prefix)]
-    if not any(rest in metrics or rest.startswith("custom/") for rest in rests):
+    custom = full.startswith(tuple(f"{prefix}custom/" for prefix in prefixes))
+    if not custom and full not in {prefix + metric for prefix in prefixes for metric in metrics}:
         raise ValueError(
-            f"metric_for_best_model={wanted!r} is not an evaluation metric; write "
-            f"{' or '.join(prefixes)} followed by one of {', '.join(metrics)}, or by custom/<name> of log_metric; "
-            "compute_metrics adds others"
+            f"metric_for_best_model={wanted!r} is not an evaluation metric; write {' or '.join(prefixes)} followed by "
+            f"one of {', '.join(metrics)}; compute_metrics adds others"
         )
 
 
-@dataclass(frozen=True)
-class EvalPrompts:
-    """The prompts of the evaluation datasets, by name."""
+def choose_dataset(
+    requested: str | Dataset | IterableDataset | None, current: EvalDataset
+) -> Dataset | IterableDataset:
+    """Return the dataset to evaluate on.
 
-    given: EvalDataset  # the dataset, or datasets by name, that the trainer was made with
-    prompts: dict[str | None, Prompts]  # their prompts, checked and tokenized; None is the key of a single dataset
-    prepare: Callable[[Dataset | IterableDataset, str], Prompts]  # checks and tokenizes a dataset that comes later
-
-    def find(self, requested: str | Dataset | IterableDataset | None, current: EvalDataset) -> Prompts:
-        """Return the prompts to evaluate on; a collective call.
-
-        Args:
-            requested: a dataset or its name; None: the trainer's.
-            current: the trainer's `eval_dataset`, which may have been replaced since.
-        Raises:
-            TypeError, ValueError: there is no dataset of that name, its prompts do not fit, or the processes have
-                different ones.
-        """
-        wanted = current if requested is None else requested
-        if isinstance(wanted, str):
-            if not isinstance(current, dict) or wanted not in current:
-                known = ", ".join(current) if isinstance(current, dict) else "no names"
-                raise ValueError(f"eval_dataset={wanted!r} is not among the trainer's datasets, which are: {known}")
-            wanted = current[wanted]
-        if wanted is None:
-            raise ValueError("eval_dataset is missing; pass one to PPOTrainer or to evaluate()")
-        given = self.given if isinstance(self.given, dict) else {None: self.given}
-        for name, dataset in given.items():
-            if dataset is wanted:
-                check_alike({"the name of the evaluated dataset": name})
-                return self.prompts[name]
-        return self.prepare(wanted, "eval_dataset")
+    Args:
+        requested: a dataset or its name; None: the trainer's.
+        current: the trainer's `eval_dataset`.
+    Raises:
+        ValueError: there is none, or none of that name.
+    """
+    wanted = current if requested is None else requested
+    if isinstance(wanted, str):
+        if not isinstance(current, dict) or wanted not in current:
+            known = ", ".join(current) if isinstance(current, dict) else "no names"
+            raise ValueError(f"eval_dataset={wanted!r} is not among the trainer's datasets, which are: {known}")
+        wanted = current[wanted]
+    if wanted is None:
+        raise ValueError("eval_dataset is missing; pass one to PPOTrainer or to evaluate()")
+    return wanted

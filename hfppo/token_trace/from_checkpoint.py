@@ -106,7 +106,7 @@ def trace_prompt(checkpoint: str | Path, question: Question) -> tuple[Trace, PPO
     if written is not None:
         sampler = FixedCompletion(written, parts.eos_ids)
     collector = Collector(model, sampler, parts.rewards, tokenizer, accelerator, args)
-    rows = collector.eval_rows(parts.prompts.eval[None])
+    rows = collector.eval_rows(parts.prompt_maker.prompts["eval_dataset"].head)
     rollout = collector.collect(rows, state, TrainerState(), training=False).rollout
     table = TokenTable.from_rollout(rollout, 0, tokenizer, args.reward_kl_estimator)
     if question.score is None:
