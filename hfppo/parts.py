@@ -18,10 +18,9 @@ from hfppo.config import PPOConfig
 from hfppo.data.chat_template import CLOCK, RunDate, find_turn_end
 from hfppo.data.prompt_stream import EvalDataset, PromptStream
 from hfppo.data.prompts import Prompts
-from hfppo.environments.agents import Agents, load_agents
+from hfppo.environments.agents import Agents, EnvironmentFactory, load_agents
 from hfppo.environments.environment import Tool
 from hfppo.environments.episodes import EpisodePlayer, make_player
-from hfppo.environments.pool import EnvironmentFactory
 from hfppo.environments.turn_rewards import episode_rewards
 from hfppo.generation.sampler import eos_token_ids
 from hfppo.models.actor_critic import ActorCritic
@@ -216,7 +215,7 @@ def load_prompt_maker(inputs: TrainerInputs) -> PromptMaker:
 
 def columns_read(reward_funcs: list[Any], agents: Agents | None) -> frozenset[str]:
     """Return the parameters of reward functions and of `reset`, some of which are columns."""
-    environments = [] if agents is None else agents.pool.examples.values()
+    environments = [] if agents is None else agents.examples.values()
     names: set[str] = set()
     for func in [*map(unwrap, reward_funcs), *(one.reset for one in environments if one is not None)]:
         with suppress(TypeError, ValueError):  # the name of a model, or a builtin without a signature

@@ -42,9 +42,8 @@ from hfppo.config import PPOConfig
 from hfppo.data.chat_template import Message
 from hfppo.data.prompt_stream import EvalDataset, PromptStream
 from hfppo.data.prompts import Prompts, dataset_of
-from hfppo.environments.agents import default_dataset
+from hfppo.environments.agents import EnvironmentFactory, default_dataset
 from hfppo.environments.environment import Tool
-from hfppo.environments.pool import EnvironmentFactory
 from hfppo.functional import Clip
 from hfppo.generation import configured_sampling, make_sampler
 from hfppo.generation.sampler import Sampler

@@ -19,7 +19,7 @@ from hfppo.collect.check_finite import check_rollout
 from hfppo.collect.credit import CreditAssignment, counts_in_loss
 from hfppo.collect.forward import any_active, autocast, forward_passes, prompt_values
 from hfppo.collect.rollout_metrics import measure_episodes, measure_rollout, measure_scores, scores_alike
-from hfppo.collect.rows import all_completions, eval_rows, prompt_rows
+from hfppo.collect.rows import EVALUATION, TRAINING, make_rows
 from hfppo.config import PPOConfig
 from hfppo.data.prompt_stream import PromptStream
 from hfppo.data.prompts import Prompts, Row
@@ -132,7 +132,8 @@ class Collector:
             return Choice(own, [*range(len(own))], torch.ones(len(own), dtype=torch.bool), len(window) - count)
         phase = Phases(args, show)
         with phase("candidates"):
-            candidates = prompt_rows(prompts, window, args)
+            found = zip(window, prompts.at(window, args.seed), strict=True)
+            candidates = make_rows(found, args.seed, TRAINING, args.num_generations)[:: args.num_generations]
             values = self.gather(self.prompt_values(candidates[self.own_part(len(window))])[:, None])[:, 0]
         expected = line.expected(values, values.mean())
         taken, uniform = choose(line.distances(expected), count, (args.seed, CHOICE_STREAM, first))
@@ -142,8 +143,8 @@ class Collector:
 
     def rows_of(self, choice: Choice, prompts: Prompts | PromptStream) -> list[Row]:
         """Return the completions to make for chosen prompts."""
-        rows = prompt_rows(prompts, choice.positions, self.args)
-        return all_completions((rows[i] for i in choice.taken), self.args)
+        found = [*zip(choice.positions, prompts.at(choice.positions, self.args.seed), strict=True)]
+        return make_rows((found[i] for i in choice.taken), self.args.seed, TRAINING, self.args.num_generations)
 
     def own_part(self, count: int) -> slice:
         """Return this process's part of so many rows of all processes."""
@@ -159,7 +160,7 @@ class Collector:
 
     def eval_rows(self, prompts: Prompts) -> list[Row]:
         """Return a row for each prompt, with the same seeds in every evaluation."""
-        return eval_rows(prompts, self.args.seed)
+        return make_rows(((n, prompts[n]) for n in range(len(prompts))), self.args.seed, EVALUATION)
 
     def collect(
         self,

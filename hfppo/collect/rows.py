@@ -3,47 +3,38 @@
 from collections.abc import Iterable
 from dataclasses import replace
 
-from hfppo.config import PPOConfig
-from hfppo.data.prompt_stream import PromptStream
-from hfppo.data.prompts import Prompts, Row
+from hfppo.data.prompts import Columns, Row
 from hfppo.state import ENVIRONMENT_STREAM, EVAL_STREAM, SAMPLING_STREAM, stream_seed
 
+# The streams of random numbers for sampling, and for environments.
+TRAINING = (SAMPLING_STREAM,), (ENVIRONMENT_STREAM,)
+EVALUATION = (EVAL_STREAM,), (EVAL_STREAM, ENVIRONMENT_STREAM)
 
-def prompt_rows(prompts: Prompts | PromptStream, positions: range, args: PPOConfig) -> list[Row]:
-    """Return the first completion of each prompt at positions of the order, a function of seed and position."""
-    numbers = [position * args.num_generations for position in positions]
+
+def make_rows(
+    prompts: Iterable[tuple[int, tuple[Columns, list[int]]]],
+    seed: int,
+    streams: tuple[tuple[int, ...], tuple[int, ...]],
+    completions: int = 1,
+) -> list[Row]:
+    """Return the completions to make of prompts, a function of seed and position.
+
+    Args:
+        prompts: each with its position in the order of prompts.
+        streams: `TRAINING` or `EVALUATION`.
+        completions: number for each prompt.
+    """
+    sampling, environment = streams
     return [
         Row(
             *prompt,
             number=number,
             group=position,
-            seed=stream_seed(args.seed, SAMPLING_STREAM, number),
-            environment_seed=stream_seed(args.seed, ENVIRONMENT_STREAM, position) % 2**32,
+            seed=stream_seed(seed, *sampling, number),
+            environment_seed=stream_seed(seed, *environment, position) % 2**32,
         )
-        for number, position, prompt in zip(numbers, positions, prompts.at(positions, args.seed), strict=True)
-    ]
-
-
-def all_completions(rows: Iterable[Row], args: PPOConfig) -> list[Row]:
-    """Return all completions of prompts, given the first one of each."""
-    return [
-        replace(row, number=number, seed=stream_seed(args.seed, SAMPLING_STREAM, number))
-        for row in rows
-        for number in range(row.number, row.number + args.num_generations)
-    ]
-
-
-def eval_rows(prompts: Prompts, seed: int) -> list[Row]:
-    """Return a row for each prompt, with the same seeds in every evaluation."""
-    return [
-        Row(
-            *prompts[n],
-            number=n,
-            group=n,
-            seed=stream_seed(seed, EVAL_STREAM, n),
-            environment_seed=stream_seed(seed, EVAL_STREAM, ENVIRONMENT_STREAM, n) % 2**32,
-        )
-        for n in range(len(prompts))
+        for position, prompt in prompts
+        for number in range(position * completions, (position + 1) * completions)
     ]
 
 
