@@ -18,7 +18,7 @@ from hfppo.config import PPOConfig
 from hfppo.data.chat_template import CLOCK, RunDate, find_turn_end
 from hfppo.data.prompt_stream import EvalDataset, PromptStream
 from hfppo.data.prompts import Prompts
-from hfppo.environments.agents import Agents, EnvironmentFactory, load_agents
+from hfppo.environments.agents import Agents, EnvironmentFactories, load_agents
 from hfppo.environments.environment import Tool
 from hfppo.environments.episodes import EpisodePlayer, make_player
 from hfppo.environments.turn_rewards import episode_rewards
@@ -38,7 +38,7 @@ from hfppo.models.loading import (
 )
 from hfppo.prompt_maker import TRAIN, PromptMaker, by_name
 from hfppo.rewards.functions import RewardFunctions, check_weights
-from hfppo.rewards.load_rewards import load_reward_funcs
+from hfppo.rewards.load_rewards import listed, load_reward_funcs
 from hfppo.rewards.model import RewardAdapter, RewardModel
 from hfppo.rewards.process_model import ProcessRewardModel
 from hfppo.rewards.reward_func import RewardFunc, plain_name, unwrap
@@ -65,7 +65,7 @@ class TrainerInputs:
     critic: str | PreTrainedModel = "adapter"
     reward_processing_classes: PreTrainedTokenizerBase | Sequence[PreTrainedTokenizerBase | None] | None = None
     tools: Sequence[Tool] | None = None
-    environment_factory: EnvironmentFactory | Mapping[str, EnvironmentFactory] | None = None
+    environment_factory: EnvironmentFactories | None = None
     quantization_config: QuantizationConfigMixin | InitKwargs | None = None
     date: RunDate | None = None  # the date of the chat templates; None is today
 
@@ -76,11 +76,6 @@ class TrainerInputs:
         return dict(**cast(InitKwargs, self.args.model_init_kwargs or {}), **own)
 
     @property
-    def funcs(self) -> list[Any]:
-        """`reward_funcs` as a list."""
-        return [*self.reward_funcs] if isinstance(self.reward_funcs, list | tuple) else [self.reward_funcs]
-
-    @property
     def of_model(self) -> InitKwargs:
         """Arguments of `from_pretrained` for `model`; empty if it is already loaded."""
         return self.init_kwargs if isinstance(self.model, str) else {}
@@ -89,7 +84,7 @@ class TrainerInputs:
         """Return the models and reward functions, each with the name of its argument."""
         critic = self.critic if self.args.needs_critic and self.critic not in CRITIC_KINDS else None
         return [
-            *[("reward_funcs", as_name(unwrap(func))) for func in self.funcs],
+            *[("reward_funcs", as_name(unwrap(func))) for func in listed(self.reward_funcs)],
             ("model", self.model),
             ("the base's path", base_path),
             ("ref_model", self.ref_model),
@@ -102,7 +97,6 @@ class Parts:
     """The checked and loaded parts of a trainer."""
 
     model: ActorCritic
-    tokenizer: PreTrainedTokenizerBase
     eos_ids: list[int]
     rewards: RewardFunctions
     peft_config: PeftConfig
@@ -150,7 +144,6 @@ def load_parts(inputs: TrainerInputs) -> Parts:
         check_same_policy(model, policy, actor.start_adapter)
     return Parts(
         model=model,
-        tokenizer=tokenizer,
         eos_ids=eos_ids,
         rewards=rewards,
         peft_config=actor.peft_config,
@@ -210,7 +203,8 @@ def load_prompt_maker(inputs: TrainerInputs) -> PromptMaker:
     agents = load_agents(inputs.tools, inputs.environment_factory, tokenizer, inputs.args, options)
     options = options if agents is None else agents.chat_format.options
     datasets = by_name(inputs.train_dataset, inputs.eval_dataset)
-    return PromptMaker(tokenizer, inputs.args, agents, date, options, columns_read(inputs.funcs, agents), datasets)
+    reads = columns_read(listed(inputs.reward_funcs), agents)
+    return PromptMaker(tokenizer, inputs.args, agents, date, options, reads, datasets)
 
 
 def columns_read(reward_funcs: list[Any], agents: Agents | None) -> frozenset[str]:

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hfppo.config import PPOConfig
 from hfppo.data.chat_template import RunDate
-from hfppo.data.prompt_stream import EvalDataset, PromptStream, read_all
+from hfppo.data.prompt_stream import EvalDataset, PromptStream
 from hfppo.data.prompts import Prompts, describe_rows, is_stored, media_columns, prepare_prompts
 from hfppo.environments.agents import Agents, dataset_for
 from hfppo.support.processes import check_alike
@@ -73,10 +73,15 @@ class PromptMaker:
         Raises:
             TypeError, ValueError: the rows cannot be used, or differ between processes.
         """
+        if not isinstance(dataset, Dataset | IterableDataset):
+            raise TypeError(
+                f"{name} must be a datasets.Dataset, got {type(dataset).__name__}; choose one split of several, or "
+                "make one with Dataset.from_list([{'prompt': ...}])"
+            )
         agents = self.agents
         dataset = self.without_media(dataset)
         if isinstance(dataset, IterableDataset):
-            dataset = read_all(dataset)
+            dataset = Dataset.from_list(list(dataset), features=dataset.features)
         if alike and self.args.world_size > 1:  # before the processes wait for each other to tokenize
             check_alike({f"{name}: {fact}": value for fact, value in describe_rows(dataset).items()})
         completed = dataset_for(dataset, agents)

@@ -4,7 +4,7 @@ Nothing here loops over training steps. Trainer asks for the micro-batches of an
 the optimizer; the hooks below answer for PPO.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -34,15 +34,14 @@ from hfppo.checks.processes import check_processes
 from hfppo.checks.unknown_names import checks_keywords
 from hfppo.collect.ahead import Order, RolloutAhead
 from hfppo.collect.candidates import Choice, judge
-from hfppo.collect.collector import Collected, Collector
-from hfppo.collect.evaluation import check_best_metric, choose_dataset, evaluate_prompts
+from hfppo.collect.collector import Collected, Collector, group_equal_rows
+from hfppo.collect.evaluation import check_best_metric, choose_dataset, eval_output, evaluate_prompts
 from hfppo.collect.forward import autocast
-from hfppo.collect.rows import group_equal_rows
 from hfppo.config import PPOConfig
 from hfppo.data.chat_template import Message
 from hfppo.data.prompt_stream import EvalDataset, PromptStream
 from hfppo.data.prompts import Prompts, dataset_of
-from hfppo.environments.agents import EnvironmentFactory, default_dataset
+from hfppo.environments.agents import EnvironmentFactories, default_dataset
 from hfppo.environments.environment import Tool
 from hfppo.functional import Clip
 from hfppo.generation import configured_sampling, make_sampler
@@ -153,7 +152,7 @@ class PPOTrainer(CrashSafeTrainer):
         compute_metrics: Callable[[EvalPrediction], dict[str, float]] | None = None,
         reward_processing_classes: PreTrainedTokenizerBase | Sequence[PreTrainedTokenizerBase | None] | None = None,
         tools: Sequence[Tool] | None = None,
-        environment_factory: EnvironmentFactory | Mapping[str, EnvironmentFactory] | None = None,
+        environment_factory: EnvironmentFactories | None = None,
         quantization_config: QuantizationConfigMixin | dict[str, Any] | None = None,
     ):
         args = PPOConfig() if args is None else args
@@ -185,7 +184,7 @@ class PPOTrainer(CrashSafeTrainer):
             args=args,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
-            processing_class=parts.tokenizer,
+            processing_class=parts.prompt_maker.tokenizer,
             callbacks=[
                 *with_default_callbacks(callbacks, args),
                 TrainerHooks(lambda: self._step_hooks.attach(cast(Optimizer, self.optimizer)), self._end_update),
@@ -202,7 +201,7 @@ class PPOTrainer(CrashSafeTrainer):
             model=parts.model,
             sampler=self.create_sampler(parts.eos_ids),
             rewards=parts.rewards,
-            tokenizer=parts.tokenizer,
+            tokenizer=parts.prompt_maker.tokenizer,
             accelerator=self.accelerator,
             args=args,
             player=parts.player,
@@ -214,7 +213,7 @@ class PPOTrainer(CrashSafeTrainer):
         self._sources = parts.sources
         self._outputs_checked = False
         run = describe_run(parts.model, parts.peft_config, parts.rewards.names, parts.prompt_maker)
-        check_processes(run, parts.model, parts.prompt_maker.prompts, args)
+        check_processes(run, parts.model, parts.prompt_maker)
         self._checkpoint = PPOCheckpoint(run, args.process_index)
         self._begin_run()
 
@@ -586,7 +585,7 @@ class PPOTrainer(CrashSafeTrainer):
             self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
 
         evaluated = evaluate_prompts(self.collector, prompts, self.state, self._eval_sampling, on_batch)
-        return evaluated.output(prompts, self.compute_metrics, metric_key_prefix)
+        return eval_output(*evaluated, prompts, self.compute_metrics, metric_key_prefix)
 
     # Checkpoints
 

@@ -1,14 +1,10 @@
 """Raise if the processes of a run have been given different inputs."""
 
-from collections.abc import Mapping
-
 from torch import nn
 
 from hfppo.checkpoint import RunDescription, fingerprint
-from hfppo.config import PPOConfig
-from hfppo.data.prompt_stream import PromptStream
-from hfppo.data.prompts import Prompts
 from hfppo.models.actor_critic import ActorCritic
+from hfppo.prompt_maker import PromptMaker
 from hfppo.reporting.card import installed_versions
 from hfppo.support.processes import check_alike
 
@@ -21,14 +17,13 @@ OWN = (
 )  # fmt: skip
 
 
-def check_processes(
-    run: RunDescription, model: ActorCritic, prompts: Mapping[str, Prompts | PromptStream], args: PPOConfig
-) -> None:
+def check_processes(run: RunDescription, model: ActorCritic, prompt_maker: PromptMaker) -> None:
     """Raise if the processes differ in prompts, settings, weights, reward functions, tools or versions.
 
     Raises:
         ValueError: they differ.
     """
+    args, prompts = prompt_maker.args, prompt_maker.prompts
     if args.world_size == 1:
         return
     given = (parameter for name, parameter in model.named_parameters() if is_given(name, parameter))

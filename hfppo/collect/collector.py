@@ -2,7 +2,7 @@
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -19,10 +19,9 @@ from hfppo.collect.check_finite import check_rollout
 from hfppo.collect.credit import CreditAssignment, counts_in_loss
 from hfppo.collect.forward import any_active, autocast, forward_passes, prompt_values
 from hfppo.collect.rollout_metrics import measure_episodes, measure_rollout, measure_scores, scores_alike
-from hfppo.collect.rows import EVALUATION, TRAINING, make_rows
 from hfppo.config import PPOConfig
 from hfppo.data.prompt_stream import PromptStream
-from hfppo.data.prompts import Prompts, Row
+from hfppo.data.prompts import Columns, Prompts, Row
 from hfppo.environments.chat_format import parse_turn
 from hfppo.environments.episodes import EpisodePlayer
 from hfppo.generation.sampler import Sampler
@@ -33,11 +32,15 @@ from hfppo.rewards.functions import PendingScores, RewardFunctions, score_table
 from hfppo.rewards.reward_func import Numbers, RewardBatch
 from hfppo.rollout import Rollout, Transcript
 from hfppo.sample import Ended, Sample, Text, Turn, pad
-from hfppo.state import CHOICE_STREAM, PPOState
+from hfppo.state import CHOICE_STREAM, ENVIRONMENT_STREAM, EVAL_STREAM, SAMPLING_STREAM, PPOState, stream_seed
 from hfppo.support.out_of_memory import explain_out_of_memory
 from hfppo.support.padding import pad_left
 
 logger = get_logger(__name__)
+
+# The streams of random numbers for sampling, and for environments.
+TRAINING = (SAMPLING_STREAM,), (ENVIRONMENT_STREAM,)
+EVALUATION = (EVAL_STREAM,), (EVAL_STREAM, ENVIRONMENT_STREAM)
 
 PhaseDisplay = Callable[[str], AbstractContextManager]  # shows a phase, by the name of its metric, while it lasts
 
@@ -358,3 +361,36 @@ def transcript_of(samples: Sequence[Sample]) -> Transcript:
     extra = {name: [sample.extra[name] for sample in samples] for name in samples[0].extra}
     prompts = [sample.row.columns["prompt"] for sample in samples]
     return Transcript(prompts, [sample.text for sample in samples], scores, extra)
+
+
+def make_rows(
+    prompts: Iterable[tuple[int, tuple[Columns, list[int]]]],
+    seed: int,
+    streams: tuple[tuple[int, ...], tuple[int, ...]],
+    completions: int = 1,
+) -> list[Row]:
+    """Return the completions to make of prompts, a function of seed and position.
+
+    Args:
+        prompts: each with its position in the order of prompts.
+        streams: `TRAINING` or `EVALUATION`.
+        completions: number for each prompt.
+    """
+    sampling, environment = streams
+    return [
+        Row(
+            *prompt,
+            number=number,
+            group=position,
+            seed=stream_seed(seed, *sampling, number),
+            environment_seed=stream_seed(seed, *environment, position) % 2**32,
+        )
+        for position, prompt in prompts
+        for number in range(position * completions, (position + 1) * completions)
+    ]
+
+
+def group_equal_rows(rows: list[Row]) -> list[Row]:
+    """Return the rows in groups of equal rows."""
+    groups: dict[str, int] = {}
+    return [replace(row, group=groups.setdefault(repr((row.prompt_ids, row.columns)), row.group)) for row in rows]

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from transformers.trainer_utils import EvalLoopOutput, denumpify_detensorize
 from hfppo.collect.collector import Collector
 from hfppo.config import PPOConfig
 from hfppo.data.prompt_stream import EvalDataset
-from hfppo.data.prompts import EMPTY_PROMPT, Prompts
+from hfppo.data.prompts import EMPTY_PROMPT, Prompts, has_transform
 from hfppo.metrics import Measures, Meter, parts
 from hfppo.models.modes import eval_mode
 from hfppo.rewards.functions import RewardFunctions
@@ -32,38 +31,36 @@ SCORE_METRICS = (
 )
 
 
-@dataclass(frozen=True)
-class Evaluated:
-    """The completions of a whole dataset, in its order, and their metrics."""
+def eval_output(
+    completions: Any,
+    metrics: dict[str, float],
+    prompts: Prompts,
+    compute_metrics: Callable[[EvalPrediction], dict[str, float]] | None,
+    prefix: str,
+) -> EvalLoopOutput:
+    """Return the output of Trainer's evaluation loop, with the user's own metrics and all names prefixed.
 
-    completions: list[Text]
-    metrics: dict[str, float]
-
-    def output(
-        self,
-        prompts: Prompts,
-        compute_metrics: Callable[[EvalPrediction], dict[str, float]] | None,
-        prefix: str,
-    ) -> EvalLoopOutput:
-        """Return the output of Trainer's evaluation loop, with the user's own metrics and all names prefixed."""
-        rows = prompts.rows  # the dataset's transform applies, as for prompts and reward functions
-        columns: Any = rows[:] if rows.format["type"] == "custom" else rows.to_dict()
-        completions: Any = self.completions
-        metrics = dict(self.metrics)
-        if compute_metrics is not None:
-            inputs = columns.get("prompt", [EMPTY_PROMPT] * len(prompts))
-            given = compute_metrics(EvalPrediction(completions, columns, inputs=inputs))
-            metrics.update(denumpify_detensorize(dict(given)))
-        prefixed = {
-            key if str(key).startswith(f"{prefix}_") else f"{prefix}_{key}": value for key, value in metrics.items()
-        }
-        return EvalLoopOutput(completions, columns, prefixed, len(prompts))
+    Args:
+        completions, metrics: see `evaluate_prompts`.
+    """
+    rows = prompts.rows  # the dataset's transform applies, as for prompts and reward functions
+    columns: Any = rows[:] if has_transform(rows) else rows.to_dict()
+    if compute_metrics is not None:
+        inputs = columns.get("prompt", [EMPTY_PROMPT] * len(prompts))
+        given = compute_metrics(EvalPrediction(completions, columns, inputs=inputs))
+        metrics = metrics | denumpify_detensorize(dict(given))
+    prefixed = {
+        key if str(key).startswith(f"{prefix}_") else f"{prefix}_{key}": value for key, value in metrics.items()
+    }
+    return EvalLoopOutput(completions, columns, prefixed, len(prompts))
 
 
 def evaluate_prompts(
     collector: Collector, prompts: Prompts, state: TrainerState, do_sample: bool, on_batch: Callable[[], None]
-) -> Evaluated:
+) -> tuple[list[Text], dict[str, float]]:
     """Complete every prompt once and score the completions; training is not affected.
+
+    Return the completions of all processes, in the order of the prompts, and their metrics.
 
     Args:
         do_sample: sample, with the same random numbers at every call; False completes greedily.
@@ -95,7 +92,7 @@ def evaluate_prompts(
                 on_batch()
     everywhere = sorted(gather_object(done), key=lambda numbered: numbered[0])
     # The best model is chosen by the reward. Without any score it is NaN: a missing metric ends the run.
-    return Evaluated([text for _, text in everywhere], {"reward": math.nan, **meter.read()})
+    return [text for _, text in everywhere], {"reward": math.nan, **meter.read()}
 
 
 def measure_batch(collector: Collector, samples: Sequence[Sample], state: TrainerState) -> Measures:
@@ -147,12 +144,13 @@ def choose_dataset(
     Raises:
         ValueError: there is none, or none of that name.
     """
-    wanted = current if requested is None else requested
+    wanted: Any = current if requested is None else requested
     if isinstance(wanted, str):
-        if not isinstance(current, dict) or wanted not in current:
-            known = ", ".join(current) if isinstance(current, dict) else "no names"
+        named = current if isinstance(current, dict) else {}
+        if wanted not in named:
+            known = ", ".join(named) or "no names"
             raise ValueError(f"eval_dataset={wanted!r} is not among the trainer's datasets, which are: {known}")
-        wanted = current[wanted]
+        return named[wanted]
     if wanted is None:
         raise ValueError("eval_dataset is missing; pass one to PPOTrainer or to evaluate()")
     return wanted

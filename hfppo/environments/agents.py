@@ -19,6 +19,7 @@ from hfppo.rewards.reward_func import plain_name, unwrap
 from hfppo.support.calls import finish_within
 
 EnvironmentFactory = Callable[[], Environment]
+EnvironmentFactories = EnvironmentFactory | Mapping[str, EnvironmentFactory]  # by the dataset's column `environment`
 
 COLUMN = "environment"  # the dataset's column with each row's environment, if there are several
 # Fields of PPOConfig that need tools or an environment.
@@ -62,14 +63,12 @@ class Agents:
             raise ValueError(
                 f"{name} has a column 'tools', but the trainer has an argument tools; leave one of them out"
             )
-        if not self.by_column:
-            return [self.schemas[None]] * len(dataset)
-        if COLUMN not in dataset.column_names:
+        if self.by_column and COLUMN not in dataset.column_names:
             raise ValueError(
                 f"{name} has no column {COLUMN!r}, but environment_factory is a mapping; add the column, or pass one "
                 "factory"
             )
-        names = list(dataset[COLUMN])
+        names = list(dataset[COLUMN]) if self.by_column else [None] * len(dataset)
         for row, of_row in enumerate(names):
             if of_row not in self.schemas:
                 known = ", ".join(map(repr, self.schemas))
@@ -79,7 +78,7 @@ class Agents:
 
 def load_agents(
     tools: Sequence[Tool] | None,
-    environment_factory: EnvironmentFactory | Mapping[str, EnvironmentFactory] | None,
+    environment_factory: EnvironmentFactories | None,
     tokenizer: PreTrainedTokenizerBase,
     args: PPOConfig,
     options: dict[str, Any],
@@ -233,15 +232,12 @@ def dataset_for(dataset: Dataset, agents: Agents | None) -> Dataset:
 
     The added column is for tokenizing only: `reset` gets the dataset's own columns.
     """
-    completed = agents is not None and agents.has_environments and isinstance(dataset, Dataset)
-    if completed and "prompt" not in dataset.column_names and len(dataset):
+    if agents is not None and agents.has_environments and "prompt" not in dataset.column_names:
         return dataset.add_column("prompt", [EMPTY_PROMPT] * len(dataset))
     return dataset
 
 
-def default_dataset(
-    environment_factory: EnvironmentFactory | Mapping[str, EnvironmentFactory] | None, args: PPOConfig
-) -> Dataset | None:
+def default_dataset(environment_factory: EnvironmentFactories | None, args: PPOConfig) -> Dataset | None:
     """Return the training set of a single environment that writes its own prompts: one empty user message.
 
     None without such an environment, or if the number of steps is not set.

@@ -18,7 +18,7 @@ from types import NoneType
 from typing import Any
 
 from hfppo.config import PPOConfig
-from hfppo.data.chat_template import Message, Schema, render_one, template_options
+from hfppo.data.chat_template import Message, Schema, render_all, template_options
 from hfppo.data.prompts import EMPTY_PROMPT, Row
 from hfppo.environments.agents import Agents
 from hfppo.environments.chat_format import ChatFormat, check_template, parse_turn, text_message
@@ -207,9 +207,9 @@ class EpisodePlayer:
         row = replace(row, columns={**row.columns, "prompt": prompt})
         if shown == given:
             return row
-        own = template_options(schemas or row.columns.get("tools"), row.columns.get("chat_template_kwargs"))
-        options = {**self.chat_format.options, **own}
-        return replace(row, prompt_ids=render_one(shown, self.chat_format.tokenizer, options))
+        own = schemas or row.columns.get("tools"), row.columns.get("chat_template_kwargs")
+        (ids,) = render_all([shown], [own], self.chat_format.tokenizer, self.chat_format.options)
+        return replace(row, prompt_ids=ids)
 
     async def reset(self, row: Row, environment: Environment) -> str | None:
         """Reset a row's environment, and return its text."""
