@@ -17,12 +17,10 @@ from transformers import TrainingArguments
 
 from hfppo.config import PPOConfig
 from hfppo.data.chat_template import RunDate
-from hfppo.data.prompt_stream import PromptStream
-from hfppo.data.prompts import Prompts
 from hfppo.metrics import UpdateStep, sums_from_dict
 from hfppo.models.actor_critic import ActorCritic
 from hfppo.models.adapter_config import describe_adapter, find_differences
-from hfppo.prompt_maker import PromptMaker
+from hfppo.prompt_maker import TRAIN, PromptMaker
 from hfppo.rollout import Rollout
 from hfppo.state import PPOState
 
@@ -60,11 +58,7 @@ class RunDescription:
 
 
 def describe_run(
-    prompts: Prompts | PromptStream | None,
-    model: ActorCritic,
-    peft_config: PeftConfig,
-    reward_funcs: list[str],
-    prompt_maker: PromptMaker,
+    model: ActorCritic, peft_config: PeftConfig, reward_funcs: list[str], prompt_maker: PromptMaker
 ) -> RunDescription:
     """Describe the run: the values that a resumed run must share, and the values it should share."""
     args, agents = prompt_maker.args, prompt_maker.agents
@@ -81,7 +75,7 @@ def describe_run(
             "num_critic_epochs": args.critic_epochs if args.needs_critic else None,
             "optim": values["optim"],
             "number of processes": args.world_size,
-            PROMPTS: None if prompts is None else prompts.head.digest(),
+            PROMPTS: hash_prompts(prompt_maker),
             **hash_frozen_weights(model),
             "tools": None if agents is None else {str(name): schemas for name, schemas in agents.schemas.items()},
             "peft_config": describe_adapter(peft_config),
@@ -90,6 +84,12 @@ def describe_run(
         settings={**{name: values[name] for name in (*own, *TRAINER_FIELDS)}, "reward_funcs": reward_funcs},
         date=prompt_maker.date.day.isoformat(),
     )
+
+
+def hash_prompts(prompt_maker: PromptMaker) -> str | None:
+    """Return a hash of the training prompts, or of a stream's first ones."""
+    prompts = prompt_maker.prompts.get(TRAIN)
+    return None if prompts is None else prompts.head.digest()
 
 
 def hash_frozen_weights(model: ActorCritic) -> dict[str, str | None]:
@@ -185,11 +185,10 @@ class PPOCheckpoint:
             if (before := saved.settings.get(name, now)) != now:
                 logger.warning("resuming with %s=%r, the checkpoint was written with %r", name, now, before)
 
-    def moved_to(self, run_date: RunDate, prompts: Prompts | PromptStream | None) -> "PPOCheckpoint":
-        """Return a copy for prompts that were rendered with another date."""
-        digest = None if prompts is None else prompts.head.digest()
-        structure = {**self.run.structure, PROMPTS: digest}
-        return replace(self, run=replace(self.run, structure=structure, date=run_date.day.isoformat()))
+    def moved_to(self, prompt_maker: PromptMaker) -> "PPOCheckpoint":
+        """Return a copy for prompts that were made again for another date."""
+        structure = {**self.run.structure, PROMPTS: hash_prompts(prompt_maker)}
+        return replace(self, run=replace(self.run, structure=structure, date=prompt_maker.date.day.isoformat()))
 
     def save(self, checkpoint: str | Path, standing: Standing) -> None:
         """Write the run's state."""

@@ -16,12 +16,11 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from hfppo.checks.data import check_calls, check_candidates, check_ends, check_ids, check_lengths
 from hfppo.config import PPOConfig
 from hfppo.data.chat_template import CLOCK, RunDate, find_turn_end
-from hfppo.data.prompt_stream import EvalDataset
+from hfppo.data.prompt_stream import EvalDataset, PromptStream
 from hfppo.data.prompts import Prompts
-from hfppo.environments.agents import Agents, load_agents
+from hfppo.environments.agents import Agents, EnvironmentFactories, load_agents
 from hfppo.environments.environment import Tool
 from hfppo.environments.episodes import EpisodePlayer, make_player
-from hfppo.environments.pool import EnvironmentFactory
 from hfppo.environments.turn_rewards import episode_rewards
 from hfppo.generation.sampler import eos_token_ids
 from hfppo.models.actor_critic import ActorCritic
@@ -37,9 +36,9 @@ from hfppo.models.loading import (
     positions_of,
     separate_adapter,
 )
-from hfppo.prompt_maker import DatasetPrompts, PromptMaker
+from hfppo.prompt_maker import TRAIN, PromptMaker, by_name
 from hfppo.rewards.functions import RewardFunctions, check_weights
-from hfppo.rewards.load_rewards import load_reward_funcs
+from hfppo.rewards.load_rewards import listed, load_reward_funcs
 from hfppo.rewards.model import RewardAdapter, RewardModel
 from hfppo.rewards.process_model import ProcessRewardModel
 from hfppo.rewards.reward_func import RewardFunc, plain_name, unwrap
@@ -66,7 +65,7 @@ class TrainerInputs:
     critic: str | PreTrainedModel = "adapter"
     reward_processing_classes: PreTrainedTokenizerBase | Sequence[PreTrainedTokenizerBase | None] | None = None
     tools: Sequence[Tool] | None = None
-    environment_factory: EnvironmentFactory | Mapping[str, EnvironmentFactory] | None = None
+    environment_factory: EnvironmentFactories | None = None
     quantization_config: QuantizationConfigMixin | InitKwargs | None = None
     date: RunDate | None = None  # the date of the chat templates; None is today
 
@@ -83,10 +82,9 @@ class TrainerInputs:
 
     def sources(self, base_path: str) -> list[tuple[str, object]]:
         """Return the models and reward functions, each with the name of its argument."""
-        given = self.reward_funcs if isinstance(self.reward_funcs, list | tuple) else [self.reward_funcs]
         critic = self.critic if self.args.needs_critic and self.critic not in CRITIC_KINDS else None
         return [
-            *[("reward_funcs", as_name(unwrap(cast(RewardFunc, func)))) for func in given],
+            *[("reward_funcs", as_name(unwrap(func))) for func in listed(self.reward_funcs)],
             ("model", self.model),
             ("the base's path", base_path),
             ("ref_model", self.ref_model),
@@ -99,12 +97,10 @@ class Parts:
     """The checked and loaded parts of a trainer."""
 
     model: ActorCritic
-    tokenizer: PreTrainedTokenizerBase
     eos_ids: list[int]
     rewards: RewardFunctions
     peft_config: PeftConfig
-    prompts: DatasetPrompts
-    prompt_maker: PromptMaker  # makes the prompts of later datasets
+    prompt_maker: PromptMaker
     sources: list[tuple[str, object]]  # models and reward functions, each with the name of its argument
     player: EpisodePlayer | None  # plays episodes with tools and environments
 
@@ -116,36 +112,29 @@ def load_parts(inputs: TrainerInputs) -> Parts:
         TypeError, ValueError: an input cannot be used.
     """
     args = inputs.args
-    by_name = (isinstance(x, str) and x not in CRITIC_KINDS for x in (inputs.model, inputs.ref_model, inputs.critic))
-    if inputs.init_kwargs and not any(by_name):
+    named = (isinstance(x, str) and x not in CRITIC_KINDS for x in (inputs.model, inputs.ref_model, inputs.critic))
+    if inputs.init_kwargs and not any(named):
         logger.warning("model_init_kwargs and quantization_config are not used, because the models are loaded already")
     prompt_maker = load_prompt_maker(inputs)
-    tokenizer, agents = prompt_maker.tokenizer, prompt_maker.agents
-    prompts = prompt_maker.of_datasets(inputs.train_dataset, inputs.eval_dataset)
-    check_candidates(prompts.train, args, agents)
-    longest = max((some.longest for some in prompts.named.values()), default=0)
+    tokenizer, agents, prompts = prompt_maker.tokenizer, prompt_maker.agents, prompt_maker.prompts
+    check_candidates(prompts.get(TRAIN), args, agents)
 
     loaded = load_model(inputs.model, **inputs.of_model)
     check_trainable(loaded, inputs.peft_config)
-    check_lengths("the model", loaded, longest, args)
-    eos_ids = with_turn_end(eos_token_ids(tokenizer, loaded.generation_config), prompts, prompt_maker)
+    eos_ids = with_turn_end(eos_token_ids(tokenizer, loaded.generation_config), prompt_maker)
     padding = eos_ids[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     special = {
         "the end of sequence": eos_ids,
         "the padding token": [padding],
         "generation_kwargs['stop_token_ids']": args.stop_token_ids or eos_ids,
     }
-    check_ids(loaded, prompts.known, special)
-    check_ends(prompts.known, tokenizer)
     player = None if agents is None else make_player(agents, eos_ids, args, positions_of(loaded)[0])
 
     reference = None if inputs.ref_model is None else load_model(inputs.ref_model, "ref_model", **inputs.init_kwargs)
     rewards = reward_functions(inputs, str(loaded.config.name_or_path or ""), agents)
-    check_calls(rewards, prompts.known, agents)
     critic = load_critic(inputs, loaded, tokenizer)
-    for name, other in {"ref_model": reference, "the critic": critic and critic.model}.items():
-        if isinstance(other, PreTrainedModel):
-            check_lengths(name, other, longest, args)
+    models = {"the model": loaded, "ref_model": reference, "the critic": critic and critic.model}
+    check_prompts(prompts, models, rewards, prompt_maker, special)
     policy = policy_of(inputs.model) if isinstance(inputs.model, PeftModel) else None
     actor = separate_adapter(loaded, inputs.peft_config, inputs.of_model.get("revision"))
     prepare_reward_models(rewards, actor.base, prompt_maker)
@@ -155,23 +144,47 @@ def load_parts(inputs: TrainerInputs) -> Parts:
         check_same_policy(model, policy, actor.start_adapter)
     return Parts(
         model=model,
-        tokenizer=tokenizer,
         eos_ids=eos_ids,
         rewards=rewards,
         peft_config=actor.peft_config,
-        prompts=prompts,
         prompt_maker=prompt_maker,
         sources=inputs.sources(actor.base.name_or_path),
         player=player,
     )
 
 
-def with_turn_end(eos_ids: list[int], prompts: DatasetPrompts, prompt_maker: PromptMaker) -> list[int]:
+def check_prompts(
+    prompts: Mapping[str, Prompts | PromptStream],
+    models: Mapping[str, object],
+    rewards: RewardFunctions,
+    prompt_maker: PromptMaker,
+    special: dict[str, list[int]] | None = None,
+) -> None:
+    """Raise if prompts do not fit models or reward functions.
+
+    Args:
+        prompts: by the datasets' names in errors.
+        models: by their names in errors, "the model" among them; what is not a loaded model is not checked.
+        special: see `check_ids`.
+    Raises:
+        TypeError, ValueError: prompts or columns do not fit.
+    """
+    longest = max((some.longest for some in prompts.values()), default=0)
+    known = {name: some.head for name, some in prompts.items()}
+    for name, model in models.items():
+        if isinstance(model, PreTrainedModel | PeftModel):
+            check_lengths(name, model, longest, prompt_maker.args)
+    check_ids(cast(PreTrainedModel, models["the model"]), known, special or {})
+    check_ends(known, prompt_maker.tokenizer)
+    check_calls(rewards, known, prompt_maker.agents)
+
+
+def with_turn_end(eos_ids: list[int], prompt_maker: PromptMaker) -> list[int]:
     """Return the ids that end a completion, with the token that ends the chat template's turns.
 
     The EOS of many a base ends a document: a conversation would continue with turns that the model writes itself.
     """
-    tokenizer, chats = prompt_maker.tokenizer, any(some.conversational for some in prompts.known.values())
+    tokenizer, chats = prompt_maker.tokenizer, any(some.head.conversational for some in prompt_maker.prompts.values())
     end = find_turn_end(tokenizer, prompt_maker.chat_template_kwargs) if chats else None
     if end is None or end in eos_ids:
         return eos_ids
@@ -189,15 +202,16 @@ def load_prompt_maker(inputs: TrainerInputs) -> PromptMaker:
     options: dict[str, Any] = {CLOCK: date, **cast(dict[str, Any], inputs.args.chat_template_kwargs or {})}
     agents = load_agents(inputs.tools, inputs.environment_factory, tokenizer, inputs.args, options)
     options = options if agents is None else agents.chat_format.options
-    return PromptMaker(tokenizer, inputs.args, agents, date, options, columns_read(inputs.reward_funcs, agents))
+    datasets = by_name(inputs.train_dataset, inputs.eval_dataset)
+    reads = columns_read(listed(inputs.reward_funcs), agents)
+    return PromptMaker(tokenizer, inputs.args, agents, date, options, reads, datasets)
 
 
-def columns_read(reward_funcs: object, agents: Agents | None) -> frozenset[str]:
+def columns_read(reward_funcs: list[Any], agents: Agents | None) -> frozenset[str]:
     """Return the parameters of reward functions and of `reset`, some of which are columns."""
-    given = reward_funcs if isinstance(reward_funcs, list | tuple) else [reward_funcs]
-    environments = [] if agents is None else agents.pool.examples.values()
+    environments = [] if agents is None else agents.examples.values()
     names: set[str] = set()
-    for func in [*map(unwrap, given), *(one.reset for one in environments if one is not None)]:
+    for func in [*map(unwrap, reward_funcs), *(one.reset for one in environments if one is not None)]:
         with suppress(TypeError, ValueError):  # the name of a model, or a builtin without a signature
             names |= set(inspect.signature(func).parameters)
     return frozenset(names)
@@ -257,26 +271,3 @@ def prepare_reward_models(rewards: RewardFunctions, base: PreTrainedModel, promp
             func.check(prompt_maker.tokenizer, several_turns=prompt_maker.agents is not None)
         if isinstance(func, RewardAdapter):
             func.attach(base)
-
-
-def load_later_dataset(
-    dataset: Dataset | IterableDataset,
-    name: str,
-    model: ActorCritic,
-    rewards: RewardFunctions,
-    prompt_maker: PromptMaker,
-    alike: bool = True,
-) -> Prompts:
-    """Return the checked prompts of a dataset given after construction; `name` is the dataset's name in errors.
-
-    Args:
-        alike: see `PromptMaker.of_dataset`.
-    Raises:
-        TypeError, ValueError: prompts or columns do not fit, or differ between processes.
-    """
-    prompts = prompt_maker.of_dataset(dataset, name, alike=alike)
-    check_lengths("the model", model.causal_lm, prompts.longest, prompt_maker.args)
-    check_ids(model.causal_lm, {name: prompts}, {})
-    check_ends({name: prompts}, prompt_maker.tokenizer)
-    check_calls(rewards, {name: prompts}, prompt_maker.agents)
-    return prompts

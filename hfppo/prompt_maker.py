@@ -1,7 +1,8 @@
 """The prompts of the datasets of a run."""
 
+from collections.abc import Iterable
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -10,37 +11,15 @@ from transformers import PreTrainedTokenizerBase
 
 from hfppo.config import PPOConfig
 from hfppo.data.chat_template import RunDate
-from hfppo.data.prompt_stream import EvalDataset, PromptStream, read_all
+from hfppo.data.prompt_stream import EvalDataset, PromptStream
 from hfppo.data.prompts import Prompts, describe_rows, is_stored, media_columns, prepare_prompts
 from hfppo.environments.agents import Agents, dataset_for
 from hfppo.support.processes import check_alike
 
-
-@dataclass(frozen=True)
-class DatasetPrompts:
-    """The prompts of all datasets."""
-
-    train: Prompts | PromptStream | None
-    eval: dict[str | None, Prompts]  # keyed by name; None for a single dataset
-
-    @property
-    def named(self) -> dict[str, Prompts | PromptStream]:
-        """The prompts by the names of the datasets in errors."""
-        of_train = {} if self.train is None else {"train_dataset": self.train}
-        return {**of_train, **{label_eval(name): some for name, some in self.eval.items()}}
-
-    @property
-    def known(self) -> dict[str, Prompts]:
-        """The prompts that are known before the run, by the names in errors."""
-        return {name: some.head for name, some in self.named.items()}
-
-    @property
-    def dated(self) -> bool:
-        """Whether the text of some prompts may depend on the date."""
-        return any(some.dated for some in self.known.values())
+TRAIN, EVAL = "train_dataset", "eval_dataset"  # the names of the datasets in errors
 
 
-@dataclass(frozen=True)
+@dataclass
 class PromptMaker:
     """Checks and tokenizes datasets for a run.
 
@@ -48,6 +27,7 @@ class PromptMaker:
         date: the date that chat templates read.
         chat_template_kwargs: passed to the chat template for every prompt, the date among them.
         reads: the columns that reward functions and environments have as parameters.
+        datasets: the trainer's, by their names in errors; their prompts are made at once.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -56,34 +36,31 @@ class PromptMaker:
     date: RunDate
     chat_template_kwargs: dict[str, Any]
     reads: frozenset[str] = frozenset()
+    datasets: dict[str, Dataset | IterableDataset] = field(default_factory=dict)
+    prompts: dict[str, Prompts | PromptStream] = field(default_factory=dict, init=False)  # of `datasets`
 
-    def of_datasets(
-        self,
-        train_dataset: Dataset | IterableDataset | None,
-        eval_dataset: EvalDataset,
-    ) -> DatasetPrompts:
-        """Return the prompts of all datasets."""
-        train: Prompts | PromptStream | None = None
-        if isinstance(train_dataset, IterableDataset):
-            train = self.of_stream(train_dataset)
-        elif train_dataset is not None:
-            train = self.of_dataset(train_dataset, "train_dataset")
-        given = eval_dataset if isinstance(eval_dataset, dict) else {None: eval_dataset}
-        if unnamed := [name for name in given if not isinstance(name, str | None)]:
-            raise TypeError(f"eval_dataset names a dataset by {unnamed[0]!r}; name each by text")
-        prompts = {n: self.of_dataset(some, label_eval(n)) for n, some in given.items() if some is not None}
-        return DatasetPrompts(train, prompts)
+    def __post_init__(self) -> None:
+        self._make(self.datasets)
 
-    def move_to(
-        self,
-        date: RunDate,
-        prompts: DatasetPrompts,
-        train_dataset: Dataset | IterableDataset | None,
-        eval_dataset: EvalDataset,
-    ) -> DatasetPrompts:
-        """Change the date of the run, and return its prompts, made again if their text may depend on the date."""
+    def _make(self, names: Iterable[str]) -> None:
+        """Make the prompts of some of the trainer's datasets."""
+        for name in names:
+            dataset = self.datasets[name]
+            streams = name == TRAIN and isinstance(dataset, IterableDataset)
+            self.prompts[name] = self.of_stream(dataset) if streams else self.of_dataset(dataset, name)
+
+    def move_to(self, date: RunDate) -> None:
+        """Change the date of the run; prompts whose text may depend on it are made again."""
         self.date.day = date.day
-        return self.of_datasets(train_dataset, eval_dataset) if prompts.dated else prompts
+        self._make([name for name, some in self.prompts.items() if some.head.dated])
+
+    def find(self, dataset: object) -> Prompts | None:
+        """Return the prompts of a dataset that is one of the trainer's; a collective call, if it is."""
+        for name, some in self.prompts.items():
+            if self.datasets[name] is dataset and isinstance(some, Prompts):
+                check_alike({"the name of the evaluated dataset": name})
+                return some
+        return None
 
     def of_dataset(
         self, dataset: Dataset | IterableDataset, name: str, may_be_empty: bool = False, alike: bool = True
@@ -96,10 +73,15 @@ class PromptMaker:
         Raises:
             TypeError, ValueError: the rows cannot be used, or differ between processes.
         """
+        if not isinstance(dataset, Dataset | IterableDataset):
+            raise TypeError(
+                f"{name} must be a datasets.Dataset, got {type(dataset).__name__}; choose one split of several, or "
+                "make one with Dataset.from_list([{'prompt': ...}])"
+            )
         agents = self.agents
         dataset = self.without_media(dataset)
         if isinstance(dataset, IterableDataset):
-            dataset = read_all(dataset)
+            dataset = Dataset.from_list(list(dataset), features=dataset.features)
         if alike and self.args.world_size > 1:  # before the processes wait for each other to tokenize
             check_alike({f"{name}: {fact}": value for fact, value in describe_rows(dataset).items()})
         completed = dataset_for(dataset, agents)
@@ -142,6 +124,13 @@ class PromptMaker:
         return dataset.remove_columns([name for name in media if name not in self.reads])
 
 
-def label_eval(name: str | None) -> str:
-    """Return the name of an evaluation dataset in errors."""
-    return "eval_dataset" if name is None else f"eval_dataset[{name!r}]"
+def by_name(
+    train_dataset: Dataset | IterableDataset | None, eval_dataset: EvalDataset
+) -> dict[str, Dataset | IterableDataset]:
+    """Return datasets by their names in errors."""
+    given: dict[str, Any] = {TRAIN: train_dataset}
+    if isinstance(eval_dataset, dict):
+        given |= {f"{EVAL}[{name!r}]": dataset for name, dataset in eval_dataset.items()}
+    else:
+        given[EVAL] = eval_dataset
+    return {name: dataset for name, dataset in given.items() if dataset is not None}

@@ -3,7 +3,7 @@
 Trainer's loop is unchanged. The hooks below supply PPO's micro-batches, loss and optimizer.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -32,17 +32,15 @@ from hfppo.checks.engine import check_engine, wait_at_exit
 from hfppo.checks.processes import check_processes
 from hfppo.collect.ahead import Order, RolloutAhead
 from hfppo.collect.candidates import Choice, judge
-from hfppo.collect.collector import Collected, Collector
-from hfppo.collect.evaluation import EvalPrompts, check_best_metric, evaluate_prompts
+from hfppo.collect.collector import Collected, Collector, group_equal_rows
+from hfppo.collect.evaluation import check_best_metric, choose_dataset, eval_output, evaluate_prompts
 from hfppo.collect.forward import autocast
-from hfppo.collect.rows import group_equal_rows
 from hfppo.config import PPOConfig
 from hfppo.data.chat_template import Message
 from hfppo.data.prompt_stream import EvalDataset, PromptStream
 from hfppo.data.prompts import Prompts, dataset_of
-from hfppo.environments.agents import default_dataset
+from hfppo.environments.agents import EnvironmentFactories, default_dataset
 from hfppo.environments.environment import Tool
-from hfppo.environments.pool import EnvironmentFactory
 from hfppo.functional import Clip
 from hfppo.generation import configured_sampling, make_sampler
 from hfppo.generation.sampler import Sampler
@@ -59,8 +57,8 @@ from hfppo.models.critic import CRITIC_FOLDER
 from hfppo.models.loading import as_name, load_whole
 from hfppo.models.modes import compile_layers, place_model
 from hfppo.models.output_checks import check_outputs
-from hfppo.parts import ModelSource, RewardSource, TrainerInputs, load_later_dataset, load_parts
-from hfppo.prompt_maker import DatasetPrompts
+from hfppo.parts import ModelSource, RewardSource, TrainerInputs, check_prompts, load_parts
+from hfppo.prompt_maker import EVAL, TRAIN
 from hfppo.reporting.card import write_card
 from hfppo.reporting.default_callbacks import show_progress, with_default_callbacks
 from hfppo.reporting.progress import show_resume
@@ -152,7 +150,7 @@ class PPOTrainer(CrashSafeTrainer):
         compute_metrics: Callable[[EvalPrediction], dict[str, float]] | None = None,
         reward_processing_classes: PreTrainedTokenizerBase | Sequence[PreTrainedTokenizerBase | None] | None = None,
         tools: Sequence[Tool] | None = None,
-        environment_factory: EnvironmentFactory | Mapping[str, EnvironmentFactory] | None = None,
+        environment_factory: EnvironmentFactories | None = None,
         quantization_config: QuantizationConfigMixin | dict[str, Any] | None = None,
     ):
         args = PPOConfig() if args is None else args
@@ -177,13 +175,13 @@ class PPOTrainer(CrashSafeTrainer):
         with load_whole(args):
             parts = load_parts(inputs)
         args = args.for_base(parts.model.dtype)
-        check_best_metric(args, parts.prompts.eval, parts.rewards, compute_metrics)
+        check_best_metric(args, eval_dataset, parts.rewards, compute_metrics)
         super().__init__(
             model=parts.model,
             args=args,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
-            processing_class=parts.tokenizer,
+            processing_class=parts.prompt_maker.tokenizer,
             callbacks=[
                 *with_default_callbacks(callbacks, args),
                 TrainerHooks(self._before_step, self._after_step, self._end_update),
@@ -200,7 +198,7 @@ class PPOTrainer(CrashSafeTrainer):
             model=parts.model,
             sampler=self.create_sampler(parts.eos_ids),
             rewards=parts.rewards,
-            tokenizer=parts.tokenizer,
+            tokenizer=parts.prompt_maker.tokenizer,
             accelerator=self.accelerator,
             args=args,
             player=parts.player,
@@ -208,14 +206,11 @@ class PPOTrainer(CrashSafeTrainer):
         self._ahead = RolloutAhead(self.collector) if args.rollouts_ahead else None
         self._prompt_maker = parts.prompt_maker
         self.ppo_state = PPOState(**starting_values(vars(args)))
-        self._train_prompts, self._prepared_train = parts.prompts.train, train_dataset
-        self._eval_prompts = EvalPrompts(eval_dataset, parts.prompts.eval, self._prepare_prompts)
         self._eval_sampling = False
         self._sources = parts.sources
         self._outputs_checked = False
-        described = parts.prompts.train, parts.model, parts.peft_config, parts.rewards.names
-        run = describe_run(*described, parts.prompt_maker)
-        check_processes(run, parts.model, parts.prompts, args)
+        run = describe_run(parts.model, parts.peft_config, parts.rewards.names, parts.prompt_maker)
+        check_processes(run, parts.model, parts.prompt_maker)
         self._checkpoint = PPOCheckpoint(run, args.process_index)
         self._begin_run()
 
@@ -244,10 +239,17 @@ class PPOTrainer(CrashSafeTrainer):
                     self._ahead.prepare(self.args.device)
             self._outputs_checked = True
 
-    def _prepare_prompts(self, dataset: Dataset | IterableDataset, name: str, alike: bool = True) -> Prompts:
-        """Check and tokenize a dataset given after construction; see `load_later_dataset`."""
-        rewards = self.collector.rewards
-        return load_later_dataset(dataset, name, self.model, rewards, self._prompt_maker, alike)
+    @property
+    def _train_prompts(self) -> Prompts | PromptStream | None:
+        return self._prompt_maker.prompts.get(TRAIN)
+
+    def _prompts_of(self, dataset: Dataset | IterableDataset, name: str, alike: bool = True) -> Prompts:
+        """Return the checked prompts of a dataset, made before or now; see `PromptMaker.of_dataset`."""
+        maker = self._prompt_maker
+        if (prompts := maker.find(dataset)) is None:
+            prompts = maker.of_dataset(dataset, name, alike=alike)
+            check_prompts({name: prompts}, {"the model": self.model.causal_lm}, self.collector.rewards, maker)
+        return prompts
 
     # Training: a rollout, then mini-batches of it
 
@@ -280,7 +282,7 @@ class PPOTrainer(CrashSafeTrainer):
 
         The data come from `ppo_state`, so there is no sampler state to save.
         """
-        if self.train_dataset is not self._prepared_train:
+        if self.train_dataset is not self._prompt_maker.datasets.get(TRAIN):
             raise ValueError(
                 "trainer.train_dataset was replaced after construction; make a new trainer with the new dataset, and "
                 "with the folder that save_model wrote as model"
@@ -410,7 +412,7 @@ class PPOTrainer(CrashSafeTrainer):
         Raises:
             TypeError, ValueError: prompts or columns that do not fit.
         """
-        given = self._prepare_prompts(dataset_of(prompts, columns), "prompts", alike=False)
+        given = self._prompts_of(dataset_of(prompts, columns), "prompts", alike=False)
         rows = group_equal_rows(self.collector.eval_rows(given))
         check_alike({"number of prompts": len(rows), "number of different ones": len({row.group for row in rows})})
         self._prepare_model()
@@ -541,7 +543,7 @@ class PPOTrainer(CrashSafeTrainer):
 
     def get_eval_dataloader(self, eval_dataset: str | Dataset | IterableDataset | None = None) -> DataLoader:
         """Return the prompts of an evaluation; `evaluation_loop` shares them out among the processes."""
-        prompts = self._eval_prompts.find(eval_dataset, self.eval_dataset)
+        prompts = self._prompts_of(choose_dataset(eval_dataset, self.eval_dataset), EVAL)
         size = self.args.eval_batch_size * self.args.world_size
         return DataLoader(prompts, batch_size=size, collate_fn=list)  # type: ignore[arg-type]
 
@@ -576,7 +578,7 @@ class PPOTrainer(CrashSafeTrainer):
             self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
 
         evaluated = evaluate_prompts(self.collector, prompts, self.state, self._eval_sampling, on_batch)
-        return evaluated.output(prompts, self.compute_metrics, metric_key_prefix)
+        return eval_output(*evaluated, prompts, self.compute_metrics, metric_key_prefix)
 
     # Checkpoints
 
@@ -588,10 +590,8 @@ class PPOTrainer(CrashSafeTrainer):
         """
         saved, maker = saved_run(checkpoint, self.args.process_index), self._prompt_maker
         if saved is not None and saved.run_date != maker.date:
-            prompts = DatasetPrompts(self._train_prompts, self._eval_prompts.prompts)
-            prompts = maker.move_to(saved.run_date, prompts, self._prepared_train, self._eval_prompts.given)
-            self._train_prompts, self._eval_prompts = prompts.train, replace(self._eval_prompts, prompts=prompts.eval)
-            self._checkpoint = self._checkpoint.moved_to(maker.date, prompts.train)
+            maker.move_to(saved.run_date)
+            self._checkpoint = self._checkpoint.moved_to(maker)
         self._checkpoint.check(checkpoint)
 
     def save_run_state(self, folder: str) -> None:

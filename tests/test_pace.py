@@ -354,8 +354,8 @@ def test_an_environment_error_ends_the_run_while_a_tool_runs(make_agent):
         collect(trainer, 2)
     assert "raise Broken" in "".join(traceback.format_exception(error.value))
     assert returned == []
-    pool = trainer.collector.player.agents.pool
-    assert pool.idle == {None: []}
+    agents = trainer.collector.player.agents
+    assert agents.idle == {None: []}
     Odd.step = lambda self, text: ("", 1.0, True, False, {})
     trainer.collector = replace(trainer.collector, sampler=Script(trainer.processing_class, ["a"]))
     assert collect(trainer, 2)[0].scores.tolist() == [1.0, 1.0]

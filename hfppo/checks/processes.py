@@ -3,9 +3,8 @@
 from torch import nn
 
 from hfppo.checkpoint import RunDescription, fingerprint
-from hfppo.config import PPOConfig
 from hfppo.models.actor_critic import ActorCritic
-from hfppo.prompt_maker import DatasetPrompts
+from hfppo.prompt_maker import PromptMaker
 from hfppo.reporting.card import installed_versions
 from hfppo.support.processes import check_alike
 
@@ -18,18 +17,19 @@ OWN = (
 )  # fmt: skip
 
 
-def check_processes(run: RunDescription, model: ActorCritic, prompts: DatasetPrompts, args: PPOConfig) -> None:
+def check_processes(run: RunDescription, model: ActorCritic, prompt_maker: PromptMaker) -> None:
     """Raise if the processes differ in prompts, settings, weights, reward functions, tools or versions.
 
     Raises:
         ValueError: they differ.
     """
+    args, prompts = prompt_maker.args, prompt_maker.prompts
     if args.world_size == 1:
         return
     given = (parameter for name, parameter in model.named_parameters() if is_given(name, parameter))
     facts = {
         **installed_versions(),
-        **{f"{name} (SHA-256 of its prompts)": some.digest() for name, some in prompts.known.items()},
+        **{f"{name} (SHA-256 of its prompts)": some.head.digest() for name, some in prompts.items()},
         **run.structure,
         **args.to_dict(),
         "reward_funcs": run.settings["reward_funcs"],

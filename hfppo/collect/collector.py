@@ -2,7 +2,7 @@
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -19,10 +19,9 @@ from hfppo.collect.check_finite import check_rollout
 from hfppo.collect.credit import CreditAssignment, counts_in_loss
 from hfppo.collect.forward import any_active, autocast, forward_passes, prompt_values
 from hfppo.collect.rollout_metrics import measure_episodes, measure_rollout, measure_scores, scores_alike
-from hfppo.collect.rows import all_completions, eval_rows, prompt_rows
 from hfppo.config import PPOConfig
 from hfppo.data.prompt_stream import PromptStream
-from hfppo.data.prompts import Prompts, Row
+from hfppo.data.prompts import Columns, Prompts, Row
 from hfppo.environments.chat_format import parse_turn
 from hfppo.environments.episodes import EpisodePlayer
 from hfppo.generation.sampler import Sampler
@@ -33,11 +32,15 @@ from hfppo.rewards.functions import PendingScores, RewardFunctions, score_table
 from hfppo.rewards.reward_func import Numbers, RewardBatch
 from hfppo.rollout import Rollout, Transcript
 from hfppo.sample import Ended, Sample, Text, Turn, pad
-from hfppo.state import CHOICE_STREAM, PPOState
+from hfppo.state import CHOICE_STREAM, ENVIRONMENT_STREAM, EVAL_STREAM, SAMPLING_STREAM, PPOState, stream_seed
 from hfppo.support.out_of_memory import explain_out_of_memory
 from hfppo.support.padding import pad_left
 
 logger = get_logger(__name__)
+
+# The streams of random numbers for sampling, and for environments.
+TRAINING = (SAMPLING_STREAM,), (ENVIRONMENT_STREAM,)
+EVALUATION = (EVAL_STREAM,), (EVAL_STREAM, ENVIRONMENT_STREAM)
 
 PhaseDisplay = Callable[[str], AbstractContextManager]  # shows a phase, by the name of its metric, while it lasts
 
@@ -132,7 +135,8 @@ class Collector:
             return Choice(own, [*range(len(own))], torch.ones(len(own), dtype=torch.bool), len(window) - count)
         phase = Phases(args, show)
         with phase("candidates"):
-            candidates = prompt_rows(prompts, window, args)
+            found = zip(window, prompts.at(window, args.seed), strict=True)
+            candidates = make_rows(found, args.seed, TRAINING, args.num_generations)[:: args.num_generations]
             values = self.gather(self.prompt_values(candidates[self.own_part(len(window))])[:, None])[:, 0]
         expected = line.expected(values, values.mean())
         taken, uniform = choose(line.distances(expected), count, (args.seed, CHOICE_STREAM, first))
@@ -142,8 +146,8 @@ class Collector:
 
     def rows_of(self, choice: Choice, prompts: Prompts | PromptStream) -> list[Row]:
         """Return the completions to make for chosen prompts."""
-        rows = prompt_rows(prompts, choice.positions, self.args)
-        return all_completions((rows[i] for i in choice.taken), self.args)
+        found = [*zip(choice.positions, prompts.at(choice.positions, self.args.seed), strict=True)]
+        return make_rows((found[i] for i in choice.taken), self.args.seed, TRAINING, self.args.num_generations)
 
     def own_part(self, count: int) -> slice:
         """Return this process's part of so many rows of all processes."""
@@ -159,7 +163,7 @@ class Collector:
 
     def eval_rows(self, prompts: Prompts) -> list[Row]:
         """Return a row for each prompt, with the same seeds in every evaluation."""
-        return eval_rows(prompts, self.args.seed)
+        return make_rows(((n, prompts[n]) for n in range(len(prompts))), self.args.seed, EVALUATION)
 
     def collect(
         self,
@@ -358,3 +362,36 @@ def transcript_of(samples: Sequence[Sample]) -> Transcript:
     extra = {name: [sample.extra[name] for sample in samples] for name in samples[0].extra}
     prompts = [sample.row.columns["prompt"] for sample in samples]
     return Transcript(prompts, [sample.text for sample in samples], scores, extra)
+
+
+def make_rows(
+    prompts: Iterable[tuple[int, tuple[Columns, list[int]]]],
+    seed: int,
+    streams: tuple[tuple[int, ...], tuple[int, ...]],
+    completions: int = 1,
+) -> list[Row]:
+    """Return the completions to make of prompts, a function of seed and position.
+
+    Args:
+        prompts: each with its position in the order of prompts.
+        streams: `TRAINING` or `EVALUATION`.
+        completions: number for each prompt.
+    """
+    sampling, environment = streams
+    return [
+        Row(
+            *prompt,
+            number=number,
+            group=position,
+            seed=stream_seed(seed, *sampling, number),
+            environment_seed=stream_seed(seed, *environment, position) % 2**32,
+        )
+        for position, prompt in prompts
+        for number in range(position * completions, (position + 1) * completions)
+    ]
+
+
+def group_equal_rows(rows: list[Row]) -> list[Row]:
+    """Return the rows in groups of equal rows."""
+    groups: dict[str, int] = {}
+    return [replace(row, group=groups.setdefault(repr((row.prompt_ids, row.columns)), row.group)) for row in rows]

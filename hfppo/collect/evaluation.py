@@ -1,8 +1,7 @@
 """Complete a dataset's prompts and score the completions."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,14 +13,13 @@ from transformers.trainer_utils import EvalLoopOutput, denumpify_detensorize
 from hfppo.collect.collector import Collector
 from hfppo.config import PPOConfig
 from hfppo.data.prompt_stream import EvalDataset
-from hfppo.data.prompts import EMPTY_PROMPT, Prompts
+from hfppo.data.prompts import EMPTY_PROMPT, Prompts, has_transform
 from hfppo.metrics import Measures, Meter, parts
 from hfppo.models.modes import eval_mode
 from hfppo.rewards.functions import RewardFunctions
 from hfppo.rewards.reward_func import RewardWrapper
 from hfppo.sample import Sample, Text
 from hfppo.support.out_of_memory import explain_out_of_memory
-from hfppo.support.processes import check_alike
 
 # Every evaluation has these metrics; each reward function adds its own.
 SCORE_METRICS = (
@@ -33,38 +31,36 @@ SCORE_METRICS = (
 )
 
 
-@dataclass(frozen=True)
-class Evaluated:
-    """The completions of a whole dataset, in its order, and their metrics."""
+def eval_output(
+    completions: Any,
+    metrics: dict[str, float],
+    prompts: Prompts,
+    compute_metrics: Callable[[EvalPrediction], dict[str, float]] | None,
+    prefix: str,
+) -> EvalLoopOutput:
+    """Return the output of Trainer's evaluation loop, with the user's own metrics and all names prefixed.
 
-    completions: list[Text]
-    metrics: dict[str, float]
-
-    def output(
-        self,
-        prompts: Prompts,
-        compute_metrics: Callable[[EvalPrediction], dict[str, float]] | None,
-        prefix: str,
-    ) -> EvalLoopOutput:
-        """Return the output of Trainer's evaluation loop, with the user's own metrics and all names prefixed."""
-        rows = prompts.rows  # the dataset's transform applies, as for prompts and reward functions
-        columns: Any = rows[:] if rows.format["type"] == "custom" else rows.to_dict()
-        completions: Any = self.completions
-        metrics = dict(self.metrics)
-        if compute_metrics is not None:
-            inputs = columns.get("prompt", [EMPTY_PROMPT] * len(prompts))
-            given = compute_metrics(EvalPrediction(completions, columns, inputs=inputs))
-            metrics.update(denumpify_detensorize(dict(given)))
-        prefixed = {
-            key if str(key).startswith(f"{prefix}_") else f"{prefix}_{key}": value for key, value in metrics.items()
-        }
-        return EvalLoopOutput(completions, columns, prefixed, len(prompts))
+    Args:
+        completions, metrics: see `evaluate_prompts`.
+    """
+    rows = prompts.rows  # the dataset's transform applies, as for prompts and reward functions
+    columns: Any = rows[:] if has_transform(rows) else rows.to_dict()
+    if compute_metrics is not None:
+        inputs = columns.get("prompt", [EMPTY_PROMPT] * len(prompts))
+        given = compute_metrics(EvalPrediction(completions, columns, inputs=inputs))
+        metrics = metrics | denumpify_detensorize(dict(given))
+    prefixed = {
+        key if str(key).startswith(f"{prefix}_") else f"{prefix}_{key}": value for key, value in metrics.items()
+    }
+    return EvalLoopOutput(completions, columns, prefixed, len(prompts))
 
 
 def evaluate_prompts(
     collector: Collector, prompts: Prompts, state: TrainerState, do_sample: bool, on_batch: Callable[[], None]
-) -> Evaluated:
+) -> tuple[list[Text], dict[str, float]]:
     """Complete every prompt once and score the completions; training is not affected.
+
+    Return the completions of all processes, in the order of the prompts, and their metrics.
 
     Args:
         do_sample: sample, with the same random numbers at every call; False completes greedily.
@@ -96,7 +92,7 @@ def evaluate_prompts(
                 on_batch()
     everywhere = sorted(gather_object(done), key=lambda numbered: numbered[0])
     # The best model is chosen by the reward. Without any score it is NaN: a missing metric ends the run.
-    return Evaluated([text for _, text in everywhere], {"reward": math.nan, **meter.read()})
+    return [text for _, text in everywhere], {"reward": math.nan, **meter.read()}
 
 
 def measure_batch(collector: Collector, samples: Sequence[Sample], state: TrainerState) -> Measures:
@@ -111,64 +107,50 @@ def measure_batch(collector: Collector, samples: Sequence[Sample], state: Traine
 
 def check_best_metric(
     args: PPOConfig,
-    datasets: Iterable[str | None],
+    eval_dataset: EvalDataset,
     rewards: RewardFunctions,
     compute_metrics: Callable[[EvalPrediction], dict[str, float]] | None,
 ) -> None:
     """Raise if no evaluation has `metric_for_best_model`. Without this, the first evaluation ends the run.
 
-    Args:
-        datasets: names of the evaluation datasets; None for a single one without a name.
     Raises:
         ValueError: the metric is not among an evaluation's metrics.
     """
     wanted = args.metric_for_best_model
     if wanted is None or compute_metrics is not None:
         return
-    prefixes = [f"eval_{name}_" for name in datasets if name is not None] or ["eval_"]
-    metrics = list(SCORE_METRICS)
+    prefixes = [f"eval_{name}_" for name in eval_dataset] if isinstance(eval_dataset, dict) else ["eval_"]
+    metrics = [*SCORE_METRICS, "custom/<name> of log_metric"]
     for name, func in zip(rewards.names, rewards.funcs, strict=True):
         whats = ("mean", "std", "failed") if isinstance(func, RewardWrapper) else ("mean", "std")
         metrics += [f"rewards/{name}/{what}" for what in whats]
     full = wanted if wanted.startswith("eval_") else f"eval_{wanted}"  # as Trainer reads it
-    rests = [full.removeprefix(prefix) for prefix in prefixes if full.startswith(prefix)]
-    if not any(rest in metrics or rest.startswith("custom/") for rest in rests):
+    custom = full.startswith(tuple(f"{prefix}custom/" for prefix in prefixes))
+    if not custom and full not in {prefix + metric for prefix in prefixes for metric in metrics}:
         raise ValueError(
-            f"metric_for_best_model={wanted!r} is not an evaluation metric; write "
-            f"{' or '.join(prefixes)} followed by one of {', '.join(metrics)}, or by custom/<name> of log_metric; "
-            "compute_metrics adds others"
+            f"metric_for_best_model={wanted!r} is not an evaluation metric; write {' or '.join(prefixes)} followed by "
+            f"one of {', '.join(metrics)}; compute_metrics adds others"
         )
 
 
-@dataclass(frozen=True)
-class EvalPrompts:
-    """The prompts of the evaluation datasets, by name."""
+def choose_dataset(
+    requested: str | Dataset | IterableDataset | None, current: EvalDataset
+) -> Dataset | IterableDataset:
+    """Return the dataset to evaluate on.
 
-    given: EvalDataset  # the dataset, or datasets by name, that the trainer was made with
-    prompts: dict[str | None, Prompts]  # their prompts, checked and tokenized; None is the key of a single dataset
-    prepare: Callable[[Dataset | IterableDataset, str], Prompts]  # checks and tokenizes a dataset that comes later
-
-    def find(self, requested: str | Dataset | IterableDataset | None, current: EvalDataset) -> Prompts:
-        """Return the prompts to evaluate on; a collective call.
-
-        Args:
-            requested: a dataset or its name; None: the trainer's.
-            current: the trainer's `eval_dataset`, which may have been replaced since.
-        Raises:
-            TypeError, ValueError: there is no dataset of that name, its prompts do not fit, or the processes have
-                different ones.
-        """
-        wanted = current if requested is None else requested
-        if isinstance(wanted, str):
-            if not isinstance(current, dict) or wanted not in current:
-                known = ", ".join(current) if isinstance(current, dict) else "no names"
-                raise ValueError(f"eval_dataset={wanted!r} is not among the trainer's datasets, which are: {known}")
-            wanted = current[wanted]
-        if wanted is None:
-            raise ValueError("eval_dataset is missing; pass one to PPOTrainer or to evaluate()")
-        given = self.given if isinstance(self.given, dict) else {None: self.given}
-        for name, dataset in given.items():
-            if dataset is wanted:
-                check_alike({"the name of the evaluated dataset": name})
-                return self.prompts[name]
-        return self.prepare(wanted, "eval_dataset")
+    Args:
+        requested: a dataset or its name; None: the trainer's.
+        current: the trainer's `eval_dataset`.
+    Raises:
+        ValueError: there is none, or none of that name.
+    """
+    wanted: Any = current if requested is None else requested
+    if isinstance(wanted, str):
+        named = current if isinstance(current, dict) else {}
+        if wanted not in named:
+            known = ", ".join(named) or "no names"
+            raise ValueError(f"eval_dataset={wanted!r} is not among the trainer's datasets, which are: {known}")
+        return named[wanted]
+    if wanted is None:
+        raise ValueError("eval_dataset is missing; pass one to PPOTrainer or to evaluate()")
+    return wanted

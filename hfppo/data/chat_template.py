@@ -88,14 +88,6 @@ def find_turn_end(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]
     return None
 
 
-def render_one(
-    messages: list[Message], tokenizer: PreTrainedTokenizerBase, chat_template_kwargs: Mapping[str, object]
-) -> list[int]:
-    """Return the token ids of one conversation, as `render_all` does."""
-    (ids,) = render_all([messages], [(None, None)], tokenizer, chat_template_kwargs)
-    return ids
-
-
 def render_all(
     conversations: list[list[Message]],
     options: list[tuple[object, ...]],

@@ -1,7 +1,7 @@
 """Prompts from a dataset that is read during the run."""
 
 from collections.abc import Callable, Iterator
-from itertools import count
+from itertools import count, islice
 from typing import TypeAlias
 
 from datasets import Dataset, IterableDataset
@@ -12,11 +12,6 @@ from hfppo.data.prompts import Columns, Prompts
 EvalDataset: TypeAlias = Dataset | IterableDataset | dict[str, Dataset | IterableDataset] | None
 
 CHUNK = 256  # rows that are read, checked and tokenized at once
-
-
-def read_all(stream: IterableDataset) -> Dataset:
-    """Return all rows of a stream that ends."""
-    return Dataset.from_list(list(stream), features=stream.features)
 
 
 class PromptStream:
@@ -40,27 +35,22 @@ class PromptStream:
         self._restart()
         self.head = next(self._read())
 
+    def _restart(self) -> None:
+        self._prompts = (prompts[i] for prompts in self._read() for i in range(len(prompts)))
+        self._held: list[tuple[Columns, list[int]]] = []  # read already, from position `_passed` on
+        self._passed = 0
+
     def at(self, positions: range, seed: int) -> list[tuple[Columns, list[int]]]:
         """Return rows and token ids at positions; `seed` is unused, since a stream shuffles itself."""
         if positions.start < self._passed:
             self._restart()
-        while self._passed + len(self._held) < positions.stop:
-            self._forget(positions.start)
-            prompts = next(self._chunks)
-            self._held += [prompts[i] for i in range(len(prompts))]
-        self._forget(positions.start)
-        return self._held[: len(positions)]
-
-    def _restart(self) -> None:
-        self._chunks = self._read()
-        self._held: list[tuple[Columns, list[int]]] = []
-        self._passed = 0  # prompts before those in `_held`
-
-    def _forget(self, start: int) -> None:
-        """Drop the prompts before a position."""
-        gone = min(start - self._passed, len(self._held))
-        del self._held[:gone]
-        self._passed += gone
+        skipped = positions.start - self._passed
+        for _ in range(skipped - len(self._held)):
+            next(self._prompts)
+        held = self._held[skipped:]
+        held += islice(self._prompts, max(0, len(positions) - len(held)))
+        self._held, self._passed = held, positions.start
+        return held[: len(positions)]
 
     def _read(self) -> Iterator[Prompts]:
         """Yield chunks of prepared prompts endlessly, epoch after epoch."""

@@ -61,11 +61,6 @@ class Prompts:
         return self.ids.values.to_numpy()
 
     @property
-    def ends(self) -> np.ndarray:
-        """(B,) int64, where in `tokens` each prompt ends, exclusive."""
-        return self.ids.offsets.to_numpy()[1:]
-
-    @property
     def lengths(self) -> np.ndarray:
         """(B,) int64, the number of tokens of each prompt."""
         return np.diff(self.ids.offsets.to_numpy())
@@ -97,8 +92,8 @@ class Prompts:
 
     def digest(self) -> str:
         """Return a hash of all token ids and of where the prompts end."""
-        hashed = hashlib.sha256()
-        hashed.update(self.ends.astype("<i8", copy=False).data)
+        ends = self.ids.offsets.to_numpy()[1:]
+        hashed = hashlib.sha256(ends.astype("<i8", copy=False).data)
         hashed.update(self.tokens.astype("<i4", copy=False).data)
         return hashed.hexdigest()
 
@@ -136,7 +131,6 @@ def prepare_prompts(
         tools: JSON schemas of the tools that each row's prompt shows; None: the row's column "tools".
         completed: whether an environment adds its text to each prompt, which may have no tokens before.
     Raises:
-        TypeError: not a `datasets.Dataset`.
         ValueError: no rows, no "prompt" column, a prompt of an unknown type, or one that the tokenizer cannot render.
     """
     check_columns(dataset, name)
@@ -157,12 +151,7 @@ def prepare_prompts(
 
 
 def check_columns(dataset: Dataset, name: str) -> None:
-    """Raise if it is not a dataset with rows and a "prompt" column, or if it has reserved columns."""
-    if not isinstance(dataset, Dataset):
-        raise TypeError(
-            f"{name} must be a datasets.Dataset, got {type(dataset).__name__}; choose one split of several, or make "
-            "one with Dataset.from_list([{'prompt': ...}])"
-        )
+    """Raise if a dataset has no rows or no "prompt" column, or if it has reserved columns."""
     if len(dataset) == 0:
         raise ValueError(f"{name} has no rows; add at least one prompt")
     if "prompt" not in (columns := dataset.column_names):
@@ -193,13 +182,11 @@ def read_row(rows: Dataset, index: int) -> Columns:
         ) from error
 
 
-def describe_rows(dataset: object) -> dict[str, object]:
+def describe_rows(dataset: Dataset) -> dict[str, object]:
     """Return what processes with the same dataset have alike; the hash reads at most `HASHED` rows, evenly spread.
 
     Images and other files are left out, because the paths of two hosts may differ.
     """
-    if not isinstance(dataset, Dataset):
-        return {"type": type(dataset).__name__}
     plain = dataset.with_format("arrow").remove_columns(media_columns(dataset))
     some: Any = plain[range(0, len(plain), len(plain) // HASHED + 1)]
     hashed = hashlib.sha256(repr(some.to_pylist()).encode("utf-8", "surrogatepass"))
@@ -333,11 +320,9 @@ class PromptTokenizer:
         ]
 
 
-def is_stored(dataset: object) -> bool:
+def is_stored(dataset: Dataset) -> bool:
     """Return whether the token ids of a dataset are stored: it is large, on disk, and has no transform."""
-    if not isinstance(dataset, Dataset) or has_transform(dataset):
-        return False
-    return bool(dataset.cache_files) and len(dataset) >= STORED_FROM
+    return bool(dataset.cache_files) and len(dataset) >= STORED_FROM and not has_transform(dataset)
 
 
 def has_transform(dataset: object) -> bool:

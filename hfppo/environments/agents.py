@@ -15,8 +15,11 @@ from hfppo.data.chat_template import Schema
 from hfppo.data.prompts import EMPTY_PROMPT
 from hfppo.environments.chat_format import ChatFormat, make_chat_format
 from hfppo.environments.environment import Environment, TextEnvironment, Tool, tools_of
-from hfppo.environments.pool import EnvironmentFactory, EnvironmentPool, factory_name
 from hfppo.rewards.reward_func import plain_name, unwrap
+from hfppo.support.calls import finish_within
+
+EnvironmentFactory = Callable[[], Environment]
+EnvironmentFactories = EnvironmentFactory | Mapping[str, EnvironmentFactory]  # by the dataset's column `environment`
 
 COLUMN = "environment"  # the dataset's column with each row's environment, if there are several
 # Fields of PPOConfig that need tools or an environment.
@@ -28,7 +31,11 @@ class Agents:
     """The tools and environments of a run."""
 
     tools: dict[str, Tool]
-    pool: EnvironmentPool
+    # By the value of the dataset's column `environment`; None is the key of a single one. With tools only, factory and
+    # environment are None.
+    factories: dict[str | None, EnvironmentFactory | None]
+    examples: dict[str | None, Environment]  # the first instance of each environment
+    idle: dict[str | None, list[Environment]]  # instances that no episode uses; no thread may still use them
     chat_format: ChatFormat
     by_column: bool  # whether each row names its environment
     schemas: dict[str | None, list[Schema]]  # the tools' JSON schemas, keyed by environment
@@ -36,7 +43,13 @@ class Agents:
     @property
     def has_environments(self) -> bool:
         """Whether there are environments, and not only tools."""
-        return self.pool.factories != {None: None}
+        return self.factories != {None: None}
+
+    def take(self, name: str | None) -> Environment:
+        """Return an idle instance of an environment, or a new one."""
+        if self.idle[name]:
+            return self.idle[name].pop(0)
+        return make_environment(name, self.factories[name], self.examples[name])
 
     def schemas_of(self, dataset: Dataset, name: str) -> list[list[Schema]]:
         """Return the tools that each row's prompt shows.
@@ -50,14 +63,12 @@ class Agents:
             raise ValueError(
                 f"{name} has a column 'tools', but the trainer has an argument tools; leave one of them out"
             )
-        if not self.by_column:
-            return [self.schemas[None]] * len(dataset)
-        if COLUMN not in dataset.column_names:
+        if self.by_column and COLUMN not in dataset.column_names:
             raise ValueError(
                 f"{name} has no column {COLUMN!r}, but environment_factory is a mapping; add the column, or pass one "
                 "factory"
             )
-        names = list(dataset[COLUMN])
+        names = list(dataset[COLUMN]) if self.by_column else [None] * len(dataset)
         for row, of_row in enumerate(names):
             if of_row not in self.schemas:
                 known = ", ".join(map(repr, self.schemas))
@@ -67,7 +78,7 @@ class Agents:
 
 def load_agents(
     tools: Sequence[Tool] | None,
-    environment_factory: EnvironmentFactory | Mapping[str, EnvironmentFactory] | None,
+    environment_factory: EnvironmentFactories | None,
     tokenizer: PreTrainedTokenizerBase,
     args: PPOConfig,
     options: dict[str, Any],
@@ -83,10 +94,13 @@ def load_agents(
         check_unused(args)
         return None
     factory = environment_factory
-    pool = EnvironmentPool(dict(factory) if isinstance(factory, Mapping) else {None: factory})
+    factories: dict[str | None, EnvironmentFactory | None] = (
+        dict(factory) if isinstance(factory, Mapping) else {None: factory}
+    )
+    examples = {name: make_environment(name, make) for name, make in factories.items()}
     by_name = named_tools(tools or [])
     schemas: dict[str | None, list[Schema]] = {}
-    for name, environment in pool.examples.items():
+    for name, environment in examples.items():
         own = tools_of(environment)
         check_tools_fit(by_name, own, environment, name)
         try:
@@ -105,7 +119,46 @@ def load_agents(
         )
     eos_ids = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     chat_format = make_chat_format(tokenizer, eos_ids, options, with_tools=any(schemas.values()))
-    return Agents(by_name, pool, chat_format, isinstance(factory, Mapping), schemas)
+    idle = {name: [example] for name, example in examples.items()}
+    return Agents(by_name, factories, examples, idle, chat_format, isinstance(factory, Mapping), schemas)
+
+
+def make_environment(
+    name: str | None, factory: EnvironmentFactory | None, first: Environment | None = None
+) -> Environment:
+    """Return a new instance of an environment; None without a factory.
+
+    Args:
+        first: the first instance, which offers the same to the model.
+    Raises:
+        TypeError: the factory cannot be called, or makes an object without `reset` or unlike the first.
+    """
+    if factory is None:
+        return None
+    if not callable(factory):
+        raise TypeError(
+            f"{factory_name(name)} is a {type(factory).__name__}, which cannot be called; pass the class, or a "
+            "function that makes an environment"
+        )
+    environment = finish_within(None, "", factory)
+    if not callable(getattr(environment, "reset", None)):
+        raise TypeError(f"{factory_name(name)} made a {type(environment).__name__}, which has no method reset(**row)")
+    if first is not None and offered_by(environment) != offered_by(first):
+        raise TypeError(
+            f"{factory_name(name)} made a {type(environment).__name__} with {offered_by(environment)} after a "
+            f"{type(first).__name__} with {offered_by(first)}; pass a mapping with a factory for each"
+        )
+    return environment
+
+
+def offered_by(environment: Environment) -> str:
+    """Return what an environment offers to the model, in words."""
+    return "whole turns" if isinstance(environment, TextEnvironment) else f"tools {[*tools_of(environment)]}"
+
+
+def factory_name(name: str | None) -> str:
+    """Return the name of a factory in errors."""
+    return "environment_factory" if name is None else f"environment_factory[{name!r}]"
 
 
 def named_tools(tools: Sequence[Tool]) -> dict[str, Tool]:
@@ -179,15 +232,12 @@ def dataset_for(dataset: Dataset, agents: Agents | None) -> Dataset:
 
     The added column is for tokenizing only: `reset` gets the dataset's own columns.
     """
-    completed = agents is not None and agents.has_environments and isinstance(dataset, Dataset)
-    if completed and "prompt" not in dataset.column_names and len(dataset):
+    if agents is not None and agents.has_environments and "prompt" not in dataset.column_names:
         return dataset.add_column("prompt", [EMPTY_PROMPT] * len(dataset))
     return dataset
 
 
-def default_dataset(
-    environment_factory: EnvironmentFactory | Mapping[str, EnvironmentFactory] | None, args: PPOConfig
-) -> Dataset | None:
+def default_dataset(environment_factory: EnvironmentFactories | None, args: PPOConfig) -> Dataset | None:
     """Return the training set of a single environment that writes its own prompts: one empty user message.
 
     None without such an environment, or if the number of steps is not set.

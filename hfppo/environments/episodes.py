@@ -18,7 +18,7 @@ from types import NoneType
 from typing import Any
 
 from hfppo.config import PPOConfig
-from hfppo.data.chat_template import Message, Schema, render_one, template_options
+from hfppo.data.chat_template import Message, Schema, render_all, template_options
 from hfppo.data.prompts import EMPTY_PROMPT, Row
 from hfppo.environments.agents import Agents
 from hfppo.environments.chat_format import ChatFormat, check_template, parse_turn, text_message
@@ -138,13 +138,13 @@ class EpisodePlayer:
     def take_environments(self, rows: Sequence[Row]) -> tuple[list[str | None], list[Environment]]:
         """Return the name and an instance of each row's environment."""
         names = [row.columns["environment"] if self.agents.by_column else None for row in rows]
-        return names, self.agents.pool.take(names)
+        return names, [self.agents.take(name) for name in names]
 
     def give_back(self, names: Sequence[str | None], episodes: list[Episode]) -> list[Episode]:
         """Return the environments of episodes to the pool, and the episodes."""
         for name, episode in zip(names, episodes, strict=True):
             if not episode.lost:
-                self.agents.pool.give_back(name, episode.environment)
+                self.agents.idle[name].append(episode.environment)
         return episodes
 
     def sample_turns(self, sample: TurnSampler, episodes: Sequence[Episode], greedy: bool) -> list[Turn]:
@@ -186,7 +186,7 @@ class EpisodePlayer:
         if not row.prompt_ids:
             raise ValueError(f"row {row.number}: the prompt and the text of {kind}.reset are empty; write one of them")
         tools = {**self.agents.tools, **tools_of(environment)}
-        factory = type(self.agents.pool.examples[name])
+        factory = type(self.agents.examples[name])
         episode = Episode(row, environment=environment, kind=factory, tools=tools, schemas=schemas)
         length = len(row.prompt_ids)
         if self.max_prompt is not None and length > self.max_prompt:
@@ -207,9 +207,9 @@ class EpisodePlayer:
         row = replace(row, columns={**row.columns, "prompt": prompt})
         if shown == given:
             return row
-        own = template_options(schemas or row.columns.get("tools"), row.columns.get("chat_template_kwargs"))
-        options = {**self.chat_format.options, **own}
-        return replace(row, prompt_ids=render_one(shown, self.chat_format.tokenizer, options))
+        own = schemas or row.columns.get("tools"), row.columns.get("chat_template_kwargs")
+        (ids,) = render_all([shown], [own], self.chat_format.tokenizer, self.chat_format.options)
+        return replace(row, prompt_ids=ids)
 
     async def reset(self, row: Row, environment: Environment) -> str | None:
         """Reset a row's environment, and return its text."""

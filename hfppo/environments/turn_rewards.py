@@ -49,5 +49,5 @@ def episode_rewards(agents: Agents | None, given: Sequence[object]) -> list[Epis
     """
     if agents is None:
         return []
-    classes = dict.fromkeys(type(instance) for instance in agents.pool.examples.values())
+    classes = dict.fromkeys(type(instance) for instance in agents.examples.values())
     return [EpisodeReward(environment_class, not given) for environment_class in classes]

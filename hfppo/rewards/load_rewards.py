@@ -44,15 +44,20 @@ def load_reward_funcs(
     Raises:
         ValueError: a model cannot be loaded, has no score head, or is an adapter for another base.
     """
-    listed = list(funcs) if isinstance(funcs, Sequence) and not isinstance(funcs, str) else [funcs]
+    several = listed(funcs)
     given = [tokenizers] if isinstance(tokenizers, PreTrainedTokenizerBase) else tokenizers
-    own = [None] * len(listed) if given is None else list(given)
-    if len(own) != len(listed):
+    own = [None] * len(several) if given is None else list(given)
+    if len(own) != len(several):
         raise ValueError(
-            f"reward_processing_classes has {len(own)} entries for {len(listed)} reward functions; give one each, "
+            f"reward_processing_classes has {len(own)} entries for {len(several)} reward functions; give one each, "
             "None for functions"
         )
-    return [load_reward_func(*pair, base_name, device) for pair in zip(listed, own, strict=True)]
+    return [load_reward_func(*pair, base_name, device) for pair in zip(several, own, strict=True)]
+
+
+def listed(funcs: object) -> list[Any]:
+    """Return one or several reward functions as a list."""
+    return list(funcs) if isinstance(funcs, Sequence) and not isinstance(funcs, str) else [funcs]
 
 
 def load_reward_func(
