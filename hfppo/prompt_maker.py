@@ -12,8 +12,8 @@ from transformers import PreTrainedTokenizerBase
 from hfppo.config import PPOConfig
 from hfppo.data.chat_template import RunDate
 from hfppo.data.prompt_stream import EvalDataset, PromptStream
-from hfppo.data.prompts import Prompts, describe_rows, is_stored, media_columns, prepare_prompts
-from hfppo.environments.agents import Agents, dataset_for
+from hfppo.data.prompts import EMPTY_PROMPT, Prompts, describe_rows, is_stored, media_columns, prepare_prompts
+from hfppo.environments.agents import Agents
 from hfppo.support.processes import check_alike
 
 TRAIN, EVAL = "train_dataset", "eval_dataset"  # the names of the datasets in errors
@@ -84,7 +84,9 @@ class PromptMaker:
             dataset = Dataset.from_list(list(dataset), features=dataset.features)
         if alike and self.args.world_size > 1:  # before the processes wait for each other to tokenize
             check_alike({f"{name}: {fact}": value for fact, value in describe_rows(dataset).items()})
-        completed = dataset_for(dataset, agents)
+        resets = agents is not None and agents.has_environments
+        adds = resets and "prompt" not in dataset.column_names
+        completed = dataset.add_column("prompt", [EMPTY_PROMPT] * len(dataset)) if adds else dataset
         # One process of each machine tokenizes, and the others read the ids that it has stored.
         with self.args.main_process_first() if is_stored(completed) else nullcontext():
             prompts = prepare_prompts(
@@ -93,11 +95,11 @@ class PromptMaker:
                 self.chat_template_kwargs,
                 name,
                 tools=None if agents is None else agents.schemas_of(completed, name),
-                completed=agents is not None and agents.has_environments,
+                completed=resets,
             )
         prompts = prompts.limited(self.args.max_prompt_length, name, may_be_empty)
         # `reset` gets the dataset's own columns.
-        return prompts if completed is dataset else replace(prompts, rows=prompts.rows.remove_columns("prompt"))
+        return replace(prompts, rows=prompts.rows.remove_columns("prompt")) if adds else prompts
 
     def of_stream(self, dataset: IterableDataset) -> PromptStream:
         """Return the prompts of a stream.
@@ -128,9 +130,7 @@ def by_name(
     train_dataset: Dataset | IterableDataset | None, eval_dataset: EvalDataset
 ) -> dict[str, Dataset | IterableDataset]:
     """Return datasets by their names in errors."""
-    given: dict[str, Any] = {TRAIN: train_dataset}
-    if isinstance(eval_dataset, dict):
-        given |= {f"{EVAL}[{name!r}]": dataset for name, dataset in eval_dataset.items()}
-    else:
-        given[EVAL] = eval_dataset
+    several: dict[Any, Any] = eval_dataset if isinstance(eval_dataset, dict) else {None: eval_dataset}
+    named = {EVAL if name is None else f"{EVAL}[{name!r}]": dataset for name, dataset in several.items()}
+    given = {TRAIN: train_dataset, **named}
     return {name: dataset for name, dataset in given.items() if dataset is not None}

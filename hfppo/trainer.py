@@ -240,8 +240,14 @@ class PPOTrainer(CrashSafeTrainer):
             self._outputs_checked = True
 
     @property
-    def _train_prompts(self) -> Prompts | PromptStream | None:
-        return self._prompt_maker.prompts.get(TRAIN)
+    def _train_prompts(self) -> Prompts | PromptStream:
+        """The prompts to train on. Raise ValueError if there are none."""
+        if (prompts := self._prompt_maker.prompts.get(TRAIN)) is None:
+            raise ValueError(
+                "train_dataset is missing; PPOTrainer.train needs prompts. With one environment, whose reset writes "
+                "them, set max_steps or total_episodes"
+            )
+        return prompts
 
     def _prompts_of(self, dataset: Dataset | IterableDataset, name: str, alike: bool = True) -> Prompts:
         """Return the checked prompts of a dataset, made before or now; see `PromptMaker.of_dataset`."""
@@ -287,14 +293,10 @@ class PPOTrainer(CrashSafeTrainer):
                 "trainer.train_dataset was replaced after construction; make a new trainer with the new dataset, and "
                 "with the folder that save_model wrote as model"
             )
-        if self._train_prompts is None:
-            raise ValueError(
-                "train_dataset is missing; PPOTrainer.train needs prompts. With one environment, whose reset writes "
-                "them, set max_steps or total_episodes"
-            )
+        prompts = self._train_prompts
         steps = self.args.max_steps  # a stream's length is unknown, so one epoch is the whole run
-        if isinstance(self._train_prompts, Prompts):
-            completions = len(self._train_prompts) * self.args.num_generations
+        if isinstance(prompts, Prompts):
+            completions = len(prompts) * self.args.num_generations
             rollouts = max(1, completions // (self.args.rollout_size_per_process * self.args.world_size))
             steps = rollouts * self.args.updates_per_rollout
         size = self.args.per_device_train_batch_size * self.args.world_size  # Trainer counts samples by it
@@ -325,7 +327,7 @@ class PPOTrainer(CrashSafeTrainer):
         """Return this process's rows for the next optimizer step, from a new rollout if one is due."""
         state, args, run = self.ppo_state, self.args, self._run
         if self._ahead is not None:
-            self._ahead.resume(cast(Prompts | PromptStream, self._train_prompts))
+            self._ahead.resume(self._train_prompts)
         if run.rollout is None or self.state.global_step >= state.last_step:
             run.rollout = self._collect_rollout()
         run.rollout = self.collector.restore_base_states(run.rollout)
@@ -355,7 +357,6 @@ class PPOTrainer(CrashSafeTrainer):
 
     def _collect_next(self, collector: Collector) -> tuple[Choice, Collected]:
         """Collect a rollout for the next prompts."""
-        assert self._train_prompts is not None
         choice = collector.choose_prompts(self._train_prompts, self.ppo_state, self._progress.phase)
         rows = collector.rows_of(choice, self._train_prompts)
         return choice, collector.collect(rows, self.ppo_state, self.state, show=self._progress.phase)
@@ -364,7 +365,6 @@ class PPOTrainer(CrashSafeTrainer):
         """Finish the rollout that was sampled ahead, after the next one has begun."""
         state, step, prompts = self.ppo_state, self.state.global_step, self._train_prompts
         show = self._progress.phase
-        assert prompts is not None
         if ahead.order is None:  # the first rollout, or one that a callback has made necessary
             ahead.begin(self.collector.choose_prompts(prompts, state, show), prompts, self.state)
         order, sampled = ahead.take(step, show)
@@ -656,7 +656,7 @@ class PPOTrainer(CrashSafeTrainer):
 
     def save_card(self, folder: str, ask_hub: bool = False, **given: object) -> None:
         """Write the model card into a folder."""
-        rewards, prompts = self.collector.rewards, self._train_prompts
+        rewards, prompts = self.collector.rewards, self._prompt_maker.prompts.get(TRAIN)
         weights = dict(zip(rewards.names, rewards.weights, strict=True))
         chat = prompts is not None and prompts.head.conversational
         write_card(self, Path(folder), weights, chat, ask_hub, **given)

@@ -227,16 +227,6 @@ def check_unused(args: PPOConfig) -> None:
             )
 
 
-def dataset_for(dataset: Dataset, agents: Agents | None) -> Dataset:
-    """Return a dataset with prompts. With an environment, whose text completes them, the column may be missing.
-
-    The added column is for tokenizing only: `reset` gets the dataset's own columns.
-    """
-    if agents is not None and agents.has_environments and "prompt" not in dataset.column_names:
-        return dataset.add_column("prompt", [EMPTY_PROMPT] * len(dataset))
-    return dataset
-
-
 def default_dataset(environment_factory: EnvironmentFactories | None, args: PPOConfig) -> Dataset | None:
     """Return the training set of a single environment that writes its own prompts: one empty user message.
 
