@@ -8,6 +8,7 @@ import pickle
 import re
 import shutil
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -273,7 +274,7 @@ def test_no_secret_reaches_logs_or_files(scoring, tmp_path, caplog, monkeypatch)
         made.save_model()
         made.create_model_card()
         scoring.stop()
-        server.endpoint.stop = lambda state: True
+        server.endpoint = replace(server.endpoint, stop=lambda state: True)
         with pytest.raises(RuntimeError) as refused:
             made.rollout(["1+1="])
     holding = [path for path in tmp_path.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()]

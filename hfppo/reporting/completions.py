@@ -60,7 +60,7 @@ class PrintCompletionsCallback(PPOCallback):
         """Print the first rows, with markup as it is and control characters made visible."""
         table = Table(title=title, title_justify="left", show_lines=True)
         for name in columns:
-            table.add_column(Text(name))
+            table.add_column(Text(escape_control_characters(name)))
         for row in list(zip(*columns.values(), strict=False))[: self.num_completions]:
             table.add_row(*(Text(escape_control_characters(cell_text(x))) for x in row))
         show(rich.print, table)
