@@ -12,6 +12,7 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent / "hfppo"
+EDGE = 0.19  # from the middle of a box to its edge, in floors
 Rooms = dict[str, set[str]]  # the rooms that each one imports
 
 
@@ -73,9 +74,9 @@ def draw(rooms: Rooms, file: str) -> None:
         for number, room in enumerate(own):
             places[room] = ((number + 0.5) * width / len(own), floor)
     for above, under in sorted(needed_arrows(rooms)):
-        start, end = places[above], places[under]
-        arrow = {"arrowstyle": "-|>", "color": "0.6", "lw": 0.8, "shrinkA": 9, "shrinkB": 9}
-        axes.annotate("", end, start, arrowprops=arrow)
+        (x, y), (x_under, y_under) = places[above], places[under]
+        arrow = {"arrowstyle": "-|>", "color": "0.6", "lw": 0.8, "shrinkA": 0, "shrinkB": 0}
+        axes.annotate("", (x_under, y_under + EDGE), (x, y - EDGE), arrowprops=arrow)
     for room, place in places.items():
         box = {"boxstyle": "round,pad=0.35", "fc": "#eef3fb", "ec": "#3b5b92"}
         axes.text(*place, room, ha="center", va="center", fontsize=9, bbox=box)
