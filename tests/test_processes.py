@@ -49,7 +49,7 @@ WORDS = {
     "adapter": "model, ref_model or critic",
     "reward": "reward_funcs is .*count_digits.*other_reward",
     "versions": "torch is '2.13' .*'2.14'",
-    "evaluate": "evaluated dataset|eval_dataset: ",
+    "evaluate": "the name of the evaluated dataset is .train_dataset. on process 0",
     "evaluate another": "eval_dataset: number of rows is 16 .* 8",
     "rollout": "number of prompts is 2 .* 1",
 }
