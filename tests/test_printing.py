@@ -47,6 +47,7 @@ trainer = PPOTrainer(
 )
 trainer.train()
 real.write("TRAINED\\n")
+real.flush()
 """
 ASCII = {"PYTHONIOENCODING": "ascii"}
 LOCALE = {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C"}  # files too

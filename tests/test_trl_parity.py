@@ -2,6 +2,7 @@
 
 import copy
 import random
+from operator import itemgetter
 
 import pytest
 from datasets import Dataset
@@ -327,7 +328,7 @@ def test_a_dataset_without_prompts_keeps_the_placeholder_out_of_reset_as_grpo_tr
     by_trl(tmp_path / "trl", [["a"]], rows=rows, environment_factory=Keeping, reward_funcs=[seen[0]])
     of_trl, given = given, []
     here(tmp_path / "here", [["a"]], rows=rows, environment_factory=Keeping, reward_funcs=[seen[1]])
-    assert given == of_trl == rows
+    assert sorted(given, key=itemgetter("start")) == of_trl == rows  # resets run at once
     assert seen[1].prompts == seen[0].prompts
     assert seen[1].prompts[3] == [{"role": "user", "content": "count 3"}]
 
