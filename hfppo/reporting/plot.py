@@ -38,6 +38,7 @@ PANELS = {
         *("time/update", "time/candidates"),
     ),
 }
+LEGEND_LINE = 0.11  # share of a panel's height
 
 
 class PlotCallback(TrainerCallback):
@@ -90,7 +91,10 @@ def draw_panels(panels: dict[str, list[str]], history: list[dict[str, float]], t
                 points = [(entry["step"], entry[name]) for entry in history if name in entry]
                 axes.plot(*zip(*points, strict=True), marker="." if len(points) < 3 else "", label=name)
             if len(names) > 1:
-                axes.legend(fontsize="small", ncols=2, borderaxespad=0.2, frameon=False)
+                lines = math.ceil(len(names) / 2)
+                low, high = axes.get_ylim()
+                axes.set_ylim(low, low + (high - low) / (1 - LEGEND_LINE * lines))  # room above the curves
+                axes.legend(loc="upper left", fontsize="small", ncols=2, borderaxespad=0.2, frameon=False)
             if number > len(panels) - columns:
                 axes.set_xlabel("optimizer step")
         figure.savefig(file, pil_kwargs={"compress_level": 1})
