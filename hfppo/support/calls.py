@@ -188,10 +188,8 @@ class Worker(threading.Thread):
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
-        self.loop, self.jobs = (
-            asyncio.get_running_loop(),
-            SimpleQueue[tuple[Callable[[], Any], asyncio.Future] | None](),
-        )
+        self.loop = asyncio.get_running_loop()
+        self.jobs: SimpleQueue[tuple[Callable[[], Any], asyncio.Future] | None] = SimpleQueue()
         self.start()
 
     def run(self) -> None:
