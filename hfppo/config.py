@@ -178,7 +178,7 @@ class PPOConfig(TrainingArguments, metaclass=TranslatesNames):
     vllm_mode: Literal["colocate", "server"] = option(
         "colocate", "An engine in each training process, or a server by its address (GRPO)."
     )
-    vllm_server_base_url: str | None = option(None, "Address of a `vllm serve`; None: http://127.0.0.1:8000 (GRPO).")
+    vllm_server_base_url: str | None = option(None, "Address of `vllm serve`; None: 127.0.0.1:8000 (GRPO).")
     vllm_server_timeout: Positive = option(240.0, "Seconds to wait for the server to start, and to answer (GRPO).")
     vllm_engine_kwargs: dict[str, Any] | str | None = option(
         None,
@@ -195,9 +195,7 @@ class PPOConfig(TrainingArguments, metaclass=TranslatesNames):
     reward_weights: list[float] | None = option(
         None, "One weight per reward function; 0 only logs it. None: 1 each (GRPO)."
     )
-    missing_eos_penalty: NotNegative | None = option(
-        None, "Subtracted from the score of a truncated completion (TRL)."
-    )
+    missing_eos_penalty: NotNegative | None = option(None, "Subtracted from a truncated completion's score (TRL).")
     whiten_rewards: bool = option(False, "Scale token rewards to unit variance, keeping their mean (TRL).")
     mask_truncated_completions: bool = option(
         False, "Leave truncated completions out of the losses (GRPO; arXiv:2503.14476)."
@@ -218,8 +216,8 @@ class PPOConfig(TrainingArguments, metaclass=TranslatesNames):
     )
     gamma: Share = option(1.0, "Discount per token (TRL).")
     lam: Share = option(0.95, "λ of GAE (TRL; arXiv:1506.02438).")
-    gamma_turn: Share | None = option(None, "Discount from one turn of an episode to the next; None: `gamma`.")
-    lam_turn: Share | None = option(None, "λ from one turn of an episode to the next; None: the λ within a turn.")
+    gamma_turn: Share | None = option(None, "Discount from one turn to the next; None: `gamma`.")
+    lam_turn: Share | None = option(None, "λ from one turn to the next; None: the λ within a turn.")
     lam_critic: Share | None = option(
         None, "λ of the returns, within and between turns; None: the advantages' λ (arXiv:2503.01491)."
     )
@@ -257,7 +255,7 @@ class PPOConfig(TrainingArguments, metaclass=TranslatesNames):
     cliprange_high: Positive | None = option(
         None, "ε above 1; larger than `cliprange` is clip-higher. None: `cliprange` (arXiv:2503.14476)."
     )
-    dual_clip: DualClip | None = option(None, "c > 1 bounds the loss of tokens with A < 0 (arXiv:1912.09729).")
+    dual_clip: DualClip | None = option(None, "c > 1 bounds the loss where A < 0 (arXiv:1912.09729).")
     loss_reduction: str = option("token-mean", "Reduces the losses of tokens to one number.", choices=REDUCTIONS)
     entropy_coef: NotNegative = option(0.0, "Weight of the entropy bonus; 0 turns it off (GRPO).")
 
