@@ -219,7 +219,8 @@ def model(critic: str, **adapter) -> SimpleNamespace:
     return SimpleNamespace(critic=SimpleNamespace(kind=critic), peft_config={"default": LoraConfig(**adapter)})
 
 
-ZERO_2, WITH_OPTIMIZER = (engine(DistributedType.DEEPSPEED, zero=2) for _ in range(2))
+ZERO_2, WITH_OPTIMIZER, NO_NORM = (engine(DistributedType.DEEPSPEED, zero=2) for _ in range(3))
+NO_NORM.state.deepspeed_plugin.deepspeed_config["zero_optimization"] = {"stage": 2, "compute_grad_norm": False}
 WITH_OPTIMIZER.state.deepspeed_plugin.deepspeed_config["optimizer"] = {"type": "Adam"}
 
 
@@ -257,6 +258,8 @@ WITH_OPTIMIZER.state.deepspeed_plugin.deepspeed_config["optimizer"] = {"type": "
         (ZERO_2, "adapter", [], BUDGET, "max_tokens_per_micro_batch needs DDP"),
         (engine(DistributedType.FSDP), "shared", [], EPOCHS, "num_critic_epochs=8 .*leave it out, or use DDP"),
         (engine(DistributedType.FSDP), "shared", [], PRETRAINING, "completions=512 .*leave it out, or use DDP"),
+        (ZERO_2, "adapter", [], {"critic_warmup": 3}, "critic_warmup=3 some steps train only the actor or the critic"),
+        (ZERO_2, "adapter", [], EPOCHS, "num_critic_epochs=8 some steps train only the actor or the critic"),
         (ZERO_2, "adapter", [], PRETRAINING, "completions=512 some steps train only the actor or the critic"),
         (
             engine(DistributedType.MULTI_GPU),
@@ -283,6 +286,7 @@ WITH_OPTIMIZER.state.deepspeed_plugin.deepspeed_config["optimizer"] = {"type": "
             REENTRANT,
             "use_reentrant.* DDP .*to False",
         ),
+        (NO_NORM, "adapter", [], {}, "compute_grad_norm=False in DeepSpeed's config hides gradients"),
         (WITH_OPTIMIZER, "adapter", [], {}, "DeepSpeed's config has an optimizer, which ignores"),
         (
             engine(DistributedType.DEEPSPEED, zero=2, clipping=0.5),

@@ -170,6 +170,10 @@ def check_deepspeed(config: dict, args: PPOConfig) -> None:
             "DeepSpeed's config has an optimizer, which ignores critic_learning_rate and the callbacks' events; "
             "leave it out, and set optim and learning_rate"
         )
+    if not config.get("zero_optimization", {}).get("compute_grad_norm", True):
+        raise ValueError(
+            "compute_grad_norm=False in DeepSpeed's config hides gradients that are not finite; leave it out"
+        )
     clips_at = config.get("gradient_clipping", "auto")
     max_grad_norm = args.max_grad_norm if math.isfinite(args.max_grad_norm) else 0.0  # no clipping
     if clips_at not in ("auto", max_grad_norm):
