@@ -395,7 +395,7 @@ def test_what_cannot_start_from_the_base_is_refused(make_trainer, config, critic
 
 def test_top_layers_that_the_adapter_leaves_out_are_refused(make_trainer):
     config = LoraConfig(target_modules=["q_proj"], layers_to_transform=[0], task_type="CAUSAL_LM")
-    with pytest.raises(ValueError, match="layers_to_transform"):
+    with pytest.raises(ValueError, match="critic_layers=1 leaves the critic no weight to train"):
         make_trainer({"critic_layers": 1}, peft_config=config)
 
 

@@ -13,6 +13,7 @@ from huggingface_hub import hf_hub_download
 from peft import PeftConfig, PeftModel, get_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import ModulesToSaveWrapper
+from peft.utils.error import NoMatchingPeftModuleError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
@@ -293,8 +294,16 @@ def adapted_trunk(model: PreTrainedModel, peft_config: PeftConfig, top: int | No
     below = dict.fromkeys(range(len(layers) - (top or 0)), nn.Identity())
     if top is not None:
         config.trainable_token_indices = None
-    with replace_layers(layers, below):
-        adapted = get_peft_model(copied, config, adapter_name="critic")
+    try:
+        with replace_layers(layers, below):
+            adapted = get_peft_model(copied, config, adapter_name="critic")
+    except NoMatchingPeftModuleError as error:
+        if top is None:
+            raise
+        raise ValueError(
+            f"critic_layers={top} leaves the critic no weight to train, since peft_config adapts no module of these "
+            "layers; raise critic_layers, or add their modules to target_modules"
+        ) from error
     of_layers = set(layers.modules())
     for name, module in list(trunk.named_modules()):
         if isinstance(module, ModulesToSaveWrapper):
