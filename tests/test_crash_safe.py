@@ -47,8 +47,17 @@ def test_a_sealed_folder_is_whole_and_any_change_shows(sealed):
     (sealed / "critic/b.bin").unlink()
     (sealed / "a.bin").write_bytes(b"123")
     assert find_damage(sealed).endswith("critic/b.bin")
-    (sealed / MANIFEST).write_text("{")
-    assert find_damage(sealed).startswith("has no readable manifest.json")
+    for text in ("", "{", "{}", "[]", "null"):
+        (sealed / MANIFEST).write_text(text)
+        assert find_damage(sealed).startswith("has no readable manifest.json")
+
+
+def test_a_file_that_cannot_be_read_is_damage(sealed, monkeypatch):
+    def unreadable(path: Path) -> str:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr("hfppo.saving.manifest.hash_file", unreadable)
+    assert find_damage(sealed) == "lacks a readable a.bin"
 
 
 def test_the_last_whole_checkpoint_is_found_by_its_number(tmp_path, caplog):

@@ -43,6 +43,8 @@ def find_damage(folder: str | Path) -> str | None:
     try:
         hashes = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     except (OSError, ValueError):
+        hashes = None
+    if not isinstance(hashes, dict) or not hashes:
         return f"has no readable {MANIFEST}: the run was killed while it was written, or another program wrote it"
     for name, wanted in hashes.items():
         try:
