@@ -24,11 +24,12 @@ SECRETS = {
 }
 OTHERS = [
     {"tokenizer": "org/tok", "tokenizer_mode": "slow"},
-    {"thinking_token": "think"},
+    {"thinking_token": "think", "token": "<t>"},
     {"pad_token": "[PAD]", "eos_token_id": 3, "stop_tokens": ["</s>"]},
     {"max_tokens": 8, "max_num_batched_tokens": "auto"},
     {"token": True},
     {"token": None, "api_key": ""},
+    {"token": "<TOKEN>"},
     {"keyboard": "qwerty", "monkey": "a", "key_order": "b", "secretary": "c", "passwordless": "d", "sort_key": "e"},
     {"url": "http://host/a@b"},
 ]
