@@ -4,15 +4,17 @@ The text comes from `card_template.md` and is rewritten each time. Other metadat
 that was added by hand.
 """
 
+import html
 import json
+import re
 from dataclasses import fields
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 
 from huggingface_hub import ModelCard, ModelCardData
 from huggingface_hub.constants import REPOCARD_NAME
-from huggingface_hub.utils import yaml_dump
+from huggingface_hub.utils import HFValidationError, validate_repo_id, yaml_dump
 from transformers import Trainer, TrainerState
 from transformers.modelcard import TrainingSummary
 
@@ -52,15 +54,17 @@ def write_card(
     path, method = folder / REPOCARD_NAME, model.active_peft_config.peft_type.value
     before = ModelCard.load(path, ignore_metadata_errors=True).data.to_dict() if path.is_file() else {}
     data = build_metadata(before, name, method, given, model.config.name_or_path, ask_hub)
+    configuration = yaml_dump(changed_settings(args)).strip()
     card = ModelCard.from_template(
         data,
         template_path=str(TEMPLATE),
+        escape=escape,
         title=name,
         adapter=method.replace("LORA", "LoRA"),
         base=data.base_model,
         architecture=type(model.get_base_model()).__name__,
         critic_folder=None if model.critic is None else CRITIC_FOLDER,
-        source=trainer.hub_model_id or folder.absolute().name,
+        source=json.dumps(trainer.hub_model_id or folder.absolute().name, ensure_ascii=False),
         chat=chat,
         chat_options={option: repr(x) for option, x in cast(dict, args.chat_template_kwargs or {}).items()},
         args=args,
@@ -69,7 +73,8 @@ def write_card(
         global_step=state.global_step,
         best_step=best_step(state, args),
         rewards=reward_weights,
-        configuration=yaml_dump(changed_settings(args)).strip(),
+        configuration=configuration,
+        fence="`" * (3 + configuration.count("`")),  # longer than any fence inside
         versions=installed_versions(),
     )
     folder.mkdir(parents=True, exist_ok=True)
@@ -79,6 +84,12 @@ def write_card(
 def installed_versions() -> dict[str, str]:
     """Return the versions of hfppo and of `PACKAGES`."""
     return {"hfppo": hfppo.__version__, **{package: version(package) for package in PACKAGES}}
+
+
+def escape(text: object) -> str:
+    """Return text as one line without markup, for Markdown and its tables."""
+    line = html.escape(" ".join(str(text).split()), quote=False)
+    return re.sub(r"([\\`*_{}\[\]()#~|$])", r"\\\1", line)
 
 
 def changed_settings(args: PPOConfig) -> dict[str, Any]:
@@ -94,16 +105,15 @@ def build_metadata(
 ) -> ModelCardData:
     """Return the metadata of the card.
 
-    The Hub refuses a base model that is a local folder (huggingface/transformers#33922).
+    The Hub refuses a base model that is not one of its repositories (huggingface/transformers#33922).
 
     Args:
         kept: the metadata of the card before.
         method: PEFT's name of the adapter's method.
     """
     bases = (given.get("finetuned_from"), base, kept.pop("base_model", None))
-    base = next((x for x in bases if x and not Path(x).is_dir()), None)
-    more = given.get("tags") or []
-    tags = {*TAGS, method.lower(), *kept.get("tags", []), *([more] if isinstance(more, str) else more)}
+    base = next(filter(is_repository, bases), None)
+    tags = {*TAGS, method.lower(), *as_list(kept.get("tags")), *as_list(given.get("tags"))}
     tags = {tag for tag in tags if not tag.startswith("base_model:")}
     given = {
         **given,
@@ -115,6 +125,22 @@ def build_metadata(
     data = {**kept, **made, "base_model": base, "library_name": "peft", "pipeline_tag": "text-generation"}
     del data["model-index"]  # made for metrics of classification
     return ModelCardData(**data, ignore_metadata_errors=True)
+
+
+def is_repository(name: object) -> TypeGuard[str]:
+    """Return whether a name may be a Hub repository: it has the right form and is not a local folder."""
+    if not isinstance(name, str) or not name or Path(name).is_dir():
+        return False
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return True
+
+
+def as_list(value: str | list[str] | None) -> list[str]:
+    """Return None as an empty list, and a string as a list of one."""
+    return [value] if isinstance(value, str) else value or []
 
 
 def last_evaluations(state: TrainerState, args: PPOConfig) -> dict[str, dict[str, float]]:
