@@ -126,6 +126,12 @@ def test_scores_that_overflow_are_found(make_trainer):
         trainer.train()
 
 
+def test_looking_at_a_rollout_finds_it_as_well(make_trainer, monkeypatch):
+    break_passes(monkeypatch, "values", {0})
+    with pytest.raises(NonFiniteError, match="values is not finite in row 3"):
+        make_trainer().rollout(["1+1="] * 4)
+
+
 def test_a_loss_that_is_not_finite_ends_the_run_and_the_resumed_one_is_the_undisturbed(
     make_trainer, tmp_path, monkeypatch, straight
 ):

@@ -336,3 +336,10 @@ def test_a_reference_with_fewer_positions_is_named(run, tmp_path):
     tiny_model(max_position_embeddings=8).save_pretrained(tmp_path / "short")
     with pytest.raises(ValueError, match="ref_model's 8 positions"):
         trace_prompt(run.checkpoint, Question(PROMPT, ref_model=str(tmp_path / "short")))
+
+
+def test_help_lists_the_options_and_says_where_the_columns_are_explained(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    shown = capsys.readouterr().out
+    assert [word for word in ("--score", "--html", "docs/traces.md", "checkpoint-120") if word not in shown] == []
