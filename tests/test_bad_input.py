@@ -369,10 +369,11 @@ def test_every_field_of_a_type_refuses_what_is_of_another(tmp_path, kinds, value
 WRONG: dict[str, list[Any]] = {
     "processing_class": [len],
     "peft_config": [{"r": 8}, "lora", True, LoraConfig],
-    "callbacks": [AdaptiveKLCallback()],
-    "reward_processing_classes": ["x"],
+    "callbacks": [AdaptiveKLCallback(), ["x"]],
+    "compute_metrics": ["accuracy", {}],
+    "reward_processing_classes": ["x", ["x"]],
     "tools": [len],
-    "compute_metrics": ["accuracy"],
+    "quantization_config": ["4bit", True],
 }
 
 

@@ -384,6 +384,11 @@ REFUSED = {
         ValueError,
         "'environments'",
     ),
+    "a column with the name of a method's own argument": (
+        {"environment_factory": Doors, "dataset": PROMPTS.add_column("self", list("abcd"))},
+        ValueError,
+        "column 'self'",
+    ),
 }
 
 

@@ -11,8 +11,9 @@ from typing import Any, ParamSpec, cast
 
 from peft import PeftConfig, PeftModel
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from hfppo.config import PPOConfig
 from hfppo.data.prompts import RESERVED_COLUMNS, Prompts
@@ -33,8 +34,21 @@ ARGUMENTS: dict[str, tuple[Any, str]] = {
     "peft_config": (PeftConfig, "pass a configuration of PEFT, such as LoraConfig(target_modules='all-linear')"),
     "callbacks": (list, "pass a list of TrainerCallbacks"),
     "tools": (Iterable, "pass a list of functions"),
-    "reward_processing_classes": (PreTrainedTokenizerBase | list | tuple, "pass a tokenizer, or a list of them"),
+    "reward_processing_classes": (
+        PreTrainedTokenizerBase | list | tuple,
+        "pass a tokenizer, or a list with a tokenizer or None for each reward function",
+    ),
+    "quantization_config": (
+        dict | QuantizationConfigMixin,
+        "pass a configuration of transformers, such as BitsAndBytesConfig(load_in_4bit=True)",
+    ),
     "compute_metrics": (Callable, "pass a function from an EvalPrediction to a dictionary of metrics"),
+}
+
+# What the elements of lists must be.
+ELEMENTS = {
+    "callbacks": TrainerCallback | type,  # an instance, or a class that Trainer makes one of
+    "reward_processing_classes": PreTrainedTokenizerBase | NoneType,
 }
 
 Parameters = ParamSpec("Parameters")
@@ -43,8 +57,11 @@ Parameters = ParamSpec("Parameters")
 def check_types(**given: object) -> None:
     """Raise TypeError if an argument has the wrong type; the error shows its value and the right type."""
     for name, (kind, advice) in ARGUMENTS.items():
-        if not isinstance(given[name], (kind, NoneType)):
-            raise TypeError(f"{name}={given[name]!r:.200} cannot be used; {advice}")
+        value: Any = given[name]
+        several = value if isinstance(value, list | tuple) else []
+        fit = all(isinstance(x, ELEMENTS.get(name, object)) for x in several)
+        if not fit or not isinstance(value, (kind, NoneType)):
+            raise TypeError(f"{name}={value!r:.200} cannot be used; {advice}")
 
 
 def checks_keywords(init: Callable[Parameters, None]) -> Callable[Parameters, None]:
@@ -149,6 +166,8 @@ def check_calls(rewards: RewardFunctions, prompts: dict[str, Prompts], agents: A
             raise ValueError(
                 f"{dataset} has a column {shadowed[0]!r}, which reward functions get from the trainer; rename it"
             )
+        if from_episodes and "self" in some.rows.column_names:
+            raise ValueError(f"{dataset} has a column 'self', the name of an argument of reset; rename it")
         check_conversations(name, func, dataset, some)
         columns = {*RESERVED_COLUMNS, *from_episodes, "completion_ids", *some[0][0]} - {"prompt", "completion"}
         called = func.func if isinstance(func, RewardWrapper) else func
