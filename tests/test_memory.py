@@ -4,6 +4,7 @@ import json
 import re
 import sys
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -96,13 +97,17 @@ def measured(config: PreTrainedConfig, setup: Setup, tmp_path: Path) -> dict[str
         return peaks | {"update": allocated(tmp_path, update)}
 
 
-CASES = [  # each shape, critic and setting of checkpointing
+HALF = [  # each shape, critic and setting of checkpointing; the other half is slow
     ("llama", "adapter", False), ("llama", "shared", True), ("qwen2, grouped queries", "adapter", True),
     ("qwen2, grouped queries", "shared", False), ("gpt2", "adapter", False), ("gpt2", "shared", True),
 ]  # fmt: skip
+ALL = [
+    pytest.param(*case, marks=[] if case in HALF else pytest.mark.slow)
+    for case in product(SHAPES, ("adapter", "shared"), (False, True))
+]
 
 
-@pytest.mark.parametrize(("shape", "kind", "checkpointing"), CASES)
+@pytest.mark.parametrize(("shape", "kind", "checkpointing"), ALL)
 def test_a_peak_is_what_the_allocator_hands_out(shape, kind, checkpointing, tmp_path):
     setup = replace(SMALL, critic=kind, activation_checkpointing=checkpointing)
     found, real = estimate(SHAPES[shape], setup).phases, measured(SHAPES[shape], setup, tmp_path)
