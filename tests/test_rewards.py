@@ -3,6 +3,7 @@
 import asyncio
 import copy
 import functools
+import inspect
 import math
 import threading
 
@@ -298,6 +299,12 @@ def test_reward_functions_compute_in_their_own_type_whatever_the_models_do(make_
     trainer.evaluate()
     assert seen == [torch.float32, torch.float32]
     assert set(in_update) == {torch.bfloat16}
+
+
+def test_a_compiled_function_without_a_signature_is_a_reward_function(make_trainer):
+    with pytest.raises(ValueError, match="no signature"):
+        inspect.signature(dict)  # it takes any keywords
+    make_trainer(reward_funcs=dict)
 
 
 def test_a_rollout_without_any_score_changes_no_weight(make_trainer):

@@ -185,6 +185,8 @@ def check_calls(rewards: RewardFunctions, prompts: dict[str, Prompts], agents: A
                 f"reward function {name!r} cannot be called for {dataset}: {error}; it gets "
                 f"{', '.join(sorted(columns))} by keyword: name the ones it needs, and accept **kwargs"
             ) from error
+        except ValueError:  # compiled functions may have no signature
+            continue
 
 
 def check_lengths(name: str, model: PreTrainedModel | PeftModel, longest: int, args: PPOConfig) -> None:
