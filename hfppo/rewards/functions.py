@@ -1,6 +1,5 @@
 """Call reward functions, combine their scores, and place them on tokens."""
 
-import inspect
 import math
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -52,13 +51,12 @@ class RewardFunctions:
 
     def start(self, batch: RewardBatch) -> "PendingScores":
         """Call the functions. Plain ones return first; asynchronous ones continue in the background."""
-        pending = PendingScores(self, batch, [None] * len(self.funcs), [Log() for _ in self.funcs])
+        pending = PendingScores(self, batch, [Future() for _ in self.funcs], [Log() for _ in self.funcs])
         try:
             # Asynchronous functions are called first, so that they run during the plain ones.
             for i in sorted(range(len(self.funcs)), key=lambda i: not is_async(self.funcs[i])):
-                output = call_func(self.funcs[i], batch, pending.logs[i])
-                # A decorator may hide that a function is asynchronous.
-                pending.outputs[i] = schedule(output) if inspect.isawaitable(output) else output
+                # Every output is scheduled: a decorator may hide that a function is asynchronous.
+                pending.outputs[i] = schedule(call_func(self.funcs[i], batch, pending.logs[i]))
         except BaseException:
             pending.__exit__()
             raise
@@ -121,7 +119,7 @@ class PendingScores:
 
     rewards: RewardFunctions
     batch: RewardBatch
-    outputs: list[object]  # a Future for each asynchronous function
+    outputs: list[Future]
     logs: list[Log]
 
     def __enter__(self) -> "PendingScores":
@@ -129,8 +127,7 @@ class PendingScores:
 
     def __exit__(self, *error: Any) -> None:
         for output in self.outputs:
-            if isinstance(output, Future):
-                output.cancel()
+            output.cancel()
 
     def result(self) -> Numbers:
         """Wait for all functions, write their scores on the samples, and return the numbers of log_metric by name.
@@ -140,11 +137,9 @@ class PendingScores:
         Raises:
             TypeError, ValueError: an output breaks the contract.
         """
-        running = [output for output in self.outputs if isinstance(output, Future)]
-        for finished in wait_briefly(running):
+        for finished in wait_briefly(self.outputs):
             finished.result()
-        outputs = [output.result() if isinstance(output, Future) else output for output in self.outputs]
-        return self.rewards.write(outputs, self.batch, self.logs)
+        return self.rewards.write([output.result() for output in self.outputs], self.batch, self.logs)
 
 
 def number_repeated_names(names: list[str]) -> list[str]:

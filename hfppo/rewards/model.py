@@ -29,7 +29,7 @@ from hfppo.models.adapter_checks import unchanged
 from hfppo.models.critic import shared_copy
 from hfppo.models.layout import rows_at_once
 from hfppo.models.vocabulary import saved_vocabulary
-from hfppo.rewards.reward_func import BatchReward, Log, RewardBatch, unwrap
+from hfppo.rewards.reward_func import BatchReward, unwrap
 from hfppo.support.padding import pad_right
 
 
@@ -73,10 +73,6 @@ class RewardModel(BatchReward):
         self.__name__ = os.path.basename(name.rstrip("/"))
         self.max_length = max_length(model, tokenizer)
         self.label = find_label(model.config.num_labels, model.config.label2id or {}, label, name)
-
-    def score_batch(self, batch: RewardBatch, log: Log) -> list[float]:
-        """Score the completions as continuations of their prompts."""
-        return self(batch.prompts, batch.continuations(), **batch.columns)
 
     def __call__(self, /, prompts: Sequence[Any], completions: Sequence[Any], **kwargs: Any) -> list[float]:
         """Return one score per completion."""

@@ -93,7 +93,7 @@ class ProcessRewardModel(RewardModel):
                     f"{type(given).__name__}, does not have it; pass a PreTrainedTokenizerFast"
                 )
 
-    def score_batch(self, batch: RewardBatch, log: Log) -> list[list[float] | None]:  # type: ignore[override]
+    def score_batch(self, batch: RewardBatch, log: Log) -> list[list[float] | None]:
         """Return a reward for each token; None for a completion that is longer than the model's positions."""
         parts = self.parts_of(batch)
         read = [[token for part in some for token in part.ids] for some in parts]

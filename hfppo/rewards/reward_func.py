@@ -129,7 +129,9 @@ def call_func(func: RewardFunc, batch: RewardBatch, log: Log) -> Any:
 class BatchReward:
     """A reward function of this package: it gets more than the contract's keywords, apart from dataset columns."""
 
-    score_batch: Callable[..., Any]  # from a batch and a log to a reward for each completion, or an awaitable of them
+    def score_batch(self, batch: RewardBatch, log: Log) -> Any:
+        """Return a reward for each completion, or an awaitable of them; by default of the prompts' continuations."""
+        return self(batch.prompts, batch.continuations(), **batch.columns)  # type: ignore[operator]
 
 
 class RewardWrapper(BatchReward):

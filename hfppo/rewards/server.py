@@ -11,7 +11,7 @@ from typing import Any
 
 from tenacity import stop_after_attempt
 
-from hfppo.rewards.reward_func import BatchReward, Log, RewardBatch, Text
+from hfppo.rewards.reward_func import BatchReward, Text
 from hfppo.support.calls import wait_for
 from hfppo.support.http_client import Endpoint, ServerError
 from hfppo.support.secrets import hide_in_url
@@ -49,10 +49,6 @@ class RewardServer(BatchReward):
             raise ValueError(f"batch_size={batch_size} must be 1 or more, max_retries={max_retries} 0 or more")
         self.endpoint = Endpoint(url, timeout, stop_after_attempt(max_retries + 1), max_concurrency, headers)
         self.columns, self.batch_size, self.__name__ = list(columns), batch_size, name
-
-    async def score_batch(self, batch: RewardBatch, log: Log) -> list[float | None]:
-        """Score the completions as continuations of their prompts."""
-        return await self(batch.prompts, batch.continuations(), **batch.columns)
 
     async def __call__(
         self, /, prompts: Sequence[Text], completions: Sequence[Text], **kwargs: Any

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, Generic, TypeVar
@@ -46,9 +46,8 @@ class Questions(Generic[Q]):
         self._changed = threading.Condition()
         self._asked: dict[int, Asked[Q]] = {}
         self._busy = len(coroutines)  # coroutines that neither wait for an answer nor have ended
-        self._promised = 0  # calls of `answer_later` that run
         self._running = [schedule(coroutine(partial(self._ask, i))) for i, coroutine in enumerate(coroutines)]
-        self._later: list[Future] = []
+        self._later: list[Future] = []  # of `answer_later`
         for future in self._running:
             future.add_done_callback(lambda _: self._count(-1))
 
@@ -65,10 +64,13 @@ class Questions(Generic[Q]):
         self._count(-1)
         return await asked.answer
 
-    def _count(self, busy: int, promised: int = 0) -> None:
+    def _count(self, busy: int) -> None:
         with self._changed:
-            self._busy, self._promised = self._busy + busy, self._promised + promised
+            self._busy += busy
             self._changed.notify()
+
+    def _has_promised(self) -> bool:
+        return not all(future.done() for future in self._later)
 
     def wait(self, patience: float = math.inf, timed: Callable[[], AbstractContextManager] = nullcontext) -> bool:
         """Wait until no coroutine is busy, or for some seconds after one has asked.
@@ -78,9 +80,9 @@ class Questions(Generic[Q]):
         Returns:
             whether a coroutine has no result.
         """
-        promised, left = self._promised > 0, math.inf
+        promised, left = self._has_promised(), math.inf
         with nullcontext() if promised else timed(), self._changed:
-            while self._busy + self._promised and (self._promised > 0) == promised and left > 0:
+            while (self._busy or promised) and self._has_promised() == promised and left > 0:
                 left = min(left, patience) if self._asked else left
                 start = time.monotonic()
                 self._changed.wait(MOMENT)
@@ -114,13 +116,10 @@ class Questions(Generic[Q]):
             return
 
         async def answer() -> None:
-            try:
-                self.answer(asked, await call_once(answers))
-            finally:
-                self._count(0, promised=-1)
+            self.answer(asked, await call_once(answers))
 
-        self._count(0, promised=1)
         self._later.append(schedule(answer()))
+        self._later[-1].add_done_callback(lambda _: self._count(0))
 
 
 @contextmanager
@@ -137,9 +136,11 @@ def global_random_numbers(seed: int | None) -> Iterator[None]:
         torchs = [] if seed is None else torch.get_rng_state().tolist()
         return repr((random.getstate(), np.random.get_state(legacy=False), torchs))
 
-    python, numpy = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=[], enabled=seed is not None):
+    with ExitStack() as restored:
         if seed is not None:
+            restored.enter_context(torch.random.fork_rng(devices=[]))
+            restored.callback(random.setstate, random.getstate())
+            restored.callback(np.random.set_state, np.random.get_state())
             random.seed(seed)
             np.random.seed(seed % 2**32)
             torch.default_generator.manual_seed(seed)
@@ -149,9 +150,6 @@ def global_random_numbers(seed: int | None) -> Iterator[None]:
         finally:
             if states() != first:
                 warn_of_global_draws()
-            if seed is not None:
-                random.setstate(python)
-                np.random.set_state(numpy)
 
 
 @cache

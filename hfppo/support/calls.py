@@ -3,12 +3,10 @@
 import asyncio
 import ctypes
 import inspect
-import math
 import os
 import signal
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
@@ -63,17 +61,15 @@ def wait_for(call: Callable[[], Awaitable[T]]) -> T:
         future.cancel()  # no effect unless Ctrl-C or `interrupt` ended the wait
 
 
-def wait_briefly(futures: Sequence[Future], seconds: float = math.inf) -> set[Future]:
-    """Wait for all Futures, an error or a time limit, and return the finished Futures.
+def wait_briefly(futures: Sequence[Future]) -> set[Future]:
+    """Wait for all Futures or the first error, and return the finished Futures.
 
     Ctrl-C and `interrupt` end the wait: Python raises them only between waits, so each wait is short.
     """
-    end = time.monotonic() + seconds
-    while True:
-        found = wait(futures, min(MOMENT, seconds), FIRST_EXCEPTION)
-        failed = any(future.exception() for future in found.done)
-        if failed or not found.not_done or time.monotonic() >= end:
-            return found.done
+    done: set[Future] = set()
+    while len(done) < len(futures) and not any(future.exception() for future in done):
+        done = wait(futures, MOMENT, FIRST_EXCEPTION).done
+    return done
 
 
 async def awaited(value: object) -> Any:
@@ -188,22 +184,21 @@ class Worker(threading.Thread):
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
-        self.loop = asyncio.get_running_loop()
-        self.jobs: SimpleQueue[tuple[Callable[[], Any], asyncio.Future] | None] = SimpleQueue()
+        self.jobs: SimpleQueue[tuple[Callable[[], Any], Future, Callable[[], object]] | None] = SimpleQueue()
         self.start()
 
     def run(self) -> None:
         """Call functions until there is None."""
         with suppress(TimeUp), torch.no_grad():
             while (job := self.jobs.get()) is not None:
-                func, answer = job
+                func, result, tell = job
                 try:
-                    outcome: tuple[Any, BaseException | None] = func(), None
+                    result.set_result(func())
                 except TimeUp:
                     raise
                 except BaseException as error:
-                    outcome = None, error
-                self.loop.call_soon_threadsafe(settle, answer, outcome)
+                    result.set_exception(error)
+                tell()
 
     def abandon(self) -> None:
         """Interrupt the call; the thread ends when it can."""
@@ -237,11 +232,11 @@ class Threads:
             return func()
         async with self._room:
             worker = self._idle.pop() if self._idle else Worker()
-            answer = asyncio.get_running_loop().create_future()
-            worker.jobs.put((func, answer))
+            result, done = Future[Any](), asyncio.Event()
+            worker.jobs.put((func, result, partial(asyncio.get_running_loop().call_soon_threadsafe, done.set)))
             try:
                 async with asyncio.timeout(seconds) as limit:
-                    value, error = await answer
+                    await done.wait()
             except BaseException as stopped:
                 stack = traceback.format_stack(sys._current_frames().get(cast(int, worker.ident)))
                 worker.abandon()
@@ -251,9 +246,7 @@ class Threads:
                 late.add_note("It was at\n" + "".join(stack))
                 raise late from stopped
             self._idle.append(worker)
-        if error is not None:
-            raise error
-        return value
+        return result.result()
 
     def __enter__(self) -> "Threads":
         return self

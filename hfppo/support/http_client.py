@@ -89,28 +89,25 @@ class Endpoint:
         Raises:
             ServerError: an answer is missing or wrong; pending requests are dropped.
         """
-        return await asyncio.wrap_future(schedule(self._ask_all(method, path, bodies)))
-
-    async def _ask_all(self, method: str, path: str, bodies: Sequence[object]) -> list[httpx2.Response]:
-        """Ask in the process's event loop, to which the client belongs."""
-        limit, client = asyncio.Semaphore(self.max_concurrency), client_in(asyncio.get_running_loop())
+        limit = asyncio.Semaphore(self.max_concurrency)
         wait, unavailable = wait_exponential_jitter(multiplier=0.2, max=5.0), retry_if_exception_type(Unavailable)
         ask_again = AsyncRetrying(stop=self.stop, wait=wait, retry=unavailable, reraise=True).wraps(self._ask)
 
         async def ask(body: object) -> httpx2.Response:
             async with limit:
-                return await ask_again(client, method, self.url + path, body)
+                return await ask_again(method, self.url + path, body)
 
-        requests = [asyncio.ensure_future(ask(body)) for body in bodies]
+        # Requests run in the process's event loop, to which the client belongs.
+        requests = [asyncio.wrap_future(schedule(ask(body))) for body in bodies]
         try:
             return await asyncio.gather(*requests)
         finally:
             for request in requests:
                 request.cancel()
 
-    async def _ask(self, client: httpx2.AsyncClient, method: str, url: str, body: object) -> httpx2.Response:
+    async def _ask(self, method: str, url: str, body: object) -> httpx2.Response:
         """Make one attempt."""
-        name = hide_in_url(url)
+        name, client = hide_in_url(url), client_in(asyncio.get_running_loop())
         try:
             async with asyncio.timeout(self.timeout):
                 response = await client.request(method, url, json=body, headers=self.headers)
