@@ -7,7 +7,6 @@ import ssl
 import subprocess
 import time
 from datetime import datetime
-from pathlib import Path
 
 import pytest
 
@@ -201,25 +200,3 @@ def test_a_server_that_is_down_ends_the_run_before_it_begins(make_trainer, tmp_p
     with pytest.raises(ServerError, match=r"http://127\.0\.0\.1:9 cannot be reached"):
         make_trainer(reward_funcs=RewardServer("http://127.0.0.1:9", max_retries=0))
     assert not (tmp_path / "out").exists()
-
-
-def test_a_server_that_dies_leaves_a_checkpoint_that_goes_on_as_if_nothing_had_been(serve, make_trainer, tmp_path):
-    config = {"save_strategy": "steps", "save_steps": 1, "max_steps": 12}
-
-    def weights(trainer) -> dict:
-        return {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
-
-    straight = make_trainer({**config, "output_dir": str(tmp_path / "straight")}, reward_funcs=serve(lengths).url)
-    straight.train()
-
-    asked = iter(range(3))  # the check and two rollouts
-    dying = serve(lambda body: lengths(body) if next(asked, None) is not None else (500, b"dead"))
-    trainer = make_trainer(config, reward_funcs=RewardServer(dying.url, max_retries=1))
-    with pytest.raises(ServerError, match="answered 500"):
-        trainer.train()
-    assert (Path(trainer.args.output_dir) / "checkpoint-8").is_dir()
-
-    resumed = make_trainer(config, reward_funcs=serve(lengths).url)
-    resumed.train(resume_from_checkpoint=True)
-    expected, got = weights(straight), weights(resumed)
-    assert all(expected[name].equal(got[name]) for name in expected)

@@ -56,7 +56,7 @@ class Server:
         if context is not None:
             self.http.socket = context.wrap_socket(self.http.socket, server_side=True)
         self.url = f"http{'' if context is None else 's'}://127.0.0.1:{self.http.server_port}/score"
-        threading.Thread(target=self.http.serve_forever, daemon=True).start()
+        threading.Thread(target=self.http.serve_forever, args=[0.01], daemon=True).start()  # `stop` waits so long
 
     def stop(self) -> None:
         self.http.shutdown()
