@@ -24,64 +24,51 @@ class Client:
         return "found"
 
 
-def async_tool():
-    client = Client()
+CLIENT = Client()
 
-    async def use() -> str:
+
+async def use() -> str:
+    """Use it."""
+    return await CLIENT.get()
+
+
+class Online(Doors):
+    async def reset(self, **row):
+        return await CLIENT.get()
+
+    async def use(self) -> str:
         """Use it."""
-        return await client.get()
+        return await CLIENT.get()
 
-    return {"tools": [use], "reward_funcs": count_messages}
-
-
-def async_environment():
-    client = Client()
-
-    class Online(Doors):
-        async def reset(self, **row):
-            return await client.get()
-
-        async def use(self) -> str:
-            """Use it."""
-            return await client.get()
-
-        async def get_reward(self):
-            return float(await client.get() == "found")
-
-    return {"environment_factory": Online}
+    async def get_reward(self):
+        return float(await CLIENT.get() == "found")
 
 
-def async_text_environment():
-    client = Client()
+class OnlineText(TextEnvironment):
+    async def reset(self, **row):
+        return await CLIENT.get()
 
-    class Online(TextEnvironment):
-        async def reset(self, **row):
-            return await client.get()
-
-        async def step(self, text):
-            return await client.get(), 1.0, text == "a", False, {}
-
-    return {"environment_factory": Online}
+    async def step(self, text):
+        return await CLIENT.get(), 1.0, text == "a", False, {}
 
 
-def async_factory():
-    class Online(Doors):
-        async def use(self) -> str:
-            """Use it."""
-            return await self.client.get()
-
-    async def connect():
-        made = Online()
-        made.client = Client()
-        await made.client.get()
-        return made
-
-    return {"environment_factory": connect, "reward_funcs": count_messages}
+async def connect():
+    await CLIENT.get()
+    return Online()
 
 
-@pytest.mark.parametrize("kind", [async_tool, async_environment, async_text_environment, async_factory])
-def test_what_belongs_to_an_event_loop_serves_every_rollout(make_agent, kind):
-    trainer = make_agent(*[[call("use"), "a"] * 2] * 4, **kind())
+KINDS = {
+    "tool": {"tools": [use], "reward_funcs": count_messages},
+    "environment": {"environment_factory": Online},
+    "text environment": {"environment_factory": OnlineText},
+    "factory": {"environment_factory": connect},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_belongs_to_an_event_loop_serves_every_rollout(make_agent, monkeypatch, kind):
+    monkeypatch.setattr(CLIENT, "loop", None)
+    trainer = make_agent(*[[call("use"), "a"] * 2] * 4, **KINDS[kind])
     for _ in range(2):
         _, transcript, _ = collect(trainer)
         assert [messages[1]["content"] for messages in transcript.completions] == ["found"] * 4

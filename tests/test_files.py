@@ -45,15 +45,10 @@ class FullDisk(TrainerCallback):
                 file.unlink()
 
 
-@pytest.fixture
-def straight(make_trainer, tmp_path):
-    trainer = make_trainer(CONFIG | {"output_dir": str(tmp_path / "straight")})
-    trainer.train()
-    return trainer
-
-
 @pytest.mark.usefixtures("picture")
-def test_files_that_cannot_be_written_are_warned_of(make_trainer, tmp_path, caplog, straight):
+def test_files_that_cannot_be_written_are_warned_of(make_trainer, tmp_path, caplog):
+    straight = make_trainer(CONFIG | {"output_dir": str(tmp_path / "straight")})
+    straight.train()
     folder = tmp_path / "out"
     folder.mkdir()
     (folder / "_curves.png").symlink_to("/dev/full")
@@ -73,27 +68,22 @@ def test_files_that_cannot_be_written_are_warned_of(make_trainer, tmp_path, capl
     assert read_log(folder) == trainer.state.log_history  # whole again
 
 
-def test_a_page_of_traces_that_cannot_be_written_is_warned_of(make_trainer, tmp_path, caplog):
-    (tmp_path / "out" / "_traces").mkdir(parents=True)
-    (tmp_path / "out" / "_traces" / "_index.html").symlink_to("/dev/full")
-    trainer = make_trainer({"max_steps": 4}, callbacks=[TokenTraceCallback(every=1)])
-    trainer.train()
-    assert "index.html could not be written; training continues: [Errno 28] No space left" in caplog.text
-    assert (tmp_path / "out" / "_traces" / "rollout-000001.jsonl").stat().st_size > 0
+def test_a_page_and_a_trace_that_cannot_be_written_after_the_update_stay_as_they_were(make_trainer, tmp_path, caplog):
+    traces = tmp_path / "out" / "_traces"
+    traces.mkdir(parents=True)
+    (traces / "_index.html").symlink_to("/dev/full")
 
-
-def test_a_trace_that_cannot_be_written_after_the_update_stays_as_it_was(make_trainer, tmp_path, caplog):
     class FullAfterwards(TrainerCallback):
         def on_step_begin(self, args, state, control, **kwargs):
             if state.global_step == 1:
-                (tmp_path / "out" / "_traces" / "_rollout-000001.jsonl").symlink_to("/dev/full")
+                (traces / "_rollout-000001.jsonl").symlink_to("/dev/full")
 
-    trainer = make_trainer({"max_steps": 4}, callbacks=[FullAfterwards(), TokenTraceCallback(every=1)])
-    trainer.train()
+    make_trainer({"max_steps": 4}, callbacks=[FullAfterwards(), TokenTraceCallback(every=1)]).train()
+    assert "index.html could not be written; training continues: [Errno 28] No space left" in caplog.text
     assert "rollout-000001.jsonl could not be written" in caplog.text
-    traces = read_traces(tmp_path / "out" / "_traces" / "rollout-000001.jsonl")
-    assert traces
-    assert all(trace.updated_step is None for trace in traces)
+    kept = read_traces(traces / "rollout-000001.jsonl")
+    assert kept
+    assert all(trace.updated_step is None for trace in kept)
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -20,17 +20,6 @@ from hfppo.rewards.reward_func import continue_text
 TEXTS = ["1+2=3", "10+20=", "5", "请问12+7=20？不对，等于19！"]
 
 
-def test_a_reward_model_computes_in_its_own_type_whatever_the_actor_does(make_trainer, tokenizer):
-    seen = {}
-    model = scorer()
-    model.model.layers[0].mlp.register_forward_hook(lambda module, given, output: seen.update(reward=output.dtype))
-    trainer = make_trainer({"bf16": True}, reward_funcs=RewardModel(model, tokenizer))
-    actor = trainer.model.causal_lm.model.layers[0].mlp
-    actor.register_forward_hook(lambda module, given, output: seen.update(actor=output.dtype))
-    trainer.rollout(["1+1="])
-    assert seen == {"reward": torch.float32, "actor": torch.bfloat16}
-
-
 def alone(model, tokenizer, text: str) -> float:
     """The score by the definition: one text, no padding, logits at its last token."""
     ids = torch.tensor([tokenizer(text)["input_ids"]])
@@ -76,14 +65,6 @@ def test_trainer_gives_it_prompt_completion_and_eos(make_trainer, tmp_path):
         assert_close(rollout.scores, torch.tensor(expected), rtol=1e-5, atol=1e-5)
 
 
-def test_conversations_go_through_its_own_chat_template():
-    model, tokenizer = scorer().eval(), other_tokenizer("right", "<void>")
-    reward = RewardModel(model, tokenizer)
-    prompt = [{"role": "user", "content": "1+2="}]
-    answer = [{"role": "assistant", "content": "3"}]
-    assert reward([prompt], [answer]) == pytest.approx([alone(model, tokenizer, "1+2=？3")], abs=1e-5)
-
-
 @pytest.mark.parametrize("wrapped", [lambda model: model, TolerantReward], ids=["plain", "tolerant"])
 @pytest.mark.parametrize("kind", [RewardModel, RewardAdapter])
 def test_conversations_that_it_cannot_render_are_refused(kind, wrapped):
@@ -117,29 +98,26 @@ def test_a_conversation_is_rendered_as_the_policys_prompt_is():
     assert RewardModel(model, tokenizer)(prompts, answers, **columns) == pytest.approx(expected, abs=1e-5)
 
 
-@pytest.mark.parametrize("end", [True, False])
-def test_the_end_token_that_its_tokenizer_adds_is_not_added_again(end):
-    """As RoBERTa, DeBERTa and ALBERT, or a tokenizer with add_eos_token=True."""
-    model, tokenizer = scorer().eval(), other_tokenizer("right", "<void>")
-    around = {
-        "single": "<end> $A <end>" if end else "<end> $A",
-        "special_tokens": [("<end>", 0)],
-    }  # OPT's BOS is its EOS
-    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(**around)
-    expected = alone(model, tokenizer, "1+2=3" + ("" if end else "<end>"))
-    assert RewardModel(model, tokenizer)(["1+2="], ["3"]) == pytest.approx([expected], abs=1e-5)
-
-
-def test_special_tokens_are_added_to_texts_and_not_to_conversations():
-    """A chat template has written them; a second BOS would be another text."""
-    model, tokenizer = scorer().eval(), other_tokenizer("right", "<void>")
-    start = [("<void>", 1)]
-    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing("<void> $A", special_tokens=start)
-    bare, reward = other_tokenizer("right", "<void>"), RewardModel(model, tokenizer)
-    [of_text] = reward(["1+2="], ["3"])
-    assert of_text == pytest.approx(alone(model, bare, "<void>1+2=3<end>"), abs=1e-5)
+@pytest.mark.parametrize(
+    ("special", "of_text", "of_talk"),
+    [
+        (None, "1+2=3<end>", "1+2=？3"),
+        # A tokenizer may add EOS, as those of RoBERTa, DeBERTa and ALBERT do. OPT's BOS is its EOS.
+        ("<end> $A <end>", "<end>1+2=3<end>", "1+2=？3"),
+        ("<end> $A", "<end>1+2=3<end>", "1+2=？3"),
+        # A chat template has written the special tokens; a second BOS would be another text.
+        ("<void> $A", "<void>1+2=3<end>", "1+2=？3"),
+    ],
+)
+def test_special_tokens_are_added_once_to_texts_and_not_to_conversations(special, of_text, of_talk):
+    model, tokenizer, bare = scorer().eval(), *(other_tokenizer("right", "<void>") for _ in range(2))
+    if special is not None:
+        around = {"single": special, "special_tokens": [("<end>", 0), ("<void>", 1)]}
+        tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(**around)
+    reward = RewardModel(model, tokenizer)
+    assert reward(["1+2="], ["3"]) == pytest.approx([alone(model, bare, of_text)], abs=1e-5)
     prompt, answer = [{"role": "user", "content": "1+2="}], [{"role": "assistant", "content": "3"}]
-    assert reward([prompt], [answer]) == pytest.approx([alone(model, bare, "1+2=？3")], abs=1e-5)
+    assert reward([prompt], [answer]) == pytest.approx([alone(model, bare, of_talk)], abs=1e-5)
 
 
 def test_a_turn_that_the_prompt_has_begun_stays_one():
@@ -183,24 +161,24 @@ def moves_with_what_it_shares(reward: RewardModel) -> bool:
     return {x.device.type for x in (*reward.model.parameters(), *reward.model.buffers())} == {"meta"}
 
 
-@pytest.mark.parametrize(("lies_on", "trainers"), [("cpu", "meta"), ("meta", "cpu")])
-def test_a_reward_model_loaded_to_the_cpu_goes_to_the_trainers_device_and_no_other(lies_on, trainers):
-    model, tokenizer = scorer().to(lies_on), other_tokenizer("right", "<void>")
-    load_reward_func(model, tokenizer, "base", torch.device(trainers)).score([])
-    assert {x.device.type for x in (*model.parameters(), *model.buffers())} == {"meta"}
-
-
-def test_a_reward_model_is_loaded_to_the_trainers_device(tmp_path):
-    scorer().save_pretrained(tmp_path)
-    tokenizer = other_tokenizer("right", "<void>")
-    (reward,) = load_reward_funcs(str(tmp_path), [tokenizer], "base", torch.device("meta"))
-    assert reward.model.device.type == "meta"
-
-
-def test_a_reward_model_given_as_a_function_stays_where_it_is():
-    reward = RewardModel(scorer(), other_tokenizer("right", "<void>"))
-    (loaded,) = load_reward_funcs(reward, None, "base", torch.device("meta"))
-    assert len(loaded.score(TEXTS)) == len(TEXTS)
+@pytest.mark.parametrize(
+    ("given", "at", "trainers", "expected"),
+    [
+        ("loaded", "cpu", "meta", "meta"),
+        ("loaded", "meta", "cpu", "meta"),  # only a model on the CPU is moved
+        ("by id", "cpu", "meta", "meta"),
+        ("as a function", "cpu", "meta", "cpu"),
+    ],
+)
+def test_a_reward_model_goes_to_the_trainers_device(tmp_path, given, at, trainers, expected):
+    model, tokenizer = scorer().to(at), other_tokenizer("right", "<void>")
+    if given == "by id":
+        model.save_pretrained(tmp_path)
+    funcs = {"loaded": model, "by id": str(tmp_path), "as a function": RewardModel(model, tokenizer)}
+    own = None if given == "as a function" else [tokenizer]
+    (reward,) = load_reward_funcs(funcs[given], own, "base", torch.device(trainers))
+    reward.score([])
+    assert {x.device.type for x in (*reward.model.parameters(), *reward.model.buffers())} == {expected}
 
 
 def test_a_reward_model_that_accelerate_has_placed_stays_there():
@@ -272,23 +250,23 @@ def test_adapter_on_the_actors_base_scores_like_the_merged_model_and_costs_itsel
 
 
 def test_bad_reward_models(make_trainer, tmp_path, tokenizer):
+    labels = {"id2label": {0: "NO", 1: "YES"}, "label2id": {"NO": 0, "YES": 1}}
     with pytest.raises(ValueError, match=r"2 labels \(NO, YES\).*label="):
-        RewardModel(scorer(2, id2label={0: "NO", 1: "YES"}, label2id={"NO": 0, "YES": 1}), tokenizer)
-    chosen = RewardModel(scorer(2, id2label={0: "NO", 1: "YES"}, label2id={"NO": 0, "YES": 1}), tokenizer, label="YES")
-    assert chosen.label == 1
-    with pytest.raises(ValueError, match=r"reward_funcs='nowhere' cannot be loaded"):
-        make_trainer(reward_funcs="nowhere")
+        RewardModel(scorer(2, **labels), tokenizer)
+    assert RewardModel(scorer(2, **labels), tokenizer, label="YES").label == 1
     tiny_model().save_pretrained(tmp_path / "causal")
     tokenizer.save_pretrained(tmp_path / "causal")
-    with pytest.raises(ValueError, match=r"no weights for score.weight: it is not a reward model"):
-        make_trainer(reward_funcs=str(tmp_path / "causal"))
     config = LoraConfig(r=2, target_modules=["q_proj"], task_type="SEQ_CLS")
     other = AutoModelForSequenceClassification.from_pretrained(tmp_path / "causal", num_labels=1)
     PeftModelForSequenceClassification(other, config).save_pretrained(tmp_path / "foreign")
-    with pytest.raises(ValueError, match=r"foreign' was trained on .*causal.*merge the adapter"):
-        make_trainer(reward_funcs=str(tmp_path / "foreign"))
-    with pytest.raises(ValueError, match=r"reward_processing_classes has 2 entries for 1"):
-        make_trainer(reward_processing_classes=[None, None])
+    for given, message in (
+        ({"reward_funcs": "nowhere"}, r"reward_funcs='nowhere' cannot be loaded"),
+        ({"reward_funcs": str(tmp_path / "causal")}, r"no weights for score.weight: it is not a reward model"),
+        ({"reward_funcs": str(tmp_path / "foreign")}, r"foreign' was trained on .*causal.*merge the adapter"),
+        ({"reward_processing_classes": [None, None]}, r"reward_processing_classes has 2 entries for 1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make_trainer(**given)
 
 
 @pytest.mark.parametrize("given", ["id", "loaded", "tolerant"])

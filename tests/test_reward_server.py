@@ -33,22 +33,21 @@ def test_scores_come_back_in_order_in_batches_with_the_columns_asked_for(serve):
     assert {headers["Authorization"] for headers in server.headers} == {"Bearer key"}
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda func: ask(func, ["a"]),
-        lambda func: score(func, texts=("a",)),
-        lambda func: score(TolerantReward(func, timeout=30), texts=("a",)),
-        lambda func: func.check(),
-    ],
-    ids=["awaited", "reward", "tolerant", "check"],
-)
+CALLS = {
+    "awaited": lambda func: ask(func, ["a"]),
+    "reward": lambda func: score(func, texts=("a",)),
+    "tolerant": lambda func: score(TolerantReward(func, timeout=30), texts=("a",)),
+    "check": lambda func: func.check(),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
 def test_all_batches_share_a_connection_and_no_cookie(serve, call):
     """Cookies of a load balancer would send all requests to one of its servers."""
     server = serve(lengths)
     func = RewardServer(server.url)
     for _ in range(3):
-        call(func)
+        CALLS[call](func)
     assert len(server.asked) == 3
     assert len(server.connections) == 1
     assert not any("Cookie" in headers for headers in server.headers)
@@ -103,20 +102,20 @@ def hang(body: dict) -> tuple[int, bytes]:
     return lengths(body)
 
 
+# The answer, the attempts, and what the error says.
+FAILURES = {
+    "error": (lambda body: (500, b"no memory"), 2, "answered 500, after all retries: 'no memory'; see its log"),
+    "hang": (hang, 2, "did not answer within 0.3 s, after all retries; raise the limit"),
+    "404": (lambda body: (404, b"no such page"), 1, "answered 404: 'no such page'; check address"),
+    "redirect": (lambda body: (302, b""), 1, "answered 302"),
+    "html": (lambda body: (200, b"<html>"), 1, "answered '<html>', which is not JSON"),
+    "list": (lambda body: (200, b"[1.0]"), 1, r"answered '\[1.0\]' for 1 completions; it must answer {\"scores\""),
+    "count": (lambda body: (200, b'{"scores": [1, 2]}'), 1, "for 1 completions; it must answer"),
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("answer", "attempts", "message"),
-    [
-        (lambda body: (500, b"out of memory"), 2, "answered 500, after all retries: 'out of memory'; see its log"),
-        (hang, 2, "did not answer within 0.3 s, after all retries; raise the limit"),
-        (lambda body: (404, b"no such page"), 1, "answered 404: 'no such page'; check address"),
-        (lambda body: (302, b""), 1, "answered 302"),
-        (lambda body: (200, b"<html>"), 1, "answered '<html>', which is not JSON"),
-        (lambda body: (200, b"[1.0]"), 1, r"answered '\[1.0\]' for 1 completions; it must answer {\"scores\""),
-        (lambda body: (200, b'{"scores": [1, 2]}'), 1, "for 1 completions; it must answer"),
-    ],
-    ids=["error", "hang", "404", "redirect", "html", "list", "count"],
-)
+@pytest.mark.parametrize(("answer", "attempts", "message"), FAILURES.values(), ids=FAILURES)
 def test_failures_name_the_server_and_the_way_out(serve, answer, attempts, message):
     server = serve(answer)
     with pytest.raises(ServerError, match=message) as error:
@@ -170,9 +169,8 @@ def test_arguments_out_of_range_are_refused(kwargs, message):
     [
         (datetime(2026, 1, 1), "datetime is not JSON serializable"),
         (math.nan, "not JSON compliant"),
-        ("\ud800", "surrogates not allowed"),
+        ("\ud800", "surrogates not allowed"),  # half a character
     ],
-    ids=["date", "NaN", "half a character"],
 )
 def test_a_value_that_json_cannot_hold_is_refused_at_once(value, why):
     func = RewardServer("http://127.0.0.1:9/score", columns=["answer", "when"])

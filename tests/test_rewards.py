@@ -218,8 +218,8 @@ def test_an_unscorable_completion_counts_in_no_metric(make_trainer):
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_reward_functions_compute_in_their_own_type_whatever_the_models_do(make_trainer, dataset, is_async):
-    seen = []
+def test_rewards_compute_in_their_own_type_whatever_the_models_do(make_trainer, dataset, tokenizer, is_async):
+    seen, in_model, in_update = [], [], []
 
     def multiply(completions, **kwargs):
         seen.append((torch.ones(1, 1) @ torch.ones(1, 1)).dtype)
@@ -228,16 +228,16 @@ def test_reward_functions_compute_in_their_own_type_whatever_the_models_do(make_
     async def multiply_later(completions, **kwargs):
         return multiply(completions)
 
-    trainer = make_trainer(
-        {"max_steps": 1, "bf16": True, "use_cpu": True},
-        reward_funcs=multiply_later if is_async else multiply,
-        eval_dataset=dataset.select(range(2)),
-    )
-    in_update = []
-    trainer.model.causal_lm.lm_head.register_forward_hook(lambda module, given, output: in_update.append(output.dtype))
+    judge = RewardModel(scorer(), tokenizer)
+    funcs = [multiply_later if is_async else multiply, judge]
+    config = {"max_steps": 1, "bf16": True, "use_cpu": True}
+    trainer = make_trainer(config, reward_funcs=funcs, eval_dataset=dataset.select(range(2)))
+    judge.model.model.layers[0].mlp.register_forward_hook(lambda _, given, output: in_model.append(output.dtype))
+    trainer.model.causal_lm.lm_head.register_forward_hook(lambda _, given, output: in_update.append(output.dtype))
     trainer.train()
     trainer.evaluate()
     assert seen == [torch.float32, torch.float32]
+    assert set(in_model) == {torch.float32}
     assert set(in_update) == {torch.bfloat16}
 
 
