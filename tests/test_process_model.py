@@ -56,21 +56,30 @@ def rewards_of(reward, policy, ids: list[int], prompt="", before: tuple[int, ...
     return found
 
 
+def comma_model(model, **options) -> ProcessRewardModel:
+    """A process reward model whose steps end with a comma."""
+    return ProcessRewardModel(model, other_tokenizer("right", "<void>"), **COMMA, **options)
+
+
+def at(positions: tuple[int, ...], rewards: list[float], length: int):
+    """Rewards by position, and 0 elsewhere."""
+    by_position = dict(zip(positions, rewards, strict=True))
+    return pytest.approx([by_position.get(position, 0.0) for position in range(length)], abs=1e-5)
+
+
 def test_steps_are_rewarded_where_they_end_in_a_rollout_and_in_the_token_table(make_trainer):
     model, prompts = judge(), Dataset.from_dict({"prompt": ["请问1+1="] * 4})
-    reward = ProcessRewardModel(model, other_tokenizer("right", "<void>"), **COMMA)
+    reward = comma_model(model)
     for given in (reward, TolerantReward(reward)):
         config = {"kl_coef": 0.0, "reward_weights": [2.0], "max_completion_length": 16}
         trainer = make_trainer(config, reward_funcs=given, train_dataset=prompts)
         rollout = answering(trainer, WRITTEN + ".").rollout(["请问1+1="])
-        expected = [0.0] * 10
-        for at, number in zip((3, 5, 8), after_steps(model, "请问1+1="), strict=True):
-            expected[at] = 2 * number
-        assert len({round(x, 3) for x in expected}) == 4
-        assert rollout.rewards[0].tolist() == pytest.approx(expected, abs=1e-5)
+        steps = [2 * number for number in after_steps(model, "请问1+1=")]
+        assert len({0, *(round(x, 3) for x in steps)}) == 4
+        assert rollout.rewards[0].tolist() == at((3, 5, 8), steps, 10)
         table = TokenTable.from_rollout(rollout, 0, trainer.processing_class)
-        assert [row.reward for row in table.rows] == pytest.approx(expected, abs=1e-5)
-        assert table.score == pytest.approx(sum(expected), abs=1e-5)
+        assert [row.reward for row in table.rows] == at((3, 5, 8), steps, 10)
+        assert table.score == pytest.approx(sum(steps), abs=1e-5)
 
 
 def test_each_token_is_rewarded_without_a_separator(tokenizer):
@@ -99,9 +108,8 @@ def test_with_another_tokenizer_a_reward_goes_to_the_token_that_writes_its_last_
 
 def test_two_steps_that_one_token_ends_add_up():
     policy, model = policy_of("1+1，2，", "等于3"), judge()
-    reward = ProcessRewardModel(model, other_tokenizer("right", "<void>"), **COMMA)
     first, second, third = after_steps(model, "")
-    assert rewards_of(reward, policy, [2, 3]) == pytest.approx([first + second, third], abs=1e-5)
+    assert rewards_of(comma_model(model), policy, [2, 3]) == pytest.approx([first + second, third], abs=1e-5)
 
 
 def test_of_a_character_on_several_tokens_the_last_one_gets_the_reward():
@@ -111,10 +119,9 @@ def test_of_a_character_on_several_tokens_the_last_one_gets_the_reward():
     made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     policy, model = PreTrainedTokenizerFast(tokenizer_object=made), judge()
     ids = policy(WRITTEN)["input_ids"]
-    expected = dict(zip((5, 9, len(ids) - 1), after_steps(model, ""), strict=True))
     assert ids[3:6] == ids[7:10], "the bytes of the commas"
-    found = rewards_of(ProcessRewardModel(model, other_tokenizer("right", "<void>"), **COMMA), policy, ids)
-    assert found == pytest.approx([expected.get(at, 0.0) for at in range(len(ids))], abs=1e-5)
+    expected = at((5, 9, len(ids) - 1), after_steps(model, ""), len(ids))
+    assert rewards_of(comma_model(model), policy, ids) == expected
 
 
 def test_bytes_that_are_no_characters_end_no_run():
@@ -122,10 +129,10 @@ def test_bytes_that_are_no_characters_end_no_run():
     vocabulary = {**{f"<0x{byte:02X}>": byte for byte in range(256)}, "▁": 256, "1，": 257}
     made = Tokenizer(models.BPE(vocabulary, merges=[], byte_fallback=True))
     made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
-    policy, model = PreTrainedTokenizerFast(tokenizer_object=made), judge()
+    policy = PreTrainedTokenizerFast(tokenizer_object=made)
     broken = [257, ord("a"), ord("b"), 0xD6, 257, 0xEF, 0xBC, 0x8C]  # the last three are a comma
     assert policy.decode(broken) == "1，\ufffd\ufffd\ufffd1，，"
-    found = rewards_of(ProcessRewardModel(model, other_tokenizer("right", "<void>"), **COMMA), policy, broken)
+    found = rewards_of(comma_model(judge()), policy, broken)
     assert [x > 0 for x in found] == [True, False, False, False, True, False, False, False]
 
 
@@ -139,8 +146,7 @@ def test_a_conversation_is_rendered_by_its_own_chat_template(tokenizer):
     kwargs = {"chat_template_kwargs": [{"mark": "不"}]}
     for prompt, columns, text in (([user], {}, "1=？，"), ([user], kwargs, "1=？，不"), ([user, begun], {}, "1=？是")):
         found = rewards_of(reward, tokenizer, ids_of(WRITTEN + "."), prompt, **columns)
-        expected = dict(zip((3, 5, 8), after_steps(model, text), strict=True))
-        assert found == pytest.approx([expected.get(at, 0.0) for at in range(10)], abs=1e-5)
+        assert found == at((3, 5, 8), after_steps(model, text), 10)
 
 
 def test_what_is_read_of_a_step(tokenizer):
@@ -155,20 +161,17 @@ def test_what_is_read_of_a_step(tokenizer):
 
 
 def test_a_single_label_is_the_reward_itself(tokenizer):
-    model = judge(1)
-    reward = ProcessRewardModel(model, other_tokenizer("right", "<void>"), **COMMA)
-    ids = other_tokenizer("right", "<void>")("1，")["input_ids"]
+    model, ids = judge(1), other_tokenizer("right", "<void>")("1，")["input_ids"]
     with torch.no_grad():
         expected = float(model(input_ids=torch.tensor([ids])).logits[0, -1, 0])
-    assert rewards_of(reward, tokenizer, ids_of("1.")) == pytest.approx([expected, 0], abs=1e-5)
+    assert rewards_of(comma_model(model), tokenizer, ids_of("1.")) == pytest.approx([expected, 0], abs=1e-5)
 
 
 def test_a_long_prompt_loses_its_beginning_and_a_long_completion_has_no_score(tokenizer):
     model = judge(max_position_embeddings=6)
-    reward = ProcessRewardModel(model, other_tokenizer("right", "<void>"), **COMMA)
-    expected = right(model, "5678，")
+    reward = comma_model(model)
     assert rewards_of(reward, tokenizer, ids_of("8"), "1234567") == pytest.approx([right(model, "45678，")], abs=1e-5)
-    assert expected != right(model, "45678，")
+    assert right(model, "5678，") != right(model, "45678，")
     assert rewards_of(reward, tokenizer, ids_of("123456"), "1") is None
 
 
@@ -179,47 +182,45 @@ def test_rows_of_several_lengths_are_judged_as_alone(tokenizer, batch_size):
     texts = ["1+1，2", "", "3", "等于3，4，5"]
     ids = [ids_of(text + ".") for text in texts]
     samples = [finished("", text, own) for text, own in zip(texts, ids, strict=True)]
-    batch = RewardBatch(samples, tokenizer)
-    found = reward.score_batch(batch, Log())
-    for row, some in enumerate(ids):
-        assert found[row] == pytest.approx(rewards_of(reward, tokenizer, some), abs=1e-5)
+    for of_row, own in zip(reward.score_batch(RewardBatch(samples, tokenizer), Log()), ids, strict=True):
+        assert of_row == pytest.approx(rewards_of(reward, tokenizer, own), abs=1e-5)
 
 
 def test_it_is_given_by_id_or_loaded(make_trainer, tmp_path):
     model, own = judge(), other_tokenizer("right", "<void>")
     model.save_pretrained(tmp_path / "judge")
     own.save_pretrained(tmp_path / "judge")
-    by_id = make_trainer(reward_funcs=str(tmp_path / "judge")).collector.rewards.funcs[0]
-    loaded = make_trainer(reward_funcs=model, reward_processing_classes=own).collector.rewards.funcs[0]
     config = LoraConfig(r=2, target_modules=["q_proj"], task_type="TOKEN_CLS")
-    adapted = make_trainer(
-        reward_funcs=PeftModelForTokenClassification(judge(), config), reward_processing_classes=own
-    )
-    for reward in (by_id, loaded, adapted.collector.rewards.funcs[0]):
+    adapted = PeftModelForTokenClassification(judge(), config)
+    policy, found = policy_of("1+1", "\n", "2"), []
+    for given in (str(tmp_path / "judge"), model, adapted):
+        trainer = make_trainer(reward_funcs=given, reward_processing_classes=None if isinstance(given, str) else own)
+        (reward,) = trainer.collector.rewards.funcs
         assert type(reward) is ProcessRewardModel
         assert (reward.step_separator, reward.label) == ("\n", 1)
-        assert reward.device == torch.device("cpu") or reward is by_id
-    policy = policy_of("1+1", "\n", "2")
-    found = [
-        rewards_of(reward, policy, [2, 3, 4, 1]) for reward in (by_id, loaded, adapted.collector.rewards.funcs[0])
-    ]
+        assert reward.device == torch.device("cpu") or isinstance(given, str)
+        found.append(rewards_of(reward, policy, [2, 3, 4, 1]))
     assert found[0] == found[1] == found[2]
     assert [x > 0 for x in found[0]] == [False, True, True, False]
 
 
-def test_what_cannot_be_judged_is_refused_before_sampling(make_trainer, make_agent, tmp_path, tokenizer):
-    own = other_tokenizer("right", "<void>")
-    with pytest.raises(ValueError, match=r"step_token='<extra_0>' is not a token of"):
-        ProcessRewardModel(judge(), own, step_token="<extra_0>")
-    for wrong in ({"step_separator": ""}, {"step_separator": None, "step_token": "！"}):
-        with pytest.raises(ValueError, match=r"step_separator=.* pass the text that ends a step"):
-            ProcessRewardModel(judge(), own, **wrong)
-    with pytest.raises(ValueError, match=r"3 labels .*label="):
-        ProcessRewardModel(judge(3), own)
-    reward = ProcessRewardModel(judge(), own)
-    with pytest.raises(
-        ValueError, match="rewards the steps of one turn, but completions with tools or an environment"
-    ):
+@pytest.mark.parametrize(
+    ("labels", "options", "message"),
+    [
+        (2, {"step_token": "<extra_0>"}, r"step_token='<extra_0>' is not a token of"),
+        (2, {"step_separator": ""}, r"step_separator=.* pass the text that ends a step"),
+        (2, {"step_separator": None, "step_token": "！"}, r"step_separator=.* pass the text that ends a step"),
+        (3, {}, r"3 labels .*label="),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(labels, options, message):
+    with pytest.raises(ValueError, match=message):
+        ProcessRewardModel(judge(labels), other_tokenizer("right", "<void>"), **options)
+
+
+def test_what_cannot_be_judged_is_refused_before_sampling(make_trainer, make_agent, tmp_path):
+    reward = ProcessRewardModel(judge(), other_tokenizer("right", "<void>"))
+    with pytest.raises(ValueError, match="rewards the steps of one turn, but completions with tools or an env"):
         make_agent(environment_factory=Doors, reward_funcs=reward)
     with pytest.raises(ValueError, match="processing_class, a object, does not have it"):
         reward.check(object(), several_turns=False)

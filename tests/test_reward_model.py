@@ -203,7 +203,7 @@ def test_the_output_folder_is_not_the_reward_model(make_trainer, tmp_path, wrapp
 def test_functions_and_models_mix_by_weight(make_trainer):
     model, tokenizer = scorer(), other_tokenizer("right", "<void>")
     trainer = make_trainer(
-        {"reward_weights": [2.0, 0.5], "kl_coef": 0.0},
+        {"max_steps": 1, "reward_weights": [2.0, 0.5], "kl_coef": 0.0},
         reward_funcs=[count_digits, model],
         reward_processing_classes=[None, tokenizer],
     )
@@ -228,7 +228,7 @@ def test_adapter_on_the_actors_base_scores_like_the_merged_model_and_costs_itsel
     merged = RewardModel(trained.merge_and_unload(), tokenizer)
 
     caplog.clear()
-    trainer = make_trainer(model=base, reward_funcs=str(tmp_path / "adapter"), peft_config=LORA)
+    trainer = make_trainer({"max_steps": 4}, model=base, reward_funcs=str(tmp_path / "adapter"), peft_config=LORA)
     assert "num_labels" not in caplog.text
     reward = trainer.collector.rewards.funcs[0]
     assert isinstance(reward, RewardAdapter)

@@ -194,7 +194,8 @@ def test_a_trainer_learns_from_a_server_given_by_its_address(serve, make_trainer
     assert trainer.state.log_history[0]["rewards/reward_server/mean"] > 0
 
 
-def test_a_server_that_is_down_ends_the_run_before_it_begins(make_trainer, tmp_path):
+@pytest.mark.parametrize("wrap", [lambda func: func, TolerantReward])
+def test_a_server_that_is_down_ends_the_run_before_it_begins(make_trainer, tmp_path, wrap):
     with pytest.raises(ServerError, match=r"http://127\.0\.0\.1:9 cannot be reached"):
-        make_trainer(reward_funcs=RewardServer("http://127.0.0.1:9", max_retries=0))
+        make_trainer(reward_funcs=wrap(RewardServer("http://127.0.0.1:9", max_retries=0)))
     assert not (tmp_path / "out").exists()
