@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import torch
 
-from hfppo.support.calls import call_once, event_loop, schedule, settle
+from hfppo.support.calls import call_once, schedule
 
 MOMENT = 0.005  # seconds; Python handles a Ctrl-C that comes just before a wait only after it
 
@@ -30,7 +30,7 @@ class Asked(Generic[Q]):
     """What a coroutine asks for; it waits until the Future has the answer."""
 
     question: Q
-    answer: asyncio.Future
+    answer: Future
 
 
 class Questions(Generic[Q]):
@@ -59,10 +59,10 @@ class Questions(Generic[Q]):
             future.cancel()
 
     async def _ask(self, i: int, question: Q) -> Any:
-        asked = Asked(question, asyncio.get_running_loop().create_future())
-        self._asked[i] = asked
+        answer: Future[Any] = Future()
+        self._asked[i] = Asked(question, answer)
         self._count(-1)
-        return await asked.answer
+        return await asyncio.wrap_future(answer)
 
     def _count(self, busy: int) -> None:
         with self._changed:
@@ -108,7 +108,7 @@ class Questions(Generic[Q]):
         """Answer some coroutines."""
         self._count(len(asked))
         for one, answer in zip(asked, answers if asked else [], strict=True):
-            event_loop().call_soon_threadsafe(settle, one.answer, answer)
+            one.answer.set_result(answer)
 
     def answer_later(self, asked: Sequence[Asked[Q]], answers: Callable[[], Sequence[object]]) -> None:
         """Answer some coroutines with the values of a function that is called in a thread."""

@@ -169,12 +169,6 @@ def interrupt(thread: threading.Thread) -> None:
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(TimeUp))
 
 
-def settle(answer: asyncio.Future, value: object) -> None:
-    """Set the value of a Future, unless it was cancelled; in the event loop."""
-    if not answer.done():
-        answer.set_result(value)
-
-
 class TooLate(TimeoutError):
     """A time limit is over. From an event loop, asyncio passes TimeoutError itself on without its notes."""
 

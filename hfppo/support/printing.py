@@ -3,8 +3,8 @@
 import io
 import logging
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stdout
+from collections.abc import Callable
+from contextlib import ExitStack, redirect_stdout
 from typing import Any, TextIO
 
 from tqdm import tqdm
@@ -25,21 +25,10 @@ def show(prints: Callable[..., object], *args: Any, **kwargs: Any) -> None:
     """
     stdout = io.StringIO() if getattr(sys.stdout, "closed", True) else sys.stdout
     try:
-        with replace_unknown_characters(stdout), redirect_stdout(stdout), tqdm.external_write_mode():
+        with ExitStack() as restored, redirect_stdout(stdout), tqdm.external_write_mode():
+            if isinstance(stdout, io.TextIOWrapper):
+                restored.callback(stdout.reconfigure, errors=stdout.errors)
+                stdout.reconfigure(errors="replace")
             prints(*args, **kwargs)
     except (OSError, ValueError) as error:
         logger.warning("a report could not be printed; training continues: %s", error)
-
-
-@contextmanager
-def replace_unknown_characters(stream: TextIO) -> Iterator[None]:
-    """Let a stream replace the characters that its encoding lacks, in place of an error."""
-    if not isinstance(stream, io.TextIOWrapper):
-        yield
-        return
-    errors = stream.errors
-    stream.reconfigure(errors="replace")
-    try:
-        yield
-    finally:
-        stream.reconfigure(errors=errors)
