@@ -1,6 +1,7 @@
 """Call reward functions, combine their scores, and place them on tokens."""
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -17,7 +18,6 @@ from hfppo.rewards.reward_func import (
     RewardBatch,
     call_func,
     check_output,
-    columns_of,
     is_async,
     merge_logs,
     plain_name,
@@ -70,13 +70,13 @@ class RewardFunctions:
     def write(self, outputs: list[object], batch: RewardBatch, logs: list[Log]) -> Numbers:
         """Check the outputs of the functions, and write scores and rewards on the samples."""
         lengths = [len(ids) for ids in batch.completion_ids]
-        columns = columns_of(dict(zip(self.names, logs, strict=True)), len(lengths))
+        by_name = dict(zip(self.names, logs, strict=True))
+        columns = columns_of(by_name, len(lengths))
         by_function = [check_output(*given, lengths) for given in zip(self.names, outputs, strict=True)]
         for i, sample in enumerate(batch.samples):
             sample.scores = {name: rewards[i] for name, rewards in zip(self.names, by_function, strict=True)}
             sample.extra = {name: column[i] for name, column in columns.items()}
-            failed = zip(self.names, (log.failed for log in logs), strict=True)
-            sample.fallbacks = {name: of_function[i] for name, of_function in failed if of_function is not None}
+            sample.fallbacks = {name: log.failed[i] for name, log in by_name.items() if log.failed is not None}
         weights, scores = torch.tensor(self.weights, dtype=torch.float32), score_table(batch.samples)
         cut = torch.tensor([sample.ended is Ended.CUT for sample in batch.samples], dtype=torch.float32)
         totals = (scores.nan_to_num(0.0) * weights).sum(dim=1) - self.penalty * cut
@@ -140,6 +140,25 @@ class PendingScores:
         for finished in wait_briefly(self.outputs):
             finished.result()
         return self.rewards.write([output.result() for output in self.outputs], self.batch, self.logs)
+
+
+def columns_of(logs: dict[str, Log], rows: int) -> dict[str, list[object]]:
+    """Return the columns of all logs; where two functions use one name, the function's name is added.
+
+    Raises:
+        ValueError: a column has more or fewer values than there are completions.
+    """
+    uses = Counter(column for log in logs.values() for column in log.columns)
+    columns = {}
+    for name, log in logs.items():
+        for column, values in log.columns.items():
+            if len(values) != rows:
+                raise ValueError(
+                    f"reward function {name!r} passed {len(values)} values for {rows} completions to log_extra as "
+                    f"{column!r}; pass one each"
+                )
+            columns[column if uses[column] == 1 else f"{column} ({name})"] = values
+    return columns
 
 
 def number_repeated_names(names: list[str]) -> list[str]:

@@ -60,7 +60,8 @@ class ProcessRewardModel(RewardModel):
         step_token: str | None = None,
     ):
         check_loaded(model, tokenizer)
-        super().__init__(model, tokenizer, batch_size, 1 if label is None and two_labels(model) else label, device)
+        label = 1 if label is None and model.config.num_labels == 2 else label  # as PRMTrainer's models
+        super().__init__(model, tokenizer, batch_size, label, device)
         if step_separator == "" or (step_separator is None and step_token is not None):
             raise ValueError(
                 f"step_separator={step_separator!r} with step_token={step_token!r}: pass the text that ends a step, "
@@ -174,8 +175,3 @@ def texts_of(tokenizer: PreTrainedTokenizerFast, ids: list[int]) -> Iterator[str
             stream = DecodeStream(skip_special_tokens=True)
             text = stream.step(tokenizer.backend_tokenizer, token)
         yield text or ""
-
-
-def two_labels(model: PreTrainedModel | PeftModel) -> bool:
-    """Return whether a model has two labels, as PRMTrainer's have."""
-    return bool(model.config.num_labels == 2)

@@ -12,7 +12,6 @@ import copy
 import functools
 import inspect
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
@@ -169,25 +168,6 @@ def copy_values(value: object) -> object:
     if type(value) is list:
         return [copy_values(inner) for inner in value]
     return copy.deepcopy(value) if isinstance(value, np.ndarray | Tensor) else value
-
-
-def columns_of(logs: dict[str, Log], rows: int) -> dict[str, list[object]]:
-    """Return the columns of all logs; where two functions use one name, the function's name is added.
-
-    Raises:
-        ValueError: a column has more or fewer values than there are completions.
-    """
-    uses = Counter(column for log in logs.values() for column in log.columns)
-    columns = {}
-    for name, log in logs.items():
-        for column, values in log.columns.items():
-            if len(values) != rows:
-                raise ValueError(
-                    f"reward function {name!r} passed {len(values)} values for {rows} completions to log_extra as "
-                    f"{column!r}; pass one each"
-                )
-            columns[column if uses[column] == 1 else f"{column} ({name})"] = values
-    return columns
 
 
 def merge_logs(logs: Iterable[Numbers]) -> Numbers:
