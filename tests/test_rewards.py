@@ -409,6 +409,20 @@ def test_functions_are_called_in_the_calling_thread():
     assert threads == [threading.current_thread()]
 
 
+def test_asynchronous_functions_run_during_the_plain_ones():
+    begun = threading.Event()
+
+    async def judge(completions, **kwargs):
+        begun.set()
+        return zeros(completions)
+
+    def plain(completions, **kwargs):
+        assert begun.wait(10)
+        return zeros(completions)
+
+    score([plain, judge])
+
+
 def meeting(number_of_functions: int):
     """Asynchronous functions each of which returns only once all have started."""
     arrived, everybody = [], asyncio.Event()
