@@ -275,11 +275,11 @@ def test_an_environment_that_hangs_leaves_its_row_without_a_score(make_agent, ba
         environment_factory=environment(base, **{method: {"look": look, "step": step}[method], "reset": reset}),
         config=FAST,
     )
-    (before,) = trainer.collector.player.agents.idle[None]
+    (before,) = trainer.collector.player.agents.pools[None].idle
     rollout, *_, metrics = collect(trainer, 2, training=True)
     assert rollout.loss_mask.any(dim=1).tolist() == [False, True]
     assert metrics["unscorable_frac"] == 0.5
-    assert [environment.start for environment in trainer.collector.player.agents.idle[None]] == [1]
+    assert [environment.start for environment in trainer.collector.player.agents.pools[None].idle] == [1]
     assert before.start == 0
 
 
@@ -302,7 +302,7 @@ def test_a_prompt_that_reset_makes_too_long_leaves_its_row_without_a_score(make_
     assert rollout.loss_mask.any(dim=1).tolist() == [False, True]
     assert rollout.scores.tolist() == [0.0, 12.0]
     assert metrics["unscorable_frac"] == 0.5
-    assert len(trainer.collector.player.agents.idle[None]) == 2
+    assert len(trainer.collector.player.agents.pools[None].idle) == 2
     assert "row 0: with the text of Judged.reset the prompt has 3" in caplog.text
     assert f"more than {room}; it has no score" in caplog.text
 
@@ -536,7 +536,7 @@ def test_tools_are_callables_of_every_kind(make_agent, kind, timeout):
     config = {"tool_timeout": timeout, "max_completion_length": 200}
     name = plain_name(func)
     trainer = make_agent([call(name, word="a b"), "a"], reward_funcs=count_messages, tools=[func], config=config)
-    (schema,) = trainer.collector.player.agents.schemas[None]
+    (schema,) = trainer.collector.player.agents.pools[None].schemas
     assert schema["function"]["name"] == name
     assert list(schema["function"]["parameters"]["properties"]) == arguments
     assert schema["function"]["parameters"]["required"] == ["word"]

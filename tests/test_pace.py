@@ -355,7 +355,7 @@ def test_an_environment_error_ends_the_run_while_a_tool_runs(make_agent):
     assert "raise Broken" in "".join(traceback.format_exception(error.value))
     assert returned == []
     agents = trainer.collector.player.agents
-    assert agents.idle == {None: []}
+    assert agents.pools[None].idle == []
     Odd.step = lambda self, text: ("", 1.0, True, False, {})
     trainer.collector = replace(trainer.collector, sampler=Script(trainer.processing_class, ["a"]))
     assert collect(trainer, 2)[0].scores.tolist() == [1.0, 1.0]
