@@ -263,7 +263,7 @@ class PromptTokenizer:
         own = [column for column in TEMPLATE_COLUMNS if self.conversational and column in dataset.column_names]
         if is_stored(dataset) and tools is None:
             with suppress(OSError):  # where nothing can be written, every start tokenizes
-                stored = dataset.with_format(None).select_columns(["prompt", *own])
+                stored = dataset.select_columns(["prompt", *own])
                 stored = stored.map(
                     self,
                     with_indices=True,

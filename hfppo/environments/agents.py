@@ -110,11 +110,6 @@ class Agents:
         """The first instance of each environment; empty with tools only."""
         return [pool.first for pool in self.pools.values() if pool.factory is not None]
 
-    @property
-    def offer_tools(self) -> bool:
-        """Whether any prompt shows tools."""
-        return any(pool.schemas for pool in self.pools.values())
-
     def pool_of(self, columns: Mapping[str, Any]) -> EnvironmentPool:
         """Return the environment of a dataset row."""
         return self.pools[columns[COLUMN] if self.by_column else None]

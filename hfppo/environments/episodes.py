@@ -316,6 +316,6 @@ def make_player(agents: Agents, eos_ids: list[int], args: PPOConfig, positions: 
         ValueError: the chat template does not fit, see `check_template`.
     """
     chat_format = replace(agents.chat_format, eos_ids=eos_ids)
-    check_template(chat_format, "tool" if agents.offer_tools else "user")
+    check_template(chat_format)
     limits = [args.max_prompt_length, positions and positions - args.max_completion_length]
     return EpisodePlayer(agents, chat_format, args, min((x for x in limits if x is not None), default=None))
