@@ -1,7 +1,6 @@
 """Episodes of several turns: tools, environments, tokens, rewards and limits."""
 
 import asyncio
-import functools
 import re
 from dataclasses import replace
 from itertools import cycle
@@ -9,7 +8,19 @@ from itertools import cycle
 import pytest
 import torch
 
-from helpers.agents import EOS, EPISODE_METRICS, PROMPTS, TEMPLATE, Counting, Doors, Script, add, call, count_messages
+from helpers.agents import (
+    EOS,
+    EPISODE_METRICS,
+    PROMPTS,
+    TEMPLATE,
+    Counting,
+    Doors,
+    Script,
+    add,
+    call,
+    count_messages,
+    hide_async,
+)
 from helpers.scripted import training_rows
 from hfppo import Result
 
@@ -322,16 +333,6 @@ def test_result_is_a_string_for_everyone_else():
     assert (str(result), f"{result}", result == "yes", result.reward, result.done) == ("yes", "yes", True, 0.5, True)
     with pytest.raises(ValueError, match="nan"):
         Result("yes", reward=float("nan"))
-
-
-def hide_async(method):
-    """An ordinary decorator: it returns the coroutine, and looks like a plain function."""
-
-    @functools.wraps(method)
-    def inner(*args, **kwargs):
-        return method(*args, **kwargs)
-
-    return inner
 
 
 decorated = pytest.mark.parametrize("decorate", [lambda method: method, hide_async], ids=["async def", "decorated"])

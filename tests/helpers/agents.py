@@ -1,5 +1,6 @@
 """A tokenizer that calls tools, a sampler that plays turns from a script, and environments."""
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -239,6 +240,30 @@ def add(a: int, b: int) -> str:
         b: another
     """
     return str(a + b)
+
+
+def tool(body, asynchronous: bool = False):
+    """A tool `use(number: int)` with this body."""
+
+    def use(number: int) -> str:
+        return body(number)
+
+    async def later(number: int) -> str:
+        return await body(number)
+
+    chosen = later if asynchronous else use
+    chosen.__name__, chosen.__doc__ = "use", "Use it.\n\nArgs:\n    number: a number"
+    return chosen
+
+
+def hide_async(method):
+    """An ordinary decorator: it returns the coroutine, and looks like a plain function."""
+
+    @functools.wraps(method)
+    def inner(*args, **kwargs):
+        return method(*args, **kwargs)
+
+    return inner
 
 
 class Chatter(TextEnvironment):
