@@ -18,7 +18,6 @@ from helpers.tiny import CHAT_TEMPLATE
 from hfppo import PPOConfig
 from hfppo.collect.collector import Collector
 from hfppo.data import prompts as prompts_module
-from hfppo.data.prompt_stream import PromptStream
 from hfppo.data.prompts import Prompts, prepare_prompts, prompt_indices
 
 # In the order of the test tokenizer's alphabet: 0 is padding, 1 is EOS, then 0123456789 and the signs.
@@ -180,12 +179,6 @@ def test_rows_are_plain_in_any_format(tokenizer, form, prompts):
     assert (row["prompt"], row["tools"]) == (prompts[1], "[]")
     assert type(row["prompt"]) is type(prompts[1])
     assert row["answer"] == [4]
-
-
-def test_a_stream_may_have_a_format(tokenizer):
-    stream = Dataset.from_dict({"prompt": TALKS, "answer": [3, 4]}).to_iterable_dataset().with_format("numpy")
-    made = PromptStream(stream, lambda rows, name: prepare_prompts(rows, tokenizer, name=name), 20)
-    assert [row["prompt"] for row, _ in made.at(range(2), seed=0)] == TALKS
 
 
 @pytest.mark.parametrize(("column", "value"), [("tools", "calculator"), ("chat_template_kwargs", "{think")])
