@@ -58,6 +58,14 @@ def threads_end():
 pytestmark = pytest.mark.usefixtures("threads_end")
 
 
+@pytest.fixture
+def end(threads_end):
+    """The end of the test, which calls that hang wait for."""
+    event = threading.Event()
+    yield event
+    event.set()
+
+
 def scripts(*numbers):
     """For each row a script that calls the tool with each of its numbers."""
     return [[*(call("use", number=n) for n in of_row), "a"] for of_row in numbers]
@@ -288,9 +296,9 @@ class Broken(RuntimeError):
     pass
 
 
-def test_an_environment_error_ends_the_run_while_a_tool_runs(make_agent):
+def test_an_environment_error_ends_the_run_while_a_tool_runs(make_agent, end):
     """By its own traceback; the pending tool is neither waited for nor does it keep its instance."""
-    go_on, pending, returned = threading.Event(), threading.Event(), []
+    pending, returned = threading.Event(), []
 
     class Odd(TextEnvironment):
         def reset(self, start=0, **row):
@@ -300,7 +308,7 @@ def test_an_environment_error_ends_the_run_while_a_tool_runs(make_agent):
         def step(self, text):
             if self.start == 0:
                 pending.set()
-                returned.append(go_on.wait(FAR))
+                returned.append(end.wait(FAR))
             elif pending.wait(FAR):
                 raise Broken("bad")
             return "", 1.0, True, False, {}
@@ -310,22 +318,17 @@ def test_an_environment_error_ends_the_run_while_a_tool_runs(make_agent):
         collect(trainer, 2)
     assert "raise Broken" in "".join(traceback.format_exception(error.value))
     assert returned == []
-    agents = trainer.collector.player.agents
-    assert agents.pools[None].idle == []
+    assert trainer.collector.player.agents.pools[None].idle == []
     Odd.step = lambda self, text: ("", 1.0, True, False, {})
     trainer.collector = replace(trainer.collector, sampler=Script(trainer.processing_class, ["a"]))
     assert collect(trainer, 2)[0].scores.tolist() == [1.0, 1.0]
-    go_on.set()
 
 
 @pytest.mark.parametrize("at_once", [False, True])
-def test_a_sampler_that_fails_ends_the_run_while_a_tool_runs(make_agent, at_once):
-    go_on, asked, returned = threading.Event(), [], []
-
-    def body(number):
-        return number or returned.append(go_on.wait(FAR))
-
-    trainer = make_agent(*scripts([0], [1]), reward_funcs=count_messages, tools=[tool(body)])
+def test_a_sampler_that_fails_ends_the_run_while_a_tool_runs(make_agent, end, at_once):
+    asked, returned = [], []
+    tools = [tool(lambda number: number or returned.append(end.wait(FAR)))]
+    trainer = make_agent(*scripts([0], [1]), reward_funcs=count_messages, tools=tools)
 
     def sample(*given):
         asked.append(given)
@@ -337,16 +340,15 @@ def test_a_sampler_that_fails_ends_the_run_while_a_tool_runs(make_agent, at_once
     with pytest.raises(Broken, match="no server"):
         trainer.collector.player.play(rows, sample, False, bool, nullcontext, at_once)
     assert returned == []
-    go_on.set()
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_ctrl_c_ends_the_run_while_a_tool_runs(play, asynchronous):
-    go_on, returned = threading.Event(), []
+def test_ctrl_c_ends_the_run_while_a_tool_runs(play, end, asynchronous):
+    returned = []
 
     def body(number):
         os.kill(os.getpid(), signal.SIGINT)
-        returned.append(go_on.wait(FAR))
+        returned.append(end.wait(FAR))
 
     async def later(number):
         os.kill(os.getpid(), signal.SIGINT)
@@ -359,7 +361,6 @@ def test_ctrl_c_ends_the_run_while_a_tool_runs(play, asynchronous):
     finally:
         signal.signal(signal.SIGINT, before)
     assert returned == []
-    go_on.set()
 
 
 @pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()])
@@ -368,33 +369,24 @@ def test_an_environment_that_exits_ends_the_run(play, error):
         play(["a"], environment_factory=type("Odd", (Counting,), {"step": partial(fail, error)}), count=2)
 
 
-blocked = threading.Event()
+@pytest.mark.parametrize("swallows", [False, True])
+def test_a_tool_that_hangs_holds_nobody_up(play, end, swallows):
+    """Neither the next call of its turn nor another episode, even if it catches whatever is raised."""
 
+    def body(number):
+        while not number and not end.is_set():
+            with suppress(BaseException) if swallows else nullcontext():
+                end.wait(0.001 if swallows else FAR)
+        return str(number)
 
-def swallow(number):
-    """Hangs, and catches whatever is raised."""
-    while not blocked.is_set():
-        with suppress(BaseException):
-            time.sleep(0.001)
-
-
-@pytest.mark.parametrize("body", [swallow, lambda number: blocked.wait(FAR)], ids=["swallows", "blocks"])
-def test_a_tool_that_hangs_holds_nobody_up(play, body):
-    blocked.clear()
-    tools, config = [tool(lambda number: number or body(number))], {"tool_timeout": 0.2}
-    played = play(*scripts([0, 1], [1, 1]), tools=tools, config=config, count=2)
-    assert "longer than tool_timeout=0.2" in played.said()[0]
-    assert [played.roles(row) for row in range(2)] == ["atata"] * 2
-    assert played.metrics["tools/timeout_frac"] == 0.25
-    blocked.set()
-
-
-def test_calls_after_one_that_hangs_are_run(play):
-    blocked.clear()
-    turn = call("use", number=0) + call("add", a=1, b=2)
-    played = play([turn, "a"], tools=[tool(lambda number: blocked.wait(FAR)), add], config={"tool_timeout": 0.1})
-    assert played.said()[1] == "3"
-    blocked.set()
+    (first, *rest), other = scripts([0, 1], [1, 1])
+    config = {"tool_timeout": 0.2}
+    played = play([first + call("add", a=1, b=2), *rest], other, tools=[tool(body), add], config=config, count=2)
+    late, *others = played.said()
+    assert "longer than tool_timeout=0.2" in late
+    assert (others, played.said(row=1)) == (["3", "1"], ["1", "1"])
+    assert [played.roles(row) for row in range(2)] == ["attata", "atata"]
+    assert played.metrics["tools/timeout_frac"] == 0.2
 
 
 def test_a_time_limit_ends_python_code_in_any_thread_and_shows_its_line():
@@ -430,25 +422,24 @@ def fail(error, *_):
 # Random numbers
 
 
-def test_global_random_numbers_are_put_back_and_a_draw_is_told(make_agent, caplog):
+def generators() -> str:
+    return repr((random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()))
+
+
+def test_global_random_numbers_are_put_back_and_a_draw_is_told(play, caplog):
     background.warn_of_global_draws.cache_clear()
 
     class Dice(Counting):
-        draws = False
-
         def step(self, text):
-            if self.draws:
+            if draws:
                 random.seed(0), np.random.rand(), torch.rand(())
             return super().step(text)
 
-    trainer = make_agent(["1", "2", "3"], environment_factory=Dice)
-    for Dice.draws in (False, True, True):
-        trainer.collector = replace(trainer.collector, sampler=Script(trainer.processing_class, ["1", "2", "3"]))
-        before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
-        collect(trainer)
-        assert before == (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
-        told = [record for record in caplog.records if "global random numbers" in record.getMessage()]
-        assert len(told) == Dice.draws
+    before = []
+    for draws in (False, True, True):
+        play(["1", "2", "3"], environment_factory=Dice, prepare=lambda _: before.append(generators()))
+        assert before[-1] == generators()
+        assert caplog.text.count("global random numbers") == draws
 
 
 def test_a_model_that_samples_draws_no_global_random_numbers(tmp_path, caplog):
