@@ -77,7 +77,7 @@ def describe_run(
             "number of processes": args.world_size,
             PROMPTS: hash_prompts(prompt_maker),
             **hash_frozen_weights(model),
-            "tools": None if agents is None else {str(name): schemas for name, schemas in agents.schemas.items()},
+            "tools": None if agents is None else {str(name): pool.schemas for name, pool in agents.pools.items()},
             "peft_config": describe_adapter(peft_config),
             "critic": None if model.critic is None else model.critic.kind,
         },

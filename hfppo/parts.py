@@ -209,9 +209,9 @@ def load_prompt_maker(inputs: TrainerInputs) -> PromptMaker:
 
 def columns_read(reward_funcs: list[Any], agents: Agents | None) -> frozenset[str]:
     """Return the parameters of reward functions and of `reset`, some of which are columns."""
-    environments = [] if agents is None else agents.examples.values()
+    environments = [] if agents is None else agents.environments
     names: set[str] = set()
-    for func in [*map(unwrap, reward_funcs), *(one.reset for one in environments if one is not None)]:
+    for func in [*map(unwrap, reward_funcs), *(one.reset for one in environments)]:
         with suppress(TypeError, ValueError):  # the name of a model, or a builtin without a signature
             names |= set(inspect.signature(func).parameters)
     return frozenset(names)

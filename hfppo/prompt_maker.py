@@ -84,7 +84,7 @@ class PromptMaker:
             dataset = Dataset.from_list(list(dataset), features=dataset.features)
         if alike and self.args.world_size > 1:  # before the processes wait for each other to tokenize
             check_alike({f"{name}: {fact}": value for fact, value in describe_rows(dataset).items()})
-        resets = agents is not None and agents.has_environments
+        resets = agents is not None and bool(agents.environments)
         adds = resets and "prompt" not in dataset.column_names
         completed = dataset.add_column("prompt", [EMPTY_PROMPT] * len(dataset)) if adds else dataset
         # One process of each machine tokenizes, and the others read the ids that it has stored.

@@ -17,7 +17,7 @@ from build_arithmetic_base import character_tokenizer
 from datasets import Dataset
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast, TrainerCallback
 
-from helpers.agents import agent_trainer
+from helpers import agents
 from helpers.http_server import Answer, Server
 from helpers.processes import freeze_imports
 from helpers.runs import SMALL, count_digits
@@ -84,7 +84,13 @@ def make_trainer(tmp_path: Path, tokenizer, dataset):
 @pytest.fixture
 def make_agent(tmp_path: Path):
     """Build a small trainer with tools or an environment; see `agent_trainer`."""
-    return partial(agent_trainer, tmp_path / "out")
+    return partial(agents.agent_trainer, tmp_path / "out")
+
+
+@pytest.fixture
+def play(make_agent):
+    """Play episodes with tools or an environment; see `helpers.agents.play`."""
+    return partial(agents.play, make_agent)
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ import datetime
 import json
 import shutil
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -34,22 +35,20 @@ CONFIG = {"max_steps": 4, "num_ppo_epochs": 1, "save_strategy": "steps", "save_s
 def clock(monkeypatch):
     """Set the day for this package and for transformers."""
 
-    def set_to(day: int) -> None:
-        class Day(datetime.date):
-            @classmethod
-            def today(cls):
-                return datetime.date(2026, 5, day)
+    class Day(datetime.date):
+        @classmethod
+        def today(cls):
+            return datetime.date(2026, 5, now[0])
 
-        class Moment(datetime.datetime):
-            @classmethod
-            def now(cls, tz=None):
-                return datetime.datetime(2026, 5, day, 12, 30)
+    class Moment(datetime.datetime):
+        @classmethod
+        def now(cls, tz=None):
+            return datetime.datetime(2026, 5, now[0], 12, 30)
 
-        monkeypatch.setattr(chat_template, "date", Day)
-        monkeypatch.setattr(chat_template_utils, "datetime", Moment)
-
-    set_to(7)
-    return set_to
+    now = [7]
+    monkeypatch.setattr(chat_template, "date", Day)
+    monkeypatch.setattr(chat_template_utils, "datetime", Moment)
+    return partial(now.__setitem__, 0)
 
 
 @pytest.fixture
@@ -60,12 +59,9 @@ def make_dated(make_trainer, tokenizer):
     def make(config=None, **kwargs):
         reads = other_tokenizer("left", "<end>")
         reads.chat_template = DATED
-        data = {
-            "train_dataset": Dataset.from_dict({"prompt": TALKS}),
-            "eval_dataset": Dataset.from_dict({"prompt": TALKS[:2]}),
-            "reward_funcs": RewardModel(scorer(), reads),
-        }
-        return make_trainer({**CONFIG, **(config or {})}, **{**data, **kwargs})
+        data = Dataset.from_dict({"prompt": TALKS})
+        given = {"train_dataset": data, "eval_dataset": data.take(2), "reward_funcs": RewardModel(scorer(), reads)}
+        return make_trainer({**CONFIG, **(config or {})}, **{**given, **kwargs})
 
     return make
 
@@ -80,7 +76,7 @@ def of_day(trainer, ids: list[int]) -> str:
 def test_the_clock_alone_is_replaced(tokenizer, clock, beginning):
     codes = "".join(f"%{letter} " for letter in "aAbBdjmUwWxyY") + "%-d %-m %% %%d"
     tokenizer.chat_template = (
-        beginning + "{% set f = '" + codes + "' %}{{ strftime_now(f) if strftime_now is defined }}"
+        f"{beginning}{{% set f = '{codes}' %}}{{{{ strftime_now(f) if strftime_now is defined }}}}"
     )
     expected = tokenizer.apply_chat_template(TALKS[0], tokenize=False)
     today, earlier = (RunDate(datetime.date(*day)) for day in ((2026, 5, 7), (2001, 2, 3)))
@@ -90,10 +86,8 @@ def test_the_clock_alone_is_replaced(tokenizer, clock, beginning):
 
 def test_of_several_templates_the_one_for_tools_is_taken(tokenizer):
     tokenizer.chat_template = {"default": "无", "tool_use": "{{ tools[0]['name'] }}{{ strftime_now('%Y') }}"}
-    rendered = apply_chat_template(
-        tokenizer, TALKS[0], RunDate(datetime.date(2001, 2, 3)), tools=[{"name": "add"}], tokenize=False
-    )
-    assert rendered == "add2001"
+    day = RunDate(datetime.date(2001, 2, 3))
+    assert apply_chat_template(tokenizer, TALKS[0], day, tools=[{"name": "add"}], tokenize=False) == "add2001"
 
 
 def test_all_processes_have_the_main_ones_date(clock, monkeypatch):
@@ -202,37 +196,33 @@ CHATML = (
 def chat(make_trainer, tokenizer):
     """Build a trainer whose tokenizer ends texts with <eos>, and whose template may end turns with another token."""
 
-    def make(template: str, **kwargs):
+    def make(template: str, prompts=TALKS):
         tokenizer.add_tokens([AddedToken(token, special=True) for token in ("<|im_start|>", "<|im_end|>", "<think>")])
         tokenizer.chat_template = template
-        data = Dataset.from_dict({"prompt": TALKS})
-        return make_trainer(model=tiny_model(vocab_size=32), **{"train_dataset": data, **kwargs})
+        data = Dataset.from_dict({"prompt": prompts})
+        return make_trainer(model=tiny_model(vocab_size=32), train_dataset=data)
 
     return make
 
 
 @pytest.mark.parametrize(
-    ("template", "ends"),
+    ("template", "prompts", "ends"),
     [
-        (CHATML, True),
-        (CHATML.replace("\n' }}", "' }}"), True),
-        (CHATML.replace("<|im_end|>", "<eos>"), False),  # EOS already
-        (CHAT_TEMPLATE, False),  # nothing ends a turn
-        (CHATML.replace("<|im_end|>", "！"), False),  # no token of its own
-        ("{% for m in messages %}{{ m['content'] }}{% endfor %}<|im_start|>", False),  # begins the next one
-        ("{% if messages | length > 1 %}{{ raise_exception('one turn') }}{% endif %}" + CHATML, False),
+        (CHATML, TALKS, True),
+        (CHATML.replace("\n' }}", "' }}"), TALKS, True),
+        (CHATML.replace("<|im_end|>", "<eos>"), TALKS, False),  # EOS already
+        (CHAT_TEMPLATE, TALKS, False),  # nothing ends a turn
+        (CHATML.replace("<|im_end|>", "！"), TALKS, False),  # no token of its own
+        ("{% for m in messages %}{{ m['content'] }}{% endfor %}<|im_start|>", TALKS, False),  # begins the next one
+        ("{% if messages | length > 1 %}{{ raise_exception('one turn') }}{% endif %}" + CHATML, TALKS, False),
+        (CHATML, ["1+1=", "1+2="], False),  # no prompt needs the template
     ],
 )
-def test_the_token_that_ends_the_templates_turns_ends_completions(chat, caplog, template, ends):
-    trainer = chat(template)
+def test_the_token_that_ends_the_templates_turns_ends_completions(chat, caplog, template, prompts, ends):
+    trainer = chat(template, prompts)
     end = trainer.processing_class.convert_tokens_to_ids("<|im_end|>")
     assert trainer.collector.sampler.sampling.eos_ids == ([1, end] if ends else [1])
     assert ("<|im_end|>" in caplog.text) == ends
-
-
-def test_a_template_that_no_prompt_needs_ends_nothing(chat):
-    trainer = chat(CHATML, train_dataset=Dataset.from_dict({"prompt": ["1+1=", "1+2="]}))
-    assert trainer.collector.sampler.sampling.eos_ids == [1]
 
 
 @pytest.mark.parametrize(("inside", "warned"), [("<think>", True), ("<eos>", False), ("1", False)])

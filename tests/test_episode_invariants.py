@@ -1,6 +1,8 @@
 """Invariants of PPO with context between the turns, on episodes that a small model plays."""
 
+from contextlib import redirect_stdout
 from dataclasses import replace
+from io import StringIO
 
 import pytest
 import rich
@@ -15,20 +17,27 @@ from hfppo.functional import gae, turn_ends, turn_factors, turn_starts
 from hfppo.token_trace.record import read_traces, trace_file
 from hfppo.token_trace.table import TokenRow
 
+SAVING = {"save_strategy": "steps", "save_steps": 1}
 PROMPTS = [[{"role": "user", "content": f"hi {n}"}] for n in range(8)]
 
 
 @pytest.fixture(scope="module")
-def played(tmp_path_factory):
-    """A trainer after some steps, and a rollout of it."""
-    trainer = talking_trainer(tmp_path_factory.mktemp("played"))
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("played")
+
+
+@pytest.fixture(scope="module")
+def played(folder):
+    """A trainer after a run with a checkpoint of each step, a rollout of it, and what the run has printed."""
+    trainer = talking_trainer(folder, {**SAVING, "log_completions": True}, callbacks=[TokenTraceCallback()])
     trainer.remove_callback(PlotCallback)
-    trainer.train()
-    return trainer, trainer.rollout(PROMPTS)
+    with redirect_stdout(StringIO()) as printed:
+        trainer.train()
+    return trainer, trainer.rollout(PROMPTS), printed.getvalue()
 
 
 def test_first_ratio_is_one_kl_starts_at_zero_and_sampling_agrees(played):
-    trainer, _ = played
+    trainer, *_ = played
     assert max(logged(trainer, "policy/first_ratio_deviation")) < 1e-5  # rounding of rows of other lengths
     assert max(logged(trainer, "mismatch/max")) < 1e-4
     kl = logged(trainer, "kl_k3")
@@ -39,7 +48,7 @@ def test_first_ratio_is_one_kl_starts_at_zero_and_sampling_agrees(played):
 
 def test_numbers_of_sampled_tokens_are_those_of_the_plain_model(played):
     """One episode at a time, without padding; a turn's first value is that of the prefix alone."""
-    trainer, rollout = played
+    trainer, rollout, _ = played
     actor = trainer.model.eval()
     seen = 0
     for i in range(len(rollout)):
@@ -64,7 +73,7 @@ def test_numbers_of_sampled_tokens_are_those_of_the_plain_model(played):
 
 
 def test_credit_is_the_recursion_over_sampled_tokens(played):
-    trainer, rollout = played
+    trainer, rollout, _ = played
     ends = turn_ends(rollout.mask, rollout.context)
     factors = [turn_factors(within, between, ends) for within, between in ((1.0, 0.9), (0.95, 0.7))]
     advantages, returns = gae(rollout.rewards, rollout.values, rollout.mask, *factors)
@@ -75,7 +84,7 @@ def test_credit_is_the_recursion_over_sampled_tokens(played):
 
 
 def test_nothing_on_context_reaches_the_update(played):
-    trainer, rollout = played
+    trainer, rollout, _ = played
     expected = gradients(trainer, rollout, 1)
     tensors = ("old_logprobs", "ref_logprobs", "rollout_logprobs", "values", "advantages", "returns")
     garbage = {name: getattr(rollout, name).where(rollout.mask, torch.nan) for name in tensors}
@@ -84,83 +93,71 @@ def test_nothing_on_context_reaches_the_update(played):
         assert torch.equal(gradient, expected[name]), name
 
 
-@pytest.mark.parametrize("pieces", [2, 8])
-def test_cuts_change_no_gradient(played, pieces):
-    trainer, rollout = played
-    expected = gradients(trainer, rollout, 1)
-    for name, gradient in gradients(trainer, rollout, pieces).items():
-        assert_close(gradient, expected[name], rtol=1e-4, atol=1e-7, msg=name)
-
-
-def test_padding_changes_nothing(played):
-    trainer, rollout = played
+def test_neither_cuts_nor_padding_change_a_gradient(played):
+    trainer, rollout, _ = played
     expected = gradients(trainer, rollout, 1)
     wide = {n: torch.nn.functional.pad(x, (0, 3)) for n, x in rollout.tensors().items() if x.dim() == 2}
     wide |= {n: torch.nn.functional.pad(x, (2, 0)) for n, x in rollout.tensors().items() if n.startswith("prompt_")}
-    for name, gradient in gradients(trainer, replace(rollout, **wide), 1).items():
-        assert_close(gradient, expected[name], rtol=1e-4, atol=1e-7, msg=name)
+    for changed, pieces in ((rollout, 2), (rollout, 8), (replace(rollout, **wide), 1)):
+        for name, gradient in gradients(trainer, changed, pieces).items():
+            assert_close(gradient, expected[name], rtol=1e-4, atol=1e-7, msg=name)
 
 
-@pytest.mark.parametrize("size", [1, 3])
-def test_an_episode_does_not_depend_on_the_rows_beside_it(tmp_path, size):
-    whole = talking_trainer(tmp_path / "whole").rollout(PROMPTS)
-    parts = talking_trainer(tmp_path / "parts", {"local_rollout_forward_batch_size": size}).rollout(PROMPTS)
-    assert parts.completion_ids.equal(whole.completion_ids)
-    assert parts.mask.equal(whole.mask)
-    assert_close(parts.rewards, whole.rewards)
+def test_an_episode_does_not_depend_on_the_rows_beside_it(tmp_path):
+    trainer = talking_trainer(tmp_path)
+    whole, few = trainer.rollout(PROMPTS), trainer.rollout(PROMPTS[:3])
+    for row in range(3):
+        assert few.completion_ids[row][few.real[row]].equal(whole.completion_ids[row][whole.real[row]])
+    for size in (1, 3):
+        parts = talking_trainer(tmp_path, {"local_rollout_forward_batch_size": size}).rollout(PROMPTS)
+        assert parts.completion_ids.equal(whole.completion_ids)
+        assert parts.mask.equal(whole.mask)
+        assert_close(parts.rewards, whole.rewards)
 
 
-def test_a_run_resumed_within_a_rollout_plays_nothing_again(tmp_path):
-    config = {"save_strategy": "steps", "save_steps": 1}
-    straight = talking_trainer(tmp_path / "straight", config)
-    straight.train()
-    played = Chatter.resets
+def test_a_run_resumed_within_a_rollout_plays_nothing_again(played, folder, tmp_path):
+    straight, resets = played[0], Chatter.resets
     for step in (2, 5):
-        resumed = talking_trainer(tmp_path / f"resumed-{step}", config)
-        resumed.train(resume_from_checkpoint=str(tmp_path / "straight" / f"checkpoint-{step}"))
-        expected = final_state(straight)
-        assert all(torch.equal(x, expected[name]) for name, x in final_state(resumed).items())
+        resumed = talking_trainer(tmp_path / f"resumed-{step}", SAVING)
+        resumed.train(resume_from_checkpoint=str(folder / f"checkpoint-{step}"))
+        check_same_state(resumed, straight)
         assert logs(resumed) == logs(straight)
-    assert played == Chatter.resets - 8  # of step 2 the second rollout was to come, of step 5 none
+    assert resets == Chatter.resets - 8  # of step 2 the second rollout was to come, of step 5 none
 
 
-def test_evaluation_plays_the_same_episodes_each_time_and_changes_no_training(tmp_path):
-    trainer = talking_trainer(tmp_path, {"max_steps": 4}, eval_dataset=None)
-    first = trainer.evaluate(trainer.train_dataset)
-    again = trainer.evaluate(trainer.train_dataset)
+def check_same_state(trainer, other):
+    expected = final_state(other)
+    assert all(torch.equal(x, expected[name]) for name, x in final_state(trainer).items())
+
+
+def test_evaluation_plays_the_same_episodes_each_time_and_changes_no_training(played, tmp_path):
+    trainer = talking_trainer(tmp_path)
+    first, again = (trainer.evaluate(trainer.train_dataset) for _ in range(2))
     scores = [k for k in first if k.startswith(("eval_reward", "eval_turns", "eval_completions"))]
     assert {k: first[k] for k in scores} == {k: again[k] for k in scores}
     assert first["eval_turns/mean"] > 1
     trainer.train()
-    plain = talking_trainer(tmp_path / "plain", {"max_steps": 4})
-    plain.train()
-    expected = final_state(plain)
-    assert all(torch.equal(x, expected[name]) for name, x in final_state(trainer).items())
+    check_same_state(trainer, played[0])
 
 
 def test_changed_tools_are_refused_on_resume(tmp_path):
-    def look() -> str:
-        """Look."""
-        return "a"
+    """The prompts show the names of tools only."""
 
-    config = {"save_strategy": "steps", "save_steps": 1, "max_steps": 1, "gamma_turn": None, "lam_turn": None}
-    talking_trainer(tmp_path / "out", {**config, "gamma_turn": 0.9}).train()
-    other = talking_trainer(
-        tmp_path / "other",
-        config,
-        environment_factory=None,
-        tools=[look],
-        reward_funcs=lambda completions, **_: [0.0] * 8,
-    )
-    with pytest.raises(ValueError, match="tools"):
-        other.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-1"))
+    def trainer(folder, description):
+        def look() -> str:
+            return "a"
+
+        look.__doc__ = description
+        given = {"environment_factory": None, "tools": [look], "reward_funcs": lambda completions, **_: [0.0] * 8}
+        return talking_trainer(tmp_path / folder, {**SAVING, "max_steps": 1}, **given)
+
+    trainer("out", "Look.").train()
+    with pytest.raises(ValueError, match=r"was written with tools=.*Look\..*, this run has .*Listen\."):
+        trainer("other", "Listen.").train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-1"))
 
 
-def test_traces_show_turns_and_leave_context_without_numbers(tmp_path):
-    trainer = talking_trainer(tmp_path, {"max_steps": 4})
-    trainer.add_callback(TokenTraceCallback())
-    trainer.train()
-    traces = read_traces(trace_file(tmp_path, 1))
+def test_traces_show_turns_and_leave_context_without_numbers(played, folder):
+    traces = read_traces(trace_file(folder, 1))
     assert traces
     for trace in traces:
         rows = trace.table.rows
@@ -175,12 +172,10 @@ def test_traces_show_turns_and_leave_context_without_numbers(tmp_path):
     rich.print(traces[0].table)
 
 
-def test_completions_of_several_turns_are_printed_and_saved_with_roles(tmp_path, capsys):
-    talking_trainer(tmp_path, {"max_steps": 4, "log_completions": True}).train()
-    printed = capsys.readouterr().out
-    assert "assistant" in printed
-    assert "user" in printed
-    saved = Dataset.from_parquet(str(tmp_path / "completions" / "completions_00000.parquet"))
+def test_completions_of_several_turns_are_printed_and_saved_with_roles(played, folder):
+    assert "assistant" in played[2]
+    assert "user" in played[2]
+    saved = Dataset.from_parquet(str(folder / "completions" / "completions_00000.parquet"))
     roles = [[message["role"] for message in messages] for messages in saved["completion"]]
     assert all(some[:2] in (["assistant"], ["assistant", "user"]) for some in roles)
     assert max(map(len, roles)) > 2

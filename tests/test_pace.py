@@ -31,39 +31,16 @@ from helpers.agents import (
     collect,
     count_messages,
     talking_trainer,
+    tool,
 )
 from helpers.processes import HELPERS, TWO_PROCESSES, environment
-from helpers.scripted import training_rows
 from hfppo import TextEnvironment
 from hfppo.environments import episodes
-from hfppo.generation.sampler import Sampler
+from hfppo.generation.generate import TransformersSampler
 from hfppo.support import background, calls
 from hfppo.support.calls import Threads, call_once, event_loop, finish_within, wait_for
 
 FAR = 60  # seconds that no test waits
-
-
-def meet(number: int) -> str:
-    """
-    Wait.
-
-    Args:
-        number: a number
-    """
-
-
-def tool(body, asynchronous=False):
-    """A tool `meet(number)` with this body."""
-
-    def plain(number: int) -> str:
-        return body(number)
-
-    async def later(number: int) -> str:
-        return await body(number)
-
-    chosen = later if asynchronous else plain
-    chosen.__name__, chosen.__doc__ = "meet", meet.__doc__
-    return chosen
 
 
 @pytest.fixture
@@ -81,42 +58,44 @@ def threads_end():
 pytestmark = pytest.mark.usefixtures("threads_end")
 
 
+@pytest.fixture
+def end(threads_end):
+    """The end of the test, which calls that hang wait for."""
+    event = threading.Event()
+    yield event
+    event.set()
+
+
 def scripts(*numbers):
     """For each row a script that calls the tool with each of its numbers."""
-    return [[*(call("meet", number=n) for n in of_row), "a"] for of_row in numbers]
+    return [[*(call("use", number=n) for n in of_row), "a"] for of_row in numbers]
 
 
 # What runs at once
 
 
 @pytest.mark.parametrize("timeout", [None, FAR])
-def test_tools_of_all_episodes_run_at_once(make_agent, timeout):
+def test_tools_of_all_episodes_run_at_once(play, timeout):
     barrier = threading.Barrier(4)
-    trainer = make_agent(
-        *scripts([0], [1], [2], [3]),
-        reward_funcs=count_messages,
-        tools=[tool(lambda number: str(barrier.wait(FAR) < 4))],
-        config={"tool_timeout": timeout},
-    )
-    _, transcript, _ = collect(trainer)
-    assert [messages[1]["content"] for messages in transcript.completions] == ["True"] * 4
+    tools, config = [tool(lambda number: str(barrier.wait(FAR) < 4))], {"tool_timeout": timeout}
+    played = play(*scripts([0], [1], [2], [3]), tools=tools, config=config, count=None)
+    assert [played.said(row=row) for row in range(4)] == [["True"]] * 4
 
 
-def test_async_tools_of_all_episodes_run_in_one_event_loop(make_agent):
+def test_async_tools_of_all_episodes_run_in_one_event_loop(play):
     """Those of one turn, too."""
     everybody = asyncio.Barrier(8)
 
     async def body(number):
         return str(await asyncio.wait_for(everybody.wait(), FAR) < 8)
 
-    turn = call("meet", number=1) + call("meet", number=2)
-    trainer = make_agent([turn, "a"], reward_funcs=count_messages, tools=[tool(body, asynchronous=True)])
-    _, transcript, _ = collect(trainer)
-    assert [m["content"] for messages in transcript.completions for m in messages[1:3]] == ["True"] * 8
+    turn = call("use", number=1) + call("use", number=2)
+    played = play([turn, "a"], tools=[tool(body, asynchronous=True)], count=None)
+    assert [played.said(row=row) for row in range(4)] == [["True"] * 2] * 4
 
 
 @pytest.mark.parametrize("method", ["reset", "step", "get_reward"])
-def test_environments_of_all_episodes_run_at_once(make_agent, method):
+def test_environments_of_all_episodes_run_at_once(play, method):
     barrier = threading.Barrier(4)
 
     class Meeting(Counting):
@@ -132,17 +111,17 @@ def test_environments_of_all_episodes_run_at_once(make_agent, method):
 
     usual = getattr(Meeting, method)
     setattr(Meeting, method, wait)
-    trainer = make_agent(["4"], environment_factory=Meeting, config={"max_tool_calling_iterations": 1})
-    assert collect(trainer)[0].scores.tolist() == [0.0] * 4
+    played = play(["4"], environment_factory=Meeting, config={"max_tool_calling_iterations": 1}, count=None)
+    assert played.rollout.scores.tolist() == [0.0] * 4
 
 
-def test_calls_of_a_turn_follow_each_other_and_an_instance_has_one_thread_at_a_time(make_agent):
+def test_calls_of_a_turn_follow_each_other_and_an_instance_has_one_thread_at_a_time(play):
     seen = []
 
     class Door(Doors):
-        def meet(self, number: int) -> str:
+        def use(self, number: int) -> str:
             """
-            Meet.
+            Use it.
 
             Args:
                 number: a number
@@ -152,10 +131,8 @@ def test_calls_of_a_turn_follow_each_other_and_an_instance_has_one_thread_at_a_t
             seen.append(("out", id(self), number))
             return str(number)
 
-    turn = "".join(call("meet", number=n) for n in range(3))
-    _, transcript, _ = collect(make_agent([turn, "a"], environment_factory=Door))
-    for messages in transcript.completions:
-        assert [m["content"] for m in messages if m["role"] == "tool"] == ["0", "1", "2"]
+    played = play(["".join(call("use", number=n) for n in range(3)), "a"], environment_factory=Door, count=None)
+    assert [played.said(row=row) for row in range(4)] == [["0", "1", "2"]] * 4
     instances = {instance for _, instance, _ in seen}
     assert len(instances) == 4
     for instance in instances:
@@ -186,7 +163,7 @@ def test_more_calls_than_threads_wait_for_one(monkeypatch):
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_an_episode_goes_on_while_the_tool_of_another_runs(make_agent, asynchronous):
+def test_an_episode_goes_on_while_the_tool_of_another_runs(play, asynchronous):
     """The tool of row 0 waits for the third tool of row 1."""
     third = threading.Event()
 
@@ -195,18 +172,10 @@ def test_an_episode_goes_on_while_the_tool_of_another_runs(make_agent, asynchron
             third.set()
         return str(number or third.wait(FAR))
 
-    async def later(number):
-        return await asyncio.to_thread(body, number)
-
-    trainer = make_agent(
-        *scripts([0], [1, 2, 3, 4]),
-        reward_funcs=count_messages,
-        tools=[tool(later if asynchronous else body, asynchronous)],
-    )
-    _, transcript, _ = collect(trainer, 2)
-    answers = [[m["content"] for m in messages if m["role"] == "tool"] for messages in transcript.completions]
-    assert answers == [["True"], ["1", "2", "3", "4"]]
-    assert trainer.collector.sampler.calls[:3] == [2, 1, 1]
+    used = tool(partial(asyncio.to_thread, body) if asynchronous else body, asynchronous)
+    played = play(*scripts([0], [1, 2, 3, 4]), tools=[used], count=2)
+    assert [played.said(row=row) for row in range(2)] == [["True"], ["1", "2", "3", "4"]]
+    assert played.trainer.collector.sampler.calls[:3] == [2, 1, 1]
 
 
 class Napping(Counting):
@@ -223,39 +192,35 @@ class Napping(Counting):
         return super().step(text)
 
 
-class Counted(Sampler):
-    """Another sampler, whose rows are counted."""
-
-    def __init__(self, sampler):
-        self.sampler, self.ready, self.calls = sampler, sampler.ready, []
-
-    def __call__(self, prompts, *args, **kwargs):
-        self.calls.append(len(prompts))
-        return self.sampler(prompts, *args, **kwargs)
-
-
-def test_slow_steps_change_no_episode(make_agent, monkeypatch):
+def test_slow_steps_change_no_episode(play, monkeypatch):
     """A model samples with `generate`, in batches that leave out the rows that wait."""
+    batches = []
 
-    def play(nap, patience):
+    def counted(self, prompts, *args, **kwargs):
+        batches[-1].append(len(prompts))
+        return sample(self, prompts, *args, **kwargs)
+
+    sample = TransformersSampler.__call__
+    monkeypatch.setattr(TransformersSampler, "__call__", counted)
+    config = {"max_turn_length": 3, "max_completion_length": 60}
+    runs = []
+    for nap, patience in ((0.0, FAR), (0.2, 0.0)):
         monkeypatch.setattr(episodes, "PATIENCE", patience)
-        config = {"max_turn_length": 3, "max_completion_length": 60}
-        trainer = make_agent(environment_factory=type("Napping", (Napping,), {"nap": nap}), config=config)
-        trainer.collector = replace(trainer.collector, sampler=Counted(trainer.collector.sampler))
-        return (*collect(trainer)[:2], trainer.collector.sampler.calls)
+        batches.append([])
+        factory = type("Napping", (Napping,), {"nap": nap})
+        runs.append(play(environment_factory=factory, config=config, count=None))
+    quick, slow = runs
+    assert slow.transcript.completions == quick.transcript.completions
+    assert slow.rollout.completion_ids.equal(quick.rollout.completion_ids)
+    torch.testing.assert_close(slow.rollout.rollout_logprobs, quick.rollout.rollout_logprobs)
+    whole, smaller = batches
+    assert sum(smaller) == sum(whole)
+    assert len(smaller) > len(whole)
 
-    (quick, of_quick, batches), (slow, of_slow, smaller) = play(0.0, FAR), play(0.2, 0.0)
-    assert of_slow.completions == of_quick.completions
-    assert slow.completion_ids.equal(quick.completion_ids)
-    torch.testing.assert_close(slow.rollout_logprobs, quick.rollout_logprobs)
-    assert sum(smaller) == sum(batches)
-    assert len(smaller) > len(batches)
 
-
-def test_quick_tools_leave_the_batches_whole(make_agent):
-    trainer = make_agent(*scripts(*[[0, 1, 2]] * 4), reward_funcs=count_messages, tools=[tool(str)])
-    collect(trainer)
-    assert trainer.collector.sampler.calls == [4, 4, 4, 4]
+def test_quick_tools_leave_the_batches_whole(play):
+    played = play(*scripts(*[[0, 1, 2]] * 4), tools=[tool(str)], count=None)
+    assert played.trainer.collector.sampler.calls == [4, 4, 4, 4]
 
 
 def test_an_idle_process_computes_along_until_all_are_done(make_agent):
@@ -309,7 +274,7 @@ class Engine(Script):
         return [(turn.ids, turn.logprobs) for turn in turns]
 
 
-def test_a_server_samples_what_is_ready_whatever_else_it_samples(make_agent, monkeypatch):
+def test_a_server_samples_what_is_ready_whatever_else_it_samples(play, monkeypatch):
     engine = Engine(calling_tokenizer(), *scripts([0], [1, 2, 3]))
     monkeypatch.setattr("hfppo.generation.vllm_server.ServerEngine", lambda *args: engine)
 
@@ -317,12 +282,11 @@ def test_a_server_samples_what_is_ready_whatever_else_it_samples(make_agent, mon
         return {0: engine.second, 2: engine.asked}[number].wait(FAR) if number in (0, 2) else "at once"
 
     config = {"use_vllm": True, "vllm_mode": "server"}
-    trainer = make_agent(reward_funcs=count_messages, tools=[tool(body)], config=config)
-    _, transcript, metrics = collect(trainer, 2, training=True)
+    played = play(tools=[tool(body)], config=config, count=2)
     assert engine.waited == [True]
-    assert [len(messages) for messages in transcript.completions] == [3, 7]
+    assert [played.roles(row) for row in range(2)] == ["ata", "atatata"]
     assert engine.calls == [2, 1, 1, 1, 1]
-    assert metrics["time/environments"] > 0
+    assert played.metrics["time/environments"] > 0
 
 
 # What is left when something fails
@@ -332,9 +296,9 @@ class Broken(RuntimeError):
     pass
 
 
-def test_an_environment_error_ends_the_run_while_a_tool_runs(make_agent):
+def test_an_environment_error_ends_the_run_while_a_tool_runs(make_agent, end):
     """By its own traceback; the pending tool is neither waited for nor does it keep its instance."""
-    go_on, pending, returned = threading.Event(), threading.Event(), []
+    pending, returned = threading.Event(), []
 
     class Odd(TextEnvironment):
         def reset(self, start=0, **row):
@@ -344,7 +308,7 @@ def test_an_environment_error_ends_the_run_while_a_tool_runs(make_agent):
         def step(self, text):
             if self.start == 0:
                 pending.set()
-                returned.append(go_on.wait(FAR))
+                returned.append(end.wait(FAR))
             elif pending.wait(FAR):
                 raise Broken("bad")
             return "", 1.0, True, False, {}
@@ -354,22 +318,17 @@ def test_an_environment_error_ends_the_run_while_a_tool_runs(make_agent):
         collect(trainer, 2)
     assert "raise Broken" in "".join(traceback.format_exception(error.value))
     assert returned == []
-    agents = trainer.collector.player.agents
-    assert agents.idle == {None: []}
+    assert trainer.collector.player.agents.pools[None].idle == []
     Odd.step = lambda self, text: ("", 1.0, True, False, {})
     trainer.collector = replace(trainer.collector, sampler=Script(trainer.processing_class, ["a"]))
     assert collect(trainer, 2)[0].scores.tolist() == [1.0, 1.0]
-    go_on.set()
 
 
 @pytest.mark.parametrize("at_once", [False, True])
-def test_a_sampler_that_fails_ends_the_run_while_a_tool_runs(make_agent, at_once):
-    go_on, asked, returned = threading.Event(), [], []
-
-    def body(number):
-        return number or returned.append(go_on.wait(FAR))
-
-    trainer = make_agent(*scripts([0], [1]), reward_funcs=count_messages, tools=[tool(body)])
+def test_a_sampler_that_fails_ends_the_run_while_a_tool_runs(make_agent, end, at_once):
+    asked, returned = [], []
+    tools = [tool(lambda number: number or returned.append(end.wait(FAR)))]
+    trainer = make_agent(*scripts([0], [1]), reward_funcs=count_messages, tools=tools)
 
     def sample(*given):
         asked.append(given)
@@ -381,16 +340,15 @@ def test_a_sampler_that_fails_ends_the_run_while_a_tool_runs(make_agent, at_once
     with pytest.raises(Broken, match="no server"):
         trainer.collector.player.play(rows, sample, False, bool, nullcontext, at_once)
     assert returned == []
-    go_on.set()
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_ctrl_c_ends_the_run_while_a_tool_runs(make_agent, asynchronous):
-    go_on, returned = threading.Event(), []
+def test_ctrl_c_ends_the_run_while_a_tool_runs(play, end, asynchronous):
+    returned = []
 
     def body(number):
         os.kill(os.getpid(), signal.SIGINT)
-        returned.append(go_on.wait(FAR))
+        returned.append(end.wait(FAR))
 
     async def later(number):
         os.kill(os.getpid(), signal.SIGINT)
@@ -398,59 +356,37 @@ def test_ctrl_c_ends_the_run_while_a_tool_runs(make_agent, asynchronous):
 
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        trainer = make_agent(
-            *scripts([0]),
-            reward_funcs=count_messages,
-            tools=[tool(later if asynchronous else body, asynchronous)],
-        )
         with pytest.raises(KeyboardInterrupt):
-            collect(trainer, 1)
+            play(*scripts([0]), tools=[tool(later if asynchronous else body, asynchronous)])
     finally:
         signal.signal(signal.SIGINT, before)
     assert returned == []
-    go_on.set()
 
 
 @pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()])
-def test_an_environment_that_exits_ends_the_run(make_agent, error):
-    def step(self, text):
-        raise error
-
-    trainer = make_agent(["a"], environment_factory=type("Odd", (Counting,), {"step": step}))
+def test_an_environment_that_exits_ends_the_run(play, error):
     with pytest.raises(type(error)):
-        collect(trainer, 2)
+        play(["a"], environment_factory=type("Odd", (Counting,), {"step": partial(fail, error)}), count=2)
 
 
-blocked = threading.Event()
+@pytest.mark.parametrize("swallows", [False, True])
+def test_a_tool_that_hangs_holds_nobody_up(play, end, swallows):
+    """Neither the next call of its turn nor another episode, even if it catches whatever is raised."""
 
+    def body(number):
+        while not number and not end.is_set():
+            with suppress(BaseException) if swallows else nullcontext():
+                end.wait(0.001 if swallows else FAR)
+        return str(number)
 
-def swallow(number):
-    """Hangs, and catches whatever is raised."""
-    while not blocked.is_set():
-        with suppress(BaseException):
-            time.sleep(0.001)
-
-
-@pytest.mark.parametrize("body", [swallow, lambda number: blocked.wait(FAR)], ids=["swallows", "blocks"])
-def test_a_tool_that_hangs_holds_nobody_up(make_agent, body):
-    blocked.clear()
-    tools, config = [tool(lambda number: number or body(number))], {"tool_timeout": 0.2}
-    trainer = make_agent(*scripts([0, 1], [1, 1]), reward_funcs=count_messages, tools=tools, config=config)
-    _, transcript, metrics = collect(trainer, 2, training=True)
-    assert "longer than tool_timeout=0.2" in transcript.completions[0][1]["content"]
-    assert [len(messages) for messages in transcript.completions] == [5, 5]
-    assert metrics["tools/timeout_frac"] == 0.25
-    blocked.set()
-
-
-def test_calls_after_one_that_hangs_are_run(make_agent):
-    blocked.clear()
-    turn = call("meet", number=0) + call("add", a=1, b=2)
-    tools = [tool(lambda number: blocked.wait(FAR)), add]
-    trainer = make_agent([turn, "a"], reward_funcs=count_messages, tools=tools, config={"tool_timeout": 0.1})
-    _, transcript, _ = collect(trainer, 1)
-    assert transcript.completions[0][2]["content"] == "3"
-    blocked.set()
+    (first, *rest), other = scripts([0, 1], [1, 1])
+    config = {"tool_timeout": 0.2}
+    played = play([first + call("add", a=1, b=2), *rest], other, tools=[tool(body), add], config=config, count=2)
+    late, *others = played.said()
+    assert "longer than tool_timeout=0.2" in late
+    assert (others, played.said(row=1)) == (["3", "1"], ["1", "1"])
+    assert [played.roles(row) for row in range(2)] == ["attata", "atata"]
+    assert played.metrics["tools/timeout_frac"] == 0.2
 
 
 def test_a_time_limit_ends_python_code_in_any_thread_and_shows_its_line():
@@ -479,55 +415,37 @@ def test_a_call_from_a_coroutine_gives_its_value_or_its_own_error(seconds):
             wait_for(partial(call_once, partial(fail, error), seconds, "late"))
 
 
-def fail(error):
+def fail(error, *_):
     raise error
 
 
 # Random numbers
 
 
-def test_global_random_numbers_are_put_back_and_a_draw_is_told(make_agent, caplog):
+def generators() -> str:
+    return repr((random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()))
+
+
+def test_global_random_numbers_are_put_back_and_a_draw_is_told(play, caplog):
     background.warn_of_global_draws.cache_clear()
 
     class Dice(Counting):
-        draws = False
-
         def step(self, text):
-            if self.draws:
+            if draws:
                 random.seed(0), np.random.rand(), torch.rand(())
             return super().step(text)
 
-    trainer = make_agent(["1", "2", "3"], environment_factory=Dice)
-    for Dice.draws in (False, True, True):
-        trainer.collector = replace(trainer.collector, sampler=Script(trainer.processing_class, ["1", "2", "3"]))
-        before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
-        collect(trainer)
-        assert before == (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
-        told = [record for record in caplog.records if "global random numbers" in record.getMessage()]
-        assert len(told) == Dice.draws
+    before = []
+    for draws in (False, True, True):
+        play(["1", "2", "3"], environment_factory=Dice, prepare=lambda _: before.append(generators()))
+        assert before[-1] == generators()
+        assert caplog.text.count("global random numbers") == draws
 
 
 def test_a_model_that_samples_draws_no_global_random_numbers(tmp_path, caplog):
     background.warn_of_global_draws.cache_clear()
     talking_trainer(tmp_path, {"max_steps": 4}).train()
     assert "global random numbers" not in caplog.text
-
-
-def test_each_completion_has_a_seed_of_its_own(make_agent):
-    seen = []
-
-    class Lucky(Doors):
-        def reset(self, start=0, seed=None, episode_seed=None, **row):
-            seen.append((seed, episode_seed, sorted(row)))
-            return super().reset(start)
-
-    config = {"num_generations": 2, "per_device_train_batch_size": 4}
-    trainer = make_agent(["a"], environment_factory=Lucky, config=config)
-    rows = training_rows(trainer.collector, trainer._train_prompts, 0)
-    trainer.collector.complete(rows)
-    assert sorted(seen) == sorted((row.environment_seed, row.seed, ["prompt"]) for row in rows)
-    assert len({seed for seed, *_ in seen}) == 2
-    assert len({seed for _, seed, _ in seen}) == 4
 
 
 # Two processes

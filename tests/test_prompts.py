@@ -18,7 +18,6 @@ from helpers.tiny import CHAT_TEMPLATE
 from hfppo import PPOConfig
 from hfppo.collect.collector import Collector
 from hfppo.data import prompts as prompts_module
-from hfppo.data.prompt_stream import PromptStream
 from hfppo.data.prompts import Prompts, prepare_prompts, prompt_indices
 
 # In the order of the test tokenizer's alphabet: 0 is padding, 1 is EOS, then 0123456789 and the signs.
@@ -42,58 +41,54 @@ def prompts_of(tokenizer, prompts: list, **kwargs) -> Prompts:
     return prepare_prompts(Dataset.from_dict(columns), tokenizer, **kwargs)
 
 
-def limited(tokenizer, prompts: list, max_length: int | None) -> Prompts:
-    return prompts_of(tokenizer, prompts).limited(max_length, "my_dataset")
+TALKS = [[user("1+2=")], [user("1"), assistant("2"), user("3")]]
+TWO = [[user("1")], [user("2")]]
+THINK = "{% if think %}请{% endif %}"
+ADD = [{"type": "function", "function": {"name": "add"}}]
+TOOLS = "{% if tools %}{{ tools | length }}{% endif %}{{ mark }}{{ other }}"
+X, Y = ([{"name": name, "properties": {name: {"type": "int"}}}] for name in "xy")
+OWN = {"chat_template_kwargs": [{"mark": "不"}, {"other": "对"}]}
+
+# The columns of a dataset, what its chat template begins with, the arguments of all rows, and the prompts' tokens.
+RENDERED = {
+    "text as it stands": ({"prompt": ["1+2=", "请问3"]}, "", {}, ["1+2=", "请问3"]),
+    "the assistant's turn, also after several": ({"prompt": TALKS}, "", {}, ["1+2=？，", "1？23？，"]),
+    "each decides whether the assistant goes on": (
+        {"prompt": [[user("1"), assistant("对")], [user("1")], [user("1+2="), assistant("不")]]},
+        *("", {}, ["1？对", "1？，", "1+2=？不"]),
+    ),
+    "a system prompt": ({"prompt": [[{"role": "system", "content": "请"}, user("1")]]}, "", {}, ["请1？，"]),
+    "without an argument": ({"prompt": TWO}, THINK, {}, ["1？，", "2？，"]),
+    "an argument of all rows": ({"prompt": TWO}, THINK, {"think": True}, ["请1？，", "请2？，"]),
+    "keys that other rows have": (  # Arrow gives a row's tools the keys of all others
+        {"prompt": TWO, "tools": [X, Y]},
+        *("{% if tools and 'y' in tools[0].properties %}不{% endif %}", {}, ["1？，", "不2？，"]),
+    ),
+    "columns before what all rows get": (
+        {"prompt": TWO, "tools": [ADD, None], **OWN},
+        *(TOOLS, {"mark": "请"}, ["1不1？，", "请对2？，"]),
+    ),
+    "columns of JSON": (
+        {"prompt": TWO, "tools": [json.dumps(ADD), ""], **OWN},
+        *(TOOLS, {"mark": "请"}, ["1不1？，", "请对2？，"]),
+    ),
+    "columns for a template beside text": (
+        {"prompt": ["1+2="], "tools": ["a hammer"], "chat_template_kwargs": [7]},
+        *(TOOLS, {}, ["1+2="]),
+    ),
+}
 
 
-def test_text_is_tokenised_as_it_stands(tokenizer):
-    prompts = prompts_of(tokenizer, ["1+2=", "请问3"])
-    assert prompts.ids.to_pylist() == [[3, 12, 4, 13], [14, 15, 5]]
-    assert prompts.conversational is False
-    assert len(prompts) == 2
-    assert prompts[1] == ({"prompt": "请问3", "number": 1}, [14, 15, 5])
-
-
-@pytest.mark.parametrize(
-    ("messages", "rendered"),
-    [
-        pytest.param([user("1+2=")], "1+2=？，", id="the assistant's turn"),
-        pytest.param([user("1"), assistant("2"), user("3")], "1？23？，", id="after several turns"),
-        pytest.param([user("1+2="), assistant("不")], "1+2=？不", id="the assistant goes on"),
-        pytest.param([{"role": "system", "content": "请"}, user("1")], "请1？，", id="a system prompt"),
-    ],
-)
-def test_conversations_are_rendered_by_the_chat_template(tokenizer, messages, rendered):
-    prompts = prompts_of(tokenizer, [messages])
-    assert prompts.ids.to_pylist() == [ids_of(rendered)]
-    assert prompts.conversational is True
-    assert prompts[0][0]["prompt"] == messages
-
-
-def test_each_conversation_decides_for_itself_whether_it_goes_on(tokenizer):
-    prompts = prompts_of(tokenizer, [[user("1"), assistant("对")], [user("1")]])
-    assert prompts.ids.to_pylist() == [ids_of("1？对"), ids_of("1？，")]
-
-
-def test_chat_template_kwargs_reach_the_template(tokenizer):
-    tokenizer.chat_template = "{% if think %}请{% endif %}" + CHAT_TEMPLATE
-    assert prompts_of(tokenizer, [[user("1")]]).ids.to_pylist() == [ids_of("1？，")]
-    thinking = prompts_of(tokenizer, [[user("1")]], chat_template_kwargs={"think": True})
-    assert thinking.ids.to_pylist() == [ids_of("请1？，")]
-
-
-TOOLS = [{"type": "function", "function": {"name": "add"}}]
-
-
-def test_what_only_other_rows_have_does_not_reach_the_template(tokenizer):
-    """Arrow gives a row's tools the keys of all others."""
-    tokenizer.chat_template = "{% if tools and 'y' in tools[0].properties %}不{% endif %}" + CHAT_TEMPLATE
-    tools = [
-        [{"name": "a", "properties": {"x": {"type": "int"}}}],
-        [{"name": "b", "properties": {"y": {"type": "int"}}}],
-    ]
-    dataset = Dataset.from_dict({"prompt": [[user("1")], [user("2")]], "tools": tools})
-    assert prepare_prompts(dataset, tokenizer).ids.to_pylist() == [ids_of("1？，"), ids_of("不2？，")]
+@pytest.mark.parametrize("kind", RENDERED)
+def test_prompts_are_tokenised_as_text_or_by_the_chat_template(tokenizer, kind):
+    columns, beginning, options, rendered = RENDERED[kind]
+    tokenizer.chat_template = beginning + CHAT_TEMPLATE
+    dataset = Dataset.from_dict(columns)
+    prompts = prepare_prompts(dataset, tokenizer, chat_template_kwargs=options)
+    assert prompts.ids.to_pylist() == [ids_of(text) for text in rendered]
+    assert prompts.conversational == isinstance(columns["prompt"][0], list)
+    # Reward functions see all columns.
+    assert [prompts[i] for i in range(len(prompts))] == [*zip(dataset, prompts.ids.to_pylist(), strict=True)]
 
 
 @pytest.mark.parametrize("form", ["transform", "pandas", "torch"])
@@ -106,19 +101,6 @@ def test_text_may_have_any_format(tokenizer, form):
         assert prepare_prompts(dataset, tokenizer).ids.to_pylist() == [ids_of("1+1="), ids_of("2+2=")]
     else:
         assert prepare_prompts(dataset.with_format(form), tokenizer).ids.to_pylist() == [ids_of("1+"), ids_of("2+")]
-
-
-@pytest.mark.parametrize("tools", [TOOLS, json.dumps(TOOLS)], ids=["a list", "JSON"])
-def test_columns_of_a_row_reach_the_template_before_what_all_rows_get(tokenizer, tools):
-    tokenizer.chat_template = "{% if tools %}{{ tools | length }}{% endif %}{{ mark }}{{ other }}" + CHAT_TEMPLATE
-    columns = {
-        "tools": [tools, "" if isinstance(tools, str) else None],
-        "chat_template_kwargs": [{"mark": "不"}, {"other": "对"}],
-    }
-    dataset = Dataset.from_dict({"prompt": [[user("1")], [user("2")]], **columns})
-    prompts = prepare_prompts(dataset, tokenizer, chat_template_kwargs={"mark": "请"})
-    assert prompts.ids.to_pylist() == [ids_of("1不1？，"), ids_of("请对2？，")]
-    assert list(prompts.rows["tools"]) == columns["tools"]  # reward functions see them as well
 
 
 def test_keys_that_only_other_messages_have_do_not_reach_the_template(tokenizer, monkeypatch):
@@ -134,13 +116,8 @@ def test_keys_that_only_other_messages_have_do_not_reach_the_template(tokenizer,
     assert seen == [[[user("1"), called, user("2")], [user("3")]]]
 
 
-def test_columns_for_a_template_mean_nothing_beside_text(tokenizer):
-    dataset = Dataset.from_dict({"prompt": ["1+2="], "tools": ["a hammer"], "chat_template_kwargs": [7]})
-    assert prepare_prompts(dataset, tokenizer).ids.to_pylist() == [ids_of("1+2=")]
-
-
 def test_the_trainer_passes_its_fields_on(make_trainer, tokenizer):
-    tokenizer.chat_template = "{% if think %}请{% endif %}" + CHAT_TEMPLATE
+    tokenizer.chat_template = THINK + CHAT_TEMPLATE
     dataset = Dataset.from_dict({"prompt": [[user("1")], [user("1+1+1+1=")]]})
     fields = {"chat_template_kwargs": '{"think": true}', "max_prompt_length": 4}
     trainer = make_trainer(fields, train_dataset=dataset)
@@ -151,29 +128,25 @@ def test_the_trainer_passes_its_fields_on(make_trainer, tokenizer):
 LENGTHS = ["1+2=", "请问1", "1+2+3=", "1+", "2+3+1="]  # 4, 3, 6, 2 and 6 tokens
 
 
-def test_longer_prompts_are_dropped_and_counted(tokenizer, caplog):
-    with caplog.at_level(logging.WARNING, "hfppo"):
-        prompts = limited(tokenizer, LENGTHS, 4)
-    assert prompts.ids.to_pylist() == [ids_of("1+2="), ids_of("请问1"), ids_of("1+")]
-    assert [prompts[i][0]["number"] for i in range(3)] == [0, 1, 3]  # columns and ids stay together
-    assert [prompts[i][0]["prompt"] for i in range(3)] == ["1+2=", "请问1", "1+"]
-    (record,) = caplog.records
-    assert record.levelno == logging.WARNING
-    for part in ("2 of 5", "my_dataset", "max_prompt_length=4", "dropped"):
-        assert part in record.getMessage()
-
-
-@pytest.mark.parametrize("max_length", [6, 7, None])
-def test_prompts_that_fit_are_left_alone_without_a_word(tokenizer, caplog, max_length):
+@pytest.mark.parametrize(
+    ("texts", "max_length", "kept"),
+    [
+        (LENGTHS, 4, [0, 1, 3]),
+        *((LENGTHS, length, range(5)) for length in (6, 7, None)),
+        ([[user("1+2=")], [user("1+")]], 4, [1]),  # 4 and 2 characters, rendered 6 and 4
+    ],
+)
+def test_longer_prompts_are_dropped_and_counted(tokenizer, caplog, texts, max_length, kept):
+    whole = prompts_of(tokenizer, texts)
     with caplog.at_level(logging.DEBUG, "hfppo"):
-        prompts = limited(tokenizer, LENGTHS, max_length)
-    assert prompts.ids.to_pylist() == [ids_of(text) for text in LENGTHS]
-    assert caplog.records == []
-
-
-def test_the_length_of_a_conversation_is_that_of_its_rendering(tokenizer):
-    conversations = [[user("1+2=")], [user("1+")]]  # 4 and 2 characters, rendered 6 and 4
-    assert limited(tokenizer, conversations, 4).ids.to_pylist() == [ids_of("1+？，")]
+        prompts = whole.limited(max_length, "my_dataset")
+    assert prompts.ids.to_pylist() == [whole.ids[i].as_py() for i in kept]
+    # Columns and ids stay together.
+    assert [prompts[i][0] for i in range(len(prompts))] == [{"prompt": texts[n], "number": n} for n in kept]
+    said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    dropped = f"{len(texts) - len(kept)} of {len(texts)}"
+    assert len(said) == len(caplog.records) == (len(kept) < len(texts))
+    assert all(part in text for text in said for part in (dropped, "my_dataset", "max_prompt_length=4", "dropped"))
 
 
 def test_a_dropped_prompt_is_never_trained_on(make_trainer):
@@ -196,9 +169,6 @@ def test_prompts_are_tokenized_many_at_once(tokenizer, monkeypatch):
     assert [len(given) for given in calls] == [4, 3, 3]
 
 
-TALKS = [[user("1+2=")], [user("1"), assistant("2"), user("3")]]
-
-
 @pytest.mark.parametrize("form", ["numpy", "torch", "pandas", "arrow", None])
 @pytest.mark.parametrize("prompts", [TALKS, ["1+2=", "1+3="]], ids=["messages", "text"])
 def test_rows_are_plain_in_any_format(tokenizer, form, prompts):
@@ -209,12 +179,6 @@ def test_rows_are_plain_in_any_format(tokenizer, form, prompts):
     assert (row["prompt"], row["tools"]) == (prompts[1], "[]")
     assert type(row["prompt"]) is type(prompts[1])
     assert row["answer"] == [4]
-
-
-def test_a_stream_may_have_a_format(tokenizer):
-    stream = Dataset.from_dict({"prompt": TALKS, "answer": [3, 4]}).to_iterable_dataset().with_format("numpy")
-    made = PromptStream(stream, lambda rows, name: prepare_prompts(rows, tokenizer, name=name), 20)
-    assert [row["prompt"] for row, _ in made.at(range(2), seed=0)] == TALKS
 
 
 @pytest.mark.parametrize(("column", "value"), [("tools", "calculator"), ("chat_template_kwargs", "{think")])
@@ -272,7 +236,7 @@ def test_what_changes_the_ids_is_tokenized_anew(on_disk):
     dataset, calls = on_disk([[user(str(n))] for n in range(10)])
     tokenizer = chat_tokenizer()
     plain = prepare_prompts(dataset, tokenizer)
-    tokenizer.chat_template = "{% if think %}请{% endif %}" + CHAT_TEMPLATE
+    tokenizer.chat_template = THINK + CHAT_TEMPLATE
     assert prepare_prompts(dataset, tokenizer).ids.equals(plain.ids)
     thinking = prepare_prompts(dataset, tokenizer, chat_template_kwargs={"think": True})
     assert thinking.lengths.tolist() == [length + 1 for length in plain.lengths.tolist()]
@@ -288,12 +252,6 @@ def test_where_nothing_can_be_stored_every_start_tokenizes(on_disk, monkeypatch)
     assert len(prepare_prompts(dataset, character_tokenizer()).ids) == 10
 
 
-def test_an_error_names_the_row_of_a_dataset_on_disk(on_disk):
-    dataset, _ = on_disk(["1"] * 6 + [""] + ["1"] * 3)
-    with pytest.raises(ValueError, match=r"train_dataset row 6: the prompt '' has no tokens"):
-        prepare_prompts(dataset, character_tokenizer())
-
-
 def test_a_transform_is_not_stored(on_disk):
     dataset, _ = on_disk([f"{n}+1=" for n in range(10)])
     for more in ("1", "2="):
@@ -301,13 +259,15 @@ def test_a_transform_is_not_stored(on_disk):
         assert prepare_prompts(dataset, character_tokenizer())[0][1] == [2, 12, 3, 13, *ids_of(more)]
 
 
-def test_an_error_names_its_row_among_those_that_are_tokenized_at_once(tokenizer, monkeypatch):
-    monkeypatch.setattr(prompts_module, "ROWS_AT_ONCE", 4)
+def test_an_error_names_its_row_among_those_that_are_tokenized_at_once(tokenizer, on_disk):
+    """In memory and on disk."""
     tokenizer.chat_template = "{% if '9' in messages[0].content %}{{ raise_exception('no nines') }}{% endif %}？"
     with pytest.raises(ValueError, match=r"train_dataset row 9: the tokenizer cannot render .*no nines"):
         prompts_of(tokenizer, [[user(str(n))] for n in range(12)])
-    with pytest.raises(ValueError, match=r"train_dataset row 6: the prompt '' has no tokens"):
-        prompts_of(tokenizer, ["1"] * 6 + [""] + ["1"] * 3)
+    texts = ["1"] * 6 + [""] + ["1"] * 3
+    for dataset in (Dataset.from_dict({"prompt": texts}), on_disk(texts)[0]):
+        with pytest.raises(ValueError, match=r"train_dataset row 6: the prompt '' has no tokens"):
+            prepare_prompts(dataset, tokenizer)
 
 
 def test_the_digest_tells_ids_and_their_order_and_ends(tokenizer):
@@ -325,11 +285,9 @@ def test_every_epoch_is_a_permutation(n):
 
 
 def test_epochs_differ_and_so_do_seeds():
-    def order(epoch: int, seed: int) -> tuple[int, ...]:
-        return tuple(prompt_indices(range(epoch * 20, (epoch + 1) * 20), 20, seed))
-
-    orders = [order(epoch, seed) for epoch in range(5) for seed in range(5)]
-    assert len(set(orders)) == 25
+    firsts = itertools.product(range(0, 100, 20), range(5))
+    orders = {tuple(prompt_indices(range(first, first + 20), 20, seed)) for first, seed in firsts}
+    assert len(orders) == 25
     assert tuple(range(20)) not in orders
 
 
@@ -352,14 +310,8 @@ def test_pieces_make_up_the_whole(cuts):
 
 def rows_of(tokenizer, tmp_path, processes: int, process: int, batch_size: int, num_generations: int, rollout: int):
     """A process's rows of a rollout of 7 prompts: (prompt, group, seed) of each."""
-    args = PPOConfig(
-        output_dir=str(tmp_path / "out"),
-        per_device_train_batch_size=batch_size,
-        num_mini_batches=1,
-        num_generations=num_generations,
-        use_cpu=True,
-        seed=11,
-    )
+    sizes = {"per_device_train_batch_size": batch_size, "num_mini_batches": 1, "num_generations": num_generations}
+    args = PPOConfig(output_dir=str(tmp_path / "out"), use_cpu=True, seed=11, **sizes)
     place = SimpleNamespace(num_processes=processes, process_index=process)
     collector = Collector(model=None, sampler=None, rewards=None, tokenizer=tokenizer, accelerator=place, args=args)
     prompts = prompts_of(tokenizer, ["1", "2", "3", "1+", "2+", "3+", "1="])

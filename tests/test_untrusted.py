@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from transformers import TrainerState
 
-from helpers.http_server import Server, lengths
+from helpers.http_server import lengths
 from helpers.runs import PROMPTS, SMALL, count_digits
 from helpers.tiny import lora, tiny_model
 from hfppo import PPOConfig, PPOTrainer, PrintCompletionsCallback, RewardServer, TokenTable, Transcript
@@ -113,11 +113,8 @@ def test_the_planted_code_would_run(mark):
 def test_pickled_weights_of_a_model_run_no_code(tmp_path, mark, kind):
     base, folder = tmp_path / "base", tmp_path / kind
     tiny_model().save_pretrained(base)
-    folder.mkdir(exist_ok=True)
     if kind == "adapter":
-        (folder / "adapter_config.json").write_text(
-            json.dumps({"peft_type": "LORA", "base_model_name_or_path": str(base), "task_type": "CAUSAL_LM"})
-        )
+        lora(base_model_name_or_path=str(base)).save_pretrained(folder)
     else:
         (base / "model.safetensors").unlink()
     name = "adapter_model.bin" if kind == "adapter" else "pytorch_model.bin"
@@ -127,68 +124,73 @@ def test_pickled_weights_of_a_model_run_no_code(tmp_path, mark, kind):
     assert not mark.exists()
 
 
-@pytest.mark.parametrize("asked", [False, True], ids=["not asked for", "asked for"])
-def test_code_that_comes_with_a_model_runs_only_if_asked_for(tmp_path, mark, monkeypatch, asked):
+@pytest.fixture
+def plant(tmp_path, mark, monkeypatch):
+    """Save a model or tokenizer with code of its own, which the fields of its configuration name."""
     monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
-    folder = tmp_path / "model"
-    tiny_model().save_pretrained(folder)
-    config = json.loads((folder / "config.json").read_text())
-    config |= {
-        "model_type": "its_own",
-        "auto_map": {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"},
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-    (folder / "code.py").write_text(f"import os\nos.mkdir({str(mark)!r})\n")
+    code = "import os\nfrom transformers import PreTrainedTokenizerFast\nclass Own(PreTrainedTokenizerFast): pass\n"
+
+    def planted(saved, file: str, **fields) -> Path:
+        folder = tmp_path / "code"
+        saved.save_pretrained(folder)
+        (folder / file).write_text(json.dumps(json.loads((folder / file).read_text()) | fields))
+        (folder / "code.py").write_text(f"{code}os.mkdir({str(mark)!r})\n")
+        return folder
+
+    return planted
+
+
+asked_for = pytest.mark.parametrize("asked", [False, True], ids=["not asked for", "asked for"])
+
+
+@asked_for
+def test_code_that_comes_with_a_model_runs_only_if_asked_for(plant, tmp_path, mark, asked):
+    autos = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
+    folder = plant(tiny_model(), "config.json", model_type="its_own", auto_map=autos)
     kwargs = {"model_init_kwargs": {"trust_remote_code": True}} if asked else {}
-    with pytest.raises((ValueError, AttributeError), match="" if asked else "trust_remote_code"):
+    with pytest.raises((ValueError, AttributeError), match="Config" if asked else "trust_remote_code"):
         trainer(tmp_path / "out", model=str(folder), **kwargs)
     assert mark.exists() == asked
 
 
-@pytest.mark.parametrize("named", ["model", "adapter", "critic", "saved critic", "reward", "tokenizer"])
-def test_an_answer_that_is_piped_in_runs_no_code(tmp_path, mark, monkeypatch, named):
-    """Transformers asks whether to run the code that comes with a model, on the standard input."""
-    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
-    monkeypatch.setattr("builtins.input", lambda prompt: "y")
-    code, folder = tmp_path / "code", tmp_path / "named"
-    tiny_model().save_pretrained(code)
-    autos = ("AutoConfig", "AutoModelForCausalLM", "AutoModelForSequenceClassification")
-    own = {"model_type": "its_own", "auto_map": dict.fromkeys(autos, "code.Its")}
-    (code / "config.json").write_text(json.dumps(json.loads((code / "config.json").read_text()) | own))
-    (code / "tokenizer_config.json").write_text(json.dumps({"auto_map": {"AutoTokenizer": ["code.Its", None]}}))
-    (code / "code.py").write_text(f"import os\nos.mkdir({str(mark)!r})\n")
-    folder.mkdir()
-    (folder / "critic_config.json").write_text(json.dumps({"kind": "model", "base": str(code)}))
-    adapter = {"peft_type": "LORA", "base_model_name_or_path": str(code), "task_type": "CAUSAL_LM"}
-    save_file({}, folder / "adapter_model.safetensors")
-    load = {
-        "model": lambda: load_model(str(code)),
-        "adapter": lambda: load_model(str(folder)),
-        "critic": lambda: find_critic(str(code)),
-        "saved critic": lambda: find_critic(str(folder)),
-        "reward": lambda: load_reward_func(str(code), None, "", torch.device("cpu")),
-        "tokenizer": lambda: load_tokenizer(str(code)),
-    }[named]
-    if named == "adapter":
-        (folder / "adapter_config.json").write_text(json.dumps(adapter))
-    with pytest.raises(ValueError, match="trust_remote_code"):
-        load()
-    assert not mark.exists()
-
-
-@pytest.mark.parametrize("asked", [False, True], ids=["not asked for", "asked for"])
-def test_code_that_comes_with_a_tokenizer_runs_only_if_asked_for(tmp_path, mark, monkeypatch, asked):
-    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
-    folder = tmp_path / "model"
-    character_tokenizer().save_pretrained(folder)
-    config = json.loads((folder / "tokenizer_config.json").read_text())
-    config |= {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", "own.Own"]}}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    code = "import os\nfrom transformers import PreTrainedTokenizerFast\nclass Own(PreTrainedTokenizerFast): pass\n"
-    (folder / "own.py").write_text(f"{code}os.mkdir({str(mark)!r})\n")
+@asked_for
+def test_code_that_comes_with_a_tokenizer_runs_only_if_asked_for(plant, mark, asked):
+    autos = {"AutoTokenizer": ["code.Own", "code.Own"]}
+    folder = plant(character_tokenizer(), "tokenizer_config.json", tokenizer_class="Own", auto_map=autos)
     with nullcontext() if asked else pytest.raises(ValueError, match="trust_remote_code"):
         load_tokenizer(str(folder), trust_remote_code=asked or None)
     assert mark.exists() == asked
+
+
+LOADS = {
+    "model": lambda code, named: load_model(code),
+    "adapter": lambda code, named: load_model(named),
+    "critic": lambda code, named: find_critic(code),
+    "saved critic": lambda code, named: find_critic(named),
+    "reward": lambda code, named: load_reward_func(code, None, "", torch.device("cpu")),
+    "tokenizer": lambda code, named: load_tokenizer(code),
+}
+
+
+@pytest.mark.parametrize("load", LOADS)
+def test_an_answer_that_is_piped_in_runs_no_code(plant, tmp_path, mark, monkeypatch, load):
+    """Transformers asks whether to run the code that comes with a model, on the standard input."""
+    monkeypatch.setattr("builtins.input", lambda prompt: "y")
+    autos = ("AutoConfig", "AutoModelForCausalLM", "AutoModelForSequenceClassification")
+    autos = dict.fromkeys(autos, "code.Its")
+    code, named = plant(tiny_model(), "config.json", model_type="its_own", auto_map=autos), tmp_path / "named"
+    adapter = {"peft_type": "LORA", "base_model_name_or_path": str(code), "task_type": "CAUSAL_LM"}
+    named.mkdir()
+    save_file({}, named / "adapter_model.safetensors")
+    for file, fields in {
+        code / "tokenizer_config.json": {"auto_map": {"AutoTokenizer": ["code.Its", None]}},
+        named / "critic_config.json": {"kind": "model", "base": str(code)},
+        **({named / "adapter_config.json": adapter} if load == "adapter" else {}),
+    }.items():
+        file.write_text(json.dumps(fields))
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        LOADS[load](str(code), str(named))
+    assert not mark.exists()
 
 
 NASTY = "[red]x[/red] [/] \x1b[2J\x1b]0;owned\x07 \x9b31m \u202e \r\b [link=http://evil]y"
@@ -233,42 +235,33 @@ def test_the_token_table_steers_no_terminal(tmp_path):
     check_harmless(printed(TokenTable(NASTY, 1.0, rows)))
 
 
-@pytest.fixture
-def scoring():
-    server = Server(lengths)
-    yield server
-    server.stop()
-
-
-def test_a_server_is_asked_directly_whatever_the_environment_says(scoring, monkeypatch, tmp_path):
+def test_a_server_is_asked_directly_whatever_the_environment_says(serve, monkeypatch, tmp_path):
     """Proxies would see prompts and keys; .netrc would send passwords along."""
     for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     (tmp_path / "netrc").write_text(f"machine 127.0.0.1 login me password {SECRET}\n")
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    scoring = serve(lengths)
     RewardServer(scoring.url, max_retries=0).check()
     (headers,) = scoring.headers
     assert "authorization" not in {name.lower() for name in headers}
 
 
-def test_a_redirect_is_not_followed(scoring):
-    first = Server(lambda body: (302, b""))
-    try:
-        with pytest.raises(RuntimeError, match="answered 302"):
-            RewardServer(first.url, max_retries=0, headers={"Authorization": SECRET}).check()
-    finally:
-        first.stop()
+def test_a_redirect_is_not_followed(serve):
+    first = serve(lambda body: (302, b""))
+    with pytest.raises(RuntimeError, match="answered 302"):
+        RewardServer(first.url, max_retries=0, headers={"Authorization": SECRET}).check()
     assert len(first.asked) == 1
 
 
-def test_no_secret_reaches_logs_or_files(scoring, tmp_path, caplog, monkeypatch):
+def test_no_secret_reaches_logs_or_files(serve, tmp_path, caplog, monkeypatch):
     monkeypatch.setenv("MY_API_KEY", SECRET)
     monkeypatch.setenv("HF_TOKEN", f"hf_{SECRET}")
+    scoring = serve(lengths)
     url = scoring.url.replace("http://", f"http://me:{SECRET}@") + f"?key={SECRET}"
     server = RewardServer(url, headers={"Authorization": f"Bearer {SECRET}"})
-    made = trainer(
-        tmp_path / "out", reward_funcs=server, hub_token=SECRET, max_steps=1, save_strategy="steps", save_steps=1
-    )
+    saving = {"max_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    made = trainer(tmp_path / "out", reward_funcs=server, hub_token=SECRET, **saving)
     with caplog.at_level(logging.INFO):
         made.train()
         made.save_model()

@@ -84,7 +84,7 @@ def check_candidates(prompts: object, args: PPOConfig, agents: Agents | None) ->
     Environments make new prompts of each, so they are exempt.
     """
     candidates = args.prompt_candidates * args.prompts_per_process * args.world_size
-    resets = agents is not None and agents.has_environments
+    resets = agents is not None and agents.environments
     if args.prompt_candidates > 1 and isinstance(prompts, Prompts) and not resets and candidates > len(prompts):
         raise ValueError(
             f"prompt_candidates={args.prompt_candidates} needs {candidates} candidates for a rollout, and "
@@ -160,7 +160,7 @@ def check_calls(rewards: RewardFunctions, prompts: dict[str, Prompts], agents: A
     Raises:
         TypeError, ValueError: a function cannot be called with a dataset's columns.
     """
-    from_episodes = {"environments"} if agents is not None and agents.has_environments else set()
+    from_episodes = {"environments"} if agents is not None and agents.environments else set()
     for (name, func), (dataset, some) in product(zip(rewards.names, rewards.funcs, strict=True), prompts.items()):
         if shadowed := sorted(from_episodes & set(some.rows.column_names)):
             raise ValueError(

@@ -263,7 +263,7 @@ class PromptTokenizer:
         own = [column for column in TEMPLATE_COLUMNS if self.conversational and column in dataset.column_names]
         if is_stored(dataset) and tools is None:
             with suppress(OSError):  # where nothing can be written, every start tokenizes
-                stored = dataset.with_format(None).select_columns(["prompt", *own])
+                stored = dataset.select_columns(["prompt", *own])
                 stored = stored.map(
                     self,
                     with_indices=True,
@@ -288,36 +288,33 @@ class PromptTokenizer:
         """Return the token ids of consecutive rows as a column, as `Dataset.map` expects."""
         prompts = batch["prompt"]
         check_kinds(prompts, rows[0], self.conversational, self.name)
-        columns = [batch.get(column, [None] * len(prompts)) for column in TEMPLATE_COLUMNS]
-        ids = self.token_ids(prompts, list(zip(*columns, strict=True)), rows[0])
+        given = [dict(zip(batch, of_row, strict=True)) for of_row in zip(*batch.values(), strict=True)]
+        ids = self.token_ids(given, rows[0])
         for row, prompt, tokens in zip(rows, prompts, ids, strict=True):
             if not (tokens or self.completed):
                 raise ValueError(f"{self.name} row {row}: the prompt {prompt!r} has no tokens; remove the row")
         return {"ids": ids}
 
-    def token_ids(self, prompts: list[Any], options: list[tuple[object, ...]], first: int) -> list[list[int]]:
-        """Tokenize prompts at once, or one by one if that fails, so that the error names the row.
+    def token_ids(self, rows: list[Columns], first: int) -> list[list[int]]:
+        """Tokenize the prompts of rows at once, or one by one if that fails, so that the error names the row.
 
         Args:
-            options: the values of each row in `TEMPLATE_COLUMNS`.
-            first: the row of the first prompt.
+            first: the number of the first row.
         """
+        prompts = [row["prompt"] for row in rows]
         try:
             if self.conversational:
-                return render_all(prompts, options, self.tokenizer, self.chat_template_kwargs)
+                return render_all(rows, self.tokenizer, self.chat_template_kwargs)
             # These lists of ones and zeros would take a third of the time; not all tokenizers make both.
             unwanted = {"token_type_ids", "attention_mask"} & set(self.tokenizer.model_input_names)
             return self.tokenizer(prompts, **{f"return_{name}": False for name in unwanted})["input_ids"]
         except (TemplateError, TypeError, ValueError) as error:
-            if len(prompts) == 1:
+            if len(rows) == 1:
                 raise ValueError(
                     f"{self.name} row {first}: the tokenizer cannot render {prompts[0]!r} ({error}); correct the row, "
                     "or the chat template"
                 ) from error
-        return [
-            self.token_ids([prompt], [given], row)[0]
-            for row, (prompt, given) in enumerate(zip(prompts, options, strict=True), first)
-        ]
+        return [self.token_ids([row], number)[0] for number, row in enumerate(rows, first)]
 
 
 def is_stored(dataset: Dataset) -> bool:

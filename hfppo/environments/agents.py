@@ -26,30 +26,93 @@ COLUMN = "environment"  # the dataset's column with each row's environment, if t
 OF_TURNS = ("gamma_turn", "lam_turn", "max_turn_length", "max_tool_calling_iterations", "tool_timeout")
 
 
+class EnvironmentPool:
+    """The instances of one environment, and the tools that its prompts show.
+
+    Args:
+        name: the factory's name in errors.
+        factory: None for tools without an environment; the instances are None.
+        tools: the run's other tools, by name.
+    Raises:
+        TypeError, ValueError: the environment or a tool cannot be used.
+    """
+
+    def __init__(self, name: str, factory: EnvironmentFactory | None, tools: Mapping[str, Tool]):
+        self.name, self.factory = name, factory
+        self.first: Environment = None  # the first instance; the later ones offer the same to the model
+        self.first = self.make()
+        self.schemas = self.describe(tools, tools_of(self.first))
+        self.idle = [self.first]  # instances that no episode uses; no thread may still use them
+
+    def take(self) -> Environment:
+        """Return an idle instance, or a new one."""
+        return self.idle.pop(0) if self.idle else self.make()
+
+    def make(self) -> Environment:
+        """Return a new instance.
+
+        Raises:
+            TypeError: the factory cannot be called, or makes an object without `reset` or unlike the first.
+        """
+        if self.factory is None:
+            return None
+        if not callable(self.factory):
+            raise TypeError(
+                f"{self.name} is a {type(self.factory).__name__}, which cannot be called; pass the class, or a "
+                "function that makes an environment"
+            )
+        environment, first = finish_within(None, "", self.factory), self.first
+        made = f"{self.name} made a {type(environment).__name__}"
+        if not callable(getattr(environment, "reset", None)):
+            raise TypeError(f"{made}, which has no method reset(**row)")
+        if first is not None and offered_by(environment) != offered_by(first):
+            raise TypeError(
+                f"{made} with {offered_by(environment)} after a {type(first).__name__} with {offered_by(first)}; pass "
+                "a mapping with a factory for each"
+            )
+        return environment
+
+    def describe(self, tools: Mapping[str, Tool], methods: Mapping[str, Tool]) -> list[Schema]:
+        """Return the JSON schemas of the tools, then of the environment's methods.
+
+        Raises:
+            ValueError: the environment reads whole turns, or has a method with the name of a tool.
+        """
+        kind = type(self.first).__name__
+        if tools and isinstance(self.first, TextEnvironment):
+            raise ValueError(
+                f"{self.name}'s {kind} reads whole turns, so the model cannot call tools={list(tools)}; leave them out"
+            )
+        if shared := sorted(set(tools) & set(methods)):
+            raise ValueError(f"tools and {self.name}'s {kind} both have {shared[0]!r}; rename one")
+        try:
+            return [get_json_schema(tool) for tool in {**tools, **methods}.values()]
+        except (DocstringParsingException, TypeHintParsingException) as error:
+            if "step" in methods:
+                error.add_note(
+                    f"{kind}.step is a tool; to read whole turns as text, derive {kind} from TextEnvironment."
+                )
+            raise
+
+
 @dataclass(frozen=True)
 class Agents:
     """The tools and environments of a run."""
 
     tools: dict[str, Tool]
-    # By the value of the dataset's column `environment`; None is the key of a single one. With tools only, factory and
-    # environment are None.
-    factories: dict[str | None, EnvironmentFactory | None]
-    examples: dict[str | None, Environment]  # the first instance of each environment
-    idle: dict[str | None, list[Environment]]  # instances that no episode uses; no thread may still use them
+    # By the value of the dataset's column `environment`; None is the key of a single one.
+    pools: dict[str | None, EnvironmentPool]
     chat_format: ChatFormat
     by_column: bool  # whether each row names its environment
-    schemas: dict[str | None, list[Schema]]  # the tools' JSON schemas, keyed by environment
 
     @property
-    def has_environments(self) -> bool:
-        """Whether there are environments, and not only tools."""
-        return self.factories != {None: None}
+    def environments(self) -> list[Environment]:
+        """The first instance of each environment; empty with tools only."""
+        return [pool.first for pool in self.pools.values() if pool.factory is not None]
 
-    def take(self, name: str | None) -> Environment:
-        """Return an idle instance of an environment, or a new one."""
-        if self.idle[name]:
-            return self.idle[name].pop(0)
-        return make_environment(name, self.factories[name], self.examples[name])
+    def pool_of(self, columns: Mapping[str, Any]) -> EnvironmentPool:
+        """Return the environment of a dataset row."""
+        return self.pools[columns[COLUMN] if self.by_column else None]
 
     def schemas_of(self, dataset: Dataset, name: str) -> list[list[Schema]]:
         """Return the tools that each row's prompt shows.
@@ -70,10 +133,10 @@ class Agents:
             )
         names = list(dataset[COLUMN]) if self.by_column else [None] * len(dataset)
         for row, of_row in enumerate(names):
-            if of_row not in self.schemas:
-                known = ", ".join(map(repr, self.schemas))
+            if of_row not in self.pools:
+                known = ", ".join(map(repr, self.pools))
                 raise ValueError(f"{name} row {row}: {COLUMN}={of_row!r} is not among environment_factory's {known}")
-        return [self.schemas[of_row] for of_row in names]
+        return [self.pools[of_row].schemas for of_row in names]
 
 
 def load_agents(
@@ -93,72 +156,27 @@ def load_agents(
     if not tools and environment_factory is None:
         check_unused(args)
         return None
-    factory = environment_factory
-    factories: dict[str | None, EnvironmentFactory | None] = (
-        dict(factory) if isinstance(factory, Mapping) else {None: factory}
-    )
-    examples = {name: make_environment(name, make) for name, make in factories.items()}
     by_name = named_tools(tools or [])
-    schemas: dict[str | None, list[Schema]] = {}
-    for name, environment in examples.items():
-        own = tools_of(environment)
-        check_tools_fit(by_name, own, environment, name)
-        try:
-            schemas[name] = [get_json_schema(tool) for tool in {**by_name, **own}.values()]
-        except (DocstringParsingException, TypeHintParsingException) as error:
-            if "step" in own:
-                kind = type(environment).__name__
-                error.add_note(
-                    f"{kind}.step is a tool; to read whole turns as text, derive {kind} from TextEnvironment."
-                )
-            raise
+    pools: dict[str | None, EnvironmentPool] = {}
+    if isinstance(environment_factory, Mapping):
+        for name, factory in environment_factory.items():
+            pools[name] = EnvironmentPool(f"environment_factory[{name!r}]", factory, by_name)
+    else:
+        pools[None] = EnvironmentPool("environment_factory", environment_factory, by_name)
     if tokenizer.chat_template is None and "chat_template" not in options:
         raise ValueError(
             "tools and environments need a chat template; set processing_class.chat_template, for tools as "
             "docs/calculator.md does"
         )
     eos_ids = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    chat_format = make_chat_format(tokenizer, eos_ids, options, with_tools=any(schemas.values()))
-    idle = {name: [example] for name, example in examples.items()}
-    return Agents(by_name, factories, examples, idle, chat_format, isinstance(factory, Mapping), schemas)
-
-
-def make_environment(
-    name: str | None, factory: EnvironmentFactory | None, first: Environment | None = None
-) -> Environment:
-    """Return a new instance of an environment; None without a factory.
-
-    Args:
-        first: the first instance, which offers the same to the model.
-    Raises:
-        TypeError: the factory cannot be called, or makes an object without `reset` or unlike the first.
-    """
-    if factory is None:
-        return None
-    if not callable(factory):
-        raise TypeError(
-            f"{factory_name(name)} is a {type(factory).__name__}, which cannot be called; pass the class, or a "
-            "function that makes an environment"
-        )
-    environment = finish_within(None, "", factory)
-    if not callable(getattr(environment, "reset", None)):
-        raise TypeError(f"{factory_name(name)} made a {type(environment).__name__}, which has no method reset(**row)")
-    if first is not None and offered_by(environment) != offered_by(first):
-        raise TypeError(
-            f"{factory_name(name)} made a {type(environment).__name__} with {offered_by(environment)} after a "
-            f"{type(first).__name__} with {offered_by(first)}; pass a mapping with a factory for each"
-        )
-    return environment
+    with_tools = any(pool.schemas for pool in pools.values())
+    chat_format = make_chat_format(tokenizer, eos_ids, options, with_tools)
+    return Agents(by_name, pools, chat_format, isinstance(environment_factory, Mapping))
 
 
 def offered_by(environment: Environment) -> str:
     """Return what an environment offers to the model, in words."""
     return "whole turns" if isinstance(environment, TextEnvironment) else f"tools {[*tools_of(environment)]}"
-
-
-def factory_name(name: str | None) -> str:
-    """Return the name of a factory in errors."""
-    return "environment_factory" if name is None else f"environment_factory[{name!r}]"
 
 
 def named_tools(tools: Sequence[Tool]) -> dict[str, Tool]:
@@ -195,23 +213,6 @@ def as_function(tool: Callable[..., object]) -> Tool:
     function.__signature__ = signature.replace(parameters=list(free.values()))  # type: ignore[attr-defined]
     function.__annotations__ = hints
     return function
-
-
-def check_tools_fit(
-    tools: Mapping[str, Tool], methods: Mapping[str, Tool], environment: Environment, name: str | None
-) -> None:
-    """Raise if tools and an environment do not fit together.
-
-    Raises:
-        ValueError: the environment reads whole turns, or has a method with the name of a tool.
-    """
-    described = f"{factory_name(name)}'s {type(environment).__name__}"
-    if tools and isinstance(environment, TextEnvironment):
-        raise ValueError(
-            f"{described} reads whole turns, so the model cannot call tools={list(tools)}; leave them out"
-        )
-    if shared := sorted(set(tools) & set(methods)):
-        raise ValueError(f"tools and {described} both have {shared[0]!r}; rename one")
 
 
 def check_unused(args: PPOConfig) -> None:

@@ -32,6 +32,7 @@ class ChatFormat:
     tokenizer: PreTrainedTokenizerBase
     eos_ids: list[int]  # tokens that end a turn
     options: dict[str, Any]  # passed to `apply_chat_template`
+    role: str  # of replies, "tool" or "user"
 
     def reply_ids(
         self, replies: Sequence[Message], closed: bool = True, own: Mapping[str, object] | None = None
@@ -45,17 +46,17 @@ class ChatFormat:
         Raises:
             ValueError: the template renders earlier messages differently when the replies follow.
         """
-        day = getattr(self.options.get(CLOCK), "day", None)
-        return self._cached(day, closed, json.dumps(own or {}), *(tuple(message.items()) for message in replies))
+        return self._cached(json.dumps([str(self.options.get(CLOCK)), closed, own or {}, list(replies)]))
 
     @cached_property
-    def _cached(self) -> Callable[..., list[int]]:
+    def _cached(self) -> Callable[[str], list[int]]:
         return lru_cache(maxsize=4096)(self._reply_ids)  # many environments give the same few answers
 
-    def _reply_ids(self, _: object, closed: bool, own: str, *items: tuple[tuple[str, Any], ...]) -> list[int]:
-        replies, options = list(map(dict, items)), {"return_dict": True, **json.loads(own)}
+    def _reply_ids(self, key: str) -> list[int]:
+        _, closed, own, replies = json.loads(key)
         before = messages_before(replies[0])
         safe = [{**message, "content": self.neutralize(message["content"])} for message in replies]
+        options = {"return_dict": True, **own}
         shorter = self.rendered(before, **options)["input_ids"]
         longer = self.rendered([*before, *safe], add_generation_prompt=True, **options)["input_ids"]
         ends = [i for i, token in enumerate(shorter) if token in self.eos_ids]
@@ -143,34 +144,31 @@ def make_chat_format(
     Raises:
         ValueError: the template cannot render tools or several turns, or calls cannot be parsed.
     """
-    role = "tool" if with_tools else "user"
     if with_tools and getattr(tokenizer, "response_template", None) is None:
         remedy = (
             "the tokenizer cannot parse tool calls; set processing_class.response_template, as docs/calculator.md does"
         )
         tokenizer.response_template = from_trl("add_response_schema", tokenizer, remedy).response_template
-    chat_format = ChatFormat(tokenizer, eos_ids, options)
+    chat_format = ChatFormat(tokenizer, eos_ids, options, "tool" if with_tools else "user")
     try:
-        check_template(chat_format, role)
+        check_template(chat_format)
     except ValueError as error:
         shown = ", as docs/calculator.md does for a model without tools" if with_tools else ""
         remedy = f"{error}; set processing_class.chat_template to a template that keeps earlier messages{shown}"
         template = from_trl("get_training_chat_template", tokenizer, remedy)
         logger.warning("%s; TRL's chat template for training replaces it", error)
         chat_format = replace(chat_format, options={**options, "chat_template": template})
-        check_template(chat_format, role)
+        check_template(chat_format)
     return chat_format
 
 
-def check_template(chat_format: ChatFormat, role: str) -> None:
+def check_template(chat_format: ChatFormat) -> None:
     """Raise if a template loses calls, arguments or replies, or rewrites earlier messages.
 
-    Args:
-        role: the role of replies, "tool" or "user".
     Raises:
         ValueError: a turn is not rendered as it must be.
     """
-    name, key, value, text = SENTINELS
+    role, (name, key, value, text) = chat_format.role, SENTINELS
     reply = {"role": role, "content": text, **({"name": name} if role == "tool" else {})}
     before = messages_before(reply, {key: value})
     try:

@@ -10,28 +10,18 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from types import NoneType
 from typing import Any
 
 from hfppo.config import PPOConfig
 from hfppo.data.chat_template import Message, Schema, render_all, template_options
 from hfppo.data.prompts import EMPTY_PROMPT, Row
-from hfppo.environments.agents import Agents
+from hfppo.environments.agents import COLUMN, Agents, EnvironmentPool
 from hfppo.environments.chat_format import ChatFormat, check_template, parse_turn, text_message
-from hfppo.environments.environment import (
-    Environment,
-    TextEnvironment,
-    Tool,
-    finite_reward,
-    joined,
-    replace_halves,
-    text_of,
-    tools_of,
-)
+from hfppo.environments.environment import TextEnvironment, finite_reward, joined, replace_halves, text_of, tools_of
 from hfppo.environments.tool_calls import TIMEOUT, ToolCall, run_calls
 from hfppo.sample import Ended, Sample, Turn
 from hfppo.state import stream_seed
@@ -52,20 +42,18 @@ logger = logging.getLogger(__name__)
 class Episode(Sample):
     """A completion while it is played."""
 
-    kind: type = NoneType  # the class of the first environment of its factory, which may make several
-    tools: Mapping[str, Tool] = field(default_factory=dict)
-    schemas: list[Schema] = field(default_factory=list)  # the tools' JSON schemas that the prompt shows
+    pool: EnvironmentPool = field(kw_only=True)  # the environment's instances
     messages: list[Message] = field(default_factory=list)  # turns and answers; `text` in the end
     lost: bool = False  # whether the environment's state is unknown, so that no other episode may use it
 
-    def end(self, ended: Ended = Ended.STOPPED) -> None:
-        """End the episode."""
-        self.ended = ended
+    def describe(self, method: str) -> str:
+        """Return a method of the environment, and the row, for errors."""
+        return f"{type(self.environment).__name__}.{method}, row {self.row.number},"
 
     def abandon(self) -> None:
         """End the episode without a score: the state of its environment is unknown."""
         self.failed = self.lost = True
-        self.end()
+        self.ended = Ended.STOPPED
 
 
 @dataclass(frozen=True)
@@ -106,12 +94,11 @@ class EpisodePlayer:
             TimeoutError: `reset` takes too long.
             ValueError: a prompt has no tokens, or a reward is not a number.
         """
-        names, environments = self.take_environments(rows)
+        episodes = self.begin(rows)
         patience = math.inf  # the first batch has all rows
-        given = zip(rows, names, environments, strict=True)
-        episodes = [partial(self.play_one, *of_row) for of_row in given]
-        random_numbers = global_random_numbers(rows[0].seed if self.alone else None)
-        with random_numbers, self.threads, Questions(episodes) as questions:
+        seed = rows[0].seed if self.alone else None
+        played = [partial(self.play_one, episode) for episode in episodes]
+        with global_random_numbers(seed), self.threads, Questions(played) as questions:
             while any_active(questions.wait(patience, timed)):
                 asked = questions.take()
                 # Without a ready row, a process of a sharded model still joins the others' forward passes.
@@ -124,45 +111,34 @@ class EpisodePlayer:
                     questions.answer(asked, turns())
                 # A longer wait leaves the sampler idle; a shorter one makes many small batches, each about as slow.
                 patience = max(PATIENCE, (time.perf_counter() - start) / 2)
-        return self.give_back(names, questions.results())
+        self.give_back(episodes)
+        return episodes
 
     def complete_prompts(self, rows: Sequence[Row]) -> list[Row]:
         """Return the rows with the prompts that their environments complete; their episodes are not played."""
-        names, environments = self.take_environments(rows)
-        given = zip(rows, names, environments, strict=True)
-        opened = [lambda _, of_row=of_row: self.open(*of_row) for of_row in given]
+        episodes = self.begin(rows)
+        opened = [lambda _, episode=episode: self.open(episode) for episode in episodes]
         with global_random_numbers(rows[0].seed), self.threads, Questions(opened) as questions:
             questions.wait()
-        return [episode.row for episode in self.give_back(names, questions.results())]
+        self.give_back(episodes)
+        return [episode.row for episode in episodes]
 
-    def take_environments(self, rows: Sequence[Row]) -> tuple[list[str | None], list[Environment]]:
-        """Return the name and an instance of each row's environment."""
-        names = [row.columns["environment"] if self.agents.by_column else None for row in rows]
-        return names, [self.agents.take(name) for name in names]
+    def begin(self, rows: Sequence[Row]) -> list[Episode]:
+        """Return an episode for each row, with an instance of its environment."""
+        pools = [self.agents.pool_of(row.columns) for row in rows]
+        return [Episode(row, environment=pool.take(), pool=pool) for row, pool in zip(rows, pools, strict=True)]
 
-    def give_back(self, names: Sequence[str | None], episodes: list[Episode]) -> list[Episode]:
-        """Return the environments of episodes to the pool, and the episodes."""
-        for name, episode in zip(names, episodes, strict=True):
+    def give_back(self, episodes: Sequence[Episode]) -> None:
+        """Make the environments of episodes idle."""
+        for episode in episodes:
             if not episode.lost:
-                self.agents.idle[name].append(episode.environment)
-        return episodes
+                episode.pool.idle.append(episode.environment)
 
     def sample_turns(self, sample: TurnSampler, episodes: Sequence[Episode], greedy: bool) -> list[Turn]:
         """Sample the next turn of some episodes."""
         prompts = [episode.row.prompt_ids + episode.ids for episode in episodes]
         seeds = [stream_seed(e.row.seed, e.turns) if e.turns else e.row.seed for e in episodes]
         return sample(prompts, None if greedy else seeds, [self.budget(episode) for episode in episodes])
-
-    async def play_one(self, row: Row, name: str | None, environment: Environment, ask: Ask) -> Episode:
-        """Play the episode of a row, from the reset of its environment to its final reward."""
-        episode = await self.open(row, name, environment)
-        while episode.ended is None:
-            await self.take_turn(episode, await ask(episode))
-        get_reward = getattr(environment, "get_reward", None)
-        if get_reward is not None and not episode.failed:
-            episode.final_reward = await self.threads.call(get_reward, None, "")
-        episode.text = episode.messages
-        return episode
 
     def budget(self, episode: Episode) -> int:
         """Return the maximum number of tokens of an episode's next turn."""
@@ -171,69 +147,69 @@ class EpisodePlayer:
         room = max(1, self.args.max_completion_length - len(episode.ids))
         return min(room, self.args.max_turn_length or room)
 
+    async def play_one(self, episode: Episode, ask: Ask) -> Episode:
+        """Play an episode, from the reset of its environment to its final reward."""
+        await self.open(episode)
+        while episode.ended is None:
+            await self.take_turn(episode, await ask(episode))
+        get_reward = getattr(episode.environment, "get_reward", None)
+        if get_reward is not None and not episode.failed:
+            episode.final_reward = await self.threads.call(get_reward, None, "")
+        episode.text = episode.messages
+        return episode
+
     # The beginning
 
-    async def open(self, row: Row, name: str | None, environment: Environment) -> Episode:
-        """Reset the environment, and append its text to the prompt.
-
-        Args:
-            name: the environment's name.
-        """
-        schemas = self.agents.schemas[name]
-        text = None if environment is None else await self.reset(row, environment)
-        row = self.complete_prompt(row, text, schemas)
-        kind = type(environment).__name__
-        if not row.prompt_ids:
+    async def open(self, episode: Episode) -> None:
+        """Reset the environment, and append its text to the prompt."""
+        text = "" if episode.environment is None else await self.reset(episode)
+        row = episode.row = self.complete_prompt(episode.row, text or "", episode.pool.schemas)
+        length, kind = len(row.prompt_ids), type(episode.environment).__name__
+        if length == 0:
             raise ValueError(f"row {row.number}: the prompt and the text of {kind}.reset are empty; write one of them")
-        tools = {**self.agents.tools, **tools_of(environment)}
-        factory = type(self.agents.examples[name])
-        episode = Episode(row, environment=environment, kind=factory, tools=tools, schemas=schemas)
-        length = len(row.prompt_ids)
         if self.max_prompt is not None and length > self.max_prompt:
             episode.row = replace(row, prompt_ids=row.prompt_ids[-self.max_prompt :])
             episode.failed = True
-            told = row.number, kind, length, self.max_prompt
             logger.warning(
-                "row %d: with the text of %s.reset the prompt has %d tokens, more than %d; it has no score", *told
+                "row %d: with the text of %s.reset the prompt has %d tokens, more than %d; it has no score",
+                *(row.number, kind, length, self.max_prompt),
             )
-        return episode
 
-    def complete_prompt(self, row: Row, text: str | None, schemas: list[Schema]) -> Row:
+    def complete_prompt(self, row: Row, text: str, schemas: list[Schema]) -> Row:
         """Return a row whose prompt ends with a text, in messages of plain text, which every chat template renders."""
         given = row.columns.get("prompt", EMPTY_PROMPT)
         *before, last = ({**message, "content": joined(message.get("content"))} for message in given)
-        texts = text or "", self.chat_format.neutralize(text or "")
+        texts = text, self.chat_format.neutralize(text)
         prompt, shown = ([*before, {**last, "content": last["content"] + added}] for added in texts)
-        row = replace(row, columns={**row.columns, "prompt": prompt})
+        columns = {**row.columns, "prompt": prompt}
         if shown == given:
-            return row
-        own = schemas or row.columns.get("tools"), row.columns.get("chat_template_kwargs")
-        (ids,) = render_all([shown], [own], self.chat_format.tokenizer, self.chat_format.options)
-        return replace(row, prompt_ids=ids)
+            return replace(row, columns=columns)
+        rendered = {**columns, "prompt": shown, "tools": schemas or columns.get("tools")}
+        (ids,) = render_all([rendered], self.chat_format.tokenizer, self.chat_format.options)
+        return replace(row, columns=columns, prompt_ids=ids)
 
-    async def reset(self, row: Row, environment: Environment) -> str | None:
-        """Reset a row's environment, and return its text."""
-        columns = dict(row.columns)
-        if self.agents.by_column:
-            del columns["environment"]
-        parameters = inspect.signature(environment.reset).parameters
+    async def reset(self, episode: Episode) -> str | None:
+        """Reset the environment of an episode, and return its text."""
+        row = episode.row
+        parameters = inspect.signature(episode.environment.reset).parameters
         seeds = {"seed": row.environment_seed, "episode_seed": row.seed}
-        columns = {**{name: seed for name, seed in seeds.items() if name in parameters}, **columns}
-        described = f"{type(environment).__name__}.reset, row {row.number},"
-        return replace_halves(joined(await self.call(described, partial(environment.reset, **columns))))
+        columns = {name: seed for name, seed in seeds.items() if name in parameters} | row.columns
+        if self.agents.by_column:
+            del columns[COLUMN]
+        return replace_halves(joined(await self.call(episode, "reset", **columns)))
 
-    async def call(self, described: str, method: Callable[[], Any]) -> Any:
-        """Call a method of an environment.
+    async def call(self, episode: Episode, method: str, /, *args: object, **kwargs: object) -> Any:
+        """Call a method of an episode's environment.
 
-        Args:
-            described: the method and the row, for errors.
         Raises:
             TimeoutError: it takes too long.
             RuntimeError: it raises any other error.
         """
+        described = episode.describe(method)
+        func = partial(getattr(episode.environment, method), *args, **kwargs)
         late = f"{described} took longer than tool_timeout={self.args.tool_timeout} seconds"
         try:
-            return await self.threads.call(method, self.args.tool_timeout, late)
+            return await self.threads.call(func, self.args.tool_timeout, late)
         except TimeoutError:
             raise
         except Exception as error:
@@ -243,7 +219,7 @@ class EpisodePlayer:
 
     async def take_turn(self, episode: Episode, turn: Turn) -> None:
         """Append a turn of the model, and the answer to it."""
-        prefix = episode.row.prompt_ids + episode.ids
+        prefix, schemas = episode.row.prompt_ids + episode.ids, episode.pool.schemas
         episode.append(turn.ids, turn.logprobs)
         episode.turns += 1
         reads_text = isinstance(episode.environment, TextEnvironment)
@@ -251,60 +227,59 @@ class EpisodePlayer:
         if reads_text:
             message, malformed = text_message(self.chat_format.tokenizer, turn.ids), False
         else:
-            message, malformed = parse_turn(self.chat_format.tokenizer, turn.ids, prefix, episode.schemas)
+            message, malformed = parse_turn(self.chat_format.tokenizer, turn.ids, prefix, schemas)
         episode.messages.append(message)
-        episode.counts["malformed"] += malformed and not turn.truncated and bool(episode.schemas)
+        episode.counts["malformed"] += malformed and not turn.truncated and bool(schemas)
         if episode.failed:
-            episode.end()
+            episode.ended = Ended.STOPPED
         elif turn.truncated and (is_full or not reads_text):  # calls of a cut turn are not run
-            episode.end(Ended.CUT)
+            episode.ended = Ended.CUT
         elif reads_text:
             await self.step(episode, message["content"])
-        elif episode.schemas and (calls := message.get("tool_calls")):
+        elif schemas and (calls := message.get("tool_calls")):
             await self.call_tools(episode, [call["function"] for call in calls])
         else:
-            episode.end()
+            episode.ended = Ended.STOPPED
 
     async def step(self, episode: Episode, text: str) -> None:
         """Let a text environment answer a turn."""
-        environment, end = episode.environment, len(episode.ids) - 1
-        described = f"{type(environment).__name__}.step, row {episode.row.number},"
         try:
-            taken = await self.call(described, partial(environment.step, text))
+            taken = await self.call(episode, "step", text)
         except TimeoutError:
             episode.counts[TIMEOUT] += 1
             episode.abandon()
             return
+        described = episode.describe("step")
         if not isinstance(taken, tuple | list) or len(taken) != 5:
             raise ValueError(
                 f"{described} returned {taken!r:.200}; return observation, reward, terminated, truncated, info"
             )
         observation, reward, terminated, truncated, _ = taken
-        episode.turn_rewards[end] = finite_reward(described, reward)
+        episode.turn_rewards[len(episode.ids) - 1] = finite_reward(described, reward)
         if terminated:
-            episode.end()
-            return
-        is_last = truncated or self.rounds_left(episode) <= 0
-        self.reply(episode, [{"role": "user", "content": text_of(observation)}], is_last)
+            episode.ended = Ended.STOPPED
+        else:
+            last = truncated or self.rounds_left(episode) <= 0
+            self.reply(episode, [{"role": "user", "content": text_of(observation)}], last)
 
     async def call_tools(self, episode: Episode, calls: Sequence[ToolCall]) -> None:
         """Let tools answer a turn."""
-        end = len(episode.ids) - 1
         if self.rounds_left(episode) < 0:
-            episode.end(Ended.UNFINISHED)
+            episode.ended = Ended.UNFINISHED
             return
-        answers = await run_calls(calls, episode.tools, self.args.tool_timeout, self.threads)
+        tools = {**self.agents.tools, **tools_of(episode.environment)}
+        answers = await run_calls(calls, tools, self.args.tool_timeout, self.threads)
         messages = [answer.message for answer in answers]
         results = [answer.result for answer in answers if answer.result is not None]
         failures = [answer.failure for answer in answers if answer.failure is not None]
         episode.counts.update(calls=len(answers), **Counter(failures))
         if results:
-            episode.turn_rewards[end] = sum(result.reward for result in results)
+            episode.turn_rewards[len(episode.ids) - 1] = sum(result.reward for result in results)
         if any(answer.failure == TIMEOUT and answer.of_environment for answer in answers):
             episode.abandon()
         elif any(result.done for result in results):
             episode.messages += messages
-            episode.end()
+            episode.ended = Ended.STOPPED
         else:
             self.reply(episode, messages, last=False)
 
@@ -320,15 +295,15 @@ class EpisodePlayer:
             last: end the episode here, in the state in which another turn would start.
         """
         room = self.args.max_completion_length - len(episode.ids)
-        own = template_options(None, episode.row.columns.get("chat_template_kwargs"))
+        own = template_options({**episode.row.columns, "tools": None})
         ids = self.chat_format.reply_ids(replies, episode.ids[-1] in self.chat_format.eos_ids, own)
         if len(ids) >= room + last:
-            episode.end(Ended.DROPPED)
+            episode.ended = Ended.DROPPED
             return
         episode.messages += replies
         episode.append(ids)
         if last:
-            episode.end(Ended.UNFINISHED)
+            episode.ended = Ended.UNFINISHED
 
 
 def make_player(agents: Agents, eos_ids: list[int], args: PPOConfig, positions: int | None) -> EpisodePlayer:
@@ -341,6 +316,6 @@ def make_player(agents: Agents, eos_ids: list[int], args: PPOConfig, positions: 
         ValueError: the chat template does not fit, see `check_template`.
     """
     chat_format = replace(agents.chat_format, eos_ids=eos_ids)
-    check_template(chat_format, "tool" if any(agents.schemas.values()) else "user")
+    check_template(chat_format)
     limits = [args.max_prompt_length, positions and positions - args.max_completion_length]
     return EpisodePlayer(agents, chat_format, args, min((x for x in limits if x is not None), default=None))

@@ -31,13 +31,12 @@ class EpisodeReward(BatchReward):
 
     def score(self, episode: Episode) -> list[float] | None:
         """Return the rewards of an episode, by token."""
-        own, final = episode.kind is self.environment_class, episode.final_reward
+        own, final = type(episode.pool.first) is self.environment_class, episode.final_reward
         if not own or episode.failed or (final is None and not (episode.turn_rewards or self.is_only)):
             return None
         rewards = [episode.turn_rewards.get(position, 0.0) for position in range(len(episode.ids))]
         if final is not None:
-            source = f"{type(episode.environment).__name__}.get_reward, row {episode.row.number},"
-            rewards[episode.last_sampled] += finite_reward(source, final)
+            rewards[episode.last_sampled] += finite_reward(episode.describe("get_reward"), final)
         return rewards
 
 
@@ -49,5 +48,5 @@ def episode_rewards(agents: Agents | None, given: Sequence[object]) -> list[Epis
     """
     if agents is None:
         return []
-    classes = dict.fromkeys(type(instance) for instance in agents.examples.values())
+    classes = dict.fromkeys(type(pool.first) for pool in agents.pools.values())
     return [EpisodeReward(environment_class, not given) for environment_class in classes]

@@ -89,8 +89,8 @@ class RewardModel(BatchReward):
         self, messages: list[Message], columns: Mapping[str, Sequence[object]], row: int, **options: bool
     ) -> str:
         """Return a conversation as the chat template renders it, with the options that a row's columns give."""
-        given = (columns[name][row] if columns.get(name) else None for name in TEMPLATE_COLUMNS)
-        options = template_options(*given) | options
+        given = {name: columns[name][row] for name in TEMPLATE_COLUMNS if columns.get(name)}
+        options = template_options(given) | options
         return apply_chat_template(self.tokenizer, without_nones(messages), self.date, tokenize=False, **options)
 
     def score(self, texts: list[str], add_special_tokens: bool = True) -> list[float]:

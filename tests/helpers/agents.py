@@ -1,14 +1,16 @@
 """A tokenizer that calls tools, a sampler that plays turns from a script, and environments."""
 
+import functools
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from datasets import Dataset
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from helpers.tiny import LORA, tiny_model
-from hfppo import PPOConfig, PPOTrainer, Result, Sampler, TextEnvironment, Turn
+from hfppo import PPOConfig, PPOTrainer, Result, Rollout, Sampler, TextEnvironment, Transcript, Turn
 from hfppo.metrics import Meter
 
 PAD, EOS, USER, ASSISTANT, TOOL, CALL, END = "<pad>", "<eos>", "<user>", "<assistant>", "<tool>", "<call>", "</call>"
@@ -179,6 +181,45 @@ def collect(trainer, count=None, training=False):
     return collected.rollout, collected.transcript, Meter(collected.measures).read()
 
 
+@dataclass(frozen=True)
+class Played:
+    """A rollout of episodes; its metrics are those of training."""
+
+    trainer: PPOTrainer
+    rollout: Rollout
+    transcript: Transcript
+    metrics: dict[str, float]
+
+    def text(self, row: int = 0, mask: Tensor | None = None) -> str:
+        """A row's completion, or its tokens in a mask."""
+        return text_of(self.trainer, self.rollout, row, mask)
+
+    def prompt(self, row: int = 0) -> str:
+        """A row's prompt with the text of `reset`."""
+        ids = self.rollout.prompt_ids[row][self.rollout.prompt_mask[row]]
+        return self.trainer.processing_class.decode(ids)
+
+    def said(self, role: str = "tool", row: int = 0) -> list[str]:
+        """What the messages of a role say in a row's completion."""
+        return [message["content"] for message in self.transcript.completions[row] if message["role"] == role]
+
+    def roles(self, row: int = 0) -> str:
+        """The first letters of the roles in a row's completion."""
+        return "".join(message["role"][0] for message in self.transcript.completions[row])
+
+
+def play(make_agent, *turns, count: int | None = 1, training=True, prepare=lambda trainer: None, **kwargs) -> Played:
+    """Play the episodes of the first rows, all for None; the reward of tools alone is the number of messages.
+
+    Args:
+        prepare: called with the trainer.
+    """
+    given = kwargs if "environment_factory" in kwargs else {"reward_funcs": count_messages, **kwargs}
+    trainer = make_agent(*turns, **given)
+    prepare(trainer)
+    return Played(trainer, *collect(trainer, count, training))
+
+
 def text_of(trainer, rollout, row=0, mask=None):
     """Return the text of a row's completion, or of its tokens in a mask."""
     chosen = rollout.real[row] if mask is None else mask[row]
@@ -199,6 +240,30 @@ def add(a: int, b: int) -> str:
         b: another
     """
     return str(a + b)
+
+
+def tool(body, asynchronous: bool = False):
+    """A tool `use(number: int)` with this body."""
+
+    def use(number: int) -> str:
+        return body(number)
+
+    async def later(number: int) -> str:
+        return await body(number)
+
+    chosen = later if asynchronous else use
+    chosen.__name__, chosen.__doc__ = "use", "Use it.\n\nArgs:\n    number: a number"
+    return chosen
+
+
+def hide_async(method):
+    """An ordinary decorator: it returns the coroutine, and looks like a plain function."""
+
+    @functools.wraps(method)
+    def inner(*args, **kwargs):
+        return method(*args, **kwargs)
+
+    return inner
 
 
 class Chatter(TextEnvironment):

@@ -45,6 +45,12 @@ def test_prompts_that_are_too_long_do_not_count(monkeypatch, tokenizer, chunk):
     assert texts_at(made, 0, 5) == ["1+1=", "2+2=", "1+1=", "2+2=", "1+1="]
 
 
+def test_a_stream_may_have_a_format(tokenizer):
+    talks = [[{"role": "user", "content": "1+2="}], [{"role": "user", "content": "1"}]]
+    rows = Dataset.from_dict({"prompt": talks, "answer": [3, 4]})
+    assert texts_at(prompts_of(rows.to_iterable_dataset().with_format("numpy"), tokenizer), 0, 2) == talks
+
+
 def test_every_pass_is_an_epoch_of_the_dataset(tokenizer):
     """Whose shuffle takes another order then."""
     rows = Dataset.from_dict({"prompt": [f"{n}+{m}=" for n in range(5) for m in range(5)]})
@@ -60,9 +66,8 @@ def test_a_bad_row_is_named_when_it_comes(make_trainer):
         yield from ({"prompt": f"{n % 10}+1="} for n in range(300))
         yield {"prompt": None}
 
-    trainer = make_trainer(
-        {"max_steps": 400, "max_prompt_length": 10}, train_dataset=IterableDataset.from_generator(rows)
-    )
+    stream = IterableDataset.from_generator(rows)
+    trainer = make_trainer({"max_steps": 400, "max_prompt_length": 10}, train_dataset=stream)
     with pytest.raises(ValueError, match=r"train_dataset, from row 256, .*row 44"):
         training_rows(trainer.collector, trainer._train_prompts, 40)
 
