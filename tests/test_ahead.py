@@ -24,6 +24,7 @@ from hfppo import PPOCallback, PPOConfig, PPOTrainer, TextEnvironment
 from hfppo.collect.collector import Collector
 from hfppo.generation.generate import TransformersSampler
 from hfppo.support import background
+from hfppo.support.calls import event_loop
 
 AHEAD = {"rollouts_ahead": 1, "max_steps": 16}
 FAR = 60  # seconds that no test waits
@@ -54,6 +55,7 @@ class Steps(TrainerCallback):
 
 @pytest.fixture(autouse=True)
 def no_thread_is_left():
+    event_loop()  # its thread stays for all tests
     before = set(threading.enumerate())
     yield
     left = [thread for thread in threading.enumerate() if thread not in before and "tqdm" not in thread.name]

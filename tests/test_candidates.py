@@ -102,7 +102,7 @@ def test_the_critic_chooses_prompts_and_the_next_rollout_comes_after_them(make_t
     chosen = texts(trainer, choice)
     assert choice.passed_over == 16
     assert [order.index(text) for text in chosen] == sorted(order.index(text) for text in chosen)
-    assert choice.uniform.sum() == 2
+    assert sum(choice.uniform) == 2
     drawn = [text for text, uniform in zip(chosen, choice.uniform, strict=True) if uniform]
     mean = sum(map(first_digit, order)) / 24
     # 1/4 + 1/2·(V − mean) is the middle, 1/2, where V = mean + 1/2.
@@ -168,7 +168,7 @@ def test_only_prompts_drawn_uniformly_judge_the_critic(make_trainer):
     values[:, 0] = torch.tensor([1.0, 2.0, 1.0, 2.0, 9.0, 9.0, 2.0, 1.0])
     left_out = torch.arange(8)[:, None] < 6
     rollout = replace(rollout, values=values, scores=scores, loss_mask=rollout.mask & left_out)
-    choice = Choice(range(8), [*range(8)], torch.tensor([True] * 4 + [False] * 2 + [True] * 2))
+    choice = Choice(range(8), [*range(8)], [True] * 4 + [False] * 2 + [True] * 2)
     state = PPOState(0.05, uniform_scores=[[-0.5, 0.0], [0.5, 0.6]])
     judging, measures = judge(state, choice, rollout, trainer.collector.gather)
     assert judging == [*state.uniform_scores, [-0.5, 0.0], [0.5, 1.0], [-0.5, 0.0], [0.5, 1.0]]
@@ -188,7 +188,7 @@ def test_a_rollout_without_uniformly_drawn_rows_in_the_loss_judges_nothing(make_
     rollout = trainer.collector.collect(rows, trainer.ppo_state, trainer.state).rollout
     counted = torch.arange(8)[:, None] >= 2
     rollout = replace(rollout, loss_mask=rollout.mask & counted)
-    choice = Choice(range(8), [*range(8)], torch.tensor([True] * 2 + [False] * 6))
+    choice = Choice(range(8), [*range(8)], [True] * 2 + [False] * 6)
     state = PPOState(0.05, uniform_scores=[[-0.5, 0.0], [0.5, 0.6]])
     judging, measures = judge(state, choice, rollout, trainer.collector.gather)
     assert judging == state.uniform_scores
