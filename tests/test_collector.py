@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from helpers.runs import count_digits, logs, trained_state
-from helpers.scripted import PROMPTS, Off, always, answering, first_rollout, training_rows
+from helpers.runs import assert_same_run, count_digits
+from helpers.scripted import PROMPTS, Off, Scripted, always, answering, first_rollout, training_rows
 from helpers.tiny import other_tokenizer, ragged_model, scorer, tiny_model
 from hfppo import PPOConfig
 from hfppo import functional as F
@@ -24,7 +24,7 @@ def with_values(trainer, value: float):
 
 def test_bootstrapping_and_the_critics_own_lam(make_trainer):
     config = {"kl_coef": 0.0, "gamma": 0.9, "lam": 0.5, "lam_critic": 0.8, "bootstrap_truncated": True}
-    config |= {"max_completion_length": 3}
+    config["max_completion_length"] = 3
     trainer = with_values(answering(make_trainer(config, reward_funcs=always(1.0, 1.0)), "12.", "123"), 2.0)
     rollout = trainer.rollout(["1=", "2="])
     assert rollout.truncated.tolist() == [False, True]
@@ -131,9 +131,8 @@ def test_rewards_are_whitened_over_what_is_scored_and_keep_their_mean(make_train
 
 @pytest.mark.parametrize("estimator", ["k1", "abs", "k3"])
 def test_the_penalty_is_that_of_the_estimator_and_of_beta_as_it_is_now(make_trainer, estimator):
-    trainer = make_trainer(
-        {"kl_estimator": estimator, "kl_coef": 0.1}, ref_model=tiny_model(seed=7), reward_funcs=always(*[0.0] * 4)
-    )
+    given = {"ref_model": tiny_model(seed=7), "reward_funcs": always(*[0.0] * 4)}
+    trainer = make_trainer({"kl_estimator": estimator, "kl_coef": 0.1}, **given)
     trainer.ppo_state.kl_coef = 0.3  # as AdaptiveKLCallback leaves it
     rollout = trainer.rollout(PROMPTS)
     kl = F.token_kl(rollout.old_logprobs, rollout.ref_logprobs, estimator).where(rollout.mask, 0.0)
@@ -142,9 +141,9 @@ def test_the_penalty_is_that_of_the_estimator_and_of_beta_as_it_is_now(make_trai
 
 
 def test_the_phases_of_a_rollout(make_trainer):
-    trainer, phases = make_trainer(), []
+    phases = []
 
-    class Noting(type(trainer.collector.sampler)):
+    class Noting(Scripted):
         @contextmanager
         def ready(self):
             phases.append("ready")
@@ -154,11 +153,10 @@ def test_the_phases_of_a_rollout(make_trainer):
             phases.append("sampler")
             return super().__call__(*args)
 
-    trainer.collector.sampler.__class__ = Noting
-    rows = training_rows(trainer.collector, trainer._train_prompts, 0)
-    trainer.collector.collect(
-        rows, trainer.ppo_state, trainer.state, show=lambda name: nullcontext(phases.append(name))
-    )
+    trainer = make_trainer()
+    collector = replace(trainer.collector, sampler=Noting("12."))
+    rows = training_rows(collector, trainer._train_prompts, 0)
+    collector.collect(rows, trainer.ppo_state, trainer.state, show=lambda name: nullcontext(phases.append(name)))
     sampling = ["time/generation", "ready", "sampler"]
     assert phases == ["time/rollout", *sampling, "time/rewards", "time/rollout", "time/passes", "time/rewards"]
 
@@ -200,10 +198,8 @@ def test_tokens_per_second(make_trainer, monkeypatch):
     monkeypatch.setattr("hfppo.collect.collector.time.perf_counter", lambda: float(next(clock)))
     trainer = make_trainer({"max_steps": 1})
     trainer.train()
-    logs = trainer.state.log_history[0]
-    assert logs["time/tokens_per_second"] == pytest.approx(
-        8 * logs["completions/mean_length"] / logs["time/generation"]
-    )
+    log = trainer.state.log_history[0]
+    assert log["time/tokens_per_second"] * log["time/generation"] == pytest.approx(8 * log["completions/mean_length"])
 
 
 @contextmanager
@@ -237,6 +233,4 @@ def test_the_default_dtype_changes_nothing(make_trainer, config, dtype):
     assert expected.keys() == got.keys()
     for name in expected:
         assert_close(got[name], expected[name], rtol=0, atol=0, msg=name)
-    for name, weight in trained_state(trainers[0].model).items():
-        assert torch.equal(trained_state(trainers[1].model)[name], weight), name
-    assert logs(trainers[0]) == logs(trainers[1])
+    assert_same_run(*trainers)

@@ -9,7 +9,7 @@ from torch.testing import assert_close
 
 from helpers.scripted import PROMPTS, off_trainer
 from hfppo.learn.micro_batches import MiniBatchSize
-from hfppo.rollout import Rollout
+from hfppo.models.actor_critic import EVERYTHING
 
 
 def loss(trainer, rollout) -> float:
@@ -22,9 +22,8 @@ def test_decoupled_trusts_the_training_model_and_bypass_the_sampler(make_trainer
     decoupled = off_trainer(make_trainer, "decoupled").rollout(PROMPTS)
     bypass = off_trainer(make_trainer, "bypass").rollout(PROMPTS)
     assert torch.equal(decoupled.completion_ids, bypass.completion_ids)
-    assert (decoupled.old_logprobs - bypass.old_logprobs)[:, 0].tolist() == pytest.approx(
-        [math.log(3.0)] * 4, rel=1e-4
-    )
+    gap = (decoupled.old_logprobs - bypass.old_logprobs)[:, 0]
+    assert_close(gap, torch.full((4,), math.log(3.0)), rtol=1e-4, atol=0)
     assert torch.equal(bypass.old_logprobs, bypass.rollout_logprobs)
     assert decoupled.weights is None
     assert bypass.weights is None
@@ -51,9 +50,8 @@ def test_weights_multiply_the_policy_loss_alone(make_trainer):
     rollout = trainer.rollout(PROMPTS)
     expected = -(rollout.advantages * (rollout.weights - 1))[rollout.mask].sum() / rollout.mask.sum()
     assert abs(float(expected)) > 1e-3
-    assert_close(
-        loss(trainer, rollout) - loss(trainer, replace(rollout, weights=None)), float(expected), rtol=1e-4, atol=1e-5
-    )
+    difference = loss(trainer, rollout) - loss(trainer, replace(rollout, weights=None))
+    assert_close(difference, float(expected), rtol=1e-4, atol=1e-5)
 
 
 def test_metrics_of_the_mismatch(make_trainer):
@@ -72,29 +70,23 @@ def test_without_mismatch_all_modes_train_alike(make_trainer):
         trainer = make_trainer({"policy_mode": mode, "max_steps": 4})
         trainer.train()
         weights.append(torch.cat([p.detach().flatten() for p in trainer.model.actor_parameters()]))
-    assert_close(weights[1], weights[0], rtol=1e-3, atol=1e-4)
-    assert_close(weights[2], weights[0], rtol=1e-3, atol=1e-4)
-
-
-def rollout_and_passes(trainer) -> tuple[Rollout, list[bool]]:
-    """A rollout, and for each pass of the models over whole completions whether it asked for values."""
-    torch.manual_seed(0)
-    for parameter in (*trainer.model.actor_parameters(), *trainer.model.critic_parameters()):
-        torch.nn.init.normal_(parameter, std=0.1)
-    passes = []
-
-    def note(module, args, kwargs):
-        if kwargs.get("completion_mask") is not None:
-            passes.append(kwargs.get("values", True))
-
-    hook = trainer.model.register_forward_pre_hook(note, with_kwargs=True)
-    found = trainer.rollout(PROMPTS)
-    hook.remove()
-    return found, passes
+    for other in weights[1:]:
+        assert_close(other, weights[0], rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("critic", ["shared", "adapter"])
-def test_bypass_reads_the_values_in_a_pass(make_trainer, critic):
-    rollout, passes = rollout_and_passes(make_trainer({"policy_mode": "bypass"}, critic=critic))
-    assert any(passes)
-    assert rollout.values.any()
+def test_bypass_reads_the_values_in_a_pass_without_logprobs(make_trainer, critic):
+    trainer = make_trainer({"policy_mode": "bypass"}, critic=critic)
+    for parameter in trainer.model.critic_parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    wants, forward = set(), trainer.model.forward
+
+    def watched(*args, want=EVERYTHING, completion_mask=None, **kwargs):
+        if completion_mask is not None and completion_mask.shape[0] == len(PROMPTS):
+            wants.add((want.policy, want.values))
+        return forward(*args, want=want, completion_mask=completion_mask, **kwargs)
+
+    trainer.rollout(PROMPTS)  # the model's outputs are checked before the first one
+    trainer.model.forward = watched
+    assert trainer.rollout(PROMPTS).values.any()
+    assert wants == {(True, False), (False, True)}, "log-probs of the reference only"
