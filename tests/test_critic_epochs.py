@@ -68,9 +68,11 @@ def test_each_step_moves_what_it_should(make_trainer, critic, epochs, steps):
     assert len(logged(trainer, "value/grad_norm")) == sum("critic" in step for step in steps)
 
 
-def test_the_critic_moves_in_each_step_of_its_warmup(make_trainer):
-    config = {"num_ppo_epochs": 3, "num_critic_epochs": 1, "critic_warmup": 1}
-    assert train(make_trainer, config)[1].steps == [CRITIC] * 3 + [BOTH, ACTOR, ACTOR]
+@pytest.mark.parametrize("critic", ["adapter", "shared"])
+def test_the_critic_moves_in_each_step_of_its_warmup_and_the_actor_does_not(make_trainer, critic):
+    """Exactly 2 rollouts of 3 steps; weight decay must not move the actor either."""
+    config = {"num_ppo_epochs": 3, "num_critic_epochs": 1, "critic_warmup": 2, "max_steps": 9}
+    assert train(make_trainer, config, critic)[1].steps == [CRITIC] * 6 + [BOTH, ACTOR, ACTOR]
 
 
 def test_as_many_epochs_as_the_actor_are_the_same_run(make_trainer):

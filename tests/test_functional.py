@@ -162,15 +162,6 @@ def test_length_adaptive_lam_by_hand():
     assert_close(F.length_adaptive_lam(mask, alpha=0.05), torch.tensor([0.8, 0.5, 0, 0, 0]))
 
 
-def test_length_adaptive_lam_goes_into_gae_row_by_row():
-    mask = torch.ones(2, 40, dtype=torch.bool)
-    mask[1, 20:] = False
-    rewards, values = torch.zeros(2, 40), torch.zeros(2, 40)
-    rewards[0, 1] = rewards[1, 1] = 1.0
-    advantages, _ = F.gae(rewards, values, mask, 1.0, F.length_adaptive_lam(mask, alpha=0.05))
-    assert_close(advantages[:, :2], torch.tensor([[0.5, 1.0], [0.0, 1.0]]))
-
-
 def test_whiten_by_hand():
     x, mask = double([1, 100, 3], [-50, 5, 7]), bits("101", "011")
     expected = double([-3, 0, -1], [0, 1, 3]) / math.sqrt(5)
@@ -415,21 +406,25 @@ def test_kl_in_the_reward_worked_example():
     assert_close(rewards, double([-0.0003, -0.0002, -0.0003, -0.0002, -0.0003, 0.9999]))
 
 
-def test_score_lands_on_the_last_real_token():
-    mask = bits("1100", "1011", "0110", "0100")
-    kl = torch.full((4, 4), 2.0, dtype=torch.float64)
-    expected = double([-1, 9, 0, 0], [-1, 0, -1, 19], [0, -1, 29, 0], [0, 39, 0, 0])
-    assert_close(F.token_rewards(double(10, 20, 30, 40), kl, mask, kl_coef=0.5), expected)
+# Scores, KL, mask, β and rewards.
+REWARDS = {
+    "scores land on the last real token": (
+        (10, 20, 30, 40),
+        [[2.0] * 4] * 4,
+        ("1100", "1011", "0110", "0100"),
+        0.5,
+        [[-1, 9, 0, 0], [-1, 0, -1, 19], [0, -1, 29, 0], [0, 39, 0, 0]],
+    ),
+    "scores per token stay": ([[1, 0, 3, 0]], [[1, 1, 2, 1]], ("1011",), 0.1, [[0.9, 0, 2.8, -0.1]]),
+    "KL on masked columns is left out": ((1,), [[0.5, NAN, NAN]], ("100",), 1.0, [[0.5, 0, 0]]),
+    "a score of zero needs no real token": ((0,), [[1, 1]], ("00",), 1.0, [[0, 0]]),
+}
 
 
-def test_scores_per_token_stay_where_they_are():
-    scores, kl = double([1, 0, 3, 0]), double([1, 1, 2, 1])
-    assert_close(F.token_rewards(scores, kl, bits("1011"), kl_coef=0.1), double([0.9, 0, 2.8, -0.1]))
-
-
-def test_kl_on_masked_columns_does_not_reach_the_rewards():
-    rewards = F.token_rewards(double(1), double([0.5, NAN, NAN]), bits("100"), kl_coef=1.0)
-    assert_close(rewards, double([0.5, 0, 0]))
+@pytest.mark.parametrize("case", REWARDS)
+def test_token_rewards_by_hand(case):
+    scores, kl, mask, beta, expected = REWARDS[case]
+    assert_close(F.token_rewards(double(*scores), double(*kl), bits(*mask), beta), double(*expected))
 
 
 @quick
@@ -443,27 +438,20 @@ def test_mean_sum_of_rewards_is_mean_score_minus_beta_times_mean_sum_of_kl(batch
     assert rewards.sum(dim=1).mean().item() == pytest.approx(expected, rel=1e-9, abs=1e-9)
 
 
-def test_a_score_of_zero_needs_no_real_token():
-    assert_close(F.token_rewards(double(0), double([1, 1]), bits("00"), kl_coef=1.0), double([0, 0]))
-
-
 def test_last_real_index_by_hand():
     assert last_real_index(bits("1000", "1010", "0110", "1111", "0000")).tolist() == [0, 2, 2, 3, 3]
 
 
 @pytest.mark.parametrize(
     ("kl", "expected"),
-    [(0.11, 0.101), (0.09, 0.099), (0.10, 0.1), (0.5, 0.102), (0.0, 0.098), (-1.0, 0.098)],
-    ids=["above", "below", "on target", "far above", "far below", "negative"],
+    [
+        *[(0.11, 0.101), (0.09, 0.099), (0.10, 0.1), (0.5, 0.102), (0.0, 0.098), (-1.0, 0.098)],
+        *[(NAN, 0.1), (math.inf, 0.1), (-math.inf, 0.1)],  # β stays
+    ],
 )
 def test_adaptive_kl_coef_by_hand(kl, expected):
     beta = F.adaptive_kl_coef(0.1, kl, target=0.1, horizon=1000, num_completions=100)
     assert beta == pytest.approx(expected, rel=1e-12)
-
-
-@pytest.mark.parametrize("kl", [NAN, math.inf, -math.inf])
-def test_a_kl_that_is_not_finite_leaves_beta_alone(kl):
-    assert F.adaptive_kl_coef(0.1, kl, target=0.1, horizon=10, num_completions=10) == 0.1
 
 
 # Policy losses

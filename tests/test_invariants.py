@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch.nn.utils import parameters_to_vector
 from torch.testing import assert_close
 from transformers import (
     CohereConfig,
@@ -241,16 +240,6 @@ def test_a_ppo_callback_may_return_the_control_as_trainers_may(make_trainer):
     assert trainer.state.global_step == trainer.args.updates_per_rollout < trainer.args.max_steps
 
 
-def test_every_row_of_a_rollout_is_used_once_per_epoch(plain):
-    rollout = plain.rollout([f"{n}=" for n in range(8)])
-    for epoch in range(2):
-        parts = [rollout.mini_batch(i, 4, (0, epoch)) for i in range(4)]
-        seen = torch.cat([part.old_logprobs[:, 0] for part in parts])
-        assert torch.equal(seen.sort().values, rollout.old_logprobs[:, 0].sort().values)
-    orders = [rollout.mini_batch(0, 1, (0, epoch)).old_logprobs[:, 0] for epoch in range(2)]
-    assert not torch.equal(*orders), "the epochs are not shuffled apart"
-
-
 def test_another_seed_is_another_run(make_trainer, plain):
     assert plain.args.seed == 3
     other = make_trainer({"seed": 4})
@@ -261,31 +250,14 @@ def test_another_seed_is_another_run(make_trainer, plain):
 
 @pytest.mark.parametrize("do_sample", [False, True])
 def test_the_same_seed_is_the_same_run_and_evaluation_changes_no_training(make_trainer, plain, dataset, do_sample):
-    evaluated = make_trainer({"eval_strategy": "steps", "eval_steps": 1, "eval_on_start": True}, eval_dataset=dataset)
+    config = {"eval_strategy": "steps", "eval_steps": 1, "eval_on_start": True}
+    evaluated = make_trainer(config, eval_dataset=dataset.select(range(4)))
     with evaluated.eval_sampling(do_sample):
         evaluated.train()
     assert len(logged(evaluated, "eval_reward")) == 9
     after = trainable(evaluated)
     for name, weight in trainable(plain).items():
         assert torch.equal(weight, after[name]), name
-
-
-@pytest.mark.parametrize("critic", ["adapter", "shared"])
-def test_actor_does_not_move_during_critic_warmup(make_trainer, critic):
-    """Exactly 2 rollouts of 4 steps; weight decay and momentum must not move it either."""
-    moved = []
-
-    class Watch(TrainerCallback):
-        def on_step_end(self, args, state, control, model=None, **kwargs):
-            moved.append(not torch.equal(start, parameters_to_vector(model.actor_parameters())))
-
-    config = {"critic_warmup": 2, "max_steps": 12, "weight_decay": 0.1}
-    trainer = make_trainer(config, critic=critic, callbacks=[Watch()])
-    start = parameters_to_vector(trainer.model.actor_parameters()).detach()
-    head = trainer.model.critic.value_head.weight.detach().clone()
-    trainer.train()
-    assert moved == [False] * 8 + [True] * 4
-    assert not torch.equal(head, trainer.model.critic.value_head.weight)
 
 
 def test_a_target_goes_by_the_logged_kl_of_a_mini_batch(make_trainer):
