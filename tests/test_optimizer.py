@@ -12,6 +12,7 @@ from helpers.tiny import LORA, tiny_model
 from hfppo import PPOConfig, PPOTrainer
 from hfppo.callbacks import TrainerHooks
 from hfppo.learn.optimizer import present_rate
+from hfppo.learn.run import Run
 
 
 def own_optimizer(model) -> torch.optim.Optimizer:
@@ -61,6 +62,19 @@ def test_the_actor_waits_for_the_critic(train_with_own):
 def test_a_target_for_the_kl_ends_a_rollout_early(train_with_own):
     trainer = train_with_own({}, [stops_at_kl(1e-9)])
     assert trainer.ppo_state.rollouts == 4  # in 8 steps: the first on a rollout has KL 0, the second passes the limit
+
+
+def test_a_scaled_rate_is_back_to_the_bit_after_its_step(make_trainer):
+    """The schedule computes the next rate from it."""
+    trainer = make_trainer()
+    run, groups = Run(trainer.model, trainer.accelerator, trainer.args), trainer.create_optimizer().param_groups
+    before = [group["lr"] for group in groups]
+    run.begin_step(0, may_be_saved=False)
+    run.before_step(trainer.optimizer, 0.3)
+    scaled = [group["lr"] for group in groups]
+    assert {now / rate for now, rate in zip(scaled, before, strict=True)} == {0.3, 1.0}, "the actor's only"
+    run.end_step(0)
+    assert [group["lr"] for group in groups] == before
 
 
 def test_hooks_are_not_doubled_by_a_second_run(make_trainer):
