@@ -21,6 +21,7 @@ from transformers import (
 )
 
 from helpers.runs import Keep, count_digits, gradients, logged, small_trainer, stops_at_kl, trainable
+from helpers.scripted import training_rows
 from helpers.tiny import tiny_gpt2, tiny_model, tiny_of_type, tiny_opt, tiny_qwen3
 from hfppo import PPOCallback
 from hfppo.models.actor_critic import Want
@@ -246,6 +247,8 @@ def test_another_seed_is_another_run(make_trainer, plain):
     other.train()
     ours, others = trainable(plain), trainable(other)
     assert not any(torch.equal(ours[name], others[name]) for name in ours if "lora_B" in name)
+    seeds = [{row.seed for row in training_rows(t.collector, t._train_prompts, 0)} for t in (plain, other)]
+    assert seeds[0].isdisjoint(seeds[1]), "the adapter's initial weights are not all that differs"
 
 
 @pytest.mark.parametrize("do_sample", [False, True])
