@@ -13,16 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from build_arithmetic_base import character_tokenizer
 from datasets import Dataset
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast, TrainerCallback
 
 from helpers import agents
 from helpers.http_server import Answer, Server
 from helpers.processes import freeze_imports
-from helpers.runs import SMALL, count_digits
-from helpers.tiny import CHAT_TEMPLATE, LORA, tiny_model
-from hfppo import PlotCallback, PPOConfig, PPOTrainer
+from helpers.runs import SUMS, chat_tokenizer, small_trainer
+from helpers.tiny import tiny_model
+from hfppo import PlotCallback, PPOTrainer
 
 
 def pytest_collection_finish() -> None:
@@ -31,9 +30,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture
 def tokenizer() -> PreTrainedTokenizerFast:
-    made = character_tokenizer()
-    made.chat_template = CHAT_TEMPLATE
-    return made
+    return chat_tokenizer()
 
 
 @pytest.fixture
@@ -55,28 +52,16 @@ def model() -> LlamaForCausalLM:
 
 @pytest.fixture
 def dataset() -> Dataset:
-    return Dataset.from_list(
-        [{"prompt": f"请问{a}+{b}=", "answer": str(a + b)} for a in range(4) for b in range(3, 7)]
-    )
+    return SUMS
 
 
 @pytest.fixture
 def make_trainer(tmp_path: Path, tokenizer, dataset):
-    """Build a small trainer; keyword arguments of PPOTrainer, and `config` for PPOConfig's fields."""
+    """Build a small trainer; see `small_trainer`."""
 
     def make(config: dict | None = None, **kwargs) -> PPOTrainer:
-        args = PPOConfig(**{"output_dir": str(tmp_path / "out"), **SMALL, **(config or {})})
-        defaults = {
-            "model": None,
-            "reward_funcs": count_digits,
-            "train_dataset": dataset,
-            "processing_class": tokenizer,
-            "peft_config": LORA,
-        }
-        merged = {**defaults, **kwargs}
-        if merged["model"] is None:
-            merged["model"] = tiny_model()
-        return PPOTrainer(args=args, **merged)
+        given = {"train_dataset": dataset, "processing_class": tokenizer, **kwargs}
+        return small_trainer(tmp_path / "out", config, **given)
 
     return make
 

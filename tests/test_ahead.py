@@ -17,13 +17,14 @@ import torch
 from transformers import PreTrainedTokenizerFast, TrainerCallback
 
 from helpers.agents import Chatter, talking_trainer
-from helpers.runs import PROMPTS, SMALL, count_digits, stops_at_kl, untimed_logs
+from helpers.runs import PROMPTS, SMALL, chat_tokenizer, count_digits, logged, stops_at_kl, untimed_logs
 from helpers.scripted import training_rows
 from helpers.tiny import tiny_model
 from hfppo import PPOCallback, PPOConfig, PPOTrainer, TextEnvironment
 from hfppo.collect.collector import Collector
 from hfppo.generation.generate import TransformersSampler
 from hfppo.support import background
+from hfppo.support.calls import event_loop
 
 AHEAD = {"rollouts_ahead": 1, "max_steps": 16}
 FAR = 60  # seconds that no test waits
@@ -54,6 +55,7 @@ class Steps(TrainerCallback):
 
 @pytest.fixture(autouse=True)
 def no_thread_is_left():
+    event_loop()  # its thread stays for all tests
     before = set(threading.enumerate())
     yield
     left = [thread for thread in threading.enumerate() if thread not in before and "tqdm" not in thread.name]
@@ -79,9 +81,8 @@ def test_a_rollout_is_sampled_by_the_policy_of_one_rollout_before(make_trainer):
         assert number == 0 or not torch.equal(now.rollout_logprobs, rollout.rollout_logprobs)
         if torch.equal(now.completion_ids, rollout.completion_ids):
             assert torch.equal(now.old_logprobs, rollout.old_logprobs), "today's model recomputes them"
-    logs = [log for log in untimed_logs(trainer) if "ahead/age" in log]
-    assert [log["ahead/age"] for log in logs] == [0, 4, 4, 4]
-    assert all(0 <= log["mismatch/cut_frac"] < 1 for log in logs)
+    assert logged(trainer, "ahead/age") == [0, 4, 4, 4]
+    assert all(0 <= share < 1 for share in logged(trainer, "mismatch/cut_frac"))
 
 
 def test_the_next_rollout_is_scored_during_the_update(make_trainer):
@@ -94,7 +95,7 @@ def test_the_next_rollout_is_scored_during_the_update(make_trainer):
         return count_digits(completions)
 
     make_trainer(AHEAD, callbacks=[steps], reward_funcs=slow).train()
-    assert calls == [0, 0, 4, 8], "the step at which it began"
+    assert calls == [0, 0, 4, 8], "the step at which it began; nothing is sampled that is not used"
 
 
 def test_environments_play_during_the_update(tmp_path):
@@ -149,9 +150,11 @@ def test_an_error_comes_at_its_use_with_its_own_traceback(make_trainer):
     assert len(calls) == 3
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
-def test_an_interrupt_ends_the_sampling(make_trainer, error):
-    asleep = threading.Event()
+@pytest.mark.parametrize(
+    ("is_async", "error"), [(False, KeyboardInterrupt), (False, ZeroDivisionError), (True, KeyboardInterrupt)]
+)
+def test_an_interrupt_ends_the_sampling_and_its_reward(make_trainer, is_async, error):
+    asleep, cancelled, outcome = threading.Event(), threading.Event(), []
 
     class Stops(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
@@ -159,54 +162,29 @@ def test_an_interrupt_ends_the_sampling(make_trainer, error):
             raise error
 
     def sleeps(completions, **kwargs):
-        if calls:
+        if outcome:
             asleep.set()
             for _ in range(FAR * 100):
                 time.sleep(0.01)
-            calls.append("woke by itself")
-        calls.append("called")
+        outcome.append("scored")
         return count_digits(completions)
 
-    calls = []
-    trainer = make_trainer(AHEAD, reward_funcs=sleeps, callbacks=[Stops()])
-    with pytest.raises(error):
-        trainer.train()
-    assert calls == ["called"]
-
-
-def test_an_asynchronous_reward_is_cancelled(make_trainer):
-    asleep, outcome = threading.Event(), []
-
-    class Stops(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            assert asleep.wait(FAR)
-            raise KeyboardInterrupt
-
-    async def sleeps(completions, **kwargs):
+    async def sleeps_async(completions, **kwargs):
         if outcome:
             asleep.set()
             try:
                 await asyncio.sleep(FAR)
             except asyncio.CancelledError:
-                outcome.append("cancelled")
+                cancelled.set()
                 raise
         outcome.append("scored")
         return count_digits(completions)
 
-    with pytest.raises(KeyboardInterrupt):
-        make_trainer(AHEAD, reward_funcs=sleeps, callbacks=[Stops()]).train()
-    assert outcome == ["scored", "cancelled"]
-
-
-def test_nothing_is_sampled_that_is_not_used(make_trainer):
-    calls = []
-
-    def count(completions, **kwargs):
-        calls.append(len(completions))
-        return count_digits(completions)
-
-    make_trainer({**AHEAD, "max_steps": 12}, reward_funcs=count).train()
-    assert calls == [8, 8, 8]
+    reward = sleeps_async if is_async else sleeps
+    with pytest.raises(error):
+        make_trainer(AHEAD, reward_funcs=reward, callbacks=[Stops()]).train()
+    assert outcome == ["scored"]
+    assert not is_async or cancelled.wait(FAR)
 
 
 def test_prompts_are_chosen_after_those_of_the_rollout_in_use(make_trainer, monkeypatch):
@@ -230,10 +208,10 @@ def test_a_rollout_that_ends_early_makes_one_more_necessary(make_trainer):
     trainer = make_trainer({**AHEAD, "max_steps": 6}, callbacks=[seen, stops_at_kl(1e-9)])
     trainer.train()
     assert trainer.state.global_step == 6
-    ages = [log["ahead/age"] for log in untimed_logs(trainer) if "ahead/age" in log]
-    assert len(seen.rollouts) == len(ages) > 2
-    assert ages[0] == 0
-    assert max(ages) < 4
+    first, *later = logged(trainer, "ahead/age")
+    assert first == 0
+    assert len(seen.rollouts) == 1 + len(later) > 2
+    assert max(later) < 4
 
 
 def test_evaluations_and_looks_change_nothing(make_trainer):
@@ -244,8 +222,8 @@ def test_evaluations_and_looks_change_nothing(make_trainer):
 
     trainers = []
     for evaluates in ({}, {"eval_strategy": "steps", "eval_steps": 3}):
-        dataset = PROMPTS.select(range(4))
-        trainers.append(make_trainer({**AHEAD, **evaluates}, eval_dataset=dataset, callbacks=[Looks()]))
+        given = {"eval_dataset": PROMPTS.select(range(4)), "callbacks": [Looks()]}
+        trainers.append(make_trainer({**AHEAD, "max_steps": 12, **evaluates}, **given))
         trainers[-1].train()
     logs = [[log for log in untimed_logs(trainer) if "loss" in log] for trainer in trainers]
     assert logs[0] == logs[1]
@@ -268,10 +246,8 @@ def test_one_caller_at_a_time(make_trainer):
         busy.release()
         return count_digits(completions)
 
-    dataset = PROMPTS.select(range(2))
-    trainer = make_trainer(
-        {**AHEAD, "max_steps": 8}, eval_dataset=dataset, reward_funcs=alone, callbacks=[Evaluates()]
-    )
+    given = {"eval_dataset": PROMPTS.select(range(2)), "reward_funcs": alone, "callbacks": [Evaluates()]}
+    trainer = make_trainer({**AHEAD, "max_steps": 8}, **given)
     trainer.train()
 
 
@@ -285,14 +261,11 @@ def test_global_random_numbers_are_the_update_s_too(tmp_path, monkeypatch):
 
     warned = []
     monkeypatch.setattr(background, "warn_of_global_draws", lambda: warned.append(None))
-    config = {**SMALL, **AHEAD, "max_steps": 4}
-    torch.manual_seed(5)
-    trainer = talking_trainer(tmp_path, config, environment_factory=Draws)
-    trainer.train()
+    talking_trainer(tmp_path, {**SMALL, **AHEAD, "max_steps": 4}, environment_factory=Draws).train()
     assert warned
 
 
-def test_samplers_that_read_trained_weights_are_refused(tmp_path, tokenizer):
+def test_samplers_that_read_trained_weights_are_refused(tmp_path):
     class Own(TransformersSampler):
         pass
 
@@ -300,14 +273,9 @@ def test_samplers_that_read_trained_weights_are_refused(tmp_path, tokenizer):
         def create_sampler(self, eos_ids):
             return Own(self.model, super().create_sampler(eos_ids).sampling, None)
 
+    args = PPOConfig(str(tmp_path), **SMALL, rollouts_ahead=1)
     with pytest.raises(ValueError, match="rollouts_ahead=1 samples while the actor is trained, and Own may read"):
-        Trainer(
-            model=tiny_model(),
-            reward_funcs=count_digits,
-            args=PPOConfig(str(tmp_path), **SMALL, rollouts_ahead=1),
-            train_dataset=PROMPTS,
-            processing_class=tokenizer,
-        )
+        Trainer(tiny_model(), count_digits, args, PROMPTS, None, chat_tokenizer())
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import re
 from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -11,12 +12,11 @@ from datasets import Dataset
 from torch.testing import assert_close
 
 from helpers.agents import Chatter, talking_trainer
-from helpers.runs import final_state, logged, logs, untimed_logs
-from helpers.scripted import training_rows
+from helpers.runs import assert_same_run, final_state, logged, small_trainer, untimed_logs
+from helpers.scripted import collect_first, training_rows
 from helpers.tiny import scorer
-from hfppo import PPOConfig
 from hfppo.collect import candidates
-from hfppo.collect.candidates import Choice, ScoreLine, choose, judge
+from hfppo.collect.candidates import Choice, ScoreLine, choose, judge, num_candidates
 from hfppo.metrics import METRICS, Meter
 from hfppo.state import PPOState
 from hfppo.support.out_of_memory import OutOfMemory
@@ -44,6 +44,13 @@ def valued(trainer, value):
 
 def first_digit(text: str) -> float:
     return int(text[0]) / 9
+
+
+@pytest.fixture(scope="module")
+def eight(tmp_path_factory):
+    """A trainer, and a rollout of eight completions."""
+    trainer = small_trainer(tmp_path_factory.mktemp("eight"), EIGHT)
+    return trainer, collect_first(trainer).rollout
 
 
 def test_expected_scores_are_a_line_over_values():
@@ -82,12 +89,8 @@ def test_the_nearest_are_taken_and_a_quarter_is_drawn():
         counts[drawn] += 1
     assert counts.min() > 25  # 50 are expected, with a deviation of 7
     assert choose(distances, 5, (0,))[1].sum() == 2, "a quarter is rounded up"
-
-
-def test_of_equal_candidates_the_first_are_taken():
-    taken, uniform = choose(torch.ones(8), 4, (1,))
-    drawn = taken[uniform].item()
-    assert taken[~uniform].tolist() == [i for i in range(8) if i != drawn][:3]
+    taken, uniform = choose(torch.ones(8), 4, (1,))  # of equal ones the first
+    assert taken[~uniform].tolist() == [i for i in range(8) if i != taken[uniform].item()][:3]
 
 
 def test_the_critic_chooses_prompts_and_the_next_rollout_comes_after_them(make_trainer):
@@ -102,15 +105,13 @@ def test_the_critic_chooses_prompts_and_the_next_rollout_comes_after_them(make_t
     chosen = texts(trainer, choice)
     assert choice.passed_over == 16
     assert [order.index(text) for text in chosen] == sorted(order.index(text) for text in chosen)
-    assert choice.uniform.sum() == 2
+    assert sum(choice.uniform) == 2
     drawn = [text for text, uniform in zip(chosen, choice.uniform, strict=True) if uniform]
     mean = sum(map(first_digit, order)) / 24
     # 1/4 + 1/2·(V − mean) is the middle, 1/2, where V = mean + 1/2.
-    nearest = sorted((t for t in order if t not in drawn), key=lambda t: abs(first_digit(t) - mean - 0.5))
-    assert {first_digit(t) for t in chosen} - set(map(first_digit, drawn)) <= set(map(first_digit, nearest[:6]))
-    assert sorted(abs(first_digit(t) - mean - 0.5) for t in chosen if t not in drawn) == pytest.approx(
-        [abs(first_digit(t) - mean - 0.5) for t in nearest[:6]]
-    )
+    distances = {text: abs(first_digit(text) - mean - 0.5) for text in order if text not in drawn}
+    nearest = sorted(distances.values())[:6]
+    assert sorted(distances[text] for text in chosen if text not in drawn) == pytest.approx(nearest)
 
 
 @pytest.mark.parametrize(("num_generations", "critic"), [(1, "adapter"), (2, "shared")])
@@ -135,40 +136,32 @@ def test_seeds_of_a_row_are_those_of_its_place_in_the_order(make_trainer, num_ge
         ("shared", {"local_rollout_forward_batch_size": 2}),
         ("shared_detached", {}),
         (scorer, {}),
+        ("an environment", {"prompt_candidates": 2}),
     ],
 )
-def test_values_of_prompts_are_those_of_their_rollout(make_trainer, critic, config):
-    critic = critic() if callable(critic) else critic
-    trainer = make_trainer({**config, "max_steps": 4}, critic=critic)
+def test_values_of_prompts_are_those_of_their_rollout(make_trainer, tmp_path, critic, config):
+    config = {**config, "max_steps": 4}
+    if critic == "an environment":
+        trainer = talking_trainer(tmp_path / "out", config)
+    else:
+        trainer = make_trainer(config, critic=critic() if callable(critic) else critic)
     trainer.train()  # V(s₀) differs by prompt
-    rows = training_rows(trainer.collector, trainer._train_prompts, 3)
-    rollout = trainer.collector.collect(rows, trainer.ppo_state, trainer.state).rollout
-    found = trainer.collector.prompt_values(rows)
-    assert found.std() > 1e-3
-    assert_close(found, rollout.values[:, 0], rtol=1e-4, atol=1e-5)
-
-
-def test_an_environment_completes_the_candidates(tmp_path):
-    trainer = talking_trainer(tmp_path / "out", {"max_steps": 4, "prompt_candidates": 2})
-    trainer.train()
     rows = training_rows(trainer.collector, trainer._train_prompts, 3)
     rollout = trainer.collector.collect(rows, trainer.ppo_state, trainer.state).rollout
     before = Chatter.resets
     found = trainer.collector.prompt_values(rows)
-    assert Chatter.resets == before + len(rows)
+    assert Chatter.resets == before + (len(rows) if critic == "an environment" else 0)
     assert found.std() > 1e-3
     assert_close(found, rollout.values[:, 0], rtol=1e-4, atol=1e-5)
 
 
-def test_only_prompts_drawn_uniformly_judge_the_critic(make_trainer):
-    trainer = make_trainer(EIGHT)
-    rows = training_rows(trainer.collector, trainer._train_prompts, 0)
-    rollout = trainer.collector.collect(rows, trainer.ppo_state, trainer.state).rollout
+def test_only_prompts_drawn_uniformly_judge_the_critic(eight):
+    trainer, rollout = eight
     values, scores = torch.zeros(rollout.mask.shape), torch.tensor([0.0, 1.0, 0.0, 1.0, 9.0, 9.0, 1.0, 0.0])
     values[:, 0] = torch.tensor([1.0, 2.0, 1.0, 2.0, 9.0, 9.0, 2.0, 1.0])
     left_out = torch.arange(8)[:, None] < 6
     rollout = replace(rollout, values=values, scores=scores, loss_mask=rollout.mask & left_out)
-    choice = Choice(range(8), [*range(8)], torch.tensor([True] * 4 + [False] * 2 + [True] * 2))
+    choice = Choice(range(8), [*range(8)], [True] * 4 + [False] * 2 + [True] * 2)
     state = PPOState(0.05, uniform_scores=[[-0.5, 0.0], [0.5, 0.6]])
     judging, measures = judge(state, choice, rollout, trainer.collector.gather)
     assert judging == [*state.uniform_scores, [-0.5, 0.0], [0.5, 1.0], [-0.5, 0.0], [0.5, 1.0]]
@@ -182,13 +175,11 @@ def test_only_prompts_drawn_uniformly_judge_the_critic(make_trainer):
     assert metrics["candidates/explained"] == pytest.approx(ScoreLine.fit(judging).explained)
 
 
-def test_a_rollout_without_uniformly_drawn_rows_in_the_loss_judges_nothing(make_trainer):
-    trainer = make_trainer(EIGHT)
-    rows = training_rows(trainer.collector, trainer._train_prompts, 0)
-    rollout = trainer.collector.collect(rows, trainer.ppo_state, trainer.state).rollout
+def test_a_rollout_without_uniformly_drawn_rows_in_the_loss_judges_nothing(eight):
+    trainer, rollout = eight
     counted = torch.arange(8)[:, None] >= 2
     rollout = replace(rollout, loss_mask=rollout.mask & counted)
-    choice = Choice(range(8), [*range(8)], torch.tensor([True] * 2 + [False] * 6))
+    choice = Choice(range(8), [*range(8)], [True] * 2 + [False] * 6)
     state = PPOState(0.05, uniform_scores=[[-0.5, 0.0], [0.5, 0.6]])
     judging, measures = judge(state, choice, rollout, trainer.collector.gather)
     assert judging == state.uniform_scores
@@ -218,20 +209,10 @@ def test_a_critic_that_explains_nothing_changes_nothing(make_trainer, monkeypatc
         run.train()
     expected, found = map(final_state, runs)
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
-    logs = [
-        [{n: x for n, x in log.items() if not n.startswith("candidates/")} for log in untimed_logs(run)]
-        for run in runs
-    ]
-    assert logs[0] == logs[1]
+    plain, judged = map(untimed_logs, runs)
+    assert plain == [{n: x for n, x in log.items() if not n.startswith("candidates/")} for log in judged]
     assert runs[0].ppo_state.uniform_scores == []
     assert len(runs[1].ppo_state.uniform_scores) == 16
-
-
-def test_a_run_looks_at_the_window_after_the_last(make_trainer, always):
-    trainer = make_trainer({**EIGHT, "prompt_candidates": 3, "max_steps": 8}, train_dataset=SUMS)
-    trainer.train()
-    assert trainer.ppo_state.passed_over == 3 * 16  # four rollouts; nothing judges the critic before the first
-    assert len(logged(trainer, "candidates/chosen")) == len(logged(trainer, "candidates/passed_over")) == 3
 
 
 STREAM = SUMS.to_iterable_dataset().shuffle(seed=1, buffer_size=8)
@@ -262,7 +243,8 @@ def test_resuming_equals_the_straight_run(make_trainer, tmp_path, monkeypatch, v
     config, kwargs = RESUMED.get(variant, ({}, {}))
 
     def trainer(output_dir):
-        saving = {"max_steps": 24, "save_strategy": "steps", "save_steps": 1, "output_dir": str(output_dir)}
+        saving = {"max_steps": 12, "num_ppo_epochs": 1, "save_strategy": "steps", "save_steps": 1}
+        saving["output_dir"] = str(output_dir)
         if variant == "an environment":
             return talking_trainer(output_dir, {**saving, "prompt_candidates": 2})
         given = {"train_dataset": SUMS, **kwargs}
@@ -271,22 +253,20 @@ def test_resuming_equals_the_straight_run(make_trainer, tmp_path, monkeypatch, v
     straight = trainer(tmp_path / "straight")
     straight.train()
     assert straight.ppo_state.passed_over > 0
-    for step in (10, 12):  # within a rollout, and between two
+    for step in (5, 6):  # within a rollout, and between two
         resumed = trainer(tmp_path / f"from-{step}")
         resumed.train(resume_from_checkpoint=str(tmp_path / "straight" / f"checkpoint-{step}"))
-        assert resumed.ppo_state == straight.ppo_state
-        expected, found = final_state(straight), final_state(resumed)
-        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
-        assert logs(resumed) == logs(straight)
+        assert_same_run(straight, resumed)
 
 
-def test_every_metric_of_candidates_is_logged(make_trainer, always):
-    runs = [
-        make_trainer({**EIGHT, "prompt_candidates": 3, "max_steps": 8, **more}, train_dataset=SUMS)
-        for more in ({}, GROUPS)
-    ]
+def test_a_run_looks_at_the_window_after_the_last_and_logs_every_metric_of_candidates(make_trainer, always):
+    config = {**EIGHT, "prompt_candidates": 3, "max_steps": 8}
+    runs = [make_trainer({**config, **more}, train_dataset=SUMS) for more in ({}, GROUPS)]
     for run in runs:
         run.train()
+    by_critic = runs[0]
+    assert by_critic.ppo_state.passed_over == 3 * 16  # four rollouts; nothing judges the critic before the first
+    assert len(logged(by_critic, "candidates/chosen")) == len(logged(by_critic, "candidates/passed_over")) == 3
     names = {name for run in runs for entry in run.state.log_history for name in entry}
     found = {re.sub(r"[1-5]$", "{fifth}", name) for name in names if "candidates" in name}
     assert found == {name for name in METRICS if "candidates" in name}
@@ -326,12 +306,11 @@ def test_groups_with_spread_are_kept(make_trainer):
     assert len(collected.rollout) == 8
     assert set(even[:4]) <= set(kept)
     assert len(kept) == 4
-    rollout, decode = collected.rollout, trainer.processing_class.decode
-    for row, (prompt, text) in enumerate(
-        zip(collected.transcript.prompts, collected.transcript.completions, strict=True)
-    ):
-        assert decode(rollout.prompt_ids[row][rollout.prompt_mask[row]]) == prompt
-        assert decode(rollout.completion_ids[row][rollout.real[row]], skip_special_tokens=True) == text
+    rollout, decode, transcript = collected.rollout, trainer.processing_class.decode, collected.transcript
+    for row in range(8):
+        assert decode(rollout.prompt_ids[row][rollout.prompt_mask[row]]) == transcript.prompts[row]
+        ids = rollout.completion_ids[row][rollout.real[row]]
+        assert decode(ids, skip_special_tokens=True) == transcript.completions[row]
     metrics = Meter(collected.measures).read()
     assert metrics["candidates/spread"] == len(even) / 10
     assert metrics["candidates/completions"] == 20
@@ -340,16 +319,14 @@ def test_groups_with_spread_are_kept(make_trainer):
 
 
 @pytest.mark.parametrize(("spread", "expected"), [(1.0, 4), (0.8, 5), (0.5, 8), (0.1, 12), (0.0, 12)])
-def test_as_many_groups_as_the_last_share_asks_for_within_the_limit(make_trainer, spread, expected):
-    trainer = make_trainer({**GROUPS, "max_steps": 4}, train_dataset=SUMS)
-    choice = trainer.collector.choose_prompts(trainer._train_prompts, PPOState(0.05, spread=spread))
-    assert len(trainer.collector.rows_of(choice, trainer._train_prompts)) == 2 * expected
+def test_as_many_groups_as_the_last_share_asks_for_within_the_limit(spread, expected):
+    args = SimpleNamespace(prompts_per_process=4, prompt_candidates=3, needs_critic=False)
+    assert num_candidates(ScoreLine(), spread, args) == expected
 
 
 def test_groups_without_spread_fill_the_rollout(make_trainer):
-    trainer = make_trainer(
-        {**GROUPS, "max_steps": 4}, train_dataset=SUMS, reward_funcs=lambda prompts, **_: [1.0] * len(prompts)
-    )
+    same = {"reward_funcs": lambda prompts, **_: [1.0] * len(prompts)}
+    trainer = make_trainer({**GROUPS, "max_steps": 4}, train_dataset=SUMS, **same)
     trainer.train()
     assert (trainer.ppo_state.spread, trainer.ppo_state.passed_over) == (0.0, 8)
     assert logged(trainer, "candidates/completions") == [8, 24]
@@ -363,14 +340,13 @@ def test_given_prompts_are_never_left_out(make_trainer):
     assert trainer.evaluate(SUMS.select(range(20)))["eval_reward"] >= 0
 
 
-# Errors
-
-
-def test_an_estimator_without_critic_and_groups_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"prompt_candidates=2 .*'reinforce_plus_plus'"):
-        PPOConfig(output_dir=str(tmp_path), prompt_candidates=2, advantage_estimator="reinforce_plus_plus")
-
-
-def test_fewer_prompts_than_candidates_are_refused(make_trainer):
-    with pytest.raises(ValueError, match=r"prompt_candidates=3 .* 24 .* 16"):
-        make_trainer({**EIGHT, "prompt_candidates": 3})
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"prompt_candidates": 2, "advantage_estimator": "reinforce_plus_plus"}, "=2 .*'reinforce_plus_plus'"),
+        ({"prompt_candidates": 3, **EIGHT}, "=3 .* 24 .* 16"),  # fewer prompts than candidates
+    ],
+)
+def test_settings_without_a_choice_are_refused(make_trainer, config, message):
+    with pytest.raises(ValueError, match=f"prompt_candidates{message}"):
+        make_trainer(config)

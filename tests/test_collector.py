@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from helpers.runs import count_digits, logs, trained_state
-from helpers.scripted import PROMPTS, Off, always, answering, first_rollout, training_rows
+from helpers.runs import assert_same_run, count_digits
+from helpers.scripted import PROMPTS, Off, Scripted, always, answering, off_trainer, training_rows
 from helpers.tiny import other_tokenizer, ragged_model, scorer, tiny_model
-from hfppo import PPOConfig
 from hfppo import functional as F
+from hfppo.learn.micro_batches import MiniBatchSize
+from hfppo.models.actor_critic import EVERYTHING
 from hfppo.rewards.model import RewardModel
 
 
@@ -24,7 +25,7 @@ def with_values(trainer, value: float):
 
 def test_bootstrapping_and_the_critics_own_lam(make_trainer):
     config = {"kl_coef": 0.0, "gamma": 0.9, "lam": 0.5, "lam_critic": 0.8, "bootstrap_truncated": True}
-    config |= {"max_completion_length": 3}
+    config["max_completion_length"] = 3
     trainer = with_values(answering(make_trainer(config, reward_funcs=always(1.0, 1.0)), "12.", "123"), 2.0)
     rollout = trainer.rollout(["1=", "2="])
     assert rollout.truncated.tolist() == [False, True]
@@ -36,115 +37,20 @@ def test_bootstrapping_and_the_critics_own_lam(make_trainer):
     assert (ended, cut) == (pytest.approx([-0.2, -0.2, -1.0]), pytest.approx([-0.2, -0.2, 0.8]))
 
 
-def own_with_values(rewards, values, mask, gamma, lam, final_value):
-    """Each token's advantage is what it earns, its return one more."""
-    return rewards.where(mask, 0.0), (rewards + 1).where(mask, 0.0)
-
-
-def own_with_groups(rewards, mask, groups):
-    return groups[:, None].float().where(mask, 0.0)
-
-
-def own_with_rewards(rewards, mask, gamma):
-    return (gamma * rewards).where(mask, 0.0)
-
-
-@pytest.mark.parametrize("own", [own_with_values, own_with_groups, own_with_rewards])
-def test_an_estimator_of_a_users_own_gets_what_it_asks_for(make_trainer, monkeypatch, own):
-    monkeypatch.setitem(F.ADVANTAGE_ESTIMATORS, "own", own)
-    config = {"advantage_estimator": "own", "num_generations": 2, "gamma": 0.5, "whiten_advantages": False}
-    trainer = make_trainer({**config, "max_steps": 1}, reward_funcs=lambda completions, **_: [3.0] * len(completions))
-    rollout = first_rollout(trainer)
-    group = torch.arange(len(rollout)) // 2
-    expected = {
-        own_with_values: rollout.rewards,
-        own_with_groups: group[:, None].expand_as(rollout.rewards).float(),
-        own_with_rewards: 0.5 * rollout.rewards,
-    }
-    assert rollout.rewards.abs().sum() > 0
-    assert_close(rollout.advantages, expected[own].where(rollout.mask, 0.0))
-    assert (trainer.model.critic is not None) == (own is own_with_values)
-    if own is own_with_values:
-        assert_close(rollout.returns, (rollout.rewards + 1).where(rollout.mask, 0.0))
-
-
-def test_an_estimator_of_a_users_own_that_compares_needs_several_completions(monkeypatch, tmp_path):
-    monkeypatch.setitem(F.ADVANTAGE_ESTIMATORS, "own", own_with_groups)
-    with pytest.raises(ValueError, match="advantage_estimator='own' compares completions of one prompt"):
-        PPOConfig(output_dir=str(tmp_path), advantage_estimator="own")
-
-
-def test_lam_that_adapts_to_the_length(make_trainer):
-    trainer = with_values(make_trainer({"kl_coef": 0.0, "lam_alpha": 0.5}, model=tiny_model(seed=1)), 2.0)
-    rollout = trainer.rollout(PROMPTS)
-    lam = 1 - 1 / (0.5 * rollout.mask.sum(dim=1))
-    assert_close(rollout.advantages, F.gae(rollout.rewards, rollout.values, rollout.mask, 1.0, lam.clamp(min=0))[0])
-
-
-def test_gamma_discounts_without_a_critic_as_well(make_trainer):
-    config = {"advantage_estimator": "reinforce_plus_plus", "gamma": 0.5, "kl_coef": 0.0}
-    rollout = answering(make_trainer(config, reward_funcs=always(1.0)), "12.").rollout(["1="])
-    assert rollout.advantages.tolist() == [[0.25, 0.5, 1.0]]
-
-
-def test_groups_are_divided_by_their_deviation_unless_told_not_to(make_trainer):
-    for scale, expected in (("group", 1 / (math.sqrt(2.0))), ("none", 1.0)):
-        config = {"advantage_estimator": "grpo", "num_generations": 2, "kl_coef": 0.0, "scale_rewards": scale}
-        trainer = answering(make_trainer(config, reward_funcs=always(5.0, 7.0)), "12.")
-        assert trainer.rollout(["1=", "1="]).advantages[1].tolist() == pytest.approx([expected] * 3, rel=1e-5)
-
-
-def grpo_of_four(make_trainer, *scores, **config):
-    """The first token's advantages of two groups of two completions."""
-    config = {"advantage_estimator": "grpo", "num_generations": 2, "kl_coef": 0.0, "num_mini_batches": 1, **config}
-    trainer = answering(make_trainer(config, reward_funcs=[always(*column) for column in scores]), "1.", "123.")
-    return first_rollout(trainer).advantages[:, 0].tolist()
-
-
-def test_advantages_can_be_divided_by_the_deviation_of_the_rollout(make_trainer):
-    """Deviations from the mean of 5.5: −0.5, 1.5, −4.5, 3.5; unbiased variance 35/3."""
-    found = grpo_of_four(make_trainer, [5.0, 7.0, 1.0, 9.0], scale_rewards="batch")
-    assert found == pytest.approx([x / math.sqrt(35 / 3) for x in (-1, 1, -4, 4)])
-    assert grpo_of_four(make_trainer, [2.0] * 4, scale_rewards="batch") == [0.0] * 4
-
-
-@pytest.mark.parametrize(
-    ("first", "sums", "variance"),
-    [
-        ([0.0, 1.0, 0.0, 0.0], [-3, 3, -2, 2], 26 / 3),  # weight 1: ±1, then 0; weight 2: ±2
-        ([None, 1.0, 0.0, 0.0], [-2, 2, -2, 2], 16 / 3),  # a single score of a function in its group counts as 0
-    ],
-)
-def test_each_functions_scores_can_be_normalized_before_their_sum(make_trainer, first, sums, variance):
-    config = {"multi_objective_aggregation": "normalize_then_sum", "reward_weights": [1.0, 2.0]}
-    found = grpo_of_four(make_trainer, first, [10.0, 30.0, 5.0, 7.0], **config)
-    assert found == pytest.approx([x / math.sqrt(variance) for x in sums], rel=1e-4)
-
-
-def test_rewards_are_whitened_over_what_is_scored_and_keep_their_mean(make_trainer):
-    """0, 0, 5, 0, 0, 7: mean 2, variance 74/6 − 4."""
-    config = {"per_device_train_batch_size": 4, "num_mini_batches": 1, "kl_coef": 0.0, "whiten_rewards": True}
-    trainer = answering(make_trainer(config, reward_funcs=always(5.0, None, 7.0, None)), "12.")
-    scores = torch.tensor([[0.0, 0.0, 5.0], [0.0, 0.0, 7.0]])
-    assert_close(first_rollout(trainer).rewards[::2], (scores - 2) / math.sqrt(74 / 6 - 4) + 2)
-
-
-@pytest.mark.parametrize("estimator", ["k1", "abs", "k3"])
-def test_the_penalty_is_that_of_the_estimator_and_of_beta_as_it_is_now(make_trainer, estimator):
-    trainer = make_trainer(
-        {"kl_estimator": estimator, "kl_coef": 0.1}, ref_model=tiny_model(seed=7), reward_funcs=always(*[0.0] * 4)
-    )
+def test_the_penalty_is_that_of_beta_as_it_is_now(make_trainer):
+    given = {"ref_model": tiny_model(seed=7), "reward_funcs": always(*[0.0] * 4)}
+    trainer = make_trainer({"kl_estimator": "abs", "kl_coef": 0.1}, **given)
     trainer.ppo_state.kl_coef = 0.3  # as AdaptiveKLCallback leaves it
     rollout = trainer.rollout(PROMPTS)
-    kl = F.token_kl(rollout.old_logprobs, rollout.ref_logprobs, estimator).where(rollout.mask, 0.0)
+    kl = F.token_kl(rollout.old_logprobs, rollout.ref_logprobs, "abs").where(rollout.mask, 0.0)
     assert kl.abs().max() > 0.1
     assert_close(rollout.rewards, -0.3 * kl)
 
 
 def test_the_phases_of_a_rollout(make_trainer):
-    trainer, phases = make_trainer(), []
+    phases = []
 
-    class Noting(type(trainer.collector.sampler)):
+    class Noting(Scripted):
         @contextmanager
         def ready(self):
             phases.append("ready")
@@ -154,11 +60,10 @@ def test_the_phases_of_a_rollout(make_trainer):
             phases.append("sampler")
             return super().__call__(*args)
 
-    trainer.collector.sampler.__class__ = Noting
-    rows = training_rows(trainer.collector, trainer._train_prompts, 0)
-    trainer.collector.collect(
-        rows, trainer.ppo_state, trainer.state, show=lambda name: nullcontext(phases.append(name))
-    )
+    trainer = make_trainer()
+    collector = replace(trainer.collector, sampler=Noting("12."))
+    rows = training_rows(collector, trainer._train_prompts, 0)
+    collector.collect(rows, trainer.ppo_state, trainer.state, show=lambda name: nullcontext(phases.append(name)))
     sampling = ["time/generation", "ready", "sampler"]
     assert phases == ["time/rollout", *sampling, "time/rewards", "time/rollout", "time/passes", "time/rewards"]
 
@@ -195,15 +100,96 @@ def test_weights_of_another_sampler_are_those_that_are_asked_for(make_trainer, m
         assert not torch.equal(weights, F.importance_weights(*given)[0])  # the default limit is another
 
 
+# The policy modes: what the rollout has for each, and what the loss makes of it.
+
+
+def loss(trainer, rollout) -> float:
+    size = MiniBatchSize(float(rollout.loss_mask.sum()), float(rollout.loss_mask.any(dim=1).sum()))
+    inputs = {"batch": rollout}
+    return trainer.compute_loss(trainer.model, inputs, num_items_in_batch=size).item()
+
+
+def test_decoupled_trusts_the_training_model_and_bypass_the_sampler(make_trainer):
+    decoupled = off_trainer(make_trainer, "decoupled").rollout(PROMPTS)
+    bypass = off_trainer(make_trainer, "bypass").rollout(PROMPTS)
+    assert torch.equal(decoupled.completion_ids, bypass.completion_ids)
+    gap = (decoupled.old_logprobs - bypass.old_logprobs)[:, 0]
+    assert_close(gap, torch.full((4,), math.log(3.0)), rtol=1e-4, atol=0)
+    assert torch.equal(bypass.old_logprobs, bypass.rollout_logprobs)
+    assert decoupled.weights is None
+    assert bypass.weights is None
+
+
+@pytest.mark.parametrize(
+    ("correction", "weight", "counts"), [("truncate", 2.0, True), ("mask", 0.0, True), ("reject", 0.0, False)]
+)
+def test_correction_bounds_the_weights_and_keeps_the_credit(make_trainer, correction, weight, counts):
+    plain = off_trainer(make_trainer, "decoupled").rollout(PROMPTS)
+    rollout = off_trainer(make_trainer, f"token_{correction}").rollout(PROMPTS)
+    assert rollout.weights[:, 0].tolist() == pytest.approx([weight] * 4)
+    assert_close(rollout.weights[:, 1:][rollout.mask[:, 1:]], torch.ones(int(rollout.mask[:, 1:].sum())))
+    assert rollout.loss_mask[:, 0].tolist() == [counts] * 4
+    assert torch.equal(rollout.loss_mask[:, 1:], rollout.mask[:, 1:])
+    for name in ("rewards", "advantages", "returns"):
+        assert torch.equal(getattr(rollout, name), getattr(plain, name)), name
+
+
+def test_weights_multiply_the_policy_loss_alone(make_trainer):
+    """At ratio 1 the policy loss of a token is −A, or −w·A; the value loss is the same."""
+    trainer = off_trainer(make_trainer, "token_truncate")
+    trainer.ppo_state.rollouts = 1  # before the first, the critic alone would learn
+    rollout = trainer.rollout(PROMPTS)
+    expected = -(rollout.advantages * (rollout.weights - 1))[rollout.mask].sum() / rollout.mask.sum()
+    assert abs(float(expected)) > 1e-3
+    difference = loss(trainer, rollout) - loss(trainer, replace(rollout, weights=None))
+    assert_close(difference, float(expected), rtol=1e-4, atol=1e-5)
+
+
+def test_metrics_of_the_mismatch(make_trainer):
+    trainer = off_trainer(make_trainer, "token_mask", max_steps=1)
+    trainer.train()
+    logs = trainer.state.log_history[0]
+    assert logs["mismatch/max"] == pytest.approx(math.log(3.0), rel=1e-4)
+    assert 0 < logs["mismatch/cut_frac"] == pytest.approx(1 / logs["completions/mean_length"])
+    assert logs["mismatch/ess"] == pytest.approx(1 - logs["mismatch/cut_frac"], abs=1e-5)
+    assert logs["mismatch/weight_max"] == pytest.approx(1.0, abs=1e-4)
+
+
+def test_without_mismatch_all_modes_train_alike(make_trainer):
+    weights = []
+    for mode in ("decoupled", "bypass", "token_truncate"):
+        trainer = make_trainer({"policy_mode": mode, "max_steps": 4})
+        trainer.train()
+        weights.append(torch.cat([p.detach().flatten() for p in trainer.model.actor_parameters()]))
+    for other in weights[1:]:
+        assert_close(other, weights[0], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("critic", ["shared", "adapter"])
+def test_bypass_reads_the_values_in_a_pass_without_logprobs(make_trainer, critic):
+    trainer = make_trainer({"policy_mode": "bypass"}, critic=critic)
+    for parameter in trainer.model.critic_parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    wants, forward = set(), trainer.model.forward
+
+    def watched(*args, want=EVERYTHING, completion_mask=None, **kwargs):
+        if completion_mask is not None and completion_mask.shape[0] == len(PROMPTS):
+            wants.add((want.policy, want.values))
+        return forward(*args, want=want, completion_mask=completion_mask, **kwargs)
+
+    trainer.rollout(PROMPTS)  # the model's outputs are checked before the first one
+    trainer.model.forward = watched
+    assert trainer.rollout(PROMPTS).values.any()
+    assert wants == {(True, False), (False, True)}, "log-probs of the reference only"
+
+
 def test_tokens_per_second(make_trainer, monkeypatch):
     clock = iter(range(1000))
     monkeypatch.setattr("hfppo.collect.collector.time.perf_counter", lambda: float(next(clock)))
     trainer = make_trainer({"max_steps": 1})
     trainer.train()
-    logs = trainer.state.log_history[0]
-    assert logs["time/tokens_per_second"] == pytest.approx(
-        8 * logs["completions/mean_length"] / logs["time/generation"]
-    )
+    log = trainer.state.log_history[0]
+    assert log["time/tokens_per_second"] * log["time/generation"] == pytest.approx(8 * log["completions/mean_length"])
 
 
 @contextmanager
@@ -237,6 +223,4 @@ def test_the_default_dtype_changes_nothing(make_trainer, config, dtype):
     assert expected.keys() == got.keys()
     for name in expected:
         assert_close(got[name], expected[name], rtol=0, atol=0, msg=name)
-    for name, weight in trained_state(trainers[0].model).items():
-        assert torch.equal(trained_state(trainers[1].model)[name], weight), name
-    assert logs(trainers[0]) == logs(trainers[1])
+    assert_same_run(*trainers)

@@ -1,5 +1,6 @@
 """From scores to advantages, worked by hand: where rewards are placed, who is credited, what the losses count."""
 
+import math
 from dataclasses import dataclass, field
 
 import pytest
@@ -177,3 +178,90 @@ def test_the_critic_has_a_lambda_of_its_own():
     rollout = credit(rows, lam=0.0, lam_critic=1.0).rollout
     assert_close(rollout.advantages, torch.tensor([[0.4, 0.4]]))  # one step: 0.6 − 0.2, 1 − 0.6
     assert_close(rollout.returns, torch.tensor([[1.0, 1.0]]))
+
+
+@pytest.mark.parametrize(
+    ("estimator", "expected"), [("k1", [0.5, -0.5]), ("abs", [0.5, 0.5]), ("k3", [0.1065307, 0.1487213])]
+)
+def test_the_penalty_is_that_of_the_estimator(estimator, expected):
+    rewards = credit([Completion([0.0], [0.5, -0.5])], kl_estimator=estimator, kl_coef=0.3).rollout.rewards
+    assert_close(rewards, -0.3 * torch.tensor([expected]))
+
+
+def test_lam_adapts_to_the_length():
+    """λ is 1 − 1/(0.5·4) = 0.5 and 1 − 1/(0.5·2) = 0; δ is −1 at the end, and 0 before it."""
+    rows = [Completion([1.0], [0.0] * 4, [2.0] * 4), Completion([1.0], [0.0] * 2, [2.0] * 2)]
+    advantages = credit(rows, kl_coef=0.0, lam_alpha=0.5).rollout.advantages
+    assert_close(advantages, torch.tensor([[-0.125, -0.25, -0.5, -1.0], [0.0, -1.0, 0.0, 0.0]]))
+
+
+def test_gamma_discounts_without_a_critic_as_well():
+    rollout = credit([Completion([1.0], [0.0] * 3)], advantage_estimator="reinforce_plus_plus", gamma=0.5).rollout
+    assert rollout.advantages.tolist() == [[0.25, 0.5, 1.0]]
+
+
+def test_rewards_are_whitened_over_what_is_scored_and_keep_their_mean():
+    """0, 0, 5, 0, 0, 7: mean 2, variance 74/6 − 4."""
+    rows = [Completion([score], [0.0] * 3) for score in (5.0, None, 7.0, None)]
+    scores = torch.tensor([[0.0, 0.0, 5.0], [0.0, 0.0, 7.0]])
+    rewards = credit(rows, whiten_rewards=True).rollout.rewards
+    assert_close(rewards[::2], (scores - 2) / math.sqrt(74 / 6 - 4) + 2)
+
+
+GRPO = {"advantage_estimator": "grpo", "num_generations": 2, "kl_coef": 0.0}
+SUM = {"multi_objective_aggregation": "normalize_then_sum", "weights": [1.0, 2.0]}
+
+
+@pytest.mark.parametrize(
+    ("config", "scores", "deviations", "variance"),
+    [
+        ({"scale_rewards": "none"}, [[5.0, 7.0, 1.0, 9.0]], [-1, 1, -4, 4], 1),
+        # Deviations from the mean of 5.5: −0.5, 1.5, −4.5, 3.5.
+        ({"scale_rewards": "batch"}, [[5.0, 7.0, 1.0, 9.0]], [-1, 1, -4, 4], 35 / 3),
+        ({"scale_rewards": "batch"}, [[2.0, 2.0, 2.0, 2.0]], [0, 0, 0, 0], 1),
+        # Weight 1: ±1, then 0; weight 2: ±2. A single score of a function in its group counts as 0.
+        (SUM, [[0.0, 1.0, 0.0, 0.0], [10.0, 30.0, 5.0, 7.0]], [-3, 3, -2, 2], 26 / 3),
+        (SUM, [[None, 1.0, 0.0, 0.0], [10.0, 30.0, 5.0, 7.0]], [-2, 2, -2, 2], 16 / 3),
+    ],
+)
+def test_groups_are_divided_by_the_unbiased_deviation_that_is_asked_for(config, scores, deviations, variance):
+    """Of the whole rollout, or not at all; by default, of the group."""
+    rows = [Completion(list(of_row), [0.0], group=i // 2) for i, of_row in enumerate(zip(*scores, strict=True))]
+    advantages = credit(rows, **GRPO, **config).rollout.advantages[:, 0]
+    assert_close(advantages, torch.tensor(deviations) / math.sqrt(variance), rtol=1e-4, atol=0)
+
+
+def own_with_values(rewards, values, mask, gamma, lam, final_value):
+    """Each token's advantage is what it earns, its return one more."""
+    return rewards.where(mask, 0.0), (rewards + 1).where(mask, 0.0)
+
+
+def own_with_groups(rewards, mask, groups):
+    return groups[:, None].float().where(mask, 0.0)
+
+
+def own_with_rewards(rewards, mask, gamma):
+    return (gamma * rewards).where(mask, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("own", "advantages", "returns"),
+    [
+        (own_with_values, [[0.0, 3.0], [3.0, 0.0]], [[1.0, 4.0], [4.0, 0.0]]),
+        (own_with_groups, [[7.0, 7.0], [7.0, 0.0]], None),
+        (own_with_rewards, [[0.0, 1.5], [1.5, 0.0]], None),
+    ],
+)
+def test_an_estimator_of_a_users_own_gets_what_it_asks_for(monkeypatch, own, advantages, returns):
+    monkeypatch.setitem(F.ADVANTAGE_ESTIMATORS, "own", own)
+    rows = [Completion([3.0], [0.0, 0.0], group=7), Completion([3.0], [0.0], group=7)]
+    rollout = credit(rows, advantage_estimator="own", num_generations=2, gamma=0.5).rollout
+    assert rollout.advantages.tolist() == advantages
+    assert (None if rollout.returns is None else rollout.returns.tolist()) == returns
+    assert (rollout.values is None) == (returns is None)
+
+
+def test_an_estimator_of_a_users_own_that_compares_needs_several_completions(monkeypatch):
+    monkeypatch.setitem(F.ADVANTAGE_ESTIMATORS, "own", own_with_groups)
+    with pytest.raises(ValueError, match="advantage_estimator='own' compares completions of one prompt"):
+        credit([Completion([1.0], [0.0])], advantage_estimator="own")

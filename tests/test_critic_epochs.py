@@ -2,13 +2,13 @@
 
 import pytest
 import torch
+from torch.nn.utils import parameters_to_vector
 from transformers import TrainerCallback
 
-from helpers.runs import final_state, logged, untimed_logs
+from helpers.runs import assert_same_run, logged
 from hfppo.models.actor_critic import EVERYTHING
 
 CONFIG = {"num_mini_batches": 1, "max_steps": 6, "weight_decay": 0.1, "per_device_train_batch_size": 8}
-OWNERS = {"actor": "actor_parameters", "critic": "critic_parameters"}
 
 
 class Moves(TrainerCallback):
@@ -22,15 +22,12 @@ class Moves(TrainerCallback):
         self.before = self.weights(model)
 
     def on_step_end(self, args, state, control, model=None, **kwargs):
-        now = self.weights(model)
-        moved = {
-            name: any(not torch.equal(a, b) for a, b in zip(self.before[name], now[name], strict=True)) for name in now
-        }
-        self.steps.append({name for name, has in moved.items() if has})
-        self.before = now
+        before, self.before = self.before, self.weights(model)
+        self.steps.append({name for name, now in self.before.items() if not torch.equal(before[name], now)})
 
     def weights(self, model):
-        return {name: [p.detach().clone() for p in getattr(model, of)()] for name, of in OWNERS.items()}
+        owned = {"actor": model.actor_parameters(), "critic": model.critic_parameters()}
+        return {name: parameters_to_vector(own).detach() for name, own in owned.items()}
 
 
 def train(make_trainer, config, critic="adapter", **kwargs):
@@ -71,18 +68,16 @@ def test_each_step_moves_what_it_should(make_trainer, critic, epochs, steps):
     assert len(logged(trainer, "value/grad_norm")) == sum("critic" in step for step in steps)
 
 
-def test_the_critic_moves_in_each_step_of_its_warmup(make_trainer):
-    config = {"num_ppo_epochs": 3, "num_critic_epochs": 1, "critic_warmup": 1}
-    assert train(make_trainer, config)[1].steps == [CRITIC] * 3 + [BOTH, ACTOR, ACTOR]
+@pytest.mark.parametrize("critic", ["adapter", "shared"])
+def test_the_critic_moves_in_each_step_of_its_warmup_and_the_actor_does_not(make_trainer, critic):
+    """Exactly 2 rollouts of 3 steps; weight decay must not move the actor either."""
+    config = {"num_ppo_epochs": 3, "num_critic_epochs": 1, "critic_warmup": 2, "max_steps": 9}
+    assert train(make_trainer, config, critic)[1].steps == [CRITIC] * 6 + [BOTH, ACTOR, ACTOR]
 
 
 def test_as_many_epochs_as_the_actor_are_the_same_run(make_trainer):
-    left_out, given = (
-        train(make_trainer, {"num_ppo_epochs": 2, **more})[0] for more in ({}, {"num_critic_epochs": 2})
-    )
-    before, after = final_state(left_out), final_state(given)
-    assert [name for name in before if not torch.equal(before[name], after[name])] == []
-    assert untimed_logs(left_out)[:-1] == untimed_logs(given)[:-1]
+    runs = [train(make_trainer, {"num_ppo_epochs": 2, **more})[0] for more in ({}, {"num_critic_epochs": 2})]
+    assert_same_run(*runs)
 
 
 @pytest.mark.parametrize("epochs", [(1, 3), (3, 1)])
@@ -91,10 +86,7 @@ def test_it_resumes_within_the_epochs_of_one(make_trainer, tmp_path, epochs):
     straight = train(make_trainer, config)[0]
     resumed = make_trainer({**CONFIG, **config, "output_dir": str(tmp_path / "resumed")})
     resumed.train(resume_from_checkpoint=str(tmp_path / "out/checkpoint-2"))
-    before, after = final_state(straight), final_state(resumed)
-    assert before.keys() == after.keys()
-    assert [name for name in before if not torch.equal(before[name], after[name])] == []
-    assert untimed_logs(straight)[:-1] == untimed_logs(resumed)[:-1]
+    assert_same_run(straight, resumed)
 
 
 def test_a_checkpoint_of_other_epochs_is_refused(make_trainer):
@@ -104,11 +96,13 @@ def test_a_checkpoint_of_other_epochs_is_refused(make_trainer):
         make_trainer({**saving, "num_critic_epochs": 3}).train(resume_from_checkpoint=True)
 
 
-def test_epochs_of_a_critic_that_learns_nothing_are_refused(make_trainer):
-    with pytest.raises(ValueError, match="num_critic_epochs=4 train the critic, but vf_coef=0"):
-        make_trainer({"num_critic_epochs": 4, "vf_coef": 0.0})
-
-
-def test_epochs_without_a_critic_are_refused(make_trainer):
-    with pytest.raises(ValueError, match="num_critic_epochs=4 has no effect"):
-        make_trainer({"num_critic_epochs": 4, "advantage_estimator": "reinforce_plus_plus"})
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"vf_coef": 0.0}, "num_critic_epochs=4 train the critic, but vf_coef=0"),
+        ({"advantage_estimator": "reinforce_plus_plus"}, "num_critic_epochs=4 has no effect"),
+    ],
+)
+def test_epochs_of_a_critic_that_learns_nothing_are_refused(make_trainer, config, message):
+    with pytest.raises(ValueError, match=message):
+        make_trainer({"num_critic_epochs": 4, **config})

@@ -1,14 +1,15 @@
 """The critic's pretraining: what it fits, what it leaves alone, when it stops, and what a kill leaves."""
 
+from functools import cache
+
 import pytest
 import torch
 from datasets import Dataset
 
-from helpers.runs import final_state, untimed_logs
-from hfppo import PPOCallback, Rollout
+from helpers.runs import assert_same_run, small_trainer
+from hfppo import PPOCallback
 from hfppo.learn.critic_pretraining import CriticPretraining
 from hfppo.models.actor_critic import Want
-from hfppo.models.critic import CRITIC_FOLDER
 
 # Rollouts of 8, so 4 of them: 3 to train on, and a step of a mini-batch of 8 for each in an epoch.
 CONFIG = {
@@ -27,16 +28,18 @@ class Watch(PPOCallback):
 
     def __init__(self):
         self.epochs, self.first, self.rollouts = [], {}, []
-        self.model = None
 
     def on_log(self, args, state, control, logs=None, model=None, **kwargs):
         if "critic_pretraining/epoch" in logs:
-            self.epochs.append({name: p.detach().clone() for name, p in model.critic.named_parameters()})
+            self.epochs.append(copies(model.critic))
 
-    def on_rollout_end(self, args, state, control, *, rollout, transcript, metrics, ppo_state, **kwargs):
+    def on_rollout_end(self, args, state, control, *, transcript, model, **kwargs):
         self.rollouts.append(transcript.prompts)
-        if self.model is not None and not self.first:
-            self.first = {name: p.detach().clone() for name, p in self.model.critic.named_parameters()}
+        self.first = self.first or copies(model.critic)
+
+
+def copies(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in module.named_parameters()}
 
 
 def pretrained(make_trainer, config=None, **kwargs):
@@ -45,16 +48,18 @@ def pretrained(make_trainer, config=None, **kwargs):
     return trainer
 
 
-def collected(monkeypatch) -> list[Rollout]:
-    """Return a list that will hold the rollouts of the pretraining."""
-    kept, fit = [], CriticPretraining.fit
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    """Undisturbed runs with a checkpoint after each step, by the kind of critic."""
 
-    def keep(self, rollouts, *args):
-        kept.extend(rollouts)
-        return fit(self, rollouts, *args)
+    @cache
+    def of(critic: str):
+        config = {**CONFIG, "save_strategy": "steps", "save_steps": 1}
+        trainer = small_trainer(tmp_path_factory.mktemp(critic), config, train_dataset=PROMPTS, critic=critic)
+        trainer.train()
+        return trainer
 
-    monkeypatch.setattr(CriticPretraining, "fit", keep)
-    return kept
+    return of
 
 
 def logged_epochs(trainer) -> list[dict[str, float]]:
@@ -66,10 +71,10 @@ def test_the_critic_alone_moves(make_trainer, critic):
     watch = Watch()
     trainer = make_trainer({**CONFIG, "learning_rate": 0.0, "critic_learning_rate": 1e-2}, critic=critic)
     trainer.add_callback(watch)
-    others = {n: p.detach().clone() for n, p in trainer.model.named_parameters() if not n.startswith("critic.")}
+    before = copies(trainer.model)
     trainer.train()
     now = dict(trainer.model.named_parameters())
-    assert [name for name, before in others.items() if not torch.equal(before, now[name])] == []
+    assert [n for n, x in before.items() if not n.startswith("critic.") and not torch.equal(x, now[n])] == []
     assert not torch.equal(watch.epochs[0]["value_head.weight"], watch.epochs[1]["value_head.weight"])
     assert all(p.grad is None for p in trainer.model.parameters())
 
@@ -77,9 +82,7 @@ def test_the_critic_alone_moves(make_trainer, critic):
 def test_the_weights_after_the_best_epoch_are_kept(make_trainer):
     """An epoch without gain is taken back: the next one begins with the best weights so far."""
     watch = Watch()
-    trainer = make_trainer({**CONFIG, "critic_learning_rate": 2e-2}, train_dataset=PROMPTS, callbacks=[watch])
-    watch.model = trainer.model
-    trainer.train()
+    trainer = pretrained(make_trainer, {"critic_learning_rate": 2e-2}, callbacks=[watch])
     explained = [entry["critic_pretraining/r2"] for entry in logged_epochs(trainer)]
     best = explained.index(max(explained))
     assert 0 < best < len(explained) - 1, "a later epoch has to be worse"
@@ -88,10 +91,11 @@ def test_the_weights_after_the_best_epoch_are_kept(make_trainer):
         assert all(torch.equal(tensor, weights[name]) for name, tensor in best_so_far.items()), epoch
     for name, tensor in watch.first.items():
         assert torch.equal(tensor, watch.epochs[best][name]), name
-    results = trainer.ppo_state.pretraining_results
-    assert results["critic_pretraining_r2"] == max(explained)
-    assert results["critic_pretraining_completions"] == 32
-    assert results["critic_pretraining_epochs"] == len(explained) - 1
+    assert trainer.ppo_state.pretraining_results == {
+        "critic_pretraining_r2": max(explained),
+        "critic_pretraining_completions": 32,
+        "critic_pretraining_epochs": len(explained) - 1,
+    }
 
 
 def pretrained_to(make_trainer, monkeypatch, explained: list[float], fields: dict):
@@ -137,20 +141,19 @@ def test_returns_that_do_not_vary_end_it(make_trainer):
 
 
 def test_r_squared_and_the_loss_are_those_of_the_formulas(make_trainer, monkeypatch):
-    """Over three held-out and many trained rollouts of unequal numbers of tokens; a value clip changes neither."""
+    """Over two held-out and many trained rollouts of unequal numbers of tokens; a value clip changes neither."""
     fits, measure = [], CriticPretraining.r_squared
 
     def keep(self, held_out):
-        fits.append(
-            (held_out, [self.run.model(**inputs_of(x), want=Want(policy=False)).values.detach() for x in held_out])
-        )
+        inputs = [{**x.joined(), "completion_mask": x.mask, "want": Want(policy=False)} for x in held_out]
+        fits.append((held_out, [self.run.model(**given).values.detach() for given in inputs]))
         return measure(self, held_out)
 
     monkeypatch.setattr(CriticPretraining, "r_squared", keep)
-    config = {"critic_pretraining_completions": 8 * 17, "cliprange_value": 1e-3, "critic_learning_rate": 3e-3}
+    config = {"critic_pretraining_completions": 8 * 9, "cliprange_value": 1e-3, "critic_learning_rate": 3e-3}
     trainer = pretrained(make_trainer, {**config, "max_steps": 1})
     for (held_out, values), entry in zip(fits, logged_epochs(trainer), strict=True):
-        assert len(held_out) == 3
+        assert len(held_out) == 2
         returns = torch.cat([x.returns[x.loss_mask] for x in held_out])
         predicted = torch.cat([v[x.loss_mask] for v, x in zip(values, held_out, strict=True)])
         expected = 1 - (predicted - returns).square().mean() / returns.var(correction=0)
@@ -159,17 +162,15 @@ def test_r_squared_and_the_loss_are_those_of_the_formulas(make_trainer, monkeypa
     assert min(losses) < losses[0] / 2
 
 
-def inputs_of(rollout: Rollout) -> dict[str, torch.Tensor]:
-    return {
-        "input_ids": torch.cat([rollout.prompt_ids, rollout.completion_ids], dim=1),
-        "attention_mask": torch.cat([rollout.prompt_mask, rollout.mask], dim=1),
-        "completion_mask": rollout.mask,
-    }
-
-
 def test_it_is_fitted_to_all_rewards_that_follow(make_trainer, monkeypatch):
     """λ = 1 whatever PPO uses."""
-    rollouts = collected(monkeypatch)
+    rollouts, fit = [], CriticPretraining.fit
+
+    def keep(self, given):
+        rollouts.extend(given)
+        return fit(self, given)
+
+    monkeypatch.setattr(CriticPretraining, "fit", keep)
     pretrained(make_trainer, {"lam": 0.5, "lam_critic": 0.3, "gamma": 0.9})
     assert len(rollouts) == 4
     for rollout in rollouts:
@@ -191,8 +192,7 @@ def test_ppo_begins_with_its_moments_and_the_rates_of_the_schedule(make_trainer)
                 seen["rates"] = {group["lr"] for group in optimizer.param_groups}
                 seen["with moments"] = {id(p) for p, moments in optimizer.state.items() if moments}
 
-    config = {"warmup_steps": 2}
-    trainer = make_trainer({**CONFIG, **config}, train_dataset=PROMPTS, callbacks=[Look()])
+    trainer = make_trainer({**CONFIG, "warmup_steps": 2}, train_dataset=PROMPTS, callbacks=[Look()])
     trainer.train()
     assert seen["rates"] == {0.0}
     assert seen["with moments"] == {id(p) for p in trainer.model.critic_parameters()}
@@ -200,15 +200,12 @@ def test_ppo_begins_with_its_moments_and_the_rates_of_the_schedule(make_trainer)
 
 
 def test_its_prompts_come_first_and_count_as_episodes(make_trainer):
-    watch = Watch()
-    trainer = pretrained(make_trainer, {"max_steps": -1, "total_episodes": 48}, callbacks=[watch])
-    plain = Watch()
-    config = {"critic_pretraining_completions": 0, "max_steps": -1, "total_episodes": 48}
-    pretrained(make_trainer, config, callbacks=[plain])
+    watch, plain = Watch(), Watch()
+    config = {"max_steps": -1, "total_episodes": 48}
+    trainer = pretrained(make_trainer, config, callbacks=[watch])
+    pretrained(make_trainer, {**config, "critic_pretraining_completions": 0}, callbacks=[plain])
     assert trainer.state.max_steps == 2 * 2  # 48 completions are 6 rollouts; 4 of them for the critic
     assert watch.rollouts == plain.rollouts[4:]
-    with pytest.raises(ValueError, match=r"critic_pretraining_completions=26, .* uses up total_episodes=32"):
-        make_trainer({**CONFIG, "total_episodes": 32})
 
 
 class Killed(Exception):
@@ -216,7 +213,9 @@ class Killed(Exception):
 
 
 @pytest.mark.parametrize("critic", ["adapter", pytest.param("shared", marks=pytest.mark.slow)])
-def test_a_run_that_is_killed_in_it_begins_it_again_and_ends_in_the_same_bits(make_trainer, tmp_path, critic):
+def test_a_run_that_is_killed_in_it_begins_it_again_and_ends_in_the_same_bits(
+    make_trainer, tmp_path, straight, critic
+):
     def run(name, **kwargs):
         config = {**CONFIG, "output_dir": str(tmp_path / name), "save_strategy": "steps", "save_steps": 1}
         return make_trainer(config, train_dataset=PROMPTS, critic=critic, **kwargs)
@@ -225,8 +224,6 @@ def test_a_run_that_is_killed_in_it_begins_it_again_and_ends_in_the_same_bits(ma
         if logs.get("critic_pretraining/epoch") == 2:
             raise Killed
 
-    straight = run("straight")
-    straight.train()
     callback = PPOCallback()
     callback.on_log = kill
     with pytest.raises(Killed):
@@ -235,19 +232,14 @@ def test_a_run_that_is_killed_in_it_begins_it_again_and_ends_in_the_same_bits(ma
     again = run("killed")
     again.train()
     after_it = run("resumed")
-    after_it.train(resume_from_checkpoint=str(tmp_path / "straight/checkpoint-0"))
-    expected = final_state(straight)
+    after_it.train(resume_from_checkpoint=f"{straight(critic).args.output_dir}/checkpoint-0")
     for other in (again, after_it):
-        assert other.ppo_state == straight.ppo_state
-        got = final_state(other)
-        assert expected.keys() == got.keys()
-        assert [name for name in expected if not torch.equal(expected[name], got[name])] == []
-        assert untimed_logs(other)[:-1] == untimed_logs(straight)[:-1]
+        assert_same_run(straight(critic), other)
+        assert logged_epochs(other) == logged_epochs(straight(critic))
 
 
-def test_a_signal_within_it_ends_the_run_with_a_checkpoint_after_it(make_trainer, tmp_path):
+def test_a_signal_within_it_ends_the_run_with_a_checkpoint_after_it(make_trainer, tmp_path, straight):
     """As upstream's signal handler asks for it, while an epoch is logged."""
-    straight = pretrained(make_trainer)
     config = {"enable_jit_checkpoint": True, "output_dir": str(tmp_path / "told")}
     callback = PPOCallback()
     trainer = make_trainer({**CONFIG, **config}, train_dataset=PROMPTS, callbacks=[callback])
@@ -259,19 +251,15 @@ def test_a_signal_within_it_ends_the_run_with_a_checkpoint_after_it(make_trainer
     callback.on_log = on_log
     trainer.train()
     assert trainer.state.global_step == 0
-    assert trainer.ppo_state.pretraining_results == straight.ppo_state.pretraining_results
+    assert trainer.ppo_state.pretraining_results == straight("adapter").ppo_state.pretraining_results
     resumed = make_trainer({**CONFIG, **config}, train_dataset=PROMPTS)
     resumed.train(resume_from_checkpoint=True)
-    expected, got = final_state(straight), final_state(resumed)
-    assert [name for name in expected if not torch.equal(expected[name], got[name])] == []
+    assert_same_run(straight("adapter"), resumed)
 
 
-def test_the_saved_critic_is_where_the_next_run_begins(make_trainer, tmp_path):
-    first = pretrained(make_trainer, {"save_strategy": "steps", "save_steps": 100})
-    folder = tmp_path / "out/checkpoint-0"
-    assert (folder / CRITIC_FOLDER).is_dir()
-    second = pretrained(make_trainer, {"output_dir": str(tmp_path / "second")}, critic=str(folder))
-    best = first.ppo_state.pretraining_results["critic_pretraining_r2"]
+def test_the_saved_critic_is_where_the_next_run_begins(make_trainer, straight):
+    second = pretrained(make_trainer, critic=f"{straight('adapter').args.output_dir}/checkpoint-0")
+    best = straight("adapter").ppo_state.pretraining_results["critic_pretraining_r2"]
     assert logged_epochs(second)[0]["critic_pretraining/r2"] == pytest.approx(best, abs=1e-5)
 
 
@@ -288,6 +276,13 @@ def test_an_optimizer_that_diverges_is_an_error(make_trainer):
         pretrained(make_trainer, reward_funcs=lambda completions, **_: [1e25 * len(c) for c in completions])
 
 
-def test_without_a_critic_it_is_refused(make_trainer):
-    with pytest.raises(ValueError, match="critic_pretraining_completions=26 has no effect with"):
-        make_trainer({**CONFIG, "advantage_estimator": "reinforce_plus_plus"})
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"total_episodes": 32}, "=26, .* uses up total_episodes=32"),
+        ({"advantage_estimator": "reinforce_plus_plus"}, "=26 has no effect with"),
+    ],
+)
+def test_settings_that_leave_nothing_to_it_or_to_ppo_are_refused(make_trainer, config, message):
+    with pytest.raises(ValueError, match=f"critic_pretraining_completions{message}"):
+        make_trainer({**CONFIG, **config})

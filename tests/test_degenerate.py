@@ -1,18 +1,17 @@
 """Rollouts at the edge of what there is: a step is made, and every number it gives is finite and makes sense."""
 
 import math
-from contextlib import nullcontext
 
 import pytest
 import torch
 from datasets import Dataset
 
+from helpers.runs import trainable
 from helpers.scripted import always, answering
 from helpers.tiny import tiny_model
 from hfppo.functional import ADVANTAGE_ESTIMATORS
 
 ROLLOUT = {"max_steps": 4, "kl_coef": 0.1, "weight_decay": 0.0}  # 8 completions, 4 steps
-OWNERS = {"actor": lambda name: not name.startswith("critic"), "critic": lambda name: name.startswith("critic")}
 GROUPS = [name for name in ADVANTAGE_ESTIMATORS if name != "gae"]
 
 
@@ -21,31 +20,27 @@ def one_rollout(make_trainer, *completions, config=None, **kwargs):
     trainer = make_trainer({**ROLLOUT, **(config or {})}, **kwargs)
     if completions:
         answering(trainer, *completions)
-    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
+    before = trainable(trainer)
     trainer.train()
     logged = [entry for entry in trainer.state.log_history if "loss" in entry]
-    assert len(logged) == trainer.args.max_steps
+    assert len(logged) == trainer.state.max_steps
     assert [name for entry in logged for name, x in entry.items() if not math.isfinite(x)] == []
-    after = dict(trainer.model.named_parameters())
-    moved = {
-        owner: max(float((after[n].detach() - x).abs().max()) for n, x in before.items() if is_owned(n))
-        for owner, is_owned in OWNERS.items()
-        if any(is_owned(n) for n in before)
-    }
+    moved: dict[str, float] = {}
+    for name, weight in trainable(trainer).items():
+        owner = "critic" if name.startswith("critic") else "actor"
+        moved[owner] = max(moved.get(owner, 0.0), float((weight - before[name]).abs().max()))
     assert all(math.isfinite(distance) for distance in moved.values())
     return trainer, logged[0], moved
 
 
 def test_completions_that_end_at_once(make_trainer):
     """Empty texts of one token, EOS; a reward function sees "" eight times."""
-    seen = []
 
     def empty(completions, **kwargs):
-        seen.extend(completions)
+        assert completions == [""] * 8
         return [float(i) for i in range(len(completions))]
 
     _, logs, moved = one_rollout(make_trainer, ".", reward_funcs=empty)
-    assert seen == [""] * 8
     assert (logs["completions/mean_length"], logs["completions/max_length"]) == (1.0, 1.0)
     assert logs["completions/truncated_frac"] == 0.0
     assert logs["reward"] == 3.5
@@ -103,47 +98,41 @@ def test_one_single_token_that_counts(make_trainer, estimator):
 def test_prompts_of_one_token_and_at_the_limit(make_trainer):
     """Together with the completion they fill the model's positions to the last."""
     prompts = ["1", "1" * 10]
-    config = {"max_prompt_length": 10, "max_completion_length": 6}
+    config, dataset = {"max_prompt_length": 10, "max_completion_length": 6}, Dataset.from_dict({"prompt": prompts})
     model = tiny_model(max_position_embeddings=16)
-    trainer, logs, moved = one_rollout(
-        make_trainer, config=config, model=model, train_dataset=Dataset.from_dict({"prompt": prompts})
-    )
+    trainer, logs, moved = one_rollout(make_trainer, config=config, model=model, train_dataset=dataset)
     rollout = trainer.rollout(prompts)
     assert rollout.prompt_mask.sum(dim=1).tolist() == [1, 10]
     assert logs["completions/max_length"] <= 6
     assert moved["actor"] > 0
     with pytest.raises(ValueError, match="together exceed the model's 15 positions"):
-        make_trainer(config, model=tiny_model(max_position_embeddings=15), train_dataset=trainer.train_dataset)
+        make_trainer(config, model=tiny_model(max_position_embeddings=15), train_dataset=dataset)
 
 
 ROPE = {"factor": 2.0, "rope_theta": 1e4}
-SCALED = {"yarn": {**ROPE, "original_max_position_embeddings": 16}, "linear": ROPE}
-SCALED["llama3"] = {**SCALED["yarn"], "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+WITH_BEFORE = {**ROPE, "original_max_position_embeddings": 16}
+BY_LENGTH = {"long_factor": [4.0] * 8, "short_factor": [1.0] * 8, "original_max_position_embeddings": 16}
 
 
-@pytest.mark.parametrize("kind", SCALED)
-def test_scaled_positions_count(make_trainer, kind):
-    rope = {"rope_type": kind, **SCALED[kind]}
-
+@pytest.mark.parametrize(
+    ("kind", "rope", "longest", "refused"),
+    [  # with 6 tokens of the completion the longest prompt fills 32 or 16 positions
+        ("yarn", WITH_BEFORE, 26, "exceed the model's 32 positions"),
+        ("linear", ROPE, 26, "exceed the model's 32 positions"),
+        ("llama3", {**WITH_BEFORE, "low_freq_factor": 1.0, "high_freq_factor": 4.0}, 26, "the model's 32 positions"),
+        ("dynamic", ROPE, 10, "16 positions before dynamic"),
+        ("longrope", {**ROPE, **BY_LENGTH}, 10, "16 positions before longrope"),
+    ],
+)
+def test_positions_count_as_scaled_unless_the_longest_row_scales_them(make_trainer, kind, rope, longest, refused):
     def trainer_of(length: int):
-        model = tiny_model(max_position_embeddings=16, rope_parameters=rope)
+        model = tiny_model(max_position_embeddings=16, rope_parameters={"rope_type": kind, **rope})
         return make_trainer(model=model, train_dataset=Dataset.from_dict({"prompt": ["1" * length]}))
 
-    trainer = trainer_of(26)  # and 6 tokens of the completion: 2·16
-    rollout = trainer.rollout(["1" * 26, "2"])
+    rollout = trainer_of(longest).rollout(["1" * longest, "2"])
     assert torch.allclose(rollout.old_logprobs, rollout.rollout_logprobs, atol=1e-4)
-    with pytest.raises(ValueError, match="exceed the model's 32 positions"):
-        trainer_of(27)
-
-
-@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
-def test_positions_count_before_a_scaling_by_the_longest_row(make_trainer, kind):
-    factors = {"long_factor": [4.0] * 8, "short_factor": [1.0] * 8, "original_max_position_embeddings": 16}
-    rope = {"rope_type": kind, **ROPE, **(factors if kind == "longrope" else {})}
-    for length, allowed in ((10, nullcontext()), (11, pytest.raises(ValueError, match=f"16 positions before {kind}"))):
-        model = tiny_model(max_position_embeddings=16, rope_parameters=rope)
-        with allowed:
-            make_trainer(model=model, train_dataset=Dataset.from_dict({"prompt": ["1" * length]}))
+    with pytest.raises(ValueError, match=refused):
+        trainer_of(longest + 1)
 
 
 def test_a_dataset_smaller_than_a_rollout(make_trainer):
@@ -161,9 +150,8 @@ def test_a_dataset_smaller_than_a_rollout(make_trainer):
 
 
 def test_one_prompt_for_a_whole_epoch(make_trainer):
-    config = {"max_steps": -1, "num_train_epochs": 2}
-    trainer = make_trainer({**ROLLOUT, **config}, train_dataset=Dataset.from_dict({"prompt": ["1+1="]}))
-    trainer.train()
+    one = {"train_dataset": Dataset.from_dict({"prompt": ["1+1="]})}
+    trainer, *_ = one_rollout(make_trainer, config={"max_steps": -1, "num_train_epochs": 2}, **one)
     assert (trainer.state.global_step, trainer.ppo_state.rollouts) == (8, 2)
 
 

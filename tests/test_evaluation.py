@@ -12,7 +12,7 @@ from helpers.runs import count_digits
 from helpers.scripted import answering
 from hfppo import TolerantReward
 from hfppo.collect.collector import Collector
-from hfppo.collect.evaluation import SCORE_METRICS
+from hfppo.collect.evaluation import SCORE_METRICS, check_best_metric
 
 EVERY_STEP = {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 1}
 
@@ -53,18 +53,17 @@ def test_the_best_model_is_kept_without_a_word_on_steps(make_trainer, dataset):
     assert trainer.state.best_model_checkpoint == f"{trainer.args.output_dir}/checkpoint-4"
 
 
+def counts(completions, log_metric, **kwargs):
+    log_metric("seen", 1.0)
+    return count_digits(completions)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["reward", "eval_rewards/count_digits/mean", *SCORE_METRICS, "custom/seen", "own", "eval_b_reward"]
+    "name", ["reward", "eval_rewards/counts/mean", *SCORE_METRICS, "custom/seen", "own", "eval_b_reward"]
 )
 def test_a_metric_that_is_let_through_is_there(make_trainer, dataset, name):
     """One that is missing would end the run at its first evaluation."""
-
-    def counts(completions, log_metric, **kwargs):
-        log_metric("seen", 1.0)
-        return count_digits(completions)
-
-    counts.__name__ = "count_digits"
     some = dataset.select(range(3))
     trainer = make_trainer(
         EVERY_STEP | {"metric_for_best_model": name, "save_strategy": "best"},
@@ -78,18 +77,13 @@ def test_a_metric_that_is_let_through_is_there(make_trainer, dataset, name):
 
 def test_a_metric_that_is_there_is_let_through(make_trainer, dataset):
     """But for the time that an evaluation takes, which says nothing about a model."""
-
-    def counts(completions, log_metric, **kwargs):
-        log_metric("seen", 1.0)
-        return count_digits(completions)
-
-    rewards = [TolerantReward(counts), count_digits]
-    trainer = make_trainer(reward_funcs=rewards, eval_dataset=dataset.select(range(3)))
+    trainer = make_trainer(reward_funcs=[TolerantReward(counts), count_digits], eval_dataset=dataset.select(range(3)))
     of_time = {"eval_runtime", "eval_samples_per_second", "eval_steps_per_second", "eval_model_preparation_time"}
     names = {name for name in trainer.evaluate() if name.startswith("eval_")} - of_time
     assert {"eval_rewards/counts/failed", "eval_custom/seen", "eval_reward"} <= names
     for name in sorted(names):
-        make_trainer({"metric_for_best_model": name}, reward_funcs=rewards, eval_dataset=dataset.select(range(3)))
+        trainer.args.metric_for_best_model = name
+        check_best_metric(trainer.args, trainer.eval_dataset, trainer.collector.rewards, None)
 
 
 @pytest.mark.parametrize("number", [np.float32(1), np.int64(1), torch.tensor(1.0)])
@@ -118,34 +112,26 @@ def test_what_functions_log_counts_once_for_each_completion(make_trainer, datase
     assert trainer.evaluate(dataset.select(range(4)))["eval_custom/full"] == pytest.approx((3 * 1 + 1 / 3) / 4)
 
 
-def ask_counting(trainer, monkeypatch) -> list[int]:
-    """Note how many prompts each call of the sampler gets."""
-    asked, ask = [], Collector.ask_sampler
+def test_the_sampler_gets_all_prompts_at_once_and_the_rewards_get_batches(make_trainer, dataset, monkeypatch):
+    """So `generate` samples in its own batches, and vLLM fills its own; metrics and order are those of any batches."""
+    scored, asked, ask = [], [], Collector.ask_sampler
 
     def counting(self, prompts, *args):
         asked.append(len(prompts))
         return ask(self, prompts, *args)
 
-    monkeypatch.setattr(Collector, "ask_sampler", counting)
-    return asked
-
-
-def test_the_sampler_gets_all_prompts_at_once_and_the_rewards_get_batches(make_trainer, dataset, monkeypatch):
-    """So `generate` samples in its own batches, and vLLM fills its own; metrics and order are those of any batches."""
-    scored = []
-
     def counts(completions, **kwargs):
         scored.append(len(completions))
         return count_digits(completions)
 
-    given = {}
-    for size in (1, 3, 16):
+    monkeypatch.setattr(Collector, "ask_sampler", counting)
+    given, batches = {}, {1: [1] * 16, 3: [3] * 5 + [1], 16: [16]}
+    for size, expected in batches.items():
         trainer = make_trainer({"per_device_eval_batch_size": size}, reward_funcs=counts)
-        asked = ask_counting(trainer, monkeypatch)
+        asked.clear()
         scored.clear()
         given[size] = trainer.predict(dataset)
-        assert asked == [16]
-        assert scored == {1: [1] * 16, 3: [3] * 5 + [1], 16: [16]}[size]
+        assert (asked, scored) == ([16], expected)
     for other in (given[1], given[3]):
         assert other.predictions == given[16].predictions
         assert other.metrics["test_reward"] == pytest.approx(given[16].metrics["test_reward"])
@@ -170,17 +156,13 @@ def test_an_evaluation_plays_in_no_more_environments_than_a_rollout(make_agent):
 def test_prompts_that_come_later_are_checked_as_well(make_trainer):
     trainer = make_trainer()
     positions = trainer.model.config.max_position_embeddings
-    long = ["1" * positions]
-    wanted = f"tokens and max_completion_length=6 together exceed .* {positions} positions"
-    with pytest.raises(ValueError, match=wanted):
-        trainer.evaluate(Dataset.from_dict({"prompt": long}))
-    with pytest.raises(ValueError, match=wanted):
-        trainer.rollout(long)
+    asks = trainer.rollout, lambda prompts: trainer.evaluate(Dataset.from_dict({"prompt": prompts}))
+    for ask in asks:
+        with pytest.raises(ValueError, match=f"max_completion_length=6 together exceed .* {positions} positions"):
+            ask(["1" * positions])
     trainer.processing_class.add_tokens(list("@#$%&~"))  # of which the model was not told
-    for ask in (trainer.rollout, lambda prompts: trainer.evaluate(Dataset.from_dict({"prompt": prompts}))):
-        with pytest.raises(
-            ValueError, match=r"^(prompts|eval_dataset) has token id \d+, but the model's 26 token ids end"
-        ):
+    for ask in asks:
+        with pytest.raises(ValueError, match=r"^(prompts|eval_dataset) has token id \d+, but the model's 26 "):
             ask(["~"])
 
 

@@ -11,6 +11,7 @@ from torch.testing import assert_close
 
 from helpers.formulas import CALLS
 
+NAN = float("nan")
 quick = settings(max_examples=15, deadline=None, database=None, derandomize=True)
 # Weights are not negative, and the variance of two numbers that are nearly equal has no digits left.
 NOT_ANY_NUMBER = ("effective_sample_size", "explained_variance")
@@ -56,12 +57,14 @@ def test_the_order_of_the_rows_is_the_order_of_the_results(name, arguments, rand
 @quick
 @given(inputs(), st.integers(1, 4))
 def test_padding_changes_no_real_token(name, arguments, columns):
-    """`b` holds numbers on the new columns, as log-probs and values of padding do."""
-    width = arguments["a"].shape[1]
-    wide = {key: torch.nn.functional.pad(x, (0, columns)) if x.dim() == 2 else x for key, x in arguments.items()}
-    wide["b"][:, width:] = 2.0
+    """`b` is NaN on the new columns, on both sides."""
+
+    def padded(key: str, x: Tensor) -> Tensor:
+        return torch.nn.functional.pad(x, (1, columns), value=NAN if key == "b" else 0) if x.dim() == 2 else x
+
+    wide, real = {key: padded(key, x) for key, x in arguments.items()}, slice(1, 1 + arguments["a"].shape[1])
     for straight, got in zip(call(name, arguments), call(name, wide), strict=True):
-        assert_close(got[:, :width] if straight.dim() == 2 else got, straight, equal_nan=True)
+        assert_close(got[:, real] if straight.dim() == 2 else got, straight, equal_nan=True)
 
 
 @pytest.mark.parametrize("name", [name for name in CALLS if name not in DECIDE])

@@ -20,9 +20,10 @@ from transformers import (
     TrainerCallback,
 )
 
-from helpers.runs import count_digits, gradients, logged, stops_at_kl, trainable
+from helpers.runs import Keep, count_digits, gradients, logged, small_trainer, stops_at_kl, trainable
+from helpers.scripted import training_rows
 from helpers.tiny import tiny_gpt2, tiny_model, tiny_of_type, tiny_opt, tiny_qwen3
-from hfppo import PPOCallback, Rollout
+from hfppo import PPOCallback
 from hfppo.models.actor_critic import Want
 
 SHAPE = {"vocab_size": 26, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "bos_token_id": None}
@@ -47,16 +48,15 @@ UNUSUAL = {
 ARCHITECTURES = [tiny_model, tiny_gpt2, tiny_qwen3, tiny_opt]
 
 
-class Keep(PPOCallback):
-    """Keeps every rollout and its metrics."""
-
-    def __init__(self):
-        self.rollouts: list[Rollout] = []
-        self.metrics: list[dict[str, float]] = []
-
-    def on_rollout_end(self, args, state, control, *, rollout, transcript, metrics, ppo_state, **kwargs):
-        self.rollouts.append(rollout)
-        self.metrics.append(metrics)
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """A finished run with the settings of all small runs, and the bytes of its base before it."""
+    base = tiny_model()
+    before = {name: p.detach().clone() for name, p in base.state_dict().items()}
+    trainer = small_trainer(tmp_path_factory.mktemp("plain"), model=base)
+    trainer.train()
+    trainer.before = before
+    return trainer
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -70,20 +70,16 @@ def test_ratio_is_one_on_the_first_update_and_against_generation(make_trainer, a
     assert max(against_generation) < 1e-4
 
 
-def test_kl_is_zero_before_the_first_step_and_not_after(make_trainer):
-    trainer = make_trainer()
-    trainer.train()
-    kl = logged(trainer, "kl_k3")
+def test_kl_is_zero_before_the_first_step_and_not_after(plain):
+    kl = logged(plain, "kl_k3")
     assert kl[0] == 0.0
     assert kl[1] > 1e-4
 
 
-def test_logprobs_entropy_and_values_agree_with_the_plain_model(make_trainer):
+def test_logprobs_entropy_and_values_agree_with_the_plain_model(plain):
     """Against PEFT's own logits, one completion at a time and without any padding."""
-    trainer = make_trainer()
-    trainer.train()
-    rollout = trainer.rollout(["请问1+2=", "请问3="])
-    actor = trainer.model.eval()
+    rollout = plain.rollout(["请问1+2=", "请问3="])
+    actor = plain.model.eval()
     for i in range(2):
         prompt = rollout.prompt_ids[i][rollout.prompt_mask[i]]
         completion = rollout.completion_ids[i][rollout.mask[i]]
@@ -95,26 +91,10 @@ def test_logprobs_entropy_and_values_agree_with_the_plain_model(make_trainer):
                 ref = actor(input_ids=ids).logits[0].log_softmax(-1)[len(prompt) - 1 : -1]
             hidden = actor.critic.trunk(input_ids=ids).last_hidden_state[0, len(prompt) - 1 : -1]
             values = actor.critic.value_head(hidden)
-        index = torch.arange(n)
-        assert_close(rollout.old_logprobs[i, :n], logp[index, completion])
-        assert_close(rollout.ref_logprobs[i, :n], ref[index, completion])
+        assert_close(rollout.old_logprobs[i, :n], logp[range(n), completion])
+        assert_close(rollout.ref_logprobs[i, :n], ref[range(n), completion])
         assert_close(rollout.values[i, :n], values)
         assert not torch.equal(rollout.old_logprobs[i, :n], rollout.ref_logprobs[i, :n])
-
-
-@pytest.mark.parametrize("critic", ["adapter", "shared"])
-def test_training_never_changes_the_base(make_trainer, critic):
-    base = tiny_model()
-    before = {name: p.detach().clone() for name, p in base.state_dict().items()}
-    trainer = make_trainer(model=base, critic=critic)
-    trainer.train()
-    trainer.evaluate(trainer.train_dataset)
-    lora_b = [p for name, p in trainer.model.named_parameters() if "lora_B" in name]
-    assert all(p.abs().sum() > 0 for p in lora_b), "nothing was trained"
-    plain = trainer.model.unload()
-    assert before.keys() == plain.state_dict().keys()
-    for name, tensor in plain.state_dict().items():
-        assert torch.equal(before[name], tensor), name
 
 
 def test_actor_reference_and_critic_share_one_copy_of_the_base(make_trainer):
@@ -224,14 +204,8 @@ def test_optimiser_steps_and_rollouts_are_counted_exactly(make_trainer, dataset)
             steps.append(1)
 
     keep = Keep()
-    config = {
-        "max_steps": -1,
-        "num_train_epochs": 2,
-        "num_ppo_epochs": 3,
-        "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 2,
-        "num_mini_batches": 2,
-    }
+    config = {"max_steps": -1, "num_train_epochs": 2, "num_ppo_epochs": 3, "num_mini_batches": 2}
+    config |= {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
     trainer = make_trainer(config, callbacks=[keep, Count()])
     trainer.train()
     assert len(steps) == trainer.state.global_step == 24
@@ -267,68 +241,26 @@ def test_a_ppo_callback_may_return_the_control_as_trainers_may(make_trainer):
     assert trainer.state.global_step == trainer.args.updates_per_rollout < trainer.args.max_steps
 
 
-def test_every_row_of_a_rollout_is_used_once_per_epoch(make_trainer):
-    trainer = make_trainer()
-    rollout = trainer.rollout([f"{n}=" for n in range(8)])
-    for epoch in range(2):
-        parts = [rollout.mini_batch(i, 4, (0, epoch)) for i in range(4)]
-        seen = torch.cat([part.old_logprobs[:, 0] for part in parts])
-        assert torch.equal(seen.sort().values, rollout.old_logprobs[:, 0].sort().values)
-    orders = [rollout.mini_batch(0, 1, (0, epoch)).old_logprobs[:, 0] for epoch in range(2)]
-    assert not torch.equal(*orders), "the epochs are not shuffled apart"
-
-
-def test_same_seed_same_run_and_another_seed_another(make_trainer):
-    runs = []
-    for seed in (3, 3, 4):
-        trainer = make_trainer({"seed": seed})
-        trainer.train()
-        runs.append(trainable(trainer))
-    assert all(torch.equal(runs[0][name], runs[1][name]) for name in runs[0])
-    assert not any(torch.equal(runs[0][name], runs[2][name]) for name in runs[0] if "lora_B" in name)
+def test_another_seed_is_another_run(make_trainer, plain):
+    assert plain.args.seed == 3
+    other = make_trainer({"seed": 4})
+    other.train()
+    ours, others = trainable(plain), trainable(other)
+    assert not any(torch.equal(ours[name], others[name]) for name in ours if "lora_B" in name)
+    seeds = [{row.seed for row in training_rows(t.collector, t._train_prompts, 0)} for t in (plain, other)]
+    assert seeds[0].isdisjoint(seeds[1]), "the adapter's initial weights are not all that differs"
 
 
 @pytest.mark.parametrize("do_sample", [False, True])
-def test_evaluation_changes_no_training(make_trainer, dataset, do_sample):
-    plain = make_trainer()
-    plain.train()
-    evaluated = make_trainer({"eval_strategy": "steps", "eval_steps": 1, "eval_on_start": True}, eval_dataset=dataset)
+def test_the_same_seed_is_the_same_run_and_evaluation_changes_no_training(make_trainer, plain, dataset, do_sample):
+    config = {"eval_strategy": "steps", "eval_steps": 1, "eval_on_start": True}
+    evaluated = make_trainer(config, eval_dataset=dataset.select(range(4)))
     with evaluated.eval_sampling(do_sample):
         evaluated.train()
     assert len(logged(evaluated, "eval_reward")) == 9
     after = trainable(evaluated)
     for name, weight in trainable(plain).items():
         assert torch.equal(weight, after[name]), name
-
-
-@pytest.mark.parametrize("critic", ["adapter", "shared"])
-def test_actor_does_not_move_during_critic_warmup(make_trainer, critic):
-    """Exactly 2 rollouts of 4 steps; weight decay and momentum must not move it either."""
-
-    class Watch(TrainerCallback):
-        history: list
-
-        def on_step_end(self, args, state, control, model=None, **kwargs):
-            self.history.append([p.detach().clone() for p in model.actor_parameters()])
-
-    watch = Watch()
-    watch.history = []
-    config = {"critic_warmup": 2, "max_steps": 12, "weight_decay": 0.1}
-    trainer = make_trainer(config, critic=critic, callbacks=[watch])
-    start = [p.detach().clone() for p in trainer.model.actor_parameters()]
-    head = trainer.model.critic.value_head.weight.detach().clone()
-    trainer.train()
-    moved = [any(not torch.equal(a, b) for a, b in zip(start, step, strict=True)) for step in watch.history]
-    assert moved == [False] * 8 + [True] * 4
-    assert not torch.equal(head, trainer.model.critic.value_head.weight)
-
-
-def test_a_target_for_the_kl_ends_a_rollout_early(make_trainer):
-    keep, never = Keep(), Keep()
-    make_trainer(callbacks=[keep, stops_at_kl(1e-9)]).train()
-    make_trainer(callbacks=[never, stops_at_kl(1e9)]).train()
-    assert len(never.rollouts) == 2
-    assert len(keep.rollouts) == 4, "the first step of a rollout has KL 0, the second passes the limit"
 
 
 def test_a_target_goes_by_the_logged_kl_of_a_mini_batch(make_trainer):
@@ -338,23 +270,17 @@ def test_a_target_goes_by_the_logged_kl_of_a_mini_batch(make_trainer):
         def on_rollout_end(self, args, state, control, **kwargs):
             starts.append(state.global_step)
 
-    starts: list[int] = []
-    limit = 1e-3
-    config = {
-        "num_ppo_epochs": 4,
-        "learning_rate": 3e-3,
-        "max_steps": 24,
-        "gradient_accumulation_steps": 2,
-    }
+    starts, limit = [], 1e-3
+    config = {"num_ppo_epochs": 4, "learning_rate": 3e-3, "max_steps": 24, "gradient_accumulation_steps": 2}
     trainer = make_trainer(config, callbacks=[Starts(), stops_at_kl(limit)])
     trainer.train()
-    logged = [entry["policy/approx_kl"] for entry in trainer.state.log_history if "policy/approx_kl" in entry]
-    assert len(logged) == 24
+    kl = logged(trainer, "policy/approx_kl")
+    assert len(kl) == 24
     expected, start = [], 0
     while start < 24:
         expected.append(start)
         steps = range(start, min(start + trainer.args.updates_per_rollout, 24))
-        start = next((step for step in steps if logged[step] > limit), steps[-1]) + 1
+        start = next((step for step in steps if kl[step] > limit), steps[-1]) + 1
     assert starts == expected
     assert len({b - a for a, b in itertools.pairwise(starts)}) > 1, "rollouts of several lengths"
 
@@ -382,3 +308,18 @@ def test_rewards_add_up_to_score_minus_kl(make_trainer):
         [ids[mask] for ids, mask in zip(rollout.completion_ids, rollout.mask, strict=True)], skip_special_tokens=True
     )
     assert_close(rollout.scores, torch.tensor(count_digits(texts)) - 0.5 * rollout.truncated)
+
+
+def test_training_never_changes_the_base(make_trainer, plain):
+    """The last test of this module: it takes the run's model apart."""
+    base = tiny_model()
+    before = {name: p.detach().clone() for name, p in base.state_dict().items()}
+    shared = make_trainer(model=base, critic="shared")
+    shared.train()
+    for trainer, bytes_before in ((plain, plain.before), (shared, before)):
+        trainer.evaluate(trainer.train_dataset)
+        lora_b = [p for name, p in trainer.model.named_parameters() if "lora_B" in name]
+        assert all(p.abs().sum() > 0 for p in lora_b), "nothing was trained"
+        bare = trainer.model.unload().state_dict()
+        assert bytes_before.keys() == bare.keys()
+        assert [name for name in bare if not torch.equal(bytes_before[name], bare[name])] == []

@@ -50,57 +50,48 @@ def outputs() -> TokenOutputs:
 
 
 CLIP = {"cliprange": 0.1, "cliprange_high": 0.6, "dual_clip": 1.5}
+GIVEN = F.Clip(0.1, 0.6, 1.5)
+KL = {"kl_loss_coef": 0.2}
+# Fields, the term's name and weight, and its formula of outputs and batch.
 TERMS = {
     "clip": (
         CLIP,
-        "policy/loss",
-        1.0,
-        lambda o, b: b.weights * F.policy_loss(o.logprobs, b.old_logprobs, b.advantages, F.Clip(0.1, 0.6, 1.5)),
+        ("policy/loss", 1.0),
+        lambda o, b: b.weights * F.policy_loss(o.logprobs, b.old_logprobs, b.advantages, GIVEN),
     ),
     "gspo": (
         CLIP | {"policy_loss": "gspo"},
-        "policy/loss",
-        1.0,
-        lambda o, b: (
-            b.weights * F.gspo_loss(o.logprobs, b.old_logprobs, b.advantages, b.loss_mask, F.Clip(0.1, 0.6, 1.5))
-        ),
+        ("policy/loss", 1.0),
+        lambda o, b: b.weights * F.gspo_loss(o.logprobs, b.old_logprobs, b.advantages, b.loss_mask, GIVEN),
     ),
     "value": (
         {"cliprange_value": 0.05, "vf_coef": 0.3},
-        "value/loss",
-        0.3,
+        ("value/loss", 0.3),
         lambda o, b: F.value_loss(o.values, b.values, b.returns, 0.05),
     ),
-    "kl": (
-        {"kl_loss_coef": 0.2, "kl_estimator": "abs"},
-        "policy/kl_loss",
-        0.2,
-        lambda o, b: F.token_kl(o.logprobs, b.ref_logprobs, "abs"),
-    ),
-    "straight-through kl": (
-        {"kl_loss_coef": 0.2, "kl_estimator": "abs+"},
-        "policy/kl_loss",
-        0.2,
-        lambda o, b: F.token_kl(o.logprobs, b.ref_logprobs, "abs+"),
-    ),
-    "entropy": ({"entropy_coef": 0.02}, "policy/entropy", -0.02, lambda o, b: o.entropy),
+    **{
+        name: (
+            KL | {"kl_estimator": name},
+            ("policy/kl_loss", 0.2),
+            lambda o, b, name=name: F.token_kl(o.logprobs, b.ref_logprobs, name),
+        )
+        for name in ("abs", "abs+")
+    },
+    "entropy": ({"entropy_coef": 0.02}, ("policy/entropy", -0.02), lambda o, b: o.entropy),
 }
 
 
 @pytest.mark.parametrize("name", TERMS)
 def test_every_field_of_a_loss_reaches_it(make_trainer, batch, outputs, name):
-    config, term, weight, expected = TERMS[name]
+    config, (term, weight), formula = TERMS[name]
     args = make_trainer(config).args
     (found,) = (x for x in ppo_terms(outputs, batch, args, clip_of(args)) if x.name == term)
+    expected = formula(outputs, batch)
     assert found.coef == weight
-    assert_close(found.per_token, expected(outputs, batch))
-    by, wanted = (
-        torch.autograd.grad(x.sum(), outputs[:3], allow_unused=True)
-        for x in (found.per_token, expected(outputs, batch))
-    )
-    assert all(
-        (a is None) == (b is None) and (a is None or torch.equal(a, b)) for a, b in zip(by, wanted, strict=True)
-    )
+    assert_close(found.per_token, expected)
+    grads = (torch.autograd.grad(x.sum(), outputs[:3], materialize_grads=True) for x in (found.per_token, expected))
+    for by, wanted in zip(*grads, strict=True):
+        assert torch.equal(by, wanted)
 
 
 @pytest.mark.parametrize(
@@ -129,17 +120,18 @@ def measure(outputs, batch, args) -> Meter:
     return Meter(measure_update(ppo_terms(outputs, batch, args, clip), outputs, batch, args, clip, first=True))
 
 
+def assert_measured(meter: Meter, expected: dict) -> None:
+    read = meter.read()
+    assert {n: read[n] for n in expected} == pytest.approx({n: float(x) for n, x in expected.items()}, rel=1e-5)
+
+
 def test_metrics_of_an_update_by_hand(make_trainer, batch, outputs):
     args = make_trainer(CLIP | {"cliprange_value": 0.05}).args
-    meter = measure(outputs, batch, args)
     counts = batch.loss_mask
     new, old, advantages = (x[counts].detach() for x in (outputs.logprobs, batch.old_logprobs, batch.advantages))
     ratio = (new - old).exp()
-    low, high, dual = (
-        (advantages < 0) & (ratio < 0.9),
-        (advantages > 0) & (ratio > 1.6),
-        (advantages < 0) & (ratio > 1.5),
-    )
+    low, high = (advantages < 0) & (ratio < 0.9), (advantages > 0) & (ratio > 1.6)
+    dual = (advantages < 0) & (ratio > 1.5)
     assert all(clipped.any() for clipped in (low, high, dual))
     held = F.value_clipped(outputs.values, batch.values, batch.returns, 0.05)[counts]
     expected = {
@@ -155,10 +147,7 @@ def test_metrics_of_an_update_by_hand(make_trainer, batch, outputs):
         "value/clip_frac": held.float().mean(),
         "policy/entropy": outputs.entropy[counts].mean(),
     }
-    read = meter.read()
-    assert {name: read[name] for name in expected} == pytest.approx(
-        {n: x.item() for n, x in expected.items()}, rel=1e-5
-    )
+    assert_measured(measure(outputs, batch, args), expected)
 
 
 def test_clip_metrics_of_dppo_count_by_probability(make_trainer, batch, outputs):
@@ -166,18 +155,16 @@ def test_clip_metrics_of_dppo_count_by_probability(make_trainer, batch, outputs)
     counts = batch.loss_mask
     new, old, advantages = (x[counts].detach() for x in (outputs.logprobs, batch.old_logprobs, batch.advantages))
     low, high = (advantages < 0) & (new.exp() < old.exp() - 0.1), (advantages > 0) & (new.exp() > old.exp() + 0.3)
-    read = measure(outputs, batch, args).read()
     assert 0 < low.float().mean() != high.float().mean() > 0
-    assert read["policy/clip_frac_low"] == pytest.approx(low.float().mean().item())
-    assert read["policy/clip_frac_high"] == pytest.approx(high.float().mean().item())
-    assert read["policy/clip_frac"] == pytest.approx((low | high).float().mean().item())
+    shares = {"frac_low": low, "frac_high": high, "frac": low | high}
+    expected = {f"policy/clip_{name}": clipped.float().mean() for name, clipped in shares.items()}
+    assert_measured(measure(outputs, batch, args), expected)
 
 
 def test_a_ratio_below_one_deviates_as_well(make_trainer, batch, outputs):
     args = make_trainer().args
     batch = replace(batch, old_logprobs=outputs.logprobs.detach() + 0.5)
-    meter = measure(outputs, batch, args)
-    assert meter.read()["policy/first_ratio_deviation"] == pytest.approx(1 - math.exp(-0.5), rel=1e-5)
+    assert_measured(measure(outputs, batch, args), {"policy/first_ratio_deviation": 1 - math.exp(-0.5)})
 
 
 @pytest.mark.parametrize("coef", [1.0, 0.0])

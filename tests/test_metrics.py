@@ -3,16 +3,17 @@
 import math
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from transformers import TrainerCallback
 
 from helpers.agents import EPISODE_METRICS
-from helpers.runs import logged
+from helpers.runs import Keep, logged
 from helpers.scripted import answering, off_trainer
 from helpers.tiny import tiny_model
-from hfppo import ClipMetricsCallback, PPOCallback, TolerantReward
+from hfppo import ClipMetricsCallback, TolerantReward
 from hfppo.collect.collector import Phases
 from hfppo.collect.rollout_metrics import prompts_without_signal
 from hfppo.learn.loss import LossTerm
@@ -34,20 +35,15 @@ def test_parts_of_unequal_size_are_divided_once_and_padding_does_not_count():
 
 
 def test_the_deviation_of_equal_numbers_is_zero():
-    meter = Meter()
-    meter.update({"reward_std": parts(torch.full((1000,), 0.7))})
-    assert meter.read()["reward_std"] == pytest.approx(0.0, abs=1e-6)
+    assert Meter({"reward_std": parts(torch.full((1000,), 0.7))}).read()["reward_std"] == pytest.approx(0.0, abs=1e-6)
 
 
 def test_an_empty_part_leaves_no_metric():
-    meter = Meter()
-    meter.update({"kl": parts(torch.zeros(0))})
-    assert meter.read() == {}
+    assert Meter({"kl": parts(torch.zeros(0))}).read() == {}
 
 
 def test_last_keeps_the_last():
-    meter = Meter()
-    meter.update({"kl_coef": parts_of(0.1)})
+    meter = Meter({"kl_coef": parts_of(0.1)})
     meter.update({"kl_coef": parts_of(0.2)})
     meter.update({"kl_coef": parts_of(0.3)})
     assert meter.read()["kl_coef"] == pytest.approx(0.3)
@@ -73,26 +69,23 @@ def test_every_metric_of_the_table_appears_in_a_log_and_no_other(make_trainer, d
         log_metric("length", sum(map(len, completions)))
         return [float(len(text)) for text in completions]
 
-    config = {"kl_loss_coef": 0.1, "dual_clip": 3.0, "policy_mode": "token_truncate"}
+    config = {"kl_loss_coef": 0.1, "dual_clip": 3.0, "policy_mode": "token_truncate", "cliprange_value": 0.2}
     config |= {"num_generations": 2, "max_steps": 4, "rollouts_ahead": 1}
-    config |= {"cliprange_value": 0.2}
     trainer = make_trainer(config, reward_funcs=TolerantReward(scores), callbacks=[ClipMetricsCallback()])
     given = trainer.loss_terms
-    trainer.loss_terms = lambda outputs, batch: [
-        *given(outputs, batch),
-        LossTerm("length", 0.0, torch.zeros_like(batch.advantages)),
-    ]
+
+    def more_terms(outputs, batch):
+        return [*given(outputs, batch), LossTerm("length", 0.0, torch.zeros_like(batch.advantages))]
+
+    trainer.loss_terms = more_terms
     trainer.train()
     seen = {name for entry in trainer.state.log_history if "loss" in entry for name in entry}
     seen = {name for name in seen if not name.startswith("clip/epoch_2/")}  # as those of the first epoch
-    names = {"{function}": "scores", "{name}": "length", "{part}": "epoch_1"}
-    expected = set()
     elsewhere = {name for name in METRICS if name.startswith("critic_pretraining") or "candidates" in name}
-    for name in METRICS.keys() - elsewhere - EPISODE_METRICS:
-        for pattern, actual in names.items():
-            name = name.replace(pattern, actual)
-        expected.add(name)
-    assert seen - {"epoch", "step", "grad_norm"} == expected
+    expected = METRICS.keys() - elsewhere - EPISODE_METRICS
+    assert seen - {"epoch", "step", "grad_norm"} == {
+        name.format(function="scores", name="length", part="epoch_1") for name in expected
+    }
 
 
 def test_explained_variance_and_lengths_against_the_rollout(make_trainer):
@@ -126,18 +119,13 @@ def test_a_prompt_gives_no_signal_where_no_advantage_counts(make_trainer, scores
 
 
 def test_the_share_of_prompts_without_a_signal_is_that_of_the_advantages(make_trainer):
-    kept = []
-
-    class Keep(PPOCallback):
-        def on_rollout_end(self, args, state, control, *, rollout, transcript, metrics, ppo_state, **kwargs):
-            kept.append((rollout, metrics["frac_reward_zero_std"]))
-
+    keep = Keep()
     config = {"advantage_estimator": "rloo", "num_generations": 2, "mask_truncated_completions": True, "kl_coef": 0.0}
-    make_trainer({**config, "max_steps": 16}, callbacks=[Keep()]).train()
+    make_trainer({**config, "max_steps": 16}, callbacks=[keep]).train()
     of_loss = []
-    for rollout, share in kept:
+    for rollout, metrics in zip(keep.rollouts, keep.metrics, strict=True):
         without = ~(rollout.advantages.ne(0) & rollout.loss_mask).any(dim=1).view(-1, 2).any(dim=1)
-        assert share == pytest.approx(without.float().mean().item())
+        assert metrics["frac_reward_zero_std"] == pytest.approx(without.float().mean().item())
         counts = rollout.loss_mask.any(dim=1).view(-1, 2)
         of_loss += (counts.any(dim=1) & ~counts.all(dim=1) & ~without).tolist()
     assert any(of_loss)  # where one of two counts, and was compared with the other
@@ -167,9 +155,9 @@ def test_a_largest_number_that_is_none_is_not_hidden_by_others(numbers):
 def test_stretches_of_time_add_up(monkeypatch):
     clock = iter([0.0, 5.0, 10.0, 12.0])
     monkeypatch.setattr("hfppo.collect.collector.time.perf_counter", lambda: next(clock))
-    phases = Phases(None, lambda name: nullcontext())
+    phases = Phases(False, lambda name: nullcontext())
     for _ in range(2):
-        with phases.timed("generation"):
+        with phases("generation"):
             pass
     assert Meter(phases.measures(14.0)).read() == {"time/generation": 7.0, "time/tokens_per_second": 2.0}
 
@@ -188,30 +176,23 @@ def test_learning_rates_are_those_of_the_last_step(make_trainer):
 
 @pytest.mark.parametrize("event", ["on_step_begin", "on_pre_optimizer_step"])
 def test_the_rates_that_a_callback_sets_are_logged_as_they_are(make_trainer, event):
-    class Set(TrainerCallback):
-        pass
-
-    def choose(self, args, state, control, optimizer, **kwargs):
+    def choose(args, state, control, optimizer, **kwargs):
         for group, rate in zip(optimizer.param_groups, (1e-4, 1e-4, 2e-4, 2e-4), strict=True):
             group["lr"] = rate * (1 + state.global_step)
 
-    setattr(Set, event, choose)
-    trainer = make_trainer({"max_steps": 2}, callbacks=[Set()])
+    callback = TrainerCallback()
+    setattr(callback, event, choose)
+    trainer = make_trainer({"max_steps": 2}, callbacks=[callback])
     trainer.train()
     assert logged(trainer, "learning_rate") == [1e-4, 2e-4]
     assert logged(trainer, "critic_learning_rate") == [2e-4, 4e-4]
 
 
 def test_rewards_advantages_and_values_by_hand(make_trainer):
-    kept = []
-
-    class Keep(PPOCallback):
-        def on_rollout_end(self, args, state, control, *, rollout, transcript, metrics, ppo_state, **kwargs):
-            kept.append((rollout, metrics))
-
+    keep = Keep()
     config = {"kl_coef": 0.1, "max_steps": 8, "per_device_train_batch_size": 8}
-    make_trainer(config, ref_model=tiny_model(seed=7), callbacks=[Keep()]).train()
-    rollout, found = kept[-1]  # by then the values are not 0
+    make_trainer(config, ref_model=tiny_model(seed=7), callbacks=[keep]).train()
+    rollout, found = keep.rollouts[-1], keep.metrics[-1]  # by then the values are not 0
     difference = (rollout.returns - rollout.values)[rollout.mask]
     paid = 0.1 * found["kl"] * found["completions/mean_length"]
     assert abs(paid) > 0.01
@@ -223,27 +204,14 @@ def test_rewards_advantages_and_values_by_hand(make_trainer):
 
 @pytest.mark.parametrize("estimator", ["k1", "k2"])
 def test_kl_and_mismatch_by_hand(make_trainer, estimator):
-    kept = []
-
-    class Keep(PPOCallback):
-        def on_rollout_end(self, args, state, control, *, rollout, transcript, metrics, ppo_state, **kwargs):
-            kept.append((rollout, metrics))
-
+    keep = Keep()
+    given = {"ref_model": tiny_model(seed=7), "model": tiny_model(seed=1), "callbacks": [keep]}
     config = {"kl_coef": 0.1, "kl_estimator": estimator, "mask_truncated_completions": True, "max_steps": 1}
-    trainer = off_trainer(
-        lambda fields: make_trainer(
-            fields, ref_model=tiny_model(seed=7), model=tiny_model(seed=1), callbacks=[Keep()]
-        ),
-        "token_truncate",
-        **config,
-    )
-    trainer.train()
-    ((rollout, found),) = kept
+    off_trainer(partial(make_trainer, **given), "token_truncate", **config).train()
+    (rollout,), (found,) = keep.rollouts, keep.metrics
     assert 0 < rollout.truncated.sum() < 8
-    x, y = (
-        (a - b)[rollout.mask]
-        for a, b in ((rollout.old_logprobs, rollout.ref_logprobs), (rollout.rollout_logprobs, rollout.old_logprobs))
-    )
+    x = (rollout.old_logprobs - rollout.ref_logprobs)[rollout.mask]
+    y = (rollout.rollout_logprobs - rollout.old_logprobs)[rollout.mask]
     expected = {
         "kl": (x if estimator == "k1" else x.square() / 2).mean(),
         "kl_k3": (x.neg().exp() - 1 + x).mean(),

@@ -4,13 +4,15 @@ import inspect
 
 import pytest
 import torch
+from torch.nn.utils import parameters_to_vector
 from trl import GRPOTrainer
 
 from helpers.runs import SMALL, count_digits, stops_at_kl
 from helpers.tiny import LORA, tiny_model
-from hfppo import PPOCallback, PPOConfig, PPOTrainer
+from hfppo import PPOConfig, PPOTrainer
 from hfppo.callbacks import TrainerHooks
 from hfppo.learn.optimizer import present_rate
+from hfppo.learn.run import Run
 
 
 def own_optimizer(model) -> torch.optim.Optimizer:
@@ -35,7 +37,7 @@ def train_with_own(request, make_trainer, dataset, tokenizer, tmp_path):
             args = PPOConfig(**{**SMALL, **config, "output_dir": str(tmp_path / "out")})
             given = {"train_dataset": dataset, "processing_class": tokenizer, "peft_config": LORA}
             trainer = Overriding(tiny_model(), count_digits, args, **given, callbacks=callbacks)
-        trainer.start = [p.detach().clone() for p in trainer.model.actor_parameters()]
+        trainer.start = parameters_to_vector(trainer.model.actor_parameters()).detach()
         trainer.train()
         return trainer
 
@@ -43,8 +45,7 @@ def train_with_own(request, make_trainer, dataset, tokenizer, tmp_path):
 
 
 def moved(trainer) -> bool:
-    pairs = zip(trainer.start, trainer.model.actor_parameters(), strict=True)
-    return any(not torch.equal(before, now) for before, now in pairs)
+    return not torch.equal(trainer.start, parameters_to_vector(trainer.model.actor_parameters()))
 
 
 def test_the_actor_waits_for_the_critic(train_with_own):
@@ -59,11 +60,21 @@ def test_the_actor_waits_for_the_critic(train_with_own):
 
 
 def test_a_target_for_the_kl_ends_a_rollout_early(train_with_own):
-    rollouts = []
-    callback = PPOCallback()
-    callback.on_rollout_end = lambda *_, **__: rollouts.append(1)
-    train_with_own({}, [callback, stops_at_kl(1e-9)])
-    assert len(rollouts) == 4  # in 8 steps: the first on a rollout has KL 0, the second passes the limit
+    trainer = train_with_own({}, [stops_at_kl(1e-9)])
+    assert trainer.ppo_state.rollouts == 4  # in 8 steps: the first on a rollout has KL 0, the second passes the limit
+
+
+def test_a_scaled_rate_is_back_to_the_bit_after_its_step(make_trainer):
+    """The schedule computes the next rate from it."""
+    trainer = make_trainer()
+    run, groups = Run(trainer.model, trainer.accelerator, trainer.args), trainer.create_optimizer().param_groups
+    before = [group["lr"] for group in groups]
+    run.begin_step(0, may_be_saved=False)
+    run.before_step(trainer.optimizer, 0.3)
+    scaled = [group["lr"] for group in groups]
+    assert {now / rate for now, rate in zip(scaled, before, strict=True)} == {0.3, 1.0}, "the actor's only"
+    run.end_step(0)
+    assert [group["lr"] for group in groups] == before
 
 
 def test_hooks_are_not_doubled_by_a_second_run(make_trainer):
@@ -88,7 +99,5 @@ def test_the_argument_is_grpotrainers():
 
 
 def test_an_optimizer_as_argument_is_refused_with_the_way_to_bring_one(make_trainer):
-    model = tiny_model()
-    optimizers = torch.optim.AdamW(model.parameters()), None
     with pytest.raises(TypeError, match=r"'optimizers': .*optim_args.*create_optimizer"):
-        make_trainer(model=model, optimizers=optimizers)
+        make_trainer(optimizers=(torch.optim.AdamW(tiny_model().parameters()), None))

@@ -8,14 +8,14 @@ import pytest
 from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
 
-from helpers.agents import RESPONSE, TEMPLATE, VOCAB_SIZE, Doors, Script, call, calling_tokenizer
+from helpers import agents
+from helpers.agents import Doors, Script, agent_trainer, call, calling_tokenizer, collect, count_messages
 from helpers.tiny import LORA, tiny_model
-from hfppo import PPOConfig, PPOTrainer
 
 # TRL's configuration still passes transformers' old name on.
 pytestmark = pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated:FutureWarning")
 
-ROWS = [{"prompt": [{"role": "user", "content": f"go {n} "}], "start": n % 3} for n in range(4)]
+ROWS = agents.PROMPTS.to_list()
 
 
 class EchoEnvironment:
@@ -151,10 +151,6 @@ async def later_add(a: int, b: int) -> int:
     return a + b
 
 
-def lengths(completions, **kwargs):
-    return [float(len(messages)) for messages in completions]
-
-
 CASES = {
     "an environment with a score": (
         {"environment_factory": EchoEnvironment},
@@ -179,11 +175,11 @@ CASES = {
         [[call("open", key=0), call("look"), "a"], [call("open", key=5), "b"], ["c"], [call("look"), "d"]],
     ),
     "tools without an environment": (
-        {"tools": [multiply], "reward_funcs": lengths},
+        {"tools": [multiply], "reward_funcs": count_messages},
         [[call("multiply", a=3, b=4), "12"], ["a"], [call("multiply", a=3), "a"], ["<call>multiply(a=3", "a"]],
     ),
     "a plain and an async tool": (
-        {"tools": [multiply, later_add], "reward_funcs": lengths},
+        {"tools": [multiply, later_add], "reward_funcs": count_messages},
         [
             [call("later_add", a=3, b=4), "7"],
             [call("multiply", a=3, b=4) + call("later_add", a=1, b=1), "a"],
@@ -196,7 +192,7 @@ CASES = {
         [[call("step_by", step=2), call("step_by", step=1), "a"], [call("step_by", step=4), "a"], ["a"], ["b"]],
     ),
     "a game that ends": (
-        {"environment_factory": SlidingEnvironment, "reward_funcs": lengths, "most": 150},
+        {"environment_factory": SlidingEnvironment, "reward_funcs": count_messages, "most": 150},
         [
             [call("move", direction="left"), call("move", direction="right"), call("move", direction="left"), "a"],
             [call("move", direction="right"), "a"],
@@ -205,7 +201,7 @@ CASES = {
         ],
     ),
     "a limit of rounds": (
-        {"tools": [multiply], "reward_funcs": lengths, "rounds": 1},
+        {"tools": [multiply], "reward_funcs": count_messages, "rounds": 1},
         [[call("multiply", a=3, b=4)] * 2, ["a"], [call("multiply", a=1, b=1), "a"], ["b"]],
     ),
     "an answer that does not fit": (
@@ -228,7 +224,7 @@ def by_trl(out, scripts, rounds=None, most=100, rows=ROWS, **kwargs):
         max_tool_calling_iterations=rounds, use_cpu=True, bf16=False, report_to="none",
     )  # fmt: skip
     trainer = Scripted(
-        model=tiny_model(vocab_size=VOCAB_SIZE, max_position_embeddings=256),
+        model=tiny_model(vocab_size=agents.VOCAB_SIZE, max_position_embeddings=256),
         args=args,
         train_dataset=Dataset.from_list(rows),
         processing_class=tokenizer,
@@ -244,25 +240,10 @@ def by_trl(out, scripts, rounds=None, most=100, rows=ROWS, **kwargs):
 
 
 def here(out, scripts, rounds=None, most=100, rows=ROWS, **kwargs):
-    tokenizer = calling_tokenizer()
-    trainer = PPOTrainer(
-        model=tiny_model(vocab_size=VOCAB_SIZE, max_position_embeddings=256),
-        args=PPOConfig(
-            str(out), per_device_train_batch_size=4, max_completion_length=most, max_tool_calling_iterations=rounds,
-            use_cpu=True, report_to="none",
-        ),
-        train_dataset=Dataset.from_list(rows),
-        processing_class=tokenizer,
-        peft_config=LORA,
-        **kwargs,
-    )  # fmt: skip
-    object.__setattr__(trainer.collector, "sampler", Script(tokenizer, *scripts))
-    rows = trainer.collector.eval_rows(trainer._train_prompts)
-    rollout = trainer.collector.collect(rows, trainer.ppo_state, trainer.state, training=False).rollout
-    return [
-        (ids[real].tolist(), mask[real].tolist())
-        for ids, real, mask in zip(rollout.completion_ids, rollout.real, rollout.mask, strict=True)
-    ]
+    config = {"max_completion_length": most, "max_tool_calling_iterations": rounds}
+    rollout, *_ = collect(agent_trainer(out, *scripts, config=config, dataset=Dataset.from_list(rows), **kwargs))
+    each = zip(rollout.completion_ids, rollout.real, rollout.mask, strict=True)
+    return [(ids[real].tolist(), mask[real].tolist()) for ids, real, mask in each]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -288,15 +269,15 @@ class Seen:
 
 
 THINKING = {
-    **RESPONSE,
+    **agents.RESPONSE,
     "fields": {
         "reasoning_content": {"open": "<think>", "close": "</think>", "content": "text", "optional": True},
-        **RESPONSE["fields"],
+        **agents.RESPONSE["fields"],
     },
 }
 
 
-@pytest.mark.parametrize("response", [None, RESPONSE, THINKING], ids=["no template", "calls", "thinking"])
+@pytest.mark.parametrize("response", [None, agents.RESPONSE, THINKING], ids=["no template", "calls", "thinking"])
 def test_completions_of_conversations_are_parsed_as_by_grpo_trainer(tmp_path, response, monkeypatch):
     monkeypatch.setattr("helpers.agents.RESPONSE", response)
     scripts = [
@@ -336,7 +317,7 @@ def test_a_dataset_without_prompts_keeps_the_placeholder_out_of_reset_as_grpo_tr
 BLOCKS = (
     "{%- macro text(m) %}{% if m['content'] is string %}{{ m['content'] }}"
     "{% else %}{% for b in m['content'] %}{{ b['text'] }}{% endfor %}{% endif %}{% endmacro -%}"
-) + TEMPLATE.replace("{{ m['content'] }}", "{{ text(m) }}")
+) + agents.TEMPLATE.replace("{{ m['content'] }}", "{{ text(m) }}")
 
 
 def blocks(*texts):
@@ -363,10 +344,9 @@ class BlocksEnvironment(CounterEnvironment):
 @pytest.mark.parametrize("environment", [BlocksEnvironment, CounterEnvironment, EchoEnvironment])
 def test_content_blocks_give_the_token_ids_of_grpo_trainer(tmp_path, environment, in_dataset, monkeypatch):
     monkeypatch.setattr("helpers.agents.TEMPLATE", BLOCKS)
-    rows = [
-        {**row, "prompt": [{**m, "content": blocks(m["content"])} for m in row["prompt"]]} if in_dataset else row
-        for row in ROWS
-    ]
+    rows = ROWS
+    if in_dataset:
+        rows = [{**row, "prompt": [{**m, "content": blocks(m["content"])} for m in row["prompt"]]} for row in ROWS]
     scripts = [[call("increment", by=2), "a"], ["b"]]
     options = {"rows": rows, "environment_factory": environment}
     seen = [Seen(), Seen()]

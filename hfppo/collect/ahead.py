@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -24,7 +24,6 @@ from hfppo.data.prompt_stream import PromptStream
 from hfppo.data.prompts import Prompts, Row
 from hfppo.generation import keeping_policy
 from hfppo.generation.generate import SnapshotSampler
-from hfppo.generation.sampler import Sampler
 from hfppo.generation.sampler_check import check_sampler
 from hfppo.metrics import parts_of
 from hfppo.models.modes import place_model
@@ -43,12 +42,15 @@ class Order:
 
     def split(self) -> tuple[dict[str, Any], Mapping[str, Tensor]]:
         """Return plain values, and the weights."""
-        return {"choice": self.choice.state_dict(), "state": asdict(self.state)}, self.weights
+        window = self.choice.positions
+        choice = {**vars(self.choice), "positions": [window.start, window.stop]}
+        return {"choice": choice, "state": asdict(self.state)}, self.weights
 
     @classmethod
-    def join(cls, state: dict[str, Any], weights: Mapping[str, Tensor]) -> "Order":
+    def join(cls, plain: dict[str, Any], weights: Mapping[str, Tensor]) -> "Order":
         """Make an order from what `split` returned."""
-        return cls(Choice.from_state_dict(state["choice"]), weights, TrainerState(**state["state"]))
+        choice = Choice(**{**plain["choice"], "positions": range(*plain["choice"]["positions"])})
+        return cls(choice, weights, TrainerState(**plain["state"]))
 
 
 class RolloutAhead:
@@ -66,23 +68,18 @@ class RolloutAhead:
         tokenizer, player = copy.deepcopy(collector.tokenizer), collector.player
         if player is not None:
             player = replace(player, alone=False, chat_format=replace(player.chat_format, tokenizer=tokenizer))
-        sampler = keeping_policy(collector.sampler)
+        sampler = keeping_policy(collector.sampler)  # samples from the weights of the order
         self.collector = replace(collector, sampler=sampler, tokenizer=tokenizer, player=player)
         self.order: Order | None = None  # None: nothing is sampled ahead
         self._thread: threading.Thread | None = None  # None: the order has not begun
-        self._sampled: Future[Sampled] = Future()
-        self._ended = 0.0  # when the thread ended, by time.monotonic
-
-    @property
-    def sampler(self) -> Sampler:
-        """Samples within the thread, from the weights of the order."""
-        return self.collector.sampler
+        self._sampled: Future[tuple[Sampled, float]] = Future()  # and when it was done, by time.monotonic
 
     def prepare(self, device: torch.device) -> None:
         """Move the sampler's copy of the actor to its device, and check the sampler there."""
-        if isinstance(self.sampler, SnapshotSampler):
-            place_model(self.sampler.model, device)
-        check_sampler(self.sampler, device)
+        sampler = self.collector.sampler
+        if isinstance(sampler, SnapshotSampler):
+            place_model(sampler.model, device)
+        check_sampler(sampler, device)
 
     def begin(self, choice: Choice, prompts: Prompts | PromptStream, state: TrainerState) -> None:
         """Begin to sample chosen prompts with the present policy."""
@@ -99,7 +96,7 @@ class RolloutAhead:
         trained = model.actor_weights()
         model.load_actor_weights(self.order.weights)  # a resumed run has trained on since
         try:
-            ready.enter_context(self.sampler.ready())
+            ready.enter_context(self.collector.sampler.ready())
         finally:
             model.load_actor_weights(trained)
         self._sampled = Future()
@@ -107,22 +104,20 @@ class RolloutAhead:
         self._thread = threading.Thread(target=self._run, args=(rows, self.order.state, ready), daemon=True)
         self._thread.start()
 
-    def _run(self, rows: list[Row], state: TrainerState, ready: ExitStack) -> None:
+    def _run(self, rows: list[Row], state: TrainerState, ready: AbstractContextManager) -> None:
         """Sample and score rows, in the thread."""
-        collector, sampled = self.collector, self._sampled
-        phase, device = Phases(collector.args, nullcontext), collector.accelerator.device
+        collector, promised = self.collector, self._sampled
+        phase, device = Phases(collector.args.use_vllm, nullcontext), collector.accelerator.device
         with suppress(TimeUp):
             try:
                 if device.type != "cpu":
                     torch.accelerator.set_device_index(device.index or 0)  # each thread begins with the first device
-                with collector.sample(rows, state, phase, ready) as found, phase.timed("rollout"), phase("rewards"):
-                    found.pending.result()
-                self._ended = time.monotonic()
-                sampled.set_result(found)
-            except TimeUp:
-                raise
+                sampled = collector.sample(rows, state, phase, ready)
+                with sampled.pending, phase("rollout"), phase("rewards"):
+                    sampled.pending.result()
+                promised.set_result((sampled, time.monotonic()))
             except BaseException as error:
-                sampled.set_exception(error)
+                promised.set_exception(error)
 
     def take(self, step: int, show: PhaseDisplay) -> tuple[Order, Sampled]:
         """Wait for the rollout, and return it; the next one may then begin.
@@ -138,13 +133,12 @@ class RolloutAhead:
         with show("waiting"):
             self.wait()
         self.order = self._thread = None
-        sampled = self._sampled.result()
+        sampled, ended = self._sampled.result()
         measures = {
             "ahead/age": parts_of(step - order.state.global_step),
-            "time/trainer_waited": parts_of(max(0.0, self._ended - start)),
-            "time/sampler_waited": parts_of(max(0.0, start - self._ended)),
+            "time/trainer_waited": parts_of(max(0.0, ended - start)),
+            "time/sampler_waited": parts_of(max(0.0, start - ended)),
         }
-        measures |= sampled.measures
         return order, replace(sampled, phase=replace(sampled.phase, show=show), measures=measures)
 
     def wait(self) -> None:

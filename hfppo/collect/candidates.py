@@ -11,7 +11,6 @@ Departure from the paper: one batch instead of several, as large as the last rol
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -72,25 +71,9 @@ class Choice:
 
     positions: range  # of the prompts that it was chosen from, in the order of prompts
     taken: list[int]  # indices of `positions`
-    uniform: Tensor  # (prompts,) bool, True where the prompt was drawn uniformly
+    uniform: list[bool]  # by prompt, whether it was drawn uniformly
     passed_over: int = 0  # prompts of all processes
-    measures: Measures = field(default_factory=dict)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the fields as plain values."""
-        return {
-            **vars(self),
-            "positions": [self.positions.start, self.positions.stop],
-            "uniform": self.uniform.tolist(),
-            "measures": {name: x.tolist() for name, x in self.measures.items()},
-        }
-
-    @classmethod
-    def from_state_dict(cls, state: dict[str, Any]) -> "Choice":
-        """Make a choice from what `state_dict` returned."""
-        measures = {name: torch.tensor(x, dtype=torch.float64) for name, x in state["measures"].items()}
-        positions, uniform = range(*state["positions"]), torch.tensor(state["uniform"])
-        return cls(**{**state, "positions": positions, "uniform": uniform, "measures": measures})
+    measures: dict[str, list[float]] = field(default_factory=dict)  # as plain values, for a checkpoint
 
 
 def num_candidates(line: ScoreLine, spread: float, args: PPOConfig) -> int:
@@ -147,13 +130,14 @@ def judge(
         return [], {}
     line, values, scores = ScoreLine.fit(state.uniform_scores), rollout.values[:, 0], rollout.scores
     counts = rollout.loss_mask.any(dim=1)
-    drawn = counts & choice.uniform.repeat_interleave(len(rollout) // len(choice.uniform))
+    drawn = counts & torch.tensor(choice.uniform).repeat_interleave(len(rollout) // len(choice.uniform))
     rows = gather(torch.stack([values, scores, drawn.float()], dim=1))
     judging = rows[rows[:, 2] == 1][:, :2].double()
     mean = judging[:, 0].mean()
     judging[:, 0] -= mean
     kept = [*state.uniform_scores, *judging.tolist()][-MEMORY:]
-    measures = {**choice.measures, "candidates/explained": parts_of(ScoreLine.fit(kept).explained)}
+    measures = {name: torch.tensor(x, dtype=torch.float64) for name, x in choice.measures.items()}
+    measures["candidates/explained"] = parts_of(ScoreLine.fit(kept).explained)
     if len(judging) and line.high > line.low:
         expected, span = line.expected(values, mean), line.high - line.low
         teaches = (scores - expected).abs() > SIGNAL * span

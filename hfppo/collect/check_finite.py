@@ -1,5 +1,6 @@
 """Find NaN and infinity: in a rollout, and in each optimizer step before it changes the weights."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -95,8 +96,7 @@ class NonFiniteGuard:
         bad = torch.stack([~x.isfinite() for x in numbers]).any().float()
         finite = float(self.accelerator.reduce(bad, "sum")) == 0
         if not finite:
-            place = find_in_losses(recorded) or find_in_gradients(model) or find_in_norms(norms)
-            found = find_earliest(place)
+            found = find_earliest(next(find_places(recorded, model, norms), None))
             assert found is not None, "the processes disagree"
             made = "DeepSpeed has made the step" if deepspeed else "the step was not made"
             raise NonFiniteError(
@@ -105,24 +105,17 @@ class NonFiniteGuard:
             )
 
 
-def find_in_losses(recorded: list[MicroBatch]) -> Place | None:
-    """Return the first loss that is not finite, with its distance from the cause."""
+def find_places(recorded: list[MicroBatch], model: nn.Module, norms: dict[str, Tensor]) -> Iterator[Place]:
+    """Yield what is not finite: losses, then gradients, then norms."""
     for micro in recorded:
         if not micro.loss.isfinite():
             rows = {name: int(bad.nonzero()[0]) for name, bad in micro.bad_rows.items() if bad.any()}
             term = next((f"{name} in row {row}" for name, row in rows.items()), "the loss")
-            return 0, f"{term} of micro-batch {micro.number}"
-    return None
-
-
-def find_in_gradients(model: nn.Module) -> Place | None:
-    """Return the first gradient that is not finite, and count the others."""
+            yield 0, f"{term} of micro-batch {micro.number}"
     bad = [name for name, p in model.named_parameters() if p.grad is not None and not p.grad.isfinite().all()]
-    more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
-    return (1, f"the gradient of {bad[0]}{more}") if bad else None
-
-
-def find_in_norms(norms: dict[str, Tensor]) -> Place | None:
-    """Return the first norm that is not finite. Gradients may be finite: in float32 the square of 1e20 overflows."""
-    names = (name for name, norm in norms.items() if not norm.isfinite())
-    return next(((2, f"the norm of the {name}'s gradient") for name in names), None)
+    if bad:
+        more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
+        yield 1, f"the gradient of {bad[0]}{more}"
+    for name, norm in norms.items():
+        if not norm.isfinite():  # also over finite gradients: in float32 the square of 1e20 overflows
+            yield 2, f"the norm of the {name}'s gradient"

@@ -3,7 +3,7 @@
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -31,10 +31,9 @@ from hfppo.models.modes import eval_mode
 from hfppo.rewards.functions import PendingScores, RewardFunctions, score_table
 from hfppo.rewards.reward_func import Numbers, RewardBatch
 from hfppo.rollout import Rollout, Transcript
-from hfppo.sample import Ended, Sample, Text, Turn, pad
+from hfppo.sample import Ended, Sample, Turn, pad
 from hfppo.state import CHOICE_STREAM, ENVIRONMENT_STREAM, EVAL_STREAM, SAMPLING_STREAM, PPOState, stream_seed
-from hfppo.support.out_of_memory import explain_out_of_memory
-from hfppo.support.padding import pad_left
+from hfppo.support.out_of_memory import ADVICE, explain_out_of_memory
 
 logger = get_logger(__name__)
 
@@ -58,29 +57,23 @@ class Collected:
 class Phases:
     """Times the phases of a rollout, shows them, and adds hints to out-of-memory errors."""
 
-    args: PPOConfig
+    with_vllm: bool
     show: PhaseDisplay
     # By metric; a phase entered twice adds up.
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
 
     @contextmanager
-    def timed(self, name: str) -> Iterator[None]:
-        """Time the block as `time/<name>`, and show it as the current phase."""
-        start = time.perf_counter()
-        with self.show(f"time/{name}"):
-            yield
-        self.seconds[f"time/{name}"] += time.perf_counter() - start
-
-    @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """Time a phase.
+        """Time the block as `time/<name>`, and show it as the current phase.
 
         Raises:
-            OutOfMemory: with the settings that help.
+            OutOfMemory: with the settings that help in this phase, if some do.
         """
-        engine = " with vLLM" if name == "generation" and self.args.use_vllm else ""
-        with self.timed(name), explain_out_of_memory(name + engine):
+        start = time.perf_counter()
+        advised = "generation with vLLM" if name == "generation" and self.with_vllm else name
+        with self.show(f"time/{name}"), explain_out_of_memory(advised) if advised in ADVICE else nullcontext():
             yield
+        self.seconds[f"time/{name}"] += time.perf_counter() - start
 
     def measures(self, tokens: float) -> Measures:
         """Return the seconds of each phase, and the sampling rate for a number of tokens."""
@@ -130,24 +123,29 @@ class Collector:
         count = args.prompts_per_process * processes
         first = state.next_rollout * count + state.passed_over
         window = range(first, first + num_candidates(line, state.spread, args) * processes)
+        part = self.own_part(len(window))
         if not line.may_choose:
-            own = window[self.own_part(len(window))]
-            return Choice(own, [*range(len(own))], torch.ones(len(own), dtype=torch.bool), len(window) - count)
-        phase = Phases(args, show)
+            own = window[part]
+            return Choice(own, [*range(len(own))], [True] * len(own), len(window) - count)
+        phase = Phases(args.use_vllm, show)
         with phase("candidates"):
-            found = zip(window, prompts.at(window, args.seed), strict=True)
-            candidates = make_rows(found, args.seed, TRAINING, args.num_generations)[:: args.num_generations]
-            values = self.gather(self.prompt_values(candidates[self.own_part(len(window))])[:, None])[:, 0]
+            candidates = self.rows_at(window, [*range(len(window))][part], prompts)[:: args.num_generations]
+            values = self.gather(self.prompt_values(candidates)[:, None])[:, 0]
         expected = line.expected(values, values.mean())
         taken, uniform = choose(line.distances(expected), count, (args.seed, CHOICE_STREAM, first))
         part = self.own_part(count)
         measures = measure_choice(expected, taken, uniform) | phase.times()
-        return Choice(window, taken[part].tolist(), uniform[part], len(window) - count, measures)
+        plain = {name: x.tolist() for name, x in measures.items()}
+        return Choice(window, taken[part].tolist(), uniform[part].tolist(), len(window) - count, plain)
 
     def rows_of(self, choice: Choice, prompts: Prompts | PromptStream) -> list[Row]:
         """Return the completions to make for chosen prompts."""
-        found = [*zip(choice.positions, prompts.at(choice.positions, self.args.seed), strict=True)]
-        return make_rows((found[i] for i in choice.taken), self.args.seed, TRAINING, self.args.num_generations)
+        return self.rows_at(choice.positions, choice.taken, prompts)
+
+    def rows_at(self, positions: range, taken: list[int], prompts: Prompts | PromptStream) -> list[Row]:
+        """Return the completions to make for the prompts at some of the positions, given by index."""
+        found = [*zip(positions, prompts.at(positions, self.args.seed), strict=True)]
+        return make_rows((found[i] for i in taken), self.args.seed, TRAINING, self.args.num_generations)
 
     def own_part(self, count: int) -> slice:
         """Return this process's part of so many rows of all processes."""
@@ -157,9 +155,11 @@ class Collector:
     def prompt_values(self, rows: list[Row]) -> Tensor:
         """Return V(s₀) of rows, (B,), with the texts of their environments."""
         rows = rows if self.player is None else self.player.complete_prompts(rows)
-        prompts = pad_left([row.prompt_ids for row in rows], self.tokenizer.pad_token_id)
+        # A completion of one token, which no forward reads.
+        samples = [Sample(row, row.prompt_ids[-1:], sampled=[True], logprobs=[0.0]) for row in rows]
+        sequences = pad(samples, self.tokenizer.pad_token_id, several_turns=False)
         with eval_mode(self.model), torch.no_grad():
-            return prompt_values(self.model, *prompts, self.accelerator, self.args)
+            return prompt_values(self.model, sequences, self.accelerator, self.args)
 
     def eval_rows(self, prompts: Prompts) -> list[Row]:
         """Return a row for each prompt, with the same seeds in every evaluation."""
@@ -185,38 +185,26 @@ class Collector:
             NonFiniteError: a number is not finite on some process.
             OutOfMemory: with the settings that help.
         """
-        phase = Phases(self.args, show)
-        sampling = self.sample(rows, state, phase, self.sampler.ready(), training)
-        with eval_mode(self.model), sampling as sampled:
-            return self.finish(sampled, ppo_state, training)
+        phase = Phases(self.args.use_vllm, show)
+        with eval_mode(self.model):
+            sampled = self.sample(rows, state, phase, self.sampler.ready())
+            with sampled.pending:
+                return self.finish(sampled, ppo_state, training)
 
-    @contextmanager
     @torch.no_grad()
-    def sample(
-        self,
-        rows: list[Row],
-        state: TrainerState,
-        phase: Phases,
-        ready: AbstractContextManager,
-        training: bool = True,
-    ) -> Iterator[Sampled]:
-        """Complete rows, and score them; asynchronous reward functions run during the block.
+    def sample(self, rows: list[Row], state: TrainerState, phase: Phases, ready: AbstractContextManager) -> Sampled:
+        """Complete rows, and begin to score them.
 
         Args:
-            state, training: see `collect`.
+            state: see `collect`.
             phase: times the phases.
             ready: the sampler's block.
         """
-        with ExitStack() as running:
-            with phase.timed("rollout"):
-                with phase("generation"), ready:
-                    samples = self.complete(rows, timed=partial(phase.timed, "environments"))
-                with phase("rewards"):
-                    pending = running.enter_context(self.rewards.start(self.reward_batch(samples, state)))
-                    sampled = Sampled(samples, pending, phase)
-                    if training and self.args.selects_groups:
-                        sampled = self.select_groups(sampled)
-            yield sampled
+        with phase("rollout"):
+            with phase("generation"), ready:
+                samples = self.complete(rows, timed=partial(phase, "environments"))
+            with phase("rewards"):
+                return Sampled(samples, self.rewards.start(self.reward_batch(samples, state)), phase)
 
     @torch.no_grad()
     def finish(self, sampled: Sampled, ppo_state: PPOState, training: bool = True) -> Collected:
@@ -225,8 +213,13 @@ class Collector:
         Args:
             ppo_state, training: see `collect`.
         """
-        samples, phase = sampled.samples, sampled.phase
-        with phase.timed("rollout"), eval_mode(self.model):
+        samples, phase, measures = sampled.samples, sampled.phase, sampled.measures
+        with phase("rollout"), eval_mode(self.model):
+            if training and self.args.selects_groups:
+                with phase("rewards"):
+                    sampled.pending.result()
+                    samples, of_groups = self.select_groups(samples)
+                measures = measures | of_groups
             sequences = pad(samples, self.tokenizer.pad_token_id, several_turns=self.player is not None)
             with phase("passes"):
                 needs_reference = self.args.needs_reference or ppo_state.kl_coef != 0  # a callback may raise β from 0
@@ -239,7 +232,7 @@ class Collector:
         rollout = credited.rollout
         name = f"rollout {ppo_state.next_rollout + 1}" if training else "the completions"
         check_rollout(rollout, name)
-        measures = phase.measures(float(rollout.mask.sum())) | sampled.measures
+        measures = measures | phase.measures(float(rollout.mask.sum()))
         if training:
             measures |= self.measure_samples(samples, numbers)
             measures |= measure_rollout(credited, ppo_state.kl_coef, self.args, self.gather)
@@ -285,10 +278,9 @@ class Collector:
         warn_of_hidden(samples, self.tokenizer)
         return RewardBatch(samples, self.tokenizer, state)
 
-    def select_groups(self, sampled: Sampled) -> Sampled:
-        """Return as many groups as a rollout has, those whose scores differ first."""
-        samples, size = sampled.samples, self.args.num_generations
-        sampled.pending.result()
+    def select_groups(self, samples: Sequence[Sample]) -> tuple[list[Sample], Measures]:
+        """Return as many groups of scored samples as a rollout has, those whose scores differ first, and measures."""
+        size = self.args.num_generations
         scores = torch.tensor([sample.score for sample in samples], dtype=torch.float32)
         scored = torch.tensor([sample.scored for sample in samples])
         counts = torch.tensor([counts_in_loss(sample, self.args) for sample in samples])
@@ -298,8 +290,7 @@ class Collector:
             "candidates/spread": parts(~alike),
             "candidates/completions": parts_of(len(scores) * self.accelerator.num_processes),
         }
-        kept = [sample for group in groups for sample in samples[group * size : (group + 1) * size]]
-        return replace(sampled, samples=kept, measures=measures)
+        return [sample for group in groups for sample in samples[group * size : (group + 1) * size]], measures
 
     def restore_base_states(self, rollout: Rollout) -> Rollout:
         """Recompute the `base_states` of a loaded rollout, which checkpoints omit, to the bit."""
@@ -324,17 +315,15 @@ class Collector:
 
 def answers(rows: list[Row], turns: list[Turn], tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
     """Return completions of one turn: as text, or as messages that answer conversations."""
-    if isinstance(rows[0].columns["prompt"], list):
-        texts: Sequence[Text] = [
-            [parse_turn(tokenizer, turn.ids, row.prompt_ids, tools=[])[0]]
-            for row, turn in zip(rows, turns, strict=True)
-        ]
-    else:
-        texts = tokenizer.batch_decode([turn.ids for turn in turns], skip_special_tokens=True)
-    samples = [Sample(row, text=text, turns=1) for row, text in zip(rows, texts, strict=True)]
-    for sample, turn in zip(samples, turns, strict=True):
+    samples = []
+    for row, turn in zip(rows, turns, strict=True):
+        sample = Sample(row, turns=1, ended=Ended.CUT if turn.truncated else Ended.STOPPED)
         sample.append(turn.ids, turn.logprobs)
-        sample.ended = Ended.CUT if turn.truncated else Ended.STOPPED
+        if isinstance(row.columns["prompt"], list):
+            sample.text = [parse_turn(tokenizer, turn.ids, row.prompt_ids, tools=[])[0]]
+        else:
+            sample.text = str(tokenizer.decode(turn.ids, skip_special_tokens=True))
+        samples.append(sample)
     return samples
 
 
@@ -345,10 +334,9 @@ def warn_of_hidden(samples: Sequence[Sample], tokenizer: PreTrainedTokenizerBase
     for sample in samples:
         within = zip(sample.ids, sample.sampled, sample.sampled[1:], strict=False)
         inside |= {token for token, sampled, goes_on in within if sampled and goes_on}
-    for number in sorted(inside):
-        if tokenizer.decode([number], skip_special_tokens=True):
-            continue
-        if (token := str(tokenizer.decode([number]))) and token not in usual and token not in text:
+    hidden = [number for number in sorted(inside) if not tokenizer.decode([number], skip_special_tokens=True)]
+    for token in (str(tokenizer.decode([number])) for number in hidden):
+        if token and token not in usual and token not in text:
             logger.warning_once(
                 "the policy samples %r, which the text for reward functions leaves out because it is a special token "
                 "of the tokenizer; look for it in completion_ids",

@@ -60,9 +60,14 @@ class CreditAssignment:
             rewards = self.whiten(rewards, scored_tokens, shift_mean=False)
         compares = F.estimator_needs(args.advantage_estimator, "groups")
         rows = comparable_rows(scored, groups) if compares else torch.ones_like(scored)
-        scaled = self.scale_by_batch(rewards, scored, mask)
-        final_value = value_after_end(samples, passes)
-        raw, returns, td_errors = self.estimate(scaled, rows, sequences, passes, groups, final_value)
+        available = {
+            "rewards": self.scale_by_batch(rewards, scored, mask),
+            "values": passes.values,
+            "final_value": value_after_end(samples, passes),
+            "groups": groups,
+            **settings_of_estimators(sequences, args),
+        }
+        raw, returns, td_errors = self.estimate(available, rows)
         advantages = raw
         if self.whiten is not None and args.whitens_advantages:
             advantages = self.whiten(raw, scored_tokens & rows[:, None])
@@ -82,43 +87,22 @@ class CreditAssignment:
         )
         return Credited(rollout, scored_tokens, raw)
 
-    def estimate(
-        self,
-        rewards: Tensor,
-        rows: Tensor,
-        sequences: Sequences,
-        passes: Passes,
-        groups: Tensor,
-        final_value: Tensor | None,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def estimate(self, available: dict[str, Any], rows: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Return advantages before whitening, (B, T), returns where the estimator gives them, and δ with a critic.
 
-        Each estimator gets the arguments that it declares. δ is the advantage of GAE at λ = 0.
+        δ is the advantage of GAE at λ = 0.
 
         Args:
-            rewards: (B, T).
+            available: arguments of estimators by name; each gets those that it declares.
             rows: (B,) bool, the completions that the estimator gets; the advantages of others are 0.
-            groups: (B,) prompt number.
-            final_value: (B,) V after the last token; None: 0.
         """
         args = self.args
-        lam = args.lam if args.lam_alpha is None else F.length_adaptive_lam(sequences.mask, args.lam_alpha)
-        available: dict[str, Any] = {
-            "rewards": rewards,
-            "mask": sequences.mask,
-            "values": passes.values,
-            "final_value": final_value,
-            "groups": groups,
-            "gamma": factor_by_turn(args.gamma, args.gamma_turn, sequences),
-            "lam": factor_by_turn(lam, args.lam_turn, sequences),
-            "scale": args.reward_scale == "group",
-        }
         estimator = F.ADVANTAGE_ESTIMATORS[args.advantage_estimator]
         advantages, returns = call_estimator(estimator, available, rows)
         if returns is not None and args.lam_critic is not None:
             returns = call_estimator(estimator, {**available, "lam": args.lam_critic}, rows)[1]
         deltas = None
-        if passes.values is not None:
+        if available["values"] is not None:
             deltas = call_estimator(F.gae, {**available, "lam": 0.0}, torch.ones_like(rows))[0]
         return advantages, returns, deltas
 
@@ -161,6 +145,17 @@ def mismatch_weights(old_logprobs: Tensor, sequences: Sequences, args: PPOConfig
         return None, sequences.mask
     mode, cap = args.policy_mode, args.vllm_importance_sampling_clip_max
     return F.importance_weights(old_logprobs, sequences.rollout_logprobs, sequences.mask, mode, cap)
+
+
+def settings_of_estimators(sequences: Sequences, args: PPOConfig) -> dict[str, Any]:
+    """Return the arguments of estimators that the configuration and the masks give, by name."""
+    lam = args.lam if args.lam_alpha is None else F.length_adaptive_lam(sequences.mask, args.lam_alpha)
+    return {
+        "mask": sequences.mask,
+        "gamma": factor_by_turn(args.gamma, args.gamma_turn, sequences),
+        "lam": factor_by_turn(lam, args.lam_turn, sequences),
+        "scale": args.reward_scale == "group",
+    }
 
 
 def factor_by_turn(within: float | Tensor, between: float | None, sequences: Sequences) -> float | Tensor:

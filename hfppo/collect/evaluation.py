@@ -22,13 +22,7 @@ from hfppo.sample import Sample, Text
 from hfppo.support.out_of_memory import explain_out_of_memory
 
 # Every evaluation has these metrics; each reward function adds its own.
-SCORE_METRICS = (
-    "reward",
-    "reward_std",
-    "unscorable_frac",
-    "completions/mean_length",
-    "completions/truncated_frac",
-)
+SCORE_METRICS = ("reward", "reward_std", "unscorable_frac", "completions/mean_length", "completions/truncated_frac")
 
 
 def eval_output(
@@ -55,6 +49,7 @@ def eval_output(
     return EvalLoopOutput(completions, columns, prefixed, len(prompts))
 
 
+@torch.no_grad()
 def evaluate_prompts(
     collector: Collector, prompts: Prompts, state: TrainerState, do_sample: bool, on_batch: Callable[[], None]
 ) -> tuple[list[Text], dict[str, float]]:
@@ -76,12 +71,7 @@ def evaluate_prompts(
         together = max(args.rollout_size_per_process, args.per_device_eval_batch_size)
     meter = Meter()
     done = []
-    with (
-        explain_out_of_memory("evaluation"),
-        eval_mode(collector.model),
-        torch.no_grad(),
-        collector.sampler.ready(),
-    ):
+    with explain_out_of_memory("evaluation"), eval_mode(collector.model), collector.sampler.ready():
         for start in range(0, most, together):
             samples = collector.complete(filled[start : start + together], not do_sample)
             own, size = samples[: len(rows) - start], args.per_device_eval_batch_size

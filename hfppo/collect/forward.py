@@ -14,7 +14,7 @@ from hfppo.models.layout import order_rows
 from hfppo.models.modes import is_sharded
 from hfppo.rollout import Sequences, select_packed
 
-Inputs = dict[str, Tensor]  # some rows, by the names of `ActorCritic.forward`
+Inputs = dict[str, Tensor]  # of a batch, by the names of `ActorCritic.forward`
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,7 @@ def forward_passes(
     Args:
         needs_reference: whether log π_ref is needed.
     """
-    inputs = {**sequences.joined(), "completion_mask": sequences.mask}
-    lengths = inputs["attention_mask"].sum(dim=1)
-    order, batches = batches_of(model, inputs, lengths, accelerator, args)
+    order, batches = batches_of(model, sequences, accelerator, args)
     needs_policy = args.policy_mode != "bypass"
     references = outputs = [TokenOutputs()] * len(batches)
     with autocast(accelerator):  # not around the reward functions, which choose their own dtypes
@@ -47,7 +45,7 @@ def forward_passes(
         if needs_policy or model.critic is not None:
             base_states = [reference.base_states for reference in references]
             outputs = policy_pass(model, batches, base_states, needs_policy, args)
-    reference, output = (join_in_order(parts, order, lengths) for parts in (references, outputs))
+    reference, output = (join_in_order(parts, order, sequences.lengths) for parts in (references, outputs))
     return Passes(
         old_logprobs=output.logprobs,
         ref_logprobs=reference.logprobs,
@@ -57,40 +55,28 @@ def forward_passes(
     )
 
 
-def prompt_values(
-    model: ActorCritic, prompt_ids: Tensor, prompt_mask: Tensor, accelerator: Accelerator, args: PPOConfig
-) -> Tensor:
-    """Return V(s₀) of prompts, (B,), some rows at a time, without gradient.
-
-    Args:
-        prompt_ids, prompt_mask: (B, P), padded on the left.
-    """
-    one = torch.ones_like(prompt_mask[:, :1])  # a completion of one token, which no pass reads
-    inputs = {
-        "input_ids": torch.cat([prompt_ids, prompt_ids[:, -1:]], dim=1),
-        "attention_mask": torch.cat([prompt_mask, one], dim=1),
-        "completion_mask": one,
-    }
-    lengths = inputs["attention_mask"].sum(dim=1)
-    order, batches = batches_of(model, inputs, lengths, accelerator, args)
+def prompt_values(model: ActorCritic, sequences: Sequences, accelerator: Accelerator, args: PPOConfig) -> Tensor:
+    """Return V(s₀) of the prompts, (B,), some rows at a time, without gradient."""
+    order, batches = batches_of(model, sequences, accelerator, args)
     with autocast(accelerator):
         outputs = [model(**batch, want=Want(policy=False)) for batch in batches]
-    values = join_in_order(outputs, order, lengths).values
+    values = join_in_order(outputs, order, sequences.lengths).values
     assert values is not None
     return values[:, 0]
 
 
 def batches_of(
-    model: ActorCritic, inputs: Inputs, lengths: Tensor, accelerator: Accelerator, args: PPOConfig
+    model: ActorCritic, sequences: Sequences, accelerator: Accelerator, args: PPOConfig
 ) -> tuple[Tensor, list[Inputs]]:
-    """Return the rows in the order of the passes, (B,), and their batches on the device.
-
-    Args:
-        lengths: (B,) real tokens of each row.
-    """
+    """Return the rows in the order of the passes, (B,), and their batches on the device."""
+    inputs = {**sequences.joined(), "completion_mask": sequences.mask}
     order, shared = order_rows(model.causal_lm, inputs["input_ids"], inputs["attention_mask"])
-    sizes = rows_per_batch(model, lengths, shared, accelerator, args)
-    return order, [{name: x[rows].to(accelerator.device) for name, x in inputs.items()} for rows in order.split(sizes)]
+    size = args.local_rollout_forward_batch_size
+    if is_sharded(model):  # equally many forwards on every process
+        size = size or ROWS
+    else:
+        size = pass_rows(model, size, sequences.lengths, accelerator.device, shared)
+    return order, [{name: x[rows].to(accelerator.device) for name, x in inputs.items()} for rows in order.split(size)]
 
 
 def reference_pass(model: ActorCritic, batches: list[Inputs], args: PPOConfig) -> list[TokenOutputs]:
@@ -121,20 +107,6 @@ def keep(model: ActorCritic, outputs: TokenOutputs) -> TokenOutputs:
     if outputs.base_states is None:
         return outputs
     return outputs._replace(base_states=outputs.base_states.to("cpu", model.base_states_dtype))
-
-
-def rows_per_batch(
-    model: ActorCritic, lengths: Tensor, shared: Tensor, accelerator: Accelerator, args: PPOConfig
-) -> int:
-    """Return how many rows to pass at once.
-
-    Args:
-        lengths, shared: see `pass_rows`.
-    """
-    size = args.local_rollout_forward_batch_size
-    if is_sharded(model):  # equally many forwards on every process
-        return size or ROWS
-    return pass_rows(model, size, lengths, accelerator.device, shared)
 
 
 def join_in_order(parts: list[TokenOutputs], order: Tensor, lengths: Tensor) -> TokenOutputs:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -27,15 +27,19 @@ def split_critic_groups(optimizer: Optimizer, critic: list[nn.Parameter], lr: fl
             optimizer.add_param_group({**group, "params": of_critic, "lr": lr})
 
 
+def groups_of(optimizer: Optimizer, parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
+    """Return the groups that have some of the parameters; a user's optimizer may mix actor and critic."""
+    ids = {id(p) for p in parameters}
+    return [group for group in optimizer.param_groups if any(id(p) in ids for p in group["params"])]
+
+
 def present_rate(optimizer: Optimizer, parameters: list[nn.Parameter], otherwise: int) -> float:
-    """Return the present learning rate of parameters, also from a user's optimizer.
+    """Return the present learning rate of parameters.
 
     Args:
         otherwise: index of the parameters' group, if an engine has replaced the parameters by its own tensors.
     """
-    ids = {id(p) for p in parameters}
-    own = (group for group in optimizer.param_groups if any(id(p) in ids for p in group["params"]))
-    return next(own, optimizer.param_groups[otherwise])["lr"]
+    return [*groups_of(optimizer, parameters), optimizer.param_groups[otherwise]][0]["lr"]
 
 
 @contextmanager
@@ -75,27 +79,3 @@ def measure_grad_norm(parameters: list[nn.Parameter]) -> Tensor:
     """Return the joint norm of all their gradients."""
     norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
     return norm.full_tensor() if isinstance(norm, DTensor) else norm  # over all shards
-
-
-@dataclass
-class ActorRate:
-    """Scales the actor's learning rate for one optimizer step.
-
-    Afterwards the unscaled rate is restored to the bit, since the schedule computes the next rate from it.
-    """
-
-    parameters: list[nn.Parameter]
-    scaled: list[tuple[dict[str, object], object]] = field(default_factory=list)  # groups, each with its own rate
-
-    def scale(self, optimizer: Optimizer, factor: float) -> None:
-        """Multiply the rates of the groups with the actor's parameters."""
-        ids = {id(p) for p in self.parameters}
-        groups = [group for group in optimizer.param_groups if any(id(p) in ids for p in group["params"])]
-        self.scaled = [] if factor == 1.0 else [(group, group["lr"]) for group in groups]
-        for group in groups:
-            group["lr"] *= factor
-
-    def restore(self) -> None:
-        """Restore the learning rates."""
-        for group, rate in self.scaled:
-            group["lr"] = rate

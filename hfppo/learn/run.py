@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import dataclass, replace
+from typing import Any
 
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
@@ -11,7 +12,7 @@ from torch.optim import Optimizer
 from hfppo.collect.check_finite import NonFiniteGuard
 from hfppo.config import PPOConfig
 from hfppo.learn.micro_batches import MiniBatchSize
-from hfppo.learn.optimizer import ActorRate, measure_grad_norms, present_rate
+from hfppo.learn.optimizer import groups_of, measure_grad_norms, present_rate
 from hfppo.metrics import Measures, Meter, UpdateStep, parts, parts_of
 from hfppo.models.actor_critic import ActorCritic, TokenOutputs
 from hfppo.rollout import Rollout
@@ -27,12 +28,17 @@ class Run:
         self.log = Meter()  # metrics until the next log
         self.steps: list[UpdateStep] = []  # the steps on the rollout in use
         self.guard = NonFiniteGuard(accelerator)
-        self._rate = ActorRate(model.actor_parameters())
+        self._rates: list[tuple[dict[str, Any], Any]] = []  # the actor's groups in a step, each with its own rate
         self._step = Meter()  # metrics of one step
         self._moved: set[str] = set()  # of actor and critic, those that a loss moves in this step
         self.flops = 0  # floating-point operations of the step
         self._began = 0.0
         self._start: tuple[int, dict[str, dict]] | None = None  # steps made, and metrics, when a step began
+
+    @property
+    def parameters(self) -> dict[str, list[nn.Parameter]]:
+        """The trainable parameters by owner."""
+        return {"actor": self.model.actor_parameters(), "critic": self.model.critic_parameters()}
 
     @property
     def has_two_graphs(self) -> bool:
@@ -84,7 +90,7 @@ class Run:
             NonFiniteError: a loss or gradient is not finite on some process.
         """
         self.accelerator.unscale_gradients()
-        parameters = {"actor": self.model.actor_parameters(), "critic": self.model.critic_parameters()}
+        parameters = self.parameters
         norms = measure_grad_norms(self.accelerator, parameters)
         if "critic" in norms:
             self.measure({"value/grad_norm": parts(norms["critic"])})
@@ -98,22 +104,27 @@ class Run:
 
         Callbacks may have changed the optimizer's rates; its scheduler does not see that.
         """
-        parameters = {"actor": self.model.actor_parameters(), "critic": self.model.critic_parameters()}
+        parameters = self.parameters
         for name in parameters.keys() - self._moved:
             for parameter in parameters[name]:  # without gradient: no decay, no momentum, no changed bit
                 parameter.grad = None
-        self._rate.scale(optimizer, rate_factor)
-        self.measure({"learning_rate": parts_of(present_rate(optimizer, self.model.actor_parameters(), 0))})
-        if critic := self.model.critic_parameters():
-            self.measure({"critic_learning_rate": parts_of(present_rate(optimizer, critic, -1))})
+        self._rates = [(group, group["lr"]) for group in groups_of(optimizer, parameters["actor"])]
+        for group, rate in self._rates:
+            group["lr"] = rate * rate_factor
+        self.measure({"learning_rate": parts_of(present_rate(optimizer, parameters["actor"], 0))})
+        if parameters["critic"]:
+            self.measure({"critic_learning_rate": parts_of(present_rate(optimizer, parameters["critic"], -1))})
 
     def end_step(self, number: int) -> UpdateStep:
-        """Restore the learning rate, and return the step with its metrics over all processes. A collective call.
+        """Restore the unscaled learning rates, from which the schedule computes the next ones, and return the step.
+
+        Its metrics are over all processes. A collective call.
 
         Args:
             number: the step's number on the rollout in use, from 0.
         """
-        self._rate.restore()
+        for group, rate in self._rates:
+            group["lr"] = rate
         seconds = time.perf_counter() - self._began
         self.log.update({"time/update": parts_of(self.args.updates_per_rollout * seconds)})
         self.log.update({"time/update_tflops": parts_of(self.flops / seconds / 1e12)})

@@ -7,9 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from build_arithmetic_base import character_tokenizer
 from datasets import Dataset
+from transformers import PreTrainedTokenizerFast
 
-from hfppo import ClipMetricsCallback, Rollout
+from helpers.tiny import CHAT_TEMPLATE, LORA, tiny_model
+from hfppo import ClipMetricsCallback, PPOCallback, PPOConfig, PPOTrainer, Rollout
 from hfppo.learn.micro_batches import MiniBatchSize
 
 PROMPTS = Dataset.from_dict({"prompt": [f"{a}+{b}=" for a in range(4) for b in range(4)]})
@@ -44,6 +47,46 @@ SMALL = {
     "max_steps": 8,
     "seed": 3,
 }
+
+
+SUMS = Dataset.from_list([{"prompt": f"请问{a}+{b}=", "answer": str(a + b)} for a in range(4) for b in range(3, 7)])
+
+
+def chat_tokenizer() -> PreTrainedTokenizerFast:
+    """Return a tokenizer of characters with a chat template."""
+    made = character_tokenizer()
+    made.chat_template = CHAT_TEMPLATE
+    return made
+
+
+def small_trainer(output_dir: str | Path, config: dict | None = None, **kwargs: Any) -> PPOTrainer:
+    """Return a trainer with `SMALL` settings; keyword arguments of PPOTrainer, and `config` for PPOConfig's fields."""
+    args = PPOConfig(**{"output_dir": str(output_dir), **SMALL, **(config or {})})
+    model = kwargs.pop("model", None)
+    given = {"reward_funcs": count_digits, "train_dataset": SUMS, "peft_config": LORA, **kwargs}
+    given.setdefault("processing_class", chat_tokenizer())
+    return PPOTrainer(model=tiny_model() if model is None else model, args=args, **given)
+
+
+class Keep(PPOCallback):
+    """Keeps every rollout and its metrics."""
+
+    def __init__(self) -> None:
+        self.rollouts: list[Rollout] = []
+        self.metrics: list[dict[str, float]] = []
+
+    def on_rollout_end(self, args, state, control, *, rollout, metrics, **kwargs):
+        self.rollouts.append(rollout)
+        self.metrics.append(metrics)
+
+
+def assert_same_run(expected: PPOTrainer, found: PPOTrainer) -> None:
+    """Weights, moments, PPO's state and logs are equal to the last bit."""
+    weights, others = final_state(expected), final_state(found)
+    assert weights.keys() == others.keys()
+    assert [name for name in weights if not torch.equal(weights[name], others[name])] == []
+    assert found.ppo_state == expected.ppo_state
+    assert logs(found) == logs(expected)
 
 
 def untimed_logs(trainer) -> list[dict[str, float]]:

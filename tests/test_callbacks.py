@@ -1,13 +1,15 @@
 """Clip metrics by epoch, and what a callback may change during a run."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from transformers import TrainerCallback
 
-from helpers.runs import final_state, logged, logs, trained_state, untimed_logs
+from helpers.runs import assert_same_run, logged, trained_state, untimed_logs
 from helpers.tiny import ragged_model
 from hfppo import ClipMetricsCallback, PPOCallback, PPOControl
-from hfppo.callbacks import clip_table
+from hfppo.callbacks import PASSED, call_event, clip_table
 from hfppo.metrics import Sums, UpdateStep
 
 # 4 steps to a rollout: 2 epochs of 2 mini-batches.
@@ -36,16 +38,12 @@ def test_each_epoch_is_logged_as_its_mean_over_tokens(make_trainer):
     assert [update["steps"] for update in keep.updates] == [keep.steps[:4], keep.steps[4:]]
     tokens = [step.sums["policy/ratio"].count for step in keep.steps]
     assert tokens[2] != tokens[3]
-    for name, metric in {
-        "frac": "policy/clip_frac",
-        "frac_value": "value/clip_frac",
-        "approx_kl": "policy/approx_kl",
-    }.items():
+    names = {"frac": "policy/clip_frac", "frac_value": "value/clip_frac", "approx_kl": "policy/approx_kl"}
+    for name, metric in names.items():
         of_steps = [step.metrics[metric] for step in keep.steps]
         assert max(of_steps) > 0
-        means = [
-            sum(of_steps[i] * tokens[i] for i in both) / sum(tokens[i] for i in both) for both in ((2, 3), (6, 7))
-        ]
+        sums = [of_steps[i] * tokens[i] + of_steps[i + 1] * tokens[i + 1] for i in (2, 6)]
+        means = [total / (tokens[i] + tokens[i + 1]) for total, i in zip(sums, (2, 6), strict=True)]
         assert logged(trainer, f"clip/epoch_2/{name}") == pytest.approx(means)
         assert logged(trainer, f"clip/epoch_2_batch_1/{name}") == pytest.approx([of_steps[2], of_steps[6]])
     assert logged(trainer, "clip/epoch_1_batch_1/frac") == [0.0, 0.0]  # the ratio is still 1
@@ -69,14 +67,12 @@ def test_a_target_ends_the_use_of_a_rollout(make_trainer):
 @pytest.mark.parametrize(
     ("found", "factor", "expected"), [(0.15, 1.0, 0.8), (0.11, 0.5, 0.45), (0.0, 0.5, 0.6), (0.05, 1.0, 1.0)]
 )
-def test_the_learning_rate_moves_towards_the_target(make_trainer, found, factor, expected):
+def test_the_learning_rate_moves_towards_the_target(found, factor, expected):
     """Target 0.1: 0.15 asks for −0.5, bounded to −0.2; 0.11 for −0.1; 0 for +1, bounded to +0.2, and at most 1."""
-    trainer = make_trainer()
-    control = PPOControl(learning_rate_factor=factor)
-    steps = [
-        UpdateStep(epoch, 0, {"policy/clip_frac": Sums("mean", 4, 4 * x)}) for epoch, x in enumerate((0.9, found))
-    ]
-    ClipMetricsCallback(target=0.1).on_update_end(trainer.args, trainer.state, control, steps=steps, ppo_state=None)
+    control, shares = PPOControl(learning_rate_factor=factor), (0.9, found)
+    steps = [UpdateStep(epoch, 0, {"policy/clip_frac": Sums("mean", 4, 4 * x)}) for epoch, x in enumerate(shares)]
+    args = SimpleNamespace(num_ppo_epochs=2)
+    ClipMetricsCallback(target=0.1).on_update_end(args, None, control, steps=steps, ppo_state=None)
     assert control.learning_rate_factor == pytest.approx(expected)
     assert control.logs["clip/learning_rate_factor"] == pytest.approx(expected)
 
@@ -86,28 +82,42 @@ class Halve(PPOCallback):
         control.learning_rate_factor = 0.5
 
 
-@pytest.mark.parametrize(
-    ("changes", "error", "words"),
-    [
-        (
-            {"beta": 0.5},
-            AttributeError,
-            "Odd.on_rollout_end set control.beta, which nothing reads; it may set .*kl_coef",
-        ),
-        ({"kl_coef": None}, ValueError, "Odd.on_rollout_end set control.kl_coef=None; set a number"),
-        ({"learning_rate_factor": -1}, ValueError, "learning_rate_factor=-1.0; set a finite number of at least 0"),
-        ({"cliprange": float("nan")}, ValueError, "control.cliprange=nan; set a finite number of at least 0"),
-        ({"logs": {"custom/mine": "text"}}, ValueError, r"control.logs\['custom/mine'\]='text'; set a number"),
-        ({"logs": {"mine": 1.0}}, ValueError, "'mine' is not a metric; use 'custom/mine'"),
-    ],
-)
-def test_a_callback_that_sets_what_it_cannot_is_named(make_trainer, changes, error, words):
+def sets(changes: dict) -> PPOCallback:
+    """A callback that sets these attributes of `control`."""
+
     class Odd(PPOCallback):
         def on_rollout_end(self, args, state, control, **kwargs):
             vars(control).update(changes)
 
+    return Odd()
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        ({"kl_coef": None}, ValueError, "Odd.on_rollout_end set control.kl_coef=None; set a number"),
+        ({"learning_rate_factor": -1}, ValueError, "learning_rate_factor=-1.0; set a finite number of at least 0"),
+        ({"cliprange": float("nan")}, ValueError, "control.cliprange=nan; set a finite number of at least 0"),
+        ({"logs": {"custom/mine": "text"}}, ValueError, r"control.logs\['custom/mine'\]='text'; set a number"),
+        ({"beta": 0.5}, AttributeError, "control.beta, which nothing reads; it may set .*kl_coef"),
+    ],
+)
+def test_a_callback_that_sets_what_it_cannot_is_named(changes, error, words):
+    handler = SimpleNamespace(callbacks=[sets(changes)], **dict.fromkeys(PASSED))
     with pytest.raises(error, match=words):
-        make_trainer({"max_steps": 1}, callbacks=[Odd()]).train()
+        call_event(handler, "on_rollout_end", None, None, PPOControl(), None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        ({"beta": 0.5}, AttributeError, "Odd.on_rollout_end set control.beta"),
+        ({"logs": {"mine": 1.0}}, ValueError, "'mine' is not a metric; use 'custom/mine'"),
+    ],
+)
+def test_such_a_callback_ends_the_run(make_trainer, changes, error, words):
+    with pytest.raises(error, match=words):
+        make_trainer({"max_steps": 1}, callbacks=[sets(changes)]).train()
 
 
 @pytest.mark.parametrize("name", ["kl_coef", "cliprange", "cliprange_high"])
@@ -126,11 +136,10 @@ def test_half_the_factor_is_half_the_actors_rate_and_not_the_critics(make_traine
     scaled.train()
     plain = make_trainer({**config, "learning_rate": 5e-3})
     plain.train()
-    assert [
-        name for name, x in trained_state(plain.model).items() if not torch.equal(x, trained_state(scaled.model)[name])
-    ] == []
-    assert logged(scaled, "learning_rate") == logged(plain, "learning_rate")
-    assert logged(scaled, "critic_learning_rate") == logged(plain, "critic_learning_rate")
+    expected, found = trained_state(plain.model), trained_state(scaled.model)
+    assert [name for name in expected if not torch.equal(expected[name], found[name])] == []
+    for name in ("learning_rate", "critic_learning_rate"):
+        assert logged(scaled, name) == logged(plain, name)
 
 
 class Raise(PPOCallback):
@@ -165,9 +174,8 @@ class Narrow(PPOCallback):
 
 
 def test_a_callback_changes_the_clip_of_the_next_rollout(make_trainer):
-    trainer = make_trainer(
-        {"max_steps": 8, "cliprange": 0.9, "cliprange_high": 9.0, "learning_rate": 1e-3}, callbacks=[Narrow()]
-    )
+    config = {"max_steps": 8, "cliprange": 0.9, "cliprange_high": 9.0, "learning_rate": 1e-3}
+    trainer = make_trainer(config, callbacks=[Narrow()])
     trainer.train()
     fractions = logged(trainer, "policy/clip_frac")
     assert fractions[:4] == [0.0] * 4
@@ -187,10 +195,7 @@ def test_steered_runs_resume_to_the_bit(make_trainer, tmp_path):
     for step in (4, 6, 7):
         resumed = make_trainer({**config, "output_dir": str(tmp_path / f"resumed-{step}")}, callbacks=callbacks())
         resumed.train(resume_from_checkpoint=str(tmp_path / f"straight/checkpoint-{step}"))
-        expected, got = final_state(straight), final_state(resumed)
-        assert [name for name in expected if not torch.equal(expected[name], got[name])] == []
-        assert resumed.ppo_state == straight.ppo_state
-        assert logs(resumed) == logs(straight)
+        assert_same_run(straight, resumed)
 
 
 @pytest.mark.parametrize("given", [{"target": 0.0}, {"by": "ratio"}, {"target": 0.1, "then": "halt"}])
@@ -203,9 +208,5 @@ def test_wrong_arguments_are_named(given):
 def test_the_table_shows_what_there_is():
     parts = {"epoch_1": {"policy/clip_frac": 0.125, "policy/approx_kl": 0.01}, "epoch_2": {"policy/clip_frac": 0.5}}
     table = clip_table("clipped, rollout 3", parts)
-    assert [column.header for column in table.columns] == ["part", "clipped", "KL"]
-    assert [list(column.cells) for column in table.columns] == [
-        ["epoch 1", "epoch 2"],
-        ["12.5%", "50.0%"],
-        ["0.0100", "–"],
-    ]
+    shown = {column.header: list(column.cells) for column in table.columns}
+    assert shown == {"part": ["epoch 1", "epoch 2"], "clipped": ["12.5%", "50.0%"], "KL": ["0.0100", "–"]}
