@@ -7,7 +7,6 @@ import math
 import pickle
 import re
 import textwrap
-import warnings
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +18,6 @@ from accelerate.parallelism_config import ParallelismConfig
 from accelerate.state import AcceleratorState
 from build_arithmetic_base import character_tokenizer
 from transformers import HfArgumentParser, TrainingArguments
-from trl import GRPOConfig
 
 import hfppo
 from helpers.tiny import tiny_model
@@ -27,19 +25,10 @@ from hfppo import PPOCallback, PPOConfig, PPOTrainer
 from hfppo.config import CHECKPOINTING as NAMES_OF_CHECKPOINTING
 from hfppo.config import follows_base
 from hfppo.config_checks import UNREAD_FIELDS, UNUSABLE_FIELDS
-from hfppo.trl_names import WITHOUT
 
 PACKAGE = Path(hfppo.__file__).parent
 OWN = sorted(PPOConfig.__annotations__.keys() - {"_VALID_DICT_FIELDS"})  # overridden defaults included
 NEW = sorted({f.name for f in fields(PPOConfig)} - {f.name for f in fields(TrainingArguments)})
-
-
-@pytest.fixture
-def config(tmp_path: Path):
-    def make(**changes) -> PPOConfig:
-        return PPOConfig(**{"output_dir": str(tmp_path / "out"), "use_cpu": True, "report_to": "none", **changes})
-
-    return make
 
 
 class Counter(PPOCallback):
@@ -212,169 +201,6 @@ def test_a_pickle_and_the_settings_shown_lack_the_token_of_the_hub(config):
         assert "SECRET" not in shown
     assert pickle.loads(pickle.dumps(args)).learning_rate == 0.5
     assert args.hub_token == replace(args, seed=3).hub_token == "abcSECRET"
-
-
-def test_all_unknown_fields_are_named_at_once_each_with_its_word_here(config):
-    unknown = {"top_p": 0.9, "num_ppo_epoch": 3, "batch_size": 4, "disable_dropout": False, "foo": 1, "callbacks": []}
-    unknown |= {"warmup_ratio": 1.5, "beta": 0.1, "loss_type": "vespo", "steps_per_generation": "many"}
-    with pytest.raises(TypeError) as refused:
-        config(seed=1, epsilon=0.2, **unknown)
-    lines = str(refused.value).splitlines()
-    assert lines[0] == "PPOConfig has no field"
-    assert [line.split(":")[0].strip(" '") for line in lines[1:-1]] == list(unknown)
-    words = ["1.0 is accepted", "num_ppo_epochs", "num_mini_batches", "always off", "foo", "an argument of PPOTrainer"]
-    words += ["here warmup_steps", "kl_coef (RLOO's", "here policy_loss", "whole number"]
-    assert [word for word, line in zip(words, lines[1:-1], strict=True) if word not in line] == []
-    assert "docs/from_trl.md" in lines[-1]
-
-
-OF_GRPO = {f.name: f.default for f in fields(GRPOConfig)}
-INHERITED = {f.name for f in fields(TrainingArguments)}
-
-
-def test_the_defaults_of_grpo_config_are_accepted_but_for_those_that_contradict_ppo(config, caplog):
-    defaults = {name: x for name, x in OF_GRPO.items() if name not in INHERITED}
-    with pytest.raises(TypeError, match=r"^PPOConfig has no field 'disable_dropout': dropout is always off"):
-        config(advantage_estimator="grpo", **defaults)
-    args = config(advantage_estimator="grpo", **defaults | {"disable_dropout": True})
-    assert (args.num_generations, args.kl_coef, args.kl_loss_coef, args.vllm_server_base_url) == (
-        *(8, 0.0, 0.0),
-        "http://0.0.0.0:8000",
-    )
-    (line,) = [text for text in caplog.messages if text.startswith("fields of TRL: ")]
-    assert [name for name in defaults if name not in NEW and name not in line] == []
-    caplog.clear()
-    config(advantage_estimator="grpo", num_generations=8, scale_rewards="group", kl_estimator="k3")
-    assert "TRL" not in caplog.text  # nothing was translated
-
-
-VLLM = {"use_vllm": True, "vllm_mode": "server"}
-
-
-@pytest.mark.parametrize(
-    ("given", "here"),
-    [
-        (
-            {"epsilon": 0.3, "epsilon_high": 0.4, "delta": 2.0},
-            {"cliprange": 0.3, "cliprange_high": 0.4, "dual_clip": 2},
-        ),
-        ({"num_iterations": 3, "response_length": 9}, {"num_ppo_epochs": 3, "max_completion_length": 9}),
-        (
-            {"num_completions_to_print": None, "warmup_ratio": 0.1},
-            {"num_completions_to_print": None, "warmup_steps": 0.1},
-        ),
-        ({"beta": 0.1}, {"kl_loss_coef": 0.1, "kl_coef": 0.0, "kl_estimator": None}),
-        ({"beta": 0.1, "advantage_estimator": "rloo"}, {"kl_loss_coef": 0.0, "kl_coef": 0.1}),
-        ({"beta": 0.1, "use_bias_correction_kl": True}, {"kl_estimator": "k3+"}),
-        ({"beta": 0.1, "use_bias_correction_kl": False}, {"kl_estimator": "k3"}),
-        ({"use_bias_correction_kl": True}, {"kl_estimator": None}),
-        ({"steps_per_generation": 6, "gradient_accumulation_steps": 2}, {"num_mini_batches": 3}),
-        ({"generation_batch_size": 48, "gradient_accumulation_steps": 2}, {"num_mini_batches": 3}),
-        ({"scale_rewards": True}, {"scale_rewards": "group"}),
-        ({"scale_rewards": False}, {"scale_rewards": "none"}),
-        ({"loss_type": "grpo"}, {"policy_loss": "ppo", "loss_reduction": "seq-mean-token-mean"}),
-        ({"loss_type": "dr_grpo"}, {"loss_reduction": "seq-mean-token-sum-norm"}),
-        ({"loss_type": "cispo", "epsilon_high": 5.0}, {"policy_loss": "cispo", "cliprange_high": 5.0}),
-        ({"loss_type": "sapo"}, {"policy_loss": "sapo", "loss_reduction": "seq-mean-token-mean"}),
-        ({"loss_type": "grpo", "importance_sampling_level": "sequence"}, {"policy_loss": "gspo"}),
-        ({"vllm_server_host": "gpu1", "vllm_server_port": 80}, {"vllm_server_base_url": "http://gpu1:80"}),
-        ({"vllm_server_host": "gpu1", "vllm_server_base_url": "http://a"}, {"vllm_server_base_url": "http://a"}),
-        ({"vllm_server_base_url": None}, {"vllm_server_base_url": None}),
-        (
-            {"vllm_gpu_memory_utilization": 0.5, "vllm_engine_kwargs": '{"dtype": "auto"}'},
-            {"vllm_engine_kwargs": {"dtype": "auto", "gpu_memory_utilization": 0.5}},
-        ),
-        ({"trust_remote_code": True}, {"model_init_kwargs": {"trust_remote_code": True}}),
-        ({"vllm_importance_sampling_mode": "token_mask"}, {"policy_mode": "decoupled"}),  # without vLLM
-        (VLLM | {"vllm_importance_sampling_mode": "token_truncate"}, {"policy_mode": "token_truncate"}),
-        (VLLM | {"vllm_importance_sampling_correction": False}, {"policy_mode": "decoupled"}),
-        (
-            VLLM | {"vllm_importance_sampling_mode": "token_mask", "vllm_importance_sampling_clip_min": 0.5},
-            {"policy_mode": "token_mask"},
-        ),
-    ],
-    ids=str,
-)
-def test_fields_of_trl_with_one_meaning_are_translated(config, given, here):
-    args = config(**{"advantage_estimator": "grpo", "num_generations": 2, **given})
-    assert {name: getattr(args, name) for name in here} == here
-
-
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        ({"epsilon": 0.3, "cliprange": 0.2}, ["epsilon=0.3", "cliprange", "0.2"]),
-        ({"beta": 0.1, "kl_coef": 0.05}, ["beta=0.1", "kl_coef", "0.05"]),
-        ({"loss_type": "cispo", "importance_sampling_level": "sequence"}, ["policy_loss", "gspo", "cispo"]),
-        (
-            {"vllm_engine_kwargs": {"gpu_memory_utilization": 0.4}, "vllm_gpu_memory_utilization": 0.5},
-            ["vllm_gpu_memory_utilization=0.5", "vllm_engine_kwargs", "0.4"],
-        ),
-        ({"vllm_engine_kwargs": "x", "vllm_gpu_memory_utilization": 0.5}, ["vllm_engine_kwargs", "'x'"]),
-    ],
-    ids=str,
-)
-def test_two_names_with_different_values_are_both_named(config, given, words):
-    with pytest.raises(ValueError, match="leave one out") as refused:
-        config(**{"advantage_estimator": "grpo", "num_generations": 2, **given})
-    assert [word for word in words if word not in str(refused.value)] == []
-    config(advantage_estimator="grpo", num_generations=2, epsilon=0.2, cliprange=0.2)
-
-
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        ({"num_epoch": 3}, "'num_epoch': did you mean .*num_ppo_epochs.*$"),
-        ({"auto_find_batch_sizes": True}, r"'auto_find_batch_sizes' \("),  # PPO refuses auto_find_batch_size
-        ({"steps_per_generation": 5, "gradient_accumulation_steps": 2}, "'steps_per_generation': .*num_mini_batches"),
-        ({"generation_batch_size": 20}, "'generation_batch_size': .*num_mini_batches"),
-        ({"loss_type": "bnpo"}, "'loss_type': .*policy_loss"),
-        ({"top_entropy_quantile": 0.2}, "'top_entropy_quantile': .*every token"),
-        ({"reward_clip_range": (-1, 1)}, "'reward_clip_range': .*clip their own scores"),
-        ({"sapo_temperature_neg": 2.0}, "'sapo_temperature_neg': .*paper"),
-        ({"router_aux_loss_coef": 0.1}, "'router_aux_loss_coef': .*model_init_kwargs"),
-        (VLLM | {"vllm_importance_sampling_mode": "token_mask"}, "'vllm_importance_sampling_mode': .*band"),
-        (VLLM | {"vllm_importance_sampling_correction": True}, "'vllm_importance_sampling_correction': .*band"),
-    ],
-    ids=str,
-)
-def test_a_name_or_value_of_trls_without_a_counterpart_is_refused_in_one_line(config, given, words):
-    with pytest.raises(TypeError, match=f"^PPOConfig has no field {words}"):
-        config(**given)
-
-
-def test_a_size_of_all_processes_is_divided_among_them(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    given = {"per_device_train_batch_size": 4, "generation_batch_size": 24}
-    assert PPOConfig.translate_names(given) == {"per_device_train_batch_size": 4, "num_mini_batches": 3}
-    given["per_device_train_batch_size"] = 0
-    with pytest.raises(TypeError, match="generation_batch_size"):
-        PPOConfig.translate_names(given)
-
-
-def test_what_grpo_config_holds_after_its_own_checks_is_accepted(tmp_path):
-    """Both of its sizes are set then."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # TRL still passes transformers' old name on
-        of_trl = GRPOConfig(str(tmp_path), use_cpu=True, bf16=False, disable_dropout=True, steps_per_generation=3)
-        args = PPOConfig(**{name: getattr(of_trl, name) for name in OF_GRPO}, advantage_estimator="grpo")
-    assert args.rollout_size_per_process == of_trl.generation_batch_size == 24
-    assert args.learning_rate == of_trl.learning_rate == 1e-6
-
-
-def test_a_dataclass_that_inherits_takes_names_of_trl_too(tmp_path):
-    @dataclass
-    class Own(PPOConfig):
-        more: int = 1
-
-    args = Own(str(tmp_path), epsilon=0.3, more=2, use_cpu=True)
-    assert (args.cliprange, args.more, replace(args, seed=5).cliprange) == (0.3, 2, 0.3)
-    assert pickle.loads(pickle.dumps(PPOConfig(str(tmp_path), epsilon=0.3, use_cpu=True))).cliprange == 0.3
-
-
-def test_every_argument_of_the_trainer_is_explained():
-    arguments = [name for name, (reason, _) in WITHOUT.items() if reason == "an argument of PPOTrainer"]
-    assert arguments == [*inspect.signature(PPOTrainer).parameters]
 
 
 BREAKING = {
