@@ -13,6 +13,7 @@ import numpy as np
 from transformers import TrainingArguments
 
 from hfppo.functional import estimator_needs
+from hfppo.support.refusals import raise_first
 from hfppo.support.secrets import find_secret
 
 logger = logging.getLogger(__name__)
@@ -141,9 +142,8 @@ def check_config(args: Any) -> None:
         ValueError: fields contradict each other, or PPO cannot use one.
     """
     check_secrets(args)
-    check_combinations(args)
-    check_losses(args)
-    check_critic(args)
+    raise_first(find_contradictions(args))
+    warn_of_losses(args)
     check_generation_kwargs(args.generation_kwargs or {})
     check_inherited(args)
 
@@ -159,74 +159,61 @@ def check_secrets(args: TrainingArguments) -> None:
             )
 
 
-def check_combinations(args: Any) -> None:
-    """Raise ValueError if fields contradict each other, or have no effect."""
-    if estimator_needs(args.advantage_estimator, "groups") and args.num_generations < 2:
-        raise ValueError(
-            f"advantage_estimator={args.advantage_estimator!r} compares completions of one prompt, but "
-            f"num_generations={args.num_generations}; raise num_generations to 2 or more"
-        )
-    if args.rollout_size_per_process % args.num_generations:
-        raise ValueError(
-            f"a rollout of {args.rollout_size_per_process} completions per process (per_device_train_batch_size="
-            f"{args.per_device_train_batch_size} × gradient_accumulation_steps="
-            f"{args.gradient_accumulation_steps} × num_mini_batches={args.num_mini_batches}) cannot be divided "
-            f"into groups of num_generations={args.num_generations}; choose sizes that divide"
-        )
+def find_contradictions(args: Any) -> dict[str, object]:
+    """Return an error for each way in which fields can contradict each other, and whether they do."""
+    estimator = f"advantage_estimator={args.advantage_estimator!r}"
+    values, groups, scale = (estimator_needs(args.advantage_estimator, x) for x in ("values", "groups", "scale"))
+    per_rollout, pretrains = args.rollout_size_per_process, args.critic_pretraining_completions
+    unread = [name for name, need in READ_FOR.items() if not estimator_needs(args.advantage_estimator, need)]
+    return {
+        f"{estimator} compares completions of one prompt, but num_generations={args.num_generations}; raise "
+        "num_generations to 2 or more": groups and args.num_generations < 2,
+        f"a rollout of {per_rollout} completions per process (per_device_train_batch_size="
+        f"{args.per_device_train_batch_size} × gradient_accumulation_steps={args.gradient_accumulation_steps} × "
+        f"num_mini_batches={args.num_mini_batches}) cannot be divided into groups of "
+        f"num_generations={args.num_generations}; choose sizes that divide": per_rollout % args.num_generations,
+        f"prompt_candidates={args.prompt_candidates} chooses by the critic or by the scores of a group, and "
+        f"{estimator} has neither; leave it out, or set advantage_estimator='gae' or 'grpo'": (
+            args.prompt_candidates > 1 and not values and not groups
+        ),
+        "rollouts_ahead=1 samples during the update, but with vllm_mode='colocate' vLLM computes in the training "
+        "process; set vllm_mode='server', use_vllm=False or rollouts_ahead=0": (
+            args.rollouts_ahead and args.use_vllm and args.vllm_mode == "colocate"
+        ),
+        **{
+            f"{name}={getattr(args, name)!r} has no effect with {estimator}; leave it out, or set "
+            "advantage_estimator='gae'": getattr(args, name)
+            for name in unread
+        },
+        f"scale_rewards={args.scale_rewards!r} with multi_objective_aggregation="
+        f"{args.multi_objective_aggregation!r} needs advantage_estimator='grpo'; leave both out": (
+            args.reward_scale == "batch" and not scale
+        ),
+        f"policy_loss='cispo' caps the ratio at cliprange_high={args.cliprange_high} itself, and a cap below 1 "
+        "shrinks all weights; set cliprange_high=5.0 (arXiv:2510.13786)": (
+            args.policy_loss == "cispo" and args.clip_high < 1
+        ),
+        f"critic_pretraining_completions={pretrains}, rounded up to at least two whole rollouts, uses up "
+        f"total_episodes={args.total_episodes}; raise total_episodes": (
+            args.total_episodes and args.rollouts_for(args.total_episodes) <= args.critic_pretraining_rollouts
+        ),
+        f"critic_pretraining_completions={pretrains} and num_critic_epochs={args.num_critic_epochs} train the critic, "
+        "but vf_coef=0 gives its loss no weight; raise vf_coef": (
+            args.vf_coef == 0 and (pretrains or args.critic_epochs > args.num_ppo_epochs)
+        ),
+    }
+
+
+def warn_of_losses(args: Any) -> None:
+    """Warn of a KL term without an effect, and of a reduction that is not the paper's."""
     if args.kl_loss_coef and args.kl_estimator == "k1":
         logger.warning(
             "kl_estimator='k1' has a gradient of zero mean as a loss: it adds noise and restrains nothing. "
             "Use k2, k3 or k1+, whose gradient is that of k2."
         )
-    needs = [estimator_needs(args.advantage_estimator, needed) for needed in ("values", "groups")]
-    if args.prompt_candidates > 1 and not any(needs):
-        raise ValueError(
-            f"prompt_candidates={args.prompt_candidates} chooses by the critic or by the scores of a group, and "
-            f"advantage_estimator={args.advantage_estimator!r} has neither; leave it out, or set "
-            "advantage_estimator='gae' or 'grpo'"
-        )
-    if args.rollouts_ahead and args.use_vllm and args.vllm_mode == "colocate":
-        raise ValueError(
-            "rollouts_ahead=1 samples during the update, but with vllm_mode='colocate' vLLM computes in the training "
-            "process; set vllm_mode='server', use_vllm=False or rollouts_ahead=0"
-        )
-    for field, needed in READ_FOR.items():
-        if (value := getattr(args, field)) not in (None, 0) and not estimator_needs(args.advantage_estimator, needed):
-            raise ValueError(
-                f"{field}={value!r} has no effect with advantage_estimator={args.advantage_estimator!r}; leave it "
-                "out, or set advantage_estimator='gae'"
-            )
-
-
-def check_losses(args: Any) -> None:
-    """Raise ValueError if a scale does not fit the estimator, or a cap the loss; warn of an unusual reduction."""
-    if args.reward_scale == "batch" and not estimator_needs(args.advantage_estimator, "scale"):
-        raise ValueError(
-            f"scale_rewards={args.scale_rewards!r} with multi_objective_aggregation="
-            f"{args.multi_objective_aggregation!r} needs advantage_estimator='grpo'; leave both out"
-        )
-    if args.policy_loss == "cispo" and args.clip_high < 1:
-        raise ValueError(
-            f"policy_loss='cispo' caps the ratio at cliprange_high={args.cliprange_high} itself, and a cap below 1 "
-            "shrinks all weights; set cliprange_high=5.0 (arXiv:2510.13786)"
-        )
     if args.policy_loss in ("gspo", "sapo") and args.loss_reduction == "token-mean":
         reduction = "a mean per completion; set loss_reduction='seq-mean-token-mean'"
         logger.warning("the paper of policy_loss=%r has %s", args.policy_loss, reduction)
-
-
-def check_critic(args: Any) -> None:
-    """Raise ValueError if the critic's loss has weight 0, or if its pretraining uses up all completions."""
-    if args.total_episodes is not None and args.rollouts_for(args.total_episodes) <= args.critic_pretraining_rollouts:
-        raise ValueError(
-            f"critic_pretraining_completions={args.critic_pretraining_completions}, rounded up to at least two whole "
-            f"rollouts, uses up total_episodes={args.total_episodes}; raise total_episodes"
-        )
-    if args.vf_coef == 0 and (args.critic_pretraining_completions or args.critic_epochs > args.num_ppo_epochs):
-        raise ValueError(
-            f"critic_pretraining_completions={args.critic_pretraining_completions} and num_critic_epochs="
-            f"{args.num_critic_epochs} train the critic, but vf_coef=0 gives its loss no weight; raise vf_coef"
-        )
 
 
 def check_generation_kwargs(kwargs: Mapping[str, object]) -> None:
@@ -251,23 +238,22 @@ def check_inherited(args: Any) -> None:
             raise ValueError(f"{name}={changed[name]!r} cannot be used with PPO: {reason}")
     if unread := [f"{name}={changed[name]!r}" for name in UNREAD_FIELDS if name in changed]:
         logger.warning("PPO does not read %s", ", ".join(unread))
-    if args.optim.startswith("schedule_free"):
-        raise ValueError(
-            f"optim={args.optim.value!r} trains weights whose average is the result, but "
-            "completions, evaluations and checkpoints would use the weights before averaging; set "
-            "optim='adamw_torch', and lr_scheduler_type='constant' for a run without a schedule"
-        )
     by_reward = args.lr_scheduler_type in METRIC_SCHEDULERS and args.greater_is_better
-    if by_reward and (args.lr_scheduler_kwargs or {}).get("mode") != "max":
-        raise ValueError(
+    raise_first(
+        {
+            f"optim={args.optim.value!r} trains weights whose average is the result, but completions, evaluations and "
+            "checkpoints would use the weights before averaging; set optim='adamw_torch', and "
+            "lr_scheduler_type='constant' for a run without a schedule": args.optim.startswith("schedule_free"),
             f"lr_scheduler_type={args.lr_scheduler_type.value!r} lowers the learning rate unless "
-            f"{args.metric_for_best_model} falls, but higher is better; set lr_scheduler_kwargs={{'mode': 'max'}}"
-        )
-    if args.enable_jit_checkpoint and args.world_size > 1:
-        raise ValueError(
+            f"{args.metric_for_best_model} falls, but higher is better; set lr_scheduler_kwargs={{'mode': 'max'}}": (
+                by_reward and (args.lr_scheduler_kwargs or {}).get("mode") != "max"
+            ),
             f"enable_jit_checkpoint=True saves when a process gets SIGTERM, but {args.world_size} processes get it in "
-            "different steps and would wait for each other; set it to False, and save often"
-        )
+            "different steps and would wait for each other; set it to False, and save often": (
+                args.enable_jit_checkpoint and args.world_size > 1
+            ),
+        }
+    )
 
 
 def default_of(field: Field) -> object:

@@ -67,7 +67,6 @@ class TrainerInputs:
     tools: Sequence[Tool] | None = None
     environment_factory: EnvironmentFactories | None = None
     quantization_config: QuantizationConfigMixin | InitKwargs | None = None
-    date: RunDate | None = None  # the date of the chat templates; None is today
 
     @property
     def init_kwargs(self) -> InitKwargs:
@@ -198,7 +197,7 @@ def load_prompt_maker(inputs: TrainerInputs) -> PromptMaker:
     if not isinstance(inputs.model, str):
         check_architecture("model", inputs.model)
     tokenizer = inputs.processing_class or load_tokenizer(inputs.model, **inputs.of_model)
-    date = RunDate.today() if inputs.date is None else inputs.date
+    date = RunDate.today()
     options: dict[str, Any] = {CLOCK: date, **cast(dict[str, Any], inputs.args.chat_template_kwargs or {})}
     agents = load_agents(inputs.tools, inputs.environment_factory, tokenizer, inputs.args, options)
     options = options if agents is None else agents.chat_format.options

@@ -16,12 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
-from transformers import (
-    EvalPrediction,
-    PreTrainedTokenizerBase,
-    TrainerCallback,
-    set_seed,
-)
+from transformers import EvalPrediction, PreTrainedTokenizerBase, TrainerCallback, set_seed
 from transformers.trainer_utils import EvalLoopOutput, IntervalStrategy, SaveStrategy
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
@@ -176,16 +171,14 @@ class PPOTrainer(CrashSafeTrainer):
             parts = load_parts(inputs)
         args = args.for_base(parts.model.dtype)
         check_best_metric(args, eval_dataset, parts.rewards, compute_metrics)
+        hooks = TrainerHooks(self._before_step, self._after_step, self._end_update)
         super().__init__(
             model=parts.model,
             args=args,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             processing_class=parts.prompt_maker.tokenizer,
-            callbacks=[
-                *with_default_callbacks(callbacks, args),
-                TrainerHooks(self._before_step, self._after_step, self._end_update),
-            ],
+            callbacks=[*with_default_callbacks(callbacks, args), hooks],
             compute_metrics=compute_metrics,
         )
         check_engine(self.accelerator, parts.model, parts.rewards.funcs, args)
@@ -337,8 +330,7 @@ class PPOTrainer(CrashSafeTrainer):
 
     def _collect_rollout(self) -> Rollout:
         """Collect the next rollout and tell the callbacks."""
-        state = self.ppo_state
-        ahead = self._ahead
+        state, ahead = self.ppo_state, self._ahead
         choice, collected = self._collect_next(self.collector) if ahead is None else self._collect_ahead(ahead)
         rollout, measures = collected.rollout, collected.measures
         if self.args.prompt_candidates > 1:

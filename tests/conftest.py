@@ -56,6 +56,16 @@ def dataset() -> Dataset:
 
 
 @pytest.fixture
+def config(tmp_path: Path) -> Callable[..., PPOConfig]:
+    """Build a configuration on a CPU."""
+
+    def make(**changes) -> PPOConfig:
+        return PPOConfig(**{"output_dir": str(tmp_path / "out"), "use_cpu": True, "report_to": "none", **changes})
+
+    return make
+
+
+@pytest.fixture
 def make_trainer(tmp_path: Path, tokenizer, dataset):
     """Build a small trainer; see `small_trainer`."""
 

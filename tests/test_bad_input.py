@@ -95,26 +95,29 @@ def without_kwargs(prompts, completions):
     return [0.0] * len(completions)
 
 
-def trained(arguments: Callable[[], dict[str, Any]] = dict, **config: Any) -> Case:
-    """Train with these arguments of PPOTrainer, made anew for each test, and fields of PPOConfig."""
-    return lambda bench: bench.make_trainer(config, **arguments()).train()
+def trained(**config: Any) -> Case:
+    """Train with these fields of PPOConfig."""
+    return given(config)
+
+
+def given(config: dict | None = None, **makers: Callable[[], Any]) -> Case:
+    """Train with these arguments of PPOTrainer, made anew for each test."""
+    return lambda bench: bench.make_trainer(config, **{name: make() for name, make in makers.items()}).train()
 
 
 def data(*prompts: Any, column: str = "prompt", **config: Any) -> Case:
     """Train on these prompts."""
-    return trained(lambda: {"train_dataset": Dataset.from_dict({column: list(prompts)})}, **config)
+    return given(config, train_dataset=lambda: Dataset.from_dict({column: list(prompts)}))
 
 
-def resumed(
-    change: Callable[[Path], Any] = lambda folder: None, arguments: Callable[[], dict[str, Any]] = dict, **config: Any
-) -> Case:
-    """Resume from a changed copy of the checkpoint, or with other arguments and fields."""
+def resumed(change: Callable[[Path], Any] = lambda folder: None, config: dict | None = None, **makers) -> Case:
+    """Resume from a changed copy of the checkpoint, or with other fields and arguments."""
 
     def case(bench: Bench) -> None:
         folder = bench.folder / "checkpoint-2"
         shutil.copytree(bench.checkpoint, folder)
         change(folder)
-        resume(bench.make_trainer, folder, config, **arguments())
+        resume(bench.make_trainer, folder, config, **{name: make() for name, make in makers.items()})
 
     return case
 
@@ -124,6 +127,15 @@ def resume(make_trainer, checkpoint: Path, config: dict | None = None, **argumen
     make_trainer(config, **{"train_dataset": PROMPTS, "peft_config": lora(), **arguments}).train(
         resume_from_checkpoint=str(checkpoint)
     )
+
+
+def of_size(vocab_size: int) -> Callable[[], PreTrainedModel]:
+    return lambda: tiny_model(vocab_size=vocab_size)
+
+
+def of_lora(**fields: Any) -> Case:
+    """Train with this adapter."""
+    return given(peft_config=lambda: lora(**fields))
 
 
 def change_a_byte(folder: Path) -> None:
@@ -143,6 +155,7 @@ def flags(*words: str) -> Case:
     )
 
 
+TOOL = {"role": "tool", "content": "1"}
 # Each case: the bad input, what the error names, a word of its remedy. Each guards another way of being wrong.
 CASES: dict[str, tuple[Case, str, str]] = {
     # Fields
@@ -164,117 +177,83 @@ CASES: dict[str, tuple[Case, str, str]] = {
     # Prompts
     "no prompt column": (data("1+1=", column="question"), "train_dataset", "rename_column"),
     "a column that the trainer passes itself": (
-        trained(lambda: {"train_dataset": Dataset.from_dict({"prompt": ["1"], "completions": ["2"]})}),
-        "train_dataset",
-        "rename",
+        given(train_dataset=lambda: Dataset.from_dict({"prompt": ["1"], "completions": ["2"]})),
+        *("train_dataset", "rename"),
     ),
     "a text instead of a list of prompts": (lambda bench: bench.make_trainer().rollout("1+1="), "prompts", "list"),
     "a missing prompt": (data("1+1=", None), "row 1", "'role'"),
     "a message without content": (data([{"role": "user"}]), "row 0", "'content'"),
     "a role that the chat template rejects": (
-        trained(
-            lambda: {
-                "train_dataset": Dataset.from_dict({"prompt": [[{"role": "tool", "content": "1"}]]}),
-                "processing_class": strict_tokenizer(),
-            }
-        ),
-        "row 0",
-        "chat template",
+        given(processing_class=strict_tokenizer, train_dataset=lambda: Dataset.from_dict({"prompt": [[TOOL]]})),
+        *("row 0", "chat template"),
     ),
     "all prompts too long": (data("1+1=", "1+2=", max_prompt_length=3), "train_dataset", "max_prompt_length"),
     "a stream without an end": (
-        trained(lambda: {"train_dataset": PROMPTS.to_iterable_dataset()}, max_steps=-1),
-        "train_dataset",
-        "max_steps",
+        given({"max_steps": -1}, train_dataset=PROMPTS.to_iterable_dataset),
+        *("train_dataset", "max_steps"),
     ),
     # Models and tokenizers
     "plain TrainingArguments": (
         lambda bench: PPOTrainer(tiny_model(), count_digits, TrainingArguments("runs", report_to="none")),
-        "args",
-        "PPOConfig",
+        *("args", "PPOConfig"),
     ),
-    "a model with a hidden adapter": (trained(lambda: {"model": adapter().get_base_model()}), "model", "adapter"),
-    "an encoder-decoder": (trained(lambda: {"model": t5()}), "model", "AutoModelForCausalLM"),
-    "another model's tokenizer": (
-        trained(lambda: {"model": tiny_model(vocab_size=10)}),
-        "train_dataset has token id",
-        "processing_class",
-    ),
+    "a model with a hidden adapter": (given(model=lambda: adapter().get_base_model()), "model", "adapter"),
+    "an encoder-decoder": (given(model=t5), "model", "AutoModelForCausalLM"),
+    "another model's tokenizer": (given(model=of_size(10)), "train_dataset has token id", "processing_class"),
     "padding that the model lacks": (
-        trained(lambda: {"processing_class": tokenizer_with_added_padding(), "model": tiny_model(vocab_size=25)}),
-        "processing_class",
-        "resize_token_embeddings",
+        given(processing_class=tokenizer_with_added_padding, model=of_size(25)),
+        *("processing_class", "resize_token_embeddings"),
     ),
     "an end of sequence that the model lacks": (
-        trained(lambda: {"model": model_with_eos(50_256)}),
-        "generation_config",
-        "resize_token_embeddings",
+        given(model=lambda: model_with_eos(50_256)),
+        *("generation_config", "resize_token_embeddings"),
     ),
     "no end of sequence": (
-        trained(lambda: {"processing_class": tokenizer_without_eos(), "model": model_with_eos(None)}),
-        "processing_class",
-        "eos_token",
+        given(processing_class=tokenizer_without_eos, model=lambda: model_with_eos(None)),
+        *("processing_class", "eos_token"),
     ),
-    "a reference with fewer tokens": (trained(lambda: {"ref_model": tiny_model(vocab_size=20)}), "ref_model", "token"),
-    "an unknown critic": (trained(lambda: {"critic": "adaptor"}), "critic='adaptor'", "'shared'"),
-    "a model over several devices": (trained(lambda: {"critic": spread_out()}), "critic", "device_map"),
-    "a critic that reads ahead": (trained(lambda: {"critic": encoder()}), "critic", "'adapter'"),
+    "a reference with fewer tokens": (given(ref_model=of_size(20)), "ref_model", "token"),
+    "an unknown critic": (given(critic=lambda: "adaptor"), "critic='adaptor'", "'shared'"),
+    "a model over several devices": (given(critic=spread_out), "critic", "device_map"),
+    "a critic that reads ahead": (given(critic=encoder), "critic", "'adapter'"),
     "a saved critic of another shape": (
         lambda bench: bench.make_trainer(critic=str(bench.checkpoint), peft_config=lora(r=2)),
-        "critic",
-        "peft_config",
+        *("critic", "peft_config"),
     ),
-    "an adapter that changes the base": (
-        trained(lambda: {"peft_config": lora(init_lora_weights="pissa")}),
-        "peft_config",
-        "gaussian",
-    ),
+    "an adapter that changes the base": (of_lora(init_lora_weights="pissa"), "peft_config", "gaussian"),
     "prompt tuning": (
-        trained(lambda: {"peft_config": PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM")}),
-        "peft_config",
-        "LoRA",
+        given(peft_config=lambda: PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM")),
+        *("peft_config", "LoRA"),
     ),
-    "layers used twice": (
-        trained(lambda: {"peft_config": lora(layer_replication=[(0, 2), (0, 2)])}),
-        "layer_replication",
-        "adapter",
-    ),
+    "layers used twice": (of_lora(layer_replication=[(0, 2), (0, 2)]), "layer_replication", "adapter"),
     "an adapter that some tokens switch on": (
-        trained(lambda: {"peft_config": lora(alora_invocation_tokens=[3])}),
-        "alora_invocation_tokens",
-        "peft_config",
+        of_lora(alora_invocation_tokens=[3]),
+        *("alora_invocation_tokens", "peft_config"),
     ),
-    "trained biases": (trained(lambda: {"peft_config": lora(bias="all")}), "bias='all'", "peft_config"),
-    "an adapter on an adapter": (trained(lambda: {"model": adapter()}), "model", "peft_config"),
+    "trained biases": (of_lora(bias="all"), "bias='all'", "peft_config"),
+    "an adapter on an adapter": (given(model=adapter), "model", "peft_config"),
     # Reward functions and callbacks
     "a language model as reward": (
-        trained(lambda: {"reward_funcs": tiny_model()}),
-        "reward_funcs",
-        "AutoModelForSequenceClassification",
+        given(reward_funcs=tiny_model),
+        *("reward_funcs", "AutoModelForSequenceClassification"),
     ),
-    "a function without **kwargs": (trained(lambda: {"reward_funcs": without_kwargs}), "without_kwargs", "**kwargs"),
+    "a function without **kwargs": (given(reward_funcs=lambda: without_kwargs), "without_kwargs", "**kwargs"),
     "too many weights": (trained(reward_weights=[1.0, 2.0]), "reward_weights", "count_digits"),
     "an adaptive KL that starts from 0": (
-        trained(lambda: {"callbacks": [AdaptiveKLCallback()]}, kl_coef=0.0),
-        "AdaptiveKLCallback",
-        "kl_coef",
+        given({"kl_coef": 0.0}, callbacks=lambda: [AdaptiveKLCallback()]),
+        *("AdaptiveKLCallback", "kl_coef"),
     ),
     "an adaptive KL whose β would become negative": (
-        trained(lambda: {"callbacks": [AdaptiveKLCallback(horizon=1.5)]}),  # a rollout has 8 completions
-        "horizon=1.5",
-        "8 completions",
+        given(callbacks=lambda: [AdaptiveKLCallback(horizon=1.5)]),
+        *("horizon=1.5", "8 completions"),  # of a rollout
     ),
     # Resuming
-    "another cut of the rollout": (resumed(num_mini_batches=4), "num_mini_batches", "resume"),
-    "another order of prompts": (resumed(seed=4), "seed", "resume"),
-    "another optimizer": (resumed(optim="sgd"), "optim=", "resume"),
-    "other prompts": (
-        resumed(arguments=lambda: {"train_dataset": PROMPTS.select(range(15, -1, -1))}),
-        "prompts",
-        "resume",
-    ),
-    "another base": (resumed(arguments=lambda: {"model": tiny_model(seed=7)}), "model", "resume"),
-    "another adapter": (resumed(arguments=lambda: {"peft_config": lora(lora_alpha=16)}), "lora_alpha", "resume"),
+    "another cut of the rollout": (resumed(config={"num_mini_batches": 4}), "num_mini_batches", "resume"),
+    "another order of prompts": (resumed(config={"seed": 4}), "seed", "resume"),
+    "another optimizer": (resumed(config={"optim": "sgd"}), "optim=", "resume"),
+    "other prompts": (resumed(train_dataset=lambda: PROMPTS.select(range(15, -1, -1))), "prompts", "resume"),
+    "another base": (resumed(model=lambda: tiny_model(seed=7)), "model", "resume"),
+    "another adapter": (resumed(peft_config=lambda: lora(lora_alpha=16)), "lora_alpha", "resume"),
     "a damaged file": (resumed(change_a_byte), "adapter_model", "resume_from_checkpoint"),
     "fewer processes": (resumed(remove_a_process), "ppo_state_0", "checkpoint"),
     "no checkpoint": (

@@ -2,12 +2,11 @@
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from helpers.processes import HELPERS, TWO_PROCESSES, environment
+from helpers.processes import HELPERS, TWO_PROCESSES, run_python
 
 pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 
@@ -16,13 +15,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 def died(tmp_path_factory) -> tuple[subprocess.CompletedProcess, list[dict], Path]:
     """tests/helpers/faulty_processes.py; its last run ends by a reward function that hangs on the second process."""
     out = tmp_path_factory.mktemp("faulty")
-    finished = subprocess.run(
-        [sys.executable, *TWO_PROCESSES, str(HELPERS / "faulty_processes.py"), str(out)],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    finished = run_python(*TWO_PROCESSES, HELPERS / "faulty_processes.py", out)
     results = [out / f"result_{rank}.json" for rank in range(2)]
     assert all(path.is_file() for path in results), finished.stderr[-3000:]
     return finished, [json.loads(path.read_text()) for path in results], out

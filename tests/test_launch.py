@@ -3,7 +3,6 @@
 import json
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ from build_arithmetic_base import character_tokenizer
 from safetensors.torch import load_file
 
 from helpers.loopback_hub import LoopbackHub
-from helpers.processes import ROOT, environment
+from helpers.processes import ROOT, run_python
 from helpers.runs import read_log
 from helpers.tiny import ragged_model
 
@@ -41,16 +40,12 @@ def launch(hub: LoopbackHub, engine: str, folder: Path, **flags: str) -> subproc
         data_files[split] = str(folder / f"{split}.jsonl")
         Path(data_files[split]).write_text("".join(json.dumps(row) + "\n" for row in rows))
     given = {**FLAGS, "data_files": json.dumps(data_files), **flags}
-    return subprocess.run(
-        [
-            *(sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2", "--main_process_port", "0"),
-            *("--config_file", f"recipes/accelerate/{engine}.yaml", "tests/helpers/cpus_as_gpus.py", "recipes/ppo.py"),
-            *(part for name, value in given.items() for part in (f"--{name}", value)),
-        ],
+    return run_python(
+        *("-m", "accelerate.commands.launch", "--num_processes", "2", "--main_process_port", "0", "--config_file"),
+        *(f"recipes/accelerate/{engine}.yaml", "tests/helpers/cpus_as_gpus.py", "recipes/ppo.py"),
+        *(part for name, value in given.items() for part in (f"--{name}", value)),
+        **(hub.environment(folder / "home") | {"DS_ACCELERATOR": "cpu"}),
         cwd=ROOT,
-        env=environment(**{**hub.environment(folder / "home"), "DS_ACCELERATOR": "cpu"}),
-        capture_output=True,
-        text=True,
         timeout=900,
     )
 
@@ -93,17 +88,12 @@ def launch_lake(processes: int, folder: Path) -> tuple[dict[str, float], dict[st
     """Play 16 games before and after a rollout of 16; return the results, the first log entry, and what is printed."""
     flags = {"use_cpu": "true", "per_device_train_batch_size": str(8 // processes), "num_mini_batches": "2"}
     flags |= {"max_steps": "4", "logging_steps": "1", "num_eval_games": "16", "output_dir": str(folder)}
-    run = subprocess.run(
-        [
-            *(sys.executable, "-m", "accelerate.commands.launch", "--config_file", "recipes/accelerate/ddp.yaml"),
-            *("--mixed_precision", "no", "--num_processes", str(processes), "--main_process_port", "0"),
-            *("recipes/lake.py", "--config", "recipes/lake.yaml"),
-            *(part for name, value in flags.items() for part in (f"--{name}", value)),
-        ],
+    run = run_python(
+        *("-m", "accelerate.commands.launch", "--config_file", "recipes/accelerate/ddp.yaml"),
+        *("--mixed_precision", "no", "--num_processes", processes, "--main_process_port", "0"),
+        *("recipes/lake.py", "--config", "recipes/lake.yaml"),
+        *(part for name, value in flags.items() for part in (f"--{name}", value)),
         cwd=ROOT,
-        env=environment(),
-        capture_output=True,
-        text=True,
         timeout=900,
     )
     assert run.returncode == 0, run.stderr
@@ -126,11 +116,11 @@ def test_the_line_of_the_readme_survives_two_in_place_of_one(tmp_path):
     (line,) = re.findall(r"(torchrun .*)", (ROOT / "README.md").read_text())
     rows = (ROOT / "recipes/arithmetic/test.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "few.jsonl").write_text("".join(rows[:8]))
-    command = [sys.executable, "-m", "torch.distributed.run", *line.split()[1:]]
+    command = ["-m", "torch.distributed.run", *line.split()[1:]]
     command[command.index("--nproc_per_node") + 1] = "2"
     flags = ["--output_dir", str(tmp_path / "out"), "--test_file", str(tmp_path / "few.jsonl"), "--max_steps", "4"]
     flags += ["--per_device_train_batch_size", "4", "--save_steps", "4"]
-    run = subprocess.run([*command, *flags], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=600)
+    run = run_python(*command, *flags, cwd=ROOT, timeout=600)
     assert run.returncode == 0, run.stderr
     assert "16 completions (8 per process)" in run.stdout + run.stderr
     assert (tmp_path / "out/checkpoint-4/rng_state_1.pth").is_file()

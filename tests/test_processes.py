@@ -2,12 +2,10 @@
 
 import json
 import re
-import subprocess
-import sys
 
 import pytest
 
-from helpers.processes import HELPERS, TWO_PROCESSES, environment
+from helpers.processes import HELPERS, TWO_PROCESSES, run_python
 from hfppo.support import processes
 from hfppo.support.processes import check_alike
 
@@ -23,13 +21,7 @@ def test_a_difference_is_named_with_hosts_and_values(monkeypatch):
 def said(tmp_path_factory) -> list[dict[str, str]]:
     """What the processes of tests/helpers/unlike_processes.py say; "" if they go on."""
     out = tmp_path_factory.mktemp("unlike")
-    finished = subprocess.run(
-        [sys.executable, *TWO_PROCESSES, str(HELPERS / "unlike_processes.py"), str(out)],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    finished = run_python(*TWO_PROCESSES, HELPERS / "unlike_processes.py", out)
     assert finished.returncode == 0, finished.stderr[-3000:]
     return [json.loads((out / f"result_{rank}.json").read_text()) for rank in range(2)]
 

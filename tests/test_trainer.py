@@ -140,7 +140,8 @@ def moved_by(trainer) -> set[str]:
 @pytest.mark.parametrize("more", [{}, {"gradient_accumulation_steps": 2}, {"weight_decay": 0.1}, {"critic_warmup": 1}])
 @pytest.mark.parametrize("critic", ["adapter", "shared", "shared_detached", "model"])
 def test_a_critic_whose_loss_has_no_weight_stays(make_trainer, critic, more):
-    trainer = make_trainer({"vf_coef": 0.0} | more, critic=tiny_model() if critic == "model" else critic)
+    config = {"vf_coef": 0.0, "num_ppo_epochs": 1, "max_steps": 4} | more
+    trainer = make_trainer(config, critic=tiny_model() if critic == "model" else critic)
     assert moved_by(trainer) == {"actor"}
 
 
@@ -157,7 +158,7 @@ def test_a_critic_whose_loss_has_no_weight_stays(make_trainer, critic, more):
 )
 @pytest.mark.parametrize("critic", ["adapter", "shared_detached"])
 def test_a_loss_moves_what_its_terms_reach(make_trainer, monkeypatch, terms, config, moved, critic):
-    trainer = make_trainer({"max_steps": 8, "weight_decay": 0.1, "learning_rate": 1e-3} | config, critic=critic)
+    trainer = make_trainer({"num_ppo_epochs": 1, "max_steps": 4, "weight_decay": 0.1} | config, critic=critic)
     trainer.__class__ = kept(*terms)
     assert moved_by(trainer) == moved
 

@@ -2,15 +2,13 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from torch.testing import assert_close
 
-from helpers.processes import HELPERS, environment
+from helpers.processes import HELPERS, run_python
 from helpers.second_device import build
 
 pytestmark = pytest.mark.slow
@@ -18,8 +16,7 @@ pytestmark = pytest.mark.slow
 
 def run(*command: str | Path) -> str:
     """What Python prints."""
-    env = {"WORLD_SIZE": "1", **environment()}
-    done = subprocess.run([sys.executable, *command], env=env, capture_output=True, text=True, timeout=300)
+    done = run_python(*command, WORLD_SIZE="1")
     assert done.returncode == 0, done.stderr
     return done.stdout
 

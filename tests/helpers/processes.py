@@ -2,6 +2,8 @@
 
 import gc
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 HELPERS = Path(__file__).parent
@@ -13,6 +15,20 @@ def environment(**more: str) -> dict[str, str]:
     """Return this process's environment with a path to the tests, the recipes and this package, and no Hub."""
     path = os.pathsep.join(str(ROOT / folder) for folder in ("tests", "recipes", "."))
     return {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", **more}
+
+
+def run_python(
+    *command: object, cwd: Path | None = None, timeout: int = 300, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Run Python with this command line in `environment(**variables)`; return what it printed, whatever its code."""
+    return subprocess.run(
+        [sys.executable, *map(str, command)],
+        cwd=cwd,
+        env=environment(**variables),
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
 
 
 def freeze_imports() -> None:

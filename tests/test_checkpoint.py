@@ -6,12 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from build_arithmetic_base import character_tokenizer
 from datasets import Dataset
 from peft.utils import get_peft_model_state_dict
 from safetensors.torch import load_file
 
-from helpers.runs import count_digits, final_state, logs, read_log, stops_at_kl, trained_state
-from hfppo import AdaptiveKLCallback, PPOCallback, PPOTrainer
+from helpers.runs import SMALL, count_digits, final_state, logged, logs, read_log, stops_at_kl, trained_state
+from helpers.tiny import LORA, tiny_model
+from hfppo import AdaptiveKLCallback, PlotCallback, PPOCallback, PPOConfig, PPOTrainer
 from hfppo.saving.manifest import seal
 
 # 2 mini-batches × 2 epochs = 4 steps per rollout: checkpoint 8 lies between two rollouts, the others within one.
@@ -64,15 +66,16 @@ def test_resuming_equals_the_straight_run(make_trainer, tmp_path: Path, variant)
     kwargs = dict(kwargs)
     callbacks = kwargs.pop("callbacks", list)
 
-    def trainer(output_dir: str):
-        return make_trainer({**CONFIG, **config, "output_dir": output_dir}, callbacks=callbacks(), **kwargs)
+    def trainer(output_dir: str, **changes):
+        fields = {**CONFIG, **config, **changes, "output_dir": output_dir}
+        return make_trainer(fields, callbacks=callbacks(), **kwargs)
 
     straight = trainer(str(tmp_path / "straight"))
     straight.train()
     assert straight.state.global_step == 12
     for step in (1, 7, 8, 10) if variant == FAST[0] else (7, 8):
         shutil.copytree(tmp_path / "straight" / f"checkpoint-{step}", tmp_path / f"from-{step}" / f"checkpoint-{step}")
-        resumed = trainer(str(tmp_path / f"from-{step}"))
+        resumed = trainer(str(tmp_path / f"from-{step}"), save_strategy="no")
         resumed.train(resume_from_checkpoint=True)
         assert resumed.state.global_step == 12
         assert resumed.ppo_state == straight.ppo_state
@@ -132,13 +135,6 @@ def test_a_target_for_the_kl_leaves_the_number_of_completions_as_it_is(make_trai
     made.clear()
     straight.train()
     assert made == [8, 8, 8]
-
-
-def test_checkpoint_within_a_rollout_holds_it_and_one_at_its_end_does_not(make_trainer, tmp_path):
-    make_trainer({**CONFIG, "max_steps": 5}).train()
-    assert (tmp_path / "out/checkpoint-3/ppo_state_0.safetensors").is_file()
-    assert not (tmp_path / "out/checkpoint-4/ppo_state_0.safetensors").exists()
-    assert (tmp_path / "out/checkpoint-4/ppo_state_0.json").is_file()
 
 
 def test_adaptive_kl_moves_beta_after_the_rollout_it_was_measured_on(make_trainer):
@@ -201,66 +197,87 @@ def test_a_resumed_run_has_the_rates_that_it_is_given(make_trainer, schedule):
     assert {(group["betas"], group["eps"]) for group in trainer.optimizer.param_groups} == {((0.9, 0.999), 1e-6)}
 
 
-def test_a_checkpoint_of_another_run_is_refused_before_anything_is_loaded(make_trainer, tmp_path, monkeypatch):
+FINISHED = {**CONFIG, "max_steps": 4, "lr_scheduler_type": "constant"}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> PPOTrainer:
+    """A finished run of one rollout, with a checkpoint after each step."""
+    args = PPOConfig(**{**SMALL, **FINISHED, "output_dir": str(tmp_path_factory.mktemp("finished"))})
+    trainer = PPOTrainer(tiny_model(), count_digits, args, ROWS, None, character_tokenizer(), peft_config=LORA)
+    trainer.remove_callback(PlotCallback)
+    trainer.train()
+    return trainer
+
+
+@pytest.fixture
+def resume(make_trainer, finished):
+    """Continue the finished run from a checkpoint, with other fields."""
+
+    def run(folder: Path, **changes) -> PPOTrainer:
+        trainer = make_trainer({**FINISHED, **changes}, train_dataset=ROWS)
+        trainer.train(resume_from_checkpoint=str(folder))
+        return trainer
+
+    return run
+
+
+def test_checkpoint_within_a_rollout_holds_it_and_one_at_its_end_does_not(finished):
+    within, end = (Path(finished.args.output_dir) / f"checkpoint-{step}" for step in (3, 4))
+    assert (within / "ppo_state_0.safetensors").is_file()
+    assert not (end / "ppo_state_0.safetensors").exists()
+    assert (end / "ppo_state_0.json").is_file()
+
+
+def test_a_checkpoint_of_another_run_is_refused_before_anything_is_loaded(finished, resume, monkeypatch):
     """Whoever loads it: DeepSpeed does so by itself."""
-    saving = {"max_steps": 1, "save_strategy": "steps", "save_steps": 1}
-    make_trainer(saving).train()
     monkeypatch.setattr(PPOTrainer, "_load_from_checkpoint", lambda *_: None)
     with pytest.raises(ValueError, match="was written with num_ppo_epochs=2, this run has 3"):
-        make_trainer({**saving, "num_ppo_epochs": 3}).train(resume_from_checkpoint=True)
+        resume(Path(finished.args.output_dir) / "checkpoint-4", num_ppo_epochs=3)
 
 
-def test_a_field_that_is_newer_than_the_checkpoint_had_its_default(make_trainer, tmp_path):
-    config = {"max_steps": 3, "save_strategy": "steps", "save_steps": 1}
-    make_trainer(config).train()
-    folder = tmp_path / "out/checkpoint-2"
+def test_a_field_that_is_newer_than_the_checkpoint_had_its_default(finished, resume, tmp_path):
+    folder = shutil.copytree(Path(finished.args.output_dir) / "checkpoint-3", tmp_path / "checkpoint-3")
     content = json.loads((folder / "ppo_state_0.json").read_text())
     del content["run"]["structure"]["rollouts_ahead"], content["ahead"]
     (folder / "ppo_state_0.json").write_text(json.dumps(content))
     seal(folder)
     with pytest.raises(ValueError, match="was written with rollouts_ahead=0, this run has 1"):
-        make_trainer({**config, "rollouts_ahead": 1}).train(resume_from_checkpoint=str(folder))
-    resumed = make_trainer(config)
-    resumed.train(resume_from_checkpoint=str(folder))
-    assert resumed.state.global_step == 3
+        resume(folder, rollouts_ahead=1)
+    assert resume(folder).state.global_step == 4
 
 
-def test_resuming_a_finished_run_makes_no_further_step(make_trainer):
-    config = {**CONFIG, "max_steps": 4, "lr_scheduler_type": "constant"}
-    finished = make_trainer(config)
-    finished.train()
-    again = make_trainer(config)
-    again.train(resume_from_checkpoint=True)
+def test_resuming_a_finished_run_makes_no_further_step(finished, resume):
+    again = resume(Path(finished.args.output_dir) / "checkpoint-4")
     expected, got = final_state(finished), final_state(again)
     assert again.state.global_step == 4
     assert expected.keys() == got.keys()
     assert [name for name in expected if not torch.equal(expected[name], got[name])] == []
 
 
+STEP = {"num_mini_batches": 1, "num_ppo_epochs": 1, "save_strategy": "steps", "save_steps": 1}  # one per rollout
+
+
 @pytest.mark.parametrize(
-    ("before", "now", "clips"),
+    ("before", "now", "found"),
     [
-        ({"cliprange": 0.3}, {"cliprange": 0.05}, (0.05, 0.05)),
-        ({"cliprange": 0.3}, {"cliprange": 0.3, "cliprange_high": 0.4}, (0.1, 0.4)),
-        ({"cliprange": 0.3, "cliprange_high": 0.4}, {"cliprange": 0.3}, (0.1, 0.3)),
-        ({"cliprange": 0.3}, {"cliprange": 0.3, "cliprange_high": 0.3}, (0.1, 0.15)),  # nothing has changed
+        ({"cliprange": 0.3}, {"cliprange": 0.05}, (0.05, 0.05, 0.7)),
+        ({"cliprange": 0.3}, {"cliprange": 0.3, "cliprange_high": 0.4}, (0.1, 0.4, 0.7)),
+        ({"cliprange": 0.3, "cliprange_high": 0.4}, {"cliprange": 0.3}, (0.1, 0.3, 0.7)),
+        ({"cliprange": 0.3}, {"cliprange": 0.3, "cliprange_high": 0.3}, (0.1, 0.15, 0.7)),  # nothing has changed
+        ({}, {"kl_coef": 0.3}, (0.1, 0.15, 0.3)),
     ],
 )
-def test_a_resumed_run_has_the_clips_that_it_is_given(make_trainer, before, now, clips):
+def test_a_resumed_run_has_the_clips_and_the_beta_that_it_is_given(make_trainer, before, now, found):
+    """A callback's hold where the settings have not changed since."""
+
     class Narrow(PPOCallback):
         def on_update_end(self, args, state, control, **kwargs):
-            control.cliprange, control.cliprange_high = 0.1, 0.15
+            control.cliprange, control.cliprange_high, control.kl_coef = 0.1, 0.15, 0.7
 
-    saving = {"max_steps": 4, "save_strategy": "steps", "save_steps": 4}
-    make_trainer(saving | before, callbacks=[Narrow()]).train()
-    resumed = make_trainer(saving | now | {"max_steps": 5})
+    make_trainer(STEP | before | {"max_steps": 1}, callbacks=[Narrow()]).train()
+    resumed = make_trainer(STEP | now | {"max_steps": 2})
     resumed.train(resume_from_checkpoint=True)
-    assert (resumed.ppo_state.cliprange, resumed.ppo_state.cliprange_high) == clips
-
-
-def test_a_beta_that_was_changed_since_holds(make_trainer, tmp_path):
-    saving = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
-    make_trainer(saving).train()
-    trainer = make_trainer(saving | {"kl_coef": 0.3, "max_steps": 8})
-    trainer.train(resume_from_checkpoint=str(tmp_path / "out/checkpoint-4"))
-    assert [log["kl_coef"] for log in trainer.state.log_history if "kl_coef" in log] == [0.05, 0.3]
+    state = resumed.ppo_state
+    assert (state.cliprange, state.cliprange_high, state.kl_coef) == found
+    assert logged(resumed, "kl_coef") == [before.get("kl_coef", 0.05), found[2]]
