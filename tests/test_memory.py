@@ -202,29 +202,37 @@ def test_the_settings_that_make_a_run_fit(card, changed, monkeypatch):
 
     def by_hand(config, setup):
         update = (0.25 if setup.activation_checkpointing else 4) * setup.rows_of_update
-        phases = {"reference": setup.local_rollout_forward_batch_size / 4, "update": update}
+        rows = {"reference": setup.local_rollout_forward_batch_size, "update": setup.rows_of_update}
+        phases = {"reference": rows["reference"] / 4, "update": update}
         weights = 3 if setup.load_in_4bit else 10
-        return Peaks(weights * 10**9, {name: int(size * 1e9) for name, size in phases.items()})
+        return Peaks(weights * 10**9, {name: int(size * 1e9) for name, size in phases.items()}, rows)
 
     monkeypatch.setattr(memory, "estimate", by_hand)
-    asked = replace(SMALL, activation_checkpointing=False, local_rollout_forward_batch_size=64)
-    found = make_fit(LLAMA, asked, card)
+    asked = replace(SMALL, activation_checkpointing=False, local_rollout_forward_batch_size=64, card=card)
+    found = make_fit(LLAMA, asked)
     assert (found and found[0]) == (changed if changed is None else replace(asked, **changed))
 
 
-def test_the_command_reads_a_config_and_a_recipe(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("flags", "tokens"),
+    [
+        ([], "5,120"),  # 64 × (32 + 48)
+        (["--card", "1"], "65,520"),  # as many as a run on a GPU passes at once: 65,536 // 80 rows
+        (["--card", "1", "--local_rollout_forward_batch_size", "4"], "320"),
+    ],
+)
+def test_the_command_reads_a_config_and_a_recipe(tmp_path, monkeypatch, capsys, flags, tokens):
     LLAMA.save_pretrained(tmp_path)
     (tmp_path / "recipe.yaml").write_text(
         f"model_name_or_path: {tmp_path}\nmax_prompt_length: 32\nmax_completion_length: 48\nlearning_rate: 1.0e-5\n"
     )
-    flags = ["--config", str(tmp_path / "recipe.yaml"), "--per_device_train_batch_size", "2", "--card", "1"]
+    flags = ["--config", str(tmp_path / "recipe.yaml"), "--per_device_train_batch_size", "2", *flags]
     monkeypatch.setattr(sys, "argv", ["memory", *flags])
     memory.main()
     printed = capsys.readouterr().out
     assert "| update | 160 |" in printed  # 2 × (32 + 48)
-    assert "| reference | 5,120 |" in printed  # 64 × (32 + 48)
-    # Without it, a run takes as many as half of the free memory holds.
-    assert "Fits 1 GB with --local_rollout_forward_batch_size 64." in printed
+    assert f"| reference | {tokens} |" in printed
+    assert ("Fits 1 GB." in printed) is ("--card" in flags)
 
 
 def test_a_mixture_of_experts_with_its_router_loss():
@@ -238,14 +246,14 @@ def test_a_mixture_of_experts_with_its_router_loss():
 @pytest.mark.slow
 @pytest.mark.nightly
 @pytest.mark.parametrize(
-    ("shape", "flags"),
+    ("shape", "flags", "settings"),
     [
-        ((1536, 8960, 28, 12, 2, 151936), ["--config", str(RECIPES / "gsm8k.yaml")]),
-        ((3584, 18944, 28, 28, 4, 152064), ["--load_in_4bit"]),
+        ((1536, 8960, 28, 12, 2, 151936), ["--config", str(RECIPES / "gsm8k.yaml")], " with --local_rollout"),
+        ((3584, 18944, 28, 28, 4, 152064), ["--load_in_4bit"], "."),
     ],
     ids=["the 1.5B with the recipe", "the 7B in NF4"],
 )
-def test_qwen_fits_a_card_of_24_gb(shape, flags, tmp_path, monkeypatch, capsys):
+def test_qwen_fits_a_card_of_24_gb(shape, flags, settings, tmp_path, monkeypatch, capsys):
     """Rows of 1,024 tokens, 8 in the update."""
     names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
     sizes = dict(zip((*names, "vocab_size"), shape, strict=True))
@@ -255,7 +263,7 @@ def test_qwen_fits_a_card_of_24_gb(shape, flags, tmp_path, monkeypatch, capsys):
     memory.main()
     printed = capsys.readouterr().out
     assert "| update | 8,192 |" in printed
-    assert "Fits 24 GB with --local_rollout_forward_batch_size 64." in printed
+    assert f"Fits 24 GB{settings}" in printed
 
 
 @pytest.mark.parametrize(
