@@ -2,22 +2,28 @@
 
 import errno
 import json
+import logging
 import os
 import resource
 import shutil
 import subprocess
 import sys
 import traceback
+from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import TrainerCallback
+from build_arithmetic_base import character_tokenizer
+from datasets import Dataset
+from transformers import Trainer, TrainerCallback
+from transformers.utils import PushInProgress
 
 from helpers.processes import HELPERS, environment
 from helpers.runs import SMALL, assert_same_end, count_digits, read_log
-from helpers.tiny import tiny_model
-from hfppo import AdaptiveKLCallback, PPOCallback, PPOTrainer
+from helpers.tiny import LORA, tiny_model
+from hfppo import AdaptiveKLCallback, PPOCallback, PPOConfig, PPOTrainer
 from hfppo.saving.checkpoint_folders import find_last_intact, finish_renames, publish, rotate
 from hfppo.saving.manifest import MANIFEST, find_damage, seal
 
@@ -26,6 +32,28 @@ BEST = {
     **{**CONFIG, "eval_strategy": "steps", "eval_steps": 1},
     **{"load_best_model_at_end": True, "greater_is_better": False, "metric_for_best_model": "eval_reward"},
 }
+
+
+@pytest.fixture(scope="module")
+def dataset() -> Dataset:
+    return Dataset.from_list([{"prompt": f"请问{a}+{b}="} for a in range(4) for b in range(3, 7)])
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory, dataset) -> PPOTrainer:
+    """A run of CONFIG that nothing disturbs."""
+    args = PPOConfig(**CONFIG, output_dir=str(tmp_path_factory.mktemp("straight")))
+    made = PPOTrainer(
+        tiny_model(), count_digits, args, dataset, processing_class=character_tokenizer(), peft_config=LORA
+    )
+    made.train()
+    return made
+
+
+@pytest.fixture
+def finished(straight, tmp_path) -> Path:
+    """The folder of such a run, where `make_trainer` goes on."""
+    return shutil.copytree(straight.args.output_dir, tmp_path / "out")
 
 
 def names(folder: Path, pattern: str = "checkpoint-*") -> list[str]:
@@ -159,25 +187,21 @@ def test_the_limit_goes_by_steps_and_touches_nothing_else(tmp_path):
     assert names(tmp_path) == others
 
 
-def test_a_run_killed_before_a_checkpoint_got_its_name_goes_on_from_it(make_trainer, tmp_path):
-    config = {**CONFIG, "max_steps": 3, "save_steps": 3}
-    make_trainer(config).train()
-    (tmp_path / "out/_saving").mkdir()
-    (tmp_path / "out/checkpoint-3").rename(tmp_path / "out/_saving/checkpoint-3")
-    resumed = make_trainer(config)
+def test_a_run_killed_before_a_checkpoint_got_its_name_goes_on_from_it(make_trainer, finished):
+    (finished / "_saving").mkdir()
+    (finished / "checkpoint-6").rename(finished / "_saving/checkpoint-6")
+    resumed = make_trainer(CONFIG)
     resumed.train(resume_from_checkpoint=True)
-    assert resumed.state.global_step == 3
-    assert find_last_intact(tmp_path / "out") == str(tmp_path / "out/checkpoint-3")
+    assert resumed.state.global_step == 6
+    assert find_last_intact(finished) == str(finished / "checkpoint-6")
 
 
-def test_a_damaged_checkpoint_is_passed_over_and_the_run_ends_the_same(make_trainer, tmp_path):
-    straight = make_trainer(CONFIG)
-    straight.train()
-    damage(tmp_path / "out/checkpoint-6/adapter_model.safetensors")
+def test_a_damaged_checkpoint_is_passed_over_and_the_run_ends_the_same(make_trainer, straight, finished):
+    damage(finished / "checkpoint-6/adapter_model.safetensors")
     resumed = make_trainer(CONFIG)
     resumed.train(resume_from_checkpoint=True)
     assert_same_end(resumed, straight)
-    assert find_damage(tmp_path / "out/checkpoint-6") is None  # written anew
+    assert find_damage(finished / "checkpoint-6") is None  # written anew
 
 
 def test_a_new_start_takes_nothing_of_an_earlier_run(make_trainer, tmp_path, caplog):
@@ -195,17 +219,15 @@ def test_a_new_start_takes_nothing_of_an_earlier_run(make_trainer, tmp_path, cap
     assert names(tmp_path / "out/_earlier_2", "*") == ["checkpoint-2"]
 
 
-def test_a_run_keeps_what_it_goes_on_from_and_makes_way_for_the_rest(make_trainer, tmp_path, caplog):
-    straight = make_trainer(CONFIG)
-    straight.train()
-    resumed = make_trainer(CONFIG)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "out/checkpoint-4"))
-    assert names(tmp_path / "out/_earlier_1", "*") == ["checkpoint-5", "checkpoint-6"]
-    assert names(tmp_path / "out") == [f"checkpoint-{n}" for n in range(1, 7)]
+def test_a_run_keeps_what_it_goes_on_from_and_makes_way_for_the_rest(make_trainer, finished, caplog):
+    make_trainer(CONFIG).train(resume_from_checkpoint=str(finished / "checkpoint-4"))
+    assert names(finished / "_earlier_1", "*") == ["checkpoint-5", "checkpoint-6"]
+    assert names(finished) == [f"checkpoint-{n}" for n in range(1, 7)]
+    assert "had checkpoints of another run" in caplog.text
     caplog.clear()
     make_trainer(CONFIG).train(resume_from_checkpoint=True)
-    assert "does not go on from" not in caplog.text
-    assert not (tmp_path / "out/_earlier_2").exists()
+    assert "had checkpoints of another run" not in caplog.text
+    assert names(finished, "_earlier*") == ["_earlier_1"]
 
 
 @pytest.mark.slow
@@ -306,25 +328,23 @@ def test_the_best_checkpoint_may_be_deleted_while_a_run_goes_on(make_trainer, da
     assert not Path(trainer.state.best_model_checkpoint).exists()
 
 
-def test_a_path_is_checked_as_a_text_is(make_trainer, tmp_path):
-    make_trainer({**CONFIG, "max_steps": 3}).train()
-    folder = tmp_path / "out/checkpoint-3"
-    make_trainer({**CONFIG, "max_steps": 4}).train(resume_from_checkpoint=folder)
-    assert not (tmp_path / "out/_earlier_1").exists()
+def test_a_path_is_checked_as_a_text_is(make_trainer, finished):
+    folder = finished / "checkpoint-6"
+    make_trainer({**CONFIG, "max_steps": 7}).train(resume_from_checkpoint=folder)
+    assert names(finished, "_earlier*") == []
     damage(folder / "adapter_model.safetensors")
     with pytest.raises(ValueError, match=r"has a changed adapter_model\.safetensors; name an earlier checkpoint"):
         make_trainer(CONFIG).train(resume_from_checkpoint=folder)
 
 
-def test_a_checkpoint_may_be_deleted_once_it_is_loaded(make_trainer, tmp_path):
-    make_trainer(CONFIG).train()
-    shutil.copytree(tmp_path / "out/checkpoint-4", tmp_path / "elsewhere/checkpoint-4")
+def test_a_checkpoint_may_be_deleted_once_it_is_loaded(make_trainer, finished, tmp_path):
+    shutil.copytree(finished / "checkpoint-4", tmp_path / "elsewhere/checkpoint-4")
     callback = PPOCallback()
     callback.on_step_begin = lambda *_, **__: shutil.rmtree(tmp_path / "elsewhere", ignore_errors=True)
     trainer = make_trainer(CONFIG, callbacks=[callback])
     trainer.train(resume_from_checkpoint=str(tmp_path / "elsewhere/checkpoint-4"))
-    assert find_last_intact(tmp_path / "out") == str(tmp_path / "out/checkpoint-6")
-    assert len(list((tmp_path / "out/_earlier_1").iterdir())) == 6
+    assert find_last_intact(finished) == str(finished / "checkpoint-6")
+    assert len(names(finished / "_earlier_1", "*")) == 6
 
 
 def test_what_another_program_wrote_under_such_a_name_is_moved(make_trainer, tmp_path):
@@ -333,13 +353,12 @@ def test_what_another_program_wrote_under_such_a_name_is_moved(make_trainer, tmp
     assert (tmp_path / "out/_earlier_1/checkpoint-2/model.safetensors").is_file()
 
 
-def test_nothing_moves_before_a_run_has_a_checkpoint_of_its_own(make_trainer, tmp_path):
-    make_trainer(CONFIG).train()
-    saved = names(tmp_path / "out")
+def test_nothing_moves_before_a_run_has_a_checkpoint_of_its_own(make_trainer, finished):
+    saved = names(finished)
     with pytest.raises(ValueError, match="kl_coef=0 stays 0"):
         make_trainer({**CONFIG, "kl_coef": 0.0}, callbacks=[AdaptiveKLCallback()]).train()
-    assert names(tmp_path / "out") == saved
-    assert names(tmp_path / "out", "_earlier*") == []
+    assert names(finished) == saved
+    assert names(finished, "_earlier*") == []
 
 
 @pytest.mark.parametrize("folder", ["out", "out/checkpoint-3"])
@@ -393,10 +412,8 @@ def test_ctrl_c_ends_with_the_way_back(make_trainer, tmp_path):
 @pytest.mark.parametrize(
     "times", [9, *(pytest.param(times, marks=[pytest.mark.slow, pytest.mark.nightly]) for times in (10, 11))]
 )
-def test_a_full_disk_leaves_what_was_saved_before(make_trainer, tmp_path, monkeypatch, times):
+def test_a_full_disk_leaves_what_was_saved_before(make_trainer, straight, tmp_path, monkeypatch, times):
     """A checkpoint makes four calls, for arguments, optimiser, schedule and random state: the third is cut off."""
-    straight = make_trainer({**CONFIG, "output_dir": str(tmp_path / "straight")})
-    straight.train()
     with monkeypatch.context() as patched:
         patched.setattr(torch, "save", FullDisk(times))
         with pytest.raises(OSError, match="No space left") as full:
@@ -517,3 +534,50 @@ def test_a_trainer_whose_first_rollout_failed_can_train_again(make_trainer, tmp_
     trainer.train()
     assert names(tmp_path / "out", "*") == ["curves.png", "metrics.jsonl"]
     assert [entry["step"] for entry in read_log(tmp_path / "out")] == [1, 2, 2]
+
+
+@pytest.mark.parametrize("always", [False, True])
+def test_a_push_in_progress_is_not_disturbed(make_trainer, monkeypatch, tmp_path, always):
+    """Without `hub_always_push` the next push is left out, with it the next one waits."""
+    events = []
+    monkeypatch.setattr(Trainer, "_push_from_checkpoint", lambda self, folder: events.append("push"))
+    trainer = make_trainer({"hub_always_push": always})
+    trainer.save_model(str(tmp_path / "checkpoint-1"))
+    trainer.push_in_progress = SimpleNamespace(
+        is_done=lambda: "waited" in events, wait_until_done=lambda: events.append("waited"), jobs=[]
+    )
+    trainer._push_from_checkpoint(str(tmp_path / "checkpoint-1"))
+    assert events == (["waited", "push"] if always else [])
+    assert (tmp_path / "out/critic/critic.safetensors").is_file() is always
+    assert (tmp_path / "out/README.md").is_file() is always
+
+
+def test_a_failed_push_in_the_background_is_logged(make_trainer, tmp_path, caplog, monkeypatch):
+    trainer = make_trainer()
+    trainer.hub_model_id = "someone/name"
+    failed, done = Future(), Future()
+    monkeypatch.setattr(
+        Trainer,
+        "_push_from_checkpoint",
+        lambda self, folder: setattr(self, "push_in_progress", PushInProgress([done, failed])),
+    )
+    trainer.push_in_progress = None
+    with caplog.at_level(logging.WARNING):
+        trainer._push_from_checkpoint(str(tmp_path))
+        done.set_result(None)
+        failed.set_exception(OSError("no route"))
+    assert caplog.text.count("A push to someone/name failed: OSError: no route") == 1
+
+
+def test_a_push_without_a_repository_leaves_the_model_on_the_disk(make_trainer, tmp_path, monkeypatch):
+    def fails(self, **kwargs):
+        raise OSError("no route")
+
+    trainer = make_trainer({"max_steps": 1})
+    trainer.train()
+    monkeypatch.setattr(Trainer, "init_hf_repo", fails)
+    with pytest.raises(OSError, match="no route") as error:
+        trainer.push_to_hub()
+    assert error.value.__notes__[0].startswith(f"The push to the Hub failed. The model is in {tmp_path / 'out'}")
+    assert (tmp_path / "out/adapter_model.safetensors").is_file()
+    assert (tmp_path / "out/critic/critic.safetensors").is_file()
