@@ -11,7 +11,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast
 from helpers.runs import SMALL, count_digits
 from helpers.scripted import first_rollout, padded_turns
 from helpers.tiny import LORA, tiny_model
-from hfppo import PPOConfig, PPOTrainer
+from hfppo import PPOConfig, PPOTrainer, Rollout
 from hfppo.generation import generate
 from hfppo.generation.generate import BELOW_ONE, draw, row_uniforms
 from hfppo.generation.sampler import eos_token_ids
@@ -168,14 +168,20 @@ def test_equal_prompts_with_other_columns_are_no_group(make_trainer):
     assert not trainer.rollout(["1+1=", "1+1="], answer=["1", "5"]).advantages.any()
 
 
+def assert_same(one: Rollout, other: Rollout) -> None:
+    """Equal tokens, and equal numbers but for rounding."""
+    for name in ("prompt_ids", "completion_ids"):
+        assert torch.equal(getattr(one, name), getattr(other, name))
+    for name, tolerance in (("rollout_logprobs", 1e-5), ("old_logprobs", 1e-5), ("advantages", 1e-4)):
+        assert_close(getattr(one, name), getattr(other, name), rtol=tolerance, atol=tolerance)
+
+
 def test_rows_at_once_do_not_change_the_rollout(make_trainer):
     rollouts = []
     for size in (64, 3):
         trainer = make_trainer({"local_rollout_forward_batch_size": size})
         rollouts.append(trainer.rollout([f"{n}=" for n in range(8)]))
-    assert torch.equal(rollouts[0].completion_ids, rollouts[1].completion_ids)
-    assert_close(rollouts[0].old_logprobs, rollouts[1].old_logprobs, rtol=1e-5, atol=1e-5)
-    assert_close(rollouts[0].advantages, rollouts[1].advantages, rtol=1e-4, atol=1e-4)
+    assert_same(*rollouts)
 
 
 @pytest.fixture
@@ -233,8 +239,7 @@ def test_rows_chosen_by_memory_do_not_change_the_rollout(make_trainer, monkeypat
         note_batches(trainer, monkeypatch, lambda batch: calls.append(len(batch)))
         rollouts.append(trainer.rollout([f"{n}+12=" for n in range(10)] * 5))
     assert calls == [50, *[8] * 6, 2]
-    assert torch.equal(rollouts[0].completion_ids, rollouts[1].completion_ids)
-    assert_close(rollouts[0].old_logprobs, rollouts[1].old_logprobs, rtol=1e-5, atol=1e-5)
+    assert_same(*rollouts)
 
 
 def note_batches(trainer, monkeypatch, note) -> None:
@@ -257,9 +262,7 @@ def test_prompts_of_about_one_length_are_sampled_together(make_trainer, monkeypa
         assert shares == sorted(shares)
         assert 0.5 < shares[-1] <= 1
     assert widths == [(6, 12), (2, 12), (2, 4), (2, 2)]
-    assert torch.equal(rollouts[0].completion_ids, rollouts[1].completion_ids)
-    assert torch.equal(rollouts[0].prompt_ids, rollouts[1].prompt_ids)
-    assert_close(rollouts[0].rollout_logprobs, rollouts[1].rollout_logprobs, rtol=1e-5, atol=1e-5)
+    assert_same(*rollouts)
 
 
 class FirstDigits(PPOTrainer):
