@@ -12,7 +12,7 @@ import sys
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -26,7 +26,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, HfArgumentParser, PreTrainedConfig
 
-from hfppo.config import option
 from hfppo.generation.generate import SeededChoice
 from hfppo.generation.key_values import CACHE
 from hfppo.models import batch_size, output_head
@@ -41,26 +40,31 @@ VALUES = "old log-probs and values"  # a phase
 USABLE = 0.9  # share of a card; CUDA's context, workspaces and fragments take the rest
 
 
+def setting(default: Any, help: str, **metadata: str) -> Any:
+    """Return a dataclass field with its text for `--help`."""
+    return field(default=default, metadata={"help": help, **metadata})
+
+
 @dataclass(frozen=True)
 class Setup:
     """What decides the memory of a run on one device, by the names of PPOConfig, of `from_pretrained` and of TRL."""
 
-    model_name_or_path: str | None = option(None, "Id or path; only its config.json is read.", aliases="--model")
-    card: float | None = option(None, "Memory of the GPU, GB: says what makes the run fit.")
-    max_prompt_length: int = option(512, "Tokens of every prompt.")
-    max_completion_length: int = option(256, "Tokens of every completion.")
-    per_device_train_batch_size: int = option(8, "Completions in a micro-batch of the update.")
-    max_tokens_per_micro_batch: int | None = option(None, "Most tokens in one forward of the update.")
-    local_rollout_forward_batch_size: int | None = option(
+    model_name_or_path: str | None = setting(None, "Id or path; only its config.json is read.", aliases="--model")
+    card: float | None = setting(None, "Memory of the GPU, GB: says what makes the run fit.")
+    max_prompt_length: int = setting(512, "Tokens of every prompt.")
+    max_completion_length: int = setting(256, "Tokens of every completion.")
+    per_device_train_batch_size: int = setting(8, "Completions in a micro-batch of the update.")
+    max_tokens_per_micro_batch: int | None = setting(None, "Most tokens in one forward of the update.")
+    local_rollout_forward_batch_size: int | None = setting(
         None, "Rows sampled, or passed without gradient, at once. By default as a run on the card; 64 without --card."
     )
-    activation_checkpointing: bool = option(True, "Compute the layers again in the backward pass.")
-    bf16: bool = option(True, "Autocast to bfloat16.")
-    dtype: Literal["bfloat16", "float32"] = option("bfloat16", "Dtype of the base.")
-    load_in_4bit: bool = option(False, "The base in NF4.")
-    critic: Literal["adapter", "shared", "shared_detached", "none"] = option("adapter", "Kind of the critic.")
-    critic_layers: int | None = option(None, "Top layers that the adapter critic adapts; default: all.")
-    lora_r: int = option(16, "Rank of LoRA on all linear layers.")
+    activation_checkpointing: bool = setting(True, "Compute the layers again in the backward pass.")
+    bf16: bool = setting(True, "Autocast to bfloat16.")
+    dtype: Literal["bfloat16", "float32"] = setting("bfloat16", "Dtype of the base.")
+    load_in_4bit: bool = setting(False, "The base in NF4.")
+    critic: Literal["adapter", "shared", "shared_detached", "none"] = setting("adapter", "Kind of the critic.")
+    critic_layers: int | None = setting(None, "Top layers that the adapter critic adapts; default: all.")
+    lora_r: int = setting(16, "Rank of LoRA on all linear layers.")
 
     @property
     def width(self) -> int:
