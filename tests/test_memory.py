@@ -224,22 +224,32 @@ def test_the_settings_that_make_a_run_fit(card, changed, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("flags", "tokens"),
+    ("given", "card", "weights", "rows"),
     [
-        ([], "5,120"),  # 64 × (32 + 48)
-        (["--card", "1"], "65,520"),  # as many as a run on a GPU passes at once: 65,536 // 80 rows
-        (["--card", "1", "--local_rollout_forward_batch_size", "4"], "320"),
+        (None, None, 0, 64),
+        (None, 1.0, 0, 819),  # as many as a run on a GPU passes at once: 65,536 // 80
+        (None, 1.0, 10**9, 1),
+        (4, 1.0, 0, 4),
     ],
 )
-def test_the_command_reads_a_config_and_a_recipe(tmp_path, run_command, flags, tokens):
+def test_rows_are_those_of_a_run_on_the_card(given, card, weights, rows):
+    setup = replace(SMALL, local_rollout_forward_batch_size=given, card=card)
+    found = memory.choose_rows(memory.make_model(LLAMA, setup), setup, weights)
+    assert found["reference"] == found[memory.VALUES] == rows
+    assert rows == 819 or found["sampling"] == rows
+    assert found["update"] == 8
+
+
+def test_the_command_reads_a_config_and_a_recipe(tmp_path, run_command):
     LLAMA.save_pretrained(tmp_path)
     (tmp_path / "recipe.yaml").write_text(
         f"model_name_or_path: {tmp_path}\nmax_prompt_length: 32\nmax_completion_length: 48\nlearning_rate: 1.0e-5\n"
     )
-    printed, _ = run_command("--config", str(tmp_path / "recipe.yaml"), "--per_device_train_batch_size", "2", *flags)
+    flags = "--config", str(tmp_path / "recipe.yaml"), "--per_device_train_batch_size", "2", "--card", "1"
+    printed, _ = run_command(*flags)
     assert "| update | 160 |" in printed  # 2 × (32 + 48)
-    assert f"| reference | {tokens} |" in printed
-    assert ("Fits 1 GB." in printed) is ("--card" in flags)
+    assert "| reference | 65,520 |" in printed  # 819 × (32 + 48)
+    assert "Fits 1 GB." in printed
 
 
 def test_a_mixture_of_experts_with_its_router_loss():
