@@ -14,6 +14,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
+from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
@@ -27,31 +28,36 @@ from transformers import AutoConfig, AutoModelForCausalLM, HfArgumentParser, Pre
 
 from hfppo.generation.generate import SeededChoice
 from hfppo.generation.key_values import CACHE
-from hfppo.models import output_head
+from hfppo.models import batch_size, output_head
 from hfppo.models.actor_critic import ActorCritic, Want
 from hfppo.models.critic import find_critic
 from hfppo.models.loading import NO_CODE
 from hfppo.models.modes import attributes
 
+GPU = torch.device("cuda")
 NF4_BYTES = 0.5 + 4 / 64  # per weight: four bits, and a float32 scale for each block of 64
-ROWS = "local_rollout_forward_batch_size"  # a run on a GPU that leaves it out fills half of the free memory
+VALUES = "old log-probs and values"  # a phase
 USABLE = 0.9  # share of a card; CUDA's context, workspaces and fragments take the rest
 
 
-def setting(default: Any, help: str) -> Any:
+def setting(default: Any, help: str, **metadata: str) -> Any:
     """Return a dataclass field with its text for `--help`."""
-    return field(default=default, metadata={"help": help})
+    return field(default=default, metadata={"help": help, **metadata})
 
 
 @dataclass(frozen=True)
 class Setup:
     """What decides the memory of a run on one device, by the names of PPOConfig, of `from_pretrained` and of TRL."""
 
+    model_name_or_path: str | None = setting(None, "Id or path; only its config.json is read.", aliases="--model")
+    card: float | None = setting(None, "Memory of the GPU, GB: says what makes the run fit.")
     max_prompt_length: int = setting(512, "Tokens of every prompt.")
     max_completion_length: int = setting(256, "Tokens of every completion.")
     per_device_train_batch_size: int = setting(8, "Completions in a micro-batch of the update.")
-    max_tokens_per_micro_batch: int | None = setting(None, "Most tokens in one forward pass of the update.")
-    local_rollout_forward_batch_size: int = setting(64, "Rows sampled, or passed without gradient, at once; set it.")
+    max_tokens_per_micro_batch: int | None = setting(None, "Most tokens in one forward of the update.")
+    local_rollout_forward_batch_size: int | None = setting(
+        None, "Rows sampled, or passed without gradient, at once. By default as a run on the card; 64 without --card."
+    )
     activation_checkpointing: bool = setting(True, "Compute the layers again in the backward pass.")
     bf16: bool = setting(True, "Autocast to bfloat16.")
     dtype: Literal["bfloat16", "float32"] = setting("bfloat16", "Dtype of the base.")
@@ -71,13 +77,18 @@ class Setup:
         most = self.max_tokens_per_micro_batch or math.inf
         return max(1, int(min(self.per_device_train_batch_size, most // self.width)))
 
+    def room(self, weights: int) -> int:
+        """Return the bytes of the card that weights leave to a phase."""
+        return int(USABLE * self.card * 1e9) - weights
+
 
 @dataclass(frozen=True)
 class Peaks:
-    """Bytes by phase, on top of `weights`."""
+    """Bytes by phase, on top of `weights`, and the rows that a phase computes at once."""
 
     weights: int  # the base, the adapters and AdamW's moments
     phases: dict[str, int]
+    rows: dict[str, int]
 
     @property
     def largest(self) -> str:
@@ -116,13 +127,7 @@ class LiveStorages(TorchDispatchMode):
     def _remove(self, size: int) -> None:
         self.now -= size
 
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., object],
-        types: object,
-        args: tuple[object, ...] = (),
-        kwargs: dict[str, object] | None = None,
-    ) -> object:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
             if isinstance(tensor, self.kind):
@@ -145,7 +150,9 @@ def estimate(config: PreTrainedConfig, setup: Setup) -> Peaks:
     """
     model, live = without_data(make_model(config, setup)), LiveStorages()
     weights, unpacked = weigh(model, live, setup)
-    return Peaks(weights, {name: size + unpacked for name, size in measure_phases(model, live, setup).items()})
+    rows = choose_rows(model, setup, weights)
+    phases = measure_phases(model, live, setup, rows)
+    return Peaks(weights, {name: size + unpacked for name, size in phases.items()}, rows)
 
 
 def weigh(model: ActorCritic, live: LiveStorages, setup: Setup) -> tuple[int, int]:
@@ -164,13 +171,23 @@ def weigh(model: ActorCritic, live: LiveStorages, setup: Setup) -> tuple[int, in
     return weights - int(sum(size - NF4_BYTES * number for number, size in packed)), max(size for _, size in packed)
 
 
-def measure_phases(model: ActorCritic, live: LiveStorages, setup: Setup) -> dict[str, int]:
+def choose_rows(model: ActorCritic, setup: Setup, weights: int) -> dict[str, int]:
+    """Return the rows that each phase computes at once, as a run on a GPU chooses them."""
+    given = setup.local_rollout_forward_batch_size or (None if setup.card else batch_size.ROWS)
+    lengths = setup.max_prompt_length, setup.max_completion_length
+    with attributes(batch_size, free_bytes=lambda device: max(0, setup.room(weights))):
+        sampled = batch_size.sampler_rows(model, given, *lengths, GPU)
+        passed = batch_size.pass_rows(model, given, torch.tensor([setup.width]), GPU)
+    return {"sampling": sampled, "reference": passed, VALUES: passed, "update": setup.rows_of_update}
+
+
+def measure_phases(model: ActorCritic, live: LiveStorages, setup: Setup, rows: dict[str, int]) -> dict[str, int]:
     """Return the peak bytes of each phase, minus the bytes that were live before it.
 
     Args:
         model: the model in eval mode; the update leaves it in training mode, with gradients.
     """
-    passed, updated = (inputs(model, setup, x) for x in (setup.local_rollout_forward_batch_size, setup.rows_of_update))
+    passed, updated = (inputs(model, setup, rows[phase]) for phase in (VALUES, "update"))
 
     def reference() -> None:
         with model.reference():
@@ -178,9 +195,10 @@ def measure_phases(model: ActorCritic, live: LiveStorages, setup: Setup) -> dict
 
     with chunks_of_a_gpu(), torch.autocast("cpu", torch.bfloat16, enabled=setup.bf16):
         with torch.no_grad(), output_head.float32_logits(model.causal_lm):
-            phases = {"sampling": live.peak_of(lambda: sample(model, setup)), "reference": live.peak_of(reference)}
+            sampling = live.peak_of(lambda: sample(model, setup, rows["sampling"]))
+            phases = {"sampling": sampling, "reference": live.peak_of(reference)}
             states = base_states(model, passed)
-            phases["old log-probs and values"] = live.peak_of(lambda: model(**passed, base_states=states))
+            phases[VALUES] = live.peak_of(lambda: model(**passed, base_states=states))
         states = base_states(model.train(), updated)
         return {**phases, "update": live.peak_of(lambda: update(model, updated, states))}
 
@@ -249,9 +267,9 @@ def base_states(model: ActorCritic, batch: dict[str, Tensor]) -> Tensor | None:
     return weight.detach().new_empty(batch["input_ids"].numel(), weight.shape[1])
 
 
-def sample(model: ActorCritic, setup: Setup) -> None:
-    """Read the prompts and sample the last token; one row is shorter than the others."""
-    rows, width = setup.local_rollout_forward_batch_size, setup.width
+def sample(model: ActorCritic, setup: Setup, rows: int) -> None:
+    """Prefill the prompts and sample the last token; one row is shorter than the others."""
+    width = setup.width
     ids = torch.zeros(rows, setup.max_prompt_length, dtype=torch.int64)
     mask = torch.ones(rows, width, dtype=torch.int64)
     mask[0, 0] = 0
@@ -270,20 +288,16 @@ def chunks_of_a_gpu() -> AbstractContextManager[None]:
     return attributes(output_head, tokens_at_once=lambda vocab_size, _: before(vocab_size, torch.device("cuda")))
 
 
-def make_fit(config: PreTrainedConfig, setup: Setup, card: float) -> tuple[Setup, Peaks] | None:
-    """Return a setup that fits a card, with as few changes as possible, and its peaks; None if there is none.
-
-    Args:
-        card: GB.
-    """
-    while True:
-        peaks = estimate(config, setup)
-        room = int(USABLE * card * 1e9) - peaks.weights
+def make_fit(config: PreTrainedConfig, setup: Setup) -> tuple[Setup, Peaks] | None:
+    """Return a setup that fits its card, with as few changes as possible, and its peaks; None if there is none."""
+    smaller: Setup | None = setup
+    while smaller is not None:
+        setup, peaks = smaller, estimate(config, smaller)
+        room = setup.room(peaks.weights)
         if peaks.phases[peaks.largest] <= room:
             return setup, peaks
-        if (smaller := shrink(setup, peaks, room)) is None:
-            return None
-        setup = smaller
+        smaller = shrink(setup, peaks, room)
+    return None
 
 
 def shrink(setup: Setup, peaks: Peaks, room: int) -> Setup | None:
@@ -298,58 +312,53 @@ def shrink(setup: Setup, peaks: Peaks, room: int) -> Setup | None:
     for name, value in less.items():
         if getattr(setup, name) != value:
             return replace(setup, **{name: value})
-    updates = peaks.largest == "update"
-    rows = setup.rows_of_update if updates else setup.local_rollout_forward_batch_size
+    rows = peaks.rows[peaks.largest]
     if room > 0 and rows > 1:
         rows = max(1, rows >> math.ceil(math.log2(peaks.phases[peaks.largest] / room)))
-        if updates:
+        if peaks.largest == "update":
             return replace(setup, max_tokens_per_micro_batch=rows * setup.width)
         return replace(setup, local_rollout_forward_batch_size=rows)
     return None if setup.load_in_4bit else replace(setup, load_in_4bit=True)
 
 
-def report(peaks: Peaks, setup: Setup) -> str:
-    """Return a Markdown table of the phases."""
+def report(peaks: Peaks, width: int) -> str:
+    """Return a Markdown table of the phases.
+
+    Args:
+        width: tokens of a row.
+    """
     lines = ["| phase | tokens | GB | kB per token |", "|---|---|---|---|"]
     lines.append(f"| weights, AdamW's moments | | {peaks.weights / 1e9:.1f} | |")
     for name, size in peaks.phases.items():
-        rows = setup.rows_of_update if name == "update" else setup.local_rollout_forward_batch_size
-        tokens = rows * setup.width
+        tokens = peaks.rows[name] * width
         lines.append(f"| {name} | {tokens:,} | {size / 1e9:.1f} | {size / tokens / 1e3:,.0f} |")
     return "\n".join([*lines, f"| **peak** | | **{peaks.total / 1e9:.1f}** | |"])
 
 
 def main() -> None:
     """Print the peaks of a model, and the settings with which it fits a card."""
-    parser = HfArgumentParser(
-        cast(Any, Setup),
-        prog="python -m hfppo.memory",
-        description="Estimate the memory of a run from a model's configuration.",
-    )
-    parser.add_argument("--model", "--model_name_or_path", help="id or path; only its config.json is read")
-    parser.add_argument("--card", type=float, help="memory of the GPU, GB: says what makes the run fit")
+    about = "Estimate the memory of a run from a model's configuration."
+    parser = HfArgumentParser(cast(Any, Setup), prog="python -m hfppo.memory", description=about)
     parser.add_argument("--config", help="a recipe's YAML file, whose values are the defaults")
-    names = {"model_name_or_path", *(f.name for f in fields(Setup))}
     try:
         if (file := parser.parse_known_args()[0].config) is not None:
-            with open(file, encoding="utf-8") as lines:
-                given = {name: value for name, value in yaml.safe_load(lines).items() if name in names}
-            parser.set_defaults(model=given.pop("model_name_or_path", None), **given)
-        setup, options = parser.parse_args_into_dataclasses()
-        if options.model is None:
+            recipe = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
+            parser.set_defaults(**{f.name: recipe[f.name] for f in fields(Setup) if f.name in recipe})
+        setup, _ = parser.parse_args_into_dataclasses()
+        if setup.model_name_or_path is None:
             parser.error("--model is missing: give the id or path of a model")
-        config = AutoConfig.from_pretrained(options.model, **NO_CODE)
+        config = AutoConfig.from_pretrained(setup.model_name_or_path, **NO_CODE)
     except (OSError, ValueError) as error:
         parser.error(f"{' '.join(sys.argv[1:])}: {error}")
-    found = None if options.card is None else make_fit(config, setup, options.card)
+    found = None if setup.card is None else make_fit(config, setup)
     fitting, peaks = found or (setup, estimate(config, setup))
-    print(report(peaks, fitting))
+    print(report(peaks, setup.width))
     if found is not None:
-        changed = {name: x for name, x in vars(fitting).items() if x != getattr(setup, name) or name == ROWS}
+        changed = {name: x for name, x in vars(fitting).items() if x != getattr(setup, name)}
         settings = "".join(f" --{name} {value}" for name, value in changed.items())
-        print(f"\nFits {options.card:g} GB with{settings}.")
-    elif options.card is not None:
-        print(f"\nDoes not fit {options.card:g} GB: take shorter completions, critic='shared' or a smaller base.")
+        print(f"\nFits {setup.card:g} GB{settings and ' with'}{settings}.")
+    elif setup.card is not None:
+        print(f"\nDoes not fit {setup.card:g} GB: take shorter completions, critic='shared' or a smaller base.")
 
 
 if __name__ == "__main__":

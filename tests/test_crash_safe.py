@@ -2,22 +2,27 @@
 
 import errno
 import json
+import logging
 import os
 import resource
 import shutil
 import subprocess
 import sys
 import traceback
+from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from build_arithmetic_base import character_tokenizer
-from transformers import TrainerCallback
+from datasets import Dataset
+from transformers import Trainer, TrainerCallback
+from transformers.utils import PushInProgress
 
 from helpers.processes import HELPERS, environment
-from helpers.runs import SMALL, count_digits, final_state, read_log
-from helpers.tiny import tiny_model
+from helpers.runs import SMALL, assert_same_end, count_digits, read_log
+from helpers.tiny import LORA, tiny_model
 from hfppo import AdaptiveKLCallback, PPOCallback, PPOConfig, PPOTrainer
 from hfppo.saving.checkpoint_folders import find_last_intact, finish_renames, publish, rotate
 from hfppo.saving.manifest import MANIFEST, find_damage, seal
@@ -27,6 +32,37 @@ BEST = {
     **{**CONFIG, "eval_strategy": "steps", "eval_steps": 1},
     **{"load_best_model_at_end": True, "greater_is_better": False, "metric_for_best_model": "eval_reward"},
 }
+
+
+@pytest.fixture(scope="module")
+def dataset() -> Dataset:
+    return Dataset.from_list([{"prompt": f"请问{a}+{b}="} for a in range(4) for b in range(3, 7)])
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory, dataset) -> PPOTrainer:
+    """A run of CONFIG that nothing disturbs."""
+    args = PPOConfig(**CONFIG, output_dir=str(tmp_path_factory.mktemp("straight")))
+    made = PPOTrainer(
+        tiny_model(), count_digits, args, dataset, processing_class=character_tokenizer(), peft_config=LORA
+    )
+    made.train()
+    return made
+
+
+@pytest.fixture
+def finished(straight, tmp_path) -> Path:
+    """The folder of such a run, where `make_trainer` goes on."""
+    return shutil.copytree(straight.args.output_dir, tmp_path / "out")
+
+
+def names(folder: Path, pattern: str = "checkpoint-*") -> list[str]:
+    return sorted(path.name for path in folder.glob(pattern))
+
+
+def damage(file: Path) -> None:
+    """Change the last byte."""
+    file.write_bytes(file.read_bytes()[:-1] + b"\xff")
 
 
 @pytest.fixture
@@ -132,7 +168,7 @@ def test_only_whole_checkpoints_get_their_name_later(tmp_path, sealed):
     whole = tmp_path / "_saving/checkpoint-2"
     shutil.copytree(sealed, whole)
     finish_renames(tmp_path)
-    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-1", "checkpoint-2"]
+    assert names(tmp_path) == ["checkpoint-1", "checkpoint-2"]
     assert find_last_intact(tmp_path) == str(tmp_path / "checkpoint-2")
 
 
@@ -143,37 +179,29 @@ def test_the_limit_goes_by_steps_and_touches_nothing_else(tmp_path):
     for name in ("checkpoint-best", "checkpoint-2-backup"):
         (tmp_path / name).mkdir()
     rotate(tmp_path, 2, tmp_path / "checkpoint-11", best=str(tmp_path / "x/../checkpoint-3"))
-    assert {path.name for path in tmp_path.iterdir()} == {
-        *("checkpoint-3", "checkpoint-11", "checkpoint-best", "checkpoint-2-backup")
-    }
+    others = ["checkpoint-2-backup", "checkpoint-3", "checkpoint-best"]
+    assert names(tmp_path) == ["checkpoint-11", *others]
     rotate(tmp_path, None, tmp_path / "checkpoint-11", best=None)
-    assert len(list(tmp_path.iterdir())) == 4
+    assert names(tmp_path) == ["checkpoint-11", *others]
     rotate(tmp_path, 1, tmp_path / "checkpoint-3", best=None)  # the later one was never saved
-    assert not (tmp_path / "checkpoint-11").exists()
-    assert (tmp_path / "checkpoint-3").exists()
+    assert names(tmp_path) == others
 
 
-def test_a_run_killed_before_a_checkpoint_got_its_name_goes_on_from_it(make_trainer, tmp_path):
-    config = {**CONFIG, "max_steps": 3, "save_steps": 3}
-    make_trainer(config).train()
-    (tmp_path / "out/_saving").mkdir()
-    (tmp_path / "out/checkpoint-3").rename(tmp_path / "out/_saving/checkpoint-3")
-    resumed = make_trainer(config)
-    resumed.train(resume_from_checkpoint=True)
-    assert resumed.state.global_step == 3
-    assert find_last_intact(tmp_path / "out") == str(tmp_path / "out/checkpoint-3")
-
-
-def test_a_damaged_checkpoint_is_passed_over_and_the_run_ends_the_same(make_trainer, tmp_path):
-    straight = make_trainer(CONFIG)
-    straight.train()
-    weights = tmp_path / "out/checkpoint-6/adapter_model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-1] + b"\xff")
+def test_a_run_killed_before_a_checkpoint_got_its_name_goes_on_from_it(make_trainer, finished):
+    (finished / "_saving").mkdir()
+    (finished / "checkpoint-6").rename(finished / "_saving/checkpoint-6")
     resumed = make_trainer(CONFIG)
     resumed.train(resume_from_checkpoint=True)
-    expected, got = final_state(straight), final_state(resumed)
-    assert [name for name in expected if not torch.equal(expected[name], got[name])] == []
-    assert find_damage(tmp_path / "out/checkpoint-6") is None  # written anew
+    assert resumed.state.global_step == 6
+    assert find_last_intact(finished) == str(finished / "checkpoint-6")
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_the_run_ends_the_same(make_trainer, straight, finished):
+    damage(finished / "checkpoint-6/adapter_model.safetensors")
+    resumed = make_trainer(CONFIG)
+    resumed.train(resume_from_checkpoint=True)
+    assert_same_end(resumed, straight)
+    assert find_damage(finished / "checkpoint-6") is None  # written anew
 
 
 def test_a_new_start_takes_nothing_of_an_earlier_run(make_trainer, tmp_path, caplog):
@@ -188,22 +216,18 @@ def test_a_new_start_takes_nothing_of_an_earlier_run(make_trainer, tmp_path, cap
     assert [find_damage(path) for path in kept.values()] == [None, None, None]
     assert find_last_intact(tmp_path / "out") == str(tmp_path / "out/checkpoint-2")
     make_trainer(config).train()
-    assert [path.name for path in (tmp_path / "out/_earlier_2").iterdir()] == ["checkpoint-2"]
+    assert names(tmp_path / "out/_earlier_2", "*") == ["checkpoint-2"]
 
 
-def test_a_run_keeps_what_it_goes_on_from_and_makes_way_for_the_rest(make_trainer, tmp_path, caplog):
-    straight = make_trainer(CONFIG)
-    straight.train()
-    resumed = make_trainer(CONFIG)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "out/checkpoint-4"))
-    assert sorted(path.name for path in (tmp_path / "out/_earlier_1").iterdir()) == ["checkpoint-5", "checkpoint-6"]
-    assert sorted(path.name for path in (tmp_path / "out").glob("checkpoint-*")) == [
-        f"checkpoint-{n}" for n in range(1, 7)
-    ]
+def test_a_run_keeps_what_it_goes_on_from_and_makes_way_for_the_rest(make_trainer, finished, caplog):
+    make_trainer(CONFIG).train(resume_from_checkpoint=str(finished / "checkpoint-4"))
+    assert names(finished / "_earlier_1", "*") == ["checkpoint-5", "checkpoint-6"]
+    assert names(finished) == [f"checkpoint-{n}" for n in range(1, 7)]
+    assert "had checkpoints of another run" in caplog.text
     caplog.clear()
     make_trainer(CONFIG).train(resume_from_checkpoint=True)
-    assert "does not go on from" not in caplog.text
-    assert not (tmp_path / "out/_earlier_2").exists()
+    assert "had checkpoints of another run" not in caplog.text
+    assert names(finished, "_earlier*") == ["_earlier_1"]
 
 
 @pytest.mark.slow
@@ -217,8 +241,7 @@ def test_the_best_checkpoint_is_found_where_it_was_moved_to(make_trainer, datase
     resumed.train(resume_from_checkpoint=str(tmp_path / "out/_earlier_1/checkpoint-5"))
     name = Path(straight.state.best_model_checkpoint).name
     assert resumed.state.best_model_checkpoint == str(tmp_path / "out/_earlier_1" / name)
-    expected, got = final_state(straight), final_state(resumed)
-    assert [name for name in expected if not torch.equal(expected[name], got[name])] == []
+    assert_same_end(resumed, straight)
 
 
 def test_the_best_checkpoint_stays(make_trainer, dataset, tmp_path):
@@ -230,10 +253,7 @@ def test_the_best_checkpoint_stays(make_trainer, dataset, tmp_path):
     resumed = make_trainer(BEST, eval_dataset=dataset)
     resumed.train(resume_from_checkpoint=str(tmp_path / "out/_earlier_1/checkpoint-5"))
     assert resumed.state.best_model_checkpoint == str(tmp_path / f"out/checkpoint-{step}")
-    assert sorted(path.name for path in (tmp_path / "out").glob("checkpoint-*")) == [
-        f"checkpoint-{step}",
-        "checkpoint-6",
-    ]
+    assert names(tmp_path / "out") == [f"checkpoint-{step}", "checkpoint-6"]
 
 
 @pytest.mark.slow
@@ -251,14 +271,12 @@ def test_the_best_checkpoint_is_found_after_a_better_step_that_was_not_saved(mak
         )
         trainer.train(**start)
         assert trainer.state.best_model_checkpoint == str(tmp_path / name / "checkpoint-4")
-        kept = {path.name for path in (tmp_path / name).glob("checkpoint-*")}
-        assert kept == {f"checkpoint-{max_steps}", "checkpoint-4"}
-        return final_state(trainer)
+        assert set(names(tmp_path / name)) == {f"checkpoint-{max_steps}", "checkpoint-4"}
+        return trainer
 
     straight = run("straight", 12)
     run("resumed", 8)
-    resumed = run("resumed", 12, resume_from_checkpoint=True)
-    assert [name for name in straight if not torch.equal(straight[name], resumed[name])] == []
+    assert_same_end(run("resumed", 12, resume_from_checkpoint=True), straight)
 
 
 @pytest.mark.slow
@@ -277,8 +295,7 @@ def test_the_best_checkpoint_is_kept_under_another_spelling_of_its_path(make_tra
     resumed.train(resume_from_checkpoint=tmp_path / f"link/checkpoint-{best}")
     assert resumed.state.best_model_checkpoint == str(tmp_path / f"link/checkpoint-{best}")
     assert find_damage(resumed.state.best_model_checkpoint) is None
-    expected, got = final_state(straight), final_state(resumed)
-    assert [name for name in expected if not torch.equal(expected[name], got[name])] == []
+    assert_same_end(resumed, straight)
 
 
 def test_a_reward_may_change_the_working_folder(make_trainer, dataset, tmp_path, monkeypatch):
@@ -311,26 +328,23 @@ def test_the_best_checkpoint_may_be_deleted_while_a_run_goes_on(make_trainer, da
     assert not Path(trainer.state.best_model_checkpoint).exists()
 
 
-def test_a_path_is_checked_as_a_text_is(make_trainer, tmp_path):
-    make_trainer({**CONFIG, "max_steps": 3}).train()
-    folder = tmp_path / "out/checkpoint-3"
-    make_trainer({**CONFIG, "max_steps": 4}).train(resume_from_checkpoint=folder)
-    assert not (tmp_path / "out/_earlier_1").exists()
-    weights = folder / "adapter_model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-1] + b"\xff")
+def test_a_path_is_checked_as_a_text_is(make_trainer, finished):
+    folder = finished / "checkpoint-6"
+    make_trainer({**CONFIG, "max_steps": 7}).train(resume_from_checkpoint=folder)
+    assert names(finished, "_earlier*") == []
+    damage(folder / "adapter_model.safetensors")
     with pytest.raises(ValueError, match=r"has a changed adapter_model\.safetensors; name an earlier checkpoint"):
         make_trainer(CONFIG).train(resume_from_checkpoint=folder)
 
 
-def test_a_checkpoint_may_be_deleted_once_it_is_loaded(make_trainer, tmp_path):
-    make_trainer(CONFIG).train()
-    shutil.copytree(tmp_path / "out/checkpoint-4", tmp_path / "elsewhere/checkpoint-4")
+def test_a_checkpoint_may_be_deleted_once_it_is_loaded(make_trainer, finished, tmp_path):
+    shutil.copytree(finished / "checkpoint-4", tmp_path / "elsewhere/checkpoint-4")
     callback = PPOCallback()
     callback.on_step_begin = lambda *_, **__: shutil.rmtree(tmp_path / "elsewhere", ignore_errors=True)
     trainer = make_trainer(CONFIG, callbacks=[callback])
     trainer.train(resume_from_checkpoint=str(tmp_path / "elsewhere/checkpoint-4"))
-    assert find_last_intact(tmp_path / "out") == str(tmp_path / "out/checkpoint-6")
-    assert len(list((tmp_path / "out/_earlier_1").iterdir())) == 6
+    assert find_last_intact(finished) == str(finished / "checkpoint-6")
+    assert len(names(finished / "_earlier_1", "*")) == 6
 
 
 def test_what_another_program_wrote_under_such_a_name_is_moved(make_trainer, tmp_path):
@@ -339,38 +353,26 @@ def test_what_another_program_wrote_under_such_a_name_is_moved(make_trainer, tmp
     assert (tmp_path / "out/_earlier_1/checkpoint-2/model.safetensors").is_file()
 
 
-def test_nothing_moves_before_a_run_has_a_checkpoint_of_its_own(make_trainer, tmp_path):
-    make_trainer(CONFIG).train()
-    saved = sorted(path.name for path in (tmp_path / "out").glob("checkpoint-*"))
+def test_nothing_moves_before_a_run_has_a_checkpoint_of_its_own(make_trainer, finished):
+    saved = names(finished)
     with pytest.raises(ValueError, match="kl_coef=0 stays 0"):
         make_trainer({**CONFIG, "kl_coef": 0.0}, callbacks=[AdaptiveKLCallback()]).train()
-    assert sorted(path.name for path in (tmp_path / "out").glob("checkpoint-*")) == saved
-    assert not list((tmp_path / "out").glob("_earlier*"))
+    assert names(finished) == saved
+    assert names(finished, "_earlier*") == []
 
 
-@pytest.mark.parametrize("argument", ["model", "critic"])
-def test_a_checkpoint_that_the_run_stands_on_is_refused(make_trainer, tmp_path, argument):
-    folder = tmp_path / "out/checkpoint-3"
-    if argument == "model":
-        tiny_model().save_pretrained(folder)
-    else:
-        make_trainer().model.save_pretrained(folder)
-    trainer = make_trainer(**{argument: str(folder)})
-    with pytest.raises(ValueError, match=f"^{argument}='.*' is in output_dir=.*; set another output_dir"):
-        trainer.train()
-
-
+@pytest.mark.parametrize("folder", ["out", "out/checkpoint-3"])
 @pytest.mark.parametrize("argument", ["model", "critic", "ref_model", "the base's path"])
-def test_the_output_folder_is_not_what_the_run_is_made_of(make_trainer, tmp_path, argument):
-    base = tiny_model()
+def test_a_run_does_not_write_where_its_parts_are(make_trainer, tmp_path, argument, folder):
+    base, path = tiny_model(), str(tmp_path / folder)
     if argument == "critic":
-        make_trainer().model.save_pretrained(tmp_path / "out")
+        make_trainer().model.save_pretrained(path)
     else:
-        base.save_pretrained(tmp_path / "out")
-        base.name_or_path = str(tmp_path / "out")
-    what = {"model": base} if argument == "the base's path" else {argument: str(tmp_path / "out")}
-    trainer = make_trainer(**what)
-    with pytest.raises(ValueError, match=f"^{argument}='.*' is in output_dir=.*, where saving may overwrite"):
+        base.save_pretrained(path)
+        base.name_or_path = path
+    trainer = make_trainer(**({"model": base} if argument == "the base's path" else {argument: path}))
+    remedy = "set another output_dir" if "/" in folder else "where saving may overwrite"
+    with pytest.raises(ValueError, match=f"^{argument}='.*' is in output_dir=.*{remedy}"):
         trainer.train()
 
 
@@ -410,22 +412,18 @@ def test_ctrl_c_ends_with_the_way_back(make_trainer, tmp_path):
 @pytest.mark.parametrize(
     "times", [9, *(pytest.param(times, marks=[pytest.mark.slow, pytest.mark.nightly]) for times in (10, 11))]
 )
-def test_a_full_disk_leaves_what_was_saved_before(make_trainer, tmp_path, monkeypatch, times):
+def test_a_full_disk_leaves_what_was_saved_before(make_trainer, straight, tmp_path, monkeypatch, times):
     """A checkpoint makes four calls, for arguments, optimiser, schedule and random state: the third is cut off."""
-    straight = make_trainer({**CONFIG, "output_dir": str(tmp_path / "straight")})
-    straight.train()
     with monkeypatch.context() as patched:
         patched.setattr(torch, "save", FullDisk(times))
         with pytest.raises(OSError, match="No space left") as full:
             make_trainer(CONFIG).train()
     assert "The checkpoint at step 3 could not be written" in full.value.__notes__[0]
-    folders = sorted(path.name for path in (tmp_path / "out").iterdir() if path.is_dir())
-    assert folders == ["checkpoint-1", "checkpoint-2"]
+    assert [name for name in names(tmp_path / "out", "*") if "." not in name] == ["checkpoint-1", "checkpoint-2"]
     assert find_damage(tmp_path / "out/checkpoint-2") is None
     resumed = make_trainer(CONFIG)
     resumed.train(resume_from_checkpoint=True)
-    expected, got = final_state(straight), final_state(resumed)
-    assert [name for name in expected if not torch.equal(expected[name], got[name])] == []
+    assert_same_end(resumed, straight)
 
 
 def test_a_disk_that_is_full_for_torch_and_safetensors_names_the_step(make_trainer, tmp_path):
@@ -502,39 +500,22 @@ def test_what_a_killed_save_left_is_in_no_checkpoint(make_trainer, tmp_path):
     assert find_damage(tmp_path / "out/checkpoint-1") is None
 
 
-class Refused(PPOTrainer):
-    """Has no sampler, which shows only once Trainer has made the output folder."""
+@pytest.mark.parametrize("stage", ["construction", "resuming", "first rollout"])
+def test_a_refused_run_leaves_the_files_of_a_folder(make_trainer, tmp_path, monkeypatch, stage):
+    """A missing sampler shows only once Trainer has made the output folder."""
 
-    def create_sampler(self, eos_ids):
-        raise ValueError("no sampler")
+    def fails(*args, **kwargs):
+        raise ValueError(f"no {stage}")
 
-
-def refuse_construction(make_trainer, args) -> None:
-    Refused(tiny_model(), count_digits, args, processing_class=character_tokenizer())
-
-
-def refuse_resuming(make_trainer, args) -> None:
-    make_trainer({"output_dir": args.output_dir}).train(resume_from_checkpoint=True)
-
-
-def refuse_first_rollout(make_trainer, args) -> None:
-    def no_rewards(completions, **kwargs):
-        raise ValueError("no rewards")
-
-    make_trainer({"output_dir": args.output_dir}, reward_funcs=no_rewards).train()
-
-
-REFUSALS = [refuse_construction, refuse_resuming, refuse_first_rollout]
-
-
-@pytest.mark.parametrize("refuse", REFUSALS)
-def test_a_refused_run_leaves_the_files_of_a_folder(make_trainer, tmp_path, refuse):
-    args = PPOConfig(**{**SMALL, "output_dir": str(tmp_path / "old")})
     (tmp_path / "old").mkdir()
     (tmp_path / "old/notes.txt").write_text("mine")
-    with pytest.raises(ValueError, match=r"no sampler|no whole checkpoint|no rewards"):
-        refuse(make_trainer, args)
-    assert [path.name for path in (tmp_path / "old").iterdir()] == ["notes.txt"]
+    if stage == "construction":
+        monkeypatch.setattr(PPOTrainer, "create_sampler", fails)
+    with pytest.raises(ValueError, match=r"no construction|no whole checkpoint|no first rollout"):
+        make_trainer({"output_dir": str(tmp_path / "old")}, reward_funcs=fails).train(
+            resume_from_checkpoint=stage == "resuming"
+        )
+    assert names(tmp_path / "old", "*") == ["notes.txt"]
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
@@ -551,5 +532,52 @@ def test_a_trainer_whose_first_rollout_failed_can_train_again(make_trainer, tmp_
     with pytest.raises(error):
         trainer.train()
     trainer.train()
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["curves.png", "metrics.jsonl"]
+    assert names(tmp_path / "out", "*") == ["curves.png", "metrics.jsonl"]
     assert [entry["step"] for entry in read_log(tmp_path / "out")] == [1, 2, 2]
+
+
+@pytest.mark.parametrize("always", [False, True])
+def test_a_push_in_progress_is_not_disturbed(make_trainer, monkeypatch, tmp_path, always):
+    """Without `hub_always_push` the next push is left out, with it the next one waits."""
+    events = []
+    monkeypatch.setattr(Trainer, "_push_from_checkpoint", lambda self, folder: events.append("push"))
+    trainer = make_trainer({"hub_always_push": always})
+    trainer.save_model(str(tmp_path / "checkpoint-1"))
+    trainer.push_in_progress = SimpleNamespace(
+        is_done=lambda: "waited" in events, wait_until_done=lambda: events.append("waited"), jobs=[]
+    )
+    trainer._push_from_checkpoint(str(tmp_path / "checkpoint-1"))
+    assert events == (["waited", "push"] if always else [])
+    assert (tmp_path / "out/critic/critic.safetensors").is_file() is always
+    assert (tmp_path / "out/README.md").is_file() is always
+
+
+def test_a_failed_push_in_the_background_is_logged(make_trainer, tmp_path, caplog, monkeypatch):
+    trainer = make_trainer()
+    trainer.hub_model_id = "someone/name"
+    failed, done = Future(), Future()
+    monkeypatch.setattr(
+        Trainer,
+        "_push_from_checkpoint",
+        lambda self, folder: setattr(self, "push_in_progress", PushInProgress([done, failed])),
+    )
+    trainer.push_in_progress = None
+    with caplog.at_level(logging.WARNING):
+        trainer._push_from_checkpoint(str(tmp_path))
+        done.set_result(None)
+        failed.set_exception(OSError("no route"))
+    assert caplog.text.count("A push to someone/name failed: OSError: no route") == 1
+
+
+def test_a_push_without_a_repository_leaves_the_model_on_the_disk(make_trainer, tmp_path, monkeypatch):
+    def fails(self, **kwargs):
+        raise OSError("no route")
+
+    trainer = make_trainer({"max_steps": 1})
+    trainer.train()
+    monkeypatch.setattr(Trainer, "init_hf_repo", fails)
+    with pytest.raises(OSError, match="no route") as error:
+        trainer.push_to_hub()
+    assert error.value.__notes__[0].startswith(f"The push to the Hub failed. The model is in {tmp_path / 'out'}")
+    assert (tmp_path / "out/adapter_model.safetensors").is_file()
+    assert (tmp_path / "out/critic/critic.safetensors").is_file()

@@ -1,23 +1,20 @@
 """Pushing to a Hub over HTTP, and what another machine makes of what arrived there."""
 
-import logging
 import subprocess
 import sys
-from concurrent.futures import Future
 from pathlib import Path
 from threading import Timer
-from types import SimpleNamespace
 
 import pytest
 import torch
 from build_arithmetic_base import character_tokenizer
 from huggingface_hub import ModelCard
-from transformers import Trainer
-from transformers.utils import PushInProgress
 
 from helpers.loopback_hub import LoopbackHub
 from helpers.processes import HELPERS, environment
 from helpers.tiny import tiny_model
+
+pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 
 MODEL = {
     *("README.md", "adapter_config.json", "adapter_model.safetensors", "tokenizer.json", "tokenizer_config.json"),
@@ -78,12 +75,12 @@ def runs(hub, tmp_path_factory) -> Path:
     return folder / "runs"
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def trained(runs) -> dict:
     return torch.load(runs / "train.pt")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def loaded(runs) -> dict:
     return torch.load(runs / "load.pt")
 
@@ -92,8 +89,6 @@ def below(folder: str, names: set[str]) -> set[str]:
     return {f"{folder}/{name}" for name in names}
 
 
-@pytest.mark.slow
-@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("strategy", "files", "commits"),
     [
@@ -133,8 +128,6 @@ def test_what_each_strategy_pushes(runs, hub, strategy, files, commits):
         assert "base_model:adapter:team/base" in data.tags
 
 
-@pytest.mark.slow
-@pytest.mark.nightly
 @pytest.mark.parametrize("strategy", ["every_save", "checkpoint", "all_checkpoints"])
 def test_pushed_actor_and_critic_are_of_one_step(runs, hub, strategy):
     """The folder that is pushed changes at the next checkpoint, while the Hub may still be reading it."""
@@ -147,25 +140,17 @@ def test_pushed_actor_and_critic_are_of_one_step(runs, hub, strategy):
         assert f"{step} optimizer steps." in commit.files["README.md"].decode()
 
 
-@pytest.mark.slow
-@pytest.mark.nightly
 def test_no_secret_arrives(runs, hub):
-    for name, repository in hub.repositories.items():
-        for commit in repository.branches["main"]:
-            for path, content in commit.files.items():
-                assert hub.token.encode() not in content, (name, path)
+    commits = [commit for repository in hub.repositories.values() for commit in repository.branches["main"]]
+    assert [path for c in commits for path, content in c.files.items() if hub.token.encode() in content] == []
 
 
-@pytest.mark.slow
-@pytest.mark.nightly
 def test_plain_peft_and_pipeline_give_the_trained_model(trained, loaded):
     assert torch.equal(loaded["logits"], trained["logits"])
     assert loaded["tokens"] == character_tokenizer()("请问3+4=")["input_ids"]
     assert loaded["completion"] == loaded["card's code"] == trained["completion"]
 
 
-@pytest.mark.slow
-@pytest.mark.nightly
 def test_training_goes_on_from_the_repository(trained, loaded):
     assert torch.equal(loaded["logits by id"], trained["logits"])
     assert torch.equal(loaded["values"], trained["values"])
@@ -174,8 +159,6 @@ def test_training_goes_on_from_the_repository(trained, loaded):
     assert loaded["kl"][1] > 1e-5
 
 
-@pytest.mark.slow
-@pytest.mark.nightly
 @pytest.mark.parametrize("strategy", ["checkpoint", "all_checkpoints"])
 def test_a_pushed_checkpoint_resumes_bit_for_bit(trained, loaded, strategy):
     resumed = loaded[f"resumed {strategy}"]
@@ -184,8 +167,6 @@ def test_a_pushed_checkpoint_resumes_bit_for_bit(trained, loaded, strategy):
         assert torch.equal(resumed[name], tensor), name
 
 
-@pytest.mark.slow
-@pytest.mark.nightly
 def test_a_revision_is_that_of_base_tokenizer_and_adapter(trained, loaded):
     """And what was trained on a revision of a base says so."""
     of_v2 = loaded["logits of v2"]
@@ -201,8 +182,6 @@ def test_a_revision_is_that_of_base_tokenizer_and_adapter(trained, loaded):
     assert not torch.equal(early["by id"], trained["logits"])
 
 
-@pytest.mark.slow
-@pytest.mark.nightly
 def test_a_hub_that_is_down(runs, hub, loaded):
     """Training goes on with a warning, the push at the end is an error, and the folder is complete."""
     assert hub.messages("someone/down") == ["initial commit"]
@@ -212,50 +191,3 @@ def test_a_hub_that_is_down(runs, hub, loaded):
     found = {str(path.relative_to(runs / "down")) for path in (runs / "down").rglob("*") if path.is_file()}
     assert {name for name in found if not name.startswith("checkpoint-")} == MODEL | CURVES | {"curves.png"}
     assert "4 optimizer steps." in (runs / "down/README.md").read_text()
-
-
-@pytest.mark.parametrize("always", [False, True])
-def test_a_push_in_progress_is_not_disturbed(make_trainer, monkeypatch, tmp_path, always):
-    """Without `hub_always_push` the next push is left out, with it the next one waits."""
-    events = []
-    monkeypatch.setattr(Trainer, "_push_from_checkpoint", lambda self, folder: events.append("push"))
-    trainer = make_trainer({"hub_always_push": always})
-    trainer.save_model(str(tmp_path / "checkpoint-1"))
-    trainer.push_in_progress = SimpleNamespace(
-        is_done=lambda: "waited" in events, wait_until_done=lambda: events.append("waited"), jobs=[]
-    )
-    trainer._push_from_checkpoint(str(tmp_path / "checkpoint-1"))
-    assert events == (["waited", "push"] if always else [])
-    assert (tmp_path / "out/critic/critic.safetensors").is_file() is always
-    assert (tmp_path / "out/README.md").is_file() is always
-
-
-def test_a_failed_push_in_the_background_is_logged(make_trainer, tmp_path, caplog, monkeypatch):
-    trainer = make_trainer()
-    trainer.hub_model_id = "someone/name"
-    failed, done = Future(), Future()
-    monkeypatch.setattr(
-        Trainer,
-        "_push_from_checkpoint",
-        lambda self, folder: setattr(self, "push_in_progress", PushInProgress([done, failed])),
-    )
-    trainer.push_in_progress = None
-    with caplog.at_level(logging.WARNING):
-        trainer._push_from_checkpoint(str(tmp_path))
-        done.set_result(None)
-        failed.set_exception(OSError("no route"))
-    assert caplog.text.count("A push to someone/name failed: OSError: no route") == 1
-
-
-def test_a_push_without_a_repository_leaves_the_model_on_the_disk(make_trainer, tmp_path, monkeypatch):
-    def fails(self, **kwargs):
-        raise OSError("no route")
-
-    trainer = make_trainer({"max_steps": 1})
-    trainer.train()
-    monkeypatch.setattr(Trainer, "init_hf_repo", fails)
-    with pytest.raises(OSError, match="no route") as error:
-        trainer.push_to_hub()
-    assert error.value.__notes__[0].startswith(f"The push to the Hub failed. The model is in {tmp_path / 'out'}")
-    assert (tmp_path / "out/adapter_model.safetensors").is_file()
-    assert (tmp_path / "out/critic/critic.safetensors").is_file()

@@ -5,9 +5,8 @@ import random
 from pathlib import Path
 
 import pytest
-import torch
 
-from helpers.runs import SMALL, final_state
+from helpers.runs import SMALL, assert_same_end
 from hfppo import PPOCallback
 from hfppo.saving.checkpoint_folders import find_last_intact
 from hfppo.saving.just_in_time import JustInTimeCallback
@@ -22,25 +21,21 @@ def history(trainer) -> list[dict[str, float]]:
     return [{k: v for k, v in entry.items() if not any(x in k for x in timed)} for entry in trainer.state.log_history]
 
 
-def told_to_end(event: str, step: int) -> PPOCallback:
-    """Asks for the checkpoint as upstream's signal handler does, in an event at a step."""
+def train_until_told(make_trainer, config, event, step, callbacks=(), resume=None, **kwargs):
+    """Train, and ask for the checkpoint as upstream's signal handler does, in an event at a step."""
     callback = PPOCallback()
 
     def terminate(args, state, control, model=None, **kwargs):
         if state.global_step == step:
-            callback.manager.is_checkpoint_requested = True
+            just_in_time.jit_manager.is_checkpoint_requested = True
 
     setattr(callback, event, terminate)
-    return callback
-
-
-def train_until_told(make_trainer, config, event, step, **kwargs):
-    callback = told_to_end(event, step)
-    trainer = make_trainer({**config, "enable_jit_checkpoint": True}, callbacks=[callback], **kwargs)
+    config = {**config, "enable_jit_checkpoint": True}
+    trainer = make_trainer(config, callbacks=[callback, *callbacks], **kwargs)
     (just_in_time,) = [c for c in trainer.callback_handler.callbacks if hasattr(c, "jit_manager")]
     assert isinstance(just_in_time, JustInTimeCallback)
-    callback.manager = just_in_time.jit_manager
-    trainer.train()
+    trainer.train(resume_from_checkpoint=resume)
+    assert not just_in_time.jit_manager.is_checkpoint_requested
     return trainer
 
 
@@ -70,8 +65,7 @@ def test_the_checkpoint_is_whole_and_resumes(make_trainer, dataset, tmp_path, ev
     assert not (tmp_path / "out/_earlier_1").exists()
     resumed = make_trainer(CONFIG, eval_dataset=dataset)
     resumed.train(resume_from_checkpoint=True)
-    expected, got = final_state(straight), final_state(resumed)
-    assert [name for name in expected if not torch.equal(expected[name], got[name])] == []
+    assert_same_end(resumed, straight)
     assert history(resumed) == history(straight)
 
 
@@ -104,8 +98,7 @@ def test_epochs_are_logged_and_evaluated_when_they_are_over_and_only_then(make_t
     assert told.state.global_step == step
     resumed = make_trainer(config, train_dataset=dataset, eval_dataset=dataset)
     resumed.train(resume_from_checkpoint=True)
-    expected, got = final_state(straight), final_state(resumed)
-    assert [name for name in expected if not torch.equal(expected[name], got[name])] == []
+    assert_same_end(resumed, straight)
     seen = [entry for entry in history(resumed) if "loss" in entry or "eval_reward" in entry]
     assert seen == [entry for entry in history(straight) if "loss" in entry or "eval_reward" in entry]
 
@@ -121,12 +114,8 @@ def test_the_last_step_is_saved_with_what_it_logs(make_trainer, dataset, tmp_pat
 def test_a_run_that_a_callback_stops_at_that_step_is_saved(make_trainer, dataset, tmp_path):
     stop = PPOCallback()
     stop.on_evaluate = lambda args, state, control, **_: setattr(control, "should_training_stop", True)
-    callback = told_to_end("on_step_end", 2)
-    trainer = make_trainer({**CONFIG, "enable_jit_checkpoint": True}, eval_dataset=dataset, callbacks=[callback, stop])
-    callback.manager = trainer._just_in_time.jit_manager
-    trainer.train()
+    train_until_told(make_trainer, CONFIG, "on_step_end", 2, [stop], eval_dataset=dataset)
     assert find_last_intact(tmp_path / "out") == str(tmp_path / "out/checkpoint-2")
-    assert not callback.manager.is_checkpoint_requested
 
 
 def test_a_run_told_to_end_while_it_is_loaded_loses_nothing(make_trainer, tmp_path):
@@ -139,13 +128,9 @@ def test_a_run_told_to_end_while_it_is_loaded_loses_nothing(make_trainer, tmp_pa
     straight = make_trainer(config, reward_funcs=lottery)
     straight.train()
     train_until_told(make_trainer, config, "on_step_end", 3, reward_funcs=lottery)
-    callback = told_to_end("on_train_begin", 3)
-    again = make_trainer({**config, "enable_jit_checkpoint": True}, reward_funcs=lottery, callbacks=[callback])
-    callback.manager = again._just_in_time.jit_manager
-    again.train(resume_from_checkpoint=True)
+    again = train_until_told(make_trainer, config, "on_train_begin", 3, resume=True, reward_funcs=lottery)
     assert again.state.global_step == 3
     resumed = make_trainer(config, reward_funcs=lottery)
     resumed.train(resume_from_checkpoint=True)
-    expected, got = final_state(straight), final_state(resumed)
-    assert [name for name in expected if not torch.equal(expected[name], got[name])] == []
+    assert_same_end(resumed, straight)
     assert history(resumed) == history(straight)

@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -91,7 +92,7 @@ def measured(config: PreTrainedConfig, setup: Setup, tmp_path: Path) -> dict[str
             states = reference()
             peaks = {
                 "reference": allocated(tmp_path, reference),
-                "old log-probs and values": allocated(tmp_path, lambda: model(*batch, base_states=states)),
+                memory.VALUES: allocated(tmp_path, lambda: model(*batch, base_states=states)),
             }
         model.train()
         return peaks | {"update": allocated(tmp_path, update)}
@@ -102,14 +103,17 @@ HALF = [  # each shape, critic and setting of checkpointing; the other half is s
     ("qwen2, grouped queries", "shared", False), ("gpt2", "adapter", False), ("gpt2", "shared", True),
 ]  # fmt: skip
 ALL = [
-    pytest.param(*case, marks=[] if case in HALF else pytest.mark.slow)
-    for case in product(SHAPES, ("adapter", "shared"), (False, True))
+    pytest.param(shape, {"critic": kind, "activation_checkpointing": on}, marks=[] if half else pytest.mark.slow)
+    for shape, kind, on in product(SHAPES, ("adapter", "shared"), (False, True))
+    for half in [(shape, kind, on) in HALF]
 ]
+TOP_LAYER = {"critic_layers": 1, "activation_checkpointing": False, "bf16": False, "dtype": "float32"}
 
 
-@pytest.mark.parametrize(("shape", "kind", "checkpointing"), ALL)
-def test_a_peak_is_what_the_allocator_hands_out(shape, kind, checkpointing, tmp_path):
-    setup = replace(SMALL, critic=kind, activation_checkpointing=checkpointing)
+@pytest.mark.parametrize(("shape", "fields"), [*ALL, ("llama", TOP_LAYER)])
+def test_a_peak_is_what_the_allocator_hands_out(shape, fields, tmp_path):
+    """With `critic_layers` the critic starts from the base's states of the reference pass."""
+    setup = replace(SMALL, **fields)
     found, real = estimate(SHAPES[shape], setup).phases, measured(SHAPES[shape], setup, tmp_path)
     assert {name: found[name] for name in real} == {name: pytest.approx(size, rel=0.1) for name, size in real.items()}
 
@@ -129,12 +133,6 @@ def test_the_peak_of_sampling_is_the_samplers(shape, prompt, new):
     assert estimate(SHAPES[shape], setup).phases["sampling"] == pytest.approx(peak, rel=0.1)
 
 
-def test_the_critic_starts_from_the_base_states_of_the_reference_pass(tmp_path):
-    setup = replace(SMALL, critic_layers=1, activation_checkpointing=False, bf16=False, dtype="float32")
-    found, real = estimate(LLAMA, setup).phases, measured(LLAMA, setup, tmp_path)
-    assert {name: found[name] for name in real} == {name: pytest.approx(size, rel=0.1) for name, size in real.items()}
-
-
 def test_live_storages_by_hand():
     live = LiveStorages(Tensor)
     kept = []
@@ -150,6 +148,19 @@ def test_live_storages_by_hand():
     assert live.now == 400
     kept.clear()
     assert live.now == 0
+
+
+@pytest.fixture
+def run_command(monkeypatch, capsys):
+    """Run the command with flags; return what it prints, and what it says is wrong."""
+
+    def run(*flags: str) -> tuple[str, str]:
+        monkeypatch.setattr(sys, "argv", ["memory", *flags])
+        with suppress(SystemExit):
+            memory.main()
+        return capsys.readouterr()
+
+    return run
 
 
 def weigh_without_data(setup: Setup) -> int:
@@ -180,20 +191,19 @@ def test_nf4_packs_the_linear_layers_of_the_base_only():
     assert whole - packed == (2 - NF4_BYTES) * 3 * (4 * 64**2 + 3 * 64 * 256)
 
 
+CHECKPOINTED = {"activation_checkpointing": True}
+ONE_ROW = {**CHECKPOINTED, "local_rollout_forward_batch_size": 1, "max_tokens_per_micro_batch": 80}
+
+
 @pytest.mark.parametrize(
     ("card", "changed"),
     [
         (100, {}),
-        (40, {"activation_checkpointing": True}),
-        (20, {"activation_checkpointing": True, "local_rollout_forward_batch_size": 32}),
-        (
-            12,
-            {
-                **{"activation_checkpointing": True, "local_rollout_forward_batch_size": 2},
-                **{"max_tokens_per_micro_batch": 160},
-            },
-        ),
-        (10, {"activation_checkpointing": True, "load_in_4bit": True, "local_rollout_forward_batch_size": 16}),
+        (40, CHECKPOINTED),
+        (20, {**CHECKPOINTED, "local_rollout_forward_batch_size": 32}),
+        (12, {**CHECKPOINTED, "local_rollout_forward_batch_size": 2, "max_tokens_per_micro_batch": 160}),
+        (11.33, {**ONE_ROW, "load_in_4bit": True}),  # a row of a pass does not fit beside weights of 10 GB
+        (10, {**CHECKPOINTED, "load_in_4bit": True, "local_rollout_forward_batch_size": 16}),
         (1, None),
     ],
 )
@@ -202,29 +212,44 @@ def test_the_settings_that_make_a_run_fit(card, changed, monkeypatch):
 
     def by_hand(config, setup):
         update = (0.25 if setup.activation_checkpointing else 4) * setup.rows_of_update
-        phases = {"reference": setup.local_rollout_forward_batch_size / 4, "update": update}
+        rows = {"reference": setup.local_rollout_forward_batch_size, "update": setup.rows_of_update}
+        phases = {"reference": rows["reference"] / 4, "update": update}
         weights = 3 if setup.load_in_4bit else 10
-        return Peaks(weights * 10**9, {name: int(size * 1e9) for name, size in phases.items()})
+        return Peaks(weights * 10**9, {name: int(size * 1e9) for name, size in phases.items()}, rows)
 
     monkeypatch.setattr(memory, "estimate", by_hand)
-    asked = replace(SMALL, activation_checkpointing=False, local_rollout_forward_batch_size=64)
-    found = make_fit(LLAMA, asked, card)
+    asked = replace(SMALL, activation_checkpointing=False, local_rollout_forward_batch_size=64, card=card)
+    found = make_fit(LLAMA, asked)
     assert (found and found[0]) == (changed if changed is None else replace(asked, **changed))
 
 
-def test_the_command_reads_a_config_and_a_recipe(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("given", "card", "weights", "rows"),
+    [
+        (None, None, 0, 64),
+        (None, 1.0, 0, 819),  # as many as a run on a GPU passes at once: 65,536 // 80
+        (None, 1.0, 10**9, 1),
+        (4, 1.0, 0, 4),
+    ],
+)
+def test_rows_are_those_of_a_run_on_the_card(given, card, weights, rows):
+    setup = replace(SMALL, local_rollout_forward_batch_size=given, card=card)
+    found = memory.choose_rows(memory.make_model(LLAMA, setup), setup, weights)
+    assert found["reference"] == found[memory.VALUES] == rows
+    assert rows == 819 or found["sampling"] == rows
+    assert found["update"] == 8
+
+
+def test_the_command_reads_a_config_and_a_recipe(tmp_path, run_command):
     LLAMA.save_pretrained(tmp_path)
     (tmp_path / "recipe.yaml").write_text(
         f"model_name_or_path: {tmp_path}\nmax_prompt_length: 32\nmax_completion_length: 48\nlearning_rate: 1.0e-5\n"
     )
-    flags = ["--config", str(tmp_path / "recipe.yaml"), "--per_device_train_batch_size", "2", "--card", "1"]
-    monkeypatch.setattr(sys, "argv", ["memory", *flags])
-    memory.main()
-    printed = capsys.readouterr().out
+    flags = "--config", str(tmp_path / "recipe.yaml"), "--per_device_train_batch_size", "2", "--card", "1"
+    printed, _ = run_command(*flags)
     assert "| update | 160 |" in printed  # 2 × (32 + 48)
-    assert "| reference | 5,120 |" in printed  # 64 × (32 + 48)
-    # Without it, a run takes as many as half of the free memory holds.
-    assert "Fits 1 GB with --local_rollout_forward_batch_size 64." in printed
+    assert "| reference | 65,520 |" in printed  # 819 × (32 + 48)
+    assert "Fits 1 GB." in printed
 
 
 def test_a_mixture_of_experts_with_its_router_loss():
@@ -245,17 +270,14 @@ def test_a_mixture_of_experts_with_its_router_loss():
     ],
     ids=["the 1.5B with the recipe", "the 7B in NF4"],
 )
-def test_qwen_fits_a_card_of_24_gb(shape, flags, tmp_path, monkeypatch, capsys):
+def test_qwen_fits_a_card_of_24_gb(shape, flags, tmp_path, run_command):
     """Rows of 1,024 tokens, 8 in the update."""
     names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
     sizes = dict(zip((*names, "vocab_size"), shape, strict=True))
     Qwen2Config(**sizes, tie_word_embeddings=sizes["hidden_size"] < 3584).save_pretrained(tmp_path)
-    flags = [*flags, "--model", str(tmp_path), "--max_completion_length", "512", "--card", "24"]
-    monkeypatch.setattr(sys, "argv", ["memory", *flags])
-    memory.main()
-    printed = capsys.readouterr().out
+    printed, _ = run_command(*flags, "--model", str(tmp_path), "--max_completion_length", "512", "--card", "24")
     assert "| update | 8,192 |" in printed
-    assert "Fits 24 GB with --local_rollout_forward_batch_size 64." in printed
+    assert "Fits 24 GB." in printed
 
 
 @pytest.mark.parametrize(
@@ -267,8 +289,5 @@ def test_qwen_fits_a_card_of_24_gb(shape, flags, tmp_path, monkeypatch, capsys):
         (["--config", "no-such-file.yaml"], "error: .*no-such-file.yaml"),
     ],
 )
-def test_the_command_says_in_a_line_what_is_wrong(flags, message, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["memory", *flags])
-    with pytest.raises(SystemExit):
-        memory.main()
-    assert re.search(message, capsys.readouterr().err)
+def test_the_command_says_in_a_line_what_is_wrong(flags, message, run_command):
+    assert re.search(message, run_command(*flags)[1])

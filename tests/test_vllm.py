@@ -5,7 +5,6 @@ The environment is made by `tests/helpers/vllm_environment.sh`.
 """
 
 import asyncio
-import hashlib
 import itertools
 import json
 import shutil
@@ -21,11 +20,10 @@ from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
 from helpers.processes import HELPERS, environment
-from helpers.runs import final_state, logs
+from helpers.runs import assert_same_end, digest, frozen_tensors, logs
 from helpers.scripted import padded_turns
 from helpers.tiny import LORA
-from helpers.vllm_runs import ENGINE, PROMPTS, Server, save_base
-from hfppo import PPOCallback
+from helpers.vllm_runs import ENGINE, PROMPTS, Rollouts, Server, save_base
 from hfppo.generation.vllm import RANKS
 from hfppo.generation.vllm_server import serve_command
 from hfppo.models.actor_critic import ActorCritic
@@ -42,16 +40,6 @@ pytestmark = [
 CONFIG = {"use_vllm": True, "max_completion_length": 48}
 SAVING = {"save_strategy": "steps", "save_steps": 1}
 AHEAD = pytest.mark.parametrize(("placement", "ahead"), [("colocate", 0), ("server", 1)])
-
-
-class Rollouts(PPOCallback):
-    """Keeps them."""
-
-    def __init__(self):
-        self.seen = []
-
-    def on_rollout_end(self, args, state, control, *, rollout, **kwargs):
-        self.seen.append(rollout)
 
 
 @pytest.fixture(scope="module")
@@ -156,23 +144,15 @@ def test_a_stop_string_of_several_tokens_ends_a_completion_as_without_vllm(make,
         assert_close(stopped.logprobs[row, :end], whole.logprobs[row, :end], rtol=0, atol=1e-4)
 
 
-def digest(named) -> str:
-    """Of tensors with their names, in order."""
-    whole = hashlib.sha256()
-    for name, tensor in named:
-        whole.update(name.encode() + tensor.detach().contiguous().cpu().numpy().tobytes())
-    return whole.hexdigest()
-
-
 def test_fifty_syncs_send_the_adapter_and_leave_both_bases_alone(make):
     trainer = make("colocate")
     sampler, model = trainer.collector.sampler, trainer.model
     adapter = model.actor_parameters()
 
     def bases() -> list[str]:
-        ours = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
-        assert sum(p.numel() for _, p in ours) > 50_000
-        return [digest(ours), *sampler.engine.llm.apply_model(lambda m: digest(m.named_parameters()))]
+        ours = frozen_tensors(model)
+        assert sum(p.numel() for p in ours) > 50_000
+        return [digest(ours), *sampler.engine.llm.apply_model(lambda m: digest(m.parameters()))]
 
     before, sampled, sizes = bases(), set(), set()
     for _ in range(50):
@@ -207,9 +187,7 @@ def test_resuming_equals_the_straight_run(make, tmp_path, placement, ahead):
 def assert_same_run(trainer, expected) -> None:
     """Bit for bit, and to the end."""
     assert trainer.state.global_step == expected.state.global_step == 8
-    weights = final_state(expected)
-    assert weights.keys() == final_state(trainer).keys()
-    assert [name for name, tensor in final_state(trainer).items() if not torch.equal(tensor, weights[name])] == []
+    assert_same_end(trainer, expected)
 
 
 def test_policy_modes_agree_where_the_mismatch_is_none(make):

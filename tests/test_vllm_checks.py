@@ -3,13 +3,11 @@
 The servers here give the answers of vLLM 0.32 servers started with the same mistakes.
 """
 
+import itertools
 import json
 import sys
-import threading
 import time
-from collections.abc import Iterator
 from contextlib import nullcontext
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -45,56 +43,49 @@ def lora(**config) -> LoraConfig:
     return LoraConfig(**{"r": 4, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **config})
 
 
+def resized(base: str):
+    model = AutoModelForCausalLM.from_pretrained(base)
+    model.resize_token_embeddings(model.config.vocab_size + 2)
+    return model
+
+
 def written(tmp_path: Path) -> list[Path]:
     """Files that a run wrote."""
     return [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
 
 
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        (lora(use_dora=True), "use_dora=True; leave it out of peft_config, or set use_vllm=False"),
-        (lora(modules_to_save=["lm_head"]), r"modules_to_save=\['lm_head'\]; leave it out"),
-        (lora(lora_bias=True), "lora_bias=True; leave it out"),
-        (lora(r=600), "ranks up to 512, the adapter has r=600; lower it"),
-        (lora(rank_pattern={"q_proj": 4}), "rank_pattern={'q_proj': 4}; leave it out"),
-        (lora(alpha_pattern={"q_proj": 4}), "alpha_pattern={'q_proj': 4}; leave it out"),
-        (
-            IA3Config(target_modules=["down_proj"], feedforward_modules=["down_proj"], task_type="CAUSAL_LM"),
-            "serves LoRA, not IA3Config; use peft.LoraConfig, or set use_vllm=False",
-        ),
-    ],
-    ids=["DoRA", "modules_to_save", "lora_bias", "rank", "rank_pattern", "alpha_pattern", "IA3"],
-)
+IA3 = IA3Config(target_modules=["down_proj"], feedforward_modules=["down_proj"], task_type="CAUSAL_LM")
+UNSERVED = {
+    "DoRA": (lora(use_dora=True), "use_dora=True; leave it out of peft_config, or set use_vllm=False"),
+    "modules_to_save": (lora(modules_to_save=["lm_head"]), r"modules_to_save=\['lm_head'\]; leave it out"),
+    "lora_bias": (lora(lora_bias=True), "lora_bias=True; leave it out"),
+    "rank": (lora(r=600), "ranks up to 512, the adapter has r=600; lower it"),
+    "rank_pattern": (lora(rank_pattern={"q_proj": 4}), "rank_pattern={'q_proj': 4}; leave it out"),
+    "alpha_pattern": (lora(alpha_pattern={"q_proj": 4}), "alpha_pattern={'q_proj': 4}; leave it out"),
+    "IA3": (IA3, "serves LoRA, not IA3Config; use peft.LoraConfig, or set use_vllm=False"),
+    "no name": (tiny_model, "the model has no id or path; save it with save_pretrained"),
+    "added tokens": (resized, "load the base from '.*base'.*another size than the model's; save the"),
+}
+
+
+@pytest.mark.parametrize(("given", "message"), UNSERVED.values(), ids=UNSERVED)
 @pytest.mark.parametrize("placement", ["colocate", "server"])
-def test_adapters_that_vllm_cannot_serve(make_trainer, base, tmp_path, placement, config, message):
-    """Refused whether vLLM is there or not."""
+def test_adapters_and_bases_that_vllm_cannot_serve(make_trainer, base, tmp_path, placement, given, message):
+    """Refused whether vLLM is there or not. An engine would load the base in a folder, without added tokens."""
+    if given is tiny_model:
+        parts = {"model": tiny_model()}
+    else:
+        parts = {"model": resized(base)} if given is resized else {"model": base, "peft_config": given}
     with pytest.raises(ValueError, match=message):
-        make_trainer({**NOWHERE, "vllm_mode": placement}, model=base, peft_config=config)
+        make_trainer({**NOWHERE, "vllm_mode": placement}, **parts)
     assert written(tmp_path) == []
 
 
-@pytest.mark.parametrize("placement", ["colocate", "server"])
-def test_a_base_without_a_name(make_trainer, tmp_path, placement):
-    with pytest.raises(ValueError, match="the model has no id or path; save it with save_pretrained"):
-        make_trainer({**NOWHERE, "vllm_mode": placement}, model=tiny_model())
-    assert written(tmp_path) == []
+class Engine:
+    """Takes what it is sent; its completions go on by a token after a stop string."""
 
-
-@pytest.mark.parametrize("placement", ["colocate", "server"])
-def test_a_base_with_added_tokens(make_trainer, base, tmp_path, placement):
-    """The engine would load the one in the folder, without them."""
-    model = AutoModelForCausalLM.from_pretrained(base)
-    model.resize_token_embeddings(model.config.vocab_size + 2)
-    with pytest.raises(ValueError, match=rf"load the base from '{base}'.*another size than the model's; save the"):
-        make_trainer({**NOWHERE, "vllm_mode": placement}, model=model)
-    assert written(tmp_path) == []
-
-
-class Deaf:
-    """An engine that takes what it is sent."""
-
-    shared = False
+    def __init__(self, shared: bool = False):
+        self.shared = shared
 
     def load(self, adapter, old):
         pass
@@ -102,33 +93,24 @@ class Deaf:
     def awake(self):
         return nullcontext()
 
-
-@pytest.mark.parametrize(
-    ("config", "rank"),
-    [
-        (lora(r=1), 1),
-        (lora(r=2), 8),
-        (lora(r=8), 8),
-        (lora(r=9), 16),
-        (lora(r=257), 320),
-        (lora(r=512), 512),
-    ],
-)
-def test_vllm_is_started_for_the_next_rank_that_it_knows(config, rank):
-    assert start_rank(config) == rank
+    def generate(self, prompts, sampling, adapter):
+        rows = [[0, 1, 4], [3, 0, 3, 4], [3, 25]]
+        return [(ids, [-float(i) for i in range(len(ids))]) for ids in rows]
 
 
-def test_nothing_of_how_to_sample_is_left_to_defaults():
+@pytest.mark.parametrize(("rank", "expected"), [(1, 1), (2, 8), (8, 8), (9, 16), (257, 320), (512, 512)])
+def test_vllm_is_started_for_the_next_rank_that_it_knows(rank, expected):
+    assert start_rank(lora(r=rank)) == expected
+
+
+@pytest.mark.parametrize(("seed", "temperature"), [(3, 0.7), (None, 0.0)])
+def test_nothing_of_how_to_sample_is_left_to_defaults(seed, temperature):
     """vLLM would take what a request leaves open from the model's generation config."""
-    sampled, greedy = (sampling_fields(Sampling(0.7, 5, [1, 2], 0), seed) for seed in (3, None))
-    assert sampled["temperature"] == 0.7
-    assert sampled["seed"] == 3
-    assert greedy["temperature"] == 0.0
-    for params in (sampled, greedy):
-        assert (params["max_tokens"], params["stop_token_ids"], params["logprobs"]) == (5, [1, 2], 0)
-        neutral = {"top_p": 1, "top_k": 0, "min_p": 0, "repetition_penalty": 1}
-        neutral |= {"presence_penalty": 0, "frequency_penalty": 0}
-        assert {name: params[name] for name in neutral} == neutral
+    assert sampling_fields(Sampling(0.7, 5, [1, 2], 0), seed) == {
+        **{"temperature": temperature, "seed": seed, "max_tokens": 5, "stop_token_ids": [1, 2], "ignore_eos": True},
+        **{"logprobs": 0, "top_p": 1, "top_k": 0, "min_p": 0, "repetition_penalty": 1},
+        **{"presence_penalty": 0, "frequency_penalty": 0},
+    }
 
 
 def test_stop_strings_stay_in_what_vllm_returns():
@@ -149,26 +131,10 @@ class Signs:
         return ["".join(chr(ord("a") + i) for i in ids) for ids in rows]
 
 
-class GoesOn:
-    """An engine whose completions go on by a token after a stop string."""
-
-    shared = False
-
-    def awake(self):
-        return nullcontext()
-
-    def load(self, adapter, old):
-        pass
-
-    def generate(self, prompts, sampling, adapter):
-        rows = [[0, 1, 4], [3, 0, 3, 4], [3, 25]]
-        return [(ids, [-float(i) for i in range(len(ids))]) for ids in rows]
-
-
 def test_a_completion_of_vllm_ends_with_its_stop_string(make_trainer, tmp_path):
     trainer = make_trainer()
     sampling = Sampling(1.0, 5, [25], 0, StopStrings(Signs(), ("ab", "c")))
-    sampler = VLLMSampler(trainer.model, GoesOn(), trainer.accelerator, str(tmp_path), sampling)
+    sampler = VLLMSampler(trainer.model, Engine(), trainer.accelerator, str(tmp_path), sampling)
     with sampler.ready():
         found = sampler([[5], [5], [5]], [1, 2, 3])
     assert [len(turn.ids) for turn in found] == [2, 4, 2]
@@ -184,57 +150,29 @@ def refused(status: int, message: str) -> tuple[int, str]:
     return status, json.dumps({"error": {"message": message, "type": "InternalServerError", "code": status}})
 
 
-class Server:
+@pytest.fixture
+def serve_vllm(serve):
     """Answers what vLLM answers up to the first rollout.
 
-    Args:
-        load: the answers to load_lora_adapter in order, the last for good.
-        logprob: of the only token that top_k=1 leaves.
+    Takes the answers to load_lora_adapter in order, the last for good, and the log-prob of the only token that top_k=1
+    leaves. Returns the server's address, and the paths that it is asked for.
     """
 
-    def __init__(self, *load: tuple[int, str], logprob: float = 0.0):
-        answers, self.asked = list(load), []
-        fixed = {
-            "/v1/models": {"object": "list", "data": [{"id": "the base", "object": "model"}]},
-            "/v1/completions": {"choices": [{"text": "1", "logprobs": {"token_logprobs": [logprob]}}]},
-        }
-        outer = self
+    def start(*load: tuple[int, str], logprob: float = 0.0) -> tuple[str, list[str]]:
+        loads = itertools.chain(load, itertools.repeat(load[-1]))
+        models = {"object": "list", "data": [{"id": "the base", "object": "model"}]}
+        completions = {"choices": [{"text": "1", "logprobs": {"token_logprobs": [logprob]}}]}
+        fixed = {"/v1/models": models, "/v1/completions": completions}
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self):
-                self.rfile.read(int(self.headers.get("content-length", 0)))
-                outer.asked.append(self.path)
-                if self.path in fixed:
-                    status, text = 200, json.dumps(fixed[self.path])
-                else:
-                    status, text = answers.pop(0) if len(answers) > 1 else answers[0]
-                self.send_response(status)
-                self.send_header("content-length", str(len(text.encode())))
-                self.end_headers()
-                self.wfile.write(text.encode())
+        def answer(body: dict) -> tuple[int, bytes]:
+            path = server.paths[-1]
+            status, text = (200, json.dumps(fixed[path])) if path in fixed else next(loads)
+            return status, text.encode()
 
-            do_GET = do_POST
+        server = serve(answer)
+        return server.url.removesuffix("/score"), server.paths
 
-            def log_message(self, *args):
-                pass
-
-        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.http.server_port}"
-        threading.Thread(target=self.http.serve_forever, daemon=True).start()
-
-
-@pytest.fixture
-def serve() -> Iterator:
-    servers: list[Server] = []
-
-    def start(*load, **kwargs) -> Server:
-        servers.append(Server(*load, **kwargs))
-        return servers[-1]
-
-    yield start
-    for server in servers:
-        server.http.shutdown()
-        server.http.server_close()
+    return start
 
 
 def assert_says_the_command(error: BaseException, base: str) -> None:
@@ -264,9 +202,10 @@ def test_without_an_address_the_server_is_the_local_one(make_trainer, base):
         make_trainer({**NOWHERE, "vllm_server_base_url": None}, model=base)
 
 
-def test_a_server_without_processed_logprobs(make_trainer, base, serve, tmp_path):
+def test_a_server_without_processed_logprobs(make_trainer, base, serve_vllm, tmp_path):
+    url, _ = serve_vllm(SUCCESS, logprob=-0.99)
     with pytest.raises(ServerError, match="reports raw log-probs; start it with") as error:
-        make_trainer(at(serve(SUCCESS, logprob=-0.99).url), model=base)
+        make_trainer(at(url), model=base)
     assert_says_the_command(error.value, base)
     assert written(tmp_path) == []
 
@@ -282,16 +221,16 @@ def test_a_server_without_processed_logprobs(make_trainer, base, serve, tmp_path
     ],
     ids=["--enable-lora", "--max-lora-rank", "VLLM_ALLOW_RUNTIME_LORA_UPDATING", "folder out of sight"],
 )
-def test_a_server_that_cannot_take_the_adapter(make_trainer, base, serve, answer):
+def test_a_server_that_cannot_take_the_adapter(make_trainer, base, serve_vllm, answer):
     """Asked once: another attempt would not help."""
-    server = serve(answer)
-    trainer = make_trainer(at(server.url), model=base)
+    url, paths = serve_vllm(answer)
+    trainer = make_trainer(at(url), model=base)
     with pytest.raises(ServerError) as error:
         trainer.train()
     assert str(answer[0]) in str(error.value)
     assert_says_the_command(error.value, base)
-    assert server.asked.count("/v1/load_lora_adapter") == 1
-    assert server.asked[-1] == "/v1/load_lora_adapter", "nothing was sampled"
+    assert paths.count("/v1/load_lora_adapter") == 1
+    assert paths[-1] == "/v1/load_lora_adapter", "nothing was sampled"
 
 
 @pytest.mark.parametrize(
@@ -299,12 +238,12 @@ def test_a_server_that_cannot_take_the_adapter(make_trainer, base, serve, answer
     [refused(500, "EngineCore encountered an issue"), refused(503, "starting")],
     ids=["engine dead", "not ready"],
 )
-def test_a_server_that_takes_the_adapter_a_moment_later(make_trainer, base, serve, first):
+def test_a_server_that_takes_the_adapter_a_moment_later(make_trainer, base, serve_vllm, first):
     """Here a 200 is lost, too: the adapter is there when it is asked for again."""
     already = refused(400, "The lora adapter 'a' has already been loaded. If you want to load the adapter in place")
-    server = serve(first, already)
-    with make_trainer(at(server.url), model=base).collector.sampler.ready():
-        assert server.asked.count("/v1/load_lora_adapter") == 2
+    url, paths = serve_vllm(first, already)
+    with make_trainer(at(url), model=base).collector.sampler.ready():
+        assert paths.count("/v1/load_lora_adapter") == 2
 
 
 @pytest.fixture
@@ -331,8 +270,7 @@ def test_engine_and_server_load_the_base_in_the_revision_that_is_trained_on(make
 def test_the_engine_of_each_process_takes_its_own_gpu(make_trainer, base, asked, processes):
     """By itself vLLM takes the first one in each."""
     trainer = make_trainer(model=base)
-    args = SimpleNamespace(**vars(trainer.args), world_size=processes)
-    ColocatedEngine(trainer.model, args)
+    ColocatedEngine(trainer.model, SimpleNamespace(**vars(trainer.args), world_size=processes))
     assert asked.get("distributed_executor_backend") == {1: None, 2: "external_launcher"}[processes]
 
 
@@ -396,7 +334,7 @@ def test_a_sync_asks_no_hub(make_trainer, base, tmp_path, monkeypatch):
     trainer.model.peft_config["default"].base_model_name_or_path = "somebody/somewhere"
     asked = []
     monkeypatch.setattr("peft.utils.save_and_load.check_file_exists_on_hf_hub", lambda *x, **_: asked.append(x))
-    sampler = VLLMSampler(trainer.model, Deaf(), Accelerator(cpu=True), str(tmp_path), Sampling(1.0, 4, [1], 0))
+    sampler = VLLMSampler(trainer.model, Engine(), Accelerator(cpu=True), str(tmp_path), Sampling(1.0, 4, [1], 0))
     with sampler.ready():
         assert (Path(sampler.adapter.folder) / "adapter_config.json").is_file()
     assert asked == []
@@ -414,8 +352,6 @@ def test_each_machine_writes_the_adapter_for_its_own_engines(make_trainer, base,
     monkeypatch.setattr("hfppo.generation.vllm.gather_object", gather)
     samplers = []
     for rank in range(4):
-        engine = Deaf()
-        engine.shared = shared
         process = SimpleNamespace(
             is_main_process=rank == 0,
             is_local_main_process=rank % 2 == 0,
@@ -423,7 +359,7 @@ def test_each_machine_writes_the_adapter_for_its_own_engines(make_trainer, base,
             wait_for_everyone=lambda: None,
         )
         machine = tmp_path / f"machine-{rank // 2}"
-        sampler = VLLMSampler(model, engine, process, str(machine), Sampling(1.0, 4, [1], 0))
+        sampler = VLLMSampler(model, Engine(shared), process, str(machine), Sampling(1.0, 4, [1], 0))
         folders[rank] = sampler.folder if rank in at else None
         samplers.append(sampler)
         with sampler.ready():

@@ -8,8 +8,7 @@ from transformers import AutoModelForCausalLM
 from helpers.agents import VOCAB_SIZE, calling_tokenizer, end_of_turn_ids, talking_trainer
 from helpers.runs import logged
 from helpers.tiny import LORA, tiny_model
-from helpers.vllm_runs import ENGINE, Server
-from hfppo import PPOCallback
+from helpers.vllm_runs import ENGINE, Rollouts, Server
 from hfppo.generation.vllm_server import serve_command
 from hfppo.models.actor_critic import ActorCritic
 
@@ -31,35 +30,20 @@ def base(tmp_path_factory) -> str:
     return folder
 
 
-class Rollouts(PPOCallback):
-    """Keeps them."""
-
-    def __init__(self):
-        self.seen = []
-
-    def on_rollout_end(self, args, state, control, *, rollout, **kwargs):
-        self.seen.append(rollout)
-
-
 @pytest.mark.parametrize("placement", ["colocate", pytest.param("server", marks=pytest.mark.nightly)])
 def test_each_turn_is_sampled_from_the_training_models_policy(base, tmp_path, placement):
-    config = {"use_vllm": True, "vllm_mode": placement, "max_steps": 12}
-    if placement == "server":
-        actor = ActorCritic(AutoModelForCausalLM.from_pretrained(base), LORA, critic=None)
-        server = Server(serve_command(actor), tmp_path / "log")
-        server.start()
-        config["vllm_server_base_url"] = server.url
-    else:
-        config["vllm_engine_kwargs"] = ENGINE
+    actor = ActorCritic(AutoModelForCausalLM.from_pretrained(base), LORA, critic=None)
+    server, rollouts = Server(serve_command(actor), tmp_path / "log"), Rollouts()
+    config = {"use_vllm": True, "vllm_mode": placement, "max_steps": 12, "vllm_engine_kwargs": ENGINE}
     try:
         if placement == "server":
+            config["vllm_server_base_url"] = server.url
+            server.start()
             server.wait()
-        rollouts = Rollouts()
         trainer = talking_trainer(tmp_path / "out", config, model=base, callbacks=[rollouts])
         trainer.train()
     finally:
-        if placement == "server":
-            server.kill()
+        server.kill()
     assert len(rollouts.seen) == 3
     assert min(logged(trainer, "turns/mean")) > 1
     for rollout in rollouts.seen:

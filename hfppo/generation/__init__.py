@@ -39,14 +39,10 @@ def make_sampler(
     """
     if not args.use_vllm:
         return TransformersSampler(model, sampling, args.local_rollout_forward_batch_size, on_progress)
-    from hfppo.generation.vllm import ColocatedEngine, Engine, VLLMSampler
+    from hfppo.generation.vllm import ColocatedEngine, VLLMSampler
     from hfppo.generation.vllm_server import ServerEngine
 
-    engine: Engine
-    if args.vllm_mode == "server":
-        engine = ServerEngine(model, args.vllm_server_base_url or "http://127.0.0.1:8000", args.vllm_server_timeout)
-    else:
-        engine = ColocatedEngine(model, args)
+    engine = (ServerEngine if args.vllm_mode == "server" else ColocatedEngine)(model, args)
     return VLLMSampler(model, engine, accelerator, args.output_dir, sampling)
 
 

@@ -7,7 +7,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -67,7 +67,8 @@ class Engine(Protocol):
         """
 
     def awake(self) -> AbstractContextManager[None]:
-        """Keep the engine's weights and cache in memory inside the block."""
+        """Keep the engine's weights and cache in memory inside the block; a server manages its own memory."""
+        return nullcontext()
 
 
 class VLLMSampler(Sampler):
@@ -105,7 +106,7 @@ class VLLMSampler(Sampler):
     def _sync(self) -> None:
         """Send the current adapter to the engine."""
         old = self.adapter
-        number = 1 if self.adapter is None else self.adapter.number + 1
+        number = 1 if old is None else old.number + 1
         folder = self.folder.absolute() / f"policy-{number}"
         new = Adapter(f"{self.folder.name}-{number}", number, str(folder))
         if self._writes:
@@ -126,8 +127,8 @@ class VLLMSampler(Sampler):
         nothing = [None] * len(prompts)
         own = zip(seeds or nothing, budgets or nothing, strict=True)
         fields = [sampling_fields(self.sampling, seed, budget) for seed, budget in own]
-        stops, eos_ids = self.sampling.stops, self.sampling.eos_ids
         sampled = self.engine.generate(prompts, fields, self.adapter)
+        stops, eos_ids = self.sampling.stops, self.sampling.eos_ids
         return [Turn.up_to_end(ids, logprobs, eos_ids, stops.end(ids) if stops else 0) for ids, logprobs in sampled]
 
 
@@ -157,7 +158,7 @@ def sampling_fields(sampling: Sampling, seed: int | None, budget: int | None = N
     }
 
 
-class ColocatedEngine:
+class ColocatedEngine(Engine):
     """A `vllm.LLM` in each training process.
 
     Raises:
@@ -167,7 +168,7 @@ class ColocatedEngine:
     shared = False
 
     def __init__(self, model: ActorCritic, args: PPOConfig):
-        base, rank = base_name(model), start_rank(model.peft_config["default"])
+        options = engine_options(model)
         engine_kwargs = cast(dict[str, Any], args.vllm_engine_kwargs or {})
         for name, size in engine_kwargs.items():
             if name.endswith("_parallel_size") and size > 1:
@@ -182,25 +183,11 @@ class ColocatedEngine:
 
         self._sleeps = engine_kwargs.get("enable_sleep_mode", False)
         self._params, self._tokens, self._lora = vllm.SamplingParams, vllm.TokensPrompt, LoRARequest
+        if args.world_size > 1:  # without this, the engine of every process uses the first GPU
+            options["distributed_executor_backend"] = "external_launcher"
+        options |= {"gpu_memory_utilization": 0.3, "seed": args.seed, **most_tokens(model, args), **engine_kwargs}
         threads = torch.get_num_threads()
-        self.llm = vllm.LLM(
-            **{
-                "model": base,
-                "revision": model.peft_config["default"].revision,
-                "dtype": dtype_name(model),
-                "enable_lora": True,
-                "max_lora_rank": rank,
-                "max_loras": 1,
-                "logprobs_mode": "processed_logprobs",  # after temperature, as in every other pass
-                "gpu_memory_utilization": 0.3,
-                "generation_config": "vllm",
-                "seed": args.seed,
-                **most_tokens(model, args),
-                # Without this, the engine of every process uses the first GPU.
-                **({"distributed_executor_backend": "external_launcher"} if args.world_size > 1 else {}),
-                **engine_kwargs,
-            }
-        )
+        self.llm = vllm.LLM(**options)
         set_seed(args.seed)  # vLLM has reseeded the training process, and left it a single thread
         torch.set_num_threads(threads)
 
@@ -233,24 +220,34 @@ class ColocatedEngine:
                 self.llm.sleep(level=1)  # moves the base to CPU memory and drops the cache
 
 
-def base_name(model: ActorCritic) -> str:
-    """Return the id or path from which vLLM can load the base.
+def engine_options(model: ActorCritic) -> dict[str, Any]:
+    """Return the options that vLLM must be started with, here or as a server, by the names of its Python arguments.
 
     Raises:
-        ValueError: the model has neither, or its embeddings were resized.
+        ValueError: vLLM cannot serve the adapter, or load the base.
     """
-    name = model.causal_lm.config.name_or_path
-    if not name:
+    adapter, base = model.peft_config["default"], model.causal_lm.config.name_or_path
+    options = {
+        "model": base,
+        "revision": adapter.revision,
+        "enable_lora": True,
+        "max_lora_rank": start_rank(adapter),
+        "max_loras": 1,
+        "logprobs_mode": "processed_logprobs",  # after temperature, as in every other forward
+        "generation_config": "vllm",
+        "dtype": str(model.dtype).removeprefix("torch."),  # by default vLLM loads a float32 model in bfloat16
+    }
+    if not base:
         raise ValueError(
             "use_vllm=True needs a base that vLLM can load too, but the model has no id or path; save it with "
             "save_pretrained and give that folder as model"
         )
     if model.is_resized:
         raise ValueError(
-            f"use_vllm=True: vLLM would load the base from {name!r}, whose vocabulary has another size than the "
+            f"use_vllm=True: vLLM would load the base from {base!r}, whose vocabulary has another size than the "
             "model's; save the resized base and its tokenizer with save_pretrained, and give that folder as model"
         )
-    return name
+    return options
 
 
 def most_tokens(model: ActorCritic, args: PPOConfig) -> dict[str, int]:
@@ -263,11 +260,6 @@ def most_tokens(model: ActorCritic, args: PPOConfig) -> dict[str, int]:
     longest = args.max_prompt_length + args.max_completion_length
     positions, _ = positions_of(model.causal_lm)
     return {"max_model_len": longest if positions is None else min(longest, positions)}
-
-
-def dtype_name(model: ActorCritic) -> str:
-    """Return the model's dtype by vLLM's name; by default vLLM loads a float32 model in bfloat16."""
-    return str(model.dtype).removeprefix("torch.")
 
 
 def start_rank(peft_config: PeftConfig) -> int:

@@ -1,23 +1,23 @@
 """An OpenAI-compatible vLLM server as the engine of `VLLMSampler`."""
 
-from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 from tenacity import stop_after_delay
 
-from hfppo.generation.vllm import Adapter, Sampled, base_name, dtype_name, start_rank
+from hfppo.config import PPOConfig
+from hfppo.generation.vllm import Adapter, Engine, Sampled, engine_options
 from hfppo.models.actor_critic import ActorCritic
 from hfppo.support.calls import wait_for
 from hfppo.support.http_client import Endpoint, ServerError, Unavailable
 
+LOCAL = "http://127.0.0.1:8000"
 MAX_CONCURRENCY = 256  # simultaneous requests per process; the server batches them
 
 
-class ServerEngine:
+class ServerEngine(Engine):
     """A running vLLM server: it receives token ids and returns token ids and log-probs.
 
-    Args:
-        url: address of the server, without /v1.
-        timeout: seconds to wait for the server, at the start and for each answer.
+    Waits `vllm_server_timeout` seconds for the server, at the start and for each answer.
 
     Raises:
         ServerError: the server does not answer, or lacks an option.
@@ -25,7 +25,8 @@ class ServerEngine:
 
     shared = True
 
-    def __init__(self, model: ActorCritic, url: str, timeout: float):
+    def __init__(self, model: ActorCritic, args: PPOConfig):
+        url, timeout = args.vllm_server_base_url or LOCAL, args.vllm_server_timeout
         # A server that was started without LoRA, or for a lower rank, answers 500; a retry does not help.
         final = "Call to add_lora method failed"
         base = url.rstrip("/")  # each path begins with a slash
@@ -35,26 +36,24 @@ class ServerEngine:
             models = wait_for(lambda: self.endpoint.get("/v1/models"))
         except ServerError as error:
             raise ServerError(f"{error}\nStart the server with\n  {self.command}", error.status) from error
-        self._check_logprobs(models["data"][0]["id"])
+        # With top_k=1 a processed log-prob is 0.
+        body = {"model": models["data"][0]["id"], "prompt": [1, 2, 3, 4], "max_tokens": 1, "top_k": 1, "logprobs": 1}
+        if self._complete([body])[0]["logprobs"]["token_logprobs"] != [0.0]:
+            raise ServerError(f"{base} reports raw log-probs; start it with\n  {self.command}")
 
-    def _check_logprobs(self, model: str) -> None:
-        """Raise if the server reports raw log-probs. With top_k=1 a processed log-prob is 0."""
-        body = {"model": model, "prompt": [1, 2, 3, 4], "max_tokens": 1, "top_k": 1, "logprobs": 1}
-        (answer,) = wait_for(lambda: self.endpoint.post_all("/v1/completions", [body]))
-        if answer["choices"][0]["logprobs"]["token_logprobs"] != [0.0]:
-            raise ServerError(f"{self.endpoint.url} reports raw log-probs; start it with\n  {self.command}")
+    def _complete(self, bodies: list[dict[str, object]]) -> list[dict[str, Any]]:
+        """Return the completion that the server gives to each request."""
+        answers = wait_for(lambda: self.endpoint.post_all("/v1/completions", bodies))
+        return [answer["choices"][0] for answer in answers]
 
     def load(self, adapter: Adapter, old: Adapter | None) -> None:
         """See `Engine`."""
         if old is not None:
             self._post_adapter("/v1/unload_lora_adapter", {"lora_name": old.name}, already="cannot be found")
-        self._post_adapter(
-            "/v1/load_lora_adapter",
-            {"lora_name": adapter.name, "lora_path": adapter.folder},
-            already="already been loaded",
-        )
+        body = {"lora_name": adapter.name, "lora_path": adapter.folder}
+        self._post_adapter("/v1/load_lora_adapter", body, already="already been loaded")
 
-    def _post_adapter(self, path: str, body: dict[str, object], already: str) -> None:
+    def _post_adapter(self, path: str, body: dict[str, str], already: str) -> None:
         """Load or unload an adapter.
 
         Args:
@@ -81,18 +80,13 @@ class ServerEngine:
             for ids, fields in zip(prompts, sampling, strict=True)
         ]
         try:
-            answers = wait_for(lambda: self.endpoint.post_all("/v1/completions", bodies))
+            choices = self._complete(bodies)
         except ServerError as error:
             if error.status != 404:
                 raise
             self.load(adapter, None)
-            answers = wait_for(lambda: self.endpoint.post_all("/v1/completions", bodies))
-        choices = [answer["choices"][0] for answer in answers]
+            choices = self._complete(bodies)
         return [(choice["token_ids"], choice["logprobs"]["token_logprobs"]) for choice in choices]
-
-    def awake(self) -> AbstractContextManager[None]:
-        """See `Engine`; a server manages its own memory."""
-        return nullcontext()
 
 
 def serve_command(model: ActorCritic) -> str:
@@ -101,11 +95,9 @@ def serve_command(model: ActorCritic) -> str:
     Raises:
         ValueError: vLLM cannot serve the base or the adapter.
     """
-    peft_config = model.peft_config["default"]
-    revision = "" if peft_config.revision is None else f"--revision {peft_config.revision} "
+    flags = {
+        f"--{name.replace('_', '-')}": value for name, value in engine_options(model).items() if value is not None
+    }
+    options = " ".join(flag if value is True else f"{flag} {value}" for flag, value in flags.items())
     # Not `vllm serve`, which fails with the CPU build: it looks for a package named "vllm".
-    return (
-        "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True python -m vllm.entrypoints.openai.api_server "
-        f"--model {base_name(model)} {revision}--enable-lora --max-lora-rank {start_rank(peft_config)} --max-loras 1 "
-        f"--logprobs-mode processed_logprobs --generation-config vllm --dtype {dtype_name(model)}"
-    )
+    return f"VLLM_ALLOW_RUNTIME_LORA_UPDATING=True python -m vllm.entrypoints.openai.api_server {options}"

@@ -58,10 +58,14 @@ def by_memory(model: ActorCritic, device: torch.device) -> bool:
 
 def rows_that_fit(bytes_per_row: int, device: torch.device) -> int:
     """Return the largest power of two of rows in the free memory, so that small differences do not change it; or 1."""
-    free, _ = torch.cuda.mem_get_info(device)
-    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # torch's cached bytes
-    rows = int(SHARE * (free + unused) / bytes_per_row)
+    rows = int(SHARE * free_bytes(device) / bytes_per_row)
     return 1 << max(0, rows.bit_length() - 1)
+
+
+def free_bytes(device: torch.device) -> int:
+    """Return the bytes that torch can still allocate on a GPU."""
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # and torch's cached bytes
 
 
 def key_value_bytes(model: ActorCritic) -> int:

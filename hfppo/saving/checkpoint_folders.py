@@ -13,7 +13,6 @@ from hfppo.saving.manifest import find_damage, flush
 logger = logging.getLogger(__name__)
 
 CHECKPOINT = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(?P<step>\d+)")
-UNFINISHED = "checkpoint-is-incomplete.txt"  # upstream's marker while `enable_jit_checkpoint` saves
 STAGING, EARLIER = "_saving", "_earlier"  # Trainer pushes no file or folder whose name begins with "_"
 
 
@@ -81,7 +80,7 @@ def move_others(output_dir: Path, start: Path | None, best: str | None) -> None:
     found = list_checkpoints(output_dir)
     before = (n for n, folder in enumerate(found, 1) if folder.resolve() == start)
     kept = None if best is None else Path(best).resolve()
-    others = [f for f in found[next(before, 0) :] if holds_files(f) and f.resolve() != kept]
+    others = [folder for folder in found[next(before, 0) :] if folder.resolve() != kept]
     if not others:
         return
     earlier = next(path for n in count(1) if not (path := output_dir / f"{EARLIER}_{n}").exists())
@@ -94,15 +93,3 @@ def move_others(output_dir: Path, start: Path | None, best: str | None) -> None:
         earlier,
         earlier / others[-1].name,
     )
-
-
-def holds_files(folder: Path) -> bool:
-    """Return False for the empty placeholder that `enable_jit_checkpoint` creates before it saves."""
-    return any(path.name != UNFINISHED for path in folder.iterdir())
-
-
-def describe_last_checkpoint(output_dir: str | Path) -> str | None:
-    """Return a sentence for an error that names the last checkpoint; None if there is none."""
-    found = list_checkpoints(output_dir)
-    how = "resume_from_checkpoint=True, or a recipe with --resume_from_checkpoint true"
-    return f"The last checkpoint is {found[-1]}: resume with {how}." if found else None

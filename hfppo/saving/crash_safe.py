@@ -23,16 +23,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, TrainOutput
 
-from hfppo.saving.checkpoint_folders import (
-    EARLIER,
-    STAGING,
-    describe_last_checkpoint,
-    find_last_intact,
-    finish_renames,
-    move_others,
-    publish,
-    rotate,
-)
+from hfppo.saving import checkpoint_folders as folders
 from hfppo.saving.just_in_time import JustInTimeCallback
 from hfppo.saving.lock import OutputLock
 from hfppo.saving.manifest import find_damage, seal
@@ -102,8 +93,9 @@ class CrashSafeTrainer(Trainer):
                 with self.training_context():
                     return super().train(checkpoint, *args, **kwargs)
             except (Exception, KeyboardInterrupt) as error:
-                if (note := describe_last_checkpoint(self.args.output_dir)) is not None:
-                    error.add_note(note)
+                if found := folders.list_checkpoints(self.args.output_dir):
+                    how = "resume_from_checkpoint=True, or a recipe with --resume_from_checkpoint true"
+                    error.add_note(f"The last checkpoint is {found[-1]}: resume with {how}.")
                 elif self.state.global_step:
                     error.add_note(f"No checkpoint was written: save_steps={self.args.save_steps}.")
                 raise
@@ -117,7 +109,7 @@ class CrashSafeTrainer(Trainer):
         other = None
         try:
             if self.is_world_process_zero() and (other := lock.acquire()) is None:
-                finish_renames(self.args.output_dir)  # the other processes wait below before they search it
+                folders.finish_renames(self.args.output_dir)  # the other processes wait below before they search it
             if (other := broadcast_object_list([other])[0]) is not None:
                 raise ValueError(
                     f"output_dir={self.args.output_dir!r} is in use by another run ({other}); give another "
@@ -138,11 +130,11 @@ class CrashSafeTrainer(Trainer):
             return resume_from_checkpoint
         if not resume_from_checkpoint:
             return None
-        found = find_last_intact(self.args.output_dir) if self.is_world_process_zero() else None
+        found = folders.find_last_intact(self.args.output_dir) if self.is_world_process_zero() else None
         if (found := broadcast_object_list([found])[0]) is None:
             raise ValueError(
                 f"resume_from_checkpoint=True: {self.args.output_dir} has no whole checkpoint; leave it out to start "
-                f"anew, name one that a later start moved to {EARLIER}_<n>, or check output_dir"
+                f"anew, name one that a later start moved to {folders.EARLIER}_<n>, or check output_dir"
             )
         return found
 
@@ -169,7 +161,7 @@ class CrashSafeTrainer(Trainer):
         output_dir = Path(self._get_output_dir(trial))
         final = output_dir / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         if self.args.should_save and not self._has_saved:
-            move_others(output_dir, self._start, self.state.best_model_checkpoint)
+            folders.move_others(output_dir, self._start, self.state.best_model_checkpoint)
         self._has_saved = True
         with self._stage(output_dir) as staging:
             super()._save_checkpoint(model, trial)
@@ -181,12 +173,12 @@ class CrashSafeTrainer(Trainer):
             if self.args.should_save:
                 self.state.save_to_json(str(staging / final.name / TRAINER_STATE_NAME))  # names the final folder
                 seal(staging / final.name)
-                publish(staging / final.name, final)
+                folders.publish(staging / final.name, final)
             self.accelerator.wait_for_everyone()
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(final))
         if self.args.should_save:
-            rotate(output_dir, self.args.save_total_limit, final, self.state.best_model_checkpoint)
+            folders.rotate(output_dir, self.args.save_total_limit, final, self.state.best_model_checkpoint)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save model and tokenizer as Trainer does, and the run's card in place of PEFT's template.
@@ -211,7 +203,7 @@ class CrashSafeTrainer(Trainer):
     @contextmanager
     def _stage(self, output_dir: Path) -> Iterator[Path]:
         """Redirect Trainer's output to a staging folder, and remove that folder afterwards, even on a full disk."""
-        staging = output_dir / STAGING
+        staging = output_dir / folders.STAGING
         if self.args.should_save:
             shutil.rmtree(staging, ignore_errors=True)
         self.accelerator.wait_for_everyone()
@@ -228,7 +220,7 @@ class CrashSafeTrainer(Trainer):
         finally:
             self._staging = None
             if self.args.should_save:
-                finish_renames(output_dir)  # after an interrupt between two renames
+                folders.finish_renames(output_dir)  # after an interrupt between two renames
                 shutil.rmtree(staging, ignore_errors=True)
 
     # The Hub

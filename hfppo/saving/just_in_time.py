@@ -50,6 +50,8 @@ class JustInTimeCallback(JITCheckpointCallback):
     def save_if_asked(self, control: TrainerControl) -> bool:
         """Save and end the run if a signal asked for it; return whether it did."""
         if asked := self.jit_manager.is_checkpoint_requested:
+            self.jit_manager.is_checkpoint_requested = False
             control.should_training_stop = self._saved = True
-            self.jit_manager.execute_jit_checkpoint()
+            # Not upstream's `execute_jit_checkpoint`, which marks unfinished checkpoints in a folder of their name.
+            self.trainer._save_checkpoint(self.trainer.model, trial=None)
         return asked

@@ -60,7 +60,6 @@ class LoopbackHub:
     def __init__(self) -> None:
         self.repositories: dict[str, Repository] = {}
         self.lfs: dict[str, bytes] = {}  # by SHA-256
-        self.requests: list[str] = []  # "METHOD path", in order
         self.delay = 0.0  # seconds that each upload of a large file takes
         self.is_down = False
         self.lock = Lock()
@@ -133,7 +132,6 @@ class Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             return
         with self.hub.lock:
-            self.hub.requests.append(f"{self.command} {path}")
             try:
                 self.answer(200, *self.route(path, body))
             except Refusal as refusal:

@@ -150,3 +150,10 @@ def gradients(trainer, rollout: Rollout, num_micro_batches: int) -> dict[str, to
         inputs = {"batch": micro}
         trainer.compute_loss(trainer.model, inputs, num_items_in_batch=size).backward()
     return {name: p.grad.clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
+
+
+def assert_same_end(trainer, expected) -> None:
+    """Both runs end with the same trained weights and moments of the optimizer, bit for bit."""
+    got, wanted = final_state(trainer), final_state(expected)
+    assert got.keys() == wanted.keys()
+    assert [name for name, tensor in wanted.items() if not torch.equal(tensor, got[name])] == []

@@ -1,7 +1,6 @@
 """Sampling: pure, each row by its own seed, and with an end that is found without looking at padding."""
 
 from contextlib import nullcontext
-from functools import partial
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast
 from helpers.runs import SMALL, count_digits
 from helpers.scripted import first_rollout, padded_turns
 from helpers.tiny import LORA, tiny_model
-from hfppo import PPOConfig, PPOTrainer
+from hfppo import PPOConfig, PPOTrainer, Rollout
 from hfppo.generation import generate
 from hfppo.generation.generate import BELOW_ONE, draw, row_uniforms
 from hfppo.generation.sampler import eos_token_ids
@@ -117,7 +116,7 @@ def test_tokens_are_drawn_as_often_as_their_probability_says(vocab_size):
     """Evenly spaced numbers fall on a token in proportion to its probability, unlikely ones included."""
     logits = 3 * torch.randn(vocab_size, generator=torch.Generator().manual_seed(vocab_size))
     probabilities = logits.softmax(dim=-1)
-    number = 50_000
+    number = 20_000
     uniforms = (torch.arange(number, dtype=torch.float64) + 0.5) / number
     tokens = torch.cat([draw(probabilities.expand(len(u), -1), u[:, None]) for u in uniforms.split(1000)])
     assert_close(tokens, tokens.sort(dim=0).values)
@@ -169,14 +168,20 @@ def test_equal_prompts_with_other_columns_are_no_group(make_trainer):
     assert not trainer.rollout(["1+1=", "1+1="], answer=["1", "5"]).advantages.any()
 
 
+def assert_same(one: Rollout, other: Rollout) -> None:
+    """Equal tokens, and equal numbers but for rounding."""
+    for name in ("prompt_ids", "completion_ids"):
+        assert torch.equal(getattr(one, name), getattr(other, name))
+    for name, tolerance in (("rollout_logprobs", 1e-5), ("old_logprobs", 1e-5), ("advantages", 1e-4)):
+        assert_close(getattr(one, name), getattr(other, name), rtol=tolerance, atol=tolerance)
+
+
 def test_rows_at_once_do_not_change_the_rollout(make_trainer):
     rollouts = []
     for size in (64, 3):
         trainer = make_trainer({"local_rollout_forward_batch_size": size})
         rollouts.append(trainer.rollout([f"{n}=" for n in range(8)]))
-    assert torch.equal(rollouts[0].completion_ids, rollouts[1].completion_ids)
-    assert_close(rollouts[0].old_logprobs, rollouts[1].old_logprobs, rtol=1e-5, atol=1e-5)
-    assert_close(rollouts[0].advantages, rollouts[1].advantages, rtol=1e-4, atol=1e-4)
+    assert_same(*rollouts)
 
 
 @pytest.fixture
@@ -231,46 +236,33 @@ def test_rows_chosen_by_memory_do_not_change_the_rollout(make_trainer, monkeypat
         if free is not None:  # half of 400 kB; a row of 11 · 512 + 5 · 1,792 + 26 · 24 bytes has 15.2 kB
             gpu_memory(free)
             monkeypatch.setattr(batch_size, "by_memory", lambda model, device: True)
-        sampler = trainer.collector.sampler
-        monkeypatch.setattr(sampler, "_sample", noting(calls, sampler._sample))
+        note_batches(trainer, monkeypatch, lambda batch: calls.append(len(batch)))
         rollouts.append(trainer.rollout([f"{n}+12=" for n in range(10)] * 5))
     assert calls == [50, *[8] * 6, 2]
-    assert torch.equal(rollouts[0].completion_ids, rollouts[1].completion_ids)
-    assert_close(rollouts[0].old_logprobs, rollouts[1].old_logprobs, rtol=1e-5, atol=1e-5)
+    assert_same(*rollouts)
 
 
-def noting(calls: list[int], sample):
-    """Note the rows of each call."""
-
-    def wrapped(batch, *others):
-        calls.append(len(batch))
-        return sample(batch, *others)
-
-    return wrapped
+def note_batches(trainer, monkeypatch, note) -> None:
+    """Call a function with each batch that the sampler samples."""
+    sampler = trainer.collector.sampler
+    sample = sampler._sample
+    monkeypatch.setattr(sampler, "_sample", lambda batch, *others: (note(batch), sample(batch, *others)))
 
 
 def test_prompts_of_about_one_length_are_sampled_together(make_trainer, monkeypatch):
     """So that a long one makes no padding for all; each keeps its place and its numbers."""
     widths = []
-
-    def noting(sample, batch, *others):
-        widths.append((len(batch), max(len(row.tokens) for row in batch)))
-        return sample(batch, *others)
-
     prompts = ["1=", "12+34+56+78=", "2=", "3+4=", "12+34+56+7=", "5+6="]
     rollouts = []
     for size in (64, 2):
         trainer = make_trainer({"local_rollout_forward_batch_size": size})
-        shares, sampler = [], trainer.collector.sampler
-        monkeypatch.setattr(sampler, "_sample", partial(noting, sampler._sample))
-        sampler.on_progress = shares.append
+        note_batches(trainer, monkeypatch, lambda rows: widths.append((len(rows), max(len(r.tokens) for r in rows))))
+        trainer.collector.sampler.on_progress = (shares := []).append
         rollouts.append(trainer.rollout(prompts))
         assert shares == sorted(shares)
         assert 0.5 < shares[-1] <= 1
     assert widths == [(6, 12), (2, 12), (2, 4), (2, 2)]
-    assert torch.equal(rollouts[0].completion_ids, rollouts[1].completion_ids)
-    assert torch.equal(rollouts[0].prompt_ids, rollouts[1].prompt_ids)
-    assert_close(rollouts[0].rollout_logprobs, rollouts[1].rollout_logprobs, rtol=1e-5, atol=1e-5)
+    assert_same(*rollouts)
 
 
 class FirstDigits(PPOTrainer):
