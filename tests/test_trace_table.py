@@ -99,16 +99,3 @@ def test_table_without_reference_and_critic(rollout, tokenizer):
     bare = replace(rollout, ref_logprobs=None, values=None, td_errors=None, returns=None)
     rows = TokenTable.from_rollout(bare, 0, tokenizer).rows
     assert {(row.ref_logprob, row.kl, row.value, row.td_error, row.return_) for row in rows} == {(None,) * 5}
-
-
-def test_trainers_rollout_is_what_training_would_see_and_does_not_disturb_it(make_trainer):
-    plain = make_trainer()
-    plain.train()
-    watched = make_trainer()
-    before = watched.rollout(["请问1+1=2？"])
-    watched.train()
-    after = watched.rollout(["请问1+1=2？"])
-    for a, b in zip(plain.model.parameters(), watched.model.parameters(), strict=True):
-        assert torch.equal(a, b)
-    assert not torch.equal(before.old_logprobs[:, 0], after.old_logprobs[:, 0])
-    assert torch.allclose(after.returns, after.values + after.advantages)
