@@ -79,18 +79,14 @@ def test_table_of_a_checkpoint_is_that_of_the_trainer_that_wrote_it(run):
 
 
 def test_table_of_a_run_without_critic_whose_sampler_was_its_anchor(tmp_path):
-    run = Run(tmp_path, advantage_estimator="rloo", num_generations=2, policy_mode="bypass")
+    """Its groups do not divide the usual batch."""
+    groups = {"num_generations": 3, "per_device_train_batch_size": 3}
+    run = Run(tmp_path, advantage_estimator="rloo", policy_mode="bypass", **groups)
     trace, _ = trace_prompt(run.checkpoint, PROMPT, score=run.table.score)
     assert_same(trace.table, run.table)
     assert {row.value for row in trace.table.rows} == {None}
     given, _ = trace_prompt(run.checkpoint, PROMPT, completion="是的")  # which no sampler has log-probs of
     assert all(row.logprob < 0 for row in given.table.rows)
-
-
-def test_table_of_a_run_whose_groups_do_not_divide_the_usual_batch(tmp_path):
-    run = Run(tmp_path, advantage_estimator="rloo", num_generations=3, per_device_train_batch_size=3)
-    trace, _ = trace_prompt(run.checkpoint, PROMPT, score=run.table.score)
-    assert_same(trace.table, run.table)
 
 
 @pytest.mark.parametrize("settings", [{"bf16": True}, {"bf16": True, "model_init_kwargs": {"dtype": "bfloat16"}}])
@@ -102,17 +98,9 @@ def test_table_of_a_run_with_autocast(tmp_path, caplog, settings):
     assert caplog.messages == []
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        PLATEAU,
-        {"total_episodes": 32, "per_device_train_batch_size": 8},
-        {"rollouts_ahead": 1},
-    ],
-    ids=["a schedule that follows evaluations", "a number of episodes", "rollouts ahead"],
-)
-def test_what_the_run_was_told_about_training_does_not_matter(tmp_path, config, caplog):
-    run = Run(tmp_path, **config)
+def test_what_the_run_was_told_about_training_does_not_matter(tmp_path, caplog):
+    """A schedule that follows evaluations, a number of episodes, rollouts ahead."""
+    run = Run(tmp_path, **PLATEAU, total_episodes=32, per_device_train_batch_size=8, rollouts_ahead=1)
     caplog.clear()
     trace, _ = trace_prompt(run.checkpoint, PROMPT)
     assert trace.step == 4
@@ -152,15 +140,7 @@ def test_another_base_than_the_runs_is_warned_of(run, tmp_path, caplog):
 @pytest.mark.nightly
 def test_the_command_shows_its_table_and_its_own_warnings_alone(run, tmp_path):
     tiny_model(seed=7).save_pretrained(tmp_path / "other")
-    command = [
-        sys.executable,
-        "-m",
-        "hfppo.token_trace",
-        str(run.checkpoint),
-        PROMPT,
-        "--base",
-        str(tmp_path / "other"),
-    ]
+    command = [sys.executable, "-m", "hfppo.token_trace", run.checkpoint, PROMPT, "--base", tmp_path / "other"]
     shown = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert shown.returncode == 0
     assert "π_old" in shown.stdout
@@ -190,8 +170,8 @@ def test_a_given_completion_ends_with_the_tokenizers_end_of_sequence(text, ends)
 
 
 def test_another_seed_draws_another_completion(run):
-    drawn = {tuple(trace_prompt(run.checkpoint, PROMPT, seed=s)[0].completion_ids) for s in range(4)}
-    assert len(drawn) > 1
+    drawn = {tuple(trace_prompt(run.checkpoint, PROMPT, seed=s)[0].completion_ids) for s in range(2)}
+    assert len(drawn) == 2
 
 
 def test_without_a_score_what_rests_on_it_is_unknown(run, capsys):
