@@ -188,14 +188,6 @@ def test_the_recipe_is_silent(tmp_path):
     assert rewards[-1] > 0.8
 
 
-def test_the_target_of_adaptive_kl_is_the_limit(make_trainer):
-    """Twice the target, where a run without it is told nothing."""
-    config = ONE_STEP | {"max_steps": 6}
-    assert "kl-to-the-reference" not in warned(make_trainer(config))
-    told = warned(make_trainer(config, callbacks=[AdaptiveKLCallback(target=0.01)]))
-    assert "above 0.02: " in told["kl-to-the-reference"]
-
-
 class Log:
     """A HealthCallback that is told a metric step by step."""
 
@@ -304,6 +296,15 @@ def lasting(log: Log, **metrics: float) -> list[str]:
     """The warnings of a log that stays the same for ten rollouts, as long as any problem must last."""
     start = len(log.state.log_history)
     return [message for step in range(start + 1, start + 11) for message in log(step, **metrics)]
+
+
+@pytest.mark.parametrize("given", [[AdaptiveKLCallback(target=0.01)], []])
+def test_twice_the_target_of_adaptive_kl_is_the_limit(make_trainer, given):
+    trainer = make_trainer(ONE_STEP, callbacks=given)
+    (health,) = [callback for callback in trainer.callback_handler.callbacks if type(callback) is HealthCallback]
+    assert not lasting(Log(trainer, health), kl=0.02)
+    told = lasting(Log(trainer, health), kl=0.021)
+    assert ["above 0.02: " in message for message in told] == [True] * len(given)
 
 
 def test_a_solved_task_is_no_problem(make_trainer):
