@@ -24,7 +24,7 @@ from hfppo.config import PPOConfig
 from hfppo.data.chat_template import CLOCK
 from hfppo.environments.agents import OF_TURNS
 from hfppo.generation.sampler import Sampler, completion_ids, eos_token_ids
-from hfppo.models.loading import load_base_of, load_tokenizer
+from hfppo.models.loading import load_base_of, load_tokenizer, name_in_errors
 from hfppo.sample import Turn
 from hfppo.saving.checkpoint_folders import find_last_intact
 from hfppo.saving.manifest import find_damage
@@ -149,13 +149,9 @@ def load_base(folder: Path, config: PeftConfig, run: RunDescription, base: str |
         config = replace(config, base_model_name_or_path=base, revision=None)
     weights = load_file(folder / SAFETENSORS_WEIGHTS_NAME)
     dtype = (run.settings["model_init_kwargs"] or {}).get("dtype", "auto")
-    try:
+    advice = "start in the folder that the path is relative to, or give --base"
+    with name_in_errors(f"the base of {folder}, base_model_name_or_path", config.base_model_name_or_path, advice):
         return load_base_of(str(folder), config, weights, dtype=dtype, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"the base {config.base_model_name_or_path!r} of {folder} cannot be loaded; start in the folder that "
-            f"the path is relative to, or give --base ({error})"
-        ) from error
 
 
 class TraceConfig(PPOConfig):
