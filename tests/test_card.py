@@ -168,15 +168,18 @@ def test_text_of_users_stays_text(make_trainer, tmp_path, name):
     assert not any(part.type.startswith("html") for token in tokens(card) for part in (token, *(token.children or [])))
 
 
-def test_local_base_is_no_base_model_of_the_hub(make_trainer, tokenizer, tmp_path):
+def test_local_base_is_no_base_model_of_the_hub(make_trainer, tmp_path, monkeypatch):
     tiny_model().save_pretrained(tmp_path / "base")
     trainer = make_trainer(model=str(tmp_path / "base"))
-    trainer.save_model()
-    trainer.create_model_card()
-    card = card_of(tmp_path / "out")
-    assert card.data.base_model is None
-    assert not any("base" in tag for tag in card.data.tags)
-    assert str(tmp_path) not in card.text
+    monkeypatch.chdir(tmp_path)
+    for name in (str(tmp_path / "base"), "base"):
+        trainer.model.config.name_or_path = name
+        trainer.save_model()
+        trainer.create_model_card()
+        card = card_of(tmp_path / "out")
+        assert card.data.base_model is None
+        assert not any("base" in tag for tag in card.data.tags)
+        assert str(tmp_path) not in card.text
     trainer.create_model_card(finetuned_from="team/base")
     trainer.save_model()
     card = card_of(tmp_path / "out")

@@ -284,6 +284,9 @@ def test_steps_of_a_rollout_are_judged_together(make_trainer):
     assert "is 0.6" in log(4, policy__clip_frac=1.5)[0]
     assert not log(5, policy__clip_frac=0.0)
     assert not log(6, policy__clip_frac=0.9)
+    log = Log(log.trainer, HealthCallback(clip_fraction=0.5))
+    told = [step for step in range(1, 9) if log(step, policy__clip_frac=0.7 * (step > 4))]
+    assert told == [7]  # the mean over steps 4 to 7 is 0.525
 
 
 def test_not_a_number_fails_and_other_processes_are_silent(make_trainer):

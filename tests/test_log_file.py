@@ -24,5 +24,8 @@ def test_the_file_is_the_log_history_whatever_a_run_begins_with(make_trainer, da
     assert [e["step"] for e in log if "loss" in e] == [1, 2, 3, 4, 5, 6], "no line twice"
 
     anew = make_trainer({"max_steps": 2})
-    anew.train()
-    assert [e["step"] for e in read_log(anew.args.output_dir) if "loss" in e] == [1, 2]
+    for _ in range(2):
+        anew.train()
+        log = read_log(anew.args.output_dir)
+        assert log == anew.state.log_history
+        assert [e["step"] for e in log if "loss" in e] == [1, 2]

@@ -69,7 +69,8 @@ def test_table_in_a_terminal_of_80_columns(rollout, tokenizer):
     text = console.file.getvalue()
     assert "请问1+1=2？" in text
     assert "score 1" in text
-    first = next(line for line in text.splitlines() if line.strip().startswith("是"))
+    heads, first = (next(x for x in text.splitlines() if x.strip().startswith(word)) for word in ("token", "是"))
+    assert heads.split()[-6:] == ["KL", "reward", "value", "δ", "return", "advantage"]
     assert first.split() == ["是", "-0.1200", "-0.1500", "-0.0300", "-0.0100", "0.8500", "0.0112", "0.8882", "0.0382"]
     assert "…" not in text
 
