@@ -24,7 +24,7 @@ from hfppo.data import prompts as prompts_module
 from hfppo.data.chat_template import RunDate, apply_chat_template
 from hfppo.data.prompts import prepare_prompts
 from hfppo.rewards.model import RewardModel
-from hfppo.token_trace.from_checkpoint import Question, trace_prompt
+from hfppo.token_trace.from_checkpoint import trace_prompt
 
 DATED = "{{ strftime_now('%d') }}" + CHAT_TEMPLATE
 TALKS = [[{"role": "user", "content": f"{a}+{b}="}] for a in range(4) for b in range(4)]
@@ -140,7 +140,7 @@ def test_a_checkpoint_shows_what_its_run_saw(make_dated, tmp_path, clock):
     trainer.train()
     checkpoint = tmp_path / "out/checkpoint-1"
     clock(8)
-    trace, _ = trace_prompt(checkpoint, Question(prompt="1+1=", completion="2", chat=True))
+    trace, _ = trace_prompt(checkpoint, "1+1=", completion="2", chat=True)
     assert of_day(trainer, trace.prompt_ids) == "07"
 
 

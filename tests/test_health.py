@@ -188,14 +188,6 @@ def test_the_recipe_is_silent(tmp_path):
     assert rewards[-1] > 0.8
 
 
-def test_the_target_of_adaptive_kl_is_the_limit(make_trainer):
-    """Twice the target, where a run without it is told nothing."""
-    config = ONE_STEP | {"max_steps": 6}
-    assert "kl-to-the-reference" not in warned(make_trainer(config))
-    told = warned(make_trainer(config, callbacks=[AdaptiveKLCallback(target=0.01)]))
-    assert "above 0.02: " in told["kl-to-the-reference"]
-
-
 class Log:
     """A HealthCallback that is told a metric step by step."""
 
@@ -254,7 +246,7 @@ def test_a_first_ratio_is_judged_by_its_mean_and_dtype(make_trainer, config, dty
 def test_the_limits_that_cut_turns_are_named(tmp_path, config, shares, named):
     args = PPOConfig(str(tmp_path), use_cpu=True, **config)
     turns = {f"turns/{name}": share for name, share in shares.items()}
-    message = truncation(RecentLogs({}, {"completions/truncated_frac": 0.9, **turns}, args))
+    message = truncation(RecentLogs([], {"completions/truncated_frac": 0.9, **turns}, args))
     limits = " or ".join(["max_completion_length (now 256)", *named])
     assert f"To change: raise {limits}; set missing_eos_penalty (now None)" in message
 
@@ -292,6 +284,9 @@ def test_steps_of_a_rollout_are_judged_together(make_trainer):
     assert "is 0.6" in log(4, policy__clip_frac=1.5)[0]
     assert not log(5, policy__clip_frac=0.0)
     assert not log(6, policy__clip_frac=0.9)
+    log = Log(log.trainer, HealthCallback(clip_fraction=0.5))
+    told = [step for step in range(1, 9) if log(step, policy__clip_frac=0.7 * (step > 4))]
+    assert told == [7]  # the mean over steps 4 to 7 is 0.525
 
 
 def test_not_a_number_fails_and_other_processes_are_silent(make_trainer):
@@ -306,6 +301,15 @@ def lasting(log: Log, **metrics: float) -> list[str]:
     return [message for step in range(start + 1, start + 11) for message in log(step, **metrics)]
 
 
+@pytest.mark.parametrize("given", [[AdaptiveKLCallback(target=0.01)], []])
+def test_twice_the_target_of_adaptive_kl_is_the_limit(make_trainer, given):
+    trainer = make_trainer(ONE_STEP, callbacks=given)
+    (health,) = [callback for callback in trainer.callback_handler.callbacks if type(callback) is HealthCallback]
+    assert not lasting(Log(trainer, health), kl=0.02)
+    told = lasting(Log(trainer, health), kl=0.021)
+    assert ["above 0.02: " in message for message in told] == [True] * len(given)
+
+
 def test_a_solved_task_is_no_problem(make_trainer):
     """Entropy and spread of the scores vanish there as well; without a better reward it is a collapse."""
     first = {"reward": 0.9, "reward_std": 0.3, "policy__entropy": 1.0}
@@ -318,7 +322,7 @@ def test_a_solved_task_is_no_problem(make_trainer):
 
 def test_checks_read_metrics_and_fields_that_exist(make_trainer):
     args, source = make_trainer().args, "".join(map(inspect.getsource, CHECKS))
-    metrics = re.findall(r'(?:above\(|below\(|now\[|first\[)"([^"]+)"', source)
+    metrics = re.findall(r'(?:above\(|below\(|now\[|first\()"([^"]+)"', source)
     assert len(metrics) > len(CHECKS)
     assert set(metrics) <= METRICS.keys()
     assert [name for name in re.findall(r"{(\w+)}", source) if not hasattr(args, name)] == []

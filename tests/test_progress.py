@@ -61,45 +61,40 @@ def test_there_is_one_bar_and_a_users_own_comes_first(make_trainer, callbacks, d
 
 @pytest.mark.parametrize("disabled", [True, False])
 def test_without_a_bar_nothing_shows(make_trainer, terminal, disabled):
-    trainer = make_trainer({"disable_tqdm": disabled, "max_steps": 2})
+    trainer = make_trainer({"disable_tqdm": disabled, "max_steps": 1})
     trainer.remove_callback(RunProgress)
     trainer.train()
     assert terminal.getvalue() == ""
 
 
-def test_the_bar_ends_at_the_last_step(make_trainer, terminal, every_step):
+def test_a_terminal_gets_a_bar_up_to_the_last_step_and_a_line_per_log(make_trainer, terminal, every_step, capsys):
     make_trainer(FOUR_STEPS).train()
     shown = terminal.getvalue()
     assert [f"step {n}/4" in shown for n in range(1, 5)] == [True] * 4
     assert shown.endswith("\n"), "the prompt comes on a line of its own"
     for phase in ("generation", "passes", "rewards"):
         assert f", rollout {phase}" in shown
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
+    assert [line.split("  ")[0] for line in lines] == ["step 1", "step 2", "step 3", "step 4"]
+    assert re.fullmatch(r"step 1  reward 0\.\d{3}  KL -?0\.0000  .*clipped 0\.0%  explained .*", lines[0])
 
 
-def test_a_resumed_bar_starts_where_the_run_is(make_trainer, terminal, every_step):
-    make_trainer({**FOUR_STEPS, "save_strategy": "steps", "save_steps": 2}).train()
-    terminal.truncate(0)
-    resumed = make_trainer({**FOUR_STEPS, "max_steps": 8})
-    resumed.train(resume_from_checkpoint=f"{resumed.args.output_dir}/checkpoint-2")
-    steps = [int(n) for n in re.findall(r"step (\d)/8", terminal.getvalue())]
-    assert min(steps) == 2
-    assert max(steps) == 8
-
-
-@pytest.mark.parametrize(("step", "rollout", "disabled"), [(2, 1, False), (4, 2, True)])
-def test_a_resumed_run_says_first_where_it_begins(make_trainer, terminal, step, rollout, disabled):
-    """A rollout has 4 steps."""
-    config = {"disable_tqdm": disabled, "max_steps": 7, "save_strategy": "steps", "save_steps": 2}
+def test_a_resumed_run_says_first_where_it_begins(make_trainer, terminal, every_step):
+    """With a bar and without one. A rollout has 4 steps."""
+    config = {"disable_tqdm": False, "max_steps": 5, "save_strategy": "steps", "save_steps": 2}
     make_trainer(config).train()
     assert "resumed" not in terminal.getvalue()
-    terminal.truncate(0)
-    terminal.seek(0)
-    resumed = make_trainer(config | {"max_steps": 8})
-    checkpoint = f"{resumed.args.output_dir}/checkpoint-{step}"
-    resumed.train(resume_from_checkpoint=checkpoint)
-    shown = terminal.getvalue().splitlines()
-    assert shown[0] == f"resumed from {checkpoint}, rollout {rollout}, step {step} of 8"
-    assert [line for line in shown[1:] if "resumed" in line] == []
+    for step, rollout, disabled in ((2, 1, False), (4, 2, True)):
+        terminal.truncate(0)
+        terminal.seek(0)
+        resumed = make_trainer(config | {"max_steps": 6, "disable_tqdm": disabled, "save_strategy": "no"})
+        checkpoint = f"{resumed.args.output_dir}/checkpoint-{step}"
+        resumed.train(resume_from_checkpoint=checkpoint)
+        first, *others = terminal.getvalue().splitlines()
+        assert first == f"resumed from {checkpoint}, rollout {rollout}, step {step} of 6"
+        assert "resumed" not in "".join(others)
+        steps = [int(n) for n in re.findall(r"step (\d)/6", terminal.getvalue())]
+        assert [min(steps, default=None), max(steps, default=None)] == ([None, None] if disabled else [2, 6])
 
 
 def test_only_the_main_process_says_where_a_run_begins(terminal):
@@ -109,24 +104,20 @@ def test_only_the_main_process_says_where_a_run_begins(terminal):
     assert terminal.getvalue() == "resumed from out/checkpoint-2, rollout 1, step 0 of 0\n"
 
 
-def test_a_log_is_one_line_on_a_terminal(make_trainer, terminal, capsys):
-    make_trainer(FOUR_STEPS).train()
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
-    assert [line.split("  ")[0] for line in lines] == ["step 1", "step 2", "step 3", "step 4"]
-    assert re.fullmatch(r"step 1  reward 0\.\d{3}  KL -?0\.0000  .*clipped 0\.0%  explained .*", lines[0])
-
-
 def test_a_log_file_gets_plain_lines(make_trainer, capfd, monkeypatch):
-    make_trainer(FOUR_STEPS).train()
-    assert "step 1" not in capfd.readouterr().err, "quiet for 30 seconds"
+    make_trainer({**FOUR_STEPS, "max_steps": 1}).train()
+    sizes, *others = capfd.readouterr().err.splitlines()
+    assert sizes == "1 rollout of 8 completions (8 per process), 4 optimizer steps each"
+    assert "step 1" not in "".join(others), "quiet for 30 seconds"
     monkeypatch.setattr(progress, "LINE_EVERY", 0.0)
-    make_trainer(FOUR_STEPS).train()
+    make_trainer({**FOUR_STEPS, "max_steps": 5}).train()  # the second rollout is cut
     out, err = capfd.readouterr()
+    assert err.startswith("2 rollouts of 8 completions")
     assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", out + err)
-    assert "step 0/4, rollout rewards [00:00<?]" in err
-    assert re.search(r"step 2/4 \[00:\d\d<00:\d\d\]", err)
+    assert "step 0/5, rollout rewards [00:00<?]" in err
+    assert re.search(r"step 2/5 \[00:\d\d<00:\d\d\]", err)
     lines = [line for line in out.splitlines() if line.startswith("step ")]
-    assert [line.split("  ")[0] for line in lines] == ["step 1", "step 2", "step 3", "step 4"]
+    assert [line.split("  ")[0] for line in lines] == [f"step {n}" for n in range(1, 6)]
     assert re.fullmatch(r"step 1  reward \S+  KL \S+ .* length 6\.0 .* time \d+\.\d s", lines[0])
     assert "policy/ratio_max" not in out, "the rest of the log is in metrics.jsonl"
     assert "train_runtime" in out
@@ -137,16 +128,8 @@ def test_the_line_has_no_penalty_of_zero_and_the_time_that_passes():
     assert progress.short_cells(log) == {"reward": "1.000", "time": "7.0 s"}
     assert progress.short_cells({**log, "kl_coef": 0.05})["β"] == "0.05"
     assert progress.short_cells({**log, "time/candidates": 0.5})["time"] == "7.5 s"
-    assert (
-        progress.short_cells({**log, "time/trainer_waited": 0.5})["time"] == "3.5 s"
-    )  # the rest passed in the update
-
-
-def test_a_run_begins_with_its_sizes(make_trainer, capfd):
-    sizes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3, "num_mini_batches": 2}
-    make_trainer({**FOUR_STEPS, **sizes, "num_ppo_epochs": 2, "max_steps": 5}).train()  # the second rollout is cut
-    wanted = "2 rollouts of 12 completions (12 per process), 4 optimizer steps each"
-    assert capfd.readouterr().err.startswith(wanted)
+    waited = {**log, "time/trainer_waited": 0.5}  # the rest passed in the update
+    assert progress.short_cells(waited)["time"] == "3.5 s"
 
 
 @pytest.mark.parametrize(("given", "rows"), [(None, "as free memory allows"), (32, "32")])
@@ -190,7 +173,7 @@ def test_other_processes_print_nothing(make_trainer, terminal, capsys):
         def on_train_begin(self, args, state, control, **kwargs):
             state.is_world_process_zero = False
 
-    trainer = make_trainer(FOUR_STEPS)
+    trainer = make_trainer({**FOUR_STEPS, "max_steps": 1})
     trainer.callback_handler.callbacks.insert(0, Second())
     trainer.train()
     assert terminal.getvalue() == ""

@@ -4,6 +4,7 @@ import math
 import re
 import sys
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,6 +20,7 @@ from hfppo.token_trace.record import Trace, list_trace_files, read_traces, trace
 
 CONFIG = {"max_steps": 12, "kl_coef": 0.1}  # 3 rollouts of 4 steps
 NIGHTLY = [pytest.mark.slow, pytest.mark.nightly]
+EVENTS = ("rollout", "update")
 PROMPTS = {"prompts": ["请问1+1=2？", "请问2+2="], "answer": ["2", "4"]}
 
 
@@ -48,41 +50,34 @@ def column(trace: Trace, name: str) -> torch.Tensor:
     return torch.tensor([getattr(row, name) for row in trace.table.rows])
 
 
-def test_a_trace_has_the_coefficient_its_rewards_were_made_with(make_trainer, tmp_path):
-    """Whichever callback comes first."""
-    callbacks = [AdaptiveKLCallback(target=1e-6, horizon=10), TokenTraceCallback(every=1, num_completions=1)]
-    trainer = make_trainer(CONFIG, callbacks=callbacks)
-    trainer.train()
-    logged = [entry["kl_coef"] for entry in trainer.state.log_history if "kl_coef" in entry]
-    assert len(set(logged)) == 3
-    assert [trace.kl_coef for (trace,) in traces(tmp_path / "out").values()] == logged
-
-
-@pytest.mark.parametrize("report_to", [["trackio"], []])
-def test_trackers_that_are_reported_to_get_the_tokens(make_trainer, monkeypatch, tmp_path, report_to):
+def test_trackers_that_are_reported_to_get_the_tokens(make_trainer, monkeypatch, tmp_path):
     logged = []
     tracker = SimpleNamespace(log=logged.append, Table=lambda dataframe: dataframe)
     monkeypatch.setitem(sys.modules, "trackio", tracker)
     trainer = make_trainer({**CONFIG, "max_steps": 4}, callbacks=[TokenTraceCallback(num_completions=2)])
-    trainer.args.report_to = report_to  # after Trainer has set up its own, which would start the real one
+    trainer.args.report_to = ["trackio"]  # after Trainer has set up its own, which would start the real one
     trainer.train()
-    assert len(logged) == len(report_to)
     rows = [row for trace in traces(tmp_path / "out")[1] for row in trace.table.rows]
-    for table in (entry["traces"] for entry in logged):
-        assert set(table["rollout"]) == {1}
-        for name in ("token", "logprob", "value", "advantage", "new_logprob", "ratio", "clipped"):
-            assert list(table[name]) == [getattr(row, name) for row in rows]
+    (table,) = (entry["traces"] for entry in logged)
+    assert set(table["rollout"]) == {1}
+    for name in ("token", "logprob", "value", "advantage", "new_logprob", "ratio", "clipped"):
+        assert list(table[name]) == [getattr(row, name) for row in rows]
 
 
 def test_traces_hold_the_trainers_own_numbers_before_and_after_the_update(make_trainer, tmp_path, tokenizer):
+    """β is the one that the rewards were made with, though another callback has changed it before."""
     witness = Witness()
-    callbacks = [witness, TokenTraceCallback(every=2, num_completions=3)]
+    callbacks = [witness, AdaptiveKLCallback(target=1e-6, horizon=10), TokenTraceCallback(every=2, num_completions=3)]
     limits = {"cliprange": 0.1, "cliprange_high": 1.0, "dual_clip": 1.02}
     trainer = make_trainer({**CONFIG, **limits, "temperature": 0.7}, callbacks=callbacks)
     trainer.train()
+    assert witness.events == [(event, n, 4 * (n - (event == "rollout"))) for n in (1, 2, 3) for event in EVENTS]
     found = traces(tmp_path / "out")
     assert list(found) == [1, 3]
     assert {(t.step, t.updated_step) for t in found[3]} == {(8, 12)}
+    betas = [entry["kl_coef"] for entry in trainer.state.log_history if "kl_coef" in entry]
+    assert len(set(betas)) == 3
+    assert [{trace.kl_coef for trace in of_rollout} for of_rollout in found.values()] == [{betas[0]}, {betas[2]}]
     held_by = {"low": 0, "high": 0, "dual": 0, "none above 1.1": 0}
     for number, of_rollout in found.items():
         rollout = witness.rollouts[number]
@@ -120,13 +115,28 @@ def test_traces_hold_the_trainers_own_numbers_before_and_after_the_update(make_t
     assert (tmp_path / "out/_traces/index.html").is_file()
 
 
-def test_numbers_of_a_trace_add_up(make_trainer, tmp_path):
-    trainer = make_trainer({**CONFIG, "gamma": 0.99, "lam": 0.9})
-    trainer.add_callback(TokenTraceCallback(every=1, trainer=trainer, **PROMPTS))
-    trainer.train()
-    of_last = traces(tmp_path / "out")[3]
-    assert [trace.table.prompt for trace in of_last] == PROMPTS["prompts"]
-    for trace in of_last:
+def test_chosen_prompts_have_numbers_that_add_up_and_change_nothing_about_the_training(make_trainer, tmp_path):
+    """A rollout before the training changes nothing either."""
+    answers = []
+
+    def noting(completions, answer, **kwargs):
+        answers.append(answer)
+        return count_digits(completions)
+
+    config = {**CONFIG, "gamma": 0.99, "lam": 0.9}
+    plain = make_trainer(config)
+    plain.train()
+    watched = make_trainer({**config, "output_dir": str(tmp_path / "watched")}, reward_funcs=noting)
+    watched.rollout(**PROMPTS)
+    watched.add_callback(TokenTraceCallback(every=1, trainer=watched, **PROMPTS))
+    watched.train()
+    for a, b in zip(plain.model.parameters(), watched.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+    assert answers.count(PROMPTS["answer"]) == 4
+    found = traces(tmp_path / "watched")
+    assert list(found) == [1, 2, 3]
+    assert [trace.table.prompt for trace in found[3]] == PROMPTS["prompts"]
+    for trace in found[3]:
         rows = trace.table.rows
         assert trace.kl_coef == 0.1
         assert any(abs(row.kl) > 0.01 for row in rows)
@@ -143,16 +153,6 @@ def test_numbers_of_a_trace_add_up(make_trainer, tmp_path):
             assert row.ratio == pytest.approx(math.exp(row.new_logprob - row.logprob), rel=1e-5)
 
 
-def test_chosen_prompts_change_nothing_about_the_training(make_trainer, tmp_path):
-    plain, watched = make_trainer(CONFIG), make_trainer({**CONFIG, "output_dir": str(tmp_path / "watched")})
-    plain.train()
-    watched.add_callback(TokenTraceCallback(every=1, trainer=watched, **PROMPTS))
-    watched.train()
-    assert list(traces(tmp_path / "watched")) == [1, 2, 3]
-    for a, b in zip(plain.model.parameters(), watched.model.parameters(), strict=True):
-        assert torch.equal(a, b)
-
-
 class Crash(TrainerCallback):
     def __init__(self, step: int):
         self.step = step
@@ -162,38 +162,32 @@ class Crash(TrainerCallback):
             raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize(
-    ("killed_in", "chosen"),
-    [(9, False), (6, True), *(pytest.param(*case, marks=NIGHTLY) for case in ((6, False), (8, True)))],
-)
-def test_resumed_run_neither_loses_nor_repeats_a_trace(make_trainer, tmp_path, killed_in, chosen):
+@pytest.mark.parametrize("kills", [(9, 6), pytest.param((8,), marks=NIGHTLY)])
+def test_resumed_run_neither_loses_nor_repeats_a_trace(make_trainer, tmp_path, kills):
     """Within a rollout, in its last step, and in the next one's first; older traces lie about.
 
     Args:
-        killed_in: the step that no checkpoint knows of.
-        chosen: whether chosen prompts are traced.
+        kills: in each run the step that no checkpoint knows of.
     """
 
-    def trainer(output_dir: str, *callbacks):
-        saving = {"save_strategy": "no" if output_dir == "straight" else "steps", "save_steps": killed_in - 1}
-        config = {**CONFIG, **saving, "output_dir": str(tmp_path / output_dir)}
-        made = make_trainer(config, callbacks=list(callbacks))
-        options = {"trainer": made, **PROMPTS} if chosen else {}
-        made.add_callback(TokenTraceCallback(every=1, **options))
+    def trainer(output_dir: str, *callbacks, **saving):
+        made = make_trainer({**CONFIG, **saving, "output_dir": str(tmp_path / output_dir)}, callbacks=list(callbacks))
+        for options in ({}, {"trainer": made, **PROMPTS}):
+            made.add_callback(TokenTraceCallback(every=1, **options))
         return made
 
     trainer("straight").train()
-    with pytest.raises(KeyboardInterrupt):
-        trainer("killed", Crash(killed_in)).train()
-    for stale in (3, 7):
-        kind = "prompts" if chosen else "rollout"
-        write_traces(trace_file(tmp_path / "killed", stale, kind), traces(tmp_path / "straight")[1])
-    resumed = trainer("killed")
-    resumed.train(resume_from_checkpoint=True)
     expected = [path.read_text() for path in list_trace_files(tmp_path / "straight")]
-    assert len(expected) == 3
+    assert len(expected) == 6
     assert "null" not in "".join(expected)
-    assert [path.read_text() for path in list_trace_files(tmp_path / "killed")] == expected
+    for step in kills:
+        saving = {"save_strategy": "steps", "save_steps": step - 1}
+        with pytest.raises(KeyboardInterrupt):
+            trainer(str(step), Crash(step), **saving).train()
+        for kind, stale in product(("rollout", "prompts"), (3, 7)):
+            write_traces(trace_file(tmp_path / str(step), stale, kind), traces(tmp_path / "straight")[1])
+        trainer(str(step), **saving).train(resume_from_checkpoint=True)
+        assert [path.read_text() for path in list_trace_files(tmp_path / str(step))] == expected
 
 
 def test_a_run_may_trace_its_own_completions_and_chosen_prompts(make_trainer, tmp_path):
@@ -214,31 +208,28 @@ def test_a_run_may_trace_its_own_completions_and_chosen_prompts(make_trainer, tm
     assert all(row.new_logprob is not None for read in found.values() for trace in read for row in trace.table.rows)
 
 
-def test_the_first_and_the_last_rollout_are_always_traced(make_trainer, tmp_path):
-    make_trainer(CONFIG, callbacks=[TokenTraceCallback()]).train()
-    assert list(traces(tmp_path / "out")) == [1, 3]
-
-
 def test_second_training_goes_on_with_the_rollouts_and_a_new_run_starts_anew(make_trainer, tmp_path):
-    trainer = make_trainer({"max_steps": 4}, callbacks=[TokenTraceCallback(every=1)])
+    """The first and the last rollout of a training are always traced."""
+    trainer = make_trainer(CONFIG, callbacks=[TokenTraceCallback()])
     trainer.train()
+    assert list(traces(tmp_path / "out")) == [1, 3]
+    trainer.args.max_steps = 4
     trainer.train()
-    assert list(traces(tmp_path / "out")) == [1, 2]
-    make_trainer({"max_steps": 4}, callbacks=[TokenTraceCallback(every=1)]).train()
+    assert list(traces(tmp_path / "out")) == [1, 3, 4]
+    make_trainer({"max_steps": 4}, callbacks=[TokenTraceCallback()]).train()
     assert list(traces(tmp_path / "out")) == [1]
 
 
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
-        ({"max_steps": 8}, [("rollout", 1, 0), ("update", 1, 4), ("rollout", 2, 4), ("update", 2, 8)]),
         ({"max_steps": 6}, [("rollout", 1, 0), ("update", 1, 4), ("rollout", 2, 4), ("update", 2, 6)]),
         (
             {"max_steps": 4, "num_ppo_epochs": 4},
             [("rollout", 1, 0), ("update", 1, 2), ("rollout", 2, 2), ("update", 2, 4)],
         ),
     ],
-    ids=["whole rollouts", "max_steps within a rollout", "stopped at a KL"],
+    ids=["max_steps within a rollout", "stopped at a KL"],
 )
 def test_update_end_comes_once_after_the_last_step_of_each_rollout(make_trainer, config, expected):
     witness = Witness()
@@ -249,6 +240,7 @@ def test_update_end_comes_once_after_the_last_step_of_each_rollout(make_trainer,
 
 def test_traces_without_reference_critic_and_clip(make_trainer, tmp_path):
     config = {"kl_coef": 0.0, "advantage_estimator": "grpo", "num_generations": 2, "policy_loss": "gspo"}
+    config |= {"max_steps": 4}
     make_trainer(config, callbacks=[TokenTraceCallback()]).train()
     rows = [row for trace in traces(tmp_path / "out")[1] for row in trace.table.rows]
     assert {(r.ref_logprob, r.kl, r.value, r.td_error, r.return_, r.clipped) for r in rows} == {(None,) * 6}
@@ -290,16 +282,3 @@ def test_numbers_of_a_run_that_diverged_are_read_back(tmp_path):
 def test_options_that_make_no_sense_are_refused(options, said):
     with pytest.raises(ValueError, match=re.escape(said)):
         TokenTraceCallback(**options)
-
-
-def test_rewards_see_the_columns_of_chosen_prompts(make_trainer):
-    seen = []
-
-    def noting(completions, answer, **kwargs):
-        seen.append(answer)
-        return count_digits(completions)
-
-    trainer = make_trainer({"max_steps": 1}, reward_funcs=noting)
-    trainer.add_callback(TokenTraceCallback(trainer=trainer, **PROMPTS))
-    trainer.train()
-    assert PROMPTS["answer"] in seen

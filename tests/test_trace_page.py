@@ -78,17 +78,9 @@ def test_tokens_and_all_their_numbers_are_shown(open_page, page_file):
     assert tokens(view).locator("small").all_text_contents() == ["0.375", "−0.375", "0.875", "−0.875", "1.375"]
     assert view.locator("article p").first.text_content() == f"{EVIL} 1+1\n="
     tokens(view, 1).nth(0).hover()
-    assert detail(view) == {
-        **{"log π_old": "−0.5000", "log π_ref": "−0.7500", "KL": "0.2500", "reward": "−0.0250", "value": "0.1250"},
-        **{
-            "δ": "−0.0200",
-            "return": "0.9000",
-            "advantage": "0.3750",
-            "log π_new": "−0.4000",
-            "ratio": "1.3500",
-            "clipped": "yes",
-        },
-    }
+    before = {"log π_old": "−0.5000", "log π_ref": "−0.7500", "KL": "0.2500", "reward": "−0.0250", "value": "0.1250"}
+    before |= {"δ": "−0.0200", "return": "0.9000", "advantage": "0.3750"}
+    assert detail(view) == {**before, "log π_new": "−0.4000", "ratio": "1.3500", "clipped": "yes"}
     tokens(view, 1).nth(1).focus()
     assert detail(view)["log π_old"] == "−1.5000"
     assert "left out of the losses" not in view.locator("#meaning").text_content()
@@ -97,45 +89,6 @@ def test_tokens_and_all_their_numbers_are_shown(open_page, page_file):
     tokens(view, 1).nth(4).click()
     assert "left out of the losses" in view.locator("#meaning").text_content()
     assert view.title() == "hfppo: token traces"
-
-
-@pytest.mark.browser
-def test_colours_diverge_around_the_columns_turning_point(open_page, page_file):
-    view = open_page(page_file)
-
-    def colours() -> list[tuple[int, ...]]:
-        styles = [token.evaluate("x => getComputedStyle(x).backgroundColor") for token in tokens(view).all()]
-        return [tuple(float(x) for x in re.findall(r"[\d.]+", style)) for style in styles]
-
-    blue, orange = colours()[2], colours()[3]
-    assert blue[2] > blue[0]
-    assert orange[0] > orange[2]
-    assert colours()[4][3] > colours()[2][3] > colours()[0][3]  # 1.375, 0.875, 0.375: the further, the stronger
-    assert view.locator(".ends span").all_text_contents() == ["−1.88", "0.00", "1.88"]
-    view.locator("#column").select_option("ratio")
-    assert view.locator(".ends span").all_text_contents() == ["0.65", "1.00", "1.35"]
-    assert colours()[0][3] > colours()[1][3] > 0
-    assert [i for i, token in enumerate(tokens(view).all()) if "clipped" in token.get_attribute("class")] == [0]
-
-
-@pytest.mark.browser
-def test_each_kind_of_trace_has_its_own_labelled_scale(open_page, traces, tmp_path):
-    """Own completions are whitened, chosen prompts are not: the same colour means another number."""
-    rows = [replace(row, advantage=row.advantage * 2) for row in traces[0].table.rows]
-    own = replace(traces[0], kind="rollout", table=replace(traces[0].table, rows=rows))
-    (tmp_path / "both.html").write_text(render_page([own, traces[0]]), encoding="utf-8")
-    view = open_page(tmp_path / "both.html")
-    shown = [scale.inner_text().split() for scale in view.locator(".scale").all()]
-    assert shown == [
-        ["own", "completions", "−2.75", "0.00", "2.75"],
-        ["chosen", "prompts", "−1.38", "0.00", "1.38"],
-    ]
-    strongest = [tokens(view, i).nth(4).evaluate("x => getComputedStyle(x).backgroundColor") for i in (0, 1)]
-    assert strongest[0] == strongest[1]
-    assert [text.split(" · ")[0] for text in view.locator(".facts").all_text_contents()] == [
-        "own completions",
-        "chosen prompts",
-    ]
 
 
 @pytest.mark.browser
@@ -154,63 +107,9 @@ def test_slider_moves_through_the_rollouts_and_keeps_the_chosen_token(open_page,
 
 
 @pytest.mark.browser
-def test_language_switches_and_follows_the_browser(open_page, page_file):
-    view = open_page(page_file)
-    assert view.locator("h1").text_content() == "Token traces"
-    view.locator("#language").select_option("zh")
-    assert view.locator("h1").text_content() == "逐 token 记录"
-    assert view.evaluate("document.documentElement.lang") == "zh"
-    assert "价值 value" in detail(view)
-    assert "得分 1.00" in view.locator(".facts").first.text_content()
-    assert open_page(page_file, locale="zh-CN").locator("h1").text_content() == "逐 token 记录"
-
-
-CONTRAST = """element => {
-  const parse = text => text.match(/[\\d.]+/g).map(Number);
-  const over = ([r, g, b, a = 1], under) => [r, g, b].map((x, i) => a * x + (1 - a) * under[i]);
-  const light = rgb => rgb.map(x => x / 255).map(x => x <= 0.04045 ? x / 12.92 : ((x + 0.055) / 1.055) ** 2.4)
-    .reduce((sum, x, i) => sum + x * [0.2126, 0.7152, 0.0722][i], 0);
-  const card = parse(getComputedStyle(element.closest("article")).backgroundColor);
-  const back = light(over(parse(getComputedStyle(element).backgroundColor), card));
-  const front = light(parse(getComputedStyle(element).color));
-  return (Math.max(front, back) + 0.05) / (Math.min(front, back) + 0.05);
-}"""
-
-
-@pytest.mark.browser
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_both_schemes_are_readable(open_page, page_file, scheme):
-    view = open_page(page_file, color_scheme=scheme)
-    background = re.findall(r"\d+", view.evaluate("getComputedStyle(document.body).backgroundColor"))
-    assert (int(background[0]) > 128) == (scheme == "light")
-    view.locator("#rollout").fill("2")  # where the colours are strongest
-    for column in ("advantage", "logprob"):
-        view.locator("#column").select_option(column)
-        assert min(token.evaluate(CONTRAST) for token in tokens(view).all()) > 4.5  # WCAG 2, level AA
-
-
-@pytest.mark.browser
-@pytest.mark.parametrize("language", ["en-US", "zh-CN"])
-def test_phone_has_no_sideways_scroll_and_covers_nothing(open_page, page_file, language):
-    options = {"viewport": {"width": 360, "height": 740}, "is_mobile": True, "has_touch": True, "locale": language}
-    view = open_page(page_file, **options)
-    assert view.evaluate("document.documentElement.scrollWidth") == 360
-    last = tokens(view, 1).last
-    last.scroll_into_view_if_needed()
-    view.evaluate("scrollTo(0, document.body.scrollHeight)")
-    box, panel = last.bounding_box(), view.locator("#detail").bounding_box()
-    assert box["y"] + box["height"] <= panel["y"]
-    last.tap()
-    assert detail(view)["log π_old"] == "−4.5000"
-
-
-@pytest.mark.browser
 def test_page_of_one_trace_without_reward_has_no_slider_and_no_empty_columns(open_page, traces, tmp_path):
-    rows = [
-        replace(row, reward=None, td_error=None, return_=None, advantage=None, clipped=None)
-        for row in traces[0].table.rows
-    ]
-    rows = [replace(row, new_logprob=None, ratio=None, value=float("nan")) for row in rows]
+    unknown = dict.fromkeys(("reward", "td_error", "return_", "advantage", "new_logprob", "ratio", "clipped"))
+    rows = [replace(row, **unknown, value=float("nan")) for row in traces[0].table.rows]
     alone = replace(traces[0], updated_step=None, table=TokenTable("x", None, rows))
     (tmp_path / "one.html").write_text(render_page([alone]), encoding="utf-8")
     view = open_page(tmp_path / "one.html")

@@ -69,7 +69,8 @@ def test_table_in_a_terminal_of_80_columns(rollout, tokenizer):
     text = console.file.getvalue()
     assert "请问1+1=2？" in text
     assert "score 1" in text
-    first = next(line for line in text.splitlines() if line.strip().startswith("是"))
+    heads, first = (next(x for x in text.splitlines() if x.strip().startswith(word)) for word in ("token", "是"))
+    assert heads.split()[-6:] == ["KL", "reward", "value", "δ", "return", "advantage"]
     assert first.split() == ["是", "-0.1200", "-0.1500", "-0.0300", "-0.0100", "0.8500", "0.0112", "0.8882", "0.0382"]
     assert "…" not in text
 
@@ -99,16 +100,3 @@ def test_table_without_reference_and_critic(rollout, tokenizer):
     bare = replace(rollout, ref_logprobs=None, values=None, td_errors=None, returns=None)
     rows = TokenTable.from_rollout(bare, 0, tokenizer).rows
     assert {(row.ref_logprob, row.kl, row.value, row.td_error, row.return_) for row in rows} == {(None,) * 5}
-
-
-def test_trainers_rollout_is_what_training_would_see_and_does_not_disturb_it(make_trainer):
-    plain = make_trainer()
-    plain.train()
-    watched = make_trainer()
-    before = watched.rollout(["请问1+1=2？"])
-    watched.train()
-    after = watched.rollout(["请问1+1=2？"])
-    for a, b in zip(plain.model.parameters(), watched.model.parameters(), strict=True):
-        assert torch.equal(a, b)
-    assert not torch.equal(before.old_logprobs[:, 0], after.old_logprobs[:, 0])
-    assert torch.allclose(after.returns, after.values + after.advantages)

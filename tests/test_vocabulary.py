@@ -21,7 +21,7 @@ from hfppo.models.actor_critic import ActorCritic
 from hfppo.models.loading import load_model
 from hfppo.models.vocabulary import is_resized
 from hfppo.rewards.model import RewardModel
-from hfppo.token_trace.from_checkpoint import Question, trace_prompt
+from hfppo.token_trace.from_checkpoint import trace_prompt
 
 ADDED = ["<think>", "</think>"]  # ids 25 and 26
 PROMPT = "请问1+2=<think>"
@@ -151,7 +151,7 @@ def test_the_folder_as_critic(run, tmp_path):
 
 def test_a_trace(run):
     checkpoint = f"{run.folder}/checkpoint-4"
-    trace, _ = trace_prompt(checkpoint, Question(PROMPT, score=run.table.score))
+    trace, _ = trace_prompt(checkpoint, PROMPT, score=run.table.score)
     for row, other in zip(trace.table.rows, run.table.rows, strict=True):
         assert row.token == other.token
         found, wanted = ((x.logprob, x.ref_logprob, x.value) for x in (row, other))

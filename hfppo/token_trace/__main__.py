@@ -17,7 +17,7 @@ import rich
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
 from hfppo.config import PPOConfig
-from hfppo.token_trace.from_checkpoint import Question, trace_prompt
+from hfppo.token_trace.from_checkpoint import trace_prompt
 from hfppo.token_trace.page import render_page, write_page
 from hfppo.token_trace.record import Trace
 
@@ -39,15 +39,15 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def describe_trace(trace: Trace, args: PPOConfig, question: Question) -> list[str]:
+def describe_trace(trace: Trace, args: PPOConfig, ref_model: str | None) -> list[str]:
     """Return the lines below a table."""
     lines = [
         f"step {trace.step}, rollout {trace.rollout}: β = {trace.kl_coef:g}, γ = {args.gamma:g}, λ = {args.lam:g}"
     ]
-    reference = question.ref_model or "the base with the adapter disabled"
     if trace.table.rows[0].ref_logprob is not None:
+        reference = ref_model or "the base with the adapter disabled"
         lines.append(f"reference: {reference}; if the run had another, give --ref_model")
-    if question.score is None:
+    if trace.table.score is None:
         lines.append("reward, return and advantage need a score: add --score 1, say")
     if not args.needs_critic:
         lines.append(f"{args.advantage_estimator} has no critic; a single completion may have no advantage")
@@ -64,9 +64,8 @@ def main(arguments: list[str] | None = None) -> None:
         if options["prompt"] is None:
             print(write_page(folder, html))
             return
-        question = Question(**options)
-        trace, args = trace_prompt(folder, question)
-        rich.print(trace.table, *describe_trace(trace, args, question), sep="\n")
+        trace, args = trace_prompt(folder, **options)
+        rich.print(trace.table, *describe_trace(trace, args, options["ref_model"]), sep="\n")
         if html is not None:
             html.parent.mkdir(parents=True, exist_ok=True)
             html.write_text(render_page([trace]), encoding="utf-8")

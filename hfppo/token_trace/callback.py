@@ -89,9 +89,7 @@ class TokenTraceCallback(PPOCallback):
             tables = [TokenTable.from_rollout(rollout, i, processing_class, kl) for i in range(count)]
             place = {"rollout": number, "step": step, "kl_coef": ppo_state.kl_coef, "kind": self._kind}
             traces = [Trace.from_rollout(rollout, i, table, **place) for i, table in enumerate(tables)]
-            path = trace_file(args.output_dir, number, self._kind)
-            with ignore_write_errors(path):
-                write_traces(path, traces)
+            write_traces(trace_file(args.output_dir, number, self._kind), traces)
 
     def _remove_stale_files(self, output_dir: str, number: int) -> None:
         """Remove files from rollout `number` on: an earlier run wrote them, or this one before it was resumed."""
@@ -108,8 +106,7 @@ class TokenTraceCallback(PPOCallback):
         if not is_sharded(model):  # a forward pass needs the other processes as well
             clip = Clip(ppo_state.cliprange, ppo_state.cliprange_high, args.dual_clip)
             traces = [add_update(trace, model, args, clip, state.global_step) for trace in traces]
-            with ignore_write_errors(path):
-                write_traces(path, traces)
+            write_traces(path, traces)
         log_table(args, "traces", Dataset.from_list([row for trace in traces for row in trace.token_rows()]))
 
     def on_train_end(self, args, state, control, **kwargs):

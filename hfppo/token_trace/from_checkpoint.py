@@ -24,7 +24,7 @@ from hfppo.config import PPOConfig
 from hfppo.data.chat_template import CLOCK
 from hfppo.environments.agents import OF_TURNS
 from hfppo.generation.sampler import Sampler, completion_ids, eos_token_ids
-from hfppo.models.loading import load_base_of, load_tokenizer
+from hfppo.models.loading import load_base_of, load_tokenizer, name_in_errors
 from hfppo.sample import Turn
 from hfppo.saving.checkpoint_folders import find_last_intact
 from hfppo.saving.manifest import find_damage
@@ -43,19 +43,6 @@ LEFT_OUT = {
 
 
 @dataclass(frozen=True)
-class Question:
-    """A prompt for a checkpoint, and how to complete and score it."""
-
-    prompt: str
-    completion: str | None = None  # the completion to trace; None: sample one
-    score: float | None = None  # score of the completion; None: unknown
-    seed: int | None = None  # seed of the sampled completion; None: the run's
-    chat: bool = False  # whether the prompt is a user's message
-    base: str | None = None  # id or path of the base; None: the base that the adapter names
-    ref_model: str | None = None  # id or path of the reference; None: the base
-
-
-@dataclass(frozen=True)
 class FixedCompletion(Sampler):
     """A sampler that always returns the same completion."""
 
@@ -68,11 +55,27 @@ class FixedCompletion(Sampler):
         return [Turn(self.ids, [0.0] * len(self.ids))] * len(prompts)
 
 
-def trace_prompt(checkpoint: str | Path, question: Question) -> tuple[Trace, PPOConfig]:
+def trace_prompt(
+    checkpoint: str | Path,
+    prompt: str,
+    *,
+    completion: str | None = None,
+    score: float | None = None,
+    seed: int | None = None,
+    chat: bool = False,
+    base: str | None = None,
+    ref_model: str | None = None,
+) -> tuple[Trace, PPOConfig]:
     """Return the trace of a prompt by the models of a checkpoint, and the settings of its run.
 
     Args:
         checkpoint: a checkpoint, or the output folder of a run: its last one.
+        completion: the completion to trace; None: sample one.
+        score: score of the completion; None: unknown.
+        seed: seed of the sampled completion; None: the run's.
+        chat: whether the prompt is a user's message.
+        base: id or path of the base; None: the base that the adapter names.
+        ref_model: id or path of the reference; None: the base.
     Raises:
         ValueError: the folder is not a complete checkpoint of PPOTrainer, the base cannot be loaded, or prompt and
             completion are too long for a model.
@@ -80,25 +83,24 @@ def trace_prompt(checkpoint: str | Path, question: Question) -> tuple[Trace, PPO
     folder = find_checkpoint(Path(checkpoint))
     saved = json.loads(state_file(folder, 0).read_text(encoding="utf-8"))
     state, run = PPOState.from_state_dict(saved["state"]), RunDescription(**saved["run"])
-    step = TrainerState.load_from_json(str(folder / TRAINER_STATE_NAME)).global_step
     tokenizer = load_tokenizer(str(folder), trust_remote_code=False)
     peft_config = PeftConfig.from_pretrained(str(folder))
     peft_config.inference_mode = False
-    base = load_base(folder, peft_config, run, question)
-    written = None
-    if question.completion is not None:
-        written = completion_ids(question.completion, tokenizer, eos_token_ids(tokenizer, base.generation_config))
-    prompt: Any = [{"role": "user", "content": question.prompt}] if question.chat else question.prompt
+    model = load_base(folder, peft_config, run, base)
+    changes: dict[str, Any] = {} if seed is None else {"seed": seed}
+    if completion is not None:
+        written = completion_ids(completion, tokenizer, eos_token_ids(tokenizer, model.generation_config))
+        changes["max_completion_length"] = len(written)
+    asked: Any = [{"role": "user", "content": prompt}] if chat else prompt
     with TemporaryDirectory() as output_dir:  # nothing is written into it, but Trainer makes the folder
-        args = rebuild_settings(run, question, written, output_dir)
         trainer = PPOTrainer(
-            model=base,
-            reward_funcs=lambda completions, **_: [question.score] * len(completions),
-            args=args,
-            eval_dataset=Dataset.from_dict({"prompt": [prompt]}),
+            model=model,
+            reward_funcs=lambda completions, **_: [score] * len(completions),
+            args=TraceConfig(output_dir=output_dir, **{**rollout_settings(run), **changes}),
+            eval_dataset=Dataset.from_dict({"prompt": [asked]}),
             processing_class=tokenizer,
             peft_config=peft_config,
-            ref_model=question.ref_model,
+            ref_model=ref_model,
             critic=str(folder),
         )
         trainer.ppo_state = state
@@ -106,14 +108,15 @@ def trace_prompt(checkpoint: str | Path, question: Question) -> tuple[Trace, PPO
         for part, found in hash_frozen_weights(trainer.model).items():
             if run.structure[part] != found:
                 logger.warning("%s is not the run's, unless that was quantised; give --base or --ref_model", part)
-        if written is not None:
+        if completion is not None:
             trainer.collector = replace(trainer.collector, sampler=FixedCompletion(written))
-        rollout = trainer.rollout([prompt])
-    table = TokenTable.from_rollout(rollout, 0, tokenizer, args.reward_kl_estimator)
-    if question.score is None:
+        rollout = trainer.rollout([asked])
+    table = TokenTable.from_rollout(rollout, 0, tokenizer, trainer.args.reward_kl_estimator)
+    if score is None:
         table = remove_score(table)
+    step = TrainerState.load_from_json(str(folder / TRAINER_STATE_NAME)).global_step
     place = {"rollout": state.rollouts, "step": step, "kl_coef": state.kl_coef}
-    return Trace.from_rollout(rollout, 0, table, **place), args
+    return Trace.from_rollout(rollout, 0, table, **place), trainer.args
 
 
 def find_checkpoint(folder: Path) -> Path:
@@ -133,25 +136,22 @@ def find_checkpoint(folder: Path) -> Path:
     )
 
 
-def load_base(folder: Path, config: PeftConfig, run: RunDescription, question: Question) -> PreTrainedModel:
+def load_base(folder: Path, config: PeftConfig, run: RunDescription, base: str | None) -> PreTrainedModel:
     """Load the base of a checkpoint, in the dtype that the run asked for.
 
     Args:
         config: the configuration of the checkpoint's adapter.
+        base: id or path of another base.
     Raises:
         ValueError: it cannot be loaded.
     """
-    if question.base is not None:
-        config = replace(config, base_model_name_or_path=question.base, revision=None)
+    if base is not None:
+        config = replace(config, base_model_name_or_path=base, revision=None)
     weights = load_file(folder / SAFETENSORS_WEIGHTS_NAME)
     dtype = (run.settings["model_init_kwargs"] or {}).get("dtype", "auto")
-    try:
+    advice = "start in the folder that the path is relative to, or give --base"
+    with name_in_errors(f"the base of {folder}, base_model_name_or_path", config.base_model_name_or_path, advice):
         return load_base_of(str(folder), config, weights, dtype=dtype, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"the base {config.base_model_name_or_path!r} of {folder} cannot be loaded; start in the folder that "
-            f"the path is relative to, or give --base ({error})"
-        ) from error
 
 
 class TraceConfig(PPOConfig):
@@ -160,14 +160,8 @@ class TraceConfig(PPOConfig):
     n_gpu = 1
 
 
-def rebuild_settings(
-    run: RunDescription, question: Question, written: list[int] | None, output_dir: str
-) -> TraceConfig:
-    """Return the settings of a checkpoint's run that matter to a rollout of one prompt.
-
-    Args:
-        written: token ids of a given completion.
-    """
+def rollout_settings(run: RunDescription) -> dict[str, Any]:
+    """Return the settings of a checkpoint's run that matter to a rollout of one prompt."""
     inherited = {f.name for f in fields(TrainingArguments)} - {"bf16", "fp16", "seed"}
     saved = {**run.settings, **run.structure}
     values = {f.name: saved[f.name] for f in fields(PPOConfig) if f.name in saved.keys() - inherited - LEFT_OUT}
@@ -175,11 +169,7 @@ def rebuild_settings(
     values["fp16"] = values["fp16"] and torch.cuda.is_available()  # a CPU has no autocast in float16
     values["use_cpu"] = not torch.accelerator.is_available()  # Trainer asks for it with bf16
     values["per_device_train_batch_size"] = values["num_generations"]  # divides into groups
-    if written is not None:
-        values["max_completion_length"] = len(written)
-    if question.seed is not None:
-        values["seed"] = question.seed
-    return TraceConfig(output_dir=output_dir, **values)
+    return values
 
 
 def remove_score(table: TokenTable) -> TokenTable:

@@ -14,7 +14,7 @@ from hfppo.functional.kl import clamp_log_ratio
 from hfppo.models.actor_critic import ActorCritic, Want
 from hfppo.models.modes import eval_mode
 from hfppo.rollout import Rollout
-from hfppo.support.files import write_atomically
+from hfppo.support.files import ignore_write_errors, write_atomically
 from hfppo.token_trace.table import TokenRow, TokenTable
 
 TRACES = "_traces"  # in the output folder; Trainer does not push folders whose name begins with "_"
@@ -100,11 +100,12 @@ def trace_file(output_dir: str | Path, rollout: int, kind: str = "rollout") -> P
 
 
 def write_traces(path: Path, traces: Iterable[Trace]) -> None:
-    """Write a rollout's traces atomically."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Write a rollout's traces atomically; an error is a warning."""
     lines = [json.dumps(trace.to_json(), ensure_ascii=False) for trace in traces]
-    with write_atomically(path) as temporary:
-        temporary.write_text("\n".join([*lines, ""]), encoding="utf-8")
+    with ignore_write_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with write_atomically(path) as temporary:
+            temporary.write_text("\n".join([*lines, ""]), encoding="utf-8")
 
 
 def read_traces(path: Path) -> list[Trace]:

@@ -1,7 +1,7 @@
 """The token table: the numbers of actor, reference, reward and critic for each token of one completion."""
 
-from dataclasses import dataclass
-from typing import Self
+from dataclasses import dataclass, field, fields
+from typing import Any, Self
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -16,20 +16,10 @@ from hfppo.rollout import Rollout
 from hfppo.support.printable import escape_control_characters
 from hfppo.token_trace.tokens import token_texts
 
-# Fields of a row by their column headings, in the order of the columns.
-COLUMNS = {
-    "logprob": "log π_old",
-    "ref_logprob": "log π_ref",
-    "kl": "KL",
-    "reward": "reward",
-    "value": "value",
-    "td_error": "δ",
-    "return_": "return",
-    "advantage": "advantage",
-    "new_logprob": "log π_new",
-    "ratio": "ratio",
-    "clipped": "clipped",
-}
+
+def column(heading: str) -> Any:
+    """Make a field of `TokenRow` that is a column of the table, with its heading."""
+    return field(default=None, metadata={"heading": heading})
 
 
 @dataclass(frozen=True)
@@ -40,19 +30,22 @@ class TokenRow:
     """
 
     token: str
-    logprob: float | None = None
-    ref_logprob: float | None = None
-    kl: float | None = None
-    reward: float | None = None
-    value: float | None = None
-    td_error: float | None = None  # δ = reward + γ·V(s_{t+1}) − value
-    return_: float | None = None
-    advantage: float | None = None
+    logprob: float | None = column("log π_old")
+    ref_logprob: float | None = column("log π_ref")
+    kl: float | None = column("KL")
+    reward: float | None = column("reward")
+    value: float | None = column("value")
+    td_error: float | None = column("δ")  # δ = reward + γ·V(s_{t+1}) − value
+    return_: float | None = column("return")
+    advantage: float | None = column("advantage")
     turn: int | None = None  # the model's turn, from 1, in a completion of several turns
     counted: bool = True  # False: the losses leave this token out
-    new_logprob: float | None = None  # log π after the last update on the rollout
-    ratio: float | None = None  # π_new/π_old
-    clipped: bool | None = None  # whether the token is then clipped, so that its gradient is 0
+    new_logprob: float | None = column("log π_new")  # after the last update on the rollout
+    ratio: float | None = column("ratio")  # π_new/π_old
+    clipped: bool | None = column("clipped")  # whether the token is then clipped, so that its gradient is 0
+
+
+COLUMNS = {f.name: f.metadata["heading"] for f in fields(TokenRow) if f.metadata}
 
 
 @dataclass(frozen=True)
@@ -103,8 +96,7 @@ class TokenTable(JupyterMixin):
         table.add_column("token", min_width=min(max((token.cell_len for token in tokens), default=0), 12))
         shown = [name for name in COLUMNS if any(getattr(row, name) is not None for row in self.rows)]
         for name in shown:
-            heading = COLUMNS[name]
-            table.add_column(heading, justify="right", no_wrap=" " not in heading)
+            table.add_column(COLUMNS[name], justify="right", no_wrap=" " not in COLUMNS[name])
         turn = 1
         for row, token in zip(self.rows, tokens, strict=True):
             if row.turn is not None and row.turn > turn:
