@@ -1,11 +1,8 @@
 """The apple game: its rules, its best play, and a short run of its recipe."""
 
-import json
 import random
 from functools import cache
-from pathlib import Path
 
-import agent
 import agent_game
 import numpy as np
 import pytest
@@ -24,12 +21,9 @@ from agent_game import (
     uniform_value,
 )
 from build_tiny_base import build, byte_tokenizer
-from run import RecipeParser
 from transformers import EvalPrediction
 
-from hfppo import PPOConfig
-
-YAML = str(Path(agent.__file__).with_suffix(".yaml"))
+from helpers.recipes import run_copy
 
 
 class Luck:
@@ -145,12 +139,8 @@ def test_the_template_writes_plain_text():
 
 def test_the_recipe_in_small(tmp_path, capsys):
     build(str(tmp_path / "tiny"))
-    flags = ["--max_steps", "2", "--num_mini_batches", "1", "--per_device_train_batch_size", "4", "--use_cpu", "true"]
-    flags += ["--num_eval_games", "4", "--logging_steps", "1", "--max_completion_length", "340", "--save_steps", "2"]
-    flags += ["--model_name_or_path", str(tmp_path / "tiny"), "--output_dir", str(tmp_path / "out")]
-    parser = RecipeParser((agent.AgentArguments, PPOConfig, agent.AgentActor))
-    agent.main(*parser.parse_args_and_config(["--config", YAML, *flags]))
-    results = json.loads((tmp_path / "out/all_results.json").read_text())
+    flags = ["--num_mini_batches", "1", "--num_eval_games", "4", "--max_completion_length", "340"]
+    results = run_copy("agent/agent.py", tmp_path, *flags, "--model_name_or_path", str(tmp_path / "tiny"))
     assert results["optimum"] == OPTIMUM
     assert results["after_turns/mean"] == 8
     assert results["before_expected_return"] <= OPTIMUM

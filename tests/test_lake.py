@@ -1,6 +1,5 @@
 """The lake game: its rules, its exact values, and the base that plays it."""
 
-import json
 import random
 
 import build_lake_base
@@ -19,14 +18,12 @@ from lake_game import (
     state_of,
     uniform_policy,
 )
-from run import RecipeParser
 from transformers import AutoModelForCausalLM, AutoTokenizer, EvalPrediction
 from value_maps import MoveCounter
 
-from hfppo import PPOConfig
+from helpers.recipes import run_copy
 
 BASE = lake.FOLDER / "base"
-YAML = str(lake.FOLDER.parent / "lake.yaml")
 
 
 class NoLuck:
@@ -175,13 +172,10 @@ def test_the_text_of_a_state_is_read_back(state):
 
 
 def test_the_recipe_in_small(tmp_path):
-    flags = ["--max_steps", "2", "--per_device_train_batch_size", "4", "--num_eval_games", "4", "--use_cpu", "true"]
-    parser = RecipeParser((lake.LakeArguments, PPOConfig, lake.LakeActor))
-    lake.main(*parser.parse_args_and_config(["--config", YAML, *flags, "--output_dir", str(tmp_path)]))
-    results = json.loads((tmp_path / "all_results.json").read_text())
+    results = run_copy("lake/lake.py", tmp_path, "--num_eval_games", "4")
     assert results["optimum"] == pytest.approx(2.900, abs=5e-4)
     assert -5 < results["before_sampled_return"] < results["optimum"]
     assert results["distance_to_optimum"] == pytest.approx(results["optimum"] - results["after_sampled_return"])
     assert results["before_sampled_turns/mean"] == 32
     assert 0 <= results["after_sampled_illegal_turns"] < 32
-    assert (tmp_path / "lake.png").is_file()
+    assert (tmp_path / "out/lake.png").is_file()

@@ -97,7 +97,7 @@ def launch_lake(processes: int, folder: Path) -> tuple[dict[str, float], dict[st
         [
             *(sys.executable, "-m", "accelerate.commands.launch", "--config_file", "recipes/accelerate/ddp.yaml"),
             *("--mixed_precision", "no", "--num_processes", str(processes), "--main_process_port", "0"),
-            *("recipes/lake.py", "--config", "recipes/lake.yaml"),
+            *("recipes/lake/lake.py", "--config", "recipes/lake/lake.yaml"),
             *(part for name, value in flags.items() for part in (f"--{name}", value)),
         ],
         cwd=ROOT,

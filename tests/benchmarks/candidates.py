@@ -3,7 +3,7 @@
     python tests/benchmarks/candidates.py --methods ppo ppo_2 ppo_4 grpo grpo_4 --seeds 0 1 2 3 4
     python tests/benchmarks/candidates.py --report
 
-The base is the one of `recipes/arithmetic.py`, trained further on answers that are right for trivial sums and wrong at
+The base is the one of `recipes/arithmetic`, trained further on answers that are right for trivial sums and wrong at
 the recipe's rate for the others. A sum is trivial if one of its numbers has one digit. Each run writes its result as
 JSON when it ends; a result that exists is not measured again. All sampled completions count, also those of groups that
 are left out. After each rollout the exact probability of the right answer is measured on held-out sums, which nothing
@@ -30,7 +30,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser, 
 from hfppo import PPOCallback, PPOConfig, PPOTrainer
 
 RECIPES = Path(__file__).parents[2] / "recipes"
-sys.path.insert(0, str(RECIPES))
+sys.path.insert(0, str(RECIPES / "arithmetic"))
 from arithmetic import FOLDER, right_answer  # noqa: E402
 from build_arithmetic_base import (  # noqa: E402
     Answers,

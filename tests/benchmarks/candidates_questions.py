@@ -26,7 +26,7 @@ from transformers import EvalPrediction, HfArgumentParser
 from hfppo import PPOCallback, PPOConfig, PPOTrainer
 
 RECIPES = Path(__file__).parents[2] / "recipes"
-sys.path.insert(0, str(RECIPES))
+sys.path.insert(0, str(RECIPES / "reasoning"))
 from reasoning_tasks import ReasoningArguments, draw_questions, make_reward, make_rows  # noqa: E402
 
 KINDS = {  # share of the questions, number of terms, digits of each

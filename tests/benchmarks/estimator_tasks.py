@@ -14,17 +14,16 @@ from peft import LoraConfig
 from hfppo import PPOConfig
 
 RECIPES = Path(__file__).parents[2] / "recipes"
-sys.path.insert(0, str(RECIPES))
+sys.path[:0] = [str(RECIPES / name) for name in ("arithmetic", "lake", "reasoning")]
 from arithmetic import FOLDER as ARITHMETIC  # noqa: E402
 from arithmetic import right_answer  # noqa: E402
-from build_lake_base import PROMPT  # noqa: E402
-from lake_game import STATES, Lake, expected_return, state_of, uniform_policy  # noqa: E402
+from lake_game import PROMPT, STATES, Lake, expected_return, state_of, uniform_policy  # noqa: E402
 from value_maps import MoveCounter  # noqa: E402
 
 
 def recipe_settings(name: str) -> tuple[dict[str, Any], LoraConfig]:
     """Return the `PPOConfig` fields of a recipe's YAML file, for a run that saves nothing, and its LoRA."""
-    recipe = yaml.safe_load((RECIPES / f"{name}.yaml").read_text())
+    recipe = yaml.safe_load(next(RECIPES.rglob(f"{name}.yaml")).read_text())
     settings = {f.name: recipe[f.name] for f in fields(PPOConfig) if f.name in recipe}
     settings |= {"max_steps": -1, "save_strategy": "no", "use_cpu": True, "disable_tqdm": True}
     return settings, LoraConfig(r=recipe["lora_r"], lora_alpha=recipe["lora_alpha"], target_modules="all-linear")
@@ -78,7 +77,7 @@ def play(game: type[Lake], num_eval: int) -> dict[str, Any]:
 
 
 def judge_sums(num_eval: int) -> dict[str, Any]:
-    """Return the trainer's arguments for the sums of `recipes/arithmetic.py`."""
+    """Return the trainer's arguments for the sums of `recipes/arithmetic/arithmetic.py`."""
     files = {name: str(ARITHMETIC / f"{name}.jsonl") for name in ("train", "test")}
     rows = load_dataset("json", data_files=files)
     return {
@@ -95,11 +94,11 @@ def ask(num_eval: int, shown: Sequence[dict[str, str]] = (), **changes: Any) -> 
     Args:
         num_eval: questions of the evaluation.
         shown: messages before each question.
-        changes: of the recipe's own arguments in `recipes/reasoning.yaml`.
+        changes: of the recipe's own arguments in `recipes/reasoning/reasoning.yaml`.
     """
     from reasoning_tasks import ReasoningArguments, draw_questions, make_reward, make_rows  # needs reasoning-gym
 
-    recipe = yaml.safe_load((RECIPES / "reasoning.yaml").read_text())
+    recipe = yaml.safe_load((RECIPES / "reasoning/reasoning.yaml").read_text())
     own = {f.name: recipe[f.name] for f in fields(ReasoningArguments) if f.name in recipe}
     args = ReasoningArguments(num_test_questions=num_eval, **own | changes)
     train, test = draw_questions(args)

@@ -1,9 +1,9 @@
-"""PPO on the game of `recipes/agent.py` beside methods without a critic, at equal numbers of games.
+"""PPO on the game of `recipes/agent/agent.py` beside methods without a critic, at equal numbers of games.
 
     python tests/benchmarks/orchard.py --model out/smollm2 --methods ppo grpo --learning_rates 3e-4 --seeds 0
     python tests/benchmarks/orchard.py --report
 
-Settings are those of `recipes/agent.yaml` where the method says nothing else. Each run writes its result as JSON when
+Settings are those of `recipes/agent` where the method says nothing else. Each run writes its result as JSON when
 it ends; a result that exists, of as many games, is not measured again. The report counts the way from the untrained
 model, measured once, to the best play. Start and curves are expected returns: the optimum minus the mean regret of the
 games, see `regret`.
@@ -29,7 +29,7 @@ from transformers import AutoTokenizer, HfArgumentParser
 from hfppo import PPOCallback, PPOConfig, PPOTrainer, Rollout
 
 RECIPES = Path(__file__).parents[2] / "recipes"
-sys.path.insert(0, str(RECIPES))
+sys.path.insert(0, str(RECIPES / "agent"))
 from agent_game import CHAT_TEMPLATE, OPTIMUM, PROMPT, Orchard, regret  # noqa: E402
 
 ROLLOUT = 32  # games

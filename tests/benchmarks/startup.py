@@ -1,9 +1,9 @@
 """Seconds and memory from a dataset to a trainer that is ready to train, by the number of prompts.
 
-    PYTHONPATH=recipes python tests/benchmarks/startup.py [--prompts 10000 100000 1000000]
+    PYTHONPATH=recipes/gsm8k python tests/benchmarks/startup.py [--prompts 10000 100000 1000000]
 
 The problems of recipes/gsm8k, each with a number before it, as text: the dataset lies on disk and is memory-mapped.
-The model is the one of recipes/build_tiny_base.py. Each start in a process of its own, which makes one trainer of 16
+The model is the one of build_tiny_base.py there. Each start in a process of its own, which makes one trainer of 16
 prompts first, so that imports and the model are not counted; a second start finds what the first has stored. Processor
 seconds are those of all threads: on a busy machine they tell more. Prints a Markdown table.
 """

@@ -1,6 +1,6 @@
 """What TokenTraceCallback costs: its share of the processor time of the arithmetic run.
 
-    PYTHONPATH=recipes python tests/benchmarks/traces.py --every 10
+    PYTHONPATH=recipes/arithmetic python tests/benchmarks/traces.py --every 10
 
 The time inside the callback is compared with that of `train`, both as processor time of this process, so that what
 else the machine does is not counted.
