@@ -7,6 +7,7 @@ import sys
 from itertools import pairwise
 from pathlib import Path
 
+import arithmetic
 import pytest
 import torch
 import yaml
