@@ -3,15 +3,12 @@
 import random
 from functools import cache
 
-import agent_game
 import numpy as np
 import pytest
 from agent_game import (
     ACTIONS,
     BEST,
-    CHAT_TEMPLATE,
     OPTIMUM,
-    PROMPT,
     Orchard,
     best_values,
     measure_games,
@@ -20,7 +17,7 @@ from agent_game import (
     turns_of,
     uniform_value,
 )
-from build_tiny_base import build, byte_tokenizer
+from build_tiny_base import build
 from transformers import EvalPrediction
 
 from helpers.recipes import run_copy
@@ -127,14 +124,6 @@ def test_games_are_measured_from_messages():
     text = "".join(message["content"] for message in messages)
     assert measured["expected_return"] == pytest.approx(OPTIMUM - regret(text))
     assert [turn[3] for turn in turns_of(text)] == [answer.strip() for answer in answers[1:]]
-
-
-def test_the_template_writes_plain_text():
-    tokenizer = byte_tokenizer()
-    tokenizer.chat_template = CHAT_TEMPLATE
-    game = [*PROMPT, {"role": "assistant", "content": " pick"}, {"role": "user", "content": show(7, 2, 1)}]
-    text = tokenizer.apply_chat_template(game, tokenize=False, add_generation_prompt=True)
-    assert text == agent_game.RULES + " pick\n7 days, $2, 1 apples:"
 
 
 def test_the_recipe_in_small(tmp_path, capsys):

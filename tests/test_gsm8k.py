@@ -38,15 +38,7 @@ RIGHT = {
     "0.75": ["0.75", ".75", "3/4", r"\frac{3}{4}", r"\dfrac{3}{4}", r"$\frac{3}{4}$ of it"],
 }
 WRONG = {
-    "72": [
-        "#### 73",
-        "#### -72",
-        "#### 7.2",
-        "#### 720",
-        "#### 72, 73",
-        "#### 72\n#### 5",
-        r"\boxed{72} or \boxed{73}",
-    ],
+    "72": [*(f"#### {x}" for x in ("73", "-72", "7.2", "720", "72, 73", "72\n#### 5")), r"\boxed{72} or \boxed{73}"],
     "5": ["The answer is 5", "5", "", "####", "#### x", "#### many", r"\boxed{5", r"\boxed{}"],
     "-11": ["#### 11"],
     "1,080": ["#### 1", "#### 1.080", "#### 80"],
@@ -83,13 +75,6 @@ def test_a_shipped_problem_adds_up(problem):
         known.add(abs(Fraction(result)))
     assert final.replace(",", "") == steps[-1][2]
     assert re.fullmatch(r"-?\d{1,3}(,\d{3})*(\.\d+)?", final)
-
-
-def test_the_shipped_problems_are_different_ones():
-    assert [len(PROBLEMS[split]) for split in ("train", "test")] == [40, 10]
-    questions = [problem["question"] for rows in PROBLEMS.values() for problem in rows]
-    assert len(set(questions)) == len(questions)
-    assert all(problem.keys() == {"question", "answer"} for rows in PROBLEMS.values() for problem in rows)
 
 
 @pytest.mark.parametrize(

@@ -126,19 +126,6 @@ def test_random_games_return_the_value_of_the_uniform_policy():
     assert np.mean(totals) == pytest.approx(expected_return(uniform_policy()), abs=0.12)
 
 
-def test_a_conversation_begins_with_the_tokens_of_each_shorter_one():
-    tokenizer = AutoTokenizer.from_pretrained(BASE)
-    game = build_lake_base.random_game(0)
-    whole = tokenizer.apply_chat_template(game)["input_ids"]
-    assert len(whole) == 32 * (3 + 2)
-    assert tokenizer.unk_token_id not in whole
-    for length in range(1, len(game)):
-        asked = game[length - 1]["role"] == "user"
-        ids = tokenizer.apply_chat_template(game[:length], add_generation_prompt=asked)["input_ids"]
-        assert ids == whole[: len(ids)]
-        assert asked == (whole[len(ids)] in tokenizer.convert_tokens_to_ids(list(MOVES)))
-
-
 def test_the_shipped_base_plays_each_move_alike_and_nearly_no_illegal_one():
     tokenizer, model = AutoTokenizer.from_pretrained(BASE), AutoModelForCausalLM.from_pretrained(BASE)
     assert model.num_parameters() < 350_000
