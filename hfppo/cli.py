@@ -210,9 +210,8 @@ class PPOParser(TrlParser):
         options, default = self.known[name], self.get_default(name)
         choices = f" {{{','.join(map(str, options['choices']))}}}" if options.get("choices") else ""
         text = f"{options.get('help', '')} (default: {default})"
-        indent = 6 * " "
-        width = shutil.get_terminal_size().columns - 2
-        return [f"  --{name}{choices}", *textwrap.wrap(text, width, initial_indent=indent, subsequent_indent=indent)]
+        width = shutil.get_terminal_size().columns - 8
+        return [f"  --{name}{choices}", textwrap.indent(textwrap.fill(text, width), 6 * " ")]
 
     def describe_sizes(self) -> str:
         """Return the sizes of rollouts that the defaults make; empty without the arguments of PPO."""
@@ -249,11 +248,10 @@ def read_flags(words: list[str]) -> dict[str, Any]:
     for word in words:
         if word.startswith("--"):
             name, _, text = word.strip("-").partition("=")
-            name = name.replace("-", "_")
         else:
             text = word
         if name:
-            flags[name] = read_json(WORDS.get(text, text)) if text else True
+            flags[name.replace("-", "_")] = read_json(WORDS.get(text, text)) if text else True
     return flags
 
 

@@ -192,11 +192,11 @@ def end_at_exit() -> None:
     Gloo's threads may still reference a Python object of the last collective, even after the group is destroyed. If a
     thread releases it during the shutdown, the process aborts (https://github.com/pytorch/pytorch/issues/190489).
     """
-    atexit.register(time.sleep, 0.5)  # the last function that is registered runs first
-    atexit.register(destroy_group)
+    atexit.register(end_group)
 
 
-def destroy_group() -> None:
+def end_group() -> None:
     """Destroy the process group, if there still is one and no error has ended the script: others may wait in it."""
     if is_initialized() and not hasattr(sys, "last_value"):
         destroy_process_group()
+    time.sleep(0.5)

@@ -52,7 +52,6 @@ def build(output_dir: str) -> None:
         intermediate_size=170,
         num_hidden_layers=2,
         num_attention_heads=2,
-        max_position_embeddings=512,
         initializer_range=64**-0.5,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
