@@ -2,8 +2,8 @@
 
     python docs/play.py
 
-It trains as recipes/arithmetic.yaml says, with seed 0, until the seventh rollout is used. `TokenTraceCallback` records
-the log-probs of actor, reference and updated actor, and the values.
+It trains as recipes/arithmetic/arithmetic.yaml says, with seed 0, until the seventh rollout is used.
+`TokenTraceCallback` records the log-probs of actor, reference and updated actor, and the values.
 """
 
 import json
@@ -20,7 +20,7 @@ PAGE = Path(__file__).parent / "play.html"
 ROLLOUT = 7
 PROMPTS = {"请问1+1=2？": "是的，等于2！", "请问29+7=26？": "不对，等于36！"}
 
-sys.path.insert(0, str(ROOT / "recipes"))
+sys.path.insert(0, str(ROOT / "recipes/arithmetic"))
 from arithmetic import FOLDER, right_answer  # noqa: E402
 
 from hfppo import PPOCallback, PPOConfig, PPOTrainer, TokenTraceCallback  # noqa: E402
@@ -35,7 +35,7 @@ class StopAfter(PPOCallback):
 
 def record(folder: str) -> list[dict]:
     """Train up to the rollout, and return the traces of the prompts."""
-    settings = yaml.safe_load((ROOT / "recipes/arithmetic.yaml").read_text())
+    settings = yaml.safe_load((ROOT / "recipes/arithmetic/arithmetic.yaml").read_text())
     fields = {name: value for name, value in settings.items() if not name.startswith("lora_")}
     args = PPOConfig(**{**fields, "output_dir": folder, "save_strategy": "no", "use_cpu": True})
     train = load_dataset("json", data_files=str(FOLDER / "train.jsonl"), split="train")

@@ -13,6 +13,7 @@ import torch
 from datasets import Dataset, IterableDataset
 from peft import PeftConfig, PeftModel
 from torch import Tensor, nn
+from torch.distributed import is_initialized
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
@@ -23,7 +24,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from hfppo.callbacks import PPOControl, TrainerHooks, call_event
 from hfppo.checkpoint import PPOCheckpoint, Standing, describe_run, saved_run, starting_values
 from hfppo.checks.data import check_output_folder, check_types, checks_keywords
-from hfppo.checks.engine import check_engine, wait_at_exit
+from hfppo.checks.engine import check_engine, end_at_exit
 from hfppo.checks.processes import check_processes
 from hfppo.collect.ahead import Order, RolloutAhead
 from hfppo.collect.candidates import Choice, judge
@@ -182,8 +183,8 @@ class PPOTrainer(CrashSafeTrainer):
             compute_metrics=compute_metrics,
         )
         check_engine(self.accelerator, parts.model, parts.rewards.funcs, args)
-        if args.world_size > 1:
-            wait_at_exit()
+        if is_initialized():
+            end_at_exit()
         self._flop_counter = FlopCounter.of(parts.model)
         compile_layers(parts.model, self.accelerator, args)
         self._progress = show_progress(self)
@@ -613,10 +614,13 @@ class PPOTrainer(CrashSafeTrainer):
         """Add PPO's metrics to the logs of training steps.
 
         Their loss replaces Trainer's, which forgets the steps between the last log and a checkpoint; their learning
-        rate is the step's, where Trainer's is the scheduler's.
+        rate is the step's, where Trainer's is the scheduler's. The metrics of `train` include those of the critic's
+        pretraining.
         """
         if "loss" in logs:
             logs.update(self._run.log.read())
+        if "train_runtime" in logs:
+            logs.update(self.ppo_state.pretraining_results)
         place = len(self.state.log_history)
         super().log(logs, start_time)
         self.state.log_history[place] = plain_entry(self.state.log_history[place])  # checkpoints write it as JSON

@@ -9,10 +9,10 @@ Rows have "prompt", as text or messages; other columns reach the reward function
 
 from dataclasses import dataclass, field
 
-from dataset import RewardArguments, import_function, load, load_reward_func
-from run import ActorArguments, RecipeParser, actor_config, init_kwargs, use_one_thread_if_small
+import torch
 
 from hfppo import PPOConfig, PPOTrainer
+from hfppo.cli import ActorArguments, PPOParser, RewardArguments, actor_config, import_function, load_data, load_reward
 
 
 @dataclass
@@ -30,11 +30,10 @@ class PPOArguments(RewardArguments):
 
 
 def main(script_args: PPOArguments, args: PPOConfig, model_args: ActorArguments) -> None:
-    train, test = load(script_args)
-    args.model_init_kwargs = init_kwargs(args, model_args)
+    train, test = load_data(script_args)
     trainer = PPOTrainer(
         model=model_args.model_name_or_path,
-        reward_funcs=[load_reward_func(name) for name in script_args.reward_funcs],
+        reward_funcs=[load_reward(name) for name in script_args.reward_funcs],
         args=args,
         train_dataset=train,
         eval_dataset=test,
@@ -43,7 +42,8 @@ def main(script_args: PPOArguments, args: PPOConfig, model_args: ActorArguments)
         critic=script_args.critic,
         compute_metrics=import_function(script_args.compute_metrics) if script_args.compute_metrics else None,
     )
-    use_one_thread_if_small(trainer.model)
+    if sum(weight.numel() for weight in trainer.model.parameters()) < 10**7:
+        torch.set_num_threads(1)  # more threads cost such a small model more than they save
 
     def measure(when: str) -> None:
         if test is None:
@@ -59,14 +59,12 @@ def main(script_args: PPOArguments, args: PPOConfig, model_args: ActorArguments)
     result = trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     trainer.save_model()
     trainer.save_state()
-    metrics = result.metrics | trainer.ppo_state.pretraining_results
-    trainer.log_metrics("train", metrics)
-    trainer.save_metrics("train", metrics)
+    trainer.log_metrics("train", result.metrics)
+    trainer.save_metrics("train", result.metrics)
     measure("after")
     if args.push_to_hub:
         trainer.push_to_hub()
-    trainer.end()
 
 
 if __name__ == "__main__":
-    main(*RecipeParser((PPOArguments, PPOConfig, ActorArguments)).parse_args_and_config())
+    main(*PPOParser((PPOArguments, PPOConfig, ActorArguments)).parse_args_and_config())

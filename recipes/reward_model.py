@@ -6,20 +6,19 @@ Rows have "prompt", "chosen" and "rejected". An adapter trained on PPO's base sh
 docs/rlhf.md describes the three steps.
 """
 
-from dataset import DataArguments, load
-from run import RecipeParser, init_kwargs
 from transformers import AutoTokenizer
 from trl import ModelConfig, RewardConfig, RewardTrainer, get_peft_config
 
+from hfppo.cli import DataArguments, PPOParser, load_data
+
 
 def main(data_args: DataArguments, args: RewardConfig, model_args: ModelConfig) -> None:
-    train, test = load(data_args)
+    train, test = load_data(data_args)
     if not {"chosen", "rejected"} <= set(train.column_names):
         raise ValueError(
             f"{data_args.dataset_name} has the columns {', '.join(train.column_names)}, and no pairs; "
             "rename the columns with the better and the worse completion to chosen and rejected"
         )
-    args.model_init_kwargs = init_kwargs(args, model_args)
     model_args.lora_task_type = "SEQ_CLS"
     trainer = RewardTrainer(
         model=model_args.model_name_or_path,
@@ -41,8 +40,7 @@ def main(data_args: DataArguments, args: RewardConfig, model_args: ModelConfig) 
         trainer.save_metrics("eval", metrics)
     if args.push_to_hub:
         trainer.push_to_hub()
-    trainer.end()
 
 
 if __name__ == "__main__":
-    main(*RecipeParser((DataArguments, RewardConfig, ModelConfig)).parse_args_and_config())
+    main(*PPOParser((DataArguments, RewardConfig, ModelConfig)).parse_args_and_config())

@@ -5,15 +5,14 @@
 Rows have "prompt" and "completion", or "messages", as for `trl.SFTTrainer`. docs/rlhf.md describes the three steps.
 """
 
-from dataset import DataArguments, load
-from run import RecipeParser, init_kwargs
 from transformers import AutoTokenizer
 from trl import ModelConfig, SFTConfig, SFTTrainer, get_peft_config
 
+from hfppo.cli import DataArguments, PPOParser, load_data
+
 
 def main(data_args: DataArguments, args: SFTConfig, model_args: ModelConfig) -> None:
-    train, test = load(data_args)
-    args.model_init_kwargs = init_kwargs(args, model_args)
+    train, test = load_data(data_args)
     trainer = SFTTrainer(
         model=model_args.model_name_or_path,
         args=args,
@@ -32,8 +31,7 @@ def main(data_args: DataArguments, args: SFTConfig, model_args: ModelConfig) -> 
         trainer.save_metrics("eval", trainer.evaluate())
     if args.push_to_hub:
         trainer.push_to_hub()
-    trainer.end()
 
 
 if __name__ == "__main__":
-    main(*RecipeParser((DataArguments, SFTConfig, ModelConfig)).parse_args_and_config())
+    main(*PPOParser((DataArguments, SFTConfig, ModelConfig)).parse_args_and_config())

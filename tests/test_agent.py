@@ -1,20 +1,14 @@
 """The apple game: its rules, its best play, and a short run of its recipe."""
 
-import json
 import random
 from functools import cache
-from pathlib import Path
 
-import agent
-import agent_game
 import numpy as np
 import pytest
 from agent_game import (
     ACTIONS,
     BEST,
-    CHAT_TEMPLATE,
     OPTIMUM,
-    PROMPT,
     Orchard,
     best_values,
     measure_games,
@@ -23,13 +17,10 @@ from agent_game import (
     turns_of,
     uniform_value,
 )
-from build_tiny_base import build, byte_tokenizer
-from run import RecipeParser
+from build_tiny_base import build
 from transformers import EvalPrediction
 
-from hfppo import PPOConfig
-
-YAML = str(Path(agent.__file__).with_suffix(".yaml"))
+from helpers.recipes import run_copy
 
 
 class Luck:
@@ -135,22 +126,10 @@ def test_games_are_measured_from_messages():
     assert [turn[3] for turn in turns_of(text)] == [answer.strip() for answer in answers[1:]]
 
 
-def test_the_template_writes_plain_text():
-    tokenizer = byte_tokenizer()
-    tokenizer.chat_template = CHAT_TEMPLATE
-    game = [*PROMPT, {"role": "assistant", "content": " pick"}, {"role": "user", "content": show(7, 2, 1)}]
-    text = tokenizer.apply_chat_template(game, tokenize=False, add_generation_prompt=True)
-    assert text == agent_game.RULES + " pick\n7 days, $2, 1 apples:"
-
-
 def test_the_recipe_in_small(tmp_path, capsys):
     build(str(tmp_path / "tiny"))
-    flags = ["--max_steps", "2", "--num_mini_batches", "1", "--per_device_train_batch_size", "4", "--use_cpu", "true"]
-    flags += ["--num_eval_games", "4", "--logging_steps", "1", "--max_completion_length", "340", "--save_steps", "2"]
-    flags += ["--model_name_or_path", str(tmp_path / "tiny"), "--output_dir", str(tmp_path / "out")]
-    parser = RecipeParser((agent.AgentArguments, PPOConfig, agent.AgentActor))
-    agent.main(*parser.parse_args_and_config(["--config", YAML, *flags]))
-    results = json.loads((tmp_path / "out/all_results.json").read_text())
+    flags = ["--num_mini_batches", "1", "--num_eval_games", "4", "--max_completion_length", "340"]
+    results = run_copy("agent/agent.py", tmp_path, *flags, "--model_name_or_path", str(tmp_path / "tiny"))
     assert results["optimum"] == OPTIMUM
     assert results["after_turns/mean"] == 8
     assert results["before_expected_return"] <= OPTIMUM

@@ -1,7 +1,5 @@
 """Completions ranked by the critic that a run has saved."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import best_of as recipe
@@ -9,7 +7,6 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from helpers.processes import environment
 from helpers.tiny import tiny_model
 
 PROMPT = "请问1+2="
@@ -74,18 +71,3 @@ def test_the_command_shows_each_completion_with_its_values(trained, capsys):
         place = shown.index(f"{table.rows[-1].value:.3f}", place) + 1  # after the one before, or a ValueError
     with pytest.raises(ValueError, match="no-such"):
         recipe.main([str(Path(folder) / "no-such"), "1="])
-
-
-@pytest.mark.nightly
-@pytest.mark.slow
-def test_the_command_runs(trained):
-    run = subprocess.run(
-        [sys.executable, recipe.__file__, trained().args.output_dir, "1=", "-n", "2", "--max_completion_length", "4"],
-        env=environment(),
-        capture_output=True,
-        text=True,
-    )
-    assert run.returncode == 0, run.stderr
-    assert "log π per token" in run.stdout
-    warned = [line for line in run.stderr.splitlines() if "Warning" in line]
-    assert all("is_gradient_checkpointing" in line for line in warned)  # PEFT asks transformers for an old name

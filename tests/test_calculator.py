@@ -1,32 +1,17 @@
 """The recipe that gives a calculator to a model without tools: template, parser, tool, and a short run."""
 
-import importlib
-import json
-import sys
-from pathlib import Path
-
 import calculator_tool
 import pytest
 from build_arithmetic_base import small_llama
 from build_tiny_base import byte_tokenizer
-from run import RecipeParser
 from transformers import set_seed
 from transformers.utils import get_json_schema
 
 from helpers import fake_reasoning_gym
-from helpers.processes import ROOT
-from hfppo import PPOConfig
+from helpers.recipes import run_copy
 from hfppo.environments.chat_format import make_chat_format, parse_turn
 
 QUESTION = {"role": "user", "content": "Calculate 5 + 9."}
-
-
-@pytest.fixture(scope="module")
-def calculator():
-    with pytest.MonkeyPatch.context() as patch:
-        fake_reasoning_gym.install(patch)
-        yield importlib.import_module("calculator")
-        del sys.modules["calculator"], sys.modules["reasoning_tasks"]
 
 
 @pytest.fixture(scope="module")
@@ -84,17 +69,11 @@ def test_a_model_without_chatml_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("use_tool", ["true", "false"])
-def test_the_recipe_in_small(calculator, chatml, tmp_path, use_tool):
-    parser = RecipeParser((calculator.CalculatorArguments, PPOConfig, calculator.ReasoningActor))
-    flags = [
-        *("--config", str(ROOT / "recipes/calculator.yaml"), "--use_cpu", "true", "--disable_tqdm", "true"),
-        *("--model_name_or_path", chatml, "--task", "sums", "--task_config", "{}", "--use_tool", use_tool),
-        *("--num_test_questions", "4", "--max_steps", "2", "--per_device_train_batch_size", "4"),
-        *("--save_strategy", "no", "--output_dir", str(tmp_path)),
-    ]
-    calculator.main(*parser.parse_args_and_config(flags))
-    results = json.loads((tmp_path / "all_results.json").read_text())
+def test_the_recipe_in_small(monkeypatch, chatml, tmp_path, use_tool):
+    fake_reasoning_gym.install(monkeypatch)
+    flags = ["--model_name_or_path", chatml, "--task", "sums", "--task_config", "{}", "--use_tool", use_tool]
+    results = run_copy("reasoning/calculator.py", tmp_path, *flags, "--num_test_questions", "4")
     assert 0 <= results["after_sampled_accuracy"] <= results["after_sampled_answered"] <= 1
     assert results["after_greedy_computed"] <= 1
     assert ("after_greedy_tools/call_frequency" in results) == (use_tool == "true")
-    assert Path(tmp_path / "adapter_model.safetensors").is_file()
+    assert (tmp_path / "out/adapter_model.safetensors").is_file()

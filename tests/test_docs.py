@@ -252,9 +252,9 @@ def commands() -> list[str]:
 def test_commands_for_cpus_start_as_many_processes_as_they_say():
     """accelerate starts one process on CPUs, whatever the number; torchrun's are connected with --use_cpu alone."""
     records = DOCS / "notes/results.md"  # commands as they were run
-    pages = [README, *(page for page in PAGES if page != records), *(ROOT / "recipes").glob("*.py")]
+    pages = [README, *(page for page in PAGES if page != records), *(ROOT / "recipes").rglob("*.py")]
     lines = [line for page in pages for line in page.read_text().replace("\\\n", " ").splitlines()]
-    launched = [line for line in lines if re.search(r"(torchrun|accelerate launch) .*recipes/\w+\.py", line)]
+    launched = [line for line in lines if re.search(r"(torchrun|accelerate launch) .*recipes/[\w/]+\.py", line)]
     assert len(launched) > 20
     assert [line for line in launched if " --cpu" in line] == []
     assert [line for line in launched if "torchrun" in line and "--use_cpu true" not in line] == []

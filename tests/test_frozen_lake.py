@@ -1,19 +1,12 @@
 """gymnasium's FrozenLake in text: the adapter, the exact values, and a short run of the recipe."""
 
-import json
-
 import gymnasium
 import numpy as np
 import pytest
-from frozen_lake import FrozenLakeArguments, main
 from frozen_lake_maps import ACTIONS, describe, value_iteration
 from gymnasium_text import GymnasiumEnvironment
-from lake import FOLDER, LakeActor
-from run import RecipeParser
 
-from hfppo import PPOConfig
-
-YAML = str(FOLDER.parent / "frozen_lake.yaml")
+from helpers.recipes import run_copy
 
 
 @pytest.fixture
@@ -47,11 +40,8 @@ def test_value_iteration_by_hand():
 
 
 def test_the_recipe_in_small(tmp_path):
-    flags = ["--max_steps", "2", "--per_device_train_batch_size", "4", "--num_eval_games", "4", "--use_cpu", "true"]
-    parser = RecipeParser((FrozenLakeArguments, PPOConfig, LakeActor))
-    main(*parser.parse_args_and_config(["--config", YAML, *flags, "--output_dir", str(tmp_path)]))
-    results = json.loads((tmp_path / "all_results.json").read_text())
+    results = run_copy("lake/frozen_lake.py", tmp_path, "--num_eval_games", "4")
     assert 0 <= results["before_sampled_return"] <= 1
     assert 0 <= results["after_sampled_return"] <= 1
     assert "value_correlation_own_policy" in results
-    assert (tmp_path / "frozen_lake.png").is_file()
+    assert (tmp_path / "out/frozen_lake.png").is_file()

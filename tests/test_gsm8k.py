@@ -9,19 +9,19 @@ from fractions import Fraction
 from pathlib import Path
 
 import gsm8k
-import gsm8k_problems
+import problems
 import pytest
 from build_tiny_base import build
 from datasets import Dataset
-from run import RecipeParser
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, EvalPrediction
 
+from helpers.recipes import run_copy
 from hfppo import PPOConfig
+from hfppo.cli import PPOParser
 
-RECIPES = Path(gsm8k.__file__).parent
-YAML = str(RECIPES / "gsm8k.yaml")
-FILES = {"train": str(RECIPES / "gsm8k/problems.jsonl"), "test": str(RECIPES / "gsm8k/test.jsonl")}
+FOLDER = Path(gsm8k.__file__).parent
+FILES = {"train": str(FOLDER / "problems.jsonl"), "test": str(FOLDER / "test.jsonl")}
 PROBLEMS = {name: [json.loads(line) for line in Path(file).read_text().splitlines()] for name, file in FILES.items()}
 NUMBER = r"\d*\.?\d+"
 # Numbers that a question gives in words, and those that its units stand for.
@@ -38,25 +38,12 @@ RIGHT = {
     "0.75": ["0.75", ".75", "3/4", r"\frac{3}{4}", r"\dfrac{3}{4}", r"$\frac{3}{4}$ of it"],
 }
 WRONG = {
-    "72": [
-        "#### 73",
-        "#### -72",
-        "#### 7.2",
-        "#### 720",
-        "#### 72, 73",
-        "#### 72\n#### 5",
-        r"\boxed{72} or \boxed{73}",
-    ],
+    "72": [*(f"#### {x}" for x in ("73", "-72", "7.2", "720", "72, 73", "72\n#### 5")), r"\boxed{72} or \boxed{73}"],
     "5": ["The answer is 5", "5", "", "####", "#### x", "#### many", r"\boxed{5", r"\boxed{}"],
     "-11": ["#### 11"],
     "1,080": ["#### 1", "#### 1.080", "#### 80"],
     "0.75": [r"\boxed{\frac{4}{3}}", "#### 0.7"],
 }
-
-
-def parse(*flags: str, file: str = YAML):
-    parser = RecipeParser((gsm8k.GSM8KArguments, PPOConfig, gsm8k.GSM8KActor))
-    return parser.parse_args_and_config(["--config", file, *flags])
 
 
 def value(calculation: str) -> Fraction:
@@ -90,13 +77,6 @@ def test_a_shipped_problem_adds_up(problem):
     assert re.fullmatch(r"-?\d{1,3}(,\d{3})*(\.\d+)?", final)
 
 
-def test_the_shipped_problems_are_different_ones():
-    assert [len(PROBLEMS[split]) for split in ("train", "test")] == [40, 10]
-    questions = [problem["question"] for rows in PROBLEMS.values() for problem in rows]
-    assert len(set(questions)) == len(questions)
-    assert all(problem.keys() == {"question", "answer"} for rows in PROBLEMS.values() for problem in rows)
-
-
 @pytest.mark.parametrize(
     ("text", "wanted"),
     [
@@ -116,7 +96,7 @@ def test_the_shipped_problems_are_different_ones():
     ],
 )
 def test_where_the_final_answer_is_looked_for(text, wanted):
-    assert gsm8k_problems.final_answer(text) == wanted
+    assert problems.final_answer(text) == wanted
 
 
 @pytest.mark.parametrize(("gold", "given"), [(gold, given) for gold, forms in RIGHT.items() for given in forms])
@@ -128,7 +108,7 @@ def test_right_answers_in_many_forms(gold, given, form):
 
 @pytest.mark.parametrize(("gold", "completion"), [(gold, text) for gold, texts in WRONG.items() for text in texts])
 def test_wrong_answers_and_none(gold, completion):
-    assert not gsm8k_problems.is_right(completion, f"reasoning\n#### {gold}")
+    assert not problems.is_right(completion, f"reasoning\n#### {gold}")
 
 
 def test_the_shipped_solutions_are_right_by_the_reward_and_others_are_not():
@@ -143,61 +123,49 @@ def test_the_shipped_solutions_are_right_by_the_reward_and_others_are_not():
 
 def test_answers_are_compared_outside_of_the_main_thread():
     with ThreadPoolExecutor(max_workers=1) as pool:
-        assert pool.submit(gsm8k_problems.is_right, r"\boxed{\frac{144}{2}}", "#### 72").result()
+        assert pool.submit(problems.is_right, r"\boxed{\frac{144}{2}}", "#### 72").result()
 
 
 def test_an_answer_that_takes_for_ever_is_wrong(monkeypatch):
     limits = []
-    monkeypatch.setattr(gsm8k_problems, "verify", lambda *_, timeout_seconds: limits.append(timeout_seconds) or False)
-    assert not gsm8k_problems.is_right("#### 9^9^9^9", "#### 72")
+    monkeypatch.setattr(problems, "verify", lambda *_, timeout_seconds: limits.append(timeout_seconds) or False)
+    assert not problems.is_right("#### 9^9^9^9", "#### 72")
     assert limits == [5]
 
 
 def test_prompts_are_conversations_that_keep_the_columns():
     rows = Dataset.from_list(PROBLEMS["test"])
-    args = gsm8k_problems.GSM8KArguments(system_prompt="Be brief.", instruction="End with ####.")
-    made = gsm8k_problems.make_conversations(rows, "test", args)
+    args = problems.GSM8KArguments(system_prompt="Be brief.", instruction="End with ####.")
+    made = problems.make_conversations(rows, "test", args)
     assert made["answer"] == rows["answer"]
     question = PROBLEMS["test"][0]["question"]
     user = {"role": "user", "content": f"{question}\n\nEnd with ####."}
     assert made[0]["prompt"] == [{"role": "system", "content": "Be brief."}, user]
-    made = gsm8k_problems.make_conversations(rows, "test", gsm8k_problems.GSM8KArguments())
+    made = problems.make_conversations(rows, "test", problems.GSM8KArguments())
     assert [message["role"] for message in made[0]["prompt"]] == ["user"]
 
 
 def test_other_columns_are_refused_by_name():
     rows = Dataset.from_list([{"prompt": "1+1?", "answer": "#### 2"}])
     with pytest.raises(ValueError, match="train has the columns prompt, answer; GSM8K's are question and answer"):
-        gsm8k_problems.make_conversations(rows, "train", gsm8k_problems.GSM8KArguments())
+        problems.make_conversations(rows, "train", problems.GSM8KArguments())
 
 
 @pytest.mark.parametrize("answer", ["It is 3.", None])
 def test_an_answer_without_its_mark_is_refused_by_row(answer):
     rows = Dataset.from_dict({"question": ["1+1?", "1+2?"], "answer": ["#### 2", answer]})
     with pytest.raises(ValueError, match=r"test row 1: answer=.* has no #### before its final number"):
-        gsm8k_problems.make_conversations(rows, "test", gsm8k_problems.GSM8KArguments())
+        problems.make_conversations(rows, "test", problems.GSM8KArguments())
 
 
-def test_two_steps_on_the_shipped_problems(tmp_path, tiny, monkeypatch):
-    """A rule that random text can meet stands in for the right answer, so that there is something to learn."""
-    golds = []
-
-    def has_an_a(completion: str, answer: str) -> bool:
-        golds.append(answer)
-        return "a" in completion
-
-    monkeypatch.setattr(gsm8k, "is_right", has_an_a)
-    out = tmp_path / "out"
-    flags = ["--model_name_or_path", tiny, "--dtype", "float32", "--bf16", "false", "--output_dir", str(out)]
-    flags += ["--dataset_name", "json", "--data_files", json.dumps(FILES)]
+def test_two_steps_on_the_shipped_problems(tmp_path, tiny):
+    """An entropy bonus stands in for right answers, which random text lacks, so that there is something to learn."""
+    flags = ["--model_name_or_path", tiny, "--dtype", "float32", "--bf16", "false", "--entropy_coef", "0.1"]
+    flags += ["--dataset_name", "json", "--data_files", '{"train": "problems.jsonl", "test": "test.jsonl"}']
     flags += ["--gradient_accumulation_steps", "1", "--num_mini_batches", "1", "--max_completion_length", "6"]
-    flags += ["--num_ppo_epochs", "2", "--max_steps", "2", "--eval_steps", "1", "--save_steps", "2"]
-    flags += ["--use_cpu", "true"]
-    gsm8k.main(*parse(*flags, "--disable_tqdm", "true"))
-    results = json.loads((out / "all_results.json").read_text())
+    flags += ["--num_ppo_epochs", "2", "--eval_steps", "1", "--save_steps", "2"]
+    results, out = run_copy("gsm8k/gsm8k.py", tmp_path, *flags), tmp_path / "out"
     assert {"before_accuracy", "before_answered", "after_accuracy", "after_reward", "train_loss"} <= results.keys()
-    assert len(golds) == 8 + 4 * 2 * 10  # a rollout; each of four evaluations scores ten rows, and measures them
-    assert all("####" in gold for gold in golds)
     adapter = load_file(out / "adapter_model.safetensors")
     assert any(tensor.abs().max() > 0 for name, tensor in adapter.items() if "lora_B" in name)
     assert (out / "critic/critic.safetensors").is_file()
@@ -206,7 +174,9 @@ def test_two_steps_on_the_shipped_problems(tmp_path, tiny, monkeypatch):
 
 @pytest.mark.parametrize(("file", "rollouts"), [("gsm8k.yaml", 15 * 29), ("gsm8k_afternoon.yaml", 174)])
 def test_the_yaml_has_the_sizes_it_speaks_of(file, rollouts):
-    script_args, args, model_args = parse("--use_cpu", "true", file=str(RECIPES / file))
+    parser = PPOParser((gsm8k.GSM8KArguments, PPOConfig, gsm8k.GSM8KActor))
+    flags = ["--config", str(FOLDER / file), "--use_cpu", "true"]
+    script_args, args, model_args = parser.parse_args_and_config(flags)
     assert args.num_train_epochs * (7473 // args.rollout_size_per_process) == rollouts
     assert (script_args.dataset_name, script_args.dataset_config) == ("openai/gsm8k", "main")
     assert (script_args.train_split, script_args.test_split) == ("train", "test")
@@ -225,7 +195,7 @@ def test_the_yaml_has_the_sizes_it_speaks_of(file, rollouts):
 
 def test_without_math_verify_the_error_names_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "math_verify", None)
-    spec = importlib.util.spec_from_file_location("without_math_verify", RECIPES / "gsm8k_problems.py")
+    spec = importlib.util.spec_from_file_location("without_math_verify", FOLDER / "problems.py")
     with pytest.raises(ImportError, match="pip install math-verify"):
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
 

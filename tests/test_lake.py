@@ -1,6 +1,5 @@
 """The lake game: its rules, its exact values, and the base that plays it."""
 
-import json
 import random
 
 import build_lake_base
@@ -19,14 +18,12 @@ from lake_game import (
     state_of,
     uniform_policy,
 )
-from run import RecipeParser
 from transformers import AutoModelForCausalLM, AutoTokenizer, EvalPrediction
 from value_maps import MoveCounter
 
-from hfppo import PPOConfig
+from helpers.recipes import run_copy
 
 BASE = lake.FOLDER / "base"
-YAML = str(lake.FOLDER.parent / "lake.yaml")
 
 
 class NoLuck:
@@ -129,19 +126,6 @@ def test_random_games_return_the_value_of_the_uniform_policy():
     assert np.mean(totals) == pytest.approx(expected_return(uniform_policy()), abs=0.12)
 
 
-def test_a_conversation_begins_with_the_tokens_of_each_shorter_one():
-    tokenizer = AutoTokenizer.from_pretrained(BASE)
-    game = build_lake_base.random_game(0)
-    whole = tokenizer.apply_chat_template(game)["input_ids"]
-    assert len(whole) == 32 * (3 + 2)
-    assert tokenizer.unk_token_id not in whole
-    for length in range(1, len(game)):
-        asked = game[length - 1]["role"] == "user"
-        ids = tokenizer.apply_chat_template(game[:length], add_generation_prompt=asked)["input_ids"]
-        assert ids == whole[: len(ids)]
-        assert asked == (whole[len(ids)] in tokenizer.convert_tokens_to_ids(list(MOVES)))
-
-
 def test_the_shipped_base_plays_each_move_alike_and_nearly_no_illegal_one():
     tokenizer, model = AutoTokenizer.from_pretrained(BASE), AutoModelForCausalLM.from_pretrained(BASE)
     assert model.num_parameters() < 350_000
@@ -175,13 +159,10 @@ def test_the_text_of_a_state_is_read_back(state):
 
 
 def test_the_recipe_in_small(tmp_path):
-    flags = ["--max_steps", "2", "--per_device_train_batch_size", "4", "--num_eval_games", "4", "--use_cpu", "true"]
-    parser = RecipeParser((lake.LakeArguments, PPOConfig, lake.LakeActor))
-    lake.main(*parser.parse_args_and_config(["--config", YAML, *flags, "--output_dir", str(tmp_path)]))
-    results = json.loads((tmp_path / "all_results.json").read_text())
+    results = run_copy("lake/lake.py", tmp_path, "--num_eval_games", "4")
     assert results["optimum"] == pytest.approx(2.900, abs=5e-4)
     assert -5 < results["before_sampled_return"] < results["optimum"]
     assert results["distance_to_optimum"] == pytest.approx(results["optimum"] - results["after_sampled_return"])
     assert results["before_sampled_turns/mean"] == 32
     assert 0 <= results["after_sampled_illegal_turns"] < 32
-    assert (tmp_path / "lake.png").is_file()
+    assert (tmp_path / "out/lake.png").is_file()

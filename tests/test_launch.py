@@ -91,7 +91,7 @@ def launch_lake(processes: int, folder: Path) -> tuple[dict[str, float], dict[st
     run = run_python(
         *("-m", "accelerate.commands.launch", "--config_file", "recipes/accelerate/ddp.yaml"),
         *("--mixed_precision", "no", "--num_processes", processes, "--main_process_port", "0"),
-        *("recipes/lake.py", "--config", "recipes/lake.yaml"),
+        *("recipes/lake/lake.py", "--config", "recipes/lake/lake.yaml"),
         *(part for name, value in flags.items() for part in (f"--{name}", value)),
         cwd=ROOT,
         timeout=900,

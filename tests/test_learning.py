@@ -1,4 +1,4 @@
-"""The embedded task is learnt: a shorter version of recipes/arithmetic.py."""
+"""The embedded task is learnt: a shorter version of recipes/arithmetic/arithmetic.py."""
 
 import warnings
 from pathlib import Path

@@ -265,7 +265,7 @@ def test_a_mixture_of_experts_with_its_router_loss():
 @pytest.mark.parametrize(
     ("shape", "flags"),
     [
-        ((1536, 8960, 28, 12, 2, 151936), ["--config", str(RECIPES / "gsm8k.yaml")]),
+        ((1536, 8960, 28, 12, 2, 151936), ["--config", str(RECIPES / "gsm8k/gsm8k.yaml")]),
         ((3584, 18944, 28, 28, 4, 152064), ["--load_in_4bit"]),
     ],
     ids=["the 1.5B with the recipe", "the 7B in NF4"],

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from transformers import ProgressCallback
 
-RECIPES = Path(__file__).parents[1] / "recipes"
+RECIPE = Path(__file__).parents[1] / "recipes/arithmetic"
 
 
 @pytest.fixture
@@ -17,7 +17,8 @@ def run(tmp_path):
     nbformat = pytest.importorskip("nbformat")
     nbclient = pytest.importorskip("nbclient")
     pytest.importorskip("ipykernel")
-    (tmp_path / "arithmetic").symlink_to(RECIPES / "arithmetic")
+    for name in ("base", "train.jsonl", "test.jsonl"):
+        (tmp_path / name).symlink_to(RECIPE / name)
 
     def executed(notebook, **replaced: str) -> list:
         made = notebook if isinstance(notebook, nbformat.NotebookNode) else nbformat.read(notebook, as_version=4)
@@ -43,7 +44,7 @@ def rows(table: str) -> list[list[str]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("steps", [8, pytest.param(64, marks=pytest.mark.nightly)])
 def test_the_notebook_of_the_arithmetic_run(run, tmp_path, steps):
-    outputs = run(RECIPES / "arithmetic.ipynb", max_steps=str(steps))
+    outputs = run(RECIPE / "arithmetic.ipynb", max_steps=str(steps))
     *_, before, training, after, table, _ = outputs
     shown = html_of(training)
     assert f"{steps // 4} rollouts of 64 completions (64 per process), 4 optimizer steps each" in shown

@@ -88,19 +88,12 @@ def folder(request, tmp_path, tokenizer, monkeypatch) -> Path:
 def trainer(make_trainer, folder) -> PPOTrainer:
     """A trainer with the recipe's settings."""
     s = SETTINGS
-    config = {
-        "seed": s.seed,
+    alike = ("seed", "max_completion_length", "learning_rate", "max_grad_norm", "kl_coef", "gamma", "lam", "cliprange")
+    config = {name: getattr(s, name) for name in alike} | {
         "max_steps": s.num_rollouts * s.num_epochs * s.rollout_size // s.mini_batch_size,
         "per_device_train_batch_size": s.mini_batch_size,
         "num_mini_batches": s.rollout_size // s.mini_batch_size,
         "num_ppo_epochs": s.num_epochs,
-        "max_completion_length": s.max_completion_length,
-        "learning_rate": s.learning_rate,
-        "max_grad_norm": s.max_grad_norm,
-        "kl_coef": s.kl_coef,
-        "gamma": s.gamma,
-        "lam": s.lam,
-        "cliprange": s.cliprange,
         "vf_coef": s.value_coef,
     }
     return make_trainer(

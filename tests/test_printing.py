@@ -54,7 +54,7 @@ LOCALE = {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C"}  # files
 
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
-    path = {"PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "tests", ROOT / "recipes")))}
+    path = {"PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "tests", ROOT / "recipes/arithmetic")))}
     command = [sys.executable, *arguments]
     given = os.environ | path | {"HF_HUB_OFFLINE": "1"} | environment
     return subprocess.run(command, env=given, capture_output=True, encoding="utf-8", errors="replace")
@@ -75,7 +75,7 @@ def test_a_run_ends_whatever_it_prints_to(tmp_path, mode, environment):
 
 @pytest.mark.slow
 def test_the_help_of_recipes_and_of_traces_is_printed_in_ascii():
-    for script in (["recipes/arithmetic.py"], ["-m", "hfppo.token_trace"]):
+    for script in (["recipes/arithmetic/arithmetic.py"], ["-m", "hfppo.token_trace"]):
         done = run(*script, "--help", **ASCII)
         assert done.returncode == 0, done.stderr
 

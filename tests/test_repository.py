@@ -14,7 +14,7 @@ import hfppo.functional
 
 ROOT = Path(hfppo.__file__).parent.parent
 MODULES = sorted((ROOT / "hfppo").rglob("*.py"))
-RECIPES = sorted((ROOT / "recipes").glob("*.py"))
+RECIPES = sorted((ROOT / "recipes").rglob("*.py"))
 TESTS = [path for folder in ("", "helpers") for path in sorted((ROOT / "tests" / folder).glob("*.py"))]
 
 # Which folders and files of the package each of them may import, besides itself.
@@ -27,6 +27,7 @@ ALLOWED = {
     "config_checks": {"functional", "support"},
     "trl_names": {"config_checks"},
     "config": {"config_checks", "functional", "trl_names"},
+    "cli": {"config", "config_checks"},
     "data": {"state"},
     "saving": {"support"},
     "sample": {"data", "rollout", "support"},
@@ -136,12 +137,18 @@ def test_no_test_module_imports_another():
 
 
 def test_recipes_use_public_names_only():
-    public = {"hfppo", *(f"hfppo.{name}" for name in hfppo.__all__)}
+    public = {"hfppo", "hfppo.cli", *(f"hfppo.{name}" for name in hfppo.__all__)}
     for path in RECIPES:
         assert {i for i in imports(path) if i.split(".")[0] == "hfppo"} <= public, path
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "trainer":
                 assert not node.attr.startswith("_"), path
+
+
+def test_recipes_import_files_of_their_own_folder_only():
+    for path in RECIPES:
+        others = {other.stem for other in RECIPES if other.parent != path.parent}
+        assert {i.partition(".")[0] for i in imports(path)} & others <= {p.stem for p in path.parent.iterdir()}, path
 
 
 def test_recipes_fit_on_one_screen_and_show_the_training():
@@ -187,7 +194,7 @@ def test_public_names_have_docstrings(owner):
 
 
 def test_extras_and_matplotlib_are_imported_when_they_are_needed():
-    for path in MODULES:
+    for path in (path for path in MODULES if module_name(path) != "cli"):  # for scripts, which import it by name
         on_import = ast.Module(ast.parse(path.read_text()).body, [])
         on_import.body = [node for node in on_import.body if isinstance(node, ast.Import | ast.ImportFrom)]
         tops = {i.split(".")[0] for i in imported_by(on_import)}

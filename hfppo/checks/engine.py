@@ -3,6 +3,7 @@
 import atexit
 import functools
 import math
+import sys
 import time
 from dataclasses import replace
 from typing import Any, cast
@@ -10,7 +11,7 @@ from typing import Any, cast
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
-from torch.distributed import get_world_size, is_initialized
+from torch.distributed import destroy_process_group, get_world_size, is_initialized
 from torch.distributed.fsdp import StateDictType
 
 from hfppo.config import PPOConfig
@@ -166,11 +167,18 @@ def steps_of_one(args: PPOConfig) -> list[str]:
     return [f"{name}={getattr(args, name)}" for name in names if getattr(args, name)]
 
 
-@functools.cache  # one wait is enough, however many trainers there are
-def wait_at_exit() -> None:
-    """Sleep for half a second at the exit of the interpreter, in runs of several processes.
+@functools.cache  # once is enough, however many trainers there are
+def end_at_exit() -> None:
+    """Destroy the process group at the exit of the interpreter, unless an error ends it, and sleep for half a second.
 
     Gloo's threads may still reference a Python object of the last collective, even after the group is destroyed. If a
     thread releases it during the shutdown, the process aborts (https://github.com/pytorch/pytorch/issues/190489).
     """
-    atexit.register(time.sleep, 0.5)
+    atexit.register(end_group)
+
+
+def end_group() -> None:
+    """Destroy the process group, if there still is one and no error has ended the script: others may wait in it."""
+    if is_initialized() and not hasattr(sys, "last_value"):
+        destroy_process_group()
+    time.sleep(0.5)

@@ -1,7 +1,7 @@
 """How long a rollout and its update take with `rollouts_ahead=1`, beside the same without.
 
-    PYTHONPATH=tests:recipes python tests/benchmarks/ahead.py [--sleep 0.6] [--rollouts 20]
-    PYTHONPATH=tests:recipes VENV/bin/python tests/benchmarks/ahead.py --vllm [--sleep 0]
+    PYTHONPATH=tests:recipes/arithmetic python tests/benchmarks/ahead.py [--sleep 0.6] [--rollouts 20]
+    PYTHONPATH=tests:recipes/arithmetic VENV/bin/python tests/benchmarks/ahead.py --vllm [--sleep 0]
 
 Trains the arithmetic recipe's base, one thread. An asynchronous reward waits for `--sleep` seconds, as for a server's
 answer. `--vllm` samples on a vLLM server of one thread, in the environment of `tests/helpers/vllm_environment.sh`;

@@ -21,7 +21,7 @@ from datasets import load_dataset
 from hfppo import Rollout
 
 RECIPES = Path(__file__).parents[2] / "recipes"
-sys.path.insert(0, str(RECIPES))
+sys.path[:0] = [str(RECIPES), str(RECIPES / "reasoning")]
 COLUMNS = ("one sample", "critic", "log-probability", "majority", "any right")
 Prompt = str | list[dict[str, str]]  # text, or a conversation
 
@@ -42,10 +42,10 @@ def arithmetic_questions() -> list[Question]:
 
 
 def reasoning_questions() -> list[Question]:
-    """Return the held-out questions of recipes/reasoning.yaml, scored as its reward scores them."""
+    """Return the held-out questions of recipes/reasoning/reasoning.yaml, scored as its reward scores them."""
     from reasoning_tasks import ReasoningArguments, draw_questions, find_answer, make_reward, make_rows
 
-    settings = yaml.safe_load((RECIPES / "reasoning.yaml").read_text())
+    settings = yaml.safe_load((RECIPES / "reasoning/reasoning.yaml").read_text())
     names = ("task", "task_config", "instruction", "answer_pattern", "strict")
     args = ReasoningArguments(**{name: settings[name] for name in names})
     _, test = draw_questions(args)

@@ -1,6 +1,7 @@
 """How long episodes with slow tools take, each at its own pace, beside turns that wait for their slowest tool.
 
-    PYTHONPATH=tests:recipes python tests/benchmarks/pace.py [--rows 64] [--turns 8] [--scale 0.25] [--sampling 0.1]
+    PYTHONPATH=tests:recipes/arithmetic python tests/benchmarks/pace.py \\
+        [--rows 64] [--turns 8] [--scale 0.25] [--sampling 0.1]
 
 Each turn calls a tool that sleeps for 0.02 to 2 s, times `--scale`: more than t seconds with probability 0.02 / t. The
 script of a sampler takes `--sampling` seconds for each batch, whatever its rows. "In step" is computed from the same

@@ -103,7 +103,7 @@ WORKLOADS = {
     "A": Workload(**LLAMA, vocab_size=4096, prompts=64, new_tokens=48, micro_batch=16),
     "B": Workload(**LLAMA, vocab_size=32_768, prompts=16, new_tokens=256, micro_batch=16),
     "tiny": Workload(**{**LLAMA, **TINY}),  # shows that a benchmark runs
-    "smollm2": Workload(**SMOLLM2, common=35),  # SmolLM2-135M's shape, with lengths as in recipes/reasoning.yaml
+    "smollm2": Workload(**SMOLLM2, common=35),  # SmolLM2-135M's shape, with lengths as in recipes/reasoning
     "smollm2-apart": Workload(**SMOLLM2),  # prompts that have nothing in common
     "smollm2-long": Workload(
         **{**SMOLLM2, "prompts": 16, "new_tokens": 256, "micro_batch": 8}, ragged=True, common=35

@@ -154,7 +154,8 @@ def test_readmes_command_is_a_world_of_one_process(tmp_path):
     pytest.importorskip("trl")
     cpu = ["--use_cpu", "true"] if PartialState().device.type == "cpu" else []
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "1"]
-    command += [ROOT / "recipes/arithmetic.py", "--config", ROOT / "recipes/arithmetic.yaml", "--max_steps", "4", *cpu]
+    recipe = ROOT / "recipes/arithmetic"
+    command += [recipe / "arithmetic.py", "--config", recipe / "arithmetic.yaml", "--max_steps", "4", *cpu]
     subprocess.run([*command, "--output_dir", tmp_path], check=True, env=environment(), cwd=ROOT)
     assert (tmp_path / "adapter_model.safetensors").is_file()
 

@@ -1,7 +1,7 @@
 """Kill training at any moment, go on, and compare with a run that nothing happened to.
 
-    PYTHONPATH=tests:recipes python tests/helpers/chaos.py --kills 40 [--processes 2] [--variants environment]
-    PYTHONPATH=tests:recipes python tests/helpers/chaos.py --train OUT --steps 2
+    PYTHONPATH=tests:recipes/arithmetic python tests/helpers/chaos.py --kills 40 [--processes 2] [--variants NAME]
+    PYTHONPATH=tests:recipes/arithmetic python tests/helpers/chaos.py --train OUT --steps 2
 
 Every operation on the output folder that Python knows of (opening, renaming, removing, making a folder) is a
 moment to be killed at, by SIGKILL, and so are each step of an environment, each backward pass, each adapter just sent

@@ -8,12 +8,13 @@ from pathlib import Path
 
 HELPERS = Path(__file__).parent
 ROOT = HELPERS.parents[1]
+RECIPES = sorted({path.parent for path in (ROOT / "recipes").rglob("*.py")})  # folders
 TWO_PROCESSES = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
 
 
 def environment(**more: str) -> dict[str, str]:
     """Return this process's environment with a path to the tests, the recipes and this package, and no Hub."""
-    path = os.pathsep.join(str(ROOT / folder) for folder in ("tests", "recipes", "."))
+    path = os.pathsep.join(map(str, [ROOT / "tests", *RECIPES, ROOT]))
     return {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", **more}
 
 
