@@ -4,7 +4,7 @@ import pytest
 import torch
 from datasets import Dataset
 
-from helpers.runs import final_state, untimed_logs
+from helpers.runs import critic_state, final_state, untimed_logs
 from hfppo import PPOCallback, Rollout
 from hfppo.learn.critic_pretraining import CriticPretraining
 from hfppo.models.actor_critic import Want
@@ -31,12 +31,12 @@ class Watch(PPOCallback):
 
     def on_log(self, args, state, control, logs=None, model=None, **kwargs):
         if "critic_pretraining/epoch" in logs:
-            self.epochs.append({name: p.detach().clone() for name, p in model.critic.named_parameters()})
+            self.epochs.append({name: p.clone() for name, p in critic_state(model).items()})
 
     def on_rollout_end(self, args, state, control, *, rollout, transcript, metrics, ppo_state, **kwargs):
         self.rollouts.append(transcript.prompts)
         if self.model is not None and not self.first:
-            self.first = {name: p.detach().clone() for name, p in self.model.critic.named_parameters()}
+            self.first = {name: p.clone() for name, p in critic_state(self.model).items()}
 
 
 def pretrained(make_trainer, config=None, **kwargs):

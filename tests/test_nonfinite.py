@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 import hfppo.collect.collector
 import hfppo.trainer
-from helpers.runs import count_digits, final_state, logs, trained_state
+from helpers.runs import count_digits, critic_state, final_state, logs
 from hfppo import TokenTraceCallback
 from hfppo.collect.check_finite import NonFiniteError, NonFiniteGuard
 from hfppo.token_trace.record import list_trace_files
@@ -143,7 +143,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_the_resumed_one_is_the_undis
             trainer.train()
     assert f"{tmp_path}/out/checkpoint-5: resume" in error.value.__notes__[0]
     before = load_file(tmp_path / "out/checkpoint-5/critic/critic.safetensors")
-    assert all(torch.equal(p, before[name]) for name, p in trained_state(trainer.model.critic).items())
+    assert all(torch.equal(p, before[name]) for name, p in critic_state(trainer.model).items())
     resumed = make_trainer(CONFIG)
     resumed.train(resume_from_checkpoint=True)
     assert_same(straight, resumed)

@@ -51,11 +51,11 @@ def check_engine(
         )
     if accelerator.distributed_type == DistributedType.FSDP:
         check_fsdp(accelerator, model, args)
-        check_whole("FSDP2", model, reward_funcs, args)
+        check_whole("FSDP2", reward_funcs, args)
     elif accelerator.distributed_type == DistributedType.DEEPSPEED:
         plugin = accelerator.state.deepspeed_plugin
         if plugin.zero_stage == 3:
-            check_whole("ZeRO-3", model, reward_funcs, args)
+            check_whole("ZeRO-3", reward_funcs, args)
         check_deepspeed(plugin.deepspeed_config, args)
     elif args.world_size > 1:
         check_ddp(args)
@@ -78,18 +78,16 @@ def check_ddp(args: PPOConfig) -> None:
         )
 
 
-def check_whole(engine: str, model: ActorCritic, reward_funcs: list[RewardFunc], args: PPOConfig) -> None:
+def check_whole(engine: str, reward_funcs: list[RewardFunc], args: PPOConfig) -> None:
     """Raise if a part needs whole weights but FSDP2 or ZeRO-3 shards them.
 
-    A shard has one owner, so a second module tree cannot use the same tensors.
+    A shard has one owner, so a second module tree, as of a reward adapter, cannot use the same tensors.
 
     Raises:
         ValueError: a part that cannot be sharded would be.
     """
-    on_adapter = model.critic is not None and model.critic.kind == "adapter"
     reward_adapter = any(isinstance(unwrap(func), RewardAdapter) for func in reward_funcs)
     for is_used, name, remedy in (
-        (on_adapter, "critic='adapter'", "use critic='shared' or a separate model"),
         (reward_adapter, "a reward adapter", "merge it into its base and give the merged model"),
         (args.use_vllm, "use_vllm=True", "set use_vllm=False"),
         (args.rollouts_ahead, "rollouts_ahead=1", "set rollouts_ahead=0"),
