@@ -35,7 +35,7 @@ from hfppo.models.critic import (
 )
 from hfppo.models.layout import Layout, fits, hidden_states, lay_out, run_trunk, trunk_of
 from hfppo.models.loading import check_adapter, check_vocabulary, fit_to_model, keep_four_bits
-from hfppo.models.lower_layers import RecordingLayer, record_states, start_from
+from hfppo.models.lower_layers import Recording, record_states, start_from
 from hfppo.models.modes import attributes
 from hfppo.models.output_head import Entropy, token_logprobs
 from hfppo.models.router_loss import router_coef, router_loss
@@ -148,20 +148,27 @@ class ActorCritic(PeftModelForCausalLM):
 
     def actor_parameters(self) -> list[nn.Parameter]:
         """The trainable parameters of the policy."""
-        return [p for name, p in self._trained() if not self._is_critics(name)]
+        return list(self._of_actor().values())
 
     def critic_parameters(self) -> list[nn.Parameter]:
         """The trainable parameters of the critic; empty without a critic."""
-        return [p for name, p in self._trained() if self._is_critics(name)]
+        return [self.get_parameter(name) for name in self.critic_names().values()]
 
-    def _trained(self) -> list[tuple[str, nn.Parameter]]:
-        """The trainable parameters by name."""
-        return [(name, p) for name, p in self.named_parameters() if p.requires_grad]
+    def _of_actor(self) -> dict[str, nn.Parameter]:
+        """The trainable parameters of the policy, by their names in the base."""
+        named = self.base_model.named_parameters()
+        return {name: p for name, p in named if p.requires_grad and CRITIC not in name.split(".")}
 
-    @staticmethod
-    def _is_critics(name: str) -> bool:
-        """Whether a trained parameter is the critic's: of its adapter, or of its own modules."""
-        return CRITIC in name.split(".")
+    def critic_names(self) -> dict[str, str]:
+        """Return the names of the critic's trained weights, by their names in a saved critic's file.
+
+        The file names an adapter on the actor's base as if the critic had a trunk of its own.
+        """
+        trunk = trunk_of(self.causal_lm)
+        inside = next(name for name, module in self.named_modules() if module is trunk) + "."
+        names = [name for name, p in self.named_parameters() if p.requires_grad and CRITIC in name.split(".")]
+        of_trunk = {name: f"trunk.base_model.model.{name.removeprefix(inside)}" for name in names if inside in name}
+        return {of_trunk.get(name, name.removeprefix("critic.")): name for name in names}
 
     def copy_actor(self) -> "ActorCritic":
         """Return the actor alone in eval mode, with weights of its own in the adapter, and the same base tensors."""
@@ -172,8 +179,7 @@ class ActorCritic(PeftModelForCausalLM):
 
     def actor_weights(self) -> dict[str, Tensor]:
         """Return copies of the policy's trainable weights on the CPU, by name."""
-        named = self.base_model.named_parameters()
-        return {name: p.detach().to("cpu", copy=True) for name, p in named if p.requires_grad}
+        return {name: p.detach().to("cpu", copy=True) for name, p in self._of_actor().items()}
 
     @torch.no_grad()
     def load_actor_weights(self, weights: Mapping[str, Tensor]) -> None:
@@ -187,9 +193,9 @@ class ActorCritic(PeftModelForCausalLM):
         return self.critic is not None and self.critic.is_shared
 
     @property
-    def critic_trunk(self) -> nn.Module:
-        """What computes the critic's states while its adapter acts: another model, or the actor's trunk."""
-        return trunk_of(self.causal_lm) if self.critic.trunk is None else self.critic.trunk
+    def critic_trunk(self) -> PreTrainedModel | PeftModel:
+        """The model that computes the critic's states while its adapter acts: another one, or the actor's trunk."""
+        return self.critic.trunk or cast(PreTrainedModel, trunk_of(self.causal_lm))
 
     @property
     def keeps_base_states(self) -> bool:
@@ -295,7 +301,7 @@ class ActorCritic(PeftModelForCausalLM):
         with self.adapters.use(CRITIC), started:
             return hidden_states(self.critic_trunk, self.critic.readable(layout))
 
-    def _record_base_states(self, want: Want) -> AbstractContextManager[RecordingLayer | None]:
+    def _record_base_states(self, want: Want) -> AbstractContextManager[Recording | None]:
         """Record the states below the critic's layers in the block's last forward, the critic's or the base's."""
         if not want.base_states:
             return nullcontext()
@@ -338,7 +344,7 @@ class ActorCritic(PeftModelForCausalLM):
     def save_adapter(self, folder: str, state_dict: dict[str, Tensor] | None = None, **kwargs: Any) -> None:
         """Write the actor as a plain PEFT adapter."""
         state_dict = self.state_dict() if state_dict is None else state_dict
-        others = {"critic", REFERENCE, CRITIC, "ref_model"}
+        others = {CRITIC, REFERENCE, "ref_model"}
         of_actor = {name: tensor for name, tensor in state_dict.items() if not others & {*name.split(".")}}
         with self._actor_alone():
             super().save_pretrained(
@@ -379,21 +385,10 @@ class ActorCritic(PeftModelForCausalLM):
     def _load_critic(self, folder: Path) -> None:
         """Load the critic from its own folder."""
         names = self.critic_names()
-        weights = {names[saved]: x for saved, x in self.critic.read(folder, names).items()}
+        weights: dict[str, Any] = {names[saved]: x for saved, x in self.critic.read(folder, names).items()}
         # Like load_state_dict, but each process takes its shards where the weights are sharded.
         options = StateDictOptions(full_state_dict=True, strict=False)  # the other weights are not in the file
         set_model_state_dict(self, weights, options=options)
-
-    def critic_names(self) -> dict[str, str]:
-        """Return the names of the critic's trained weights, by their names in a saved critic's file.
-
-        The file names an adapter on the actor's base as if the critic had a trunk of its own.
-        """
-        trunk = trunk_of(self.causal_lm)
-        inside = next(name for name, module in self.named_modules() if module is trunk) + "."
-        names = [name for name, _ in self._trained() if self._is_critics(name)]
-        of_trunk = {name: f"trunk.base_model.model.{name.removeprefix(inside)}" for name in names if inside in name}
-        return {of_trunk.get(name, name.removeprefix("critic.")): name for name in names}
 
 
 def disable_noise(model: nn.Module) -> None:

@@ -49,7 +49,7 @@ class AdapterSwitch:
         for module in tree.modules():
             # The function that transformers gives each layer that it checkpoints.
             if (function := vars(module).get("_gradient_checkpointing_func")) is not None:
-                module._gradient_checkpointing_func = partial(self._checkpoint, function)
+                vars(module)["_gradient_checkpointing_func"] = partial(self._checkpoint, function)
 
     def _checkpoint(self, checkpoint: Callable, function: Callable, *args: Any, **kwargs: Any) -> Any:
         """Call `checkpoint` with a function that `use`s the present adapter."""
