@@ -170,6 +170,25 @@ def test_the_name_before_transformers_520_checkpoints_the_critic_too():
     assert begun == ["default"] * 4 + ["critic"] * 8 + ["default"] * 4
 
 
+def test_whatever_of_peft_switches_adapters_the_same_weights_are_trained():
+    """A weight that is frozen between forward and backward would silently get no gradient."""
+    model = actor(deep(), None)
+    names = set(trained_state(model))
+    states = []
+    for adapter in ("critic", None, "default"):
+        with model.adapters.use(adapter):
+            states.append(model(input_ids=ROWS[0]).logits)
+            assert set(trained_state(model)) == names
+    with model.disable_adapter():
+        assert torch.equal(model(input_ids=ROWS[0]).logits, states[1])
+    model.set_adapter("default")
+    model.base_model.disable_adapter_layers()
+    model.enable_adapter_layers()
+    assert set(trained_state(model)) == names
+    assert torch.equal(model(input_ids=ROWS[0]).logits, states[2])
+    assert len({float(x.sum()) for x in states}) == 3
+
+
 def test_a_half_precision_starts_from_states_of_its_own_dtype():
     model = actor(deep().bfloat16(), 2).eval()
     states = reference_states(model)

@@ -119,8 +119,6 @@ class ActorCritic(PeftModelForCausalLM):
             if start_adapter is not None:
                 set_peft_model_state_dict(self, start_adapter)
         self.set_adapter(ACTOR)
-        if on_base:
-            self.set_requires_grad(CRITIC)
         self.critic = built
         self.adapters = AdapterSwitch(self.base_model)
         self.ref_model = ref_model.requires_grad_(False).eval() if ref_model is not None else None
@@ -221,6 +219,17 @@ class ActorCritic(PeftModelForCausalLM):
     def disable_adapter(self) -> AbstractContextManager[None]:
         """Compute with the base alone inside the block, as in PEFT."""
         return self.adapters.use(None)
+
+    def set_adapter(self, adapter_name: str, inference_mode: bool = False) -> None:
+        """Make an adapter act, as in PEFT, but leave the critic's trained."""
+        super().set_adapter(adapter_name, inference_mode)
+        if CRITIC in self.peft_config:
+            self.set_requires_grad(CRITIC)
+
+    def enable_adapter_layers(self) -> None:
+        """Undo `disable_adapter_layers`, as in PEFT, but leave the critic's adapter trained."""
+        self.base_model.enable_adapter_layers()
+        self.set_adapter(self.active_adapter)
 
     def forward(
         self,
