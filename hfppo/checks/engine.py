@@ -174,7 +174,7 @@ def check_deepspeed(config: dict, args: PPOConfig) -> None:
         )
     clips_at = config.get("gradient_clipping", "auto")
     max_grad_norm = args.max_grad_norm if math.isfinite(args.max_grad_norm) else 0.0  # no clipping
-    if clips_at not in ("auto", max_grad_norm):
+    if clips_at not in ("auto", max_grad_norm, args.max_grad_norm):  # Trainer has written the last one
         raise ValueError(
             f"DeepSpeed's gradient_clipping={clips_at} and max_grad_norm={max_grad_norm} are not the same; leave "
             "gradient_clipping out, or set both"
