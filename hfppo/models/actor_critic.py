@@ -16,6 +16,7 @@ import torch
 from huggingface_hub.constants import REPOCARD_NAME
 from peft import PeftConfig, PeftModel, PeftModelForCausalLM
 from peft.tuners import lora
+from peft.tuners.tuners_utils import BaseTuner
 from peft.utils import set_peft_model_state_dict
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
@@ -228,7 +229,7 @@ class ActorCritic(PeftModelForCausalLM):
 
     def enable_adapter_layers(self) -> None:
         """Undo `disable_adapter_layers`, as in PEFT, but leave the critic's adapter trained."""
-        self.base_model.enable_adapter_layers()
+        cast(BaseTuner, self.base_model).enable_adapter_layers()
         self.set_adapter(self.active_adapter)
 
     def forward(
