@@ -3,7 +3,7 @@
 import hashlib
 import json
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import date
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from peft import PeftConfig
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import TrainingArguments
 
 from hfppo.config import PPOConfig
@@ -20,6 +20,7 @@ from hfppo.data.chat_template import RunDate
 from hfppo.metrics import UpdateStep, sums_from_dict
 from hfppo.models.actor_critic import ActorCritic
 from hfppo.models.adapter_config import describe_adapter, find_differences
+from hfppo.models.adapter_switch import REFERENCE
 from hfppo.prompt_maker import TRAIN, PromptMaker
 from hfppo.rollout import Rollout
 from hfppo.state import PPOState
@@ -94,16 +95,13 @@ def hash_prompts(prompt_maker: PromptMaker) -> str | None:
 
 def hash_frozen_weights(model: ActorCritic) -> dict[str, str | None]:
     """Return a hash of the base, and one of the reference; None: the reference is the base."""
-    reference = None if model.ref_model is None else fingerprint(frozen(model.ref_model))
+    base = {name: x for name, x in model.base_model.named_parameters() if not x.requires_grad}
+    of_base = [x for name, x in base.items() if REFERENCE not in name.split(".")]
+    reference = model.ref_model.parameters() if model.ref_model is not None else base.values()
     return {
-        "base (SHA-256 of some of its weights)": fingerprint(frozen(model.base_model)),
-        "reference (SHA-256 of some of its weights)": reference,
+        "base (SHA-256 of some of its weights)": fingerprint(of_base),
+        "reference (SHA-256 of some of its weights)": None if model.reference_is_base else fingerprint(reference),
     }
-
-
-def frozen(model: nn.Module) -> Iterator[Tensor]:
-    """Yield the weights that are not trained."""
-    return (parameter for parameter in model.parameters() if not parameter.requires_grad)
 
 
 def fingerprint(weights: Iterable[Tensor]) -> str:

@@ -134,7 +134,10 @@ def load_parts(inputs: TrainerInputs) -> Parts:
     critic = load_critic(inputs, loaded, tokenizer)
     models = {"the model": loaded, "ref_model": reference, "the critic": critic and critic.model}
     check_prompts(prompts, models, rewards, prompt_maker, special)
-    policy = policy_of(inputs.model) if isinstance(inputs.model, PeftModel) else None
+    policy = None
+    if isinstance(inputs.model, PeftModel):
+        inputs.model.enable_adapter_layers()
+        policy = policy_of(inputs.model)
     actor = separate_adapter(loaded, inputs.peft_config, inputs.of_model.get("revision"))
     prepare_reward_models(rewards, actor.base, prompt_maker)
     tokenizer.pad_token_id = padding

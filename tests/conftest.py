@@ -21,7 +21,7 @@ from helpers.http_server import Answer, Server
 from helpers.processes import freeze_imports
 from helpers.runs import SUMS, chat_tokenizer, small_trainer
 from helpers.tiny import tiny_model
-from hfppo import PlotCallback, PPOTrainer
+from hfppo import PlotCallback, PPOConfig, PPOTrainer
 
 
 def pytest_collection_finish() -> None:

@@ -11,7 +11,16 @@ from datasets import Dataset
 from peft.utils import get_peft_model_state_dict
 from safetensors.torch import load_file
 
-from helpers.runs import SMALL, count_digits, final_state, logged, logs, read_log, stops_at_kl, trained_state
+from helpers.runs import (
+    SMALL,
+    count_digits,
+    critic_state,
+    final_state,
+    logged,
+    logs,
+    read_log,
+    stops_at_kl,
+)
 from helpers.tiny import LORA, tiny_model
 from hfppo import AdaptiveKLCallback, PlotCallback, PPOCallback, PPOConfig, PPOTrainer
 from hfppo.saving.manifest import seal
@@ -174,7 +183,7 @@ def test_best_model_is_loaded_with_its_critic(make_trainer, dataset):
     trainer.train()
     assert trainer.state.best_global_step == 1
     saved = load_file(Path(trainer.state.best_model_checkpoint) / "critic" / "critic.safetensors")
-    for name, tensor in trained_state(trainer.model.critic).items():
+    for name, tensor in critic_state(trainer.model).items():
         assert torch.equal(tensor, saved[name]), name
     adapter = load_file(Path(trainer.state.best_model_checkpoint) / "adapter_model.safetensors")
     loaded = get_peft_model_state_dict(trainer.model)

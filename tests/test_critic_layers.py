@@ -2,6 +2,7 @@
 
 import json
 import weakref
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -18,7 +19,7 @@ from transformers import (
 )
 
 from helpers.agents import Doors, agent_trainer, call, collect
-from helpers.runs import final_state, logged, trainable, untimed_logs
+from helpers.runs import final_state, logged, trainable, trained_state, untimed_logs
 from helpers.tiny import scorer, tiny_gpt2, tiny_model, tiny_opt, tiny_qwen3
 from hfppo import ActorCritic, PPOConfig, PPOTrainer
 from hfppo.models import layout
@@ -83,12 +84,12 @@ def reference_states(model: ActorCritic) -> torch.Tensor:
         return model(*ROWS, Want(values=False, base_states=True)).base_states
 
 
-def count_calls(layers) -> list[int]:
-    """Return the calls of each layer, which go on counting."""
+def count_calls(layers, counts: Callable[[], bool]) -> list[int]:
+    """Return the calls of each layer for which `counts`, which go on counting."""
     calls = [0] * len(layers)
 
     def count(i: int, *_) -> None:
-        calls[i] += 1
+        calls[i] += counts()
 
     for i, layer in enumerate(layers):
         layer.register_forward_hook(partial(count, i))
@@ -160,17 +161,32 @@ def test_the_name_before_transformers_520_checkpoints_the_critic_too():
     model = actor(deep(), None).train()
     model(*ROWS)  # tries its layouts
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    begun = {"actor": 0, "critic": 0}
-
-    def count(name: str, *_) -> None:
-        begun[name] += 1
-
-    for name, trunk in {"actor": model.causal_lm.base_model, "critic": model.critic.trunk}.items():
-        for layer in find_layers(trunk):
-            layer.self_attn.register_forward_pre_hook(partial(count, name))
+    begun = []
+    for layer in find_layers(model.critic_trunk):
+        layer.self_attn.register_forward_pre_hook(lambda *_: begun.append(model.adapters.acting))
     out = model(*ROWS)
     (out.logprobs.sum() + out.values.sum()).backward()
-    assert begun == {"actor": 8, "critic": 8}  # four layers, once more for the gradient
+    # Four layers each, and once more for the gradient.
+    assert begun == ["default"] * 4 + ["critic"] * 8 + ["default"] * 4
+
+
+def test_whatever_of_peft_switches_adapters_the_same_weights_are_trained():
+    """A weight that is frozen between forward and backward would silently get no gradient."""
+    model = actor(deep(), None)
+    names = set(trained_state(model))
+    states = []
+    for adapter in ("critic", None, "default"):
+        with model.adapters.use(adapter):
+            states.append(model(input_ids=ROWS[0]).logits)
+            assert set(trained_state(model)) == names
+    with model.disable_adapter():
+        assert torch.equal(model(input_ids=ROWS[0]).logits, states[1])
+    model.set_adapter("default")
+    model.base_model.disable_adapter_layers()
+    model.enable_adapter_layers()
+    assert set(trained_state(model)) == names
+    assert torch.equal(model(input_ids=ROWS[0]).logits, states[2])
+    assert len({float(x.sum()) for x in states}) == 3
 
 
 def test_a_half_precision_starts_from_states_of_its_own_dtype():
@@ -289,8 +305,7 @@ class Calls(TrainerCallback):
     """Counts the calls of the critic's layers in the first rollout's passes, and in its updates."""
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
-        self.calls = count_calls(find_layers(model.critic.trunk))
-        self.of_base = count_calls(find_layers(model.causal_lm.base_model))
+        self.calls = count_calls(find_layers(model.critic_trunk), lambda: model.adapters.acting == "critic")
 
     def on_step_begin(self, args, state, control, **kwargs):
         self.before = list(self.calls)
@@ -319,12 +334,12 @@ def test_only_the_top_layers_are_adapted():
     model = actor(deep(), 2)
     adapted = {int(name.split("layers.")[1].split(".")[0]) for name in trainable_of_trunk(model)}
     assert adapted == {2, 3}
-    everything = {name for name in trainable_of_trunk(actor(deep(), None)) if ".layers.0." not in name}
-    assert trainable_of_trunk(model) == {name for name in everything if ".layers.1." not in name}
+    everything = {name for name in trainable_of_trunk(actor(deep(), None)) if "layers.0." not in name}
+    assert trainable_of_trunk(model) == {name for name in everything if "layers.1." not in name}
 
 
 def trainable_of_trunk(model: ActorCritic) -> set[str]:
-    return {name for name, p in model.critic.trunk.named_parameters() if p.requires_grad}
+    return {name for name in trained_state(model.critic_trunk) if ".critic." in name}
 
 
 def test_a_run_resumes_within_a_rollout_and_after_pretraining(make_trainer, tmp_path):
@@ -402,7 +417,7 @@ def test_top_layers_that_the_adapter_leaves_out_are_refused(make_trainer):
 def test_upper_layers_that_need_the_lower_ones_are_refused(make_trainer):
     """As where keys and values of a lower layer are used again."""
     trainer = make_trainer({"critic_layers": 1})
-    layers = find_layers(trainer.model.critic.trunk)
+    layers = find_layers(trainer.model.critic_trunk)
     notes = []
     layers[0].register_forward_hook(lambda *_: notes.append(1))
     layers[1].register_forward_pre_hook(lambda *_: notes.clear() if notes.pop() else None)

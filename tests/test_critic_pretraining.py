@@ -6,7 +6,7 @@ import pytest
 import torch
 from datasets import Dataset
 
-from helpers.runs import assert_same_run, small_trainer
+from helpers.runs import assert_same_run, critic_state, small_trainer
 from hfppo import PPOCallback
 from hfppo.learn.critic_pretraining import CriticPretraining
 from hfppo.models.actor_critic import Want
@@ -31,15 +31,15 @@ class Watch(PPOCallback):
 
     def on_log(self, args, state, control, logs=None, model=None, **kwargs):
         if "critic_pretraining/epoch" in logs:
-            self.epochs.append(copies(model.critic))
+            self.epochs.append(copies(model))
 
     def on_rollout_end(self, args, state, control, *, transcript, model, **kwargs):
         self.rollouts.append(transcript.prompts)
-        self.first = self.first or copies(model.critic)
+        self.first = self.first or copies(model)
 
 
-def copies(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {name: p.detach().clone() for name, p in module.named_parameters()}
+def copies(model) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in critic_state(model).items()}
 
 
 def pretrained(make_trainer, config=None, **kwargs):

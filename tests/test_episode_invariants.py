@@ -11,7 +11,7 @@ from datasets import Dataset
 from torch.testing import assert_close
 
 from helpers.agents import Chatter, talking_trainer
-from helpers.runs import final_state, gradients, logged, logs
+from helpers.runs import critic_values, final_state, gradients, logged, logs
 from hfppo import PlotCallback, TokenTraceCallback
 from hfppo.functional import gae, turn_ends, turn_factors, turn_starts
 from hfppo.token_trace.record import read_traces, trace_file
@@ -59,10 +59,10 @@ def test_numbers_of_sampled_tokens_are_those_of_the_plain_model(played):
         before = len(prompt) - 1 + columns
         with torch.no_grad():
             logp = actor(input_ids=ids).logits[0].log_softmax(-1)[before, completion[columns]]
-            values = actor.critic.value_head(actor.critic.trunk(input_ids=ids).last_hidden_state[0, before])
+            values = critic_values(actor, ids)[before]
             for start in turn_starts(rollout.mask)[i].nonzero().flatten().tolist():
                 prefix = ids[:, : len(prompt) + start]
-                alone = actor.critic.value_head(actor.critic.trunk(input_ids=prefix).last_hidden_state[0, -1])
+                alone = critic_values(actor, prefix)[-1]
                 assert_close(rollout.values[i, start], alone)
                 seen += 1
         assert_close(rollout.old_logprobs[i, columns], logp)

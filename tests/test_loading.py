@@ -90,12 +90,12 @@ def test_folders_are_found_by_every_spelling(make_trainer, hub, tokenizer, tmp_p
     given = {"model": spell("base"), "ref_model": spell("base"), "critic": spell("critic")}
     given |= {"reward_funcs": spell("reward"), "processing_class": None}
     trainer = make_trainer(save, **given)
-    assert trainer.model.ref_model is None  # the model is its own reference
+    assert trainer.model.reference_is_base  # the model is its own reference
     trainer.train()
     make_trainer({**save, "max_steps": 2}, **given).train(resume_from_checkpoint=spell("out/checkpoint-1"))
     adapter = spell("out/checkpoint-2")
     again = make_trainer(model=adapter, reward_funcs=[spell("reward")], critic=adapter, peft_config=None)
-    assert again.model.ref_model is not None
+    assert not again.model.reference_is_base
     with pytest.raises(ValueError, match="output_dir"):
         again.train()
 
@@ -218,8 +218,10 @@ def test_a_critic_needs_the_tokenizers_ids_and_a_reference_all_of_the_actors(mak
 )
 def test_the_default_adapter_is_on_every_layer_that_an_adapter_can_act_on(name, targets):
     model = ActorCritic(tiny_of_type(name), default_peft_config())
-    for tuner in (model.base_model, model.critic.trunk.base_model):
-        assert {module.rpartition(".")[2] for module in tuner.targeted_module_names} == targets
+    for adapter in ("default", "critic"):
+        ends = [f".lora_{part}.{adapter}.weight" for part in "AB"]
+        names = [name.removesuffix(end) for end in ends for name, _ in model.named_parameters() if name.endswith(end)]
+        assert {name.rpartition(".")[2] for name in names} == targets
 
 
 def test_own_exclusions_are_kept_beside_those_of_the_architecture():

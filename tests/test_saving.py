@@ -25,7 +25,7 @@ from transformers import (
 from transformers.tokenization_mistral_common import MistralCommonBackend
 from transformers.utils.import_utils import is_mistral_common_available
 
-from helpers.runs import assert_same_end, trained_state
+from helpers.runs import assert_same_end, critic_state, trained_state
 from helpers.tiny import LORA, lora, scorer, tiny_model
 from hfppo import ActorCritic, PPOConfig
 from hfppo.models.adapter_config import describe_adapter, find_differences
@@ -97,8 +97,8 @@ def test_training_goes_on_from_a_saved_adapter_with_it_as_reference(trained, mak
         )
         trainer.model.eval()
         assert_close(logits(trainer.model), logits(trained.model))
-        for name, tensor in trained_state(trained.model.critic).items():
-            assert torch.equal(trained_state(trainer.model.critic)[name], tensor), name
+        for name, tensor in critic_state(trained.model).items():
+            assert torch.equal(critic_state(trainer.model)[name], tensor), name
         trainer.train()
         kl = [entry["kl_k3"] for entry in trainer.state.log_history if "kl_k3" in entry]
         assert kl[0] == 0.0
@@ -156,8 +156,7 @@ def test_detached_shared_critic_leaves_the_actor_to_the_policy_loss(make_trainer
 
 def test_a_saved_critic_stays_detached(make_trainer, tmp_path):
     make_trainer(critic="shared_detached").save_model(str(tmp_path / "saved"))
-    assert make_trainer(critic=str(tmp_path / "saved")).model.critic.detach
-    assert not make_trainer(critic="shared").model.critic.detach
+    assert make_trainer(critic=str(tmp_path / "saved")).model.critic.kind == "shared_detached"
 
 
 def test_critic_free_runs_have_no_critic_at_all(make_trainer, tmp_path):
@@ -197,8 +196,7 @@ def test_activation_checkpointing_gives_the_same_run(make_trainer):
     for on in (False, True):
         trainer = make_trainer({"activation_checkpointing": on})
         trainer.train()
-        trees = [trainer.model.causal_lm, trainer.model.critic.trunk.get_base_model()]
-        assert [tree.is_activation_checkpointing for tree in trees] == [on, on]
+        assert trainer.model.causal_lm.is_activation_checkpointing == on
         runs.append([p.detach() for p in trainer.model.parameters() if p.requires_grad])
     for a, b in zip(*runs, strict=True):
         assert_close(a, b, rtol=1e-4, atol=1e-5)
@@ -221,13 +219,14 @@ def test_activation_checkpointing_gives_the_same_run(make_trainer):
 def test_the_critics_adapter_is_where_the_actors_is(make_trainer, fields, critic):
     config = LoraConfig(r=4, task_type="CAUSAL_LM", **fields)
     trainer = make_trainer(peft_config=config, critic=scorer() if critic == "model" else critic)
-    assert ranks(trainer.model.critic.trunk) == ranks(trainer.model.base_model) != {}
+    assert ranks(trainer.model, "critic") == ranks(trainer.model, "default") != {}
 
 
-def ranks(tree: torch.nn.Module) -> dict[str, int]:
+def ranks(model: torch.nn.Module, adapter: str) -> dict[str, int]:
     """Where an adapter stands, and of which rank."""
-    weights = {name.rpartition("layers.")[2]: x for name, x in tree.named_parameters() if "lora_A" in name}
-    return {name.split(".lora_")[0]: len(x) for name, x in weights.items()}
+    end = f".lora_A.{adapter}.weight"
+    weights = {name.rpartition("layers.")[2]: x for name, x in model.named_parameters() if name.endswith(end)}
+    return {name.removesuffix(end): len(x) for name, x in weights.items()}
 
 
 def test_the_critics_adapter_is_on_experts_and_router_as_well(make_trainer, tmp_path):
@@ -237,11 +236,11 @@ def test_the_critics_adapter_is_on_experts_and_router_as_well(make_trainer, tmp_
     base = MixtralForCausalLM(MixtralConfig(vocab_size=26, bos_token_id=None, eos_token_id=1, **shape, **heads))
     base.save_pretrained(tmp_path / "base")
     trainer = make_trainer(model=str(tmp_path / "base"), peft_config=lora())
-    assert "0.mlp.gate" in ranks(trainer.model.base_model)
-    assert ranks(trainer.model.critic.trunk) == ranks(trainer.model.base_model)
+    assert "0.mlp.gate" in ranks(trainer.model, "default")
+    assert ranks(trainer.model, "critic") == ranks(trainer.model, "default")
     trainer.save_model(str(tmp_path / "first"))
     again = make_trainer(model=str(tmp_path / "first"), peft_config=None, critic=str(tmp_path / "first"))
-    expected, got = trained_state(trainer.model.critic), trained_state(again.model.critic)
+    expected, got = critic_state(trainer.model), critic_state(again.model)
     assert expected.keys() == got.keys()
     assert all(torch.equal(expected[name], got[name]) for name in expected)
 

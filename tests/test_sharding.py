@@ -89,7 +89,9 @@ ENGINES = [
     ("fsdp2", PIECES, "FSDP", "shared"),
     ("zero2", UNCLIPPED, "DEEPSPEED", "shared"),
     ("zero2", UNCLIPPED, "DEEPSPEED", "adapter"),
+    ("fsdp2", PIECES, "FSDP", "adapter"),
     ("zero3", UNCLIPPED, "DEEPSPEED", "shared"),
+    ("zero3", UNCLIPPED, "DEEPSPEED", "adapter"),
 ]
 
 
@@ -109,7 +111,8 @@ def test_a_sharded_run_has_the_numbers_of_one_that_is_not(run_of, engine, fields
     found, expected = (weights(out / "straight" / "checkpoint-4") for out in (sharded_out, ddp_out))
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
-        torch.testing.assert_close(found[name], tensor, rtol=1e-3, atol=1e-5)
+        # Adam makes a step of 1e-2 of the smallest gradient: an element of the critic's differs by 6e-5.
+        torch.testing.assert_close(found[name], tensor, rtol=1e-3, atol=1e-4 if critic == "adapter" else 1e-5)
 
 
 @pytest.mark.parametrize("engine", ["fsdp2", "zero2", "zero3"])
@@ -228,14 +231,6 @@ WITH_OPTIMIZER.state.deepspeed_plugin.deepspeed_config["optimizer"] = {"type": "
     ("accelerator", "critic", "funcs", "args", "message"),
     [
         (engine(DistributedType.NO), "adapter", [], {"n_gpu": 2}, "sees 2 GPUs, .*--num_processes 2, or"),
-        (engine(DistributedType.FSDP), "adapter", [], {}, "whole weights, which FSDP2 shards; use critic='shared'"),
-        (
-            engine(DistributedType.DEEPSPEED, zero=3),
-            "adapter",
-            [],
-            {},
-            "which ZeRO-3 shards; use critic='shared'",
-        ),
         (engine(DistributedType.FSDP), "shared", [RewardAdapter], {}, "a reward adapter .* merge it into its base"),
         (engine(DistributedType.FSDP, fsdp2=False), "shared", [], {}, "FSDP version 1 is not supported; set"),
         (
@@ -319,7 +314,8 @@ def test_fsdp2_leaves_outputs_and_sums_of_gradients_in_float32():
     ("accelerator", "critic", "funcs", "args"),
     [
         (engine(DistributedType.MULTI_GPU), "adapter", [RewardAdapter], BUDGET | VLLM),
-        (engine(DistributedType.FSDP), "shared", [], BUDGET),
+        (engine(DistributedType.FSDP), "adapter", [], BUDGET),
+        (engine(DistributedType.DEEPSPEED, zero=3), "adapter", [], {}),
         (engine(DistributedType.DEEPSPEED, zero=3), "model", [], {}),
         (ZERO_2, "adapter", [RewardAdapter], VLLM),
         (engine(DistributedType.DEEPSPEED, zero=2, clipping=1.0), "adapter", [], {}),

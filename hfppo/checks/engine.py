@@ -50,11 +50,11 @@ def check_engine(
     }
     state, kind = accelerator.state, accelerator.distributed_type
     if kind == DistributedType.FSDP:
-        faults |= fsdp_faults(accelerator, model, args) | whole_faults("FSDP2", model, reward_funcs, args)
+        faults |= fsdp_faults(accelerator, model, args) | whole_faults("FSDP2", reward_funcs, args)
     elif kind == DistributedType.DEEPSPEED:
         faults |= deepspeed_faults(state.deepspeed_plugin.deepspeed_config, args)
         if state.deepspeed_plugin.zero_stage == 3:
-            faults |= whole_faults("ZeRO-3", model, reward_funcs, args)
+            faults |= whole_faults("ZeRO-3", reward_funcs, args)
     elif args.world_size > 1:
         faults |= ddp_faults(args)
     raise_first(faults)
@@ -79,17 +79,13 @@ def ddp_faults(args: PPOConfig) -> dict[str, object]:
     }
 
 
-def whole_faults(
-    engine: str, model: ActorCritic, reward_funcs: list[RewardFunc], args: PPOConfig
-) -> dict[str, object]:
+def whole_faults(engine: str, reward_funcs: list[RewardFunc], args: PPOConfig) -> dict[str, object]:
     """Return errors of parts that need whole weights, which FSDP2 and ZeRO-3 shard, and whether they are there.
 
-    A shard has one owner, so a second module tree cannot use the same tensors.
+    A shard has one owner, so a second module tree, as of a reward adapter, cannot use the same tensors.
     """
-    on_adapter = model.critic is not None and model.critic.kind == "adapter"
     reward_adapter = any(isinstance(unwrap(func), RewardAdapter) for func in reward_funcs)
     parts = {
-        "critic='adapter'": (on_adapter, "use critic='shared' or a separate model"),
         "a reward adapter": (reward_adapter, "merge it into its base and give the merged model"),
         "use_vllm=True": (args.use_vllm, "set use_vllm=False"),
         "rollouts_ahead=1": (args.rollouts_ahead, "set rollouts_ahead=0"),
@@ -133,6 +129,7 @@ def deepspeed_faults(config: dict, args: PPOConfig) -> dict[str, object]:
         config: DeepSpeed's.
     """
     clips_at, max_grad_norm = config.get("gradient_clipping", "auto"), largest_norm(args)
+    as_given = clips_at in ("auto", max_grad_norm, args.max_grad_norm)  # Trainer has written the last one
     return {
         "max_tokens_per_micro_batch needs DDP or FSDP2; with DeepSpeed, lower per_device_train_batch_size and raise "
         "gradient_accumulation_steps instead": args.max_tokens_per_micro_batch is not None,
@@ -143,7 +140,7 @@ def deepspeed_faults(config: dict, args: PPOConfig) -> dict[str, object]:
             not config.get("zero_optimization", {}).get("compute_grad_norm", True)
         ),
         f"DeepSpeed's gradient_clipping={clips_at} and max_grad_norm={max_grad_norm} are not the same; leave "
-        "gradient_clipping out, or set both": clips_at not in ("auto", max_grad_norm),
+        "gradient_clipping out, or set both": not as_given,
     }
 
 

@@ -81,8 +81,8 @@ def batches_of(
 
 def reference_pass(model: ActorCritic, batches: list[Inputs], args: PPOConfig) -> list[TokenOutputs]:
     """Compute log π_ref, and the base's states if the critic starts from them."""
-    states = model.keeps_base_states and model.ref_model is None
-    with model.reference():  # once, since PEFT visits all modules to disable an adapter
+    states = model.keeps_base_states and model.reference_is_base
+    with model.reference():
         want = Want(args.temperature, values=False, base_states=states)
         return [keep(model, model(**batch, want=want)) for batch in batches]
 

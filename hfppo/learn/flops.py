@@ -34,11 +34,12 @@ class FlopCounter:
     def of(cls, model: ActorCritic) -> "FlopCounter":
         """Count the weights of a model that is not sharded yet."""
         config, critic = model.causal_lm.config.get_text_config(), model.critic
-        of_critic = 0 if critic is None or critic.trunk is None else flops_per_token(critic.trunk)
-        if critic is not None and critic.layers is not None:
-            of_critic = of_critic * critic.layers // config.num_hidden_layers
+        of_critic = 0
+        if critic is not None and not critic.is_shared:
+            of_critic = flops_per_token(model.critic_trunk, model.critic_parameters())
+            of_critic = of_critic * (critic.layers or config.num_hidden_layers) // config.num_hidden_layers
         head = 4 * config.hidden_size * config.vocab_size
-        return cls(flops_per_token(trunk_of(model.causal_lm)), of_critic, head)
+        return cls(flops_per_token(trunk_of(model.causal_lm), model.actor_parameters()), of_critic, head)
 
     def count(self, pieces: Sequence[Rollout], plan: StepPlan) -> int:
         """Return the operations of a step with this plan on some completions."""
@@ -47,8 +48,9 @@ class FlopCounter:
         return tokens * (plan.policy * self.actor + plan.values * self.critic) + sampled * plan.policy * self.head
 
 
-def flops_per_token(trunk: nn.Module) -> int:
+def flops_per_token(trunk: nn.Module, trained: list[nn.Parameter]) -> int:
     """Return the operations of forward and backward per token: 4 per frozen weight and 6 per trained one."""
     model = cast(PreTrainedModel, trunk)  # a PeftModel has its base's methods
-    trained = model.num_parameters(only_trainable=True, exclude_embeddings=True)
-    return 4 * model.num_parameters(exclude_embeddings=True) + 2 * trained
+    counts = [model.num_parameters(only_trainable, exclude_embeddings=True) for only_trainable in (False, True)]
+    inside = set(trunk.parameters())
+    return 4 * (counts[0] - counts[1]) + 6 * sum(p.numel() for p in trained if p in inside)

@@ -44,7 +44,7 @@ class Run:
     def has_two_graphs(self) -> bool:
         """Whether actor and critic share no states, and the engine allows a backward pass without some weights."""
         critic, args = self.model.critic, self.args
-        if critic is None or critic.trunk is None or self.accelerator.distributed_type == DistributedType.DEEPSPEED:
+        if critic is None or critic.is_shared or self.accelerator.distributed_type == DistributedType.DEEPSPEED:
             return False
         return args.world_size == 1 or args.ddp_find_unused_parameters is not False
 

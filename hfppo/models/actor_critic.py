@@ -1,8 +1,7 @@
-"""Actor, reference and critic on one frozen base.
+"""Actor, reference and critic on one frozen base, in one module tree.
 
-The actor is the base with a LoRA adapter, the reference the base with that adapter disabled, the critic a second
-module tree over the same tensors with an adapter and a value head of its own. Two adapters on one tree do not work:
-switching between a forward and its backward silently gives zero gradients.
+The actor is the base with a LoRA adapter, the reference the base without it or with the adapter that training starts
+from, the critic the base with an adapter and a value head of its own. `AdapterSwitch` chooses.
 """
 
 import copy
@@ -17,16 +16,27 @@ import torch
 from huggingface_hub.constants import REPOCARD_NAME
 from peft import PeftConfig, PeftModel, PeftModelForCausalLM
 from peft.tuners import lora
+from peft.tuners.tuners_utils import BaseTuner
 from peft.utils import set_peft_model_state_dict
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from hfppo.models.adapter_checks import unchanged
-from hfppo.models.critic import CRITIC_FOLDER, CriticSource, build_critic, find_critic, shared_copy
-from hfppo.models.layout import Layout, fits, lay_out, run_trunk, trunk_of
+from hfppo.models.adapter_switch import ACTOR, CRITIC, REFERENCE, AdapterSwitch
+from hfppo.models.critic import (
+    CRITIC_FOLDER,
+    CriticSource,
+    build_critic,
+    critic_config,
+    find_critic,
+    only_adaptable,
+    shared_copy,
+)
+from hfppo.models.layout import Layout, fits, hidden_states, lay_out, run_trunk, trunk_of
 from hfppo.models.loading import check_adapter, check_vocabulary, fit_to_model, keep_four_bits
-from hfppo.models.lower_layers import RecordingLayer, record_states
+from hfppo.models.lower_layers import Recording, record_states, start_from
 from hfppo.models.modes import attributes
 from hfppo.models.output_head import Entropy, token_logprobs
 from hfppo.models.router_loss import router_coef, router_loss
@@ -92,22 +102,43 @@ class ActorCritic(PeftModelForCausalLM):
             check_vocabulary("ref_model", ref_model, base.config.get_text_config().vocab_size)
             keep_four_bits(ref_model)
         source = None if critic is None else find_critic(critic)
+        config = fit_to_model(peft_config, base)  # a copy: PEFT resolves "all-linear" in place
+        on_base = source is not None and source.model == "adapter"
+        of_critic = critic_config(peft_config, base, source.layers) if on_base else peft_config
+        base.requires_grad_(False)  # PEFT freezes only the layers that it sees
         with unchanged(base, "peft_config"):
-            critic_module = None if source is None else build_critic(source, base, peft_config)
+            if on_base:  # the first, as PEFT draws the weights
+                with only_adaptable(base, source.layers):
+                    self._add(base, CRITIC, of_critic)
+            built = None if source is None else build_critic(source, base, of_critic)
             if start_adapter is not None and ref_model is None:
-                ref_model = frozen_adapter_copy(base, peft_config, start_adapter)
-            super().__init__(base, fit_to_model(peft_config, base))  # a copy: PEFT resolves "all-linear" in place
+                frozen = copy.deepcopy(config)
+                frozen.inference_mode = True
+                self._add(base, REFERENCE, frozen)
+                set_peft_model_state_dict(self, start_adapter, adapter_name=REFERENCE)
+            self._add(base, ACTOR, config)
             if start_adapter is not None:
                 set_peft_model_state_dict(self, start_adapter)
-        self.critic = critic_module
+        self.set_adapter(ACTOR)
+        self.critic = built
+        self.adapters = AdapterSwitch(self.base_model)
         self.ref_model = ref_model.requires_grad_(False).eval() if ref_model is not None else None
         # The dtype in which a layer returned the kept base states; a prepared forward returns them in float32.
         self.base_states_dtype: torch.dtype | None = None
         self._as_reference = False
         disable_noise(self)
         cast_by_autocast(self)
-        if not any(p.requires_grad for p in self.actor_parameters()):
+        if not self.actor_parameters():
             raise ValueError("the adapter has no trainable weight; check peft_config's target_modules")
+        if source is not None and source.folder is not None:
+            self._load_critic(source.folder)
+
+    def _add(self, base: PreTrainedModel, name: str, config: PeftConfig) -> None:
+        """Put an adapter on the base; the first one makes it a PEFT model."""
+        if "_modules" in vars(self):
+            self.add_adapter(name, config)
+        else:
+            super().__init__(base, config, name)
 
     @property
     def causal_lm(self) -> PreTrainedModel:
@@ -116,11 +147,27 @@ class ActorCritic(PeftModelForCausalLM):
 
     def actor_parameters(self) -> list[nn.Parameter]:
         """The trainable parameters of the policy."""
-        return [p for p in self.base_model.parameters() if p.requires_grad]
+        return list(self._of_actor().values())
 
     def critic_parameters(self) -> list[nn.Parameter]:
         """The trainable parameters of the critic; empty without a critic."""
-        return [] if self.critic is None else [p for p in self.critic.parameters() if p.requires_grad]
+        return [self.get_parameter(name) for name in self.critic_names().values()]
+
+    def _of_actor(self) -> dict[str, nn.Parameter]:
+        """The trainable parameters of the policy, by their names in the base."""
+        named = self.base_model.named_parameters()
+        return {name: p for name, p in named if p.requires_grad and CRITIC not in name.split(".")}
+
+    def critic_names(self) -> dict[str, str]:
+        """Return the names of the critic's trained weights, by their names in a saved critic's file.
+
+        The file names an adapter on the actor's base as if the critic had a trunk of its own.
+        """
+        trunk = trunk_of(self.causal_lm)
+        inside = next(name for name, module in self.named_modules() if module is trunk) + "."
+        names = [name for name, p in self.named_parameters() if p.requires_grad and CRITIC in name.split(".")]
+        of_trunk = {name: f"trunk.base_model.model.{name.removeprefix(inside)}" for name in names if inside in name}
+        return {of_trunk.get(name, name.removeprefix("critic.")): name for name in names}
 
     def copy_actor(self) -> "ActorCritic":
         """Return the actor alone in eval mode, with weights of its own in the adapter, and the same base tensors."""
@@ -131,8 +178,7 @@ class ActorCritic(PeftModelForCausalLM):
 
     def actor_weights(self) -> dict[str, Tensor]:
         """Return copies of the policy's trainable weights on the CPU, by name."""
-        named = self.base_model.named_parameters()
-        return {name: p.detach().to("cpu", copy=True) for name, p in named if p.requires_grad}
+        return {name: p.detach().to("cpu", copy=True) for name, p in self._of_actor().items()}
 
     @torch.no_grad()
     def load_actor_weights(self, weights: Mapping[str, Tensor]) -> None:
@@ -143,7 +189,12 @@ class ActorCritic(PeftModelForCausalLM):
     @property
     def critic_is_shared(self) -> bool:
         """Whether the critic reads the actor's hidden states."""
-        return self.critic is not None and self.critic.trunk is None
+        return self.critic is not None and self.critic.is_shared
+
+    @property
+    def critic_trunk(self) -> PreTrainedModel | PeftModel:
+        """The model that computes the critic's states while its adapter acts: another one, or the actor's trunk."""
+        return self.critic.trunk or cast(PreTrainedModel, trunk_of(self.causal_lm))
 
     @property
     def keeps_base_states(self) -> bool:
@@ -155,9 +206,31 @@ class ActorCritic(PeftModelForCausalLM):
         """Whether the base's vocabulary has another size than in the base's folder or repository."""
         return is_resized(self.causal_lm, self.peft_config["default"].revision)
 
+    @property
+    def reference_is_base(self) -> bool:
+        """Whether the reference is the base without an adapter."""
+        return self.ref_model is None and REFERENCE not in self.peft_config
+
     def reference(self) -> AbstractContextManager[None]:
         """Make `forward` compute log-probs of the reference policy inside the block."""
-        return self.disable_adapter() if self.ref_model is None else attributes(self, _as_reference=True)
+        if self.ref_model is not None:
+            return attributes(self, _as_reference=True)
+        return self.adapters.use(None if self.reference_is_base else REFERENCE)
+
+    def disable_adapter(self) -> AbstractContextManager[None]:
+        """Compute with the base alone inside the block, as in PEFT."""
+        return self.adapters.use(None)
+
+    def set_adapter(self, adapter_name: str, inference_mode: bool = False) -> None:
+        """Make an adapter act, as in PEFT, but leave the critic's trained."""
+        super().set_adapter(adapter_name, inference_mode)
+        if CRITIC in self.peft_config:
+            self.set_requires_grad(CRITIC)
+
+    def enable_adapter_layers(self) -> None:
+        """Undo `disable_adapter_layers`, as in PEFT, but leave the critic's adapter trained."""
+        cast(BaseTuner, self.base_model).enable_adapter_layers()
+        self.set_adapter(self.active_adapter)
 
     def forward(
         self,
@@ -194,12 +267,11 @@ class ActorCritic(PeftModelForCausalLM):
             if want.policy:
                 logprobs, entropy = self._policy(layout, hidden, input_ids, completion_mask, want)
             if want.values and self.critic is not None:
-                if layout is None or not (self.critic_is_shared or fits(layout, self.critic.trunk)):
-                    layout = lay_out(self.critic.trunk, *rows)
-                if base_states is not None:
-                    base_states = base_states.to(input_ids.device, self.base_states_dtype)
-                start = None if base_states is None else layout.place(base_states, attention_mask)
-                values = self.critic(hidden, layout, start)[layout.states]  # (B, T + 1)
+                if not self.critic_is_shared:
+                    if layout is None or not fits(layout, self.critic_trunk):
+                        layout = lay_out(self.critic_trunk, *rows)
+                    hidden = self._critic_states(layout, attention_mask, base_states)
+                values = self.critic(hidden)[layout.states]  # (B, T + 1)
         if want.base_states:
             self.base_states_dtype = recording.states.dtype
         return TokenOutputs(
@@ -226,12 +298,24 @@ class ActorCritic(PeftModelForCausalLM):
         nothing = torch.zeros(mask.shape, dtype=torch.float32, device=hidden.device)
         return [None if x is None else nothing.masked_scatter(mask, x) for x in found]
 
-    def _record_base_states(self, want: Want) -> AbstractContextManager[RecordingLayer | None]:
-        """Record the states below the critic's layers in the forwards of the block, the critic's or the base's."""
+    def _critic_states(self, layout: Layout, attention_mask: Tensor, base_states: Tensor | None) -> Tensor:
+        """Return the (N, H) states that the critic reads where they are not the actor's.
+
+        Args:
+            base_states: see `forward`.
+        """
+        started: AbstractContextManager[None] = nullcontext()
+        if base_states is not None:
+            states = layout.place(base_states.to(attention_mask.device, self.base_states_dtype), attention_mask)
+            started = start_from(self.critic_trunk, self.critic.layers, states)
+        with self.adapters.use(CRITIC), started:
+            return hidden_states(self.critic_trunk, self.critic.readable(layout))
+
+    def _record_base_states(self, want: Want) -> AbstractContextManager[Recording | None]:
+        """Record the states below the critic's layers in the block's last forward, the critic's or the base's."""
         if not want.base_states:
             return nullcontext()
-        trunk = self.critic.trunk if want.values else trunk_of(self.causal_lm)
-        return record_states(trunk, self.critic.layers)
+        return record_states(trunk_of(self.causal_lm), self.critic.layers)
 
     @property
     def _language_model(self) -> PreTrainedModel | PeftModel:
@@ -243,12 +327,13 @@ class ActorCritic(PeftModelForCausalLM):
     ) -> None:
         """Turn activation checkpointing on in the actor and in the critic's trunk."""
         trees = [self.causal_lm]
-        if self.critic is not None and isinstance(self.critic.trunk, PeftModel):
+        if self.critic is not None and self.critic.trunk is not None:
             trees.append(cast(PreTrainedModel, self.critic.trunk.get_base_model()))
         for tree in trees:
             enable = getattr(tree, "activation_checkpointing_enable", None) or tree.gradient_checkpointing_enable
             enable(activation_checkpointing_kwargs, **more)
             tree.enable_input_require_grads()
+        self.adapters.follow_checkpointing(self.causal_lm)
 
     def gradient_checkpointing_enable(
         self, gradient_checkpointing_kwargs: dict[str, Any] | None = None, **more: object
@@ -263,15 +348,14 @@ class ActorCritic(PeftModelForCausalLM):
         state_dict = self.state_dict() if state_dict is None else state_dict
         self.save_adapter(save_directory, state_dict, is_main_process=is_main_process, **kwargs)
         if self.critic is not None and is_main_process:
-            of_critic = {
-                name.removeprefix("critic."): x for name, x in state_dict.items() if name.startswith("critic.")
-            }
-            self.critic.save(Path(save_directory) / CRITIC_FOLDER, of_critic)
+            weights = {saved: state_dict[name] for saved, name in self.critic_names().items()}
+            self.critic.save(Path(save_directory) / CRITIC_FOLDER, weights)
 
     def save_adapter(self, folder: str, state_dict: dict[str, Tensor] | None = None, **kwargs: Any) -> None:
         """Write the actor as a plain PEFT adapter."""
         state_dict = self.state_dict() if state_dict is None else state_dict
-        of_actor = {name: tensor for name, tensor in state_dict.items() if name.startswith("base_model.")}
+        others = {CRITIC, REFERENCE, "ref_model"}
+        of_actor = {name: tensor for name, tensor in state_dict.items() if not others & {*name.split(".")}}
         with self._actor_alone():
             super().save_pretrained(
                 folder,
@@ -306,7 +390,15 @@ class ActorCritic(PeftModelForCausalLM):
     def load_critic(self, folder: str) -> None:
         """Load the critic, if the model has one, from a folder that `save_pretrained` wrote."""
         if self.critic is not None:
-            self.critic.load(Path(folder) / CRITIC_FOLDER)
+            self._load_critic(Path(folder) / CRITIC_FOLDER)
+
+    def _load_critic(self, folder: Path) -> None:
+        """Load the critic from its own folder."""
+        names = self.critic_names()
+        weights: dict[str, Any] = {names[saved]: x for saved, x in self.critic.read(folder, names).items()}
+        # Like load_state_dict, but each process takes its shards where the weights are sharded.
+        options = StateDictOptions(full_state_dict=True, strict=False)  # the other weights are not in the file
+        set_model_state_dict(self, weights, options=options)
 
 
 def disable_noise(model: nn.Module) -> None:
@@ -340,10 +432,3 @@ def follow_autocast(layer: lora.Linear, _: object) -> None:
     """Turn off PEFT's cast of a layer's input under autocast. Variants such as DoRA use the input elsewhere, too."""
     autocast = torch.is_autocast_enabled(cast(Tensor, layer.weight).device.type)
     layer.cast_input_dtype_enabled = bool(layer.lora_variant) or not autocast
-
-
-def frozen_adapter_copy(base: PreTrainedModel, peft_config: PeftConfig, weights: dict[str, Tensor]) -> PeftModel:
-    """Return a second module tree over the base with a frozen copy of an adapter."""
-    model = PeftModelForCausalLM(shared_copy(base), copy.deepcopy(peft_config), adapter_name="reference")
-    set_peft_model_state_dict(model, weights, adapter_name="reference")
-    return model

@@ -62,11 +62,9 @@ def sample(weight: Tensor) -> Tensor:
 def policy_of(model: PeftModel) -> Tensor | None:
     """Return a model's (TOKENS, V) float32 log-probs of a short text, as its own forward computes them.
 
-    A disabled adapter is enabled before. None where a forward needs all processes or another device, as some kernels
-    of attention do.
+    None where a forward needs all processes or another device, as some kernels of attention do.
     """
     keep_four_bits(model)
-    model.enable_adapter_layers()
     size = model.config.get_text_config().vocab_size
     ids = torch.arange(TOKENS, device=model.device)[None] * size // TOKENS
     try:

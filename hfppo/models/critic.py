@@ -2,8 +2,8 @@
 
 import copy
 import json
-from collections.abc import Iterable
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -16,11 +16,11 @@ from peft.utils import ModulesToSaveWrapper
 from peft.utils.error import NoMatchingPeftModuleError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from hfppo.models.adapter_config import describe_adapter, find_differences
-from hfppo.models.layout import Layout, hidden_states, trunk_of
+from hfppo.models.adapter_switch import CRITIC
+from hfppo.models.layout import Layout, trunk_of
 from hfppo.models.loading import (
     NO_CODE,
     adapter_config,
@@ -29,7 +29,8 @@ from hfppo.models.loading import (
     hub_options,
     keep_four_bits,
 )
-from hfppo.models.lower_layers import find_layers, replace_layers, start_from
+from hfppo.models.lower_layers import find_layers, replace_layers
+from hfppo.models.modes import attributes
 from hfppo.models.vocabulary import is_resized
 
 CRITIC_FOLDER = "critic"
@@ -59,68 +60,65 @@ class ValueHead(nn.Linear):
 
 
 class Critic(nn.Module):
-    """A value head, on a trunk of its own or on the actor's hidden states.
+    """A value head on hidden states: the actor's, those of the base with an adapter of its own, or another model's.
 
     Args:
         kind: one of `CRITIC_KINDS`, or "model" (LoRA on another model).
-        trunk: hidden states from token ids, or None for the actor's.
         hidden_size: width of the hidden states.
-        base: name of the separate model, kept in the saved folder.
+        peft_config: the configuration of the critic's adapter; None: the critic reads the actor's states.
+        trunk: the other model without its head, with the adapter; None: the critic is on the actor's base.
+        base: name of the other model, kept in the saved folder.
         layers: number of top layers that an "adapter" critic adapts; None: all.
     """
 
     def __init__(
         self,
         kind: str,
-        trunk: PeftModel | None,
         hidden_size: int,
+        peft_config: PeftConfig | None = None,
+        trunk: PeftModel | None = None,
         base: str | None = None,
         layers: int | None = None,
     ):
         super().__init__()
         self.kind, self.base, self.hidden_size = kind, base, hidden_size
-        self.layers = layers
-        self.detach = kind == "shared_detached"  # keeps the value loss from the actor's weights
+        self.peft_config, self.layers = peft_config, layers
         self.trunk = trunk
         self.value_head = ValueHead(hidden_size)
 
-    def forward(self, actor_hidden: Tensor | None, layout: Layout, base_states: Tensor | None = None) -> Tensor:
-        """Return the (N,) values of a layout's positions, from its inputs or from the actor's (N, H) hidden states.
+    @property
+    def is_shared(self) -> bool:
+        """Whether the critic reads the actor's hidden states."""
+        return self.peft_config is None
 
-        Args:
-            base_states: (…, L, H), the base's states below the layers that the critic adapts, to start from.
-        """
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return the (…,) values of (…, H) hidden states; "shared_detached" keeps the value loss from the actor."""
+        return self.value_head(hidden.detach() if self.kind == "shared_detached" else hidden)
+
+    def readable(self, layout: Layout) -> Layout:
+        """Return a layout whose token ids another model knows; its vocabulary may be padded less than the actor's."""
         if self.trunk is None:
-            return self.value_head(actor_hidden.detach() if self.detach else actor_hidden)
-        if self.kind == "model":  # its vocabulary may be padded less than the actor's
-            size = self.trunk.config.get_text_config().vocab_size
-            known = layout.inputs["input_ids"].clamp(max=size - 1)
-            layout = replace(layout, inputs={**layout.inputs, "input_ids": known})
-        started = nullcontext() if base_states is None else start_from(self.trunk, self.layers, base_states)
-        with started:
-            return self.value_head(hidden_states(self.trunk, layout))
-
-    def save(self, folder: str | Path, state_dict: dict[str, Tensor]) -> None:
-        """Write the trainable weights of this critic's state dict, and the configuration that they fit."""
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        trained = self.trained_names()
-        weights = {name: tensor.contiguous() for name, tensor in state_dict.items() if name in trained}
-        save_file(weights, Path(folder) / CRITIC_WEIGHTS)
-        (Path(folder) / CRITIC_CONFIG).write_text(json.dumps(self.config(), indent=2) + "\n", encoding="utf-8")
-
-    def trained_names(self) -> set[str]:
-        """Return the names of the trainable parameters, which are saved."""
-        return {name for name, parameter in self.named_parameters() if parameter.requires_grad}
+            return layout
+        size = self.trunk.config.get_text_config().vocab_size
+        return replace(layout, inputs={**layout.inputs, "input_ids": layout.inputs["input_ids"].clamp(max=size - 1)})
 
     def config(self) -> dict[str, Any]:
         """Return the configuration that is saved next to the weights and compared when they are loaded."""
-        adapter = describe_adapter(self.trunk.active_peft_config) if isinstance(self.trunk, PeftModel) else None
+        adapter = None if self.peft_config is None else describe_adapter(self.peft_config)
         own = {"kind": self.kind, "base": self.base, "hidden_size": self.hidden_size, "peft_config": adapter}
         return own if self.layers is None else {**own, "layers": self.layers}
 
-    def load(self, folder: str | Path) -> None:
-        """Read what `save` wrote.
+    def save(self, folder: str | Path, weights: dict[str, Tensor]) -> None:
+        """Write the critic's trained weights, by their names in the file, and the configuration that they fit."""
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        save_file({name: tensor.contiguous() for name, tensor in weights.items()}, Path(folder) / CRITIC_WEIGHTS)
+        (Path(folder) / CRITIC_CONFIG).write_text(json.dumps(self.config(), indent=2) + "\n", encoding="utf-8")
 
+    def read(self, folder: str | Path, names: Iterable[str]) -> dict[str, Tensor]:
+        """Return the weights that `save` wrote.
+
+        Args:
+            names: of the critic's trained weights in the file.
         Raises:
             ValueError: the folder contains no critic, or a critic of another kind, size or adapter.
         """
@@ -135,15 +133,13 @@ class Critic(nn.Module):
                 f"{folder} contains a critic with {its}, but this run's critic has {ours}; use the critic, "
                 "critic_layers and peft_config it was trained with"
             )
-        weights: dict[str, Any] = load_file(Path(folder) / CRITIC_WEIGHTS)
-        if other := sorted(weights.keys() ^ self.trained_names()):
+        weights = load_file(Path(folder) / CRITIC_WEIGHTS)
+        if other := sorted(weights.keys() ^ set(names)):
             raise ValueError(
                 f"{folder} contains a critic of other layers: this run's and the saved one differ in {other[0]}; "
                 "use the base, the critic and the peft_config it was trained with"
             )
-        # Like load_state_dict, but each process takes its shards where the critic is sharded.
-        options = StateDictOptions(full_state_dict=True, strict=False)  # frozen weights are not in the file
-        set_model_state_dict(self, weights, options=options)
+        return weights
 
 
 def comparable(config: dict[str, Any]) -> dict[str, object]:
@@ -241,62 +237,79 @@ def find_saved_critic(name: str, **options: Any) -> Path | None:
 
 
 def build_critic(source: CriticSource, base: PreTrainedModel, peft_config: PeftConfig) -> Critic:
-    """Build the critic, before an adapter is put on the base.
+    """Build the critic with new weights; the adapter of an "adapter" critic is on the base already.
 
     On another model, for instance the reward model, the value head starts from the score head.
 
+    Args:
+        peft_config: the critic's, if its adapter is on the base; otherwise the actor's.
     Raises:
-        ValueError: another model's layers are spread over devices, or its embeddings were resized.
+        ValueError: the model's layers are spread over devices, or another model's embeddings were resized.
     """
     own = isinstance(source.model, PreTrainedModel)
     model = cast(PreTrainedModel, source.model) if own else base
     check_placement("critic", model)
+    if not own:
+        config = peft_config if source.model == "adapter" else None
+        width = width_of(base.get_output_embeddings(), base)
+        return Critic(cast(str, source.model), width, config, layers=source.layers).to(base.device)
+    head = getattr(model, "score", None)
     model.config.return_dict = True  # outputs are read by name
-    if own and is_resized(model, None):
+    if is_resized(model, None):
         raise ValueError(
             f"critic has another vocabulary than {model.config.name_or_path!r}, but a saved run loads it from there; "
             "save it with save_pretrained, and give that folder"
         )
-    # Some models project their states to another width before the head.
-    head = getattr(model, "score", None) if own else model.get_output_embeddings()
-    width = getattr(head, "in_features", model.config.get_text_config().hidden_size)
-    kind = "model" if own else cast(str, source.model)
-    trunk = adapted_trunk(model, peft_config, source.layers) if kind in ("adapter", "model") else None
-    built = Critic(kind, trunk, width, base=model.config.name_or_path if own else None, layers=source.layers)
+    copied, config = shared_copy(model).requires_grad_(False), critic_config(peft_config, model, None)
+    with only_adaptable(copied, None):
+        trunk = get_peft_model(copied, config, adapter_name=CRITIC)
+    trunk.set_requires_grad(CRITIC)
+    trunk.base_model.model = trunk_of(copied)
+    built = Critic("model", width_of(head, model), config, trunk, base=model.config.name_or_path)
     built.value_head.to(base.device)
-    if own and isinstance(head, nn.Linear) and head.out_features == 1:
+    if isinstance(head, nn.Linear) and head.out_features == 1:
         with torch.no_grad():
             built.value_head.weight.copy_(head.weight)
-    if source.folder is not None:
-        built.load(source.folder)
     return built
 
 
-def adapted_trunk(model: PreTrainedModel, peft_config: PeftConfig, top: int | None = None) -> PeftModel:
-    """Return a trunk over a model's tensors with an adapter like the actor's.
+def width_of(head: nn.Module | None, model: PreTrainedModel) -> int:
+    """Return the width of a head's inputs; some models project their states to another width before the head."""
+    return getattr(head, "in_features", model.config.get_text_config().hidden_size)
 
-    `peft_config` names the modules of a whole model. So a copy without the output head gets the adapter, and its trunk
-    is taken out.
+
+def critic_config(peft_config: PeftConfig, model: PreTrainedModel, top: int | None) -> PeftConfig:
+    """Return the configuration of a critic's adapter, which is like the actor's.
 
     Args:
         top: how many layers to adapt, the top ones and nothing else; None: all that the actor's adapts.
     """
     config: Any = fit_to_model(peft_config, model)
     config.task_type = config.base_model_name_or_path = None
-    config.inference_mode = config.ensure_weight_tying = False
-    copied = shared_copy(model).requires_grad_(False)  # PEFT freezes only the layers that it sees
-    trunk = trunk_of(copied)
-    for name, module in list(copied.named_children()):
-        if trunk is not copied and trunk not in module.modules():
-            setattr(copied, name, None)
-    copied._tied_weights_keys = None  # the copy has no output head to tie
-    layers = nn.ModuleList() if top is None else find_layers(trunk)
-    below = dict.fromkeys(range(len(layers) - (top or 0)), nn.Identity())
+    # Trained all the same: some methods of PEFT allow one adapter that says so.
+    config.inference_mode, config.ensure_weight_tying = True, False
     if top is not None:
         config.trainable_token_indices = None
+    return config
+
+
+@contextmanager
+def only_adaptable(model: PreTrainedModel, top: int | None) -> Iterator[None]:
+    """Let a critic's adapter, which is put on the model in the block, be in its trunk only, or in the top layers only.
+
+    `peft_config` names the modules of a whole model. So the others are taken out for the block.
+
+    Raises:
+        ValueError: the top layers have no module that the adapter adapts.
+    """
+    trunk = trunk_of(model)
+    heads = {name: x for name, x in model.named_children() if trunk is not model and trunk not in x.modules()}
+    layers = nn.ModuleList() if top is None else find_layers(trunk)
+    below = dict.fromkeys(range(len(layers) - (top or 0)), nn.Identity())
     try:
-        with replace_layers(layers, below):
-            adapted = get_peft_model(copied, config, adapter_name="critic")
+        # Without an output head there are no weights to tie.
+        with attributes(model, _tied_weights_keys=None, **dict.fromkeys(heads)), replace_layers(layers, below):
+            yield
     except NoMatchingPeftModuleError as error:
         if top is None:
             raise
@@ -310,8 +323,6 @@ def adapted_trunk(model: PreTrainedModel, peft_config: PeftConfig, top: int | No
             trunk.set_submodule(name, module.original_module)
         elif top is not None and isinstance(module, BaseTunerLayer) and module not in of_layers:
             trunk.set_submodule(name, cast(BaseTunerLayer, module).get_base_layer())
-    adapted.base_model.model = trunk
-    return adapted
 
 
 def shared_copy(module: nn.Module, own: Iterable[nn.Parameter] = ()) -> Any:

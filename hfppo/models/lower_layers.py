@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import cast
 
 from torch import Tensor, nn
@@ -39,21 +40,11 @@ def replace_layers(layers: nn.ModuleList, others: Mapping[int, nn.Module]) -> It
             layers[i] = module
 
 
-class RecordingLayer(nn.Module):
-    """Stands in for a layer: computes it, and keeps the hidden states that it returns."""
+@dataclass
+class Recording:
+    """Hidden states that a layer returned."""
 
-    states: Tensor  # (B, L, H)
-
-    def __init__(self, layer: nn.Module):
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, *args: object, **kwargs: object) -> Tensor | tuple[Tensor, ...]:
-        """Return the layer's outputs."""
-        outputs = self.layer(*args, **kwargs)
-        _tuples[type(self.layer)] = isinstance(outputs, tuple)
-        self.states = outputs[0] if isinstance(outputs, tuple) else outputs
-        return outputs
+    states: Tensor | None = None  # (B, L, H)
 
 
 class GivenStates(nn.Module):
@@ -70,13 +61,19 @@ class GivenStates(nn.Module):
 
 
 @contextmanager
-def record_states(trunk: nn.Module, top: int) -> Iterator[RecordingLayer]:
-    """Keep the hidden states below the top layers of a trunk's forward in the block."""
-    layers = find_layers(trunk)
-    last = len(layers) - top - 1
-    recording = RecordingLayer(layers[last])
-    with replace_layers(layers, {last: recording}):
+def record_states(trunk: nn.Module, top: int) -> Iterator[Recording]:
+    """Keep the hidden states below the top layers of a trunk's last forward in the block."""
+    recording = Recording()
+
+    def record(layer: nn.Module, _: object, outputs: Tensor | tuple[Tensor, ...]) -> None:
+        _tuples[type(layer)] = isinstance(outputs, tuple)
+        recording.states = outputs[0] if isinstance(outputs, tuple) else outputs
+
+    hook = find_layers(trunk)[-top - 1].register_forward_hook(record)
+    try:
         yield recording
+    finally:
+        hook.remove()
 
 
 @contextmanager

@@ -133,9 +133,9 @@ def check_start(model: ActorCritic, device: torch.device) -> None:
 
 
 def critic_states(model: ActorCritic, ids: Tensor, base_states: Tensor | None = None) -> Tensor:
-    """Return the last hidden states of the critic's trunk, float32, for rows of completions after one token."""
+    """Return the last hidden states that the critic reads, float32, for rows of completions after one token."""
     found: list[Tensor] = []
-    hook = model.critic.trunk.register_forward_hook(lambda _, __, outputs: found.append(outputs.last_hidden_state))
+    hook = model.critic_trunk.register_forward_hook(lambda _, __, outputs: found.append(outputs.last_hidden_state))
     try:
         model(*rows_of(ids), Want(policy=False, final_value=True), base_states)
     finally:

@@ -12,8 +12,9 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerFast
 
 from helpers.tiny import CHAT_TEMPLATE, LORA, tiny_model
-from hfppo import ClipMetricsCallback, PPOCallback, PPOConfig, PPOTrainer, Rollout
+from hfppo import ActorCritic, ClipMetricsCallback, PPOCallback, PPOConfig, PPOTrainer, Rollout
 from hfppo.learn.micro_batches import MiniBatchSize
+from hfppo.models.adapter_switch import CRITIC
 
 PROMPTS = Dataset.from_dict({"prompt": [f"{a}+{b}=" for a in range(4) for b in range(4)]})
 
@@ -106,6 +107,17 @@ def frozen_tensors(model: torch.nn.Module) -> list[torch.Tensor]:
     """Return the frozen tensors, one for each storage."""
     frozen = (p.detach() for p in model.parameters() if not p.requires_grad)
     return list({p.untyped_storage().data_ptr(): p for p in frozen}.values())
+
+
+def critic_state(model: ActorCritic) -> dict[str, torch.Tensor]:
+    """The critic's trained weights, by their names in its file."""
+    return {saved: model.get_parameter(name).detach() for saved, name in model.critic_names().items()}
+
+
+def critic_values(model: ActorCritic, ids: torch.Tensor) -> torch.Tensor:
+    """Return V of each prefix of (1, L) token ids, (L,), by the whole forward of the critic alone."""
+    with model.adapters.use(CRITIC):
+        return model.critic(model.critic_trunk(input_ids=ids).last_hidden_state[0])
 
 
 def digest(tensors: Iterable[torch.Tensor]) -> str:

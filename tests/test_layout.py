@@ -66,8 +66,8 @@ def test_a_row_without_a_completion_keeps_its_prompt(packed):
 def test_the_last_token_is_read_where_its_state_is_asked_for(make_trainer, policy_mode, bootstrap):
     trainer = make_trainer({"bootstrap_truncated": bootstrap, "policy_mode": policy_mode})
     widths = []
-    for tree in (trainer.model.causal_lm, trainer.model.critic.trunk.get_base_model()):
-        tree.get_input_embeddings().register_forward_hook(lambda _, inputs, __: widths.append(inputs[0].shape[1]))
+    embeddings = trainer.model.get_input_embeddings()
+    embeddings.register_forward_hook(lambda _, inputs, __: widths.append(inputs[0].shape[1]))
     rollout = trainer.rollout(["请问1+2="])
     length = int(rollout.lengths)
     of_values = [length if bootstrap else length - 1]
@@ -239,7 +239,7 @@ def test_trees_give_what_rows_of_their_own_give(request, architecture, critic, c
     request.getfixturevalue("apart")
     for a, b in zip(shared, outputs(), strict=True):
         assert float((a - b).detach().abs().max()) <= 1e-5 * max(1.0, float(b.detach().abs().max()))
-    assert shapes == [(6, 8)]
+    assert set(shapes) == {(6, 8)}
 
 
 def test_bfloat16_changes_trees_as_it_changes_rows(request, short):
