@@ -22,7 +22,7 @@ from hfppo import AdaptiveKLCallback, HealthCallback, HealthWarning, PPOConfig, 
 from hfppo.metrics import METRICS
 from hfppo.reporting.health import CHECKS, RecentLogs, truncation
 
-PAGE = Path(arithmetic.__file__).parents[1] / "docs/troubleshooting.md"
+PAGE = Path(__file__).parents[1] / "docs/troubleshooting.md"
 CHINESE = PAGE.parent / "zh/troubleshooting.md"  # headings name the English section in brackets
 ANCHORS = {check.__name__.replace("_", "-") for check in CHECKS}
 ONE_STEP = {"num_mini_batches": 1, "num_ppo_epochs": 1, "per_device_train_batch_size": 8}  # per rollout
