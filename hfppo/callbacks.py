@@ -188,6 +188,7 @@ class TrainerHooks(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         self.step_end()
+        self.on_epoch_end(args, state, control)  # before the last checkpoint, from which no other log follows
 
     def on_epoch_end(self, args, state, control, **kwargs):
         if control.should_training_stop and args.logging_strategy == IntervalStrategy.STEPS:

@@ -244,6 +244,14 @@ def test_each_rollout_has_one_log_unless_the_user_wants_others(make_trainer, con
         assert logged_steps(trainer, "reward") == steps
 
 
+def test_the_checkpoint_of_the_last_step_has_the_last_log(make_trainer):
+    config = {"max_steps": 4, "logging_steps": 3, "save_strategy": "steps", "save_steps": 1}
+    make_trainer(config).train()
+    resumed = make_trainer(config)
+    resumed.train(resume_from_checkpoint=True)
+    assert logged_steps(resumed, "loss") == [3, 4]
+
+
 @pytest.mark.parametrize("length", [{"max_steps": 3}, {"max_steps": 8, "save_strategy": "steps", "save_steps": 2}])
 def test_the_loss_of_a_run_is_the_mean_over_its_steps(make_trainer, length):
     """Steps that a log of ten leaves over count as those of a log of one."""

@@ -108,10 +108,10 @@ def test_several_processes_hold_the_same_weights(several):
         assert all(result[name] == several[0][name] for result in several)
 
 
-def test_several_processes_wait_once_at_their_end(one, several):
-    """Or gloo's threads would abort some of them, most often of four."""
-    assert one["waits_at_exit"] == []
-    assert [result["waits_at_exit"] for result in several] == [[0.5]] * len(several)
+def test_several_processes_end_their_group_once(one, several):
+    """And wait, or gloo's threads would abort some of them, most often of four."""
+    assert one["ends_at_exit"] == 0
+    assert [result["ends_at_exit"] for result in several] == [1] * len(several)
 
 
 def test_several_processes_do_what_one_does(one, several):

@@ -266,8 +266,8 @@ def chaos(
             moments = straight[variant][0]["moments"]
             for attempt in range(100):
                 kill_at = seconds = None
-                if attempt < 3 and random.random() < 0.7:
-                    kind = min(moments, key=lambda kind: (killed[kind], random.random()))
+                if attempt == 0 or (attempt < 3 and random.random() < 0.7):
+                    kind = min(moments, key=lambda kind: (killed[kind], kind == "at an operation", random.random()))
                     kill_at = kind, random.randint(1, moments[kind])
                 elif attempt < 3:
                     seconds = random.uniform(0, length[variant])
