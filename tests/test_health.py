@@ -246,7 +246,7 @@ def test_a_first_ratio_is_judged_by_its_mean_and_dtype(make_trainer, config, dty
 def test_the_limits_that_cut_turns_are_named(tmp_path, config, shares, named):
     args = PPOConfig(str(tmp_path), use_cpu=True, **config)
     turns = {f"turns/{name}": share for name, share in shares.items()}
-    message = truncation(RecentLogs([], {"completions/truncated_frac": 0.9, **turns}, args))
+    message = truncation(RecentLogs({}, {"completions/truncated_frac": 0.9, **turns}, args))
     limits = " or ".join(["max_completion_length (now 256)", *named])
     assert f"To change: raise {limits}; set missing_eos_penalty (now None)" in message
 
@@ -322,7 +322,7 @@ def test_a_solved_task_is_no_problem(make_trainer):
 
 def test_checks_read_metrics_and_fields_that_exist(make_trainer):
     args, source = make_trainer().args, "".join(map(inspect.getsource, CHECKS))
-    metrics = re.findall(r'(?:above\(|below\(|now\[|first\()"([^"]+)"', source)
+    metrics = re.findall(r'(?:above\(|below\(|now\[|first\[)"([^"]+)"', source)
     assert len(metrics) > len(CHECKS)
     assert set(metrics) <= METRICS.keys()
     assert [name for name in re.findall(r"{(\w+)}", source) if not hasattr(args, name)] == []

@@ -2,11 +2,8 @@
 
 import re
 import warnings
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from inspect import signature
-from itertools import takewhile
-from typing import Any
 
 import torch
 from transformers import TrainerCallback
@@ -26,28 +23,15 @@ class HealthWarning(UserWarning):
 class RecentLogs:
     """A run's metrics and its configuration. A metric that was not logged is a KeyError."""
 
-    history: Sequence[Mapping[str, Any]]  # all logs
+    first: dict[str, float]  # the first value of each metric
     now: dict[str, float]  # the mean over the logs of the last rollout, since single steps are noisy
     args: PPOConfig
     dtype: torch.dtype = torch.float32  # the policy's dtype in its passes
 
-    @classmethod
-    def of(cls, history: Sequence[Mapping[str, Any]], args: PPOConfig, of_base: torch.dtype) -> "RecentLogs":
-        """Return the metrics of a log history; the base has the dtype `of_base`."""
-        before = history[-1]["step"] - args.updates_per_rollout
-        logs = [numbers_of(log) for log in takewhile(lambda log: log["step"] > before, reversed(history))]
-        values = {name: [log[name] for log in logs if name in log] for log in logs for name in log}
-        dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else of_base
-        return cls(history, {name: sum(x) / len(x) for name, x in values.items()}, args, dtype)
-
-    def first(self, metric: str) -> float:
-        """Return the first value of a metric."""
-        return numbers_of(next((log for log in self.history if metric in log), {}))[metric]
-
     @property
     def improved(self) -> bool:
         """Whether the reward has risen by more than noise."""
-        return self.now["reward"] - self.first("reward") > IMPROVEMENT * self.first("reward_std")
+        return self.now["reward"] - self.first["reward"] > IMPROVEMENT * self.first["reward_std"]
 
     def above(self, metric: str, limit: float) -> str | None:
         """Return a statement if a metric is above a limit or NaN, else None."""
@@ -112,7 +96,7 @@ def kl_to_the_reference(run: RecentLogs, limit: float = 0.3) -> str | None:
 
 def entropy_collapse(run: RecentLogs, limit: float = 0.1) -> str | None:
     """The limit is a share of the first entropy."""
-    fact = run.below("policy/entropy", limit * run.first("policy/entropy"))
+    fact = run.below("policy/entropy", limit * run.first["policy/entropy"])
     return run.explain(
         None if run.improved else fact,
         "the policy has stopped exploring, and the reward is no better than at the start",
@@ -202,18 +186,37 @@ class HealthCallback(TrainerCallback):
         if unknown := sorted(limits.keys() - own.keys()):
             raise TypeError(f"HealthCallback has no check {', '.join(unknown)}; choose from {', '.join(own)}")
         self.limits = own | limits
+        self._forget()
+
+    def _forget(self) -> None:
+        """Forget an earlier training."""
         self._since: dict[str, int] = {}  # the step at which a check began to fail
         self._warned: set[str] = set()  # names of checks
+        self._first: dict[str, float] = {}  # the first value of each metric
+        self._recent: list[dict[str, float]] = []  # the logs of the last rollout
+        self._num_read = 0  # entries of the log history
 
     def on_train_begin(self, args, state, control, **kwargs):
         """Forget an earlier training."""
-        self._since, self._warned = {}, set()
+        self._forget()
+
+    def _read(self, logs: list[dict[str, float]], args: PPOConfig, of_base: torch.dtype) -> RecentLogs:
+        """Read the entries that are new in the log history of a run on a base of this dtype."""
+        for log in map(numbers_of, logs[self._num_read :]):
+            self._first = log | self._first
+            self._recent.append(log)
+        self._num_read = len(logs)
+        recent = [log for log in self._recent if log["step"] > logs[-1]["step"] - args.updates_per_rollout]
+        values = {name: [log[name] for log in recent if name in log] for log in recent for name in log}
+        dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else of_base
+        self._recent = recent
+        return RecentLogs(self._first, {name: sum(x) / len(x) for name, x in values.items()}, args, dtype)
 
     def on_log(self, args, state, control, logs=None, model=None, **kwargs):
         """Judge the last rollout."""
         if not state.is_world_process_zero:
             return
-        run = RecentLogs.of(state.log_history, args, getattr(model, "dtype", torch.float32))
+        run = self._read(state.log_history, args, getattr(model, "dtype", torch.float32))
         step = state.log_history[-1]["step"]
         for check, patience in CHECKS.items():
             name = check.__name__
@@ -228,7 +231,8 @@ class HealthCallback(TrainerCallback):
                 self._since.pop(name, None)
             elif step - self._since.setdefault(name, step) >= (patience - 1) * args.updates_per_rollout:
                 self._warned.add(name)
-                section = name.replace("_", "-")
-                message = f"since step {self._since[name]}, {message}. See docs/troubleshooting.md#{section}"
+                message = (
+                    f"since step {self._since[name]}, {message}. See docs/troubleshooting.md#{name.replace('_', '-')}"
+                )
                 # `warnings.warn` adds a line of source, and drops equal words in a second run of the process.
                 warnings.warn_explicit(message, HealthWarning, "hfppo", 1)
