@@ -266,7 +266,7 @@ def chaos(
             moments = straight[variant][0]["moments"]
             for attempt in range(100):
                 kill_at = seconds = None
-                if attempt == 0 or (attempt < 3 and random.random() < 0.7):
+                if attempt < 2 or (attempt == 2 and random.random() < 0.7):
                     kind = min(moments, key=lambda kind: (killed[kind], kind == "at an operation", random.random()))
                     kill_at = kind, random.randint(1, moments[kind])
                 elif attempt < 3:
