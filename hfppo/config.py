@@ -198,7 +198,8 @@ class PPOConfig(TrainingArguments, metaclass=TranslatesNames):
     missing_eos_penalty: NotNegative | None = option(None, "Subtracted from a truncated completion's score (TRL).")
     whiten_rewards: bool = option(False, "Scale token rewards to unit variance, keeping their mean (TRL).")
     mask_truncated_completions: bool = option(
-        False, "Leave truncated completions out of the losses (GRPO; arXiv:2503.14476)."
+        False,
+        "Leave truncated completions out of the actor's losses (GRPO; arXiv:2503.14476).",
     )
 
     # Changes the result: KL to the reference.

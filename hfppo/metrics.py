@@ -54,7 +54,10 @@ METRICS: dict[str, tuple[str, str]] = {
     "value/std": ("std", "Standard deviation of the same."),
     "value/return": ("mean", "The return per token that the values are fitted to."),
     "value/return_std": ("std", "Standard deviation of the same."),
-    "value/explained_variance": ("mean", "1 − Var(R − V)/Var(R) over the rollout: 1 perfect, 0 as a constant."),
+    "value/explained_variance": (
+        "mean",
+        "1 − Var(R − V)/Var(R), R: all later rewards. 1 perfect, 0 as a constant.",
+    ),
     "value/turn_explained_variance": ("mean", "The same over the first tokens of turns: the critic's view of states."),
     "value/loss": ("mean", "½·squared error of the value per token, clipped."),
     "value/clip_frac": ("mean", "Share of tokens whose value the clip bounds, so that it gets no gradient."),

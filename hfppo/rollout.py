@@ -55,7 +55,7 @@ class Rollout(Sequences):
     It stays on the CPU; the update moves its pieces to the device.
     """
 
-    loss_mask: Tensor  # (B, T) bool, the tokens of `mask` that the losses count
+    loss_mask: Tensor  # (B, T) bool, the tokens of `mask` that the actor's losses count
     scores: Tensor  # (B,) float32, weighted sum of the reward functions, penalties included
     old_logprobs: Tensor  # (B, T) log π_old, the proximal anchor of the update
     rewards: Tensor  # (B, T) the reward of each token
@@ -65,8 +65,14 @@ class Rollout(Sequences):
     weights: Tensor | None = None  # (B, T) π_old/π_rollout, bounded, for the policy loss; None: not corrected
     td_errors: Tensor | None = None  # (B, T) δ_t = r_t + γ·V(s_{t+1}) − V(s_t); None without a critic
     returns: Tensor | None = None  # (B, T) the targets of the values; None without a critic
+    value_mask: Tensor | None = None  # (B, T) bool, the tokens that the critic's loss counts; None: as the actor's
     # (N, H) states of the base below the critic's layers, of all rows' real tokens, row after row; None: not kept.
     base_states: Tensor | None = None
+
+    @property
+    def fitted(self) -> Tensor:
+        """(B, T) bool, True on the tokens that the critic's loss counts."""
+        return self.loss_mask if self.value_mask is None else self.value_mask
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the fields that are set, by name."""

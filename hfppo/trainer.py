@@ -304,9 +304,9 @@ class PPOTrainer(CrashSafeTrainer):
         if self.state.global_step >= self.state.max_steps:
             # Without this, resuming a finished run would make one extra step.
             self.control.should_training_stop = True
-            return [], MiniBatchSize(0, 0)
+            return [], MiniBatchSize()
         if self._just_in_time is not None and self._just_in_time.save_between_steps(self.control):
-            return [], MiniBatchSize(0, 0)
+            return [], MiniBatchSize()
         self._prepare_model()  # even if a checkpoint brings a rollout
         self._pretrain_critic()
         for _ in range(num_batches):

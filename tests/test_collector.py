@@ -8,11 +8,10 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from helpers.runs import assert_same_run, count_digits
+from helpers.runs import assert_same_run, count_digits, size_of
 from helpers.scripted import PROMPTS, Off, Scripted, always, answering, off_trainer, training_rows
 from helpers.tiny import other_tokenizer, ragged_model, scorer, tiny_model
 from hfppo import functional as F
-from hfppo.learn.micro_batches import MiniBatchSize
 from hfppo.models.actor_critic import EVERYTHING
 from hfppo.rewards.model import RewardModel
 
@@ -104,7 +103,7 @@ def test_weights_of_another_sampler_are_those_that_are_asked_for(make_trainer, m
 
 
 def loss(trainer, rollout) -> float:
-    size = MiniBatchSize(float(rollout.loss_mask.sum()), float(rollout.loss_mask.any(dim=1).sum()))
+    size = size_of(rollout)
     inputs = {"batch": rollout}
     return trainer.compute_loss(trainer.model, inputs, num_items_in_batch=size).item()
 

@@ -13,7 +13,9 @@ from hfppo import PPOConfig
 from hfppo import functional as F
 from hfppo.collect.credit import CreditAssignment, Credited
 from hfppo.collect.forward import Passes
+from hfppo.collect.rollout_metrics import measure_values
 from hfppo.data.prompts import Row
+from hfppo.metrics import Meter
 from hfppo.rewards.functions import RewardFunctions
 from hfppo.rewards.reward_func import RewardBatch
 from hfppo.sample import Ended, Sample, pad
@@ -110,6 +112,29 @@ def test_cut_completions_are_left_out_of_the_losses_and_keep_their_credit():
     rollout = credit(rows, mask_truncated_completions=True).rollout
     assert rollout.loss_mask.tolist() == [[False, False], [True, True]]
     assert_close(rollout.rewards, torch.tensor([[0.0, 1.0], [0.0, 2.0]]))
+
+
+def test_the_critic_learns_from_cut_completions_but_not_from_those_without_a_score():
+    rows = [Completion([1.0], [0.0, 0.0], truncated=True), Completion([None], [0.0, 0.0], truncated=True)]
+    assert credit(rows, mask_truncated_completions=True).rollout.fitted.tolist() == [[True, True], [False, False]]
+
+
+def test_outcomes_are_all_rewards_that_follow():
+    credited = credit([Completion([1.0], [0.3, 0.2, 0.1], [0.2, 0.4, 0.6])], lam=0.5, lam_critic=0.0)
+    assert credited.outcomes is not None
+    assert_close(credited.outcomes, torch.tensor([[0.94, 0.97, 0.99]]))
+
+
+def test_explained_variance_is_of_outcomes_and_not_of_targets_with_values_in_them():
+    """Each value is unrelated to the outcome; at λ = 0.95 it is most of the target."""
+    unrelated = [(0.0, 0.0), (0.0, 1.0), (1.0, 0.0), (1.0, 1.0)]
+    credited = credit([Completion([score], [0.0] * 240, [value] * 240) for score, value in unrelated])
+    rollout = credited.rollout
+    assert rollout.values is not None
+    assert rollout.returns is not None
+    assert F.explained_variance(rollout.values, rollout.returns, rollout.mask) == pytest.approx(0.907, abs=1e-3)
+    measured = Meter(measure_values(credited, lambda rows: rows)).read()
+    assert measured["value/explained_variance"] == pytest.approx(-1.0, abs=1e-4)
 
 
 @pytest.mark.parametrize("without", [{"scores": [None, None]}, {"scores": [3.0, 1.0], "failed": True}])

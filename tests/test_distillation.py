@@ -9,11 +9,10 @@ from datasets import Dataset
 from torch.testing import assert_close
 
 import hfppo
-from helpers.runs import count_digits
+from helpers.runs import count_digits, size_of
 from helpers.scripted import answering, ids_of
 from helpers.tiny import tiny_model
 from hfppo import PPOCallback
-from hfppo.learn.micro_batches import MiniBatchSize
 
 DISTILLATION = {
     "kl_coef": 1.0,
@@ -45,7 +44,7 @@ def test_each_token_has_the_gradient_of_minus_log_ratio(make_trainer):
     assert trainer.model.critic is None
     rollout = answering(trainer, *answers.values()).rollout(list(answers))
     trainer.ppo_state.rollouts = 1  # before the first, the critic alone would learn
-    size = MiniBatchSize(float(rollout.mask.sum()), 2.0)
+    size = size_of(rollout)
     trainer.compute_loss(trainer.model, {"batch": rollout}, num_items_in_batch=size).backward()
     found = gradients(trainer)
 

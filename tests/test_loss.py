@@ -10,7 +10,7 @@ from torch.testing import assert_close
 
 from hfppo import functional as F
 from hfppo.learn.loss import LossTerm, measure_update, ppo_loss, ppo_terms
-from hfppo.learn.micro_batches import MiniBatchSize
+from hfppo.learn.micro_batches import Counts, MiniBatchSize
 from hfppo.metrics import Meter
 from hfppo.models.actor_critic import TokenOutputs
 from hfppo.rollout import Rollout
@@ -20,7 +20,7 @@ def clip_of(args) -> F.Clip:
     return F.Clip(args.cliprange, args.clip_high, args.dual_clip)
 
 
-SIZE = MiniBatchSize(10.0, 4.0)
+SIZE = MiniBatchSize(Counts(10.0, 4.0), Counts(10.0, 4.0))
 
 
 @pytest.fixture

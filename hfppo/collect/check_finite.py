@@ -72,7 +72,7 @@ class NonFiniteGuard:
             loss: the micro-batch's share of the mini-batch's loss.
             terms: (B, T) losses per token, by name.
         """
-        bad = {name: (~x.detach().isfinite() & batch.loss_mask).any(dim=1) for name, x in terms.items()}
+        bad = {name: (~x.detach().isfinite() & batch.fitted).any(dim=1) for name, x in terms.items()}
         number = sum(before.bad_rows.keys() == bad.keys() for before in self.micro_batches)  # actor and critic apart
         self.micro_batches.append(MicroBatch(number, loss.detach(), bad))
 

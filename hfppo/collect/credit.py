@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from inspect import signature
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +24,16 @@ class Credited:
     rollout: Rollout
     scored_tokens: Tensor  # (B, T) bool, True on the tokens of completions that have a score
     raw_advantages: Tensor  # (B, T) before whitening
+    outcomes: Tensor | None  # (B, T) the sum of all rewards that follow; None without a critic
+
+
+class Estimates(NamedTuple):
+    """The results of an estimator, (B, T) each; only `advantages` without a critic."""
+
+    advantages: Tensor  # before whitening
+    returns: Tensor | None = None  # at λ = `lam_critic`
+    td_errors: Tensor | None = None  # δ, the advantage of GAE at λ = 0
+    outcomes: Tensor | None = None  # returns at λ = 1: no value is in them, but after an open end
 
 
 @dataclass(frozen=True)
@@ -67,10 +77,10 @@ class CreditAssignment:
             "groups": groups,
             **settings_of_estimators(sequences, args),
         }
-        raw, returns, td_errors = self.estimate(available, rows)
-        advantages = raw
+        estimates = self.estimate(available, rows)
+        advantages = estimates.advantages
         if self.whiten is not None and args.whitens_advantages:
-            advantages = self.whiten(raw, scored_tokens & rows[:, None])
+            advantages = self.whiten(advantages, scored_tokens & rows[:, None])
         rollout = Rollout(
             **vars(sequences),
             loss_mask=mask & counted[:, None] & kept,
@@ -81,16 +91,15 @@ class CreditAssignment:
             ref_logprobs=passes.ref_logprobs,
             values=passes.values,
             weights=weights,
-            td_errors=td_errors,
-            returns=returns,
+            td_errors=estimates.td_errors,
+            returns=estimates.returns,
+            value_mask=scored_tokens & kept if args.mask_truncated_completions else None,
             base_states=passes.base_states,
         )
-        return Credited(rollout, scored_tokens, raw)
+        return Credited(rollout, scored_tokens, estimates.advantages, estimates.outcomes)
 
-    def estimate(self, available: dict[str, Any], rows: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return advantages before whitening, (B, T), returns where the estimator gives them, and δ with a critic.
-
-        δ is the advantage of GAE at λ = 0.
+    def estimate(self, available: dict[str, Any], rows: Tensor) -> Estimates:
+        """Return advantages before whitening, and with a critic returns, δ and outcomes.
 
         Args:
             available: arguments of estimators by name; each gets those that it declares.
@@ -99,12 +108,13 @@ class CreditAssignment:
         args = self.args
         estimator = F.ADVANTAGE_ESTIMATORS[args.advantage_estimator]
         advantages, returns = call_estimator(estimator, available, rows)
-        if returns is not None and args.lam_critic is not None:
+        if returns is None:
+            return Estimates(advantages)
+        if args.lam_critic is not None:
             returns = call_estimator(estimator, {**available, "lam": args.lam_critic}, rows)[1]
-        deltas = None
-        if available["values"] is not None:
-            deltas = call_estimator(F.gae, {**available, "lam": 0.0}, torch.ones_like(rows))[0]
-        return advantages, returns, deltas
+        deltas = call_estimator(estimator, {**available, "lam": 0.0}, rows)[0]
+        outcomes = call_estimator(estimator, {**available, "lam": 1.0}, rows)[1]
+        return Estimates(advantages, returns, deltas, outcomes)
 
     def scale_by_batch(self, rewards: Tensor, scored: Tensor, mask: Tensor) -> Tensor:
         """Return rewards, (B, T), whose sums per completion have deviation 1 over all processes, if that is set."""

@@ -66,21 +66,26 @@ def measure_rollout(
             measures[name] = parts(F.token_kl(rollout.old_logprobs, rollout.ref_logprobs, estimator), mask)
     if args.policy_mode != "bypass":
         measures |= measure_mismatch(rollout, args, gather)
-    return measures | measure_values(rollout, gather)
+    return measures | measure_values(credited, gather)
 
 
-def measure_values(rollout: Rollout, gather: Callable[[Tensor], Tensor]) -> Measures:
-    """Measure the critic's values and their returns; {} without a critic."""
-    if rollout.values is None or rollout.returns is None:
+def measure_values(credited: Credited, gather: Callable[[Tensor], Tensor]) -> Measures:
+    """Measure the critic's values, their targets, and how well they explain outcomes; {} without a critic.
+
+    Targets with λ < 1 contain the values themselves: at 240 tokens and λ = 0.95, values without any relation to the
+    outcome explain 0.9 of such targets.
+    """
+    rollout, outcomes = credited.rollout, credited.outcomes
+    if rollout.values is None or rollout.returns is None or outcomes is None:
         return {}
-    fitted = rollout.loss_mask
+    fitted = rollout.fitted
     values, returns = parts(rollout.values, fitted), parts(rollout.returns, fitted)
     measures = {"value/mean": values, "value/std": values, "value/return": returns, "value/return_std": returns}
     tokens = {"value/explained_variance": fitted}
     if rollout.context is not None:
         tokens["value/turn_explained_variance"] = fitted & F.turn_starts(rollout.mask)
     for name, some in tokens.items():
-        explained = F.explained_variance(gather(rollout.values), gather(rollout.returns), gather(some))
+        explained = F.explained_variance(gather(rollout.values), gather(outcomes), gather(some))
         measures |= finite(name, explained)
     return measures
 

@@ -123,8 +123,8 @@ class CriticPretraining:
                     values = model(**inputs, want=Want(policy=False)).values
                 assert batch.returns is not None
                 loss = F.value_loss(values, values, batch.returns, clip_range=None)
-                returns = parts(batch.returns, batch.loss_mask)
-                meter.update({"value/loss": parts(loss, batch.loss_mask), "value/return_std": returns})
+                returns = parts(batch.returns, batch.fitted)
+                meter.update({"value/loss": parts(loss, batch.fitted), "value/return_std": returns})
         found = meter.read()
         deviation = found.get("value/return_std", 0.0)
         return 1 - 2 * found["value/loss"] / deviation**2 if deviation > 1e-6 else 0.0

@@ -86,8 +86,9 @@ def ppo_loss(terms: list[LossTerm], batch: Rollout, size: MiniBatchSize, args: P
                 f"{expected}, and leave the mean to the trainer"
             )
         if term.coef:
-            mode, counts = term.reduction or args.loss_reduction, (size.num_tokens, size.num_completions)
-            reduced = F.reduce(term.per_token, batch.loss_mask, mode, *counts, args.max_completion_length)
+            mode, counts = term.reduction or args.loss_reduction, size.critic if term.of_critic else size.actor
+            mask = batch.fitted if term.of_critic else batch.loss_mask
+            reduced = F.reduce(term.per_token, mask, mode, *counts, args.max_completion_length)
             total = total + (term.coef if term.of_critic or not critic_only else 0.0) * reduced
     return total
 
@@ -103,11 +104,13 @@ def measure_update(
         first: whether no optimizer step was made since the rollout, so that the ratio must be 1.
     """
     mask = batch.loss_mask
-    names = {term.name: term.name if term.name in METRICS else f"loss/{term.name}" for term in terms}
-    measures = {names[term.name]: parts(term.per_token, mask) for term in terms}
+    measures = {}
+    for term in terms:
+        name = term.name if term.name in METRICS else f"loss/{term.name}"
+        measures[name] = parts(term.per_token, batch.fitted if term.of_critic else mask)
     if outputs.values is not None and batch.values is not None and batch.returns is not None:
         clipped = F.value_clipped(outputs.values.detach(), batch.values, batch.returns, args.cliprange_value)
-        measures["value/clip_frac"] = parts(clipped, mask)
+        measures["value/clip_frac"] = parts(clipped, batch.fitted)
     if outputs.logprobs is None:
         return measures
     logprobs = outputs.logprobs.detach()

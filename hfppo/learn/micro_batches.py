@@ -1,7 +1,7 @@
 """Cut a mini-batch into the micro-batches of an optimizer step, and count its tokens and completions."""
 
-from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -12,19 +12,26 @@ from hfppo.models.layout import order_rows
 from hfppo.rollout import Rollout, sizes_within
 
 
-@dataclass(frozen=True)
-class MiniBatchSize:
+class Counts(NamedTuple):
+    """What a loss is divided by."""
+
+    tokens: float = 0  # that the loss counts
+    completions: float = 0  # with at least one such token
+
+
+class MiniBatchSize(NamedTuple):
     """Counts over all micro-batches and processes of a mini-batch, so that no cut changes the loss."""
 
-    num_tokens: float  # tokens that the losses count
-    num_completions: float  # completions with at least one such token
+    actor: Counts = Counts()
+    critic: Counts = Counts()
 
     @classmethod
     def of(cls, mini_batch: Rollout, accelerator: Accelerator) -> "MiniBatchSize":
         """Count this process's rows and add up all processes. A collective call."""
-        counts = torch.stack([mini_batch.loss_mask.sum(), mini_batch.loss_mask.any(dim=1).sum()])
-        tokens, completions = accelerator.reduce(counts.to(accelerator.device), "sum").tolist()
-        return cls(tokens, completions)
+        masks = (mini_batch.loss_mask, mini_batch.fitted)
+        own = torch.stack([count for mask in masks for count in (mask.sum(), mask.any(dim=1).sum())])
+        counts = accelerator.reduce(own.to(accelerator.device), "sum").tolist()
+        return cls(Counts(*counts[:2]), Counts(*counts[2:]))
 
 
 def cut_mini_batch(

@@ -69,8 +69,9 @@ class Run:
 
         A loss without a term of a weight above 0, or without a token that counts, moves nothing.
         """
-        if loss.requires_grad and size.num_tokens:
-            self._moved |= plan.moved
+        if loss.requires_grad:
+            counts = {"actor": size.actor.tokens, "critic": size.critic.tokens}
+            self._moved |= {name for name in plan.moved if counts[name]}
         needs_all = self.args.world_size > 1 and self.args.ddp_find_unused_parameters is False
         if loss.requires_grad and not needs_all:
             return loss

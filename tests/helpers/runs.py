@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from helpers.tiny import CHAT_TEMPLATE, LORA, tiny_model
 from hfppo import ActorCritic, ClipMetricsCallback, PPOCallback, PPOConfig, PPOTrainer, Rollout
-from hfppo.learn.micro_batches import MiniBatchSize
+from hfppo.learn.micro_batches import Counts, MiniBatchSize
 from hfppo.models.adapter_switch import CRITIC
 
 PROMPTS = Dataset.from_dict({"prompt": [f"{a}+{b}=" for a in range(4) for b in range(4)]})
@@ -153,11 +153,17 @@ def logged(trainer, name: str) -> list[float]:
     return [entry[name] for entry in trainer.state.log_history if name in entry]
 
 
+def size_of(rollout: Rollout) -> MiniBatchSize:
+    """The counts of a mini-batch on one process."""
+    counts = [Counts(float(mask.sum()), float(mask.any(dim=1).sum())) for mask in (rollout.loss_mask, rollout.fitted)]
+    return MiniBatchSize(*counts)
+
+
 def gradients(trainer, rollout: Rollout, num_micro_batches: int) -> dict[str, torch.Tensor]:
     """The gradients of one optimiser step on the whole rollout, cut into micro-batches."""
     trainer.model.zero_grad()
     trainer.ppo_state.rollouts = 1
-    size = MiniBatchSize(float(rollout.loss_mask.sum()), float(rollout.loss_mask.any(dim=1).sum()))
+    size = size_of(rollout)
     for micro in rollout.micro_batches(num_micro_batches):
         inputs = {"batch": micro}
         trainer.compute_loss(trainer.model, inputs, num_items_in_batch=size).backward()

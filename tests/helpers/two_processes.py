@@ -14,12 +14,11 @@ from datasets import Dataset
 
 from helpers.agents import TALK, talking_trainer
 from helpers.processes import freeze_imports
-from helpers.runs import SMALL, count_digits, stops_at_kl
+from helpers.runs import SMALL, count_digits, size_of, stops_at_kl
 from helpers.tiny import LORA, ragged_model
 from hfppo import AdaptiveKLCallback, PPOConfig, PPOTrainer, TokenTraceCallback
 from hfppo.checks.engine import end_group
 from hfppo.collect import candidates
-from hfppo.learn.micro_batches import MiniBatchSize
 from hfppo.reporting.plot import PlotCallback
 from hfppo.token_trace.record import read_traces, trace_file
 
@@ -105,7 +104,7 @@ def gradients(trainer: PPOTrainer) -> dict[str, list[float]]:
     """Of one step on 8 given completions, of which each process holds its share."""
     everything = trainer.rollout([f"{n}+{n}=" for n in range(8)])
     share = torch.arange(8).chunk(trainer.args.world_size)[trainer.args.process_index]
-    size = MiniBatchSize(float(everything.loss_mask.sum()), float(everything.loss_mask.any(dim=1).sum()))
+    size = size_of(everything)
     model = trainer.model_wrapped
     model.zero_grad()
     micro_batches = list(everything.select(share).micro_batches(2))
