@@ -159,6 +159,7 @@ def test_an_interrupt_ends_the_sampling_and_its_reward(make_trainer, is_async, e
     class Stops(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
             assert asleep.wait(FAR)
+            time.sleep(0.5)  # an interrupt while the thread still starts the reward would not cancel it
             raise error
 
     def sleeps(completions, **kwargs):
