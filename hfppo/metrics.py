@@ -1,4 +1,7 @@
-"""Metrics: sums and counts over micro-batches and ranks, divided once. No metric averages over padding."""
+"""Every metric's name and meaning, and sums and counts over micro-batches and ranks, divided once.
+
+No metric averages over padding.
+"""
 
 import math
 from collections import defaultdict

@@ -42,7 +42,7 @@ def measure_scores(samples: Sequence[Sample], numbers: Numbers) -> Measures:
 def measure_rollout(
     credited: Credited, kl_coef: float, args: PPOConfig, gather: Callable[[Tensor], Tensor]
 ) -> Measures:
-    """Measure a rollout.
+    """Measure a rollout; `hfppo.metrics.METRICS` has the meaning of each name.
 
     Args:
         kl_coef: β of the rollout.

@@ -1,4 +1,4 @@
-"""Policy and value losses per token, and the one place where they become a scalar."""
+"""Policy and value losses per token, by name in `POLICY_LOSSES`, and the one place where they become a scalar."""
 
 import math
 from collections.abc import Callable
