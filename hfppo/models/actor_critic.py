@@ -151,12 +151,16 @@ class ActorCritic(PeftModelForCausalLM):
 
     def critic_parameters(self) -> list[nn.Parameter]:
         """The trainable parameters of the critic; empty without a critic."""
-        return [self.get_parameter(name) for name in self.critic_names().values()]
+        return list(self._of_critic().values())
 
     def _of_actor(self) -> dict[str, nn.Parameter]:
         """The trainable parameters of the policy, by their names in the base."""
         named = self.base_model.named_parameters()
         return {name: p for name, p in named if p.requires_grad and CRITIC not in name.split(".")}
+
+    def _of_critic(self) -> dict[str, nn.Parameter]:
+        """The trainable parameters of the critic, by their names in this model."""
+        return {name: p for name, p in self.named_parameters() if p.requires_grad and CRITIC in name.split(".")}
 
     def critic_names(self) -> dict[str, str]:
         """Return the names of the critic's trained weights, by their names in a saved critic's file.
@@ -165,9 +169,11 @@ class ActorCritic(PeftModelForCausalLM):
         """
         trunk = trunk_of(self.causal_lm)
         inside = next(name for name, module in self.named_modules() if module is trunk) + "."
-        names = [name for name, p in self.named_parameters() if p.requires_grad and CRITIC in name.split(".")]
-        of_trunk = {name: f"trunk.base_model.model.{name.removeprefix(inside)}" for name in names if inside in name}
-        return {of_trunk.get(name, name.removeprefix("critic.")): name for name in names}
+        own = "trunk.base_model.model."
+        return {
+            own + name.removeprefix(inside) if name.startswith(inside) else name.removeprefix("critic."): name
+            for name in self._of_critic()
+        }
 
     def copy_actor(self) -> "ActorCritic":
         """Return the actor alone in eval mode, with weights of its own in the adapter, and the same base tensors."""
