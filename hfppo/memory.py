@@ -175,9 +175,9 @@ def choose_rows(model: ActorCritic, setup: Setup, weights: int) -> dict[str, int
     """Return the rows that each phase computes at once, as a run on a GPU chooses them."""
     given = setup.local_rollout_forward_batch_size or (None if setup.card else batch_size.ROWS)
     lengths = setup.max_prompt_length, setup.max_completion_length
-    with attributes(batch_size, free_bytes=lambda device: max(0, setup.room(weights))):
-        sampled = batch_size.sampler_rows(model, given, *lengths, GPU)
-        passed = batch_size.pass_rows(model, given, torch.tensor([setup.width]), GPU)
+    free = max(0, setup.room(weights)) if setup.card else 0
+    sampled = batch_size.sampler_rows(model, given, *lengths, GPU, free)
+    passed = batch_size.pass_rows(model, given, torch.tensor([setup.width]), GPU, free=free)
     return {"sampling": sampled, "reference": passed, VALUES: passed, "update": setup.rows_of_update}
 
 

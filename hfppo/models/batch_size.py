@@ -20,7 +20,12 @@ OF_LOGITS = 6 * 4  # bytes per row and token of the vocabulary: what `SeededChoi
 
 
 def pass_rows(
-    model: ActorCritic, given: int | None, lengths: Tensor, device: torch.device, shared: Tensor | None = None
+    model: ActorCritic,
+    given: int | None,
+    lengths: Tensor,
+    device: torch.device,
+    shared: Tensor | None = None,
+    free: int | None = None,
 ) -> int:
     """Return how many rows to pass at once.
 
@@ -28,27 +33,31 @@ def pass_rows(
         given: `local_rollout_forward_batch_size`.
         lengths: (B,) tokens of the rows.
         shared: (B,) tokens of each row that another one begins with, from `order_rows`; None: none.
+        free: bytes of memory to plan for; None: the free ones of the device.
     """
     width = int(lengths.max())
     if given is not None or not by_memory(model, device):
         if shared is not None and shared.any():
             width = int((lengths.sum() - shared.sum()) / (len(lengths) * LARGER))
         return rows_at_once(given or ROWS, width, device)
-    return max(1, min(GPU_TOKENS // width, rows_that_fit(width * bytes_per_token(model), device)))
+    return max(1, min(GPU_TOKENS // width, rows_that_fit(width * bytes_per_token(model), device, free)))
 
 
-def sampler_rows(model: ActorCritic, given: int | None, prompt: int, completion: int, device: torch.device) -> int:
+def sampler_rows(
+    model: ActorCritic, given: int | None, prompt: int, completion: int, device: torch.device, free: int | None = None
+) -> int:
     """Return how many rows to sample at once: their KV cache and the reading of their prompts fill the memory.
 
     Args:
         given: `local_rollout_forward_batch_size`.
         prompt, completion: the maximum number of tokens of each.
+        free: see `pass_rows`.
     """
     if given is not None or not by_memory(model, device):
         return given or ROWS
     key_values = (prompt + completion) * key_value_bytes(model)
     logits = model.causal_lm.config.get_text_config().vocab_size * OF_LOGITS
-    return rows_that_fit(key_values + prompt * bytes_per_token(model) + logits, device)
+    return rows_that_fit(key_values + prompt * bytes_per_token(model) + logits, device, free)
 
 
 def by_memory(model: ActorCritic, device: torch.device) -> bool:
@@ -56,9 +65,9 @@ def by_memory(model: ActorCritic, device: torch.device) -> bool:
     return device.type == "cuda" and not torch.are_deterministic_algorithms_enabled() and not is_sharded(model)
 
 
-def rows_that_fit(bytes_per_row: int, device: torch.device) -> int:
+def rows_that_fit(bytes_per_row: int, device: torch.device, free: int | None) -> int:
     """Return the largest power of two of rows in the free memory, so that small differences do not change it; or 1."""
-    rows = int(SHARE * free_bytes(device) / bytes_per_row)
+    rows = int(SHARE * (free_bytes(device) if free is None else free) / bytes_per_row)
     return 1 << max(0, rows.bit_length() - 1)
 
 
