@@ -8,6 +8,7 @@ from itertools import product
 
 import pytest
 import torch
+from gpu_memory import LiveStorages
 from torch.testing import assert_close
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, set_seed
 
@@ -17,7 +18,6 @@ from hfppo.generation import generate, key_values
 from hfppo.generation.generate import TransformersSampler
 from hfppo.generation.key_values import KeyValues, Row, continue_rows
 from hfppo.generation.sampler import Sampling
-from hfppo.memory import LiveStorages
 from hfppo.models.actor_critic import ActorCritic
 
 MEASURED = key_values.CALL

@@ -8,16 +8,17 @@ from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
+import gpu_memory
 import pytest
 import torch
+from gpu_memory import NF4_BYTES, LiveStorages, Peaks, Setup, estimate, make_fit
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralConfig, PreTrainedConfig, Qwen2Config
 
-from hfppo import ActorCritic, memory
+from hfppo import ActorCritic
 from hfppo.generation.generate import TransformersSampler
 from hfppo.generation.sampler import Sampling
-from hfppo.memory import NF4_BYTES, LiveStorages, Peaks, Setup, estimate, make_fit
 from hfppo.models import critic
 from hfppo.models.actor_critic import Want
 from hfppo.models.loading import default_peft_config
@@ -87,12 +88,12 @@ def measured(config: PreTrainedConfig, setup: Setup, tmp_path: Path) -> dict[str
             out = model(*micro_batch, want=want, base_states=start if want.values else None)
             torch.stack([x.sum() for x in (out.logprobs, out.values) if x is not None]).sum().backward()
 
-    with memory.chunks_of_a_gpu(), torch.autocast("cpu", torch.bfloat16, enabled=setup.bf16):
+    with gpu_memory.chunks_of_a_gpu(), torch.autocast("cpu", torch.bfloat16, enabled=setup.bf16):
         with torch.no_grad():
             states = reference()
             peaks = {
                 "reference": allocated(tmp_path, reference),
-                memory.VALUES: allocated(tmp_path, lambda: model(*batch, base_states=states)),
+                gpu_memory.VALUES: allocated(tmp_path, lambda: model(*batch, base_states=states)),
             }
         model.train()
         return peaks | {"update": allocated(tmp_path, update)}
@@ -157,14 +158,14 @@ def run_command(monkeypatch, capsys):
     def run(*flags: str) -> tuple[str, str]:
         monkeypatch.setattr(sys, "argv", ["memory", *flags])
         with suppress(SystemExit):
-            memory.main()
+            gpu_memory.main()
         return capsys.readouterr()
 
     return run
 
 
 def weigh_without_data(setup: Setup) -> int:
-    return memory.weigh(memory.without_data(memory.make_model(LLAMA, setup)), LiveStorages(), setup)[0]
+    return gpu_memory.weigh(gpu_memory.without_data(gpu_memory.make_model(LLAMA, setup)), LiveStorages(), setup)[0]
 
 
 def test_what_two_trees_share_counts_once():
@@ -217,7 +218,7 @@ def test_the_settings_that_make_a_run_fit(card, changed, monkeypatch):
         weights = 3 if setup.load_in_4bit else 10
         return Peaks(weights * 10**9, {name: int(size * 1e9) for name, size in phases.items()}, rows)
 
-    monkeypatch.setattr(memory, "estimate", by_hand)
+    monkeypatch.setattr(gpu_memory, "estimate", by_hand)
     asked = replace(SMALL, activation_checkpointing=False, local_rollout_forward_batch_size=64, card=card)
     found = make_fit(LLAMA, asked)
     assert (found and found[0]) == (changed if changed is None else replace(asked, **changed))
@@ -234,8 +235,8 @@ def test_the_settings_that_make_a_run_fit(card, changed, monkeypatch):
 )
 def test_rows_are_those_of_a_run_on_the_card(given, card, weights, rows):
     setup = replace(SMALL, local_rollout_forward_batch_size=given, card=card)
-    found = memory.choose_rows(memory.make_model(LLAMA, setup), setup, weights)
-    assert found["reference"] == found[memory.VALUES] == rows
+    found = gpu_memory.choose_rows(gpu_memory.make_model(LLAMA, setup), setup, weights)
+    assert found["reference"] == found[gpu_memory.VALUES] == rows
     assert rows == 819 or found["sampling"] == rows
     assert found["update"] == 8
 

@@ -50,7 +50,6 @@ ALLOWED = {
     },
     "parts": {"checks", "config", "data", "environments", "generation", "models", "prompt_maker", "rewards"},
     "checkpoint": {"config", "data", "metrics", "models", "prompt_maker", "rollout", "saving", "state"},
-    "memory": {"generation", "models"},
     "callbacks": {"functional", "metrics", "rollout", "state", "support"},
     "collect": {
         "config",

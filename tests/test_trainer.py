@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from gpu_memory import LiveStorages
 from transformers import TrainerCallback
 
 from helpers.runs import count_digits, gradients, logged, stops_at_kl, trainable, trained_state
@@ -12,7 +13,6 @@ from helpers.tiny import ragged_model, tiny_model
 from hfppo import PPOCallback, PPOTrainer
 from hfppo.learn.loss import LossTerm
 from hfppo.learn.micro_batches import MiniBatchSize
-from hfppo.memory import LiveStorages
 from hfppo.metrics import Meter
 from hfppo.rollout import Rollout
 

@@ -1,9 +1,9 @@
 """Peak memory of one micro-batch of the update, forward and backward, over vocabulary and tokens.
 
-    python tests/benchmarks/memory.py [--critic adapter] [--checkpointing]
+    PYTHONPATH=docs python tests/benchmarks/memory.py [--critic adapter] [--checkpointing]
 
 Llama of 6 layers, width 256, random weights, float32 on a CPU, bfloat16 on a GPU. Each case in a process of its own.
-Prints a Markdown table of what is taken on top of the loaded model, and after it the estimate of `hfppo.memory`.
+Prints a Markdown table of what is taken on top of the loaded model, and after it the estimate of `docs/gpu_memory.py`.
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """The tables of docs/memory.md: Qwen2.5's shapes on four cards, and their peaks by phase. No GPU, no weights.
 
-    python tests/benchmarks/memory_cards.py
+    PYTHONPATH=docs python tests/benchmarks/memory_cards.py
 
 Prompts and completions of 512 tokens, micro-batches of 8 rows, 64 rows at once without gradient.
 """
@@ -8,10 +8,10 @@ Prompts and completions of 512 tokens, micro-batches of 8 rows, 64 rows at once 
 import warnings
 from dataclasses import replace
 
+from gpu_memory import Peaks, Setup, estimate, make_fit
 from transformers import Qwen2Config
 
 from hfppo import memory
-from hfppo.memory import Peaks, Setup, estimate, make_fit
 
 # Hidden size, inner size, layers, heads, key-value heads, vocabulary, tied head: config.json of Qwen/Qwen2.5-….
 SHAPES = {

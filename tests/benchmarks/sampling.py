@@ -1,7 +1,7 @@
 """Tokens per second of each sampler, on the same prompts, in one run.
 
-    python tests/benchmarks/sampling.py [--rounds 5] [--new_tokens 128] [--vllm] [--server http://127.0.0.1:8000]
-    python tests/benchmarks/sampling.py --rounds 2 --prompts 128 --new_tokens 512 --mean_length 150
+    PYTHONPATH=docs python tests/benchmarks/sampling.py [--rounds 5] [--new_tokens 128] [--vllm] [--server http://127.0.0.1:8000]
+    PYTHONPATH=docs python tests/benchmarks/sampling.py --rounds 2 --prompts 128 --new_tokens 512 --mean_length 150
 
 Prints a Markdown table. `--vllm` adds an engine in this process, and needs vLLM; `--server` a server, which must have
 been started for the model that `--model_folder` holds (it is made there first by `--only_make_model`).
@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator, PartialState
+from gpu_memory import LiveStorages
 from tokenizers import Tokenizer, models
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
@@ -29,7 +30,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 from hfppo import ActorCritic, PPOConfig
 from hfppo.generation import make_sampler
 from hfppo.generation.sampler import Sampling
-from hfppo.memory import LiveStorages
 from hfppo.models.loading import default_peft_config
 from hfppo.sample import Turn
 from hfppo.support.padding import pad_left, pad_right

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import gpu_memory
 import torch
 from cases import Case
 from phases import by_phase
@@ -16,7 +17,7 @@ from transformers import PreTrainedModel
 from helpers.agents import PROMPTS, VOCAB_SIZE, Doors, calling_tokenizer
 from helpers.flash import flash_attention
 from helpers.runs import digest, frozen_tensors
-from hfppo import PPOCallback, PPOConfig, PPOTrainer, memory
+from hfppo import PPOCallback, PPOConfig, PPOTrainer
 from hfppo.config import CHECKPOINTING
 from hfppo.models.layout import can_pack
 from hfppo.support.out_of_memory import OutOfMemory
@@ -58,8 +59,8 @@ def run_case(case: Case, workload: Workload, folder: Path) -> dict[str, Any]:
 
 
 def on_paper(trainer: PPOTrainer, workload: Workload) -> dict[str, float]:
-    """Return the estimate of `hfppo.memory` for each phase, in kB per token."""
-    setup = memory.Setup(
+    """Return the estimate of `docs/gpu_memory.py` for each phase, in kB per token."""
+    setup = gpu_memory.Setup(
         max_prompt_length=workload.longest_prompt,
         max_completion_length=workload.new_tokens,
         per_device_train_batch_size=workload.micro_batch,
@@ -69,7 +70,7 @@ def on_paper(trainer: PPOTrainer, workload: Workload) -> dict[str, float]:
         dtype=workload.dtype,
         lora_r=workload.rank,
     )
-    found = memory.estimate(trainer.model.causal_lm.config, setup).phases
+    found = gpu_memory.estimate(trainer.model.causal_lm.config, setup).phases
     found["passes"] = max(found.pop("reference"), found.pop("old log-probs and values"))
     rows = dict.fromkeys(found, workload.prompts) | {"update": setup.rows_of_update}
     return {name: size / (rows[name] * setup.width) / 1e3 for name, size in found.items()}

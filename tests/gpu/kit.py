@@ -112,7 +112,10 @@ def run_group(names: list[str], command: list[str], environment: dict[str, str],
 
 def environment_of(wheels: str | None, folder: Path) -> dict[str, str]:
     """Return the sections' environment: one GPU, this repository and the wheels, which are installed into a folder."""
-    places = [ROOT, *(ROOT / name for name in ("tests", "recipes/arithmetic", "tests/benchmarks", "tests/gpu"))]
+    places = [
+        ROOT,
+        *(ROOT / name for name in ("docs", "tests", "recipes/arithmetic", "tests/benchmarks", "tests/gpu")),
+    ]
     if wheels is not None:
         files = sorted(map(str, Path(wheels).glob("*.whl")))
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-compile"]

@@ -1,6 +1,6 @@
 """Peak memory of a run by phase, from a model's configuration: no weights, no GPU.
 
-    python -m hfppo.memory --model Qwen/Qwen2.5-1.5B --card 24
+    python docs/gpu_memory.py --model Qwen/Qwen2.5-1.5B --card 24
 
 The package's own `ActorCritic` samples a token, runs a pass and an update on tensors without data (torch's
 FakeTensorMode), and a tracker adds up the bytes of all storages that live at once. Not counted: CUDA's context, about
@@ -338,7 +338,7 @@ def report(peaks: Peaks, width: int) -> str:
 def main() -> None:
     """Print the peaks of a model, and the settings with which it fits a card."""
     about = "Estimate the memory of a run from a model's configuration."
-    parser = HfArgumentParser(cast(Any, Setup), prog="python -m hfppo.memory", description=about)
+    parser = HfArgumentParser(cast(Any, Setup), prog="python docs/gpu_memory.py", description=about)
     parser.add_argument("--config", help="a recipe's YAML file, whose values are the defaults")
     try:
         if (file := parser.parse_known_args()[0].config) is not None:
