@@ -14,7 +14,7 @@ from hfppo.reporting.completions import PrintCompletionsCallback as PrintComplet
 from hfppo.reporting.health import HealthCallback as HealthCallback
 from hfppo.reporting.health import HealthWarning as HealthWarning
 from hfppo.reporting.log_file import LogFileCallback as LogFileCallback
-from hfppo.reporting.plot import PlotCallback as PlotCallback
+from hfppo.reporting.run_page import RunPageCallback as RunPageCallback
 from hfppo.rewards.model import RewardModel as RewardModel
 from hfppo.rewards.process_model import ProcessRewardModel as ProcessRewardModel
 from hfppo.rewards.server import RewardServer as RewardServer

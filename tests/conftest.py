@@ -14,14 +14,14 @@ from typing import Any
 
 import pytest
 from datasets import Dataset
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast, TrainerCallback
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from helpers import agents
 from helpers.http_server import Answer, Server
 from helpers.processes import freeze_imports
 from helpers.runs import SUMS, chat_tokenizer, small_trainer
 from helpers.tiny import tiny_model
-from hfppo import PlotCallback, PPOConfig, PPOTrainer
+from hfppo import PPOCallback, PPOConfig, PPOTrainer, RunPageCallback
 
 
 def pytest_collection_finish() -> None:
@@ -34,15 +34,16 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 @pytest.fixture
-def picture() -> None:
-    """Let the runs of a test draw their curves."""
+def run_page() -> None:
+    """Let the runs of a test write their pages."""
 
 
 @pytest.fixture(autouse=True)
-def no_picture(monkeypatch, request):
-    """Without `picture`, draw no curves at the end of a run: that takes longer than most runs here."""
-    if "picture" not in request.fixturenames:
-        monkeypatch.setattr(PlotCallback, "on_train_end", TrainerCallback.on_train_end)
+def no_run_page(monkeypatch, request):
+    """Without `run_page`, write no page: a tenth of the time of most runs here."""
+    if "run_page" not in request.fixturenames:
+        for event in ("on_rollout_end", "on_log", "on_train_end"):
+            monkeypatch.setattr(RunPageCallback, event, getattr(PPOCallback, event))
 
 
 @pytest.fixture

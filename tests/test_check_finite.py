@@ -15,7 +15,7 @@ import hfppo.trainer
 from helpers.runs import assert_same_run, critic_state, final_state, small_trainer
 from hfppo import TokenTraceCallback
 from hfppo.collect.check_finite import NonFiniteError, NonFiniteGuard
-from hfppo.token_trace.record import list_trace_files
+from hfppo.reporting.traces import list_trace_files
 
 NAN = float("nan")
 # 4 steps to a rollout of 8 completions, 2 micro-batches of 2 to a step.

@@ -22,7 +22,7 @@ from helpers.runs import (
     stops_at_kl,
 )
 from helpers.tiny import LORA, tiny_model
-from hfppo import AdaptiveKLCallback, PlotCallback, PPOCallback, PPOConfig, PPOTrainer
+from hfppo import AdaptiveKLCallback, PPOCallback, PPOConfig, PPOTrainer, RunPageCallback
 from hfppo.saving.manifest import seal
 
 # 2 mini-batches × 2 epochs = 4 steps per rollout: checkpoint 8 lies between two rollouts, the others within one.
@@ -214,7 +214,7 @@ def finished(tmp_path_factory) -> PPOTrainer:
     """A finished run of one rollout, with a checkpoint after each step."""
     args = PPOConfig(**{**SMALL, **FINISHED, "output_dir": str(tmp_path_factory.mktemp("finished"))})
     trainer = PPOTrainer(tiny_model(), count_digits, args, ROWS, None, character_tokenizer(), peft_config=LORA)
-    trainer.remove_callback(PlotCallback)
+    trainer.remove_callback(RunPageCallback)
     trainer.train()
     return trainer
 

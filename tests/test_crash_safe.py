@@ -519,7 +519,7 @@ def test_a_refused_run_leaves_the_files_of_a_folder(make_trainer, tmp_path, monk
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
-def test_a_trainer_whose_first_rollout_failed_can_train_again(make_trainer, tmp_path, picture, error):
+def test_a_trainer_whose_first_rollout_failed_can_train_again(make_trainer, tmp_path, run_page, error):
     calls = []
 
     def fails_once(completions, **kwargs):
@@ -532,7 +532,7 @@ def test_a_trainer_whose_first_rollout_failed_can_train_again(make_trainer, tmp_
     with pytest.raises(error):
         trainer.train()
     trainer.train()
-    assert names(tmp_path / "out", "*") == ["curves.png", "metrics.jsonl"]
+    assert names(tmp_path / "out", "*") == ["metrics.jsonl", "run.html"]
     assert [entry["step"] for entry in read_log(tmp_path / "out")] == [1, 2, 2]
 
 

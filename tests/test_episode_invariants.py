@@ -12,10 +12,10 @@ from torch.testing import assert_close
 
 from helpers.agents import Chatter, talking_trainer
 from helpers.runs import critic_values, final_state, gradients, logged, logs
-from hfppo import PlotCallback, TokenTraceCallback
+from hfppo import RunPageCallback, TokenTraceCallback
 from hfppo.functional import gae, turn_ends, turn_factors, turn_starts
-from hfppo.token_trace.record import read_traces, trace_file
-from hfppo.token_trace.table import TokenRow
+from hfppo.reporting.token_table import TokenRow
+from hfppo.reporting.traces import read_traces, trace_file
 
 SAVING = {"save_strategy": "steps", "save_steps": 1}
 PROMPTS = [[{"role": "user", "content": f"hi {n}"}] for n in range(8)]
@@ -30,7 +30,7 @@ def folder(tmp_path_factory):
 def played(folder):
     """A trainer after a run with a checkpoint of each step, a rollout of it, and what the run has printed."""
     trainer = talking_trainer(folder, {**SAVING, "log_completions": True}, callbacks=[TokenTraceCallback()])
-    trainer.remove_callback(PlotCallback)
+    trainer.remove_callback(RunPageCallback)
     with redirect_stdout(StringIO()) as printed:
         trainer.train()
     return trainer, trainer.rollout(PROMPTS), printed.getvalue()

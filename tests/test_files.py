@@ -9,8 +9,8 @@ from transformers import TrainerCallback
 
 from helpers.runs import final_state, read_log
 from hfppo import TokenTraceCallback
+from hfppo.reporting.traces import read_traces
 from hfppo.support.files import write_atomically
-from hfppo.token_trace.record import read_traces
 
 CONFIG = {"max_steps": 12, "save_strategy": "steps", "save_steps": 6, "log_completions": True}  # 3 rollouts of 4 steps
 
@@ -45,13 +45,13 @@ class FullDisk(TrainerCallback):
                 file.unlink()
 
 
-@pytest.mark.usefixtures("picture")
+@pytest.mark.usefixtures("run_page")
 def test_files_that_cannot_be_written_are_warned_of(make_trainer, tmp_path, caplog):
     straight = make_trainer(CONFIG | {"output_dir": str(tmp_path / "straight")})
     straight.train()
     folder = tmp_path / "out"
     folder.mkdir()
-    (folder / "_curves.png").symlink_to("/dev/full")
+    (folder / "_run.html").symlink_to("/dev/full")
     (folder / "_traces").touch()
     (folder / "completions").touch()
     trainer = make_trainer(CONFIG, callbacks=[FullDisk(), TokenTraceCallback(every=1)])
@@ -59,7 +59,7 @@ def test_files_that_cannot_be_written_are_warned_of(make_trainer, tmp_path, capl
     assert trainer.state.global_step == 12
     for file in (
         "metrics.jsonl",
-        "curves.png",
+        "run.html",
         "_traces/rollout-000001.jsonl",
         "completions/completions_00000.parquet",
     ):
@@ -68,10 +68,9 @@ def test_files_that_cannot_be_written_are_warned_of(make_trainer, tmp_path, capl
     assert read_log(folder) == trainer.state.log_history  # whole again
 
 
-def test_a_page_and_a_trace_that_cannot_be_written_after_the_update_stay_as_they_were(make_trainer, tmp_path, caplog):
+def test_a_trace_that_cannot_be_written_after_the_update_stays_as_it_was(make_trainer, tmp_path, caplog):
     traces = tmp_path / "out" / "_traces"
     traces.mkdir(parents=True)
-    (traces / "_index.html").symlink_to("/dev/full")
 
     class FullAfterwards(TrainerCallback):
         def on_step_begin(self, args, state, control, **kwargs):
@@ -79,8 +78,7 @@ def test_a_page_and_a_trace_that_cannot_be_written_after_the_update_stay_as_they
                 (traces / "_rollout-000001.jsonl").symlink_to("/dev/full")
 
     make_trainer({"max_steps": 4}, callbacks=[FullAfterwards(), TokenTraceCallback(every=1)]).train()
-    assert "index.html could not be written; training continues: [Errno 28] No space left" in caplog.text
-    assert "rollout-000001.jsonl could not be written" in caplog.text
+    assert "rollout-000001.jsonl could not be written; training continues: [Errno 28] No space left" in caplog.text
     kept = read_traces(traces / "rollout-000001.jsonl")
     assert kept
     assert all(trace.updated_step is None for trace in kept)

@@ -210,8 +210,11 @@ def test_a_problem_is_warned_of_once_in_a_training(make_trainer):
     log = Log(make_trainer(ONE_STEP), HealthCallback())
     failing = [1, 2, 4, 12]
     assert [step for step in range(1, 14) if log(step, policy__clip_frac=0.9 if step in failing else 0.1)] == [1]
-    log.callback.on_train_begin(log.trainer.args, log.state, log.trainer.control)
-    assert log(14, policy__clip_frac=0.9)
+    for resumed, warns in ((True, 0), (False, 1)):
+        log.state.log_history = log.state.log_history if resumed else []
+        log.callback.on_train_begin(log.trainer.args, log.state, log.trainer.control)
+        assert len(log.callback.found) == resumed
+        assert len(log(14, policy__clip_frac=0.9)) == warns
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 import json
 import math
 from collections import UserDict
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,7 +10,7 @@ import torch
 from transformers import TrainerCallback
 
 from helpers.runs import read_log
-from hfppo import HealthCallback, PlotCallback
+from hfppo import HealthCallback
 from hfppo.reporting.progress import short_cells
 from hfppo.support.log_entries import numbers_of, plain_entry
 
@@ -65,19 +64,15 @@ class Logs(TrainerCallback):
             self.trainer.log({**ODD, "kl": None, "policy/clip_frac": "text"})
 
 
-@pytest.mark.parametrize("shown", ["line, card and plot", "notebook"])
-def test_odd_values_of_metrics_and_logs_end_no_run(make_trainer, dataset, monkeypatch, shown):
+@pytest.mark.usefixtures("run_page")
+def test_odd_values_of_metrics_and_logs_end_no_run(make_trainer, dataset):
     config = {"max_steps": 3, "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 1}
-    if shown == "notebook":
-        notebook = pytest.importorskip("transformers.utils.notebook")
-        monkeypatch.setattr(notebook.disp, "display", lambda *_, **__: SimpleNamespace(update=lambda _: None))
-        monkeypatch.setattr("transformers.trainer.DEFAULT_PROGRESS_CALLBACK", notebook.NotebookProgressCallback)
     callback = Logs()
     trainer = make_trainer(
         config | {"disable_tqdm": False},
         eval_dataset=dataset.select(range(2)),
         compute_metrics=lambda prediction: ODD,
-        callbacks=[callback] if shown == "notebook" else [callback, PlotCallback()],
+        callbacks=[callback],
     )
     callback.trainer = trainer
     trainer.train()

@@ -3,10 +3,10 @@
 import html
 import re
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-from transformers import ProgressCallback
+
+from hfppo.reporting.run_page import read_page
 
 RECIPE = Path(__file__).parents[1] / "recipes/arithmetic"
 
@@ -35,25 +35,18 @@ def html_of(outputs: list) -> str:
     return "".join(output.data.get("text/html", "") for output in outputs if "data" in output)
 
 
-def rows(table: str) -> list[list[str]]:
-    """The cells of an HTML table."""
-    lines = re.findall(r"<tr.*?>(.*?)</tr>", table, flags=re.DOTALL)
-    return [[html.unescape(cell) for cell in re.findall(r"<t[hd]>(.*?)</t[hd]>", line)] for line in lines]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("steps", [8, pytest.param(64, marks=pytest.mark.nightly)])
 def test_the_notebook_of_the_arithmetic_run(run, tmp_path, steps):
     outputs = run(RECIPE / "arithmetic.ipynb", max_steps=str(steps))
     *_, before, training, after, table, _ = outputs
-    shown = html_of(training)
-    assert f"{steps // 4} rollouts of 64 completions (64 per process), 4 optimizer steps each" in shown
-    assert f"[{steps}/{steps} " in shown
-    heads, *logs = rows(shown)
-    assert heads[:4] == ["step", "reward", "KL", "β"]
-    assert {"length", "time"} <= set(heads)
-    assert [row[0] for row in logs] == [str(step) for step in range(4, steps + 1, 4)]
-    assert all(re.fullmatch(r"[01]\.\d{3}", row[1]) for row in logs)
+    assert html_of(training).count("<iframe") == 1, "one page, drawn again in its place"
+    text = "".join(output.text for output in training if output.output_type == "stream")
+    assert f"{steps // 4} rollouts of 64 completions (64 per process), 4 optimizer steps each" in text
+    (tmp_path / "shown.html").write_text(html.unescape(re.search('srcdoc="([^"]*)"', html_of(training))[1]))
+    (page,) = read_page(tmp_path / "shown.html")
+    assert page["step"] == steps
+    assert [step for step, _ in page["curves"]["reward"]] == list(range(4, steps + 1, 4))
     gained = float(after[-1].data["text/plain"]) - float(before[-1].data["text/plain"])
     assert gained > (0.2 if steps == 64 else 0.0)
     lines = [line.split() for line in html.unescape(re.sub("<.*?>", "", html_of(table))).splitlines()]
@@ -62,47 +55,3 @@ def test_the_notebook_of_the_arithmetic_run(run, tmp_path, steps):
     assert first[0] == "是"
     assert (tmp_path / "out/notebook/adapter_model.safetensors").is_file()
     assert not [output for cell in outputs for output in cell if output.output_type == "error"]
-
-
-@pytest.fixture
-def pictures(monkeypatch) -> list[str]:
-    """What a notebook's cell shows, one picture after another."""
-    notebook = pytest.importorskip("transformers.utils.notebook")
-    shown: list[str] = []
-
-    def display(made, display_id=None):
-        shown.append(made.data)
-        return SimpleNamespace(update=lambda made: shown.append(made.data))
-
-    monkeypatch.setattr(notebook.disp, "display", display)
-    monkeypatch.setattr("transformers.trainer.DEFAULT_PROGRESS_CALLBACK", notebook.NotebookProgressCallback)
-    return shown
-
-
-def test_a_notebook_shows_phases_and_evaluations(make_trainer, dataset, pictures):
-    config = {"disable_tqdm": False, "max_steps": 8, "logging_steps": None, "eval_strategy": "steps", "eval_steps": 8}
-    trainer = make_trainer(
-        config, eval_dataset={"sums": dataset}, compute_metrics=lambda prediction: {"even": 1 / 3, "a/b": 1.0}
-    )
-    trainer.train()
-    assert any(", rollout generation 100%]" in picture or ", rollout passes]" in picture for picture in pictures)
-    heads, *logs = rows(pictures[-1])
-    assert heads[0] == "step"
-    assert heads[-2:] == ["eval_sums_reward", "eval_sums_even"]
-    assert [row[0] for row in logs] == ["4", "8"]
-    assert [len(row) for row in logs] == [len(heads) - 2, len(heads)]
-    assert logs[1][-1] == "0.333"
-    reward = next(entry for entry in trainer.state.log_history if "reward" in entry)["reward"]
-    assert logs[0][1] == f"{reward:.3f}"
-
-
-@pytest.mark.parametrize("own", [True, False])
-def test_a_users_own_bar_or_none_leaves_the_cell_alone(make_trainer, pictures, own):
-    class Bar(ProgressCallback):
-        def on_train_begin(self, args, state, control, **kwargs):
-            pass
-
-        on_step_end = on_log = on_train_end = on_train_begin
-
-    make_trainer({"disable_tqdm": not own, "max_steps": 2}, callbacks=[Bar()] if own else []).train()
-    assert pictures == []

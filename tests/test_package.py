@@ -35,7 +35,7 @@ def test_both_distributions_hold_the_package_and_its_data(built):
         in_source = {name.partition("/")[2] for name in archive.getnames()}
     package = {str(path.relative_to(ROOT)) for path in (ROOT / "hfppo").rglob("*") if path.is_file()}
     package = {name for name in package if "__pycache__" not in name}
-    assert {"hfppo/py.typed", "hfppo/reporting/card_template.md", "hfppo/token_trace/page.html"} <= package
+    assert {"hfppo/py.typed", "hfppo/reporting/card_template.md", "hfppo/reporting/run_page.html"} <= package
     assert {name for name in in_wheel if name.startswith("hfppo/")} == package
     assert any(name.endswith("/licenses/LICENSE") for name in in_wheel)
     assert package | {"LICENSE", "README.md", "CHANGELOG.md", "pyproject.toml"} <= in_source

@@ -10,8 +10,8 @@ import pytest
 import rich
 
 from hfppo import TokenTable
+from hfppo.reporting.token_table import TokenRow
 from hfppo.support.printing import is_terminal, show
-from hfppo.token_trace.table import TokenRow
 
 ROOT = Path(__file__).parents[1]
 

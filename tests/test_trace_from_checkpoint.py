@@ -17,12 +17,13 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreT
 
 from helpers.runs import SMALL, count_digits
 from helpers.tiny import CHAT_TEMPLATE, LORA, tiny_model
-from hfppo import PPOConfig, PPOTrainer, TokenTable, TokenTraceCallback
+from hfppo import PPOConfig, PPOTrainer, TokenTable, TokenTraceCallback, report
 from hfppo.generation.sampler import completion_ids
+from hfppo.reporting.run_page import render_page, run_data
+from hfppo.reporting.traces import trace_file
 from hfppo.saving.manifest import seal
 from hfppo.token_trace.__main__ import main
 from hfppo.token_trace.from_checkpoint import trace_prompt
-from hfppo.token_trace.record import trace_file
 
 PROMPT = "请问1+1=2？"
 PLATEAU = {
@@ -198,11 +199,6 @@ def test_command_prints_the_table_and_writes_the_page(run, tmp_path, capsys):
     assert PROMPT in page.read_text()
 
 
-def test_command_makes_the_page_of_a_run(run, tmp_path, capsys):
-    main([str(run.trainer.args.output_dir), "--html", str(tmp_path / "new/page.html")])
-    assert '"rollout": 1' in (tmp_path / "new/page.html").read_text()
-
-
 class Bomb:
     def __init__(self, path: Path):
         self.path = path
@@ -250,7 +246,6 @@ def test_errors_say_what_to_do(run, tmp_path):
     for arguments, *said in (
         ([str(tmp_path / "torn"), PROMPT], "torn is not a whole checkpoint", "manifest.json", "out/checkpoint-120"),
         ([str(gone), PROMPT], "gone is not a whole checkpoint", "it is not a folder", "out/checkpoint-120"),
-        ([str(run.checkpoint)], "has no traces", "TokenTraceCallback", "a checkpoint and a prompt"),
         ([str(tmp_path / "moved"), PROMPT], "base", "cannot be loaded", "--base"),
     ):
         with pytest.raises(SystemExit) as error:
@@ -285,15 +280,14 @@ def test_a_line_that_is_no_trace_is_named(run, tmp_path, line):
     path.parent.mkdir()
     written = trace_file(run.trainer.args.output_dir, 1).read_text().splitlines()[0]
     path.write_text(f"{written}\n{line}\n")
+    (tmp_path / "run.html").write_text(render_page([run_data("out", [])]))
     with pytest.raises(SystemExit, match=r"line 2 of .*rollout-000001.jsonl is not a trace \(.*\); remove the line"):
-        main([str(tmp_path)])
+        report.main([str(tmp_path)])
 
 
-@pytest.mark.parametrize("asked", [[PROMPT], []], ids=["of a prompt", "of a run"])
-def test_a_page_that_cannot_be_written_ends_with_one_line(run, tmp_path, asked):
-    folder = run.checkpoint if asked else run.trainer.args.output_dir
+def test_a_page_that_cannot_be_written_ends_with_one_line(run, tmp_path):
     with pytest.raises(SystemExit, match=r"error: .*Is a directory"):
-        main([str(folder), *asked, "--html", str(tmp_path)])
+        main([str(run.checkpoint), PROMPT, "--html", str(tmp_path)])
 
 
 def test_more_tokens_than_a_model_has_positions_are_refused(tmp_path):

@@ -9,8 +9,8 @@ from rich.console import Console
 
 from hfppo import Rollout
 from hfppo.functional import gae
+from hfppo.reporting.token_table import TokenRow
 from hfppo.token_trace import TokenTable
-from hfppo.token_trace.table import TokenRow
 
 TOKENS = "请问1+1=2？", "是的等于2！"  # without the comma, so that 6 rewards stand on 6 tokens
 REWARDS = torch.tensor([[-0.01, -0.01, -0.01, -0.01, -0.01, 0.99]])

@@ -4,8 +4,8 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from hfppo.reporting.token_texts import token_texts
 from hfppo.support.printable import escape_control_characters
-from hfppo.token_trace.tokens import token_texts
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ from hfppo.config import PPOConfig
 from hfppo.reporting.completions import PrintCompletionsCallback
 from hfppo.reporting.health import HealthCallback
 from hfppo.reporting.log_file import LogFileCallback
-from hfppo.reporting.plot import PlotCallback
 from hfppo.reporting.progress import Phases, RunProgress
+from hfppo.reporting.run_page import RunPageCallback
 
 
 def with_default_callbacks(callbacks: list[TrainerCallback] | None, args: PPOConfig) -> list[TrainerCallback]:
@@ -17,22 +17,17 @@ def with_default_callbacks(callbacks: list[TrainerCallback] | None, args: PPOCon
     # Trainer accepts classes too.
     made = [callback() if isinstance(callback, type) else callback for callback in callbacks or []]
     targets = [callback.target for callback in made if isinstance(callback, AdaptiveKLCallback)]
-    health = HealthCallback(**({"kl_to_the_reference": 2 * targets[0]} if targets else {}))
-    defaults: list[TrainerCallback] = [health, LogFileCallback(), PlotCallback()]
+    given = [callback for callback in made if isinstance(callback, HealthCallback)]
+    health = given[0] if given else HealthCallback(**({"kl_to_the_reference": 2 * targets[0]} if targets else {}))
+    defaults: list[TrainerCallback] = [health, LogFileCallback(), RunPageCallback(health)]
     if args.log_completions:
         defaults.append(PrintCompletionsCallback(args.num_completions_to_print))
-    return made + [own for own in defaults if not any(isinstance(given, type(own)) for given in made)]
+    return made + [own for own in defaults if not any(isinstance(callback, type(own)) for callback in made)]
 
 
 def show_progress(trainer: Trainer) -> Phases:
     """Replace the trainer's own bar and return the new one; it is silent if the user has another or no bar."""
-    progress: Phases
-    if upstream.DEFAULT_PROGRESS_CALLBACK is ProgressCallback:
-        progress = RunProgress()
-    else:
-        from hfppo.reporting.notebook import NotebookProgress  # needs IPython
-
-        progress = NotebookProgress()
+    progress = RunProgress()
     callbacks = trainer.callback_handler.callbacks
     # TRL's RichProgressCallback is not a subclass of Trainer's.
     bars = [c for c in callbacks if isinstance(c, ProgressCallback) or "ProgressCallback" in type(c).__name__]

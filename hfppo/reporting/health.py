@@ -4,6 +4,7 @@ import re
 import warnings
 from dataclasses import dataclass
 from inspect import signature
+from itertools import chain
 
 import torch
 from transformers import TrainerCallback
@@ -190,49 +191,52 @@ class HealthCallback(TrainerCallback):
 
     def _forget(self) -> None:
         """Forget an earlier training."""
-        self._since: dict[str, int] = {}  # the step at which a check began to fail
-        self._warned: set[str] = set()  # names of checks
+        self.found: dict[str, str] = {}  # the warnings so far, by the names of their checks
+        self._since: dict[str, float] = {}  # the step at which a check began to fail
         self._first: dict[str, float] = {}  # the first value of each metric
         self._recent: list[dict[str, float]] = []  # the logs of the last rollout
-        self._num_read = 0  # entries of the log history
 
-    def on_train_begin(self, args, state, control, **kwargs):
-        """Forget an earlier training."""
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        """Judge the logs up to the checkpoint that is resumed, whose warnings were shown before."""
         self._forget()
+        for log in state.log_history:
+            self._judge(log, args, model)
 
-    def _read(self, logs: list[dict[str, float]], args: PPOConfig, of_base: torch.dtype) -> RecentLogs:
-        """Read the entries that are new in the log history of a run on a base of this dtype."""
-        for log in map(numbers_of, logs[self._num_read :]):
-            self._first = log | self._first
-            self._recent.append(log)
-        self._num_read = len(logs)
-        recent = [log for log in self._recent if log["step"] > logs[-1]["step"] - args.updates_per_rollout]
-        values = {name: [log[name] for log in recent if name in log] for log in recent for name in log}
+    def on_log(self, args, state, control, model=None, **kwargs):
+        """Judge the last rollout, and warn."""
+        if state.is_world_process_zero:
+            for message in self._judge(state.log_history[-1], args, model):
+                # `warnings.warn` adds a line of source, and drops equal words in a second run of the process.
+                warnings.warn_explicit(message, HealthWarning, "hfppo", 1)
+
+    def _read(self, log: dict[str, float], args: PPOConfig, model: torch.nn.Module | None) -> RecentLogs:
+        """Add an entry of the log history."""
+        self._first = log | self._first
+        self._recent = [
+            entry for entry in [*self._recent, log] if entry["step"] > log["step"] - args.updates_per_rollout
+        ]
+        values = {name: [entry[name] for entry in self._recent if name in entry] for name in {*chain(*self._recent)}}
+        of_base = getattr(model, "dtype", torch.float32)
         dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else of_base
-        self._recent = recent
         return RecentLogs(self._first, {name: sum(x) / len(x) for name, x in values.items()}, args, dtype)
 
-    def on_log(self, args, state, control, logs=None, model=None, **kwargs):
-        """Judge the last rollout."""
-        if not state.is_world_process_zero:
-            return
-        run = self._read(state.log_history, args, getattr(model, "dtype", torch.float32))
-        step = state.log_history[-1]["step"]
+    def _judge(self, log: dict[str, float], args: PPOConfig, model: torch.nn.Module | None) -> list[str]:
+        """Return the warnings that an entry of the log history brings."""
+        run = self._read(numbers_of(log), args, model)
+        before = len(self.found)
         for check, patience in CHECKS.items():
             name = check.__name__
             limit = self.limits[name]
-            if name in self._warned or limit is None:
+            if name in self.found or limit is None:
                 continue
             try:
                 message = check(run, limit)
             except KeyError:  # no log of the rollout has the metric
                 continue
+            step = log["step"]
             if message is None:
                 self._since.pop(name, None)
             elif step - self._since.setdefault(name, step) >= (patience - 1) * args.updates_per_rollout:
-                self._warned.add(name)
-                message = (
-                    f"since step {self._since[name]}, {message}. See docs/troubleshooting.md#{name.replace('_', '-')}"
-                )
-                # `warnings.warn` adds a line of source, and drops equal words in a second run of the process.
-                warnings.warn_explicit(message, HealthWarning, "hfppo", 1)
+                place = f"docs/troubleshooting.md#{name.replace('_', '-')}"
+                self.found[name] = f"since step {self._since[name]}, {message}. See {place}"
+        return list(self.found.values())[before:]

@@ -1,4 +1,4 @@
-"""Show the progress of a run: a bar on a terminal, or a plain line from time to time. `notebook` has a table."""
+"""Show the progress of a run: a bar on a terminal, or a plain line from time to time."""
 
 import sys
 import time

@@ -2,7 +2,6 @@
 
     python -m hfppo.token_trace out "请问1+1=2？" --score 1               the last checkpoint of a run
     python -m hfppo.token_trace out/checkpoint-120 "请问1+1=2？" --completion "不对，等于3！" --score 0
-    python -m hfppo.token_trace out --html traces.html          the page of the recorded traces
 
 docs/traces.md explains the columns.
 """
@@ -17,9 +16,9 @@ import rich
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
 from hfppo.config import PPOConfig
+from hfppo.reporting.run_page import render_page, run_data
+from hfppo.reporting.traces import Trace
 from hfppo.token_trace.from_checkpoint import trace_prompt
-from hfppo.token_trace.page import render_page, write_page
-from hfppo.token_trace.record import Trace
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -28,7 +27,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("folder", help="the output folder of a run, or one of its checkpoints")
-    add("prompt", nargs="?", help="the prompt, as in the dataset")
+    add("prompt", help="the prompt, as in the dataset")
     add("--score", type=float, help="score of the completion; without it, reward, return and advantage are unknown")
     add("--completion", help="trace this completion instead of sampling one")
     add("--seed", type=int, help="sample another completion; by default the run's seed")
@@ -61,14 +60,11 @@ def main(arguments: list[str] | None = None) -> None:
     options = vars(make_parser().parse_args(arguments))
     folder, html = options.pop("folder"), options.pop("html")
     try:
-        if options["prompt"] is None:
-            print(write_page(folder, html))
-            return
         trace, args = trace_prompt(folder, **options)
         rich.print(trace.table, *describe_trace(trace, args, options["ref_model"]), sep="\n")
         if html is not None:
             html.parent.mkdir(parents=True, exist_ok=True)
-            html.write_text(render_page([trace]), encoding="utf-8")
+            html.write_text(render_page([run_data(folder, [trace])]), encoding="utf-8")
             print(html)
     except (OSError, ValueError) as error:
         sys.exit(f"error: {error}")

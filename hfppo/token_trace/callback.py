@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
@@ -12,10 +11,8 @@ from hfppo.collect.check_finite import NonFiniteError
 from hfppo.functional import Clip
 from hfppo.models.modes import is_sharded
 from hfppo.reporting.completions import log_table
-from hfppo.support.files import ignore_write_errors
-from hfppo.token_trace.page import write_page
-from hfppo.token_trace.record import (
-    TRACES,
+from hfppo.reporting.token_table import TokenTable
+from hfppo.reporting.traces import (
     Trace,
     add_update,
     list_trace_files,
@@ -24,7 +21,7 @@ from hfppo.token_trace.record import (
     trace_file,
     write_traces,
 )
-from hfppo.token_trace.table import TokenTable
+from hfppo.support.files import ignore_write_errors
 
 logger = logging.getLogger(__name__)
 
@@ -32,10 +29,10 @@ logger = logging.getLogger(__name__)
 class TokenTraceCallback(PPOCallback):
     """Records the numbers of actor, reference, reward and critic for some completions, before and after the update.
 
-    Each traced rollout has a file of JSON lines in `output_dir/_traces`. When training ends, `index.html` in that
-    folder shows them all; `python -m hfppo.token_trace OUTPUT_DIR` writes that page at any time. After the update the
-    rows also go as a table to W&B and trackio if `report_to` names them. Only the main process writes. If FSDP2 or
-    ZeRO-3 shard the model, the numbers after the update are left out.
+    Each traced rollout has a file of JSON lines in `output_dir/_traces`, and `python -m hfppo.report OUTPUT_DIR` makes
+    a page that shows them. After the update the rows also go as a table to W&B and
+    trackio if `report_to` names them. Only the main process writes. If FSDP2 or ZeRO-3 shard the model, the numbers
+    after the update are left out.
 
     Args:
         every: trace every n-th rollout; the first and the last are always traced.
@@ -108,8 +105,3 @@ class TokenTraceCallback(PPOCallback):
             traces = [add_update(trace, model, args, clip, state.global_step) for trace in traces]
             write_traces(path, traces)
         log_table(args, "traces", Dataset.from_list([row for trace in traces for row in trace.token_rows()]))
-
-    def on_train_end(self, args, state, control, **kwargs):
-        if state.is_world_process_zero and list_trace_files(args.output_dir):
-            with ignore_write_errors(Path(args.output_dir) / TRACES / "index.html"):
-                write_page(args.output_dir)

@@ -25,12 +25,12 @@ from hfppo.data.chat_template import CLOCK
 from hfppo.environments.agents import OF_TURNS
 from hfppo.generation.sampler import Sampler, completion_ids, eos_token_ids
 from hfppo.models.loading import load_base_of, load_tokenizer, name_in_errors
+from hfppo.reporting.token_table import TokenTable
+from hfppo.reporting.traces import Trace
 from hfppo.sample import Turn
 from hfppo.saving.checkpoint_folders import find_last_intact
 from hfppo.saving.manifest import find_damage
 from hfppo.state import PPOState
-from hfppo.token_trace.record import Trace
-from hfppo.token_trace.table import TokenTable
 from hfppo.trainer import PPOTrainer
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from build_arithmetic_base import character_tokenizer
 from helpers.runs import PROMPTS, SMALL, count_digits, logged
 from helpers.tiny import LORA, tiny_model
 from hfppo import PPOConfig, PPOTrainer
-from hfppo.reporting.plot import PlotCallback
+from hfppo.reporting.run_page import RunPageCallback
 
 PPOConfig.place_model_on_device = property(lambda self: False)
 trainer = PPOTrainer(
@@ -22,7 +22,7 @@ trainer = PPOTrainer(
     processing_class=character_tokenizer(),
     peft_config=LORA,
 )
-trainer.remove_callback(PlotCallback)
+trainer.remove_callback(RunPageCallback)
 assert trainer.model.device.type == "cpu"
 trainer.train()
 assert trainer.model.device == trainer.args.device

@@ -15,7 +15,7 @@ from helpers.runs import SMALL, count_digits
 from helpers.tiny import LORA, ragged_model
 from hfppo import PPOConfig, PPOTrainer
 from hfppo.models import layout
-from hfppo.reporting.plot import PlotCallback
+from hfppo.reporting.run_page import RunPageCallback
 
 OUT = Path(sys.argv[1])
 NAME = "second_only"
@@ -38,7 +38,7 @@ trainer = PPOTrainer(
     critic=str(OUT / "base"),
 )
 before = len(seen)
-trainer.remove_callback(PlotCallback)
+trainer.remove_callback(RunPageCallback)
 trainer.train()
 packed = {type(model).__name__: all(found.values()) for model, found in layout._packs.items()}
 print(json.dumps({"before": before, "devices": sorted(set(seen)), "packed": packed}))

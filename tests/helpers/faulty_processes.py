@@ -19,7 +19,7 @@ from helpers.runs import SMALL, count_digits
 from helpers.tiny import LORA, tiny_model
 from hfppo import PPOConfig, PPOTrainer, TolerantReward
 from hfppo.collect.check_finite import NonFiniteError
-from hfppo.reporting.plot import PlotCallback
+from hfppo.reporting.run_page import RunPageCallback
 
 freeze_imports()
 OUT, RANK = Path(sys.argv[1]), int(os.environ["RANK"])
@@ -37,7 +37,7 @@ def make(name: str, reward=count_digits, **config) -> PPOTrainer:
         processing_class=character_tokenizer(),
         peft_config=LORA,
     )
-    trainer.remove_callback(PlotCallback)  # half of the time of so small a run
+    trainer.remove_callback(RunPageCallback)  # half of the time of so small a run
     return trainer
 
 

@@ -14,7 +14,7 @@ from datasets import Dataset
 from helpers.runs import SMALL
 from helpers.tiny import LORA, other_tokenizer, ragged_model, scorer
 from hfppo import PPOConfig, PPOTrainer
-from hfppo.reporting.plot import PlotCallback
+from hfppo.reporting.run_page import RunPageCallback
 
 DATASET = Dataset.from_list([{"prompt": f"{a}+{b}="} for a in range(4) for b in range(4)])
 
@@ -43,7 +43,7 @@ for rows in (2, 8):
         peft_config=LORA,
     )
     assert str(trainer.args.device) == "second:0"
-    trainer.remove_callback(PlotCallback)
+    trainer.remove_callback(RunPageCallback)
     trainer.model.critic.value_head.cpu()
     assert trainer.rollout(["1+1="]).values.abs().sum() == 0  # those of a new critic
     assert trainer.collector.rewards.funcs[0].model.device == trainer.args.device

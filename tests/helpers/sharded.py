@@ -18,8 +18,8 @@ from helpers.runs import SMALL, count_digits
 from helpers.tiny import LORA, ragged_model
 from hfppo import PPOConfig, PPOTrainer, TokenTraceCallback
 from hfppo.models import layout, output_head
-from hfppo.reporting.plot import PlotCallback
-from hfppo.token_trace.record import read_traces, trace_file
+from hfppo.reporting.run_page import RunPageCallback
+from hfppo.reporting.traces import read_traces, trace_file
 
 freeze_imports()
 OUT, CRITIC, ENGINE, FIELDS = Path(sys.argv[1]), sys.argv[2], sys.argv[3], json.loads(sys.argv[4])
@@ -56,7 +56,7 @@ def make(name: str) -> PPOTrainer:
         critic=CRITIC,
         callbacks=[TokenTraceCallback(every=1)],
     )
-    trainer.remove_callback(PlotCallback)  # half of the time of so small a run
+    trainer.remove_callback(RunPageCallback)  # half of the time of so small a run
     return trainer
 
 

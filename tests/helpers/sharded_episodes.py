@@ -17,7 +17,7 @@ from helpers import agents
 from helpers.processes import freeze_imports
 from hfppo import PPOCallback, PPOConfig
 from hfppo.generation.generate import TransformersSampler
-from hfppo.reporting.plot import PlotCallback
+from hfppo.reporting.run_page import RunPageCallback
 
 freeze_imports()
 OUT, SECONDS, RANK = Path(sys.argv[1]), float(sys.argv[2]), int(os.environ["RANK"])
@@ -66,7 +66,7 @@ TransformersSampler.__call__, agents.PPOConfig = counted, sharding_config
 rollouts = Rollouts()
 config = {"max_steps": 4, "per_device_train_batch_size": 4, "num_mini_batches": 1, "gradient_accumulation_steps": 1}
 trainer = agents.talking_trainer(OUT / "run", config, environment_factory=Slow, callbacks=[rollouts], critic="shared")
-trainer.remove_callback(PlotCallback)
+trainer.remove_callback(RunPageCallback)
 trainer.train()
 sharded = any(isinstance(p, torch.distributed.tensor.DTensor) for p in trainer.model.parameters())
 (OUT / f"result_{RANK}.json").write_text(json.dumps({"sharded": sharded, "ids": rollouts.ids, "calls": calls}))

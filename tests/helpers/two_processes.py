@@ -19,8 +19,8 @@ from helpers.tiny import LORA, ragged_model
 from hfppo import AdaptiveKLCallback, PPOConfig, PPOTrainer, TokenTraceCallback
 from hfppo.checks.engine import end_group
 from hfppo.collect import candidates
-from hfppo.reporting.plot import PlotCallback
-from hfppo.token_trace.record import read_traces, trace_file
+from hfppo.reporting.run_page import RunPageCallback
+from hfppo.reporting.traces import read_traces, trace_file
 
 freeze_imports()
 OUT = Path(sys.argv[1])
@@ -80,7 +80,7 @@ def make(name: str, talks: bool = False, stop_at: float = math.inf, **config) ->
             peft_config=LORA,
             callbacks=callbacks,
         )
-    trainer.remove_callback(PlotCallback)  # half of the time of so small a run
+    trainer.remove_callback(RunPageCallback)  # half of the time of so small a run
     return trainer
 
 

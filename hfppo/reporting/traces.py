@@ -13,9 +13,9 @@ from hfppo.functional import CLIP_FRACTIONS, Clip
 from hfppo.functional.kl import clamp_log_ratio
 from hfppo.models.actor_critic import ActorCritic, Want
 from hfppo.models.modes import eval_mode
+from hfppo.reporting.token_table import TokenRow, TokenTable
 from hfppo.rollout import Rollout
 from hfppo.support.files import ignore_write_errors, write_atomically
-from hfppo.token_trace.table import TokenRow, TokenTable
 
 TRACES = "_traces"  # in the output folder; Trainer does not push folders whose name begins with "_"
 

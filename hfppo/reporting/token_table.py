@@ -12,9 +12,9 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from hfppo.functional import token_kl, turn_starts
+from hfppo.reporting.token_texts import token_texts
 from hfppo.rollout import Rollout
 from hfppo.support.printable import escape_control_characters
-from hfppo.token_trace.tokens import token_texts
 
 
 def column(heading: str) -> Any:

@@ -1,0 +1,222 @@
+"""The page of a run: `run.html` in the output folder, one file that loads nothing else."""
+
+import html
+import json
+import logging
+import re
+import time
+from collections.abc import Iterable, Mapping
+from fnmatch import filter as match_names
+from itertools import chain
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from transformers.utils import is_in_notebook
+
+from hfppo.callbacks import PPOCallback
+from hfppo.config import PPOConfig
+from hfppo.reporting.card import changed_settings, installed_versions
+from hfppo.reporting.health import HealthCallback
+from hfppo.reporting.token_table import TokenTable
+from hfppo.reporting.traces import Trace
+from hfppo.support.files import ignore_write_errors, write_atomically
+from hfppo.support.log_entries import numbers_of
+
+logger = logging.getLogger(__name__)
+
+PAGE = "run.html"
+TEMPLATE = Path(__file__).with_name("run_page.html")
+DATA = re.compile(r"^const runs = (.*);$", re.MULTILINE)
+
+MOST_POINTS = 500  # of a curve; more logs become means of neighbours
+MOST_ROLLOUTS = 16  # whose completions the page has; more are thinned to every second
+MOST_COMPLETIONS = 4  # of a rollout
+MOST_TOKENS = 2500  # of a rollout's completions
+WRITE_EVERY = 5.0  # seconds
+SHARE_OF_TIME = 0.01  # that writing may take
+
+# Title of a chart, in English and Chinese: patterns of the metrics in it.
+CHARTS = {
+    ("Score per completion", "每个回答的得分"): ("reward", "eval_reward", "eval_*_reward"),
+    ("Reward functions, unweighted", "各奖励函数（未加权）"): ("rewards/*/mean",),
+    ("KL to the reference, nats per token", "与参考模型的 KL（nat/token）"): ("kl", "kl_k3"),
+    ("β of the KL penalty", "KL 惩罚的 β"): ("kl_coef",),
+    ("Entropy, nats per token", "熵（nat/token）"): ("policy/entropy",),
+    ("Clipped tokens, share", "被裁剪的 token（比例）"): (
+        "policy/clip_frac",
+        "policy/clip_frac_*",
+        "clip/epoch_?/frac",
+    ),
+    ("Size of the update, nats per token", "更新的大小（nat/token）"): ("policy/approx_kl", "clip/epoch_?/approx_kl"),
+    ("Values and returns", "价值与回报"): ("value/mean", "value/return"),
+    ("Explained variance of outcomes", "对最终回报的解释方差"): ("value/explained_variance*",),
+    ("Value loss", "价值损失"): ("value/loss",),
+    ("Policy loss", "策略损失"): ("policy/loss",),
+    ("Completion length, tokens", "回答长度（token）"): ("completions/mean_length", "completions/max_length"),
+    ("Truncated or unscored, share", "被截断或无得分（比例）"): ("completions/truncated_frac", "unscorable_frac"),
+    ("Expected score of prompts", "prompt 的预期得分"): ("candidates/chosen", "candidates/passed_over"),
+    ("Scores that teach, share", "有信号的得分（比例）"): ("candidates/signal_*", "candidates/spread"),
+    ("Gradient norm", "梯度范数"): ("grad_norm", "value/grad_norm"),
+    ("Learning rate", "学习率"): ("learning_rate", "critic_learning_rate"),
+    ("Tokens per second", "每秒 token 数"): ("time/tokens_per_second",),
+    ("Seconds per rollout, by phase", "每个 rollout 各阶段用时（秒）"): (
+        *("time/rollout", "time/generation", "time/passes", "time/rewards", "time/environments"),
+        *("time/update", "time/candidates"),
+    ),
+}
+
+
+class RunPageCallback(PPOCallback):
+    """Keep `run.html` in the output folder: curves, warnings, settings and completions, token by token. On by default.
+
+    The page is written while the run goes, at most every five seconds and in at most 1 % of the run's time, and when
+    training ends. A run that is resumed goes on with the completions of its page. In a notebook the page appears below
+    the cell. It has the first completions of some rollouts. A push to the Hub takes them out of the page: they may be
+    private. `trainer.remove_callback(RunPageCallback)` turns it off.
+
+    Args:
+        health: the callback whose warnings the page shows.
+    """
+
+    def __init__(self, health: HealthCallback | None = None):
+        self.health = health or HealthCallback()
+        self._traces: dict[int, list[Trace]] = {}  # by the rollout's number
+        self._history: list[dict[str, float]] = []  # the numbers of the logs
+        self._every = 1  # rollouts
+        self._next = 0.0  # when to write again
+        self._is_public = False  # pushed
+        self._display: Any = None  # in a notebook
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        """Take the completions of the page that a resumed run has; a new run begins with none."""
+        self._traces, self._history, self._every, self._display = {}, [], 1, None
+        file = Path(args.output_dir) / PAGE
+        if not (state.is_world_process_zero and state.global_step and file.is_file()):
+            return
+        try:
+            found = [Trace.from_json(trace) for run in read_page(file) for trace in run["traces"]]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            logger.warning("%s cannot be read, so its completions are left out: %r", file, error)
+            return
+        for trace in found:
+            if trace.step < state.global_step:
+                self._traces.setdefault(trace.rollout, []).append(trace)
+
+    def on_rollout_end(self, args, state, control, *, rollout, ppo_state, processing_class=None, **kwargs):
+        """Keep the first completions, of every rollout or of every n-th."""
+        number = ppo_state.rollouts
+        if not state.is_world_process_zero or (number - 1) % self._every:
+            return
+        kl, lengths = args.reward_kl_estimator, rollout.real.sum(dim=1).cumsum(dim=0)
+        count = max(1, min(MOST_COMPLETIONS, int((lengths <= MOST_TOKENS).sum())))
+        place = {"rollout": number, "step": state.global_step, "kl_coef": ppo_state.kl_coef, "kind": "rollout"}
+        self._traces[number] = [
+            Trace.from_rollout(rollout, i, TokenTable.from_rollout(rollout, i, processing_class, kl), **place)
+            for i in range(count)
+        ]
+        self._thin()
+
+    def on_log(self, args, state, control, **kwargs):
+        """Write the page, if it is time."""
+        if state.is_world_process_zero and time.monotonic() >= self._next:
+            self._write(args, state)
+
+    def on_train_end(self, args, state, control, **kwargs):
+        """Write the page of the whole run."""
+        if state.is_world_process_zero:
+            self._write(args, state)
+
+    def on_push_begin(self, args, state, control, **kwargs):
+        """Take the completions out of the page, now and later: uploads in the background read it at any time."""
+        self._is_public, file = True, Path(args.output_dir) / PAGE
+        if state.is_world_process_zero and file.is_file():
+            write_page(file, render_page([{**run, "traces": []} for run in read_page(file)]))
+
+    def _thin(self) -> None:
+        """Forget every second rollout while there are too many."""
+        while len(self._traces) > MOST_ROLLOUTS:
+            self._every *= 2
+            self._traces = dict(list(self._traces.items())[::2])
+
+    def _write(self, args: PPOConfig, state: Any) -> None:
+        began, file = time.monotonic(), Path(args.output_dir) / PAGE
+        self._history += map(numbers_of, state.log_history[len(self._history) :])
+        run = run_data(
+            file.absolute().parent.name,
+            () if self._is_public else chain(*self._traces.values()),
+            step=state.global_step,
+            max_steps=state.max_steps,
+            curves=curves(self._history),
+            warnings=list(self.health.found.values()),
+            settings=changed_settings(args),
+            versions=installed_versions(),
+        )
+        page = render_page([run])
+        write_page(file, page)
+        if is_in_notebook():
+            self._show(page)
+        took = time.monotonic() - began
+        self._next = began + took + max(WRITE_EVERY, took / SHARE_OF_TIME)
+
+    def _show(self, page: str) -> None:
+        """Draw the page below the cell, in the place of the page before."""
+        from IPython.display import HTML, display
+
+        frame = HTML(f'<iframe srcdoc="{html.escape(page)}" style="width: 100%; height: 40rem; border: 0"></iframe>')
+        if self._display is None:
+            self._display = display(frame, display_id=True)
+        else:
+            self._display.update(frame)
+
+
+def run_data(name: str, traces: Iterable[Trace], **more: Any) -> dict[str, Any]:
+    """Return what the page shows of a run; without more, its traces alone."""
+    empty: dict[str, Any] = {"curves": {}, "warnings": [], "settings": {}, "versions": {}}
+    return {"name": name, **empty, **more, "traces": [trace.to_json() for trace in traces]}
+
+
+def curves(history: Iterable[Mapping[str, float]]) -> dict[str, list[tuple[float, float]]]:
+    """Return (step, value) of the metrics of the charts, as means of neighbours where there are too many logs."""
+    points: dict[str, list[tuple[float, float]]] = {}
+    for entry in history:
+        for name in entry:
+            points.setdefault(name, []).append((entry["step"], entry[name]))
+    shown = dict.fromkeys(n for patterns in CHARTS.values() for p in patterns for n in match_names(points, p))
+    return {name: thin(points[name]) for name in shown}
+
+
+def thin(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Return at most `MOST_POINTS` points: the last step and the mean value of as many neighbours as needed."""
+    size = -(-len(points) // MOST_POINTS)
+    groups = [points[i : i + size] for i in range(0, len(points), size)]
+    return [(group[-1][0], float(f"{fmean(y for _, y in group):.5g}")) for group in groups]
+
+
+def render_page(runs: list[dict[str, Any]]) -> str:
+    """Return the page of runs, as `RunPageCallback` writes them. Texts are data, never markup."""
+    charts = [{"en": en, "zh": zh, "patterns": patterns} for (en, zh), patterns in CHARTS.items()]
+    page = TEMPLATE.read_text(encoding="utf-8")
+    for name, data in (("charts", charts), ("runs", runs)):  # texts of runs last: they may look like a name
+        page = page.replace(f"{{{{ {name} }}}}", json.dumps(data, ensure_ascii=False).replace("<", r"\u003c"), 1)
+    return page
+
+
+def write_page(file: Path, page: str) -> None:
+    """Write a page atomically; an error is a warning."""
+    with ignore_write_errors(file):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with write_atomically(file) as temporary:
+            temporary.write_text(page, encoding="utf-8", errors="replace")
+
+
+def read_page(file: Path) -> list[dict[str, Any]]:
+    """Return the runs of a page.
+
+    Raises:
+        ValueError: the file is not such a page.
+    """
+    found = DATA.search(file.read_text(encoding="utf-8"))
+    if found is None:
+        raise ValueError(f"{file} is not the page of a run: it has no line 'const runs = ...;'")
+    return json.loads(found[1])
