@@ -9,10 +9,8 @@ from datasets import Dataset
 from helpers.runs import trainable
 from helpers.scripted import always, answering
 from helpers.tiny import tiny_model
-from hfppo.functional import ADVANTAGE_ESTIMATORS
 
 ROLLOUT = {"max_steps": 4, "kl_coef": 0.1, "weight_decay": 0.0}  # 8 completions, 4 steps
-GROUPS = [name for name in ADVANTAGE_ESTIMATORS if name != "gae"]
 
 
 def one_rollout(make_trainer, *completions, config=None, **kwargs):
@@ -55,7 +53,7 @@ def test_completions_that_are_all_cut(make_trainer):
     assert moved == {"actor": 0.0, "critic": 0.0}  # no KL yet either, and values of 0
 
 
-@pytest.mark.parametrize("estimator", ADVANTAGE_ESTIMATORS)
+@pytest.mark.parametrize("estimator", ["gae", "grpo"])
 def test_completions_that_are_all_cut_and_masked_teach_the_critic_only(make_trainer, estimator):
     config = {"mask_truncated_completions": True, "advantage_estimator": estimator, "num_generations": 2}
     _, logs, moved = one_rollout(make_trainer, "123456", "234567", config=config)
@@ -66,25 +64,10 @@ def test_completions_that_are_all_cut_and_masked_teach_the_critic_only(make_trai
     assert "policy/clip_frac" not in logs  # a mean over nothing
 
 
-def test_cut_completions_that_end_with_the_critics_value(make_trainer):
-    _, logs, _ = one_rollout(make_trainer, "123456", config={"bootstrap_truncated": True})
-    assert logs["reward"] == 1.0
-
-
 def test_scores_that_are_all_equal(make_trainer):
     config = {"kl_coef": 0.0, "whiten_rewards": True}
     _, logs, _ = one_rollout(make_trainer, "12.", reward_funcs=always(*[2.0] * 8), config=config)
     assert (logs["reward"], logs["reward_std"]) == (2.0, 0.0)
-
-
-@pytest.mark.parametrize("estimator", GROUPS)
-def test_groups_of_identical_rows_say_nothing(make_trainer, estimator):
-    """The same completion with the same score: no estimator finds a difference to learn from."""
-    config = {"advantage_estimator": estimator, "num_generations": 4, "kl_coef": 0.0}
-    _, logs, moved = one_rollout(make_trainer, "12.", reward_funcs=always(*[0.7] * 8), config=config)
-    assert logs["reward_std"] == pytest.approx(0.0, abs=1e-6)
-    assert logs["advantage_std"] == pytest.approx(0.0, abs=1e-6)
-    assert moved == {"actor": 0.0}
 
 
 @pytest.mark.parametrize("estimator", ["gae", "grpo", "reinforce_plus_plus"])

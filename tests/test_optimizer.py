@@ -1,11 +1,8 @@
 """An optimiser of the user's own is followed as the trainer's is."""
 
-import inspect
-
 import pytest
 import torch
 from torch.nn.utils import parameters_to_vector
-from trl import GRPOTrainer
 
 from helpers.runs import SMALL, count_digits, stops_at_kl
 from helpers.tiny import LORA, tiny_model
@@ -91,11 +88,6 @@ def test_the_rate_of_an_optimizer_without_the_critics_own_tensors_is_that_of_the
     first, last = (torch.nn.Parameter(torch.zeros(1)) for _ in range(2))
     optimizer = torch.optim.SGD([{"params": [first], "lr": 0.1}, {"params": [last], "lr": 0.2}])
     assert present_rate(optimizer, [torch.nn.Parameter(torch.zeros(1))], -1) == 0.2
-
-
-def test_the_argument_is_grpotrainers():
-    own, other = (inspect.signature(owner).parameters["quantization_config"] for owner in (PPOTrainer, GRPOTrainer))
-    assert own.default == other.default
 
 
 def test_an_optimizer_as_argument_is_refused_with_the_way_to_bring_one(make_trainer):
