@@ -7,10 +7,9 @@ same passes (old and reference log-probs) and optimizer steps. TRL has groups of
 it comes has one completion of each prompt, with an adapter critic of all layers or of the top ten, or with the shared
 one. "In groups" it has TRL's groups, as `grpo` does, with the KL in the loss as TRL has it.
 
-As in `ppo.py`, which shares the machinery, each side is a process, they take turns rollout by rollout, and the first
-rollout of each warms up and does not count. Prints Markdown: medians over the rounds, from the least to the most,
-ratios to TRL round by round, and hfppo's phases beside the time that their matrix products would take at the machine's
-measured rate.
+Each side is a process, and they take turns rollout by rollout. The first rollout of each warms up and does not count.
+Prints Markdown: medians over the rounds, from the least to the most, ratios to TRL round by round, and hfppo's phases
+beside the time that their matrix products would take at the machine's measured rate.
 """
 
 import argparse
@@ -58,7 +57,7 @@ def main(options: argparse.Namespace) -> None:
     floors = {}
     for side, fields in HFPPO.items():
         more = (fields.get("num_generations", 1), fields.get("critic_layers"))
-        least = floor(workload, fields["critic"], "decoupled", *measured_rates, *more)
+        least = floor(workload, fields["critic"], *measured_rates, *more)
         floors[side] = {name: seconds for name, seconds in least.items() if name != "reward model"}
     packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "peft", "trl"))
     load = ", ".join(f"{x:.1f}" for x in os.getloadavg())

@@ -12,7 +12,6 @@ from hfppo.generation.key_values import common_length
 def operations(
     workload: Workload,
     critic: str | None,
-    policy_mode: str,
     group: int = 1,
     critic_layers: int | None = None,
 ) -> dict[str, float]:
@@ -24,7 +23,7 @@ def operations(
     rows begin with in common count once, as do their pairs:
 
         sampling, with a KV cache   2·(P + L)·N + 2·H·C + A
-        old log-probs               the same, once more, unless the sampler's are taken (bypass)
+        old log-probs               the same, once more
         reference                   2·P·N + 2·H·C + A
         reward model                2·P·N + A
         values                      2·(P + L)·N + A, nothing if the critic shares the states of the old log-probs
@@ -53,11 +52,11 @@ def operations(
     frozen, adapted = 2 * trunk * tokens + attention, 2 * (trunk + adapters) * tokens + attention
     backward = 2 * (trunk + 2 * adapters) * tokens + 2 * attention
     share = 1 if critic_layers is None else critic_layers / w.num_hidden_layers
-    own_trunk, old = share * (critic not in ("shared", None)), policy_mode != "bypass"
+    own_trunk = share * (critic not in ("shared", None))
     return {
         "sampling": adapted + head,
         "reward model": frozen,
-        "old log-probs": old * (adapted + head),
+        "old log-probs": adapted + head,
         "reference": frozen + head,
         "values": own_trunk * adapted,
         "actor forward": w.epochs * (adapted + head),
@@ -100,12 +99,11 @@ def rates(workload: Workload) -> tuple[float, float]:
 def floor(
     workload: Workload,
     critic: str | None,
-    policy_mode: str,
     sampling: float,
     passes: float,
     group: int = 1,
     critic_layers: int | None = None,
 ) -> dict[str, float]:
     """Seconds by phase: the operations at the rate for sampling, or for all else."""
-    counted = operations(workload, critic, policy_mode, group, critic_layers)
+    counted = operations(workload, critic, group, critic_layers)
     return {name: number / (sampling if name == "sampling" else passes) for name, number in counted.items()}

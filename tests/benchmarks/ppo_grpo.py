@@ -68,8 +68,8 @@ def measure(
         beta=beta,
         reward_weights=[1.0, 0.0],
     )
-    tokenizer = tokenizer_for(workload, pad_beyond=False)
-    reward_tokenizer = tokenizer_for(workload, pad_beyond=False)
+    tokenizer = tokenizer_for(workload)
+    reward_tokenizer = tokenizer_for(workload)
     reward_tokenizer.eos_token = None  # as for hfppo's side
     prompts = prompts_for(workload)[: workload.prompts // num_generations]
     trainer = GRPOTrainer(

@@ -31,7 +31,7 @@ from transformers import (
 )
 
 SCORING = AutoModelForSequenceClassification
-DONE = "rollout done"  # a line of its own, for `ppo.py`
+DONE = "rollout done"  # a line of its own, for `turns.py`
 
 
 @dataclass(frozen=True)
@@ -100,8 +100,6 @@ def qwen(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int,
 
 
 WORKLOADS = {
-    "A": Workload(**LLAMA, vocab_size=4096, prompts=64, new_tokens=48, micro_batch=16),
-    "B": Workload(**LLAMA, vocab_size=32_768, prompts=16, new_tokens=256, micro_batch=16),
     "tiny": Workload(**{**LLAMA, **TINY}),  # shows that a benchmark runs
     "smollm2": Workload(**SMOLLM2, common=35),  # SmolLM2-135M's shape, with lengths as in recipes/reasoning
     "smollm2-apart": Workload(**SMOLLM2),  # prompts that have nothing in common
@@ -125,7 +123,7 @@ def drawing_device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def write_models(workload: Workload, folder: Path, names: tuple[str, ...] = ("policy", "reward", "value")) -> None:
+def write_models(workload: Workload, folder: Path, names: tuple[str, ...] = ("policy", "reward")) -> None:
     """Write models with random weights, for both sides to load."""
     shape = {**workload.shape(), "dtype": workload.dtype}
     set_seed(0)
@@ -174,21 +172,20 @@ def distinct_characters(completions: list[str], **kwargs: Any) -> list[float]:
     return [len(set(text)) / max(1, len(text)) for text in completions]
 
 
-def tokenizer_for(workload: Workload, pad_beyond: bool) -> PreTrainedTokenizerFast:
+def tokenizer_for(workload: Workload) -> PreTrainedTokenizerFast:
     """One token per character. EOS lies beyond the model's vocabulary: it is never sampled, every completion is full.
 
     A ragged workload has the first token as EOS.
-
-    Args:
-        pad_beyond: pad with EOS, for code that finds padding by its id; otherwise with the first token of the model.
     """
     characters = [chr(0x10000 + n) for n in range(workload.vocab_size)]
     vocabulary = {token: index for index, token in enumerate([*characters, "</s>"])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=characters[0]))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
-    pad, eos = ("</s>" if beyond else characters[0] for beyond in (pad_beyond, not workload.ragged))
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=pad, eos_token=eos, padding_side="left")
+    eos = characters[0] if workload.ragged else "</s>"
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token=characters[0], eos_token=eos, padding_side="left"
+    )
 
 
 def prompts_for(workload: Workload) -> list[list[int]]:

@@ -1,4 +1,4 @@
-"""Let several processes take turns, a rollout each, and print what they measured; shared by `ppo.py` and `grpo.py`."""
+"""Let several processes take turns, a rollout each, and print what they measured; for `grpo.py`."""
 
 import json
 import os

@@ -106,52 +106,17 @@ def first_rollout(job: Job) -> Figures:
         yield {name: {"reason": f"needs {missing}"} if missing else run_case(case, workload, job.folder)}
 
 
-def resume(job: Job) -> Figures:
-    """Compare a run with the same run again, and with runs resumed within a rollout and between two."""
-    import torch
-    from ppo_hfppo import build
-    from ppo_workload import distinct_characters, load, write_models
-
-    from helpers.runs import final_state
-
-    workload = workload_of(job, "qwen2.5-0.5b", prompts=32, shortest_prompt=32, longest_prompt=128, new_tokens=64)
-    write_models(workload, job.folder, ("policy",))
-    steps = {"num_mini_batches": 2, "gradient_accumulation_steps": workload.prompts // workload.micro_batch // 2}
-    steps |= {"save_strategy": "steps", "save_steps": 1, "learning_rate": 1e-3}
-
-    def train(more: dict[str, Any], checkpoint: Path | None = None) -> tuple[dict[str, torch.Tensor], Path]:
-        fields = {**steps, **more, "output_dir": tempfile.mkdtemp(dir=job.folder)}
-        if checkpoint is not None:
-            checkpoint = Path(shutil.copytree(checkpoint, Path(fields["output_dir"]) / checkpoint.name))
-        model = load(workload, job.folder, "policy", False)
-        trainer = build(workload, job.folder, fields, model, distinct_characters, rollouts=2)
-        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-        assert trainer.state.global_step == 8
-        return {name: x.detach().cpu().clone() for name, x in final_state(trainer).items()}, Path(fields["output_dir"])
-
-    variants = {"defaults": {}} | ({} if job.small else {"full_determinism": {"full_determinism": True}})
-    for name, more in variants.items():
-        straight, folder = train(more)
-        for again, step in (("again", None), ("resumed within a rollout", 3), ("resumed between rollouts", 4)):
-            other, _ = train(more, None if step is None else folder / f"checkpoint-{step}")
-            assert other.keys() == straight.keys()
-            apart = {key: float((other[key].float() - straight[key].float()).abs().max()) for key in straight}
-            differ = [key for key in straight if not torch.equal(other[key], straight[key])]
-            columns = ("tensors", "that differ", "largest difference")
-            yield {f"{name}, {again}": dict(zip(columns, (len(apart), len(differ), max(apart.values())), strict=True))}
-
-
 def samplers(job: Job) -> Figures:
     """Compare the colocated vLLM, where it is installed, with `generate`."""
     from ppo_workload import tokenizer_for, write_models
-    from sampling import EOS, compare, load_actor, random_prompts
+    from samplers import EOS, compare, load_actor, random_prompts
 
     from hfppo.generation.sampler import Sampling
 
     workload = workload_of(job, "qwen2.5-0.5b")
     write_models(workload, job.folder, ("policy",))
     folder = job.folder / "policy"
-    tokenizer_for(workload, pad_beyond=False).save_pretrained(folder)
+    tokenizer_for(workload).save_pretrained(folder)
     model = load_actor(str(folder))
     prompts = random_prompts(workload.prompts, workload.shortest_prompt, workload.longest_prompt, workload.vocab_size)
     engine = {"enforce_eager": job.small, "max_model_len": workload.longest_prompt + workload.new_tokens}
@@ -224,7 +189,7 @@ def ppo(job: Job) -> Figures:
         model, reward = (load(workload, job.folder, name, False) for name in ("policy", "reward"))
         fields = {"local_rollout_forward_batch_size": workload.prompts}
         measured = summarize(measure(workload, job.folder, fields, model, reward, critic, rollouts=3))
-        counted = operations(workload, critic, "decoupled")
+        counted = operations(workload, critic)
         tflop = sum(counted[name] for name in OF_UPDATE if name in counted) / 1e12
         rate_of_update = tflop / measured["update, s"]
         yield {
@@ -337,12 +302,6 @@ SECTIONS = {
         ),
     ),
     "vllm_tests": Section(tests_with_vllm, "tests of vLLM's placements", 3, ("outcome",), ("vllm",)),
-    "resume": Section(
-        resume,
-        "compared with the straight run, Qwen2.5-0.5B shape",
-        3,
-        ("tensors", "that differ", "largest difference"),
-    ),
     "vllm": Section(
         samplers,
         "sampler, 256 × (≤ 1024 + 512) tokens",
