@@ -1,21 +1,17 @@
 """The apple game: its rules, its best play, and a short run of its recipe."""
 
-import random
 from functools import cache
 
 import numpy as np
 import pytest
 from agent_game import (
-    ACTIONS,
     BEST,
     OPTIMUM,
     Orchard,
-    best_values,
     measure_games,
     regret,
     show,
     turns_of,
-    uniform_value,
 )
 from build_tiny_base import build
 from transformers import EvalPrediction
@@ -62,15 +58,6 @@ def test_a_seed_is_the_first_price_and_that_of_the_episode_the_luck():
     assert len({Orchard().reset(seed=seed) for seed in range(50)}) == 9
 
 
-def test_best_values_by_hand():
-    """In dollars. Last day: sell. Two days: 2 · 5 are expected. Three days: after a pick of 1, 2 or 3 apples another
-    pick is worth 15, 20 or 25; only 3 apples at 9 dollars, 27, are sold at once."""
-    assert (best_values(0) == 0).all()
-    assert best_values(1)[1, 7, 3] * 20 == pytest.approx(7 * 4)
-    assert best_values(2)[2, 0].mean() * 20 == pytest.approx(10)
-    assert best_values(3)[3, 0].mean() * 20 == pytest.approx((15 + 20 + 25 + 2 / 9) / 3)
-
-
 def test_best_values_from_the_rules_alone():
     @cache
     def value(left, apples, price):
@@ -83,15 +70,6 @@ def test_best_values_from_the_rules_alone():
     every = [[[value(left, apples, price) for price in range(1, 10)] for apples in range(10)] for left in range(9)]
     assert np.allclose(BEST, every)
     assert np.mean(every[8][0]) == pytest.approx(OPTIMUM) == pytest.approx(3.721, abs=5e-4)
-
-
-def test_random_games_return_the_value_of_uniform_play_and_their_regrets_say_so():
-    """The means of 1,000 games have a standard error of 0.03."""
-    rng = random.Random(0)
-    games = [play(lambda *state: rng.choice(ACTIONS), seed) for seed in range(1000)]
-    returns, regrets = np.array([total for _, total in games]), np.array([regret(text) for text, _ in games])
-    assert returns.mean() == pytest.approx(uniform_value(), abs=0.12)
-    assert OPTIMUM - regrets.mean() == pytest.approx(uniform_value(), abs=0.12)
 
 
 def test_play_without_regret_is_the_best():

@@ -292,12 +292,6 @@ def test_settings_it_does_not_go_with(make_trainer, config, message):
         make_trainer(config)
 
 
-@pytest.mark.parametrize(("ahead", "mode"), [(0, "decoupled"), (1, "token_truncate")])
-def test_the_policy_loss_is_weighted_unless_told_otherwise(make_trainer, ahead, mode):
-    assert make_trainer({"rollouts_ahead": ahead}).args.policy_mode == mode
-    assert make_trainer({"rollouts_ahead": ahead, "policy_mode": "bypass"}).args.policy_mode == "bypass"
-
-
 @pytest.mark.slow
 @pytest.mark.nightly
 def test_a_thousand_rollouts_leave_nothing_behind(make_trainer):

@@ -374,21 +374,6 @@ def test_all_unknown_arguments_are_named_at_once_each_with_its_word_here(make_tr
     assert [word for word, line in zip(words, lines, strict=False) if word not in line] == []
 
 
-def test_a_subclass_may_have_arguments_of_its_own(make_trainer, monkeypatch):
-    class Mine(PPOTrainer):
-        def __init__(self, *args, **kwargs):
-            self.mine = kwargs.pop("mine")
-            super().__init__(*args, **kwargs)
-
-    given = {}
-    monkeypatch.setattr(PPOTrainer, "__init__", lambda self, *args, **kwargs: given.update(kwargs))
-    make_trainer()
-    monkeypatch.undo()
-    assert Mine(**given, mine=3).mine == 3
-    with pytest.raises(TypeError, match=r"^PPOTrainer has no argument 'value_model': here critic \("):
-        Mine(**given, mine=3, value_model=None)
-
-
 @pytest.mark.parametrize("name", ["metric_for_best_model", "run_name", "vllm_engine_kwargs"])
 def test_none_can_be_said_on_a_command_line(tmp_path, name):
     (args,) = HfArgumentParser(PPOConfig).parse_args_into_dataclasses(

@@ -7,7 +7,6 @@ import math
 import re
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from datasets import Dataset
@@ -88,13 +87,6 @@ def test_the_model_is_told(play, kind):
     assert played.text(mask=played.rollout.context).count(EOS) == 1  # the template's
     assert metric is None or played.metrics[metric] == 1.0
     assert played.metrics["tools/call_frequency"] == 1.0
-
-
-def test_a_time_limit_works_outside_the_main_thread(play):
-    with ThreadPoolExecutor(1) as threads:
-        turns, given = [call("use", number=1), "a"], {"tools": [tool(forever)], "config": FAST}
-        played = threads.submit(play, turns, **given).result()
-    assert "longer than tool_timeout=0.2" in played.said()[0]
 
 
 # What the model writes, and the number of calls that are run and that fail, in one turn.

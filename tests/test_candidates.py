@@ -131,10 +131,8 @@ def test_seeds_of_a_row_are_those_of_its_place_in_the_order(make_trainer, num_ge
 @pytest.mark.parametrize(
     ("critic", "config"),
     [
-        ("adapter", {}),
         ("adapter", {"critic_layers": 1, "local_rollout_forward_batch_size": 3}),
         ("shared", {"local_rollout_forward_batch_size": 2}),
-        ("shared_detached", {}),
         (scorer, {}),
         ("an environment", {"prompt_candidates": 2}),
     ],
@@ -219,11 +217,10 @@ STREAM = SUMS.to_iterable_dataset().shuffle(seed=1, buffer_size=8)
 GROUPS = {"advantage_estimator": "grpo", "num_generations": 2, "prompt_candidates": 3, **EIGHT}
 RESUMED = {
     "adapter critic": ({}, {}),
-    "shared critic, groups, a stream": (
-        {"num_generations": 2, "max_prompt_length": 10},
-        {"critic": "shared", "train_dataset": STREAM},
+    "critic of some layers, pretrained, a stream": (
+        {"critic_layers": 1, "critic_pretraining_completions": 16, "num_generations": 2, "max_prompt_length": 10},
+        {"train_dataset": STREAM},
     ),
-    "critic of some layers, pretrained": ({"critic_layers": 1, "critic_pretraining_completions": 16}, {}),
     "groups without a critic": (GROUPS, {"reward_funcs": lambda prompts, **_: spread_where_even(prompts)}),
 }
 
@@ -232,10 +229,9 @@ RESUMED = {
     "variant",
     [
         "adapter critic",
-        "an environment",
+        pytest.param("an environment", marks=pytest.mark.slow),
         pytest.param("groups without a critic", marks=pytest.mark.slow),
-        pytest.param("critic of some layers, pretrained", marks=pytest.mark.nightly),
-        pytest.param("shared critic, groups, a stream", marks=pytest.mark.nightly),
+        pytest.param("critic of some layers, pretrained, a stream", marks=[pytest.mark.slow, pytest.mark.nightly]),
     ],
 )
 def test_resuming_equals_the_straight_run(make_trainer, tmp_path, monkeypatch, variant):
@@ -272,11 +268,10 @@ def test_a_run_looks_at_the_window_after_the_last_and_logs_every_metric_of_candi
     assert found == {name for name in METRICS if "candidates" in name}
 
 
-@pytest.mark.parametrize("rollouts_ahead", [0, 1])
-def test_reading_the_candidates_is_a_phase_of_its_own(make_trainer, always, monkeypatch, rollouts_ahead):
+def test_reading_the_candidates_is_a_phase_of_its_own(make_trainer, always, monkeypatch):
     error = RuntimeError("CUDA error: out of memory")
     monkeypatch.setattr("hfppo.collect.collector.prompt_values", Mock(side_effect=error))
-    config = {**EIGHT, "prompt_candidates": 3, "max_steps": 8, "rollouts_ahead": rollouts_ahead}
+    config = {**EIGHT, "prompt_candidates": 3, "max_steps": 8, "rollouts_ahead": 1}
     trainer, phases = make_trainer(config, train_dataset=SUMS), []
     monkeypatch.setattr(trainer._progress, "phase", lambda name: nullcontext(phases.append(name)))
     with pytest.raises(OutOfMemory, match=r"during the phase 'candidates'. .* max_prompt_length"):

@@ -87,31 +87,6 @@ def test_card_tells_the_run(make_trainer, dataset, tmp_path):
     compile(blocks(card)["python"], "card", "exec")
 
 
-def test_second_card_keeps_what_was_given_to_the_first(make_trainer, tmp_path):
-    trainer = make_trainer()
-    given = {"tags": "sums", "license": "mit", "language": "zh", "dataset_tags": "openai/gsm8k", "dataset": "GSM8K"}
-    texts = []
-    for some in (given, {}):
-        trainer.save_model()
-        trainer.create_model_card(**some)
-        texts.append((tmp_path / "out/README.md").read_text())
-    assert texts[0] == texts[1]
-    data = card_of(tmp_path / "out").data
-    assert {"sums", "ppo", "lora"} <= set(data.tags)
-    assert len(data.tags) == len(set(data.tags))
-    assert (data.license, data.language, data.datasets) == ("mit", ["zh"], ["openai/gsm8k"])
-    assert "model-index" not in data.to_dict()
-
-
-def test_card_before_training_and_without_a_critic(make_trainer, tmp_path):
-    trainer = make_trainer({"advantage_estimator": "rloo", "num_generations": 2})
-    trainer.create_model_card()
-    card = card_of(tmp_path / "out")
-    assert "Evaluation" not in headings(card)
-    assert "critic" not in card.text
-    assert "0 optimizer steps" in card.text
-
-
 def test_every_save_has_the_card_of_the_run(make_trainer, tmp_path, monkeypatch):
     """Without a request to the Hub, which may be out of reach."""
     monkeypatch.setattr(modelcard, "is_offline_mode", lambda: False)

@@ -231,13 +231,6 @@ def resume(make_trainer, finished):
     return run
 
 
-def test_checkpoint_within_a_rollout_holds_it_and_one_at_its_end_does_not(finished):
-    within, end = (Path(finished.args.output_dir) / f"checkpoint-{step}" for step in (3, 4))
-    assert (within / "ppo_state_0.safetensors").is_file()
-    assert not (end / "ppo_state_0.safetensors").exists()
-    assert (end / "ppo_state_0.json").is_file()
-
-
 def test_a_checkpoint_of_another_run_is_refused_before_anything_is_loaded(finished, resume, monkeypatch):
     """Whoever loads it: DeepSpeed does so by itself."""
     monkeypatch.setattr(PPOTrainer, "_load_from_checkpoint", lambda *_: None)

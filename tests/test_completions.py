@@ -6,10 +6,8 @@ from types import SimpleNamespace
 
 import pandas as pd
 import pytest
-from datasets import Dataset
 
 from helpers.runs import count_digits
-from helpers.tiny import CHAT_TEMPLATE
 from hfppo import PPOCallback, PrintCompletionsCallback
 from hfppo.reporting.completions import cell_text, make_column
 
@@ -119,21 +117,6 @@ def test_what_a_table_cannot_hold_becomes_text(column):
 
 def test_half_a_character_is_written_as_its_number():
     assert make_column(["\ud800!", "请👩\u200d🚀"]) == ["\\ud800!", "请👩\u200d🚀"]
-
-
-def test_a_call_without_arguments_in_a_prompt_is_saved(make_trainer, tokenizer):
-    tokenizer.chat_template = CHAT_TEMPLATE
-    call = {"type": "function", "function": {"name": "now", "arguments": {}}}
-    turns = [{"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": "5"}]
-    trainer = make_trainer(
-        {"log_completions": True, "max_steps": 1},
-        reward_funcs=lambda completions, **_: [1.0] * len(completions),
-        train_dataset=Dataset.from_list([{"prompt": turns}] * 8),
-        processing_class=tokenizer,
-    )
-    trainer.train()
-    table = pd.read_parquet(Path(trainer.args.output_dir) / "completions/completions_00000.parquet")
-    assert "'arguments': {}" in table["prompt"][0]
 
 
 @pytest.mark.parametrize(("asked", "report_to"), [(True, ["trackio"]), (True, []), (False, ["trackio"])])

@@ -131,26 +131,6 @@ def test_a_checkpoint_written_again_is_never_missing(tmp_path, sealed, monkeypat
     assert find_last_intact(tmp_path) == str(sealed)
 
 
-def test_an_interrupted_save_loses_no_checkpoint(make_trainer, tmp_path, monkeypatch):
-    config = {**CONFIG, "save_strategy": "epoch", "max_steps": 2}  # saved once more when it goes on from its end
-    make_trainer(config).train()
-    rename = Path.rename
-
-    def interrupted(path: Path, target: Path) -> Path:
-        if path.parent.name == "_saving":
-            raise KeyboardInterrupt
-        return rename(path, target)
-
-    resumed = make_trainer(config)
-    with monkeypatch.context() as patched:
-        patched.setattr(Path, "rename", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            resumed.train(resume_from_checkpoint=True)
-    again = make_trainer(config)
-    again.train(resume_from_checkpoint=True)
-    assert again.state.global_step == 2
-
-
 def test_a_folder_of_a_save_that_was_killed_is_not_the_last_checkpoint(make_trainer, tmp_path):
     """`enable_jit_checkpoint` makes it, with a mark, before it saves."""
     (tmp_path / "out/checkpoint-99").mkdir(parents=True)
@@ -230,20 +210,6 @@ def test_a_run_keeps_what_it_goes_on_from_and_makes_way_for_the_rest(make_traine
     assert names(finished, "_earlier*") == ["_earlier_1"]
 
 
-@pytest.mark.slow
-@pytest.mark.nightly
-def test_the_best_checkpoint_is_found_where_it_was_moved_to(make_trainer, dataset, tmp_path):
-    straight = make_trainer(BEST, eval_dataset=dataset)
-    straight.train()
-    assert straight.state.best_global_step < 5
-    make_trainer({**BEST, "max_steps": 5, "seed": 7}, eval_dataset=dataset).train()  # has one of that name, too
-    resumed = make_trainer(BEST, eval_dataset=dataset)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "out/_earlier_1/checkpoint-5"))
-    name = Path(straight.state.best_model_checkpoint).name
-    assert resumed.state.best_model_checkpoint == str(tmp_path / "out/_earlier_1" / name)
-    assert_same_end(resumed, straight)
-
-
 def test_the_best_checkpoint_stays(make_trainer, dataset, tmp_path):
     straight = make_trainer(BEST, eval_dataset=dataset)
     straight.train()
@@ -277,25 +243,6 @@ def test_the_best_checkpoint_is_found_after_a_better_step_that_was_not_saved(mak
     straight = run("straight", 12)
     run("resumed", 8)
     assert_same_end(run("resumed", 12, resume_from_checkpoint=True), straight)
-
-
-@pytest.mark.slow
-@pytest.mark.nightly
-def test_the_best_checkpoint_is_kept_under_another_spelling_of_its_path(make_trainer, dataset, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    config = {**BEST, "lr_scheduler_type": "constant"}
-    straight = make_trainer({**config, "output_dir": "straight"}, eval_dataset=dataset)
-    straight.train()
-    best = straight.state.best_global_step
-    assert best < 6
-    config |= {"output_dir": "out", "save_total_limit": 1}
-    make_trainer({**config, "max_steps": best}, eval_dataset=dataset).train()
-    (tmp_path / "link").symlink_to("out")
-    resumed = make_trainer(config, eval_dataset=dataset)
-    resumed.train(resume_from_checkpoint=tmp_path / f"link/checkpoint-{best}")
-    assert resumed.state.best_model_checkpoint == str(tmp_path / f"link/checkpoint-{best}")
-    assert find_damage(resumed.state.best_model_checkpoint) is None
-    assert_same_end(resumed, straight)
 
 
 def test_a_reward_may_change_the_working_folder(make_trainer, dataset, tmp_path, monkeypatch):

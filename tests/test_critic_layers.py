@@ -1,6 +1,5 @@
 """A critic that adapts the top layers only: exact wherever it starts, and the layers below are computed once."""
 
-import json
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -21,10 +20,10 @@ from transformers import (
 from helpers.agents import Doors, agent_trainer, call, collect
 from helpers.runs import final_state, logged, trainable, trained_state, untimed_logs
 from helpers.tiny import scorer, tiny_gpt2, tiny_model, tiny_opt, tiny_qwen3
-from hfppo import ActorCritic, PPOConfig, PPOTrainer
+from hfppo import ActorCritic, PPOConfig
 from hfppo.models import layout
 from hfppo.models.actor_critic import Want
-from hfppo.models.critic import CRITIC_CONFIG, CRITIC_FOLDER, CriticSource
+from hfppo.models.critic import CriticSource
 from hfppo.models.loading import default_peft_config
 from hfppo.models.lower_layers import find_layers
 
@@ -50,21 +49,6 @@ def tiny_gemma3() -> Gemma3ForCausalLM:
     kinds = ["sliding_attention", "full_attention", "sliding_attention"]
     more = {"num_key_value_heads": 1, "head_dim": 16, "sliding_window": 3, "layer_types": kinds}
     return Gemma3ForCausalLM(Gemma3TextConfig(vocab_size=26, **shape, **more, initializer_range=0.3))
-
-
-class States(PPOTrainer):
-    """Remembers which losses read the base's states."""
-
-    def loss_terms(self, outputs, batch):
-        vars(self).setdefault("read", []).append((outputs.values is not None, batch.base_states is not None))
-        return super().loss_terms(outputs, batch)
-
-
-def test_the_actors_loss_does_not_load_the_states_that_it_does_not_read(make_trainer, monkeypatch):
-    made = make_trainer({"critic_layers": 1, "max_steps": 1})
-    made.__class__ = States
-    made.train()
-    assert set(made.read) == {(False, False), (True, True)}
 
 
 deep = partial(tiny_model, num_hidden_layers=4)
@@ -187,13 +171,6 @@ def test_whatever_of_peft_switches_adapters_the_same_weights_are_trained():
     assert set(trained_state(model)) == names
     assert torch.equal(model(input_ids=ROWS[0]).logits, states[2])
     assert len({float(x.sum()) for x in states}) == 3
-
-
-def test_a_half_precision_starts_from_states_of_its_own_dtype():
-    model = actor(deep().bfloat16(), 2).eval()
-    states = reference_states(model)
-    assert states.dtype == torch.bfloat16
-    assert_close(model(*ROWS, base_states=states).values, model(*ROWS).values, rtol=0.05, atol=0.05)
 
 
 def test_a_run_in_half_precision_starts_from_the_numbers_of_the_base(make_trainer):
@@ -377,13 +354,6 @@ def test_a_saved_critic_tells_its_layers(make_trainer, tmp_path):
     assert values.abs().max() > 0
     with pytest.raises(ValueError, match=r"contains a critic with .*layers"):
         make_trainer({"output_dir": str(tmp_path / "other")}, model=deep(), critic=folder)
-
-
-def test_a_critic_of_all_layers_is_saved_as_before(make_trainer, tmp_path):
-    trainer = make_trainer({"max_steps": 1})
-    trainer.save_model()
-    saved = json.loads((tmp_path / "out" / CRITIC_FOLDER / CRITIC_CONFIG).read_text())
-    assert list(saved) == ["kind", "base", "hidden_size", "peft_config"]
 
 
 # Refusals

@@ -17,20 +17,6 @@ CONFIG = {"max_steps": 12, "save_strategy": "steps", "save_steps": 6, "log_compl
 pytestmark = pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device here is full by itself")
 
 
-def test_a_log_that_cannot_be_begun_comes_with_its_first_line(make_trainer, tmp_path):
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out/metrics.jsonl").write_text("an earlier run's")
-    (tmp_path / "out/_metrics.jsonl").symlink_to("/dev/full")
-
-    class Mended(TrainerCallback):
-        def on_step_begin(self, args, state, control, **kwargs):
-            (tmp_path / "out/_metrics.jsonl").unlink(missing_ok=True)
-
-    trainer = make_trainer({"max_steps": 2}, callbacks=[Mended()])
-    trainer.train()
-    assert read_log(tmp_path / "out") == trainer.state.log_history
-
-
 class FullDisk(TrainerCallback):
     """The log finds the disk full from step 4 to step 8."""
 

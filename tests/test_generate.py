@@ -9,7 +9,7 @@ from torch.testing import assert_close
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from helpers.runs import SMALL, count_digits
-from helpers.scripted import first_rollout, padded_turns
+from helpers.scripted import padded_turns
 from helpers.tiny import LORA, tiny_model
 from hfppo import PPOConfig, PPOTrainer, Rollout
 from hfppo.generation import generate
@@ -19,7 +19,6 @@ from hfppo.generation.stop_strings import StopStrings
 from hfppo.models import batch_size
 from hfppo.models.actor_critic import ActorCritic
 from hfppo.sample import Turn
-from hfppo.token_trace.from_checkpoint import FixedCompletion
 
 
 def sample(trainer, prompts, seeds):
@@ -176,14 +175,6 @@ def assert_same(one: Rollout, other: Rollout) -> None:
         assert_close(getattr(one, name), getattr(other, name), rtol=tolerance, atol=tolerance)
 
 
-def test_rows_at_once_do_not_change_the_rollout(make_trainer):
-    rollouts = []
-    for size in (64, 3):
-        trainer = make_trainer({"local_rollout_forward_batch_size": size})
-        rollouts.append(trainer.rollout([f"{n}=" for n in range(8)]))
-    assert_same(*rollouts)
-
-
 @pytest.fixture
 def gpu_memory(monkeypatch):
     """Set what torch finds free on a GPU, in bytes, beside 0.3 MB of its own with 0.1 MB in use."""
@@ -290,12 +281,6 @@ def test_a_sampler_of_a_users_own_completes_the_prompts(first_digits):
     assert rollout.completion_ids[:, 0].tolist() == [5, 5]
     assert rollout.lengths.sub(rollout.prompt_mask.sum(dim=1)).tolist() == [2, 2]
     assert first_digits.state.global_step == SMALL["max_steps"]
-
-
-def test_a_sampler_that_cannot_be_changed_completes_the_prompts(make_trainer, monkeypatch):
-    fixed = FixedCompletion([5, 2])
-    monkeypatch.setattr(PPOTrainer, "create_sampler", lambda trainer, eos_ids: fixed)
-    assert make_trainer().rollout(["1+1="]).completion_ids.tolist() == [[5, 2]]
 
 
 def test_a_wrapped_sampler_still_tells_how_much_is_done(make_trainer, monkeypatch):
@@ -419,23 +404,3 @@ def test_a_stop_token_ends_a_completion(make_trainer):
         ValueError, match=r"generation_kwargs\['stop_token_ids'\] has token id 1000, but the model's 26 token ids"
     ):
         make_trainer({"generation_kwargs": {"stop_token_ids": [1000]}})
-
-
-def test_training_with_stop_strings(make_trainer):
-    """The ratio of the first update is 1, no completion goes on after its end, and none that stopped is penalized."""
-    signs = ["1", "2", "3+", "问"]
-    config = {"generation_kwargs": {"stop_strings": signs}, "missing_eos_penalty": 100.0, "kl_coef": 0.0}
-    texts = []
-
-    def keep(completions, **_):
-        texts.extend(completions)
-        return [0.0] * len(completions)
-
-    trainer = make_trainer({**config, "max_completion_length": 8, "num_ppo_epochs": 1}, reward_funcs=keep)
-    rollout = first_rollout(trainer)
-    stopped = torch.tensor([any(sign in text for sign in signs) for text in texts])
-    assert stopped.any()
-    assert [text for text in texts if any(sign in text[:-1] for sign in signs)] == []
-    assert not rollout.truncated[stopped].any()
-    assert rollout.scores[stopped].tolist() == [0.0] * int(stopped.sum())
-    assert_close(rollout.old_logprobs, rollout.rollout_logprobs, rtol=0, atol=1e-5)

@@ -17,8 +17,6 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, EvalPrediction
 
 from helpers.recipes import run_copy
-from hfppo import PPOConfig
-from hfppo.cli import PPOParser
 
 FOLDER = Path(gsm8k.__file__).parent
 FILES = {"train": str(FOLDER / "problems.jsonl"), "test": str(FOLDER / "test.jsonl")}
@@ -170,27 +168,6 @@ def test_two_steps_on_the_shipped_problems(tmp_path, tiny):
     assert any(tensor.abs().max() > 0 for name, tensor in adapter.items() if "lora_B" in name)
     assert (out / "critic/critic.safetensors").is_file()
     assert (out / "checkpoint-2/trainer_state.json").is_file()
-
-
-@pytest.mark.parametrize(("file", "rollouts"), [("gsm8k.yaml", 15 * 29), ("gsm8k_afternoon.yaml", 174)])
-def test_the_yaml_has_the_sizes_it_speaks_of(file, rollouts):
-    parser = PPOParser((gsm8k.GSM8KArguments, PPOConfig, gsm8k.GSM8KActor))
-    flags = ["--config", str(FOLDER / file), "--use_cpu", "true"]
-    script_args, args, model_args = parser.parse_args_and_config(flags)
-    assert args.num_train_epochs * (7473 // args.rollout_size_per_process) == rollouts
-    assert (script_args.dataset_name, script_args.dataset_config) == ("openai/gsm8k", "main")
-    assert (script_args.train_split, script_args.test_split) == ("train", "test")
-    assert args.rollout_size_per_process == 256
-    assert args.per_device_train_batch_size * args.gradient_accumulation_steps == 64
-    assert (args.num_mini_batches, args.num_ppo_epochs, args.updates_per_rollout) == (4, 1, 4)
-    assert (args.learning_rate, args.critic_learning_rate) == (1e-4, None)
-    assert (args.cliprange, args.gamma, args.lam, args.kl_coef) == (0.2, 1.0, 1.0, 0.001)
-    assert args.max_prompt_length == 512
-    assert args.max_tokens_per_micro_batch == 8 * (args.max_prompt_length + args.max_completion_length)
-    assert args.bf16
-    assert args.eval_steps % args.updates_per_rollout == args.save_steps % args.updates_per_rollout == 0
-    assert model_args.model_name_or_path == "Qwen/Qwen2.5-0.5B-Instruct"
-    assert (model_args.use_peft, model_args.lora_dropout, model_args.lora_target_modules) == (True, 0.0, "all-linear")
 
 
 def test_without_math_verify_the_error_names_what_to_install(monkeypatch):

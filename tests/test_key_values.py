@@ -20,7 +20,6 @@ from hfppo.generation.sampler import Sampling
 from hfppo.memory import LiveStorages
 from hfppo.models.actor_critic import ActorCritic
 
-MEASURED = key_values.CALL
 EOS, VOCAB_SIZE = list(range(1, 6)), 26
 SHAPE = {
     **{"vocab_size": VOCAB_SIZE, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2},
@@ -277,22 +276,6 @@ def test_the_beginning_that_leaves_the_fewest_tokens_by_hand(monkeypatch):
     assert key_values.shared_length(rows_of(common)) == key_values.shared_length([]) == 0
 
 
-@pytest.mark.parametrize(
-    ("cost", "prompts"),
-    [
-        (MEASURED, [[7, 8, 9, 10]] * 64),  # 188 of 64 · 4 tokens would be saved
-        (MEASURED, [[*range(6, 26), n] for n in range(6, 18)]),  # 220 of 12 · 21
-        (0, [[7]] * 4),
-        (0, [[7, 8, 9], [8, 8, 9], [10, 11, 12], [13, 14, 15]]),
-    ],
-)
-def test_prompts_are_read_by_row_where_another_call_would_save_too_little(cost, prompts, monkeypatch):
-    monkeypatch.setattr(key_values, "CALL", cost)
-    sampler, shapes = sampler_of(tiny_model())
-    sample(sampler, prompts, None)
-    assert shapes[0] == (len(prompts), len(prompts[0]))
-
-
 def test_the_first_turn_of_a_group_is_read_once_and_kept():
     sampler, shapes = sampler_of(tiny_model())
     with sampler.ready():
@@ -328,16 +311,6 @@ def test_a_group_may_be_cut_by_batches(seeds):
     assert_equal(told, in_one_call(sampler_of(tiny_model(), 1)[0], prompts, seeds and list(seeds)))
 
 
-def test_a_later_turn_that_begins_otherwise_is_shared():
-    sampler, shapes = sampler_of(tiny_model())
-    with sampler.ready():
-        sample(sampler, GROUPS)
-        shapes.clear()
-        told = sample(sampler, [[20, 21, 22, 23]] * 6)
-    assert shapes[:2] == [(1, 4), (6, 1)]
-    assert told.ids.equal(sample(sampler, [[20, 21, 22, 23]] * 6).ids)
-
-
 RAGGED = [[6 + (3 * row + n) % 20 for n in range(2 + 5 * row % 8)] for row in range(12)]
 
 
@@ -364,13 +337,6 @@ def test_stretches_draw_what_one_call_draws(make, budgets, monkeypatch):
     assert computed < at_once
 
 
-def test_greedy_stretches_draw_what_one_call_draws(monkeypatch):
-    sampler, _ = sampler_of(tiny_model(), batch_size=5, max_tokens=16)
-    expected = in_one_call(sampler, RAGGED, None)
-    monkeypatch.setattr(generate, "CHUNK", 3)
-    assert_equal(padded_turns(sampler(RAGGED, None)), expected)
-
-
 def test_a_free_place_is_taken_at_the_end_of_a_stretch(monkeypatch):
     """Of three rows in two places, whose completions have 9, 2 and 5 tokens; stretches of four."""
     sampler, shapes = sampler_of(tiny_model(), batch_size=2, max_tokens=9, eos_ids=[VOCAB_SIZE])
@@ -381,18 +347,6 @@ def test_a_free_place_is_taken_at_the_end_of_a_stretch(monkeypatch):
     assert all(turn.truncated for turn in turns)
     first, join, second, last = [(2, 3)] + [(2, 1)] * 3, [(1, 1)], [(2, 1)] * 4, [(1, 1)]
     assert shapes == first + join + second + last
-
-
-def test_progress_counts_completions_that_have_ended_as_whole(monkeypatch):
-    sampler, shapes = sampler_of(tiny_model(), batch_size=5, max_tokens=16)
-    shares = []
-    sampler.on_progress = shares.append
-    monkeypatch.setattr(generate, "CHUNK", 3)
-    lengths = [len(turn.ids) for turn in sampler(RAGGED, list(range(12)))]
-    assert shares == sorted(shares)
-    at_the_end = shapes[-1][0]
-    assert (12 - at_the_end) / 12 < shares[-1] <= 1
-    assert sum(length < 8 for length in lengths) > at_the_end
 
 
 @pytest.mark.parametrize(("name", "config"), OTHER_CACHES)

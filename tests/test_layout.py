@@ -12,7 +12,7 @@ from transformers import (
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from helpers.runs import gradients, logged, stops_at_kl, trainable
+from helpers.runs import logged, stops_at_kl, trainable
 from helpers.scripted import padded_turns
 from helpers.tiny import lora, tiny_gpt2, tiny_model, tiny_of_type, tiny_opt, tiny_qwen3
 from hfppo import ActorCritic
@@ -59,24 +59,6 @@ def test_a_row_without_a_completion_keeps_its_prompt(packed):
     ids, attended = torch.tensor([[5, 0, 0], [5, 6, 7]]), torch.tensor([[1, 0, 0], [1, 1, 1]])
     rows = Layout.of(Rows.of(ids, attended, 2, final=False), packed)
     assert rows.inputs["input_ids"].flatten()[rows.states].tolist() == [[5, 5, 5], [5, 6, 6]]
-
-
-@pytest.mark.parametrize("bootstrap", [False, True])
-@pytest.mark.parametrize("policy_mode", ["decoupled", "bypass"])
-def test_the_last_token_is_read_where_its_state_is_asked_for(make_trainer, policy_mode, bootstrap):
-    trainer = make_trainer({"bootstrap_truncated": bootstrap, "policy_mode": policy_mode})
-    widths = []
-    embeddings = trainer.model.get_input_embeddings()
-    embeddings.register_forward_hook(lambda _, inputs, __: widths.append(inputs[0].shape[1]))
-    rollout = trainer.rollout(["请问1+2="])
-    length = int(rollout.lengths)
-    of_values = [length if bootstrap else length - 1]
-    of_actor = of_values if policy_mode == "decoupled" else []
-    passes = [width for width in widths[-3:] if width > 1]
-    assert passes == [length - 1, *of_actor, *of_values]  # the first for the reference
-    widths.clear()
-    gradients(trainer, rollout, 1)
-    assert widths == [length - 1] * 2
 
 
 @pytest.fixture
@@ -242,28 +224,6 @@ def test_trees_give_what_rows_of_their_own_give(request, architecture, critic, c
     assert set(shapes) == {(6, 8)}
 
 
-def test_bfloat16_changes_trees_as_it_changes_rows(request, short):
-    """Both are as far from float32."""
-    base = tiny_model(seed=1)
-    exact = actor(base).eval()
-    rounded = actor(tiny_model(seed=1).bfloat16()).eval()
-
-    def distance() -> tuple[float, float]:
-        outputs = []
-        for made in (exact, rounded):
-            made.zero_grad()
-            out = made(*SHARED_ROWS)
-            (out.logprobs * torch.arange(18.0).view(6, 3) + out.values.square()).sum().backward()
-            grads = [p.grad.flatten().float() for p in (*made.actor_parameters(), *made.critic_parameters())]
-            outputs.append((out.logprobs.detach(), torch.cat(grads)))
-        return tuple(float((a - b).norm() / a.norm()) for a, b in zip(*outputs, strict=True))
-
-    in_trees = distance()
-    request.getfixturevalue("apart")
-    for tree, row in zip(in_trees, distance(), strict=True):
-        assert 0.5 * row < tree < 1.5 * row
-
-
 def test_a_critic_whose_attention_is_another_gets_rows_of_its_own(request, short):
     other = tiny_model(seed=3)
     other.config._attn_implementation = "eager"
@@ -316,13 +276,6 @@ def test_models_of_one_class_are_tried_apart(packing, monkeypatch):
         assert not can(careless)
 
 
-def test_an_architecture_that_takes_no_positions_gets_rows(monkeypatch):
-    model = tiny_model()
-    forward = model.model.forward
-    monkeypatch.setattr(model.model, "forward", lambda input_ids, use_cache: forward(input_ids))
-    assert not can_share(model)
-
-
 @pytest.mark.parametrize("name", ["falcon", "bloom", "mpt"])
 def test_an_architecture_with_an_attention_of_its_own_gets_rows(name):
     model = tiny_of_type(name)
@@ -370,16 +323,6 @@ def test_a_run_with_shared_prompts_ends_where_one_without_ends(request, make_tra
     for (name, a), b in zip(trainable(shared).items(), trainable(alone).values(), strict=True):
         assert_close(a, b, rtol=1e-3, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
     assert logged(shared, "reward") == logged(alone, "reward")
-
-
-def test_rows_that_begin_alike_are_passed_together(make_trainer, monkeypatch, short):
-    monkeypatch.setattr(packing_module, "CPU_TOKENS", 16)
-    trainer = make_trainer()
-    widths = []
-    embedding = trainer.model.causal_lm.get_input_embeddings()
-    embedding.register_forward_hook(lambda _, inputs, __: widths.append(inputs[0].shape[1]))
-    rollout = trainer.rollout(["请问1+2="] * 4)
-    assert max(widths) > int(rollout.lengths.max()), "a pass of 16 tokens has one row, and a tree has more"
 
 
 @pytest.mark.parametrize("entropy", ["none", "constant", "differentiable"])
@@ -462,12 +405,6 @@ def test_sampling_computes_the_same_logits(monkeypatch):
         expected = made(*rows, found.mask).logprobs
     assert_close(found.logprobs, expected)
     assert seen.dtype == torch.bfloat16  # outside of sampling
-
-
-def test_the_gradient_of_a_product_in_float32_is_autograds(monkeypatch):
-    monkeypatch.setattr(output_head, "product_in_float32", torch.mm)
-    states, weight = torch.randn(5, 4, dtype=torch.float64, requires_grad=True), torch.randn(7, 4, dtype=torch.float64)
-    assert torch.autograd.gradcheck(output_head.Float32Product.apply, (states, weight))
 
 
 def test_a_head_that_trains_alone_has_a_gradient():

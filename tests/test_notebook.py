@@ -6,7 +6,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from transformers import ProgressCallback
 
 RECIPE = Path(__file__).parents[1] / "recipes/arithmetic"
 
@@ -94,15 +93,3 @@ def test_a_notebook_shows_phases_and_evaluations(make_trainer, dataset, pictures
     assert logs[1][-1] == "0.333"
     reward = next(entry for entry in trainer.state.log_history if "reward" in entry)["reward"]
     assert logs[0][1] == f"{reward:.3f}"
-
-
-@pytest.mark.parametrize("own", [True, False])
-def test_a_users_own_bar_or_none_leaves_the_cell_alone(make_trainer, pictures, own):
-    class Bar(ProgressCallback):
-        def on_train_begin(self, args, state, control, **kwargs):
-            pass
-
-        on_step_end = on_log = on_train_end = on_train_begin
-
-    make_trainer({"disable_tqdm": not own, "max_steps": 2}, callbacks=[Bar()] if own else []).train()
-    assert pictures == []

@@ -38,7 +38,7 @@ from hfppo import TextEnvironment
 from hfppo.environments import episodes
 from hfppo.generation.generate import TransformersSampler
 from hfppo.support import background, calls
-from hfppo.support.calls import Threads, call_once, event_loop, finish_within, wait_for
+from hfppo.support.calls import Threads, call_once, event_loop, wait_for
 
 FAR = 60  # seconds that no test waits
 
@@ -387,24 +387,6 @@ def test_a_tool_that_hangs_holds_nobody_up(play, end, swallows):
     assert (others, played.said(row=1)) == (["3", "1"], ["1", "1"])
     assert [played.roles(row) for row in range(2)] == ["attata", "atata"]
     assert played.metrics["tools/timeout_frac"] == 0.2
-
-
-def test_a_time_limit_ends_python_code_in_any_thread_and_shows_its_line():
-    found = []
-
-    def loop():
-        while True:
-            time.sleep(0.001)
-
-    def limited():
-        with pytest.raises(TimeoutError, match="late") as error:
-            finish_within(0.05, "late", loop)
-        found.extend(error.value.__notes__)
-
-    thread = threading.Thread(target=limited)
-    thread.start()
-    thread.join(FAR)
-    assert "in loop" in found[0]
 
 
 @pytest.mark.parametrize("seconds", [FAR, None])

@@ -73,13 +73,6 @@ def test_a_run_ends_whatever_it_prints_to(tmp_path, mode, environment):
         assert "??1+1=?" in done.stdout  # a prompt of the printed completions
 
 
-@pytest.mark.slow
-def test_the_help_of_recipes_and_of_traces_is_printed_in_ascii():
-    for script in (["recipes/arithmetic/arithmetic.py"], ["-m", "hfppo.token_trace"]):
-        done = run(*script, "--help", **ASCII)
-        assert done.returncode == 0, done.stderr
-
-
 class Ascii(io.TextIOWrapper):
     def __init__(self):
         super().__init__(io.BytesIO(), encoding="ascii")

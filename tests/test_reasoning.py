@@ -14,9 +14,7 @@ from transformers import EvalPrediction
 
 from helpers import fake_reasoning_gym
 from helpers.processes import environment
-from helpers.recipes import RECIPES, run_copy
-from hfppo import PPOConfig
-from hfppo.cli import PPOParser
+from helpers.recipes import run_copy
 
 MIXTURE = {"datasets": [{"name": "sums", "weight": 3, "config": {"largest": 50}}, {"name": "letters"}]}
 
@@ -180,18 +178,6 @@ def mixture(part: dict) -> dict:
 def test_wrong_arguments_are_refused_by_name(tasks, given, wanted):
     with pytest.raises(ValueError, match=wanted):
         tasks.draw_questions(tasks.ReasoningArguments(**{"task": "sums", **given}))
-
-
-def test_the_yaml_has_the_sizes_it_speaks_of(reasoning, tasks):
-    parser = PPOParser((reasoning.ReasoningArguments, PPOConfig, reasoning.ReasoningActor))
-    flags = ["--config", str(RECIPES / "reasoning/reasoning.yaml"), "--use_cpu", "true"]
-    script_args, args, model_args = parser.parse_args_and_config(flags)
-    assert script_args.task_config == {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
-    assert tasks.find_answer("5 - 9 is -4.", script_args.answer_pattern) == "-4"
-    assert (args.rollout_size_per_process, args.num_generations) == (64, 4)
-    assert args.max_steps == 40 * args.updates_per_rollout == 160
-    assert args.save_steps % args.updates_per_rollout == args.logging_steps % args.updates_per_rollout == 0
-    assert model_args.model_name_or_path == "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 
 def test_without_reasoning_gym_the_error_names_what_to_install(monkeypatch):

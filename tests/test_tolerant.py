@@ -307,21 +307,6 @@ def test_the_first_error_is_raised_without_waiting_for_the_others(fails):
         score([forever, fails], texts=TEXTS)
 
 
-def test_where_no_event_loop_can_be_made_its_own_error_comes_through(monkeypatch):
-    """As when there are no file descriptors left."""
-
-    def refuse():
-        raise OSError("Too many open files")
-
-    async def at_once():
-        return 1
-
-    monkeypatch.setattr("hfppo.support.calls.LOOPS", {})
-    monkeypatch.setattr(asyncio, "new_event_loop", refuse)
-    with pytest.raises(OSError, match="Too many open files"):
-        wait_for(at_once)
-
-
 def test_a_caller_that_fails_meanwhile_cancels_them():
     cancelled = []
 

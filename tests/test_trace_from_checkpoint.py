@@ -4,8 +4,6 @@ import json
 import os
 import pickle
 import shutil
-import subprocess
-import sys
 from dataclasses import astuple
 from pathlib import Path
 
@@ -134,18 +132,6 @@ def test_another_base_than_the_runs_is_warned_of(run, tmp_path, caplog):
     trace_prompt(run.checkpoint, PROMPT, base=str(tmp_path / "other"), ref_model=str(tmp_path / "other"))
     assert [message.split(" (")[0] for message in caplog.messages] == ["base", "reference"]
     assert all("is not the run's" in message for message in caplog.messages)
-
-
-@pytest.mark.slow
-@pytest.mark.nightly
-def test_the_command_shows_its_table_and_its_own_warnings_alone(run, tmp_path):
-    tiny_model(seed=7).save_pretrained(tmp_path / "other")
-    command = [sys.executable, "-m", "hfppo.token_trace", run.checkpoint, PROMPT, "--base", tmp_path / "other"]
-    shown = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert shown.returncode == 0
-    assert "π_old" in shown.stdout
-    (line,) = [line for line in shown.stderr.splitlines() if line.startswith("warning: ")]
-    assert line.startswith("warning: base (")
 
 
 def test_given_completion_is_looked_at_instead_of_a_sampled_one(run):

@@ -2,7 +2,6 @@
 
 import tempfile
 import time
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -13,7 +12,6 @@ from transformers import AutoModelForCausalLM, set_seed
 from hfppo import ActorCritic, PPOConfig
 from hfppo.generation import make_sampler
 from hfppo.generation.sampler import Sampling
-from hfppo.memory import LiveStorages
 from hfppo.models.loading import default_peft_config
 from hfppo.sample import Turn
 from hfppo.support.padding import pad_left, pad_right
@@ -64,7 +62,7 @@ def compare(
     Args:
         placements: fields of PPOConfig, by the sampler's name.
     Returns:
-        by sampler: "start", seconds; "sync" and "seconds" (both together) and "tokens", of each round; "distance", mean
+        by sampler: "start", seconds; "sync", "seconds" (both together) and "tokens", of each round; "distance", mean
         and maximum of |log π_rollout − log π| in nats.
     """
     cpu = model.device.type == "cpu"

@@ -5,8 +5,6 @@ and `rows.py` read the table at its end.
 """
 
 import importlib.util
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
