@@ -1,4 +1,4 @@
-"""TRL's GRPOTrainer on a workload of `ppo_workload`; `grpo.py` and the GPU kit run it beside hfppo."""
+"""TRL's GRPOTrainer on a workload of `ppo_workload`; the GPU kit runs it beside hfppo."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -15,7 +15,6 @@ from ppo_workload import (
     adapter_for,
     common_config,
     prompts_for,
-    scripted_ends,
     tokenizer_for,
 )
 from transformers import GenerationMixin, PreTrainedModel
@@ -46,11 +45,10 @@ def measure(
     reward: Any,
     rollouts: int,
     num_generations: int,
-    takes_turns: bool = False,
 ) -> dict[str, Any]:
     """Train for some rollouts, and return what the clock measured after the first."""
     watch = Stopwatch()
-    clock = Clock(watch, workload.steps, takes_turns)
+    clock = Clock(watch, workload.steps)
 
     def count(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
         clock.tokens.append(sum(map(len, completion_ids)))
@@ -82,6 +80,6 @@ def measure(
         peft_config=adapter_for(workload),
         callbacks=[clock],
     )
-    with timed_phases(watch), scripted_ends(workload):
+    with timed_phases(watch):
         trainer.train()
     return clock.measured()

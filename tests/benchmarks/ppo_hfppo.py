@@ -1,4 +1,4 @@
-"""hfppo on a workload of `ppo_workload`; `grpo.py` and the GPU kit run it."""
+"""hfppo on a workload of `ppo_workload`; the GPU kit runs it."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -17,7 +17,6 @@ from ppo_workload import (
     adapter_for,
     common_config,
     prompts_for,
-    scripted_ends,
     tokenizer_for,
 )
 from transformers import PreTrainedModel, TrainerCallback
@@ -110,7 +109,7 @@ def build(
         callbacks=list(callbacks),
         reward_processing_classes=[reward_tokenizer if isinstance(reward, PreTrainedModel) else None],
     )
-    end_with(trainer, [0 if workload.ragged else workload.vocab_size])  # never sampled: every completion is full
+    end_with(trainer, [workload.vocab_size])  # never sampled: every completion is full
     return trainer
 
 
@@ -129,11 +128,10 @@ def measure(
     reward: Any,
     critic: str,
     rollouts: int,
-    takes_turns: bool = False,
 ) -> dict[str, Any]:
     """Train for some rollouts, and return what the clock measured after the first."""
     watch = Stopwatch()
-    clock = RolloutClock(watch, workload.steps, takes_turns)
-    with timed_phases(watch), scripted_ends(workload):
+    clock = RolloutClock(watch, workload.steps)
+    with timed_phases(watch):
         build(workload, folder, fields, model, reward, critic, rollouts, [clock]).train()
     return clock.measured()

@@ -41,7 +41,6 @@ class Case:
 
 CASES = {
     "defaults": Case(fields=DEFAULTS, kind="phases", rollouts=2),
-    "agent": Case(fields=DEFAULTS, kind="agent"),
     "critic_layers": Case(fields={"critic_layers": 1}),
     "completions that end": Case(kind="ragged"),
     "logits up to 25": Case(kind="large logits"),

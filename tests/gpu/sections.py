@@ -87,7 +87,7 @@ def tests_with_vllm(job: Job) -> Figures:
 
 
 def first_rollout(job: Job) -> Figures:
-    """Train on one rollout: by the defaults, with an agent, and by settings, dtype and attention.
+    """Train on one rollout: by the defaults, and by settings, dtype and attention.
 
     The defaults come first, in bfloat16 for two rollouts and an evaluation, with the memory and work of each phase.
     """
