@@ -20,10 +20,9 @@ from helpers.agents import Chatter, talking_trainer
 from helpers.runs import PROMPTS, SMALL, chat_tokenizer, count_digits, logged, stops_at_kl, untimed_logs
 from helpers.scripted import training_rows
 from helpers.tiny import tiny_model
-from hfppo import PPOCallback, PPOConfig, PPOTrainer, TextEnvironment
+from hfppo import PPOCallback, PPOConfig, PPOTrainer
 from hfppo.collect.collector import Collector
 from hfppo.generation.generate import TransformersSampler
-from hfppo.support import background
 from hfppo.support.calls import event_loop
 
 AHEAD = {"rollouts_ahead": 1, "max_steps": 16}
@@ -250,20 +249,6 @@ def test_one_caller_at_a_time(make_trainer):
     given = {"eval_dataset": PROMPTS.select(range(2)), "reward_funcs": alone, "callbacks": [Evaluates()]}
     trainer = make_trainer({**AHEAD, "max_steps": 8}, **given)
     trainer.train()
-
-
-def test_global_random_numbers_are_the_update_s_too(tmp_path, monkeypatch):
-    class Draws(TextEnvironment):
-        def reset(self, **row):
-            return ""
-
-        def step(self, text):
-            return str(random.random()), 1.0, True, False, {}
-
-    warned = []
-    monkeypatch.setattr(background, "warn_of_global_draws", lambda: warned.append(None))
-    talking_trainer(tmp_path, {**SMALL, **AHEAD, "max_steps": 4}, environment_factory=Draws).train()
-    assert warned
 
 
 def test_samplers_that_read_trained_weights_are_refused(tmp_path):

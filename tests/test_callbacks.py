@@ -98,16 +98,9 @@ def test_a_callback_that_sets_what_it_cannot_is_named(changes, error, words):
         call_event(handler, "on_rollout_end", None, None, PPOControl(), None)
 
 
-@pytest.mark.parametrize(
-    ("changes", "error", "words"),
-    [
-        ({"beta": 0.5}, AttributeError, "Odd.on_rollout_end set control.beta"),
-        ({"logs": {"mine": 1.0}}, ValueError, "'mine' is not a metric; use 'custom/mine'"),
-    ],
-)
-def test_such_a_callback_ends_the_run(make_trainer, changes, error, words):
-    with pytest.raises(error, match=words):
-        make_trainer({"max_steps": 1}, callbacks=[sets(changes)]).train()
+def test_such_a_callback_ends_the_run(make_trainer):
+    with pytest.raises(ValueError, match="'mine' is not a metric; use 'custom/mine'"):
+        make_trainer({"max_steps": 1}, callbacks=[sets({"logs": {"mine": 1.0}})]).train()
 
 
 def test_a_callback_that_sets_the_configuration_instead_of_control_is_told(make_trainer):

@@ -198,12 +198,6 @@ def test_a_guard_is_not_confused_by_terms_without_weight(make_trainer, monkeypat
     assert trainer.ppo_state.rollouts == 1
 
 
-def test_rewards_that_are_nan_for_every_function_are_no_fault(make_trainer):
-    trainer = make_trainer({"max_steps": 1}, reward_funcs=lambda completions, **_: [None] * len(completions))
-    trainer.train()
-    assert trainer.state.log_history[0]["unscorable_frac"] == 1.0
-
-
 def test_traced_prompts_that_are_not_finite_end_no_run(make_trainer, tmp_path, monkeypatch, caplog):
     trainer = make_trainer({"max_steps": 8})  # two rollouts, each followed by that of the prompts
     trainer.add_callback(TokenTraceCallback(every=1, trainer=trainer, prompts=["1+1="] * 4))

@@ -212,29 +212,6 @@ def test_the_best_checkpoint_stays(make_trainer, dataset, tmp_path):
     assert names(tmp_path / "out") == [f"checkpoint-{step}", "checkpoint-6"]
 
 
-@pytest.mark.slow
-@pytest.mark.nightly
-def test_the_best_checkpoint_is_found_after_a_better_step_that_was_not_saved(make_trainer, dataset, tmp_path):
-    scores = {2: 0.1, 4: 0.5, 6: 0.9, 8: 0.2, 10: 0.2, 12: 0.2}
-    config = {**BEST, "eval_steps": 2, "save_steps": 4, "save_total_limit": 2, "lr_scheduler_type": "constant"}
-    config |= {"metric_for_best_model": "given", "greater_is_better": True}
-
-    def run(name: str, max_steps: int, **start):
-        trainer = make_trainer(
-            {**config, "max_steps": max_steps, "output_dir": str(tmp_path / name)},
-            eval_dataset=dataset,
-            compute_metrics=lambda _: {"given": scores[trainer.state.global_step]},
-        )
-        trainer.train(**start)
-        assert trainer.state.best_model_checkpoint == str(tmp_path / name / "checkpoint-4")
-        assert set(names(tmp_path / name)) == {f"checkpoint-{max_steps}", "checkpoint-4"}
-        return trainer
-
-    straight = run("straight", 12)
-    run("resumed", 8)
-    assert_same_end(run("resumed", 12, resume_from_checkpoint=True), straight)
-
-
 def test_a_reward_may_change_the_working_folder(make_trainer, dataset, tmp_path, monkeypatch):
     """A relative output folder and a relative checkpoint stay where the run began."""
     (tmp_path / "other").mkdir()
@@ -254,17 +231,6 @@ def test_a_reward_may_change_the_working_folder(make_trainer, dataset, tmp_path,
     assert list((tmp_path / "other").iterdir()) == []
 
 
-def test_the_best_checkpoint_may_be_deleted_while_a_run_goes_on(make_trainer, dataset):
-    callback = PPOCallback()
-    callback.on_save = lambda args, state, control, **_: (
-        shutil.rmtree(state.best_model_checkpoint) if state.global_step == 6 else None
-    )
-    trainer = make_trainer(BEST, eval_dataset=dataset, callbacks=[callback])
-    trainer.train()
-    assert trainer.state.global_step == 6
-    assert not Path(trainer.state.best_model_checkpoint).exists()
-
-
 def test_a_path_is_checked_as_a_text_is(make_trainer, finished):
     folder = finished / "checkpoint-6"
     make_trainer({**CONFIG, "max_steps": 7}).train(resume_from_checkpoint=folder)
@@ -272,22 +238,6 @@ def test_a_path_is_checked_as_a_text_is(make_trainer, finished):
     damage(folder / "adapter_model.safetensors")
     with pytest.raises(ValueError, match=r"has a changed adapter_model\.safetensors; name an earlier checkpoint"):
         make_trainer(CONFIG).train(resume_from_checkpoint=folder)
-
-
-def test_a_checkpoint_may_be_deleted_once_it_is_loaded(make_trainer, finished, tmp_path):
-    shutil.copytree(finished / "checkpoint-4", tmp_path / "elsewhere/checkpoint-4")
-    callback = PPOCallback()
-    callback.on_step_begin = lambda *_, **__: shutil.rmtree(tmp_path / "elsewhere", ignore_errors=True)
-    trainer = make_trainer(CONFIG, callbacks=[callback])
-    trainer.train(resume_from_checkpoint=str(tmp_path / "elsewhere/checkpoint-4"))
-    assert find_last_intact(finished) == str(finished / "checkpoint-6")
-    assert len(names(finished / "_earlier_1", "*")) == 6
-
-
-def test_what_another_program_wrote_under_such_a_name_is_moved(make_trainer, tmp_path):
-    tiny_model().save_pretrained(tmp_path / "out/checkpoint-2")
-    make_trainer({**CONFIG, "max_steps": 2}).train()
-    assert (tmp_path / "out/_earlier_1/checkpoint-2/model.safetensors").is_file()
 
 
 def test_nothing_moves_before_a_run_has_a_checkpoint_of_its_own(make_trainer, finished):
@@ -400,7 +350,6 @@ def test_the_best_checkpoint_has_its_final_name(make_trainer, dataset, tmp_path,
     ("processes", "kills", "steps", "variants"),
     [
         (2, 2, 6, ["adapter", "environment"]),
-        pytest.param(1, 3, 12, ["chosen"], marks=pytest.mark.nightly),
         pytest.param(2, 3, 12, ["chosen", "chosen groups"], marks=pytest.mark.nightly),
         pytest.param(1, 4, 10, ["adapter", "shared", "groups", "pretraining"], marks=pytest.mark.nightly),
         pytest.param(1, 6, 10, ["environment"], marks=pytest.mark.nightly),

@@ -140,11 +140,6 @@ def test_lengths_and_cuts_of_an_evaluation(make_trainer, dataset):
     assert (metrics["test_completions/mean_length"], metrics["test_completions/truncated_frac"]) == (3.0, 0.25)
 
 
-def test_names_that_have_the_prefix_get_no_second(make_trainer, dataset):
-    trainer = make_trainer(compute_metrics=lambda prediction: {"eval_own": 1.0})
-    assert trainer.evaluate(dataset)["eval_own"] == 1.0
-
-
 def test_an_evaluation_of_several_datasets_samples_all(make_trainer, dataset):
     parts = {"a": dataset.select(range(8)), "b": dataset.select(range(8, 16))}
     trainer = make_trainer(eval_dataset=parts)

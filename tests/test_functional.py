@@ -370,8 +370,6 @@ def at_ratio(*ratios: float) -> tuple[Tensor, Tensor]:
         (1.5, -1, {}, 1.5, 1.5),
         (0.5, 1, {}, -0.5, -0.5),
         (0.5, -1, {}, 0.8, 0),
-        (1.1, 2, {}, -2.2, -2.2),
-        (0.9, -2, {}, 1.8, 1.8),
         (1.4, 1, {"low": 0.1, "high": 0.5}, -1.4, -1.4),
         (1.6, 1, {"low": 0.1, "high": 0.5}, -1.5, 0),
         (0.85, -1, {"low": 0.1, "high": 0.5}, 0.9, 0),
@@ -381,10 +379,6 @@ def at_ratio(*ratios: float) -> tuple[Tensor, Tensor]:
         (0.5, -1, {"dual": 3.0}, 0.8, 0),
         (5.0, 1, {"dual": 3.0}, -1.2, 0),
         (1.1, 1, {"dual": 3.0}, -1.1, -1.1),
-        (math.exp(0.5), 0.5, {}, -0.6, 0),
-        (math.exp(0.5), 0.5, {"high": 1.0}, -0.824361, -0.824361),
-        (math.exp(0.5), -0.5, {}, 0.824361, 0.824361),
-        (20, -0.5, {"dual": 3.0}, 1.5, 0),
     ],
 )
 def test_policy_loss_and_its_gradient_by_hand(ratio, advantage, options, loss, grad):
@@ -469,8 +463,6 @@ def test_sapo_by_hand():
         (0.9, 0.8, -1, 8 / 9, 8 / 9),
         (0.001, 0.1, 2, -200, -200),  # a ratio of 100, and hardly any probability
         (0.9, 0.6, 2, -4 / 3, -4 / 3),  # against the advantage: no clip
-        (0.5, 0.75, -1, 1.5, 1.5),
-        (0.5, 0.75, 0, 0, 0),
     ],
 )
 def test_dppo_by_hand(old, new, advantage, loss, grad):

@@ -13,17 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from build_arithmetic_base import character_tokenizer
-from datasets import Dataset
 from torch import Tensor
 
 from helpers.agents import Doors, agent_trainer, call, collect, talking_trainer
-from helpers.runs import SMALL, count_digits
-from helpers.tiny import LORA, ragged_model
-from hfppo import PPOCallback, PPOConfig, PPOTrainer, Rollout, Transcript
+from helpers.runs import SUMS, count_digits, small_trainer
+from helpers.tiny import ragged_model
+from hfppo import PPOCallback, PPOTrainer, Rollout, Transcript
 
 FOLDER = Path(__file__).parent / "golden"
-ROWS = Dataset.from_list([{"prompt": f"请问{a}+{b}=", "answer": str(a + b)} for a in range(4) for b in range(3, 7)])
 PER_TOKEN = (
     "rollout_logprobs",
     "old_logprobs",
@@ -91,16 +88,7 @@ def first_token(completion_ids, **kwargs) -> list[list[float]]:
 
 
 def one_turn_trainer(folder: Path, recorder: Recorder, config: Record, **kwargs: Any) -> PPOTrainer:
-    return PPOTrainer(
-        ragged_model(),
-        kwargs.pop("reward_funcs", count_digits),
-        PPOConfig(**{"output_dir": str(folder), **SMALL, **config}),
-        ROWS,
-        processing_class=character_tokenizer(),
-        peft_config=LORA,
-        callbacks=[recorder],
-        **kwargs,
-    )
+    return small_trainer(folder, config, model=ragged_model(), callbacks=[recorder], **kwargs)
 
 
 def trained(folder: Path, config: Record, **kwargs: Any) -> list[Record]:
@@ -137,7 +125,7 @@ def evaluation(folder: Path) -> list[Record]:
     records = []
     for do_sample in (False, True):
         with trainer.eval_sampling(do_sample):
-            predicted = trainer.predict(ROWS)
+            predicted = trainer.predict(SUMS)
         metrics = {name: float(f"{x:.6g}") for name, x in predicted.metrics.items() if "_per_second" not in name}
         metrics = {name: x for name, x in metrics.items() if "runtime" not in name and "time" not in name}
         records.append({"completions": list(predicted.predictions), "metrics": metrics})

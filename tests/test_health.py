@@ -309,12 +309,6 @@ def test_every_check_has_its_section_and_its_row_with_the_limit(page, name):
     assert {name: ast.literal_eval(limit) for name, limit in rows.items()} == HealthCallback().limits
 
 
-def test_a_critic_has_time(make_trainer):
-    log = Log(make_trainer(ONE_STEP), HealthCallback())
-    told = [step for step in range(1, 12) if log(step, value__explained_variance=-1.0)]
-    assert told == [10]
-
-
 @pytest.mark.parametrize(("estimator", "fails"), [("gae", False), ("grpo", True)])
 def test_prompts_without_a_signal_matter_to_estimators_that_compare_within_them(make_trainer, estimator, fails):
     trainer = make_trainer(ONE_STEP | {"advantage_estimator": estimator, "num_generations": 2})

@@ -8,7 +8,6 @@ import matplotlib
 import pytest
 from matplotlib.figure import Figure
 
-from hfppo import LogFileCallback, PlotCallback
 from hfppo.metrics import METRICS
 from hfppo.reporting.plot import PANELS, draw_panels, select_panels
 
@@ -76,36 +75,6 @@ def test_names_and_numbers_of_any_kind_are_drawn(tmp_path, drawn):
     )
     assert drawn["Reward functions [unweighted]"].keys() == {r"rewards/$\frac$/mean", "rewards/f/mean"}
     assert dict(matplotlib.rcParams) == before, "the user's own figures look as they did"
-
-
-@pytest.mark.parametrize("number", [2, 9])
-def test_no_legend_covers_a_curve(tmp_path, monkeypatch, number):
-    """Curves that fill their panels to every corner."""
-    names = ["policy/approx_kl", *(f"clip/epoch_{i}/approx_kl" for i in range(1, number))]
-    history = [{"step": step, **dict.fromkeys(names, float(step % 2))} for step in range(20)]
-    covered = []
-
-    def look(figure, file, **kwargs):
-        figure.draw_without_rendering()
-        for axes in figure.axes:
-            box = axes.get_legend().get_window_extent()
-            assert axes.get_window_extent().x1 >= box.x1
-            assert axes.get_window_extent().y0 <= box.y0
-            for line in axes.get_lines():
-                covered.append(line.get_path().transformed(line.get_transform()).intersects_bbox(box, filled=False))
-
-    monkeypatch.setattr(Figure, "savefig", look)
-    draw_panels(select_panels(history), history, "out", tmp_path / "a.png")
-    assert covered == [False] * number
-
-
-@pytest.mark.usefixtures("picture")
-def test_a_run_without_callbacks_leaves_no_files(make_trainer):
-    trainer = make_trainer({"max_steps": 2})
-    for callback in (PlotCallback, LogFileCallback):
-        trainer.remove_callback(callback)
-    trainer.train()
-    assert not {path.name for path in Path(trainer.args.output_dir).glob("*")} & {"curves.png", "metrics.jsonl"}
 
 
 def test_the_code_of_the_page_draws_the_mean_over_seeds(tmp_path, monkeypatch):

@@ -106,12 +106,6 @@ def test_with_another_tokenizer_a_reward_goes_to_the_token_that_writes_its_last_
     assert rewards_of(tokens, policy, ids, "问", (6,)) == pytest.approx(expected, abs=1e-5)
 
 
-def test_two_steps_that_one_token_ends_add_up():
-    policy, model = policy_of("1+1，2，", "等于3"), judge()
-    first, second, third = after_steps(model, "")
-    assert rewards_of(comma_model(model), policy, [2, 3]) == pytest.approx([first + second, third], abs=1e-5)
-
-
 def test_of_a_character_on_several_tokens_the_last_one_gets_the_reward():
     """Byte-level tokens, as of GPT-2: each of these characters but the digits has three bytes."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())

@@ -12,13 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from build_arithmetic_base import character_tokenizer
 from datasets import Dataset
 from transformers import AutoConfig, AutoModelForCausalLM, set_seed
 
-from helpers.runs import SMALL, count_digits, final_state, logs, stops_at_kl, trained_state
-from helpers.tiny import LORA
-from hfppo import AdaptiveKLCallback, PPOConfig, PPOTrainer
+from helpers.runs import SMALL, count_digits, final_state, logs, small_trainer, stops_at_kl, trained_state
+from hfppo import AdaptiveKLCallback, PPOTrainer
 from hfppo.functional import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES, REDUCTIONS
 
 pytestmark = [pytest.mark.slow, pytest.mark.nightly]
@@ -136,14 +134,7 @@ def trainer_of(number: int, folder: Path, **changed: Any) -> PPOTrainer:
     set_seed(1)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **SHAPE, **ARCHITECTURES[name]))
     model.generation_config.eos_token_id = list(range(1, 8))  # so that completions end early
-    return PPOTrainer(
-        model=model,
-        args=PPOConfig(output_dir=str(folder), **{**SMALL, **fields, **changed}),
-        train_dataset=ROWS,
-        processing_class=character_tokenizer(),
-        peft_config=LORA,
-        **arguments,
-    )
+    return small_trainer(folder, {**fields, **changed}, model=model, train_dataset=ROWS, **arguments)
 
 
 @numbered

@@ -173,16 +173,6 @@ def test_a_reward_model_goes_to_the_trainers_device(tmp_path, given, at, trainer
     assert {x.device.type for x in (*reward.model.parameters(), *reward.model.buffers())} == {expected}
 
 
-def test_a_reward_model_that_accelerate_has_placed_stays_there():
-    """It may be spread over several devices."""
-    reward = RewardModel(scorer(), other_tokenizer("right", "<void>"))
-    reward.model.hf_device_map = {"model.embed_tokens": "meta", "": "cpu"}
-    reward.model.get_input_embeddings().to("meta")
-    with pytest.raises(RuntimeError):  # for accelerate's hooks, which move the states along, are not there
-        reward.score(TEXTS)
-    assert reward.model.score.weight.device.type == "cpu"
-
-
 def test_adapter_on_the_actors_base_scores_like_the_merged_model_and_costs_itself(
     make_trainer, tmp_path, tokenizer, caplog
 ):

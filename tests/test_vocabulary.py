@@ -14,14 +14,13 @@ from peft import AutoPeftModelForSequenceClassification, LoraConfig, get_peft_mo
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, Qwen2VLConfig
 
-from helpers.runs import SMALL, count_digits, critic_state, digest
+from helpers.runs import critic_state, digest, small_trainer
 from helpers.tiny import scorer, tiny_model
-from hfppo import PPOConfig, PPOTrainer, TokenTable
+from hfppo import PPOTrainer, TokenTable
 from hfppo.models.actor_critic import ActorCritic
 from hfppo.models.loading import load_model
 from hfppo.models.vocabulary import is_resized
 from hfppo.rewards.model import RewardModel
-from hfppo.token_trace.from_checkpoint import trace_prompt
 
 ADDED = ["<think>", "</think>"]  # ids 25 and 26
 PROMPT = "请问1+2=<think>"
@@ -75,15 +74,9 @@ class Run:
         return LoraConfig(**CAUSAL, **copy.deepcopy(self.adapter))
 
     def make(self, model, fields: dict | None = None, **kwargs) -> PPOTrainer:
-        saving = {"save_strategy": "steps", "save_steps": 2, "output_dir": self.folder}
-        return PPOTrainer(
-            model=model,
-            reward_funcs=count_digits,
-            args=PPOConfig(**{**SMALL, **saving, "num_ppo_epochs": 1, "max_steps": 4, **(fields or {})}),
-            train_dataset=Dataset.from_list([{"prompt": PROMPT}, {"prompt": "2+2="}]),
-            processing_class=adding_tokenizer(),
-            **kwargs,
-        )
+        config = {"save_strategy": "steps", "save_steps": 2, "num_ppo_epochs": 1, "max_steps": 4, **(fields or {})}
+        given = {"train_dataset": Dataset.from_list([{"prompt": PROMPT}, {"prompt": "2+2="}]), "peft_config": None}
+        return small_trainer(self.folder, config, model=model, processing_class=adding_tokenizer(), **given | kwargs)
 
 
 @pytest.fixture(
@@ -148,15 +141,6 @@ def test_the_folder_as_critic(run, tmp_path):
     )
     before, now = (critic_state(x.model) for x in (run.trainer, again))
     assert all(torch.equal(before[name], now[name]) for name in before)
-
-
-def test_a_trace(run):
-    checkpoint = f"{run.folder}/checkpoint-4"
-    trace, _ = trace_prompt(checkpoint, PROMPT, score=run.table.score)
-    for row, other in zip(trace.table.rows, run.table.rows, strict=True):
-        assert row.token == other.token
-        found, wanted = ((x.logprob, x.ref_logprob, x.value) for x in (row, other))
-        torch.testing.assert_close(torch.tensor(found), torch.tensor(wanted))
 
 
 def test_a_resumed_run_whose_new_rows_begin_elsewhere(run, tmp_path):
