@@ -82,15 +82,6 @@ def test_play_without_regret_is_the_best():
     assert np.mean([total for _, total in games]) == pytest.approx(OPTIMUM, abs=0.12)
 
 
-def test_a_lost_day_counts_as_a_lost_day():
-    """On the last two days of a game, all earlier days alike: a lost day with 4 apples, and the reminder after it."""
-    before = "".join(f" pick{show(left, 1, 4)}" for left in range(7, 1, -1))
-    ends = [" pick", " ?\npick or sell!", " sell"]
-    lost = [regret(before + end + show(1, 5, apples) + " sell") for end, apples in zip(ends, (6, 4, 0), strict=True)]
-    # At 1 dollar two days before the end: 6 · 5 expected for a pick, 4 · 5 for a lost day, 4 for a sale.
-    assert np.diff(lost) * 20 == pytest.approx([10, 16])
-
-
 def test_games_are_measured_from_messages():
     answers = [" pick", "\n", " sell", " sell", " pick", " x", " pick", " sell"]
     days = [show(left, 3, 0) for left in range(7, 0, -1)]

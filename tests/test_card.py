@@ -1,6 +1,5 @@
 """The model card, as people and as the Hub read it."""
 
-import ast
 from pathlib import Path
 
 import pytest
@@ -107,19 +106,6 @@ def test_every_save_has_the_card_of_the_run(make_trainer, tmp_path, monkeypatch)
         assert {"lora", "ppo", "hfppo", "base_model:adapter:team/base"} <= set(card.data.tags)
         assert (card.data.library_name, card.data.base_model) == ("peft", "team/base")
     assert find_damage(tmp_path / "out/checkpoint-2") is None
-
-
-def test_conversations_are_loaded_with_the_options_of_their_template(make_trainer, dataset, tmp_path):
-    talks = dataset.map(lambda row: {"prompt": [{"role": "user", "content": row["prompt"]}]})
-    options = {"enable_thinking": False, "language": "zh"}
-    make_trainer({"chat_template_kwargs": options}, train_dataset=talks).create_model_card()
-    (call,) = (
-        node
-        for node in ast.walk(ast.parse(blocks(card_of(tmp_path / "out"))["python"]))
-        if isinstance(node, ast.Call) and getattr(node.func, "attr", None) == "apply_chat_template"
-    )
-    given = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
-    assert options.items() <= given.items()
 
 
 @pytest.mark.parametrize("name", ["a|b {{ 7 * 7 }} &amp;\n\n---\n# b", "``` x</table><script> [x](y) *a* _b_ \\|"])

@@ -88,26 +88,6 @@ def test_weights_multiply_the_policy_loss_alone(make_trainer):
     assert_close(difference, float(expected), rtol=1e-4, atol=1e-5)
 
 
-def test_metrics_of_the_mismatch(make_trainer):
-    trainer = off_trainer(make_trainer, "token_mask", max_steps=1)
-    trainer.train()
-    logs = trainer.state.log_history[0]
-    assert logs["mismatch/max"] == pytest.approx(math.log(3.0), rel=1e-4)
-    assert 0 < logs["mismatch/cut_frac"] == pytest.approx(1 / logs["completions/mean_length"])
-    assert logs["mismatch/ess"] == pytest.approx(1 - logs["mismatch/cut_frac"], abs=1e-5)
-    assert logs["mismatch/weight_max"] == pytest.approx(1.0, abs=1e-4)
-
-
-def test_without_mismatch_all_modes_train_alike(make_trainer):
-    weights = []
-    for mode in ("decoupled", "bypass", "token_truncate"):
-        trainer = make_trainer({"policy_mode": mode, "max_steps": 4})
-        trainer.train()
-        weights.append(torch.cat([p.detach().flatten() for p in trainer.model.actor_parameters()]))
-    for other in weights[1:]:
-        assert_close(other, weights[0], rtol=1e-3, atol=1e-4)
-
-
 @contextmanager
 def default_dtype(dtype: torch.dtype):
     """Tensors made of Python floats have this dtype unless they name one."""

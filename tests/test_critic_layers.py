@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig
 from torch.testing import assert_close
 from transformers import (
     BloomConfig,
@@ -17,7 +17,6 @@ from transformers import (
     set_seed,
 )
 
-from helpers.agents import Doors, agent_trainer, call, collect
 from helpers.runs import final_state, logged, trainable, trained_state, untimed_logs
 from helpers.tiny import scorer, tiny_gpt2, tiny_model, tiny_opt, tiny_qwen3
 from hfppo import ActorCritic, PPOConfig
@@ -232,43 +231,8 @@ def test_a_run_ends_where_one_with_whole_forwards_ends(make_trainer, run):
     assert logged(started, "reward") == logged(whole, "reward")
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("reference", ["another model", "a start adapter"])
-def test_another_reference_changes_nothing(make_trainer, reference):
-    """The critic's own first pass keeps the states."""
-    models = {"model": deep(), "ref_model": deep(seed=2)}
-    if reference == "a start adapter":
-        set_seed(0)
-        config = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False)
-        models = {"model": get_peft_model(deep(), config), "peft_config": None}
-    trainer = make_trainer({"critic_layers": 2}, **models)
-    for parameter in trainer.model.critic_parameters():
-        torch.nn.init.normal_(parameter, std=0.1)
-    rollout = trainer.rollout(["1+2=", "请问3+4="])
-    assert_close(rollout.base_states, trainer.model(**whole(rollout), want=OF_CRITIC).base_states)
-    expected = trainer.model(**whole(rollout)).values
-    assert expected.abs().max() > 0
-    assert_close(trainer.model(**whole(rollout), base_states=rollout.base_states).values, expected)
-
-
 def whole(rollout) -> dict[str, torch.Tensor]:
     return {**rollout.joined(), "completion_mask": rollout.mask}
-
-
-@pytest.mark.nightly
-def test_episodes_with_context_between_their_turns(tmp_path):
-    turns = [call("open", key=1), "Done."], [call("open", key=0), call("open", key=1), "All done."]
-    trainer = agent_trainer(tmp_path, *turns, config={"critic_layers": 1}, environment_factory=Doors)
-    for parameter in trainer.model.critic_parameters():
-        torch.nn.init.normal_(parameter, std=0.1)
-    rollout, _, _ = collect(trainer, 2)
-    assert rollout.context.any()
-    assert len(rollout.base_states) == int(rollout.lengths.sum())
-    values = trainer.model(**whole(rollout)).values
-    assert values[rollout.mask].abs().min() > 0
-    assert_close(rollout.values, values)
-    micro = rollout.select(torch.tensor([1]))
-    assert_close(trainer.model(**whole(micro), base_states=micro.base_states).values[0], values[1])
 
 
 # Cost

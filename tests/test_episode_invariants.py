@@ -92,18 +92,6 @@ def test_neither_cuts_nor_padding_change_a_gradient(played):
             assert_close(gradient, expected[name], rtol=1e-4, atol=1e-7, msg=name)
 
 
-def test_an_episode_does_not_depend_on_the_rows_beside_it(tmp_path):
-    trainer = talking_trainer(tmp_path)
-    whole, few = trainer.rollout(PROMPTS), trainer.rollout(PROMPTS[:3])
-    for row in range(3):
-        assert few.completion_ids[row][few.real[row]].equal(whole.completion_ids[row][whole.real[row]])
-    for size in (1, 3):
-        parts = talking_trainer(tmp_path, {"local_rollout_forward_batch_size": size}).rollout(PROMPTS)
-        assert parts.completion_ids.equal(whole.completion_ids)
-        assert parts.mask.equal(whole.mask)
-        assert_close(parts.rewards, whole.rewards)
-
-
 def test_a_run_resumed_within_a_rollout_plays_nothing_again(played, folder, tmp_path):
     straight, resets = played[0], Chatter.resets
     for step in (2, 5):

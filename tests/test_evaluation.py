@@ -140,17 +140,6 @@ def test_lengths_and_cuts_of_an_evaluation(make_trainer, dataset):
     assert (metrics["test_completions/mean_length"], metrics["test_completions/truncated_frac"]) == (3.0, 0.25)
 
 
-def test_an_evaluation_of_several_datasets_samples_all(make_trainer, dataset):
-    parts = {"a": dataset.select(range(8)), "b": dataset.select(range(8, 16))}
-    trainer = make_trainer(eval_dataset=parts)
-    greedy = trainer.evaluate()
-    with trainer.eval_sampling(True):
-        sampled = trainer.evaluate()
-    assert trainer.evaluate()["eval_a_reward"] == greedy["eval_a_reward"]
-    for name in parts:
-        assert greedy[f"eval_{name}_reward"] != sampled[f"eval_{name}_reward"]
-
-
 def test_a_dataset_that_is_assigned_later_is_evaluated(make_trainer, dataset):
     trainer = make_trainer(eval_dataset=dataset, compute_metrics=lambda given: {"rows": len(given.inputs)})
     assert trainer.evaluate()["eval_rows"] == len(dataset)

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -15,8 +14,7 @@ import rows
 from cases import CASES
 from sections import SECTIONS
 
-from helpers.processes import HELPERS, ROOT, environment
-from helpers.second_device import build
+from helpers.processes import ROOT, environment
 
 KIT = ROOT / "tests/gpu/kit.py"
 # The kit with sections that take no time, or that end as sections may end.
@@ -145,16 +143,6 @@ def test_the_whole_kit_runs_in_small(tmp_path):
     assert phases.keys() == {"sampling", "passes", "update"}
     assert all(phase["estimate, kB per token"] > 0 for phase in phases.values())
     assert phases["sampling"]["tokens"] == phases["passes"]["tokens"] == 8 * (24 + 8)  # the longest prompt has 24
-
-
-@pytest.mark.nightly
-def test_the_kit_moves_tensors_to_a_device_that_is_not_the_cpu(tmp_path):
-    if shutil.which("g++") is None:
-        pytest.skip("g++ is not installed")
-    launcher = (HELPERS / "second_device.py", build(tmp_path))
-    run_kit(tmp_path / "out", "--small", "--only", "ppo,chunks,grpo", launcher=launcher)
-    found = read(tmp_path / "out").values()
-    assert {(result["status"], result["machine"]["torch device"]) for result in found} == {("done", "second:0")}
 
 
 def test_rows_show_figures_reasons_and_what_is_open(tmp_path, capsys):

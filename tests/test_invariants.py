@@ -218,17 +218,6 @@ def test_optimiser_steps_and_rollouts_are_counted_exactly(make_trainer, dataset)
         assert sorted(prompts) == sorted(dataset["prompt"])
 
 
-def test_samples_are_counted_alike_by_steps_and_by_epochs(make_trainer, dataset):
-    """Each completion once per PPO epoch, as in Trainer's `train_samples_per_second`."""
-    counts = []
-    for length in ({"max_steps": -1, "num_train_epochs": 2}, {"max_steps": 16}):
-        trainer = make_trainer(length)
-        clock = trainer.get_train_dataloader()
-        _, _, _, samples, *_ = trainer.set_initial_training_values(trainer.args, clock)
-        counts.append(samples)
-    assert counts == [16 * 2 * trainer.args.num_ppo_epochs] * 2
-
-
 def test_a_ppo_callback_may_return_the_control_as_trainers_may(make_trainer):
     class Stop(PPOCallback):
         def on_update_end(self, args, state, control, **kwargs):

@@ -11,7 +11,6 @@ from lake_game import (
     dynamics,
     exact_values,
     expected_return,
-    show,
     start_distribution,
     state_of,
     uniform_policy,
@@ -131,11 +130,6 @@ def test_moves_are_counted_by_the_state_they_answer():
     s = STATES.index(((2, 3), False))
     assert counter.policy[s].tolist() == pytest.approx([0.125, 0.625, 0.125, 0.125])
     assert counter.policy[s - 1].tolist() == pytest.approx([0.25] * 4)
-
-
-@pytest.mark.parametrize("state", [((0, 4), True), ((3, 0), False)])
-def test_the_text_of_a_state_is_read_back(state):
-    assert STATES[state_of(f"洞 {show(state)}")] == state
 
 
 def test_the_recipe_in_small(tmp_path):

@@ -1,7 +1,6 @@
 """accelerate launch with the shipped configurations: a model by its id, two processes, a checkpoint and a resume."""
 
 import json
-import re
 import subprocess
 from pathlib import Path
 
@@ -81,17 +80,3 @@ def test_a_model_by_id_trains_saves_and_resumes(hub, tmp_path, engine, critic, b
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
     assert any(not torch.equal(weights(straight / "checkpoint-1")[name], tensor) for name, tensor in expected.items())
     assert json.loads((straight / "after_greedy_results.json").read_text())["after_greedy_reward"] >= 0
-
-
-def test_the_line_of_the_readme_survives_two_in_place_of_one(tmp_path):
-    (line,) = re.findall(r"(torchrun .*)", (ROOT / "README.md").read_text())
-    rows = (ROOT / "recipes/arithmetic/test.jsonl").read_text().splitlines(keepends=True)
-    (tmp_path / "few.jsonl").write_text("".join(rows[:8]))
-    command = ["-m", "torch.distributed.run", *line.split()[1:]]
-    command[command.index("--nproc_per_node") + 1] = "2"
-    flags = ["--output_dir", str(tmp_path / "out"), "--test_file", str(tmp_path / "few.jsonl"), "--max_steps", "4"]
-    flags += ["--per_device_train_batch_size", "4", "--save_steps", "4"]
-    run = run_python(*command, *flags, cwd=ROOT, timeout=600)
-    assert run.returncode == 0, run.stderr
-    assert "16 completions (8 per process)" in run.stdout + run.stderr
-    assert (tmp_path / "out/checkpoint-4/rng_state_1.pth").is_file()

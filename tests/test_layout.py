@@ -316,23 +316,6 @@ def test_few_tokens_in_common_are_computed_for_each_row():
         assert lay_out(model, ids, torch.ones_like(ids), 1, final=True).inputs["input_ids"].shape[0] == rows
 
 
-def test_a_run_with_shared_prompts_ends_where_one_without_ends(request, make_trainer, short):
-    config = {"num_generations": 4, "learning_rate": 1e-3, "num_mini_batches": 2, "max_steps": 8}
-    shared = make_trainer(config, model=tiny_model(seed=1))
-    widths = []
-    embedding = shared.model.causal_lm.get_input_embeddings()
-    embedding.register_forward_hook(lambda _, inputs, __: widths.append(inputs[0].shape))
-    shared.train()
-    rows = shared.args.per_device_train_batch_size
-    assert rows not in {shape[0] for shape in widths[-8:] if shape[1] > 1}
-    request.getfixturevalue("apart")
-    alone = make_trainer(config, model=tiny_model(seed=1))
-    alone.train()
-    for (name, a), b in zip(trainable(shared).items(), trainable(alone).values(), strict=True):
-        assert_close(a, b, rtol=1e-3, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
-    assert logged(shared, "reward") == logged(alone, "reward")
-
-
 @pytest.mark.parametrize("entropy", ["none", "constant", "differentiable"])
 @pytest.mark.parametrize(("trainable_head", "at_once"), [(False, 1), (True, 3), (True, 8)])
 def test_chunked_head_has_the_gradients_of_plain_logits(monkeypatch, entropy, trainable_head, at_once):

@@ -22,8 +22,6 @@ from hfppo.models import critic
 from hfppo.models.actor_critic import Want
 from hfppo.models.loading import default_peft_config
 
-RECIPES = Path(__file__).parent.parent / "recipes"
-
 LLAMA = LlamaConfig(
     vocab_size=64, hidden_size=64, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4, use_cache=False
 )
@@ -251,26 +249,6 @@ def test_the_command_reads_a_config_and_a_recipe(tmp_path, run_command):
     assert "| update | 160 |" in printed  # 2 × (32 + 48)
     assert "| reference | 65,520 |" in printed  # 819 × (32 + 48)
     assert "Fits 1 GB." in printed
-
-
-@pytest.mark.slow
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("shape", "flags"),
-    [
-        ((1536, 8960, 28, 12, 2, 151936), ["--config", str(RECIPES / "gsm8k/gsm8k.yaml")]),
-        ((3584, 18944, 28, 28, 4, 152064), ["--load_in_4bit"]),
-    ],
-    ids=["the 1.5B with the recipe", "the 7B in NF4"],
-)
-def test_qwen_fits_a_card_of_24_gb(shape, flags, tmp_path, run_command):
-    """Rows of 1,024 tokens, 8 in the update."""
-    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
-    sizes = dict(zip((*names, "vocab_size"), shape, strict=True))
-    Qwen2Config(**sizes, tie_word_embeddings=sizes["hidden_size"] < 3584).save_pretrained(tmp_path)
-    printed, _ = run_command(*flags, "--model", str(tmp_path), "--max_completion_length", "512", "--card", "24")
-    assert "| update | 8,192 |" in printed
-    assert "Fits 24 GB." in printed
 
 
 @pytest.mark.parametrize(

@@ -89,13 +89,6 @@ def test_a_resumed_run_says_first_where_it_begins(make_trainer, terminal, every_
         assert [min(steps, default=None), max(steps, default=None)] == ([None, None] if disabled else [2, 6])
 
 
-def test_only_the_main_process_says_where_a_run_begins(terminal):
-    for is_main in (False, True):
-        assert terminal.getvalue() == ""
-        progress.show_resume("out/checkpoint-2", 1, TrainerState(is_world_process_zero=is_main))
-    assert terminal.getvalue() == "resumed from out/checkpoint-2, rollout 1, step 0 of 0\n"
-
-
 def test_a_log_file_gets_plain_lines(make_trainer, capfd, monkeypatch):
     make_trainer({**FOUR_STEPS, "max_steps": 1}).train()
     sizes, *others = capfd.readouterr().err.splitlines()

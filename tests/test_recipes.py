@@ -89,21 +89,6 @@ def test_the_yaml_file_of_ppo_names_functions_and_files_of_a_clone():
 
 
 @pytest.mark.parametrize(
-    ("flags", "wanted"),
-    [
-        (["--kl_estimator", "k7"], "kl_estimator='k7' is unknown; choose from k1, "),
-        (["--critic", "shred"], "critic='shred' is not 'adapter', 'shared'"),
-        (["--model_name_or_path", "/no/such"], "model='/no/such' cannot be loaded"),
-    ],
-)
-def test_typos_are_refused_by_name(tmp_path, capsys, flags, wanted):
-    with pytest.raises((SystemExit, ValueError, OSError)) as error:
-        run_copy("arithmetic/arithmetic.py", tmp_path, *flags)
-    assert wanted in str(error.value) + capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(
     "script",
     [
         *("arithmetic/build_arithmetic_base", "gsm8k/build_tiny_base", "lake/build_lake_base"),

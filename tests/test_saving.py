@@ -23,7 +23,7 @@ from transformers.utils.import_utils import is_mistral_common_available
 
 from helpers.runs import assert_same_end, critic_state, trained_state
 from helpers.tiny import LORA, lora, scorer, tiny_model
-from hfppo import ActorCritic, PPOConfig
+from hfppo import ActorCritic
 from hfppo.models.adapter_config import describe_adapter, find_differences
 from hfppo.models.critic import ValueHead
 
@@ -162,18 +162,6 @@ def test_critic_free_runs_have_no_critic_at_all(make_trainer, tmp_path):
     trainer.save_model()
     assert not (tmp_path / "out/critic").exists()
     assert not any(name.startswith("value/") for entry in trainer.state.log_history for name in entry)
-
-
-@pytest.mark.skipif("activation_checkpointing" not in PPOConfig.__dataclass_fields__, reason="transformers < 5.20")
-def test_activation_checkpointing_gives_the_same_run(make_trainer):
-    runs = []
-    for on in (False, True):
-        trainer = make_trainer({"activation_checkpointing": on})
-        trainer.train()
-        assert trainer.model.causal_lm.is_activation_checkpointing == on
-        runs.append([p.detach() for p in trainer.model.parameters() if p.requires_grad])
-    for a, b in zip(*runs, strict=True):
-        assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,6 @@ from hfppo.token_trace import TokenRow, TokenTable
 from hfppo.token_trace.record import Trace, list_trace_files, read_traces, trace_file, write_traces
 
 CONFIG = {"max_steps": 12, "kl_coef": 0.1}  # 3 rollouts of 4 steps
-NIGHTLY = [pytest.mark.slow, pytest.mark.nightly]
 EVENTS = ("rollout", "update")
 PROMPTS = {"prompts": ["请问1+1=2？", "请问2+2="], "answer": ["2", "4"]}
 
@@ -210,15 +209,6 @@ def test_update_end_comes_once_after_the_last_step_of_each_rollout(make_trainer,
     make_trainer(config, callbacks=[witness, *([stops_at_kl(1e-6)] if stopped else [])]).train()
     first, last = (2, 4) if stopped else (4, 6)
     assert witness.events == [("rollout", 1, 0), ("update", 1, first), ("rollout", 2, first), ("update", 2, last)]
-
-
-def test_traces_without_reference_critic_and_clip(make_trainer, tmp_path):
-    config = {"kl_coef": 0.0, "advantage_estimator": "grpo", "num_generations": 2, "policy_loss": "gspo"}
-    config |= {"max_steps": 4}
-    make_trainer(config, callbacks=[TokenTraceCallback()]).train()
-    rows = [row for trace in traces(tmp_path / "out")[1] for row in trace.table.rows]
-    assert {(r.ref_logprob, r.kl, r.value, r.td_error, r.return_, r.clipped) for r in rows} == {(None,) * 6}
-    assert all(r.ratio is not None for r in rows)
 
 
 def test_only_the_main_process_writes(tmp_path):

@@ -1,7 +1,6 @@
 """python -m hfppo.token_trace: a checkpoint's numbers for any prompt, friendly errors, no code from checkpoints."""
 
 import json
-import os
 import pickle
 import shutil
 from dataclasses import astuple
@@ -186,16 +185,6 @@ def test_nothing_in_a_checkpoint_runs_as_code(run, tmp_path, monkeypatch):
     trace_prompt(checkpoint, PROMPT)
     assert asked == [{"trust_remote_code": False, "dtype": "float32", "revision": None}]
     assert not (tmp_path / "exploded").exists()
-
-
-def test_an_output_folder_is_its_last_whole_checkpoint(run, tmp_path, caplog):
-    for step in (3, 20):
-        shutil.copytree(run.checkpoint, tmp_path / f"checkpoint-{step}")
-    (tmp_path / "checkpoint-20/adapter_model.safetensors").unlink()
-    os.utime(tmp_path / "checkpoint-3", (0, 0))
-    trace, _ = trace_prompt(tmp_path, PROMPT, score=run.table.score)
-    assert_same(trace.table, run.table)
-    assert "checkpoint-20 is passed over: it lacks a readable adapter_model.safetensors" in caplog.text
 
 
 def test_errors_say_what_to_do(run, tmp_path):

@@ -3,7 +3,6 @@
 import copy
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import huggingface_hub.constants
 import pytest
@@ -12,14 +11,13 @@ from build_arithmetic_base import character_tokenizer
 from datasets import Dataset
 from peft import AutoPeftModelForSequenceClassification, LoraConfig, get_peft_model
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, Qwen2VLConfig
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from helpers.runs import critic_state, digest, small_trainer
 from helpers.tiny import scorer, tiny_model
 from hfppo import PPOTrainer, TokenTable
 from hfppo.models.actor_critic import ActorCritic
 from hfppo.models.loading import load_model
-from hfppo.models.vocabulary import is_resized
 from hfppo.rewards.model import RewardModel
 
 ADDED = ["<think>", "</think>"]  # ids 25 and 26
@@ -165,17 +163,6 @@ def test_rows_of_a_cached_base_are_saved_offline(tmp_path, monkeypatch):
     model.save_pretrained(str(tmp_path / "out"))
     assert load_file(tmp_path / "out/adapter_model.safetensors")["base_model.model.lm_head.weight"].shape == (27, 32)
     assert torch.equal(logits(load_model(str(tmp_path / "out"))), logits(model))
-
-
-def test_a_vocabulary_in_a_nested_configuration(tmp_path):
-    text = {**tiny_model().config.to_dict(), "model_type": "qwen2_vl_text"}
-    Qwen2VLConfig(text_config={**text, "vocab_size": 25}).save_pretrained(tmp_path)
-    config = Qwen2VLConfig.from_pretrained(tmp_path)
-    config.name_or_path = str(tmp_path)
-    model = SimpleNamespace(config=config)
-    assert not is_resized(model, None)
-    config.text_config.vocab_size = 27
-    assert is_resized(model, None)
 
 
 def test_a_reward_adapter_brings_its_own_embeddings(make_trainer, tmp_path):
