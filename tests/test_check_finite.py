@@ -127,12 +127,6 @@ def test_scores_that_overflow_are_found(make_trainer):
         trainer.train()
 
 
-def test_looking_at_a_rollout_finds_it_as_well(make_trainer, monkeypatch):
-    break_passes(monkeypatch, "values", {0})
-    with pytest.raises(NonFiniteError, match="values is not finite in row 3"):
-        make_trainer().rollout(["1+1="] * 4)
-
-
 @pytest.mark.parametrize(
     ("config", "by", "message"),
     [

@@ -282,25 +282,6 @@ def test_a_sampler_of_a_users_own_completes_the_prompts(first_digits):
     assert first_digits.state.global_step == SMALL["max_steps"]
 
 
-def test_a_wrapped_sampler_still_tells_how_much_is_done(make_trainer, monkeypatch):
-    shares, make = [], PPOTrainer.create_sampler
-
-    def wrapped(trainer, eos_ids):
-        trainer._progress.advance = shares.append
-        inner = make(trainer, eos_ids)
-
-        def sample(*given):
-            return inner(*given)
-
-        sample.ready = inner.ready
-        return sample
-
-    monkeypatch.setattr(PPOTrainer, "create_sampler", wrapped)
-    make_trainer().rollout(["1+1="])
-    assert shares
-    assert shares == sorted(shares)
-
-
 def test_a_sampler_that_breaks_its_contract_is_told(first_digits):
     first_digits.rows = slice(1, None)
     with pytest.raises(ValueError, match="sampler function returned 1 turns for 2 prompts"):

@@ -14,7 +14,7 @@ from helpers.scripted import padded_turns
 from helpers.tiny import LORA, tiny_gpt2, tiny_model, tiny_opt
 from hfppo.generation import generate, key_values
 from hfppo.generation.generate import TransformersSampler
-from hfppo.generation.key_values import KeyValues, Row, continue_rows
+from hfppo.generation.key_values import KeyValues, Row
 from hfppo.generation.sampler import Sampling
 from hfppo.memory import LiveStorages
 from hfppo.models.actor_critic import ActorCritic
@@ -368,19 +368,3 @@ def test_stretches_need_no_more_memory_than_one_call(short, in_turns, monkeypatc
         with sampler.ready() if in_turns else nullcontext():
             peaks.append(LiveStorages(torch.Tensor).peak_of(partial(call, *given)))
     assert peaks[1] < 1.01 * peaks[0]  # the token ids are there once more
-
-
-def test_prompts_find_their_rows_in_order():
-    kept = [[5, 6], [5], [7], [7]]
-
-    def continued(prompts):
-        before = [Row([*ids, 20], 1, None, KeyValues(ids, count=len(ids))) for ids in kept]
-        rows = rows_of(*prompts)
-        continue_rows(before, rows)
-        found = [row.key_values.cache for row in rows]
-        return None if None in found else [next(n for n, ids in enumerate(kept) if ids is one) for one in found]
-
-    assert continued([[5, 6, 1], [5, 6, 2], [7, 3], [7, 3]]) == [0, 1, 2, 3]
-    assert continued([[5, 8], [7]]) == [1, 2]
-    assert continued([[7, 3], [5, 6, 1]]) is None
-    assert continued([[7], [7], [7]]) is None

@@ -21,7 +21,7 @@ from hfppo.generation.sampler import Sampling
 from hfppo.models import actor_critic, output_head
 from hfppo.models import layout as packing_module
 from hfppo.models.actor_critic import Want
-from hfppo.models.layout import Layout, Rows, can_pack, can_share, find_beginnings, first_column, lay_out
+from hfppo.models.layout import Layout, Rows, can_pack, can_share, first_column, lay_out
 from hfppo.models.loading import default_peft_config
 from hfppo.rollout import balanced_sizes, sizes_within
 
@@ -39,19 +39,6 @@ def actor(base=None, peft_config=None, critic="adapter") -> ActorCritic:
     for parameter in (*made.actor_parameters(), *made.critic_parameters()):
         torch.nn.init.normal_(parameter, std=0.1)
     return made
-
-
-@pytest.mark.parametrize(
-    ("packed", "final", "shape"), [(0, 0, (3, 5)), (0, 1, (3, 6)), (1, 0, (1, 14)), (1, 1, (1, 17))]
-)
-def test_states_stand_before_their_tokens(packed, final, shape):
-    rows = Layout.of(Rows.of(IDS, ATTENTION, MASK.shape[1], bool(final)), bool(packed))
-    at = rows.inputs["input_ids"].flatten()[rows.states]
-    for row, (prompt, n) in enumerate(zip((6, 6, 7), (3, 2, 5), strict=True)):
-        read = n if final else n - 1  # nothing follows the last token
-        sequence = [prompt, *COMPLETIONS[row, :read].tolist()]
-        assert at[row].tolist() == sequence + sequence[-1:] * (5 - read)
-    assert rows.inputs["input_ids"].shape == shape
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -165,34 +152,6 @@ def apart(monkeypatch):
 def short(monkeypatch):
     """Beginnings of one token count."""
     monkeypatch.setattr(packing_module, "SHORTEST", 1)
-
-
-# Tokens, each once: 5 6 7 3 | 8 9 1 | 1 (after 8) | 8 9 9 (after 5 6) | 4 5 6 7 3 9 10 11. The last token of a
-# completion is only read with `final`.
-@pytest.mark.parametrize(
-    ("final", "start", "count", "whole"), [(True, 4, 19, 3), (False, 4, 15, 3), (True, 2, 19, 2), (True, 7, 19, 5)]
-)
-def test_what_rows_have_in_common_stands_once(short, final, start, count, whole):
-    made = Rows.of(*SHARED_ROWS[:2], 3, final)
-    layout = Layout.as_tree(made, *find_beginnings(made), start)
-    ids, positions = layout.inputs["input_ids"].squeeze(0), layout.inputs["position_ids"].squeeze(0)
-    read, at = layout.keywords["row_tokens"], layout.keywords["row_outputs"]
-    assert len(ids) == len(positions) == len(at) == len(at.unique()) == count
-    assert (layout.keywords["whole_rows"], layout.keywords["row_start"]) == (whole, start)
-    width = read.shape[1]
-    computed = [(i, column) for i in range(len(read)) for column in range(0 if i < whole else start, width)]
-    for row, prompt in enumerate(SHARED_PROMPTS):
-        n = int(SHARED_MASK[row].sum())
-        tokens = SHARED_COMPLETIONS[row, : n if final else max(n - 1, 0)].tolist()
-        sequence = [*prompt[prompt > 0].tolist(), *tokens]
-        for step in range(4):
-            before = sequence[: len(sequence) - len(tokens) + step]
-            i, column = computed[at[layout.states[row, step]]]
-            seen = read[i, : column + 1]
-            assert ids[seen].tolist() == before, "a state sees its own row so far"
-            assert positions[seen].tolist() == list(range(len(before)))
-        columns = layout.tokens[row]
-        assert ids[columns[columns >= 0]].tolist() == sequence
 
 
 @pytest.mark.parametrize(

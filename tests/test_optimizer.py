@@ -7,7 +7,6 @@ from torch.nn.utils import parameters_to_vector
 from helpers.runs import SMALL, count_digits, stops_at_kl
 from helpers.tiny import LORA, tiny_model
 from hfppo import PPOConfig, PPOTrainer
-from hfppo.callbacks import TrainerHooks
 from hfppo.learn.optimizer import present_rate
 from hfppo.learn.run import Run
 
@@ -72,16 +71,6 @@ def test_a_scaled_rate_is_back_to_the_bit_after_its_step(make_trainer):
     assert {now / rate for now, rate in zip(scaled, before, strict=True)} == {0.3, 1.0}, "the actor's only"
     run.end_step(0)
     assert [group["lr"] for group in groups] == before
-
-
-def test_hooks_are_not_doubled_by_a_second_run(make_trainer):
-    steps = []
-    trainer = make_trainer({"max_steps": 2})
-    (hooks,) = [c for c in trainer.callback_handler.callbacks if isinstance(c, TrainerHooks)]
-    hooks.after = lambda: steps.append(1)
-    trainer.train()
-    trainer.train()
-    assert len(steps) == 4
 
 
 def test_the_rate_of_an_optimizer_without_the_critics_own_tensors_is_that_of_the_last_group():

@@ -118,13 +118,11 @@ def test_a_mixture_scores_each_answer_by_its_own_task(tasks):
     ("pattern", "completion", "wanted"),
     [
         (None, " 7.\n", "7."),
-        (None, "", ""),
         (r"-?\d+", "2 + 5 = 7", "7"),
         (r"-?\d+", "It is -4, I think.", "-4"),
         (r"-?\d+", "seven", None),
         (r"(?s)<answer>(.*?)</answer>", "<answer>5</answer> no, <answer>\n 7 </answer>", "7"),
         (r"(?s)<answer>(.*?)</answer>", "<answer>7", None),
-        (r"a(b)?", "a", None),
     ],
 )
 def test_where_the_answer_is_found(tasks, pattern, completion, wanted):
@@ -165,11 +163,9 @@ def mixture(part: dict) -> dict:
         ({"task_config": '{"largst": 3}'}, "task='sums' cannot be made with task_config={'largst': 3}: .*largst"),
         ({"task_config": {"largest": 0}}, "task_config={'largest': 0}: largest must be positive"),
         ({"task_config": '{"largest": '}, "task_config='{\"largest\": ' is not JSON"),
-        ({"task_config": "[3]"}, r"task_config='\[3\]' must map names to values"),
         ({"task_config": '{"seed": 3}'}, "task_config sets seed, which would be the same for training and test; set "),
         (mixture({"name": "sums", "config": {"size": 3}}), "task_config sets size"),
         ({"task": "composite"}, "task='composite' cannot be made with .*at least one dataset"),
-        (mixture({"nam": "sums"}), "task='composite' cannot be made with .*nam"),
         ({"test_seed": 2048}, "train_seed=0 and test_seed=2048 would draw the same questions; set them at least 2049"),
         ({"answer_pattern": "(7"}, r"answer_pattern='\(7' is not a regular expression: missing \)"),
         ({"task_config": {"largest": 1}}, "num_test_questions=96 holds out every question that task='sums' has drawn"),

@@ -374,7 +374,6 @@ def trainer_with(make_trainer, tokenizer):
     return make
 
 
-CUT = {"max_completion_len": 6, "soft_punish_cache": 2}
 PARSED = [[BOXED, 4, CLOSE, 1], [BOXED, 5, CLOSE, 1], [BOXED, 4, CLOSE, 1]]
 
 
@@ -382,16 +381,6 @@ PARSED = [[BOXED, 4, CLOSE, 1], [BOXED, 5, CLOSE, 1], [BOXED, 4, CLOSE, 1]]
     ("name", "arguments", "sampled", "columns", "scores"),
     [
         ("think_format_reward", {}, [[THINK, 3, DONE, 4, 1], [THINK, 3, 3, 4, 1], [3, 4, 1]], {}, [1.0, 0.0, 0.0]),
-        # 4, 5, 6 and 6 tokens
-        ("get_soft_overlong_punishment", CUT, ["123.", "1234.", "12345.", "123456"], {}, [0.0, -0.5, -1.0, -1.0]),
-        # 11 four times and 1. once: 1 − 2/5
-        (
-            "get_repetition_penalty_reward",
-            {"ngram_size": 2, "max_penalty": -1.0},
-            ["11111.", "12345."],
-            {},
-            [-0.6, 0.0],
-        ),
         # None: an answer that cannot be parsed
         ("accuracy_reward", {}, PARSED, {"solution": ["$2$", "$2$", "请"]}, [1.0, 0.0, None]),
     ],

@@ -262,8 +262,3 @@ def test_a_script_of_trl_runs_with_two_changes(tmp_path, caplog):
     moved = [p.count_nonzero() for name, p in trainer.model.named_parameters() if "lora_B" in name]
     assert torch.stack(moved).sum() > 0
     assert trainer.model.critic is None
-
-
-def test_the_same_script_runs_in_trl(tmp_path):
-    trainer = run(WITH_TOOLS.replace("bf16=False,", "bf16=False, gradient_checkpointing=False,"), tmp_path)
-    assert trainer.state.global_step == trainer.args.max_steps

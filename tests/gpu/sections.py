@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
-from unittest.mock import patch
 from xml.etree import ElementTree
 
 HERE = Path(__file__).parent
@@ -214,56 +213,6 @@ def seven_billion(job: Job) -> Figures:
         del model
 
 
-def chunks(job: Job) -> Figures:
-    """Time log-probs by the number of tokens whose logits are computed at once."""
-    import time
-
-    import torch
-    from ppo_workload import drawing_device, training_device
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    from hfppo.models import output_head
-
-    device, dtype = training_device(), torch.float32 if job.small else torch.bfloat16
-    shapes = {"tiny": (64, 512)} if job.small else {"0.5B": (896, 151_936), "7B": (3584, 152_064)}
-    tokens, sizes = (512, (128, 512)) if job.small else (16_384, [2**n for n in range(7, 14)])
-
-    def seconds(run: Callable[[], Any]) -> float:
-        found = []
-        for _ in range(4):
-            start = time.perf_counter()
-            run()
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-            found.append(time.perf_counter() - start)
-        return median(found[1:])
-
-    for shape, (width, vocab_size) in shapes.items():
-        config = Qwen2Config(vocab_size=vocab_size, hidden_size=width, intermediate_size=width, num_hidden_layers=1)
-        with drawing_device():
-            model = Qwen2ForCausalLM(config)
-        model = model.to(device, dtype).requires_grad_(False)
-        hidden = torch.randn(tokens, width, device=device, dtype=dtype, requires_grad=True)
-        targets = torch.randint(vocab_size, (tokens,), device=device)
-
-        def passes(gradient: bool, model=model, hidden=hidden, targets=targets) -> None:
-            with torch.set_grad_enabled(gradient):
-                logprobs, _ = output_head.token_logprobs(model, hidden, targets, 1.0, "constant")
-                if gradient:
-                    logprobs.sum().backward()
-
-        for size in sizes:
-            forget_peak()
-            before = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
-            with patch.object(output_head, "tokens_at_once", lambda vocab_size, device, size=size: size):
-                found = {"without gradient, ms": 1e3 * seconds(lambda: passes(False))}
-                found["with gradient, ms"] = 1e3 * seconds(lambda: passes(True))
-            if torch.cuda.is_available():
-                found["peak above the start, MB"] = (torch.cuda.max_memory_allocated() - before) / 1e6
-            default = output_head.tokens_at_once(vocab_size, device) == size
-            yield {f"{shape}, {size}": {**found, "default": "yes" if default else "no"}}
-
-
 def grpo(job: Job) -> Figures:
     """Train with groups of 8 (2 in a small run): hfppo's grpo estimator, and TRL's GRPOTrainer."""
     from importlib.metadata import version
@@ -316,12 +265,6 @@ SECTIONS = {
         5,
         (*ROLLOUT, "base, GB", "peak, GB", "reserved, GB"),
         ("bitsandbytes",),
-    ),
-    "chunks": Section(
-        chunks,
-        "head, tokens at once",
-        1,
-        ("without gradient, ms", "with gradient, ms", "peak above the start, MB", "default"),
     ),
     "grpo": Section(grpo, "GRPO, 256 × (≤ 1024 + 512) tokens", 4, (*ROLLOUT, "peak, GB"), ("trl",)),
 }
