@@ -4,15 +4,7 @@ from functools import cache
 
 import numpy as np
 import pytest
-from agent_game import (
-    BEST,
-    OPTIMUM,
-    Orchard,
-    measure_games,
-    regret,
-    show,
-    turns_of,
-)
+from agent_game import BEST, OPTIMUM, Orchard, measure_games, regret, show, turns_of
 from build_tiny_base import build
 from transformers import EvalPrediction
 

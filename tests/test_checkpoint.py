@@ -10,16 +10,7 @@ from datasets import Dataset
 from peft.utils import get_peft_model_state_dict
 from safetensors.torch import load_file
 
-from helpers.runs import (
-    count_digits,
-    critic_state,
-    final_state,
-    logged,
-    logs,
-    read_log,
-    small_trainer,
-    stops_at_kl,
-)
+from helpers.runs import count_digits, critic_state, final_state, logged, logs, read_log, small_trainer, stops_at_kl
 from hfppo import AdaptiveKLCallback, PlotCallback, PPOCallback, PPOTrainer
 from hfppo.saving.manifest import seal
 

@@ -7,18 +7,9 @@ from types import SimpleNamespace
 import pandas as pd
 import pytest
 
-from helpers.runs import count_digits
-from hfppo import PPOCallback, PrintCompletionsCallback
+from helpers.runs import Keep, count_digits
+from hfppo import PrintCompletionsCallback
 from hfppo.reporting.completions import cell_text, make_column
-
-
-class Keep(PPOCallback):
-    def __init__(self):
-        self.transcripts, self.scores = [], []
-
-    def on_rollout_end(self, args, state, control, *, rollout, transcript, metrics, ppo_state, **kwargs):
-        self.transcripts.append(transcript)
-        self.scores.append(rollout.scores.tolist())
 
 
 def with_extras(completions, log_extra=None, **kwargs):
@@ -39,7 +30,7 @@ def test_each_rollout_leaves_a_table_in_the_output_folder(make_trainer):
     assert second["step"].tolist() == [4] * 8
     assert second["completion"].tolist() == keep.transcripts[1].completions
     assert second["prompt"].tolist() == keep.transcripts[1].prompts
-    assert second["score"].tolist() == keep.scores[1]
+    assert second["score"].tolist() == keep.rollouts[1].scores.tolist()
     assert second["mixed"].tolist() == ["1", "two"] * 4
     assert second["mixed lists"].tolist() == ["[1, 'two']"] * 8
 
@@ -89,7 +80,7 @@ def test_what_a_function_is_called_takes_no_column_from_another(make_trainer):
     trainer.train()
     table = pd.read_parquet(Path(trainer.args.output_dir) / "completions/completions_00000.parquet")
     assert list(table) == ["step", "prompt", "completion", "score_", "prompt_", "score__", "score", "advantage"]
-    assert table["score"].tolist() == keep.scores[0]
+    assert table["score"].tolist() == keep.rollouts[0].scores.tolist()
     assert table["score_"].tolist() == keep.transcripts[0].scores["score"]
     assert table["score_"].tolist() != table["score"].tolist()
     assert table["prompt"].tolist() == keep.transcripts[0].prompts

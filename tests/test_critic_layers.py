@@ -8,14 +8,7 @@ import pytest
 import torch
 from peft import LoraConfig
 from torch.testing import assert_close
-from transformers import (
-    BloomConfig,
-    BloomForCausalLM,
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    TrainerCallback,
-    set_seed,
-)
+from transformers import BloomConfig, BloomForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig, TrainerCallback, set_seed
 
 from helpers.runs import final_state, logged, trainable, trained_state, untimed_logs
 from helpers.tiny import scorer, tiny_gpt2, tiny_model, tiny_opt, tiny_qwen3

@@ -64,12 +64,6 @@ def test_completions_that_are_all_cut_and_masked_teach_the_critic_only(make_trai
     assert "policy/clip_frac" not in logs  # a mean over nothing
 
 
-def test_scores_that_are_all_equal(make_trainer):
-    config = {"kl_coef": 0.0, "whiten_rewards": True}
-    _, logs, _ = one_rollout(make_trainer, "12.", reward_funcs=always(*[2.0] * 8), config=config)
-    assert (logs["reward"], logs["reward_std"]) == (2.0, 0.0)
-
-
 @pytest.mark.parametrize("estimator", ["gae", "grpo", "reinforce_plus_plus"])
 def test_one_single_token_that_counts(make_trainer, estimator):
     """Seven rows without a score, and one of a single token: a variance over one number."""
@@ -102,7 +96,6 @@ BY_LENGTH = {"long_factor": [4.0] * 8, "short_factor": [1.0] * 8, "original_max_
     ("kind", "rope", "longest", "refused"),
     [  # with 6 tokens of the completion the longest prompt fills 32 or 16 positions
         ("yarn", WITH_BEFORE, 26, "exceed the model's 32 positions"),
-        ("linear", ROPE, 26, "exceed the model's 32 positions"),
         ("llama3", {**WITH_BEFORE, "low_freq_factor": 1.0, "high_freq_factor": 4.0}, 26, "the model's 32 positions"),
         ("dynamic", ROPE, 10, "16 positions before dynamic"),
         ("longrope", {**ROPE, **BY_LENGTH}, 10, "16 positions before longrope"),
@@ -131,23 +124,3 @@ def test_a_dataset_smaller_than_a_rollout(make_trainer):
     assert [len(prompts) for prompts in seen] == [8, 8, 8]
     everything = [prompt for prompts in seen for prompt in prompts]
     assert [everything.count(prompt) for prompt in dataset["prompt"]] == [8, 8, 8]
-
-
-def test_one_prompt_for_a_whole_epoch(make_trainer):
-    one = {"train_dataset": Dataset.from_dict({"prompt": ["1+1="]})}
-    trainer, *_ = one_rollout(make_trainer, config={"max_steps": -1, "num_train_epochs": 2}, **one)
-    assert (trainer.state.global_step, trainer.ppo_state.rollouts) == (8, 2)
-
-
-def test_a_last_rollout_that_is_cut_off(make_trainer):
-    trainer, _, moved = one_rollout(make_trainer, config={"max_steps": 6})
-    assert (trainer.ppo_state.rollouts, trainer.ppo_state.last_step) == (2, 8)
-    assert moved["actor"] > 0
-
-
-def test_a_rollout_of_one_completion(make_trainer):
-    """Whitened against itself its advantage is 0 in the mean."""
-    config = {"per_device_train_batch_size": 1, "num_mini_batches": 1, "num_ppo_epochs": 4}
-    trainer, logs, _ = one_rollout(make_trainer, "1.", config=config)
-    assert logs["reward_std"] == 0.0
-    assert torch.isfinite(trainer.rollout(["1+1="]).advantages).all()

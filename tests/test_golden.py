@@ -16,9 +16,9 @@ import pytest
 from torch import Tensor
 
 from helpers.agents import Doors, agent_trainer, call, collect, talking_trainer
-from helpers.runs import SUMS, count_digits, small_trainer
+from helpers.runs import SUMS, Keep, count_digits, small_trainer
 from helpers.tiny import ragged_model
-from hfppo import PPOCallback, PPOTrainer, Rollout, Transcript
+from hfppo import Rollout, Transcript
 
 FOLDER = Path(__file__).parent / "golden"
 PER_TOKEN = (
@@ -33,16 +33,6 @@ PER_TOKEN = (
 )
 
 Record = dict[str, Any]
-
-
-class Recorder(PPOCallback):
-    """Keeps each rollout of a run as a record."""
-
-    def __init__(self) -> None:
-        self.records: list[Record] = []
-
-    def on_rollout_end(self, args, state, control, *, rollout, transcript, **kwargs):
-        self.records.append(record_of(rollout, transcript))
 
 
 def record_of(rollout: Rollout, transcript: Transcript) -> Record:
@@ -87,22 +77,18 @@ def first_token(completion_ids, **kwargs) -> list[list[float]]:
     return [[ids[0] / 100, *[0.0] * (len(ids) - 1)] for ids in completion_ids]
 
 
-def one_turn_trainer(folder: Path, recorder: Recorder, config: Record, **kwargs: Any) -> PPOTrainer:
-    return small_trainer(folder, config, model=ragged_model(), callbacks=[recorder], **kwargs)
-
-
 def trained(folder: Path, config: Record, **kwargs: Any) -> list[Record]:
     """Return the rollouts of a run with completions of one turn."""
-    recorder = Recorder()
-    one_turn_trainer(folder, recorder, config, **kwargs).train()
-    return recorder.records
+    keep = Keep()
+    small_trainer(folder, config, model=ragged_model(), callbacks=[keep], **kwargs).train()
+    return list(map(record_of, keep.rollouts, keep.transcripts))
 
 
 def episodes(folder: Path, config: Record) -> list[Record]:
     """Return the rollouts of a run with a text environment."""
-    recorder = Recorder()
-    talking_trainer(folder, {"max_steps": 8, **config}, callbacks=[recorder]).train()
-    return recorder.records
+    keep = Keep()
+    talking_trainer(folder, {"max_steps": 8, **config}, callbacks=[keep]).train()
+    return list(map(record_of, keep.rollouts, keep.transcripts))
 
 
 def tools(folder: Path) -> list[Record]:
@@ -121,7 +107,7 @@ def tools(folder: Path) -> list[Record]:
 
 def evaluation(folder: Path) -> list[Record]:
     """Return a greedy and a sampled evaluation."""
-    trainer = one_turn_trainer(folder, Recorder(), {"per_device_eval_batch_size": 3})
+    trainer = small_trainer(folder, {"per_device_eval_batch_size": 3}, model=ragged_model())
     records = []
     for do_sample in (False, True):
         with trainer.eval_sampling(do_sample):

@@ -6,10 +6,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch.testing import assert_close
-from transformers import (
-    AttentionInterface,
-    AttentionMaskInterface,
-)
+from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from helpers.runs import logged, stops_at_kl, trainable

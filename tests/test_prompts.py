@@ -90,14 +90,6 @@ def test_prompts_are_tokenised_as_text_or_by_the_chat_template(tokenizer, kind):
     assert [prompts[i] for i in range(len(prompts))] == [*zip(dataset, prompts.ids.to_pylist(), strict=True)]
 
 
-def test_text_may_be_made_by_a_transform(tokenizer):
-    dataset = Dataset.from_dict({"prompt": ["1+", "2+"], "more": ["1=", "2="], "tools": ["a", "b"]})
-    dataset.set_transform(
-        lambda rows: rows | {"prompt": [a + b for a, b in zip(*map(rows.get, ("prompt", "more")), strict=True)]}
-    )
-    assert prepare_prompts(dataset, tokenizer).ids.to_pylist() == [ids_of("1+1="), ids_of("2+2=")]
-
-
 def test_the_trainer_passes_its_fields_on(make_trainer, tokenizer):
     tokenizer.chat_template = THINK + CHAT_TEMPLATE
     dataset = Dataset.from_dict({"prompt": [[user("1")], [user("1+1+1+1=")]]})

@@ -11,13 +11,7 @@ from datasets import Dataset
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from torch.testing import assert_close
-from transformers import (
-    AutoTokenizer,
-    MistralConfig,
-    MistralForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-)
+from transformers import AutoTokenizer, MistralConfig, MistralForCausalLM, MixtralConfig, MixtralForCausalLM
 from transformers.tokenization_mistral_common import MistralCommonBackend
 from transformers.utils.import_utils import is_mistral_common_available
 

@@ -8,15 +8,7 @@ from unittest.mock import patch
 
 import torch
 from datasets import Dataset
-from ppo_workload import (
-    Clock,
-    Stopwatch,
-    Workload,
-    adapter_for,
-    common_config,
-    prompts_for,
-    tokenizer_for,
-)
+from ppo_workload import Clock, Stopwatch, Workload, adapter_for, common_config, prompts_for, tokenizer_for
 from transformers import GenerationMixin, PreTrainedModel
 from trl import GRPOConfig, GRPOTrainer
 
