@@ -2,7 +2,6 @@
 
 import copy
 import logging
-import os
 import re
 import shutil
 from collections.abc import Callable
@@ -91,10 +90,6 @@ def encoder() -> BertForSequenceClassification:
     return BertForSequenceClassification(BertConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2))
 
 
-def without_kwargs(prompts, completions):
-    return [0.0] * len(completions)
-
-
 def trained(**config: Any) -> Case:
     """Train with these fields of PPOConfig."""
     return given(config)
@@ -136,12 +131,6 @@ def of_size(vocab_size: int) -> Callable[[], PreTrainedModel]:
 def of_lora(**fields: Any) -> Case:
     """Train with this adapter."""
     return given(peft_config=lambda: lora(**fields))
-
-
-def change_a_byte(folder: Path) -> None:
-    with (folder / "adapter_model.safetensors").open("r+b") as file:
-        file.seek(-1, os.SEEK_END)
-        file.write(b"\xff")
 
 
 def remove_a_process(folder: Path) -> None:
@@ -228,11 +217,6 @@ CASES: dict[str, tuple[Case, str, str]] = {
     "trained biases": (of_lora(bias="all"), "bias='all'", "peft_config"),
     "an adapter on an adapter": (given(model=adapter), "model", "peft_config"),
     # Reward functions and callbacks
-    "a language model as reward": (
-        given(reward_funcs=tiny_model),
-        *("reward_funcs", "AutoModelForSequenceClassification"),
-    ),
-    "a function without **kwargs": (given(reward_funcs=lambda: without_kwargs), "without_kwargs", "**kwargs"),
     "too many weights": (trained(reward_weights=[1.0, 2.0]), "reward_weights", "count_digits"),
     "an adaptive KL that starts from 0": (
         given({"kl_coef": 0.0}, callbacks=lambda: [AdaptiveKLCallback()]),
@@ -249,7 +233,6 @@ CASES: dict[str, tuple[Case, str, str]] = {
     "other prompts": (resumed(train_dataset=lambda: PROMPTS.select(range(15, -1, -1))), "prompts", "resume"),
     "another base": (resumed(model=lambda: tiny_model(seed=7)), "model", "resume"),
     "another adapter": (resumed(peft_config=lambda: lora(lora_alpha=16)), "lora_alpha", "resume"),
-    "a damaged file": (resumed(change_a_byte), "adapter_model", "resume_from_checkpoint"),
     "fewer processes": (resumed(remove_a_process), "ppo_state_0", "checkpoint"),
     "no checkpoint": (
         lambda bench: bench.make_trainer().train(resume_from_checkpoint=True),

@@ -236,13 +236,6 @@ def test_an_environment_that_never_ends_is_cut(play):
     assert played.metrics["turns/dropped_result_frac"] == 1
 
 
-def test_an_answer_is_dropped_where_it_does_not_fit(play):
-    played = play([call("use", number=1)], tools=[tool(lambda x: "a" * 200)])
-    assert played.roles() == "a"
-    assert not played.rollout.context.any()
-    assert played.metrics["turns/dropped_result_frac"] == 1
-
-
 def untyped(x):
     """
     Use it.

@@ -9,7 +9,7 @@ from transformers import TrainerCallback
 from helpers.runs import assert_same_run, logged, trained_state, untimed_logs
 from helpers.tiny import ragged_model
 from hfppo import ClipMetricsCallback, PPOCallback, PPOControl
-from hfppo.callbacks import PASSED, call_event, clip_table
+from hfppo.callbacks import PASSED, call_event
 from hfppo.metrics import Sums, UpdateStep
 
 # 4 steps to a rollout: 2 epochs of 2 mini-batches.
@@ -184,10 +184,3 @@ def test_wrong_arguments_are_named(given):
     *_, name = given
     with pytest.raises(ValueError, match=f"{name}="):
         ClipMetricsCallback(**given)
-
-
-def test_the_table_shows_what_there_is():
-    parts = {"epoch_1": {"policy/clip_frac": 0.125, "policy/approx_kl": 0.01}, "epoch_2": {"policy/clip_frac": 0.5}}
-    table = clip_table("clipped, rollout 3", parts)
-    shown = {column.header: list(column.cells) for column in table.columns}
-    assert shown == {"part": ["epoch 1", "epoch 2"], "clipped": ["12.5%", "50.0%"], "KL": ["0.0100", "–"]}

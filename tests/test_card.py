@@ -149,17 +149,6 @@ def test_local_base_is_no_base_model_of_the_hub(make_trainer, tmp_path, monkeypa
     assert "[team/base](https://huggingface.co/team/base)" in card.text
 
 
-@pytest.mark.parametrize(("base", "tags"), [("[team/a, team/b]", "mine"), ("../base/of mine", "[mine]"), ("", "")])
-def test_metadata_written_by_hand_ends_no_save(make_trainer, tmp_path, base, tags):
-    trainer = make_trainer()
-    trainer.save_model()
-    (tmp_path / "out/README.md").write_text(f"---\nbase_model: {base}\ntags: {tags}\n---\n", encoding="utf-8")
-    trainer.save_model()
-    data = card_of(tmp_path / "out").data
-    assert data.base_model is None
-    assert ("mine" in data.tags, "ppo" in data.tags, "m" in data.tags) == (bool(tags), True, False)
-
-
 def test_evaluations_are_those_of_the_saved_weights():
     """Step 2 was the best, and its weights were taken back at the end; what came after them counts again."""
 

@@ -21,7 +21,7 @@ from transformers.utils import PushInProgress
 from helpers.processes import HELPERS, environment
 from helpers.runs import SMALL, assert_same_end, count_digits, read_log, small_trainer
 from helpers.tiny import tiny_model
-from hfppo import AdaptiveKLCallback, PPOCallback, PPOTrainer
+from hfppo import PPOCallback, PPOTrainer
 from hfppo.saving.checkpoint_folders import find_last_intact, finish_renames, publish, rotate
 from hfppo.saving.manifest import MANIFEST, find_damage, seal
 
@@ -240,14 +240,6 @@ def test_a_path_is_checked_as_a_text_is(make_trainer, finished):
         make_trainer(CONFIG).train(resume_from_checkpoint=folder)
 
 
-def test_nothing_moves_before_a_run_has_a_checkpoint_of_its_own(make_trainer, finished):
-    saved = names(finished)
-    with pytest.raises(ValueError, match="kl_coef=0 stays 0"):
-        make_trainer({**CONFIG, "kl_coef": 0.0}, callbacks=[AdaptiveKLCallback()]).train()
-    assert names(finished) == saved
-    assert names(finished, "_earlier*") == []
-
-
 @pytest.mark.parametrize(
     ("argument", "folder"),
     [("model", "out"), ("critic", "out/checkpoint-3"), ("ref_model", "out"), ("the base's path", "out/checkpoint-3")],
@@ -450,17 +442,3 @@ def test_a_failed_push_in_the_background_is_logged(make_trainer, tmp_path, caplo
         done.set_result(None)
         failed.set_exception(OSError("no route"))
     assert caplog.text.count("A push to someone/name failed: OSError: no route") == 1
-
-
-def test_a_push_without_a_repository_leaves_the_model_on_the_disk(make_trainer, tmp_path, monkeypatch):
-    def fails(self, **kwargs):
-        raise OSError("no route")
-
-    trainer = make_trainer({"max_steps": 1})
-    trainer.train()
-    monkeypatch.setattr(Trainer, "init_hf_repo", fails)
-    with pytest.raises(OSError, match="no route") as error:
-        trainer.push_to_hub()
-    assert error.value.__notes__[0].startswith(f"The push to the Hub failed. The model is in {tmp_path / 'out'}")
-    assert (tmp_path / "out/adapter_model.safetensors").is_file()
-    assert (tmp_path / "out/critic/critic.safetensors").is_file()

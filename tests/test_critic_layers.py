@@ -103,17 +103,6 @@ def test_values_and_gradients_are_those_of_the_whole_forward(monkeypatch, archit
         assert_close(a, b, rtol=1e-4, atol=1e-5 * float(b.detach().abs().max()))
 
 
-@pytest.mark.parametrize("rows", [[0], [1, 2], [3, 0, 1]])
-def test_other_rows_together_give_the_same(rows):
-    """The states are laid out anew: padded by other lengths, without the last token, and the prompt shared or not."""
-    model = actor(deep(), 2).eval()
-    lengths = ROWS[1].sum(dim=1).tolist()
-    states = reference_states(model).split(lengths)
-    chosen = [x[rows] for x in ROWS]
-    values = model(*chosen, base_states=torch.cat([states[row] for row in rows])).values
-    assert_close(values, model(*ROWS).values[rows], rtol=1e-4, atol=1e-5)
-
-
 @pytest.mark.skipif("activation_checkpointing" not in PPOConfig.__dataclass_fields__, reason="transformers < 5.20")
 def test_checkpointing_changes_no_gradient():
     model = actor(deep(), 2)

@@ -110,17 +110,3 @@ def test_positions_count_as_scaled_unless_the_longest_row_scales_them(make_train
     assert torch.allclose(rollout.old_logprobs, rollout.rollout_logprobs, atol=1e-4)
     with pytest.raises(ValueError, match=refused):
         trainer_of(longest + 1)
-
-
-def test_a_dataset_smaller_than_a_rollout(make_trainer):
-    seen = []
-
-    def remember(prompts, completions, **kwargs):
-        seen.append(prompts)
-        return [float(i) for i in range(len(completions))]
-
-    dataset = Dataset.from_dict({"prompt": ["1+1=", "2+2=", "3+3="]})
-    one_rollout(make_trainer, config={"max_steps": 12}, train_dataset=dataset, reward_funcs=remember)
-    assert [len(prompts) for prompts in seen] == [8, 8, 8]
-    everything = [prompt for prompts in seen for prompt in prompts]
-    assert [everything.count(prompt) for prompt in dataset["prompt"]] == [8, 8, 8]

@@ -310,7 +310,6 @@ def test_every_method_of_an_environment_may_be_async(play, decorate, timeout):
 ENDINGS = {
     "terminated": (["1", "2", "3"], {}, 0.0),
     "truncated by the environment": (["1", "no"], {}, 0.0),
-    "out of rounds": (["1"], {"max_tool_calling_iterations": 1}, 0.0),
     "no room for the answer": (["1" * 20], {"max_completion_length": 24}, 0.0),
     "cut within a turn": (["1" * 30 + "…"], {"max_completion_length": 20}, 5.0),
 }

@@ -2,9 +2,7 @@
 
 import math
 
-import numpy as np
 import pytest
-import torch
 from datasets import Dataset
 
 from helpers.agents import Doors
@@ -52,13 +50,6 @@ def test_a_metric_that_is_there_is_let_through(make_trainer, dataset):
     for name in sorted(names):
         trainer.args.metric_for_best_model = name
         check_best_metric(trainer.args, trainer.eval_dataset, trainer.collector.rewards, None)
-
-
-@pytest.mark.parametrize("number", [np.float32(1), torch.tensor(1.0)])
-def test_own_metrics_may_be_numbers_of_any_library(make_trainer, dataset, number):
-    trainer = make_trainer(EVERY_STEP, eval_dataset=dataset, compute_metrics=lambda prediction: {"own": number})
-    trainer.train()
-    assert [entry["eval_own"] for entry in trainer.state.log_history if "eval_own" in entry] == [1, 1]
 
 
 def test_completions_are_in_the_order_of_equal_prompts(make_trainer, dataset):

@@ -2,13 +2,10 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
-import kit
 import pytest
 import rows
 from cases import CASES
@@ -63,30 +60,6 @@ def read(out: Path) -> dict[str, dict]:
     return {path.stem: json.loads(path.read_text()) for path in out.glob("*.json")}
 
 
-def is_running(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
-def test_a_terminated_kit_leaves_what_was_done_and_no_process(tmp_path):
-    out = tmp_path / "out"
-    process = start("quick,stuck,error", out, 1)
-    while not read(out).get("stuck", {}).get("figures"):
-        assert process.poll() is None
-        time.sleep(0.05)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(300) != 0
-    found = read(out)
-    assert {name: result["status"] for name, result in found.items()} == {"quick": "done", "stuck": "cut"}
-    assert found["quick"]["figures"] == {"case": {"seconds": 1.5}}
-    assert found["stuck"]["reason"] == "interrupted"
-    assert not is_running(found["stuck"]["figures"]["first"]["pid"])
-    assert sorted(path.name for path in out.iterdir()) == ["quick.json", "stuck.json"]
-
-
 def test_a_section_that_ends_badly_stops_no_other(tmp_path, capsys):
     out = tmp_path / "out"
     assert start("stuck,crash,error,lacking,quick", out, 0.02).wait(300) == 1
@@ -110,16 +83,6 @@ def run_kit(out: Path, *options: str | Path, launcher: tuple[str | Path, ...] = 
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done.stdout
-
-
-@pytest.mark.parametrize(("given", "shown"), [(None, "0"), ("3,1", "3"), ("", "")])
-def test_sections_see_one_gpu_and_are_deterministic_from_their_first_product(monkeypatch, tmp_path, given, shown):
-    """cuBLAS reads its variable once, and nn.DataParallel would take every GPU."""
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if given is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
-    env = kit.environment_of(None, tmp_path)
-    assert (env["CUBLAS_WORKSPACE_CONFIG"], env["CUDA_VISIBLE_DEVICES"]) == (":4096:8", shown)
 
 
 @pytest.mark.slow

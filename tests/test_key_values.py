@@ -14,7 +14,6 @@ from helpers.scripted import padded_turns
 from helpers.tiny import LORA, tiny_gpt2, tiny_model, tiny_opt
 from hfppo.generation import generate, key_values
 from hfppo.generation.generate import TransformersSampler
-from hfppo.generation.key_values import KeyValues, Row
 from hfppo.generation.sampler import Sampling
 from hfppo.memory import LiveStorages
 from hfppo.models.actor_critic import ActorCritic
@@ -242,29 +241,6 @@ def test_beginnings_of_several_kinds_are_each_read_once():
     assert_equal(told, in_one_call(sampler, prompts, list(range(9)), [3] * 9))
     assert read_tokens(shapes) == [9 * 16]
     assert read < 0.8 * 9 * 16
-
-
-def rows_of(*prompts):
-    return [Row(list(ids), 1) for ids in prompts]
-
-
-def test_the_beginning_that_leaves_the_fewest_tokens_by_hand(monkeypatch):
-    common = range(100)
-    one_instruction = rows_of(*([*common, n, 7, 7, 7] for n in range(200, 210)))
-    assert key_values.shared_length(one_instruction) == 100  # 100 + 10 · 4 instead of 10 · 104
-    pairs = rows_of(*([n // 2, *common] for n in range(200, 210)))
-    assert key_values.shared_length(pairs) == 101  # 5 · 101 + 10
-    two_groups = rows_of(*([*common, n // 5, 7, 7, 7] for n in range(200, 210)))
-    assert key_values.shared_length(two_groups) == 100  # 100 + 10 · 4 instead of 2 · 104 + 10
-    for row in two_groups:
-        row.key_values = KeyValues(object(), 0, 100)
-    assert key_values.shared_length(two_groups) == 104  # 2 · 4 + 10 instead of 10 · 4
-    monkeypatch.setattr(key_values, "CALL", 22)
-    assert key_values.shared_length(two_groups) == 0
-    monkeypatch.setattr(key_values, "CALL", 900)
-    two_lengths = rows_of(*([*common, n] for n in range(200, 206)), *[range(50, 100)] * 6)
-    assert key_values.shared_length(two_lengths) == 100  # 2 · 100 + 12 instead of 12 · 101
-    assert key_values.shared_length(rows_of(common)) == key_values.shared_length([]) == 0
 
 
 def test_the_first_turn_of_a_group_is_read_once_and_kept():

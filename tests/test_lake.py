@@ -113,13 +113,6 @@ def test_the_shipped_base_plays_each_move_alike_and_nearly_no_illegal_one():
     assert ((probabilities - 0.25).abs() < 0.03).all()
 
 
-def test_building_the_base_in_small(tmp_path, capsys):
-    build_lake_base.main(build_lake_base.BuildArguments(output_dir=str(tmp_path), num_episodes=16))
-    assert (tmp_path / "model.safetensors").is_file()
-    assert "illegal turns per episode" in capsys.readouterr().out
-    assert AutoTokenizer.from_pretrained(tmp_path).decode([0, 1]) == "<pad> <eot>"
-
-
 def test_moves_are_counted_by_the_state_they_answer():
     """Of three turns the first answers the prompt, which is not in the completion, and the last is no move."""
     texts = ["上", "走 2,3 无", "下", "宝 0,0 有", "上 下"]

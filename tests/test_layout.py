@@ -18,7 +18,7 @@ from hfppo.generation.sampler import Sampling
 from hfppo.models import actor_critic, output_head
 from hfppo.models import layout as packing_module
 from hfppo.models.actor_critic import Want
-from hfppo.models.layout import Layout, Rows, can_pack, can_share, first_column, lay_out
+from hfppo.models.layout import Layout, Rows, can_pack, can_share, lay_out
 from hfppo.models.loading import default_peft_config
 from hfppo.rollout import balanced_sizes, sizes_within
 
@@ -231,15 +231,6 @@ def test_attention_with_a_window_or_without_sdpa_gets_rows(changes):
     assert not can_share(model)
 
 
-def test_models_of_one_class_are_tried_apart(packing, monkeypatch):
-    plain, careless = tiny_model(), tiny_model()
-    forward = careless.model.forward
-    monkeypatch.setattr(careless.model, "forward", lambda input_ids, use_cache, **_: forward(input_ids))
-    for can in (can_pack, can_share):
-        assert can(plain)
-        assert not can(careless)
-
-
 @pytest.mark.parametrize("name", ["falcon", "mpt"])
 def test_an_architecture_with_an_attention_of_its_own_gets_rows(name):
     model = tiny_of_type(name)
@@ -253,16 +244,6 @@ def test_attention_without_a_tree_is_transformers(monkeypatch):
     query, mask = torch.randn(2, 2, 3, 4), torch.ones(3, 3, dtype=torch.bool).tril()[None, None]
     found = AttentionInterface()["sdpa"](torch.nn.Module(), query, query, query, mask, scaling=0.3)
     assert torch.equal(found[0], sdpa_attention_forward(torch.nn.Module(), query, query, query, mask, scaling=0.3)[0])
-
-
-def test_attention_begins_where_it_has_the_fewest_pairs():
-    for shared, width, start in (
-        ([0, 6, 6, 6], 10, 6),
-        ([0, 4, 8, 8], 10, 8),  # 2 · 10 · 5 and 2 · 2 · 10, instead of 10 · 5 and 3 · 6 · 10
-        ([0, 2, 2, 2], 10, 11),  # a mask over 8 columns costs more than half of 10
-        ([0, 10, 10], 10, 9),
-    ):
-        assert first_column(torch.tensor(shared), width) == start
 
 
 def test_few_tokens_in_common_are_computed_for_each_row():

@@ -142,12 +142,6 @@ def test_a_critic_is_looked_for_on_the_hub_at_the_models_revision_if_it_has_its_
     assert asked == [("org/absent", "critic/critic_config.json", revision, "kept")]
 
 
-def test_what_is_no_folder_is_looked_for_on_the_hub(make_trainer, hub):
-    with pytest.raises(ValueError, match="model='org/absent' cannot be loaded"):
-        make_trainer(model="org/absent")
-    assert hub == [("org/absent", "adapter_config.json")]
-
-
 def test_a_critic_whose_vocabulary_is_padded_less_than_the_actors_reads_the_completions(make_trainer):
     """As Qwen2.5's 7B (152,064) and 1.5B (151,936) with one tokenizer of 151,665; the actor may sample padding."""
     trainer = make_trainer({"max_steps": 1}, model=tiny_model(vocab_size=60), critic=scorer(vocab_size=30))

@@ -12,7 +12,6 @@ from transformers import TrainerCallback
 
 from helpers.runs import read_log
 from hfppo import PlotCallback
-from hfppo.reporting.progress import short_cells
 from hfppo.support.log_entries import numbers_of, plain_entry
 
 ODD = {
@@ -88,7 +87,3 @@ def test_odd_values_of_metrics_and_logs_end_no_run(make_trainer, dataset, monkey
     evaluation = next(entry for entry in history if "eval_text" in entry)
     assert evaluation["eval_7"] == 0.25
     assert evaluation["eval_0"] == "an integer key"
-
-
-def test_the_line_of_a_log_has_its_numbers():
-    assert short_cells({"reward": "text", "kl": None, "policy/entropy": np.float32(0.5)}) == {"entropy": "0.500"}

@@ -3,7 +3,6 @@
 import html
 import re
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -61,35 +60,3 @@ def test_the_notebook_of_the_arithmetic_run(run, tmp_path, steps):
     assert first[0] == "是"
     assert (tmp_path / "out/notebook/adapter_model.safetensors").is_file()
     assert not [output for cell in outputs for output in cell if output.output_type == "error"]
-
-
-@pytest.fixture
-def pictures(monkeypatch) -> list[str]:
-    """What a notebook's cell shows, one picture after another."""
-    notebook = pytest.importorskip("transformers.utils.notebook")
-    shown: list[str] = []
-
-    def display(made, display_id=None):
-        shown.append(made.data)
-        return SimpleNamespace(update=lambda made: shown.append(made.data))
-
-    monkeypatch.setattr(notebook.disp, "display", display)
-    monkeypatch.setattr("transformers.trainer.DEFAULT_PROGRESS_CALLBACK", notebook.NotebookProgressCallback)
-    return shown
-
-
-def test_a_notebook_shows_phases_and_evaluations(make_trainer, dataset, pictures):
-    config = {"disable_tqdm": False, "max_steps": 8, "logging_steps": None, "eval_strategy": "steps", "eval_steps": 8}
-    trainer = make_trainer(
-        config, eval_dataset={"sums": dataset}, compute_metrics=lambda prediction: {"even": 1 / 3, "a/b": 1.0}
-    )
-    trainer.train()
-    assert any(", rollout generation 100%]" in picture or ", rollout passes]" in picture for picture in pictures)
-    heads, *logs = rows(pictures[-1])
-    assert heads[0] == "step"
-    assert heads[-2:] == ["eval_sums_reward", "eval_sums_even"]
-    assert [row[0] for row in logs] == ["4", "8"]
-    assert [len(row) for row in logs] == [len(heads) - 2, len(heads)]
-    assert logs[1][-1] == "0.333"
-    reward = next(entry for entry in trainer.state.log_history if "reward" in entry)["reward"]
-    assert logs[0][1] == f"{reward:.3f}"

@@ -332,12 +332,6 @@ def test_ctrl_c_ends_the_run_while_a_tool_runs(play, end, asynchronous):
     assert returned == []
 
 
-@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()])
-def test_an_environment_that_exits_ends_the_run(play, error):
-    with pytest.raises(type(error)):
-        play(["a"], environment_factory=type("Odd", (Counting,), {"step": partial(fail, error)}), count=2)
-
-
 @pytest.mark.parametrize("swallows", [False, True])
 def test_a_tool_that_hangs_holds_nobody_up(play, end, swallows):
     """Neither the next call of its turn nor another episode, even if it catches whatever is raised."""
@@ -356,10 +350,6 @@ def test_a_tool_that_hangs_holds_nobody_up(play, end, swallows):
     assert (others, played.said(row=1)) == (["3", "1"], ["1", "1"])
     assert [played.roles(row) for row in range(2)] == ["attata", "atata"]
     assert played.metrics["tools/timeout_frac"] == 0.2
-
-
-def fail(error, *_):
-    raise error
 
 
 # Random numbers

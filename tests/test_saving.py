@@ -161,14 +161,11 @@ def test_critic_free_runs_have_no_critic_at_all(make_trainer, tmp_path):
 @pytest.mark.parametrize(
     "fields",
     [
-        {"target_modules": ["q_proj"], "layers_to_transform": [1]},
         {"target_modules": ["q_proj", "up_proj"], "layers_to_transform": 1, "layers_pattern": "layers"},
         {"target_modules": "all-linear", "exclude_modules": ["model.layers.0.self_attn.q_proj", "down_proj"]},
         {"target_modules": "all-linear", "exclude_modules": r"model\.layers\.0\..*"},
         {"target_modules": r"model\.layers\.1\..*_proj"},
-        {"target_modules": ["model.layers.0.self_attn.q_proj", "up_proj"]},
         {"target_modules": "all-linear", "rank_pattern": {"model.layers.0.self_attn.q_proj": 2, "up_proj": 3}},
-        {"target_modules": "all-linear", "rank_pattern": {r"^model\.layers\.1\.mlp.*": 2}},
     ],
 )
 @pytest.mark.parametrize("critic", ["adapter", "model"])

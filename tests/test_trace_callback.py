@@ -1,9 +1,7 @@
 """Traces that a run records: the trainer's own numbers, before and after the update, through any resume."""
 
-import math
 import re
 import sys
-from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -171,24 +169,6 @@ def test_resumed_run_neither_loses_nor_repeats_a_trace(make_trainer, tmp_path):
         assert [path.read_text() for path in list_trace_files(tmp_path / str(step))] == expected
 
 
-def test_a_run_may_trace_its_own_completions_and_chosen_prompts(make_trainer, tmp_path):
-    for number in (1, 2, 9):  # of an earlier run
-        for kind in ("rollout", "prompts"):
-            write_traces(trace_file(tmp_path / "out", number, kind), [])
-    (tmp_path / "out/_traces/rollout-000001-mine.jsonl").touch()
-    trainer = make_trainer({"max_steps": 12}, callbacks=[TokenTraceCallback(every=1, num_completions=3)])
-    trainer.add_callback(TokenTraceCallback(every=2, trainer=trainer, **PROMPTS))
-    trainer.train()
-    found = {path.name.removesuffix(".jsonl"): read_traces(path) for path in list_trace_files(tmp_path / "out")}
-    own, chosen = 3, len(PROMPTS["prompts"])
-    assert {name: len(read) for name, read in found.items()} == {
-        **{"rollout-000001": own, "rollout-000002": own, "rollout-000003": own},
-        **{"prompts-000001": chosen, "prompts-000003": chosen},
-    }
-    assert all({trace.kind for trace in read} == {name.split("-")[0]} for name, read in found.items())
-    assert all(row.new_logprob is not None for read in found.values() for trace in read for row in trace.table.rows)
-
-
 def test_second_training_goes_on_with_the_rollouts_and_a_new_run_starts_anew(make_trainer, tmp_path):
     """The first and the last rollout of a training are always traced."""
     trainer = make_trainer(CONFIG, callbacks=[TokenTraceCallback()])
@@ -223,15 +203,6 @@ def test_only_the_main_process_writes(tmp_path):
     callback.on_train_end(where, other, None)
     assert list(written.parent.iterdir()) == [written]
     assert written.read_text() == before
-
-
-def test_numbers_of_a_run_that_diverged_are_read_back(tmp_path):
-    row = TokenRow("a", logprob=-1.0, reward=0.0, advantage=0.5, new_logprob=math.nan, ratio=math.inf, clipped=True)
-    trace = Trace(1, 0, 0.0, False, [1], [2], TokenTable("p", 1.0, [row, replace(row, token="nan")]), 4)
-    write_traces(trace_file(tmp_path, 1), [trace])
-    (read,) = read_traces(trace_file(tmp_path, 1))
-    assert math.isnan(read.table.rows[0].new_logprob)
-    assert (read.table.rows[1].token, read.table.rows[1].ratio) == ("nan", math.inf)
 
 
 @pytest.mark.parametrize(

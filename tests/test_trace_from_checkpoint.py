@@ -90,18 +90,6 @@ def test_table_of_a_run_with_autocast_whatever_it_was_told_about_training(tmp_pa
     assert caplog.messages == []
 
 
-def test_a_run_of_several_turns_is_asked_in_one(run, tmp_path):
-    copied = shutil.copytree(run.checkpoint, tmp_path / "checkpoint-4")
-    file = copied / "ppo_state_0.json"
-    state = json.loads(file.read_text())
-    state["run"]["settings"] |= {"gamma_turn": 0.9, "lam_turn": 0.5, "max_turn_length": 3}
-    file.write_text(json.dumps(state))
-    seal(copied)
-    trace, args = trace_prompt(copied, PROMPT, score=run.table.score)
-    assert_same(trace.table, run.table)
-    assert args.max_turn_length is None
-
-
 def test_a_trace_writes_no_file_and_uses_one_gpu_of_several(run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(PPOConfig, "n_gpu", 2)

@@ -87,16 +87,6 @@ def test_ratio_1_and_kl_0_at_the_start_and_the_base_stays(make_trainer, tmp_path
     assert trainer.collector.rewards.funcs[1].model.device == trainer.args.device
 
 
-@pytest.mark.parametrize("dtype", FIRST_RATIO)
-def test_the_defaults_of_a_gpu_follow_the_base(make_trainer, tmp_path, dtype):
-    """Autocast, checkpointing, and rows by free memory; on a CPU nothing follows."""
-    fields = {**on_device(dtype), "bf16": None, "max_steps": 1}
-    trainer = make_trainer(fields, model=load(tmp_path / "base", dtype))
-    wanted = trainer.args.device.type == "cuda" and dtype != "float32"
-    assert (trainer.args.bf16, trainer.args.activation_checkpointing) == (wanted, wanted)
-    check_first_rollout(trainer, dtype)
-
-
 @pytest.mark.parametrize("dtype", ["bfloat16", "nf4"])
 def test_the_same_with_flash_attention(make_trainer, tmp_path, flash, dtype):
     trainer = make_trainer(on_device(dtype), model=load(tmp_path / "base", dtype, flash))
