@@ -24,6 +24,7 @@ from hfppo.data import prompts as prompts_module
 from hfppo.data.chat_template import RunDate, apply_chat_template
 from hfppo.data.prompts import prepare_prompts
 from hfppo.rewards.model import RewardModel
+from hfppo.token_trace.from_checkpoint import trace_prompt
 
 DATED = "{{ strftime_now('%d') }}" + CHAT_TEMPLATE
 TALKS = [[{"role": "user", "content": f"{a}+{b}="}] for a in range(4) for b in range(4)]
@@ -113,6 +114,16 @@ def test_a_checkpoint_of_a_resumed_run_has_the_date_of_its_start(make_dated, tmp
         make_dated({"max_steps": day - 6}).train(resume_from_checkpoint=True)
         saved = json.loads(state_file(tmp_path / f"out/checkpoint-{day - 6}", 0).read_text())
         assert saved["run"]["date"] == "2026-05-07"
+
+
+def test_a_checkpoint_shows_what_its_run_saw(make_dated, tmp_path, clock):
+    tiny_model().save_pretrained(tmp_path / "base")
+    trainer = make_dated({"max_steps": 1}, model=str(tmp_path / "base"))
+    trainer.train()
+    checkpoint = tmp_path / "out/checkpoint-1"
+    clock(8)
+    trace, _ = trace_prompt(checkpoint, "1+1=", completion="2", chat=True)
+    assert of_day(trainer, trace.prompt_ids) == "07"
 
 
 class Asks(TextEnvironment):
