@@ -82,7 +82,7 @@ def test_table_of_a_run_without_critic_whose_sampler_was_its_anchor(tmp_path):
 
 def test_table_of_a_run_with_autocast_whatever_it_was_told_about_training(tmp_path, caplog):
     """A schedule that follows evaluations, a number of episodes, rollouts ahead."""
-    told = {**PLATEAU, "total_episodes": 32, "per_device_train_batch_size": 8, "rollouts_ahead": 1}
+    told = {**PLATEAU, "total_episodes": 16, "per_device_train_batch_size": 8, "rollouts_ahead": 1}
     run = Run(tmp_path, bf16=True, model_init_kwargs={"dtype": "bfloat16"}, **told)
     caplog.clear()
     trace, _ = trace_prompt(run.checkpoint, PROMPT, score=run.table.score)

@@ -65,10 +65,12 @@ FILES = (
     *("adapter_config.json", "adapter_model.safetensors", "critic/critic.safetensors", "critic/critic_config.json"),
     *("manifest.json", "optimizer.pt", "ppo_state_0.json", "ppo_state_0.safetensors", "README.md", "rng_state.pth"),
     *("scheduler.pt", "tokenizer.json", "tokenizer_config.json", "trainer_state.json", "training_args.bin"),
+    "chat_template.jinja",
 )
 
 
 NOT_READ = ("adapter_config.json", "README.md", "tokenizer.json", "tokenizer_config.json", "training_args.bin")
+NOT_READ += ("chat_template.jinja",)
 
 
 def test_no_file_of_a_checkpoint_is_forgotten_here(checkpoint):
